@@ -1,0 +1,1 @@
+"""The generator: manifest, names, tiles and templates. Imports neither torch nor triton."""

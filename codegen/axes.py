@@ -1,0 +1,66 @@
+"""The axes of a mode as words: what a manifest may say, what --where compares, what --count counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .model import INPUT_DTYPES, DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
+
+SAME = "same"
+
+BOOLEANS = {"false": False, "true": True}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of `Mode`: its field's name, its words with what they stand for, and its default word, if any."""
+
+    name: str
+    values: Mapping[str, Any]
+    default: str | None = None
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words a manifest may use."""
+        return tuple(self.values)
+
+    @property
+    def is_boolean(self) -> bool:
+        """Whether a manifest writes this axis with YAML's booleans."""
+        return self.values is BOOLEANS
+
+    def word_of(self, mode: Mode) -> str:
+        """The word for what a mode has on this axis; dtype_out is spelled out, never `same`."""
+        value = getattr(mode, self.name)
+        return str(value).lower() if self.is_boolean else str(value.value)
+
+
+def _words(values: Iterable[Norm | DType | FusedAdd | FusedQuant | Rounding]) -> dict[str, Any]:
+    return {value.value: value for value in values}
+
+
+AXES = (
+    Axis("norm", _words(Norm)),
+    Axis("dtype_in", _words(INPUT_DTYPES)),
+    Axis("dtype_out", {SAME: None, **_words(DType)}, default=SAME),
+    Axis("fadd", _words(FusedAdd), default="none"),
+    Axis("fquant", _words(FusedQuant), default="none"),
+    Axis("save_mv", BOOLEANS, default="false"),
+    Axis("x_bias", BOOLEANS, default="false"),
+    Axis("scale_dtype", _words(INPUT_DTYPES), default="fp32"),
+    Axis("rounding", _words(Rounding), default="nearest"),
+)
+
+
+def mode_of(words: Mapping[str, str]) -> Mode:
+    """The mode that one word for each axis describes.
+
+    Raises:
+        IllegalCombinationError: no kernel can have this combination.
+    """
+    values = {axis.name: axis.values[words[axis.name]] for axis in AXES}
+    if words["dtype_out"] == SAME:
+        values["dtype_out"] = values["dtype_in"]
+    return Mode(**values)

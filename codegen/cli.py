@@ -1,0 +1,181 @@
+"""The generator's command line: a manifest, narrowed by a selection, and one thing to do with it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .emit import render_folder
+from .errors import NormforgeError
+from .folder import Plan, plan
+from .manifest import Manifest, load
+from .report import counts, listing
+from .select import select
+
+# What a checkout has beside this package, and an installation has not.
+_ROOT = Path(__file__).resolve().parent.parent
+_MANIFEST = _ROOT / "instances.yaml"
+_FOLDER = _ROOT / "generated"
+
+_DONE, _DIFFERS, _REFUSED = 0, 1, 2
+
+_DESCRIPTION = """\
+Generate normalisation kernels and their dispatch table from a manifest.
+In a checkout and with no arguments, bring generated/ up to date with instances.yaml.
+"""
+
+_EPILOG = """\
+a selection:
+  --filter takes shell patterns, held against whole instance names as --list prints them; one that matches is enough.
+  --where takes conditions on axes, all of which must hold: axis=word, axis=word|word or axis!=word. dtype_out=same
+  means dtype_in. For n, = and != mean the bucket that serves that length; <, <=, > and >= compare the last length of
+  a bucket, infinite if it has no cap, so n<=8192 keeps the buckets that end at 8192 or before.
+  Both may be given. The folder then holds the instances that are left: files of the others are removed from it.
+
+examples:
+  {prog} --list --filter 'rms_*_mv_n4096'
+  {prog} --out my_kernels --where 'dtype_in=bf16, fquant=dynamic|smooth_dynamic, n<=8192'
+  {prog} --manifest mine.yaml --out my_kernels --dry-run
+
+exit status: 0 done; 1 --check found differences; 2 nothing was done, and standard error says why.
+"""
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python generate.py") -> int:
+    """Run the generator.
+
+    Args:
+        argv: the arguments after the program's name; None takes the process's own.
+        prog: what help and messages call the program.
+
+    Returns:
+        The exit status: 0 done, 1 --check found differences, 2 refused.
+
+    Raises:
+        SystemExit: --help was asked for, or the arguments are no command; argparse has said so.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(prog)
+    arguments = parser.parse_args(given)
+    _complete(parser, arguments)
+    try:
+        status = _run(arguments, again=_without_check(prog, given))
+        sys.stdout.flush()
+    except NormforgeError as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return _REFUSED
+    except BrokenPipeError:
+        # The reader of a pipe, `head` perhaps, has all it wanted; the flush at exit must not complain about the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _DONE
+    return status
+
+
+def _run(arguments: argparse.Namespace, again: str) -> int:
+    manifest = select(load(arguments.manifest), arguments.filter, arguments.where)
+    if arguments.verb in _REPORTS:
+        print(_REPORTS[arguments.verb](manifest))
+        return _DONE
+    planned = plan(arguments.out, render_folder(manifest.instances))
+    return _ACTIONS[arguments.verb](manifest, planned, again)
+
+
+def _write(manifest: Manifest, planned: Plan, again: str) -> int:
+    planned.apply()
+    written = len(planned.missing) + len(planned.changed)
+    print(
+        f"{_size(manifest)}: {written} files written, {len(planned.unchanged)} unchanged, "
+        f"{len(planned.stale)} removed in {planned.folder}"
+    )
+    return _DONE
+
+
+def _dry_run(manifest: Manifest, planned: Plan, again: str) -> int:
+    planned.refuse_foreign()
+    for verb, names in (("write", planned.missing), ("change", planned.changed), ("remove", planned.stale)):
+        for name in names:
+            print(f"{verb:<6}  {name}")
+    print(
+        f"{_size(manifest)}: would write {len(planned.missing)} files, change {len(planned.changed)}, "
+        f"remove {len(planned.stale)} and leave {len(planned.unchanged)} in {planned.folder}"
+    )
+    return _DONE
+
+
+def _check(manifest: Manifest, planned: Plan, again: str) -> int:
+    if planned.is_clean:
+        print(f"{_size(manifest)}: {planned.folder} is up to date")
+        return _DONE
+    sys.stdout.writelines(planned.diff())
+    found = (("missing", planned.missing), ("changed", planned.changed), ("stale", planned.stale))
+    counted = [f"{len(names)} {what}" for what, names in found if names]
+    if planned.foreign:
+        counted.append(f"{len(planned.foreign)} not made by normforge ({planned.foreign_names}), to be moved elsewhere")
+    sys.stdout.flush()
+    print(
+        f"{planned.folder} differs from {manifest.path}: {', '.join(counted)}; to bring it up to date: {again}",
+        file=sys.stderr,
+    )
+    return _DIFFERS
+
+
+_REPORTS: dict[str, Callable[[Manifest], str]] = {"list": listing, "count": counts}
+_ACTIONS: dict[str, Callable[[Manifest, Plan, str], int]] = {"write": _write, "dry-run": _dry_run, "check": _check}
+
+
+def _size(manifest: Manifest) -> str:
+    modes = {instance.mode for instance in manifest.instances}
+    return f"{len(manifest.instances)} instances in {len(modes)} modules"
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=_DESCRIPTION,
+        epilog=_EPILOG.format(prog=prog),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--manifest", type=Path, metavar="FILE", help="what to generate (a checkout's instances.yaml)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where to (a checkout's generated/)")
+    parser.add_argument("--filter", metavar="GLOB[,GLOB]", help="keep the instances whose name matches a glob")
+    parser.add_argument("--where", metavar="CONDITION[,CONDITION]", help="keep the instances that meet every condition")
+    parser.set_defaults(verb="write")
+    verbs = parser.add_argument_group("instead of writing (at most one)").add_mutually_exclusive_group()
+    for verb, text in (
+        ("list", "print each instance's name and what it does"),
+        ("count", "print how many there are, by group and by value of each axis"),
+        ("dry-run", "print which files would be written, changed and removed"),
+        ("check", "print a unified diff and exit 1 if any file is missing, stale, changed or not ours"),
+    ):
+        verbs.add_argument(f"--{verb}", dest="verb", action="store_const", const=verb, help=text)
+    return parser
+
+
+def _complete(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Put a checkout's own manifest and folder where none was named."""
+    in_checkout = _MANIFEST.is_file()
+    reports = arguments.verb in _REPORTS
+    if reports and arguments.out is not None:
+        parser.error(f"--{arguments.verb} writes nothing, so --out means nothing beside it; leave one of them out")
+    if arguments.manifest is None:
+        if not in_checkout:
+            parser.error("an installed normforge has no instances.yaml of its own; name a manifest: --manifest FILE")
+        arguments.manifest = _shown(_MANIFEST)
+    if arguments.out is None and not reports:
+        if not in_checkout:
+            parser.error("an installed normforge has no generated/ of its own; name a folder: --out DIR")
+        arguments.out = _shown(_FOLDER)
+
+
+def _shown(path: Path) -> Path:
+    """A path as short as it can be said from here."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _without_check(prog: str, given: Sequence[str]) -> str:
+    return " ".join([prog, *(shlex.quote(argument) for argument in given if argument != "--check")])

@@ -1,0 +1,23 @@
+"""Every error the generator raises. Each message names what was asked, what was wrong and the fix."""
+
+from __future__ import annotations
+
+
+class NormforgeError(Exception):
+    """Base of every error normforge raises, in the generator and in the runtime."""
+
+
+class IllegalCombinationError(NormforgeError, ValueError):
+    """A combination of axes that no kernel can serve, in a manifest or in a call."""
+
+
+class ManifestError(NormforgeError, ValueError):
+    """A manifest that cannot be used; the message starts with file, line and group."""
+
+
+class SelectionError(NormforgeError, ValueError):
+    """A --filter or --where that cannot be parsed, or that matches no instance."""
+
+
+class FolderError(NormforgeError, OSError):
+    """An output folder that cannot be written, or that holds files normforge did not make."""

@@ -1,0 +1,68 @@
+"""The buckets a manifest names: read, and held to serve every N exactly once."""
+
+from __future__ import annotations
+
+import re
+
+from yaml.nodes import Node
+
+from .document import Section
+from .model import Bucket
+from .tiling import ladder_of
+
+_RANGE = re.compile(r"([1-9][0-9]{0,17})\.\.([1-9][0-9]{0,17})?")
+
+
+def read_ladder(section: Section, node: Node) -> tuple[Bucket, ...]:
+    """Read `buckets:`; the buckets ascend and adjoin, start at 1, and the last has no cap."""
+    pairs = section.mapping(node, "buckets, as name: first..last")
+    if not pairs:
+        raise section.error(node, "there are none; leave buckets out to get the standard ladder")
+    written = [(pair.key, _bucket(section, name, pair.value)) for name, pair in pairs.items()]
+    for at, bucket in written[:-1]:
+        if bucket.last is None:
+            raise section.error(
+                at, f"{bucket.name} ({bucket}) has no cap, so no bucket can follow it; write it last, or give it a cap"
+            )
+    # The last lengths alone make a ladder; anything written otherwise is a mistake.
+    ladder = ladder_of(tuple(bucket.last for _, bucket in written))
+    for index, ((at, bucket), right) in enumerate(zip(written, ladder, strict=True)):
+        if bucket.first != right.first:
+            before = ladder[index - 1] if index else None
+            raise section.error(at, _misplaced(bucket, right, before))
+        if bucket.name != right.name:
+            raise section.error(
+                at, f"{bucket.name} ({bucket}) must be called {right.name}: names of instances end in it; rename it"
+            )
+    at, longest = written[-1]
+    if longest.last is not None:
+        raise section.error(
+            at,
+            f"{longest.name} ({longest}) is the last bucket and has a cap, so no kernel would serve a longer row; "
+            f"add nbig: {longest.last + 1}..",
+        )
+    return ladder
+
+
+def _bucket(section: Section, name: str, node: Node) -> Bucket:
+    expected = "a range, first..last or first.."
+    text = section.string(node, name, expected)
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        raise section.error(node, f"{name} takes {expected}, from 1 up, not {text!r}")
+    first, last = int(match[1]), int(match[2]) if match[2] else None
+    if last is not None and last < first:
+        raise section.error(node, f"{name} ({text}) ends before it starts; write first..last")
+    return Bucket(name, first, last)
+
+
+def _misplaced(bucket: Bucket, right: Bucket, before: Bucket | None) -> str:
+    if before is None:
+        return f"{bucket.name} ({bucket}) is the first bucket and must start at 1; buckets ascend; write {right}"
+    between = f"{before.name} ({before}) and {bucket.name} ({bucket})"
+    if bucket.first > right.first:
+        gap = f"N = {right.first}..{bucket.first - 1}"
+        return f"there is a gap between {between}: no bucket serves {gap}; start {bucket.name} at {right.first}"
+    if bucket.last is not None and bucket.last < right.first:
+        return f"{between} overlap or are out of order; buckets ascend, each starting one past the last"
+    return f"{between} overlap: both serve N = {bucket.first}; start {bucket.name} at {right.first}"

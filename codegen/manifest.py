@@ -1,0 +1,170 @@
+"""A manifest: the YAML file that says which instances exist, expanded into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+
+from yaml.nodes import Node
+
+from .axes import AXES, BOOLEANS, mode_of
+from .document import Pair, Section, compose, line_of
+from .errors import IllegalCombinationError, ManifestError
+from .ladder import read_ladder
+from .model import INPUT_DTYPES, Bucket, Instance, Mode
+from .tiling import standard_ladder, tile_for
+from .words import unknown
+
+ALL = "all"
+
+_Words = dict[str, tuple[str, ...]]
+
+_SECTIONS = ("buckets", "defaults", "groups")
+_N = "n"
+_AXIS_NAMES = tuple(axis.name for axis in AXES)
+_KEYS = (*_AXIS_NAMES, _N)
+_DEFAULTS: _Words = {_N: (ALL,), **{axis.name: (axis.default,) for axis in AXES if axis.default is not None}}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An instance, and the group that asked for it."""
+
+    instance: Instance
+    group: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a manifest expands to: modes in the order they are asked for, each over ascending buckets."""
+
+    path: Path
+    buckets: tuple[Bucket, ...]
+    entries: tuple[Entry, ...]
+
+    @cached_property
+    def instances(self) -> tuple[Instance, ...]:
+        """The instances alone; each name occurs once."""
+        return tuple(entry.instance for entry in self.entries)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A group as read: for every axis the words to cross, and the buckets."""
+
+    section: Section
+    name: str
+    at: Node
+    words: _Words
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def line(self) -> int:
+        """Where the group starts."""
+        return line_of(self.at)
+
+
+def load(path: Path) -> Manifest:
+    """Read and expand a manifest.
+
+    Raises:
+        ManifestError: the file cannot be used; the message names file, line, group and the fix.
+    """
+    root = compose(path)
+    top = Section(path)
+    if root is None:
+        raise ManifestError(f"{path}:1: the manifest is empty; it needs groups, each with a norm and a dtype_in")
+    sections = top.mapping(root, f"the sections {', '.join(_SECTIONS)}")
+    for name, pair in sections.items():
+        if name not in _SECTIONS:
+            raise top.error(pair.key, unknown("section", name, _SECTIONS))
+    if "groups" not in sections:
+        raise top.error(root, "there are no groups, so no instances; add groups, each with a norm and a dtype_in")
+    buckets = standard_ladder()
+    if "buckets" in sections:
+        buckets = read_ladder(Section(path, "buckets"), sections["buckets"].value)
+    words = _DEFAULTS
+    if "defaults" in sections:
+        words = words | _read_words(Section(path, "defaults"), sections["defaults"].value, buckets)
+    groups = top.mapping(sections["groups"].value, "groups, by name")
+    if not groups:
+        raise top.error(sections["groups"].key, "groups is empty; add a group with a norm and a dtype_in")
+    read = [_read_group(path, name, pair, words, buckets) for name, pair in groups.items()]
+    return Manifest(path, buckets, _expand(read, buckets))
+
+
+def _read_group(path: Path, name: str, pair: Pair, defaults: _Words, buckets: tuple[Bucket, ...]) -> _Group:
+    section = Section(path, f"group {name}")
+    words = defaults | _read_words(section, pair.value, buckets)
+    for axis in AXES:
+        if axis.name not in words:
+            raise section.error(
+                pair.key, f"{axis.name} is missing; add {axis.name}: [{', '.join(axis.words)}] or one of them"
+            )
+    served = buckets if words[_N] == (ALL,) else tuple(bucket for bucket in buckets if bucket.name in words[_N])
+    return _Group(section, name, pair.key, words, served)
+
+
+def _read_words(section: Section, node: Node, buckets: tuple[Bucket, ...]) -> _Words:
+    pairs = section.mapping(node, "axes, as axis: value or axis: [value, value]")
+    for name, pair in pairs.items():
+        if name not in _KEYS:
+            raise section.error(pair.key, unknown("axis", name, _KEYS))
+    words = {}
+    for axis in AXES:
+        if axis.name in pairs:
+            value = pairs[axis.name].value
+            if axis.is_boolean:
+                words[axis.name] = section.booleans(value, axis.name, BOOLEANS)
+            else:
+                words[axis.name] = section.words(value, axis.name, axis.words)
+    if _N in pairs:
+        value = pairs[_N].value
+        words[_N] = section.words(value, _N, (ALL, *(bucket.name for bucket in buckets)))
+        if ALL in words[_N] and len(words[_N]) > 1:
+            raise section.error(
+                value, "n lists all beside other buckets, and all is every bucket; keep one or the other"
+            )
+    return words
+
+
+def _expand(groups: list[_Group], buckets: tuple[Bucket, ...]) -> tuple[Entry, ...]:
+    makers: dict[Mode, dict[Bucket, _Group]] = {}
+    for group in groups:
+        for mode in _modes(group):
+            served = makers.setdefault(mode, {})
+            for bucket in group.buckets:
+                if bucket in served:
+                    raise _made_twice(f"{mode.name}_{bucket.name}", served[bucket], group)
+                served[bucket] = group
+    tiles = {dtype: [(bucket, tile_for(bucket, dtype)) for bucket in buckets] for dtype in INPUT_DTYPES}
+    return tuple(
+        Entry(Instance(mode, bucket, tile), served[bucket].name, served[bucket].line)
+        for mode, served in makers.items()
+        for bucket, tile in tiles[mode.dtype_in]
+        if bucket in served
+    )
+
+
+def _modes(group: _Group) -> Iterator[Mode]:
+    for combination in product(*(group.words[axis.name] for axis in AXES)):
+        words = dict(zip(_AXIS_NAMES, combination, strict=True))
+        try:
+            yield mode_of(words)
+        except IllegalCombinationError as error:
+            crossed = ", ".join(f"{name} {word}" for name, word in words.items() if len(group.words[name]) > 1)
+            where = f"among the combinations of its lists is an illegal one ({crossed}): " if crossed else ""
+            raise group.section.error(group.at, f"{where}{error}") from error
+
+
+def _made_twice(name: str, first: _Group, second: _Group) -> ManifestError:
+    if first is second:
+        return second.section.error(second.at, f"{name} is made twice by this group; its lists overlap")
+    return second.section.error(
+        second.at,
+        f"{name} is made here and by group {first.name} on line {first.line}; let only one of the two groups make it",
+    )

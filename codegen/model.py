@@ -1,0 +1,328 @@
+"""What an instance is: its axes, which combinations are legal, and every name made from them.
+
+A `Mode` is one combination of axes without the row length; all its kernels live in one generated
+module. An `Instance` is a mode over one bucket of row lengths; it is one row of the dispatch table.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from .errors import IllegalCombinationError
+
+
+class Norm(Enum):
+    """Which normalisation; the value is the manifest's word."""
+
+    LAYER = "layer"
+    RMS = "rms"
+
+    @property
+    def prefix(self) -> str:
+        """How names of this norm start."""
+        return {Norm.LAYER: "ln", Norm.RMS: "rms"}[self]
+
+    @property
+    def title(self) -> str:
+        """The norm's name in prose."""
+        return {Norm.LAYER: "LayerNorm", Norm.RMS: "RMSNorm"}[self]
+
+    @property
+    def centres(self) -> bool:
+        """Whether the row's mean is subtracted (and may be saved)."""
+        return self is Norm.LAYER
+
+
+class DType(Enum):
+    """Element types; the value is the manifest's word and the suffix in names."""
+
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP32 = "fp32"
+    INT8 = "int8"
+    FP8_E4M3FN = "fp8_e4m3fn"
+    FP8_E4M3FNUZ = "fp8_e4m3fnuz"
+    FP8_E5M2 = "fp8_e5m2"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element."""
+        return {DType.FP32: 4, DType.FP16: 2, DType.BF16: 2}.get(self, 1)
+
+    @property
+    def triton(self) -> str:
+        """The type in Triton source, for the types a row's scale is stored in."""
+        return {DType.FP16: "tl.float16", DType.BF16: "tl.bfloat16", DType.FP32: "tl.float32"}[self]
+
+    @property
+    def qmax(self) -> float:
+        """The largest magnitude a quantised element takes: a row's amax maps to it."""
+        return _QMAX[self]
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether this type only comes out of a quantising kernel."""
+        return self in _QMAX
+
+    @property
+    def is_int(self) -> bool:
+        """Whether quantised values are integers rather than small floats."""
+        return self is DType.INT8
+
+
+_QMAX = {
+    DType.INT8: 127.0,
+    DType.FP8_E4M3FN: 448.0,
+    DType.FP8_E4M3FNUZ: 240.0,
+    DType.FP8_E5M2: 57344.0,
+}
+
+
+class FusedAdd(Enum):
+    """Whether a residual is added before the norm, and whether the sum is stored."""
+
+    NONE = "none"
+    PRE_ADD_STORE = "pre_add_store"
+    PRE_ADD = "pre_add"
+
+    @property
+    def code(self) -> int:
+        """ck_tile's integer for this mode."""
+        return {FusedAdd.NONE: 0, FusedAdd.PRE_ADD_STORE: 1, FusedAdd.PRE_ADD: 2}[self]
+
+    @property
+    def adds(self) -> bool:
+        """Whether a residual is read."""
+        return self is not FusedAdd.NONE
+
+    @property
+    def stores(self) -> bool:
+        """Whether the sum is written back."""
+        return self is FusedAdd.PRE_ADD_STORE
+
+
+class FusedQuant(Enum):
+    """Whether a row is quantised by its own amax, and whether a smooth scale is applied first."""
+
+    NONE = "none"
+    SMOOTH_DYNAMIC = "smooth_dynamic"
+    DYNAMIC = "dynamic"
+
+    @property
+    def code(self) -> int:
+        """ck_tile's integer for this mode."""
+        return {FusedQuant.NONE: 0, FusedQuant.SMOOTH_DYNAMIC: 1, FusedQuant.DYNAMIC: 2}[self]
+
+    @property
+    def quantises(self) -> bool:
+        """Whether the output is quantised."""
+        return self is not FusedQuant.NONE
+
+    @property
+    def smooths(self) -> bool:
+        """Whether a smooth scale is read."""
+        return self is FusedQuant.SMOOTH_DYNAMIC
+
+
+class Rounding(Enum):
+    """How int8 values are rounded: to nearest even, or toward zero as ck_tile does."""
+
+    NEAREST = "nearest"
+    TRUNCATE = "truncate"
+
+
+class Pipeline(Enum):
+    """How a kernel walks a row; the value is also the kernel's suffix and its template's name."""
+
+    ROWS = "rows"
+    ONE_PASS = "one_pass"
+    TWO_PASS = "two_pass"
+
+    @property
+    def summary(self) -> str:
+        """What sets this pipeline apart, for headers and listings."""
+        return {
+            Pipeline.ROWS: "several rows a program",
+            Pipeline.ONE_PASS: "one row a program, held in registers",
+            Pipeline.TWO_PASS: "one row a program, read again to write it",
+        }[self]
+
+
+    @property
+    def decorator(self) -> str:
+        """How kernels are decorated; where M is an argument, no value of it may cause a compilation of its own."""
+        return '@triton.jit(do_not_specialize=["M"])' if self is Pipeline.ROWS else "@triton.jit"
+
+
+INPUT_DTYPES = (DType.FP16, DType.BF16, DType.FP32)
+QUANTISED_DTYPES = (DType.INT8, DType.FP8_E4M3FN, DType.FP8_E4M3FNUZ, DType.FP8_E5M2)
+
+_ADD_SUFFIX = {FusedAdd.NONE: "", FusedAdd.PRE_ADD_STORE: "_addst", FusedAdd.PRE_ADD: "_add"}
+_QUANT_SUFFIX = {FusedQuant.NONE: "", FusedQuant.SMOOTH_DYNAMIC: "_sdq", FusedQuant.DYNAMIC: "_dq"}
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One legal combination of every axis but the row length.
+
+    Raises:
+        IllegalCombinationError: the axes contradict one another; the message names the rule.
+    """
+
+    norm: Norm
+    dtype_in: DType
+    dtype_out: DType
+    fadd: FusedAdd = FusedAdd.NONE
+    fquant: FusedQuant = FusedQuant.NONE
+    save_mv: bool = False
+    x_bias: bool = False
+    scale_dtype: DType = DType.FP32
+    rounding: Rounding = Rounding.NEAREST
+
+    def __post_init__(self) -> None:
+        floats = ", ".join(d.value for d in INPUT_DTYPES)
+        if self.dtype_in not in INPUT_DTYPES:
+            raise IllegalCombinationError(f"dtype_in {self.dtype_in.value} cannot be normalised; use one of {floats}")
+        if self.scale_dtype not in INPUT_DTYPES:
+            raise IllegalCombinationError(
+                f"scale_dtype {self.scale_dtype.value} cannot hold a row's scale; use one of {floats}"
+            )
+        if self.fquant.quantises and not self.dtype_out.is_quantised:
+            quantised = ", ".join(d.value for d in QUANTISED_DTYPES)
+            raise IllegalCombinationError(
+                f"fquant {self.fquant.value} writes quantised values, and dtype_out {self.dtype_out.value} "
+                f"is not a quantised type; use one of {quantised}, or fquant none"
+            )
+        if not self.fquant.quantises and self.dtype_out.is_quantised:
+            raise IllegalCombinationError(
+                f"dtype_out {self.dtype_out.value} needs a scale for each row, and fquant none computes none; "
+                f"use fquant dynamic or smooth_dynamic, or one of {floats}"
+            )
+        if not self.fquant.quantises and self.scale_dtype is not DType.FP32:
+            raise IllegalCombinationError(
+                f"scale_dtype {self.scale_dtype.value} is the type of y_scale, and fquant none writes none; "
+                "leave scale_dtype out, or use fquant dynamic or smooth_dynamic"
+            )
+        if self.rounding is Rounding.TRUNCATE and not self.dtype_out.is_int:
+            raise IllegalCombinationError(
+                f"rounding truncate is for int8, and dtype_out is {self.dtype_out.value}; "
+                "leave rounding out, or use dtype_out int8"
+            )
+
+    @cached_property
+    def name(self) -> str:
+        """The generated module's name and the stem of everything named after this mode."""
+        out = "" if self.dtype_out is self.dtype_in else f"_{self.dtype_out.value}"
+        features = (
+            "_xb" if self.x_bias else "",
+            _ADD_SUFFIX[self.fadd],
+            _QUANT_SUFFIX[self.fquant],
+            "_trunc" if self.rounding is Rounding.TRUNCATE else "",
+            f"_s{self.scale_dtype.value}" if self.scale_dtype is not DType.FP32 else "",
+            "_mv" if self.save_mv else "",
+        )
+        return f"{self.norm.prefix}_fwd_{self.dtype_in.value}{out}{''.join(features)}"
+
+    @property
+    def title(self) -> str:
+        """The norm and the input type, in prose."""
+        return f"{self.dtype_in.value} {self.norm.title} forward"
+
+    @cached_property
+    def features(self) -> tuple[str, ...]:
+        """What this mode does beyond the bare norm, in prose."""
+        steps = []
+        if self.x_bias:
+            steps.append("x bias added")
+        if self.fadd.stores:
+            steps.append("residual added and the sum stored")
+        elif self.fadd.adds:
+            steps.append("residual added")
+        if self.fquant.quantises:
+            smooth = "smooth " if self.fquant.smooths else ""
+            rounding = ", truncating" if self.rounding is Rounding.TRUNCATE else ""
+            scale = "" if self.scale_dtype is DType.FP32 else f" with {self.scale_dtype.value} scales"
+            steps.append(f"{smooth}dynamic {self.dtype_out.value} output{scale}{rounding}")
+        elif self.dtype_out is not self.dtype_in:
+            steps.append(f"{self.dtype_out.value} output")
+        if self.save_mv:
+            steps.append("mean and rstd saved" if self.norm.centres else "rstd saved")
+        return tuple(steps)
+
+    @cached_property
+    def summary(self) -> str:
+        """One line of prose: what a kernel of this mode does."""
+        return ", ".join((self.title, *self.features))
+
+    @property
+    def quantiser(self) -> str:
+        """The device function that rounds to this mode's quantised output."""
+        truncated = "_truncated" if self.rounding is Rounding.TRUNCATE else ""
+        return f"to_{self.dtype_out.value}{truncated}"
+
+    def kernel(self, pipeline: Pipeline) -> str:
+        """The kernel's symbol: what a profiler shows."""
+        return f"{self.name}_{pipeline.value}"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The row lengths first..last (both included) that one instance serves; last None has no cap."""
+
+    name: str
+    first: int
+    last: int | None
+
+    def __contains__(self, n: int) -> bool:
+        return self.first <= n and (self.last is None or n <= self.last)
+
+    def __str__(self) -> str:
+        return f"{self.first}..{'' if self.last is None else self.last}"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How much one program takes: `rows` rows, in chunks of `block` columns, on `warps` warps of 32 threads."""
+
+    pipeline: Pipeline
+    rows: int
+    block: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One row of the dispatch table: a mode over a bucket of row lengths, with its tile."""
+
+    mode: Mode
+    bucket: Bucket
+    tile: Tile
+
+    @cached_property
+    def name(self) -> str:
+        """The instance's name: table entry, pytest id, and what --filter matches."""
+        return f"{self.mode.name}_{self.bucket.name}"
+
+    @property
+    def kernel(self) -> str:
+        """The symbol of the kernel that serves this instance."""
+        return self.mode.kernel(self.tile.pipeline)
+
+    @property
+    def summary(self) -> str:
+        """One line of prose: what it does, for which N, and how."""
+        return f"{self.mode.summary}; N = {self.bucket}; {self.tile.pipeline.summary}"
+
+
+def legal_modes() -> Iterator[Mode]:
+    """Every combination of axes that `Mode` accepts."""
+    bools = (False, True)
+    axes = (Norm, DType, DType, FusedAdd, FusedQuant, bools, bools, INPUT_DTYPES, Rounding)
+    for values in itertools.product(*axes):
+        with suppress(IllegalCombinationError):
+            yield Mode(*values)

@@ -1,0 +1,188 @@
+"""Choosing instances of a manifest: --filter by globs on names, --where by conditions on axes."""
+
+from __future__ import annotations
+
+import fnmatch
+import operator
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from heapq import nlargest
+
+from .axes import AXES, SAME, Axis
+from .errors import SelectionError
+from .manifest import Entry, Manifest
+from .model import Bucket, Mode
+from .words import unknown
+
+_N = "n"
+_AXIS_OF = {axis.name: axis for axis in AXES}
+_KEYS = (*_AXIS_OF, _N)
+
+_CONDITION = re.compile(r"(?P<key>\w+)\s*(?P<comparison><=|>=|!=|=|<|>)\s*(?P<words>[^<>=!]*)")
+_ORDERS: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+_LENGTH = re.compile(r"[1-9][0-9]{0,17}")
+_NAMES_SHOWN = 5
+_TELLING = 3
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One condition of a --where: as written, the axis it is about, and which entries meet it."""
+
+    text: str
+    key: str
+    met_by: Callable[[Entry], bool]
+
+
+def select(manifest: Manifest, globs: str | None, where: str | None) -> Manifest:
+    """Keep the instances that match one of the globs and meet every condition.
+
+    Args:
+        manifest: what to choose from.
+        globs: shell patterns on instance names, separated by commas; None keeps every name.
+        where: conditions on axes, separated by commas; None sets none.
+
+    Raises:
+        SelectionError: the selection cannot be parsed, or nothing is left.
+    """
+    entries: Sequence[Entry] = manifest.entries
+    if globs is not None:
+        entries = _matching(entries, globs)
+    if where is not None:
+        for condition in parse_where(where):
+            entries = _meeting(entries, condition)
+    return replace(manifest, entries=tuple(entries))
+
+
+def parse_where(text: str) -> list[Condition]:
+    """Parse the conditions of a --where.
+
+    A word axis compares with = or !=, with alternatives separated by |. n compares with = and != by the bucket
+    that serves a length, and with <, <=, > and >= by a bucket's last length, which is infinite if it has no cap.
+
+    Raises:
+        SelectionError: a condition is malformed, or names an axis or a word that does not exist.
+    """
+    return [_parse_condition(part) for part in _parts(text, "--where")]
+
+
+def _matching(entries: Sequence[Entry], globs: str) -> Sequence[Entry]:
+    kept: set[str] = set()
+    for glob in _parts(globs, "--filter"):
+        matches = re.compile(fnmatch.translate(glob)).match
+        names = {entry.instance.name for entry in entries if matches(entry.instance.name)}
+        if not names:
+            near = _nearest(glob, [entry.instance.name for entry in entries])
+            hint = (
+                "" if glob.endswith("*") else "; a glob is held against whole names, so end it in * for what starts so"
+            )
+            raise SelectionError(f"--filter {glob!r} matches no instance; the nearest are {', '.join(near)}{hint}")
+        kept |= names
+    return [entry for entry in entries if entry.instance.name in kept]
+
+
+def _nearest(glob: str, names: Iterable[str]) -> list[str]:
+    # Names are alike, and longer than a glob: what counts is how much of the glob a name holds, in pieces that say
+    # something.
+    matcher = SequenceMatcher(b=re.sub(r"[*?\[\]!]", "", glob), autojunk=False)
+
+    def found(name: str) -> int:
+        matcher.set_seq1(name)
+        sizes = (block.size for block in matcher.get_matching_blocks())
+        return sum(size for size in sizes if size >= _TELLING)
+
+    return nlargest(_NAMES_SHOWN, names, key=found)
+
+
+def _meeting(entries: Sequence[Entry], condition: Condition) -> Sequence[Entry]:
+    kept = [entry for entry in entries if condition.met_by(entry)]
+    if not kept:
+        present = dict.fromkeys(_present(condition.key, entry) for entry in entries)
+        raise SelectionError(
+            f"--where {condition.text!r} leaves none of the {len(entries)} instances that it was held against; "
+            f"their {condition.key}: {', '.join(present)}"
+        )
+    return kept
+
+
+def _present(key: str, entry: Entry) -> str:
+    if key == _N:
+        return f"{entry.instance.bucket.name} ({entry.instance.bucket})"
+    return _AXIS_OF[key].word_of(entry.instance.mode)
+
+
+def _parts(text: str, option: str) -> list[str]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise SelectionError(f"{option} {text!r} has an empty part; separate parts with single commas")
+    return parts
+
+
+def _parse_condition(text: str) -> Condition:
+    match = _CONDITION.fullmatch(text)
+    if match is None:
+        raise SelectionError(
+            f"--where {text!r} is not a condition; write axis=word, axis=word|word or axis!=word, "
+            "or n with =, !=, <, <=, > or >="
+        )
+    key, comparison = match["key"], match["comparison"]
+    if key not in _KEYS:
+        raise SelectionError(f"--where {text!r}: {unknown('axis', key, _KEYS)}")
+    words = [word.strip() for word in match["words"].split("|")]
+    if not all(words):
+        raise SelectionError(f"--where {text!r} lacks a word; write {key}{comparison}word, or word|word")
+    if key == _N:
+        return Condition(text, key, _on_bucket(text, comparison, words))
+    if comparison in _ORDERS:
+        raise SelectionError(f"--where {text!r}: {key} has no order; compare it with = or !=, only n with {comparison}")
+    return Condition(text, key, _on_mode(text, comparison, _AXIS_OF[key], words))
+
+
+def _on_mode(text: str, comparison: str, axis: Axis, words: Sequence[str]) -> Callable[[Entry], bool]:
+    for word in words:
+        if word not in axis.values:
+            raise SelectionError(f"--where {text!r}: {unknown(axis.name, word, axis.words)}")
+    wanted = comparison == "="
+
+    def met_by(entry: Entry) -> bool:
+        return any(_is(entry.instance.mode, axis, word) for word in words) is wanted
+
+    return met_by
+
+
+def _is(mode: Mode, axis: Axis, word: str) -> bool:
+    if word == SAME:
+        return mode.dtype_out is mode.dtype_in
+    return axis.word_of(mode) == word
+
+
+def _on_bucket(text: str, comparison: str, words: Sequence[str]) -> Callable[[Entry], bool]:
+    lengths = [_length(text, word) for word in words]
+    if comparison not in _ORDERS:
+        wanted = comparison == "="
+        return lambda entry: any(length in entry.instance.bucket for length in lengths) is wanted
+    if len(lengths) > 1:
+        raise SelectionError(f"--where {text!r}: {comparison} takes one length; alternatives go with = or !=")
+    order = _ORDERS[comparison]
+    return lambda entry: order(_longest(entry.instance.bucket), lengths[0])
+
+
+def _longest(bucket: Bucket) -> float:
+    return float("inf") if bucket.last is None else bucket.last
+
+
+def _length(text: str, word: str) -> int:
+    if _LENGTH.fullmatch(word) is None:
+        raise SelectionError(
+            f"--where {text!r}: n compares with a row length, a whole number from 1, not {word!r}; "
+            "choose a bucket by its name with --filter"
+        )
+    return int(word)
