@@ -1,0 +1,69 @@
+# The README's two commands are `make demo` and `make test`; each sets itself up from a fresh clone.
+#
+#   make test TRITON=3.6.0         the suite on another Triton
+#   make test PYTHON=python3.12    the suite on another Python
+#
+# Each such choice gets a virtual environment of its own, so none is silently reused for another.
+
+PYTHON ?= python3
+TRITON ?=
+
+VENV := .venv$(if $(filter file,$(origin PYTHON)),,-$(subst /,_,$(PYTHON)))$(if $(TRITON),-$(TRITON))
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+LINKS := $(VENV)/links
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-gpu lint format generate check clean
+
+help:
+	@echo "make demo      run a handful of modes and compare them with PyTorch"
+	@echo "make test      run the test suite (no GPU needed)"
+	@echo "make test-gpu  run the tests that need a GPU"
+	@echo "make lint      formatting, lint and types"
+	@echo "make format    format the sources"
+	@echo "make generate  regenerate generated/ from instances.yaml"
+	@echo "make check     fail if generated/ is not what instances.yaml says"
+	@echo "make clean     remove the virtual environments and caches"
+
+demo: $(READY)
+	@$(BIN)/normforge demo
+
+# Interpreter and compiler cannot share a process: Triton reads the variable when it is imported.
+test: $(READY)
+	TRITON_INTERPRET=1 $(BIN)/pytest -q -n auto
+	env -u TRITON_INTERPRET $(BIN)/pytest -q -n auto -m compile
+
+test-gpu: $(READY)
+	env -u TRITON_INTERPRET $(BIN)/pytest -q -m gpu
+
+# mypy reads folders, not setuptools' package-dir; the links lay them out as they are installed.
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	@rm -rf $(LINKS) && mkdir -p $(LINKS)/normforge
+	@ln -s $(CURDIR)/runtime/* $(CURDIR)/codegen $(LINKS)/normforge/
+	MYPYPATH=$(LINKS) $(BIN)/mypy generate.py tests $(LINKS)/normforge
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+generate: $(READY)
+	$(BIN)/python generate.py
+
+check: $(READY)
+	$(BIN)/python generate.py --check
+
+clean:
+	rm -rf .venv* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# --no-deps at the end: torch's CUDA build asks for one exact Triton, and this target is for the others.
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "normforge needs Python 3.10 or newer, and there is no '$(PYTHON)' on PATH; install one or name yours: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; old = sys.version_info < (3, 10); sys.exit("normforge needs Python 3.10 or newer, and $(PYTHON) is %d.%d; name a newer one: make PYTHON=python3.12" % sys.version_info[:2] if old else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt setuptools
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[test,lint]'
+	$(if $(TRITON),$(BIN)/python -m pip install -q --no-deps triton==$(TRITON))
+	@touch $@

@@ -1,0 +1,187 @@
+"""The forward functions: the names and meanings of ck_tile's `layernorm2d_fwd`, on torch tensors."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from . import dispatch
+from .arguments import prepare
+from .codegen.model import FusedAdd, FusedQuant, Norm, Rounding
+from .launch import run
+from .output import LayerNormOutput
+from .words import word
+
+
+def layernorm2d_fwd(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: torch.Tensor | None = None,
+    fadd: str | int | FusedAdd = "none",
+    smooth_scale: torch.Tensor | None = None,
+    fquant: str | int | FusedQuant = "none",
+    x_bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    scale_dtype: torch.dtype = torch.float32,
+    save_mv: bool = False,
+    rounding: str | Rounding = "nearest",
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> LayerNormOutput:
+    """LayerNorm over the last dimension, with what may be fused before and after it.
+
+    With s = x + x_bias + residual in fp32: y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias, with the biased
+    variance (Ba et al., 2016). Quantised, y is multiplied by smooth_scale, then each row is divided by
+    y_scale = max|y| / qmax, rounded and saturated; qmax is 127 for int8, 448 for float8_e4m3fn, 240 for
+    float8_e4m3fnuz and 57344 for float8_e5m2. A row whose scale comes out 0 gets y = 0 and y_scale = 1; one that
+    holds a NaN or Inf gets a y_scale that is NaN or Inf, and its quantised y means nothing.
+
+    Not differentiable: gradients do not flow through the outputs.
+
+    Args:
+        x: (..., N), fp16, bf16 or fp32; any row stride, the last dimension contiguous, on a GPU (or anywhere under
+            TRITON_INTERPRET=1). M, the number of rows, may be 0.
+        weight: (N,), fp16, bf16 or fp32, or None for 1.
+        bias: (N,), likewise, or None for 0.
+        eps: added to the variance.
+        residual: x's shape, fp16, bf16 or fp32; goes with fadd.
+        fadd: "none" (0), "pre_add_store" (1: add residual, return the sum as residual_out) or "pre_add" (2: add it).
+        smooth_scale: (N,), fp16, bf16 or fp32, of any sign; goes with fquant "smooth_dynamic".
+        fquant: "none" (0), "smooth_dynamic" (1) or "dynamic" (2).
+        x_bias: (N,), added to every row of x before anything else, or None.
+        out_dtype: y's dtype; None is x's dtype, or int8 when quantised, or that of `out`.
+        scale_dtype: y_scale's dtype: float32, float16 or bfloat16. y is divided by the scale as stored.
+        save_mv: return mean and rstd.
+        rounding: int8 only: "nearest" (even) or "truncate" (toward zero, as ck_tile does).
+        out: where y goes, instead of a new tensor; may be x or residual itself if the dtype is the same.
+        residual_out: where the sum goes, instead of a new tensor, in residual's dtype; may be residual or x itself.
+
+    Returns:
+        `LayerNormOutput`, with None for what was not asked.
+
+    Raises:
+        ShapeError: a tensor's shape does not fit x's.
+        DTypeError: a tensor or dtype is of a type that the kernels do not take.
+        DeviceError: tensors are on several devices, or on one where no kernel runs.
+        LayoutError: strides that the kernels cannot walk, or an output that overlaps another tensor.
+        ConflictError: an argument that the modes asked for would leave unused, or one that they lack.
+        IllegalCombinationError: no kernel can exist for the combination asked.
+        MissingInstanceError: the table lacks the instance, under NORMFORGE_ON_MISS=error.
+    """
+    return run(
+        prepare(
+            Norm.LAYER,
+            x,
+            weight,
+            bias,
+            eps=eps,
+            residual=residual,
+            fadd=fadd,
+            smooth_scale=smooth_scale,
+            fquant=fquant,
+            x_bias=x_bias,
+            out_dtype=out_dtype,
+            scale_dtype=scale_dtype,
+            save_mv=save_mv,
+            rounding=rounding,
+            out=out,
+            residual_out=residual_out,
+        )
+    )
+
+
+def rmsnorm2d_fwd(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    residual: torch.Tensor | None = None,
+    fadd: str | int | FusedAdd = "none",
+    smooth_scale: torch.Tensor | None = None,
+    fquant: str | int | FusedQuant = "none",
+    x_bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    scale_dtype: torch.dtype = torch.float32,
+    save_mv: bool = False,
+    rounding: str | Rounding = "nearest",
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> LayerNormOutput:
+    """RMSNorm over the last dimension, with what may be fused before and after it.
+
+    With s = x + x_bias + residual in fp32: y = s / sqrt(mean(s**2) + eps) * (weight + weight_offset) (Zhang and
+    Sennrich, 2019; Gemma stores weight - 1 and passes weight_offset=1).
+
+    Args:
+        x: see `layernorm2d_fwd`, as for every argument not listed here.
+        weight: (N,), fp16, bf16 or fp32, or None for 1.
+        eps: added to the mean square.
+        weight_offset: added to every weight, in fp32.
+        residual: see `layernorm2d_fwd`.
+        fadd: see `layernorm2d_fwd`.
+        smooth_scale: see `layernorm2d_fwd`.
+        fquant: see `layernorm2d_fwd`.
+        x_bias: see `layernorm2d_fwd`.
+        out_dtype: see `layernorm2d_fwd`.
+        scale_dtype: see `layernorm2d_fwd`.
+        save_mv: return rstd; mean is always None.
+        rounding: see `layernorm2d_fwd`.
+        out: see `layernorm2d_fwd`.
+        residual_out: see `layernorm2d_fwd`.
+
+    Returns:
+        `LayerNormOutput`, with None for what was not asked.
+
+    Raises:
+        NormforgeError: one of those that `layernorm2d_fwd` lists.
+    """
+    return run(
+        prepare(
+            Norm.RMS,
+            x,
+            weight,
+            eps=eps,
+            weight_offset=weight_offset,
+            residual=residual,
+            fadd=fadd,
+            smooth_scale=smooth_scale,
+            fquant=fquant,
+            x_bias=x_bias,
+            out_dtype=out_dtype,
+            scale_dtype=scale_dtype,
+            save_mv=save_mv,
+            rounding=rounding,
+            out=out,
+            residual_out=residual_out,
+        )
+    )
+
+
+_FORWARD = {Norm.LAYER: layernorm2d_fwd, Norm.RMS: rmsnorm2d_fwd}
+
+
+def which(*arguments: Any, norm: str | Norm = "layer", **keywords: Any) -> str:
+    """Name the instance that a forward call would take, without generating or launching anything.
+
+    Args:
+        *arguments: what `layernorm2d_fwd` or `rmsnorm2d_fwd` would be given.
+        norm: "layer" or "rms": which of the two.
+        **keywords: likewise.
+
+    Returns:
+        The name that `instances()` lists, or would list once it has been generated on demand.
+
+    Raises:
+        NormforgeError: whatever the call itself would raise about its arguments.
+    """
+    kind = word(Norm, "norm", norm)
+    bound = inspect.signature(_FORWARD[kind]).bind(*arguments, **keywords)
+    bound.apply_defaults()
+    call = prepare(kind, **bound.arguments)
+    return dispatch.name_of(call.mode, call.n)

@@ -1,0 +1,284 @@
+"""From the arguments of a forward call to a `Call` that can be launched, or a typed error that says why not."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .codegen.model import DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
+from .dtypes import DTYPES, FLOATS, TORCH_DTYPES
+from .errors import ConflictError, DeviceError, DTypeError, IllegalCombinationError, LayoutError, ShapeError
+from .overlap import may_overlap
+from .words import word
+
+# Kernels take numbers as fp32; anything larger would arrive there as infinity.
+_LARGEST_FP32 = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked call: its mode, its size, and every tensor and scalar a kernel may ask for by name."""
+
+    mode: Mode
+    m: int
+    n: int
+    x: torch.Tensor
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None
+    smooth_scale: torch.Tensor | None
+    x_bias: torch.Tensor | None
+    out: torch.Tensor | None
+    residual_out: torch.Tensor | None
+    eps: float
+    weight_offset: float
+    x_row_stride: int
+    residual_row_stride: int
+
+
+def prepare(
+    norm: Norm,
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float,
+    weight_offset: float = 0.0,
+    residual: torch.Tensor | None = None,
+    fadd: str | int | FusedAdd = "none",
+    smooth_scale: torch.Tensor | None = None,
+    fquant: str | int | FusedQuant = "none",
+    x_bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    scale_dtype: torch.dtype = torch.float32,
+    save_mv: bool = False,
+    rounding: str | Rounding = "nearest",
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> Call:
+    """Check everything a forward call was given; see `layernorm2d_fwd` for the arguments and errors."""
+    add = word(FusedAdd, "fadd", fadd)
+    quant = word(FusedQuant, "fquant", fquant)
+    epsilon = _number("eps", eps, least=0.0)
+    offset = _number("weight_offset", weight_offset, least=-math.inf)
+    _check_presence(add, quant, residual, residual_out, smooth_scale, weight, offset)
+    n = _check_x(x)
+    mode = _mode(
+        norm=norm,
+        dtype_in=DTYPES[x.dtype],
+        dtype_out=_output_dtype(x, quant, out_dtype, out),
+        fadd=add,
+        fquant=quant,
+        save_mv=_flag("save_mv", save_mv),
+        x_bias=x_bias is not None,
+        scale_dtype=_dtype("scale_dtype", scale_dtype),
+        rounding=word(Rounding, "rounding", rounding),
+    )
+    for name, vector in (("weight", weight), ("bias", bias), ("x_bias", x_bias), ("smooth_scale", smooth_scale)):
+        if vector is not None:
+            _check_vector(name, vector, x)
+    call = Call(
+        mode=mode,
+        m=x.numel() // n,
+        n=n,
+        x=x,
+        weight=weight,
+        bias=bias,
+        residual=residual,
+        smooth_scale=smooth_scale,
+        x_bias=x_bias,
+        out=out,
+        residual_out=residual_out,
+        eps=epsilon,
+        weight_offset=offset,
+        x_row_stride=row_stride("x", x),
+        residual_row_stride=0 if residual is None else _check_rows("residual", residual, x, FLOATS),
+    )
+    _check_outputs(call)
+    return call
+
+
+def _mode(**axes: Any) -> Mode:
+    try:
+        return Mode(**axes)
+    except IllegalCombinationError as error:
+        # The manifest's name for the axis is not the argument's.
+        raise IllegalCombinationError(str(error).replace("dtype_out", "out_dtype")) from None
+
+
+def row_stride(name: str, tensor: torch.Tensor) -> int:
+    """The one stride, in elements, that steps from row to row of a (..., N) tensor.
+
+    Raises:
+        LayoutError: the last dimension is not contiguous, or the leading ones need more than one stride.
+    """
+    n = tensor.shape[-1]
+    if n > 1 and tensor.stride(-1) != 1:
+        raise LayoutError(
+            f"{name} has stride {tensor.stride(-1)} in its last dimension and kernels need 1; "
+            f"pass {name}.contiguous()"
+        )
+    leading = [
+        (size, stride)
+        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+        if size != 1
+    ]
+    if not leading or tensor.numel() == 0:
+        return n
+    for (_, outer), (size, inner) in itertools.pairwise(leading):
+        if outer != size * inner:
+            raise LayoutError(
+                f"the leading dimensions of {name} (shape {tuple(tensor.shape)}, strides {tensor.stride()}) do not "
+                f"collapse to one row stride; pass {name}.contiguous()"
+            )
+    return leading[-1][1]
+
+
+def _check_presence(
+    fadd: FusedAdd,
+    fquant: FusedQuant,
+    residual: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+    smooth_scale: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    weight_offset: float,
+) -> None:
+    if residual is None and fadd.adds:
+        raise ConflictError(f"fadd {fadd.value!r} adds a residual and none was passed; pass residual, or fadd='none'")
+    if residual is not None and not fadd.adds:
+        raise ConflictError(
+            "residual was passed and fadd 'none' would ignore it; pass fadd='pre_add_store' or 'pre_add'"
+        )
+    if residual_out is not None and not fadd.stores:
+        raise ConflictError(
+            f"residual_out was passed and fadd {fadd.value!r} does not store the sum; pass fadd='pre_add_store'"
+        )
+    if smooth_scale is None and fquant.smooths:
+        raise ConflictError(
+            "fquant 'smooth_dynamic' multiplies by a smooth_scale and none was passed; pass it, or fquant='dynamic'"
+        )
+    if smooth_scale is not None and not fquant.smooths:
+        raise ConflictError(
+            f"smooth_scale was passed and fquant {fquant.value!r} would ignore it; pass fquant='smooth_dynamic'"
+        )
+    if weight is None and weight_offset:
+        raise ConflictError(f"weight_offset={weight_offset} is added to weight and none was passed; pass weight")
+
+
+def _check_x(x: torch.Tensor) -> int:
+    _tensor("x", x)
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ShapeError(f"x has shape {tuple(x.shape)}; it takes (..., N) with N >= 1")
+    _check_dtype("x", x, FLOATS)
+    if x.is_meta:
+        raise DeviceError("x is on meta, where tensors hold no data; it takes a tensor on a GPU")
+    return x.shape[-1]
+
+
+def _check_vector(name: str, vector: torch.Tensor, x: torch.Tensor) -> None:
+    _tensor(name, vector)
+    n = x.shape[-1]
+    if tuple(vector.shape) != (n,):
+        raise ShapeError(f"{name} has shape {tuple(vector.shape)}; it takes ({n},), the last dimension of x")
+    _check_dtype(name, vector, FLOATS)
+    _check_device(name, vector, x)
+    if n > 1 and vector.stride(0) != 1:
+        raise LayoutError(f"{name} has stride {vector.stride(0)} and kernels need 1; pass {name}.contiguous()")
+
+
+def _check_rows(name: str, tensor: torch.Tensor, x: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> int:
+    _tensor(name, tensor)
+    if tensor.shape != x.shape:
+        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; it takes x's, {tuple(x.shape)}")
+    _check_dtype(name, tensor, dtypes)
+    _check_device(name, tensor, x)
+    return row_stride(name, tensor)
+
+
+def _check_outputs(call: Call) -> None:
+    inputs = {
+        "x": call.x,
+        "residual": call.residual,
+        "weight": call.weight,
+        "bias": call.bias,
+        "x_bias": call.x_bias,
+        "smooth_scale": call.smooth_scale,
+    }
+    others = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+    if call.out is not None:
+        _check_output("out", call.out, call.x, TORCH_DTYPES[call.mode.dtype_out], others)
+        others["out"] = call.out
+    if call.residual_out is not None and call.residual is not None:
+        _check_output("residual_out", call.residual_out, call.x, call.residual.dtype, others)
+
+
+def _check_output(
+    name: str, output: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, others: dict[str, torch.Tensor]
+) -> None:
+    stride = _check_rows(name, output, x, (dtype,))
+    if stride < x.shape[-1] and output.numel() > x.shape[-1]:
+        raise LayoutError(f"the rows of {name} overlap (row stride {stride}, N {x.shape[-1]}); pass rows of their own")
+    for other_name, other in others.items():
+        may_replace = other_name in ("x", "residual")
+        if may_overlap(output, other) and not (may_replace and _same_elements(output, other)):
+            exact = " (the very same view would do)" if may_replace and output.dtype == other.dtype else ""
+            raise LayoutError(f"{name} overlaps {other_name} in memory{exact}; pass memory of its own")
+
+
+def _same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and row_stride("", a) == row_stride("", b)
+
+
+def _tensor(name: str, value: object) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise DTypeError(f"{name} is a {type(value).__name__}; it takes a torch.Tensor")
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else f"in layout {value.layout}"
+        raise LayoutError(f"{name} is {kind}; it takes a dense tensor (torch.strided)")
+    return value
+
+
+def _check_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in dtypes:
+        raise DTypeError(f"{name} has dtype {tensor.dtype}; it takes {' or '.join(map(str, dtypes))}")
+
+
+def _check_device(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
+    if tensor.device != x.device:
+        raise DeviceError(f"{name} is on {tensor.device} and x on {x.device}; move one to the other's device")
+
+
+def _dtype(name: str, dtype: object) -> DType:
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        raise DTypeError(f"{name} is {dtype!r}; it takes one of {', '.join(map(str, DTYPES))}")
+    return DTYPES[dtype]
+
+
+def _output_dtype(
+    x: torch.Tensor, fquant: FusedQuant, out_dtype: torch.dtype | None, out: torch.Tensor | None
+) -> DType:
+    if out_dtype is not None:
+        return _dtype("out_dtype", out_dtype)
+    if out is not None:
+        _check_dtype("out", _tensor("out", out), tuple(DTYPES))
+        return DTYPES[out.dtype]
+    return DType.INT8 if fquant.quantises else DTYPES[x.dtype]
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, int) or value not in (0, 1):
+        raise ConflictError(f"{name}={value!r} is no flag; it takes True or False")
+    return bool(value)
+
+
+def _number(name: str, value: object, *, least: float) -> float:
+    smallest = max(least, -_LARGEST_FP32)
+    # The comparison also fails for NaN.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not smallest <= value <= _LARGEST_FP32:
+        at_least = f" of at least {least:g}" if math.isfinite(least) else ""
+        raise ConflictError(f"{name}={value!r} will not do; it takes a number{at_least} that is finite in fp32")
+    return float(value)

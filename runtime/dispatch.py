@@ -1,0 +1,95 @@
+"""Which instance serves a call: the loaded table, what was generated on demand, or an error that says why none."""
+
+from __future__ import annotations
+
+import os
+import threading
+from itertools import chain
+from pathlib import Path
+
+from .codegen.model import Mode
+from .errors import SettingError
+from .table import Entry, Table, load_folder, table_of
+
+_lock = threading.RLock()
+_loaded: Table | None = None
+# By mode; a mode's entries are replaced together, so that readers need no lock.
+_generated: dict[str, tuple[Entry, ...]] = {}
+
+
+def load_instances(folder: str | os.PathLike[str]) -> None:
+    """Make every later call use the dispatch table of `folder` instead of the one normforge came with.
+
+    Args:
+        folder: what `normforge generate --out` or `generate.py --out` wrote. The environment variable
+            NORMFORGE_INSTANCES names such a folder for the whole process.
+
+    Raises:
+        TableError: the folder holds no table that this version reads. The table in use stays in use.
+    """
+    global _loaded
+    table = load_folder(Path(folder).expanduser().resolve())
+    with _lock:
+        _loaded = table
+
+
+def instances() -> tuple[Entry, ...]:
+    """Everything a call can take without generating: the loaded table, then what was generated on demand."""
+    return tuple(chain(loaded(), *tuple(_generated.values())))
+
+
+def loaded() -> Table:
+    """The table in use; the first call reads it."""
+    global _loaded
+    with _lock:
+        if _loaded is None:
+            folder = os.environ.get("NORMFORGE_INSTANCES")
+            if folder:
+                _loaded = load_folder(Path(folder).expanduser().resolve())
+            else:
+                _loaded = table_of(f"{__package__}.generated", "normforge's own generated/ folder")
+        return _loaded
+
+
+def find(mode: Mode, n: int) -> Entry:
+    """The instance that serves rows of n elements, generated now if need be.
+
+    Raises:
+        MissingInstanceError: the table lacks it and NORMFORGE_ON_MISS is "error".
+    """
+    return _built(mode, n) or _on_miss(mode, n, generate=True)
+
+
+def name_of(mode: Mode, n: int) -> str:
+    """The name of the instance that `find` would take; nothing is generated."""
+    entry = _built(mode, n) or _on_miss(mode, n, generate=False)
+    return entry.name
+
+
+def _built(mode: Mode, n: int) -> Entry | None:
+    entry = loaded().find(mode.name, n)
+    if entry is not None:
+        return entry
+    return next((made for made in _generated.get(mode.name, ()) if made.serves(n)), None)
+
+
+def _on_miss(mode: Mode, n: int, *, generate: bool) -> Entry:
+    policy = os.environ.get("NORMFORGE_ON_MISS") or "generate"
+    if policy == "error":
+        from .missing import missing_instance
+
+        raise missing_instance(mode, n, loaded())
+    if policy != "generate":
+        raise SettingError(f"NORMFORGE_ON_MISS={policy!r} is no policy; set it to 'generate' (the default) or 'error'")
+
+    from . import on_demand
+
+    if not generate:
+        return on_demand.plan(mode, n)
+    with _lock:
+        # Another thread may have missed the same instance and made it meanwhile.
+        entry = _built(mode, n)
+        if entry is None:
+            entry = on_demand.generate(mode, n, loaded().where)
+            _generated[entry.mode] = (*_generated.get(entry.mode, ()), entry)
+        return entry

@@ -1,0 +1,21 @@
+"""The one mapping between torch's dtypes and the manifest's words."""
+
+from __future__ import annotations
+
+import torch
+
+from .codegen.model import DType
+
+TORCH_DTYPES: dict[DType, torch.dtype] = {
+    DType.FP16: torch.float16,
+    DType.BF16: torch.bfloat16,
+    DType.FP32: torch.float32,
+    DType.INT8: torch.int8,
+    DType.FP8_E4M3FN: torch.float8_e4m3fn,
+    DType.FP8_E4M3FNUZ: torch.float8_e4m3fnuz,
+    DType.FP8_E5M2: torch.float8_e5m2,
+}
+
+DTYPES: dict[torch.dtype, DType] = {value: key for key, value in TORCH_DTYPES.items()}
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)

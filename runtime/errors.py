@@ -1,0 +1,60 @@
+"""Every error a call can raise. Each message names the argument, what it got and what it takes."""
+
+from __future__ import annotations
+
+from .codegen.errors import IllegalCombinationError, NormforgeError
+
+__all__ = [
+    "ArgumentError",
+    "CacheError",
+    "ConflictError",
+    "DTypeError",
+    "DeviceError",
+    "IllegalCombinationError",
+    "LayoutError",
+    "MissingInstanceError",
+    "NormforgeError",
+    "SettingError",
+    "ShapeError",
+    "TableError",
+]
+
+
+class ArgumentError(NormforgeError):
+    """Base of what is wrong with one argument of a call."""
+
+
+class ShapeError(ArgumentError, ValueError):
+    """A tensor whose shape does not fit x's."""
+
+
+class DTypeError(ArgumentError, TypeError):
+    """A tensor or dtype that the kernels do not take, or an argument that is not a tensor."""
+
+
+class DeviceError(ArgumentError, RuntimeError):
+    """A tensor on another device than x, or on one where no kernel can run."""
+
+
+class LayoutError(ArgumentError, ValueError):
+    """A tensor whose strides the kernels cannot walk, or an output that overlaps another tensor."""
+
+
+class ConflictError(ArgumentError, ValueError):
+    """An argument that the modes asked for would leave unused, one that they lack, or a word that is none."""
+
+
+class MissingInstanceError(NormforgeError, LookupError):
+    """A legal combination that the loaded table does not hold, under NORMFORGE_ON_MISS=error."""
+
+
+class TableError(NormforgeError, ImportError):
+    """A folder that holds no dispatch table this version can use."""
+
+
+class CacheError(NormforgeError, OSError):
+    """A cache folder that kernels cannot be generated into."""
+
+
+class SettingError(NormforgeError, ValueError):
+    """An environment variable with a value that it does not take."""

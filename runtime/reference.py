@@ -1,0 +1,150 @@
+"""The oracle: what every kernel computes, in plain torch, in the dtype asked.
+
+Formulas: LayerNorm (Ba et al., 2016, eq. 3-4, biased variance) and RMSNorm (Zhang & Sennrich, 2019, eq. 4);
+quantisation scales a row by amax / qmax as ck_tile's `02_layernorm2d` does.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .codegen.model import DType, FusedAdd, FusedQuant, Rounding
+from .dtypes import DTYPES, TORCH_DTYPES
+from .words import word
+
+__all__ = ["ReferenceOutput", "layernorm2d_fwd", "rmsnorm2d_fwd"]
+
+
+class ReferenceOutput(NamedTuple):
+    """A `LayerNormOutput` and `z`, what y was before it was quantised or rounded, in the arithmetic dtype."""
+
+    y: torch.Tensor
+    residual_out: torch.Tensor | None
+    y_scale: torch.Tensor | None
+    mean: torch.Tensor | None
+    rstd: torch.Tensor | None
+    z: torch.Tensor
+
+
+def layernorm2d_fwd(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: torch.Tensor | None = None,
+    fadd: str | int | FusedAdd = "none",
+    smooth_scale: torch.Tensor | None = None,
+    fquant: str | int | FusedQuant = "none",
+    x_bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    scale_dtype: torch.dtype = torch.float32,
+    save_mv: bool = False,
+    rounding: str | Rounding = "nearest",
+    dtype: torch.dtype = torch.float64,
+) -> ReferenceOutput:
+    """Compute what `normforge.layernorm2d_fwd` of the same arguments should return, in the dtypes it returns.
+
+    The arithmetic is done in `dtype`; in float64 its rounding errors are negligible beside a kernel's.
+    """
+    s, residual_out = _sum(x, x_bias, residual, word(FusedAdd, "fadd", fadd), dtype)
+    mean = s.mean(-1, keepdim=True)
+    rstd = ((s - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
+    y = (s - mean) * rstd
+    if weight is not None:
+        y = y * weight.to(dtype)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    return _finish(x, y, mean, rstd, residual_out, smooth_scale, fquant, out_dtype, scale_dtype, save_mv, rounding)
+
+
+def rmsnorm2d_fwd(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    residual: torch.Tensor | None = None,
+    fadd: str | int | FusedAdd = "none",
+    smooth_scale: torch.Tensor | None = None,
+    fquant: str | int | FusedQuant = "none",
+    x_bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    scale_dtype: torch.dtype = torch.float32,
+    save_mv: bool = False,
+    rounding: str | Rounding = "nearest",
+    dtype: torch.dtype = torch.float64,
+) -> ReferenceOutput:
+    """Compute what `normforge.rmsnorm2d_fwd` of the same arguments should return; see `layernorm2d_fwd`."""
+    s, residual_out = _sum(x, x_bias, residual, word(FusedAdd, "fadd", fadd), dtype)
+    rstd = (s.square().mean(-1, keepdim=True) + eps).rsqrt()
+    y = s * rstd
+    if weight is not None:
+        y = y * (weight.to(dtype) + weight_offset)
+    return _finish(x, y, None, rstd, residual_out, smooth_scale, fquant, out_dtype, scale_dtype, save_mv, rounding)
+
+
+def _sum(
+    x: torch.Tensor,
+    x_bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    fadd: FusedAdd,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    terms = [term for term in (x, x_bias, residual if fadd.adds else None) if term is not None]
+    total = terms[0].to(dtype)
+    for term in terms[1:]:
+        total = total + term.to(dtype)
+    if not fadd.stores or residual is None:
+        return total, None
+    # The stored sum is defined in fp32, whatever the arithmetic here: it must match to the bit.
+    stored = terms[0].float()
+    for term in terms[1:]:
+        stored = stored + term.float()
+    return total, stored.to(residual.dtype)
+
+
+def _finish(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    residual_out: torch.Tensor | None,
+    smooth_scale: torch.Tensor | None,
+    fquant_word: str | int | FusedQuant,
+    out_dtype: torch.dtype | None,
+    scale_dtype: torch.dtype,
+    save_mv: bool,
+    rounding: str | Rounding,
+) -> ReferenceOutput:
+    fquant = word(FusedQuant, "fquant", fquant_word)
+    saved_mean = mean.squeeze(-1).float() if save_mv and mean is not None else None
+    saved_rstd = rstd.squeeze(-1).float() if save_mv else None
+    if not fquant.quantises:
+        return ReferenceOutput(y.to(out_dtype or x.dtype), residual_out, None, saved_mean, saved_rstd, y)
+    z = y * smooth_scale.to(y.dtype) if smooth_scale is not None else y
+    out = DTYPES[out_dtype or torch.int8]
+    y_scale = (z.abs().amax(-1, keepdim=True) / out.qmax).to(scale_dtype)
+    y_scale = torch.where(y_scale == 0, 1.0, y_scale)
+    q = quantise(z / y_scale.to(z.dtype), out, word(Rounding, "rounding", rounding))
+    return ReferenceOutput(q, residual_out, y_scale.squeeze(-1), saved_mean, saved_rstd, z)
+
+
+def quantise(ratio: torch.Tensor, out: DType, rounding: Rounding = Rounding.NEAREST) -> torch.Tensor:
+    """Round z / y_scale to a quantised type, saturating.
+
+    Args:
+        ratio: any float tensor.
+        out: the quantised type.
+        rounding: int8 only.
+
+    Returns:
+        A tensor of ratio's shape in that type; NaN becomes 0 in int8.
+    """
+    saturated = ratio.clamp(-out.qmax, out.qmax)
+    if out.is_int:
+        rounded = saturated.trunc() if rounding is Rounding.TRUNCATE else saturated.round()
+        return rounded.nan_to_num(0.0).to(torch.int8)
+    return saturated.to(TORCH_DTYPES[out])

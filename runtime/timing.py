@@ -1,0 +1,30 @@
+"""How long a call takes on a GPU, with a cold L2 cache."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+# What triton.testing.do_bench writes between two runs; it exceeds the L2 cache of any GPU today.
+FLUSH_BYTES = 256 * 2**20
+
+
+def median_ms(call: Callable[[], object], *, warmup: int, repeat: int) -> float:
+    """The median time of `repeat` runs after `warmup` uncounted ones, by events on the current stream.
+
+    L2 is overwritten before each run. That also keeps the GPU busy while the host prepares the launch, so host
+    time is not counted.
+    """
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    for _ in range(warmup):
+        call()
+    events = [(torch.Event(enable_timing=True), torch.Event(enable_timing=True)) for _ in range(repeat)]
+    for start, end in events:
+        flush.zero_()
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events)
