@@ -1,0 +1,29 @@
+"""Sets Triton up before anything imports it: interpreted, unless compiled kernels or a GPU are what is tested."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+_COMPILED = ("compile", "gpu")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose interpreter or compiler, and keep generated kernels out of the user's cache."""
+    selected = config.option.markexpr
+    compiled = any(marker in selected and f"not {marker}" not in selected for marker in _COMPILED)
+    if compiled and os.environ.get("TRITON_INTERPRET") == "1":
+        raise pytest.UsageError(f"-m {selected!r} needs Triton's compiler; unset TRITON_INTERPRET")
+    if not compiled:
+        os.environ["TRITON_INTERPRET"] = "1"
+    # Workers inherit the controller's folder, so that they race for it as processes of a user's would.
+    os.environ.setdefault("NORMFORGE_CACHE", tempfile.mkdtemp(prefix="normforge-tests-"))
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The repository's root."""
+    return Path(__file__).resolve().parent.parent

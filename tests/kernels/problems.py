@@ -1,0 +1,122 @@
+"""Random inputs for a mode, and the check of everything a call returns against the fp64 oracle."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import normforge
+from normforge import LayerNormOutput, reference
+from normforge.codegen.model import INPUT_DTYPES, DType, Mode, Norm
+from normforge.compare import compare
+from normforge.dtypes import TORCH_DTYPES
+from normforge.reference import ReferenceOutput
+
+_FORWARD = {Norm.LAYER: normforge.layernorm2d_fwd, Norm.RMS: normforge.rmsnorm2d_fwd}
+_REFERENCE = {Norm.LAYER: reference.layernorm2d_fwd, Norm.RMS: reference.rmsnorm2d_fwd}
+
+# The oracle holds a few fp64 copies of what it is given; rows are independent, so it takes them in blocks.
+_ORACLE_ELEMENTS = 1 << 26
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call: a mode, a shape, and what may vary without another instance.
+
+    Attributes:
+        mode: what is computed.
+        shape: x's shape, (..., N).
+        row_stride: elements from row to row of x and residual; None is N.
+        dtypes: tensor name to element type, for those that need not be x's.
+        absent: which of weight and bias are left out.
+        keywords: further arguments of the call, eps say.
+    """
+
+    mode: Mode
+    shape: tuple[int, ...]
+    row_stride: int | None = None
+    dtypes: dict[str, DType] = field(default_factory=dict)
+    absent: frozenset[str] = frozenset()
+    keywords: dict[str, Any] = field(default_factory=dict)
+
+    def arguments(self, device: str) -> dict[str, Any]:
+        """Fresh arguments: everything uniform in (-0.5, 0.5), the smooth scale in (-1, 1), as ck_tile draws them."""
+        generator = torch.Generator(device).manual_seed(zlib.crc32(repr(self).encode()))
+        mode, n = self.mode, self.shape[-1]
+
+        def draw(name: str, shape: tuple[int, ...], width: float = 1.0) -> torch.Tensor:
+            dtype = TORCH_DTYPES[self.dtypes.get(name, mode.dtype_in)]
+            uniform = torch.rand(shape, generator=generator, device=device, dtype=torch.float32)
+            return uniform.sub_(0.5).mul_(width).to(dtype)
+
+        def draw_rows(name: str) -> torch.Tensor:
+            if self.row_stride is None:
+                return draw(name, self.shape)
+            return draw(name, (*self.shape[:-1], self.row_stride))[..., :n]
+
+        arguments: dict[str, Any] = {"x": draw_rows("x"), "save_mv": mode.save_mv, **self.keywords}
+        if "weight" not in self.absent:
+            arguments["weight"] = draw("weight", (n,))
+        if mode.norm.centres and "bias" not in self.absent:
+            arguments["bias"] = draw("bias", (n,))
+        if mode.x_bias:
+            arguments["x_bias"] = draw("x_bias", (n,))
+        if mode.fadd.adds:
+            arguments |= {"fadd": mode.fadd, "residual": draw_rows("residual")}
+        if mode.fquant.smooths:
+            arguments["smooth_scale"] = draw("smooth_scale", (n,), 2.0)
+        return arguments | {
+            "fquant": mode.fquant,
+            "out_dtype": TORCH_DTYPES[mode.dtype_out],
+            "scale_dtype": TORCH_DTYPES[mode.scale_dtype],
+            "rounding": mode.rounding,
+        }
+
+    def check(self, device: str) -> LayerNormOutput:
+        """Run the call and hold every output of every row against the oracle."""
+        arguments = self.arguments(device)
+        actual = _FORWARD[self.mode.norm](**arguments)
+        _check_against_oracle(self, arguments, actual)
+        return actual
+
+
+def mixed_dtypes(mode: Mode, salt: int) -> dict[str, DType]:
+    """An element type for every tensor whose type is free, another mix for every salt."""
+    names = ("weight", "bias", "x_bias", "residual", "smooth_scale")
+    return {name: INPUT_DTYPES[(salt + index) % len(INPUT_DTYPES)] for index, name in enumerate(names)}
+
+
+def _check_against_oracle(problem: Problem, arguments: dict[str, Any], actual: LayerNormOutput) -> None:
+    n = problem.shape[-1]
+    rows = arguments["x"].numel() // n
+    block = max(1, _ORACLE_ELEMENTS // n)
+    flat = {name: _rows_of(tensor, n) for name, tensor in arguments.items() if name in ("x", "residual")}
+    for start in range(0, rows, block):
+        part = slice(start, start + block)
+        expected = _REFERENCE[problem.mode.norm](**arguments | {name: rows[part] for name, rows in flat.items()})
+        findings = compare(_slice(actual, part, n), expected, problem.mode.rounding)
+        wrong = [finding for finding in findings if not finding.ok]
+        assert not wrong, f"{problem}\nrows {part.start}..{part.stop}: {wrong}"
+        _check_nothing_more(actual, expected)
+
+
+def _check_nothing_more(actual: LayerNormOutput, expected: ReferenceOutput) -> None:
+    for name, tensor in actual._asdict().items():
+        assert (tensor is None) == (getattr(expected, name) is None), f"{name} was not asked for, or is missing"
+
+
+def _rows_of(tensor: torch.Tensor, n: int) -> torch.Tensor:
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.view(1, n)
+
+
+def _slice(output: LayerNormOutput, part: slice, n: int) -> LayerNormOutput:
+    wide = {"y", "residual_out"}
+    return LayerNormOutput(
+        **{
+            name: None if tensor is None else (_rows_of(tensor, n) if name in wide else tensor.reshape(-1))[part]
+            for name, tensor in output._asdict().items()
+        }
+    )

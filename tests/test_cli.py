@@ -1,0 +1,360 @@
+"""The `normforge` command: its arguments, what it prints, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge import solve as solving
+from normforge.cli import VERBS, main
+from normforge.codegen.model import DType, FusedAdd, FusedQuant, Norm
+from normforge.machine import Machine
+from normforge.options import parse
+from normforge.output import LayerNormOutput
+from normforge.problem import Problem, Strides
+from normforge.solve import solve
+
+SMALL = ["run", "-m", "3", "-n", "48"]
+
+
+def status(*argv: str) -> int:
+    """The exit status of a command line, whether it is returned or raised by argparse."""
+    try:
+        return main(argv)
+    except SystemExit as stop:
+        return int(str(stop.code))
+
+
+def command(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command line in a process of its own, where no GPU is to be seen and only `environment` speaks of Triton."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, "-m", "normforge.cli", *argv],
+        env=inherited | hidden | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture
+def replace_forward(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Put another kernel call in LayerNorm's place; the reference stays."""
+
+    def replace(forward: Callable[..., LayerNormOutput]) -> None:
+        monkeypatch.setitem(solving._FORWARD, Norm.LAYER, (forward, normforge.reference.layernorm2d_fwd))
+
+    return replace
+
+
+def test_the_defaults_are_those_of_ck_tiles_example() -> None:
+    request = parse([], "run")
+    assert request.problem == Problem(3328, 4096, prec_i=DType.FP16, eps=1e-5, strides=Strides.all(4096))
+    assert (request.validate, request.print_names, request.warmup, request.repeat) == (True, True, 5, 20)
+    assert not request.json
+
+
+def test_an_equals_sign_and_a_space_mean_the_same() -> None:
+    spaced = "-m 10 -n 1024 -prec_o int8 -fquant 1 -fadd 1 -stride -1 -e 1e-6 -norm rms"
+    assert parse(spaced.split(), "run") == parse([f"-{pair}" for pair in _pairs(spaced)], "run")
+
+
+def _pairs(spaced: str) -> list[str]:
+    words = spaced.split()
+    return [f"{name[1:]}={value}" for name, value in zip(words[::2], words[1::2], strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("-prec_i bf16", {"prec_i": DType.BF16, "prec_o": DType.BF16}),
+        ("-prec_i bf16 -prec_o fp32", {"prec_o": DType.FP32}),
+        ("-fquant 1", {"prec_o": DType.INT8, "prec_sm": DType.FP32, "prec_sy": DType.FP32}),
+        ("-fquant 1 -prec_sm fp16 -prec_sy bf16", {"prec_sm": DType.FP16, "prec_sy": DType.BF16}),
+        ("-fquant 2 -prec_o fp8", {"prec_o": DType.FP8_E4M3FN, "fquant": FusedQuant.DYNAMIC}),
+        ("-fquant 2 -prec_o fp8_e5m2", {"prec_o": DType.FP8_E5M2}),
+        ("-n 64 -stride 80", {"strides": Strides.all(80)}),
+        ("-n 64 -fadd 1 -stride 80 -y_stride 96", {"strides": Strides(x=80, residual=80, y=96, residual_out=80)}),
+        ("-n 64 -fadd 1 -xr_stride 70 -yr_stride 72", {"strides": Strides(x=64, residual=70, y=64, residual_out=72)}),
+        ("-norm rms -save_mv 1 -xbias 1", {"norm": Norm.RMS, "save_mv": True, "x_bias": True}),
+    ],
+)
+def test_arguments_resolve_to_a_problem(argv: str, expected: dict[str, Any]) -> None:
+    found = parse(argv.split(), "run").problem
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "fragments"),
+    [
+        ("run -q 1", ["no option -q", "normforge run -h"]),
+        ("run -rep 3", ["no option -rep", "did you mean -repeat"]),
+        ("run -prec_i fp64", ["-prec_i", "'fp64'", "bf16"]),
+        ("run -m ten", ["-m", "'ten'"]),
+        ("run -m 0", ["-m 0", "at least 1"]),
+        ("run -repeat 0", ["-repeat 0", "at least 1"]),
+        ("run -e nan", ["-e nan", "finite"]),
+        ("run -n 64 -stride 48", ["-stride 48", "-n 64", "at least 64"]),
+        ("run -n 64 -y_stride 0", ["-y_stride 0", "-n 64"]),
+        ("run -prec_sm fp16", ["-prec_sm fp16 would be ignored", "-fquant 1"]),
+        ("run -fquant 2 -prec_sm fp16", ["-prec_sm fp16 would be ignored"]),
+        ("run -prec_sy fp32", ["-prec_sy fp32 would be ignored"]),
+        ("run -xr_stride 4096", ["-xr_stride 4096 would be ignored", "-fadd 1 and 2"]),
+        ("run -fadd 2 -yr_stride 4096", ["-yr_stride 4096 would be ignored", "-fadd 1"]),
+        ("run -prec_o int8", ["-prec_o int8", "-fquant 0", "fp16, bf16, fp32", "-fquant 1 or -fquant 2"]),
+        ("run -fquant 2 -prec_o fp16", ["-prec_o fp16", "-fquant 2", "int8, fp8", "or -fquant 0"]),
+        ("run 10", ["10"]),
+        ("list --all", ["--all"]),
+        ("list ln_fwd_fp61_*", ["'ln_fwd_fp61_*'", "nearest", "ln_fwd_fp16_"]),
+        ("demo fast", ["fast"]),
+        ("bench", ["no verb 'bench'", "run, list, generate, demo"]),
+        ("", ["a verb is needed", "run, list, generate, demo"]),
+    ],
+)
+def test_a_request_that_cannot_be_carried_out_says_why(
+    argv: str, fragments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status(*argv.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert [fragment for fragment in fragments if fragment not in printed.err] == []
+
+
+@pytest.mark.parametrize("argv", [["-h"], *([verb, "-h"] for verb in VERBS)], ids=" ".join)
+def test_help_is_printed(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(*argv) == 0
+    assert capsys.readouterr().out.startswith("usage: normforge")
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("--version") == 0
+    assert capsys.readouterr().out == f"{normforge.__version__}\n"
+
+
+def test_the_command_of_ck_tiles_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("run", "-m=10", "-n=1024", "-prec_o=int8", "-fquant=1", "-fadd=1") == 0
+    words = capsys.readouterr().out.split()
+    assert "ln_fwd_fp16_int8_addst_sdq_n1024" in words
+    assert "ln_fwd_fp16_int8_addst_sdq_rows" in words
+    assert {"y", "residual_out", "y_scale"} <= set(words)
+    assert words[-2:] == ["valid", "yes"]
+    assert "GB/s" not in words
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "-norm rms -prec_i fp32 -save_mv 1",
+        "-prec_o fp32 -xbias 1 -save_mv 1",
+        "-fadd 2 -fquant 2 -prec_o fp8 -prec_sy fp16",
+        "-fadd 1 -x_stride 50 -xr_stride 51 -y_stride 52 -yr_stride 53",
+        "-norm rms -fquant 1 -prec_sm fp16 -prec_o fp8_e4m3fnuz",
+    ],
+)
+def test_a_run_agrees_with_the_reference(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(*SMALL, *argv.split()) == 0
+    assert capsys.readouterr().out.split()[-1] == "yes"
+
+
+def test_json_is_one_line_with_everything_a_script_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(*SMALL, "-fadd=1", "-y_stride=64", "-json") == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert found["arguments"] == {
+        "norm": "layer",
+        "m": 3,
+        "n": 48,
+        "strides": {"x": 48, "residual": 48, "y": 64, "residual_out": 48},
+        "eps": 1e-5,
+        "prec_i": "fp16",
+        "prec_o": "fp16",
+        "prec_sm": "fp32",
+        "prec_sy": "fp32",
+        "fadd": "pre_add_store",
+        "fquant": "none",
+        "x_bias": False,
+        "save_mv": False,
+        "v": 1,
+        "warmup": 5,
+        "repeat": 20,
+    }
+    assert found["instance"] == "ln_fwd_fp16_addst_n128"
+    assert found["kernel"] == "ln_fwd_fp16_addst_rows"
+    assert set(found["versions"]) == {"normforge", "torch", "triton", "python"}
+    assert list(found["errors"]) == ["y", "residual_out"]
+    assert found["ms"] > 0
+    assert found["gb_per_s"] is None
+    assert found["interpreted"] is True
+    assert found["valid"] is True
+
+
+def test_without_validation_nothing_is_claimed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(*SMALL, "-v=0", "-kname=0") == 0
+    printed = capsys.readouterr().out
+    assert "not checked" in printed
+    assert "error" not in printed
+    assert "ln_fwd" not in printed
+
+
+def test_a_mismatch_exits_1_and_names_the_output(
+    replace_forward: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def off_by_a_tenth(*args: Any, **keywords: Any) -> LayerNormOutput:
+        result = normforge.layernorm2d_fwd(*args, **keywords)
+        assert result.rstd is not None
+        return result._replace(rstd=result.rstd * 1.1)
+
+    replace_forward(off_by_a_tenth)
+    assert status(*SMALL, "-save_mv=1") == 1
+    assert "no: rstd differ from the reference" in capsys.readouterr().out
+    assert status(*SMALL, "-save_mv=1", "-json") == 1
+    assert json.loads(capsys.readouterr().out)["valid"] is False
+
+
+@pytest.mark.parametrize("argv", ["", "-prec_o fp32", "-fquant 2", "-fquant 2 -prec_o fp8", "-fadd 1"])
+def test_an_output_left_unwritten_is_a_mismatch(argv: str, replace_forward: Callable[..., None]) -> None:
+    def lazy(*args: Any, out: torch.Tensor, residual_out: torch.Tensor | None = None, **keywords: Any) -> Any:
+        untouched = out.clone()
+        stored = None if residual_out is None else residual_out.clone()
+        result = normforge.layernorm2d_fwd(*args, out=out, residual_out=residual_out, **keywords)
+        # One output a time is left alone: the sum where there is one.
+        return result._replace(y=untouched) if stored is None else result._replace(residual_out=stored)
+
+    replace_forward(lazy)
+    assert status(*SMALL, *argv.split()) == 1
+
+
+def test_an_element_left_unwritten_is_a_mismatch_where_it_would_be_zero(replace_forward: Callable[..., None]) -> None:
+    def skips_zeros(*args: Any, out: torch.Tensor, **keywords: Any) -> LayerNormOutput:
+        untouched = out.clone()
+        result = normforge.layernorm2d_fwd(*args, out=out, **keywords)
+        assert (result.y == 0).any()
+        return result._replace(y=torch.where(result.y == 0, untouched, result.y))
+
+    replace_forward(skips_zeros)
+    assert status("run", "-m", "16", "-n", "64", "-fquant", "2") == 1
+
+
+@pytest.mark.parametrize("row", [0, -1])
+def test_validation_reaches_every_row(
+    row: int, replace_forward: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_row_wrong(*args: Any, **keywords: Any) -> LayerNormOutput:
+        result = normforge.layernorm2d_fwd(*args, **keywords)
+        result.y[row] += 1
+        return result
+
+    monkeypatch.setattr(solving, "REFERENCE_ELEMENTS", 2 * 48)
+    assert status("run", "-m", "5", "-n", "48") == 0
+    replace_forward(one_row_wrong)
+    assert status("run", "-m", "5", "-n", "48") == 1
+
+
+def test_the_rate_counts_every_tensor_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: dict[str, int] = {}
+
+    def one_millisecond(call: Callable[[], object], **counts: int) -> float:
+        timed.update(counts)
+        return 1.0
+
+    monkeypatch.setattr(solving, "median_ms", one_millisecond)
+    problem = Problem(
+        8,
+        64,
+        prec_o=DType.INT8,
+        prec_sy=DType.FP16,
+        fadd=FusedAdd.PRE_ADD_STORE,
+        fquant=FusedQuant.SMOOTH_DYNAMIC,
+        x_bias=True,
+        save_mv=True,
+        strides=Strides.all(80),
+    )
+    card = Machine(torch.device("cpu"), "a card", interpreted=False)
+    result = solve(problem, card, validate=False, warmup=2, repeat=3)
+    elements, rows, columns = 8 * 64, 8, 64
+    per_element = 2 + 2 + 2 + 1  # x, residual, residual_out, y
+    per_column = 2 + 2 + 2 + 4  # weight, bias, x_bias, smooth_scale
+    per_row = 2 + 4 + 4  # y_scale, mean, rstd
+    moved = per_element * elements + per_column * columns + per_row * rows
+    assert result.gb_per_s == pytest.approx(moved / 1e-3 / 1e9)
+    assert timed == {"warmup": 2, "repeat": 3}
+
+
+def test_list_prints_every_instance(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("list") == 0
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if " " in line}
+    assert {entry.name for entry in normforge.instances()} <= listed
+
+
+def test_list_takes_globs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("list", "ln_fwd_fp16_n4096", "rms_fwd_bf16_n1024") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:4]] == ["ln_fwd_fp16_n4096", "rms_fwd_bf16_n1024"]
+    assert "ln_fwd_fp16_one_pass" in lines[2]
+    assert "3073..4096" in lines[2]
+    assert lines[-1] == f"2 of {len(normforge.instances())} instances"
+
+
+def test_list_into_a_reader_that_stops_early_is_no_error() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "normforge.cli", "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        complaint = process.stderr.read()
+    assert (process.returncode, complaint) == (0, b"")
+
+
+def test_demo_agrees_with_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("demo") == 0
+    printed = capsys.readouterr().out
+    assert "10 of 10 agree" in printed
+    assert "GB/s" not in printed
+
+
+def test_demo_fails_with_its_kernels(replace_forward: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    def shifted(*args: Any, **keywords: Any) -> LayerNormOutput:
+        result = normforge.layernorm2d_fwd(*args, **keywords)
+        return result._replace(y=result.y + 1)
+
+    replace_forward(shifted)
+    assert status("demo") == 1
+    assert "FAIL: y" in capsys.readouterr().out
+
+
+def test_without_a_gpu_the_interpreter_is_turned_on_and_announced() -> None:
+    done = command(*SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "Triton's CPU interpreter" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert "GB/s" not in done.stdout
+
+
+def test_without_a_gpu_and_with_the_interpreter_forbidden_nothing_runs() -> None:
+    done = command(*SMALL, TRITON_INTERPRET="0")
+    assert done.returncode == 2
+    assert "TRITON_INTERPRET=0" in done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("verb", [["run", "-m=64", "-n=4096", "-json"], ["demo"]], ids=["run", "demo"])
+def test_on_a_gpu_kernels_are_compiled_and_timed(verb: list[str]) -> None:
+    done = command(*verb, CUDA_VISIBLE_DEVICES="0", HIP_VISIBLE_DEVICES="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert torch.cuda.get_device_name(0) in done.stdout
+    assert "interpreter" not in done.stdout + done.stderr
+    if verb[0] == "run":
+        assert json.loads(done.stdout)["gb_per_s"] > 0
+    else:
+        assert "GB/s" in done.stdout

@@ -1,0 +1,133 @@
+"""The wheel, installed where there is nothing else: what lands there, and that the generator and the kernels work."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import normforge
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A mode that normforge's own table lacks: only the user's folder can serve it.
+MANIFEST = """\
+buckets:
+  n64: 1..64
+  nbig: 65..
+groups:
+  mine:
+    norm: layer
+    dtype_in: fp16
+    x_bias: true
+    save_mv: true
+    n: n64
+"""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A virtual environment that holds the wheel and, through a .pth file, this process's dependencies."""
+
+    environment: Path
+    packages: Path
+    added: set[str]
+
+    def run(self, *argv: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run the installed `normforge` command outside the repository."""
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        return subprocess.run(
+            [self.environment / "bin" / "normforge", *argv],
+            cwd=cwd,
+            env=inherited | {"TRITON_INTERPRET": "1"} | variables,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """Build the wheel from a copy of the sources, so that no earlier build leaks into it, and install it."""
+    base = tmp_path_factory.mktemp("wheel")
+    unwanted = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
+    source = shutil.copytree(ROOT, base / "source", ignore=unwanted)
+    _python(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", base / "dist", source)
+    (wheel,) = (base / "dist").glob("*.whl")
+    environment = base / "environment"
+    _python(sys.executable, "-m", "venv", "--without-pip", environment)
+    (packages,) = (environment / "lib").glob("python*/site-packages")
+    before = _names(packages)
+    _python(
+        sys.executable, "-m", "pip", "--python", environment, "install", "--quiet", "--no-index", "--no-deps", wheel
+    )
+    added = _names(packages) - before
+    (packages / "dependencies.pth").write_text(str(Path(torch.__file__).parent.parent) + "\n")
+    return Installed(environment, packages, added)
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def _python(*command: str | Path) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_only_normforge_lands_in_site_packages(installed: Installed) -> None:
+    assert installed.added == {"normforge", f"normforge-{normforge.__version__}.dist-info"}
+
+
+@pytest.mark.parametrize(
+    ("folder", "package", "pattern"),
+    [
+        ("runtime", "normforge", "*.py"),
+        ("runtime", "normforge", "py.typed"),
+        ("codegen", "normforge/codegen", "*.py"),
+        ("generated", "normforge/generated", "*.py"),
+        ("templates", "normforge/templates", "*"),
+    ],
+)
+def test_every_source_is_in_the_wheel(installed: Installed, folder: str, package: str, pattern: str) -> None:
+    expected = {path.name for path in (ROOT / folder).glob(pattern) if path.is_file()}
+    assert expected
+    assert {path.name for path in (installed.packages / package).glob(pattern) if path.is_file()} == expected
+
+
+def test_a_users_own_kernels_are_generated_and_run(installed: Installed, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(MANIFEST)
+    generated = installed.run("generate", "--manifest", "mine.yaml", "--out", "kernels", cwd=tmp_path)
+    assert generated.returncode == 0, generated.stdout + generated.stderr
+    mine = {"NORMFORGE_INSTANCES": "kernels", "NORMFORGE_ON_MISS": "error"}
+
+    listed = installed.run("list", cwd=tmp_path, **mine)
+    assert "1 of 1 instances" in listed.stdout, listed.stderr
+
+    ran = installed.run("run", "-m", "4", "-n", "64", "-xbias", "1", "-save_mv", "1", cwd=tmp_path, **mine)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "ln_fwd_fp16_xb_mv_n64" in ran.stdout
+    assert ran.stdout.split()[-2:] == ["valid", "yes"]
+
+    missed = installed.run("run", "-m", "4", "-n", "64", cwd=tmp_path, **mine)
+    assert missed.returncode == 2
+    assert "ln_fwd_fp16" in missed.stderr
+
+
+def test_the_kernels_it_came_with_run(installed: Installed, tmp_path: Path) -> None:
+    ran = installed.run("run", "-m", "4", "-n", "64", cwd=tmp_path, NORMFORGE_ON_MISS="error")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "ln_fwd_fp16_n128" in ran.stdout
+
+
+def test_an_instance_is_generated_on_demand(installed: Installed, tmp_path: Path) -> None:
+    ran = installed.run("run", "-m", "4", "-n", "64", "-xbias", "1", cwd=tmp_path, NORMFORGE_CACHE=str(tmp_path))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "ln_fwd_fp16_xb_n128" in ran.stdout
+    assert list(tmp_path.rglob("ln_fwd_fp16_xb.py"))
