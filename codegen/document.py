@@ -55,7 +55,7 @@ def compose(path: Path) -> Node | None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        return path.read_bytes().decode()
     except FileNotFoundError:
         raise ManifestError(f"{path}: there is no such manifest; name one with --manifest FILE") from None
     except OSError as error:

@@ -49,9 +49,7 @@ def render_folder(instances: Sequence[Instance]) -> dict[str, str]:
 def render_module(mode: Mode, pipelines: Iterable[Pipeline]) -> str:
     """Render the module that holds a mode's kernels, one for each pipeline asked."""
     kernels = [_render_kernel(mode, pipeline) for pipeline in pipelines]
-    return _render(
-        "module.py.j2", docstring=_docstring(mode), imports=_imports("\n".join(kernels)), kernels=kernels
-    )
+    return _render("module.py.j2", docstring=_docstring(mode), imports=_imports("\n".join(kernels)), kernels=kernels)
 
 
 def _render_kernel(mode: Mode, pipeline: Pipeline) -> str:
@@ -114,8 +112,9 @@ def _body(text: str) -> str:
 
 
 @cache
-def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
+def environment() -> jinja2.Environment:
+    """The one Jinja environment; undefined names are errors, and block tags leave no blank lines."""
+    jinja = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -123,15 +122,21 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    environment.filters["body"] = _body
-    environment.globals["params"] = params
-    environment.globals["marker"] = MARKER
-    return environment
+    jinja.filters["body"] = _body
+    jinja.globals["params"] = params
+    jinja.globals["marker"] = MARKER
+    return jinja
+
+
+def clear_caches() -> None:
+    """Forget every template read, so that the next rendering reads them anew."""
+    for cached in (environment, _template, _macros, _primitives):
+        cached.cache_clear()
 
 
 @cache
 def _template(name: str) -> jinja2.Template:
-    return _environment().get_template(name)
+    return environment().get_template(name)
 
 
 @cache

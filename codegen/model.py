@@ -152,7 +152,6 @@ class Pipeline(Enum):
             Pipeline.TWO_PASS: "one row a program, read again to write it",
         }[self]
 
-
     @property
     def decorator(self) -> str:
         """How kernels are decorated; where M is an argument, no value of it may cause a compilation of its own."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tabulate import tabulate
-
 from .axes import AXES
 from .manifest import Entry, Manifest
 
@@ -20,6 +18,9 @@ def listing(manifest: Manifest) -> str:
 
 def counts(manifest: Manifest) -> str:
     """How many modes and instances there are, by group and by value of each axis."""
+    # The one verb that prints tables imports them: generating needs jinja2 and pyyaml alone.
+    from tabulate import tabulate
+
     entries = manifest.entries
     by_group = _counted((entry.group, entry) for entry in entries)
     by_group.append(("total", *_sizes(entries)))

@@ -7,7 +7,7 @@ Residual added and the sum stored.
 import triton
 import triton.language as tl
 
-from .primitives import centre, load_chunk, row_moments, scale, scale_and_shift, store_chunk
+from .primitives import centre, load_chunk, row_moments, scale_and_shift, store_chunk
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -84,7 +84,7 @@ def magnitude_bits(z, mask):
 
 @triton.jit
 def row_scale(amax_bits, QMAX: tl.constexpr, dtype: tl.constexpr):
-    """amax / QMAX, rounded to the type it is stored in; 1 where that is 0, so that a row of zeros divides safely."""
+    """Amax / QMAX, rounded to the type it is stored in; 1 where that is 0, so that a row of zeros divides safely."""
     y_scale = amax_bits.to(tl.float32, bitcast=True) / QMAX
     y_scale = round_to(y_scale, dtype).to(tl.float32)
     return tl.where(y_scale == 0.0, 1.0, y_scale)
@@ -104,7 +104,7 @@ def to_int8_truncated(q, dtype: tl.constexpr):
 
 
 @triton.jit
-def fp8_bits(q, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+def fp8_byte(q, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """Encode finite, saturated values as sign, exponent and MANTISSA bits, rounded to nearest even, for any target.
 
     Normal values round by adding just under half of the last kept bit. Subnormal ones round in an fp32 addition to
@@ -121,34 +121,25 @@ def fp8_bits(q, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     subnormal = (tl.abs(q) + step).to(tl.int32, bitcast=True) - step_bits
     smallest_normal: tl.constexpr = (127 + 1 - BIAS) << 23
     code = tl.where(magnitude < smallest_normal, subnormal, normal)
-    return code, (bits >> 24) & 0x80
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
 def to_fp8_e4m3fn(q, dtype: tl.constexpr):
     """Saturate at 448 and convert: by instruction to an fp8 `dtype`, in integer arithmetic to uint8."""
     q = tl.minimum(tl.maximum(q, -448.0), 448.0)
-    if dtype == tl.uint8:
-        code, sign = fp8_bits(q, 3, 7)
-        return (code | sign).to(dtype)
-    else:
-        return q.to(dtype)
+    return fp8_byte(q, 3, 7) if dtype == tl.uint8 else q.to(dtype)
 
 
 @triton.jit
 def to_fp8_e5m2(q, dtype: tl.constexpr):
     """Saturate at 57344 and convert: by instruction to an fp8 `dtype`, in integer arithmetic to uint8."""
     q = tl.minimum(tl.maximum(q, -57344.0), 57344.0)
-    if dtype == tl.uint8:
-        code, sign = fp8_bits(q, 2, 15)
-        return (code | sign).to(dtype)
-    else:
-        return q.to(dtype)
+    return fp8_byte(q, 2, 15) if dtype == tl.uint8 else q.to(dtype)
 
 
 @triton.jit
 def to_fp8_e4m3fnuz(q, dtype: tl.constexpr):
-    """Saturate at 240 and convert in integer arithmetic; the format has no negative zero."""
-    q = tl.minimum(tl.maximum(q, -240.0), 240.0)
-    code, sign = fp8_bits(q, 3, 8)
-    return tl.where(code == 0, 0, code | sign).to(dtype)
+    """Saturate at 240 and convert in integer arithmetic; what would be negative zero is NaN, so zero has no sign."""
+    code = fp8_byte(tl.minimum(tl.maximum(q, -240.0), 240.0), 3, 8)
+    return tl.where(code == 0x80, 0, code).to(dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -163,7 +164,7 @@ def rmsnorm2d_fwd(
     )
 
 
-_FORWARD = {Norm.LAYER: layernorm2d_fwd, Norm.RMS: rmsnorm2d_fwd}
+_FORWARD: dict[Norm, Callable[..., LayerNormOutput]] = {Norm.LAYER: layernorm2d_fwd, Norm.RMS: rmsnorm2d_fwd}
 
 
 def which(*arguments: Any, norm: str | Norm = "layer", **keywords: Any) -> str:

@@ -119,13 +119,10 @@ def row_stride(name: str, tensor: torch.Tensor) -> int:
     n = tensor.shape[-1]
     if n > 1 and tensor.stride(-1) != 1:
         raise LayoutError(
-            f"{name} has stride {tensor.stride(-1)} in its last dimension and kernels need 1; "
-            f"pass {name}.contiguous()"
+            f"{name} has stride {tensor.stride(-1)} in its last dimension and kernels need 1; pass {name}.contiguous()"
         )
     leading = [
-        (size, stride)
-        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-        if size != 1
+        (size, stride) for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size != 1
     ]
     if not leading or tensor.numel() == 0:
         return n

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -41,34 +42,39 @@ STATISTICS = Tolerance(1e-5, 1e-5)
 QUANTISATION_SLACK = 1e-5
 
 
-def compare(
-    actual: LayerNormOutput, expected: ReferenceOutput, rounding: Rounding = Rounding.NEAREST
-) -> list[Finding]:
+def compare(actual: LayerNormOutput, expected: ReferenceOutput, rounding: Rounding = Rounding.NEAREST) -> list[Finding]:
     """Hold every output of a call against the oracle's.
 
     Floats are held to `TOLERANCES` of their dtype. `residual_out` must be equal to the bit. Quantised values are
     held to the scale that was stored: each must be at most one step from, and the rounding of a value within
-    `QUANTISATION_SLACK` of, z / y_scale. A row whose oracle is not finite must not be finite either.
+    `QUANTISATION_SLACK` of, z / y_scale. A row whose oracle is not finite must not be finite either. An output that
+    is missing, was not asked for, or is of another shape or dtype is infinitely wrong.
 
     Returns:
         A finding for each output there is, in the order of `LayerNormOutput`; `error` is in units of the
         output (steps for quantised ones, differing elements for residual_out).
     """
     findings = []
-    if expected.y_scale is None:
-        findings.append(_close("y", actual.y, expected.y, TOLERANCES[expected.y.dtype]))
-    else:
-        findings.append(_quantised(actual, expected, rounding))
-    if expected.residual_out is not None:
-        differing = _differing(actual.residual_out, expected.residual_out)
-        findings.append(Finding("residual_out", differing, 0.0, differing == 0))
-    if expected.y_scale is not None:
-        findings.append(_close("y_scale", actual.y_scale, expected.y_scale, _scale_tolerance(expected.y_scale.dtype)))
-    if expected.mean is not None:
-        findings.append(_close("mean", actual.mean, expected.mean, STATISTICS))
-    if expected.rstd is not None:
-        findings.append(_close("rstd", actual.rstd, expected.rstd, STATISTICS))
+    for name in LayerNormOutput._fields:
+        got, want = getattr(actual, name), getattr(expected, name)
+        if got is None and want is None:
+            continue
+        if got is None or want is None or got.shape != want.shape or got.dtype != want.dtype:
+            findings.append(Finding(name, math.inf, 0.0, ok=False))
+        elif name == "residual_out":
+            differing = _differing(got, want)
+            findings.append(Finding(name, differing, 0.0, differing == 0))
+        elif name == "y" and expected.y_scale is not None:
+            findings.append(_quantised(actual, expected, rounding))
+        else:
+            findings.append(_close(name, got, want))
     return findings
+
+
+def _tolerance(name: str, dtype: torch.dtype) -> Tolerance:
+    if name == "y":
+        return TOLERANCES[dtype]
+    return _scale_tolerance(dtype) if name == "y_scale" else STATISTICS
 
 
 def _scale_tolerance(dtype: torch.dtype) -> Tolerance:
@@ -77,9 +83,8 @@ def _scale_tolerance(dtype: torch.dtype) -> Tolerance:
     return Tolerance(smallest, max(torch.finfo(dtype).eps, 1e-5))
 
 
-def _close(name: str, actual: torch.Tensor | None, expected: torch.Tensor, tolerance: Tolerance) -> Finding:
-    if actual is None or actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return Finding(name, float("inf"), tolerance.atol, False)
+def _close(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Finding:
+    tolerance = _tolerance(name, expected.dtype)
     got, want = actual.double(), expected.double()
     finite = want.isfinite()
     error = torch.where(finite, (got - want).abs(), 0.0)
@@ -89,11 +94,11 @@ def _close(name: str, actual: torch.Tensor | None, expected: torch.Tensor, toler
 
 
 def _quantised(actual: LayerNormOutput, expected: ReferenceOutput, rounding: Rounding) -> Finding:
-    if actual.y.dtype != expected.y.dtype or actual.y.shape != expected.y.shape or actual.y_scale is None:
-        return Finding("y", float("inf"), 1.0, False)
+    if expected.y_scale is None or actual.y_scale is None or actual.y_scale.shape != expected.y_scale.shape:
+        return Finding("y", math.inf, 1.0, ok=False)
     out = DTYPES[expected.y.dtype]
     # Rows without a finite scale hold no values to compare; y_scale's own finding covers them.
-    finite = expected.y_scale.isfinite() if expected.y_scale is not None else None
+    finite = expected.y_scale.isfinite()
     ratio = expected.z[finite] / actual.y_scale[finite].to(expected.z.dtype).unsqueeze(-1)
     slack = QUANTISATION_SLACK * out.qmax
     got, low, best, high = (
@@ -110,16 +115,14 @@ def _quantised(actual: LayerNormOutput, expected: ReferenceOutput, rounding: Rou
 
 
 def _steps(q: torch.Tensor) -> torch.Tensor:
-    """Number the values of a quantised type in ascending order, so that neighbours differ by 1 (and -0 is 0)."""
+    """Number the values of a quantised type in ascending order: neighbours differ by 1, -0 is 0 and NaN is far."""
     if q.dtype == torch.int8:
         return q.to(torch.int32)
     code = q.view(torch.uint8).to(torch.int32)
-    return torch.where(code >= 128, 128 - code, code)
+    return torch.where(q.float().isnan(), 1 << 15, torch.where(code >= 128, 128 - code, code))
 
 
-def _differing(actual: torch.Tensor | None, expected: torch.Tensor) -> float:
-    if actual is None or actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return float("inf")
+def _differing(actual: torch.Tensor, expected: torch.Tensor) -> float:
     same = (actual == expected) | (actual.isnan() & expected.isnan())
     return float((~same).sum())
 

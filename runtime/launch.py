@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -26,12 +25,11 @@ def run(call: Call) -> LayerNormOutput:
         DeviceError: no kernel can run on x's device.
         MissingInstanceError: nothing serves the call and nothing may be generated.
     """
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if not (call.x.is_cuda or interpreted):
+    if not (call.x.is_cuda or _interpreting()):
         raise DeviceError(_CPU.format(device=call.x.device))
     entry = dispatch.find(call.mode, call.n)
     kernel = _kernel(entry)
-    if not call.x.is_cuda and not hasattr(kernel, "rewrite"):
+    if not call.x.is_cuda and not _is_interpreted(kernel):
         raise DeviceError("TRITON_INTERPRET=1 was set after triton was imported; set it before the program starts")
     outputs = _allocate(call)
     if call.m == 0:
@@ -50,8 +48,22 @@ _CPU = (
 
 
 @cache
+def _interpreting() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@cache
 def _kernel(entry: Entry) -> Any:
     return entry.load()
+
+
+def _is_interpreted(kernel: Any) -> bool:
+    from triton import language
+
+    # Triton reads the variable twice: for its own library when it is imported, and for a kernel when that is.
+    return all(hasattr(function, "rewrite") for function in (kernel, language.sum))
 
 
 def _allocate(call: Call) -> LayerNormOutput:
@@ -122,7 +134,7 @@ def _encodes_in_software(dtype: DType, x: torch.Tensor) -> bool:
 
 @cache
 def _converts_to_fp8(device: torch.device) -> bool:
-    if torch.version.hip is not None or os.environ.get("TRITON_INTERPRET") == "1":
+    if torch.version.hip is not None or _interpreting():
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
 

@@ -158,7 +158,10 @@ def table_of(package: str, where: str) -> Table:
             f"the dispatch table of {where} has format {found} and this normforge reads {FORMAT}; "
             "generate the folder anew with this version"
         )
-    return Table(package, dispatch["TABLE"], where)
+    ladders = dispatch.get("TABLE")
+    if not isinstance(ladders, dict):
+        raise TableError(f"the dispatch.py of {where} defines no TABLE; generate the folder anew")
+    return Table(package, ladders, where)
 
 
 def _read_dispatch(package: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +16,8 @@ from normforge.compare import compare
 from normforge.dtypes import TORCH_DTYPES
 from normforge.reference import ReferenceOutput
 
-_FORWARD = {Norm.LAYER: normforge.layernorm2d_fwd, Norm.RMS: normforge.rmsnorm2d_fwd}
-_REFERENCE = {Norm.LAYER: reference.layernorm2d_fwd, Norm.RMS: reference.rmsnorm2d_fwd}
+_FORWARD: dict[Norm, Callable[..., LayerNormOutput]] = {Norm.LAYER: normforge.layernorm2d_fwd, Norm.RMS: normforge.rmsnorm2d_fwd}
+_REFERENCE: dict[Norm, Callable[..., ReferenceOutput]] = {Norm.LAYER: reference.layernorm2d_fwd, Norm.RMS: reference.rmsnorm2d_fwd}
 
 # The oracle holds a few fp64 copies of what it is given; rows are independent, so it takes them in blocks.
 _ORACLE_ELEMENTS = 1 << 26
@@ -113,10 +114,13 @@ def _rows_of(tensor: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def _slice(output: LayerNormOutput, part: slice, n: int) -> LayerNormOutput:
-    wide = {"y", "residual_out"}
+    def rows(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.reshape(-1)[part]
+
     return LayerNormOutput(
-        **{
-            name: None if tensor is None else (_rows_of(tensor, n) if name in wide else tensor.reshape(-1))[part]
-            for name, tensor in output._asdict().items()
-        }
+        y=_rows_of(output.y, n)[part],
+        residual_out=None if output.residual_out is None else _rows_of(output.residual_out, n)[part],
+        y_scale=rows(output.y_scale),
+        mean=rows(output.mean),
+        rstd=rows(output.rstd),
     )

@@ -1,0 +1,46 @@
+"""What the generator's tests share: manifests written from text, small enough to count by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from normforge.codegen.manifest import Manifest, load
+
+TWO_GROUPS = """\
+buckets:
+  n1024: 1..1024
+  nbig: 1025..
+groups:
+  plain:
+    norm: [layer, rms]
+    dtype_in: [fp16, bf16]
+  quantised:
+    norm: layer
+    dtype_in: bf16
+    dtype_out: int8
+    fquant: [smooth_dynamic, dynamic]
+"""
+
+
+@pytest.fixture
+def manifest_file(tmp_path: Path) -> Callable[[str], Path]:
+    def write(text: str) -> Path:
+        path = tmp_path / "mine.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def expand(manifest_file: Callable[[str], Path]) -> Callable[[str], Manifest]:
+    return lambda text: load(manifest_file(text))
+
+
+@pytest.fixture
+def two_groups(expand: Callable[[str], Manifest]) -> Manifest:
+    """Six modes over two buckets."""
+    return expand(TWO_GROUPS)

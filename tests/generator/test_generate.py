@@ -1,0 +1,330 @@
+"""The command line, as a user meets it: what each verb prints, writes and returns."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from normforge.codegen import cli
+from normforge.codegen.emit import render_folder
+from normforge.codegen.manifest import Manifest, load
+
+from .conftest import TWO_GROUPS
+
+
+class Outcome(NamedTuple):
+    """What a run returned and printed."""
+
+    status: int
+    out: str
+    err: str
+
+
+Generate = Callable[..., Outcome]
+
+
+@pytest.fixture
+def generate(
+    tmp_path: Path,
+    manifest_file: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Generate:
+    """Run the generator on the two-group manifest, from its folder."""
+    manifest_file(TWO_GROUPS)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, manifest: str = "mine.yaml") -> Outcome:
+        try:
+            status = cli.main(["--manifest", manifest, *arguments])
+        except SystemExit as exit:
+            status = int(exit.code or 0)
+        return Outcome(status, *capsys.readouterr())
+
+    return run
+
+
+def contents(folder: str) -> dict[str, str]:
+    return {path.name: path.read_text() for path in Path(folder).iterdir()}
+
+
+def test_a_run_writes_what_the_manifest_asks_for_and_says_so(generate: Generate, two_groups: Manifest) -> None:
+    outcome = generate("--out", "kernels")
+    assert outcome == (0, "12 instances in 6 modules: 9 files written, 0 unchanged, 0 removed in kernels\n", "")
+    assert contents("kernels") == render_folder(two_groups.instances)
+
+
+def test_a_second_run_changes_nothing(generate: Generate) -> None:
+    generate("--out", "kernels")
+    before = {path: path.stat().st_mtime_ns for path in Path("kernels").iterdir()}
+    outcome = generate("--out", "kernels")
+    assert outcome == (0, "12 instances in 6 modules: 0 files written, 9 unchanged, 0 removed in kernels\n", "")
+    assert {path: path.stat().st_mtime_ns for path in Path("kernels").iterdir()} == before
+
+
+def test_a_filtered_build_holds_exactly_what_was_kept(generate: Generate, two_groups: Manifest) -> None:
+    generate("--out", "kernels")
+    outcome = generate("--out", "kernels", "--filter", "ln_*", "--where", "dtype_in=bf16,n>1024")
+    assert outcome == (0, "3 instances in 3 modules: 4 files written, 2 unchanged, 3 removed in kernels\n", "")
+    kept = ["ln_fwd_bf16_nbig", "ln_fwd_bf16_int8_sdq_nbig", "ln_fwd_bf16_int8_dq_nbig"]
+    assert contents("kernels") == render_folder([i for i in two_groups.instances if i.name in kept])
+
+
+def test_list_prints_a_line_for_each_instance(generate: Generate, two_groups: Manifest) -> None:
+    outcome = generate("--list")
+    assert (outcome.status, outcome.err) == (0, "")
+    rows = [re.split(r"  +", line, maxsplit=1) for line in outcome.out.splitlines()]
+    assert rows == [[instance.name, instance.summary] for instance in two_groups.instances]
+    assert [path.name for path in Path().iterdir()] == ["mine.yaml"]
+
+
+def test_list_is_narrowed_too(generate: Generate) -> None:
+    assert generate("--list", "--filter", "rms*big", "--where", "dtype_in=fp16").out == (
+        "rms_fwd_fp16_nbig  fp16 RMSNorm forward; N = 1025..; one row a program, read again to write it\n"
+    )
+
+
+def test_count_counts_by_group_and_axis(generate: Generate) -> None:
+    outcome = generate("--count")
+    assert (outcome.status, outcome.err) == (0, "")
+    rows = [line.split() for line in outcome.out.splitlines()]
+    for row in (
+        ["plain", "4", "8"],
+        ["quantised", "2", "4"],
+        ["total", "6", "12"],
+        ["norm", "layer", "4", "8"],
+        ["norm", "rms", "2", "4"],
+        ["dtype_out", "fp16", "2", "4"],
+        ["dtype_out", "int8", "2", "4"],
+        ["fquant", "smooth_dynamic", "1", "2"],
+        ["save_mv", "false", "6", "12"],
+        ["n", "n1024", "(1..1024)", "6", "6"],
+        ["n", "nbig", "(1025..)", "6", "6"],
+    ):
+        assert rows.count(row) == 1
+    assert [path.name for path in Path().iterdir()] == ["mine.yaml"]
+
+
+def test_dry_run_names_what_a_run_would_do_and_does_nothing(generate: Generate) -> None:
+    generate("--out", "kernels", "--where", "fquant=none")
+    before = contents("kernels")
+    outcome = generate("--out", "kernels", "--where", "norm=layer", "--dry-run")
+    assert outcome == (
+        0,
+        "write   ln_fwd_bf16_int8_sdq.py\n"
+        "write   ln_fwd_bf16_int8_dq.py\n"
+        "change  dispatch.py\n"
+        "remove  rms_fwd_bf16.py\n"
+        "remove  rms_fwd_fp16.py\n"
+        "8 instances in 4 modules: would write 2 files, change 1, remove 2 and leave 4 in kernels\n",
+        "",
+    )
+    assert contents("kernels") == before
+
+
+def test_check_is_content_with_an_up_to_date_folder(generate: Generate) -> None:
+    generate("--out", "kernels")
+    assert generate("--out", "kernels", "--check") == (0, "12 instances in 6 modules: kernels is up to date\n", "")
+
+
+def test_check_shows_missing_changed_and_stale_files_and_the_command_that_mends_them(generate: Generate) -> None:
+    generate("--out", "my kernels")
+    (Path("my kernels") / "rms_fwd_fp16.py").unlink()
+    module = Path("my kernels") / "ln_fwd_fp16.py"
+    module.write_text(module.read_text() + "# by hand\n")
+    stale = Path("my kernels") / "old.py"
+    stale.write_text("# Generated by normforge\n")
+    before = contents("my kernels")
+
+    outcome = generate("--out", "my kernels", "--check")
+
+    assert outcome.status == 1
+    assert "--- /dev/null\n+++ my kernels/rms_fwd_fp16.py\n@@ -0,0 +1," in outcome.out
+    assert "--- my kernels/ln_fwd_fp16.py\n+++ my kernels/ln_fwd_fp16.py\n@@ -" in outcome.out
+    assert "\n-# by hand\n" in outcome.out
+    assert "--- my kernels/old.py\n+++ /dev/null\n@@ -1 +0,0 @@\n-# Generated by normforge\n" in outcome.out
+    assert outcome.out.count("\n+++ ") == 3
+    assert outcome.err == (
+        "my kernels differs from mine.yaml: 1 missing, 1 changed, 1 stale; to bring it up to date: "
+        "python generate.py --manifest mine.yaml --out 'my kernels'\n"
+    )
+    assert contents("my kernels") == before
+
+
+def test_check_names_files_that_are_not_ours(generate: Generate) -> None:
+    generate("--out", "kernels")
+    (Path("kernels") / "notes.txt").touch()
+    outcome = generate("--out", "kernels", "--check")
+    assert outcome.status == 1
+    assert "1 not made by normforge (notes.txt), to be moved elsewhere;" in outcome.err
+
+
+def test_check_of_a_folder_that_is_not_there(generate: Generate) -> None:
+    outcome = generate("--out", "kernels", "--check")
+    assert outcome.status == 1
+    assert "9 missing;" in outcome.err
+    assert not Path("kernels").exists()
+
+
+@pytest.mark.parametrize("verb", ["--dry-run", None])
+def test_a_folder_with_files_of_somebody_elses_is_refused(generate: Generate, verb: str | None) -> None:
+    Path("kernels").mkdir()
+    (Path("kernels") / "notes.txt").write_text("mine")
+    outcome = generate("--out", "kernels", *([verb] if verb else []))
+    assert outcome == (
+        2,
+        "",
+        "python generate.py: error: kernels holds files that normforge did not make: notes.txt; nothing was written or "
+        "removed. Move them elsewhere, or choose another folder with --out\n",
+    )
+    assert contents("kernels") == {"notes.txt": "mine"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "start"),
+    [
+        (["--out", "kernels", "--filter", "lm_*"], "--filter 'lm_*' matches no instance; the nearest are ln_fwd_"),
+        (["--list", "--where", "norm=rms,fquant=dynamic"], "--where 'fquant=dynamic' leaves none of the 4 instances"),
+        (["--out", "mine.yaml"], "mine.yaml is a file or lies under one"),
+    ],
+    ids=["filter", "where", "out"],
+)
+def test_a_request_that_cannot_be_met_is_one_message(generate: Generate, arguments: list[str], start: str) -> None:
+    status, out, err = generate(*arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"python generate.py: error: {start}")
+    assert err.count("\n") == 1
+    assert [path.name for path in Path().iterdir()] == ["mine.yaml"]
+
+
+def test_a_bad_manifest_is_one_message(generate: Generate) -> None:
+    Path("bad.yaml").write_text("groups:\n  a:\n    norm: lair\n")
+    outcome = generate("--list", manifest="bad.yaml")
+    assert outcome == (
+        2,
+        "",
+        "python generate.py: error: bad.yaml:3: group a: unknown norm 'lair'; did you mean layer? "
+        "Use one of layer, rms\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--list", "--count"], "argument --count: not allowed with argument --list"),
+        (["--check", "--dry-run"], "argument --dry-run: not allowed with argument --check"),
+        (["--list", "--out", "x"], "--list writes nothing, so --out means nothing beside it; leave one of them out"),
+        (["--lis"], "unrecognized arguments: --lis"),
+        (["kernels"], "unrecognized arguments: kernels"),
+    ],
+    ids=["two_reports", "two_verbs", "list_with_out", "abbreviated", "stray"],
+)
+def test_arguments_that_make_no_sense(generate: Generate, arguments: list[str], problem: str) -> None:
+    status, out, err = generate(*arguments)
+    assert (status, out) == (2, "")
+    assert err.endswith(f"python generate.py: error: {problem}\n")
+
+
+def test_help_uses_the_name_it_was_called_by(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--help"], prog="normforge generate")
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "\n  normforge generate --list --filter " in text
+    assert "generate.py" not in text
+
+
+def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], cwd=cwd, capture_output=True, text=True, check=False, env=os.environ | environment
+    )
+
+
+def test_the_script_finds_its_own_manifest_from_anywhere(repository: Path, tmp_path: Path) -> None:
+    ran = run(str(repository / "generate.py"), "--out", "kernels", cwd=tmp_path)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert contents(str(tmp_path / "kernels")) == render_folder(load(repository / "instances.yaml").instances)
+
+
+def test_bytes_do_not_depend_on_the_process(repository: Path, tmp_path: Path) -> None:
+    for seed in ("1", "2"):
+        ran = run(str(repository / "generate.py"), "--out", seed, cwd=tmp_path, PYTHONHASHSEED=seed)
+        assert ran.returncode == 0
+    assert contents(str(tmp_path / "1")) == contents(str(tmp_path / "2"))
+
+
+def test_a_checkout_regenerates_its_own_folder(repository: Path, tmp_path: Path) -> None:
+    for name in ("generate.py", "instances.yaml"):
+        shutil.copy(repository / name, tmp_path)
+    for name in ("codegen", "templates"):
+        shutil.copytree(repository / name, tmp_path / name)
+    ran = run("generate.py", "--where", "norm=rms,n=1", cwd=tmp_path)
+    assert ran.stdout == "31 instances in 31 modules: 34 files written, 0 unchanged, 0 removed in generated\n"
+    assert run("generate.py", "--where", "norm=rms,n=1", "--check", cwd=tmp_path).returncode == 0
+    drifted = run("generate.py", "--check", cwd=tmp_path)
+    assert drifted.returncode == 1
+    assert drifted.stderr.endswith("to bring it up to date: python generate.py\n")
+
+
+def test_an_installed_generator_needs_a_manifest_and_a_folder(repository: Path, tmp_path: Path) -> None:
+    # Laid out as a wheel is, where nothing named instances.yaml lies beside the package.
+    site = tmp_path / "site"
+    for name in ("codegen", "templates"):
+        shutil.copytree(repository / name, site / "normforge" / name)
+    (tmp_path / "mine.yaml").write_text(TWO_GROUPS)
+    call = "import sys; from normforge.codegen.cli import main; sys.exit(main(prog='normforge generate'))"
+
+    def installed(*arguments: str) -> tuple[int, str, str]:
+        ran = run("-c", call, *arguments, cwd=tmp_path, PYTHONPATH=str(site))
+        return ran.returncode, ran.stdout, ran.stderr.splitlines()[-1] if ran.stderr else ""
+
+    assert installed("--out", "kernels") == (
+        2,
+        "",
+        "normforge generate: error: an installed normforge has no instances.yaml of its own; "
+        "name a manifest: --manifest FILE",
+    )
+    assert installed("--manifest", "mine.yaml") == (
+        2,
+        "",
+        "normforge generate: error: an installed normforge has no generated/ of its own; name a folder: --out DIR",
+    )
+    assert installed("--manifest", "mine.yaml", "--count")[0] == 0
+    assert installed("--manifest", "mine.yaml", "--out", "kernels") == (
+        0,
+        "12 instances in 6 modules: 9 files written, 0 unchanged, 0 removed in kernels\n",
+        "",
+    )
+
+
+def test_the_generator_imports_neither_torch_nor_triton(repository: Path) -> None:
+    call = "import sys, codegen.cli; sys.exit(bool({'torch', 'triton'} & set(sys.modules)))"
+    assert run("-c", call, cwd=repository).returncode == 0
+
+
+@pytest.mark.parametrize("verb", ["--list", "--count"])
+def test_a_reader_that_leaves_early_is_no_error(repository: Path, verb: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ran = subprocess.run(
+            [sys.executable, "generate.py", verb],
+            cwd=repository,
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            # Buffered, so that something is left to flush at exit.
+            env=os.environ | {"PYTHONUNBUFFERED": ""},
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    assert (ran.returncode, ran.stderr) == (0, "")

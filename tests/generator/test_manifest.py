@@ -1,0 +1,121 @@
+"""What a legal manifest expands to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from normforge.codegen.manifest import Manifest, load
+from normforge.codegen.model import DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
+from normforge.codegen.tiling import standard_ladder, tile_for
+
+
+def names(manifest: Manifest) -> list[str]:
+    return [instance.name for instance in manifest.instances]
+
+
+def test_a_group_is_the_cross_product_of_its_lists_in_order(two_groups: Manifest) -> None:
+    assert names(two_groups) == [
+        "ln_fwd_fp16_n1024",
+        "ln_fwd_fp16_nbig",
+        "ln_fwd_bf16_n1024",
+        "ln_fwd_bf16_nbig",
+        "rms_fwd_fp16_n1024",
+        "rms_fwd_fp16_nbig",
+        "rms_fwd_bf16_n1024",
+        "rms_fwd_bf16_nbig",
+        "ln_fwd_bf16_int8_sdq_n1024",
+        "ln_fwd_bf16_int8_sdq_nbig",
+        "ln_fwd_bf16_int8_dq_n1024",
+        "ln_fwd_bf16_int8_dq_nbig",
+    ]
+
+
+def test_every_instance_remembers_its_group_and_line(two_groups: Manifest) -> None:
+    assert {(entry.group, entry.line) for entry in two_groups.entries} == {("plain", 5), ("quantised", 8)}
+    assert all(entry.instance.mode.fquant.quantises == (entry.group == "quantised") for entry in two_groups.entries)
+
+
+def test_axes_left_out_have_their_defaults(expand: Callable[[str], Manifest]) -> None:
+    manifest = expand("groups:\n  a: {norm: rms, dtype_in: fp32}\n")
+    expected = Mode(
+        Norm.RMS,
+        DType.FP32,
+        DType.FP32,
+        FusedAdd.NONE,
+        FusedQuant.NONE,
+        save_mv=False,
+        x_bias=False,
+        scale_dtype=DType.FP32,
+        rounding=Rounding.NEAREST,
+    )
+    assert {instance.mode for instance in manifest.instances} == {expected}
+    assert tuple(instance.bucket for instance in manifest.instances) == standard_ladder() == manifest.buckets
+
+
+def test_every_axis_reaches_the_mode(expand: Callable[[str], Manifest]) -> None:
+    manifest = expand(
+        "groups:\n  a: {norm: layer, dtype_in: bf16, dtype_out: int8, n: n128, fadd: pre_add_store, fquant: dynamic, "
+        "save_mv: true, x_bias: true, scale_dtype: fp16, rounding: truncate}\n"
+    )
+    assert names(manifest) == ["ln_fwd_bf16_int8_xb_addst_dq_trunc_sfp16_mv_n128"]
+
+
+def test_defaults_hold_for_every_group_until_a_group_says_otherwise(expand: Callable[[str], Manifest]) -> None:
+    manifest = expand(
+        "defaults: {norm: rms, dtype_in: [fp16, bf16], n: n128, save_mv: true}\n"
+        "groups:\n  a: {}\n  b: {dtype_in: fp32, save_mv: false}\n"
+    )
+    assert names(manifest) == ["rms_fwd_fp16_mv_n128", "rms_fwd_bf16_mv_n128", "rms_fwd_fp32_n128"]
+
+
+def test_dtype_out_same_follows_dtype_in(expand: Callable[[str], Manifest]) -> None:
+    manifest = expand("groups:\n  a: {norm: rms, dtype_in: [fp16, fp32], dtype_out: same, n: n128}\n")
+    assert names(manifest) == ["rms_fwd_fp16_n128", "rms_fwd_fp32_n128"]
+
+
+def test_yaml_spellings_of_booleans_are_booleans(expand: Callable[[str], Manifest]) -> None:
+    manifest = expand("groups:\n  a: {norm: rms, dtype_in: fp16, save_mv: [no, Yes], n: n128}\n")
+    assert names(manifest) == ["rms_fwd_fp16_n128", "rms_fwd_fp16_mv_n128"]
+
+
+def test_buckets_ascend_whatever_order_n_and_groups_name_them_in(expand: Callable[[str], Manifest]) -> None:
+    manifest = expand(
+        "groups:\n  a: {norm: rms, dtype_in: fp16, n: [nbig, n512]}\n  b: {norm: rms, dtype_in: fp16, n: n128}\n"
+    )
+    assert names(manifest) == ["rms_fwd_fp16_n128", "rms_fwd_fp16_n512", "rms_fwd_fp16_nbig"]
+    assert [entry.group for entry in manifest.entries] == ["b", "a", "a"]
+
+
+def test_an_anchor_may_share_a_list(expand: Callable[[str], Manifest]) -> None:
+    manifest = expand(
+        "groups:\n  a: {norm: rms, dtype_in: &both [fp16, bf16], n: n128}\n"
+        "  b: {norm: layer, dtype_in: *both, n: n128}\n"
+    )
+    assert len(manifest.instances) == 4
+
+
+def test_a_byte_order_mark_is_no_part_of_the_manifest(expand: Callable[[str], Manifest]) -> None:
+    assert names(expand("\ufeffgroups:\n  a: {norm: rms, dtype_in: fp16, n: n128}\n")) == ["rms_fwd_fp16_n128"]
+
+
+def test_the_tile_is_that_of_the_bucket_and_dtype(expand: Callable[[str], Manifest]) -> None:
+    manifest = expand("groups:\n  a: {norm: rms, dtype_in: [fp16, fp32]}\n")
+    for instance in manifest.instances:
+        assert instance.tile == tile_for(instance.bucket, instance.mode.dtype_in)
+
+
+def test_the_default_set_is_what_most_models_need(repository: Path) -> None:
+    manifest = load(repository / "instances.yaml")
+    by_group: dict[str, set[Mode]] = {}
+    for entry in manifest.entries:
+        by_group.setdefault(entry.group, set()).add(entry.instance.mode)
+    assert {group: len(modes) for group, modes in by_group.items()} == {
+        "inference": 18,
+        "training": 12,
+        "quantisation": 32,
+    }
+    assert manifest.buckets == standard_ladder()
+    assert len(manifest.instances) == 62 * len(standard_ladder())
+    assert all(mode.save_mv for mode in by_group["training"])
+    assert {mode.dtype_out for mode in by_group["quantisation"]} == {DType.INT8, DType.FP8_E4M3FN}

@@ -1,0 +1,244 @@
+"""--filter and --where: what they keep, and what they say when they keep nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from normforge.codegen.axes import AXES
+from normforge.codegen.errors import SelectionError
+from normforge.codegen.manifest import Manifest, load
+from normforge.codegen.model import Instance
+from normforge.codegen.select import parse_where, select
+
+LENGTHS = st.integers(1, 100_000)
+
+
+@pytest.fixture(scope="module")
+def committed(repository: Path) -> Manifest:
+    return load(repository / "instances.yaml")
+
+
+def kept(manifest: Manifest, globs: str | None = None, where: str | None = None) -> list[str]:
+    return [instance.name for instance in select(manifest, globs, where).instances]
+
+
+def message(manifest: Manifest, globs: str | None = None, where: str | None = None) -> str:
+    with pytest.raises(SelectionError) as caught:
+        select(manifest, globs, where)
+    return str(caught.value)
+
+
+def test_a_glob_is_held_against_whole_names(committed: Manifest) -> None:
+    assert kept(committed, "rms_fwd_bf16_n4096") == ["rms_fwd_bf16_n4096"]
+    assert kept(committed, "rms_fwd_fp??_mv_n[56]*") == [
+        "rms_fwd_fp16_mv_n512",
+        "rms_fwd_fp16_mv_n5120",
+        "rms_fwd_fp16_mv_n6144",
+        "rms_fwd_fp32_mv_n512",
+        "rms_fwd_fp32_mv_n5120",
+        "rms_fwd_fp32_mv_n6144",
+    ]
+
+
+def test_any_of_several_globs_is_enough_and_order_stays_the_manifests(committed: Manifest) -> None:
+    assert kept(committed, "rms_fwd_bf16_n128, ln_fwd_bf16_n128") == ["ln_fwd_bf16_n128", "rms_fwd_bf16_n128"]
+    assert kept(committed, "ln_fwd_bf16_n128,ln_fwd_bf16_n128") == ["ln_fwd_bf16_n128"]
+
+
+def test_where_takes_alternatives_and_spaces(committed: Manifest) -> None:
+    tight = kept(committed, where="dtype_in=bf16,fquant=dynamic|smooth_dynamic,n<=8192")
+    spaced = kept(committed, where=" dtype_in = bf16 , fquant =dynamic | smooth_dynamic, n <= 8192 ")
+    assert tight == spaced
+    # Two norms, two dtype_out, two fadd, two fquant, and ten buckets up to n8192.
+    assert len(tight) == 2 * 2 * 2 * 2 * 10
+
+
+def test_where_not(committed: Manifest) -> None:
+    chosen = select(committed, None, "norm!=rms,dtype_out!=int8|fp8_e4m3fn,save_mv=true").instances
+    assert {instance.mode.name for instance in chosen} == {
+        f"ln_fwd_{dtype}{add}_mv" for dtype in ("fp16", "bf16", "fp32") for add in ("", "_addst")
+    }
+
+
+def test_where_same_means_dtype_in(committed: Manifest) -> None:
+    chosen = select(committed, None, "dtype_out=same").instances
+    assert chosen == tuple(i for i in committed.instances if not i.mode.fquant.quantises)
+
+
+def test_filter_and_where_both_hold(committed: Manifest) -> None:
+    assert kept(committed, "rms_fwd_bf16_n*", "n=4096|1") == ["rms_fwd_bf16_n128", "rms_fwd_bf16_n4096"]
+
+
+def test_neither_keeps_everything(committed: Manifest) -> None:
+    assert select(committed, None, None) == committed
+
+
+def buckets(manifest: Manifest, where: str) -> list[str]:
+    return kept(manifest, "rms_fwd_fp16_n*", where)
+
+
+@pytest.mark.parametrize(
+    ("where", "names"),
+    [
+        ("n=4096", ["n4096"]),
+        ("n=4097", ["n5120"]),
+        ("n=1", ["n128"]),
+        ("n=1000000", ["nbig"]),
+        ("n<=512", ["n128", "n256", "n512"]),
+        ("n<512", ["n128", "n256"]),
+        ("n<=511", ["n128", "n256"]),
+        ("n>=16384", ["n16384", "n32768", "nbig"]),
+        ("n>16384", ["n32768", "nbig"]),
+        ("n>32768", ["nbig"]),
+        ("n>=4096,n<=8192", ["n4096", "n5120", "n6144", "n8192"]),
+        ("n!=1|200,n<3000", ["n512", "n1024", "n2048"]),
+    ],
+)
+def test_n_compares_with_buckets(committed: Manifest, where: str, names: list[str]) -> None:
+    assert buckets(committed, where) == [f"rms_fwd_fp16_{name}" for name in names]
+
+
+@settings(deadline=None)
+@given(length=LENGTHS)
+def test_at_most_and_more_part_the_ladder(committed: Manifest, length: int) -> None:
+    conditions = {text: parse_where(f"n{text}{length}")[0].met_by for text in ("<", "<=", "=", "!=", ">", ">=")}
+    for entry in committed.entries[:14]:
+        met = {text: condition(entry) for text, condition in conditions.items()}
+        assert met["<="] is not met[">"]
+        assert met["<"] is not met[">="]
+        assert met["="] is not met["!="]
+        # So that `n>=a,n<=b` serves every length from a to b, when b ends a bucket.
+        assert met[">="] or not met["="]
+
+
+class Typed(NamedTuple):
+    """A condition as somebody may type it, and what it means."""
+
+    text: str
+    axis: str
+    words: list[str]
+    wanted: bool
+
+    def met_by(self, instance: Instance) -> bool:
+        value = getattr(instance.mode, self.axis)
+        spelled = {str(value).lower() if isinstance(value, bool) else value.value}
+        if self.axis == "dtype_out" and value is instance.mode.dtype_in:
+            spelled.add("same")
+        return bool(spelled & set(self.words)) is self.wanted
+
+
+@st.composite
+def typed_conditions(draw: st.DrawFn) -> Typed:
+    axis = draw(st.sampled_from(AXES))
+    words = draw(st.lists(st.sampled_from(axis.words), min_size=1, unique=True))
+    wanted = draw(st.booleans())
+    tokens = [axis.name, "=" if wanted else "!=", *" | ".join(words).split()]
+    text = "".join(draw(st.sampled_from(("", " ", "  "))) + token for token in tokens)
+    return Typed(text, axis.name, words, wanted)
+
+
+@settings(deadline=None)
+@given(conditions=st.lists(typed_conditions(), min_size=1, max_size=4))
+def test_where_keeps_exactly_what_meets_every_condition(committed: Manifest, conditions: list[Typed]) -> None:
+    where = " ,".join(condition.text for condition in conditions)
+    expected = [i for i in committed.instances if all(condition.met_by(i) for condition in conditions)]
+    if expected:
+        assert list(select(committed, None, where).instances) == expected
+    else:
+        assert "leaves none of the" in message(committed, where=where)
+
+
+@settings(deadline=None)
+@given(text=st.text(alphabet="nfadq=!<>|, 149*_[]", max_size=20), option=st.sampled_from(("--filter", "--where")))
+def test_whatever_is_typed_keeps_something_or_is_refused(committed: Manifest, text: str, option: str) -> None:
+    globs, where = (text, None) if option == "--filter" else (None, text)
+    try:
+        outcome = bool(select(committed, globs, where).entries)
+    except SelectionError as error:
+        outcome = str(error).startswith(option)
+    assert outcome
+
+
+def test_a_glob_that_matches_nothing_shows_the_nearest_names(committed: Manifest) -> None:
+    assert message(committed, "rms_fwd_bf17_n4096") == (
+        "--filter 'rms_fwd_bf17_n4096' matches no instance; the nearest are rms_fwd_bf16_n4096, "
+        "rms_fwd_bf16_addst_n4096, rms_fwd_bf16_add_n4096, rms_fwd_bf16_mv_n4096, rms_fwd_bf16_addst_mv_n4096; "
+        "a glob is held against whole names, so end it in * for what starts so"
+    )
+    nearest = message(committed, "*_e4m3fnuz_*_sdq_*")
+    assert "the nearest are ln_fwd_fp16_fp8_e4m3fn_sdq_n128, " in nearest
+    assert "whole names" not in nearest
+
+
+def test_every_glob_must_match(committed: Manifest) -> None:
+    assert message(committed, "rms_*,lm_*").startswith("--filter 'lm_*' matches no instance")
+
+
+def test_where_that_leaves_nothing_shows_what_was_there(committed: Manifest) -> None:
+    assert message(committed, where="dtype_out=fp8_e5m2") == (
+        "--where 'dtype_out=fp8_e5m2' leaves none of the 868 instances that it was held against; "
+        "their dtype_out: fp16, bf16, fp32, int8, fp8_e4m3fn"
+    )
+    assert message(committed, "*_n256,*_nbig", "dtype_in=fp32, fquant=dynamic") == (
+        "--where 'fquant=dynamic' leaves none of the 20 instances that it was held against; their fquant: none"
+    )
+    assert message(committed, "rms_fwd_fp16_n256,rms_fwd_fp16_nbig", "n=1") == (
+        "--where 'n=1' leaves none of the 2 instances that it was held against; "
+        "their n: n256 (129..256), nbig (32769..)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("where", "problem"),
+    [
+        ("", "--where '' has an empty part; separate parts with single commas"),
+        ("n=1,,n=2", "--where 'n=1,,n=2' has an empty part; separate parts with single commas"),
+        (
+            "bf16",
+            "--where 'bf16' is not a condition; write axis=word, axis=word|word or axis!=word, "
+            "or n with =, !=, <, <=, > or >=",
+        ),
+        (
+            "dtype_in==bf16",
+            "--where 'dtype_in==bf16' is not a condition; write axis=word, axis=word|word or axis!=word, "
+            "or n with =, !=, <, <=, > or >=",
+        ),
+        (
+            "dtype=bf16",
+            "--where 'dtype=bf16': unknown axis 'dtype'; did you mean dtype_in? Use one of norm, dtype_in, dtype_out, "
+            "fadd, fquant, save_mv, x_bias, scale_dtype, rounding, n",
+        ),
+        (
+            "fquant=dynamik",
+            "--where 'fquant=dynamik': unknown fquant 'dynamik'; did you mean dynamic? "
+            "Use one of none, smooth_dynamic, dynamic",
+        ),
+        ("save_mv=1", "--where 'save_mv=1': unknown save_mv '1'; use one of false, true"),
+        ("fquant=", "--where 'fquant=' lacks a word; write fquant=word, or word|word"),
+        ("fquant=none|", "--where 'fquant=none|' lacks a word; write fquant=word, or word|word"),
+        ("fadd<none", "--where 'fadd<none': fadd has no order; compare it with = or !=, only n with <"),
+        ("n<=5|6", "--where 'n<=5|6': <= takes one length; alternatives go with = or !="),
+        (
+            "n=nbig",
+            "--where 'n=nbig': n compares with a row length, a whole number from 1, not 'nbig'; "
+            "choose a bucket by its name with --filter",
+        ),
+        (
+            "n>0",
+            "--where 'n>0': n compares with a row length, a whole number from 1, not '0'; "
+            "choose a bucket by its name with --filter",
+        ),
+    ],
+)
+def test_where_that_cannot_be_parsed(committed: Manifest, where: str, problem: str) -> None:
+    assert message(committed, where=where) == problem
+
+
+@pytest.mark.parametrize("globs", ["", " ", "rms_*,", ",rms_*"])
+def test_filter_with_an_empty_part(committed: Manifest, globs: str) -> None:
+    assert message(committed, globs) == f"--filter {globs!r} has an empty part; separate parts with single commas"

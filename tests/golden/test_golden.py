@@ -1,0 +1,100 @@
+"""The text of a few modules, chosen so that every macro of the templates is in one of them.
+
+After a change to the templates that is meant, `NORMFORGE_UPDATE_GOLDEN=1 pytest tests/golden` writes the files anew;
+review their diff.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from normforge.codegen import emit, tiling
+from normforge.codegen.model import DType, FusedAdd, FusedQuant, Instance, Mode, Norm, Pipeline, Rounding
+
+FOLDER = Path(__file__).parent
+
+MODES = (
+    Mode(Norm.LAYER, DType.BF16, DType.BF16),
+    Mode(
+        Norm.LAYER,
+        DType.FP16,
+        DType.FP8_E4M3FN,
+        FusedAdd.PRE_ADD,
+        FusedQuant.DYNAMIC,
+        save_mv=True,
+    ),
+    Mode(Norm.RMS, DType.FP32, DType.BF16, FusedAdd.PRE_ADD_STORE),
+    Mode(
+        Norm.RMS,
+        DType.BF16,
+        DType.INT8,
+        FusedAdd.PRE_ADD_STORE,
+        FusedQuant.SMOOTH_DYNAMIC,
+        save_mv=True,
+        x_bias=True,
+        scale_dtype=DType.FP16,
+        rounding=Rounding.TRUNCATE,
+    ),
+)
+
+
+def _texts() -> dict[str, str]:
+    ladder = tiling.standard_ladder()
+    instances = [
+        Instance(mode, bucket, tiling.tile_for(bucket, mode.dtype_in))
+        for mode in MODES
+        for bucket in (ladder if mode.norm is Norm.LAYER else ladder[:4])
+    ]
+    folder = emit.render_folder(instances)
+    modules = {f"{mode.name}.py": emit.render_module(mode, tuple(Pipeline)) for mode in MODES}
+    return modules | {name: folder[name] for name in ("primitives.py", "dispatch.py", "__init__.py")}
+
+
+TEXTS = _texts()
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_is_as_reviewed(name: str) -> None:
+    golden = FOLDER / f"{name}.golden"
+    if os.environ.get("NORMFORGE_UPDATE_GOLDEN") == "1":
+        golden.write_text(TEXTS[name])
+    assert TEXTS[name] == golden.read_text()
+
+
+def test_no_golden_file_is_left_over() -> None:
+    assert {path.name for path in FOLDER.glob("*.golden")} == {f"{name}.golden" for name in TEXTS}
+
+
+def test_every_macro_is_in_a_golden_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each macro, its body replaced by a mark, changes one of the texts."""
+    for template in sorted(emit.TEMPLATES.glob("*.j2")):
+        source = template.read_text()
+        for macro in re.finditer(r"{% macro (\w+)\(.*?%}\n(.*?){% endmacro %}", source, re.DOTALL):
+            marked = source[: macro.start(2)] + _mark(macro[2]) + source[macro.end(2) :]
+            assert _changes(template.name, marked, monkeypatch), f"no golden file shows {macro[1]} of {template.name}"
+
+
+def _mark(body: str) -> str:
+    # A macro that is handed a block must mention it.
+    return "MARK\n" + ("{% if false %}{{ caller() }}{% endif %}" if "caller(" in body else "")
+
+
+def _changes(template: str, text: str, monkeypatch: pytest.MonkeyPatch) -> bool:
+    emit.clear_caches()
+    environment = emit.environment()
+    loader = environment.loader
+    assert loader is not None
+    original = loader.get_source
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            loader,
+            "get_source",
+            lambda env, name: (text, None, lambda: True) if name == template else original(env, name),
+        )
+        changed = _texts() != TEXTS
+    emit.clear_caches()
+    return changed
