@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
-from .model import INPUT_DTYPES, DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
+from .model import INPUT_DTYPES, Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
 
 SAME = "same"
 
@@ -37,11 +38,12 @@ class Axis:
         return str(value).lower() if self.is_boolean else str(value.value)
 
 
-def _words(values: Iterable[Norm | DType | FusedAdd | FusedQuant | Rounding]) -> dict[str, Any]:
+def _words(values: Iterable[Enum]) -> dict[str, Any]:
     return {value.value: value for value in values}
 
 
 AXES = (
+    Axis("direction", _words(Direction), default="fwd"),
     Axis("norm", _words(Norm)),
     Axis("dtype_in", _words(INPUT_DTYPES)),
     Axis("dtype_out", {SAME: None, **_words(DType)}, default=SAME),

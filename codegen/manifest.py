@@ -14,7 +14,7 @@ from .axes import AXES, BOOLEANS, mode_of
 from .document import Pair, Section, compose, line_of
 from .errors import IllegalCombinationError, ManifestError
 from .ladder import read_ladder
-from .model import INPUT_DTYPES, Bucket, Instance, Mode
+from .model import INPUT_DTYPES, Bucket, Direction, Instance, Mode
 from .tiling import standard_ladder, tile_for
 from .words import unknown
 
@@ -141,11 +141,13 @@ def _expand(groups: list[_Group], buckets: tuple[Bucket, ...]) -> tuple[Entry, .
                 if bucket in served:
                     raise _made_twice(f"{mode.name}_{bucket.name}", served[bucket], group)
                 served[bucket] = group
-    tiles = {dtype: [(bucket, tile_for(bucket, dtype)) for bucket in buckets] for dtype in INPUT_DTYPES}
+    tiles = {
+        kind: [(bucket, tile_for(bucket, *kind)) for bucket in buckets] for kind in product(INPUT_DTYPES, Direction)
+    }
     return tuple(
         Entry(Instance(mode, bucket, tile), served[bucket].name, served[bucket].line)
         for mode, served in makers.items()
-        for bucket, tile in tiles[mode.dtype_in]
+        for bucket, tile in tiles[mode.dtype_in, mode.direction]
         if bucket in served
     )
 

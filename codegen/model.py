@@ -38,6 +38,18 @@ class Norm(Enum):
         return self is Norm.LAYER
 
 
+class Direction(Enum):
+    """Whether a kernel computes outputs or gradients; the value is the manifest's word and stands in names."""
+
+    FORWARD = "fwd"
+    BACKWARD = "bwd"
+
+    @property
+    def title(self) -> str:
+        """The direction in prose."""
+        return self.name.lower()
+
+
 class DType(Enum):
     """Element types; the value is the manifest's word and the suffix in names."""
 
@@ -152,10 +164,11 @@ class Pipeline(Enum):
             Pipeline.TWO_PASS: "one row a program, read again to write it",
         }[self]
 
-    @property
-    def decorator(self) -> str:
-        """How kernels are decorated; where M is an argument, no value of it may cause a compilation of its own."""
-        return '@triton.jit(do_not_specialize=["M"])' if self is Pipeline.ROWS else "@triton.jit"
+
+class Part(Enum):
+    """Kernels that a pipeline needs beside the one that carries its name."""
+
+    ROW_TERMS = "row_terms"
 
 
 INPUT_DTYPES = (DType.FP16, DType.BF16, DType.FP32)
@@ -182,6 +195,7 @@ class Mode:
     x_bias: bool = False
     scale_dtype: DType = DType.FP32
     rounding: Rounding = Rounding.NEAREST
+    direction: Direction = Direction.FORWARD
 
     def __post_init__(self) -> None:
         floats = ", ".join(d.value for d in INPUT_DTYPES)
@@ -212,6 +226,31 @@ class Mode:
                 f"rounding truncate is for int8, and dtype_out is {self.dtype_out.value}; "
                 "leave rounding out, or use dtype_out int8"
             )
+        if self.is_backward:
+            self._check_backward()
+
+    def _check_backward(self) -> None:
+        if self.fquant.quantises:
+            raise IllegalCombinationError(
+                f"fquant {self.fquant.value} has no gradient; use fquant none with direction bwd"
+            )
+        if self.dtype_out is not self.dtype_in:
+            raise IllegalCombinationError(
+                f"with direction bwd, gradients take their types from the call, and dtype_out {self.dtype_out.value} "
+                "says nothing; leave dtype_out out"
+            )
+        if self.save_mv:
+            raise IllegalCombinationError("direction bwd reads mean and rstd and saves none; leave save_mv out")
+        if self.fadd is FusedAdd.PRE_ADD:
+            raise IllegalCombinationError(
+                "with direction bwd, fadd says whether a gradient arrives for residual_out, which pre_add does not "
+                "store; use fadd none or pre_add_store"
+            )
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether gradients are computed."""
+        return self.direction is Direction.BACKWARD
 
     @cached_property
     def name(self) -> str:
@@ -225,16 +264,18 @@ class Mode:
             f"_s{self.scale_dtype.value}" if self.scale_dtype is not DType.FP32 else "",
             "_mv" if self.save_mv else "",
         )
-        return f"{self.norm.prefix}_fwd_{self.dtype_in.value}{out}{''.join(features)}"
+        return f"{self.norm.prefix}_{self.direction.value}_{self.dtype_in.value}{out}{''.join(features)}"
 
     @property
     def title(self) -> str:
         """The norm and the input type, in prose."""
-        return f"{self.dtype_in.value} {self.norm.title} forward"
+        return f"{self.dtype_in.value} {self.norm.title} {self.direction.title}"
 
     @cached_property
     def features(self) -> tuple[str, ...]:
         """What this mode does beyond the bare norm, in prose."""
+        if self.is_backward:
+            return self._backward_features
         steps = []
         if self.x_bias:
             steps.append("x bias added")
@@ -253,6 +294,11 @@ class Mode:
             steps.append("mean and rstd saved" if self.norm.centres else "rstd saved")
         return tuple(steps)
 
+    @property
+    def _backward_features(self) -> tuple[str, ...]:
+        x_bias = ("x bias added and its gradient summed",) if self.x_bias else ()
+        return x_bias + (("gradient of the stored sum added",) if self.fadd.stores else ())
+
     @cached_property
     def summary(self) -> str:
         """One line of prose: what a kernel of this mode does."""
@@ -264,9 +310,9 @@ class Mode:
         truncated = "_truncated" if self.rounding is Rounding.TRUNCATE else ""
         return f"to_{self.dtype_out.value}{truncated}"
 
-    def kernel(self, pipeline: Pipeline) -> str:
+    def kernel(self, part: Pipeline | Part) -> str:
         """The kernel's symbol: what a profiler shows."""
-        return f"{self.name}_{pipeline.value}"
+        return f"{self.name}_{part.value}"
 
 
 @dataclass(frozen=True)
@@ -321,7 +367,7 @@ class Instance:
 def legal_modes() -> Iterator[Mode]:
     """Every combination of axes that `Mode` accepts."""
     bools = (False, True)
-    axes = (Norm, DType, DType, FusedAdd, FusedQuant, bools, bools, INPUT_DTYPES, Rounding)
+    axes = (Norm, DType, DType, FusedAdd, FusedQuant, bools, bools, INPUT_DTYPES, Rounding, Direction)
     for values in itertools.product(*axes):
         with suppress(IllegalCombinationError):
             yield Mode(*values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .model import Mode, Pipeline
+from .model import Mode, Part, Pipeline
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Param:
 class _Row:
     declaration: str
     comment: str
-    wanted: Callable[[Mode, Pipeline], bool] = lambda mode, pipeline: True
+    wanted: Callable[[Mode, Pipeline | Part], bool] = lambda mode, pipeline: True
 
 
-_TABLE = (
+_FORWARD = (
     _Row("x_ptr", "(M, N) {dtype_in}"),
     _Row("x_bias_ptr", "(N,)", lambda m, p: m.x_bias),
     _Row("residual_ptr", "(M, N)", lambda m, p: m.fadd.adds),
@@ -48,11 +48,70 @@ _TABLE = (
 )
 
 
-def params(mode: Mode, pipeline: Pipeline) -> list[Param]:
-    """The parameters of one kernel; the runtime matches them by name."""
+_BACKWARD = (
+    _Row("dy_ptr", "(M, N)"),
+    _Row("x_ptr", "(M, N) {dtype_in}"),
+    _Row("x_bias_ptr", "(N,)", lambda m, p: m.x_bias),
+    _Row("weight_ptr", "(N,) or None"),
+    _Row("mean_ptr", "(M,) fp32", lambda m, p: m.norm.centres),
+    _Row("rstd_ptr", "(M,) fp32"),
+    _Row("gh_mean_ptr", "(M,) fp32, the mean of g * h", lambda m, p: p in (Pipeline.TWO_PASS, Part.ROW_TERMS)),
+    _Row("g_mean_ptr", "(M,) fp32", lambda m, p: p in (Pipeline.TWO_PASS, Part.ROW_TERMS) and m.norm.centres),
+    _Row("dresidual_out_ptr", "(M, N)", lambda m, p: m.fadd.stores and p is not Part.ROW_TERMS),
+    _Row("dx_ptr", "(M, N) or None", lambda m, p: p is not Part.ROW_TERMS),
+    _Row("dweight_ptr", "(programs, N) fp32 or None", lambda m, p: p is not Part.ROW_TERMS),
+    _Row("dbias_ptr", "(programs, N) fp32 or None", lambda m, p: m.norm.centres and p is not Part.ROW_TERMS),
+    _Row("dx_bias_ptr", "(programs, N) fp32 or None", lambda m, p: m.x_bias and p is not Part.ROW_TERMS),
+    _Row("dy_row_stride", "elements"),
+    _Row("x_row_stride", "elements"),
+    _Row("dresidual_out_row_stride", "elements", lambda m, p: m.fadd.stores and p is not Part.ROW_TERMS),
+    _Row("dx_row_stride", "elements", lambda m, p: p is not Part.ROW_TERMS),
+    _Row("M", "rows", lambda m, p: p is not Part.ROW_TERMS),
+    _Row("weight_offset", "fp32, added to every weight", lambda m, p: not m.norm.centres),
+    _Row("N: tl.constexpr", "columns, exact"),
+    _Row("ROWS: tl.constexpr", "rows at a time", lambda m, p: p in (Pipeline.ROWS, Pipeline.TWO_PASS)),
+    _Row("BLOCK: tl.constexpr", "columns a chunk"),
+)
+
+
+def params(mode: Mode, part: Pipeline | Part) -> list[Param]:
+    """The parameters of one kernel, a pipeline's own or one it needs beside it; the runtime matches them by name."""
     words = {
         "dtype_in": mode.dtype_in.value,
         "dtype_out": mode.dtype_out.value,
         "scale_dtype": mode.scale_dtype.value,
     }
-    return [Param(row.declaration, row.comment.format(**words)) for row in _TABLE if row.wanted(mode, pipeline)]
+    table = _BACKWARD if mode.is_backward else _FORWARD
+    return [Param(row.declaration, row.comment.format(**words)) for row in table if row.wanted(mode, part)]
+
+
+def decorator(mode: Mode, part: Pipeline | Part) -> str:
+    """How a kernel is decorated: where M is an argument, no value of it may cause a compilation of its own."""
+    takes_m = any(param.declaration == "M" for param in params(mode, part))
+    return '@triton.jit(do_not_specialize=["M"])' if takes_m else "@triton.jit"
+
+
+_BACKWARD_SUMMARIES: dict[Pipeline | Part, str] = {
+    Pipeline.ROWS: "Tiles of several rows in turn.",
+    Pipeline.ONE_PASS: "Rows in turn, each held in registers.",
+    Part.ROW_TERMS: "The means along one row that its gradients need.",
+    Pipeline.TWO_PASS: "A block of columns, tiles of several rows in turn.",
+}
+
+
+def summary(mode: Mode, part: Pipeline | Part) -> str:
+    """A kernel's docstring."""
+    if mode.is_backward:
+        return _BACKWARD_SUMMARIES[part]
+    assert isinstance(part, Pipeline)
+    return f"{part.summary[0].upper()}{part.summary[1:]}."
+
+
+def column_sums(mode: Mode) -> list[tuple[str, str]]:
+    """The gradients that a backward kernel sums over rows: name, and what a row adds."""
+    sums = [("dweight", "dy * h")]
+    if mode.norm.centres:
+        sums.append(("dbias", "dy"))
+    if mode.x_bias:
+        sums.append(("dx_bias", "dx"))
+    return sums

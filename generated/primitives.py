@@ -43,16 +43,21 @@ def centre(chunk, pivot, mask):
 
 
 @triton.jit
+def row_means(a, b, N: tl.constexpr, AXIS: tl.constexpr):
+    """The sums of two tensors along a row, each over N, in one reduction."""
+    sums = tl.sum(tl.join(a, b), axis=AXIS, keep_dims=AXIS == 1) / N
+    return tl.split(sums)
+
+
+@triton.jit
 def row_moments(deviations, squares, N: tl.constexpr, AXIS: tl.constexpr):
-    """Mean and variance of a row around its pivot, from sums of deviations and of their squares, in one reduction.
+    """Mean and variance of a row around its pivot, from sums of deviations and of their squares.
 
     A pivot is a rounded mean: at 1e4 it is off by up to 5e-4, which is much beside a deviation of 1e-2. The mean
     that is left is therefore measured too and taken off (the corrected two-pass variance).
     """
-    sums = tl.sum(tl.join(deviations, squares), axis=AXIS, keep_dims=AXIS == 1)
-    total, total_squares = tl.split(sums)
-    shift = total / N
-    return shift, tl.maximum(total_squares / N - shift * shift, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    shift, mean_square = row_means(deviations, squares, N, AXIS)
+    return shift, tl.maximum(mean_square - shift * shift, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -143,3 +148,32 @@ def to_fp8_e4m3fnuz(q, dtype: tl.constexpr):
     """Saturate at 240 and convert in integer arithmetic; what would be negative zero is NaN, so zero has no sign."""
     code = fp8_byte(tl.minimum(tl.maximum(q, -240.0), 240.0), 3, 8)
     return tl.where(code == 0x80, 0, code).to(dtype)
+
+
+@triton.jit
+def load_row(ptr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Start loading a row, in chunks that keep its element type."""
+    chunks = ()
+    for start in tl.static_range(0, N, BLOCK):
+        row = ptr + start + tl.arange(0, BLOCK)
+        if start + BLOCK > N:
+            chunks += (tl.load(row, mask=start + tl.arange(0, BLOCK) < N, other=0.0),)
+        else:
+            chunks += (tl.load(row),)
+    return chunks
+
+
+@triton.jit
+def zero_row(N: tl.constexpr, BLOCK: tl.constexpr):
+    """A row of fp32 zeros, in chunks."""
+    chunks = ()
+    for _ in tl.static_range(0, N, BLOCK):
+        chunks += (tl.zeros((BLOCK,), tl.float32),)
+    return chunks
+
+
+@triton.jit
+def store_partial(ptr, program, cols, total, N: tl.constexpr, mask):
+    """Write what one program summed for (N,) gradients into its own row, if that gradient was asked for."""
+    if ptr is not None:
+        tl.store(ptr + program.to(tl.int64) * N + cols, total, mask=mask)

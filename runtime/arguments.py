@@ -66,7 +66,7 @@ def prepare(
     epsilon = _number("eps", eps, least=0.0)
     offset = _number("weight_offset", weight_offset, least=-math.inf)
     _check_presence(add, quant, residual, residual_out, smooth_scale, weight, offset)
-    n = _check_x(x)
+    n = check_x(x)
     mode = _mode(
         norm=norm,
         dtype_in=DTYPES[x.dtype],
@@ -80,7 +80,7 @@ def prepare(
     )
     for name, vector in (("weight", weight), ("bias", bias), ("x_bias", x_bias), ("smooth_scale", smooth_scale)):
         if vector is not None:
-            _check_vector(name, vector, x)
+            check_vector(name, vector, x)
     call = Call(
         mode=mode,
         m=x.numel() // n,
@@ -96,7 +96,7 @@ def prepare(
         eps=epsilon,
         weight_offset=offset,
         x_row_stride=row_stride("x", x),
-        residual_row_stride=0 if residual is None else _check_rows("residual", residual, x, FLOATS),
+        residual_row_stride=0 if residual is None else check_rows("residual", residual, x, FLOATS),
     )
     _check_outputs(call)
     return call
@@ -166,7 +166,8 @@ def _check_presence(
         raise ConflictError(f"weight_offset={weight_offset} is added to weight and none was passed; pass weight")
 
 
-def _check_x(x: torch.Tensor) -> int:
+def check_x(x: torch.Tensor) -> int:
+    """Check what is normalised, and return N."""
     _tensor("x", x)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ShapeError(f"x has shape {tuple(x.shape)}; it takes (..., N) with N >= 1")
@@ -176,23 +177,25 @@ def _check_x(x: torch.Tensor) -> int:
     return x.shape[-1]
 
 
-def _check_vector(name: str, vector: torch.Tensor, x: torch.Tensor) -> None:
+def check_vector(name: str, vector: torch.Tensor, x: torch.Tensor) -> None:
+    """Check an (N,) operand of x."""
     _tensor(name, vector)
     n = x.shape[-1]
     if tuple(vector.shape) != (n,):
         raise ShapeError(f"{name} has shape {tuple(vector.shape)}; it takes ({n},), the last dimension of x")
     _check_dtype(name, vector, FLOATS)
-    _check_device(name, vector, x)
+    check_device(name, vector, x)
     if n > 1 and vector.stride(0) != 1:
         raise LayoutError(f"{name} has stride {vector.stride(0)} and kernels need 1; pass {name}.contiguous()")
 
 
-def _check_rows(name: str, tensor: torch.Tensor, x: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> int:
+def check_rows(name: str, tensor: torch.Tensor, x: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> int:
+    """Check an operand or output of x's shape, and return its row stride."""
     _tensor(name, tensor)
     if tensor.shape != x.shape:
         raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; it takes x's, {tuple(x.shape)}")
     _check_dtype(name, tensor, dtypes)
-    _check_device(name, tensor, x)
+    check_device(name, tensor, x)
     return row_stride(name, tensor)
 
 
@@ -216,7 +219,7 @@ def _check_outputs(call: Call) -> None:
 def _check_output(
     name: str, output: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, others: dict[str, torch.Tensor]
 ) -> None:
-    stride = _check_rows(name, output, x, (dtype,))
+    stride = check_rows(name, output, x, (dtype,))
     if stride < x.shape[-1] and output.numel() > x.shape[-1]:
         raise LayoutError(f"the rows of {name} overlap (row stride {stride}, N {x.shape[-1]}); pass rows of their own")
     for other_name, other in others.items():
@@ -244,7 +247,8 @@ def _check_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...
         raise DTypeError(f"{name} has dtype {tensor.dtype}; it takes {' or '.join(map(str, dtypes))}")
 
 
-def _check_device(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
+def check_device(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
+    """Check that an operand is on x's device."""
     if tensor.device != x.device:
         raise DeviceError(f"{name} is on {tensor.device} and x on {x.device}; move one to the other's device")
 

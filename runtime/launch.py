@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
 
 import torch
 
 from . import dispatch
 from .arguments import Call, row_stride
 from .codegen.model import DType
-from .codegen.tiling import WARP
 from .dtypes import TORCH_DTYPES
-from .errors import DeviceError
+from .kernels import interpreting, launch, require_device
 from .output import LayerNormOutput
 from .table import Entry
 
@@ -25,45 +22,13 @@ def run(call: Call) -> LayerNormOutput:
         DeviceError: no kernel can run on x's device.
         MissingInstanceError: nothing serves the call and nothing may be generated.
     """
-    if not (call.x.is_cuda or _interpreting()):
-        raise DeviceError(_CPU.format(device=call.x.device))
+    require_device(call.x)
     entry = dispatch.find(call.mode, call.n)
-    kernel = _kernel(entry)
-    if not call.x.is_cuda and not _is_interpreted(kernel):
-        raise DeviceError("TRITON_INTERPRET=1 was set after triton was imported; set it before the program starts")
+    kernel = entry.load()
     outputs = _allocate(call)
-    if call.m == 0:
-        return outputs
-    values = _values(call, entry, outputs)
-    grid = (-(-call.m // entry.rows),)
-    with _on_device(call.x):
-        kernel[grid](*[values[name] for name in kernel.arg_names], num_warps=_warps(entry, call.x))
+    if call.m:
+        launch(kernel, (-(-call.m // entry.rows),), _values(call, entry, outputs), entry.warps, call.x)
     return outputs
-
-
-_CPU = (
-    "x is on {device} and generated kernels run on a GPU; move the tensors to one, "
-    "or set TRITON_INTERPRET=1 before the program starts to run them in Triton's (slow) CPU interpreter"
-)
-
-
-@cache
-def _interpreting() -> bool:
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
-
-
-@cache
-def _kernel(entry: Entry) -> Any:
-    return entry.load()
-
-
-def _is_interpreted(kernel: Any) -> bool:
-    from triton import language
-
-    # Triton reads the variable twice: for its own library when it is imported, and for a kernel when that is.
-    return all(hasattr(function, "rewrite") for function in (kernel, language.sum))
 
 
 def _allocate(call: Call) -> LayerNormOutput:
@@ -134,26 +99,6 @@ def _encodes_in_software(dtype: DType, x: torch.Tensor) -> bool:
 
 @cache
 def _converts_to_fp8(device: torch.device) -> bool:
-    if torch.version.hip is not None or _interpreting():
+    if torch.version.hip is not None or interpreting():
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def _warps(entry: Entry, x: torch.Tensor) -> int:
-    return scale_warps(entry.warps, _warp_size(x.device) if x.is_cuda else WARP)
-
-
-def scale_warps(warps: int, warp_size: int) -> int:
-    """How many warps of a target hold the threads that a tile's 32-wide warps stand for."""
-    return max(1, warps * WARP // warp_size)
-
-
-@cache
-def _warp_size(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).warp_size)
-
-
-def _on_device(x: torch.Tensor) -> AbstractContextManager[object]:
-    if x.is_cuda and torch.cuda.current_device() != x.device.index:
-        return torch.cuda.device(x.device)
-    return nullcontext()

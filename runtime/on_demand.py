@@ -21,13 +21,11 @@ from .table import Entry, import_folder
 
 logger = logging.getLogger("normforge")
 
-PACKAGE_FILES = ("__init__.py", "primitives.py")
-
 
 def plan(mode: Mode, n: int, package: str = "") -> Entry:
     """The entry that `generate` would make, over the standard ladder."""
     bucket = next(bucket for bucket in tiling.standard_ladder() if n in bucket)
-    instance = Instance(mode, bucket, tiling.tile_for(bucket, mode.dtype_in))
+    instance = Instance(mode, bucket, tiling.tile_for(bucket, mode.dtype_in, mode.direction))
     return Entry(
         name=instance.name,
         mode=mode.name,
@@ -62,7 +60,7 @@ def generate(mode: Mode, n: int, table: str) -> Entry:
     module = emit.render_module(mode, tuple(Pipeline))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in (*_package_texts(), (f"{mode.name}.py", module)):
+        for name, text in (emit.shared_files(backward=True) | {f"{mode.name}.py": module}).items():
             _replace(folder / name, text)
     except OSError as error:
         raise CacheError(
@@ -95,12 +93,6 @@ def _generator_digest() -> str:
     for source in sorted(sources, key=lambda path: (path.parent.name, path.name)):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
-
-
-@cache
-def _package_texts() -> tuple[tuple[str, str], ...]:
-    texts = emit.render_folder(())
-    return tuple((name, texts[name]) for name in PACKAGE_FILES)
 
 
 @cache

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .codegen.model import Part
 from .errors import TableError
 
 # The table layout this runtime reads; the generator writes the same number as FORMAT.
@@ -52,13 +53,21 @@ class Entry:
         """Whether rows of n elements are within first..last."""
         return self.first <= n and (self.last is None or n <= self.last)
 
-    def load(self) -> Any:
-        """Import the module and return the kernel, a `triton.JITFunction`."""
+    def load(self, part: Part | None = None) -> Any:
+        """Import the module and return the kernel, or another that it needs: a `triton.JITFunction`."""
+        symbol = self.kernel if part is None else f"{self.mode}_{part.value}"
+        return self._load(self.mode, symbol)
+
+    def load_finaliser(self) -> Any:
+        """The kernel that adds up what a backward kernel leaves."""
+        return self._load("finalise", "sum_partials")
+
+    def _load(self, module: str, symbol: str) -> Any:
         try:
-            return getattr(importlib.import_module(f".{self.mode}", self.package), self.kernel)
+            return getattr(importlib.import_module(f".{module}", self.package), symbol)
         except Exception as error:
             raise TableError(
-                f"the dispatch table of {self.package} lists {self.name}, and its kernel {self.kernel} cannot be "
+                f"the dispatch table of {self.package} lists {self.name}, and its kernel {symbol} cannot be "
                 f"loaded ({error}); generate the folder anew: python generate.py, or normforge generate"
             ) from error
 

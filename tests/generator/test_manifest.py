@@ -102,7 +102,7 @@ def test_a_byte_order_mark_is_no_part_of_the_manifest(expand: Callable[[str], Ma
 def test_the_tile_is_that_of_the_bucket_and_dtype(expand: Callable[[str], Manifest]) -> None:
     manifest = expand("groups:\n  a: {norm: rms, dtype_in: [fp16, fp32]}\n")
     for instance in manifest.instances:
-        assert instance.tile == tile_for(instance.bucket, instance.mode.dtype_in)
+        assert instance.tile == tile_for(instance.bucket, instance.mode.dtype_in, instance.mode.direction)
 
 
 def test_the_default_set_is_what_most_models_need(repository: Path) -> None:
@@ -111,11 +111,16 @@ def test_the_default_set_is_what_most_models_need(repository: Path) -> None:
     for entry in manifest.entries:
         by_group.setdefault(entry.group, set()).add(entry.instance.mode)
     assert {group: len(modes) for group, modes in by_group.items()} == {
-        "inference": 18,
-        "training": 12,
+        "inference": 6,
+        "residual": 8,
+        "training": 6,
+        "residual_training": 2,
+        "gradients": 6,
+        "residual_gradients": 2,
         "quantisation": 32,
     }
     assert manifest.buckets == standard_ladder()
     assert len(manifest.instances) == 62 * len(standard_ladder())
-    assert all(mode.save_mv for mode in by_group["training"])
+    assert all(mode.save_mv for mode in by_group["training"] | by_group["residual_training"])
+    assert all(mode.is_backward for mode in by_group["gradients"] | by_group["residual_gradients"])
     assert {mode.dtype_out for mode in by_group["quantisation"]} == {DType.INT8, DType.FP8_E4M3FN}

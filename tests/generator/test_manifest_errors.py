@@ -14,7 +14,7 @@ from normforge.codegen.manifest import load
 GROUP = "groups:\n  a:\n    norm: layer\n    dtype_in: fp16\n"
 
 FADD = "one of none, pre_add_store, pre_add"
-AXES = "norm, dtype_in, dtype_out, fadd, fquant, save_mv, x_bias, scale_dtype, rounding, n"
+AXES = "direction, norm, dtype_in, dtype_out, fadd, fquant, save_mv, x_bias, scale_dtype, rounding, n"
 N = "all, n128, n256, n512, n1024, n2048, n3072, n4096, n5120, n6144, n8192, n12288, n16384, n32768, nbig"
 
 CASES = {

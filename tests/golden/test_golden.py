@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from normforge.codegen import emit, tiling
-from normforge.codegen.model import DType, FusedAdd, FusedQuant, Instance, Mode, Norm, Pipeline, Rounding
+from normforge.codegen.model import Direction, DType, FusedAdd, FusedQuant, Instance, Mode, Norm, Pipeline, Rounding
 
 FOLDER = Path(__file__).parent
 
@@ -39,19 +39,28 @@ MODES = (
         scale_dtype=DType.FP16,
         rounding=Rounding.TRUNCATE,
     ),
+    Mode(
+        Norm.LAYER,
+        DType.BF16,
+        DType.BF16,
+        FusedAdd.PRE_ADD_STORE,
+        x_bias=True,
+        direction=Direction.BACKWARD,
+    ),
+    Mode(Norm.RMS, DType.FP32, DType.FP32, direction=Direction.BACKWARD),
 )
 
 
 def _texts() -> dict[str, str]:
     ladder = tiling.standard_ladder()
     instances = [
-        Instance(mode, bucket, tiling.tile_for(bucket, mode.dtype_in))
+        Instance(mode, bucket, tiling.tile_for(bucket, mode.dtype_in, mode.direction))
         for mode in MODES
         for bucket in (ladder if mode.norm is Norm.LAYER else ladder[:4])
     ]
     folder = emit.render_folder(instances)
     modules = {f"{mode.name}.py": emit.render_module(mode, tuple(Pipeline)) for mode in MODES}
-    return modules | {name: folder[name] for name in ("primitives.py", "dispatch.py", "__init__.py")}
+    return modules | {name: folder[name] for name in ("primitives.py", "finalise.py", "dispatch.py", "__init__.py")}
 
 
 TEXTS = _texts()

@@ -6,8 +6,8 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
-from normforge.codegen.model import DType, Instance
-from normforge.launch import scale_warps
+from normforge.codegen.model import DType, Instance, Part
+from normforge.kernels import scale_warps
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ _POINTERS = {
 _SCALARS = {"M": "i32", "eps": "fp32", "weight_offset": "fp32"}
 
 
-def compile_kernel(kernel: Any, instance: Instance, n: int, target: Target) -> Any:
+def compile_kernel(kernel: Any, instance: Instance, n: int, target: Target, part: Part | None = None) -> Any:
     """Compile a kernel as a launch on that target would, with every pointer and, if N allows, row stride aligned.
 
     Args:
@@ -48,6 +48,7 @@ def compile_kernel(kernel: Any, instance: Instance, n: int, target: Target) -> A
         instance: what it serves, for its tile and element types.
         n: the row length.
         target: what to compile for.
+        part: which kernel of the pipeline, if not the one that carries its name.
 
     Returns:
         Triton's `CompiledKernel`, its texts and binary in `asm`.
@@ -56,7 +57,10 @@ def compile_kernel(kernel: Any, instance: Instance, n: int, target: Target) -> A
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    constants = {"N": n, "ROWS": instance.tile.rows, "BLOCK": instance.tile.block}
+    block = instance.tile.block
+    if part is not None:
+        block *= instance.tile.rows
+    constants = {"N": n, "ROWS": instance.tile.rows, "BLOCK": block}
     signature = {name: _type(name, instance, target, constants) for name in kernel.arg_names}
     aligned = [
         (index,)
@@ -90,5 +94,5 @@ def _type(name: str, instance: Instance, target: Target, constants: dict[str, in
         is_fp8 = mode.dtype_out.is_quantised and not mode.dtype_out.is_int
         by_instruction = target.converts_fp8 and mode.dtype_out in _POINTERS
         return "*u8" if is_fp8 and not by_instruction else _POINTERS[mode.dtype_out]
-    own = {"x_ptr": mode.dtype_in, "y_scale_ptr": mode.scale_dtype}
+    own = {"x_ptr": mode.dtype_in, "dx_ptr": mode.dtype_in, "dy_ptr": DType.BF16, "y_scale_ptr": mode.scale_dtype}
     return _POINTERS[own.get(name, DType.FP32)]

@@ -16,8 +16,14 @@ from normforge.compare import compare
 from normforge.dtypes import TORCH_DTYPES
 from normforge.reference import ReferenceOutput
 
-_FORWARD: dict[Norm, Callable[..., LayerNormOutput]] = {Norm.LAYER: normforge.layernorm2d_fwd, Norm.RMS: normforge.rmsnorm2d_fwd}
-_REFERENCE: dict[Norm, Callable[..., ReferenceOutput]] = {Norm.LAYER: reference.layernorm2d_fwd, Norm.RMS: reference.rmsnorm2d_fwd}
+_FORWARD: dict[Norm, Callable[..., LayerNormOutput]] = {
+    Norm.LAYER: normforge.layernorm2d_fwd,
+    Norm.RMS: normforge.rmsnorm2d_fwd,
+}
+_REFERENCE: dict[Norm, Callable[..., ReferenceOutput]] = {
+    Norm.LAYER: reference.layernorm2d_fwd,
+    Norm.RMS: reference.rmsnorm2d_fwd,
+}
 
 # The oracle holds a few fp64 copies of what it is given; rows are independent, so it takes them in blocks.
 _ORACLE_ELEMENTS = 1 << 26

@@ -1,0 +1,127 @@
+"""Random inputs for a backward mode, and the check of every gradient against fp64 autograd through the oracle."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+
+import torch
+
+from normforge import reference
+from normforge.backward import NormGradients, layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.codegen.model import DType, Mode
+from normforge.compare import TOLERANCES
+from normforge.dtypes import TORCH_DTYPES
+
+EPS = 1e-5
+
+# fp32 sums of a few thousand terms: rounding errors in units of the sum of the terms' magnitudes.
+SUM_ERROR = 2e-6
+
+
+@dataclass(frozen=True)
+class GradientProblem:
+    """One backward call: a mode, a shape, and what may vary without another instance.
+
+    Attributes:
+        mode: what is computed; x_bias and fadd say which operands there are.
+        shape: x's shape, (..., N).
+        row_stride: elements from row to row of x and dy; None is N.
+        dtypes: tensor name to element type, for those that need not be x's.
+        has_weight: whether there is a weight.
+        weight_offset: RMSNorm only.
+    """
+
+    mode: Mode
+    shape: tuple[int, ...]
+    row_stride: int | None = None
+    dtypes: dict[str, DType] = field(default_factory=dict)
+    has_weight: bool = True
+    weight_offset: float = 0.0
+
+    def check(self, device: str) -> None:
+        """Run the call and hold every gradient against the oracle's."""
+        tensors = self._draw(device)
+        before = {name: tensor.clone() for name, tensor in tensors.items()}
+        expected, scales, mean, rstd = self._oracle(tensors)
+        actual = self._run(tensors, mean, rstd)
+        for name, want in expected.items():
+            got = getattr(actual, name)
+            assert got is not None, f"{name} is missing: {self}"
+            tolerance = TOLERANCES[got.dtype]
+            allowed = tolerance.rtol * want.abs() + scales[name]
+            error = (got.double() - want).abs()
+            assert bool((error <= allowed).all()), f"{name} is off by {float(error.max()):.3g}: {self}"
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, before[name]), f"{name} was written to: {self}"
+
+    def wants(self) -> tuple[str, ...]:
+        """Every gradient that this call has."""
+        names = ["dx"]
+        names += ["dweight"] if self.has_weight else []
+        names += ["dbias"] if self.mode.norm.centres else []
+        names += ["dx_bias"] if self.mode.x_bias else []
+        return tuple(names)
+
+    def _draw(self, device: str) -> dict[str, torch.Tensor]:
+        generator = torch.Generator(device).manual_seed(zlib.crc32(repr(self).encode()))
+        n = self.shape[-1]
+
+        def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+            dtype = TORCH_DTYPES[self.dtypes.get(name, self.mode.dtype_in)]
+            return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+        def draw_rows(name: str) -> torch.Tensor:
+            return draw(name, (*self.shape[:-1], self.row_stride or n))[..., :n]
+
+        tensors = {"x": draw_rows("x"), "dy": draw_rows("dy")}
+        if self.has_weight:
+            tensors["weight"] = draw("weight", (n,))
+        if self.mode.x_bias:
+            tensors["x_bias"] = draw("x_bias", (n,))
+        if self.mode.fadd.stores:
+            tensors["dresidual_out"] = draw_rows("dresidual_out")
+        return tensors
+
+    def _run(self, tensors: dict[str, torch.Tensor], mean: torch.Tensor, rstd: torch.Tensor) -> NormGradients:
+        if self.mode.norm.centres:
+            return layernorm2d_bwd(**tensors, mean=mean, rstd=rstd, wants=self.wants())
+        return rmsnorm2d_bwd(**tensors, rstd=rstd, weight_offset=self.weight_offset, wants=self.wants())
+
+    def _oracle(
+        self, tensors: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+        """Gradients in fp64, the error that fp32 sums may have in each, and the statistics a forward call saves."""
+        exact = {name: tensor.double().requires_grad_() for name, tensor in tensors.items()}
+        x, weight, x_bias = exact["x"], exact.get("weight"), exact.get("x_bias")
+        bias = torch.zeros_like(x[..., 0, :] if x.dim() > 1 else x).reshape(-1)[: x.shape[-1]].requires_grad_()
+        if self.mode.norm.centres:
+            output = reference.layernorm2d_fwd(x, weight, bias, eps=EPS, x_bias=x_bias, save_mv=True)
+        else:
+            output = reference.rmsnorm2d_fwd(
+                x, weight, eps=EPS, weight_offset=self.weight_offset, x_bias=x_bias, save_mv=True
+            )
+        assert output.rstd is not None
+        loss = (output.z * exact["dy"].detach()).sum()
+        if self.mode.fadd.stores:
+            total = x if x_bias is None else x + x_bias
+            loss = loss + (total * exact["dresidual_out"].detach()).sum()
+        leaves = {"dx": x, "dweight": weight, "dbias": bias, "dx_bias": x_bias}
+        wanted = {name: leaf for name in self.wants() if (leaf := leaves[name]) is not None}
+        gradients = dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values())), strict=True))
+
+        dy = exact["dy"].detach().abs()
+        g = dy if weight is None else dy * (weight.detach().abs() + abs(self.weight_offset))
+        rows = g.amax(-1, keepdim=True) * output.rstd.detach().double().unsqueeze(-1) * 4
+        if self.mode.fadd.stores:
+            rows = rows + exact["dresidual_out"].detach().abs()
+        h = output.z.detach().abs().amax() if weight is None else torch.tensor(6.0, device=x.device)
+        columns = dy.flatten(0, -2).sum(0) if dy.dim() > 1 else dy
+        scales = {
+            "dx": SUM_ERROR * rows,
+            "dweight": SUM_ERROR * columns * h,
+            "dbias": SUM_ERROR * columns,
+            "dx_bias": SUM_ERROR * (rows * torch.ones_like(dy)).flatten(0, -2).sum(0) if dy.dim() > 1 else rows,
+        }
+        mean = output.mean if output.mean is not None else output.rstd
+        return gradients, scales, mean.detach(), output.rstd.detach()
