@@ -43,7 +43,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	@rm -rf $(LINKS) && mkdir -p $(LINKS)/normforge
 	@ln -s $(CURDIR)/runtime/* $(CURDIR)/codegen $(LINKS)/normforge/
-	MYPYPATH=$(LINKS) $(BIN)/mypy generate.py tests $(LINKS)/normforge
+	MYPYPATH=$(LINKS) $(BIN)/mypy generate.py examples tests $(LINKS)/normforge
 
 format: $(READY)
 	$(BIN)/ruff format .

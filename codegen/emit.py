@@ -87,7 +87,7 @@ def _docstring(mode: Mode) -> str:
 
 
 def _imports(source: str) -> str:
-    names = sorted(_primitives() & set(re.findall(r"\w+", source)))
+    names = sorted(_primitives() & set(re.findall(r"\b(\w+)\(", source)))
     line = f"from .primitives import {', '.join(names)}"
     if len(line) <= LINE_LENGTH:
         return line

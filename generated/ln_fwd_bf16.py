@@ -135,7 +135,7 @@ def ln_fwd_bf16_two_pass(
     shift, variance = row_moments(deviations, squares, N, 0)
     rstd = tl.rsqrt(variance + eps)
 
-    # Read the row again, scale and store; the sum goes out last, where it may overwrite the residual.
+    # Read the row again, scale and store.
     for start in range(0, FULL, BLOCK):
         cols = start + lanes
         s = load_chunk(x_ptr, cols, None)

@@ -175,12 +175,12 @@ def ln_fwd_bf16_addst_mv_two_pass(
     tl.store(mean_ptr + row, pivot + shift)
     tl.store(rstd_ptr + row, rstd)
 
-    # Read the row again, scale and store; the sum goes out last, where it may overwrite the residual.
+    # Read the row again, scale and store.
     for start in range(0, FULL, BLOCK):
         cols = start + lanes
         s = load_chunk(x_ptr, cols, None)
         s += load_chunk(residual_ptr, cols, None)
-        store_chunk(residual_out_ptr, cols, s, None)
+        store_chunk(residual_out_ptr, cols, s, None)  # not before the residual's last reading
         y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, None)
         store_chunk(y_ptr, cols, y, None)
     if FULL < N:
@@ -188,6 +188,6 @@ def ln_fwd_bf16_addst_mv_two_pass(
         mask = cols < N
         s = load_chunk(x_ptr, cols, mask)
         s += load_chunk(residual_ptr, cols, mask)
-        store_chunk(residual_out_ptr, cols, s, mask)
+        store_chunk(residual_out_ptr, cols, s, mask)  # not before the residual's last reading
         y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, mask)
         store_chunk(y_ptr, cols, y, mask)

@@ -214,12 +214,12 @@ def ln_fwd_bf16_fp8_e4m3fn_addst_dq_two_pass(
     tl.store(y_scale_ptr + row, y_scale)
     inverse_scale = 1.0 / y_scale
 
-    # Once more to quantise it; the sum goes out last, where it may overwrite the residual.
+    # Once more to quantise it.
     for start in range(0, FULL, BLOCK):
         cols = start + lanes
         s = load_chunk(x_ptr, cols, None)
         s += load_chunk(residual_ptr, cols, None)
-        store_chunk(residual_out_ptr, cols, s, None)
+        store_chunk(residual_out_ptr, cols, s, None)  # not before the residual's last reading
         y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, None)
         q = to_fp8_e4m3fn(y * inverse_scale, y_ptr.dtype.element_ty)
         store_chunk(y_ptr, cols, q, None)
@@ -228,7 +228,7 @@ def ln_fwd_bf16_fp8_e4m3fn_addst_dq_two_pass(
         mask = cols < N
         s = load_chunk(x_ptr, cols, mask)
         s += load_chunk(residual_ptr, cols, mask)
-        store_chunk(residual_out_ptr, cols, s, mask)
+        store_chunk(residual_out_ptr, cols, s, mask)  # not before the residual's last reading
         y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, mask)
         q = to_fp8_e4m3fn(y * inverse_scale, y_ptr.dtype.element_ty)
         store_chunk(y_ptr, cols, q, mask)

@@ -194,7 +194,7 @@ def ln_fwd_bf16_int8_sdq_two_pass(
     tl.store(y_scale_ptr + row, y_scale)
     inverse_scale = 1.0 / y_scale
 
-    # Once more to quantise it; the sum goes out last, where it may overwrite the residual.
+    # Once more to quantise it.
     for start in range(0, FULL, BLOCK):
         cols = start + lanes
         s = load_chunk(x_ptr, cols, None)

@@ -163,12 +163,12 @@ def ln_fwd_fp16_addst_two_pass(
     shift, variance = row_moments(deviations, squares, N, 0)
     rstd = tl.rsqrt(variance + eps)
 
-    # Read the row again, scale and store; the sum goes out last, where it may overwrite the residual.
+    # Read the row again, scale and store.
     for start in range(0, FULL, BLOCK):
         cols = start + lanes
         s = load_chunk(x_ptr, cols, None)
         s += load_chunk(residual_ptr, cols, None)
-        store_chunk(residual_out_ptr, cols, s, None)
+        store_chunk(residual_out_ptr, cols, s, None)  # not before the residual's last reading
         y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, None)
         store_chunk(y_ptr, cols, y, None)
     if FULL < N:
@@ -176,6 +176,6 @@ def ln_fwd_fp16_addst_two_pass(
         mask = cols < N
         s = load_chunk(x_ptr, cols, mask)
         s += load_chunk(residual_ptr, cols, mask)
-        store_chunk(residual_out_ptr, cols, s, mask)
+        store_chunk(residual_out_ptr, cols, s, mask)  # not before the residual's last reading
         y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, mask)
         store_chunk(y_ptr, cols, y, mask)

@@ -150,7 +150,7 @@ def ln_fwd_fp32_mv_two_pass(
     tl.store(mean_ptr + row, pivot + shift)
     tl.store(rstd_ptr + row, rstd)
 
-    # Read the row again, scale and store; the sum goes out last, where it may overwrite the residual.
+    # Read the row again, scale and store.
     for start in range(0, FULL, BLOCK):
         cols = start + lanes
         s = load_chunk(x_ptr, cols, None)

@@ -89,10 +89,10 @@ def magnitude_bits(z, mask):
 
 @triton.jit
 def row_scale(amax_bits, QMAX: tl.constexpr, dtype: tl.constexpr):
-    """Amax / QMAX, rounded to the type it is stored in; 1 where that is 0, so that a row of zeros divides safely."""
+    """Divide amax by QMAX, round to the type it is stored in, and make it 1 where fp32 could not invert it."""
     y_scale = amax_bits.to(tl.float32, bitcast=True) / QMAX
     y_scale = round_to(y_scale, dtype).to(tl.float32)
-    return tl.where(y_scale == 0.0, 1.0, y_scale)
+    return tl.where(y_scale < 2.0**-126, 1.0, y_scale)
 
 
 @triton.jit

@@ -139,12 +139,12 @@ def rms_fwd_fp16_addst_two_pass(
         squares += s * s
     rstd = tl.rsqrt(tl.sum(squares) / N + eps)
 
-    # Read the row again, scale and store; the sum goes out last, where it may overwrite the residual.
+    # Read the row again, scale and store.
     for start in range(0, FULL, BLOCK):
         cols = start + lanes
         s = load_chunk(x_ptr, cols, None)
         s += load_chunk(residual_ptr, cols, None)
-        store_chunk(residual_out_ptr, cols, s, None)
+        store_chunk(residual_out_ptr, cols, s, None)  # not before the residual's last reading
         y = scale(s * rstd, weight_ptr, weight_offset, cols, None)
         store_chunk(y_ptr, cols, y, None)
     if FULL < N:
@@ -152,6 +152,6 @@ def rms_fwd_fp16_addst_two_pass(
         mask = cols < N
         s = load_chunk(x_ptr, cols, mask)
         s += load_chunk(residual_ptr, cols, mask)
-        store_chunk(residual_out_ptr, cols, s, mask)
+        store_chunk(residual_out_ptr, cols, s, mask)  # not before the residual's last reading
         y = scale(s * rstd, weight_ptr, weight_offset, cols, mask)
         store_chunk(y_ptr, cols, y, mask)

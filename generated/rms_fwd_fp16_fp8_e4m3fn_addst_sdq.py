@@ -188,12 +188,12 @@ def rms_fwd_fp16_fp8_e4m3fn_addst_sdq_two_pass(
     tl.store(y_scale_ptr + row, y_scale)
     inverse_scale = 1.0 / y_scale
 
-    # Once more to quantise it; the sum goes out last, where it may overwrite the residual.
+    # Once more to quantise it.
     for start in range(0, FULL, BLOCK):
         cols = start + lanes
         s = load_chunk(x_ptr, cols, None)
         s += load_chunk(residual_ptr, cols, None)
-        store_chunk(residual_out_ptr, cols, s, None)
+        store_chunk(residual_out_ptr, cols, s, None)  # not before the residual's last reading
         y = scale(s * rstd, weight_ptr, weight_offset, cols, None)
         y *= load_chunk(smooth_scale_ptr, cols, None)
         q = to_fp8_e4m3fn(y * inverse_scale, y_ptr.dtype.element_ty)
@@ -203,7 +203,7 @@ def rms_fwd_fp16_fp8_e4m3fn_addst_sdq_two_pass(
         mask = cols < N
         s = load_chunk(x_ptr, cols, mask)
         s += load_chunk(residual_ptr, cols, mask)
-        store_chunk(residual_out_ptr, cols, s, mask)
+        store_chunk(residual_out_ptr, cols, s, mask)  # not before the residual's last reading
         y = scale(s * rstd, weight_ptr, weight_offset, cols, mask)
         y *= load_chunk(smooth_scale_ptr, cols, mask)
         q = to_fp8_e4m3fn(y * inverse_scale, y_ptr.dtype.element_ty)

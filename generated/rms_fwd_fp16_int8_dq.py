@@ -155,7 +155,7 @@ def rms_fwd_fp16_int8_dq_two_pass(
     tl.store(y_scale_ptr + row, y_scale)
     inverse_scale = 1.0 / y_scale
 
-    # Once more to quantise it; the sum goes out last, where it may overwrite the residual.
+    # Once more to quantise it.
     for start in range(0, FULL, BLOCK):
         cols = start + lanes
         s = load_chunk(x_ptr, cols, None)

@@ -112,7 +112,7 @@ def rms_fwd_fp32_two_pass(
         squares += s * s
     rstd = tl.rsqrt(tl.sum(squares) / N + eps)
 
-    # Read the row again, scale and store; the sum goes out last, where it may overwrite the residual.
+    # Read the row again, scale and store.
     for start in range(0, FULL, BLOCK):
         cols = start + lanes
         s = load_chunk(x_ptr, cols, None)

@@ -121,7 +121,7 @@ def rms_fwd_fp32_mv_two_pass(
     rstd = tl.rsqrt(tl.sum(squares) / N + eps)
     tl.store(rstd_ptr + row, rstd)
 
-    # Read the row again, scale and store; the sum goes out last, where it may overwrite the residual.
+    # Read the row again, scale and store.
     for start in range(0, FULL, BLOCK):
         cols = start + lanes
         s = load_chunk(x_ptr, cols, None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
@@ -20,6 +19,7 @@ from .codegen.tiling import WARP
 from .dtypes import DTYPES, FLOATS
 from .errors import ConflictError, DTypeError, LayoutError, ShapeError
 from .kernels import launch, require_device
+from .output import NormGradients
 from .table import Entry
 
 # What decides how many programs a multiprocessor holds at once: its registers, and what a program keeps in them (x and
@@ -34,22 +34,6 @@ _INTERPRETED_MULTIPROCESSORS = 1
 
 # Of partial sums: rows at a time and columns a program, 16 values a thread on 4 warps.
 _FINAL_ROWS, _FINAL_BLOCK, _FINAL_WARPS = 16, 128, 4
-
-
-class NormGradients(NamedTuple):
-    """What a backward call returns; None where a gradient was not asked for.
-
-    Attributes:
-        dx: x's shape; also the gradient of a residual that was added to x.
-        dweight: (N,), in weight's dtype.
-        dbias: (N,); LayerNorm only.
-        dx_bias: (N,), in x_bias's dtype.
-    """
-
-    dx: torch.Tensor | None
-    dweight: torch.Tensor | None
-    dbias: torch.Tensor | None
-    dx_bias: torch.Tensor | None
 
 
 def layernorm2d_bwd(
@@ -161,15 +145,8 @@ def _backward(
             if vector is not None:
                 vector.zero_()
         return gradients
-    mode = Mode(
-        norm,
-        DTYPES[x.dtype],
-        DTYPES[x.dtype],
-        FusedAdd.NONE if dresidual_out is None else FusedAdd.PRE_ADD_STORE,
-        x_bias=x_bias is not None,
-        direction=Direction.BACKWARD,
-    )
-    entry = dispatch.find(mode, n)
+    fadd = FusedAdd.NONE if dresidual_out is None else FusedAdd.PRE_ADD_STORE
+    entry = dispatch.find(mode_of(norm, x, x_bias is not None, fadd), n)
     programs = _programs(entry, m, n, x.device)
     if dy is None:
         # A row of stride 0 stands for all rows of zeros.
@@ -203,6 +180,12 @@ def _backward(
     if any(gradient is not None for gradient in sums.values()):
         _add_up(entry, programs, n, partials, sums, x)
     return gradients
+
+
+def mode_of(norm: Norm, x: torch.Tensor, x_bias: bool, fadd: FusedAdd) -> Mode:
+    """The mode of a backward call; fadd says whether the stored sum has a gradient."""
+    dtype = DTYPES[x.dtype]
+    return Mode(norm, dtype, dtype, fadd, x_bias=x_bias, direction=Direction.BACKWARD)
 
 
 def _reduce_rows(entry: Entry, m: int, n: int, programs: int, values: dict[str, object], x: torch.Tensor) -> None:

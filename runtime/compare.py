@@ -9,7 +9,8 @@ import torch
 
 from .codegen.model import Rounding
 from .dtypes import DTYPES
-from .output import LayerNormOutput
+from .gradient_reference import ReferenceGradients
+from .output import LayerNormOutput, NormGradients
 from .reference import ReferenceOutput, quantise
 
 
@@ -75,6 +76,30 @@ def _tolerance(name: str, dtype: torch.dtype) -> Tolerance:
     if name == "y":
         return TOLERANCES[dtype]
     return _scale_tolerance(dtype) if name == "y_scale" else STATISTICS
+
+
+# An fp32 sum's rounding errors, in units of what its terms add up to without their signs.
+SUM_ERROR = 2e-6
+
+
+def compare_gradients(actual: NormGradients, expected: ReferenceGradients) -> list[Finding]:
+    """Hold every gradient that was computed against the oracle's.
+
+    Each may be off by `SUM_ERROR` of the magnitudes it is a sum of, and by the rounding of its dtype.
+
+    Returns:
+        A finding for each gradient there is, in the order of `NormGradients`.
+    """
+    findings = []
+    for name, got in actual._asdict().items():
+        want = getattr(expected, name)
+        if got is None or want is None:
+            continue
+        allowed = TOLERANCES[got.dtype].rtol * want.abs() + SUM_ERROR * expected.magnitudes[name]
+        error = (got.double() - want).abs()
+        ok = got.shape == want.shape and bool((error <= allowed).all())
+        findings.append(Finding(name, _worst(error), _worst(allowed), ok))
+    return findings
 
 
 def _scale_tolerance(dtype: torch.dtype) -> Tolerance:

@@ -15,6 +15,7 @@ import torch
 from ._version import __version__
 from .machine import Machine, find_machine
 from .options import Request, parse
+from .problem import Problem
 from .solve import Result, solve
 
 
@@ -37,7 +38,7 @@ def _report(request: Request, machine: Machine, result: Result) -> str:
     lines = [
         (
             "problem",
-            f"{problem.norm.title} {problem.prec_i.value} -> {problem.prec_o.value}, m={problem.m} n={problem.n}",
+            f"{problem.norm.title} {_what(problem)}, m={problem.m} n={problem.n}",
         )
     ]
     if request.print_names:
@@ -54,6 +55,10 @@ def _report(request: Request, machine: Machine, result: Result) -> str:
         lines.append(("rate", f"{result.gb_per_s:.1f} GB/s"))
     lines.append(("valid", _verdict(request, result)))
     return "\n".join(f"{name:<14}{text}" for name, text in lines)
+
+
+def _what(problem: Problem) -> str:
+    return f"{problem.prec_i.value} " + ("backward" if problem.backward else f"-> {problem.prec_o.value}")
 
 
 def _verdict(request: Request, result: Result) -> str:

@@ -59,6 +59,7 @@ OPTIONS = (
     Option("fquant", int, 0, tuple(_FQUANTS), "0: none, 1: smooth dynamic quantisation, 2: dynamic quantisation"),
     Option("warmup", int, 5, None, "runs that are not counted; a number of runs, not milliseconds"),
     Option("repeat", int, 20, None, "runs that are timed, each with a cold L2 cache; the median is reported"),
+    Option("bwd", int, 0, tuple(_FLAG), "1: time and check the backward pass; with -fadd 1 the sum has a gradient too"),
     Option("norm", str, "layer", tuple(_NORMS), "which normalisation"),
 )
 
@@ -120,6 +121,7 @@ def _resolve(given: argparse.Namespace) -> Request:
     _check_used("prec_sy", given.prec_sy, AUTO, fquant.quantises, "only -fquant 1 and 2 write a scale")
     _check_used("xr_stride", given.xr_stride, -1, fadd.adds, "only -fadd 1 and 2 read a residual")
     _check_used("yr_stride", given.yr_stride, -1, fadd.stores, "only -fadd 1 stores the sum")
+    _check_backward(given)
     prec_i = _FLOATS[given.prec_i]
     prec_o = _output(given.prec_o, prec_i, fquant)
     problem = Problem(
@@ -134,6 +136,7 @@ def _resolve(given: argparse.Namespace) -> Request:
         fquant=fquant,
         x_bias=_FLAG[given.xbias],
         save_mv=_FLAG[given.save_mv],
+        backward=_FLAG[given.bwd],
         eps=given.e,
         strides=Strides(*(_stride(given, name) for name in ("x_stride", "xr_stride", "y_stride", "yr_stride"))),
     )
@@ -145,6 +148,19 @@ def _check_sizes(given: argparse.Namespace) -> None:
         value = getattr(given, name)
         if not least <= value < float("inf"):
             raise ValueError(f"-{name} {value} will not do; it takes a finite number of at least {least:g}")
+
+
+def _check_backward(given: argparse.Namespace) -> None:
+    if not given.bwd:
+        return
+    for name, value, reason in (
+        ("fquant", given.fquant, "quantised outputs have no gradient"),
+        ("save_mv", given.save_mv, "mean and rstd are always saved for it"),
+        ("fadd", given.fadd if given.fadd == FusedAdd.PRE_ADD.code else 0, "its sum is not stored; use -fadd 1"),
+        ("prec_o", 0 if given.prec_o == AUTO else given.prec_o, "gradients are of the types of what they belong to"),
+    ):
+        if value:
+            raise ValueError(f"-{name} {value} does not go with -bwd 1: {reason}")
 
 
 def _check_used(name: str, value: Any, unset: Any, used: bool, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""What a forward call returns."""
+"""What forward and backward calls return."""
 
 from __future__ import annotations
 
@@ -23,3 +23,19 @@ class LayerNormOutput(NamedTuple):
     y_scale: torch.Tensor | None
     mean: torch.Tensor | None
     rstd: torch.Tensor | None
+
+
+class NormGradients(NamedTuple):
+    """What a backward call returns; None where a gradient was not asked for.
+
+    Attributes:
+        dx: x's shape; also the gradient of a residual that was added to x.
+        dweight: (N,), in weight's dtype.
+        dbias: (N,); LayerNorm only.
+        dx_bias: (N,), in x_bias's dtype.
+    """
+
+    dx: torch.Tensor | None
+    dweight: torch.Tensor | None
+    dbias: torch.Tensor | None
+    dx_bias: torch.Tensor | None

@@ -43,6 +43,7 @@ class Problem:
     fquant: FusedQuant = FusedQuant.NONE
     x_bias: bool = False
     save_mv: bool = False
+    backward: bool = False
     eps: float = 1e-5
     strides: Strides | None = None
 
@@ -81,6 +82,20 @@ def inputs(problem: Problem, device: torch.device) -> dict[str, Any]:
     if problem.fquant.smooths:
         arguments["smooth_scale"] = uniform((n,), problem.prec_sm, bound=1.0)
     return arguments
+
+
+def gradients_in(problem: Problem, device: torch.device) -> dict[str, torch.Tensor]:
+    """The gradients that arrive: dy, and with fused add that of the stored sum; uniform in ±0.5."""
+    generator = torch.Generator(device).manual_seed(SEED + 1)
+    strides = {"dy": problem.row_strides.y}
+    if problem.fadd.stores:
+        strides["dresidual_out"] = problem.row_strides.residual_out
+    return {
+        name: torch.empty((problem.m, stride), device=device)
+        .uniform_(-0.5, 0.5, generator=generator)
+        .to(TORCH_DTYPES[problem.prec_i])[:, : problem.n]
+        for name, stride in strides.items()
+    }
 
 
 def poisoned_outputs(problem: Problem, device: torch.device) -> dict[str, torch.Tensor]:

@@ -12,9 +12,17 @@ import torch
 
 from .codegen.model import DType, FusedAdd, FusedQuant, Rounding
 from .dtypes import DTYPES, TORCH_DTYPES
+from .gradient_reference import ReferenceGradients, layernorm2d_bwd, rmsnorm2d_bwd
 from .words import word
 
-__all__ = ["ReferenceOutput", "layernorm2d_fwd", "rmsnorm2d_fwd"]
+__all__ = [
+    "ReferenceGradients",
+    "ReferenceOutput",
+    "layernorm2d_bwd",
+    "layernorm2d_fwd",
+    "rmsnorm2d_bwd",
+    "rmsnorm2d_fwd",
+]
 
 
 class ReferenceOutput(NamedTuple):
@@ -127,7 +135,8 @@ def _finish(
     z = y * smooth_scale.to(y.dtype) if smooth_scale is not None else y
     out = DTYPES[out_dtype or torch.int8]
     y_scale = (z.abs().amax(-1, keepdim=True) / out.qmax).to(scale_dtype)
-    y_scale = torch.where(y_scale == 0, 1.0, y_scale)
+    # What is left of a row of zeros, and what fp32 cannot invert, is no scale.
+    y_scale = torch.where(y_scale.float() < torch.finfo(torch.float32).smallest_normal, 1.0, y_scale)
     q = quantise(z / y_scale.to(z.dtype), out, word(Rounding, "rounding", rounding))
     return ReferenceOutput(q, residual_out, y_scale.squeeze(-1), saved_mean, saved_rstd, z)
 

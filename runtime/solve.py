@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,6 +14,8 @@ from .compare import Finding, compare
 from .machine import Machine
 from .output import LayerNormOutput
 from .problem import Problem, inputs, poisoned_outputs
+from .result import Result
+from .solve_backward import solve_backward
 from .timing import median_ms
 
 _Forward = Callable[..., LayerNormOutput]
@@ -31,30 +33,14 @@ REFERENCE_ELEMENTS = 2**26
 _ROW_ARGUMENTS = ("x", "residual")
 
 
-class Result(NamedTuple):
-    """What a run found out.
-
-    Attributes:
-        instance: the table entry that served it.
-        kernel: that entry's kernel symbol.
-        findings: how far each output is from the reference; empty if it was not validated.
-        ms: the median time on a GPU, or one run's in the interpreter.
-        gb_per_s: bytes moved over that time; None in the interpreter.
-    """
-
-    instance: str
-    kernel: str
-    findings: tuple[Finding, ...]
-    ms: float
-    gb_per_s: float | None
-
-
 def solve(problem: Problem, machine: Machine, *, validate: bool, warmup: int, repeat: int) -> Result:
     """Run a problem's kernel on random tensors, hold it against the fp64 reference, and time it.
 
     Raises:
         NormforgeError: whatever the call raises; an axis combination that no kernel serves, say.
     """
+    if problem.backward:
+        return solve_backward(problem, machine, validate=validate, warmup=warmup, repeat=repeat)
     forward, oracle = _FORWARD[problem.norm]
     arguments = inputs(problem, machine.device)
     instance = api.which(**arguments, norm=problem.norm)

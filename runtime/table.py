@@ -9,6 +9,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,17 @@ class Entry:
 
     def _load(self, module: str, symbol: str) -> Any:
         try:
-            return getattr(importlib.import_module(f".{module}", self.package), symbol)
+            return _kernel(self.package, module, symbol)
         except Exception as error:
             raise TableError(
                 f"the dispatch table of {self.package} lists {self.name}, and its kernel {symbol} cannot be "
                 f"loaded ({error}); generate the folder anew: python generate.py, or normforge generate"
             ) from error
+
+
+@cache
+def _kernel(package: str, module: str, symbol: str) -> Any:
+    return getattr(importlib.import_module(f".{module}", package), symbol)
 
 
 class Table:

@@ -1,0 +1,104 @@
+"""The oracle of gradients, in plain torch, in the dtype asked; see backward.py for the formulas' source."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class ReferenceGradients(NamedTuple):
+    """Gradients in the arithmetic dtype, and for each the magnitudes it is a sum of.
+
+    Attributes:
+        dx: x's shape.
+        dweight: (N,).
+        dbias: (N,); None for RMSNorm.
+        dx_bias: (N,): dx summed over rows.
+        magnitudes: gradient name to a tensor of its shape: what its terms add up to without their signs, which is
+            what the rounding errors of fp32 sums are proportional to.
+    """
+
+    dx: torch.Tensor
+    dweight: torch.Tensor
+    dbias: torch.Tensor | None
+    dx_bias: torch.Tensor
+    magnitudes: dict[str, torch.Tensor]
+
+
+def layernorm2d_bwd(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    x_bias: torch.Tensor | None = None,
+    dresidual_out: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> ReferenceGradients:
+    """Compute every gradient that `normforge.backward.layernorm2d_bwd` of the same arguments could return.
+
+    The arithmetic is in `dtype`; every other argument is as there.
+    """
+    s = _sum(x, x_bias, dtype)
+    h = (s - mean.to(dtype).unsqueeze(-1)) * rstd.to(dtype).unsqueeze(-1)
+    g = dy.to(dtype) if weight is None else dy.to(dtype) * weight.to(dtype)
+    dx = (g - h * (g * h).mean(-1, keepdim=True) - g.mean(-1, keepdim=True)) * rstd.to(dtype).unsqueeze(-1)
+    return _finish(dy.to(dtype), dx, h, g, rstd.to(dtype), dresidual_out, has_bias=True)
+
+
+def rmsnorm2d_bwd(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    rstd: torch.Tensor,
+    weight_offset: float = 0.0,
+    x_bias: torch.Tensor | None = None,
+    dresidual_out: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> ReferenceGradients:
+    """Compute every gradient that `normforge.backward.rmsnorm2d_bwd` of the same arguments could return."""
+    h = _sum(x, x_bias, dtype) * rstd.to(dtype).unsqueeze(-1)
+    g = dy.to(dtype) if weight is None else dy.to(dtype) * (weight.to(dtype) + weight_offset)
+    dx = (g - h * (g * h).mean(-1, keepdim=True)) * rstd.to(dtype).unsqueeze(-1)
+    return _finish(dy.to(dtype), dx, h, g, rstd.to(dtype), dresidual_out, has_bias=False)
+
+
+def _sum(x: torch.Tensor, x_bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype) if x_bias is None else x.to(dtype) + x_bias.to(dtype)
+
+
+def _finish(
+    dy: torch.Tensor,
+    dx: torch.Tensor,
+    h: torch.Tensor,
+    g: torch.Tensor,
+    rstd: torch.Tensor,
+    dresidual_out: torch.Tensor | None,
+    *,
+    has_bias: bool,
+) -> ReferenceGradients:
+    terms = (g.abs() + h.abs() * (g * h).abs().mean(-1, keepdim=True) + g.abs().mean(-1, keepdim=True)) * (
+        rstd.unsqueeze(-1)
+    )
+    if dresidual_out is not None:
+        dx = dx + dresidual_out.to(dx.dtype)
+        terms = terms + dresidual_out.to(dx.dtype).abs()
+    return ReferenceGradients(
+        dx=dx,
+        dweight=_over_rows(dy * h),
+        dbias=_over_rows(dy) if has_bias else None,
+        dx_bias=_over_rows(dx),
+        magnitudes={
+            "dx": terms,
+            "dweight": _over_rows((dy * h).abs()),
+            "dbias": _over_rows(dy.abs()),
+            "dx_bias": _over_rows(terms),
+        },
+    )
+
+
+def _over_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1]).sum(0)

@@ -1,0 +1,89 @@
+"""What the tests of this folder share: row lengths, both norms by name, and checked calls."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge import LayerNormOutput, reference
+from normforge.codegen.model import FusedQuant, Rounding
+from normforge.compare import compare
+
+# A row length that each pipeline serves, with a ragged last chunk where there are several.
+LENGTHS = {"rows": 64, "one_pass": 1500, "two_pass": 33000}
+
+FORWARD: dict[str, Callable[..., LayerNormOutput]] = {
+    "layer": normforge.layernorm2d_fwd,
+    "rms": normforge.rmsnorm2d_fwd,
+}
+ORACLE: dict[str, Callable[..., reference.ReferenceOutput]] = {
+    "layer": reference.layernorm2d_fwd,
+    "rms": reference.rmsnorm2d_fwd,
+}
+
+QUANTISED = (torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+each_norm = pytest.mark.parametrize("norm", FORWARD)
+each_pipeline = pytest.mark.parametrize("n", LENGTHS.values(), ids=LENGTHS)
+each_float = pytest.mark.parametrize("dtype", FLOATS, ids=str)
+each_quantised = pytest.mark.parametrize("dtype", QUANTISED, ids=str)
+
+
+def check(
+    norm: str,
+    x: torch.Tensor,
+    *weights: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+    **keywords: Any,
+) -> LayerNormOutput:
+    """Run a call, hold everything it returns against the oracle, and return it."""
+    if out is not None:
+        keywords["out_dtype"] = out.dtype
+    # First, because the call may overwrite what it was given.
+    expected = ORACLE[norm](x, *weights, **keywords)
+    actual = FORWARD[norm](x, *weights, out=out, residual_out=residual_out, **keywords)
+    agree(actual, expected, Rounding(keywords.get("rounding", "nearest")))
+    return actual
+
+
+def agree(actual: LayerNormOutput, expected: reference.ReferenceOutput, rounding: Rounding = Rounding.NEAREST) -> None:
+    """Fail unless every output there should be is there and is what the oracle says."""
+    wrong = [finding for finding in compare(actual, expected, rounding) if not finding.ok]
+    assert not wrong, wrong
+
+
+def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether two tensors are equal to the bit, NaN and all."""
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def quantising(dtype: torch.dtype, fquant: FusedQuant = FusedQuant.DYNAMIC) -> dict[str, Any]:
+    """The keywords that make y of this dtype, with quantisation where that takes it."""
+    return {"out_dtype": dtype} if dtype in FLOATS else {"out_dtype": dtype, "fquant": fquant}
+
+
+def python(code: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own, under this one's environment with these changes; None unsets a variable."""
+    merged = os.environ | {name: value for name, value in environment.items() if value is not None}
+    for name, value in environment.items():
+        if value is None:
+            merged.pop(name, None)
+    return subprocess.run([sys.executable, "-c", code], env=merged, capture_output=True, text=True, check=False)
+
+
+def printed(code: str, **environment: str | None) -> str:
+    """What code prints in a process of its own, which must succeed."""
+    process = python(code, **environment)
+    assert process.returncode == 0, process.stderr
+    return process.stdout.strip()

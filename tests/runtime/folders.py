@@ -1,0 +1,29 @@
+"""Folders of generated kernels, written without the generator's own file handling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from normforge.codegen.emit import render_folder
+from normforge.codegen.model import DType, Instance, Mode, Norm, Tile
+from normforge.codegen.tiling import standard_ladder, tile_for
+
+PLAIN = Mode(Norm.LAYER, DType.FP32, DType.FP32)
+RMS = Mode(Norm.RMS, DType.FP32, DType.FP32)
+
+
+def instance(mode: Mode, n: int, tile: Tile | None = None) -> Instance:
+    """The standard ladder's instance for one row length, with a tile of one's own if given."""
+    bucket = next(bucket for bucket in standard_ladder() if n in bucket)
+    return Instance(mode, bucket, tile or tile_for(bucket, mode.dtype_in))
+
+
+def write(folder: Path, instances: Iterable[Instance]) -> Path:
+    """Write a folder that holds exactly these instances, over what it held."""
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.py"):
+        old.unlink()
+    for name, text in render_folder(tuple(instances)).items():
+        (folder / name).write_text(text)
+    return folder

@@ -1,0 +1,116 @@
+"""An output may share memory with an input only where it is that input, or where their rows lie side by side."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge.errors import LayoutError
+from normforge.overlap import may_overlap
+
+M, N = 3, 64
+
+
+def view(memory: torch.Tensor, first: int, rows: int, stride: int, n: int) -> torch.Tensor:
+    """Rows of n elements in a flat memory."""
+    return memory.as_strided((rows, n), (stride, 1), first)
+
+
+def elements(first: int, rows: int, stride: int, n: int) -> set[int]:
+    """The elements that such a view touches, one by one."""
+    return {first + row * stride + col for row in range(rows) for col in range(n)}
+
+
+def test_agrees_with_counting_elements() -> None:
+    memory = torch.zeros(64, dtype=torch.int8)
+    seen = {True: 0, False: 0}
+    for a_stride, b_stride, a_n, b_n, a_rows, b_rows, b_first in itertools.product(
+        (0, 2, 3, 5), (2, 3, 5), (1, 2, 3), (1, 2), (1, 2, 3), (1, 3), range(0, 20, 1)
+    ):
+        a, b = (5, a_rows, a_stride, a_n), (b_first, b_rows, b_stride, b_n)
+        shared = bool(elements(*a) & elements(*b))
+        answers = may_overlap(view(memory, *a), view(memory, *b)), may_overlap(view(memory, *b), view(memory, *a))
+        assert answers[0] == answers[1], (a, b)
+        assert answers[0] or not shared, (a, b)
+        # With one stride and room for the rows, the answer is exact.
+        if a_stride == b_stride >= max(a_n, b_n) and a_rows == b_rows > 1:
+            assert answers[0] == shared, (a, b)
+            seen[shared] += 1
+    assert min(seen.values()) > 50
+
+
+def test_counts_bytes_not_elements() -> None:
+    memory = torch.zeros(256, dtype=torch.uint8)
+    wide = memory[:128].view(torch.float32).as_strided((2, 4), (8, 1))
+    beside = memory.as_strided((2, 16), (32, 1), 16)
+    assert not may_overlap(wide, beside)
+    assert may_overlap(wide, memory.as_strided((2, 16), (32, 1), 15))
+
+
+def test_nothing_overlaps_what_is_empty() -> None:
+    memory = torch.zeros(8)
+    for empty in (memory[:0].view(0, 1), memory[:4].expand(0, 4)):
+        assert not may_overlap(empty, memory.view(2, 4))
+        assert not may_overlap(memory.view(2, 4), empty)
+
+
+def refused(message: str, **arguments: Any) -> None:
+    """Fail unless the call is refused with this message, and which() refuses it too."""
+    with pytest.raises(LayoutError, match=message):
+        normforge.layernorm2d_fwd(**arguments)
+    with pytest.raises(LayoutError, match=message):
+        normforge.which(**arguments)
+
+
+def test_out_rows_that_overlap_one_another() -> None:
+    x = torch.randn(M, N)
+    refused(r"the rows of out overlap \(row stride 63, N 64\)", x=x, out=torch.zeros(200).as_strided((M, N), (63, 1)))
+    refused(r"the rows of out overlap \(row stride 0", x=x, out=torch.zeros(1, N).expand(M, N))
+    refused(r"the rows of out overlap \(row stride 0", x=torch.randn(M, 1), out=torch.zeros(1, 1).expand(M, 1))
+    residual_out = torch.zeros(1, N).expand(M, N)
+    refused("the rows of residual_out overlap", x=x, residual=x.clone(), fadd=1, residual_out=residual_out)
+
+
+def test_out_that_overlaps_an_input_elsewhere_than_exactly() -> None:
+    memory = torch.randn(4, 2 * N)
+    x = memory[:M, :N]
+    refused(r"out overlaps x in memory \(the very same view would do\)", x=x, out=memory[:M, 1 : N + 1])
+    refused("out overlaps x in memory", x=x, out=memory[1:, :N])
+    # The same first element, but other rows.
+    refused("out overlaps x in memory", x=x, out=memory.view(-1).as_strided((M, N), (N, 1)))
+
+
+def test_out_of_another_dtype_over_an_input() -> None:
+    x = torch.randn(M, N)
+    refused("out overlaps x in memory; pass memory of its own", x=x, out=x.view(torch.float16)[:, :N])
+    int8 = x.view(torch.int8)[:, :N]
+    refused("out overlaps x in memory; pass memory of its own", x=x, out=int8, fquant="dynamic")
+    # One row has no stride to tell the two apart by.
+    refused("out overlaps x in memory; pass memory of its own", x=x[:1], out=int8[:1], fquant="dynamic")
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "x_bias", "smooth_scale"])
+def test_out_over_a_vector(name: str) -> None:
+    out = torch.zeros(M, N)
+    mode = {"fquant": "smooth_dynamic", "out": out.view(torch.int8)[:, :N]} if name == "smooth_scale" else {"out": out}
+    refused(f"out overlaps {name} in memory; pass memory of its own", x=torch.randn(M, N), **mode, **{name: out[0]})
+
+
+def test_residual_out_over_other_tensors() -> None:
+    x, residual, free = torch.randn(M, N), torch.randn(M, N), torch.zeros(M, N)
+    add = {"x": x, "residual": residual, "fadd": "pre_add_store"}
+    refused("residual_out overlaps weight in memory", **add, weight=free[1], residual_out=free)
+    refused("residual_out overlaps out in memory", **add, out=free, residual_out=free)
+    # Each alone would do; together, one output would overwrite the other.
+    refused("residual_out overlaps out in memory", **add, out=x, residual_out=x)
+    refused("residual_out overlaps out in memory", **add, out=residual, residual_out=residual)
+
+
+def test_residual_out_of_another_dtype_over_x() -> None:
+    x, residual = torch.randn(M, N), torch.randn(M, N).half()
+    over = x.view(torch.float16)[:, :N]
+    refused("residual_out overlaps x in memory", x=x, residual=residual, fadd=1, residual_out=over)

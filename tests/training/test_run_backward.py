@@ -1,0 +1,63 @@
+"""`normforge run -bwd 1`: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from normforge import cli, solve_backward
+from normforge.reference import ReferenceGradients
+
+SMALL = ["run", "-m=5", "-n=130", "-bwd=1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "instance", "gradients"),
+    [
+        (["-norm=layer"], "ln_bwd_fp16_n256", {"dx", "dweight", "dbias"}),
+        (["-norm=rms", "-prec_i=bf16"], "rms_bwd_bf16_n256", {"dx", "dweight"}),
+        (["-fadd=1", "-prec_i=bf16"], "ln_bwd_bf16_addst_n256", {"dx", "dweight", "dbias"}),
+        (["-xbias=1", "-norm=rms"], "rms_bwd_fp16_xb_n256", {"dx", "dweight", "dx_bias"}),
+        (["-x_stride=150", "-y_stride=140"], "ln_bwd_fp16_n256", {"dx", "dweight", "dbias"}),
+    ],
+)
+def test_every_gradient_is_checked(
+    arguments: list[str], instance: str, gradients: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*SMALL, "-json", *arguments]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert line["instance"] == instance
+    assert set(line["errors"]) == gradients
+    assert line["valid"] is True
+
+
+def test_a_wrong_gradient_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    honest = solve_backward.reference.layernorm2d_bwd
+
+    def spoilt(**operands: Any) -> ReferenceGradients:
+        expected = honest(**operands)
+        return expected._replace(dweight=expected.dweight * 1.01)
+
+    monkeypatch.setattr(solve_backward.reference, "layernorm2d_bwd", spoilt)
+    assert cli.main(SMALL) == 1
+    assert "no: dweight differ from the reference" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["-fquant=2"], "-fquant 2 does not go with -bwd 1: quantised outputs have no gradient"),
+        (["-fadd=2"], "-fadd 2 does not go with -bwd 1: its sum is not stored; use -fadd 1"),
+        (["-save_mv=1"], "-save_mv 1 does not go with -bwd 1: mean and rstd are always saved for it"),
+        (["-prec_o=fp16"], "-prec_o fp16 does not go with -bwd 1"),
+    ],
+)
+def test_what_has_no_gradient_is_refused(
+    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*SMALL, *arguments])
+    assert stopped.value.code == 2
+    assert problem in capsys.readouterr().err
