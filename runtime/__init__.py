@@ -1,22 +1,39 @@
 """normforge: LayerNorm and RMSNorm kernels in Triton, generated from a manifest.
 
-`layernorm2d_fwd` and `rmsnorm2d_fwd` run the generated kernels; `reference` holds the plain-torch oracle.
+`layer_norm`, `rms_norm` and their fused-add forms are differentiable, with torch's signatures; `LayerNorm`, `RMSNorm`,
+`AddLayerNorm` and `AddRMSNorm` are modules of them, and `patch` swaps a model's norms for those. `layernorm2d_fwd` and
+`rmsnorm2d_fwd` run every mode of the forward kernels; `reference` holds the plain-torch oracle.
 """
 
 from . import errors, reference
 from ._version import __version__
 from .api import layernorm2d_fwd, rmsnorm2d_fwd, which
 from .dispatch import instances, load_instances
+from .functional import add_layer_norm, add_rms_norm, backend, layer_norm, rms_norm
+from .modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from .output import LayerNormOutput
+from .patching import Patch, patch, unpatch
 
 __all__ = [
+    "AddLayerNorm",
+    "AddRMSNorm",
+    "LayerNorm",
     "LayerNormOutput",
+    "Patch",
+    "RMSNorm",
     "__version__",
+    "add_layer_norm",
+    "add_rms_norm",
+    "backend",
     "errors",
     "instances",
+    "layer_norm",
     "layernorm2d_fwd",
     "load_instances",
+    "patch",
     "reference",
+    "rms_norm",
     "rmsnorm2d_fwd",
+    "unpatch",
     "which",
 ]

@@ -40,8 +40,8 @@ def layernorm2d_fwd(
     variance (Ba et al., 2016). Quantised, y is multiplied by smooth_scale, then each row is divided by
     y_scale = max|y| / qmax, rounded and saturated; qmax is 127 for int8, 448 for float8_e4m3fn, 240 for
     float8_e4m3fnuz and 57344 for float8_e5m2. A row that leaves no normal fp32 scale, one of zeros say, gets
-    y_scale = 1. One that holds a NaN or Inf, or whose scale scale_dtype cannot hold, gets a y_scale that is NaN or Inf, and its
-    quantised y means nothing.
+    y_scale = 1. One that holds a NaN or Inf, or whose scale scale_dtype cannot hold, gets a y_scale that is NaN or
+    Inf, and its quantised y means nothing.
 
     Not differentiable: gradients do not flow through the outputs.
 

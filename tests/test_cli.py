@@ -183,6 +183,7 @@ def test_json_is_one_line_with_everything_a_script_needs(capsys: pytest.CaptureF
         "fquant": "none",
         "x_bias": False,
         "save_mv": False,
+        "backward": False,
         "v": 1,
         "warmup": 5,
         "repeat": 20,

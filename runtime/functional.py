@@ -1,0 +1,200 @@
+"""Differentiable norms with the signatures of torch.nn.functional, and fused with the residual add before them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from . import autograd, fallback, kernels
+from .arguments import _tensor
+from .codegen.model import Norm
+from .rows import check
+
+
+def layer_norm(
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """LayerNorm over x's last dimensions, as `torch.nn.functional.layer_norm`.
+
+    y = (x - mean) / sqrt(var + eps) * weight + bias, with the biased variance (Ba et al., 2016). Differentiable once.
+    For the backward pass x is kept, and a mean and rstd a row; nothing where no gradient is due.
+
+    Under torch.autocast y has the dtype that torch's has: fp32 on a GPU (that of rms_norm by the release of torch),
+    x's on a CPU. `backend` tells where kernels run and where torch's own operator does.
+
+    Args:
+        x: (..., *normalized_shape), fp16, bf16 or fp32; any strides. What kernels cannot walk (N not contiguous,
+            leading dimensions without one common stride) is copied once.
+        normalized_shape: the last dimensions of x, normalised together.
+        weight: normalized_shape, fp16, bf16 or fp32, or None for 1.
+        bias: likewise, or None for 0.
+        eps: added to the variance.
+
+    Returns:
+        y: x's shape and dtype.
+
+    Raises:
+        ShapeError: normalized_shape is not what x's shape ends in, or is not weight's or bias's shape.
+        DTypeError: x, weight or bias is of a type that cannot be normalised (an integer one, say).
+        DeviceError: x, weight and bias are on several devices.
+        LayoutError: a tensor is sparse or nested.
+        ConflictError: eps is no number of at least 0.
+        GradientError: the gradient is differentiated; raised by that backward pass.
+        NormforgeError: whatever else `layernorm2d_fwd` raises.
+    """
+    return normalise(Norm.LAYER, x, normalized_shape, weight, bias, eps=eps)[0]
+
+
+def rms_norm(
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """RMSNorm over x's last dimensions, as `torch.nn.functional.rms_norm`.
+
+    y = x / sqrt(mean(x**2) + eps) * weight (Zhang and Sennrich, 2019). Everything else is as in `layer_norm`.
+
+    Args:
+        x: see `layer_norm`, as for every argument not described here.
+        normalized_shape: see `layer_norm`.
+        weight: see `layer_norm`.
+        eps: added to the mean square; None is torch.finfo(torch.float32).eps, also for 16-bit x: torch takes that of
+            the type it computes in, as its documentation says since 2.13.
+
+    Returns:
+        y: x's shape and dtype.
+
+    Raises:
+        NormforgeError: one of those that `layer_norm` lists.
+    """
+    return normalise(Norm.RMS, x, normalized_shape, weight, eps=eps)[0]
+
+
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add a residual, and LayerNorm of the sum over its last dimension, in one kernel.
+
+    residual_out = x + residual, and y is its LayerNorm, computed from the sum in fp32, before it is rounded to be
+    stored. Differentiable once, through both outputs; residual_out is what is kept for the backward pass, with a mean
+    and rstd a row.
+
+    Args:
+        x: (..., N); see `layer_norm`.
+        residual: x's shape, fp16, bf16 or fp32, whatever x is.
+        weight: (N,); see `layer_norm`.
+        bias: (N,); see `layer_norm`.
+        eps: added to the variance.
+
+    Returns:
+        y: x's shape and dtype (under autocast as in `layer_norm`).
+        residual_out: x's shape, in residual's dtype; the residual of the next block.
+
+    Raises:
+        NormforgeError: one of those that `layer_norm` lists; also for a residual that is not of x's shape.
+    """
+    return add_normalise(Norm.LAYER, x, residual, None, weight, bias, eps=eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add a residual, and RMSNorm of the sum over its last dimension, in one kernel.
+
+    Args:
+        x: see `add_layer_norm`, as for every argument not described here.
+        residual: see `add_layer_norm`.
+        weight: see `add_layer_norm`.
+        eps: added to the mean square; None as in `rms_norm`.
+
+    Returns:
+        y and residual_out, as `add_layer_norm` does.
+
+    Raises:
+        NormforgeError: one of those that `add_layer_norm` lists.
+    """
+    return add_normalise(Norm.RMS, x, residual, None, weight, eps=eps)
+
+
+def backend(x: torch.Tensor) -> str:
+    """What the functional API and the modules run on x.
+
+    Returns:
+        "kernel" on a GPU, and on a CPU under TRITON_INTERPRET=1, when Triton's interpreter runs the kernels; "torch",
+        torch's own operator, anywhere else.
+    """
+    return "kernel" if x.is_cuda or (x.device.type == "cpu" and _interpreting()) else "torch"
+
+
+def _interpreting() -> bool:
+    # Without the variable there is nothing to ask Triton, which takes a while to import and need not be installed.
+    return "TRITON_INTERPRET" in os.environ and kernels.interpreting()
+
+
+def normalise(
+    norm: Norm,
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    eps: float | None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the functions above share: check the arguments, then run whichever serves x.
+
+    Returns:
+        y, in out_dtype if that is given, and residual_out where there is a residual.
+    """
+    kernel = isinstance(x, torch.Tensor) and backend(x) == "kernel"
+    shape = check(norm, x, normalized_shape, weight, bias, residual, eps, kernel=kernel)
+    run = autograd.normalise if kernel else fallback.normalise
+    return run(norm, x, shape, weight, bias, residual, eps, out_dtype)
+
+
+def add_normalise(
+    norm: Norm,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    normalized_shape: Sequence[int] | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`normalise` of the sum of x and residual; a normalized_shape of None is x's last dimension."""
+    for name, tensor in (("x", x), ("residual", residual)):
+        _tensor(name, tensor)
+    shape = x.shape[-1:] if normalized_shape is None else normalized_shape
+    y, residual_out = normalise(norm, x, shape, weight, bias, residual=residual, eps=eps)
+    assert residual_out is not None
+    return y, residual_out
+
+
+def rms_norm_cast_before_weight(
+    x: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor, eps: float | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """RMSNorm rounded to `dtype` before it is multiplied by the weight, as Hugging Face's models do.
+
+    The product is torch's: its dtype is the wider of dtype and weight's, and where dtype is a 16-bit one the rounded
+    factor is kept for the backward pass, one more tensor of x's size.
+    """
+    if dtype is torch.float32:
+        # Nothing is rounded, so the kernel may multiply.
+        return normalise(Norm.RMS, x, normalized_shape, weight, eps=eps, out_dtype=dtype)[0]
+    return weight * normalise(Norm.RMS, x, normalized_shape, eps=eps, out_dtype=dtype)[0]

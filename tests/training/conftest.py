@@ -1,0 +1,19 @@
+"""Makes each test of this folder draw its own numbers, on one core."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    # Tensors here are small: a second thread only waits, and takes a core from the other workers while it does.
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    for variable in ("NORMFORGE_INSTANCES", "NORMFORGE_ON_MISS"):
+        monkeypatch.delenv(variable, raising=False)

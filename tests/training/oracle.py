@@ -1,0 +1,154 @@
+"""Calls of the functional API, and their outputs and gradients held against fp64 autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.nn import functional
+
+import normforge
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+FUNCTIONS: dict[str, Callable[..., object]] = {
+    "layer": normforge.layer_norm,
+    "rms": normforge.rms_norm,
+    "add_layer": normforge.add_layer_norm,
+    "add_rms": normforge.add_rms_norm,
+}
+
+each_device = pytest.mark.parametrize("device", DEVICES)
+each_float = pytest.mark.parametrize("dtype", FLOATS, ids=str)
+each_norm = pytest.mark.parametrize("norm", ["layer", "rms"])
+each_add = pytest.mark.parametrize("norm", ["add_layer", "add_rms"])
+each_function = pytest.mark.parametrize("norm", FUNCTIONS)
+
+EPS = 1e-5
+
+# QuACK's tolerances of a backward pass; of the forward, one rounding.
+_FORWARD = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 2e-5}
+_BACKWARD = {torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float32: 1e-4}
+
+
+@dataclass
+class Operands:
+    """The tensors of one call; those that are there require a gradient unless a test says otherwise."""
+
+    x: torch.Tensor
+    residual: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    def present(self) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+
+
+def operands(
+    norm: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    device: str = "cpu",
+    normalized: int = 1,
+    weight: torch.dtype | None = torch.float32,
+    bias: torch.dtype | None = torch.float32,
+    residual: torch.dtype | None = None,
+) -> Operands:
+    """Random operands for a function of FUNCTIONS; a dtype of None leaves weight or bias out."""
+    tail = tuple(shape[len(shape) - normalized :])
+
+    def leaf(size: Sequence[int], of: torch.dtype, mean: float = 0.0) -> torch.Tensor:
+        return (torch.randn(*size, device=device) + mean).to(of).requires_grad_()
+
+    return Operands(
+        x=leaf(shape, dtype, 0.3),
+        residual=leaf(shape, residual or dtype) if norm.startswith("add") else None,
+        weight=None if weight is None else leaf(tail, weight, 1.0),
+        bias=None if bias is None or norm.endswith("rms") else leaf(tail, bias),
+    )
+
+
+def call(norm: str, given: Operands, normalized: int = 1, eps: float = EPS) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What normforge makes of operands: y and, of an adding function, residual_out."""
+    parameters = [given.weight] if norm.endswith("rms") else [given.weight, given.bias]
+    if given.residual is None:
+        y = FUNCTIONS[norm](given.x, given.x.shape[given.x.dim() - normalized :], *parameters, eps)
+        assert isinstance(y, torch.Tensor)
+        return y, None
+    result = FUNCTIONS[norm](given.x, given.residual, *parameters, eps)
+    assert isinstance(result, tuple)
+    return result
+
+
+def expected(
+    norm: str, given: Operands, normalized: int = 1, eps: float = EPS
+) -> tuple[Operands, torch.Tensor, torch.Tensor | None]:
+    """fp64 copies of operands, and what torch makes of them."""
+    exact = Operands(**{name: tensor.detach().double().requires_grad_() for name, tensor in given.present().items()})
+    total = exact.x if exact.residual is None else exact.x + exact.residual
+    shape = list(total.shape[total.dim() - normalized :])
+    if norm.endswith("rms"):
+        y = functional.rms_norm(total, shape, exact.weight, eps)
+    else:
+        y = functional.layer_norm(total, shape, exact.weight, exact.bias, eps)
+    return exact, y, None if exact.residual is None else total
+
+
+def check(
+    norm: str,
+    given: Operands,
+    *,
+    normalized: int = 1,
+    eps: float = EPS,
+    dy: torch.Tensor | None = None,
+    dresidual_out: torch.Tensor | None = None,
+) -> None:
+    """Fail unless outputs, and the gradients of dy and dresidual_out (those given), are fp64 autograd's.
+
+    Each gradient must have its tensor's shape and dtype, and what does not require one must not get one.
+    """
+    outputs = call(norm, given, normalized, eps)
+    exact, *exact_outputs = expected(norm, given, normalized, eps)
+    rounding = given.x.dtype if given.residual is None else coarser(given.x.dtype, given.residual.dtype)
+    roots, gradients, exact_roots = [], [], []
+    for output, exact_output, gradient in zip(outputs, exact_outputs, (dy, dresidual_out), strict=True):
+        if output is None or exact_output is None:
+            assert output is exact_output
+            continue
+        close("output", output, exact_output, _FORWARD[rounding])
+        if gradient is not None:
+            roots.append(output)
+            gradients.append(gradient)
+            exact_roots.append(exact_output)
+    torch.autograd.backward(roots, gradients)
+    torch.autograd.backward(exact_roots, [gradient.double() for gradient in gradients])
+    for name, tensor in given.present().items():
+        wanted = vars(exact)[name].grad
+        if not tensor.requires_grad or wanted is None:
+            assert tensor.grad is None, f"a gradient of {name} that nothing asked for"
+            continue
+        assert tensor.grad is not None, f"no gradient of {name}"
+        assert (tensor.grad.shape, tensor.grad.dtype) == (tensor.shape, tensor.dtype)
+        close(f"gradient of {name}", tensor.grad, wanted, _BACKWARD[coarser(rounding, tensor.dtype)])
+
+
+def backward(root: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+    """`root.backward(gradient)`, which has no types."""
+    torch.autograd.backward([root], None if gradient is None else [gradient])
+
+
+def close(name: str, actual: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
+    """Fail unless every element is within a tolerance of the oracle's, beside it and beside the tensor's own size."""
+    size = wanted.abs().max().item() if wanted.numel() else 0.0
+    torch.testing.assert_close(
+        actual.double(), wanted, rtol=tolerance, atol=tolerance * max(size, 1.0), msg=lambda text: f"{name}: {text}"
+    )
+
+
+def coarser(a: torch.dtype, b: torch.dtype) -> torch.dtype:
+    """The one of two types whose rounding is the larger."""
+    return max(a, b, key=lambda dtype: torch.finfo(dtype).eps)
