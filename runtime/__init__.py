@@ -8,8 +8,9 @@
 from . import errors, reference
 from ._version import __version__
 from .api import layernorm2d_fwd, rmsnorm2d_fwd, which
+from .backends import backend
 from .dispatch import instances, load_instances
-from .functional import add_layer_norm, add_rms_norm, backend, layer_norm, rms_norm
+from .functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from .output import LayerNormOutput
 from .patching import Patch, patch, unpatch

@@ -10,6 +10,7 @@ import torch
 
 from . import dispatch
 from .arguments import prepare
+from .backends import backend
 from .codegen.model import FusedAdd, FusedQuant, Norm, Rounding
 from .launch import run
 from .output import LayerNormOutput
@@ -72,6 +73,7 @@ def layernorm2d_fwd(
         DeviceError: tensors are on several devices, or on one where no kernel runs.
         LayoutError: strides that the kernels cannot walk, or an output that overlaps another tensor.
         ConflictError: an argument that the modes asked for would leave unused, or one that they lack.
+        GradientError: the output is quantised and a tensor requires a gradient, with gradients enabled.
         IllegalCombinationError: no kernel can exist for the combination asked.
         MissingInstanceError: the table lacks the instance, under NORMFORGE_ON_MISS=error.
     """
@@ -168,12 +170,14 @@ def rmsnorm2d_fwd(
 _FORWARD: dict[Norm, Callable[..., LayerNormOutput]] = {Norm.LAYER: layernorm2d_fwd, Norm.RMS: rmsnorm2d_fwd}
 
 
-def which(*arguments: Any, norm: str | Norm = "layer", **keywords: Any) -> str:
+def which(*arguments: Any, norm: str | Norm = "layer", functional: bool = False, **keywords: Any) -> str:
     """Name the instance that a forward call would take, without generating or launching anything.
 
     Args:
         *arguments: what `layernorm2d_fwd` or `rmsnorm2d_fwd` would be given.
         norm: "layer" or "rms": which of the two.
+        functional: whether the question is about `layer_norm`, `rms_norm` or a module rather than the forward
+            function. Those run torch's own operator where no kernel can run, and then the answer is "torch".
         **keywords: likewise.
 
     Returns:
@@ -186,4 +190,6 @@ def which(*arguments: Any, norm: str | Norm = "layer", **keywords: Any) -> str:
     bound = inspect.signature(_FORWARD[kind]).bind(*arguments, **keywords)
     bound.apply_defaults()
     call = prepare(kind, **bound.arguments)
+    if functional and backend(call.x) == "torch":
+        return "torch"
     return dispatch.name_of(call.mode, call.n)

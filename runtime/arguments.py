@@ -11,7 +11,15 @@ import torch
 
 from .codegen.model import DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
 from .dtypes import DTYPES, FLOATS, TORCH_DTYPES
-from .errors import ConflictError, DeviceError, DTypeError, IllegalCombinationError, LayoutError, ShapeError
+from .errors import (
+    ConflictError,
+    DeviceError,
+    DTypeError,
+    GradientError,
+    IllegalCombinationError,
+    LayoutError,
+    ShapeError,
+)
 from .overlap import may_overlap
 from .words import word
 
@@ -63,8 +71,8 @@ def prepare(
     """Check everything a forward call was given; see `layernorm2d_fwd` for the arguments and errors."""
     add = word(FusedAdd, "fadd", fadd)
     quant = word(FusedQuant, "fquant", fquant)
-    epsilon = _number("eps", eps, least=0.0)
-    offset = _number("weight_offset", weight_offset, least=-math.inf)
+    epsilon = check_number("eps", eps, least=0.0)
+    offset = check_number("weight_offset", weight_offset, least=-math.inf)
     _check_presence(add, quant, residual, residual_out, smooth_scale, weight, offset)
     n = check_x(x)
     mode = _mode(
@@ -81,6 +89,8 @@ def prepare(
     for name, vector in (("weight", weight), ("bias", bias), ("x_bias", x_bias), ("smooth_scale", smooth_scale)):
         if vector is not None:
             check_vector(name, vector, x)
+    if quant.quantises:
+        _check_no_gradient(x=x, weight=weight, bias=bias, residual=residual, x_bias=x_bias, smooth_scale=smooth_scale)
     call = Call(
         mode=mode,
         m=x.numel() // n,
@@ -168,10 +178,10 @@ def _check_presence(
 
 def check_x(x: torch.Tensor) -> int:
     """Check what is normalised, and return N."""
-    _tensor("x", x)
+    check_tensor("x", x)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ShapeError(f"x has shape {tuple(x.shape)}; it takes (..., N) with N >= 1")
-    _check_dtype("x", x, FLOATS)
+    check_dtype("x", x, FLOATS)
     if x.is_meta:
         raise DeviceError("x is on meta, where tensors hold no data; it takes a tensor on a GPU")
     return x.shape[-1]
@@ -179,11 +189,11 @@ def check_x(x: torch.Tensor) -> int:
 
 def check_vector(name: str, vector: torch.Tensor, x: torch.Tensor) -> None:
     """Check an (N,) operand of x."""
-    _tensor(name, vector)
+    check_tensor(name, vector)
     n = x.shape[-1]
     if tuple(vector.shape) != (n,):
         raise ShapeError(f"{name} has shape {tuple(vector.shape)}; it takes ({n},), the last dimension of x")
-    _check_dtype(name, vector, FLOATS)
+    check_dtype(name, vector, FLOATS)
     check_device(name, vector, x)
     if n > 1 and vector.stride(0) != 1:
         raise LayoutError(f"{name} has stride {vector.stride(0)} and kernels need 1; pass {name}.contiguous()")
@@ -191,12 +201,23 @@ def check_vector(name: str, vector: torch.Tensor, x: torch.Tensor) -> None:
 
 def check_rows(name: str, tensor: torch.Tensor, x: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> int:
     """Check an operand or output of x's shape, and return its row stride."""
-    _tensor(name, tensor)
+    check_tensor(name, tensor)
     if tensor.shape != x.shape:
         raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; it takes x's, {tuple(x.shape)}")
-    _check_dtype(name, tensor, dtypes)
+    check_dtype(name, tensor, dtypes)
     check_device(name, tensor, x)
     return row_stride(name, tensor)
+
+
+def _check_no_gradient(**tensors: torch.Tensor | None) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise GradientError(
+                f"{name} requires a gradient and a quantised output has none; "
+                f"call under torch.no_grad(), or pass {name}.detach()"
+            )
 
 
 def _check_outputs(call: Call) -> None:
@@ -233,7 +254,8 @@ def _same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and row_stride("", a) == row_stride("", b)
 
 
-def _tensor(name: str, value: object) -> torch.Tensor:
+def check_tensor(name: str, value: object) -> torch.Tensor:
+    """Check that an argument is a tensor, and return it."""
     if not isinstance(value, torch.Tensor):
         raise DTypeError(f"{name} is a {type(value).__name__}; it takes a torch.Tensor")
     if value.layout is not torch.strided or value.is_nested:
@@ -242,7 +264,8 @@ def _tensor(name: str, value: object) -> torch.Tensor:
     return value
 
 
-def _check_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+def check_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Check that a tensor is of one of some types."""
     if tensor.dtype not in dtypes:
         raise DTypeError(f"{name} has dtype {tensor.dtype}; it takes {' or '.join(map(str, dtypes))}")
 
@@ -265,7 +288,7 @@ def _output_dtype(
     if out_dtype is not None:
         return _dtype("out_dtype", out_dtype)
     if out is not None:
-        _check_dtype("out", _tensor("out", out), tuple(DTYPES))
+        check_dtype("out", check_tensor("out", out), tuple(DTYPES))
         return DTYPES[out.dtype]
     return DType.INT8 if fquant.quantises else DTYPES[x.dtype]
 
@@ -276,7 +299,8 @@ def _flag(name: str, value: object) -> bool:
     return bool(value)
 
 
-def _number(name: str, value: object, *, least: float) -> float:
+def check_number(name: str, value: object, *, least: float) -> float:
+    """Check that an argument is a number of at least `least` that fp32 can hold, and return it."""
     smallest = max(least, -_LARGEST_FP32)
     # The comparison also fails for NaN.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not smallest <= value <= _LARGEST_FP32:

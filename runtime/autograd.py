@@ -11,17 +11,13 @@ import torch
 from .arguments import prepare
 from .backward import layernorm2d_bwd, rmsnorm2d_bwd
 from .codegen.model import Norm
-from .errors import NormforgeError
+from .errors import GradientError
 from .launch import run
 from .output import LayerNormOutput
 from .rows import as_rows, walkable
 
 # What torch.nn.functional.rms_norm adds where eps is None: it computes 16-bit inputs in fp32, as the kernels do.
 DEFAULT_EPS = torch.finfo(torch.float32).eps
-
-
-class GradientError(NormforgeError, RuntimeError):
-    """A gradient that normforge does not compute: one of a gradient, or one through a quantised output."""
 
 
 @dataclass(frozen=True)

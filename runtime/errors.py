@@ -10,6 +10,7 @@ __all__ = [
     "ConflictError",
     "DTypeError",
     "DeviceError",
+    "GradientError",
     "IllegalCombinationError",
     "LayoutError",
     "MissingInstanceError",
@@ -42,6 +43,10 @@ class LayoutError(ArgumentError, ValueError):
 
 class ConflictError(ArgumentError, ValueError):
     """An argument that the modes asked for would leave unused, one that they lack, or a word that is none."""
+
+
+class GradientError(NormforgeError, RuntimeError):
+    """A gradient that normforge does not compute: one of a gradient, or one through a quantised output."""
 
 
 class MissingInstanceError(NormforgeError, LookupError):

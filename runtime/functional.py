@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
 
-from . import autograd, fallback, kernels
-from .arguments import _tensor
+from . import autograd, fallback
+from .arguments import check_tensor
+from .backends import backend
 from .codegen.model import Norm
 from .rows import check
 
@@ -130,21 +130,6 @@ def add_rms_norm(
     return add_normalise(Norm.RMS, x, residual, None, weight, eps=eps)
 
 
-def backend(x: torch.Tensor) -> str:
-    """What the functional API and the modules run on x.
-
-    Returns:
-        "kernel" on a GPU, and on a CPU under TRITON_INTERPRET=1, when Triton's interpreter runs the kernels; "torch",
-        torch's own operator, anywhere else.
-    """
-    return "kernel" if x.is_cuda or (x.device.type == "cpu" and _interpreting()) else "torch"
-
-
-def _interpreting() -> bool:
-    # Without the variable there is nothing to ask Triton, which takes a while to import and need not be installed.
-    return "TRITON_INTERPRET" in os.environ and kernels.interpreting()
-
-
 def normalise(
     norm: Norm,
     x: torch.Tensor,
@@ -179,7 +164,7 @@ def add_normalise(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`normalise` of the sum of x and residual; a normalized_shape of None is x's last dimension."""
     for name, tensor in (("x", x), ("residual", residual)):
-        _tensor(name, tensor)
+        check_tensor(name, tensor)
     shape = x.shape[-1:] if normalized_shape is None else normalized_shape
     y, residual_out = normalise(norm, x, shape, weight, bias, residual=residual, eps=eps)
     assert residual_out is not None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .arguments import _check_dtype, _number, _tensor, check_device, row_stride
+from .arguments import check_device, check_dtype, check_number, check_tensor, row_stride
 from .codegen.model import Norm
 from .dtypes import FLOATS
 from .errors import DTypeError, LayoutError, ShapeError
@@ -47,7 +47,7 @@ def check(
         ConflictError: eps is no number of at least 0.
     """
     dtypes = FLOATS if kernel else _DOUBLE
-    _check_dtype("x", _tensor("x", x), dtypes)
+    check_dtype("x", check_tensor("x", x), dtypes)
     shape = _dimensions(normalized_shape)
     if not shape or math.prod(shape) == 0 or tuple(x.shape[-len(shape) :]) != shape:
         raise ShapeError(
@@ -60,7 +60,7 @@ def check(
     if residual is not None:
         _check_operand("residual", residual, tuple(x.shape), "x's shape", x, dtypes)
     if eps is not None or norm.centres:
-        _number("eps", eps, least=0.0)
+        check_number("eps", eps, least=0.0)
     return shape
 
 
@@ -78,10 +78,10 @@ def _check_operand(
     x: torch.Tensor,
     dtypes: tuple[torch.dtype, ...],
 ) -> None:
-    _tensor(name, operand)
+    check_tensor(name, operand)
     if tuple(operand.shape) != shape:
         raise ShapeError(f"{name} has shape {tuple(operand.shape)}; it takes {shape}, {shape_name}")
-    _check_dtype(name, operand, dtypes)
+    check_dtype(name, operand, dtypes)
     check_device(name, operand, x)
 
 

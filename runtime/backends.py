@@ -1,0 +1,24 @@
+"""Where the functional API runs kernels, and where torch's own operators."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from . import kernels
+
+
+def backend(x: torch.Tensor) -> str:
+    """What the functional API and the modules run on x.
+
+    Returns:
+        "kernel" on a GPU, and on a CPU under TRITON_INTERPRET=1, when Triton's interpreter runs the kernels; "torch",
+        torch's own operator, anywhere else.
+    """
+    return "kernel" if x.is_cuda or (x.device.type == "cpu" and _interpreting()) else "torch"
+
+
+def _interpreting() -> bool:
+    # Without the variable there is nothing to ask Triton, which takes a while to import and need not be installed.
+    return "TRITON_INTERPRET" in os.environ and kernels.interpreting()
