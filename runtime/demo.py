@@ -11,7 +11,8 @@ from tabulate import tabulate
 from .codegen.model import DType, FusedAdd, FusedQuant, Norm
 from .machine import find_machine
 from .problem import Problem, Strides
-from .solve import Result, solve
+from .result import Result
+from .solve import solve
 
 INTERPRETED_ROWS = 3
 WARMUP = 5

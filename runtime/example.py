@@ -16,7 +16,8 @@ from ._version import __version__
 from .machine import Machine, find_machine
 from .options import Request, parse
 from .problem import Problem
-from .solve import Result, solve
+from .result import Result
+from .solve import solve
 
 
 def main(argv: Sequence[str], prog: str) -> int:

@@ -11,6 +11,7 @@ from . import api, backward, dispatch, reference
 from .codegen.model import Norm
 from .compare import compare_gradients
 from .machine import Machine
+from .output import NormGradients
 from .problem import Problem, gradients_in, inputs
 from .result import Result
 from .timing import median_ms
@@ -38,7 +39,7 @@ def solve_backward(problem: Problem, machine: Machine, *, validate: bool, warmup
     wants = ["dx", "dweight", *(["dbias"] if is_layer else []), *(["dx_bias"] if "x_bias" in operands else [])]
     run = backward.layernorm2d_bwd if is_layer else backward.rmsnorm2d_bwd
 
-    def call() -> backward.NormGradients:
+    def call() -> NormGradients:
         return run(**operands, wants=wants)
 
     begin = time.perf_counter()

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from normforge.codegen.model import INPUT_DTYPES, DType, FusedAdd, FusedQuant, Mode, Norm
+from normforge.codegen.model import INPUT_DTYPES, Direction, DType, FusedAdd, FusedQuant, Mode, Norm
 
+from .gradients import GradientProblem
 from .problems import Problem, mixed_dtypes
 
 FP16, BF16, FP32 = INPUT_DTYPES
@@ -140,3 +141,31 @@ def _flashinfer() -> Iterator[tuple[str, Problem]]:
         yield "flashinfer", Problem(Mode(Norm.RMS, dtype, dtype, fadd), (m, n))
     for m, n in FLASHINFER_LAYER:
         yield "flashinfer", Problem(Mode(Norm.LAYER, BF16, BF16), (m, n), dtypes={"weight": FP32, "bias": FP32})
+
+
+# The fp64 oracle of a gradient holds some ten copies of x: beyond these lengths, QuACK's 4096 rows are left to 199.
+_ORACLE_LENGTH = 16384
+
+LIGER_BACKWARD = (*LIGER_SHAPES, (2, 1024, 256))
+
+
+def gradient_cases() -> Iterator[tuple[str, GradientProblem]]:
+    """Every backward problem of the suites that have one, for both norms."""
+    for norm in Norm:
+        for m, n, dtype in product(QUACK_M, QUACK_N, INPUT_DTYPES):
+            if m * n <= QUACK_M[-1] * _ORACLE_LENGTH:
+                dtypes = {"weight": FP32, "bias": FP32}
+                yield "quack", GradientProblem(_gradient_mode(norm, dtype), (m, n), dtypes=dtypes)
+        yield "quack", GradientProblem(_gradient_mode(norm, FP32), (37, 1024), dtypes={"dy": BF16})
+        yield "quack", GradientProblem(_gradient_mode(norm, BF16), (8, 4096, 512), 576)
+        for n, (_, residual), weight in product(FLASH_N, FLASH_DTYPES, INPUT_DTYPES):
+            mode = _gradient_mode(norm, residual, FusedAdd.PRE_ADD_STORE)
+            yield "flash_attention", GradientProblem(mode, (8, 512, n), dtypes={"weight": weight, "dy": BF16})
+        for shape, dtype in product(LIGER_BACKWARD, INPUT_DTYPES):
+            yield "liger", GradientProblem(_gradient_mode(norm, dtype), shape)
+    yield "quack", GradientProblem(_gradient_mode(Norm.RMS, BF16), (199, 1024), weight_offset=1.0)
+    yield "triton", GradientProblem(_gradient_mode(Norm.LAYER, FP16), TUTORIAL_SHAPE)
+
+
+def _gradient_mode(norm: Norm, dtype: DType, fadd: FusedAdd = FusedAdd.NONE) -> Mode:
+    return Mode(norm, dtype, dtype, fadd, direction=Direction.BACKWARD)

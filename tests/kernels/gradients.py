@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from normforge import reference
-from normforge.backward import NormGradients, layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.backward import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.model import DType, Mode
 from normforge.compare import TOLERANCES
 from normforge.dtypes import TORCH_DTYPES
+from normforge.output import NormGradients
 
 EPS = 1e-5
 
@@ -84,9 +86,10 @@ class GradientProblem:
         return tensors
 
     def _run(self, tensors: dict[str, torch.Tensor], mean: torch.Tensor, rstd: torch.Tensor) -> NormGradients:
+        operands: dict[str, Any] = dict(tensors)
         if self.mode.norm.centres:
-            return layernorm2d_bwd(**tensors, mean=mean, rstd=rstd, wants=self.wants())
-        return rmsnorm2d_bwd(**tensors, rstd=rstd, weight_offset=self.weight_offset, wants=self.wants())
+            return layernorm2d_bwd(**operands, mean=mean, rstd=rstd, wants=self.wants())
+        return rmsnorm2d_bwd(**operands, rstd=rstd, weight_offset=self.weight_offset, wants=self.wants())
 
     def _oracle(
         self, tensors: dict[str, torch.Tensor]

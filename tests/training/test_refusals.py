@@ -17,7 +17,7 @@ N = 64
 
 @pytest.mark.parametrize("name", ["x", "weight", "bias", "residual", "x_bias", "smooth_scale"])
 def test_a_quantised_output_has_no_gradient(name: str) -> None:
-    tensors = {"x": torch.randn(3, N), "residual": torch.randn(3, N)}
+    tensors: dict[str, Any] = {"x": torch.randn(3, N), "residual": torch.randn(3, N)}
     tensors |= {vector: torch.randn(N) for vector in ("weight", "bias", "x_bias", "smooth_scale")}
     tensors[name].requires_grad_()
     modes: dict[str, Any] = {"fadd": "pre_add_store", "fquant": "smooth_dynamic"}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from normforge import cli, solve_backward
+from normforge import cli, reference
 from normforge.reference import ReferenceGradients
 
 SMALL = ["run", "-m=5", "-n=130", "-bwd=1"]
@@ -34,13 +34,13 @@ def test_every_gradient_is_checked(
 
 
 def test_a_wrong_gradient_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    honest = solve_backward.reference.layernorm2d_bwd
+    honest = reference.layernorm2d_bwd
 
     def spoilt(**operands: Any) -> ReferenceGradients:
         expected = honest(**operands)
         return expected._replace(dweight=expected.dweight * 1.01)
 
-    monkeypatch.setattr(solve_backward.reference, "layernorm2d_bwd", spoilt)
+    monkeypatch.setattr(reference, "layernorm2d_bwd", spoilt)
     assert cli.main(SMALL) == 1
     assert "no: dweight differ from the reference" in capsys.readouterr().out
 
