@@ -79,7 +79,7 @@ def test_a_wrong_norm_is_found_out(
                 module.eps = 1e-2
 
     monkeypatch.setattr(example.normforge, "patch", spoil)
-    assert example.main([*TINY, "--steps", "10"]) == 1
+    assert example.main([*TINY, "--steps", "10", "--tolerance", "1e-3"]) == 1
     assert "the curves DO NOT AGREE" in capsys.readouterr().out
 
 
@@ -90,9 +90,7 @@ def test_a_wrong_norm_is_found_out(
         (["--heads", "3"], "--heads must divide --width, and 3 does not divide 32"),
         (["--norm", "batch"], "invalid choice: 'batch'"),
         (["--plot", "no/such/folder.png"], "--plot: there is no folder no/such"),
-        (["--plot", "curves.xyz"], "--plot: a name ending in .png, .svg or .pdf is needed, not curves.xyz"),
-        (["--tolerance", "nan"], "--tolerance"),
-        (["--context", "999999"], "--context 999999 is too long"),
+        (["--context", "999999"], "--context is at most 8192, not 999999"),
     ],
     ids=lambda value: "" if isinstance(value, str) else value[0][2:] + value[1][-3:],
 )
