@@ -18,6 +18,8 @@ SHAPES = ((32768, 1024), (32768, 4096), (16384, 5120), (16384, 8192), (8192, 163
 MODES = {
     "layer": ("-norm=layer",),
     "rms": ("-norm=rms",),
+    "layer backward": ("-norm=layer", "-bwd=1"),
+    "rms backward": ("-norm=rms", "-bwd=1"),
     "layer, add + smooth fp8": ("-norm=layer", "-fadd=1", "-fquant=1", "-prec_o=fp8"),
 }
 COLUMNS = ("mode", "m", "n", "instance", "valid", "ms", "gb_per_s")
