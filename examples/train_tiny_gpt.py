@@ -41,8 +41,9 @@ LEARNING_RATE = 1e-3
 WARMUP = 5
 # Losses are compared as means over this many steps.
 WINDOW = 20
-# Nats that curves may differ by whatever the third run says: a few steps leave roundings no time to grow.
-LEAST_TOLERANCE = 0.002
+# Nats that curves may differ by even if the third run differs by less. A few steps leave roundings no time to grow, and
+# one run is one sample: in bf16 the same run with torch's norms, done twice on an H200, came 0.014 apart.
+LEAST_TOLERANCE = {"fp32": 0.002, "bf16": 0.02}
 TABLE_ROWS = 12
 MAX_CONTEXT = 8192
 
@@ -329,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         nudged = build(args, ours=False)
         nudge(nudged, args)
         noise = distance(train(nudged, text, held_out, args), torchs)
-        args.tolerance = max(LEAST_TOLERANCE, 2 * noise)
+        args.tolerance = max(LEAST_TOLERANCE[args.dtype], 2 * noise)
     ours = train(build(args, ours=True), text, held_out, args)
     status = report(torchs, ours, args)
     if args.plot:
