@@ -185,7 +185,7 @@ def train(model: GPT, text: torch.Tensor, held_out: torch.Tensor, args: argparse
         start = time.perf_counter()
         loss = loss_of(text[window])
         optimiser.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]  # torch declares no types for it
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         schedule.step()

@@ -62,6 +62,7 @@ def normalise(
     )
     call = _Call(norm, DEFAULT_EPS if eps is None else eps, out_dtype or _result_dtype(norm, x))
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
+        # torch declares no types for Function.apply.
         y, residual_out = _Normalise.apply(call, *inputs)  # type: ignore[no-untyped-call]
     else:
         y, residual_out, *_ = _launch(call, *inputs, save_mv=False)

@@ -80,6 +80,7 @@ class AddLayerNorm(torch.nn.LayerNorm):
 class AddRMSNorm(torch.nn.RMSNorm):
     """A residual add and RMSNorm in one kernel: `add_rms_norm` with `torch.nn.RMSNorm`'s parameters."""
 
+    # It is a torch.nn.RMSNorm for the same reason, though its forward takes and returns one tensor more.
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
