@@ -3,10 +3,13 @@
 #   make test TRITON=3.6.0         the suite on another Triton
 #   make test PYTHON=python3.12    the suite on another Python
 #
+#   make bench BENCH='--suite forward --jobs 16'    a part of the benchmark, compiled in parallel first
+#
 # Each such choice gets a virtual environment of its own, so none is silently reused for another.
 
 PYTHON ?= python3
 TRITON ?=
+BENCH ?=
 
 VENV := .venv$(if $(filter file,$(origin PYTHON)),,-$(subst /,_,$(PYTHON)))$(if $(TRITON),-$(TRITON))
 BIN := $(VENV)/bin
@@ -14,12 +17,13 @@ READY := $(VENV)/.ready
 LINKS := $(VENV)/links
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint format generate check clean
+.PHONY: help demo test test-gpu bench lint format generate check clean
 
 help:
 	@echo "make demo      run a handful of modes and compare them with PyTorch"
 	@echo "make test      run the test suite (no GPU needed)"
 	@echo "make test-gpu  run the tests that need a GPU"
+	@echo "make bench     time normforge and its peers on this machine's GPU"
 	@echo "make lint      formatting, lint and types"
 	@echo "make format    format the sources"
 	@echo "make generate  regenerate generated/ from instances.yaml"
@@ -37,13 +41,16 @@ test: $(READY)
 test-gpu: $(READY)
 	env -u TRITON_INTERPRET $(BIN)/pytest -q -m gpu
 
+bench: $(READY)
+	env -u TRITON_INTERPRET $(BIN)/python -m benchmarks run $(BENCH)
+
 # mypy reads folders, not setuptools' package-dir; the links lay them out as they are installed.
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	@rm -rf $(LINKS) && mkdir -p $(LINKS)/normforge
 	@ln -s $(CURDIR)/runtime/* $(CURDIR)/codegen $(LINKS)/normforge/
-	MYPYPATH=$(LINKS) $(BIN)/mypy generate.py examples tests $(LINKS)/normforge
+	MYPYPATH=$(LINKS) $(BIN)/mypy generate.py benchmarks examples tests $(LINKS)/normforge
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -1,0 +1,1 @@
+"""Times normforge and its peers on the machine that is there: `python -m benchmarks --help`."""

@@ -1,0 +1,151 @@
+"""What is timed: a cell is one problem, a suite a table of cells and how they are timed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Literal
+
+import torch
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
+
+
+class Norm(Enum):
+    """Which norm."""
+
+    LAYER = "ln"
+    RMS = "rms"
+
+
+class Task(Enum):
+    """What one timed call does."""
+
+    FORWARD = "forward"  # y
+    ADD = "add"  # residual_out = x + residual, and y of the sum
+    QUANT = "quant"  # y quantised, with a scale a row
+    ADD_QUANT = "add_quant"  # both
+    BACKWARD = "backward"  # dx, dweight and, for LayerNorm, dbias; nothing of the forward pass
+    GRAD_FORWARD = "grad_forward"  # y, recorded for a backward pass
+    GRAD_BOTH = "grad_both"  # that, and the backward pass
+
+    @property
+    def adds(self) -> bool:
+        """Whether a residual is added and the sum stored."""
+        return self in (Task.ADD, Task.ADD_QUANT)
+
+    @property
+    def quantises(self) -> bool:
+        """Whether y is quantised."""
+        return self in (Task.QUANT, Task.ADD_QUANT)
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether gradients come out."""
+        return self in (Task.BACKWARD, Task.GRAD_BOTH)
+
+
+class Method(Enum):
+    """How a call is timed; `timing` says what each does."""
+
+    COLD = "cold"
+    GRAPH = "graph"
+    HOST = "host"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One problem: a task on x of m rows and n columns.
+
+    Attributes:
+        task: what is computed.
+        norm: by which norm.
+        m: rows.
+        n: columns.
+        dtype: of x, weight, bias, residual and the gradients; a word of `DTYPES`.
+        out_dtype: of y where the task quantises; empty elsewhere.
+        smooth: whether y is multiplied by a scale a column before it is quantised.
+        group: which part of its suite the cell belongs to, for tables and pictures.
+    """
+
+    task: Task
+    norm: Norm
+    m: int
+    n: int
+    dtype: str = "bf16"
+    out_dtype: str = ""
+    smooth: bool = False
+    group: str = ""
+
+    @property
+    def kind(self) -> str:
+        """Everything but the shape, as in `ln_bf16_int8_sdq`."""
+        quant = ("sdq" if self.smooth else "dq") if self.task.quantises else ""
+        return "_".join(filter(None, (self.norm.value, self.dtype, self.out_dtype, quant)))
+
+    @property
+    def id(self) -> str:
+        """The cell's name, unique within its suite: `add_quant/ln_bf16_int8_sdq/16384x8192`."""
+        return f"{self.task.value}/{self.kind}/{self.m}x{self.n}"
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that have to be read and written: whole (m, n) tensors only, each once."""
+        whole = {Task.BACKWARD: 3, Task.GRAD_BOTH: 5}.get(self.task, 2) + (2 if self.task.adds else 0)
+        size = DTYPES[self.dtype].itemsize
+        out = DTYPES[self.out_dtype].itemsize if self.task.quantises else size
+        return self.m * self.n * (size * (whole - 1) + out)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes that a copy of x reads and writes."""
+        return 2 * self.m * self.n * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A table of cells that are timed alike.
+
+    Attributes:
+        name: what `--suite` takes.
+        title: for tables and pictures.
+        method: how a call is timed.
+        cells: in the order they are run.
+        along: which of m and n its pictures have on the horizontal axis.
+        unit: what its pictures have on the vertical one.
+    """
+
+    name: str
+    title: str
+    method: Method
+    cells: tuple[Cell, ...]
+    along: Literal["m", "n"] = "n"
+    unit: Literal["GB/s", "µs"] = "GB/s"
+
+    @property
+    def has_ceiling(self) -> bool:
+        """Whether a copy of x bounds the cells' throughput."""
+        return self.method is Method.COLD
+
+
+def rows_of(mebibytes: int, n: int, dtype: str = "bf16") -> int:
+    """How many rows of n make x that large, rounded down to a multiple of 8, so that a copy of x stays vectorised."""
+    return max(8, mebibytes * 2**20 // (n * DTYPES[dtype].itemsize) // 8 * 8)
+
+
+def at_most(cells: Iterable[Cell], rows: int | None) -> tuple[Cell, ...]:
+    """The cells with no more than so many rows each, of those that became equal the first; None leaves them alone."""
+    if rows is None:
+        return tuple(cells)
+    first: dict[str, Cell] = {}
+    for cell in cells:
+        capped = replace(cell, m=min(cell.m, rows))
+        first.setdefault(capped.id, capped)
+    return tuple(first.values())

@@ -1,0 +1,145 @@
+"""The command line: run suites, list them, make tables of the results, and hold those against the goals."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+from .errors import UsageError
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+# Exit statuses besides 0: something to mend in the command, or goals that are not reached.
+USAGE, SHORT = 2, 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; the result is the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    _choose_caches()
+    try:
+        options = _parser().parse_args(given)
+        return int(options.verb(options, given))
+    except ModuleNotFoundError as error:
+        print(f"error: {error}; the benchmark needs `pip install -e '.[bench]'`", file=sys.stderr)
+        return USAGE
+    except (UsageError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE
+
+
+def _choose_caches() -> None:
+    """Say where compilers keep what they compiled, before torch and Triton are imported and read it."""
+    # Of our own, so that nothing that another program found on a busy GPU is taken over.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "normforge-benchmarks-inductor"))
+    # Triton's own default: unless it is spelled out, Inductor moves it, but only once it has compiled something.
+    home = Path(os.environ.get("TRITON_HOME", Path.home()))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(home / ".triton" / "cache"))
+
+
+def _run(options: argparse.Namespace, given: list[str]) -> int:
+    from .run import run
+
+    return run(options, given)
+
+
+def _list(options: argparse.Namespace, _: list[str]) -> int:
+    from .providers import find_providers
+    from .suites import SUITES
+
+    for name in options.suite or SUITES:
+        cells = matching([cell.id for cell in SUITES[name].cells], options.only)
+        print(f"{name}: {SUITES[name].title}, {len(cells)} of {len(SUITES[name].cells)} cells")
+        print("".join(f"  {cell}\n" for cell in cells), end="")
+    present, absent = find_providers([])
+    print(f"providers: {', '.join(present)}")
+    for name, reason in absent.items():
+        print(f"  not here: {name} ({reason})")
+    return 0
+
+
+def _report(options: argparse.Namespace, _: list[str]) -> int:
+    from .pictures import draw_all
+    from .report import picture_for, put_into, render
+    from .results import load
+    from .suites import SUITES
+
+    found = [results for name in SUITES if (results := load(options.results, name)) is not None]
+    if not found:
+        raise UsageError(f"no results are in {options.results}; make some with `python -m benchmarks run`")
+    if options.pictures:
+        for path in draw_all(found, options.results):
+            print(f"drawn: {path}", file=sys.stderr)
+    if options.readme is None:
+        print(render(found))
+        return 0
+    put_into(options.readme, render(found, picture_for(options.readme, options.results)))
+    print(f"the tables in {options.readme} are those of {options.results}")
+    return 0
+
+
+def _reach(options: argparse.Namespace, _: list[str]) -> int:
+    from .reach import RULES, check, describe
+    from .results import load
+
+    suites = dict.fromkeys(rule.suite for rule in RULES)
+    results = {name: found for name in suites if (found := load(options.results, name)) is not None}
+    checked = [check(rule, results.get(rule.suite)) for rule in RULES]
+    print(describe(checked, every=options.all))
+    return 0 if all(one.met for one in checked) else SHORT
+
+
+def matching(ids: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """The ids that one of the patterns matches as a whole or is a part of; no patterns match all."""
+    if not patterns:
+        return list(ids)
+    return [one for one in ids if any(pattern in one or fnmatch(one, pattern) for pattern in patterns)]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+
+    run = verbs.add_parser("run", help="measure; what a results file holds already is not measured again")
+    _choose(run)
+    run.add_argument("--providers", nargs="+", default=[], metavar="NAME", help="names or shell patterns; default: all")
+    run.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>")
+    run.add_argument("--jobs", type=int, default=0, metavar="J", help="first compile everything in J processes")
+    run.add_argument("--minutes", type=float, help="begin no cell after so long, and say what is left")
+    run.add_argument("--budget-ms", type=float, default=50.0, help="device time of a provider on a cell (%(default)s)")
+    run.add_argument("--rounds", type=int, default=2, help="turns that providers take within that (%(default)s)")
+    run.add_argument("--rows", type=int, help="no more rows than this, to try the benchmark out")
+    run.add_argument("--fresh", action="store_true", help="begin the results anew instead of going on with them")
+    run.add_argument("--retry", action="store_true", help="measure recorded failures again")
+    run.add_argument("--revision", help="what the header states; default: git's")
+    run.set_defaults(verb=_run)
+
+    show = verbs.add_parser("list", help="print cells and providers")
+    _choose(show)
+    show.set_defaults(verb=_list)
+
+    report = verbs.add_parser("report", help="print results as Markdown tables")
+    report.add_argument("--results", type=Path, default=RESULTS / "h200", help="folder of the results (%(default)s)")
+    report.add_argument("--readme", type=Path, help="put the tables between this file's markers instead")
+    report.add_argument("--pictures", action="store_true", help="draw the pictures again")
+    report.set_defaults(verb=_report)
+
+    reach = verbs.add_parser("reach", help="hold results against the goals; status 1 if one is not reached")
+    reach.add_argument("--results", type=Path, default=RESULTS / "h200", help="folder of the results (%(default)s)")
+    reach.add_argument("--all", action="store_true", help="list every cell, not only those that fall short")
+    reach.set_defaults(verb=_reach)
+    return parser
+
+
+def _choose(parser: argparse.ArgumentParser) -> None:
+    from .suites import SUITES
+
+    parser.add_argument(
+        "--suite", nargs="+", choices=SUITES, metavar="SUITE", help=f"{', '.join(SUITES)}; default: all"
+    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="CELL", help="parts of cell ids, or shell patterns")

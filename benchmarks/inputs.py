@@ -1,0 +1,91 @@
+"""Random tensors of a cell, shared by every provider that is timed on it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .cells import DTYPES, Cell, Norm
+
+EPS = {Norm.LAYER: 1e-5, Norm.RMS: 1e-6}
+
+# Elements that are converted to fp64 at once: 256 MiB of them.
+_CHUNK = 2**25
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A cell's tensors; None where its task has no use for one, and bias also for RMSNorm."""
+
+    cell: Cell
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None
+    smooth_scale: torch.Tensor | None
+    dy: torch.Tensor | None
+    mean: torch.Tensor | None
+    rstd: torch.Tensor | None
+
+    @property
+    def eps(self) -> float:
+        """What every provider adds to the variance or the mean square."""
+        return EPS[self.cell.norm]
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """The dtype of y."""
+        return DTYPES[self.cell.out_dtype or self.cell.dtype]
+
+    def leaves(self) -> tuple[torch.Tensor, ...]:
+        """x, weight and bias, if there is one, as leaves of a new autograd graph, over the same memory."""
+        tensors = (self.x, self.weight, self.bias)
+        return tuple(tensor.detach().requires_grad_() for tensor in tensors if tensor is not None)
+
+
+def make_inputs(cell: Cell, device: torch.device, copy: int = 0) -> Inputs:
+    """Draw a cell's tensors; the same ones for the same cell and copy."""
+    dtype, shape = DTYPES[cell.dtype], (cell.m, cell.n)
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{cell.id} {copy}".encode()))
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, dtype=dtype, device=device, generator=generator)
+
+    def scale() -> torch.Tensor:
+        return torch.rand(cell.n, dtype=dtype, device=device, generator=generator) + 0.5
+
+    x = normal(*shape)
+    mean, rstd = statistics(x, cell.norm) if cell.task.differentiates else (None, None)
+    return Inputs(
+        cell,
+        x,
+        weight=scale(),
+        bias=normal(cell.n) if cell.norm is Norm.LAYER else None,
+        residual=normal(*shape) if cell.task.adds else None,
+        smooth_scale=scale() if cell.smooth else None,
+        dy=normal(*shape) if cell.task.differentiates else None,
+        mean=mean,
+        rstd=rstd,
+    )
+
+
+def statistics(x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Mean, for LayerNorm, and rstd of each row, in fp32, as a forward pass saves them."""
+    mean, rstd = (torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2))
+    for rows in chunks(x):
+        s = x[rows].double()
+        mean[rows] = s.mean(-1)
+        centred = s - s.mean(-1, keepdim=True) if norm is Norm.LAYER else s
+        rstd[rows] = (centred.square().mean(-1) + EPS[norm]).rsqrt()
+    return mean if norm is Norm.LAYER else None, rstd
+
+
+def chunks(x: torch.Tensor) -> Iterator[slice]:
+    """Slices of rows, each small enough to be worked on in fp64."""
+    m, n = x.shape
+    step = max(1, _CHUNK // n)
+    for start in range(0, m, step):
+        yield slice(start, min(m, start + step))

@@ -1,0 +1,113 @@
+"""What a provider's outputs are held against before it is timed: fp64 arithmetic on the same tensors.
+
+Peers round in places of their own (Liger's RMSNorm before the weight, torch's add before the norm), so the tolerances
+are those of a usable result; the test suite holds normforge itself to tighter ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from .cells import Norm
+from .inputs import Inputs, chunks
+
+# Of each value, and of the root mean square of the tensor it is in: about two roundings of the type.
+TOLERANCES = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 1e-4}
+
+QMAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+# One step of int8, and of fp8_e4m3fn the distance of neighbours: an eighth of the value, 2**-9 near zero.
+_STEPS = {torch.int8: (0.0, 1.1), torch.float8_e4m3fn: (0.13, 2.0**-9)}
+
+
+class WrongOutputError(Exception):
+    """A provider computed something else than was asked."""
+
+
+def expect(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """Every output of the cell's task: values in fp32, y before it is quantised."""
+    return _gradients(inputs) if inputs.dy is not None else _values(inputs)
+
+
+def check(outputs: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], inputs: Inputs) -> None:
+    """Hold outputs against the oracle's.
+
+    Args:
+        outputs: what a provider returned, by name; `y_scale` goes with a quantised y.
+        expected: what `expect` returned.
+        inputs: what both were computed from.
+
+    Raises:
+        WrongOutputError: an output is missing, of another shape or dtype, or further off than its tolerance.
+    """
+    for name, want in expected.items():
+        got = outputs.get(name)
+        dtype = inputs.out_dtype if name == "y" else inputs.x.dtype
+        if got is None or got.shape != want.shape or got.dtype != dtype:
+            what = "missing" if got is None else f"{tuple(got.shape)} {got.dtype}"
+            raise WrongOutputError(f"{name} is {what}, not {tuple(want.shape)} {dtype}")
+        if name == "y" and inputs.cell.task.quantises:
+            _check_quantised(got, outputs, want)
+        else:
+            _check_close(name, got, want)
+
+
+def _values(inputs: Inputs) -> dict[str, torch.Tensor]:
+    x, residual = inputs.x, inputs.residual
+    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    total = None if residual is None else torch.empty_like(y)
+    for rows in chunks(x):
+        s = x[rows].double() if residual is None else x[rows].double() + residual[rows].double()
+        if total is not None:
+            total[rows] = s
+        if inputs.cell.norm is Norm.LAYER:
+            s = s - s.mean(-1, keepdim=True)
+        z = s * (s.square().mean(-1, keepdim=True) + inputs.eps).rsqrt() * inputs.weight
+        if inputs.bias is not None:
+            z = z + inputs.bias
+        y[rows] = z if inputs.smooth_scale is None else z * inputs.smooth_scale
+    return {"y": y} if total is None else {"y": y, "residual_out": total}
+
+
+def _gradients(inputs: Inputs) -> dict[str, torch.Tensor]:
+    x, dy, rstd = inputs.x, inputs.dy, inputs.rstd
+    assert dy is not None
+    assert rstd is not None
+    dx = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    dweight, dbias = (torch.zeros(x.shape[1], dtype=torch.float64, device=x.device) for _ in range(2))
+    for rows in chunks(x):
+        r = rstd[rows].double().unsqueeze(-1)
+        mean = 0.0 if inputs.mean is None else inputs.mean[rows].double().unsqueeze(-1)
+        h, d = (x[rows].double() - mean) * r, dy[rows].double()
+        g = d * inputs.weight
+        shift = g.mean(-1, keepdim=True) if inputs.mean is not None else 0.0
+        dx[rows] = (g - h * (g * h).mean(-1, keepdim=True) - shift) * r
+        dweight += (d * h).sum(0)
+        dbias += d.sum(0)
+    found = {"dx": dx, "dweight": dweight.float(), "dbias": dbias.float()}
+    return found if inputs.bias is not None else {name: found[name] for name in ("dx", "dweight")}
+
+
+def _check_close(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    tolerance = TOLERANCES[got.dtype]
+    floor = tolerance * want.square().mean().sqrt()
+    _require(name, (got.float() - want).abs_() - tolerance * want.abs() - floor, floor)
+
+
+def _check_quantised(got: torch.Tensor, outputs: Mapping[str, torch.Tensor], want: torch.Tensor) -> None:
+    y_scale = outputs.get("y_scale")
+    if y_scale is None or y_scale.numel() != want.shape[0]:
+        raise WrongOutputError("y_scale is missing, or not one value a row")
+    scale = y_scale.reshape(-1, 1).float()
+    amax = want.abs().amax(-1, keepdim=True) / QMAX[got.dtype]
+    _require("y_scale", (scale - amax).abs() - 1e-2 * amax, amax.mean())
+    relative, step = _STEPS[got.dtype]
+    _require("y", (got.float() * scale - want).abs_() - relative * want.abs() - step * scale, scale.mean())
+
+
+def _require(name: str, excess: torch.Tensor, unit: torch.Tensor) -> None:
+    # Written so that a NaN fails.
+    if not bool((excess <= 0).all()):
+        raise WrongOutputError(f"{name} is wrong by {float(excess.max() / unit):.3g} times its tolerance")

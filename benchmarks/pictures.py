@@ -1,0 +1,152 @@
+"""Pictures of results: lines over the row length or the number of rows, and a heat map of ratios."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+from .cells import Method
+from .providers import every_provider
+from .results import CEILING, PROJECT, Results, Row
+from .suites import SUITES
+
+_COLUMNS = 2
+_PANEL = (6.4, 3.6)
+_DPI = 110
+
+Panels = dict[tuple[str, str, str], list[Row]]
+
+
+def draw_all(found: Sequence[Results], folder: Path) -> Iterator[Path]:
+    """Draw every suite's pictures into a folder, and name the files."""
+    for results in found:
+        panels = _panels(results)
+        lines = {key: rows for key, rows in panels.items() if len({_position(results, row) for row in rows}) > 1}
+        if lines:
+            yield _save(_lines(results, lines), folder / f"{results.suite}.png")
+        if panels:
+            yield _save(_heat_map(results, panels), folder / f"{results.suite}-ratios.png")
+
+
+def _panels(results: Results) -> Panels:
+    panels: Panels = {}
+    for row in results.rows.values():
+        if row.ok:
+            key = (row.task, row.kind, "") if _by_task(results) else (row.task, row.kind, row.group)
+            panels.setdefault(key, []).append(row)
+    return panels
+
+
+def _by_task(results: Results) -> bool:
+    return SUITES[results.suite].method is Method.HOST
+
+
+def _position(results: Results, row: Row) -> int:
+    return row.m if SUITES[results.suite].along == "m" else row.n
+
+
+def _value(results: Results, row: Row) -> float:
+    return row.gb_per_s if SUITES[results.suite].unit == "GB/s" else row.us
+
+
+def _lines(results: Results, panels: Panels) -> Figure:
+    suite = SUITES[results.suite]
+    depth = math.ceil(len(panels) / _COLUMNS)
+    figure = Figure(figsize=(_PANEL[0] * _COLUMNS, _PANEL[1] * depth + 0.8), layout="constrained")
+    all_axes = figure.subplots(depth, _COLUMNS, squeeze=False).flat
+    for axes, (key, rows) in zip(all_axes, panels.items(), strict=False):
+        _draw_lines(axes, results, rows)
+        axes.set(title=", ".join(filter(None, key)), xlabel=suite.along.upper(), ylabel=suite.unit)
+    for axes in list(all_axes)[len(panels) :]:
+        axes.remove()
+    # Axes differ in which providers offer them; the legend has each once.
+    handles = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())}  # noqa: B905
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
+    figure.suptitle(f"{suite.title}, {results.header['device']}")
+    return figure
+
+
+def _draw_lines(axes: Axes, results: Results, rows: Sequence[Row]) -> None:
+    # A provider has one colour in every panel, whoever else is in it. C3 is too near to the project's.
+    order = [name for name in every_provider() if name not in (CEILING, PROJECT)]
+    colours = {name: f"C{position + (position >= 3)}" for position, name in enumerate(order)}
+    for name, label in _labels(rows):
+        points = sorted((_position(results, row), _value(results, row)) for row in rows if row.provider == name)
+        style: dict[str, dict[str, Any]] = {
+            CEILING: {"color": "black", "linestyle": "--"},
+            PROJECT: {"color": "crimson", "linewidth": 2.5},
+        }
+        options = style.get(name, {"color": colours.get(name, "grey"), "linewidth": 1.2})
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label, **options)
+    axes.set_xscale("log", base=2)
+    if SUITES[results.suite].unit == "GB/s":
+        axes.set_ylim(bottom=0)
+    else:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    ticks = sorted({_position(results, row) for row in rows})
+    shown = [tick for tick in ticks if tick & (tick - 1) == 0] or ticks
+    axes.set_xticks(shown, [str(tick) for tick in shown], rotation=45, fontsize=8)
+    axes.grid(alpha=0.3)
+
+
+def _heat_map(results: Results, panels: Panels) -> Figure:
+    heights = [len(_labels(rows)) + 2.5 for rows in panels.values()]
+    figure = Figure(figsize=(13, 0.3 * sum(heights) + 0.8), layout="constrained")
+    suite = SUITES[results.suite]
+    all_axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights).flat
+    for axes, (key, rows) in zip(all_axes, panels.items(), strict=True):
+        _draw_heat(axes, results, rows)
+        axes.set_title(", ".join(filter(None, key)), fontsize=9)
+    what = "throughput over that of a copy of x" if suite.has_ceiling else "fastest time over each provider's"
+    figure.suptitle(f"{suite.title}, {results.header['device']}: {what}")
+    return figure
+
+
+def _draw_heat(axes: Axes, results: Results, rows: Sequence[Row]) -> None:
+    columns = sorted({(_position(results, row), row.m, row.n) for row in rows})
+    labels = [(name, label) for name, label in _labels(rows) if name != CEILING]
+    grid = [[math.nan] * len(columns) for _ in labels]
+    for row in rows:
+        if row.provider != CEILING:
+            ratio = _ratio(results, row)
+            line = [name for name, _ in labels].index(row.provider)
+            grid[line][columns.index((_position(results, row), row.m, row.n))] = ratio
+    axes.imshow(grid, aspect="auto", cmap="RdYlGn", vmin=0.0, vmax=1.0)
+    for line, values in enumerate(grid):
+        for column, value in enumerate(values):
+            text = "–" if math.isnan(value) else f"{value:.2f}"
+            axes.text(column, line, text, ha="center", va="center", fontsize=7)
+    axes.set_xticks(range(len(columns)), [f"{m}×{n}" for _, m, n in columns], rotation=20, ha="right", fontsize=7)
+    axes.set_yticks(range(len(labels)), [label for _, label in labels], fontsize=8)
+
+
+def _ratio(results: Results, row: Row) -> float:
+    if SUITES[results.suite].has_ceiling:
+        ratio = results.ratio_to_copy(row)
+        return math.nan if ratio is None else ratio
+    timed = [other.us for name, other in results.of(row.cell).items() if other.ok and name != CEILING]
+    return min(timed) / row.us
+
+
+def _labels(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Names and labels of the rows' providers, in the order of every table."""
+    names = {row.provider for row in rows}
+    known = {name: provider.label for name, provider in every_provider().items() if name in names}
+    return [*known.items(), *((name, name) for name in sorted(names - known.keys()))]
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    FigureCanvasAgg(figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without the date and matplotlib's version the same results give the same bytes.
+    figure.savefig(path, dpi=_DPI, metadata={"Software": None})
+    return path

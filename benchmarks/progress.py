@@ -1,0 +1,27 @@
+"""One kind of progress bar: alive on a terminal, a line every now and then in a log."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn, TypeVar
+
+from tqdm import tqdm
+
+T = TypeVar("T")
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+def progress_over(items: Sequence[T], *, what: str, unit: str) -> tqdm[T]:
+    """A bar that moves as items are taken."""
+    return tqdm(items, desc=what, unit=unit, dynamic_ncols=True, mininterval=_interval())
+
+
+def progress_to(total: int, *, what: str, unit: str) -> tqdm[NoReturn]:
+    """A bar that is moved by hand."""
+    return tqdm(total=total, desc=what, unit=unit, dynamic_ncols=True, mininterval=_interval())
+
+
+def _interval() -> float:
+    return 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES

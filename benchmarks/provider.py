@@ -1,0 +1,82 @@
+"""What a peer has to say of itself to be timed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+import torch
+
+from .cells import Cell, Norm, Task
+from .inputs import Inputs
+
+
+class Prepared(NamedTuple):
+    """One call, ready to be timed, and how to name what it returns; the naming is not timed."""
+
+    call: Callable[[], Any]
+    outputs: Callable[[Any], dict[str, torch.Tensor]]
+
+
+Builder = Callable[[Inputs], Prepared]
+
+
+def named(*names: str) -> Callable[[Any], dict[str, torch.Tensor]]:
+    """Name the tensors that a call returns, alone or as a tuple whose first ones those are."""
+
+    def outputs(returned: Any) -> dict[str, torch.Tensor]:
+        values = (returned,) if isinstance(returned, torch.Tensor) else returned
+        return dict(zip(names, values, strict=False))
+
+    return outputs
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A way of computing cells.
+
+    Attributes:
+        name: what `--providers` and the tables call it.
+        label: what legends and headings call it.
+        modules: imported to see whether the peer is there.
+        distribution: the package whose version the header states; empty for one that is stated anyway.
+        builders: for a task and a norm, what makes a call of a cell's tensors. What is not in here is not offered.
+        reset: called before each cell.
+        compiles: whether its first call in a process may compile.
+    """
+
+    name: str
+    label: str
+    modules: tuple[str, ...]
+    builders: Mapping[tuple[Task, Norm], Builder]
+    distribution: str = ""
+    reset: Callable[[], None] | None = None
+    compiles: bool = True
+
+    def load(self) -> None:
+        """Import the peer.
+
+        Raises:
+            Exception: it is not installed, or its own import fails.
+        """
+        for module in self.modules:
+            importlib.import_module(module)
+
+    def version(self) -> str:
+        """The installed version, or what is known instead."""
+        try:
+            return version(self.distribution)
+        except PackageNotFoundError:
+            return "not stated by its package"
+
+    def builder(self, cell: Cell) -> Builder | None:
+        """What makes a call of the cell's tensors, or None where the peer offers no such thing."""
+        return self.builders.get((cell.task, cell.norm))
+
+
+def load(module: str) -> Any:
+    """Import a peer's module; it has no types that could be relied on, installed or not."""
+    return importlib.import_module(module)

@@ -1,0 +1,38 @@
+"""torch.compile of the same expressions, compiled anew for each shape, as its default and as its longest search."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+
+from ..expressions import Transform, torch_builders
+from ..provider import Provider
+
+
+def _reset() -> None:
+    # Otherwise torch falls back to eager after eight shapes.
+    torch._dynamo.reset()
+    # A graph that is kept for another backward pass may not give its saved tensors away.
+    torch._functorch.config.donated_buffer = False
+
+
+def _compile(mode: str) -> Transform:
+    @functools.cache
+    def transform(function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(function, mode=mode, dynamic=False)
+
+    return transform
+
+
+PROVIDERS = tuple(
+    Provider(name, label, ("torch._inductor",), torch_builders(_compile(mode)), reset=_reset)
+    for name, label, mode in (
+        ("compile", "torch.compile", "default"),
+        ("max-autotune", "torch.compile max-autotune", "max-autotune-no-cudagraphs"),
+    )
+)

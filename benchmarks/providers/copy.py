@@ -1,0 +1,29 @@
+"""The ceiling: torch's copy of x."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+
+from ..cells import Norm, Task
+from ..inputs import Inputs
+from ..provider import Prepared, Provider
+
+
+def _copy(inputs: Inputs) -> Prepared:
+    target = torch.empty_like(inputs.x)
+    return Prepared(lambda: target.copy_(inputs.x), lambda _: {})
+
+
+_TASKS = (Task.FORWARD, Task.ADD, Task.QUANT, Task.ADD_QUANT, Task.BACKWARD)
+
+PROVIDERS = (
+    Provider(
+        "copy",
+        "copy of x",
+        ("torch",),
+        dict.fromkeys(product(_TASKS, Norm), _copy),
+        compiles=False,
+    ),
+)

@@ -1,0 +1,78 @@
+"""This project, through its public functions."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+import normforge
+from normforge.backward import layernorm2d_bwd, rmsnorm2d_bwd
+
+from ..cells import Norm, Task
+from ..inputs import Inputs
+from ..provider import Builder, Prepared, Provider, named
+
+
+def _forward(inputs: Inputs) -> Prepared:
+    options: dict[str, Any] = {"eps": inputs.eps}
+    task = inputs.cell.task
+    if task.adds:
+        options |= {"residual": inputs.residual, "fadd": "pre_add_store"}
+    if task.quantises:
+        options |= {"fquant": "dynamic", "out_dtype": inputs.out_dtype}
+    if inputs.cell.smooth:
+        options |= {"fquant": "smooth_dynamic", "smooth_scale": inputs.smooth_scale}
+    if inputs.cell.norm is Norm.LAYER:
+        options["bias"] = inputs.bias
+    function: Any = {Norm.LAYER: normforge.layernorm2d_fwd, Norm.RMS: normforge.rmsnorm2d_fwd}[inputs.cell.norm]
+    return Prepared(partial(function, inputs.x, inputs.weight, **options), lambda returned: returned._asdict())
+
+
+def _backward(inputs: Inputs) -> Prepared:
+    arguments = (inputs.dy, inputs.x, inputs.weight)
+    statistics = {"rstd": inputs.rstd} if inputs.mean is None else {"mean": inputs.mean, "rstd": inputs.rstd}
+    wants = ("dx", "dweight") if inputs.bias is None else ("dx", "dweight", "dbias")
+    function: Any = {Norm.LAYER: layernorm2d_bwd, Norm.RMS: rmsnorm2d_bwd}[inputs.cell.norm]
+    return Prepared(partial(function, *arguments, **statistics, wants=wants), lambda returned: returned._asdict())
+
+
+def _differentiable(inputs: Inputs, leaves: tuple[torch.Tensor, ...]) -> Any:
+    shape = (inputs.cell.n,)
+    if inputs.cell.norm is Norm.LAYER:
+        x, weight, bias = leaves
+        return partial(normforge.layer_norm, x, shape, weight, bias, inputs.eps)
+    x, weight = leaves
+    return partial(normforge.rms_norm, x, shape, weight, inputs.eps)
+
+
+def _grad_forward(inputs: Inputs) -> Prepared:
+    return Prepared(_differentiable(inputs, inputs.leaves()), named("y"))
+
+
+def _grad_both(inputs: Inputs) -> Prepared:
+    leaves = inputs.leaves()
+    run = _differentiable(inputs, leaves)
+    return Prepared(lambda: torch.autograd.grad(run(), leaves, inputs.dy), named("dx", "dweight", "dbias"))
+
+
+_BUILDERS: dict[Task, Builder] = {
+    Task.FORWARD: _forward,
+    Task.ADD: _forward,
+    Task.QUANT: _forward,
+    Task.ADD_QUANT: _forward,
+    Task.BACKWARD: _backward,
+    Task.GRAD_FORWARD: _grad_forward,
+    Task.GRAD_BOTH: _grad_both,
+}
+
+PROVIDERS = (
+    Provider(
+        "normforge",
+        "normforge",
+        ("normforge",),
+        {(task, norm): builder for (task, builder), norm in product(_BUILDERS.items(), Norm)},
+    ),
+)

@@ -1,0 +1,196 @@
+"""The goals, as data, and whether results reach them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+from tabulate import tabulate
+
+from .results import CEILING, PROJECT, Results, Row
+
+_TORCH_COMPILE = ("compile", "max-autotune")
+_ANY = 1 << 62
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A goal for some cells of a suite.
+
+    Attributes:
+        title: what it is about.
+        suite: whose cells.
+        cells: a shell pattern of cell ids.
+        group: a shell pattern of groups.
+        least_n: the shortest row that it is about.
+        most_n: the longest.
+        copy: the least ratio to the throughput of a copy of x, or None.
+        peer: the least ratio of the best peer's time to this project's, or None.
+        peers: which peers count; none named means all.
+        against: the cell whose peers count; empty means the same one.
+        share: of the cells, how many have to reach it.
+    """
+
+    title: str
+    suite: str
+    cells: str = "*"
+    group: str = "*"
+    least_n: int = 1
+    most_n: int = _ANY
+    copy: float | None = None
+    peer: float | None = None
+    peers: tuple[str, ...] = ()
+    against: str = ""
+    share: float = 1.0
+
+    def covers(self, row: Row) -> bool:
+        """Whether the goal is about a row's cell."""
+        named = fnmatch(row.cell, self.cells) and fnmatch(row.group, self.group)
+        return named and self.least_n <= row.n <= self.most_n
+
+
+def _layer_forward(title: str, least_n: int, most_n: int, copy: float) -> Rule:
+    return Rule(f"forward LN, {title}", "forward", "*/ln_bf16/*", "256 MiB", least_n, most_n, copy, 1.0)
+
+
+def _layer_backward(title: str, least_n: int, most_n: int, copy: float, peer: float) -> Rule:
+    return Rule(f"backward LN, {title}", "backward", "*/ln_bf16/*", "256 MiB", least_n, most_n, copy, peer)
+
+
+_RMS = ("forward", "*/rms_bf16/*", "256 MiB", 768, 131072)
+_PLAIN_CALL = "forward/ln_bf16/16x4096"
+
+RULES = (
+    _layer_forward("N 768…16384", 768, 16384, 0.94),
+    _layer_forward("N = 32768", 32768, 32768, 0.90),
+    _layer_forward("N = 65536", 65536, 65536, 0.85),
+    _layer_forward("N from 131072", 131072, _ANY, 0.80),
+    Rule("forward RMS, N 768…131072, QuACK in every cell", *_RMS, copy=0.95, peer=0.98, peers=("quack",)),
+    Rule("forward RMS, N 768…131072, best peer in most", *_RMS, peer=1.0, share=0.5),
+    Rule("odd rows 1000, 4099, 5137", "forward", group="odd rows", copy=0.85, peer=2.0),
+    Rule("fp32 2048×8192", "forward", group="fp32", copy=0.93, peer=1.5, peers=("eager",)),
+    Rule("fused add + quant, torch.compile", "quant", group="add + quant", copy=0.90, peer=1.4, peers=_TORCH_COMPILE),
+    _layer_backward("N 2048…8192", 2048, 8192, 0.85, 1.05),
+    _layer_backward("N = 1024", 1024, 1024, 0.70, 1.0),
+    _layer_backward("N = 16384", 16384, 16384, 0.75, 1.0),
+    _layer_backward("N = 32768", 32768, 32768, 0.65, 1.0),
+    Rule("backward at M = 4096", "backward", group="M = 4096", peer=1.0),
+    Rule("decode, CUDA graph", "decode", peer=1 / 1.02),
+    Rule("host, plain call, torch", "host", _PLAIN_CALL, peer=1.0, peers=("eager",)),
+    Rule(
+        "host, add + quant, torch's plain", "host", "add_quant/ln*", peer=1 / 1.1, peers=("eager",), against=_PLAIN_CALL
+    ),
+    Rule("host, with grad, torch", "host", "grad_forward/ln*", peer=1 / 1.2, peers=("eager",)),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """How one cell stands against a goal.
+
+    Attributes:
+        row: this project's row, timed or failed.
+        to_copy: its ratio to the copy; None where one of the two is missing.
+        to_peer: the best peer's time over its own; None where no peer was measured, infinite where all of them fail.
+        best_peer: which one that is.
+        met: whether the goal is reached.
+    """
+
+    row: Row
+    to_copy: float | None
+    to_peer: float | None
+    best_peer: str
+    met: bool
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A goal with what was found in each of its cells."""
+
+    rule: Rule
+    findings: tuple[Finding, ...]
+
+    @property
+    def met(self) -> bool:
+        """Whether enough cells reach it, and there is one at all."""
+        reached = sum(finding.met for finding in self.findings)
+        return bool(self.findings) and reached >= self.rule.share * len(self.findings)
+
+
+def check(rule: Rule, results: Results | None) -> Checked:
+    """Hold a suite's results against a goal."""
+    return Checked(rule, tuple(_findings(rule, results)) if results is not None else ())
+
+
+def _findings(rule: Rule, results: Results) -> Iterator[Finding]:
+    for row in results.rows.values():
+        if row.provider == PROJECT and rule.covers(row):
+            to_copy = results.ratio_to_copy(row)
+            to_peer, best_peer = _best_peer(rule, results, row)
+            met = row.ok and _at_least(to_copy, rule.copy) and _at_least(to_peer, rule.peer)
+            yield Finding(row, to_copy, to_peer, best_peer, met)
+
+
+def _best_peer(rule: Rule, results: Results, row: Row) -> tuple[float | None, str]:
+    peers = [
+        peer
+        for name, peer in results.of(rule.against or row.cell).items()
+        if name not in (PROJECT, CEILING) and (not rule.peers or name in rule.peers)
+    ]
+    timed = [peer for peer in peers if peer.ok]
+    if not peers or not row.ok:
+        return None, ""
+    if not timed:
+        return math.inf, "all of them fail"
+    best = min(timed, key=lambda peer: peer.us)
+    return best.us / row.us, best.provider
+
+
+def _at_least(ratio: float | None, least: float | None) -> bool:
+    return least is None or (ratio is not None and ratio >= least)
+
+
+def describe(checked: list[Checked], *, every: bool) -> str:
+    """A table of the goals, and one of the cells that fall short, or of every cell."""
+    goals = [
+        (
+            one.rule.title,
+            f"{sum(finding.met for finding in one.findings)} of {len(one.findings)}",
+            _least([finding.to_copy for finding in one.findings], one.rule.copy),
+            _least([finding.to_peer for finding in one.findings], one.rule.peer),
+            "reached" if one.met else "short" if one.findings else "not measured",
+        )
+        for one in checked
+    ]
+    cells = [
+        (
+            one.rule.title,
+            finding.row.cell,
+            f"{finding.row.gb_per_s:.0f}" if finding.row.ok else finding.row.status,
+            f"{finding.row.us:.2f}",
+            _against(finding.to_copy, one.rule.copy),
+            f"{_against(finding.to_peer, one.rule.peer)} {finding.best_peer}".strip(),
+            "" if finding.met else "short",
+        )
+        for one in checked
+        for finding in one.findings
+        if every or not finding.met
+    ]
+    text = tabulate(goals, ("goal", "cells", "least to copy", "least to best peer", ""), disable_numparse=True)
+    if not cells:
+        return text
+    heads = ("goal", "cell", "GB/s", "µs", "to copy", "to best peer", "")
+    return f"{text}\n\n{tabulate(cells, heads, disable_numparse=True)}"
+
+
+def _least(ratios: list[float | None], goal: float | None) -> str:
+    known = [ratio for ratio in ratios if ratio is not None]
+    return _against(min(known, default=None), goal)
+
+
+def _against(ratio: float | None, goal: float | None) -> str:
+    if goal is None:
+        return "–"
+    return f"{'none' if ratio is None else f'{ratio:.3f}'} (≥ {goal:.3g})"

@@ -1,0 +1,139 @@
+"""Results as the README's tables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Literal
+
+from tabulate import tabulate
+
+from .errors import UsageError
+from .providers import every_provider
+from .results import CEILING, Results, Row
+
+BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A choice of cells.
+
+    Attributes:
+        title: above the table.
+        suite: whose cells.
+        cells: a shell pattern of cell ids.
+        group: a shell pattern of groups.
+        unit: of the figures.
+        lengths: which n, or empty for all.
+        rows: which m, or empty for all.
+    """
+
+    title: str
+    suite: str
+    cells: str
+    group: str
+    unit: Literal["TB/s", "µs"] = "TB/s"
+    lengths: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+
+    def holds(self, row: Row) -> bool:
+        """Whether a row's cell is in the table."""
+        named = fnmatch(row.cell, self.cells) and fnmatch(row.group, self.group)
+        return named and row.n in (self.lengths or (row.n,)) and row.m in (self.rows or (row.m,))
+
+
+_FORWARD_LENGTHS = (256, 1024, 4096, 5120, 8192, 16384, 32768, 65536, 131072)
+_BACKWARD_LENGTHS = (1024, 2048, 4096, 5120, 8192, 16384, 32768)
+
+TABLES = (
+    Table("LayerNorm, bf16", "forward", "*/ln_bf16/*", "256 MiB", lengths=_FORWARD_LENGTHS),
+    Table("RMSNorm, bf16", "forward", "*/rms_bf16/*", "256 MiB", lengths=_FORWARD_LENGTHS),
+    Table("LayerNorm, odd rows", "forward", "*/ln_bf16/*", "odd rows"),
+    Table("LayerNorm backward, bf16", "backward", "*/ln_bf16/*", "256 MiB", lengths=_BACKWARD_LENGTHS),
+    Table("RMSNorm backward, bf16", "backward", "*/rms_bf16/*", "256 MiB", lengths=_BACKWARD_LENGTHS),
+    Table("LayerNorm backward, few rows", "backward", "*/ln_bf16/*", "M = 4096"),
+    Table("Residual add, LayerNorm, smooth fp8", "quant", "*/ln_bf16_fp8_sdq/*", "add + quant"),
+    Table("LayerNorm decode, CUDA graph", "decode", "*/ln_bf16/*", "*", "µs", (4096, 8192), (1, 16, 64, 256)),
+    Table("Host time of one call", "host", "*/ln_*", "*", "µs"),
+)
+
+
+def render(found: Sequence[Results], picture: str | None = None) -> str:
+    """The tables of what was found, under a line that says where it was measured.
+
+    Args:
+        found: the suites there are.
+        picture: the path of one to show, or None.
+    """
+    by_suite = {results.suite: results for results in found}
+    parts = [_where(found)]
+    if picture is not None:
+        parts.append(f"![Throughput of the forward pass over N]({picture})")
+    for table in TABLES:
+        if table.suite in by_suite:
+            parts += _render(table, by_suite[table.suite])
+    return "\n\n".join(parts)
+
+
+def put_into(readme: Path, text: str) -> None:
+    """Replace what is between a file's two markers.
+
+    Raises:
+        UsageError: the file lacks a marker.
+    """
+    old = readme.read_text()
+    before, begin, rest = old.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise UsageError(f"{readme} lacks the markers {BEGIN} and {END}; put each on a line, where the tables belong")
+    readme.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
+
+
+def picture_for(readme: Path, results: Path) -> str | None:
+    """The path of the one picture that a README shows, as seen from it, or None where it was not drawn."""
+    path = results / "forward.png"
+    return Path(os.path.relpath(path, readme.resolve().parent)).as_posix() if path.exists() else None
+
+
+def _where(found: Sequence[Results]) -> str:
+    headers: dict[str, list[str]] = {}
+    for results in found:
+        line = ", ".join(value if key == "device" else f"{key} {value}" for key, value in results.header.items())
+        headers.setdefault(line, []).append(results.suite)
+    if len(headers) == 1:
+        return f"Measured on {next(iter(headers))}."
+    return "\n".join(f"- {', '.join(suites)}: measured on {line}." for line, suites in headers.items())
+
+
+def _render(table: Table, results: Results) -> list[str]:
+    cells = {row.cell: row for row in results.rows.values() if table.holds(row)}
+    if not cells:
+        return []
+    measured = {name for cell in cells for name in results.of(cell)}
+    providers = [(name, provider.label) for name, provider in every_provider().items() if name in measured]
+    # A copy has nothing to say of a host's microseconds.
+    providers = [one for one in providers if table.unit == "TB/s" or one[0] != CEILING]
+    lines = [
+        (_name(table, row), *(_figure(table, results.of(cell).get(name)) for name, _ in providers))
+        for cell, row in cells.items()
+    ]
+    heads = [table.unit, *(label for _, label in providers)]
+    align = ("left", *("right" for _ in providers))
+    text = tabulate(lines, heads, tablefmt="github", disable_numparse=True, colalign=align)
+    return [f"**{table.title}**", text]
+
+
+def _name(table: Table, row: Row) -> str:
+    return row.task.replace("_", " + ") if table.suite == "host" else f"{row.m}×{row.n}"
+
+
+def _figure(table: Table, row: Row | None) -> str:
+    if row is None:
+        return "–"
+    if not row.ok:
+        return "fails"
+    return f"{row.gb_per_s / 1e3:.2f}" if table.unit == "TB/s" else f"{row.us:.2f}"

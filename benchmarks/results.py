@@ -1,0 +1,169 @@
+"""The results of one suite as files: a CSV to look at and to resume from, and a JSON for programs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from .cells import Cell
+from .errors import UsageError
+from .timing import Spread
+
+OK = "ok"
+# The two providers that are not peers.
+PROJECT, CEILING = "normforge", "copy"
+_FLOATS = ("us", "us_p20", "us_p80", "gb_per_s")
+_INTEGERS = ("m", "n", "runs", "bytes", "copy_bytes")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One provider on one cell.
+
+    Attributes:
+        cell: the cell's id.
+        group: the part of the suite that it belongs to.
+        task: what was computed; the next four are the cell's too.
+        kind: norm, dtypes and quantisation in one word.
+        norm: `ln` or `rms`.
+        m: rows.
+        n: columns.
+        bytes: bytes that have to be moved.
+        copy_bytes: bytes that a copy of x moves.
+        provider: its name.
+        status: `ok`, or `fails: ` and the first line of why.
+        us: the median time of a call in microseconds, 0 where there is none.
+        us_p20: its 20th percentile.
+        us_p80: its 80th.
+        runs: how many calls (or replays) were timed.
+        gb_per_s: bytes over the median time.
+    """
+
+    cell: str
+    group: str
+    task: str
+    kind: str
+    norm: str
+    m: int
+    n: int
+    bytes: int
+    copy_bytes: int
+    provider: str
+    status: str
+    us: float = 0.0
+    us_p20: float = 0.0
+    us_p80: float = 0.0
+    runs: int = 0
+    gb_per_s: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a time."""
+        return self.status == OK
+
+
+def make_row(cell: Cell, provider: str, status: str, spread: Spread | None = None) -> Row:
+    """A row of a cell; a ceiling's bytes are those of the copy."""
+    moved = cell.copy_bytes if provider == CEILING else cell.bytes_moved
+    about = (cell.id, cell.group, cell.task.value, cell.kind, cell.norm.value, cell.m, cell.n, moved, cell.copy_bytes)
+    if spread is None:
+        return Row(*about, provider, status)
+    return Row(
+        *about,
+        provider,
+        status,
+        us=round(spread.median, 3),
+        us_p20=round(spread.p20, 3),
+        us_p80=round(spread.p80, 3),
+        runs=spread.runs,
+        gb_per_s=round(moved / spread.median / 1e3, 1),
+    )
+
+
+@dataclass
+class Results:
+    """A suite's rows, in the order they were measured, under the header they share."""
+
+    suite: str
+    header: dict[str, str]
+    rows: dict[tuple[str, str], Row] = field(default_factory=dict)
+
+    def add(self, row: Row) -> None:
+        """Add a row, in place of an earlier one of the same cell and provider."""
+        self.rows[row.cell, row.provider] = row
+
+    def of(self, cell: str) -> dict[str, Row]:
+        """A cell's rows by provider."""
+        return {provider: row for (key, provider), row in self.rows.items() if key == cell}
+
+    def cells(self) -> Iterator[str]:
+        """The cells, each once."""
+        yield from dict.fromkeys(cell for cell, _ in self.rows)
+
+    def ratio_to_copy(self, row: Row) -> float | None:
+        """A row's throughput over that of the copy of x in the same cell, or None where either is missing."""
+        ceiling = self.rows.get((row.cell, CEILING))
+        if ceiling is None or not ceiling.ok or not row.ok:
+            return None
+        return (row.bytes / row.us) / (ceiling.bytes / ceiling.us)
+
+    def save(self, folder: Path) -> None:
+        """Write `<suite>.csv` and `<suite>.json`; a reader finds the old files or the new ones, never half of one."""
+        folder.mkdir(parents=True, exist_ok=True)
+        records = [_record(row) | {"ratio_to_copy": _rounded(self.ratio_to_copy(row))} for row in self.rows.values()]
+        text = io.StringIO()
+        text.writelines(f"# {key}: {value}\n" for key, value in self.header.items())
+        writer = csv.DictWriter(text, [*_COLUMNS, "ratio_to_copy"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+        document = {"suite": self.suite, "header": self.header, "rows": records}
+        _replace(folder / f"{self.suite}.csv", text.getvalue())
+        _replace(folder / f"{self.suite}.json", json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+
+def load(folder: Path, suite: str) -> Results | None:
+    """Read a suite's CSV, or None where there is none.
+
+    Raises:
+        UsageError: the file is not one that `Results.save` wrote.
+    """
+    path = folder / f"{suite}.csv"
+    if not path.exists():
+        return None
+    lines = path.read_text().splitlines()
+    comments = [line[2:].partition(": ") for line in lines if line.startswith("# ")]
+    reader = csv.DictReader(line for line in lines if not line.startswith("# "))
+    if reader.fieldnames is None or not set(_COLUMNS) <= set(reader.fieldnames):
+        raise UsageError(f"{path} lacks the columns of a results file; move it away, or name another folder with --out")
+    results = Results(suite, {key: value for key, _, value in comments})
+    for record in reader:
+        results.add(Row(**{column: _converted(column, record[column]) for column in _COLUMNS}))
+    return results
+
+
+_COLUMNS = tuple(column.name for column in fields(Row))
+
+
+def _record(row: Row) -> dict[str, Any]:
+    return {column: getattr(row, column) for column in _COLUMNS}
+
+
+def _rounded(ratio: float | None) -> float | None:
+    return None if ratio is None else round(ratio, 4)
+
+
+def _converted(column: str, text: str) -> Any:
+    if column in _FLOATS:
+        return float(text)
+    return int(text) if column in _INTEGERS else text
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_suffix(path.suffix + ".part")
+    partial.write_text(text)
+    partial.replace(path)

@@ -1,0 +1,114 @@
+"""One run of the command `run`: from its options to files."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from normforge.errors import DeviceError
+from normforge.machine import find_machine
+
+from .cells import Cell, Suite, at_most
+from .cli import RESULTS, matching
+from .compile_ahead import compile_ahead
+from .environment import describe, folder_name
+from .errors import UsageError
+from .pictures import draw_all
+from .providers import find_providers
+from .results import Results, load
+from .runner import ContextLostError, Plan, due, run_suite, running
+from .suites import SUITES
+
+
+def run(options: argparse.Namespace, given: list[str]) -> int:
+    """Measure what the options ask for and is not in the results yet.
+
+    Args:
+        options: of the command line.
+        given: the arguments they were parsed from, to begin again with after a provider has taken the GPU down.
+
+    Returns:
+        0, also when the time was up before the end; the results hold what was measured.
+
+    Raises:
+        UsageError: an option names nothing, or the results folder holds results of something else.
+    """
+    began = time.monotonic()
+    try:
+        machine = find_machine()
+    except DeviceError as error:
+        raise UsageError(str(error)) from None
+    present, absent = find_providers(options.providers)
+    for name, reason in absent.items():
+        print(f"skipped: {name} is not here ({reason})", file=sys.stderr)
+    # The header states every peer that is there, so that runs of different slices go on with the same file.
+    everything, _ = find_providers([])
+    header = describe(machine, everything.values(), options.revision)
+    if options.rows is not None:
+        header["rows"] = f"no more than {options.rows}"
+    out = options.out or RESULTS / folder_name(machine)
+    deadline = None if options.minutes is None else began + 60 * options.minutes
+    plan = Plan(machine.device, present, out, options.budget_ms, options.rounds, options.retry, deadline)
+    work = _select(options, header, out)
+    if options.jobs > 0:
+        compile_ahead([one for each in work for one in due(*each, plan)], machine.device, options.jobs)
+    finished = []
+    for suite, cells, results in work:
+        try:
+            left = run_suite(suite, cells, results, plan)
+        except ContextLostError as error:
+            print(f"the GPU was lost to {error}; beginning again after it", file=sys.stderr)
+            _begin_again(given, deadline)
+        if left:
+            print(f"{suite.name}: the time was up with {left} cells left; the same command goes on", file=sys.stderr)
+        elif results.rows:
+            finished.append(results)
+    for path in draw_all(finished, out):
+        print(f"drawn: {path}")
+    return 0
+
+
+def _select(
+    options: argparse.Namespace, header: dict[str, str], out: Path
+) -> list[tuple[Suite, tuple[Cell, ...], Results]]:
+    work = []
+    for name in options.suite or SUITES:
+        suite = SUITES[name]
+        cells = at_most(suite.cells, options.rows)
+        chosen = set(matching([cell.id for cell in cells], options.only))
+        if chosen:
+            work.append((suite, tuple(cell for cell in cells if cell.id in chosen), _open(name, header, out, options)))
+    if not work:
+        raise UsageError(f"--only {' '.join(options.only)} matches no cell; see `python -m benchmarks list`")
+    return work
+
+
+def _open(name: str, header: dict[str, str], out: Path, options: argparse.Namespace) -> Results:
+    if options.fresh:
+        running(out, name).unlink(missing_ok=True)
+    found = None if options.fresh else load(out, name)
+    if found is None:
+        return Results(name, header)
+    if found.header != header:
+        keys = [key for key in {**found.header, **header} if found.header.get(key) != header.get(key)]
+        differing = "; ".join(
+            f"{key} {found.header.get(key, 'none')} there, {header.get(key, 'none')} now" for key in keys
+        )
+        raise UsageError(
+            f"{out / name}.csv was measured with something else ({differing}); "
+            "pass --fresh to begin it anew, or another --out"
+        )
+    return found
+
+
+def _begin_again(given: list[str], deadline: float | None) -> None:
+    # What failed is in the results, so this ends. Later options win over earlier ones.
+    arguments = [argument for argument in given if argument not in ("--fresh", "--retry")]
+    arguments += ["--jobs", "0"]
+    if deadline is not None:
+        arguments += ["--minutes", f"{max(0.0, deadline - time.monotonic()) / 60:.2f}"]
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *arguments])

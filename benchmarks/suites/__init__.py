@@ -1,0 +1,10 @@
+"""The suites: each module here holds one table of cells."""
+
+from __future__ import annotations
+
+from ..cells import Suite
+from . import backward, decode, forward, host, quant, tutorial
+
+SUITES: dict[str, Suite] = {
+    module.SUITE.name: module.SUITE for module in (forward, backward, quant, decode, tutorial, host)
+}

@@ -1,0 +1,87 @@
+"""What providers compute on the CPU, and what the check makes of wrong outputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.cells import Cell, Norm, Task
+from benchmarks.inputs import make_inputs
+from benchmarks.oracle import WrongOutputError, check, expect
+from benchmarks.providers import every_provider, find_providers
+from benchmarks.runner import prepare
+
+CPU = torch.device("cpu")
+FLOAT = [
+    Cell(task, norm, 5, 96)
+    for norm in Norm
+    for task in (Task.FORWARD, Task.ADD, Task.BACKWARD, Task.GRAD_FORWARD, Task.GRAD_BOTH)
+]
+QUANTISED = [
+    Cell(task, Norm.LAYER, 5, 96, "fp16", out, smooth)
+    for task, out, smooth in (
+        (Task.QUANT, "int8", False),
+        (Task.QUANT, "int8", True),
+        (Task.ADD_QUANT, "int8", True),
+        (Task.ADD_QUANT, "fp8", False),
+        (Task.ADD_QUANT, "fp8", True),
+    )
+]
+
+
+@pytest.mark.parametrize("cell", FLOAT + QUANTISED, ids=lambda cell: cell.id)
+@pytest.mark.parametrize("name", ["eager", "normforge"])
+def test_outputs_agree_with_the_oracle(name: str, cell: Cell) -> None:
+    inputs = make_inputs(cell, CPU)
+    (call,) = prepare(every_provider()[name], [inputs], expect(inputs))
+    call()
+
+
+@pytest.mark.parametrize("name", ["dx", "dweight", "dbias"])
+def test_a_wrong_gradient_is_found(name: str) -> None:
+    inputs = make_inputs(Cell(Task.BACKWARD, Norm.LAYER, 5, 96), CPU)
+    expected = expect(inputs)
+    outputs = {key: value.to(torch.bfloat16) for key, value in expected.items()}
+    check(outputs, expected, inputs)
+    outputs[name][..., 7] *= -1
+    with pytest.raises(WrongOutputError, match=f"{name} is wrong"):
+        check(outputs, expected, inputs)
+
+
+def test_missing_nan_and_misshapen_outputs_are_found() -> None:
+    inputs = make_inputs(Cell(Task.FORWARD, Norm.LAYER, 5, 96), CPU)
+    expected = expect(inputs)
+    y = expected["y"].to(torch.bfloat16)
+    with pytest.raises(WrongOutputError, match="y is missing"):
+        check({"z": y}, expected, inputs)
+    with pytest.raises(WrongOutputError, match=r"not \(5, 96\) torch\.bfloat16"):
+        check({"y": y.float()}, expected, inputs)
+    y[2, 3] = float("nan")
+    with pytest.raises(WrongOutputError, match="y is wrong"):
+        check({"y": y}, expected, inputs)
+
+
+def test_a_quantised_value_two_steps_off_is_found() -> None:
+    inputs = make_inputs(QUANTISED[0], CPU)
+    expected = expect(inputs)
+    scale = expected["y"].abs().amax(-1) / 127
+    y = (expected["y"] / scale.unsqueeze(-1)).round().to(torch.int8)
+    check({"y": y, "y_scale": scale}, expected, inputs)
+    y[1, 1] += 2 if y[1, 1] < 0 else -2
+    with pytest.raises(WrongOutputError, match="y is wrong"):
+        check({"y": y, "y_scale": scale}, expected, inputs)
+
+
+def test_peers_are_found_by_import_and_named_when_absent() -> None:
+    present, absent = find_providers([])
+    assert {"eager", "copy", "normforge"} <= present.keys()
+    assert list(present)[-2:] == ["normforge", "copy"]
+    assert present.keys().isdisjoint(absent)
+    assert present.keys() | absent.keys() == every_provider().keys()
+    assert all(absent.values())
+
+
+def test_providers_are_chosen_by_pattern() -> None:
+    assert list(find_providers(["c*y", "eager"])[0]) == ["eager", "copy"]
+    with pytest.raises(ValueError, match=r"--providers nobody names no provider; there are .*eager"):
+        find_providers(["nobody"])

@@ -1,0 +1,136 @@
+"""Tables, goals and pictures of results that are made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import cli
+from benchmarks.cells import Cell, Norm, Task
+from benchmarks.pictures import draw_all
+from benchmarks.reach import Rule, check, describe
+from benchmarks.report import BEGIN, END, put_into, render
+from benchmarks.results import Results
+
+from .small import results
+
+LARGE, LONG = (Cell(Task.FORWARD, Norm.LAYER, 32768 * 4096 // n, n, group="256 MiB") for n in (4096, 8192))
+RULE = Rule("forward", "forward", copy=0.9, peer=1.0)
+
+
+@pytest.fixture
+def forward() -> Results:
+    return results(
+        "forward",
+        (LARGE, "copy", 100.0),
+        (LARGE, "eager", 200.0),
+        (LARGE, "quack", 110.0),
+        (LARGE, "normforge", 104.0),
+        (LONG, "copy", 100.0),
+        (LONG, "eager", 130.0),
+        (LONG, "quack", 0.0),
+        (LONG, "normforge", 125.0),
+    )
+
+
+def test_a_goal_is_held_against_the_copy_and_the_fastest_peer(forward: Results) -> None:
+    large, long = check(RULE, forward).findings
+    assert (large.to_copy, large.to_peer, large.best_peer) == pytest.approx((100 / 104, 110 / 104, "quack"))
+    assert large.met
+    assert (long.to_copy, long.to_peer, long.best_peer) == pytest.approx((0.8, 1.04, "eager"))
+    assert not long.met
+
+
+def test_a_goal_may_ask_for_some_of_the_cells_and_some_of_the_peers(forward: Results) -> None:
+    assert not check(RULE, forward).met
+    assert check(Rule("most", "forward", copy=0.9, share=0.5), forward).met
+    assert check(Rule("peers", "forward", peer=1.05, peers=("quack",)), forward).met
+    assert not check(Rule("absent", "forward", peer=1.0, peers=("liger",)), forward).met
+    assert [f.row.n for f in check(Rule("long", "forward", least_n=8192), forward).findings] == [8192]
+
+
+def test_a_goal_may_be_held_against_another_cell(forward: Results) -> None:
+    against = Rule("against", "forward", "*x8192", peer=1.5, peers=("eager",), against=LARGE.id)
+    assert check(against, forward).findings[0].to_peer == pytest.approx(200 / 125)
+
+
+def test_nothing_measured_reaches_nothing() -> None:
+    assert not check(RULE, None).met
+    assert "not measured" in describe([check(RULE, None)], every=False)
+
+
+def test_a_failure_of_our_own_is_short() -> None:
+    failed = results("forward", (LARGE, "copy", 1.0), (LARGE, "eager", 1.0), (LARGE, "normforge", 0.0))
+    checked = check(RULE, failed)
+    assert not checked.met
+    assert "no such kernel" in describe([checked], every=False)
+
+
+def test_shortfalls_are_listed_with_what_was_needed(forward: Results) -> None:
+    text = describe([check(RULE, forward)], every=False)
+    assert "1 of 2" in text
+    assert LONG.id in text
+    assert LARGE.id not in text
+    assert "0.800 (≥ 0.9)" in text
+    assert LARGE.id in describe([check(RULE, forward)], every=True)
+
+
+def test_tables_name_failures_and_absences(forward: Results) -> None:
+    text = render([forward])
+    assert "Measured on a test, revision none." in text
+    assert "| 32768×4096 |    2.68 |    4.88 |        5.16 |        5.37 |" in text
+    assert "| 16384×8192 |    4.13 |   fails |        4.29 |        5.37 |" in text
+
+
+def test_the_readme_keeps_what_is_around_the_markers(forward: Results, tmp_path: Path) -> None:
+    forward.save(tmp_path)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    assert cli.main(["report", "--results", str(tmp_path), "--readme", str(readme), "--pictures"]) == 0
+    text = readme.read_text()
+    assert text.startswith(f"before\n{BEGIN}\n\nMeasured on a test")
+    assert text.endswith(f"{END}\nafter\n")
+    assert "old" not in text
+    assert "](forward.png)" in text
+    assert cli.main(["report", "--results", str(tmp_path), "--readme", str(readme)]) == 0
+    assert readme.read_text() == text
+
+
+def test_a_readme_without_markers_is_left_alone(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("nothing")
+    with pytest.raises(ValueError, match="lacks the markers"):
+        put_into(readme, "tables")
+    assert readme.read_text() == "nothing"
+
+
+def test_reach_says_by_its_status_whether_all_is_reached(
+    forward: Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward.save(tmp_path)
+    assert cli.main(["reach", "--results", str(tmp_path)]) == cli.SHORT
+    assert "forward LN, N 768…16384" in capsys.readouterr().out
+
+
+def test_a_folder_without_results_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", "--results", str(tmp_path)]) == cli.USAGE
+    assert "make some with `python -m benchmarks run`" in capsys.readouterr().err
+
+
+def test_pictures_are_drawn(forward: Results, tmp_path: Path) -> None:
+    few = tuple(Cell(Task.FORWARD, Norm.RMS, m, 4096, group="N = 4096") for m in (1, 16))
+    decode = results("decode", *((cell, name, us) for cell in few for name, us in (("eager", 6.0), ("normforge", 2.0))))
+    host = results("host", (few[1], "eager", 11.0), (few[1], "normforge", 9.0))
+    paths = list(draw_all([forward, decode, host], tmp_path))
+    names = ["forward.png", "forward-ratios.png", "decode.png", "decode-ratios.png", "host-ratios.png"]
+    assert [path.name for path in paths] == names
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def test_cells_and_providers_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", "--suite", "host", "--only", "add_quant"]) == 0
+    out = capsys.readouterr().out
+    assert "host: Host time of one eager call, 2 of 10 cells" in out
+    assert "  add_quant/ln_bf16_int8_sdq/16x4096" in out
+    assert "providers: " in out
