@@ -15,6 +15,7 @@ from .folder import Plan, plan
 from .manifest import Manifest, load
 from .report import counts, listing
 from .select import select
+from .tile_tables import own_tables, read_table
 
 # What a checkout has beside this package, and an installation has not.
 _ROOT = Path(__file__).resolve().parent.parent
@@ -76,7 +77,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "python generate.py") ->
 
 
 def _run(arguments: argparse.Namespace, again: str) -> int:
-    manifest = select(load(arguments.manifest), arguments.filter, arguments.where)
+    tables = own_tables()
+    if arguments.tiles is not None:
+        tables = {**tables, arguments.tiles.stem: read_table(arguments.tiles)}
+    manifest = select(load(arguments.manifest, tables), arguments.filter, arguments.where)
     if arguments.verb in _REPORTS:
         print(_REPORTS[arguments.verb](manifest))
         return _DONE
@@ -142,6 +146,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--manifest", type=Path, metavar="FILE", help="what to generate (a checkout's instances.yaml)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to (a checkout's generated/)")
+    parser.add_argument(
+        "--tiles",
+        type=Path,
+        metavar="FILE",
+        help="tiles of an architecture, as normforge tune writes them (sm_90.yaml)",
+    )
     parser.add_argument("--filter", metavar="GLOB[,GLOB]", help="keep the instances whose name matches a glob")
     parser.add_argument("--where", metavar="CONDITION[,CONDITION]", help="keep the instances that meet every condition")
     parser.set_defaults(verb="write")

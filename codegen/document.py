@@ -10,16 +10,31 @@ from typing import NamedTuple
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from .errors import ManifestError
+from .errors import ManifestError, NormforgeError
 from .words import nearest, one_of, unknown
 
-_STRING, _BOOLEAN, _NULL = (f"tag:yaml.org,2002:{kind}" for kind in ("str", "bool", "null"))
+_STRING, _BOOLEAN, _NULL, _INTEGER = (f"tag:yaml.org,2002:{tag}" for tag in ("str", "bool", "null", "int"))
 _KINDS = {
-    "tag:yaml.org,2002:int": "the whole number",
+    _INTEGER: "the whole number",
     "tag:yaml.org,2002:float": "the number",
     "tag:yaml.org,2002:timestamp": "the date",
     "tag:yaml.org,2002:merge": "the merge key",
 }
+
+
+@dataclass(frozen=True)
+class DocumentKind:
+    """What a document is, as errors speak of it."""
+
+    noun: str
+    shape: str
+    where: str
+    error: type[NormforgeError]
+
+
+MANIFEST = DocumentKind(
+    "manifest", "a manifest is groups of axis: value", "name one with --manifest FILE", ManifestError
+)
 
 
 class Pair(NamedTuple):
@@ -29,13 +44,13 @@ class Pair(NamedTuple):
     value: Node
 
 
-def compose(path: Path) -> Node | None:
+def compose(path: Path, kind: DocumentKind = MANIFEST) -> Node | None:
     """Read a YAML file as nodes; None if there is nothing in it.
 
     Raises:
-        ManifestError: the file cannot be read, or is not YAML.
+        NormforgeError: the kind's error; the file cannot be read, or is not YAML.
     """
-    text = _read(path)
+    text = _read(path, kind)
     try:
         # Not libyaml: it saves a millisecond, names fewer causes, and crashes on deep nesting.
         return yaml.compose(text, Loader=yaml.SafeLoader)
@@ -50,21 +65,21 @@ def compose(path: Path) -> Node | None:
         before = 0
         problem = "it is nested too deeply"
     line = 1 + text.count("\n", 0, before)
-    raise ManifestError(f"{path}:{line}: this is not valid YAML: {problem}; a manifest is groups of axis: value")
+    raise kind.error(f"{path}:{line}: this is not valid YAML: {problem}; {kind.shape}")
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, kind: DocumentKind) -> str:
     try:
         return path.read_bytes().decode()
     except FileNotFoundError:
-        raise ManifestError(f"{path}: there is no such manifest; name one with --manifest FILE") from None
+        raise kind.error(f"{path}: there is no such {kind.noun}; {kind.where}") from None
     except OSError as error:
-        raise ManifestError(
-            f"{path}: the manifest cannot be read: {error.strerror}; mend that and try again"
+        raise kind.error(
+            f"{path}: the {kind.noun} cannot be read: {error.strerror}; mend that and try again"
         ) from error
     except UnicodeDecodeError as error:
         line = 1 + error.object.count(b"\n", 0, error.start)
-        raise ManifestError(f"{path}:{line}: the manifest is not UTF-8 text; save it as UTF-8") from error
+        raise kind.error(f"{path}:{line}: the {kind.noun} is not UTF-8 text; save it as UTF-8") from error
 
 
 def line_of(node: Node) -> int:
@@ -74,15 +89,16 @@ def line_of(node: Node) -> int:
 
 @dataclass(frozen=True)
 class Section:
-    """A labelled part of a manifest: reads nodes as what they should be, or says where they are not."""
+    """A labelled part of a document: reads nodes as what they should be, or says where they are not."""
 
     path: Path
     label: str = ""
+    kind: DocumentKind = MANIFEST
 
-    def error(self, node: Node, problem: str) -> ManifestError:
+    def error(self, node: Node, problem: str) -> NormforgeError:
         """The error for a problem at a node of this section."""
         label = f" {self.label}:" if self.label else ""
-        return ManifestError(f"{self.path}:{line_of(node)}:{label} {problem}")
+        return self.kind.error(f"{self.path}:{line_of(node)}:{label} {problem}")
 
     def mapping(self, node: Node, expected: str) -> dict[str, Pair]:
         """A mapping from words, each given once."""
@@ -99,7 +115,7 @@ class Section:
 
     def words(self, node: Node, what: str, legal: Sequence[str]) -> tuple[str, ...]:
         """One or more of the legal words, each once."""
-        return self._once(what, [(item, self._word(item, what, legal)) for item in self._items(node, what)])
+        return self._once(what, [(item, self.word(item, what, legal)) for item in self._items(node, what)])
 
     def booleans(self, node: Node, what: str, values: Mapping[str, bool]) -> tuple[str, ...]:
         """One or more booleans, each once, as the words true and false."""
@@ -113,7 +129,14 @@ class Section:
             raise self.error(node, f"{what} takes {expected}, not {_describe(node)}{hint}")
         return str(node.value)
 
-    def _word(self, node: Node, what: str, legal: Sequence[str]) -> str:
+    def integer(self, node: Node, what: str, expected: str) -> int:
+        """A whole number in plain decimals."""
+        if not isinstance(node, ScalarNode) or node.tag != _INTEGER or not node.value.isdecimal():
+            raise self.error(node, f"{what} takes {expected}, not {_describe(node)}")
+        return int(node.value)
+
+    def word(self, node: Node, what: str, legal: Sequence[str]) -> str:
+        """One of the legal words."""
         word = self.string(node, what, one_of(legal), _meant(node, legal))
         if word not in legal:
             raise self.error(node, unknown(what, word, legal))

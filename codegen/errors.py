@@ -15,6 +15,10 @@ class ManifestError(NormforgeError, ValueError):
     """A manifest that cannot be used; the message starts with file, line and group."""
 
 
+class TileTableError(NormforgeError, ValueError):
+    """A table of tiles that cannot be used; the message starts with file, line and class."""
+
+
 class SelectionError(NormforgeError, ValueError):
     """A --filter or --where that cannot be parsed, or that matches no instance."""
 

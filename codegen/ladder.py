@@ -10,6 +10,7 @@ from .document import Section
 from .model import Bucket
 from .tiling import ladder_of
 
+RANGE = "a range, first..last or first.."
 _RANGE = re.compile(r"([1-9][0-9]{0,17})\.\.([1-9][0-9]{0,17})?")
 
 
@@ -45,11 +46,14 @@ def read_ladder(section: Section, node: Node) -> tuple[Bucket, ...]:
 
 
 def _bucket(section: Section, name: str, node: Node) -> Bucket:
-    expected = "a range, first..last or first.."
-    text = section.string(node, name, expected)
+    return read_range(section, name, node, section.string(node, name, RANGE))
+
+
+def read_range(section: Section, name: str, node: Node, text: str) -> Bucket:
+    """The row lengths that a text at a node means."""
     match = _RANGE.fullmatch(text)
     if match is None:
-        raise section.error(node, f"{name} takes {expected}, from 1 up, not {text!r}")
+        raise section.error(node, f"{name} takes {RANGE}, from 1 up, not {text!r}")
     first, last = int(match[1]), int(match[2]) if match[2] else None
     if last is not None and last < first:
         raise section.error(node, f"{name} ({text}) ends before it starts; write first..last")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -12,10 +12,11 @@ from yaml.nodes import Node
 
 from .axes import AXES, BOOLEANS, mode_of
 from .document import Pair, Section, compose, line_of
-from .errors import IllegalCombinationError, ManifestError
+from .errors import IllegalCombinationError, ManifestError, NormforgeError
 from .ladder import read_ladder
-from .model import INPUT_DTYPES, Bucket, Direction, Instance, Mode
-from .tiling import standard_ladder, tile_for
+from .model import Bucket, Instance, Mode
+from .tile_tables import TileTable, tiles_of
+from .tiling import class_of, standard_ladder
 from .words import unknown
 
 ALL = "all"
@@ -68,8 +69,12 @@ class _Group:
         return line_of(self.at)
 
 
-def load(path: Path) -> Manifest:
+def load(path: Path, tables: Mapping[str, TileTable] | None = None) -> Manifest:
     """Read and expand a manifest.
+
+    Args:
+        path: the file.
+        tables: measured tiles by architecture; None takes what comes with the generator.
 
     Raises:
         ManifestError: the file cannot be used; the message names file, line, group and the fix.
@@ -94,7 +99,7 @@ def load(path: Path) -> Manifest:
     if not groups:
         raise top.error(sections["groups"].key, "groups is empty; add a group with a norm and a dtype_in")
     read = [_read_group(path, name, pair, words, buckets) for name, pair in groups.items()]
-    return Manifest(path, buckets, _expand(read, buckets))
+    return Manifest(path, buckets, _expand(read, buckets, tables))
 
 
 def _read_group(path: Path, name: str, pair: Pair, defaults: _Words, buckets: tuple[Bucket, ...]) -> _Group:
@@ -132,7 +137,9 @@ def _read_words(section: Section, node: Node, buckets: tuple[Bucket, ...]) -> _W
     return words
 
 
-def _expand(groups: list[_Group], buckets: tuple[Bucket, ...]) -> tuple[Entry, ...]:
+def _expand(
+    groups: list[_Group], buckets: tuple[Bucket, ...], tables: Mapping[str, TileTable] | None
+) -> tuple[Entry, ...]:
     makers: dict[Mode, dict[Bucket, _Group]] = {}
     for group in groups:
         for mode in _modes(group):
@@ -141,13 +148,15 @@ def _expand(groups: list[_Group], buckets: tuple[Bucket, ...]) -> tuple[Entry, .
                 if bucket in served:
                     raise _made_twice(f"{mode.name}_{bucket.name}", served[bucket], group)
                 served[bucket] = group
+    # Thousands of modes are of few classes.
     tiles = {
-        kind: [(bucket, tile_for(bucket, *kind)) for bucket in buckets] for kind in product(INPUT_DTYPES, Direction)
+        class_of(mode): [tiles_of(mode, bucket, tables) for bucket in buckets]
+        for mode in {class_of(mode): mode for mode in makers}.values()
     }
     return tuple(
-        Entry(Instance(mode, bucket, tile), served[bucket].name, served[bucket].line)
+        Entry(Instance(mode, bucket, chosen), served[bucket].name, served[bucket].line)
         for mode, served in makers.items()
-        for bucket, tile in tiles[mode.dtype_in, mode.direction]
+        for bucket, chosen in zip(buckets, tiles[class_of(mode)], strict=True)
         if bucket in served
     )
 
@@ -163,7 +172,7 @@ def _modes(group: _Group) -> Iterator[Mode]:
             raise group.section.error(group.at, f"{where}{error}") from error
 
 
-def _made_twice(name: str, first: _Group, second: _Group) -> ManifestError:
+def _made_twice(name: str, first: _Group, second: _Group) -> NormforgeError:
     if first is second:
         return second.section.error(second.at, f"{name} is made twice by this group; its lists overlap")
     return second.section.error(

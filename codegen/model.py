@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cached_property
 
@@ -154,6 +154,7 @@ class Pipeline(Enum):
     ROWS = "rows"
     ONE_PASS = "one_pass"
     TWO_PASS = "two_pass"
+    SPREAD = "spread"
 
     @property
     def summary(self) -> str:
@@ -162,6 +163,7 @@ class Pipeline(Enum):
             Pipeline.ROWS: "several rows a program",
             Pipeline.ONE_PASS: "one row a program, held in registers",
             Pipeline.TWO_PASS: "one row a program, read again to write it",
+            Pipeline.SPREAD: "a row over several programs that exchange its statistics",
         }[self]
 
 
@@ -169,6 +171,7 @@ class Part(Enum):
     """Kernels that a pipeline needs beside the one that carries its name."""
 
     ROW_TERMS = "row_terms"
+    WINDOW = "window"
 
 
 INPUT_DTYPES = (DType.FP16, DType.BF16, DType.FP32)
@@ -252,6 +255,21 @@ class Mode:
         """Whether gradients are computed."""
         return self.direction is Direction.BACKWARD
 
+    @property
+    def streams(self) -> bool:
+        """Whether a forward kernel reads and writes nothing of x's size but x and y."""
+        return not (self.is_backward or self.fadd.adds or self.fquant.quantises or self.x_bias)
+
+    @property
+    def pipelines(self) -> tuple[Pipeline, ...]:
+        """The pipelines that there are kernels for."""
+        return tuple(p for p in Pipeline if p is not Pipeline.SPREAD or self.streams or self.is_backward)
+
+    @property
+    def has_window(self) -> bool:
+        """Whether a kernel for rows that start anywhere stands beside one_pass: 16-bit ones are slow to read singly."""
+        return self.streams and self.dtype_in.itemsize == 2
+
     @cached_property
     def name(self) -> str:
         """The generated module's name and the stem of everything named after this mode."""
@@ -334,19 +352,42 @@ class Bucket:
 class Tile:
     """How much one program takes: `rows` rows, in chunks of `block` columns, on `warps` warps of 32 threads."""
 
-    pipeline: Pipeline
-    rows: int
-    block: int
-    warps: int
+    pipeline: Pipeline = field(metadata={"means": "pipeline"})
+    rows: int = field(metadata={"means": "rows a program"})
+    block: int = field(metadata={"means": "columns a chunk"})
+    warps: int = field(metadata={"means": "warps"})
+    # What not every pipeline has follows, with a default; `means` is what a dispatch table's head calls it.
+    resident: int = field(default=1, metadata={"means": "programs a multiprocessor holds"})
+    held: int = field(default=0, metadata={"means": "chunks a program keeps"})
+
+    @property
+    def row(self) -> tuple[str | int, ...]:
+        """The fields in order, as tables have them, without those at the end that have their default."""
+        values = [(getattr(self, field.name), field.default) for field in fields(Tile)]
+        while values[-1][0] == values[-1][1]:
+            values.pop()
+        return (self.pipeline.value, *(value for value, _ in values[1:]))
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The two tiles of an instance: many rows fill a GPU by themselves, a few want more warps each."""
+
+    large: Tile
+    small: Tile
+
+
+# The architecture whose tiles serve every other that has none of its own.
+ANY = "any"
 
 
 @dataclass(frozen=True)
 class Instance:
-    """One row of the dispatch table: a mode over a bucket of row lengths, with its tile."""
+    """One row of the dispatch table: a mode over a bucket of row lengths, with its tiles by architecture, ANY first."""
 
     mode: Mode
     bucket: Bucket
-    tile: Tile
+    tiles: tuple[tuple[str, Tiles], ...]
 
     @cached_property
     def name(self) -> str:
@@ -354,9 +395,14 @@ class Instance:
         return f"{self.mode.name}_{self.bucket.name}"
 
     @property
-    def kernel(self) -> str:
-        """The symbol of the kernel that serves this instance."""
-        return self.mode.kernel(self.tile.pipeline)
+    def tile(self) -> Tile:
+        """The tile for many rows, on an architecture without tiles of its own."""
+        return self.tiles[0][1].large
+
+    @property
+    def pipelines(self) -> frozenset[Pipeline]:
+        """Every pipeline that serves this instance, on whichever architecture."""
+        return frozenset(tile.pipeline for _, tiles in self.tiles for tile in (tiles.large, tiles.small))
 
     @property
     def summary(self) -> str:

@@ -23,6 +23,8 @@ class _Row:
     wanted: Callable[[Mode, Pipeline | Part], bool] = lambda mode, pipeline: True
 
 
+_ALIGNMENT = _Row("ROW_ALIGNMENT: tl.constexpr", "elements; every row stride is a multiple of it")
+
 _FORWARD = (
     _Row("x_ptr", "(M, N) {dtype_in}"),
     _Row("x_bias_ptr", "(N,)", lambda m, p: m.x_bias),
@@ -35,16 +37,23 @@ _FORWARD = (
     _Row("y_scale_ptr", "(M,) {scale_dtype}", lambda m, p: m.fquant.quantises),
     _Row("mean_ptr", "(M,) fp32", lambda m, p: m.save_mv and m.norm.centres),
     _Row("rstd_ptr", "(M,) fp32", lambda m, p: m.save_mv),
-    _Row("x_row_stride", "elements"),
+    _Row("exchange_ptr", "(M, slices) int64, -1", lambda m, p: p is Pipeline.SPREAD),
+    _Row("row_stride", "elements, of x and y", lambda m, p: p is Part.WINDOW),
+    _Row("x_row_stride", "elements", lambda m, p: p is not Part.WINDOW),
     _Row("residual_row_stride", "elements", lambda m, p: m.fadd.adds),
-    _Row("y_row_stride", "elements"),
+    _Row("y_row_stride", "elements", lambda m, p: p is not Part.WINDOW),
     _Row("residual_out_row_stride", "elements", lambda m, p: m.fadd.stores),
-    _Row("M", "rows", lambda m, p: p is Pipeline.ROWS),
+    _Row("M", "rows", lambda m, p: p in (Pipeline.ROWS, Pipeline.SPREAD)),
     _Row("eps", "fp32"),
     _Row("weight_offset", "fp32, added to every weight", lambda m, p: not m.norm.centres),
     _Row("N: tl.constexpr", "columns, exact"),
+    _Row(_ALIGNMENT.declaration, _ALIGNMENT.comment, lambda m, p: p is not Part.WINDOW),
     _Row("ROWS: tl.constexpr", "rows a program", lambda m, p: p is Pipeline.ROWS),
     _Row("BLOCK: tl.constexpr", "columns a chunk"),
+    _Row("HELD: tl.constexpr", "chunks of the row to keep", lambda m, p: p is Pipeline.TWO_PASS and m.streams),
+    _Row("HELD: tl.constexpr", "chunks a program", lambda m, p: p is Pipeline.SPREAD),
+    _Row("PEERS: tl.constexpr", "programs a row, up to a power of two", lambda m, p: p is Pipeline.SPREAD),
+    _Row("VECTOR: tl.constexpr", "elements that a thread is to move at once", lambda m, p: p is Part.WINDOW),
 )
 
 
@@ -57,6 +66,7 @@ _BACKWARD = (
     _Row("rstd_ptr", "(M,) fp32"),
     _Row("gh_mean_ptr", "(M,) fp32, the mean of g * h", lambda m, p: p in (Pipeline.TWO_PASS, Part.ROW_TERMS)),
     _Row("g_mean_ptr", "(M,) fp32", lambda m, p: p in (Pipeline.TWO_PASS, Part.ROW_TERMS) and m.norm.centres),
+    _Row("exchange_ptr", "(tiles, slices, ROWS) int64, -1", lambda m, p: p is Pipeline.SPREAD),
     _Row("dresidual_out_ptr", "(M, N)", lambda m, p: m.fadd.stores and p is not Part.ROW_TERMS),
     _Row("dx_ptr", "(M, N) or None", lambda m, p: p is not Part.ROW_TERMS),
     _Row("dweight_ptr", "(programs, N) fp32 or None", lambda m, p: p is not Part.ROW_TERMS),
@@ -69,8 +79,10 @@ _BACKWARD = (
     _Row("M", "rows", lambda m, p: p is not Part.ROW_TERMS),
     _Row("weight_offset", "fp32, added to every weight", lambda m, p: not m.norm.centres),
     _Row("N: tl.constexpr", "columns, exact"),
-    _Row("ROWS: tl.constexpr", "rows at a time", lambda m, p: p in (Pipeline.ROWS, Pipeline.TWO_PASS)),
+    _ALIGNMENT,
+    _Row("ROWS: tl.constexpr", "rows at a time", lambda m, p: p not in (Pipeline.ONE_PASS, Part.ROW_TERMS)),
     _Row("BLOCK: tl.constexpr", "columns a chunk"),
+    _Row("PEERS: tl.constexpr", "programs a row, up to a power of two", lambda m, p: p is Pipeline.SPREAD),
 )
 
 
@@ -85,17 +97,12 @@ def params(mode: Mode, part: Pipeline | Part) -> list[Param]:
     return [Param(row.declaration, row.comment.format(**words)) for row in table if row.wanted(mode, part)]
 
 
-def decorator(mode: Mode, part: Pipeline | Part) -> str:
-    """How a kernel is decorated: where M is an argument, no value of it may cause a compilation of its own."""
-    takes_m = any(param.declaration == "M" for param in params(mode, part))
-    return '@triton.jit(do_not_specialize=["M"])' if takes_m else "@triton.jit"
-
-
 _BACKWARD_SUMMARIES: dict[Pipeline | Part, str] = {
     Pipeline.ROWS: "Tiles of several rows in turn.",
     Pipeline.ONE_PASS: "Rows in turn, each held in registers.",
     Part.ROW_TERMS: "The means along one row that its gradients need.",
     Pipeline.TWO_PASS: "A block of columns, tiles of several rows in turn.",
+    Pipeline.SPREAD: "Some columns of tiles of several rows, whose means the programs of a team exchange.",
 }
 
 
@@ -103,6 +110,8 @@ def summary(mode: Mode, part: Pipeline | Part) -> str:
     """A kernel's docstring."""
     if mode.is_backward:
         return _BACKWARD_SUMMARIES[part]
+    if part is Part.WINDOW:
+        return "One row a program, held in registers, where rows start anywhere."
     assert isinstance(part, Pipeline)
     return f"{part.summary[0].upper()}{part.summary[1:]}."
 

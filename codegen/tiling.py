@@ -1,27 +1,64 @@
-"""The standard ladder of row lengths, and the tile each bucket gets. Both are tables."""
+"""The standard ladder of row lengths, and the rule that gives a bucket its tiles where nothing was measured."""
 
 from __future__ import annotations
 
-from .model import Bucket, Direction, DType, Pipeline, Tile
+from dataclasses import dataclass
+from enum import Enum
+
+from .model import Bucket, Direction, Mode, Pipeline, Tile, Tiles
 
 # The last length of each bucket: hidden sizes that models use, so that a row fills its chunks.
-STANDARD_LENGTHS = (128, 256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384, 32768, None)
+STANDARD_LENGTHS = (128, 256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384, 32768, 65536, None)
+
+# Up to so many rows an instance takes its tile for a few: an H200 has 132 multiprocessors, and four programs on each
+# are what hides the latency of one.
+SMALL_M = 512
 
 WARP = 32
+MOST_WARPS = 32
+MOST_RESIDENT_WARPS = 64
 LOAD_BYTES = 16
 
-# (longest N, rows a program, warps): short rows are cut in two dimensions, so that a warp holds 1024 values or more.
-_ROWS_TILES = ((128, 8, 1), (256, 4, 1), (512, 4, 2), (1024, 2, 1))
 
-# (longest row in bytes, warps): a chunk is warps x 32 threads x 16 bytes, so 5120 bf16 values on 4 warps are exactly
-# five chunks; more warps once a thread would hold over 48 values.
-_ONE_PASS_TILES = ((4096, 2), (10240, 4), (24576, 8), (65536, 16))
-LONGEST_ONE_PASS = 16384
+class Load(Enum):
+    """What a kernel has to move and hold, as far as its tile depends on it; the value stands in names of classes.
 
-# (longest N, loads of 16 bytes in flight a thread), on 32 warps: from 32768 on one row no longer leaves room for a
-# second program, and reading it again from L2 (3.84 TB/s on an H200) beats holding it (3.48).
-_TWO_PASS_TILES = ((32768, 1), (None, 2))
-_TWO_PASS_WARPS = 32
+    PLAIN is x and y alone, ADD more than that.
+    """
+
+    PLAIN = ""
+    ADD = "_add"
+    QUANT = "_quant"
+
+
+@dataclass(frozen=True)
+class TileClass:
+    """Modes that share their tiles: of one direction, one size of x's elements in bytes, and one load."""
+
+    direction: Direction
+    itemsize: int
+    load: Load = Load.PLAIN
+
+    @property
+    def name(self) -> str:
+        """The word for this class in tables of tiles and on the command line."""
+        return f"{self.direction.value}_{8 * self.itemsize}bit{self.load.value}"
+
+
+CLASSES = (
+    *(TileClass(Direction.FORWARD, itemsize, load) for itemsize in (2, 4) for load in Load),
+    *(TileClass(Direction.BACKWARD, itemsize) for itemsize in (2, 4)),
+)
+
+
+def class_of(mode: Mode) -> TileClass:
+    """The class of a mode; with quantisation, a fused add makes no further difference."""
+    load = Load.PLAIN
+    if mode.fquant.quantises:
+        load = Load.QUANT
+    elif not (mode.streams or mode.is_backward):
+        load = Load.ADD
+    return TileClass(mode.direction, mode.dtype_in.itemsize, load)
 
 
 def standard_ladder() -> tuple[Bucket, ...]:
@@ -39,41 +76,87 @@ def ladder_of(lengths: tuple[int | None, ...]) -> tuple[Bucket, ...]:
     return tuple(buckets)
 
 
-# Backward: (longest N, rows, block, warps) of the two-dimensional tiles, 16 values of each operand a thread.
-_BWD_ROWS_TILES = ((128, 8, 128, 2), (256, 4, 256, 2), (512, 4, 512, 4), (1024, 2, 1024, 4))
-# (longest N, warps): a thread holds this row's x and dy, the next row's, and a sum for each of two gradients. 16 values
-# of each suit an H200 best (3.2 TB/s at 4096); at 5120 two programs of 40 (3.1) beat one of 20 (2.4).
-_BWD_ONE_PASS_TILES = ((2048, 4), (4096, 8), (6144, 4), (8192, 16))
-# Blocks of 2048 columns beat narrower ones by a tenth at N = 32768.
-_BWD_TWO_PASS_TILE = Tile(Pipeline.TWO_PASS, rows=2, block=2048, warps=8)
+def generic_tiles(kind: TileClass, bucket: Bucket) -> Tiles:
+    """The tiles for every N of a bucket on any architecture, chosen by its longest row."""
+    if kind.direction is Direction.BACKWARD:
+        tile = _backward(bucket.last, kind.itemsize)
+        return Tiles(tile, tile)
+    return Tiles(_forward(bucket.last, kind.itemsize), _forward_small(bucket.last, kind.itemsize))
 
 
-def tile_for(bucket: Bucket, dtype_in: DType, direction: Direction = Direction.FORWARD) -> Tile:
-    """The tile for every N of a bucket, chosen by its longest row and x's element size."""
-    return (_forward_tile if direction is Direction.FORWARD else _backward_tile)(bucket, dtype_in)
+def chunk(warps: int, itemsize: int) -> int:
+    """Columns that so many warps read in one load of 16 bytes a thread."""
+    return warps * WARP * LOAD_BYTES // itemsize
 
 
-def _backward_tile(bucket: Bucket, dtype: DType) -> Tile:
-    for longest, rows, block, warps in _BWD_ROWS_TILES:
-        if bucket.last is not None and bucket.last <= longest:
-            return Tile(Pipeline.ROWS, rows, block, warps)
-    for longest, warps in _BWD_ONE_PASS_TILES:
-        if bucket.last is not None and bucket.last <= longest:
-            return Tile(Pipeline.ONE_PASS, 1, _chunk(warps, dtype), warps)
-    return _BWD_TWO_PASS_TILE
+# (longest N, rows a program, warps): short rows are cut in two dimensions, so that a warp holds 1024 values or more.
+_ROWS_TILES = ((128, 8, 1), (256, 4, 1), (512, 4, 2), (1024, 2, 1))
+
+# (longest row in bytes, warps): a chunk is warps x 32 threads x 16 bytes, so 5120 bf16 values on 4 warps are exactly
+# five chunks; more warps once a thread would hold over 48 values.
+_ONE_PASS_TILES = ((4096, 2), (10240, 4), (24576, 8), (65536, 16))
+_LONGEST_ONE_PASS = 16384
+
+# (longest N, loads of 16 bytes in flight a thread), on 32 warps: from 32768 on one row no longer leaves room for a
+# second program, and reading it again from L2 (3.84 TB/s on an H200) beats holding it (3.48).
+_TWO_PASS_TILES = ((32768, 1), (None, 2))
 
 
-def _forward_tile(bucket: Bucket, dtype_in: DType) -> Tile:
-    last = bucket.last
-    if last is None or last > LONGEST_ONE_PASS:
-        loads = next(loads for longest, loads in _TWO_PASS_TILES if longest is None or (last and last <= longest))
-        return Tile(Pipeline.TWO_PASS, 1, _chunk(_TWO_PASS_WARPS, dtype_in) * loads, _TWO_PASS_WARPS)
+def _forward(last: int | None, itemsize: int) -> Tile:
+    if last is None or last > _LONGEST_ONE_PASS:
+        return _two_pass(last, itemsize)
     for longest, rows, warps in _ROWS_TILES:
         if last <= longest:
             return Tile(Pipeline.ROWS, rows, longest, warps)
-    warps = next(warps for most, warps in _ONE_PASS_TILES if last * dtype_in.itemsize <= most)
-    return Tile(Pipeline.ONE_PASS, 1, _chunk(warps, dtype_in), warps)
+    warps = next(warps for most, warps in _ONE_PASS_TILES if last * itemsize <= most)
+    return Tile(Pipeline.ONE_PASS, 1, chunk(warps, itemsize), warps)
 
 
-def _chunk(warps: int, dtype: DType) -> int:
-    return warps * WARP * LOAD_BYTES // dtype.itemsize
+def _two_pass(last: int | None, itemsize: int) -> Tile:
+    loads = next(loads for longest, loads in _TWO_PASS_TILES if longest is None or (last and last <= longest))
+    return Tile(Pipeline.TWO_PASS, 1, chunk(MOST_WARPS, itemsize) * loads, MOST_WARPS)
+
+
+# A few rows: what counts is how long one takes, so a thread holds at most 16 values (16x4096 takes 2.05 us on 8 warps
+# of an H200), or 32 of the longest row that 32 warps still hold.
+_SMALL_VALUES = 16
+_LONGEST_SMALL_ONE_PASS = 32768
+
+
+def _forward_small(last: int | None, itemsize: int) -> Tile:
+    if last is None or last > _LONGEST_SMALL_ONE_PASS:
+        return _two_pass(last, itemsize)
+    warps = min(power_of_two(-(-last // (WARP * _SMALL_VALUES))), MOST_WARPS)
+    return Tile(Pipeline.ONE_PASS, 1, min(chunk(warps, itemsize), power_of_two(last)), warps)
+
+
+def power_of_two(least: int) -> int:
+    """The smallest power of two that is not less."""
+    return 1 << (least - 1).bit_length()
+
+
+# Backward: (longest N, rows, warps, resident) of the two-dimensional tiles, 16 or 32 values of each operand a thread.
+_BWD_ROWS_TILES = ((128, 8, 2, 8), (256, 8, 2, 4), (512, 4, 2, 4), (1024, 2, 4, 4))
+# (longest N, warps, bytes a thread loads at once, resident): a thread holds this row's x and dy, the next row's, and a
+# sum for each of two gradients; 16 to 24 values of each suit an H200 (3.4 to 3.7 TB/s). Two programs of 128 registers
+# a thread beat one of 168 by 15 % at N = 5120.
+_BWD_ONE_PASS_TILES = (
+    (2048, 4, 16, 4),
+    (3072, 4, 16, 3),
+    (4096, 8, 16, 2),
+    (5120, 8, 8, 2),
+    (6144, 16, 8, 1),
+    (8192, 16, 16, 1),
+)
+# Blocks of 2048 columns beat narrower ones by a tenth at N = 32768.
+_BWD_TWO_PASS_TILE = Tile(Pipeline.TWO_PASS, rows=2, block=2048, warps=8, resident=2)
+
+
+def _backward(last: int | None, itemsize: int) -> Tile:
+    for longest, rows, warps, resident in _BWD_ROWS_TILES:
+        if last is not None and last <= longest:
+            return Tile(Pipeline.ROWS, rows, longest, warps, resident)
+    for longest, warps, load, resident in _BWD_ONE_PASS_TILES:
+        if last is not None and last <= longest:
+            return Tile(Pipeline.ONE_PASS, 1, warps * WARP * load // itemsize, warps, resident)
+    return _BWD_TWO_PASS_TILE

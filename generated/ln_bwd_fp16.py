@@ -4,10 +4,28 @@
 import triton
 import triton.language as tl
 
-from .primitives import load_chunk, load_row, row_means, scale_and_shift, store_chunk, store_partial, zero_row
+from .primitives import (
+    UNSPECIALISED,
+    gather,
+    load_chunk,
+    load_row,
+    load_rows,
+    load_scalars,
+    load_tile,
+    load_vector,
+    publish,
+    row_means,
+    row_offset,
+    scale_and_shift,
+    store_chunk,
+    store_partial,
+    tile_sums,
+    unstack,
+    zero_row,
+)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def ln_bwd_fp16_rows(
     dy_ptr,  # (M, N)
     x_ptr,  # (M, N) fp16
@@ -22,40 +40,59 @@ def ln_bwd_fp16_rows(
     dx_row_stride,  # elements
     M,  # rows
     N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     ROWS: tl.constexpr,  # rows at a time
     BLOCK: tl.constexpr,  # columns a chunk
 ):
     """Tiles of several rows in turn."""
     program = tl.program_id(0)
+    programs = tl.num_programs(0)
     cols = tl.arange(0, BLOCK)[None, :]
     col_mask = cols < N if N < BLOCK else None
+    weight = None if weight_ptr is None else load_vector(weight_ptr, cols, col_mask)
     dweight = tl.zeros((ROWS, BLOCK), tl.float32)
     dbias = tl.zeros((ROWS, BLOCK), tl.float32)
 
-    # Take tiles of rows in turn.
-    for tile in range(program, tl.cdiv(M, ROWS), tl.num_programs(0)):
-        rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
-        row_mask = rows < M
+    # Take tiles of rows in turn; the next one is on its way before this one is reduced.
+    rows = program * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
+    row_mask = rows < M
+    x_tile = load_tile(x_ptr, rows, x_row_stride, row_mask, cols, col_mask, ROW_ALIGNMENT)
+    dy_tile = load_tile(dy_ptr, rows, dy_row_stride, row_mask, cols, col_mask, ROW_ALIGNMENT)
+    mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)
+    rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
+    for tile in range(program, tl.cdiv(M, ROWS), programs):
+        next_rows = (tile + programs) * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
+        next_row_mask = next_rows < M
+        next_x_tile = load_tile(x_ptr, next_rows, x_row_stride, next_row_mask, cols, col_mask, ROW_ALIGNMENT)
+        next_dy_tile = load_tile(dy_ptr, next_rows, dy_row_stride, next_row_mask, cols, col_mask, ROW_ALIGNMENT)
+        next_mean = tl.load(mean_ptr + next_rows, mask=next_row_mask, other=0.0)
+        next_rstd = tl.load(rstd_ptr + next_rows, mask=next_row_mask, other=0.0)
         mask = row_mask & col_mask if N < BLOCK else row_mask
-        s = load_chunk(x_ptr + rows * x_row_stride, cols, mask)
-        dy = load_chunk(dy_ptr + rows * dy_row_stride, cols, mask)
-        mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)
-        rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
+        s = x_tile.to(tl.float32)
+        dy = dy_tile.to(tl.float32)
         h = (s - mean) * rstd
-        g = scale_and_shift(dy, weight_ptr, None, cols, col_mask)
+        g = dy
+        if weight_ptr is not None:
+            g *= weight.to(tl.float32)
         gh_mean, g_mean = row_means(g * h, g, N, 1)
         dx = (g - h * gh_mean - g_mean) * rstd
         if dx_ptr is not None:
-            store_chunk(dx_ptr + rows * dx_row_stride, cols, dx, mask)
+            store_chunk(dx_ptr + row_offset(rows, dx_row_stride, ROW_ALIGNMENT), cols, dx, mask)
         dweight += dy * h
         dbias += dy
+        rows = next_rows
+        row_mask = next_row_mask
+        x_tile = next_x_tile
+        dy_tile = next_dy_tile
+        mean = next_mean
+        rstd = next_rstd
 
     # Add up the tile's rows.
     store_partial(dweight_ptr, program, cols, tl.sum(dweight, axis=0, keep_dims=True), N, col_mask)
     store_partial(dbias_ptr, program, cols, tl.sum(dbias, axis=0, keep_dims=True), N, col_mask)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def ln_bwd_fp16_one_pass(
     dy_ptr,  # (M, N)
     x_ptr,  # (M, N) fp16
@@ -70,6 +107,7 @@ def ln_bwd_fp16_one_pass(
     dx_row_stride,  # elements
     M,  # rows
     N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
 ):
     """Rows in turn, each held in registers."""
@@ -80,14 +118,17 @@ def ln_bwd_fp16_one_pass(
     dbias = zero_row(N, BLOCK)
 
     # Take rows in turn; the next one is on its way before this one is reduced.
-    x_row = load_row(x_ptr + program * x_row_stride, N, BLOCK)
-    dy_row = load_row(dy_ptr + program * dy_row_stride, N, BLOCK)
+    x_row = load_row(x_ptr + row_offset(program, x_row_stride, ROW_ALIGNMENT), N, BLOCK)
+    dy_row = load_row(dy_ptr + row_offset(program, dy_row_stride, ROW_ALIGNMENT), N, BLOCK)
+    mean = tl.load(mean_ptr + program)
+    rstd = tl.load(rstd_ptr + program)
     for row in range(program, M, programs):
         next_row = tl.minimum(row + programs, M - 1)
-        next_x_row = load_row(x_ptr + next_row * x_row_stride, N, BLOCK)
-        next_dy_row = load_row(dy_ptr + next_row * dy_row_stride, N, BLOCK)
-        mean = tl.load(mean_ptr + row)
-        rstd = tl.load(rstd_ptr + row)
+        next_x_row = load_row(x_ptr + row_offset(next_row, x_row_stride, ROW_ALIGNMENT), N, BLOCK)
+        next_dy_row = load_row(dy_ptr + row_offset(next_row, dy_row_stride, ROW_ALIGNMENT), N, BLOCK)
+        next_mean = tl.load(mean_ptr + next_row)
+        next_rstd = tl.load(rstd_ptr + next_row)
+        weight_row = () if weight_ptr is None else load_row(weight_ptr, N, BLOCK)
 
         # Means along the row.
         gh_sums = tl.zeros((BLOCK,), tl.float32)
@@ -98,7 +139,9 @@ def ln_bwd_fp16_one_pass(
             s = x_row[start // BLOCK].to(tl.float32)
             dy = dy_row[start // BLOCK].to(tl.float32)
             h = (s - mean) * rstd
-            g = scale_and_shift(dy, weight_ptr, None, cols, mask)
+            g = dy
+            if weight_ptr is not None:
+                g *= weight_row[start // BLOCK].to(tl.float32)
             gh_sums += g * h
             g_sums += g
         gh_mean, g_mean = row_means(gh_sums, g_sums, N, 0)
@@ -112,16 +155,20 @@ def ln_bwd_fp16_one_pass(
             s = x_row[start // BLOCK].to(tl.float32)
             dy = dy_row[start // BLOCK].to(tl.float32)
             h = (s - mean) * rstd
-            g = scale_and_shift(dy, weight_ptr, None, cols, mask)
+            g = dy
+            if weight_ptr is not None:
+                g *= weight_row[start // BLOCK].to(tl.float32)
             dx = (g - h * gh_mean - g_mean) * rstd
             if dx_ptr is not None:
-                store_chunk(dx_ptr + row * dx_row_stride, cols, dx, mask)
+                store_chunk(dx_ptr + row_offset(row, dx_row_stride, ROW_ALIGNMENT), cols, dx, mask)
             next_dweight += (dweight[start // BLOCK] + dy * h,)
             next_dbias += (dbias[start // BLOCK] + dy,)
         dweight = next_dweight
         dbias = next_dbias
         x_row = next_x_row
         dy_row = next_dy_row
+        mean = next_mean
+        rstd = next_rstd
 
     # Leave what the rows added up to.
     for start in tl.static_range(0, N, BLOCK):
@@ -131,7 +178,7 @@ def ln_bwd_fp16_one_pass(
         store_partial(dbias_ptr, program, cols, dbias[start // BLOCK], N, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def ln_bwd_fp16_row_terms(
     dy_ptr,  # (M, N)
     x_ptr,  # (M, N) fp16
@@ -143,10 +190,10 @@ def ln_bwd_fp16_row_terms(
     dy_row_stride,  # elements
     x_row_stride,  # elements
     N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
 ):
     """The means along one row that its gradients need."""
-    FULL: tl.constexpr = N - N % BLOCK
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     mean = tl.load(mean_ptr + row)
@@ -155,19 +202,11 @@ def ln_bwd_fp16_row_terms(
     # Means along the row.
     gh_sums = tl.zeros((BLOCK,), tl.float32)
     g_sums = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, FULL, BLOCK):
+    for start in range(0, N, BLOCK):
         cols = start + lanes
-        s = load_chunk(x_ptr + row * x_row_stride, cols, None)
-        dy = load_chunk(dy_ptr + row * dy_row_stride, cols, None)
-        h = (s - mean) * rstd
-        g = scale_and_shift(dy, weight_ptr, None, cols, None)
-        gh_sums += g * h
-        g_sums += g
-    if FULL < N:
-        cols = FULL + lanes
-        mask = cols < N
-        s = load_chunk(x_ptr + row * x_row_stride, cols, mask)
-        dy = load_chunk(dy_ptr + row * dy_row_stride, cols, mask)
+        mask = cols < N if N % BLOCK != 0 else None
+        s = load_chunk(x_ptr + row_offset(row, x_row_stride, ROW_ALIGNMENT), cols, mask)
+        dy = load_chunk(dy_ptr + row_offset(row, dy_row_stride, ROW_ALIGNMENT), cols, mask)
         h = (s - mean) * rstd
         g = scale_and_shift(dy, weight_ptr, None, cols, mask)
         gh_sums += g * h
@@ -177,7 +216,7 @@ def ln_bwd_fp16_row_terms(
     tl.store(g_mean_ptr + row, g_mean)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def ln_bwd_fp16_two_pass(
     dy_ptr,  # (M, N)
     x_ptr,  # (M, N) fp16
@@ -194,6 +233,7 @@ def ln_bwd_fp16_two_pass(
     dx_row_stride,  # elements
     M,  # rows
     N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     ROWS: tl.constexpr,  # rows at a time
     BLOCK: tl.constexpr,  # columns a chunk
 ):
@@ -209,8 +249,8 @@ def ln_bwd_fp16_two_pass(
         rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
         row_mask = rows < M
         mask = row_mask & col_mask if N % BLOCK != 0 else row_mask
-        s = load_chunk(x_ptr + rows * x_row_stride, cols, mask)
-        dy = load_chunk(dy_ptr + rows * dy_row_stride, cols, mask)
+        s = load_chunk(x_ptr + row_offset(rows, x_row_stride, ROW_ALIGNMENT), cols, mask)
+        dy = load_chunk(dy_ptr + row_offset(rows, dy_row_stride, ROW_ALIGNMENT), cols, mask)
         mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
         gh_mean = tl.load(gh_mean_ptr + rows, mask=row_mask, other=0.0)
@@ -219,10 +259,101 @@ def ln_bwd_fp16_two_pass(
         g = scale_and_shift(dy, weight_ptr, None, cols, col_mask)
         dx = (g - h * gh_mean - g_mean) * rstd
         if dx_ptr is not None:
-            store_chunk(dx_ptr + rows * dx_row_stride, cols, dx, mask)
+            store_chunk(dx_ptr + row_offset(rows, dx_row_stride, ROW_ALIGNMENT), cols, dx, mask)
         dweight += dy * h
         dbias += dy
 
     # Add up the tile's rows.
     store_partial(dweight_ptr, program, cols, tl.sum(dweight, axis=0, keep_dims=True), N, col_mask)
     store_partial(dbias_ptr, program, cols, tl.sum(dbias, axis=0, keep_dims=True), N, col_mask)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def ln_bwd_fp16_spread(
+    dy_ptr,  # (M, N)
+    x_ptr,  # (M, N) fp16
+    weight_ptr,  # (N,) or None
+    mean_ptr,  # (M,) fp32
+    rstd_ptr,  # (M,) fp32
+    exchange_ptr,  # (tiles, slices, ROWS) int64, -1
+    dx_ptr,  # (M, N) or None
+    dweight_ptr,  # (programs, N) fp32 or None
+    dbias_ptr,  # (programs, N) fp32 or None
+    dy_row_stride,  # elements
+    x_row_stride,  # elements
+    dx_row_stride,  # elements
+    M,  # rows
+    N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
+    ROWS: tl.constexpr,  # rows at a time
+    BLOCK: tl.constexpr,  # columns a chunk
+    PEERS: tl.constexpr,  # programs a row, up to a power of two
+):
+    """Some columns of tiles of several rows, whose means the programs of a team exchange."""
+    SLICES: tl.constexpr = (N + BLOCK - 1) // BLOCK
+    part = tl.program_id(0)
+    team = tl.program_id(1).to(tl.int64)
+    teams = tl.num_programs(1)
+    tiles = tl.cdiv(M, ROWS)
+    cols = part * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < N if N % BLOCK != 0 else None
+    tile_rows = tl.arange(0, ROWS)
+    peers = tl.arange(0, PEERS)[None, :]
+    weight = None if weight_ptr is None else load_vector(weight_ptr, cols, mask)
+    x_bias = None
+    dweight = tl.zeros((BLOCK,), tl.float32)
+    dbias = tl.zeros((BLOCK,), tl.float32)
+
+    # A team takes tiles of rows in turn. Two are under way: the sums of this one went out a round ago.
+    x_rows = load_rows(x_ptr, team, x_row_stride, M, cols, mask, ROWS, ROW_ALIGNMENT)
+    dy_rows = load_rows(dy_ptr, team, dy_row_stride, M, cols, mask, ROWS, ROW_ALIGNMENT)
+    mean = load_scalars(mean_ptr, team, M, ROWS)
+    rstd = load_scalars(rstd_ptr, team, M, ROWS)
+    gh_sums, g_sums = tile_sums(x_rows, dy_rows, x_bias, weight, 0.0, mean, rstd, ROWS)
+    publish(exchange_ptr + (team * SLICES + part) * ROWS + tile_rows, gh_sums, g_sums)
+    next_x_rows = load_rows(x_ptr, team + teams, x_row_stride, M, cols, mask, ROWS, ROW_ALIGNMENT)
+    next_dy_rows = load_rows(dy_ptr, team + teams, dy_row_stride, M, cols, mask, ROWS, ROW_ALIGNMENT)
+    next_mean = load_scalars(mean_ptr, team + teams, M, ROWS)
+    next_rstd = load_scalars(rstd_ptr, team + teams, M, ROWS)
+    for tile in range(team, tiles, teams):
+        later_x_rows = load_rows(x_ptr, tile + 2 * teams, x_row_stride, M, cols, mask, ROWS, ROW_ALIGNMENT)
+        later_dy_rows = load_rows(dy_ptr, tile + 2 * teams, dy_row_stride, M, cols, mask, ROWS, ROW_ALIGNMENT)
+        later_mean = load_scalars(mean_ptr, tile + 2 * teams, M, ROWS)
+        later_rstd = load_scalars(rstd_ptr, tile + 2 * teams, M, ROWS)
+        gh_sums, g_sums = tile_sums(next_x_rows, next_dy_rows, x_bias, weight, 0.0, next_mean, next_rstd, ROWS)
+        if tile + teams < tiles:
+            publish(exchange_ptr + ((tile + teams) * SLICES + part) * ROWS + tile_rows, gh_sums, g_sums)
+
+        # Means along the rows, from every program of the team.
+        slots = (tile * SLICES + tl.minimum(peers, SLICES - 1)) * ROWS + tile_rows[:, None]
+        team_gh, team_g = gather(exchange_ptr + slots)
+        gh_means = unstack(tl.sum(tl.where(peers < SLICES, team_gh, 0.0), axis=1) / N, ROWS)
+        g_means = unstack(tl.sum(tl.where(peers < SLICES, team_g, 0.0), axis=1) / N, ROWS)
+
+        # Gradients.
+        for r in tl.static_range(ROWS):
+            row = tile * ROWS + r
+            row_mask = row < M if mask is None else (row < M) & mask
+            s = x_rows[r].to(tl.float32)
+            dy = dy_rows[r].to(tl.float32)
+            h = (s - mean[r]) * rstd[r]
+            g = dy
+            if weight_ptr is not None:
+                g *= weight.to(tl.float32)
+            dx = (g - h * gh_means[r] - g_means[r]) * rstd[r]
+            if dx_ptr is not None:
+                store_chunk(dx_ptr + row_offset(row, dx_row_stride, ROW_ALIGNMENT), cols, dx, row_mask)
+            dweight += dy * h
+            dbias += dy
+        x_rows = next_x_rows
+        dy_rows = next_dy_rows
+        mean = next_mean
+        rstd = next_rstd
+        next_x_rows = later_x_rows
+        next_dy_rows = later_dy_rows
+        next_mean = later_mean
+        next_rstd = later_rstd
+
+    # Leave what the rows added up to.
+    store_partial(dweight_ptr, team, cols, dweight, N, mask)
+    store_partial(dbias_ptr, team, cols, dbias, N, mask)

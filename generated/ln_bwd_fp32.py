@@ -4,10 +4,22 @@
 import triton
 import triton.language as tl
 
-from .primitives import load_chunk, load_row, row_means, scale_and_shift, store_chunk, store_partial, zero_row
+from .primitives import (
+    UNSPECIALISED,
+    load_chunk,
+    load_row,
+    load_tile,
+    load_vector,
+    row_means,
+    row_offset,
+    scale_and_shift,
+    store_chunk,
+    store_partial,
+    zero_row,
+)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def ln_bwd_fp32_rows(
     dy_ptr,  # (M, N)
     x_ptr,  # (M, N) fp32
@@ -22,40 +34,59 @@ def ln_bwd_fp32_rows(
     dx_row_stride,  # elements
     M,  # rows
     N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     ROWS: tl.constexpr,  # rows at a time
     BLOCK: tl.constexpr,  # columns a chunk
 ):
     """Tiles of several rows in turn."""
     program = tl.program_id(0)
+    programs = tl.num_programs(0)
     cols = tl.arange(0, BLOCK)[None, :]
     col_mask = cols < N if N < BLOCK else None
+    weight = None if weight_ptr is None else load_vector(weight_ptr, cols, col_mask)
     dweight = tl.zeros((ROWS, BLOCK), tl.float32)
     dbias = tl.zeros((ROWS, BLOCK), tl.float32)
 
-    # Take tiles of rows in turn.
-    for tile in range(program, tl.cdiv(M, ROWS), tl.num_programs(0)):
-        rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
-        row_mask = rows < M
+    # Take tiles of rows in turn; the next one is on its way before this one is reduced.
+    rows = program * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
+    row_mask = rows < M
+    x_tile = load_tile(x_ptr, rows, x_row_stride, row_mask, cols, col_mask, ROW_ALIGNMENT)
+    dy_tile = load_tile(dy_ptr, rows, dy_row_stride, row_mask, cols, col_mask, ROW_ALIGNMENT)
+    mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)
+    rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
+    for tile in range(program, tl.cdiv(M, ROWS), programs):
+        next_rows = (tile + programs) * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
+        next_row_mask = next_rows < M
+        next_x_tile = load_tile(x_ptr, next_rows, x_row_stride, next_row_mask, cols, col_mask, ROW_ALIGNMENT)
+        next_dy_tile = load_tile(dy_ptr, next_rows, dy_row_stride, next_row_mask, cols, col_mask, ROW_ALIGNMENT)
+        next_mean = tl.load(mean_ptr + next_rows, mask=next_row_mask, other=0.0)
+        next_rstd = tl.load(rstd_ptr + next_rows, mask=next_row_mask, other=0.0)
         mask = row_mask & col_mask if N < BLOCK else row_mask
-        s = load_chunk(x_ptr + rows * x_row_stride, cols, mask)
-        dy = load_chunk(dy_ptr + rows * dy_row_stride, cols, mask)
-        mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)
-        rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
+        s = x_tile.to(tl.float32)
+        dy = dy_tile.to(tl.float32)
         h = (s - mean) * rstd
-        g = scale_and_shift(dy, weight_ptr, None, cols, col_mask)
+        g = dy
+        if weight_ptr is not None:
+            g *= weight.to(tl.float32)
         gh_mean, g_mean = row_means(g * h, g, N, 1)
         dx = (g - h * gh_mean - g_mean) * rstd
         if dx_ptr is not None:
-            store_chunk(dx_ptr + rows * dx_row_stride, cols, dx, mask)
+            store_chunk(dx_ptr + row_offset(rows, dx_row_stride, ROW_ALIGNMENT), cols, dx, mask)
         dweight += dy * h
         dbias += dy
+        rows = next_rows
+        row_mask = next_row_mask
+        x_tile = next_x_tile
+        dy_tile = next_dy_tile
+        mean = next_mean
+        rstd = next_rstd
 
     # Add up the tile's rows.
     store_partial(dweight_ptr, program, cols, tl.sum(dweight, axis=0, keep_dims=True), N, col_mask)
     store_partial(dbias_ptr, program, cols, tl.sum(dbias, axis=0, keep_dims=True), N, col_mask)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def ln_bwd_fp32_one_pass(
     dy_ptr,  # (M, N)
     x_ptr,  # (M, N) fp32
@@ -70,6 +101,7 @@ def ln_bwd_fp32_one_pass(
     dx_row_stride,  # elements
     M,  # rows
     N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
 ):
     """Rows in turn, each held in registers."""
@@ -80,14 +112,17 @@ def ln_bwd_fp32_one_pass(
     dbias = zero_row(N, BLOCK)
 
     # Take rows in turn; the next one is on its way before this one is reduced.
-    x_row = load_row(x_ptr + program * x_row_stride, N, BLOCK)
-    dy_row = load_row(dy_ptr + program * dy_row_stride, N, BLOCK)
+    x_row = load_row(x_ptr + row_offset(program, x_row_stride, ROW_ALIGNMENT), N, BLOCK)
+    dy_row = load_row(dy_ptr + row_offset(program, dy_row_stride, ROW_ALIGNMENT), N, BLOCK)
+    mean = tl.load(mean_ptr + program)
+    rstd = tl.load(rstd_ptr + program)
     for row in range(program, M, programs):
         next_row = tl.minimum(row + programs, M - 1)
-        next_x_row = load_row(x_ptr + next_row * x_row_stride, N, BLOCK)
-        next_dy_row = load_row(dy_ptr + next_row * dy_row_stride, N, BLOCK)
-        mean = tl.load(mean_ptr + row)
-        rstd = tl.load(rstd_ptr + row)
+        next_x_row = load_row(x_ptr + row_offset(next_row, x_row_stride, ROW_ALIGNMENT), N, BLOCK)
+        next_dy_row = load_row(dy_ptr + row_offset(next_row, dy_row_stride, ROW_ALIGNMENT), N, BLOCK)
+        next_mean = tl.load(mean_ptr + next_row)
+        next_rstd = tl.load(rstd_ptr + next_row)
+        weight_row = () if weight_ptr is None else load_row(weight_ptr, N, BLOCK)
 
         # Means along the row.
         gh_sums = tl.zeros((BLOCK,), tl.float32)
@@ -98,7 +133,9 @@ def ln_bwd_fp32_one_pass(
             s = x_row[start // BLOCK].to(tl.float32)
             dy = dy_row[start // BLOCK].to(tl.float32)
             h = (s - mean) * rstd
-            g = scale_and_shift(dy, weight_ptr, None, cols, mask)
+            g = dy
+            if weight_ptr is not None:
+                g *= weight_row[start // BLOCK].to(tl.float32)
             gh_sums += g * h
             g_sums += g
         gh_mean, g_mean = row_means(gh_sums, g_sums, N, 0)
@@ -112,16 +149,20 @@ def ln_bwd_fp32_one_pass(
             s = x_row[start // BLOCK].to(tl.float32)
             dy = dy_row[start // BLOCK].to(tl.float32)
             h = (s - mean) * rstd
-            g = scale_and_shift(dy, weight_ptr, None, cols, mask)
+            g = dy
+            if weight_ptr is not None:
+                g *= weight_row[start // BLOCK].to(tl.float32)
             dx = (g - h * gh_mean - g_mean) * rstd
             if dx_ptr is not None:
-                store_chunk(dx_ptr + row * dx_row_stride, cols, dx, mask)
+                store_chunk(dx_ptr + row_offset(row, dx_row_stride, ROW_ALIGNMENT), cols, dx, mask)
             next_dweight += (dweight[start // BLOCK] + dy * h,)
             next_dbias += (dbias[start // BLOCK] + dy,)
         dweight = next_dweight
         dbias = next_dbias
         x_row = next_x_row
         dy_row = next_dy_row
+        mean = next_mean
+        rstd = next_rstd
 
     # Leave what the rows added up to.
     for start in tl.static_range(0, N, BLOCK):
@@ -131,7 +172,7 @@ def ln_bwd_fp32_one_pass(
         store_partial(dbias_ptr, program, cols, dbias[start // BLOCK], N, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def ln_bwd_fp32_row_terms(
     dy_ptr,  # (M, N)
     x_ptr,  # (M, N) fp32
@@ -143,10 +184,10 @@ def ln_bwd_fp32_row_terms(
     dy_row_stride,  # elements
     x_row_stride,  # elements
     N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
 ):
     """The means along one row that its gradients need."""
-    FULL: tl.constexpr = N - N % BLOCK
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     mean = tl.load(mean_ptr + row)
@@ -155,19 +196,11 @@ def ln_bwd_fp32_row_terms(
     # Means along the row.
     gh_sums = tl.zeros((BLOCK,), tl.float32)
     g_sums = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, FULL, BLOCK):
+    for start in range(0, N, BLOCK):
         cols = start + lanes
-        s = load_chunk(x_ptr + row * x_row_stride, cols, None)
-        dy = load_chunk(dy_ptr + row * dy_row_stride, cols, None)
-        h = (s - mean) * rstd
-        g = scale_and_shift(dy, weight_ptr, None, cols, None)
-        gh_sums += g * h
-        g_sums += g
-    if FULL < N:
-        cols = FULL + lanes
-        mask = cols < N
-        s = load_chunk(x_ptr + row * x_row_stride, cols, mask)
-        dy = load_chunk(dy_ptr + row * dy_row_stride, cols, mask)
+        mask = cols < N if N % BLOCK != 0 else None
+        s = load_chunk(x_ptr + row_offset(row, x_row_stride, ROW_ALIGNMENT), cols, mask)
+        dy = load_chunk(dy_ptr + row_offset(row, dy_row_stride, ROW_ALIGNMENT), cols, mask)
         h = (s - mean) * rstd
         g = scale_and_shift(dy, weight_ptr, None, cols, mask)
         gh_sums += g * h
@@ -177,7 +210,7 @@ def ln_bwd_fp32_row_terms(
     tl.store(g_mean_ptr + row, g_mean)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def ln_bwd_fp32_two_pass(
     dy_ptr,  # (M, N)
     x_ptr,  # (M, N) fp32
@@ -194,6 +227,7 @@ def ln_bwd_fp32_two_pass(
     dx_row_stride,  # elements
     M,  # rows
     N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     ROWS: tl.constexpr,  # rows at a time
     BLOCK: tl.constexpr,  # columns a chunk
 ):
@@ -209,8 +243,8 @@ def ln_bwd_fp32_two_pass(
         rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
         row_mask = rows < M
         mask = row_mask & col_mask if N % BLOCK != 0 else row_mask
-        s = load_chunk(x_ptr + rows * x_row_stride, cols, mask)
-        dy = load_chunk(dy_ptr + rows * dy_row_stride, cols, mask)
+        s = load_chunk(x_ptr + row_offset(rows, x_row_stride, ROW_ALIGNMENT), cols, mask)
+        dy = load_chunk(dy_ptr + row_offset(rows, dy_row_stride, ROW_ALIGNMENT), cols, mask)
         mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
         gh_mean = tl.load(gh_mean_ptr + rows, mask=row_mask, other=0.0)
@@ -219,7 +253,7 @@ def ln_bwd_fp32_two_pass(
         g = scale_and_shift(dy, weight_ptr, None, cols, col_mask)
         dx = (g - h * gh_mean - g_mean) * rstd
         if dx_ptr is not None:
-            store_chunk(dx_ptr + rows * dx_row_stride, cols, dx, mask)
+            store_chunk(dx_ptr + row_offset(rows, dx_row_stride, ROW_ALIGNMENT), cols, dx, mask)
         dweight += dy * h
         dbias += dy
 

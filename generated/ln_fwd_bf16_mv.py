@@ -7,10 +7,25 @@ Mean and rstd saved.
 import triton
 import triton.language as tl
 
-from .primitives import centre, load_chunk, row_moments, scale_and_shift, store_chunk
+from .primitives import (
+    UNSPECIALISED,
+    centre,
+    group_deviations,
+    group_means,
+    load_chunk,
+    load_early,
+    load_row,
+    load_swept,
+    merge_groups,
+    row_moments,
+    row_offset,
+    scale_and_shift,
+    scale_and_shift_chunk,
+    store_chunk,
+)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def ln_fwd_bf16_mv_rows(
     x_ptr,  # (M, N) bf16
     weight_ptr,  # (N,) or None
@@ -23,6 +38,7 @@ def ln_fwd_bf16_mv_rows(
     M,  # rows
     eps,  # fp32
     N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     ROWS: tl.constexpr,  # rows a program
     BLOCK: tl.constexpr,  # columns a chunk
 ):
@@ -32,8 +48,8 @@ def ln_fwd_bf16_mv_rows(
     row_mask = rows < M
     col_mask = cols < N if N < BLOCK else None
     mask = row_mask & col_mask if N < BLOCK else row_mask
-    x_ptr += rows * x_row_stride
-    y_ptr += rows * y_row_stride
+    x_ptr += row_offset(rows, x_row_stride, ROW_ALIGNMENT)
+    y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
 
     # Load the rows.
     s = load_chunk(x_ptr, cols, mask)
@@ -51,7 +67,7 @@ def ln_fwd_bf16_mv_rows(
     store_chunk(y_ptr, cols, y, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def ln_fwd_bf16_mv_one_pass(
     x_ptr,  # (M, N) bf16
     weight_ptr,  # (N,) or None
@@ -63,13 +79,14 @@ def ln_fwd_bf16_mv_one_pass(
     y_row_stride,  # elements
     eps,  # fp32
     N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
 ):
     """One row a program, held in registers."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
-    x_ptr += row * x_row_stride
-    y_ptr += row * y_row_stride
+    x_ptr += row_offset(row, x_row_stride, ROW_ALIGNMENT)
+    y_ptr += row_offset(row, y_row_stride, ROW_ALIGNMENT)
 
     # Load the row; every chunk of it stays in registers.
     chunks = ()
@@ -80,6 +97,8 @@ def ln_fwd_bf16_mv_one_pass(
         s = load_chunk(x_ptr, cols, mask)
         chunks += (s,)
         total += s
+    weight_row = load_early(weight_ptr, N, BLOCK)
+    bias_row = load_early(bias_ptr, N, BLOCK)
 
     # Statistics.
     pivot = tl.sum(total) / N
@@ -100,11 +119,82 @@ def ln_fwd_bf16_mv_one_pass(
     for start in tl.static_range(0, N, BLOCK):
         cols = start + lanes
         mask = cols < N if start + BLOCK > N else None
-        y = scale_and_shift((chunks[start // BLOCK] - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, mask)
+        y = (chunks[start // BLOCK] - pivot - shift) * rstd
+        y = scale_and_shift_chunk(y, weight_ptr, bias_ptr, weight_row, bias_row, start, N, BLOCK)
         store_chunk(y_ptr, cols, y, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def ln_fwd_bf16_mv_window(
+    x_ptr,  # (M, N) bf16
+    weight_ptr,  # (N,) or None
+    bias_ptr,  # (N,) or None
+    y_ptr,  # (M, N) bf16
+    mean_ptr,  # (M,) fp32
+    rstd_ptr,  # (M,) fp32
+    row_stride,  # elements, of x and y
+    eps,  # fp32
+    N: tl.constexpr,  # columns, exact
+    BLOCK: tl.constexpr,  # columns a chunk
+    VECTOR: tl.constexpr,  # elements that a thread is to move at once
+):
+    """One row a program, held in registers, where rows start anywhere."""
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+
+    # The window starts where a vector does, `lead` elements before the row, and ends with the row's last vector.
+    first = row * row_stride
+    lead = (first % VECTOR).to(tl.int32)
+    x_ptr += tl.multiple_of(first - lead, VECTOR)
+    y_ptr += tl.multiple_of(first - lead, VECTOR)
+    end = N + lead
+    last_full = tl.multiple_of(end // VECTOR * VECTOR, VECTOR)
+    readable = tl.multiple_of((end + VECTOR - 1) // VECTOR * VECTOR, VECTOR)
+
+    # Load whole vectors; what lies beside the row counts as nothing.
+    chunks = ()
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.static_range(0, N + VECTOR - 1, BLOCK):
+        cols = start + lanes
+        mask = (cols >= lead) & (cols < end) if start == 0 or start + BLOCK > N else None
+        s = load_chunk(x_ptr, cols, cols < readable if start + BLOCK > N else None)
+        if mask is not None:
+            s = tl.where(mask, s, 0.0)
+        chunks += (s,)
+        total += s
+
+    # Statistics.
+    pivot = tl.sum(total) / N
+    deviations = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.static_range(0, N + VECTOR - 1, BLOCK):
+        cols = start + lanes
+        mask = (cols >= lead) & (cols < end) if start == 0 or start + BLOCK > N else None
+        centred = centre(chunks[start // BLOCK], pivot, mask)
+        deviations += centred
+        squares += centred * centred
+    shift, variance = row_moments(deviations, squares, N, 0)
+    rstd = tl.rsqrt(variance + eps)
+    tl.store(mean_ptr + row, pivot + shift)
+    tl.store(rstd_ptr + row, rstd)
+
+    # Scale, and store the vectors that are all the row's own.
+    for start in tl.static_range(0, N + VECTOR - 1, BLOCK):
+        cols = start + lanes
+        mask = (cols >= lead) & (cols < end) if start == 0 or start + BLOCK > N else None
+        y = scale_and_shift((chunks[start // BLOCK] - pivot - shift) * rstd, weight_ptr, bias_ptr, cols - lead, mask)
+        store_chunk(y_ptr, cols, y, None if mask is None else (cols >= VECTOR) & (cols < last_full))
+
+    # The two vectors at the ends, element by element.
+    cols = tl.arange(0, 2 * VECTOR)
+    cols = tl.where(cols < VECTOR, cols, last_full + cols - VECTOR)
+    mask = (cols >= lead) & (cols < end)
+    s = load_chunk(x_ptr, cols, mask)
+    y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols - lead, mask)
+    store_chunk(y_ptr, cols, y, mask)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def ln_fwd_bf16_mv_two_pass(
     x_ptr,  # (M, N) bf16
     weight_ptr,  # (N,) or None
@@ -116,49 +206,54 @@ def ln_fwd_bf16_mv_two_pass(
     y_row_stride,  # elements
     eps,  # fp32
     N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
+    HELD: tl.constexpr,  # chunks of the row to keep
 ):
     """One row a program, read again to write it."""
-    FULL: tl.constexpr = N - N % BLOCK
+    LAST: tl.constexpr = (N - 1) // BLOCK * BLOCK
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
-    x_ptr += row * x_row_stride
-    y_ptr += row * y_row_stride
+    x_ptr += row_offset(row, x_row_stride, ROW_ALIGNMENT)
+    y_ptr += row_offset(row, y_row_stride, ROW_ALIGNMENT)
+
+    # Keep the first chunks in registers.
+    held = load_row(x_ptr, HELD * BLOCK, BLOCK)
 
     # Statistics.
     cols = lanes
-    mask = cols < N if N < BLOCK else None
-    s = load_chunk(x_ptr, cols, mask)
-    pivot = tl.sum(s) / (N if N < BLOCK else BLOCK)
-    deviations = tl.zeros((BLOCK,), tl.float32)
-    squares = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, FULL, BLOCK):
+    first_mask = cols < N if N < BLOCK else None
+    s = load_swept(x_ptr, cols, first_mask, "evict_last")
+    pivots = group_means(s, first_mask)
+    deviations = tl.zeros_like(pivots)
+    squares = tl.zeros_like(pivots)
+    for start in tl.static_range(0, HELD * BLOCK, BLOCK):
         cols = start + lanes
-        s = load_chunk(x_ptr, cols, None)
-        centred = centre(s, pivot, None)
-        deviations += centred
-        squares += centred * centred
-    if FULL < N:
-        cols = FULL + lanes
-        mask = cols < N
-        s = load_chunk(x_ptr, cols, mask)
-        centred = centre(s, pivot, mask)
-        deviations += centred
-        squares += centred * centred
-    shift, variance = row_moments(deviations, squares, N, 0)
+        s = held[start // BLOCK].to(tl.float32)
+        chunk_deviations, chunk_squares = group_deviations(s, pivots, None)
+        deviations += chunk_deviations
+        squares += chunk_squares
+    for start in range(HELD * BLOCK, N, BLOCK):
+        cols = start + lanes
+        mask = cols < N if N % BLOCK != 0 else None
+        s = load_swept(x_ptr, cols, mask, "evict_last")
+        chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
+        deviations += chunk_deviations
+        squares += chunk_squares
+    pivot, shift, variance = merge_groups(pivots, deviations, squares, N, BLOCK)
     rstd = tl.rsqrt(variance + eps)
     tl.store(mean_ptr + row, pivot + shift)
     tl.store(rstd_ptr + row, rstd)
 
     # Read the row again, scale and store.
-    for start in range(0, FULL, BLOCK):
+    for start in tl.static_range(0, HELD * BLOCK, BLOCK):
         cols = start + lanes
-        s = load_chunk(x_ptr, cols, None)
+        s = held[start // BLOCK].to(tl.float32)
         y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, None)
         store_chunk(y_ptr, cols, y, None)
-    if FULL < N:
-        cols = FULL + lanes
-        mask = cols < N
-        s = load_chunk(x_ptr, cols, mask)
+    for back in range(0, N - HELD * BLOCK, BLOCK):
+        cols = LAST - back + lanes
+        mask = cols < N if N % BLOCK != 0 else None
+        s = load_swept(x_ptr, cols, mask, "evict_first")
         y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, mask)
         store_chunk(y_ptr, cols, y, mask)

@@ -7,6 +7,28 @@ import triton.language as tl
 # Triton's CPU interpreter cuts fp32 to bf16 where hardware rounds.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
+# Arguments whose values never cause another compilation; of a stride, ROW_ALIGNMENT says all that a kernel can use.
+UNSPECIALISED = (
+    "M",
+    "row_stride",
+    "x_row_stride",
+    "residual_row_stride",
+    "y_row_stride",
+    "residual_out_row_stride",
+    "dy_row_stride",
+    "dresidual_out_row_stride",
+    "dx_row_stride",
+)
+
+
+# Read a slot past the L1 cache until it holds something other than -1: PTX, so NVIDIA's alone.
+SPIN = tl.constexpr(
+    "{ .reg .pred empty; again: ld.volatile.global.b64 $0, [$1]; setp.eq.s64 empty, $0, -1; @empty bra again; }"
+)
+
+# Values that a thread loads at once: they share a pivot, so that it keeps one sum of each kind and not eight.
+GROUP = tl.constexpr(8)
+
 
 @triton.jit
 def round_to(value, dtype: tl.constexpr):
@@ -19,9 +41,25 @@ def round_to(value, dtype: tl.constexpr):
 
 
 @triton.jit
+def row_offset(rows, row_stride, ROW_ALIGNMENT: tl.constexpr):
+    """Where rows start, with what divides it: of a stride such as 1000, Triton would only see that 16 does not."""
+    offset = rows * row_stride
+    return tl.multiple_of(offset, (ROW_ALIGNMENT, ROW_ALIGNMENT) if len(offset.shape) == 2 else ROW_ALIGNMENT)
+
+
+@triton.jit
 def load_chunk(ptr, offsets, mask):
     """Read values as fp32; a mask of None means that all of them exist, and masked lanes read 0."""
-    chunk = tl.load(ptr + offsets) if mask is None else tl.load(ptr + offsets, mask=mask, other=0.0)
+    return load_swept(ptr, offsets, mask, "")
+
+
+@triton.jit
+def load_swept(ptr, offsets, mask, EVICTION: tl.constexpr):
+    """The same, telling L2 to keep the values for another reading ("evict_last") or not to ("evict_first")."""
+    if mask is None:
+        chunk = tl.load(ptr + offsets, eviction_policy=EVICTION)
+    else:
+        chunk = tl.load(ptr + offsets, mask=mask, other=0.0, eviction_policy=EVICTION)
     return chunk.to(tl.float32)
 
 
@@ -61,6 +99,46 @@ def row_moments(deviations, squares, N: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
+def grouped(chunk):
+    """A chunk with a row for each GROUP of neighbours, which one thread holds."""
+    return tl.reshape(chunk, (chunk.shape[0] // GROUP, GROUP))
+
+
+@triton.jit
+def group_means(chunk, mask):
+    """The mean of each GROUP of neighbours; of those that exist."""
+    counts = GROUP if mask is None else tl.maximum(tl.sum(grouped(mask.to(tl.float32)), axis=1), 1.0)
+    return tl.sum(grouped(chunk), axis=1) / counts
+
+
+@triton.jit
+def group_deviations(chunk, pivots, mask):
+    """Sums of deviations from each group's pivot, and of their squares."""
+    centred = grouped(chunk) - pivots[:, None]
+    if mask is not None:
+        centred = tl.where(grouped(mask), centred, 0.0)
+    return tl.sum(centred, axis=1), tl.sum(centred * centred, axis=1)
+
+
+@triton.jit
+def merge_groups(pivots, deviations, squares, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Mean, as a pivot and what is left of it, and variance of a row, from the sums of each group over all chunks.
+
+    A group's own mean and squared deviations are exact to N / BLOCK roundings; merging groups adds their distances from
+    the mean of the row (Chan, Golub and LeVeque, 1983).
+    """
+    ragged = tl.minimum(tl.maximum(N % BLOCK - tl.arange(0, BLOCK // GROUP) * GROUP, 0), GROUP)
+    counts = (ragged + N // BLOCK * GROUP).to(tl.float32)
+    offsets = deviations / tl.maximum(counts, 1.0)
+    squares -= deviations * offsets
+    pivot = tl.sum(counts * (pivots + offsets)) / N
+    # Not the distance of a group's rounded mean: at 1e4 that would be off by 5e-4.
+    distances = pivots - pivot + offsets
+    shift, variance = row_moments(counts * distances, squares + counts * distances * distances, N, 0)
+    return pivot, shift, variance
+
+
+@triton.jit
 def scale_and_shift(h, weight_ptr, bias_ptr, cols, mask):
     """Apply weight and bias, each where there is one."""
     if weight_ptr is not None:
@@ -75,6 +153,46 @@ def scale(h, weight_ptr, weight_offset, cols, mask):
     """Apply weight + weight_offset where there is a weight."""
     if weight_ptr is not None:
         h *= load_chunk(weight_ptr, cols, mask) + weight_offset
+    return h
+
+
+@triton.jit
+def load_early(ptr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Start loading an (N,) operand before it is needed, if a row is no more than two chunks.
+
+    So rows are cut where they are few and the latency of a load counts; where they are many, registers do.
+    """
+    return load_row(ptr, N, BLOCK) if ptr is not None and N <= 2 * BLOCK else ()
+
+
+@triton.jit
+def operand_chunk(ptr, early, start: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """One chunk of an (N,) operand as fp32, loaded early or now."""
+    if N <= 2 * BLOCK:
+        chunk = early[start // BLOCK].to(tl.float32)
+    else:
+        cols = start + tl.arange(0, BLOCK)
+        chunk = load_chunk(ptr, cols, cols < N if start + BLOCK > N else None)
+    return chunk
+
+
+@triton.jit
+def scale_and_shift_chunk(
+    h, weight_ptr, bias_ptr, weight_row, bias_row, start: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Apply weight and bias to one chunk, each where there is one."""
+    if weight_ptr is not None:
+        h *= operand_chunk(weight_ptr, weight_row, start, N, BLOCK)
+    if bias_ptr is not None:
+        h += operand_chunk(bias_ptr, bias_row, start, N, BLOCK)
+    return h
+
+
+@triton.jit
+def scale_chunk(h, weight_ptr, weight_row, weight_offset, start: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Apply weight + weight_offset to one chunk where there is a weight."""
+    if weight_ptr is not None:
+        h *= operand_chunk(weight_ptr, weight_row, start, N, BLOCK) + weight_offset
     return h
 
 
@@ -164,6 +282,12 @@ def load_row(ptr, N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def load_vector(ptr, cols, mask):
+    """Some columns of an (N,) tensor in its element type; columns that do not exist read 0, and 0 is what they add."""
+    return tl.load(ptr + cols) if mask is None else tl.load(ptr + cols, mask=mask, other=0.0)
+
+
+@triton.jit
 def zero_row(N: tl.constexpr, BLOCK: tl.constexpr):
     """A row of fp32 zeros, in chunks."""
     chunks = ()
@@ -177,3 +301,156 @@ def store_partial(ptr, program, cols, total, N: tl.constexpr, mask):
     """Write what one program summed for (N,) gradients into its own row, if that gradient was asked for."""
     if ptr is not None:
         tl.store(ptr + program.to(tl.int64) * N + cols, total, mask=mask)
+
+
+@triton.jit
+def load_tile(ptr, rows, row_stride, row_mask, cols, col_mask, ROW_ALIGNMENT: tl.constexpr):
+    """Start loading a tile of rows, in its element type; rows and columns that do not exist read 0."""
+    mask = row_mask if col_mask is None else row_mask & col_mask
+    return tl.load(ptr + row_offset(rows, row_stride, ROW_ALIGNMENT) + cols, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_rows(ptr, tile, row_stride, M, cols, col_mask, ROWS: tl.constexpr, ROW_ALIGNMENT: tl.constexpr):
+    """Start loading some columns of a tile of rows, each row by itself; what does not exist reads 0."""
+    rows = ()
+    for r in tl.static_range(ROWS):
+        row = tile * ROWS + r
+        mask = row < M if col_mask is None else (row < M) & col_mask
+        rows += (tl.load(ptr + row_offset(row, row_stride, ROW_ALIGNMENT) + cols, mask=mask, other=0.0),)
+    return rows
+
+
+@triton.jit
+def load_scalars(ptr, tile, M, ROWS: tl.constexpr):
+    """One value for each row of a tile."""
+    values = ()
+    for r in tl.static_range(ROWS):
+        row = tile * ROWS + r
+        values += (tl.load(ptr + row, mask=row < M, other=0.0),)
+    return values
+
+
+@triton.jit
+def stack(rows, ROWS: tl.constexpr):
+    """Two or four tensors as one, with a last dimension or two of 2; `unstack` undoes it."""
+    if ROWS == 4:
+        rows = (tl.join(rows[0], rows[1]), tl.join(rows[2], rows[3]))
+    return tl.join(rows[0], rows[1])
+
+
+@triton.jit
+def unstack(values, ROWS: tl.constexpr):
+    """A tensor of two or four values as a tuple of scalars, in the order of `stack`."""
+    if ROWS == 4:
+        left, right = tl.split(tl.reshape(values, (2, 2)))
+        a, b = tl.split(left)
+        c, d = tl.split(right)
+        scalars = (a, b, c, d)
+    else:
+        scalars = tl.split(values)
+    return scalars
+
+
+@triton.jit
+def tile_sums(x_rows, dy_rows, x_bias, weight, weight_offset, mean, rstd, ROWS: tl.constexpr):
+    """Sums of g * h and of g over the columns at hand, one of each for every row of a tile."""
+    gh = ()
+    g = ()
+    for r in tl.static_range(ROWS):
+        s = x_rows[r].to(tl.float32)
+        if x_bias is not None:
+            s += x_bias.to(tl.float32)
+        if mean is not None:
+            s -= mean[r]
+        row_g = dy_rows[r].to(tl.float32)
+        if weight is not None:
+            row_g *= weight.to(tl.float32) + weight_offset
+        gh += (row_g * s * rstd[r],)
+        g += (row_g,)
+    gh_sums, g_sums = tl.split(tl.sum(tl.join(stack(gh, ROWS), stack(g, ROWS)), axis=0))
+    return tl.reshape(gh_sums, (ROWS,)), tl.reshape(g_sums, (ROWS,))
+
+
+@triton.jit
+def load_slice(ptr, first_col, N: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr):
+    """Start loading one program's columns of a row, in chunks that keep its element type; columns beyond N read 0."""
+    chunks = ()
+    for start in tl.static_range(0, SLICE, BLOCK):
+        cols = first_col + start + tl.arange(0, BLOCK)
+        if N % SLICE != 0:
+            chunks += (tl.load(ptr + cols, mask=cols < N, other=0.0),)
+        else:
+            chunks += (tl.load(ptr + cols),)
+    return chunks
+
+
+@triton.jit
+def load_head(ptr, first_col, N: tl.constexpr):
+    """Start loading the first eight of one program's columns."""
+    cols = first_col + tl.arange(0, 8)
+    return tl.load(ptr + cols, mask=cols < N, other=0.0)
+
+
+@triton.jit
+def slice_moments(chunks, head, first_col, N: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr):
+    """Mean and variance of one program's columns in one reduction, around the mean of the first eight.
+
+    A pivot that is a mean of K values adds at most SLICE / K roundings to the variance, whatever the others are.
+    """
+    pivot = tl.sum(head.to(tl.float32)) / tl.minimum(N - first_col, 8)
+    deviations = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.static_range(0, SLICE, BLOCK):
+        mask = first_col + start + tl.arange(0, BLOCK) < N if N % SLICE != 0 else None
+        centred = centre(chunks[start // BLOCK].to(tl.float32), pivot, mask)
+        deviations += centred
+        squares += centred * centred
+    shift, variance = row_moments(deviations, squares, tl.minimum(N - first_col, SLICE), 0)
+    return pivot + shift, variance
+
+
+@triton.jit
+def merge_slices(means, variances, peers, N: tl.constexpr, SLICE: tl.constexpr):
+    """Mean, as a pivot and what is left of it, and variance of a row from those of its slices."""
+    counts = tl.maximum(tl.minimum(N - peers * SLICE, SLICE), 0).to(tl.float32)
+    pivot = tl.sum(counts * means) / N
+    distances = means - pivot
+    shift, variance = row_moments(counts * distances, counts * (variances + distances * distances), N, 0)
+    return pivot, shift, variance
+
+
+@triton.jit
+def slice_mean_square(chunks, N: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr):
+    """What one program's columns add to the mean square of a row."""
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.static_range(0, SLICE, BLOCK):
+        s = chunks[start // BLOCK].to(tl.float32)
+        squares += s * s
+    return tl.sum(squares) / N
+
+
+@triton.jit
+def publish(slots, first, second):
+    """Leave two fp32 values for the other programs of a team, in one store of 64 bits: they see both or neither.
+
+    Two NaNs of all ones, which some hardware hands on from an input, would read as an empty slot; -2 is as good.
+    """
+    low = first.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    bits = low | (second.to(tl.int32, bitcast=True).to(tl.int64) << 32)
+    tl.store(slots, tl.where(bits == -1, -2, bits))
+
+
+@triton.jit
+def gather(slots):
+    """Wait for what every program of a team published; a slot holds -1 before that.
+
+    Each thread waits for the slots it holds. Triton keeps copies of so small a tensor in several threads; had they
+    waited in a loop of Triton's, for a maximum over one set of copies, the others might have been read too early.
+    """
+    if INTERPRETED:
+        bits = tl.load(slots)
+    else:
+        bits = tl.inline_asm_elementwise(SPIN, "=l,l", [slots], dtype=tl.int64, is_pure=False, pack=1)
+    first = bits.to(tl.int32).to(tl.float32, bitcast=True)
+    return first, (bits >> 32).to(tl.int32).to(tl.float32, bitcast=True)

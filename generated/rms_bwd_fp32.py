@@ -4,10 +4,21 @@
 import triton
 import triton.language as tl
 
-from .primitives import load_chunk, load_row, scale, store_chunk, store_partial, zero_row
+from .primitives import (
+    UNSPECIALISED,
+    load_chunk,
+    load_row,
+    load_tile,
+    load_vector,
+    row_offset,
+    scale,
+    store_chunk,
+    store_partial,
+    zero_row,
+)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def rms_bwd_fp32_rows(
     dy_ptr,  # (M, N)
     x_ptr,  # (M, N) fp32
@@ -21,36 +32,53 @@ def rms_bwd_fp32_rows(
     M,  # rows
     weight_offset,  # fp32, added to every weight
     N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     ROWS: tl.constexpr,  # rows at a time
     BLOCK: tl.constexpr,  # columns a chunk
 ):
     """Tiles of several rows in turn."""
     program = tl.program_id(0)
+    programs = tl.num_programs(0)
     cols = tl.arange(0, BLOCK)[None, :]
     col_mask = cols < N if N < BLOCK else None
+    weight = None if weight_ptr is None else load_vector(weight_ptr, cols, col_mask)
     dweight = tl.zeros((ROWS, BLOCK), tl.float32)
 
-    # Take tiles of rows in turn.
-    for tile in range(program, tl.cdiv(M, ROWS), tl.num_programs(0)):
-        rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
-        row_mask = rows < M
+    # Take tiles of rows in turn; the next one is on its way before this one is reduced.
+    rows = program * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
+    row_mask = rows < M
+    x_tile = load_tile(x_ptr, rows, x_row_stride, row_mask, cols, col_mask, ROW_ALIGNMENT)
+    dy_tile = load_tile(dy_ptr, rows, dy_row_stride, row_mask, cols, col_mask, ROW_ALIGNMENT)
+    rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
+    for tile in range(program, tl.cdiv(M, ROWS), programs):
+        next_rows = (tile + programs) * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
+        next_row_mask = next_rows < M
+        next_x_tile = load_tile(x_ptr, next_rows, x_row_stride, next_row_mask, cols, col_mask, ROW_ALIGNMENT)
+        next_dy_tile = load_tile(dy_ptr, next_rows, dy_row_stride, next_row_mask, cols, col_mask, ROW_ALIGNMENT)
+        next_rstd = tl.load(rstd_ptr + next_rows, mask=next_row_mask, other=0.0)
         mask = row_mask & col_mask if N < BLOCK else row_mask
-        s = load_chunk(x_ptr + rows * x_row_stride, cols, mask)
-        dy = load_chunk(dy_ptr + rows * dy_row_stride, cols, mask)
-        rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
+        s = x_tile.to(tl.float32)
+        dy = dy_tile.to(tl.float32)
         h = s * rstd
-        g = scale(dy, weight_ptr, weight_offset, cols, col_mask)
+        g = dy
+        if weight_ptr is not None:
+            g *= weight.to(tl.float32) + weight_offset
         gh_mean = tl.sum(g * h, axis=1, keep_dims=True) / N
         dx = (g - h * gh_mean) * rstd
         if dx_ptr is not None:
-            store_chunk(dx_ptr + rows * dx_row_stride, cols, dx, mask)
+            store_chunk(dx_ptr + row_offset(rows, dx_row_stride, ROW_ALIGNMENT), cols, dx, mask)
         dweight += dy * h
+        rows = next_rows
+        row_mask = next_row_mask
+        x_tile = next_x_tile
+        dy_tile = next_dy_tile
+        rstd = next_rstd
 
     # Add up the tile's rows.
     store_partial(dweight_ptr, program, cols, tl.sum(dweight, axis=0, keep_dims=True), N, col_mask)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def rms_bwd_fp32_one_pass(
     dy_ptr,  # (M, N)
     x_ptr,  # (M, N) fp32
@@ -64,6 +92,7 @@ def rms_bwd_fp32_one_pass(
     M,  # rows
     weight_offset,  # fp32, added to every weight
     N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
 ):
     """Rows in turn, each held in registers."""
@@ -73,13 +102,15 @@ def rms_bwd_fp32_one_pass(
     dweight = zero_row(N, BLOCK)
 
     # Take rows in turn; the next one is on its way before this one is reduced.
-    x_row = load_row(x_ptr + program * x_row_stride, N, BLOCK)
-    dy_row = load_row(dy_ptr + program * dy_row_stride, N, BLOCK)
+    x_row = load_row(x_ptr + row_offset(program, x_row_stride, ROW_ALIGNMENT), N, BLOCK)
+    dy_row = load_row(dy_ptr + row_offset(program, dy_row_stride, ROW_ALIGNMENT), N, BLOCK)
+    rstd = tl.load(rstd_ptr + program)
     for row in range(program, M, programs):
         next_row = tl.minimum(row + programs, M - 1)
-        next_x_row = load_row(x_ptr + next_row * x_row_stride, N, BLOCK)
-        next_dy_row = load_row(dy_ptr + next_row * dy_row_stride, N, BLOCK)
-        rstd = tl.load(rstd_ptr + row)
+        next_x_row = load_row(x_ptr + row_offset(next_row, x_row_stride, ROW_ALIGNMENT), N, BLOCK)
+        next_dy_row = load_row(dy_ptr + row_offset(next_row, dy_row_stride, ROW_ALIGNMENT), N, BLOCK)
+        next_rstd = tl.load(rstd_ptr + next_row)
+        weight_row = () if weight_ptr is None else load_row(weight_ptr, N, BLOCK)
 
         # Means along the row.
         gh_sums = tl.zeros((BLOCK,), tl.float32)
@@ -89,7 +120,9 @@ def rms_bwd_fp32_one_pass(
             s = x_row[start // BLOCK].to(tl.float32)
             dy = dy_row[start // BLOCK].to(tl.float32)
             h = s * rstd
-            g = scale(dy, weight_ptr, weight_offset, cols, mask)
+            g = dy
+            if weight_ptr is not None:
+                g *= weight_row[start // BLOCK].to(tl.float32) + weight_offset
             gh_sums += g * h
         gh_mean = tl.sum(gh_sums) / N
 
@@ -101,14 +134,17 @@ def rms_bwd_fp32_one_pass(
             s = x_row[start // BLOCK].to(tl.float32)
             dy = dy_row[start // BLOCK].to(tl.float32)
             h = s * rstd
-            g = scale(dy, weight_ptr, weight_offset, cols, mask)
+            g = dy
+            if weight_ptr is not None:
+                g *= weight_row[start // BLOCK].to(tl.float32) + weight_offset
             dx = (g - h * gh_mean) * rstd
             if dx_ptr is not None:
-                store_chunk(dx_ptr + row * dx_row_stride, cols, dx, mask)
+                store_chunk(dx_ptr + row_offset(row, dx_row_stride, ROW_ALIGNMENT), cols, dx, mask)
             next_dweight += (dweight[start // BLOCK] + dy * h,)
         dweight = next_dweight
         x_row = next_x_row
         dy_row = next_dy_row
+        rstd = next_rstd
 
     # Leave what the rows added up to.
     for start in tl.static_range(0, N, BLOCK):
@@ -117,7 +153,7 @@ def rms_bwd_fp32_one_pass(
         store_partial(dweight_ptr, program, cols, dweight[start // BLOCK], N, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def rms_bwd_fp32_row_terms(
     dy_ptr,  # (M, N)
     x_ptr,  # (M, N) fp32
@@ -128,28 +164,21 @@ def rms_bwd_fp32_row_terms(
     x_row_stride,  # elements
     weight_offset,  # fp32, added to every weight
     N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
 ):
     """The means along one row that its gradients need."""
-    FULL: tl.constexpr = N - N % BLOCK
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     rstd = tl.load(rstd_ptr + row)
 
     # Means along the row.
     gh_sums = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, FULL, BLOCK):
+    for start in range(0, N, BLOCK):
         cols = start + lanes
-        s = load_chunk(x_ptr + row * x_row_stride, cols, None)
-        dy = load_chunk(dy_ptr + row * dy_row_stride, cols, None)
-        h = s * rstd
-        g = scale(dy, weight_ptr, weight_offset, cols, None)
-        gh_sums += g * h
-    if FULL < N:
-        cols = FULL + lanes
-        mask = cols < N
-        s = load_chunk(x_ptr + row * x_row_stride, cols, mask)
-        dy = load_chunk(dy_ptr + row * dy_row_stride, cols, mask)
+        mask = cols < N if N % BLOCK != 0 else None
+        s = load_chunk(x_ptr + row_offset(row, x_row_stride, ROW_ALIGNMENT), cols, mask)
+        dy = load_chunk(dy_ptr + row_offset(row, dy_row_stride, ROW_ALIGNMENT), cols, mask)
         h = s * rstd
         g = scale(dy, weight_ptr, weight_offset, cols, mask)
         gh_sums += g * h
@@ -157,7 +186,7 @@ def rms_bwd_fp32_row_terms(
     tl.store(gh_mean_ptr + row, gh_mean)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def rms_bwd_fp32_two_pass(
     dy_ptr,  # (M, N)
     x_ptr,  # (M, N) fp32
@@ -172,6 +201,7 @@ def rms_bwd_fp32_two_pass(
     M,  # rows
     weight_offset,  # fp32, added to every weight
     N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     ROWS: tl.constexpr,  # rows at a time
     BLOCK: tl.constexpr,  # columns a chunk
 ):
@@ -186,15 +216,15 @@ def rms_bwd_fp32_two_pass(
         rows = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
         row_mask = rows < M
         mask = row_mask & col_mask if N % BLOCK != 0 else row_mask
-        s = load_chunk(x_ptr + rows * x_row_stride, cols, mask)
-        dy = load_chunk(dy_ptr + rows * dy_row_stride, cols, mask)
+        s = load_chunk(x_ptr + row_offset(rows, x_row_stride, ROW_ALIGNMENT), cols, mask)
+        dy = load_chunk(dy_ptr + row_offset(rows, dy_row_stride, ROW_ALIGNMENT), cols, mask)
         rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
         gh_mean = tl.load(gh_mean_ptr + rows, mask=row_mask, other=0.0)
         h = s * rstd
         g = scale(dy, weight_ptr, weight_offset, cols, col_mask)
         dx = (g - h * gh_mean) * rstd
         if dx_ptr is not None:
-            store_chunk(dx_ptr + rows * dx_row_stride, cols, dx, mask)
+            store_chunk(dx_ptr + row_offset(rows, dx_row_stride, ROW_ALIGNMENT), cols, dx, mask)
         dweight += dy * h
 
     # Add up the tile's rows.

@@ -4,10 +4,22 @@
 import triton
 import triton.language as tl
 
-from .primitives import load_chunk, scale, store_chunk
+from .primitives import (
+    GROUP,
+    UNSPECIALISED,
+    grouped,
+    load_chunk,
+    load_early,
+    load_row,
+    load_swept,
+    row_offset,
+    scale,
+    scale_chunk,
+    store_chunk,
+)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def rms_fwd_bf16_rows(
     x_ptr,  # (M, N) bf16
     weight_ptr,  # (N,) or None
@@ -18,6 +30,7 @@ def rms_fwd_bf16_rows(
     eps,  # fp32
     weight_offset,  # fp32, added to every weight
     N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     ROWS: tl.constexpr,  # rows a program
     BLOCK: tl.constexpr,  # columns a chunk
 ):
@@ -27,8 +40,8 @@ def rms_fwd_bf16_rows(
     row_mask = rows < M
     col_mask = cols < N if N < BLOCK else None
     mask = row_mask & col_mask if N < BLOCK else row_mask
-    x_ptr += rows * x_row_stride
-    y_ptr += rows * y_row_stride
+    x_ptr += row_offset(rows, x_row_stride, ROW_ALIGNMENT)
+    y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
 
     # Load the rows.
     s = load_chunk(x_ptr, cols, mask)
@@ -41,7 +54,7 @@ def rms_fwd_bf16_rows(
     store_chunk(y_ptr, cols, y, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def rms_fwd_bf16_one_pass(
     x_ptr,  # (M, N) bf16
     weight_ptr,  # (N,) or None
@@ -51,13 +64,14 @@ def rms_fwd_bf16_one_pass(
     eps,  # fp32
     weight_offset,  # fp32, added to every weight
     N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
 ):
     """One row a program, held in registers."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
-    x_ptr += row * x_row_stride
-    y_ptr += row * y_row_stride
+    x_ptr += row_offset(row, x_row_stride, ROW_ALIGNMENT)
+    y_ptr += row_offset(row, y_row_stride, ROW_ALIGNMENT)
 
     # Load the row; every chunk of it stays in registers.
     chunks = ()
@@ -68,6 +82,7 @@ def rms_fwd_bf16_one_pass(
         s = load_chunk(x_ptr, cols, mask)
         chunks += (s,)
         squares += s * s
+    weight_row = load_early(weight_ptr, N, BLOCK)
 
     # Statistics.
     rstd = tl.rsqrt(tl.sum(squares) / N + eps)
@@ -76,11 +91,68 @@ def rms_fwd_bf16_one_pass(
     for start in tl.static_range(0, N, BLOCK):
         cols = start + lanes
         mask = cols < N if start + BLOCK > N else None
-        y = scale(chunks[start // BLOCK] * rstd, weight_ptr, weight_offset, cols, mask)
+        y = chunks[start // BLOCK] * rstd
+        y = scale_chunk(y, weight_ptr, weight_row, weight_offset, start, N, BLOCK)
         store_chunk(y_ptr, cols, y, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def rms_fwd_bf16_window(
+    x_ptr,  # (M, N) bf16
+    weight_ptr,  # (N,) or None
+    y_ptr,  # (M, N) bf16
+    row_stride,  # elements, of x and y
+    eps,  # fp32
+    weight_offset,  # fp32, added to every weight
+    N: tl.constexpr,  # columns, exact
+    BLOCK: tl.constexpr,  # columns a chunk
+    VECTOR: tl.constexpr,  # elements that a thread is to move at once
+):
+    """One row a program, held in registers, where rows start anywhere."""
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+
+    # The window starts where a vector does, `lead` elements before the row, and ends with the row's last vector.
+    first = row * row_stride
+    lead = (first % VECTOR).to(tl.int32)
+    x_ptr += tl.multiple_of(first - lead, VECTOR)
+    y_ptr += tl.multiple_of(first - lead, VECTOR)
+    end = N + lead
+    last_full = tl.multiple_of(end // VECTOR * VECTOR, VECTOR)
+    readable = tl.multiple_of((end + VECTOR - 1) // VECTOR * VECTOR, VECTOR)
+
+    # Load whole vectors; what lies beside the row counts as nothing.
+    chunks = ()
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.static_range(0, N + VECTOR - 1, BLOCK):
+        cols = start + lanes
+        mask = (cols >= lead) & (cols < end) if start == 0 or start + BLOCK > N else None
+        s = load_chunk(x_ptr, cols, cols < readable if start + BLOCK > N else None)
+        if mask is not None:
+            s = tl.where(mask, s, 0.0)
+        chunks += (s,)
+        squares += s * s
+
+    # Statistics.
+    rstd = tl.rsqrt(tl.sum(squares) / N + eps)
+
+    # Scale, and store the vectors that are all the row's own.
+    for start in tl.static_range(0, N + VECTOR - 1, BLOCK):
+        cols = start + lanes
+        mask = (cols >= lead) & (cols < end) if start == 0 or start + BLOCK > N else None
+        y = scale(chunks[start // BLOCK] * rstd, weight_ptr, weight_offset, cols - lead, mask)
+        store_chunk(y_ptr, cols, y, None if mask is None else (cols >= VECTOR) & (cols < last_full))
+
+    # The two vectors at the ends, element by element.
+    cols = tl.arange(0, 2 * VECTOR)
+    cols = tl.where(cols < VECTOR, cols, last_full + cols - VECTOR)
+    mask = (cols >= lead) & (cols < end)
+    s = load_chunk(x_ptr, cols, mask)
+    y = scale(s * rstd, weight_ptr, weight_offset, cols - lead, mask)
+    store_chunk(y_ptr, cols, y, mask)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def rms_fwd_bf16_two_pass(
     x_ptr,  # (M, N) bf16
     weight_ptr,  # (N,) or None
@@ -90,37 +162,42 @@ def rms_fwd_bf16_two_pass(
     eps,  # fp32
     weight_offset,  # fp32, added to every weight
     N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
+    HELD: tl.constexpr,  # chunks of the row to keep
 ):
     """One row a program, read again to write it."""
-    FULL: tl.constexpr = N - N % BLOCK
+    LAST: tl.constexpr = (N - 1) // BLOCK * BLOCK
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
-    x_ptr += row * x_row_stride
-    y_ptr += row * y_row_stride
+    x_ptr += row_offset(row, x_row_stride, ROW_ALIGNMENT)
+    y_ptr += row_offset(row, y_row_stride, ROW_ALIGNMENT)
+
+    # Keep the first chunks in registers.
+    held = load_row(x_ptr, HELD * BLOCK, BLOCK)
 
     # Statistics.
-    squares = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, FULL, BLOCK):
+    squares = tl.zeros((BLOCK // GROUP,), tl.float32)
+    for start in tl.static_range(0, HELD * BLOCK, BLOCK):
         cols = start + lanes
-        s = load_chunk(x_ptr, cols, None)
-        squares += s * s
-    if FULL < N:
-        cols = FULL + lanes
-        mask = cols < N
-        s = load_chunk(x_ptr, cols, mask)
-        squares += s * s
+        s = held[start // BLOCK].to(tl.float32)
+        squares += tl.sum(grouped(s * s), axis=1)
+    for start in range(HELD * BLOCK, N, BLOCK):
+        cols = start + lanes
+        mask = cols < N if N % BLOCK != 0 else None
+        s = load_swept(x_ptr, cols, mask, "evict_last")
+        squares += tl.sum(grouped(s * s), axis=1)
     rstd = tl.rsqrt(tl.sum(squares) / N + eps)
 
     # Read the row again, scale and store.
-    for start in range(0, FULL, BLOCK):
+    for start in tl.static_range(0, HELD * BLOCK, BLOCK):
         cols = start + lanes
-        s = load_chunk(x_ptr, cols, None)
+        s = held[start // BLOCK].to(tl.float32)
         y = scale(s * rstd, weight_ptr, weight_offset, cols, None)
         store_chunk(y_ptr, cols, y, None)
-    if FULL < N:
-        cols = FULL + lanes
-        mask = cols < N
-        s = load_chunk(x_ptr, cols, mask)
+    for back in range(0, N - HELD * BLOCK, BLOCK):
+        cols = LAST - back + lanes
+        mask = cols < N if N % BLOCK != 0 else None
+        s = load_swept(x_ptr, cols, mask, "evict_first")
         y = scale(s * rstd, weight_ptr, weight_offset, cols, mask)
         store_chunk(y_ptr, cols, y, mask)

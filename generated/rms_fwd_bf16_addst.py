@@ -7,10 +7,21 @@ Residual added and the sum stored.
 import triton
 import triton.language as tl
 
-from .primitives import load_chunk, scale, store_chunk
+from .primitives import (
+    GROUP,
+    UNSPECIALISED,
+    grouped,
+    load_chunk,
+    load_early,
+    load_swept,
+    row_offset,
+    scale,
+    scale_chunk,
+    store_chunk,
+)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def rms_fwd_bf16_addst_rows(
     x_ptr,  # (M, N) bf16
     residual_ptr,  # (M, N)
@@ -25,6 +36,7 @@ def rms_fwd_bf16_addst_rows(
     eps,  # fp32
     weight_offset,  # fp32, added to every weight
     N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     ROWS: tl.constexpr,  # rows a program
     BLOCK: tl.constexpr,  # columns a chunk
 ):
@@ -34,10 +46,10 @@ def rms_fwd_bf16_addst_rows(
     row_mask = rows < M
     col_mask = cols < N if N < BLOCK else None
     mask = row_mask & col_mask if N < BLOCK else row_mask
-    x_ptr += rows * x_row_stride
-    residual_ptr += rows * residual_row_stride
-    y_ptr += rows * y_row_stride
-    residual_out_ptr += rows * residual_out_row_stride
+    x_ptr += row_offset(rows, x_row_stride, ROW_ALIGNMENT)
+    residual_ptr += row_offset(rows, residual_row_stride, ROW_ALIGNMENT)
+    y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
+    residual_out_ptr += row_offset(rows, residual_out_row_stride, ROW_ALIGNMENT)
 
     # Load the rows.
     s = load_chunk(x_ptr, cols, mask)
@@ -52,7 +64,7 @@ def rms_fwd_bf16_addst_rows(
     store_chunk(y_ptr, cols, y, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def rms_fwd_bf16_addst_one_pass(
     x_ptr,  # (M, N) bf16
     residual_ptr,  # (M, N)
@@ -66,15 +78,16 @@ def rms_fwd_bf16_addst_one_pass(
     eps,  # fp32
     weight_offset,  # fp32, added to every weight
     N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
 ):
     """One row a program, held in registers."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
-    x_ptr += row * x_row_stride
-    residual_ptr += row * residual_row_stride
-    y_ptr += row * y_row_stride
-    residual_out_ptr += row * residual_out_row_stride
+    x_ptr += row_offset(row, x_row_stride, ROW_ALIGNMENT)
+    residual_ptr += row_offset(row, residual_row_stride, ROW_ALIGNMENT)
+    y_ptr += row_offset(row, y_row_stride, ROW_ALIGNMENT)
+    residual_out_ptr += row_offset(row, residual_out_row_stride, ROW_ALIGNMENT)
 
     # Load the row; every chunk of it stays in registers.
     chunks = ()
@@ -84,9 +97,15 @@ def rms_fwd_bf16_addst_one_pass(
         mask = cols < N if start + BLOCK > N else None
         s = load_chunk(x_ptr, cols, mask)
         s += load_chunk(residual_ptr, cols, mask)
-        store_chunk(residual_out_ptr, cols, s, mask)
         chunks += (s,)
         squares += s * s
+    weight_row = load_early(weight_ptr, N, BLOCK)
+
+    # Store the sum; no load above could be moved up over it.
+    for start in tl.static_range(0, N, BLOCK):
+        cols = start + lanes
+        mask = cols < N if start + BLOCK > N else None
+        store_chunk(residual_out_ptr, cols, chunks[start // BLOCK], mask)
 
     # Statistics.
     rstd = tl.rsqrt(tl.sum(squares) / N + eps)
@@ -95,11 +114,12 @@ def rms_fwd_bf16_addst_one_pass(
     for start in tl.static_range(0, N, BLOCK):
         cols = start + lanes
         mask = cols < N if start + BLOCK > N else None
-        y = scale(chunks[start // BLOCK] * rstd, weight_ptr, weight_offset, cols, mask)
+        y = chunks[start // BLOCK] * rstd
+        y = scale_chunk(y, weight_ptr, weight_row, weight_offset, start, N, BLOCK)
         store_chunk(y_ptr, cols, y, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALISED)
 def rms_fwd_bf16_addst_two_pass(
     x_ptr,  # (M, N) bf16
     residual_ptr,  # (M, N)
@@ -113,45 +133,34 @@ def rms_fwd_bf16_addst_two_pass(
     eps,  # fp32
     weight_offset,  # fp32, added to every weight
     N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
 ):
     """One row a program, read again to write it."""
-    FULL: tl.constexpr = N - N % BLOCK
+    LAST: tl.constexpr = (N - 1) // BLOCK * BLOCK
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
-    x_ptr += row * x_row_stride
-    residual_ptr += row * residual_row_stride
-    y_ptr += row * y_row_stride
-    residual_out_ptr += row * residual_out_row_stride
+    x_ptr += row_offset(row, x_row_stride, ROW_ALIGNMENT)
+    residual_ptr += row_offset(row, residual_row_stride, ROW_ALIGNMENT)
+    y_ptr += row_offset(row, y_row_stride, ROW_ALIGNMENT)
+    residual_out_ptr += row_offset(row, residual_out_row_stride, ROW_ALIGNMENT)
 
     # Statistics.
-    squares = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, FULL, BLOCK):
+    squares = tl.zeros((BLOCK // GROUP,), tl.float32)
+    for start in range(0, N, BLOCK):
         cols = start + lanes
-        s = load_chunk(x_ptr, cols, None)
-        s += load_chunk(residual_ptr, cols, None)
-        squares += s * s
-    if FULL < N:
-        cols = FULL + lanes
-        mask = cols < N
-        s = load_chunk(x_ptr, cols, mask)
-        s += load_chunk(residual_ptr, cols, mask)
-        squares += s * s
+        mask = cols < N if N % BLOCK != 0 else None
+        s = load_swept(x_ptr, cols, mask, "evict_last")
+        s += load_swept(residual_ptr, cols, mask, "evict_last")
+        squares += tl.sum(grouped(s * s), axis=1)
     rstd = tl.rsqrt(tl.sum(squares) / N + eps)
 
     # Read the row again, scale and store.
-    for start in range(0, FULL, BLOCK):
-        cols = start + lanes
-        s = load_chunk(x_ptr, cols, None)
-        s += load_chunk(residual_ptr, cols, None)
-        store_chunk(residual_out_ptr, cols, s, None)  # not before the residual's last reading
-        y = scale(s * rstd, weight_ptr, weight_offset, cols, None)
-        store_chunk(y_ptr, cols, y, None)
-    if FULL < N:
-        cols = FULL + lanes
-        mask = cols < N
-        s = load_chunk(x_ptr, cols, mask)
-        s += load_chunk(residual_ptr, cols, mask)
-        store_chunk(residual_out_ptr, cols, s, mask)  # not before the residual's last reading
+    for back in range(0, N, BLOCK):
+        cols = LAST - back + lanes
+        mask = cols < N if N % BLOCK != 0 else None
+        s = load_swept(x_ptr, cols, mask, "evict_first")
+        s += load_swept(residual_ptr, cols, mask, "evict_first")
         y = scale(s * rstd, weight_ptr, weight_offset, cols, mask)
+        store_chunk(residual_out_ptr, cols, s, mask)  # not before the residual's last reading
         store_chunk(y_ptr, cols, y, mask)

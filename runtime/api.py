@@ -12,9 +12,13 @@ from . import dispatch
 from .arguments import prepare
 from .backends import backend
 from .codegen.model import FusedAdd, FusedQuant, Norm, Rounding
-from .launch import run
+from .forward import ZERO, forward_fused, forward_plain
 from .output import LayerNormOutput
 from .words import word
+
+# The defaults of `fadd` and `fquant`, and of `rounding`. A caller's own words are mostly these very objects; where they
+# are not, the call takes the longer way.
+_NONE, _NEAREST = "none", "nearest"
 
 
 def layernorm2d_fwd(
@@ -77,25 +81,38 @@ def layernorm2d_fwd(
         IllegalCombinationError: no kernel can exist for the combination asked.
         MissingInstanceError: the table lacks the instance, under NORMFORGE_ON_MISS=error.
     """
-    return run(
-        prepare(
-            Norm.LAYER,
-            x,
-            weight,
-            bias,
-            eps=eps,
-            residual=residual,
-            fadd=fadd,
-            smooth_scale=smooth_scale,
-            fquant=fquant,
-            x_bias=x_bias,
-            out_dtype=out_dtype,
-            scale_dtype=scale_dtype,
-            save_mv=save_mv,
-            rounding=rounding,
-            out=out,
-            residual_out=residual_out,
-        )
+    if (
+        residual is None
+        and fquant is _NONE
+        and fadd is _NONE
+        and out_dtype is None
+        and out is None
+        and x_bias is None
+        and smooth_scale is None
+        and residual_out is None
+        and scale_dtype is torch.float32
+        and rounding is _NEAREST
+        and (save_mv is False or save_mv is True)
+    ):
+        return forward_plain("layer", x, weight, bias, eps, ZERO, save_mv)
+    return forward_fused(
+        "layer",
+        x,
+        weight,
+        bias,
+        eps,
+        ZERO,
+        residual,
+        fadd,
+        smooth_scale,
+        fquant,
+        x_bias,
+        out_dtype,
+        scale_dtype,
+        save_mv,
+        rounding,
+        out,
+        residual_out,
     )
 
 
@@ -145,25 +162,38 @@ def rmsnorm2d_fwd(
     Raises:
         NormforgeError: one of those that `layernorm2d_fwd` lists.
     """
-    return run(
-        prepare(
-            Norm.RMS,
-            x,
-            weight,
-            eps=eps,
-            weight_offset=weight_offset,
-            residual=residual,
-            fadd=fadd,
-            smooth_scale=smooth_scale,
-            fquant=fquant,
-            x_bias=x_bias,
-            out_dtype=out_dtype,
-            scale_dtype=scale_dtype,
-            save_mv=save_mv,
-            rounding=rounding,
-            out=out,
-            residual_out=residual_out,
-        )
+    if (
+        residual is None
+        and fquant is _NONE
+        and fadd is _NONE
+        and out_dtype is None
+        and out is None
+        and x_bias is None
+        and smooth_scale is None
+        and residual_out is None
+        and scale_dtype is torch.float32
+        and rounding is _NEAREST
+        and (save_mv is False or save_mv is True)
+    ):
+        return forward_plain("rms", x, weight, None, eps, weight_offset, save_mv)
+    return forward_fused(
+        "rms",
+        x,
+        weight,
+        None,
+        eps,
+        weight_offset,
+        residual,
+        fadd,
+        smooth_scale,
+        fquant,
+        x_bias,
+        out_dtype,
+        scale_dtype,
+        save_mv,
+        rounding,
+        out,
+        residual_out,
     )
 
 

@@ -24,7 +24,7 @@ from .overlap import may_overlap
 from .words import word
 
 # Kernels take numbers as fp32; anything larger would arrive there as infinity.
-_LARGEST_FP32 = torch.finfo(torch.float32).max
+LARGEST_FP32 = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -301,9 +301,9 @@ def _flag(name: str, value: object) -> bool:
 
 def check_number(name: str, value: object, *, least: float) -> float:
     """Check that an argument is a number of at least `least` that fp32 can hold, and return it."""
-    smallest = max(least, -_LARGEST_FP32)
+    smallest = max(least, -LARGEST_FP32)
     # The comparison also fails for NaN.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not smallest <= value <= _LARGEST_FP32:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not smallest <= value <= LARGEST_FP32:
         at_least = f" of at least {least:g}" if math.isfinite(least) else ""
         raise ConflictError(f"{name}={value!r} will not do; it takes a number{at_least} that is finite in fp32")
     return float(value)

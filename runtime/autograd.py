@@ -2,31 +2,66 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import compress, product
 from typing import Any
 
 import torch
 
-from .arguments import prepare
-from .backward import layernorm2d_bwd, rmsnorm2d_bwd
+from . import dispatch
 from .codegen.model import Norm
 from .errors import GradientError
-from .launch import run
+from .forward import ZERO, forward_fused, forward_plain
+from .gradients import backward
+from .operands import PLAIN, UNREADABLE, Unlike
 from .output import LayerNormOutput
 from .rows import as_rows, walkable
 
-# What torch.nn.functional.rms_norm adds where eps is None: it computes 16-bit inputs in fp32, as the kernels do.
-DEFAULT_EPS = torch.finfo(torch.float32).eps
+# What a forward pass is told besides its tensors: the norm's word, eps, y's dtype (None for x's), and whether it is one
+# of the calls known before.
+_Told = tuple[str, float, "torch.dtype | None", bool]
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What a forward pass is told besides its tensors."""
+def normalise_known(
+    norm: str,
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    eps: float | None,
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """What `normalise` returns of arguments like those of a call before; None where there was none.
 
-    norm: Norm
-    eps: float
-    out_dtype: torch.dtype
+    Arguments need no check before: a call that `normalise` would copy or refuse something of is like none.
+    """
+    # Where torch's operators run instead, nothing is ever known.
+    if not dispatch.plans or eps.__class__ is not float:
+        return None
+    # The class of each, because 64.0 is equal to 64, and a dictionary has a length too.
+    if normalized_shape.__class__ not in _SHAPES or len(normalized_shape) != 1 or x.__class__ not in PLAIN:
+        return None
+    try:
+        n = normalized_shape[0]
+        if n.__class__ is not int or x.shape[-1] != n:
+            return None
+        recorded = torch.is_grad_enabled() and _any_requires_gradient(x, weight, bias, residual)
+    except UNREADABLE:
+        return None
+    told = (norm, eps, _result_dtype(norm, x), True)
+    try:
+        if not recorded:
+            return _launch(told, False, x, weight, bias, residual)[:2]
+        if _transforming():
+            return None
+        outputs = _apply(told, x, weight, bias, residual)
+    except Unlike:
+        return None
+    return (outputs, None) if residual is None else outputs
+
+
+_SHAPES = frozenset((tuple, torch.Size, list))
 
 
 def normalise(
@@ -36,7 +71,7 @@ def normalise(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    eps: float | None,
+    eps: float,
     out_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the kernel that serves arguments which `rows.check` has passed, recording it where a gradient is due.
@@ -48,75 +83,70 @@ def normalise(
         weight: shape, or None.
         bias: shape, or None; None for RMSNorm.
         residual: x's shape, or None for no fused add.
-        eps: None is `DEFAULT_EPS`.
+        eps: added to the variance, or the mean square.
         out_dtype: y's; None is x's, or fp32 where autocast makes it so.
 
     Returns:
         y, and residual_out where there is a residual; both of x's shape.
     """
-    inputs = (
+    rows = (
         as_rows(x, len(shape)),
         None if weight is None else weight.flatten().contiguous(),
         None if bias is None else bias.flatten().contiguous(),
         None if residual is None else as_rows(residual, len(shape)),
     )
-    call = _Call(norm, DEFAULT_EPS if eps is None else eps, out_dtype or _result_dtype(norm, x))
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
-        # torch declares no types for Function.apply.
-        y, residual_out = _Normalise.apply(call, *inputs)  # type: ignore[no-untyped-call]
+    told = (norm.value, eps, out_dtype or _result_dtype(norm.value, x), False)
+    total: torch.Tensor | None = None
+    if not (torch.is_grad_enabled() and _any_requires_gradient(*rows)):
+        y, total = _launch(told, False, *rows)[:2]
+    elif residual is None:
+        y = _Normalise.apply(told, *rows)  # type: ignore[no-untyped-call] # torch declares no types for it
     else:
-        y, residual_out, *_ = _launch(call, *inputs, save_mv=False)
-    return _unflattened(y, shape), None if residual_out is None else _unflattened(residual_out, shape)
+        y, total = _Normalise.apply(told, *rows)  # type: ignore[no-untyped-call] # likewise
+    return _unflattened(y, shape), None if total is None else _unflattened(total, shape)
+
+
+def _any_requires_gradient(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> bool:
+    return (
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+        or (residual is not None and residual.requires_grad)
+    )
+
+
+def _launch(
+    told: _Told,
+    save_mv: bool,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> LayerNormOutput:
+    norm, eps, out_dtype, known_only = told
+    if residual is None and (out_dtype is None or out_dtype is x.dtype):
+        return forward_plain(norm, x, weight, bias, eps, ZERO, save_mv, packed=save_mv, known_only=known_only)
+    fadd = "none" if residual is None else "pre_add_store"
+    modes = (residual, fadd, None, "none", None, out_dtype, torch.float32, save_mv, "nearest", None, None)
+    return forward_fused(norm, x, weight, bias, eps, ZERO, *modes, packed=save_mv, known_only=known_only)
+
+
+def _result_dtype(norm: str, x: torch.Tensor) -> torch.dtype | None:
+    # Where torch's operator would be given x in fp32, the kernel reads it as it is and returns the same numbers.
+    return torch.float32 if torch.is_autocast_enabled("cuda") and x.is_cuda and _autocasts(norm) else None
 
 
 def _unflattened(rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return rows if len(shape) == 1 else rows.view(*rows.shape[:-1], *shape)
 
 
-def _result_dtype(norm: Norm, x: torch.Tensor) -> torch.dtype:
-    # Where torch's operator would be given x in fp32, the kernel reads it as it is and returns the same numbers.
-    return torch.float32 if x.is_cuda and torch.is_autocast_enabled("cuda") and _autocasts(norm) else x.dtype
-
-
 @cache
-def _autocasts(norm: Norm) -> bool:
+def _autocasts(norm: str) -> bool:
     """Whether autocast runs torch's operator in fp32 on a GPU; none does on a CPU."""
     # Asked of torch, because releases differ: 2.11 does so with layer_norm alone, 2.13 with rms_norm too.
-    operator = {Norm.LAYER: "aten::layer_norm", Norm.RMS: "aten::rms_norm"}[norm]
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator, "AutocastCUDA"))
-
-
-def _launch(
-    call: _Call,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    *,
-    save_mv: bool,
-) -> LayerNormOutput:
-    return run(
-        prepare(
-            call.norm,
-            x,
-            weight,
-            bias,
-            eps=call.eps,
-            residual=residual,
-            fadd="none" if residual is None else "pre_add_store",
-            out_dtype=call.out_dtype,
-            save_mv=save_mv,
-        )
-    )
-
-
-@dataclass(frozen=True)
-class _Task:
-    """What a backward pass is told besides its tensors."""
-
-    dx_dtype: torch.dtype
-    bias_dtype: torch.dtype | None
-    wants: tuple[str, ...]
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{norm}_norm", "AutocastCUDA"))
 
 
 class _Normalise(torch.autograd.Function):
@@ -129,52 +159,75 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: _Call,
+        told: _Told,
         x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         residual: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        output = _launch(call, x, weight, bias, residual, save_mv=True)
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        y, total, _, _, statistics = _launch(told, True, x, weight, bias, residual)
+        ctx.told = (
+            told[0],
+            x.dtype,
+            None if bias is None else bias.dtype,
+            None if residual is None else residual.dtype,
+        )
+        if residual is None:
+            ctx.save_for_backward(x, weight, statistics)
+            return y
         # A gradient that did not arrive stays None, rather than becoming M×N zeros.
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x if residual is None else output.residual_out, weight, output.mean, output.rstd)
-        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (x, bias, residual)]
-        return output.y, output.residual_out
+        ctx.save_for_backward(total, weight, statistics)
+        return y, total
 
     @staticmethod
     def backward(
-        ctx: Any, dy: torch.Tensor | None, dresidual_out: torch.Tensor | None
+        ctx: Any, dy: torch.Tensor | None, dresidual_out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ...]:
-        _, for_x, for_weight, for_bias, for_residual = ctx.needs_input_grad
-        x_dtype, bias_dtype, residual_dtype = ctx.dtypes
+        needs = ctx.needs_input_grad
+        for_x, for_residual = needs[_X], needs[_RESIDUAL]
+        norm, x_dtype, bias_dtype, residual_dtype = ctx.told
         dx, dweight, dbias = dresidual_out, None, None
         if dy is not None:
             # One rounding each, also where x and residual differ: the wider of the two types holds what both round.
-            dtypes = [dtype for dtype, due in ((x_dtype, for_x), (residual_dtype, for_residual)) if due]
-            due = {"dx": for_x or for_residual, "dweight": for_weight, "dbias": for_bias}
-            task = _Task(
-                dx_dtype=torch.promote_types(dtypes[0], dtypes[-1]) if dtypes else x_dtype,
-                bias_dtype=bias_dtype,
-                wants=tuple(name for name, is_due in due.items() if is_due),
-            )
+            dx_dtype = x_dtype
+            if for_residual and residual_dtype is not x_dtype:
+                dx_dtype = torch.promote_types(x_dtype, residual_dtype) if for_x else residual_dtype
+            told = (norm, dx_dtype, bias_dtype, _WANTS[for_x or for_residual, needs[_WEIGHT], needs[_BIAS]])
             compute = _Gradients.apply if torch.is_grad_enabled() else _gradients
-            dx, dweight, dbias = compute(task, dy, dresidual_out, *ctx.saved_tensors)
+            dx, dweight, dbias = compute(told, dy, dresidual_out, *ctx.saved_tensors)
         return (
             None,
-            dx.to(x_dtype) if for_x and dx is not None else None,
+            _rounded(dx, x_dtype) if for_x else None,
             dweight,
             dbias,
-            dx.to(residual_dtype) if for_residual and dx is not None else None,
+            _rounded(dx, residual_dtype) if for_residual else None,
         )
+
+
+# Where `_Normalise.forward` takes its tensors.
+_X, _WEIGHT, _BIAS, _RESIDUAL = 1, 2, 3, 4
+
+# `_Normalise.apply` without what makes ready for functorch's transforms, which is 4 us of Python.
+_apply = super(torch.autograd.Function, _Normalise).apply
+_transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+
+# Which gradients are due, from whether those of x (or residual), weight and bias are.
+_WANTS: dict[tuple[bool, ...], tuple[str, ...]] = {
+    due: tuple(compress(("dx", "dweight", "dbias"), due)) for due in product((False, True), repeat=3)
+}
+
+
+def _rounded(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    return gradient if gradient is None or gradient.dtype is dtype else gradient.to(dtype)
 
 
 class _Gradients(torch.autograd.Function):
     """The backward pass as a function of its own, so that differentiating it is an error rather than a zero."""
 
     @staticmethod
-    def forward(ctx: Any, task: _Task, *tensors: Any) -> tuple[torch.Tensor | None, ...]:
-        return _gradients(task, *tensors)
+    def forward(ctx: Any, told: tuple[Any, ...], *tensors: Any) -> tuple[torch.Tensor | None, ...]:
+        return _gradients(told, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -185,23 +238,20 @@ class _Gradients(torch.autograd.Function):
 
 
 def _gradients(
-    task: _Task,
+    told: tuple[Any, ...],
     dy: torch.Tensor,
     dresidual_out: torch.Tensor | None,
     x: torch.Tensor,
     weight: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
+    statistics: torch.Tensor,
 ) -> tuple[torch.Tensor | None, ...]:
     """dx, dweight and dbias of rows, those that are due."""
-    arguments: dict[str, Any] = {
-        "rstd": rstd,
-        "dresidual_out": None if dresidual_out is None else walkable(dresidual_out),
-        "dx_dtype": task.dx_dtype,
-        "wants": task.wants,
-    }
-    if mean is None:
-        found = rmsnorm2d_bwd(walkable(dy), x, weight, **arguments)
-    else:
-        found = layernorm2d_bwd(walkable(dy), x, weight, mean=mean, bias_dtype=task.bias_dtype, **arguments)
+    norm, dx_dtype, bias_dtype, wants = told
+    shared = (x, weight, None, statistics, True, ZERO, None)
+    try:
+        found = backward(norm, dy, *shared, dresidual_out, dx_dtype, bias_dtype, wants, known_only=True)
+    except Unlike:
+        dy = walkable(dy)
+        dresidual_out = None if dresidual_out is None else walkable(dresidual_out)
+        found = backward(norm, dy, *shared, dresidual_out, dx_dtype, bias_dtype, wants)
     return found.dx, found.dweight, found.dbias

@@ -23,6 +23,7 @@ VERBS = {
     "run": Verb(".example", "run one problem, check it against the reference and time it"),
     "list": Verb(".listing", "print the dispatch table in use"),
     "generate": Verb(".codegen.cli", "generate kernels from a manifest"),
+    "tune": Verb(".tune", "measure which tiles suit this GPU, and write them down"),
     "demo": Verb(".demo", "run a handful of modes and print a table"),
 }
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from .codegen.model import Mode
 from .errors import SettingError
@@ -15,6 +18,13 @@ _lock = threading.RLock()
 _loaded: Table | None = None
 # By mode; a mode's entries are replaced together, so that readers need no lock.
 _generated: dict[str, tuple[Entry, ...]] = {}
+
+# What checked calls came to, by their keys: see `forward` and `backward`. Another table starts another dictionary, so
+# that a call which was checked under the last one and is still on its way leaves nothing in this one.
+plans: dict[Hashable, Any] = {}
+
+# Keys of tensors with several leading strides depend on M, and could grow in number without end.
+_MOST_PLANS = 4096
 
 
 def load_instances(folder: str | os.PathLike[str]) -> None:
@@ -27,10 +37,31 @@ def load_instances(folder: str | os.PathLike[str]) -> None:
     Raises:
         TableError: the folder holds no table that this version reads. The table in use stays in use.
     """
-    global _loaded
+    global _loaded, plans
     table = load_folder(Path(folder).expanduser().resolve())
     with _lock:
-        _loaded = table
+        _loaded, plans = table, {}
+
+
+@contextmanager
+def using(table: Table) -> Iterator[None]:
+    """Make every call within, in whichever thread, use another table: one that is retiled, to time or test a tile."""
+    global _loaded, plans
+    with _lock:
+        before = loaded(), plans
+        _loaded, plans = table, {}
+    try:
+        yield
+    finally:
+        with _lock:
+            _loaded, plans = before
+
+
+def remember(among: dict[Hashable, Any], key: Hashable, plan: object) -> None:
+    """Add to the `plans` that were in use when a call set out."""
+    if len(among) >= _MOST_PLANS:
+        among.clear()
+    among[key] = plan
 
 
 def instances() -> tuple[Entry, ...]:

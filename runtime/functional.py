@@ -12,6 +12,9 @@ from .backends import backend
 from .codegen.model import Norm
 from .rows import check
 
+# What torch.nn.functional.rms_norm adds where eps is None: it computes 16-bit inputs in fp32, as the kernels do.
+DEFAULT_EPS = torch.finfo(torch.float32).eps
+
 
 def layer_norm(
     x: torch.Tensor,
@@ -48,7 +51,8 @@ def layer_norm(
         GradientError: the gradient is differentiated; raised by that backward pass.
         NormforgeError: whatever else `layernorm2d_fwd` raises.
     """
-    return normalise(Norm.LAYER, x, normalized_shape, weight, bias, eps=eps)[0]
+    known = autograd.normalise_known("layer", x, normalized_shape, weight, bias, None, eps)
+    return normalise(Norm.LAYER, x, normalized_shape, weight, bias, eps=eps)[0] if known is None else known[0]
 
 
 def rms_norm(
@@ -74,7 +78,10 @@ def rms_norm(
     Raises:
         NormforgeError: one of those that `layer_norm` lists.
     """
-    return normalise(Norm.RMS, x, normalized_shape, weight, eps=eps)[0]
+    known = autograd.normalise_known(
+        "rms", x, normalized_shape, weight, None, None, DEFAULT_EPS if eps is None else eps
+    )
+    return normalise(Norm.RMS, x, normalized_shape, weight, eps=eps)[0] if known is None else known[0]
 
 
 def add_layer_norm(
@@ -148,8 +155,10 @@ def normalise(
     """
     kernel = isinstance(x, torch.Tensor) and backend(x) == "kernel"
     shape = check(norm, x, normalized_shape, weight, bias, residual, eps, kernel=kernel)
-    run = autograd.normalise if kernel else fallback.normalise
-    return run(norm, x, shape, weight, bias, residual, eps, out_dtype)
+    if not kernel:
+        return fallback.normalise(norm, x, shape, weight, bias, residual, eps, out_dtype)
+    added = DEFAULT_EPS if eps is None else float(eps)
+    return autograd.normalise(norm, x, shape, weight, bias, residual, added, out_dtype)
 
 
 def add_normalise(
@@ -166,7 +175,9 @@ def add_normalise(
     for name, tensor in (("x", x), ("residual", residual)):
         check_tensor(name, tensor)
     shape = x.shape[-1:] if normalized_shape is None else normalized_shape
-    y, residual_out = normalise(norm, x, shape, weight, bias, residual=residual, eps=eps)
+    added = DEFAULT_EPS if eps is None and norm is Norm.RMS else eps
+    known = autograd.normalise_known(norm.value, x, shape, weight, bias, residual, added)
+    y, residual_out = known or normalise(norm, x, shape, weight, bias, residual=residual, eps=eps)
     assert residual_out is not None
     return y, residual_out
 

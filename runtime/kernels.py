@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from typing import Any
 
 import torch
 
 from .codegen.tiling import WARP
 from .errors import DeviceError
+
+# Elements: what Triton's own guess at an integer stops at, and 16 bytes of the smallest type.
+MOST_ALIGNED = 16
+
+# The interpreter has none; one stands for few programs, so that a handful of rows makes each take several in turn.
+_INTERPRETED_MULTIPROCESSORS = 1
 
 _CPU = (
     "x is on {device} and generated kernels run on a GPU; move the tensors to one, "
@@ -27,24 +35,32 @@ def require_device(x: torch.Tensor) -> None:
         raise DeviceError(_CPU.format(device=x.device))
 
 
-def launch(kernel: Any, grid: tuple[int, ...], values: dict[str, object], warps: int, x: torch.Tensor) -> None:
-    """Launch a kernel on x's device and the current stream.
+def run_public(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Launch a kernel through Triton's public interface, on the current device and stream.
 
     Args:
         kernel: a `triton.JITFunction`.
         grid: programs in each dimension.
-        values: everything that the kernel may name as a parameter.
-        warps: warps a program, of 32 threads.
-        x: a tensor on the device.
+        arguments: what the kernel takes, in order.
+        options: num_warps, and what else the compiler is told.
 
     Raises:
-        DeviceError: x is on the CPU, and the interpreter was turned on too late.
+        DeviceError: tensors are on the CPU, and the interpreter was turned on too late.
     """
-    if not x.is_cuda and not _is_interpreted(kernel):
+    if interpreting() and not _is_interpreted(kernel):
         raise DeviceError("TRITON_INTERPRET=1 was set after triton was imported; set it before the program starts")
-    warps = scale_warps(warps, _warp_size(x.device) if x.is_cuda else WARP)
-    with _on_device(x):
-        kernel[grid](*[values[name] for name in kernel.arg_names], num_warps=warps)
+    kernel[grid](*arguments, **options)
+
+
+def compiles_for(device: torch.device) -> bool:
+    """Whether kernels are compiled for a device, rather than interpreted."""
+    return device.type == "cuda" and not interpreting()
+
+
+def row_alignment(*row_strides: int) -> int:
+    """The ROW_ALIGNMENT of a launch: the largest power of two, up to 16, that divides every row stride."""
+    bits = reduce(or_, row_strides, MOST_ALIGNED)
+    return bits & -bits
 
 
 def scale_warps(warps: int, warp_size: int) -> int:
@@ -69,11 +85,21 @@ def _is_interpreted(kernel: Any) -> bool:
 
 
 @cache
-def _warp_size(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).warp_size)
+def warp_size(device: torch.device) -> int:
+    """Threads of a device's warps; in the interpreter, those that tiles are made of."""
+    return int(torch.cuda.get_device_properties(device).warp_size) if device.type == "cuda" else WARP
 
 
-def _on_device(x: torch.Tensor) -> AbstractContextManager[object]:
-    if x.is_cuda and torch.cuda.current_device() != x.device.index:
-        return torch.cuda.device(x.device)
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a device has."""
+    if device.type == "cpu":
+        return _INTERPRETED_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which a device is the current one."""
+    if device.type == "cuda" and torch.cuda.current_device() != device.index:
+        return torch.cuda.device(device)
     return nullcontext()

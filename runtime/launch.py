@@ -1,104 +1,88 @@
-"""Allocates what a call returns and launches its kernel."""
+"""Allocates what a prepared forward call returns, and launches its kernel."""
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
-from . import dispatch
-from .arguments import Call, row_stride
-from .codegen.model import DType
-from .dtypes import TORCH_DTYPES
-from .kernels import interpreting, launch, require_device
 from .output import LayerNormOutput
-from .table import Entry
+from .plan import Plan
+from .row_statistics import packed_length, rstd_address, unpacked
+from .rules import new_exchange
+
+# Without the Python function that a named tuple's constructor is: 0.2 us of every call.
+make_output = tuple.__new__
 
 
-def run(call: Call) -> LayerNormOutput:
-    """Launch the instance that serves a call.
+def run(
+    plan: Plan,
+    addresses: tuple[int, ...],
+    tensors: tuple[torch.Tensor | None, ...],
+    m: int,
+    eps: float,
+    weight_offset: float,
+    out: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+    packed: bool,
+) -> LayerNormOutput:
+    """Allocate what a call returns and launch the kernel of its plan, unless there are no rows.
 
-    Raises:
-        DeviceError: no kernel can run on x's device.
-        MissingInstanceError: nothing serves the call and nothing may be generated.
+    Sizes are given as numbers where there are few: a tuple takes twice as long to parse, up to 1 us of a call.
+
+    Args:
+        plan: the call's.
+        addresses: of `plan.INPUTS`; 0 where there is none.
+        tensors: likewise, x first.
+        m: x's rows.
+        eps: added to the variance.
+        weight_offset: added to weight.
+        out: where y goes, or None for a new tensor.
+        residual_out: likewise.
+        packed: whether to return what is saved of mean and rstd in one tensor, as `row_statistics` has them, as rstd.
     """
-    require_device(call.x)
-    entry = dispatch.find(call.mode, call.n)
-    kernel = entry.load()
-    outputs = _allocate(call)
-    if call.m:
-        launch(kernel, (-(-call.m // entry.rows),), _values(call, entry, outputs), entry.warps, call.x)
+    x = tensors[0]
+    assert x is not None
+    flat = x.dim() == 2
+    y = (plan.y_like.new_empty(m, plan.n) if flat else plan.y_like.new_empty(x.shape)) if out is None else out
+    total = y_scale = mean = rstd = None
+    if plan.sum_like is not None:
+        total = residual_out
+        if total is None:
+            total = plan.sum_like.new_empty(m, plan.n) if flat else plan.sum_like.new_empty(x.shape)
+    if plan.scale_like is not None:
+        y_scale = plan.scale_like.new_empty(m) if flat else plan.scale_like.new_empty(x.shape[:-1])
+    if packed:
+        rstd = plan.statistic_like.new_empty(packed_length(m, mean=plan.saves_mean))
+    elif plan.saves_rstd:
+        like = plan.statistic_like
+        rstd = like.new_empty(m) if flat else like.new_empty(x.shape[:-1])
+        if plan.saves_mean:
+            mean = like.new_empty(m) if flat else like.new_empty(x.shape[:-1])
+    outputs = make_output(LayerNormOutput, (y, total, y_scale, mean, rstd))
+    if m == 0:
+        return outputs
+    launcher, grid, exchange, _ = plan.prepared(m)
+    work = None if exchange is None else new_exchange(plan.exchange_like, exchange(m))
+    launch = launcher.launch
+    if launch is None:
+        written = _as_tensors(plan, outputs, m, packed)
+        launcher.launch_tensors(grid(m), (*tensors, *written, work, m, eps, weight_offset))
+    else:
+        at = 0 if work is None else work.data_ptr()
+        launch(grid(m), (*addresses, *_as_addresses(plan, outputs, m, packed), at, m, eps, weight_offset))
     return outputs
 
 
-def _allocate(call: Call) -> LayerNormOutput:
-    mode, x = call.mode, call.x
-    rows = x.shape[:-1]
-
-    def per_row(dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(rows, dtype=dtype, device=x.device)
-
-    def per_element(given: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(x.shape, dtype=dtype, device=x.device) if given is None else given
-
-    return LayerNormOutput(
-        y=per_element(call.out, TORCH_DTYPES[mode.dtype_out]),
-        residual_out=(
-            per_element(call.residual_out, call.residual.dtype)
-            if mode.fadd.stores and call.residual is not None
-            else None
-        ),
-        y_scale=per_row(TORCH_DTYPES[mode.scale_dtype]) if mode.fquant.quantises else None,
-        mean=per_row(torch.float32) if mode.save_mv and mode.norm.centres else None,
-        rstd=per_row(torch.float32) if mode.save_mv else None,
-    )
+def _as_addresses(plan: Plan, outputs: LayerNormOutput, m: int, packed: bool) -> tuple[int, ...]:
+    """Of `plan.OUTPUTS`; 0 where there is none."""
+    y, total, y_scale, mean, rstd = [0 if tensor is None else tensor.data_ptr() for tensor in outputs]
+    if packed and plan.saves_mean:
+        mean, rstd = rstd, rstd_address(rstd, m)
+    return y, total, y_scale, mean, rstd
 
 
-def _values(call: Call, entry: Entry, outputs: LayerNormOutput) -> dict[str, object]:
-    """Everything a kernel may name as a parameter."""
-    y = outputs.y
-    if _encodes_in_software(call.mode.dtype_out, call.x):
-        y = y.view(torch.uint8)
-    return {
-        "x_ptr": call.x,
-        "x_bias_ptr": call.x_bias,
-        "residual_ptr": call.residual,
-        "weight_ptr": call.weight,
-        "bias_ptr": call.bias,
-        "smooth_scale_ptr": call.smooth_scale,
-        "y_ptr": y,
-        "residual_out_ptr": outputs.residual_out,
-        "y_scale_ptr": outputs.y_scale,
-        "mean_ptr": outputs.mean,
-        "rstd_ptr": outputs.rstd,
-        "x_row_stride": call.x_row_stride,
-        "residual_row_stride": call.residual_row_stride,
-        "y_row_stride": row_stride("out", y),
-        "residual_out_row_stride": (
-            0 if outputs.residual_out is None else row_stride("residual_out", outputs.residual_out)
-        ),
-        "M": call.m,
-        "eps": call.eps,
-        "weight_offset": call.weight_offset,
-        "N": call.n,
-        "ROWS": entry.rows,
-        "BLOCK": entry.block,
-    }
-
-
-# Formats that NVIDIA hardware of compute capability 8.9 and up converts to in one rounding. Everywhere else, and in
-# the interpreter, kernels are handed bytes and encode in integer arithmetic.
-_HARDWARE_FP8 = (DType.FP8_E4M3FN, DType.FP8_E5M2)
-
-
-def _encodes_in_software(dtype: DType, x: torch.Tensor) -> bool:
-    if not dtype.is_quantised or dtype.is_int:
-        return False
-    return not (dtype in _HARDWARE_FP8 and x.is_cuda and _converts_to_fp8(x.device))
-
-
-@cache
-def _converts_to_fp8(device: torch.device) -> bool:
-    if torch.version.hip is not None or interpreting():
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+def _as_tensors(plan: Plan, outputs: LayerNormOutput, m: int, packed: bool) -> tuple[torch.Tensor | None, ...]:
+    """Likewise."""
+    y, total, y_scale, mean, rstd = outputs
+    if packed and rstd is not None:
+        mean, rstd = unpacked(rstd, m)
+    return y.view(torch.uint8) if plan.y_bytes else y, total, y_scale, mean, rstd

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from ._version import __version__
 from .codegen import emit, tiling
-from .codegen.model import Instance, Mode, Pipeline
+from .codegen.model import Instance, Mode
+from .codegen.tile_tables import tiles_of
 from .errors import CacheError
-from .table import Entry, import_folder
+from .table import Entry, import_folder, make_tile
 
 logger = logging.getLogger("normforge")
 
@@ -25,18 +26,18 @@ logger = logging.getLogger("normforge")
 def plan(mode: Mode, n: int, package: str = "") -> Entry:
     """The entry that `generate` would make, over the standard ladder."""
     bucket = next(bucket for bucket in tiling.standard_ladder() if n in bucket)
-    instance = Instance(mode, bucket, tiling.tile_for(bucket, mode.dtype_in, mode.direction))
+    instance = Instance(mode, bucket, tiles_of(mode, bucket))
     return Entry(
         name=instance.name,
         mode=mode.name,
-        kernel=instance.kernel,
         first=bucket.first,
         last=bucket.last,
         bucket=bucket.name,
-        pipeline=instance.tile.pipeline.value,
-        rows=instance.tile.rows,
-        block=instance.tile.block,
-        warps=instance.tile.warps,
+        tiles=tuple(
+            (arch, (make_tile(mode.name, tiles.large), make_tile(mode.name, tiles.small)))
+            for arch, tiles in instance.tiles
+        ),
+        small_m=tiling.SMALL_M,
         package=package,
     )
 
@@ -56,8 +57,8 @@ def generate(mode: Mode, n: int, table: str) -> Entry:
         CacheError: the cache folder cannot be written.
     """
     folder = cache_folder()
-    # All three pipelines, so that the bytes do not depend on which row length came first.
-    module = emit.render_module(mode, tuple(Pipeline))
+    # All pipelines, so that the bytes do not depend on which row length came first.
+    module = emit.render_module(mode, mode.pipelines)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in (emit.shared_files(backward=True) | {f"{mode.name}.py": module}).items():

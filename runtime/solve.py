@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from . import api, dispatch, reference
+from .architecture import architecture
 from .codegen.model import Norm
 from .compare import Finding, compare
 from .machine import Machine
 from .output import LayerNormOutput
 from .problem import Problem, inputs, poisoned_outputs
-from .result import Result
-from .solve_backward import solve_backward
+from .result import Result, Run
+from .solve_backward import prepare_backward
 from .timing import median_ms
 
 _Forward = Callable[..., LayerNormOutput]
@@ -39,23 +40,38 @@ def solve(problem: Problem, machine: Machine, *, validate: bool, warmup: int, re
     Raises:
         NormforgeError: whatever the call raises; an axis combination that no kernel serves, say.
     """
-    if problem.backward:
-        return solve_backward(problem, machine, validate=validate, warmup=warmup, repeat=repeat)
-    forward, oracle = _FORWARD[problem.norm]
-    arguments = inputs(problem, machine.device)
-    instance = api.which(**arguments, norm=problem.norm)
-    outputs = poisoned_outputs(problem, machine.device)
-
-    def call() -> LayerNormOutput:
-        return forward(**arguments, **outputs)
-
+    run = prepare(problem, machine.device)
     begin = time.perf_counter()
-    result = call()
+    outputs = run.call()
     interpreted_ms = (time.perf_counter() - begin) * 1e3
-    findings = _validate(problem, oracle, arguments, result) if validate else ()
-    ms = interpreted_ms if machine.interpreted else median_ms(call, warmup=warmup, repeat=repeat)
-    kernel = next(entry.kernel for entry in dispatch.instances() if entry.name == instance)
-    return Result(instance, kernel, findings, ms, None if machine.interpreted else _bytes(arguments, result) / ms / 1e6)
+    findings = run.validate(outputs) if validate else ()
+    ms = interpreted_ms if machine.interpreted else median_ms(run.call, warmup=warmup, repeat=repeat)
+    entry = run.entry()
+    tile = entry.tile(problem.m, architecture(machine.device))
+    rate = None if machine.interpreted else run.moved(outputs) / ms / 1e6
+    return Result(entry.name, tile.kernel, findings, ms, rate)
+
+
+def prepare(problem: Problem, device: torch.device) -> Run[Any]:
+    """Make a problem's tensors, so that it can be run on a device.
+
+    Raises:
+        NormforgeError: no kernel serves the problem.
+    """
+    return prepare_backward(problem, device) if problem.backward else _prepare_forward(problem, device)
+
+
+def _prepare_forward(problem: Problem, device: torch.device) -> Run[LayerNormOutput]:
+    forward, oracle = _FORWARD[problem.norm]
+    arguments = inputs(problem, device)
+    instance = api.which(**arguments, norm=problem.norm)
+    outputs = poisoned_outputs(problem, device)
+    return Run(
+        entry=lambda: next(entry for entry in dispatch.instances() if entry.name == instance),
+        call=lambda: forward(**arguments, **outputs),
+        validate=lambda result: _validate(problem, oracle, arguments, result),
+        operands=tuple(arguments.values()),
+    )
 
 
 def _validate(
@@ -83,9 +99,3 @@ def _row_slices(problem: Problem) -> Iterator[slice]:
     rows = max(1, REFERENCE_ELEMENTS // problem.n)
     for first in range(0, problem.m, rows):
         yield slice(first, first + rows)
-
-
-def _bytes(arguments: dict[str, Any], result: LayerNormOutput) -> int:
-    """Bytes a run moves: every tensor read or written, once."""
-    tensors = [value for value in (*arguments.values(), *result) if isinstance(value, torch.Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

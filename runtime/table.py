@@ -8,56 +8,93 @@ import itertools
 import sys
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from .codegen import model
 from .codegen.model import Part
 from .errors import TableError
 
 # The table layout this runtime reads; the generator writes the same number as FORMAT.
-FORMAT = 1
+FORMAT = 2
+
+# As dispatch.py writes a tile: the word for its pipeline, then the other fields of `model.Tile` in order.
+_TileRow = tuple[Any, ...]
+# (first, last, bucket, tile for many rows, tile for a few)
+_Row = tuple[int, "int | None", str, _TileRow, _TileRow]
+_Ladder = tuple[_Row, ...]
+
+
+@dataclass(frozen=True)
+class Tile(model.Tile):
+    """How an instance runs: what the generator's tile says, and which kernel that is.
+
+    Attributes:
+        kernel: the kernel's symbol.
+    """
+
+    kernel: str = field(kw_only=True)
+
+    def without_kernel(self) -> model.Tile:
+        """What the generator's tile says, alone."""
+        return model.Tile(*(getattr(self, field.name) for field in fields(model.Tile)))
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One instance of a table, and where its kernel lives.
+    """One instance of a table, and where its kernels live.
 
     Attributes:
         name: the instance's name.
         mode: the mode's name, which is also its module's.
-        kernel: the kernel's symbol.
         first: the shortest row served.
         last: the longest row served; None has no cap.
         bucket: the bucket's name.
-        pipeline: how the kernel walks a row.
-        rows: rows a program.
-        block: columns a chunk.
-        warps: warps a program.
+        tiles: by architecture, `ANY` first: the tile for more than small_m rows, and the one for small_m or fewer.
+        small_m: see tiles.
         package: the package that holds the module.
     """
 
     name: str
     mode: str
-    kernel: str
     first: int
     last: int | None
     bucket: str
-    pipeline: str
-    rows: int
-    block: int
-    warps: int
+    tiles: tuple[tuple[str, tuple[Tile, Tile]], ...]
+    small_m: int
     package: str
 
     def serves(self, n: int) -> bool:
         """Whether rows of n elements are within first..last."""
         return self.first <= n and (self.last is None or n <= self.last)
 
-    def load(self, part: Part | None = None) -> Any:
-        """Import the module and return the kernel, or another that it needs: a `triton.JITFunction`."""
-        symbol = self.kernel if part is None else f"{self.mode}_{part.value}"
-        return self._load(self.mode, symbol)
+    def tile(self, m: int, arch: str) -> Tile:
+        """How m rows run on an architecture.
+
+        Args:
+            m: rows; all that counts is whether they are more than small_m.
+            arch: "sm_90" or "gfx942", say; one without tiles of its own takes those of `ANY`.
+        """
+        large, small = self.tiles_on(arch)
+        return large if m > self.small_m else small
+
+    def choices(self, m: int, arch: str) -> tuple[Tile, Tile]:
+        """The tile for m rows on an architecture, and, should the GPU be too small for it, the one for `ANY`."""
+        return self.tile(m, arch), self.tile(m, model.ANY)
+
+    def tiles_on(self, arch: str) -> tuple[Tile, Tile]:
+        """The tiles for many rows and for a few on an architecture."""
+        return next((tiles for name, tiles in self.tiles if name == arch), self.tiles[0][1])
+
+    def distinct_tiles(self) -> tuple[Tile, ...]:
+        """Every tile that this instance may run with, on whichever architecture, each once."""
+        return tuple(dict.fromkeys(tile for _, pair in self.tiles for tile in pair))
+
+    def load(self, kernel: Tile | Part) -> Any:
+        """Import the module and return a tile's kernel, or one that its pipeline needs: a `triton.JITFunction`."""
+        return self._load(self.mode, kernel.kernel if isinstance(kernel, Tile) else f"{self.mode}_{kernel.value}")
 
     def load_finaliser(self) -> Any:
         """The kernel that adds up what a backward kernel leaves."""
@@ -78,48 +115,84 @@ def _kernel(package: str, module: str, symbol: str) -> Any:
     return getattr(importlib.import_module(f".{module}", package), symbol)
 
 
+def make_tile(mode: str, tile: model.Tile) -> Tile:
+    """A generator's tile with the kernel that it is in a mode."""
+    values = (getattr(tile, field.name) for field in fields(model.Tile))
+    return Tile(*values, kernel=f"{mode}_{tile.pipeline.value}")
+
+
 class Table:
     """A dispatch table: mode name to a ladder of entries that ascends by row length."""
 
-    def __init__(self, package: str, ladders: dict[str, tuple[tuple[Any, ...], ...]], where: str) -> None:
+    def __init__(self, package: str, ladders: dict[str, dict[str, _Ladder]], small_m: int, where: str) -> None:
         self.package = package
         self.where = where
+        self.small_m = small_m
         self._ladders = ladders
+        self._entries: dict[tuple[str, int], Entry] = {}
         # Modes share ladders, and each ladder's bounds are needed once; an open end sorts behind every N.
+        rows = {id(by_arch[model.ANY]): by_arch[model.ANY] for by_arch in ladders.values()}
         self._bounds = {
-            id(ladder): [sys.maxsize if last is None else last for _, last, *_ in ladder] for ladder in ladders.values()
+            key: [sys.maxsize if last is None else last for _, last, *_ in ladder] for key, ladder in rows.items()
         }
 
     def find(self, mode: str, n: int) -> Entry | None:
         """The entry that serves rows of n elements in a mode, or None."""
-        ladder = self._ladders.get(mode)
-        if ladder is None:
+        by_arch = self._ladders.get(mode)
+        if by_arch is None:
             return None
+        ladder = by_arch[model.ANY]
         index = bisect_left(self._bounds[id(ladder)], n)
         if index == len(ladder) or n < ladder[index][0]:
             return None
-        return self._entry(mode, ladder[index])
+        return self._entry(mode, index)
 
     def __iter__(self) -> Iterator[Entry]:
-        for mode, ladder in self._ladders.items():
-            for row in ladder:
-                yield self._entry(mode, row)
+        for mode, by_arch in self._ladders.items():
+            for index in range(len(by_arch[model.ANY])):
+                yield self._entry(mode, index)
 
-    def _entry(self, mode: str, row: tuple[Any, ...]) -> Entry:
-        first, last, bucket, pipeline, rows, block, warps = row
-        return Entry(
-            name=f"{mode}_{bucket}",
-            mode=mode,
-            kernel=f"{mode}_{pipeline}",
-            first=first,
-            last=last,
-            bucket=bucket,
-            pipeline=pipeline,
-            rows=rows,
-            block=block,
-            warps=warps,
-            package=self.package,
-        )
+    def _entry(self, mode: str, index: int) -> Entry:
+        made = self._entries.get((mode, index))
+        if made is None:
+            by_arch = self._ladders[mode]
+            first, last, bucket, *_ = by_arch[model.ANY][index]
+            made = Entry(
+                name=f"{mode}_{bucket}",
+                mode=mode,
+                first=first,
+                last=last,
+                bucket=bucket,
+                tiles=tuple((arch, _tiles(mode, ladder[index])) for arch, ladder in by_arch.items()),
+                small_m=self.small_m,
+                package=self.package,
+            )
+            self._entries[mode, index] = made
+        return made
+
+
+def _tiles(mode: str, row: _Row) -> tuple[Tile, Tile]:
+    large, small = (make_tile(mode, model.Tile(model.Pipeline(word), *values)) for word, *values in row[3:])
+    return large, small
+
+
+class RetiledTable(Table):
+    """Another table, but for one instance, which has a single tile for every M and architecture."""
+
+    def __init__(self, table: Table, entry: Entry, tile: model.Tile) -> None:
+        super().__init__(table.package, {}, table.small_m, table.where)
+        own = make_tile(entry.mode, tile)
+        self._table = table
+        self._entry_retiled = replace(entry, tiles=((model.ANY, (own, own)),))
+
+    def find(self, mode: str, n: int) -> Entry | None:
+        """The retiled entry if it serves the rows, else the other table's."""
+        retiled = self._entry_retiled
+        return retiled if retiled.mode == mode and retiled.serves(n) else self._table.find(mode, n)
+
+    def __iter__(self) -> Iterator[Entry]:
+        yield self._entry_retiled
+        yield from (entry for entry in self._table if entry.name != self._entry_retiled.name)
 
 
 _folder_number = itertools.count(1)
@@ -173,10 +246,11 @@ def table_of(package: str, where: str) -> Table:
             f"the dispatch table of {where} has format {found} and this normforge reads {FORMAT}; "
             "generate the folder anew with this version"
         )
-    ladders = dispatch.get("TABLE")
-    if not isinstance(ladders, dict):
-        raise TableError(f"the dispatch.py of {where} defines no TABLE; generate the folder anew")
-    return Table(package, ladders, where)
+    ladders, small_m = dispatch.get("TABLE"), dispatch.get("SMALL_M")
+    if not isinstance(ladders, dict) or not isinstance(small_m, int):
+        missing = "SMALL_M" if isinstance(ladders, dict) else "TABLE"
+        raise TableError(f"the dispatch.py of {where} defines no {missing}; generate the folder anew")
+    return Table(package, ladders, small_m, where)
 
 
 def _read_dispatch(package: str) -> dict[str, Any]:

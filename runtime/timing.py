@@ -1,4 +1,4 @@
-"""How long a call takes on a GPU, with a cold L2 cache."""
+"""How long a call takes on a GPU: with a cold L2 cache, or with the host left out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,30 @@ import torch
 # More than the L2 cache of any GPU today, and 0.25 ms of an H200's time: the host needs about 0.1 ms for a launch, and
 # with 256 MiB (what triton.testing.do_bench writes) short kernels were timed at what the host takes.
 FLUSH_BYTES = 2**30
+
+
+def graph_ms(call: Callable[[], object], *, calls: int, repeat: int) -> float:
+    """The median time of one call out of `calls` that are replayed as a CUDA graph, `repeat` times, with a warm L2.
+
+    That is how short a kernel's time is when the host has no part in it.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # torch.cuda.graph would collect garbage first, which takes longer than all that is measured here.
+    with torch.Stream("cuda"):
+        call()
+        torch.cuda.synchronize()
+        graph.capture_begin()
+        for _ in range(calls):
+            call()
+        graph.capture_end()
+    graph.replay()
+    events = [(torch.Event(enable_timing=True), torch.Event(enable_timing=True)) for _ in range(repeat)]
+    for start, end in events:
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events) / calls
 
 
 def median_ms(call: Callable[[], object], *, warmup: int, repeat: int) -> float:

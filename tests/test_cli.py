@@ -116,8 +116,8 @@ def test_arguments_resolve_to_a_problem(argv: str, expected: dict[str, Any]) -> 
         ("list --all", ["--all"]),
         ("list ln_fwd_fp61_*", ["'ln_fwd_fp61_*'", "nearest", "ln_fwd_fp16_"]),
         ("demo fast", ["fast"]),
-        ("bench", ["no verb 'bench'", "run, list, generate, demo"]),
-        ("", ["a verb is needed", "run, list, generate, demo"]),
+        ("bench", ["no verb 'bench'", "run, list, generate, tune, demo"]),
+        ("", ["a verb is needed", "run, list, generate, tune, demo"]),
     ],
 )
 def test_a_request_that_cannot_be_carried_out_says_why(
@@ -300,8 +300,9 @@ def test_list_takes_globs(capsys: pytest.CaptureFixture[str]) -> None:
     assert status("list", "ln_fwd_fp16_n4096", "rms_fwd_bf16_n1024") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:4]] == ["ln_fwd_fp16_n4096", "rms_fwd_bf16_n1024"]
-    assert "ln_fwd_fp16_one_pass" in lines[2]
     assert "3073..4096" in lines[2]
+    assert "one_pass 1×1024 on 4 warps" in lines[2]
+    assert "rows 2×1024 on 1 warp " in lines[3]
     assert lines[-1] == f"2 of {len(normforge.instances())} instances"
 
 

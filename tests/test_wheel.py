@@ -101,6 +101,12 @@ def test_every_source_is_in_the_wheel(installed: Installed, folder: str, package
     assert {path.name for path in (installed.packages / package).glob(pattern) if path.is_file()} == expected
 
 
+def test_the_measured_tiles_are_in_the_wheel(installed: Installed) -> None:
+    tables = {path.name: path.read_bytes() for path in (ROOT / "codegen" / "tiles").glob("*.yaml")}
+    there = installed.packages / "normforge" / "codegen" / "tiles"
+    assert {path.name: path.read_bytes() for path in there.glob("*.yaml")} == tables
+
+
 def test_a_users_own_kernels_are_generated_and_run(installed: Installed, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(MANIFEST)
     generated = installed.run("generate", "--manifest", "mine.yaml", "--out", "kernels", cwd=tmp_path)

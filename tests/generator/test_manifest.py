@@ -7,7 +7,8 @@ from pathlib import Path
 
 from normforge.codegen.manifest import Manifest, load
 from normforge.codegen.model import DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
-from normforge.codegen.tiling import standard_ladder, tile_for
+from normforge.codegen.tile_tables import tiles_of
+from normforge.codegen.tiling import standard_ladder
 
 
 def names(manifest: Manifest) -> list[str]:
@@ -99,10 +100,10 @@ def test_a_byte_order_mark_is_no_part_of_the_manifest(expand: Callable[[str], Ma
     assert names(expand("\ufeffgroups:\n  a: {norm: rms, dtype_in: fp16, n: n128}\n")) == ["rms_fwd_fp16_n128"]
 
 
-def test_the_tile_is_that_of_the_bucket_and_dtype(expand: Callable[[str], Manifest]) -> None:
+def test_the_tiles_are_those_of_the_bucket_and_class(expand: Callable[[str], Manifest]) -> None:
     manifest = expand("groups:\n  a: {norm: rms, dtype_in: [fp16, fp32]}\n")
     for instance in manifest.instances:
-        assert instance.tile == tile_for(instance.bucket, instance.mode.dtype_in, instance.mode.direction)
+        assert instance.tiles == tiles_of(instance.mode, instance.bucket)
 
 
 def test_the_default_set_is_what_most_models_need(repository: Path) -> None:
@@ -112,15 +113,17 @@ def test_the_default_set_is_what_most_models_need(repository: Path) -> None:
         by_group.setdefault(entry.group, set()).add(entry.instance.mode)
     assert {group: len(modes) for group, modes in by_group.items()} == {
         "inference": 6,
-        "residual": 8,
+        "residual": 4,
+        "last_residual": 2,
         "training": 6,
         "residual_training": 2,
         "gradients": 6,
         "residual_gradients": 2,
-        "quantisation": 32,
+        "quantisation": 16,
+        "fp16_quantisation": 4,
     }
     assert manifest.buckets == standard_ladder()
-    assert len(manifest.instances) == 62 * len(standard_ladder())
+    assert len(manifest.instances) == 48 * len(standard_ladder())
     assert all(mode.save_mv for mode in by_group["training"] | by_group["residual_training"])
     assert all(mode.is_backward for mode in by_group["gradients"] | by_group["residual_gradients"])
     assert {mode.dtype_out for mode in by_group["quantisation"]} == {DType.INT8, DType.FP8_E4M3FN}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import tempfile
 from dataclasses import dataclass
 from typing import Any
 
-from normforge.codegen.model import DType, Instance, Part
-from normforge.kernels import scale_warps
+from normforge.codegen.model import DType, Instance, Part, Pipeline, Tile
+from normforge.codegen.tiling import LOAD_BYTES, WARP, power_of_two
+from normforge.kernels import row_alignment, scale_warps
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,49 @@ _POINTERS = {
     DType.FP8_E4M3FN: "*fp8e4nv",
     DType.FP8_E5M2: "*fp8e5",
 }
-_SCALARS = {"M": "i32", "eps": "fp32", "weight_offset": "fp32"}
+_OTHERS = {"exchange_ptr": "*i64", "M": "i32", "eps": "fp32", "weight_offset": "fp32"}
+
+_REGISTERS = 65536
+_MOST_REGISTERS = 255
 
 
-def compile_kernel(kernel: Any, instance: Instance, n: int, target: Target, part: Part | None = None) -> Any:
-    """Compile a kernel as a launch on that target would, with every pointer and, if N allows, row stride aligned.
+def register_cap(tile: Tile) -> int:
+    """Registers a thread may have if a multiprocessor is to hold as many programs as the tile says."""
+    return min(_REGISTERS // (tile.resident * tile.warps * WARP) // 8 * 8, _MOST_REGISTERS)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a thread of an NVIDIA binary takes: registers, and bytes of stack and of local memory, where it spills."""
+
+    registers: int
+    stack: int
+    local: int
+
+
+def usage(compiled: Any) -> Usage:
+    """The resources of a compiled kernel, as cuobjdump reports them."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", report)
+    assert found is not None, report
+    return Usage(*map(int, found.groups()))
+
+
+def compile_kernel(
+    kernel: Any,
+    instance: Instance,
+    n: int,
+    target: Target,
+    part: Pipeline | Part | None = None,
+    tile: Tile | None = None,
+) -> Any:
+    """Compile a kernel as a launch on that target would, with every pointer aligned, and rows that adjoin.
 
     Args:
         kernel: the `triton.JITFunction`.
@@ -49,6 +90,7 @@ def compile_kernel(kernel: Any, instance: Instance, n: int, target: Target, part
         n: the row length.
         target: what to compile for.
         part: which kernel of the pipeline, if not the one that carries its name.
+        tile: how it runs, if not as the instance does with many rows.
 
     Returns:
         Triton's `CompiledKernel`, its texts and binary in `asm`.
@@ -57,28 +99,31 @@ def compile_kernel(kernel: Any, instance: Instance, n: int, target: Target, part
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    block = instance.tile.block
-    if part is not None:
-        block *= instance.tile.rows
-    constants = {"N": n, "ROWS": instance.tile.rows, "BLOCK": block}
+    tile = tile or instance.tile
+    constants = {
+        "N": n,
+        "ROW_ALIGNMENT": row_alignment(n),
+        "ROWS": tile.rows,
+        "BLOCK": tile.block * tile.rows if part is Part.ROW_TERMS else tile.block,
+        "HELD": tile.held,
+        "PEERS": power_of_two(-(-n // (tile.block * max(tile.held, 1)))),
+        "VECTOR": LOAD_BYTES // instance.mode.dtype_in.itemsize,
+    }
     signature = {name: _type(name, instance, target, constants) for name in kernel.arg_names}
-    aligned = [
-        (index,)
-        for index, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or (name.endswith("_stride") and n % 16 == 0)
-    ]
+    pointers = [index for index, kind in enumerate(signature.values()) if kind.startswith("*")]
     source = ASTSource(
         kernel,
         signature,
         {name: value for name, value in constants.items() if name in signature},
-        {index: [["tt.divisibility", 16]] for index in aligned},
+        {(index,): [["tt.divisibility", 16]] for index in pointers},
     )
     with tempfile.TemporaryDirectory() as cache, triton.knobs.cache.scope():
         triton.knobs.cache.dir = cache
         return triton.compile(
             source,
             target=GPUTarget(target.backend, target.arch, target.warp_size),
-            options={"num_warps": scale_warps(instance.tile.warps, target.warp_size)},
+            options={"num_warps": scale_warps(tile.warps, target.warp_size)}
+            | ({"maxnreg": register_cap(tile)} if target.backend == "cuda" else {}),
         )
 
 
@@ -88,8 +133,8 @@ def _type(name: str, instance: Instance, target: Target, constants: dict[str, in
         return "constexpr"
     if name.endswith("_stride"):
         return "i32"
-    if name in _SCALARS:
-        return _SCALARS[name]
+    if name in _OTHERS:
+        return _OTHERS[name]
     if name == "y_ptr":
         is_fp8 = mode.dtype_out.is_quantised and not mode.dtype_out.is_int
         by_instruction = target.converts_fp8 and mode.dtype_out in _POINTERS

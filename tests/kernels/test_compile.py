@@ -7,43 +7,81 @@ NORMFORGE_ALL_TARGETS=1, every mode is compiled in every pipeline for every targ
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from normforge.codegen import emit, manifest
-from normforge.codegen.model import DType, Instance, Mode, Norm, Part, Pipeline, Rounding
+from normforge.codegen import manifest
+from normforge.codegen.model import Direction, DType, FusedAdd, Instance, Mode, Norm, Part, Pipeline, Rounding, Tile
 
-from .compilation import TARGETS, Target, compile_kernel
+from .compilation import TARGETS, Target, compile_kernel, register_cap, usage
+from .rendering import kernel_of, pipelines_of
 
 pytestmark = pytest.mark.compile
 
-# A bucket of each pipeline, and a row length in it that leaves a ragged chunk to mask.
+# A bucket of each pipeline that the rule takes, and a row length in it that leaves a ragged chunk to mask.
 LENGTHS = {"n128": 100, "n2048": 1500, "n32768": 20000}
+
+# The pipeline that only measured tables take, with what an H200 prefers; its last slice is ragged.
+SPREAD_TILES = {
+    Direction.FORWARD: Tile(Pipeline.SPREAD, rows=1, block=4096, warps=16, held=4),
+    Direction.BACKWARD: Tile(Pipeline.SPREAD, rows=4, block=1024, warps=4, resident=3),
+}
+SPREAD_LENGTH = 70000
 
 MANIFEST = Path(__file__).resolve().parents[2] / "manifests" / "full.yaml"
 ALL_TARGETS = os.environ.get("NORMFORGE_ALL_TARGETS") == "1"
 INSTANCES = manifest.load(MANIFEST).instances
 
 
+@dataclass(frozen=True)
+class Case:
+    """A kernel to compile: an instance's own pipeline or a part of it, as a tile says."""
+
+    instance: Instance
+    part: Pipeline | Part
+    tile: Tile
+    n: int
+
+    @property
+    def name(self) -> str:
+        """The instance's name, and the part's where it is not the instance's pipeline."""
+        part = "" if self.part is self.instance.tile.pipeline else f"_{self.part.value}"
+        return f"{self.instance.name}{part}"
+
+
+def _cases_of(instance: Instance) -> Iterator[Case]:
+    mode, tile = instance.mode, instance.tile
+    n = LENGTHS.get(instance.bucket.name)
+    if n is not None:
+        yield Case(instance, tile.pipeline, tile, n)
+        if mode.is_backward and tile.pipeline is Pipeline.TWO_PASS:
+            yield Case(instance, Part.ROW_TERMS, tile, n)
+        if mode.has_window and tile.pipeline is Pipeline.ONE_PASS:
+            yield Case(instance, Part.WINDOW, tile, n + 1)
+    if SPREAD_LENGTH in instance.bucket and Pipeline.SPREAD in pipelines_of(mode):
+        yield Case(instance, Pipeline.SPREAD, SPREAD_TILES[mode.direction], SPREAD_LENGTH)
+
+
+PARTS = (*Pipeline, *Part)
+
+
 def _cases() -> list[Any]:
-    variants: dict[tuple[Mode, str], list[Instance]] = {}
+    variants: dict[tuple[Mode, Pipeline | Part], list[Case]] = {}
     for instance in INSTANCES:
-        if instance.bucket.name in LENGTHS:
-            variants.setdefault((_text_of(instance.mode), instance.bucket.name), []).append(instance)
+        for case in _cases_of(instance):
+            variants.setdefault((_text_of(instance.mode), case.part), []).append(case)
     cases = []
-    for (_, bucket), instances in variants.items():
-        first = list(LENGTHS).index(bucket) * len(TARGETS)
-        turns = [(instances[(first + turn) % len(instances)], target) for turn, target in enumerate(TARGETS)]
-        for instance, target in product(instances, TARGETS) if ALL_TARGETS else turns:
-            cases.append(pytest.param(instance, target, id=f"{instance.name}-{target.name}"))
+    for (_, part), same in variants.items():
+        first = PARTS.index(part) * len(TARGETS)
+        turns = [(same[(first + turn) % len(same)], target) for turn, target in enumerate(TARGETS)]
+        for case, target in product(same, TARGETS) if ALL_TARGETS else turns:
+            cases.append(pytest.param(case, target, id=f"{case.name}-{target.name}"))
     return cases
 
 
@@ -53,48 +91,23 @@ def _text_of(mode: Mode) -> Mode:
     return replace(mode, dtype_in=DType.FP32, dtype_out=out, scale_dtype=DType.FP32)
 
 
-@pytest.fixture(scope="session")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An importable folder that modules are generated into as they are needed."""
-    folder = tmp_path_factory.mktemp("compiled") / "compiled_kernels"
-    folder.mkdir()
-    for name, text in emit.shared_files(backward=True).items():
-        (folder / name).write_text(text)
-    sys.path.insert(0, str(folder.parent))
-    yield folder
-    sys.path.remove(str(folder.parent))
-
-
-def _kernel(package: Path, mode: Mode, pipeline: Pipeline | Part) -> Any:
-    path = package / f"{mode.name}.py"
-    if not path.exists():
-        path.write_text(emit.render_module(mode, tuple(Pipeline)))
-        importlib.invalidate_caches()
-    return getattr(importlib.import_module(f"{package.name}.{mode.name}"), mode.kernel(pipeline))
-
-
-@pytest.mark.parametrize(("instance", "target"), _cases())
-def test_compiles(instance: Instance, target: Target, package: Path) -> None:
-    kernel = _kernel(package, instance.mode, instance.tile.pipeline)
-    compiled = compile_kernel(kernel, instance, LENGTHS[instance.bucket.name], target)
-    assert compiled.asm[target.binary]
-    if instance.mode.is_backward and instance.tile.pipeline is Pipeline.TWO_PASS:
-        terms = _kernel(package, instance.mode, Part.ROW_TERMS)
-        n = LENGTHS[instance.bucket.name]
-        assert compile_kernel(terms, instance, n, target, Part.ROW_TERMS).asm[target.binary]
+@pytest.mark.parametrize(("case", "target"), _cases())
+def test_compiles(case: Case, target: Target, package: Path) -> None:
+    kernel = kernel_of(package, case.instance.mode, case.part)
+    assert compile_kernel(kernel, case.instance, case.n, target, case.part, case.tile).asm[target.binary]
 
 
 def test_every_kernel_text_meets_every_target() -> None:
-    met: dict[tuple[Mode, Pipeline], set[str]] = {}
-    for case in _cases():
-        instance, target = case.values
-        met.setdefault((_text_of(instance.mode), instance.tile.pipeline), set()).add(target.name)
+    met: dict[tuple[Mode, Pipeline | Part], set[str]] = {}
+    for parameters in _cases():
+        case, target = parameters.values
+        met.setdefault((_text_of(case.instance.mode), case.part), set()).add(target.name)
     assert {frozenset(names) for names in met.values()} == {frozenset(target.name for target in TARGETS)}
-    assert {pipeline for _, pipeline in met} == set(Pipeline)
+    assert {part for _, part in met} == set(PARTS)
 
 
 def test_every_mode_is_compiled() -> None:
-    assert {case.values[0].mode for case in _cases()} == {instance.mode for instance in INSTANCES}
+    assert {case.values[0].instance.mode for case in _cases()} == {instance.mode for instance in INSTANCES}
 
 
 LAYER_BF16 = Mode(Norm.LAYER, DType.BF16, DType.BF16)
@@ -111,11 +124,75 @@ def test_a_row_is_read_by_16_byte_loads_and_only_a_ragged_chunk_is_masked(
 ) -> None:
     """A chunk of 1024 on 128 threads: one load of bf16 x, and two each of fp32 weight and bias."""
     instance = _instance(LAYER_BF16, n)
-    ptx = compile_kernel(_kernel(package, LAYER_BF16, instance.tile.pipeline), instance, n, SM_90).asm["ptx"]
+    ptx = compile_kernel(kernel_of(package, LAYER_BF16, instance.tile.pipeline), instance, n, SM_90).asm["ptx"]
     loads = [line for line in ptx.splitlines() if "ld.global" in line]
     assert len(loads) == 5 * chunks
     assert all("v4.b32" in line for line in loads)
     assert sum("@%p" in line for line in loads) == 5 * masked
+
+
+@pytest.mark.parametrize(("n", "vector"), [(1000, "v4.b32"), (4104, "v4.b32"), (1004, "v2.b32"), (1001, None)])
+@pytest.mark.parametrize("direction", Direction)
+def test_vectors_are_as_wide_as_the_row_stride_allows(
+    n: int, vector: str | None, direction: Direction, package: Path
+) -> None:
+    """bf16 rows of 1000 start at multiples of 16 bytes, though 16 does not divide 1000; those of 1004 at 8."""
+    mode = replace(LAYER_BF16, direction=direction)
+    instance = _instance(mode, n)
+    # The rows that x, y, dy and dx are in; weight and bias, (N,) and fp32, always have whole vectors.
+    ptx = compile_kernel(kernel_of(package, mode, instance.tile.pipeline), instance, n, SM_90).asm["ptx"]
+    rows = [line for line in ptx.splitlines() if "global" in line and ("ld." in line or "st." in line)]
+    scalar = [line for line in rows if ".b16" in line]
+    if vector is None:
+        assert scalar
+    else:
+        assert not scalar
+        assert any(f"st.global.{vector}" in line for line in rows)
+        assert any(f"ld.global.{vector}" in line for line in rows)
+
+
+@pytest.mark.parametrize("n", [1501, 4099])
+def test_rows_that_start_anywhere_move_by_whole_vectors(n: int, package: Path) -> None:
+    """All of x and y but the two vectors at the ends, whose 16 lanes are one element of a thread."""
+    instance = _instance(LAYER_BF16, n)
+    tile = instance.tile
+    kernel = kernel_of(package, LAYER_BF16, Part.WINDOW)
+    ptx = compile_kernel(kernel, instance, n, SM_90, Part.WINDOW).asm["ptx"]
+    moves = {kind: [line for line in ptx.splitlines() if f"{kind}.global" in line] for kind in ("ld", "st")}
+    chunks = -(-(n + 7) // tile.block)
+    for lines in moves.values():
+        assert sum(".v4.b32" in line for line in lines) == chunks
+        assert sum(".b16" in line for line in lines) == 1
+    # What is left loads weight and bias, which start elsewhere within a vector.
+    assert len(moves["st"]) == chunks + 1
+
+
+# Bytes that a thread may spill. A fused add has a third operand, for which a spread tile of four rows leaves no room:
+# 144 bytes with Triton 3.7, 176 with 3.6.
+MOST_SPILLED = {FusedAdd.NONE: 48, FusedAdd.PRE_ADD_STORE: 192}
+BACKWARD_LENGTHS = (128, 256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 8192, 20000, 65536)
+
+
+@pytest.mark.parametrize("n", BACKWARD_LENGTHS)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        Mode(Norm.LAYER, DType.BF16, DType.BF16, direction=Direction.BACKWARD),
+        Mode(Norm.LAYER, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE, direction=Direction.BACKWARD),
+        Mode(Norm.RMS, DType.FP16, DType.FP16, direction=Direction.BACKWARD),
+    ],
+    ids=lambda mode: mode.name,
+)
+def test_as_many_programs_fit_a_multiprocessor_as_the_tile_says(mode: Mode, n: int, package: Path) -> None:
+    """Within the registers that leaves each thread, backward kernels spill next to nothing."""
+    instance = _instance(mode, n)
+    spread = SPREAD_TILES[Direction.BACKWARD]
+    for tile in (instance.tile, spread) if n > 8192 else (instance.tile,):
+        compiled = compile_kernel(kernel_of(package, mode, tile.pipeline), instance, n, SM_90, tile.pipeline, tile)
+        taken = usage(compiled)
+        assert taken.registers <= register_cap(tile)
+        assert taken.local == 0
+        assert taken.stack <= MOST_SPILLED[mode.fadd]
 
 
 def test_fp8_is_converted_by_instruction_where_there_is_one(package: Path) -> None:
@@ -126,7 +203,7 @@ def test_fp8_is_converted_by_instruction_where_there_is_one(package: Path) -> No
     )
     instance = _instance(mode, 4096)
     texts = {
-        target.name: compile_kernel(_kernel(package, mode, instance.tile.pipeline), instance, 4096, target).asm["ptx"]
+        target.name: compile_kernel(kernel_of(package, mode, instance.tile.pipeline), instance, 4096, target).asm["ptx"]
         for target in TARGETS
         if target.binary == "cubin"
     }

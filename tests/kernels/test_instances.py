@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 import normforge
-from normforge.codegen.model import DType, Mode, legal_modes
-from normforge.table import Entry
+from normforge import dispatch
+from normforge.codegen.model import DType, Mode, Pipeline, legal_modes
+from normforge.table import Entry, RetiledTable, Tile
 
 from .gradients import GradientProblem
 from .problems import Problem, mixed_dtypes
@@ -18,12 +21,12 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LONG_PRIME = 40009
 
 
-def problems(entry: Entry) -> list[Problem]:
+def problems(entry: Entry, rows: int) -> list[Problem]:
     """Both edges of the bucket and an odd length between; one row, several, and rows with a stride of their own."""
     mode: Mode = MODES[entry.mode]
     first, last = entry.first, entry.last or LONG_PRIME
     middle = (first + last) // 2 | 1
-    several = (entry.rows + 1,)
+    several = (rows + 1,)
     return [
         Problem(mode, (1, first), dtypes=mixed_dtypes(mode, 0), absent=frozenset({"bias"})),
         Problem(mode, (*several, last), dtypes=mixed_dtypes(mode, 1)),
@@ -31,17 +34,27 @@ def problems(entry: Entry) -> list[Problem]:
     ]
 
 
-def gradient_problems(entry: Entry) -> list[GradientProblem]:
+def gradient_problems(entry: Entry, tile: Tile) -> list[GradientProblem]:
     """The same lengths; more tiles of rows than there are programs in the interpreter, and a row alone."""
     mode: Mode = MODES[entry.mode]
     first, last = entry.first, entry.last or LONG_PRIME
     middle = (first + last) // 2 | 1
-    several = (2 if entry.pipeline == "two_pass" else 4) * entry.rows + 1
+    several = (2 if tile.pipeline is Pipeline.TWO_PASS else 4) * tile.rows + 1
     return [
         GradientProblem(mode, (1, first), dtypes=mixed_dtypes(mode, 0), has_weight=False),
         GradientProblem(mode, (several, last), dtypes=mixed_dtypes(mode, 1) | {"dy": DType.BF16}),
         GradientProblem(mode, (5, middle), row_stride=middle + 7, dtypes=mixed_dtypes(mode, 2) | {"dy": DType.FP32}),
     ]
+
+
+_PROBLEMS = 3
+
+
+def taking_turns(entry: Entry) -> Iterator[tuple[int, Tile]]:
+    """Each problem with one of the entry's tiles at least, and each tile with one of the problems at least."""
+    tiles = entry.distinct_tiles()
+    for turn in range(max(_PROBLEMS, len(tiles))):
+        yield turn % _PROBLEMS, tiles[turn % len(tiles)]
 
 
 FORWARD = [entry for entry in normforge.instances() if not MODES[entry.mode].is_backward]
@@ -51,13 +64,16 @@ BACKWARD = [entry for entry in normforge.instances() if MODES[entry.mode].is_bac
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("entry", FORWARD, ids=lambda entry: entry.name)
 def test_instance(entry: Entry, device: str) -> None:
-    for problem in problems(entry):
+    for index, tile in taking_turns(entry):
+        problem = problems(entry, tile.rows)[index]
         assert normforge.which(**problem.arguments(device), norm=problem.mode.norm) == entry.name
-        problem.check(device)
+        with dispatch.using(RetiledTable(dispatch.loaded(), entry, tile)):
+            problem.check(device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("entry", BACKWARD, ids=lambda entry: entry.name)
 def test_gradient_instance(entry: Entry, device: str) -> None:
-    for problem in gradient_problems(entry):
-        problem.check(device)
+    for index, tile in taking_turns(entry):
+        with dispatch.using(RetiledTable(dispatch.loaded(), entry, tile)):
+            gradient_problems(entry, tile)[index].check(device)

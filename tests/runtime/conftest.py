@@ -22,6 +22,7 @@ def fresh_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dispatcher of a process that has loaded and generated nothing; afterwards everything is as it was."""
     monkeypatch.setattr(dispatch, "_loaded", None)
     monkeypatch.setattr(dispatch, "_generated", {})
+    monkeypatch.setattr(dispatch, "plans", {})
 
 
 @pytest.fixture

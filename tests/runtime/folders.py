@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from normforge.codegen.emit import render_folder
-from normforge.codegen.model import DType, Instance, Mode, Norm, Tile
-from normforge.codegen.tiling import standard_ladder, tile_for
+from normforge.codegen.model import ANY, DType, Instance, Mode, Norm, Tile, Tiles
+from normforge.codegen.tile_tables import tiles_of
+from normforge.codegen.tiling import standard_ladder
 
 PLAIN = Mode(Norm.LAYER, DType.FP32, DType.FP32)
 RMS = Mode(Norm.RMS, DType.FP32, DType.FP32)
@@ -16,7 +17,7 @@ RMS = Mode(Norm.RMS, DType.FP32, DType.FP32)
 def instance(mode: Mode, n: int, tile: Tile | None = None) -> Instance:
     """The standard ladder's instance for one row length, with a tile of one's own if given."""
     bucket = next(bucket for bucket in standard_ladder() if n in bucket)
-    return Instance(mode, bucket, tile or tile_for(bucket, mode.dtype_in))
+    return Instance(mode, bucket, ((ANY, Tiles(tile, tile)),) if tile else tiles_of(mode, bucket))
 
 
 def write(folder: Path, instances: Iterable[Instance]) -> Path:

@@ -155,6 +155,7 @@ def test_a_file_that_is_not_the_generators_is_replaced(
     (folder / name).write_text(spoil((folder / name).read_text()))
     # As in a process that has imported nothing from there.
     monkeypatch.setattr(dispatch, "_generated", {})
+    monkeypatch.setattr(dispatch, "plans", {})
     on_demand._package.cache_clear()
     check("layer", torch.randn(2, 64), **ASK)
     assert files(folder) == right

@@ -110,14 +110,15 @@ def test_no_rows(norm: str, fadd: FusedAdd, fquant: FusedQuant, leading: tuple[i
 
 def test_no_rows_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty grid is an error on a GPU, and nothing in the interpreter."""
-    kernel = dispatch.find(Mode(Norm.LAYER, DType.FP32, DType.FP32), N).load()
+    entry = dispatch.find(Mode(Norm.LAYER, DType.FP32, DType.FP32), N)
+    kernel = entry.load(entry.tile(1, "cpu"))
 
     def launched(grid: object) -> None:
         raise AssertionError(f"launched over {grid}")
 
     monkeypatch.setattr(type(kernel), "__getitem__", lambda self, grid: launched(grid))
     FORWARD["layer"](torch.empty(0, N))
-    with pytest.raises(AssertionError, match=r"launched over \(1,\)"):
+    with pytest.raises(AssertionError, match=r"launched over \(1, 1, 1\)"):
         FORWARD["layer"](torch.empty(1, N))
 
 

@@ -11,11 +11,11 @@ import torch
 
 import normforge
 from normforge import dispatch
-from normforge.codegen.model import legal_modes
+from normforge.codegen.model import ANY, Pipeline, Tile, legal_modes
 from normforge.errors import TableError
-from normforge.table import Entry
+from normforge.table import Entry, RetiledTable, Table
 
-from .calls import LENGTHS
+from .calls import LENGTHS, check
 
 TABLE = import_module("normforge.generated.dispatch").TABLE
 
@@ -26,18 +26,55 @@ def committed() -> tuple[Entry, ...]:
 
 
 def test_instances_are_what_the_table_says() -> None:
-    expected = [f"{mode}_{bucket}" for mode, ladder in TABLE.items() for _, _, bucket, *_ in ladder]
+    expected = [f"{mode}_{bucket}" for mode, ladders in TABLE.items() for _, _, bucket, *_ in ladders[ANY]]
     assert [entry.name for entry in committed()] == expected
     assert len(set(expected)) == len(expected) > 100
     assert normforge.instances()[: len(expected)] == committed()
 
 
 def test_every_entry_is_its_row() -> None:
-    rows = {f"{mode}_{row[2]}": (mode, row) for mode, ladder in TABLE.items() for row in ladder}
+    rows = {
+        (f"{mode}_{row[2]}", arch): (mode, row)
+        for mode, ladders in TABLE.items()
+        for arch, ladder in ladders.items()
+        for row in ladder
+    }
     for entry in committed():
-        mode, row = rows[entry.name]
-        assert (entry.mode, entry.kernel) == (mode, f"{mode}_{entry.pipeline}")
-        assert (entry.first, entry.last, entry.bucket, entry.pipeline, entry.rows, entry.block, entry.warps) == row
+        for arch, (large, small) in entry.tiles:
+            mode, row = rows.pop((entry.name, arch))
+            assert (entry.mode, large.kernel) == (mode, f"{mode}_{large.pipeline.value}")
+            assert (entry.first, entry.last, entry.bucket, large.row, small.row) == row
+    assert not rows
+
+
+def test_a_tile_depends_on_whether_m_is_large_and_on_the_architecture() -> None:
+    tiles: dict[str, tuple[Any, Any]] = {
+        "any": (("rows", 8, 64, 2), ("rows", 1, 64, 1)),
+        "sm_90": (("one_pass", 1, 64, 1), ("rows", 2, 64, 1)),
+    }
+    ladders: dict[str, Any] = {arch: ((1, 64, "n64", *pair),) for arch, pair in tiles.items()}
+    entry = Table("nowhere", {"rms_fwd_fp32": ladders}, 512, "a test").find("rms_fwd_fp32", 64)
+    assert entry is not None
+    taken = {(m, arch): entry.tile(m, arch) for m in (0, 1, 512, 513, 10**6) for arch in ("sm_90", "gfx942", "cpu")}
+    for (m, arch), tile in taken.items():
+        assert tile.row == tiles["sm_90" if arch == "sm_90" else "any"][m <= 512]
+        assert tile.kernel == f"rms_fwd_fp32_{tile.row[0]}"
+    assert len(entry.distinct_tiles()) == 4
+
+
+def test_a_retiled_instance_has_one_tile_for_every_m_and_architecture() -> None:
+    table = dispatch.loaded()
+    entry = committed()[3]
+    tile = Tile(Pipeline.ROWS, 4, 1024, 8)
+    x = torch.randn(9, 1000, dtype=torch.float16)
+    with dispatch.using(RetiledTable(table, entry, tile)):
+        (retiled,) = (other for other in normforge.instances() if other.name == entry.name)
+        assert {retiled.tile(m, arch).row for m in (1, 10**6) for arch in ("sm_90", "cpu")} == {tile.row}
+        assert dispatch.loaded().find(entry.mode, 1024) is retiled
+        assert dispatch.loaded().find(entry.mode, 1025) is table.find(entry.mode, 1025)
+        assert {other.name for other in normforge.instances()} == {other.name for other in (*table, retiled)}
+        check("layer", x)
+    assert dispatch.loaded() is table
 
 
 def test_every_mode_is_a_legal_one() -> None:
@@ -45,15 +82,16 @@ def test_every_mode_is_a_legal_one() -> None:
 
 
 def test_every_kernel_exists_in_its_module() -> None:
-    loaded = {(entry.mode, entry.kernel): entry.load() for entry in committed()}
-    for (_, name), kernel in loaded.items():
+    loaded = {tile.kernel: entry.load(tile) for entry in committed() for tile in entry.distinct_tiles()}
+    for name, kernel in loaded.items():
         assert kernel.__name__ == name
 
 
 def test_a_kernel_that_is_not_there() -> None:
-    entry = dataclasses.replace(committed()[0], kernel="ln_fwd_none")
+    entry = committed()[0]
+    tile = dataclasses.replace(entry.tile(1, "cpu"), kernel="ln_fwd_none")
     with pytest.raises(TableError, match=r"lists ln_fwd_.*, and its kernel ln_fwd_none cannot be loaded .* generate"):
-        entry.load()
+        entry.load(tile)
 
 
 @pytest.mark.parametrize("n", [1, 2, 127, 128, 129, 1024, 1025, 5120, 32768, 32769, 262144, 2**31 + 1])

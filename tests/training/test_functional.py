@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 import normforge
+from normforge import dispatch
 
 from .oracle import (
     FLOATS,
@@ -344,8 +345,10 @@ BAD: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str, tuple[str, ...]]
 }
 
 
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "recorded"])
 @pytest.mark.parametrize("case", BAD.values(), ids=[name.replace(" ", "_") for name in BAD])
-def test_bad_arguments(case: tuple[str, tuple[Any, ...], dict[str, Any], str, tuple[str, ...]]) -> None:
+def test_bad_arguments(case: tuple[str, tuple[Any, ...], dict[str, Any], str, tuple[str, ...]], grad: bool) -> None:
+    """Before any call, and after good ones like it, when nothing is checked that was checked before."""
     norm, arguments, keywords, error, says = case
     functions: dict[str, Callable[..., object]] = {
         "layer": normforge.layer_norm,
@@ -353,7 +356,61 @@ def test_bad_arguments(case: tuple[str, tuple[Any, ...], dict[str, Any], str, tu
         "add_layer": normforge.add_layer_norm,
         "add_rms": normforge.add_rms_norm,
     }
-    with pytest.raises(getattr(normforge.errors, error)) as raised:
-        functions[norm](*arguments, **keywords)
+    good = X.clone().requires_grad_(grad)
+    messages = []
+    for _ in range(3):
+        with pytest.raises(getattr(normforge.errors, error)) as raised:
+            functions[norm](*arguments, **keywords)
+        messages.append(str(raised.value))
+        for weight in (VECTOR, None):
+            if norm.startswith("add"):
+                functions[norm](good, X, weight)
+            else:
+                functions[norm](good, (64,), weight)
+    assert len(set(messages)) == 1
     for words in says:
-        assert words in str(raised.value)
+        assert words in messages[0]
+
+
+@pytest.mark.parametrize("shape", [[64], torch.Size([64]), (64,)], ids=str)
+def test_a_shape_of_any_kind_is_taken_again(shape: Any) -> None:
+    for _ in range(2):
+        assert torch.equal(normforge.layer_norm(X + 1, shape), torch.zeros_like(X))
+
+
+@pytest.mark.parametrize("shape", [{0: 64}, {64}, "@", (64.0,)], ids=str)
+def test_what_only_resembles_a_shape_is_refused_again(shape: Any) -> None:
+    for _ in range(2):
+        normforge.layer_norm(X, (64,))
+        with pytest.raises(normforge.errors.DTypeError, match="takes a tuple of integers"):
+            normforge.layer_norm(X, shape)
+
+
+@each_norm
+def test_a_known_call_gives_what_the_first_one_gave(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "plans", {})
+    given = operands(norm, (5, 96), torch.float32)
+    dy = torch.randn(5, 96)
+    results = []
+    for _ in range(3):
+        y = call(norm, given)[0]
+        results.append((y, *torch.autograd.grad(y, list(given.present().values()), dy)))
+    assert all(torch.equal(a, b) for result in results[1:] for a, b in zip(results[0], result, strict=True))
+    assert len(dispatch.plans) == 2
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, lambda function: torch.func.grad(lambda x: function(x).sum())])
+def test_a_transform_of_functorch_is_refused_known_or_not(transform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "plans", {})
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return normforge.layer_norm(x, (64,))
+
+    messages = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as raised:
+            transform(function)(X)
+        messages.append(str(raised.value))
+        function(X.clone().requires_grad_())
+        function(X)
+    assert messages[0] == messages[1]

@@ -1,0 +1,105 @@
+"""Which tiles are worth measuring for a row length: a handful, from rules that are rows of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from .model import Bucket, Direction, Pipeline, Tile
+from .tile_tables import why_not
+from .tiling import WARP, TileClass, power_of_two
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The tiles of one pipeline that may suit a range of row lengths.
+
+    Attributes:
+        direction: which kernels.
+        few: whether for a few rows, where one row should take as little time as possible, or for many.
+        pipeline: how they walk a row.
+        shortest: the shortest row.
+        longest: the longest row; None has no cap.
+        values: the least and the most values that a thread may hold at once: of a row that stays in registers, or of
+            the chunk that it works on.
+        warps: warps a program.
+        rows: rows a program.
+        loads: bytes that a thread loads at once, which with the warps make a chunk; none where a chunk is a row.
+        resident: programs a multiprocessor is to hold: the registers of each follow from it.
+        held: chunks that a program keeps of a row that it does not keep whole.
+    """
+
+    direction: Direction
+    few: bool
+    pipeline: Pipeline
+    shortest: int
+    longest: int | None
+    values: tuple[int, int]
+    warps: tuple[int, ...]
+    rows: tuple[int, ...] = (1,)
+    loads: tuple[int, ...] = ()
+    resident: tuple[int, ...] = (1,)
+    held: tuple[int, ...] = (0,)
+
+    def tiles(self, n: int, itemsize: int) -> Iterator[Tile]:
+        """The tiles that this rule allows for rows of n elements."""
+        if n < self.shortest or (self.longest is not None and n > self.longest):
+            return
+        least, most = self.values
+        for warps, rows, load, resident, held in product(
+            self.warps, self.rows, self.loads or (None,), self.resident, self.held
+        ):
+            threads = warps * WARP
+            block = power_of_two(n) if load is None else threads * load // itemsize
+            values = n if self.pipeline is Pipeline.ONE_PASS else rows * block * max(held, 1)
+            # A chunk of over twice the row leaves most lanes idle; a value that stays takes half a register or more.
+            fits = least * threads <= values <= most * threads and block < 2 * power_of_two(n)
+            if fits and resident * (values // 2 + _REGISTERS_A_THREAD * threads) <= _REGISTERS:
+                yield Tile(self.pipeline, rows, block, warps, resident, held)
+
+
+_FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
+_ROWS, _ONE_PASS, _TWO_PASS = Pipeline.ROWS, Pipeline.ONE_PASS, Pipeline.TWO_PASS
+_SPREAD = Pipeline.SPREAD
+_LOADS = (8, 16)
+
+# Of a multiprocessor, and what a thread needs for addresses and temporaries.
+_REGISTERS = 65536
+_REGISTERS_A_THREAD = 24
+
+RULES = (
+    Rule(_FORWARD, False, _ROWS, 1, 2048, (16, 64), (1, 2, 4), rows=(2, 4, 8)),
+    Rule(_FORWARD, False, _ONE_PASS, 512, 32768, (8, 64), (1, 2, 4, 8, 16, 32), loads=_LOADS),
+    Rule(_FORWARD, False, _TWO_PASS, 8192, None, (4, 32), (8, 16, 32), loads=(16, 32, 64), resident=(1, 2)),
+    Rule(_FORWARD, False, _TWO_PASS, 32768, None, (8, 32), (32,), loads=(16, 32), held=(1, 2, 3)),
+    Rule(_FORWARD, False, _SPREAD, 32769, None, (16, 32), (8, 16), loads=(16,), resident=(1, 2), held=(2, 4)),
+    Rule(_FORWARD, True, _ONE_PASS, 1, 32768, (4, 32), (1, 2, 4, 8, 16, 32), loads=_LOADS),
+    Rule(_FORWARD, True, _TWO_PASS, 16384, None, (4, 32), (16, 32), loads=(16, 32, 64)),
+    Rule(_BACKWARD, False, _ROWS, 1, 2048, (16, 32), (2, 4), rows=(2, 4, 8), resident=(4, 8)),
+    Rule(_BACKWARD, False, _ONE_PASS, 1025, 8192, (12, 32), (4, 8, 16), loads=_LOADS, resident=(1, 2, 3, 4)),
+    Rule(_BACKWARD, False, _TWO_PASS, 8193, None, (8, 32), (4, 8), rows=(1, 2), loads=(16,), resident=(1, 2, 4)),
+    Rule(_BACKWARD, False, _SPREAD, 8193, None, (16, 32), (4, 8), rows=(2, 4), loads=(16,), resident=(2, 3, 4)),
+    Rule(_BACKWARD, True, _ROWS, 1, 2048, (4, 16), (1, 2, 4, 8), rows=(2,)),
+    Rule(_BACKWARD, True, _ONE_PASS, 512, 16384, (4, 24), (4, 8, 16, 32), loads=(16,)),
+    Rule(_BACKWARD, True, _TWO_PASS, 6144, None, (8, 32), (4, 8), rows=(1, 2), loads=(16,)),
+)
+
+
+def candidates(kind: TileClass, bucket: Bucket, n: int, *, few: bool, rules: tuple[Rule, ...] = RULES) -> list[Tile]:
+    """Tiles to measure for a bucket at one of its row lengths, each once.
+
+    Args:
+        kind: the class of modes.
+        bucket: what the winner is to serve.
+        n: the length it is measured at.
+        few: whether for a few rows, or for many.
+        rules: what to choose from.
+    """
+    allowed = (
+        tile
+        for rule in rules
+        if rule.direction is kind.direction and rule.few is few
+        for tile in rule.tiles(n, kind.itemsize)
+    )
+    return [tile for tile in dict.fromkeys(allowed) if why_not(kind, bucket, tile) is None]

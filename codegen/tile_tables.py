@@ -1,0 +1,225 @@
+"""Tables of measured tiles, one YAML file an architecture, and the tiles that an instance gets from them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+from yaml.nodes import Node
+
+from .document import DocumentKind, Section, compose
+from .errors import TileTableError
+from .ladder import read_range
+from .model import ANY, Bucket, Direction, Mode, Pipeline, Tile, Tiles
+from .tiling import CLASSES, MOST_RESIDENT_WARPS, MOST_WARPS, Load, TileClass, class_of, generic_tiles
+from .words import unknown
+
+FOLDER = Path(__file__).resolve().parent / "tiles"
+
+_DOCUMENT = DocumentKind(
+    "table of tiles",
+    "a table of tiles is classes of first..last: {large: tile, small: tile}",
+    "measure one with normforge tune --out FILE",
+    TileTableError,
+)
+# As `architecture` in runtime/architecture.py names them.
+_ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}|gfx[0-9a-f]{3,4}")
+_CLASS_OF = {kind.name: kind for kind in CLASSES}
+_PIPELINES = tuple(pipeline.value for pipeline in Pipeline)
+_SIZES = tuple(field.name for field in fields(Tiles))
+_FIELDS = {field.name: field for field in fields(Tile)}
+_WHOLE = "a whole number"
+# Programs that share a row exchange its means rounded to fp32. At 1e4 that is off by 5e-4, below any noise that 16 bits
+# can hold there (fp16 steps by 8), but a twentieth of the 1e-2 that must still come out right of fp32 rows.
+_MOST_SPREAD_BYTES = 2
+
+
+@dataclass(frozen=True)
+class TileTable:
+    """What was measured on one architecture: by class, ranges of row lengths that ascend, each with its tiles."""
+
+    rows: Mapping[TileClass, tuple[tuple[Bucket, Tiles], ...]]
+
+    def find(self, kind: TileClass, bucket: Bucket) -> Tiles | None:
+        """The tiles of the range that holds a bucket's longest row, or None."""
+        for measured, tiles in self.rows.get(kind, ()):
+            if measured.last is None if bucket.last is None else bucket.last in measured:
+                return tiles
+        return None
+
+
+def tiles_of(
+    mode: Mode, bucket: Bucket, tables: Mapping[str, TileTable] | None = None
+) -> tuple[tuple[str, Tiles], ...]:
+    """The tiles for every N of an instance's bucket, by architecture: the generic ones first, under ANY.
+
+    Args:
+        mode: the instance's mode, for its class.
+        bucket: the row lengths that it serves.
+        tables: what was measured, by architecture; None takes what comes with the generator.
+    """
+    kind = class_of(mode)
+    generic = generic_tiles(kind, bucket)
+    known = own_tables() if tables is None else tables
+    return ((ANY, generic), *((arch, table.find(kind, bucket) or generic) for arch, table in known.items()))
+
+
+@cache
+def own_tables() -> Mapping[str, TileTable]:
+    """Every table that comes with the generator, by architecture."""
+    return {path.stem: read_table(path) for path in sorted(FOLDER.glob("*.yaml"))}
+
+
+def read_table(path: Path) -> TileTable:
+    """Read a table; the file's name is the architecture's.
+
+    Raises:
+        TileTableError: the file cannot be used; the message names file, line, class and the fix.
+    """
+    if not _ARCHITECTURE.fullmatch(path.stem):
+        raise TileTableError(
+            f"{path}: {path.stem!r} is no architecture; name the file after one, sm_90.yaml or gfx942.yaml, say"
+        )
+    root = compose(path, _DOCUMENT)
+    top = Section(path, kind=_DOCUMENT)
+    if root is None:
+        raise TileTableError(f"{path}:1: the table is empty; {_DOCUMENT.where}, or remove it")
+    rows = {}
+    for name, pair in top.mapping(root, f"classes, any of {', '.join(_CLASS_OF)}").items():
+        if name not in _CLASS_OF:
+            raise top.error(pair.key, unknown("class", name, tuple(_CLASS_OF)))
+        kind = _CLASS_OF[name]
+        rows[kind] = _read_class(Section(path, name, _DOCUMENT), kind, pair.value)
+    return TileTable(rows)
+
+
+def _read_class(section: Section, kind: TileClass, node: Node) -> tuple[tuple[Bucket, Tiles], ...]:
+    rows = []
+    for text, pair in section.mapping(node, "ranges of row lengths, as first..last: tiles").items():
+        bucket = read_range(section, text, pair.key, text)
+        sizes = section.mapping(pair.value, "large: tile and small: tile")
+        for size, given in sizes.items():
+            if size not in _SIZES:
+                raise section.error(given.key, unknown("size of M", size, _SIZES))
+        for size in _SIZES:
+            if size not in sizes:
+                raise section.error(pair.key, f"{text} has no tile for {size} M; add {size}: {{pipeline: ...}}")
+        tiles = {size: _read_tile(section, kind, bucket, given.value) for size, given in sizes.items()}
+        rows.append((pair.key, bucket, Tiles(**tiles)))
+    for (_, before, _), (at, bucket, _) in pairwise(rows):
+        if before.last is None or bucket.first <= before.last:
+            raise section.error(at, f"{bucket} overlaps {before} or is out of order; ranges ascend")
+    return tuple((bucket, tiles) for _, bucket, tiles in rows)
+
+
+def _read_tile(section: Section, kind: TileClass, bucket: Bucket, node: Node) -> Tile:
+    pairs = section.mapping(node, f"a tile, {{{', '.join(_FIELDS)}}}")
+    values: dict[str, int | Pipeline] = {}
+    for name, pair in pairs.items():
+        if name not in _FIELDS:
+            raise section.error(pair.key, unknown("field", name, tuple(_FIELDS)))
+        if name == "pipeline":
+            values[name] = Pipeline(section.word(pair.value, name, _PIPELINES))
+        else:
+            values[name] = section.integer(pair.value, name, _WHOLE)
+    for name, field in _FIELDS.items():
+        if name not in values and field.default is MISSING:
+            raise section.error(node, f"the tile has no {name}; a tile is {{{', '.join(_FIELDS)}}}")
+    tile = Tile(**values)  # type: ignore[arg-type]  # each field is read as what it is
+    problem = why_not(kind, bucket, tile)
+    if problem is not None:
+        raise section.error(node, problem)
+    return tile
+
+
+def why_not(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:
+    """Why no kernel can serve a bucket with a tile, or None if one can."""
+    for name in ("rows", "block", "warps"):
+        value = getattr(tile, name)
+        if value < 1 or value & (value - 1):
+            return f"{name} is {value}; it takes a power of two"
+    if tile.warps > MOST_WARPS:
+        return f"warps is {tile.warps}; a program has at most {MOST_WARPS}"
+    if not 1 <= tile.resident <= MOST_RESIDENT_WARPS // tile.warps:
+        return (
+            f"resident is {tile.resident} programs of {tile.warps} warps; "
+            f"a multiprocessor holds 1 to {MOST_RESIDENT_WARPS // tile.warps}"
+        )
+    if tile.pipeline is Pipeline.SPREAD:
+        return _why_not_spread(kind, tile)
+    if tile.held and not _may_hold(kind, bucket, tile):
+        return (
+            f"held is {tile.held}; only forward two_pass of modes that move x and y alone keeps chunks, "
+            f"{tile.block} columns each, and no more than the shortest row of {bucket} has; leave held out"
+        )
+    if tile.pipeline is Pipeline.ROWS:
+        if bucket.last is None or tile.block < bucket.last:
+            return f"pipeline rows takes whole rows: block is {tile.block} and rows are {bucket} long; take another"
+        # Of a single row Triton 3.6 makes scalars, and cannot compile ROW_ALIGNMENT's hint on one.
+        return "pipeline rows takes several rows a program and rows is 1; take one_pass" if tile.rows == 1 else None
+    if tile.pipeline is Pipeline.ONE_PASS and bucket.last is None:
+        return f"pipeline one_pass holds a row in registers and {bucket} has no cap; take two_pass"
+    takes_rows = tile.pipeline is Pipeline.TWO_PASS and kind.direction is Direction.BACKWARD
+    if tile.rows > 1 and not takes_rows:
+        return f"pipeline {tile.pipeline.value} takes one row a program and rows is {tile.rows}; write rows: 1"
+    return None
+
+
+def _why_not_spread(kind: TileClass, tile: Tile) -> str | None:
+    if kind.direction is Direction.BACKWARD:
+        fits = tile.rows in (2, 4) and not tile.held
+        return None if fits else "pipeline spread, backward, takes rows: 2 or 4 and no held"
+    if kind.load is not Load.PLAIN:
+        return "pipeline spread, forward, is for modes that move x and y alone; take two_pass"
+    if kind.itemsize > _MOST_SPREAD_BYTES:
+        return "pipeline spread, forward, exchanges means as fp32, too coarse for fp32 rows; take two_pass"
+    fits = tile.rows == 1 and tile.held > 0
+    return None if fits else "pipeline spread, forward, takes rows: 1 and held, the chunks that a program keeps"
+
+
+def _may_hold(kind: TileClass, bucket: Bucket, tile: Tile) -> bool:
+    return (
+        tile.pipeline is Pipeline.TWO_PASS
+        and kind.direction is Direction.FORWARD
+        and kind.load is Load.PLAIN
+        and 0 < tile.held * tile.block <= bucket.first
+    )
+
+
+def merge(old: TileTable, new: TileTable) -> TileTable:
+    """What was measured anew, and of the old table what it does not overlap."""
+    rows = dict(old.rows)
+    for kind, measured in new.rows.items():
+        kept = [row for row in old.rows.get(kind, ()) if not any(_overlap(row[0], bucket) for bucket, _ in measured)]
+        rows[kind] = tuple(sorted((*kept, *measured), key=lambda row: row[0].first))
+    return TileTable(rows)
+
+
+def _overlap(one: Bucket, other: Bucket) -> bool:
+    return one.first in other or other.first in one
+
+
+def write_table(table: TileTable, remark: str) -> str:
+    """The text of a table's file.
+
+    Args:
+        table: what was measured.
+        remark: on what; one line.
+    """
+    lines = [f"# {remark}"]
+    for kind in CLASSES:
+        if kind in table.rows:
+            lines += ["", f"{kind.name}:"]
+            for bucket, tiles in table.rows[kind]:
+                lines += [f"  {bucket}:"]
+                lines += [f"    {size}: {_flow(getattr(tiles, size))}" for size in _SIZES]
+    return "\n".join((*lines, ""))
+
+
+def _flow(tile: Tile) -> str:
+    pairs = (f"{name}: {value}" for name, value in zip(_FIELDS, tile.row, strict=False))
+    return f"{{{', '.join(pairs)}}}"

@@ -1,0 +1,152 @@
+"""Triton's own launcher, called without the work that `kernel[grid](...)` does again for every launch.
+
+That work (each argument bound, specialised and hashed, two dictionary look-ups) takes 9 to 19 us of Python, and comes
+to the same for every launch of a prepared call. This inner interface is Triton's own business and changes between
+releases, so it is used here alone, recognised by its signature, and done without where it is another.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+logger = logging.getLogger("normforge")
+
+Grid = tuple[int, int, int]
+# Takes the programs in each dimension, and the values that a launch brings: pointers as addresses.
+Launch = Callable[[Grid, tuple[Any, ...]], None]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """How a kernel's arguments come from what a launch brings.
+
+    Attributes:
+        arrange: puts a launch's values, with the fixed ones behind them, into the kernel's order.
+        fixed: values that are the same at every launch.
+        device: the index of the device, which is the current one at every launch.
+    """
+
+    arrange: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    fixed: tuple[Any, ...]
+    device: int
+
+
+# The stream that torch's operators on a device (by its index) are queued on, as the number that CUDA knows it by.
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
+    lambda device: int(torch.cuda.current_stream(device).cuda_stream)
+)
+
+# How the launcher of a compiled kernel declares itself, in Triton 3.6 and from 3.7 on. Both are called alike; the
+# first hands all that follows `function` on to its C function.
+_GRID = ("self", "gridX", "gridY", "gridZ", "stream", "function")
+_DECLARED_36 = (*_GRID, "args")
+_DECLARED_37 = (*_GRID, "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "args")
+DECLARED = (_DECLARED_36, _DECLARED_37)
+
+
+def bind(compiled: Any, arguments: Arguments) -> Launch | None:
+    """How to launch a compiled kernel on the current stream; None where only the public launch will do."""
+    try:
+        return _bind(compiled, arguments)
+    except (AttributeError, TypeError, ValueError) as error:
+        _say_once(f"{type(error).__name__}: {error}")
+        return None
+
+
+def _bind(compiled: Any, arguments: Arguments) -> Launch:
+    launcher = compiled.run
+    if isinstance(launcher, functools.partial):
+        # What Triton leaves there of a kernel that cannot be loaded; it raises why.
+        launcher()
+    takes = declared(type(launcher))
+    if takes not in DECLARED:
+        raise TypeError(f"it takes {', '.join(takes)}")
+    observed = _observed(compiled, arguments)
+    if type(launcher).__name__ != "CudaLauncher" or _needs_more(launcher):
+        unobserved = (compiled.function, compiled.packed_metadata, None, None, None)
+        return _one_by_one(launcher, unobserved, arguments, observed)
+    # What the launcher would pass on, without scratch memory and hooks.
+    head = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
+    if takes == _DECLARED_36:
+        middle = (*head, None, None, compiled.packed_metadata, None, None, None)
+        return _one_by_one(launcher.launch, middle, arguments, observed)
+    tail = (None, None, None, None, None, launcher.arg_annotations, launcher.kernel_signature)
+    return _as_tuple(launcher.launch, (*head, compiled.packed_metadata, *tail), arguments, observed)
+
+
+def declared(launcher: type) -> tuple[str, ...]:
+    """What a launcher of this class takes."""
+    return tuple(inspect.signature(launcher.__call__).parameters)
+
+
+def _needs_more(launcher: Any) -> bool:
+    """Whether a launch is more than one call of its C function: scratch memory to allocate, or something to trace."""
+    return bool(
+        launcher.global_scratch_size or launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False)
+    )
+
+
+def _one_by_one(call: Callable[..., None], middle: tuple[Any, ...], arguments: Arguments, observed: Launch) -> Launch:
+    hooks, enter, leave = _hooks()
+    arrange, fixed, device = arguments.arrange, arguments.fixed, arguments.device
+
+    def launch(grid: Grid, values: tuple[Any, ...]) -> None:
+        if hooks.launch_enter_hook is enter and hooks.launch_exit_hook is leave and not enter.calls and not leave.calls:
+            call(*grid, current_stream(device), *middle, *arrange(values + fixed))
+        else:
+            observed(grid, values)
+
+    return launch
+
+
+def _as_tuple(call: Callable[..., None], middle: tuple[Any, ...], arguments: Arguments, observed: Launch) -> Launch:
+    hooks, enter, leave = _hooks()
+    arrange, fixed, device = arguments.arrange, arguments.fixed, arguments.device
+
+    def launch(grid: Grid, values: tuple[Any, ...]) -> None:
+        if hooks.launch_enter_hook is enter and hooks.launch_exit_hook is leave and not enter.calls and not leave.calls:
+            call(*grid, current_stream(device), *middle, arrange(values + fixed))
+        else:
+            observed(grid, values)
+
+    return launch
+
+
+def _observed(compiled: Any, arguments: Arguments) -> Launch:
+    """As Triton's public launch ends, with profilers' hooks."""
+    hooks, _, _ = _hooks()
+
+    def launch(grid: Grid, values: tuple[Any, ...]) -> None:
+        stream, taken = current_stream(arguments.device), arguments.arrange(values + arguments.fixed)
+        about = compiled.launch_metadata(grid, stream, *taken)
+        hooked = (about, hooks.launch_enter_hook, hooks.launch_exit_hook)
+        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, *hooked, *taken)
+
+    return launch
+
+
+def _hooks() -> tuple[Any, Any, Any]:
+    """Where profilers hang their hooks, and the two chains there; a user may put others, or None, in their place."""
+    import triton
+
+    hooks = triton.knobs.runtime
+    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+    if not (isinstance(enter.calls, list) and isinstance(leave.calls, list)):
+        raise TypeError("its hooks are no chains")
+    return hooks, enter, leave
+
+
+@functools.cache
+def _say_once(why: str) -> None:
+    logger.warning(
+        "Triton's launcher is not one that normforge knows (%s); kernels are launched through Triton's public "
+        "interface, which takes some 15 us longer each time",
+        why,
+    )

@@ -1,0 +1,296 @@
+"""A forward call: launched at once if one like it was checked before, and checked if not.
+
+A key holds everything that `prepare` looks at and that stays the same from call to call: of each tensor whether it is
+there, its type, its layout and whether it is aligned; each mode as it was given; N and the device. It is entered once
+`prepare` has passed a call of it. What no key can hold is looked at in each call: that shapes fit x's, that tensors are
+on its device, the numbers, whether an output overlaps another tensor, whether a gradient is asked of what has none. A
+call that fails there, or whose key is new, goes through `prepare`, which accepts it or says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import dispatch
+from .arguments import LARGEST_FP32, Call, prepare
+from .codegen.model import FusedAdd, FusedQuant, Norm, Rounding
+from .kernels import require_device
+from .launch import make_output, run
+from .operands import MISALIGNED, PLAIN, UNREADABLE, Unlike, layout_of, rows_of, vector_of
+from .output import LayerNormOutput
+from .plan import INPUTS, REPLACEABLE, Plan
+from .row_statistics import packed_length, rstd_address
+
+# Keys hold a norm's word: hashing an enum's member takes Python code.
+_NORMS = {norm.value: norm for norm in Norm}
+
+Key = tuple[Any, ...]
+
+# The address of a tensor that is not there, and what a key holds of it.
+_ABSENT = (0, None)
+
+# The offset of calls that have none.
+ZERO = 0.0
+
+
+def forward_plain(
+    norm: str,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    save_mv: bool = False,
+    *,
+    packed: bool = False,
+    known_only: bool = False,
+) -> LayerNormOutput:
+    """Launch a forward call with nothing fused; see `layernorm2d_fwd` for its arguments and errors.
+
+    This is the shortest way through, and written out: each function called on it takes 0.1 us.
+
+    Args:
+        norm: the norm's word.
+        x: see `layernorm2d_fwd`.
+        weight: likewise.
+        bias: likewise.
+        eps: likewise.
+        weight_offset: see `rmsnorm2d_fwd`.
+        save_mv: see `layernorm2d_fwd`; True or False itself.
+        packed: see `launch.run`.
+        known_only: do not check a call that is unlike any before.
+
+    Raises:
+        Unlike: known_only, and it is.
+    """
+    key: Key | None = None
+    plan: Plan | None = None
+    addresses: tuple[int, ...]
+    try:
+        shape = x.shape
+        n = shape[-1]
+        device = x.device
+        x_at = x.data_ptr()
+        kind = x.dtype if x.is_contiguous() else layout_of(x)
+        weight_at = bias_at = 0
+        weight_kind = bias_kind = None
+        if weight is not None:
+            weight_at, weight_kind = weight.data_ptr(), weight.dtype
+            if (
+                weight.__class__ not in PLAIN
+                or weight.device != device
+                or weight.shape != (n,)
+                or not weight.is_contiguous()
+            ):
+                raise Unlike
+        if bias is not None:
+            bias_at, bias_kind = bias.data_ptr(), bias.dtype
+            if bias.__class__ not in PLAIN or bias.device != device or bias.shape != (n,) or not bias.is_contiguous():
+                raise Unlike
+        m = x.numel() // n
+        if m == 0 or x.__class__ not in PLAIN:
+            raise Unlike
+        key = (norm, n, device, kind, weight_kind, bias_kind, save_mv)
+        addresses = (x_at, 0, 0, weight_at, bias_at, 0)
+        if (x_at | weight_at | bias_at) & MISALIGNED:
+            key = (*key, _alignment(addresses))
+        plan = dispatch.plans.get(key)
+    except UNREADABLE:
+        key = None
+    if (
+        plan is not None
+        and eps.__class__ is float
+        and 0.0 <= eps <= LARGEST_FP32
+        and (weight_offset is ZERO or _offset_fits(weight_offset, weight))
+    ):
+        ready = plan.prepared(m)
+        launch = ready.launch_plain
+        if launch is None or (save_mv and not packed):
+            return run(plan, addresses, (x, None, None, weight, bias, None), m, eps, weight_offset, None, None, packed)
+        y = plan.y_like.new_empty(m, n) if len(shape) == 2 else plan.y_like.new_empty(shape)
+        statistics = None
+        mean_at = rstd_at = 0
+        if packed:
+            statistics = plan.statistic_like.new_empty(packed_length(m, mean=plan.saves_mean))
+            mean_at = rstd_at = statistics.data_ptr()
+            if plan.saves_mean:
+                rstd_at = rstd_address(mean_at, m)
+        launch(ready.grid(m), (*addresses, y.data_ptr(), 0, 0, mean_at, rstd_at, 0, m, eps, weight_offset))
+        return make_output(LayerNormOutput, (y, None, None, None, statistics))
+    if known_only:
+        raise Unlike
+    call = prepare(_NORMS[norm], x, weight, bias, eps=eps, weight_offset=weight_offset, save_mv=save_mv)
+    return _first(call, key, packed)
+
+
+def forward_fused(
+    norm: str,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    residual: torch.Tensor | None,
+    fadd: str | int | FusedAdd,
+    smooth_scale: torch.Tensor | None,
+    fquant: str | int | FusedQuant,
+    x_bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    scale_dtype: torch.dtype,
+    save_mv: bool,
+    rounding: str | Rounding,
+    out: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+    *,
+    packed: bool = False,
+    known_only: bool = False,
+) -> LayerNormOutput:
+    """Launch any forward call, as `forward_plain` does those with nothing fused."""
+    key: Key | None = None
+    plan: Plan | None = None
+    addresses: tuple[int, ...]
+    try:
+        shape, device = x.shape, x.device
+        n = shape[-1]
+        m = x.numel() // n
+        x_at, x_kind = rows_of(x, shape, device)
+        weight_at, weight_kind = _ABSENT if weight is None else vector_of(weight, n, device)
+        bias_at, bias_kind = _ABSENT if bias is None else vector_of(bias, n, device)
+        x_bias_at, x_bias_kind = _ABSENT if x_bias is None else vector_of(x_bias, n, device)
+        smooth_at, smooth_kind = _ABSENT if smooth_scale is None else vector_of(smooth_scale, n, device)
+        residual_at, residual_kind = _ABSENT if residual is None else rows_of(residual, shape, device)
+        out_at, out_kind = _ABSENT if out is None else rows_of(out, shape, device)
+        sum_at, sum_kind = _ABSENT if residual_out is None else rows_of(residual_out, shape, device)
+        if m == 0:
+            raise Unlike
+        # Modes with their classes, because True is equal to 1, and 1.0 too.
+        key = (
+            norm, n, device,
+            x_kind, weight_kind, bias_kind, x_bias_kind, smooth_kind, residual_kind, out_kind, sum_kind,
+            fadd, fadd.__class__, fquant, fquant.__class__, save_mv, save_mv.__class__, rounding,
+            out_dtype, scale_dtype,
+        )  # fmt: skip
+        addresses = (x_at, x_bias_at, residual_at, weight_at, bias_at, smooth_at)
+        every = x_at | x_bias_at | residual_at | weight_at | bias_at | smooth_at | out_at | sum_at
+        if every & MISALIGNED:
+            key = (*key, _alignment((*addresses, out_at, sum_at)))
+        plan = dispatch.plans.get(key)
+    except UNREADABLE:
+        key = None
+    if plan is not None:
+        tensors = (x, x_bias, residual, weight, bias, smooth_scale)
+        if (
+            eps.__class__ is float
+            and 0.0 <= eps <= LARGEST_FP32
+            and (weight_offset is ZERO or _offset_fits(weight_offset, weight))
+            and (plan.scale_like is None or not (torch.is_grad_enabled() and _any_requires_gradient(tensors)))
+            and ((out is None and residual_out is None) or _may_write(plan, addresses, tensors, m, out, residual_out))
+        ):
+            return run(plan, addresses, tensors, m, eps, weight_offset, out, residual_out, packed)
+    if known_only:
+        raise Unlike
+    call = prepare(
+        _NORMS[norm],
+        x,
+        weight,
+        bias,
+        eps=eps,
+        weight_offset=weight_offset,
+        residual=residual,
+        fadd=fadd,
+        smooth_scale=smooth_scale,
+        fquant=fquant,
+        x_bias=x_bias,
+        out_dtype=out_dtype,
+        scale_dtype=scale_dtype,
+        save_mv=save_mv,
+        rounding=rounding,
+        out=out,
+        residual_out=residual_out,
+    )
+    return _first(call, key, packed)
+
+
+def _first(call: Call, key: Key | None, packed: bool) -> LayerNormOutput:
+    """Launch a call that `prepare` passed, and make those like it known."""
+    require_device(call.x)
+    plans = dispatch.plans
+    tensors = (call.x, call.x_bias, call.residual, call.weight, call.bias, call.smooth_scale)
+    addresses = tuple(map(_address, tensors))
+    plan = None if key is None else plans.get(key)
+    if plan is None:
+        at = dict(zip(INPUTS, addresses, strict=True))
+        at |= {"y_ptr": _address(call.out), "residual_out_ptr": _address(call.residual_out)}
+        plan = Plan(call, [name for name, address in at.items() if address & MISALIGNED])
+        if key is not None:
+            dispatch.remember(plans, key, plan)
+    return run(plan, addresses, tensors, call.m, call.eps, call.weight_offset, call.out, call.residual_out, packed)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _alignment(addresses: tuple[int, ...]) -> tuple[bool, ...]:
+    return tuple([not at & MISALIGNED for at in addresses])
+
+
+def _offset_fits(weight_offset: float, weight: torch.Tensor | None) -> bool:
+    if weight_offset.__class__ is not float:
+        return False
+    return weight_offset == 0.0 or (weight is not None and -LARGEST_FP32 <= weight_offset <= LARGEST_FP32)
+
+
+def _any_requires_gradient(tensors: tuple[torch.Tensor | None, ...]) -> bool:
+    # A loop, because any() of a generator takes twice as long.
+    for tensor in tensors:  # noqa: SIM110
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
+
+
+def _may_write(
+    plan: Plan,
+    addresses: tuple[int, ...],
+    tensors: tuple[torch.Tensor | None, ...],
+    m: int,
+    out: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+) -> bool:
+    """Whether outputs share no memory with anything but the x or residual that they are; False may be too strict."""
+    y_at = y_end = 0
+    if out is not None:
+        y_at = out.data_ptr()
+        row, step = plan.y_extent
+        y_end = y_at + row + step * (m - 1)
+        if not _meets_none(plan, addresses, tensors, m, out, y_at, y_end):
+            return False
+    if residual_out is None:
+        return True
+    sum_at = residual_out.data_ptr()
+    row, step = plan.sum_extent
+    sum_end = sum_at + row + step * (m - 1)
+    if y_at < sum_end and sum_at < y_end:
+        return False
+    return _meets_none(plan, addresses, tensors, m, residual_out, sum_at, sum_end)
+
+
+def _meets_none(
+    plan: Plan,
+    addresses: tuple[int, ...],
+    tensors: tuple[torch.Tensor | None, ...],
+    m: int,
+    output: torch.Tensor,
+    start: int,
+    end: int,
+) -> bool:
+    for place, row, step in plan.extents:
+        at = addresses[place]
+        if at < end and start < at + row + step * (m - 1):
+            # A vector is never replaced, and x and residual only by themselves.
+            if tensors[place] is output and INPUTS[place] in REPLACEABLE:
+                continue
+            return False
+    return True

@@ -1,0 +1,52 @@
+"""What a key says of a tensor, and what is looked at in each call because no key can hold it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .compiled import ALIGNMENT
+
+# An address with any of these bits is not aligned.
+MISALIGNED = ALIGNMENT - 1
+
+# Anything else may answer the same questions and be something else: a subclass with a storage of its own kind, say.
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+class Unlike(Exception):
+    """What was passed is unlike all that can be known by a key; it need not be wrong."""
+
+
+# What reading an attribute may raise of something that is no plain tensor, or of one without memory (a sparse one), and
+# what looking up a key may of an argument that cannot be hashed.
+UNREADABLE = (Unlike, AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ZeroDivisionError)
+
+
+def layout_of(rows: torch.Tensor) -> Any:
+    """What a key holds of rows with gaps: two strides give the row stride, of more it depends on the shape."""
+    strides = rows.stride()
+    return (rows.dtype, strides) if len(strides) == 2 else (rows.dtype, strides, rows.shape)
+
+
+def rows_of(rows: torch.Tensor, shape: torch.Size, device: torch.device) -> tuple[int, Any]:
+    """The address of an operand of x's shape, and what a key holds of it.
+
+    Raises:
+        Unlike: it has not x's shape, or is elsewhere.
+    """
+    if rows.__class__ not in PLAIN or rows.device != device or rows.shape != shape:
+        raise Unlike
+    return rows.data_ptr(), rows.dtype if rows.is_contiguous() else layout_of(rows)
+
+
+def vector_of(vector: torch.Tensor, n: int, device: torch.device) -> tuple[int, torch.dtype]:
+    """The same of an (N,) operand.
+
+    Raises:
+        Unlike: it is not one, is elsewhere, or has gaps.
+    """
+    if vector.__class__ not in PLAIN or vector.device != device or vector.shape != (n,) or not vector.is_contiguous():
+        raise Unlike
+    return vector.data_ptr(), vector.dtype

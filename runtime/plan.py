@@ -1,0 +1,189 @@
+"""What a checked forward call comes to: the kernels that serve it, made ready, and the outputs that it allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from . import dispatch, rules
+from .architecture import architecture
+from .arguments import Call, row_stride
+from .codegen.model import DType, Part
+from .compiled import LARGEST_I32, integer_type, pointer_type
+from .direct import Grid, Launch
+from .dtypes import TORCH_DTYPES
+from .kernels import interpreting, row_alignment
+from .launcher import Launcher
+
+# The pointers that a call brings, and those it allocates or is given to write to, in the order of the slots.
+INPUTS = ("x_ptr", "x_bias_ptr", "residual_ptr", "weight_ptr", "bias_ptr", "smooth_scale_ptr")
+OUTPUTS = ("y_ptr", "residual_out_ptr", "y_scale_ptr", "mean_ptr", "rstd_ptr")
+# The inputs that an output may be.
+REPLACEABLE = ("x_ptr", "residual_ptr")
+
+
+class Prepared(NamedTuple):
+    """A kernel that is ready, and how many programs of it, with what memory, a launch takes.
+
+    Attributes:
+        launcher: the kernel.
+        grid: from M to the programs in each dimension.
+        exchange: from M to how many int64 a launch needs besides its operands, or None.
+        launch_plain: the launcher's `launch`, if it needs but operands, and writes but y and the rows' statistics.
+    """
+
+    launcher: Launcher
+    grid: Callable[[int], Grid]
+    exchange: Callable[[int], int] | None
+    launch_plain: Launch | None
+
+
+class Plan:
+    """All that launches of one kind of call share, whatever their M. It holds none of a call's tensors.
+
+    Attributes:
+        n: row length.
+        y_like: an empty tensor of y's type and device, to make others from: half the time of naming both.
+        y_bytes: whether kernels are handed y as bytes.
+        sum_like: likewise for residual_out; None where the sum is not stored.
+        scale_like: likewise for y_scale; None where nothing is quantised.
+        statistic_like: likewise for mean and rstd.
+        exchange_like: likewise for what programs exchange values through.
+        saves_mean: whether the rows' means are an output.
+        saves_rstd: whether their rstd is.
+        extents: of each of `INPUTS` that is there: its place among them, the bytes of a row, and those from one to the
+            next.
+        y_extent: likewise for y, without a place.
+        sum_extent: likewise for residual_out.
+    """
+
+    def __init__(self, call: Call, misaligned: Collection[str]) -> None:
+        """Find the instance that serves a call.
+
+        Args:
+            call: what was asked.
+            misaligned: which of `INPUTS` and `OUTPUTS` are at no multiple of 16 bytes.
+
+        Raises:
+            MissingInstanceError: nothing serves the call and nothing may be generated.
+        """
+        mode, n = call.mode, call.n
+        self._entry = dispatch.find(mode, n)
+        self._device, self.n = call.x.device, n
+        # By class of M: for a few rows, for many, and for more than an i32 counts.
+        self._prepared: list[Prepared | None] = [None, None, None]
+
+        self.saves_rstd = mode.save_mv
+        self.saves_mean = mode.save_mv and mode.norm.centres
+        self.y_bytes = _encodes_in_software(mode.dtype_out, call.x.device)
+        self.y_like = self._empty(TORCH_DTYPES[mode.dtype_out])
+        self.sum_like = self._empty(call.residual.dtype) if mode.fadd.stores and call.residual is not None else None
+        self.scale_like = self._empty(TORCH_DTYPES[mode.scale_dtype]) if mode.fquant.quantises else None
+        self.statistic_like = self._empty(torch.float32)
+        self.exchange_like = self._empty(torch.int64)
+
+        self._strides = {
+            "x_row_stride": call.x_row_stride,
+            "residual_row_stride": call.residual_row_stride,
+            "y_row_stride": n if call.out is None else row_stride("out", call.out),
+            "residual_out_row_stride": _sum_row_stride(call),
+        }
+        self._mode, self._misaligned = mode, misaligned
+        self._types = _types(call, self, misaligned)
+        self.extents = _extents(call, self._strides)
+        self.y_extent = _extent(n, self.y_like.dtype, self._strides["y_row_stride"])
+        self.sum_extent = (0, 0)
+        if self.sum_like is not None:
+            self.sum_extent = _extent(n, self.sum_like.dtype, self._strides["residual_out_row_stride"])
+
+    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(0, dtype=dtype, device=self._device)
+
+    def prepared(self, m: int) -> Prepared:
+        """The kernel for m rows; the first call of each class of M compiles it."""
+        size = 0 if m <= self._entry.small_m else 1 if m <= LARGEST_I32 else 2
+        return self._prepared[size] or self._prepare(size, m)
+
+    def _prepare(self, size: int, m: int) -> Prepared:
+        tile = rules.choose(self._mode, self._entry.choices(m, architecture(self._device)), self.n, self._device)
+        rule, part, strides = rules.FORWARD[tile.pipeline], None, self._strides
+        if rules.takes_window(self._mode, tile, strides, self._misaligned):
+            tile, part, strides = rules.window_tile(tile), Part.WINDOW, {"row_stride": strides["x_row_stride"]}
+        exchange = None if rule.exchange is None else rule.exchange(tile, self.n)
+        types = {
+            **self._types,
+            "exchange_ptr": None if exchange is None else pointer_type(torch.int64, aligned=True),
+            "M": integer_type(m),
+            "eps": "fp32",
+            "weight_offset": "fp32",
+        }
+        constants = {
+            **rules.constants(tile, self.n, row_alignment(*self._strides.values())),
+            **rule.constants(tile, self.n),
+        }
+        options = rules.compiler_options(rule.options, tile, self._device)
+        kernel = self._entry.load(part or tile)
+        launcher = Launcher(kernel, types, strides, constants, tile.warps, options, self._device)
+        is_plain = self.sum_like is None and self.scale_like is None and exchange is None
+        launch_plain = launcher.launch if is_plain else None
+        found = Prepared(launcher, rule.grid(tile, self.n, self._device), exchange, launch_plain)
+        self._prepared[size] = found
+        return found
+
+
+def _extents(call: Call, strides: dict[str, int]) -> tuple[tuple[int, int, int], ...]:
+    tensors = (call.x, call.x_bias, call.residual, call.weight, call.bias, call.smooth_scale)
+    row_strides = (strides["x_row_stride"], 0, strides["residual_row_stride"], 0, 0, 0)
+    return tuple(
+        (place, *_extent(call.n, tensor.dtype, row_stride))
+        for place, (tensor, row_stride) in enumerate(zip(tensors, row_strides, strict=True))
+        if tensor is not None
+    )
+
+
+def _extent(n: int, dtype: torch.dtype, row_stride: int) -> tuple[int, int]:
+    return n * dtype.itemsize, row_stride * dtype.itemsize
+
+
+def _sum_row_stride(call: Call) -> int:
+    if not call.mode.fadd.stores:
+        return 0
+    return call.n if call.residual_out is None else row_stride("residual_out", call.residual_out)
+
+
+def _types(call: Call, plan: Plan, misaligned: Collection[str]) -> dict[str, str | None]:
+    """The types of the pointers, in Triton's words."""
+    tensors = (call.x, call.x_bias, call.residual, call.weight, call.bias, call.smooth_scale)
+    dtypes = {name: None if tensor is None else tensor.dtype for name, tensor in zip(INPUTS, tensors, strict=True)}
+    dtypes |= {
+        "y_ptr": torch.uint8 if plan.y_bytes else plan.y_like.dtype,
+        "residual_out_ptr": None if plan.sum_like is None else plan.sum_like.dtype,
+        "y_scale_ptr": None if plan.scale_like is None else plan.scale_like.dtype,
+        "mean_ptr": torch.float32 if plan.saves_mean else None,
+        "rstd_ptr": torch.float32 if plan.saves_rstd else None,
+    }
+    return {
+        name: None if dtype is None else pointer_type(dtype, aligned=name not in misaligned)
+        for name, dtype in dtypes.items()
+    }
+
+
+# Formats that NVIDIA hardware of compute capability 8.9 and up converts to in one rounding. Everywhere else, and in
+# the interpreter, kernels are handed bytes and encode in integer arithmetic.
+_HARDWARE_FP8 = (DType.FP8_E4M3FN, DType.FP8_E5M2)
+
+
+def _encodes_in_software(dtype: DType, device: torch.device) -> bool:
+    if not dtype.is_quantised or dtype.is_int:
+        return False
+    return not (dtype in _HARDWARE_FP8 and device.type == "cuda" and _converts_to_fp8(device))
+
+
+@cache
+def _converts_to_fp8(device: torch.device) -> bool:
+    if torch.version.hip is not None or interpreting():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,0 +1,220 @@
+"""How many programs of each pipeline a launch takes, and what it needs beside its operands: one row a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from .codegen import model
+from .codegen.model import Mode, Part, Pipeline
+from .codegen.tiling import WARP, power_of_two
+from .direct import Grid
+from .kernels import multiprocessors
+from .table import Tile
+
+# From a tile and N to a function from M to how many int64 a launch's programs exchange values through.
+Exchange = Callable[[Tile, int], Callable[[int], int]]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """How a pipeline's forward kernel is launched.
+
+    Attributes:
+        grid: from a tile, N and a device to a function from M to the programs in each dimension.
+        exchange: the size of `exchange_ptr`, which is filled with -1 for each launch; None where there is none.
+        constants: from a tile and N to compile-time constants besides those of `constants`.
+        options: what the compiler is told besides num_warps.
+    """
+
+    grid: Callable[[Tile, int, torch.device], Callable[[int], Grid]]
+    exchange: Exchange | None = None
+    constants: Callable[[Tile, int], Mapping[str, int]] = lambda tile, n: {}
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _tiles_of_rows(tile: Tile, n: int, device: torch.device) -> Callable[[int], Grid]:
+    rows = tile.rows
+    return lambda m: (-(-m // rows), 1, 1)
+
+
+# Programs that wait for one another all have to run at once, which a cooperative launch sees to.
+_COOPERATIVE = {"launch_cooperative_grid": True}
+
+
+def _slices(tile: Tile, n: int) -> int:
+    """Programs that share a row, forward."""
+    return -(-n // (tile.held * tile.block))
+
+
+def _teams(tile: Tile, n: int, device: torch.device) -> Callable[[int], Grid]:
+    slices = _slices(tile, n)
+    most = multiprocessors(device) * tile.resident // slices
+    return lambda m: (slices, min(most, m), 1)
+
+
+def _slot_a_slice(tile: Tile, n: int) -> Callable[[int], int]:
+    slices = _slices(tile, n)
+    return lambda m: m * slices
+
+
+def _peers(slices: int) -> dict[str, int]:
+    return {"PEERS": max(2, power_of_two(slices))}
+
+
+FORWARD: dict[Pipeline, Forward] = {
+    Pipeline.ROWS: Forward(_tiles_of_rows),
+    Pipeline.ONE_PASS: Forward(_tiles_of_rows),
+    Pipeline.TWO_PASS: Forward(_tiles_of_rows),
+    Pipeline.SPREAD: Forward(_teams, _slot_a_slice, lambda tile, n: _peers(_slices(tile, n)), _COOPERATIVE),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kernel of a backward pass.
+
+    Attributes:
+        part: which kernel of the pipeline; None is the one that carries its name.
+        grid: from a tile and N to a function from M, and the number of programs that share the rows, to a grid.
+        block: columns a chunk, from a tile.
+    """
+
+    part: Part | None
+    grid: Callable[[Tile, int], Callable[[int, int], Grid]]
+    block: Callable[[Tile], int] = lambda tile: tile.block
+
+
+@dataclass(frozen=True)
+class Backward:
+    """How a pipeline computes gradients.
+
+    Attributes:
+        steps: its kernels, in order.
+        column_blocks: how many programs share the columns of a row, from a tile and N.
+        row_terms: what a first step leaves for the next: pointers to one fp32 value a row.
+        exchange: as in `Forward`.
+        constants: likewise.
+        options: likewise.
+    """
+
+    steps: tuple[Step, ...]
+    column_blocks: Callable[[Tile, int], int] = lambda tile, n: 1
+    row_terms: tuple[str, ...] = ()
+    exchange: Exchange | None = None
+    constants: Callable[[Tile, int], Mapping[str, int]] = lambda tile, n: {}
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def programs(self, tile: Tile, n: int, device: torch.device) -> int:
+        """The most programs that share the rows: a function of the device and N, never of M."""
+        # Blocks of columns fill the device already; each further program leaves a row of partial sums.
+        return max(1, multiprocessors(device) * tile.resident // self.column_blocks(tile, n))
+
+
+def _column_blocks(tile: Tile, n: int) -> int:
+    return -(-n // tile.block)
+
+
+def _slot_a_row_and_block(tile: Tile, n: int) -> Callable[[int], int]:
+    blocks, rows = _column_blocks(tile, n), tile.rows
+    return lambda m: -(-m // rows) * rows * blocks
+
+
+def _sharing_rows(tile: Tile, n: int) -> Callable[[int, int], Grid]:
+    return lambda m, programs: (programs, 1, 1)
+
+
+def _each_row(tile: Tile, n: int) -> Callable[[int, int], Grid]:
+    return lambda m, programs: (m, 1, 1)
+
+
+def _sharing_blocks(tile: Tile, n: int) -> Callable[[int, int], Grid]:
+    blocks = _column_blocks(tile, n)
+    return lambda m, programs: (blocks, programs, 1)
+
+
+BACKWARD: dict[Pipeline, Backward] = {
+    Pipeline.ROWS: Backward((Step(None, _sharing_rows),)),
+    Pipeline.ONE_PASS: Backward((Step(None, _sharing_rows),)),
+    Pipeline.TWO_PASS: Backward(
+        (
+            # A thread holds as many values of one row as it does of a tile of several.
+            Step(Part.ROW_TERMS, _each_row, lambda tile: tile.rows * tile.block),
+            Step(None, _sharing_blocks),
+        ),
+        _column_blocks,
+        ("gh_mean_ptr", "g_mean_ptr"),
+    ),
+    Pipeline.SPREAD: Backward(
+        (Step(None, _sharing_blocks),),
+        _column_blocks,
+        exchange=_slot_a_row_and_block,
+        constants=lambda tile, n: _peers(_column_blocks(tile, n)),
+        options=_COOPERATIVE,
+    ),
+}
+
+
+def choose(mode: Mode, tiles: Iterable[Tile], n: int, device: torch.device) -> Tile:
+    """The first of some tiles that a device can run: it has to hold all the programs that wait for one another."""
+    return next(tile for tile in tiles if _waiting(mode, tile, n) <= multiprocessors(device) * tile.resident)
+
+
+def _waiting(mode: Mode, tile: Tile, n: int) -> int:
+    if tile.pipeline is not Pipeline.SPREAD:
+        return 1
+    return _column_blocks(tile, n) if mode.is_backward else _slices(tile, n)
+
+
+# Of a multiprocessor, and the most that a thread can address.
+_REGISTERS = 65536
+_MOST_REGISTERS_A_THREAD = 255
+
+
+def compiler_options(options: Mapping[str, Any], tile: Tile, device: torch.device) -> dict[str, Any]:
+    """What the compiler is told: what a pipeline asks, and so few registers that as many programs fit as should."""
+    if device.type != "cuda":
+        return {}
+    # Given out by eights. One program always fits; AMD's compiler counts otherwise, and takes no such number.
+    most = _REGISTERS // (tile.resident * tile.warps * WARP) // 8 * 8
+    capped = tile.resident > 1 and most <= _MOST_REGISTERS_A_THREAD and torch.version.hip is None
+    return {**options, "maxnreg": most} if capped else dict(options)
+
+
+# Elements that a thread moves at once where rows start anywhere: 16 bytes of the 16-bit types.
+_VECTOR = 8
+
+
+def takes_window(mode: Mode, tile: Tile, strides: Mapping[str, int], misaligned: Collection[str]) -> bool:
+    """Whether rows of x and y start alike, and where no vector does, and there is a kernel for that."""
+    stride = strides["x_row_stride"]
+    return (
+        tile.pipeline is Pipeline.ONE_PASS
+        and mode.has_window
+        and stride % _VECTOR != 0
+        and stride == strides["y_row_stride"]
+        and not {"x_ptr", "y_ptr"} & set(misaligned)
+    )
+
+
+def window_tile(tile: Tile) -> Tile:
+    """The tile for rows that start anywhere, from the one for rows that do not.
+
+    A thread takes two neighbouring elements: weights are read singly, and further apart they would take more
+    transactions (3.7 TB/s at N = 4099 on an H200, against 2.6 with eight).
+    """
+    return replace(tile, block=2 * WARP * tile.warps)
+
+
+def constants(tile: Tile, n: int, row_alignment: int) -> dict[str, int]:
+    """The compile-time constants that kernels may name: N, ROW_ALIGNMENT, VECTOR, and a tile's numbers in capitals."""
+    numbers = {f.name.upper(): getattr(tile, f.name) for f in fields(model.Tile) if f.name not in ("pipeline", "warps")}
+    return {"N": n, "ROW_ALIGNMENT": row_alignment, "VECTOR": _VECTOR, **numbers}
+
+
+def new_exchange(like: torch.Tensor, count: int) -> torch.Tensor:
+    """Memory on an int64 tensor's device for programs to exchange values through; -1 is what none leaves there."""
+    return like.new_empty(count).fill_(-1)

@@ -1,0 +1,74 @@
+"""Which tiles are worth measuring: some for everything there is, each of which can serve, in reach of one GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from normforge.codegen.candidates import candidates
+from normforge.codegen.model import Bucket, Direction, Pipeline, Tile
+from normforge.codegen.tile_tables import why_not
+from normforge.codegen.tiling import CLASSES, MOST_RESIDENT_WARPS, WARP, TileClass, standard_ladder
+
+# A row of the bucket without a cap.
+LONG = 131072
+REGISTERS = 65536
+
+FWD_16, BWD_16 = TileClass(Direction.FORWARD, 2), TileClass(Direction.BACKWARD, 2)
+EVERY = [(kind, bucket, few) for kind in CLASSES for bucket in standard_ladder() for few in (False, True)]
+
+
+def tiles_for(kind: TileClass, bucket: Bucket, *, few: bool) -> list[Tile]:
+    return candidates(kind, bucket, bucket.last or LONG, few=few)
+
+
+def test_there_are_some_for_everything_and_each_can_serve() -> None:
+    for kind, bucket, few in EVERY:
+        tiles = tiles_for(kind, bucket, few=few)
+        assert 1 <= len(set(tiles)) == len(tiles) <= 30, (kind, bucket, few)
+        assert [why_not(kind, bucket, tile) for tile in tiles] == [None] * len(tiles)
+
+
+def test_the_lengths_of_a_bucket_share_candidates_that_can_serve_all_of_it() -> None:
+    for kind, bucket, few in EVERY:
+        for tile in candidates(kind, bucket, bucket.first, few=few):
+            assert why_not(kind, bucket, tile) is None
+
+
+def test_what_is_to_reside_on_a_multiprocessor_can() -> None:
+    """Warps have slots there, and a thread keeps 24 registers or more, which is what addresses take."""
+    for kind, bucket, few in EVERY:
+        for tile in tiles_for(kind, bucket, few=few):
+            threads = tile.resident * tile.warps * WARP
+            assert threads <= MOST_RESIDENT_WARPS * WARP
+            assert REGISTERS // threads >= 24
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "tile"),
+    [
+        (FWD_16, LONG, Tile(Pipeline.SPREAD, 1, 4096, 16, held=4)),
+        (FWD_16, 65536, Tile(Pipeline.TWO_PASS, 1, 8192, 32, held=2)),
+        (FWD_16, 4096, Tile(Pipeline.ONE_PASS, 1, 1024, 4)),
+        (BWD_16, 1024, Tile(Pipeline.ROWS, 2, 1024, 4, 4)),
+        (BWD_16, 4096, Tile(Pipeline.ONE_PASS, 1, 2048, 8, 2)),
+        (BWD_16, 16384, Tile(Pipeline.SPREAD, 4, 1024, 4, 3)),
+    ],
+)
+def test_what_an_h200_was_seen_to_prefer_is_among_them(kind: TileClass, length: int, tile: Tile) -> None:
+    bucket = next(bucket for bucket in standard_ladder() if length in bucket)
+    assert tile in candidates(kind, bucket, length, few=False)
+
+
+def test_where_rows_are_spread_and_chunks_kept() -> None:
+    """By class, the first bucket; every longer one has such candidates too. A few rows are never spread."""
+    spread: dict[str, list[str]] = {}
+    held: dict[str, list[str]] = {}
+    for kind, bucket, few in EVERY:
+        for tile in tiles_for(kind, bucket, few=few):
+            assert not few or (tile.pipeline is not Pipeline.SPREAD and not tile.held)
+            where = spread if tile.pipeline is Pipeline.SPREAD else held if tile.held else None
+            if where is not None and bucket.name not in where.setdefault(kind.name, []):
+                where[kind.name].append(bucket.name)
+    long = ["n12288", "n16384", "n32768", "n65536", "nbig"]
+    assert spread == {"fwd_16bit": long[3:], "bwd_16bit": long, "bwd_32bit": long}
+    assert held == {"fwd_16bit": long[2:], "fwd_32bit": long[2:]}

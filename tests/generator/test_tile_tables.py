@@ -1,0 +1,297 @@
+"""Tables of measured tiles: what they say is what instances get, and what is wrong with one names file and line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from normforge.codegen import emit, tile_tables
+from normforge.codegen.errors import TileTableError
+from normforge.codegen.manifest import load
+from normforge.codegen.model import ANY, Bucket, Direction, DType, Mode, Norm, Pipeline, Tile, Tiles
+from normforge.codegen.tile_tables import TileTable, merge, read_table, tiles_of, why_not, write_table
+from normforge.codegen.tiling import CLASSES, TileClass, class_of, generic_tiles, standard_ladder
+
+PLAIN = TileClass(Direction.FORWARD, 2)
+BACKWARD = TileClass(Direction.BACKWARD, 4)
+LN_BF16 = Mode(Norm.LAYER, DType.BF16, DType.BF16)
+
+TABLE = """\
+fwd_16bit:
+  1..300:
+    large: {pipeline: rows, rows: 4, block: 512, warps: 2}
+    small: {pipeline: one_pass, rows: 1, block: 512, warps: 4}
+  1025..4096:
+    large: {pipeline: one_pass, rows: 1, block: 256, warps: 1}
+    small: {pipeline: one_pass, rows: 1, block: 4096, warps: 16}
+  40000..:
+    large: {pipeline: two_pass, rows: 1, block: 4096, warps: 8}
+    small: {pipeline: two_pass, rows: 1, block: 8192, warps: 32}
+"""
+
+
+@pytest.fixture
+def table_file(tmp_path: Path) -> Callable[[str], Path]:
+    def write(text: str) -> Path:
+        path = tmp_path / "sm_90.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("bucket", "block"),
+    [
+        (Bucket("n300", 1, 300), 512),
+        (Bucket("n301", 1, 301), None),
+        (Bucket("n4096", 1, 4096), 256),
+        (Bucket("n4000", 3999, 4000), 256),
+        (Bucket("n1024", 1000, 1024), None),
+        (Bucket("nbig", 1, None), 4096),
+        (Bucket("n99999", 4097, 99999), 4096),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_bucket_takes_the_range_that_holds_its_longest_row(
+    bucket: Bucket, block: int | None, table_file: Callable[[str], Path]
+) -> None:
+    tables = {"sm_90": read_table(table_file(TABLE))}
+    generic = generic_tiles(PLAIN, bucket)
+    by_arch = dict(tiles_of(LN_BF16, bucket, tables))
+    assert list(by_arch) == [ANY, "sm_90"]
+    assert by_arch[ANY] == generic
+    assert by_arch["sm_90"].large.block == (generic.large.block if block is None else block)
+
+
+def test_another_class_keeps_the_rule(table_file: Callable[[str], Path]) -> None:
+    tables = {"sm_90": read_table(table_file(TABLE))}
+    mode = Mode(Norm.RMS, DType.FP32, DType.FP32)
+    for bucket in standard_ladder():
+        assert dict(tiles_of(mode, bucket, tables))["sm_90"] == generic_tiles(class_of(mode), bucket)
+
+
+def test_the_table_that_is_emitted_has_a_ladder_an_architecture(
+    table_file: Callable[[str], Path], manifest_file: Callable[[str], Path]
+) -> None:
+    tables = {"sm_90": read_table(table_file(TABLE)), "gfx942": TileTable({})}
+    path = manifest_file("groups:\n  a: {norm: rms, dtype_in: [bf16, fp32], n: [n2048, n128]}\n")
+    text = emit.render_folder(load(path, tables).instances)["dispatch.py"]
+    names: dict[str, dict[str, dict[str, object]]] = {}
+    exec(text, names)
+    assert {mode: list(ladders) for mode, ladders in names["TABLE"].items()} == {
+        "rms_fwd_bf16": [ANY, "sm_90"],
+        "rms_fwd_fp32": [ANY],
+    }
+    assert names["TABLE"]["rms_fwd_bf16"]["sm_90"] == (
+        (1, 128, "n128", ("rows", 4, 512, 2), ("one_pass", 1, 512, 4)),
+        (1025, 2048, "n2048", ("one_pass", 1, 256, 1), ("one_pass", 1, 4096, 16)),
+    )
+
+
+def test_a_module_holds_every_kernel_that_any_architecture_takes(
+    table_file: Callable[[str], Path], manifest_file: Callable[[str], Path]
+) -> None:
+    tables = {"sm_90": read_table(table_file(TABLE.replace("one_pass", "two_pass")))}
+    path = manifest_file("groups:\n  a: {norm: rms, dtype_in: bf16, n: n2048}\n")
+    module = emit.render_folder(load(path, tables).instances)["rms_fwd_bf16.py"]
+    assert {pipeline: f"def rms_fwd_bf16_{pipeline.value}(" in module for pipeline in Pipeline} == {
+        Pipeline.ROWS: False,
+        Pipeline.ONE_PASS: True,
+        Pipeline.TWO_PASS: True,
+        Pipeline.SPREAD: False,
+    }
+
+
+TILE = "{pipeline: one_pass, rows: 1, block: 512, warps: 4}"
+
+
+def one(tile: str, bucket: str = "1..1024", kind: str = "fwd_16bit") -> str:
+    """A table whose tile for many rows is on line 3."""
+    return f"{kind}:\n  {bucket}:\n    large: {tile}\n    small: {TILE}\n"
+
+
+WRONG = {
+    "empty": ("", "1: the table is empty; measure one with normforge tune --out FILE, or remove it"),
+    "not_yaml": ("fwd_16bit: [", "1: this is not valid YAML"),
+    "class": (
+        one(TILE, kind="fwd_8bit"),
+        "1: unknown class 'fwd_8bit'; did you mean ",
+    ),
+    "range": (one(TILE, "n1024"), "2: fwd_16bit: n1024 takes a range, first..last or first.., from 1 up, not 'n1024'"),
+    "backwards": (one(TILE, "9..4"), "2: fwd_16bit: 9..4 (9..4) ends before it starts"),
+    "no_small": (f"fwd_16bit:\n  1..4:\n    large: {TILE}\n", "2: fwd_16bit: 1..4 has no tile for small M; add small"),
+    "size": (f"fwd_16bit:\n  1..4:\n    huge: {TILE}\n", "3: fwd_16bit: unknown size of M 'huge'; use one of large, "),
+    "overlap": (one(TILE) + one(TILE, "1024..2048").partition("\n")[2], "5: fwd_16bit: 1024..2048 overlaps 1..1024"),
+    "field": (one("{pipelin: rows}"), "3: fwd_16bit: unknown field 'pipelin'; did you mean pipeline? Use one of "),
+    "pipeline": (one("{pipeline: one, rows: 1, block: 1, warps: 1}"), "3: fwd_16bit: unknown pipeline 'one'; use one "),
+    "no_warps": (one("{pipeline: rows, rows: 1, block: 1024}"), "3: fwd_16bit: the tile has no warps; a tile is {pip"),
+    "word": (one("{pipeline: rows, rows: two, block: 1, warps: 1}"), "3: fwd_16bit: rows takes a whole number, not th"),
+    "power": (one("{pipeline: rows, rows: 3, block: 1024, warps: 1}"), "3: fwd_16bit: rows is 3; it takes a power of"),
+    "warps": (one("{pipeline: rows, rows: 1, block: 1024, warps: 64}"), "warps is 64; a program has at most 32"),
+    "cut": (one("{pipeline: rows, rows: 1, block: 512, warps: 1}"), "block is 512 and rows are 1..1024 long; take an"),
+    "held": (one(TILE, "1.."), "3: fwd_16bit: pipeline one_pass holds a row in registers and 1.. has no cap; take two"),
+    "rows_one": (
+        one("{pipeline: rows, rows: 1, block: 1024, warps: 4}"),
+        "3: fwd_16bit: pipeline rows takes several rows a program and rows is 1; take one_pass",
+    ),
+    "rows": (one("{pipeline: two_pass, rows: 2, block: 512, warps: 4}"), "two_pass takes one row a program and rows i"),
+    "resident": (
+        one("{pipeline: one_pass, rows: 1, block: 512, warps: 4, resident: 17}"),
+        "3: fwd_16bit: resident is 17 programs of 4 warps; a multiprocessor holds 1 to 16",
+    ),
+    "resident_none": (
+        one("{pipeline: one_pass, rows: 1, block: 512, warps: 32, resident: 0}"),
+        "3: fwd_16bit: resident is 0 programs of 32 warps; a multiprocessor holds 1 to 2",
+    ),
+    "resident_word": (
+        one("{pipeline: one_pass, rows: 1, block: 512, warps: 4, resident: all}"),
+        "3: fwd_16bit: resident takes a whole number, not the word 'all'",
+    ),
+    "held_one_pass": (
+        one("{pipeline: one_pass, rows: 1, block: 512, warps: 4, held: 1}", "512..1024"),
+        "3: fwd_16bit: held is 1; only forward two_pass of modes that move x and y alone keeps chunks, 512 columns "
+        "each, and no more than the shortest row of 512..1024 has; leave held out",
+    ),
+    "held_add": (
+        one("{pipeline: two_pass, rows: 1, block: 512, warps: 4, held: 1}", "512..1024", "fwd_16bit_add"),
+        "3: fwd_16bit_add: held is 1; only forward two_pass of modes that move x and y alone keeps chunks",
+    ),
+    "held_backward": (
+        one("{pipeline: two_pass, rows: 1, block: 512, warps: 4, held: 1}", "512..1024", "bwd_16bit"),
+        "3: bwd_16bit: held is 1; only forward two_pass",
+    ),
+    "held_beyond": (
+        one("{pipeline: two_pass, rows: 1, block: 512, warps: 4, held: 2}", "1023..1024"),
+        "3: fwd_16bit: held is 2; only forward two_pass of modes that move x and y alone keeps chunks, 512 columns "
+        "each, and no more than the shortest row of 1023..1024 has",
+    ),
+    "spread_add": (
+        one("{pipeline: spread, rows: 1, block: 512, warps: 4, held: 2}", kind="fwd_16bit_add"),
+        "3: fwd_16bit_add: pipeline spread, forward, is for modes that move x and y alone; take two_pass",
+    ),
+    "spread_fp32": (
+        one("{pipeline: spread, rows: 1, block: 512, warps: 4, held: 2}", kind="fwd_32bit"),
+        "3: fwd_32bit: pipeline spread, forward, exchanges means as fp32, too coarse for fp32 rows; take two_pass",
+    ),
+    "spread_rows": (
+        one("{pipeline: spread, rows: 2, block: 512, warps: 4, held: 2}"),
+        "3: fwd_16bit: pipeline spread, forward, takes rows: 1 and held, the chunks that a program keeps",
+    ),
+    "spread_holds_nothing": (
+        one("{pipeline: spread, rows: 1, block: 512, warps: 4}"),
+        "3: fwd_16bit: pipeline spread, forward, takes rows: 1 and held, the chunks that a program keeps",
+    ),
+    "spread_backward_rows": (
+        one("{pipeline: spread, rows: 1, block: 512, warps: 4}", kind="bwd_16bit"),
+        "3: bwd_16bit: pipeline spread, backward, takes rows: 2 or 4 and no held",
+    ),
+    "spread_backward_many_rows": (
+        one("{pipeline: spread, rows: 8, block: 512, warps: 4}", kind="bwd_32bit"),
+        "3: bwd_32bit: pipeline spread, backward, takes rows: 2 or 4 and no held",
+    ),
+    "spread_backward_holds": (
+        one("{pipeline: spread, rows: 2, block: 512, warps: 4, held: 1}", kind="bwd_16bit"),
+        "3: bwd_16bit: pipeline spread, backward, takes rows: 2 or 4 and no held",
+    ),
+}
+
+RIGHT = {
+    "resident": ("fwd_16bit", "1..", "{pipeline: two_pass, rows: 1, block: 512, warps: 32, resident: 2}"),
+    "held": ("fwd_32bit", "1024..", "{pipeline: two_pass, rows: 1, block: 512, warps: 4, resident: 1, held: 2}"),
+    "spread": ("fwd_16bit", "1..", "{pipeline: spread, rows: 1, block: 4096, warps: 16, resident: 1, held: 4}"),
+    "spread_backward": ("bwd_32bit", "1..", "{pipeline: spread, rows: 4, block: 1024, warps: 4, resident: 3}"),
+    "spread_backward_2": ("bwd_16bit", "1..", "{pipeline: spread, rows: 2, block: 512, warps: 4}"),
+}
+
+
+@pytest.mark.parametrize(("kind", "lengths", "tile"), RIGHT.values(), ids=RIGHT)
+def test_what_is_right_is_read_and_written_as_it_was(
+    kind: str, lengths: str, tile: str, table_file: Callable[[str], Path]
+) -> None:
+    text = f"# a remark\n\n{kind}:\n  {lengths}:\n    large: {tile}\n    small: {tile}\n"
+    assert write_table(read_table(table_file(text)), "a remark") == text
+
+
+def test_a_module_holds_a_spread_kernel_where_a_table_takes_one(
+    table_file: Callable[[str], Path], manifest_file: Callable[[str], Path]
+) -> None:
+    kind, lengths, tile = RIGHT["spread"]
+    tables = {"sm_90": read_table(table_file(f"{kind}:\n  {lengths}:\n    large: {tile}\n    small: {tile}\n"))}
+    path = manifest_file("groups:\n  a: {norm: rms, dtype_in: [bf16, fp32], fadd: [none, pre_add], n: [n2048, nbig]}\n")
+    files = emit.render_folder(load(path, tables).instances)
+    modules = {name[:-3]: text for name, text in files.items() if name.startswith("rms_")}
+    for part in ("spread", "window"):
+        assert {name for name, text in modules.items() if f"def {name}_{part}(" in text} == {"rms_fwd_bf16"}
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_names_file_and_line(text: str, message: str, table_file: Callable[[str], Path]) -> None:
+    path = table_file(text)
+    with pytest.raises(TileTableError) as caught:
+        read_table(path)
+    assert str(caught.value).startswith(f"{path}:")
+    assert message in str(caught.value)
+
+
+def test_a_file_is_called_after_an_architecture(tmp_path: Path) -> None:
+    with pytest.raises(TileTableError, match=r"h200\.yaml: 'h200' is no architecture; name the file after one, sm_90"):
+        read_table(tmp_path / "h200.yaml")
+    with pytest.raises(TileTableError, match=r"sm_91\.yaml: there is no such table of tiles; measure one with"):
+        read_table(tmp_path / "sm_91.yaml")
+
+
+def test_the_committed_tables_can_be_read() -> None:
+    assert {path.stem for path in tile_tables.FOLDER.glob("*.yaml")} == set(tile_tables.own_tables())
+
+
+def test_the_rule_gives_tiles_that_can_serve_their_buckets() -> None:
+    for kind in CLASSES:
+        for bucket in (*standard_ladder(), Bucket("n1", 1, 1), Bucket("nbig", 1, None), Bucket("n700", 1, 700)):
+            for tile in vars(generic_tiles(kind, bucket)).values():
+                assert why_not(kind, bucket, tile) is None
+
+
+ladders = st.lists(st.integers(1, 100_000), min_size=1, max_size=5, unique=True).map(sorted)
+tiles = st.builds(
+    Tile,
+    st.just(Pipeline.TWO_PASS),
+    st.just(1),
+    st.sampled_from([512, 4096]),
+    st.sampled_from([1, 8, 32]),
+    st.sampled_from([1, 2]),
+)
+
+
+@settings(deadline=None)
+@given(lasts=ladders, data=st.data())
+def test_a_table_survives_writing_and_reading(
+    tmp_path_factory: pytest.TempPathFactory, lasts: list[int], data: st.DataObject
+) -> None:
+    firsts = [1, *(last + 1 for last in lasts)]
+    buckets = [Bucket("", first, last) for first, last in zip(firsts, [*lasts, None], strict=True)]
+    kinds = data.draw(st.lists(st.sampled_from(CLASSES), min_size=1, unique=True))
+    table = TileTable(
+        {kind: tuple((bucket, data.draw(st.builds(Tiles, tiles, tiles))) for bucket in buckets) for kind in kinds}
+    )
+    path = tmp_path_factory.mktemp("tables") / "gfx942.yaml"
+    path.write_text(write_table(table, "a remark"))
+    read = read_table(path)
+    assert {kind: [(str(bucket), pair) for bucket, pair in rows] for kind, rows in read.rows.items()} == {
+        kind: [(str(bucket), pair) for bucket, pair in rows] for kind, rows in table.rows.items()
+    }
+
+
+def test_merging_keeps_what_was_not_measured_again() -> None:
+    def table(kind: TileClass, warps: int, *buckets: Bucket) -> TileTable:
+        tile = Tile(Pipeline.TWO_PASS, 1, 512, warps)
+        return TileTable({kind: tuple((bucket, Tiles(tile, tile)) for bucket in buckets)})
+
+    old = table(PLAIN, 1, Bucket("", 1, 10), Bucket("", 11, 20), Bucket("", 21, None))
+    merged = merge(merge(old, table(PLAIN, 2, Bucket("", 15, 25))), table(BACKWARD, 4, Bucket("", 1, 10)))
+    assert [(str(bucket), pair.large.warps) for bucket, pair in merged.rows[PLAIN]] == [("1..10", 1), ("15..25", 2)]
+    assert [(str(bucket), pair.large.warps) for bucket, pair in merged.rows[BACKWARD]] == [("1..10", 4)]

@@ -1,0 +1,371 @@
+"""Rows that several programs share, in the interpreter: what each publishes, and what it makes of the others' parts.
+
+The interpreter runs one program after another, so a program that waits for a later one would wait for ever. A row of
+one slice has nobody to wait for; where there are more, every slot is filled before the launch with what will be
+published there, only a little off, so that a second launch shows what the first one published.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from normforge import LayerNormOutput
+from normforge.codegen.model import Direction, DType, FusedAdd, Mode, Norm, Pipeline
+from normforge.codegen.tiling import power_of_two
+from normforge.dtypes import TORCH_DTYPES
+from normforge.output import NormGradients
+
+from .bare import EPS, OFFSET, check_forward, check_gradients, outputs, run
+from .rendering import kernel_of
+
+# Untyped, as everything generated; Triton looks a device function up by the name it is called by.
+primitives = import_module("normforge.generated.primitives")
+load_head, load_slice = primitives.load_head, primitives.load_slice
+merge_slices, publish, slice_moments = primitives.merge_slices, primitives.publish, primitives.slice_moments
+
+EMPTY = -1
+# Where rows of a tile stand among its slots, which is up to `stack`.
+IN_SLOTS = {2: (0, 1), 4: (0, 2, 1, 3)}
+A_LITTLE_OFF = 1.001
+
+
+def packed(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Slots of an exchange that hold two fp32 values each."""
+    low, high = (value.float().contiguous().view(torch.int32).long() for value in (first, second))
+    return (low & 0xFFFFFFFF) | (high << 32)
+
+
+def unpacked(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    low, high = slots.to(torch.int32), (slots >> 32).to(torch.int32)
+    return low.view(torch.float32), high.view(torch.float32)
+
+
+def slices_of(row: torch.Tensor, width: int) -> list[torch.Tensor]:
+    return list(torch.split(row.double(), width, dim=-1))
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward launch: a mode, rows, and how they are cut."""
+
+    mode: Mode
+    m: int
+    n: int
+    teams: int
+    block: int = 64
+    held: int = 2
+
+    @property
+    def slices(self) -> int:
+        return -(-self.n // (self.block * self.held))
+
+    def draw(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        x = (torch.randn(self.m, self.n + 3) * 2 + 5).to(TORCH_DTYPES[self.mode.dtype_in])[:, : self.n]
+        names = ("weight", "bias") if self.mode.norm.centres else ("weight",)
+        return x, {name: torch.randn(self.n) for name in names}
+
+    def published(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What each program of each row should publish, in fp64."""
+        parts = slices_of(x, self.block * self.held)
+        if self.mode.norm.centres:
+            means = torch.stack([part.mean(-1) for part in parts], dim=-1)
+            return means, torch.stack([part.var(-1, correction=0) for part in parts], dim=-1)
+        squares = torch.stack([part.square().sum(-1) / self.n for part in parts], dim=-1)
+        return squares, squares
+
+    def run(
+        self, package: Path, x: torch.Tensor, exchange: torch.Tensor, vectors: dict[str, torch.Tensor]
+    ) -> LayerNormOutput:
+        y = torch.full((self.m, self.n), float("nan"), dtype=TORCH_DTYPES[self.mode.dtype_out])
+        statistics = {name: torch.full((self.m,), float("nan")) for name in ("mean", "rstd")}
+        given = vectors | statistics | {"x": x, "y": y, "exchange": exchange}
+        values: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in given.items()}
+        values |= {"x_row_stride": x.stride(0), "y_row_stride": self.n, "M": self.m}
+        values |= {"N": self.n, "BLOCK": self.block, "HELD": self.held, "PEERS": power_of_two(self.slices)}
+        run(kernel_of(package, self.mode, Pipeline.SPREAD), (self.slices, self.teams), values)
+        return outputs(self.mode, y, statistics)
+
+
+FORWARD_MODES = [
+    Mode(norm, dtype, dtype, save_mv=save_mv)
+    for norm in Norm
+    for dtype, save_mv in ((DType.BF16, False), (DType.FP16, True))
+]
+
+
+@pytest.mark.parametrize("mode", FORWARD_MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize(("m", "teams"), [(1, 1), (7, 3), (5, 5)])
+@pytest.mark.parametrize("n", [1, 100, 128])
+def test_a_program_alone_in_its_team(n: int, m: int, teams: int, mode: Mode, package: Path) -> None:
+    problem = Forward(mode, m, n, teams)
+    x, vectors = problem.draw()
+    exchange = torch.full((m, 1), EMPTY)
+    check_forward(problem.run(package, x, exchange, vectors), mode, x, vectors)
+    assert bool((exchange != EMPTY).all())
+
+
+@pytest.mark.parametrize("mode", FORWARD_MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize(("n", "m", "teams"), [(129, 4, 3), (300, 7, 2), (512, 3, 1), (1000, 5, 4)])
+def test_a_team_publishes_what_its_rows_need(n: int, m: int, teams: int, mode: Mode, package: Path) -> None:
+    """Ragged last slices of 1, 44 and 104 columns, and a row of whole ones."""
+    problem = Forward(mode, m, n, teams)
+    x, vectors = problem.draw()
+    expected = problem.published(x)
+    exchange = packed(*(value * A_LITTLE_OFF for value in expected))
+    problem.run(package, x, exchange, vectors)
+    for got, want in zip(unpacked(exchange), expected, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=1e-9)
+    check_forward(problem.run(package, x, exchange, vectors), mode, x, vectors)
+
+
+@pytest.mark.parametrize("dtype", [DType.FP16, DType.BF16], ids=lambda dtype: dtype.value)
+def test_a_row_of_1e4_and_the_noise_that_16_bits_leave(dtype: DType, package: Path) -> None:
+    """A mean that is published is rounded to fp32: that is 5e-4 at 1e4, where fp16 steps by 8 and bf16 by 64."""
+    problem = Forward(Mode(Norm.LAYER, dtype, dtype, save_mv=True), 2, 1000, 1)
+    step = {DType.FP16: 8.0, DType.BF16: 64.0}[dtype]
+    x = (10048.0 + step * torch.randint(-1, 2, (problem.m, problem.n))).to(TORCH_DTYPES[dtype])
+    exchange = packed(*problem.published(x))
+    check_forward(problem.run(package, x, exchange, {}), problem.mode, x, {})
+
+
+@dataclass(frozen=True)
+class Backward:
+    """One backward launch: a mode, rows, and how they are cut."""
+
+    mode: Mode
+    m: int
+    n: int
+    teams: int
+    rows: int
+    has_weight: bool = True
+    block: int = 64
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.m // self.rows)
+
+    @property
+    def slices(self) -> int:
+        return -(-self.n // self.block)
+
+    def draw(self) -> dict[str, torch.Tensor]:
+        dtype = TORCH_DTYPES[self.mode.dtype_in]
+        tensors = {"x": torch.randn(self.m, self.n + 3).to(dtype)[:, : self.n], "dy": torch.randn(self.m, self.n)}
+        if self.has_weight:
+            tensors["weight"] = torch.randn(self.n)
+        if self.mode.x_bias:
+            tensors["x_bias"] = torch.randn(self.n)
+        if self.mode.fadd.stores:
+            tensors["dresidual_out"] = torch.randn(self.m, self.n + 1).bfloat16()[:, : self.n]
+        return tensors
+
+    def statistics(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        s = tensors["x"].float() + tensors.get("x_bias", torch.zeros(self.n))
+        if not self.mode.norm.centres:
+            return {"rstd": (s.square().mean(-1) + EPS).rsqrt()}
+        return {"mean": s.mean(-1), "rstd": (s.var(-1, correction=0) + EPS).rsqrt()}
+
+    def published(
+        self, tensors: dict[str, torch.Tensor], statistics: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What each program of each tile should publish for each of its rows, in fp64; rows beyond M add nothing."""
+        s = tensors["x"].double() + tensors.get("x_bias", torch.zeros(self.n)).double()
+        h = (s - statistics.get("mean", torch.zeros(1)).double().unsqueeze(-1)) * statistics["rstd"].unsqueeze(-1)
+        offset = 0.0 if self.mode.norm.centres else OFFSET
+        g = tensors["dy"].double()
+        if self.has_weight:
+            g = g * (tensors["weight"].double() + offset)
+        return self._sums(g * h), self._sums(g)
+
+    def _sums(self, terms: torch.Tensor) -> torch.Tensor:
+        padded = torch.zeros(self.tiles * self.rows, self.n, dtype=torch.float64)
+        padded[: self.m] = terms
+        sums = torch.stack([part.sum(-1) for part in slices_of(padded, self.block)], dim=-1)
+        return sums.view(self.tiles, self.rows, self.slices).transpose(1, 2)[..., IN_SLOTS[self.rows]]
+
+    def run(
+        self,
+        package: Path,
+        tensors: dict[str, torch.Tensor],
+        statistics: dict[str, torch.Tensor],
+        exchange: torch.Tensor,
+        *,
+        wants_dx: bool = True,
+    ) -> NormGradients:
+        dx = torch.full((self.m, self.n), float("nan"), dtype=TORCH_DTYPES[self.mode.dtype_in])
+        names = ["dweight", "dbias"] if self.mode.norm.centres else ["dweight"]
+        names += ["dx_bias"] if self.mode.x_bias else []
+        partials = {name: torch.full((self.teams, self.n), float("nan")) for name in names}
+        given = tensors | statistics | partials | {"exchange": exchange} | ({"dx": dx} if wants_dx else {})
+        values: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in given.items()}
+        values |= {f"{name}_row_stride": tensor.stride(0) for name, tensor in given.items() if tensor.dim() == 2}
+        values |= {"dx_row_stride": self.n, "M": self.m, "N": self.n}
+        values |= {"ROWS": self.rows, "BLOCK": self.block, "PEERS": power_of_two(self.slices)}
+        run(kernel_of(package, self.mode, Pipeline.SPREAD), (self.slices, self.teams), values)
+        sums = {name: partial.sum(0) for name, partial in partials.items()}
+        return NormGradients(dx if wants_dx else None, sums.get("dweight"), sums.get("dbias"), sums.get("dx_bias"))
+
+
+BACKWARD_MODES = [
+    Mode(norm, dtype, dtype, fadd, x_bias=x_bias, direction=Direction.BACKWARD)
+    for norm in Norm
+    for dtype, fadd, x_bias in (
+        (DType.BF16, FusedAdd.NONE, False),
+        (DType.FP32, FusedAdd.PRE_ADD_STORE, False),
+        (DType.FP32, FusedAdd.PRE_ADD_STORE, True),
+    )
+]
+
+
+@pytest.mark.parametrize("mode", BACKWARD_MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("rows", [2, 4])
+@pytest.mark.parametrize(("m", "n", "teams", "has_weight"), [(1, 64, 1, True), (9, 37, 2, False), (19, 50, 3, True)])
+def test_a_program_alone_takes_tiles_of_rows(
+    m: int, n: int, teams: int, has_weight: bool, rows: int, mode: Mode, package: Path
+) -> None:
+    problem = Backward(mode, m, n, min(teams, -(-m // rows)), rows, has_weight)
+    tensors = problem.draw()
+    statistics = problem.statistics(tensors)
+    exchange = torch.full((problem.tiles, 1, rows), EMPTY)
+    check_gradients(problem.run(package, tensors, statistics, exchange), mode, tensors | statistics)
+    assert bool((exchange != EMPTY).all())
+
+
+@pytest.mark.parametrize("mode", BACKWARD_MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("rows", [2, 4])
+@pytest.mark.parametrize(("m", "n", "teams", "has_weight"), [(5, 65, 1, False), (11, 300, 2, True), (8, 256, 2, True)])
+def test_a_team_publishes_what_its_tiles_need(
+    m: int, n: int, teams: int, has_weight: bool, rows: int, mode: Mode, package: Path
+) -> None:
+    problem = Backward(mode, m, n, teams, rows, has_weight)
+    tensors = problem.draw()
+    statistics = problem.statistics(tensors)
+    expected = problem.published(tensors, statistics)
+    exchange = packed(*(value * A_LITTLE_OFF for value in expected))
+    problem.run(package, tensors, statistics, exchange)
+    for got, want in zip(unpacked(exchange), expected, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
+    check_gradients(problem.run(package, tensors, statistics, exchange), mode, tensors | statistics)
+
+
+def test_dx_is_left_out_where_nobody_wants_it(package: Path) -> None:
+    problem = Backward(replace(BACKWARD_MODES[0], dtype_in=DType.FP32, dtype_out=DType.FP32), 5, 40, 2, 2)
+    tensors = problem.draw()
+    statistics = problem.statistics(tensors)
+    exchange = torch.full((problem.tiles, 1, problem.rows), EMPTY)
+    actual = problem.run(package, tensors, statistics, exchange, wants_dx=False)
+    assert actual.dx is None
+    check_gradients(actual, problem.mode, tensors | statistics)
+
+
+def _moments_of_slice(
+    x_ptr: Any, mean_ptr: Any, variance_ptr: Any, N: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    first_col = tl.program_id(0) * SLICE
+    chunks = load_slice(x_ptr, first_col, N, SLICE, BLOCK)
+    mean, variance = slice_moments(chunks, load_head(x_ptr, first_col, N), first_col, N, SLICE, BLOCK)
+    tl.store(mean_ptr + tl.program_id(0), mean)
+    tl.store(variance_ptr + tl.program_id(0), variance)
+
+
+moments_of_slice: Any = triton.jit(_moments_of_slice)
+
+
+def _merge(
+    means_ptr: Any, variances_ptr: Any, out_ptr: Any, N: tl.constexpr, SLICE: tl.constexpr, PEERS: tl.constexpr
+) -> None:
+    peers = tl.arange(0, PEERS)
+    means = tl.load(means_ptr + peers, mask=peers * SLICE < N, other=0.0)
+    variances = tl.load(variances_ptr + peers, mask=peers * SLICE < N, other=0.0)
+    pivot, shift, variance = merge_slices(means, variances, peers, N, SLICE)
+    tl.store(out_ptr, pivot)
+    tl.store(out_ptr + 1, shift)
+    tl.store(out_ptr + 2, variance)
+
+
+merge: Any = triton.jit(_merge)
+
+
+def _publish_bits(first_ptr: Any, second_ptr: Any, slots_ptr: Any, COUNT: tl.constexpr) -> None:
+    at = tl.arange(0, COUNT)
+    publish(slots_ptr + at, tl.load(first_ptr + at), tl.load(second_ptr + at))
+
+
+publish_bits: Any = triton.jit(_publish_bits)
+
+
+SLICE, SLICE_BLOCK = 512, 128
+
+
+def made_up_row(name: str, n: int) -> torch.Tensor:
+    noise = torch.randn(n)
+    rows = {
+        "noise": noise,
+        "offset": 1e4 + 1e-2 * noise,
+        "constant": torch.full((n,), 12345.678),
+        "slices_far_apart": noise + 1e4 * (torch.arange(n) // SLICE % 2),
+        "outlier_in_the_head": torch.where(torch.arange(n) == 3, 1e5, noise),
+        "outlier_beyond_the_head": torch.where(torch.arange(n) == min(400, n - 1), 1e5, noise),
+    }
+    return rows[name]
+
+
+ROW_NAMES = (
+    "noise",
+    "offset",
+    "constant",
+    "slices_far_apart",
+    "outlier_in_the_head",
+    "outlier_beyond_the_head",
+)
+
+
+@pytest.mark.parametrize("n", [1, 5, 512, 515, 1000, 2048])
+@pytest.mark.parametrize("name", ROW_NAMES)
+def test_moments_of_a_slice(name: str, n: int) -> None:
+    x = made_up_row(name, n)
+    parts = slices_of(x, SLICE)
+    mean, variance = torch.empty(len(parts)), torch.empty(len(parts))
+    moments_of_slice[(len(parts),)](x, mean, variance, n, SLICE, SLICE_BLOCK)
+    expected_mean = torch.stack([part.mean() for part in parts])
+    expected_variance = torch.stack([part.var(correction=0) for part in parts])
+    assert bool(((mean - expected_mean).abs() <= 2e-7 * x.abs().max()).all())
+    # SLICE / 8 roundings, if all of the head is one outlier.
+    assert bool(((variance - expected_variance).abs() <= 2e-5 * expected_variance + 1e-12).all())
+
+
+@pytest.mark.parametrize("n", [1, 512, 513, 1000, 3000])
+@pytest.mark.parametrize("name", ROW_NAMES)
+def test_slices_merge_into_the_moments_of_their_row(name: str, n: int) -> None:
+    x = made_up_row(name, n)
+    parts = slices_of(x, SLICE)
+    means = torch.stack([part.mean() for part in parts]).float()
+    variances = torch.stack([part.var(correction=0) for part in parts]).float()
+    out = torch.empty(3)
+    merge[(1,)](means, variances, out, n, SLICE, power_of_two(len(parts)))
+    # What was rounded to be published is what a row is made of.
+    counts = torch.tensor([len(part) for part in parts], dtype=torch.float64)
+    mean = (counts * means).sum() / n
+    variance = (counts * (variances + (means.double() - mean).square())).sum() / n
+    assert (out[:2].double().sum() - mean).abs() <= 1e-7 * variance.sqrt() + 1e-12
+    assert (out[2] - variance).abs() <= 1e-6 * variance + 1e-12
+
+
+def test_no_two_values_look_like_an_empty_slot() -> None:
+    """NaNs of all ones, which x86 and some GPUs hand on from an input, would make a team wait for ever."""
+    ones = torch.full((4,), -1, dtype=torch.int32).view(torch.float32)
+    plain = torch.tensor([0.0, 1.0, float("nan"), float("-inf")])
+    for first, second in ((ones, ones), (ones, plain), (plain, ones), (plain, plain)):
+        slots = torch.full((4,), EMPTY)
+        publish_bits[(1,)](first, second, slots, 4)
+        assert bool((slots != EMPTY).all())
+        for got, want in zip(unpacked(slots), (first, second), strict=True):
+            torch.testing.assert_close(got, want, equal_nan=True, rtol=0, atol=0)

@@ -1,0 +1,87 @@
+"""The kernel for rows that start anywhere, in the interpreter: it reads beside a row, and writes nothing there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from normforge import reference
+from normforge.codegen.model import DType, Mode, Norm, Part
+from normforge.dtypes import TORCH_DTYPES
+
+from .bare import EPS, check_forward, outputs, run
+from .rendering import kernel_of
+
+VECTOR = 8
+# Enough rows for each distance from a vector's start.
+ROWS = VECTOR + 1
+UNTOUCHED = 77.0
+
+# (N, row stride, BLOCK): rows of many chunks and of one, that adjoin and that do not, shorter than a vector, and of
+# whole vectors.
+SHAPES = (
+    (1027, 1027, 256),
+    (1027, 1029, 2048),
+    (37, 37, 16),
+    (37, 39, 64),
+    (512, 513, 128),
+    (505, 507, 128),
+    (8, 9, 16),
+    (3, 5, 16),
+    (1, 1, 16),
+)
+
+
+def rows_in(memory: torch.Tensor, first: int, n: int, stride: int) -> torch.Tensor:
+    return memory.as_strided((ROWS, n), (stride, 1), first)
+
+
+def run_window(
+    package: Path, mode: Mode, shape: tuple[int, int, int], guard: int, vectors: dict[str, torch.Tensor]
+) -> None:
+    n, stride, block = shape
+    dtype = TORCH_DTYPES[mode.dtype_in]
+    elements = 2 * guard + (ROWS - 1) * stride + n
+    x_memory = torch.full((elements,), float("nan"), dtype=dtype)
+    y_memory = torch.full((elements,), UNTOUCHED, dtype=dtype)
+    x, y = rows_in(x_memory, guard, n, stride), rows_in(y_memory, guard, n, stride)
+    x.copy_(torch.randn(ROWS, n) * 3 + 1)
+    statistics = {name: torch.full((ROWS,), float("nan")) for name in ("mean", "rstd")}
+    values: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in (vectors | statistics).items()}
+    values |= {"x_ptr": x, "y_ptr": y, "row_stride": stride, "N": n, "BLOCK": block, "VECTOR": VECTOR}
+    run(kernel_of(package, mode, Part.WINDOW), (ROWS,), values)
+    check_forward(outputs(mode, y, statistics), mode, x, vectors)
+    beside = torch.ones(elements, dtype=torch.bool)
+    rows_in(beside, guard, n, stride).fill_(False)
+    assert bool((y_memory[beside] == UNTOUCHED).all())
+
+
+@pytest.mark.parametrize("save_mv", [False, True], ids=["", "mv"])
+@pytest.mark.parametrize("dtype", [DType.FP16, DType.BF16], ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+def test_rows_are_right_and_what_is_beside_them_stays(
+    shape: tuple[int, int, int], norm: Norm, dtype: DType, save_mv: bool, package: Path
+) -> None:
+    vectors = {"weight": torch.randn(shape[0])} | ({"bias": torch.randn(shape[0])} if norm.centres else {})
+    run_window(package, Mode(norm, dtype, dtype, save_mv=save_mv), shape, 2 * VECTOR, vectors)
+
+
+@pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+def test_rows_may_fill_their_memory(shape: tuple[int, int, int], norm: Norm, package: Path) -> None:
+    """Without weight and bias; nothing is before the first row, and nothing but a vector's rest after the last."""
+    run_window(package, Mode(norm, DType.BF16, DType.BF16), shape, 0, {})
+
+
+def test_another_output_type_is_written_by_the_same_vectors(package: Path) -> None:
+    mode = Mode(Norm.LAYER, DType.BF16, DType.FP32)
+    assert mode.has_window
+    n = 37
+    x, y = torch.randn(ROWS, n).bfloat16(), torch.empty(ROWS, n)
+    values = {"x_ptr": x, "y_ptr": y, "row_stride": n, "N": n, "BLOCK": 16, "VECTOR": VECTOR}
+    run(kernel_of(package, mode, Part.WINDOW), (ROWS,), values)
+    torch.testing.assert_close(y.double(), reference.layernorm2d_fwd(x, eps=EPS).z, atol=2e-5, rtol=1e-5)

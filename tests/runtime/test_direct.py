@@ -1,0 +1,206 @@
+"""Triton's inner launcher: called as each release declares it, hooks honoured, and left alone where it is another."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from operator import itemgetter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import triton
+
+from normforge import direct
+
+GRID, STREAM, FUNCTION, METADATA = (5, 2, 1), 1234, 99, (4, 1, 0)
+VALUES, FIXED = (0x10, 0x20, 7), (64, 128)
+# In the kernel's order: the second pointer, the first, a constant, the number, another constant.
+ARGUMENTS = direct.Arguments(itemgetter(1, 0, 3, 2, 4), FIXED, device=0)
+TAKEN = (0x20, 0x10, 64, 7, 128)
+
+Calls = list[tuple[Any, ...]]
+
+
+def declared_36(calls: Calls, **attributes: Any) -> Any:
+    """A launcher as Triton 3.6 makes them."""
+
+    class CudaLauncher:
+        def __call__(self, gridX: int, gridY: int, gridZ: int, stream: int, function: int, *args: Any) -> None:
+            calls.append(("launcher", gridX, gridY, gridZ, stream, function, *args))
+
+    return with_attributes(CudaLauncher(), calls, attributes)
+
+
+def declared_37(calls: Calls, **attributes: Any) -> Any:
+    """A launcher as Triton makes them from 3.7 on."""
+
+    class CudaLauncher:
+        def __call__(
+            self,
+            gridX: int,
+            gridY: int,
+            gridZ: int,
+            stream: int,
+            function: int,
+            kernel_metadata: Any,
+            launch_metadata: Any,
+            launch_enter_hook: Any,
+            launch_exit_hook: Any,
+            *args: Any,
+        ) -> None:
+            head = (gridX, gridY, gridZ, stream, function)
+            hooked = (kernel_metadata, launch_metadata, launch_enter_hook, launch_exit_hook)
+            calls.append(("launcher", *head, *hooked, *args))
+
+    return with_attributes(CudaLauncher(), calls, attributes)
+
+
+def with_attributes(launcher: Any, calls: Calls, attributes: dict[str, Any]) -> Any:
+    usual = {
+        "launch": lambda *given: calls.append(("C", *given)),
+        "launch_cooperative_grid": True,
+        "launch_pdl": False,
+        "global_scratch_size": 0,
+        "profile_scratch_size": 0,
+        "arg_annotations": "annotations",
+        "kernel_signature": b"signature",
+    }
+    vars(launcher).update(usual | attributes)
+    return launcher
+
+
+def compiled(launcher: Any) -> Any:
+    def metadata(grid: direct.Grid, stream: int, *arguments: Any) -> str:
+        return f"about {grid} {stream} {len(arguments)}"
+
+    return SimpleNamespace(run=launcher, function=FUNCTION, packed_metadata=METADATA, launch_metadata=metadata)
+
+
+@pytest.fixture(autouse=True)
+def _stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "current_stream", lambda device: STREAM + device)
+    direct._say_once.cache_clear()
+
+
+@pytest.fixture
+def hook() -> Iterator[list[Any]]:
+    """A profiler's hook, on for one test; what it was told."""
+    told: list[Any] = []
+    triton.knobs.runtime.launch_enter_hook.add(told.append)
+    yield told
+    triton.knobs.runtime.launch_enter_hook.remove(told.append)
+
+
+def test_triton_36_is_given_its_arguments_one_by_one() -> None:
+    calls: Calls = []
+    launch = direct.bind(compiled(declared_36(calls)), ARGUMENTS)
+    assert launch is not None
+    launch(GRID, VALUES)
+    assert calls == [
+        ("C", *GRID, STREAM, FUNCTION, True, False, None, None, METADATA, None, None, None, *TAKEN),
+    ]
+
+
+def test_triton_37_is_given_its_arguments_as_a_tuple() -> None:
+    calls: Calls = []
+    launch = direct.bind(compiled(declared_37(calls)), ARGUMENTS)
+    assert launch is not None
+    launch(GRID, VALUES)
+    nothing = (None, None, None, None, None)
+    assert calls == [
+        ("C", *GRID, STREAM, FUNCTION, True, False, METADATA, *nothing, "annotations", b"signature", TAKEN),
+    ]
+
+
+@pytest.mark.parametrize("declared", [declared_36, declared_37])
+@pytest.mark.parametrize("more", [{"global_scratch_size": 64}, {"profile_scratch_size": 64}, {"gsan_enabled": True}])
+def test_a_launch_that_is_more_than_one_call_goes_through_the_launcher(declared: Any, more: dict[str, Any]) -> None:
+    calls: Calls = []
+    launch = direct.bind(compiled(declared(calls, **more)), ARGUMENTS)
+    assert launch is not None
+    launch(GRID, VALUES)
+    assert calls == [("launcher", *GRID, STREAM, FUNCTION, METADATA, None, None, None, *TAKEN)]
+
+
+def test_another_vendors_launcher_is_called_itself() -> None:
+    calls: Calls = []
+    launcher = declared_37(calls)
+    type(launcher).__name__ = "HIPLauncher"
+    del launcher.global_scratch_size
+    launch = direct.bind(compiled(launcher), ARGUMENTS)
+    assert launch is not None
+    launch(GRID, VALUES)
+    assert calls == [("launcher", *GRID, STREAM, FUNCTION, METADATA, None, None, None, *TAKEN)]
+
+
+@pytest.mark.parametrize("declared", [declared_36, declared_37])
+def test_hooks_are_honoured_from_when_they_are_set(declared: Any, hook: list[Any]) -> None:
+    calls: Calls = []
+    launch = direct.bind(compiled(declared(calls)), ARGUMENTS)
+    assert launch is not None
+    launch(GRID, VALUES)
+    hooks = triton.knobs.runtime
+    hooked = (f"about {GRID} {STREAM} 5", hooks.launch_enter_hook, hooks.launch_exit_hook)
+    assert calls == [("launcher", *GRID, STREAM, FUNCTION, METADATA, *hooked, *TAKEN)]
+    hooks.launch_enter_hook.remove(hook.append)
+    launch(GRID, VALUES)
+    assert calls[1][0] == "C"
+
+
+def test_a_hook_in_the_chains_place_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Calls = []
+    launch = direct.bind(compiled(declared_37(calls)), ARGUMENTS)
+    assert launch is not None
+    monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", print)
+    launch(GRID, VALUES)
+    assert calls[0][0] == "launcher"
+    assert calls[0][9] is print
+
+
+class Unknown:
+    """A launcher of a release to come."""
+
+    def __call__(self, launch: Any) -> None:
+        raise AssertionError(f"called with {launch}")
+
+
+class Renamed:
+    """One that does without an attribute."""
+
+    def __call__(self, gridX: int, gridY: int, gridZ: int, stream: int, function: int, *args: Any) -> None:
+        raise AssertionError("called")
+
+
+Renamed.__name__ = "CudaLauncher"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "why"), [(Unknown(), "it takes self, launch"), (Renamed(), "global_scratch_size")]
+)
+def test_what_is_not_known_is_left_alone_and_said_once(
+    launcher: Any, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "normforge"):
+        assert [direct.bind(compiled(launcher), ARGUMENTS) for _ in range(3)] == [None] * 3
+    (record,) = caplog.records
+    assert why in record.getMessage()
+    assert "public interface" in record.getMessage()
+
+
+def test_a_kernel_that_cannot_be_loaded_says_why() -> None:
+    def out_of_resources(*_: Any) -> None:
+        raise MemoryError("shared memory")
+
+    with pytest.raises(MemoryError, match="shared memory"):
+        direct.bind(compiled(functools.partial(out_of_resources)), ARGUMENTS)
+
+
+def test_the_triton_here_is_known() -> None:
+    """Its launcher's declaration, without a device to make one for."""
+    from triton.backends.amd.driver import HIPLauncher
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    for launcher in (CudaLauncher, HIPLauncher):
+        assert direct.declared(launcher) in direct.DECLARED

@@ -1,0 +1,196 @@
+"""`normforge tune` without a GPU: what it tries, which tile it takes, what it writes; only the times are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from normforge import dispatch, trials, tune
+from normforge.cli import main
+from normforge.codegen import tile_tables
+from normforge.codegen.errors import TileTableError
+from normforge.codegen.model import Direction, Pipeline, Tile
+from normforge.codegen.tiling import CLASSES, TileClass, standard_ladder
+from normforge.compare import Finding
+from normforge.machine import Machine
+from normforge.result import Run
+from normforge.trials import Case, Sizes, Trial
+
+CARD = Machine(torch.device("cpu"), "a card", interpreted=False)
+SIZES = Sizes(bytes=2**10, few=2, checked=3)
+N128 = standard_ladder()[0]
+PLAIN, BACKWARD = CLASSES[0], TileClass(Direction.BACKWARD, 2)
+
+Clock = Callable[[Tile], float]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Clock], None]:
+    """Make a card of the interpreter, on which a tile takes as long as a test says."""
+    monkeypatch.setattr(tune, "find_machine", lambda: CARD)
+    monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
+
+    def say(ms: Clock) -> None:
+        def timed(call: Callable[[], object], **_: int) -> float:
+            call()
+            retiled = next(iter(dispatch.loaded()))
+            return ms(retiled.tile(1, "cpu").without_kernel())
+
+        monkeypatch.setattr(trials, "median_ms", timed)
+        monkeypatch.setattr(trials, "graph_ms", timed)
+
+    return say
+
+
+def run(*argv: str) -> int:
+    return tune.main([*argv, "--jobs", "0"], "normforge tune", SIZES)
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.name)
+def test_every_class_is_tuned_with_kernels_that_agree_with_the_reference(
+    kind: TileClass, clock: Callable[[Clock], None]
+) -> None:
+    clock(lambda tile: float(tile.warps))
+    tried = []
+    outcome = trials.decide(Case(kind, N128, few=False), CARD.device, SIZES, lambda: tried.append(1))
+    assert outcome is not None
+    assert outcome.refused == ()
+    assert outcome.tried == len(tried) == len(Case(kind, N128, few=False).tiles(CARD.device, 1)) > 2
+    assert outcome.best.warps == 1
+
+
+def test_the_present_tile_stays_unless_another_is_clearly_faster(clock: Callable[[Clock], None]) -> None:
+    case = Case(PLAIN, N128, few=False)
+    present, other, *_ = case.tiles(CARD.device, case.rows(SIZES))
+    for ms, expected in ((0.995, present), (0.98, other)):
+        clock(lambda tile, ms=ms: {present: 1.0, other: ms}.get(tile, 2.0))  # type: ignore[misc]
+        outcome = trials.decide(case, CARD.device, SIZES, lambda: None)
+        assert outcome is not None
+        assert (outcome.best, outcome.present, outcome.present_ms) == (expected, present, 1.0)
+
+
+def test_a_tile_whose_kernel_fails_or_is_wrong_cannot_win(
+    clock: Callable[[Clock], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock(lambda tile: 1.0)
+    case = Case(PLAIN, N128, few=False)
+    _, wrong, failing = case.tiles(CARD.device, case.rows(SIZES))[:3]
+    check = trials._why_not
+
+    def why_not(trial: trials.Trial, run: Run[Any]) -> str | None:
+        if trial.tile == wrong:
+            run = replace(run, validate=lambda outputs: (Finding("y", 1.0, 0.0, ok=False),))
+        if trial.tile == failing:
+            run = replace(run, call=out_of_registers)
+        return check(trial, run)
+
+    monkeypatch.setattr(trials, "_why_not", why_not)
+    outcome = trials.decide(case, CARD.device, SIZES, lambda: None)
+    assert outcome is not None
+    assert [line.partition("): ")[2] for line in outcome.refused] == [
+        "y differ from the reference",
+        "RuntimeError: out of registers",
+    ]
+
+
+def out_of_registers() -> tuple[Any, ...]:
+    raise RuntimeError("out of registers\nand more")
+
+
+def test_trials_are_compiled_in_processes_of_their_own() -> None:
+    """In the interpreter they run there; one that fails stops nothing."""
+    case = Case(PLAIN, N128, few=True)
+    fine, failing = Trial(case, case.tiles(CARD.device, 1)[0]), Trial(case, Tile(Pipeline.ROWS, 1, 100, 1))
+    done: list[int] = []
+    trials.compile_all([failing, fine], CARD.device, jobs=1, advance=lambda: done.append(1))
+    assert len(done) == 2
+
+
+def test_winners_are_written_and_read_back(
+    clock: Callable[[Clock], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock(lambda tile: 1.0 / tile.rows)
+    out = tmp_path / "sm_90.yaml"
+    assert run("--out", str(out), "--only", "fwd_16bit", "--n", "100") == 0
+    ((bucket, tiles),) = tile_tables.read_table(out).rows[PLAIN]
+    assert (str(bucket), tiles.large.rows, tiles.small.rows) == ("1..128", 8, 1)
+    assert out.read_text().startswith("# Measured by normforge tune on a card: torch ")
+    assert "wrote" in capsys.readouterr().out
+
+    # What was measured before stays, unless it is measured again.
+    clock(lambda tile: float(tile.rows))
+    assert run("--out", str(out), "--only", "fwd_16bit", "--n", "200") == 0
+    (first, second) = tile_tables.read_table(out).rows[PLAIN]
+    assert first == (bucket, tiles)
+    assert (str(second[0]), second[1].large.rows) == ("129..256", 1)
+    assert run("--out", str(out), "--only", "bwd_16bit,fwd_16bit", "--n", "100") == 0
+    again = tile_tables.read_table(out).rows
+    assert [str(bucket) for bucket, _ in again[PLAIN]] == ["1..128", "129..256"]
+    assert again[PLAIN][0][1].large.rows == 1
+    assert [str(bucket) for bucket, _ in again[BACKWARD]] == ["1..128"]
+
+
+def test_what_is_written_is_what_the_generator_takes(
+    clock: Callable[[Clock], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock(lambda tile: 1.0 / tile.warps)
+    out = tmp_path / "sm_90.yaml"
+    assert run("--out", str(out), "--only", "fwd_16bit", "--n", "100") == 0
+    ((_, tiles),) = tile_tables.read_table(out).rows[PLAIN]
+    manifest = tmp_path / "mine.yaml"
+    manifest.write_text("groups: {a: {norm: rms, dtype_in: bf16, n: n128}}\n")
+    folder = tmp_path / "kernels"
+    assert main(["generate", "--manifest", str(manifest), "--out", str(folder), "--tiles", str(out)]) == 0
+    dispatch.load_instances(folder)
+    (entry,) = dispatch.loaded()
+    assert (entry.tile(10**6, "sm_90").row, entry.tile(1, "sm_90").row) == (tiles.large.row, tiles.small.row)
+    assert tiles.large != entry.tile(10**6, "gfx942").without_kernel()
+
+
+def test_a_case_without_a_tile_is_reported(
+    clock: Callable[[Clock], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    clock(lambda tile: 1.0)
+    monkeypatch.setattr(trials, "_why_not", lambda trial, run: "it does not fit")
+    out = tmp_path / "sm_90.yaml"
+    assert run("--only", "fwd_16bit", "--n", "100", "--out", str(out)) == 1
+    assert capsys.readouterr().out.count("no tile runs here for fwd_16bit, N = 1..128") == 2
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--only", "fwd_8bit"], "--only 'fwd_8bit' matches no class; they are fwd_16bit, fwd_16bit_add"),
+        (["--n", "4k"], "--n '4k' is no row length; write whole numbers from 1"),
+    ],
+)
+def test_a_bad_command_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tune.main(argv, "normforge tune")
+    assert message in capsys.readouterr().err
+
+
+def test_a_table_is_called_after_this_gpu(clock: Callable[[Clock], None], tmp_path: Path) -> None:
+    clock(lambda tile: 1.0)
+    with pytest.raises(TileTableError, match=r"this GPU's is sm_90; write --out .*sm_90\.yaml"):
+        run("--out", str(tmp_path / "mine.yaml"))
+
+
+def test_the_interpreter_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune"]) == 2
+    assert "has none to compare; run it on a GPU" in capsys.readouterr().err
+
+
+def test_candidates_are_few_and_each_can_serve_its_bucket() -> None:
+    for kind in CLASSES:
+        for bucket in standard_ladder():
+            for few in (False, True):
+                tiles = Case(kind, bucket, few).tiles(CARD.device, 1 if few else 10**6)
+                assert 1 <= len(tiles) <= 25
+                assert all(tile_tables.why_not(kind, bucket, tile) is None for tile in tiles)
