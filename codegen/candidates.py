@@ -86,13 +86,16 @@ RULES = (
 )
 
 
-def candidates(kind: TileClass, bucket: Bucket, n: int, *, few: bool, rules: tuple[Rule, ...] = RULES) -> list[Tile]:
+def candidates(
+    kind: TileClass, bucket: Bucket, n: int, arch: str, *, few: bool, rules: tuple[Rule, ...] = RULES
+) -> list[Tile]:
     """Tiles to measure for a bucket at one of its row lengths, each once.
 
     Args:
         kind: the class of modes.
         bucket: what the winner is to serve.
         n: the length it is measured at.
+        arch: the architecture it is measured on.
         few: whether for a few rows, or for many.
         rules: what to choose from.
     """
@@ -102,4 +105,4 @@ def candidates(kind: TileClass, bucket: Bucket, n: int, *, few: bool, rules: tup
         if rule.direction is kind.direction and rule.few is few
         for tile in rule.tiles(n, kind.itemsize)
     )
-    return [tile for tile in dict.fromkeys(allowed) if why_not(kind, bucket, tile) is None]
+    return [tile for tile in dict.fromkeys(allowed) if why_not(kind, bucket, tile, arch) is None]

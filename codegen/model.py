@@ -166,6 +166,14 @@ class Pipeline(Enum):
             Pipeline.SPREAD: "a row over several programs that exchange its statistics",
         }[self]
 
+    def runs_on(self, arch: str) -> bool:
+        """Whether kernels that walk rows so can be compiled for an architecture: sm_90 or gfx942, say.
+
+        Programs that share a row wait for one another in PTX (`gather` in templates/primitives.py.j2), which is
+        NVIDIA's; in the interpreter the first would wait for ever.
+        """
+        return self is not Pipeline.SPREAD or arch.startswith("sm_")
+
 
 class Part(Enum):
     """Kernels that a pipeline needs beside the one that carries its name."""

@@ -93,11 +93,11 @@ def read_table(path: Path) -> TileTable:
         if name not in _CLASS_OF:
             raise top.error(pair.key, unknown("class", name, tuple(_CLASS_OF)))
         kind = _CLASS_OF[name]
-        rows[kind] = _read_class(Section(path, name, _DOCUMENT), kind, pair.value)
+        rows[kind] = _read_class(Section(path, name, _DOCUMENT), kind, path.stem, pair.value)
     return TileTable(rows)
 
 
-def _read_class(section: Section, kind: TileClass, node: Node) -> tuple[tuple[Bucket, Tiles], ...]:
+def _read_class(section: Section, kind: TileClass, arch: str, node: Node) -> tuple[tuple[Bucket, Tiles], ...]:
     rows = []
     for text, pair in section.mapping(node, "ranges of row lengths, as first..last: tiles").items():
         bucket = read_range(section, text, pair.key, text)
@@ -108,7 +108,7 @@ def _read_class(section: Section, kind: TileClass, node: Node) -> tuple[tuple[Bu
         for size in _SIZES:
             if size not in sizes:
                 raise section.error(pair.key, f"{text} has no tile for {size} M; add {size}: {{pipeline: ...}}")
-        tiles = {size: _read_tile(section, kind, bucket, given.value) for size, given in sizes.items()}
+        tiles = {size: _read_tile(section, kind, arch, bucket, given.value) for size, given in sizes.items()}
         rows.append((pair.key, bucket, Tiles(**tiles)))
     for (_, before, _), (at, bucket, _) in pairwise(rows):
         if before.last is None or bucket.first <= before.last:
@@ -116,7 +116,7 @@ def _read_class(section: Section, kind: TileClass, node: Node) -> tuple[tuple[Bu
     return tuple((bucket, tiles) for _, bucket, tiles in rows)
 
 
-def _read_tile(section: Section, kind: TileClass, bucket: Bucket, node: Node) -> Tile:
+def _read_tile(section: Section, kind: TileClass, arch: str, bucket: Bucket, node: Node) -> Tile:
     pairs = section.mapping(node, f"a tile, {{{', '.join(_FIELDS)}}}")
     values: dict[str, int | Pipeline] = {}
     for name, pair in pairs.items():
@@ -130,14 +130,16 @@ def _read_tile(section: Section, kind: TileClass, bucket: Bucket, node: Node) ->
         if name not in values and field.default is MISSING:
             raise section.error(node, f"the tile has no {name}; a tile is {{{', '.join(_FIELDS)}}}")
     tile = Tile(**values)  # type: ignore[arg-type]  # each field is read as what it is
-    problem = why_not(kind, bucket, tile)
+    problem = why_not(kind, bucket, tile, arch)
     if problem is not None:
         raise section.error(node, problem)
     return tile
 
 
-def why_not(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:
-    """Why no kernel can serve a bucket with a tile, or None if one can."""
+def why_not(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> str | None:
+    """Why no kernel can serve a bucket with a tile on an architecture, or None if one can."""
+    if not tile.pipeline.runs_on(arch):
+        return f"pipeline {tile.pipeline.value} waits in PTX, which {arch} does not run; take two_pass"
     for name in ("rows", "block", "warps"):
         value = getattr(tile, name)
         if value < 1 or value & (value - 1):

@@ -14,6 +14,7 @@ from .functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from .output import LayerNormOutput
 from .patching import Patch, patch, unpatch
+from .recording import record, record_process
 
 __all__ = [
     "AddLayerNorm",
@@ -32,9 +33,12 @@ __all__ = [
     "layernorm2d_fwd",
     "load_instances",
     "patch",
+    "record",
     "reference",
     "rms_norm",
     "rmsnorm2d_fwd",
     "unpatch",
     "which",
 ]
+
+record_process()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from .errors import FrozenError, SettingError
 
 # Triton's words for the types of pointers, by what they point to.
 _POINTERS: dict[torch.dtype, str] = {
@@ -88,12 +91,16 @@ def obtain(key: KernelKey, function: Any, device: int) -> Any:
         key: which compilation.
         function: the `triton.JITFunction` that key names.
         device: the device's index.
+
+    Raises:
+        FrozenError: it would have to be compiled, and NORMFORGE_FROZEN is 1.
     """
     found = _compiled.get((key, device))
     if found is None:
         with _lock:
             found = _compiled.get((key, device))
             if found is None:
+                _refuse_if_frozen(key, device)
                 found = _compiled[key, device] = _compile(key, function)
     return found
 
@@ -103,8 +110,24 @@ def obtained() -> tuple[tuple[KernelKey, int], ...]:
     return tuple(_compiled)
 
 
+def _refuse_if_frozen(key: KernelKey, device: int) -> None:
+    # Read where something is compiled and nowhere else, so that a program may set it once it has warmed up.
+    setting = os.environ.get("NORMFORGE_FROZEN") or "0"
+    if setting not in ("0", "1"):
+        raise SettingError(f"NORMFORGE_FROZEN={setting!r} is neither 1 (compile nothing) nor 0; set it to one of them")
+    if setting == "1":
+        raise FrozenError(
+            f"NORMFORGE_FROZEN=1 forbids compiling {key} for device {device}; make such a call once before "
+            "NORMFORGE_FROZEN is set, or unset it"
+        )
+
+
 def _compile(key: KernelKey, function: Any) -> Any:
-    return function.warmup(*[_argument(value) for _, value in key.arguments], grid=(1,), **dict(key.options))
+    kernel = function.warmup(*[_argument(value) for _, value in key.arguments], grid=(1,), **dict(key.options))
+    # Triton loads a kernel when its launcher is first asked for, and has the launcher before it has the kernel: a
+    # thread that asked meanwhile would launch nothing.
+    _ = kernel.run
+    return kernel
 
 
 def _argument(value: str | int | None) -> object:

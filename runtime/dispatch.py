@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -18,6 +18,10 @@ _lock = threading.RLock()
 _loaded: Table | None = None
 # By mode; a mode's entries are replaced together, so that readers need no lock.
 _generated: dict[str, tuple[Entry, ...]] = {}
+
+# Told of every instance that a call asks for, with the loaded table, before it is looked for.
+Observer = Callable[[Mode, int, Table], None]
+_observers: tuple[Observer, ...] = ()
 
 # What checked calls came to, by their keys: see `forward` and `backward`. Another table starts another dictionary, so
 # that a call which was checked under the last one and is still on its way leaves nothing in this one.
@@ -57,6 +61,21 @@ def using(table: Table) -> Iterator[None]:
             _loaded, plans = before
 
 
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Tell an observer what calls within ask for, in whichever thread: once for each plan, not for each call."""
+    global _observers, plans
+    with _lock:
+        # Calls that were checked before have to ask again. In this order: who finds the new plans finds the observer.
+        _observers = (*_observers, observer)
+        plans = {}
+    try:
+        yield
+    finally:
+        with _lock:
+            _observers = tuple(other for other in _observers if other is not observer)
+
+
 def remember(among: dict[Hashable, Any], key: Hashable, plan: object) -> None:
     """Add to the `plans` that were in use when a call set out."""
     if len(among) >= _MOST_PLANS:
@@ -88,6 +107,8 @@ def find(mode: Mode, n: int) -> Entry:
     Raises:
         MissingInstanceError: the table lacks it and NORMFORGE_ON_MISS is "error".
     """
+    for observer in _observers:
+        observer(mode, n, loaded())
     return _built(mode, n) or _on_miss(mode, n, generate=True)
 
 

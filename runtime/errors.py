@@ -10,11 +10,13 @@ __all__ = [
     "ConflictError",
     "DTypeError",
     "DeviceError",
+    "FrozenError",
     "GradientError",
     "IllegalCombinationError",
     "LayoutError",
     "MissingInstanceError",
     "NormforgeError",
+    "RecordError",
     "SettingError",
     "ShapeError",
     "TableError",
@@ -59,6 +61,14 @@ class TableError(NormforgeError, ImportError):
 
 class CacheError(NormforgeError, OSError):
     """A cache folder that kernels cannot be generated into."""
+
+
+class RecordError(NormforgeError, OSError):
+    """A file that the instances a program asks for cannot be recorded to."""
+
+
+class FrozenError(NormforgeError, RuntimeError):
+    """A kernel that would have to be compiled, under NORMFORGE_FROZEN=1."""
 
 
 class SettingError(NormforgeError, ValueError):

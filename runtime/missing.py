@@ -4,27 +4,33 @@ from __future__ import annotations
 
 from .codegen import tiling
 from .codegen.axes import AXES, SAME, Axis
-from .codegen.model import Mode, legal_modes
+from .codegen.model import Bucket, Mode, legal_modes
 from .errors import MissingInstanceError
 from .table import Entry, Table
 
 
 def missing_instance(mode: Mode, n: int, table: Table) -> MissingInstanceError:
     """The error for a legal call that a table cannot serve."""
-    words = [f"    {axis.name}: {axis.word_of(mode)}\n" for axis in AXES if _must_be_said(mode, axis)]
     return MissingInstanceError(
         f"no instance of {table.where} serves {mode.name} with N = {n}, and NORMFORGE_ON_MISS=error forbids "
         f"generating one.\n{_nearest(mode, n, table)}\n"
         f"To build it, add this group to the manifest:\n"
-        f"  {mode.name}:\n{''.join(words)}    n: {_bucket(n, table)}\n"
+        f"{group(mode, bucket_of(n, table).name)}"
         f"and run: python generate.py (or: normforge generate --manifest FILE --out DIR)"
     )
 
 
-def _bucket(n: int, table: Table) -> str:
+def group(mode: Mode, n: str) -> str:
+    """The lines of a manifest's group that makes one mode, called after it, over the buckets that n says."""
+    words = [f"    {axis.name}: {axis.word_of(mode)}\n" for axis in AXES if _must_be_said(mode, axis)]
+    return f"  {mode.name}:\n{''.join(words)}    n: {n}\n"
+
+
+def bucket_of(n: int, table: Table) -> Bucket:
+    """The bucket of rows of n elements that the table lacks in some mode: its own ladder's, or the standard one's."""
     # A table that serves n in another mode knows what its manifest calls the bucket.
-    named = (entry.bucket for entry in table if entry.serves(n))
-    return next(named, None) or next(bucket.name for bucket in tiling.standard_ladder() if n in bucket)
+    named = (Bucket(entry.bucket, entry.first, entry.last) for entry in table if entry.serves(n))
+    return next(named, None) or next(bucket for bucket in tiling.standard_ladder() if n in bucket)
 
 
 def _nearest(mode: Mode, n: int, table: Table) -> str:

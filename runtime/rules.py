@@ -12,6 +12,7 @@ from .codegen import model
 from .codegen.model import Mode, Part, Pipeline
 from .codegen.tiling import WARP, power_of_two
 from .direct import Grid
+from .errors import DeviceError
 from .kernels import multiprocessors
 from .table import Tile
 
@@ -159,8 +160,20 @@ BACKWARD: dict[Pipeline, Backward] = {
 
 
 def choose(mode: Mode, tiles: Iterable[Tile], n: int, device: torch.device) -> Tile:
-    """The first of some tiles that a device can run: it has to hold all the programs that wait for one another."""
-    return next(tile for tile in tiles if _waiting(mode, tile, n) <= multiprocessors(device) * tile.resident)
+    """The first of some tiles that a device can run: it has to hold all the programs that wait for one another.
+
+    Raises:
+        DeviceError: it can run none of them.
+    """
+    for tile in tiles:
+        # The interpreter runs one program after another.
+        held = multiprocessors(device) * tile.resident if device.type == "cuda" else 1
+        if _waiting(mode, tile, n) <= held:
+            return tile
+    raise DeviceError(
+        f"{mode.name} at N = {n} takes {_waiting(mode, tile, n)} programs that wait for one another, and {device} "
+        f"holds {held} at once; give N = {n} another pipeline in the table of tiles: normforge tune"
+    )
 
 
 def _waiting(mode: Mode, tile: Tile, n: int) -> int:

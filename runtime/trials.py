@@ -103,8 +103,9 @@ class Case:
 
     def tiles(self, device: torch.device, rows: int) -> list[Tile]:
         """The tile in use, then those that may be better."""
-        present = self.entry().tile(rows, architecture(device)).without_kernel()
-        return list(dict.fromkeys((present, *candidates(self.kind, self.bucket, self.n, few=self.few))))
+        arch = architecture(device)
+        present = self.entry().tile(rows, arch).without_kernel()
+        return list(dict.fromkeys((present, *candidates(self.kind, self.bucket, self.n, arch, few=self.few))))
 
 
 @cache

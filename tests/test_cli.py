@@ -144,7 +144,7 @@ def test_the_command_of_ck_tiles_readme(capsys: pytest.CaptureFixture[str]) -> N
     assert status("run", "-m=10", "-n=1024", "-prec_o=int8", "-fquant=1", "-fadd=1") == 0
     words = capsys.readouterr().out.split()
     assert "ln_fwd_fp16_int8_addst_sdq_n1024" in words
-    assert "ln_fwd_fp16_int8_addst_sdq_rows" in words
+    assert "ln_fwd_fp16_int8_addst_sdq_one_pass" in words
     assert {"y", "residual_out", "y_scale"} <= set(words)
     assert words[-2:] == ["valid", "yes"]
     assert "GB/s" not in words
@@ -189,7 +189,7 @@ def test_json_is_one_line_with_everything_a_script_needs(capsys: pytest.CaptureF
         "repeat": 20,
     }
     assert found["instance"] == "ln_fwd_fp16_addst_n128"
-    assert found["kernel"] == "ln_fwd_fp16_addst_rows"
+    assert found["kernel"] == "ln_fwd_fp16_addst_one_pass"
     assert set(found["versions"]) == {"normforge", "torch", "triton", "python"}
     assert list(found["errors"]) == ["y", "residual_out"]
     assert found["ms"] > 0

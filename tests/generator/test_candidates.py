@@ -9,6 +9,9 @@ from normforge.codegen.model import Bucket, Direction, Pipeline, Tile
 from normforge.codegen.tile_tables import why_not
 from normforge.codegen.tiling import CLASSES, MOST_RESIDENT_WARPS, WARP, TileClass, standard_ladder
 
+# NVIDIA's have every pipeline.
+ARCH = "sm_90"
+
 # A row of the bucket without a cap.
 LONG = 131072
 REGISTERS = 65536
@@ -18,20 +21,20 @@ EVERY = [(kind, bucket, few) for kind in CLASSES for bucket in standard_ladder()
 
 
 def tiles_for(kind: TileClass, bucket: Bucket, *, few: bool) -> list[Tile]:
-    return candidates(kind, bucket, bucket.last or LONG, few=few)
+    return candidates(kind, bucket, bucket.last or LONG, ARCH, few=few)
 
 
 def test_there_are_some_for_everything_and_each_can_serve() -> None:
     for kind, bucket, few in EVERY:
         tiles = tiles_for(kind, bucket, few=few)
         assert 1 <= len(set(tiles)) == len(tiles) <= 30, (kind, bucket, few)
-        assert [why_not(kind, bucket, tile) for tile in tiles] == [None] * len(tiles)
+        assert [why_not(kind, bucket, tile, ARCH) for tile in tiles] == [None] * len(tiles)
 
 
 def test_the_lengths_of_a_bucket_share_candidates_that_can_serve_all_of_it() -> None:
     for kind, bucket, few in EVERY:
-        for tile in candidates(kind, bucket, bucket.first, few=few):
-            assert why_not(kind, bucket, tile) is None
+        for tile in candidates(kind, bucket, bucket.first, ARCH, few=few):
+            assert why_not(kind, bucket, tile, ARCH) is None
 
 
 def test_what_is_to_reside_on_a_multiprocessor_can() -> None:
@@ -56,7 +59,7 @@ def test_what_is_to_reside_on_a_multiprocessor_can() -> None:
 )
 def test_what_an_h200_was_seen_to_prefer_is_among_them(kind: TileClass, length: int, tile: Tile) -> None:
     bucket = next(bucket for bucket in standard_ladder() if length in bucket)
-    assert tile in candidates(kind, bucket, length, few=False)
+    assert tile in candidates(kind, bucket, length, ARCH, few=False)
 
 
 def test_where_rows_are_spread_and_chunks_kept() -> None:
@@ -72,3 +75,11 @@ def test_where_rows_are_spread_and_chunks_kept() -> None:
     long = ["n12288", "n16384", "n32768", "n65536", "nbig"]
     assert spread == {"fwd_16bit": long[3:], "bwd_16bit": long, "bwd_32bit": long}
     assert held == {"fwd_16bit": long[2:], "fwd_32bit": long[2:]}
+
+
+def test_no_row_is_spread_where_programs_cannot_wait_for_one_another() -> None:
+    """Nothing else is left out there."""
+    for kind, bucket, few in EVERY:
+        n = bucket.last or LONG
+        expected = [tile for tile in tiles_for(kind, bucket, few=few) if tile.pipeline is not Pipeline.SPREAD]
+        assert candidates(kind, bucket, n, "gfx942", few=few) == expected

@@ -29,8 +29,6 @@ from normforge.codegen.model import (
 )
 from normforge.codegen.tile_tables import TileTable, tiles_of
 
-from ..kernels.rendering import pipelines_of
-
 FOLDER = Path(__file__).parent
 
 MODES = (
@@ -90,7 +88,7 @@ def _texts() -> dict[str, str]:
         for bucket in (ladder if mode.norm is Norm.LAYER else ladder[:4])
     ]
     folder = emit.render_folder(instances)
-    modules = {f"{mode.name}.py": emit.render_module(mode, pipelines_of(mode)) for mode in MODES}
+    modules = {f"{mode.name}.py": emit.render_module(mode, mode.pipelines) for mode in MODES}
     return modules | {name: folder[name] for name in ("primitives.py", "finalise.py", "dispatch.py", "__init__.py")}
 
 

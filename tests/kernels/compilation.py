@@ -24,6 +24,10 @@ class Target:
     binary: str
     converts_fp8: bool
 
+    def has(self, part: Pipeline | Part) -> bool:
+        """Whether there are kernels of a part: programs that share a row wait for one another in NVIDIA's PTX."""
+        return isinstance(part, Part) or part.runs_on(self.name)
+
 
 TARGETS = (
     Target("sm_80", "cuda", 80, 32, "cubin", converts_fp8=False),

@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from normforge import compiled
+from normforge import compiled, dispatch
 from normforge.compiled import KernelKey, integer_type, obtain, pointer_type
+from normforge.errors import FrozenError, SettingError
+
+from .calls import check
 
 KEY = KernelKey(
     "somewhere.ln_fwd_bf16:ln_fwd_bf16_rows",
     (("x_ptr", "*bf16:16"), ("weight_ptr", None), ("x_row_stride", "i32"), ("eps", "fp32"), ("N", 4096)),
     (("num_warps", 4),),
 )
+
+
+class Kernel:
+    """What Triton compiled, which it loads when the launcher is first asked for; the function comes last."""
+
+    def __init__(self) -> None:
+        self.function: str | None = None
+        self._run: str | None = None
+
+    @property
+    def run(self) -> str:
+        if self._run is None:
+            self._run = "a launcher"
+            time.sleep(0.05)
+            self.function = "a function"
+        return self._run
 
 
 class Function:
@@ -30,25 +50,29 @@ class Function:
         self.asked.append((arguments, keywords))
         # Long enough for every other thread to come along.
         self.started.wait(0.05)
-        return object()
+        return Kernel()
 
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_compiled", {})
+    monkeypatch.delenv("NORMFORGE_FROZEN", raising=False)
 
 
 def test_eight_threads_compile_once_and_agree() -> None:
     function, barrier = Function(), threading.Barrier(8)
 
-    def ask(_: int) -> object:
+    def ask(_: int) -> tuple[Kernel, str | None]:
         barrier.wait()
-        return obtain(KEY, function, 0)
+        kernel = obtain(KEY, function, 0)
+        assert kernel.run
+        return kernel, kernel.function
 
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(ask, range(8)))
     assert len(function.asked) == 1
-    assert len(set(map(id, found))) == 1
+    assert len({id(kernel) for kernel, _ in found}) == 1
+    assert {loaded for _, loaded in found} == {"a function"}
     assert compiled.obtained() == ((KEY, 0),)
 
 
@@ -67,6 +91,45 @@ def test_a_failure_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
             obtain(KEY, function, 0)
     obtain(KEY, function, 0)
     assert len(function.asked) == 1
+
+
+def test_nothing_is_compiled_once_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = Function()
+    warm = obtain(KEY, function, 0)
+    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+    assert obtain(KEY, function, 0) is warm
+    with pytest.raises(FrozenError) as raised:
+        obtain(KEY, function, 1)
+    message = str(raised.value)
+    assert f"forbids compiling {KEY} for device 1" in message
+    assert "make such a call once before NORMFORGE_FROZEN is set, or unset it" in message
+    assert len(function.asked) == 1
+    # And a refusal is not remembered.
+    monkeypatch.delenv("NORMFORGE_FROZEN")
+    obtain(KEY, function, 1)
+    assert len(function.asked) == 2
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_not_frozen(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NORMFORGE_FROZEN", value)
+    function = Function()
+    obtain(KEY, function, 0)
+    assert len(function.asked) == 1
+
+
+def test_frozen_is_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NORMFORGE_FROZEN", "yes")
+    function = Function()
+    with pytest.raises(SettingError, match=r"NORMFORGE_FROZEN='yes' is neither 1 .* nor 0"):
+        obtain(KEY, function, 0)
+    assert not function.asked
+
+
+def test_the_interpreter_compiles_nothing_that_could_be_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+    monkeypatch.setattr(dispatch, "plans", {})
+    check("layer", torch.randn(2, 64))
 
 
 def test_the_compiler_is_told_what_the_key_says() -> None:

@@ -157,8 +157,8 @@ def test_a_bad_folder_changes_nothing(spoil: Callable[[Path], object], message: 
     "spoil",
     [
         lambda folder: (folder / "ln_fwd_fp32.py").unlink(),
-        edit("ln_fwd_fp32.py", "def ln_fwd_fp32_rows(", "def ln_fwd_fp32_row("),
-        edit("ln_fwd_fp32.py", "def ln_fwd_fp32_rows(", "def ln_fwd_fp32_rows(("),
+        edit("ln_fwd_fp32.py", "def ln_fwd_fp32_one_pass(", "def ln_fwd_fp32_one_pas("),
+        edit("ln_fwd_fp32.py", "def ln_fwd_fp32_one_pass(", "def ln_fwd_fp32_one_pass(("),
         lambda folder: (folder / "primitives.py").unlink(),
     ],
     ids=["no_module", "no_kernel", "cut_module", "no_primitives"],
@@ -167,7 +167,9 @@ def test_a_listed_kernel_that_cannot_be_loaded(spoil: Callable[[Path], object], 
     folder = write(tmp_path / "bad", [instance(PLAIN, 64)])
     spoil(folder)
     normforge.load_instances(folder)
-    with pytest.raises(TableError, match="lists ln_fwd_fp32_n128, and its kernel ln_fwd_fp32_rows cannot be loaded"):
+    with pytest.raises(
+        TableError, match="lists ln_fwd_fp32_n128, and its kernel ln_fwd_fp32_one_pass cannot be loaded"
+    ):
         normforge.layernorm2d_fwd(torch.randn(3, 64))
 
 

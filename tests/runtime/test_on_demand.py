@@ -92,7 +92,7 @@ def test_each_bucket_of_a_mode_is_an_instance(empty_cache: Path) -> None:
     # Another length in a bucket that is there already.
     check("layer", torch.randn(2, 65), **ASK)
     names = [entry.name for entry in normforge.instances()][before:]
-    assert names == [f"{MODE}_{bucket}" for bucket in ("n128", "n2048", "nbig")]
+    assert names == [f"{MODE}_{bucket}" for bucket in ("n128", "n2048", "n65536")]
 
 
 def test_modes_share_a_folder(empty_cache: Path) -> None:
