@@ -67,7 +67,8 @@ def _lines(results: Results, panels: Panels) -> Figure:
     for axes in list(all_axes)[len(panels) :]:
         axes.remove()
     # Axes differ in which providers offer them; the legend has each once.
-    handles = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())}  # noqa: B905
+    shown = [axes.get_legend_handles_labels() for axes in figure.axes]
+    handles = {label: handle for pair in shown for handle, label in zip(*pair, strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
     figure.suptitle(f"{suite.title}, {results.header['device']}")
     return figure

@@ -312,12 +312,15 @@ def load_tile(ptr, rows, row_stride, row_mask, cols, col_mask, ROW_ALIGNMENT: tl
 
 @triton.jit
 def load_rows(ptr, tile, row_stride, M, cols, col_mask, ROWS: tl.constexpr, ROW_ALIGNMENT: tl.constexpr):
-    """Start loading some columns of a tile of rows, each row by itself; what does not exist reads 0."""
+    """Start loading some columns of a tile of rows, each row by itself.
+
+    A row beyond the last reads as the last: a mask would cost registers that a tile of four rows does not have. Columns
+    that do not exist read 0.
+    """
     rows = ()
     for r in tl.static_range(ROWS):
-        row = tile * ROWS + r
-        mask = row < M if col_mask is None else (row < M) & col_mask
-        rows += (tl.load(ptr + row_offset(row, row_stride, ROW_ALIGNMENT) + cols, mask=mask, other=0.0),)
+        row = tl.minimum(tile * ROWS + r, M - 1)
+        rows += (load_vector(ptr + row_offset(row, row_stride, ROW_ALIGNMENT), cols, col_mask),)
     return rows
 
 

@@ -298,7 +298,7 @@ def rms_bwd_bf16_spread(
             row = tile * ROWS + r
             row_mask = row < M if mask is None else (row < M) & mask
             s = x_rows[r].to(tl.float32)
-            dy = dy_rows[r].to(tl.float32)
+            dy = tl.where(row < M, dy_rows[r].to(tl.float32), 0.0)
             h = s * rstd[r]
             g = dy
             if weight_ptr is not None:

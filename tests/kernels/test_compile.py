@@ -176,10 +176,10 @@ def test_rows_that_start_anywhere_move_by_whole_vectors(n: int, package: Path) -
     assert len(moves["st"]) == chunks + 1
 
 
-# Bytes that a thread may spill. A fused add has a third operand, for which a spread tile of four rows leaves no room:
-# 144 bytes with Triton 3.7, 176 with 3.6.
+# Bytes that a thread may spill. A fused add has a third operand, for which a tile of four spread rows leaves no room:
+# 168 bytes with Triton 3.7, 160 with 3.6.
 MOST_SPILLED = {FusedAdd.NONE: 48, FusedAdd.PRE_ADD_STORE: 192}
-BACKWARD_LENGTHS = (128, 256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 8192, 20000, 65536)
+BACKWARD_LENGTHS = (128, 256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384, 20000, 32768, 65536, 131072)
 
 
 @pytest.mark.parametrize("n", BACKWARD_LENGTHS)
@@ -188,15 +188,14 @@ BACKWARD_LENGTHS = (128, 256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 8192, 200
     [
         Mode(Norm.LAYER, DType.BF16, DType.BF16, direction=Direction.BACKWARD),
         Mode(Norm.LAYER, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE, direction=Direction.BACKWARD),
-        Mode(Norm.RMS, DType.FP16, DType.FP16, direction=Direction.BACKWARD),
     ],
     ids=lambda mode: mode.name,
 )
 def test_as_many_programs_fit_a_multiprocessor_as_the_tile_says(mode: Mode, n: int, package: Path) -> None:
-    """Within the registers that leaves each thread, backward kernels spill next to nothing."""
+    """Within the registers that leaves each thread, backward kernels spill next to nothing: by rule and as measured."""
     instance = _instance(mode, n)
-    spread = SPREAD_TILES[Direction.BACKWARD]
-    for tile in (instance.tile, spread) if n > 8192 else (instance.tile,):
+    tiles = dict(instance.tiles)
+    for tile in {instance.tile, tiles[SM_90.name].large}:
         compiled = compile_kernel(kernel_of(package, mode, tile.pipeline), instance, n, SM_90, tile.pipeline, tile)
         taken = usage(compiled)
         assert taken.registers <= register_cap(tile)
