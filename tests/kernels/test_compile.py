@@ -188,6 +188,7 @@ BACKWARD_LENGTHS = (128, 256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 8192, 122
     [
         Mode(Norm.LAYER, DType.BF16, DType.BF16, direction=Direction.BACKWARD),
         Mode(Norm.LAYER, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE, direction=Direction.BACKWARD),
+        Mode(Norm.RMS, DType.FP16, DType.FP16, direction=Direction.BACKWARD),
     ],
     ids=lambda mode: mode.name,
 )
