@@ -28,6 +28,7 @@ class Rule:
         loads: bytes that a thread loads at once, which with the warps make a chunk; none where a chunk is a row.
         resident: programs a multiprocessor is to hold: the registers of each follow from it.
         held: chunks that a program keeps of a row that it does not keep whole.
+        copies: how many values of 16 bits a thread keeps for each of those.
     """
 
     direction: Direction
@@ -41,6 +42,7 @@ class Rule:
     loads: tuple[int, ...] = ()
     resident: tuple[int, ...] = (1,)
     held: tuple[int, ...] = (0,)
+    copies: int = 1
 
     def tiles(self, n: int, itemsize: int) -> Iterator[Tile]:
         """The tiles that this rule allows for rows of n elements."""
@@ -55,7 +57,7 @@ class Rule:
             values = n if self.pipeline is Pipeline.ONE_PASS else rows * block * max(held, 1)
             # A chunk of over twice the row leaves most lanes idle; a value that stays takes half a register or more.
             fits = least * threads <= values <= most * threads and block < 2 * power_of_two(n)
-            if fits and resident * (values // 2 + _REGISTERS_A_THREAD * threads) <= _REGISTERS:
+            if fits and resident * (values * self.copies // 2 + _REGISTERS_A_THREAD * threads) <= _REGISTERS:
                 yield Tile(self.pipeline, rows, block, warps, resident, held)
 
 
@@ -71,18 +73,20 @@ _REGISTERS_A_THREAD = 24
 RULES = (
     Rule(_FORWARD, False, _ROWS, 1, 2048, (16, 64), (1, 2, 4), rows=(2, 4, 8)),
     Rule(_FORWARD, False, _ONE_PASS, 512, 32768, (8, 64), (1, 2, 4, 8, 16, 32), loads=_LOADS),
-    Rule(_FORWARD, False, _TWO_PASS, 8192, None, (4, 32), (8, 16, 32), loads=(16, 32, 64), resident=(1, 2)),
-    Rule(_FORWARD, False, _TWO_PASS, 32768, None, (8, 32), (32,), loads=(16, 32), held=(1, 2, 3)),
-    Rule(_FORWARD, False, _SPREAD, 32769, None, (16, 32), (8, 16), loads=(16,), resident=(1, 2), held=(2, 4)),
+    Rule(_FORWARD, False, _TWO_PASS, 8192, 32768, (4, 32), (8, 16, 32), loads=(16, 32, 64), resident=(1, 2)),
+    Rule(_FORWARD, False, _TWO_PASS, 32769, None, (8, 32), (16, 32), loads=(16, 32), resident=(1, 2)),
+    Rule(_FORWARD, False, _TWO_PASS, 32768, None, (8, 48), (32,), loads=(16, 32), held=(1, 2, 3)),
+    # Three rows are under way, beside weight and bias.
+    Rule(_FORWARD, False, _SPREAD, 32769, None, (16, 32), (4, 8, 16), (1,), (16,), (1, 2, 4), (2, 4), copies=5),
     Rule(_FORWARD, True, _ONE_PASS, 1, 32768, (4, 32), (1, 2, 4, 8, 16, 32), loads=_LOADS),
     Rule(_FORWARD, True, _TWO_PASS, 16384, None, (4, 32), (16, 32), loads=(16, 32, 64)),
     Rule(_BACKWARD, False, _ROWS, 1, 2048, (16, 32), (2, 4), rows=(2, 4, 8), resident=(4, 8)),
     Rule(_BACKWARD, False, _ONE_PASS, 1025, 8192, (12, 32), (4, 8, 16), loads=_LOADS, resident=(1, 2, 3, 4)),
-    Rule(_BACKWARD, False, _TWO_PASS, 8193, None, (8, 32), (4, 8), rows=(1, 2), loads=(16,), resident=(1, 2, 4)),
+    Rule(_BACKWARD, False, _TWO_PASS, 8193, None, (8, 32), (4, 8), rows=(2,), loads=(16,), resident=(1, 2, 4)),
     Rule(_BACKWARD, False, _SPREAD, 8193, None, (16, 32), (4, 8), rows=(2, 4), loads=(16,), resident=(2, 3, 4)),
     Rule(_BACKWARD, True, _ROWS, 1, 2048, (4, 16), (1, 2, 4, 8), rows=(2,)),
     Rule(_BACKWARD, True, _ONE_PASS, 512, 16384, (4, 24), (4, 8, 16, 32), loads=(16,)),
-    Rule(_BACKWARD, True, _TWO_PASS, 6144, None, (8, 32), (4, 8), rows=(1, 2), loads=(16,)),
+    Rule(_BACKWARD, True, _TWO_PASS, 6144, None, (8, 32), (4, 8), rows=(2,), loads=(16,)),
 )
 
 

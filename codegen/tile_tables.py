@@ -45,8 +45,8 @@ class TileTable:
     rows: Mapping[TileClass, tuple[tuple[Bucket, Tiles], ...]]
 
     def find(self, kind: TileClass, bucket: Bucket) -> Tiles | None:
-        """The tiles of the range that holds a bucket's longest row, or None."""
-        for measured, tiles in self.rows.get(kind, ()):
+        """The tiles of the range that holds a bucket's longest row, a norm's own before those of both; or None."""
+        for measured, tiles in (*self.rows.get(kind, ()), *self.rows.get(kind.shared, ())):
             if measured.last is None if bucket.last is None else bucket.last in measured:
                 return tiles
         return None
@@ -158,15 +158,17 @@ def why_not(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> str | Non
             f"held is {tile.held}; only forward two_pass of modes that move x and y alone keeps chunks, "
             f"{tile.block} columns each, and no more than the shortest row of {bucket} has; leave held out"
         )
-    if tile.pipeline is Pipeline.ROWS:
-        if bucket.last is None or tile.block < bucket.last:
-            return f"pipeline rows takes whole rows: block is {tile.block} and rows are {bucket} long; take another"
-        # Of a single row Triton 3.6 makes scalars, and cannot compile ROW_ALIGNMENT's hint on one.
-        return "pipeline rows takes several rows a program and rows is 1; take one_pass" if tile.rows == 1 else None
+    if tile.pipeline is Pipeline.ROWS and (bucket.last is None or tile.block < bucket.last):
+        return f"pipeline rows takes whole rows: block is {tile.block} and rows are {bucket} long; take another"
     if tile.pipeline is Pipeline.ONE_PASS and bucket.last is None:
         return f"pipeline one_pass holds a row in registers and {bucket} has no cap; take two_pass"
-    takes_rows = tile.pipeline is Pipeline.TWO_PASS and kind.direction is Direction.BACKWARD
-    if tile.rows > 1 and not takes_rows:
+    is_tiled = tile.pipeline is Pipeline.TWO_PASS and kind.direction is Direction.BACKWARD
+    takes_rows = is_tiled or tile.pipeline is Pipeline.ROWS
+    if takes_rows and tile.rows == 1:
+        # Of a single row Triton 3.6 makes scalars, and cannot compile ROW_ALIGNMENT's hint on one.
+        instead = "write rows: 2" if is_tiled else "take one_pass"
+        return f"pipeline {tile.pipeline.value} takes several rows a program and rows is 1; {instead}"
+    if not takes_rows and tile.rows > 1:
         return f"pipeline {tile.pipeline.value} takes one row a program and rows is {tile.rows}; write rows: 1"
     return None
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import product
 
-from .model import Bucket, Direction, Mode, Pipeline, Tile, Tiles
+from .model import Bucket, Direction, Mode, Norm, Pipeline, Tile, Tiles
 
 # The last length of each bucket: hidden sizes that models use, so that a row fills its chunks.
-STANDARD_LENGTHS = (128, 256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384, 32768, 65536, None)
+STANDARD_LENGTHS = (
+    *(128, 256, 512, 768, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384),
+    *(32768, 65536, 131072, None),
+)
 
 # Up to so many rows an instance takes its tile for a few: an H200 has 132 multiprocessors, and four programs on each
 # are what hides the latency of one.
@@ -23,7 +27,7 @@ LOAD_BYTES = 16
 class Load(Enum):
     """What a kernel has to move and hold, as far as its tile depends on it; the value stands in names of classes.
 
-    PLAIN is x and y alone, ADD more than that.
+    PLAIN is x and y alone, ADD more than that; backward, ADD is the gradient of a stored sum besides dy and x.
     """
 
     PLAIN = ""
@@ -33,21 +37,36 @@ class Load(Enum):
 
 @dataclass(frozen=True)
 class TileClass:
-    """Modes that share their tiles: of one direction, one size of x's elements in bytes, and one load."""
+    """Modes that share their tiles: of one direction, one size of x's elements in bytes, one load, one norm or both.
+
+    Attributes:
+        direction: which kernels.
+        itemsize: bytes of an element of x.
+        load: what moves besides.
+        rms: whether RMSNorm alone. Where a table has no tiles for it alone, it takes those that it shares with
+            LayerNorm, whose kernels they were measured with.
+    """
 
     direction: Direction
     itemsize: int
     load: Load = Load.PLAIN
+    rms: bool = False
 
     @property
     def name(self) -> str:
         """The word for this class in tables of tiles and on the command line."""
-        return f"{self.direction.value}_{8 * self.itemsize}bit{self.load.value}"
+        return f"{self.direction.value}_{8 * self.itemsize}bit{self.load.value}{'_rms' if self.rms else ''}"
+
+    @property
+    def shared(self) -> TileClass:
+        """The class of both norms."""
+        return replace(self, rms=False)
 
 
-CLASSES = (
-    *(TileClass(Direction.FORWARD, itemsize, load) for itemsize in (2, 4) for load in Load),
-    *(TileClass(Direction.BACKWARD, itemsize) for itemsize in (2, 4)),
+CLASSES = tuple(
+    TileClass(direction, itemsize, load, rms)
+    for direction, loads in ((Direction.FORWARD, tuple(Load)), (Direction.BACKWARD, (Load.PLAIN, Load.ADD)))
+    for itemsize, load, rms in product((2, 4), loads, (False, True))
 )
 
 
@@ -56,9 +75,9 @@ def class_of(mode: Mode) -> TileClass:
     load = Load.PLAIN
     if mode.fquant.quantises:
         load = Load.QUANT
-    elif not (mode.streams or mode.is_backward):
+    elif mode.fadd.stores if mode.is_backward else not mode.streams:
         load = Load.ADD
-    return TileClass(mode.direction, mode.dtype_in.itemsize, load)
+    return TileClass(mode.direction, mode.dtype_in.itemsize, load, mode.norm is Norm.RMS)
 
 
 def standard_ladder() -> tuple[Bucket, ...]:

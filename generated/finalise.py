@@ -33,7 +33,11 @@ def sum_partials(
     ROWS: tl.constexpr,  # rows of partial sums at a time
     BLOCK: tl.constexpr,  # columns a program
 ):
-    """Reduce every gradient of a backward pass in one launch."""
-    add_up(dweight_partials_ptr, dweight_ptr, programs, N, ROWS, BLOCK)
-    add_up(dbias_partials_ptr, dbias_ptr, programs, N, ROWS, BLOCK)
-    add_up(dx_bias_partials_ptr, dx_bias_ptr, programs, N, ROWS, BLOCK)
+    """Reduce every gradient of a backward pass in one launch: the second dimension of the grid says which."""
+    gradient = tl.program_id(1)
+    if gradient == 0:
+        add_up(dweight_partials_ptr, dweight_ptr, programs, N, ROWS, BLOCK)
+    elif gradient == 1:
+        add_up(dbias_partials_ptr, dbias_ptr, programs, N, ROWS, BLOCK)
+    else:
+        add_up(dx_bias_partials_ptr, dx_bias_ptr, programs, N, ROWS, BLOCK)

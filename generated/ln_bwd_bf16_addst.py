@@ -333,14 +333,16 @@ def ln_bwd_bf16_addst_spread(
     for tile in range(team, tiles, teams):
         later_x_rows = load_rows(x_ptr, tile + 2 * teams, x_row_stride, M, cols, mask, ROWS, ROW_ALIGNMENT)
         later_dy_rows = load_rows(dy_ptr, tile + 2 * teams, dy_row_stride, M, cols, mask, ROWS, ROW_ALIGNMENT)
-        later_mean = load_scalars(mean_ptr, tile + 2 * teams, M, ROWS)
-        later_rstd = load_scalars(rstd_ptr, tile + 2 * teams, M, ROWS)
-        dresiduals = load_rows(dresidual_out_ptr, tile, dresidual_out_row_stride, M, cols, mask, ROWS, ROW_ALIGNMENT)
-        gh_sums, g_sums = tile_sums(next_x_rows, next_dy_rows, x_bias, weight, 0.0, next_mean, next_rstd, ROWS)
         if tile + teams < tiles:
+            gh_sums, g_sums = tile_sums(next_x_rows, next_dy_rows, x_bias, weight, 0.0, next_mean, next_rstd, ROWS)
             publish(exchange_ptr + ((tile + teams) * SLICES + part) * ROWS + tile_rows, gh_sums, g_sums)
 
-        # Means along the rows, from every program of the team.
+        # Means along the rows, from every program of the team; statistics are read again rather than kept in registers.
+        mean = load_scalars(mean_ptr, tile, M, ROWS)
+        rstd = load_scalars(rstd_ptr, tile, M, ROWS)
+        next_mean = load_scalars(mean_ptr, tile + 2 * teams, M, ROWS)
+        next_rstd = load_scalars(rstd_ptr, tile + 2 * teams, M, ROWS)
+        dresiduals = load_rows(dresidual_out_ptr, tile, dresidual_out_row_stride, M, cols, mask, ROWS, ROW_ALIGNMENT)
         slots = (tile * SLICES + tl.minimum(peers, SLICES - 1)) * ROWS + tile_rows[:, None]
         team_gh, team_g = gather(exchange_ptr + slots)
         gh_means = unstack(tl.sum(tl.where(peers < SLICES, team_gh, 0.0), axis=1) / N, ROWS)
@@ -364,12 +366,8 @@ def ln_bwd_bf16_addst_spread(
             dbias += dy
         x_rows = next_x_rows
         dy_rows = next_dy_rows
-        mean = next_mean
-        rstd = next_rstd
         next_x_rows = later_x_rows
         next_dy_rows = later_dy_rows
-        next_mean = later_mean
-        next_rstd = later_rstd
 
     # Leave what the rows added up to.
     store_partial(dweight_ptr, team, cols, dweight, N, mask)

@@ -7,17 +7,24 @@ import triton.language as tl
 from .primitives import (
     UNSPECIALISED,
     centre,
+    gather,
     group_deviations,
     group_means,
     load_chunk,
     load_early,
+    load_head,
     load_row,
+    load_slice,
     load_swept,
     merge_groups,
+    merge_slices,
+    publish,
+    round_to,
     row_moments,
     row_offset,
     scale_and_shift,
     scale_and_shift_chunk,
+    slice_moments,
     store_chunk,
 )
 
@@ -238,3 +245,67 @@ def ln_fwd_fp16_two_pass(
         s = load_swept(x_ptr, cols, mask, "evict_first")
         y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, mask)
         store_chunk(y_ptr, cols, y, mask)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def ln_fwd_fp16_spread(
+    x_ptr,  # (M, N) fp16
+    weight_ptr,  # (N,) or None
+    bias_ptr,  # (N,) or None
+    y_ptr,  # (M, N) fp16
+    exchange_ptr,  # (M, slices) int64, -1
+    x_row_stride,  # elements
+    y_row_stride,  # elements
+    M,  # rows
+    eps,  # fp32
+    N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
+    BLOCK: tl.constexpr,  # columns a chunk
+    HELD: tl.constexpr,  # chunks a program
+    PEERS: tl.constexpr,  # programs a row, up to a power of two
+):
+    """A row over several programs that exchange its statistics."""
+    SLICE: tl.constexpr = HELD * BLOCK
+    SLICES: tl.constexpr = (N + SLICE - 1) // SLICE
+    part = tl.program_id(0)
+    team = tl.program_id(1).to(tl.int64)
+    teams = tl.num_programs(1)
+    first_col = part * SLICE
+    peers = tl.arange(0, PEERS)
+
+    # A team takes rows in turn. Two are under way: the statistics of this one went out a round ago.
+    x_row = load_slice(x_ptr + row_offset(team, x_row_stride, ROW_ALIGNMENT), first_col, N, SLICE, BLOCK)
+    head = load_head(x_ptr + row_offset(team, x_row_stride, ROW_ALIGNMENT), first_col, N)
+    mean, variance = slice_moments(x_row, head, first_col, N, SLICE, BLOCK)
+    publish(exchange_ptr + team * SLICES + part, mean, variance)
+    next_row = tl.minimum(team + teams, M - 1)
+    next_x_row = load_slice(x_ptr + row_offset(next_row, x_row_stride, ROW_ALIGNMENT), first_col, N, SLICE, BLOCK)
+    next_head = load_head(x_ptr + row_offset(next_row, x_row_stride, ROW_ALIGNMENT), first_col, N)
+    for row in range(team, M, teams):
+        later_row = tl.minimum(row + 2 * teams, M - 1)
+        later_x_row = load_slice(x_ptr + row_offset(later_row, x_row_stride, ROW_ALIGNMENT), first_col, N, SLICE, BLOCK)
+        later_head = load_head(x_ptr + row_offset(later_row, x_row_stride, ROW_ALIGNMENT), first_col, N)
+        mean, variance = slice_moments(next_x_row, next_head, first_col, N, SLICE, BLOCK)
+        if row + teams < M:
+            publish(exchange_ptr + (row + teams) * SLICES + part, mean, variance)
+
+        # Statistics, from every program of the team.
+        means, variances = gather(exchange_ptr + row * SLICES + tl.minimum(peers, SLICES - 1))
+        pivot, shift, variance = merge_slices(means, variances, peers, N, SLICE)
+        rstd = tl.rsqrt(variance + eps)
+
+        # Scale, then store: no load of weight could be moved up over a store of y.
+        y_row = ()
+        for start in tl.static_range(0, SLICE, BLOCK):
+            s = x_row[start // BLOCK].to(tl.float32)
+            cols = first_col + start + tl.arange(0, BLOCK)
+            mask = cols < N if N % SLICE != 0 else None
+            y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, mask)
+            y_row += (round_to(y, y_ptr.dtype.element_ty),)
+        y_row_ptr = y_ptr + row_offset(row, y_row_stride, ROW_ALIGNMENT)
+        for start in tl.static_range(0, SLICE, BLOCK):
+            cols = first_col + start + tl.arange(0, BLOCK)
+            store_chunk(y_row_ptr, cols, y_row[start // BLOCK], cols < N if N % SLICE != 0 else None)
+        x_row = next_x_row
+        next_x_row = later_x_row
+        next_head = later_head

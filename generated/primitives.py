@@ -357,7 +357,7 @@ def unstack(values, ROWS: tl.constexpr):
 
 @triton.jit
 def tile_sums(x_rows, dy_rows, x_bias, weight, weight_offset, mean, rstd, ROWS: tl.constexpr):
-    """Sums of g * h and of g over the columns at hand, one of each for every row of a tile."""
+    """Sums of g * h and, where there is a mean, of g over the columns at hand, one of each for every row of a tile."""
     gh = ()
     g = ()
     for r in tl.static_range(ROWS):
@@ -371,7 +371,11 @@ def tile_sums(x_rows, dy_rows, x_bias, weight, weight_offset, mean, rstd, ROWS: 
             row_g *= weight.to(tl.float32) + weight_offset
         gh += (row_g * s * rstd[r],)
         g += (row_g,)
-    gh_sums, g_sums = tl.split(tl.sum(tl.join(stack(gh, ROWS), stack(g, ROWS)), axis=0))
+    if mean is not None:
+        gh_sums, g_sums = tl.split(tl.sum(tl.join(stack(gh, ROWS), stack(g, ROWS)), axis=0))
+    else:
+        gh_sums = tl.sum(stack(gh, ROWS), axis=0)
+        g_sums = tl.zeros_like(gh_sums)
     return tl.reshape(gh_sums, (ROWS,)), tl.reshape(g_sums, (ROWS,))
 
 

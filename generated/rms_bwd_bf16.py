@@ -283,12 +283,13 @@ def rms_bwd_bf16_spread(
     for tile in range(team, tiles, teams):
         later_x_rows = load_rows(x_ptr, tile + 2 * teams, x_row_stride, M, cols, mask, ROWS, ROW_ALIGNMENT)
         later_dy_rows = load_rows(dy_ptr, tile + 2 * teams, dy_row_stride, M, cols, mask, ROWS, ROW_ALIGNMENT)
-        later_rstd = load_scalars(rstd_ptr, tile + 2 * teams, M, ROWS)
-        gh_sums, g_sums = tile_sums(next_x_rows, next_dy_rows, x_bias, weight, weight_offset, None, next_rstd, ROWS)
         if tile + teams < tiles:
+            gh_sums, g_sums = tile_sums(next_x_rows, next_dy_rows, x_bias, weight, weight_offset, None, next_rstd, ROWS)
             publish(exchange_ptr + ((tile + teams) * SLICES + part) * ROWS + tile_rows, gh_sums, g_sums)
 
-        # Means along the rows, from every program of the team.
+        # Means along the rows, from every program of the team; statistics are read again rather than kept in registers.
+        rstd = load_scalars(rstd_ptr, tile, M, ROWS)
+        next_rstd = load_scalars(rstd_ptr, tile + 2 * teams, M, ROWS)
         slots = (tile * SLICES + tl.minimum(peers, SLICES - 1)) * ROWS + tile_rows[:, None]
         team_gh, _ = gather(exchange_ptr + slots)
         gh_means = unstack(tl.sum(tl.where(peers < SLICES, team_gh, 0.0), axis=1) / N, ROWS)
@@ -309,10 +310,8 @@ def rms_bwd_bf16_spread(
             dweight += dy * h
         x_rows = next_x_rows
         dy_rows = next_dy_rows
-        rstd = next_rstd
         next_x_rows = later_x_rows
         next_dy_rows = later_dy_rows
-        next_rstd = later_rstd
 
     # Leave what the rows added up to.
     store_partial(dweight_ptr, team, cols, dweight, N, mask)

@@ -10,14 +10,19 @@ import triton.language as tl
 from .primitives import (
     GROUP,
     UNSPECIALISED,
+    gather,
     grouped,
     load_chunk,
     load_early,
     load_row,
+    load_slice,
     load_swept,
+    publish,
+    round_to,
     row_offset,
     scale,
     scale_chunk,
+    slice_mean_square,
     store_chunk,
 )
 
@@ -212,3 +217,65 @@ def rms_fwd_fp16_mv_two_pass(
         s = load_swept(x_ptr, cols, mask, "evict_first")
         y = scale(s * rstd, weight_ptr, weight_offset, cols, mask)
         store_chunk(y_ptr, cols, y, mask)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def rms_fwd_fp16_mv_spread(
+    x_ptr,  # (M, N) fp16
+    weight_ptr,  # (N,) or None
+    y_ptr,  # (M, N) fp16
+    rstd_ptr,  # (M,) fp32
+    exchange_ptr,  # (M, slices) int64, -1
+    x_row_stride,  # elements
+    y_row_stride,  # elements
+    M,  # rows
+    eps,  # fp32
+    weight_offset,  # fp32, added to every weight
+    N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
+    BLOCK: tl.constexpr,  # columns a chunk
+    HELD: tl.constexpr,  # chunks a program
+    PEERS: tl.constexpr,  # programs a row, up to a power of two
+):
+    """A row over several programs that exchange its statistics."""
+    SLICE: tl.constexpr = HELD * BLOCK
+    SLICES: tl.constexpr = (N + SLICE - 1) // SLICE
+    part = tl.program_id(0)
+    team = tl.program_id(1).to(tl.int64)
+    teams = tl.num_programs(1)
+    first_col = part * SLICE
+    peers = tl.arange(0, PEERS)
+    weight_slice = () if weight_ptr is None else load_slice(weight_ptr, first_col, N, SLICE, BLOCK)
+
+    # A team takes rows in turn. Two are under way: the statistics of this one went out a round ago.
+    x_row = load_slice(x_ptr + row_offset(team, x_row_stride, ROW_ALIGNMENT), first_col, N, SLICE, BLOCK)
+    mean_square = slice_mean_square(x_row, N, SLICE, BLOCK)
+    publish(exchange_ptr + team * SLICES + part, mean_square, mean_square)
+    next_row = tl.minimum(team + teams, M - 1)
+    next_x_row = load_slice(x_ptr + row_offset(next_row, x_row_stride, ROW_ALIGNMENT), first_col, N, SLICE, BLOCK)
+    for row in range(team, M, teams):
+        later_row = tl.minimum(row + 2 * teams, M - 1)
+        later_x_row = load_slice(x_ptr + row_offset(later_row, x_row_stride, ROW_ALIGNMENT), first_col, N, SLICE, BLOCK)
+        mean_square = slice_mean_square(next_x_row, N, SLICE, BLOCK)
+        if row + teams < M:
+            publish(exchange_ptr + (row + teams) * SLICES + part, mean_square, mean_square)
+
+        # Statistics, from every program of the team.
+        mean_squares, _ = gather(exchange_ptr + row * SLICES + tl.minimum(peers, SLICES - 1))
+        rstd = tl.rsqrt(tl.sum(tl.where(peers < SLICES, mean_squares, 0.0)) + eps)
+        tl.store(rstd_ptr + row, rstd, mask=part == 0)
+
+        # Scale, then store: no load of weight could be moved up over a store of y.
+        y_row = ()
+        for start in tl.static_range(0, SLICE, BLOCK):
+            s = x_row[start // BLOCK].to(tl.float32)
+            y = s * rstd
+            if weight_ptr is not None:
+                y *= weight_slice[start // BLOCK].to(tl.float32) + weight_offset
+            y_row += (round_to(y, y_ptr.dtype.element_ty),)
+        y_row_ptr = y_ptr + row_offset(row, y_row_stride, ROW_ALIGNMENT)
+        for start in tl.static_range(0, SLICE, BLOCK):
+            cols = first_col + start + tl.arange(0, BLOCK)
+            store_chunk(y_row_ptr, cols, y_row[start // BLOCK], cols < N if N % SLICE != 0 else None)
+        x_row = next_x_row
+        next_x_row = later_x_row

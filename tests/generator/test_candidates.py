@@ -13,7 +13,7 @@ from normforge.codegen.tiling import CLASSES, MOST_RESIDENT_WARPS, WARP, TileCla
 ARCH = "sm_90"
 
 # A row of the bucket without a cap.
-LONG = 131072
+LONG = 262144
 REGISTERS = 65536
 
 FWD_16, BWD_16 = TileClass(Direction.FORWARD, 2), TileClass(Direction.BACKWARD, 2)
@@ -72,9 +72,10 @@ def test_where_rows_are_spread_and_chunks_kept() -> None:
             where = spread if tile.pipeline is Pipeline.SPREAD else held if tile.held else None
             if where is not None and bucket.name not in where.setdefault(kind.name, []):
                 where[kind.name].append(bucket.name)
-    long = ["n12288", "n16384", "n32768", "n65536", "nbig"]
-    assert spread == {"fwd_16bit": long[3:], "bwd_16bit": long, "bwd_32bit": long}
-    assert held == {"fwd_16bit": long[2:], "fwd_32bit": long[2:]}
+    long = ["n12288", "n16384", "n32768", "n65536", "n131072", "nbig"]
+    every = {"fwd_16bit": long[3:]} | dict.fromkeys(("bwd_16bit", "bwd_16bit_add", "bwd_32bit", "bwd_32bit_add"), long)
+    assert spread == every | {f"{name}_rms": buckets for name, buckets in every.items()}
+    assert held == dict.fromkeys(("fwd_16bit", "fwd_16bit_rms", "fwd_32bit", "fwd_32bit_rms"), long[2:])
 
 
 def test_no_row_is_spread_where_programs_cannot_wait_for_one_another() -> None:

@@ -139,6 +139,10 @@ WRONG = {
         one("{pipeline: rows, rows: 1, block: 1024, warps: 4}"),
         "3: fwd_16bit: pipeline rows takes several rows a program and rows is 1; take one_pass",
     ),
+    "rows_one_backward": (
+        one("{pipeline: two_pass, rows: 1, block: 1024, warps: 4}", kind="bwd_16bit"),
+        "3: bwd_16bit: pipeline two_pass takes several rows a program and rows is 1; write rows: 2",
+    ),
     "rows": (one("{pipeline: two_pass, rows: 2, block: 512, warps: 4}"), "two_pass takes one row a program and rows i"),
     "resident": (
         one("{pipeline: one_pass, rows: 1, block: 512, warps: 4, resident: 17}"),
@@ -268,14 +272,18 @@ def test_the_rule_gives_tiles_that_can_serve_their_buckets() -> None:
 
 
 ladders = st.lists(st.integers(1, 100_000), min_size=1, max_size=5, unique=True).map(sorted)
-tiles = st.builds(
-    Tile,
-    st.just(Pipeline.TWO_PASS),
-    st.just(1),
-    st.sampled_from([512, 4096]),
-    st.sampled_from([1, 8, 32]),
-    st.sampled_from([1, 2]),
-)
+
+
+def tiles_of_class(kind: TileClass) -> st.SearchStrategy[Tiles]:
+    tile = st.builds(
+        Tile,
+        st.just(Pipeline.TWO_PASS),
+        st.just(2 if kind.direction is Direction.BACKWARD else 1),
+        st.sampled_from([512, 4096]),
+        st.sampled_from([1, 8, 32]),
+        st.sampled_from([1, 2]),
+    )
+    return st.builds(Tiles, tile, tile)
 
 
 @settings(deadline=None)
@@ -286,9 +294,7 @@ def test_a_table_survives_writing_and_reading(
     firsts = [1, *(last + 1 for last in lasts)]
     buckets = [Bucket("", first, last) for first, last in zip(firsts, [*lasts, None], strict=True)]
     kinds = data.draw(st.lists(st.sampled_from(CLASSES), min_size=1, unique=True))
-    table = TileTable(
-        {kind: tuple((bucket, data.draw(st.builds(Tiles, tiles, tiles))) for bucket in buckets) for kind in kinds}
-    )
+    table = TileTable({kind: tuple((bucket, data.draw(tiles_of_class(kind))) for bucket in buckets) for kind in kinds})
     path = tmp_path_factory.mktemp("tables") / "gfx942.yaml"
     path.write_text(write_table(table, "a remark"))
     read = read_table(path)

@@ -74,7 +74,7 @@ TABLES = {
     "sm_90": TileTable(
         {
             tiling.TileClass(Direction.FORWARD, 2): ((_ENDLESS, Tiles(_SPREAD, _HELD)),),
-            tiling.TileClass(Direction.BACKWARD, 2): ((_ENDLESS, Tiles(_SPREAD_BACK, _SPREAD_BACK)),),
+            tiling.TileClass(Direction.BACKWARD, 2, tiling.Load.ADD): ((_ENDLESS, Tiles(_SPREAD_BACK, _SPREAD_BACK)),),
         }
     )
 }

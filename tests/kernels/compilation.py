@@ -8,8 +8,9 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
+from normforge import rules
 from normforge.codegen.model import DType, Instance, Part, Pipeline, Tile
-from normforge.codegen.tiling import LOAD_BYTES, WARP, power_of_two
+from normforge.codegen.tiling import LOAD_BYTES, WARP
 from normforge.kernels import row_alignment, scale_warps
 
 
@@ -110,9 +111,10 @@ def compile_kernel(
         "ROWS": tile.rows,
         "BLOCK": tile.block * tile.rows if part is Part.ROW_TERMS else tile.block,
         "HELD": tile.held,
-        "PEERS": power_of_two(-(-n // (tile.block * max(tile.held, 1)))),
         "VECTOR": LOAD_BYTES // instance.mode.dtype_in.itemsize,
     }
+    rule = (rules.BACKWARD if instance.mode.is_backward else rules.FORWARD)[tile.pipeline]
+    constants |= rule.constants(tile, n)
     signature = {name: _type(name, instance, target, constants) for name in kernel.arg_names}
     pointers = [index for index, kind in enumerate(signature.values()) if kind.startswith("*")]
     source = ASTSource(

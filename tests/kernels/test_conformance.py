@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import normforge
-from normforge import dispatch
+from normforge import dispatch, reference
 from normforge.codegen.model import DType, Mode, Norm
 from normforge.codegen.tiling import SMALL_M
+from normforge.compare import compare
 from normforge.table import Entry
 
 from .conformance import cases
@@ -68,6 +69,12 @@ def _last_rows_agree(x: torch.Tensor, y: torch.Tensor) -> None:
     assert torch.equal(y[-3:], normforge.layernorm2d_fwd(tail).y[-3:])
 
 
+def _agrees_with_the_reference(x: torch.Tensor) -> None:
+    """Not with a contiguous copy to the bit: how rows are aligned decides which kernel adds them up."""
+    findings = compare(normforge.layernorm2d_fwd(x), reference.layernorm2d_fwd(x.contiguous()))
+    assert [finding for finding in findings if not finding.ok] == []
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [1, 64, 4096, 65536])
 def test_more_than_2_to_the_31_elements(n: int) -> None:
@@ -87,7 +94,7 @@ def test_row_stride_times_row_past_int32(n: int) -> None:
     memory = torch.zeros(5 * stride + n, dtype=torch.float16, device="cuda")
     x = memory.as_strided((6, n), (stride, 1))
     x.copy_(torch.randn(6, n, dtype=torch.float16, device="cuda"))
-    _last_rows_agree(x, normforge.layernorm2d_fwd(x).y)
+    _agrees_with_the_reference(x)
 
 
 @pytest.mark.gpu
@@ -95,8 +102,7 @@ def test_row_stride_times_row_past_int32(n: int) -> None:
 def test_rows_that_start_anywhere(offset: int) -> None:
     """N = 3584 as a slice of wider rows: neither the first element nor the stride need be aligned."""
     wide = torch.randn(19, 3584 + 13, dtype=torch.bfloat16, device="cuda")
-    x = wide[:, offset : offset + 3584]
-    assert torch.equal(normforge.layernorm2d_fwd(x).y, normforge.layernorm2d_fwd(x.contiguous()).y)
+    _agrees_with_the_reference(wide[:, offset : offset + 3584])
 
 
 @pytest.mark.gpu

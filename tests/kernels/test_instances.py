@@ -18,7 +18,7 @@ MODES = {mode.name: mode for mode in legal_modes()}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 # A bucket without a cap is tried at a prime that is no multiple of anything.
-LONG_PRIME = 70001
+LONG_PRIME = 140009
 
 
 def problems(entry: Entry, rows: int) -> list[Problem]:

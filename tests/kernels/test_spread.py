@@ -183,7 +183,8 @@ class Backward:
         g = tensors["dy"].double()
         if self.has_weight:
             g = g * (tensors["weight"].double() + offset)
-        return self._sums(g * h), self._sums(g)
+        # RMSNorm has no use for the mean of g.
+        return self._sums(g * h), self._sums(g if self.mode.norm.centres else torch.zeros_like(g))
 
     def exists(self) -> torch.Tensor:
         """Which slots belong to a row; what is published for one beyond M is nobody's."""

@@ -170,7 +170,7 @@ def test_a_case_without_a_tile_is_reported(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--only", "fwd_8bit"], "--only 'fwd_8bit' matches no class; they are fwd_16bit, fwd_16bit_add"),
+        (["--only", "fwd_8bit"], "--only 'fwd_8bit' matches no class; they are fwd_16bit, fwd_16bit_rms, fwd_"),
         (["--n", "4k"], "--n '4k' is no row length; write whole numbers from 1"),
     ],
 )
