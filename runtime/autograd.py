@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import compress, product
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -46,19 +46,21 @@ def normalise_known(
         n = normalized_shape[0]
         if n.__class__ is not int or x.shape[-1] != n:
             return None
-        recorded = torch.is_grad_enabled() and _any_requires_gradient(x, weight, bias, residual)
+        # x by itself, because asking is a call that takes 0.1 us.
+        recorded = torch.is_grad_enabled() and (x.requires_grad or _any_requires_gradient(x, weight, bias, residual))
     except UNREADABLE:
         return None
-    told = (norm, eps, _result_dtype(norm, x), True)
+    told = (norm, eps, _result_dtype(norm, x) if torch.is_autocast_enabled("cuda") else None, True)
     try:
         if not recorded:
             return _launch(told, False, x, weight, bias, residual)[:2]
         if _transforming():
             return None
-        outputs = _apply(told, x, weight, bias, residual)
+        if residual is None:
+            return _apply(told, x, weight, bias), None
+        return _apply_add(told, x, weight, bias, residual)
     except Unlike:
         return None
-    return (outputs, None) if residual is None else outputs
 
 
 _SHAPES = frozenset((tuple, torch.Size, list))
@@ -100,9 +102,9 @@ def normalise(
     if not (torch.is_grad_enabled() and _any_requires_gradient(*rows)):
         y, total = _launch(told, False, *rows)[:2]
     elif residual is None:
-        y = _Normalise.apply(told, *rows)  # type: ignore[no-untyped-call] # torch declares no types for it
+        y = _Normalise.apply(told, *rows[:3])  # type: ignore[no-untyped-call] # torch declares no types for it
     else:
-        y, total = _Normalise.apply(told, *rows)  # type: ignore[no-untyped-call] # likewise
+        y, total = _AddNormalise.apply(told, *rows)  # type: ignore[no-untyped-call] # likewise
     return _unflattened(y, shape), None if total is None else _unflattened(total, shape)
 
 
@@ -135,7 +137,7 @@ def _launch(
 
 def _result_dtype(norm: str, x: torch.Tensor) -> torch.dtype | None:
     # Where torch's operator would be given x in fp32, the kernel reads it as it is and returns the same numbers.
-    return torch.float32 if torch.is_autocast_enabled("cuda") and x.is_cuda and _autocasts(norm) else None
+    return torch.float32 if torch.is_autocast_enabled("cuda") and x.is_cuda and autocasts(norm) else None
 
 
 def _unflattened(rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -143,17 +145,40 @@ def _unflattened(rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 @cache
-def _autocasts(norm: str) -> bool:
+def autocasts(norm: str) -> bool:
     """Whether autocast runs torch's operator in fp32 on a GPU; none does on a CPU."""
     # Asked of torch, because releases differ: 2.11 does so with layer_norm alone, 2.13 with rms_norm too.
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{norm}_norm", "AutocastCUDA"))
 
 
 class _Normalise(torch.autograd.Function):
+    """y of x, weight and bias; see `normalise`.
+
+    Kept for the backward pass: x, weight, and a mean and rstd a row.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, told: _Told, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        y, _, _, _, statistics = _launch(told, True, x, weight, bias, None)
+        ctx.told = (told[0], None if bias is None else bias.dtype)
+        ctx.save_for_backward(x, weight, statistics)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        norm, bias_dtype = ctx.told
+        told = (norm, None, bias_dtype, _WANTS[ctx.needs_input_grad[1:]])
+        # Recorded only where a gradient of the gradient could be asked for.
+        compute = _Gradients.apply if torch.is_grad_enabled() else _gradients
+        return None, *compute(told, dy, None, *ctx.saved_tensors)
+
+
+class _AddNormalise(torch.autograd.Function):
     """y and residual_out of x, weight, bias and residual; see `normalise`.
 
-    Kept for the backward pass: what was normalised (x, or residual_out, which the caller holds anyway), weight, and a
-    mean and rstd a row.
+    Kept for the backward pass: residual_out, which the caller holds anyway, weight, and a mean and rstd a row.
     """
 
     @staticmethod
@@ -163,18 +188,10 @@ class _Normalise(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        residual: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         y, total, _, _, statistics = _launch(told, True, x, weight, bias, residual)
-        ctx.told = (
-            told[0],
-            x.dtype,
-            None if bias is None else bias.dtype,
-            None if residual is None else residual.dtype,
-        )
-        if residual is None:
-            ctx.save_for_backward(x, weight, statistics)
-            return y
+        ctx.told = (told[0], x.dtype, None if bias is None else bias.dtype, residual.dtype)
         # A gradient that did not arrive stays None, rather than becoming M×N zeros.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, weight, statistics)
@@ -182,10 +199,9 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, dy: torch.Tensor | None, dresidual_out: torch.Tensor | None = None
+        ctx: Any, dy: torch.Tensor | None, dresidual_out: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        needs = ctx.needs_input_grad
-        for_x, for_residual = needs[_X], needs[_RESIDUAL]
+        _, for_x, for_weight, for_bias, for_residual = ctx.needs_input_grad
         norm, x_dtype, bias_dtype, residual_dtype = ctx.told
         dx, dweight, dbias = dresidual_out, None, None
         if dy is not None:
@@ -193,7 +209,7 @@ class _Normalise(torch.autograd.Function):
             dx_dtype = x_dtype
             if for_residual and residual_dtype is not x_dtype:
                 dx_dtype = torch.promote_types(x_dtype, residual_dtype) if for_x else residual_dtype
-            told = (norm, dx_dtype, bias_dtype, _WANTS[for_x or for_residual, needs[_WEIGHT], needs[_BIAS]])
+            told = (norm, dx_dtype, bias_dtype, _WANTS[for_x or for_residual, for_weight, for_bias])
             compute = _Gradients.apply if torch.is_grad_enabled() else _gradients
             dx, dweight, dbias = compute(told, dy, dresidual_out, *ctx.saved_tensors)
         return (
@@ -205,11 +221,9 @@ class _Normalise(torch.autograd.Function):
         )
 
 
-# Where `_Normalise.forward` takes its tensors.
-_X, _WEIGHT, _BIAS, _RESIDUAL = 1, 2, 3, 4
-
-# `_Normalise.apply` without what makes ready for functorch's transforms, which is 4 us of Python.
+# Their `apply` without what makes ready for functorch's transforms, which is 2.5 us of Python.
 _apply = super(torch.autograd.Function, _Normalise).apply
+_apply_add = super(torch.autograd.Function, _AddNormalise).apply
 _transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 # Which gradients are due, from whether those of x (or residual), weight and bias are.
@@ -222,6 +236,14 @@ def _rounded(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor 
     return gradient if gradient is None or gradient.dtype is dtype else gradient.to(dtype)
 
 
+def refuse_double_backward(ctx: Any, *gradients: Any) -> NoReturn:
+    """What stands for the gradient of a gradient."""
+    raise GradientError(
+        "a gradient of normforge's gradient was asked (a double backward) and no kernel computes it; "
+        "use torch.nn.functional's norm there, or normforge.unpatch(model)"
+    )
+
+
 class _Gradients(torch.autograd.Function):
     """The backward pass as a function of its own, so that differentiating it is an error rather than a zero."""
 
@@ -231,10 +253,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        raise GradientError(
-            "a gradient of normforge's gradient was asked (a double backward) and no kernel computes it; "
-            "use torch.nn.functional's norm there, or normforge.unpatch(model)"
-        )
+        refuse_double_backward(ctx, *gradients)
 
 
 def _gradients(

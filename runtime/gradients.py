@@ -9,14 +9,15 @@ from typing import Any
 import torch
 
 from . import dispatch
+from .allocate import contiguous_strides
 from .codegen.model import Norm
 from .gradient_arguments import GradientCall, check
 from .gradient_plan import INPUTS, SUMS, GradientPlan
 from .kernels import require_device
 from .launch import make_output
-from .operands import MISALIGNED, UNREADABLE, Unlike, rows_of, vector_of
+from .operands import MISALIGNED, PLAIN, UNREADABLE, Unlike, layout_of, rows_of, vector_of
 from .output import NormGradients
-from .row_statistics import aligned_length, rstd_address, unpacked
+from .row_statistics import rstd_address, unpacked
 from .rules import new_exchange
 
 _NORMS = {norm.value: norm for norm in Norm}
@@ -51,6 +52,7 @@ def backward(
     """
     key: tuple[Any, ...] | None = None
     plan: GradientPlan | None = None
+    addresses: tuple[int, ...]
     try:
         shape, device = x.shape, x.device
         n = shape[-1]
@@ -58,7 +60,8 @@ def backward(
         if dy is None:
             raise Unlike
         dy_at, dy_kind = rows_of(dy, shape, device)
-        x_at, x_kind = rows_of(x, shape, device)
+        x_at = x.data_ptr()
+        x_kind = x.dtype if x.is_contiguous() else layout_of(x)
         dresidual_at, dresidual_kind = (0, None) if dresidual_out is None else rows_of(dresidual_out, shape, device)
         weight_at, weight_kind = (0, None) if weight is None else vector_of(weight, n, device)
         x_bias_at, x_bias_kind = (0, None) if x_bias is None else vector_of(x_bias, n, device)
@@ -70,7 +73,7 @@ def backward(
             rstd_at = _statistic_of(rstd, shape, device)
         if wants.__class__ is list:
             wants = tuple(wants)
-        if m == 0 or weight_offset.__class__ is not float or wants.__class__ is not tuple:
+        if m == 0 or x.__class__ not in PLAIN or weight_offset.__class__ is not float or wants.__class__ is not tuple:
             raise Unlike
         key = (
             norm, n, device, dy_kind, x_kind, dresidual_kind, weight_kind, x_bias_kind, dx_dtype, bias_dtype, wants,
@@ -82,7 +85,8 @@ def backward(
     except UNREADABLE:
         key = None
     if plan is not None:
-        return _run(plan, addresses, (dy, x, x_bias, weight, mean, rstd, dresidual_out), packed, m, weight_offset)
+        tensors = (dy, x, x_bias, weight, mean, rstd, dresidual_out)
+        return _run(plan, addresses, tensors, shape, packed, m, weight_offset)
     if known_only:
         raise Unlike
     call = check(
@@ -132,7 +136,7 @@ def _first(call: GradientCall, key: tuple[Any, ...] | None) -> NormGradients:
         plan = GradientPlan(call, [name for name, address in at if address & MISALIGNED])
         if key is not None:
             dispatch.remember(plans, key, plan)
-    return _run(plan, addresses, tensors, False, call.m, float(call.weight_offset))
+    return _run(plan, addresses, tensors, x.shape, False, call.m, float(call.weight_offset))
 
 
 def _of_no_rows(call: GradientCall) -> NormGradients:
@@ -147,47 +151,44 @@ def _of_no_rows(call: GradientCall) -> NormGradients:
 
 
 def _run(
-    plan: GradientPlan, addresses: tuple[int, ...], tensors: Tensors, packed: bool, m: int, weight_offset: float
+    plan: GradientPlan,
+    addresses: tuple[int, ...],
+    tensors: Tensors,
+    shape: torch.Size,
+    packed: bool,
+    m: int,
+    weight_offset: float,
 ) -> NormGradients:
-    _, x, x_bias, weight, _, _, _ = tensors
-    assert x is not None
-    dx = dweight = dbias = dx_bias = None
-    if plan.dx_dtype is not None:
-        dx = torch.empty_like(x) if plan.dx_alike else torch.empty(x.shape, dtype=plan.dx_dtype, device=x.device)
-    if plan.sums[0] and weight is not None:
-        dweight = torch.empty_like(weight)
-    if plan.dbias_like is not None:
-        dbias = plan.dbias_like.new_empty(plan.n)
-    if plan.sums[2] and x_bias is not None:
-        dx_bias = torch.empty_like(x_bias)
+    layout, empty, n, dx_dtype = plan.layout(m), plan.empty, plan.n, plan.dx_dtype
+    dx = None
+    if dx_dtype is not None:
+        if len(shape) == 2:
+            dx = empty((m, n), (n, 1), dx_dtype)
+        else:
+            size = tuple(shape)
+            dx = empty(size, contiguous_strides(size), dx_dtype)
+    dweight, dbias, dx_bias = [None if dtype is None else empty((n,), (1,), dtype) for dtype in plan.sum_dtypes]
+    work = empty((layout.length,), (1,), torch.float32) if layout.length else None
+    exchange = new_exchange(empty, layout.exchange) if layout.exchange else None
     gradients = make_output(NormGradients, (dx, dweight, dbias, dx_bias))
-    ready = plan.prepared(m)
-    programs = min(ready.most_programs, -(-m // ready.rows))
-    # Partial sums of every gradient, and what the first step leaves for the next, in one allocation.
-    section, term = aligned_length(programs * plan.n), aligned_length(m)
-    sums = plan.count * section
-    length = sums + ready.row_terms * term
-    work = plan.fp32_like.new_empty(length) if length else plan.fp32_like
-    starts = [None if place is None else place * section for place in plan.places]
-    starts += [sums + place * term for place in range(ready.row_terms)]
-    exchange = None if ready.exchange is None else new_exchange(plan.exchange_like, ready.exchange(m))
     given: tuple[Any, ...] = addresses
     made: list[Any]
     pieces: list[Any]
-    if ready.by_address:
-        base = work.data_ptr()
-        made = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
-        pieces = [0 if start is None else base + 4 * start for start in starts]
+    if layout.by_address:
+        base = 0 if work is None else work.data_ptr()
+        pieces = [base + offset for offset in layout.offsets]
         pieces.append(0 if exchange is None else exchange.data_ptr())
+        made = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
     else:
         given = _unpacked(tensors, m) if packed else tensors
+        pieces = [None if start is None or work is None else work[start:] for start in layout.starts]
+        pieces.append(exchange)
         made = list(gradients)
-        pieces = [*[None if start is None else work[start:] for start in starts], exchange]
     values = (*given, made[0], *pieces, m, weight_offset)
-    for step in ready.steps:
-        step.launch(step.grid(m, programs), values)
-    if ready.finish is not None:
-        ready.finish(ready.finish_grid, (*pieces[: len(SUMS)], *made[1:], programs))
+    for launch, grid in layout.steps:
+        launch(grid, values)
+    if layout.finish is not None:
+        layout.finish(layout.finish_grid, (*pieces[: len(SUMS)], *made[1:], layout.programs))
     return gradients
 
 

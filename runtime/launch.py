@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from .allocate import contiguous_strides
 from .output import LayerNormOutput
 from .plan import Plan
-from .row_statistics import packed_length, rstd_address, unpacked
+from .row_statistics import pack, unpacked
 from .rules import new_exchange
 
 # Without the Python function that a named tuple's constructor is: 0.2 us of every call.
@@ -17,6 +18,7 @@ def run(
     plan: Plan,
     addresses: tuple[int, ...],
     tensors: tuple[torch.Tensor | None, ...],
+    shape: torch.Size,
     m: int,
     eps: float,
     weight_offset: float,
@@ -26,12 +28,11 @@ def run(
 ) -> LayerNormOutput:
     """Allocate what a call returns and launch the kernel of its plan, unless there are no rows.
 
-    Sizes are given as numbers where there are few: a tuple takes twice as long to parse, up to 1 us of a call.
-
     Args:
         plan: the call's.
         addresses: of `plan.INPUTS`; 0 where there is none.
         tensors: likewise, x first.
+        shape: x's.
         m: x's rows.
         eps: added to the variance.
         weight_offset: added to weight.
@@ -39,49 +40,52 @@ def run(
         residual_out: likewise.
         packed: whether to return what is saved of mean and rstd in one tensor, as `row_statistics` has them, as rstd.
     """
-    x = tensors[0]
-    assert x is not None
-    flat = x.dim() == 2
-    y = (plan.y_like.new_empty(m, plan.n) if flat else plan.y_like.new_empty(x.shape)) if out is None else out
+    empty, sum_dtype, scale_dtype = plan.empty, plan.sum_dtype, plan.scale_dtype
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    leading: tuple[int, ...]
+    leading_strides: tuple[int, ...]
+    if len(shape) == 2:
+        size, strides, leading, leading_strides = (m, plan.n), (plan.n, 1), (m,), (1,)
+    else:
+        size, leading = tuple(shape), tuple(shape[:-1])
+        strides, leading_strides = contiguous_strides(size), contiguous_strides(leading)
+    y = empty(size, strides, plan.y_dtype) if out is None else out
     total = y_scale = mean = rstd = None
-    if plan.sum_like is not None:
-        total = residual_out
-        if total is None:
-            total = plan.sum_like.new_empty(m, plan.n) if flat else plan.sum_like.new_empty(x.shape)
-    if plan.scale_like is not None:
-        y_scale = plan.scale_like.new_empty(m) if flat else plan.scale_like.new_empty(x.shape[:-1])
+    total_at = y_scale_at = mean_at = rstd_at = 0
+    if sum_dtype is not None:
+        total = empty(size, strides, sum_dtype) if residual_out is None else residual_out
+        total_at = total.data_ptr()
+    if scale_dtype is not None:
+        y_scale = empty(leading, leading_strides, scale_dtype)
+        y_scale_at = y_scale.data_ptr()
     if packed:
-        rstd = plan.statistic_like.new_empty(packed_length(m, mean=plan.saves_mean))
+        rstd, mean_at, rstd_at = pack(empty, m, plan.saves_mean)
     elif plan.saves_rstd:
-        like = plan.statistic_like
-        rstd = like.new_empty(m) if flat else like.new_empty(x.shape[:-1])
+        rstd = empty(leading, leading_strides, torch.float32)
+        rstd_at = rstd.data_ptr()
         if plan.saves_mean:
-            mean = like.new_empty(m) if flat else like.new_empty(x.shape[:-1])
+            mean = empty(leading, leading_strides, torch.float32)
+            mean_at = mean.data_ptr()
     outputs = make_output(LayerNormOutput, (y, total, y_scale, mean, rstd))
     if m == 0:
         return outputs
-    launcher, grid, exchange, _ = plan.prepared(m)
-    work = None if exchange is None else new_exchange(plan.exchange_like, exchange(m))
-    launch = launcher.launch
+    launcher, grid, exchange, launch, _ = plan.prepared(m)
+    work, work_at = None, 0
+    if exchange is not None:
+        work = new_exchange(empty, exchange(m))
+        work_at = work.data_ptr()
     if launch is None:
         written = _as_tensors(plan, outputs, m, packed)
         launcher.launch_tensors(grid(m), (*tensors, *written, work, m, eps, weight_offset))
     else:
-        at = 0 if work is None else work.data_ptr()
-        launch(grid(m), (*addresses, *_as_addresses(plan, outputs, m, packed), at, m, eps, weight_offset))
+        written_at = (y.data_ptr(), total_at, y_scale_at, mean_at, rstd_at)
+        launch(grid(m), (*addresses, *written_at, work_at, m, eps, weight_offset))
     return outputs
 
 
-def _as_addresses(plan: Plan, outputs: LayerNormOutput, m: int, packed: bool) -> tuple[int, ...]:
-    """Of `plan.OUTPUTS`; 0 where there is none."""
-    y, total, y_scale, mean, rstd = [0 if tensor is None else tensor.data_ptr() for tensor in outputs]
-    if packed and plan.saves_mean:
-        mean, rstd = rstd, rstd_address(rstd, m)
-    return y, total, y_scale, mean, rstd
-
-
 def _as_tensors(plan: Plan, outputs: LayerNormOutput, m: int, packed: bool) -> tuple[torch.Tensor | None, ...]:
-    """Likewise."""
+    """Of `plan.OUTPUTS`; None where there is none."""
     y, total, y_scale, mean, rstd = outputs
     if packed and rstd is not None:
         mean, rstd = unpacked(rstd, m)

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import torch
 
+from .allocate import Empty
 from .compiled import ALIGNMENT
 
 _ITEMSIZE = 4
+_STEP = ALIGNMENT // _ITEMSIZE
 
 
 def aligned_length(length: int) -> int:
     """The fp32 values from one piece of a tensor to the next, if each starts at a multiple of 16 bytes."""
-    per_step = ALIGNMENT // _ITEMSIZE
-    return -(-length // per_step) * per_step
+    return -(-length // _STEP) * _STEP
 
 
-def packed_length(m: int, *, mean: bool) -> int:
-    """How long the statistics of m rows are: rstd, behind the means where there are any."""
-    return aligned_length(m) + m if mean else m
+def pack(empty: Empty, m: int, mean: bool) -> tuple[torch.Tensor, int, int]:
+    """Memory for the statistics of m rows, rstd behind the means if there are any, and the addresses of both."""
+    start = aligned_length(m) if mean else 0
+    packed = empty((start + m,), (1,), torch.float32)
+    at = packed.data_ptr()
+    return packed, at if mean else 0, at + _ITEMSIZE * start
 
 
 def rstd_address(packed: int, m: int) -> int:

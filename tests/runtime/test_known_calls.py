@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import normforge
-from normforge import dispatch, errors, forward, gradients
+from normforge import dispatch, errors, forward, gradient_plan, gradients
 from normforge.backward import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.launcher import Launcher
 from normforge.plan import Plan
+from normforge.target import Target
 
 from .calls import FORWARD, ORACLE, agree, each_norm, same_bits
 from .test_bad_arguments import STORE, TABLES, Case, N, X
@@ -320,3 +321,34 @@ def test_a_backward_call_without_dy_or_rows() -> None:
         assert found.dx.shape == (0, 64)
         assert found.dweight is not None
         assert not found.dweight.any()
+
+
+def test_backward_calls_of_several_m_share_a_plan_and_no_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    n = 1100
+    monkeypatch.setattr(gradient_plan, "_LAYOUTS", 2)
+    monkeypatch.setattr(gradient_plan, "target_of", lambda device: Target("cpu", 32, 4, compiles=False))
+    x = torch.randn(1, n)
+    layernorm2d_bwd(x, x, x[0], mean=torch.zeros(1), rstd=torch.ones(1), wants=("dx", "dweight", "dbias"))
+    (plan,) = dispatch.plans.values()
+    layouts = [plan.layout(m) for m in (1, 2, 3, 1000, 2)]
+    assert [layout.programs for layout in layouts] == [1, 2, 3, layouts[3].programs, 2]
+    assert layouts[3].programs >= 4
+    for layout in layouts:
+        assert layout.starts == (0, layout.programs * n, None)
+        assert layout.length == layout.programs * n * 2
+        assert layout.steps[0][1] == (layout.programs, 1, 1)
+
+
+@pytest.mark.parametrize("shape", [(64,), (2, 3, 64), (1, 64), (2, 1, 3, 64)], ids=str)
+def test_outputs_have_no_gaps_whatever_x_has(shape: tuple[int, ...]) -> None:
+    wide = torch.randn(*shape[:-1], 96)[..., :64]
+    modes: dict[str, Any] = {"residual": torch.zeros(shape), "fadd": 1, "fquant": 2, "save_mv": True}
+    for _ in range(2):
+        for x in (wide, wide.contiguous()):
+            for found in (normforge.layernorm2d_fwd(x, N), normforge.layernorm2d_fwd(x, N, **modes)):
+                for name, output in found._asdict().items():
+                    size = shape if name in ("y", "residual_out") else shape[:-1]
+                    assert output is None or (output.shape, output.stride()) == (size, torch.empty(size).stride())
+            dx = rmsnorm2d_bwd(x, x, N, rstd=torch.ones(shape[:-1])).dx
+            assert dx is not None
+            assert (dx.shape, dx.stride()) == (shape, torch.empty(shape).stride())

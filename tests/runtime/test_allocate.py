@@ -1,0 +1,125 @@
+"""Memory without values: what torch's own way gives, also where the short one is missing, another, or elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from normforge import allocate
+from normforge.allocate import INNER, Empty, allocator, contiguous_strides
+
+SHAPES: tuple[tuple[int, ...], ...] = (
+    (),
+    (5,),
+    (1,),
+    (3, 4),
+    (1, 4),
+    (4, 1),
+    (2, 3, 4),
+    (2, 1, 4, 5),
+    (0, 4),
+    (2, 0, 4),
+)
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_strides_are_those_that_torch_gives(shape: tuple[int, ...]) -> None:
+    assert contiguous_strides(shape) == torch.empty(shape).stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_tensors_are_as_asked(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    made = allocator(CPU)(shape, contiguous_strides(shape), dtype)
+    assert (made.shape, made.stride(), made.dtype, made.device) == (shape, torch.empty(shape).stride(), dtype, CPU)
+
+
+def public(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
+def raising(*_: object) -> torch.Tensor:
+    raise RuntimeError("PyTorch compiled without support for the specified device.")
+
+
+def other_arguments() -> torch.Tensor:
+    raise AssertionError("called")
+
+
+# What a release to come may have under the name, and whether it will do.
+FOUND: dict[str, tuple[Any, bool]] = {
+    "the same": (public, True),
+    "none for this device": (raising, False),
+    "one of other arguments": (other_arguments, False),
+    "one without strides": (lambda size, stride, dtype: torch.empty(size, dtype=dtype), False),
+    "one of fp32": (lambda size, stride, dtype: torch.empty_strided(size, stride), False),
+    "one elsewhere": (lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="meta"), False),
+    "one that gives no tensor": (lambda size, stride, dtype: (size, stride, dtype), False),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_the_short_way_is_tried_before_it_is_trusted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner, will_do = FOUND[name]
+    made = usual(inner, monkeypatch)
+    assert (made is inner) == will_do
+
+
+def usual(inner: object, monkeypatch: pytest.MonkeyPatch, devices: int = 1) -> Empty:
+    """What allocates on a GPU, on a machine that has some, and this function in torch."""
+    monkeypatch.setattr(torch._C._dynamo.guards, INNER, inner)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(allocate, "_public", lambda device: public)
+    return allocator.__wrapped__(CUDA)
+
+
+def test_where_the_short_way_is_missing_the_public_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual(public, monkeypatch)
+    monkeypatch.delattr(torch._C._dynamo.guards, INNER)
+    assert allocator.__wrapped__(CUDA) is public
+    monkeypatch.delattr(torch._C._dynamo, "guards")
+    assert allocator.__wrapped__(CUDA) is public
+
+
+def test_with_several_devices_the_current_one_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def inner(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        asked.append(size)
+        return public(size, stride, dtype)
+
+    empty = usual(inner, monkeypatch, devices=2)
+    asked.clear()
+    for current in (0, 1, 0):
+        monkeypatch.setattr(allocate, "current_device", lambda current=current: current)
+        assert empty((current + 1, 4), (4, 1), torch.int8).shape == (current + 1, 4)
+    assert asked == [(1, 4), (1, 4)]
+
+
+def test_the_torch_here_has_the_short_way() -> None:
+    assert callable(getattr(torch._C._dynamo.guards, INNER))
+
+
+@pytest.mark.gpu
+def test_a_card_takes_the_short_way() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    empty = allocator(device)
+    if torch.cuda.device_count() == 1:
+        assert empty is getattr(torch._C._dynamo.guards, INNER)
+    for size, dtype in (((3, 4096), torch.bfloat16), ((7,), torch.float32), ((0, 8), torch.int8)):
+        made, expected = empty(size, contiguous_strides(size), dtype), torch.empty(size, dtype=dtype, device=device)
+        assert allocate._facts(made) == allocate._facts(expected)
+        assert made.data_ptr() % 16 == 0
+        assert not made.requires_grad
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_on_a_device_that_is_not_the_current_one() -> None:
+    for index in range(2):
+        with torch.cuda.device(1 - index):
+            assert allocator(torch.device("cuda", index))((2, 3), (3, 1), torch.int8).device.index == index
