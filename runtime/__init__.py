@@ -7,14 +7,17 @@
 
 from . import errors, reference
 from ._version import __version__
+from .aot import load_aot
 from .api import layernorm2d_fwd, rmsnorm2d_fwd, which
 from .backends import backend
 from .dispatch import instances, load_instances
 from .functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from .keys import compile_keys
 from .modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from .output import LayerNormOutput
 from .patching import Patch, patch, unpatch
 from .recording import record, record_process
+from .warming import warmup
 
 __all__ = [
     "AddLayerNorm",
@@ -27,10 +30,12 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "backend",
+    "compile_keys",
     "errors",
     "instances",
     "layer_norm",
     "layernorm2d_fwd",
+    "load_aot",
     "load_instances",
     "patch",
     "record",
@@ -38,6 +43,7 @@ __all__ = [
     "rms_norm",
     "rmsnorm2d_fwd",
     "unpatch",
+    "warmup",
     "which",
 ]
 

@@ -14,6 +14,7 @@ from .backends import backend
 from .codegen.model import FusedAdd, FusedQuant, Norm, Rounding
 from .forward import ZERO, forward_fused, forward_plain
 from .output import LayerNormOutput
+from .tracing import dispatch_modes, forward_traced, is_dynamo_compiling
 from .words import word
 
 # The defaults of `fadd` and `fquant`, and of `rounding`. A caller's own words are mostly these very objects; where they
@@ -81,8 +82,10 @@ def layernorm2d_fwd(
         IllegalCombinationError: no kernel can exist for the combination asked.
         MissingInstanceError: the table lacks the instance, under NORMFORGE_ON_MISS=error.
     """
+    traced = is_dynamo_compiling() or dispatch_modes()
     if (
-        residual is None
+        not traced
+        and residual is None
         and fquant is _NONE
         and fadd is _NONE
         and out_dtype is None
@@ -95,7 +98,8 @@ def layernorm2d_fwd(
         and (save_mv is False or save_mv is True)
     ):
         return forward_plain("layer", x, weight, bias, eps, ZERO, save_mv)
-    return forward_fused(
+    run = forward_traced if traced else forward_fused
+    return run(
         "layer",
         x,
         weight,
@@ -162,8 +166,10 @@ def rmsnorm2d_fwd(
     Raises:
         NormforgeError: one of those that `layernorm2d_fwd` lists.
     """
+    traced = is_dynamo_compiling() or dispatch_modes()
     if (
-        residual is None
+        not traced
+        and residual is None
         and fquant is _NONE
         and fadd is _NONE
         and out_dtype is None
@@ -176,7 +182,8 @@ def rmsnorm2d_fwd(
         and (save_mv is False or save_mv is True)
     ):
         return forward_plain("rms", x, weight, None, eps, weight_offset, save_mv)
-    return forward_fused(
+    run = forward_traced if traced else forward_fused
+    return run(
         "rms",
         x,
         weight,

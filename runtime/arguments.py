@@ -67,8 +67,12 @@ def prepare(
     rounding: str | Rounding = "nearest",
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
+    addressed: bool = True,
 ) -> Call:
-    """Check everything a forward call was given; see `layernorm2d_fwd` for the arguments and errors."""
+    """Check everything a forward call was given; see `layernorm2d_fwd` for the arguments and errors.
+
+    What a trace holds of a tensor has no address: addressed is False there, and outputs that overlap are not found.
+    """
     add = word(FusedAdd, "fadd", fadd)
     quant = word(FusedQuant, "fquant", fquant)
     epsilon = check_number("eps", eps, least=0.0)
@@ -108,7 +112,7 @@ def prepare(
         x_row_stride=row_stride("x", x),
         residual_row_stride=0 if residual is None else check_rows("residual", residual, x, FLOATS),
     )
-    _check_outputs(call)
+    _check_outputs(call, addressed)
     return call
 
 
@@ -131,6 +135,9 @@ def row_stride(name: str, tensor: torch.Tensor) -> int:
         raise LayoutError(
             f"{name} has stride {tensor.stride(-1)} in its last dimension and kernels need 1; pass {name}.contiguous()"
         )
+    # First, because in a trace a number of rows that depends on data can be compared with nothing.
+    if tensor.is_contiguous():
+        return n
     leading = [
         (size, stride) for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size != 1
     ]
@@ -220,7 +227,7 @@ def _check_no_gradient(**tensors: torch.Tensor | None) -> None:
             )
 
 
-def _check_outputs(call: Call) -> None:
+def _check_outputs(call: Call, addressed: bool) -> None:
     inputs = {
         "x": call.x,
         "residual": call.residual,
@@ -229,10 +236,11 @@ def _check_outputs(call: Call) -> None:
         "x_bias": call.x_bias,
         "smooth_scale": call.smooth_scale,
     }
-    others = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+    others = {name: tensor for name, tensor in inputs.items() if tensor is not None} if addressed else {}
     if call.out is not None:
         _check_output("out", call.out, call.x, TORCH_DTYPES[call.mode.dtype_out], others)
-        others["out"] = call.out
+        if addressed:
+            others["out"] = call.out
     if call.residual_out is not None and call.residual is not None:
         _check_output("residual_out", call.residual_out, call.x, call.residual.dtype, others)
 

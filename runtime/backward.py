@@ -14,6 +14,7 @@ import torch
 from .gradient_plan import mode_of
 from .gradients import backward
 from .output import NormGradients
+from .tracing import backward_traced, dispatch_modes, is_dynamo_compiling
 
 __all__ = ["layernorm2d_bwd", "mode_of", "rmsnorm2d_bwd"]
 
@@ -51,7 +52,8 @@ def layernorm2d_bwd(
     Raises:
         NormforgeError: as `layernorm2d_fwd` does for its arguments.
     """
-    return backward("layer", dy, x, weight, mean, rstd, False, 0.0, x_bias, dresidual_out, dx_dtype, bias_dtype, wants)
+    run = backward_traced if is_dynamo_compiling() or dispatch_modes() else backward
+    return run("layer", dy, x, weight, mean, rstd, False, 0.0, x_bias, dresidual_out, dx_dtype, bias_dtype, wants)
 
 
 def rmsnorm2d_bwd(
@@ -67,6 +69,5 @@ def rmsnorm2d_bwd(
     wants: Collection[str] = ("dx",),
 ) -> NormGradients:
     """Compute the gradients of `rmsnorm2d_fwd`; see `layernorm2d_bwd` for the arguments."""
-    return backward(
-        "rms", dy, x, weight, None, rstd, False, weight_offset, x_bias, dresidual_out, dx_dtype, None, wants
-    )
+    run = backward_traced if is_dynamo_compiling() or dispatch_modes() else backward
+    return run("rms", dy, x, weight, None, rstd, False, weight_offset, x_bias, dresidual_out, dx_dtype, None, wants)

@@ -24,6 +24,8 @@ VERBS = {
     "list": Verb(".listing", "print the dispatch table in use"),
     "generate": Verb(".codegen.cli", "generate kernels from a manifest"),
     "tune": Verb(".tune", "measure which tiles suit this GPU, and write them down"),
+    "warmup": Verb(".warmup_command", "compile ahead what a deployment touches, for the GPU that is here"),
+    "aot": Verb(".aot_command", "compile it into a folder, for a GPU that need not be here"),
     "demo": Verb(".demo", "run a handful of modes and print a table"),
 }
 

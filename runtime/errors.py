@@ -5,8 +5,10 @@ from __future__ import annotations
 from .codegen.errors import IllegalCombinationError, NormforgeError
 
 __all__ = [
+    "AotError",
     "ArgumentError",
     "CacheError",
+    "CompileError",
     "ConflictError",
     "DTypeError",
     "DeviceError",
@@ -20,6 +22,7 @@ __all__ = [
     "SettingError",
     "ShapeError",
     "TableError",
+    "TargetError",
 ]
 
 
@@ -67,8 +70,20 @@ class RecordError(NormforgeError, OSError):
     """A file that the instances a program asks for cannot be recorded to."""
 
 
+class CompileError(NormforgeError, RuntimeError):
+    """A kernel that Triton cannot compile for a GPU, or that does not fit on it, met ahead of the call."""
+
+
 class FrozenError(NormforgeError, RuntimeError):
     """A kernel that would have to be compiled, under NORMFORGE_FROZEN=1."""
+
+
+class AotError(NormforgeError, RuntimeError):
+    """A folder of kernels compiled ahead of time that does not fit what is here, or that cannot be made."""
+
+
+class TargetError(NormforgeError, ValueError):
+    """An architecture that kernels are not compiled for."""
 
 
 class SettingError(NormforgeError, ValueError):

@@ -11,6 +11,7 @@ from .arguments import check_tensor
 from .backends import backend
 from .codegen.model import Norm
 from .rows import check
+from .tracing import dispatch_modes, intercepted, is_dynamo_compiling, normalise_traced
 
 # What torch.nn.functional.rms_norm adds where eps is None: it computes 16-bit inputs in fp32, as the kernels do.
 DEFAULT_EPS = torch.finfo(torch.float32).eps
@@ -51,7 +52,9 @@ def layer_norm(
         GradientError: the gradient is differentiated; raised by that backward pass.
         NormforgeError: whatever else `layernorm2d_fwd` raises.
     """
-    known = autograd.normalise_known("layer", x, normalized_shape, weight, bias, None, eps)
+    known = None
+    if not (is_dynamo_compiling() or dispatch_modes()):
+        known = autograd.normalise_known("layer", x, normalized_shape, weight, bias, None, eps)
     return normalise(Norm.LAYER, x, normalized_shape, weight, bias, eps=eps)[0] if known is None else known[0]
 
 
@@ -78,9 +81,11 @@ def rms_norm(
     Raises:
         NormforgeError: one of those that `layer_norm` lists.
     """
-    known = autograd.normalise_known(
-        "rms", x, normalized_shape, weight, None, None, DEFAULT_EPS if eps is None else eps
-    )
+    known = None
+    if not (is_dynamo_compiling() or dispatch_modes()):
+        known = autograd.normalise_known(
+            "rms", x, normalized_shape, weight, None, None, DEFAULT_EPS if eps is None else eps
+        )
     return normalise(Norm.RMS, x, normalized_shape, weight, eps=eps)[0] if known is None else known[0]
 
 
@@ -158,7 +163,8 @@ def normalise(
     if not kernel:
         return fallback.normalise(norm, x, shape, weight, bias, residual, eps, out_dtype)
     added = DEFAULT_EPS if eps is None else float(eps)
-    return autograd.normalise(norm, x, shape, weight, bias, residual, added, out_dtype)
+    run = normalise_traced if is_dynamo_compiling() or intercepted(x) else autograd.normalise
+    return run(norm, x, shape, weight, bias, residual, added, out_dtype)
 
 
 def add_normalise(
@@ -175,8 +181,10 @@ def add_normalise(
     for name, tensor in (("x", x), ("residual", residual)):
         check_tensor(name, tensor)
     shape = x.shape[-1:] if normalized_shape is None else normalized_shape
-    added = DEFAULT_EPS if eps is None and norm is Norm.RMS else eps
-    known = autograd.normalise_known(norm.value, x, shape, weight, bias, residual, added)
+    known = None
+    if not (is_dynamo_compiling() or dispatch_modes()):
+        added = DEFAULT_EPS if eps is None and norm is Norm.RMS else eps
+        known = autograd.normalise_known(norm.value, x, shape, weight, bias, residual, added)
     y, residual_out = known or normalise(norm, x, shape, weight, bias, residual=residual, eps=eps)
     assert residual_out is not None
     return y, residual_out

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from . import dispatch, rules
-from .architecture import architecture
+from .allocate import allocator
 from .arguments import row_stride
 from .codegen.model import Direction, FusedAdd, Mode, Norm
 from .compiled import LARGEST_I32, integer_type, pointer_type
@@ -17,14 +19,31 @@ from .dtypes import DTYPES
 from .gradient_arguments import GradientCall
 from .kernels import row_alignment
 from .launcher import Launcher
+from .row_statistics import aligned_length
 from .table import Tile
+from .target import Target, target_of
 
 # The pointers that a call brings, in the order in which launches do.
 INPUTS = ("dy_ptr", "x_ptr", "x_bias_ptr", "weight_ptr", "mean_ptr", "rstd_ptr", "dresidual_out_ptr")
 SUMS = ("dweight", "dbias", "dx_bias")
 
-# Of partial sums: rows at a time and columns a program, 16 values a thread on 4 warps.
-_FINAL_ROWS, _FINAL_BLOCK, _FINAL_WARPS = 16, 128, 4
+
+class Summing(NamedTuple):
+    """How partial sums are added up: how many rows of them at a time, columns a program, and warps."""
+
+    rows: int
+    block: int
+    warps: int
+
+
+# 16 values a thread, and narrow, so that few columns are shared by many programs: 4096x1024 takes an H200 18 us in all,
+# and 29 with 16 rows of 128 columns. The interpreter takes as long for a program of few columns as for one of many, and
+# 25 s for a row of 17000 in narrow ones.
+_SUMMING = Summing(rows=128, block=16, warps=4)
+_INTERPRETED_SUMMING = Summing(rows=16, block=1024, warps=4)
+
+# How many M a plan keeps the layouts of.
+_LAYOUTS = 64
 
 
 @dataclass(frozen=True)
@@ -40,7 +59,8 @@ class Prepared:
     """The kernels for one class of M.
 
     Attributes:
-        steps: the kernels that walk the rows, in order.
+        launchers: every kernel.
+        steps: those that walk the rows, in order.
         finish: launches what adds up their partial sums; None where no sum is wanted.
         finish_grid: its programs.
         rows: rows that a program takes at a time.
@@ -50,6 +70,7 @@ class Prepared:
         by_address: whether launches take addresses.
     """
 
+    launchers: tuple[Launcher, ...]
     steps: tuple[Step, ...]
     finish: Launch | None
     finish_grid: Grid
@@ -60,48 +81,76 @@ class Prepared:
     by_address: bool
 
 
+class Layout(NamedTuple):
+    """How the kernels are launched for one M, and what lies where in the fp32 memory that they share.
+
+    Attributes:
+        steps: how the kernels that walk the rows are launched, in order, and their grids.
+        finish: launches what adds up their partial sums; None where no sum is wanted.
+        finish_grid: its programs.
+        programs: how many share the rows.
+        starts: where the partial sums of each of `SUMS` start, in elements, None of what is not wanted; then each of
+            the values that the first step leaves for the next.
+        offsets: the same in bytes; 0 of what is not wanted, which no compiled kernel reads.
+        length: of the memory, in elements.
+        exchange: how many int64 the programs exchange values through.
+        by_address: whether launches take addresses.
+    """
+
+    steps: tuple[tuple[Launch, Grid], ...]
+    finish: Launch | None
+    finish_grid: Grid
+    programs: int
+    starts: tuple[int | None, ...]
+    offsets: tuple[int, ...]
+    length: int
+    exchange: int
+    by_address: bool
+
+
 class GradientPlan:
     """All that backward calls of one kind share, whatever their M. It holds none of a call's tensors.
 
     Attributes:
         n: row length.
         dx_dtype: dx's; None where it is not wanted.
-        dx_alike: whether dx has x's type, and x no gaps between rows.
-        dbias_like: an empty tensor of dbias's type and device, to make others from; None where it is not wanted.
-        sums: which of `SUMS` are wanted.
-        places: of each of `SUMS`, how many others lie before its partial sums; None where it is not wanted.
-        count: how many of them.
-        fp32_like: an empty fp32 tensor on the device.
-        exchange_like: an empty int64 one.
+        empty: makes tensors on the device.
+        sum_dtypes: those of `SUMS`; None of what is not wanted.
+        layout: from M to the `Layout` of its launches.
     """
 
-    def __init__(self, call: GradientCall, misaligned: Collection[str]) -> None:
+    def __init__(self, call: GradientCall, misaligned: Collection[str], target: Target | None = None) -> None:
         """Find the instance that serves a call whose dy is there.
 
         Args:
             call: what was asked.
             misaligned: which of `INPUTS` are at no multiple of 16 bytes.
+            target: as in `Plan`.
 
         Raises:
             MissingInstanceError: nothing serves the call and nothing may be generated.
         """
         assert call.dy is not None
         x, weight, n, wants = call.x, call.weight, call.n, call.wants
-        self.n, self._device = n, x.device
+        self.n, self._target = n, target or target_of(x.device)
+        self._launches_on = x.device if target is None else None
+        self._summing = _SUMMING if self._target.compiles else _INTERPRETED_SUMMING
         fadd = FusedAdd.NONE if call.dresidual_out is None else FusedAdd.PRE_ADD_STORE
         self._mode = mode_of(call.norm, x, call.x_bias is not None, fadd)
         self._entry = dispatch.find(self._mode, n)
         self._prepared: list[Prepared | None] = [None, None, None]
 
         self.dx_dtype = (call.dx_dtype or x.dtype) if "dx" in wants else None
-        self.dx_alike = self.dx_dtype == x.dtype and x.is_contiguous()
-        bias_dtype = call.bias_dtype or (x if weight is None else weight).dtype
-        self.dbias_like = torch.empty(0, dtype=bias_dtype, device=x.device) if "dbias" in wants else None
-        self.sums = tuple(name in wants for name in SUMS)
-        self.places = tuple(sum(self.sums[:place]) if wanted else None for place, wanted in enumerate(self.sums))
-        self.count = sum(self.sums)
-        self.exchange_like = torch.empty(0, dtype=torch.int64, device=x.device)
-        self.fp32_like = torch.empty(0, dtype=torch.float32, device=x.device)
+        self.empty = allocator(x.device)
+        dtypes_of_sums = (
+            None if weight is None else weight.dtype,
+            call.bias_dtype or (x if weight is None else weight).dtype,
+            None if call.x_bias is None else call.x_bias.dtype,
+        )
+        self.sum_dtypes = tuple(
+            dtype if name in wants else None for name, dtype in zip(SUMS, dtypes_of_sums, strict=True)
+        )
+        self.layout = lru_cache(_LAYOUTS)(self._lay_out)
 
         self._strides = {
             "dy_row_stride": row_stride("dy", call.dy),
@@ -119,32 +168,52 @@ class GradientPlan:
             name: None if dtype is None else pointer_type(dtype, aligned=name not in misaligned)
             for name, dtype in zip(INPUTS, dtypes, strict=True)
         }
-        sums = (
-            None if weight is None else weight.dtype,
-            bias_dtype,
-            None if call.x_bias is None else call.x_bias.dtype,
-        )
-        self._sums = [dtype if wanted else None for dtype, wanted in zip(sums, self.sums, strict=True)]
 
     def prepared(self, m: int) -> Prepared:
         """The kernels for m rows; the first call of each class of M compiles them."""
         size = 0 if m <= self._entry.small_m else 1 if m <= LARGEST_I32 else 2
         return self._prepared[size] or self._prepare(size, m)
 
+    def _lay_out(self, m: int) -> Layout:
+        ready = self.prepared(m)
+        programs = min(ready.most_programs, -(-m // ready.rows))
+        section, term = aligned_length(programs * self.n), aligned_length(m)
+        starts: list[int | None] = []
+        length = 0
+        for dtype in self.sum_dtypes:
+            starts.append(None if dtype is None else length)
+            length += 0 if dtype is None else section
+        for _ in range(ready.row_terms):
+            starts.append(length)
+            length += term
+        return Layout(
+            steps=tuple((step.launch, step.grid(m, programs)) for step in ready.steps),
+            finish=ready.finish,
+            finish_grid=ready.finish_grid,
+            programs=programs,
+            starts=tuple(starts),
+            offsets=tuple(0 if start is None else start * torch.float32.itemsize for start in starts),
+            length=length,
+            exchange=0 if ready.exchange is None else ready.exchange(m),
+            by_address=ready.by_address,
+        )
+
     def _prepare(self, size: int, m: int) -> Prepared:
-        entry, n, device = self._entry, self.n, self._device
-        tile = rules.choose(self._mode, entry.choices(m, architecture(device)), n, device)
+        entry, n, target = self._entry, self.n, self._target
+        tile = rules.choose(self._mode, entry.choices(m, target.arch), n, target)
         rule = rules.BACKWARD[tile.pipeline]
-        launchers = [self._launcher(step, rule, tile, m) for step in rule.steps]
+        walkers = [self._launcher(step, rule, tile, m) for step in rule.steps]
         grids = [step.grid(tile, n) for step in rule.steps]
-        finisher = self._finisher() if any(self.sums) else None
-        by_address = None not in [launcher.launch for launcher in (*launchers, finisher) if launcher is not None]
+        finisher = self._finisher() if any(self.sum_dtypes) else None
+        launchers = (*walkers, finisher) if finisher is not None else tuple(walkers)
+        by_address = None not in [launcher.launch for launcher in launchers]
         found = Prepared(
-            steps=tuple(Step(_launch(by, by_address), grid) for by, grid in zip(launchers, grids, strict=True)),
+            launchers=launchers,
+            steps=tuple(Step(_launch(by, by_address), grid) for by, grid in zip(walkers, grids, strict=True)),
             finish=None if finisher is None else _launch(finisher, by_address),
-            finish_grid=(-(-n // _FINAL_BLOCK), 1, 1),
+            finish_grid=(-(-n // self._summing.block), len(SUMS), 1),
             rows=tile.rows,
-            most_programs=rule.programs(tile, n, device),
+            most_programs=rule.programs(tile, n, target),
             row_terms=len(rule.row_terms),
             exchange=None if rule.exchange is None else rule.exchange(tile, n),
             by_address=by_address,
@@ -157,7 +226,7 @@ class GradientPlan:
         types = {
             **self._inputs,
             "dx_ptr": None if self.dx_dtype is None else pointer_type(self.dx_dtype, aligned=True),
-            **{f"{name}_ptr": partial if wanted else None for name, wanted in zip(SUMS, self.sums, strict=True)},
+            **{f"{name}_ptr": partial if dtype else None for name, dtype in zip(SUMS, self.sum_dtypes, strict=True)},
             **dict.fromkeys(rule.row_terms, partial),
             "exchange_ptr": None if rule.exchange is None else pointer_type(torch.int64, aligned=True),
             "M": integer_type(m),
@@ -169,19 +238,19 @@ class GradientPlan:
             **rule.constants(tile, self.n),
         }
         kernel = self._entry.load(step.part or tile)
-        options = rules.compiler_options(rule.options, tile, self._device)
-        return Launcher(kernel, types, self._strides, constants, tile.warps, options, self._device)
+        options = rules.compiler_options(rule.options, tile, self._target)
+        return Launcher(kernel, types, self._strides, constants, tile.warps, options, self._target, self._launches_on)
 
     def _finisher(self) -> Launcher:
         partial = pointer_type(torch.float32, aligned=True)
-        wanted = zip(SUMS, self._sums, strict=True)
+        wanted = tuple(zip(SUMS, self.sum_dtypes, strict=True))
         gradients = {f"{name}_ptr": None if d is None else pointer_type(d, aligned=True) for name, d in wanted}
-        partials = {
-            f"{name}_partials_ptr": partial if wanted else None for name, wanted in zip(SUMS, self.sums, strict=True)
-        }
-        constants = {"N": self.n, "ROWS": _FINAL_ROWS, "BLOCK": _FINAL_BLOCK}
+        partials = {f"{name}_partials_ptr": partial if dtype else None for name, dtype in wanted}
+        constants = {"N": self.n, "ROWS": self._summing.rows, "BLOCK": self._summing.block}
         types = {**partials, **gradients, "programs": integer_type(0)}
-        return Launcher(self._entry.load_finaliser(), types, {}, constants, _FINAL_WARPS, {}, self._device)
+        return Launcher(
+            self._entry.load_finaliser(), types, {}, constants, self._summing.warps, {}, self._target, self._launches_on
+        )
 
 
 def _launch(launcher: Launcher, by_address: bool) -> Launch:

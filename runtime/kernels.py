@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, reduce
 from operator import or_
@@ -15,9 +15,6 @@ from .errors import DeviceError
 
 # Elements: what Triton's own guess at an integer stops at, and 16 bytes of the smallest type.
 MOST_ALIGNED = 16
-
-# The interpreter has none; one stands for few programs, so that a handful of rows makes each take several in turn.
-_INTERPRETED_MULTIPROCESSORS = 1
 
 _CPU = (
     "x is on {device} and generated kernels run on a GPU; move the tensors to one, "
@@ -52,11 +49,6 @@ def run_public(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], opt
     kernel[grid](*arguments, **options)
 
 
-def compiles_for(device: torch.device) -> bool:
-    """Whether kernels are compiled for a device, rather than interpreted."""
-    return device.type == "cuda" and not interpreting()
-
-
 def row_alignment(*row_strides: int) -> int:
     """The ROW_ALIGNMENT of a launch: the largest power of two, up to 16, that divides every row stride."""
     bits = reduce(or_, row_strides, MOST_ALIGNED)
@@ -84,18 +76,8 @@ def _is_interpreted(kernel: Any) -> bool:
     return all(hasattr(function, "rewrite") for function in (kernel, language.sum))
 
 
-@cache
-def warp_size(device: torch.device) -> int:
-    """Threads of a device's warps; in the interpreter, those that tiles are made of."""
-    return int(torch.cuda.get_device_properties(device).warp_size) if device.type == "cuda" else WARP
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """How many a device has."""
-    if device.type == "cpu":
-        return _INTERPRETED_MULTIPROCESSORS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+# The index of the current device, without asking each time whether CUDA was started.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -11,13 +11,15 @@ import torch
 from . import direct
 from .compiled import KernelKey, integer_type, obtain
 from .direct import Grid
-from .kernels import compiles_for, on_device, run_public, scale_warps, warp_size
+from .kernels import current_device, on_device, run_public, scale_warps
+from .target import Target
 
 
 class Launcher:
     """A kernel of which everything is known but the values of some arguments, its slots.
 
     Attributes:
+        kernel: the `triton.JITFunction`.
         key: the compilation that it launches.
         launch: launches the compiled kernel on the device's current stream, given a grid and the slots' values with
             pointers as addresses; None where kernels take tensors.
@@ -31,7 +33,8 @@ class Launcher:
         constants: Mapping[str, int],
         warps: int,
         options: Mapping[str, Any],
-        device: torch.device,
+        target: Target,
+        device: torch.device | None,
     ) -> None:
         """Compile a kernel for a device, if kernels are compiled there.
 
@@ -43,15 +46,16 @@ class Launcher:
             constants: compile-time constants.
             warps: warps a program, of 32 threads.
             options: what else the compiler is told.
-            device: where it runs.
+            target: the GPU that it is for.
+            device: where it runs; None if nowhere, and then it is only known what would be compiled.
         """
-        self._kernel = kernel
+        self.kernel = kernel
         self._device = device
         self._fixed = (*integers.values(), *constants.values())
         names = (*types, *integers, *constants)
         # One call in C puts a launch's values into the kernel's order.
         self._arrange: Callable[[tuple[Any, ...]], tuple[Any, ...]] = itemgetter(*map(names.index, kernel.arg_names))
-        self._options = {"num_warps": scale_warps(warps, warp_size(device)), **options}
+        self._options = {"num_warps": scale_warps(warps, target.warp_size), **options}
         words: dict[str, str | int | None] = {name: integer_type(value) for name, value in integers.items()}
         words |= {**types, **constants}
         self.key = KernelKey(
@@ -59,26 +63,35 @@ class Launcher:
             tuple((name, words[name]) for name in kernel.arg_names),
             tuple(self._options.items()),
         )
-        self.launch = _launch(self.key, kernel, direct.Arguments(self._arrange, self._fixed, device.index), device)
+        self._compiled: Any = None
+        self.launch: direct.Launch | None = None
+        if device is not None and target.compiles:
+            with on_device(device):
+                self._compiled = obtain(self.key, kernel, target, device.index)
+                launch = direct.bind(self._compiled, direct.Arguments(self._arrange, self._fixed, device.index))
+            # With one device there is no other that could be the current one.
+            self.launch = launch if launch is None or torch.cuda.device_count() == 1 else _guarded(launch, device)
 
     def launch_tensors(self, grid: Grid, values: tuple[Any, ...]) -> None:
         """Launch through Triton's public interface, which takes longer; pointers are tensors here."""
+        assert self._device is not None
+        arguments = self._arrange(values + self._fixed)
         with on_device(self._device):
-            run_public(self._kernel, grid, self._arrange(values + self._fixed), self._options)
-
-
-def _launch(key: KernelKey, kernel: Any, arguments: direct.Arguments, device: torch.device) -> direct.Launch | None:
-    if not compiles_for(device):
-        return None
-    with on_device(device):
-        launch = direct.bind(obtain(key, kernel, device.index), arguments)
-    # With one device there is no other that could be the current one.
-    return launch if launch is None or torch.cuda.device_count() == 1 else _guarded(launch, device)
+            if self._compiled is None:
+                run_public(self.kernel, grid, arguments, self._options)
+            else:
+                # Of the kernel that was compiled, not of its source, which would be looked up or compiled once more.
+                self._compiled[grid](*arguments)
 
 
 def _guarded(launch: direct.Launch, device: torch.device) -> direct.Launch:
+    index = device.index
+
     def guarded(grid: Grid, values: tuple[Any, ...]) -> None:
-        with on_device(device):
+        if current_device() == index:
             launch(grid, values)
+        else:
+            with torch.cuda.device(device):
+                launch(grid, values)
 
     return guarded

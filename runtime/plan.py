@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import cache
 from typing import NamedTuple
 
 import torch
 
 from . import dispatch, rules
-from .architecture import architecture
+from .allocate import allocator
 from .arguments import Call, row_stride
 from .codegen.model import DType, Part
 from .compiled import LARGEST_I32, integer_type, pointer_type
 from .direct import Grid, Launch
 from .dtypes import TORCH_DTYPES
-from .kernels import interpreting, row_alignment
+from .kernels import row_alignment
 from .launcher import Launcher
+from .target import Target, target_of
 
 # The pointers that a call brings, and those it allocates or is given to write to, in the order of the slots.
 INPUTS = ("x_ptr", "x_bias_ptr", "residual_ptr", "weight_ptr", "bias_ptr", "smooth_scale_ptr")
@@ -32,12 +32,14 @@ class Prepared(NamedTuple):
         launcher: the kernel.
         grid: from M to the programs in each dimension.
         exchange: from M to how many int64 a launch needs besides its operands, or None.
-        launch_plain: the launcher's `launch`, if it needs but operands, and writes but y and the rows' statistics.
+        launch: the launcher's `launch`.
+        launch_plain: likewise, if it needs but operands, and writes but y and the rows' statistics.
     """
 
     launcher: Launcher
     grid: Callable[[int], Grid]
     exchange: Callable[[int], int] | None
+    launch: Launch | None
     launch_plain: Launch | None
 
 
@@ -46,12 +48,11 @@ class Plan:
 
     Attributes:
         n: row length.
-        y_like: an empty tensor of y's type and device, to make others from: half the time of naming both.
+        empty: makes tensors on the device.
+        y_dtype: y's.
         y_bytes: whether kernels are handed y as bytes.
-        sum_like: likewise for residual_out; None where the sum is not stored.
-        scale_like: likewise for y_scale; None where nothing is quantised.
-        statistic_like: likewise for mean and rstd.
-        exchange_like: likewise for what programs exchange values through.
+        sum_dtype: residual_out's; None where the sum is not stored.
+        scale_dtype: y_scale's; None where nothing is quantised.
         saves_mean: whether the rows' means are an output.
         saves_rstd: whether their rstd is.
         extents: of each of `INPUTS` that is there: its place among them, the bytes of a row, and those from one to the
@@ -60,30 +61,33 @@ class Plan:
         sum_extent: likewise for residual_out.
     """
 
-    def __init__(self, call: Call, misaligned: Collection[str]) -> None:
+    def __init__(self, call: Call, misaligned: Collection[str], target: Target | None = None) -> None:
         """Find the instance that serves a call.
 
         Args:
             call: what was asked.
             misaligned: which of `INPUTS` and `OUTPUTS` are at no multiple of 16 bytes.
+            target: the GPU that the call is for, if x, which then stands for another tensor, is not on it: kernels are
+                known then, and not compiled. None is x's device.
 
         Raises:
             MissingInstanceError: nothing serves the call and nothing may be generated.
         """
         mode, n = call.mode, call.n
         self._entry = dispatch.find(mode, n)
-        self._device, self.n = call.x.device, n
+        self.n = n
+        self._target = target or target_of(call.x.device)
+        self._launches_on = call.x.device if target is None else None
         # By class of M: for a few rows, for many, and for more than an i32 counts.
         self._prepared: list[Prepared | None] = [None, None, None]
 
         self.saves_rstd = mode.save_mv
         self.saves_mean = mode.save_mv and mode.norm.centres
-        self.y_bytes = _encodes_in_software(mode.dtype_out, call.x.device)
-        self.y_like = self._empty(TORCH_DTYPES[mode.dtype_out])
-        self.sum_like = self._empty(call.residual.dtype) if mode.fadd.stores and call.residual is not None else None
-        self.scale_like = self._empty(TORCH_DTYPES[mode.scale_dtype]) if mode.fquant.quantises else None
-        self.statistic_like = self._empty(torch.float32)
-        self.exchange_like = self._empty(torch.int64)
+        self.y_bytes = _encodes_in_software(mode.dtype_out, self._target)
+        self.empty = allocator(call.x.device)
+        self.y_dtype = TORCH_DTYPES[mode.dtype_out]
+        self.sum_dtype = call.residual.dtype if mode.fadd.stores and call.residual is not None else None
+        self.scale_dtype = TORCH_DTYPES[mode.scale_dtype] if mode.fquant.quantises else None
 
         self._strides = {
             "x_row_stride": call.x_row_stride,
@@ -94,13 +98,10 @@ class Plan:
         self._mode, self._misaligned = mode, misaligned
         self._types = _types(call, self, misaligned)
         self.extents = _extents(call, self._strides)
-        self.y_extent = _extent(n, self.y_like.dtype, self._strides["y_row_stride"])
+        self.y_extent = _extent(n, self.y_dtype, self._strides["y_row_stride"])
         self.sum_extent = (0, 0)
-        if self.sum_like is not None:
-            self.sum_extent = _extent(n, self.sum_like.dtype, self._strides["residual_out_row_stride"])
-
-    def _empty(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(0, dtype=dtype, device=self._device)
+        if self.sum_dtype is not None:
+            self.sum_extent = _extent(n, self.sum_dtype, self._strides["residual_out_row_stride"])
 
     def prepared(self, m: int) -> Prepared:
         """The kernel for m rows; the first call of each class of M compiles it."""
@@ -108,7 +109,7 @@ class Plan:
         return self._prepared[size] or self._prepare(size, m)
 
     def _prepare(self, size: int, m: int) -> Prepared:
-        tile = rules.choose(self._mode, self._entry.choices(m, architecture(self._device)), self.n, self._device)
+        tile = rules.choose(self._mode, self._entry.choices(m, self._target.arch), self.n, self._target)
         rule, part, strides = rules.FORWARD[tile.pipeline], None, self._strides
         if rules.takes_window(self._mode, tile, strides, self._misaligned):
             tile, part, strides = rules.window_tile(tile), Part.WINDOW, {"row_stride": strides["x_row_stride"]}
@@ -124,12 +125,12 @@ class Plan:
             **rules.constants(tile, self.n, row_alignment(*self._strides.values())),
             **rule.constants(tile, self.n),
         }
-        options = rules.compiler_options(rule.options, tile, self._device)
+        options = rules.compiler_options(rule.options, tile, self._target)
         kernel = self._entry.load(part or tile)
-        launcher = Launcher(kernel, types, strides, constants, tile.warps, options, self._device)
-        is_plain = self.sum_like is None and self.scale_like is None and exchange is None
+        launcher = Launcher(kernel, types, strides, constants, tile.warps, options, self._target, self._launches_on)
+        is_plain = self.sum_dtype is None and self.scale_dtype is None and exchange is None
         launch_plain = launcher.launch if is_plain else None
-        found = Prepared(launcher, rule.grid(tile, self.n, self._device), exchange, launch_plain)
+        found = Prepared(launcher, rule.grid(tile, self.n, self._target), exchange, launcher.launch, launch_plain)
         self._prepared[size] = found
         return found
 
@@ -159,9 +160,9 @@ def _types(call: Call, plan: Plan, misaligned: Collection[str]) -> dict[str, str
     tensors = (call.x, call.x_bias, call.residual, call.weight, call.bias, call.smooth_scale)
     dtypes = {name: None if tensor is None else tensor.dtype for name, tensor in zip(INPUTS, tensors, strict=True)}
     dtypes |= {
-        "y_ptr": torch.uint8 if plan.y_bytes else plan.y_like.dtype,
-        "residual_out_ptr": None if plan.sum_like is None else plan.sum_like.dtype,
-        "y_scale_ptr": None if plan.scale_like is None else plan.scale_like.dtype,
+        "y_ptr": torch.uint8 if plan.y_bytes else plan.y_dtype,
+        "residual_out_ptr": plan.sum_dtype,
+        "y_scale_ptr": plan.scale_dtype,
         "mean_ptr": torch.float32 if plan.saves_mean else None,
         "rstd_ptr": torch.float32 if plan.saves_rstd else None,
     }
@@ -176,14 +177,7 @@ def _types(call: Call, plan: Plan, misaligned: Collection[str]) -> dict[str, str
 _HARDWARE_FP8 = (DType.FP8_E4M3FN, DType.FP8_E5M2)
 
 
-def _encodes_in_software(dtype: DType, device: torch.device) -> bool:
+def _encodes_in_software(dtype: DType, target: Target) -> bool:
     if not dtype.is_quantised or dtype.is_int:
         return False
-    return not (dtype in _HARDWARE_FP8 and device.type == "cuda" and _converts_to_fp8(device))
-
-
-@cache
-def _converts_to_fp8(device: torch.device) -> bool:
-    if torch.version.hip is not None or interpreting():
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    return not (dtype in _HARDWARE_FP8 and target.converts_to_fp8)

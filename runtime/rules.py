@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from .allocate import Empty
 from .codegen import model
 from .codegen.model import Mode, Part, Pipeline
 from .codegen.tiling import WARP, power_of_two
 from .direct import Grid
 from .errors import DeviceError
-from .kernels import multiprocessors
 from .table import Tile
+from .target import Target
 
 # From a tile and N to a function from M to how many int64 a launch's programs exchange values through.
 Exchange = Callable[[Tile, int], Callable[[int], int]]
@@ -25,19 +26,19 @@ class Forward:
     """How a pipeline's forward kernel is launched.
 
     Attributes:
-        grid: from a tile, N and a device to a function from M to the programs in each dimension.
+        grid: from a tile, N and a GPU to a function from M to the programs in each dimension.
         exchange: the size of `exchange_ptr`, which is filled with -1 for each launch; None where there is none.
         constants: from a tile and N to compile-time constants besides those of `constants`.
         options: what the compiler is told besides num_warps.
     """
 
-    grid: Callable[[Tile, int, torch.device], Callable[[int], Grid]]
+    grid: Callable[[Tile, int, Target], Callable[[int], Grid]]
     exchange: Exchange | None = None
-    constants: Callable[[Tile, int], Mapping[str, int]] = lambda tile, n: {}
+    constants: Callable[[model.Tile, int], Mapping[str, int]] = lambda tile, n: {}
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _tiles_of_rows(tile: Tile, n: int, device: torch.device) -> Callable[[int], Grid]:
+def _tiles_of_rows(tile: Tile, n: int, target: Target) -> Callable[[int], Grid]:
     rows = tile.rows
     return lambda m: (-(-m // rows), 1, 1)
 
@@ -46,14 +47,14 @@ def _tiles_of_rows(tile: Tile, n: int, device: torch.device) -> Callable[[int], 
 _COOPERATIVE = {"launch_cooperative_grid": True}
 
 
-def _slices(tile: Tile, n: int) -> int:
+def _slices(tile: model.Tile, n: int) -> int:
     """Programs that share a row, forward."""
     return -(-n // (tile.held * tile.block))
 
 
-def _teams(tile: Tile, n: int, device: torch.device) -> Callable[[int], Grid]:
+def _teams(tile: Tile, n: int, target: Target) -> Callable[[int], Grid]:
     slices = _slices(tile, n)
-    most = multiprocessors(device) * tile.resident // slices
+    most = target.multiprocessors * tile.resident // slices
     return lambda m: (slices, min(most, m), 1)
 
 
@@ -63,7 +64,8 @@ def _slot_a_slice(tile: Tile, n: int) -> Callable[[int], int]:
 
 
 def _peers(slices: int) -> dict[str, int]:
-    return {"PEERS": max(2, power_of_two(slices))}
+    # With a slot for each lane of a warp none is held twice by one: 72 bytes less spilled of two rows of 16384.
+    return {"PEERS": max(WARP, power_of_two(slices))}
 
 
 FORWARD: dict[Pipeline, Forward] = {
@@ -106,16 +108,16 @@ class Backward:
     column_blocks: Callable[[Tile, int], int] = lambda tile, n: 1
     row_terms: tuple[str, ...] = ()
     exchange: Exchange | None = None
-    constants: Callable[[Tile, int], Mapping[str, int]] = lambda tile, n: {}
+    constants: Callable[[model.Tile, int], Mapping[str, int]] = lambda tile, n: {}
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def programs(self, tile: Tile, n: int, device: torch.device) -> int:
-        """The most programs that share the rows: a function of the device and N, never of M."""
+    def programs(self, tile: Tile, n: int, target: Target) -> int:
+        """The most programs that share the rows: a function of the GPU and N, never of M."""
         # Blocks of columns fill the device already; each further program leaves a row of partial sums.
-        return max(1, multiprocessors(device) * tile.resident // self.column_blocks(tile, n))
+        return max(1, target.multiprocessors * tile.resident // self.column_blocks(tile, n))
 
 
-def _column_blocks(tile: Tile, n: int) -> int:
+def _column_blocks(tile: model.Tile, n: int) -> int:
     return -(-n // tile.block)
 
 
@@ -159,20 +161,21 @@ BACKWARD: dict[Pipeline, Backward] = {
 }
 
 
-def choose(mode: Mode, tiles: Iterable[Tile], n: int, device: torch.device) -> Tile:
-    """The first of some tiles that a device can run: it has to hold all the programs that wait for one another.
+def choose(mode: Mode, tiles: Iterable[Tile], n: int, target: Target) -> Tile:
+    """The first of some tiles that a GPU can run: it has to hold all the programs that wait for one another.
 
     Raises:
         DeviceError: it can run none of them.
     """
     for tile in tiles:
         # The interpreter runs one program after another.
-        held = multiprocessors(device) * tile.resident if device.type == "cuda" else 1
+        held = target.multiprocessors * tile.resident if target.compiles else 1
         if _waiting(mode, tile, n) <= held:
             return tile
     raise DeviceError(
-        f"{mode.name} at N = {n} takes {_waiting(mode, tile, n)} programs that wait for one another, and {device} "
-        f"holds {held} at once; give N = {n} another pipeline in the table of tiles: normforge tune"
+        f"{mode.name} at N = {n} takes {_waiting(mode, tile, n)} programs that wait for one another, and {target.arch} "
+        f"with {target.multiprocessors} multiprocessors holds {held} at once; give N = {n} another pipeline in the "
+        "table of tiles: normforge tune"
     )
 
 
@@ -187,13 +190,13 @@ _REGISTERS = 65536
 _MOST_REGISTERS_A_THREAD = 255
 
 
-def compiler_options(options: Mapping[str, Any], tile: Tile, device: torch.device) -> dict[str, Any]:
+def compiler_options(options: Mapping[str, Any], tile: Tile, target: Target) -> dict[str, Any]:
     """What the compiler is told: what a pipeline asks, and so few registers that as many programs fit as should."""
-    if device.type != "cuda":
+    if not target.compiles:
         return {}
     # Given out by eights. One program always fits; AMD's compiler counts otherwise, and takes no such number.
     most = _REGISTERS // (tile.resident * tile.warps * WARP) // 8 * 8
-    capped = tile.resident > 1 and most <= _MOST_REGISTERS_A_THREAD and torch.version.hip is None
+    capped = tile.resident > 1 and most <= _MOST_REGISTERS_A_THREAD and target.is_nvidia
     return {**options, "maxnreg": most} if capped else dict(options)
 
 
@@ -228,6 +231,6 @@ def constants(tile: Tile, n: int, row_alignment: int) -> dict[str, int]:
     return {"N": n, "ROW_ALIGNMENT": row_alignment, "VECTOR": _VECTOR, **numbers}
 
 
-def new_exchange(like: torch.Tensor, count: int) -> torch.Tensor:
-    """Memory on an int64 tensor's device for programs to exchange values through; -1 is what none leaves there."""
-    return like.new_empty(count).fill_(-1)
+def new_exchange(empty: Empty, count: int) -> torch.Tensor:
+    """Memory for programs to exchange values through; -1 is what none leaves there."""
+    return empty((count,), (1,), torch.int64).fill_(-1)

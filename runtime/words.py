@@ -5,9 +5,18 @@ from __future__ import annotations
 from enum import Enum
 from typing import TypeVar
 
+from .codegen.model import FusedAdd, FusedQuant, Norm, Rounding
 from .errors import ConflictError
 
 E = TypeVar("E", bound=Enum)
+
+# By what may stand for a member: TorchDynamo traces a look-up here, where torch 2.11's cannot go through an enum.
+_WORDS: dict[type[Enum], dict[str, Enum]] = {
+    kind: {member.value: member for member in kind} for kind in (Norm, FusedAdd, FusedQuant, Rounding)
+}
+_CODES: dict[type[Enum], dict[int, Enum]] = {
+    kind: {member.code: member for member in kind} for kind in (FusedAdd, FusedQuant)
+}
 
 
 def word(kind: type[E], argument: str, value: object) -> E:
@@ -18,11 +27,19 @@ def word(kind: type[E], argument: str, value: object) -> E:
     """
     if isinstance(value, kind):
         return value
-    for member in kind:
-        if isinstance(value, str) and value == member.value:
-            return member
+    words, codes = _WORDS[kind], _CODES.get(kind, {})
+    found: Enum | None = None
+    if isinstance(value, str):
+        found = words.get(value)
+    elif type(value) is int:
         # No bool, although True == 1.
-        if type(value) is int and value == getattr(member, "code", None):
-            return member
-    words = ", ".join(repr(m.value) + (f" ({m.code})" if hasattr(m, "code") else "") for m in kind)
-    raise ConflictError(f"{argument}={value!r} is no mode; it takes {words}")
+        found = codes.get(value)
+    if found is None:
+        raise ConflictError(f"{argument}={value!r} is no mode; it takes {_listed(words, codes)}")
+    assert isinstance(found, kind)
+    return found
+
+
+def _listed(words: dict[str, Enum], codes: dict[int, Enum]) -> str:
+    numbers = {member: code for code, member in codes.items()}
+    return ", ".join(f"{name!r}" + (f" ({numbers[member]})" if codes else "") for name, member in words.items())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -41,9 +43,16 @@ class Installed:
 
     def run(self, *argv: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run the installed `normforge` command outside the repository."""
+        return self._run("normforge", *argv, cwd=cwd, **variables)
+
+    def python(self, code: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run code in the environment, likewise."""
+        return self._run("python", "-c", code, cwd=cwd, **variables)
+
+    def _run(self, program: str, *argv: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         return subprocess.run(
-            [self.environment / "bin" / "normforge", *argv],
+            [self.environment / "bin" / program, *argv],
             cwd=cwd,
             env=inherited | {"TRITON_INTERPRET": "1"} | variables,
             capture_output=True,
@@ -124,6 +133,32 @@ def test_a_users_own_kernels_are_generated_and_run(installed: Installed, tmp_pat
     missed = installed.run("run", "-m", "4", "-n", "64", cwd=tmp_path, **mine)
     assert missed.returncode == 2
     assert "ln_fwd_fp16" in missed.stderr
+
+
+def test_kernels_are_compiled_ahead_of_time_and_read_again(installed: Installed, tmp_path: Path) -> None:
+    compiling = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    command = ["aot", "--arch", "sm_90", "--n", "512", "--out", "kernels", "ln_fwd_bf16"]
+    made = installed.run(*command, cwd=tmp_path, **compiling)
+    assert made.returncode == 0, made.stdout + made.stderr
+    assert made.stdout == "2 kernels for sm_90 in kernels: 2 compiled, 0 unchanged, 0 removed\n"
+    index = json.loads((tmp_path / "kernels" / "index.json").read_text())
+    assert (index["arch"], index["normforge"]) == ("sm_90", normforge.__version__)
+    for row in index["kernels"]:
+        binary = (tmp_path / "kernels" / f"{row['file']}.cubin").read_bytes()
+        assert hashlib.sha256(binary).hexdigest() == row["binary_sha256"]
+
+    code = """
+import normforge, triton.compiler.compiler as compiler
+from normforge import aot
+from normforge.target import named_target
+compiler.compile = None  # Calling it now fails.
+normforge.load_aot("kernels")
+for key in normforge.compile_keys([512], ["ln_fwd_bf16"], arch="sm_90"):
+    print(len(aot.find(key.key, key.function, named_target("sm_90")).asm["cubin"]))
+"""
+    loaded = installed.python(code, cwd=tmp_path, **compiling)
+    assert loaded.returncode == 0, loaded.stderr
+    assert len(loaded.stdout.split()) == 2
 
 
 def test_the_kernels_it_came_with_run(installed: Installed, tmp_path: Path) -> None:

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from normforge import compiled, dispatch
+from normforge import aot, compiled
 from normforge.compiled import KernelKey, integer_type, obtain, pointer_type
-from normforge.errors import FrozenError, SettingError
-
-from .calls import check
+from normforge.target import named_target
 
 KEY = KernelKey(
     "somewhere.ln_fwd_bf16:ln_fwd_bf16_rows",
     (("x_ptr", "*bf16:16"), ("weight_ptr", None), ("x_row_stride", "i32"), ("eps", "fp32"), ("N", 4096)),
     (("num_warps", 4),),
 )
+OTHER = KernelKey(KEY.kernel, (*KEY.arguments[:-1], ("N", 8192)), KEY.options)
+TARGET = named_target("sm_90")
 
 
 class Kernel:
@@ -40,117 +40,101 @@ class Kernel:
 
 
 class Function:
-    """What Triton compiles, counting how often it is asked to."""
+    """What Triton's compiler is given of a kernel, without the kernel."""
 
-    def __init__(self) -> None:
-        self.asked: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self.started = threading.Event()
-
-    def warmup(self, *arguments: Any, **keywords: Any) -> object:
-        self.asked.append((arguments, keywords))
-        # Long enough for every other thread to come along.
-        self.started.wait(0.05)
-        return Kernel()
+    __name__ = "ln_fwd_bf16_rows"
 
 
 @pytest.fixture(autouse=True)
-def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[KernelKey]:
+    """The keys that the compiler, another one than Triton's, was given; there is no driver."""
+    given: list[KernelKey] = []
+
+    def compile_for(key: KernelKey, *_: Any) -> Kernel:
+        given.append(key)
+        # Long enough for every other thread to come along.
+        time.sleep(0.05)
+        return Kernel()
+
     monkeypatch.setattr(compiled, "_compiled", {})
-    monkeypatch.delenv("NORMFORGE_FROZEN", raising=False)
+    monkeypatch.setattr(compiled, "_start_driver", lambda: None)
+    monkeypatch.setattr(compiled, "compile_for", compile_for)
+    monkeypatch.setattr(aot, "_folder", None)
+    monkeypatch.delenv("NORMFORGE_AOT", raising=False)
+    return given
 
 
-def test_eight_threads_compile_once_and_agree() -> None:
-    function, barrier = Function(), threading.Barrier(8)
+def test_eight_threads_compile_once_and_agree(asked: list[KernelKey]) -> None:
+    barrier = threading.Barrier(8)
 
     def ask(_: int) -> tuple[Kernel, str | None]:
         barrier.wait()
-        kernel = obtain(KEY, function, 0)
+        kernel = obtain(KEY, Function(), TARGET, 0)
         assert kernel.run
         return kernel, kernel.function
 
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(ask, range(8)))
-    assert len(function.asked) == 1
+    assert asked == [KEY]
     assert len({id(kernel) for kernel, _ in found}) == 1
     assert {loaded for _, loaded in found} == {"a function"}
     assert compiled.obtained() == ((KEY, 0),)
 
 
-def test_each_device_has_its_own() -> None:
-    function = Function()
-    assert obtain(KEY, function, 0) is not obtain(KEY, function, 1)
-    assert obtain(KEY, function, 1) is obtain(KEY, function, 1)
-    assert len(function.asked) == 2
+def test_two_kernels_are_compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    barrier = threading.Barrier(2)
+
+    def compile_for(*_: Any) -> Kernel:
+        # One that waits for the other to be done breaks it.
+        barrier.wait(timeout=5)
+        return Kernel()
+
+    monkeypatch.setattr(compiled, "compile_for", compile_for)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda key: obtain(key, Function(), TARGET, 0), (KEY, OTHER)))
+    assert set(compiled.obtained()) == {(KEY, 0), (OTHER, 0)}
 
 
-def test_a_failure_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_device_has_its_own(asked: list[KernelKey]) -> None:
     function = Function()
+    assert obtain(KEY, function, TARGET, 0) is not obtain(KEY, function, TARGET, 1)
+    assert obtain(KEY, function, TARGET, 1) is obtain(KEY, function, TARGET, 1)
+    assert asked == [KEY, KEY]
+
+
+def test_a_failure_is_not_remembered(asked: list[KernelKey], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(function, "warmup", lambda *_, **__: 1 / 0)
+        patched.setattr(compiled, "compile_for", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            obtain(KEY, function, 0)
-    obtain(KEY, function, 0)
-    assert len(function.asked) == 1
+            obtain(KEY, Function(), TARGET, 0)
+    obtain(KEY, Function(), TARGET, 0)
+    assert asked == [KEY]
 
 
-def test_nothing_is_compiled_once_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    function = Function()
-    warm = obtain(KEY, function, 0)
-    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
-    assert obtain(KEY, function, 0) is warm
-    with pytest.raises(FrozenError) as raised:
-        obtain(KEY, function, 1)
-    message = str(raised.value)
-    assert f"forbids compiling {KEY} for device 1" in message
-    assert "make such a call once before NORMFORGE_FROZEN is set, or unset it" in message
-    assert len(function.asked) == 1
-    # And a refusal is not remembered.
-    monkeypatch.delenv("NORMFORGE_FROZEN")
-    obtain(KEY, function, 1)
-    assert len(function.asked) == 2
-
-
-@pytest.mark.parametrize("value", ["", "0"])
-def test_not_frozen(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NORMFORGE_FROZEN", value)
-    function = Function()
-    obtain(KEY, function, 0)
-    assert len(function.asked) == 1
-
-
-def test_frozen_is_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NORMFORGE_FROZEN", "yes")
-    function = Function()
-    with pytest.raises(SettingError, match=r"NORMFORGE_FROZEN='yes' is neither 1 .* nor 0"):
-        obtain(KEY, function, 0)
-    assert not function.asked
-
-
-def test_the_interpreter_compiles_nothing_that_could_be_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
-    monkeypatch.setattr(dispatch, "plans", {})
-    check("layer", torch.randn(2, 64))
+def test_a_kernel_compiled_ahead_of_time_is_taken_first(
+    asked: list[KernelKey], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = Kernel()
+    monkeypatch.setattr(aot, "find", lambda key, *_: ahead if key == KEY else None)
+    assert obtain(KEY, Function(), TARGET, 0) is ahead
+    assert ahead.function == "a function"
+    assert obtain(OTHER, Function(), TARGET, 0) is not ahead
+    assert asked == [OTHER]
 
 
 def test_the_compiler_is_told_what_the_key_says() -> None:
-    function = Function()
-    obtain(KEY, function, 0)
-    ((arguments, keywords),) = function.asked
-    x, weight, stride, eps, n = arguments
-    assert (x.dtype, x.data_ptr() % 16) == (torch.bfloat16, 0)
-    assert weight is None
-    assert isinstance(stride, int)
-    assert stride % 2 == 1 != stride
-    assert isinstance(eps, float)
-    assert n == 4096
-    assert keywords == {"grid": (1,), "num_warps": 4}
+    source = KEY.source(Function())
+    types = {"x_ptr": "*bf16", "weight_ptr": "constexpr", "x_row_stride": "i32", "eps": "fp32", "N": "constexpr"}
+    assert source.signature == types
+    assert source.constants == {(1,): None, (4,): 4096}
+    assert source.attrs == {(0,): [["tt.divisibility", 16]]}
 
 
 def test_a_key_reads_as_a_call() -> None:
-    assert str(KEY) == (
-        "somewhere.ln_fwd_bf16:ln_fwd_bf16_rows"
-        "(x_ptr=*bf16:16, weight_ptr=None, x_row_stride=i32, eps=fp32, N=4096, num_warps=4)"
-    )
+    arguments = "(x_ptr=*bf16:16, weight_ptr=None, x_row_stride=i32, eps=fp32, N=4096, num_warps=4)"
+    assert str(KEY) == f"somewhere.ln_fwd_bf16:ln_fwd_bf16_rows{arguments}"
+    assert KEY.portable == f"ln_fwd_bf16:ln_fwd_bf16_rows{arguments}"
+    assert (KEY.symbol, KEY.n) == ("ln_fwd_bf16_rows", 4096)
 
 
 @pytest.mark.parametrize(("largest", "word"), [(0, "i32"), (2**31 - 1, "i32"), (2**31, "i64"), (2**40, "i64")])
@@ -160,21 +144,13 @@ def test_integers_have_the_type_that_triton_gives_them(largest: int, word: str) 
 
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("dtype", compiled._POINTERS, ids=str)
-def test_triton_takes_a_stand_in_for_the_tensor(dtype: torch.dtype, aligned: bool) -> None:
-    word = pointer_type(dtype, aligned=aligned)
+def test_pointers_have_the_type_that_triton_gives_a_tensor(dtype: torch.dtype, aligned: bool) -> None:
     memory = torch.zeros(64, dtype=torch.uint8)
     tensor = memory[memory.data_ptr() % 16 + (0 if aligned else dtype.itemsize) :][: 4 * dtype.itemsize].view(dtype)
     assert (tensor.data_ptr() % 16 == 0) == aligned
-    stand_in = specialised(compiled._argument(word))
-    assert stand_in == specialised(tensor)
-    assert stand_in[0] == word.partition(":")[0]
-
-
-@pytest.mark.parametrize("word", ["i32", "i64", "fp32"])
-def test_triton_learns_nothing_of_a_number_but_its_type(word: str) -> None:
-    found, fact = specialised(compiled._argument(word))
-    assert found == word
-    assert not fact
+    word, _, alignment = pointer_type(dtype, aligned=aligned).partition(":")
+    # D is Triton's letter for an address that is a multiple of 16.
+    assert specialised(tensor) == (word, "D" if alignment else "")
 
 
 def specialised(value: Any) -> tuple[str, Any]:

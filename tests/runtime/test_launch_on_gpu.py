@@ -38,7 +38,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     from triton import knobs
 
     names: list[str] = []
-    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **given: names.append(given["fn"].name))
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **given: names.append(given["src"].name))
     return names
 
 

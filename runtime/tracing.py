@@ -1,0 +1,181 @@
+"""Calls that a graph is traced of: they become operators, with what is checked before them and what is copied.
+
+TorchDynamo, which torch.compile reads programs with, follows this code, and `is_dynamo_compiling` is True to it alone.
+make_fx, torch.export and fake tensors see operators instead, as modes and subclasses of torch's dispatcher do. Either
+question is one C call or less for an eager call, 0.05 us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from . import operators
+from .autograd import autocasts, normalise, normalise_known
+from .codegen.model import FusedAdd, FusedQuant, Norm, Rounding
+from .dtypes import TORCH_DTYPES
+from .eager_only import eager_only
+from .forward import forward_fused, forward_plain
+from .gradient_arguments import check
+from .gradients import backward
+from .output import LayerNormOutput, NormGradients
+from .rows import as_rows
+
+__all__ = [
+    "backward_traced",
+    "dispatch_modes",
+    "forward_traced",
+    "intercepted",
+    "is_dynamo_compiling",
+    "normalise_traced",
+]
+
+# How many modes see each operator: those of make_fx, torch.export and FakeTensorMode among others.
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def intercepted(x: torch.Tensor) -> bool:
+    """Whether something sees the operators that x is given to: a mode, or a class of its own, as fake tensors have."""
+    return dispatch_modes() > 0 or type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def forward_traced(
+    norm: str,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    residual: torch.Tensor | None,
+    fadd: str | int | FusedAdd,
+    smooth_scale: torch.Tensor | None,
+    fquant: str | int | FusedQuant,
+    x_bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    scale_dtype: torch.dtype,
+    save_mv: bool,
+    rounding: str | Rounding,
+    out: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+) -> LayerNormOutput:
+    """What `forward_fused` is, as one operator; see `layernorm2d_fwd`. Overlap of outputs is not looked for."""
+    call = operators.checked(
+        norm,
+        x,
+        weight,
+        bias,
+        eps,
+        weight_offset,
+        residual,
+        fadd,
+        smooth_scale,
+        fquant,
+        x_bias,
+        out_dtype,
+        scale_dtype,
+        save_mv,
+        rounding,
+        out,
+        residual_out,
+    )
+    mode = call.mode
+    saves_mean = mode.save_mv and norm == "layer"
+    parameters = (bias, call.eps) if norm == "layer" else (call.eps, call.weight_offset)
+    given = (
+        *(x, weight, *parameters, residual, mode.fadd.value, smooth_scale, mode.fquant.value, x_bias),
+        *(out_dtype, scale_dtype, mode.save_mv, mode.rounding.value),
+    )
+    if out is None and residual_out is None:
+        made = iter(operators.FORWARD[norm](*_detached(given)))
+        return LayerNormOutput(
+            y=next(made),
+            residual_out=next(made) if mode.fadd.stores else None,
+            y_scale=next(made) if mode.fquant.quantises else None,
+            mean=next(made) if saves_mean else None,
+            rstd=next(made) if mode.save_mv else None,
+        )
+    y = x.new_empty(x.shape, dtype=TORCH_DTYPES[mode.dtype_out]) if out is None else out
+    if residual_out is None and mode.fadd.stores and residual is not None:
+        residual_out = residual.new_empty(x.shape)
+    y_scale, mean, rstd = operators.FORWARD_INTO[norm](*_detached((*given, y, residual_out)))
+    return LayerNormOutput(
+        y=y,
+        residual_out=residual_out,
+        y_scale=y_scale if mode.fquant.quantises else None,
+        mean=mean if saves_mean else None,
+        rstd=rstd if mode.save_mv else None,
+    )
+
+
+def backward_traced(
+    norm: str,
+    dy: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    packed: bool,
+    weight_offset: float,
+    x_bias: torch.Tensor | None,
+    dresidual_out: torch.Tensor | None,
+    dx_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
+    wants: Collection[str],
+) -> NormGradients:
+    """What `gradients.backward` is, as one operator; see `layernorm2d_bwd`."""
+    check(
+        Norm(norm), dy, x, weight, mean, rstd, packed, weight_offset, x_bias, dresidual_out, dx_dtype, bias_dtype, wants
+    )
+    statistics = (mean, rstd) if norm == "layer" else (rstd, weight_offset)
+    types = (dx_dtype, bias_dtype) if norm == "layer" else (dx_dtype,)
+    given = (dy, x, weight, *statistics, x_bias, dresidual_out, *types, list(wants))
+    made = iter(operators.BACKWARD[norm](*_detached(given)))
+    return NormGradients(*[next(made) if name in wants else None for name in NormGradients._fields])
+
+
+def _detached(arguments: tuple[Any, ...]) -> list[Any]:
+    """Arguments whose tensors require no gradient, as an eager call takes them."""
+    # Not no_grad(): an error within would leave gradients off, if a backend runs the graph as it was traced.
+    return [value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value for value in arguments]
+
+
+def normalise_traced(
+    norm: Norm,
+    x: torch.Tensor,
+    shape: tuple[int, ...],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What `autograd.normalise` is, as one operator and the views and copies before it."""
+    rows = as_rows(x, len(shape))
+    weight = None if weight is None else weight.flatten().contiguous()
+    bias = None if bias is None else bias.flatten().contiguous()
+    residual = None if residual is None else as_rows(residual, len(shape))
+    given = (rows, weight, bias, eps) if norm.centres else (rows, weight, eps, 0.0)
+    recorded = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (rows, weight, bias, residual)
+    )
+    fadd = "none" if residual is None else "pre_add_store"
+    if out_dtype is None and x.is_cuda and torch.is_autocast_enabled("cuda") and _autocasts(norm.value):
+        out_dtype = torch.float32
+    y, *others = operators.FORWARD[norm.value](
+        *given, residual, fadd, None, "none", None, out_dtype, torch.float32, recorded, "nearest"
+    )
+    return y.view(x.shape), None if residual is None else others[0].view(x.shape)
+
+
+def _autocasts(norm: str) -> bool:
+    if is_dynamo_compiling():
+        from . import trace_constants
+
+        return trace_constants.autocasts(norm)
+    return autocasts(norm)
+
+
+eager_only(forward_plain, forward_fused, backward, normalise_known, normalise, *operators.ADAPTERS)
