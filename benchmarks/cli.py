@@ -1,8 +1,9 @@
-"""The command line: run suites, list them, make tables of the results, and hold those against the goals."""
+"""The command line: run suites, list them, time start-up, join and compare results, make tables, check goals."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -63,6 +64,34 @@ def _list(options: argparse.Namespace, _: list[str]) -> int:
     return 0
 
 
+def _startup(options: argparse.Namespace, given: list[str]) -> int:
+    from .startup import startup
+
+    return startup(options, given)
+
+
+def _merge(options: argparse.Namespace, _: list[str]) -> int:
+    from .merge import merge, warnings
+    from .pictures import draw_all
+
+    for warning in warnings(options.folders):
+        print(f"warning: {warning}", file=sys.stderr)
+    merged = merge(options.folders, options.out, fresh=options.fresh)
+    for results in merged:
+        print(f"{results.suite}: {len(list(results.cells()))} cells, {len(results.rows)} figures")
+    for path in draw_all(merged, options.out):
+        print(f"drawn: {path}")
+    return 0
+
+
+def _compare(options: argparse.Namespace, _: list[str]) -> int:
+    from .compare import compare_folders, describe, reproduced
+
+    comparisons = compare_folders(options.old, options.new)
+    print(describe(comparisons, options.within))
+    return 0 if reproduced(comparisons, options.within) else SHORT
+
+
 def _report(options: argparse.Namespace, _: list[str]) -> int:
     from .pictures import draw_all
     from .report import picture_for, put_into, render
@@ -110,6 +139,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--providers", nargs="+", default=[], metavar="NAME", help="names or shell patterns; default: all")
     run.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>")
     run.add_argument("--jobs", type=int, default=0, metavar="J", help="first compile everything in J processes")
+    run.add_argument(
+        "--share", type=_share, metavar="I/K", help="every K-th of the cells, from the I-th: one of K processes' shares"
+    )
     run.add_argument("--minutes", type=float, help="begin no cell after so long, and say what is left")
     run.add_argument("--budget-ms", type=float, default=50.0, help="device time of a provider on a cell (%(default)s)")
     run.add_argument("--rounds", type=int, default=2, help="turns that providers take within that (%(default)s)")
@@ -123,6 +155,26 @@ def _parser() -> argparse.ArgumentParser:
     _choose(show)
     show.set_defaults(verb=_list)
 
+    startup = verbs.add_parser("startup", help="time processes from their start to the first result")
+    startup.add_argument("--runs", type=int, default=3, help="processes a way; the median counts (%(default)s)")
+    startup.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>")
+    startup.add_argument("--revision", help="what the header states; default: git's")
+    startup.set_defaults(verb=_startup)
+
+    merge = verbs.add_parser("merge", help="join the folders of processes that shared a run")
+    merge.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="where one process wrote")
+    merge.add_argument("--out", type=Path, required=True, help="a new folder, an empty one, or with --fresh any")
+    merge.add_argument("--fresh", action="store_true", help="replace the suites that --out holds")
+    merge.set_defaults(verb=_merge)
+
+    compare = verbs.add_parser("compare", help="hold a rerun's ratios against earlier ones; status 1 if one has moved")
+    compare.add_argument("old", type=Path, metavar="OLD", help="folder of the earlier results")
+    compare.add_argument("new", type=Path, metavar="NEW", help="folder of the rerun")
+    compare.add_argument(
+        "--within", type=_bound, default=0.03, metavar="SHARE", help="how far a ratio may move (%(default)s)"
+    )
+    compare.set_defaults(verb=_compare)
+
     report = verbs.add_parser("report", help="print results as Markdown tables")
     report.add_argument("--results", type=Path, default=RESULTS / "h200", help="folder of the results (%(default)s)")
     report.add_argument("--readme", type=Path, help="put the tables between this file's markers instead")
@@ -134,6 +186,23 @@ def _parser() -> argparse.ArgumentParser:
     reach.add_argument("--all", action="store_true", help="list every cell, not only those that fall short")
     reach.set_defaults(verb=_reach)
     return parser
+
+
+def _share(text: str) -> tuple[int, int]:
+    which, _, shares = text.partition("/")
+    if not (which.isdecimal() and shares.isdecimal() and 1 <= int(which) <= int(shares)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no share; give I/K with I from 1 to K, such as 1/4")
+    return int(which), int(shares)
+
+
+def _bound(text: str) -> float:
+    try:
+        bound = float(text)
+    except ValueError:
+        bound = math.nan
+    if not 0 <= bound < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no bound; give a share of the old ratio, such as 0.03 for 3 %")
+    return bound
 
 
 def _choose(parser: argparse.ArgumentParser) -> None:

@@ -31,8 +31,10 @@ def draw_all(found: Sequence[Results], folder: Path) -> Iterator[Path]:
         lines = {key: rows for key, rows in panels.items() if len({_position(results, row) for row in rows}) > 1}
         if lines:
             yield _save(_lines(results, lines), folder / f"{results.suite}.png")
-        if panels:
-            yield _save(_heat_map(results, panels), folder / f"{results.suite}-ratios.png")
+        # A panel of the ceiling alone, where all others fail, has no ratio to show.
+        ratios = {key: rows for key, rows in panels.items() if any(row.provider != CEILING for row in rows)}
+        if ratios:
+            yield _save(_heat_map(results, ratios), folder / f"{results.suite}-ratios.png")
 
 
 def _panels(results: Results) -> Panels:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
 from tabulate import tabulate
 
+from .cells import Task
 from .errors import UsageError
 from .providers import every_provider
 from .results import CEILING, Results, Row
@@ -26,39 +27,55 @@ class Table:
         title: above the table.
         suite: whose cells.
         cells: a shell pattern of cell ids.
-        group: a shell pattern of groups.
+        groups: shell patterns of groups.
         unit: of the figures.
         lengths: which n, or empty for all.
         rows: which m, or empty for all.
+        label: what a line is called, a format of a row's attributes; `{task}` is in words.
     """
 
     title: str
     suite: str
     cells: str
-    group: str
+    groups: tuple[str, ...]
     unit: Literal["TB/s", "µs"] = "TB/s"
     lengths: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
+    label: str = "{m}×{n}"
 
     def holds(self, row: Row) -> bool:
         """Whether a row's cell is in the table."""
-        named = fnmatch(row.cell, self.cells) and fnmatch(row.group, self.group)
+        named = fnmatch(row.cell, self.cells) and any(fnmatch(row.group, group) for group in self.groups)
         return named and row.n in (self.lengths or (row.n,)) and row.m in (self.rows or (row.m,))
 
 
-_FORWARD_LENGTHS = (256, 1024, 4096, 5120, 8192, 16384, 32768, 65536, 131072)
-_BACKWARD_LENGTHS = (1024, 2048, 4096, 5120, 8192, 16384, 32768)
+_FORWARD_LENGTHS = (1024, 4096, 5120, 8192, 16384, 32768, 65536, 131072)
+_BACKWARD_LENGTHS = (1024, 4096, 5120, 8192, 16384, 32768)
+_BACKWARD_GROUPS = ("256 MiB", "M = 4096")
+_QUANT_LENGTHS = (1024, 4096, 16384)
 
+_TASKS = {
+    Task.ADD_QUANT.value: "add + quant",
+    Task.GRAD_FORWARD.value: "forward, recorded",
+    Task.GRAD_BOTH.value: "forward and backward",
+}
+
+# A few lines of every suite: the README shows them all.
 TABLES = (
-    Table("LayerNorm, bf16", "forward", "*/ln_bf16/*", "256 MiB", lengths=_FORWARD_LENGTHS),
-    Table("RMSNorm, bf16", "forward", "*/rms_bf16/*", "256 MiB", lengths=_FORWARD_LENGTHS),
-    Table("LayerNorm, odd rows", "forward", "*/ln_bf16/*", "odd rows"),
-    Table("LayerNorm backward, bf16", "backward", "*/ln_bf16/*", "256 MiB", lengths=_BACKWARD_LENGTHS),
-    Table("RMSNorm backward, bf16", "backward", "*/rms_bf16/*", "256 MiB", lengths=_BACKWARD_LENGTHS),
-    Table("LayerNorm backward, few rows", "backward", "*/ln_bf16/*", "M = 4096"),
-    Table("Residual add, LayerNorm, smooth fp8", "quant", "*/ln_bf16_fp8_sdq/*", "add + quant"),
-    Table("LayerNorm decode, CUDA graph", "decode", "*/ln_bf16/*", "*", "µs", (4096, 8192), (1, 16, 64, 256)),
-    Table("Host time of one call", "host", "*/ln_*", "*", "µs"),
+    Table("LayerNorm, bf16", "forward", "*/ln_bf16/*", ("256 MiB",), lengths=_FORWARD_LENGTHS),
+    Table("RMSNorm, bf16", "forward", "*/rms_bf16/*", ("256 MiB",), lengths=_FORWARD_LENGTHS),
+    Table("LayerNorm, odd rows and fp32", "forward", "*/ln_*", ("odd rows", "fp32"), label="{m}×{n}, {kind}"),
+    Table("LayerNorm backward, bf16", "backward", "*/ln_bf16/*", _BACKWARD_GROUPS, lengths=_BACKWARD_LENGTHS),
+    Table("RMSNorm backward, bf16", "backward", "*/rms_bf16/*", ("256 MiB",), lengths=_BACKWARD_LENGTHS),
+    Table(
+        "Residual add, LayerNorm, smooth fp8", "quant", "*/ln_bf16_fp8_sdq/*", ("add + quant",), lengths=_QUANT_LENGTHS
+    ),
+    Table(
+        "ck_tile's default, fp16 to smooth int8", "quant", "*_sdq/*", ("ck_tile's default",), label="{task}, {m}×{n}"
+    ),
+    Table("LayerNorm decode, CUDA graph", "decode", "*/ln_bf16/*", ("*",), "µs", (4096, 8192), (1, 16, 256)),
+    Table("Triton's tutorial, fp16", "tutorial", "*", ("*",), lengths=(1024, 4096, 15872), label="{task}, {m}×{n}"),
+    Table("Host time of one LayerNorm call, 16×4096 bf16", "host", "*/ln_*", ("*",), "µs", label="{task}"),
 )
 
 
@@ -118,7 +135,7 @@ def _render(table: Table, results: Results) -> list[str]:
     # A copy has nothing to say of a host's microseconds.
     providers = [one for one in providers if table.unit == "TB/s" or one[0] != CEILING]
     lines = [
-        (_name(table, row), *(_figure(table, results.of(cell).get(name)) for name, _ in providers))
+        (_label(table, row), *(_figure(table, results.of(cell).get(name)) for name, _ in providers))
         for cell, row in cells.items()
     ]
     heads = [table.unit, *(label for _, label in providers)]
@@ -127,8 +144,8 @@ def _render(table: Table, results: Results) -> list[str]:
     return [f"**{table.title}**", text]
 
 
-def _name(table: Table, row: Row) -> str:
-    return row.task.replace("_", " + ") if table.suite == "host" else f"{row.m}×{row.n}"
+def _label(table: Table, row: Row) -> str:
+    return table.label.format(**asdict(row) | {"task": _TASKS.get(row.task, row.task)})
 
 
 def _figure(table: Table, row: Row | None) -> str:

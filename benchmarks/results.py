@@ -122,8 +122,8 @@ class Results:
         writer.writeheader()
         writer.writerows(records)
         document = {"suite": self.suite, "header": self.header, "rows": records}
-        _replace(folder / f"{self.suite}.csv", text.getvalue())
-        _replace(folder / f"{self.suite}.json", json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+        replace_text(folder / f"{self.suite}.csv", text.getvalue())
+        replace_text(folder / f"{self.suite}.json", json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
 
 def load(folder: Path, suite: str) -> Results | None:
@@ -163,7 +163,8 @@ def _converted(column: str, text: str) -> Any:
     return int(text) if column in _INTEGERS else text
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
+    """Write a file; a reader finds the old one or the new one."""
     partial = path.with_suffix(path.suffix + ".part")
     partial.write_text(text)
     partial.replace(path)

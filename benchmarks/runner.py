@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from .results import CEILING, OK, Results, Row, make_row
 from .timing import INPUT_SETS, Call, measure, summarise
 
 _LONGEST_REASON = 200
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class ContextLostError(Exception):
@@ -186,7 +188,8 @@ def release(device: torch.device) -> None:
 
 def first_line(error: BaseException) -> str:
     """What went wrong, in a line of a table."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    plain = _COLOURS.sub("", str(error))
+    text = next((line.strip() for line in plain.splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {text}"[:_LONGEST_REASON].rstrip(": ")
 
 

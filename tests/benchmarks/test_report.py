@@ -10,8 +10,9 @@ from benchmarks import cli
 from benchmarks.cells import Cell, Norm, Task
 from benchmarks.pictures import draw_all
 from benchmarks.reach import Rule, check, describe
-from benchmarks.report import BEGIN, END, put_into, render
+from benchmarks.report import BEGIN, END, TABLES, put_into, render
 from benchmarks.results import Results
+from benchmarks.suites import SUITES
 
 from .small import results
 
@@ -83,6 +84,39 @@ def test_tables_name_failures_and_absences(forward: Results) -> None:
     assert "| 16384×8192 |    4.13 |   fails |        4.29 |        5.37 |" in text
 
 
+def test_lines_say_what_tells_them_apart() -> None:
+    odd = Cell(Task.FORWARD, Norm.LAYER, 32744, 4099, group="odd rows")
+    single = Cell(Task.FORWARD, Norm.LAYER, 2048, 8192, "fp32", group="fp32")
+    calls = [Cell(task, Norm.LAYER, 16, 4096, group="ln") for task in (Task.GRAD_FORWARD, Task.GRAD_BOTH)]
+    sweep = [Cell(task, Norm.LAYER, 4096, 1024, "fp16", group="x") for task in (Task.FORWARD, Task.BACKWARD)]
+    made = {
+        "forward": [(odd, 200.0), (single, 40.0)],
+        "host": [(calls[0], 12.5), (calls[1], 90.0)],
+        "tutorial": [(sweep[0], 10.0), (sweep[1], 20.0)],
+    }
+    text = render([results(suite, *((cell, "normforge", us) for cell, us in rows)) for suite, rows in made.items()])
+    lines = [[word.strip() for word in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    # 2 * 32744 * 4099 * 2 bytes in 200 µs, and so on; a host's call has its microseconds.
+    for line in (
+        ["32744×4099, ln_bf16", "2.68"],
+        ["2048×8192, ln_fp32", "3.36"],
+        ["forward, 4096×1024", "1.68"],
+        ["backward, 4096×1024", "1.26"],
+        ["forward, recorded", "12.50"],
+        ["forward and backward", "90.00"],
+    ):
+        assert line in lines
+
+
+def test_the_readme_has_a_little_of_every_suite() -> None:
+    everything = [
+        results(suite.name, *((cell, name, 9.0) for cell in suite.cells for name in ("eager", "normforge", "copy")))
+        for suite in SUITES.values()
+    ]
+    assert {table.suite for table in TABLES} == SUITES.keys()
+    assert len(render(everything, "forward.png").splitlines()) <= 110
+
+
 def test_the_readme_keeps_what_is_around_the_markers(forward: Results, tmp_path: Path) -> None:
     forward.save(tmp_path)
     readme = tmp_path / "README.md"
@@ -126,6 +160,14 @@ def test_pictures_are_drawn(forward: Results, tmp_path: Path) -> None:
     names = ["forward.png", "forward-ratios.png", "decode.png", "decode-ratios.png", "host-ratios.png"]
     assert [path.name for path in paths] == names
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def test_cells_that_all_fail_on_are_no_obstacle_to_pictures(tmp_path: Path) -> None:
+    broken = Cell(Task.FORWARD, Norm.RMS, 32768, 4096, group="256 MiB")
+    failed = [(broken, "normforge", 0.0), (broken, "copy", 100.0)]
+    assert [path.name for path in draw_all([results("forward", *failed)], tmp_path)] == []
+    some = results("forward", *failed, (LARGE, "normforge", 104.0), (LARGE, "copy", 100.0))
+    assert [path.name for path in draw_all([some], tmp_path)] == ["forward-ratios.png"]
 
 
 def test_cells_and_providers_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,12 +6,13 @@ import dataclasses
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import cli, run, runner
-from benchmarks.cells import Suite
+from benchmarks.cells import Cell, Suite
 from benchmarks.compile_ahead import compile_one
 from benchmarks.inputs import Inputs
 from benchmarks.results import Results, load
@@ -79,6 +80,10 @@ def test_failures_are_tried_again_only_when_asked(tmp_path: Path) -> None:
     assert not any(row.ok for row in results.rows.values())
     run_suite(SUITE, CELLS, results, plan(tmp_path, mended, retry=True))
     assert all(row.ok for row in results.rows.values())
+
+
+def test_a_reason_is_one_plain_line() -> None:
+    assert runner.first_line(ValueError("\n\x1b[1;31mwrong\x1b[0m shape\nmore")) == "ValueError: wrong shape"
 
 
 def test_no_cell_is_begun_after_the_deadline(tmp_path: Path) -> None:
@@ -176,3 +181,80 @@ def test_the_command_measures_draws_and_resumes(
     assert "(revision r1 there, r2 now); pass --fresh" in capsys.readouterr().err
     assert cli.main([*command, "--only", "nothing"]) == cli.USAGE
     assert "--only nothing matches no cell" in capsys.readouterr().err
+
+
+LENGTHS = (64, 128, 192, 256, 320)
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two suites, of three and of two cells."""
+    cells = tuple(dataclasses.replace(CELLS[0], n=n) for n in LENGTHS)
+    suites = {
+        "forward": Suite("forward", "Forward", SUITE.method, cells[:3]),
+        "tutorial": Suite("tutorial", "Tutorial", SUITE.method, cells[3:]),
+    }
+    monkeypatch.setattr(run, "SUITES", suites)
+
+
+def _measured(folder: Path) -> list[int]:
+    found = [load(folder, name) for name in ("forward", "tutorial")]
+    return [row.n for results in found if results is not None for row in results.rows.values()]
+
+
+def _share(text: str, folder: Path, *options: str) -> int:
+    command = ["run", "--suite", "forward", "tutorial", "--providers", "copy", "--out", str(folder), "--share", text]
+    return cli.main([*command, *options])
+
+
+@pytest.mark.usefixtures("shared")
+def test_shares_take_turns_on_the_cells_and_leave_none_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead: list[list[int]] = []
+    monkeypatch.setattr(run, "compile_ahead", lambda work, *_: ahead.append([cell.n for cell, _ in work]))
+    assert _share("1/2", tmp_path / "one", "--jobs", "1") == 0
+    assert _share("2/2", tmp_path / "two", "--jobs", "1") == 0
+    assert _measured(tmp_path / "one") == [64, 192, 320]
+    assert _measured(tmp_path / "two") == [128, 256]
+    # Each compiles for itself alone.
+    assert ahead == [[64, 192, 320], [128, 256]]
+    assert cli.main(["merge", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(tmp_path / "all")]) == 0
+    assert sorted(_measured(tmp_path / "all")) == list(LENGTHS)
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_share_stays_the_same_when_it_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_cell = runner.run_cell
+
+    def interrupted(suite: Suite, cell: Cell, *rest: Any) -> None:
+        if cell.n == 192:
+            raise KeyboardInterrupt
+        run_cell(suite, cell, *rest)
+
+    monkeypatch.setattr(runner, "run_cell", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _share("1/2", tmp_path)
+    monkeypatch.setattr(runner, "run_cell", run_cell)
+    assert _measured(tmp_path) == [64]
+    assert _share("1/2", tmp_path) == 0
+    assert _measured(tmp_path) == [64, 192, 320]
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_share_is_of_what_is_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _share("2/2", tmp_path, "--only", "*x128", "*x256", "*x320") == 0
+    assert _measured(tmp_path) == [256]
+    capsys.readouterr()
+    assert _share("4/4", tmp_path, "--only", "*x128", "*x256", "*x320") == cli.USAGE
+    assert "--share 4/4 has no cell, as only 3 are chosen; make fewer shares" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("share", ["0/4", "5/4", "2", "1/0", "a/b", "-1/2", "1/2/3", ""])
+def test_a_share_has_to_be_one(share: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["run", f"--share={share}", "--out", "nowhere", "--only", "nothing"])
+    assert f"{share!r} is no share; give I/K with I from 1 to K, such as 1/4" in capsys.readouterr().err
+
+
+def test_a_share_needs_a_folder_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--share", "1/2", "--only", "nothing"]) == cli.USAGE
+    assert "--share needs --out" in capsys.readouterr().err
