@@ -23,6 +23,9 @@ _DPI = 110
 
 Panels = dict[tuple[str, str, str], list[Row]]
 
+# The panel of the cells that have no other beside them.
+_SINGLE = ("single shapes", "", "")
+
 
 def draw_all(found: Sequence[Results], folder: Path) -> Iterator[Path]:
     """Draw every suite's pictures into a folder, and name the files."""
@@ -31,10 +34,8 @@ def draw_all(found: Sequence[Results], folder: Path) -> Iterator[Path]:
         lines = {key: rows for key, rows in panels.items() if len({_position(results, row) for row in rows}) > 1}
         if lines:
             yield _save(_lines(results, lines), folder / f"{results.suite}.png")
-        # A panel of the ceiling alone, where all others fail, has no ratio to show.
-        ratios = {key: rows for key, rows in panels.items() if any(row.provider != CEILING for row in rows)}
-        if ratios:
-            yield _save(_heat_map(results, ratios), folder / f"{results.suite}-ratios.png")
+        if _with_ratios(panels):
+            yield _save(heat_map(results), folder / f"{results.suite}-ratios.png")
 
 
 def _panels(results: Results) -> Panels:
@@ -44,6 +45,15 @@ def _panels(results: Results) -> Panels:
             key = (row.task, row.kind, "") if _by_task(results) else (row.task, row.kind, row.group)
             panels.setdefault(key, []).append(row)
     return panels
+
+
+def _gathered(panels: Panels) -> Panels:
+    """The panels, with those of one shape drawn as one: a column each."""
+    single = {key: rows for key, rows in panels.items() if len({row.cell for row in rows}) == 1}
+    if len(single) < 2:
+        return panels
+    several = {key: rows for key, rows in panels.items() if key not in single}
+    return {**several, _SINGLE: [row for rows in single.values() for row in rows]}
 
 
 def _by_task(results: Results) -> bool:
@@ -101,35 +111,48 @@ def _draw_lines(axes: Axes, results: Results, rows: Sequence[Row]) -> None:
     axes.grid(alpha=0.3)
 
 
-def _heat_map(results: Results, panels: Panels) -> Figure:
+def _with_ratios(panels: Panels) -> Panels:
+    # A panel of the ceiling alone, where all others fail, has no ratio to show.
+    return {key: rows for key, rows in panels.items() if any(row.provider != CEILING for row in rows)}
+
+
+def heat_map(results: Results) -> Figure:
+    """Each provider's throughput over the copy's, or the fastest time over its own, a column a cell."""
+    panels = _gathered(_with_ratios(_panels(results)))
     heights = [len(_labels(rows)) + 2.5 for rows in panels.values()]
     figure = Figure(figsize=(13, 0.3 * sum(heights) + 0.8), layout="constrained")
     suite = SUITES[results.suite]
     all_axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights).flat
     for axes, (key, rows) in zip(all_axes, panels.items(), strict=True):
-        _draw_heat(axes, results, rows)
+        _draw_heat(axes, results, rows, named=key == _SINGLE)
         axes.set_title(", ".join(filter(None, key)), fontsize=9)
     what = "throughput over that of a copy of x" if suite.has_ceiling else "fastest time over each provider's"
     figure.suptitle(f"{suite.title}, {results.header['device']}: {what}")
     return figure
 
 
-def _draw_heat(axes: Axes, results: Results, rows: Sequence[Row]) -> None:
-    columns = sorted({(_position(results, row), row.m, row.n) for row in rows})
+def _draw_heat(axes: Axes, results: Results, rows: Sequence[Row], *, named: bool) -> None:
+    cells = {row.cell: row for row in rows}
+    columns = list(cells) if named else sorted(cells, key=lambda cell: (_position(results, cells[cell]), cells[cell].m))
     labels = [(name, label) for name, label in _labels(rows) if name != CEILING]
     grid = [[math.nan] * len(columns) for _ in labels]
     for row in rows:
         if row.provider != CEILING:
-            ratio = _ratio(results, row)
             line = [name for name, _ in labels].index(row.provider)
-            grid[line][columns.index((_position(results, row), row.m, row.n))] = ratio
+            grid[line][columns.index(row.cell)] = _ratio(results, row)
     axes.imshow(grid, aspect="auto", cmap="RdYlGn", vmin=0.0, vmax=1.0)
     for line, values in enumerate(grid):
         for column, value in enumerate(values):
             text = "–" if math.isnan(value) else f"{value:.2f}"
             axes.text(column, line, text, ha="center", va="center", fontsize=7)
-    axes.set_xticks(range(len(columns)), [f"{m}×{n}" for _, m, n in columns], rotation=20, ha="right", fontsize=7)
+    axes.set_xticks(
+        range(len(columns)), [_shape(cells[cell], named) for cell in columns], rotation=20, ha="right", fontsize=7
+    )
     axes.set_yticks(range(len(labels)), [label for _, label in labels], fontsize=8)
+
+
+def _shape(row: Row, named: bool) -> str:
+    return f"{row.task} {row.kind} {row.m}×{row.n}" if named else f"{row.m}×{row.n}"
 
 
 def _ratio(results: Results, row: Row) -> float:

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import cli
 from benchmarks.cells import Cell, Norm, Task
-from benchmarks.pictures import draw_all
+from benchmarks.pictures import draw_all, heat_map
 from benchmarks.reach import Rule, check, describe
 from benchmarks.report import BEGIN, END, TABLES, put_into, render
 from benchmarks.results import Results
@@ -160,6 +160,18 @@ def test_pictures_are_drawn(forward: Results, tmp_path: Path) -> None:
     names = ["forward.png", "forward-ratios.png", "decode.png", "decode-ratios.png", "host-ratios.png"]
     assert [path.name for path in paths] == names
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def test_panels_of_one_shape_share_a_heat_map() -> None:
+    odd, few = (Cell(Task.FORWARD, Norm.LAYER, m, n, group=g) for m, n, g in ((8, 1000, "odd rows"), (4, 4096, "few")))
+    cells = (LARGE, LONG, odd, few)
+    made = results("forward", *((cell, name, 10.0) for cell in cells for name in ("copy", "eager", "normforge")))
+    large, single = heat_map(made).axes
+    assert [label.get_text() for label in large.get_xticklabels()] == ["32768×4096", "16384×8192"]
+    assert [label.get_text() for label in single.get_xticklabels()] == [
+        "forward ln_bf16 8×1000",
+        "forward ln_bf16 4×4096",
+    ]
 
 
 def test_cells_that_all_fail_on_are_no_obstacle_to_pictures(tmp_path: Path) -> None:
