@@ -1,4 +1,4 @@
-"""The command line: run suites, list them, time start-up, join and compare results, make tables, check goals."""
+"""Run suites, list them, time start-up and the parts of calls, join and compare results, make tables, check goals."""
 
 from __future__ import annotations
 
@@ -68,6 +68,12 @@ def _startup(options: argparse.Namespace, given: list[str]) -> int:
     from .startup import startup
 
     return startup(options, given)
+
+
+def _parts(options: argparse.Namespace, given: list[str]) -> int:
+    from .parts import parts
+
+    return parts(options, given)
 
 
 def _merge(options: argparse.Namespace, _: list[str]) -> int:
@@ -161,6 +167,12 @@ def _parser() -> argparse.ArgumentParser:
     startup.add_argument("--revision", help="what the header states; default: git's")
     startup.set_defaults(verb=_startup)
 
+    parts = verbs.add_parser("parts", help="time the parts of eager calls on the host")
+    parts.add_argument("--seconds", type=_seconds, default=20.0, metavar="S", help="for all passes (%(default)s)")
+    parts.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>")
+    parts.add_argument("--revision", help="what the header states; default: git's")
+    parts.set_defaults(verb=_parts)
+
     merge = verbs.add_parser("merge", help="join the folders of processes that shared a run")
     merge.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="where one process wrote")
     merge.add_argument("--out", type=Path, required=True, help="a new folder, an empty one, or with --fresh any")
@@ -203,6 +215,16 @@ def _bound(text: str) -> float:
     if not 0 <= bound < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no bound; give a share of the old ratio, such as 0.03 for 3 %")
     return bound
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; give seconds, such as 20")
+    return seconds
 
 
 def _choose(parser: argparse.ArgumentParser) -> None:

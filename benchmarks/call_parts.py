@@ -1,0 +1,231 @@
+"""Eager calls of normforge and of torch as functions to time, and the parts of three of normforge's, each by itself.
+
+A part is what a call that is known from before comes to, done again with the same operands. Keys, allocations and
+launches are those of a real call; what reads operands is the code of `normforge.forward` and `gradients`, in short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+import normforge
+from normforge import api, autograd, forward, functional
+from normforge.operands import layout_of, rows_of, vector_of
+from normforge.output import LayerNormOutput, NormGradients
+
+from .inputs import Inputs
+from .take_apart import Taken, take_apart, without
+from .timing import Call
+
+# The groups, and which whole call the parts of each are held against.
+WHOLE, QUANTISED, RECORDED, BACKWARD = "whole calls", "add + smooth int8", "recorded", "backward"
+WHOLE_OF = {
+    QUANTISED: "layernorm2d_fwd, residual added, smooth int8",
+    RECORDED: "layer_norm, recorded",
+    BACKWARD: "layer_norm, backward alone",
+}
+
+_GIVEN = "passing the arguments on"
+_KEY = "key and look-up"
+_OUTPUTS = "allocations and their addresses"
+_CHOICE = "kernel, grid and the tuple returned"
+_APPLY = "torch's apply of an empty function"
+
+_made: Callable[..., Any] = tuple.__new__
+
+
+class Part(NamedTuple):
+    """One function to time.
+
+    Attributes:
+        group: what it is a part of, or `WHOLE`.
+        name: what it does.
+        call: the function.
+        less: the part of the same group whose time it holds besides its own.
+    """
+
+    group: str
+    name: str
+    call: Call
+    less: str | None = None
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """What a call of a function takes: part of every figure until it is taken off."""
+
+
+def make_parts(inputs: Inputs, interpreted: bool) -> list[Part]:
+    """Everything to time; no launches where kernels are interpreted.
+
+    Args:
+        inputs: x (M, N), with weight, bias, residual and smooth_scale.
+        interpreted: whether launches are Triton's interpreter's.
+
+    Raises:
+        UsageError: normforge's calls do not come to what is taken apart here.
+    """
+    calls = _whole_calls(inputs)
+    return [
+        *(Part(WHOLE, name, call) for name, call in calls.items()),
+        *_quantised_parts(inputs, take_apart(calls[WHOLE_OF[QUANTISED]], inputs.cell.m, interpreted)),
+        *_recorded_parts(inputs, take_apart(calls[WHOLE_OF[RECORDED]], inputs.cell.m, interpreted)),
+        *_backward_parts(inputs, take_apart(calls[WHOLE_OF[BACKWARD]], inputs.cell.m, interpreted)),
+    ]
+
+
+def _whole_calls(inputs: Inputs) -> dict[str, Call]:
+    x, weight, bias, residual, _ = _operands(inputs)
+    shape, eps, quantised = (inputs.cell.n,), inputs.eps, _quantised_arguments(inputs)
+    leaves = inputs.leaves()
+    graphs = {"F.layer_norm": F.layer_norm, "layer_norm": normforge.layer_norm}
+
+    def recorded(function: Callable[..., torch.Tensor]) -> Call:
+        return lambda: function(leaves[0], shape, leaves[1], leaves[2], eps)
+
+    def both(function: Callable[..., torch.Tensor]) -> Call:
+        run = recorded(function)
+        return lambda: torch.autograd.grad(run(), leaves, residual)
+
+    def back(function: Callable[..., torch.Tensor]) -> Call:
+        y = recorded(function)()
+        return lambda: torch.autograd.grad(y, leaves, residual, retain_graph=True)
+
+    return {
+        "F.layer_norm": lambda: F.layer_norm(x, shape, weight, bias, eps),
+        "layernorm2d_fwd": lambda: normforge.layernorm2d_fwd(x, weight, bias, eps=eps),
+        "layernorm2d_fwd, residual added": lambda: normforge.layernorm2d_fwd(
+            x, weight, bias, eps=eps, residual=residual, fadd="pre_add_store"
+        ),
+        WHOLE_OF[QUANTISED]: lambda: normforge.layernorm2d_fwd(x, weight, bias, **quantised),
+        **{f"{name}, recorded": recorded(function) for name, function in graphs.items()},
+        **{f"{name}, forward and backward": both(function) for name, function in graphs.items()},
+        **{f"{name}, backward alone": back(function) for name, function in graphs.items()},
+    }
+
+
+def _quantised_parts(inputs: Inputs, taken: Taken) -> list[Part]:
+    x, weight, bias, residual, smooth_scale = _operands(inputs)
+    n, device, shape, given = inputs.cell.n, x.device, x.shape, _quantised_arguments(inputs)
+    tensors = (x, None, residual, weight, bias, smooth_scale)
+    outputs = (x, residual, weight, None, None)
+    public = without(api.layernorm2d_fwd, forward_fused=nothing)
+    parts = {
+        _GIVEN: lambda: public(x, weight, bias, **given),
+        "reading x": lambda: _read(x),
+        "reading and checking weight, bias and smooth_scale": lambda: (
+            vector_of(weight, n, device),
+            vector_of(bias, n, device),
+            vector_of(smooth_scale, n, device),
+        ),
+        "reading and checking residual": lambda: rows_of(residual, shape, device),
+        "whether a gradient is asked": lambda: torch.is_grad_enabled() and forward._any_requires_gradient(*tensors),
+        _KEY: taken.look_up(),
+        _OUTPUTS: taken.allocate(),
+        _CHOICE: lambda: (taken.choose(), _made(LayerNormOutput, outputs)),
+    }
+    return [*(Part(QUANTISED, name, call) for name, call in parts.items()), *_launches(QUANTISED, taken)]
+
+
+def _recorded_parts(inputs: Inputs, taken: Taken) -> list[Part]:
+    _, weight, bias, residual, _ = _operands(inputs)
+    x, *vectors = leaves = inputs.leaves()
+    n, device, eps = inputs.cell.n, x.device, inputs.eps
+    told, shape = ("layer", eps, None, True), (n,)
+    outputs = (residual, None, None, None, weight)
+    kept = (residual.clone(), weight, bias)
+    known = SimpleNamespace(normalise_known=without(autograd.normalise_known, _apply=lambda *_: residual))
+    public = without(functional.layer_norm, autograd=known)
+    launch = without(autograd._launch, forward_plain=nothing)
+    parts = [
+        Part(RECORDED, _GIVEN, lambda: (public(x, shape, *vectors, eps), launch(told, True, *leaves, None))),
+        Part(RECORDED, _APPLY, lambda: _apply_empty(kept, *leaves)),
+        Part(RECORDED, "saving three tensors", lambda: _apply_saving(kept, *leaves), less=_APPLY),
+        Part(
+            RECORDED,
+            "reading and checking x, weight and bias",
+            lambda: (_read(x), vector_of(vectors[0], n, device), vector_of(vectors[1], n, device)),
+        ),
+        Part(RECORDED, _KEY, taken.look_up()),
+        Part(RECORDED, _OUTPUTS, taken.allocate()),
+        Part(RECORDED, _CHOICE, lambda: (taken.choose(), _made(LayerNormOutput, outputs))),
+    ]
+    return parts + _launches(RECORDED, taken)
+
+
+def _backward_parts(inputs: Inputs, taken: Taken) -> list[Part]:
+    x, weight, bias, dy, _ = _operands(inputs)
+    leaves = inputs.leaves()
+    n, device, shape = inputs.cell.n, x.device, x.shape
+    y = _apply_empty((dy.clone(), weight, bias), *leaves)
+    gradients = (dy, weight, bias, None)
+    parts = {
+        "torch's engine, with an empty function": lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True),
+        "reading and checking dy, x and weight": lambda: (
+            rows_of(dy, shape, device),
+            _read(x),
+            vector_of(weight, n, device),
+        ),
+        _KEY: taken.look_up(),
+        _OUTPUTS: taken.allocate(),
+        _CHOICE: lambda: (taken.choose(), _made(NormGradients, gradients)),
+    }
+    return [*(Part(BACKWARD, name, call) for name, call in parts.items()), *_launches(BACKWARD, taken)]
+
+
+def _launches(group: str, taken: Taken) -> list[Part]:
+    count = len(taken.launches)
+    return [Part(group, "launch" if count == 1 else f"{count} launches", taken.launch())] if count else []
+
+
+class _Empty(torch.autograd.Function):
+    """Of what is told, y and the gradients of weight and bias; dy is that of x."""
+
+    @staticmethod
+    def forward(ctx: Any, told: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.told = told
+        return told[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, dy, *ctx.told[1:]
+
+
+class _Saving(_Empty):
+    """The same, keeping as many tensors as a norm does."""
+
+    @staticmethod
+    def forward(ctx: Any, told: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.told = told
+        ctx.save_for_backward(*tensors)
+        return told[0]
+
+
+# Without what makes ready for functorch's transforms, as `normforge.autograd` calls its own.
+_apply_empty: Callable[..., Any] = super(torch.autograd.Function, _Empty).apply
+_apply_saving: Callable[..., Any] = super(torch.autograd.Function, _Saving).apply
+
+
+def _read(x: torch.Tensor) -> object:
+    shape, device = x.shape, x.device
+    n = shape[-1]
+    return device, x.numel() // n, x.data_ptr(), x.dtype if x.is_contiguous() else layout_of(x)
+
+
+def _operands(inputs: Inputs) -> tuple[Any, ...]:
+    return inputs.x, inputs.weight, inputs.bias, inputs.residual, inputs.smooth_scale
+
+
+def _quantised_arguments(inputs: Inputs) -> dict[str, Any]:
+    return {
+        "eps": inputs.eps,
+        "residual": inputs.residual,
+        "fadd": "pre_add_store",
+        "smooth_scale": inputs.smooth_scale,
+        "fquant": "smooth_dynamic",
+        "out_dtype": inputs.out_dtype,
+    }

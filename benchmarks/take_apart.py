@@ -1,0 +1,135 @@
+"""What a call of normforge takes of its plan: its key, allocations and launches, each to be done again by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from normforge import dispatch
+from normforge.plan import Plan
+
+from .errors import UsageError
+from .timing import Call
+
+
+class Taken(NamedTuple):
+    """What one known call took.
+
+    Attributes:
+        key: what its plan was found by.
+        choose: finds the kernels of the plan, and their grids.
+        empty: the plan's allocator.
+        allocations: what was asked of it.
+        launches: launches, bound to their grids and values; none where kernels are interpreted.
+        kept: the tensors that were allocated: launches write to them again.
+    """
+
+    key: Any
+    choose: Call
+    empty: Callable[..., torch.Tensor]
+    allocations: list[tuple[Any, ...]]
+    launches: list[tuple[Callable[..., None], Any, tuple[Any, ...]]]
+    kept: list[torch.Tensor]
+
+    def look_up(self) -> Call:
+        """Make a key and look for it."""
+        key, plans = self.key, {self.key: None}
+        return lambda: plans.get((*key,))
+
+    def allocate(self) -> Call:
+        """Allocate as the call did."""
+        empty, allocations = self.empty, tuple(self.allocations)
+
+        def run() -> object:
+            tensors = [empty(size, stride, dtype) for size, stride, dtype in allocations]
+            return [tensor.data_ptr() for tensor in tensors]
+
+        return run
+
+    def launch(self) -> Call:
+        """Launch as the call did, on the same memory."""
+        launches = tuple(self.launches)
+
+        # The function holds on to the tensors, because what is launched holds but their addresses.
+        def run(_: object = self.kept) -> None:
+            for launch, grid, values in launches:
+                launch(grid, values)
+
+        return run
+
+
+def take_apart(call: Call, m: int, interpreted: bool) -> Taken:
+    """Run a call twice: to make it known, and to see what it takes of its plan.
+
+    Raises:
+        UsageError: it has no plan of its own, or allocates or launches by other ways than the plan's.
+    """
+    # A call that was known before would add nothing, and which plan is its own could not be told.
+    dispatch.plans.clear()
+    call()
+    if len(dispatch.plans) != 1:
+        raise UsageError(
+            f"one call left {len(dispatch.plans)} plans in normforge.dispatch, and parts takes exactly one apart; "
+            "benchmarks/take_apart.py has to follow how normforge.forward and gradients remember calls"
+        )
+    ((key, plan),) = dispatch.plans.items()
+    is_forward = isinstance(plan, Plan)
+    choose = (lambda: plan.prepared(m).grid(m)) if is_forward else (lambda: plan.layout(m))
+    taken = Taken(key, choose, plan.empty, [], [], [])
+
+    def allocate(*asked: Any) -> torch.Tensor:
+        taken.allocations.append(asked)
+        taken.kept.append(plan.empty(*asked))
+        return taken.kept[-1]
+
+    def watched(launch: Callable[..., None] | None) -> Callable[..., None] | None:
+        def watch(grid: Any, values: tuple[Any, ...]) -> None:
+            assert launch is not None
+            if not interpreted:
+                taken.launches.append((launch, grid, values))
+            launch(grid, values)
+
+        return None if launch is None else watch
+
+    # A stand-in, because an attribute that shadows a method makes every plan of the process slower to ask.
+    stand_in = SimpleNamespace(**vars(plan) | {"empty": allocate})
+    if is_forward:
+        ready = plan.prepared(m)
+        ready = ready._replace(launch=watched(ready.launch), launch_plain=watched(ready.launch_plain))
+        stand_in.prepared = lambda _: ready
+    else:
+        layout = plan.layout(m)
+        steps = tuple((watched(launch), grid) for launch, grid in layout.steps)
+        stand_in.layout = lambda _: layout._replace(steps=steps, finish=watched(layout.finish))
+    dispatch.plans[key] = stand_in
+    try:
+        call()
+    finally:
+        dispatch.plans[key] = plan
+    if not taken.allocations or not (taken.launches or interpreted):
+        raise UsageError(
+            f"a call made {len(taken.allocations)} allocations and {len(taken.launches)} launches by its plan, and "
+            "parts times those; a warning about Triton's launcher above says why there is no launch, and else "
+            "benchmarks/take_apart.py has to follow normforge.launch"
+        )
+    return taken
+
+
+def without(function: Any, **instead: Callable[..., Any] | SimpleNamespace) -> Callable[..., Any]:
+    """A function of normforge's that finds others in place of some that it calls."""
+    missing = sorted(instead.keys() - function.__globals__.keys())
+    if missing:
+        raise UsageError(
+            f"{function.__module__} has no {', '.join(missing)}, which parts leaves out of {function.__name__}; "
+            "benchmarks/call_parts.py has to name what it calls now"
+        )
+    # Code of its own: CPython 3.11 and up notes in it where globals were found, for every function that shares it.
+    code = function.__code__.replace(co_name=f"{function.__name__}_alone")
+    alone = FunctionType(
+        code, function.__globals__ | instead, code.co_name, function.__defaults__, function.__closure__
+    )
+    alone.__kwdefaults__ = function.__kwdefaults__
+    return alone

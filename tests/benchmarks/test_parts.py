@@ -1,0 +1,192 @@
+"""The parts of calls: what is done again of a call, how figures come about, and the command from end to end."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from benchmarks import cli, parts
+from benchmarks.call_parts import BACKWARD, QUANTISED, RECORDED, WHOLE, WHOLE_OF, Part, nothing
+from benchmarks.errors import UsageError
+from benchmarks.parts import NOTHING, SUM, THE_WHOLE, measure, summarised
+from benchmarks.take_apart import take_apart, without
+from normforge import api, dispatch
+from normforge.plan import Plan, Prepared
+
+M, N = 2, 64
+
+
+def _tensors() -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(size, generator=generator) for size in ((M, N), (N,), (N,), (M, N)))
+
+
+def _read(folder: Path) -> tuple[list[str], list[dict[str, str]]]:
+    lines = (folder / "parts.csv").read_text().splitlines()
+    header = [line for line in lines if line.startswith("# ")]
+    return header, list(csv.DictReader(lines[len(header) :]))
+
+
+def test_the_command_measures_all_but_launches_in_the_interpreter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["parts", "--seconds", "0", "--revision", "a test", "--out", str(tmp_path)]) == 0
+    header, records = _read(tmp_path)
+    assert header[0] == "# device: Triton's CPU interpreter"
+    assert {"# revision: a test", f"# shape: {M}×{N}"} <= set(header)
+    assert list(dict.fromkeys(record["group"] for record in records)) == [WHOLE, QUANTISED, RECORDED, BACKWARD]
+    assert {record["passes"] for record in records} == {"2"}
+    assert not [record for record in records if "launch" in record["part"]]
+    figures = {(record["group"], record["part"]): record["us"] for record in records}
+    assert len(figures) == len(records)
+    for group, whole in WHOLE_OF.items():
+        names = [record["part"] for record in records if record["group"] == group]
+        assert names[-2:] == [SUM, THE_WHOLE]
+        assert figures[group, THE_WHOLE] == figures[WHOLE, whole]
+    document = json.loads((tmp_path / "parts.json").read_text())
+    assert document["header"]["revision"] == "a test"
+    assert [row["us"] for row in document["rows"]] == [float(record["us"]) for record in records]
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 2 + len(records)
+    assert [cell.strip() for cell in shown[2].split("|")[1:3]] == [WHOLE, "F.layer_norm"]
+
+
+@pytest.mark.gpu
+def test_a_card_launches_and_the_parts_add_up(tmp_path: Path) -> None:
+    assert cli.main(["parts", "--seconds", "2", "--out", str(tmp_path)]) == 0
+    _, records = _read(tmp_path)
+    figures = {(record["group"], record["part"]): float(record["us"]) for record in records}
+    for group, launches in ((QUANTISED, "launch"), (RECORDED, "launch"), (BACKWARD, "2 launches")):
+        assert figures[group, launches] > 1
+        # Parts are done again with everything in the CPU's caches, so their sum is less, though not by much.
+        assert 0.4 < figures[group, SUM] / figures[group, THE_WHOLE] < 1.2
+
+
+def test_every_part_has_its_round_in_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def one_round(call: Callable[[], Any], calls: int) -> float:
+        assert calls == 50
+        order.append("nothing" if call is nothing else call())
+        return float(len(order))
+
+    monkeypatch.setattr(parts, "_round", one_round)
+    a, b = Part(WHOLE, "a", lambda: "a"), Part(WHOLE, "b", lambda: "b")
+    times = measure((a, b), 50, 0.0, 2)
+    assert order == ["a", "b", "nothing"] * 4
+    # Two passes count for nothing.
+    assert times == {a: [7, 10], b: [8, 11], NOTHING: [9, 12]}
+
+
+def test_parts_are_what_they_add_and_sum_up_to_a_row() -> None:
+    whole = Part(WHOLE, WHOLE_OF[RECORDED], nothing)
+    one, two = Part(RECORDED, "one", nothing), Part(RECORDED, "two", nothing, less="one")
+    times = {whole: [20.0, 30.0, 41.0], one: [2.0, 3.0, 9.0], two: [8.0, 3.5, 3.0], NOTHING: [0.5, 8.0, 0.5]}
+    rows = summarised(times)
+    assert [(row.group, row.part, row.us, row.us_min, row.passes) for row in rows] == [
+        (WHOLE, WHOLE_OF[RECORDED], 29.5, 19.5, 3),
+        # A call of nothing takes 0.5 of it.
+        (RECORDED, "one", 2.5, 1.5, 3),
+        # The median and the least of both, not of what lies between them in one pass.
+        (RECORDED, "two", 0.5, 1.0, 3),
+        (RECORDED, SUM, 3.0, 2.5, 3),
+        (RECORDED, THE_WHOLE, 29.5, 19.5, 3),
+    ]
+
+
+def test_what_a_call_allocates_is_allocated_again() -> None:
+    x, weight, bias, residual = _tensors()
+    taken = take_apart(
+        lambda: normforge.layernorm2d_fwd(
+            x, weight, bias, residual=residual, fadd="pre_add_store", fquant="dynamic", out_dtype=torch.int8
+        ),
+        M,
+        interpreted=True,
+    )
+    outputs = [((M, N), torch.int8), ((M, N), torch.float32), ((M,), torch.float32)]
+    assert [(tuple(tensor.shape), tensor.dtype) for tensor in taken.kept] == outputs
+    addresses = taken.allocate()()
+    assert len(set(addresses)) == 3
+    assert not set(addresses) & {tensor.data_ptr() for tensor in taken.kept}
+    assert taken.launches == []
+    # What stood in for the plan does so no longer.
+    assert isinstance(dispatch.plans[taken.key], Plan)
+
+
+def test_what_a_call_launches_is_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[Any, tuple[Any, ...]]] = []
+    prepare = Plan.prepared
+
+    def prepared(plan: Plan, m: int) -> Prepared:
+        return prepare(plan, m)._replace(launch=lambda grid, values: launched.append((grid, values)))
+
+    monkeypatch.setattr(Plan, "prepared", prepared)
+    x, weight, bias, residual = _tensors()
+    taken = take_apart(
+        lambda: normforge.layernorm2d_fwd(x, weight, bias, residual=residual, fadd="pre_add_store"),
+        M,
+        interpreted=False,
+    )
+    launched.clear()
+    taken.launch()()
+    ((grid, values),) = launched
+    assert (grid, values) == taken.launches[0][1:]
+    tensors = (x, weight, bias, residual, *taken.kept)
+    assert {tensor.data_ptr() for tensor in tensors} <= set(values)
+
+
+def test_the_backward_launches_write_the_same_gradients_again() -> None:
+    x, weight, bias, dy = _tensors()
+    leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]
+    y = normforge.layer_norm(x, (N,), weight, bias)
+    taken = take_apart(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True), M, interpreted=False)
+    assert len(taken.launches) == 2
+    for tensor in taken.kept:
+        tensor.zero_()
+    taken.launch()()
+    expected = torch.autograd.grad(torch.nn.functional.layer_norm(x, (N,), weight, bias), leaves, dy)
+    for found, gradient in zip(taken.kept, expected, strict=False):
+        torch.testing.assert_close(found, gradient)
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+def test_what_leaves_no_plan_of_its_own_is_refused(calls: int) -> None:
+    x, weight, bias, _ = _tensors()
+
+    def call() -> None:
+        for given in ((x, weight, bias), (x, weight))[:calls]:
+            normforge.layernorm2d_fwd(*given)
+
+    with pytest.raises(UsageError, match=rf"one call left {calls} plans in normforge.dispatch, .* has to follow"):
+        take_apart(call, M, interpreted=True)
+
+
+def test_a_call_without_bound_launches_is_refused() -> None:
+    x, weight, bias, _ = _tensors()
+    with pytest.raises(UsageError, match=r"made 1 allocations and 0 launches by its plan, .* why there is no launch"):
+        take_apart(lambda: normforge.layernorm2d_fwd(x, weight, bias), M, interpreted=False)
+
+
+def test_a_function_finds_what_is_named_instead() -> None:
+    x, _, _, residual = _tensors()
+    given: list[tuple[Any, ...]] = []
+    alone = without(api.layernorm2d_fwd, forward_fused=lambda *passed: given.append(passed))
+    alone(x, residual=residual, fadd="pre_add_store")
+    assert given[0][1] is x
+    assert given[0][6] is residual
+    with pytest.raises(UsageError, match=r"normforge.api has no forward_gone, .* layernorm2d_fwd"):
+        without(api.layernorm2d_fwd, forward_gone=nothing)
+
+
+@pytest.mark.parametrize("given", ["soon", "-1", "inf"])
+def test_seconds_are_a_time(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["parts", "--seconds", given])
+    assert f"{given!r} is no time; give seconds, such as 20" in capsys.readouterr().err
