@@ -7,9 +7,6 @@ over, so that a slow minute of the machine hits all alike. A call of nothing is 
 from __future__ import annotations
 
 import argparse
-import csv
-import io
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -28,7 +25,7 @@ from .environment import describe, folder_name
 from .errors import UsageError
 from .inputs import make_inputs
 from .progress import progress_over
-from .results import replace_text
+from .results import write
 from .timing import Call, summarise
 
 SUITE = "parts"
@@ -140,16 +137,8 @@ def summarised(times: dict[Part, Times]) -> list[Row]:
 
 def save(folder: Path, header: dict[str, str], rows: Sequence[Row]) -> None:
     """Write the results as a CSV and a JSON."""
-    folder.mkdir(parents=True, exist_ok=True)
     records = [asdict(row) for row in rows]
-    text = io.StringIO()
-    text.writelines(f"# {key}: {value}\n" for key, value in header.items())
-    writer = csv.DictWriter(text, list(records[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
-    document = {"suite": SUITE, "header": header, "rows": records}
-    replace_text(folder / f"{SUITE}.csv", text.getvalue())
-    replace_text(folder / f"{SUITE}.json", json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    write(folder, SUITE, header, list(records[0]), records)
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -114,16 +114,23 @@ class Results:
 
     def save(self, folder: Path) -> None:
         """Write `<suite>.csv` and `<suite>.json`; a reader finds the old files or the new ones, never half of one."""
-        folder.mkdir(parents=True, exist_ok=True)
         records = [_record(row) | {"ratio_to_copy": _rounded(self.ratio_to_copy(row))} for row in self.rows.values()]
-        text = io.StringIO()
-        text.writelines(f"# {key}: {value}\n" for key, value in self.header.items())
-        writer = csv.DictWriter(text, [*_COLUMNS, "ratio_to_copy"], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(records)
-        document = {"suite": self.suite, "header": self.header, "rows": records}
-        replace_text(folder / f"{self.suite}.csv", text.getvalue())
-        replace_text(folder / f"{self.suite}.json", json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+        write(folder, self.suite, self.header, [*_COLUMNS, "ratio_to_copy"], records)
+
+
+def write(
+    folder: Path, suite: str, header: Mapping[str, str], columns: Sequence[str], records: Sequence[Mapping[str, Any]]
+) -> None:
+    """Write records under a header as `<suite>.csv` and `<suite>.json`, as `Results.save` does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = io.StringIO()
+    text.writelines(f"# {key}: {value}\n" for key, value in header.items())
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    document = {"suite": suite, "header": dict(header), "rows": list(records)}
+    _replace(folder / f"{suite}.csv", text.getvalue())
+    _replace(folder / f"{suite}.json", json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
 
 def load(folder: Path, suite: str) -> Results | None:
@@ -163,7 +170,7 @@ def _converted(column: str, text: str) -> Any:
     return int(text) if column in _INTEGERS else text
 
 
-def replace_text(path: Path, text: str) -> None:
+def _replace(path: Path, text: str) -> None:
     """Write a file; a reader finds the old one or the new one."""
     partial = path.with_suffix(path.suffix + ".part")
     partial.write_text(text)

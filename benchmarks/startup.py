@@ -7,8 +7,6 @@ before, or one that holds the C launchers which Triton builds, and no kernel.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import os
 import subprocess
@@ -31,7 +29,7 @@ from .environment import ROOT, describe, folder_name
 from .errors import UsageError
 from .first_result import N
 from .progress import progress_over
-from .results import replace_text
+from .results import write
 
 SUITE = "startup"
 _MODES = ("ln_fwd_bf16_mv", "ln_bwd_bf16")
@@ -161,16 +159,8 @@ def compile_ahead(folder: Path, arch: str) -> None:
 
 def save(folder: Path, header: dict[str, str], rows: Sequence[Row]) -> None:
     """Write the results as a CSV and a JSON."""
-    folder.mkdir(parents=True, exist_ok=True)
     records = [asdict(row) for row in rows]
-    text = io.StringIO()
-    text.writelines(f"# {key}: {value}\n" for key, value in header.items())
-    writer = csv.DictWriter(text, list(records[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
-    document = {"suite": SUITE, "header": header, "rows": records}
-    replace_text(folder / f"{SUITE}.csv", text.getvalue())
-    replace_text(folder / f"{SUITE}.json", json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    write(folder, SUITE, header, list(records[0]), records)
 
 
 def table(rows: Sequence[Row]) -> str:
