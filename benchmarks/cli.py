@@ -1,4 +1,4 @@
-"""Run suites, list them, time start-up and the parts of calls, join and compare results, make tables, check goals."""
+"""Run, list and profile suites, time start-up and the parts of calls, join and compare results, check goals."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from pathlib import Path
 from .errors import UsageError
 
 RESULTS = Path(__file__).resolve().parent / "results"
+
+# What `profile` shows by default: not the suite that times the host, nor another's shapes.
+PROFILED = ("forward", "backward", "quant", "decode")
 
 # Exit statuses besides 0: something to mend in the command, or goals that are not reached.
 USAGE, SHORT = 2, 1
@@ -74,6 +77,12 @@ def _parts(options: argparse.Namespace, given: list[str]) -> int:
     from .parts import parts
 
     return parts(options, given)
+
+
+def _profile(options: argparse.Namespace, given: list[str]) -> int:
+    from .profile import profile
+
+    return profile(options, given)
 
 
 def _merge(options: argparse.Namespace, _: list[str]) -> int:
@@ -173,6 +182,24 @@ def _parser() -> argparse.ArgumentParser:
     parts.add_argument("--revision", help="what the header states; default: git's")
     parts.set_defaults(verb=_parts)
 
+    profile = verbs.add_parser(
+        "profile",
+        help="show what a profiler sees of the kernels: time, registers, occupancy",
+        description="Run the calls of cells a few times under torch's profiler, on a GPU, and show every kernel that a "
+        "call launches: its time, grid, threads, registers, shared memory and estimated occupancy.",
+    )
+    _choose(profile, PROFILED)
+    profile.add_argument(
+        "--providers",
+        nargs="+",
+        default=["normforge"],
+        metavar="NAME",
+        help="names or shell patterns; default: normforge",
+    )
+    profile.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>")
+    profile.add_argument("--revision", help="what the header states; default: git's")
+    profile.set_defaults(verb=_profile)
+
     merge = verbs.add_parser("merge", help="join the folders of processes that shared a run")
     merge.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="where one process wrote")
     merge.add_argument("--out", type=Path, required=True, help="a new folder, an empty one, or with --fresh any")
@@ -227,10 +254,15 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _choose(parser: argparse.ArgumentParser) -> None:
+def _choose(parser: argparse.ArgumentParser, default: Sequence[str] = ()) -> None:
     from .suites import SUITES
 
     parser.add_argument(
-        "--suite", nargs="+", choices=SUITES, metavar="SUITE", help=f"{', '.join(SUITES)}; default: all"
+        "--suite",
+        nargs="+",
+        choices=SUITES,
+        default=default,
+        metavar="SUITE",
+        help=f"{', '.join(SUITES)}; default: {' '.join(default) or 'all'}",
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="CELL", help="parts of cell ids, or shell patterns")

@@ -1,0 +1,331 @@
+"""The profiler's answers: which kernels a call launched, what is made of their times, and the command."""
+
+from __future__ import annotations
+
+import csv
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import cli, profile
+from benchmarks.cells import Cell, Method, Norm, Suite, Task
+from benchmarks.device_trace import Kernel, Launch, TraceError, calls_in
+from benchmarks.errors import UsageError
+from benchmarks.inputs import Inputs
+from benchmarks.profile import Row, kernel_rows, spilled_bytes, table
+from normforge import compiled, dispatch
+from normforge.compiled import KernelKey
+from normforge.machine import Machine
+from normforge.target import target_of
+
+from .small import CELLS, SUITE, provider, torch_norm
+
+MARK = "a call"
+GPU, HOST, AUTOGRAD = 0, 4242, 4243
+
+MAIN = Kernel("ln_bwd_bf16_one_pass", (264, 1, 1), 512, 128, 4096, 50, 2.0)
+FINALISE = Kernel("ln_bwd_bf16_finalise", (64, 1, 1), 128, 40, 0, 3, 64 / 132)
+FLUSH = Kernel("void at::native::vectorized_elementwise_kernel<...>", (1048576, 1, 1), 128, 16, 0, 100, 7943.76)
+
+
+def _range(ts: float, dur: float, cat: str = "user_annotation", name: str = MARK) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "pid": HOST, "tid": HOST, "ts": ts, "dur": dur, "args": {}}
+
+
+def _launch(
+    kernel: Kernel, asked: float, ts: float, dur: float, correlation: int, thread: int = HOST
+) -> list[dict[str, Any]]:
+    """The events of a launch, as Kineto writes them: the driver's function, what ran, and the arrow between them."""
+    assert kernel.grid is not None
+    grid = list(kernel.grid)
+    args = {
+        "queued": 0,
+        "device": GPU,
+        "context": 1,
+        "stream": 7,
+        "correlation": correlation,
+        "registers per thread": kernel.registers,
+        "shared memory": kernel.shared_bytes,
+        "blocks per SM": kernel.programs_per_sm,
+        "warps per SM": 32.0,
+        "grid": grid,
+        "block": [kernel.threads, 1, 1],
+        "est. achieved occupancy %": kernel.occupancy_percent,
+    }
+    arrow = {"id": correlation, "cat": "ac2g", "name": "ac2g"}
+    return [
+        {
+            "ph": "X",
+            "cat": "cuda_driver",
+            "name": "cuLaunchKernelEx",
+            "pid": HOST,
+            "tid": thread,
+            "ts": asked,
+            "dur": 3.0,
+            "args": {"cbid": 652, "correlation": correlation},
+        },
+        {"ph": "s", **arrow, "pid": HOST, "tid": thread, "ts": asked},
+        {"ph": "X", "cat": "kernel", "name": kernel.name, "pid": GPU, "tid": 7, "ts": ts, "dur": dur, "args": args},
+        {"ph": "f", **arrow, "pid": GPU, "tid": 7, "ts": ts, "bp": "e"},
+    ]
+
+
+def _trace(*events: Any) -> dict[str, Any]:
+    """A trace as it is exported, with what is not asked about."""
+    flat = [event for each in events for event in (each if isinstance(each, list) else [each])]
+    named = {"ph": "M", "name": "process_name", "ts": 0.0, "pid": HOST, "tid": 0, "args": {"name": "python"}}
+    end = {"ph": "i", "s": "g", "name": "Record Window End", "pid": "", "tid": "", "ts": 9000.0}
+    span = _range(0.0, 9000.0, "Trace", "PyTorch Profiler (0)")
+    # What a device did for a range: it begins late, and lacks what other threads launched.
+    mirrored = _range(700.0, 60.0, "gpu_user_annotation")
+    return {"schemaVersion": 1, "deviceProperties": [], "traceEvents": [named, *flat, span, mirrored, end]}
+
+
+def _two_calls(first: float = 60.0) -> dict[str, Any]:
+    return _trace(
+        _launch(FLUSH, 90.0, 100.0, 250.0, 1),
+        _range(400.0, 300.0),
+        _launch(MAIN, 420.0, 425.0, first, 2),
+        # Asked for by autograd's thread, and begun after the range's end.
+        _launch(FINALISE, 440.0, 705.0, 3.0, 3, AUTOGRAD),
+        _launch(FLUSH, 800.0, 801.0, 250.0, 4),
+        _range(1100.0, 300.0),
+        _launch(FINALISE, 1140.0, 1205.0, 5.0, 6, AUTOGRAD),
+        _launch(MAIN, 1120.0, 1125.0, 70.0, 5),
+        _launch(FLUSH, 1500.0, 1501.0, 250.0, 7),
+    )
+
+
+def test_launches_belong_to_the_call_that_asked_for_them() -> None:
+    assert calls_in(_two_calls(), MARK) == [
+        [Launch(MAIN, 60.0), Launch(FINALISE, 3.0)],
+        [Launch(MAIN, 70.0), Launch(FINALISE, 5.0)],
+    ]
+
+
+def test_what_the_profiler_does_not_know_is_left_open() -> None:
+    copy = {
+        **_range(120.0, 44.0, "gpu_memcpy", "Memcpy DtoD (Device -> Device)"),
+        "args": {"device": GPU, "context": 1, "stream": 7, "correlation": 8, "bytes": 1024},
+    }
+    asked = {**_range(110.0, 4.0, "cuda_runtime", "cudaMemcpyAsync"), "args": {"cbid": 41, "correlation": 8}}
+    (*_, ran, _) = odd = _launch(MAIN, 130.0, 200.0, 1.0, 9)
+    ran["args"] |= {"blocks per SM": "inf", "warps per SM": "inf", "est. achieved occupancy %": -99}
+    ((of_driver, of_kernel),) = calls_in(_trace(_range(100.0, 50.0), asked, copy, odd), MARK)
+    assert of_driver == (Kernel("Memcpy DtoD (Device -> Device)", None, None, None, None, None, None), 44.0)
+    assert of_kernel.kernel == Kernel(MAIN.name, (264, 1, 1), 512, 128, 4096, None, None)
+
+
+def test_what_nobody_asked_for_is_no_calls() -> None:
+    asked, *ran = _launch(MAIN, 420.0, 425.0, 60.0, 2)
+    assert asked["cat"] == "cuda_driver"
+    with pytest.raises(TraceError, match=r"does not say who launched ln_bwd_bf16_one_pass"):
+        calls_in(_trace(_range(400.0, 300.0), ran), MARK)
+
+
+def test_a_call_that_ran_nothing_is_no_answer() -> None:
+    trace = _trace(_range(400.0, 300.0), _launch(MAIN, 420.0, 425.0, 60.0, 2), _range(800.0, 300.0))
+    with pytest.raises(TraceError, match=r"something run in 1 of 2 calls; .* another profiler may be attached"):
+        calls_in(trace, MARK)
+
+
+def test_torchs_own_trace_holds_the_marked_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("wait"))
+    with warnings.catch_warnings():
+        # Without a GPU torch says that it sees none.
+        warnings.simplefilter("ignore")
+        trace = profile.record(lambda: order.append("call"), lambda: order.append("clear"))
+    assert order == ["call"] * 3 + ["wait"] + ["clear", "wait", "call", "wait"] * 5
+    with pytest.raises(TraceError, match="something run in 0 of 5 calls"):
+        calls_in(trace, profile._MARK)
+
+
+def test_rows_are_medians_and_their_sum_is_the_calls() -> None:
+    cell = Cell(Task.BACKWARD, Norm.LAYER, 21840, 6144)
+    fill = Kernel("fill", (1, 1, 1), 128, 8, 0, 0, 1 / 132)
+    times = ((60.0, 1.0, 2.0, 3.0), (70.0, 1.5, 2.5, 9.0), (64.0, 4.0, 1.0, 3.5))
+    calls = [
+        [Launch(fill, one), Launch(MAIN, main), Launch(fill, two), Launch(FINALISE, finalise)]
+        for main, one, two, finalise in times
+    ]
+    rows = kernel_rows("backward", cell, "normforge", calls)
+    assert [(row.kernel, row.launches, row.us) for row in rows] == [
+        # Of 1, 2, 1.5, 2.5, 4 and 1.
+        ("fill", 2, 1.75),
+        (MAIN.name, 1, 64.0),
+        (FINALISE.name, 1, 3.5),
+    ]
+    # x and dy are read and dx is written. The calls took 66, 83 and 72.5.
+    moved = 3 * 2 * 21840 * 6144
+    assert {(row.bytes, row.call_us, row.gb_per_s) for row in rows} == {(moved, 72.5, round(moved / 72.5 / 1e3, 1))}
+    about = (rows[1].grid, rows[1].threads, rows[1].registers, rows[1].shared_bytes, rows[1].occupancy_percent)
+    assert about == ("264x1x1", 512, 128, 4096, 50)
+    assert rows[1].programs_per_sm == 2.0
+    assert rows[1].spilled_bytes is None
+    (ceiling,) = kernel_rows("backward", cell, "copy", [[Launch(MAIN, 100.0)]])
+    assert ceiling.bytes == 2 * 2 * 21840 * 6144
+
+
+def test_calls_that_differ_are_refused() -> None:
+    calls = [[Launch(MAIN, 1.0), Launch(FINALISE, 1.0)], [Launch(MAIN, 1.0)]]
+    with pytest.raises(TraceError, match=rf"launched {MAIN.name}, {FINALISE.name} once and {MAIN.name} another time"):
+        kernel_rows("forward", CELLS[0], "normforge", calls)
+
+
+def test_spills_are_those_of_the_kernel_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    words: dict[KernelKey, int] = {}
+
+    class Compiled:
+        def __init__(self, key: KernelKey) -> None:
+            self.n_spills = words[key]
+
+    def made(symbol: str, n: int, warps: int, spills: int, alignment: int = 16) -> None:
+        arguments = (("N", n), ("ROW_ALIGNMENT", alignment))
+        words[KernelKey(f"{__name__}:{symbol}", arguments, (("num_warps", warps),))] = spills
+
+    warps_of_32 = target_of(torch.device("cpu"))
+    monkeypatch.setattr(profile, "target_of", lambda _: warps_of_32)
+    monkeypatch.setattr(profile, "obtained", lambda: tuple((key, 0) for key in words))
+    monkeypatch.setattr(profile, "obtain", lambda key, *_: Compiled(key))
+    for symbol in ("held", "other"):
+        monkeypatch.setitem(globals(), symbol, object())
+    held = Kernel("held", (1, 1, 1), 512, 64, 0, 50, 1.0)
+    made("held", 4096, 8, 9)
+    made("held", 2048, 16, 9)
+    made("other", 4096, 16, 9)
+    assert spilled_bytes(held, 4096) is None
+    made("held", 4096, 16, 52)
+    assert spilled_bytes(held, 4096) == 208
+    # Another that cannot be told from it, first with as many and then with more.
+    made("held", 4096, 16, 52, alignment=8)
+    assert spilled_bytes(held, 4096) == 208
+    made("held", 4096, 16, 60, alignment=4)
+    assert spilled_bytes(held, 4096) is None
+
+
+def _raise(inputs: Inputs) -> torch.Tensor:
+    raise RuntimeError("\nno kernel for this shape\nand a long story")
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A machine whose profiler always sees the same; what is done before each call is noted."""
+    noted: list[str] = []
+
+    def record(call: Any, before: Any) -> dict[str, Any]:
+        noted.append("nothing" if before is profile._nothing else "L2 is overwritten")
+        call()
+        return _two_calls()
+
+    suites = {"forward": SUITE, "decode": Suite("decode", "Decode", Method.GRAPH, CELLS[:1])}
+    monkeypatch.setattr(profile, "SUITES", suites)
+    monkeypatch.setattr(profile, "FLUSH_BYTES", 1)
+    monkeypatch.setattr(profile, "_MARK", MARK)
+    monkeypatch.setattr(profile, "_find_gpu", lambda: Machine(torch.device("cpu"), "a test", interpreted=False))
+    monkeypatch.setattr(profile, "record", record)
+    found = {each.name: each for each in (provider("broken", _raise), provider("right", torch_norm))}
+    monkeypatch.setattr(profile, "find_providers", lambda _: (found, {"gone": "No module named 'gone'"}))
+    return noted
+
+
+def test_the_command_writes_a_row_a_kernel(tmp_path: Path, capsys: pytest.CaptureFixture[str], card: list[str]) -> None:
+    command = ["profile", "--suite", "forward", "decode", "--only", "*x64", "--out", str(tmp_path), "--revision", "r1"]
+    assert cli.main(command) == 0
+    # A graph's calls find in L2 what the last one left there.
+    assert card == ["L2 is overwritten", "nothing"]
+    lines = (tmp_path / "profile.csv").read_text().splitlines()
+    header = [line for line in lines if line.startswith("# ")]
+    assert header[0] == "# device: a test"
+    assert "# revision: r1" in header
+    records = list(csv.DictReader(lines[len(header) :]))
+    failed = ("broken", "fails: RuntimeError: no kernel for this shape", "", "", "")
+    kernels = [("right", "ok", MAIN.name, "65.0", "128"), ("right", "ok", FINALISE.name, "4.0", "40")]
+    columns = ("provider", "status", "kernel", "us", "registers")
+    assert [tuple(record[column] for column in columns) for record in records] == [failed, *kernels] * 2
+    assert [record["suite"] for record in records] == ["forward"] * 3 + ["decode"] * 3
+    assert {record["cell"] for record in records} == {CELLS[0].id}
+    document = json.loads((tmp_path / "profile.json").read_text())
+    assert document["header"]["revision"] == "r1"
+    assert [row["registers"] for row in document["rows"]] == [None, 128, 40] * 2
+    shown = capsys.readouterr()
+    assert "skipped: gone is not here (No module named 'gone')" in shown.err
+    cells = [[each.strip() for each in line.split("|")[1:-1]] for line in shown.out.splitlines()]
+    assert len(cells) == 2 + 6
+    assert cells[2][:5] == [CELLS[0].id, "broken", "", "", "fails: RuntimeError: no kernel for this shape"]
+    # The calls took 63 and 75, and 3 rows of 64 bf16 are read and written in that.
+    assert cells[3] == [
+        *(CELLS[0].id, "right", "69.00", "0", MAIN.name, "1", "65.00"),
+        *("264x1x1", "512", "128", "", "4096", "50", "2.00"),
+    ]
+    assert cells[4][:5] == ["", "", "", "", FINALISE.name]
+
+
+@pytest.mark.usefixtures("card")
+def test_what_was_seen_is_saved_before_the_gpu_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(profile, "release", lost)
+    assert cli.main(["profile", "--suite", "forward", "--out", str(tmp_path)]) == cli.USAGE
+    assert f"the GPU was lost to broken on {CELLS[0].id} (RuntimeError: CUDA error" in capsys.readouterr().err
+    assert len(json.loads((tmp_path / "profile.json").read_text())["rows"]) == 1
+
+
+def test_long_names_are_whole_in_the_files_alone() -> None:
+    row = Row("forward", "a cell", "peer", "ok", 1, 1.0, 1.0, "k" * 100, 1, 1.0)
+    assert "k" * 59 + "… |" in table([row])
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ((), "torch finds none here; run it on a machine that has one"),
+        (("--only", "nothing"), "--only nothing matches no cell of forward, backward, quant, decode; see"),
+        (("--suite", "tutorial", "--only", "nothing"), "--only nothing matches no cell of tutorial; see"),
+        (("--provider", "nobody"), "nobody names no provider; there are"),
+    ],
+)
+def test_what_is_not_there_is_named(
+    given: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["profile", *given]) == cli.USAGE
+    assert reason in capsys.readouterr().err
+
+
+def test_interpreted_kernels_are_nothing_to_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(profile, "find_machine", lambda: Machine(torch.device("cpu"), "a test", interpreted=True))
+    with pytest.raises(UsageError, match="TRITON_INTERPRET keeps kernels off it; unset it"):
+        profile._find_gpu()
+
+
+def test_a_suite_is_one_of_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["profile", "--suite", "nothing"])
+    assert "invalid choice: 'nothing'" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_card_shows_the_kernel_of_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "plans", {})
+    monkeypatch.setattr(compiled, "_compiled", {})
+    cell = Cell(Task.FORWARD, Norm.LAYER, 8192, 4096)
+    monkeypatch.setattr(profile, "SUITES", {"forward": Suite("forward", "Forward", Method.COLD, (cell,))})
+    assert cli.main(["profile", "--suite", "forward", "--out", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "profile.json").read_text())["rows"]
+    ((key, _),) = compiled.obtained()
+    assert (row["status"], row["kernel"], row["launches"]) == ("ok", key.symbol, 1)
+    assert row["threads"] == 32 * dict(key.options)["num_warps"]
+    assert row["us"] == row["call_us"] > 0
+    assert row["registers"] > 0
+    assert row["spilled_bytes"] == 0
+    # What memory of a GPU can do, and a thousandth or a thousandfold of it cannot.
+    assert 100 < row["gb_per_s"] < 10_000
