@@ -28,7 +28,8 @@ class Rule:
         loads: bytes that a thread loads at once, which with the warps make a chunk; none where a chunk is a row.
         resident: programs a multiprocessor is to hold: the registers of each follow from it.
         held: chunks that a program keeps of a row that it does not keep whole.
-        copies: how many values of 16 bits a thread keeps for each of those.
+        ahead: rows on their way besides the one at hand.
+        copies: how many values of 16 bits a thread keeps for each of those, with one row on its way.
     """
 
     direction: Direction
@@ -42,6 +43,7 @@ class Rule:
     loads: tuple[int, ...] = ()
     resident: tuple[int, ...] = (1,)
     held: tuple[int, ...] = (0,)
+    ahead: tuple[int, ...] = (1,)
     copies: int = 1
 
     def tiles(self, n: int, itemsize: int) -> Iterator[Tile]:
@@ -49,16 +51,17 @@ class Rule:
         if n < self.shortest or (self.longest is not None and n > self.longest):
             return
         least, most = self.values
-        for warps, rows, load, resident, held in product(
-            self.warps, self.rows, self.loads or (None,), self.resident, self.held
+        for warps, rows, load, resident, held, ahead in product(
+            self.warps, self.rows, self.loads or (None,), self.resident, self.held, self.ahead
         ):
             threads = warps * WARP
             block = power_of_two(n) if load is None else threads * load // itemsize
             values = n if self.pipeline is Pipeline.ONE_PASS else rows * block * max(held, 1)
             # A chunk of over twice the row leaves most lanes idle; a value that stays takes half a register or more.
             fits = least * threads <= values <= most * threads and block < 2 * power_of_two(n)
-            if fits and resident * (values * self.copies // 2 + _REGISTERS_A_THREAD * threads) <= _REGISTERS:
-                yield Tile(self.pipeline, rows, block, warps, resident, held)
+            copies = self.copies + ahead - 1
+            if fits and resident * (values * copies // 2 + _REGISTERS_A_THREAD * threads) <= _REGISTERS:
+                yield Tile(self.pipeline, rows, block, warps, resident, held, ahead)
 
 
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -76,10 +79,12 @@ RULES = (
     Rule(_FORWARD, False, _TWO_PASS, 8192, 32768, (4, 32), (8, 16, 32), loads=(16, 32, 64), resident=(1, 2)),
     Rule(_FORWARD, False, _TWO_PASS, 32769, None, (8, 32), (16, 32), loads=(16, 32), resident=(1, 2)),
     Rule(_FORWARD, False, _TWO_PASS, 32768, None, (8, 48), (32,), loads=(16, 32), held=(1, 2, 3)),
-    # Three rows are under way, beside weight and bias.
-    Rule(_FORWARD, False, _SPREAD, 32769, None, (16, 32), (4, 8, 16), (1,), (16,), (1, 2, 4), (2, 4), copies=5),
+    # Of the row at hand, the next, weight and bias. Warps are few: each spends as much on a row's sums as on 30 values.
+    Rule(_FORWARD, False, _SPREAD, 32769, None, (32, 64), (2,), (1,), (16,), (4, 6), (4, 8), (3, 4), copies=4),
+    Rule(_FORWARD, False, _SPREAD, 32769, None, (32, 64), (4,), (1,), (16,), (2, 3), (4, 8), (3, 4), copies=4),
     Rule(_FORWARD, True, _ONE_PASS, 1, 32768, (4, 32), (1, 2, 4, 8, 16, 32), loads=_LOADS),
     Rule(_FORWARD, True, _TWO_PASS, 16384, None, (4, 32), (16, 32), loads=(16, 32, 64)),
+    Rule(_FORWARD, True, _SPREAD, 65537, None, (16, 64), (2, 4), (1,), (16,), (2, 4), (2, 4, 8), (1, 3), copies=4),
     Rule(_BACKWARD, False, _ROWS, 1, 2048, (16, 32), (2, 4), rows=(2, 4, 8), resident=(4, 8)),
     Rule(_BACKWARD, False, _ONE_PASS, 1025, 8192, (12, 32), (4, 8, 16), loads=_LOADS, resident=(1, 2, 3, 4)),
     Rule(_BACKWARD, False, _TWO_PASS, 8193, None, (8, 32), (4, 8), rows=(2,), loads=(16,), resident=(1, 2, 4)),

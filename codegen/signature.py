@@ -43,7 +43,7 @@ _FORWARD = (
     _Row("residual_row_stride", "elements", lambda m, p: m.fadd.adds),
     _Row("y_row_stride", "elements", lambda m, p: p is not Part.WINDOW),
     _Row("residual_out_row_stride", "elements", lambda m, p: m.fadd.stores),
-    _Row("M", "rows", lambda m, p: p in (Pipeline.ROWS, Pipeline.SPREAD)),
+    _Row("M", "rows", lambda m, p: p in (Pipeline.ROWS, Pipeline.SPREAD, Part.WINDOW)),
     _Row("eps", "fp32"),
     _Row("weight_offset", "fp32, added to every weight", lambda m, p: not m.norm.centres),
     _Row("N: tl.constexpr", "columns, exact"),
@@ -52,7 +52,10 @@ _FORWARD = (
     _Row("BLOCK: tl.constexpr", "columns a chunk"),
     _Row("HELD: tl.constexpr", "chunks of the row to keep", lambda m, p: p is Pipeline.TWO_PASS and m.streams),
     _Row("HELD: tl.constexpr", "chunks a program", lambda m, p: p is Pipeline.SPREAD),
+    _Row("AHEAD: tl.constexpr", "rows on their way to registers", lambda m, p: p is Pipeline.SPREAD),
     _Row("PEERS: tl.constexpr", "programs a row, up to a power of two", lambda m, p: p is Pipeline.SPREAD),
+    _Row("PAIRED: tl.constexpr", "whether 16-bit values may be read in pairs", lambda m, p: p is Pipeline.SPREAD),
+    _Row("PTX: tl.constexpr", "whether the target runs PTX", lambda m, p: p in (Pipeline.SPREAD, Part.WINDOW)),
     _Row("VECTOR: tl.constexpr", "elements that a thread is to move at once", lambda m, p: p is Part.WINDOW),
 )
 
@@ -111,7 +114,7 @@ def summary(mode: Mode, part: Pipeline | Part) -> str:
     if mode.is_backward:
         return _BACKWARD_SUMMARIES[part]
     if part is Part.WINDOW:
-        return "One row a program, held in registers, where rows start anywhere."
+        return "Rows in turn, each held in registers, where rows start anywhere."
     assert isinstance(part, Pipeline)
     return f"{part.summary[0].upper()}{part.summary[1:]}."
 

@@ -151,6 +151,9 @@ def why_not(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> str | Non
             f"resident is {tile.resident} programs of {tile.warps} warps; "
             f"a multiprocessor holds 1 to {MOST_RESIDENT_WARPS // tile.warps}"
         )
+    is_team = tile.pipeline is Pipeline.SPREAD and kind.direction is Direction.FORWARD
+    if tile.ahead < 1 or (tile.ahead > 1 and not is_team):
+        return f"ahead is {tile.ahead}; forward spread has 1 row or more on the way, and others 1; leave ahead out"
     if tile.pipeline is Pipeline.SPREAD:
         return _why_not_spread(kind, tile)
     if tile.held and not _may_hold(kind, bucket, tile):

@@ -2,11 +2,12 @@
 """Which kernel serves which call: mode -> architecture ("any" is every other) -> rows that ascend by N.
 
 A row is (first N, last N or None for no cap, bucket, tile for more than SMALL_M rows, tile for SMALL_M or fewer).
-A tile is (pipeline, rows a program, columns a chunk, warps, programs a multiprocessor holds, chunks a program keeps).
+A tile is (pipeline, rows a program, columns a chunk, warps, programs a multiprocessor holds, chunks a program keeps,
+rows on their way).
 A mode's name is also its module's; its kernels are called <mode>_<pipeline>.
 """
 
-FORMAT = 2
+FORMAT = 3
 SMALL_M = 512
 
 LADDER_1 = (
@@ -47,8 +48,8 @@ LADDER_2 = (
     (12289, 16384, "n16384", ("two_pass", 1, 8192, 16), ("two_pass", 1, 8192, 16)),
     (16385, 32768, "n32768", ("two_pass", 1, 8192, 32), ("two_pass", 1, 16384, 32)),
     (32769, 65536, "n65536", ("two_pass", 1, 16384, 32, 1, 2), ("two_pass", 1, 16384, 32)),
-    (65537, 131072, "n131072", ("two_pass", 1, 16384, 32, 1, 2), ("two_pass", 1, 8192, 32)),
-    (131073, None, "nbig", ("spread", 1, 2048, 8, 2, 4), ("two_pass", 1, 16384, 32)),
+    (65537, 131072, "n131072", ("spread", 1, 512, 2, 4, 8, 3), ("two_pass", 1, 8192, 32)),
+    (131073, None, "nbig", ("spread", 1, 1024, 4, 2, 8, 3), ("two_pass", 1, 16384, 32)),
 )
 
 LADDER_3 = (
@@ -110,8 +111,8 @@ LADDER_5 = (
     (12289, 16384, "n16384", ("two_pass", 1, 8192, 32), ("two_pass", 1, 8192, 16)),
     (16385, 32768, "n32768", ("two_pass", 1, 8192, 32), ("one_pass", 1, 8192, 32)),
     (32769, 65536, "n65536", ("two_pass", 1, 16384, 32, 1, 2), ("two_pass", 1, 16384, 32)),
-    (65537, 131072, "n131072", ("two_pass", 1, 16384, 32, 1, 3), ("two_pass", 1, 8192, 32)),
-    (131073, None, "nbig", ("spread", 1, 1024, 4, 4, 4), ("two_pass", 1, 16384, 32)),
+    (65537, 131072, "n131072", ("spread", 1, 512, 2, 4, 8, 3), ("two_pass", 1, 8192, 32)),
+    (131073, None, "nbig", ("spread", 1, 512, 2, 4, 8, 3), ("two_pass", 1, 16384, 32)),
 )
 
 LADDER_6 = (

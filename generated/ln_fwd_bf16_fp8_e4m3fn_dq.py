@@ -95,6 +95,13 @@ def ln_fwd_bf16_fp8_e4m3fn_dq_one_pass(
     x_ptr += row_offset(row, x_row_stride, ROW_ALIGNMENT)
     y_ptr += row_offset(row, y_row_stride, ROW_ALIGNMENT)
 
+    # A row of two chunks is one of few rows: its first values make a pivot without a reduction over all of it.
+    HAS_HEAD: tl.constexpr = N <= 2 * BLOCK
+    if HAS_HEAD:
+        cols = tl.arange(0, 8)
+        s = load_chunk(x_ptr, cols, cols < N)
+        head_mean = tl.sum(s) / min(N, 8)
+
     # Load the row; every chunk of it stays in registers.
     chunks = ()
     total = tl.zeros((BLOCK,), tl.float32)
@@ -108,7 +115,7 @@ def ln_fwd_bf16_fp8_e4m3fn_dq_one_pass(
     bias_row = load_early(bias_ptr, N, BLOCK)
 
     # Statistics.
-    pivot = tl.sum(total) / N
+    pivot = head_mean if HAS_HEAD else tl.sum(total) / N
     deviations = tl.zeros((BLOCK,), tl.float32)
     squares = tl.zeros((BLOCK,), tl.float32)
     for start in tl.static_range(0, N, BLOCK):

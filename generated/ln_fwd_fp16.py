@@ -10,22 +10,27 @@ from .primitives import (
     gather,
     group_deviations,
     group_means,
+    load_beside,
     load_chunk,
     load_early,
     load_head,
     load_row,
+    load_shifted,
     load_slice,
     load_swept,
+    load_window,
     merge_groups,
     merge_slices,
+    peek,
     publish,
-    round_to,
     row_moments,
     row_offset,
     scale_and_shift,
     scale_and_shift_chunk,
     slice_moments,
     store_chunk,
+    widened,
+    widened_here,
 )
 
 
@@ -86,6 +91,13 @@ def ln_fwd_fp16_one_pass(
     x_ptr += row_offset(row, x_row_stride, ROW_ALIGNMENT)
     y_ptr += row_offset(row, y_row_stride, ROW_ALIGNMENT)
 
+    # A row of two chunks is one of few rows: its first values make a pivot without a reduction over all of it.
+    HAS_HEAD: tl.constexpr = N <= 2 * BLOCK
+    if HAS_HEAD:
+        cols = tl.arange(0, 8)
+        s = load_chunk(x_ptr, cols, cols < N)
+        head_mean = tl.sum(s) / min(N, 8)
+
     # Load the row; every chunk of it stays in registers.
     chunks = ()
     total = tl.zeros((BLOCK,), tl.float32)
@@ -99,7 +111,7 @@ def ln_fwd_fp16_one_pass(
     bias_row = load_early(bias_ptr, N, BLOCK)
 
     # Statistics.
-    pivot = tl.sum(total) / N
+    pivot = head_mean if HAS_HEAD else tl.sum(total) / N
     deviations = tl.zeros((BLOCK,), tl.float32)
     squares = tl.zeros((BLOCK,), tl.float32)
     for start in tl.static_range(0, N, BLOCK):
@@ -127,63 +139,91 @@ def ln_fwd_fp16_window(
     bias_ptr,  # (N,) or None
     y_ptr,  # (M, N) fp16
     row_stride,  # elements, of x and y
+    M,  # rows
     eps,  # fp32
     N: tl.constexpr,  # columns, exact
     BLOCK: tl.constexpr,  # columns a chunk
+    PTX: tl.constexpr,  # whether the target runs PTX
     VECTOR: tl.constexpr,  # elements that a thread is to move at once
 ):
-    """One row a program, held in registers, where rows start anywhere."""
-    row = tl.program_id(0).to(tl.int64)
+    """Rows in turn, each held in registers, where rows start anywhere."""
+    program = tl.program_id(0).to(tl.int64)
+    programs = tl.num_programs(0)
     lanes = tl.arange(0, BLOCK)
 
-    # The window starts where a vector does, `lead` elements before the row, and ends with the row's last vector.
-    first = row * row_stride
-    lead = (first % VECTOR).to(tl.int32)
-    x_ptr += tl.multiple_of(first - lead, VECTOR)
-    y_ptr += tl.multiple_of(first - lead, VECTOR)
+    # A window starts where a vector does, `lead` elements before its row, and ends with the row's last vector. Programs
+    # that take several rows are a multiple of VECTOR, so that all rows of one start alike.
+    lead = (program * row_stride % VECTOR).to(tl.int32)
     end = N + lead
     last_full = tl.multiple_of(end // VECTOR * VECTOR, VECTOR)
     readable = tl.multiple_of((end + VECTOR - 1) // VECTOR * VECTOR, VECTOR)
 
-    # Load whole vectors; what lies beside the row counts as nothing.
-    chunks = ()
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in tl.static_range(0, N + VECTOR - 1, BLOCK):
-        cols = start + lanes
-        mask = (cols >= lead) & (cols < end) if start == 0 or start + BLOCK > N else None
-        s = load_chunk(x_ptr, cols, cols < readable if start + BLOCK > N else None)
-        if mask is not None:
-            s = tl.where(mask, s, 0.0)
-        chunks += (s,)
-        total += s
+    # The two vectors at the ends are stored element by element.
+    ends = tl.arange(0, 2 * VECTOR)
+    ends = tl.where(ends < VECTOR, ends, last_full + ends - VECTOR)
+    ends_mask = (ends >= lead) & (ends < end)
 
-    # Statistics.
-    pivot = tl.sum(total) / N
-    deviations = tl.zeros((BLOCK,), tl.float32)
-    squares = tl.zeros((BLOCK,), tl.float32)
-    for start in tl.static_range(0, N + VECTOR - 1, BLOCK):
-        cols = start + lanes
-        mask = (cols >= lead) & (cols < end) if start == 0 or start + BLOCK > N else None
-        centred = centre(chunks[start // BLOCK], pivot, mask)
-        deviations += centred
-        squares += centred * centred
-    shift, variance = row_moments(deviations, squares, N, 0)
-    rstd = tl.rsqrt(variance + eps)
+    # Every row needs the same weight and bias.
+    weight_row = () if weight_ptr is None else load_shifted(weight_ptr, lead, N, BLOCK, VECTOR)
+    bias_row = () if bias_ptr is None else load_shifted(bias_ptr, lead, N, BLOCK, VECTOR)
+    weight_ends = () if weight_ptr is None else load_beside(weight_ptr, ends - lead, N)
+    bias_ends = () if bias_ptr is None else load_beside(bias_ptr, ends - lead, N)
 
-    # Scale, and store the vectors that are all the row's own.
-    for start in tl.static_range(0, N + VECTOR - 1, BLOCK):
-        cols = start + lanes
-        mask = (cols >= lead) & (cols < end) if start == 0 or start + BLOCK > N else None
-        y = scale_and_shift((chunks[start // BLOCK] - pivot - shift) * rstd, weight_ptr, bias_ptr, cols - lead, mask)
-        store_chunk(y_ptr, cols, y, None if mask is None else (cols >= VECTOR) & (cols < last_full))
+    # Take rows in turn; the next one is on its way before this one is reduced.
+    x_window = x_ptr + tl.multiple_of(program * row_stride - lead, VECTOR)
+    x_row = load_window(x_window, readable, N, BLOCK, VECTOR)
+    x_ends = tl.load(x_window + ends, mask=ends_mask, other=0.0)
+    for row in range(program, M, programs):
+        next_row = tl.where(row + programs < M, row + programs, row)
+        next_window = x_ptr + tl.multiple_of(next_row * row_stride - lead, VECTOR)
+        next_x_row = load_window(next_window, readable, N, BLOCK, VECTOR)
+        next_x_ends = tl.load(next_window + ends, mask=ends_mask, other=0.0)
 
-    # The two vectors at the ends, element by element.
-    cols = tl.arange(0, 2 * VECTOR)
-    cols = tl.where(cols < VECTOR, cols, last_full + cols - VECTOR)
-    mask = (cols >= lead) & (cols < end)
-    s = load_chunk(x_ptr, cols, mask)
-    y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols - lead, mask)
-    store_chunk(y_ptr, cols, y, mask)
+        # What lies beside the row counts as nothing.
+        chunks = ()
+        total = tl.zeros((BLOCK,), tl.float32)
+        for start in tl.static_range(0, N + VECTOR - 1, BLOCK):
+            cols = start + lanes
+            mask = (cols >= lead) & (cols < end) if start == 0 or start + BLOCK > N else None
+            s = widened(x_row[start // BLOCK], x_ptr.dtype.element_ty)
+            if mask is not None:
+                s = tl.where(mask, s, 0.0)
+            chunks += (s,)
+            total += s
+
+        # Statistics.
+        pivot = tl.sum(total) / N
+        deviations = tl.zeros((BLOCK,), tl.float32)
+        squares = tl.zeros((BLOCK,), tl.float32)
+        for start in tl.static_range(0, N + VECTOR - 1, BLOCK):
+            cols = start + lanes
+            mask = (cols >= lead) & (cols < end) if start == 0 or start + BLOCK > N else None
+            centred = centre(chunks[start // BLOCK], pivot, mask)
+            deviations += centred
+            squares += centred * centred
+        shift, variance = row_moments(deviations, squares, N, 0)
+        rstd = tl.rsqrt(variance + eps)
+
+        # Scale, and store the vectors that are all the row's own.
+        y_window = y_ptr + tl.multiple_of(row * row_stride - lead, VECTOR)
+        for start in tl.static_range(0, N + VECTOR - 1, BLOCK):
+            cols = start + lanes
+            mask = (cols >= lead) & (cols < end) if start == 0 or start + BLOCK > N else None
+            y = (chunks[start // BLOCK] - pivot - shift) * rstd
+            if weight_ptr is not None:
+                y *= widened_here(weight_row[start // BLOCK], weight_ptr.dtype.element_ty, PTX)
+            if bias_ptr is not None:
+                y += widened_here(bias_row[start // BLOCK], bias_ptr.dtype.element_ty, PTX)
+            store_chunk(y_window, cols, y, None if mask is None else (cols >= VECTOR) & (cols < last_full))
+        s = x_ends.to(tl.float32)
+        y = (s - pivot - shift) * rstd
+        if weight_ptr is not None:
+            y *= weight_ends.to(tl.float32)
+        if bias_ptr is not None:
+            y += bias_ends.to(tl.float32)
+        store_chunk(y_window, ends, y, ends_mask)
+        x_row = next_x_row
+        x_ends = next_x_ends
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -262,7 +302,10 @@ def ln_fwd_fp16_spread(
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
     HELD: tl.constexpr,  # chunks a program
+    AHEAD: tl.constexpr,  # rows on their way to registers
     PEERS: tl.constexpr,  # programs a row, up to a power of two
+    PAIRED: tl.constexpr,  # whether 16-bit values may be read in pairs
+    PTX: tl.constexpr,  # whether the target runs PTX
 ):
     """A row over several programs that exchange its statistics."""
     SLICE: tl.constexpr = HELD * BLOCK
@@ -272,40 +315,47 @@ def ln_fwd_fp16_spread(
     teams = tl.num_programs(1)
     first_col = part * SLICE
     peers = tl.arange(0, PEERS)
+    weight_slice = () if weight_ptr is None else load_slice(weight_ptr, first_col, N, SLICE, BLOCK, PAIRED)
+    bias_slice = () if bias_ptr is None else load_slice(bias_ptr, first_col, N, SLICE, BLOCK, PAIRED)
 
-    # A team takes rows in turn. Two are under way: the statistics of this one went out a round ago.
-    x_row = load_slice(x_ptr + row_offset(team, x_row_stride, ROW_ALIGNMENT), first_col, N, SLICE, BLOCK)
-    head = load_head(x_ptr + row_offset(team, x_row_stride, ROW_ALIGNMENT), first_col, N)
-    mean, variance = slice_moments(x_row, head, first_col, N, SLICE, BLOCK)
-    publish(exchange_ptr + team * SLICES + part, mean, variance)
-    next_row = tl.minimum(team + teams, M - 1)
-    next_x_row = load_slice(x_ptr + row_offset(next_row, x_row_stride, ROW_ALIGNMENT), first_col, N, SLICE, BLOCK)
-    next_head = load_head(x_ptr + row_offset(next_row, x_row_stride, ROW_ALIGNMENT), first_col, N)
+    # A team takes rows in turn. AHEAD are on their way; of all but the last of them, statistics have been published.
+    x_rows = ()
+    heads = ()
+    for step in tl.static_range(AHEAD):
+        first_row = tl.minimum(team + step * teams, M - 1)
+        x_row_ptr = x_ptr + row_offset(first_row, x_row_stride, ROW_ALIGNMENT)
+        x_rows += (load_slice(x_row_ptr, first_col, N, SLICE, BLOCK, PAIRED),)
+        heads += (load_head(x_row_ptr, first_col, N),)
+    for step in tl.static_range(AHEAD - 1):
+        mean, variance = slice_moments(x_rows[step], heads[step], first_col, N, SLICE, BLOCK)
+        if team + step * teams < M:
+            publish(exchange_ptr + (team + step * teams) * SLICES + part, mean, variance)
     for row in range(team, M, teams):
-        later_row = tl.minimum(row + 2 * teams, M - 1)
-        later_x_row = load_slice(x_ptr + row_offset(later_row, x_row_stride, ROW_ALIGNMENT), first_col, N, SLICE, BLOCK)
-        later_head = load_head(x_ptr + row_offset(later_row, x_row_stride, ROW_ALIGNMENT), first_col, N)
-        mean, variance = slice_moments(next_x_row, next_head, first_col, N, SLICE, BLOCK)
-        if row + teams < M:
-            publish(exchange_ptr + (row + teams) * SLICES + part, mean, variance)
+        later_row = tl.minimum(row + AHEAD * teams, M - 1)
+        x_row_ptr = x_ptr + row_offset(later_row, x_row_stride, ROW_ALIGNMENT)
+        x_rows += (load_slice(x_row_ptr, first_col, N, SLICE, BLOCK, PAIRED),)
+        heads += (load_head(x_row_ptr, first_col, N),)
+        slots = exchange_ptr + row * SLICES + tl.minimum(peers, SLICES - 1)
+        seen = peek(slots)
+        mean, variance = slice_moments(x_rows[AHEAD - 1], heads[AHEAD - 1], first_col, N, SLICE, BLOCK)
+        if row + (AHEAD - 1) * teams < M:
+            publish(exchange_ptr + (row + (AHEAD - 1) * teams) * SLICES + part, mean, variance)
 
         # Statistics, from every program of the team.
-        means, variances = gather(exchange_ptr + row * SLICES + tl.minimum(peers, SLICES - 1))
+        means, variances = gather(slots, seen)
         pivot, shift, variance = merge_slices(means, variances, peers, N, SLICE)
         rstd = tl.rsqrt(variance + eps)
 
-        # Scale, then store: no load of weight could be moved up over a store of y.
-        y_row = ()
-        for start in tl.static_range(0, SLICE, BLOCK):
-            s = x_row[start // BLOCK].to(tl.float32)
-            cols = first_col + start + tl.arange(0, BLOCK)
-            mask = cols < N if N % SLICE != 0 else None
-            y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, mask)
-            y_row += (round_to(y, y_ptr.dtype.element_ty),)
+        # Scale and store.
         y_row_ptr = y_ptr + row_offset(row, y_row_stride, ROW_ALIGNMENT)
         for start in tl.static_range(0, SLICE, BLOCK):
+            s = widened(x_rows[0][start // BLOCK], x_ptr.dtype.element_ty)
+            y = (s - pivot) * rstd - shift * rstd
+            if weight_ptr is not None:
+                y *= widened_here(weight_slice[start // BLOCK], weight_ptr.dtype.element_ty, PTX)
+            if bias_ptr is not None:
+                y += widened_here(bias_slice[start // BLOCK], bias_ptr.dtype.element_ty, PTX)
             cols = first_col + start + tl.arange(0, BLOCK)
-            store_chunk(y_row_ptr, cols, y_row[start // BLOCK], cols < N if N % SLICE != 0 else None)
-        x_row = next_x_row
-        next_x_row = later_x_row
-        next_head = later_head
+            store_chunk(y_row_ptr, cols, y, cols < N if N % SLICE != 0 else None)
+        x_rows = x_rows[1:]
+        heads = heads[1:]

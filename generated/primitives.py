@@ -21,9 +21,17 @@ UNSPECIALISED = (
 )
 
 
-# Read a slot past the L1 cache until it holds something other than -1: PTX, so NVIDIA's alone.
+# Of a slot that was seen to hold $2, read it past the L1 cache until it holds something other than -1: PTX, so NVIDIA's
+# alone.
 SPIN = tl.constexpr(
-    "{ .reg .pred empty; again: ld.volatile.global.b64 $0, [$1]; setp.eq.s64 empty, $0, -1; @empty bra again; }"
+    "{ .reg .pred empty; mov.b64 $0, $2; again: setp.eq.s64 empty, $0, -1; "
+    "@empty ld.volatile.global.b64 $0, [$1]; @empty bra again; }"
+)
+
+# A pair of 16-bit values as two of fp32, in PTX: what has a side effect stays in the loop that it stands in.
+WIDEN_BF16 = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
+WIDEN_FP16 = tl.constexpr(
+    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
 )
 
 # Values that a thread loads at once: they share a pivot, so that it keeps one sum of each kind and not eight.
@@ -69,6 +77,40 @@ def store_chunk(ptr, offsets, chunk, mask):
     if chunk.dtype == tl.float32:
         chunk = round_to(chunk, ptr.dtype.element_ty)
     tl.store(ptr + offsets, chunk, mask=mask)
+
+
+@triton.jit
+def widened(chunk, dtype: tl.constexpr):
+    """A chunk as fp32; an int32 of it is two neighbours of `dtype`.
+
+    What a loop hands on to its next round is such pairs: Triton hands on 16-bit values one by one, and each takes a
+    register of 32 bits and waits for its load where it is split from its neighbour.
+    """
+    if chunk.dtype == tl.int32:
+        if dtype == tl.bfloat16:
+            low = (chunk << 16).to(tl.float32, bitcast=True)
+            high = (chunk & -0x10000).to(tl.float32, bitcast=True)
+        else:
+            low = chunk.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+            high = (chunk >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        values = tl.reshape(tl.join(low, high), (2 * chunk.shape[0],))
+    else:
+        values = chunk.to(tl.float32)
+    return values
+
+
+@triton.jit
+def widened_here(chunk, dtype: tl.constexpr, PTX: tl.constexpr):
+    """The same of what a loop never changes: compilers would widen it before the loop, and keep twice the registers."""
+    if PTX and chunk.dtype == tl.int32:
+        text: tl.constexpr = WIDEN_BF16 if dtype == tl.bfloat16 else WIDEN_FP16
+        low, high = tl.inline_asm_elementwise(
+            text, "=f,=f,r", [chunk], dtype=(tl.float32, tl.float32), is_pure=False, pack=1
+        )
+        values = tl.reshape(tl.join(low, high), (2 * chunk.shape[0],))
+    else:
+        values = widened(chunk, dtype)
+    return values
 
 
 @triton.jit
@@ -380,15 +422,18 @@ def tile_sums(x_rows, dy_rows, x_bias, weight, weight_offset, mean, rstd, ROWS: 
 
 
 @triton.jit
-def load_slice(ptr, first_col, N: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr):
-    """Start loading one program's columns of a row, in chunks that keep its element type; columns beyond N read 0."""
+def load_slice(ptr, first_col, N: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr, PAIRED: tl.constexpr):
+    """Start loading one program's columns of a row, in chunks of its elements or of pairs; columns beyond N read 0."""
+    paired: tl.constexpr = PAIRED and ptr.dtype.element_ty.primitive_bitwidth == 16
+    step: tl.constexpr = 2 if paired else 1
+    base = ptr.to(tl.pointer_type(tl.int32)) if paired else ptr
     chunks = ()
     for start in tl.static_range(0, SLICE, BLOCK):
-        cols = first_col + start + tl.arange(0, BLOCK)
+        at = (first_col + start) // step + tl.arange(0, BLOCK // step)
         if N % SLICE != 0:
-            chunks += (tl.load(ptr + cols, mask=cols < N, other=0.0),)
+            chunks += (tl.load(base + at, mask=at < N // step, other=0),)
         else:
-            chunks += (tl.load(ptr + cols),)
+            chunks += (tl.load(base + at),)
     return chunks
 
 
@@ -401,7 +446,7 @@ def load_head(ptr, first_col, N: tl.constexpr):
 
 @triton.jit
 def slice_moments(chunks, head, first_col, N: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr):
-    """Mean and variance of one program's columns in one reduction, around the mean of the first eight.
+    """Mean and variance of one program's columns in one reduction, around the mean of the first eight, their `head`.
 
     A pivot that is a mean of K values adds at most SLICE / K roundings to the variance, whatever the others are.
     """
@@ -410,7 +455,7 @@ def slice_moments(chunks, head, first_col, N: tl.constexpr, SLICE: tl.constexpr,
     squares = tl.zeros((BLOCK,), tl.float32)
     for start in tl.static_range(0, SLICE, BLOCK):
         mask = first_col + start + tl.arange(0, BLOCK) < N if N % SLICE != 0 else None
-        centred = centre(chunks[start // BLOCK].to(tl.float32), pivot, mask)
+        centred = centre(widened(chunks[start // BLOCK], head.dtype), pivot, mask)
         deviations += centred
         squares += centred * centred
     shift, variance = row_moments(deviations, squares, tl.minimum(N - first_col, SLICE), 0)
@@ -428,11 +473,11 @@ def merge_slices(means, variances, peers, N: tl.constexpr, SLICE: tl.constexpr):
 
 
 @triton.jit
-def slice_mean_square(chunks, N: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr):
+def slice_mean_square(chunks, dtype: tl.constexpr, N: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr):
     """What one program's columns add to the mean square of a row."""
     squares = tl.zeros((BLOCK,), tl.float32)
     for start in tl.static_range(0, SLICE, BLOCK):
-        s = chunks[start // BLOCK].to(tl.float32)
+        s = widened(chunks[start // BLOCK], dtype)
         squares += s * s
     return tl.sum(squares) / N
 
@@ -449,15 +494,58 @@ def publish(slots, first, second):
 
 
 @triton.jit
-def gather(slots):
-    """Wait for what every program of a team published; a slot holds -1 before that.
+def peek(slots):
+    """Start reading slots, past the L1 cache."""
+    return tl.load(slots, volatile=True)
+
+
+@triton.jit
+def gather(slots, seen):
+    """Wait for what every program of a team published; a slot holds -1 before that. `seen` is an earlier reading.
 
     Each thread waits for the slots it holds. Triton keeps copies of so small a tensor in several threads; had they
     waited in a loop of Triton's, for a maximum over one set of copies, the others might have been read too early.
     """
+    if seen is None:
+        seen = tl.full(slots.shape, -1, tl.int64)
     if INTERPRETED:
         bits = tl.load(slots)
     else:
-        bits = tl.inline_asm_elementwise(SPIN, "=l,l", [slots], dtype=tl.int64, is_pure=False, pack=1)
+        bits = tl.inline_asm_elementwise(SPIN, "=l,l,l", [slots, seen], dtype=tl.int64, is_pure=False, pack=1)
     first = bits.to(tl.int32).to(tl.float32, bitcast=True)
     return first, (bits >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_window(ptr, readable, N: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    """Start loading a row and what lies beside it in its first and last vector, as pairs of 16-bit values."""
+    pairs = ptr.to(tl.pointer_type(tl.int32))
+    chunks = ()
+    for start in tl.static_range(0, N + VECTOR - 1, BLOCK):
+        at = start // 2 + tl.arange(0, BLOCK // 2)
+        if start + BLOCK > N:
+            chunks += (tl.load(pairs + at, mask=2 * at < readable, other=0),)
+        else:
+            chunks += (tl.load(pairs + at),)
+    return chunks
+
+
+@triton.jit
+def load_shifted(ptr, lead, N: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    """Load an (N,) operand as a window has its row, `lead` elements in: 16-bit values in pairs, one load each."""
+    chunks = ()
+    for start in tl.static_range(0, N + VECTOR - 1, BLOCK):
+        if ptr.dtype.element_ty.primitive_bitwidth == 16:
+            low = load_beside(ptr, start - lead + 2 * tl.arange(0, BLOCK // 2), N)
+            high = load_beside(ptr, start - lead + 2 * tl.arange(0, BLOCK // 2) + 1, N)
+            low = low.to(tl.uint16, bitcast=True).to(tl.int32)
+            chunks += (low | (high.to(tl.uint16, bitcast=True).to(tl.int32) << 16),)
+        else:
+            chunks += (load_beside(ptr, start - lead + tl.arange(0, BLOCK), N),)
+    return chunks
+
+
+@triton.jit
+def load_beside(ptr, cols, N: tl.constexpr):
+    """Some elements of an (N,) operand; columns before the first and beyond the last read 0."""
+    return tl.load(ptr + cols, mask=(cols >= 0) & (cols < N), other=0.0)

@@ -307,7 +307,7 @@ def rms_bwd_bf16_addst_spread(
         next_rstd = load_scalars(rstd_ptr, tile + 2 * teams, M, ROWS)
         dresiduals = load_rows(dresidual_out_ptr, tile, dresidual_out_row_stride, M, cols, mask, ROWS, ROW_ALIGNMENT)
         slots = (tile * SLICES + tl.minimum(peers, SLICES - 1)) * ROWS + tile_rows[:, None]
-        team_gh, _ = gather(exchange_ptr + slots)
+        team_gh, _ = gather(exchange_ptr + slots, None)
         gh_means = unstack(tl.sum(tl.where(peers < SLICES, team_gh, 0.0), axis=1) / N, ROWS)
 
         # Gradients.

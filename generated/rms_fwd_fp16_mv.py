@@ -12,18 +12,23 @@ from .primitives import (
     UNSPECIALISED,
     gather,
     grouped,
+    load_beside,
     load_chunk,
     load_early,
     load_row,
+    load_shifted,
     load_slice,
     load_swept,
+    load_window,
+    peek,
     publish,
-    round_to,
     row_offset,
     scale,
     scale_chunk,
     slice_mean_square,
     store_chunk,
+    widened,
+    widened_here,
 )
 
 
@@ -115,55 +120,77 @@ def rms_fwd_fp16_mv_window(
     y_ptr,  # (M, N) fp16
     rstd_ptr,  # (M,) fp32
     row_stride,  # elements, of x and y
+    M,  # rows
     eps,  # fp32
     weight_offset,  # fp32, added to every weight
     N: tl.constexpr,  # columns, exact
     BLOCK: tl.constexpr,  # columns a chunk
+    PTX: tl.constexpr,  # whether the target runs PTX
     VECTOR: tl.constexpr,  # elements that a thread is to move at once
 ):
-    """One row a program, held in registers, where rows start anywhere."""
-    row = tl.program_id(0).to(tl.int64)
+    """Rows in turn, each held in registers, where rows start anywhere."""
+    program = tl.program_id(0).to(tl.int64)
+    programs = tl.num_programs(0)
     lanes = tl.arange(0, BLOCK)
 
-    # The window starts where a vector does, `lead` elements before the row, and ends with the row's last vector.
-    first = row * row_stride
-    lead = (first % VECTOR).to(tl.int32)
-    x_ptr += tl.multiple_of(first - lead, VECTOR)
-    y_ptr += tl.multiple_of(first - lead, VECTOR)
+    # A window starts where a vector does, `lead` elements before its row, and ends with the row's last vector. Programs
+    # that take several rows are a multiple of VECTOR, so that all rows of one start alike.
+    lead = (program * row_stride % VECTOR).to(tl.int32)
     end = N + lead
     last_full = tl.multiple_of(end // VECTOR * VECTOR, VECTOR)
     readable = tl.multiple_of((end + VECTOR - 1) // VECTOR * VECTOR, VECTOR)
 
-    # Load whole vectors; what lies beside the row counts as nothing.
-    chunks = ()
-    squares = tl.zeros((BLOCK,), tl.float32)
-    for start in tl.static_range(0, N + VECTOR - 1, BLOCK):
-        cols = start + lanes
-        mask = (cols >= lead) & (cols < end) if start == 0 or start + BLOCK > N else None
-        s = load_chunk(x_ptr, cols, cols < readable if start + BLOCK > N else None)
-        if mask is not None:
-            s = tl.where(mask, s, 0.0)
-        chunks += (s,)
-        squares += s * s
+    # The two vectors at the ends are stored element by element.
+    ends = tl.arange(0, 2 * VECTOR)
+    ends = tl.where(ends < VECTOR, ends, last_full + ends - VECTOR)
+    ends_mask = (ends >= lead) & (ends < end)
 
-    # Statistics.
-    rstd = tl.rsqrt(tl.sum(squares) / N + eps)
-    tl.store(rstd_ptr + row, rstd)
+    # Every row needs the same weight and bias.
+    weight_row = () if weight_ptr is None else load_shifted(weight_ptr, lead, N, BLOCK, VECTOR)
+    weight_ends = () if weight_ptr is None else load_beside(weight_ptr, ends - lead, N)
 
-    # Scale, and store the vectors that are all the row's own.
-    for start in tl.static_range(0, N + VECTOR - 1, BLOCK):
-        cols = start + lanes
-        mask = (cols >= lead) & (cols < end) if start == 0 or start + BLOCK > N else None
-        y = scale(chunks[start // BLOCK] * rstd, weight_ptr, weight_offset, cols - lead, mask)
-        store_chunk(y_ptr, cols, y, None if mask is None else (cols >= VECTOR) & (cols < last_full))
+    # Take rows in turn; the next one is on its way before this one is reduced.
+    x_window = x_ptr + tl.multiple_of(program * row_stride - lead, VECTOR)
+    x_row = load_window(x_window, readable, N, BLOCK, VECTOR)
+    x_ends = tl.load(x_window + ends, mask=ends_mask, other=0.0)
+    for row in range(program, M, programs):
+        next_row = tl.where(row + programs < M, row + programs, row)
+        next_window = x_ptr + tl.multiple_of(next_row * row_stride - lead, VECTOR)
+        next_x_row = load_window(next_window, readable, N, BLOCK, VECTOR)
+        next_x_ends = tl.load(next_window + ends, mask=ends_mask, other=0.0)
 
-    # The two vectors at the ends, element by element.
-    cols = tl.arange(0, 2 * VECTOR)
-    cols = tl.where(cols < VECTOR, cols, last_full + cols - VECTOR)
-    mask = (cols >= lead) & (cols < end)
-    s = load_chunk(x_ptr, cols, mask)
-    y = scale(s * rstd, weight_ptr, weight_offset, cols - lead, mask)
-    store_chunk(y_ptr, cols, y, mask)
+        # What lies beside the row counts as nothing.
+        chunks = ()
+        squares = tl.zeros((BLOCK,), tl.float32)
+        for start in tl.static_range(0, N + VECTOR - 1, BLOCK):
+            cols = start + lanes
+            mask = (cols >= lead) & (cols < end) if start == 0 or start + BLOCK > N else None
+            s = widened(x_row[start // BLOCK], x_ptr.dtype.element_ty)
+            if mask is not None:
+                s = tl.where(mask, s, 0.0)
+            chunks += (s,)
+            squares += s * s
+
+        # Statistics.
+        rstd = tl.rsqrt(tl.sum(squares) / N + eps)
+        tl.store(rstd_ptr + row, rstd)
+
+        # Scale, and store the vectors that are all the row's own.
+        y_window = y_ptr + tl.multiple_of(row * row_stride - lead, VECTOR)
+        for start in tl.static_range(0, N + VECTOR - 1, BLOCK):
+            cols = start + lanes
+            mask = (cols >= lead) & (cols < end) if start == 0 or start + BLOCK > N else None
+            y = chunks[start // BLOCK] * rstd
+            if weight_ptr is not None:
+                y *= widened_here(weight_row[start // BLOCK], weight_ptr.dtype.element_ty, PTX) + weight_offset
+            store_chunk(y_window, cols, y, None if mask is None else (cols >= VECTOR) & (cols < last_full))
+        s = x_ends.to(tl.float32)
+        y = s * rstd
+        if weight_ptr is not None:
+            y *= weight_ends.to(tl.float32) + weight_offset
+        store_chunk(y_window, ends, y, ends_mask)
+        x_row = next_x_row
+        x_ends = next_x_ends
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -235,7 +262,10 @@ def rms_fwd_fp16_mv_spread(
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
     HELD: tl.constexpr,  # chunks a program
+    AHEAD: tl.constexpr,  # rows on their way to registers
     PEERS: tl.constexpr,  # programs a row, up to a power of two
+    PAIRED: tl.constexpr,  # whether 16-bit values may be read in pairs
+    PTX: tl.constexpr,  # whether the target runs PTX
 ):
     """A row over several programs that exchange its statistics."""
     SLICE: tl.constexpr = HELD * BLOCK
@@ -245,37 +275,40 @@ def rms_fwd_fp16_mv_spread(
     teams = tl.num_programs(1)
     first_col = part * SLICE
     peers = tl.arange(0, PEERS)
-    weight_slice = () if weight_ptr is None else load_slice(weight_ptr, first_col, N, SLICE, BLOCK)
+    weight_slice = () if weight_ptr is None else load_slice(weight_ptr, first_col, N, SLICE, BLOCK, PAIRED)
 
-    # A team takes rows in turn. Two are under way: the statistics of this one went out a round ago.
-    x_row = load_slice(x_ptr + row_offset(team, x_row_stride, ROW_ALIGNMENT), first_col, N, SLICE, BLOCK)
-    mean_square = slice_mean_square(x_row, N, SLICE, BLOCK)
-    publish(exchange_ptr + team * SLICES + part, mean_square, mean_square)
-    next_row = tl.minimum(team + teams, M - 1)
-    next_x_row = load_slice(x_ptr + row_offset(next_row, x_row_stride, ROW_ALIGNMENT), first_col, N, SLICE, BLOCK)
+    # A team takes rows in turn. AHEAD are on their way; of all but the last of them, statistics have been published.
+    x_rows = ()
+    for step in tl.static_range(AHEAD):
+        first_row = tl.minimum(team + step * teams, M - 1)
+        x_row_ptr = x_ptr + row_offset(first_row, x_row_stride, ROW_ALIGNMENT)
+        x_rows += (load_slice(x_row_ptr, first_col, N, SLICE, BLOCK, PAIRED),)
+    for step in tl.static_range(AHEAD - 1):
+        mean_square = slice_mean_square(x_rows[step], x_ptr.dtype.element_ty, N, SLICE, BLOCK)
+        if team + step * teams < M:
+            publish(exchange_ptr + (team + step * teams) * SLICES + part, mean_square, mean_square)
     for row in range(team, M, teams):
-        later_row = tl.minimum(row + 2 * teams, M - 1)
-        later_x_row = load_slice(x_ptr + row_offset(later_row, x_row_stride, ROW_ALIGNMENT), first_col, N, SLICE, BLOCK)
-        mean_square = slice_mean_square(next_x_row, N, SLICE, BLOCK)
-        if row + teams < M:
-            publish(exchange_ptr + (row + teams) * SLICES + part, mean_square, mean_square)
+        later_row = tl.minimum(row + AHEAD * teams, M - 1)
+        x_row_ptr = x_ptr + row_offset(later_row, x_row_stride, ROW_ALIGNMENT)
+        x_rows += (load_slice(x_row_ptr, first_col, N, SLICE, BLOCK, PAIRED),)
+        slots = exchange_ptr + row * SLICES + tl.minimum(peers, SLICES - 1)
+        seen = peek(slots)
+        mean_square = slice_mean_square(x_rows[AHEAD - 1], x_ptr.dtype.element_ty, N, SLICE, BLOCK)
+        if row + (AHEAD - 1) * teams < M:
+            publish(exchange_ptr + (row + (AHEAD - 1) * teams) * SLICES + part, mean_square, mean_square)
 
         # Statistics, from every program of the team.
-        mean_squares, _ = gather(exchange_ptr + row * SLICES + tl.minimum(peers, SLICES - 1))
+        mean_squares, _ = gather(slots, seen)
         rstd = tl.rsqrt(tl.sum(tl.where(peers < SLICES, mean_squares, 0.0)) + eps)
         tl.store(rstd_ptr + row, rstd, mask=part == 0)
 
-        # Scale, then store: no load of weight could be moved up over a store of y.
-        y_row = ()
-        for start in tl.static_range(0, SLICE, BLOCK):
-            s = x_row[start // BLOCK].to(tl.float32)
-            y = s * rstd
-            if weight_ptr is not None:
-                y *= weight_slice[start // BLOCK].to(tl.float32) + weight_offset
-            y_row += (round_to(y, y_ptr.dtype.element_ty),)
+        # Scale and store.
         y_row_ptr = y_ptr + row_offset(row, y_row_stride, ROW_ALIGNMENT)
         for start in tl.static_range(0, SLICE, BLOCK):
+            s = widened(x_rows[0][start // BLOCK], x_ptr.dtype.element_ty)
+            y = s * rstd
+            if weight_ptr is not None:
+                y *= widened_here(weight_slice[start // BLOCK], weight_ptr.dtype.element_ty, PTX) + weight_offset
             cols = first_col + start + tl.arange(0, BLOCK)
-            store_chunk(y_row_ptr, cols, y_row[start // BLOCK], cols < N if N % SLICE != 0 else None)
-        x_row = next_x_row
-        next_x_row = later_x_row
+            store_chunk(y_row_ptr, cols, y, cols < N if N % SLICE != 0 else None)
+        x_rows = x_rows[1:]

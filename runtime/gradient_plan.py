@@ -234,7 +234,7 @@ class GradientPlan:
         }
         chunked = replace(tile, block=step.block(tile))
         constants = {
-            **rules.constants(chunked, self.n, row_alignment(*self._strides.values())),
+            **rules.constants(chunked, self.n, row_alignment(*self._strides.values()), (), self._target),
             **rule.constants(tile, self.n),
         }
         kernel = self._entry.load(step.part or tile)

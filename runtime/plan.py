@@ -112,7 +112,8 @@ class Plan:
         tile = rules.choose(self._mode, self._entry.choices(m, self._target.arch), self.n, self._target)
         rule, part, strides = rules.FORWARD[tile.pipeline], None, self._strides
         if rules.takes_window(self._mode, tile, strides, self._misaligned):
-            tile, part, strides = rules.window_tile(tile), Part.WINDOW, {"row_stride": strides["x_row_stride"]}
+            rule, part, strides = rules.WINDOW, Part.WINDOW, {"row_stride": strides["x_row_stride"]}
+            tile = rules.window_tile(self._mode, tile, self.n, few=size == 0)
         exchange = None if rule.exchange is None else rule.exchange(tile, self.n)
         types = {
             **self._types,
@@ -122,7 +123,7 @@ class Plan:
             "weight_offset": "fp32",
         }
         constants = {
-            **rules.constants(tile, self.n, row_alignment(*self._strides.values())),
+            **rules.constants(tile, self.n, row_alignment(*self._strides.values()), self._misaligned, self._target),
             **rule.constants(tile, self.n),
         }
         options = rules.compiler_options(rule.options, tile, self._target)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from .allocate import Empty
 from .codegen import model
-from .codegen.model import Mode, Part, Pipeline
+from .codegen.model import Mode, Norm, Part, Pipeline
 from .codegen.tiling import WARP, power_of_two
 from .direct import Grid
 from .errors import DeviceError
 from .table import Tile
 from .target import Target
+
+AnyTile = TypeVar("AnyTile", bound=model.Tile)
 
 # From a tile and N to a function from M to how many int64 a launch's programs exchange values through.
 Exchange = Callable[[Tile, int], Callable[[int], int]]
@@ -216,19 +218,61 @@ def takes_window(mode: Mode, tile: Tile, strides: Mapping[str, int], misaligned:
     )
 
 
-def window_tile(tile: Tile) -> Tile:
-    """The tile for rows that start anywhere, from the one for rows that do not.
+@dataclass(frozen=True)
+class _Window:
+    """How rows that start anywhere are cut, on an H200.
 
-    A thread takes two neighbouring elements: weights are read singly, and further apart they would take more
-    transactions (a prototype on an H200, N = 4099: 3.7 TB/s, against 2.6 with eight).
+    Attributes:
+        pairs: neighbouring pairs that a thread has of a chunk: 2 of LayerNorm's make N = 5137 spill.
+        registers: of a thread for each value: the row as fp32, half of the next one, and half of each operand.
     """
-    return replace(tile, block=2 * WARP * tile.warps)
+
+    pairs: int
+    registers: float
 
 
-def constants(tile: Tile, n: int, row_alignment: int) -> dict[str, int]:
-    """The compile-time constants that kernels may name: N, ROW_ALIGNMENT, VECTOR, and a tile's numbers in capitals."""
+_WINDOWS = {Norm.LAYER: _Window(1, 2.5), Norm.RMS: _Window(2, 2.0)}
+# A thread's registers for addresses and temporaries.
+_WINDOW_REGISTERS = 28
+# Rows of N = 4099 on 4 warps: 3.57 TB/s, on 8: 3.32.
+_WINDOW_WARPS = 4
+_MOST_WINDOW_PROGRAMS = 16
+
+
+def window_tile(mode: Mode, tile: AnyTile, n: int, few: bool) -> AnyTile:
+    """The tile for rows that start anywhere, from the one for rows that do not; a few rows keep its warps."""
+    window = _WINDOWS[mode.norm]
+    warps = tile.warps if few else min(tile.warps, _WINDOW_WARPS)
+    block = 2 * window.pairs * WARP * warps
+    values = -(-(n + _VECTOR - 1) // block) * 2 * window.pairs
+    needed = warps * WARP * (window.registers * values + _WINDOW_REGISTERS)
+    resident = min(max(1, int(_REGISTERS / needed)), _MOST_WINDOW_PROGRAMS)
+    return replace(tile, block=block, warps=warps, resident=resident)
+
+
+def _windows(tile: Tile, n: int, target: Target) -> Callable[[int], Grid]:
+    # Of a program that takes several rows all start as far from a vector, if programs are a multiple of VECTOR.
+    most = target.multiprocessors * tile.resident // _VECTOR * _VECTOR
+    return lambda m: (min(most, m), 1, 1)
+
+
+WINDOW = Forward(_windows)
+
+
+def constants(tile: Tile, n: int, row_alignment: int, misaligned: Collection[str], target: Target) -> dict[str, int]:
+    """The compile-time constants that kernels may name: a tile's numbers in capitals, and what `signature` tells.
+
+    Args:
+        tile: how the kernel runs.
+        n: the row length.
+        row_alignment: see `kernels.row_alignment`.
+        misaligned: pointers at no multiple of 16 bytes.
+        target: the GPU that the kernel is for.
+    """
     numbers = {f.name.upper(): getattr(tile, f.name) for f in fields(model.Tile) if f.name not in ("pipeline", "warps")}
-    return {"N": n, "ROW_ALIGNMENT": row_alignment, "VECTOR": _VECTOR, **numbers}
+    is_paired = n % 2 == 0 and row_alignment % 2 == 0 and not misaligned
+    ptx = target.compiles and target.is_nvidia
+    return {"N": n, "ROW_ALIGNMENT": row_alignment, "VECTOR": _VECTOR, "PAIRED": is_paired, "PTX": ptx, **numbers}
 
 
 def new_exchange(empty: Empty, count: int) -> torch.Tensor:

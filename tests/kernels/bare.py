@@ -14,7 +14,14 @@ from normforge.output import NormGradients
 EPS = 1e-5
 # RMSNorm's weight_offset.
 OFFSET = 0.5
-_ALIKE: dict[str, Any] = {"eps": EPS, "weight_offset": OFFSET, "ROW_ALIGNMENT": 1}
+_ALIKE: dict[str, Any] = {
+    "eps": EPS,
+    "weight_offset": OFFSET,
+    "ROW_ALIGNMENT": 1,
+    "AHEAD": 1,
+    "PAIRED": False,
+    "PTX": False,
+}
 
 
 def run(kernel: Any, grid: tuple[int, ...], values: dict[str, Any]) -> None:

@@ -45,6 +45,7 @@ _POINTERS = {
     DType.FP8_E4M3FN: "*fp8e4nv",
     DType.FP8_E5M2: "*fp8e5",
 }
+_OPERANDS = ("weight_ptr", "bias_ptr", "x_bias_ptr", "smooth_scale_ptr")
 _OTHERS = {"exchange_ptr": "*i64", "M": "i32", "eps": "fp32", "weight_offset": "fp32"}
 
 _REGISTERS = 65536
@@ -86,6 +87,7 @@ def compile_kernel(
     target: Target,
     part: Pipeline | Part | None = None,
     tile: Tile | None = None,
+    operands: DType = DType.FP32,
 ) -> Any:
     """Compile a kernel as a launch on that target would, with every pointer aligned, and rows that adjoin.
 
@@ -96,6 +98,7 @@ def compile_kernel(
         target: what to compile for.
         part: which kernel of the pipeline, if not the one that carries its name.
         tile: how it runs, if not as the instance does with many rows.
+        operands: the element type of weight, bias and what else is (N,).
 
     Returns:
         Triton's `CompiledKernel`, its texts and binary in `asm`.
@@ -111,11 +114,14 @@ def compile_kernel(
         "ROWS": tile.rows,
         "BLOCK": tile.block * tile.rows if part is Part.ROW_TERMS else tile.block,
         "HELD": tile.held,
+        "AHEAD": tile.ahead,
+        "PAIRED": n % 2 == 0,
+        "PTX": target.backend == "cuda",
         "VECTOR": LOAD_BYTES // instance.mode.dtype_in.itemsize,
     }
     rule = (rules.BACKWARD if instance.mode.is_backward else rules.FORWARD)[tile.pipeline]
     constants |= rule.constants(tile, n)
-    signature = {name: _type(name, instance, target, constants) for name in kernel.arg_names}
+    signature = {name: _type(name, instance, target, constants, operands) for name in kernel.arg_names}
     pointers = [index for index, kind in enumerate(signature.values()) if kind.startswith("*")]
     source = ASTSource(
         kernel,
@@ -133,7 +139,7 @@ def compile_kernel(
         )
 
 
-def _type(name: str, instance: Instance, target: Target, constants: dict[str, int]) -> str:
+def _type(name: str, instance: Instance, target: Target, constants: dict[str, int], operands: DType) -> str:
     mode = instance.mode
     if name in constants:
         return "constexpr"
@@ -145,5 +151,7 @@ def _type(name: str, instance: Instance, target: Target, constants: dict[str, in
         is_fp8 = mode.dtype_out.is_quantised and not mode.dtype_out.is_int
         by_instruction = target.converts_fp8 and mode.dtype_out in _POINTERS
         return "*u8" if is_fp8 and not by_instruction else _POINTERS[mode.dtype_out]
+    if name in _OPERANDS:
+        return _POINTERS[operands]
     own = {"x_ptr": mode.dtype_in, "dx_ptr": mode.dtype_in, "dy_ptr": DType.BF16, "y_scale_ptr": mode.scale_dtype}
     return _POINTERS[own.get(name, DType.FP32)]

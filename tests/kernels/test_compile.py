@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from normforge import rules
 from normforge.codegen import manifest
 from normforge.codegen.model import Direction, DType, FusedAdd, Instance, Mode, Norm, Part, Pipeline, Rounding, Tile
 
@@ -29,7 +30,7 @@ LENGTHS = {"n128": 100, "n2048": 1500, "n32768": 20000}
 
 # The pipeline that only measured tables take, with what an H200 prefers; its last slice is ragged.
 SPREAD_TILES = {
-    Direction.FORWARD: Tile(Pipeline.SPREAD, rows=1, block=4096, warps=16, held=4),
+    Direction.FORWARD: Tile(Pipeline.SPREAD, rows=1, block=512, warps=2, resident=4, held=8, ahead=3),
     Direction.BACKWARD: Tile(Pipeline.SPREAD, rows=4, block=1024, warps=4, resident=3),
 }
 SPREAD_LENGTH = 70000
@@ -161,19 +162,45 @@ def test_vectors_are_as_wide_as_the_row_stride_allows(
 
 
 @pytest.mark.parametrize("n", [1501, 4099])
-def test_rows_that_start_anywhere_move_by_whole_vectors(n: int, package: Path) -> None:
+@pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
+def test_rows_that_start_anywhere_move_by_pairs(norm: Norm, n: int, package: Path) -> None:
     """All of x and y but the two vectors at the ends, whose 16 lanes are one element of a thread."""
-    instance = _instance(LAYER_BF16, n)
-    tile = instance.tile
-    kernel = kernel_of(package, LAYER_BF16, Part.WINDOW)
-    ptx = compile_kernel(kernel, instance, n, SM_90, Part.WINDOW).asm["ptx"]
+    mode = Mode(norm, DType.BF16, DType.BF16)
+    instance = _instance(mode, n)
+    tile = rules.window_tile(mode, instance.tile, n, few=False)
+    # Operands of fp32 are moved by 32 bits as well.
+    ptx = compile_kernel(kernel_of(package, mode, Part.WINDOW), instance, n, SM_90, Part.WINDOW, tile).asm["ptx"]
     moves = {kind: [line for line in ptx.splitlines() if f"{kind}.global" in line] for kind in ("ld", "st")}
-    chunks = -(-(n + 7) // tile.block)
-    for lines in moves.values():
-        assert sum(".v4.b32" in line for line in lines) == chunks
-        assert sum(".b16" in line for line in lines) == 1
-    # What is left loads weight and bias, which start elsewhere within a vector.
-    assert len(moves["st"]) == chunks + 1
+    # A row's and the next one's.
+    assert sum(".b16" in line for line in moves["ld"]) == 2
+    assert sum(".b16" in line for line in moves["st"]) == 1
+    assert len(moves["st"]) == -(-(n + 7) // tile.block) + 1
+
+
+@pytest.mark.parametrize("n", [1501, 4099, 5137])
+@pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
+def test_rows_that_start_anywhere_keep_weight_and_bias(norm: Norm, n: int, package: Path) -> None:
+    """As pairs, without a spill."""
+    mode = Mode(norm, DType.BF16, DType.BF16)
+    instance = _instance(mode, n)
+    tile = rules.window_tile(mode, instance.tile, n, few=False)
+    kernel = kernel_of(package, mode, Part.WINDOW)
+    taken = usage(compile_kernel(kernel, instance, n, SM_90, Part.WINDOW, tile, DType.BF16))
+    assert taken.registers <= register_cap(tile)
+    assert (taken.local, taken.stack) == (0, 0)
+
+
+@pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
+@pytest.mark.parametrize("n", [65536, 131072, 262144])
+def test_a_team_keeps_its_slices_of_weight_and_bias(n: int, norm: Norm, package: Path) -> None:
+    """As pairs, three rows on their way: what sm_90 takes, without a spill."""
+    mode = Mode(norm, DType.BF16, DType.BF16)
+    tile = SPREAD_TILES[Direction.FORWARD]
+    kernel = kernel_of(package, mode, Pipeline.SPREAD)
+    compiled = compile_kernel(kernel, _instance(mode, n), n, SM_90, Pipeline.SPREAD, tile, DType.BF16)
+    taken = usage(compiled)
+    assert taken.registers <= register_cap(tile)
+    assert (taken.local, taken.stack) == (0, 0)
 
 
 # Bytes that a thread may spill. A fused add has a third operand, for which a tile of four spread rows leaves no room:

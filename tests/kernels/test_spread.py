@@ -60,6 +60,8 @@ class Forward:
     m: int
     n: int
     teams: int
+    ahead: int = 1
+    paired: bool = False
     block: int = 64
     held: int = 2
 
@@ -68,9 +70,11 @@ class Forward:
         return -(-self.n // (self.block * self.held))
 
     def draw(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        x = (torch.randn(self.m, self.n + 3) * 2 + 5).to(TORCH_DTYPES[self.mode.dtype_in])[:, : self.n]
+        dtype = TORCH_DTYPES[self.mode.dtype_in]
+        x = (torch.randn(self.m, self.n + (4 if self.paired else 3)) * 2 + 5).to(dtype)[:, : self.n]
         names = ("weight", "bias") if self.mode.norm.centres else ("weight",)
-        return x, {name: torch.randn(self.n) for name in names}
+        # Operands in 16 bits are read in pairs as well.
+        return x, {name: torch.randn(self.n).to(dtype if self.paired else torch.float32) for name in names}
 
     def published(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What each program of each row should publish, in fp64."""
@@ -90,6 +94,7 @@ class Forward:
         values: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in given.items()}
         values |= {"x_row_stride": x.stride(0), "y_row_stride": self.n, "M": self.m}
         values |= {"N": self.n, "BLOCK": self.block, "HELD": self.held, "PEERS": power_of_two(self.slices)}
+        values |= {"AHEAD": self.ahead, "PAIRED": self.paired}
         run(kernel_of(package, self.mode, Pipeline.SPREAD), (self.slices, self.teams), values)
         return outputs(self.mode, y, statistics)
 
@@ -102,10 +107,12 @@ FORWARD_MODES = [
 
 
 @pytest.mark.parametrize("mode", FORWARD_MODES, ids=lambda mode: mode.name)
-@pytest.mark.parametrize(("m", "teams"), [(1, 1), (7, 3), (5, 5)])
-@pytest.mark.parametrize("n", [1, 100, 128])
-def test_a_program_alone_in_its_team(n: int, m: int, teams: int, mode: Mode, package: Path) -> None:
-    problem = Forward(mode, m, n, teams)
+@pytest.mark.parametrize(("m", "teams", "ahead"), [(1, 1, 1), (7, 3, 2), (5, 5, 3), (9, 2, 3)])
+@pytest.mark.parametrize(("n", "paired"), [(1, False), (100, True), (100, False), (128, True)])
+def test_a_program_alone_in_its_team(
+    n: int, paired: bool, m: int, teams: int, ahead: int, mode: Mode, package: Path
+) -> None:
+    problem = Forward(mode, m, n, teams, ahead, paired)
     x, vectors = problem.draw()
     exchange = torch.full((m, 1), EMPTY)
     check_forward(problem.run(package, x, exchange, vectors), mode, x, vectors)
@@ -113,10 +120,15 @@ def test_a_program_alone_in_its_team(n: int, m: int, teams: int, mode: Mode, pac
 
 
 @pytest.mark.parametrize("mode", FORWARD_MODES, ids=lambda mode: mode.name)
-@pytest.mark.parametrize(("n", "m", "teams"), [(129, 4, 3), (300, 7, 2), (512, 3, 1), (1000, 5, 4)])
-def test_a_team_publishes_what_its_rows_need(n: int, m: int, teams: int, mode: Mode, package: Path) -> None:
+@pytest.mark.parametrize(
+    ("n", "m", "teams", "ahead", "paired"),
+    [(129, 4, 3, 1, False), (300, 7, 2, 2, True), (512, 3, 1, 3, True), (1000, 5, 4, 4, False)],
+)
+def test_a_team_publishes_what_its_rows_need(
+    n: int, m: int, teams: int, ahead: int, paired: bool, mode: Mode, package: Path
+) -> None:
     """Ragged last slices of 1, 44 and 104 columns, and a row of whole ones."""
-    problem = Forward(mode, m, n, teams)
+    problem = Forward(mode, m, n, teams, ahead, paired)
     x, vectors = problem.draw()
     expected = problem.published(x)
     exchange = packed(*(value * A_LITTLE_OFF for value in expected))
@@ -277,7 +289,7 @@ def _moments_of_slice(
     x_ptr: Any, mean_ptr: Any, variance_ptr: Any, N: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
     first_col = tl.program_id(0) * SLICE
-    chunks = load_slice(x_ptr, first_col, N, SLICE, BLOCK)
+    chunks = load_slice(x_ptr, first_col, N, SLICE, BLOCK, False)
     mean, variance = slice_moments(chunks, load_head(x_ptr, first_col, N), first_col, N, SLICE, BLOCK)
     tl.store(mean_ptr + tl.program_id(0), mean)
     tl.store(variance_ptr + tl.program_id(0), variance)

@@ -16,8 +16,8 @@ from .bare import EPS, check_forward, outputs, run
 from .rendering import kernel_of
 
 VECTOR = 8
-# Enough rows for each distance from a vector's start.
-ROWS = VECTOR + 1
+# Enough rows for each distance from a vector's start, and, on VECTOR programs, for one that takes three.
+ROWS = 2 * VECTOR + 1
 UNTOUCHED = 77.0
 
 # (N, row stride, BLOCK): rows of many chunks and of one, that adjoin and that do not, shorter than a vector, and of
@@ -40,7 +40,12 @@ def rows_in(memory: torch.Tensor, first: int, n: int, stride: int) -> torch.Tens
 
 
 def run_window(
-    package: Path, mode: Mode, shape: tuple[int, int, int], guard: int, vectors: dict[str, torch.Tensor]
+    package: Path,
+    mode: Mode,
+    shape: tuple[int, int, int],
+    guard: int,
+    vectors: dict[str, torch.Tensor],
+    programs: int = ROWS,
 ) -> None:
     n, stride, block = shape
     dtype = TORCH_DTYPES[mode.dtype_in]
@@ -51,23 +56,34 @@ def run_window(
     x.copy_(torch.randn(ROWS, n) * 3 + 1)
     statistics = {name: torch.full((ROWS,), float("nan")) for name in ("mean", "rstd")}
     values: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in (vectors | statistics).items()}
-    values |= {"x_ptr": x, "y_ptr": y, "row_stride": stride, "N": n, "BLOCK": block, "VECTOR": VECTOR}
-    run(kernel_of(package, mode, Part.WINDOW), (ROWS,), values)
+    values |= {"x_ptr": x, "y_ptr": y, "row_stride": stride, "M": ROWS, "N": n, "BLOCK": block, "VECTOR": VECTOR}
+    run(kernel_of(package, mode, Part.WINDOW), (programs,), values)
     check_forward(outputs(mode, y, statistics), mode, x, vectors)
     beside = torch.ones(elements, dtype=torch.bool)
     rows_in(beside, guard, n, stride).fill_(False)
     assert bool((y_memory[beside] == UNTOUCHED).all())
 
 
-@pytest.mark.parametrize("save_mv", [False, True], ids=["", "mv"])
+@pytest.mark.parametrize(
+    ("save_mv", "programs", "vector_dtype"),
+    [(False, ROWS, torch.float32), (True, VECTOR, torch.bfloat16), (False, VECTOR, torch.float16)],
+    ids=["", "mv", "fp16_vectors"],
+)
 @pytest.mark.parametrize("dtype", [DType.FP16, DType.BF16], ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 def test_rows_are_right_and_what_is_beside_them_stays(
-    shape: tuple[int, int, int], norm: Norm, dtype: DType, save_mv: bool, package: Path
+    shape: tuple[int, int, int],
+    norm: Norm,
+    dtype: DType,
+    save_mv: bool,
+    programs: int,
+    vector_dtype: torch.dtype,
+    package: Path,
 ) -> None:
-    vectors = {"weight": torch.randn(shape[0])} | ({"bias": torch.randn(shape[0])} if norm.centres else {})
-    run_window(package, Mode(norm, dtype, dtype, save_mv=save_mv), shape, 2 * VECTOR, vectors)
+    names = ("weight", "bias") if norm.centres else ("weight",)
+    vectors = {name: torch.randn(shape[0]).to(vector_dtype) for name in names}
+    run_window(package, Mode(norm, dtype, dtype, save_mv=save_mv), shape, 2 * VECTOR, vectors, programs)
 
 
 @pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
@@ -82,6 +98,6 @@ def test_another_output_type_is_written_by_the_same_vectors(package: Path) -> No
     assert mode.has_window
     n = 37
     x, y = torch.randn(ROWS, n).bfloat16(), torch.empty(ROWS, n)
-    values = {"x_ptr": x, "y_ptr": y, "row_stride": n, "N": n, "BLOCK": 16, "VECTOR": VECTOR}
+    values = {"x_ptr": x, "y_ptr": y, "row_stride": n, "M": ROWS, "N": n, "BLOCK": 16, "VECTOR": VECTOR}
     run(kernel_of(package, mode, Part.WINDOW), (ROWS,), values)
     torch.testing.assert_close(y.double(), reference.layernorm2d_fwd(x, eps=EPS).z, atol=2e-5, rtol=1e-5)

@@ -150,10 +150,11 @@ def test_the_current_stream_is_the_one_that_is_used() -> None:
 
 
 @each_norm
-@pytest.mark.parametrize("n", [512, 4096, 20000])
-def test_a_graph_replays_forward_and_backward(norm: str, n: int) -> None:
+@pytest.mark.parametrize(("m", "n"), [(300, 512), (300, 4096), (300, 20000), (600, 140000)])
+def test_a_graph_replays_forward_and_backward(norm: str, m: int, n: int) -> None:
+    """Rows of 140000 are spread over programs that wait for one another, in both directions."""
     functions: dict[str, Callable[..., torch.Tensor]] = {"layer": normforge.layer_norm, "rms": normforge.rms_norm}
-    x = torch.randn(300, n, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(m, n, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(n, device="cuda", requires_grad=True)
     dy = torch.randn_like(x)
 
