@@ -124,9 +124,17 @@ def centre(chunk, pivot, mask):
 
 @triton.jit
 def row_means(a, b, N: tl.constexpr, AXIS: tl.constexpr):
-    """The sums of two tensors along a row, each over N, in one reduction."""
-    sums = tl.sum(tl.join(a, b), axis=AXIS, keep_dims=AXIS == 1) / N
-    return tl.split(sums)
+    """The sums of two tensors along a row, each over N, in one reduction.
+
+    Hardware adds by halves. NumPy, behind the interpreter, does so for one tensor, and adds two side by side from first
+    to last: of 10547 values, with an error of 1e-5.
+    """
+    if INTERPRETED:
+        first = tl.sum(a, axis=AXIS, keep_dims=AXIS == 1) / N
+        second = tl.sum(b, axis=AXIS, keep_dims=AXIS == 1) / N
+    else:
+        first, second = tl.split(tl.sum(tl.join(a, b), axis=AXIS, keep_dims=AXIS == 1) / N)
+    return first, second
 
 
 @triton.jit

@@ -252,7 +252,7 @@ def window_tile(mode: Mode, tile: AnyTile, n: int, few: bool) -> AnyTile:
 
 def _windows(tile: Tile, n: int, target: Target) -> Callable[[int], Grid]:
     # Of a program that takes several rows all start as far from a vector, if programs are a multiple of VECTOR.
-    most = target.multiprocessors * tile.resident // _VECTOR * _VECTOR
+    most = max(_VECTOR, target.multiprocessors * tile.resident // _VECTOR * _VECTOR)
     return lambda m: (min(most, m), 1, 1)
 
 
