@@ -78,7 +78,7 @@ RULES = (
     Rule(_FORWARD, False, _ONE_PASS, 512, 32768, (8, 64), (1, 2, 4, 8, 16, 32), loads=_LOADS),
     Rule(_FORWARD, False, _TWO_PASS, 8192, 32768, (4, 32), (8, 16, 32), loads=(16, 32, 64), resident=(1, 2)),
     Rule(_FORWARD, False, _TWO_PASS, 32769, None, (8, 32), (16, 32), loads=(16, 32), resident=(1, 2)),
-    Rule(_FORWARD, False, _TWO_PASS, 32768, None, (8, 48), (32,), loads=(16, 32), held=(1, 2, 3)),
+    Rule(_FORWARD, False, _TWO_PASS, 32768, None, (8, 48), (32,), loads=(16, 32), held=(1, 2, 3, 5)),
     # Of the row at hand, the next, weight and bias. Warps are few: each spends as much on a row's sums as on 30 values.
     Rule(_FORWARD, False, _SPREAD, 32769, None, (32, 64), (2,), (1,), (16,), (4, 6), (4, 8), (3, 4), copies=4),
     Rule(_FORWARD, False, _SPREAD, 32769, None, (32, 64), (4,), (1,), (16,), (2, 3), (4, 8), (3, 4), copies=4),
