@@ -71,7 +71,7 @@ def _cold(calls: Sequence[Call], budget_ms: float) -> list[float]:
 
 
 def _graph(calls: Sequence[Call], budget_ms: float) -> list[float]:
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call] # as torch ships it
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch declares no types for it
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:

@@ -129,7 +129,7 @@ def _read_tile(section: Section, kind: TileClass, arch: str, bucket: Bucket, nod
     for name, field in _FIELDS.items():
         if name not in values and field.default is MISSING:
             raise section.error(node, f"the tile has no {name}; a tile is {{{', '.join(_FIELDS)}}}")
-    tile = Tile(**values)  # type: ignore[arg-type]  # each field is read as what it is
+    tile = Tile(**values)  # type: ignore[arg-type]  # one mapping of ints and a Pipeline, by name
     problem = why_not(kind, bucket, tile, arch)
     if problem is not None:
         raise section.error(node, problem)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from .primitives import (
+    HEAD,
     UNSPECIALISED,
     centre,
     group_deviations,
@@ -91,10 +92,10 @@ def ln_fwd_bf16_add_one_pass(
     # A row of two chunks is one of few rows: its first values make a pivot without a reduction over all of it.
     HAS_HEAD: tl.constexpr = N <= 2 * BLOCK
     if HAS_HEAD:
-        cols = tl.arange(0, 8)
+        cols = tl.arange(0, HEAD)
         s = load_chunk(x_ptr, cols, cols < N)
         s += load_chunk(residual_ptr, cols, cols < N)
-        head_mean = tl.sum(s) / min(N, 8)
+        head_mean = tl.sum(s) / min(N, HEAD)
 
     # Load the row; every chunk of it stays in registers.
     chunks = ()

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from .primitives import (
     GROUP,
+    HEAD,
     UNSPECIALISED,
     centre,
     group_deviations,
@@ -116,10 +117,10 @@ def ln_fwd_fp16_int8_addst_sdq_one_pass(
     # A row of two chunks is one of few rows: its first values make a pivot without a reduction over all of it.
     HAS_HEAD: tl.constexpr = N <= 2 * BLOCK
     if HAS_HEAD:
-        cols = tl.arange(0, 8)
+        cols = tl.arange(0, HEAD)
         s = load_chunk(x_ptr, cols, cols < N)
         s += load_chunk(residual_ptr, cols, cols < N)
-        head_mean = tl.sum(s) / min(N, 8)
+        head_mean = tl.sum(s) / min(N, HEAD)
 
     # Load the row; every chunk of it stays in registers.
     chunks = ()

@@ -34,6 +34,9 @@ WIDEN_FP16 = tl.constexpr(
     "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
 )
 
+# Values whose mean is the pivot of a row or a slice that is read once.
+HEAD = tl.constexpr(8)
+
 # Values that a thread loads at once: they share a pivot, so that it keeps one sum of each kind and not eight.
 GROUP = tl.constexpr(8)
 
@@ -447,18 +450,18 @@ def load_slice(ptr, first_col, N: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def load_head(ptr, first_col, N: tl.constexpr):
-    """Start loading the first eight of one program's columns."""
-    cols = first_col + tl.arange(0, 8)
+    """Start loading the first HEAD of one program's columns."""
+    cols = first_col + tl.arange(0, HEAD)
     return tl.load(ptr + cols, mask=cols < N, other=0.0)
 
 
 @triton.jit
 def slice_moments(chunks, head, first_col, N: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr):
-    """Mean and variance of one program's columns in one reduction, around the mean of the first eight, their `head`.
+    """Mean and variance of one program's columns in one reduction, around the mean of the first, their `head`.
 
     A pivot that is a mean of K values adds at most SLICE / K roundings to the variance, whatever the others are.
     """
-    pivot = tl.sum(head.to(tl.float32)) / tl.minimum(N - first_col, 8)
+    pivot = tl.sum(head.to(tl.float32)) / tl.minimum(N - first_col, HEAD)
     deviations = tl.zeros((BLOCK,), tl.float32)
     squares = tl.zeros((BLOCK,), tl.float32)
     for start in tl.static_range(0, SLICE, BLOCK):

@@ -102,9 +102,9 @@ def normalise(
     if not (torch.is_grad_enabled() and _any_requires_gradient(*rows)):
         y, total = _launch(told, False, *rows)[:2]
     elif residual is None:
-        y = _Normalise.apply(told, *rows[:3])  # type: ignore[no-untyped-call] # torch declares no types for it
+        y = _Normalise.apply(told, *rows[:3])  # type: ignore[no-untyped-call]  # torch declares no types for it
     else:
-        y, total = _AddNormalise.apply(told, *rows)  # type: ignore[no-untyped-call] # likewise
+        y, total = _AddNormalise.apply(told, *rows)  # type: ignore[no-untyped-call]  # likewise
     return _unflattened(y, shape), None if total is None else _unflattened(total, shape)
 
 

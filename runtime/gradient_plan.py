@@ -164,6 +164,7 @@ class GradientPlan:
         given = (call.dy, x, call.x_bias, weight)
         dtypes = [None if tensor is None else tensor.dtype for tensor in given]
         dtypes += [centred, torch.float32, None if call.dresidual_out is None else call.dresidual_out.dtype]
+        self._misaligned = misaligned
         self._inputs = {
             name: None if dtype is None else pointer_type(dtype, aligned=name not in misaligned)
             for name, dtype in zip(INPUTS, dtypes, strict=True)
@@ -234,7 +235,7 @@ class GradientPlan:
         }
         chunked = replace(tile, block=step.block(tile))
         constants = {
-            **rules.constants(chunked, self.n, row_alignment(*self._strides.values()), (), self._target),
+            **rules.constants(chunked, self.n, row_alignment(*self._strides.values()), self._misaligned, self._target),
             **rule.constants(tile, self.n),
         }
         kernel = self._entry.load(step.part or tile)

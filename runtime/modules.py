@@ -70,7 +70,7 @@ class AddLayerNorm(torch.nn.LayerNorm):
     """A residual add and LayerNorm in one kernel: `add_layer_norm` with `torch.nn.LayerNorm`'s parameters."""
 
     # It is a torch.nn.LayerNorm so that what goes by that type (initialisation, weight decay) finds it.
-    def forward(  # type: ignore[override]
+    def forward(  # type: ignore[override]  # a residual comes in, and its sum goes out
         self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm of x + residual, in x's dtype, and that sum, in residual's; both of x's shape."""
@@ -80,8 +80,8 @@ class AddLayerNorm(torch.nn.LayerNorm):
 class AddRMSNorm(torch.nn.RMSNorm):
     """A residual add and RMSNorm in one kernel: `add_rms_norm` with `torch.nn.RMSNorm`'s parameters."""
 
-    # It is a torch.nn.RMSNorm for the same reason, though its forward takes and returns one tensor more.
-    def forward(  # type: ignore[override]
+    # It is a torch.nn.RMSNorm for the same reason.
+    def forward(  # type: ignore[override]  # a residual comes in, and its sum goes out
         self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm of x + residual, in x's dtype, and that sum, in residual's; both of x's shape."""

@@ -53,8 +53,7 @@ _BACKWARD = {
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 _NAMESPACE = "normforge"
-# torch declares no types for it, or its methods.
-_library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+_library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call]  # torch declares no types for it
 
 
 PerRow = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
