@@ -1,7 +1,8 @@
 """Eager calls of normforge and of torch as functions to time, and the parts of three of normforge's, each by itself.
 
 A part is what a call that is known from before comes to, done again with the same operands. Keys, allocations and
-launches are those of a real call; what reads operands is the code of `normforge.forward` and `gradients`, in short.
+launches are those of a real call; what reads operands is the code of `normforge.forward` and `gradients`, in short. Two
+calls are also taken apart in place: see `in_place`.
 """
 
 from __future__ import annotations
@@ -18,15 +19,19 @@ from normforge import api, autograd, forward, functional
 from normforge.operands import layout_of, rows_of, vector_of
 from normforge.output import LayerNormOutput, NormGradients
 
+from .in_place import LAUNCH, quantised_in_place, recorded_in_place
 from .inputs import Inputs
-from .take_apart import Taken, take_apart, without
+from .take_apart import Taken, nothing, take_apart, without
 from .timing import Call
 
 # The groups, and which whole call the parts of each are held against.
 WHOLE, QUANTISED, RECORDED, BACKWARD = "whole calls", "add + smooth int8", "recorded", "backward"
+QUANTISED_IN_PLACE, RECORDED_IN_PLACE = f"{QUANTISED}, in place", f"{RECORDED}, in place"
 WHOLE_OF = {
     QUANTISED: "layernorm2d_fwd, residual added, smooth int8",
+    QUANTISED_IN_PLACE: "layernorm2d_fwd, residual added, smooth int8",
     RECORDED: "layer_norm, recorded",
+    RECORDED_IN_PLACE: "layer_norm, recorded",
     BACKWARD: "layer_norm, backward alone",
 }
 
@@ -55,10 +60,6 @@ class Part(NamedTuple):
     less: str | None = None
 
 
-def nothing(*_: Any, **__: Any) -> None:
-    """What a call of a function takes: part of every figure until it is taken off."""
-
-
 def make_parts(inputs: Inputs, interpreted: bool) -> list[Part]:
     """Everything to time; no launches where kernels are interpreted.
 
@@ -70,12 +71,31 @@ def make_parts(inputs: Inputs, interpreted: bool) -> list[Part]:
         UsageError: normforge's calls do not come to what is taken apart here.
     """
     calls = _whole_calls(inputs)
+    quantised, recorded, backward = (
+        take_apart(calls[WHOLE_OF[group]], inputs.cell.m, interpreted) for group in (QUANTISED, RECORDED, BACKWARD)
+    )
+    x, weight, bias, _, _ = _operands(inputs)
+    leaves, shape, given = inputs.leaves(), (inputs.cell.n,), _quantised_arguments(inputs)
+    quantised_with = quantised_in_place(quantised, lambda function: lambda: function(x, weight, bias, **given))
+    recorded_with = recorded_in_place(
+        recorded, lambda function: lambda: function(leaves[0], shape, leaves[1], leaves[2], inputs.eps)
+    )
+    for group, shorter in ((QUANTISED_IN_PLACE, quantised_with), (RECORDED_IN_PLACE, recorded_with)):
+        if not interpreted:
+            shorter[LAUNCH] = calls[WHOLE_OF[group]]
     return [
         *(Part(WHOLE, name, call) for name, call in calls.items()),
-        *_quantised_parts(inputs, take_apart(calls[WHOLE_OF[QUANTISED]], inputs.cell.m, interpreted)),
-        *_recorded_parts(inputs, take_apart(calls[WHOLE_OF[RECORDED]], inputs.cell.m, interpreted)),
-        *_backward_parts(inputs, take_apart(calls[WHOLE_OF[BACKWARD]], inputs.cell.m, interpreted)),
+        *_quantised_parts(inputs, quantised),
+        *_differences(QUANTISED_IN_PLACE, quantised_with),
+        *_recorded_parts(inputs, recorded),
+        *_differences(RECORDED_IN_PLACE, recorded_with),
+        *_backward_parts(inputs, backward),
     ]
+
+
+def _differences(group: str, calls: dict[str, Call]) -> list[Part]:
+    """Calls that each do one thing more than the one before."""
+    return [Part(group, name, call, less) for (name, call), less in zip(calls.items(), (None, *calls), strict=False)]
 
 
 def _whole_calls(inputs: Inputs) -> dict[str, Call]:

@@ -18,7 +18,7 @@ from tabulate import tabulate
 from normforge.errors import DeviceError
 from normforge.machine import find_machine
 
-from .call_parts import WHOLE, WHOLE_OF, Part, make_parts, nothing
+from .call_parts import WHOLE, WHOLE_OF, Part, make_parts
 from .cells import Cell, Norm, Task
 from .cli import RESULTS
 from .environment import describe, folder_name
@@ -26,6 +26,7 @@ from .errors import UsageError
 from .inputs import make_inputs
 from .progress import progress_over
 from .results import write
+from .take_apart import nothing
 from .timing import Call, summarise
 
 SUITE = "parts"

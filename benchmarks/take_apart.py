@@ -15,10 +15,16 @@ from .errors import UsageError
 from .timing import Call
 
 
+def nothing(*_: Any, **__: Any) -> None:
+    """What a call of a function takes: part of every figure until it is taken off."""
+
+
 class Taken(NamedTuple):
     """What one known call took.
 
     Attributes:
+        plan: its plan.
+        m: its rows.
         key: what its plan was found by.
         choose: finds the kernels of the plan, and their grids.
         empty: the plan's allocator.
@@ -27,6 +33,8 @@ class Taken(NamedTuple):
         kept: the tensors that were allocated: launches write to them again.
     """
 
+    plan: Any
+    m: int
     key: Any
     choose: Call
     empty: Callable[..., torch.Tensor]
@@ -78,7 +86,7 @@ def take_apart(call: Call, m: int, interpreted: bool) -> Taken:
     ((key, plan),) = dispatch.plans.items()
     is_forward = isinstance(plan, Plan)
     choose = (lambda: plan.prepared(m).grid(m)) if is_forward else (lambda: plan.layout(m))
-    taken = Taken(key, choose, plan.empty, [], [], [])
+    taken = Taken(plan, m, key, choose, plan.empty, [], [], [])
 
     def allocate(*asked: Any) -> torch.Tensor:
         taken.allocations.append(asked)

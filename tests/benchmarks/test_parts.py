@@ -13,10 +13,20 @@ import torch
 
 import normforge
 from benchmarks import cli, parts
-from benchmarks.call_parts import BACKWARD, QUANTISED, RECORDED, WHOLE, WHOLE_OF, Part, nothing
+from benchmarks.call_parts import (
+    BACKWARD,
+    QUANTISED,
+    QUANTISED_IN_PLACE,
+    RECORDED,
+    RECORDED_IN_PLACE,
+    WHOLE,
+    WHOLE_OF,
+    Part,
+)
 from benchmarks.errors import UsageError
+from benchmarks.in_place import ALLOCATIONS, APPLY, PYTHON, SAVING, quantised_in_place, recorded_in_place
 from benchmarks.parts import NOTHING, SUM, THE_WHOLE, measure, summarised
-from benchmarks.take_apart import take_apart, without
+from benchmarks.take_apart import nothing, take_apart, without
 from normforge import api, dispatch
 from normforge.plan import Plan, Prepared
 
@@ -41,7 +51,8 @@ def test_the_command_measures_all_but_launches_in_the_interpreter(
     header, records = _read(tmp_path)
     assert header[0] == "# device: Triton's CPU interpreter"
     assert {"# revision: a test", f"# shape: {M}×{N}"} <= set(header)
-    assert list(dict.fromkeys(record["group"] for record in records)) == [WHOLE, QUANTISED, RECORDED, BACKWARD]
+    groups = [WHOLE, QUANTISED, QUANTISED_IN_PLACE, RECORDED, RECORDED_IN_PLACE, BACKWARD]
+    assert list(dict.fromkeys(record["group"] for record in records)) == groups
     assert {record["passes"] for record in records} == {"2"}
     assert not [record for record in records if "launch" in record["part"]]
     figures = {(record["group"], record["part"]): record["us"] for record in records}
@@ -67,6 +78,10 @@ def test_a_card_launches_and_the_parts_add_up(tmp_path: Path) -> None:
         assert figures[group, launches] > 1
         # Parts are done again with everything in the CPU's caches, so their sum is less, though not by much.
         assert 0.4 < figures[group, SUM] / figures[group, THE_WHOLE] < 1.2
+    for group in (QUANTISED_IN_PLACE, RECORDED_IN_PLACE):
+        assert figures[group, "launch"] > 1
+        # What is left besides is that the whole call is timed twice.
+        assert figures[group, SUM] == pytest.approx(figures[group, THE_WHOLE], rel=0.1)
 
 
 def test_every_part_has_its_round_in_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +169,33 @@ def test_the_backward_launches_write_the_same_gradients_again() -> None:
     expected = torch.autograd.grad(torch.nn.functional.layer_norm(x, (N,), weight, bias), leaves, dy)
     for found, gradient in zip(taken.kept, expected, strict=False):
         torch.testing.assert_close(found, gradient)
+
+
+def test_a_call_in_place_lacks_what_it_is_to_lack() -> None:
+    x, weight, bias, residual = _tensors()
+    given: dict[str, Any] = {"residual": residual, "fadd": "pre_add_store"}
+    taken = take_apart(lambda: normforge.layernorm2d_fwd(x, weight, bias, **given), M, interpreted=True)
+    known = len(dispatch.plans)
+    calls = quantised_in_place(taken, lambda function: lambda: function(x, weight, bias, **given))
+    assert list(calls) == [PYTHON, ALLOCATIONS]
+    # The very tensors of the first call, and then others, which nothing writes to.
+    assert [output is kept for output, kept in zip(calls[PYTHON]()[:2], taken.kept, strict=True)] == [True, True]
+    poisoned = [output.fill_(77) for output in calls[ALLOCATIONS]()[:2]]
+    assert not {output.data_ptr() for output in poisoned} & {kept.data_ptr() for kept in taken.kept}
+    assert len(dispatch.plans) == known
+
+
+def test_a_recorded_call_in_place_lacks_what_it_is_to_lack() -> None:
+    x, weight, bias, _ = _tensors()
+    leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]
+    taken = take_apart(lambda: normforge.layer_norm(leaves[0], (N,), leaves[1], leaves[2]), M, interpreted=True)
+    calls = recorded_in_place(taken, lambda function: lambda: function(leaves[0], (N,), leaves[1], leaves[2]))
+    outputs = {name: call() for name, call in calls.items()}
+    assert list(outputs) == [PYTHON, APPLY, SAVING, ALLOCATIONS]
+    # All but the last are the first call's memory; what is recorded keeps tensors only where it is to.
+    assert [y.data_ptr() == taken.kept[0].data_ptr() for y in outputs.values()] == [True, True, True, False]
+    fresh = {name: calls[name]().grad_fn for name in (APPLY, SAVING, ALLOCATIONS)}
+    assert [len(kept.saved_tensors) for kept in fresh.values() if kept is not None] == [0, 3, 3]
 
 
 @pytest.mark.parametrize("calls", [0, 2])

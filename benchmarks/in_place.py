@@ -1,0 +1,87 @@
+"""What each thing that a call does takes where it stands: the call with it, less the same call without it.
+
+Parts that are done again by themselves find all they need in the CPU's caches, and add up to less than their call.
+These add up to it, since each is the difference to the next shorter call: launches are left out, then allocations, and
+of a recorded call what is saved and torch's apply. What is left then is normforge's own Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from normforge import api, autograd, forward, functional
+
+from .take_apart import Taken, nothing, without
+from .timing import Call
+
+PYTHON, APPLY, SAVING = "normforge's Python", "torch's apply", "what is kept for the backward pass"
+ALLOCATIONS, LAUNCH = "allocations", "launch"
+
+
+def quantised_in_place(taken: Taken, call: Callable[[Callable[..., Any]], Call]) -> dict[str, Call]:
+    """Calls of `layernorm2d_fwd`, each with one thing more; the last lacks only launches.
+
+    Args:
+        taken: what the whole call takes.
+        call: makes the call of a function with `layernorm2d_fwd`'s signature.
+    """
+
+    def made(allocates: bool) -> Call:
+        fused = without(forward.forward_fused, dispatch=_known(taken, allocates))
+        return call(without(api.layernorm2d_fwd, forward_fused=fused))
+
+    return {PYTHON: made(False), ALLOCATIONS: made(True)}
+
+
+def recorded_in_place(taken: Taken, call: Callable[[Callable[..., Any]], Call]) -> dict[str, Call]:
+    """The same of `layer_norm` where a gradient is due."""
+
+    def made(apply: Callable[..., Any]) -> Call:
+        known = SimpleNamespace(normalise_known=without(autograd.normalise_known, _apply=apply))
+        return call(without(functional.layer_norm, autograd=known))
+
+    def launch(allocates: bool) -> Callable[..., Any]:
+        return without(
+            autograd._launch, forward_plain=without(forward.forward_plain, dispatch=_known(taken, allocates))
+        )
+
+    def keeping(allocates: bool) -> Callable[..., Any]:
+        return without(autograd._Normalise.forward, _launch=launch(allocates))
+
+    canned = launch(False)
+
+    def keeping_nothing(ctx: Any, told: Any, *tensors: Any) -> Any:
+        return canned(told, True, *tensors, None)[0]
+
+    return {
+        PYTHON: made(partial(keeping_nothing, None)),
+        APPLY: made(_apply_of(keeping_nothing)),
+        SAVING: made(_apply_of(keeping(False))),
+        ALLOCATIONS: made(_apply_of(keeping(True))),
+    }
+
+
+def _known(taken: Taken, allocates: bool) -> SimpleNamespace:
+    """The plans, of one that launches nothing, and returns the same memory again where it does not allocate."""
+    plan = SimpleNamespace(**vars(taken.plan))
+    ready = taken.plan.prepared(taken.m)
+    ready = ready._replace(launch=nothing, launch_plain=None if ready.launch_plain is None else nothing)
+    plan.prepared = lambda _: ready
+    if not allocates:
+        again = cycle(taken.kept).__next__
+        plan.empty = lambda *_: again()
+    return SimpleNamespace(plans={taken.key: plan})
+
+
+def _apply_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    methods = {"forward": staticmethod(function), "backward": staticmethod(nothing)}
+    alone = type("Alone", (torch.autograd.Function,), methods)
+    # As `normforge.autograd` calls its own.
+    apply: Callable[..., Any] = super(torch.autograd.Function, alone).apply  # type: ignore[misc]  # made by `type`
+    return apply
