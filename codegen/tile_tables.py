@@ -136,6 +136,10 @@ def _read_tile(section: Section, kind: TileClass, arch: str, bucket: Bucket, nod
     return tile
 
 
+# What may have several rows on their way.
+_AHEAD = ((Direction.FORWARD, Pipeline.SPREAD), (Direction.BACKWARD, Pipeline.ONE_PASS))
+
+
 def why_not(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> str | None:
     """Why no kernel can serve a bucket with a tile on an architecture, or None if one can."""
     if not tile.pipeline.runs_on(arch):
@@ -151,9 +155,11 @@ def why_not(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> str | Non
             f"resident is {tile.resident} programs of {tile.warps} warps; "
             f"a multiprocessor holds 1 to {MOST_RESIDENT_WARPS // tile.warps}"
         )
-    is_team = tile.pipeline is Pipeline.SPREAD and kind.direction is Direction.FORWARD
-    if tile.ahead < 1 or (tile.ahead > 1 and not is_team):
-        return f"ahead is {tile.ahead}; forward spread has 1 row or more on the way, and others 1; leave ahead out"
+    if tile.ahead < 1 or (tile.ahead > 1 and (kind.direction, tile.pipeline) not in _AHEAD):
+        return (
+            f"ahead is {tile.ahead}; forward spread and backward one_pass have 1 row or more on the way, and others 1; "
+            "leave ahead out"
+        )
     if tile.pipeline is Pipeline.SPREAD:
         return _why_not_spread(kind, tile)
     if tile.held and not _may_hold(kind, bucket, tile):

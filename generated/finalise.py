@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from .primitives import store_chunk
+from .primitives import store_chunk, wait_for_launch_ahead
 
 
 @triton.jit
@@ -32,8 +32,10 @@ def sum_partials(
     N: tl.constexpr,  # columns, exact
     ROWS: tl.constexpr,  # rows of partial sums at a time
     BLOCK: tl.constexpr,  # columns a program
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """Reduce every gradient of a backward pass in one launch: the second dimension of the grid says which."""
+    wait_for_launch_ahead(PDL)
     gradient = tl.program_id(1)
     if gradient == 0:
         add_up(dweight_partials_ptr, dweight_ptr, programs, N, ROWS, BLOCK)

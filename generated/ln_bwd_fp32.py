@@ -6,8 +6,10 @@ import triton.language as tl
 
 from .primitives import (
     UNSPECIALISED,
+    admit_launch_behind,
     load_chunk,
     load_row,
+    load_row_ahead,
     load_tile,
     load_vector,
     row_means,
@@ -15,6 +17,8 @@ from .primitives import (
     scale_and_shift,
     store_chunk,
     store_partial,
+    wait_for_launch_ahead,
+    widened,
     zero_row,
 )
 
@@ -37,8 +41,10 @@ def ln_bwd_fp32_rows(
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     ROWS: tl.constexpr,  # rows at a time
     BLOCK: tl.constexpr,  # columns a chunk
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """Tiles of several rows in turn."""
+    wait_for_launch_ahead(PDL)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     cols = tl.arange(0, BLOCK)[None, :]
@@ -82,6 +88,7 @@ def ln_bwd_fp32_rows(
         rstd = next_rstd
 
     # Add up the tile's rows.
+    admit_launch_behind(PDL)
     store_partial(dweight_ptr, program, cols, tl.sum(dweight, axis=0, keep_dims=True), N, col_mask)
     store_partial(dbias_ptr, program, cols, tl.sum(dbias, axis=0, keep_dims=True), N, col_mask)
 
@@ -103,23 +110,32 @@ def ln_bwd_fp32_one_pass(
     N: tl.constexpr,  # columns, exact
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
+    AHEAD: tl.constexpr,  # rows on their way to registers
+    PAIRED: tl.constexpr,  # whether 16-bit values may be read in pairs
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """Rows in turn, each held in registers."""
+    wait_for_launch_ahead(PDL)
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0)
     lanes = tl.arange(0, BLOCK)
     dweight = zero_row(N, BLOCK)
     dbias = zero_row(N, BLOCK)
 
-    # Take rows in turn; the next one is on its way before this one is reduced.
-    x_row = load_row(x_ptr + row_offset(program, x_row_stride, ROW_ALIGNMENT), N, BLOCK)
-    dy_row = load_row(dy_ptr + row_offset(program, dy_row_stride, ROW_ALIGNMENT), N, BLOCK)
+    # Take rows in turn; AHEAD more are on their way when one is reduced.
+    x_rows = ()
+    dy_rows = ()
+    for step in tl.static_range(AHEAD):
+        first_row = tl.minimum(program + step * programs, M - 1)
+        x_rows += (load_row_ahead(x_ptr + row_offset(first_row, x_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED),)
+        dy_rows += (load_row_ahead(dy_ptr + row_offset(first_row, dy_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED),)
     mean = tl.load(mean_ptr + program)
     rstd = tl.load(rstd_ptr + program)
     for row in range(program, M, programs):
+        later_row = tl.minimum(row + AHEAD * programs, M - 1)
+        x_rows += (load_row_ahead(x_ptr + row_offset(later_row, x_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED),)
+        dy_rows += (load_row_ahead(dy_ptr + row_offset(later_row, dy_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED),)
         next_row = tl.minimum(row + programs, M - 1)
-        next_x_row = load_row(x_ptr + row_offset(next_row, x_row_stride, ROW_ALIGNMENT), N, BLOCK)
-        next_dy_row = load_row(dy_ptr + row_offset(next_row, dy_row_stride, ROW_ALIGNMENT), N, BLOCK)
         next_mean = tl.load(mean_ptr + next_row)
         next_rstd = tl.load(rstd_ptr + next_row)
         weight_row = () if weight_ptr is None else load_row(weight_ptr, N, BLOCK)
@@ -130,8 +146,8 @@ def ln_bwd_fp32_one_pass(
         for start in tl.static_range(0, N, BLOCK):
             cols = start + lanes
             mask = cols < N if start + BLOCK > N else None
-            s = x_row[start // BLOCK].to(tl.float32)
-            dy = dy_row[start // BLOCK].to(tl.float32)
+            s = widened(x_rows[0][start // BLOCK], x_ptr.dtype.element_ty)
+            dy = widened(dy_rows[0][start // BLOCK], dy_ptr.dtype.element_ty)
             h = (s - mean) * rstd
             g = dy
             if weight_ptr is not None:
@@ -146,8 +162,8 @@ def ln_bwd_fp32_one_pass(
         for start in tl.static_range(0, N, BLOCK):
             cols = start + lanes
             mask = cols < N if start + BLOCK > N else None
-            s = x_row[start // BLOCK].to(tl.float32)
-            dy = dy_row[start // BLOCK].to(tl.float32)
+            s = widened(x_rows[0][start // BLOCK], x_ptr.dtype.element_ty)
+            dy = widened(dy_rows[0][start // BLOCK], dy_ptr.dtype.element_ty)
             h = (s - mean) * rstd
             g = dy
             if weight_ptr is not None:
@@ -159,12 +175,13 @@ def ln_bwd_fp32_one_pass(
             next_dbias += (dbias[start // BLOCK] + dy,)
         dweight = next_dweight
         dbias = next_dbias
-        x_row = next_x_row
-        dy_row = next_dy_row
+        x_rows = x_rows[1:]
+        dy_rows = dy_rows[1:]
         mean = next_mean
         rstd = next_rstd
 
     # Leave what the rows added up to.
+    admit_launch_behind(PDL)
     for start in tl.static_range(0, N, BLOCK):
         cols = start + lanes
         mask = cols < N if start + BLOCK > N else None
@@ -186,8 +203,10 @@ def ln_bwd_fp32_row_terms(
     N: tl.constexpr,  # columns, exact
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """The means along one row that its gradients need."""
+    wait_for_launch_ahead(PDL)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     mean = tl.load(mean_ptr + row)
@@ -206,6 +225,7 @@ def ln_bwd_fp32_row_terms(
         gh_sums += g * h
         g_sums += g
     gh_mean, g_mean = row_means(gh_sums, g_sums, N, 0)
+    admit_launch_behind(PDL)
     tl.store(gh_mean_ptr + row, gh_mean)
     tl.store(g_mean_ptr + row, g_mean)
 
@@ -230,8 +250,10 @@ def ln_bwd_fp32_two_pass(
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     ROWS: tl.constexpr,  # rows at a time
     BLOCK: tl.constexpr,  # columns a chunk
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """A block of columns, tiles of several rows in turn."""
+    wait_for_launch_ahead(PDL)
     program = tl.program_id(1)
     cols = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
     col_mask = cols < N if N % BLOCK != 0 else None
@@ -258,5 +280,6 @@ def ln_bwd_fp32_two_pass(
         dbias += dy
 
     # Add up the tile's rows.
+    admit_launch_behind(PDL)
     store_partial(dweight_ptr, program, cols, tl.sum(dweight, axis=0, keep_dims=True), N, col_mask)
     store_partial(dbias_ptr, program, cols, tl.sum(dbias, axis=0, keep_dims=True), N, col_mask)

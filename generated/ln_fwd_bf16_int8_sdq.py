@@ -28,6 +28,7 @@ from .primitives import (
     scale_and_shift_chunk,
     store_chunk,
     to_int8,
+    wait_for_launch_ahead,
 )
 
 
@@ -47,8 +48,10 @@ def ln_fwd_bf16_int8_sdq_rows(
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     ROWS: tl.constexpr,  # rows a program
     BLOCK: tl.constexpr,  # columns a chunk
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """Several rows a program."""
+    wait_for_launch_ahead(PDL)
     rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
     row_mask = rows < M
@@ -93,8 +96,10 @@ def ln_fwd_bf16_int8_sdq_one_pass(
     N: tl.constexpr,  # columns, exact
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """One row a program, held in registers."""
+    wait_for_launch_ahead(PDL)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     x_ptr += row_offset(row, x_row_stride, ROW_ALIGNMENT)
@@ -170,8 +175,10 @@ def ln_fwd_bf16_int8_sdq_two_pass(
     N: tl.constexpr,  # columns, exact
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """One row a program, read again to write it."""
+    wait_for_launch_ahead(PDL)
     LAST: tl.constexpr = (N - 1) // BLOCK * BLOCK
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)

@@ -33,6 +33,7 @@ from .primitives import (
     scale_and_shift_chunk,
     slice_moments,
     store_chunk,
+    wait_for_launch_ahead,
     widened,
     widened_here,
 )
@@ -54,8 +55,10 @@ def ln_fwd_fp16_mv_rows(
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     ROWS: tl.constexpr,  # rows a program
     BLOCK: tl.constexpr,  # columns a chunk
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """Several rows a program."""
+    wait_for_launch_ahead(PDL)
     rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
     row_mask = rows < M
@@ -94,8 +97,10 @@ def ln_fwd_fp16_mv_one_pass(
     N: tl.constexpr,  # columns, exact
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """One row a program, held in registers."""
+    wait_for_launch_ahead(PDL)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     x_ptr += row_offset(row, x_row_stride, ROW_ALIGNMENT)
@@ -159,8 +164,10 @@ def ln_fwd_fp16_mv_window(
     BLOCK: tl.constexpr,  # columns a chunk
     PTX: tl.constexpr,  # whether the target runs PTX
     VECTOR: tl.constexpr,  # elements that a thread is to move at once
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """Rows in turn, each held in registers, where rows start anywhere."""
+    wait_for_launch_ahead(PDL)
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0)
     lanes = tl.arange(0, BLOCK)
@@ -257,8 +264,10 @@ def ln_fwd_fp16_mv_two_pass(
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
     HELD: tl.constexpr,  # chunks of the row to keep
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """One row a program, read again to write it."""
+    wait_for_launch_ahead(PDL)
     LAST: tl.constexpr = (N - 1) // BLOCK * BLOCK
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)

@@ -52,6 +52,23 @@ def round_to(value, dtype: tl.constexpr):
 
 
 @triton.jit
+def wait_for_launch_ahead(PDL: tl.constexpr):
+    """Wait until the launch ahead has ended and all that it wrote can be read: ahead of any other access to memory.
+
+    With programmatic dependent launch a kernel is under way by then: 0.3 to 0.4 us less for each launch on an H200.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def admit_launch_behind(PDL: tl.constexpr):
+    """Let programs of the launch behind start once all of this one have come here; they wait where they begin."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def row_offset(rows, row_stride, ROW_ALIGNMENT: tl.constexpr):
     """Where rows start, with what divides it: of a stride such as 1000, Triton would only see that 16 does not."""
     offset = rows * row_stride
@@ -335,6 +352,16 @@ def load_row(ptr, N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def load_row_ahead(ptr, N: tl.constexpr, BLOCK: tl.constexpr, PAIRED: tl.constexpr):
+    """The same for a later round of a loop, as pairs of 16-bit values where rows may be read so: see `widened`."""
+    if PAIRED and ptr.dtype.element_ty.primitive_bitwidth == 16:
+        chunks = load_row(ptr.to(tl.pointer_type(tl.int32)), N // 2, BLOCK // 2)
+    else:
+        chunks = load_row(ptr, N, BLOCK)
+    return chunks
+
+
+@triton.jit
 def load_vector(ptr, cols, mask):
     """Some columns of an (N,) tensor in its element type; columns that do not exist read 0, and 0 is what they add."""
     return tl.load(ptr + cols) if mask is None else tl.load(ptr + cols, mask=mask, other=0.0)
@@ -364,16 +391,27 @@ def load_tile(ptr, rows, row_stride, row_mask, cols, col_mask, ROW_ALIGNMENT: tl
 
 
 @triton.jit
-def load_rows(ptr, tile, row_stride, M, cols, col_mask, ROWS: tl.constexpr, ROW_ALIGNMENT: tl.constexpr):
-    """Start loading some columns of a tile of rows, each row by itself.
+def load_rows(
+    ptr,
+    tile,
+    row_stride,
+    M,
+    first_col,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROW_ALIGNMENT: tl.constexpr,
+    PAIRED: tl.constexpr,
+):
+    """Start loading BLOCK columns of a tile of rows, each row by itself, as `load_slice` has them.
 
-    A row beyond the last reads as the last: a mask would cost registers that a tile of four rows does not have. Columns
-    that do not exist read 0.
+    A row beyond the last reads as the last: a mask would cost registers that a tile of four rows does not have.
     """
     rows = ()
     for r in tl.static_range(ROWS):
         row = tl.minimum(tile * ROWS + r, M - 1)
-        rows += (load_vector(ptr + row_offset(row, row_stride, ROW_ALIGNMENT), cols, col_mask),)
+        row_ptr = ptr + row_offset(row, row_stride, ROW_ALIGNMENT)
+        rows += load_slice(row_ptr, first_col, N, BLOCK, BLOCK, PAIRED)
     return rows
 
 
@@ -409,17 +447,17 @@ def unstack(values, ROWS: tl.constexpr):
 
 
 @triton.jit
-def tile_sums(x_rows, dy_rows, x_bias, weight, weight_offset, mean, rstd, ROWS: tl.constexpr):
+def tile_sums(x_ptr, x_rows, dy_ptr, dy_rows, x_bias, weight, weight_offset, mean, rstd, ROWS: tl.constexpr):
     """Sums of g * h and, where there is a mean, of g over the columns at hand, one of each for every row of a tile."""
     gh = ()
     g = ()
     for r in tl.static_range(ROWS):
-        s = x_rows[r].to(tl.float32)
+        s = widened(x_rows[r], x_ptr.dtype.element_ty)
         if x_bias is not None:
             s += x_bias.to(tl.float32)
         if mean is not None:
             s -= mean[r]
-        row_g = dy_rows[r].to(tl.float32)
+        row_g = widened(dy_rows[r], dy_ptr.dtype.element_ty)
         if weight is not None:
             row_g *= weight.to(tl.float32) + weight_offset
         gh += (row_g * s * rstd[r],)

@@ -6,9 +6,11 @@ import triton.language as tl
 
 from .primitives import (
     UNSPECIALISED,
+    admit_launch_behind,
     gather,
     load_chunk,
     load_row,
+    load_row_ahead,
     load_rows,
     load_scalars,
     load_tile,
@@ -20,6 +22,8 @@ from .primitives import (
     store_partial,
     tile_sums,
     unstack,
+    wait_for_launch_ahead,
+    widened,
     zero_row,
 )
 
@@ -41,8 +45,10 @@ def rms_bwd_bf16_rows(
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     ROWS: tl.constexpr,  # rows at a time
     BLOCK: tl.constexpr,  # columns a chunk
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """Tiles of several rows in turn."""
+    wait_for_launch_ahead(PDL)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     cols = tl.arange(0, BLOCK)[None, :]
@@ -81,6 +87,7 @@ def rms_bwd_bf16_rows(
         rstd = next_rstd
 
     # Add up the tile's rows.
+    admit_launch_behind(PDL)
     store_partial(dweight_ptr, program, cols, tl.sum(dweight, axis=0, keep_dims=True), N, col_mask)
 
 
@@ -100,21 +107,30 @@ def rms_bwd_bf16_one_pass(
     N: tl.constexpr,  # columns, exact
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
+    AHEAD: tl.constexpr,  # rows on their way to registers
+    PAIRED: tl.constexpr,  # whether 16-bit values may be read in pairs
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """Rows in turn, each held in registers."""
+    wait_for_launch_ahead(PDL)
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0)
     lanes = tl.arange(0, BLOCK)
     dweight = zero_row(N, BLOCK)
 
-    # Take rows in turn; the next one is on its way before this one is reduced.
-    x_row = load_row(x_ptr + row_offset(program, x_row_stride, ROW_ALIGNMENT), N, BLOCK)
-    dy_row = load_row(dy_ptr + row_offset(program, dy_row_stride, ROW_ALIGNMENT), N, BLOCK)
+    # Take rows in turn; AHEAD more are on their way when one is reduced.
+    x_rows = ()
+    dy_rows = ()
+    for step in tl.static_range(AHEAD):
+        first_row = tl.minimum(program + step * programs, M - 1)
+        x_rows += (load_row_ahead(x_ptr + row_offset(first_row, x_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED),)
+        dy_rows += (load_row_ahead(dy_ptr + row_offset(first_row, dy_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED),)
     rstd = tl.load(rstd_ptr + program)
     for row in range(program, M, programs):
+        later_row = tl.minimum(row + AHEAD * programs, M - 1)
+        x_rows += (load_row_ahead(x_ptr + row_offset(later_row, x_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED),)
+        dy_rows += (load_row_ahead(dy_ptr + row_offset(later_row, dy_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED),)
         next_row = tl.minimum(row + programs, M - 1)
-        next_x_row = load_row(x_ptr + row_offset(next_row, x_row_stride, ROW_ALIGNMENT), N, BLOCK)
-        next_dy_row = load_row(dy_ptr + row_offset(next_row, dy_row_stride, ROW_ALIGNMENT), N, BLOCK)
         next_rstd = tl.load(rstd_ptr + next_row)
         weight_row = () if weight_ptr is None else load_row(weight_ptr, N, BLOCK)
 
@@ -123,8 +139,8 @@ def rms_bwd_bf16_one_pass(
         for start in tl.static_range(0, N, BLOCK):
             cols = start + lanes
             mask = cols < N if start + BLOCK > N else None
-            s = x_row[start // BLOCK].to(tl.float32)
-            dy = dy_row[start // BLOCK].to(tl.float32)
+            s = widened(x_rows[0][start // BLOCK], x_ptr.dtype.element_ty)
+            dy = widened(dy_rows[0][start // BLOCK], dy_ptr.dtype.element_ty)
             h = s * rstd
             g = dy
             if weight_ptr is not None:
@@ -137,8 +153,8 @@ def rms_bwd_bf16_one_pass(
         for start in tl.static_range(0, N, BLOCK):
             cols = start + lanes
             mask = cols < N if start + BLOCK > N else None
-            s = x_row[start // BLOCK].to(tl.float32)
-            dy = dy_row[start // BLOCK].to(tl.float32)
+            s = widened(x_rows[0][start // BLOCK], x_ptr.dtype.element_ty)
+            dy = widened(dy_rows[0][start // BLOCK], dy_ptr.dtype.element_ty)
             h = s * rstd
             g = dy
             if weight_ptr is not None:
@@ -148,11 +164,12 @@ def rms_bwd_bf16_one_pass(
                 store_chunk(dx_ptr + row_offset(row, dx_row_stride, ROW_ALIGNMENT), cols, dx, mask)
             next_dweight += (dweight[start // BLOCK] + dy * h,)
         dweight = next_dweight
-        x_row = next_x_row
-        dy_row = next_dy_row
+        x_rows = x_rows[1:]
+        dy_rows = dy_rows[1:]
         rstd = next_rstd
 
     # Leave what the rows added up to.
+    admit_launch_behind(PDL)
     for start in tl.static_range(0, N, BLOCK):
         cols = start + lanes
         mask = cols < N if start + BLOCK > N else None
@@ -172,8 +189,10 @@ def rms_bwd_bf16_row_terms(
     N: tl.constexpr,  # columns, exact
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """The means along one row that its gradients need."""
+    wait_for_launch_ahead(PDL)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     rstd = tl.load(rstd_ptr + row)
@@ -189,6 +208,7 @@ def rms_bwd_bf16_row_terms(
         g = scale(dy, weight_ptr, weight_offset, cols, mask)
         gh_sums += g * h
     gh_mean = tl.sum(gh_sums) / N
+    admit_launch_behind(PDL)
     tl.store(gh_mean_ptr + row, gh_mean)
 
 
@@ -210,8 +230,10 @@ def rms_bwd_bf16_two_pass(
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     ROWS: tl.constexpr,  # rows at a time
     BLOCK: tl.constexpr,  # columns a chunk
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """A block of columns, tiles of several rows in turn."""
+    wait_for_launch_ahead(PDL)
     program = tl.program_id(1)
     cols = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
     col_mask = cols < N if N % BLOCK != 0 else None
@@ -234,6 +256,7 @@ def rms_bwd_bf16_two_pass(
         dweight += dy * h
 
     # Add up the tile's rows.
+    admit_launch_behind(PDL)
     store_partial(dweight_ptr, program, cols, tl.sum(dweight, axis=0, keep_dims=True), N, col_mask)
 
 
@@ -256,6 +279,7 @@ def rms_bwd_bf16_spread(
     ROWS: tl.constexpr,  # rows at a time
     BLOCK: tl.constexpr,  # columns a chunk
     PEERS: tl.constexpr,  # programs a row, up to a power of two
+    PAIRED: tl.constexpr,  # whether 16-bit values may be read in pairs
 ):
     """Some columns of tiles of several rows, whose means the programs of a team exchange."""
     SLICES: tl.constexpr = (N + BLOCK - 1) // BLOCK
@@ -263,7 +287,8 @@ def rms_bwd_bf16_spread(
     team = tl.program_id(1).to(tl.int64)
     teams = tl.num_programs(1)
     tiles = tl.cdiv(M, ROWS)
-    cols = part * BLOCK + tl.arange(0, BLOCK)
+    first_col = part * BLOCK
+    cols = first_col + tl.arange(0, BLOCK)
     mask = cols < N if N % BLOCK != 0 else None
     tile_rows = tl.arange(0, ROWS)
     peers = tl.arange(0, PEERS)[None, :]
@@ -272,24 +297,27 @@ def rms_bwd_bf16_spread(
     dweight = tl.zeros((BLOCK,), tl.float32)
 
     # A team takes tiles of rows in turn. Two are under way: the sums of this one went out a round ago.
-    x_rows = load_rows(x_ptr, team, x_row_stride, M, cols, mask, ROWS, ROW_ALIGNMENT)
-    dy_rows = load_rows(dy_ptr, team, dy_row_stride, M, cols, mask, ROWS, ROW_ALIGNMENT)
+    x_rows = load_rows(x_ptr, team, x_row_stride, M, first_col, N, ROWS, BLOCK, ROW_ALIGNMENT, PAIRED)
+    dy_rows = load_rows(dy_ptr, team, dy_row_stride, M, first_col, N, ROWS, BLOCK, ROW_ALIGNMENT, PAIRED)
     rstd = load_scalars(rstd_ptr, team, M, ROWS)
-    gh_sums, g_sums = tile_sums(x_rows, dy_rows, x_bias, weight, weight_offset, None, rstd, ROWS)
+    gh_sums, g_sums = tile_sums(x_ptr, x_rows, dy_ptr, dy_rows, x_bias, weight, weight_offset, None, rstd, ROWS)
     publish(exchange_ptr + (team * SLICES + part) * ROWS + tile_rows, gh_sums, g_sums)
-    next_x_rows = load_rows(x_ptr, team + teams, x_row_stride, M, cols, mask, ROWS, ROW_ALIGNMENT)
-    next_dy_rows = load_rows(dy_ptr, team + teams, dy_row_stride, M, cols, mask, ROWS, ROW_ALIGNMENT)
+    next_x_rows = load_rows(x_ptr, team + teams, x_row_stride, M, first_col, N, ROWS, BLOCK, ROW_ALIGNMENT, PAIRED)
+    next_dy_rows = load_rows(dy_ptr, team + teams, dy_row_stride, M, first_col, N, ROWS, BLOCK, ROW_ALIGNMENT, PAIRED)
     next_rstd = load_scalars(rstd_ptr, team + teams, M, ROWS)
     for tile in range(team, tiles, teams):
-        later_x_rows = load_rows(x_ptr, tile + 2 * teams, x_row_stride, M, cols, mask, ROWS, ROW_ALIGNMENT)
-        later_dy_rows = load_rows(dy_ptr, tile + 2 * teams, dy_row_stride, M, cols, mask, ROWS, ROW_ALIGNMENT)
+        later = tile + 2 * teams
+        later_x_rows = load_rows(x_ptr, later, x_row_stride, M, first_col, N, ROWS, BLOCK, ROW_ALIGNMENT, PAIRED)
+        later_dy_rows = load_rows(dy_ptr, later, dy_row_stride, M, first_col, N, ROWS, BLOCK, ROW_ALIGNMENT, PAIRED)
         if tile + teams < tiles:
-            gh_sums, g_sums = tile_sums(next_x_rows, next_dy_rows, x_bias, weight, weight_offset, None, next_rstd, ROWS)
+            gh_sums, g_sums = tile_sums(
+                x_ptr, next_x_rows, dy_ptr, next_dy_rows, x_bias, weight, weight_offset, None, next_rstd, ROWS
+            )
             publish(exchange_ptr + ((tile + teams) * SLICES + part) * ROWS + tile_rows, gh_sums, g_sums)
 
         # Means along the rows, from every program of the team; statistics are read again rather than kept in registers.
         rstd = load_scalars(rstd_ptr, tile, M, ROWS)
-        next_rstd = load_scalars(rstd_ptr, tile + 2 * teams, M, ROWS)
+        next_rstd = load_scalars(rstd_ptr, later, M, ROWS)
         slots = (tile * SLICES + tl.minimum(peers, SLICES - 1)) * ROWS + tile_rows[:, None]
         team_gh, _ = gather(exchange_ptr + slots, None)
         gh_means = unstack(tl.sum(tl.where(peers < SLICES, team_gh, 0.0), axis=1) / N, ROWS)
@@ -298,8 +326,8 @@ def rms_bwd_bf16_spread(
         for r in tl.static_range(ROWS):
             row = tile * ROWS + r
             row_mask = row < M if mask is None else (row < M) & mask
-            s = x_rows[r].to(tl.float32)
-            dy = tl.where(row < M, dy_rows[r].to(tl.float32), 0.0)
+            s = widened(x_rows[r], x_ptr.dtype.element_ty)
+            dy = tl.where(row < M, widened(dy_rows[r], dy_ptr.dtype.element_ty), 0.0)
             h = s * rstd[r]
             g = dy
             if weight_ptr is not None:

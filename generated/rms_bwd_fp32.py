@@ -6,14 +6,18 @@ import triton.language as tl
 
 from .primitives import (
     UNSPECIALISED,
+    admit_launch_behind,
     load_chunk,
     load_row,
+    load_row_ahead,
     load_tile,
     load_vector,
     row_offset,
     scale,
     store_chunk,
     store_partial,
+    wait_for_launch_ahead,
+    widened,
     zero_row,
 )
 
@@ -35,8 +39,10 @@ def rms_bwd_fp32_rows(
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     ROWS: tl.constexpr,  # rows at a time
     BLOCK: tl.constexpr,  # columns a chunk
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """Tiles of several rows in turn."""
+    wait_for_launch_ahead(PDL)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     cols = tl.arange(0, BLOCK)[None, :]
@@ -75,6 +81,7 @@ def rms_bwd_fp32_rows(
         rstd = next_rstd
 
     # Add up the tile's rows.
+    admit_launch_behind(PDL)
     store_partial(dweight_ptr, program, cols, tl.sum(dweight, axis=0, keep_dims=True), N, col_mask)
 
 
@@ -94,21 +101,30 @@ def rms_bwd_fp32_one_pass(
     N: tl.constexpr,  # columns, exact
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
+    AHEAD: tl.constexpr,  # rows on their way to registers
+    PAIRED: tl.constexpr,  # whether 16-bit values may be read in pairs
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """Rows in turn, each held in registers."""
+    wait_for_launch_ahead(PDL)
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0)
     lanes = tl.arange(0, BLOCK)
     dweight = zero_row(N, BLOCK)
 
-    # Take rows in turn; the next one is on its way before this one is reduced.
-    x_row = load_row(x_ptr + row_offset(program, x_row_stride, ROW_ALIGNMENT), N, BLOCK)
-    dy_row = load_row(dy_ptr + row_offset(program, dy_row_stride, ROW_ALIGNMENT), N, BLOCK)
+    # Take rows in turn; AHEAD more are on their way when one is reduced.
+    x_rows = ()
+    dy_rows = ()
+    for step in tl.static_range(AHEAD):
+        first_row = tl.minimum(program + step * programs, M - 1)
+        x_rows += (load_row_ahead(x_ptr + row_offset(first_row, x_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED),)
+        dy_rows += (load_row_ahead(dy_ptr + row_offset(first_row, dy_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED),)
     rstd = tl.load(rstd_ptr + program)
     for row in range(program, M, programs):
+        later_row = tl.minimum(row + AHEAD * programs, M - 1)
+        x_rows += (load_row_ahead(x_ptr + row_offset(later_row, x_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED),)
+        dy_rows += (load_row_ahead(dy_ptr + row_offset(later_row, dy_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED),)
         next_row = tl.minimum(row + programs, M - 1)
-        next_x_row = load_row(x_ptr + row_offset(next_row, x_row_stride, ROW_ALIGNMENT), N, BLOCK)
-        next_dy_row = load_row(dy_ptr + row_offset(next_row, dy_row_stride, ROW_ALIGNMENT), N, BLOCK)
         next_rstd = tl.load(rstd_ptr + next_row)
         weight_row = () if weight_ptr is None else load_row(weight_ptr, N, BLOCK)
 
@@ -117,8 +133,8 @@ def rms_bwd_fp32_one_pass(
         for start in tl.static_range(0, N, BLOCK):
             cols = start + lanes
             mask = cols < N if start + BLOCK > N else None
-            s = x_row[start // BLOCK].to(tl.float32)
-            dy = dy_row[start // BLOCK].to(tl.float32)
+            s = widened(x_rows[0][start // BLOCK], x_ptr.dtype.element_ty)
+            dy = widened(dy_rows[0][start // BLOCK], dy_ptr.dtype.element_ty)
             h = s * rstd
             g = dy
             if weight_ptr is not None:
@@ -131,8 +147,8 @@ def rms_bwd_fp32_one_pass(
         for start in tl.static_range(0, N, BLOCK):
             cols = start + lanes
             mask = cols < N if start + BLOCK > N else None
-            s = x_row[start // BLOCK].to(tl.float32)
-            dy = dy_row[start // BLOCK].to(tl.float32)
+            s = widened(x_rows[0][start // BLOCK], x_ptr.dtype.element_ty)
+            dy = widened(dy_rows[0][start // BLOCK], dy_ptr.dtype.element_ty)
             h = s * rstd
             g = dy
             if weight_ptr is not None:
@@ -142,11 +158,12 @@ def rms_bwd_fp32_one_pass(
                 store_chunk(dx_ptr + row_offset(row, dx_row_stride, ROW_ALIGNMENT), cols, dx, mask)
             next_dweight += (dweight[start // BLOCK] + dy * h,)
         dweight = next_dweight
-        x_row = next_x_row
-        dy_row = next_dy_row
+        x_rows = x_rows[1:]
+        dy_rows = dy_rows[1:]
         rstd = next_rstd
 
     # Leave what the rows added up to.
+    admit_launch_behind(PDL)
     for start in tl.static_range(0, N, BLOCK):
         cols = start + lanes
         mask = cols < N if start + BLOCK > N else None
@@ -166,8 +183,10 @@ def rms_bwd_fp32_row_terms(
     N: tl.constexpr,  # columns, exact
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """The means along one row that its gradients need."""
+    wait_for_launch_ahead(PDL)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     rstd = tl.load(rstd_ptr + row)
@@ -183,6 +202,7 @@ def rms_bwd_fp32_row_terms(
         g = scale(dy, weight_ptr, weight_offset, cols, mask)
         gh_sums += g * h
     gh_mean = tl.sum(gh_sums) / N
+    admit_launch_behind(PDL)
     tl.store(gh_mean_ptr + row, gh_mean)
 
 
@@ -204,8 +224,10 @@ def rms_bwd_fp32_two_pass(
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     ROWS: tl.constexpr,  # rows at a time
     BLOCK: tl.constexpr,  # columns a chunk
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """A block of columns, tiles of several rows in turn."""
+    wait_for_launch_ahead(PDL)
     program = tl.program_id(1)
     cols = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
     col_mask = cols < N if N % BLOCK != 0 else None
@@ -228,4 +250,5 @@ def rms_bwd_fp32_two_pass(
         dweight += dy * h
 
     # Add up the tile's rows.
+    admit_launch_behind(PDL)
     store_partial(dweight_ptr, program, cols, tl.sum(dweight, axis=0, keep_dims=True), N, col_mask)

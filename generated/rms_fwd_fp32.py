@@ -16,6 +16,7 @@ from .primitives import (
     scale,
     scale_chunk,
     store_chunk,
+    wait_for_launch_ahead,
 )
 
 
@@ -33,8 +34,10 @@ def rms_fwd_fp32_rows(
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     ROWS: tl.constexpr,  # rows a program
     BLOCK: tl.constexpr,  # columns a chunk
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """Several rows a program."""
+    wait_for_launch_ahead(PDL)
     rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
     row_mask = rows < M
@@ -66,8 +69,10 @@ def rms_fwd_fp32_one_pass(
     N: tl.constexpr,  # columns, exact
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """One row a program, held in registers."""
+    wait_for_launch_ahead(PDL)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     x_ptr += row_offset(row, x_row_stride, ROW_ALIGNMENT)
@@ -109,8 +114,10 @@ def rms_fwd_fp32_two_pass(
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
     HELD: tl.constexpr,  # chunks of the row to keep
+    PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """One row a program, read again to write it."""
+    wait_for_launch_ahead(PDL)
     LAST: tl.constexpr = (N - 1) // BLOCK * BLOCK
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)

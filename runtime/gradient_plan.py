@@ -247,11 +247,11 @@ class GradientPlan:
         wanted = tuple(zip(SUMS, self.sum_dtypes, strict=True))
         gradients = {f"{name}_ptr": None if d is None else pointer_type(d, aligned=True) for name, d in wanted}
         partials = {f"{name}_partials_ptr": partial if dtype else None for name, dtype in wanted}
-        constants = {"N": self.n, "ROWS": self._summing.rows, "BLOCK": self._summing.block}
+        summing, target = self._summing, self._target
+        constants = {"N": self.n, "ROWS": summing.rows, "BLOCK": summing.block, "PDL": target.launches_early}
         types = {**partials, **gradients, "programs": integer_type(0)}
-        return Launcher(
-            self._entry.load_finaliser(), types, {}, constants, self._summing.warps, {}, self._target, self._launches_on
-        )
+        kernel = self._entry.load_finaliser()
+        return Launcher(kernel, types, {}, constants, summing.warps, {}, target, self._launches_on)
 
 
 def _launch(launcher: Launcher, by_address: bool) -> Launch:

@@ -56,6 +56,9 @@ class Launcher:
         # One call in C puts a launch's values into the kernel's order.
         self._arrange: Callable[[tuple[Any, ...]], tuple[Any, ...]] = itemgetter(*map(names.index, kernel.arg_names))
         self._options = {"num_warps": scale_warps(warps, target.warp_size), **options}
+        if "PDL" in kernel.arg_names and constants["PDL"]:
+            # Asked of none but kernels that wait by that constant: any other would read what is not yet written.
+            self._options["launch_pdl"] = True
         words: dict[str, str | int | None] = {name: integer_type(value) for name, value in integers.items()}
         words |= {**types, **constants}
         self.key = KernelKey(

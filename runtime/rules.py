@@ -272,7 +272,15 @@ def constants(tile: Tile, n: int, row_alignment: int, misaligned: Collection[str
     numbers = {f.name.upper(): getattr(tile, f.name) for f in fields(model.Tile) if f.name not in ("pipeline", "warps")}
     is_paired = n % 2 == 0 and row_alignment % 2 == 0 and not misaligned
     ptx = target.compiles and target.is_nvidia
-    return {"N": n, "ROW_ALIGNMENT": row_alignment, "VECTOR": _VECTOR, "PAIRED": is_paired, "PTX": ptx, **numbers}
+    return {
+        "N": n,
+        "ROW_ALIGNMENT": row_alignment,
+        "VECTOR": _VECTOR,
+        "PAIRED": is_paired,
+        "PTX": ptx,
+        "PDL": target.launches_early,
+        **numbers,
+    }
 
 
 def new_exchange(empty: Empty, count: int) -> torch.Tensor:

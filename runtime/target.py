@@ -18,6 +18,8 @@ _INTERPRETED_MULTIPROCESSORS = 1
 
 # The first NVIDIA architecture that converts to fp8 in one rounding.
 _FIRST_WITH_FP8 = 89
+# The first with programmatic dependent launch.
+_FIRST_WITH_PDL = 90
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,15 @@ class Target:
     @property
     def converts_to_fp8(self) -> bool:
         """Whether it converts to the fp8 formats of NVIDIA's hardware in one rounding."""
-        return self.compiles and self.is_nvidia and int(self.arch[3:]) >= _FIRST_WITH_FP8
+        return self._is_from(_FIRST_WITH_FP8)
+
+    @property
+    def launches_early(self) -> bool:
+        """Whether a kernel may be launched before the one ahead of it has ended: programmatic dependent launch."""
+        return self._is_from(_FIRST_WITH_PDL)
+
+    def _is_from(self, first: int) -> bool:
+        return self.compiles and self.is_nvidia and int(self.arch[3:]) >= first
 
 
 # Where no device is here to ask: A100, L40S, H100 and H200, B200, MI210 and half of an MI250, MI300X.

@@ -21,6 +21,7 @@ _ALIKE: dict[str, Any] = {
     "AHEAD": 1,
     "PAIRED": False,
     "PTX": False,
+    "PDL": False,
 }
 
 

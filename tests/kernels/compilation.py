@@ -16,7 +16,7 @@ from normforge.kernels import row_alignment, scale_warps
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU architecture, and whether kernels for it are handed fp8 tensors rather than bytes."""
+    """A GPU architecture: whether kernels for it are handed fp8 tensors, not bytes, and may be launched early."""
 
     name: str
     backend: str
@@ -24,6 +24,7 @@ class Target:
     warp_size: int
     binary: str
     converts_fp8: bool
+    launches_early: bool
 
     def has(self, part: Pipeline | Part) -> bool:
         """Whether there are kernels of a part: programs that share a row wait for one another in NVIDIA's PTX."""
@@ -31,10 +32,10 @@ class Target:
 
 
 TARGETS = (
-    Target("sm_80", "cuda", 80, 32, "cubin", converts_fp8=False),
-    Target("sm_90", "cuda", 90, 32, "cubin", converts_fp8=True),
-    Target("sm_100", "cuda", 100, 32, "cubin", converts_fp8=True),
-    Target("gfx942", "hip", "gfx942", 64, "hsaco", converts_fp8=False),
+    Target("sm_80", "cuda", 80, 32, "cubin", converts_fp8=False, launches_early=False),
+    Target("sm_90", "cuda", 90, 32, "cubin", converts_fp8=True, launches_early=True),
+    Target("sm_100", "cuda", 100, 32, "cubin", converts_fp8=True, launches_early=True),
+    Target("gfx942", "hip", "gfx942", 64, "hsaco", converts_fp8=False, launches_early=False),
 )
 
 _POINTERS = {
@@ -117,6 +118,7 @@ def compile_kernel(
         "AHEAD": tile.ahead,
         "PAIRED": n % 2 == 0,
         "PTX": target.backend == "cuda",
+        "PDL": target.launches_early,
         "VECTOR": LOAD_BYTES // instance.mode.dtype_in.itemsize,
     }
     rule = (rules.BACKWARD if instance.mode.is_backward else rules.FORWARD)[tile.pipeline]

@@ -7,12 +7,15 @@ import torch
 
 import normforge
 from normforge import LayerNormOutput, reference
+from normforge.codegen.model import Direction, DType, FusedAdd, Mode, Norm
 from normforge.compare import compare
+
+from .gradients import GradientProblem
 
 pytestmark = pytest.mark.gpu
 
 # Enough for three rounds and a part of one of any team or program of an H200.
-LONG_ROWS, ODD_ROWS = 700, 5003
+LONG_ROWS, ODD_ROWS, GRADIENT_ROWS = 700, 5003, 1101
 CHECKED = 24
 
 
@@ -79,3 +82,25 @@ def test_rows_that_start_anywhere(n: int, dtype: torch.dtype, norm: str, save_mv
 def test_rows_that_start_anywhere_by_how_many_they_are(m: int, norm: str) -> None:
     n = 4099
     agrees(norm, drawn(m, n, torch.bfloat16), torch.randn(n, device="cuda"), None)
+
+
+@pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.FP16], ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("fadd", [FusedAdd.NONE, FusedAdd.PRE_ADD_STORE], ids=lambda fadd: fadd.value)
+@pytest.mark.parametrize("n", [3072, 4096, 5120, 7168, 8192, 12288, 65536])
+def test_gradients(n: int, fadd: FusedAdd, dtype: DType, norm: Norm) -> None:
+    GradientProblem(Mode(norm, dtype, dtype, fadd, direction=Direction.BACKWARD), (GRADIENT_ROWS, n)).check("cuda")
+
+
+@pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
+@pytest.mark.parametrize("n", [4095, 7168, 12288])
+@pytest.mark.parametrize("case", ["odd", "fp32 dy", "odd stride"])
+def test_gradients_of_rows_that_cannot_be_read_in_pairs(case: str, n: int, norm: Norm) -> None:
+    """Or of which one tensor can, and the other cannot."""
+    problem = GradientProblem(
+        Mode(norm, DType.BF16, DType.BF16, direction=Direction.BACKWARD),
+        (GRADIENT_ROWS, n - n % 2 - 1 if case == "odd" else n),
+        row_stride=n + 1 + n % 2 if case == "odd stride" else None,
+        dtypes={"dy": DType.FP32} if case == "fp32 dy" else {},
+    )
+    problem.check("cuda")

@@ -158,6 +158,7 @@ class Backward:
     teams: int
     rows: int
     has_weight: bool = True
+    paired: bool = False
     block: int = 64
 
     @property
@@ -170,13 +171,17 @@ class Backward:
 
     def draw(self) -> dict[str, torch.Tensor]:
         dtype = TORCH_DTYPES[self.mode.dtype_in]
-        tensors = {"x": torch.randn(self.m, self.n + 3).to(dtype)[:, : self.n], "dy": torch.randn(self.m, self.n)}
+        # A multiple of 2 between rows where they are read in pairs.
+        apart = self.n + (4 if self.paired else 3)
+        tensors = {"x": torch.randn(self.m, apart).to(dtype)[:, : self.n], "dy": torch.randn(self.m, self.n)}
+        if self.paired:
+            tensors["dy"] = tensors["dy"].half()
         if self.has_weight:
             tensors["weight"] = torch.randn(self.n)
         if self.mode.x_bias:
             tensors["x_bias"] = torch.randn(self.n)
         if self.mode.fadd.stores:
-            tensors["dresidual_out"] = torch.randn(self.m, self.n + 1).bfloat16()[:, : self.n]
+            tensors["dresidual_out"] = torch.randn(self.m, apart).bfloat16()[:, : self.n]
         return tensors
 
     def statistics(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -226,7 +231,7 @@ class Backward:
         values: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in given.items()}
         values |= {f"{name}_row_stride": tensor.stride(0) for name, tensor in given.items() if tensor.dim() == 2}
         values |= {"dx_row_stride": self.n, "M": self.m, "N": self.n}
-        values |= {"ROWS": self.rows, "BLOCK": self.block, "PEERS": power_of_two(self.slices)}
+        values |= {"ROWS": self.rows, "BLOCK": self.block, "PEERS": power_of_two(self.slices), "PAIRED": self.paired}
         run(kernel_of(package, self.mode, Pipeline.SPREAD), (self.slices, self.teams), values)
         sums = {name: partial.sum(0) for name, partial in partials.items()}
         return NormGradients(dx if wants_dx else None, sums.get("dweight"), sums.get("dbias"), sums.get("dx_bias"))
@@ -245,11 +250,14 @@ BACKWARD_MODES = [
 
 @pytest.mark.parametrize("mode", BACKWARD_MODES, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("rows", [2, 4])
-@pytest.mark.parametrize(("m", "n", "teams", "has_weight"), [(1, 64, 1, True), (9, 37, 2, False), (19, 50, 3, True)])
+@pytest.mark.parametrize(
+    ("m", "n", "teams", "has_weight", "paired"),
+    [(1, 64, 1, True, False), (9, 37, 2, False, False), (19, 50, 3, True, False), (19, 50, 3, True, True)],
+)
 def test_a_program_alone_takes_tiles_of_rows(
-    m: int, n: int, teams: int, has_weight: bool, rows: int, mode: Mode, package: Path
+    m: int, n: int, teams: int, has_weight: bool, paired: bool, rows: int, mode: Mode, package: Path
 ) -> None:
-    problem = Backward(mode, m, n, min(teams, -(-m // rows)), rows, has_weight)
+    problem = Backward(mode, m, n, min(teams, -(-m // rows)), rows, has_weight, paired)
     tensors = problem.draw()
     statistics = problem.statistics(tensors)
     exchange = torch.full((problem.tiles, 1, rows), EMPTY)
@@ -259,11 +267,14 @@ def test_a_program_alone_takes_tiles_of_rows(
 
 @pytest.mark.parametrize("mode", BACKWARD_MODES, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("rows", [2, 4])
-@pytest.mark.parametrize(("m", "n", "teams", "has_weight"), [(5, 65, 1, False), (11, 300, 2, True), (8, 256, 2, True)])
+@pytest.mark.parametrize(
+    ("m", "n", "teams", "has_weight", "paired"),
+    [(5, 65, 1, False, False), (11, 300, 2, True, False), (8, 256, 2, True, False), (11, 300, 2, True, True)],
+)
 def test_a_team_publishes_what_its_tiles_need(
-    m: int, n: int, teams: int, has_weight: bool, rows: int, mode: Mode, package: Path
+    m: int, n: int, teams: int, has_weight: bool, paired: bool, rows: int, mode: Mode, package: Path
 ) -> None:
-    problem = Backward(mode, m, n, teams, rows, has_weight)
+    problem = Backward(mode, m, n, teams, rows, has_weight, paired)
     tensors = problem.draw()
     statistics = problem.statistics(tensors)
     expected = problem.published(tensors, statistics)

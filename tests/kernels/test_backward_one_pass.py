@@ -1,0 +1,66 @@
+"""The backward kernel that holds rows in registers, in the interpreter: rows on their way, and rows read in pairs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from normforge.codegen.model import Direction, DType, FusedAdd, Mode, Norm, Pipeline
+from normforge.dtypes import TORCH_DTYPES
+from normforge.output import NormGradients
+
+from .bare import EPS, check_gradients, run
+from .rendering import kernel_of
+
+BLOCK = 64
+
+MODES = [
+    Mode(norm, dtype, dtype, fadd, x_bias=x_bias, direction=Direction.BACKWARD)
+    for norm in Norm
+    for dtype, fadd, x_bias in (
+        (DType.BF16, FusedAdd.NONE, False),
+        (DType.FP16, FusedAdd.PRE_ADD_STORE, True),
+        (DType.FP32, FusedAdd.NONE, False),
+    )
+]
+
+
+def draw(mode: Mode, m: int, n: int, dy: torch.dtype) -> dict[str, torch.Tensor]:
+    """Operands whose rows are a multiple of 2 apart, and the statistics that a forward call would have saved."""
+    dtype = TORCH_DTYPES[mode.dtype_in]
+    tensors = {"x": (torch.randn(m, n + 2) * 2 + 1).to(dtype)[:, :n], "dy": torch.randn(m, n).to(dy)}
+    tensors["weight"] = torch.randn(n).to(dtype)
+    if mode.x_bias:
+        tensors["x_bias"] = torch.randn(n)
+    if mode.fadd.stores:
+        tensors["dresidual_out"] = torch.randn(m, n).to(dtype)
+    s = tensors["x"].float() + tensors.get("x_bias", torch.zeros(n))
+    if mode.norm.centres:
+        return tensors | {"mean": s.mean(-1), "rstd": (s.var(-1, correction=0) + EPS).rsqrt()}
+    return tensors | {"rstd": (s.square().mean(-1) + EPS).rsqrt()}
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("paired", [False, True], ids=["", "paired"])
+@pytest.mark.parametrize(
+    ("m", "n", "programs", "ahead"),
+    [(1, 64, 1, 1), (1, 50, 1, 2), (7, 100, 3, 1), (7, 100, 3, 2), (5, 128, 5, 2), (9, 130, 2, 3)],
+)
+def test_rows_in_turn(m: int, n: int, programs: int, ahead: int, paired: bool, mode: Mode, package: Path) -> None:
+    """Fewer rows than are on their way, as many, and more; a dy of fp32 is not read in pairs, whatever x is."""
+    for dy in (torch.float32, torch.bfloat16):
+        operands = draw(mode, m, n, dy)
+        dx = torch.full((m, n), float("nan"), dtype=TORCH_DTYPES[mode.dtype_in])
+        names = ["dweight", *(["dbias"] if mode.norm.centres else []), *(["dx_bias"] if mode.x_bias else [])]
+        partials = {name: torch.full((programs, n), float("nan")) for name in names}
+        given = operands | partials | {"dx": dx}
+        values: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in given.items()}
+        values |= {f"{name}_row_stride": tensor.stride(0) for name, tensor in given.items() if tensor.dim() == 2}
+        values |= {"M": m, "N": n, "BLOCK": BLOCK, "AHEAD": ahead, "PAIRED": paired}
+        run(kernel_of(package, mode, Pipeline.ONE_PASS), (programs,), values)
+        sums = {name: partial.sum(0) for name, partial in partials.items()}
+        actual = NormGradients(dx, sums.get("dweight"), sums.get("dbias"), sums.get("dx_bias"))
+        check_gradients(actual, mode, operands)

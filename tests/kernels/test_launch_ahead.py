@@ -1,0 +1,92 @@
+"""Programmatic dependent launch, in machine text: a kernel that may start early touches no memory before it waits."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from normforge.codegen.model import (
+    ANY,
+    Bucket,
+    Direction,
+    DType,
+    FusedAdd,
+    FusedQuant,
+    Instance,
+    Mode,
+    Norm,
+    Part,
+    Pipeline,
+    Tile,
+    Tiles,
+)
+
+from .compilation import TARGETS, Target, compile_kernel
+from .rendering import kernel_of
+
+pytestmark = pytest.mark.compile
+
+N = 1504
+BUCKET = Bucket("n2048", 1025, 2048)
+TILES = {
+    Pipeline.ROWS: Tile(Pipeline.ROWS, 2, 2048, 4),
+    Pipeline.ONE_PASS: Tile(Pipeline.ONE_PASS, 1, 1024, 4),
+    Part.WINDOW: Tile(Pipeline.ONE_PASS, 1, 1024, 4),
+    Pipeline.TWO_PASS: Tile(Pipeline.TWO_PASS, 2, 512, 4),
+    Part.ROW_TERMS: Tile(Pipeline.TWO_PASS, 2, 512, 4),
+    Pipeline.SPREAD: Tile(Pipeline.SPREAD, 2, 512, 4, held=2),
+}
+MODES = (
+    Mode(Norm.LAYER, DType.BF16, DType.BF16, save_mv=True),
+    Mode(Norm.RMS, DType.FP16, DType.INT8, FusedAdd.PRE_ADD_STORE, FusedQuant.SMOOTH_DYNAMIC),
+    Mode(Norm.LAYER, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE, direction=Direction.BACKWARD),
+)
+KERNELS = [
+    (mode, part)
+    for mode in MODES
+    for part in TILES
+    if (part in mode.pipelines if isinstance(part, Pipeline) else (part is Part.ROW_TERMS) is mode.is_backward)
+    and (part is not Part.WINDOW or mode.has_window)
+]
+
+ACCESS = re.compile(r"\b(?:ld|st|atom|red)\.(?!param)\S*global")
+WAIT, ADMIT = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+
+
+def ptx_of(package: Path, mode: Mode, part: Pipeline | Part, target: Target) -> str:
+    tile = TILES[part]
+    instance = Instance(mode, BUCKET, ((ANY, Tiles(tile, tile)),))
+    own = part if isinstance(part, Part) else None
+    text = compile_kernel(kernel_of(package, mode, part), instance, N, target, own, tile).asm["ptx"]
+    assert isinstance(text, str)
+    return text
+
+
+@pytest.mark.parametrize(("mode", "part"), KERNELS, ids=lambda value: getattr(value, "name", ""))
+def test_nothing_is_read_or_written_before_the_launch_ahead_has_ended(
+    mode: Mode, part: Pipeline | Part, package: Path
+) -> None:
+    texts = {
+        target.name: ptx_of(package, mode, part, target)
+        for target in TARGETS
+        if target.backend == "cuda" and target.has(part)
+    }
+    # Ampere has no such launch, and a cooperative one is none.
+    assert WAIT not in texts["sm_80"]
+    for name in ("sm_90", "sm_100"):
+        text = texts[name]
+        first = ACCESS.search(text)
+        assert first is not None
+        assert text.count(WAIT) == (part is not Pipeline.SPREAD)
+        assert text.find(WAIT) < first.start()
+
+
+@pytest.mark.parametrize("part", [Pipeline.ROWS, Pipeline.ONE_PASS, Part.ROW_TERMS, Pipeline.TWO_PASS])
+def test_a_backward_kernel_admits_the_next_one_before_it_leaves_its_sums(part: Pipeline | Part, package: Path) -> None:
+    """Every program comes there once, whatever rows it had: the next kernel waits for the last."""
+    (sm_90,) = [target for target in TARGETS if target.name == "sm_90"]
+    text = ptx_of(package, MODES[2], part, sm_90)
+    assert text.count(ADMIT) == 1
+    assert text.index(WAIT) < text.index(ADMIT) < text.rindex("st.global")
