@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from . import aot
+from . import aot, hashes
 from .errors import FrozenError, SettingError
 from .target import Target
 
@@ -154,6 +154,7 @@ def compile_for(key: KernelKey, function: Any, target: Target) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
 
+    hashes.settle(function)
     source = key.source(function)
     if _frozen():
         # Triton asks a source for its intermediate representation only once its cache has turned out to lack it.

@@ -112,6 +112,25 @@ for n in (64, 65):
 
 
 @pytest.mark.compile
+def test_a_kernel_has_one_hash_whatever_was_hashed_before_it() -> None:
+    """Triton's own changes with that; its cache is looked through by it."""
+
+    def hashed(step: int) -> list[str]:
+        code = f"""
+from normforge import hashes
+from normforge.keys import compile_keys
+for key in compile_keys([96, 4099, 131072], ["ln_*_bf16*", "rms_fwd_bf16"], arch="sm_90")[::{step}]:
+    hashes.settle(key.function)
+    print(key.key.symbol, key.function.cache_key)
+"""
+        return sorted(set(python(code).stdout.splitlines()))
+
+    forward = hashed(1)
+    assert len(forward) > 10
+    assert hashed(-1) == forward
+
+
+@pytest.mark.compile
 def test_a_cache_that_is_not_to_be_used_serves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = a_key()
     compile_for(key.key, key.function, TARGET)

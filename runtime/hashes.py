@@ -1,0 +1,29 @@
+"""One hash for a kernel, whichever process asks for it, and whatever that compiled before.
+
+Triton's cache on disk knows a kernel by a hash that takes in the constants of the device functions it calls, but only
+of those that were hashed before it: `DependenciesFinder._update_hash` asks a function for its constants first, and for
+its hash, which finds them, afterwards (Triton 3.6 and 3.7). A kernel that warm-up had compiled was then not found by a
+process that asked for kernels in another order.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+_lock = threading.Lock()
+
+
+def settle(function: Any) -> None:
+    """Have Triton hash all device functions of a kernel's folder, in the order in which they stand, before the kernel.
+
+    Args:
+        function: a `triton.JITFunction` of a generated module.
+    """
+    package = function.__module__.rpartition(".")[0]
+    primitives = vars(sys.modules[f"{package}.primitives"])
+    with _lock:
+        for value in primitives.values():
+            # Whatever is no device function has none.
+            _ = getattr(value, "cache_key", None)
