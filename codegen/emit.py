@@ -58,11 +58,12 @@ def shared_files(*, backward: bool) -> dict[str, str]:
 
 def render_module(mode: Mode, pipelines: Iterable[Pipeline]) -> str:
     """Render the module that holds a mode's kernels, one for each pipeline asked."""
-    kernels = [_render_kernel(mode, part) for pipeline in pipelines for part in _parts(mode, pipeline)]
+    kernels = [_render_kernel(mode, part) for pipeline in pipelines for part in parts(mode, pipeline)]
     return _render("module.py.j2", docstring=_docstring(mode), imports=_imports("\n".join(kernels)), kernels=kernels)
 
 
-def _parts(mode: Mode, pipeline: Pipeline) -> tuple[Pipeline | Part, ...]:
+def parts(mode: Mode, pipeline: Pipeline) -> tuple[Pipeline | Part, ...]:
+    """The kernels that serve a mode in a pipeline: the pipeline's own, and what it needs beside it."""
     if mode.is_backward and pipeline is Pipeline.TWO_PASS:
         return (Part.ROW_TERMS, pipeline)
     if pipeline is Pipeline.ONE_PASS and mode.has_window:

@@ -30,6 +30,37 @@ def run(kernel: Any, grid: tuple[int, ...], values: dict[str, Any]) -> None:
     kernel[grid](*[(_ALIKE | values).get(name) for name in kernel.arg_names])
 
 
+def saved(mode: Mode, x: torch.Tensor, x_bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """The statistics that a forward call of (M, N) rows would have saved."""
+    s = x.float() if x_bias is None else x.float() + x_bias
+    if not mode.norm.centres:
+        return {"rstd": (s.square().mean(-1) + EPS).rsqrt()}
+    return {"mean": s.mean(-1), "rstd": (s.var(-1, correction=0) + EPS).rsqrt()}
+
+
+def run_backward(
+    kernel: Any, grid: tuple[int, ...], mode: Mode, given: dict[str, torch.Tensor], values: dict[str, Any]
+) -> NormGradients:
+    """Launch a backward kernel whose grid ends in the programs that share the rows, and add up what they leave.
+
+    Args:
+        kernel: the `triton.JITFunction`.
+        grid: programs in each dimension.
+        mode: the kernel's.
+        given: its operands by name, statistics and memory for an exchange among them; dx only where it is wanted.
+        values: constants.
+    """
+    m, n = given["x"].shape
+    names = ["dweight", *(["dbias"] if mode.norm.centres else []), *(["dx_bias"] if mode.x_bias else [])]
+    partials = {name: torch.full((grid[-1], n), float("nan")) for name in names}
+    tensors = given | partials
+    pointers = {f"{name}_ptr": tensor for name, tensor in tensors.items()}
+    strides = {f"{name}_row_stride": tensor.stride(0) for name, tensor in tensors.items() if tensor.dim() == 2}
+    run(kernel, grid, {"dx_row_stride": n, "M": m, "N": n} | pointers | strides | values)
+    sums = {name: partial.sum(0) for name, partial in partials.items()}
+    return NormGradients(given.get("dx"), sums.get("dweight"), sums.get("dbias"), sums.get("dx_bias"))
+
+
 def outputs(mode: Mode, y: torch.Tensor, statistics: dict[str, torch.Tensor]) -> LayerNormOutput:
     """What a forward call of a mode would return, of tensors that a kernel was handed."""
     mean, rstd = statistics["mean"], statistics["rstd"]

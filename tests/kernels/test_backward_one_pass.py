@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from normforge.codegen.model import Direction, DType, FusedAdd, Mode, Norm, Pipeline
 from normforge.dtypes import TORCH_DTYPES
-from normforge.output import NormGradients
 
-from .bare import EPS, check_gradients, run
+from .bare import check_gradients, run_backward, saved
 from .rendering import kernel_of
 
 BLOCK = 64
@@ -37,10 +35,7 @@ def draw(mode: Mode, m: int, n: int, dy: torch.dtype) -> dict[str, torch.Tensor]
         tensors["x_bias"] = torch.randn(n)
     if mode.fadd.stores:
         tensors["dresidual_out"] = torch.randn(m, n).to(dtype)
-    s = tensors["x"].float() + tensors.get("x_bias", torch.zeros(n))
-    if mode.norm.centres:
-        return tensors | {"mean": s.mean(-1), "rstd": (s.var(-1, correction=0) + EPS).rsqrt()}
-    return tensors | {"rstd": (s.square().mean(-1) + EPS).rsqrt()}
+    return tensors | saved(mode, tensors["x"], tensors.get("x_bias"))
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
@@ -54,13 +49,6 @@ def test_rows_in_turn(m: int, n: int, programs: int, ahead: int, paired: bool, m
     for dy in (torch.float32, torch.bfloat16):
         operands = draw(mode, m, n, dy)
         dx = torch.full((m, n), float("nan"), dtype=TORCH_DTYPES[mode.dtype_in])
-        names = ["dweight", *(["dbias"] if mode.norm.centres else []), *(["dx_bias"] if mode.x_bias else [])]
-        partials = {name: torch.full((programs, n), float("nan")) for name in names}
-        given = operands | partials | {"dx": dx}
-        values: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in given.items()}
-        values |= {f"{name}_row_stride": tensor.stride(0) for name, tensor in given.items() if tensor.dim() == 2}
-        values |= {"M": m, "N": n, "BLOCK": BLOCK, "AHEAD": ahead, "PAIRED": paired}
-        run(kernel_of(package, mode, Pipeline.ONE_PASS), (programs,), values)
-        sums = {name: partial.sum(0) for name, partial in partials.items()}
-        actual = NormGradients(dx, sums.get("dweight"), sums.get("dbias"), sums.get("dx_bias"))
-        check_gradients(actual, mode, operands)
+        cut = {"BLOCK": BLOCK, "AHEAD": ahead, "PAIRED": paired}
+        kernel = kernel_of(package, mode, Pipeline.ONE_PASS)
+        check_gradients(run_backward(kernel, (programs,), mode, operands | {"dx": dx}, cut), mode, operands)

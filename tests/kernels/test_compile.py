@@ -203,10 +203,11 @@ def test_a_team_keeps_its_slices_of_weight_and_bias(n: int, norm: Norm, package:
     assert (taken.local, taken.stack) == (0, 0)
 
 
-# Bytes that a thread may spill. Without a fused add RMSNorm at N = 131072 has most, 64 with Triton 3.7 and 88 with 3.6,
-# and takes an H200 278 us where a tile of half the rows, which spills nothing, takes 299. A fused add has a third
-# operand, for which a held row of 5120 leaves no room.
-MOST_SPILLED = {FusedAdd.NONE: 88, FusedAdd.PRE_ADD_STORE: 192}
+# Bytes that a thread may spill. A fused add has a third operand, for which a held row of 5120 leaves no room.
+MOST_SPILLED = {FusedAdd.NONE: 48, FusedAdd.PRE_ADD_STORE: 192}
+# Two tiles that an H200 was seen to prefer all the same: RMSNorm at N = 4096 takes 199 us, and 205 of one that spills
+# nothing; at 131072 278 and 299 (64 bytes with Triton 3.7, 88 with 3.6).
+PREFERRED_SPILLS = {(Norm.RMS, 4096): 56, (Norm.RMS, 131072): 88}
 BACKWARD_LENGTHS = (128, 256, 512, 1024, 2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384, 20000, 32768, 65536, 131072)
 
 
@@ -229,7 +230,7 @@ def test_as_many_programs_fit_a_multiprocessor_as_the_tile_says(mode: Mode, n: i
         taken = usage(compiled)
         assert taken.registers <= register_cap(tile)
         assert taken.local == 0
-        assert taken.stack <= MOST_SPILLED[mode.fadd]
+        assert taken.stack <= PREFERRED_SPILLS.get((mode.norm, n), MOST_SPILLED[mode.fadd])
 
 
 def test_fp8_is_converted_by_instruction_where_there_is_one(package: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from normforge.codegen import emit
 from normforge.codegen.model import (
     ANY,
     Bucket,
@@ -22,6 +23,9 @@ from normforge.codegen.model import (
     Tile,
     Tiles,
 )
+from normforge.compiled import compile_for
+from normforge.keys import compile_keys
+from normforge.target import named_target
 
 from .compilation import TARGETS, Target, compile_kernel
 from .rendering import kernel_of
@@ -33,9 +37,7 @@ BUCKET = Bucket("n2048", 1025, 2048)
 TILES = {
     Pipeline.ROWS: Tile(Pipeline.ROWS, 2, 2048, 4),
     Pipeline.ONE_PASS: Tile(Pipeline.ONE_PASS, 1, 1024, 4),
-    Part.WINDOW: Tile(Pipeline.ONE_PASS, 1, 1024, 4),
     Pipeline.TWO_PASS: Tile(Pipeline.TWO_PASS, 2, 512, 4),
-    Part.ROW_TERMS: Tile(Pipeline.TWO_PASS, 2, 512, 4),
     Pipeline.SPREAD: Tile(Pipeline.SPREAD, 2, 512, 4, held=2),
 }
 MODES = (
@@ -44,19 +46,21 @@ MODES = (
     Mode(Norm.LAYER, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE, direction=Direction.BACKWARD),
 )
 KERNELS = [
-    (mode, part)
-    for mode in MODES
-    for part in TILES
-    if (part in mode.pipelines if isinstance(part, Pipeline) else (part is Part.ROW_TERMS) is mode.is_backward)
-    and (part is not Part.WINDOW or mode.has_window)
+    (mode, pipeline, part) for mode in MODES for pipeline in mode.pipelines for part in emit.parts(mode, pipeline)
 ]
 
 ACCESS = re.compile(r"\b(?:ld|st|atom|red)\.(?!param)\S*global")
 WAIT, ADMIT = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 
 
-def ptx_of(package: Path, mode: Mode, part: Pipeline | Part, target: Target) -> str:
-    tile = TILES[part]
+def first_access(text: str) -> int:
+    found = ACCESS.search(text)
+    assert found is not None
+    return found.start()
+
+
+def ptx_of(package: Path, mode: Mode, pipeline: Pipeline, part: Pipeline | Part, target: Target) -> str:
+    tile = TILES[pipeline]
     instance = Instance(mode, BUCKET, ((ANY, Tiles(tile, tile)),))
     own = part if isinstance(part, Part) else None
     text = compile_kernel(kernel_of(package, mode, part), instance, N, target, own, tile).asm["ptx"]
@@ -64,12 +68,12 @@ def ptx_of(package: Path, mode: Mode, part: Pipeline | Part, target: Target) -> 
     return text
 
 
-@pytest.mark.parametrize(("mode", "part"), KERNELS, ids=lambda value: getattr(value, "name", ""))
+@pytest.mark.parametrize(("mode", "pipeline", "part"), KERNELS, ids=[mode.kernel(part) for mode, _, part in KERNELS])
 def test_nothing_is_read_or_written_before_the_launch_ahead_has_ended(
-    mode: Mode, part: Pipeline | Part, package: Path
+    mode: Mode, pipeline: Pipeline, part: Pipeline | Part, package: Path
 ) -> None:
     texts = {
-        target.name: ptx_of(package, mode, part, target)
+        target.name: ptx_of(package, mode, pipeline, part, target)
         for target in TARGETS
         if target.backend == "cuda" and target.has(part)
     }
@@ -77,16 +81,27 @@ def test_nothing_is_read_or_written_before_the_launch_ahead_has_ended(
     assert WAIT not in texts["sm_80"]
     for name in ("sm_90", "sm_100"):
         text = texts[name]
-        first = ACCESS.search(text)
-        assert first is not None
         assert text.count(WAIT) == (part is not Pipeline.SPREAD)
-        assert text.find(WAIT) < first.start()
+        assert text.find(WAIT) < first_access(text)
 
 
-@pytest.mark.parametrize("part", [Pipeline.ROWS, Pipeline.ONE_PASS, Part.ROW_TERMS, Pipeline.TWO_PASS])
-def test_a_backward_kernel_admits_the_next_one_before_it_leaves_its_sums(part: Pipeline | Part, package: Path) -> None:
+def test_partial_sums_are_not_read_before_they_are_there() -> None:
+    keys = compile_keys([N], ["ln_bwd_bf16"], arch="sm_90", rows=["few"])
+    (key,) = [key for key in keys if key.key.symbol == "sum_partials"]
+    text = compile_for(key.key, key.function, named_target("sm_90")).asm["ptx"]
+    assert text.count(WAIT) == 1
+    assert text.index(WAIT) < first_access(text)
+
+
+ADMITTING = [(pipeline, part) for mode, pipeline, part in KERNELS if mode.is_backward and part is not Pipeline.SPREAD]
+
+
+@pytest.mark.parametrize(("pipeline", "part"), ADMITTING, ids=[part.value for _, part in ADMITTING])
+def test_a_backward_kernel_admits_the_next_one_before_it_leaves_its_sums(
+    pipeline: Pipeline, part: Pipeline | Part, package: Path
+) -> None:
     """Every program comes there once, whatever rows it had: the next kernel waits for the last."""
     (sm_90,) = [target for target in TARGETS if target.name == "sm_90"]
-    text = ptx_of(package, MODES[2], part, sm_90)
+    text = ptx_of(package, MODES[2], pipeline, part, sm_90)
     assert text.count(ADMIT) == 1
     assert text.index(WAIT) < text.index(ADMIT) < text.rindex("st.global")

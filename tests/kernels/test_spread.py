@@ -23,7 +23,7 @@ from normforge.codegen.tiling import power_of_two
 from normforge.dtypes import TORCH_DTYPES
 from normforge.output import NormGradients
 
-from .bare import EPS, OFFSET, check_forward, check_gradients, outputs, run
+from .bare import OFFSET, check_forward, check_gradients, outputs, run, run_backward, saved
 from .rendering import kernel_of
 
 # Untyped, as everything generated; Triton looks a device function up by the name it is called by.
@@ -184,12 +184,6 @@ class Backward:
             tensors["dresidual_out"] = torch.randn(self.m, apart).bfloat16()[:, : self.n]
         return tensors
 
-    def statistics(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        s = tensors["x"].float() + tensors.get("x_bias", torch.zeros(self.n))
-        if not self.mode.norm.centres:
-            return {"rstd": (s.square().mean(-1) + EPS).rsqrt()}
-        return {"mean": s.mean(-1), "rstd": (s.var(-1, correction=0) + EPS).rsqrt()}
-
     def published(
         self, tensors: dict[str, torch.Tensor], statistics: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,18 +217,12 @@ class Backward:
         *,
         wants_dx: bool = True,
     ) -> NormGradients:
-        dx = torch.full((self.m, self.n), float("nan"), dtype=TORCH_DTYPES[self.mode.dtype_in])
-        names = ["dweight", "dbias"] if self.mode.norm.centres else ["dweight"]
-        names += ["dx_bias"] if self.mode.x_bias else []
-        partials = {name: torch.full((self.teams, self.n), float("nan")) for name in names}
-        given = tensors | statistics | partials | {"exchange": exchange} | ({"dx": dx} if wants_dx else {})
-        values: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in given.items()}
-        values |= {f"{name}_row_stride": tensor.stride(0) for name, tensor in given.items() if tensor.dim() == 2}
-        values |= {"dx_row_stride": self.n, "M": self.m, "N": self.n}
-        values |= {"ROWS": self.rows, "BLOCK": self.block, "PEERS": power_of_two(self.slices), "PAIRED": self.paired}
-        run(kernel_of(package, self.mode, Pipeline.SPREAD), (self.slices, self.teams), values)
-        sums = {name: partial.sum(0) for name, partial in partials.items()}
-        return NormGradients(dx if wants_dx else None, sums.get("dweight"), sums.get("dbias"), sums.get("dx_bias"))
+        given = tensors | statistics | {"exchange": exchange}
+        if wants_dx:
+            given["dx"] = torch.full((self.m, self.n), float("nan"), dtype=TORCH_DTYPES[self.mode.dtype_in])
+        cut = {"ROWS": self.rows, "BLOCK": self.block, "PEERS": power_of_two(self.slices), "PAIRED": self.paired}
+        kernel = kernel_of(package, self.mode, Pipeline.SPREAD)
+        return run_backward(kernel, (self.slices, self.teams), self.mode, given, cut)
 
 
 BACKWARD_MODES = [
@@ -259,7 +247,7 @@ def test_a_program_alone_takes_tiles_of_rows(
 ) -> None:
     problem = Backward(mode, m, n, min(teams, -(-m // rows)), rows, has_weight, paired)
     tensors = problem.draw()
-    statistics = problem.statistics(tensors)
+    statistics = saved(problem.mode, tensors["x"], tensors.get("x_bias"))
     exchange = torch.full((problem.tiles, 1, rows), EMPTY)
     check_gradients(problem.run(package, tensors, statistics, exchange), mode, tensors | statistics)
     assert bool((exchange != EMPTY).all())
@@ -276,7 +264,7 @@ def test_a_team_publishes_what_its_tiles_need(
 ) -> None:
     problem = Backward(mode, m, n, teams, rows, has_weight, paired)
     tensors = problem.draw()
-    statistics = problem.statistics(tensors)
+    statistics = saved(problem.mode, tensors["x"], tensors.get("x_bias"))
     expected = problem.published(tensors, statistics)
     exchange = packed(*(value * A_LITTLE_OFF for value in expected))
     problem.run(package, tensors, statistics, exchange)
@@ -289,7 +277,7 @@ def test_a_team_publishes_what_its_tiles_need(
 def test_dx_is_left_out_where_nobody_wants_it(package: Path) -> None:
     problem = Backward(replace(BACKWARD_MODES[0], dtype_in=DType.FP32, dtype_out=DType.FP32), 5, 40, 2, 2)
     tensors = problem.draw()
-    statistics = problem.statistics(tensors)
+    statistics = saved(problem.mode, tensors["x"], tensors.get("x_bias"))
     exchange = torch.full((problem.tiles, 1, problem.rows), EMPTY)
     actual = problem.run(package, tensors, statistics, exchange, wants_dx=False)
     assert actual.dx is None
