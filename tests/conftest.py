@@ -1,4 +1,4 @@
-"""Sets Triton up before anything imports it: interpreted, unless compiled kernels or a GPU are what is tested."""
+"""Sets Triton up before anything imports it, interpreted unless kernels are compiled, and each test's numbers."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
     # Workers inherit the controller's folder, so that they race for it as processes of a user's would.
     os.environ.setdefault("NORMFORGE_CACHE", tempfile.mkdtemp(prefix="normforge-tests-"))
+
+
+@pytest.fixture(autouse=True)
+def _random_numbers() -> None:
+    """Let each test draw the same numbers, whatever its worker ran before."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -1,18 +1,16 @@
-"""Keeps each test's table, cache and random numbers its own."""
+"""Keeps each test's table and cache its own."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 
 from normforge import dispatch
 
 
 @pytest.fixture(autouse=True)
 def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
     for variable in ("NORMFORGE_INSTANCES", "NORMFORGE_ON_MISS"):
         monkeypatch.delenv(variable, raising=False)
 

@@ -1,0 +1,92 @@
+"""The oracle of gradients against autograd in fp64, and what holds gradients against it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from normforge import reference
+from normforge.compare import compare_gradients
+from normforge.output import NormGradients
+from normforge.reference import ReferenceGradients
+
+M, N = 3, 37
+EPS = 1e-5
+OFFSET = 0.5
+
+
+def fp64(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def gradients(norm: str, operands: dict[str, Any], statistics: dict[str, Any]) -> ReferenceGradients:
+    if norm == "layer":
+        return reference.layernorm2d_bwd(**operands, **statistics)
+    return reference.rmsnorm2d_bwd(**operands, **statistics, weight_offset=OFFSET)
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("x_biased", [False, True])
+@pytest.mark.parametrize("stored", [False, True])
+def test_gradients_are_autograd_s(norm: str, weighted: bool, x_biased: bool, stored: bool) -> None:
+    x, weight, x_bias, dy = fp64(M, N) * 2 + 1, fp64(N), fp64(N), fp64(M, N)
+    bias, dresidual_out = torch.zeros(N, dtype=torch.float64), fp64(M, N)
+    for leaf in (x, weight, bias, x_bias):
+        leaf.requires_grad_()
+    # Of forward outputs only the statistics are fp32, so they are computed again here.
+    s = x + x_bias if x_biased else x
+    mean = s.mean(-1) if norm == "layer" else torch.zeros(M, dtype=torch.float64)
+    rstd = ((s - mean.unsqueeze(-1)).square().mean(-1) + EPS).rsqrt()
+    scale = 1.0 if not weighted else weight if norm == "layer" else weight + OFFSET
+    y = (s - mean.unsqueeze(-1)) * rstd.unsqueeze(-1) * scale + bias
+    loss = (y * dy).sum() + ((s * dresidual_out).sum() if stored else 0.0)
+    expected = dict(
+        zip(
+            ("dx", "dweight", "dbias", "dx_bias"),
+            torch.autograd.grad(loss, [x, weight, bias, x_bias], allow_unused=True),
+            strict=True,
+        )
+    )
+
+    statistics = {"mean": mean, "rstd": rstd} if norm == "layer" else {"rstd": rstd}
+    operands = {"dy": dy, "x": x}
+    operands |= {"weight": weight} if weighted else {}
+    operands |= {"x_bias": x_bias} if x_biased else {}
+    operands |= {"dresidual_out": dresidual_out} if stored else {}
+    actual = gradients(norm, operands, statistics)
+    assert (actual.dbias is None) == (norm == "rms")
+    for name, want in expected.items():
+        got = getattr(actual, name)
+        if want is not None and got is not None:
+            torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-12)
+
+
+def test_x_and_x_bias_are_added_in_fp32() -> None:
+    """1 + 2**-24 is 1 in fp32: a column that is the mean there has no weight gradient, whatever fp64 makes of it."""
+    operands: dict[str, Any] = {
+        "dy": torch.ones(1, 3),
+        "x": torch.tensor([[1.0, 2.0, 0.0]]),
+        "x_bias": torch.tensor([2.0**-24, 0.0, 0.0]),
+        "mean": torch.tensor([1.0]),
+        "rstd": torch.tensor([1.0]),
+    }
+    assert reference.layernorm2d_bwd(**operands).dweight.tolist() == [0.0, 1.0, -1.0]
+    exact = {name: tensor.double() for name, tensor in operands.items()}
+    assert reference.layernorm2d_bwd(**exact).dweight.tolist() == [2.0**-24, 1.0, -1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NormGradients._fields)
+def test_a_gradient_that_is_off_is_told(name: str, dtype: torch.dtype) -> None:
+    x, dy = torch.randn(M, N), torch.randn(M, N)
+    mean, rstd = x.mean(-1), (x.var(-1, correction=0) + EPS).rsqrt()
+    expected = reference.layernorm2d_bwd(dy, x, torch.randn(N), mean=mean, rstd=rstd, x_bias=torch.zeros(N))
+    perfect = NormGradients(*(getattr(expected, field).to(dtype) for field in NormGradients._fields))
+    assert all(finding.ok for finding in compare_gradients(perfect, expected))
+    spoilt = getattr(perfect, name).clone()
+    spoilt.view(-1)[5] += 0.02 * (1 + spoilt.view(-1)[5].abs())
+    findings = compare_gradients(perfect._replace(**{name: spoilt}), expected)
+    assert [finding.name for finding in findings if not finding.ok] == [name]
