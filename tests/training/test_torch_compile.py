@@ -316,7 +316,7 @@ def test_every_kind_of_bad_call_is_there() -> None:
     assert len(list(cases())) == len(BAD)
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", list(cases()))
 def test_a_bad_call_is_refused_alike(case: Case) -> None:
     given = {"x": X, **case[0]}
     with pytest.raises(errors.NormforgeError) as eager:
