@@ -32,7 +32,7 @@ def main(out: Path, revision: str) -> int:
         command = [
             sys.executable,
             "-m",
-            "normforge.cli",
+            "normforge",
             "run",
             "-json",
             "-prec_i=bf16",

@@ -153,7 +153,7 @@ def start(way: Way, variables: Environment, device: str = "cuda") -> Sample:
 
 def compile_ahead(folder: Path, arch: str) -> None:
     """Compile what the process launches into a folder."""
-    argv = ("-m", "normforge.cli", "aot", "--arch", arch, "--n", str(N), "--out", str(folder), *_MODES)
+    argv = ("-m", "normforge", "aot", "--arch", arch, "--n", str(N), "--out", str(folder), *_MODES)
     _output(argv, {"TRITON_CACHE_DIR": str(folder.with_name("build"))})
 
 

@@ -38,7 +38,7 @@ def command(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        [sys.executable, "-m", "normforge.cli", *argv],
+        [sys.executable, "-m", "normforge", *argv],
         env=inherited | hidden | environment,
         capture_output=True,
         text=True,
@@ -308,7 +308,7 @@ def test_list_takes_globs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_list_into_a_reader_that_stops_early_is_no_error() -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "normforge.cli", "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "normforge", "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
