@@ -21,7 +21,7 @@ class Unlike(Exception):
 
 # What reading an attribute may raise of something that is no plain tensor, or of one without memory (a sparse one), and
 # what looking up a key may of an argument that cannot be hashed.
-UNREADABLE = (Unlike, AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ZeroDivisionError)
+UNREADABLE = (Unlike, AttributeError, IndexError, RuntimeError, TypeError, ZeroDivisionError)
 
 
 def layout_of(rows: torch.Tensor) -> Any:

@@ -20,7 +20,6 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"-m {selected!r} needs Triton's compiler; unset TRITON_INTERPRET")
     if not compiled:
         os.environ["TRITON_INTERPRET"] = "1"
-    if not compiled:
         # The oracle's tensors are small here: a second thread only waits, and takes a core from another worker.
         torch.set_num_threads(1)
     # Workers inherit the controller's folder, so that they race for it as processes of a user's would.
