@@ -28,8 +28,8 @@ class Rule:
         loads: bytes that a thread loads at once, which with the warps make a chunk; none where a chunk is a row.
         resident: programs a multiprocessor is to hold: the registers of each follow from it.
         held: chunks that a program keeps of a row that it does not keep whole.
-        ahead: rows on their way besides the one at hand.
-        copies: how many values of 16 bits a thread keeps for each of those, with one row on its way.
+        stages: stages of the loop over rows: one more than rows on their way to shared memory.
+        copies: how many values of 16 bits a thread keeps for each of those.
     """
 
     direction: Direction
@@ -43,7 +43,7 @@ class Rule:
     loads: tuple[int, ...] = ()
     resident: tuple[int, ...] = (1,)
     held: tuple[int, ...] = (0,)
-    ahead: tuple[int, ...] = (1,)
+    stages: tuple[int, ...] = (1,)
     copies: int = 1
 
     def tiles(self, n: int, itemsize: int) -> Iterator[Tile]:
@@ -51,17 +51,16 @@ class Rule:
         if n < self.shortest or (self.longest is not None and n > self.longest):
             return
         least, most = self.values
-        for warps, rows, load, resident, held, ahead in product(
-            self.warps, self.rows, self.loads or (None,), self.resident, self.held, self.ahead
+        for warps, rows, load, resident, held, stages in product(
+            self.warps, self.rows, self.loads or (None,), self.resident, self.held, self.stages
         ):
             threads = warps * WARP
             block = power_of_two(n) if load is None else threads * load // itemsize
             values = n if self.pipeline is Pipeline.ONE_PASS else rows * block * max(held, 1)
             # A chunk of over twice the row leaves most lanes idle; a value that stays takes half a register or more.
             fits = least * threads <= values <= most * threads and block < 2 * power_of_two(n)
-            copies = self.copies + ahead - 1
-            if fits and resident * (values * copies // 2 + _REGISTERS_A_THREAD * threads) <= _REGISTERS:
-                yield Tile(self.pipeline, rows, block, warps, resident, held, ahead)
+            if fits and resident * (values * self.copies // 2 + _REGISTERS_A_THREAD * threads) <= _REGISTERS:
+                yield Tile(self.pipeline, rows, block, warps, resident, held, stages)
 
 
 _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -76,21 +75,23 @@ _REGISTERS_A_THREAD = 24
 RULES = (
     Rule(_FORWARD, False, _ROWS, 1, 2048, (16, 64), (1, 2, 4), rows=(2, 4, 8)),
     Rule(_FORWARD, False, _ONE_PASS, 512, 32768, (8, 64), (1, 2, 4, 8, 16, 32), loads=_LOADS),
+    Rule(_FORWARD, False, _TWO_PASS, 769, 8191, (4, 32), (2, 4, 8, 16), loads=(8, 16, 32, 64)),
     Rule(_FORWARD, False, _TWO_PASS, 8192, 32768, (4, 32), (8, 16, 32), loads=(16, 32, 64), resident=(1, 2)),
     Rule(_FORWARD, False, _TWO_PASS, 32769, None, (8, 32), (16, 32), loads=(16, 32), resident=(1, 2)),
     Rule(_FORWARD, False, _TWO_PASS, 32768, None, (8, 48), (32,), loads=(16, 32), held=(1, 2, 3, 5)),
     # Of the row at hand, the next, weight and bias. Warps are few: each spends as much on a row's sums as on 30 values.
-    Rule(_FORWARD, False, _SPREAD, 32769, None, (32, 64), (2,), (1,), (16,), (4, 6), (4, 8), (3, 4), copies=4),
-    Rule(_FORWARD, False, _SPREAD, 32769, None, (32, 64), (4,), (1,), (16,), (2, 3), (4, 8), (3, 4), copies=4),
+    Rule(_FORWARD, False, _SPREAD, 32769, None, (32, 64), (2,), (1,), (16,), (4, 8), (4, 8), stages=(3, 4), copies=4),
+    Rule(_FORWARD, False, _SPREAD, 32769, None, (32, 32), (4,), (1,), (16, 64), (4,), (1, 4), stages=(3, 4), copies=4),
+    Rule(_FORWARD, False, _SPREAD, 32769, None, (32, 32), (8,), (1,), (16, 64), (2,), (1, 4), stages=(3, 4), copies=4),
     Rule(_FORWARD, True, _ONE_PASS, 1, 32768, (4, 32), (1, 2, 4, 8, 16, 32), loads=_LOADS),
     Rule(_FORWARD, True, _TWO_PASS, 16384, None, (4, 32), (16, 32), loads=(16, 32, 64)),
-    Rule(_FORWARD, True, _SPREAD, 65537, None, (16, 64), (2, 4), (1,), (16,), (2, 4), (2, 4, 8), (1, 3), copies=4),
+    Rule(_FORWARD, True, _SPREAD, 65537, None, (16, 64), (2,), (1,), (16,), (2, 4), (4, 8), stages=(2, 4), copies=4),
+    Rule(_FORWARD, True, _SPREAD, 65537, None, (16, 64), (4,), (1,), (16,), (2, 4), (2, 4), stages=(2, 4), copies=4),
     Rule(_BACKWARD, False, _ROWS, 1, 2048, (16, 32), (2, 4), rows=(2, 4, 8), resident=(4, 8)),
     Rule(_BACKWARD, False, _ONE_PASS, 1025, 8192, (12, 32), (4, 8, 16), loads=_LOADS, resident=(1, 2, 3, 4)),
-    # Few warps with registers for two rows on their way: RMSNorm's 7168 has 212 us of 8, and 219 of 16 with one.
-    Rule(_BACKWARD, False, _ONE_PASS, 2049, 8192, (12, 32), (4, 8), loads=_LOADS, resident=(1, 2), ahead=(2,)),
-    # 5120 has 211 us of two programs of 4 warps, and 221 of two of 8.
-    Rule(_BACKWARD, False, _ONE_PASS, 4097, 5120, (33, 40), (4,), loads=(16,), resident=(2,)),
+    # Rows on their way to shared memory. A value takes its two sums, of 32 bits, x, dy and weight.
+    Rule(_BACKWARD, False, _ONE_PASS, 257, 2048, (8, 16), (2, 4, 8), (1,), _LOADS, (3, 4, 8), stages=(3, 4), copies=7),
+    Rule(_BACKWARD, False, _ONE_PASS, 2049, 8192, (8, 40), (4, 8, 16), (1,), (16,), (1, 2, 3), stages=(3,), copies=7),
     Rule(_BACKWARD, False, _TWO_PASS, 8193, None, (8, 32), (4, 8), rows=(2,), loads=(16,), resident=(1, 2, 4)),
     Rule(_BACKWARD, False, _SPREAD, 8193, None, (16, 32), (4, 8), rows=(2, 4), loads=(16,), resident=(2, 3, 4)),
     Rule(_BACKWARD, True, _ROWS, 1, 2048, (4, 16), (1, 2, 4, 8), rows=(2,)),

@@ -367,7 +367,7 @@ class Tile:
     # What not every pipeline has follows, with a default; `means` is what a dispatch table's head calls it.
     resident: int = field(default=1, metadata={"means": "programs a multiprocessor holds"})
     held: int = field(default=0, metadata={"means": "chunks a program keeps"})
-    ahead: int = field(default=1, metadata={"means": "rows on their way"})
+    stages: int = field(default=1, metadata={"means": "stages of a loop over rows"})
 
     @property
     def row(self) -> tuple[str | int, ...]:

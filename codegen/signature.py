@@ -25,6 +25,10 @@ class _Row:
 
 _ALIGNMENT = _Row("ROW_ALIGNMENT: tl.constexpr", "elements; every row stride is a multiple of it")
 _PAIRED = _Row("PAIRED: tl.constexpr", "whether 16-bit values may be read in pairs", lambda m, p: p is Pipeline.SPREAD)
+_PTX = _Row("PTX: tl.constexpr", "whether the target runs PTX", lambda m, p: p in (Pipeline.SPREAD, Part.WINDOW))
+_STAGES = _Row(
+    "STAGES: tl.constexpr", "of the loop over rows; more than 1 go by shared memory", lambda m, p: p is Pipeline.SPREAD
+)
 # A cooperative launch has to find room for all of its programs at once.
 _PDL = _Row(
     "PDL: tl.constexpr", "whether it is launched before the one ahead has ended", lambda m, p: p is not Pipeline.SPREAD
@@ -57,10 +61,10 @@ _FORWARD = (
     _Row("BLOCK: tl.constexpr", "columns a chunk"),
     _Row("HELD: tl.constexpr", "chunks of the row to keep", lambda m, p: p is Pipeline.TWO_PASS and m.streams),
     _Row("HELD: tl.constexpr", "chunks a program", lambda m, p: p is Pipeline.SPREAD),
-    _Row("AHEAD: tl.constexpr", "rows on their way to registers", lambda m, p: p is Pipeline.SPREAD),
+    _STAGES,
     _Row("PEERS: tl.constexpr", "programs a row, up to a power of two", lambda m, p: p is Pipeline.SPREAD),
     _PAIRED,
-    _Row("PTX: tl.constexpr", "whether the target runs PTX", lambda m, p: p in (Pipeline.SPREAD, Part.WINDOW)),
+    _PTX,
     _Row("VECTOR: tl.constexpr", "elements that a thread is to move at once", lambda m, p: p is Part.WINDOW),
     _PDL,
 )
@@ -91,9 +95,10 @@ _BACKWARD = (
     _ALIGNMENT,
     _Row("ROWS: tl.constexpr", "rows at a time", lambda m, p: p not in (Pipeline.ONE_PASS, Part.ROW_TERMS)),
     _Row("BLOCK: tl.constexpr", "columns a chunk"),
-    _Row("AHEAD: tl.constexpr", "rows on their way to registers", lambda m, p: p is Pipeline.ONE_PASS),
+    _Row(_STAGES.declaration, _STAGES.comment, lambda m, p: p is Pipeline.ONE_PASS),
     _Row("PEERS: tl.constexpr", "programs a row, up to a power of two", lambda m, p: p is Pipeline.SPREAD),
     _Row(_PAIRED.declaration, _PAIRED.comment, lambda m, p: p in (Pipeline.ONE_PASS, Pipeline.SPREAD)),
+    _Row(_PTX.declaration, _PTX.comment, lambda m, p: p is Pipeline.ONE_PASS),
     _PDL,
 )
 

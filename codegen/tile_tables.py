@@ -15,6 +15,7 @@ from .document import DocumentKind, Section, compose
 from .errors import TileTableError
 from .ladder import read_range
 from .model import ANY, Bucket, Direction, Mode, Pipeline, Tile, Tiles
+from .staging import copies, most_stages
 from .tiling import CLASSES, MOST_RESIDENT_WARPS, MOST_WARPS, Load, TileClass, class_of, generic_tiles
 from .words import unknown
 
@@ -136,8 +137,8 @@ def _read_tile(section: Section, kind: TileClass, arch: str, bucket: Bucket, nod
     return tile
 
 
-# What may have several rows on their way.
-_AHEAD = ((Direction.FORWARD, Pipeline.SPREAD), (Direction.BACKWARD, Pipeline.ONE_PASS))
+# What may have rows on their way to shared memory.
+_STAGED = ((Direction.FORWARD, Pipeline.SPREAD), (Direction.BACKWARD, Pipeline.ONE_PASS))
 
 
 def why_not(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> str | None:
@@ -155,11 +156,10 @@ def why_not(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> str | Non
             f"resident is {tile.resident} programs of {tile.warps} warps; "
             f"a multiprocessor holds 1 to {MOST_RESIDENT_WARPS // tile.warps}"
         )
-    if tile.ahead < 1 or (tile.ahead > 1 and (kind.direction, tile.pipeline) not in _AHEAD):
-        return (
-            f"ahead is {tile.ahead}; forward spread and backward one_pass have 1 row or more on the way, and others 1; "
-            "leave ahead out"
-        )
+    if tile.stages != 1:
+        problem = _why_not_staged(kind, bucket, tile, arch)
+        if problem is not None:
+            return problem
     if tile.pipeline is Pipeline.SPREAD:
         return _why_not_spread(kind, tile)
     if tile.held and not _may_hold(kind, bucket, tile):
@@ -182,6 +182,28 @@ def why_not(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> str | Non
     return None
 
 
+def _why_not_staged(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> str | None:
+    if tile.stages < 1 or (kind.direction, tile.pipeline) not in _STAGED:
+        return (
+            f"stages is {tile.stages}; forward spread and backward one_pass have 1 stage or more, and others 1; "
+            "leave stages out"
+        )
+    if not copies(arch):
+        return f"stages is {tile.stages}, and {arch} copies nothing to shared memory by itself; leave stages out"
+    most = most_stages(arch, tile.resident, _round_bytes(kind, bucket, tile))
+    if tile.stages > most:
+        return f"stages is {tile.stages}, and the shared memory of {arch} holds {most} of them; write stages: {most}"
+    return None
+
+
+def _round_bytes(kind: TileClass, bucket: Bucket, tile: Tile) -> int:
+    """What a program of a loop over rows reads in a round: its slice of x; or rows of x, dy and a sum's gradient."""
+    if kind.direction is Direction.FORWARD:
+        return tile.held * tile.block * kind.itemsize
+    longest = tile.block if bucket.last is None else bucket.last
+    return -(-longest // tile.block) * tile.block * kind.itemsize * (3 if kind.load is Load.ADD else 2)
+
+
 def _why_not_spread(kind: TileClass, tile: Tile) -> str | None:
     if kind.direction is Direction.BACKWARD:
         fits = tile.rows in (2, 4) and not tile.held
@@ -190,8 +212,8 @@ def _why_not_spread(kind: TileClass, tile: Tile) -> str | None:
         return "pipeline spread, forward, is for modes that move x and y alone; take two_pass"
     if kind.itemsize > _MOST_SPREAD_BYTES:
         return "pipeline spread, forward, exchanges means as fp32, too coarse for fp32 rows; take two_pass"
-    fits = tile.rows == 1 and tile.held > 0
-    return None if fits else "pipeline spread, forward, takes rows: 1 and held, the chunks that a program keeps"
+    fits = tile.rows == 1 and tile.held > 0 and not tile.held & (tile.held - 1)
+    return None if fits else "pipeline spread, forward, takes rows: 1 and held, a program's chunks, as a power of two"
 
 
 def _may_hold(kind: TileClass, bucket: Bucket, tile: Tile) -> bool:

@@ -25,6 +25,7 @@ from .primitives import (
     unstack,
     wait_for_launch_ahead,
     widened,
+    widened_here,
     zero_row,
 )
 
@@ -116,8 +117,9 @@ def ln_bwd_fp16_one_pass(
     N: tl.constexpr,  # columns, exact
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
-    AHEAD: tl.constexpr,  # rows on their way to registers
+    STAGES: tl.constexpr,  # of the loop over rows; more than 1 go by shared memory
     PAIRED: tl.constexpr,  # whether 16-bit values may be read in pairs
+    PTX: tl.constexpr,  # whether the target runs PTX
     PDL: tl.constexpr,  # whether it is launched before the one ahead has ended
 ):
     """Rows in turn, each held in registers."""
@@ -128,23 +130,28 @@ def ln_bwd_fp16_one_pass(
     dweight = zero_row(N, BLOCK)
     dbias = zero_row(N, BLOCK)
 
-    # Take rows in turn; AHEAD more are on their way when one is reduced.
-    x_rows = ()
-    dy_rows = ()
-    for step in tl.static_range(AHEAD):
-        first_row = tl.minimum(program + step * programs, M - 1)
-        x_rows += (load_row_ahead(x_ptr + row_offset(first_row, x_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED),)
-        dy_rows += (load_row_ahead(dy_ptr + row_offset(first_row, dy_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED),)
+    # Take rows in turn. The next is on its way to registers when one is reduced; or, if Triton is to pipeline the loop,
+    # STAGES - 1 are on theirs to shared memory. There goes all that such a loop loads, so (N,) operands come before it.
+    if STAGES > 1:
+        weight_row = () if weight_ptr is None else load_row_ahead(weight_ptr, N, BLOCK, PAIRED)
+    else:
+        next_x_row = load_row_ahead(x_ptr + row_offset(program, x_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED)
+        next_dy_row = load_row_ahead(dy_ptr + row_offset(program, dy_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED)
     mean = tl.load(mean_ptr + program)
     rstd = tl.load(rstd_ptr + program)
-    for row in range(program, M, programs):
-        later_row = tl.minimum(row + AHEAD * programs, M - 1)
-        x_rows += (load_row_ahead(x_ptr + row_offset(later_row, x_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED),)
-        dy_rows += (load_row_ahead(dy_ptr + row_offset(later_row, dy_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED),)
+    for row in tl.range(program, M, programs, num_stages=STAGES):
         next_row = tl.minimum(row + programs, M - 1)
+        if STAGES > 1:
+            x_row = load_row_ahead(x_ptr + row_offset(row, x_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED)
+            dy_row = load_row_ahead(dy_ptr + row_offset(row, dy_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED)
+        else:
+            x_row = next_x_row
+            dy_row = next_dy_row
+            next_x_row = load_row_ahead(x_ptr + row_offset(next_row, x_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED)
+            next_dy_row = load_row_ahead(dy_ptr + row_offset(next_row, dy_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED)
+            weight_row = () if weight_ptr is None else load_row(weight_ptr, N, BLOCK)
         next_mean = tl.load(mean_ptr + next_row)
         next_rstd = tl.load(rstd_ptr + next_row)
-        weight_row = () if weight_ptr is None else load_row(weight_ptr, N, BLOCK)
 
         # Means along the row.
         gh_sums = tl.zeros((BLOCK,), tl.float32)
@@ -152,12 +159,12 @@ def ln_bwd_fp16_one_pass(
         for start in tl.static_range(0, N, BLOCK):
             cols = start + lanes
             mask = cols < N if start + BLOCK > N else None
-            s = widened(x_rows[0][start // BLOCK], x_ptr.dtype.element_ty)
-            dy = widened(dy_rows[0][start // BLOCK], dy_ptr.dtype.element_ty)
+            s = widened(x_row[start // BLOCK], x_ptr.dtype.element_ty)
+            dy = widened(dy_row[start // BLOCK], dy_ptr.dtype.element_ty)
             h = (s - mean) * rstd
             g = dy
             if weight_ptr is not None:
-                g *= weight_row[start // BLOCK].to(tl.float32)
+                g *= widened_here(weight_row[start // BLOCK], weight_ptr.dtype.element_ty, PTX)
             gh_sums += g * h
             g_sums += g
         gh_mean, g_mean = row_means(gh_sums, g_sums, N, 0)
@@ -168,12 +175,12 @@ def ln_bwd_fp16_one_pass(
         for start in tl.static_range(0, N, BLOCK):
             cols = start + lanes
             mask = cols < N if start + BLOCK > N else None
-            s = widened(x_rows[0][start // BLOCK], x_ptr.dtype.element_ty)
-            dy = widened(dy_rows[0][start // BLOCK], dy_ptr.dtype.element_ty)
+            s = widened_here(x_row[start // BLOCK], x_ptr.dtype.element_ty, PTX)
+            dy = widened_here(dy_row[start // BLOCK], dy_ptr.dtype.element_ty, PTX)
             h = (s - mean) * rstd
             g = dy
             if weight_ptr is not None:
-                g *= weight_row[start // BLOCK].to(tl.float32)
+                g *= widened_here(weight_row[start // BLOCK], weight_ptr.dtype.element_ty, PTX)
             dx = (g - h * gh_mean - g_mean) * rstd
             if dx_ptr is not None:
                 store_chunk(dx_ptr + row_offset(row, dx_row_stride, ROW_ALIGNMENT), cols, dx, mask)
@@ -181,8 +188,6 @@ def ln_bwd_fp16_one_pass(
             next_dbias += (dbias[start // BLOCK] + dy,)
         dweight = next_dweight
         dbias = next_dbias
-        x_rows = x_rows[1:]
-        dy_rows = dy_rows[1:]
         mean = next_mean
         rstd = next_rstd
 
@@ -335,7 +340,7 @@ def ln_bwd_fp16_spread(
     mean = load_scalars(mean_ptr, team, M, ROWS)
     rstd = load_scalars(rstd_ptr, team, M, ROWS)
     gh_sums, g_sums = tile_sums(x_ptr, x_rows, dy_ptr, dy_rows, x_bias, weight, 0.0, mean, rstd, ROWS)
-    publish(exchange_ptr + (team * SLICES + part) * ROWS + tile_rows, gh_sums, g_sums)
+    publish(exchange_ptr + (team * SLICES + part) * ROWS + tile_rows, gh_sums, g_sums, None)
     next_x_rows = load_rows(x_ptr, team + teams, x_row_stride, M, first_col, N, ROWS, BLOCK, ROW_ALIGNMENT, PAIRED)
     next_dy_rows = load_rows(dy_ptr, team + teams, dy_row_stride, M, first_col, N, ROWS, BLOCK, ROW_ALIGNMENT, PAIRED)
     next_mean = load_scalars(mean_ptr, team + teams, M, ROWS)
@@ -348,7 +353,7 @@ def ln_bwd_fp16_spread(
             gh_sums, g_sums = tile_sums(
                 x_ptr, next_x_rows, dy_ptr, next_dy_rows, x_bias, weight, 0.0, next_mean, next_rstd, ROWS
             )
-            publish(exchange_ptr + ((tile + teams) * SLICES + part) * ROWS + tile_rows, gh_sums, g_sums)
+            publish(exchange_ptr + ((tile + teams) * SLICES + part) * ROWS + tile_rows, gh_sums, g_sums, None)
 
         # Means along the rows, from every program of the team; statistics are read again rather than kept in registers.
         mean = load_scalars(mean_ptr, tile, M, ROWS)
@@ -356,7 +361,7 @@ def ln_bwd_fp16_spread(
         next_mean = load_scalars(mean_ptr, later, M, ROWS)
         next_rstd = load_scalars(rstd_ptr, later, M, ROWS)
         slots = (tile * SLICES + tl.minimum(peers, SLICES - 1)) * ROWS + tile_rows[:, None]
-        team_gh, team_g = gather(exchange_ptr + slots, None)
+        team_gh, team_g = gather(exchange_ptr + slots)
         gh_means = unstack(tl.sum(tl.where(peers < SLICES, team_gh, 0.0), axis=1) / N, ROWS)
         g_means = unstack(tl.sum(tl.where(peers < SLICES, team_g, 0.0), axis=1) / N, ROWS)
 

@@ -14,7 +14,6 @@ from .primitives import (
     load_beside,
     load_chunk,
     load_early,
-    load_head,
     load_row,
     load_shifted,
     load_slice,
@@ -22,7 +21,6 @@ from .primitives import (
     load_window,
     merge_groups,
     merge_slices,
-    peek,
     publish,
     row_moments,
     row_offset,
@@ -263,7 +261,7 @@ def ln_fwd_bf16_two_pass(
     # Statistics.
     cols = lanes
     first_mask = cols < N if N < BLOCK else None
-    s = load_swept(x_ptr, cols, first_mask, "evict_last")
+    s = held[0].to(tl.float32) if HELD > 0 else load_swept(x_ptr, cols, first_mask, "evict_last")
     pivots = group_means(s, first_mask)
     deviations = tl.zeros_like(pivots)
     squares = tl.zeros_like(pivots)
@@ -312,7 +310,7 @@ def ln_fwd_bf16_spread(
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
     HELD: tl.constexpr,  # chunks a program
-    AHEAD: tl.constexpr,  # rows on their way to registers
+    STAGES: tl.constexpr,  # of the loop over rows; more than 1 go by shared memory
     PEERS: tl.constexpr,  # programs a row, up to a power of two
     PAIRED: tl.constexpr,  # whether 16-bit values may be read in pairs
     PTX: tl.constexpr,  # whether the target runs PTX
@@ -328,38 +326,28 @@ def ln_fwd_bf16_spread(
     weight_slice = () if weight_ptr is None else load_slice(weight_ptr, first_col, N, SLICE, BLOCK, PAIRED)
     bias_slice = () if bias_ptr is None else load_slice(bias_ptr, first_col, N, SLICE, BLOCK, PAIRED)
 
-    # A team takes rows in turn. AHEAD are on their way; of all but the last of them, statistics have been published.
-    x_rows = ()
-    heads = ()
-    for step in tl.static_range(AHEAD):
-        first_row = tl.minimum(team + step * teams, M - 1)
-        x_row_ptr = x_ptr + row_offset(first_row, x_row_stride, ROW_ALIGNMENT)
-        x_rows += (load_slice(x_row_ptr, first_col, N, SLICE, BLOCK, PAIRED),)
-        heads += (load_head(x_row_ptr, first_col, N),)
-    for step in tl.static_range(AHEAD - 1):
-        mean, variance = slice_moments(x_rows[step], heads[step], first_col, N, SLICE, BLOCK)
-        if team + step * teams < M:
-            publish(exchange_ptr + (team + step * teams) * SLICES + part, mean, variance)
-    for row in range(team, M, teams):
-        later_row = tl.minimum(row + AHEAD * teams, M - 1)
-        x_row_ptr = x_ptr + row_offset(later_row, x_row_stride, ROW_ALIGNMENT)
-        x_rows += (load_slice(x_row_ptr, first_col, N, SLICE, BLOCK, PAIRED),)
-        heads += (load_head(x_row_ptr, first_col, N),)
-        slots = exchange_ptr + row * SLICES + tl.minimum(peers, SLICES - 1)
-        seen = peek(slots)
-        mean, variance = slice_moments(x_rows[AHEAD - 1], heads[AHEAD - 1], first_col, N, SLICE, BLOCK)
-        if row + (AHEAD - 1) * teams < M:
-            publish(exchange_ptr + (row + (AHEAD - 1) * teams) * SLICES + part, mean, variance)
+    # A team takes rows in turn. Programs publish what they find in the next one a round before they need it of all; the
+    # rows behind that are on their way, by Triton's pipelining of this loop.
+    x_row_ptr = x_ptr + row_offset(team, x_row_stride, ROW_ALIGNMENT)
+    x_slice = load_slice(x_row_ptr, first_col, N, SLICE, BLOCK, PAIRED)
+    mean, variance = slice_moments(x_slice, x_ptr.dtype.element_ty, first_col, N, SLICE, BLOCK)
+    publish(exchange_ptr + team * SLICES + part, mean, variance, team < M)
+    for row in tl.range(team, M, teams, num_stages=STAGES):
+        next_row = tl.minimum(row + teams, M - 1)
+        x_row_ptr = x_ptr + row_offset(next_row, x_row_stride, ROW_ALIGNMENT)
+        next_x_slice = load_slice(x_row_ptr, first_col, N, SLICE, BLOCK, PAIRED)
+        mean, variance = slice_moments(next_x_slice, x_ptr.dtype.element_ty, first_col, N, SLICE, BLOCK)
+        publish(exchange_ptr + (row + teams) * SLICES + part, mean, variance, row + teams < M)
 
         # Statistics, from every program of the team.
-        means, variances = gather(slots, seen)
+        means, variances = gather(exchange_ptr + row * SLICES + tl.minimum(peers, SLICES - 1))
         pivot, shift, variance = merge_slices(means, variances, peers, N, SLICE)
         rstd = tl.rsqrt(variance + eps)
 
         # Scale and store.
         y_row_ptr = y_ptr + row_offset(row, y_row_stride, ROW_ALIGNMENT)
         for start in tl.static_range(0, SLICE, BLOCK):
-            s = widened(x_rows[0][start // BLOCK], x_ptr.dtype.element_ty)
+            s = widened(x_slice[start // BLOCK], x_ptr.dtype.element_ty)
             y = (s - pivot) * rstd - shift * rstd
             if weight_ptr is not None:
                 y *= widened_here(weight_slice[start // BLOCK], weight_ptr.dtype.element_ty, PTX)
@@ -367,5 +355,4 @@ def ln_fwd_bf16_spread(
                 y += widened_here(bias_slice[start // BLOCK], bias_ptr.dtype.element_ty, PTX)
             cols = first_col + start + tl.arange(0, BLOCK)
             store_chunk(y_row_ptr, cols, y, cols < N if N % SLICE != 0 else None)
-        x_rows = x_rows[1:]
-        heads = heads[1:]
+        x_slice = next_x_slice

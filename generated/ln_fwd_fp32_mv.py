@@ -160,7 +160,7 @@ def ln_fwd_fp32_mv_two_pass(
     # Statistics.
     cols = lanes
     first_mask = cols < N if N < BLOCK else None
-    s = load_swept(x_ptr, cols, first_mask, "evict_last")
+    s = held[0].to(tl.float32) if HELD > 0 else load_swept(x_ptr, cols, first_mask, "evict_last")
     pivots = group_means(s, first_mask)
     deviations = tl.zeros_like(pivots)
     squares = tl.zeros_like(pivots)

@@ -21,11 +21,9 @@ UNSPECIALISED = (
 )
 
 
-# Of a slot that was seen to hold $2, read it past the L1 cache until it holds something other than -1: PTX, so NVIDIA's
-# alone.
+# Read a slot past the L1 cache until it holds something other than -1: PTX, so NVIDIA's alone.
 SPIN = tl.constexpr(
-    "{ .reg .pred empty; mov.b64 $0, $2; again: setp.eq.s64 empty, $0, -1; "
-    "@empty ld.volatile.global.b64 $0, [$1]; @empty bra again; }"
+    "{ .reg .pred empty; again: ld.volatile.global.b64 $0, [$1]; setp.eq.s64 empty, $0, -1; @empty bra again; }"
 )
 
 # A pair of 16-bit values as two of fp32, in PTX: what has a side effect stays in the loop that it stands in.
@@ -487,28 +485,26 @@ def load_slice(ptr, first_col, N: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def load_head(ptr, first_col, N: tl.constexpr):
-    """Start loading the first HEAD of one program's columns."""
-    cols = first_col + tl.arange(0, HEAD)
-    return tl.load(ptr + cols, mask=cols < N, other=0.0)
+def slice_moments(chunks, dtype: tl.constexpr, first_col, N: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr):
+    """Mean and variance of one program's columns, of 16 bits.
 
-
-@triton.jit
-def slice_moments(chunks, head, first_col, N: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr):
-    """Mean and variance of one program's columns in one reduction, around the mean of the first, their `head`.
-
-    A pivot that is a mean of K values adds at most SLICE / K roundings to the variance, whatever the others are.
+    Values of 16 bits that are all close to their mean add up exactly, so that the mean is off by no more than its
+    rounding to fp32, in which it is published anyway. To take what that leaves in the variance out again, as
+    `row_moments` does, makes 172 us of the 157 that LayerNorm 512x262144 takes on an H200.
     """
-    pivot = tl.sum(head.to(tl.float32)) / tl.minimum(N - first_col, HEAD)
-    deviations = tl.zeros((BLOCK,), tl.float32)
+    whole: tl.constexpr = N % SLICE == 0
+    count = SLICE if whole else tl.minimum(N - first_col, SLICE).to(tl.float32)
+    total = widened(chunks[0], dtype)
+    for start in tl.static_range(BLOCK, SLICE, BLOCK):
+        total += widened(chunks[start // BLOCK], dtype)
+    # A power of two divides exactly: the mean of equal values is that value.
+    mean = tl.sum(total) / count if whole else tl.div_rn(tl.sum(total), count)
     squares = tl.zeros((BLOCK,), tl.float32)
     for start in tl.static_range(0, SLICE, BLOCK):
-        mask = first_col + start + tl.arange(0, BLOCK) < N if N % SLICE != 0 else None
-        centred = centre(widened(chunks[start // BLOCK], head.dtype), pivot, mask)
-        deviations += centred
+        mask = None if whole else first_col + start + tl.arange(0, BLOCK) < N
+        centred = centre(widened(chunks[start // BLOCK], dtype), mean, mask)
         squares += centred * centred
-    shift, variance = row_moments(deviations, squares, tl.minimum(N - first_col, SLICE), 0)
-    return pivot + shift, variance
+    return mean, tl.sum(squares) / count
 
 
 @triton.jit
@@ -532,35 +528,27 @@ def slice_mean_square(chunks, dtype: tl.constexpr, N: tl.constexpr, SLICE: tl.co
 
 
 @triton.jit
-def publish(slots, first, second):
+def publish(slots, first, second, mask):
     """Leave two fp32 values for the other programs of a team, in one store of 64 bits: they see both or neither.
 
     Two NaNs of all ones, which some hardware hands on from an input, would read as an empty slot; -2 is as good.
     """
     low = first.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     bits = low | (second.to(tl.int32, bitcast=True).to(tl.int64) << 32)
-    tl.store(slots, tl.where(bits == -1, -2, bits))
+    tl.store(slots, tl.where(bits == -1, -2, bits), mask=mask)
 
 
 @triton.jit
-def peek(slots):
-    """Start reading slots, past the L1 cache."""
-    return tl.load(slots, volatile=True)
-
-
-@triton.jit
-def gather(slots, seen):
-    """Wait for what every program of a team published; a slot holds -1 before that. `seen` is an earlier reading.
+def gather(slots):
+    """Wait for what every program of a team published; a slot holds -1 before that.
 
     Each thread waits for the slots it holds. Triton keeps copies of so small a tensor in several threads; had they
     waited in a loop of Triton's, for a maximum over one set of copies, the others might have been read too early.
     """
-    if seen is None:
-        seen = tl.full(slots.shape, -1, tl.int64)
     if INTERPRETED:
         bits = tl.load(slots)
     else:
-        bits = tl.inline_asm_elementwise(SPIN, "=l,l,l", [slots, seen], dtype=tl.int64, is_pure=False, pack=1)
+        bits = tl.inline_asm_elementwise(SPIN, "=l,l", [slots], dtype=tl.int64, is_pure=False, pack=1)
     first = bits.to(tl.int32).to(tl.float32, bitcast=True)
     return first, (bits >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 

@@ -17,7 +17,6 @@ from .primitives import (
     load_slice,
     load_swept,
     load_window,
-    peek,
     publish,
     row_offset,
     scale,
@@ -259,7 +258,7 @@ def rms_fwd_bf16_spread(
     ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
     BLOCK: tl.constexpr,  # columns a chunk
     HELD: tl.constexpr,  # chunks a program
-    AHEAD: tl.constexpr,  # rows on their way to registers
+    STAGES: tl.constexpr,  # of the loop over rows; more than 1 go by shared memory
     PEERS: tl.constexpr,  # programs a row, up to a power of two
     PAIRED: tl.constexpr,  # whether 16-bit values may be read in pairs
     PTX: tl.constexpr,  # whether the target runs PTX
@@ -274,37 +273,30 @@ def rms_fwd_bf16_spread(
     peers = tl.arange(0, PEERS)
     weight_slice = () if weight_ptr is None else load_slice(weight_ptr, first_col, N, SLICE, BLOCK, PAIRED)
 
-    # A team takes rows in turn. AHEAD are on their way; of all but the last of them, statistics have been published.
-    x_rows = ()
-    for step in tl.static_range(AHEAD):
-        first_row = tl.minimum(team + step * teams, M - 1)
-        x_row_ptr = x_ptr + row_offset(first_row, x_row_stride, ROW_ALIGNMENT)
-        x_rows += (load_slice(x_row_ptr, first_col, N, SLICE, BLOCK, PAIRED),)
-    for step in tl.static_range(AHEAD - 1):
-        mean_square = slice_mean_square(x_rows[step], x_ptr.dtype.element_ty, N, SLICE, BLOCK)
-        if team + step * teams < M:
-            publish(exchange_ptr + (team + step * teams) * SLICES + part, mean_square, mean_square)
-    for row in range(team, M, teams):
-        later_row = tl.minimum(row + AHEAD * teams, M - 1)
-        x_row_ptr = x_ptr + row_offset(later_row, x_row_stride, ROW_ALIGNMENT)
-        x_rows += (load_slice(x_row_ptr, first_col, N, SLICE, BLOCK, PAIRED),)
-        slots = exchange_ptr + row * SLICES + tl.minimum(peers, SLICES - 1)
-        seen = peek(slots)
-        mean_square = slice_mean_square(x_rows[AHEAD - 1], x_ptr.dtype.element_ty, N, SLICE, BLOCK)
-        if row + (AHEAD - 1) * teams < M:
-            publish(exchange_ptr + (row + (AHEAD - 1) * teams) * SLICES + part, mean_square, mean_square)
+    # A team takes rows in turn. Programs publish what they find in the next one a round before they need it of all; the
+    # rows behind that are on their way, by Triton's pipelining of this loop.
+    x_row_ptr = x_ptr + row_offset(team, x_row_stride, ROW_ALIGNMENT)
+    x_slice = load_slice(x_row_ptr, first_col, N, SLICE, BLOCK, PAIRED)
+    mean_square = slice_mean_square(x_slice, x_ptr.dtype.element_ty, N, SLICE, BLOCK)
+    publish(exchange_ptr + team * SLICES + part, mean_square, mean_square, team < M)
+    for row in tl.range(team, M, teams, num_stages=STAGES):
+        next_row = tl.minimum(row + teams, M - 1)
+        x_row_ptr = x_ptr + row_offset(next_row, x_row_stride, ROW_ALIGNMENT)
+        next_x_slice = load_slice(x_row_ptr, first_col, N, SLICE, BLOCK, PAIRED)
+        mean_square = slice_mean_square(next_x_slice, x_ptr.dtype.element_ty, N, SLICE, BLOCK)
+        publish(exchange_ptr + (row + teams) * SLICES + part, mean_square, mean_square, row + teams < M)
 
         # Statistics, from every program of the team.
-        mean_squares, _ = gather(slots, seen)
+        mean_squares, _ = gather(exchange_ptr + row * SLICES + tl.minimum(peers, SLICES - 1))
         rstd = tl.rsqrt(tl.sum(tl.where(peers < SLICES, mean_squares, 0.0)) + eps)
 
         # Scale and store.
         y_row_ptr = y_ptr + row_offset(row, y_row_stride, ROW_ALIGNMENT)
         for start in tl.static_range(0, SLICE, BLOCK):
-            s = widened(x_rows[0][start // BLOCK], x_ptr.dtype.element_ty)
+            s = widened(x_slice[start // BLOCK], x_ptr.dtype.element_ty)
             y = s * rstd
             if weight_ptr is not None:
                 y *= widened_here(weight_slice[start // BLOCK], weight_ptr.dtype.element_ty, PTX) + weight_offset
             cols = first_col + start + tl.arange(0, BLOCK)
             store_chunk(y_row_ptr, cols, y, cols < N if N % SLICE != 0 else None)
-        x_rows = x_rows[1:]
+        x_slice = next_x_slice

@@ -160,6 +160,8 @@ class GradientPlan:
             ),
             "dx_row_stride": n,
         }
+        rows = (call.dy, x, call.dresidual_out)
+        self._itemsizes = tuple(tensor.element_size() for tensor in rows if tensor is not None)
         centred = torch.float32 if call.norm.centres else None
         given = (call.dy, x, call.x_bias, weight)
         dtypes = [None if tensor is None else tensor.dtype for tensor in given]
@@ -201,7 +203,9 @@ class GradientPlan:
 
     def _prepare(self, size: int, m: int) -> Prepared:
         entry, n, target = self._entry, self.n, self._target
-        tile = rules.choose(self._mode, entry.choices(m, target.arch), n, target)
+        chosen = rules.choose(self._mode, entry.choices(m, target.arch), n, target)
+        is_paired = rules.is_paired(n, row_alignment(*self._strides.values()), self._misaligned)
+        tile = rules.staged(chosen, n, self._itemsizes, is_paired, target)
         rule = rules.BACKWARD[tile.pipeline]
         walkers = [self._launcher(step, rule, tile, m) for step in rule.steps]
         grids = [step.grid(tile, n) for step in rule.steps]

@@ -111,7 +111,7 @@ class Plan:
     def _prepare(self, size: int, m: int) -> Prepared:
         tile = rules.choose(self._mode, self._entry.choices(m, self._target.arch), self.n, self._target)
         rule, part, strides = rules.FORWARD[tile.pipeline], None, self._strides
-        if rules.takes_window(self._mode, tile, strides, self._misaligned):
+        if rules.takes_window(self._mode, tile, self.n, strides, self._misaligned):
             rule, part, strides = rules.WINDOW, Part.WINDOW, {"row_stride": strides["x_row_stride"]}
             tile = rules.window_tile(self._mode, tile, self.n, few=size == 0)
         exchange = None if rule.exchange is None else rule.exchange(tile, self.n)

@@ -11,6 +11,7 @@ import torch
 from .allocate import Empty
 from .codegen import model
 from .codegen.model import Mode, Norm, Part, Pipeline
+from .codegen.staging import most_stages
 from .codegen.tiling import WARP, power_of_two
 from .direct import Grid
 from .errors import DeviceError
@@ -202,15 +203,39 @@ def compiler_options(options: Mapping[str, Any], tile: Tile, target: Target) -> 
     return {**options, "maxnreg": most} if capped else dict(options)
 
 
+def staged(tile: AnyTile, n: int, itemsizes: Collection[int], is_paired: bool, target: Target) -> AnyTile:
+    """A tile with as many stages as a GPU has room for in a backward launch; with 1, rows go to registers.
+
+    Args:
+        tile: what the table says, for rows in x's dtype.
+        n: the row length.
+        itemsizes: bytes of an element of each tensor whose rows are read.
+        is_paired: whether 16-bit values may be read in pairs: what is copied to shared memory is 4 bytes or more.
+        target: the GPU.
+    """
+    if tile.stages == 1:
+        return tile
+    in_words = is_paired or min(itemsizes) >= _WORD
+    columns = _column_blocks(tile, n) * tile.block
+    most = most_stages(target.arch, tile.resident, columns * sum(itemsizes)) if in_words and target.compiles else 1
+    return replace(tile, stages=min(tile.stages, most))
+
+
+_WORD = 4
+
 # Elements that a thread moves at once where rows start anywhere: 16 bytes of the 16-bit types.
 _VECTOR = 8
 
 
-def takes_window(mode: Mode, tile: Tile, strides: Mapping[str, int], misaligned: Collection[str]) -> bool:
+# Rows so long and shorter ones are held where no vector starts them, even if others are read twice.
+_LONGEST_WINDOW = 7168
+
+
+def takes_window(mode: Mode, tile: Tile, n: int, strides: Mapping[str, int], misaligned: Collection[str]) -> bool:
     """Whether rows of x and y start alike, and where no vector does, and there is a kernel for that."""
     stride = strides["x_row_stride"]
     return (
-        tile.pipeline is Pipeline.ONE_PASS
+        (tile.pipeline is Pipeline.ONE_PASS or (tile.pipeline is Pipeline.TWO_PASS and n <= _LONGEST_WINDOW))
         and mode.has_window
         and stride % _VECTOR != 0
         and stride == strides["y_row_stride"]
@@ -270,17 +295,21 @@ def constants(tile: Tile, n: int, row_alignment: int, misaligned: Collection[str
         target: the GPU that the kernel is for.
     """
     numbers = {f.name.upper(): getattr(tile, f.name) for f in fields(model.Tile) if f.name not in ("pipeline", "warps")}
-    is_paired = n % 2 == 0 and row_alignment % 2 == 0 and not misaligned
     ptx = target.compiles and target.is_nvidia
     return {
         "N": n,
         "ROW_ALIGNMENT": row_alignment,
         "VECTOR": _VECTOR,
-        "PAIRED": is_paired,
+        "PAIRED": is_paired(n, row_alignment, misaligned),
         "PTX": ptx,
         "PDL": target.launches_early,
         **numbers,
     }
+
+
+def is_paired(n: int, row_alignment: int, misaligned: Collection[str]) -> bool:
+    """Whether 16-bit values may be read in pairs; the arguments are those of `constants`."""
+    return n % 2 == 0 and row_alignment % 2 == 0 and not misaligned
 
 
 def new_exchange(empty: Empty, count: int) -> torch.Tensor:

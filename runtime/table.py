@@ -18,7 +18,7 @@ from .codegen.model import Part
 from .errors import TableError
 
 # The table layout this runtime reads; the generator writes the same number as FORMAT.
-FORMAT = 4
+FORMAT = 5
 
 # As dispatch.py writes a tile: the word for its pipeline, then the other fields of `model.Tile` in order.
 _TileRow = tuple[Any, ...]

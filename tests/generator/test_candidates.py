@@ -49,11 +49,11 @@ def test_what_is_to_reside_on_a_multiprocessor_can() -> None:
 @pytest.mark.parametrize(
     ("kind", "length", "tile"),
     [
-        (FWD_16, 131072, Tile(Pipeline.SPREAD, 1, 512, 2, 4, held=8, ahead=3)),
+        (FWD_16, 131072, Tile(Pipeline.SPREAD, 1, 512, 2, 4, held=8, stages=3)),
         (FWD_16, 65536, Tile(Pipeline.TWO_PASS, 1, 8192, 32, held=2)),
-        (FWD_16, 4096, Tile(Pipeline.ONE_PASS, 1, 1024, 4)),
+        (FWD_16, 4096, Tile(Pipeline.TWO_PASS, 1, 2048, 8)),
         (BWD_16, 1024, Tile(Pipeline.ROWS, 2, 1024, 4, 4)),
-        (BWD_16, 4096, Tile(Pipeline.ONE_PASS, 1, 2048, 8, 2)),
+        (BWD_16, 4096, Tile(Pipeline.ONE_PASS, 1, 1024, 4, 2, stages=3)),
         (BWD_16, 16384, Tile(Pipeline.SPREAD, 4, 1024, 4, 3)),
     ],
 )
@@ -78,9 +78,13 @@ def test_where_rows_are_spread_and_chunks_kept() -> None:
     assert held == dict.fromkeys(("fwd_16bit", "fwd_16bit_rms", "fwd_32bit", "fwd_32bit_rms"), long[2:])
 
 
-def test_no_row_is_spread_where_programs_cannot_wait_for_one_another() -> None:
-    """Nothing else is left out there."""
+def test_no_row_is_spread_or_staged_where_no_hardware_sees_to_it() -> None:
+    """Programs cannot wait for one another there, nor rows come to shared memory by themselves."""
     for kind, bucket, few in EVERY:
         n = bucket.last or LONG
-        expected = [tile for tile in tiles_for(kind, bucket, few=few) if tile.pipeline is not Pipeline.SPREAD]
+        expected = [
+            tile
+            for tile in tiles_for(kind, bucket, few=few)
+            if tile.pipeline is not Pipeline.SPREAD and tile.stages == 1
+        ]
         assert candidates(kind, bucket, n, "gfx942", few=few) == expected

@@ -184,11 +184,35 @@ WRONG = {
     ),
     "spread_rows": (
         one("{pipeline: spread, rows: 2, block: 512, warps: 4, held: 2}"),
-        "3: fwd_16bit: pipeline spread, forward, takes rows: 1 and held, the chunks that a program keeps",
+        "3: fwd_16bit: pipeline spread, forward, takes rows: 1 and held, a program's chunks, as a power of two",
     ),
     "spread_holds_nothing": (
         one("{pipeline: spread, rows: 1, block: 512, warps: 4}"),
-        "3: fwd_16bit: pipeline spread, forward, takes rows: 1 and held, the chunks that a program keeps",
+        "3: fwd_16bit: pipeline spread, forward, takes rows: 1 and held, a program's chunks, as a power of two",
+    ),
+    "spread_holds_three": (
+        one("{pipeline: spread, rows: 1, block: 512, warps: 4, held: 3}"),
+        "3: fwd_16bit: pipeline spread, forward, takes rows: 1 and held, a program's chunks, as a power of two",
+    ),
+    "no_stage": (
+        one("{pipeline: one_pass, rows: 1, block: 512, warps: 4, stages: 0}", kind="bwd_16bit"),
+        "3: bwd_16bit: stages is 0; forward spread and backward one_pass have 1 stage or more, and others 1",
+    ),
+    "stages_of_two_pass": (
+        one("{pipeline: two_pass, rows: 1, block: 512, warps: 4, stages: 3}"),
+        "3: fwd_16bit: stages is 3; forward spread and backward one_pass have 1 stage or more, and others 1; leave",
+    ),
+    "more_stages_than_fit": (
+        one("{pipeline: one_pass, rows: 1, block: 1024, warps: 4, resident: 8, stages: 8}", "1..1024", "bwd_16bit"),
+        "3: bwd_16bit: stages is 8, and the shared memory of sm_90 holds 7 of them; write stages: 7",
+    ),
+    "more_stages_than_fit_of_a_sum": (
+        one("{pipeline: one_pass, rows: 1, block: 1024, warps: 4, resident: 8, stages: 7}", "1..1024", "bwd_16bit_add"),
+        "3: bwd_16bit_add: stages is 7, and the shared memory of sm_90 holds 5 of them; write stages: 5",
+    ),
+    "more_stages_than_fit_a_slice": (
+        one("{pipeline: spread, rows: 1, block: 1024, warps: 4, resident: 4, held: 4, stages: 9}"),
+        "3: fwd_16bit: stages is 9, and the shared memory of sm_90 holds 7 of them; write stages: 7",
     ),
     "spread_backward_rows": (
         one("{pipeline: spread, rows: 1, block: 512, warps: 4}", kind="bwd_16bit"),
@@ -208,6 +232,11 @@ RIGHT = {
     "resident": ("fwd_16bit", "1..", "{pipeline: two_pass, rows: 1, block: 512, warps: 32, resident: 2}"),
     "held": ("fwd_32bit", "1024..", "{pipeline: two_pass, rows: 1, block: 512, warps: 4, resident: 1, held: 2}"),
     "spread": ("fwd_16bit", "1..", "{pipeline: spread, rows: 1, block: 4096, warps: 16, resident: 1, held: 4}"),
+    "stages": (
+        "bwd_16bit",
+        "1..1024",
+        "{pipeline: one_pass, rows: 1, block: 512, warps: 4, resident: 8, held: 0, stages: 3}",
+    ),
     "spread_backward": ("bwd_32bit", "1..", "{pipeline: spread, rows: 4, block: 1024, warps: 4, resident: 3}"),
     "spread_backward_2": ("bwd_16bit", "1..", "{pipeline: spread, rows: 2, block: 512, warps: 4}"),
 }

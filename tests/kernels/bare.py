@@ -18,7 +18,7 @@ _ALIKE: dict[str, Any] = {
     "eps": EPS,
     "weight_offset": OFFSET,
     "ROW_ALIGNMENT": 1,
-    "AHEAD": 1,
+    "STAGES": 1,
     "PAIRED": False,
     "PTX": False,
     "PDL": False,

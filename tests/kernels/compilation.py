@@ -115,7 +115,7 @@ def compile_kernel(
         "ROWS": tile.rows,
         "BLOCK": tile.block * tile.rows if part is Part.ROW_TERMS else tile.block,
         "HELD": tile.held,
-        "AHEAD": tile.ahead,
+        "STAGES": tile.stages,
         "PAIRED": n % 2 == 0,
         "PTX": target.backend == "cuda",
         "PDL": target.launches_early,

@@ -41,14 +41,14 @@ def draw(mode: Mode, m: int, n: int, dy: torch.dtype) -> dict[str, torch.Tensor]
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("paired", [False, True], ids=["", "paired"])
 @pytest.mark.parametrize(
-    ("m", "n", "programs", "ahead"),
-    [(1, 64, 1, 1), (1, 50, 1, 2), (7, 100, 3, 1), (7, 100, 3, 2), (5, 128, 5, 2), (9, 130, 2, 3)],
+    ("m", "n", "programs", "stages"),
+    [(1, 64, 1, 1), (1, 50, 1, 3), (7, 100, 3, 1), (7, 100, 3, 3), (5, 128, 5, 2), (9, 130, 2, 4)],
 )
-def test_rows_in_turn(m: int, n: int, programs: int, ahead: int, paired: bool, mode: Mode, package: Path) -> None:
+def test_rows_in_turn(m: int, n: int, programs: int, stages: int, paired: bool, mode: Mode, package: Path) -> None:
     """Fewer rows than are on their way, as many, and more; a dy of fp32 is not read in pairs, whatever x is."""
     for dy in (torch.float32, torch.bfloat16):
         operands = draw(mode, m, n, dy)
         dx = torch.full((m, n), float("nan"), dtype=TORCH_DTYPES[mode.dtype_in])
-        cut = {"BLOCK": BLOCK, "AHEAD": ahead, "PAIRED": paired}
+        cut = {"BLOCK": BLOCK, "STAGES": stages, "PAIRED": paired}
         kernel = kernel_of(package, mode, Pipeline.ONE_PASS)
         check_gradients(run_backward(kernel, (programs,), mode, operands | {"dx": dx}, cut), mode, operands)

@@ -30,7 +30,7 @@ LENGTHS = {"n128": 100, "n2048": 1500, "n32768": 20000}
 
 # The pipeline that only measured tables take, with what an H200 prefers; its last slice is ragged.
 SPREAD_TILES = {
-    Direction.FORWARD: Tile(Pipeline.SPREAD, rows=1, block=512, warps=2, resident=4, held=8, ahead=3),
+    Direction.FORWARD: Tile(Pipeline.SPREAD, rows=1, block=512, warps=2, resident=4, held=8, stages=3),
     Direction.BACKWARD: Tile(Pipeline.SPREAD, rows=4, block=1024, warps=4, resident=3),
 }
 SPREAD_LENGTH = 70000
@@ -121,6 +121,7 @@ def test_every_mode_is_compiled() -> None:
 
 
 LAYER_BF16 = Mode(Norm.LAYER, DType.BF16, DType.BF16)
+LAYER_BWD_BF16 = replace(LAYER_BF16, direction=Direction.BACKWARD)
 SM_90 = next(target for target in TARGETS if target.name == "sm_90")
 
 
@@ -193,7 +194,7 @@ def test_rows_that_start_anywhere_keep_weight_and_bias(norm: Norm, n: int, packa
 @pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
 @pytest.mark.parametrize("n", [65536, 131072, 262144])
 def test_a_team_keeps_its_slices_of_weight_and_bias(n: int, norm: Norm, package: Path) -> None:
-    """As pairs, three rows on their way: what sm_90 takes, without a spill."""
+    """As pairs, beside the row at hand and the next: what sm_90 takes, without a spill."""
     mode = Mode(norm, DType.BF16, DType.BF16)
     tile = SPREAD_TILES[Direction.FORWARD]
     kernel = kernel_of(package, mode, Pipeline.SPREAD)
@@ -201,6 +202,32 @@ def test_a_team_keeps_its_slices_of_weight_and_bias(n: int, norm: Norm, package:
     taken = usage(compiled)
     assert taken.registers <= register_cap(tile)
     assert (taken.local, taken.stack) == (0, 0)
+
+
+# The most of shared memory that a program needs besides its rows: `staging` sets 2 KiB aside, one of which CUDA keeps.
+MOST_FOR_REDUCTIONS = 1024
+
+
+@pytest.mark.parametrize(
+    ("mode", "n", "tile", "row_bytes"),
+    [
+        (LAYER_BF16, 131072, Tile(Pipeline.SPREAD, 1, 8192, 8, 2, 1, stages=3), 2 * 8192),
+        (LAYER_BF16, SPREAD_LENGTH, Tile(Pipeline.SPREAD, 1, 512, 2, 4, 8, stages=4), 2 * 4096),
+        # x and dy, in whole chunks.
+        (LAYER_BWD_BF16, 4096, Tile(Pipeline.ONE_PASS, 1, 1024, 4, 2, stages=3), 4 * 4096),
+        (LAYER_BWD_BF16, 6000, Tile(Pipeline.ONE_PASS, 1, 2048, 8, 1, stages=4), 4 * 6144),
+        (LAYER_BWD_BF16, 768, Tile(Pipeline.ONE_PASS, 1, 512, 2, 8, stages=3), 4 * 1024),
+    ],
+)
+@pytest.mark.parametrize("target", [target for target in TARGETS if target.backend == "cuda"], ids=lambda t: t.name)
+def test_rows_on_their_way_and_nothing_else_stand_in_shared_memory(
+    target: Target, mode: Mode, n: int, tile: Tile, row_bytes: int, package: Path
+) -> None:
+    """Triton pipelines what it will: had it left the loop alone, or copied weight too, only a timing would tell."""
+    kernel = kernel_of(package, mode, tile.pipeline)
+    compiled = compile_kernel(kernel, _instance(mode, n), n, target, tile.pipeline, tile, DType.BF16)
+    assert 0 <= compiled.metadata.shared - (tile.stages - 1) * row_bytes <= MOST_FOR_REDUCTIONS
+    assert "cp.async" in compiled.asm["ptx"]
 
 
 # Bytes that a thread may spill. A fused add has a third operand, for which a held row of 5120 leaves no room.

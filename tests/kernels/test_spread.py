@@ -28,7 +28,7 @@ from .rendering import kernel_of
 
 # Untyped, as everything generated; Triton looks a device function up by the name it is called by.
 primitives = import_module("normforge.generated.primitives")
-load_head, load_slice = primitives.load_head, primitives.load_slice
+load_slice = primitives.load_slice
 merge_slices, publish, slice_moments = primitives.merge_slices, primitives.publish, primitives.slice_moments
 
 EMPTY = -1
@@ -60,7 +60,6 @@ class Forward:
     m: int
     n: int
     teams: int
-    ahead: int = 1
     paired: bool = False
     block: int = 64
     held: int = 2
@@ -94,7 +93,7 @@ class Forward:
         values: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in given.items()}
         values |= {"x_row_stride": x.stride(0), "y_row_stride": self.n, "M": self.m}
         values |= {"N": self.n, "BLOCK": self.block, "HELD": self.held, "PEERS": power_of_two(self.slices)}
-        values |= {"AHEAD": self.ahead, "PAIRED": self.paired}
+        values |= {"PAIRED": self.paired}
         run(kernel_of(package, self.mode, Pipeline.SPREAD), (self.slices, self.teams), values)
         return outputs(self.mode, y, statistics)
 
@@ -107,12 +106,10 @@ FORWARD_MODES = [
 
 
 @pytest.mark.parametrize("mode", FORWARD_MODES, ids=lambda mode: mode.name)
-@pytest.mark.parametrize(("m", "teams", "ahead"), [(1, 1, 1), (7, 3, 2), (5, 5, 3), (9, 2, 3)])
+@pytest.mark.parametrize(("m", "teams"), [(1, 1), (7, 3), (5, 5), (9, 2)])
 @pytest.mark.parametrize(("n", "paired"), [(1, False), (100, True), (100, False), (128, True)])
-def test_a_program_alone_in_its_team(
-    n: int, paired: bool, m: int, teams: int, ahead: int, mode: Mode, package: Path
-) -> None:
-    problem = Forward(mode, m, n, teams, ahead, paired)
+def test_a_program_alone_in_its_team(n: int, paired: bool, m: int, teams: int, mode: Mode, package: Path) -> None:
+    problem = Forward(mode, m, n, teams, paired)
     x, vectors = problem.draw()
     exchange = torch.full((m, 1), EMPTY)
     check_forward(problem.run(package, x, exchange, vectors), mode, x, vectors)
@@ -121,14 +118,14 @@ def test_a_program_alone_in_its_team(
 
 @pytest.mark.parametrize("mode", FORWARD_MODES, ids=lambda mode: mode.name)
 @pytest.mark.parametrize(
-    ("n", "m", "teams", "ahead", "paired"),
-    [(129, 4, 3, 1, False), (300, 7, 2, 2, True), (512, 3, 1, 3, True), (1000, 5, 4, 4, False)],
+    ("n", "m", "teams", "paired"),
+    [(129, 4, 3, False), (300, 7, 2, True), (512, 3, 1, True), (1000, 5, 4, False)],
 )
 def test_a_team_publishes_what_its_rows_need(
-    n: int, m: int, teams: int, ahead: int, paired: bool, mode: Mode, package: Path
+    n: int, m: int, teams: int, paired: bool, mode: Mode, package: Path
 ) -> None:
     """Ragged last slices of 1, 44 and 104 columns, and a row of whole ones."""
-    problem = Forward(mode, m, n, teams, ahead, paired)
+    problem = Forward(mode, m, n, teams, paired)
     x, vectors = problem.draw()
     expected = problem.published(x)
     exchange = packed(*(value * A_LITTLE_OFF for value in expected))
@@ -289,7 +286,7 @@ def _moments_of_slice(
 ) -> None:
     first_col = tl.program_id(0) * SLICE
     chunks = load_slice(x_ptr, first_col, N, SLICE, BLOCK, False)
-    mean, variance = slice_moments(chunks, load_head(x_ptr, first_col, N), first_col, N, SLICE, BLOCK)
+    mean, variance = slice_moments(chunks, x_ptr.dtype.element_ty, first_col, N, SLICE, BLOCK)
     tl.store(mean_ptr + tl.program_id(0), mean)
     tl.store(variance_ptr + tl.program_id(0), variance)
 
@@ -314,7 +311,7 @@ merge: Any = triton.jit(_merge)
 
 def _publish_bits(first_ptr: Any, second_ptr: Any, slots_ptr: Any, COUNT: tl.constexpr) -> None:
     at = tl.arange(0, COUNT)
-    publish(slots_ptr + at, tl.load(first_ptr + at), tl.load(second_ptr + at))
+    publish(slots_ptr + at, tl.load(first_ptr + at), tl.load(second_ptr + at), None)
 
 
 publish_bits: Any = triton.jit(_publish_bits)
@@ -328,10 +325,11 @@ def made_up_row(name: str, n: int) -> torch.Tensor:
     rows = {
         "noise": noise,
         "offset": 1e4 + 1e-2 * noise,
+        "offset_by_steps": 1e4 + 64 * noise.round(),
         "constant": torch.full((n,), 12345.678),
         "slices_far_apart": noise + 1e4 * (torch.arange(n) // SLICE % 2),
-        "outlier_in_the_head": torch.where(torch.arange(n) == 3, 1e5, noise),
-        "outlier_beyond_the_head": torch.where(torch.arange(n) == min(400, n - 1), 1e5, noise),
+        "early_outlier": torch.where(torch.arange(n) == 3, 5e4, noise),
+        "late_outlier": torch.where(torch.arange(n) == min(400, n - 1), 5e4, noise),
     }
     return rows[name]
 
@@ -339,25 +337,27 @@ def made_up_row(name: str, n: int) -> torch.Tensor:
 ROW_NAMES = (
     "noise",
     "offset",
+    "offset_by_steps",
     "constant",
     "slices_far_apart",
-    "outlier_in_the_head",
-    "outlier_beyond_the_head",
+    "early_outlier",
+    "late_outlier",
 )
 
 
 @pytest.mark.parametrize("n", [1, 5, 512, 515, 1000, 2048])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ROW_NAMES)
-def test_moments_of_a_slice(name: str, n: int) -> None:
-    x = made_up_row(name, n)
+def test_moments_of_a_slice(name: str, dtype: torch.dtype, n: int) -> None:
+    """No table spreads rows of fp32; in 16 bits a constant and noise of 1e-2 are one value, whose variance is 0."""
+    x = made_up_row(name, n).to(dtype)
     parts = slices_of(x, SLICE)
     mean, variance = torch.empty(len(parts)), torch.empty(len(parts))
     moments_of_slice[(len(parts),)](x, mean, variance, n, SLICE, SLICE_BLOCK)
     expected_mean = torch.stack([part.mean() for part in parts])
     expected_variance = torch.stack([part.var(correction=0) for part in parts])
     assert bool(((mean - expected_mean).abs() <= 2e-7 * x.abs().max()).all())
-    # SLICE / 8 roundings, if all of the head is one outlier.
-    assert bool(((variance - expected_variance).abs() <= 2e-5 * expected_variance + 1e-12).all())
+    assert bool(((variance - expected_variance).abs() <= 2e-6 * expected_variance + 1e-12).all())
 
 
 @pytest.mark.parametrize("n", [1, 512, 513, 1000, 3000])

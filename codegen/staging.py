@@ -1,0 +1,36 @@
+"""Rows on their way to shared memory: which GPUs copy them there by themselves, and how many fit."""
+
+from __future__ import annotations
+
+# KiB of a multiprocessor, of the architectures with asynchronous copies: CUDA C++ Programming Guide, "Technical
+# Specifications per Compute Capability".
+_SHARED_MEMORY = {
+    "sm_80": 164,
+    "sm_86": 100,
+    "sm_87": 164,
+    "sm_89": 100,
+    "sm_90": 228,
+    "sm_100": 228,
+    "sm_103": 228,
+    "sm_120": 100,
+    "sm_121": 100,
+}
+# Of each program, KiB: one the driver keeps, the other is for its reductions.
+_RESERVED = 2
+
+
+def copies(arch: str) -> bool:
+    """Whether an architecture copies from memory to shared memory while its threads do something else."""
+    return arch in _SHARED_MEMORY
+
+
+def most_stages(arch: str, resident: int, round_bytes: int) -> int:
+    """The most stages of a loop whose rounds have rows on their way, 1 if none can be.
+
+    Args:
+        arch: as tables of tiles name it.
+        resident: programs that share a multiprocessor.
+        round_bytes: what a program reads in a round.
+    """
+    room = _SHARED_MEMORY.get(arch, 0) // resident - _RESERVED
+    return 1 + max(room, 0) * 1024 // round_bytes

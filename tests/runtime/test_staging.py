@@ -1,0 +1,63 @@
+"""Which backward launches have rows on their way to shared memory: what hardware can copy there, and what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import normforge
+from normforge import rules
+from normforge.codegen.model import Pipeline, Tile
+from normforge.target import Target, named_target
+
+SM_90 = named_target("sm_90")
+TILE = Tile(Pipeline.ONE_PASS, 1, 1024, 4, resident=8, stages=6)
+
+
+@pytest.mark.parametrize(
+    ("n", "itemsizes", "is_paired", "target", "expected"),
+    [
+        # 26 KiB a program: rows of 4, 6, 8 and 12 KiB.
+        (1024, (2, 2), True, SM_90, 6),
+        (1024, (4, 2), True, SM_90, 5),
+        (1024, (4, 4), True, SM_90, 4),
+        (1024, (4, 4, 4), True, SM_90, 3),
+        # A ragged row takes whole chunks.
+        (1025, (4, 4), True, SM_90, 2),
+        # Elements of 2 bytes one by one are too short to be copied, those of 4 are not.
+        (1024, (2, 2), False, SM_90, 1),
+        (1024, (4, 2), False, SM_90, 1),
+        (1023, (4, 4), False, SM_90, 4),
+        (1024, (2, 2), True, named_target("gfx942"), 1),
+        (1024, (2, 2), True, Target("cpu", 32, 1, compiles=False), 1),
+    ],
+)
+def test_as_many_stages_as_a_launch_has_room_for(
+    n: int, itemsizes: Sequence[int], is_paired: bool, target: Target, expected: int
+) -> None:
+    assert rules.staged(TILE, n, itemsizes, is_paired, target).stages == expected
+
+
+def stages_of(n: int, dy: torch.dtype, misaligned: tuple[str, ...]) -> set[object]:
+    keys = normforge.compile_keys(
+        [n], ["ln_bwd_bf16"], arch="sm_90", dy_dtypes=[dy], misaligned=[misaligned], rows=["many"]
+    )
+    constants = [dict(key.key.arguments) for key in keys]
+    return {values["STAGES"] for values in constants if "STAGES" in values}
+
+
+@pytest.mark.parametrize(
+    ("n", "dy", "misaligned", "expected"),
+    [
+        (4096, torch.bfloat16, (), {3}),
+        (4096, torch.float32, (), {3}),
+        (4095, torch.bfloat16, (), {1}),
+        (4096, torch.bfloat16, ("x",), {1}),
+    ],
+)
+def test_a_launch_whose_rows_cannot_be_copied_takes_them_to_registers(
+    n: int, dy: torch.dtype, misaligned: tuple[str, ...], expected: set[object]
+) -> None:
+    assert stages_of(n, dy, misaligned) == expected
