@@ -53,7 +53,7 @@ def test_what_is_to_reside_on_a_multiprocessor_can() -> None:
         (FWD_16, 65536, Tile(Pipeline.TWO_PASS, 1, 8192, 32, held=2)),
         (FWD_16, 4096, Tile(Pipeline.TWO_PASS, 1, 2048, 8)),
         (BWD_16, 1024, Tile(Pipeline.ROWS, 2, 1024, 4, 4)),
-        (BWD_16, 4096, Tile(Pipeline.ONE_PASS, 1, 1024, 4, 2, stages=3)),
+        (BWD_16, 4096, Tile(Pipeline.ONE_PASS, 1, 4096, 16, 2, stages=3)),
         (BWD_16, 16384, Tile(Pipeline.SPREAD, 4, 1024, 4, 3)),
     ],
 )
