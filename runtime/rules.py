@@ -203,6 +203,10 @@ def compiler_options(options: Mapping[str, Any], tile: Tile, target: Target) -> 
     return {**options, "maxnreg": most} if capped else dict(options)
 
 
+# The least that hardware copies to shared memory at once, in bytes.
+_WORD = 4
+
+
 def staged(tile: AnyTile, n: int, itemsizes: Collection[int], is_paired: bool, target: Target) -> AnyTile:
     """A tile with as many stages as a GPU has room for in a backward launch; with 1, rows go to registers.
 
@@ -210,7 +214,7 @@ def staged(tile: AnyTile, n: int, itemsizes: Collection[int], is_paired: bool, t
         tile: what the table says, for rows in x's dtype.
         n: the row length.
         itemsizes: bytes of an element of each tensor whose rows are read.
-        is_paired: whether 16-bit values may be read in pairs: what is copied to shared memory is 4 bytes or more.
+        is_paired: whether 16-bit values may be read in pairs.
         target: the GPU.
     """
     if tile.stages == 1:
@@ -220,8 +224,6 @@ def staged(tile: AnyTile, n: int, itemsizes: Collection[int], is_paired: bool, t
     most = most_stages(target.arch, tile.resident, columns * sum(itemsizes)) if in_words and target.compiles else 1
     return replace(tile, stages=min(tile.stages, most))
 
-
-_WORD = 4
 
 # Elements that a thread moves at once where rows start anywhere: 16 bytes of the 16-bit types.
 _VECTOR = 8
