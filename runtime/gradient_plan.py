@@ -203,9 +203,10 @@ class GradientPlan:
 
     def _prepare(self, size: int, m: int) -> Prepared:
         entry, n, target = self._entry, self.n, self._target
-        chosen = rules.choose(self._mode, entry.choices(m, target.arch), n, target)
+        choices = entry.choices(m, target.arch)
         is_paired = rules.is_paired(n, row_alignment(*self._strides.values()), self._misaligned)
-        tile = rules.staged(chosen, n, self._itemsizes, is_paired, target)
+        chosen = rules.choose(self._mode, choices, n, target)
+        tile = rules.staged(chosen, choices[-1], n, self._itemsizes, is_paired, target)
         rule = rules.BACKWARD[tile.pipeline]
         walkers = [self._launcher(step, rule, tile, m) for step in rule.steps]
         grids = [step.grid(tile, n) for step in rule.steps]

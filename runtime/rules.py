@@ -207,11 +207,14 @@ def compiler_options(options: Mapping[str, Any], tile: Tile, target: Target) -> 
 _WORD = 4
 
 
-def staged(tile: AnyTile, n: int, itemsizes: Collection[int], is_paired: bool, target: Target) -> AnyTile:
-    """A tile with as many stages as a GPU has room for in a backward launch; with 1, rows go to registers.
+def staged(
+    tile: AnyTile, unstaged: AnyTile, n: int, itemsizes: Collection[int], is_paired: bool, target: Target
+) -> AnyTile:
+    """A tile with as many stages as a GPU has room for in a backward launch, or one whose rows go to registers.
 
     Args:
         tile: what the table says, for rows in x's dtype.
+        unstaged: what to take if no row can be on its way to shared memory: a staged tile leaves no registers for one.
         n: the row length.
         itemsizes: bytes of an element of each tensor whose rows are read.
         is_paired: whether 16-bit values may be read in pairs.
@@ -222,7 +225,7 @@ def staged(tile: AnyTile, n: int, itemsizes: Collection[int], is_paired: bool, t
     in_words = is_paired or min(itemsizes) >= _WORD
     columns = _column_blocks(tile, n) * tile.block
     most = most_stages(target.arch, tile.resident, columns * sum(itemsizes)) if in_words and target.compiles else 1
-    return replace(tile, stages=min(tile.stages, most))
+    return replace(tile, stages=min(tile.stages, most)) if most > 1 else unstaged
 
 
 # Elements that a thread moves at once where rows start anywhere: 16 bytes of the 16-bit types.

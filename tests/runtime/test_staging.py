@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from normforge.target import Target, named_target
 
 SM_90 = named_target("sm_90")
 TILE = Tile(Pipeline.ONE_PASS, 1, 1024, 4, resident=8, stages=6)
+UNSTAGED = Tile(Pipeline.ONE_PASS, 1, 1024, 4, resident=4)
 
 
 @pytest.mark.parametrize(
@@ -37,27 +39,31 @@ TILE = Tile(Pipeline.ONE_PASS, 1, 1024, 4, resident=8, stages=6)
 def test_as_many_stages_as_a_launch_has_room_for(
     n: int, itemsizes: Sequence[int], is_paired: bool, target: Target, expected: int
 ) -> None:
-    assert rules.staged(TILE, n, itemsizes, is_paired, target).stages == expected
+    tile = rules.staged(TILE, UNSTAGED, n, itemsizes, is_paired, target)
+    assert tile == (UNSTAGED if expected == 1 else replace(TILE, stages=expected))
 
 
-def stages_of(n: int, dy: torch.dtype, misaligned: tuple[str, ...]) -> set[object]:
+def kernels_of(n: int, dy: torch.dtype, misaligned: tuple[str, ...]) -> set[tuple[str, object]]:
     keys = normforge.compile_keys(
         [n], ["ln_bwd_bf16"], arch="sm_90", dy_dtypes=[dy], misaligned=[misaligned], rows=["many"]
     )
-    constants = [dict(key.key.arguments) for key in keys]
-    return {values["STAGES"] for values in constants if "STAGES" in values}
+    walkers = [key.key for key in keys if key.key.symbol != "sum_partials"]
+    return {(key.symbol.removeprefix("ln_bwd_bf16_"), dict(key.arguments).get("STAGES")) for key in walkers}
 
 
 @pytest.mark.parametrize(
     ("n", "dy", "misaligned", "expected"),
     [
-        (4096, torch.bfloat16, (), {3}),
-        (4096, torch.float32, (), {3}),
-        (4095, torch.bfloat16, (), {1}),
-        (4096, torch.bfloat16, ("x",), {1}),
+        (4096, torch.bfloat16, (), ("one_pass", 3)),
+        (4096, torch.float32, (), ("one_pass", 3)),
+        (4095, torch.bfloat16, (), ("one_pass", 1)),
+        (4096, torch.bfloat16, ("x",), ("one_pass", 1)),
+        (1024, torch.bfloat16, (), ("one_pass", 4)),
+        # What other architectures take.
+        (1023, torch.bfloat16, (), ("rows", None)),
     ],
 )
 def test_a_launch_whose_rows_cannot_be_copied_takes_them_to_registers(
-    n: int, dy: torch.dtype, misaligned: tuple[str, ...], expected: set[object]
+    n: int, dy: torch.dtype, misaligned: tuple[str, ...], expected: tuple[str, int | None]
 ) -> None:
-    assert stages_of(n, dy, misaligned) == expected
+    assert kernels_of(n, dy, misaligned) == {expected}
