@@ -58,9 +58,9 @@ def kernels_of(n: int, dy: torch.dtype, misaligned: tuple[str, ...]) -> set[tupl
         (4096, torch.float32, (), ("one_pass", 3)),
         (4095, torch.bfloat16, (), ("one_pass", 1)),
         (4096, torch.bfloat16, ("x",), ("one_pass", 1)),
-        (1024, torch.bfloat16, (), ("one_pass", 4)),
+        (768, torch.bfloat16, (), ("one_pass", 3)),
         # What other architectures take.
-        (1023, torch.bfloat16, (), ("rows", None)),
+        (767, torch.bfloat16, (), ("rows", None)),
     ],
 )
 def test_a_launch_whose_rows_cannot_be_copied_takes_them_to_registers(
