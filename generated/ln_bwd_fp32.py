@@ -131,21 +131,28 @@ def ln_bwd_fp32_one_pass(
     else:
         next_x_row = load_row_ahead(x_ptr + row_offset(program, x_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED)
         next_dy_row = load_row_ahead(dy_ptr + row_offset(program, dy_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED)
-    mean = tl.load(mean_ptr + program)
-    rstd = tl.load(rstd_ptr + program)
+        next_mean = tl.load(mean_ptr + program)
+        next_rstd = tl.load(rstd_ptr + program)
     for row in tl.range(program, M, programs, num_stages=STAGES):
-        next_row = tl.minimum(row + programs, M - 1)
         if STAGES > 1:
             x_row = load_row_ahead(x_ptr + row_offset(row, x_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED)
             dy_row = load_row_ahead(dy_ptr + row_offset(row, dy_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED)
+
+            # A tensor of one, so that it is on its way as the row is.
+            at = row + tl.arange(0, 1)
+            mean = tl.load(mean_ptr + at)
+            rstd = tl.load(rstd_ptr + at)
         else:
             x_row = next_x_row
             dy_row = next_dy_row
+            mean = next_mean
+            rstd = next_rstd
+            next_row = tl.minimum(row + programs, M - 1)
             next_x_row = load_row_ahead(x_ptr + row_offset(next_row, x_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED)
             next_dy_row = load_row_ahead(dy_ptr + row_offset(next_row, dy_row_stride, ROW_ALIGNMENT), N, BLOCK, PAIRED)
+            next_mean = tl.load(mean_ptr + next_row)
+            next_rstd = tl.load(rstd_ptr + next_row)
             weight_row = () if weight_ptr is None else load_row(weight_ptr, N, BLOCK)
-        next_mean = tl.load(mean_ptr + next_row)
-        next_rstd = tl.load(rstd_ptr + next_row)
 
         # Means along the row.
         gh_sums = tl.zeros((BLOCK,), tl.float32)
@@ -182,8 +189,6 @@ def ln_bwd_fp32_one_pass(
             next_dbias += (dbias[start // BLOCK] + dy,)
         dweight = next_dweight
         dbias = next_dbias
-        mean = next_mean
-        rstd = next_rstd
 
     # Leave what the rows added up to.
     admit_launch_behind(PDL)
