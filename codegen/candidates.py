@@ -75,7 +75,7 @@ _REGISTERS_A_THREAD = 24
 RULES = (
     Rule(_FORWARD, False, _ROWS, 1, 2048, (16, 64), (1, 2, 4), rows=(2, 4, 8)),
     Rule(_FORWARD, False, _ONE_PASS, 512, 32768, (8, 64), (1, 2, 4, 8, 16, 32), loads=_LOADS),
-    Rule(_FORWARD, False, _TWO_PASS, 769, 8191, (4, 32), (2, 4, 8, 16), loads=(8, 16, 32, 64)),
+    Rule(_FORWARD, False, _TWO_PASS, 513, 8191, (4, 32), (2, 4, 8, 16), loads=(8, 16, 32, 64)),
     Rule(_FORWARD, False, _TWO_PASS, 8192, 32768, (4, 32), (8, 16, 32), loads=(16, 32, 64), resident=(1, 2)),
     Rule(_FORWARD, False, _TWO_PASS, 32769, None, (8, 32), (16, 32), loads=(16, 32), resident=(1, 2)),
     Rule(_FORWARD, False, _TWO_PASS, 32768, None, (8, 48), (32,), loads=(16, 32), held=(1, 2, 3, 5)),

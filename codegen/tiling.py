@@ -10,7 +10,7 @@ from .model import Bucket, Direction, Mode, Norm, Pipeline, Tile, Tiles
 
 # The last length of each bucket: hidden sizes that models use, so that a row fills its chunks.
 STANDARD_LENGTHS = (
-    *(128, 256, 512, 768, 1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384),
+    *(128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384),
     *(32768, 65536, 131072, None),
 )
 

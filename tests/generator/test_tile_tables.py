@@ -89,7 +89,7 @@ def test_the_table_that_is_emitted_has_a_ladder_an_architecture(
     }
     assert names["TABLE"]["rms_fwd_bf16"]["sm_90"] == (
         (1, 128, "n128", ("rows", 4, 512, 2), ("one_pass", 1, 512, 4)),
-        (1025, 2048, "n2048", ("one_pass", 1, 256, 1), ("one_pass", 1, 4096, 16)),
+        (1537, 2048, "n2048", ("one_pass", 1, 256, 1), ("one_pass", 1, 4096, 16)),
     )
 
 
