@@ -83,6 +83,8 @@ RULES = (
     Rule(_FORWARD, False, _SPREAD, 32769, None, (32, 64), (2,), (1,), (16,), (4, 8), (4, 8), stages=(3, 4), copies=4),
     Rule(_FORWARD, False, _SPREAD, 32769, None, (32, 32), (4,), (1,), (16, 64), (4,), (1, 4), stages=(3, 4), copies=4),
     Rule(_FORWARD, False, _SPREAD, 32769, None, (32, 32), (8,), (1,), (16, 64), (2,), (1, 4), stages=(3, 4), copies=4),
+    # Without a bias a program has registers for twice as many values.
+    Rule(_FORWARD, False, _SPREAD, 65537, None, (64, 64), (8,), (1,), (128,), (2,), (1,), stages=(2,), copies=3),
     Rule(_FORWARD, True, _ONE_PASS, 1, 32768, (4, 32), (1, 2, 4, 8, 16, 32), loads=_LOADS),
     Rule(_FORWARD, True, _TWO_PASS, 16384, None, (4, 32), (16, 32), loads=(16, 32, 64)),
     Rule(_FORWARD, True, _SPREAD, 65537, None, (16, 64), (2,), (1,), (16,), (2, 4), (4, 8), stages=(2, 4), copies=4),

@@ -37,9 +37,9 @@ LADDER_2 = (
     (129, 256, "n256", ("rows", 4, 256, 1), ("one_pass", 1, 128, 1)),
     (257, 512, "n512", ("rows", 4, 512, 2), ("one_pass", 1, 256, 1)),
     (513, 768, "n768", ("one_pass", 1, 256, 2), ("one_pass", 1, 1024, 4)),
-    (769, 1024, "n1024", ("rows", 2, 1024, 4), ("one_pass", 1, 1024, 4)),
-    (1025, 1536, "n1536", ("one_pass", 1, 512, 2), ("one_pass", 1, 1024, 4)),
-    (1537, 2048, "n2048", ("one_pass", 1, 512, 2), ("one_pass", 1, 1024, 4)),
+    (769, 1024, "n1024", ("two_pass", 1, 1024, 2), ("one_pass", 1, 1024, 4)),
+    (1025, 1536, "n1536", ("two_pass", 1, 2048, 2), ("one_pass", 1, 1024, 4)),
+    (1537, 2048, "n2048", ("two_pass", 1, 2048, 4), ("one_pass", 1, 1024, 4)),
     (2049, 3072, "n3072", ("two_pass", 1, 4096, 4), ("one_pass", 1, 2048, 8)),
     (3073, 4096, "n4096", ("two_pass", 1, 2048, 8), ("one_pass", 1, 2048, 8)),
     (4097, 5120, "n5120", ("two_pass", 1, 1024, 8), ("one_pass", 1, 4096, 16)),
@@ -102,7 +102,7 @@ LADDER_5 = (
     (1, 128, "n128", ("rows", 8, 128, 2), ("one_pass", 1, 128, 1)),
     (129, 256, "n256", ("rows", 4, 256, 1), ("one_pass", 1, 128, 1)),
     (257, 512, "n512", ("rows", 4, 512, 2), ("one_pass", 1, 256, 1)),
-    (513, 768, "n768", ("rows", 2, 1024, 4), ("one_pass", 1, 1024, 4)),
+    (513, 768, "n768", ("two_pass", 1, 1024, 2), ("one_pass", 1, 1024, 4)),
     (769, 1024, "n1024", ("two_pass", 1, 1024, 2), ("one_pass", 1, 1024, 4)),
     (1025, 1536, "n1536", ("two_pass", 1, 2048, 4), ("one_pass", 1, 1024, 8)),
     (1537, 2048, "n2048", ("two_pass", 1, 2048, 4), ("one_pass", 1, 1024, 8)),
@@ -116,17 +116,39 @@ LADDER_5 = (
     (12289, 16384, "n16384", ("two_pass", 1, 8192, 32), ("two_pass", 1, 8192, 16)),
     (16385, 32768, "n32768", ("two_pass", 1, 8192, 32), ("one_pass", 1, 8192, 32)),
     (32769, 65536, "n65536", ("two_pass", 1, 16384, 32, 1, 2), ("two_pass", 1, 16384, 32)),
-    (65537, 131072, "n131072", ("spread", 1, 8192, 8, 2, 1, 3), ("spread", 1, 512, 2, 4, 8, 4)),
-    (131073, None, "nbig", ("spread", 1, 8192, 8, 2, 1, 3), ("spread", 1, 1024, 4, 4, 4, 4)),
+    (65537, 131072, "n131072", ("spread", 1, 16384, 8, 2, 1, 2), ("spread", 1, 512, 2, 4, 8, 4)),
+    (131073, None, "nbig", ("spread", 1, 16384, 8, 2, 1, 2), ("spread", 1, 1024, 4, 4, 4, 4)),
 )
 
 LADDER_6 = (
+    (1, 128, "n128", ("rows", 8, 128, 1), ("one_pass", 1, 64, 1)),
+    (129, 256, "n256", ("rows", 4, 256, 1), ("one_pass", 1, 128, 1)),
+    (257, 512, "n512", ("rows", 2, 512, 1), ("one_pass", 1, 256, 2)),
+    (513, 768, "n768", ("one_pass", 1, 256, 2), ("one_pass", 1, 512, 4)),
+    (769, 1024, "n1024", ("one_pass", 1, 512, 4), ("one_pass", 1, 512, 4)),
+    (1025, 1536, "n1536", ("one_pass", 1, 1024, 8), ("one_pass", 1, 1024, 8)),
+    (1537, 2048, "n2048", ("one_pass", 1, 1024, 8), ("one_pass", 1, 1024, 8)),
+    (2049, 3072, "n3072", ("one_pass", 1, 1024, 8), ("one_pass", 1, 2048, 16)),
+    (3073, 4096, "n4096", ("one_pass", 1, 1024, 8), ("one_pass", 1, 2048, 16)),
+    (4097, 5120, "n5120", ("one_pass", 1, 2048, 16), ("one_pass", 1, 4096, 32)),
+    (5121, 6144, "n6144", ("one_pass", 1, 1024, 8), ("one_pass", 1, 2048, 16)),
+    (6145, 7168, "n7168", ("two_pass", 1, 2048, 16, 2), ("one_pass", 1, 4096, 32)),
+    (7169, 8192, "n8192", ("two_pass", 1, 4096, 16), ("one_pass", 1, 4096, 32)),
+    (8193, 12288, "n12288", ("two_pass", 1, 4096, 16, 2), ("one_pass", 1, 2048, 16)),
+    (12289, 16384, "n16384", ("two_pass", 1, 4096, 32, 2), ("two_pass", 1, 4096, 16)),
+    (16385, 32768, "n32768", ("two_pass", 1, 8192, 32, 1, 1), ("two_pass", 1, 4096, 16)),
+    (32769, 65536, "n65536", ("two_pass", 1, 8192, 32, 1, 3), ("two_pass", 1, 8192, 32)),
+    (65537, 131072, "n131072", ("two_pass", 1, 8192, 32, 1, 3), ("two_pass", 1, 8192, 32)),
+    (131073, None, "nbig", ("two_pass", 1, 8192, 32, 1, 3), ("two_pass", 1, 16384, 32)),
+)
+
+LADDER_7 = (
     (1, 128, "n128", ("rows", 8, 128, 1), ("one_pass", 1, 128, 1)),
     (129, 256, "n256", ("rows", 4, 256, 1), ("one_pass", 1, 256, 1)),
     (257, 512, "n512", ("rows", 4, 512, 2), ("one_pass", 1, 256, 2)),
-    (513, 768, "n768", ("rows", 2, 1024, 1), ("one_pass", 1, 512, 4)),
+    (513, 768, "n768", ("two_pass", 1, 512, 2), ("one_pass", 1, 512, 4)),
     (769, 1024, "n1024", ("two_pass", 1, 512, 4), ("one_pass", 1, 512, 4)),
-    (1025, 1536, "n1536", ("two_pass", 1, 1024, 8), ("one_pass", 1, 1024, 4)),
+    (1025, 1536, "n1536", ("two_pass", 1, 1024, 4), ("one_pass", 1, 1024, 4)),
     (1537, 2048, "n2048", ("two_pass", 1, 1024, 8), ("one_pass", 1, 1024, 4)),
     (2049, 3072, "n3072", ("two_pass", 1, 2048, 8), ("one_pass", 1, 2048, 8)),
     (3073, 4096, "n4096", ("two_pass", 1, 4096, 16), ("one_pass", 1, 2048, 8)),
@@ -142,11 +164,11 @@ LADDER_6 = (
     (131073, None, "nbig", ("two_pass", 1, 16384, 32), ("two_pass", 1, 16384, 32)),
 )
 
-LADDER_7 = (
+LADDER_8 = (
     (1, 128, "n128", ("rows", 8, 128, 1), ("one_pass", 1, 128, 1)),
     (129, 256, "n256", ("rows", 4, 256, 1), ("one_pass", 1, 256, 1)),
     (257, 512, "n512", ("rows", 4, 512, 2), ("one_pass", 1, 256, 2)),
-    (513, 768, "n768", ("rows", 2, 1024, 1), ("one_pass", 1, 512, 4)),
+    (513, 768, "n768", ("two_pass", 1, 512, 4), ("one_pass", 1, 512, 4)),
     (769, 1024, "n1024", ("two_pass", 1, 1024, 4), ("one_pass", 1, 512, 4)),
     (1025, 1536, "n1536", ("two_pass", 1, 1024, 8), ("one_pass", 1, 1024, 4)),
     (1537, 2048, "n2048", ("two_pass", 1, 1024, 8), ("one_pass", 1, 1024, 4)),
@@ -164,7 +186,7 @@ LADDER_7 = (
     (131073, None, "nbig", ("two_pass", 1, 16384, 32), ("two_pass", 1, 16384, 32)),
 )
 
-LADDER_8 = (
+LADDER_9 = (
     (1, 128, "n128", ("rows", 8, 128, 2, 8), ("rows", 8, 128, 2, 8)),
     (129, 256, "n256", ("rows", 8, 256, 2, 4), ("rows", 8, 256, 2, 4)),
     (257, 512, "n512", ("rows", 4, 512, 2, 4), ("rows", 4, 512, 2, 4)),
@@ -186,20 +208,20 @@ LADDER_8 = (
     (131073, None, "nbig", ("two_pass", 2, 2048, 8, 2), ("two_pass", 2, 2048, 8, 2)),
 )
 
-LADDER_9 = (
+LADDER_10 = (
     (1, 128, "n128", ("rows", 8, 128, 2, 8), ("rows", 2, 128, 1)),
     (129, 256, "n256", ("rows", 4, 256, 2, 8), ("rows", 2, 256, 1)),
-    (257, 512, "n512", ("rows", 4, 512, 4, 4), ("rows", 2, 512, 2)),
+    (257, 512, "n512", ("one_pass", 1, 512, 2, 8, 0, 4), ("rows", 2, 512, 2)),
     (513, 768, "n768", ("one_pass", 1, 512, 2, 8, 0, 3), ("rows", 2, 1024, 4, 4)),
-    (769, 1024, "n1024", ("rows", 2, 1024, 4, 4), ("rows", 2, 1024, 4, 4)),
-    (1025, 1536, "n1536", ("one_pass", 1, 512, 4, 4, 0, 3), ("one_pass", 1, 1024, 4)),
+    (769, 1024, "n1024", ("one_pass", 1, 512, 2, 4, 0, 4), ("rows", 2, 1024, 4, 4)),
+    (1025, 1536, "n1536", ("one_pass", 1, 512, 4, 3, 0, 4), ("one_pass", 1, 1024, 4)),
     (1537, 2048, "n2048", ("one_pass", 1, 512, 4, 4, 0, 3), ("one_pass", 1, 1024, 4)),
     (2049, 3072, "n3072", ("one_pass", 1, 1024, 4, 3, 0, 3), ("one_pass", 1, 1024, 4)),
-    (3073, 4096, "n4096", ("one_pass", 1, 4096, 16, 2, 0, 3), ("one_pass", 1, 2048, 8, 2)),
+    (3073, 4096, "n4096", ("one_pass", 1, 2048, 8, 2, 0, 3), ("one_pass", 1, 2048, 8, 2)),
     (4097, 5120, "n5120", ("one_pass", 1, 1024, 4, 2, 0, 3), ("one_pass", 1, 2048, 8)),
-    (5121, 6144, "n6144", ("one_pass", 1, 2048, 16, 1, 0, 3), ("one_pass", 1, 2048, 8)),
-    (6145, 7168, "n7168", ("one_pass", 1, 4096, 16, 1, 0, 3), ("one_pass", 1, 4096, 16)),
-    (7169, 8192, "n8192", ("one_pass", 1, 4096, 16), ("one_pass", 1, 4096, 16)),
+    (5121, 6144, "n6144", ("one_pass", 1, 2048, 8, 1, 0, 3), ("one_pass", 1, 2048, 8)),
+    (6145, 7168, "n7168", ("one_pass", 1, 2048, 8, 1, 0, 3), ("one_pass", 1, 4096, 16)),
+    (7169, 8192, "n8192", ("one_pass", 1, 2048, 8, 1, 0, 3), ("one_pass", 1, 4096, 16)),
     (8193, 12288, "n12288", ("spread", 4, 1024, 4, 3), ("two_pass", 2, 2048, 8)),
     (12289, 16384, "n16384", ("spread", 4, 1024, 4, 3), ("two_pass", 2, 2048, 8)),
     (16385, 32768, "n32768", ("spread", 4, 1024, 4, 3), ("two_pass", 2, 2048, 8, 2)),
@@ -208,7 +230,7 @@ LADDER_9 = (
     (131073, None, "nbig", ("spread", 2, 2048, 8, 2), ("two_pass", 2, 2048, 8, 2)),
 )
 
-LADDER_10 = (
+LADDER_11 = (
     (1, 128, "n128", ("rows", 8, 128, 2, 8), ("rows", 8, 128, 2, 8)),
     (129, 256, "n256", ("rows", 8, 256, 2, 4), ("rows", 8, 256, 2, 4)),
     (257, 512, "n512", ("rows", 4, 512, 2, 4), ("rows", 4, 512, 2, 4)),
@@ -230,13 +252,13 @@ LADDER_10 = (
     (131073, None, "nbig", ("two_pass", 2, 2048, 8, 2), ("two_pass", 2, 2048, 8, 2)),
 )
 
-LADDER_11 = (
+LADDER_12 = (
     (1, 128, "n128", ("rows", 8, 128, 2, 8), ("rows", 2, 128, 1)),
     (129, 256, "n256", ("rows", 8, 256, 4, 4), ("rows", 2, 256, 1)),
-    (257, 512, "n512", ("rows", 4, 512, 4, 4), ("rows", 2, 512, 2)),
+    (257, 512, "n512", ("one_pass", 1, 512, 2, 8, 0, 4), ("rows", 2, 512, 2)),
     (513, 768, "n768", ("one_pass", 1, 512, 2, 8, 0, 3), ("rows", 2, 1024, 4)),
-    (769, 1024, "n1024", ("rows", 2, 1024, 4, 4), ("rows", 2, 1024, 4)),
-    (1025, 1536, "n1536", ("one_pass", 1, 1024, 4, 3, 0, 3), ("one_pass", 1, 1024, 4)),
+    (769, 1024, "n1024", ("one_pass", 1, 1024, 4, 4, 0, 4), ("rows", 2, 1024, 4)),
+    (1025, 1536, "n1536", ("one_pass", 1, 1024, 4, 3, 0, 4), ("one_pass", 1, 1024, 4)),
     (1537, 2048, "n2048", ("one_pass", 1, 1024, 4, 3, 0, 3), ("one_pass", 1, 1024, 4)),
     (2049, 3072, "n3072", ("one_pass", 1, 1024, 8, 3), ("one_pass", 1, 1024, 4)),
     (3073, 4096, "n4096", ("one_pass", 1, 2048, 8, 2, 0, 3), ("one_pass", 1, 2048, 8, 2)),
@@ -252,20 +274,20 @@ LADDER_11 = (
     (131073, None, "nbig", ("spread", 2, 2048, 8, 3), ("two_pass", 2, 2048, 8, 2)),
 )
 
-LADDER_12 = (
+LADDER_13 = (
     (1, 128, "n128", ("rows", 8, 128, 2, 8), ("rows", 2, 128, 1)),
     (129, 256, "n256", ("rows", 4, 256, 2, 8), ("rows", 2, 256, 1)),
-    (257, 512, "n512", ("rows", 2, 512, 2, 8), ("rows", 2, 512, 2)),
-    (513, 768, "n768", ("rows", 2, 1024, 2, 4), ("rows", 2, 1024, 4)),
-    (769, 1024, "n1024", ("rows", 2, 1024, 4, 4), ("rows", 2, 1024, 4)),
-    (1025, 1536, "n1536", ("one_pass", 1, 2048, 8, 3, 0, 3), ("one_pass", 1, 2048, 8)),
+    (257, 512, "n512", ("one_pass", 1, 512, 2, 8, 0, 3), ("rows", 2, 512, 2)),
+    (513, 768, "n768", ("one_pass", 1, 512, 2, 4, 0, 4), ("rows", 2, 1024, 4)),
+    (769, 1024, "n1024", ("one_pass", 1, 1024, 4, 3, 0, 4), ("rows", 2, 1024, 4)),
+    (1025, 1536, "n1536", ("one_pass", 1, 512, 4, 3, 0, 3), ("one_pass", 1, 2048, 8)),
     (1537, 2048, "n2048", ("one_pass", 1, 2048, 8, 3, 0, 3), ("one_pass", 1, 2048, 8)),
-    (2049, 3072, "n3072", ("one_pass", 1, 1024, 8, 2, 0, 3), ("one_pass", 1, 1024, 4)),
+    (2049, 3072, "n3072", ("one_pass", 1, 1024, 4, 2, 0, 3), ("one_pass", 1, 1024, 4)),
     (3073, 4096, "n4096", ("one_pass", 1, 2048, 8, 2), ("one_pass", 1, 2048, 8, 2)),
-    (4097, 5120, "n5120", ("one_pass", 1, 1024, 4, 2, 0, 3), ("one_pass", 1, 2048, 8)),
-    (5121, 6144, "n6144", ("one_pass", 1, 2048, 16), ("one_pass", 1, 2048, 8)),
+    (4097, 5120, "n5120", ("one_pass", 1, 1024, 4, 1, 0, 3), ("one_pass", 1, 2048, 8)),
+    (5121, 6144, "n6144", ("one_pass", 1, 2048, 8, 1, 0, 3), ("one_pass", 1, 2048, 8)),
     (6145, 7168, "n7168", ("one_pass", 1, 2048, 8, 1, 0, 3), ("one_pass", 1, 4096, 16)),
-    (7169, 8192, "n8192", ("one_pass", 1, 4096, 16, 1, 0, 3), ("one_pass", 1, 4096, 16)),
+    (7169, 8192, "n8192", ("one_pass", 1, 4096, 16), ("one_pass", 1, 4096, 16)),
     (8193, 12288, "n12288", ("spread", 2, 1024, 4, 4), ("two_pass", 2, 2048, 8, 2)),
     (12289, 16384, "n16384", ("spread", 2, 1024, 4, 4), ("two_pass", 2, 2048, 8)),
     (16385, 32768, "n32768", ("spread", 2, 1024, 4, 4), ("two_pass", 2, 2048, 8, 2)),
@@ -274,11 +296,11 @@ LADDER_12 = (
     (131073, None, "nbig", ("spread", 2, 2048, 8, 2), ("two_pass", 2, 2048, 8, 2)),
 )
 
-LADDER_13 = (
+LADDER_14 = (
     (1, 128, "n128", ("rows", 8, 128, 2, 8), ("rows", 2, 128, 2)),
     (129, 256, "n256", ("rows", 8, 256, 4, 4), ("rows", 2, 256, 1)),
     (257, 512, "n512", ("rows", 4, 512, 4, 4), ("rows", 2, 512, 2)),
-    (513, 768, "n768", ("rows", 2, 1024, 4, 4), ("rows", 2, 1024, 4, 4)),
+    (513, 768, "n768", ("one_pass", 1, 512, 2, 4, 0, 4), ("rows", 2, 1024, 4, 4)),
     (769, 1024, "n1024", ("rows", 2, 1024, 4, 4), ("rows", 2, 1024, 4, 4)),
     (1025, 1536, "n1536", ("one_pass", 1, 1024, 4, 3, 0, 3), ("one_pass", 1, 1024, 4)),
     (1537, 2048, "n2048", ("one_pass", 1, 1024, 4, 3, 0, 3), ("one_pass", 1, 1024, 4)),
@@ -287,7 +309,7 @@ LADDER_13 = (
     (4097, 5120, "n5120", ("one_pass", 1, 1024, 8, 2), ("one_pass", 1, 1024, 8, 2)),
     (5121, 6144, "n6144", ("one_pass", 1, 2048, 8, 1, 0, 3), ("one_pass", 1, 2048, 16)),
     (6145, 7168, "n7168", ("one_pass", 1, 4096, 16, 1, 0, 3), ("one_pass", 1, 4096, 16)),
-    (7169, 8192, "n8192", ("one_pass", 1, 4096, 16, 1, 0, 3), ("one_pass", 1, 4096, 16)),
+    (7169, 8192, "n8192", ("one_pass", 1, 4096, 16), ("one_pass", 1, 4096, 16)),
     (8193, 12288, "n12288", ("spread", 4, 1024, 4, 3), ("two_pass", 2, 2048, 8)),
     (12289, 16384, "n16384", ("spread", 4, 1024, 4, 3), ("two_pass", 2, 2048, 8, 2)),
     (16385, 32768, "n32768", ("spread", 4, 1024, 4, 3), ("two_pass", 2, 2048, 8, 2)),
@@ -296,7 +318,7 @@ LADDER_13 = (
     (131073, None, "nbig", ("spread", 2, 2048, 8, 2), ("two_pass", 2, 2048, 8, 2)),
 )
 
-LADDER_14 = (
+LADDER_15 = (
     (1, 128, "n128", ("rows", 8, 128, 1), ("one_pass", 1, 128, 1)),
     (129, 256, "n256", ("rows", 8, 256, 2), ("one_pass", 1, 128, 1)),
     (257, 512, "n512", ("rows", 4, 512, 2), ("one_pass", 1, 256, 2)),
@@ -321,14 +343,15 @@ LADDER_14 = (
 LADDERS_1 = {"any": LADDER_1, "sm_90": LADDER_2}
 LADDERS_2 = {"any": LADDER_3, "sm_90": LADDER_4}
 LADDERS_3 = {"any": LADDER_1, "sm_90": LADDER_5}
-LADDERS_4 = {"any": LADDER_1, "sm_90": LADDER_6}
+LADDERS_4 = {"any": LADDER_3, "sm_90": LADDER_6}
 LADDERS_5 = {"any": LADDER_1, "sm_90": LADDER_7}
-LADDERS_6 = {"any": LADDER_8, "sm_90": LADDER_9}
-LADDERS_7 = {"any": LADDER_10}
-LADDERS_8 = {"any": LADDER_8, "sm_90": LADDER_11}
-LADDERS_9 = {"any": LADDER_8, "sm_90": LADDER_12}
-LADDERS_10 = {"any": LADDER_8, "sm_90": LADDER_13}
-LADDERS_11 = {"any": LADDER_1, "sm_90": LADDER_14}
+LADDERS_6 = {"any": LADDER_1, "sm_90": LADDER_8}
+LADDERS_7 = {"any": LADDER_9, "sm_90": LADDER_10}
+LADDERS_8 = {"any": LADDER_11}
+LADDERS_9 = {"any": LADDER_9, "sm_90": LADDER_12}
+LADDERS_10 = {"any": LADDER_9, "sm_90": LADDER_13}
+LADDERS_11 = {"any": LADDER_9, "sm_90": LADDER_14}
+LADDERS_12 = {"any": LADDER_1, "sm_90": LADDER_15}
 
 TABLE = {
     "ln_fwd_fp16": LADDERS_1,
@@ -336,47 +359,47 @@ TABLE = {
     "ln_fwd_fp32": LADDERS_2,
     "rms_fwd_fp16": LADDERS_3,
     "rms_fwd_bf16": LADDERS_3,
-    "rms_fwd_fp32": LADDERS_2,
-    "ln_fwd_fp16_addst": LADDERS_4,
-    "ln_fwd_bf16_addst": LADDERS_4,
-    "rms_fwd_fp16_addst": LADDERS_5,
-    "rms_fwd_bf16_addst": LADDERS_5,
-    "ln_fwd_bf16_add": LADDERS_4,
-    "rms_fwd_bf16_add": LADDERS_5,
+    "rms_fwd_fp32": LADDERS_4,
+    "ln_fwd_fp16_addst": LADDERS_5,
+    "ln_fwd_bf16_addst": LADDERS_5,
+    "rms_fwd_fp16_addst": LADDERS_6,
+    "rms_fwd_bf16_addst": LADDERS_6,
+    "ln_fwd_bf16_add": LADDERS_5,
+    "rms_fwd_bf16_add": LADDERS_6,
     "ln_fwd_fp16_mv": LADDERS_1,
     "ln_fwd_bf16_mv": LADDERS_1,
     "ln_fwd_fp32_mv": LADDERS_2,
     "rms_fwd_fp16_mv": LADDERS_3,
     "rms_fwd_bf16_mv": LADDERS_3,
-    "rms_fwd_fp32_mv": LADDERS_2,
-    "ln_fwd_bf16_addst_mv": LADDERS_4,
-    "rms_fwd_bf16_addst_mv": LADDERS_5,
-    "ln_bwd_fp16": LADDERS_6,
-    "ln_bwd_bf16": LADDERS_6,
-    "ln_bwd_fp32": LADDERS_7,
-    "rms_bwd_fp16": LADDERS_8,
-    "rms_bwd_bf16": LADDERS_8,
-    "rms_bwd_fp32": LADDERS_7,
-    "ln_bwd_bf16_addst": LADDERS_9,
-    "rms_bwd_bf16_addst": LADDERS_10,
-    "ln_fwd_bf16_int8_sdq": LADDERS_11,
-    "ln_fwd_bf16_int8_dq": LADDERS_11,
-    "ln_fwd_bf16_int8_addst_sdq": LADDERS_11,
-    "ln_fwd_bf16_int8_addst_dq": LADDERS_11,
-    "ln_fwd_bf16_fp8_e4m3fn_sdq": LADDERS_11,
-    "ln_fwd_bf16_fp8_e4m3fn_dq": LADDERS_11,
-    "ln_fwd_bf16_fp8_e4m3fn_addst_sdq": LADDERS_11,
-    "ln_fwd_bf16_fp8_e4m3fn_addst_dq": LADDERS_11,
-    "rms_fwd_bf16_int8_sdq": LADDERS_11,
-    "rms_fwd_bf16_int8_dq": LADDERS_11,
-    "rms_fwd_bf16_int8_addst_sdq": LADDERS_11,
-    "rms_fwd_bf16_int8_addst_dq": LADDERS_11,
-    "rms_fwd_bf16_fp8_e4m3fn_sdq": LADDERS_11,
-    "rms_fwd_bf16_fp8_e4m3fn_dq": LADDERS_11,
-    "rms_fwd_bf16_fp8_e4m3fn_addst_sdq": LADDERS_11,
-    "rms_fwd_bf16_fp8_e4m3fn_addst_dq": LADDERS_11,
-    "ln_fwd_fp16_int8_sdq": LADDERS_11,
-    "ln_fwd_fp16_int8_addst_sdq": LADDERS_11,
-    "rms_fwd_fp16_int8_sdq": LADDERS_11,
-    "rms_fwd_fp16_int8_addst_sdq": LADDERS_11,
+    "rms_fwd_fp32_mv": LADDERS_4,
+    "ln_fwd_bf16_addst_mv": LADDERS_5,
+    "rms_fwd_bf16_addst_mv": LADDERS_6,
+    "ln_bwd_fp16": LADDERS_7,
+    "ln_bwd_bf16": LADDERS_7,
+    "ln_bwd_fp32": LADDERS_8,
+    "rms_bwd_fp16": LADDERS_9,
+    "rms_bwd_bf16": LADDERS_9,
+    "rms_bwd_fp32": LADDERS_8,
+    "ln_bwd_bf16_addst": LADDERS_10,
+    "rms_bwd_bf16_addst": LADDERS_11,
+    "ln_fwd_bf16_int8_sdq": LADDERS_12,
+    "ln_fwd_bf16_int8_dq": LADDERS_12,
+    "ln_fwd_bf16_int8_addst_sdq": LADDERS_12,
+    "ln_fwd_bf16_int8_addst_dq": LADDERS_12,
+    "ln_fwd_bf16_fp8_e4m3fn_sdq": LADDERS_12,
+    "ln_fwd_bf16_fp8_e4m3fn_dq": LADDERS_12,
+    "ln_fwd_bf16_fp8_e4m3fn_addst_sdq": LADDERS_12,
+    "ln_fwd_bf16_fp8_e4m3fn_addst_dq": LADDERS_12,
+    "rms_fwd_bf16_int8_sdq": LADDERS_12,
+    "rms_fwd_bf16_int8_dq": LADDERS_12,
+    "rms_fwd_bf16_int8_addst_sdq": LADDERS_12,
+    "rms_fwd_bf16_int8_addst_dq": LADDERS_12,
+    "rms_fwd_bf16_fp8_e4m3fn_sdq": LADDERS_12,
+    "rms_fwd_bf16_fp8_e4m3fn_dq": LADDERS_12,
+    "rms_fwd_bf16_fp8_e4m3fn_addst_sdq": LADDERS_12,
+    "rms_fwd_bf16_fp8_e4m3fn_addst_dq": LADDERS_12,
+    "ln_fwd_fp16_int8_sdq": LADDERS_12,
+    "ln_fwd_fp16_int8_addst_sdq": LADDERS_12,
+    "rms_fwd_fp16_int8_sdq": LADDERS_12,
+    "rms_fwd_fp16_int8_addst_sdq": LADDERS_12,
 }

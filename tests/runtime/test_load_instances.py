@@ -35,7 +35,7 @@ def names() -> list[str]:
 
 def test_calls_use_the_folder(tmp_path: Path) -> None:
     normforge.load_instances(write(tmp_path / "mine", [instance(PLAIN, 64), instance(PLAIN, 1500), instance(RMS, 64)]))
-    assert names() == ["ln_fwd_fp32_n128", "ln_fwd_fp32_n2048", "rms_fwd_fp32_n128"]
+    assert names() == ["ln_fwd_fp32_n128", "ln_fwd_fp32_n1536", "rms_fwd_fp32_n128"]
     for n in (64, 1500):
         assert not dispatch.find(PLAIN, n).package.startswith("normforge.")
         check("layer", torch.randn(3, n), torch.randn(n))
@@ -92,7 +92,7 @@ def test_a_folder_made_anew_is_loaded_anew(tmp_path: Path, monkeypatch: pytest.M
         check("layer", torch.randn(40, 64))
     write(folder, [instance(RMS, 1500)])
     normforge.load_instances(folder)
-    assert names() == ["rms_fwd_fp32_n2048"]
+    assert names() == ["rms_fwd_fp32_n1536"]
     check("rms", torch.randn(3, 1500))
 
 

@@ -92,7 +92,7 @@ def test_each_bucket_of_a_mode_is_an_instance(empty_cache: Path) -> None:
     # Another length in a bucket that is there already.
     check("layer", torch.randn(2, 65), **ASK)
     names = [entry.name for entry in normforge.instances()][before:]
-    assert names == [f"{MODE}_{bucket}" for bucket in ("n128", "n2048", "n65536")]
+    assert names == [f"{MODE}_{bucket}" for bucket in ("n128", "n1536", "n65536")]
 
 
 def test_modes_share_a_folder(empty_cache: Path) -> None:
@@ -324,7 +324,7 @@ def test_threads_that_miss_at_once(empty_cache: Path, caplog: pytest.LogCaptureF
         thread.join()
     assert not failures
     made = [entry.name for entry in normforge.instances()][before:]
-    buckets = ("n128", "n256", "n512", "n2048")
+    buckets = ("n128", "n256", "n512", "n1536")
     assert sorted(made) == sorted(f"{MODE}{mv}_{bucket}" for mv in ("", "_mv") for bucket in buckets)
     assert len(caplog.records) == len(made)
     check("layer", torch.randn(2, 64), **ASK)

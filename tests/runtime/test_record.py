@@ -56,7 +56,7 @@ def missing() -> None:
 
 CALLS: dict[str, tuple[Callable[[], None], list[str]]] = {
     "forward": (forward, ["ln_fwd_fp32_n128"]),
-    "fused": (fused, ["rms_fwd_bf16_int8_addst_sdq_n2048"]),
+    "fused": (fused, ["rms_fwd_bf16_int8_addst_sdq_n1536"]),
     "trained": (trained, ["ln_bwd_fp32_n256", "ln_fwd_fp32_mv_n256"]),
     "missing": (missing, ["ln_fwd_fp32_int8_dq_trunc_n128"]),
 }
@@ -113,7 +113,7 @@ def test_the_file_reads_as_one_that_people_write(tmp_path: Path) -> None:
         "    dtype_out: int8\n"
         "    fadd: pre_add_store\n"
         "    fquant: smooth_dynamic\n"
-        "    n: [n2048]\n"
+        "    n: [n1536]\n"
     )
 
 
@@ -193,7 +193,7 @@ def test_eight_threads_share_a_recording(tmp_path: Path) -> None:
 
     with normforge.record(path), ThreadPoolExecutor(8) as pool:
         list(pool.map(ask, lengths))
-    buckets = (128, 256, 512, 768, 2048, 3072, 4096, 5120)
+    buckets = (128, 256, 512, 768, 1536, 3072, 4096, 5120)
     assert names(path) == [f"ln_fwd_fp32_n{last}" for last in buckets]
 
 

@@ -125,7 +125,7 @@ WHICH: dict[str, tuple[torch.dtype, dict[str, Any], str]] = {
         "layer",
     ),
 }
-BUCKETS = {"rows": "n128", "one_pass": "n2048", "two_pass": "n65536"}
+BUCKETS = {"rows": "n128", "one_pass": "n1536", "two_pass": "n65536"}
 
 
 @pytest.mark.parametrize("pipeline", LENGTHS)
