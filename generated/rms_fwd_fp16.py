@@ -278,7 +278,7 @@ def rms_fwd_fp16_spread(
     x_row_ptr = x_ptr + row_offset(team, x_row_stride, ROW_ALIGNMENT)
     x_slice = load_slice(x_row_ptr, first_col, N, SLICE, BLOCK, PAIRED)
     mean_square = slice_mean_square(x_slice, x_ptr.dtype.element_ty, N, SLICE, BLOCK)
-    publish(exchange_ptr + team * SLICES + part, mean_square, mean_square, team < M)
+    publish(exchange_ptr + team * SLICES + part, mean_square, mean_square, None)
     for row in tl.range(team, M, teams, num_stages=STAGES):
         next_row = tl.minimum(row + teams, M - 1)
         x_row_ptr = x_ptr + row_offset(next_row, x_row_stride, ROW_ALIGNMENT)
