@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .codegen.model import DType, FusedAdd, FusedQuant, Norm
-from .problem import Problem, Strides
+from .problem import DEFAULT_EPS, Problem, Strides
 
 AUTO = "auto"
 
@@ -29,7 +29,7 @@ _FLAG = {0: False, 1: True}
 
 
 class Option(NamedTuple):
-    """One option: how it is written, its default, and what it takes."""
+    """One option: how it is written, its default, which is not shown if it is None, and what it takes."""
 
     name: str
     type: Callable[[str], Any]
@@ -46,7 +46,13 @@ OPTIONS = (
     Option("xr_stride", int, -1, None, "row stride of the residual; -1: what -stride says"),
     Option("y_stride", int, -1, None, "row stride of y; -1: what -stride says"),
     Option("yr_stride", int, -1, None, "row stride of the stored sum; -1: what -stride says"),
-    Option("e", float, 1e-5, None, "epsilon"),
+    Option(
+        "e",
+        float,
+        None,
+        None,
+        f"epsilon (default: {', '.join(f'{eps:g} with -norm {norm.value}' for norm, eps in DEFAULT_EPS.items())})",
+    ),
     Option("save_mv", int, 0, tuple(_FLAG), "save mean and rstd (rms: rstd)"),
     Option("v", int, 1, tuple(_FLAG), "validate against the fp64 reference"),
     Option("kname", int, 1, tuple(_FLAG), "print the instance's and the kernel's name"),
@@ -93,7 +99,7 @@ def parse(argv: Sequence[str], prog: str) -> Request:
             default=option.default,
             choices=option.choices,
             metavar=None if option.choices else option.type.__name__.upper(),
-            help=f"{option.help} (default: {option.default})",
+            help=option.help if option.default is None else f"{option.help} (default: {option.default})",
         )
     parser.add_argument("-json", action="store_true", help="print one line of JSON and nothing else")
     _refuse_unknown(parser, argv)
@@ -146,7 +152,7 @@ def _resolve(given: argparse.Namespace) -> Request:
 def _check_sizes(given: argparse.Namespace) -> None:
     for name, least in (("m", 1), ("n", 1), ("warmup", 0), ("repeat", 1), ("e", 0.0)):
         value = getattr(given, name)
-        if not least <= value < float("inf"):
+        if value is not None and not least <= value < float("inf"):
             raise ValueError(f"-{name} {value} will not do; it takes a finite number of at least {least:g}")
 
 

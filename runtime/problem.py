@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from . import api
 from .codegen.model import DType, FusedAdd, FusedQuant, Norm
 from .dtypes import TORCH_DTYPES
 
 SEED = 11939
+
+# The API's, and for LayerNorm ck_tile's too.
+DEFAULT_EPS: dict[Norm, float] = {
+    norm: inspect.signature(function).parameters["eps"].default
+    for norm, function in ((Norm.LAYER, api.layernorm2d_fwd), (Norm.RMS, api.rmsnorm2d_fwd))
+}
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,10 @@ class Strides:
 
 @dataclass(frozen=True)
 class Problem:
-    """What to run; every tensor but y is of prec_i, except smooth_scale (prec_sm) and y_scale (prec_sy)."""
+    """What to run; every tensor but y is of prec_i, except smooth_scale (prec_sm) and y_scale (prec_sy).
+
+    An eps of None becomes the norm's default.
+    """
 
     m: int
     n: int
@@ -44,8 +55,12 @@ class Problem:
     x_bias: bool = False
     save_mv: bool = False
     backward: bool = False
-    eps: float = 1e-5
+    eps: float | None = None
     strides: Strides | None = None
+
+    def __post_init__(self) -> None:
+        if self.eps is None:
+            object.__setattr__(self, "eps", DEFAULT_EPS[self.norm])
 
     @property
     def row_strides(self) -> Strides:
@@ -102,8 +117,8 @@ def poisoned_outputs(problem: Problem, device: torch.device) -> dict[str, torch.
     """The call's `out` and `residual_out`, full of what no kernel writes: an element left unwritten cannot pass."""
 
     def poisoned(stride: int, dtype: DType) -> torch.Tensor:
-        poison = torch.tensor(-128 if dtype.is_int else float("nan")).to(TORCH_DTYPES[dtype])
-        return poison.to(device).repeat(problem.m, stride)[:, : problem.n]
+        poison = torch.tensor(-128 if dtype.is_int else float("nan"), device=device).to(TORCH_DTYPES[dtype])
+        return poison.repeat(problem.m, stride)[:, : problem.n]
 
     strides = problem.row_strides
     outputs = {"out": poisoned(strides.y, problem.prec_o)}

@@ -17,7 +17,8 @@ from .result import Run
 def prepare_backward(problem: Problem, device: torch.device) -> Run[NormGradients]:
     """Run a problem forward for its statistics, and make every gradient it has ready to be computed.
 
-    The gradients of a fused add are those of the stored sum, which is what the backward kernel reads.
+    The gradients of a fused add are those of the stored sum, which is what the backward kernel reads. That sum holds
+    x_bias already, so that its gradient is dx summed over rows, before dx is rounded, as autograd computes it.
 
     Raises:
         NormforgeError: whatever the forward call raises.
@@ -35,6 +36,15 @@ def prepare_backward(problem: Problem, device: torch.device) -> Run[NormGradient
     operands |= gradients_in(problem, device)
     wants = ["dx", "dweight", *(["dbias"] if is_layer else []), *(["dx_bias"] if "x_bias" in operands else [])]
     run = backward.layernorm2d_bwd if is_layer else backward.rmsnorm2d_bwd
+
+    def call() -> NormGradients:
+        if not (problem.fadd.stores and problem.x_bias):
+            return run(**operands, wants=wants)
+        gradients = run(**operands, wants=wants, dx_dtype=torch.float32)
+        dx, dtype = gradients.dx, arguments["x_bias"].dtype
+        assert dx is not None
+        return gradients._replace(dx=dx.to(dtype), dx_bias=dx.sum(0).to(dtype))
+
     oracle = reference.layernorm2d_bwd if is_layer else reference.rmsnorm2d_bwd
 
     def validate(gradients: NormGradients) -> tuple[Finding, ...]:
@@ -43,7 +53,7 @@ def prepare_backward(problem: Problem, device: torch.device) -> Run[NormGradient
     mode = backward.mode_of(problem.norm, operands["x"], "x_bias" in operands, problem.fadd)
     return Run(
         entry=lambda: dispatch.find(mode, problem.n),
-        call=lambda: run(**operands, wants=wants),
+        call=call,
         validate=validate,
         operands=tuple(operands.values()),
     )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import normforge
+from normforge import example
 from normforge import solve as solving
 from normforge.cli import VERBS, main
 from normforge.codegen.model import DType, FusedAdd, FusedQuant, Norm
@@ -20,6 +23,7 @@ from normforge.machine import Machine
 from normforge.options import parse
 from normforge.output import LayerNormOutput
 from normforge.problem import Problem, Strides
+from normforge.result import Result
 from normforge.solve import solve
 
 SMALL = ["run", "-m", "3", "-n", "48"]
@@ -85,6 +89,8 @@ def _pairs(spaced: str) -> list[str]:
         ("-n 64 -stride 80", {"strides": Strides.all(80)}),
         ("-n 64 -fadd 1 -stride 80 -y_stride 96", {"strides": Strides(x=80, residual=80, y=96, residual_out=80)}),
         ("-n 64 -fadd 1 -xr_stride 70 -yr_stride 72", {"strides": Strides(x=64, residual=70, y=64, residual_out=72)}),
+        ("-norm rms", {"eps": 1e-6}),
+        ("-norm rms -e 1e-5", {"eps": 1e-5}),
         ("-norm rms -save_mv 1 -xbias 1", {"norm": Norm.RMS, "save_mv": True, "x_bias": True}),
     ],
 )
@@ -196,6 +202,34 @@ def test_json_is_one_line_with_everything_a_script_needs(capsys: pytest.CaptureF
     assert found["gb_per_s"] is None
     assert found["interpreted"] is True
     assert found["valid"] is True
+
+
+def test_epsilon_has_the_apis_default(capsys: pytest.CaptureFixture[str]) -> None:
+    for norm, function in (("layer", normforge.layernorm2d_fwd), ("rms", normforge.rmsnorm2d_fwd)):
+        default = inspect.signature(function).parameters["eps"].default
+        assert parse(["-norm", norm], "run").problem.eps == default
+        assert Problem(1, 1, Norm(norm)).eps == default
+        assert status("run", "-h") == 0
+        assert f"{default:g} with -norm {norm}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("rows", "announced"), [(3, False), (2**19 // 48 + 1, True)])
+def test_a_long_wait_in_the_interpreter_is_announced_before_it(
+    rows: int, announced: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the kernel is started, on standard error, with what makes the wait shorter."""
+    said: list[str] = []
+
+    def instant(problem: Problem, machine: Machine, **keywords: Any) -> Result:
+        said.append(capsys.readouterr().err)
+        return solve(replace(problem, m=3), machine, **keywords)
+
+    monkeypatch.setattr(example, "solve", instant)
+    assert status("run", f"-m={rows}", "-n=48", "-json") == 0
+    (before,) = said
+    assert (f"m={rows} n=48" in before) == announced
+    assert ("a smaller -m" in before) == announced
+    assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 def test_without_validation_nothing_is_claimed(capsys: pytest.CaptureFixture[str]) -> None:

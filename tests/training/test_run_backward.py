@@ -20,6 +20,8 @@ SMALL = ["run", "-m=5", "-n=130", "-bwd=1"]
         (["-norm=rms", "-prec_i=bf16"], "rms_bwd_bf16_n256", {"dx", "dweight"}),
         (["-fadd=1", "-prec_i=bf16"], "ln_bwd_bf16_addst_n256", {"dx", "dweight", "dbias"}),
         (["-xbias=1", "-norm=rms"], "rms_bwd_fp16_xb_n256", {"dx", "dweight", "dx_bias"}),
+        (["-xbias=1", "-fadd=1"], "ln_bwd_fp16_addst_n256", {"dx", "dweight", "dbias", "dx_bias"}),
+        (["-xbias=1", "-fadd=1", "-norm=rms"], "rms_bwd_fp16_addst_n256", {"dx", "dweight", "dx_bias"}),
         (["-x_stride=150", "-y_stride=140"], "ln_bwd_fp16_n256", {"dx", "dweight", "dbias"}),
     ],
 )
