@@ -1,0 +1,159 @@
+"""A backward pass of a case, and the errors of its outputs and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+import normforge
+from normforge.backward import layernorm2d_bwd, rmsnorm2d_bwd
+
+from . import forward, low_precision, oracle
+from .case import RESIDUAL_OUT, Case, Close, Norm, Y
+from .judge import OWN, OWN_SUM, BesideTally, CloseTally, ExactTally
+from .outcome import Book
+from .rows import Tensors, blocks, exact, flat, rows_of
+
+_PLAIN: dict[Norm, Callable[..., torch.Tensor]] = {Norm.LAYER: normforge.layer_norm, Norm.RMS: normforge.rms_norm}
+_ADDING: dict[Norm, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
+    Norm.LAYER: normforge.add_layer_norm,
+    Norm.RMS: normforge.add_rms_norm,
+}
+# Gradients that have a row for each of x's, and those that are sums over rows.
+_BY_ROW, _SUMMED = ("dx", "dresidual"), ("dweight", "dbias")
+
+
+def judge(case: Case, given: Tensors, book: Book) -> None:
+    """Run the forward and backward pass, and hold what comes of both against the oracle's."""
+    outputs, gradients = _direct(case, given) if _is_direct(case) else autograd(case, given)
+    device = given["x"].device
+    got = {**outputs, **gradients}
+    names: list[str] = [name for name in ("x", "residual", "weight", "bias") if name in given]
+    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"y": (case.shape, case.y)}
+    for name in names:
+        # Without a gradient of y, those of weight and bias are zero, and may be left out.
+        if Y in case.arriving or name in ("x", "residual") or f"d{name}" in got:
+            wanted[f"d{name}"] = (tuple(given[name].shape), given[name].dtype)
+    if case.residual is not None:
+        wanted["residual_out"] = (case.shape, case.residual)
+    has = {name: book.expects(name, got.get(name), like) for name, like in wanted.items()}
+    theirs = low_precision.run(case, given) if case.tolerance.beside_torch else {}
+
+    def tally(name: str) -> CloseTally | BesideTally:
+        tolerance = case.tolerance
+        close = tolerance.y if name == "y" else tolerance.dx if name in _BY_ROW else tolerance.parameters
+        return BesideTally(close.atol, device) if tolerance.beside_torch else CloseTally(close, device)
+
+    suite = {name: tally(name) for name in wanted if name != "residual_out"}
+    # dx may be off by as much more as the rounding of the sum that the backward pass reads makes of it: ours is held
+    # to the gradient at that sum.
+    own = {}
+    for name in suite:
+        close = OWN[wanted[name][1]]
+        own[name] = CloseTally(close if name == "y" else Close(0.0, close.rtol), device)
+    to_the_bit = ExactTally(device)
+    rows = flat(case, given)
+    sums: dict[str, dict[str, torch.Tensor]] = {key: {} for key in ("suite", "own", "magnitudes")}
+    for part in blocks(case):
+        want = exact(case, given, rows, part)
+        if has["y"]:
+            ours = rows_of(got["y"], case.n)[part]
+            _add(suite["y"], ours, want.z, theirs, "y", part, case.n)
+            own["y"].add(ours, want.z)
+        s = want.s
+        if want.residual_out is not None and has["residual_out"]:
+            to_the_bit.add(rows_of(got["residual_out"], case.n)[part], want.residual_out)
+            s = want.residual_out.double()
+        at_sum, at_stored = (_oracle_backward(case, given, rows, part, want, at) for at in (want.s, s))
+        for name in _BY_ROW:
+            if has.get(name):
+                ours = rows_of(got[name], case.n)[part]
+                _add(suite[name], ours, at_sum.dx, theirs, name, part, case.n)
+                own[name].add(ours, at_stored.dx, OWN_SUM * at_stored.magnitudes["dx"])
+        for name in _SUMMED:
+            for key, term in (
+                ("suite", getattr(at_sum, name)),
+                ("own", getattr(at_stored, name)),
+                ("magnitudes", at_stored.magnitudes[name]),
+            ):
+                total = sums[key].get(name)
+                sums[key][name] = term if total is None else total + term
+    for name in _SUMMED:
+        if has.get(name):
+            zero = torch.zeros(case.n, dtype=torch.float64, device=device)
+            of_suite, of_own, magnitudes = (sums[key].get(name, zero) for key in ("suite", "own", "magnitudes"))
+            _add(suite[name], got[name], of_suite, theirs, name, slice(None), case.n)
+            own[name].add(got[name], of_own, OWN_SUM * magnitudes)
+    for name in suite:
+        if has[name]:
+            book.open(name, suite[name], own[name])
+    if has.get("residual_out"):
+        book.open("residual_out", to_the_bit)
+
+
+def _add(
+    tally: CloseTally | BesideTally,
+    ours: torch.Tensor,
+    want: torch.Tensor,
+    theirs: Tensors,
+    name: str,
+    part: slice,
+    n: int,
+) -> None:
+    if isinstance(tally, CloseTally):
+        tally.add(ours, want)
+    else:
+        tally.add(ours, want, theirs[name] if theirs[name].dim() == 1 else rows_of(theirs[name], n)[part])
+
+
+def _oracle_backward(
+    case: Case, given: Tensors, rows: Tensors, part: slice, at: oracle.Forward, s: torch.Tensor
+) -> oracle.Backward:
+    return oracle.backward(
+        s,
+        at.mean,
+        at.rstd,
+        centres=case.norm is Norm.LAYER,
+        dy=rows["dy"][part] if "dy" in rows else None,
+        dresidual_out=rows["dresidual_out"][part] if "dresidual_out" in rows else None,
+        weight=given.get("weight"),
+        weight_offset=case.weight_offset,
+    )
+
+
+def _is_direct(case: Case) -> bool:
+    """Whether autograd has no door to the call: it casts dy to y's dtype, and its functions have no weight_offset."""
+    return bool(case.weight_offset) or case.dy not in (None, case.y)
+
+
+def _direct(case: Case, given: Tensors) -> tuple[Tensors, Tensors]:
+    saved = forward.call(case, given, save_mv=True)
+    assert saved.rstd is not None
+    names = ["x", *(name for name in ("weight", "bias") if name in given)]
+    wants = tuple(f"d{name}" for name in names)
+    dy, x, weight = given["dy"], given["x"], given.get("weight")
+    if case.norm is Norm.LAYER:
+        assert saved.mean is not None
+        found = layernorm2d_bwd(dy, x, weight, mean=saved.mean, rstd=saved.rstd, wants=wants)
+    else:
+        found = rmsnorm2d_bwd(dy, x, weight, rstd=saved.rstd, weight_offset=case.weight_offset, wants=wants)
+    return {"y": saved.y}, {name: getattr(found, name) for name in wants}
+
+
+def autograd(case: Case, given: Tensors) -> tuple[Tensors, Tensors]:
+    names = [name for name in ("x", "residual", "weight", "bias") if name in given]
+    leaves = {name: given[name].detach().requires_grad_() for name in names}
+    parameters = [leaves.get("weight"), *([leaves.get("bias")] if case.norm is Norm.LAYER else [])]
+    outputs: Tensors = {}
+    if case.residual is None:
+        outputs["y"] = _PLAIN[case.norm](leaves["x"], (case.n,), *parameters, case.eps)
+    else:
+        rows = (leaves["x"], leaves["residual"])
+        outputs["y"], outputs["residual_out"] = _ADDING[case.norm](*rows, *parameters, case.eps)
+    roots = [outputs[name] for name in case.arriving]
+    arriving = [given[{Y: "dy", RESIDUAL_OUT: "dresidual_out"}[name]] for name in case.arriving]
+    unused = Y not in case.arriving
+    gradients = torch.autograd.grad(roots, list(leaves.values()), arriving, allow_unused=unused)
+    found = {f"d{name}": gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
+    return {name: output.detach() for name, output in outputs.items()}, found

@@ -1,0 +1,94 @@
+"""Cases that the suites lack and their subject has: other types, other layouts, and every operand at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+
+from . import tolerances
+from .case import BF16, E4M3FNUZ, E5M2, FP16, FP32, INT8, Case, Norm, Y
+from .suites import BOTH, CK_TILE_FADD, CK_TILE_INPUTS, CK_TILE_SHAPES, EACH_WAY, FLOATS, QUACK_INPUTS
+
+# One length or more of each way to walk a row.
+LENGTHS = (1, 7, 100, 127, 769, 1024, 1500, 3000, 4096, 4099, 5120, 6144, 8191, 9216, 16384, 20000, 40000, 65537)
+_ROWS = (3, 300)
+
+# The types that ck_tile's list has not, over some of its shapes.
+_QUANT: tuple[tuple[torch.dtype, torch.dtype, str], ...] = (
+    *((out, scale, "nearest") for out, scale in product((E4M3FNUZ, E5M2), (FP32, BF16))),
+    *((INT8, scale, "nearest") for scale in (FP16, BF16)),
+    (INT8, FP32, "truncate"),
+)
+
+
+def normforge() -> Iterator[Case]:
+    """All of the above."""
+    for norm in Norm:
+        yield from _quantised(norm)
+        yield from _layouts(norm)
+        yield from _lengths(norm)
+
+
+def _quantised(norm: Norm) -> Iterator[Case]:
+    for (m, n, stride), (out, scale, rounding), (x, fquant) in product(
+        CK_TILE_SHAPES[::5], _QUANT, ((BF16, "dynamic"), (FP16, "smooth_dynamic"))
+    ):
+        yield Case(
+            *("normforge", norm, (m, n), x, CK_TILE_INPUTS, tolerances.CK_TILE),
+            weight=x,
+            bias=FP32 if norm is Norm.LAYER else None,
+            smooth_scale=FP32 if fquant == "smooth_dynamic" else None,
+            out=out,
+            scale=scale,
+            rounding=rounding,
+            fquant=fquant,
+            row_stride=stride,
+        )
+
+
+def _layouts(norm: Norm) -> Iterator[Case]:
+    """Rows that start anywhere, at any stride, forward and backward; and x_bias beside every other operand."""
+    bias = FP32 if norm is Norm.LAYER else None
+    for n, offset, arriving, x in product((255, 3584, 8191), (1, 3, 8), EACH_WAY, (BF16, FP32)):
+        yield Case(
+            *("normforge", norm, (19, n), x, QUACK_INPUTS, tolerances.quack(x, 19)),
+            weight=FP32,
+            bias=bias,
+            row_stride=n + 13,
+            offset=offset,
+            arriving=arriving,
+        )
+    for n, fadd, fquant in product((100, 769, 5120, 20000), CK_TILE_FADD, ("none", "smooth_dynamic")):
+        yield Case(
+            *("normforge", norm, (5, n), BF16, CK_TILE_INPUTS, tolerances.CK_TILE),
+            weight=FP16,
+            bias=bias,
+            x_bias=FP32,
+            residual=None if fadd == "none" else FP32,
+            smooth_scale=BF16 if fquant == "smooth_dynamic" else None,
+            out=INT8 if fquant == "smooth_dynamic" else None,
+            fadd=fadd,
+            fquant=fquant,
+            save_mv=True,
+            weight_offset=1.0 if norm is Norm.RMS else 0.0,
+        )
+
+
+def _lengths(norm: Norm) -> Iterator[Case]:
+    """Every way to walk a row, forward, backward and through a fused add, with few rows and with many."""
+    for n, m, x in product(LENGTHS, _ROWS, FLOATS):
+        bias, tolerance = x if norm is Norm.LAYER else None, tolerances.quack(x, m, x)
+        yield Case("normforge", norm, (m, n), x, QUACK_INPUTS, tolerance, weight=x, bias=bias, save_mv=True)
+        yield Case("normforge", norm, (m, n), x, QUACK_INPUTS, tolerance, weight=x, bias=bias, arriving=(Y,))
+        if x is BF16:
+            added = tolerances.quack(BF16, m)
+            yield Case(
+                *("normforge", norm, (m, n), x, QUACK_INPUTS, added),
+                weight=FP32,
+                bias=FP32 if norm is Norm.LAYER else None,
+                residual=FP32,
+                fadd="pre_add_store",
+                arriving=BOTH,
+            )

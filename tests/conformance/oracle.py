@@ -1,0 +1,130 @@
+"""What every call should return, in fp64 torch, written from the formulas and sharing no code with normforge.
+
+LayerNorm: Ba et al., 2016, eq. 3-4, with the biased variance. RMSNorm: Zhang and Sennrich, 2019, eq. 4. A quantised row
+is divided by max|z| / qmax, as ck_tile's `02_layernorm2d` does it. Rows are independent, so callers may pass a few at
+a time, except that gradients of weight and bias are then parts of a sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+# The largest value of each type that a row is scaled to.
+QMAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 240.0, torch.float8_e5m2: 57344.0}
+
+
+class Forward(NamedTuple):
+    """What a forward call should return, in fp64 where it is rounded once more.
+
+    Attributes:
+        s: (m, N): x and all that is added to it.
+        z: (m, N): y, times smooth_scale, before it is rounded or quantised.
+        mean: (m, 1); 0 for RMSNorm.
+        rstd: (m, 1).
+        residual_out: (m, N), in residual's dtype, or None.
+        y_scale: (m,), in the scale's dtype, or None.
+    """
+
+    s: torch.Tensor
+    z: torch.Tensor
+    mean: torch.Tensor
+    rstd: torch.Tensor
+    residual_out: torch.Tensor | None
+    y_scale: torch.Tensor | None
+
+
+def forward(
+    x: torch.Tensor,
+    *,
+    centres: bool,
+    eps: float,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+    residual: torch.Tensor | None = None,
+    x_bias: torch.Tensor | None = None,
+    smooth_scale: torch.Tensor | None = None,
+    quantised: torch.dtype | None = None,
+    scale_dtype: torch.dtype = torch.float32,
+) -> Forward:
+    """What a call of x, (m, N), and these operands should return; `centres` is LayerNorm."""
+    added = [tensor for tensor in (x_bias, residual) if tensor is not None]
+    s = x.double()
+    for tensor in added:
+        s = s + tensor.double()
+    mean = s.mean(-1, keepdim=True) if centres else torch.zeros_like(s[..., :1])
+    rstd = ((s - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
+    z = (s - mean) * rstd
+    if weight is not None:
+        z = z * (weight.double() + weight_offset)
+    if bias is not None:
+        z = z + bias.double()
+    if smooth_scale is not None:
+        z = z * smooth_scale.double()
+    residual_out = None
+    if residual is not None:
+        # What is stored is defined in fp32, and has to be equal to the bit.
+        total = x.float()
+        for tensor in added:
+            total = total + tensor.float()
+        residual_out = total.to(residual.dtype)
+    y_scale = None
+    if quantised is not None:
+        amax = z.abs().amax(-1)
+        y_scale = torch.where(amax == 0, 1.0, amax / QMAX[quantised]).to(scale_dtype)
+    return Forward(s, z, mean, rstd, residual_out, y_scale)
+
+
+def quantise(ratio: torch.Tensor, dtype: torch.dtype, rounding: str = "nearest") -> torch.Tensor:
+    """Give z / y_scale as the quantised type stores it: rounded to nearest even, or int8 toward zero, and saturated."""
+    held = ratio.clamp(-QMAX[dtype], QMAX[dtype])
+    if dtype is torch.int8:
+        return (held.trunc() if rounding == "truncate" else held.round()).to(torch.int8)
+    return held.to(dtype)
+
+
+class Backward(NamedTuple):
+    """Gradients in fp64, and for each what its terms add up to without their signs.
+
+    Attributes:
+        dx: (m, N): of x, and of a residual that was added to it.
+        dweight: (N,): summed over these rows.
+        dbias: (N,): likewise.
+        magnitudes: by name.
+    """
+
+    dx: torch.Tensor
+    dweight: torch.Tensor
+    dbias: torch.Tensor
+    magnitudes: dict[str, torch.Tensor]
+
+
+def backward(
+    s: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    *,
+    centres: bool,
+    dy: torch.Tensor | None,
+    dresidual_out: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+) -> Backward:
+    """The gradients of a call that normalised s, (m, N), by mean and rstd, (m, 1); see `Forward`."""
+    h = (s - mean) * rstd
+    dy = torch.zeros_like(s) if dy is None else dy.double()
+    g = dy if weight is None else dy * (weight.double() + weight_offset)
+    dx = g - h * (g * h).mean(-1, keepdim=True)
+    terms = g.abs() + h.abs() * (g * h).abs().mean(-1, keepdim=True)
+    if centres:
+        dx = dx - g.mean(-1, keepdim=True)
+        terms = terms + g.abs().mean(-1, keepdim=True)
+    dx, terms = dx * rstd, terms * rstd
+    if dresidual_out is not None:
+        dx, terms = dx + dresidual_out.double(), terms + dresidual_out.double().abs()
+    # h is the difference of s and a mean, each rounded: what it may be off by does not shrink with it.
+    rounded = h.abs() + 1 + mean.abs() * rstd
+    magnitudes = {"dx": terms, "dweight": (dy.abs() * rounded).sum(0), "dbias": dy.abs().sum(0)}
+    return Backward(dx, (dy * h).sum(0), dy.sum(0), magnitudes)

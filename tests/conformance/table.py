@@ -1,0 +1,76 @@
+"""The one table: every case of every suite, and the few of them that the interpreter has time for."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+
+from . import extra, suites
+from .case import Case
+
+SUITES: dict[str, Callable[[], Iterator[Case]]] = {
+    "ck_tile": suites.ck_tile,
+    "vllm": suites.vllm,
+    "quack": suites.quack,
+    "flash_attention": suites.flash_attention,
+    "liger": suites.liger,
+    "flashinfer": suites.flashinfer,
+    "triton": suites.triton,
+    "normforge": extra.normforge,
+}
+
+# The interpreter runs a program at a time: lengths that cost it a fraction of a second, and a few longer ones.
+_SHORT, _LONGEST = 2100, 20000
+# Elements of an interpreted case that has more than two rows, and rows of any.
+_FEW_ELEMENTS, _FEW_ROWS = 256, 19
+
+
+@cache
+def cases() -> tuple[Case, ...]:
+    """Every case, suite by suite."""
+    return tuple(case for suite in SUITES.values() for case in suite())
+
+
+@cache
+def interpreted() -> tuple[Case, ...]:
+    """A slice for the interpreter, of a few rows each: every mode of every suite, and every length up to 20,000.
+
+    The same cases each time, drawn so that modes that share their lists of lengths take different ones.
+    """
+    drawn = sorted(cases(), key=lambda case: zlib.crc32(case.id.encode()))
+    kept: dict[str, Case] = {}
+    modes: set[object] = set()
+    lengths: set[object] = set()
+    for longest in (_SHORT, _LONGEST):
+        for case in drawn:
+            length = (case.suite, case.n, bool(case.arriving))
+            mode = (case.suite, case.mode, case.weight)
+            wanted = mode not in modes if longest == _SHORT else length not in lengths
+            if case.n <= longest and (wanted or mode not in modes):
+                modes.add(mode)
+                lengths.add(length)
+                small = fewer_rows(case)
+                kept.setdefault(small.id, small)
+    return tuple(kept.values())
+
+
+def fewer_rows(case: Case) -> Case:
+    """The same case with two rows, or with a few more if they are short."""
+    *leading, n = case.shape
+    most = min(_FEW_ROWS, max(2, _FEW_ELEMENTS // n)) if len(leading) == 1 else 2
+    return replace(case, shape=(*(min(size, most) for size in leading), n))
+
+
+def groups(chosen: Iterable[Case]) -> list[tuple[Case, ...]]:
+    """Cases that share kernels side by side, so that one process compiles them once; the longest rows first."""
+    found: dict[object, list[Case]] = {}
+    for case in chosen:
+        found.setdefault(case.kernels, []).append(case)
+    return sorted(map(tuple, found.values()), key=lambda group: -group[0].n)
+
+
+def share(listed: Sequence[tuple[Case, ...]], part: int, parts: int) -> list[tuple[Case, ...]]:
+    """The part-th of so many parts, from 1, which all have groups of all sizes."""
+    return list(listed[part - 1 :: parts])

@@ -1,0 +1,52 @@
+"""The table of cases: whole on a GPU, a line of the report at a time, and a slice in the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .case import Case, Mode
+from .pool import run_group
+from .table import SUITES, cases, interpreted
+
+SEED = 0
+
+
+def _lines() -> dict[str, tuple[Case, ...]]:
+    found: dict[tuple[str, Mode], list[Case]] = {}
+    for case in cases():
+        found.setdefault((case.suite, case.mode), []).append(case)
+    return {
+        f"{suite}-{'-'.join(vars(mode).values())}".replace(" ", ""): tuple(of) for (suite, mode), of in found.items()
+    }
+
+
+LINES = _lines()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("line", LINES)
+def test_on_a_gpu(line: str) -> None:
+    outcomes = run_group(LINES[line], torch.device("cuda"), SEED)
+    assert [str(outcome) for outcome in outcomes if not outcome.ok] == []
+
+
+@pytest.mark.parametrize("case", interpreted(), ids=lambda case: case.id)
+def test_in_the_interpreter(case: Case) -> None:
+    for outcome in run_group((case,), torch.device("cpu"), SEED):
+        assert outcome.ok, str(outcome)
+
+
+def test_each_case_has_a_name_of_its_own() -> None:
+    assert len({case.id for case in cases()}) == len(cases())
+    assert len({case.id for case in interpreted()}) == len(interpreted())
+
+
+def test_the_interpreters_slice_has_every_suite_mode_and_dtype() -> None:
+    assert {case.suite for case in interpreted()} == set(SUITES)
+    for facets in (
+        {(case.suite, case.mode) for case in cases()} - {(case.suite, case.mode) for case in interpreted()},
+        {(case.x, case.y, case.weight) for case in cases()} - {(case.x, case.y, case.weight) for case in interpreted()},
+        {case.inputs for case in cases()} - {case.inputs for case in interpreted()},
+    ):
+        assert facets == set()

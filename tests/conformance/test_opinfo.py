@@ -1,0 +1,141 @@
+"""PyTorch's own samples and error inputs of layer_norm and rms_norm: values, gradients and refusals."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import unittest
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import normforge
+from normforge.errors import ConflictError, NormforgeError
+
+from .case import BF16, FP16, FP32
+from .devices import on_each_device
+
+OURS: dict[str, Callable[..., torch.Tensor]] = {
+    "nn.functional.layer_norm": normforge.layer_norm,
+    "nn.functional.rms_norm": normforge.rms_norm,
+}
+THEIRS: dict[str, Callable[..., torch.Tensor]] = {
+    "nn.functional.layer_norm": functional.layer_norm,
+    "nn.functional.rms_norm": functional.rms_norm,
+}
+# Of a value, and of a gradient beside the largest of its tensor.
+TOLERANCE = {FP16: 5e-3, BF16: 2e-2, FP32: 1e-4}
+
+each_operator = pytest.mark.parametrize("name", OURS)
+each_float = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+@pytest.fixture(scope="session")
+def op_infos() -> dict[str, Any]:
+    """The entries of PyTorch's table of operators, by name."""
+    try:
+        invocations = _import_invocations()
+    except ImportError as error:
+        pytest.skip(f"this PyTorch keeps its OpInfo samples elsewhere, or lacks what they need: {error}")
+    return {info.name: info for info in invocations.op_db if info.name in OURS}
+
+
+def _import_invocations() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec("expecttest") is None:
+            # PyTorch's test cases are of a class of expecttest's, which it does not install. Samples need none of it.
+            stand_in = ModuleType("expecttest")
+            stand_in.__dict__["TestCase"] = unittest.TestCase
+            patch.setitem(sys.modules, "expecttest", stand_in)
+        # The import forbids the rest of the process to set flags of backends.
+        patch.setitem(vars(torch.backends), "__allow_nonbracketed_mutation_flag", True)
+        return importlib.import_module("torch.testing._internal.common_methods_invocations")
+
+
+def _samples(info: Any, device: str, dtype: torch.dtype, *, gradients: bool) -> Iterator[Any]:
+    for sample in info.sample_inputs(device, dtype, requires_grad=gradients):
+        if sample.kwargs.get("eps", 0.0) >= 0:
+            yield sample
+
+
+def _eager(function: Callable[..., torch.Tensor], sample: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Call and differentiate; leaves are those tensors of the sample that require a gradient."""
+    y = function(sample.input, *sample.args, **sample.kwargs)
+    tensors = [value for value in (sample.input, *sample.args) if isinstance(value, torch.Tensor)]
+    leaves = [tensor for tensor in tensors if tensor.requires_grad]
+    dy = torch.linspace(-1, 1, y.numel(), dtype=torch.float64, device=y.device).view(y.shape).to(y.dtype)
+    return y.detach(), list(torch.autograd.grad(y, leaves, dy)) if leaves else []
+
+
+def _close(actual: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
+    assert (actual.dtype, actual.shape) == (dtype, exact.shape)
+    largest = exact.abs().max().item() if exact.numel() else 0.0
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(actual.double(), exact, rtol=tolerance, atol=tolerance * max(largest, 1.0))
+
+
+@on_each_device
+@each_float
+@each_operator
+def test_samples(name: str, dtype: torch.dtype, device: str, op_infos: dict[str, Any]) -> None:
+    count = 0
+    for sample in _samples(op_infos[name], device, dtype, gradients=True):
+        assert normforge.backend(sample.input) == "kernel"
+        got, gradients = _eager(OURS[name], sample)
+        exact = sample.transform(_in_fp64)
+        want, exact_gradients = _eager(THEIRS[name], exact)
+        _close(got, want, dtype)
+        for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
+            _close(gradient, exact_gradient, dtype)
+        count += 1
+    assert count >= 5
+
+
+def _in_fp64(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().double().requires_grad_(value.requires_grad)
+
+
+@on_each_device
+@each_operator
+def test_samples_with_an_eps_below_0_are_refused(name: str, device: str, op_infos: dict[str, Any]) -> None:
+    """A variance of less than -eps has no root: torch returns NaN for it, and here eps is at least 0."""
+    negative = [
+        sample
+        for sample in op_infos[name].sample_inputs(device, FP32, requires_grad=False)
+        if sample.kwargs.get("eps", 0.0) < 0
+    ]
+    for sample in negative:
+        with pytest.raises(ConflictError, match=r"eps.*-0\.5"):
+            OURS[name](sample.input, *sample.args, **sample.kwargs)
+
+
+def _error_inputs(name: str, op_infos: dict[str, Any], device: str) -> list[tuple[torch.Tensor, tuple[Any, ...]]]:
+    """Those of rms_norm serve layer_norm too, which has none of its own: a bias goes before eps."""
+    inputs: list[tuple[torch.Tensor, tuple[Any, ...]]] = []
+    for error_input in op_infos["nn.functional.rms_norm"].error_inputs(device):
+        sample = error_input.sample_input
+        shape, weight, eps = sample.args
+        inputs.append((sample.input, (shape, weight, eps)))
+        if name == "nn.functional.layer_norm":
+            inputs[-1] = (sample.input, (shape, weight, None, eps))
+            inputs.append((sample.input, (shape, None, weight, eps)))
+    return inputs
+
+
+@on_each_device
+@each_operator
+def test_error_inputs(name: str, device: str, op_infos: dict[str, Any]) -> None:
+    inputs = _error_inputs(name, op_infos, device)
+    assert len(inputs) >= 3
+    for x, arguments in inputs:
+        with pytest.raises(RuntimeError):
+            THEIRS[name](x, *arguments)
+        with pytest.raises(NormforgeError) as refused:
+            OURS[name](x, *arguments)
+        assert isinstance(refused.value, ValueError | TypeError | RuntimeError)
