@@ -18,6 +18,7 @@ __all__ = [
     "LayoutError",
     "MissingInstanceError",
     "NormforgeError",
+    "PatchError",
     "RecordError",
     "SettingError",
     "ShapeError",
@@ -64,6 +65,10 @@ class TableError(NormforgeError, ImportError):
 
 class CacheError(NormforgeError, OSError):
     """A cache folder that kernels cannot be generated into."""
+
+
+class PatchError(NormforgeError, RuntimeError):
+    """A module that cannot be unpatched as it is, since something else changed it after it was patched."""
 
 
 class RecordError(NormforgeError, OSError):

@@ -106,7 +106,7 @@ def _forward(
             _vector(weight, x),
             _vector(bias, x),
             eps=0.0,
-            residual=None if residual is None else torch.empty(x.shape, dtype=_dtype(residual, x)),
+            residual=None if residual is None else _empty(x.shape, _dtype(residual, x)),
             fadd=mode.fadd,
             smooth_scale=_vector(smooth, x),
             fquant=mode.fquant,
@@ -130,7 +130,7 @@ def _backward(
     misaligned: Collection[str],
 ) -> Iterator[GradientPlan]:
     x = _rows(mode, n, stride)
-    statistic = torch.empty(x.shape[0])
+    statistic = _empty(x.shape[:1], torch.float32)
     due = ["dx"]
     due += [f"d{name}" for name, kind in (("weight", weight), ("bias", bias)) if kind is not None]
     due += ["dx_bias"] if mode.x_bias else []
@@ -141,7 +141,7 @@ def _backward(
             continue
         call = check(
             mode.norm,
-            torch.empty(x.shape, dtype=_dtype(dy, x)),
+            _empty(x.shape, _dtype(dy, x)),
             x,
             _vector(weight, x),
             statistic if mode.norm.centres else None,
@@ -149,7 +149,7 @@ def _backward(
             False,
             0.0,
             _vector(SAME if mode.x_bias else None, x),
-            torch.empty(x.shape, dtype=x.dtype) if mode.fadd.stores else None,
+            _empty(x.shape, x.dtype) if mode.fadd.stores else None,
             None,
             None if bias is None else _dtype(bias, x),
             wants,
@@ -162,11 +162,16 @@ def _rows(mode: Mode, n: int, stride: int | None) -> torch.Tensor:
     if stride is not None and stride < n:
         raise ShapeError(f"row_strides has {stride}, less than N = {n}; it takes N or more, or None for N itself")
     step = n if stride is None else stride
-    return torch.empty(step + n, dtype=TORCH_DTYPES[mode.dtype_in]).as_strided((2, n), (step, 1))
+    return _empty((step + n,), TORCH_DTYPES[mode.dtype_in]).as_strided((2, n), (step, 1))
 
 
 def _vector(kind: Kind, x: torch.Tensor) -> torch.Tensor | None:
-    return None if kind is None else torch.empty(x.shape[-1], dtype=_dtype(kind, x))
+    return None if kind is None else _empty(x.shape[-1:], _dtype(kind, x))
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    # Wherever the caller's default device is: planning takes no tensor without memory.
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _dtype(kind: Kind, x: torch.Tensor) -> torch.dtype:

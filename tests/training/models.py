@@ -95,6 +95,19 @@ class Qwen2RMSNorm(LlamaRMSNorm):
         self.eps = eps
 
 
+class EpsRMSNorm(torch.nn.Module):
+    """Llama's formula, with an epsilon that is called `eps` alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(WIDTH))
+        self.eps = 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return self.weight * (wide * (wide.pow(2).mean(-1, keepdim=True) + self.eps).rsqrt()).to(x.dtype)
+
+
 class GemmaRMSNorm(_Weighted):
     """Multiplies by 1 + weight: of the same build as Llama's, and another formula."""
 
@@ -116,6 +129,123 @@ class GatedRMSNorm(_Weighted):
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return self.weight * self.factor(x * gate).to(x.dtype)
+
+
+class OptionallyGatedRMSNorm(_Weighted):
+    """Takes a second tensor where there is one."""
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        x = hidden_states if gate is None else hidden_states * gate
+        return self.weight * self.factor(x).to(x.dtype)
+
+
+class NoisyRMSNorm(LlamaRMSNorm):
+    """Adds noise in training."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y + 0.1 * torch.randn(y.shape) if self.training else y
+
+
+class TwoOrdersRMSNorm(_Weighted):
+    """Rounds before the weight in training, and behind it in evaluation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.factor(x)
+        return self.weight * h.to(x.dtype) if self.training else (self.weight * h).to(x.dtype)
+
+
+class CountingRMSNorm(LlamaRMSNorm):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.get_buffer("calls").add_(1)
+        return super().forward(x)
+
+
+class RememberingRMSNorm(LlamaRMSNorm):
+    """Keeps the size of what it saw in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(x.numel())
+        return super().forward(x)
+
+
+class OverwritingRMSNorm(_Weighted):
+    """Normalises its input in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(self.factor(x)) * self.weight
+
+
+class DetachingRMSNorm(_Weighted):
+    """Takes the mean square for constant in its gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = (x.float().pow(2).mean(-1, keepdim=True) + self.variance_epsilon).rsqrt().detach()
+        return self.weight * (x.float() * scale).to(x.dtype)
+
+
+class FixedEpsilonRMSNorm(LlamaRMSNorm):
+    """Reads its epsilon once, when it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fixed = self.variance_epsilon
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = functional.rms_norm(x.float(), x.shape[-1:], eps=self.fixed)
+        return self.weight * h.to(x.dtype)
+
+
+class CallingRMSNorm(LlamaRMSNorm):
+    """Does something around its forward."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = 2 * super().__call__(x)
+        return y
+
+
+class _Mixin:
+    """What a wrapper of somebody's adds to a class."""
+
+
+class WrappedRMSNorm(_Mixin, LlamaRMSNorm):
+    """Is another thing besides."""
+
+
+class ActivatedRMSNorm(LlamaRMSNorm):
+    """Holds a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = torch.nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.activation(super().forward(x))
+        return y
+
+
+class KeywordRMSNorm(LlamaRMSNorm):
+    """Calls its input what Hugging Face's models call it."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states)
+
+
+class KeywordT5LayerNorm(T5LayerNorm):
+    """Likewise, of T5's kind."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states)
 
 
 class BiasedRMSNorm(LlamaRMSNorm):

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
+from torch.nn.utils import parametrize
 
 import normforge
 
@@ -197,9 +203,10 @@ def test_one_rounding_if_asked_for(cls: Callable[[], torch.nn.Module]) -> None:
     assert torch.equal(module(x), normforge.rms_norm(x, (WIDTH,), weight, eps))
 
 
-def test_looking_at_a_module_leaves_no_trace() -> None:
+@pytest.mark.parametrize("make", [models.LlamaRMSNorm, models.NoisyRMSNorm], ids=["Llama", "noisy"])
+def test_looking_at_a_module_leaves_no_trace(make: Callable[[], torch.nn.Module]) -> None:
     """No hook of the module runs, its weight keeps its value, and random numbers come as they would have."""
-    module = randomised(models.LlamaRMSNorm())
+    module = randomised(make())
     weight = module.get_parameter("weight").detach().clone()
     module.register_forward_pre_hook(lambda *_: pytest.fail("the module was called"))
     state = torch.get_rng_state()
@@ -214,9 +221,78 @@ def test_a_model_on_meta() -> None:
     assert len(normforge.patch(model).swapped) == 2
 
 
+CONTEXTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "on meta by default": lambda: torch.device("meta"),
+    "inference": torch.inference_mode,
+    "no gradients": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS.values(), ids=[name.replace(" ", "_") for name in CONTEXTS])
+@each_hugging_face
+def test_what_is_found_does_not_depend_on_where_patch_is_called(
+    cls: Callable[[], torch.nn.Module], context: Callable[[], AbstractContextManager[object]]
+) -> None:
+    modules = [cls(), cls()]
+    normforge.patch(modules[0])
+    with context():
+        assert len(normforge.patch(modules[1]).swapped) == 1
+    assert type(modules[1]) is type(modules[0]) is not cls
+    assert vars(modules[1]).keys() == vars(modules[0]).keys()
+
+
+def test_another_default_type() -> None:
+    module = models.LlamaRMSNorm()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert len(normforge.patch(module).swapped) == 1
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("cls", [models.KeywordRMSNorm, models.KeywordT5LayerNorm], ids=lambda cls: cls.__name__)
+def test_the_input_by_its_own_name(cls: Callable[[], torch.nn.Module]) -> None:
+    module = randomised(cls())
+    x = torch.randn(2, WIDTH)
+    wanted = module(hidden_states=x)
+    normforge.patch(module)
+    torch.testing.assert_close(module(hidden_states=x), wanted)
+    assert torch.equal(module(hidden_states=x), module(x))
+    for positional, named in (((), {"input": x}), ((), {}), ((x,), {"hidden_states": x}), ((x,), {"gate": x})):
+        with pytest.raises(TypeError, match="takes one tensor, by position or as hidden_states"):
+            module(*positional, **named)
+
+
+@pytest.mark.parametrize("name", ["variance_epsilon", "eps"])
+def test_epsilon_may_be_changed_afterwards(name: str) -> None:
+    module = randomised(models.LlamaRMSNorm())
+    if name == "eps":
+        module = randomised(models.EpsRMSNorm())
+    original = copy.deepcopy(module)
+    normforge.patch(module)
+    x = torch.randn(2, WIDTH)
+    for epsilon in (0.5, 2.0):
+        for each in (module, original):
+            setattr(each, name, epsilon)
+        torch.testing.assert_close(module(x), original(x))
+        assert getattr(module, name) == module.eps == epsilon
+        assert f"eps={epsilon}" in str(module)
+    normforge.unpatch(module)
+    assert getattr(module, name) == 2.0
+    assert torch.equal(module(x), original(x))
+
+
 def overridden() -> torch.nn.Module:
     module = torch.nn.LayerNorm(WIDTH)
     module.forward = lambda input: input  # type: ignore[method-assign]  # what the test is about
+    return module
+
+
+def lazy() -> torch.nn.Module:
+    module = models.LlamaRMSNorm()
+    weight: Any = torch.nn.UninitializedParameter()
+    module.weight = weight
     return module
 
 
@@ -224,7 +300,19 @@ SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "weight offset": (models.GemmaRMSNorm, "computes something else"),
     "eps elsewhere": (models.MisplacedEpsilonRMSNorm, "computes something else"),
     "rounded twice": (models.TwiceRoundedRMSNorm, "computes something else"),
-    "two inputs": (models.GatedRMSNorm, "could not be tried on a CPU tensor (TypeError: "),
+    "two inputs": (models.GatedRMSNorm, "its forward takes (x"),
+    "perhaps two inputs": (models.OptionallyGatedRMSNorm, "gate: "),
+    "noise in training": (models.NoisyRMSNorm, "sqrt(mean(x**2) + eps) in training"),
+    "two orders": (models.TwoOrdersRMSNorm, "rounds elsewhere in training than in evaluation"),
+    "buffer": (models.CountingRMSNorm, "holds buffers (calls)"),
+    "list": (models.RememberingRMSNorm, "changes its attribute seen"),
+    "in place": (models.OverwritingRMSNorm, "writes to its input"),
+    "own gradient": (models.DetachingRMSNorm, "the gradient of its forward is not that of"),
+    "epsilon read once": (models.FixedEpsilonRMSNorm, "does not read its epsilon from variance_epsilon"),
+    "own call": (models.CallingRMSNorm, "CallingRMSNorm has its own __call__"),
+    "mixed in": (models.WrappedRMSNorm, "WrappedRMSNorm is also a _Mixin"),
+    "own module": (models.ActivatedRMSNorm, "holds modules (activation)"),
+    "no shape yet": (lazy, "its weight has no shape yet"),
     "bias": (models.BiasedRMSNorm, "lacks a 1-D weight as its only parameter"),
     "eps unnamed": (models.NamelessEpsilonRMSNorm, "variance_epsilon or eps"),
     "subclass": (lambda: models.ScaledLayerNorm(WIDTH), "ScaledLayerNorm is a subclass of torch's"),
@@ -238,8 +326,12 @@ SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
 def test_what_is_not_known_is_left_alone_and_reported(case: tuple[Callable[[], torch.nn.Module], str]) -> None:
     make, reason = case
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), make())
-    cls, attributes = type(model[1]), dict(vars(model[1]))
+    cls, attributes = type(model[1]), copy.copy(vars(model[1]))
+    contents = {name: copy.deepcopy(value) for name, value in attributes.items() if isinstance(value, list)}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     result = normforge.patch(model)
+    assert {name: vars(model[1])[name] for name in contents} == contents
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
     assert not result.swapped
     ((path, skipped, why),) = result.skipped
     assert (path, skipped) == ("1", cls)
@@ -262,3 +354,172 @@ def test_autocast_of_a_patched_model() -> None:
         actual = model(tokens)
     assert actual.dtype == wanted.dtype
     torch.testing.assert_close(actual, wanted, rtol=5e-2, atol=5e-2)
+
+
+class Doubled(torch.nn.Module):
+    """A parametrisation."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+@pytest.mark.parametrize("unpatched", ["while parametrised", "afterwards"])
+@pytest.mark.parametrize("make", [lambda: torch.nn.LayerNorm(WIDTH), models.LlamaRMSNorm], ids=["torch", "Llama"])
+def test_parametrising_a_patched_norm(make: Callable[[], torch.nn.Module], unpatched: str) -> None:
+    """The class that torch derives from ours stays what it is, on the class that was there before patch."""
+    model = torch.nn.Sequential(randomised(make()))
+    cls, x = type(model[0]), torch.randn(2, WIDTH)
+    wanted, keys = model(x), list(model.state_dict())
+    normforge.patch(model)
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+    twice = model(x)
+    if unpatched == "while parametrised":
+        (swapped,) = normforge.unpatch(model)
+        assert swapped.new is type(model[0])
+        assert type(model[0]).__bases__ == (cls,)
+        assert parametrize.is_parametrized(model[0], "weight")
+        for each in (model, copy.deepcopy(model)):
+            torch.testing.assert_close(each(x), twice)
+    parametrize.remove_parametrizations(model[0], "weight", leave_parametrized=False)
+    normforge.unpatch(model)
+    assert type(model[0]) is cls
+    assert torch.equal(model(x), wanted)
+    assert sorted(model.state_dict()) == sorted(keys)
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """One process that is a group by itself."""
+    distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_unpatching_leaves_fully_shard_in_place(mesh: DeviceMesh) -> None:
+    model = Transformer()
+    tokens = torch.randint(17, (2, 5))
+    wanted = model(tokens).detach()
+    norms = [swapped.path for swapped in normforge.patch(model).swapped]
+    classes = [type(model.get_submodule(path)).__bases__[0] for path in norms]
+    for path in norms:
+        fully_shard(model.get_submodule(path), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert normforge.patch(model) == normforge.Patch((), ())
+    assert len(normforge.unpatch(model)) == len(norms)
+    for path, cls in zip(norms, classes, strict=True):
+        module = model.get_submodule(path)
+        assert isinstance(module, FSDPModule)
+        assert type(module).__bases__ == (FSDPModule, cls)
+        module.unshard()
+        module.reshard()
+    # Modules that shared a class do so still.
+    assert len({type(model.get_submodule(path)) for path in norms}) == 2
+    actual = model(tokens)
+    torch.testing.assert_close(actual, wanted)
+    actual.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_norm_under_fully_shard_is_reported(mesh: DeviceMesh) -> None:
+    model = torch.nn.Sequential(torch.nn.LayerNorm(WIDTH), models.LlamaRMSNorm())
+    for module in model:
+        fully_shard(module, mesh=mesh)
+    assert [skipped.path for skipped in normforge.patch(model).skipped] == ["0", "1"]
+    assert all(isinstance(module, FSDPModule) for module in model)
+
+
+class Derived(normforge.LayerNorm):
+    """Somebody's own class, derived from ours."""
+
+
+def replaced(module: torch.nn.Module) -> None:
+    module.__class__ = torch.nn.Identity
+
+
+def derived(module: torch.nn.Module) -> None:
+    module.__class__ = Derived
+
+
+def wrapped(module: torch.nn.Module) -> None:
+    inner = module.forward
+    module.forward = lambda *inputs: inner(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (replaced, r"1, which patch made a LayerNorm of a LayerNorm, is a Identity now, which is none"),
+        (derived, r"is a Derived now, a class that is derived from LayerNorm in its text"),
+        (wrapped, r"has had its forward overridden on the instance since"),
+    ],
+)
+def test_what_was_changed_otherwise_is_not_unpatched(change: Callable[[torch.nn.Module], None], reason: str) -> None:
+    model = torch.nn.Sequential(torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH))
+    normforge.patch(model)
+    change(model[1])
+    before = [dict(vars(module)) for module in model]
+    with pytest.raises(normforge.errors.PatchError, match=reason):
+        normforge.unpatch(model)
+    assert type(model[0]) is normforge.LayerNorm
+    assert [dict(vars(module)) for module in model] == before
+
+
+def test_modules_of_one_class_of_ours_become_what_each_was() -> None:
+    model = torch.nn.Sequential(models.LlamaRMSNorm(), models.Olmo2RMSNorm(), models.Qwen2RMSNorm())
+    classes = [type(module) for module in model]
+    normforge.patch(model)
+    assert len({type(module) for module in model}) == 1
+    normforge.unpatch(model)
+    assert [type(module) for module in model] == classes
+
+
+ENCODERS: dict[str, tuple[dict[str, Any], bool]] = {
+    "batch first": ({"batch_first": True}, True),
+    "norm first": ({"batch_first": True, "norm_first": True}, True),
+    "gelu": ({"batch_first": True, "activation": "gelu"}, True),
+    "sequence first": ({}, False),
+    "odd heads": ({"batch_first": True, "nhead": 1}, False),
+    "no bias": ({"batch_first": True, "bias": False}, False),
+    "silu": ({"batch_first": True, "activation": functional.silu}, False),
+}
+
+
+@pytest.mark.parametrize("case", ENCODERS.values(), ids=[name.replace(" ", "_") for name in ENCODERS])
+def test_encoder_layers_that_pass_their_norms_by_are_reported(
+    case: tuple[dict[str, Any], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exactly those whose norms torch does not call in evaluation without gradients."""
+    flags, expected = case
+    model = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(WIDTH, **{"nhead": 2} | flags)).eval()
+    x = torch.randn(2, 3, WIDTH)
+    with torch.no_grad():
+        wanted = model(x)
+    result = normforge.patch(model)
+    assert len(result.swapped) == 2
+    assert [(bypassed.path, bypassed.cls) for bypassed in result.bypassed] == (
+        [("0", torch.nn.TransformerEncoderLayer)] if expected else []
+    )
+    calls: list[str] = []
+    forward = normforge.LayerNorm.forward
+
+    def counting(self: normforge.LayerNorm, x: torch.Tensor) -> torch.Tensor:
+        calls.append("")
+        return forward(self, x)
+
+    monkeypatch.setattr(normforge.LayerNorm, "forward", counting)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), wanted)
+    assert len(calls) == (0 if expected else 2)
+    if expected:
+        assert "torch.backends.mha.set_fastpath_enabled(False)" in result.bypassed[0].reason
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with torch.no_grad():
+                torch.testing.assert_close(model(x), wanted)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+        assert len(calls) == 2
+    normforge.unpatch(model)
+    assert normforge.unpatch(model) == ()

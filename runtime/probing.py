@@ -1,0 +1,281 @@
+"""Which formula an RMSNorm class of Hugging Face's models computes.
+
+Such a class is known by its build (a 1-D `weight`, `variance_epsilon` or `eps`, one input), and many share it that do
+not compute the same: Gemma's adds 1 to the weight, Olmo2's rounds after the weight, T5's to the weight's dtype. So
+what one computes is found by trying it on random numbers, in training and in evaluation.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .huggingface import CastOrder
+
+
+class UnlikeError(Exception):
+    """A module that does what ours would not do in its place; the text says what."""
+
+
+@dataclass(frozen=True)
+class Formula:
+    """What a module computes, and what it reads for it.
+
+    Attributes:
+        order: when it rounds.
+        epsilon_name: the attribute that its forward reads epsilon from.
+        input_name: its forward's only parameter.
+    """
+
+    order: CastOrder
+    epsilon_name: str
+    input_name: str
+
+
+EPSILON_NAMES = ("variance_epsilon", "eps")
+
+_FORMULA = "weight * x / sqrt(mean(x**2) + eps)"
+
+
+def formula_of(module: torch.nn.Module) -> Formula:
+    """Find out what a module's forward computes.
+
+    The module is neither called nor changed, and no hook runs: copies with random weights on the CPU are called, apart
+    from the caller's default device, autocast, gradient mode and random numbers.
+
+    Raises:
+        UnlikeError: it computes something else, or does something beside it.
+    """
+    names = _epsilon_names(module)
+    _check_class(type(module))
+    try:
+        with _apart():
+            return _try(module, names, _input_name(module))
+    except UnlikeError:
+        raise
+    except Exception as error:  # Anything may come out of somebody's forward.
+        raise UnlikeError(
+            f"its forward could not be tried on a CPU tensor ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _epsilon_names(module: torch.nn.Module) -> tuple[str, ...]:
+    """The attributes of a module of the right build that may be its epsilon."""
+    parameters = dict(module.named_parameters())
+    weight = parameters.pop("weight", None)
+    if weight is not None and torch.nn.parameter.is_lazy(weight):
+        raise UnlikeError("its weight has no shape yet; patch once the model has run")
+    names = tuple(name for name in EPSILON_NAMES if isinstance(vars(module).get(name), float))
+    if weight is None or weight.dim() != 1 or parameters or getattr(module, "bias", None) is not None or not names:
+        raise UnlikeError("it lacks a 1-D weight as its only parameter, or a number under variance_epsilon or eps")
+    for what, held in (("buffers", module.named_buffers()), ("modules", module.named_children())):
+        if found := [name for name, _ in held]:
+            raise UnlikeError(f"it holds {what} ({', '.join(found)}), which ours would neither read nor change")
+    return names
+
+
+# Of what torch.nn.Module defines, what a class may define anew and be replaced all the same.
+_REPLACEABLE = {"__init__", "forward", "extra_repr", "__repr__", "_get_name", "__annotate__", "__annotate_func__"}
+_SPECIAL = {name for name, value in vars(torch.nn.Module).items() if callable(value)} - _REPLACEABLE
+
+
+def _check_class(cls: type[torch.nn.Module]) -> None:
+    """Refuse a class that is more than its forward: one that wraps another for FSDP, say, or has a __call__."""
+    own = cls.__mro__[: cls.__mro__.index(torch.nn.Module)]
+    if mixed := [base.__name__ for base in own if not issubclass(base, torch.nn.Module)]:
+        raise UnlikeError(f"{cls.__name__} is also a {' and a '.join(mixed)}, which ours would not be")
+    if special := sorted(_SPECIAL.intersection(name for base in own for name in vars(base))):
+        raise UnlikeError(f"{cls.__name__} has its own {', '.join(special)}, which ours would not have")
+
+
+def _input_name(module: torch.nn.Module) -> str:
+    signature = inspect.signature(module.forward)
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if [parameter.kind in named for parameter in signature.parameters.values()] != [True]:
+        parameters = ", ".join(map(str, signature.parameters.values()))
+        raise UnlikeError(f"its forward takes ({parameters}), and ours one tensor")
+    return next(iter(signature.parameters))
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in (
+            torch.device("cpu"),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast("cpu", enabled=False),
+            torch.random.fork_rng(devices=()),
+        ):
+            stack.enter_context(context)
+        yield
+
+
+_Probe = tuple[torch.dtype, torch.dtype, tuple[int, ...]]
+
+# Element types of x and weight that tell the orders apart, and x's leading dimensions.
+_PROBES: tuple[_Probe, ...] = (
+    (torch.bfloat16, torch.bfloat16, (-1,)),
+    (torch.bfloat16, torch.float32, (2, -1)),
+    (torch.float32, torch.bfloat16, (1, 2, -1)),
+)
+_PROBE_ELEMENTS = 4096
+# Far from any epsilon in use, so that a forward that goes by another is found out.
+_OTHER_EPSILON = 0.37
+
+
+def _try(module: torch.nn.Module, names: tuple[str, ...], input_name: str) -> Formula:
+    trial = _Trial(module, input_name, *_random_numbers(module.get_parameter("weight").numel()))
+    eps = {name: vars(module)[name] for name in names}
+    # Where a module has both, its forward reads one, and it is not known yet which.
+    either = set(eps.values())
+    by_mode = {training: _orders(trial, training, set(CastOrder), _PROBES, {}, either) for training in (True, False)}
+    if not all(by_mode.values()):
+        odd = [word for training, word in ((True, " in training"), (False, " in evaluation")) if not by_mode[training]]
+        raise UnlikeError(f"its forward computes something else than {_FORMULA}{odd[0] if len(odd) == 1 else ''}")
+    matching = by_mode[True] & by_mode[False]
+    if not matching:
+        raise UnlikeError("its forward rounds elsewhere in training than in evaluation")
+    for name in names:
+        followed = matching
+        for training in (True, False):
+            followed = _orders(trial, training, followed, _PROBES[:1], {name: _OTHER_EPSILON}, {_OTHER_EPSILON})
+        if order := next((order for order in CastOrder if order in followed), None):
+            _check_gradient(trial, order, eps[name])
+            return Formula(order, name, input_name)
+    raise UnlikeError(f"its forward does not read its epsilon from {' or '.join(names)} when it is called")
+
+
+def _random_numbers(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """An even number of rows, and a weight, fp32."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    count = 2 * max(2, _PROBE_ELEMENTS // (2 * n))
+    rows = torch.randn(count, n, generator=generator, dtype=torch.float32)
+    # Rows of every size down to that of eps, so that eps must be in its place.
+    rows *= torch.logspace(-4, 2, count, dtype=torch.float32)[:, None]
+    return rows, torch.randn(n, generator=generator, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A module whose forward can be called on a copy, and random numbers for it: rows, and a weight, fp32."""
+
+    module: torch.nn.Module
+    input_name: str
+    rows: torch.Tensor
+    weight: torch.Tensor
+
+    def call(
+        self, x: torch.Tensor, weight: torch.nn.Parameter, training: bool, attributes: dict[str, Any]
+    ) -> torch.Tensor:
+        """What forward makes of x with another weight, in a mode, and with some attributes changed.
+
+        Raises:
+            UnlikeError: forward changes x or the module.
+        """
+        cls = type(self.module)
+        held = vars(self.module) | attributes | {"_parameters": {"weight": weight}, "training": training}
+        copies = {name: _unshared(value) for name, value in held.items()}
+        twin = object.__new__(cls)
+        vars(twin).update(copies)
+        versions = (x._version, weight._version)
+        # Either way of passing x is used.
+        y = cls.forward(twin, x) if training or not self._has_keyword() else cls.forward(twin, **{self.input_name: x})
+        if (x._version, weight._version) != versions:
+            raise UnlikeError("its forward writes to its input or its weight")
+        for name in held.keys() | vars(twin).keys():
+            after = vars(twin).get(name)
+            if after is not copies.get(name) or not _same(held.get(name), after):
+                raise UnlikeError(f"its forward changes its attribute {name}")
+        if not isinstance(y, torch.Tensor):
+            raise UnlikeError(f"its forward returns a {type(y).__name__}, and ours a tensor")
+        return y
+
+    def _has_keyword(self) -> bool:
+        (parameter,) = inspect.signature(self.module.forward).parameters.values()
+        return parameter.kind is not inspect.Parameter.POSITIONAL_ONLY
+
+
+def _unshared(value: Any) -> Any:
+    """A copy of what a forward might change in place."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if isinstance(value, (list, dict, set)) else value
+
+
+def _same(before: Any, after: Any) -> bool:
+    """Whether a copy by `_unshared` holds what it was made of."""
+    if isinstance(before, torch.Tensor):
+        return not after._version
+    if isinstance(before, dict):
+        return list(map(id, before.values())) == list(map(id, after.values())) and list(before) == list(after)
+    if isinstance(before, list):
+        return list(map(id, before)) == list(map(id, after))
+    return bool(before is after or before == after)
+
+
+def _orders(
+    trial: _Trial,
+    training: bool,
+    among: set[CastOrder],
+    probes: tuple[_Probe, ...],
+    attributes: dict[str, Any],
+    epsilons: set[float],
+) -> set[CastOrder]:
+    """Which of some orders of casts reproduce a module's forward on random numbers, with one of some epsilons."""
+    matching = among
+    for x_dtype, weight_dtype, shape in probes:
+        x = trial.rows.reshape(*shape, trial.rows.shape[-1]).to(x_dtype, copy=True)
+        weight = trial.weight.to(weight_dtype, copy=True)
+        with torch.set_grad_enabled(training):
+            actual = trial.call(x, torch.nn.Parameter(weight), training, attributes)
+        matching = {
+            order for order in matching if any(_agree(actual, _FORMULAS[order](x, weight, eps)) for eps in epsilons)
+        }
+    return matching
+
+
+def _agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two results are equal but for a bf16 rounding here and there, which another order of sums may tip."""
+    if (actual.dtype, actual.shape) != (expected.dtype, expected.shape):
+        return False
+    differing = ~torch.isclose(actual.float(), expected.float(), rtol=1e-5, atol=0)
+    step = 2 * torch.finfo(torch.bfloat16).eps
+    return bool(differing.float().mean() < 0.01 and torch.allclose(actual, expected, rtol=step, atol=0))
+
+
+def _check_gradient(trial: _Trial, order: CastOrder, eps: float) -> None:
+    """Refuse a forward whose gradient is not its formula's: one that detaches the mean square, say."""
+    computes: tuple[Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor], ...] = (
+        lambda x, weight: trial.call(x, weight, True, {}),
+        lambda x, weight: _FORMULAS[order](x, weight, eps),
+    )
+    gradients = []
+    for compute in computes:
+        leaves = (trial.rows.clone().requires_grad_(), torch.nn.Parameter(trial.weight.clone()))
+        # What has no gradient is zero here, and so is other than the formula's.
+        summed = (compute(*leaves) * trial.rows.flip(0)).sum() + 0 * sum(leaf.sum() for leaf in leaves)
+        gradients.append(torch.autograd.grad(summed, leaves))
+    # By rows: the gradient of small rows is large. Summing in another order costs 1e-6 or so.
+    if not all(
+        bool(((got - wanted).norm(dim=-1) <= 1e-3 * wanted.norm(dim=-1)).all())
+        for got, wanted in zip(*gradients, strict=True)
+    ):
+        raise UnlikeError(f"the gradient of its forward is not that of {_FORMULA}")
+
+
+def _normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return x.float() * (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
+_FORMULAS: dict[CastOrder, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
+    CastOrder.TO_INPUT_BEFORE_WEIGHT: lambda x, weight, eps: weight * _normalised(x, eps).to(x.dtype),
+    CastOrder.TO_WEIGHT_BEFORE_WEIGHT: lambda x, weight, eps: weight * _normalised(x, eps).to(weight.dtype),
+    CastOrder.AFTER_WEIGHT: lambda x, weight, eps: (weight.float() * _normalised(x, eps)).to(x.dtype),
+}
