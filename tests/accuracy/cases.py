@@ -1,0 +1,160 @@
+"""What is measured: modes, row lengths, and the tiles that make each pipeline serve them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from normforge import on_demand
+from normforge.architecture import architecture
+from normforge.codegen.model import Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Pipeline, Tile
+
+FP16, BF16, FP32 = DType.FP16, DType.BF16, DType.FP32
+INT8, FP8 = DType.INT8, DType.FP8_E4M3FN
+
+# (dtype of x, dtype of y).
+_FORWARD_DTYPES = ((FP16, FP16), (BF16, BF16), (FP32, FP32), (FP16, FP32), (BF16, FP32))
+_QUANTISED = ((FP16, FP8), (BF16, INT8), (FP32, INT8))
+_BACKWARD_DTYPES = (FP16, BF16, FP32)
+
+FORWARD_MODES = tuple(
+    mode
+    for norm in Norm
+    for mode in (
+        *(Mode(norm, dtype, out, save_mv=True) for dtype, out in _FORWARD_DTYPES),
+        *(Mode(norm, dtype, dtype, FusedAdd.PRE_ADD_STORE, save_mv=True) for dtype in (FP16, BF16)),
+        *(Mode(norm, dtype, out, fquant=FusedQuant.DYNAMIC) for dtype, out in _QUANTISED),
+    )
+)
+BACKWARD_MODES = tuple(
+    Mode(norm, dtype, dtype, direction=Direction.BACKWARD) for norm, dtype in product(Norm, _BACKWARD_DTYPES)
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch to measure.
+
+    Attributes:
+        mode: what is computed.
+        n: row length.
+        tile: how; it serves every M, so that few rows can be measured with a tile for many.
+        rows: of each kind.
+    """
+
+    mode: Mode
+    n: int
+    tile: Tile
+    rows: int
+
+    @property
+    def name(self) -> str:
+        """For messages: the mode, N and the tile."""
+        return f"{self.mode.name} N={self.n} {' '.join(str(value) for value in self.tile.row)}"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A tile, and the row lengths that it is measured at."""
+
+    tile: Tile
+    lengths: tuple[int, ...]
+
+
+def _tile(pipeline: Pipeline, rows: int, block: int, warps: int, **more: int) -> Tile:
+    return Tile(pipeline, rows, block, warps, **more)
+
+
+ROWS, ONE_PASS, TWO_PASS, SPREAD = Pipeline
+
+# Rows of several chunks and of two, whose pivot is their first values' mean; rows that no vector starts (odd lengths,
+# which `window` takes); many chunks and few; a team of one program, which is all that the interpreter can run.
+INTERPRETED = {
+    Direction.FORWARD: (
+        Variant(_tile(ROWS, 4, 128, 1), (100,)),
+        Variant(_tile(ONE_PASS, 1, 256, 2), (1001, 1016)),
+        Variant(_tile(ONE_PASS, 1, 512, 2), (1000,)),
+        Variant(_tile(ONE_PASS, 1, 8192, 32), (16384,)),
+        Variant(_tile(TWO_PASS, 1, 256, 2), (8192,)),
+        Variant(_tile(TWO_PASS, 1, 512, 2, held=1), (4096,)),
+        Variant(_tile(SPREAD, 1, 512, 2, held=8), (4000,)),
+    ),
+    Direction.BACKWARD: (
+        Variant(_tile(ROWS, 2, 128, 1), (100,)),
+        Variant(_tile(ONE_PASS, 1, 256, 2), (1000,)),
+        Variant(_tile(TWO_PASS, 2, 256, 2), (1000,)),
+        Variant(_tile(SPREAD, 2, 1024, 4), (1000,)),
+    ),
+}
+# Elements of a kind's rows, of which there are 1 or 2; the interpreter takes a millisecond for each step of a row.
+_INTERPRETED_ELEMENTS = 4096
+
+# On a GPU, beside what the table says: each pipeline for each dtype, also where no table takes it.
+COMPILED = {
+    Direction.FORWARD: (
+        Variant(_tile(ROWS, 4, 128, 1), (100, 128)),
+        Variant(_tile(ONE_PASS, 1, 1024, 4), (1001, 4096, 4099)),
+        Variant(_tile(ONE_PASS, 1, 4096, 16), (8192,)),
+        Variant(_tile(ONE_PASS, 1, 8192, 32), (16384,)),
+        Variant(_tile(TWO_PASS, 1, 1024, 4), (4096, 16384, 262144)),
+        Variant(_tile(SPREAD, 1, 512, 2, resident=4, held=8, stages=3), (4096, 70000)),
+    ),
+    Direction.BACKWARD: (
+        Variant(_tile(ROWS, 2, 128, 1), (100,)),
+        Variant(_tile(ONE_PASS, 1, 1024, 4), (4096,)),
+        Variant(_tile(TWO_PASS, 2, 2048, 8, resident=2), (4096, 65536)),
+        Variant(_tile(SPREAD, 4, 1024, 4, resident=3), (12288, 65536)),
+    ),
+}
+# What the table's own tiles are measured at, few rows' and many rows'.
+LENGTHS = (1, 100, 768, 1024, 2048, 4096, 4099, 5137, 8192, 16384, 65536, 262144, 1048576, 4194304)
+COMPILED_ROWS = 4
+_COMPILED_ELEMENTS = 1 << 22
+
+
+def cases(device: torch.device) -> list[Case]:
+    """Every case that a device runs."""
+    found = _compiled(device) if device.type == "cuda" else _interpreted()
+    return list(dict.fromkeys(found))
+
+
+def _interpreted() -> Iterator[Case]:
+    yield from _forced(INTERPRETED, lambda n: max(1, min(2, _INTERPRETED_ELEMENTS // n)))
+
+
+def _compiled(device: torch.device) -> Iterator[Case]:
+    yield from _forced(COMPILED, _compiled_rows)
+    arch = architecture(device)
+    for mode, n in product((*FORWARD_MODES, *BACKWARD_MODES), LENGTHS):
+        entry = on_demand.plan(mode, n)
+        for tile in entry.tiles_on(arch):
+            yield Case(mode, n, tile.without_kernel(), _compiled_rows(n))
+
+
+def _compiled_rows(n: int) -> int:
+    return max(1, min(COMPILED_ROWS, _COMPILED_ELEMENTS // n))
+
+
+def _forced(variants: dict[Direction, tuple[Variant, ...]], rows: Callable[[int], int]) -> Iterator[Case]:
+    modes = {Direction.FORWARD: FORWARD_MODES, Direction.BACKWARD: BACKWARD_MODES}
+    for direction, some in variants.items():
+        for mode, variant in product(modes[direction], some):
+            if runs(mode, variant.tile):
+                yield from (Case(mode, n, variant.tile, rows(n)) for n in variant.lengths)
+
+
+def runs(mode: Mode, tile: Tile) -> bool:
+    """Whether there is a kernel of a mode for a tile."""
+    if tile.held and tile.pipeline is TWO_PASS and not mode.streams:
+        return False
+    is_short = mode.dtype_in.itemsize <= FP16.itemsize
+    return tile.pipeline in mode.pipelines and (tile.pipeline is not SPREAD or mode.is_backward or is_short)
+
+
+def matching(some: Iterable[Case], words: Iterable[str]) -> list[Case]:
+    """The cases whose names hold every word."""
+    wanted = tuple(words)
+    return [case for case in some if all(word in case.name for word in wanted)]

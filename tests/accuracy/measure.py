@@ -1,0 +1,244 @@
+"""One case measured: ours, torch's operator and fp64 on the same rows, kind by kind."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+import normforge
+from normforge import dispatch, on_demand
+from normforge.backward import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.codegen.model import Mode, Part, Pipeline
+from normforge.dtypes import TORCH_DTYPES
+from normforge.table import Entry, RetiledTable
+
+from . import peer
+from .cases import Case
+from .peer import EPS
+from .rows import KINDS
+from .units import MOST, Error, error, median, ratio
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One output of one kind of rows in one case.
+
+    Attributes:
+        pipeline: the kernel that ran, as its name ends; with "head" behind it if a pivot came from the first values.
+        direction: "fwd" or "bwd".
+        mode: the mode's name.
+        dtypes: x's and y's, in words.
+        n: row length.
+        tile: the tile's fields.
+        kind: one of `KINDS`.
+        output: "y", "mean", "rstd", "y_scale", "dx", "dweight" or "dbias".
+        ours: our error.
+        torch: torch's.
+        ratio: how many times torch's ours is, as the rule counts.
+    """
+
+    pipeline: str
+    direction: str
+    mode: str
+    dtypes: str
+    n: int
+    tile: str
+    kind: str
+    output: str
+    ours: Error
+    torch: Error
+    ratio: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the rule holds."""
+        return self.ratio <= MOST
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What a call is given; rows of each kind follow one another."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None
+    dy: torch.Tensor | None
+
+    def of(self, part: slice) -> Operands:
+        """The same of some rows."""
+        residual, dy = (None if t is None else t[part] for t in (self.residual, self.dy))
+        return Operands(self.x[part], self.weight, self.bias, residual, dy)
+
+
+def measure(case: Case, device: torch.device, seed: int) -> list[Cell]:
+    """Every cell of a case."""
+    dtype = TORCH_DTYPES[case.mode.dtype_in]
+    kinds = [name for name, kind in KINDS.items() if dtype in kind.dtypes]
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        kinds.remove("denormal")  # Triton's interpreter reads bf16 below the smallest normal number as 0
+    operands = _draw(case, kinds, device, seed)
+    with _tiled(case) as loaded:
+        run = _backward if case.mode.is_backward else _forward
+        cells = list(run(case, kinds, operands))
+    pipeline = _label(case, loaded)
+    return [_cell(case, pipeline, *cell) for cell in cells]
+
+
+Found = tuple[str, str, torch.dtype, Error, Error]
+
+
+def _cell(case: Case, pipeline: str, kind: str, output: str, dtype: torch.dtype, ours: Error, theirs: Error) -> Cell:
+    mode = case.mode
+    same = mode.dtype_out is mode.dtype_in
+    dtypes = mode.dtype_in.value if same else f"{mode.dtype_in.value} → {mode.dtype_out.value}"
+    if mode.fadd.adds:
+        dtypes = f"{dtypes}, add"
+    tile = " ".join(str(value) for value in case.tile.row)
+    direction = "bwd" if mode.is_backward else "fwd"
+    return Cell(
+        pipeline, direction, mode.name, dtypes, case.n, tile, kind, output, ours, theirs, ratio(ours, theirs, dtype)
+    )
+
+
+@contextmanager
+def _tiled(case: Case) -> Iterator[list[str]]:
+    """Make calls of a case's mode and length take its tile, and note which kernels are loaded."""
+    entry = on_demand.generate(case.mode, case.n, "a table of tiles to measure")
+    loaded: list[str] = []
+    load = Entry.load
+
+    def noting(self: Entry, kernel: Any) -> Any:
+        loaded.append(kernel.value if isinstance(kernel, Part) else kernel.pipeline.value)
+        return load(self, kernel)
+
+    with dispatch.using(RetiledTable(dispatch.loaded(), entry, case.tile)), mock.patch.object(Entry, "load", noting):
+        yield loaded
+
+
+def _label(case: Case, loaded: list[str]) -> str:
+    """The kernels that ran, which must be those that the case is about."""
+    ran = set(loaded)
+    asked = case.tile.pipeline.value
+    expected = {asked}
+    if case.mode.is_backward and case.tile.pipeline is Pipeline.TWO_PASS:
+        expected = {asked, Part.ROW_TERMS.value}
+    if ran == {Part.WINDOW.value} and case.mode.has_window:
+        return Part.WINDOW.value
+    if ran != expected:
+        raise AssertionError(f"{case.name}: {sorted(ran)} ran where {sorted(expected)} should have")
+    few = case.n <= 2 * case.tile.block and case.mode.dtype_in.itemsize == 2
+    is_head = asked == Pipeline.ONE_PASS.value and few and not case.mode.is_backward and case.mode.norm.centres
+    return f"{asked}, head" if is_head else asked
+
+
+def _draw(case: Case, kinds: list[str], device: torch.device, seed: int) -> Operands:
+    mode, n = case.mode, case.n
+    dtype = TORCH_DTYPES[mode.dtype_in]
+
+    def generator(name: str) -> torch.Generator:
+        return torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name} {n} {mode.dtype_in}".encode()))
+
+    def rows(name: str) -> torch.Tensor:
+        return torch.cat([KINDS[kind].rows(case.rows, n, dtype, generator(f"{name} {kind}")) for kind in kinds])
+
+    def normal(name: str, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator(name), dtype=torch.float64, device=device)
+
+    # A bias would hide errors of what is small beside it: only calls that add have one.
+    has_bias = mode.norm.centres and mode.fadd.adds
+    return Operands(
+        x=rows("x"),
+        weight=(1 + 0.1 * normal("weight", n)).to(dtype),
+        bias=(0.01 * normal("bias", n)).to(dtype) if has_bias else None,
+        residual=rows("residual") if mode.fadd.adds else None,
+        dy=normal("dy", len(kinds) * case.rows, n).to(dtype) if mode.is_backward else None,
+    )
+
+
+def _parts(case: Case, kinds: list[str]) -> Iterator[tuple[str, slice]]:
+    for index, kind in enumerate(kinds):
+        yield kind, slice(index * case.rows, (index + 1) * case.rows)
+
+
+def _forward(case: Case, kinds: list[str], operands: Operands) -> Iterator[Found]:
+    actual = _ours(case.mode, operands)
+    for kind, part in _parts(case, kinds):
+        rows = operands.of(part)
+        theirs = _theirs(case.mode, rows)
+        for name, (exact, typical) in _exact(case.mode, rows).items():
+            ours = actual[name][part]
+            yield kind, name, ours.dtype, error(ours, exact, typical), error(theirs[name], exact, typical)
+
+
+def _ours(mode: Mode, operands: Operands) -> dict[str, torch.Tensor]:
+    keywords: dict[str, Any] = {"eps": EPS, "save_mv": mode.save_mv, "fquant": mode.fquant}
+    keywords |= {"out_dtype": TORCH_DTYPES[mode.dtype_out]}
+    if operands.residual is not None:
+        keywords |= {"residual": operands.residual, "fadd": mode.fadd}
+    if mode.norm.centres:
+        output = normforge.layernorm2d_fwd(operands.x, operands.weight, operands.bias, **keywords)
+    else:
+        output = normforge.rmsnorm2d_fwd(operands.x, operands.weight, **keywords)
+    return {name: tensor for name, tensor in output._asdict().items() if tensor is not None}
+
+
+def _theirs(mode: Mode, rows: Operands) -> dict[str, torch.Tensor]:
+    x, weight, bias = rows.x, rows.weight, rows.bias
+    out = TORCH_DTYPES[mode.dtype_out]
+    if out != x.dtype or rows.residual is not None:
+        x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
+    if rows.residual is not None:
+        x = x + rows.residual.float()
+    found = peer.forward(mode.norm.centres, x, weight, bias)
+    if mode.fquant.quantises:
+        return {"y_scale": found["y"].abs().amax(-1) / mode.dtype_out.qmax}
+    return found | {"y": found["y"].to(out)}
+
+
+def _exact(mode: Mode, rows: Operands) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Each output in fp64, and the magnitude whose unit is the least that its errors are counted in."""
+    s = rows.x.double()
+    if rows.residual is not None:
+        # The sum is defined in fp32, and is what both are given.
+        s = (rows.x.float() + rows.residual.float()).double()
+    mean = s.mean(-1, keepdim=True) if mode.norm.centres else torch.zeros_like(s[:, :1])
+    rstd = ((s - mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
+    y = (s - mean) * rstd * rows.weight.double()
+    if rows.bias is not None:
+        y += rows.bias.double()
+    if mode.fquant.quantises:
+        y_scale = y.abs().amax(-1) / mode.dtype_out.qmax
+        return {"y_scale": (y_scale, torch.zeros_like(y_scale))}
+    found = {"y": (y, median(y)), "rstd": (rstd[:, 0], torch.zeros_like(rstd[:, 0]))}
+    # In the interpreter a mean is off by how NumPy adds: from first to last, where hardware adds by halves.
+    if mode.norm.centres and s.is_cuda:
+        found["mean"] = mean[:, 0], s.abs().mean(-1)
+    return found
+
+
+def _backward(case: Case, kinds: list[str], operands: Operands) -> Iterator[Found]:
+    """Both are given the same statistics: fp64's, rounded to fp32 as a forward call saves them."""
+    centres = case.mode.norm.centres
+    for kind, part in _parts(case, kinds):
+        rows = operands.of(part)
+        assert rows.dy is not None
+        s = rows.x.double()
+        mean = s.mean(-1) if centres else torch.zeros_like(s[:, 0])
+        rstd = ((s - mean.unsqueeze(-1)).square().mean(-1) + EPS).rsqrt()
+        statistics = {"rstd": rstd.float()} | ({"mean": mean.float()} if centres else {})
+        run: Any = layernorm2d_bwd if centres else rmsnorm2d_bwd
+        wants = ("dx", "dweight", "dbias") if centres else ("dx", "dweight")
+        actual = run(rows.dy, rows.x, rows.weight, **statistics, wants=wants)
+        theirs = peer.backward(centres, rows.dy, rows.x, rows.weight, statistics)
+        oracle: Any = normforge.reference.layernorm2d_bwd if centres else normforge.reference.rmsnorm2d_bwd
+        expected = oracle(rows.dy, rows.x, rows.weight, **statistics)
+        for name in wants:
+            ours, exact, typical = getattr(actual, name), getattr(expected, name), expected.magnitudes[name]
+            yield kind, name, ours.dtype, error(ours, exact, typical), error(theirs[name], exact, typical)

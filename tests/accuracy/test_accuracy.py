@@ -1,0 +1,138 @@
+"""The accuracy table: a slice in the interpreter, the whole on a card, and that it shows what it should."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from normforge.codegen.model import Direction, Part, Pipeline
+from normforge.machine import find_machine
+from tests.accuracy.__main__ import attempt, main, run
+from tests.accuracy.cases import BACKWARD_MODES, COMPILED, FORWARD_MODES, INTERPRETED, Case, Variant, cases, runs
+from tests.accuracy.measure import Cell, measure
+from tests.accuracy.rows import KINDS
+from tests.accuracy.units import MOST
+
+# NumPy, which interprets kernels, remarks on squares that overflow.
+interpreted = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+CPU = torch.device("cpu")
+SEED = 0
+# What shows an error best: fp32 of 16-bit rows and of fp32 rows; a scale and gradients besides.
+SLICE = (
+    "ln_fwd_fp16_fp32_mv",
+    "ln_fwd_bf16_fp32_mv",
+    "ln_fwd_fp32_mv",
+    "ln_fwd_bf16_addst_mv",
+    "ln_fwd_bf16_int8_dq",
+    "rms_fwd_bf16_fp32_mv",
+    "ln_bwd_bf16",
+    "ln_bwd_fp32",
+    "rms_bwd_fp32",
+)
+
+
+def slice_of(device: torch.device) -> list[Case]:
+    return [case for case in cases(device) if case.mode.name in SLICE]
+
+
+def told(cells: list[Cell]) -> str:
+    return "\n".join(
+        f"{cell.pipeline} {cell.mode} N={cell.n} {cell.kind}, {cell.output}: {cell.ours} beside torch's {cell.torch}"
+        for cell in cells
+        if not cell.ok
+    )
+
+
+@interpreted
+@pytest.mark.parametrize("case", slice_of(CPU), ids=lambda case: case.name)
+def test_no_error_is_over_four_times_torchs(case: Case) -> None:
+    found = measure(case, CPU, SEED)
+    assert all(cell.ok for cell in found), told(found)
+
+
+@interpreted
+def test_most_errors_are_at_most_torchs() -> None:
+    found = [cell for case in slice_of(CPU) if case.n < 1000 for cell in measure(case, CPU, SEED)]
+    assert sum(cell.ratio <= 1 for cell in found) > len(found) / 2
+
+
+@pytest.mark.gpu
+def test_the_whole_table_on_a_card() -> None:
+    machine = find_machine()
+    outcome = run(cases(machine.device), machine, SEED, jobs=8)
+    assert outcome.ok, f"{outcome.verdict}\n{told(outcome.failing)}\n" + "\n".join(outcome.broken)
+
+
+@pytest.mark.parametrize("table", [INTERPRETED, COMPILED], ids=["interpreted", "compiled"])
+def test_every_pipeline_is_measured_in_both_directions_and_every_dtype(
+    table: dict[Direction, tuple[Variant, ...]],
+) -> None:
+    modes = {Direction.FORWARD: FORWARD_MODES, Direction.BACKWARD: BACKWARD_MODES}
+    for direction, some in modes.items():
+        for mode in some:
+            measured = {variant.tile.pipeline for variant in table[direction] if runs(mode, variant.tile)}
+            # Programs that share a row exchange fp32 means, too coarse for fp32 rows: no table may spread them.
+            spreads = mode.is_backward or (mode.streams and mode.dtype_in.itemsize == 2)
+            assert measured == {p for p in mode.pipelines if p is not Pipeline.SPREAD or spreads}
+
+
+@interpreted
+def test_rows_that_no_vector_starts_take_the_window_kernel() -> None:
+    odd = [case for case in slice_of(CPU) if case.mode.has_window and case.n == 1001]
+    assert odd
+    for case in odd:
+        assert {cell.pipeline for cell in measure(case, CPU, SEED)} == {Part.WINDOW.value}
+
+
+@interpreted
+def test_a_kernel_that_is_off_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rstd off by 1e-5, as a variance around a bad pivot is."""
+    import tests.accuracy.measure as module
+
+    case = next(case for case in slice_of(CPU) if case.mode.name == "rms_fwd_bf16_fp32_mv" and case.n == 100)
+    ours = module._ours
+
+    def spoilt(*arguments: object) -> dict[str, torch.Tensor]:
+        found = ours(*arguments)  # type: ignore[arg-type]  # handed through
+        return found | {"y": found["y"] * (1 + 1e-5)}
+
+    monkeypatch.setattr(module, "_ours", spoilt)
+    found = measure(case, CPU, SEED)
+    wrong = {cell.kind for cell in found if cell.output == "y" and cell.ratio > MOST}
+    # Of rows whose squares overflow nothing is left to spoil.
+    assert wrong == {cell.kind for cell in found} - {"huge"}
+
+
+def test_a_case_that_cannot_run_is_told() -> None:
+    case = next(case for case in slice_of(CPU) if case.mode.name == "ln_fwd_fp32_mv")
+    impossible = replace(case, tile=replace(case.tile, block=100))
+    assert isinstance(attempt(impossible, CPU, SEED), str)
+
+
+def test_the_same_seed_draws_the_same_rows() -> None:
+    for kind in KINDS.values():
+        drawn = [kind.rows(2, 40, torch.float32, torch.Generator().manual_seed(seed)) for seed in (3, 3, 4)]
+        assert torch.equal(drawn[0], drawn[1])
+        assert not torch.equal(drawn[0], drawn[2])
+        assert drawn[0].isfinite().all()
+
+
+@interpreted
+def test_the_command_prints_the_table_and_writes_the_document(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = tmp_path / "docs" / "numerics.md"
+    assert main(["rms_bwd_fp32", "N=100 ", "--markdown", str(document), "--revision", "abc"]) == 0
+    assert "times torch's error" in capsys.readouterr().out
+    written = document.read_text()
+    assert "revision abc, seed 0" in written
+    assert "| Backward" in written
+
+
+def test_words_that_name_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nonsense"]) == 2
+    assert "'nonsense'" in capsys.readouterr().err

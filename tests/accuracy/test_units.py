@@ -1,0 +1,82 @@
+"""The unit, the rule and the report, of made-up errors."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.accuracy.measure import Cell
+from tests.accuracy.report import Outcome, markdown, text
+from tests.accuracy.rows import KINDS
+from tests.accuracy.units import Error, error, floor_of, median, ratio, ulp
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def test_a_unit_is_the_distance_to_the_next_number() -> None:
+    for dtype in FLOATS:
+        values = torch.tensor([1.0, 1.5, 0.1, 777.0, 3e-5, 6e-8], dtype=torch.float64).to(dtype)
+        above = torch.nextafter(values, torch.tensor(float("inf"), dtype=dtype)) if dtype is torch.float32 else None
+        # The bits of a positive number, counted one up, are the next one's.
+        bits = values.view(torch.int16 if dtype.itemsize == 2 else torch.int32)
+        following = (bits + 1).view(dtype)
+        assert above is None or torch.equal(above, following)
+        assert torch.equal(ulp(values.double(), dtype), following.double() - values.double())
+
+
+def test_correct_rounding_is_within_half_a_unit() -> None:
+    exact = torch.randn(4, 1000, dtype=torch.float64)
+    for dtype in FLOATS:
+        found = error(exact.to(dtype), exact, torch.zeros(4, 1))
+        assert 0.45 < found.largest <= 0.5
+        assert 0.2 < found.rms < 0.35
+
+
+def test_values_that_cancel_are_counted_in_the_unit_of_a_typical_one() -> None:
+    exact = torch.tensor([[1.0, -1.5, 1e-12]], dtype=torch.float64)
+    actual = exact.float()
+    actual[0, 2] += 2.0**-24
+    assert abs(error(actual, exact, median(exact)).largest - 0.5) < 1e-6
+    assert error(actual, exact, torch.zeros(1, 1)).largest > 1e3
+
+
+def test_no_right_digit_and_no_number_count_alike() -> None:
+    exact = torch.tensor([1.0, 1e300], dtype=torch.float64)
+    for wrong in (float("nan"), float("inf"), 1e30):
+        actual = torch.tensor([wrong, float("inf")])
+        assert error(actual, exact, torch.zeros(2)).largest == 2**23
+
+
+def test_errors_below_the_floor_are_equal_and_above_it_compared() -> None:
+    for dtype in FLOATS:
+        floor = floor_of(dtype)
+        assert ratio(Error(0.5 + floor, 0.3), Error(0.0, 0.0), dtype) == 1
+        assert ratio(Error(0.5 + 5 * floor, 0.3), Error(0.2, 0.3), dtype) > 4
+        assert ratio(Error(0.5 + 9 * floor, 0.3), Error(0.5 + 3 * floor, 0.3), dtype) < 4
+        assert ratio(Error(0.5, 4 * (0.3 + floor) + 0.1), Error(0.5, 0.2), dtype) > 2.5
+
+
+def cell(ours: float, theirs: float) -> Cell:
+    found = Error(ours, 0.3), Error(theirs, 0.3)
+    times = ratio(*found, torch.float32)
+    return Cell("one_pass", "fwd", "ln_fwd_fp32_mv", "fp32", 4096, "one_pass 1 1024 4", "random", "y", *found, times)
+
+
+def test_the_rule_holds_in_every_cell_and_in_most() -> None:
+    good, middling, bad = cell(1.0, 1.0), cell(7.0, 3.0), cell(20.0, 1.0)
+    assert Outcome([good, good, middling], []).ok
+    assert not Outcome([good, middling], []).ok
+    assert not Outcome([good, good, good, bad], []).ok
+    assert not Outcome([good, good], ["a case: it did not compile"]).ok
+    assert not Outcome([], []).ok
+
+
+def test_what_fails_is_listed_and_the_document_has_every_kind() -> None:
+    outcome = Outcome([cell(1.0, 1.0), cell(20.0, 1.0)], ["a case: OutOfResources"])
+    printed, written = text(outcome), markdown(outcome, {"device": "a card", "seed": "0"}, "the command")
+    for report in (printed, written):
+        assert "1 of 2 cells are within 4 times torch's error" in report
+        assert "a case: OutOfResources" in report
+        assert "20.0" in report
+    assert "**20.0 / 1.0**" in written
+    assert all(kind in written for kind in KINDS)
+    assert "device a card, seed 0" in written

@@ -1,0 +1,82 @@
+"""What an error is measured in, and the rule that it is held to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+UNIT = """\
+An error is counted in units in the last place (ulp) of the output's type: each value in the unit of the correct value,
+or of a typical magnitude if that is larger. A value that is next to nothing because terms cancel carries their rounding
+errors, whoever computes it, and its own unit would measure how nearly they cancelled. Typical is, for y, the median
+magnitude of its row, which one massive value does not move, unlike a root mean square; for a mean, the mean magnitude
+of the row; for gradients, what the terms of each add up to without their signs. rstd and y_scale have no such limit. An
+error that leaves no digit right, or a NaN where there should be a number, counts as 1/eps units."""
+
+# Units that the largest error may be over half a unit, by correct rounding's count, before it is compared at all.
+MOST = 4.0
+_FP32_EPS = torch.finfo(torch.float32).eps
+# An fp32 result takes three or four roundings of half a unit behind the statistics', and no two operators share them.
+_FP32_FLOOR = 1.0
+# A 16-bit result is rounded wrongly if fp32 errors carry it over a tie, and which values are that near is chance:
+# errors of so many units of fp32 count alike.
+_FLOOR_16_BITS = 8.0
+
+RULE = f"""\
+Correct rounding leaves half a unit, so what counts is the largest error beyond that. Ours is at most {MOST:.0f} times
+torch's in every cell, and at most torch's in most; the root mean square of the whole error likewise. Below a floor
+errors are equal: {_FP32_FLOOR:.0f} unit beyond correct rounding in fp32, {_FLOOR_16_BITS:.0f} units of fp32 beyond it
+in 16 bits; root mean squares as much above 0.3, where correct rounding leaves 0.29."""
+_RMS_FLOOR = 0.3
+
+
+@dataclass(frozen=True)
+class Error:
+    """Of one output: the largest error and the root mean square of all, in units."""
+
+    largest: float
+    rms: float
+
+
+def floor_of(dtype: torch.dtype) -> float:
+    """Errors beyond correct rounding that are equal if none is larger, in units of a dtype."""
+    eps = torch.finfo(dtype).eps
+    return _FP32_FLOOR if eps <= _FP32_EPS else _FLOOR_16_BITS * _FP32_EPS / eps
+
+
+def ratio(ours: Error, theirs: Error, dtype: torch.dtype) -> float:
+    """How many times theirs the larger of our two measures is, by `RULE`."""
+    floor = floor_of(dtype)
+    largest = max(ours.largest - 0.5, floor) / max(theirs.largest - 0.5, floor)
+    return max(largest, max(ours.rms, _RMS_FLOOR + floor) / max(theirs.rms, _RMS_FLOOR + floor))
+
+
+def ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """From the magnitude of fp64 values to the next one in a dtype."""
+    info = torch.finfo(dtype)
+    magnitude = values.abs().clamp(info.smallest_normal, info.max)
+    exponent = torch.frexp(magnitude).exponent - 1
+    return torch.ldexp(torch.full_like(magnitude, info.eps), exponent)
+
+
+def error(actual: torch.Tensor, exact: torch.Tensor, typical: torch.Tensor) -> Error:
+    """How far an output is from the fp64 result.
+
+    Args:
+        actual: in its own dtype.
+        exact: fp64, likewise shaped.
+        typical: fp64, broadcast to that: the magnitude whose unit is the least that counts.
+    """
+    dtype = actual.dtype
+    units = (actual.double() - exact).abs() / ulp(torch.maximum(exact.abs(), typical), dtype)
+    worst = 1 / torch.finfo(dtype).eps
+    # What rounds to an infinity is right if it is that.
+    same = actual == exact.to(dtype)
+    units = torch.where(same & exact.to(dtype).isinf(), 0.0, units).nan_to_num(worst).clamp(max=worst)
+    return Error(float(units.max()), float(units.square().mean().sqrt()))
+
+
+def median(rows: torch.Tensor) -> torch.Tensor:
+    """The median magnitude of each row, (..., 1)."""
+    return rows.abs().median(-1, keepdim=True).values
