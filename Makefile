@@ -4,12 +4,16 @@
 #   make test PYTHON=python3.12    the suite on another Python
 #
 #   make bench BENCH='--suite forward --jobs 16'    a part of the benchmark, compiled in parallel first
+#   make accuracy ACCURACY='--jobs 8'               errors beside torch's, in so many processes
+#   make sanitize SANITIZE='--tool memcheck'        one of compute-sanitizer's tools
 #
 # Each such choice gets a virtual environment of its own, so none is silently reused for another.
 
 PYTHON ?= python3
 TRITON ?=
 BENCH ?=
+ACCURACY ?=
+SANITIZE ?=
 
 VENV := .venv$(if $(filter file,$(origin PYTHON)),,-$(subst /,_,$(PYTHON)))$(if $(TRITON),-$(TRITON))
 BIN := $(VENV)/bin
@@ -17,12 +21,14 @@ READY := $(VENV)/.ready
 LINKS := $(VENV)/links
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu bench lint format generate check clean
+.PHONY: help demo test test-gpu accuracy sanitize bench lint format generate check clean
 
 help:
 	@echo "make demo      run a handful of modes and compare them with PyTorch"
 	@echo "make test      run the test suite (no GPU needed)"
 	@echo "make test-gpu  run the tests that need a GPU"
+	@echo "make accuracy  measure every kernel's error against fp64 beside torch's, and write docs/numerics.md"
+	@echo "make sanitize  run compute-sanitizer over every kernel on this machine's GPU, and write docs/sanitizer.md"
 	@echo "make bench     time normforge and its peers on this machine's GPU"
 	@echo "make lint      formatting, lint and types"
 	@echo "make format    format the sources"
@@ -40,6 +46,12 @@ test: $(READY)
 
 test-gpu: $(READY)
 	env -u TRITON_INTERPRET $(BIN)/pytest -q -m gpu
+
+accuracy: $(READY)
+	env -u TRITON_INTERPRET $(BIN)/python -m tests.accuracy --markdown docs/numerics.md $(ACCURACY)
+
+sanitize: $(READY)
+	env -u TRITON_INTERPRET $(BIN)/python -m tests.sanitizer --markdown docs/sanitizer.md $(SANITIZE)
 
 bench: $(READY)
 	env -u TRITON_INTERPRET $(BIN)/python -m benchmarks run $(BENCH)

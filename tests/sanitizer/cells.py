@@ -1,0 +1,181 @@
+"""The calls that are sanitised: from the table in use, a smallest call for everything that kernels are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+import normforge
+from normforge.codegen.model import Direction, DType, Mode, Norm, Part, Pipeline, legal_modes
+from normforge.table import Entry, Tile
+
+# Whose tiles are sanitised.
+ARCH = "sm_90"
+_FEW = 3
+# Elements of 16 bytes of a 16-bit type: rows that start at multiples of it are read by one_pass, others by window.
+_VECTOR = 8
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One call.
+
+    Attributes:
+        mode: what is computed.
+        m: rows.
+        n: row length.
+        stride: elements from row to row of what is read; None is n.
+        offset: elements of memory ahead of the first row of what is read.
+    """
+
+    mode: Mode
+    m: int
+    n: int
+    stride: int | None = None
+    offset: int = 0
+
+    @property
+    def name(self) -> str:
+        """One word for tables and logs."""
+        stride = "" if self.stride is None else f"_stride{self.stride}"
+        offset = f"_offset{self.offset}" if self.offset else ""
+        return f"{self.mode.name}_{self.m}x{self.n}{stride}{offset}"
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A call, and what it would cover."""
+
+    cell: Cell
+    covers: frozenset[Hashable]
+
+    @property
+    def cost(self) -> int:
+        return self.cell.m * self.cell.n
+
+
+@dataclass(frozen=True)
+class TileKind:
+    """A class of tiles, as far as another one makes other machine code: what they count does not matter.
+
+    Attributes:
+        direction: of the kernel.
+        pipeline: likewise.
+        few: whether rows are few.
+        staged: whether rows are on their way to shared memory.
+        held: whether chunks are kept.
+        resident: whether several programs share a multiprocessor, with fewer registers.
+    """
+
+    direction: Direction
+    pipeline: Pipeline
+    few: bool
+    staged: bool
+    held: bool
+    resident: bool
+
+
+def kind_of(direction: Direction, tile: Tile, *, few: bool) -> TileKind:
+    """The class of a tile."""
+    return TileKind(direction, tile.pipeline, few, tile.stages > 1, tile.held > 0, tile.resident > 1)
+
+
+def text_of(mode: Mode) -> Mode:
+    """The mode that stands for all whose kernels differ in nothing but element types."""
+    out = mode.dtype_out if mode.fquant.quantises else DType.FP32
+    return replace(mode, dtype_in=DType.FP32, dtype_out=out, scale_dtype=DType.FP32)
+
+
+@cache
+def modes_by_name() -> dict[str, Mode]:
+    """Every legal mode."""
+    return {mode.name: mode for mode in legal_modes()}
+
+
+def cells() -> list[Cell]:
+    """Every call: what covers the table, then the edges."""
+    return list(dict.fromkeys((*covering(normforge.instances()), *edges())))
+
+
+def covering(entries: Iterable[Entry]) -> Iterator[Cell]:
+    """Small calls that together run each kernel text, each kernel for each type of x, and each class of tiles."""
+    covered: set[Hashable] = set()
+    candidates = (candidate for entry in entries for candidate in _candidates(entry))
+    for candidate in sorted(candidates, key=lambda candidate: (candidate.cost, candidate.cell.name)):
+        if not candidate.covers <= covered:
+            covered |= candidate.covers
+            yield candidate.cell
+
+
+def _candidates(entry: Entry) -> Iterator[_Candidate]:
+    mode = modes_by_name()[entry.mode]
+    for m in (_FEW, entry.small_m + 1):
+        few = m <= entry.small_m
+        tile = entry.tile(m, ARCH)
+        kind = kind_of(mode.direction, tile, few=few)
+        yield _candidate(mode, m, _length(entry, mode, tile), tile.pipeline, kind)
+        if mode.has_window and tile.pipeline is Pipeline.ONE_PASS:
+            # Lengths such as 4097 start no row where a vector starts but the first.
+            yield _candidate(mode, m, _odd(entry), Part.WINDOW, replace(kind, staged=False))
+
+
+def _candidate(mode: Mode, m: int, n: int, part: Pipeline | Part, kind: TileKind) -> _Candidate:
+    covers = (part, text_of(mode)), (part, mode.direction, mode.dtype_in), (part, kind)
+    return _Candidate(Cell(mode, m, n), frozenset(covers))
+
+
+def _odd(entry: Entry) -> int:
+    """The shortest row of an entry, and of 9 elements or more, that is one longer than whole vectors."""
+    return entry.first + (1 - entry.first) % _VECTOR if entry.first > 1 else _VECTOR + 1
+
+
+def _length(entry: Entry, mode: Mode, tile: Tile) -> int:
+    """A short row whose last chunk is ragged, where the kernel that a tile names runs as it says."""
+    if mode.has_window and tile.pipeline is not Pipeline.ROWS:
+        return _odd(entry) + _VECTOR - 1
+    # 16-bit rows go to shared memory, and between programs, in pairs.
+    in_pairs = mode.dtype_in.itemsize == 2 and (tile.stages > 1 or tile.pipeline is Pipeline.SPREAD)
+    return _odd(entry) + in_pairs
+
+
+_LAYER = Mode(Norm.LAYER, DType.BF16, DType.BF16)
+_RMS_MV = Mode(Norm.RMS, DType.BF16, DType.BF16, save_mv=True)
+_LAYER_FP32 = Mode(Norm.LAYER, DType.FP32, DType.FP32)
+_LAYER_BWD = replace(_LAYER, direction=Direction.BACKWARD)
+_RMS_BWD_FP32 = Mode(Norm.RMS, DType.FP32, DType.FP32, direction=Direction.BACKWARD)
+
+# (m, n, stride, offset): rows that start anywhere, on so many programs that some take a second one; one row, one
+# column; rows that do not adjoin, from the first element and from a later one, up to the last of their memory.
+_EDGES = (
+    (1, 1, None, 0),
+    (5, 1, None, 0),
+    (3, 100, None, 0),
+    (1, 100, None, 0),
+    (300, 4099, None, 0),
+    (2305, 4099, None, 0),
+    (9, 4097, None, 0),
+    (1, 4104, None, 0),
+    (8, 5137, None, 0),
+    (3, 100, 101, 0),
+    (3, 100, 104, 8),
+    (300, 129, 130, 1),
+    (7, 1001, None, 3),
+    (300, 1024, 1032, 8),
+    (5, 4099, 4102, 1),
+    (3, 12289, 12292, 4),
+    (1, 70001, None, 0),
+    (3, 70000, 70002, 2),
+)
+
+
+def edges() -> Iterator[Cell]:
+    """Shapes and strides at which reads of whole vectors may leave what is x's."""
+    for mode in (_LAYER, _RMS_MV, _LAYER_FP32, _LAYER_BWD, _RMS_BWD_FP32):
+        for m, n, stride, offset in _EDGES:
+            yield Cell(mode, m, n, stride, offset)
+
+
+def share(all_cells: list[Cell], part: int, parts: int) -> list[Cell]:
+    """One of several parts of the cells, counted from 1; each is about as much work."""
+    return sorted(all_cells, key=lambda cell: -cell.m * cell.n)[part - 1 :: parts]

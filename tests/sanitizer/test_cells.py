@@ -1,0 +1,110 @@
+"""The calls that are sanitised touch everything: no new template, pipeline, part or class of tiles is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+import normforge
+from normforge.codegen import emit
+from normforge.codegen.model import Direction, Mode, Part, Pipeline
+from normforge.keys import CompileKey
+from tests.sanitizer.cells import ARCH, Cell, TileKind, cells, edges, kind_of, modes_by_name, share, text_of
+from tests.sanitizer.worker import call
+
+# Templates that hold no kernel: frames of files, and device functions.
+FRAMES = {"dispatch.py.j2", "module.py.j2", "package.py.j2", "primitives.py.j2"}
+FINALISER = "sum_partials"
+
+
+@cache
+def compiled(cell: Cell) -> tuple[CompileKey, ...]:
+    """What a call comes to on the architecture, by the planning of real calls."""
+    few = cell.m <= next(iter(normforge.instances())).small_m
+    keys = normforge.compile_keys(
+        [cell.n], [cell.mode], arch=ARCH, rows=["few" if few else "many"], row_strides=[cell.stride]
+    )
+    return tuple(keys)
+
+
+def kernels() -> Iterator[tuple[Mode, Pipeline | Part]]:
+    for cell in cells():
+        for key in compiled(cell):
+            if key.key.symbol != FINALISER:
+                word = key.key.symbol.removeprefix(f"{cell.mode.name}_")
+                yield cell.mode, next(part for part in (*Pipeline, *Part) if part.value == word)
+
+
+def test_every_template_of_a_kernel_is_touched(repository: Path) -> None:
+    touched = {f"{'bwd_' if mode.is_backward else ''}{part.value}.py.j2" for mode, part in kernels()}
+    if any(key.key.symbol == FINALISER for cell in cells() for key in compiled(cell)):
+        touched.add("finalise.py.j2")
+    assert touched == {path.name for path in (repository / "templates").glob("*.py.j2")} - FRAMES
+
+
+def test_every_pipeline_and_part_is_touched_in_each_direction_that_has_it() -> None:
+    some = [modes_by_name()[entry.mode] for entry in normforge.instances()]
+    expected = {
+        (mode.direction, part) for mode in some for pipeline in mode.pipelines for part in emit.parts(mode, pipeline)
+    }
+    assert {(mode.direction, part) for mode, part in kernels()} == expected
+    assert {part for _, part in expected} == {*Pipeline, *Part}
+    assert {direction for direction, _ in expected} == set(Direction)
+
+
+def test_every_kernel_text_of_the_table_is_touched() -> None:
+    expected = set()
+    for entry in normforge.instances():
+        mode = modes_by_name()[entry.mode]
+        for tile in entry.tiles_on(ARCH):
+            # A backward sweep has two kernels; window has rows of its own.
+            expected |= {(text_of(mode), part) for part in emit.parts(mode, tile.pipeline)}
+    assert {(text_of(mode), part) for mode, part in kernels()} >= expected
+
+
+def test_every_class_of_tiles_is_touched() -> None:
+    touched: set[TileKind] = set()
+    expected: set[TileKind] = set()
+    for cell in cells():
+        entry = next(e for e in normforge.instances() if e.mode == cell.mode.name and e.serves(cell.n))
+        few = cell.m <= entry.small_m
+        kind = kind_of(cell.mode.direction, entry.tile(cell.m, ARCH), few=few)
+        ran = {key.key.symbol.removeprefix(f"{cell.mode.name}_") for key in compiled(cell)}
+        # A staged tile is left for another where rows cannot be read in pairs, and window has its own.
+        stages = {dict(key.key.arguments).get("STAGES", 1) for key in compiled(cell)}
+        if kind.pipeline.value in ran and (not kind.staged or stages - {1}):
+            touched.add(kind)
+    for entry, few in product(normforge.instances(), (True, False)):
+        tile = entry.tile(1 if few else entry.small_m + 1, ARCH)
+        expected.add(kind_of(modes_by_name()[entry.mode].direction, tile, few=few))
+    assert touched == expected
+    for name in ("few", "staged", "held", "resident"):
+        assert {getattr(kind, name) for kind in expected} == {False, True}
+
+
+def test_rows_that_start_anywhere_are_read_by_window_and_end_with_their_memory() -> None:
+    odd = [cell for cell in edges() if cell.mode.has_window and cell.stride is None and cell.n in (100, 4099, 5137)]
+    assert {cell.m for cell in odd} >= {3, 300, 2305}
+    for cell in odd:
+        assert {key.key.symbol for key in compiled(cell)} == {cell.mode.kernel(Part.WINDOW)}, cell.name
+
+
+def test_shares_are_every_cell_once() -> None:
+    every = cells()
+    for parts in (1, 3, 8):
+        some = [cell for part in range(parts) for cell in share(every, part + 1, parts)]
+        assert sorted(cell.name for cell in some) == sorted(cell.name for cell in every)
+    assert len({cell.name for cell in every}) == len(every)
+
+
+SMALL = [cell for cell in cells() if cell.m * cell.n < 200 and cell.m < 9]
+
+
+@pytest.mark.parametrize("cell", SMALL, ids=lambda cell: cell.name)
+def test_the_calls_are_legal(cell: Cell) -> None:
+    call(cell, torch.device("cpu"))
