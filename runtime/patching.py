@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -107,12 +108,18 @@ class _Original:
         new: the class it was given.
         given: the names of the attributes it was given.
         had: the values it had under them.
+        asked: the cast_before_weight that patch was called with.
     """
 
     cls: type[torch.nn.Module]
     new: type[torch.nn.Module]
     given: tuple[str, ...]
     had: dict[str, Any]
+    asked: bool
+
+
+# Two calls at once would each take what the other is changing for the original.
+_lock = threading.RLock()
 
 
 def patch(model: torch.nn.Module, *, cast_before_weight: bool = True) -> Patch:
@@ -142,19 +149,26 @@ def patch(model: torch.nn.Module, *, cast_before_weight: bool = True) -> Patch:
     Returns:
         What was swapped, what was skipped, and what may pass its norms by.
     """
-    swapped, skipped = [], []
-    for path, module in model.named_modules():
-        old = type(module)
-        if not _looks_like_a_norm(module):
-            continue
-        replacement = _replacement(module, cast_before_weight)
-        if isinstance(replacement, str):
-            skipped.append(Skipped(path, old, replacement))
-        else:
-            _swap(module, replacement)
-            swapped.append(Swapped(path, old, replacement.cls))
-    bypassed = (Bypassed(path, type(module), _FAST_PATH) for path, module in model.named_modules() if _bypasses(module))
-    return Patch(tuple(swapped), tuple(skipped), tuple(bypassed))
+    with _lock:
+        swapped, skipped = [], []
+        for path, module in model.named_modules():
+            old = type(module)
+            original: _Original | None = vars(module).get(_ORIGINAL)
+            if isinstance(module, HuggingFaceRMSNorm) and original is not None and original.asked != cast_before_weight:
+                reason = f"it was patched with cast_before_weight={original.asked} before; unpatch it first"
+                skipped.append(Skipped(path, old, reason))
+            if not _looks_like_a_norm(module):
+                continue
+            replacement = _replacement(module, cast_before_weight)
+            if isinstance(replacement, str):
+                skipped.append(Skipped(path, old, replacement))
+            else:
+                _swap(module, replacement, cast_before_weight)
+                swapped.append(Swapped(path, old, replacement.cls))
+        bypassed = (
+            Bypassed(path, type(module), _FAST_PATH) for path, module in model.named_modules() if _bypasses(module)
+        )
+        return Patch(tuple(swapped), tuple(skipped), tuple(bypassed))
 
 
 def unpatch(model: torch.nn.Module) -> tuple[Swapped, ...]:
@@ -172,23 +186,24 @@ def unpatch(model: torch.nn.Module) -> tuple[Swapped, ...]:
     Raises:
         PatchError: something else replaced a module's class or forward since; no module was changed.
     """
-    found = []
-    # Modules that share a class go on sharing one, as those under fully_shard do.
-    derived: dict[tuple[type, type], type[torch.nn.Module]] = {}
-    for path, module in model.named_modules():
-        original = vars(module).get(_ORIGINAL)
-        if original is not None:
-            old = type(module)
-            cls = _class_before(path, module, original)
-            found.append((module, original, Swapped(path, old, derived.setdefault((old, original.cls), cls))))
-    for module, original, swapped in found:
-        attributes = vars(module)
-        attributes.update(original.had)
-        module.__class__ = swapped.new
-        for name in (*original.given, _ORIGINAL):
-            if name not in original.had:
-                attributes.pop(name, None)
-    return tuple(swapped for _, _, swapped in found)
+    with _lock:
+        found = []
+        # Modules that share a class go on sharing one, as those under fully_shard do.
+        derived: dict[tuple[type, type], type[torch.nn.Module]] = {}
+        for path, module in model.named_modules():
+            original = vars(module).get(_ORIGINAL)
+            if original is not None:
+                old = type(module)
+                cls = _class_before(path, module, original)
+                found.append((module, original, Swapped(path, old, derived.setdefault((old, original.cls), cls))))
+        for module, original, swapped in found:
+            attributes = vars(module)
+            attributes.update(original.had)
+            module.__class__ = swapped.new
+            for name in (*original.given, _ORIGINAL):
+                if name not in original.had:
+                    attributes.pop(name, None)
+        return tuple(swapped for _, _, swapped in found)
 
 
 def _class_before(path: str, module: torch.nn.Module, original: _Original) -> type[torch.nn.Module]:
@@ -289,9 +304,9 @@ def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacem
     return _Replacement(_HUGGING_FACE[formula.order], attributes)
 
 
-def _swap(module: torch.nn.Module, replacement: _Replacement) -> None:
+def _swap(module: torch.nn.Module, replacement: _Replacement, asked: bool) -> None:
     attributes = vars(module)
     had = {name: attributes[name] for name in replacement.attributes if name in attributes}
-    attributes[_ORIGINAL] = _Original(type(module), replacement.cls, tuple(replacement.attributes), had)
+    attributes[_ORIGINAL] = _Original(type(module), replacement.cls, tuple(replacement.attributes), had, asked)
     attributes.update(replacement.attributes)
     module.__class__ = replacement.cls

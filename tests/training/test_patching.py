@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -262,6 +264,51 @@ def test_the_input_by_its_own_name(cls: Callable[[], torch.nn.Module]) -> None:
     for positional, named in (((), {"input": x}), ((), {}), ((x,), {"hidden_states": x}), ((x,), {"gate": x})):
         with pytest.raises(TypeError, match="takes one tensor, by position or as hidden_states"):
             module(*positional, **named)
+
+
+def test_compiled_with_its_own_name_and_a_changed_epsilon() -> None:
+    module = randomised(models.KeywordRMSNorm())
+    normforge.patch(module)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    x = torch.randn(2, WIDTH)
+    for epsilon in (1e-6, 0.5):
+        vars(module)["variance_epsilon"] = epsilon
+        torch.testing.assert_close(compiled(hidden_states=x), module(x))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4097])
+def test_norms_of_any_width(n: int) -> None:
+    module = models.LlamaRMSNorm(n)
+    assert len(normforge.patch(module).swapped) == 1
+    detaching = models.DetachingRMSNorm(n)
+    assert "the gradient of its forward" in normforge.patch(detaching).skipped[0].reason
+
+
+def test_another_rounding_asked_for_later_is_refused() -> None:
+    """What a second call asks for is not ignored where the first call decided otherwise."""
+    model = torch.nn.Sequential(models.LlamaRMSNorm(), torch.nn.LayerNorm(WIDTH))
+    normforge.patch(model)
+    (skipped,) = normforge.patch(model, cast_before_weight=False).skipped
+    assert skipped.path == "0"
+    assert "patched with cast_before_weight=True before; unpatch it first" in skipped.reason
+    normforge.unpatch(model)
+    assert not normforge.patch(model, cast_before_weight=False).skipped
+    assert normforge.patch(model, cast_before_weight=False) == normforge.Patch((), ())
+
+
+def test_threads_that_patch_one_model() -> None:
+    """Each module is swapped once, and keeps what it was."""
+    model = torch.nn.Sequential(*(models.LlamaRMSNorm() for _ in range(8)))
+    start = threading.Barrier(4)
+
+    def patched(_: int) -> int:
+        start.wait()
+        return len(normforge.patch(model).swapped)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(patched, range(4))) == 8
+    normforge.unpatch(model)
+    assert {type(module) for module in model} == {models.LlamaRMSNorm}
 
 
 @pytest.mark.parametrize("name", ["variance_epsilon", "eps"])
