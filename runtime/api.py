@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from . import dispatch
-from .arguments import prepare
+from .arguments import prepare, refuse_gradient
 from .backends import backend
 from .codegen.model import FusedAdd, FusedQuant, Norm, Rounding
-from .forward import ZERO, forward_fused, forward_plain
+from .forward import forward_fused, forward_plain
+from .operands import ZERO
 from .output import LayerNormOutput
 from .tracing import dispatch_modes, forward_traced, is_dynamo_compiling
 from .words import word
@@ -49,7 +50,8 @@ def layernorm2d_fwd(
     y_scale = 1. One that holds a NaN or Inf, or whose scale scale_dtype cannot hold, gets a y_scale that is NaN or
     Inf, and its quantised y means nothing.
 
-    Not differentiable: gradients do not flow through the outputs.
+    Not differentiable: no operand may require a gradient while gradients are enabled; `layer_norm`, `rms_norm`,
+    `add_layer_norm` and `add_rms_norm` compute one. To autograd out and residual_out are modified in place.
 
     Args:
         x: (..., N), fp16, bf16 or fp32; any row stride, the last dimension contiguous, on a GPU (or anywhere under
@@ -78,7 +80,8 @@ def layernorm2d_fwd(
         DeviceError: tensors are on several devices, or on one where no kernel runs.
         LayoutError: strides that the kernels cannot walk, or an output that overlaps another tensor.
         ConflictError: an argument that the modes asked for would leave unused, or one that they lack.
-        GradientError: the output is quantised and a tensor requires a gradient, with gradients enabled.
+        GradientError: a tensor requires a gradient, with gradients enabled; or out or residual_out is an inference
+            tensor, outside torch.inference_mode.
         IllegalCombinationError: no kernel can exist for the combination asked.
         MissingInstanceError: the table lacks the instance, under NORMFORGE_ON_MISS=error.
     """
@@ -125,7 +128,7 @@ def rmsnorm2d_fwd(
     weight: torch.Tensor | None = None,
     *,
     eps: float = 1e-6,
-    weight_offset: float = 0.0,
+    weight_offset: float = ZERO,
     residual: torch.Tensor | None = None,
     fadd: str | int | FusedAdd = "none",
     smooth_scale: torch.Tensor | None = None,
@@ -227,6 +230,8 @@ def which(*arguments: Any, norm: str | Norm = "layer", functional: bool = False,
     bound = inspect.signature(_FORWARD[kind]).bind(*arguments, **keywords)
     bound.apply_defaults()
     call = prepare(kind, **bound.arguments)
-    if functional and backend(call.x) == "torch":
+    if not functional:
+        refuse_gradient(call)
+    elif backend(call.x) == "torch":
         return "torch"
     return dispatch.name_of(call.mode, call.n)

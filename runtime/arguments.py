@@ -23,6 +23,10 @@ from .errors import (
 from .overlap import may_overlap
 from .words import word
 
+_NOT_DIFFERENTIABLE = (
+    "the forward functions compute none; call normforge.layer_norm, rms_norm, add_layer_norm or add_rms_norm, which do"
+)
+
 # Kernels take numbers as fp32; anything larger would arrive there as infinity.
 LARGEST_FP32 = torch.finfo(torch.float32).max
 
@@ -93,8 +97,6 @@ def prepare(
     for name, vector in (("weight", weight), ("bias", bias), ("x_bias", x_bias), ("smooth_scale", smooth_scale)):
         if vector is not None:
             check_vector(name, vector, x)
-    if quant.quantises:
-        _check_no_gradient(x=x, weight=weight, bias=bias, residual=residual, x_bias=x_bias, smooth_scale=smooth_scale)
     call = Call(
         mode=mode,
         m=x.numel() // n,
@@ -179,6 +181,11 @@ def _check_presence(
         raise ConflictError(
             f"smooth_scale was passed and fquant {fquant.value!r} would ignore it; pass fquant='smooth_dynamic'"
         )
+    check_offset(weight, weight_offset)
+
+
+def check_offset(weight: torch.Tensor | None, weight_offset: float) -> None:
+    """Check that there is a weight to add weight_offset to."""
     if weight is None and weight_offset:
         raise ConflictError(f"weight_offset={weight_offset} is added to weight and none was passed; pass weight")
 
@@ -216,14 +223,31 @@ def check_rows(name: str, tensor: torch.Tensor, x: torch.Tensor, dtypes: tuple[t
     return row_stride(name, tensor)
 
 
-def _check_no_gradient(**tensors: torch.Tensor | None) -> None:
+def refuse_gradient(call: Call) -> None:
+    """Refuse a forward call whose outputs ought to have a gradient, and will not.
+
+    Raises:
+        GradientError: a tensor requires a gradient, and gradients are enabled.
+    """
+    check_no_gradient(
+        "a quantised output has none" if call.mode.fquant.quantises else _NOT_DIFFERENTIABLE,
+        x=call.x,
+        weight=call.weight,
+        bias=call.bias,
+        residual=call.residual,
+        x_bias=call.x_bias,
+        smooth_scale=call.smooth_scale,
+    )
+
+
+def check_no_gradient(reason: str, **tensors: torch.Tensor | None) -> None:
+    """Check that no tensor requires a gradient while gradients are enabled."""
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad:
             raise GradientError(
-                f"{name} requires a gradient and a quantised output has none; "
-                f"call under torch.no_grad(), or pass {name}.detach()"
+                f"{name} requires a gradient and {reason}; call under torch.no_grad(), or pass {name}.detach()"
             )
 
 
@@ -238,17 +262,29 @@ def _check_outputs(call: Call, addressed: bool) -> None:
     }
     others = {name: tensor for name, tensor in inputs.items() if tensor is not None} if addressed else {}
     if call.out is not None:
-        _check_output("out", call.out, call.x, TORCH_DTYPES[call.mode.dtype_out], others)
+        _check_output("out", call.out, call.x, TORCH_DTYPES[call.mode.dtype_out], others, addressed)
         if addressed:
             others["out"] = call.out
     if call.residual_out is not None and call.residual is not None:
-        _check_output("residual_out", call.residual_out, call.x, call.residual.dtype, others)
+        _check_output("residual_out", call.residual_out, call.x, call.residual.dtype, others, addressed)
 
 
 def _check_output(
-    name: str, output: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, others: dict[str, torch.Tensor]
+    name: str,
+    output: torch.Tensor,
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    others: dict[str, torch.Tensor],
+    addressed: bool,
 ) -> None:
     stride = check_rows(name, output, x, (dtype,))
+    check_no_gradient("what is written to it has none", **{name: output})
+    # Of what a trace holds torch asks this itself.
+    if addressed and output.is_inference() and not torch.is_inference_mode_enabled():
+        raise GradientError(
+            f"{name} is an inference tensor, which is written to under torch.inference_mode() alone; "
+            f"call under that, or pass {name}.clone()"
+        )
     if stride < x.shape[-1] and output.numel() > x.shape[-1]:
         raise LayoutError(f"the rows of {name} overlap (row stride {stride}, N {x.shape[-1]}); pass rows of their own")
     for other_name, other in others.items():

@@ -12,9 +12,9 @@ import torch
 from . import dispatch
 from .codegen.model import Norm
 from .errors import GradientError
-from .forward import ZERO, forward_fused, forward_plain
+from .forward import forward_fused, forward_plain
 from .gradients import backward
-from .operands import PLAIN, UNREADABLE, Unlike
+from .operands import PLAIN, UNREADABLE, ZERO, Unlike
 from .output import LayerNormOutput
 from .rows import as_rows, walkable
 
@@ -194,6 +194,8 @@ class _AddNormalise(torch.autograd.Function):
         ctx.told = (told[0], x.dtype, None if bias is None else bias.dtype, residual.dtype)
         # A gradient that did not arrive stays None, rather than becoming M×N zeros.
         ctx.set_materialize_grads(False)
+        if not (x.requires_grad or residual.requires_grad):
+            ctx.mark_non_differentiable(total)
         ctx.save_for_backward(total, weight, statistics)
         return y, total
 

@@ -13,6 +13,7 @@ import torch
 
 from .gradient_plan import mode_of
 from .gradients import backward
+from .operands import ZERO
 from .output import NormGradients
 from .tracing import backward_traced, dispatch_modes, is_dynamo_compiling
 
@@ -50,6 +51,7 @@ def layernorm2d_bwd(
         `NormGradients`. dy is never written to.
 
     Raises:
+        GradientError: a tensor requires a gradient, with gradients enabled: no kernel computes a gradient's gradient.
         NormforgeError: as `layernorm2d_fwd` does for its arguments.
     """
     run = backward_traced if is_dynamo_compiling() or dispatch_modes() else backward
@@ -62,12 +64,12 @@ def rmsnorm2d_bwd(
     weight: torch.Tensor | None = None,
     *,
     rstd: torch.Tensor,
-    weight_offset: float = 0.0,
+    weight_offset: float = ZERO,
     x_bias: torch.Tensor | None = None,
     dresidual_out: torch.Tensor | None = None,
     dx_dtype: torch.dtype | None = None,
     wants: Collection[str] = ("dx",),
 ) -> NormGradients:
-    """Compute the gradients of `rmsnorm2d_fwd`; see `layernorm2d_bwd` for the arguments."""
+    """Compute the gradients of `rmsnorm2d_fwd`; see `layernorm2d_bwd`, also for errors."""
     run = backward_traced if is_dynamo_compiling() or dispatch_modes() else backward
     return run("rms", dy, x, weight, None, rstd, False, weight_offset, x_bias, dresidual_out, dx_dtype, None, wants)

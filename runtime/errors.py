@@ -52,7 +52,7 @@ class ConflictError(ArgumentError, ValueError):
 
 
 class GradientError(NormforgeError, RuntimeError):
-    """A gradient that normforge does not compute: one of a gradient, or one through a quantised output."""
+    """A gradient that normforge does not compute, or an output that autograd does not let be written to."""
 
 
 class MissingInstanceError(NormforgeError, LookupError):

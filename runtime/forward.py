@@ -15,11 +15,11 @@ import torch
 
 from . import dispatch
 from .allocate import contiguous_strides
-from .arguments import LARGEST_FP32, Call, prepare
+from .arguments import LARGEST_FP32, Call, prepare, refuse_gradient
 from .codegen.model import FusedAdd, FusedQuant, Norm, Rounding
 from .kernels import require_device
 from .launch import make_output, run
-from .operands import MISALIGNED, PLAIN, UNREADABLE, Unlike, layout_of, rows_of, vector_of
+from .operands import MISALIGNED, PLAIN, UNREADABLE, ZERO, Unlike, layout_of, offset_fits, rows_of, vector_of
 from .output import LayerNormOutput
 from .plan import INPUTS, REPLACEABLE, Plan
 from .row_statistics import pack
@@ -31,9 +31,6 @@ Key = tuple[Any, ...]
 
 # The address of a tensor that is not there, and what a key holds of it.
 _ABSENT = (0, None)
-
-# The offset of calls that have none.
-ZERO = 0.0
 
 
 def forward_plain(
@@ -94,6 +91,17 @@ def forward_plain(
         m = shape[0] if flat else x.numel() // n
         if m == 0 or x.__class__ not in PLAIN:
             raise Unlike
+        # Whoever lets but known calls through has asked this before.
+        if (
+            not known_only
+            and torch.is_grad_enabled()
+            and (
+                x.requires_grad
+                or (weight is not None and weight.requires_grad)
+                or (bias is not None and bias.requires_grad)
+            )
+        ):
+            raise Unlike
         key = (norm, n, device, kind, weight_kind, bias_kind, save_mv)
         if (x_at | weight_at | bias_at) & MISALIGNED:
             key = (*key, _alignment((x_at, 0, 0, weight_at, bias_at, 0)))
@@ -104,7 +112,7 @@ def forward_plain(
         plan is not None
         and eps.__class__ is float
         and 0.0 <= eps <= LARGEST_FP32
-        and (weight_offset is ZERO or _offset_fits(weight_offset, weight))
+        and (weight_offset is ZERO or offset_fits(weight_offset, weight))
     ):
         ready = plan.prepared(m)
         launch, empty = ready.launch_plain, plan.empty
@@ -128,6 +136,7 @@ def forward_plain(
     if known_only:
         raise Unlike
     call = prepare(_NORMS[norm], x, weight, bias, eps=eps, weight_offset=weight_offset, save_mv=save_mv)
+    refuse_gradient(call)
     return _first(call, key, packed)
 
 
@@ -189,10 +198,10 @@ def forward_fused(
         plan is not None
         and eps.__class__ is float
         and 0.0 <= eps <= LARGEST_FP32
-        and (weight_offset is ZERO or _offset_fits(weight_offset, weight))
+        and (weight_offset is ZERO or offset_fits(weight_offset, weight))
     ):
         tensors = (x, x_bias, residual, weight, bias, smooth_scale)
-        if (plan.scale_dtype is None or not (torch.is_grad_enabled() and _any_requires_gradient(*tensors))) and (
+        if (known_only or not (torch.is_grad_enabled() and _any_requires_gradient(*tensors))) and (
             (out is None and residual_out is None) or _may_write(plan, addresses, tensors, m, out, residual_out)
         ):
             return run(plan, addresses, tensors, shape, m, eps, weight_offset, out, residual_out, packed)
@@ -217,6 +226,7 @@ def forward_fused(
         out=out,
         residual_out=residual_out,
     )
+    refuse_gradient(call)
     return _first(call, key, packed)
 
 
@@ -247,12 +257,6 @@ def _alignment(addresses: tuple[int, ...]) -> tuple[bool, ...]:
     return tuple([not at & MISALIGNED for at in addresses])
 
 
-def _offset_fits(weight_offset: float, weight: torch.Tensor | None) -> bool:
-    if weight_offset.__class__ is not float:
-        return False
-    return weight_offset == 0.0 or (weight is not None and -LARGEST_FP32 <= weight_offset <= LARGEST_FP32)
-
-
 def _any_requires_gradient(
     x: torch.Tensor,
     x_bias: torch.Tensor | None,
@@ -280,9 +284,14 @@ def _may_write(
     out: torch.Tensor | None,
     residual_out: torch.Tensor | None,
 ) -> bool:
-    """Whether outputs share no memory with anything but the x or residual that they are; False may be too strict."""
+    """Whether outputs may be written to, and share no memory with anything but the x or residual that they are.
+
+    False may be too strict.
+    """
     y_at = y_end = 0
     if out is not None:
+        if not _is_writable(out):
+            return False
         y_at = out.data_ptr()
         row, step = plan.y_extent
         y_end = y_at + row + step * (m - 1)
@@ -290,12 +299,21 @@ def _may_write(
             return False
     if residual_out is None:
         return True
+    if not _is_writable(residual_out):
+        return False
     sum_at = residual_out.data_ptr()
     row, step = plan.sum_extent
     sum_end = sum_at + row + step * (m - 1)
     if y_at < sum_end and sum_at < y_end:
         return False
     return _meets_none(plan, addresses, tensors, m, residual_out, sum_at, sum_end)
+
+
+def _is_writable(output: torch.Tensor) -> bool:
+    return not (
+        (output.requires_grad and torch.is_grad_enabled())
+        or (output.is_inference() and not torch.is_inference_mode_enabled())
+    )
 
 
 def _meets_none(

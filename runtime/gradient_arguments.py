@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
-from .arguments import check_device, check_rows, check_vector, check_x
+from .arguments import check_device, check_no_gradient, check_number, check_offset, check_rows, check_vector, check_x
 from .codegen.model import Norm
 from .dtypes import FLOATS
 from .errors import ConflictError, DTypeError, LayoutError, ShapeError
@@ -58,7 +59,9 @@ def check(
 ) -> GradientCall:
     """Check everything a backward call was given, but for packed statistics, which no caller makes."""
     n = check_x(x)
-    statistics = {"rstd": rstd} if mean is None else {"mean": mean, "rstd": rstd}
+    offset = check_number("weight_offset", weight_offset, least=-math.inf)
+    check_offset(weight, offset)
+    statistics = {"mean": mean, "rstd": rstd} if norm.centres else {"rstd": rstd}
     dtypes = {"dx_dtype": dx_dtype, "bias_dtype": bias_dtype}
     for name, rows in (("dy", dy), ("dresidual_out", dresidual_out)):
         if rows is not None:
@@ -87,7 +90,7 @@ def check(
         mean=mean,
         rstd=rstd,
         packed=packed,
-        weight_offset=weight_offset,
+        weight_offset=offset,
         x_bias=x_bias,
         dresidual_out=dresidual_out,
         dx_dtype=dx_dtype,
@@ -96,7 +99,25 @@ def check(
     )
 
 
-def _check_statistic(name: str, statistic: torch.Tensor, x: torch.Tensor) -> None:
+def refuse_gradient(call: GradientCall) -> None:
+    """Refuse a backward call whose gradients ought to have one themselves, and will not.
+
+    Raises:
+        GradientError: a tensor requires a gradient, and gradients are enabled.
+    """
+    check_no_gradient(
+        "no kernel computes a gradient's gradient",
+        dy=call.dy,
+        x=call.x,
+        weight=call.weight,
+        mean=call.mean,
+        rstd=call.rstd,
+        x_bias=call.x_bias,
+        dresidual_out=call.dresidual_out,
+    )
+
+
+def _check_statistic(name: str, statistic: torch.Tensor | None, x: torch.Tensor) -> None:
     if not isinstance(statistic, torch.Tensor) or statistic.dtype != torch.float32:
         got = statistic.dtype if isinstance(statistic, torch.Tensor) else type(statistic).__name__
         raise DTypeError(f"{name} is {got}; it takes the torch.float32 tensor that the forward call saved")

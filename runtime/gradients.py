@@ -11,11 +11,11 @@ import torch
 from . import dispatch
 from .allocate import contiguous_strides
 from .codegen.model import Norm
-from .gradient_arguments import GradientCall, check
+from .gradient_arguments import GradientCall, check, refuse_gradient
 from .gradient_plan import INPUTS, SUMS, GradientPlan
 from .kernels import require_device
 from .launch import make_output
-from .operands import MISALIGNED, PLAIN, UNREADABLE, Unlike, layout_of, rows_of, vector_of
+from .operands import MISALIGNED, PLAIN, UNREADABLE, ZERO, Unlike, layout_of, offset_fits, rows_of, vector_of
 from .output import NormGradients
 from .row_statistics import rstd_address, unpacked
 from .rules import new_exchange
@@ -53,6 +53,7 @@ def backward(
     key: tuple[Any, ...] | None = None
     plan: GradientPlan | None = None
     addresses: tuple[int, ...]
+    tensors: Tensors
     try:
         shape, device = x.shape, x.device
         n = shape[-1]
@@ -69,11 +70,17 @@ def backward(
             rstd_at = rstd.data_ptr()
             mean_at, rstd_at = (rstd_at, rstd_address(rstd_at, m)) if norm == "layer" else (0, rstd_at)
         else:
-            mean_at = 0 if mean is None else _statistic_of(mean, shape, device)
+            mean_at = 0 if norm == "rms" else _statistic_of(mean, shape, device)
             rstd_at = _statistic_of(rstd, shape, device)
         if wants.__class__ is list:
             wants = tuple(wants)
-        if m == 0 or x.__class__ not in PLAIN or weight_offset.__class__ is not float or wants.__class__ is not tuple:
+        if m == 0 or x.__class__ not in PLAIN or wants.__class__ is not tuple:
+            raise Unlike
+        if weight_offset is not ZERO and not offset_fits(weight_offset, weight):
+            raise Unlike
+        # Whoever lets but known calls through has asked this before.
+        tensors = (dy, x, x_bias, weight, mean, rstd, dresidual_out)
+        if not known_only and torch.is_grad_enabled() and _any_requires_gradient(*tensors):
             raise Unlike
         key = (
             norm, n, device, dy_kind, x_kind, dresidual_kind, weight_kind, x_bias_kind, dx_dtype, bias_dtype, wants,
@@ -85,7 +92,6 @@ def backward(
     except UNREADABLE:
         key = None
     if plan is not None:
-        tensors = (dy, x, x_bias, weight, mean, rstd, dresidual_out)
         return _run(plan, addresses, tensors, shape, packed, m, weight_offset)
     if known_only:
         raise Unlike
@@ -104,11 +110,35 @@ def backward(
         bias_dtype,
         wants,
     )
+    refuse_gradient(call)
     require_device(x)
     return _first(call, key)
 
 
-def _statistic_of(statistic: torch.Tensor, shape: torch.Size, device: torch.device) -> int:
+def _any_requires_gradient(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    x_bias: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    dresidual_out: torch.Tensor | None,
+) -> bool:
+    # Written out, because a loop takes longer.
+    return (
+        x.requires_grad
+        or dy.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (dresidual_out is not None and dresidual_out.requires_grad)
+        or (x_bias is not None and x_bias.requires_grad)
+        or (mean is not None and mean.requires_grad)
+        or rstd.requires_grad
+    )
+
+
+def _statistic_of(statistic: torch.Tensor | None, shape: torch.Size, device: torch.device) -> int:
+    if statistic is None:
+        raise Unlike
     at, kind = rows_of(statistic, shape[:-1], device)
     # What has gaps is of another kind.
     if kind is not torch.float32:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.autograd.graph import increment_version
 
 from .allocate import contiguous_strides
 from .output import LayerNormOutput
@@ -50,11 +51,20 @@ def run(
     else:
         size, leading = tuple(shape), tuple(shape[:-1])
         strides, leading_strides = contiguous_strides(size), contiguous_strides(leading)
-    y = empty(size, strides, plan.y_dtype) if out is None else out
+    if out is None:
+        y = empty(size, strides, plan.y_dtype)
+    else:
+        y = out
+        # What autograd kept of it is no longer what it was, and it finds out by this.
+        increment_version(y)
     total = y_scale = mean = rstd = None
     total_at = y_scale_at = mean_at = rstd_at = 0
     if sum_dtype is not None:
-        total = empty(size, strides, sum_dtype) if residual_out is None else residual_out
+        if residual_out is None:
+            total = empty(size, strides, sum_dtype)
+        else:
+            total = residual_out
+            increment_version(total)
         total_at = total.data_ptr()
     if scale_dtype is not None:
         y_scale = empty(leading, leading_strides, scale_dtype)

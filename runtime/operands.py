@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .arguments import LARGEST_FP32
 from .compiled import ALIGNMENT
 
 # An address with any of these bits is not aligned.
@@ -13,6 +14,10 @@ MISALIGNED = ALIGNMENT - 1
 
 # Anything else may answer the same questions and be something else: a subclass with a storage of its own kind, say.
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+# The offset of calls that have none.
+ZERO = 0.0
 
 
 class Unlike(Exception):
@@ -50,3 +55,10 @@ def vector_of(vector: torch.Tensor, n: int, device: torch.device) -> tuple[int, 
     if vector.__class__ not in PLAIN or vector.device != device or vector.shape != (n,) or not vector.is_contiguous():
         raise Unlike
     return vector.data_ptr(), vector.dtype
+
+
+def offset_fits(weight_offset: float, weight: torch.Tensor | None) -> bool:
+    """Whether weight_offset, if it is not `ZERO` itself, needs no check."""
+    if weight_offset.__class__ is not float:
+        return False
+    return weight_offset == 0.0 or (weight is not None and -LARGEST_FP32 <= weight_offset <= LARGEST_FP32)

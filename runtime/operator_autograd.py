@@ -68,7 +68,10 @@ def register(library: torch.library.Library, norm: Norm, forward: str, backward:
         # A gradient that did not arrive stays None, rather than becoming M×N zeros.
         ctx.set_materialize_grads(False)
         statistics = output[2 if stores else 1 :]
-        ctx.mark_non_differentiable(*statistics)
+        # y, and the sum if a tensor that is summed requires a gradient.
+        summed = [inputs[place] for place in (_X, _RESIDUAL, _X_BIAS)]
+        sum_is_due = stores and any(tensor is not None and tensor.requires_grad for tensor in summed)
+        ctx.mark_non_differentiable(*output[2 if sum_is_due else 1 :])
         if refusal is None:
             # The sum holds x_bias already.
             normalised = (output[1], None) if stores else (inputs[_X], inputs[_X_BIAS])

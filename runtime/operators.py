@@ -19,14 +19,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from . import operator_autograd
-from .arguments import Call, prepare
+from .arguments import Call, prepare, refuse_gradient
 from .codegen.model import FusedAdd, FusedQuant, Norm, Rounding
 from .dtypes import TORCH_DTYPES
-from .forward import ZERO, forward_fused, forward_plain
+from .forward import forward_fused, forward_plain
 from .gradient_arguments import GradientCall, check
 from .gradients import backward
+from .operands import ZERO
 from .output import LayerNormOutput
 
 _MODES = (
@@ -125,7 +127,9 @@ def _fake_forward(norm: str, *arguments: Any) -> list[torch.Tensor]:
 
 
 def _fake_forward_into(norm: str, *arguments: Any) -> PerRow:
-    return _per_row(_outputs_like(checked(norm, *arguments)))
+    call = checked(norm, *arguments)
+    refuse_gradient(call)
+    return _per_row(_outputs_like(call))
 
 
 def _per_row(output: LayerNormOutput) -> PerRow:
@@ -260,6 +264,18 @@ def _register(
     return operator
 
 
+def _count_writes(name: str, operator: torch._ops.OpOverload[Any, Any]) -> None:
+    """Have autograd see what an operator of `_WRITTEN` outputs writes to, also where it is traced and does not run."""
+
+    def count(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+        out, residual_out = arguments[-2:]
+        increment_version(out if residual_out is None else (out, residual_out))
+        return operator.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)
+
+    # As torch.library.custom_op does for what it is told is mutated.
+    _library.impl(name, count, "ADInplaceOrView", with_keyset=True)  # type: ignore[no-untyped-call]
+
+
 _NAMES = {Norm.LAYER: "layernorm2d", Norm.RMS: "rmsnorm2d"}
 _ADAPT_FORWARD: dict[Norm, Callable[..., Any]] = {Norm.LAYER: _layer_forward, Norm.RMS: _rms_forward}
 _ADAPT_BACKWARD: dict[Norm, Callable[..., Any]] = {Norm.LAYER: _layer_backward, Norm.RMS: _rms_backward}
@@ -284,6 +300,8 @@ FORWARD_INTO = {
     )
     for norm, name in _NAMES.items()
 }
+for _norm, _name in _NAMES.items():
+    _count_writes(f"{_name}_fwd_into", FORWARD_INTO[_norm.value])
 BACKWARD = {
     norm.value: _register(f"{name}_bwd", _BACKWARD[norm], "Tensor[]", _ADAPT_BACKWARD[norm], _backward, _fake_backward)
     for norm, name in _NAMES.items()

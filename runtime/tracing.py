@@ -8,18 +8,17 @@ question is one C call or less for an eager call, 0.05 us.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from . import operators
+from . import gradient_arguments, operators
+from .arguments import refuse_gradient
 from .autograd import autocasts, normalise, normalise_known
 from .codegen.model import FusedAdd, FusedQuant, Norm, Rounding
 from .dtypes import TORCH_DTYPES
 from .eager_only import eager_only
 from .forward import forward_fused, forward_plain
-from .gradient_arguments import check
 from .gradients import backward
 from .output import LayerNormOutput, NormGradients
 from .rows import as_rows
@@ -81,6 +80,7 @@ def forward_traced(
         out,
         residual_out,
     )
+    refuse_gradient(call)
     mode = call.mode
     saves_mean = mode.save_mv and norm == "layer"
     parameters = (bias, call.eps) if norm == "layer" else (call.eps, call.weight_offset)
@@ -89,7 +89,7 @@ def forward_traced(
         *(out_dtype, scale_dtype, mode.save_mv, mode.rounding.value),
     )
     if out is None and residual_out is None:
-        made = iter(operators.FORWARD[norm](*_detached(given)))
+        made = iter(operators.FORWARD[norm](*given))
         return LayerNormOutput(
             y=next(made),
             residual_out=next(made) if mode.fadd.stores else None,
@@ -100,7 +100,7 @@ def forward_traced(
     y = x.new_empty(x.shape, dtype=TORCH_DTYPES[mode.dtype_out]) if out is None else out
     if residual_out is None and mode.fadd.stores and residual is not None:
         residual_out = residual.new_empty(x.shape)
-    y_scale, mean, rstd = operators.FORWARD_INTO[norm](*_detached((*given, y, residual_out)))
+    y_scale, mean, rstd = operators.FORWARD_INTO[norm](*given, y, residual_out)
     return LayerNormOutput(
         y=y,
         residual_out=residual_out,
@@ -126,20 +126,15 @@ def backward_traced(
     wants: Collection[str],
 ) -> NormGradients:
     """What `gradients.backward` is, as one operator; see `layernorm2d_bwd`."""
-    check(
+    call = gradient_arguments.check(
         Norm(norm), dy, x, weight, mean, rstd, packed, weight_offset, x_bias, dresidual_out, dx_dtype, bias_dtype, wants
     )
+    gradient_arguments.refuse_gradient(call)
     statistics = (mean, rstd) if norm == "layer" else (rstd, weight_offset)
     types = (dx_dtype, bias_dtype) if norm == "layer" else (dx_dtype,)
     given = (dy, x, weight, *statistics, x_bias, dresidual_out, *types, list(wants))
-    made = iter(operators.BACKWARD[norm](*_detached(given)))
+    made = iter(operators.BACKWARD[norm](*given))
     return NormGradients(*[next(made) if name in wants else None for name in NormGradients._fields])
-
-
-def _detached(arguments: tuple[Any, ...]) -> list[Any]:
-    """Arguments whose tensors require no gradient, as an eager call takes them."""
-    # Not no_grad(): an error within would leave gradients off, if a backend runs the graph as it was traced.
-    return [value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value for value in arguments]
 
 
 def normalise_traced(

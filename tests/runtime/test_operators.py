@@ -127,7 +127,7 @@ def test_torchs_checks_of_an_operator_that_writes(norm: str, modes: dict[str, An
         {},
         {"dresidual_out": torch.ones(M, N), "dx_dtype": torch.float16, "wants": ["dx"]},
         {"dy": None, "x_bias": torch.ones(N).half(), "dresidual_out": torch.ones(M, N), "wants": ["dx_bias", "dx"]},
-        {"weight": None, "wants": ["dx"]},
+        {"weight": None, "weight_offset": 0.0, "wants": ["dx"]},
     ],
     ids=["all", "residual", "x_bias", "unweighted"],
 )
@@ -290,6 +290,20 @@ def test_a_gradient_of_the_sum_alone() -> None:
     _, total, _, _ = operators.FORWARD["layer"](*arguments("layer", given))
     arriving = torch.randn(M, N)
     assert all(torch.equal(g, arriving) for g in torch.autograd.grad(total, (x, residual), arriving))
+
+
+@pytest.mark.parametrize("asking", ["x", "residual", "x_bias", "weight"])
+@each_norm
+def test_the_sum_has_a_gradient_where_what_is_summed_has(norm: str, asking: str) -> None:
+    given = {"x": torch.randn(M, N), "residual": torch.randn(M, N), "x_bias": torch.randn(N), "weight": torch.randn(N)}
+    given[asking].requires_grad_()
+    modes: dict[str, Any] = {"fadd": "pre_add_store", "save_mv": True}
+    y, total, *statistics = operators.FORWARD[norm](*arguments(norm, {**given, **modes}))
+    assert (y.requires_grad, total.requires_grad) == (True, asking != "weight")
+    assert not any(statistic.requires_grad for statistic in statistics)
+    outputs = [y] if asking == "weight" else [y, total]
+    (gradient,) = torch.autograd.grad(outputs, given[asking], [torch.ones(M, N) for _ in outputs])
+    assert gradient.shape == given[asking].shape
 
 
 @pytest.mark.parametrize(

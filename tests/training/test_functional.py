@@ -372,6 +372,29 @@ def test_bad_arguments(case: tuple[str, tuple[Any, ...], dict[str, Any], str, tu
         assert words in messages[0]
 
 
+@pytest.mark.parametrize("asking", [("weight",), ("bias",), ("x",), ("residual",), ("residual", "weight"), ()], ids=str)
+@pytest.mark.parametrize("traced", [False, True])
+def test_the_sum_has_a_gradient_where_what_is_summed_has(asking: tuple[str, ...], traced: bool) -> None:
+    def add(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return normforge.add_layer_norm(x, residual, weight, bias)
+
+    given = {"x": X.clone(), "residual": X.clone(), "weight": VECTOR.clone(), "bias": VECTOR.clone()}
+    for name in asking:
+        given[name].requires_grad_()
+    function = torch.compile(add, backend="aot_eager", fullgraph=True) if traced else add
+    for _ in range(2):
+        y, total = function(**given)
+        assert y.requires_grad == bool(asking)
+        assert total.requires_grad == bool({"x", "residual"}.intersection(asking))
+        if asking:
+            arriving = [torch.ones_like(X) for tensor in (y, total) if tensor.requires_grad]
+            outputs = [tensor for tensor in (y, total) if tensor.requires_grad]
+            gradients = torch.autograd.grad(outputs, [given[name] for name in asking], arriving)
+            assert [gradient.shape for gradient in gradients] == [given[name].shape for name in asking]
+
+
 @pytest.mark.parametrize("shape", [[64], torch.Size([64]), (64,)], ids=str)
 def test_a_shape_of_any_kind_is_taken_again(shape: Any) -> None:
     for _ in range(2):

@@ -163,10 +163,45 @@ def test_the_backward_functions() -> None:
     assert all(same_bits(a, b) for a, b in zip(function(*given), call(*given), strict=True))
 
 
-def test_forward_functions_have_no_gradient_in_a_graph_either() -> None:
-    x = torch.randn(5, N, requires_grad=True)
-    function, _ = compiled(lambda x: normforge.layernorm2d_fwd(x, save_mv=True))
-    assert not any(tensor is not None and tensor.requires_grad for tensor in function(x))
+@pytest.mark.parametrize("name", ["x", "weight"])
+def test_forward_functions_have_no_gradient_in_a_graph_either(name: str) -> None:
+    given: dict[str, Any] = {"x": torch.randn(5, N), "weight": torch.ones(N)}
+    given[name].requires_grad_()
+
+    def call(given: dict[str, Any]) -> torch.Tensor:
+        return normforge.layernorm2d_fwd(**given).y
+
+    with pytest.raises(errors.GradientError, match=f"^{name} requires a gradient and the forward functions compute"):
+        torch.compile(call, backend="eager")(given)
+    torch._dynamo.reset()
+    function, _ = compiled(call)
+    with torch.no_grad():
+        assert same_bits(function(given), call(given))
+
+
+class StraightThrough(torch.autograd.Function):
+    """A user's own function, on one that is not differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return normforge.rmsnorm2d_fwd(x, weight).y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return dy, None
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_forward_function_within_a_function_of_ones_own(traced: bool) -> None:
+    x, weight = torch.randn(5, N, requires_grad=True), torch.randn(N, requires_grad=True)
+
+    def call(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = StraightThrough.apply(x, weight)  # type: ignore[no-untyped-call]  # torch declares no types
+        return y
+
+    y = (compiled(call)[0] if traced else call)(x, weight)
+    assert same_bits(y, normforge.rmsnorm2d_fwd(x.detach(), weight.detach()).y)
+    assert same_bits(torch.autograd.grad(y, x, arriving := torch.randn(5, N))[0], arriving)
 
 
 @pytest.mark.parametrize("backend", ["eager", BACKEND, "inductor"])
