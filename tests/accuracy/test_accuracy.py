@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def test_most_errors_are_at_most_torchs() -> None:
 @pytest.mark.gpu
 def test_the_whole_table_on_a_card() -> None:
     machine = find_machine()
-    outcome = run(cases(machine.device), machine, SEED, jobs=8)
+    outcome = run(cases(machine.device), machine, SEED, jobs=min(16, os.cpu_count() or 1))
     assert outcome.ok, f"{outcome.verdict}\n{told(outcome.failing)}\n" + "\n".join(outcome.broken)
 
 
