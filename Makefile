@@ -20,6 +20,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LINKS := $(VENV)/links
 
+# One sentence where there is no GPU; $(1) is what needs none.
+needs_gpu = $(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make $@ needs a GPU, and torch finds none here; what runs without one: $(1)")'
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu accuracy sanitize bench lint format generate check clean
 
@@ -45,6 +48,7 @@ test: $(READY)
 	env -u TRITON_INTERPRET $(BIN)/pytest -q -n auto -m compile
 
 test-gpu: $(READY)
+	@$(call needs_gpu,make test)
 	env -u TRITON_INTERPRET $(BIN)/pytest -q -m gpu
 
 accuracy: $(READY)
@@ -54,6 +58,7 @@ sanitize: $(READY)
 	env -u TRITON_INTERPRET $(BIN)/python -m tests.sanitizer --markdown docs/sanitizer.md $(SANITIZE)
 
 bench: $(READY)
+	@$(call needs_gpu,make demo)
 	env -u TRITON_INTERPRET $(BIN)/python -m benchmarks run $(BENCH)
 
 # mypy reads folders, not setuptools' package-dir; the links lay them out as they are installed.

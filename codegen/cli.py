@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from .command import DIFFERS, DONE, Parser, run
 from .emit import render_folder
-from .errors import NormforgeError
 from .folder import Plan, plan
 from .manifest import Manifest, load
 from .report import counts, listing
@@ -21,8 +20,6 @@ from .tile_tables import own_tables, read_table
 _ROOT = Path(__file__).resolve().parent.parent
 _MANIFEST = _ROOT / "instances.yaml"
 _FOLDER = _ROOT / "generated"
-
-_DONE, _DIFFERS, _REFUSED = 0, 1, 2
 
 _DESCRIPTION = """\
 Generate normalisation kernels and their dispatch table from a manifest.
@@ -35,7 +32,8 @@ a selection:
   --where takes conditions on axes, all of which must hold: axis=word, axis=word|word or axis!=word. dtype_out=same
   means dtype_in. For n, = and != mean the bucket that serves that length; <, <=, > and >= compare the last length of
   a bucket, infinite if it has no cap, so n<=8192 keeps the buckets that end at 8192 or before.
-  Both may be given. The folder then holds the instances that are left: files of the others are removed from it.
+  Given several times, either option is one list of all its parts. Both may be given. The folder then holds the
+  instances that are left: files of the others are removed from it. No other option may be given twice.
 
 examples:
   {prog} --list --filter 'rms_*_mv_n4096'
@@ -63,39 +61,33 @@ def main(argv: Sequence[str] | None = None, prog: str = "python generate.py") ->
     parser = _parser(prog)
     arguments = parser.parse_args(given)
     _complete(parser, arguments)
-    try:
-        status = _run(arguments, again=_without_check(prog, given))
-        sys.stdout.flush()
-    except NormforgeError as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return _REFUSED
-    except BrokenPipeError:
-        # The reader of a pipe, `head` perhaps, has all it wanted; the flush at exit must not complain about the rest.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _DONE
-    return status
+    return run(prog, lambda: _run(arguments, again=_without_check(prog, given)))
 
 
 def _run(arguments: argparse.Namespace, again: str) -> int:
     tables = own_tables()
     if arguments.tiles is not None:
         tables = {**tables, arguments.tiles.stem: read_table(arguments.tiles)}
-    manifest = select(load(arguments.manifest, tables), arguments.filter, arguments.where)
+    manifest = select(load(arguments.manifest, tables), _joined(arguments.filter), _joined(arguments.where))
     if arguments.verb in _REPORTS:
         print(_REPORTS[arguments.verb](manifest))
-        return _DONE
+        return DONE
     planned = plan(arguments.out, render_folder(manifest.instances))
     return _ACTIONS[arguments.verb](manifest, planned, again)
 
 
+def _joined(given: list[str] | None) -> str | None:
+    return None if given is None else ",".join(given)
+
+
 def _write(manifest: Manifest, planned: Plan, again: str) -> int:
-    planned.apply()
+    planned = planned.apply()
     written = len(planned.missing) + len(planned.changed)
     print(
         f"{_size(manifest)}: {written} files written, {len(planned.unchanged)} unchanged, "
         f"{len(planned.stale)} removed in {planned.folder}"
     )
-    return _DONE
+    return DONE
 
 
 def _dry_run(manifest: Manifest, planned: Plan, again: str) -> int:
@@ -107,13 +99,13 @@ def _dry_run(manifest: Manifest, planned: Plan, again: str) -> int:
         f"{_size(manifest)}: would write {len(planned.missing)} files, change {len(planned.changed)}, "
         f"remove {len(planned.stale)} and leave {len(planned.unchanged)} in {planned.folder}"
     )
-    return _DONE
+    return DONE
 
 
 def _check(manifest: Manifest, planned: Plan, again: str) -> int:
     if planned.is_clean:
         print(f"{_size(manifest)}: {planned.folder} is up to date")
-        return _DONE
+        return DONE
     sys.stdout.writelines(planned.diff())
     found = (("missing", planned.missing), ("changed", planned.changed), ("stale", planned.stale))
     counted = [f"{len(names)} {what}" for what, names in found if names]
@@ -124,7 +116,7 @@ def _check(manifest: Manifest, planned: Plan, again: str) -> int:
         f"{planned.folder} differs from {manifest.path}: {', '.join(counted)}; to bring it up to date: {again}",
         file=sys.stderr,
     )
-    return _DIFFERS
+    return DIFFERS
 
 
 _REPORTS: dict[str, Callable[[Manifest], str]] = {"list": listing, "count": counts}
@@ -137,13 +129,7 @@ def _size(manifest: Manifest) -> str:
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=_DESCRIPTION,
-        epilog=_EPILOG.format(prog=prog),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog, _DESCRIPTION, _EPILOG.format(prog=prog))
     parser.add_argument("--manifest", type=Path, metavar="FILE", help="what to generate (a checkout's instances.yaml)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to (a checkout's generated/)")
     parser.add_argument(
@@ -152,8 +138,11 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         metavar="FILE",
         help="tiles of an architecture, as normforge tune writes them (sm_90.yaml)",
     )
-    parser.add_argument("--filter", metavar="GLOB[,GLOB]", help="keep the instances whose name matches a glob")
-    parser.add_argument("--where", metavar="CONDITION[,CONDITION]", help="keep the instances that meet every condition")
+    for name, metavar, text in (
+        ("filter", "GLOB[,GLOB]", "keep the instances whose name matches a glob"),
+        ("where", "CONDITION[,CONDITION]", "keep the instances that meet every condition"),
+    ):
+        parser.add_argument(f"--{name}", action="append", metavar=metavar, help=f"{text}; may be given several times")
     parser.set_defaults(verb="write")
     verbs = parser.add_argument_group("instead of writing (at most one)").add_mutually_exclusive_group()
     for verb, text in (

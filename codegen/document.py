@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +14,22 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from .errors import ManifestError, NormforgeError
-from .words import nearest, one_of, unknown
+from .words import nearest, one_of, printable, shortened, unknown
 
 _STRING, _BOOLEAN, _NULL, _INTEGER = (f"tag:yaml.org,2002:{tag}" for tag in ("str", "bool", "null", "int"))
+_MAPPING, _SEQUENCE = (f"tag:yaml.org,2002:{tag}" for tag in ("map", "seq"))
 _KINDS = {
     _INTEGER: "the whole number",
     "tag:yaml.org,2002:float": "the number",
     "tag:yaml.org,2002:timestamp": "the date",
     "tag:yaml.org,2002:merge": "the merge key",
 }
+
+
+# The manifest of every legal mode is under 1 MiB. PyYAML takes some 10 s for each.
+_MOST_BYTES = 16 << 20
+# Python itself refuses more of an integer in decimals; no number here has so many.
+_MOST_DIGITS = 18
 
 
 @dataclass(frozen=True)
@@ -65,12 +75,13 @@ def compose(path: Path, kind: DocumentKind = MANIFEST) -> Node | None:
         before = 0
         problem = "it is nested too deeply"
     line = 1 + text.count("\n", 0, before)
-    raise kind.error(f"{path}:{line}: this is not valid YAML: {problem}; {kind.shape}")
+    raise kind.error(f"{path}:{line}: this is not valid YAML: {printable(problem)}; {kind.shape}")
 
 
 def _read(path: Path, kind: DocumentKind) -> str:
     try:
-        return path.read_bytes().decode()
+        data = _contents(path, kind)
+        return data.decode()
     except FileNotFoundError:
         raise kind.error(f"{path}: there is no such {kind.noun}; {kind.where}") from None
     except OSError as error:
@@ -80,6 +91,31 @@ def _read(path: Path, kind: DocumentKind) -> str:
     except UnicodeDecodeError as error:
         line = 1 + error.object.count(b"\n", 0, error.start)
         raise kind.error(f"{path}:{line}: the {kind.noun} is not UTF-8 text; save it as UTF-8") from error
+
+
+def _contents(path: Path, kind: DocumentKind) -> bytes:
+    """The bytes of a file that ends: a regular one, or what another process or a terminal hands this one."""
+    try:
+        # Opening a pipe with a name would wait for somebody to write to it.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as error:
+        # A NUL, which no system call takes.
+        raise kind.error(f"{str(path)!r} is no path ({error}); {kind.where}") from error
+    with os.fdopen(handle, "rb") as file:
+        mode = os.fstat(handle).st_mode
+        is_handed_over = stat.S_ISFIFO(mode) and str(path).startswith(("/dev/", "/proc/"))
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not (stat.S_ISREG(mode) or is_handed_over):
+            raise kind.error(
+                f"{path}: the {kind.noun} is no regular file, and might never end; {kind.where}, or pipe it in "
+                "as /dev/stdin"
+            )
+        os.set_blocking(handle, True)
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise kind.error(f"{path}: the {kind.noun} is longer than {_MOST_BYTES >> 20} MiB; split it in several")
+    return data
 
 
 def line_of(node: Node) -> int:
@@ -98,11 +134,11 @@ class Section:
     def error(self, node: Node, problem: str) -> NormforgeError:
         """The error for a problem at a node of this section."""
         label = f" {self.label}:" if self.label else ""
-        return self.kind.error(f"{self.path}:{line_of(node)}:{label} {problem}")
+        return self.kind.error(f"{self.path}:{line_of(node)}:{printable(label)} {printable(problem)}")
 
     def mapping(self, node: Node, expected: str) -> dict[str, Pair]:
         """A mapping from words, each given once."""
-        if not isinstance(node, MappingNode):
+        if not isinstance(node, MappingNode) or node.tag != _MAPPING:
             raise self.error(node, f"expected {expected}, not {_describe(node)}")
         pairs: dict[str, Pair] = {}
         for key, value in node.value:
@@ -131,7 +167,8 @@ class Section:
 
     def integer(self, node: Node, what: str, expected: str) -> int:
         """A whole number in plain decimals."""
-        if not isinstance(node, ScalarNode) or node.tag != _INTEGER or not node.value.isdecimal():
+        is_plain = isinstance(node, ScalarNode) and node.tag == _INTEGER and node.value.isascii()
+        if not is_plain or not node.value.isdecimal() or len(node.value) > _MOST_DIGITS:
             raise self.error(node, f"{what} takes {expected}, not {_describe(node)}")
         return int(node.value)
 
@@ -150,7 +187,7 @@ class Section:
 
     def _items(self, node: Node, what: str) -> Sequence[Node]:
         """A value or a list of values, at least one."""
-        if not isinstance(node, SequenceNode):
+        if not isinstance(node, SequenceNode) or node.tag != _SEQUENCE:
             return [node]
         if not node.value:
             raise self.error(node, f"{what} is an empty list, which makes no instance; give it a value or leave it out")
@@ -180,16 +217,16 @@ def _meant(node: Node, legal: Sequence[str]) -> str | None:
 
 def _describe(node: Node) -> str:
     if isinstance(node, MappingNode):
-        return "a mapping"
+        return "a mapping" if node.tag == _MAPPING else f"a mapping tagged {node.tag}"
     if isinstance(node, SequenceNode):
-        return "a list"
+        return "a list" if node.tag == _SEQUENCE else f"a list tagged {node.tag}"
     if node.tag == _NULL:
         return "an empty value"
     if node.tag == _STRING:
-        return f"the word {node.value!r}"
+        return f"the word {shortened(node.value)!r}"
     value = _boolean_of(node)
     if value is not None:
         spelling = str(value).lower()
         read = "" if node.value == spelling else f" (YAML reads {node.value} so)"
         return f"the boolean {spelling}{read}"
-    return f"{_KINDS.get(node.tag, node.tag)} {node.value}"
+    return f"{_KINDS.get(node.tag, node.tag)} {shortened(node.value)}"

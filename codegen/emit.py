@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jinja2
 
-from .model import ANY, Instance, Mode, Part, Pipeline, Tile
+from .model import ANY, Instance, Mode, Part, Pipeline, Tile, legal_modes
 from .signature import column_sums, params, summary
 from .tiling import SMALL_M
 
@@ -60,6 +60,17 @@ def render_module(mode: Mode, pipelines: Iterable[Pipeline]) -> str:
     """Render the module that holds a mode's kernels, one for each pipeline asked."""
     kernels = [_render_kernel(mode, part) for pipeline in pipelines for part in parts(mode, pipeline)]
     return _render("module.py.j2", docstring=_docstring(mode), imports=_imports("\n".join(kernels)), kernels=kernels)
+
+
+def render_every_kernel(name: str) -> str | None:
+    """Render the module of the mode of a name with every kernel there is, or None if no mode is called so."""
+    mode = _modes_by_name().get(name)
+    return None if mode is None else render_module(mode, mode.pipelines)
+
+
+@cache
+def _modes_by_name() -> dict[str, Mode]:
+    return {mode.name: mode for mode in legal_modes()}
 
 
 def parts(mode: Mode, pipeline: Pipeline) -> tuple[Pipeline | Part, ...]:

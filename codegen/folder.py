@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .emit import MARKER
+from .emit import MARKER, render_every_kernel
 from .errors import FolderError
+from .locking import locked
 
 _TABLE = "dispatch.py"
 _MARKER_LINES = 5
 _TEMPORARY = ".normforge-tmp"
+_LOCK = ".normforge-lock"
+_KERNEL = re.compile(rb"^def (\w+)\(", re.MULTILINE)
 _NAMES_SHOWN = 10
 
 
@@ -65,37 +69,67 @@ class Plan:
                 "/dev/null" if name in self.stale else path,
             )
 
-    def apply(self) -> None:
-        """Make the folder hold what it should.
+    def apply(self) -> Plan:
+        """Make the folder hold what it should, and return what that took.
 
-        Everything is first written beside its place, so that a full disk changes nothing. Then modules are put in
-        place, then the table that names them, then modules that no table names any more are removed: wherever a
-        run is cut off, the folder's table is the old one or the new one, and the modules it names are there.
+        Runs into one folder go one after the other. Everything is first written beside its place, so that a full disk
+        changes nothing. Then modules are put in place, with every kernel that the table which still stands may name;
+        then the table; then modules that lose kernels, and those that no table names any more are removed: wherever a
+        run is cut off, the folder's table is the old one or the new one, and what it names is there. That holds for
+        folders of one version of the templates: over another's, the table and modules are replaced one by one.
 
         Raises:
             FolderError: the folder holds files of somebody else's, or cannot be written.
         """
         self.refuse_foreign()
-        token = secrets.token_hex(4)
-        table_last = sorted((*self.missing, *self.changed), key=lambda name: name == _TABLE)
-        staged = {self.folder / f"{name}.{token}{_TEMPORARY}": name for name in table_last}
+        if self.is_clean:
+            return self
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for temporary, name in staged.items():
-                temporary.write_bytes(self.files[name].encode())
-            for temporary, name in staged.items():
-                temporary.replace(self.folder / name)
-            for name in self.stale:
-                (self.folder / name).unlink(missing_ok=True)
+            with locked(self.folder / _LOCK):
+                # Another run may have changed the folder while this one waited.
+                now = plan(self.folder, self.files)
+                now.refuse_foreign()
+                now._replace()
+        except FolderError:
+            raise
         except OSError as error:
             raise FolderError(
                 f"{self.folder} cannot be written: {error.strerror}; mend that and run again, "
                 "or choose another folder with --out"
             ) from error
+        return now
+
+    def _replace(self) -> None:
+        token = secrets.token_hex(4)
+        staged: list[tuple[Path, str]] = []
+
+        def stage(name: str, text: str) -> None:
+            temporary = self.folder / f"{name}.{len(staged)}.{token}{_TEMPORARY}"
+            staged.append((temporary, name))
+            temporary.write_bytes(text.encode())
+
+        try:
+            losing = {name: text for name in self.changed if (text := self._until_the_table_changes(name)) is not None}
+            for name in sorted((*self.missing, *self.changed), key=lambda name: name == _TABLE):
+                stage(name, losing.get(name, self.files[name]))
+            for name in losing:
+                stage(name, self.files[name])
+            for temporary, name in staged:
+                temporary.replace(self.folder / name)
+            for name in self.stale:
+                (self.folder / name).unlink(missing_ok=True)
         finally:
-            for temporary in staged:
+            for temporary, _ in staged:
                 with suppress(OSError):
                     temporary.unlink(missing_ok=True)
+
+    def _until_the_table_changes(self, name: str) -> str | None:
+        """A module that serves both the table that stands and the next one, where the next module would not."""
+        kernels = set(_KERNEL.findall(_read(self.folder / name)))
+        if kernels <= set(_KERNEL.findall(self.files[name].encode())):
+            return None
+        return render_every_kernel(name.removesuffix(".py"))
 
 
 def plan(folder: Path, files: Mapping[str, str]) -> Plan:
@@ -105,38 +139,47 @@ def plan(folder: Path, files: Mapping[str, str]) -> Plan:
         FolderError: the folder cannot be read, or is not a folder.
     """
     present = _list(folder)
-    ours, foreign = {}, []
+    ours, others = {}, {}
     for name, entry in present.items():
-        content = _made_by_us(entry)
+        try:
+            content = _made_by_us(entry)
+        except FileNotFoundError:
+            # Another run's, and gone since it was listed.
+            continue
         if content is None:
-            foreign.append(f"{name}/" if entry.is_dir(follow_symlinks=False) else name)
+            others[name] = f"{name}/" if entry.is_dir(follow_symlinks=False) else name
         else:
             ours[name] = content
     same = {name for name, text in files.items() if ours.get(name) == text.encode()}
     return Plan(
         folder,
         files,
-        missing=tuple(name for name in files if name not in present),
+        missing=tuple(name for name in files if name not in ours and name not in others),
         changed=tuple(name for name in files if name in ours and name not in same),
         unchanged=tuple(name for name in files if name in same),
         stale=tuple(sorted(ours.keys() - files.keys())),
-        foreign=tuple(sorted(foreign)),
+        foreign=tuple(sorted(others.values())),
     )
 
 
 def _list(folder: Path) -> dict[str, os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
-            return {entry.name: entry for entry in entries if not _is_cache(entry)}
+            return {entry.name: entry for entry in entries if not _is_passing(entry)}
     except FileNotFoundError:
         return {}
     except NotADirectoryError as error:
         raise FolderError(f"{folder} is a file or lies under one; choose a folder with --out") from error
     except OSError as error:
         raise FolderError(f"{folder} cannot be read: {error.strerror}; choose another folder with --out") from error
+    except ValueError as error:
+        raise FolderError(f"{str(folder)!r} is no path ({error}); choose a folder with --out") from error
 
 
-def _is_cache(entry: os.DirEntry[str]) -> bool:
+def _is_passing(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is Python's cache, or the lock of a run, and so nobody's."""
+    if entry.name == _LOCK:
+        return entry.is_file(follow_symlinks=False)
     return entry.name == "__pycache__" and entry.is_dir(follow_symlinks=False)
 
 
@@ -154,6 +197,8 @@ def _made_by_us(entry: os.DirEntry[str]) -> bytes | None:
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise FolderError(f"{path} cannot be read: {error.strerror}; mend that, or choose another --out") from error
 

@@ -16,7 +16,7 @@ from .errors import TileTableError
 from .ladder import read_range
 from .model import ANY, Bucket, Direction, Mode, Pipeline, Tile, Tiles
 from .staging import copies, most_stages
-from .tiling import CLASSES, MOST_RESIDENT_WARPS, MOST_WARPS, Load, TileClass, class_of, generic_tiles
+from .tiling import CLASSES, MOST_RESIDENT_WARPS, MOST_WARPS, WARP, Load, TileClass, class_of, generic_tiles
 from .words import unknown
 
 FOLDER = Path(__file__).resolve().parent / "tiles"
@@ -75,13 +75,18 @@ def own_tables() -> Mapping[str, TileTable]:
     return {path.stem: read_table(path) for path in sorted(FOLDER.glob("*.yaml"))}
 
 
+def is_architecture(name: str) -> bool:
+    """Whether a name is an architecture's: sm_90 or gfx942, say."""
+    return _ARCHITECTURE.fullmatch(name) is not None
+
+
 def read_table(path: Path) -> TileTable:
     """Read a table; the file's name is the architecture's.
 
     Raises:
         TileTableError: the file cannot be used; the message names file, line, class and the fix.
     """
-    if not _ARCHITECTURE.fullmatch(path.stem):
+    if not is_architecture(path.stem):
         raise TileTableError(
             f"{path}: {path.stem!r} is no architecture; name the file after one, sm_90.yaml or gfx942.yaml, say"
         )
@@ -137,6 +142,18 @@ def _read_tile(section: Section, kind: TileClass, arch: str, bucket: Bucket, nod
     return tile
 
 
+# Narrower chunks no kernel is compiled for: eight neighbours share a pivot, and 16-bit values are read in pairs.
+_LEAST_BLOCKS = {
+    (Direction.FORWARD, Pipeline.TWO_PASS): 8,
+    (Direction.FORWARD, Pipeline.SPREAD): 2,
+    (Direction.BACKWARD, Pipeline.ONE_PASS): 2,
+    (Direction.BACKWARD, Pipeline.SPREAD): 2,
+}
+# Triton takes a minute for 64; measured tiles have 16 at most.
+_MOST_CHUNKS = 32
+# Of a thread, which addresses 255 registers.
+_MOST_VALUES = 256
+
 # What may have rows on their way to shared memory.
 _STAGED = ((Direction.FORWARD, Pipeline.SPREAD), (Direction.BACKWARD, Pipeline.ONE_PASS))
 
@@ -156,10 +173,15 @@ def why_not(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> str | Non
             f"resident is {tile.resident} programs of {tile.warps} warps; "
             f"a multiprocessor holds 1 to {MOST_RESIDENT_WARPS // tile.warps}"
         )
-    if tile.stages != 1:
-        problem = _why_not_staged(kind, bucket, tile, arch)
-        if problem is not None:
-            return problem
+    return (
+        _why_not_walked(kind, bucket, tile)
+        or _why_not_sized(kind, bucket, tile)
+        or (_why_not_staged(kind, bucket, tile, arch) if tile.stages != 1 else None)
+    )
+
+
+def _why_not_walked(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:
+    """Why a pipeline cannot take rows and chunks so."""
     if tile.pipeline is Pipeline.SPREAD:
         return _why_not_spread(kind, tile)
     if tile.held and not _may_hold(kind, bucket, tile):
@@ -179,6 +201,27 @@ def why_not(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> str | Non
         return f"pipeline {tile.pipeline.value} takes several rows a program and rows is 1; {instead}"
     if not takes_rows and tile.rows > 1:
         return f"pipeline {tile.pipeline.value} takes one row a program and rows is {tile.rows}; write rows: 1"
+    return None
+
+
+def _why_not_sized(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:
+    """Why chunks are too narrow or too many for a kernel to be compiled."""
+    name = tile.pipeline.value
+    least = _LEAST_BLOCKS.get((kind.direction, tile.pipeline), 1)
+    if tile.block < least:
+        return f"block is {tile.block}; {kind.direction.title} {name} takes {least} columns or more"
+    chunks = max(tile.held, 1)
+    if tile.pipeline is Pipeline.ONE_PASS:
+        chunks = -(-(bucket.last or 1) // tile.block)
+    if chunks > _MOST_CHUNKS:
+        wider = "write a wider block" if tile.pipeline is Pipeline.ONE_PASS else f"write held: {_MOST_CHUNKS} or less"
+        return f"a program would hold {chunks} chunks, each written out in the machine code; {wider}"
+    values = tile.rows * tile.block * chunks
+    if values > _MOST_VALUES * WARP * tile.warps:
+        return (
+            f"a program would hold {values} values on {tile.warps} warps, whose registers hold "
+            f"{_MOST_VALUES * WARP * tile.warps}; write fewer rows, a narrower block or more warps"
+        )
     return None
 
 

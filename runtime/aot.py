@@ -9,14 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import AotError
+from .paths import contents, named, variable
 
 if TYPE_CHECKING:
     from .compiled import KernelKey
@@ -25,6 +27,16 @@ if TYPE_CHECKING:
 # The layout of the index; one of another is refused.
 FORMAT = 1
 INDEX = "index.json"
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+# What the fields of a row may say: a file's name leads nowhere but into the folder.
+_FIELDS = {
+    "file": re.compile(r"\w+-[0-9a-f]{16}", re.ASCII),
+    "binary": re.compile(r"cubin|hsaco"),
+    "binary_sha256": _DIGEST,
+    "metadata_sha256": _DIGEST,
+    "source_sha256": _DIGEST,
+}
 
 _lock = threading.Lock()
 _folder: Folder | None = None
@@ -95,7 +107,12 @@ class Folder:
             )
         for name, digest in row.files.items():
             self._verify(name, digest)
-        return _assembled(key, function, {name: str(self.path / name) for name in row.files})
+        try:
+            return _assembled(key, function, {name: str(self.path / name) for name in row.files})
+        except Exception as error:
+            raise AotError(
+                f"{self.path} holds {key.symbol} in files that Triton cannot read ({error}); {self._again}"
+            ) from error
 
     def holds(self, row: Row) -> bool:
         """Whether it has a kernel's files, and they are what its index says."""
@@ -114,7 +131,7 @@ class Folder:
 
     def _verify(self, name: str, digest: str) -> None:
         try:
-            found = hashlib.sha256((self.path / name).read_bytes()).hexdigest()
+            found = hashlib.sha256(contents(self.path / name)).hexdigest()
         except OSError as error:
             raise AotError(f"{self.path / name} cannot be read ({error.strerror}); {self._again}") from error
         if found != digest:
@@ -132,14 +149,15 @@ def load_aot(folder: str | os.PathLike[str]) -> None:
     are first called for, and held against the index then; `normforge.warmup` does it for all of a deployment.
 
     Args:
-        folder: the folder. The environment variable NORMFORGE_AOT names one for the whole process.
+        folder: the folder. The environment variable NORMFORGE_AOT names one for the whole process; a relative one is
+            held against the folder in which normforge was imported.
 
     Raises:
         AotError: it holds no index that this version reads, or was compiled by another release of Triton. Calls raise
             it too: for a GPU of another architecture, a damaged file, and a kernel whose source has changed.
     """
     global _folder
-    read_folder = checked(read(Path(folder).expanduser().resolve()))
+    read_folder = checked(read(named(folder, AotError)))
     with _lock:
         _folder = read_folder
 
@@ -149,9 +167,9 @@ def loaded() -> Folder | None:
     global _folder
     with _lock:
         if _folder is None:
-            path = os.environ.get("NORMFORGE_AOT")
-            if path:
-                _folder = checked(read(Path(path).expanduser().resolve()))
+            path = variable("NORMFORGE_AOT", AotError)
+            if path is not None:
+                _folder = checked(read(path))
         return _folder
 
 
@@ -173,20 +191,37 @@ def read(path: Path) -> Folder:
     """
     make = "make one: normforge aot --arch ARCH --n N --out DIR"
     try:
-        document = json.loads((path / INDEX).read_bytes())
+        document = json.loads(contents(path / INDEX))
     except OSError as error:
         raise AotError(f"{path} holds no compiled kernels: no {INDEX} ({error.strerror}); {make}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise AotError(f"{path / INDEX} is damaged ({error}); remove {path} and {make}") from error
     found = document.get("format") if isinstance(document, dict) else None
-    if found != FORMAT:
-        raise AotError(f"{path} has format {found} and this normforge reads {FORMAT}; remove it and {make}")
+    if type(found) is not int or found != FORMAT:
+        raise AotError(f"{path} has format {found!r} and this normforge reads {FORMAT}; remove it and {make}")
     try:
-        rows = [Row(**row) for row in document["kernels"]]
-        about = {name: document[name] for name in ("normforge", "triton", "arch")}
-    except (KeyError, TypeError) as error:
+        about = {name: _text(document, name) for name in ("normforge", "triton", "arch")}
+        rows = [_row(row) for row in document["kernels"]]
+    except (KeyError, TypeError, ValueError) as error:
         raise AotError(f"{path / INDEX} is damaged ({error}); remove {path} and {make}") from error
     return Folder(path, **about, rows={row.key: row for row in rows})
+
+
+def _row(values: Any) -> Row:
+    if not isinstance(values, dict) or values.keys() != {field.name for field in fields(Row)}:
+        raise ValueError("a kernel has not the fields that one has")
+    row = Row(**{name: _text(values, name) for name in values})
+    for name, legal in _FIELDS.items():
+        if not legal.fullmatch(getattr(row, name)):
+            raise ValueError(f"a kernel's {name} is {getattr(row, name)[:80]!r}")
+    return row
+
+
+def _text(values: Mapping[str, Any], name: str) -> str:
+    value = values[name]
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is no text")
+    return value
 
 
 def checked(folder: Folder) -> Folder:

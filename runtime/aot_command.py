@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from .aot_build import build
+from .codegen.command import Parser
 from .errors import AotError
 from .kernels import interpreting
 from .key_options import add_key_arguments, keys_for
@@ -33,13 +33,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     Raises:
         NormforgeError: see `build`; also for what the arguments name and is not there.
     """
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=_DESCRIPTION,
-        epilog=_EPILOG.format(prog=prog),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog, _DESCRIPTION, _EPILOG.format(prog=prog))
     add_key_arguments(parser)
     parser.add_argument(
         "--arch", required=True, metavar="ARCH", help=f"what to compile for: {', '.join(ARCHITECTURES)} and others"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
 from ._version import __version__
-from .codegen.errors import NormforgeError
+from .codegen import command
 
 
 class Verb(NamedTuple):
@@ -37,7 +36,7 @@ USAGE = "\n".join(
         "",
         "normforge VERB -h explains a verb; normforge --version prints the version.",
         "Exit status: 0 done, 1 an output differs from the reference or a check found a difference,",
-        "2 the request cannot be carried out.",
+        "2 the request cannot be carried out, 130 interrupted.",
     )
 )
 
@@ -49,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: what follows `normforge`; the process's own arguments by default.
 
     Returns:
-        The exit status: 0 done, 1 a mismatch, 2 a request that cannot be carried out.
+        The exit status: 0 done, 1 a mismatch, 2 a request that cannot be carried out, 130 interrupted.
     """
     name, *rest = (sys.argv[1:] if argv is None else list(argv)) or [""]
     if name in ("-h", "--help", "--version"):
@@ -60,14 +59,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"normforge: {problem}; the verbs are {', '.join(VERBS)}\n\n{USAGE}", file=sys.stderr)
         return 2
     prog = f"normforge {name}"
-    try:
-        status: int = import_module(VERBS[name].module, __package__).main(rest, prog=prog)
-        sys.stdout.flush()
-    except NormforgeError as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        # The reader, say `head`, has all it wanted; the flush at exit must not complain about the rest.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    return status
+    return command.run(prog, lambda: int(import_module(VERBS[name].module, __package__).main(rest, prog=prog)))

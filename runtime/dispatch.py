@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from .codegen.model import Mode
-from .errors import SettingError
+from .errors import SettingError, TableError
+from .paths import named, variable
 from .table import Entry, Table, load_folder, table_of
 
 _lock = threading.RLock()
@@ -31,20 +31,23 @@ plans: dict[Hashable, Any] = {}
 _MOST_PLANS = 4096
 
 
-def load_instances(folder: str | os.PathLike[str]) -> None:
-    """Make every later call use the dispatch table of `folder` instead of the one normforge came with.
+def load_instances(folder: str | os.PathLike[str] | None = None) -> None:
+    """Make every later call use the dispatch table of `folder` instead of the one in use.
+
+    What was generated on demand before is forgotten: what the new table lacks is missing again.
 
     Args:
-        folder: what `normforge generate --out` or `generate.py --out` wrote. The environment variable
-            NORMFORGE_INSTANCES names such a folder for the whole process.
+        folder: what `normforge generate --out` or `generate.py --out` wrote; None is the table that normforge came
+            with, whatever NORMFORGE_INSTANCES says. That environment variable names such a folder for the whole
+            process; a relative one is held against the folder in which normforge was imported.
 
     Raises:
         TableError: the folder holds no table that this version reads. The table in use stays in use.
     """
-    global _loaded, plans
-    table = load_folder(Path(folder).expanduser().resolve())
+    global _loaded, _generated, plans
+    table = _own() if folder is None else load_folder(named(folder, TableError))
     with _lock:
-        _loaded, plans = table, {}
+        _loaded, _generated, plans = table, {}, {}
 
 
 @contextmanager
@@ -93,12 +96,13 @@ def loaded() -> Table:
     global _loaded
     with _lock:
         if _loaded is None:
-            folder = os.environ.get("NORMFORGE_INSTANCES")
-            if folder:
-                _loaded = load_folder(Path(folder).expanduser().resolve())
-            else:
-                _loaded = table_of(f"{__package__}.generated", "normforge's own generated/ folder")
+            folder = variable("NORMFORGE_INSTANCES", TableError)
+            _loaded = _own() if folder is None else load_folder(folder)
         return _loaded
+
+
+def _own() -> Table:
+    return table_of(f"{__package__}.generated", "normforge's own generated/ folder")
 
 
 def find(mode: Mode, n: int) -> Entry:
@@ -109,20 +113,13 @@ def find(mode: Mode, n: int) -> Entry:
     """
     for observer in _observers:
         observer(mode, n, loaded())
-    return _built(mode, n) or _on_miss(mode, n, generate=True)
+    return loaded().find(mode.name, n) or _on_miss(mode, n, generate=True)
 
 
 def name_of(mode: Mode, n: int) -> str:
     """The name of the instance that `find` would take; nothing is generated."""
-    entry = _built(mode, n) or _on_miss(mode, n, generate=False)
+    entry = loaded().find(mode.name, n) or _on_miss(mode, n, generate=False)
     return entry.name
-
-
-def _built(mode: Mode, n: int) -> Entry | None:
-    entry = loaded().find(mode.name, n)
-    if entry is not None:
-        return entry
-    return next((made for made in _generated.get(mode.name, ()) if made.serves(n)), None)
 
 
 def _on_miss(mode: Mode, n: int, *, generate: bool) -> Entry:
@@ -133,6 +130,9 @@ def _on_miss(mode: Mode, n: int, *, generate: bool) -> Entry:
         raise missing_instance(mode, n, loaded())
     if policy != "generate":
         raise SettingError(f"NORMFORGE_ON_MISS={policy!r} is no policy; set it to 'generate' (the default) or 'error'")
+    made = _made(mode, n)
+    if made is not None:
+        return made
 
     from . import on_demand
 
@@ -140,8 +140,12 @@ def _on_miss(mode: Mode, n: int, *, generate: bool) -> Entry:
         return on_demand.plan(mode, n)
     with _lock:
         # Another thread may have missed the same instance and made it meanwhile.
-        entry = _built(mode, n)
+        entry = _made(mode, n)
         if entry is None:
             entry = on_demand.generate(mode, n, loaded().where)
             _generated[entry.mode] = (*_generated.get(entry.mode, ()), entry)
         return entry
+
+
+def _made(mode: Mode, n: int) -> Entry | None:
+    return next((made for made in _generated.get(mode.name, ()) if made.serves(n)), None)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from tabulate import tabulate
 
+from .codegen.command import Parser
 from .codegen.model import ANY
+from .codegen.tile_tables import is_architecture
 from .dispatch import instances
 from .table import Entry, Tile
 
 
 def main(argv: Sequence[str], prog: str) -> int:
-    """Run `normforge list`; always returns 0."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description="Print the dispatch table in use: normforge's own, or that of the folder in NORMFORGE_INSTANCES.",
+    """Run `normforge list`; returns 0."""
+    parser = Parser(
+        prog, "Print the dispatch table in use: normforge's own, or that of the folder in NORMFORGE_INSTANCES."
     )
     parser.add_argument("globs", nargs="*", metavar="GLOB", help="show only instances whose name matches one of these")
     parser.add_argument(
@@ -26,6 +26,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     )
     arguments = parser.parse_args(argv)
     globs, arch = arguments.globs, arguments.arch
+    if arch != ANY and not is_architecture(arch):
+        parser.error(f"--arch {arch!r} is no architecture; write one like sm_90 or gfx942, or leave --arch out")
     entries = instances()
     for glob in globs:
         if not any(fnmatchcase(entry.name, glob) for entry in entries):

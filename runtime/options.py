@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .codegen.command import refuse_twice
 from .codegen.model import DType, FusedAdd, FusedQuant, Norm
 from .problem import DEFAULT_EPS, Problem, Strides
 
@@ -92,6 +93,7 @@ def parse(argv: Sequence[str], prog: str) -> Request:
         "kernel runs once, in Triton's CPU interpreter, and -warmup and -repeat count nothing. "
         "Exit status: 0 done, 1 an output differs from the reference, 2 the request cannot be carried out.",
     )
+    refuse_twice(parser)
     for option in OPTIONS:
         parser.add_argument(
             f"-{option.name}",

@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import secrets
+import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator
@@ -13,10 +14,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from . import dispatch
+from .codegen.errors import NormforgeError
+from .codegen.locking import locked
 from .codegen.model import Bucket, Mode
 from .codegen.tiling import ladder_of, standard_ladder
 from .errors import RecordError
 from .missing import bucket_of, group
+from .paths import contents, named, variable
 from .table import Table
 
 logger = logging.getLogger("normforge")
@@ -32,24 +36,29 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
     """Write the instances that calls within ask for, in whichever thread, as a manifest that makes exactly those.
 
     They are those of the loaded table, those generated on demand, and those missing under NORMFORGE_ON_MISS=error;
-    forward and backward. `which` asks for none. The file is replaced whole each time another is asked for, so that a
-    program that is killed leaves a valid one. Where none is, nothing is written, since a manifest has at least one
-    group, and a warning says so. Recordings may be nested, and each holds all that was asked for within it.
+    forward and backward. `which` asks for none. Each is added to the file when it is asked for first, so that a program
+    that is killed leaves a valid one. What a recording finds there, of this program, of another that runs at the same
+    time, or of an earlier one, it keeps: remove the file to begin anew. Where none is asked for, nothing is written,
+    since a manifest has at least one group, and a warning says so. Recordings may be nested, and each holds all that
+    was asked for within it.
 
     Args:
-        path: the manifest, in a folder that exists; one that an earlier recording wrote is replaced. The environment
-            variable NORMFORGE_RECORD names such a file for the whole process.
+        path: the manifest, in a folder that exists; new, or one that an earlier recording wrote. The environment
+            variable NORMFORGE_RECORD names such a file for the whole process and those it starts. If that cannot be
+            written at its end either, the process says so on standard error, and its exit status is 1.
 
     Raises:
         RecordError: it cannot be written, or is a file that no recording wrote; on entry, or, should it become so
-            later, by the call that asks for another instance.
+            later, by the call that asks for another instance, and at the end, if it is so still.
     """
-    recording = _Recording(Path(path).expanduser().resolve())
+    recording = _Recording(named(path, RecordError))
     with dispatch.observed(recording.note):
         try:
             yield
-        finally:
-            recording.close()
+        except BaseException as error:
+            recording.close(error)
+            raise
+        recording.close()
 
 
 def record_process() -> None:
@@ -58,11 +67,23 @@ def record_process() -> None:
     Raises:
         RecordError: see `record`.
     """
-    path = os.environ.get("NORMFORGE_RECORD")
-    if path:
+    path = variable("NORMFORGE_RECORD", RecordError)
+    if path is not None:
         whole = ExitStack()
         whole.enter_context(record(path))
-        atexit.register(whole.close)
+        atexit.register(_end, whole)
+
+
+def _end(recording: ExitStack) -> None:
+    try:
+        recording.close()
+    except RecordError as error:
+        print(f"normforge: error: {error}", file=sys.stderr)
+        # An exception would leave the status 0: whoever started the process would take the recording for complete.
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)
 
 
 def manifest_of(asked: Iterable[tuple[Mode, Bucket]]) -> str:
@@ -100,53 +121,99 @@ class _Recording:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._asked: frozenset[tuple[Mode, Bucket]] = frozenset()
+        # What the file held when this process looked last, and what that means.
+        self._text = b""
+        self._found: frozenset[tuple[Mode, Bucket]] = frozenset()
+        self._is_saved = True
         self._lock = threading.Lock()
         try:
-            foreign = path.exists() and not _is_recording(path)
+            self._look()
             # Whether its folder takes a file is best learned by making one.
             with tempfile.TemporaryFile(dir=path.parent):
                 pass
+        except RecordError:
+            raise
         except OSError as error:
             raise self._unwritable(error) from error
-        if foreign:
-            raise RecordError(
-                f"{path} is there already and was not written by a recording (it is no file that starts with "
-                f"{_MARKER!r}); move it elsewhere, or name another file: NORMFORGE_RECORD=FILE, or "
-                "normforge.record(FILE)"
-            )
 
     def note(self, mode: Mode, n: int, table: Table) -> None:
         """Add the instance for rows of n elements, and write the file if it is another one."""
         entry = table.find(mode.name, n)
         bucket = bucket_of(n, table) if entry is None else Bucket(entry.bucket, entry.first, entry.last)
         with self._lock:
-            asked = self._asked | {(mode, bucket)}
-            if asked != self._asked:
-                self._write(manifest_of(asked))
-                self._asked = asked
+            if (mode, bucket) not in self._asked or not self._is_saved:
+                self._asked |= {(mode, bucket)}
+                self._is_saved = False
+                self._save()
 
-    def close(self) -> None:
-        """Warn if there was nothing to write."""
-        if not self._asked:
+    def close(self, error: BaseException | None = None) -> None:
+        """Write what could not be written before; warn if there was nothing to write.
+
+        Args:
+            error: what ends the recording, if anything: another is then no news.
+        """
+        with self._lock:
+            if not self._is_saved:
+                try:
+                    self._save()
+                except RecordError:
+                    if error is None:
+                        raise
+        if not self._asked and not self._path.exists():
             logger.warning("no instance was asked for, so %s was not written: a manifest needs one", self._path)
 
-    def _write(self, text: str) -> None:
+    def _save(self) -> None:
+        """Add what was asked for to the file, which others may add to at the same time."""
         temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}")
         try:
-            try:
-                temporary.write_text(text)
-                temporary.replace(self._path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            with locked(self._path.with_name(f".{self._path.name}.lock")):
+                self._look()
+                asked = self._found | self._asked
+                text = manifest_of(asked).encode()
+                if text != self._text:
+                    try:
+                        temporary.write_bytes(text)
+                        temporary.replace(self._path)
+                    finally:
+                        temporary.unlink(missing_ok=True)
+                self._text, self._found, self._is_saved = text, asked, True
+        except RecordError:
+            raise
         except OSError as error:
             raise self._unwritable(error) from error
+
+    def _look(self) -> None:
+        """Learn what the file holds."""
+        try:
+            text = contents(self._path) if self._path.is_file() else b""
+        except FileNotFoundError:
+            text = b""
+        if not (text.startswith(_MARKER.encode()) if text else self._is_free()):
+            raise RecordError(
+                f"{self._path} is there already and was not written by a recording (it is no file that starts with "
+                f"{_MARKER!r}); move it elsewhere, or name another file: NORMFORGE_RECORD=FILE, or "
+                "normforge.record(FILE)"
+            )
+        if text == self._text:
+            return
+        self._text, self._found = text, self._instances() if text else frozenset()
+
+    def _is_free(self) -> bool:
+        return self._path.is_file() or not os.path.lexists(self._path)
+
+    def _instances(self) -> frozenset[tuple[Mode, Bucket]]:
+        from .codegen.manifest import load
+
+        try:
+            return frozenset((instance.mode, instance.bucket) for instance in load(self._path, {}).instances)
+        except NormforgeError as error:
+            raise RecordError(
+                f"{self._path} is there already and cannot be added to: {error}; remove it, or name another file: "
+                "NORMFORGE_RECORD=FILE, or normforge.record(FILE)"
+            ) from error
 
     def _unwritable(self, error: OSError) -> RecordError:
         return RecordError(
             f"the instances that are asked for cannot be recorded to {self._path} ({error.strerror}); make its folder "
             "and see that it can be written, or name another file: NORMFORGE_RECORD=FILE, or normforge.record(FILE)"
         )
-
-
-def _is_recording(path: Path) -> bool:
-    return path.is_file() and path.read_bytes().startswith(_MARKER.encode())

@@ -20,6 +20,8 @@ from .errors import TableError
 # The table layout this runtime reads; the generator writes the same number as FORMAT.
 FORMAT = 5
 
+_PIPELINES = tuple(pipeline.value for pipeline in model.Pipeline)
+
 # As dispatch.py writes a tile: the word for its pipeline, then the other fields of `model.Tile` in order.
 _TileRow = tuple[Any, ...]
 # (first, last, bucket, tile for many rows, tile for a few)
@@ -103,7 +105,7 @@ class Entry:
     def _load(self, module: str, symbol: str) -> Any:
         try:
             return _kernel(self.package, module, symbol)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise TableError(
                 f"the dispatch table of {self.package} lists {self.name}, and its kernel {symbol} cannot be "
                 f"loaded ({error}); generate the folder anew: python generate.py, or normforge generate"
@@ -225,7 +227,7 @@ def import_folder(folder: Path) -> str:
     sys.modules[package] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[package]
         raise TableError(f"{init} cannot be imported ({error}); generate the folder anew") from error
     return package
@@ -235,7 +237,7 @@ def table_of(package: str, where: str) -> Table:
     """The table of an importable package of generated kernels; `where` names it in messages."""
     try:
         dispatch = _read_dispatch(package)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TableError(
             f"{where} holds no dispatch table that can be read ({error}); "
             "generate it: python generate.py, or normforge generate"
@@ -250,7 +252,59 @@ def table_of(package: str, where: str) -> Table:
     if not isinstance(ladders, dict) or not isinstance(small_m, int):
         missing = "SMALL_M" if isinstance(ladders, dict) else "TABLE"
         raise TableError(f"the dispatch.py of {where} defines no {missing}; generate the folder anew")
+    problem = _why_no_table(ladders)
+    if problem is not None:
+        raise TableError(f"the dispatch.py of {where} is damaged: {problem}; generate the folder anew")
     return Table(package, ladders, small_m, where)
+
+
+def _why_no_table(ladders: dict[Any, Any]) -> str | None:
+    """What is wrong with what a dispatch.py calls TABLE, or None: whatever is used later is looked at here."""
+    bounds: dict[int, list[tuple[Any, ...]] | None] = {}
+
+    def bounds_of(ladder: Any) -> list[tuple[Any, ...]] | None:
+        # Modes share their ladders.
+        if id(ladder) not in bounds:
+            bounds[id(ladder)] = [row[:3] for row in ladder] if _is_ladder(ladder) else None
+        return bounds[id(ladder)]
+
+    for mode, by_arch in ladders.items():
+        if not isinstance(mode, str) or not mode.isidentifier():
+            return f"{mode!r} is no mode's name"
+        if not isinstance(by_arch, dict) or model.ANY not in by_arch:
+            return f"{mode} has no rows for architectures that have none of their own"
+        for arch, ladder in by_arch.items():
+            if bounds_of(ladder) is None or bounds_of(ladder) != bounds_of(by_arch[model.ANY]):
+                return f"the rows of {mode} for {arch!r} are no ascending row lengths with their tiles"
+    return None
+
+
+def _is_ladder(ladder: Any) -> bool:
+    if not isinstance(ladder, tuple) or not ladder or not all(map(_is_row, ladder)):
+        return False
+    return all(low[1] is not None and low[1] < high[0] for low, high in itertools.pairwise(ladder))
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, tuple) or len(row) != 5:
+        return False
+    first, last, bucket, *tiles = row
+    is_range = _is_count(first) and (last is None or (_is_count(last) and first <= last))
+    return is_range and isinstance(bucket, str) and all(map(_is_tile, tiles))
+
+
+def _is_tile(tile: Any) -> bool:
+    if not isinstance(tile, tuple) or not 4 <= len(tile) <= len(fields(model.Tile)):
+        return False
+    word, *numbers = tile
+    names = [field.name for field in fields(model.Tile)[1:]]
+    # `held` alone may be 0.
+    are_whole = all(_is_count(value, 0 if name == "held" else 1) for name, value in zip(names, numbers, strict=False))
+    return word in _PIPELINES and are_whole
+
+
+def _is_count(value: Any, least: int = 1) -> bool:
+    return type(value) is int and least <= value <= sys.maxsize
 
 
 def _read_dispatch(package: str) -> dict[str, Any]:

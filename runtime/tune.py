@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from .architecture import architecture
 from .codegen import tile_tables
+from .codegen.command import Parser
 from .codegen.errors import TileTableError
 from .codegen.model import Bucket, Tile, Tiles
 from .codegen.tile_tables import TileTable
@@ -159,9 +160,7 @@ def _buckets(parser: argparse.ArgumentParser, lengths: str | None) -> list[Bucke
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=prog, description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(prog, _DESCRIPTION)
     parser.add_argument("--out", type=Path, metavar="FILE", help="the table to write, called after the architecture")
     parser.add_argument(
         "--only", default=_ONLY, metavar="GLOB[,GLOB]", help=f"classes to measure, '*' for all (default: {_ONLY})"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
+from .codegen.command import Parser
 from .key_options import add_key_arguments, keys_for, table_of
 from .keys import find_target, gpu
 from .warming import load
@@ -32,13 +32,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     Raises:
         NormforgeError: see `warmup`; also for what the arguments name and is not there.
     """
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=_DESCRIPTION,
-        epilog=_EPILOG.format(prog=prog),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog, _DESCRIPTION, _EPILOG.format(prog=prog))
     add_key_arguments(parser)
     parser.add_argument("--list", action="store_true", help="print the compilations, and compile nothing")
     parser.add_argument("--arch", metavar="ARCH", help="with --list: those of this architecture, sm_90 say")

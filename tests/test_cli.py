@@ -9,15 +9,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import normforge
-from normforge import example
+from normforge import example, listing
 from normforge import solve as solving
 from normforge.cli import VERBS, main
+from normforge.codegen import cli as generator
 from normforge.codegen.model import DType, FusedAdd, FusedQuant, Norm
 from normforge.machine import Machine
 from normforge.options import parse
@@ -338,6 +340,78 @@ def test_list_takes_globs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "one_pass 1×1024 on 4 warps" in lines[2]
     assert "rows 2×1024 on 1 warp " in lines[3]
     assert lines[-1] == f"2 of {len(normforge.instances())} instances"
+
+
+@pytest.mark.parametrize("arch", ["foo", "sm90", "h200", "", "sm_90\n"])
+def test_list_takes_no_architecture_that_is_none(arch: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("list", "--arch", arch, "ln_fwd_fp16_n4096") == 2
+    assert "is no architecture; write one like sm_90 or gfx942, or leave --arch out" in capsys.readouterr().err
+    for known in ("sm_90", "sm_80", "gfx942", "any"):
+        assert status("list", "--arch", known, "ln_fwd_fp16_n4096") == 0
+
+
+TWICE = {
+    "manifest": ["generate", "--manifest", "a.yaml", "--manifest", "b.yaml"],
+    "out": ["generate", "--out", "a", "--out", "b"],
+    "tiles": ["generate", "--tiles", "a", "--tiles", "b"],
+    "arch": ["list", "--arch", "sm_90", "--arch", "sm_80"],
+    "n": ["warmup", "--n", "64", "--n", "128", "--list"],
+    "weight": ["aot", "--n", "64", "--weight", "fp32", "--weight", "fp32", "--arch", "sm_90", "--out", "x"],
+    "only": ["tune", "--only", "fwd*", "--only", "bwd*"],
+    "m": ["run", "-m", "3328", "-m=3"],
+    # The first is the default, and none the less given.
+    "v": ["run", "-v=1", "-v", "0"],
+}
+
+
+@pytest.mark.parametrize(("name", "argv"), TWICE.items(), ids=TWICE)
+def test_an_option_given_twice_is_refused(name: str, argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(*argv) == 2
+    dashes = "-" if argv[0] == "run" else "--"
+    assert capsys.readouterr().err.endswith(f"error: argument {dashes}{name}: it is given twice; keep one of the two\n")
+
+
+def interrupt(*_: object, **__: object) -> int:
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(listing, "main", interrupt)
+    assert status("list") == 130
+    assert capsys.readouterr().err == "normforge list: interrupted\n"
+    monkeypatch.setattr(generator, "render_folder", interrupt)
+    assert status("generate", "--manifest", "instances.yaml", "--out", "nowhere") == 130
+    assert capsys.readouterr().err == "normforge generate: interrupted\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full to stand for a full disk")
+def test_a_list_onto_a_full_disk_is_an_error() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "normforge", "list"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr == "normforge list: error: [Errno 28] No space left on device; mend that and run again\n"
+
+
+@pytest.mark.parametrize(("target", "instead"), [("test-gpu", "make test"), ("bench", "make demo")])
+def test_without_a_gpu_make_says_so_in_one_sentence(
+    target: str, instead: str, repository: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "ready").touch()
+    done = subprocess.run(
+        ["make", "-s", target, f"READY={tmp_path / 'ready'}", f"BIN={Path(sys.executable).parent}"],
+        cwd=repository,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert (done.stdout, done.stderr.splitlines()[0]) == (
+        "",
+        f"make {target} needs a GPU, and torch finds none here; what runs without one: {instead}",
+    )
 
 
 def test_list_into_a_reader_that_stops_early_is_no_error() -> None:

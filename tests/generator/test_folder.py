@@ -7,12 +7,14 @@ import errno
 import os
 import runpy
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from normforge.codegen import folder as folder_module
 from normforge.codegen.emit import MARKER, render_folder
 from normforge.codegen.errors import FolderError
 from normforge.codegen.folder import Plan, plan
@@ -242,6 +244,94 @@ def test_a_run_cut_off_anywhere_leaves_a_table_that_imports(
         assert contents(folder) == new
 
     assert tables == [old["dispatch.py"]] * 10 + [new["dispatch.py"]] * 2
+
+
+def test_runs_at_once_go_one_after_the_other(folder: Path, old: dict[str, str], new: dict[str, str]) -> None:
+    """At any moment a reader finds the old table or the new one, and the modules that it names."""
+    plan(folder, old).apply()
+    failures: list[BaseException] = []
+
+    def write(files: dict[str, str]) -> None:
+        try:
+            for _ in range(20):
+                plan(folder, files).apply()
+        except BaseException as error:
+            failures.append(error)
+
+    writers = [threading.Thread(target=write, args=(files,)) for files in (old, new)]
+    for writer in writers:
+        writer.start()
+    tables = {text["dispatch.py"] for text in (old, new)}
+    while any(writer.is_alive() for writer in writers):
+        assert (folder / "dispatch.py").read_text() in tables
+    assert not failures
+    assert contents(folder) in (old, new)
+
+
+def test_a_run_waits_for_one_that_is_under_way(
+    folder: Path, old: dict[str, str], new: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the other has written beside its place is no rubbish to be removed."""
+    write = Path.write_bytes
+    others: list[threading.Thread] = []
+
+    def write_and_let_another_begin(path: Path, data: bytes) -> None:
+        write(path, data)
+        if not others:
+            others.append(threading.Thread(target=lambda: plan(folder, new).apply()))
+            others[0].start()
+            others[0].join(0.5)
+
+    monkeypatch.setattr(Path, "write_bytes", write_and_let_another_begin)
+    plan(folder, old).apply()
+    others[0].join()
+    assert contents(folder) == new
+
+
+def test_a_module_keeps_its_kernels_until_the_table_names_them_no_more(
+    tmp_path: Path, expand: Callable[[str], Manifest]
+) -> None:
+    """Wherever a run is cut off, each kernel that the folder's table names is there."""
+    short, long = (
+        render_folder(expand(f"groups: {{a: {{norm: layer, dtype_in: bf16, n: {n}}}}}").instances)
+        for n in ("n128", "[n128, n65536]")
+    )
+    for before, after in ((long, short), (short, long)):
+        whole = Steps()
+        plan(tmp_path / "whole", before).apply()
+        with whole.patched():
+            plan(tmp_path / "whole", after).apply()
+        for stop in range(whole.taken):
+            folder = tmp_path / "cut"
+            plan(folder, before).apply()
+            with Steps(stop, KeyboardInterrupt()).patched(), pytest.raises(KeyboardInterrupt):
+                plan(folder, after).apply()
+            table = runpy.run_path(str(folder / "dispatch.py"))["TABLE"]
+            named = {tile[0] for ladder in table["ln_fwd_bf16"].values() for row in ladder for tile in row[3:]}
+            module = (folder / "ln_fwd_bf16.py").read_text()
+            assert not [word for word in named if f"def ln_fwd_bf16_{word}(" not in module]
+        plan(folder, after).apply()
+        assert contents(folder) == after
+
+
+def test_what_is_up_to_date_is_not_locked(folder: Path, old: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be read-only."""
+    plan(folder, old).apply()
+    monkeypatch.setattr(folder_module, "locked", lambda path: pytest.fail("it was locked"))
+    plan(folder, old).apply()
+
+
+def test_the_lock_of_a_killed_run_is_nobodys(folder: Path, old: dict[str, str], new: dict[str, str]) -> None:
+    plan(folder, old).apply()
+    (folder / ".normforge-lock").touch()
+    assert plan(folder, old).is_clean
+    plan(folder, new).apply()
+    assert contents(folder) == new
+
+
+def test_a_path_that_is_none(old: dict[str, str]) -> None:
+    with pytest.raises(FolderError, match="is no path"):
+        plan(Path("a\0b"), old)
 
 
 def test_a_first_run_cut_off_leaves_no_table_or_a_whole_one(folder: Path, old: dict[str, str]) -> None:

@@ -70,6 +70,13 @@ def test_a_second_run_changes_nothing(generate: Generate) -> None:
     assert {path: path.stat().st_mtime_ns for path in Path("kernels").iterdir()} == before
 
 
+def test_a_selection_given_several_times_is_one(generate: Generate, two_groups: Manifest) -> None:
+    several = ("--filter", "rms*big", "--filter", "ln_*", "--where", "dtype_in=fp16", "--where", "n>1024")
+    once = ("--filter", "rms*big,ln_*", "--where", "dtype_in=fp16,n>1024")
+    assert generate("--list", *several).out == generate("--list", *once).out
+    assert len(generate("--list", *several).out.splitlines()) == 2
+
+
 def test_a_filtered_build_holds_exactly_what_was_kept(generate: Generate, two_groups: Manifest) -> None:
     generate("--out", "kernels")
     outcome = generate("--out", "kernels", "--filter", "ln_*", "--where", "dtype_in=bf16,n>1024")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -210,6 +211,27 @@ CASES = {
 }
 
 
+CASES |= {
+    "a_tagged_mapping": (
+        "groups:\n  a: !!python/object:os.system {norm: layer, dtype_in: fp16}\n",
+        "2: group a: expected axes, as axis: value or axis: [value, value], not a mapping tagged "
+        "tag:yaml.org,2002:python/object:os.system",
+    ),
+    "a_tagged_list": (
+        "groups:\n  a: {norm: !!set [layer], dtype_in: fp16}\n",
+        "2: group a: norm takes one of layer, rms, not a list tagged tag:yaml.org,2002:set",
+    ),
+    "a_name_of_several_lines": (
+        'groups:\n  "a\\nb\\e[31m": {norm: layer}\n',
+        "2: group a\\nb\\x1b[31m: dtype_in is missing; add dtype_in: [fp16, bf16, fp32] or one of them",
+    ),
+    "a_long_word": (
+        GROUP + f"    fadd: {'x' * 1000}\n",
+        f"5: group a: unknown fadd '{'x' * 80}...'; use {FADD}",
+    ),
+}
+
+
 @pytest.mark.parametrize(("text", "message"), CASES.values(), ids=CASES)
 def test_rejected(manifest_file: Callable[[str], Path], text: str, message: str) -> None:
     path = manifest_file(text)
@@ -236,3 +258,38 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     with pytest.raises(ManifestError) as caught:
         load(path)
     assert str(caught.value) == f"{path}:2: the manifest is not UTF-8 text; save it as UTF-8"
+
+
+@pytest.mark.parametrize("make", ["pipe", "device", "endless"])
+def test_what_might_never_end_is_no_manifest(make: str, tmp_path: Path) -> None:
+    path = {"pipe": tmp_path / "pipe", "device": Path("/dev/null"), "endless": Path("/dev/zero")}[make]
+    if make == "pipe":
+        os.mkfifo(path)
+    with pytest.raises(ManifestError) as caught:
+        load(path)
+    assert str(caught.value) == (
+        f"{path}: the manifest is no regular file, and might never end; name one with --manifest FILE, or pipe it in "
+        "as /dev/stdin"
+    )
+
+
+def test_a_manifest_that_is_far_too_long(tmp_path: Path) -> None:
+    path = tmp_path / "long.yaml"
+    with path.open("wb") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(ManifestError) as caught:
+        load(path)
+    assert str(caught.value) == f"{path}: the manifest is longer than 16 MiB; split it in several"
+
+
+def test_a_path_that_is_none() -> None:
+    with pytest.raises(ManifestError, match="is no path"):
+        load(Path("a\0b"))
+
+
+def test_a_manifest_that_another_process_hands_over() -> None:
+    read, write = os.pipe()
+    with os.fdopen(read), os.fdopen(write, "w") as file:
+        file.write(GROUP)
+        file.close()
+        assert len(load(Path(f"/dev/fd/{read}")).instances) == 19

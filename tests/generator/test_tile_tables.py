@@ -194,6 +194,46 @@ WRONG = {
         one("{pipeline: spread, rows: 1, block: 512, warps: 4, held: 3}"),
         "3: fwd_16bit: pipeline spread, forward, takes rows: 1 and held, a program's chunks, as a power of two",
     ),
+    "spread_stages_and_holds_nothing": (
+        one("{pipeline: spread, rows: 1, block: 512, warps: 4, held: 0, stages: 4}"),
+        "3: fwd_16bit: pipeline spread, forward, takes rows: 1 and held, a program's chunks, as a power of two",
+    ),
+    "two_pass_narrow": (
+        one("{pipeline: two_pass, rows: 1, block: 4, warps: 1}"),
+        "3: fwd_16bit: block is 4; forward two_pass takes 8 columns or more",
+    ),
+    "spread_narrow": (
+        one("{pipeline: spread, rows: 1, block: 1, warps: 1, held: 1}"),
+        "3: fwd_16bit: block is 1; forward spread takes 2 columns or more",
+    ),
+    "backward_narrow": (
+        one("{pipeline: one_pass, rows: 1, block: 1, warps: 1}", "1..16", "bwd_16bit"),
+        "3: bwd_16bit: block is 1; backward one_pass takes 2 columns or more",
+    ),
+    "backward_spread_narrow": (
+        one("{pipeline: spread, rows: 2, block: 1, warps: 1}", "1..16", "bwd_32bit"),
+        "3: bwd_32bit: block is 1; backward spread takes 2 columns or more",
+    ),
+    "chunks": (
+        one("{pipeline: one_pass, rows: 1, block: 16, warps: 1}"),
+        "3: fwd_16bit: a program would hold 64 chunks, each written out in the machine code; write a wider block",
+    ),
+    "chunks_held": (
+        one("{pipeline: two_pass, rows: 1, block: 16, warps: 1, held: 64}", "1024..1024"),
+        "3: fwd_16bit: a program would hold 64 chunks, each written out in the machine code; write held: 32 or less",
+    ),
+    "values": (
+        one("{pipeline: rows, rows: 1048576, block: 1024, warps: 4}"),
+        "a program would hold 1073741824 values on 4 warps, whose registers hold 32768; write fewer rows",
+    ),
+    "a_number_without_end": (
+        one(f"{{pipeline: rows, rows: {'1' * 5000}, block: 1024, warps: 4}}"),
+        "3: fwd_16bit: rows takes a whole number, not the whole number 1111",
+    ),
+    "a_tag": (
+        one("!!python/object:os.system {pipeline: rows, rows: 2, block: 1024, warps: 4}"),
+        "3: fwd_16bit: expected a tile, {pipeline, rows, block, warps, resident, held, stages}, not a mapping tagged",
+    ),
     "no_stage": (
         one("{pipeline: one_pass, rows: 1, block: 512, warps: 4, stages: 0}", kind="bwd_16bit"),
         "3: bwd_16bit: stages is 0; forward spread and backward one_pass have 1 stage or more, and others 1",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -239,6 +240,58 @@ def test_a_folder_that_does_not_fit_is_refused(
         with pytest.raises(AotError) as raised, driving():
             obtain(key.key, key.function, TARGET, 0) if by == "environment" else normforge.load_aot(folder)
         assert str(raised.value).startswith(message)
+
+
+ROW = {
+    "key": "a",
+    "file": "rms_fwd_bf16_rows-0123456789abcdef",
+    "binary": "cubin",
+    "binary_sha256": "0" * 64,
+    "metadata_sha256": "0" * 64,
+    "source_sha256": "0" * 64,
+}
+MALFORMED: dict[str, str] = {
+    "a_key_that_is_a_list": json.dumps({"kernels": [ROW | {"key": [1]}]}),
+    "a_key_that_is_null": json.dumps({"kernels": [ROW | {"key": None}]}),
+    "nested": '{"kernels": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    "a_file_elsewhere": json.dumps({"kernels": [ROW | {"file": "../../x-0123456789abcdef"}]}),
+    "a_binary_elsewhere": json.dumps({"kernels": [ROW | {"binary": "cubin/../../x"}]}),
+    "no_digest": json.dumps({"kernels": [ROW | {"binary_sha256": "abc"}]}),
+    "one_field_more": json.dumps({"kernels": [ROW | {"more": "1"}]}),
+    "one_field_less": json.dumps({"kernels": [{k: v for k, v in ROW.items() if k != "binary"}]}),
+    "kernels_that_are_text": json.dumps({"kernels": "abc"}),
+    "a_kernel_that_is_none": json.dumps({"kernels": [None]}),
+    "kernels_that_are_a_number": json.dumps({"kernels": 3}),
+    "an_architecture_that_is_a_list": json.dumps({"kernels": [], "arch": ["sm_90"]}),
+    "a_format_that_is_true": json.dumps({"kernels": [], "format": True}),
+    "a_number_without_end": '{"format": ' + "1" * 10_000 + "}",
+    "no_object": "[]",
+    "no_text": "\udcff",
+}
+
+
+@pytest.mark.parametrize("text", MALFORMED.values(), ids=MALFORMED)
+def test_an_index_that_is_malformed_is_refused(text: str, tmp_path: Path) -> None:
+    about = {"format": aot.FORMAT, "normforge": "0", "triton": triton_version(), "arch": "sm_90"}
+    if text.startswith('{"kernels": ['):
+        text = json.dumps(about)[:-1] + ", " + text[1:]
+    (tmp_path / INDEX).write_text(text, errors="surrogateescape")
+    with pytest.raises(AotError, match=r"(is damaged \(|has format )"):
+        normforge.load_aot(tmp_path)
+
+
+def test_an_index_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / INDEX)
+    with pytest.raises(AotError, match="it is no regular file"):
+        normforge.load_aot(tmp_path)
+    with pytest.raises(AotError, match="is no path"):
+        normforge.load_aot("a\0b")
+
+
+def test_a_right_index_is_taken(tmp_path: Path) -> None:
+    about = {"format": aot.FORMAT, "normforge": "0", "triton": triton_version(), "arch": "sm_90"}
+    (tmp_path / INDEX).write_text(json.dumps(about | {"kernels": [ROW]}))
+    assert set(read(tmp_path).rows) == {"a"}
 
 
 @pytest.mark.compile

@@ -105,6 +105,28 @@ def test_two_folders_by_turns(tmp_path: Path) -> None:
         check("layer", torch.randn(3, 64))
 
 
+@pytest.mark.parametrize("arguments", [(), (None,)])
+def test_back_to_the_table_that_normforge_came_with(
+    arguments: tuple[None, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the variable names another."""
+    folder = write(tmp_path / "mine", [instance(PLAIN, 64)])
+    monkeypatch.setenv("NORMFORGE_INSTANCES", str(folder))
+    assert names() == ["ln_fwd_fp32_n128"]
+    normforge.load_instances(*arguments)
+    assert dispatch.find(PLAIN, 64).package == "normforge.generated"
+    assert len(names()) > 100
+    check("rms", torch.randn(3, 100))
+
+
+@pytest.mark.parametrize("folder", ["a\0b", "~nobody-of-that-name/x", "loop"])
+def test_what_can_be_no_folder(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(TableError):
+        normforge.load_instances(folder)
+
+
 def no_folder(folder: Path) -> None:
     for file in folder.iterdir():
         file.unlink()
@@ -135,6 +157,16 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no format": (edit("dispatch.py", "FORMAT =", "FORM ="), f"has format None and this normforge reads {FORMAT}"),
     "no table": (edit("dispatch.py", "TABLE =", "TABEL ="), "defines no TABLE; generate the folder anew"),
+    "a program that ends": (edit("dispatch.py", "FORMAT =", "raise SystemExit(0)\nF ="), "can be read (0); generate"),
+    "no rows for all": (
+        edit("dispatch.py", '{"any": ', '{"all": '),
+        "damaged: rms_fwd_fp32 has no rows for archi",
+    ),
+    "rows that are none": (edit("dispatch.py", "(1, 128,", "(128, 1,"), "damaged: the rows of"),
+    "a bound that is none": (edit("dispatch.py", "(1, 128,", "(1, 1.5,"), "damaged: the rows of"),
+    "a pipeline that is none": (edit("dispatch.py", '("rows", ', '("row", '), "damaged: the rows of"),
+    "a tile of nothing": (edit("dispatch.py", '("rows", 8, ', '("rows", 0, '), "damaged: the rows of"),
+    "a mode that is none": (edit("dispatch.py", '"rms_fwd_fp32":', '"../rms":'), "damaged: '../rms' is no mode's name"),
     "no bound": (edit("dispatch.py", "SMALL_M =", "SMALL_N ="), "defines no SMALL_M; generate the folder anew"),
 }
 
@@ -183,6 +215,15 @@ def test_the_variable_names_the_folder(tmp_path: Path) -> None:
     assert listed == "rms_fwd_fp32_n128 ln_fwd_fp32_n128"
     expected = torch.nn.functional.layer_norm(torch.arange(4.0), (4,))
     torch.testing.assert_close(torch.tensor([float(value) for value in y.strip("[]").split(",")]), expected)
+
+
+def test_a_relative_variable_stays_right_when_the_process_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "mine", [instance(RMS, 64)])
+    monkeypatch.chdir(tmp_path)
+    code = f"import os, normforge; os.chdir('/'); {LIST.partition('; ')[2]}"
+    assert printed(code, NORMFORGE_INSTANCES="mine") == "rms_fwd_fp32_n128"
 
 
 def test_the_variable_names_no_folder(tmp_path: Path) -> None:

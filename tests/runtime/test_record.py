@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -240,12 +243,34 @@ def test_an_empty_recording_writes_nothing_and_says_so(tmp_path: Path, caplog: p
     ]
 
 
-def test_an_earlier_recording_is_replaced(tmp_path: Path) -> None:
+def test_an_earlier_recording_is_added_to(tmp_path: Path) -> None:
     path = tmp_path / "needed.yaml"
-    for n, made in ((64, "rms_fwd_fp32_n128"), (200, "rms_fwd_fp32_n256")):
+    for n, made in ((64, ["rms_fwd_fp32_n128"]), (200, ["rms_fwd_fp32_n128", "rms_fwd_fp32_n256"])):
         with normforge.record(path):
             check("rms", torch.randn(2, n))
-        assert names(path) == [made]
+        assert names(path) == made
+
+
+def test_a_recording_of_another_ladder_is_added_to(tmp_path: Path) -> None:
+    path, wide = tmp_path / "needed.yaml", Bucket("n4096", 1, 4096)
+    path.write_text(recording.manifest_of([(PLAIN, wide)]))
+    with normforge.record(path):
+        check("rms", torch.randn(2, 200))
+    assert names(path) == [
+        *("ln_fwd_fp32_n128", "ln_fwd_fp32_n256", "ln_fwd_fp32_n4096"),
+        "rms_fwd_fp32_n256",
+    ]
+
+
+def test_a_recording_that_is_no_manifest_any_more_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "needed.yaml"
+    path.write_text("# Recorded by normforge\ngroups: [")
+    with (
+        pytest.raises(RecordError, match=r"cannot be added to: .*needed\.yaml:2: this is not valid YAML"),
+        normforge.record(path),
+    ):
+        raise AssertionError("entered")
+    assert path.read_text() == "# Recorded by normforge\ngroups: ["
 
 
 def test_a_file_of_somebody_elses_is_kept(tmp_path: Path) -> None:
@@ -324,3 +349,53 @@ def test_a_process_with_a_bad_path_ends_at_its_start(tmp_path: Path) -> None:
     assert process.returncode != 0
     assert process.stdout == ""
     assert "RecordError: the instances that are asked for cannot be recorded to" in process.stderr
+
+
+AT_ONCE = """
+import os, sys, time, pathlib, torch, normforge
+pathlib.Path(f"ready{sys.argv[1]}").touch()
+while len(list(pathlib.Path().glob("ready*"))) < 4:
+    time.sleep(0.001)
+for n in (64, 200, 300, 600, 1500, 2500, 3500, 5000):
+    normforge.dispatch.find(getattr(normforge.keys, "modes_by_name")()[sys.argv[2]], n)
+"""
+
+
+def test_processes_that_record_at_once_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "needed.yaml"
+    modes = ("ln_fwd_bf16", "ln_fwd_fp16", "rms_fwd_bf16", "rms_fwd_fp16")
+    environment = os.environ | {"NORMFORGE_RECORD": "needed.yaml"}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", AT_ONCE, str(index), mode], env=environment, cwd=tmp_path)
+        for index, mode in enumerate(modes)
+    ]
+    assert [process.wait() for process in processes] == [0] * 4
+    buckets = (128, 256, 512, 768, 1536, 3072, 4096, 5120)
+    assert names(path) == [f"{mode}_n{last}" for mode in modes for last in buckets]
+    assert {left.name for left in tmp_path.iterdir()} == {"needed.yaml", *(f"ready{index}" for index in range(4))}
+
+
+def test_workers_that_end_before_the_next_begins_lose_nothing(tmp_path: Path) -> None:
+    for n in (64, 200):
+        code = PROGRAM.replace("64", str(n))
+        assert printed(code, NORMFORGE_RECORD=str(tmp_path / "needed.yaml")) == ""
+    assert names(tmp_path / "needed.yaml") == ["ln_fwd_fp32_n128", "ln_fwd_fp32_n256"]
+
+
+def test_a_process_whose_recording_cannot_be_written_says_so_in_its_status(tmp_path: Path) -> None:
+    """Also when the program has swallowed the error of the call."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    code = f"""
+import os, torch, normforge
+os.rmdir({str(folder)!r})
+try:
+    normforge.layernorm2d_fwd(torch.randn(2, 64))
+except normforge.errors.RecordError:
+    print("swallowed")
+"""
+    process = python(code, NORMFORGE_RECORD=str(folder / "needed.yaml"))
+    assert (process.returncode, process.stdout) == (1, "swallowed\n")
+    assert process.stderr.splitlines()[-1].startswith(
+        "normforge: error: the instances that are asked for cannot be recorded to"
+    )

@@ -1,0 +1,50 @@
+"""One process at a time: a lock on what several may want to change at once."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock that a file stands for, for which this waits; the system lets go of a killed process's.
+
+    The file is made and removed. A killed process leaves it lying, which does no harm: the next one takes it.
+
+    Args:
+        path: the file, which is for this alone, in a folder that is there.
+
+    Raises:
+        OSError: it cannot be made or locked.
+    """
+    handle = _acquire(path)
+    try:
+        yield
+    finally:
+        # Removed while it is held, so that whoever waits for it finds that it is another file's by then.
+        path.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _acquire(path: Path) -> int:
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if _is_at(handle, path):
+                return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.lstat())
+    except FileNotFoundError:
+        return False

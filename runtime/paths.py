@@ -1,0 +1,67 @@
+"""Paths that a program or its environment names: absolute from the start, wherever the process goes."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from .errors import NormforgeError
+
+
+def _started_in() -> Path | None:
+    try:
+        return Path.cwd()
+    except OSError:
+        # The folder is gone; a relative path is then an error where one is used.
+        return None
+
+
+_START = _started_in()
+
+# An index or a recording of every kernel there is takes some MiB.
+_MOST_BYTES = 256 << 20
+
+
+def named(path: str | os.PathLike[str], error: type[NormforgeError]) -> Path:
+    """A path as a call names it, absolute.
+
+    Raises:
+        NormforgeError: the given error; there can be no such path.
+    """
+    try:
+        return Path(path).expanduser().resolve()
+    except (ValueError, RuntimeError, OSError) as problem:
+        # A NUL, an unknown user's home, a link to itself, a working folder that is gone.
+        raise error(f"{os.fspath(path)!r} is no path ({problem}); name another") from problem
+
+
+def variable(name: str, error: type[NormforgeError]) -> Path | None:
+    """The path in an environment variable, None if it is unset or empty.
+
+    A relative one is held against the folder in which normforge was imported, not where the process has gone since.
+
+    Raises:
+        NormforgeError: the given error; there can be no such path.
+    """
+    given = os.environ.get(name)
+    if not given:
+        return None
+    # An absolute or a home's path is what joining gives back.
+    return named(given if given.startswith("~") or _START is None else _START / given, error)
+
+
+def contents(path: Path) -> bytes:
+    """The bytes of a regular file.
+
+    Raises:
+        OSError: there is none that can be read, or it is too large to be one of normforge's.
+    """
+    # Opening a pipe would wait for somebody to write to it.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(0, "it is no regular file")
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise OSError(0, f"it is longer than {_MOST_BYTES >> 20} MiB")
+    return data
