@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -50,3 +52,22 @@ def test_the_interpreters_slice_has_every_suite_mode_and_dtype() -> None:
         {case.inputs for case in cases()} - {case.inputs for case in interpreted()},
     ):
         assert facets == set()
+
+
+def test_the_table_has_every_combination_of_the_suites_lists() -> None:
+    """The lists' lengths as their suites state them, multiplied; edges and our own cases come on top."""
+    norms, floats = 2, 3
+    least = {
+        "ck_tile": 26 * 5 * 2 * 3 * 2 * norms + norms,
+        "vllm": (3 * 6 * 2 * 2 * floats + 19 * 2 * 2 * 2) * norms,
+        # M × N × dtypes, with and without a bias for LayerNorm, each forward and backward.
+        "quack": 4 * 13 * floats * (2 + 1) * 2 + 2 * 16,
+        "flash_attention": 5 * 5 * 3 * norms,
+        "liger": 8 * floats * norms,
+        "flashinfer": 4 * 8 * 2 * 3 + 4 * 4,
+        "triton": 1,
+        "normforge": 700,
+    }
+    counts = Counter(case.suite for case in cases())
+    assert set(counts) == set(least)
+    assert [suite for suite, count in least.items() if counts[suite] < count] == []
