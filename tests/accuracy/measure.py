@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -16,10 +16,12 @@ from normforge import dispatch, on_demand
 from normforge.backward import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.model import Mode, Part, Pipeline
 from normforge.dtypes import TORCH_DTYPES
+from normforge.kernels import interpreting
 from normforge.table import Entry, RetiledTable
 
 from . import peer
 from .cases import Case
+from .interpreter import adding_by_halves
 from .peer import EPS
 from .rows import KINDS
 from .units import MOST, Error, error, median, ratio
@@ -118,7 +120,8 @@ def _tiled(case: Case) -> Iterator[list[str]]:
         loaded.append(kernel.value if isinstance(kernel, Part) else kernel.pipeline.value)
         return load(self, kernel)
 
-    with dispatch.using(RetiledTable(dispatch.loaded(), entry, case.tile)), mock.patch.object(Entry, "load", noting):
+    using = dispatch.using(RetiledTable(dispatch.loaded(), entry, case.tile))
+    with using, mock.patch.object(Entry, "load", noting), adding_by_halves() if interpreting() else nullcontext():
         yield loaded
 
 
@@ -217,8 +220,7 @@ def _exact(mode: Mode, rows: Operands) -> dict[str, tuple[torch.Tensor, torch.Te
         y_scale = y.abs().amax(-1) / mode.dtype_out.qmax
         return {"y_scale": (y_scale, torch.zeros_like(y_scale))}
     found = {"y": (y, median(y)), "rstd": (rstd[:, 0], torch.zeros_like(rstd[:, 0]))}
-    # In the interpreter a mean is off by how NumPy adds: from first to last, where hardware adds by halves.
-    if mode.norm.centres and s.is_cuda:
+    if mode.norm.centres:
         found["mean"] = mean[:, 0], s.abs().mean(-1)
     return found
 
