@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -114,6 +115,9 @@ def _apart() -> Iterator[None]:
             torch.random.fork_rng(devices=()),
         ):
             stack.enter_context(context)
+        if "torch._dynamo" in sys.modules:
+            # A forward that torch.compile decorates would be compiled for each type, mode and epsilon, 9 times in all.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 

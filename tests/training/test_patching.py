@@ -276,6 +276,24 @@ def test_compiled_with_its_own_name_and_a_changed_epsilon() -> None:
         torch.testing.assert_close(compiled(hidden_states=x), module(x))
 
 
+def test_looking_at_a_compiled_forward_compiles_nothing() -> None:
+    compiled: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    class CompiledRMSNorm(models.LlamaRMSNorm):
+        forward = torch.compile(models.LlamaRMSNorm.forward, backend=backend)
+
+    module = CompiledRMSNorm()
+    assert len(normforge.patch(module).swapped) == 1
+    assert not compiled
+    normforge.unpatch(module)
+    module(torch.randn(2, WIDTH))
+    assert compiled
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 4097])
 def test_norms_of_any_width(n: int) -> None:
     module = models.LlamaRMSNorm(n)
