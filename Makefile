@@ -3,8 +3,11 @@
 #   make test TRITON=3.6.0         the suite on another Triton
 #   make test PYTHON=python3.12    the suite on another Python
 #
+#   make matrix MATRIX=full        both suites on every pair of them; without MATRIX, parts of both on some
+#
 #   make bench BENCH='--suite forward --jobs 16'    a part of the benchmark, compiled in parallel first
 #   make accuracy ACCURACY='--jobs 8'               errors beside torch's, in so many processes
+#   make mutants MUTANTS="--only 'rows-*'"          some of the edits that tests have to notice
 #   make sanitize SANITIZE='--tool memcheck'        one of compute-sanitizer's tools
 #
 # Each such choice gets a virtual environment of its own, so none is silently reused for another.
@@ -14,6 +17,8 @@ TRITON ?=
 BENCH ?=
 ACCURACY ?=
 SANITIZE ?=
+MATRIX ?=
+MUTANTS ?=
 
 VENV := .venv$(if $(filter file,$(origin PYTHON)),,-$(subst /,_,$(PYTHON)))$(if $(TRITON),-$(TRITON))
 BIN := $(VENV)/bin
@@ -24,7 +29,7 @@ LINKS := $(VENV)/links
 needs_gpu = $(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make $@ needs a GPU, and torch finds none here; what runs without one: $(1)")'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu accuracy sanitize bench lint format generate check clean
+.PHONY: help demo test test-gpu accuracy sanitize mutants matrix venv bench lint format generate check clean
 
 help:
 	@echo "make demo      run a handful of modes and compare them with PyTorch"
@@ -32,6 +37,8 @@ help:
 	@echo "make test-gpu  run the tests that need a GPU"
 	@echo "make accuracy  measure every kernel's error against fp64 beside torch's, and write docs/numerics.md"
 	@echo "make sanitize  run compute-sanitizer over every kernel on this machine's GPU, and write docs/sanitizer.md"
+	@echo "make mutants   break the product on purpose and see that tests notice"
+	@echo "make matrix    run parts of the suite on several versions of Python and Triton"
 	@echo "make bench     time normforge and its peers on this machine's GPU"
 	@echo "make lint      formatting, lint and types"
 	@echo "make format    format the sources"
@@ -56,6 +63,16 @@ accuracy: $(READY)
 
 sanitize: $(READY)
 	env -u TRITON_INTERPRET $(BIN)/python -m tests.sanitizer --markdown docs/sanitizer.md $(SANITIZE)
+
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants $(or $(MUTANTS),--markdown docs/mutants.md)
+
+matrix:
+	$(PYTHON) -m tests.matrix --markdown docs/versions.md $(if $(filter full,$(MATRIX)),--full,$(MATRIX))
+
+# Prints where an environment's programs are, once it is there.
+venv: $(READY)
+	@echo $(BIN)
 
 bench: $(READY)
 	@$(call needs_gpu,make demo)

@@ -137,8 +137,10 @@ def test_torchs_own_call_and_defaults(norm: str, weighted: bool, dtype: torch.dt
     # So small that eps decides the result.
     x = (torch.randn(3, 40) * 1e-3).to(dtype)
     arguments = {"weight": torch.randn(40).to(dtype)} if weighted else {}
-    actual, wanted = OURS[norm](x, [40], **arguments), TORCH[norm](x, [40], **arguments)
-    torch.testing.assert_close(actual, wanted)
+    wanted = TORCH[norm](x, [40], **arguments)
+    # The second call is one that is known.
+    for _ in range(2):
+        torch.testing.assert_close(OURS[norm](x, [40], **arguments), wanted)
 
 
 @each_norm

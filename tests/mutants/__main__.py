@@ -1,0 +1,108 @@
+"""The command: python -m tests.mutants."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeVar
+
+from .mutant import Mutant, Suite
+from .report import markdown
+from .table import MUTANTS
+from .tree import ROOT, copied, present_files
+from .trial import Outcome, Tester, Verdict
+
+T = TypeVar("T")
+
+
+def main(argv: list[str]) -> int:
+    """Try mutants, and return 1 if one is not caught."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutants",
+        description="Break normforge on purpose, an edit at a time, and see whether the tests chosen for it notice.",
+    )
+    parser.add_argument("--only", metavar="GLOB", help="mutants whose name matches, 'quantise-*' say")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at once (default: %(default)s)")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the list of all, with what caught each")
+    parser.add_argument("--list", action="store_true", help="print their names and what they break, and try none")
+    arguments = parser.parse_args(argv)
+    if arguments.jobs < 1:
+        parser.error(f"--jobs is {arguments.jobs}; it takes a whole number from 1")
+    if arguments.markdown and arguments.only:
+        parser.error("--markdown lists all mutants and --only tries a part; leave one of them out")
+    chosen = [mutant for mutant in MUTANTS if fnmatchcase(mutant.name, arguments.only or "*")]
+    if not chosen:
+        parser.error(f"--only {arguments.only!r} matches no mutant; --list prints their names")
+    if arguments.list:
+        for mutant in chosen:
+            print(f"{mutant.name:45} {mutant.file}: {mutant.breaks}")
+        return 0
+    started = time.monotonic()
+    outcomes = _tried(chosen, arguments.jobs)
+    seconds = time.monotonic() - started
+    if arguments.markdown:
+        arguments.markdown.write_text(markdown(outcomes, seconds))
+    missed = [found for found in outcomes if not found.caught]
+    print(f"{len(outcomes) - len(missed)} of {len(outcomes)} caught, in {seconds:.0f} s")
+    for found in missed:
+        print(f"{found.verdict.value}: {found.mutant.name} ({found.mutant.breaks}): {found.said}")
+    return 1 if missed else 0
+
+
+def _tried(chosen: list[Mutant], jobs: int) -> list[Outcome]:
+    """Try mutants, and then, in the same copy of the tree, whether the tests that caught them pass without an edit."""
+    files = present_files()
+    with ExitStack() as stack:
+        # What is tried is the tree as it is now, whatever is done to it meanwhile.
+        snapshot = stack.enter_context(copied(ROOT, files))
+        idle: SimpleQueue[Tester] = SimpleQueue()
+        for _ in range(jobs):
+            idle.put(stack.enter_context(Tester(snapshot, files)))
+        pool = stack.enter_context(ThreadPoolExecutor(jobs))
+
+        def with_a_tester(use: Callable[[Tester], T]) -> Future[T]:
+            def run() -> T:
+                tester = idle.get()
+                try:
+                    return use(tester)
+                finally:
+                    idle.put(tester)
+
+            return pool.submit(run)
+
+        outcomes = []
+        for trial in [with_a_tester(partial(Tester.outcome, mutant=mutant)) for mutant in chosen]:
+            found = trial.result()
+            outcomes.append(found)
+            print(f"{found.verdict.value:9} {found.mutant.name:45} {found.seconds:5.1f} s  {found.said}", flush=True)
+        unmutated = []
+        for suite in Suite:
+            tests = [found.said for found in outcomes if found.caught and found.mutant.suite is suite]
+            for part in _parts(tests, jobs):
+                unmutated.append(with_a_tester(partial(Tester.failing_unmutated, suite=suite, tests=part)))
+        unfit = {test for run in unmutated for test in run.result()}
+    print("without an edit, all tests that caught one pass" if not unfit else "these fail without an edit, too:")
+    print(*sorted(unfit), sep="\n", end="\n" if unfit else "")
+    return [
+        replace(found, verdict=Verdict.UNFIT) if found.caught and found.said in unfit else found for found in outcomes
+    ]
+
+
+def _parts(tests: list[str], jobs: int) -> list[list[str]]:
+    """The tests, each once and those of a file together, for as many processes as run at once."""
+    distinct = sorted(dict.fromkeys(tests))
+    size = -(-len(distinct) // jobs)
+    return [distinct[start : start + size] for start in range(0, len(distinct), size)] if distinct else []
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,18 @@
+"""The mutants, by what they break."""
+
+from __future__ import annotations
+
+from . import autograd, deployment, dispatch, forward, generator, gradients, keys, primitives, quantisation, tracing
+
+MUTANTS = (
+    *forward.MUTANTS,
+    *quantisation.MUTANTS,
+    *primitives.MUTANTS,
+    *gradients.MUTANTS,
+    *dispatch.MUTANTS,
+    *keys.MUTANTS,
+    *autograd.MUTANTS,
+    *tracing.MUTANTS,
+    *deployment.MUTANTS,
+    *generator.MUTANTS,
+)

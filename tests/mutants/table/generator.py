@@ -1,0 +1,76 @@
+"""The generator: ladders, selections, folders, and what a manifest may say."""
+
+from __future__ import annotations
+
+from ..mutant import Mutant
+
+_FOLDER = "tests/generator/test_folder.py"
+_SELECT = "tests/generator/test_select.py"
+_MANIFEST_ERRORS = "tests/generator/test_manifest_errors.py"
+
+MUTANTS = (
+    Mutant(
+        "ladder-leaves-a-length-out",
+        "between two buckets a row length is served by none",
+        "codegen/tiling.py",
+        "first = 0 if last is None else last + 1",
+        "first = 0 if last is None else last + 2",
+        ("tests/runtime/test_table.py::test_each_row_length_has_the_entry_whose_bucket_holds_it",),
+    ),
+    Mutant(
+        "table-written-first",
+        "a run that is cut off leaves a table that names modules which are not there",
+        "codegen/folder.py",
+        "key=lambda name: name == _TABLE)",
+        "key=lambda name: name != _TABLE)",
+        (f"{_FOLDER}",),
+    ),
+    Mutant(
+        "foreign-files-are-removed",
+        "files of somebody else's in --out are overwritten",
+        "codegen/folder.py",
+        "        self.refuse_foreign()\n",
+        "",
+        (f"{_FOLDER}",),
+    ),
+    Mutant(
+        "where-less-than-includes",
+        "--where 'n<4096' keeps the bucket that ends at 4096",
+        "codegen/select.py",
+        '"<": operator.lt,',
+        '"<": operator.le,',
+        (f"{_SELECT}",),
+    ),
+    Mutant(
+        "where-alternatives-all-have-to-hold",
+        "--where 'fquant=none|dynamic' keeps nothing",
+        "codegen/select.py",
+        "return any(_is(entry.instance.mode, axis, word) for word in words) is wanted",
+        "return all(_is(entry.instance.mode, axis, word) for word in words) is wanted",
+        (f"{_SELECT}",),
+    ),
+    Mutant(
+        "a-name-leaves-rounding-out",
+        "modes that truncate and that round share a name, and a module",
+        "codegen/model.py",
+        '            "_trunc" if self.rounding is Rounding.TRUNCATE else "",\n',
+        "",
+        ("tests/runtime/test_table.py::test_which",),
+    ),
+    Mutant(
+        "illegal-combinations-are-legal",
+        "truncation of fp8 is taken and ignored",
+        "codegen/model.py",
+        "if self.rounding is Rounding.TRUNCATE and not self.dtype_out.is_int:",
+        "if False:",
+        (f"{_MANIFEST_ERRORS}", "tests/runtime/test_bad_arguments.py::test_refused"),
+    ),
+    Mutant(
+        "pipelines-share-a-kernel",
+        "a mode's module holds no kernel for rows that are read twice",
+        "codegen/emit.py",
+        'files[f"{mode.name}.py"] = render_module(mode, [p for p in Pipeline if p in wanted])',
+        'files[f"{mode.name}.py"] = render_module(mode, [p for p in Pipeline if p in wanted][:1])',
+        ("tests/runtime/test_table.py::test_every_kernel_exists_in_its_module",),
+    ),
+)

@@ -1,0 +1,68 @@
+"""Operators: what a traced graph holds of calls."""
+
+from __future__ import annotations
+
+from ..mutant import Mutant
+
+_OPERATORS = "tests/runtime/test_operators.py"
+
+MUTANTS = (
+    Mutant(
+        "fake-scale-of-another-type",
+        "a graph takes y_scale for one of y's dtype",
+        "runtime/operators.py",
+        "y_scale=x.new_empty(rows, dtype=TORCH_DTYPES[mode.scale_dtype]) if mode.fquant.quantises else None,",
+        "y_scale=x.new_empty(rows) if mode.fquant.quantises else None,",
+        (f"{_OPERATORS}::test_fake_tensors", f"{_OPERATORS}::test_torchs_checks_of_a_forward_operator"),
+    ),
+    Mutant(
+        "operator-outputs-change-places",
+        "a traced call returns mean as y_scale",
+        "runtime/tracing.py",
+        "y_scale=next(made) if mode.fquant.quantises else None,\n            mean=next(made) if saves_mean else None,\n"
+        "            rstd=next(made) if mode.save_mv else None,",
+        "rstd=next(made) if mode.save_mv else None,\n            mean=next(made) if saves_mean else None,\n"
+        "            y_scale=next(made) if mode.fquant.quantises else None,",
+        (f"{_OPERATORS}::test_a_traced_call_returns_what_an_eager_one_does",),
+    ),
+    Mutant(
+        "operator-forgets-weight-offset-backward",
+        "a traced gradient of RMSNorm lacks weight_offset",
+        "runtime/operator_autograd.py",
+        "weight_offset=0.0 if norm.centres else inputs[_OFFSET],",
+        "weight_offset=0.0,",
+        (f"{_OPERATORS}::test_gradients_of_an_operator",),
+    ),
+    Mutant(
+        "operator-sums-rounded-gradients",
+        "dx_bias of a stored sum is summed after it is rounded",
+        "runtime/operator_autograd.py",
+        "types = [torch.float32 if place == _X_BIAS else told.dtypes[place] for place in of_dx]",
+        "types = [told.dtypes[place] for place in of_dx]",
+        (f"{_OPERATORS}::test_a_gradient_of_x_bias_is_summed_before_it_is_rounded",),
+    ),
+    Mutant(
+        "operator-without-statistics-has-a-gradient",
+        "a traced call that kept too little is differentiated",
+        "runtime/operator_autograd.py",
+        "        if told.refusal is not None:\n",
+        "        if False:\n",
+        (f"{_OPERATORS}::test_what_kept_too_little_has_no_gradient",),
+    ),
+    Mutant(
+        "quantised-operator-has-a-gradient",
+        "a traced quantised call drops gradients in silence",
+        "runtime/operator_autograd.py",
+        'if inputs[_FQUANT] != "none":',
+        "if False:",
+        (f"{_OPERATORS}::test_a_quantised_operator_has_no_gradient",),
+    ),
+    Mutant(
+        "operator-keeps-the-truncation-to-itself",
+        "a traced call with rounding='truncate' rounds",
+        "runtime/operators.py",
+        '        and rounding == "nearest"\n',
+        "",
+        (f"{_OPERATORS}::test_a_traced_call_returns_what_an_eager_one_does",),
+    ),
+)

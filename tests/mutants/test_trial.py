@@ -1,0 +1,58 @@
+"""What comes of a mutant: caught by a test, or not, or no mutant at all. Each runs tests in a copy of the tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from .mutant import Mutant, Suite
+from .report import markdown
+from .tree import ROOT, present_files
+from .trial import Tester, Verdict
+
+# Needs no kernel.
+_TEST = "tests/runtime/test_alignment.py::test_alignment"
+_OTHER = "tests/runtime/test_compiled.py::test_a_key_reads_as_a_call"
+_RIGHT = "return bits & -bits"
+
+
+def mutant(new: str, *tests: str, file: str = "runtime/kernels.py", old: str = _RIGHT) -> Mutant:
+    return Mutant("a-mutant", "row alignment", file, old, new, tests)
+
+
+@pytest.fixture(scope="module")
+def tester() -> Iterator[Tester]:
+    with Tester(ROOT, present_files()) as made:
+        yield made
+
+
+def test_a_mutant_is_caught_by_the_test_that_fails(tester: Tester) -> None:
+    found = tester.outcome(mutant("return bits", _TEST))
+    assert (found.verdict, found.said) == (Verdict.CAUGHT, f"{_TEST}[strides1-8]")
+    assert f"| kernels.py | row alignment | `{_TEST}[strides1-8]` |" in markdown([found], 1.0)
+
+
+def test_a_mutant_that_no_chosen_test_minds_survives(tester: Tester) -> None:
+    found = tester.outcome(mutant("return bits", _OTHER))
+    assert (found.verdict, found.said) == (Verdict.SURVIVED, "1 tests passed")
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (mutant("return (", _TEST), "SyntaxError"),
+        (mutant("return bits", _TEST, old="nowhere"), "it takes one place"),
+        (mutant("return bits", "tests/runtime/test_alignment.py::test_nothing"), "not found"),
+        (mutant("{% if %}", _TEST, file="templates/rows.py.j2", old="{% filter body %}"), "Expected an expression"),
+    ],
+    ids=["syntax", "edit", "test", "template"],
+)
+def test_what_cannot_be_run_is_nobodys_merit(broken: Mutant, said: str, tester: Tester) -> None:
+    found = tester.outcome(broken)
+    assert found.verdict is Verdict.BROKEN
+    assert said in found.said
+
+
+def test_tests_are_run_without_an_edit(tester: Tester) -> None:
+    assert tester.failing_unmutated(Suite.INTERPRETER, (_TEST, _OTHER)) == ()

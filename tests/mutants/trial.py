@@ -1,0 +1,169 @@
+"""Running chosen tests in a copy of the tree, unmutated or mutated."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+
+from . import prefork
+from .mutant import EditError, Mutant, Suite
+from .tree import GenerateError, copied, edit, environment
+from .witness import REPORT
+
+# Seconds. The slowest choice of tests takes a tenth of it on an idle core; an edit may make a loop endless.
+_PATIENCE = 300.0
+
+
+class Verdict(Enum):
+    """What came of a mutant; anything but CAUGHT is to be mended, in the tests or in the table."""
+
+    CAUGHT = "caught"
+    SURVIVED = "SURVIVED"
+    # The test that failed of it fails without it, too.
+    UNFIT = "UNFIT"
+    # The edit does not fit, or nothing can be imported, generated or run with it.
+    BROKEN = "BROKEN"
+    TIMED_OUT = "TIMED OUT"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a mutant.
+
+    Attributes:
+        mutant: which.
+        verdict: what.
+        said: the test that caught it, or why none did.
+        seconds: how long it took.
+    """
+
+    mutant: Mutant
+    verdict: Verdict
+    said: str
+    seconds: float
+
+    @property
+    def caught(self) -> bool:
+        """Whether a test failed of it."""
+        return self.verdict is Verdict.CAUGHT
+
+
+@dataclass(frozen=True)
+class _Run:
+    failed: tuple[str, ...]
+    broken: tuple[str, ...]
+    passed: tuple[str, ...]
+
+
+class _RunError(Exception):
+    """A run of tests that ended without saying what it found, or was not of the copy."""
+
+
+class _TooLongError(Exception):
+    """A run of tests that was ended."""
+
+
+class Tester:
+    """Runs tests of both suites, one choice at a time; several testers work at once."""
+
+    def __init__(self, snapshot: Path, files: Sequence[str]) -> None:
+        """Take a copy of the tree, and the files that it has."""
+        self._snapshot, self._files = snapshot, files
+        self._servers: dict[Suite, subprocess.Popen[str]] = {}
+
+    def __enter__(self) -> Tester:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for server in self._servers.values():
+            server.kill()
+            server.wait()
+
+    def failing_unmutated(self, suite: Suite, tests: Sequence[str]) -> tuple[str, ...]:
+        """Of tests that caught mutants, those that fail in a copy without an edit."""
+        with copied(self._snapshot, self._files) as tree:
+            run = self._run(tree, suite, tests, stop=False, patience=10 * _PATIENCE)
+        return (*run.failed, *run.broken)
+
+    def outcome(self, mutant: Mutant) -> Outcome:
+        """Try a mutant. That it is caught means little until the test that caught it has passed without it."""
+        started = time.monotonic()
+
+        def found(verdict: Verdict, said: str) -> Outcome:
+            return Outcome(mutant, verdict, said, time.monotonic() - started)
+
+        try:
+            with copied(self._snapshot, self._files) as tree:
+                edit(tree, mutant)
+                run = self._run(tree, mutant.suite, mutant.tests, stop=True, patience=_PATIENCE)
+        except (EditError, GenerateError, _RunError) as error:
+            return found(Verdict.BROKEN, str(error))
+        except _TooLongError as error:
+            return found(Verdict.TIMED_OUT, str(error))
+        if run.broken:
+            return found(Verdict.BROKEN, run.broken[0])
+        if run.failed:
+            return found(Verdict.CAUGHT, run.failed[0])
+        return found(Verdict.SURVIVED, f"{len(run.passed)} tests passed")
+
+    def _run(self, tree: Path, suite: Suite, tests: Sequence[str], *, stop: bool, patience: float) -> _Run:
+        report, output = tree / "report.json", tree / "output.txt"
+        options = ["-q", "-p", "tests.mutants.witness", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+        options += ["-x"] if stop else []
+        options += ["-m", "compile"] if suite is Suite.COMPILE else []
+        request = {
+            "tree": str(tree),
+            "output": str(output),
+            "environment": environment(tree) | {REPORT: str(report)},
+            "arguments": [*options, *tests],
+            "patience": patience,
+        }
+        status = self._asked(suite, request)
+        if status is None:
+            raise _TooLongError(f"the tests took more than {patience:.0f} s")
+        said = output.read_text(errors="replace").strip()[-2000:]
+        if not report.is_file():
+            raise _RunError(f"pytest ended with status {status}: {said}")
+        found = json.loads(report.read_text())
+        if status < 0 and found["running"]:
+            # An edit that writes beyond memory may end the process, and with it the test that is to notice.
+            return _Run((found["running"],), (), ())
+        strange = [origin for origin in found["origins"] if not Path(origin).is_relative_to(tree)]
+        if strange or not found["origins"]:
+            raise _RunError(
+                f"normforge was imported from {strange or 'nowhere'}, and not from the copy in {tree}: {said}"
+            )
+        run = _Run(*(tuple(found[name]) for name in ("failed", "broken", "passed")))
+        if status not in (0, 1) and not run.broken:
+            raise _RunError(f"pytest ended with status {status}: {said}")
+        return run
+
+    def _asked(self, suite: Suite, request: dict[str, object]) -> int | None:
+        server = self._servers.get(suite)
+        if server is None:
+            server = subprocess.Popen(
+                [sys.executable, str(prefork.__file__)],
+                env=environment(None) | ({"TRITON_INTERPRET": "1"} if suite is Suite.INTERPRETER else {}),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            self._servers[suite] = server
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        answer = server.stdout.readline()
+        if not answer:
+            raise _RunError(f"the process that runs tests ended with status {server.wait()}")
+        status: int | None = json.loads(answer)
+        return status
