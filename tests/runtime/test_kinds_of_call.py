@@ -185,6 +185,7 @@ def check_backward(norm: str, given: dict[str, Any]) -> None:
     findings = compare_gradients(actual, oracle(**inputs))
     assert [finding for finding in findings if not finding.ok] == []
     assert actual.dx is None or actual.dx.dtype == given.get("dx_dtype", given["x"].dtype)
+    assert actual.dbias is None or actual.dbias.dtype == given.get("bias_dtype", given["weight"].dtype)
 
 
 GRADIENT_KINDS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor | None], tuple[str, ...]]] = {
@@ -213,19 +214,21 @@ def test_another_kind_of_operand_is_another_kind_of_backward_call(
         assert true(other).items() <= told(launched[0]).items(), name
 
 
-OTHER_GRADIENTS: tuple[dict[str, Any], ...] = (
-    {"wants": ("dx",)},
-    {"wants": ("dweight", "dx_bias")},
-    {"dx_dtype": torch.bfloat16},
+OTHER_GRADIENTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((norm, {"wants": ("dx",)}) for norm in BACKWARD),
+    *((norm, {"wants": ("dweight", "dx_bias")}) for norm in BACKWARD),
+    *((norm, {"dx_dtype": torch.bfloat16}) for norm in BACKWARD),
+    ("layer", {"bias_dtype": torch.float16}),
 )
 
 
-@pytest.mark.parametrize("other", OTHER_GRADIENTS, ids=str)
-@each_norm
+@pytest.mark.parametrize(("norm", "other"), OTHER_GRADIENTS, ids=str)
 def test_other_gradients_are_another_kind_of_backward_call(norm: str, other: dict[str, Any]) -> None:
-    given = backward_arguments(norm)
-    for wanted in ({}, other, {}):
-        check_backward(norm, given | wanted)
+    usual = backward_arguments(norm)
+    if norm == "layer":
+        usual["wants"] = (*usual["wants"], "dbias")
+    for given in (usual, usual | other, usual):
+        check_backward(norm, given)
 
 
 # For at most SMALL_M rows another kernel than for more, whichever direction.

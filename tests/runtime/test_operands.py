@@ -9,7 +9,7 @@ import torch
 
 import normforge
 
-from .calls import FLOATS, check, each_float, each_norm, each_pipeline
+from .calls import FLOATS, FORWARD, check, each_float, each_norm, each_pipeline
 
 M = 3
 OPERANDS = ("weight", "bias", "residual", "x_bias", "smooth_scale")
@@ -62,6 +62,17 @@ def test_absent_weight_and_bias(present: tuple[str, ...], n: int) -> None:
 @each_float
 def test_float_outputs_of_any_float(norm: str, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     assert check(norm, torch.randn(M, 70).to(dtype), out_dtype=out_dtype).y.dtype == out_dtype
+
+
+@pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
+@each_norm
+def test_outputs_are_rounded_once(norm: str, dtype: torch.dtype) -> None:
+    """To nearest even, from the fp32 values that a call with an output in fp32 returns."""
+    x, residual = torch.randn(M, 700), torch.randn(M, 700).to(dtype)
+    assert torch.equal(FORWARD[norm](x, out_dtype=dtype).y, FORWARD[norm](x).y.to(dtype))
+    stored = FORWARD[norm](x, residual=residual, fadd="pre_add_store").residual_out
+    assert stored is not None
+    assert torch.equal(stored, (x + residual).to(dtype))
 
 
 @each_pipeline

@@ -167,6 +167,14 @@ MUTANTS = (
         ("tests/runtime/test_staging.py::test_as_many_stages_as_a_launch_has_room_for",),
     ),
     Mutant(
+        "threads-share-the-interpreter",
+        "in the interpreter threads write each other's program indices",
+        "runtime/kernels.py",
+        "    with _one_interpreted_launch:\n",
+        "    if True:\n",
+        ("tests/runtime/test_threads.py",),
+    ),
+    Mutant(
         "row-alignment-of-one-stride",
         "kernels are told that all row strides divide as the first does",
         "runtime/kernels.py",

@@ -208,11 +208,11 @@ MUTANTS = (
         (f"{_SPREAD}::test_a_program_alone_in_its_team",),
     ),
     Mutant(
-        "spread-publishes-a-row-that-is-not-there",
-        "spread: slots of other rows are overwritten",
+        "spread-leaves-the-last-row-unpublished",
+        "spread: a team waits for its last row for ever",
         "templates/spread.py.j2",
         '"row + teams < M"',
-        '"row + teams <= M"',
+        '"row + teams < M - 1"',
         (f"{_SPREAD}::test_a_program_alone_in_its_team", f"{_SPREAD}::test_a_team_publishes_what_its_rows_need"),
     ),
     Mutant(

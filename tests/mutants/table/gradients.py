@@ -7,6 +7,7 @@ from ..mutant import Mutant, Suite
 _INSTANCES = "tests/kernels/test_instances.py"
 _ONE_PASS = "tests/kernels/test_backward_one_pass.py"
 _SPREAD = "tests/kernels/test_spread.py"
+_KINDS = "tests/runtime/test_kinds_of_call.py"
 _KNOWN = "tests/runtime/test_known_calls.py"
 _PLAN = "runtime/gradient_plan.py"
 
@@ -157,7 +158,7 @@ MUTANTS = (
         "    pass\n",
         (
             "tests/kernels/test_launch_ahead.py::test_nothing_is_read_or_written_before_the_launch_ahead_has_ended"
-            "[ln_fwd_bf16_rows]",
+            "[ln_fwd_bf16_mv_rows]",
         ),
         Suite.COMPILE,
     ),
@@ -183,7 +184,7 @@ MUTANTS = (
         _PLAN,
         "call.bias_dtype or (x if weight is None else weight).dtype,",
         "x.dtype,",
-        ("tests/training/test_functional.py::test_weight_and_bias_of_any_type_or_none",),
+        (f"{_KINDS}::test_other_gradients_are_another_kind_of_backward_call",),
     ),
     Mutant(
         "dresidual-out-takes-the-row-stride-of-x",
@@ -191,7 +192,7 @@ MUTANTS = (
         _PLAN,
         '0 if call.dresidual_out is None else row_stride("dresidual_out", call.dresidual_out)',
         'row_stride("x", x)',
-        (f"{_INSTANCES}::test_gradient_instance[ln_bwd_bf16_addst_n256-cpu]",),
+        (f"{_KINDS}::test_another_kind_of_operand_is_another_kind_of_backward_call[layer-gaps]",),
     ),
     Mutant(
         "gradients-of-small-m-shift",
@@ -199,9 +200,7 @@ MUTANTS = (
         _PLAN,
         "size = 0 if m <= self._entry.small_m else 1 if m <= LARGEST_I32 else 2",
         "size = 0 if m < self._entry.small_m else 1 if m <= LARGEST_I32 else 2",
-        (
-            "tests/runtime/test_kinds_of_call.py::test_as_many_rows_as_a_table_calls_few_take_its_kernel_for_few[ln_bwd_fp32]",
-        ),
+        (f"{_KINDS}::test_as_many_rows_as_a_table_calls_few_take_its_kernel_for_few[ln_bwd_fp32]",),
     ),
     Mutant(
         "no-gradients-of-no-rows",
@@ -233,7 +232,7 @@ MUTANTS = (
         "runtime/row_statistics.py",
         "(packed[:m], packed[aligned_length(m) :])",
         "(packed[aligned_length(m) :], packed[:m])",
-        ("tests/training/test_functional.py::test_gradients[layer-(5, 1)-torch.float16-cpu]",),
+        ("tests/runtime/test_row_statistics.py",),
     ),
     Mutant(
         "mean-without-its-check",

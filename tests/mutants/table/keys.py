@@ -45,7 +45,7 @@ MUTANTS = (
             "x_kind, weight_kind, bias_kind, x_bias_kind, smooth_kind, residual_kind, out_kind, sum_kind,".replace(
                 f"{kind}_kind, " if kind != "sum" else " sum_kind,", ""
             ),
-            (f"{_OPERANDS}[layer-fused-{'gaps' if 'out' in name else 'bf16'}]",),
+            (f"{_OPERANDS}[layer-fused-{'gaps' if kind in ('residual', 'out', 'sum') else 'bf16'}]",),
         )
         for name, kind in {
             "weight": "weight",
