@@ -19,7 +19,7 @@ from .mutant import Mutant, Suite
 from .report import markdown
 from .table import MUTANTS
 from .tree import ROOT, copied, present_files
-from .trial import Outcome, Tester, Verdict
+from .trial import Outcome, Runner, Verdict
 
 T = TypeVar("T")
 
@@ -64,23 +64,23 @@ def _tried(chosen: list[Mutant], jobs: int) -> list[Outcome]:
     with ExitStack() as stack:
         # What is tried is the tree as it is now, whatever is done to it meanwhile.
         snapshot = stack.enter_context(copied(ROOT, files))
-        idle: SimpleQueue[Tester] = SimpleQueue()
+        idle: SimpleQueue[Runner] = SimpleQueue()
         for _ in range(jobs):
-            idle.put(stack.enter_context(Tester(snapshot, files)))
+            idle.put(stack.enter_context(Runner(snapshot, files)))
         pool = stack.enter_context(ThreadPoolExecutor(jobs))
 
-        def with_a_tester(use: Callable[[Tester], T]) -> Future[T]:
+        def with_a_runner(use: Callable[[Runner], T]) -> Future[T]:
             def run() -> T:
-                tester = idle.get()
+                runner = idle.get()
                 try:
-                    return use(tester)
+                    return use(runner)
                 finally:
-                    idle.put(tester)
+                    idle.put(runner)
 
             return pool.submit(run)
 
         outcomes = []
-        for trial in [with_a_tester(partial(Tester.outcome, mutant=mutant)) for mutant in chosen]:
+        for trial in [with_a_runner(partial(Runner.outcome, mutant=mutant)) for mutant in chosen]:
             found = trial.result()
             outcomes.append(found)
             print(f"{found.verdict.value:9} {found.mutant.name:45} {found.seconds:5.1f} s  {found.said}", flush=True)
@@ -88,7 +88,7 @@ def _tried(chosen: list[Mutant], jobs: int) -> list[Outcome]:
         for suite in Suite:
             tests = [found.said for found in outcomes if found.caught and found.mutant.suite is suite]
             for part in _parts(tests, jobs):
-                unmutated.append(with_a_tester(partial(Tester.failing_unmutated, suite=suite, tests=part)))
+                unmutated.append(with_a_runner(partial(Runner.failing_unmutated, suite=suite, tests=part)))
         unfit = {test for run in unmutated for test in run.result()}
     print("without an edit, all tests that caught one pass" if not unfit else "these fail without an edit, too:")
     print(*sorted(unfit), sep="\n", end="\n" if unfit else "")

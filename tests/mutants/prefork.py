@@ -1,7 +1,7 @@
 """Runs pytest in forks of a process that has imported torch and Triton, which takes longer than most chosen tests.
 
 It is run by its path, imports nothing of this repository, and so leaves a fork free to import a copy of it. Each line
-of its standard input is a request in JSON (`Tester` in trial.py writes them), and each of its output the exit status of
+of its standard input is a request in JSON (`Runner` in trial.py writes them), and each of its output the exit status of
 pytest, or null for one that was ended because it took too long.
 """
 

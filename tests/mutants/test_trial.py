@@ -9,7 +9,7 @@ import pytest
 from .mutant import Mutant, Suite
 from .report import markdown
 from .tree import ROOT, present_files
-from .trial import Tester, Verdict
+from .trial import Runner, Verdict
 
 # Needs no kernel.
 _TEST = "tests/runtime/test_alignment.py::test_alignment"
@@ -22,19 +22,19 @@ def mutant(new: str, *tests: str, file: str = "runtime/kernels.py", old: str = _
 
 
 @pytest.fixture(scope="module")
-def tester() -> Iterator[Tester]:
-    with Tester(ROOT, present_files()) as made:
+def runner() -> Iterator[Runner]:
+    with Runner(ROOT, present_files()) as made:
         yield made
 
 
-def test_a_mutant_is_caught_by_the_test_that_fails(tester: Tester) -> None:
-    found = tester.outcome(mutant("return bits", _TEST))
-    assert (found.verdict, found.said) == (Verdict.CAUGHT, f"{_TEST}[strides1-8]")
-    assert f"| kernels.py | row alignment | `{_TEST}[strides1-8]` |" in markdown([found], 1.0)
+def test_a_mutant_is_caught_by_the_test_that_fails(runner: Runner) -> None:
+    found = runner.outcome(mutant("return bits", _TEST))
+    assert (found.verdict, found.said) == (Verdict.CAUGHT, f"{_TEST}[strides0-16]")
+    assert f"| kernels.py | row alignment | `{_TEST}[strides0-16]` |" in markdown([found], 1.0)
 
 
-def test_a_mutant_that_no_chosen_test_minds_survives(tester: Tester) -> None:
-    found = tester.outcome(mutant("return bits", _OTHER))
+def test_a_mutant_that_no_chosen_test_minds_survives(runner: Runner) -> None:
+    found = runner.outcome(mutant("return bits", _OTHER))
     assert (found.verdict, found.said) == (Verdict.SURVIVED, "1 tests passed")
 
 
@@ -48,11 +48,11 @@ def test_a_mutant_that_no_chosen_test_minds_survives(tester: Tester) -> None:
     ],
     ids=["syntax", "edit", "test", "template"],
 )
-def test_what_cannot_be_run_is_nobodys_merit(broken: Mutant, said: str, tester: Tester) -> None:
-    found = tester.outcome(broken)
+def test_what_cannot_be_run_is_nobodys_merit(broken: Mutant, said: str, runner: Runner) -> None:
+    found = runner.outcome(broken)
     assert found.verdict is Verdict.BROKEN
     assert said in found.said
 
 
-def test_tests_are_run_without_an_edit(tester: Tester) -> None:
-    assert tester.failing_unmutated(Suite.INTERPRETER, (_TEST, _OTHER)) == ()
+def test_tests_are_run_without_an_edit(runner: Runner) -> None:
+    assert runner.failing_unmutated(Suite.INTERPRETER, (_TEST, _OTHER)) == ()

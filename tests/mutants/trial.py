@@ -70,15 +70,15 @@ class _TooLongError(Exception):
     """A run of tests that was ended."""
 
 
-class Tester:
-    """Runs tests of both suites, one choice at a time; several testers work at once."""
+class Runner:
+    """Runs tests of both suites, one choice at a time; several runners work at once."""
 
     def __init__(self, snapshot: Path, files: Sequence[str]) -> None:
         """Take a copy of the tree, and the files that it has."""
         self._snapshot, self._files = snapshot, files
         self._servers: dict[Suite, subprocess.Popen[str]] = {}
 
-    def __enter__(self) -> Tester:
+    def __enter__(self) -> Runner:
         return self
 
     def __exit__(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -49,6 +51,19 @@ def test_what_is_kept_is_one_tensor_of_xs_size(norm: str, dtype: torch.dtype, de
     weight = N * 4
     assert kept_bytes(tensors) == M * N * dtype.itemsize + statistics * 4 + weight
     assert len(tensors) == 3
+
+
+@pytest.mark.parametrize("add", [normforge.add_layer_norm, normforge.add_rms_norm])
+def test_the_sum_is_kept_and_not_what_was_summed(add: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
+    leaf = torch.randn(M, N, requires_grad=True)
+    # A product with a number keeps nothing either.
+    x, residual = leaf * 2, leaf * 3
+    summed = [weakref.ref(x), weakref.ref(residual)]
+    outputs = add(x, residual, torch.ones(N, requires_grad=True))
+    del x, residual
+    gc.collect()
+    assert [reference() for reference in summed] == [None, None]
+    assert all(output.requires_grad for output in outputs)
 
 
 @each_norm

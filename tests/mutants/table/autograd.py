@@ -6,6 +6,7 @@ from ..mutant import Mutant
 
 _FUNCTIONAL = "tests/training/test_functional.py"
 _PATCHING = "tests/training/test_patching.py"
+_IN_PLACE = "tests/training/test_in_place.py"
 _AUTOGRAD = "runtime/autograd.py"
 
 MUTANTS = (
@@ -34,12 +35,63 @@ MUTANTS = (
         (f"{_FUNCTIONAL}::test_a_double_backward_is_refused",),
     ),
     Mutant(
-        "dx-in-the-wider-type",
-        "dx comes in the type of the residual",
+        "gradients-are-rounded-twice",
+        "the gradient of an fp32 residual is rounded to x's bf16 on its way",
         _AUTOGRAD,
-        "_rounded(dx, x_dtype) if for_x else None",
-        "dx if for_x else None",
+        "dx_dtype = torch.promote_types(x_dtype, residual_dtype) if for_x else residual_dtype",
+        "dx_dtype = x_dtype",
         (f"{_FUNCTIONAL}::test_each_gradient_is_rounded_once",),
+    ),
+    Mutant(
+        "a-write-to-out-is-not-counted",
+        "what autograd kept of out is changed unseen, and gradients are of other values",
+        "runtime/launch.py",
+        "        increment_version(y)\n",
+        "",
+        (f"{_IN_PLACE}::test_a_saved_x_cannot_be_overwritten_unseen",),
+    ),
+    Mutant(
+        "a-write-to-residual-out-is-not-counted",
+        "what autograd kept of residual_out is changed unseen, and gradients are of other values",
+        "runtime/launch.py",
+        "            increment_version(total)\n",
+        "",
+        (f"{_IN_PLACE}::test_a_saved_residual_cannot_be_overwritten_unseen",),
+    ),
+    Mutant(
+        "a-write-in-a-graph-is-not-counted",
+        "an operator that writes to out leaves its version",
+        "runtime/operators.py",
+        "        increment_version(out if residual_out is None else (out, residual_out))\n",
+        "",
+        (
+            f"{_IN_PLACE}::test_the_operators_that_write_are_seen_to",
+            f"{_IN_PLACE}::test_a_write_in_a_graph_is_seen_too",
+        ),
+    ),
+    Mutant(
+        "out-may-require-a-gradient",
+        "a leaf that requires a gradient is written to",
+        "runtime/forward.py",
+        "        (output.requires_grad and torch.is_grad_enabled())\n",
+        "        False\n",
+        (f"{_IN_PLACE}::test_an_output_that_requires_a_gradient_is_refused",),
+    ),
+    Mutant(
+        "known-calls-detach",
+        "an x that requires a gradient is detached in silence by a call that is known",
+        "runtime/forward.py",
+        "            not known_only\n            and torch.is_grad_enabled()\n",
+        "            False\n            and torch.is_grad_enabled()\n",
+        ("tests/training/test_refusals.py::test_forward_functions_do_not_detach_in_silence",),
+    ),
+    Mutant(
+        "a-sum-that-has-no-gradient-says-it-has",
+        "residual_out requires a gradient where weight alone is trained",
+        _AUTOGRAD,
+        "        if not (x.requires_grad or residual.requires_grad):\n",
+        "        if False:\n",
+        (f"{_FUNCTIONAL}::test_the_sum_has_a_gradient_where_what_is_summed_has",),
     ),
     Mutant(
         "residual-gets-no-gradient",
@@ -79,7 +131,7 @@ MUTANTS = (
         _AUTOGRAD,
         "if not (torch.is_grad_enabled() and _any_requires_gradient(*rows)):",
         "if False:",
-        ("tests/training/test_memory.py",),
+        ("tests/training/test_memory.py::test_nothing_is_kept_where_no_gradient_is_due",),
     ),
     Mutant(
         "frozen-weight-loses-the-residuals-gradient",
@@ -135,10 +187,7 @@ MUTANTS = (
         "runtime/patching.py",
         "                attributes.pop(name, None)\n",
         "                pass\n",
-        (
-            f"{_PATCHING}::test_only_the_classes_change",
-            f"{_PATCHING}::test_copies_and_pickles_of_a_patched_model_can_be_unpatched",
-        ),
+        (f"{_PATCHING}::test_hugging_face_classes_keep_their_results[LlamaRMSNorm-cpu-torch.float32-torch.float32]",),
     ),
     Mutant(
         "unpatch-drops-what-came-between",
@@ -163,6 +212,6 @@ MUTANTS = (
         _AUTOGRAD,
         "ctx.save_for_backward(total, weight, statistics)",
         "ctx.save_for_backward(total, weight, statistics)\n        ctx.also = x",
-        ("tests/training/test_memory.py",),
+        ("tests/training/test_memory.py::test_the_sum_is_kept_and_not_what_was_summed",),
     ),
 )

@@ -202,8 +202,8 @@ MUTANTS = (
         "out-is-not-written",
         "out is returned as it was, and y goes elsewhere",
         "runtime/launch.py",
-        "y = empty(size, strides, plan.y_dtype) if out is None else out",
-        "y = empty(size, strides, plan.y_dtype)",
+        "        y = out\n",
+        "        y = empty(size, strides, plan.y_dtype)\n",
         ("tests/runtime/test_outputs.py::test_given_tensors_are_written_and_returned[layer-rows]",),
     ),
     Mutant(

@@ -162,10 +162,11 @@ MUTANTS = (
     Mutant(
         "subclasses-are-known",
         "a subclass of Tensor is launched without being looked at",
-        "runtime/forward.py",
-        "if m == 0 or x.__class__ not in PLAIN:\n            raise Unlike\n        key",
-        "if m == 0:\n            raise Unlike\n        key",
+        _FORWARD,
+        "        if m == 0 or x.__class__ not in PLAIN:\n            raise Unlike\n",
+        "        if m == 0:\n            raise Unlike\n",
         (f"{_KNOWN}::test_a_subclass_is_served_and_not_remembered",),
+        which=0,
     ),
     Mutant(
         "residual-of-another-shape-is-known",
