@@ -37,9 +37,8 @@ def main(argv: list[str]) -> int:
     every = arguments.every or (1 if arguments.full else _EVERY)
     if every < 1 or arguments.jobs < 1:
         parser.error("--every and --jobs take whole numbers from 1")
-    cells = [cell for cell in ALL if fnmatchcase(str(cell), arguments.only)] if arguments.only else FEW
-    if arguments.full and not arguments.only:
-        cells = ALL
+    usual = ALL if arguments.full or arguments.only else FEW
+    cells = [cell for cell in usual if fnmatchcase(str(cell), arguments.only or "*")]
     if not cells:
         parser.error(f"--only {arguments.only!r} matches no cell; they are {', '.join(map(str, ALL))}")
     seen: list[Seen] = []

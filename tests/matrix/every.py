@@ -19,7 +19,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave the others out, after markers have left out theirs."""
     every = config.getoption("every")
     places: Counter[str] = Counter()
-    kept, left = [], []
+    kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
     for item in items:
         file = item.nodeid.partition("::")[0]
         (left if places[file] % every else kept).append(item)
