@@ -244,6 +244,21 @@ def test_what_is_found_does_not_depend_on_where_patch_is_called(
     assert vars(modules[1]).keys() == vars(modules[0]).keys()
 
 
+@pytest.mark.gpu
+@each_hugging_face
+def test_a_gpu_by_default(cls: Callable[[], torch.nn.Module]) -> None:
+    torch.set_default_device("cuda")
+    try:
+        module = randomised(cls())
+        x = torch.randn(4, WIDTH)
+        wanted = module(x)
+        assert len(normforge.patch(module).swapped) == 1
+        torch.testing.assert_close(module(x), wanted)
+        assert module(x).device.type == "cuda"
+    finally:
+        torch.set_default_device(None)
+
+
 def test_another_default_type() -> None:
     module = models.LlamaRMSNorm()
     torch.set_default_dtype(torch.float64)
