@@ -12,6 +12,8 @@ from functools import cache
 
 import torch
 
+from .backends import transforming
+from .errors import TransformError
 from .kernels import current_device
 
 # From sizes, strides and a dtype, sizes and strides being tuples and no `torch.Size`.
@@ -43,6 +45,12 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _public(device: torch.device) -> Empty:
     def empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if transforming():
+            # What is made there is wrapped, and has no memory.
+            raise TransformError(
+                "a kernel's outputs cannot be made within a transform of torch.func; "
+                "call normforge.layer_norm or rms_norm there, which run torch's own operator"
+            )
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
     return empty

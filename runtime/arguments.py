@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .backends import jit_tracing
 from .codegen.model import DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
 from .dtypes import DTYPES, FLOATS, TORCH_DTYPES
 from .errors import (
@@ -19,6 +20,7 @@ from .errors import (
     IllegalCombinationError,
     LayoutError,
     ShapeError,
+    TransformError,
 )
 from .overlap import may_overlap
 from .words import word
@@ -193,6 +195,11 @@ def check_offset(weight: torch.Tensor | None, weight_offset: float) -> None:
 def check_x(x: torch.Tensor) -> int:
     """Check what is normalised, and return N."""
     check_tensor("x", x)
+    if jit_tracing():
+        raise TransformError(
+            "torch.jit.trace records no kernel; record with torch.export or torch.compile, which do, "
+            "or call normforge.layer_norm or rms_norm, which run torch's own operator there"
+        )
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ShapeError(f"x has shape {tuple(x.shape)}; it takes (..., N) with N >= 1")
     check_dtype("x", x, FLOATS)

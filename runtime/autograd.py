@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import compress, product
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
-from . import dispatch
+from . import dispatch, fallback, operators
+from .backends import dispatch_modes, intercepted, transforming
 from .codegen.model import Norm
-from .errors import GradientError
+from .double_backward import refuse_double_backward
+from .errors import TransformError
 from .forward import forward_fused, forward_plain
 from .gradients import backward
 from .operands import PLAIN, UNREADABLE, ZERO, Unlike
 from .output import LayerNormOutput
+from .row_statistics import packed_of, unpacked
 from .rows import as_rows, walkable
 
 # What a forward pass is told besides its tensors: the norm's word, eps, y's dtype (None for x's), and whether it is one
@@ -36,15 +41,16 @@ def normalise_known(
 
     Arguments need no check before: a call that `normalise` would copy or refuse something of is like none.
     """
-    # Where torch's operators run instead, nothing is ever known.
-    if not dispatch.plans or eps.__class__ is not float:
+    # Where torch's operators run instead, nothing is ever known. What carries a tangent is looked for elsewhere.
+    if not dispatch.plans or eps.__class__ is not float or forward_ad._current_level >= 0:
         return None
     # The class of each, because 64.0 is equal to 64, and a dictionary has a length too.
     if normalized_shape.__class__ not in _SHAPES or len(normalized_shape) != 1 or x.__class__ not in PLAIN:
         return None
     try:
         n = normalized_shape[0]
-        if n.__class__ is not int or x.shape[-1] != n:
+        # Not `!=`: what torch.jit.trace makes of that is a tensor, and neither True nor False.
+        if n.__class__ is not int or (x.shape[-1] == n) is not True:
             return None
         # x by itself, because asking is a call that takes 0.1 us.
         recorded = torch.is_grad_enabled() and (x.requires_grad or _any_requires_gradient(x, weight, bias, residual))
@@ -54,12 +60,12 @@ def normalise_known(
     try:
         if not recorded:
             return _launch(told, False, x, weight, bias, residual)[:2]
-        if _transforming():
+        if transforming():
             return None
         if residual is None:
             return _apply(told, x, weight, bias), None
         return _apply_add(told, x, weight, bias, residual)
-    except Unlike:
+    except (Unlike, TransformError):
         return None
 
 
@@ -128,11 +134,30 @@ def _launch(
     residual: torch.Tensor | None,
 ) -> LayerNormOutput:
     norm, eps, out_dtype, known_only = told
+    if not known_only and intercepted(x):
+        return _launch_operator(told, save_mv, x, weight, bias, residual)
     if residual is None and (out_dtype is None or out_dtype is x.dtype):
         return forward_plain(norm, x, weight, bias, eps, ZERO, save_mv, packed=save_mv, known_only=known_only)
     fadd = "none" if residual is None else "pre_add_store"
     modes = (residual, fadd, None, "none", None, out_dtype, torch.float32, save_mv, "nearest", None, None)
     return forward_fused(norm, x, weight, bias, eps, ZERO, *modes, packed=save_mv, known_only=known_only)
+
+
+def _launch_operator(
+    told: _Told,
+    save_mv: bool,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> LayerNormOutput:
+    norm, eps, out_dtype, _ = told
+    parameters = (bias, eps) if norm == "layer" else (eps, ZERO)
+    fadd = "none" if residual is None else "pre_add_store"
+    modes = (residual, fadd, None, "none", None, out_dtype, torch.float32, save_mv, "nearest")
+    y, *others = operators.FORWARD[norm](x, weight, *parameters, *modes)
+    total = None if residual is None else others.pop(0)
+    return LayerNormOutput(y, total, None, None, packed_of(*others) if save_mv else None)
 
 
 def _result_dtype(norm: str, x: torch.Tensor) -> torch.dtype | None:
@@ -226,7 +251,6 @@ class _AddNormalise(torch.autograd.Function):
 # Their `apply` without what makes ready for functorch's transforms, which is 2.5 us of Python.
 _apply = super(torch.autograd.Function, _Normalise).apply
 _apply_add = super(torch.autograd.Function, _AddNormalise).apply
-_transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
 # Which gradients are due, from whether those of x (or residual), weight and bias are.
 _WANTS: dict[tuple[bool, ...], tuple[str, ...]] = {
@@ -236,14 +260,6 @@ _WANTS: dict[tuple[bool, ...], tuple[str, ...]] = {
 
 def _rounded(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     return gradient if gradient is None or gradient.dtype is dtype else gradient.to(dtype)
-
-
-def refuse_double_backward(ctx: Any, *gradients: Any) -> NoReturn:
-    """What stands for the gradient of a gradient."""
-    raise GradientError(
-        "a gradient of normforge's gradient was asked (a double backward) and no kernel computes it; "
-        "use torch.nn.functional's norm there, or normforge.unpatch(model)"
-    )
 
 
 class _Gradients(torch.autograd.Function):
@@ -267,12 +283,74 @@ def _gradients(
     statistics: torch.Tensor,
 ) -> tuple[torch.Tensor | None, ...]:
     """dx, dweight and dbias of rows, those that are due."""
+    if is_dynamo_compiling() or dispatch_modes():
+        # An eager call's backward pass becomes part of a graph, by compiled autograd say, or something else sees it.
+        return gradients_by_operator(told, dy, dresidual_out, x, weight, statistics)
     norm, dx_dtype, bias_dtype, wants = told
     shared = (x, weight, None, statistics, True, ZERO, None)
     try:
         found = backward(norm, dy, *shared, dresidual_out, dx_dtype, bias_dtype, wants, known_only=True)
     except Unlike:
+        if not (_addressed(dy) and (dresidual_out is None or _addressed(dresidual_out))):
+            return _gradients_by_torch(told, dy, dresidual_out, x, weight, statistics)
         dy = walkable(dy)
         dresidual_out = None if dresidual_out is None else walkable(dresidual_out)
         found = backward(norm, dy, *shared, dresidual_out, dx_dtype, bias_dtype, wants)
     return found.dx, found.dweight, found.dbias
+
+
+def gradients_by_operator(
+    told: tuple[Any, ...],
+    dy: torch.Tensor,
+    dresidual_out: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    statistics: torch.Tensor,
+) -> tuple[torch.Tensor | None, ...]:
+    """`_gradients` where something sees operators, and is to see this one."""
+    norm, dx_dtype, bias_dtype, wants = told
+    mean, rstd = (
+        None if statistic is None else statistic.view(x.shape[:-1])
+        for statistic in unpacked(statistics, x.numel() // x.shape[-1])
+    )
+    shared = (dx_dtype, bias_dtype) if norm == "layer" else (dx_dtype,)
+    found = iter(
+        operators.BACKWARD[norm](
+            walkable(dy),
+            x,
+            weight,
+            *((mean, rstd) if norm == "layer" else (rstd, ZERO)),
+            None,
+            None if dresidual_out is None else walkable(dresidual_out),
+            *shared,
+            list(wants),
+        )
+    )
+    return tuple([next(found) if name in wants else None for name in ("dx", "dweight", "dbias")])
+
+
+def _addressed(gradient: torch.Tensor) -> bool:
+    """Whether there is memory to read: not of several gradients at once, as autograd's is_grads_batched brings."""
+    try:
+        return gradient.__class__ in PLAIN and (gradient.data_ptr() != 0 or gradient.numel() == 0)
+    except RuntimeError:
+        return False
+
+
+def _gradients_by_torch(
+    told: tuple[Any, ...],
+    dy: torch.Tensor,
+    dresidual_out: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    statistics: torch.Tensor,
+) -> tuple[torch.Tensor | None, ...]:
+    """`_gradients` of what has no memory and may be followed by somebody, in torch's operators."""
+    _, dx_dtype, bias_dtype, wants = told
+    mean, rstd = unpacked(statistics, x.numel() // x.shape[-1])
+    dx, dweight, dbias = fallback.gradients(dy, dresidual_out, x, weight, mean, rstd)
+    return (
+        dx.to(dx_dtype or x.dtype) if "dx" in wants else None,
+        dweight.to(weight.dtype) if "dweight" in wants and weight is not None else None,
+        dbias.to(bias_dtype) if "dbias" in wants else None,
+    )

@@ -24,6 +24,7 @@ __all__ = [
     "ShapeError",
     "TableError",
     "TargetError",
+    "TransformError",
 ]
 
 
@@ -53,6 +54,10 @@ class ConflictError(ArgumentError, ValueError):
 
 class GradientError(NormforgeError, RuntimeError):
     """A gradient that normforge does not compute, or an output that autograd does not let be written to."""
+
+
+class TransformError(NormforgeError, RuntimeError):
+    """A call that a program transformation of torch's (torch.func, torch.jit) is to follow, and cannot."""
 
 
 class MissingInstanceError(NormforgeError, LookupError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch.nn import functional
 
@@ -38,13 +40,39 @@ def _operator(
     bias: torch.Tensor | None,
     eps: float | None,
 ) -> torch.Tensor:
+    dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
+    if len(dtypes) > 1:
+        # Which types go together depends on the device and on the transform, and the kernels take any.
+        wide = functools.reduce(torch.promote_types, dtypes, torch.float32)
+        weight, bias = (None if parameter is None else parameter.to(wide) for parameter in (weight, bias))
+        return _operator(norm, x.to(wide), shape, weight, bias, eps).to(x.dtype)
     if not norm.centres:
         return functional.rms_norm(x, list(shape), weight, eps)
     assert eps is not None
-    parameters = [parameter for parameter in (weight, bias) if parameter is not None]
-    if any(parameter.dtype != x.dtype for parameter in parameters):
-        # The operator takes parameters in x's dtype, or both in fp32 beside a 16-bit x; the kernels take any.
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        weight = None if weight is None else weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
     return functional.layer_norm(x, list(shape), weight, bias, eps)
+
+
+def gradients(
+    dy: torch.Tensor,
+    dresidual_out: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `gradients.backward` computes, by torch and not yet rounded to any type: dx, dweight and dbias.
+
+    Arguments are as there; mean is None for RMSNorm.
+    """
+    rstd = rstd.view(*x.shape[:-1], 1)
+    h = x.float() * rstd if mean is None else (x.float() - mean.view(rstd.shape)) * rstd
+    dy = dy.float()
+    g = dy if weight is None else dy * weight.float()
+    dx = g - h * (g * h).mean(-1, keepdim=True)
+    if mean is not None:
+        dx = dx - g.mean(-1, keepdim=True)
+    dx = dx * rstd
+    if dresidual_out is not None:
+        dx = dx + dresidual_out.float()
+    leading = tuple(range(x.dim() - 1))
+    return dx, (dy * h).sum(leading) if leading else dy * h, dy.sum(leading) if leading else dy

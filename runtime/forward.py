@@ -19,7 +19,18 @@ from .arguments import LARGEST_FP32, Call, prepare, refuse_gradient
 from .codegen.model import FusedAdd, FusedQuant, Norm, Rounding
 from .kernels import require_device
 from .launch import make_output, run
-from .operands import MISALIGNED, PLAIN, UNREADABLE, ZERO, Unlike, layout_of, offset_fits, rows_of, vector_of
+from .operands import (
+    MISALIGNED,
+    PLAIN,
+    UNREADABLE,
+    ZERO,
+    Unlike,
+    address_of,
+    layout_of,
+    offset_fits,
+    rows_of,
+    vector_of,
+)
 from .output import LayerNormOutput
 from .plan import INPUTS, REPLACEABLE, Plan
 from .row_statistics import pack
@@ -77,7 +88,8 @@ def forward_plain(
         if weight is not None:
             weight_at, weight_kind = weight.data_ptr(), weight.dtype
             if (
-                weight.__class__ not in PLAIN
+                not weight_at
+                or weight.__class__ not in PLAIN
                 or weight.device != device
                 or weight.shape != vector
                 or not weight.is_contiguous()
@@ -85,11 +97,17 @@ def forward_plain(
                 raise Unlike
         if bias is not None:
             bias_at, bias_kind = bias.data_ptr(), bias.dtype
-            if bias.__class__ not in PLAIN or bias.device != device or bias.shape != vector or not bias.is_contiguous():
+            if (
+                not bias_at
+                or bias.__class__ not in PLAIN
+                or bias.device != device
+                or bias.shape != vector
+                or not bias.is_contiguous()
+            ):
                 raise Unlike
         flat = len(shape) == 2
         m = shape[0] if flat else x.numel() // n
-        if m == 0 or x.__class__ not in PLAIN:
+        if m == 0 or not x_at or x.__class__ not in PLAIN:
             raise Unlike
         # Whoever lets but known calls through has asked this before.
         if (
@@ -179,7 +197,7 @@ def forward_fused(
         residual_at, residual_kind = _ABSENT if residual is None else rows_of(residual, shape, device)
         out_at, out_kind = _ABSENT if out is None else rows_of(out, shape, device)
         sum_at, sum_kind = _ABSENT if residual_out is None else rows_of(residual_out, shape, device)
-        if m == 0 or x.__class__ not in PLAIN:
+        if m == 0 or not x_at or x.__class__ not in PLAIN:
             raise Unlike
         # Modes with their classes, because True is equal to 1, and 1.0 too.
         key = (
@@ -235,11 +253,11 @@ def _first(call: Call, key: Key | None, packed: bool) -> LayerNormOutput:
     require_device(call.x)
     plans = dispatch.plans
     tensors = (call.x, call.x_bias, call.residual, call.weight, call.bias, call.smooth_scale)
-    addresses = tuple(map(_address, tensors))
+    addresses = tuple(map(address_of, tensors))
     plan = None if key is None else plans.get(key)
     if plan is None:
         at = dict(zip(INPUTS, addresses, strict=True))
-        at |= {"y_ptr": _address(call.out), "residual_out_ptr": _address(call.residual_out)}
+        at |= {"y_ptr": address_of(call.out), "residual_out_ptr": address_of(call.residual_out)}
         plan = Plan(call, [name for name, address in at.items() if address & MISALIGNED])
         if key is not None:
             dispatch.remember(plans, key, plan)
@@ -247,10 +265,6 @@ def _first(call: Call, key: Key | None, packed: bool) -> LayerNormOutput:
     return run(
         plan, addresses, tensors, shape, call.m, call.eps, call.weight_offset, call.out, call.residual_out, packed
     )
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _alignment(addresses: tuple[int, ...]) -> tuple[bool, ...]:

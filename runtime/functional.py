@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function
 
 from . import autograd, fallback
 from .arguments import check_tensor
-from .backends import backend
+from .backends import backend, left_to_torch
 from .codegen.model import Norm
+from .operands import PLAIN
 from .rows import check
-from .tracing import dispatch_modes, intercepted, is_dynamo_compiling, normalise_traced
+from .tracing import (
+    dispatch_modes,
+    intercepted,
+    is_dynamo_compiling,
+    keeps_for_recomputation,
+    normalise_traced,
+    result_dtype,
+    unrecorded,
+)
 
 # What torch.nn.functional.rms_norm adds where eps is None: it computes 16-bit inputs in fp32, as the kernels do.
 DEFAULT_EPS = torch.finfo(torch.float32).eps
@@ -29,14 +40,18 @@ def layer_norm(
     y = (x - mean) / sqrt(var + eps) * weight + bias, with the biased variance (Ba et al., 2016). Differentiable once.
     For the backward pass x is kept, and a mean and rstd a row; nothing where no gradient is due.
 
+    Where kernels cannot, torch's own operator runs, on a GPU too: in transforms of torch.func, for tensors that carry a
+    tangent of forward-mode AD, for DTensors, in what torch.jit.trace records, where anything is float64 (which is
+    logged once), and for rows of no elements.
+
     Under torch.autocast y has the dtype that torch's has: fp32 on a GPU (that of rms_norm by the release of torch),
     x's on a CPU. `backend` tells where kernels run and where torch's own operator does.
 
     Args:
-        x: (..., *normalized_shape), fp16, bf16 or fp32; any strides. What kernels cannot walk (N not contiguous,
+        x: (..., *normalized_shape), fp16, bf16, fp32 or fp64; any strides. What kernels cannot walk (N not contiguous,
             leading dimensions without one common stride) is copied once.
         normalized_shape: the last dimensions of x, normalised together.
-        weight: normalized_shape, fp16, bf16 or fp32, or None for 1.
+        weight: normalized_shape, fp16, bf16, fp32 or fp64, or None for 1.
         bias: likewise, or None for 0.
         eps: added to the variance.
 
@@ -55,7 +70,11 @@ def layer_norm(
     known = None
     if not (is_dynamo_compiling() or dispatch_modes()):
         known = autograd.normalise_known("layer", x, normalized_shape, weight, bias, None, eps)
-    return normalise(Norm.LAYER, x, normalized_shape, weight, bias, eps=eps)[0] if known is None else known[0]
+    if known is not None:
+        return known[0]
+    if _overridden(x, weight, bias):
+        return handle_torch_function(layer_norm, (x, weight, bias), x, normalized_shape, weight, bias, eps)
+    return normalise(Norm.LAYER, x, normalized_shape, weight, bias, eps=eps)[0]
 
 
 def rms_norm(
@@ -86,7 +105,11 @@ def rms_norm(
         known = autograd.normalise_known(
             "rms", x, normalized_shape, weight, None, None, DEFAULT_EPS if eps is None else eps
         )
-    return normalise(Norm.RMS, x, normalized_shape, weight, eps=eps)[0] if known is None else known[0]
+    if known is not None:
+        return known[0]
+    if _overridden(x, weight):
+        return handle_torch_function(rms_norm, (x, weight), x, normalized_shape, weight, eps)
+    return normalise(Norm.RMS, x, normalized_shape, weight, eps=eps)[0]
 
 
 def add_layer_norm(
@@ -104,7 +127,7 @@ def add_layer_norm(
 
     Args:
         x: (..., N); see `layer_norm`.
-        residual: x's shape, fp16, bf16 or fp32, whatever x is.
+        residual: x's shape, fp16, bf16, fp32 or fp64, whatever x is.
         weight: (N,); see `layer_norm`.
         bias: (N,); see `layer_norm`.
         eps: added to the variance.
@@ -159,11 +182,18 @@ def normalise(
         y, in out_dtype if that is given, and residual_out where there is a residual.
     """
     kernel = isinstance(x, torch.Tensor) and backend(x) == "kernel"
-    shape = check(norm, x, normalized_shape, weight, bias, residual, eps, kernel=kernel)
+    left = left_to_torch((x, weight, bias, residual))
+    with unrecorded():
+        shape = check(norm, x, normalized_shape, weight, bias, residual, eps, kernel=kernel and not left)
     if not kernel:
         return fallback.normalise(norm, x, shape, weight, bias, residual, eps, out_dtype)
     added = DEFAULT_EPS if eps is None else float(eps)
-    run = normalise_traced if is_dynamo_compiling() or intercepted(x) else autograd.normalise
+    if left:
+        return fallback.normalise(
+            norm, x, shape, weight, bias, residual, added, out_dtype or result_dtype(norm.value, x)
+        )
+    traced = is_dynamo_compiling() or (intercepted(x) and not keeps_for_recomputation())
+    run = normalise_traced if traced else autograd.normalise
     return run(norm, x, shape, weight, bias, residual, added, out_dtype)
 
 
@@ -178,16 +208,47 @@ def add_normalise(
     eps: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`normalise` of the sum of x and residual; a normalized_shape of None is x's last dimension."""
+    if not (is_dynamo_compiling() or dispatch_modes()) and x.__class__ in PLAIN and residual.__class__ in PLAIN:
+        shape = x.shape[-1:] if normalized_shape is None else normalized_shape
+        added = DEFAULT_EPS if eps is None and norm is Norm.RMS else eps
+        known = autograd.normalise_known(norm.value, x, shape, weight, bias, residual, added)
+        if known is not None:
+            return known  # type: ignore[return-value]  # there is a residual, and so its sum
+    if _overridden(x, residual, weight, bias):
+        both: tuple[torch.Tensor, torch.Tensor]
+        both = _overridden_add(norm, x, residual, normalized_shape, weight, bias, eps)
+        return both
     for name, tensor in (("x", x), ("residual", residual)):
         check_tensor(name, tensor)
     shape = x.shape[-1:] if normalized_shape is None else normalized_shape
-    known = None
-    if not (is_dynamo_compiling() or dispatch_modes()):
-        added = DEFAULT_EPS if eps is None and norm is Norm.RMS else eps
-        known = autograd.normalise_known(norm.value, x, shape, weight, bias, residual, added)
-    y, residual_out = known or normalise(norm, x, shape, weight, bias, residual=residual, eps=eps)
+    y, residual_out = normalise(norm, x, shape, weight, bias, residual=residual, eps=eps)
     assert residual_out is not None
     return y, residual_out
+
+
+def _overridden(*operands: torch.Tensor | None) -> bool:
+    """Whether the class of an operand has a say in what functions do: `__torch_function__`, as torch.fx's proxies."""
+    return any(operand is not None and type(operand) not in PLAIN for operand in operands) and has_torch_function(
+        operands
+    )
+
+
+def _overridden_add(
+    norm: Norm,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    normalized_shape: Sequence[int] | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float | None,
+) -> Any:
+    function: Callable[..., Any] = add_layer_norm if norm.centres else add_rms_norm
+    parameters = (weight, bias) if norm.centres else (weight,)
+    arguments: tuple[Any, ...] = (x, residual, *parameters, eps)
+    if normalized_shape is not None:
+        function, arguments = add_normalise, (norm, x, residual, normalized_shape, weight, bias)
+        return handle_torch_function(function, (x, residual, weight, bias), *arguments, eps=eps)
+    return handle_torch_function(function, (x, residual, weight, bias), *arguments)
 
 
 def rms_norm_cast_before_weight(
@@ -198,6 +259,8 @@ def rms_norm_cast_before_weight(
     The product is torch's: its dtype is the wider of dtype and weight's, and where dtype is a 16-bit one the rounded
     factor is kept for the backward pass, one more tensor of x's size.
     """
+    if _overridden(x, weight):
+        return handle_torch_function(rms_norm_cast_before_weight, (x, weight), x, normalized_shape, weight, eps, dtype)
     if dtype is torch.float32:
         # Nothing is rounded, so the kernel may multiply.
         return normalise(Norm.RMS, x, normalized_shape, weight, eps=eps, out_dtype=dtype)[0]

@@ -15,7 +15,18 @@ from .gradient_arguments import GradientCall, check, refuse_gradient
 from .gradient_plan import INPUTS, SUMS, GradientPlan
 from .kernels import require_device
 from .launch import make_output
-from .operands import MISALIGNED, PLAIN, UNREADABLE, ZERO, Unlike, layout_of, offset_fits, rows_of, vector_of
+from .operands import (
+    MISALIGNED,
+    PLAIN,
+    UNREADABLE,
+    ZERO,
+    Unlike,
+    address_of,
+    layout_of,
+    offset_fits,
+    rows_of,
+    vector_of,
+)
 from .output import NormGradients
 from .row_statistics import rstd_address, unpacked
 from .rules import new_exchange
@@ -74,7 +85,7 @@ def backward(
             rstd_at = _statistic_of(rstd, shape, device)
         if wants.__class__ is list:
             wants = tuple(wants)
-        if m == 0 or x.__class__ not in PLAIN or wants.__class__ is not tuple:
+        if m == 0 or not x_at or x.__class__ not in PLAIN or wants.__class__ is not tuple:
             raise Unlike
         if weight_offset is not ZERO and not offset_fits(weight_offset, weight):
             raise Unlike
@@ -159,7 +170,7 @@ def _first(call: GradientCall, key: tuple[Any, ...] | None) -> NormGradients:
     if call.packed:
         mean, rstd = unpacked(rstd, call.m)
     tensors = (dy, x, call.x_bias, call.weight, mean, rstd, call.dresidual_out)
-    addresses = tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+    addresses = tuple(map(address_of, tensors))
     plan = None if key is None else plans.get(key)
     if plan is None:
         at = zip(INPUTS, addresses, strict=True)

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from .codegen.model import Norm
+from .errors import TransformError
 from .functional import add_normalise, layer_norm, rms_norm, rms_norm_cast_before_weight
 
 
-class LayerNorm(torch.nn.LayerNorm):
+class _NotScripted:
+    """What torch.jit.script cannot compile, and says so."""
+
+    # torch.jit asks a module for this before it compiles it.
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise TransformError(
+            f"torch.jit.script cannot compile normforge.{type(self).__name__}; use torch.compile or torch.export, or "
+            "torch.jit.trace, or script the model with torch's own norms (normforge.unpatch(model) restores them)"
+        )
+
+
+class LayerNorm(_NotScripted, torch.nn.LayerNorm):
     """`torch.nn.LayerNorm` with its forward and backward passes in generated kernels; see `layer_norm`.
 
     The constructor, parameters and state_dict are torch's.
@@ -22,7 +34,7 @@ class LayerNorm(torch.nn.LayerNorm):
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
-class RMSNorm(torch.nn.RMSNorm):
+class RMSNorm(_NotScripted, torch.nn.RMSNorm):
     """`torch.nn.RMSNorm` with its forward and backward passes in generated kernels; see `rms_norm`.
 
     The constructor, parameters and state_dict are torch's, but for one option that is not stored in a state_dict.
@@ -66,7 +78,7 @@ class RMSNorm(torch.nn.RMSNorm):
         return super().extra_repr() + (", cast_before_weight=True" if self.cast_before_weight else "")
 
 
-class AddLayerNorm(torch.nn.LayerNorm):
+class AddLayerNorm(_NotScripted, torch.nn.LayerNorm):
     """A residual add and LayerNorm in one kernel: `add_layer_norm` with `torch.nn.LayerNorm`'s parameters."""
 
     # It is a torch.nn.LayerNorm so that what goes by that type (initialisation, weight decay) finds it.
@@ -77,7 +89,7 @@ class AddLayerNorm(torch.nn.LayerNorm):
         return add_normalise(Norm.LAYER, x, residual, self.normalized_shape, self.weight, self.bias, eps=self.eps)
 
 
-class AddRMSNorm(torch.nn.RMSNorm):
+class AddRMSNorm(_NotScripted, torch.nn.RMSNorm):
     """A residual add and RMSNorm in one kernel: `add_rms_norm` with `torch.nn.RMSNorm`'s parameters."""
 
     # It is a torch.nn.RMSNorm for the same reason.

@@ -8,12 +8,13 @@ import torch
 
 from .arguments import LARGEST_FP32
 from .compiled import ALIGNMENT
+from .errors import LayoutError
 
 # An address with any of these bits is not aligned.
 MISALIGNED = ALIGNMENT - 1
 
 # Anything else may answer the same questions and be something else: a subclass with a storage of its own kind, say.
-PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+PLAIN: frozenset[type] = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 # The offset of calls that have none.
@@ -39,22 +40,51 @@ def rows_of(rows: torch.Tensor, shape: torch.Size, device: torch.device) -> tupl
     """The address of an operand of x's shape, and what a key holds of it.
 
     Raises:
-        Unlike: it has not x's shape, or is elsewhere.
+        Unlike: it has not x's shape, is elsewhere, or has no memory.
     """
-    if rows.__class__ not in PLAIN or rows.device != device or rows.shape != shape:
+    at = rows.data_ptr()
+    if not at or rows.__class__ not in PLAIN or rows.device != device or rows.shape != shape:
         raise Unlike
-    return rows.data_ptr(), rows.dtype if rows.is_contiguous() else layout_of(rows)
+    return at, rows.dtype if rows.is_contiguous() else layout_of(rows)
 
 
 def vector_of(vector: torch.Tensor, n: int, device: torch.device) -> tuple[int, torch.dtype]:
     """The same of an (N,) operand.
 
     Raises:
-        Unlike: it is not one, is elsewhere, or has gaps.
+        Unlike: it is not one, is elsewhere, has gaps, or has no memory.
     """
-    if vector.__class__ not in PLAIN or vector.device != device or vector.shape != (n,) or not vector.is_contiguous():
+    at = vector.data_ptr()
+    if (
+        not at
+        or vector.__class__ not in PLAIN
+        or vector.device != device
+        or vector.shape != (n,)
+        or not vector.is_contiguous()
+    ):
         raise Unlike
-    return vector.data_ptr(), vector.dtype
+    return at, vector.dtype
+
+
+def address_of(tensor: torch.Tensor | None) -> int:
+    """The address of a tensor that was checked; 0 if there is none, or nothing in it.
+
+    Raises:
+        LayoutError: it has no memory of its own.
+    """
+    if tensor is None:
+        return 0
+    try:
+        at = tensor.data_ptr()
+    except RuntimeError:
+        at = 0
+    if not at and tensor.numel():
+        raise LayoutError(
+            f"a tensor of shape {tuple(tensor.shape)} ({type(tensor).__name__}) has no memory that a kernel could "
+            "read: a transform of torch.func wraps it, or its class keeps its values elsewhere; pass a plain tensor, "
+            "or call normforge.layer_norm or rms_norm, which run torch's own operator in a transform"
+        )
+    return at
 
 
 def offset_fits(weight_offset: float, weight: torch.Tensor | None) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .autograd import refuse_double_backward
 from .codegen.model import Norm
+from .double_backward import refuse_double_backward
 from .errors import GradientError
 from .rows import walkable
 

@@ -35,3 +35,10 @@ def rstd_address(packed: int, m: int) -> int:
 def unpacked(packed: torch.Tensor, m: int) -> tuple[torch.Tensor | None, torch.Tensor]:
     """The means of m rows, if there are any, and rstd, as views."""
     return (None, packed) if packed.numel() == m else (packed[:m], packed[aligned_length(m) :])
+
+
+def packed_of(*statistics: torch.Tensor) -> torch.Tensor:
+    """What `pack` makes room for, of the means, if there are any, and rstd."""
+    *means, rstd = (statistic.flatten() for statistic in statistics)
+    padded = [torch.nn.functional.pad(mean, (0, aligned_length(mean.shape[0]) - mean.shape[0])) for mean in means]
+    return torch.cat([*padded, rstd])

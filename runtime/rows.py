@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -49,10 +50,10 @@ def check(
     dtypes = FLOATS if kernel else _DOUBLE
     check_dtype("x", check_tensor("x", x), dtypes)
     shape = _dimensions(normalized_shape)
-    if not shape or math.prod(shape) == 0 or tuple(x.shape[-len(shape) :]) != shape:
+    if not shape or tuple(x.shape[-len(shape) :]) != shape:
         raise ShapeError(
             f"normalized_shape is {shape} and x has shape {tuple(x.shape)}; "
-            "it takes the last dimensions of x, one or more, each at least 1"
+            "it takes the last dimensions of x, one or more"
         )
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None:
@@ -65,9 +66,17 @@ def check(
 
 
 def _dimensions(normalized_shape: Sequence[int]) -> tuple[int, ...]:
-    if not isinstance(normalized_shape, Sequence) or not all(isinstance(size, int) for size in normalized_shape):
-        raise DTypeError(f"normalized_shape is {normalized_shape!r}; it takes a tuple of integers, (64,) say")
-    return tuple(normalized_shape)
+    try:
+        if isinstance(normalized_shape, Sequence):
+            return tuple([_integer(size) for size in normalized_shape])
+    except TypeError:
+        pass
+    raise DTypeError(f"normalized_shape is {normalized_shape!r}; it takes a tuple of integers, (64,) say")
+
+
+def _integer(size: Any) -> Any:
+    # A size that is symbolic in a trace is to stay so.
+    return size if isinstance(size, (int, torch.SymInt)) else operator.index(size)
 
 
 def _check_operand(

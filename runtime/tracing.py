@@ -7,7 +7,9 @@ question is one C call or less for an eager call, 0.05 us.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -15,6 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from . import gradient_arguments, operators
 from .arguments import refuse_gradient
 from .autograd import autocasts, normalise, normalise_known
+from .backends import dispatch_modes, intercepted, jit_tracing
 from .codegen.model import FusedAdd, FusedQuant, Norm, Rounding
 from .dtypes import TORCH_DTYPES
 from .eager_only import eager_only
@@ -29,16 +32,28 @@ __all__ = [
     "forward_traced",
     "intercepted",
     "is_dynamo_compiling",
+    "keeps_for_recomputation",
     "normalise_traced",
+    "result_dtype",
+    "unrecorded",
 ]
 
-# How many modes see each operator: those of make_fx, torch.export and FakeTensorMode among others.
-dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+def unrecorded() -> AbstractContextManager[object]:
+    """A context in which torch.jit.trace records nothing, and sizes are integers rather than tensors."""
+    return _paused() if jit_tracing() else nullcontext()
 
 
-def intercepted(x: torch.Tensor) -> bool:
-    """Whether something sees the operators that x is given to: a mode, or a class of its own, as fake tensors have."""
-    return dispatch_modes() > 0 or type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+@contextmanager
+def _paused() -> Iterator[None]:
+    # torch's stubs lack the second of the two.
+    inner: Any = torch._C
+    state = inner._get_tracing_state()
+    inner._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        inner._set_tracing_state(state)
 
 
 def forward_traced(
@@ -157,12 +172,24 @@ def normalise_traced(
         tensor is not None and tensor.requires_grad for tensor in (rows, weight, bias, residual)
     )
     fadd = "none" if residual is None else "pre_add_store"
-    if out_dtype is None and x.is_cuda and torch.is_autocast_enabled("cuda") and _autocasts(norm.value):
-        out_dtype = torch.float32
+    out_dtype = out_dtype or result_dtype(norm.value, x)
     y, *others = operators.FORWARD[norm.value](
         *given, residual, fadd, None, "none", None, out_dtype, torch.float32, recorded, "nearest"
     )
     return y.view(x.shape), None if residual is None else others[0].view(x.shape)
+
+
+def result_dtype(norm: str, x: torch.Tensor) -> torch.dtype | None:
+    """fp32 where autocast would give torch's operator x in it; None, x's own, anywhere else."""
+    return torch.float32 if x.is_cuda and torch.is_autocast_enabled("cuda") and _autocasts(norm) else None
+
+
+def keeps_for_recomputation() -> bool:
+    """Whether what a call keeps is compared with what it keeps when it is made again, as checkpoint does.
+
+    Any hook on saved tensors may be checkpoint's. `autograd.normalise` keeps the same tensors whoever sees operators.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _autocasts(norm: str) -> bool:
