@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .backends import jit_tracing
+from .backends import has_tangent, jit_tracing
 from .codegen.model import DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
 from .dtypes import DTYPES, FLOATS, TORCH_DTYPES
 from .errors import (
@@ -248,7 +248,13 @@ def refuse_gradient(call: Call) -> None:
 
 
 def check_no_gradient(reason: str, **tensors: torch.Tensor | None) -> None:
-    """Check that no tensor requires a gradient while gradients are enabled."""
+    """Check that no tensor requires a gradient while gradients are enabled, and none carries a tangent."""
+    for name, tensor in tensors.items():
+        if tensor is not None and has_tangent([tensor]):
+            raise GradientError(
+                f"{name} carries a tangent of forward-mode AD and {reason}; "
+                f"pass {name}.detach() to leave the tangent out"
+            )
     if not torch.is_grad_enabled():
         return
     for name, tensor in tensors.items():

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from . import dispatch
 from .allocate import contiguous_strides
@@ -110,13 +111,15 @@ def forward_plain(
         if m == 0 or not x_at or x.__class__ not in PLAIN:
             raise Unlike
         # Whoever lets but known calls through has asked this before.
-        if (
-            not known_only
-            and torch.is_grad_enabled()
-            and (
-                x.requires_grad
-                or (weight is not None and weight.requires_grad)
-                or (bias is not None and bias.requires_grad)
+        if not known_only and (
+            forward_ad._current_level >= 0
+            or (
+                torch.is_grad_enabled()
+                and (
+                    x.requires_grad
+                    or (weight is not None and weight.requires_grad)
+                    or (bias is not None and bias.requires_grad)
+                )
             )
         ):
             raise Unlike
@@ -219,9 +222,10 @@ def forward_fused(
         and (weight_offset is ZERO or offset_fits(weight_offset, weight))
     ):
         tensors = (x, x_bias, residual, weight, bias, smooth_scale)
-        if (known_only or not (torch.is_grad_enabled() and _any_requires_gradient(*tensors))) and (
-            (out is None and residual_out is None) or _may_write(plan, addresses, tensors, m, out, residual_out)
-        ):
+        if (
+            known_only
+            or not (forward_ad._current_level >= 0 or (torch.is_grad_enabled() and _any_requires_gradient(*tensors)))
+        ) and ((out is None and residual_out is None) or _may_write(plan, addresses, tensors, m, out, residual_out)):
             return run(plan, addresses, tensors, shape, m, eps, weight_offset, out, residual_out, packed)
     if known_only:
         raise Unlike

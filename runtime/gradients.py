@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from . import dispatch
 from .allocate import contiguous_strides
@@ -91,7 +92,9 @@ def backward(
             raise Unlike
         # Whoever lets but known calls through has asked this before.
         tensors = (dy, x, x_bias, weight, mean, rstd, dresidual_out)
-        if not known_only and torch.is_grad_enabled() and _any_requires_gradient(*tensors):
+        if not known_only and (
+            forward_ad._current_level >= 0 or (torch.is_grad_enabled() and _any_requires_gradient(*tensors))
+        ):
             raise Unlike
         key = (
             norm, n, device, dy_kind, x_kind, dresidual_kind, weight_kind, x_bias_kind, dx_dtype, bias_dtype, wants,

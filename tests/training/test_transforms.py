@@ -166,6 +166,33 @@ def test_forward_mode_by_another_operand(carrier: str) -> None:
         assert (forward_ad.unpack_dual(total).tangent is None) == (carrier != "residual")
 
 
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("fused", [{}, {"fquant": "dynamic"}], ids=["plain", "quantised"])
+@pytest.mark.parametrize("carrier", ["x", "weight"])
+def test_the_forward_functions_refuse_a_tangent(carrier: str, fused: dict[str, Any], known: bool) -> None:
+    given: dict[str, Any] = {"x": torch.randn(M, N), "weight": torch.randn(N)}
+    if known:
+        normforge.layernorm2d_fwd(**given, **fused)
+    twin = given | {carrier: given[carrier].clone()}
+    with forward_ad.dual_level():
+        given[carrier] = forward_ad.make_dual(given[carrier], torch.randn_like(given[carrier]))
+        says = rf"^{carrier} carries a tangent .*pass {carrier}\.detach\(\)"
+        with torch.no_grad(), pytest.raises(errors.GradientError, match=says):
+            normforge.layernorm2d_fwd(**given, **fused)
+        given[carrier] = given[carrier].detach()
+        actual, expected = (normforge.layernorm2d_fwd(**each, **fused) for each in (given, twin))
+    assert all(map(same_bits, actual, expected))
+
+
+def test_the_operators_refuse_a_tangent() -> None:
+    x, weight = torch.randn(M, N), torch.randn(N)
+    modes = (None, "none", None, "none", None, None, torch.float32, False, "nearest")
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x.cos())
+        with pytest.raises(errors.GradientError, match=r"^x carries a tangent"):
+            torch.ops.normforge.rmsnorm2d_fwd(dual, weight, 1e-6, 0.0, *modes)
+
+
 @each_device
 def test_a_frozen_residual_block_in_forward_mode(device: str) -> None:
     model = torch.nn.Sequential(torch.nn.RMSNorm(N), torch.nn.Linear(N, N), torch.nn.LayerNorm(N)).to(device)
