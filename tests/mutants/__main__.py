@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
         prog="python -m tests.mutants",
         description="Break normforge on purpose, an edit at a time, and see whether the tests chosen for it notice.",
     )
-    parser.add_argument("--only", metavar="GLOB", help="mutants whose name matches, 'quantise-*' say")
+    parser.add_argument("--only", metavar="GLOBS", help="mutants whose name matches one of them, 'rows-*,amax-*' say")
     parser.add_argument("--jobs", type=int, default=2, help="how many at once (default: %(default)s)")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the list of all, with what caught each")
     parser.add_argument("--list", action="store_true", help="print their names and what they break, and try none")
@@ -39,7 +39,8 @@ def main(argv: list[str]) -> int:
         parser.error(f"--jobs is {arguments.jobs}; it takes a whole number from 1")
     if arguments.markdown and arguments.only:
         parser.error("--markdown lists all mutants and --only tries a part; leave one of them out")
-    chosen = [mutant for mutant in MUTANTS if fnmatchcase(mutant.name, arguments.only or "*")]
+    globs = [glob.strip() for glob in (arguments.only or "*").split(",")]
+    chosen = [mutant for mutant in MUTANTS if any(fnmatchcase(mutant.name, glob) for glob in globs)]
     if not chosen:
         parser.error(f"--only {arguments.only!r} matches no mutant; --list prints their names")
     if arguments.list:
