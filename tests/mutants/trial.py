@@ -134,9 +134,9 @@ class Runner:
         if not report.is_file():
             raise _RunError(f"pytest ended with status {status}: {said}")
         found = json.loads(report.read_text())
-        if status < 0 and found["running"]:
+        if status < 0 and (found["failed"] or found["running"]):
             # An edit that writes beyond memory may end the process, and with it the test that is to notice.
-            return _Run((found["running"],), (), ())
+            return _Run((*found["failed"], found["running"])[:1], (), ())
         strange = [origin for origin in found["origins"] if not Path(origin).is_relative_to(tree)]
         if strange or not found["origins"]:
             raise _RunError(
