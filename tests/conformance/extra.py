@@ -77,11 +77,14 @@ def _layouts(norm: Norm) -> Iterator[Case]:
 
 
 def _lengths(norm: Norm) -> Iterator[Case]:
-    """Every way to walk a row, forward, backward and through a fused add, with few rows and with many."""
+    """Every way to walk a row, forward, backward and through a fused add, with few rows and with many, and bare."""
     for n, m, x in product(LENGTHS, _ROWS, FLOATS):
         bias, tolerance = x if norm is Norm.LAYER else None, tolerances.quack(x, m, x)
         yield Case("normforge", norm, (m, n), x, QUACK_INPUTS, tolerance, weight=x, bias=bias, save_mv=True)
         yield Case("normforge", norm, (m, n), x, QUACK_INPUTS, tolerance, weight=x, bias=bias, arriving=(Y,))
+        if x is BF16 and m < 10:
+            for arriving in EACH_WAY:
+                yield Case("normforge", norm, (m, n), x, QUACK_INPUTS, tolerance, arriving=arriving)
         if x is BF16:
             added = tolerances.quack(BF16, m)
             yield Case(

@@ -248,14 +248,17 @@ def liger() -> Iterator[Case]:
 
 
 def flashinfer() -> Iterator[Case]:
-    """RMSNorm with and without a residual, and LayerNorm of bf16 with fp32 weights."""
-    for m, n, x, fadd in product(FLASHINFER_BATCH, FLASHINFER_HIDDEN, (FP16, BF16), CK_TILE_FADD):
+    """RMSNorm and Gemma's, with and without a residual, and LayerNorm of bf16 with fp32 weights."""
+    for m, n, x, fadd, weight_offset in product(
+        FLASHINFER_BATCH, FLASHINFER_HIDDEN, (FP16, BF16), CK_TILE_FADD, (0.0, 1.0)
+    ):
         yield Case(
             *("flashinfer", Norm.RMS, (m, n), x, FLASHINFER_INPUTS, tolerances.flashinfer(x)),
             weight=x,
             residual=None if fadd == "none" else x,
             fadd=fadd,
             eps=1e-6,
+            weight_offset=weight_offset,
         )
     for shape in FLASHINFER_LAYER:
         tolerance = tolerances.flashinfer(BF16)
