@@ -92,6 +92,11 @@ NOT_TENSORS: dict[str, Case] = {
     "x_bias a number": ({"x_bias": 1}, errors.DTypeError, ("x_bias is a int", "torch.Tensor")),
     "smooth_scale a number": ({**SMOOTH, "smooth_scale": 0.5}, errors.DTypeError, ("smooth_scale is a float",)),
     "residual a list": ({**STORE, "residual": [1.0]}, errors.DTypeError, ("residual is a list", "torch.Tensor")),
+    "residual a number, quantised": (
+        {**STORE, "residual": 2.0, "fquant": "dynamic"},
+        errors.DTypeError,
+        ("residual is a float", "torch.Tensor"),
+    ),
     "out a string": ({"out": "y"}, errors.DTypeError, ("out is a str", "torch.Tensor")),
     "out a dtype": ({"out": torch.int8, "out_dtype": torch.int8, "fquant": 2}, errors.DTypeError, ("out is a dtype",)),
     "residual_out True": ({**STORE, "residual_out": True}, errors.DTypeError, ("residual_out is a bool",)),
