@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from .properties import seed
+
 _COMPILED = ("compile", "gpu")
 
 
@@ -24,6 +26,12 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
     # Workers inherit the controller's folder, so that they race for it as processes of a user's would.
     os.environ.setdefault("NORMFORGE_CACHE", tempfile.mkdtemp(prefix="normforge-tests-"))
+    seed.settle(config, compiled=compiled)
+
+
+def pytest_report_header() -> str:
+    """Say how to draw the same random problems again."""
+    return seed.header()
 
 
 @pytest.fixture(autouse=True)

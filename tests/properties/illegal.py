@@ -1,0 +1,175 @@
+"""Random illegal calls: a legal one with one thing wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from .problems import FLOATS, QUANTISED, Choose, MadeCall
+
+Arguments = dict[str, Any]
+
+
+def _not_tensors(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return ("text", 3, [1.0], object(), np.ones(3, dtype=np.float32), torch.float32)
+
+
+def _wrong_dtypes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    wrong = (torch.float64, torch.int64, torch.complex64, torch.bool, torch.uint8)
+    return tuple(torch.zeros(tensor.shape, dtype=dtype, device=tensor.device) for dtype in wrong)
+
+
+def _wrong_layouts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    made = [torch.zeros(tensor.shape, device=tensor.device).to_sparse(), torch.zeros(tensor.shape, device="meta")]
+    if tensor.is_cuda:
+        made.append(tensor.cpu())
+    if tensor.shape[-1] > 1:
+        twice = torch.zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]), dtype=tensor.dtype, device=tensor.device)
+        made += [twice[..., ::2]]
+    return tuple(made)
+
+
+def _wrong_shapes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    n = tensor.shape[-1]
+    shapes = [(*tensor.shape[:-1], n + 1), (1, *tensor.shape), (7, *tensor.shape), ()]
+    return tuple(torch.zeros(shape, dtype=tensor.dtype, device=tensor.device) for shape in shapes)
+
+
+_WRONG_TENSORS = (_not_tensors, _wrong_dtypes, _wrong_layouts)
+
+# What is wrong whatever the rest of the call is.
+_WRONG_VALUES: dict[str, tuple[Any, ...]] = {
+    "eps": (-1.0, -1e-30, math.nan, math.inf, 1e39, "1e-5", None, True, 1j, [1e-5]),
+    "weight_offset": (math.nan, math.inf, -1e39, "1", None, False, [0.0]),
+    "fadd": ("no such", "PRE_ADD", 3, -1, None, 1.5, object(), ["none"]),
+    "fquant": ("no such", 3, -1, None, 0.5, torch.int8),
+    "rounding": ("no such", 2, None, True),
+    "save_mv": ("yes", 2, None, 0.5, [True]),
+    "out_dtype": (torch.float64, torch.int32, torch.bool, "float16", 16, float),
+    "scale_dtype": (torch.float64, torch.int8, torch.float8_e5m2, None, "float32"),
+}
+
+_VECTORS = ("weight", "bias", "x_bias", "smooth_scale")
+_TENSORS = ("x", "residual", *_VECTORS, "out", "residual_out")
+
+
+def _given(made: MadeCall) -> Arguments:
+    x, weight = made.positional
+    return {"x": x, "weight": weight, **made.keywords}
+
+
+def _wrong_value(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | None:
+    name = choose([name for name in _WRONG_VALUES if name != "weight_offset" or made.call.kind.norm == "rms"])
+    return {name: choose(_WRONG_VALUES[name])}
+
+
+def _wrong_tensor(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | None:
+    name = choose([name for name in _TENSORS if given.get(name) is not None])
+    # x of another shape is another call.
+    ways = _WRONG_TENSORS if name == "x" else (*_WRONG_TENSORS, _wrong_shapes)
+    return {name: choose(choose(ways)(given[name]))}
+
+
+def _no_x(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | None:
+    x = given["x"]
+    return {"x": choose((None, x.new_zeros(()), x.new_zeros((3, 0))))}
+
+
+def _rows_apart(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | None:
+    """Leading dimensions that no one stride walks."""
+    name = choose([name for name in ("x", "residual", "out", "residual_out") if given.get(name) is not None])
+    tensor = given[name]
+    sizes = [size for size in tensor.shape[:-1] if size != 1]
+    if len(sizes) < 2 or 0 in sizes:
+        return None
+    roomy = torch.zeros([size + 1 for size in tensor.shape], dtype=tensor.dtype, device=tensor.device)
+    return {name: roomy[tuple(slice(size) for size in tensor.shape)]}
+
+
+def _missing_operand(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | None:
+    kind = made.call.kind
+    due = [name for name, there in (("residual", kind.residual), ("smooth_scale", kind.smooth_scale)) if there]
+    if made.call.weight_offset:
+        due.append("weight")
+    return {choose(due): None} if due else None
+
+
+def _unused_operand(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | None:
+    kind, x = made.call.kind, given["x"]
+    unused: Arguments = {}
+    if kind.fadd == "none":
+        unused["residual"] = x.clone()
+    if kind.fadd != "pre_add_store":
+        unused["residual_out"] = torch.zeros_like(x)
+    if kind.fquant != "smooth_dynamic":
+        unused["smooth_scale"] = x.new_ones(kind.n)
+    if kind.norm == "rms" and given["weight"] is None:
+        unused["weight_offset"] = 1.0
+    if not unused:
+        return None
+    name = choose(list(unused))
+    return {name: unused[name]}
+
+
+def _contradiction(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | None:
+    """Axes that no kernel combines."""
+    if made.call.kind.fquant == "none":
+        quantised: Arguments = {"out_dtype": choose(QUANTISED), "out": None}
+        return choose((quantised, {"scale_dtype": torch.float16}, {"rounding": "truncate"}))
+    plain: Arguments = {"out_dtype": choose(FLOATS), "out": None}
+    truncated: Arguments = {"rounding": "truncate", "out_dtype": choose(QUANTISED[1:]), "out": None}
+    return choose((plain, truncated))
+
+
+def _wrong_out(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | None:
+    """An output of another type, or one that overlaps what it may not."""
+    kind, x = made.call.kind, given["x"]
+    if x.numel() == 0:
+        return None
+    other = next(dtype for dtype in (torch.float16, torch.bfloat16, torch.int8) if dtype is not kind.out_dtype)
+    wrong: list[Arguments] = [{"out": torch.zeros(x.shape, dtype=other, device=x.device), "out_dtype": kind.out_dtype}]
+    spacious = torch.zeros(2 * x.numel() + 2, dtype=kind.out_dtype, device=x.device)
+    if x.numel() > x.shape[-1]:
+        wrong.append({"out": spacious[: x.shape[-1]].expand(x.shape)})
+    if kind.fadd == "pre_add_store" and kind.residual and kind.out_dtype is kind.residual.dtype:
+        both = spacious[: x.numel()].view(x.shape)
+        wrong.append({"out": both, "residual_out": both})
+    if kind.out_dtype is kind.x.dtype and kind.residual is None:
+        one_on = spacious[1 : x.numel() + 1].view(x.shape)
+        wrong.append({"x": spacious[: x.numel()].view(x.shape), "out": one_on})
+    return choose(wrong)
+
+
+def _gradient(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | None:
+    if made.call.kind.fquant == "none":
+        return None
+    name = choose([name for name in _TENSORS[:-2] if given.get(name) is not None])
+    return {name: given[name].detach().requires_grad_()}
+
+
+Mistake = Callable[[Choose, MadeCall, Arguments], "Arguments | None"]
+
+MISTAKES: tuple[Mistake, ...] = (
+    _wrong_value,
+    _wrong_value,
+    _wrong_tensor,
+    _wrong_tensor,
+    _no_x,
+    _rows_apart,
+    _missing_operand,
+    _unused_operand,
+    _contradiction,
+    _wrong_out,
+    _gradient,
+)
+
+
+def spoilt(choose: Choose, made: MadeCall) -> Arguments | None:
+    """A call's arguments with one thing wrong; None where what was chosen to be wrong does not apply."""
+    given = _given(made)
+    wrong = choose(MISTAKES)(choose, made, given)
+    return None if wrong is None else given | wrong

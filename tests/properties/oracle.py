@@ -1,0 +1,234 @@
+"""What every call computes, in fp64, and how far from it an fp32 computation may be.
+
+Nothing here reads normforge. The bounds follow from the formats, not from what kernels were seen to do:
+
+- U is fp32's unit roundoff, and each operation is off by at most U of its result.
+- A sum is off by `depth` U of what its terms add up to without their signs: the longest chain of additions that a term
+  passes through. Along a row that is 48 + N / 1024: at most 32 values of a thread one after another, ten levels of a
+  tree and a few to start with, and one merge a chunk, none of which is narrower than 1024 where a row has many. Down
+  the rows it is 48 + M.
+- A mean is stored in fp32, so it is off by U |mean| besides, which each s - mean inherits; twice that is allowed.
+- A variance inherits the square of the mean's error, since deviations add up to nothing; rstd's error is that of the
+  ends of the variance's interval.
+- What is stored is rounded once more: by half a unit in the last place of its type.
+
+Errors of products are added up to first order; second-order terms are below the slack of `depth`. A row whose variance
+plus eps may be zero within its bounds has no rstd to be held to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+U = 2.0**-24
+
+# The largest magnitude of each quantised type, the bits of its fraction, and its smallest normal exponent.
+QMAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 240.0, torch.float8_e5m2: 57344.0}
+_FP8 = {torch.float8_e4m3fn: (3, -6), torch.float8_e4m3fnuz: (3, -7), torch.float8_e5m2: (2, -14)}
+
+
+class Bounded(NamedTuple):
+    """A value in fp64 and how far from it a computed one may be, before it is rounded to its own type."""
+
+    value: torch.Tensor
+    error: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Rows' mean, rstd and normalised values; `determined` tells the rows whose rstd has bounds."""
+
+    mean: Bounded
+    rstd: Bounded
+    h: Bounded
+    determined: torch.Tensor
+
+    def with_values_of(self, unshifted: Statistics, shift: float) -> Statistics:
+        """Another's values, the mean shifted, within these bounds."""
+        return Statistics(
+            Bounded(unshifted.mean.value + shift, self.mean.error),
+            Bounded(unshifted.rstd.value, self.rstd.error),
+            Bounded(unshifted.h.value, self.h.error),
+            self.determined,
+        )
+
+
+def depth(n: int) -> float:
+    """The longest chain of additions along a row of n values."""
+    return 48.0 + n / 1024
+
+
+def total(x: torch.Tensor, x_bias: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor:
+    """What is normalised, in fp32 as it is defined, from left to right."""
+    s = x.float()
+    for term in (x_bias, residual):
+        if term is not None:
+            s = s + term.float()
+    return s
+
+
+def statistics(s: torch.Tensor, centres: bool, eps: float, stored: torch.Tensor | None = None) -> Statistics:
+    """Mean and rstd of rows, and their normalised values.
+
+    Args:
+        s: (M, N).
+        centres: whether the mean is subtracted.
+        eps: added to the variance.
+        stored: what h is computed from, if not s: a backward pass reads the sum as it was stored.
+    """
+    s = s.double()
+    chain = depth(s.shape[-1])
+    mean = s.mean(-1, keepdim=True) if centres else s.new_zeros((s.shape[0], 1))
+    deviation = s - mean
+    spread = deviation.abs().mean(-1, keepdim=True)
+    mean_error = U * (2 * mean.abs() + chain * spread) if centres else torch.zeros_like(mean)
+    variance = deviation.square().mean(-1, keepdim=True)
+    variance_error = U * (2 * chain * variance + eps) + mean_error.square()
+    rstd = (variance + eps).rsqrt()
+    lowest = variance - variance_error + eps
+    rstd_error = torch.maximum(lowest.rsqrt() - rstd, rstd - (variance + variance_error + eps).rsqrt()) + 4 * U * rstd
+    if stored is not None:
+        deviation = stored.double() - mean
+    h = deviation * rstd
+    h_error = mean_error * (rstd + rstd_error) + deviation.abs() * rstd_error + 2 * U * h.abs()
+    return Statistics(Bounded(mean, mean_error), Bounded(rstd, rstd_error), Bounded(h, h_error), (lowest > 0).flatten())
+
+
+def affine(
+    h: Bounded, weight: torch.Tensor | None, bias: torch.Tensor | None, weight_offset: float
+) -> tuple[Bounded, torch.Tensor]:
+    """Return h * (weight + weight_offset) + bias, and the factor."""
+    factor = h.value.new_ones(h.value.shape[-1]) if weight is None else weight.double() + weight_offset
+    product = h.value * factor
+    value = product if bias is None else product + bias.double()
+    offset = 0.0 if weight is None else abs(weight_offset)
+    error = h.error * factor.abs() + U * (4 * product.abs() + offset * h.value.abs() + value.abs())
+    return Bounded(value, error), factor
+
+
+def scaled(y: Bounded, smooth_scale: torch.Tensor) -> Bounded:
+    """Return y * smooth_scale."""
+    factor = smooth_scale.double()
+    value = y.value * factor
+    return Bounded(value, y.error * factor.abs() + U * value.abs())
+
+
+def rounding(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
+    """What rounding to a float type may add to an error."""
+    about = torch.finfo(dtype)
+    # A 16-bit subnormal is rounded to a multiple of the smallest; fp32 ones a GPU may flush.
+    least = about.smallest_normal if dtype is torch.float32 else about.smallest_normal * about.eps / 2
+    return about.eps / 2 * value.abs() + least
+
+
+def hold(name: str, got: torch.Tensor, want: Bounded, rows: torch.Tensor | None = None) -> None:
+    """Hold a stored tensor, (M, N), (M,) or (N,), to a value within its bounds; `rows` selects those to look at.
+
+    Raises:
+        AssertionError: it is further off somewhere, or not finite.
+    """
+    value, error = want.value.reshape(got.shape), want.error.expand_as(want.value).reshape(got.shape)
+    allowed = error + rounding(got.dtype, value.abs() + error)
+    # What is beyond the type's largest becomes infinite, as it does in torch.
+    overflown = value.to(got.dtype).isinf() & (got.double() == value.to(got.dtype).double())
+    wrong = ~(overflown | ((got.double() - value).abs() <= allowed))
+    if rows is not None:
+        wrong &= rows.view(-1, *[1] * (got.dim() - 1))
+    if wrong.any():
+        at = tuple(int(i) for i in wrong.nonzero()[0])
+        raise AssertionError(
+            f"{name}{list(at)} of shape {tuple(got.shape)} is {float(got[at])!r}; it is to be {float(value[at])!r} "
+            f"within {float(allowed[at]):.3g}, and {int(wrong.sum())} elements are off"
+        )
+
+
+def quantise(ratio: torch.Tensor, dtype: torch.dtype, truncate: bool = False) -> torch.Tensor:
+    """fp64 values rounded to a quantised type's, saturated; still fp64."""
+    ratio = ratio.clamp(-QMAX[dtype], QMAX[dtype])
+    if dtype is torch.int8:
+        return ratio.trunc() if truncate else ratio.round()
+    bits, smallest = _FP8[dtype]
+    exponent = (torch.frexp(ratio).exponent - 1).clamp(min=smallest)
+    step = torch.ldexp(torch.ones_like(ratio), exponent - bits)
+    return ((ratio / step).round() * step).clamp(-QMAX[dtype], QMAX[dtype])
+
+
+def hold_quantised(y: torch.Tensor, y_scale: torch.Tensor, z: Bounded, truncate: bool, rows: torch.Tensor) -> None:
+    """Hold quantised rows (M, N) and their scales (M,) to z; `rows` selects those to look at.
+
+    Raises:
+        AssertionError: a scale or a value is off.
+    """
+    dtype = y.dtype
+    qmax = QMAX[dtype]
+    amax, error = z.value.abs().amax(-1), z.error.amax(-1)
+    want = amax / qmax
+    got = y_scale.double()
+    about = torch.finfo(y_scale.dtype)
+    allowed = error / qmax + 2 * U * want + about.eps / 2 * (want + error / qmax) + about.smallest_normal * about.eps
+    # A row of zeros has the scale 1, and one that is zero within its bounds may.
+    near = ((got - want).abs() <= allowed) & (amax + error > 0)
+    ones = (got == 1) & (amax <= error)
+    wrong = rows & ~(near | ones)
+    if wrong.any():
+        at = int(wrong.nonzero()[0])
+        raise AssertionError(
+            f"y_scale[{at}] is {float(got[at])!r}; it is to be {float(want[at])!r} within {float(allowed[at]):.3g}"
+        )
+    scale = torch.where(rows, got, 1.0).unsqueeze(-1)
+    ratio = z.value / scale
+    slack = z.error / scale + 4 * U * ratio.abs()
+    low, high = quantise(ratio - slack, dtype, truncate), quantise(ratio + slack, dtype, truncate)
+    values = y.double()
+    wrong = rows.unsqueeze(-1) & ~((low <= values) & (values <= high))
+    if wrong.any():
+        row, column = (int(i) for i in wrong.nonzero()[0])
+        raise AssertionError(
+            f"y[{row}, {column}] is {float(values[row, column])!r}; z / y_scale is {float(ratio[row, column])!r}, so "
+            f"it is to be {float(low[row, column])!r} to {float(high[row, column])!r}"
+        )
+
+
+class Gradients(NamedTuple):
+    """Bounds of each gradient, of rows (M, N) and of vectors (N,)."""
+
+    dx: Bounded
+    dweight: Bounded
+    dbias: Bounded
+    dx_bias: Bounded
+
+
+def gradients(
+    rows: Statistics, dy: torch.Tensor, factor: torch.Tensor, dresidual_out: torch.Tensor | None, centres: bool
+) -> Gradients:
+    """The gradients of rows (M, N), dweight being that of the factor h is multiplied with."""
+    dy = dy.double()
+    chain = depth(dy.shape[-1])
+    (rstd, rstd_error), (h, h_error) = rows.rstd, rows.h
+    g = dy * factor
+    gh = g * h
+    first = gh.mean(-1, keepdim=True)
+    first_error = chain * U * gh.abs().mean(-1, keepdim=True) + (g.abs() * h_error).mean(-1, keepdim=True)
+    second = g.mean(-1, keepdim=True) if centres else torch.zeros_like(first)
+    second_error = chain * U * g.abs().mean(-1, keepdim=True) if centres else torch.zeros_like(first)
+    inner = g - h * first - second
+    size = g.abs() + (h * first).abs() + second.abs()
+    inner_error = h.abs() * first_error + h_error * first.abs() + second_error + 6 * U * size
+    dx = inner * rstd
+    dx_error = inner_error * (rstd + rstd_error) + inner.abs() * rstd_error + U * dx.abs()
+    if dresidual_out is not None:
+        dx = dx + dresidual_out.double()
+        dx_error = dx_error + U * dx.abs()
+    return Gradients(
+        Bounded(dx, dx_error),
+        _summed(dy * h, dy.abs() * h_error),
+        _summed(dy, torch.zeros_like(dy)),
+        _summed(dx, dx_error),
+    )
+
+
+def _summed(terms: torch.Tensor, errors: torch.Tensor) -> Bounded:
+    return Bounded(terms.sum(0), errors.sum(0) + (48 + terms.shape[0]) * U * terms.abs().sum(0))

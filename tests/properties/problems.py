@@ -1,0 +1,487 @@
+"""Random legal calls of `layernorm2d_fwd` and `rmsnorm2d_fwd`, and all that is to hold of one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+import normforge
+from normforge import LayerNormOutput
+
+from . import oracle
+from .memory import Memory, row_strides
+
+T = TypeVar("T")
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+QUANTISED = tuple(oracle.QMAX)
+
+FORWARD: dict[str, Callable[..., LayerNormOutput]] = {
+    "layer": normforge.layernorm2d_fwd,
+    "rms": normforge.rmsnorm2d_fwd,
+}
+
+
+class Choose(Protocol):
+    """Picks one of some options: hypothesis does, and so does `random.choice`."""
+
+    def __call__(self, options: Sequence[T], /) -> T: ...
+
+
+# Elements from row to row, from N.
+ROW_STRIDES: dict[str, Callable[[int], int]] = {
+    "adjoin": lambda n: n,
+    "odd gap": lambda n: n + 1 + n % 2,
+    "gap of 8": lambda n: n + 8,
+    "padded": lambda n: (n // 16 + 1) * 16,
+    "wide": lambda n: 2 * n + 8,
+    "expanded": lambda n: 0,
+}
+# Elements to an output between x's rows, where those are wide.
+_BESIDE = 4
+
+# Elements before the first; 8 of a 16-bit type are 16 bytes.
+OFFSETS = (0, 0, 8, 1, 3)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor as far as a kernel may depend on it: its type, what its rows are apart, and what its address is."""
+
+    dtype: torch.dtype
+    rows: str = "adjoin"
+    offset: int = 0
+
+    def memory(
+        self, shape: Sequence[int], device: torch.device, values: torch.Tensor | None, *, shared: bool = False
+    ) -> Memory:
+        """A tensor like this, filled with values or poison, with room for another between its rows if it is shared."""
+        n = shape[-1]
+        strides = (*row_strides(shape[:-1], ROW_STRIDES[self.rows](n)), 1)
+        beside = n + _BESIDE if shared else None
+        return Memory(shape, strides, self.dtype, device, self.offset, values, beside)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """All that may decide which kernel a call takes, M aside. `out` and `residual_out` are operands, or words.
+
+    The words: "new" (left to the call), "x", "residual" (that very tensor), "beside" (between the rows of x).
+    """
+
+    norm: str
+    n: int
+    x: Operand
+    fadd: str
+    residual: Operand | None
+    weight: Operand | None
+    bias: Operand | None
+    x_bias: Operand | None
+    fquant: str
+    smooth_scale: Operand | None
+    out_dtype: torch.dtype
+    scale_dtype: torch.dtype
+    rounding: str
+    save_mv: bool
+    out: Operand | str
+    residual_out: Operand | str
+
+
+_ROWS = tuple(Operand(*parts) for parts in product(FLOATS, ROW_STRIDES, OFFSETS))
+_VECTORS = tuple(Operand(dtype, offset=offset) for dtype, offset in product(FLOATS, OFFSETS))
+_ABSENT = (None,) * (len(_VECTORS) // 2)
+
+
+def _outputs(dtype: torch.dtype) -> tuple[Operand, ...]:
+    return tuple(Operand(dtype, rows, offset) for rows, offset in product(ROW_STRIDES, (0, 1, 8)) if rows != "expanded")
+
+
+def _replaceable(k: Any, dtype: torch.dtype, *names: str) -> tuple[str, ...]:
+    """Which operands an output of a type may be written over."""
+    operands = [(name, getattr(k, name)) for name in names]
+    return tuple(
+        name for name, operand in operands if operand and operand.dtype is dtype and operand.rows != "expanded"
+    )
+
+
+def _out_options(k: Any) -> tuple[Operand | str, ...]:
+    given = _outputs(k.out_dtype)
+    words = [*_replaceable(k, k.out_dtype, "x", "residual")]
+    if k.x.rows == "wide" and k.x.dtype.itemsize == k.out_dtype.itemsize:
+        words.append("beside")
+    return (*("new",) * len(given), *given, *words * 4)
+
+
+def _residual_out_options(k: Any) -> tuple[Operand | str, ...]:
+    if k.fadd != "pre_add_store":
+        return ("new",)
+    given = _outputs(k.residual.dtype)
+    words = [word for word in _replaceable(k, k.residual.dtype, "residual", "x") if word != k.out]
+    return (*("new",) * len(given), *given, *words * 6)
+
+
+# In the order of Kind's fields: what each may be, from those before it. The simplest comes first: hypothesis shrinks
+# towards it.
+_OPTIONS: dict[str, Callable[[Any], Sequence[Any]]] = {
+    "norm": lambda k: ("layer", "rms"),
+    "n": lambda k: k.lengths,
+    "x": lambda k: _ROWS,
+    "fadd": lambda k: ("none", "pre_add_store", "pre_add"),
+    "residual": lambda k: (None,) if k.fadd == "none" else _ROWS,
+    "weight": lambda k: (*_ABSENT, *_VECTORS),
+    "bias": lambda k: (*_ABSENT, *_VECTORS) if k.norm == "layer" else (None,),
+    "x_bias": lambda k: (*_ABSENT * 4, *_VECTORS),
+    "fquant": lambda k: ("none", "none", "dynamic", "smooth_dynamic"),
+    "smooth_scale": lambda k: _VECTORS if k.fquant == "smooth_dynamic" else (None,),
+    "out_dtype": lambda k: (k.x.dtype, *FLOATS) if k.fquant == "none" else QUANTISED,
+    "scale_dtype": lambda k: (torch.float32,) if k.fquant == "none" else (torch.float32, *FLOATS),
+    "rounding": lambda k: ("nearest", "truncate") if k.out_dtype is torch.int8 else ("nearest",),
+    "save_mv": lambda k: (False, True),
+    "out": _out_options,
+    "residual_out": _residual_out_options,
+}
+
+
+@dataclass(frozen=True)
+class _Other:
+    """What a field is to become: something else than it was; of an operand, in one `part` or any one of its parts."""
+
+    old: Any
+    part: str | None = None
+
+    def among(self, options: Sequence[Any]) -> Sequence[Any]:
+        others = [option for option in options if option != self.old]
+        return [option for option in others if self._is_near(option)] or others or options
+
+    def _is_near(self, option: Any) -> bool:
+        if not (isinstance(option, Operand) and isinstance(self.old, Operand)):
+            return False
+        differing = [
+            part.name for part in fields(Operand) if getattr(option, part.name) != getattr(self.old, part.name)
+        ]
+        return len(differing) == 1 and self.part in (None, *differing)
+
+
+def draw_kind(choose: Choose, lengths: Sequence[int], wanted: Mapping[str, Any] | None = None) -> Kind:
+    """A random legal kind; fields that are `wanted` to be something are that where it is legal."""
+    k = SimpleNamespace(lengths=lengths)
+    for name, options in _OPTIONS.items():
+        possible, wish = options(k), (wanted or {}).get(name, _Other(None))
+        if isinstance(wish, _Other):
+            possible = wish.among(possible) if name in (wanted or {}) else possible
+        elif wish in possible:
+            possible = (wish,)
+        setattr(k, name, choose(possible))
+    return Kind(**{field.name: getattr(k, field.name) for field in fields(Kind)})
+
+
+def vary(choose: Choose, kind: Kind, lengths: Sequence[int], name: str | None = None, part: str | None = None) -> Kind:
+    """A kind that differs from another in one field, or in one part of it, and in what that makes illegal."""
+    wanted = {field.name: getattr(kind, field.name) for field in fields(Kind)}
+    name = name or choose([name for name in wanted if name != "n"])
+    return draw_kind(choose, lengths, wanted | {name: _Other(wanted[name], part)})
+
+
+def draw_family(choose: Choose, lengths: Sequence[int], fadd: str, fquant: str) -> tuple[Kind, ...]:
+    """A kind of plain operands, and for each part of each field a kind that differs from it there."""
+    plain = {name: Operand(choose(FLOATS)) for name in ("x", "residual", "weight", "bias", "smooth_scale")}
+    x_bias = {"x_bias": Operand(choose(FLOATS)) if fadd != "none" else None}
+    wanted: dict[str, Any] = {"fadd": fadd, "fquant": fquant, "out": "new", "residual_out": "new", **plain, **x_bias}
+    first = draw_kind(choose, lengths, wanted)
+    found = [first]
+    for field in fields(Kind):
+        value = getattr(first, field.name)
+        if field.name in ("n", "fadd", "fquant"):
+            continue
+        if isinstance(value, Operand):
+            # At no multiple of 16 bytes, whatever its type.
+            moved: dict[str, Any] = {field.name: replace(value, offset=1)}
+            found.append(replace(first, **moved))
+        found += [vary(choose, first, (first.n,), field.name, part) for part in ("dtype", "rows")]
+    return tuple(dict.fromkeys(found))
+
+
+# What rows hold: how far about what. The mean and spread of each row are drawn from these.
+_SPREADS = (1.0, 1.0, 0.02, 30.0, 0.0)
+_CENTRES = (0.0, 0.0, -3.0, 100.0)
+_EPSILONS = (1e-5, 1e-6, 0.0, 1e-12, 1e-3, 1, 7.5)
+# Where values are to be shifted exactly they are multiples of its inverse, below 8, which 8 significant bits hold.
+_GRID = 8
+_WEIGHT_OFFSETS = (0.0, 1.0, -1.0, 0.25, 1)
+
+# Rows take fp64 copies; more than so many elements would take the device's memory.
+MOST_ELEMENTS = 1 << 23
+
+# The modes' words as ck_tile's integers.
+_CODES = {"none": 0, "pre_add_store": 1, "pre_add": 2, "smooth_dynamic": 1, "dynamic": 2}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A legal call: a kind, and what kernels are told at run time.
+
+    Attributes:
+        kind: what may decide which kernel runs.
+        leading: x's shape without N.
+        eps: see `layernorm2d_fwd`.
+        weight_offset: see `rmsnorm2d_fwd`.
+        coded: whether modes are given as ck_tile's integers.
+        seed: of the values.
+        poisoned: whether every other row of x holds a NaN or an infinity.
+        scale: what x, x_bias and residual are multiplied by, a power of two.
+        shift: what is added to x; None draws values as they come, else they are such that the sum is exact.
+    """
+
+    kind: Kind
+    leading: tuple[int, ...]
+    eps: float
+    weight_offset: float
+    coded: bool
+    seed: int
+    poisoned: bool = False
+    scale: float = 1.0
+    shift: float | None = None
+
+    def made(self, device: torch.device) -> MadeCall:
+        """Its tensors, on a device."""
+        return MadeCall(self, device)
+
+    def run(self, device: torch.device) -> None:
+        """The call, its outputs dropped."""
+        self.made(device).run()
+
+
+def draw_call(choose: Choose, kind: Kind, shapes: Sequence[tuple[int, ...]]) -> Call:
+    """A random call of a kind."""
+    leading = choose(shapes)
+    if math.prod(leading) * kind.n > MOST_ELEMENTS:
+        leading = (MOST_ELEMENTS // kind.n,)
+    offsets = _WEIGHT_OFFSETS if kind.norm == "rms" and kind.weight is not None else (0.0,)
+    return Call(kind, leading, choose(_EPSILONS), choose(offsets), choose((False, True)), choose(range(1 << 16)))
+
+
+_ROW_OPERANDS = ("x", "residual")
+_VECTOR_OPERANDS = ("weight", "bias", "x_bias", "smooth_scale")
+
+
+class MadeCall:
+    """A call's tensors in memory that is watched, and its arguments.
+
+    Attributes:
+        call: the call.
+        positional: x, and weight and bias where they are given so.
+        keywords: all else.
+    """
+
+    def __init__(self, call: Call, device: torch.device) -> None:
+        self.call = call
+        kind, n = call.kind, call.kind.n
+        self._device = device
+        self._memories: dict[str, Memory] = {}
+        self._m = math.prod(call.leading)
+        shape = (*call.leading, n)
+        values = self._values(call.seed)
+        for name, tensor in values.items():
+            operand, shared = getattr(kind, name), name == "x" and kind.out == "beside"
+            size = shape if name in _ROW_OPERANDS else (n,)
+            self._memories[name] = operand.memory(size, device, tensor, shared=shared)
+        inputs: dict[str, Any] = {
+            name: self._memories[name].view if name in values else None for name in (*_ROW_OPERANDS, *_VECTOR_OPERANDS)
+        }
+        # As they were before the call, which may write over them.
+        self._before = {name: None if tensor is None else tensor.clone() for name, tensor in inputs.items()}
+        out = self._output("out", kind.out, kind.out_dtype, shape)
+        residual_out = None
+        if kind.residual is not None and kind.fadd == "pre_add_store":
+            residual_out = self._output("residual_out", kind.residual_out, kind.residual.dtype, shape)
+        self.positional = (inputs.pop("x"), inputs.pop("weight"))
+        keywords = {
+            "eps": call.eps,
+            "fadd": _CODES[kind.fadd] if call.coded else kind.fadd,
+            "fquant": _CODES[kind.fquant] if call.coded else kind.fquant,
+            "out_dtype": kind.out_dtype,
+            "scale_dtype": kind.scale_dtype,
+            "rounding": kind.rounding,
+            "save_mv": kind.save_mv,
+            "out": out,
+            "residual_out": residual_out,
+            **inputs,
+        }
+        if kind.norm == "rms":
+            keywords["weight_offset"] = call.weight_offset
+            del keywords["bias"]
+        # What is left out and what is passed as its default are the same call.
+        defaults = {"fadd": "none", "fquant": "none", "scale_dtype": torch.float32, "rounding": "nearest"}
+        left_out = {name for name, value in keywords.items() if value is None or (name, value) in defaults.items()}
+        if kind.out_dtype is (kind.x.dtype if kind.fquant == "none" else torch.int8):
+            left_out.add("out_dtype")
+        self.keywords = {name: value for name, value in keywords.items() if not (call.coded and name in left_out)}
+
+    @property
+    def norm(self) -> str:
+        """Which norm."""
+        return self.call.kind.norm
+
+    @property
+    def function(self) -> Callable[..., LayerNormOutput]:
+        """Which function is called."""
+        return FORWARD[self.call.kind.norm]
+
+    def run(self) -> LayerNormOutput:
+        """The call."""
+        return self.function(*self.positional, **self.keywords)
+
+    def check_untouched(self, *, refused: bool = False) -> None:
+        """Look at all memory that the call may not write: inputs, guards, gaps, and outputs too if it was refused.
+
+        Raises:
+            AssertionError: it did.
+        """
+        for name, memory in self._memories.items():
+            memory.check(name, refused=refused)
+
+    def check(self, output: LayerNormOutput) -> None:
+        """Hold everything that came back, and all memory, to what the call is to do.
+
+        Raises:
+            AssertionError: something is wrong.
+        """
+        try:
+            self.check_untouched()
+            self._check_form(output)
+            if self._m:
+                self._check_values(output)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\nin {self.call}") from None
+
+    def _check_form(self, output: LayerNormOutput) -> None:
+        kind = self.call.kind
+        shape, rows = (*self.call.leading, kind.n), self.call.leading
+        saves = kind.save_mv
+        expected = {
+            "y": (shape, kind.out_dtype),
+            "residual_out": (shape, kind.residual.dtype) if kind.fadd == "pre_add_store" and kind.residual else None,
+            "y_scale": (rows, kind.scale_dtype) if kind.fquant != "none" else None,
+            "mean": (rows, torch.float32) if saves and kind.norm == "layer" else None,
+            "rstd": (rows, torch.float32) if saves else None,
+        }
+        for name, tensor in output._asdict().items():
+            found = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+            assert found == expected[name], f"{name} is {found}; it is to be {expected[name]}"
+            given = self.keywords.get({"y": "out"}.get(name, name))
+            if given is not None:
+                same = given.data_ptr() == tensor.data_ptr() and given.stride() == tensor.stride()
+                assert same, f"{name} is not the tensor that was given for it"
+            elif tensor is not None:
+                assert tensor.is_contiguous(), f"{name} has strides {tensor.stride()}"
+
+    def _check_values(self, output: LayerNormOutput) -> None:
+        call, kind, m, n = self.call, self.call.kind, self._m, self.call.kind.n
+        before = self._before
+        x, residual = before["x"], before["residual"]
+        assert x is not None
+        s = oracle.total(x, before["x_bias"], residual).reshape(m, n)
+        if output.residual_out is not None:
+            _check_sum(output.residual_out.reshape(m, n), s)
+        found = oracle.statistics(s, kind.norm == "layer", call.eps)
+        if call.shift is not None and kind.norm == "layer":
+            # Of the values before the shift, with the bounds of those after it.
+            found = found.with_values_of(oracle.statistics(s - call.shift, True, call.eps), call.shift)
+        finite = s.isfinite().all(-1)
+        rows = finite & found.determined
+        y, _ = oracle.affine(found.h, before["weight"], before["bias"], call.weight_offset)
+        if output.mean is not None:
+            oracle.hold("mean", output.mean.reshape(m), _column(found.mean), rows)
+        if output.rstd is not None:
+            oracle.hold("rstd", output.rstd.reshape(m), _column(found.rstd), rows)
+        if output.y_scale is None:
+            oracle.hold("y", output.y.reshape(m, n), y, rows)
+            lost = output.y.reshape(m, n).isnan().any(-1)
+        else:
+            smooth = before["smooth_scale"]
+            z = y if smooth is None else oracle.scaled(y, smooth)
+            y_scale = output.y_scale.reshape(m)
+            oracle.hold_quantised(output.y.reshape(m, n), y_scale, z, kind.rounding == "truncate", rows)
+            lost = ~y_scale.isfinite()
+        assert bool((lost | finite).all()), "a row with a NaN or an infinity came out as if it had none"
+
+    def _output(self, name: str, where: Operand | str, dtype: torch.dtype, shape: Sequence[int]) -> Any:
+        if where == "new":
+            return None
+        if where == "beside":
+            return self._memories["x"].neighbour(dtype)
+        if isinstance(where, str):
+            return self._memories[where].may_be_written()
+        self._memories[name] = where.memory(shape, self._device, None)
+        return self._memories[name].may_be_written()
+
+    def refill(self, seed: int) -> None:
+        """Put other values into the same tensors, outputs poisoned again."""
+        values = self._values(seed)
+        for name, memory in self._memories.items():
+            memory.fill(values.get(name))
+            if name in values:
+                self._before[name] = memory.view.clone()
+
+    def _values(self, seed: int) -> dict[str, torch.Tensor]:
+        """Values of each operand there is."""
+        generator = torch.Generator(self._device).manual_seed(seed)
+        names = [name for name in (*_ROW_OPERANDS, *_VECTOR_OPERANDS) if getattr(self.call.kind, name) is not None]
+        made = {}
+        for name in names:
+            dtype = getattr(self.call.kind, name).dtype
+            made[name] = (self._rows if name in _ROW_OPERANDS else self._vector)(name, dtype, generator)
+        return made
+
+    def _rows(self, name: str, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+        m, n, call = self._m, self.call.kind.n, self.call
+        draw = partial(torch.randint, size=(m, 1), generator=generator, device=self._device)
+        spread = torch.tensor(_SPREADS, device=self._device)[draw(len(_SPREADS))]
+        centre = torch.tensor(_CENTRES, device=self._device)[draw(len(_CENTRES))]
+        values = self._random((m, n), dtype, generator, spread, centre)
+        if name == "x" and call.shift is not None:
+            values += call.shift
+        if name == "x" and call.poisoned:
+            # Numbers of their own, so that all else is as in the call without poison.
+            generator = torch.Generator(self._device).manual_seed(call.seed)
+            draw = partial(torch.randint, size=(m, 1), generator=generator, device=self._device)
+            wrong = torch.tensor((math.nan, math.inf, -math.inf), device=self._device, dtype=dtype)
+            values[1::2].scatter_(1, draw(n)[1::2], wrong[draw(3)[1::2]])
+        return values.reshape(*call.leading, n)
+
+    def _vector(self, name: str, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+        if name == "x_bias":
+            return self._random((self.call.kind.n,), dtype, generator)
+        return torch.randn(self.call.kind.n, generator=generator, device=self._device).to(dtype)
+
+    def _random(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        generator: torch.Generator,
+        spread: torch.Tensor | float = 1.0,
+        centre: torch.Tensor | float = 0.0,
+    ) -> torch.Tensor:
+        """Numbers before the norm, of which scale and shift are exact."""
+        if self.call.shift is None:
+            values = torch.randn(shape, generator=generator, device=self._device) * spread + centre
+        else:
+            values = torch.randint(-63, 64, shape, generator=generator, device=self._device) / _GRID
+        return values.to(dtype) * self.call.scale
+
+
+def _check_sum(got: torch.Tensor, s: torch.Tensor) -> None:
+    want = s.to(got.dtype)
+    wrong = ~((got == want) | (got.isnan() & want.isnan()))
+    assert not wrong.any(), f"residual_out: {int(wrong.sum())} elements are not x + x_bias + residual, rounded once"
+
+
+def _column(bounded: oracle.Bounded) -> oracle.Bounded:
+    return oracle.Bounded(bounded.value.flatten(), bounded.error.flatten())

@@ -1,0 +1,162 @@
+"""How many examples the properties take, and of which sizes; `seed` says from which seed."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+
+from . import seed
+from .gradient_problems import BackwardCall, BackwardKind, Step, StepKind, draw_backward_kind, draw_step_kind
+from .problems import Call, Choose, Kind, T, draw_family, draw_kind
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How far to look.
+
+    Attributes:
+        factor: examples of each property, of the number that it states.
+        shrinks: whether hypothesis makes a failing example smaller, for up to five minutes; an error names its own.
+        lengths: of rows.
+        shapes: of what is before them.
+    """
+
+    factor: int
+    shrinks: bool
+    lengths: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+# Each bucket's ends of the standard ladder up to 300, and a length for each pipeline beyond.
+_SHORT = (16, 1, 2, 3, 5, 8, 13, 31, 32, 33, 64, 65, 100, 127, 128, 129, 255, 256, 257)
+_FEW = ((2,), (1,), (3,), (5,), (9,), (), (2, 2), (3, 1, 2), (1, 1), (0,), (2, 0))
+
+_INTERPRETER = Profile(1, False, (*_SHORT, 300, 769, 1500, 2049, 9001, 33000), _FEW)
+PROFILES = {
+    "default": _INTERPRETER,
+    "long": Profile(
+        20, True, (*_INTERPRETER.lengths, 512, 1023, 1024, 1025, 3584, 4099, 5137, 8192, 17134, 70000), _FEW
+    ),
+}
+_GPU = Profile(
+    3,
+    False,
+    (1, 8, 64, 100, 128, 257, 512, 769, 1024, 1536, 2048, 3584, 4096, 4099, 5137, 8192, 12345, 16384, 40000, 70000),
+    (*_FEW, (64,), (255,), (256,), (257,), (300,), (17, 31), (1000,), (2048,), (5000,)),
+)
+
+
+def profile_of(device: str) -> Profile:
+    """What is looked at on a device."""
+    if device == "cuda":
+        return _GPU
+    name = os.environ.get(seed.PROFILE, "default")
+    if name not in PROFILES:
+        raise pytest.UsageError(f"{seed.PROFILE}={name!r} is no profile; it takes {' or '.join(PROFILES)}")
+    return PROFILES[name]
+
+
+def examples(count: int, *, steps: int = 50) -> settings:
+    """Settings for a property of so many examples in the default profile; a machine's have so many steps at most."""
+    profile = profile_of("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+    unwanted = {Phase.explain} if profile.shrinks else {Phase.explain, Phase.shrink}
+    return settings(
+        max_examples=count * profile.factor,
+        phases=[phase for phase in Phase if phase not in unwanted],
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+        print_blob=True,
+    )
+
+
+# A property is run by the interpreter, and by the same words on a GPU.
+each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def chooser(data: st.DataObject) -> Choose:
+    """Choices that hypothesis makes, and shrinks towards the first option."""
+
+    def choose(options: Sequence[T], /) -> T:
+        return data.draw(st.sampled_from(options))
+
+    return choose
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The kinds of problems of a run whose kernels are compiled: each takes a second or so of a core.
+
+    Attributes:
+        calls: of the forward functions.
+        families: a kind, and kinds that each differ from it in one thing.
+        steps: of training.
+        backward: of the backward functions.
+    """
+
+    calls: tuple[Kind, ...]
+    families: tuple[tuple[Kind, ...], ...]
+    steps: tuple[StepKind, ...]
+    backward: tuple[BackwardKind, ...]
+
+
+def make_pool(choose: Choose, lengths: Sequence[int], *, calls: int, steps: int, backward: int) -> Pool:
+    """A random pool of so many kinds."""
+    return Pool(
+        tuple(draw_kind(choose, lengths) for _ in range(calls)),
+        # One of all that can be fused, and one of what training runs.
+        (
+            draw_family(choose, (768, 1536), "pre_add_store", "smooth_dynamic"),
+            draw_family(choose, (1024, 4096), "none", "none"),
+        ),
+        tuple(draw_step_kind(choose, lengths) for _ in range(steps)),
+        tuple(draw_backward_kind(choose, lengths) for _ in range(backward)),
+    )
+
+
+@cache
+def pool() -> Pool:
+    """The kinds of this run on a GPU, settled by its seed."""
+    choose = random.Random(f"kinds of {seed.settled()}").choice
+    return make_pool(choose, _GPU.lengths, calls=32, steps=10, backward=8)
+
+
+# A number of rows of each class that has kernels of its own.
+_CLASSES = ((3,), (300,))
+
+
+def compile_ahead(kinds: Pool, device: torch.device) -> None:
+    """Run a call of every kind, many at once: what fails is found by what runs it next."""
+    few = _CLASSES[0]
+    problems: list[Call | Step | BackwardCall] = [
+        *(Call(kind, few, 1e-5, 0.0, False, 0) for family in kinds.families for kind in family),
+        *(Call(kind, leading, 1e-5, 0.0, False, 0) for kind in kinds.calls for leading in _CLASSES),
+        *(Step(kind, leading, 1e-5, 0) for kind in kinds.steps for leading in _CLASSES),
+        *(BackwardCall(kind, leading, 0.0, 0) for kind in kinds.backward for leading in _CLASSES),
+    ]
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
+        wait([threads.submit(problem.run, device) for problem in problems])
+
+
+def kind_for(choose: Choose, device: str) -> Kind:
+    """A kind of call: any, or on a GPU one of the pool's."""
+    return choose(pool().calls) if device == "cuda" else draw_kind(choose, profile_of(device).lengths)
+
+
+def step_kind_for(choose: Choose, device: str) -> StepKind:
+    """A kind of training step, likewise."""
+    return choose(pool().steps) if device == "cuda" else draw_step_kind(choose, profile_of(device).lengths)
+
+
+def backward_kind_for(choose: Choose, device: str) -> BackwardKind:
+    """A kind of backward call, likewise."""
+    return choose(pool().backward) if device == "cuda" else draw_backward_kind(choose, profile_of(device).lengths)

@@ -1,0 +1,42 @@
+"""The one seed of all random problems of a run.
+
+The interpreter's run draws the same ones each time, seed 0: if it turns red, what was changed since did it. Where
+somebody looks for defects (on a GPU, with NORMFORGE_PROPERTIES=long, in the soak) the seed is of the clock. Every run
+says its seed, and takes another.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+# The profile, see `profile`.
+PROFILE = "NORMFORGE_PROPERTIES"
+
+# Set here for a run's worker processes.
+_SEED = "NORMFORGE_PROPERTIES_SEED"
+
+
+def fresh() -> int:
+    """A seed of the clock."""
+    return time.time_ns() // 1000 % 10**9
+
+
+def settle(config: pytest.Config, *, compiled: bool) -> None:
+    """Give hypothesis its seed, unless --hypothesis-seed does; it reads the option later than this."""
+    if config.option.hypothesis_seed is None:
+        fixed = not compiled and os.environ.get(PROFILE, "default") == "default"
+        config.option.hypothesis_seed = "0" if fixed else os.environ.get(_SEED) or str(fresh())
+    os.environ[_SEED] = config.option.hypothesis_seed
+
+
+def settled() -> str:
+    """This run's seed."""
+    return os.environ[_SEED]
+
+
+def header() -> str:
+    """The line of a run that says how to repeat its random problems."""
+    return f"random problems: profile {os.environ.get(PROFILE, 'default')}, --hypothesis-seed={settled()} repeats them"

@@ -1,0 +1,46 @@
+"""A short soak in the interpreter, and that one can fail."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from ..properties.problems import MadeCall
+from .__main__ import main
+from .measure import Held, growths
+from .soak import soak
+
+
+def test_a_short_soak_finds_nothing_wrong_and_says_what_it_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "soak.md"
+    status = main(["--minutes", "0.2", "--seed", "0", "--device", "cpu", "--markdown", str(path), "--revision", "none"])
+    said = capsys.readouterr().out
+    assert status == 0, said
+    assert "forward calls" in said
+    assert "seed 0" in path.read_text()
+
+
+def test_a_soak_tells_of_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: MadeCall, output: object) -> None:
+        raise AssertionError(f"wrong in {self.call}")
+
+    monkeypatch.setattr(MadeCall, "check", refuse)
+    result = soak(0.05, 1, torch.device("cpu"), progress=False)
+    assert not result.ok
+    assert "AssertionError: wrong in Call(kind=" in result.failures[0]
+
+
+@pytest.mark.parametrize("leak", [0, 200], ids=["none", "200 bytes a call"])
+def test_growth_is_told_from_noise(leak: int) -> None:
+    noise = random.Random(0)
+    samples = [
+        Held(1000 * i, 10**9 + noise.randrange(10**7) + leak * 20_000 * i, 0, 0, 0, 500, 10**5) for i in range(24)
+    ]
+    verdicts = {growth.quantity.name: growth.ok for growth in growths(samples[0], samples)}
+    assert verdicts.pop("host RSS, MiB") == (leak == 0)
+    assert all(verdicts.values())

@@ -1,0 +1,169 @@
+"""What a worker of the soak does, over and over: a random call on a random stream, checked by chance."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from normforge.errors import NormforgeError
+
+from ..properties.gradient_problems import draw_backward, draw_step
+from ..properties.illegal import spoilt
+from ..properties.problems import MadeCall, draw_call
+from ..properties.profile import Pool
+from .gate import Gate
+from .sizes import Size
+
+# Of calls that can be checked, the share that is: a check takes as long as dozens of calls.
+_CHECKED = 0.25
+
+_REPLAYS = 5
+
+
+@dataclass
+class Tally:
+    """What one worker did."""
+
+    done: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+
+class Worker:
+    """One thread's calls: from its own random numbers, on its own streams.
+
+    Attributes:
+        tally: what was done.
+    """
+
+    def __init__(self, kinds: Pool, device: torch.device, gate: Gate, seed: str, size: Size) -> None:
+        self.tally = Tally()
+        self._kinds, self._device, self._gate = kinds, device, gate
+        self._random = random.Random(seed)
+        self._shapes, self._most = size.shapes, size.most
+        self._is_gpu = device.type == "cuda"
+        self._streams = [_stream(device) for _ in range(3)] if self._is_gpu else []
+        self._actions: tuple[tuple[Callable[[], None], int], ...] = (
+            (self._call, 12),
+            (self._step, 5),
+            (self._backward, 3),
+            (self._mistake, 1),
+            (self._graph, 1 if self._is_gpu else 0),
+        )
+
+    def act(self) -> None:
+        """Do one thing; what fails is told in the tally."""
+        actions, weights = zip(*self._actions, strict=True)
+        action = self._random.choices(actions, weights)[0]
+        try:
+            # A capture waits for all others, and so takes the gate itself.
+            with nullcontext() if action == self._graph else self._gate.shared():
+                action()
+        except Exception as error:  # Whatever it is, it is what the soak is for.
+            self.tally.failures.append(f"{action.__name__.strip('_')}: {type(error).__name__}: {error}")
+
+    def warm_up(self) -> None:
+        """Call every kind with every shape, so that nothing is met later for the first time."""
+        for shape in self._shapes:
+            for kind in self._kinds.calls:
+                for coded in (False, True):
+                    replace(draw_call(self._random.choice, kind, (shape,)), coded=coded).run(self._device)
+            for step in self._kinds.steps:
+                draw_step(self._random.choice, step, (shape,), self._most).run(self._device)
+
+    @property
+    def calls(self) -> int:
+        """How many calls were made."""
+        return sum(count for name, count in self.tally.done.items() if name != "checks")
+
+    def _leading(self) -> tuple[tuple[int, ...], ...]:
+        """Any number of rows, or one of the shapes with more dimensions: of those a plan each is kept."""
+        rows = self._random.choice((self._random.randrange(1, 9), self._random.randrange(1, 3000)))
+        return (*self._shapes, *[(rows,)] * 20) if self._is_gpu else self._shapes
+
+    def _on_a_stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._random.choice(self._streams)) if self._is_gpu else nullcontext()
+
+    def _made(self) -> MadeCall:
+        kind = self._random.choice(self._kinds.calls)
+        call = draw_call(self._random.choice, kind, self._leading())
+        return replace(call, poisoned=self._random.random() < 0.1).made(self._device)
+
+    def _is_checked(self) -> bool:
+        checked = self._random.random() < _CHECKED
+        self.tally.done["checks"] += checked
+        return checked
+
+    def _call(self) -> None:
+        with self._on_a_stream():
+            made = self._made()
+            output = made.run()
+            self.tally.done["forward calls"] += 1
+            if self._is_checked():
+                made.check(output)
+
+    def _step(self) -> None:
+        kind = self._random.choice(self._kinds.steps)
+        with self._on_a_stream():
+            made = draw_step(self._random.choice, kind, self._leading(), self._most).made(self._device)
+            outputs = made.forward()
+            found = made.backward(outputs)
+            self.tally.done["training steps"] += 1
+            if self._is_checked():
+                made.check(outputs, found)
+
+    def _backward(self) -> None:
+        kind = self._random.choice(self._kinds.backward)
+        with self._on_a_stream():
+            draw_backward(self._random.choice, kind, self._leading(), self._most).run(self._device)
+        self.tally.done["backward calls"] += 1
+        self.tally.done["checks"] += 1
+
+    def _mistake(self) -> None:
+        with self._on_a_stream():
+            made = self._made()
+            wrong = spoilt(self._random.choice, made)
+            if wrong is None:
+                return
+            try:
+                made.function(**wrong)
+            except NormforgeError:
+                made.check_untouched(refused=True)
+            else:
+                raise AssertionError(f"a call was taken that is illegal: {wrong}")
+        self.tally.done["refused calls"] += 1
+
+    def _graph(self) -> None:
+        """Capture a call, replay it over other values, and hold the last replay to the oracle."""
+        stream = self._random.choice(self._streams)
+        with torch.cuda.stream(stream):
+            made = self._made()
+            # Triton loads a kernel when it first runs, which no capture may do.
+            made.run()
+            made.refill(self._random.randrange(1 << 16))
+        graph = torch.cuda.CUDAGraph()
+        with self._gate.alone():
+            torch.cuda.synchronize(self._device)
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                output = made.run()
+        self.tally.done["graphs captured"] += 1
+        with self._gate.shared(), torch.cuda.stream(stream):
+            for _ in range(_REPLAYS):
+                made.refill(self._random.randrange(1 << 16))
+                graph.replay()
+                self.tally.done["graph replays"] += 1
+            made.check(output)
+            self.tally.done["checks"] += 1
+            stream.synchronize()
+        with self._gate.alone():
+            # Its memory goes back while nothing else runs.
+            torch.cuda.synchronize(self._device)
+            del output, graph
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch declares no types for it
