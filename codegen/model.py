@@ -147,6 +147,11 @@ class Rounding(Enum):
     NEAREST = "nearest"
     TRUNCATE = "truncate"
 
+    @property
+    def truncates(self) -> bool:
+        """Whether values are rounded toward zero."""
+        return self is Rounding.TRUNCATE
+
 
 class Pipeline(Enum):
     """How a kernel walks a row; the value is also the kernel's suffix and its template's name."""
@@ -333,7 +338,7 @@ class Mode:
     @property
     def quantiser(self) -> str:
         """The device function that rounds to this mode's quantised output."""
-        truncated = "_truncated" if self.rounding is Rounding.TRUNCATE else ""
+        truncated = "_truncated" if self.rounding.truncates else ""
         return f"to_{self.dtype_out.value}{truncated}"
 
     def kernel(self, part: Pipeline | Part) -> str:

@@ -13,10 +13,12 @@ from .primitives import (
     centre,
     group_deviations,
     group_means,
+    is_near,
     load_chunk,
     load_early,
     load_swept,
     merge_groups,
+    moments_around,
     row_moments,
     row_offset,
     scale_and_shift,
@@ -149,6 +151,19 @@ def ln_fwd_bf16_addst_one_pass(
         y = scale_and_shift_chunk(y, weight_ptr, bias_ptr, weight_row, bias_row, start, N, BLOCK)
         store_chunk(y_ptr, cols, y, mask)
 
+    # The first values may be unlike the others: then once more, around the mean.
+    if HAS_HEAD and not is_near(shift * shift + variance, variance):
+        pivot, shift, variance = moments_around(pivot + shift, chunks, N, BLOCK)
+        rstd = tl.rsqrt(variance + eps)
+
+        # Scale and store.
+        for start in tl.static_range(0, N, BLOCK):
+            cols = start + lanes
+            mask = cols < N if start + BLOCK > N else None
+            y = (chunks[start // BLOCK] - pivot - shift) * rstd
+            y = scale_and_shift_chunk(y, weight_ptr, bias_ptr, weight_row, bias_row, start, N, BLOCK)
+            store_chunk(y_ptr, cols, y, mask)
+
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def ln_fwd_bf16_addst_two_pass(
@@ -194,7 +209,22 @@ def ln_fwd_bf16_addst_two_pass(
         chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
         deviations += chunk_deviations
         squares += chunk_squares
-    pivot, shift, variance = merge_groups(pivots, deviations, squares, N, BLOCK)
+    pivot, shift, variance, pivots_were_near = merge_groups(pivots, deviations, squares, N, BLOCK)
+    if N > BLOCK and not pivots_were_near:
+        # The first values are unlike the others: read the row once more, around its mean.
+        pivot += shift
+        pivots = tl.zeros_like(pivots) + pivot
+        deviations = tl.zeros_like(pivots)
+        squares = tl.zeros_like(pivots)
+        for start in range(0, N, BLOCK):
+            cols = start + lanes
+            mask = cols < N if N % BLOCK != 0 else None
+            s = load_swept(x_ptr, cols, mask, "evict_last")
+            s += load_swept(residual_ptr, cols, mask, "evict_last")
+            chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
+            deviations += chunk_deviations
+            squares += chunk_squares
+        shift, variance = row_moments(deviations, squares, N, 0)
     rstd = tl.rsqrt(variance + eps)
 
     # Read the row again, scale and store.

@@ -15,11 +15,13 @@ from .primitives import (
     group_deviations,
     group_means,
     grouped,
+    is_near,
     load_chunk,
     load_early,
     load_swept,
     magnitude_bits,
     merge_groups,
+    moments_around,
     operand_chunk,
     row_moments,
     row_offset,
@@ -77,7 +79,7 @@ def ln_fwd_bf16_fp8_e4m3fn_sdq_rows(
     amax_bits = tl.max(magnitude_bits(y, col_mask), axis=1, keep_dims=True)
     y_scale = row_scale(amax_bits, 448.0, tl.float32)
     tl.store(y_scale_ptr + rows, y_scale, mask=row_mask)
-    inverse_scale = 1.0 / y_scale
+    inverse_scale = tl.div_rn(1.0, y_scale)
     q = to_fp8_e4m3fn(y * inverse_scale, y_ptr.dtype.element_ty)
     store_chunk(y_ptr, cols, q, mask)
 
@@ -153,12 +155,39 @@ def ln_fwd_bf16_fp8_e4m3fn_sdq_one_pass(
     # Quantise the row by its amax.
     y_scale = row_scale(tl.max(amax_bits), 448.0, tl.float32)
     tl.store(y_scale_ptr + row, y_scale)
-    inverse_scale = 1.0 / y_scale
+    inverse_scale = tl.div_rn(1.0, y_scale)
     for start in tl.static_range(0, N, BLOCK):
         cols = start + lanes
         mask = cols < N if start + BLOCK > N else None
         q = to_fp8_e4m3fn(outputs[start // BLOCK] * inverse_scale, y_ptr.dtype.element_ty)
         store_chunk(y_ptr, cols, q, mask)
+
+    # The first values may be unlike the others: then once more, around the mean.
+    if HAS_HEAD and not is_near(shift * shift + variance, variance):
+        pivot, shift, variance = moments_around(pivot + shift, chunks, N, BLOCK)
+        rstd = tl.rsqrt(variance + eps)
+
+        # Scale, and keep the row's amax.
+        outputs = ()
+        amax_bits = tl.zeros((BLOCK,), tl.int32)
+        for start in tl.static_range(0, N, BLOCK):
+            cols = start + lanes
+            mask = cols < N if start + BLOCK > N else None
+            y = (chunks[start // BLOCK] - pivot - shift) * rstd
+            y = scale_and_shift_chunk(y, weight_ptr, bias_ptr, weight_row, bias_row, start, N, BLOCK)
+            y *= operand_chunk(smooth_scale_ptr, smooth_row, start, N, BLOCK)
+            amax_bits = tl.maximum(amax_bits, magnitude_bits(y, mask))
+            outputs += (y,)
+
+        # Quantise the row by its amax.
+        y_scale = row_scale(tl.max(amax_bits), 448.0, tl.float32)
+        tl.store(y_scale_ptr + row, y_scale)
+        inverse_scale = tl.div_rn(1.0, y_scale)
+        for start in tl.static_range(0, N, BLOCK):
+            cols = start + lanes
+            mask = cols < N if start + BLOCK > N else None
+            q = to_fp8_e4m3fn(outputs[start // BLOCK] * inverse_scale, y_ptr.dtype.element_ty)
+            store_chunk(y_ptr, cols, q, mask)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -199,7 +228,21 @@ def ln_fwd_bf16_fp8_e4m3fn_sdq_two_pass(
         chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
         deviations += chunk_deviations
         squares += chunk_squares
-    pivot, shift, variance = merge_groups(pivots, deviations, squares, N, BLOCK)
+    pivot, shift, variance, pivots_were_near = merge_groups(pivots, deviations, squares, N, BLOCK)
+    if N > BLOCK and not pivots_were_near:
+        # The first values are unlike the others: read the row once more, around its mean.
+        pivot += shift
+        pivots = tl.zeros_like(pivots) + pivot
+        deviations = tl.zeros_like(pivots)
+        squares = tl.zeros_like(pivots)
+        for start in range(0, N, BLOCK):
+            cols = start + lanes
+            mask = cols < N if N % BLOCK != 0 else None
+            s = load_swept(x_ptr, cols, mask, "evict_last")
+            chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
+            deviations += chunk_deviations
+            squares += chunk_squares
+        shift, variance = row_moments(deviations, squares, N, 0)
     rstd = tl.rsqrt(variance + eps)
 
     # Read the row again for its amax.
@@ -213,7 +256,7 @@ def ln_fwd_bf16_fp8_e4m3fn_sdq_two_pass(
         amax_bits = tl.maximum(amax_bits, tl.max(grouped(magnitude_bits(y, mask)), axis=1))
     y_scale = row_scale(tl.max(amax_bits), 448.0, tl.float32)
     tl.store(y_scale_ptr + row, y_scale)
-    inverse_scale = 1.0 / y_scale
+    inverse_scale = tl.div_rn(1.0, y_scale)
 
     # Once more to quantise it.
     for back in range(0, N, BLOCK):

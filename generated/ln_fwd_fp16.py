@@ -11,6 +11,7 @@ from .primitives import (
     gather,
     group_deviations,
     group_means,
+    is_near,
     load_beside,
     load_chunk,
     load_early,
@@ -21,6 +22,7 @@ from .primitives import (
     load_window,
     merge_groups,
     merge_slices,
+    moments_around,
     publish,
     row_moments,
     row_offset,
@@ -135,6 +137,19 @@ def ln_fwd_fp16_one_pass(
         y = scale_and_shift_chunk(y, weight_ptr, bias_ptr, weight_row, bias_row, start, N, BLOCK)
         store_chunk(y_ptr, cols, y, mask)
 
+    # The first values may be unlike the others: then once more, around the mean.
+    if HAS_HEAD and not is_near(shift * shift + variance, variance):
+        pivot, shift, variance = moments_around(pivot + shift, chunks, N, BLOCK)
+        rstd = tl.rsqrt(variance + eps)
+
+        # Scale and store.
+        for start in tl.static_range(0, N, BLOCK):
+            cols = start + lanes
+            mask = cols < N if start + BLOCK > N else None
+            y = (chunks[start // BLOCK] - pivot - shift) * rstd
+            y = scale_and_shift_chunk(y, weight_ptr, bias_ptr, weight_row, bias_row, start, N, BLOCK)
+            store_chunk(y_ptr, cols, y, mask)
+
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def ln_fwd_fp16_window(
@@ -157,12 +172,11 @@ def ln_fwd_fp16_window(
     programs = tl.num_programs(0)
     lanes = tl.arange(0, BLOCK)
 
-    # A window starts where a vector does, `lead` elements before its row, and ends with the row's last vector. Programs
-    # that take several rows are a multiple of VECTOR, so that all rows of one start alike.
+    # A window starts where a vector does, `lead` elements before its row. Programs that take several rows are a
+    # multiple of VECTOR, so that all rows of one start alike.
     lead = (program * row_stride % VECTOR).to(tl.int32)
     end = N + lead
     last_full = tl.multiple_of(end // VECTOR * VECTOR, VECTOR)
-    readable = tl.multiple_of((end + VECTOR - 1) // VECTOR * VECTOR, VECTOR)
 
     # The two vectors at the ends are stored element by element.
     ends = tl.arange(0, 2 * VECTOR)
@@ -177,23 +191,21 @@ def ln_fwd_fp16_window(
 
     # Take rows in turn; the next one is on its way before this one is reduced.
     x_window = x_ptr + tl.multiple_of(program * row_stride - lead, VECTOR)
-    x_row = load_window(x_window, readable, N, BLOCK, VECTOR)
+    x_row = load_window(x_window, lead, end, N, BLOCK, VECTOR)
     x_ends = tl.load(x_window + ends, mask=ends_mask, other=0.0)
     for row in range(program, M, programs):
         next_row = tl.where(row + programs < M, row + programs, row)
         next_window = x_ptr + tl.multiple_of(next_row * row_stride - lead, VECTOR)
-        next_x_row = load_window(next_window, readable, N, BLOCK, VECTOR)
+        next_x_row = load_window(next_window, lead, end, N, BLOCK, VECTOR)
         next_x_ends = tl.load(next_window + ends, mask=ends_mask, other=0.0)
 
-        # What lies beside the row counts as nothing.
+        # A chunk at either end holds zeros beside the row.
         chunks = ()
         total = tl.zeros((BLOCK,), tl.float32)
         for start in tl.static_range(0, N + VECTOR - 1, BLOCK):
             cols = start + lanes
             mask = (cols >= lead) & (cols < end) if start == 0 or start + BLOCK > N else None
             s = widened(x_row[start // BLOCK], x_ptr.dtype.element_ty)
-            if mask is not None:
-                s = tl.where(mask, s, 0.0)
             chunks += (s,)
             total += s
 
@@ -278,7 +290,27 @@ def ln_fwd_fp16_two_pass(
         chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
         deviations += chunk_deviations
         squares += chunk_squares
-    pivot, shift, variance = merge_groups(pivots, deviations, squares, N, BLOCK)
+    pivot, shift, variance, pivots_were_near = merge_groups(pivots, deviations, squares, N, BLOCK)
+    if N > BLOCK and not pivots_were_near:
+        # The first values are unlike the others: read the row once more, around its mean.
+        pivot += shift
+        pivots = tl.zeros_like(pivots) + pivot
+        deviations = tl.zeros_like(pivots)
+        squares = tl.zeros_like(pivots)
+        for start in tl.static_range(0, HELD * BLOCK, BLOCK):
+            cols = start + lanes
+            s = held[start // BLOCK].to(tl.float32)
+            chunk_deviations, chunk_squares = group_deviations(s, pivots, None)
+            deviations += chunk_deviations
+            squares += chunk_squares
+        for start in range(HELD * BLOCK, N, BLOCK):
+            cols = start + lanes
+            mask = cols < N if N % BLOCK != 0 else None
+            s = load_swept(x_ptr, cols, mask, "evict_last")
+            chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
+            deviations += chunk_deviations
+            squares += chunk_squares
+        shift, variance = row_moments(deviations, squares, N, 0)
     rstd = tl.rsqrt(variance + eps)
 
     # Read the row again, scale and store.

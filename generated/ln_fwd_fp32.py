@@ -164,7 +164,27 @@ def ln_fwd_fp32_two_pass(
         chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
         deviations += chunk_deviations
         squares += chunk_squares
-    pivot, shift, variance = merge_groups(pivots, deviations, squares, N, BLOCK)
+    pivot, shift, variance, pivots_were_near = merge_groups(pivots, deviations, squares, N, BLOCK)
+    if N > BLOCK and not pivots_were_near:
+        # The first values are unlike the others: read the row once more, around its mean.
+        pivot += shift
+        pivots = tl.zeros_like(pivots) + pivot
+        deviations = tl.zeros_like(pivots)
+        squares = tl.zeros_like(pivots)
+        for start in tl.static_range(0, HELD * BLOCK, BLOCK):
+            cols = start + lanes
+            s = held[start // BLOCK].to(tl.float32)
+            chunk_deviations, chunk_squares = group_deviations(s, pivots, None)
+            deviations += chunk_deviations
+            squares += chunk_squares
+        for start in range(HELD * BLOCK, N, BLOCK):
+            cols = start + lanes
+            mask = cols < N if N % BLOCK != 0 else None
+            s = load_swept(x_ptr, cols, mask, "evict_last")
+            chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
+            deviations += chunk_deviations
+            squares += chunk_squares
+        shift, variance = row_moments(deviations, squares, N, 0)
     rstd = tl.rsqrt(variance + eps)
 
     # Read the row again, scale and store.

@@ -73,7 +73,7 @@ def rms_fwd_bf16_int8_addst_dq_rows(
     amax_bits = tl.max(magnitude_bits(y, col_mask), axis=1, keep_dims=True)
     y_scale = row_scale(amax_bits, 127.0, tl.float32)
     tl.store(y_scale_ptr + rows, y_scale, mask=row_mask)
-    inverse_scale = 1.0 / y_scale
+    inverse_scale = tl.div_rn(1.0, y_scale)
     q = to_int8(y * inverse_scale, y_ptr.dtype.element_ty)
     store_chunk(y_ptr, cols, q, mask)
 
@@ -141,7 +141,7 @@ def rms_fwd_bf16_int8_addst_dq_one_pass(
     # Quantise the row by its amax.
     y_scale = row_scale(tl.max(amax_bits), 127.0, tl.float32)
     tl.store(y_scale_ptr + row, y_scale)
-    inverse_scale = 1.0 / y_scale
+    inverse_scale = tl.div_rn(1.0, y_scale)
     for start in tl.static_range(0, N, BLOCK):
         cols = start + lanes
         mask = cols < N if start + BLOCK > N else None
@@ -199,7 +199,7 @@ def rms_fwd_bf16_int8_addst_dq_two_pass(
         amax_bits = tl.maximum(amax_bits, tl.max(grouped(magnitude_bits(y, mask)), axis=1))
     y_scale = row_scale(tl.max(amax_bits), 127.0, tl.float32)
     tl.store(y_scale_ptr + row, y_scale)
-    inverse_scale = 1.0 / y_scale
+    inverse_scale = tl.div_rn(1.0, y_scale)
 
     # Once more to quantise it.
     for back in range(0, N, BLOCK):

@@ -139,12 +139,11 @@ def rms_fwd_bf16_mv_window(
     programs = tl.num_programs(0)
     lanes = tl.arange(0, BLOCK)
 
-    # A window starts where a vector does, `lead` elements before its row, and ends with the row's last vector. Programs
-    # that take several rows are a multiple of VECTOR, so that all rows of one start alike.
+    # A window starts where a vector does, `lead` elements before its row. Programs that take several rows are a
+    # multiple of VECTOR, so that all rows of one start alike.
     lead = (program * row_stride % VECTOR).to(tl.int32)
     end = N + lead
     last_full = tl.multiple_of(end // VECTOR * VECTOR, VECTOR)
-    readable = tl.multiple_of((end + VECTOR - 1) // VECTOR * VECTOR, VECTOR)
 
     # The two vectors at the ends are stored element by element.
     ends = tl.arange(0, 2 * VECTOR)
@@ -157,23 +156,21 @@ def rms_fwd_bf16_mv_window(
 
     # Take rows in turn; the next one is on its way before this one is reduced.
     x_window = x_ptr + tl.multiple_of(program * row_stride - lead, VECTOR)
-    x_row = load_window(x_window, readable, N, BLOCK, VECTOR)
+    x_row = load_window(x_window, lead, end, N, BLOCK, VECTOR)
     x_ends = tl.load(x_window + ends, mask=ends_mask, other=0.0)
     for row in range(program, M, programs):
         next_row = tl.where(row + programs < M, row + programs, row)
         next_window = x_ptr + tl.multiple_of(next_row * row_stride - lead, VECTOR)
-        next_x_row = load_window(next_window, readable, N, BLOCK, VECTOR)
+        next_x_row = load_window(next_window, lead, end, N, BLOCK, VECTOR)
         next_x_ends = tl.load(next_window + ends, mask=ends_mask, other=0.0)
 
-        # What lies beside the row counts as nothing.
+        # A chunk at either end holds zeros beside the row.
         chunks = ()
         squares = tl.zeros((BLOCK,), tl.float32)
         for start in tl.static_range(0, N + VECTOR - 1, BLOCK):
             cols = start + lanes
             mask = (cols >= lead) & (cols < end) if start == 0 or start + BLOCK > N else None
             s = widened(x_row[start // BLOCK], x_ptr.dtype.element_ty)
-            if mask is not None:
-                s = tl.where(mask, s, 0.0)
             chunks += (s,)
             squares += s * s
 

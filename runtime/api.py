@@ -46,9 +46,10 @@ def layernorm2d_fwd(
     With s = x + x_bias + residual in fp32: y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias, with the biased
     variance (Ba et al., 2016). Quantised, y is multiplied by smooth_scale, then each row is divided by
     y_scale = max|y| / qmax, rounded and saturated; qmax is 127 for int8, 448 for float8_e4m3fn, 240 for
-    float8_e4m3fnuz and 57344 for float8_e5m2. A row that leaves no normal fp32 scale, one of zeros say, gets
-    y_scale = 1. One that holds a NaN or Inf, or whose scale scale_dtype cannot hold, gets a y_scale that is NaN or
-    Inf, and its quantised y means nothing.
+    float8_e4m3fnuz and 57344 for float8_e5m2. A scale that fp16 holds as a subnormal is rounded up, so that nothing
+    is cut off. A row that leaves no normal fp32 scale, one of zeros say, gets y_scale = 1. One that holds a NaN or
+    Inf, or whose scale is too large for scale_dtype, gets a y_scale that is NaN or Inf, and its quantised y means
+    nothing.
 
     Not differentiable: no operand may require a gradient while gradients are enabled; `layer_norm`, `rms_norm`,
     `add_layer_norm` and `add_rms_norm` compute one. To autograd out and residual_out are modified in place.

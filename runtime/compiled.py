@@ -35,7 +35,9 @@ _POINTERS: dict[torch.dtype, str] = {
 ALIGNMENT = 16
 _ALIGNED = f":{ALIGNMENT}"
 
-LARGEST_I32 = 2**31 - 1
+# The largest M that kernels count rows up to as an i32: a loop over rows looks a few rounds beyond the last, and a
+# round has up to 8448 rows on an H200.
+LARGEST_I32 = 2**31 - 2**20
 
 
 def pointer_type(dtype: torch.dtype, *, aligned: bool) -> str:

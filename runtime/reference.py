@@ -134,11 +134,20 @@ def _finish(
         return ReferenceOutput(y.to(out_dtype or x.dtype), residual_out, None, saved_mean, saved_rstd, y)
     z = y * smooth_scale.to(y.dtype) if smooth_scale is not None else y
     out = DTYPES[out_dtype or torch.int8]
-    y_scale = (z.abs().amax(-1, keepdim=True) / out.qmax).to(scale_dtype)
+    y_scale = _rounded_scale(z.abs().amax(-1, keepdim=True) / out.qmax, scale_dtype)
     # What is left of a row of zeros, and what fp32 cannot invert, is no scale.
     y_scale = torch.where(y_scale.float() < torch.finfo(torch.float32).smallest_normal, 1.0, y_scale)
     q = quantise(z / y_scale.to(z.dtype), out, word(Rounding, "rounding", rounding))
     return ReferenceOutput(q, residual_out, y_scale.squeeze(-1), saved_mean, saved_rstd, z)
+
+
+def _rounded_scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A scale in the type it is stored in: to nearest, and upwards where fp16 is subnormal, so that no value is cut."""
+    if dtype is torch.float16:
+        fp16 = torch.finfo(dtype)
+        step = fp16.smallest_normal * fp16.eps
+        scale = torch.where(scale < fp16.smallest_normal, (scale / step).ceil() * step, scale)
+    return scale.to(dtype)
 
 
 def quantise(ratio: torch.Tensor, out: DType, rounding: Rounding = Rounding.NEAREST) -> torch.Tensor:

@@ -39,6 +39,38 @@ def test_layernorm_where_the_first_chunk_is_unlike_the_rest(n: int) -> None:
     assert (FORWARD["layer"](x).y - ORACLE["layer"](x).z).abs().max() < 1e-4
 
 
+def _outliers(n: int) -> dict[str, torch.Tensor]:
+    """Rows of 16 bits whose first values, which kernels take their pivots from, are unlike the rest."""
+    noise = torch.randn(n)
+    rows = {
+        "one_massive_activation": (1, 3000.0, noise),
+        "eight_far_away": (8, 777.0, 1e-3 * noise),
+        "a_chunk_far_away": (256, 777.0, 1e-3 * noise),
+        "eight_huge": (8, 3e17, noise),
+        "eight_whose_squares_overflow": (8, 4e18, noise),
+    }
+    made = {}
+    for name, (count, value, others) in rows.items():
+        row = others.bfloat16()
+        row[:count] = value
+        made[name] = row.unsqueeze(0)
+    return made
+
+
+@pytest.mark.parametrize("name", _outliers(8))
+@pytest.mark.parametrize(("m", "n"), [(2, 300), (2, 1024), (2, 4096), (2, 16384), (2, 65536), (257, 300)])
+def test_layernorm_of_rows_that_start_with_outliers(m: int, n: int, name: str) -> None:
+    """Torch's own operator is off by 1e-7 in rstd; a pivot from eight values, never looked at again, by 2e-4."""
+    x = _outliers(n)[name].expand(m, n)
+    oracle = ORACLE["layer"](x[:1], save_mv=True)
+    actual = FORWARD["layer"](x, save_mv=True, out_dtype=torch.float32)
+    assert actual.rstd is not None
+    assert oracle.rstd is not None
+    torch.testing.assert_close(actual.rstd[:1], oracle.rstd, rtol=1e-6, atol=0)
+    assert (actual.y[:1] - oracle.z).abs().max() <= 1e-6 * oracle.z.abs().max()
+    assert same_bits(actual.y, actual.y[:1].expand(m, n))
+
+
 @each_norm
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_ragged_rows_of_very_different_size(norm: str, dtype: torch.dtype) -> None:

@@ -1,0 +1,36 @@
+"""How rows are counted: as 32-bit integers for as long as no index can overflow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from normforge import dispatch
+from normforge.backward import rmsnorm2d_bwd
+from normforge.codegen.tiling import MOST_RESIDENT_WARPS
+from normforge.compiled import LARGEST_I32, integer_type
+from normforge.target import named_target
+
+
+def test_no_round_of_a_loop_over_rows_leaves_32_bits() -> None:
+    """A loop looks two rounds ahead; a round is of as many programs as ever fit, with as many rows as any tile has."""
+    tiles = [tile for entry in dispatch.loaded() for arch in ("any", "sm_90") for tile in entry.choices(1, arch)]
+    programs = named_target("sm_100").multiprocessors * MOST_RESIDENT_WARPS
+    assert LARGEST_I32 + 2 * programs * max(tile.rows for tile in tiles) < 2**31
+    assert integer_type(LARGEST_I32) == "i32"
+    assert integer_type(LARGEST_I32 + 1) == "i64"
+
+
+@pytest.mark.gpu
+def test_gradients_of_almost_as_many_rows_as_32_bits_count() -> None:
+    """One column: the next tile of the last round begins beyond 2**31."""
+    m = 2**31 - 1000
+    x = torch.zeros(m, 1, dtype=torch.bfloat16, device="cuda")
+    x[-1] = 1
+    rstd = torch.ones(m, device="cuda")
+    found = rmsnorm2d_bwd(x, x, torch.ones(1, dtype=torch.bfloat16, device="cuda"), rstd=rstd, wants=("dx", "dweight"))
+    assert found.dx is not None
+    assert found.dweight is not None
+    assert found.dweight.item() == 1
+    # h is 1 and g is 1 in the last row: dx = g - h * mean(g * h) is 0 there, and everywhere.
+    assert not found.dx.any()
