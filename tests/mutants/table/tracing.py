@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..mutant import Mutant
 
 _OPERATORS = "tests/runtime/test_operators.py"
+_TRANSFORMS = "tests/training/test_transforms.py"
 
 MUTANTS = (
     Mutant(
@@ -64,5 +65,40 @@ MUTANTS = (
         "        and x_bias is None\n",
         "",
         (f"{_OPERATORS}::test_a_traced_call_returns_what_an_eager_one_does",),
+    ),
+    Mutant(
+        "tangents-are-dropped",
+        "forward-mode AD through a norm of frozen parameters loses the tangent",
+        "runtime/backends.py",
+        "return forward_ad._current_level >= 0 and any(",
+        "return False and any(",
+        (f"{_TRANSFORMS}::test_forward_mode_keeps_the_tangent",),
+    ),
+    Mutant(
+        "known-calls-drop-tangents",
+        "forward-mode AD through a call that is known loses the tangent",
+        "runtime/autograd.py",
+        "if not dispatch.plans or eps.__class__ is not float or forward_ad._current_level >= 0:",
+        "if not dispatch.plans or eps.__class__ is not float:",
+        (
+            f"{_TRANSFORMS}::test_forward_mode_keeps_the_tangent",
+            f"{_TRANSFORMS}::test_a_frozen_residual_block_in_forward_mode",
+        ),
+    ),
+    Mutant(
+        "operands-without-memory-are-launched",
+        "an operand whose class keeps its values elsewhere is read at address 0",
+        "runtime/operands.py",
+        "    if not at and tensor.numel():\n",
+        "    if False:\n",
+        (f"{_TRANSFORMS}::test_the_forward_functions_refuse_a_transform",),
+    ),
+    Mutant(
+        "batched-gradients-have-an-address",
+        "several gradients at once are read as one",
+        "runtime/autograd.py",
+        "        return gradient.__class__ in PLAIN and (gradient.data_ptr() != 0 or gradient.numel() == 0)\n",
+        "        return True\n",
+        (f"{_TRANSFORMS}::test_batched_gradients",),
     ),
 )
