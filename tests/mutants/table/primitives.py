@@ -140,4 +140,28 @@ MUTANTS = (
         "high = load_beside(ptr, start - lead + 2 * tl.arange(0, BLOCK // 2), N)",
         ("tests/kernels/test_window.py::test_rows_are_right_and_what_is_beside_them_stays",),
     ),
+    Mutant(
+        "window-counts-what-is-before-the-row",
+        "window: elements of the row before are added up",
+        _PRIMITIVES,
+        "mask=(cols >= lead) & (cols < end), other=0.0)",
+        "mask=cols < end, other=0.0)",
+        ("tests/kernels/test_window.py::test_rows_are_right_and_what_is_beside_them_stays",),
+    ),
+    Mutant(
+        "anything-is-near",
+        "a pivot far from the mean is taken for near, and the variance loses its precision",
+        _PRIMITIVES,
+        'return (mean_square <= 4.0 * variance) & (variance < float("inf"))',
+        "return mean_square <= mean_square",
+        (f"{_PRECISION}::test_layernorm_of_rows_that_start_with_outliers",),
+    ),
+    Mutant(
+        "rows-are-counted-to-the-end-of-32-bits",
+        "backward, a loop over nearly 2**31 rows looks ahead to an index that overflows",
+        "runtime/compiled.py",
+        "LARGEST_I32 = 2**31 - 2**20",
+        "LARGEST_I32 = 2**31 - 1",
+        ("tests/kernels/test_counts.py::test_no_round_of_a_loop_over_rows_leaves_32_bits",),
+    ),
 )
