@@ -72,8 +72,11 @@ def forward(
         residual_out = total.to(residual.dtype)
     y_scale = None
     if quantised is not None:
-        amax = z.abs().amax(-1)
-        y_scale = torch.where(amax == 0, 1.0, amax / QMAX[quantised]).to(scale_dtype)
+        scale = z.abs().amax(-1) / QMAX[quantised]
+        if scale_dtype is torch.float16:
+            # A multiple of its smallest number that is no less, so that z / y_scale is no more than qmax.
+            scale = torch.where(scale < 2.0**-14, torch.ceil(scale * 2.0**24) / 2.0**24, scale)
+        y_scale = torch.where(scale == 0, 1.0, scale).to(scale_dtype)
     return Forward(s, z, mean, rstd, residual_out, y_scale)
 
 
