@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
 import jinja2
 
+from .errors import NormforgeError, TemplateError
 from .model import ANY, Instance, Mode, Part, Pipeline, Tile, legal_modes
 from .signature import column_sums, params, summary
 from .tiling import SMALL_M
@@ -36,6 +40,9 @@ def render_folder(instances: Sequence[Instance]) -> dict[str, str]:
 
     Returns:
         File name to text; the same instances always give the same bytes.
+
+    Raises:
+        TemplateError: a template is missing or cannot be rendered.
     """
     by_mode: dict[Mode, list[Instance]] = {}
     for instance in instances:
@@ -49,7 +56,11 @@ def render_folder(instances: Sequence[Instance]) -> dict[str, str]:
 
 
 def shared_files(*, backward: bool) -> dict[str, str]:
-    """Render what an output folder holds beside its modules and its table: file name to text."""
+    """Render what an output folder holds beside its modules and its table: file name to text.
+
+    Raises:
+        TemplateError: a template is missing or cannot be rendered.
+    """
     files = {"__init__.py": _render("package.py.j2"), "primitives.py": _render("primitives.py.j2")}
     if backward:
         files["finalise.py"] = _render("finalise.py.j2")
@@ -57,8 +68,14 @@ def shared_files(*, backward: bool) -> dict[str, str]:
 
 
 def render_module(mode: Mode, pipelines: Iterable[Pipeline]) -> str:
-    """Render the module that holds a mode's kernels, one for each pipeline asked."""
-    kernels = [_render_kernel(mode, part) for pipeline in pipelines for part in parts(mode, pipeline)]
+    """Render the module that holds a mode's kernels, one for each pipeline asked.
+
+    Raises:
+        TemplateError: a template is missing or cannot be rendered.
+    """
+    with _rendering():
+        wanted = dict.fromkeys(part for pipeline in pipelines for part in parts(mode, pipeline))
+        kernels = [_render_kernel(mode, part) for part in wanted]
     return _render("module.py.j2", docstring=_docstring(mode), imports=_imports("\n".join(kernels)), kernels=kernels)
 
 
@@ -77,7 +94,8 @@ def parts(mode: Mode, pipeline: Pipeline) -> tuple[Pipeline | Part, ...]:
     """The kernels that serve a mode in a pipeline: the pipeline's own, and what it needs beside it."""
     if mode.is_backward and pipeline is Pipeline.TWO_PASS:
         return (Part.ROW_TERMS, pipeline)
-    if pipeline is Pipeline.ONE_PASS and mode.has_window:
+    # Where rows start anywhere, it stands in for either: see `takes_window` in runtime/rules.py.
+    if pipeline in (Pipeline.ONE_PASS, Pipeline.TWO_PASS) and mode.has_window:
         return (pipeline, Part.WINDOW)
     return (pipeline,)
 
@@ -198,4 +216,54 @@ def _macros(name: str) -> object:
 
 
 def _render(name: str, **values: object) -> str:
-    return _template(name).render(**values)
+    with _rendering():
+        return _template(name).render(**values)
+
+
+@contextmanager
+def _rendering() -> Iterator[None]:
+    """Have whatever goes wrong in a template say where: templates are edited, and may do anything."""
+    try:
+        yield
+    except NormforgeError:
+        raise
+    except jinja2.TemplateSyntaxError as error:
+        problem, where = error.message, f"{error.filename or error.name}:{error.lineno}"
+        raise TemplateError(f"{where}: this is no template: {problem}; mend it") from error
+    except jinja2.TemplateNotFound as error:
+        raise TemplateError(f"{TEMPLATES}: there is no template {error.name}; put it back") from error
+    except RecursionError as error:
+        raise TemplateError(f"{_line_of(error)}: the template includes or calls itself without end; mend it") from error
+    except UnicodeDecodeError as error:
+        raise TemplateError(f"a template in {TEMPLATES} is not UTF-8 text ({error}); save it as UTF-8") from error
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise TemplateError(f"{_line_of(error)}: the template cannot be rendered: {problem}; mend it") from error
+
+
+def _line_of(error: BaseException) -> str:
+    """Where in a template an error comes from: Jinja puts its lines into tracebacks."""
+    frames = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
+    lines = [f"{frame.filename}:{frame.lineno}" for frame in frames if frame.filename.endswith(".j2")]
+    return lines[-1] if lines else str(TEMPLATES)
+
+
+def check_python(name: str, text: str) -> None:
+    """Refuse a rendered file that Python cannot read.
+
+    Raises:
+        TemplateError: it cannot.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(text, name, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        raise TemplateError(
+            f"{name}:{error.lineno}: what the templates in {TEMPLATES} give is no Python: {error.msg}; nothing was "
+            "written. Mend the template that this line comes from"
+        ) from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise TemplateError(
+            f"{name}: what the templates in {TEMPLATES} give is no Python: {error}; nothing was written. Mend them"
+        ) from error

@@ -19,6 +19,10 @@ class TileTableError(NormforgeError, ValueError):
     """A table of tiles that cannot be used; the message starts with file, line and class."""
 
 
+class TemplateError(NormforgeError, ValueError):
+    """A template that cannot be rendered, or that gives no Python; the message starts with file and line."""
+
+
 class SelectionError(NormforgeError, ValueError):
     """A --filter or --where that cannot be parsed, or that matches no instance."""
 

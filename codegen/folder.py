@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .emit import MARKER, render_every_kernel
+from .emit import MARKER, check_python, render_every_kernel
 from .errors import FolderError
 from .locking import locked
 
@@ -80,10 +80,13 @@ class Plan:
 
         Raises:
             FolderError: the folder holds files of somebody else's, or cannot be written.
+            TemplateError: a file is no Python; nothing is written.
         """
         self.refuse_foreign()
         if self.is_clean:
             return self
+        for name in (*self.missing, *self.changed):
+            check_python(name, self.files[name])
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with locked(self.folder / _LOCK):

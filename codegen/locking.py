@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -26,7 +26,8 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         # Removed while it is held, so that whoever waits for it finds that it is another file's by then.
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
         os.close(handle)
 
 

@@ -1,0 +1,97 @@
+"""Children that are killed, refused by the system, or run beside one another, at every step that changes a file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Whether the process is killed, or the system call refused, at a step.
+KILL, NO_SPACE = "kill", "no_space"
+
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+_EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.truncate")
+
+
+def child(work: Callable[[], int], errors: Path | None = None) -> int:
+    """Begin some work in a child that shares this process's state, and return the child's id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 70
+    try:
+        for stream in (1, 2):
+            target = os.open(errors or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(target, stream)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+        status = work()
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        for file in (sys.stdout, sys.stderr):
+            file.flush()
+        os._exit(status)
+
+
+def ended(pid: int) -> int:
+    """A child's exit status; a signal's number, negative, if that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def at_step(stop: int, fault: str, work: Callable[[], int], below: Path) -> Callable[[], int]:
+    """Some work that meets a fault before its nth step that changes a file below a folder, seen by an audit hook."""
+
+    def with_fault() -> int:
+        steps = 0
+
+        def hook(event: str, arguments: tuple[Any, ...]) -> None:
+            nonlocal steps
+            if event not in _EVENTS or (event == "open" and not (arguments[2] or 0) & _WRITING):
+                return
+            if not str(
+                os.fsdecode(arguments[0]) if isinstance(arguments[0], (str, bytes, os.PathLike)) else ""
+            ).startswith(str(below)):
+                return
+            steps += 1
+            if steps == stop:
+                if fault == KILL:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        sys.addaudithook(hook)
+        status = work()
+        # Says that the work had fewer steps.
+        return status if steps >= stop else FINISHED + status
+
+    return with_fault
+
+
+# Added to the status of work that ended before it came to the step.
+FINISHED = 50
+
+
+def with_room_for(size: int, work: Callable[[], int]) -> Callable[[], int]:
+    """Some work whose files the system cuts off at a size: a write fails half done, as on a full disk."""
+
+    def limited() -> int:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        return work()
+
+    return limited
+
+
+def killed_after(seconds: float, work: Callable[[], int], errors: Path | None = None) -> int:
+    """Begin some work, kill it after a while, and return how it ended."""
+    pid = child(work, errors)
+    time.sleep(seconds)
+    os.kill(pid, signal.SIGKILL)
+    return ended(pid)

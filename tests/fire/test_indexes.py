@@ -1,0 +1,125 @@
+"""Whatever an index of compiled kernels says: an `AotError` of one line, or a folder that names files of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+import normforge
+from normforge import aot
+from normforge.errors import AotError
+
+from .examples import fire
+from .world import new_world, snapshot
+
+ROW = {
+    "key": "rms_fwd_bf16_rows x_ptr=*bf16",
+    "file": "rms_fwd_bf16_rows-0123456789abcdef",
+    "binary": "cubin",
+    "binary_sha256": "0" * 64,
+    "metadata_sha256": "1" * 64,
+    "source_sha256": "2" * 64,
+}
+INDEX: dict[str, Any] = {
+    "format": aot.FORMAT,
+    "normforge": "0.1.0",
+    "triton": aot.triton_version(),
+    "arch": "sm_90",
+    "kernels": [ROW, ROW | {"key": "b", "file": "rms_bwd_bf16_rows-0123456789abcdef"}],
+}
+
+# Stands for a number of more digits than Python reads.
+_ENDLESS = "endless"
+
+_VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=20),
+    st.sampled_from(
+        ("../../x-0123456789abcdef", "/etc/passwd", "a\0b", "cubin", "json", "", "x" * 10_000, _ENDLESS, -1, 1.0)
+    ),
+    st.recursive(st.integers(), lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(max_size=3), inner))),
+)
+
+
+@st.composite
+def _changed(draw: st.DrawFn, document: Any) -> Any:
+    """A document with another value, key or length somewhere."""
+    if isinstance(document, dict) and document and draw(st.integers(0, 3)):
+        key = draw(st.sampled_from(sorted(document)))
+        what = draw(st.sampled_from(("value", "value", "value", "drop", "rename", "add")))
+        kept = {name: value for name, value in document.items() if name != key}
+        if what == "value":
+            return kept | {key: draw(_changed(document[key]))}
+        if what == "drop":
+            return kept
+        return (kept if what == "rename" else document) | {draw(st.text(max_size=5)): document[key]}
+    if isinstance(document, list) and document and draw(st.integers(0, 3)):
+        at = draw(st.integers(0, len(document) - 1))
+        return [*document[:at], draw(_changed(document[at])), *document[at + 1 :]]
+    return draw(_VALUES)
+
+
+def _text(document: Any) -> bytes:
+    text = json.dumps(document).replace(f'"{_ENDLESS}"', "1" * 5000)
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _cut(draw: Callable[[st.SearchStrategy[Any]], Any]) -> bytes:
+    text = _text(INDEX)
+    at, to = sorted(draw(st.tuples(*[st.integers(0, len(text))] * 2)))
+    nested = b'{"a":' * 50_000, b"[" * 100_000
+    return bytes(
+        draw(st.sampled_from((text[:at], text[:at] + text[to:], text[:at] + b"\xff" + text[at:], b"", *nested, b"NaN")))
+    )
+
+
+indexes = st.one_of(_changed(INDEX).map(_text), _changed(INDEX).map(_text), st.composite(_cut)())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_loaded() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aot, "_folder", None)
+        yield
+
+
+@fire(300)
+@given(indexes)
+def test_an_index(data: bytes) -> None:
+    with new_world() as world:
+        (world / "kernels").mkdir()
+        (world / "kernels" / aot.INDEX).write_bytes(data)
+        before = snapshot(world)
+        refusal = None
+        try:
+            normforge.load_aot(world / "kernels")
+        except AotError as error:
+            refusal = str(error)
+        assert snapshot(world) == before
+        event("taken" if refusal is None else "refused")
+        if refusal is not None:
+            assert str(world / "kernels") in refusal
+            return
+        there = aot.loaded()
+        assert there is not None
+        for key, row in there.rows.items():
+            assert isinstance(key, str)
+            for name in row.files:
+                assert Path(name).name == name
+                assert name not in (".", "..")
+
+
+@fire(40)
+@given(st.one_of(st.text(max_size=30), st.sampled_from(("~", "~nobody-of-that-name", "/dev/zero", "/proc/self/mem"))))
+def test_a_path(path: str) -> None:
+    with pytest.raises(AotError):
+        normforge.load_aot(path)

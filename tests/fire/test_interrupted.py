@@ -1,0 +1,246 @@
+"""Killed at any step, out of space, or run beside another: what a process finds afterwards is the old or the new."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import normforge
+from normforge import on_demand
+from normforge.codegen import cli, manifest
+from normforge.errors import CacheError, RecordError, TableError
+from normforge.table import load_folder
+
+from .examples import fire
+from .faults import FINISHED, KILL, NO_SPACE, at_step, child, ended, killed_after, with_room_for
+from .world import PASSING, command, kernels, new_world, snapshot, whole
+
+# They share a mode that loses its kernel for long rows, and one that gains it; each has modes of its own.
+BEFORE = "groups: {a: {norm: layer, dtype_in: bf16}, b: {norm: rms, dtype_in: [bf16, fp32], n: n128}}\n"
+AFTER = "groups: {a: {norm: layer, dtype_in: [bf16, fp16], n: n128}, b: {norm: rms, dtype_in: bf16}}\n"
+_MOST_STEPS = 200
+
+
+@pytest.fixture
+def world() -> Iterator[Path]:
+    with new_world() as path:
+        (path / "before.yaml").write_text(BEFORE)
+        (path / "after.yaml").write_text(AFTER)
+        yield path
+
+
+def generate(world: Path, name: str) -> int:
+    return cli.main(["--manifest", str(world / f"{name}.yaml"), "--out", str(world / "k")])
+
+
+def made(world: Path, name: str) -> dict[str, bytes | str]:
+    """What `generate` makes of a manifest, and that it makes it over whatever is there."""
+    assert command(["generate", "--manifest", str(world / f"{name}.yaml"), "--out", str(world / "k")]).status == 0
+    whole(world / "k")
+    return left(world)
+
+
+def left(world: Path) -> dict[str, bytes | str]:
+    """What lies in the folder and is somebody's."""
+    return {path: data for path, data in snapshot(world / "k").items() if not path.startswith(PASSING)}
+
+
+def table(world: Path) -> bytes:
+    return (world / "k" / "dispatch.py").read_bytes()
+
+
+def loads(world: Path) -> None:
+    """Hold a folder, in which temporary files may lie, against its own table."""
+    for entry in load_folder(world / "k"):
+        assert {tile.kernel for tile in entry.distinct_tiles()} <= kernels(world / "k" / f"{entry.mode}.py")
+
+
+@pytest.mark.parametrize("fault", [KILL, NO_SPACE])
+def test_a_run_that_meets_a_fault_at_any_step(fault: str, world: Path) -> None:
+    after = made(world, "after")
+    before = made(world, "before")
+    seen = set()
+    for step in range(1, _MOST_STEPS):
+        status = ended(child(at_step(step, fault, lambda: generate(world, "after"), world / "k"), world / "errors"))
+        if status == FINISHED:
+            break
+        loads(world)
+        now = table(world)
+        assert now in (before["dispatch.py"], after["dispatch.py"])
+        seen.add(now)
+        if fault == KILL:
+            assert status == -signal.SIGKILL
+        elif status == 0:
+            # What could not be done did not have to be: a folder made that is there, a lock removed.
+            assert left(world) == after
+        else:
+            assert status == 2
+            line = (world / "errors").read_text().splitlines()[-1]
+            assert line.startswith("python generate.py: error: ")
+            assert "No space left on device" in line
+        assert made(world, "after") == after
+        assert made(world, "before") == before
+    else:
+        raise AssertionError("it never ended")
+    assert len(seen) == 2, "no step before or none behind the table was met"
+    assert step > len(after)
+
+
+def test_a_first_run_that_is_killed_at_any_step(world: Path) -> None:
+    for step in range(1, _MOST_STEPS):
+        status = ended(child(at_step(step, KILL, lambda: generate(world, "after"), world / "k")))
+        if status == FINISHED:
+            break
+        assert status == -signal.SIGKILL
+        if (world / "k" / "dispatch.py").exists():
+            loads(world)
+        made(world, "after")
+        for path in (world / "k").rglob("*"):
+            if path.is_file():
+                path.unlink()
+        for folder in ((world / "k" / "__pycache__"), world / "k"):
+            if folder.exists():
+                folder.rmdir()
+    assert step > 5
+
+
+@fire(12)
+@given(st.integers(0, 60_000))
+def test_a_disk_that_fills_up_anywhere(size: int) -> None:
+    with new_world() as world:
+        (world / "before.yaml").write_text(BEFORE)
+        (world / "after.yaml").write_text(AFTER)
+        before = made(world, "before")
+        status = ended(child(with_room_for(size, lambda: generate(world, "after"))))
+        assert status in (0, 2)
+        loads(world)
+        if status == 2:
+            assert left(world) == before
+        made(world, "after")
+
+
+@fire(12)
+@given(st.floats(0, 0.25))
+def test_a_run_that_is_killed_at_any_time(seconds: float) -> None:
+    with new_world() as world:
+        (world / "before.yaml").write_text(BEFORE)
+        (world / "after.yaml").write_text(AFTER)
+        before = made(world, "before")["dispatch.py"]
+        killed_after(seconds, lambda: generate(world, "after"))
+        loads(world)
+        now = table(world)
+        after = made(world, "after")["dispatch.py"]
+        assert now in (before, after)
+
+
+def test_runs_into_one_folder_at_once(world: Path) -> None:
+    after, before = made(world, "after"), made(world, "before")
+
+    def again(name: str) -> int:
+        return max(generate(world, name) for _ in range(8))
+
+    children = [child(lambda name=name: again(name), world / "errors") for name in ("before", "after", "after")]  # type: ignore[misc]  # mypy cannot type a default of a lambda
+    looked = 0
+    until = time.monotonic() + 60
+    while not all(gone(pid) for pid in children) and time.monotonic() < until:
+        first = stamp(world)
+        now = table(world)
+        assert now in (before["dispatch.py"], after["dispatch.py"])
+        try:
+            loads(world)
+        except (AssertionError, OSError, TableError):
+            # Another table was put in place meanwhile: what was read is of both.
+            assert stamp(world) != first
+        looked += 1
+    assert [ended(pid) for pid in children] == [0] * 3, (world / "errors").read_text()
+    assert looked
+    assert left(world) in (before, after)
+
+
+def gone(pid: int) -> bool:
+    """Whether a child has ended; its status is kept."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def stamp(world: Path) -> tuple[int, int]:
+    status = (world / "k" / "dispatch.py").stat()
+    return status.st_mtime_ns, status.st_ino
+
+
+def miss() -> int:
+    """Ask for what normforge's own table lacks, without a row, so that nothing is launched."""
+    normforge.load_instances()
+    on_demand._package.cache_clear()
+    normforge.layernorm2d_fwd(torch.empty(0, 64), fquant="dynamic", rounding="truncate")
+    return 0
+
+
+def refused_miss() -> int:
+    try:
+        return miss()
+    except CacheError:
+        return 2
+
+
+@pytest.mark.parametrize("fault", [KILL, NO_SPACE])
+def test_a_cache_that_meets_a_fault_at_any_step(fault: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of it is of use to the next process."""
+    monkeypatch.delenv("NORMFORGE_INSTANCES", raising=False)
+    monkeypatch.delenv("NORMFORGE_ON_MISS", raising=False)
+    for step in range(1, _MOST_STEPS):
+        cache = world / str(step)
+        monkeypatch.setenv("NORMFORGE_CACHE", str(cache))
+        status = ended(child(at_step(step, fault, refused_miss, cache)))
+        if status == FINISHED:
+            break
+        assert status in ((-signal.SIGKILL,) if fault == KILL else (0, 2))
+        assert ended(child(check_miss if fault == KILL else miss, world / "errors")) == 0, (
+            world / "errors"
+        ).read_text()
+    assert step > 5
+
+
+def check_miss() -> int:
+    miss()
+    x = torch.tensor([[1.0, 2.0, 3.0, 6.0]])
+    y = normforge.layernorm2d_fwd(x, fquant="dynamic", rounding="truncate").y
+    return int(y.tolist() != [[-84, -42, 0, 127]])
+
+
+def record(path: Path) -> Callable[[], int]:
+    def work() -> int:
+        try:
+            with normforge.record(path):
+                for n in (64, 200, 300):
+                    normforge.layernorm2d_fwd(torch.empty(0, n))
+        except RecordError:
+            return 2
+        return 0
+
+    return work
+
+
+@pytest.mark.parametrize("fault", [KILL, NO_SPACE])
+def test_a_recording_that_meets_a_fault_at_any_step(fault: str, world: Path) -> None:
+    everything = ["ln_fwd_fp32_n128", "ln_fwd_fp32_n256", "ln_fwd_fp32_n512"]
+    path = world / "needed.yaml"
+    for step in range(1, _MOST_STEPS):
+        status = ended(child(at_step(step, fault, record(path), world)))
+        if status == FINISHED:
+            break
+        assert status in ((-signal.SIGKILL,) if fault == KILL else (0, 2))
+        if path.exists():
+            found = [instance.name for instance in manifest.load(path).instances]
+            assert found == everything[: len(found)]
+        assert ended(child(record(path))) == 0
+        assert [instance.name for instance in manifest.load(path).instances] == everything
+        path.unlink()
+    assert step > 5

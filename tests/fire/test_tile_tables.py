@@ -1,0 +1,123 @@
+"""Whatever a table of tiles says: an error of one line, or tiles with which kernels compile and compute."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, event, given
+from hypothesis import strategies as st
+
+import normforge
+from normforge import dispatch
+from normforge.codegen.emit import parts
+from normforge.codegen.errors import TileTableError
+from normforge.codegen.model import ANY, Bucket, Direction, DType, Instance, Mode, Norm, Part, Pipeline, Tile, Tiles
+from normforge.codegen.tile_tables import read_table
+from normforge.codegen.tiling import class_of
+from normforge.table import RetiledTable, load_folder
+
+from ..kernels.compilation import TARGETS, compile_kernel
+from ..runtime.folders import write
+from .documents import tile_tables, tiles
+from .examples import fire
+from .world import generate, new_world
+
+MANIFEST = """\
+groups:
+  plain: {norm: [layer, rms], dtype_in: [bf16, fp32]}
+  more: {norm: layer, dtype_in: bf16, fadd: pre_add_store, dtype_out: int8, fquant: dynamic}
+  backward: {norm: rms, dtype_in: [bf16, fp32], direction: bwd, fadd: [none, pre_add_store]}
+"""
+
+
+@fire(120)
+@given(tile_tables())
+def test_a_table(data: bytes) -> None:
+    with new_world() as world:
+        (world / "mine.yaml").write_text(MANIFEST)
+        (world / "sm_90.yaml").write_bytes(data)
+        argv = ["--manifest", str(world / "mine.yaml"), "--tiles", str(world / "sm_90.yaml"), "--out", str(world / "k")]
+        event(f"status {generate(world, argv, world / 'k').status}")
+
+
+@fire(30)
+@given(st.text(max_size=12), tile_tables())
+def test_a_table_of_any_name(name: str, data: bytes) -> None:
+    with new_world() as world:
+        (world / "mine.yaml").write_text(MANIFEST)
+        path = world / f"{name}.yaml"
+        try:
+            path.write_bytes(data)
+        except (OSError, ValueError):
+            assume(False)
+        argv = ["--manifest", str(world / "mine.yaml"), f"--tiles={path}", "--out", str(world / "k")]
+        assert generate(world, argv, world / "k").status == 2
+
+
+MODES = (
+    Mode(Norm.LAYER, DType.BF16, DType.BF16),
+    Mode(Norm.RMS, DType.FP32, DType.FP32),
+    Mode(Norm.LAYER, DType.BF16, DType.BF16, direction=Direction.BACKWARD),
+    Mode(Norm.RMS, DType.FP32, DType.FP32, direction=Direction.BACKWARD),
+)
+
+
+def accepted(text: str, mode: Mode, n: int, world: Path) -> Tile | None:
+    """The tile that a text is for rows of n elements, if a table may have it."""
+    (world / "sm_90.yaml").write_text(f"{class_of(mode).name}:\n  {n}..{n}:\n    large: {text}\n    small: {text}\n")
+    try:
+        ((_, chosen),) = read_table(world / "sm_90.yaml").rows[class_of(mode)]
+    except TileTableError:
+        return None
+    return chosen.large
+
+
+def instance(mode: Mode, n: int, tile: Tile) -> Instance:
+    return Instance(mode, Bucket(f"n{n}", n, n), ((ANY, Tiles(tile, tile)),))
+
+
+LENGTHS = st.sampled_from((1, 2, 15, 16, 100, 129, 513))
+
+
+@fire(25)
+@given(tiles(), st.sampled_from(MODES[:2]), LENGTHS)
+def test_a_tile_that_is_accepted_computes(text: str, mode: Mode, n: int) -> None:
+    with new_world() as world:
+        tile = accepted(text, mode, n, world)
+        assume(tile is not None and tile.pipeline is not Pipeline.SPREAD)
+        assert tile is not None
+        (world / "k").mkdir()
+        write(world / "k", [instance(mode, n, tile)])
+        table = load_folder(world / "k")
+        (entry,) = table
+        x = torch.randn(3, n, dtype=torch.bfloat16 if mode.dtype_in is DType.BF16 else torch.float32)
+        with dispatch.using(RetiledTable(table, entry, tile)):
+            if mode.norm is Norm.LAYER:
+                y, right = normforge.layernorm2d_fwd(x).y, torch.nn.functional.layer_norm(x.double(), (n,))
+            else:
+                y, right = normforge.rmsnorm2d_fwd(x).y, torch.nn.functional.rms_norm(x.double(), (n,), eps=1e-6)
+        torch.testing.assert_close(y.double(), right, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.compile
+@fire(12)
+@given(tiles(), st.sampled_from(MODES), LENGTHS)
+def test_a_tile_that_is_accepted_compiles(text: str, mode: Mode, n: int) -> None:
+    with new_world() as world:
+        tile = accepted(text, mode, n, world)
+        assume(tile is not None)
+        assert tile is not None
+        (world / "k").mkdir()
+        write(world / "k", [instance(mode, n, tile)])
+        package = load_folder(world / "k").package
+        target = next(target for target in TARGETS if target.name == "sm_90")
+        for part in parts(mode, tile.pipeline):
+            kernel: Any = getattr(importlib.import_module(f".{mode.name}", package), mode.kernel(part))
+            if part is not Part.WINDOW:
+                assert compile_kernel(
+                    kernel, instance(mode, n, tile), n, target, part if isinstance(part, Part) else None
+                ).asm["cubin"]

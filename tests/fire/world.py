@@ -1,0 +1,115 @@
+"""A folder with all that a command may read and write, and what has to hold of it whatever the command was given."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+from normforge import cli
+from normforge.table import Table, load_folder
+
+# In names and values that are never to reach an emitted file, and what such a one might make if it were run.
+CANARY = "INJECTED"
+
+_NAMES = re.compile(r"(?:__init__|primitives|dispatch|finalise|(?:ln|rms)_(?:fwd|bwd)_\w+)\.py", re.ASCII)
+# What is nobody's: Python's cache, and the lock that a killed run leaves.
+PASSING = ("__pycache__", ".normforge-lock")
+_KERNEL = re.compile(r"^def (\w+)\(", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command line came to."""
+
+    status: int
+    out: str
+    err: str
+
+
+def command(argv: Sequence[str]) -> Outcome:
+    """Run `normforge` with arguments; argparse's own refusals count as any other."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            status = cli.main(argv)
+        except SystemExit as stop:
+            status = int(str(stop.code))
+    return Outcome(status, out.getvalue(), err.getvalue())
+
+
+@contextmanager
+def new_world() -> Iterator[Path]:
+    """An empty folder, for one example."""
+    path = Path(tempfile.mkdtemp(prefix="normforge-fire-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def snapshot(folder: Path, without: Path | None = None) -> dict[str, bytes | str]:
+    """What lies in a folder: by path, a file's bytes, a link's target, or "folder"."""
+    found: dict[str, bytes | str] = {}
+    for path in sorted(folder.rglob("*")):
+        if without is not None and (path == without or without in path.parents):
+            continue
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            found[name] = f"link to {path.readlink()}"
+        else:
+            found[name] = path.read_bytes() if path.is_file() else "folder"
+    return found
+
+
+def generate(world: Path, argv: Sequence[str], out: Path) -> Outcome:
+    """Run `normforge generate`, and hold what it left against what has to be."""
+    outside, before = snapshot(world, without=out), snapshot(out)
+    outcome = command(["generate", *argv])
+    assert snapshot(world, without=out) == outside, "something outside --out was changed"
+    assert "Traceback" not in outcome.err
+    if outcome.status == 0:
+        assert outcome.err == ""
+        whole(out)
+    else:
+        refused(outcome, "normforge generate")
+        assert snapshot(out) == before, "it was refused, and something was written"
+    return outcome
+
+
+def refused(outcome: Outcome, prog: str) -> None:
+    """Hold a refusal against its form: status 2, and one line on standard error."""
+    assert outcome.status == 2
+    # Where argparse refuses, it prints the usage first.
+    line = outcome.err.splitlines()[-1] if outcome.err.startswith("usage: ") else outcome.err.removesuffix("\n")
+    assert line.startswith(f"{prog}: error: ")
+    assert line.isprintable(), line
+
+
+def whole(out: Path) -> Table:
+    """The table of a generated folder, after a look at all files: they are Python, and hold every kernel it names."""
+    for path in out.iterdir():
+        if path.name not in PASSING:
+            assert path.is_file()
+            assert not path.is_symlink()
+            assert _NAMES.fullmatch(path.name), path.name
+            text = path.read_text()
+            compile(text, path.name, "exec")
+            assert CANARY not in text
+    table = load_folder(out)
+    listed = list(table)
+    assert listed
+    for entry in listed:
+        missing = {tile.kernel for tile in entry.distinct_tiles()} - kernels(out / f"{entry.mode}.py")
+        assert not missing, f"{entry.name} names kernels that are not there: {missing}"
+    return table
+
+
+def kernels(module: Path) -> set[str]:
+    """The functions that a module defines."""
+    return set(_KERNEL.findall(module.read_text()))
