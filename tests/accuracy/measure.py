@@ -20,7 +20,7 @@ from normforge.kernels import interpreting
 from normforge.table import Entry, RetiledTable
 
 from . import peer
-from .cases import Case
+from .cases import ROWS_OF_A_KIND, Case
 from .interpreter import adding_by_halves
 from .peer import EPS
 from .rows import KINDS
@@ -149,7 +149,7 @@ def _draw(case: Case, kinds: list[str], device: torch.device, seed: int) -> Oper
         return torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name} {n} {mode.dtype_in}".encode()))
 
     def rows(name: str) -> torch.Tensor:
-        return torch.cat([KINDS[kind].rows(case.rows, n, dtype, generator(f"{name} {kind}")) for kind in kinds])
+        return torch.cat([KINDS[kind].rows(ROWS_OF_A_KIND, n, dtype, generator(f"{name} {kind}")) for kind in kinds])
 
     def normal(name: str, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator(name), dtype=torch.float64, device=device)
@@ -161,13 +161,13 @@ def _draw(case: Case, kinds: list[str], device: torch.device, seed: int) -> Oper
         weight=(1 + 0.1 * normal("weight", n)).to(dtype),
         bias=(0.01 * normal("bias", n)).to(dtype) if has_bias else None,
         residual=rows("residual") if mode.fadd.adds else None,
-        dy=normal("dy", len(kinds) * case.rows, n).to(dtype) if mode.is_backward else None,
+        dy=normal("dy", len(kinds) * ROWS_OF_A_KIND, n).to(dtype) if mode.is_backward else None,
     )
 
 
 def _parts(case: Case, kinds: list[str]) -> Iterator[tuple[str, slice]]:
     for index, kind in enumerate(kinds):
-        yield kind, slice(index * case.rows, (index + 1) * case.rows)
+        yield kind, slice(index * ROWS_OF_A_KIND, (index + 1) * ROWS_OF_A_KIND)
 
 
 def _forward(case: Case, kinds: list[str], operands: Operands) -> Iterator[Found]:
