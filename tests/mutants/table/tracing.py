@@ -6,6 +6,7 @@ from ..mutant import Mutant
 
 _OPERATORS = "tests/runtime/test_operators.py"
 _TRANSFORMS = "tests/training/test_transforms.py"
+_AUTOGRAD = "runtime/autograd.py"
 
 MUTANTS = (
     Mutant(
@@ -100,5 +101,46 @@ MUTANTS = (
         "        return gradient.__class__ in PLAIN and (gradient.data_ptr() != 0 or gradient.numel() == 0)\n",
         "        return True\n",
         (f"{_TRANSFORMS}::test_batched_gradients",),
+    ),
+    Mutant(
+        "forward-functions-drop-tangents",
+        "layernorm2d_fwd returns a plain tensor of one with a tangent",
+        "runtime/forward.py",
+        "            forward_ad._current_level >= 0\n",
+        "            False\n",
+        (f"{_TRANSFORMS}::test_the_forward_functions_refuse_a_tangent",),
+    ),
+    Mutant(
+        "no-memory-is-an-address",
+        "a kernel is launched on address 0 within functionalize",
+        "runtime/forward.py",
+        "if m == 0 or not x_at or x.__class__ not in PLAIN:",
+        "if m == 0 or x.__class__ not in PLAIN:",
+        (f"{_TRANSFORMS}::test_the_forward_functions_refuse_a_transform",),
+        which=0,
+    ),
+    Mutant(
+        "jit-trace-meets-kernels",
+        "torch.jit.trace records the memory of outputs and not what is written to it",
+        "runtime/backends.py",
+        "transforming() or jit_tracing() or has_tangent(tensors)",
+        "transforming() or has_tangent(tensors)",
+        (f"{_TRANSFORMS}::test_jit_trace_of_a_patched_model",),
+    ),
+    Mutant(
+        "a-recorded-backward-pass-is-launched",
+        "make_fx records the memory of gradients and not what is written to it",
+        _AUTOGRAD,
+        "    if is_dynamo_compiling() or dispatch_modes():\n",
+        "    if is_dynamo_compiling():\n",
+        (f"{_TRANSFORMS}::test_a_backward_pass_is_recorded_of_a_call_that_was_not",),
+    ),
+    Mutant(
+        "checkpoints-keep-other-tensors",
+        "a checkpoint that is made again within a mode keeps other tensors",
+        "runtime/functional.py",
+        "(intercepted(x) and not keeps_for_recomputation())",
+        "intercepted(x)",
+        (f"{_TRANSFORMS}::test_a_mode_around_a_part_of_a_checkpoint",),
     ),
 )
