@@ -182,6 +182,8 @@ def ln_fwd_bf16_fp8_e4m3fn_addst_dq_one_pass(
     if HAS_HEAD and not is_near(shift * shift + variance, variance):
         pivot, shift, variance = moments_around(pivot + shift, chunks, N, BLOCK)
         rstd = tl.rsqrt(variance + eps)
+        weight_row = load_early(weight_ptr, N, BLOCK)
+        bias_row = load_early(bias_ptr, N, BLOCK)
 
         # Scale, and keep the row's amax.
         outputs = ()

@@ -166,6 +166,9 @@ def ln_fwd_bf16_fp8_e4m3fn_sdq_one_pass(
     if HAS_HEAD and not is_near(shift * shift + variance, variance):
         pivot, shift, variance = moments_around(pivot + shift, chunks, N, BLOCK)
         rstd = tl.rsqrt(variance + eps)
+        weight_row = load_early(weight_ptr, N, BLOCK)
+        bias_row = load_early(bias_ptr, N, BLOCK)
+        smooth_row = load_early(smooth_scale_ptr, N, BLOCK)
 
         # Scale, and keep the row's amax.
         outputs = ()

@@ -152,6 +152,8 @@ def ln_fwd_bf16_mv_one_pass(
     if HAS_HEAD and not is_near(shift * shift + variance, variance):
         pivot, shift, variance = moments_around(pivot + shift, chunks, N, BLOCK)
         rstd = tl.rsqrt(variance + eps)
+        weight_row = load_early(weight_ptr, N, BLOCK)
+        bias_row = load_early(bias_ptr, N, BLOCK)
         tl.store(mean_ptr + row, pivot + shift)
         tl.store(rstd_ptr + row, rstd)
 

@@ -155,6 +155,8 @@ def ln_fwd_fp16_addst_one_pass(
     if HAS_HEAD and not is_near(shift * shift + variance, variance):
         pivot, shift, variance = moments_around(pivot + shift, chunks, N, BLOCK)
         rstd = tl.rsqrt(variance + eps)
+        weight_row = load_early(weight_ptr, N, BLOCK)
+        bias_row = load_early(bias_ptr, N, BLOCK)
 
         # Scale and store.
         for start in tl.static_range(0, N, BLOCK):
