@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from tqdm import tqdm
-
 from normforge.errors import DeviceError
-from normforge.machine import Machine, find_machine
+from normforge.machine import find_machine
 
-from .cases import Case, cases, matching
-from .measure import Cell, measure
-from .report import Outcome, markdown, text
+from .cases import cases, matching
+from .report import markdown, text
+from .run import run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,45 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.markdown.parent.mkdir(parents=True, exist_ok=True)
         options.markdown.write_text(markdown(outcome, header, "python -m tests.accuracy --markdown docs/numerics.md"))
     return 0 if outcome.ok else 1
-
-
-def run(chosen: Sequence[Case], machine: Machine, seed: int, jobs: int) -> Outcome:
-    """Measure cases, in as many processes."""
-    cells: dict[Case, list[Cell]] = {}
-    broken: dict[Case, str] = {}
-    for case, found in tqdm(_each(chosen, machine, seed, jobs), total=len(chosen), unit=" cases", file=sys.stderr):
-        if isinstance(found, str):
-            broken[case] = f"{case.name}: {found}"
-        else:
-            cells[case] = found
-    # In the order of the cases, whichever process was first.
-    return Outcome(
-        [cell for case in chosen for cell in cells.get(case, ())], [broken[case] for case in chosen if case in broken]
-    )
-
-
-def _each(chosen: Sequence[Case], machine: Machine, seed: int, jobs: int) -> Iterator[tuple[Case, list[Cell] | str]]:
-    if jobs == 1:
-        for case in chosen:
-            yield case, attempt(case, machine.device, seed)
-        return
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        pending = {pool.submit(attempt, case, machine.device, seed): case for case in chosen}
-        for done in as_completed(pending):
-            yield pending[done], done.result()
-
-
-def attempt(case: Case, device: torch.device, seed: int) -> list[Cell] | str:
-    """A case's cells, or why it did not run."""
-    try:
-        return measure(case, device, seed)
-    except Exception as problem:
-        # A tile that needs more registers or shared memory than there are, say: told with the others, at the end.
-        lines = str(problem).splitlines()
-        return f"{type(problem).__name__}: {lines[0] if lines else 'no message'}"
-    finally:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +13,11 @@ import torch
 
 from normforge.codegen.model import Direction, Part, Pipeline
 from normforge.machine import find_machine
-from tests.accuracy.__main__ import attempt, main, run
+from tests.accuracy.__main__ import main
 from tests.accuracy.cases import BACKWARD_MODES, COMPILED, FORWARD_MODES, INTERPRETED, Case, Variant, cases, runs
 from tests.accuracy.measure import Cell, measure
 from tests.accuracy.rows import KINDS
+from tests.accuracy.run import attempt, run
 from tests.accuracy.units import MOST
 
 # NumPy, which interprets kernels, remarks on squares that overflow.
@@ -131,6 +134,13 @@ def test_the_command_prints_the_table_and_writes_the_document(
     written = document.read_text()
     assert "revision abc, seed 0" in written
     assert "| Backward" in written
+
+
+def test_the_command_measures_in_several_processes(repository: Path) -> None:
+    command = (sys.executable, "-m", "tests.accuracy", "rms_bwd_fp32", "N=100 ", "--jobs", "2")
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "24 of 24 cells" in done.stdout
 
 
 def test_words_that_name_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
