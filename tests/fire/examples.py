@@ -1,8 +1,7 @@
-"""How many examples a test takes, and whether they are the same each time.
+"""How many examples a test takes.
 
-By default a test takes a slice, the same in every run, so that a fresh clone does not fail by chance. With
-NORMFORGE_FIRE=10 it takes ten times as many, drawn anew in each run. Hypothesis prints what failed, and what to pass to
-have it again: a `@reproduce_failure`, and `--hypothesis-seed=N` for the whole run.
+By default a test takes a slice, of the run's seed (`tests.properties.seed`): the same each time, so that a fresh clone
+does not fail by chance. With NORMFORGE_FIRE=10 it takes ten times as many, of a fresh seed, which the run says.
 """
 
 from __future__ import annotations
@@ -11,14 +10,15 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-_TIMES = os.environ.get("NORMFORGE_FIRE")
+from ..properties.seed import FIRE
+
+_TIMES = int(os.environ.get(FIRE) or 1)
 
 
 def fire(examples: int) -> settings:
     """The settings of a test that takes so many examples by default; a decorator."""
     return settings(
-        max_examples=examples * int(_TIMES or 1),
-        derandomize=_TIMES is None,
+        max_examples=examples * _TIMES,
         database=None,
         deadline=None,
         print_blob=True,

@@ -16,6 +16,7 @@ from normforge import aot
 from normforge.errors import AotError
 
 from .examples import fire
+from .mutation import changed
 from .world import new_world, snapshot
 
 ROW = {
@@ -50,24 +51,6 @@ _VALUES = st.one_of(
 )
 
 
-@st.composite
-def _changed(draw: st.DrawFn, document: Any) -> Any:
-    """A document with another value, key or length somewhere."""
-    if isinstance(document, dict) and document and draw(st.integers(0, 3)):
-        key = draw(st.sampled_from(sorted(document)))
-        what = draw(st.sampled_from(("value", "value", "value", "drop", "rename", "add")))
-        kept = {name: value for name, value in document.items() if name != key}
-        if what == "value":
-            return kept | {key: draw(_changed(document[key]))}
-        if what == "drop":
-            return kept
-        return (kept if what == "rename" else document) | {draw(st.text(max_size=5)): document[key]}
-    if isinstance(document, list) and document and draw(st.integers(0, 3)):
-        at = draw(st.integers(0, len(document) - 1))
-        return [*document[:at], draw(_changed(document[at])), *document[at + 1 :]]
-    return draw(_VALUES)
-
-
 def _text(document: Any) -> bytes:
     text = json.dumps(document).replace(f'"{_ENDLESS}"', "1" * 5000)
     return text.encode("utf-8", "surrogatepass")
@@ -82,7 +65,7 @@ def _cut(draw: Callable[[st.SearchStrategy[Any]], Any]) -> bytes:
     )
 
 
-indexes = st.one_of(_changed(INDEX).map(_text), _changed(INDEX).map(_text), st.composite(_cut)())
+indexes = st.one_of(changed(INDEX, _VALUES).map(_text), changed(INDEX, _VALUES).map(_text), st.composite(_cut)())
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,8 +1,8 @@
 """The one seed of all random problems of a run.
 
 The interpreter's run draws the same ones each time, seed 0: if it turns red, what was changed since did it. Where
-somebody looks for defects (on a GPU, with NORMFORGE_PROPERTIES=long, in the soak) the seed is of the clock. Every run
-says its seed, and takes another.
+somebody looks for defects (on a GPU, with NORMFORGE_PROPERTIES=long or NORMFORGE_FIRE, in the soak) the seed is of the
+clock. Every run says its seed, and takes another.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import pytest
 
 # The profile, see `profile`.
 PROFILE = "NORMFORGE_PROPERTIES"
+# How many times as many examples the generator's tests take, see `tests.fire.examples`.
+FIRE = "NORMFORGE_FIRE"
 
 # Set here for a run's worker processes.
 _SEED = "NORMFORGE_PROPERTIES_SEED"
@@ -27,7 +29,7 @@ def fresh() -> int:
 def settle(config: pytest.Config, *, compiled: bool) -> None:
     """Give hypothesis its seed, unless --hypothesis-seed does; it reads the option later than this."""
     if config.option.hypothesis_seed is None:
-        fixed = not compiled and os.environ.get(PROFILE, "default") == "default"
+        fixed = not compiled and os.environ.get(PROFILE, "default") == "default" and not os.environ.get(FIRE)
         config.option.hypothesis_seed = "0" if fixed else os.environ.get(_SEED) or str(fresh())
     os.environ[_SEED] = config.option.hypothesis_seed
 

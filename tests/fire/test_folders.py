@@ -1,0 +1,94 @@
+"""Whatever a dispatch table says: a `TableError` that changes nothing, or a table that can be listed and asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+import normforge
+from normforge import dispatch
+from normforge.codegen.emit import render_folder
+from normforge.codegen.model import DType, Mode, Norm
+from normforge.codegen.tiling import standard_ladder
+from normforge.errors import MissingInstanceError, TableError
+
+from ..runtime.folders import PLAIN, RMS, instance
+from .examples import fire
+from .mutation import changed
+from .world import new_world
+
+BF16 = Mode(Norm.LAYER, DType.BF16, DType.BF16)
+FILES = render_folder([instance(mode, bucket.first) for mode in (PLAIN, RMS, BF16) for bucket in standard_ladder()])
+
+
+def _defined(text: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(text, names)
+    return {name: names[name] for name in ("FORMAT", "SMALL_M", "TABLE")}
+
+
+TABLE = _defined(FILES["dispatch.py"])
+
+_VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.text(max_size=8),
+    st.sampled_from(("rows", "one_pass", "spread", "any", "../x", 0, -1, 1.0, 1 << 70, "n128", (), [], {}, 128, 129)),
+    st.tuples(st.integers(0, 300), st.integers(0, 300)),
+)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> str:
+    """The text of a dispatch.py with other data, or cut about."""
+    if draw(st.integers(0, 3)):
+        data = draw(changed(TABLE, _VALUES))
+        return (
+            "".join(f"{name} = {value!r}\n" for name, value in data.items()) if isinstance(data, dict) else repr(data)
+        )
+    text = FILES["dispatch.py"]
+    at, to = sorted(draw(st.tuples(*[st.integers(0, len(text))] * 2)))
+    return draw(st.sampled_from((text[:at], text[:at] + text[min(to, at + 40) :], text[:at] + "\x00" + text[at:], "")))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_table_afterwards() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NORMFORGE_ON_MISS", "error")
+        patch.delenv("NORMFORGE_INSTANCES", raising=False)
+        yield
+    normforge.load_instances()
+
+
+@fire(150)
+@given(tables())
+def test_a_dispatch_table(text: str) -> None:
+    with new_world() as world:
+        normforge.load_instances()
+        own = dispatch.loaded()
+        (world / "__init__.py").write_text(FILES["__init__.py"])
+        (world / "dispatch.py").write_text(text)
+        refusal = None
+        try:
+            normforge.load_instances(world)
+        except TableError as error:
+            refusal = str(error)
+        event("taken" if refusal is None else "refused")
+        if refusal is not None:
+            assert str(world) in refusal
+            assert dispatch.loaded() is own
+            return
+        names = [entry.name for entry in normforge.instances()]
+        assert all(entry.distinct_tiles() for entry in normforge.instances())
+        for dtype, n in ((torch.float32, 1), (torch.float32, 129), (torch.bfloat16, 5000), (torch.bfloat16, 1 << 20)):
+            try:
+                assert normforge.which(torch.empty(0, n, dtype=dtype)) in names
+            except MissingInstanceError:
+                assert Path(dispatch.loaded().where) == world
