@@ -13,7 +13,7 @@ from .arguments import prepare, refuse_gradient
 from .backends import backend
 from .codegen.model import FusedAdd, FusedQuant, Norm, Rounding
 from .forward import forward_fused, forward_plain
-from .operands import ZERO
+from .operands import ZERO, Foreign
 from .output import LayerNormOutput
 from .tracing import dispatch_modes, forward_traced, is_dynamo_compiling
 from .words import word
@@ -86,24 +86,45 @@ def layernorm2d_fwd(
         IllegalCombinationError: no kernel can exist for the combination asked.
         MissingInstanceError: the table lacks the instance, under NORMFORGE_ON_MISS=error.
     """
-    traced = is_dynamo_compiling() or dispatch_modes()
-    if (
-        not traced
-        and residual is None
-        and fquant is _NONE
-        and fadd is _NONE
-        and out_dtype is None
-        and out is None
-        and x_bias is None
-        and smooth_scale is None
-        and residual_out is None
-        and scale_dtype is torch.float32
-        and rounding is _NEAREST
-        and (save_mv is False or save_mv is True)
-    ):
-        return forward_plain("layer", x, weight, bias, eps, ZERO, save_mv)
-    run = forward_traced if traced else forward_fused
-    return run(
+    if not (is_dynamo_compiling() or dispatch_modes()):
+        try:
+            if (
+                residual is None
+                and fquant is _NONE
+                and fadd is _NONE
+                and out_dtype is None
+                and out is None
+                and x_bias is None
+                and smooth_scale is None
+                and residual_out is None
+                and scale_dtype is torch.float32
+                and rounding is _NEAREST
+                and (save_mv is False or save_mv is True)
+            ):
+                return forward_plain("layer", x, weight, bias, eps, ZERO, save_mv)
+            return forward_fused(
+                "layer",
+                x,
+                weight,
+                bias,
+                eps,
+                ZERO,
+                residual,
+                fadd,
+                smooth_scale,
+                fquant,
+                x_bias,
+                out_dtype,
+                scale_dtype,
+                save_mv,
+                rounding,
+                out,
+                residual_out,
+            )
+        except Foreign:
+            # What no kernel takes an operator may.
+            pass
+    return forward_traced(
         "layer",
         x,
         weight,
@@ -170,24 +191,45 @@ def rmsnorm2d_fwd(
     Raises:
         NormforgeError: one of those that `layernorm2d_fwd` lists.
     """
-    traced = is_dynamo_compiling() or dispatch_modes()
-    if (
-        not traced
-        and residual is None
-        and fquant is _NONE
-        and fadd is _NONE
-        and out_dtype is None
-        and out is None
-        and x_bias is None
-        and smooth_scale is None
-        and residual_out is None
-        and scale_dtype is torch.float32
-        and rounding is _NEAREST
-        and (save_mv is False or save_mv is True)
-    ):
-        return forward_plain("rms", x, weight, None, eps, weight_offset, save_mv)
-    run = forward_traced if traced else forward_fused
-    return run(
+    if not (is_dynamo_compiling() or dispatch_modes()):
+        try:
+            if (
+                residual is None
+                and fquant is _NONE
+                and fadd is _NONE
+                and out_dtype is None
+                and out is None
+                and x_bias is None
+                and smooth_scale is None
+                and residual_out is None
+                and scale_dtype is torch.float32
+                and rounding is _NEAREST
+                and (save_mv is False or save_mv is True)
+            ):
+                return forward_plain("rms", x, weight, None, eps, weight_offset, save_mv)
+            return forward_fused(
+                "rms",
+                x,
+                weight,
+                None,
+                eps,
+                weight_offset,
+                residual,
+                fadd,
+                smooth_scale,
+                fquant,
+                x_bias,
+                out_dtype,
+                scale_dtype,
+                save_mv,
+                rounding,
+                out,
+                residual_out,
+            )
+        except Foreign:
+            # What no kernel takes an operator may.
+            pass
+    return forward_traced(
         "rms",
         x,
         weight,

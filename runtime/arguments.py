@@ -292,6 +292,8 @@ def _check_output(
 ) -> None:
     stride = check_rows(name, output, x, (dtype,))
     check_no_gradient("what is written to it has none", **{name: output})
+    if addressed and output.is_neg():
+        raise LayoutError(f"{name} is a view that negates its memory (torch.Tensor.is_neg); pass memory of its own")
     # Of what a trace holds torch asks this itself.
     if addressed and output.is_inference() and not torch.is_inference_mode_enabled():
         raise GradientError(

@@ -18,7 +18,7 @@ from .double_backward import refuse_double_backward
 from .errors import TransformError
 from .forward import forward_fused, forward_plain
 from .gradients import backward
-from .operands import PLAIN, UNREADABLE, ZERO, Unlike
+from .operands import PLAIN, UNREADABLE, ZERO, Unlike, resolved
 from .output import LayerNormOutput
 from .row_statistics import packed_of, unpacked
 from .rows import as_rows, walkable
@@ -97,6 +97,8 @@ def normalise(
     Returns:
         y, and residual_out where there is a residual; both of x's shape.
     """
+    # Resolved here, where autograd sees it, and not by what launches.
+    x, weight, bias, residual = resolved(x), resolved(weight), resolved(bias), resolved(residual)
     rows = (
         as_rows(x, len(shape)),
         None if weight is None else weight.flatten().contiguous(),
@@ -134,7 +136,7 @@ def _launch(
     residual: torch.Tensor | None,
 ) -> LayerNormOutput:
     norm, eps, out_dtype, known_only = told
-    if not known_only and intercepted(x):
+    if not known_only and intercepted(x, weight, bias, residual):
         return _launch_operator(told, save_mv, x, weight, bias, residual)
     if residual is None and (out_dtype is None or out_dtype is x.dtype):
         return forward_plain(norm, x, weight, bias, eps, ZERO, save_mv, packed=save_mv, known_only=known_only)

@@ -49,9 +49,14 @@ def interpreting() -> bool:
     return "TRITON_INTERPRET" in os.environ and kernels.interpreting()
 
 
-def intercepted(x: torch.Tensor) -> bool:
-    """Whether something sees the operators that x is given to: a mode, or a class of its own, as fake tensors have."""
-    return dispatch_modes() > 0 or type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+def intercepted(*tensors: torch.Tensor | None) -> bool:
+    """Whether something sees the operators that tensors are given to: a mode, or a class, as fake tensors have."""
+    return dispatch_modes() > 0 or any(sees_operators(tensor) for tensor in tensors)
+
+
+def sees_operators(tensor: object) -> bool:
+    """Whether a tensor is of a class that torch's dispatcher hands operators to, as fake and distributed ones are."""
+    return isinstance(tensor, torch.Tensor) and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def left_to_torch(operands: tuple[torch.Tensor | None, ...]) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 from .gradient_plan import mode_of
 from .gradients import backward
-from .operands import ZERO
+from .operands import ZERO, Foreign
 from .output import NormGradients
 from .tracing import backward_traced, dispatch_modes, is_dynamo_compiling
 
@@ -54,8 +54,17 @@ def layernorm2d_bwd(
         GradientError: a tensor requires a gradient, with gradients enabled: no kernel computes a gradient's gradient.
         NormforgeError: as `layernorm2d_fwd` does for its arguments.
     """
-    run = backward_traced if is_dynamo_compiling() or dispatch_modes() else backward
-    return run("layer", dy, x, weight, mean, rstd, False, 0.0, x_bias, dresidual_out, dx_dtype, bias_dtype, wants)
+    if not (is_dynamo_compiling() or dispatch_modes()):
+        try:
+            return backward(
+                "layer", dy, x, weight, mean, rstd, False, ZERO, x_bias, dresidual_out, dx_dtype, bias_dtype, wants
+            )
+        except Foreign:
+            # What no kernel takes an operator may.
+            pass
+    return backward_traced(
+        "layer", dy, x, weight, mean, rstd, False, ZERO, x_bias, dresidual_out, dx_dtype, bias_dtype, wants
+    )
 
 
 def rmsnorm2d_bwd(
@@ -71,5 +80,14 @@ def rmsnorm2d_bwd(
     wants: Collection[str] = ("dx",),
 ) -> NormGradients:
     """Compute the gradients of `rmsnorm2d_fwd`; see `layernorm2d_bwd`, also for errors."""
-    run = backward_traced if is_dynamo_compiling() or dispatch_modes() else backward
-    return run("rms", dy, x, weight, None, rstd, False, weight_offset, x_bias, dresidual_out, dx_dtype, None, wants)
+    if not (is_dynamo_compiling() or dispatch_modes()):
+        try:
+            return backward(
+                "rms", dy, x, weight, None, rstd, False, weight_offset, x_bias, dresidual_out, dx_dtype, None, wants
+            )
+        except Foreign:
+            # As above.
+            pass
+    return backward_traced(
+        "rms", dy, x, weight, None, rstd, False, weight_offset, x_bias, dresidual_out, dx_dtype, None, wants
+    )

@@ -29,6 +29,8 @@ from .operands import (
     address_of,
     layout_of,
     offset_fits,
+    refuse_foreign,
+    resolved,
     rows_of,
     vector_of,
 )
@@ -40,6 +42,9 @@ from .row_statistics import pack
 _NORMS = {norm.value: norm for norm in Norm}
 
 Key = tuple[Any, ...]
+
+# What callers call the tensors of `plan.INPUTS`.
+_OPERANDS = ("x", "x_bias", "residual", "weight", "bias", "smooth_scale")
 
 # The address of a tensor that is not there, and what a key holds of it.
 _ABSENT = (0, None)
@@ -78,6 +83,9 @@ def forward_plain(
     key: Key | None = None
     plan: Plan | None = None
     try:
+        # First, because reading a fake tensor's address is a warning.
+        if x.__class__ not in PLAIN:
+            raise Unlike
         shape = x.shape
         n = shape[-1]
         device = x.device
@@ -87,28 +95,30 @@ def forward_plain(
         weight_at = bias_at = 0
         weight_kind = bias_kind = None
         if weight is not None:
-            weight_at, weight_kind = weight.data_ptr(), weight.dtype
+            weight_kind = weight.dtype
             if (
-                not weight_at
-                or weight.__class__ not in PLAIN
+                weight.__class__ not in PLAIN
                 or weight.device != device
                 or weight.shape != vector
                 or not weight.is_contiguous()
+                or not (weight_at := weight.data_ptr())
+                or weight.is_neg()
             ):
                 raise Unlike
         if bias is not None:
-            bias_at, bias_kind = bias.data_ptr(), bias.dtype
+            bias_kind = bias.dtype
             if (
-                not bias_at
-                or bias.__class__ not in PLAIN
+                bias.__class__ not in PLAIN
                 or bias.device != device
                 or bias.shape != vector
                 or not bias.is_contiguous()
+                or not (bias_at := bias.data_ptr())
+                or bias.is_neg()
             ):
                 raise Unlike
         flat = len(shape) == 2
         m = shape[0] if flat else x.numel() // n
-        if m == 0 or not x_at or x.__class__ not in PLAIN:
+        if m == 0 or not x_at or x.is_neg():
             raise Unlike
         # Whoever lets but known calls through has asked this before.
         if not known_only and (
@@ -156,7 +166,16 @@ def forward_plain(
         return make_output(LayerNormOutput, (y, None, None, None, statistics))
     if known_only:
         raise Unlike
-    call = prepare(_NORMS[norm], x, weight, bias, eps=eps, weight_offset=weight_offset, save_mv=save_mv)
+    refuse_foreign(x=x, weight=weight, bias=bias)
+    call = prepare(
+        _NORMS[norm],
+        resolved(x),
+        resolved(weight),
+        resolved(bias),
+        eps=eps,
+        weight_offset=weight_offset,
+        save_mv=save_mv,
+    )
     refuse_gradient(call)
     return _first(call, key, packed)
 
@@ -188,6 +207,8 @@ def forward_fused(
     plan: Plan | None = None
     addresses: tuple[int, ...]
     try:
+        if x.__class__ not in PLAIN:
+            raise Unlike
         shape, device = x.shape, x.device
         n = shape[-1]
         m = x.numel() // n
@@ -200,7 +221,7 @@ def forward_fused(
         residual_at, residual_kind = _ABSENT if residual is None else rows_of(residual, shape, device)
         out_at, out_kind = _ABSENT if out is None else rows_of(out, shape, device)
         sum_at, sum_kind = _ABSENT if residual_out is None else rows_of(residual_out, shape, device)
-        if m == 0 or not x_at or x.__class__ not in PLAIN:
+        if m == 0 or not x_at or x.is_neg():
             raise Unlike
         # Modes with their classes, because True is equal to 1, and 1.0 too.
         key = (
@@ -229,18 +250,28 @@ def forward_fused(
             return run(plan, addresses, tensors, shape, m, eps, weight_offset, out, residual_out, packed)
     if known_only:
         raise Unlike
+    refuse_foreign(
+        x=x,
+        weight=weight,
+        bias=bias,
+        residual=residual,
+        x_bias=x_bias,
+        smooth_scale=smooth_scale,
+        out=out,
+        residual_out=residual_out,
+    )
     call = prepare(
         _NORMS[norm],
-        x,
-        weight,
-        bias,
+        resolved(x),
+        resolved(weight),
+        resolved(bias),
         eps=eps,
         weight_offset=weight_offset,
-        residual=residual,
+        residual=resolved(residual),
         fadd=fadd,
-        smooth_scale=smooth_scale,
+        smooth_scale=resolved(smooth_scale),
         fquant=fquant,
-        x_bias=x_bias,
+        x_bias=resolved(x_bias),
         out_dtype=out_dtype,
         scale_dtype=scale_dtype,
         save_mv=save_mv,
@@ -257,11 +288,12 @@ def _first(call: Call, key: Key | None, packed: bool) -> LayerNormOutput:
     require_device(call.x)
     plans = dispatch.plans
     tensors = (call.x, call.x_bias, call.residual, call.weight, call.bias, call.smooth_scale)
-    addresses = tuple(map(address_of, tensors))
+    addresses = tuple(map(address_of, _OPERANDS, tensors))
+    y_at, sum_at = address_of("out", call.out), address_of("residual_out", call.residual_out)
     plan = None if key is None else plans.get(key)
     if plan is None:
         at = dict(zip(INPUTS, addresses, strict=True))
-        at |= {"y_ptr": address_of(call.out), "residual_out_ptr": address_of(call.residual_out)}
+        at |= {"y_ptr": y_at, "residual_out_ptr": sum_at}
         plan = Plan(call, [name for name, address in at.items() if address & MISALIGNED])
         if key is not None:
             dispatch.remember(plans, key, plan)

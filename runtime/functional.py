@@ -192,7 +192,7 @@ def normalise(
         return fallback.normalise(
             norm, x, shape, weight, bias, residual, added, out_dtype or result_dtype(norm.value, x)
         )
-    traced = is_dynamo_compiling() or (intercepted(x) and not keeps_for_recomputation())
+    traced = is_dynamo_compiling() or (intercepted(x, weight, bias, residual) and not keeps_for_recomputation())
     run = normalise_traced if traced else autograd.normalise
     return run(norm, x, shape, weight, bias, residual, added, out_dtype)
 

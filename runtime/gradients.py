@@ -25,6 +25,8 @@ from .operands import (
     address_of,
     layout_of,
     offset_fits,
+    refuse_foreign,
+    resolved,
     rows_of,
     vector_of,
 )
@@ -33,6 +35,9 @@ from .row_statistics import rstd_address, unpacked
 from .rules import new_exchange
 
 _NORMS = {norm.value: norm for norm in Norm}
+
+# What callers call the tensors of `gradient_plan.INPUTS`.
+_OPERANDS = ("dy", "x", "x_bias", "weight", "mean", "rstd", "dresidual_out")
 
 Tensors = tuple["torch.Tensor | None", ...]
 
@@ -67,11 +72,11 @@ def backward(
     addresses: tuple[int, ...]
     tensors: Tensors
     try:
+        if dy is None or x.__class__ not in PLAIN:
+            raise Unlike
         shape, device = x.shape, x.device
         n = shape[-1]
         m = x.numel() // n
-        if dy is None:
-            raise Unlike
         dy_at, dy_kind = rows_of(dy, shape, device)
         x_at = x.data_ptr()
         x_kind = x.dtype if x.is_contiguous() else layout_of(x)
@@ -86,7 +91,7 @@ def backward(
             rstd_at = _statistic_of(rstd, shape, device)
         if wants.__class__ is list:
             wants = tuple(wants)
-        if m == 0 or not x_at or x.__class__ not in PLAIN or wants.__class__ is not tuple:
+        if m == 0 or not x_at or x.is_neg() or wants.__class__ is not tuple:
             raise Unlike
         if weight_offset is not ZERO and not offset_fits(weight_offset, weight):
             raise Unlike
@@ -109,17 +114,18 @@ def backward(
         return _run(plan, addresses, tensors, shape, packed, m, weight_offset)
     if known_only:
         raise Unlike
+    refuse_foreign(dy=dy, x=x, weight=weight, mean=mean, rstd=rstd, x_bias=x_bias, dresidual_out=dresidual_out)
     call = check(
         _NORMS[norm],
-        dy,
-        x,
-        weight,
-        mean,
-        rstd,
+        resolved(dy),
+        resolved(x),
+        resolved(weight),
+        resolved(mean),
+        resolved(rstd),
         packed,
         weight_offset,
-        x_bias,
-        dresidual_out,
+        resolved(x_bias),
+        resolved(dresidual_out),
         dx_dtype,
         bias_dtype,
         wants,
@@ -173,7 +179,7 @@ def _first(call: GradientCall, key: tuple[Any, ...] | None) -> NormGradients:
     if call.packed:
         mean, rstd = unpacked(rstd, call.m)
     tensors = (dy, x, call.x_bias, call.weight, mean, rstd, call.dresidual_out)
-    addresses = tuple(map(address_of, tensors))
+    addresses = tuple(map(address_of, _OPERANDS, tensors))
     plan = None if key is None else plans.get(key)
     if plan is None:
         at = zip(INPUTS, addresses, strict=True)
