@@ -34,6 +34,12 @@ def pytest_report_header() -> str:
     return seed.header()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say it too where -q leaves the header out."""
+    if config.get_verbosity() < 0:
+        terminalreporter.write_line(seed.header())
+
+
 @pytest.fixture(autouse=True)
 def _random_numbers() -> None:
     """Let each test draw the same numbers, whatever its worker ran before."""

@@ -138,10 +138,28 @@ def _wrong_out(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | 
     if kind.fadd == "pre_add_store" and kind.residual and kind.out_dtype is kind.residual.dtype:
         both = spacious[: x.numel()].view(x.shape)
         wrong.append({"out": both, "residual_out": both})
-    if kind.out_dtype is kind.x.dtype and kind.residual is None:
-        one_on = spacious[1 : x.numel() + 1].view(x.shape)
-        wrong.append({"x": spacious[: x.numel()].view(x.shape), "out": one_on})
     return choose(wrong)
+
+
+# Bytes from one tensor to another that it overlaps: both are aligned, so that nothing else is wrong.
+_APART = 16
+
+
+def _overlap(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | None:
+    """An output in memory that an input, or the other output, has too, and not as the same elements."""
+    kind, x = made.call.kind, given["x"]
+    dtypes = {"out": kind.out_dtype}
+    if kind.fadd == "pre_add_store" and kind.residual:
+        dtypes["residual_out"] = kind.residual.dtype
+    name = choose(list(dtypes))
+    victim = choose([other for other in _TENSORS if other != name and given.get(other) is not None])
+    if x.numel() * dtypes[name].itemsize <= _APART:
+        return None
+    memory = torch.zeros(8 * x.numel() + 2 * _APART, dtype=torch.uint8, device=x.device)
+    output = memory[: x.numel() * dtypes[name].itemsize].view(dtypes[name]).view(x.shape)
+    old = given[victim]
+    reach = _APART + old.numel() * old.dtype.itemsize
+    return {name: output, victim: memory[_APART:reach].view(old.dtype).view(old.shape)}
 
 
 def _gradient(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | None:
@@ -164,6 +182,7 @@ MISTAKES: tuple[Mistake, ...] = (
     _unused_operand,
     _contradiction,
     _wrong_out,
+    _overlap,
     _gradient,
 )
 

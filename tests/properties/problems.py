@@ -204,7 +204,7 @@ def draw_family(choose: Choose, lengths: Sequence[int], fadd: str, fquant: str) 
             # At no multiple of 16 bytes, whatever its type.
             moved: dict[str, Any] = {field.name: replace(value, offset=1)}
             found.append(replace(first, **moved))
-        found += [vary(choose, first, (first.n,), field.name, part) for part in ("dtype", "rows")]
+        found += [vary(choose, first, (first.n,), field.name, part) for part in ("dtype", "rows", "rows")]
     return tuple(dict.fromkeys(found))
 
 

@@ -35,6 +35,13 @@ class Profile:
     lengths: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
 
+    def shapes_of(self, n: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes for rows of n elements: short ones take the kernels for many rows too."""
+        return (*self.shapes, *_MANY) if n <= _SHORTEST else self.shapes
+
+
+# The interpreter runs one program after another, which take eight rows each of lengths up to these 128.
+_MANY, _SHORTEST = ((258,), (3, 87)), 128
 
 # Each bucket's ends of the standard ladder up to 300, and a length for each pipeline beyond.
 _SHORT = (16, 1, 2, 3, 5, 8, 13, 31, 32, 33, 64, 65, 100, 127, 128, 129, 255, 256, 257)

@@ -19,7 +19,8 @@ def _bits(rows: torch.Tensor) -> torch.Tensor:
 
 def _any_call(data: st.DataObject, device: str) -> Call:
     choose = chooser(data)
-    return draw_call(choose, kind_for(choose, device), profile_of(device).shapes)
+    kind = kind_for(choose, device)
+    return draw_call(choose, kind, profile_of(device).shapes_of(kind.n))
 
 
 @each_device
@@ -37,7 +38,7 @@ def test_a_second_call_of_a_kind_answers_for_its_own_tensors_and_leaves_the_firs
     device: str, data: st.DataObject
 ) -> None:
     first = _any_call(data, device)
-    second = draw_call(chooser(data), first.kind, profile_of(device).shapes)
+    second = draw_call(chooser(data), first.kind, profile_of(device).shapes_of(first.kind.n))
     of_first, of_second = first.made(torch.device(device)), second.made(torch.device(device))
     output = of_first.run()
     of_second.check(of_second.run())

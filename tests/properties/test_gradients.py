@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +21,8 @@ def test_a_training_step_has_the_gradients_of_its_formula_and_touches_no_operand
     device: str, data: st.DataObject
 ) -> None:
     choose = chooser(data)
-    step = draw_step(choose, step_kind_for(choose, device), profile_of(device).shapes, MOST_ELEMENTS)
+    kind = step_kind_for(choose, device)
+    step = draw_step(choose, kind, profile_of(device).shapes_of(math.prod(kind.normalized)), MOST_ELEMENTS)
     made = step.made(torch.device(device))
     outputs = made.forward()
     made.check(outputs, made.backward(outputs))
@@ -32,7 +35,8 @@ def test_a_backward_call_has_the_gradients_of_its_formula_and_touches_no_operand
     device: str, data: st.DataObject
 ) -> None:
     choose = chooser(data)
-    call = draw_backward(choose, backward_kind_for(choose, device), profile_of(device).shapes, MOST_ELEMENTS)
+    kind = backward_kind_for(choose, device)
+    call = draw_backward(choose, kind, profile_of(device).shapes_of(kind.n), MOST_ELEMENTS)
     call.run(torch.device(device))
 
 
