@@ -139,7 +139,7 @@ def ln_fwd_bf16_add_one_pass(
         store_chunk(y_ptr, cols, y, mask)
 
     # The first values may be unlike the others: then once more, around the mean.
-    if HAS_HEAD and not is_near(shift * shift + variance, variance):
+    if HAS_HEAD and not is_near(shift * shift + variance, variance, 4.0):
         pivot, shift, variance = moments_around(pivot + shift, chunks, N, BLOCK)
         rstd = tl.rsqrt(variance + eps)
         weight_row = load_early(weight_ptr, N, BLOCK)

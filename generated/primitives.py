@@ -167,13 +167,13 @@ def row_moments(deviations, squares, N: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def is_near(mean_square, variance):
-    """Whether a variance keeps its precision, being no less than a quarter of the mean square around its pivots.
+def is_near(mean_square, variance, MOST: tl.constexpr):
+    """Whether a variance keeps its precision: the mean square around its pivots is at most so many times as large.
 
     Of a row with an outlier among the values that make a pivot, all the others are far from it: what they leave when
     the pivot's own distance is taken off is no longer precise, and their squares may even be infinite.
     """
-    return (mean_square <= 4.0 * variance) & (variance < float("inf"))
+    return (mean_square <= MOST * variance) & (variance < float("inf"))
 
 
 @triton.jit
@@ -217,14 +217,14 @@ def merge_groups(pivots, deviations, squares, N: tl.constexpr, BLOCK: tl.constex
     """Mean, as a pivot and what is left of it, and variance of a row, from the sums of each group over all chunks.
 
     Merging groups adds their distances from the mean of the row (Chan, Golub and LeVeque, 1983). The last value tells
-    whether the groups' pivots were near enough: around the mean of its first chunk, a group of four chunks has at most
-    four times the squares that it has around its own mean; of more, the row is asked.
+    whether the groups' pivots were near enough: around the mean of its first chunk, a group of two chunks has at most
+    twice the squares that it has around its own mean; of more, the row is asked. One of noise has 1.125 times as many.
     """
     ragged = tl.minimum(tl.maximum(N % BLOCK - tl.arange(0, BLOCK // GROUP) * GROUP, 0), GROUP)
     counts = (ragged + N // BLOCK * GROUP).to(tl.float32)
     offsets = deviations / tl.maximum(counts, 1.0)
     totals = counts * (pivots + offsets)
-    if N > 4 * BLOCK:
+    if N > 2 * BLOCK:
         pivot, mean_square = row_means(totals, squares, N, 0)
     else:
         pivot, mean_square = tl.sum(totals) / N, 0.0
@@ -232,7 +232,7 @@ def merge_groups(pivots, deviations, squares, N: tl.constexpr, BLOCK: tl.constex
     # Not the distance of a group's rounded mean: at 1e4 that would be off by 5e-4.
     distances = pivots - pivot + offsets
     shift, variance = row_moments(counts * distances, squares + counts * distances * distances, N, 0)
-    return pivot, shift, variance, is_near(mean_square, variance)
+    return pivot, shift, variance, is_near(mean_square, variance, 1.5)
 
 
 @triton.jit
