@@ -128,7 +128,7 @@ MUTANTS = (
         _AUTOGRAD,
         "if not (torch.is_grad_enabled() and _any_requires_gradient(*rows)):",
         "if False:",
-        ("tests/training/test_memory.py::test_nothing_is_kept_where_no_gradient_is_due",),
+        ("tests/training/test_memory.py::test_statistics_are_not_computed_where_no_gradient_is_due",),
     ),
     Mutant(
         "frozen-weight-loses-the-residuals-gradient",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..mutant import Mutant
 
 _KNOWN = "tests/runtime/test_known_calls.py"
+_FOREIGN = "tests/runtime/test_foreign.py"
 _KINDS = "tests/runtime/test_kinds_of_call.py"
 _OPERANDS = f"{_KINDS}::test_another_kind_of_operand_is_another_kind_of_call"
 _GRADIENTS = f"{_KINDS}::test_another_kind_of_operand_is_another_kind_of_backward_call"
@@ -247,5 +248,37 @@ MUTANTS = (
         "    if residual is not None and not fadd.adds:\n",
         "    if False:\n",
         ("tests/runtime/test_bad_arguments.py::test_refused",),
+    ),
+    Mutant(
+        "negated-vectors-are-known",
+        "in a call that is known a view with the negative bit is read as it lies in memory",
+        "runtime/operands.py",
+        "        or vector.is_neg()\n",
+        "",
+        (f"{_FOREIGN}::test_each_operand_of_a_forward_function",),
+    ),
+    Mutant(
+        "negated-operands-are-not-resolved",
+        "a view with the negative bit is read as it lies in memory",
+        "runtime/operands.py",
+        "return tensor.resolve_neg()",
+        "return tensor",
+        (f"{_FOREIGN}::test_each_operand_of_a_forward_function",),
+    ),
+    Mutant(
+        "negated-outputs-are-written",
+        "what is written to a view with the negative bit reads as its negative",
+        "runtime/arguments.py",
+        "    if addressed and output.is_neg():\n",
+        "    if False:\n",
+        (f"{_FOREIGN}::test_an_output_that_negates_its_memory_is_refused",),
+    ),
+    Mutant(
+        "wrappers-are-let-through",
+        "an operand of a wrapper class, a DTensor say, is launched with the address of nothing",
+        "runtime/operands.py",
+        "        if sees_operators(tensor):\n",
+        "        if False:\n",
+        (f"{_FOREIGN}::test_each_operand_of_a_forward_function",),
     ),
 )
