@@ -29,9 +29,9 @@ MUTANTS = (
         "foreign-files-are-removed",
         "files of somebody else's in --out are overwritten",
         "codegen/folder.py",
-        "        self.refuse_foreign()\n",
-        "",
-        (f"{_FOLDER}",),
+        "        if self.foreign:\n",
+        "        if False:\n",
+        (f"{_FOLDER}::test_files_of_somebody_elses_are_refused_and_kept",),
     ),
     Mutant(
         "where-less-than-includes",
