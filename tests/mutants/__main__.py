@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from .mutant import Mutant, Suite
-from .report import markdown
+from .report import markdown, revision
 from .table import MUTANTS
 from .tree import ROOT, copied, present_files
 from .trial import Outcome, Runner, Verdict
@@ -47,11 +47,11 @@ def main(argv: list[str]) -> int:
         for mutant in chosen:
             print(f"{mutant.name:45} {mutant.file}: {mutant.breaks}")
         return 0
-    started = time.monotonic()
+    started, tried = time.monotonic(), revision()
     outcomes = _tried(chosen, arguments.jobs)
     seconds = time.monotonic() - started
     if arguments.markdown:
-        arguments.markdown.write_text(markdown(outcomes, seconds))
+        arguments.markdown.write_text(markdown(outcomes, tried, seconds))
     missed = [found for found in outcomes if not found.caught]
     print(f"{len(outcomes) - len(missed)} of {len(outcomes)} caught, in {seconds:.0f} s")
     for found in missed:

@@ -29,12 +29,12 @@ def revision() -> str:
     return git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
 
 
-def markdown(outcomes: Sequence[Outcome], seconds: float) -> str:
-    """The page."""
+def markdown(outcomes: Sequence[Outcome], tried: str, seconds: float) -> str:
+    """The page; `tried` is the revision."""
     about = f"Python {platform.python_version()}, torch {version('torch')}, Triton {version('triton')}"
     verdicts = [outcome.verdict.value for outcome in outcomes]
     counted = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
-    lines = [_HEAD, f"Revision {revision()}, {about}: {counted} of {len(outcomes)}, in {seconds:.0f} s.", ""]
+    lines = [_HEAD, f"Revision {tried}, {about}: {counted} of {len(outcomes)}, in {seconds:.0f} s.", ""]
     area = ""
     for outcome in outcomes:
         mutant = outcome.mutant

@@ -145,11 +145,11 @@ MUTANTS = (
         (f"{_RECORD}::test_an_earlier_recording_is_added_to",),
     ),
     Mutant(
-        "recordings-do-not-take-turns",
-        "of several processes that record into a file at once some lose instances",
+        "recordings-look-once",
+        "what other processes record into a file after this one has looked at it is lost",
         "runtime/recording.py",
-        'with locked(self._path.with_name(f".{self._path.name}.lock")):',
-        'with locked(self._path.with_name(f".{self._path.name}.{os.getpid()}.lock")):',
+        "                self._look()\n                asked = self._found | self._asked\n",
+        "                asked = self._found | self._asked\n",
         (f"{_RECORD}::test_processes_that_record_at_once_lose_nothing",),
     ),
     Mutant(
