@@ -9,14 +9,17 @@ import triton.language as tl
 
 from .primitives import (
     HEAD,
+    LONGEST_HEADED,
     UNSPECIALISED,
     centre,
+    compensated_sum,
     group_deviations,
     group_means,
     is_near,
     load_chunk,
     load_early,
     load_swept,
+    mean_of_head,
     merge_groups,
     moments_around,
     row_moments,
@@ -97,12 +100,12 @@ def ln_fwd_bf16_add_one_pass(
     y_ptr += row_offset(row, y_row_stride, ROW_ALIGNMENT)
 
     # A row of two chunks is one of few rows: its first values make a pivot without a reduction over all of it.
-    HAS_HEAD: tl.constexpr = N <= 2 * BLOCK
+    HAS_HEAD: tl.constexpr = N <= 2 * BLOCK and N <= LONGEST_HEADED
     if HAS_HEAD:
         cols = tl.arange(0, HEAD)
         s = load_chunk(x_ptr, cols, cols < N)
         s += load_chunk(residual_ptr, cols, cols < N)
-        head_mean = tl.sum(s) / min(N, HEAD)
+        head_mean = mean_of_head(s, N)
 
     # Load the row; every chunk of it stays in registers.
     chunks = ()
@@ -197,19 +200,22 @@ def ln_fwd_bf16_add_two_pass(
         squares += chunk_squares
     pivot, shift, variance, pivots_were_near = merge_groups(pivots, deviations, squares, N, BLOCK)
     if N > BLOCK and not pivots_were_near:
-        # The first values are unlike the others: read the row once more, around its mean.
+        # The first values are unlike the others: read the row once more, around its mean. A few of them may be so large
+        # beside the rest that each chunk's share is rounded alike.
         pivot += shift
         pivots = tl.zeros_like(pivots) + pivot
         deviations = tl.zeros_like(pivots)
         squares = tl.zeros_like(pivots)
+        lost_deviations = tl.zeros_like(pivots)
+        lost_squares = tl.zeros_like(pivots)
         for start in range(0, N, BLOCK):
             cols = start + lanes
             mask = cols < N if N % BLOCK != 0 else None
             s = load_swept(x_ptr, cols, mask, "evict_last")
             s += load_swept(residual_ptr, cols, mask, "evict_last")
             chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
-            deviations += chunk_deviations
-            squares += chunk_squares
+            deviations, lost_deviations = compensated_sum(deviations, lost_deviations, chunk_deviations)
+            squares, lost_squares = compensated_sum(squares, lost_squares, chunk_squares)
         shift, variance = row_moments(deviations, squares, N, 0)
     rstd = tl.rsqrt(variance + eps)
 

@@ -7,6 +7,7 @@ import triton.language as tl
 from .primitives import (
     UNSPECIALISED,
     centre,
+    compensated_sum,
     group_deviations,
     group_means,
     load_chunk,
@@ -166,24 +167,27 @@ def ln_fwd_fp32_two_pass(
         squares += chunk_squares
     pivot, shift, variance, pivots_were_near = merge_groups(pivots, deviations, squares, N, BLOCK)
     if N > BLOCK and not pivots_were_near:
-        # The first values are unlike the others: read the row once more, around its mean.
+        # The first values are unlike the others: read the row once more, around its mean. A few of them may be so large
+        # beside the rest that each chunk's share is rounded alike.
         pivot += shift
         pivots = tl.zeros_like(pivots) + pivot
         deviations = tl.zeros_like(pivots)
         squares = tl.zeros_like(pivots)
+        lost_deviations = tl.zeros_like(pivots)
+        lost_squares = tl.zeros_like(pivots)
         for start in tl.static_range(0, HELD * BLOCK, BLOCK):
             cols = start + lanes
             s = held[start // BLOCK].to(tl.float32)
             chunk_deviations, chunk_squares = group_deviations(s, pivots, None)
-            deviations += chunk_deviations
-            squares += chunk_squares
+            deviations, lost_deviations = compensated_sum(deviations, lost_deviations, chunk_deviations)
+            squares, lost_squares = compensated_sum(squares, lost_squares, chunk_squares)
         for start in range(HELD * BLOCK, N, BLOCK):
             cols = start + lanes
             mask = cols < N if N % BLOCK != 0 else None
             s = load_swept(x_ptr, cols, mask, "evict_last")
             chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
-            deviations += chunk_deviations
-            squares += chunk_squares
+            deviations, lost_deviations = compensated_sum(deviations, lost_deviations, chunk_deviations)
+            squares, lost_squares = compensated_sum(squares, lost_squares, chunk_squares)
         shift, variance = row_moments(deviations, squares, N, 0)
     rstd = tl.rsqrt(variance + eps)
 

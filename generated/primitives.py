@@ -35,6 +35,9 @@ WIDEN_FP16 = tl.constexpr(
 # Values whose mean is the pivot of a row or a slice that is read once.
 HEAD = tl.constexpr(8)
 
+# Beyond, rows of 32 warps leave a thread no registers to keep its values in for another look at them.
+LONGEST_HEADED = tl.constexpr(8192)
+
 # Values that a thread loads at once: they share a pivot, so that it keeps one sum of each kind and not eight.
 GROUP = tl.constexpr(8)
 
@@ -164,6 +167,21 @@ def row_moments(deviations, squares, N: tl.constexpr, AXIS: tl.constexpr):
     """
     shift, mean_square = row_means(deviations, squares, N, AXIS)
     return shift, tl.maximum(mean_square - shift * shift, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def mean_of_head(s, N: tl.constexpr):
+    """The mean of a row's first values but for the largest and the smallest: one may be a massive activation."""
+    total = tl.sum(s)
+    return total / N if N < HEAD else (total - tl.max(s) - tl.min(s)) / (HEAD - 2)
+
+
+@triton.jit
+def compensated_sum(total, lost, term):
+    """A running sum with one more term, and how much too large its roundings have made it (Kahan, 1965)."""
+    term -= lost
+    grown = total + term
+    return grown, (grown - total) - term
 
 
 @triton.jit

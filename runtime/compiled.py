@@ -35,9 +35,10 @@ _POINTERS: dict[torch.dtype, str] = {
 ALIGNMENT = 16
 _ALIGNED = f":{ALIGNMENT}"
 
+LARGEST_I32 = 2**31 - 1
 # The largest M that kernels count rows up to as an i32: a loop over rows looks a few rounds beyond the last, and a
 # round has up to 8448 rows on an H200.
-LARGEST_I32 = 2**31 - 2**20
+MOST_ROWS_IN_I32 = 2**31 - 2**20
 
 
 def pointer_type(dtype: torch.dtype, *, aligned: bool) -> str:
@@ -48,6 +49,11 @@ def pointer_type(dtype: torch.dtype, *, aligned: bool) -> str:
 def integer_type(largest: int) -> str:
     """Triton's word for an integer argument that is at most so large."""
     return "i32" if largest <= LARGEST_I32 else "i64"
+
+
+def row_count_type(m: int) -> str:
+    """Triton's word for the number of rows."""
+    return "i32" if m <= MOST_ROWS_IN_I32 else "i64"
 
 
 @dataclass(frozen=True)

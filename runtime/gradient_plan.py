@@ -13,7 +13,7 @@ from . import dispatch, rules
 from .allocate import allocator
 from .arguments import row_stride
 from .codegen.model import Direction, FusedAdd, Mode, Norm
-from .compiled import LARGEST_I32, integer_type, pointer_type
+from .compiled import MOST_ROWS_IN_I32, integer_type, pointer_type, row_count_type
 from .direct import Grid, Launch
 from .dtypes import DTYPES
 from .gradient_arguments import GradientCall
@@ -174,7 +174,7 @@ class GradientPlan:
 
     def prepared(self, m: int) -> Prepared:
         """The kernels for m rows; the first call of each class of M compiles them."""
-        size = 0 if m <= self._entry.small_m else 1 if m <= LARGEST_I32 else 2
+        size = 0 if m <= self._entry.small_m else 1 if m <= MOST_ROWS_IN_I32 else 2
         return self._prepared[size] or self._prepare(size, m)
 
     def _lay_out(self, m: int) -> Layout:
@@ -235,7 +235,7 @@ class GradientPlan:
             **{f"{name}_ptr": partial if dtype else None for name, dtype in zip(SUMS, self.sum_dtypes, strict=True)},
             **dict.fromkeys(rule.row_terms, partial),
             "exchange_ptr": None if rule.exchange is None else pointer_type(torch.int64, aligned=True),
-            "M": integer_type(m),
+            "M": row_count_type(m),
             "weight_offset": "fp32",
         }
         chunked = replace(tile, block=step.block(tile))

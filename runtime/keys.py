@@ -18,7 +18,7 @@ import torch
 from . import dispatch
 from .codegen.axes import SAME
 from .codegen.model import Mode, legal_modes
-from .compiled import LARGEST_I32, KernelKey
+from .compiled import MOST_ROWS_IN_I32, KernelKey
 from .errors import ConflictError, DeviceError, MissingInstanceError, ShapeError
 from .gradient_plan import GradientPlan
 from .launcher import Launcher
@@ -153,7 +153,7 @@ def keys_of(pairs: Iterable[tuple[Mode, int]], target: Target, deployment: Deplo
     found: dict[KernelKey, CompileKey] = {}
     for mode, n in pairs:
         entry = dispatch.find(mode, n)
-        ms = {FEW: 1, MANY: entry.small_m + 1, MOST: LARGEST_I32 + 1}
+        ms = {FEW: 1, MANY: entry.small_m + 1, MOST: MOST_ROWS_IN_I32 + 1}
         for plan in plans(mode, n, target, deployment):
             for word in deployment.rows:
                 for launcher in _launchers(plan, ms[word]):

@@ -11,7 +11,7 @@ from . import dispatch, rules
 from .allocate import allocator
 from .arguments import Call, row_stride
 from .codegen.model import DType, Part
-from .compiled import LARGEST_I32, integer_type, pointer_type
+from .compiled import MOST_ROWS_IN_I32, pointer_type, row_count_type
 from .direct import Grid, Launch
 from .dtypes import TORCH_DTYPES
 from .kernels import row_alignment
@@ -105,7 +105,7 @@ class Plan:
 
     def prepared(self, m: int) -> Prepared:
         """The kernel for m rows; the first call of each class of M compiles it."""
-        size = 0 if m <= self._entry.small_m else 1 if m <= LARGEST_I32 else 2
+        size = 0 if m <= self._entry.small_m else 1 if m <= MOST_ROWS_IN_I32 else 2
         return self._prepared[size] or self._prepare(size, m)
 
     def _prepare(self, size: int, m: int) -> Prepared:
@@ -118,7 +118,7 @@ class Plan:
         types = {
             **self._types,
             "exchange_ptr": None if exchange is None else pointer_type(torch.int64, aligned=True),
-            "M": integer_type(m),
+            "M": row_count_type(m),
             "eps": "fp32",
             "weight_offset": "fp32",
         }

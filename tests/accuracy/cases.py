@@ -35,8 +35,14 @@ BACKWARD_MODES = tuple(
 
 
 # One row's error is luck, ours and torch's: the ratio of the largest of four moves by a half from seed to
-# seed, of one row's by four.
-ROWS_OF_A_KIND = 4
+# seed, of one row's by four. Where a card makes them cheap there are more, together still a few rows to a tile.
+_ROWS_OF_A_KIND, _SHORT_ROWS_OF_A_KIND = 4, 16
+_LONGEST_SHORT = 16384
+
+
+def rows_of_a_kind(n: int, device: torch.device) -> int:
+    """How many rows of each kind a case draws."""
+    return _SHORT_ROWS_OF_A_KIND if device.type == "cuda" and n <= _LONGEST_SHORT else _ROWS_OF_A_KIND
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,11 @@ def judge(case: Case, given: Tensors, book: Book) -> None:
     # to the gradient at that sum.
     own = {}
     for name in suite:
-        close = OWN[wanted[name][1]]
-        own[name] = CloseTally(close if name == "y" else Close(0.0, close.rtol), device)
+        dtype = wanted[name][1]
+        about = torch.finfo(dtype)
+        # Half a step of the smallest numbers: fp16 has them from 6e-5 down.
+        least = Close(about.smallest_normal * about.eps / 2, OWN[dtype].rtol)
+        own[name] = CloseTally(OWN[dtype] if name == "y" else least, device)
     to_the_bit = ExactTally(device)
     rows = flat(case, given)
     sums: dict[str, dict[str, torch.Tensor]] = {key: {} for key in ("suite", "own", "magnitudes")}

@@ -62,7 +62,8 @@ def _layouts(norm: Norm) -> Iterator[Case]:
         )
     for n, fadd, fquant in product((100, 769, 5120, 20000), CK_TILE_FADD, ("none", "smooth_dynamic")):
         yield Case(
-            *("normforge", norm, (5, n), BF16, CK_TILE_INPUTS, tolerances.CK_TILE),
+            # With an offset y is up to 8, of which a rounding to bf16 is more than ck_tile allows.
+            *("normforge", norm, (5, n), BF16, CK_TILE_INPUTS, tolerances.VLLM),
             weight=FP16,
             bias=bias,
             x_bias=FP32,

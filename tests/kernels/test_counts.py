@@ -8,7 +8,7 @@ import torch
 from normforge import dispatch
 from normforge.backward import rmsnorm2d_bwd
 from normforge.codegen.tiling import MOST_RESIDENT_WARPS
-from normforge.compiled import LARGEST_I32, integer_type
+from normforge.compiled import MOST_ROWS_IN_I32, row_count_type
 from normforge.target import named_target
 
 
@@ -16,9 +16,9 @@ def test_no_round_of_a_loop_over_rows_leaves_32_bits() -> None:
     """A loop looks two rounds ahead; a round is of as many programs as ever fit, with as many rows as any tile has."""
     tiles = [tile for entry in dispatch.loaded() for arch in ("any", "sm_90") for tile in entry.choices(1, arch)]
     programs = named_target("sm_100").multiprocessors * MOST_RESIDENT_WARPS
-    assert LARGEST_I32 + 2 * programs * max(tile.rows for tile in tiles) < 2**31
-    assert integer_type(LARGEST_I32) == "i32"
-    assert integer_type(LARGEST_I32 + 1) == "i64"
+    assert MOST_ROWS_IN_I32 + 2 * programs * max(tile.rows for tile in tiles) < 2**31
+    assert row_count_type(MOST_ROWS_IN_I32) == "i32"
+    assert row_count_type(MOST_ROWS_IN_I32 + 1) == "i64"
 
 
 @pytest.mark.gpu

@@ -108,8 +108,8 @@ MUTANTS = (
         "warmup-forgets-few-rows",
         "warm-up leaves the kernel for few rows to be compiled by a call",
         "runtime/keys.py",
-        "ms = {FEW: 1, MANY: entry.small_m + 1, MOST: LARGEST_I32 + 1}",
-        "ms = {FEW: entry.small_m + 1, MANY: entry.small_m + 1, MOST: LARGEST_I32 + 1}",
+        "ms = {FEW: 1, MANY: entry.small_m + 1, MOST: MOST_ROWS_IN_I32 + 1}",
+        "ms = {FEW: entry.small_m + 1, MANY: entry.small_m + 1, MOST: MOST_ROWS_IN_I32 + 1}",
         ("tests/runtime/test_warmup.py::test_the_defaults_list_what_the_common_calls_launch",),
     ),
     Mutant(

@@ -65,8 +65,8 @@ MUTANTS = (
         "small-m-shifts-by-one",
         "SMALL_M rows are run as many",
         "runtime/plan.py",
-        "size = 0 if m <= self._entry.small_m else 1 if m <= LARGEST_I32 else 2",
-        "size = 0 if m < self._entry.small_m else 1 if m <= LARGEST_I32 else 2",
+        "size = 0 if m <= self._entry.small_m else 1 if m <= MOST_ROWS_IN_I32 else 2",
+        "size = 0 if m < self._entry.small_m else 1 if m <= MOST_ROWS_IN_I32 else 2",
         (f"{_KINDS}::test_as_many_rows_as_a_table_calls_few_take_its_kernel_for_few[ln_fwd_fp32]",),
     ),
     Mutant(

@@ -198,8 +198,8 @@ MUTANTS = (
         "gradients-of-small-m-shift",
         "SMALL_M rows are run backward as many",
         _PLAN,
-        "size = 0 if m <= self._entry.small_m else 1 if m <= LARGEST_I32 else 2",
-        "size = 0 if m < self._entry.small_m else 1 if m <= LARGEST_I32 else 2",
+        "size = 0 if m <= self._entry.small_m else 1 if m <= MOST_ROWS_IN_I32 else 2",
+        "size = 0 if m < self._entry.small_m else 1 if m <= MOST_ROWS_IN_I32 else 2",
         (f"{_KINDS}::test_as_many_rows_as_a_table_calls_few_take_its_kernel_for_few[ln_bwd_fp32]",),
     ),
     Mutant(
