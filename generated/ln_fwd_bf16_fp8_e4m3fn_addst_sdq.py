@@ -10,7 +10,6 @@ import triton.language as tl
 from .primitives import (
     GROUP,
     HEAD,
-    LONGEST_HEADED,
     UNSPECIALISED,
     centre,
     compensated_sum,
@@ -125,7 +124,7 @@ def ln_fwd_bf16_fp8_e4m3fn_addst_sdq_one_pass(
     residual_out_ptr += row_offset(row, residual_out_row_stride, ROW_ALIGNMENT)
 
     # A row of two chunks is one of few rows: its first values make a pivot without a reduction over all of it.
-    HAS_HEAD: tl.constexpr = N <= 2 * BLOCK and N <= LONGEST_HEADED
+    HAS_HEAD: tl.constexpr = N <= 2 * BLOCK
     if HAS_HEAD:
         cols = tl.arange(0, HEAD)
         s = load_chunk(x_ptr, cols, cols < N)

@@ -6,7 +6,6 @@ import triton.language as tl
 
 from .primitives import (
     HEAD,
-    LONGEST_HEADED,
     UNSPECIALISED,
     centre,
     compensated_sum,
@@ -101,7 +100,7 @@ def ln_fwd_fp16_one_pass(
     y_ptr += row_offset(row, y_row_stride, ROW_ALIGNMENT)
 
     # A row of two chunks is one of few rows: its first values make a pivot without a reduction over all of it.
-    HAS_HEAD: tl.constexpr = N <= 2 * BLOCK and N <= LONGEST_HEADED
+    HAS_HEAD: tl.constexpr = N <= 2 * BLOCK
     if HAS_HEAD:
         cols = tl.arange(0, HEAD)
         s = load_chunk(x_ptr, cols, cols < N)

@@ -35,9 +35,6 @@ WIDEN_FP16 = tl.constexpr(
 # Values whose mean is the pivot of a row or a slice that is read once.
 HEAD = tl.constexpr(8)
 
-# Beyond, rows of 32 warps leave a thread no registers to keep its values in for another look at them.
-LONGEST_HEADED = tl.constexpr(8192)
-
 # Values that a thread loads at once: they share a pivot, so that it keeps one sum of each kind and not eight.
 GROUP = tl.constexpr(8)
 
