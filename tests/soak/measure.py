@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import statistics
@@ -23,6 +24,7 @@ class Held:
     Attributes:
         calls: calls made until then.
         rss: bytes of the host's memory.
+        free: bytes of those that malloc holds free, in its arenas; see `_free_in_arenas`.
         allocated: bytes of tensors on the device.
         reserved: bytes that torch's allocator holds there, after it gave back what it could.
         device: bytes of the device in use by anyone.
@@ -32,6 +34,7 @@ class Held:
 
     calls: int
     rss: int
+    free: int
     allocated: int
     reserved: int
     device: int
@@ -49,7 +52,34 @@ def held(device: torch.device, calls: int) -> Held:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         on_device = (torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), total - free)
-    return Held(calls, rss, *on_device, len(dispatch.plans), len(gc.get_objects()))
+    return Held(calls, rss, _free_in_arenas(), *on_device, len(dispatch.plans), len(gc.get_objects()))
+
+
+class _Mallinfo2(ctypes.Structure):
+    """glibc's `struct mallinfo2`, whose fields are all sizes."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def _free_in_arenas() -> int:
+    """The bytes of glibc's arenas, of all threads, that are allocated by nobody; 0 where there is no glibc 2.33.
+
+    An arena is given back from its end alone, so that what threads free between two blocks that stay is kept. On an
+    H200 a soak's resident memory grew by 2.8 MiB per 1000 calls and 2.7 of them were this, while what was allocated
+    stayed within 0.03; it came only of steps, calls and captures mixed, and with MALLOC_ARENA_MAX=1 it came to an end.
+    """
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return 0
+    mallinfo2.restype = _Mallinfo2
+    return int(mallinfo2().fordblks)
 
 
 @dataclass(frozen=True)
@@ -60,21 +90,22 @@ class Quantity:
         name: for people.
         read: from `Held`.
         unit: what one shown is of those read.
-        slack: how much may be added; `share` of the first window's besides.
+        slack: how much may be added; `share` of the first window's besides. None is anything: it is shown for people.
         share: likewise.
     """
 
     name: str
     read: Callable[[Held], int]
     unit: int
-    slack: float
+    slack: float | None
     share: float = 0.0
 
 
-# Host memory: glibc keeps an arena a thread, which fill up at their own pace. Python's objects: the threads' own few,
-# and what hangs on plans, which are bounded themselves. A leak of one plan, tensor or graph a call is far beyond these.
+# Host memory: what is resident, but for what malloc holds free. Python's objects: the threads' own few, and what hangs
+# on plans, which are bounded themselves. A leak of one plan, tensor or graph a call is far beyond these.
 QUANTITIES = (
-    Quantity("host RSS, MiB", lambda held: held.rss, MIB, 32 * MIB, 0.01),
+    Quantity("host in use, MiB", lambda held: held.rss - held.free, MIB, 8 * MIB, 0.005),
+    Quantity("held free by malloc, MiB", lambda held: held.free, MIB, None),
     Quantity("device allocated, MiB", lambda held: held.allocated, MIB, 1 * MIB),
     Quantity("device reserved, MiB", lambda held: held.reserved, MIB, 8 * MIB),
     Quantity("device in use, MiB", lambda held: held.device, MIB, 64 * MIB),
@@ -96,7 +127,10 @@ class Growth:
     @property
     def ok(self) -> bool:
         """Whether the last window holds no more than the first but for the slack."""
-        return self.last - self.first <= self.quantity.slack + self.quantity.share * self.first
+        return (
+            self.quantity.slack is None
+            or self.last - self.first <= self.quantity.slack + self.quantity.share * self.first
+        )
 
 
 def growths(before: Held, samples: Sequence[Held]) -> list[Growth]:

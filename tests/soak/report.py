@@ -46,7 +46,6 @@ def _held(result: Result) -> list[tuple[str, ...]]:
             f"{value / unit:,.1f}" if unit > 1 else f"{value:,.0f}"
             for value in (growth.start, growth.first, growth.last)
         ]
-        rows.append(
-            (growth.quantity.name, *shown, f"{1000 * growth.slope / unit:+.3f}", "held" if growth.ok else "GREW")
-        )
+        verdict = "not judged" if growth.quantity.slack is None else "held" if growth.ok else "GREW"
+        rows.append((growth.quantity.name, *shown, f"{1000 * growth.slope / unit:+.3f}", verdict))
     return rows

@@ -10,7 +10,7 @@ import torch
 
 from ..properties.problems import MadeCall
 from .__main__ import main
-from .measure import Held, growths
+from .measure import MIB, Held, growths, held
 from .soak import soak
 
 
@@ -39,8 +39,24 @@ def test_a_soak_tells_of_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None
 def test_growth_is_told_from_noise(leak: int) -> None:
     noise = random.Random(0)
     samples = [
-        Held(1000 * i, 10**9 + noise.randrange(10**7) + leak * 20_000 * i, 0, 0, 0, 500, 10**5) for i in range(24)
+        Held(1000 * i, 10**9 + noise.randrange(10**7) + leak * 20_000 * i, 0, 0, 0, 0, 500, 10**5) for i in range(24)
     ]
     verdicts = {growth.quantity.name: growth.ok for growth in growths(samples[0], samples)}
-    assert verdicts.pop("host RSS, MiB") == (leak == 0)
+    assert verdicts.pop("host in use, MiB") == (leak == 0)
     assert all(verdicts.values())
+
+
+def test_what_malloc_holds_free_is_no_leak_and_what_is_allocated_is() -> None:
+    before = held(torch.device("cpu"), 0)
+    kept = [bytearray(1 << 16) for _ in range(1600)]
+    full = held(torch.device("cpu"), 1)
+    # Every second block stays, so that no arena shrinks: half of the memory is resident and free.
+    del kept[::2]
+    half = held(torch.device("cpu"), 2)
+
+    def in_use(at: Held) -> float:
+        return (at.rss - at.free) / MIB
+
+    assert in_use(full) - in_use(before) == pytest.approx(100, abs=10)
+    assert in_use(half) - in_use(before) == pytest.approx(50, abs=10)
+    assert half.rss > full.rss - 10 * MIB
