@@ -1,0 +1,135 @@
+"""The rows of parameters fit the modes, the kernels and the functions that are made of them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from operator import attrgetter
+from string import Formatter
+from typing import Any
+
+import pytest
+
+import normforge
+from normforge.backward import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.codegen.model import Direction, DType, FusedAdd, FusedQuant, Mode, Norm
+from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD, REQUIRED, Family, Kind, Parameter, Result
+from normforge.codegen.signature import params
+from normforge.output import LayerNormOutput, NormGradients
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (normforge.layernorm2d_fwd, normforge.rmsnorm2d_fwd, layernorm2d_bwd, rmsnorm2d_bwd)
+}
+
+each_function = pytest.mark.parametrize(
+    ("family", "norm"),
+    [pytest.param(family, norm, id=family.functions[norm]) for family in FAMILIES for norm in Norm],
+)
+
+
+def rows_of(family: Family) -> list[Parameter | Result]:
+    return [*family.parameters, *family.results]
+
+
+each_row = pytest.mark.parametrize(
+    ("family", "row"),
+    [
+        pytest.param(family, row, id=f"{family.functions[Norm.LAYER]}-{row.name}")
+        for family in FAMILIES
+        for row in rows_of(family)
+    ],
+)
+
+
+def modes(family: Family, norm: Norm) -> tuple[Mode, ...]:
+    """One that has nothing, and one that has everything."""
+    if family is BACKWARD:
+        bare = Mode(norm, DType.BF16, DType.BF16, direction=Direction.BACKWARD)
+        full = Mode(norm, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE, x_bias=True, direction=Direction.BACKWARD)
+        return bare, full
+    add, quant = FusedAdd.PRE_ADD_STORE, FusedQuant.SMOOTH_DYNAMIC
+    return (
+        Mode(norm, DType.BF16, DType.BF16),
+        Mode(norm, DType.BF16, DType.INT8, add, quant, save_mv=True, x_bias=True),
+    )
+
+
+def in_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+@each_function
+def test_the_function_has_the_signature_of_its_rows(family: Family, norm: Norm) -> None:
+    signature = inspect.signature(FUNCTIONS[family.functions[norm]])
+    rows = family.of(norm)
+    assert list(signature.parameters) == [row.name for row in rows]
+    for row, parameter in zip(rows, signature.parameters.values(), strict=True):
+        assert parameter.annotation == row.annotation
+        assert (parameter.kind is parameter.KEYWORD_ONLY) == (not row.positional)
+        assert (parameter.default is parameter.empty) == (row.default[norm] == REQUIRED)
+        if row.default[norm] != REQUIRED:
+            written = row.default[norm]
+            assert written == str(parameter.default) or ast.literal_eval(written) == parameter.default
+
+
+@each_function
+def test_the_docstring_says_what_the_rows_say(family: Family, norm: Norm) -> None:
+    said = in_one_line(inspect.getdoc(FUNCTIONS[family.functions[norm]]) or "")
+    if "Args:" not in said:
+        assert f"see `{family.functions[Norm.LAYER]}`" in said
+        return
+    for row in family.of(norm):
+        assert f"{row.name}: {family.meaning(row, norm)}" in said
+
+
+def test_the_results_are_what_is_returned() -> None:
+    assert tuple(result.name for result in FORWARD.results) == LayerNormOutput._fields
+    assert tuple(result.name for result in BACKWARD.results) == NormGradients._fields
+
+
+@each_function
+def test_kernels_have_the_slots_of_what_is_wanted(family: Family, norm: Norm) -> None:
+    for mode in modes(family, norm):
+        declared = {param.declaration for pipeline in mode.pipelines for param in params(mode, pipeline)}
+        tensors = [row for row in rows_of(family) if isinstance(row, Result) or row.kind.is_tensor]
+        pointers = {row.slot for row in tensors if row.is_wanted(mode)}
+        # The values that programs exchange, and the means that one kernel leaves for the next.
+        inner = {"exchange_ptr", "gh_mean_ptr", "g_mean_ptr"}
+        assert pointers == {name for name in declared if name.endswith("_ptr")} - inner
+        strides = {row.row_stride_slot for row in tensors if row.is_wanted(mode)} - {None}
+        assert strides == {name for name in declared if name.endswith("_row_stride")}
+        numbers = {row.slot for row in family.of(norm) if row.kind is Kind.NUMBER}
+        assert numbers <= declared
+
+
+def test_every_axis_is_decided_by_a_parameter() -> None:
+    """Of the forward functions; which norm and which direction is which function."""
+    axes = {field.name for field in fields(Mode)}
+    assert {row.axis for row in FORWARD.parameters} - {""} == axes - {"norm", "direction"}
+    assert {row.axis for row in BACKWARD.parameters} - {""} <= axes
+
+
+@each_row
+def test_a_row_speaks_of_what_there_is(family: Family, row: Parameter | Result) -> None:
+    names = {parameter.name for parameter in family.parameters}
+    for norm in Norm:
+        for mode in modes(family, norm):
+            assert not row.wanted or isinstance(attrgetter(row.wanted)(mode), bool)
+    if isinstance(row, Result):
+        assert {row.told, *row.like} - {""} <= names
+        assert not row.axis or row.axis in {field.name for field in fields(Mode)}
+        return
+    results = {result.name for result in family.results}
+    assert (row.kind is Kind.PLACE) == (row.result in results)
+    assert row.gradient in {"", *(result.name for result in BACKWARD.results)}
+    assert row.needs in {"", *names}
+    words = {parameter.name for parameter in family.parameters if parameter.kind is Kind.WORD}
+    for sentence in (row.absent, row.unused):
+        asked = {field for _, field, _, _ in Formatter().parse(sentence) if field}
+        assert asked <= ({row.name} if row.needs else words)
+    # What a mode lets be read or not is an error otherwise, unless being there is what decides the axis.
+    assert not row.wanted or row.unused or row.axis
+    assert (row.words is not None) == (row.kind is Kind.WORD)
