@@ -8,7 +8,7 @@ calls are also taken apart in place: see `in_place`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,8 @@ from .take_apart import Taken, nothing, take_apart, without
 from .timing import Call
 
 # The groups, and which whole call the parts of each are held against.
-WHOLE, QUANTISED, RECORDED, BACKWARD = "whole calls", "add + smooth int8", "recorded", "backward"
+WHOLE, BESIDE = "whole calls", "whole calls, of the tree beside"
+QUANTISED, RECORDED, BACKWARD = "add + smooth int8", "recorded", "backward"
 QUANTISED_IN_PLACE, RECORDED_IN_PLACE = f"{QUANTISED}, in place", f"{RECORDED}, in place"
 WHOLE_OF = {
     QUANTISED: "layernorm2d_fwd, residual added, smooth int8",
@@ -60,17 +61,18 @@ class Part(NamedTuple):
     less: str | None = None
 
 
-def make_parts(inputs: Inputs, interpreted: bool) -> list[Part]:
+def make_parts(inputs: Inputs, interpreted: bool, beside: ModuleType | None = None) -> list[Part]:
     """Everything to time; no launches where kernels are interpreted.
 
     Args:
         inputs: x (M, N), with weight, bias, residual and smooth_scale.
         interpreted: whether launches are Triton's interpreter's.
+        beside: another revision of normforge, whose whole calls are timed besides.
 
     Raises:
         UsageError: normforge's calls do not come to what is taken apart here.
     """
-    calls = _whole_calls(inputs)
+    calls = _torch_calls(inputs) | _whole_calls(inputs, normforge)
     quantised, recorded, backward = (
         take_apart(calls[WHOLE_OF[group]], inputs.cell.m, interpreted) for group in (QUANTISED, RECORDED, BACKWARD)
     )
@@ -85,6 +87,7 @@ def make_parts(inputs: Inputs, interpreted: bool) -> list[Part]:
             shorter[LAUNCH] = calls[WHOLE_OF[group]]
     return [
         *(Part(WHOLE, name, call) for name, call in calls.items()),
+        *(Part(BESIDE, name, call) for name, call in (_whole_calls(inputs, beside) if beside else {}).items()),
         *_quantised_parts(inputs, quantised),
         *_differences(QUANTISED_IN_PLACE, quantised_with),
         *_recorded_parts(inputs, recorded),
@@ -98,33 +101,38 @@ def _differences(group: str, calls: dict[str, Call]) -> list[Part]:
     return [Part(group, name, call, less) for (name, call), less in zip(calls.items(), (None, *calls), strict=False)]
 
 
-def _whole_calls(inputs: Inputs) -> dict[str, Call]:
-    x, weight, bias, residual, _ = _operands(inputs)
-    shape, eps, quantised = (inputs.cell.n,), inputs.eps, _quantised_arguments(inputs)
-    leaves = inputs.leaves()
-    graphs = {"F.layer_norm": F.layer_norm, "layer_norm": normforge.layer_norm}
-
-    def recorded(function: Callable[..., torch.Tensor]) -> Call:
-        return lambda: function(leaves[0], shape, leaves[1], leaves[2], eps)
-
-    def both(function: Callable[..., torch.Tensor]) -> Call:
-        run = recorded(function)
-        return lambda: torch.autograd.grad(run(), leaves, residual)
-
-    def back(function: Callable[..., torch.Tensor]) -> Call:
-        y = recorded(function)()
-        return lambda: torch.autograd.grad(y, leaves, residual, retain_graph=True)
-
+def _torch_calls(inputs: Inputs) -> dict[str, Call]:
+    x, weight, bias, _, _ = _operands(inputs)
     return {
-        "F.layer_norm": lambda: F.layer_norm(x, shape, weight, bias, eps),
-        "layernorm2d_fwd": lambda: normforge.layernorm2d_fwd(x, weight, bias, eps=eps),
-        "layernorm2d_fwd, residual added": lambda: normforge.layernorm2d_fwd(
+        "F.layer_norm": lambda: F.layer_norm(x, (inputs.cell.n,), weight, bias, inputs.eps),
+        **_recordable(inputs, "F.layer_norm", F.layer_norm),
+    }
+
+
+def _whole_calls(inputs: Inputs, library: Any) -> dict[str, Call]:
+    x, weight, bias, residual, _ = _operands(inputs)
+    forward, eps, quantised = library.layernorm2d_fwd, inputs.eps, _quantised_arguments(inputs)
+    return {
+        "layernorm2d_fwd": lambda: forward(x, weight, bias, eps=eps),
+        "layernorm2d_fwd, residual added": lambda: forward(
             x, weight, bias, eps=eps, residual=residual, fadd="pre_add_store"
         ),
-        WHOLE_OF[QUANTISED]: lambda: normforge.layernorm2d_fwd(x, weight, bias, **quantised),
-        **{f"{name}, recorded": recorded(function) for name, function in graphs.items()},
-        **{f"{name}, forward and backward": both(function) for name, function in graphs.items()},
-        **{f"{name}, backward alone": back(function) for name, function in graphs.items()},
+        WHOLE_OF[QUANTISED]: lambda: forward(x, weight, bias, **quantised),
+        **_recordable(inputs, "layer_norm", library.layer_norm),
+    }
+
+
+def _recordable(inputs: Inputs, name: str, function: Callable[..., torch.Tensor]) -> dict[str, Call]:
+    leaves, dy = inputs.leaves(), _operands(inputs)[3]
+
+    def run() -> torch.Tensor:
+        return function(leaves[0], (inputs.cell.n,), leaves[1], leaves[2], inputs.eps)
+
+    y = run()
+    return {
+        f"{name}, recorded": run,
+        f"{name}, forward and backward": lambda: torch.autograd.grad(run(), leaves, dy),
+        f"{name}, backward alone": lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True),
     }
 
 

@@ -180,6 +180,8 @@ def _parser() -> argparse.ArgumentParser:
     parts.add_argument("--seconds", type=_seconds, default=20.0, metavar="S", help="for all passes (%(default)s)")
     parts.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>")
     parts.add_argument("--revision", help="what the header states; default: git's")
+    parts.add_argument("--beside", type=Path, metavar="TREE", help="a checkout of another revision, timed in turn")
+    parts.add_argument("--beside-revision", help="what the header states of it; default: git's")
     parts.set_defaults(verb=_parts)
 
     profile = verbs.add_parser(

@@ -31,7 +31,7 @@ def describe(machine: Machine, providers: Iterable[Provider], revision: str | No
         "normforge": normforge.__version__,
     }
     header |= {provider.distribution: provider.version() for provider in providers if provider.distribution}
-    return header | {"revision": revision or _revision()}
+    return header | {"revision": revision or revision_of(ROOT)}
 
 
 def folder_name(machine: Machine) -> str:
@@ -42,12 +42,13 @@ def folder_name(machine: Machine) -> str:
     return "-".join(word for word in words if word not in ("nvidia", "amd", "instinct")) or "gpu"
 
 
-def _revision() -> str:
-    revision = _output("git", "rev-parse", "--short", "HEAD")
+def revision_of(root: Path) -> str:
+    """The revision that a checkout is at, by git, and whether it was changed since."""
+    revision = _output("git", "rev-parse", "--short", "HEAD", at=root)
     if revision == _NO_ANSWER:
         return revision
     # Results are written into the tree while it is measured, and do not change what is measured.
-    changed = _output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results")
+    changed = _output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results", at=root)
     return f"{revision}, with changes" if changed else revision
 
 
@@ -55,9 +56,9 @@ def _driver() -> str:
     return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
 
 
-def _output(*command: str) -> str:
+def _output(*command: str, at: Path = ROOT) -> str:
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
+        done = subprocess.run(command, cwd=at, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return _NO_ANSWER
     return done.stdout.strip()

@@ -7,6 +7,7 @@ over, so that a slow minute of the machine hits all alike. A call of nothing is 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,10 +19,11 @@ from tabulate import tabulate
 from normforge.errors import DeviceError
 from normforge.machine import find_machine
 
+from .beside import load_beside
 from .call_parts import WHOLE, WHOLE_OF, Part, make_parts
 from .cells import Cell, Norm, Task
 from .cli import RESULTS
-from .environment import describe, folder_name
+from .environment import describe, folder_name, revision_of
 from .errors import UsageError
 from .inputs import make_inputs
 from .progress import progress_over
@@ -83,9 +85,13 @@ def parts(options: argparse.Namespace, _: list[str]) -> int:
     header = describe(machine, (), options.revision)
     header["shape"] = "×".join(map(str, shape))
     cell = Cell(Task.ADD_QUANT, Norm.LAYER, *shape, out_dtype="int8", smooth=True)
-    found = make_parts(make_inputs(cell, machine.device), interpreted)
     calls, fewest = (_INTERPRETED_CALLS, _INTERPRETED_PASSES) if interpreted else (_CALLS, _FEWEST_PASSES)
-    rows = summarised(measure(found, calls, options.seconds, fewest))
+    with tempfile.TemporaryDirectory() as scratch:
+        beside = load_beside(options.beside, Path(scratch)) if options.beside else None
+        if beside is not None:
+            header["beside"] = options.beside_revision or revision_of(options.beside)
+        found = make_parts(make_inputs(cell, machine.device), interpreted, beside)
+        rows = summarised(measure(found, calls, options.seconds, fewest))
     save(options.out or RESULTS / folder_name(machine), header, rows)
     print(table(rows))
     return 0
@@ -130,7 +136,7 @@ def summarised(times: dict[Part, Times]) -> list[Row]:
     for group in dict.fromkeys(part.group for part in own):
         members = {part: figures for part, figures in own.items() if part.group == group}
         rows += [_row(group, part.name, figures, passes) for part, figures in members.items()]
-        if group != WHOLE:
+        if group in WHOLE_OF:
             rows.append(_row(group, SUM, tuple(map(sum, zip(*members.values(), strict=True))), passes))
             rows.append(_row(group, THE_WHOLE, own[by_name[WHOLE, WHOLE_OF[group]]], passes))
     return rows

@@ -13,8 +13,10 @@ import torch
 
 import normforge
 from benchmarks import cli, parts
+from benchmarks.beside import load_beside
 from benchmarks.call_parts import (
     BACKWARD,
+    BESIDE,
     QUANTISED,
     QUANTISED_IN_PLACE,
     RECORDED,
@@ -82,6 +84,25 @@ def test_a_card_launches_and_the_parts_add_up(tmp_path: Path) -> None:
         assert figures[group, "launch"] > 1
         # What is left besides is that the whole call is timed twice.
         assert figures[group, SUM] == pytest.approx(figures[group, THE_WHOLE], rel=0.1)
+
+
+def test_another_revision_is_timed_beside_this_one(tmp_path: Path) -> None:
+    tree = Path(__file__).resolve().parents[2]
+    given = ["--seconds", "0", "--beside", str(tree), "--beside-revision", "another", "--out", str(tmp_path)]
+    assert cli.main(["parts", *given]) == 0
+    header, records = _read(tmp_path)
+    assert "# beside: another" in header
+    ours, theirs = (
+        {record["part"] for record in records if record["group"] == group and not record["part"].startswith("F.")}
+        for group in (WHOLE, BESIDE)
+    )
+    assert theirs == ours
+    assert "layernorm2d_fwd" in theirs
+
+
+def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"has no runtime/__init__\.py; pass the root of a checkout"):
+        load_beside(tmp_path, tmp_path / "scratch")
 
 
 def test_every_part_has_its_round_in_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
