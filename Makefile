@@ -83,7 +83,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	@rm -rf $(LINKS) && mkdir -p $(LINKS)/normforge
-	@ln -s $(CURDIR)/runtime/* $(CURDIR)/codegen $(LINKS)/normforge/
+	@ln -s $(CURDIR)/runtime/* $(CURDIR)/codegen $(CURDIR)/tools $(LINKS)/normforge/
 	MYPYPATH=$(LINKS) $(BIN)/mypy generate.py benchmarks examples tests $(LINKS)/normforge
 
 format: $(READY)

@@ -1,8 +1,8 @@
 """Eager calls of normforge and of torch as functions to time, and the parts of three of normforge's, each by itself.
 
 A part is what a call that is known from before comes to, done again with the same operands. Keys, allocations and
-launches are those of a real call; what reads operands is the code of `normforge.forward` and `gradients`, in short. Two
-calls are also taken apart in place: see `in_place`.
+launches are those of a real call; what reads operands is the code of `normforge.calls.forward` and `gradients`, in
+short. Two calls are also taken apart in place: see `in_place`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import torch
 from torch.nn import functional as F
 
 import normforge
-from normforge import api, autograd, forward, functional
-from normforge.operands import layout_of, rows_of, vector_of
-from normforge.output import LayerNormOutput, NormGradients
+from normforge.calls import api, forward
+from normforge.calls import recorded as recorded_calls
+from normforge.calls.operands import layout_of, rows_of, vector_of
+from normforge.calls.output import LayerNormOutput, NormGradients
+from normforge.nn import functional
 
 from .in_place import LAUNCH, quantised_in_place, recorded_in_place
 from .inputs import Inputs
@@ -166,9 +168,9 @@ def _recorded_parts(inputs: Inputs, taken: Taken) -> list[Part]:
     told, shape = ("layer", eps, None, True), (n,)
     outputs = (residual, None, None, None, weight)
     kept = (residual.clone(), weight, bias)
-    known = SimpleNamespace(normalise_known=without(autograd.normalise_known, _apply=lambda *_: residual))
-    public = without(functional.layer_norm, autograd=known)
-    launch = without(autograd._launch, forward_plain=nothing)
+    known = SimpleNamespace(normalise_known=without(recorded_calls.normalise_known, _apply=lambda *_: residual))
+    public = without(functional.layer_norm, recorded=known)
+    launch = without(recorded_calls._launch, forward_plain=nothing)
     parts = [
         Part(RECORDED, _GIVEN, lambda: (public(x, shape, *vectors, eps), launch(told, True, *leaves, None))),
         Part(RECORDED, _APPLY, lambda: _apply_empty(kept, *leaves)),
@@ -233,7 +235,7 @@ class _Saving(_Empty):
         return told[0]
 
 
-# Without what makes ready for functorch's transforms, as `normforge.autograd` calls its own.
+# Without what makes ready for functorch's transforms, as `normforge.calls.recorded` calls its own.
 _apply_empty: Callable[..., Any] = super(torch.autograd.Function, _Empty).apply
 _apply_saving: Callable[..., Any] = super(torch.autograd.Function, _Saving).apply
 

@@ -11,7 +11,7 @@ import torch
 import triton
 
 import normforge
-from normforge.machine import Machine
+from normforge.tools.machine import Machine
 
 from .provider import Provider
 

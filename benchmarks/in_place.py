@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from normforge import api, autograd, forward, functional
+from normforge.calls import api, forward, recorded
+from normforge.nn import functional
 
 from .take_apart import Taken, nothing, without
 from .timing import Call
@@ -43,16 +44,16 @@ def recorded_in_place(taken: Taken, call: Callable[[Callable[..., Any]], Call]) 
     """The same of `layer_norm` where a gradient is due."""
 
     def made(apply: Callable[..., Any]) -> Call:
-        known = SimpleNamespace(normalise_known=without(autograd.normalise_known, _apply=apply))
-        return call(without(functional.layer_norm, autograd=known))
+        known = SimpleNamespace(normalise_known=without(recorded.normalise_known, _apply=apply))
+        return call(without(functional.layer_norm, recorded=known))
 
     def launch(allocates: bool) -> Callable[..., Any]:
         return without(
-            autograd._launch, forward_plain=without(forward.forward_plain, dispatch=_known(taken, allocates))
+            recorded._launch, forward_plain=without(forward.forward_plain, dispatch=_known(taken, allocates))
         )
 
     def keeping(allocates: bool) -> Callable[..., Any]:
-        return without(autograd._Normalise.forward, _launch=launch(allocates))
+        return without(recorded._Normalise.forward, _launch=launch(allocates))
 
     canned = launch(False)
 
@@ -82,6 +83,6 @@ def _known(taken: Taken, allocates: bool) -> SimpleNamespace:
 def _apply_of(function: Callable[..., Any]) -> Callable[..., Any]:
     methods = {"forward": staticmethod(function), "backward": staticmethod(nothing)}
     alone = type("Alone", (torch.autograd.Function,), methods)
-    # As `normforge.autograd` calls its own.
+    # As `normforge.calls.recorded` calls its own.
     apply: Callable[..., Any] = super(torch.autograd.Function, alone).apply  # type: ignore[misc]  # made by `type`
     return apply

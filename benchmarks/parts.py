@@ -17,7 +17,7 @@ import torch
 from tabulate import tabulate
 
 from normforge.errors import DeviceError
-from normforge.machine import find_machine
+from normforge.tools.machine import find_machine
 
 from .beside import load_beside
 from .call_parts import WHOLE, WHOLE_OF, Part, make_parts

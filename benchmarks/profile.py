@@ -22,10 +22,10 @@ import torch
 from tabulate import tabulate
 from torch import profiler
 
-from normforge.compiled import obtain, obtained
-from normforge.machine import Machine, find_machine
-from normforge.target import target_of
-from normforge.timing import FLUSH_BYTES
+from normforge.kernels.compiled import obtain, obtained
+from normforge.kernels.target import target_of
+from normforge.tools.machine import Machine, find_machine
+from normforge.tools.timing import FLUSH_BYTES
 
 from .cells import Cell, Method
 from .cli import RESULTS, matching

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from normforge.errors import DeviceError
-from normforge.machine import find_machine
+from normforge.tools.machine import find_machine
 
 from .cells import Cell, Suite, at_most
 from .cli import RESULTS, matching

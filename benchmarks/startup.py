@@ -20,9 +20,9 @@ from statistics import median
 
 from tabulate import tabulate
 
-from normforge.architecture import architecture
 from normforge.errors import DeviceError
-from normforge.machine import find_machine
+from normforge.kernels.architecture import architecture
+from normforge.tools.machine import find_machine
 
 from .cli import RESULTS
 from .environment import ROOT, describe, folder_name

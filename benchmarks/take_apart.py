@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from normforge import dispatch
-from normforge.plan import Plan
+from normforge.calls.plan import Plan
+from normforge.selection import dispatch
 
 from .errors import UsageError
 from .timing import Call
@@ -80,8 +80,8 @@ def take_apart(call: Call, m: int, interpreted: bool) -> Taken:
     call()
     if len(dispatch.plans) != 1:
         raise UsageError(
-            f"one call left {len(dispatch.plans)} plans in normforge.dispatch, and parts takes exactly one apart; "
-            "benchmarks/take_apart.py has to follow how normforge.forward and gradients remember calls"
+            f"one call left {len(dispatch.plans)} plans in normforge.selection.dispatch, and parts takes exactly one "
+            "apart; benchmarks/take_apart.py has to follow how normforge.calls.forward and gradients remember calls"
         )
     ((key, plan),) = dispatch.plans.items()
     is_forward = isinstance(plan, Plan)
@@ -121,7 +121,7 @@ def take_apart(call: Call, m: int, interpreted: bool) -> Taken:
         raise UsageError(
             f"a call made {len(taken.allocations)} allocations and {len(taken.launches)} launches by its plan, and "
             "parts times those; a warning about Triton's launcher above says why there is no launch, and else "
-            "benchmarks/take_apart.py has to follow normforge.launch"
+            "benchmarks/take_apart.py has to follow normforge.calls.launch"
         )
     return taken
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from normforge.timing import FLUSH_BYTES
+from normforge.tools.timing import FLUSH_BYTES
 
 from .cells import Method
 

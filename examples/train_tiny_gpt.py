@@ -27,7 +27,7 @@ from torch.nn import functional
 import normforge
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXTS = ("README.md", "CONTRIBUTING.md", "templates/*.j2", "codegen/*.py", "runtime/*.py", "generated/*.py")
+TEXTS = ("README.md", "CONTRIBUTING.md", "templates/*.j2", "codegen/*.py", "runtime/**/*.py", "generated/*.py")
 VOCABULARY = 256
 
 NORMS = {

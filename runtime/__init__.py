@@ -7,17 +7,17 @@
 
 from . import errors, reference
 from ._version import __version__
-from .aot import load_aot
-from .api import layernorm2d_fwd, rmsnorm2d_fwd, which
-from .backends import backend
-from .dispatch import instances, load_instances
-from .functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from .keys import compile_keys
-from .modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
-from .output import LayerNormOutput
-from .patching import Patch, patch, unpatch
-from .recording import record, record_process
-from .warming import warmup
+from .ahead_of_time.compile_keys import compile_keys
+from .ahead_of_time.warmup import warmup
+from .calls.api import layernorm2d_fwd, rmsnorm2d_fwd, which
+from .calls.output import LayerNormOutput
+from .kernels.backends import backend
+from .kernels.binaries import load_aot
+from .nn.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from .nn.modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
+from .nn.patching import Patch, patch, unpatch
+from .selection.dispatch import instances, load_instances
+from .selection.recording import record, record_process
 
 __all__ = [
     "AddLayerNorm",

@@ -37,7 +37,7 @@ def layernorm2d_bwd(
     dresidual_out: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> ReferenceGradients:
-    """Compute every gradient that `normforge.backward.layernorm2d_bwd` of the same arguments could return.
+    """Compute every gradient that `normforge.calls.backward.layernorm2d_bwd` of the same arguments could return.
 
     The arithmetic is in `dtype`; every other argument is as there.
     """
@@ -59,7 +59,7 @@ def rmsnorm2d_bwd(
     dresidual_out: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> ReferenceGradients:
-    """Compute every gradient that `normforge.backward.rmsnorm2d_bwd` of the same arguments could return."""
+    """Compute every gradient that `normforge.calls.backward.rmsnorm2d_bwd` of the same arguments could return."""
     h = _sum(x, x_bias, dtype) * rstd.to(dtype).unsqueeze(-1)
     g = dy.to(dtype) if weight is None else dy.to(dtype) * (weight.to(dtype) + weight_offset)
     dx = (g - h * (g * h).mean(-1, keepdim=True)) * rstd.to(dtype).unsqueeze(-1)

@@ -13,7 +13,7 @@ import torch
 from .codegen.model import DType, FusedAdd, FusedQuant, Rounding
 from .dtypes import DTYPES, TORCH_DTYPES
 from .gradient_reference import ReferenceGradients, layernorm2d_bwd, rmsnorm2d_bwd
-from .words import word
+from .mode_words import word
 
 __all__ = [
     "ReferenceGradients",

@@ -16,17 +16,17 @@ import pytest
 import torch
 
 import normforge
-from normforge import example, listing
-from normforge import solve as solving
-from normforge.cli import VERBS, main
+from normforge.calls.output import LayerNormOutput
 from normforge.codegen import cli as generator
 from normforge.codegen.model import DType, FusedAdd, FusedQuant, Norm
-from normforge.machine import Machine
-from normforge.options import parse
-from normforge.output import LayerNormOutput
-from normforge.problem import Problem, Strides
-from normforge.result import Result
-from normforge.solve import solve
+from normforge.tools import list_instances, run
+from normforge.tools import solve as solving
+from normforge.tools.cli import VERBS, main
+from normforge.tools.machine import Machine
+from normforge.tools.problem import Problem, Strides
+from normforge.tools.result import Result
+from normforge.tools.run_options import parse
+from normforge.tools.solve import solve
 
 SMALL = ["run", "-m", "3", "-n", "48"]
 
@@ -226,7 +226,7 @@ def test_a_long_wait_in_the_interpreter_is_announced_before_it(
         said.append(capsys.readouterr().err)
         return solve(replace(problem, m=3), machine, **keywords)
 
-    monkeypatch.setattr(example, "solve", instant)
+    monkeypatch.setattr(run, "solve", instant)
     assert status("run", f"-m={rows}", "-n=48", "-json") == 0
     (before,) = said
     assert (f"m={rows} n=48" in before) == announced
@@ -376,7 +376,7 @@ def interrupt(*_: object, **__: object) -> int:
 
 
 def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(listing, "main", interrupt)
+    monkeypatch.setattr(list_instances, "main", interrupt)
     assert status("list") == 130
     assert capsys.readouterr().err == "normforge list: interrupted\n"
     monkeypatch.setattr(generator, "render_folder", interrupt)

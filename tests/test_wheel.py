@@ -97,17 +97,24 @@ def test_only_normforge_lands_in_site_packages(installed: Installed) -> None:
 @pytest.mark.parametrize(
     ("folder", "package", "pattern"),
     [
-        ("runtime", "normforge", "*.py"),
+        ("runtime", "normforge", "**/*.py"),
         ("runtime", "normforge", "py.typed"),
         ("codegen", "normforge/codegen", "*.py"),
         ("generated", "normforge/generated", "*.py"),
         ("templates", "normforge/templates", "*"),
+        ("tools", "normforge/tools", "*.py"),
     ],
 )
 def test_every_source_is_in_the_wheel(installed: Installed, folder: str, package: str, pattern: str) -> None:
-    expected = {path.name for path in (ROOT / folder).glob(pattern) if path.is_file()}
+    expected = _files(ROOT / folder, pattern)
     assert expected
-    assert {path.name for path in (installed.packages / package).glob(pattern) if path.is_file()} == expected
+    there = _files(installed.packages / package, pattern)
+    others = ("codegen/", "generated/", "tools/") if package == "normforge" else ()
+    assert {name for name in there if not name.startswith(others)} == expected
+
+
+def _files(folder: Path, pattern: str) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.glob(pattern) if path.is_file()}
 
 
 def test_the_measured_tiles_are_in_the_wheel(installed: Installed) -> None:
@@ -149,12 +156,12 @@ def test_kernels_are_compiled_ahead_of_time_and_read_again(installed: Installed,
 
     code = """
 import normforge, triton.compiler.compiler as compiler
-from normforge import aot
-from normforge.target import named_target
+from normforge.kernels import binaries
+from normforge.kernels.target import named_target
 compiler.compile = None  # Calling it now fails.
 normforge.load_aot("kernels")
 for key in normforge.compile_keys([512], ["ln_fwd_bf16"], arch="sm_90"):
-    print(len(aot.find(key.key, key.function, named_target("sm_90")).asm["cubin"]))
+    print(len(binaries.find(key.key, key.function, named_target("sm_90")).asm["cubin"]))
 """
     loaded = installed.python(code, cwd=tmp_path, **compiling)
     assert loaded.returncode == 0, loaded.stderr

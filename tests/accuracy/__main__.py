@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from normforge.errors import DeviceError
-from normforge.machine import find_machine
+from normforge.tools.machine import find_machine
 
 from .cases import cases, matching
 from .report import markdown, text

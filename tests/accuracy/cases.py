@@ -8,9 +8,10 @@ from itertools import product
 
 import torch
 
-from normforge import on_demand, rules
 from normforge.codegen.model import ANY, Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Pipeline, Tile
-from normforge.target import target_of
+from normforge.kernels import rules
+from normforge.kernels.target import target_of
+from normforge.selection import on_demand
 
 FP16, BF16, FP32 = DType.FP16, DType.BF16, DType.FP32
 INT8, FP8 = DType.INT8, DType.FP8_E4M3FN

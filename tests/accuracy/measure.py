@@ -12,12 +12,12 @@ from unittest import mock
 import torch
 
 import normforge
-from normforge import dispatch, on_demand
-from normforge.backward import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.backward import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.model import Mode, Part, Pipeline
 from normforge.dtypes import TORCH_DTYPES
-from normforge.kernels import interpreting
-from normforge.table import Entry, RetiledTable
+from normforge.kernels.kernels import interpreting
+from normforge.selection import dispatch, on_demand
+from normforge.selection.table import Entry, RetiledTable
 
 from . import peer
 from .cases import Case, rows_of_a_kind

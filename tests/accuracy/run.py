@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 import torch
 from tqdm import tqdm
 
-from normforge.machine import Machine
+from normforge.tools.machine import Machine
 
 from .cases import Case
 from .measure import Cell, measure

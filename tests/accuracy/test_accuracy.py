@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from normforge.codegen.model import Direction, Part, Pipeline
-from normforge.machine import find_machine
+from normforge.tools.machine import find_machine
 from tests.accuracy.__main__ import main
 from tests.accuracy.cases import BACKWARD_MODES, COMPILED, FORWARD_MODES, INTERPRETED, Case, Variant, cases, runs
 from tests.accuracy.measure import Cell, measure

@@ -29,8 +29,9 @@ from benchmarks.errors import UsageError
 from benchmarks.in_place import ALLOCATIONS, APPLY, PYTHON, SAVING, quantised_in_place, recorded_in_place
 from benchmarks.parts import NOTHING, SUM, THE_WHOLE, measure, summarised
 from benchmarks.take_apart import nothing, take_apart, without
-from normforge import api, dispatch
-from normforge.plan import Plan, Prepared
+from normforge.calls import api
+from normforge.calls.plan import Plan, Prepared
+from normforge.selection import dispatch
 
 M, N = 2, 64
 
@@ -227,7 +228,9 @@ def test_what_leaves_no_plan_of_its_own_is_refused(calls: int) -> None:
         for given in ((x, weight, bias), (x, weight))[:calls]:
             normforge.layernorm2d_fwd(*given)
 
-    with pytest.raises(UsageError, match=rf"one call left {calls} plans in normforge.dispatch, .* has to follow"):
+    with pytest.raises(
+        UsageError, match=rf"one call left {calls} plans in normforge.selection.dispatch, .* has to follow"
+    ):
         take_apart(call, M, interpreted=True)
 
 
@@ -244,7 +247,7 @@ def test_a_function_finds_what_is_named_instead() -> None:
     alone(x, residual=residual, fadd="pre_add_store")
     assert given[0][1] is x
     assert given[0][6] is residual
-    with pytest.raises(UsageError, match=r"normforge.api has no forward_gone, .* layernorm2d_fwd"):
+    with pytest.raises(UsageError, match=r"normforge.calls.api has no forward_gone, .* layernorm2d_fwd"):
         without(api.layernorm2d_fwd, forward_gone=nothing)
 
 

@@ -17,10 +17,11 @@ from benchmarks.device_trace import Kernel, Launch, TraceError, calls_in
 from benchmarks.errors import UsageError
 from benchmarks.inputs import Inputs
 from benchmarks.profile import Row, kernel_rows, spilled_bytes, table
-from normforge import compiled, dispatch
-from normforge.compiled import KernelKey
-from normforge.machine import Machine
-from normforge.target import target_of
+from normforge.kernels import compiled
+from normforge.kernels.compiled import KernelKey
+from normforge.kernels.target import target_of
+from normforge.selection import dispatch
+from normforge.tools.machine import Machine
 
 from .small import CELLS, SUITE, provider, torch_norm
 

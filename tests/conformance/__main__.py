@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.environment import describe
 from benchmarks.progress import progress_to
 from normforge.errors import DeviceError
-from normforge.machine import find_machine
+from normforge.tools.machine import find_machine
 
 from . import report
 from .case import Case

@@ -12,11 +12,11 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import normforge
-from normforge import dispatch
 from normforge.codegen.emit import render_folder
 from normforge.codegen.model import DType, Mode, Norm
 from normforge.codegen.tiling import standard_ladder
 from normforge.errors import MissingInstanceError, TableError
+from normforge.selection import dispatch
 
 from ..runtime.folders import PLAIN, RMS, instance
 from .examples import fire

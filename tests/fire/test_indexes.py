@@ -12,8 +12,8 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import normforge
-from normforge import aot
 from normforge.errors import AotError
+from normforge.kernels import binaries
 
 from .examples import fire
 from .mutation import changed
@@ -28,9 +28,9 @@ ROW = {
     "source_sha256": "2" * 64,
 }
 INDEX: dict[str, Any] = {
-    "format": aot.FORMAT,
+    "format": binaries.FORMAT,
     "normforge": "0.1.0",
-    "triton": aot.triton_version(),
+    "triton": binaries.triton_version(),
     "arch": "sm_90",
     "kernels": [ROW, ROW | {"key": "b", "file": "rms_bwd_bf16_rows-0123456789abcdef"}],
 }
@@ -71,7 +71,7 @@ indexes = st.one_of(changed(INDEX, _VALUES).map(_text), changed(INDEX, _VALUES).
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_loaded() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aot, "_folder", None)
+        patch.setattr(binaries, "_folder", None)
         yield
 
 
@@ -80,7 +80,7 @@ def _nothing_loaded() -> Any:
 def test_an_index(data: bytes) -> None:
     with new_world() as world:
         (world / "kernels").mkdir()
-        (world / "kernels" / aot.INDEX).write_bytes(data)
+        (world / "kernels" / binaries.INDEX).write_bytes(data)
         before = snapshot(world)
         refusal = None
         try:
@@ -92,7 +92,7 @@ def test_an_index(data: bytes) -> None:
         if refusal is not None:
             assert str(world / "kernels") in refusal
             return
-        there = aot.loaded()
+        there = binaries.loaded()
         assert there is not None
         for key, row in there.rows.items():
             assert isinstance(key, str)

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import normforge
-from normforge import on_demand
 from normforge.codegen import cli, manifest
 from normforge.errors import CacheError, RecordError, TableError
-from normforge.table import load_folder
+from normforge.selection import on_demand
+from normforge.selection.table import load_folder
 
 from .examples import fire
 from .faults import FINISHED, KILL, NO_SPACE, at_step, child, ended, killed_after, with_room_for

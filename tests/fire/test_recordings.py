@@ -7,11 +7,11 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import normforge
-from normforge import recording
 from normforge.codegen import manifest
 from normforge.codegen.model import Bucket, DType, Mode, Norm
 from normforge.codegen.tiling import standard_ladder
 from normforge.errors import RecordError
+from normforge.selection import recording
 
 from .documents import manifests, scalars
 from .examples import fire

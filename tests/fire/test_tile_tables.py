@@ -12,13 +12,13 @@ from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 import normforge
-from normforge import dispatch
 from normforge.codegen.emit import parts
 from normforge.codegen.errors import TileTableError
 from normforge.codegen.model import ANY, Bucket, Direction, DType, Instance, Mode, Norm, Part, Pipeline, Tile, Tiles
 from normforge.codegen.tile_tables import read_table
 from normforge.codegen.tiling import class_of
-from normforge.table import RetiledTable, load_folder
+from normforge.selection import dispatch
+from normforge.selection.table import RetiledTable, load_folder
 
 from ..kernels.compilation import TARGETS, compile_kernel
 from ..runtime.folders import write

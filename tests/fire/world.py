@@ -11,8 +11,8 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-from normforge import cli
-from normforge.table import Table, load_folder
+from normforge.selection.table import Table, load_folder
+from normforge.tools import cli
 
 # In names and values that are never to reach an emitted file, and what such a one might make if it were run.
 CANARY = "INJECTED"

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from normforge import LayerNormOutput, reference
+from normforge.calls.output import NormGradients
 from normforge.codegen.model import Mode
-from normforge.compare import compare, compare_gradients
-from normforge.output import NormGradients
+from normforge.tools.compare import compare, compare_gradients
 
 EPS = 1e-5
 # RMSNorm's weight_offset.

@@ -8,10 +8,10 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
-from normforge import rules
 from normforge.codegen.model import DType, Instance, Part, Pipeline, Tile
 from normforge.codegen.tiling import LOAD_BYTES, WARP
-from normforge.kernels import row_alignment, scale_warps
+from normforge.kernels import rules
+from normforge.kernels.kernels import row_alignment, scale_warps
 
 
 @dataclass(frozen=True)

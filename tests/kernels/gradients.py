@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from normforge import reference
-from normforge.backward import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.backward import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.output import NormGradients
 from normforge.codegen.model import DType, Mode
-from normforge.compare import TOLERANCES
 from normforge.dtypes import TORCH_DTYPES
-from normforge.output import NormGradients
+from normforge.tools.compare import TOLERANCES
 
 EPS = 1e-5
 

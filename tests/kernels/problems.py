@@ -12,9 +12,9 @@ import torch
 import normforge
 from normforge import LayerNormOutput, reference
 from normforge.codegen.model import INPUT_DTYPES, DType, Mode, Norm
-from normforge.compare import compare
 from normforge.dtypes import TORCH_DTYPES
 from normforge.reference import ReferenceOutput
+from normforge.tools.compare import compare
 
 _FORWARD: dict[Norm, Callable[..., LayerNormOutput]] = {
     Norm.LAYER: normforge.layernorm2d_fwd,

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from normforge import rules
 from normforge.codegen import manifest
 from normforge.codegen.model import Direction, DType, FusedAdd, Instance, Mode, Norm, Part, Pipeline, Rounding, Tile
+from normforge.kernels import rules
 
 from .compilation import TARGETS, Target, compile_kernel, register_cap, usage
 from .rendering import kernel_of

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from normforge import dispatch
-from normforge.backward import rmsnorm2d_bwd
+from normforge.calls.backward import rmsnorm2d_bwd
 from normforge.codegen.tiling import MOST_RESIDENT_WARPS
-from normforge.compiled import MOST_ROWS_IN_I32, row_count_type
-from normforge.target import named_target
+from normforge.kernels.compiled import MOST_ROWS_IN_I32, row_count_type
+from normforge.kernels.target import named_target
+from normforge.selection import dispatch
 
 
 def test_no_round_of_a_loop_over_rows_leaves_32_bits() -> None:

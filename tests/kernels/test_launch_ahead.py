@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from normforge.ahead_of_time.compile_keys import compile_keys
 from normforge.codegen import emit
 from normforge.codegen.model import (
     ANY,
@@ -23,9 +24,8 @@ from normforge.codegen.model import (
     Tile,
     Tiles,
 )
-from normforge.compiled import compile_for
-from normforge.keys import compile_keys
-from normforge.target import named_target
+from normforge.kernels.compiled import compile_for
+from normforge.kernels.target import named_target
 
 from .compilation import TARGETS, Target, compile_kernel
 from .rendering import kernel_of

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import normforge
-from normforge import LayerNormOutput, dispatch, reference
+from normforge import LayerNormOutput, reference
 from normforge.codegen.model import Pipeline, Tile
-from normforge.compare import compare
-from normforge.table import RetiledTable
+from normforge.selection import dispatch
+from normforge.selection.table import RetiledTable
+from normforge.tools.compare import compare
 
 ROWS, BLOCK = 4, 128
 # A tile and a part of one.

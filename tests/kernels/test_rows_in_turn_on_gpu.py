@@ -8,7 +8,7 @@ import torch
 import normforge
 from normforge import LayerNormOutput, reference
 from normforge.codegen.model import Direction, DType, FusedAdd, Mode, Norm
-from normforge.compare import compare
+from normforge.tools.compare import compare
 
 from .gradients import GradientProblem
 

@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 
 from normforge import LayerNormOutput
+from normforge.calls.output import NormGradients
 from normforge.codegen.model import Direction, DType, FusedAdd, Mode, Norm, Pipeline
 from normforge.codegen.tiling import power_of_two
 from normforge.dtypes import TORCH_DTYPES
-from normforge.output import NormGradients
 
 from .bare import OFFSET, check_forward, check_gradients, outputs, run, run_backward, saved
 from .rendering import kernel_of

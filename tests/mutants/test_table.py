@@ -12,10 +12,18 @@ from .table import MUTANTS
 
 # What decides which numbers come out, or that none do.
 _RUNTIME = (
-    *("allocate", "aot", "arguments", "autograd", "compiled", "direct", "dispatch", "forward", "functional"),
-    *("gradient_arguments", "gradient_plan", "gradients", "hashes", "kernels", "keys", "launch", "launcher"),
-    *("on_demand", "operands", "operator_autograd", "operators", "overlap", "patching", "plan", "recording"),
-    *("row_statistics", "rules", "table", "tracing"),
+    *(
+        "ahead_of_time/compile_keys",
+        "calls/arguments",
+        "calls/forward",
+        "calls/gradient_arguments",
+        "calls/gradient_plan",
+    ),
+    *("calls/gradients", "calls/launch", "calls/operands", "calls/overlap", "calls/plan", "calls/recorded"),
+    *("calls/row_statistics", "calls/traced", "kernels/binaries", "kernels/compiled", "kernels/kernels"),
+    *("kernels/launcher", "kernels/rules", "nn/functional", "nn/patching", "operators/gradients"),
+    *("operators/registered", "selection/dispatch", "selection/on_demand", "selection/recording", "selection/table"),
+    *("upstream/torch_allocator", "upstream/triton_hashes", "upstream/triton_launcher"),
 )
 _CODEGEN = ("emit", "folder", "model", "select", "signature", "staging", "tiling")
 # A docstring and nothing else.

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _GENERATOR = ("templates/", "codegen/", "instances.yaml")
 # Where the copy is laid out as it would be installed; the same as the Makefile's lint has it.
 _LINKS = Path(".links")
-_PACKAGES = ("codegen", "generated", "templates")
+_PACKAGES = ("codegen", "generated", "templates", "tools")
 
 
 class GenerateError(Exception):

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import normforge
-from normforge import cli
 from normforge.errors import FrozenError, MissingInstanceError, NormforgeError
+from normforge.tools import cli
 
 from . import oracle
 from .gradient_problems import StepKind, draw_step, draw_step_kind

@@ -14,7 +14,7 @@ import torch
 import normforge
 from normforge import LayerNormOutput, reference
 from normforge.codegen.model import FusedQuant, Rounding
-from normforge.compare import compare
+from normforge.tools.compare import compare
 
 # A row length that each pipeline serves, with a ragged last chunk where there are several.
 LENGTHS = {"rows": 64, "one_pass": 1500, "two_pass": 33000}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from normforge import dispatch
+from normforge.selection import dispatch
 
 
 @pytest.fixture(autouse=True)

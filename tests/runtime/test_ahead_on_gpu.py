@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import normforge
-from normforge import compiled, direct, dispatch
-from normforge.architecture import architecture
+from normforge.kernels import compiled
+from normforge.kernels.architecture import architecture
+from normforge.selection import dispatch
+from normforge.upstream import triton_launcher
 
 from .calls import ORACLE, agree, printed, python
 
@@ -50,7 +52,7 @@ knobs.compilation.listener = lambda **given: print("compiled", given["cache_hit"
 
 
 def command(*argv: str) -> str:
-    return f"from normforge.cli import main; raise SystemExit(main({list(argv)!r}))"
+    return f"from normforge.tools.cli import main; raise SystemExit(main({list(argv)!r}))"
 
 
 def lengths() -> str:
@@ -123,7 +125,7 @@ def test_a_damaged_binary_is_never_run(ahead: Path, tmp_path: Path) -> None:
 def test_the_public_launch_compiles_nothing_when_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "plans", {})
     monkeypatch.setattr(compiled, "_compiled", {})
-    monkeypatch.setattr(direct, "bind", lambda *_: None)
+    monkeypatch.setattr(triton_launcher, "bind", lambda *_: None)
     x, weight = torch.randn(8, 1904, device="cuda"), torch.ones(1904, device="cuda")
     normforge.warmup([1904], ["ln_fwd_fp32"], bias_dtypes=[None], progress=False)
     monkeypatch.setenv("NORMFORGE_FROZEN", "1")

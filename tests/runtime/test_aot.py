@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 
 import normforge
-from normforge import aot, cli, compiled, dispatch
-from normforge.aot import INDEX, Folder, read, source_digest, triton_version
-from normforge.aot_build import Built, build
-from normforge.compiled import compile_for, obtain
+from normforge.ahead_of_time.build import Built, build
+from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
 from normforge.errors import AotError, FrozenError
-from normforge.keys import CompileKey, compile_keys
-from normforge.target import named_target
+from normforge.kernels import binaries, compiled
+from normforge.kernels.binaries import INDEX, Folder, read, source_digest, triton_version
+from normforge.kernels.compiled import compile_for, obtain
+from normforge.kernels.target import named_target
+from normforge.selection import dispatch
+from normforge.tools import cli
 
 from .folders import RMS, instance, write
 from .stand_in_driver import Driver, driving
@@ -41,7 +43,7 @@ def made(out: Path, keys: list[CompileKey], arch: str = "sm_90") -> Built:
 @pytest.fixture(autouse=True)
 def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_compiled", {})
-    monkeypatch.setattr(aot, "_folder", None)
+    monkeypatch.setattr(binaries, "_folder", None)
     for variable in ("NORMFORGE_FROZEN", "NORMFORGE_AOT"):
         monkeypatch.delenv(variable, raising=False)
 
@@ -272,7 +274,7 @@ MALFORMED: dict[str, str] = {
 
 @pytest.mark.parametrize("text", MALFORMED.values(), ids=MALFORMED)
 def test_an_index_that_is_malformed_is_refused(text: str, tmp_path: Path) -> None:
-    about = {"format": aot.FORMAT, "normforge": "0", "triton": triton_version(), "arch": "sm_90"}
+    about = {"format": binaries.FORMAT, "normforge": "0", "triton": triton_version(), "arch": "sm_90"}
     if text.startswith('{"kernels": ['):
         text = json.dumps(about)[:-1] + ", " + text[1:]
     (tmp_path / INDEX).write_text(text, errors="surrogateescape")
@@ -289,7 +291,7 @@ def test_an_index_that_is_no_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_right_index_is_taken(tmp_path: Path) -> None:
-    about = {"format": aot.FORMAT, "normforge": "0", "triton": triton_version(), "arch": "sm_90"}
+    about = {"format": binaries.FORMAT, "normforge": "0", "triton": triton_version(), "arch": "sm_90"}
     (tmp_path / INDEX).write_text(json.dumps(about | {"kernels": [ROW]}))
     assert set(read(tmp_path).rows) == {"a"}
 
@@ -299,7 +301,7 @@ def test_a_folder_that_is_refused_leaves_the_one_before(folder: Path, tmp_path: 
     normforge.load_aot(folder)
     with pytest.raises(AotError):
         normforge.load_aot(tmp_path / "none")
-    there = aot.loaded()
+    there = binaries.loaded()
     assert there is not None
     assert there.path == folder
 

@@ -9,8 +9,8 @@ import torch
 
 from normforge import LayerNormOutput, reference
 from normforge.codegen.model import Rounding
-from normforge.compare import compare
 from normforge.reference import ReferenceOutput
+from normforge.tools.compare import compare
 
 from .calls import FLOATS, ORACLE, QUANTISED, each_float, each_norm, each_quantised, quantising
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from normforge import aot, compiled
-from normforge.compiled import KernelKey, integer_type, obtain, pointer_type
-from normforge.target import named_target
+from normforge.kernels import binaries, compiled
+from normforge.kernels.compiled import KernelKey, integer_type, obtain, pointer_type
+from normforge.kernels.target import named_target
 
 KEY = KernelKey(
     "somewhere.ln_fwd_bf16:ln_fwd_bf16_rows",
@@ -59,7 +59,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[KernelKey]:
     monkeypatch.setattr(compiled, "_compiled", {})
     monkeypatch.setattr(compiled, "_start_driver", lambda: None)
     monkeypatch.setattr(compiled, "compile_for", compile_for)
-    monkeypatch.setattr(aot, "_folder", None)
+    monkeypatch.setattr(binaries, "_folder", None)
     monkeypatch.delenv("NORMFORGE_AOT", raising=False)
     return given
 
@@ -115,7 +115,7 @@ def test_a_kernel_compiled_ahead_of_time_is_taken_first(
     asked: list[KernelKey], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead = Kernel()
-    monkeypatch.setattr(aot, "find", lambda key, *_: ahead if key == KEY else None)
+    monkeypatch.setattr(binaries, "find", lambda key, *_: ahead if key == KEY else None)
     assert obtain(KEY, Function(), TARGET, 0) is ahead
     assert ahead.function == "a function"
     assert obtain(OTHER, Function(), TARGET, 0) is not ahead

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import triton
 
-from normforge import direct
+from normforge.upstream import triton_launcher
 
 GRID, STREAM, FUNCTION, METADATA = (5, 2, 1), 1234, 99, (4, 1, 0)
 VALUES, FIXED = (0x10, 0x20, 7), (64, 128)
 # In the kernel's order: the second pointer, the first, a constant, the number, another constant.
-ARGUMENTS = direct.Arguments(itemgetter(1, 0, 3, 2, 4), FIXED, device=0)
+ARGUMENTS = triton_launcher.Arguments(itemgetter(1, 0, 3, 2, 4), FIXED, device=0)
 TAKEN = (0x20, 0x10, 64, 7, 128)
 
 Calls = list[tuple[Any, ...]]
@@ -72,7 +72,7 @@ def with_attributes(launcher: Any, calls: Calls, attributes: dict[str, Any]) -> 
 
 
 def compiled(launcher: Any) -> Any:
-    def metadata(grid: direct.Grid, stream: int, *arguments: Any) -> str:
+    def metadata(grid: triton_launcher.Grid, stream: int, *arguments: Any) -> str:
         return f"about {grid} {stream} {len(arguments)}"
 
     return SimpleNamespace(run=launcher, function=FUNCTION, packed_metadata=METADATA, launch_metadata=metadata)
@@ -80,8 +80,8 @@ def compiled(launcher: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "current_stream", lambda device: STREAM + device)
-    direct._say_once.cache_clear()
+    monkeypatch.setattr(triton_launcher, "current_stream", lambda device: STREAM + device)
+    triton_launcher._say_once.cache_clear()
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def hook() -> Iterator[list[Any]]:
 
 def test_triton_36_is_given_its_arguments_one_by_one() -> None:
     calls: Calls = []
-    launch = direct.bind(compiled(declared_36(calls)), ARGUMENTS)
+    launch = triton_launcher.bind(compiled(declared_36(calls)), ARGUMENTS)
     assert launch is not None
     launch(GRID, VALUES)
     assert calls == [
@@ -105,7 +105,7 @@ def test_triton_36_is_given_its_arguments_one_by_one() -> None:
 
 def test_triton_37_is_given_its_arguments_as_a_tuple() -> None:
     calls: Calls = []
-    launch = direct.bind(compiled(declared_37(calls)), ARGUMENTS)
+    launch = triton_launcher.bind(compiled(declared_37(calls)), ARGUMENTS)
     assert launch is not None
     launch(GRID, VALUES)
     nothing = (None, None, None, None, None)
@@ -118,7 +118,7 @@ def test_triton_37_is_given_its_arguments_as_a_tuple() -> None:
 @pytest.mark.parametrize("more", [{"global_scratch_size": 64}, {"profile_scratch_size": 64}, {"gsan_enabled": True}])
 def test_a_launch_that_is_more_than_one_call_goes_through_the_launcher(declared: Any, more: dict[str, Any]) -> None:
     calls: Calls = []
-    launch = direct.bind(compiled(declared(calls, **more)), ARGUMENTS)
+    launch = triton_launcher.bind(compiled(declared(calls, **more)), ARGUMENTS)
     assert launch is not None
     launch(GRID, VALUES)
     assert calls == [("launcher", *GRID, STREAM, FUNCTION, METADATA, None, None, None, *TAKEN)]
@@ -129,7 +129,7 @@ def test_another_vendors_launcher_is_called_itself() -> None:
     launcher = declared_37(calls)
     type(launcher).__name__ = "HIPLauncher"
     del launcher.global_scratch_size
-    launch = direct.bind(compiled(launcher), ARGUMENTS)
+    launch = triton_launcher.bind(compiled(launcher), ARGUMENTS)
     assert launch is not None
     launch(GRID, VALUES)
     assert calls == [("launcher", *GRID, STREAM, FUNCTION, METADATA, None, None, None, *TAKEN)]
@@ -138,7 +138,7 @@ def test_another_vendors_launcher_is_called_itself() -> None:
 @pytest.mark.parametrize("declared", [declared_36, declared_37])
 def test_hooks_are_honoured_from_when_they_are_set(declared: Any, hook: list[Any]) -> None:
     calls: Calls = []
-    launch = direct.bind(compiled(declared(calls)), ARGUMENTS)
+    launch = triton_launcher.bind(compiled(declared(calls)), ARGUMENTS)
     assert launch is not None
     launch(GRID, VALUES)
     hooks = triton.knobs.runtime
@@ -151,7 +151,7 @@ def test_hooks_are_honoured_from_when_they_are_set(declared: Any, hook: list[Any
 
 def test_a_hook_in_the_chains_place_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: Calls = []
-    launch = direct.bind(compiled(declared_37(calls)), ARGUMENTS)
+    launch = triton_launcher.bind(compiled(declared_37(calls)), ARGUMENTS)
     assert launch is not None
     monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", print)
     launch(GRID, VALUES)
@@ -183,7 +183,7 @@ def test_what_is_not_known_is_left_alone_and_said_once(
     launcher: Any, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "normforge"):
-        assert [direct.bind(compiled(launcher), ARGUMENTS) for _ in range(3)] == [None] * 3
+        assert [triton_launcher.bind(compiled(launcher), ARGUMENTS) for _ in range(3)] == [None] * 3
     (record,) = caplog.records
     assert why in record.getMessage()
     assert "public interface" in record.getMessage()
@@ -194,7 +194,7 @@ def test_a_kernel_that_cannot_be_loaded_says_why() -> None:
         raise MemoryError("shared memory")
 
     with pytest.raises(MemoryError, match="shared memory"):
-        direct.bind(compiled(functools.partial(out_of_resources)), ARGUMENTS)
+        triton_launcher.bind(compiled(functools.partial(out_of_resources)), ARGUMENTS)
 
 
 def test_the_triton_here_is_known() -> None:
@@ -203,4 +203,4 @@ def test_the_triton_here_is_known() -> None:
     from triton.backends.nvidia.driver import CudaLauncher
 
     for launcher in (CudaLauncher, HIPLauncher):
-        assert direct.declared(launcher) in direct.DECLARED
+        assert triton_launcher.declared(launcher) in triton_launcher.DECLARED

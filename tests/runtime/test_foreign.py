@@ -14,8 +14,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils import _pytree as pytree
 
 import normforge
-from normforge import dispatch, errors
-from normforge.backward import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge import errors
+from normforge.calls.backward import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.selection import dispatch
 
 from .calls import FORWARD, each_norm, same_bits
 
@@ -254,7 +255,7 @@ def test_distributed_tensors_among_others_are_never_launched(name: str, mesh: An
     FORWARD["layer"](**given, fadd=1)
     normforge.add_layer_norm(**given)
     given[name] = DTensor.from_local(given[name], mesh, [Replicate()])
-    monkeypatch.setattr(normforge.launcher.Launcher, "launch_tensors", fail)
+    monkeypatch.setattr(normforge.kernels.launcher.Launcher, "launch_tensors", fail)
     # torch says what it has no rule for; a DTensor beside plain tensors it refuses of its own operators too.
     for call in (lambda: FORWARD["layer"](**given, fadd=1), lambda: normforge.add_layer_norm(**given)):
         with pytest.raises(Exception, match=r"(?i)dtensor|sharding"):

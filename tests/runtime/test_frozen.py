@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from normforge import aot, compiled, direct, dispatch
-from normforge.compiled import compile_for, obtain
+from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
 from normforge.errors import FrozenError, SettingError
-from normforge.keys import CompileKey, compile_keys
-from normforge.launcher import Launcher
-from normforge.target import named_target
+from normforge.kernels import binaries as aot
+from normforge.kernels import compiled
+from normforge.kernels.compiled import compile_for, obtain
+from normforge.kernels.launcher import Launcher
+from normforge.kernels.target import named_target
+from normforge.selection import dispatch
+from normforge.upstream import triton_launcher
 
 from .calls import check, python
 from .stand_in_driver import driving
@@ -98,9 +101,9 @@ def test_another_process_loads_it_too(cache: Path) -> None:
     key = a_key()
     compile_for(key.key, key.function, TARGET)
     code = """
-from normforge.compiled import compile_for
-from normforge.keys import compile_keys
-from normforge.target import named_target
+from normforge.kernels.compiled import compile_for
+from normforge.ahead_of_time.compile_keys import compile_keys
+from normforge.kernels.target import named_target
 for n in (64, 65):
     (key,) = compile_keys([n], ["rms_fwd_bf16"], arch="sm_90", rows=["few"])
     print(len(compile_for(key.key, key.function, named_target("sm_90")).asm["cubin"]) > 0)
@@ -117,10 +120,10 @@ def test_a_kernel_has_one_hash_whatever_was_hashed_before_it() -> None:
 
     def hashed(step: int) -> list[str]:
         code = f"""
-from normforge import hashes
-from normforge.keys import compile_keys
+from normforge.upstream import triton_hashes
+from normforge.ahead_of_time.compile_keys import compile_keys
 for key in compile_keys([96, 4099, 131072], ["ln_*_bf16*", "rms_fwd_bf16"], arch="sm_90")[::{step}]:
-    hashes.settle(key.function)
+    triton_hashes.settle(key.function)
     print(key.key.symbol, key.function.cache_key)
 """
         return sorted(set(python(code).stdout.splitlines()))
@@ -159,7 +162,7 @@ def test_a_key_says_all_that_triton_makes_of_a_launch(mode: str, n: int, cache: 
 def test_the_public_launch_compiles_nothing_more(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Triton's inner launcher is another, kernels are launched with tensors, and are those of the key."""
     key = a_key()
-    monkeypatch.setattr(direct, "bind", lambda *_: None)
+    monkeypatch.setattr(triton_launcher, "bind", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     names = list(dict(key.key.arguments))
     types = {name: kind for name, kind in key.key.arguments if isinstance(kind, str) and not name.endswith("_stride")}

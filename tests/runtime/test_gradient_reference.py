@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from normforge import reference
-from normforge.compare import compare_gradients
-from normforge.output import NormGradients
+from normforge.calls.output import NormGradients
 from normforge.reference import ReferenceGradients
+from normforge.tools.compare import compare_gradients
 
 M, N = 3, 37
 EPS = 1e-5

@@ -9,19 +9,19 @@ import pytest
 import torch
 
 import normforge
-from normforge import dispatch
-from normforge.backward import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.backward import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.output import NormGradients
 from normforge.codegen.model import DType, Mode, Norm, Rounding
 from normforge.codegen.tiling import SMALL_M
-from normforge.compare import compare_gradients
-from normforge.compiled import pointer_type
 from normforge.errors import LayoutError
 from normforge.gradient_reference import ReferenceGradients
-from normforge.launcher import Launcher
-from normforge.output import NormGradients
+from normforge.kernels.compiled import pointer_type
+from normforge.kernels.launcher import Launcher
 from normforge.reference import layernorm2d_bwd as layernorm2d_bwd_oracle
 from normforge.reference import rmsnorm2d_bwd as rmsnorm2d_bwd_oracle
-from normforge.table import Table
+from normforge.selection import dispatch
+from normforge.selection.table import Table
+from normforge.tools.compare import compare_gradients
 
 from .calls import FORWARD, ORACLE, agree, each_norm
 

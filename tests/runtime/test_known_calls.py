@@ -12,11 +12,13 @@ import pytest
 import torch
 
 import normforge
-from normforge import dispatch, errors, forward, gradient_plan, gradients
-from normforge.backward import layernorm2d_bwd, rmsnorm2d_bwd
-from normforge.launcher import Launcher
-from normforge.plan import Plan
-from normforge.target import Target
+from normforge import errors
+from normforge.calls import forward, gradient_plan, gradients
+from normforge.calls.backward import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.plan import Plan
+from normforge.kernels.launcher import Launcher
+from normforge.kernels.target import Target
+from normforge.selection import dispatch
 
 from .calls import FORWARD, ORACLE, agree, each_norm, same_bits
 from .test_bad_arguments import STORE, TABLES, Case, N, X

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from normforge.keys import CompileKey, compile_keys
+from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
 
 # A length of each pipeline that tables have, and one whose rows start anywhere.
 LENGTHS = (64, 1500, 4099, 20000, 131072)

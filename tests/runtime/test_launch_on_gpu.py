@@ -11,10 +11,13 @@ import pytest
 import torch
 
 import normforge
-from normforge import compiled, direct, dispatch, errors
-from normforge.backward import layernorm2d_bwd
-from normforge.launcher import Launcher
-from normforge.plan import Plan
+from normforge import errors
+from normforge.calls.backward import layernorm2d_bwd
+from normforge.calls.plan import Plan
+from normforge.kernels import compiled
+from normforge.kernels.launcher import Launcher
+from normforge.selection import dispatch
+from normforge.upstream import triton_launcher
 
 from .calls import FORWARD, ORACLE, agree, each_norm, same_bits
 from .test_bad_arguments import TABLES, Case
@@ -98,7 +101,7 @@ def test_a_launch_goes_straight_to_the_compiled_kernel_and_gives_what_tritons_ow
     inner = [FORWARD[norm](x, weight, **given) for given in ({}, modes) for _ in range(2)]
     assert launchers()
     assert all(launcher.launch is not None for launcher in launchers())
-    monkeypatch.setattr(direct, "bind", lambda *_: None)
+    monkeypatch.setattr(triton_launcher, "bind", lambda *_: None)
     monkeypatch.setattr(dispatch, "plans", {})
     public = [FORWARD[norm](x, weight, **given) for given in ({}, modes) for _ in range(2)]
     assert all(launcher.launch is None for launcher in launchers())

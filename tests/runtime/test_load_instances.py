@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import normforge
-from normforge import dispatch
 from normforge.codegen.model import Pipeline, Tile
 from normforge.errors import MissingInstanceError, TableError
-from normforge.table import FORMAT
+from normforge.selection import dispatch
+from normforge.selection.table import FORMAT
 
 from .calls import check, printed, python
 from .folders import PLAIN, RMS, instance, write

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import normforge
-from normforge import dispatch, on_demand
 from normforge.codegen import emit
 from normforge.codegen.model import DType, Mode, Norm
 from normforge.errors import CacheError, IllegalCombinationError, MissingInstanceError, SettingError
+from normforge.selection import dispatch, on_demand
 
 from .calls import LENGTHS, check, each_norm, each_pipeline, printed
 from .folders import PLAIN, instance, write
@@ -386,12 +386,12 @@ def test_processes_that_miss_at_once(tmp_path: Path) -> None:
     ready.mkdir()
     code = f"""
 import os, pathlib, time
-import triton, jinja2, normforge.on_demand
+import triton, jinja2, normforge.selection.on_demand
 (pathlib.Path({str(ready)!r}) / str(os.getpid())).touch()
 while not os.path.exists({str(go)!r}):
     time.sleep(0.001)
 {CALL}
-print(*(path.name for path in normforge.on_demand.cache_folder().glob(".*")))
+print(*(path.name for path in normforge.selection.on_demand.cache_folder().glob(".*")))
 """
     environment = os.environ | {"NORMFORGE_CACHE": str(cache)}
     command = [sys.executable, "-c", code]

@@ -13,10 +13,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import normforge
-from normforge import api, errors, functional, operators
-from normforge import backward as backward_functions
-from normforge.backward import layernorm2d_bwd, rmsnorm2d_bwd
-from normforge.output import LayerNormOutput, NormGradients
+from normforge import errors
+from normforge.calls import api
+from normforge.calls import backward as backward_functions
+from normforge.calls.backward import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.output import LayerNormOutput, NormGradients
+from normforge.nn import functional
+from normforge.operators import registered
 
 from .calls import FORWARD, each_norm, printed, same_bits
 
@@ -71,7 +74,7 @@ def arguments(norm: str, modes: dict[str, Any]) -> tuple[Any, ...]:
         "rounding": "nearest",
         **modes,
     }
-    names = [argument.name for argument in operators.FORWARD[norm]._schema.arguments]
+    names = [argument.name for argument in registered.FORWARD[norm]._schema.arguments]
     return tuple(given.get(name) for name in names)
 
 
@@ -93,13 +96,13 @@ def gradient_arguments(norm: str, **others: Any) -> tuple[Any, ...]:
         "wants": ["dx", "dweight", "dbias"] if norm == "layer" else ["dx", "dweight"],
         **others,
     }
-    return tuple(given.get(argument.name) for argument in operators.BACKWARD[norm]._schema.arguments)
+    return tuple(given.get(argument.name) for argument in registered.BACKWARD[norm]._schema.arguments)
 
 
 @each_mode
 @each_norm
 def test_torchs_checks_of_a_forward_operator(norm: str, modes: dict[str, Any]) -> None:
-    torch.library.opcheck(operators.FORWARD[norm], arguments(norm, made(modes)))
+    torch.library.opcheck(registered.FORWARD[norm], arguments(norm, made(modes)))
 
 
 @pytest.mark.parametrize("modes", [MODES["saved"], MODES["add and store"]], ids=["plain", "add"])
@@ -109,7 +112,7 @@ def test_torchs_checks_of_a_differentiated_operator(norm: str, modes: dict[str, 
     for value in values:
         if isinstance(value, torch.Tensor):
             value.requires_grad_()
-    torch.library.opcheck(operators.FORWARD[norm], values)
+    torch.library.opcheck(registered.FORWARD[norm], values)
 
 
 @pytest.mark.parametrize("modes", [MODES["plain"], MODES["int8"], MODES["add and store"]], ids=["plain", "int8", "add"])
@@ -118,7 +121,7 @@ def test_torchs_checks_of_an_operator_that_writes(norm: str, modes: dict[str, An
     given = made(modes)
     out = torch.empty(M, N, dtype=torch.int8 if "fquant" in given else torch.float32)
     residual_out = torch.empty_like(given["residual"]) if "residual" in given else None
-    torch.library.opcheck(operators.FORWARD_INTO[norm], (*arguments(norm, given), out, residual_out))
+    torch.library.opcheck(registered.FORWARD_INTO[norm], (*arguments(norm, given), out, residual_out))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +136,7 @@ def test_torchs_checks_of_an_operator_that_writes(norm: str, modes: dict[str, An
 )
 @each_norm
 def test_torchs_checks_of_a_backward_operator(norm: str, others: dict[str, Any]) -> None:
-    torch.library.opcheck(operators.BACKWARD[norm], gradient_arguments(norm, **others))
+    torch.library.opcheck(registered.BACKWARD[norm], gradient_arguments(norm, **others))
 
 
 @each_mode
@@ -145,7 +148,7 @@ def test_a_traced_call_returns_what_an_eager_one_does(norm: str, modes: dict[str
         return FORWARD[norm](x, weight, **given)
 
     graph = make_fx(call)(torch.randn(2, M, N), torch.randn(N))
-    assert any(node.target is operators.FORWARD[norm] for node in graph.graph.nodes)
+    assert any(node.target is registered.FORWARD[norm] for node in graph.graph.nodes)
     fresh = torch.randn(2, M, N), torch.randn(N)
     actual, expected = graph(*fresh), call(*fresh)
     assert all(same_bits(a, b) for a, b in zip(actual, expected, strict=True))
@@ -159,7 +162,7 @@ def _is_rows(value: object) -> bool:
 
 @each_norm
 def test_a_traced_gradient_is_what_an_eager_one_is(norm: str) -> None:
-    given = by_name(operators.BACKWARD[norm], gradient_arguments(norm))
+    given = by_name(registered.BACKWARD[norm], gradient_arguments(norm))
     dy, x = given.pop("dy"), given.pop("x")
     for unused in ("bias_dtype", "dx_dtype", "x_bias", "dresidual_out"):
         given.pop(unused, None)
@@ -170,7 +173,7 @@ def test_a_traced_gradient_is_what_an_eager_one_is(norm: str) -> None:
         return BACKWARD[norm](dy, x, **given)
 
     graph = make_fx(call)(dy, x)
-    assert any(node.target is operators.BACKWARD[norm] for node in graph.graph.nodes)
+    assert any(node.target is registered.BACKWARD[norm] for node in graph.graph.nodes)
     assert all(same_bits(a, b) for a, b in zip(graph(dy, x), call(dy, x), strict=True))
 
 
@@ -247,7 +250,7 @@ def gradients_of(norm: str, dtype: torch.dtype, residual_dtype: torch.dtype | No
     given = {name: tensor.requires_grad_() for name, tensor in tensors.items() if tensor is not None}
     exact = {name: tensor.detach().double().requires_grad_() for name, tensor in given.items()}
     fadd = "none" if residual_dtype is None else "pre_add_store"
-    y, *others = operators.FORWARD[norm](*arguments(norm, {**given, "fadd": fadd, "save_mv": True}))
+    y, *others = registered.FORWARD[norm](*arguments(norm, {**given, "fadd": fadd, "save_mv": True}))
     total = exact["x"] + exact["x_bias"] + exact.get("residual", 0)
     centred = total - total.mean(-1, keepdim=True) if norm == "layer" else total
     h = centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
@@ -275,7 +278,7 @@ def test_a_gradient_of_x_bias_is_summed_before_it_is_rounded() -> None:
     for tensor in (x, x_bias):
         tensor.requires_grad_()
     given = {"x": x, "x_bias": x_bias, "residual": residual, "fadd": "pre_add_store", "save_mv": True}
-    y, *_ = operators.FORWARD["layer"](*arguments("layer", {**given, "weight": None, "bias": None}))
+    y, *_ = registered.FORWARD["layer"](*arguments("layer", {**given, "weight": None, "bias": None}))
     dy = torch.randn(500, N).bfloat16()
     dx, dx_bias = torch.autograd.grad(y, (x, x_bias), dy)
     assert dx.dtype == torch.bfloat16
@@ -287,7 +290,7 @@ def test_a_gradient_of_x_bias_is_summed_before_it_is_rounded() -> None:
 def test_a_gradient_of_the_sum_alone() -> None:
     x, residual = (torch.randn(M, N).requires_grad_() for _ in range(2))
     given = {"x": x, "residual": residual, "fadd": "pre_add_store", "save_mv": True}
-    _, total, _, _ = operators.FORWARD["layer"](*arguments("layer", given))
+    _, total, _, _ = registered.FORWARD["layer"](*arguments("layer", given))
     arriving = torch.randn(M, N)
     assert all(torch.equal(g, arriving) for g in torch.autograd.grad(total, (x, residual), arriving))
 
@@ -298,7 +301,7 @@ def test_the_sum_has_a_gradient_where_what_is_summed_has(norm: str, asking: str)
     given = {"x": torch.randn(M, N), "residual": torch.randn(M, N), "x_bias": torch.randn(N), "weight": torch.randn(N)}
     given[asking].requires_grad_()
     modes: dict[str, Any] = {"fadd": "pre_add_store", "save_mv": True}
-    y, total, *statistics = operators.FORWARD[norm](*arguments(norm, {**given, **modes}))
+    y, total, *statistics = registered.FORWARD[norm](*arguments(norm, {**given, **modes}))
     assert (y.requires_grad, total.requires_grad) == (True, asking != "weight")
     assert not any(statistic.requires_grad for statistic in statistics)
     outputs = [y] if asking == "weight" else [y, total]
@@ -317,7 +320,7 @@ def test_the_sum_has_a_gradient_where_what_is_summed_has(norm: str, asking: str)
 @each_norm
 def test_what_kept_too_little_has_no_gradient(norm: str, modes: dict[str, Any], message: str) -> None:
     x = torch.randn(M, N, requires_grad=True)
-    y, *_ = operators.FORWARD[norm](*arguments(norm, {**made(modes), "x": x}))
+    y, *_ = registered.FORWARD[norm](*arguments(norm, {**made(modes), "x": x}))
     with pytest.raises(errors.GradientError, match=message):
         torch.autograd.grad(y.sum(), x)
 
@@ -326,7 +329,7 @@ def test_what_kept_too_little_has_no_gradient(norm: str, modes: dict[str, Any], 
 def test_a_quantised_operator_has_no_gradient(norm: str) -> None:
     x = torch.randn(M, N, requires_grad=True)
     with pytest.raises(errors.GradientError, match="requires a gradient and a quantised output has none"):
-        operators.FORWARD[norm](*arguments(norm, {"x": x, "fquant": "dynamic"}))
+        registered.FORWARD[norm](*arguments(norm, {"x": x, "fquant": "dynamic"}))
 
 
 @each_norm
@@ -338,6 +341,6 @@ def test_a_double_backward_is_refused_as_by_an_eager_call(norm: str) -> None:
         return str(raised.value)
 
     x = torch.randn(M, N, requires_grad=True)
-    y, *_ = operators.FORWARD[norm](*arguments(norm, {"x": x, "save_mv": True}))
+    y, *_ = registered.FORWARD[norm](*arguments(norm, {"x": x, "save_mv": True}))
     eager = normforge.layer_norm(x, (N,)) if norm == "layer" else normforge.rms_norm(x, (N,))
     assert second(y, x) == second(eager, x)

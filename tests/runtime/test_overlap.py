@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import normforge
+from normforge.calls.overlap import may_overlap
 from normforge.errors import LayoutError
-from normforge.overlap import may_overlap
 
 M, N = 3, 64
 

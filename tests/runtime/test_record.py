@@ -17,11 +17,11 @@ import pytest
 import torch
 
 import normforge
-from normforge import dispatch, recording
 from normforge.codegen import cli, manifest
 from normforge.codegen.model import Bucket, legal_modes
 from normforge.codegen.tiling import ladder_of
 from normforge.errors import MissingInstanceError, RecordError
+from normforge.selection import dispatch, recording
 
 from .calls import check, printed, python
 from .folders import PLAIN, RMS, instance, write
@@ -357,7 +357,7 @@ pathlib.Path(f"ready{sys.argv[1]}").touch()
 while len(list(pathlib.Path().glob("ready*"))) < 4:
     time.sleep(0.001)
 for n in (64, 200, 300, 600, 1500, 2500, 3500, 5000):
-    normforge.dispatch.find(getattr(normforge.keys, "modes_by_name")()[sys.argv[2]], n)
+    normforge.selection.dispatch.find(getattr(normforge.ahead_of_time.compile_keys, "modes_by_name")()[sys.argv[2]], n)
 """
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from normforge.allocate import allocator
-from normforge.row_statistics import pack, rstd_address, unpacked
+from normforge.calls.row_statistics import pack, rstd_address, unpacked
+from normforge.upstream.torch_allocator import allocator
 
 
 @pytest.mark.parametrize("mean", [False, True], ids=["rms", "layer"])

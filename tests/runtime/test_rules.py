@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from normforge import rules
-from normforge.allocate import allocator
 from normforge.codegen import model
 from normforge.codegen.model import Pipeline
-from normforge.table import Tile, make_tile
-from normforge.target import named_target
+from normforge.kernels import rules
+from normforge.kernels.target import named_target
+from normforge.selection.table import Tile, make_tile
+from normforge.upstream.torch_allocator import allocator
 
 H200 = named_target("sm_90")
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from normforge import dispatch
 from normforge.codegen.model import DType, FusedAdd, FusedQuant, Mode, Norm
+from normforge.selection import dispatch
 
 from .calls import FORWARD, ORACLE, agree, check, each_norm, each_pipeline
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import normforge
-from normforge import rules
 from normforge.codegen.model import Pipeline, Tile
-from normforge.target import Target, named_target
+from normforge.kernels import rules
+from normforge.kernels.target import Target, named_target
 
 SM_90 = named_target("sm_90")
 TILE = Tile(Pipeline.ONE_PASS, 1, 1024, 4, resident=8, stages=6)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import normforge
-from normforge import dispatch
 from normforge.codegen.model import ANY, Pipeline, Tile, legal_modes
 from normforge.errors import TableError
-from normforge.table import Entry, RetiledTable, Table
+from normforge.selection import dispatch
+from normforge.selection.table import Entry, RetiledTable, Table
 
 from .calls import LENGTHS, check
 

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from normforge import dispatch, trials, tune
-from normforge.cli import main
 from normforge.codegen import tile_tables
 from normforge.codegen.errors import TileTableError
 from normforge.codegen.model import Direction, Pipeline, Tile
 from normforge.codegen.tiling import CLASSES, TileClass, standard_ladder
-from normforge.compare import Finding
-from normforge.machine import Machine
-from normforge.result import Run
-from normforge.trials import Case, Sizes, Trial
+from normforge.selection import dispatch
+from normforge.tools import tile_trials, tune
+from normforge.tools.cli import main
+from normforge.tools.compare import Finding
+from normforge.tools.machine import Machine
+from normforge.tools.result import Run
+from normforge.tools.tile_trials import Case, Sizes, Trial
 
 CARD = Machine(torch.device("cpu"), "a card", interpreted=False)
 SIZES = Sizes(bytes=2**10, few=2, checked=3)
@@ -43,8 +44,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Clock], None]:
             retiled = next(iter(dispatch.loaded()))
             return ms(retiled.tile(1, "cpu").without_kernel())
 
-        monkeypatch.setattr(trials, "median_ms", timed)
-        monkeypatch.setattr(trials, "graph_ms", timed)
+        monkeypatch.setattr(tile_trials, "median_ms", timed)
+        monkeypatch.setattr(tile_trials, "graph_ms", timed)
 
     return say
 
@@ -61,7 +62,7 @@ def test_every_class_is_tuned_with_kernels_that_agree_with_the_reference(
     tiles = case.tiles(CARD.device, case.rows(SIZES))
     clock(lambda tile: float(len(tiles) - tiles.index(tile)))
     tried = []
-    outcome = trials.decide(case, CARD.device, SIZES, lambda: tried.append(1))
+    outcome = tile_trials.decide(case, CARD.device, SIZES, lambda: tried.append(1))
     assert outcome is not None
     assert outcome.refused == ()
     assert outcome.tried == len(tried) == len(tiles)
@@ -73,7 +74,7 @@ def test_the_present_tile_stays_unless_another_is_clearly_faster(clock: Callable
     present, other, *_ = case.tiles(CARD.device, case.rows(SIZES))
     for ms, expected in ((0.995, present), (0.98, other)):
         clock(lambda tile, ms=ms: {present: 1.0, other: ms}.get(tile, 2.0))  # type: ignore[misc]
-        outcome = trials.decide(case, CARD.device, SIZES, lambda: None)
+        outcome = tile_trials.decide(case, CARD.device, SIZES, lambda: None)
         assert outcome is not None
         assert (outcome.best, outcome.present, outcome.present_ms) == (expected, present, 1.0)
 
@@ -84,17 +85,17 @@ def test_a_tile_whose_kernel_fails_or_is_wrong_cannot_win(
     clock(lambda tile: 1.0)
     case = Case(PLAIN, N128, few=False)
     _, wrong, failing = case.tiles(CARD.device, case.rows(SIZES))[:3]
-    check = trials._why_not
+    check = tile_trials._why_not
 
-    def why_not(trial: trials.Trial, run: Run[Any]) -> str | None:
+    def why_not(trial: tile_trials.Trial, run: Run[Any]) -> str | None:
         if trial.tile == wrong:
             run = replace(run, validate=lambda outputs: (Finding("y", 1.0, 0.0, ok=False),))
         if trial.tile == failing:
             run = replace(run, call=out_of_registers)
         return check(trial, run)
 
-    monkeypatch.setattr(trials, "_why_not", why_not)
-    outcome = trials.decide(case, CARD.device, SIZES, lambda: None)
+    monkeypatch.setattr(tile_trials, "_why_not", why_not)
+    outcome = tile_trials.decide(case, CARD.device, SIZES, lambda: None)
     assert outcome is not None
     assert [line.partition("): ")[2] for line in outcome.refused] == [
         "y differ from the reference",
@@ -111,7 +112,7 @@ def test_trials_are_compiled_in_processes_of_their_own() -> None:
     case = Case(PLAIN, N128, few=True)
     fine, failing = Trial(case, case.tiles(CARD.device, 1)[0]), Trial(case, Tile(Pipeline.ROWS, 1, 100, 1))
     done: list[int] = []
-    trials.compile_all([failing, fine], CARD.device, jobs=1, advance=lambda: done.append(1))
+    tile_trials.compile_all([failing, fine], CARD.device, jobs=1, advance=lambda: done.append(1))
     assert len(done) == 2
 
 
@@ -160,7 +161,7 @@ def test_a_case_without_a_tile_is_reported(
     clock: Callable[[Clock], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     clock(lambda tile: 1.0)
-    monkeypatch.setattr(trials, "_why_not", lambda trial, run: "it does not fit")
+    monkeypatch.setattr(tile_trials, "_why_not", lambda trial, run: "it does not fit")
     out = tmp_path / "sm_90.yaml"
     assert run("--only", "fwd_16bit", "--n", "100", "--out", str(out)) == 1
     assert capsys.readouterr().out.count("no tile runs here for fwd_16bit, N = 1..128") == 2
@@ -197,7 +198,7 @@ MOST_TILES = 32
 
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 def test_candidates_are_few_and_each_can_serve_its_bucket(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "architecture", lambda device: arch)
+    monkeypatch.setattr(tile_trials, "architecture", lambda device: arch)
     for kind in CLASSES:
         for bucket in standard_ladder():
             for few in (False, True):

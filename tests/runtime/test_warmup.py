@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import normforge
-from normforge import cli, dispatch, gradient_plan, keys, parallel, plan, warming
-from normforge.backward import layernorm2d_bwd
+from normforge.ahead_of_time import compile_keys as keys
+from normforge.ahead_of_time import parallel, warmup
+from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
+from normforge.calls import gradient_plan, plan
+from normforge.calls.backward import layernorm2d_bwd
 from normforge.codegen.model import DType, Mode, Norm
-from normforge.compiled import KernelKey
 from normforge.errors import (
     CompileError,
     ConflictError,
@@ -22,9 +24,11 @@ from normforge.errors import (
     ShapeError,
     TargetError,
 )
-from normforge.keys import CompileKey, compile_keys
-from normforge.launcher import Launcher
-from normforge.target import Target, named_target, target_of
+from normforge.kernels.compiled import KernelKey
+from normforge.kernels.launcher import Launcher
+from normforge.kernels.target import Target, named_target, target_of
+from normforge.selection import dispatch
+from normforge.tools import cli
 
 from .calls import python
 from .folders import PLAIN, RMS, instance, write
@@ -151,7 +155,7 @@ OPTIONS: dict[str, tuple[Callable[[], object], list[str], dict[str, Any]]] = {
     ),
     "fp32 gradient": (
         lambda: torch.autograd.grad(
-            normforge.functional.normalise(
+            normforge.nn.functional.normalise(
                 Norm.RMS, x := rows(requires_grad=True), (N,), None, eps=1e-6, out_dtype=torch.float32
             )[0],
             x,
@@ -338,11 +342,11 @@ def test_a_gpu_is_what_is_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def obtained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[KernelKey, int]]:
     """What is compiled or loaded on a GPU that is not here."""
     taken: list[tuple[KernelKey, int]] = []
-    monkeypatch.setattr(warming, "gpu", lambda device: torch.device("cuda", 0))
-    monkeypatch.setattr(warming, "target_of", lambda device: named_target("sm_90"))
+    monkeypatch.setattr(warmup, "gpu", lambda device: torch.device("cuda", 0))
+    monkeypatch.setattr(warmup, "target_of", lambda device: named_target("sm_90"))
     monkeypatch.setattr(keys, "find_target", lambda *_: named_target("sm_90"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(warming, "obtain", lambda key, function, target, device: taken.append((key, device)))
+    monkeypatch.setattr(warmup, "obtain", lambda key, function, target, device: taken.append((key, device)))
     return taken
 
 

@@ -167,7 +167,7 @@ def _find() -> str | None:
 def _header(sanitizer: str, revision: str | None) -> dict[str, str]:
     # Late, because they import Triton, which has to find the interpreter turned on or off.
     from benchmarks.environment import describe
-    from normforge.machine import find_machine
+    from normforge.tools.machine import find_machine
 
     header = describe(find_machine(), (), revision)
     done = subprocess.run((sanitizer, "--version"), capture_output=True, text=True, check=False)

@@ -8,7 +8,7 @@ from functools import cache
 
 import normforge
 from normforge.codegen.model import Direction, DType, Mode, Norm, Part, Pipeline, legal_modes
-from normforge.table import Entry, Tile
+from normforge.selection.table import Entry, Tile
 
 # Whose tiles are sanitised.
 ARCH = "sm_90"

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import normforge
+from normforge.ahead_of_time.compile_keys import CompileKey
 from normforge.codegen import emit
 from normforge.codegen.model import Direction, Mode, Part, Pipeline
-from normforge.keys import CompileKey
 from tests.sanitizer.cells import ARCH, Cell, TileKind, cells, edges, kind_of, modes_by_name, share, text_of
 from tests.sanitizer.worker import call
 

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.cuda.set_device(device)
 
     from benchmarks.environment import describe
-    from normforge.machine import Machine
+    from normforge.tools.machine import Machine
 
     from ..properties import seed as seeds
     from .report import report

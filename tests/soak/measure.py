@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from normforge import dispatch
+from normforge.selection import dispatch
 
 MIB = 1 << 20
 

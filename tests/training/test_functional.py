@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 import normforge
-from normforge import dispatch
+from normforge.selection import dispatch
 
 from .oracle import (
     FLOATS,

@@ -10,8 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import normforge
-from normforge import operators
 from normforge.errors import GradientError
+from normforge.operators import registered
 
 from ..runtime.calls import FORWARD, each_norm, same_bits
 from .oracle import backward
@@ -40,7 +40,7 @@ def operator_into(norm: str, x: torch.Tensor, out: torch.Tensor, residual_out: t
     number = (None, 1e-5) if norm == "layer" else (1e-5, 0.0)
     fadd = "none" if residual_out is None else "pre_add_store"
     modes = (residual_out, fadd, None, "none", None, None, torch.float32, False, "nearest")
-    operators.FORWARD_INTO[norm](x, None, *number, *modes, out, residual_out)
+    registered.FORWARD_INTO[norm](x, None, *number, *modes, out, residual_out)
 
 
 @each_norm

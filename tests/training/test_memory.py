@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import normforge
-from normforge import dispatch
+from normforge.selection import dispatch
 
 from .oracle import Operands, backward, call, each_device, each_float, each_function, each_norm, operands
 

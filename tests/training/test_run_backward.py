@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from normforge import cli, reference
+from normforge import reference
 from normforge.reference import ReferenceGradients
+from normforge.tools import cli
 
 SMALL = ["run", "-m=5", "-n=130", "-bwd=1"]
 

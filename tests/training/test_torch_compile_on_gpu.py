@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import normforge
-from normforge import operators
+from normforge.operators import registered
 
 from ..runtime.calls import FORWARD, same_bits
 from . import models
@@ -154,11 +154,11 @@ def test_torchs_checks_of_operators(norm: str) -> None:
     x, residual, weight = rows(3), rows(3), torch.randn(N, device="cuda")
     first = (x, weight, None, 1e-5) if norm == "layer" else (x, weight, 1e-6, 0.0)
     fp8 = (residual, "pre_add_store", None, "dynamic", None, torch.float8_e4m3fn, torch.float32, True, "nearest")
-    torch.library.opcheck(operators.FORWARD[norm], (*first, *fp8))
+    torch.library.opcheck(registered.FORWARD[norm], (*first, *fp8))
     plain = (None, "none", None, "none", None, None, torch.float32, True, "nearest")
     differentiated = [t.detach().requires_grad_() if isinstance(t, torch.Tensor) else t for t in first]
-    torch.library.opcheck(operators.FORWARD[norm], (*differentiated, *plain))
-    _, *statistics = operators.FORWARD[norm](*first, *plain)
+    torch.library.opcheck(registered.FORWARD[norm], (*differentiated, *plain))
+    _, *statistics = registered.FORWARD[norm](*first, *plain)
     dy, wants = rows(3), ["dx", "dweight"]
     last = (None, None, None, None, wants) if norm == "layer" else (0.0, None, None, None, wants)
-    torch.library.opcheck(operators.BACKWARD[norm], (dy, x, weight, *statistics, *last))
+    torch.library.opcheck(registered.BACKWARD[norm], (dy, x, weight, *statistics, *last))

@@ -7,7 +7,7 @@ from ..mutant import Mutant
 _FUNCTIONAL = "tests/training/test_functional.py"
 _PATCHING = "tests/training/test_patching.py"
 _IN_PLACE = "tests/training/test_in_place.py"
-_AUTOGRAD = "runtime/autograd.py"
+_AUTOGRAD = "runtime/calls/recorded.py"
 
 MUTANTS = (
     Mutant(
@@ -45,7 +45,7 @@ MUTANTS = (
     Mutant(
         "a-write-to-out-is-not-counted",
         "what autograd kept of out is changed unseen, and gradients are of other values",
-        "runtime/launch.py",
+        "runtime/calls/launch.py",
         "        increment_version(y)\n",
         "",
         (f"{_IN_PLACE}::test_a_saved_x_cannot_be_overwritten_unseen",),
@@ -53,7 +53,7 @@ MUTANTS = (
     Mutant(
         "a-write-to-residual-out-is-not-counted",
         "what autograd kept of residual_out is changed unseen, and gradients are of other values",
-        "runtime/launch.py",
+        "runtime/calls/launch.py",
         "            increment_version(total)\n",
         "",
         (f"{_IN_PLACE}::test_a_saved_residual_cannot_be_overwritten_unseen",),
@@ -61,7 +61,7 @@ MUTANTS = (
     Mutant(
         "a-write-in-a-graph-is-not-counted",
         "an operator that writes to out leaves its version",
-        "runtime/operators.py",
+        "runtime/operators/registered.py",
         "        increment_version(out if residual_out is None else (out, residual_out))\n",
         "",
         (f"{_IN_PLACE}::test_a_write_behind_what_the_same_graph_keeps",),
@@ -69,7 +69,7 @@ MUTANTS = (
     Mutant(
         "out-may-require-a-gradient",
         "a leaf that requires a gradient is written to",
-        "runtime/forward.py",
+        "runtime/calls/forward.py",
         "        (output.requires_grad and torch.is_grad_enabled())\n",
         "        False\n",
         (f"{_IN_PLACE}::test_an_output_that_requires_a_gradient_is_refused",),
@@ -77,7 +77,7 @@ MUTANTS = (
     Mutant(
         "known-calls-detach",
         "an x that requires a gradient is detached in silence by a call that is known",
-        "runtime/forward.py",
+        "runtime/calls/forward.py",
         "            or (\n                torch.is_grad_enabled()\n",
         "            or (\n                False\n",
         ("tests/training/test_refusals.py::test_forward_functions_do_not_detach_in_silence",),
@@ -157,7 +157,7 @@ MUTANTS = (
     Mutant(
         "eps-of-rms-norm-is-layer-norms",
         "rms_norm without eps adds 1e-5",
-        "runtime/functional.py",
+        "runtime/nn/functional.py",
         '"rms", x, normalized_shape, weight, None, None, DEFAULT_EPS if eps is None else eps',
         '"rms", x, normalized_shape, weight, None, None, 1e-5 if eps is None else eps',
         (f"{_FUNCTIONAL}::test_torchs_own_call_and_defaults",),
@@ -165,7 +165,7 @@ MUTANTS = (
     Mutant(
         "weight-is-cast-before-it-multiplies",
         "T5's norm rounds behind the weight instead of before it",
-        "runtime/patching.py",
+        "runtime/nn/patching.py",
         '"cast_before_weight": cast_before_weight and formula.order is not CastOrder.AFTER_WEIGHT,',
         '"cast_before_weight": False,',
         (f"{_PATCHING}::test_hugging_face_classes_keep_their_results",),
@@ -173,7 +173,7 @@ MUTANTS = (
     Mutant(
         "a-forward-of-ones-own-is-swapped",
         "a subclass of torch's norm with another formula is swapped",
-        "runtime/patching.py",
+        "runtime/nn/patching.py",
         "    if isinstance(module, tuple(_TORCH)):\n        return f",
         "    if False:\n        return f",
         (f"{_PATCHING}::test_what_is_not_known_is_left_alone_and_reported",),
@@ -181,7 +181,7 @@ MUTANTS = (
     Mutant(
         "unpatch-leaves-attributes",
         "a module keeps what patch gave it",
-        "runtime/patching.py",
+        "runtime/nn/patching.py",
         "                attributes.pop(name, None)\n",
         "                pass\n",
         (f"{_PATCHING}::test_hugging_face_classes_keep_their_results[LlamaRMSNorm-cpu-torch.float32-torch.float32]",),
@@ -189,7 +189,7 @@ MUTANTS = (
     Mutant(
         "unpatch-drops-what-came-between",
         "what parametrize made of a patched module's class is lost",
-        "runtime/patching.py",
+        "runtime/nn/patching.py",
         "        module.__class__ = swapped.new\n",
         "        module.__class__ = original.cls\n",
         (f"{_PATCHING}::test_parametrising_a_patched_norm",),
@@ -197,7 +197,7 @@ MUTANTS = (
     Mutant(
         "epsilon-is-read-once",
         "an epsilon that is changed after patch is ignored",
-        "runtime/huggingface.py",
+        "runtime/nn/huggingface.py",
         "weight, eps = self.weight, self.__dict__[self.epsilon_name]",
         "weight, eps = self.weight, 1e-6",
         (f"{_PATCHING}::test_epsilon_may_be_changed_afterwards",),

@@ -13,7 +13,7 @@ MUTANTS = (
     Mutant(
         "aot-hash-not-checked",
         "a damaged binary is launched",
-        "runtime/aot.py",
+        "runtime/kernels/binaries.py",
         "        if found != digest:\n",
         "        if False:\n",
         (f"{_AOT}::test_a_kernel_that_does_not_fit_is_refused",),
@@ -22,7 +22,7 @@ MUTANTS = (
     Mutant(
         "aot-source-not-checked",
         "a binary of another source is launched",
-        "runtime/aot.py",
+        "runtime/kernels/binaries.py",
         "if row.source_sha256 != source_digest(function):",
         "if False:",
         (f"{_AOT}::test_a_kernel_that_does_not_fit_is_refused[another_source]",),
@@ -31,7 +31,7 @@ MUTANTS = (
     Mutant(
         "aot-architecture-not-checked",
         "a binary for another GPU is launched",
-        "runtime/aot.py",
+        "runtime/kernels/binaries.py",
         "if target.arch != self.arch:",
         "if False:",
         (f"{_AOT}::test_a_kernel_that_does_not_fit_is_refused[another_architecture]",),
@@ -40,7 +40,7 @@ MUTANTS = (
     Mutant(
         "aot-release-not-checked",
         "a binary of another release of Triton is launched",
-        "runtime/aot.py",
+        "runtime/kernels/binaries.py",
         "    if folder.triton != here:\n",
         "    if False:\n",
         (f"{_AOT}::test_a_folder_that_does_not_fit_is_refused",),
@@ -49,7 +49,7 @@ MUTANTS = (
     Mutant(
         "aot-digest-leaves-device-functions-out",
         "a kernel whose device functions have changed is taken from a folder",
-        "runtime/aot.py",
+        "runtime/kernels/binaries.py",
         '        digest.update(b"\\0" + shared.read_bytes())\n',
         "        pass\n",
         (f"{_AOT}::test_the_source_is_that_of_the_kernel_and_of_what_it_calls",),
@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         "frozen-not-enforced",
         "NORMFORGE_FROZEN=1 compiles",
-        "runtime/compiled.py",
+        "runtime/kernels/compiled.py",
         'return setting == "1"',
         "return False",
         (f"{_FROZEN}::test_a_compilation_is_refused_by_name",),
@@ -66,7 +66,7 @@ MUTANTS = (
     Mutant(
         "a-kernels-hash-depends-on-the-order",
         "what warm-up compiled is not found by another process",
-        "runtime/hashes.py",
+        "runtime/upstream/triton_hashes.py",
         '            _ = getattr(value, "cache_key", None)\n',
         "            pass\n",
         (f"{_FROZEN}::test_a_kernel_has_one_hash_whatever_was_hashed_before_it",),
@@ -75,7 +75,7 @@ MUTANTS = (
     Mutant(
         "kernels-of-another-device",
         "a kernel that was loaded on one GPU is launched on another",
-        "runtime/compiled.py",
+        "runtime/kernels/compiled.py",
         "_compiled[key, device] = found",
         "_compiled[key, 0] = found",
         ("tests/runtime/test_compiled.py::test_each_device_has_its_own",),
@@ -83,15 +83,15 @@ MUTANTS = (
     Mutant(
         "aot-folder-asked-last",
         "Triton compiles what the folder of binaries holds",
-        "runtime/compiled.py",
-        "found = aot.find(key, function, target) or compile_for(key, function, target)",
+        "runtime/kernels/compiled.py",
+        "found = binaries.find(key, function, target) or compile_for(key, function, target)",
         "found = compile_for(key, function, target)",
         ("tests/runtime/test_compiled.py::test_a_kernel_compiled_ahead_of_time_is_taken_first",),
     ),
     Mutant(
         "m-beyond-an-i32",
         "more than 2**31 - 1 rows are counted by an i32",
-        "runtime/compiled.py",
+        "runtime/kernels/compiled.py",
         'return "i32" if largest <= LARGEST_I32 else "i64"',
         'return "i32"',
         ("tests/runtime/test_compiled.py::test_integers_have_the_type_that_triton_gives_them",),
@@ -99,7 +99,7 @@ MUTANTS = (
     Mutant(
         "every-pointer-is-aligned",
         "kernels for misaligned tensors are compiled with wide loads",
-        "runtime/compiled.py",
+        "runtime/kernels/compiled.py",
         'return _POINTERS[dtype] + (_ALIGNED if aligned else "")',
         "return _POINTERS[dtype] + _ALIGNED",
         ("tests/runtime/test_compiled.py::test_pointers_have_the_type_that_triton_gives_a_tensor",),
@@ -107,7 +107,7 @@ MUTANTS = (
     Mutant(
         "warmup-forgets-few-rows",
         "warm-up leaves the kernel for few rows to be compiled by a call",
-        "runtime/keys.py",
+        "runtime/ahead_of_time/compile_keys.py",
         "ms = {FEW: 1, MANY: entry.small_m + 1, MOST: MOST_ROWS_IN_I32 + 1}",
         "ms = {FEW: entry.small_m + 1, MANY: entry.small_m + 1, MOST: MOST_ROWS_IN_I32 + 1}",
         ("tests/runtime/test_warmup.py::test_the_defaults_list_what_the_common_calls_launch",),
@@ -115,7 +115,7 @@ MUTANTS = (
     Mutant(
         "cache-of-other-templates",
         "kernels that another version of the templates generated are taken from the cache",
-        "runtime/on_demand.py",
+        "runtime/selection/on_demand.py",
         'digest.update(source.name.encode() + b"\\0" + source.read_bytes() + b"\\0")',
         'digest.update(source.name.encode() + b"\\0")',
         (f"{_ON_DEMAND}::test_the_digest_is_of_the_templates",),
@@ -123,7 +123,7 @@ MUTANTS = (
     Mutant(
         "cache-of-a-spoilt-file",
         "a module that is not the generator's is run from the cache",
-        "runtime/on_demand.py",
+        "runtime/selection/on_demand.py",
         "if path.is_file() and path.read_bytes() == data:",
         "if path.is_file():",
         (f"{_ON_DEMAND}::test_a_file_that_is_not_the_generators_is_replaced",),
@@ -131,7 +131,7 @@ MUTANTS = (
     Mutant(
         "recording-keeps-the-first-instance",
         "instances that are asked for later are not recorded",
-        "runtime/recording.py",
+        "runtime/selection/recording.py",
         "if (mode, bucket) not in self._asked or not self._is_saved:",
         "if not self._asked or not self._is_saved:",
         (f"{_RECORD}::test_what_was_recorded_is_all_that_the_same_calls_need",),
@@ -139,7 +139,7 @@ MUTANTS = (
     Mutant(
         "recordings-do-not-merge",
         "of several processes that record into a file the last one's instances are kept",
-        "runtime/recording.py",
+        "runtime/selection/recording.py",
         "asked = self._found | self._asked",
         "asked = self._asked",
         (f"{_RECORD}::test_an_earlier_recording_is_added_to",),
@@ -147,7 +147,7 @@ MUTANTS = (
     Mutant(
         "recordings-look-once",
         "what other processes record into a file after this one has looked at it is lost",
-        "runtime/recording.py",
+        "runtime/selection/recording.py",
         "                self._look()\n                asked = self._found | self._asked\n",
         "                asked = self._found | self._asked\n",
         (f"{_RECORD}::test_processes_that_record_at_once_lose_nothing",),
@@ -155,7 +155,7 @@ MUTANTS = (
     Mutant(
         "cache-files-for-their-owner-alone",
         "a cache that one user filled is useless to the others",
-        "runtime/on_demand.py",
+        "runtime/selection/on_demand.py",
         "_FOLDER_MODE, _FILE_MODE = 0o775, 0o664",
         "_FOLDER_MODE, _FILE_MODE = 0o775, 0o600",
         (f"{_ON_DEMAND}::test_others_may_read_the_cache_as_the_umask_says",),
@@ -163,7 +163,7 @@ MUTANTS = (
     Mutant(
         "recording-replaces-somebody-elses-file",
         "a file that no recording wrote is overwritten",
-        "runtime/recording.py",
+        "runtime/selection/recording.py",
         "if not (text.startswith(_MARKER.encode()) if text else self._is_free()):",
         "if False:",
         (f"{_RECORD}::test_a_file_of_somebody_elses_is_kept",),

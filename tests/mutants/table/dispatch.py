@@ -16,7 +16,7 @@ MUTANTS = (
     Mutant(
         "bucket-ends-early",
         "the longest row of a bucket goes to the next one",
-        "runtime/table.py",
+        "runtime/selection/table.py",
         "index = bisect_left(self._bounds[id(ladder)], n)",
         "index = bisect_left(self._bounds[id(ladder)], n + 1)",
         (f"{_TABLE}::test_each_row_length_has_the_entry_whose_bucket_holds_it",),
@@ -24,7 +24,7 @@ MUTANTS = (
     Mutant(
         "gap-in-a-ladder-is-served",
         "a row length below a bucket's first is served by it",
-        "runtime/table.py",
+        "runtime/selection/table.py",
         "if index == len(ladder) or n < ladder[index][0]:",
         "if index == len(ladder):",
         (f"{_LOAD}::test_calls_use_the_folder",),
@@ -32,7 +32,7 @@ MUTANTS = (
     Mutant(
         "tile-for-few-rows-ends-early",
         "SMALL_M rows take the tile for many",
-        "runtime/table.py",
+        "runtime/selection/table.py",
         "return large if m > self.small_m else small",
         "return large if m >= self.small_m else small",
         (f"{_TABLE}::test_a_tile_depends_on_whether_m_is_large_and_on_the_architecture",),
@@ -40,7 +40,7 @@ MUTANTS = (
     Mutant(
         "tiles-of-another-architecture",
         "every architecture takes the tiles of the first in the table",
-        "runtime/table.py",
+        "runtime/selection/table.py",
         "(tiles for name, tiles in self.tiles if name == arch)",
         "(tiles for name, tiles in self.tiles)",
         (f"{_TABLE}::test_a_tile_depends_on_whether_m_is_large_and_on_the_architecture",),
@@ -48,7 +48,7 @@ MUTANTS = (
     Mutant(
         "another-format-is-read",
         "a table of another layout is taken",
-        "runtime/table.py",
+        "runtime/selection/table.py",
         "    if found != FORMAT:\n",
         "    if False:\n",
         (f"{_LOAD}::test_a_bad_folder_changes_nothing",),
@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(
         "small-m-shifts-by-one",
         "SMALL_M rows are run as many",
-        "runtime/plan.py",
+        "runtime/calls/plan.py",
         "size = 0 if m <= self._entry.small_m else 1 if m <= MOST_ROWS_IN_I32 else 2",
         "size = 0 if m < self._entry.small_m else 1 if m <= MOST_ROWS_IN_I32 else 2",
         (f"{_KINDS}::test_as_many_rows_as_a_table_calls_few_take_its_kernel_for_few[ln_fwd_fp32]",),
@@ -72,7 +72,7 @@ MUTANTS = (
     Mutant(
         "load-instances-keeps-known-calls",
         "calls that were known keep running kernels of the table before",
-        "runtime/dispatch.py",
+        "runtime/selection/dispatch.py",
         "_loaded, _generated, plans = table, {}, {}",
         "_loaded, _generated = table, {}",
         (f"{_LOAD}::test_the_folder_is_what_runs",),
@@ -80,7 +80,7 @@ MUTANTS = (
     Mutant(
         "load-instances-keeps-what-was-generated",
         "instances generated on demand serve calls that the new table is to refuse",
-        "runtime/dispatch.py",
+        "runtime/selection/dispatch.py",
         "_loaded, _generated, plans = table, {}, {}",
         "_loaded, plans = table, {}",
         ("tests/runtime/test_on_demand.py::test_what_was_generated_does_not_outlive_the_table",),
@@ -88,7 +88,7 @@ MUTANTS = (
     Mutant(
         "recording-forgets-known-calls",
         "instances of calls that were known before a recording are left out",
-        "runtime/dispatch.py",
+        "runtime/selection/dispatch.py",
         "        _observers = (*_observers, observer)\n        plans = {}\n",
         "        _observers = (*_observers, observer)\n        plans = plans\n",
         ("tests/runtime/test_record.py::test_calls_that_were_known_before_are_recorded",),
@@ -96,7 +96,7 @@ MUTANTS = (
     Mutant(
         "plans-grow-without-end",
         "what is remembered of calls is never dropped",
-        "runtime/dispatch.py",
+        "runtime/selection/dispatch.py",
         "    if len(among) >= _MOST_PLANS:\n        among.clear()\n",
         "",
         (f"{_KNOWN}::test_what_is_known_does_not_grow_without_end",),
@@ -104,7 +104,7 @@ MUTANTS = (
     Mutant(
         "strict-policy-not-enforced",
         "NORMFORGE_ON_MISS=error generates",
-        "runtime/dispatch.py",
+        "runtime/selection/dispatch.py",
         'if policy == "error":',
         'if policy == "strict":',
         ("tests/runtime/test_on_demand.py::test_the_strict_policy",),
@@ -112,7 +112,7 @@ MUTANTS = (
     Mutant(
         "window-taken-for-misaligned-rows",
         "window, which takes vectors of x for granted, is launched where x starts at no multiple of 16 bytes",
-        "runtime/rules.py",
+        "runtime/kernels/rules.py",
         '        and not {"x_ptr", "y_ptr"} & set(misaligned)\n',
         "",
         (f"{_RULES}::test_a_window_needs_rows_of_x_and_y_that_start_alike",),
@@ -120,7 +120,7 @@ MUTANTS = (
     Mutant(
         "window-taken-for-other-strides",
         "window, which has one row stride for both, is launched where y has another than x",
-        "runtime/rules.py",
+        "runtime/kernels/rules.py",
         '        and stride == strides["y_row_stride"]\n',
         "",
         (f"{_RULES}::test_a_window_needs_rows_of_x_and_y_that_start_alike",),
@@ -128,7 +128,7 @@ MUTANTS = (
     Mutant(
         "window-programs-not-a-multiple-of-a-vector",
         "rows of one program start unlike, and a window's lead is wrong for all but the first",
-        "runtime/rules.py",
+        "runtime/kernels/rules.py",
         "most = max(_VECTOR, target.multiprocessors * tile.resident // _VECTOR * _VECTOR)",
         "most = max(1, target.multiprocessors * tile.resident)",
         (f"{_RULES}::test_rows_of_one_windows_program_start_alike",),
@@ -136,7 +136,7 @@ MUTANTS = (
     Mutant(
         "pairs-of-misaligned-values",
         "16-bit values are read in pairs from addresses that are no multiple of 4 bytes",
-        "runtime/rules.py",
+        "runtime/kernels/rules.py",
         "return n % 2 == 0 and row_alignment % 2 == 0 and not misaligned",
         "return n % 2 == 0 and row_alignment % 2 == 0",
         ("tests/runtime/test_staging.py::test_a_launch_whose_rows_cannot_be_copied_takes_them_to_registers",),
@@ -144,7 +144,7 @@ MUTANTS = (
     Mutant(
         "more-programs-wait-than-fit",
         "a launch of teams is begun that a GPU cannot hold, and never ends",
-        "runtime/rules.py",
+        "runtime/kernels/rules.py",
         "        if _waiting(mode, tile, n) <= held:\n",
         "        if _waiting(mode, tile, n) <= held * 1000:\n",
         (f"{_WARMUP}::test_an_architecture_decides_tiles_types_and_options",),
@@ -152,7 +152,7 @@ MUTANTS = (
     Mutant(
         "exchange-lacks-its-last-tile",
         "backward spread: the last tile's slots lie beyond the memory",
-        "runtime/rules.py",
+        "runtime/kernels/rules.py",
         "return lambda m: -(-m // rows) * rows * blocks",
         "return lambda m: m // rows * rows * blocks",
         (f"{_RULES}::test_every_slot_of_an_exchange_is_there",),
@@ -160,7 +160,7 @@ MUTANTS = (
     Mutant(
         "exchange-starts-at-zero",
         "slots look published before they are",
-        "runtime/rules.py",
+        "runtime/kernels/rules.py",
         "return empty((count,), (1,), torch.int64).fill_(-1)",
         "return empty((count,), (1,), torch.int64).fill_(0)",
         (f"{_RULES}::test_an_exchange_starts_empty",),
@@ -176,7 +176,7 @@ MUTANTS = (
     Mutant(
         "threads-share-the-interpreter",
         "in the interpreter threads write each other's program indices",
-        "runtime/kernels.py",
+        "runtime/kernels/kernels.py",
         "    with _one_interpreted_launch:\n",
         "    if True:\n",
         ("tests/runtime/test_threads.py",),
@@ -184,7 +184,7 @@ MUTANTS = (
     Mutant(
         "row-alignment-of-one-stride",
         "kernels are told that all row strides divide as the first does",
-        "runtime/kernels.py",
+        "runtime/kernels/kernels.py",
         "bits = reduce(or_, row_strides, MOST_ALIGNED)",
         "bits = MOST_ALIGNED | row_strides[0]",
         (f"{_ALIGNMENT}::test_alignment",),
@@ -192,7 +192,7 @@ MUTANTS = (
     Mutant(
         "statistics-change-places",
         "mean is returned as rstd, and rstd as mean",
-        "runtime/launch.py",
+        "runtime/calls/launch.py",
         "return y.view(torch.uint8) if plan.y_bytes else y, total, y_scale, mean, rstd",
         "return y.view(torch.uint8) if plan.y_bytes else y, total, y_scale, rstd, mean",
         ("tests/runtime/test_shapes.py::test_dimensions[layer-(96,)]",),
@@ -200,7 +200,7 @@ MUTANTS = (
     Mutant(
         "no-rows-are-launched",
         "an empty grid is launched, which is an error on a GPU",
-        "runtime/launch.py",
+        "runtime/calls/launch.py",
         "    if m == 0:\n        return outputs\n",
         "",
         ("tests/runtime/test_shapes.py::test_no_rows_launch_nothing",),
@@ -208,7 +208,7 @@ MUTANTS = (
     Mutant(
         "out-is-not-written",
         "out is returned as it was, and y goes elsewhere",
-        "runtime/launch.py",
+        "runtime/calls/launch.py",
         "        y = out\n",
         "        y = empty(size, strides, plan.y_dtype)\n",
         ("tests/runtime/test_outputs.py::test_given_tensors_are_written_and_returned[layer-rows]",),
@@ -216,7 +216,7 @@ MUTANTS = (
     Mutant(
         "residual-out-takes-the-row-stride-of-x",
         "residual_out's row stride is dropped",
-        "runtime/plan.py",
+        "runtime/calls/plan.py",
         'return call.n if call.residual_out is None else row_stride("residual_out", call.residual_out)',
         "return call.x_row_stride",
         ("tests/runtime/test_shapes.py::test_every_tensor_has_a_row_stride_of_its_own[one_pass]",),
@@ -224,7 +224,7 @@ MUTANTS = (
     Mutant(
         "strides-of-outputs-are-x-s",
         "a new y has the strides of another shape",
-        "runtime/allocate.py",
+        "runtime/upstream/torch_allocator.py",
         "        step *= size or 1\n",
         "        step = size or 1\n",
         ("tests/runtime/test_allocate.py::test_strides_are_those_that_torch_gives",),
@@ -232,7 +232,7 @@ MUTANTS = (
     Mutant(
         "warps-of-a-wide-wavefront",
         "on AMD a program has twice the threads that its tile says",
-        "runtime/kernels.py",
+        "runtime/kernels/kernels.py",
         "return max(1, warps * WARP // warp_size)",
         "return warps",
         (f"{_WARMUP}::test_an_architecture_decides_tiles_types_and_options",),
@@ -240,7 +240,7 @@ MUTANTS = (
     Mutant(
         "direct-launch-ignores-hooks",
         "profilers do not see a launch",
-        "runtime/direct.py",
+        "runtime/upstream/triton_launcher.py",
         "if hooks.launch_enter_hook is enter and hooks.launch_exit_hook is leave and not enter.calls "
         "and not leave.calls:",
         "if True:",
@@ -250,7 +250,7 @@ MUTANTS = (
     Mutant(
         "direct-launch-on-a-launcher-unknown",
         "a launcher of another release is called with arguments that it does not take",
-        "runtime/direct.py",
+        "runtime/upstream/triton_launcher.py",
         "    if takes not in DECLARED:\n",
         "    if False:\n",
         ("tests/runtime/test_direct.py::test_what_is_not_known_is_left_alone_and_said_once",),
@@ -258,7 +258,7 @@ MUTANTS = (
     Mutant(
         "launched-early-without-waiting",
         "a kernel that does not wait is launched before the one ahead has ended",
-        "runtime/launcher.py",
+        "runtime/kernels/launcher.py",
         'if "PDL" in kernel.arg_names and constants["PDL"]:',
         'if constants["PDL"]:',
         ("tests/runtime/test_launch_ahead.py::test_a_kernel_is_launched_early_if_and_only_if_it_waits",),

@@ -9,7 +9,7 @@ _ONE_PASS = "tests/kernels/test_backward_one_pass.py"
 _SPREAD = "tests/kernels/test_spread.py"
 _KINDS = "tests/runtime/test_kinds_of_call.py"
 _KNOWN = "tests/runtime/test_known_calls.py"
-_PLAN = "runtime/gradient_plan.py"
+_PLAN = "runtime/calls/gradient_plan.py"
 
 MUTANTS = (
     Mutant(
@@ -205,7 +205,7 @@ MUTANTS = (
     Mutant(
         "no-gradients-of-no-rows",
         "dweight of no rows is whatever was in memory",
-        "runtime/gradients.py",
+        "runtime/calls/gradients.py",
         'dweight=torch.zeros_like(weight) if "dweight" in wants and weight is not None else None,',
         'dweight=torch.ones_like(weight) if "dweight" in wants and weight is not None else None,',
         (f"{_KNOWN}::test_a_backward_call_without_dy_or_rows",),
@@ -213,7 +213,7 @@ MUTANTS = (
     Mutant(
         "missing-dy-is-ones",
         "dy=None counts as ones",
-        "runtime/gradients.py",
+        "runtime/calls/gradients.py",
         "dy = torch.zeros(call.n, dtype=x.dtype, device=x.device).expand(x.shape)",
         "dy = torch.ones(call.n, dtype=x.dtype, device=x.device).expand(x.shape)",
         (f"{_KNOWN}::test_a_backward_call_without_dy_or_rows",),
@@ -221,7 +221,7 @@ MUTANTS = (
     Mutant(
         "packed-statistics-are-not-aligned",
         "rstd of an odd number of rows starts at no multiple of 16 bytes, for which kernels are compiled",
-        "runtime/row_statistics.py",
+        "runtime/calls/row_statistics.py",
         "return -(-length // _STEP) * _STEP",
         "return length",
         ("tests/runtime/test_row_statistics.py",),
@@ -229,7 +229,7 @@ MUTANTS = (
     Mutant(
         "packed-statistics-change-places",
         "mean is taken for rstd in a backward pass",
-        "runtime/row_statistics.py",
+        "runtime/calls/row_statistics.py",
         "(packed[:m], packed[aligned_length(m) :])",
         "(packed[aligned_length(m) :], packed[:m])",
         ("tests/runtime/test_row_statistics.py",),
@@ -237,7 +237,7 @@ MUTANTS = (
     Mutant(
         "mean-without-its-check",
         "a mean of another shape is read as if it had one value a row",
-        "runtime/gradient_arguments.py",
+        "runtime/calls/gradient_arguments.py",
         "    if statistic.shape != x.shape[:-1]:\n",
         "    if False:\n",
         (f"{_KNOWN}::test_a_bad_backward_call_is_refused_alike_cold_and_warm",),

@@ -10,7 +10,7 @@ _KINDS = "tests/runtime/test_kinds_of_call.py"
 _OPERANDS = f"{_KINDS}::test_another_kind_of_operand_is_another_kind_of_call"
 _GRADIENTS = f"{_KINDS}::test_another_kind_of_operand_is_another_kind_of_backward_call"
 _OTHERS = f"{_KINDS}::test_other_gradients_are_another_kind_of_backward_call"
-_FORWARD = "runtime/forward.py"
+_FORWARD = "runtime/calls/forward.py"
 
 MUTANTS = (
     Mutant(
@@ -114,7 +114,7 @@ MUTANTS = (
     Mutant(
         "alignment-of-eight-bytes",
         "an address that is a multiple of 8 bytes counts as one of 16",
-        "runtime/compiled.py",
+        "runtime/kernels/compiled.py",
         "ALIGNMENT = 16\n",
         "ALIGNMENT = 8\n",
         (f"{_OPERANDS}[layer-plain-misaligned]",),
@@ -172,7 +172,7 @@ MUTANTS = (
     Mutant(
         "residual-of-another-shape-is-known",
         "a residual of fewer rows is read beyond its end",
-        "runtime/operands.py",
+        "runtime/calls/operands.py",
         "        or rows.shape != shape\n",
         "",
         (f"{_KNOWN}::test_a_bad_call_is_refused_alike_cold_and_warm",),
@@ -180,7 +180,7 @@ MUTANTS = (
     Mutant(
         "backward-key-forgets-dy",
         "dy of another dtype is read as that of an earlier call",
-        "runtime/gradients.py",
+        "runtime/calls/gradients.py",
         "norm, n, device, dy_kind, x_kind,",
         "norm, n, device, x_kind,",
         (f"{_GRADIENTS}[rms-bf16]",),
@@ -188,7 +188,7 @@ MUTANTS = (
     Mutant(
         "backward-key-forgets-dresidual-out",
         "dresidual_out of another dtype is read as that of an earlier call, or not at all",
-        "runtime/gradients.py",
+        "runtime/calls/gradients.py",
         "dresidual_kind, weight_kind, x_bias_kind, dx_dtype,",
         "weight_kind, x_bias_kind, dx_dtype,",
         (f"{_GRADIENTS}[rms-absent]",),
@@ -196,7 +196,7 @@ MUTANTS = (
     Mutant(
         "backward-key-forgets-dx-dtype",
         "dx has the dtype of an earlier call's",
-        "runtime/gradients.py",
+        "runtime/calls/gradients.py",
         "x_bias_kind, dx_dtype, bias_dtype, wants,",
         "x_bias_kind, bias_dtype, wants,",
         (_OTHERS,),
@@ -204,7 +204,7 @@ MUTANTS = (
     Mutant(
         "backward-key-forgets-wants",
         "the gradients of an earlier call are computed",
-        "runtime/gradients.py",
+        "runtime/calls/gradients.py",
         "dx_dtype, bias_dtype, wants,\n        )",
         "dx_dtype, bias_dtype,\n        )",
         (_OTHERS,),
@@ -212,7 +212,7 @@ MUTANTS = (
     Mutant(
         "backward-alignment-forgets-dresidual-out",
         "dresidual_out at no multiple of 16 bytes is read by a kernel compiled for one that is",
-        "runtime/gradients.py",
+        "runtime/calls/gradients.py",
         "| mean_at | rstd_at | dresidual_at) & MISALIGNED",
         "| mean_at | rstd_at) & MISALIGNED",
         (f"{_GRADIENTS}[rms-misaligned]",),
@@ -220,7 +220,7 @@ MUTANTS = (
     Mutant(
         "overlap-of-rows-that-touch-in-a-byte",
         "out whose rows share their first byte with the end of x's is taken",
-        "runtime/overlap.py",
+        "runtime/calls/overlap.py",
         "return distance < a_width or a_stride - distance < b_width",
         "return distance < a_width",
         ("tests/runtime/test_overlap.py::test_agrees_with_counting_elements",),
@@ -228,7 +228,7 @@ MUTANTS = (
     Mutant(
         "overlap-of-another-row-stride",
         "out that starts where x does and has other rows is taken for x",
-        "runtime/arguments.py",
+        "runtime/calls/arguments.py",
         'return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and row_stride("", a) == row_stride("", b)',
         "return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype",
         ("tests/runtime/test_overlap.py::test_out_that_overlaps_an_input_elsewhere_than_exactly",),
@@ -236,7 +236,7 @@ MUTANTS = (
     Mutant(
         "rows-that-do-not-collapse-are-walked",
         "leading dimensions without one common stride are read at the last one's",
-        "runtime/arguments.py",
+        "runtime/calls/arguments.py",
         "        if outer != size * inner:\n",
         "        if False:\n",
         ("tests/runtime/test_bad_arguments.py::test_refused",),
@@ -244,7 +244,7 @@ MUTANTS = (
     Mutant(
         "a-residual-is-ignored",
         "residual without fadd is ignored in silence",
-        "runtime/arguments.py",
+        "runtime/calls/arguments.py",
         "    if residual is not None and not fadd.adds:\n",
         "    if False:\n",
         ("tests/runtime/test_bad_arguments.py::test_refused",),
@@ -252,7 +252,7 @@ MUTANTS = (
     Mutant(
         "negated-vectors-are-known",
         "in a call that is known a view with the negative bit is read as it lies in memory",
-        "runtime/operands.py",
+        "runtime/calls/operands.py",
         "        or vector.is_neg()\n",
         "",
         (f"{_FOREIGN}::test_each_operand_of_a_forward_function",),
@@ -260,7 +260,7 @@ MUTANTS = (
     Mutant(
         "negated-operands-are-not-resolved",
         "a view with the negative bit is read as it lies in memory",
-        "runtime/operands.py",
+        "runtime/calls/operands.py",
         "return tensor.resolve_neg()",
         "return tensor",
         (f"{_FOREIGN}::test_each_operand_of_a_forward_function",),
@@ -268,7 +268,7 @@ MUTANTS = (
     Mutant(
         "negated-outputs-are-written",
         "what is written to a view with the negative bit reads as its negative",
-        "runtime/arguments.py",
+        "runtime/calls/arguments.py",
         "    if addressed and output.is_neg():\n",
         "    if False:\n",
         (f"{_FOREIGN}::test_an_output_that_negates_its_memory_is_refused",),
@@ -276,7 +276,7 @@ MUTANTS = (
     Mutant(
         "wrappers-are-let-through",
         "an operand of a wrapper class, a DTensor say, is launched with the address of nothing",
-        "runtime/operands.py",
+        "runtime/calls/operands.py",
         "        if sees_operators(tensor):\n",
         "        if False:\n",
         (f"{_FOREIGN}::test_each_operand_of_a_forward_function",),

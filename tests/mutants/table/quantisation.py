@@ -158,7 +158,7 @@ MUTANTS = (
     Mutant(
         "fp8-encoded-in-software-for-hardware",
         "sm_90 does not use its fp8 instruction",
-        "runtime/plan.py",
+        "runtime/calls/plan.py",
         "return not (dtype in _HARDWARE_FP8 and target.converts_to_fp8)",
         "return True",
         ("tests/runtime/test_warmup.py::test_an_architecture_decides_tiles_types_and_options",),

@@ -6,13 +6,13 @@ from ..mutant import Mutant
 
 _OPERATORS = "tests/runtime/test_operators.py"
 _TRANSFORMS = "tests/training/test_transforms.py"
-_AUTOGRAD = "runtime/autograd.py"
+_AUTOGRAD = "runtime/calls/recorded.py"
 
 MUTANTS = (
     Mutant(
         "fake-scale-of-another-type",
         "a graph takes y_scale for one of y's dtype",
-        "runtime/operators.py",
+        "runtime/operators/registered.py",
         "y_scale=x.new_empty(rows, dtype=TORCH_DTYPES[mode.scale_dtype]) if mode.fquant.quantises else None,",
         "y_scale=x.new_empty(rows) if mode.fquant.quantises else None,",
         (f"{_OPERATORS}::test_fake_tensors", f"{_OPERATORS}::test_torchs_checks_of_a_forward_operator"),
@@ -20,7 +20,7 @@ MUTANTS = (
     Mutant(
         "operator-outputs-change-places",
         "a traced call returns mean as y_scale",
-        "runtime/tracing.py",
+        "runtime/calls/traced.py",
         "y_scale=next(made) if mode.fquant.quantises else None,\n            mean=next(made) if saves_mean else None,\n"
         "            rstd=next(made) if mode.save_mv else None,",
         "rstd=next(made) if mode.save_mv else None,\n            mean=next(made) if saves_mean else None,\n"
@@ -30,7 +30,7 @@ MUTANTS = (
     Mutant(
         "operator-forgets-weight-offset-backward",
         "a traced gradient of RMSNorm lacks weight_offset",
-        "runtime/operator_autograd.py",
+        "runtime/operators/gradients.py",
         "weight_offset=0.0 if norm.centres else inputs[_OFFSET],",
         "weight_offset=0.0,",
         (f"{_OPERATORS}::test_gradients_of_an_operator",),
@@ -38,7 +38,7 @@ MUTANTS = (
     Mutant(
         "operator-sums-rounded-gradients",
         "dx_bias of a stored sum is summed after it is rounded",
-        "runtime/operator_autograd.py",
+        "runtime/operators/gradients.py",
         "types = [torch.float32 if place == _X_BIAS else told.dtypes[place] for place in of_dx]",
         "types = [told.dtypes[place] for place in of_dx if place != _X_BIAS]",
         (f"{_OPERATORS}::test_a_gradient_of_x_bias_is_summed_before_it_is_rounded",),
@@ -46,7 +46,7 @@ MUTANTS = (
     Mutant(
         "operator-without-statistics-has-a-gradient",
         "a traced call that kept too little is differentiated",
-        "runtime/operator_autograd.py",
+        "runtime/operators/gradients.py",
         "        if told.refusal is not None:\n",
         "        if False:\n",
         (f"{_OPERATORS}::test_what_kept_too_little_has_no_gradient",),
@@ -54,7 +54,7 @@ MUTANTS = (
     Mutant(
         "quantised-operator-has-a-gradient",
         "a traced quantised call drops gradients in silence",
-        "runtime/operator_autograd.py",
+        "runtime/operators/gradients.py",
         'if inputs[_FQUANT] != "none":',
         "if False:",
         (f"{_OPERATORS}::test_a_quantised_operator_has_no_gradient",),
@@ -62,7 +62,7 @@ MUTANTS = (
     Mutant(
         "operator-forgets-x-bias",
         "a traced call with x_bias ignores it",
-        "runtime/operators.py",
+        "runtime/operators/registered.py",
         "        and x_bias is None\n",
         "",
         (f"{_OPERATORS}::test_a_traced_call_returns_what_an_eager_one_does",),
@@ -70,7 +70,7 @@ MUTANTS = (
     Mutant(
         "tangents-are-dropped",
         "forward-mode AD through a norm of frozen parameters loses the tangent",
-        "runtime/backends.py",
+        "runtime/kernels/backends.py",
         "return forward_ad._current_level >= 0 and any(",
         "return False and any(",
         (f"{_TRANSFORMS}::test_forward_mode_keeps_the_tangent",),
@@ -78,7 +78,7 @@ MUTANTS = (
     Mutant(
         "known-calls-drop-tangents",
         "forward-mode AD through a call that is known loses the tangent",
-        "runtime/autograd.py",
+        "runtime/calls/recorded.py",
         "if not dispatch.plans or eps.__class__ is not float or forward_ad._current_level >= 0:",
         "if not dispatch.plans or eps.__class__ is not float:",
         (
@@ -89,7 +89,7 @@ MUTANTS = (
     Mutant(
         "operands-without-memory-are-launched",
         "an operand whose class keeps its values elsewhere is read at address 0",
-        "runtime/operands.py",
+        "runtime/calls/operands.py",
         "    if not at and tensor.numel():\n",
         "    if False:\n",
         (f"{_TRANSFORMS}::test_the_forward_functions_refuse_a_transform",),
@@ -97,7 +97,7 @@ MUTANTS = (
     Mutant(
         "batched-gradients-have-an-address",
         "several gradients at once are read as one",
-        "runtime/autograd.py",
+        "runtime/calls/recorded.py",
         "        return gradient.__class__ in PLAIN and (gradient.data_ptr() != 0 or gradient.numel() == 0)\n",
         "        return True\n",
         (f"{_TRANSFORMS}::test_batched_gradients",),
@@ -105,7 +105,7 @@ MUTANTS = (
     Mutant(
         "forward-functions-drop-tangents",
         "layernorm2d_fwd returns a plain tensor of one with a tangent",
-        "runtime/forward.py",
+        "runtime/calls/forward.py",
         "            forward_ad._current_level >= 0\n",
         "            False\n",
         (f"{_TRANSFORMS}::test_the_forward_functions_refuse_a_tangent",),
@@ -113,7 +113,7 @@ MUTANTS = (
     Mutant(
         "no-memory-is-an-address",
         "a kernel is launched on address 0 within functionalize",
-        "runtime/forward.py",
+        "runtime/calls/forward.py",
         "if m == 0 or not x_at or x.is_neg():",
         "if m == 0 or x.is_neg():",
         (f"{_TRANSFORMS}::test_the_forward_functions_refuse_a_transform",),
@@ -122,7 +122,7 @@ MUTANTS = (
     Mutant(
         "jit-trace-meets-kernels",
         "torch.jit.trace records the memory of outputs and not what is written to it",
-        "runtime/backends.py",
+        "runtime/kernels/backends.py",
         "transforming() or jit_tracing() or has_tangent(tensors)",
         "transforming() or has_tangent(tensors)",
         (f"{_TRANSFORMS}::test_jit_trace_of_a_patched_model",),
@@ -138,7 +138,7 @@ MUTANTS = (
     Mutant(
         "checkpoints-keep-other-tensors",
         "a checkpoint that is made again within a mode keeps other tensors",
-        "runtime/functional.py",
+        "runtime/nn/functional.py",
         "(intercepted(x, weight, bias, residual) and not keeps_for_recomputation())",
         "intercepted(x, weight, bias, residual)",
         (f"{_TRANSFORMS}::test_a_mode_around_a_part_of_a_checkpoint",),

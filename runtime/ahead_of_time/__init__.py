@@ -1,0 +1,1 @@
+"""Which kernels a deployment will launch, and compiling them before it does. Stands on calls/."""

@@ -1,0 +1,107 @@
+"""Makes a folder of kernels compiled ahead of time; see `aot` for what it holds."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .._version import __version__
+from ..errors import AotError
+from ..kernels.binaries import INDEX, Folder, Row, read, source_digest, triton_version, write
+from ..kernels.compiled import compile_for
+from ..kernels.target import Target
+from .compile_keys import CompileKey
+from .parallel import for_each
+
+# What `_compile` calls its files, and what a process that was killed may have left of them.
+_OURS = re.compile(r".+-[0-9a-f]{16}\.(?:cubin|hsaco|json)(?:\.\d+\.part)?")
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build came to: how many kernels were compiled, were there already, and were removed."""
+
+    compiled: int
+    kept: int
+    removed: int
+
+
+def build(keys: Sequence[CompileKey], target: Target, out: Path, *, jobs: int | None, progress: bool) -> Built:
+    """Compile kernels into a folder, which then holds exactly these.
+
+    Those that it holds already, from the same source and the same release of Triton, are kept; files of others are
+    removed. The index is written before anything is removed and after all else, so that a reader finds the old kernels
+    or the new ones.
+
+    Args:
+        keys: what to compile, for the target.
+        target: the GPU that they are for.
+        out: the folder; made if it is not there.
+        jobs: threads that compile at once; None is one for each core, up to 8.
+        progress: whether to show a progress bar on standard error.
+
+    Raises:
+        AotError: the folder holds something else, or kernels for another architecture, or cannot be written.
+        CompileError: Triton refuses a kernel; what the index names is as it was.
+        FrozenError: a kernel would have to be compiled, and NORMFORGE_FROZEN is 1.
+    """
+    old = _present(out, target)
+    known = {} if old is None or old.triton != triton_version() else old.rows
+
+    def row_of(key: CompileKey) -> Row:
+        source = source_digest(key.function)
+        row = known.get(key.key.portable)
+        if row is not None and old is not None and row.source_sha256 == source and old.holds(row):
+            return row
+        return _compile(key, target, out, source)
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if old is None:
+            # So that the folder is known for what it is, should this be interrupted.
+            Folder(out, __version__, triton_version(), target.arch, {}).save()
+        rows = for_each(keys, row_of, doing=f"compile for {target.arch}", jobs=jobs, progress=progress)
+        folder = Folder(out, __version__, triton_version(), target.arch, {row.key: row for row in rows})
+        folder.save()
+        named = {name for row in rows for name in row.files}
+        for path in out.iterdir():
+            if _OURS.fullmatch(path.name) and path.name not in named:
+                path.unlink()
+    except OSError as error:
+        raise AotError(f"{out} cannot be written ({error.strerror}); name another folder: --out DIR") from error
+    kept = sum(known.get(row.key) is row for row in rows)
+    removed = 0 if old is None else len(old.rows.keys() - folder.rows.keys())
+    return Built(len(rows) - kept, kept, removed)
+
+
+def _present(out: Path, target: Target) -> Folder | None:
+    if not (out / INDEX).exists():
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise AotError(
+                f"{out} is there already and is no folder of compiled kernels (it holds no {INDEX}); name another, or "
+                "an empty one: --out DIR"
+            )
+        return None
+    old = read(out)
+    if old.arch != target.arch:
+        raise AotError(
+            f"{out} holds kernels for {old.arch} and these are for {target.arch}; name another folder: --out DIR"
+        )
+    return old
+
+
+def _compile(key: CompileKey, target: Target, out: Path, source: str) -> Row:
+    kernel = compile_for(key.key, key.function, target)
+    binary = "cubin" if target.is_nvidia else "hsaco"
+    metadata = next(Path(path) for name, path in kernel.metadata_group.items() if name.endswith(".json")).read_bytes()
+    of_binary, of_metadata = (hashlib.sha256(data).hexdigest() for data in (kernel.asm[binary], metadata))
+    # Another name for another content: an index that still stands never names a file that was replaced.
+    content = hashlib.sha256(" ".join((key.key.portable, of_binary, of_metadata)).encode()).hexdigest()
+    name = f"{key.key.symbol}-{content[:16]}"
+    row = Row(key.key.portable, name, binary, of_binary, of_metadata, source)
+    for file, data in zip(row.files, (kernel.asm[binary], metadata), strict=True):
+        write(out / file, data)
+    return row

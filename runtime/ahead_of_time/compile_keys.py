@@ -1,0 +1,229 @@
+"""The kernels that a deployment touches, as a finite list of compilations.
+
+They are derived by the code that derives those of calls: each is the key of a call of stand-ins for its tensors.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from itertools import product
+from typing import Any
+
+import torch
+
+from ..calls.gradient_plan import GradientPlan
+from ..calls.plan import Plan
+from ..codegen.axes import SAME
+from ..codegen.model import Mode, legal_modes
+from ..errors import ConflictError, DeviceError, MissingInstanceError, ShapeError
+from ..kernels.compiled import MOST_ROWS_IN_I32, KernelKey
+from ..kernels.launcher import Launcher
+from ..kernels.target import Target, named_target, target_of
+from ..selection import dispatch
+from .stand_ins import FEW, MANY, MOST, Deployment, Kind, plans
+
+
+@dataclass(frozen=True)
+class CompileKey:
+    """One compilation, and what it is for.
+
+    Attributes:
+        key: all that it depends on besides the GPU.
+        n: row length.
+        instances: those that launch it; several share the kernel that adds up partial sums.
+        rows: for which numbers of rows: "few", "many" or "most".
+        function: the `triton.JITFunction` that is compiled.
+    """
+
+    key: KernelKey
+    n: int
+    instances: tuple[str, ...]
+    rows: tuple[str, ...]
+    function: Any = field(repr=False, compare=False)
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.instances)} with N = {self.n} and {' or '.join(self.rows)} rows: {self.key}"
+
+
+def compile_keys(
+    n: Iterable[int],
+    modes: Iterable[str | Mode] | None = None,
+    *,
+    arch: str | None = None,
+    multiprocessors: int | None = None,
+    device: torch.device | str | int | None = None,
+    weight_dtypes: Iterable[Kind] = (SAME,),
+    bias_dtypes: Iterable[Kind] | None = None,
+    residual_dtypes: Iterable[Kind] = (SAME,),
+    smooth_dtypes: Iterable[Kind] = (torch.float32,),
+    dy_dtypes: Iterable[Kind] = (SAME,),
+    wants: Iterable[Collection[str]] | None = None,
+    row_strides: Iterable[int | None] = (None,),
+    misaligned: Iterable[Collection[str]] = ((),),
+    rows: Iterable[str] = (FEW, MANY),
+) -> list[CompileKey]:
+    """List every compilation that calls of some modes and row lengths come to, whatever their number of rows.
+
+    The defaults are the common deployment: weight and bias in x's dtype, rows that adjoin, tensors that start at
+    multiples of 16 bytes, as torch allocates them. Where there are several values, there is a key for each
+    combination. x_bias, dx and dresidual_out have x's dtype. Nothing is compiled; an instance that the table lacks is
+    generated, as by a call.
+
+    Args:
+        n: row lengths.
+        modes: names of modes, as instances begin (`ln_fwd_bf16`), globs of such, and `Mode`s. None is every mode of
+            the table in use that serves n.
+        arch: what to compile for, "sm_90" or "gfx942" say; no GPU need be here. None is that of device.
+        multiprocessors: of such a GPU, if they are not the usual number.
+        device: the GPU, if not the current one.
+        weight_dtypes: weight's: dtypes, "same" for x's, None for no weight.
+        bias_dtypes: bias's, likewise; None is weight's. RMSNorm has none.
+        residual_dtypes: residual's: dtypes, or "same".
+        smooth_dtypes: smooth_scale's, likewise.
+        dy_dtypes: of the gradient that a backward pass is given, likewise.
+        wants: which gradients are asked of a backward pass, of "dx", "dweight", "dbias" and "dx_bias"; those that the
+            call has no tensor for are left out. None is all, as autograd asks where everything is trained.
+        row_strides: elements from one row of x to the next; None is N.
+        misaligned: the arguments that start at no multiple of 16 bytes, a collection a combination.
+        rows: classes of M: "few" (at most the table's SMALL_M), "many", and "most" (more than 2**31 - 1).
+
+    Returns:
+        The keys, each once, in the order of modes and lengths.
+
+    Raises:
+        ConflictError: an argument that has a word it does not take, or is empty.
+        ShapeError: n has what is no row length.
+        MissingInstanceError: there is no such mode, or the table lacks it under NORMFORGE_ON_MISS=error.
+        TargetError: there is no such architecture.
+        DeviceError: there is no GPU, and arch does not say what to compile for.
+    """
+    deployment = Deployment(
+        weight_dtypes=_listed("weight_dtypes", weight_dtypes),
+        bias_dtypes=None if bias_dtypes is None else _listed("bias_dtypes", bias_dtypes),
+        residual_dtypes=_listed("residual_dtypes", residual_dtypes),
+        smooth_dtypes=_listed("smooth_dtypes", smooth_dtypes),
+        dy_dtypes=_listed("dy_dtypes", dy_dtypes),
+        wants=None if wants is None else _listed("wants", wants),
+        row_strides=_listed("row_strides", row_strides),
+        misaligned=_listed("misaligned", misaligned),
+        rows=_listed("rows", rows),
+    )
+    return keys_of(pairs_of(n, modes), find_target(arch, multiprocessors, device), deployment)
+
+
+def find_target(
+    arch: str | None, multiprocessors: int | None = None, device: torch.device | str | int | None = None
+) -> Target:
+    """The GPU that arguments of these names stand for; see `compile_keys`."""
+    if arch is not None:
+        if device is not None:
+            raise ConflictError(f"arch {arch!r} and device {device!r} were both passed; pass one of them")
+        return named_target(arch, multiprocessors)
+    if multiprocessors is not None:
+        raise ConflictError(f"multiprocessors={multiprocessors} was passed without arch, and a device has its own")
+    return target_of(gpu(device))
+
+
+def gpu(device: torch.device | str | int | None) -> torch.device:
+    """A GPU by its index or name; None is the current one.
+
+    Raises:
+        DeviceError: it is none, or kernels are interpreted there.
+    """
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            "no GPU was found to compile for; name an architecture instead: compile_keys(..., arch='sm_90'), or "
+            "normforge aot --arch sm_90 ..., whose folder the machine with the GPU loads"
+        )
+    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    if found.type != "cuda":
+        raise DeviceError(f"device is {device!r}, and kernels are compiled for GPUs; pass one, 'cuda:0' say")
+    found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+    if not target_of(found).compiles:
+        raise DeviceError("TRITON_INTERPRET=1 has kernels interpreted, and nothing is compiled; unset it")
+    return found
+
+
+def keys_of(pairs: Iterable[tuple[Mode, int]], target: Target, deployment: Deployment) -> list[CompileKey]:
+    """The keys of modes at row lengths; see `compile_keys`."""
+    found: dict[KernelKey, CompileKey] = {}
+    for mode, n in pairs:
+        entry = dispatch.find(mode, n)
+        ms = {FEW: 1, MANY: entry.small_m + 1, MOST: MOST_ROWS_IN_I32 + 1}
+        for plan in plans(mode, n, target, deployment):
+            for word in deployment.rows:
+                for launcher in _launchers(plan, ms[word]):
+                    _add(found, launcher, n, entry.name, word)
+    return list(found.values())
+
+
+def _add(found: dict[KernelKey, CompileKey], launcher: Launcher, n: int, instance: str, rows: str) -> None:
+    known = found.get(launcher.key)
+    instances, classes = ((), ()) if known is None else (known.instances, known.rows)
+    found[launcher.key] = CompileKey(
+        launcher.key,
+        n,
+        tuple(dict.fromkeys((*instances, instance))),
+        tuple(dict.fromkeys((*classes, rows))),
+        launcher.kernel,
+    )
+
+
+def _launchers(plan: Plan | GradientPlan, m: int) -> tuple[Launcher, ...]:
+    return (plan.prepared(m).launcher,) if isinstance(plan, Plan) else plan.prepared(m).launchers
+
+
+def _listed(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
+    listed = tuple(values)
+    if not listed:
+        raise ConflictError(f"{name} is empty, which leaves no call to compile for; leave it out, or say something")
+    return listed
+
+
+def _lengths(n: Iterable[int]) -> tuple[int, ...]:
+    lengths = _listed("n", n)
+    for length in lengths:
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise ShapeError(f"n has {length!r}, which is no row length; it takes whole numbers from 1")
+    return tuple(dict.fromkeys(lengths))
+
+
+def pairs_of(n: Iterable[int], modes: Iterable[str | Mode] | None) -> Iterator[tuple[Mode, int]]:
+    """Modes at row lengths; see `compile_keys`."""
+    lengths = _lengths(n)
+    if modes is None:
+        known = modes_by_name()
+        for length in lengths:
+            yield from ((known[entry.mode], length) for entry in dispatch.loaded() if entry.serves(length))
+        return
+    yield from product(_named(_listed("modes", modes)), lengths)
+
+
+def _named(modes: Iterable[str | Mode]) -> tuple[Mode, ...]:
+    known = modes_by_name()
+    present = dict.fromkeys(entry.mode for entry in dispatch.loaded())
+    found: dict[Mode, None] = {}
+    for mode in modes:
+        if isinstance(mode, Mode):
+            found[mode] = None
+            continue
+        # A name that is none of the table's is generated on demand, or refused, as for a call.
+        matching = [name for name in present if fnmatchcase(name, mode)] or [name for name in (mode,) if name in known]
+        if not matching:
+            near = difflib.get_close_matches(mode, known, n=3, cutoff=0.0)
+            raise MissingInstanceError(
+                f"modes has {mode!r}, and no mode of {dispatch.loaded().where} is called so; the nearest are "
+                f"{', '.join(near)}, and normforge list prints instances: a mode and a bucket of row lengths"
+            )
+        found.update(dict.fromkeys(known[name] for name in matching))
+    return tuple(found)
+
+
+@cache
+def modes_by_name() -> dict[str, Mode]:
+    """Every mode that a kernel can have, by its name."""
+    return {mode.name: mode for mode in legal_modes()}

@@ -1,0 +1,178 @@
+"""Calls of stand-ins for tensors: what a deployment's calls come to, without its tensors and without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from ..calls.arguments import prepare
+from ..calls.gradient_arguments import check
+from ..calls.gradient_plan import GradientPlan
+from ..calls.plan import Plan
+from ..codegen.axes import SAME
+from ..codegen.model import Mode
+from ..dtypes import FLOATS, TORCH_DTYPES
+from ..errors import ConflictError, ShapeError
+from ..kernels.target import Target
+
+# What `compile_keys` takes for a tensor's type: a dtype, x's, or, where a tensor may be left out, that it is.
+Kind = torch.dtype | str | None
+
+# Classes of M, each with the tile that it runs on: up to the table's SMALL_M, up to what an i32 counts, and beyond.
+FEW, MANY, MOST = "few", "many", "most"
+ROWS = (FEW, MANY, MOST)
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What calls of a mode may bring that the mode does not say; see `compile_keys`."""
+
+    weight_dtypes: Sequence[Kind]
+    bias_dtypes: Sequence[Kind] | None
+    residual_dtypes: Sequence[Kind]
+    smooth_dtypes: Sequence[Kind]
+    dy_dtypes: Sequence[Kind]
+    wants: Sequence[Collection[str]] | None
+    row_strides: Sequence[int | None]
+    misaligned: Sequence[Collection[str]]
+    rows: Sequence[str]
+
+    def __post_init__(self) -> None:
+        for name in ("weight_dtypes", "bias_dtypes", "residual_dtypes", "smooth_dtypes", "dy_dtypes"):
+            kinds = getattr(self, name) or ()
+            absent = " or None (no such tensor)" if name in ("weight_dtypes", "bias_dtypes") else ""
+            for kind in kinds:
+                if not (kind in FLOATS or kind == SAME or (absent and kind is None)):
+                    raise ConflictError(
+                        f"{name} has {kind!r}; it takes {', '.join(map(str, FLOATS))}, {SAME!r} (x's dtype){absent}"
+                    )
+        for word in self.rows:
+            if word not in ROWS:
+                raise ConflictError(f"rows has {word!r}; it takes some of {', '.join(ROWS)}")
+        for names in self.wants or ():
+            for name in names:
+                if name not in _GRADIENTS:
+                    raise ConflictError(f"wants has {name!r}; it takes some of {', '.join(_GRADIENTS)}")
+        for names in self.misaligned:
+            for name in names:
+                if name not in _POINTERS:
+                    raise ConflictError(f"misaligned has {name!r}; it takes names of arguments: {', '.join(_POINTERS)}")
+
+
+_GRADIENTS = ("dx", "dweight", "dbias", "dx_bias")
+
+# The arguments that are addresses, with the kernels' names for them.
+_POINTERS = {
+    name: f"{name}_ptr"
+    for name in (
+        *("x", "x_bias", "residual", "weight", "bias", "smooth_scale", "residual_out"),
+        *("dy", "mean", "rstd", "dresidual_out"),
+    )
+} | {"out": "y_ptr"}
+
+
+def plans(mode: Mode, n: int, target: Target, deployment: Deployment) -> Iterator[Plan | GradientPlan]:
+    """What calls of a mode come to, one for each combination of what they may bring."""
+    biases = (None,) if not mode.norm.centres else deployment.bias_dtypes
+    for weight, stride, names in product(deployment.weight_dtypes, deployment.row_strides, deployment.misaligned):
+        misaligned = [_POINTERS[name] for name in names]
+        for bias in (weight,) if biases is None else biases:
+            if mode.is_backward:
+                yield from _backward(mode, n, target, deployment, weight, bias, stride, misaligned)
+            else:
+                yield from _forward(mode, n, target, deployment, weight, bias, stride, misaligned)
+
+
+def _forward(
+    mode: Mode,
+    n: int,
+    target: Target,
+    deployment: Deployment,
+    weight: Kind,
+    bias: Kind,
+    stride: int | None,
+    misaligned: Collection[str],
+) -> Iterator[Plan]:
+    x = _rows(mode, n, stride)
+    residuals = deployment.residual_dtypes if mode.fadd.adds else (None,)
+    smooths = deployment.smooth_dtypes if mode.fquant.smooths else (None,)
+    for residual, smooth in product(residuals, smooths):
+        call = prepare(
+            mode.norm,
+            x,
+            _vector(weight, x),
+            _vector(bias, x),
+            eps=0.0,
+            residual=None if residual is None else _empty(x.shape, _dtype(residual, x)),
+            fadd=mode.fadd,
+            smooth_scale=_vector(smooth, x),
+            fquant=mode.fquant,
+            x_bias=_vector(SAME if mode.x_bias else None, x),
+            out_dtype=TORCH_DTYPES[mode.dtype_out],
+            scale_dtype=TORCH_DTYPES[mode.scale_dtype],
+            save_mv=mode.save_mv,
+            rounding=mode.rounding,
+        )
+        yield Plan(call, misaligned, target)
+
+
+def _backward(
+    mode: Mode,
+    n: int,
+    target: Target,
+    deployment: Deployment,
+    weight: Kind,
+    bias: Kind,
+    stride: int | None,
+    misaligned: Collection[str],
+) -> Iterator[GradientPlan]:
+    x = _rows(mode, n, stride)
+    statistic = _empty(x.shape[:1], torch.float32)
+    due = ["dx"]
+    due += [f"d{name}" for name, kind in (("weight", weight), ("bias", bias)) if kind is not None]
+    due += ["dx_bias"] if mode.x_bias else []
+    asked = (due,) if deployment.wants is None else deployment.wants
+    for dy, names in product(deployment.dy_dtypes, asked):
+        wants = [name for name in due if name in names]
+        if not wants:
+            continue
+        call = check(
+            mode.norm,
+            _empty(x.shape, _dtype(dy, x)),
+            x,
+            _vector(weight, x),
+            statistic if mode.norm.centres else None,
+            statistic,
+            False,
+            0.0,
+            _vector(SAME if mode.x_bias else None, x),
+            _empty(x.shape, x.dtype) if mode.fadd.stores else None,
+            None,
+            None if bias is None else _dtype(bias, x),
+            wants,
+        )
+        yield GradientPlan(call, misaligned, target)
+
+
+def _rows(mode: Mode, n: int, stride: int | None) -> torch.Tensor:
+    """Two rows, since the stride of one says nothing."""
+    if stride is not None and stride < n:
+        raise ShapeError(f"row_strides has {stride}, less than N = {n}; it takes N or more, or None for N itself")
+    step = n if stride is None else stride
+    return _empty((step + n,), TORCH_DTYPES[mode.dtype_in]).as_strided((2, n), (step, 1))
+
+
+def _vector(kind: Kind, x: torch.Tensor) -> torch.Tensor | None:
+    return None if kind is None else _empty(x.shape[-1:], _dtype(kind, x))
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    # Wherever the caller's default device is: planning takes no tensor without memory.
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def _dtype(kind: Kind, x: torch.Tensor) -> torch.dtype:
+    return kind if isinstance(kind, torch.dtype) else x.dtype

@@ -1,0 +1,70 @@
+"""Compiles what a deployment touches, before it is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..codegen.model import Mode
+from ..errors import ConflictError
+from ..kernels.compiled import obtain
+from ..kernels.kernels import on_device
+from ..kernels.target import target_of
+from .compile_keys import CompileKey, compile_keys, gpu
+from .parallel import for_each
+
+
+def warmup(
+    n: Iterable[int],
+    modes: Iterable[str | Mode] | None = None,
+    *,
+    device: torch.device | str | int | None = None,
+    jobs: int | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> list[CompileKey]:
+    """Compile everything that calls of some modes and row lengths come to, and load it onto a GPU.
+
+    After it such calls compile nothing, in this process or, because Triton keeps what it compiled on disk, in another
+    on the same machine; NORMFORGE_FROZEN=1 makes sure of it. Where a folder compiled ahead of time is in use, its
+    kernels are loaded instead. Under NORMFORGE_FROZEN=1 nothing is compiled here either: what is kept is loaded, and
+    what is not is an error.
+
+    Args:
+        n: row lengths; see `compile_keys`.
+        modes: see `compile_keys`.
+        device: the GPU; None is the current one.
+        jobs: threads that compile at once; None is one for each core, up to 8.
+        progress: whether to show a progress bar on standard error.
+        **options: what else `compile_keys` takes, but for arch and multiprocessors: what calls bring.
+
+    Returns:
+        What was compiled or loaded, as `compile_keys` lists it.
+
+    Raises:
+        DeviceError: there is no GPU, or kernels are interpreted.
+        CompileError: Triton refuses a kernel.
+        FrozenError: a kernel would have to be compiled, and NORMFORGE_FROZEN is 1.
+        AotError: the folder of kernels compiled ahead of time does not fit.
+        NormforgeError: one of those that `compile_keys` lists.
+    """
+    foreign = [name for name in ("arch", "multiprocessors") if name in options]
+    if foreign:
+        raise ConflictError(f"{foreign[0]} was passed, and warmup compiles for a GPU that is here; see normforge aot")
+    keys = compile_keys(n, modes, device=device, **options)
+    return load(keys, gpu(device), jobs=jobs, progress=progress)
+
+
+def load(keys: list[CompileKey], device: torch.device, *, jobs: int | None, progress: bool) -> list[CompileKey]:
+    """Compile keys of a GPU, where nothing kept serves them, and load them onto it; returns the keys."""
+    target = target_of(device)
+
+    def work(key: CompileKey) -> CompileKey:
+        # Which device is the current one is each thread's own.
+        with on_device(device):
+            obtain(key.key, key.function, target, device.index)
+        return key
+
+    return for_each(keys, work, doing="compile", jobs=jobs, progress=progress)

@@ -1,0 +1,1 @@
+"""A call: checked, planned, launched, recorded or traced. Stands on kernels/, selection/ and upstream/."""

@@ -1,0 +1,360 @@
+"""The generated kernels as differentiable functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import compress, product
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+from ..codegen.model import Norm
+from ..errors import TransformError
+from ..kernels.backends import dispatch_modes, intercepted, transforming
+from ..nn import torch_instead
+from ..operators import registered
+from ..selection import dispatch
+from .double_backward import refuse_double_backward
+from .forward import forward_fused, forward_plain
+from .gradients import backward
+from .operands import PLAIN, UNREADABLE, ZERO, Unlike, resolved
+from .output import LayerNormOutput
+from .row_statistics import packed_of, unpacked
+from .rows import as_rows, walkable
+
+# What a forward pass is told besides its tensors: the norm's word, eps, y's dtype (None for x's), and whether it is one
+# of the calls known before.
+_Told = tuple[str, float, "torch.dtype | None", bool]
+
+
+def normalise_known(
+    norm: str,
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    eps: float | None,
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """What `normalise` returns of arguments like those of a call before; None where there was none.
+
+    Arguments need no check before: a call that `normalise` would copy or refuse something of is like none.
+    """
+    # Where torch's operators run instead, nothing is ever known. What carries a tangent is looked for elsewhere.
+    if not dispatch.plans or eps.__class__ is not float or forward_ad._current_level >= 0:
+        return None
+    # The class of each, because 64.0 is equal to 64, and a dictionary has a length too.
+    if normalized_shape.__class__ not in _SHAPES or len(normalized_shape) != 1 or x.__class__ not in PLAIN:
+        return None
+    try:
+        n = normalized_shape[0]
+        # Not `!=`: what torch.jit.trace makes of that is a tensor, and neither True nor False.
+        if n.__class__ is not int or (x.shape[-1] == n) is not True:
+            return None
+        # x by itself, because asking is a call that takes 0.1 us.
+        recorded = torch.is_grad_enabled() and (x.requires_grad or _any_requires_gradient(x, weight, bias, residual))
+    except UNREADABLE:
+        return None
+    told = (norm, eps, _result_dtype(norm, x) if torch.is_autocast_enabled("cuda") else None, True)
+    try:
+        if not recorded:
+            return _launch(told, False, x, weight, bias, residual)[:2]
+        if transforming():
+            return None
+        if residual is None:
+            return _apply(told, x, weight, bias), None
+        return _apply_add(told, x, weight, bias, residual)
+    except (Unlike, TransformError):
+        return None
+
+
+_SHAPES = frozenset((tuple, torch.Size, list))
+
+
+def normalise(
+    norm: Norm,
+    x: torch.Tensor,
+    shape: tuple[int, ...],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    eps: float,
+    out_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run the kernel that serves arguments which `rows.check` has passed, recording it where a gradient is due.
+
+    Args:
+        norm: which norm.
+        x: (..., *shape), fp16, bf16 or fp32.
+        shape: the dimensions that are normalised together.
+        weight: shape, or None.
+        bias: shape, or None; None for RMSNorm.
+        residual: x's shape, or None for no fused add.
+        eps: added to the variance, or the mean square.
+        out_dtype: y's; None is x's, or fp32 where autocast makes it so.
+
+    Returns:
+        y, and residual_out where there is a residual; both of x's shape.
+    """
+    # Resolved here, where autograd sees it, and not by what launches.
+    x, weight, bias, residual = resolved(x), resolved(weight), resolved(bias), resolved(residual)
+    rows = (
+        as_rows(x, len(shape)),
+        None if weight is None else weight.flatten().contiguous(),
+        None if bias is None else bias.flatten().contiguous(),
+        None if residual is None else as_rows(residual, len(shape)),
+    )
+    told = (norm.value, eps, out_dtype or _result_dtype(norm.value, x), False)
+    total: torch.Tensor | None = None
+    if not (torch.is_grad_enabled() and _any_requires_gradient(*rows)):
+        y, total = _launch(told, False, *rows)[:2]
+    elif residual is None:
+        y = _Normalise.apply(told, *rows[:3])  # type: ignore[no-untyped-call]  # torch declares no types for it
+    else:
+        y, total = _AddNormalise.apply(told, *rows)  # type: ignore[no-untyped-call]  # likewise
+    return _unflattened(y, shape), None if total is None else _unflattened(total, shape)
+
+
+def _any_requires_gradient(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> bool:
+    return (
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+        or (residual is not None and residual.requires_grad)
+    )
+
+
+def _launch(
+    told: _Told,
+    save_mv: bool,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> LayerNormOutput:
+    norm, eps, out_dtype, known_only = told
+    if not known_only and intercepted(x, weight, bias, residual):
+        return _launch_operator(told, save_mv, x, weight, bias, residual)
+    if residual is None and (out_dtype is None or out_dtype is x.dtype):
+        return forward_plain(norm, x, weight, bias, eps, ZERO, save_mv, packed=save_mv, known_only=known_only)
+    fadd = "none" if residual is None else "pre_add_store"
+    modes = (residual, fadd, None, "none", None, out_dtype, torch.float32, save_mv, "nearest", None, None)
+    return forward_fused(norm, x, weight, bias, eps, ZERO, *modes, packed=save_mv, known_only=known_only)
+
+
+def _launch_operator(
+    told: _Told,
+    save_mv: bool,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> LayerNormOutput:
+    norm, eps, out_dtype, _ = told
+    parameters = (bias, eps) if norm == "layer" else (eps, ZERO)
+    fadd = "none" if residual is None else "pre_add_store"
+    modes = (residual, fadd, None, "none", None, out_dtype, torch.float32, save_mv, "nearest")
+    y, *others = registered.FORWARD[norm](x, weight, *parameters, *modes)
+    total = None if residual is None else others.pop(0)
+    return LayerNormOutput(y, total, None, None, packed_of(*others) if save_mv else None)
+
+
+def _result_dtype(norm: str, x: torch.Tensor) -> torch.dtype | None:
+    # Where torch's operator would be given x in fp32, the kernel reads it as it is and returns the same numbers.
+    return torch.float32 if torch.is_autocast_enabled("cuda") and x.is_cuda and autocasts(norm) else None
+
+
+def _unflattened(rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return rows if len(shape) == 1 else rows.view(*rows.shape[:-1], *shape)
+
+
+@cache
+def autocasts(norm: str) -> bool:
+    """Whether autocast runs torch's operator in fp32 on a GPU; none does on a CPU."""
+    # Asked of torch, because releases differ: 2.11 does so with layer_norm alone, 2.13 with rms_norm too.
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{norm}_norm", "AutocastCUDA"))
+
+
+class _Normalise(torch.autograd.Function):
+    """y of x, weight and bias; see `normalise`.
+
+    Kept for the backward pass: x, weight, and a mean and rstd a row.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, told: _Told, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        y, _, _, _, statistics = _launch(told, True, x, weight, bias, None)
+        ctx.told = (told[0], None if bias is None else bias.dtype)
+        ctx.save_for_backward(x, weight, statistics)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        norm, bias_dtype = ctx.told
+        told = (norm, None, bias_dtype, _WANTS[ctx.needs_input_grad[1:]])
+        # Recorded only where a gradient of the gradient could be asked for.
+        compute = _Gradients.apply if torch.is_grad_enabled() else _gradients
+        return None, *compute(told, dy, None, *ctx.saved_tensors)
+
+
+class _AddNormalise(torch.autograd.Function):
+    """y and residual_out of x, weight, bias and residual; see `normalise`.
+
+    Kept for the backward pass: residual_out, which the caller holds anyway, weight, and a mean and rstd a row.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        told: _Told,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        y, total, _, _, statistics = _launch(told, True, x, weight, bias, residual)
+        ctx.told = (told[0], x.dtype, None if bias is None else bias.dtype, residual.dtype)
+        # A gradient that did not arrive stays None, rather than becoming M×N zeros.
+        ctx.set_materialize_grads(False)
+        if not (x.requires_grad or residual.requires_grad):
+            ctx.mark_non_differentiable(total)
+        ctx.save_for_backward(total, weight, statistics)
+        return y, total
+
+    @staticmethod
+    def backward(
+        ctx: Any, dy: torch.Tensor | None, dresidual_out: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        _, for_x, for_weight, for_bias, for_residual = ctx.needs_input_grad
+        norm, x_dtype, bias_dtype, residual_dtype = ctx.told
+        dx, dweight, dbias = dresidual_out, None, None
+        if dy is not None:
+            # One rounding each, also where x and residual differ: the wider of the two types holds what both round.
+            dx_dtype = x_dtype
+            if for_residual and residual_dtype is not x_dtype:
+                dx_dtype = torch.promote_types(x_dtype, residual_dtype) if for_x else residual_dtype
+            told = (norm, dx_dtype, bias_dtype, _WANTS[for_x or for_residual, for_weight, for_bias])
+            compute = _Gradients.apply if torch.is_grad_enabled() else _gradients
+            dx, dweight, dbias = compute(told, dy, dresidual_out, *ctx.saved_tensors)
+        return (
+            None,
+            _rounded(dx, x_dtype) if for_x else None,
+            dweight,
+            dbias,
+            _rounded(dx, residual_dtype) if for_residual else None,
+        )
+
+
+# Their `apply` without what makes ready for functorch's transforms, which is 2.5 us of Python.
+_apply = super(torch.autograd.Function, _Normalise).apply
+_apply_add = super(torch.autograd.Function, _AddNormalise).apply
+
+# Which gradients are due, from whether those of x (or residual), weight and bias are.
+_WANTS: dict[tuple[bool, ...], tuple[str, ...]] = {
+    due: tuple(compress(("dx", "dweight", "dbias"), due)) for due in product((False, True), repeat=3)
+}
+
+
+def _rounded(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    return gradient if gradient is None or gradient.dtype is dtype else gradient.to(dtype)
+
+
+class _Gradients(torch.autograd.Function):
+    """The backward pass as a function of its own, so that differentiating it is an error rather than a zero."""
+
+    @staticmethod
+    def forward(ctx: Any, told: tuple[Any, ...], *tensors: Any) -> tuple[torch.Tensor | None, ...]:
+        return _gradients(told, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        refuse_double_backward(ctx, *gradients)
+
+
+def _gradients(
+    told: tuple[Any, ...],
+    dy: torch.Tensor,
+    dresidual_out: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    statistics: torch.Tensor,
+) -> tuple[torch.Tensor | None, ...]:
+    """dx, dweight and dbias of rows, those that are due."""
+    if is_dynamo_compiling() or dispatch_modes():
+        # An eager call's backward pass becomes part of a graph, by compiled autograd say, or something else sees it.
+        return gradients_by_operator(told, dy, dresidual_out, x, weight, statistics)
+    norm, dx_dtype, bias_dtype, wants = told
+    shared = (x, weight, None, statistics, True, ZERO, None)
+    try:
+        found = backward(norm, dy, *shared, dresidual_out, dx_dtype, bias_dtype, wants, known_only=True)
+    except Unlike:
+        if not (_addressed(dy) and (dresidual_out is None or _addressed(dresidual_out))):
+            return _gradients_by_torch(told, dy, dresidual_out, x, weight, statistics)
+        dy = walkable(dy)
+        dresidual_out = None if dresidual_out is None else walkable(dresidual_out)
+        found = backward(norm, dy, *shared, dresidual_out, dx_dtype, bias_dtype, wants)
+    return found.dx, found.dweight, found.dbias
+
+
+def gradients_by_operator(
+    told: tuple[Any, ...],
+    dy: torch.Tensor,
+    dresidual_out: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    statistics: torch.Tensor,
+) -> tuple[torch.Tensor | None, ...]:
+    """`_gradients` where something sees operators, and is to see this one."""
+    norm, dx_dtype, bias_dtype, wants = told
+    mean, rstd = (
+        None if statistic is None else statistic.view(x.shape[:-1])
+        for statistic in unpacked(statistics, x.numel() // x.shape[-1])
+    )
+    shared = (dx_dtype, bias_dtype) if norm == "layer" else (dx_dtype,)
+    found = iter(
+        registered.BACKWARD[norm](
+            walkable(dy),
+            x,
+            weight,
+            *((mean, rstd) if norm == "layer" else (rstd, ZERO)),
+            None,
+            None if dresidual_out is None else walkable(dresidual_out),
+            *shared,
+            list(wants),
+        )
+    )
+    return tuple([next(found) if name in wants else None for name in ("dx", "dweight", "dbias")])
+
+
+def _addressed(gradient: torch.Tensor) -> bool:
+    """Whether there is memory to read: not of several gradients at once, as autograd's is_grads_batched brings."""
+    try:
+        return gradient.__class__ in PLAIN and (gradient.data_ptr() != 0 or gradient.numel() == 0)
+    except RuntimeError:
+        return False
+
+
+def _gradients_by_torch(
+    told: tuple[Any, ...],
+    dy: torch.Tensor,
+    dresidual_out: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    statistics: torch.Tensor,
+) -> tuple[torch.Tensor | None, ...]:
+    """`_gradients` of what has no memory and may be followed by somebody, in torch's operators."""
+    _, dx_dtype, bias_dtype, wants = told
+    mean, rstd = unpacked(statistics, x.numel() // x.shape[-1])
+    dx, dweight, dbias = torch_instead.gradients(dy, dresidual_out, x, weight, mean, rstd)
+    return (
+        dx.to(dx_dtype or x.dtype) if "dx" in wants else None,
+        dweight.to(weight.dtype) if "dweight" in wants and weight is not None else None,
+        dbias.to(bias_dtype) if "dbias" in wants else None,
+    )

@@ -1,0 +1,109 @@
+"""Where the functional API runs kernels, and where torch's own operators."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+
+import torch
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+from . import kernels
+
+logger = logging.getLogger("normforge")
+
+# Whether code runs within a transform of torch.func, or one built on the same: autograd's batched gradients.
+transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+
+# How many modes see each operator: those of make_fx, torch.export and FakeTensorMode among others.
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def backend(x: torch.Tensor) -> str:
+    """What the functional API and the modules run on x.
+
+    Returns:
+        "kernel" on a GPU, and on a CPU under TRITON_INTERPRET=1, when Triton's interpreter runs the kernels; "torch",
+        torch's own operator, anywhere else, and for float64. See `layer_norm` for where a call is left to torch
+        whatever x is.
+    """
+    if x.dtype is torch.float64:
+        return "torch"
+    if x.is_cuda:
+        return "kernel"
+    if x.device.type != "cpu":
+        return "torch"
+    if is_dynamo_compiling():
+        from ..upstream import trace_constants
+
+        return "kernel" if trace_constants.interpreting() else "torch"
+    return "kernel" if interpreting() else "torch"
+
+
+def interpreting() -> bool:
+    """Whether Triton's interpreter runs the kernels of CPU tensors."""
+    # Without the variable there is nothing to ask Triton, which takes a while to import and need not be installed.
+    return "TRITON_INTERPRET" in os.environ and kernels.interpreting()
+
+
+def intercepted(*tensors: torch.Tensor | None) -> bool:
+    """Whether something sees the operators that tensors are given to: a mode, or a class, as fake tensors have."""
+    return dispatch_modes() > 0 or any(sees_operators(tensor) for tensor in tensors)
+
+
+def sees_operators(tensor: object) -> bool:
+    """Whether a tensor is of a class that torch's dispatcher hands operators to, as fake and distributed ones are."""
+    return isinstance(tensor, torch.Tensor) and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def left_to_torch(operands: tuple[torch.Tensor | None, ...]) -> bool:
+    """Whether torch's own operator serves a call, although kernels run where its tensors are.
+
+    Kernels take neither float64 nor rows of no elements. And only of its own operators does torch know how they are
+    transformed (torch.func), differentiated forward, recorded (torch.jit.trace) and sharded (DTensor).
+    """
+    tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
+    if any(tensor.dtype is torch.float64 for tensor in tensors):
+        if not is_dynamo_compiling():
+            _say_once_of_float64()
+        return True
+    return (not is_dynamo_compiling() and _followed(tensors)) or _has_no_columns(tensors) or _sharded(tensors)
+
+
+def _has_no_columns(tensors: list[torch.Tensor]) -> bool:
+    # Not numel(), which is 0 also where there are no rows, and may be unknown in a trace.
+    return any(tensor.dim() > 0 and tensor.shape[-1] == 0 for tensor in tensors)
+
+
+def _sharded(tensors: list[torch.Tensor]) -> bool:
+    # What is not imported has no instances.
+    module = getattr(torch.distributed, "tensor", None)
+    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
+
+
+def _followed(tensors: list[torch.Tensor]) -> bool:
+    return transforming() or jit_tracing() or has_tangent(tensors)
+
+
+def jit_tracing() -> bool:
+    """Whether torch.jit.trace records what runs."""
+    return not is_dynamo_compiling() and torch._C._get_tracing_state() is not None
+
+
+def has_tangent(tensors: list[torch.Tensor]) -> bool:
+    """Whether forward-mode AD differentiates by any of some tensors."""
+    # Outside every level there are none to ask for.
+    return forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]  # torch declares none
+        for tensor in tensors
+    )
+
+
+@functools.cache
+def _say_once_of_float64() -> None:
+    logger.warning(
+        "a norm of float64 runs torch's own operator: normforge's kernels take float16, bfloat16 and float32"
+    )

@@ -1,0 +1,102 @@
+"""A kernel made ready for launches that differ in nothing but addresses, M and plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from ..upstream import triton_launcher
+from ..upstream.triton_launcher import Grid
+from .compiled import KernelKey, integer_type, obtain
+from .kernels import current_device, on_device, run_public, scale_warps
+from .target import Target
+
+
+class Launcher:
+    """A kernel of which everything is known but the values of some arguments, its slots.
+
+    Attributes:
+        kernel: the `triton.JITFunction`.
+        key: the compilation that it launches.
+        launch: launches the compiled kernel on the device's current stream, given a grid and the slots' values with
+            pointers as addresses; None where kernels take tensors.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        types: Mapping[str, str | None],
+        integers: Mapping[str, int],
+        constants: Mapping[str, int],
+        warps: int,
+        options: Mapping[str, Any],
+        target: Target,
+        device: torch.device | None,
+    ) -> None:
+        """Compile a kernel for a device, if kernels are compiled there.
+
+        Args:
+            kernel: a `triton.JITFunction`. It names some of the arguments that follow.
+            types: the slots, in the order in which a launch brings them, with their types in Triton's words; None for
+                an absent pointer.
+            integers: arguments that are the same at every launch: row strides.
+            constants: compile-time constants.
+            warps: warps a program, of 32 threads.
+            options: what else the compiler is told.
+            target: the GPU that it is for.
+            device: where it runs; None if nowhere, and then it is only known what would be compiled.
+        """
+        self.kernel = kernel
+        self._device = device
+        self._fixed = (*integers.values(), *constants.values())
+        names = (*types, *integers, *constants)
+        # One call in C puts a launch's values into the kernel's order.
+        self._arrange: Callable[[tuple[Any, ...]], tuple[Any, ...]] = itemgetter(*map(names.index, kernel.arg_names))
+        self._options = {"num_warps": scale_warps(warps, target.warp_size), **options}
+        if "PDL" in kernel.arg_names and constants["PDL"]:
+            # Asked of none but kernels that wait by that constant: any other would read what is not yet written.
+            self._options["launch_pdl"] = True
+        words: dict[str, str | int | None] = {name: integer_type(value) for name, value in integers.items()}
+        words |= {**types, **constants}
+        self.key = KernelKey(
+            f"{kernel.fn.__module__}:{kernel.fn.__name__}",
+            tuple((name, words[name]) for name in kernel.arg_names),
+            tuple(self._options.items()),
+        )
+        self._compiled: Any = None
+        self.launch: triton_launcher.Launch | None = None
+        if device is not None and target.compiles:
+            with on_device(device):
+                self._compiled = obtain(self.key, kernel, target, device.index)
+                launch = triton_launcher.bind(
+                    self._compiled, triton_launcher.Arguments(self._arrange, self._fixed, device.index)
+                )
+            # With one device there is no other that could be the current one.
+            self.launch = launch if launch is None or torch.cuda.device_count() == 1 else _guarded(launch, device)
+
+    def launch_tensors(self, grid: Grid, values: tuple[Any, ...]) -> None:
+        """Launch through Triton's public interface, which takes longer; pointers are tensors here."""
+        assert self._device is not None
+        arguments = self._arrange(values + self._fixed)
+        with on_device(self._device):
+            if self._compiled is None:
+                run_public(self.kernel, grid, arguments, self._options)
+            else:
+                # Of the kernel that was compiled, not of its source, which would be looked up or compiled once more.
+                self._compiled[grid](*arguments)
+
+
+def _guarded(launch: triton_launcher.Launch, device: torch.device) -> triton_launcher.Launch:
+    index = device.index
+
+    def guarded(grid: Grid, values: tuple[Any, ...]) -> None:
+        if current_device() == index:
+            launch(grid, values)
+        else:
+            with torch.cuda.device(device):
+                launch(grid, values)
+
+    return guarded

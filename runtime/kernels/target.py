@@ -1,0 +1,113 @@
+"""What tiles, grids and compilations depend on: facts of a device that is here, or of an architecture that is not."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from ..codegen.tiling import WARP
+from ..errors import TargetError
+from .architecture import architecture
+from .kernels import interpreting
+
+# The interpreter has none; one stands for few programs, so that a handful of rows makes each take several in turn.
+_INTERPRETED_MULTIPROCESSORS = 1
+
+# The first NVIDIA architecture that converts to fp8 in one rounding.
+_FIRST_WITH_FP8 = 89
+# The first with programmatic dependent launch.
+_FIRST_WITH_PDL = 90
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of GPU.
+
+    Attributes:
+        arch: as tables of tiles name it: "sm_90" or "gfx942", say; "cpu" for the interpreter.
+        warp_size: threads of a warp; in the interpreter, those that tiles are made of.
+        multiprocessors: how many it has.
+        compiles: whether kernels are compiled for it, rather than interpreted.
+    """
+
+    arch: str
+    warp_size: int
+    multiprocessors: int
+    compiles: bool = True
+
+    @property
+    def is_nvidia(self) -> bool:
+        """Whether NVIDIA made it."""
+        return self.arch.startswith("sm_")
+
+    @property
+    def converts_to_fp8(self) -> bool:
+        """Whether it converts to the fp8 formats of NVIDIA's hardware in one rounding."""
+        return self._is_from(_FIRST_WITH_FP8)
+
+    @property
+    def launches_early(self) -> bool:
+        """Whether a kernel may be launched before the one ahead of it has ended: programmatic dependent launch."""
+        return self._is_from(_FIRST_WITH_PDL)
+
+    def _is_from(self, first: int) -> bool:
+        return self.compiles and self.is_nvidia and int(self.arch[3:]) >= first
+
+
+# Where no device is here to ask: A100, L40S, H100 and H200, B200, MI210 and half of an MI250, MI300X.
+ARCHITECTURES = {
+    target.arch: target
+    for target in (
+        Target("sm_80", 32, 108),
+        Target("sm_89", 32, 142),
+        Target("sm_90", 32, 132),
+        Target("sm_100", 32, 148),
+        Target("gfx90a", 64, 104),
+        Target("gfx942", 64, 304),
+    )
+}
+_NAMES = re.compile(r"sm_(?:[89]\d|1\d\d)|gfx\d+[0-9a-f]{2}")
+
+
+def named_target(arch: str, multiprocessors: int | None = None) -> Target:
+    """The GPUs of an architecture, of which none need be here.
+
+    Args:
+        arch: "sm_90" or "gfx942", say.
+        multiprocessors: how many they have; by default what `ARCHITECTURES` says.
+
+    Raises:
+        TargetError: there is no such architecture, or how many multiprocessors it has is not known and not said.
+    """
+    known = ARCHITECTURES.get(arch)
+    if known is None and _NAMES.fullmatch(arch) is None:
+        raise TargetError(
+            f"arch {arch!r} is no architecture that kernels are compiled for; write one like "
+            f"{', '.join(ARCHITECTURES)}, without a letter behind an sm_ number: Triton adds what it needs"
+        )
+    if known is None:
+        if multiprocessors is None:
+            raise TargetError(
+                f"how many multiprocessors GPUs of {arch} have is not known, and tiles are chosen by it; say it: "
+                "multiprocessors=…, or --multiprocessors"
+            )
+        # GCN and CDNA have warps of 64 threads; RDNA, from gfx10 on, runs 32.
+        known = Target(arch, 64 if arch.startswith("gfx9") else 32, multiprocessors)
+    if multiprocessors is None:
+        return known
+    if multiprocessors < 1:
+        raise TargetError(f"multiprocessors={multiprocessors} will not do; a GPU has one or more")
+    return replace(known, multiprocessors=multiprocessors)
+
+
+@cache
+def target_of(device: torch.device) -> Target:
+    """What a device is; a CPU stands for Triton's interpreter."""
+    arch = architecture(device)
+    if device.type != "cuda":
+        return Target(arch, WARP, _INTERPRETED_MULTIPROCESSORS, compiles=False)
+    properties = torch.cuda.get_device_properties(device)
+    return Target(arch, int(properties.warp_size), int(properties.multi_processor_count), compiles=not interpreting())

@@ -1,0 +1,89 @@
+"""What `patch` puts in the place of Hugging Face's RMSNorm classes; `probing` finds out which computes what."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+
+from ..codegen.model import Norm
+from .functional import normalise, rms_norm, rms_norm_cast_before_weight
+from .modules import RMSNorm
+
+
+class CastOrder(Enum):
+    """When the normalised row is rounded; the value names a model family that does so."""
+
+    TO_INPUT_BEFORE_WEIGHT = "Llama"
+    TO_WEIGHT_BEFORE_WEIGHT = "T5"
+    AFTER_WEIGHT = "Olmo2"
+
+
+class HuggingFaceRMSNorm(RMSNorm):
+    """RMSNorm as Hugging Face's `LlamaRMSNorm` and `Olmo2RMSNorm`, for modules made by such a class.
+
+    With cast_before_weight it is Llama's, without it Olmo2's; see `RMSNorm`. The module's own epsilon is read in each
+    call, so that it may be changed.
+
+    Attributes:
+        epsilon_name: the attribute that epsilon is under.
+        input_name: what the input is called where it is passed by keyword.
+    """
+
+    epsilon_name: str
+    input_name: str
+
+    @property
+    def eps(self) -> float:
+        """What is added to the mean square."""
+        value: float = self.__dict__[self.epsilon_name]
+        return value
+
+    @eps.setter
+    def eps(self, value: float) -> None:
+        self.__dict__[self.epsilon_name] = value
+
+    def forward(self, x: torch.Tensor | None = None, **named: torch.Tensor) -> torch.Tensor:
+        """Normalise x: (..., *normalized_shape), fp16, bf16 or fp32; returns its shape.
+
+        Raises:
+            TypeError: there is not one input, or it has another name than input_name.
+        """
+        rows = x if x is not None and not named else self._only(x, named)
+        weight, eps = self.weight, self.__dict__[self.epsilon_name]
+        if self.cast_before_weight:
+            return rms_norm_cast_before_weight(rows, self.normalized_shape, weight, eps, rows.dtype)
+        return rms_norm(rows, self.normalized_shape, weight, eps)
+
+    def _only(self, x: torch.Tensor | None, named: dict[str, torch.Tensor]) -> torch.Tensor:
+        if x is not None or set(named) != {self.input_name}:
+            got = [*([] if x is None else ["a tensor"]), *(f"{name}=..." for name in named)]
+            raise TypeError(
+                f"{type(self).__name__}.forward() got ({', '.join(got)}); it takes one tensor, by position or as "
+                f"{self.input_name}"
+            )
+        return named[self.input_name]
+
+    def extra_repr(self) -> str:
+        """torch's, and the option where it is on."""
+        option = ", cast_before_weight=True" if self.cast_before_weight else ""
+        return f"{tuple(self.normalized_shape)}, eps={self.eps}, elementwise_affine=True{option}"
+
+
+class T5RMSNorm(HuggingFaceRMSNorm):
+    """RMSNorm as Hugging Face's `T5LayerNorm`: rounded to the weight's dtype, which is also the result's.
+
+    With cast_before_weight (as there), rounded before the multiplication with the weight, else once, after it.
+    """
+
+    def forward(self, x: torch.Tensor | None = None, **named: torch.Tensor) -> torch.Tensor:
+        """Normalise x: (..., *normalized_shape), fp16, bf16 or fp32; returns its shape in the weight's dtype.
+
+        Raises:
+            TypeError: there is not one input, or it has another name than input_name.
+        """
+        rows = x if x is not None and not named else self._only(x, named)
+        weight, eps = self.weight, self.__dict__[self.epsilon_name]
+        if self.cast_before_weight:
+            return rms_norm_cast_before_weight(rows, self.normalized_shape, weight, eps, weight.dtype)
+        return normalise(Norm.RMS, rows, self.normalized_shape, weight, eps=eps, out_dtype=weight.dtype)[0]

@@ -1,0 +1,312 @@
+"""Swapping the norms of a model for ours, in place, and back."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..dtypes import FLOATS
+from ..errors import PatchError
+from .huggingface import CastOrder, HuggingFaceRMSNorm, T5RMSNorm
+from .modules import LayerNorm, RMSNorm
+from .probing import UnlikeError, formula_of
+
+__all__ = ["Bypassed", "Patch", "Skipped", "Swapped", "patch", "unpatch"]
+
+
+class Swapped(NamedTuple):
+    """A module whose class was changed.
+
+    Attributes:
+        path: where it stands in the model; for a module that stands in several places, the first.
+        old: the class it had.
+        new: the class it has.
+    """
+
+    path: str
+    old: type[torch.nn.Module]
+    new: type[torch.nn.Module]
+
+
+class Skipped(NamedTuple):
+    """A norm that was left as it is.
+
+    Attributes:
+        path: where it stands in the model; the first of several places.
+        cls: its class.
+        reason: why it was not swapped.
+    """
+
+    path: str
+    cls: type[torch.nn.Module]
+    reason: str
+
+
+class Bypassed(NamedTuple):
+    """A module that does not always call its norms.
+
+    Attributes:
+        path: where it stands in the model; the first of several places.
+        cls: its class.
+        reason: when it calls none, and what to do about it.
+    """
+
+    path: str
+    cls: type[torch.nn.Module]
+    reason: str
+
+
+class Patch(NamedTuple):
+    """What `patch` did.
+
+    Attributes:
+        swapped: the modules that are ours now.
+        skipped: the modules that look like norms and are not ours.
+        bypassed: the modules that hold norms of ours and compute them without a call in some modes: encoder layers,
+            by torch's fast path.
+    """
+
+    swapped: tuple[Swapped, ...]
+    skipped: tuple[Skipped, ...]
+    bypassed: tuple[Bypassed, ...] = ()
+
+
+# Where a swapped module keeps what unpatch needs; deep copies and pickles carry it along.
+_ORIGINAL = "_normforge_original"
+
+_TORCH: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
+    torch.nn.LayerNorm: LayerNorm,
+    torch.nn.RMSNorm: RMSNorm,
+}
+
+_HUGGING_FACE: dict[CastOrder, type[RMSNorm]] = {
+    CastOrder.TO_INPUT_BEFORE_WEIGHT: HuggingFaceRMSNorm,
+    CastOrder.TO_WEIGHT_BEFORE_WEIGHT: T5RMSNorm,
+    CastOrder.AFTER_WEIGHT: HuggingFaceRMSNorm,
+}
+
+
+@dataclass(frozen=True)
+class _Replacement:
+    """The class a module is to have, and the attributes that class reads and the module lacks."""
+
+    cls: type[torch.nn.Module]
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Original:
+    """What a module was, and what was made of it.
+
+    Attributes:
+        cls: the class it had.
+        new: the class it was given.
+        given: the names of the attributes it was given.
+        had: the values it had under them.
+        asked: the cast_before_weight that patch was called with.
+    """
+
+    cls: type[torch.nn.Module]
+    new: type[torch.nn.Module]
+    given: tuple[str, ...]
+    had: dict[str, Any]
+    asked: bool
+
+
+# Two calls at once would each take what the other is changing for the original.
+_lock = threading.RLock()
+
+
+def patch(model: torch.nn.Module, *, cast_before_weight: bool = True) -> Patch:
+    """Swap every norm in a model that normforge computes for `LayerNorm` or `RMSNorm`, in place.
+
+    A module keeps its identity and everything in it: only its class changes. So parameters stay the same objects
+    (optimisers keep working), hooks stay registered, a module shared by several parents is swapped for all of them,
+    and state_dicts do not change.
+
+    Swapped are `torch.nn.LayerNorm` and `torch.nn.RMSNorm`, and classes whose name ends in RMSNorm or T5LayerNorm,
+    with a 1-D weight, no bias, and `variance_epsilon` or `eps`, if their forward takes one tensor and computes one of
+    Hugging Face's formulas: as `LlamaRMSNorm`, `T5LayerNorm` or `Olmo2RMSNorm`. Which one is found by trying copies on
+    random numbers, in training and in evaluation; epsilon may be changed afterwards, under its own name, and the
+    input may be passed by keyword, as before. Anything else that looks like a norm, a subclass with a forward of its
+    own, say, is left alone and reported.
+
+    Norms that nothing calls are not computed by kernels: in evaluation without gradients a
+    `torch.nn.TransformerEncoderLayer` with batch_first may run as one operator of torch's own. Such layers are
+    reported as well; `torch.backends.mha.set_fastpath_enabled(False)` has them call their norms.
+
+    Args:
+        model: any module, also a norm itself.
+        cast_before_weight: whether norms that round before they multiply by the weight (Llama's and T5's) keep doing
+            so. False has the kernel multiply in fp32 and round once: less time and memory, and results that differ
+            by a rounding; a Llama norm then returns its input's dtype.
+
+    Returns:
+        What was swapped, what was skipped, and what may pass its norms by.
+    """
+    with _lock:
+        swapped, skipped = [], []
+        for path, module in model.named_modules():
+            old = type(module)
+            original: _Original | None = vars(module).get(_ORIGINAL)
+            if isinstance(module, HuggingFaceRMSNorm) and original is not None and original.asked != cast_before_weight:
+                reason = f"it was patched with cast_before_weight={original.asked} before; unpatch it first"
+                skipped.append(Skipped(path, old, reason))
+            if not _looks_like_a_norm(module):
+                continue
+            replacement = _replacement(module, cast_before_weight)
+            if isinstance(replacement, str):
+                skipped.append(Skipped(path, old, replacement))
+            else:
+                _swap(module, replacement, cast_before_weight)
+                swapped.append(Swapped(path, old, replacement.cls))
+        bypassed = (
+            Bypassed(path, type(module), _FAST_PATH) for path, module in model.named_modules() if _bypasses(module)
+        )
+        return Patch(tuple(swapped), tuple(skipped), tuple(bypassed))
+
+
+def unpatch(model: torch.nn.Module) -> tuple[Swapped, ...]:
+    """Undo `patch`: every module that it swapped gets its class and attributes back. Others are left alone.
+
+    What changed a module's class since stays: `torch.nn.utils.parametrize` and `fully_shard` derive a class from the
+    module's, and that is derived anew, from the class that the module had.
+
+    Args:
+        model: what was patched, a part of it, or a copy.
+
+    Returns:
+        What was swapped back.
+
+    Raises:
+        PatchError: something else replaced a module's class or forward since; no module was changed.
+    """
+    with _lock:
+        found = []
+        # Modules that share a class go on sharing one, as those under fully_shard do.
+        derived: dict[tuple[type, type], type[torch.nn.Module]] = {}
+        for path, module in model.named_modules():
+            original = vars(module).get(_ORIGINAL)
+            if original is not None:
+                old = type(module)
+                cls = _class_before(path, module, original)
+                found.append((module, original, Swapped(path, old, derived.setdefault((old, original.cls), cls))))
+        for module, original, swapped in found:
+            attributes = vars(module)
+            attributes.update(original.had)
+            module.__class__ = swapped.new
+            for name in (*original.given, _ORIGINAL):
+                if name not in original.had:
+                    attributes.pop(name, None)
+        return tuple(swapped for _, _, swapped in found)
+
+
+def _class_before(path: str, module: torch.nn.Module, original: _Original) -> type[torch.nn.Module]:
+    """The class that a module would have, had it not been patched."""
+    what = f"{path or 'the model'}, which patch made a {original.new.__name__} of a {original.cls.__name__},"
+    if "forward" in vars(module):
+        raise PatchError(
+            f"{what} has had its forward overridden on the instance since, and that may call ours; take it away first "
+            "(del module.forward, or accelerate's remove_hook_from_module)"
+        )
+    if original.new not in type(module).__mro__:
+        raise PatchError(f"{what} is a {type(module).__name__} now, which is none; undo first what made it one")
+    return _derived(type(module), original.new, original.cls, what)
+
+
+def _derived(
+    cls: type[torch.nn.Module], old: type[torch.nn.Module], new: type[torch.nn.Module], what: str
+) -> type[torch.nn.Module]:
+    """A class as it would be if it had been derived from another."""
+    if cls is old:
+        return new
+    module = sys.modules.get(cls.__module__)
+    # `super()` in a method means the class that its text stands in.
+    bound = [name for name, value in vars(cls).items() if "__class__" in _free_variables(value)]
+    if bound or getattr(module, cls.__qualname__, None) is cls:
+        raise PatchError(
+            f"{what} is a {cls.__name__} now, a class that is derived from {old.__name__} in its text; give the module "
+            f"the class {old.__name__} back first"
+        )
+    namespace = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    bases = tuple(_derived(base, old, new, what) if issubclass(base, old) else base for base in cls.__bases__)
+    metaclass: Callable[..., type[torch.nn.Module]] = type(cls)
+    return metaclass(cls.__name__.replace(old.__name__, new.__name__), bases, namespace)
+
+
+def _free_variables(value: object) -> tuple[str, ...]:
+    code = getattr(getattr(value, "__func__", value), "__code__", None)
+    return () if code is None else tuple(code.co_freevars)
+
+
+def _looks_like_a_norm(module: torch.nn.Module) -> bool:
+    """Whether a user would expect patch to say something about a module; ours are done, and classes of them too."""
+    cls = type(module)
+    if any(base.__module__.partition(".")[0] == __name__.partition(".")[0] for base in cls.__mro__):
+        return False
+    return isinstance(module, tuple(_TORCH)) or any(name in cls.__name__ for name in ("RMSNorm", "LayerNorm"))
+
+
+_FAST_PATH = (
+    "in evaluation without gradients torch runs it as one operator, its norms included; "
+    "torch.backends.mha.set_fastpath_enabled(False) has it call them"
+)
+
+
+def _bypasses(module: torch.nn.Module) -> bool:
+    """Whether a module is an encoder layer that torch's fast path may take, and has a norm of ours.
+
+    The conditions are those of torch.nn.TransformerEncoderLayer.forward that no input and no mode decides.
+    """
+    return (
+        isinstance(module, torch.nn.TransformerEncoderLayer)
+        and type(module).forward is torch.nn.TransformerEncoderLayer.forward
+        and any(isinstance(norm, LayerNorm) for norm in (module.norm1, module.norm2))
+        and module.self_attn.batch_first
+        and module.self_attn.in_proj_bias is not None
+        and module.self_attn._qkv_same_embed_dim
+        and module.self_attn.num_heads % 2 == 0
+        and bool(module.activation_relu_or_gelu)
+        and module.norm1.eps == module.norm2.eps
+    )
+
+
+def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacement | str:
+    """What a module becomes, or why nothing."""
+    cls = type(module)
+    if "forward" in vars(module):
+        return "its forward is overridden on the instance"
+    dtypes = {parameter.dtype for parameter in module.parameters(recurse=False)}
+    if not dtypes <= set(FLOATS):
+        return f"it has parameters in {', '.join(map(str, dtypes))}, and kernels take {', '.join(map(str, FLOATS))}"
+    if cls in _TORCH:
+        return _Replacement(_TORCH[cls], {})
+    if isinstance(module, tuple(_TORCH)):
+        return f"{cls.__name__} is a subclass of torch's, and its forward may be its own"
+    if not cls.__name__.endswith(("RMSNorm", "T5LayerNorm")):
+        return f"{cls.__name__} is no class that patch knows"
+    try:
+        formula = formula_of(module)
+    except UnlikeError as unlike:
+        return str(unlike)
+    attributes = {
+        "normalized_shape": tuple(module.get_parameter("weight").shape),
+        "elementwise_affine": True,
+        "cast_before_weight": cast_before_weight and formula.order is not CastOrder.AFTER_WEIGHT,
+        "epsilon_name": formula.epsilon_name,
+        "input_name": formula.input_name,
+    }
+    return _Replacement(_HUGGING_FACE[formula.order], attributes)
+
+
+def _swap(module: torch.nn.Module, replacement: _Replacement, asked: bool) -> None:
+    attributes = vars(module)
+    had = {name: attributes[name] for name in replacement.attributes if name in attributes}
+    attributes[_ORIGINAL] = _Original(type(module), replacement.cls, tuple(replacement.attributes), had, asked)
+    attributes.update(replacement.attributes)
+    module.__class__ = replacement.cls

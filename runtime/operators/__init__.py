@@ -1,0 +1,1 @@
+"""torch.ops.normforge, what a traced call becomes, with gradients. Stands on calls/."""

@@ -1,0 +1,151 @@
+"""Which instance serves a call: the loaded table, what was generated on demand, or an error that says why none."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+from ..codegen.model import Mode
+from ..errors import SettingError, TableError
+from ..paths import named, variable
+from .table import Entry, Table, load_folder, table_of
+
+_lock = threading.RLock()
+_loaded: Table | None = None
+# By mode; a mode's entries are replaced together, so that readers need no lock.
+_generated: dict[str, tuple[Entry, ...]] = {}
+
+# Told of every instance that a call asks for, with the loaded table, before it is looked for.
+Observer = Callable[[Mode, int, Table], None]
+_observers: tuple[Observer, ...] = ()
+
+# What checked calls came to, by their keys: see `forward` and `backward`. Another table starts another dictionary, so
+# that a call which was checked under the last one and is still on its way leaves nothing in this one.
+plans: dict[Hashable, Any] = {}
+
+# Keys of tensors with several leading strides depend on M, and could grow in number without end.
+_MOST_PLANS = 4096
+
+
+def load_instances(folder: str | os.PathLike[str] | None = None) -> None:
+    """Make every later call use the dispatch table of `folder` instead of the one in use.
+
+    What was generated on demand before is forgotten: what the new table lacks is missing again.
+
+    Args:
+        folder: what `normforge generate --out` or `generate.py --out` wrote; None is the table that normforge came
+            with, whatever NORMFORGE_INSTANCES says. That environment variable names such a folder for the whole
+            process; a relative one is held against the folder in which normforge was imported.
+
+    Raises:
+        TableError: the folder holds no table that this version reads. The table in use stays in use.
+    """
+    global _loaded, _generated, plans
+    table = _own() if folder is None else load_folder(named(folder, TableError))
+    with _lock:
+        _loaded, _generated, plans = table, {}, {}
+
+
+@contextmanager
+def using(table: Table) -> Iterator[None]:
+    """Make every call within, in whichever thread, use another table: one that is retiled, to time or test a tile."""
+    global _loaded, plans
+    with _lock:
+        before = loaded(), plans
+        _loaded, plans = table, {}
+    try:
+        yield
+    finally:
+        with _lock:
+            _loaded, plans = before
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Tell an observer what calls within ask for, in whichever thread: once for each plan, not for each call."""
+    global _observers, plans
+    with _lock:
+        # Calls that were checked before have to ask again. In this order: who finds the new plans finds the observer.
+        _observers = (*_observers, observer)
+        plans = {}
+    try:
+        yield
+    finally:
+        with _lock:
+            _observers = tuple(other for other in _observers if other is not observer)
+
+
+def remember(among: dict[Hashable, Any], key: Hashable, plan: object) -> None:
+    """Add to the `plans` that were in use when a call set out."""
+    if len(among) >= _MOST_PLANS:
+        among.clear()
+    among[key] = plan
+
+
+def instances() -> tuple[Entry, ...]:
+    """Everything a call can take without generating: the loaded table, then what was generated on demand."""
+    return tuple(chain(loaded(), *tuple(_generated.values())))
+
+
+def loaded() -> Table:
+    """The table in use; the first call reads it."""
+    global _loaded
+    with _lock:
+        if _loaded is None:
+            folder = variable("NORMFORGE_INSTANCES", TableError)
+            _loaded = _own() if folder is None else load_folder(folder)
+        return _loaded
+
+
+def _own() -> Table:
+    return table_of("normforge.generated", "normforge's own generated/ folder")
+
+
+def find(mode: Mode, n: int) -> Entry:
+    """The instance that serves rows of n elements, generated now if need be.
+
+    Raises:
+        MissingInstanceError: the table lacks it and NORMFORGE_ON_MISS is "error".
+    """
+    for observer in _observers:
+        observer(mode, n, loaded())
+    return loaded().find(mode.name, n) or _on_miss(mode, n, generate=True)
+
+
+def name_of(mode: Mode, n: int) -> str:
+    """The name of the instance that `find` would take; nothing is generated."""
+    entry = loaded().find(mode.name, n) or _on_miss(mode, n, generate=False)
+    return entry.name
+
+
+def _on_miss(mode: Mode, n: int, *, generate: bool) -> Entry:
+    policy = os.environ.get("NORMFORGE_ON_MISS") or "generate"
+    if policy == "error":
+        from .missing import missing_instance
+
+        raise missing_instance(mode, n, loaded())
+    if policy != "generate":
+        raise SettingError(f"NORMFORGE_ON_MISS={policy!r} is no policy; set it to 'generate' (the default) or 'error'")
+    made = _made(mode, n)
+    if made is not None:
+        return made
+
+    from . import on_demand
+
+    if not generate:
+        return on_demand.plan(mode, n)
+    with _lock:
+        # Another thread may have missed the same instance and made it meanwhile.
+        entry = _made(mode, n)
+        if entry is None:
+            entry = on_demand.generate(mode, n, loaded().where)
+            _generated[entry.mode] = (*_generated.get(entry.mode, ()), entry)
+        return entry
+
+
+def _made(mode: Mode, n: int) -> Entry | None:
+    return next((made for made in _generated.get(mode.name, ()) if made.serves(n)), None)

@@ -1,0 +1,62 @@
+"""The message of a miss: what was asked, what comes nearest, and how to have it built."""
+
+from __future__ import annotations
+
+from ..codegen import tiling
+from ..codegen.axes import AXES, SAME, Axis
+from ..codegen.model import Bucket, Mode, legal_modes
+from ..errors import MissingInstanceError
+from .table import Entry, Table
+
+
+def missing_instance(mode: Mode, n: int, table: Table) -> MissingInstanceError:
+    """The error for a legal call that a table cannot serve."""
+    return MissingInstanceError(
+        f"no instance of {table.where} serves {mode.name} with N = {n}, and NORMFORGE_ON_MISS=error forbids "
+        f"generating one.\n{_nearest(mode, n, table)}\n"
+        f"To build it, add this group to the manifest:\n"
+        f"{group(mode, bucket_of(n, table).name)}"
+        f"and run: python generate.py (or: normforge generate --manifest FILE --out DIR)"
+    )
+
+
+def group(mode: Mode, n: str) -> str:
+    """The lines of a manifest's group that makes one mode, called after it, over the buckets that n says."""
+    words = [f"    {axis.name}: {axis.word_of(mode)}\n" for axis in AXES if _must_be_said(mode, axis)]
+    return f"  {mode.name}:\n{''.join(words)}    n: {n}\n"
+
+
+def bucket_of(n: int, table: Table) -> Bucket:
+    """The bucket of rows of n elements that the table lacks in some mode: its own ladder's, or the standard one's."""
+    # A table that serves n in another mode knows what its manifest calls the bucket.
+    named = (Bucket(entry.bucket, entry.first, entry.last) for entry in table if entry.serves(n))
+    return next(named, None) or next(bucket for bucket in tiling.standard_ladder() if n in bucket)
+
+
+def _nearest(mode: Mode, n: int, table: Table) -> str:
+    modes = {candidate.name: candidate for candidate in legal_modes()}
+    entries = [entry for entry in table if entry.mode in modes]
+    if not entries:
+        return "That table holds no instance at all."
+    best = min(entries, key=lambda entry: (len(_differences(mode, modes[entry.mode])), _distance(entry, n)))
+    differences = _differences(mode, modes[best.mode])
+    if _distance(best, n):
+        differences.append(f"n (it serves {best.first}..{best.last or ''}, asked {n})")
+    return f"The nearest instance it holds is {best.name}; it differs in {', '.join(differences)}."
+
+
+def _differences(asked: Mode, other: Mode) -> list[str]:
+    return [
+        f"{axis.name} (it has {axis.word_of(other)}, asked {axis.word_of(asked)})"
+        for axis in AXES
+        if axis.word_of(asked) != axis.word_of(other)
+    ]
+
+
+def _distance(entry: Entry, n: int) -> int:
+    return max(entry.first - n, 0 if entry.last is None else n - entry.last, 0)
+
+
+def _must_be_said(mode: Mode, axis: Axis) -> bool:
+    default = mode.dtype_in.value if axis.default == SAME else axis.default
+    return axis.word_of(mode) != default

@@ -1,0 +1,157 @@
+"""The bridge to the generator: makes an instance that the loaded table lacks, in the user's cache folder.
+
+Imported on a miss only, and never under NORMFORGE_ON_MISS=error; it is the one part of the runtime that needs jinja2.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import os
+import secrets
+import stat
+from functools import cache
+from pathlib import Path
+
+from .._version import __version__
+from ..codegen import emit, tiling
+from ..codegen.model import Instance, Mode
+from ..codegen.tile_tables import tiles_of
+from ..errors import CacheError
+from ..paths import variable
+from .table import Entry, import_folder, make_tile
+
+logger = logging.getLogger("normforge")
+
+# Of folders and files, before the umask: others may read them, and none but owner and group write what is imported.
+_FOLDER_MODE, _FILE_MODE = 0o775, 0o664
+_ROOT = 0
+
+
+def plan(mode: Mode, n: int, package: str = "") -> Entry:
+    """The entry that `generate` would make, over the standard ladder."""
+    bucket = next(bucket for bucket in tiling.standard_ladder() if n in bucket)
+    instance = Instance(mode, bucket, tiles_of(mode, bucket))
+    return Entry(
+        name=instance.name,
+        mode=mode.name,
+        first=bucket.first,
+        last=bucket.last,
+        bucket=bucket.name,
+        tiles=tuple(
+            (arch, (make_tile(mode.name, tiles.large), make_tile(mode.name, tiles.small)))
+            for arch, tiles in instance.tiles
+        ),
+        small_m=tiling.SMALL_M,
+        package=package,
+    )
+
+
+def generate(mode: Mode, n: int, table: str) -> Entry:
+    """Write the module of a mode into the cache, if it is not there, and return the entry that serves n.
+
+    Several processes may do this at once: each file is replaced whole, and all write the same bytes. The folder is
+    named after the version and the templates, so that kernels of another generator are never used. Each file that is
+    there already is held against what it should be; and since Python imports from the folder, which may hold bytecode
+    besides, nobody may be able to write to it who could not run code here anyway (`_refuse_open`).
+
+    Args:
+        mode: what the call asked for.
+        n: its row length.
+        table: where the loaded table came from, for the log.
+
+    Raises:
+        CacheError: the cache folder cannot be written, or can be by others.
+    """
+    folder = cache_folder()
+    # All pipelines, so that the bytes do not depend on which row length came first.
+    module = emit.render_module(mode, mode.pipelines)
+    try:
+        folder.parent.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+        folder.mkdir(mode=_FOLDER_MODE, exist_ok=True)
+        _refuse_open(folder)
+        for name, text in emit.shared_files(backward=True).items():
+            _replace(folder / name, text)
+        is_new = _replace(folder / f"{mode.name}.py", module)
+    except CacheError:
+        raise
+    except OSError as error:
+        raise CacheError(
+            f"no kernel for {mode.name} is loaded, and none can be generated into {folder} ({error}); "
+            "set NORMFORGE_CACHE to a folder that can be written, or add the instance to a manifest"
+        ) from error
+    # The import system remembers what a folder held.
+    importlib.invalidate_caches()
+    entry = plan(mode, n, _package(folder))
+    if is_new:
+        logger.info("generated %s into %s: %s does not hold it", entry.name, folder, table)
+    else:
+        logger.debug("found %s in %s: %s does not hold it", entry.name, folder, table)
+    return entry
+
+
+def _refuse_open(folder: Path) -> None:
+    """Refuse a folder of the cache that somebody else could put code into.
+
+    Trusted are this user, root, and the owner of the cache that the user named, if not everybody may write there.
+    """
+    above, there = folder.parent.stat(), folder.stat()
+    is_shared = bool(above.st_mode & stat.S_IWOTH)
+    trusted = {os.geteuid(), _ROOT} | (set() if is_shared else {above.st_uid})
+    if there.st_uid not in trusted:
+        raise CacheError(
+            f"{folder} belongs to user {there.st_uid}, and kernels are imported from there; set NORMFORGE_CACHE to a "
+            "folder of your own, or of a user whom you trust"
+        )
+    for path, mode, is_safe in (
+        (folder, there.st_mode, False),
+        # Where only a file's owner may rename it, as in /tmp, the folder stays what it was found to be.
+        (folder.parent, above.st_mode, bool(above.st_mode & stat.S_ISVTX)),
+    ):
+        if mode & stat.S_IWOTH and not is_safe:
+            raise CacheError(
+                f"{path} can be written by everybody, and kernels are imported from there; chmod o-w {path}, or set "
+                "NORMFORGE_CACHE to a folder of your own: one within it, say"
+            )
+
+
+def cache_folder() -> Path:
+    """Where this version with these templates keeps what it generates."""
+    base = variable("NORMFORGE_CACHE", CacheError)
+    if base is None:
+        import platformdirs
+
+        base = platformdirs.user_cache_path("normforge", appauthor=False)
+    return base / f"{__version__}-{_generator_digest()}"
+
+
+@cache
+def _generator_digest() -> str:
+    digest = hashlib.sha256()
+    sources = [*emit.TEMPLATES.glob("*.j2"), *Path(emit.__file__).parent.glob("*.py")]
+    for source in sorted(sources, key=lambda path: (path.parent.name, path.name)):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+@cache
+def _package(folder: Path) -> str:
+    return import_folder(folder)
+
+
+def _replace(path: Path, text: str) -> bool:
+    """Write a file unless it is there; whether it was written."""
+    data = text.encode()
+    if path.is_file() and path.read_bytes() == data:
+        return False
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        # Never through a link that somebody put there, and with the mode that the umask allows.
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _FILE_MODE)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True

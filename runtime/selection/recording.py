@@ -1,0 +1,219 @@
+"""The instances that a program asks for, written as a manifest that makes exactly those."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from ..codegen.errors import NormforgeError
+from ..codegen.locking import locked
+from ..codegen.model import Bucket, Mode
+from ..codegen.tiling import ladder_of, standard_ladder
+from ..errors import RecordError
+from ..paths import contents, named, variable
+from . import dispatch
+from .missing import bucket_of, group
+from .table import Table
+
+logger = logging.getLogger("normforge")
+
+_MARKER = "# Recorded by normforge"
+_HEAD = f"""{_MARKER}: the instances that a program asked for. To build them, with this file as FILE:
+# python generate.py --manifest FILE --out DIR, or normforge generate --manifest FILE --out DIR
+"""
+
+
+@contextmanager
+def record(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Write the instances that calls within ask for, in whichever thread, as a manifest that makes exactly those.
+
+    They are those of the loaded table, those generated on demand, and those missing under NORMFORGE_ON_MISS=error;
+    forward and backward. `which` asks for none. Each is added to the file when it is asked for first, so that a program
+    that is killed leaves a valid one. What a recording finds there, of this program, of another that runs at the same
+    time, or of an earlier one, it keeps: remove the file to begin anew. Where none is asked for, nothing is written,
+    since a manifest has at least one group, and a warning says so. Recordings may be nested, and each holds all that
+    was asked for within it.
+
+    Args:
+        path: the manifest, in a folder that exists; new, or one that an earlier recording wrote. The environment
+            variable NORMFORGE_RECORD names such a file for the whole process and those it starts. If that cannot be
+            written at its end either, the process says so on standard error, and its exit status is 1.
+
+    Raises:
+        RecordError: it cannot be written, or is a file that no recording wrote; on entry, or, should it become so
+            later, by the call that asks for another instance, and at the end, if it is so still.
+    """
+    recording = _Recording(named(path, RecordError))
+    with dispatch.observed(recording.note):
+        try:
+            yield
+        except BaseException as error:
+            recording.close(error)
+            raise
+        recording.close()
+
+
+def record_process() -> None:
+    """Record from now on until the process ends, if NORMFORGE_RECORD says where.
+
+    Raises:
+        RecordError: see `record`.
+    """
+    path = variable("NORMFORGE_RECORD", RecordError)
+    if path is not None:
+        whole = ExitStack()
+        whole.enter_context(record(path))
+        atexit.register(_end, whole)
+
+
+def _end(recording: ExitStack) -> None:
+    try:
+        recording.close()
+    except RecordError as error:
+        print(f"normforge: error: {error}", file=sys.stderr)
+        # An exception would leave the status 0: whoever started the process would take the recording for complete.
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)
+
+
+def manifest_of(asked: Iterable[tuple[Mode, Bucket]]) -> str:
+    """A manifest of these instances, in an order that does not depend on theirs.
+
+    It is over the standard ladder, if that has all their buckets. If not, it has buckets of its own, which end
+    wherever one of theirs does; where some overlap, because they come from tables with several ladders, each is made
+    in the parts that others cut it into, and the same row lengths are served.
+    """
+    served: dict[Mode, set[Bucket]] = {}
+    for mode, bucket in asked:
+        served.setdefault(mode, set()).add(bucket)
+    buckets = {bucket for of_mode in served.values() for bucket in of_mode}
+    standard = standard_ladder()
+    ladder = standard if buckets.issubset(standard) else _ladder(buckets)
+    lines = [_HEAD]
+    if ladder is not standard:
+        lines += ["buckets:\n", *(f"  {bucket.name}: {bucket}\n" for bucket in ladder)]
+    lines.append("groups:\n")
+    for mode in sorted(served, key=lambda mode: mode.name):
+        # No part of a ladder that ends wherever they do is but partly in one of them.
+        names = [part.name for part in ladder if any(part.first in bucket for bucket in served[mode])]
+        lines.append(group(mode, f"[{', '.join(names)}]"))
+    return "".join(lines)
+
+
+def _ladder(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
+    ends = {end for bucket in buckets for end in (bucket.first - 1, bucket.last) if end}
+    return ladder_of((*sorted(ends), None))
+
+
+class _Recording:
+    """A file, and what has been asked for since it was named."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._asked: frozenset[tuple[Mode, Bucket]] = frozenset()
+        # What the file held when this process looked last, and what that means.
+        self._text = b""
+        self._found: frozenset[tuple[Mode, Bucket]] = frozenset()
+        self._is_saved = True
+        self._lock = threading.Lock()
+        try:
+            self._look()
+            # Whether its folder takes a file is best learned by making one.
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+        except RecordError:
+            raise
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def note(self, mode: Mode, n: int, table: Table) -> None:
+        """Add the instance for rows of n elements, and write the file if it is another one."""
+        entry = table.find(mode.name, n)
+        bucket = bucket_of(n, table) if entry is None else Bucket(entry.bucket, entry.first, entry.last)
+        with self._lock:
+            if (mode, bucket) not in self._asked or not self._is_saved:
+                self._asked |= {(mode, bucket)}
+                self._is_saved = False
+                self._save()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Write what could not be written before; warn if there was nothing to write.
+
+        Args:
+            error: what ends the recording, if anything: another is then no news.
+        """
+        with self._lock:
+            if not self._is_saved:
+                try:
+                    self._save()
+                except RecordError:
+                    if error is None:
+                        raise
+        if not self._asked and not self._path.exists():
+            logger.warning("no instance was asked for, so %s was not written: a manifest needs one", self._path)
+
+    def _save(self) -> None:
+        """Add what was asked for to the file, which others may add to at the same time."""
+        temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}")
+        try:
+            with locked(self._path.with_name(f".{self._path.name}.lock")):
+                self._look()
+                asked = self._found | self._asked
+                text = manifest_of(asked).encode()
+                if text != self._text:
+                    try:
+                        temporary.write_bytes(text)
+                        temporary.replace(self._path)
+                    finally:
+                        temporary.unlink(missing_ok=True)
+                self._text, self._found, self._is_saved = text, asked, True
+        except RecordError:
+            raise
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _look(self) -> None:
+        """Learn what the file holds."""
+        try:
+            text = contents(self._path) if self._path.is_file() else b""
+        except FileNotFoundError:
+            text = b""
+        if not (text.startswith(_MARKER.encode()) if text else self._is_free()):
+            raise RecordError(
+                f"{self._path} is there already and was not written by a recording (it is no file that starts with "
+                f"{_MARKER!r}); move it elsewhere, or name another file: NORMFORGE_RECORD=FILE, or "
+                "normforge.record(FILE)"
+            )
+        if text == self._text:
+            return
+        self._text, self._found = text, self._instances() if text else frozenset()
+
+    def _is_free(self) -> bool:
+        return self._path.is_file() or not os.path.lexists(self._path)
+
+    def _instances(self) -> frozenset[tuple[Mode, Bucket]]:
+        from ..codegen.manifest import load
+
+        try:
+            return frozenset((instance.mode, instance.bucket) for instance in load(self._path, {}).instances)
+        except NormforgeError as error:
+            raise RecordError(
+                f"{self._path} is there already and cannot be added to: {error}; remove it, or name another file: "
+                "NORMFORGE_RECORD=FILE, or normforge.record(FILE)"
+            ) from error
+
+    def _unwritable(self, error: OSError) -> RecordError:
+        return RecordError(
+            f"the instances that are asked for cannot be recorded to {self._path} ({error.strerror}); make its folder "
+            "and see that it can be written, or name another file: NORMFORGE_RECORD=FILE, or normforge.record(FILE)"
+        )

@@ -1,0 +1,318 @@
+"""A folder of generated kernels: its dispatch table and its modules, imported when they are first needed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import sys
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..codegen import model
+from ..codegen.model import Part
+from ..errors import TableError
+
+# The table layout this runtime reads; the generator writes the same number as FORMAT.
+FORMAT = 5
+
+_PIPELINES = tuple(pipeline.value for pipeline in model.Pipeline)
+
+# As dispatch.py writes a tile: the word for its pipeline, then the other fields of `model.Tile` in order.
+_TileRow = tuple[Any, ...]
+# (first, last, bucket, tile for many rows, tile for a few)
+_Row = tuple[int, "int | None", str, _TileRow, _TileRow]
+_Ladder = tuple[_Row, ...]
+
+
+@dataclass(frozen=True)
+class Tile(model.Tile):
+    """How an instance runs: what the generator's tile says, and which kernel that is.
+
+    Attributes:
+        kernel: the kernel's symbol.
+    """
+
+    kernel: str = field(kw_only=True)
+
+    def without_kernel(self) -> model.Tile:
+        """What the generator's tile says, alone."""
+        return model.Tile(*(getattr(self, field.name) for field in fields(model.Tile)))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One instance of a table, and where its kernels live.
+
+    Attributes:
+        name: the instance's name.
+        mode: the mode's name, which is also its module's.
+        first: the shortest row served.
+        last: the longest row served; None has no cap.
+        bucket: the bucket's name.
+        tiles: by architecture, `ANY` first: the tile for more than small_m rows, and the one for small_m or fewer.
+        small_m: see tiles.
+        package: the package that holds the module.
+    """
+
+    name: str
+    mode: str
+    first: int
+    last: int | None
+    bucket: str
+    tiles: tuple[tuple[str, tuple[Tile, Tile]], ...]
+    small_m: int
+    package: str
+
+    def serves(self, n: int) -> bool:
+        """Whether rows of n elements are within first..last."""
+        return self.first <= n and (self.last is None or n <= self.last)
+
+    def tile(self, m: int, arch: str) -> Tile:
+        """How m rows run on an architecture.
+
+        Args:
+            m: rows; all that counts is whether they are more than small_m.
+            arch: "sm_90" or "gfx942", say; one without tiles of its own takes those of `ANY`.
+        """
+        large, small = self.tiles_on(arch)
+        return large if m > self.small_m else small
+
+    def choices(self, m: int, arch: str) -> tuple[Tile, Tile]:
+        """The tile for m rows on an architecture, and, should the GPU be too small for it, the one for `ANY`."""
+        return self.tile(m, arch), self.tile(m, model.ANY)
+
+    def tiles_on(self, arch: str) -> tuple[Tile, Tile]:
+        """The tiles for many rows and for a few on an architecture."""
+        return next((tiles for name, tiles in self.tiles if name == arch), self.tiles[0][1])
+
+    def distinct_tiles(self) -> tuple[Tile, ...]:
+        """Every tile that this instance may run with, on whichever architecture, each once."""
+        return tuple(dict.fromkeys(tile for _, pair in self.tiles for tile in pair))
+
+    def load(self, kernel: Tile | Part) -> Any:
+        """Import the module and return a tile's kernel, or one that its pipeline needs: a `triton.JITFunction`."""
+        return self._load(self.mode, kernel.kernel if isinstance(kernel, Tile) else f"{self.mode}_{kernel.value}")
+
+    def load_finaliser(self) -> Any:
+        """The kernel that adds up what a backward kernel leaves."""
+        return self._load("finalise", "sum_partials")
+
+    def _load(self, module: str, symbol: str) -> Any:
+        try:
+            return _kernel(self.package, module, symbol)
+        except (Exception, SystemExit) as error:
+            raise TableError(
+                f"the dispatch table of {self.package} lists {self.name}, and its kernel {symbol} cannot be "
+                f"loaded ({error}); generate the folder anew: python generate.py, or normforge generate"
+            ) from error
+
+
+@cache
+def _kernel(package: str, module: str, symbol: str) -> Any:
+    return getattr(importlib.import_module(f".{module}", package), symbol)
+
+
+def make_tile(mode: str, tile: model.Tile) -> Tile:
+    """A generator's tile with the kernel that it is in a mode."""
+    values = (getattr(tile, field.name) for field in fields(model.Tile))
+    return Tile(*values, kernel=f"{mode}_{tile.pipeline.value}")
+
+
+class Table:
+    """A dispatch table: mode name to a ladder of entries that ascends by row length."""
+
+    def __init__(self, package: str, ladders: dict[str, dict[str, _Ladder]], small_m: int, where: str) -> None:
+        self.package = package
+        self.where = where
+        self.small_m = small_m
+        self._ladders = ladders
+        self._entries: dict[tuple[str, int], Entry] = {}
+        # Modes share ladders, and each ladder's bounds are needed once; an open end sorts behind every N.
+        rows = {id(by_arch[model.ANY]): by_arch[model.ANY] for by_arch in ladders.values()}
+        self._bounds = {
+            key: [sys.maxsize if last is None else last for _, last, *_ in ladder] for key, ladder in rows.items()
+        }
+
+    def find(self, mode: str, n: int) -> Entry | None:
+        """The entry that serves rows of n elements in a mode, or None."""
+        by_arch = self._ladders.get(mode)
+        if by_arch is None:
+            return None
+        ladder = by_arch[model.ANY]
+        index = bisect_left(self._bounds[id(ladder)], n)
+        if index == len(ladder) or n < ladder[index][0]:
+            return None
+        return self._entry(mode, index)
+
+    def __iter__(self) -> Iterator[Entry]:
+        for mode, by_arch in self._ladders.items():
+            for index in range(len(by_arch[model.ANY])):
+                yield self._entry(mode, index)
+
+    def _entry(self, mode: str, index: int) -> Entry:
+        made = self._entries.get((mode, index))
+        if made is None:
+            by_arch = self._ladders[mode]
+            first, last, bucket, *_ = by_arch[model.ANY][index]
+            made = Entry(
+                name=f"{mode}_{bucket}",
+                mode=mode,
+                first=first,
+                last=last,
+                bucket=bucket,
+                tiles=tuple((arch, _tiles(mode, ladder[index])) for arch, ladder in by_arch.items()),
+                small_m=self.small_m,
+                package=self.package,
+            )
+            self._entries[mode, index] = made
+        return made
+
+
+def _tiles(mode: str, row: _Row) -> tuple[Tile, Tile]:
+    large, small = (make_tile(mode, model.Tile(model.Pipeline(word), *values)) for word, *values in row[3:])
+    return large, small
+
+
+class RetiledTable(Table):
+    """Another table, but for one instance, which has a single tile for every M and architecture."""
+
+    def __init__(self, table: Table, entry: Entry, tile: model.Tile) -> None:
+        super().__init__(table.package, {}, table.small_m, table.where)
+        own = make_tile(entry.mode, tile)
+        self._table = table
+        self._entry_retiled = replace(entry, tiles=((model.ANY, (own, own)),))
+
+    def find(self, mode: str, n: int) -> Entry | None:
+        """The retiled entry if it serves the rows, else the other table's."""
+        retiled = self._entry_retiled
+        return retiled if retiled.mode == mode and retiled.serves(n) else self._table.find(mode, n)
+
+    def __iter__(self) -> Iterator[Entry]:
+        yield self._entry_retiled
+        yield from (entry for entry in self._table if entry.name != self._entry_retiled.name)
+
+
+_folder_number = itertools.count(1)
+
+
+def load_folder(folder: Path) -> Table:
+    """Read the table of a folder that normforge generated.
+
+    Raises:
+        TableError: there is no such folder, or no table in it that this version reads.
+    """
+    package = import_folder(folder)
+    return table_of(package, str(folder))
+
+
+def import_folder(folder: Path) -> str:
+    """Make a folder importable under a package name of its own, and return that name."""
+    init = folder / "__init__.py"
+    if not init.is_file():
+        raise TableError(
+            f"{folder} holds no generated kernels (no __init__.py); "
+            f"make them: normforge generate --manifest FILE --out {folder}"
+        )
+    # A number, not the path, names the package: a folder generated anew is loaded anew.
+    package = f"normforge_instances_{next(_folder_number)}"
+    spec = importlib.util.spec_from_file_location(package, init, submodule_search_locations=[str(folder)])
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[package] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[package]
+        raise TableError(f"{init} cannot be imported ({error}); generate the folder anew") from error
+    return package
+
+
+def table_of(package: str, where: str) -> Table:
+    """The table of an importable package of generated kernels; `where` names it in messages."""
+    try:
+        dispatch = _read_dispatch(package)
+    except (Exception, SystemExit) as error:
+        raise TableError(
+            f"{where} holds no dispatch table that can be read ({error}); "
+            "generate it: python generate.py, or normforge generate"
+        ) from error
+    found = dispatch.get("FORMAT")
+    if found != FORMAT:
+        raise TableError(
+            f"the dispatch table of {where} has format {found} and this normforge reads {FORMAT}; "
+            "generate the folder anew with this version"
+        )
+    ladders, small_m = dispatch.get("TABLE"), dispatch.get("SMALL_M")
+    if not isinstance(ladders, dict) or not isinstance(small_m, int):
+        missing = "SMALL_M" if isinstance(ladders, dict) else "TABLE"
+        raise TableError(f"the dispatch.py of {where} defines no {missing}; generate the folder anew")
+    problem = _why_no_table(ladders)
+    if problem is not None:
+        raise TableError(f"the dispatch.py of {where} is damaged: {problem}; generate the folder anew")
+    return Table(package, ladders, small_m, where)
+
+
+def _why_no_table(ladders: dict[Any, Any]) -> str | None:
+    """What is wrong with what a dispatch.py calls TABLE, or None: whatever is used later is looked at here."""
+    bounds: dict[int, list[tuple[Any, ...]] | None] = {}
+
+    def bounds_of(ladder: Any) -> list[tuple[Any, ...]] | None:
+        # Modes share their ladders.
+        if id(ladder) not in bounds:
+            bounds[id(ladder)] = [row[:3] for row in ladder] if _is_ladder(ladder) else None
+        return bounds[id(ladder)]
+
+    for mode, by_arch in ladders.items():
+        if not isinstance(mode, str) or not mode.isidentifier():
+            return f"{mode!r} is no mode's name"
+        if not isinstance(by_arch, dict) or model.ANY not in by_arch:
+            return f"{mode} has no rows for architectures that have none of their own"
+        for arch, ladder in by_arch.items():
+            if bounds_of(ladder) is None or bounds_of(ladder) != bounds_of(by_arch[model.ANY]):
+                return f"the rows of {mode} for {arch!r} are no ascending row lengths with their tiles"
+    return None
+
+
+def _is_ladder(ladder: Any) -> bool:
+    if not isinstance(ladder, tuple) or not ladder or not all(map(_is_row, ladder)):
+        return False
+    return all(low[1] is not None and low[1] < high[0] for low, high in itertools.pairwise(ladder))
+
+
+def _is_row(row: Any) -> bool:
+    if not isinstance(row, tuple) or len(row) != 5:
+        return False
+    first, last, bucket, *tiles = row
+    is_range = _is_count(first) and (last is None or (_is_count(last) and first <= last))
+    return is_range and isinstance(bucket, str) and all(map(_is_tile, tiles))
+
+
+def _is_tile(tile: Any) -> bool:
+    if not isinstance(tile, tuple) or not 4 <= len(tile) <= len(fields(model.Tile)):
+        return False
+    word, *numbers = tile
+    names = [field.name for field in fields(model.Tile)[1:]]
+    # `held` alone may be 0.
+    are_whole = all(_is_count(value, 0 if name == "held" else 1) for name, value in zip(names, numbers, strict=False))
+    return word in _PIPELINES and are_whole
+
+
+def _is_count(value: Any, least: int = 1) -> bool:
+    return type(value) is int and least <= value <= sys.maxsize
+
+
+def _read_dispatch(package: str) -> dict[str, Any]:
+    """What dispatch.py defines now; Python's bytecode cache tells an old file from a new one by whole seconds."""
+    importlib.invalidate_caches()
+    spec = importlib.util.find_spec(".dispatch", package)
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError("no dispatch.py")
+    names: dict[str, Any] = {}
+    exec(compile(Path(spec.origin).read_bytes(), spec.origin, "exec"), names)
+    return names

@@ -1,0 +1,62 @@
+"""The `normforge` command: finds the verb's module, imports it, and hands the rest of the line over."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+from .._version import __version__
+from ..codegen import command
+
+
+class Verb(NamedTuple):
+    """A verb's module, whose `main(argv, prog)` returns the exit status, and what it does."""
+
+    module: str
+    summary: str
+
+
+VERBS = {
+    "run": Verb(".run", "run one problem, check it against the reference and time it"),
+    "list": Verb(".list_instances", "print the dispatch table in use"),
+    "generate": Verb("..codegen.cli", "generate kernels from a manifest"),
+    "tune": Verb(".tune", "measure which tiles suit this GPU, and write them down"),
+    "warmup": Verb(".warmup_command", "compile ahead what a deployment touches, for the GPU that is here"),
+    "aot": Verb(".aot_command", "compile it into a folder, for a GPU that need not be here"),
+    "demo": Verb(".demo", "run a handful of modes and print a table"),
+}
+
+USAGE = "\n".join(
+    (
+        "usage: normforge VERB [argument ...]",
+        "",
+        *(f"  {name:<10}{verb.summary}" for name, verb in VERBS.items()),
+        "",
+        "normforge VERB -h explains a verb; normforge --version prints the version.",
+        "Exit status: 0 done, 1 an output differs from the reference or a check found a difference,",
+        "2 the request cannot be carried out, 130 interrupted.",
+    )
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line.
+
+    Args:
+        argv: what follows `normforge`; the process's own arguments by default.
+
+    Returns:
+        The exit status: 0 done, 1 a mismatch, 2 a request that cannot be carried out, 130 interrupted.
+    """
+    name, *rest = (sys.argv[1:] if argv is None else list(argv)) or [""]
+    if name in ("-h", "--help", "--version"):
+        print(__version__ if name == "--version" else USAGE)
+        return 0
+    if name not in VERBS:
+        problem = f"there is no verb {name!r}" if name else "a verb is needed"
+        print(f"normforge: {problem}; the verbs are {', '.join(VERBS)}\n\n{USAGE}", file=sys.stderr)
+        return 2
+    prog = f"normforge {name}"
+    return command.run(prog, lambda: int(import_module(VERBS[name].module, __package__).main(rest, prog=prog)))

@@ -1,0 +1,156 @@
+"""How far a kernel's outputs may be from the oracle's, and whether they are."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from ..calls.output import LayerNormOutput, NormGradients
+from ..codegen.model import Rounding
+from ..dtypes import DTYPES
+from ..gradient_reference import ReferenceGradients
+from ..reference import ReferenceOutput, quantise
+
+
+class Finding(NamedTuple):
+    """One output's worst error, the tolerance it is held to, and whether it holds."""
+
+    name: str
+    error: float
+    tolerance: float
+    ok: bool
+
+
+class Tolerance(NamedTuple):
+    """|actual - expected| <= atol + rtol |expected|."""
+
+    atol: float
+    rtol: float
+
+
+# Half a unit in the last place of the stored type is due to the oracle's own rounding, half to the kernel's.
+TOLERANCES = {
+    torch.float16: Tolerance(2e-5, 1e-3),
+    torch.bfloat16: Tolerance(2e-5, 8e-3),
+    torch.float32: Tolerance(2e-5, 1e-5),
+}
+STATISTICS = Tolerance(1e-5, 1e-5)
+
+# y_scale is held to 1e-5, so z / y_scale is known to that much of qmax: a value so near a rounding boundary may fall
+# either way.
+QUANTISATION_SLACK = 1e-5
+
+
+def compare(actual: LayerNormOutput, expected: ReferenceOutput, rounding: Rounding = Rounding.NEAREST) -> list[Finding]:
+    """Hold every output of a call against the oracle's.
+
+    Floats are held to `TOLERANCES` of their dtype. `residual_out` must be equal to the bit. Quantised values are
+    held to the scale that was stored: each must be at most one step from, and the rounding of a value within
+    `QUANTISATION_SLACK` of, z / y_scale. A row whose oracle is not finite must not be finite either. An output that
+    is missing, was not asked for, or is of another shape or dtype is infinitely wrong.
+
+    Returns:
+        A finding for each output there is, in the order of `LayerNormOutput`; `error` is in units of the
+        output (steps for quantised ones, differing elements for residual_out).
+    """
+    findings = []
+    for name in LayerNormOutput._fields:
+        got, want = getattr(actual, name), getattr(expected, name)
+        if got is None and want is None:
+            continue
+        if got is None or want is None or got.shape != want.shape or got.dtype != want.dtype:
+            findings.append(Finding(name, math.inf, 0.0, ok=False))
+        elif name == "residual_out":
+            differing = _differing(got, want)
+            findings.append(Finding(name, differing, 0.0, differing == 0))
+        elif name == "y" and expected.y_scale is not None:
+            findings.append(_quantised(actual, expected, rounding))
+        else:
+            findings.append(_close(name, got, want))
+    return findings
+
+
+def _tolerance(name: str, dtype: torch.dtype) -> Tolerance:
+    if name == "y":
+        return TOLERANCES[dtype]
+    return _scale_tolerance(dtype) if name == "y_scale" else STATISTICS
+
+
+# An fp32 sum's rounding errors, in units of what its terms add up to without their signs.
+SUM_ERROR = 2e-6
+
+
+def compare_gradients(actual: NormGradients, expected: ReferenceGradients) -> list[Finding]:
+    """Hold every gradient that was computed against the oracle's.
+
+    Each may be off by `SUM_ERROR` of the magnitudes it is a sum of, and by the rounding of its dtype.
+
+    Returns:
+        A finding for each gradient there is, in the order of `NormGradients`.
+    """
+    findings = []
+    for name, got in actual._asdict().items():
+        want = getattr(expected, name)
+        if got is None or want is None:
+            continue
+        allowed = TOLERANCES[got.dtype].rtol * want.abs() + SUM_ERROR * expected.magnitudes[name]
+        error = (got.double() - want).abs()
+        ok = got.shape == want.shape and bool((error <= allowed).all())
+        findings.append(Finding(name, _worst(error), _worst(allowed), ok))
+    return findings
+
+
+def _scale_tolerance(dtype: torch.dtype) -> Tolerance:
+    # fp16 scales may be subnormal, where one unit in the last place is 2**-24.
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    return Tolerance(smallest, max(torch.finfo(dtype).eps, 1e-5))
+
+
+def _close(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Finding:
+    tolerance = _tolerance(name, expected.dtype)
+    got, want = actual.double(), expected.double()
+    finite = want.isfinite()
+    error = torch.where(finite, (got - want).abs(), 0.0)
+    allowed = torch.where(finite, tolerance.atol + tolerance.rtol * want.abs(), 0.0)
+    ok = bool((error <= allowed).all()) and bool((got.isfinite() == finite).all())
+    return Finding(name, _worst(error), tolerance.atol + tolerance.rtol * _worst(want[finite].abs()), ok)
+
+
+def _quantised(actual: LayerNormOutput, expected: ReferenceOutput, rounding: Rounding) -> Finding:
+    if expected.y_scale is None or actual.y_scale is None or actual.y_scale.shape != expected.y_scale.shape:
+        return Finding("y", math.inf, 1.0, ok=False)
+    out = DTYPES[expected.y.dtype]
+    # Rows without a finite scale hold no values to compare; y_scale's own finding covers them.
+    finite = expected.y_scale.isfinite()
+    ratio = expected.z[finite] / actual.y_scale[finite].to(expected.z.dtype).unsqueeze(-1)
+    slack = QUANTISATION_SLACK * out.qmax
+    got, low, best, high = (
+        _steps(q)
+        for q in (
+            actual.y[finite],
+            quantise(ratio - slack, out, rounding),
+            quantise(ratio, out, rounding),
+            quantise(ratio + slack, out, rounding),
+        )
+    )
+    error = _worst((got - best).abs())
+    return Finding("y", error, 1.0, error <= 1 and bool(((low <= got) & (got <= high)).all()))
+
+
+def _steps(q: torch.Tensor) -> torch.Tensor:
+    """Number the values of a quantised type in ascending order: neighbours differ by 1, -0 is 0 and NaN is far."""
+    if q.dtype == torch.int8:
+        return q.to(torch.int32)
+    code = q.view(torch.uint8).to(torch.int32)
+    return torch.where(q.float().isnan(), 1 << 15, torch.where(code >= 128, 128 - code, code))
+
+
+def _differing(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    return float((~same).sum())
+
+
+def _worst(error: torch.Tensor) -> float:
+    return float(error.max()) if error.numel() else 0.0

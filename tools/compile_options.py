@@ -1,0 +1,161 @@
+"""The arguments that `normforge warmup` and `normforge aot` share: which compilations."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from ..ahead_of_time.compile_keys import CompileKey, keys_of, pairs_of
+from ..ahead_of_time.stand_ins import FEW, MANY, ROWS, Deployment, Kind
+from ..codegen.axes import SAME
+from ..codegen.model import INPUT_DTYPES, Mode
+from ..dtypes import TORCH_DTYPES
+from ..errors import MissingInstanceError
+from ..kernels.compiled import KernelKey
+from ..kernels.target import Target
+from ..selection import dispatch
+
+ABSENT = "none"
+
+_KINDS: dict[str, Kind] = {
+    SAME: SAME,
+    **{dtype.value: TORCH_DTYPES[dtype] for dtype in INPUT_DTYPES},
+    ABSENT: None,
+}
+
+
+def add_key_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments to a parser."""
+    parser.add_argument(
+        "modes",
+        nargs="*",
+        metavar="MODE",
+        help="names of modes, as instances begin (ln_fwd_bf16), or globs of such; default: every mode that serves N",
+    )
+    parser.add_argument("--n", required=True, type=_lengths, metavar="N[,N]", help="row lengths")
+    parser.add_argument("--manifest", type=Path, metavar="FILE", help="take the modes of this manifest instead")
+    parser.add_argument(
+        "--instances",
+        type=Path,
+        metavar="DIR",
+        help="the folder of kernels in use at run time (default: NORMFORGE_INSTANCES, or normforge's own)",
+    )
+    kinds = parser.add_argument_group(
+        "what calls bring", f"dtypes are some of {', '.join(_KINDS)}, separated by commas; {SAME} is x's"
+    )
+    present = tuple(word for word in _KINDS if word != ABSENT)
+    add: Callable[..., Any] = partial(kinds.add_argument, metavar="DTYPE[,DTYPE]")
+    add("--weight", type=partial(_kinds, tuple(_KINDS)), default=SAME, help=f"weight's, or {ABSENT} (default: {SAME})")
+    add("--bias", type=partial(_kinds, tuple(_KINDS)), help=f"bias's, or {ABSENT} (default: weight's)")
+    add("--residual", type=partial(_kinds, present), default=SAME, help=f"residual's (default: {SAME})")
+    add("--smooth", type=partial(_kinds, present), default="fp32", help="smooth_scale's (default: fp32)")
+    add("--dy", type=partial(_kinds, present), default=SAME, help=f"the incoming gradient's (default: {SAME})")
+    kinds.add_argument(
+        "--row-stride",
+        type=_lengths,
+        metavar="STRIDE[,STRIDE]",
+        help="elements from one row of x to the next, besides N (rows that adjoin)",
+    )
+    kinds.add_argument(
+        "--rows",
+        type=partial(_words, ROWS),
+        default=f"{FEW},{MANY}",
+        metavar="CLASS[,CLASS]",
+        help=f"numbers of rows: {', '.join(ROWS)}, the last more than an i32 counts (default: {FEW},{MANY})",
+    )
+    parser.add_argument("--jobs", type=_jobs, metavar="J", help="threads that compile (default: one a core, up to 8)")
+
+
+def keys_for(parser: argparse.ArgumentParser, given: argparse.Namespace, target: Target) -> list[CompileKey]:
+    """The compilations that parsed arguments ask for.
+
+    Raises:
+        NormforgeError: there is no such table, manifest or mode.
+    """
+    if given.manifest is not None and given.modes:
+        parser.error("modes are named, and --manifest too; leave one of them out")
+    if given.instances is not None:
+        dispatch.load_instances(given.instances)
+    deployment = Deployment(
+        weight_dtypes=given.weight,
+        bias_dtypes=given.bias,
+        residual_dtypes=given.residual,
+        smooth_dtypes=given.smooth,
+        dy_dtypes=given.dy,
+        wants=None,
+        row_strides=(None, *(given.row_stride or ())),
+        misaligned=((),),
+        rows=given.rows,
+    )
+    pairs = pairs_of(given.n, given.modes or None) if given.manifest is None else _manifest(given.manifest, given.n)
+    return keys_of(pairs, target, deployment)
+
+
+def table_of(keys: Sequence[CompileKey]) -> str:
+    """Compilations as a table, and how many they are."""
+    rows = [
+        (*_instances(key), key.n, " and ".join(key.rows), key.key.symbol, _operands(key.key), _constants(key.key))
+        for key in keys
+    ]
+    headers = ["instance", "N", "rows", "kernel", "operands", "constants and options"]
+    return f"{tabulate(rows, headers, disable_numparse=True)}\n\n{len(keys)} compilation{'s' * (len(keys) != 1)}"
+
+
+def _instances(key: CompileKey) -> tuple[str]:
+    first, *others = key.instances
+    return (f"{first} and {len(others)} more" if others else first,)
+
+
+def _operands(key: KernelKey) -> str:
+    pointers = [(name, kind) for name, kind in key.arguments if name.endswith("_ptr") and isinstance(kind, str)]
+    words = ((name.removesuffix("_ptr"), *kind.removeprefix("*").partition(":")) for name, kind in pointers)
+    return ", ".join(f"{name} {kind}{'' if aligned else ' unaligned'}" for name, kind, aligned, _ in words)
+
+
+def _constants(key: KernelKey) -> str:
+    constants = [(name, value) for name, value in key.arguments if isinstance(value, int) and name != "N"]
+    return " ".join(f"{name}={value}" for name, value in (*constants, *key.options))
+
+
+def _manifest(path: Path, lengths: Sequence[int]) -> Iterator[tuple[Mode, int]]:
+    # Of the commands that name no manifest, none needs its parser.
+    from ..codegen.manifest import load
+
+    instances = load(path).instances
+    for n in lengths:
+        serving = [instance for instance in instances if n in instance.bucket]
+        if not serving:
+            raise MissingInstanceError(
+                f"no instance of {path} serves N = {n}; leave it out of --n, or add its bucket to the manifest"
+            )
+        yield from ((instance.mode, n) for instance in serving)
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers from 1, separated by commas")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def _words(known: Sequence[str], text: str) -> tuple[str, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if part not in known:
+            raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(known)}")
+    return tuple(dict.fromkeys(parts))
+
+
+def _kinds(known: Sequence[str], text: str) -> tuple[Kind, ...]:
+    return tuple(_KINDS[part] for part in _words(known, text))
+
+
+def _jobs(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of threads; it takes 1 or more")
+    return int(text)

@@ -1,0 +1,83 @@
+"""`normforge demo`: a handful of modes through their kernels, and how each compares with the reference."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tabulate import tabulate
+
+from ..codegen.model import DType, FusedAdd, FusedQuant, Norm
+from .machine import find_machine
+from .problem import Problem, Strides
+from .result import Result
+from .solve import solve
+
+INTERPRETED_ROWS = 3
+WARMUP = 5
+REPEAT = 20
+
+_INT8, _FP8, _BF16 = DType.INT8, DType.FP8_E4M3FN, DType.BF16
+
+# M fills a large GPU; the interpreter takes INTERPRETED_ROWS of them.
+PROBLEMS = {
+    "fp16 LayerNorm": Problem(8192, 4096),
+    "bf16 RMSNorm": Problem(8192, 5120, Norm.RMS, _BF16, _BF16),
+    "short rows": Problem(32768, 256),
+    "odd N": Problem(8192, 4099),
+    "long rows": Problem(1024, 40000, Norm.LAYER, _BF16, _BF16),
+    "row stride 1200": Problem(32768, 1000, strides=Strides.all(1200)),
+    "mean and rstd saved": Problem(8192, 2048, save_mv=True),
+    "residual added, sum stored": Problem(8192, 4096, Norm.RMS, _BF16, _BF16, fadd=FusedAdd.PRE_ADD_STORE),
+    "smooth int8": Problem(8192, 8192, prec_o=_INT8, fquant=FusedQuant.SMOOTH_DYNAMIC),
+    "residual added, dynamic fp8": Problem(
+        8192, 4096, Norm.RMS, _BF16, _FP8, fadd=FusedAdd.PRE_ADD_STORE, fquant=FusedQuant.DYNAMIC
+    ),
+}
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    """Run `normforge demo`.
+
+    Returns:
+        0, or 1 if an output differs from the reference.
+    """
+    argparse.ArgumentParser(
+        prog=prog,
+        description="Run a handful of modes and print how far each is from the fp64 reference and, on a GPU, how fast.",
+    ).parse_args(argv)
+    machine = find_machine()
+    rows, failures = [], 0
+    for mode, problem in PROBLEMS.items():
+        sized = replace(problem, m=INTERPRETED_ROWS) if machine.interpreted else problem
+        result = solve(sized, machine, validate=True, warmup=WARMUP, repeat=REPEAT)
+        failures += not all(finding.ok for finding in result.findings)
+        rows.append(_row(mode, sized, result))
+    headers = ["mode", "M×N", "instance", "max error", "tolerance", "verdict"]
+    if not machine.interpreted:
+        headers += ["ms", "GB/s"]
+    print(tabulate(rows, headers, disable_numparse=True))
+    print(f"\n{len(rows) - failures} of {len(rows)} agree with the fp64 reference, on {machine.name}.")
+    return 1 if failures else 0
+
+
+def _row(mode: str, problem: Problem, result: Result) -> list[str]:
+    y = result.findings[0]
+    amount = _steps if problem.fquant.quantises else "{:.2g}".format
+    wrong = [finding.name for finding in result.findings if not finding.ok]
+    row = [
+        mode,
+        f"{problem.m}×{problem.n}",
+        result.instance,
+        amount(y.error),
+        amount(y.tolerance),
+        f"FAIL: {', '.join(wrong)}" if wrong else "pass",
+    ]
+    if result.gb_per_s is not None:
+        row += [f"{result.ms:.4f}", f"{result.gb_per_s:.0f}"]
+    return row
+
+
+def _steps(count: float) -> str:
+    return f"{count:g} step" if count == 1 else f"{count:g} steps"

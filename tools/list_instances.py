@@ -1,0 +1,49 @@
+"""`normforge list`: the dispatch table in use."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from tabulate import tabulate
+
+from ..codegen.command import Parser
+from ..codegen.model import ANY
+from ..codegen.tile_tables import is_architecture
+from ..selection.dispatch import instances
+from ..selection.table import Entry, Tile
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    """Run `normforge list`; returns 0."""
+    parser = Parser(
+        prog, "Print the dispatch table in use: normforge's own, or that of the folder in NORMFORGE_INSTANCES."
+    )
+    parser.add_argument("globs", nargs="*", metavar="GLOB", help="show only instances whose name matches one of these")
+    parser.add_argument(
+        "--arch", default=ANY, help="the tiles of this architecture, sm_90 say (default: of those without their own)"
+    )
+    arguments = parser.parse_args(argv)
+    globs, arch = arguments.globs, arguments.arch
+    if arch != ANY and not is_architecture(arch):
+        parser.error(f"--arch {arch!r} is no architecture; write one like sm_90 or gfx942, or leave --arch out")
+    entries = instances()
+    for glob in globs:
+        if not any(fnmatchcase(entry.name, glob) for entry in entries):
+            near = difflib.get_close_matches(glob, [entry.name for entry in entries], n=3, cutoff=0.0)
+            parser.error(f"no instance matches {glob!r}; the nearest are {', '.join(near)}")
+    shown = [entry for entry in entries if not globs or any(fnmatchcase(entry.name, glob) for glob in globs)]
+    headers = ["instance", "N", f"more than {entries[0].small_m} rows", f"{entries[0].small_m} rows or fewer"]
+    print(tabulate([_row(entry, arch) for entry in shown], headers, disable_numparse=True))
+    print(f"\n{len(shown)} of {len(entries)} instances")
+    return 0
+
+
+def _row(entry: Entry, arch: str) -> tuple[str, str, str, str]:
+    large, small = entry.tiles_on(arch)
+    return entry.name, f"{entry.first}..{entry.last or ''}", _tile(large), _tile(small)
+
+
+def _tile(tile: Tile) -> str:
+    return f"{tile.pipeline.value} {tile.rows}×{tile.block} on {tile.warps} warp{'s' * (tile.warps > 1)}"

@@ -1,0 +1,202 @@
+"""The arguments of `normforge run`, which are those of ck_tile's layernorm2d example, and what they resolve to."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..codegen.command import refuse_twice
+from ..codegen.model import DType, FusedAdd, FusedQuant, Norm
+from .problem import DEFAULT_EPS, Problem, Strides
+
+AUTO = "auto"
+
+# ck_tile's words and the manifest's; its fp8 is the OCP format on every GPU.
+_FLOATS = {dtype.value: dtype for dtype in (DType.FP16, DType.BF16, DType.FP32)}
+_OUTPUTS = _FLOATS | {
+    "int8": DType.INT8,
+    "fp8": DType.FP8_E4M3FN,
+    "fp8_e4m3fn": DType.FP8_E4M3FN,
+    "fp8_e4m3fnuz": DType.FP8_E4M3FNUZ,
+    "fp8_e5m2": DType.FP8_E5M2,
+}
+_FADDS = {mode.code: mode for mode in FusedAdd}
+_FQUANTS = {mode.code: mode for mode in FusedQuant}
+_NORMS = {norm.value: norm for norm in Norm}
+_FLAG = {0: False, 1: True}
+
+
+class Option(NamedTuple):
+    """One option: how it is written, its default, which is not shown if it is None, and what it takes."""
+
+    name: str
+    type: Callable[[str], Any]
+    default: Any
+    choices: Sequence[Any] | None
+    help: str
+
+
+OPTIONS = (
+    Option("m", int, 3328, None, "rows"),
+    Option("n", int, 4096, None, "row length"),
+    Option("stride", int, -1, None, "row stride of every tensor, in elements; -1: n"),
+    Option("x_stride", int, -1, None, "row stride of x; -1: what -stride says"),
+    Option("xr_stride", int, -1, None, "row stride of the residual; -1: what -stride says"),
+    Option("y_stride", int, -1, None, "row stride of y; -1: what -stride says"),
+    Option("yr_stride", int, -1, None, "row stride of the stored sum; -1: what -stride says"),
+    Option(
+        "e",
+        float,
+        None,
+        None,
+        f"epsilon (default: {', '.join(f'{eps:g} with -norm {norm.value}' for norm, eps in DEFAULT_EPS.items())})",
+    ),
+    Option("save_mv", int, 0, tuple(_FLAG), "save mean and rstd (rms: rstd)"),
+    Option("v", int, 1, tuple(_FLAG), "validate against the fp64 reference"),
+    Option("kname", int, 1, tuple(_FLAG), "print the instance's and the kernel's name"),
+    Option("prec_i", str, "fp16", tuple(_FLOATS), "dtype of x, weights and residual"),
+    Option("prec_o", str, AUTO, (AUTO, *_OUTPUTS), "dtype of y; auto: prec_i, or int8 if quantised; fp8: fp8_e4m3fn"),
+    Option("prec_sm", str, AUTO, (AUTO, *_FLOATS), "dtype of the smooth scale, for -fquant 1; auto: fp32"),
+    Option("prec_sy", str, AUTO, (AUTO, *_FLOATS), "dtype of y's scale, for -fquant 1 and 2; auto: fp32"),
+    Option("xbias", int, 0, tuple(_FLAG), "add a bias to x first"),
+    Option("fadd", int, 0, tuple(_FADDS), "0: none, 1: add a residual and store the sum, 2: add a residual"),
+    Option("fquant", int, 0, tuple(_FQUANTS), "0: none, 1: smooth dynamic quantisation, 2: dynamic quantisation"),
+    Option("warmup", int, 5, None, "runs that are not counted; a number of runs, not milliseconds"),
+    Option("repeat", int, 20, None, "runs that are timed, each with a cold L2 cache; the median is reported"),
+    Option("bwd", int, 0, tuple(_FLAG), "1: time and check the backward pass; with -fadd 1 the sum has a gradient too"),
+    Option("norm", str, "layer", tuple(_NORMS), "which normalisation"),
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A resolved command line."""
+
+    problem: Problem
+    validate: bool
+    print_names: bool
+    warmup: int
+    repeat: int
+    json: bool
+
+
+def parse(argv: Sequence[str], prog: str) -> Request:
+    """Resolve a command line, or print what is wrong with it and exit with status 2."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        allow_abbrev=False,
+        description="Run one problem on random tensors, check it against the fp64 reference and time it.",
+        epilog="-m 10 and -m=10 mean the same. GB/s counts every tensor read or written, once. Without a GPU the "
+        "kernel runs once, in Triton's CPU interpreter, and -warmup and -repeat count nothing. "
+        "Exit status: 0 done, 1 an output differs from the reference, 2 the request cannot be carried out.",
+    )
+    refuse_twice(parser)
+    for option in OPTIONS:
+        parser.add_argument(
+            f"-{option.name}",
+            type=option.type,
+            default=option.default,
+            choices=option.choices,
+            metavar=None if option.choices else option.type.__name__.upper(),
+            help=option.help if option.default is None else f"{option.help} (default: {option.default})",
+        )
+    parser.add_argument("-json", action="store_true", help="print one line of JSON and nothing else")
+    _refuse_unknown(parser, argv)
+    try:
+        return _resolve(parser.parse_args(argv))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _refuse_unknown(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    # argparse abbreviates options of one dash whatever allow_abbrev says: -rep would pass for -repeat.
+    known = ["-h", "--help", "-json", *(f"-{option.name}" for option in OPTIONS)]
+    for word in argv:
+        name = word.partition("=")[0]
+        if name[:1] == "-" and name[1:2].isalpha() and name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"{parser.prog} -h lists the options"
+            parser.error(f"there is no option {name}; {hint}")
+
+
+def _resolve(given: argparse.Namespace) -> Request:
+    fadd, fquant = _FADDS[given.fadd], _FQUANTS[given.fquant]
+    _check_sizes(given)
+    _check_used("prec_sm", given.prec_sm, AUTO, fquant.smooths, "only -fquant 1 reads a smooth scale")
+    _check_used("prec_sy", given.prec_sy, AUTO, fquant.quantises, "only -fquant 1 and 2 write a scale")
+    _check_used("xr_stride", given.xr_stride, -1, fadd.adds, "only -fadd 1 and 2 read a residual")
+    _check_used("yr_stride", given.yr_stride, -1, fadd.stores, "only -fadd 1 stores the sum")
+    _check_backward(given)
+    prec_i = _FLOATS[given.prec_i]
+    prec_o = _output(given.prec_o, prec_i, fquant)
+    problem = Problem(
+        m=given.m,
+        n=given.n,
+        norm=_NORMS[given.norm],
+        prec_i=prec_i,
+        prec_o=prec_o,
+        prec_sm=DType.FP32 if given.prec_sm == AUTO else _FLOATS[given.prec_sm],
+        prec_sy=DType.FP32 if given.prec_sy == AUTO else _FLOATS[given.prec_sy],
+        fadd=fadd,
+        fquant=fquant,
+        x_bias=_FLAG[given.xbias],
+        save_mv=_FLAG[given.save_mv],
+        backward=_FLAG[given.bwd],
+        eps=given.e,
+        strides=Strides(*(_stride(given, name) for name in ("x_stride", "xr_stride", "y_stride", "yr_stride"))),
+    )
+    return Request(problem, _FLAG[given.v], _FLAG[given.kname], given.warmup, given.repeat, given.json)
+
+
+def _check_sizes(given: argparse.Namespace) -> None:
+    for name, least in (("m", 1), ("n", 1), ("warmup", 0), ("repeat", 1), ("e", 0.0)):
+        value = getattr(given, name)
+        if value is not None and not least <= value < float("inf"):
+            raise ValueError(f"-{name} {value} will not do; it takes a finite number of at least {least:g}")
+
+
+def _check_backward(given: argparse.Namespace) -> None:
+    if not given.bwd:
+        return
+    for name, value, reason in (
+        ("fquant", given.fquant, "quantised outputs have no gradient"),
+        ("save_mv", given.save_mv, "mean and rstd are always saved for it"),
+        ("fadd", given.fadd if given.fadd == FusedAdd.PRE_ADD.code else 0, "its sum is not stored; use -fadd 1"),
+        ("prec_o", 0 if given.prec_o == AUTO else given.prec_o, "gradients are of the types of what they belong to"),
+    ):
+        if value:
+            raise ValueError(f"-{name} {value} does not go with -bwd 1: {reason}")
+
+
+def _check_used(name: str, value: Any, unset: Any, used: bool, reason: str) -> None:
+    if value != unset and not used:
+        raise ValueError(f"-{name} {value} would be ignored: {reason}; leave it out or set that mode")
+
+
+def _output(word: str, prec_i: DType, fquant: FusedQuant) -> DType:
+    if word == AUTO:
+        return DType.INT8 if fquant.quantises else prec_i
+    dtype = _OUTPUTS[word]
+    if dtype.is_quantised != fquant.quantises:
+        fits = [name for name, other in _OUTPUTS.items() if other.is_quantised == fquant.quantises]
+        other = "0" if fquant.quantises else "1 or -fquant 2"
+        raise ValueError(
+            f"-prec_o {word} does not go with -fquant {fquant.code}; pass one of {', '.join(fits)}, or -fquant {other}"
+        )
+    return dtype
+
+
+def _stride(given: argparse.Namespace, name: str) -> int:
+    own = getattr(given, name)
+    option, stride = ("stride", given.stride) if own == -1 else (name, own)
+    if stride == -1:
+        return int(given.n)
+    if stride < given.n:
+        raise ValueError(
+            f"-{option} {stride} is shorter than a row (-n {given.n}), so rows would overlap; "
+            f"pass at least {given.n}, or -1"
+        )
+    return int(stride)
