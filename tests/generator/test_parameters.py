@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import normforge
-from normforge.backward import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.backward import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.output import LayerNormOutput, NormGradients
 from normforge.codegen.model import Direction, DType, FusedAdd, FusedQuant, Mode, Norm
 from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD, REQUIRED, Family, Kind, Parameter, Result
 from normforge.codegen.signature import params
-from normforge.output import LayerNormOutput, NormGradients
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
