@@ -18,7 +18,7 @@ import normforge
 from normforge.calls import api, forward
 from normforge.calls import recorded as recorded_calls
 from normforge.calls.operands import layout_of, rows_of, vector_of
-from normforge.calls.output import LayerNormOutput, NormGradients
+from normforge.calls.outputs import LayerNormOutput, NormGradients
 from normforge.nn import functional
 
 from .in_place import LAUNCH, quantised_in_place, recorded_in_place

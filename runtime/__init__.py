@@ -10,7 +10,7 @@ from ._version import __version__
 from .ahead_of_time.compile_keys import compile_keys
 from .ahead_of_time.warmup import warmup
 from .calls.api import layernorm2d_fwd, rmsnorm2d_fwd, which
-from .calls.output import LayerNormOutput
+from .calls.outputs import LayerNormOutput
 from .kernels.backends import backend
 from .kernels.binaries import load_aot
 from .nn.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls.output import LayerNormOutput
+from normforge.calls.outputs import LayerNormOutput
 from normforge.codegen import cli as generator
 from normforge.codegen.model import DType, FusedAdd, FusedQuant, Norm
 from normforge.tools import list_instances, run

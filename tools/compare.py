@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..calls.output import LayerNormOutput, NormGradients
+from ..calls.outputs import LayerNormOutput, NormGradients
 from ..codegen.model import Rounding
 from ..dtypes import DTYPES
 from ..gradient_reference import ReferenceGradients

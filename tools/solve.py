@@ -10,7 +10,7 @@ import torch
 
 from .. import reference
 from ..calls import api
-from ..calls.output import LayerNormOutput
+from ..calls.outputs import LayerNormOutput
 from ..codegen.model import Norm
 from ..kernels.architecture import architecture
 from ..selection import dispatch

@@ -8,7 +8,7 @@ import torch
 
 from .. import reference
 from ..calls import api, backward
-from ..calls.output import NormGradients
+from ..calls.outputs import NormGradients
 from ..codegen.model import Norm
 from ..selection import dispatch
 from .compare import Finding, compare_gradients

@@ -15,7 +15,7 @@ from ..selection import dispatch
 from .arguments import prepare, refuse_gradient
 from .forward import forward_fused, forward_plain
 from .operands import ZERO, Foreign
-from .output import LayerNormOutput
+from .outputs import LayerNormOutput
 from .traced import dispatch_modes, forward_traced, is_dynamo_compiling
 
 # The defaults of `fadd` and `fquant`, and of `rounding`. A caller's own words are mostly these very objects; where they

@@ -14,7 +14,7 @@ import torch
 from .gradient_plan import mode_of
 from .gradients import backward
 from .operands import ZERO, Foreign
-from .output import NormGradients
+from .outputs import NormGradients
 from .traced import backward_traced, dispatch_modes, is_dynamo_compiling
 
 __all__ = ["layernorm2d_bwd", "mode_of", "rmsnorm2d_bwd"]

@@ -34,9 +34,8 @@ from .operands import (
     rows_of,
     vector_of,
 )
-from .output import LayerNormOutput
+from .outputs import LayerNormOutput, pack
 from .plan import INPUTS, REPLACEABLE, Plan
-from .row_statistics import pack
 
 # Keys hold a norm's word: hashing an enum's member takes Python code.
 _NORMS = {norm.value: norm for norm in Norm}

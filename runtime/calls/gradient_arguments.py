@@ -19,7 +19,7 @@ class GradientCall:
     """A checked backward call; see `layernorm2d_bwd` for its arguments.
 
     Attributes:
-        packed: whether rstd holds the means too, if there are any, as `row_statistics` has them, and mean is None.
+        packed: whether rstd holds the means too, if there are any, as `outputs` has them, and mean is None.
     """
 
     norm: Norm

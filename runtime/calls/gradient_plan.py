@@ -22,7 +22,7 @@ from ..upstream.torch_allocator import allocator
 from ..upstream.triton_launcher import Grid, Launch
 from .arguments import row_stride
 from .gradient_arguments import GradientCall
-from .row_statistics import aligned_length
+from .outputs import aligned_length
 
 # The pointers that a call brings, in the order in which launches do.
 INPUTS = ("dy_ptr", "x_ptr", "x_bias_ptr", "weight_ptr", "mean_ptr", "rstd_ptr", "dresidual_out_ptr")

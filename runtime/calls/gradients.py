@@ -31,8 +31,7 @@ from .operands import (
     rows_of,
     vector_of,
 )
-from .output import NormGradients
-from .row_statistics import rstd_address, unpacked
+from .outputs import NormGradients, rstd_address, unpacked
 
 _NORMS = {norm.value: norm for norm in Norm}
 
@@ -61,7 +60,7 @@ def backward(
 ) -> NormGradients:
     """Launch a backward call; see `layernorm2d_bwd` for its arguments and errors.
 
-    If packed, rstd holds the means too, if there are any, as `row_statistics` has them. If known_only, a call that is
+    If packed, rstd holds the means too, if there are any, as `outputs` has them. If known_only, a call that is
     unlike any before is not checked.
 
     Raises:

@@ -7,9 +7,8 @@ from torch.autograd.graph import increment_version
 
 from ..kernels.rules import new_exchange
 from ..upstream.torch_allocator import contiguous_strides
-from .output import LayerNormOutput
+from .outputs import LayerNormOutput, pack, unpacked
 from .plan import Plan
-from .row_statistics import pack, unpacked
 
 # Without the Python function that a named tuple's constructor is: 0.2 us of every call.
 make_output = tuple.__new__
@@ -39,7 +38,7 @@ def run(
         weight_offset: added to weight.
         out: where y goes, or None for a new tensor.
         residual_out: likewise.
-        packed: whether to return what is saved of mean and rstd in one tensor, as `row_statistics` has them, as rstd.
+        packed: whether to return what is saved of mean and rstd in one tensor, as `outputs` has them, as rstd.
     """
     empty, sum_dtype, scale_dtype = plan.empty, plan.sum_dtype, plan.scale_dtype
     size: tuple[int, ...]

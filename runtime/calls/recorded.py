@@ -21,8 +21,7 @@ from .double_backward import refuse_double_backward
 from .forward import forward_fused, forward_plain
 from .gradients import backward
 from .operands import PLAIN, UNREADABLE, ZERO, Unlike, resolved
-from .output import LayerNormOutput
-from .row_statistics import packed_of, unpacked
+from .outputs import LayerNormOutput, packed_of, unpacked
 from .rows import as_rows, walkable
 
 # What a forward pass is told besides its tensors: the norm's word, eps, y's dtype (None for x's), and whether it is one

@@ -23,7 +23,7 @@ from . import gradient_arguments
 from .arguments import refuse_gradient
 from .forward import forward_fused, forward_plain
 from .gradients import backward
-from .output import LayerNormOutput, NormGradients
+from .outputs import LayerNormOutput, NormGradients
 from .recorded import autocasts, normalise, normalise_known
 from .rows import as_rows
 

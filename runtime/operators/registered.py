@@ -26,7 +26,7 @@ from ..calls.forward import forward_fused, forward_plain
 from ..calls.gradient_arguments import GradientCall, check
 from ..calls.gradients import backward
 from ..calls.operands import ZERO
-from ..calls.output import LayerNormOutput
+from ..calls.outputs import LayerNormOutput
 from ..codegen.model import FusedAdd, FusedQuant, Norm, Rounding
 from ..dtypes import TORCH_DTYPES
 from . import gradients

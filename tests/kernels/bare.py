@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from normforge import LayerNormOutput, reference
-from normforge.calls.output import NormGradients
+from normforge.calls.outputs import NormGradients
 from normforge.codegen.model import Mode
 from normforge.tools.compare import compare, compare_gradients
 

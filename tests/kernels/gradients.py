@@ -10,7 +10,7 @@ import torch
 
 from normforge import reference
 from normforge.calls.backward import layernorm2d_bwd, rmsnorm2d_bwd
-from normforge.calls.output import NormGradients
+from normforge.calls.outputs import NormGradients
 from normforge.codegen.model import DType, Mode
 from normforge.dtypes import TORCH_DTYPES
 from normforge.tools.compare import TOLERANCES

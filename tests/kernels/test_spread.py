@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from normforge import LayerNormOutput
-from normforge.calls.output import NormGradients
+from normforge.calls.outputs import NormGradients
 from normforge.codegen.model import Direction, DType, FusedAdd, Mode, Norm, Pipeline
 from normforge.codegen.tiling import power_of_two
 from normforge.dtypes import TORCH_DTYPES

@@ -20,7 +20,7 @@ _RUNTIME = (
         "calls/gradient_plan",
     ),
     *("calls/gradients", "calls/launch", "calls/operands", "calls/overlap", "calls/plan", "calls/recorded"),
-    *("calls/row_statistics", "calls/traced", "kernels/binaries", "kernels/compiled", "kernels/kernels"),
+    *("calls/outputs", "calls/traced", "kernels/binaries", "kernels/compiled", "kernels/kernels"),
     *("kernels/launcher", "kernels/rules", "nn/functional", "nn/patching", "operators/gradients"),
     *("operators/registered", "selection/dispatch", "selection/on_demand", "selection/recording", "selection/table"),
     *("upstream/torch_allocator", "upstream/triton_hashes", "upstream/triton_launcher"),

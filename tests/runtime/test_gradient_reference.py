@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from normforge import reference
-from normforge.calls.output import NormGradients
+from normforge.calls.outputs import NormGradients
 from normforge.reference import ReferenceGradients
 from normforge.tools.compare import compare_gradients
 

@@ -10,7 +10,7 @@ import torch
 
 import normforge
 from normforge.calls.backward import layernorm2d_bwd, rmsnorm2d_bwd
-from normforge.calls.output import NormGradients
+from normforge.calls.outputs import NormGradients
 from normforge.codegen.model import DType, Mode, Norm, Rounding
 from normforge.codegen.tiling import SMALL_M
 from normforge.errors import LayoutError

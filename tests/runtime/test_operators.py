@@ -17,7 +17,7 @@ from normforge import errors
 from normforge.calls import api
 from normforge.calls import backward as backward_functions
 from normforge.calls.backward import layernorm2d_bwd, rmsnorm2d_bwd
-from normforge.calls.output import LayerNormOutput, NormGradients
+from normforge.calls.outputs import LayerNormOutput, NormGradients
 from normforge.nn import functional
 from normforge.operators import registered
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from normforge.calls.row_statistics import pack, rstd_address, unpacked
+from normforge.calls.outputs import pack, rstd_address, unpacked
 from normforge.upstream.torch_allocator import allocator
 
 

@@ -221,7 +221,7 @@ MUTANTS = (
     Mutant(
         "packed-statistics-are-not-aligned",
         "rstd of an odd number of rows starts at no multiple of 16 bytes, for which kernels are compiled",
-        "runtime/calls/row_statistics.py",
+        "runtime/calls/outputs.py",
         "return -(-length // _STEP) * _STEP",
         "return length",
         ("tests/runtime/test_row_statistics.py",),
@@ -229,7 +229,7 @@ MUTANTS = (
     Mutant(
         "packed-statistics-change-places",
         "mean is taken for rstd in a backward pass",
-        "runtime/calls/row_statistics.py",
+        "runtime/calls/outputs.py",
         "(packed[:m], packed[aligned_length(m) :])",
         "(packed[aligned_length(m) :], packed[:m])",
         ("tests/runtime/test_row_statistics.py",),

@@ -1,9 +1,11 @@
-"""fp32 values in pieces of one tensor: the mean and rstd of each row, as autograd keeps them, in one allocation.
+"""What calls return, and the rows' statistics in one tensor, as autograd keeps them: one allocation, not two.
 
-Kernels are compiled for pointers at multiples of 16 bytes, so that is where each piece starts, whatever M is.
+Kernels are compiled for pointers at multiples of 16 bytes, so that is where each of the two starts, whatever M is.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +14,40 @@ from ..upstream.torch_allocator import Empty
 
 _ITEMSIZE = 4
 _STEP = ALIGNMENT // _ITEMSIZE
+
+
+class LayerNormOutput(NamedTuple):
+    """Outputs of a forward call; None where one was not asked for.
+
+    Attributes:
+        y: x's shape, in out_dtype.
+        residual_out: x's shape, in residual's dtype: x + x_bias + residual, rounded once.
+        y_scale: x's shape without the last dimension, in scale_dtype; y * y_scale undoes the quantisation.
+        mean: x's shape without the last dimension, fp32; LayerNorm only.
+        rstd: x's shape without the last dimension, fp32.
+    """
+
+    y: torch.Tensor
+    residual_out: torch.Tensor | None
+    y_scale: torch.Tensor | None
+    mean: torch.Tensor | None
+    rstd: torch.Tensor | None
+
+
+class NormGradients(NamedTuple):
+    """What a backward call returns; None where a gradient was not asked for.
+
+    Attributes:
+        dx: x's shape; also the gradient of a residual that was added to x.
+        dweight: (N,), in weight's dtype.
+        dbias: (N,); LayerNorm only.
+        dx_bias: (N,), in x_bias's dtype.
+    """
+
+    dx: torch.Tensor | None
+    dweight: torch.Tensor | None
+    dbias: torch.Tensor | None
+    dx_bias: torch.Tensor | None
 
 
 def aligned_length(length: int) -> int:
