@@ -22,7 +22,7 @@ import torch
 from tabulate import tabulate
 from torch import profiler
 
-from normforge.kernels.compiled import obtain, obtained
+from normforge.kernels.obtain import obtain, obtained
 from normforge.kernels.target import target_of
 from normforge.tools.machine import Machine, find_machine
 from normforge.tools.timing import FLUSH_BYTES

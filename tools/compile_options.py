@@ -16,7 +16,7 @@ from ..codegen.axes import SAME
 from ..codegen.model import INPUT_DTYPES, Mode
 from ..dtypes import TORCH_DTYPES
 from ..errors import MissingInstanceError
-from ..kernels.compiled import KernelKey
+from ..kernels.key import KernelKey
 from ..kernels.target import Target
 from ..selection import dispatch
 

@@ -20,7 +20,7 @@ from ..calls.plan import Plan
 from ..codegen.axes import SAME
 from ..codegen.model import Mode, legal_modes
 from ..errors import ConflictError, DeviceError, MissingInstanceError, ShapeError
-from ..kernels.compiled import MOST_ROWS_IN_I32, KernelKey
+from ..kernels.key import MOST_ROWS_IN_I32, KernelKey
 from ..kernels.launcher import Launcher
 from ..kernels.target import Target, named_target, target_of
 from ..selection import dispatch

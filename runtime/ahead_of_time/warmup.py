@@ -9,8 +9,8 @@ import torch
 
 from ..codegen.model import Mode
 from ..errors import ConflictError
-from ..kernels.compiled import obtain
 from ..kernels.kernels import on_device
+from ..kernels.obtain import obtain
 from ..kernels.target import target_of
 from .compile_keys import CompileKey, compile_keys, gpu
 from .parallel import for_each

@@ -12,8 +12,8 @@ import torch
 from ..codegen.model import Direction, FusedAdd, Mode, Norm
 from ..dtypes import DTYPES
 from ..kernels import rules
-from ..kernels.compiled import MOST_ROWS_IN_I32, integer_type, pointer_type, row_count_type
 from ..kernels.kernels import row_alignment
+from ..kernels.key import MOST_ROWS_IN_I32, integer_type, pointer_type, row_count_type
 from ..kernels.launcher import Launcher
 from ..kernels.target import Target, target_of
 from ..selection import dispatch

@@ -8,7 +8,7 @@ import torch
 
 from ..errors import DTypeError, LayoutError
 from ..kernels.backends import sees_operators
-from ..kernels.compiled import ALIGNMENT
+from ..kernels.key import ALIGNMENT
 from .arguments import LARGEST_FP32
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.compiled import ALIGNMENT
+from ..kernels.key import ALIGNMENT
 from ..upstream.torch_allocator import Empty
 
 _ITEMSIZE = 4

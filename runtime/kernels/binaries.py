@@ -15,14 +15,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import AotError
 from ..paths import contents, named, variable
-
-if TYPE_CHECKING:
-    from .compiled import KernelKey
-    from .target import Target
+from .key import KernelKey
+from .target import Target
 
 # The layout of the index; one of another is refused.
 FORMAT = 1

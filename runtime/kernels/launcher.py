@@ -10,8 +10,9 @@ import torch
 
 from ..upstream import triton_launcher
 from ..upstream.triton_launcher import Grid
-from .compiled import KernelKey, integer_type, obtain
 from .kernels import current_device, on_device, run_public, scale_warps
+from .key import KernelKey, integer_type
+from .obtain import obtain
 from .target import Target
 
 

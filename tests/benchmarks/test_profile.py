@@ -17,8 +17,8 @@ from benchmarks.device_trace import Kernel, Launch, TraceError, calls_in
 from benchmarks.errors import UsageError
 from benchmarks.inputs import Inputs
 from benchmarks.profile import Row, kernel_rows, spilled_bytes, table
-from normforge.kernels import compiled
-from normforge.kernels.compiled import KernelKey
+from normforge.kernels import obtain as obtaining
+from normforge.kernels.key import KernelKey
 from normforge.kernels.target import target_of
 from normforge.selection import dispatch
 from normforge.tools.machine import Machine
@@ -317,12 +317,12 @@ def test_a_suite_is_one_of_the_benchmarks(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.gpu
 def test_a_card_shows_the_kernel_of_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "plans", {})
-    monkeypatch.setattr(compiled, "_compiled", {})
+    monkeypatch.setattr(obtaining, "_compiled", {})
     cell = Cell(Task.FORWARD, Norm.LAYER, 8192, 4096)
     monkeypatch.setattr(profile, "SUITES", {"forward": Suite("forward", "Forward", Method.COLD, (cell,))})
     assert cli.main(["profile", "--suite", "forward", "--out", str(tmp_path)]) == 0
     (row,) = json.loads((tmp_path / "profile.json").read_text())["rows"]
-    ((key, _),) = compiled.obtained()
+    ((key, _),) = obtaining.obtained()
     assert (row["status"], row["kernel"], row["launches"]) == ("ok", key.symbol, 1)
     assert row["threads"] == 32 * dict(key.options)["num_warps"]
     assert row["us"] == row["call_us"] > 0

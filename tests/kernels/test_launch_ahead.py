@@ -24,7 +24,7 @@ from normforge.codegen.model import (
     Tile,
     Tiles,
 )
-from normforge.kernels.compiled import compile_for
+from normforge.kernels.obtain import compile_for
 from normforge.kernels.target import named_target
 
 from .compilation import TARGETS, Target, compile_kernel

@@ -17,9 +17,10 @@ import normforge
 from normforge.ahead_of_time.build import Built, build
 from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
 from normforge.errors import AotError, FrozenError
-from normforge.kernels import binaries, compiled
+from normforge.kernels import binaries
+from normforge.kernels import obtain as obtaining
 from normforge.kernels.binaries import INDEX, Folder, read, source_digest, triton_version
-from normforge.kernels.compiled import compile_for, obtain
+from normforge.kernels.obtain import compile_for, obtain
 from normforge.kernels.target import named_target
 from normforge.selection import dispatch
 from normforge.tools import cli
@@ -42,7 +43,7 @@ def made(out: Path, keys: list[CompileKey], arch: str = "sm_90") -> Built:
 
 @pytest.fixture(autouse=True)
 def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_compiled", {})
+    monkeypatch.setattr(obtaining, "_compiled", {})
     monkeypatch.setattr(binaries, "_folder", None)
     for variable in ("NORMFORGE_FROZEN", "NORMFORGE_AOT"):
         monkeypatch.delenv(variable, raising=False)
@@ -129,7 +130,7 @@ def test_what_the_folder_lacks_is_compiled_or_refused(folder: Path, monkeypatch:
     normforge.load_aot(folder)
     other = wanted(n=66)[0]
     assert take(other).loaded
-    monkeypatch.setattr(compiled, "_compiled", {})
+    monkeypatch.setattr(obtaining, "_compiled", {})
     monkeypatch.setenv("NORMFORGE_FROZEN", "1")
     # Triton's cache has it now.
     assert take(other).loaded
@@ -149,7 +150,7 @@ def test_kernels_of_a_users_own_folder(fresh_table: None, tmp_path: Path, monkey
     (after,) = compile_keys([64], [RMS], arch="sm_90", rows=["few"])
     assert before[0].key.kernel != after.key.kernel
     normforge.load_aot(tmp_path / "kernels")
-    monkeypatch.setattr(compiled, "compile_for", lambda *_: pytest.fail("it was compiled again"))
+    monkeypatch.setattr(obtaining, "compile_for", lambda *_: pytest.fail("it was compiled again"))
     assert take(after).loaded
 
 
@@ -197,7 +198,7 @@ def test_a_kernel_that_does_not_fit_is_refused(spoil: Callable[[Path], str], fol
         obtain(key.key, key.function, TARGET, 0)
     assert str(raised.value).startswith(message)
     assert not driver.loaded
-    assert not compiled.obtained()
+    assert not obtaining.obtained()
 
 
 def no_folder(folder: Path) -> str:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from normforge.kernels import binaries, compiled
-from normforge.kernels.compiled import KernelKey, integer_type, obtain, pointer_type
+from normforge.kernels import binaries
+from normforge.kernels import obtain as obtaining
+from normforge.kernels.key import POINTERS, KernelKey, integer_type, pointer_type
+from normforge.kernels.obtain import obtain
 from normforge.kernels.target import named_target
 
 KEY = KernelKey(
@@ -56,9 +58,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[KernelKey]:
         time.sleep(0.05)
         return Kernel()
 
-    monkeypatch.setattr(compiled, "_compiled", {})
-    monkeypatch.setattr(compiled, "_start_driver", lambda: None)
-    monkeypatch.setattr(compiled, "compile_for", compile_for)
+    monkeypatch.setattr(obtaining, "_compiled", {})
+    monkeypatch.setattr(obtaining, "_start_driver", lambda: None)
+    monkeypatch.setattr(obtaining, "compile_for", compile_for)
     monkeypatch.setattr(binaries, "_folder", None)
     monkeypatch.delenv("NORMFORGE_AOT", raising=False)
     return given
@@ -78,7 +80,7 @@ def test_eight_threads_compile_once_and_agree(asked: list[KernelKey]) -> None:
     assert asked == [KEY]
     assert len({id(kernel) for kernel, _ in found}) == 1
     assert {loaded for _, loaded in found} == {"a function"}
-    assert compiled.obtained() == ((KEY, 0),)
+    assert obtaining.obtained() == ((KEY, 0),)
 
 
 def test_two_kernels_are_compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,10 +91,10 @@ def test_two_kernels_are_compiled_at_once(monkeypatch: pytest.MonkeyPatch) -> No
         barrier.wait(timeout=60)
         return Kernel()
 
-    monkeypatch.setattr(compiled, "compile_for", compile_for)
+    monkeypatch.setattr(obtaining, "compile_for", compile_for)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda key: obtain(key, Function(), TARGET, 0), (KEY, OTHER)))
-    assert set(compiled.obtained()) == {(KEY, 0), (OTHER, 0)}
+    assert set(obtaining.obtained()) == {(KEY, 0), (OTHER, 0)}
 
 
 def test_each_device_has_its_own(asked: list[KernelKey]) -> None:
@@ -104,7 +106,7 @@ def test_each_device_has_its_own(asked: list[KernelKey]) -> None:
 
 def test_a_failure_is_not_remembered(asked: list[KernelKey], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(compiled, "compile_for", lambda *_: 1 / 0)
+        patched.setattr(obtaining, "compile_for", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             obtain(KEY, Function(), TARGET, 0)
     obtain(KEY, Function(), TARGET, 0)
@@ -143,7 +145,7 @@ def test_integers_have_the_type_that_triton_gives_them(largest: int, word: str) 
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("dtype", compiled._POINTERS, ids=str)
+@pytest.mark.parametrize("dtype", POINTERS, ids=str)
 def test_pointers_have_the_type_that_triton_gives_a_tensor(dtype: torch.dtype, aligned: bool) -> None:
     memory = torch.zeros(64, dtype=torch.uint8)
     tensor = memory[memory.data_ptr() % 16 + (0 if aligned else dtype.itemsize) :][: 4 * dtype.itemsize].view(dtype)

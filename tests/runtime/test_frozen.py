@@ -12,9 +12,9 @@ import torch
 from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
 from normforge.errors import FrozenError, SettingError
 from normforge.kernels import binaries as aot
-from normforge.kernels import compiled
-from normforge.kernels.compiled import compile_for, obtain
+from normforge.kernels import obtain as obtaining
 from normforge.kernels.launcher import Launcher
+from normforge.kernels.obtain import compile_for, obtain
 from normforge.kernels.target import named_target
 from normforge.selection import dispatch
 from normforge.upstream import triton_launcher
@@ -27,7 +27,7 @@ TARGET = named_target("sm_90")
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_compiled", {})
+    monkeypatch.setattr(obtaining, "_compiled", {})
     monkeypatch.setattr(dispatch, "plans", {})
     monkeypatch.setattr(aot, "_folder", None)
     for variable in ("NORMFORGE_FROZEN", "NORMFORGE_AOT", "TRITON_ALWAYS_COMPILE"):

@@ -15,7 +15,7 @@ from normforge.codegen.model import DType, Mode, Norm, Rounding
 from normforge.codegen.tiling import SMALL_M
 from normforge.errors import LayoutError
 from normforge.gradient_reference import ReferenceGradients
-from normforge.kernels.compiled import pointer_type
+from normforge.kernels.key import pointer_type
 from normforge.kernels.launcher import Launcher
 from normforge.reference import layernorm2d_bwd as layernorm2d_bwd_oracle
 from normforge.reference import rmsnorm2d_bwd as rmsnorm2d_bwd_oracle

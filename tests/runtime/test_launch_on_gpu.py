@@ -14,7 +14,7 @@ import normforge
 from normforge import errors
 from normforge.calls.backward import layernorm2d_bwd
 from normforge.calls.plan import Plan
-from normforge.kernels import compiled
+from normforge.kernels import obtain as obtaining
 from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
 from normforge.upstream import triton_launcher
@@ -32,7 +32,7 @@ OWN = 1880
 @pytest.fixture
 def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "plans", {})
-    monkeypatch.setattr(compiled, "_compiled", {})
+    monkeypatch.setattr(obtaining, "_compiled", {})
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from normforge.errors import (
     ShapeError,
     TargetError,
 )
-from normforge.kernels.compiled import KernelKey
+from normforge.kernels.key import KernelKey
 from normforge.kernels.launcher import Launcher
 from normforge.kernels.target import Target, named_target, target_of
 from normforge.selection import dispatch

@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         "frozen-not-enforced",
         "NORMFORGE_FROZEN=1 compiles",
-        "runtime/kernels/compiled.py",
+        "runtime/kernels/obtain.py",
         'return setting == "1"',
         "return False",
         (f"{_FROZEN}::test_a_compilation_is_refused_by_name",),
@@ -75,7 +75,7 @@ MUTANTS = (
     Mutant(
         "kernels-of-another-device",
         "a kernel that was loaded on one GPU is launched on another",
-        "runtime/kernels/compiled.py",
+        "runtime/kernels/obtain.py",
         "_compiled[key, device] = found",
         "_compiled[key, 0] = found",
         ("tests/runtime/test_compiled.py::test_each_device_has_its_own",),
@@ -83,7 +83,7 @@ MUTANTS = (
     Mutant(
         "aot-folder-asked-last",
         "Triton compiles what the folder of binaries holds",
-        "runtime/kernels/compiled.py",
+        "runtime/kernels/obtain.py",
         "found = binaries.find(key, function, target) or compile_for(key, function, target)",
         "found = compile_for(key, function, target)",
         ("tests/runtime/test_compiled.py::test_a_kernel_compiled_ahead_of_time_is_taken_first",),
@@ -91,7 +91,7 @@ MUTANTS = (
     Mutant(
         "m-beyond-an-i32",
         "more than 2**31 - 1 rows are counted by an i32",
-        "runtime/kernels/compiled.py",
+        "runtime/kernels/key.py",
         'return "i32" if largest <= LARGEST_I32 else "i64"',
         'return "i32"',
         ("tests/runtime/test_compiled.py::test_integers_have_the_type_that_triton_gives_them",),
@@ -99,9 +99,9 @@ MUTANTS = (
     Mutant(
         "every-pointer-is-aligned",
         "kernels for misaligned tensors are compiled with wide loads",
-        "runtime/kernels/compiled.py",
-        'return _POINTERS[dtype] + (_ALIGNED if aligned else "")',
-        "return _POINTERS[dtype] + _ALIGNED",
+        "runtime/kernels/key.py",
+        'return POINTERS[dtype] + (_ALIGNED if aligned else "")',
+        "return POINTERS[dtype] + _ALIGNED",
         ("tests/runtime/test_compiled.py::test_pointers_have_the_type_that_triton_gives_a_tensor",),
     ),
     Mutant(

@@ -114,7 +114,7 @@ MUTANTS = (
     Mutant(
         "alignment-of-eight-bytes",
         "an address that is a multiple of 8 bytes counts as one of 16",
-        "runtime/kernels/compiled.py",
+        "runtime/kernels/key.py",
         "ALIGNMENT = 16\n",
         "ALIGNMENT = 8\n",
         (f"{_OPERANDS}[layer-plain-misaligned]",),

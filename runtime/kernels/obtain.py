@@ -9,104 +9,14 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NoReturn
-
-import torch
 
 from ..errors import FrozenError, SettingError
 from ..upstream import triton_hashes
 from . import binaries
+from .key import KernelKey
 from .target import Target
-
-# Triton's words for the types of pointers, by what they point to.
-_POINTERS: dict[torch.dtype, str] = {
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-    torch.int64: "*i64",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.float8_e5m2: "*fp8e5",
-}
-
-# Bytes. Triton compiles a pointer that is a multiple of it into wide loads, which fault on any other.
-ALIGNMENT = 16
-_ALIGNED = f":{ALIGNMENT}"
-
-LARGEST_I32 = 2**31 - 1
-# The largest M that kernels count rows up to as an i32: a loop over rows looks a few rounds beyond the last, and a
-# round has up to 8448 rows on an H200.
-MOST_ROWS_IN_I32 = 2**31 - 2**20
-
-
-def pointer_type(dtype: torch.dtype, *, aligned: bool) -> str:
-    """Triton's word for a pointer to elements of a type, with ":16" behind it if its address is a multiple of that."""
-    return _POINTERS[dtype] + (_ALIGNED if aligned else "")
-
-
-def integer_type(largest: int) -> str:
-    """Triton's word for an integer argument that is at most so large."""
-    return "i32" if largest <= LARGEST_I32 else "i64"
-
-
-def row_count_type(m: int) -> str:
-    """Triton's word for the number of rows."""
-    return "i32" if m <= MOST_ROWS_IN_I32 else "i64"
-
-
-@dataclass(frozen=True)
-class KernelKey:
-    """All that one compilation of a kernel depends on, besides the device it is for.
-
-    Attributes:
-        kernel: the module and the symbol, joined by a colon.
-        arguments: in the kernel's order: name, and a type in Triton's words, or the value of a compile-time constant
-            (None for an absent pointer).
-        options: what else the compiler is told: num_warps, of the device's size, and a pipeline's own.
-    """
-
-    kernel: str
-    arguments: tuple[tuple[str, str | int | None], ...]
-    options: tuple[tuple[str, Any], ...]
-
-    def __str__(self) -> str:
-        return f"{self.kernel}({', '.join(f'{name}={value}' for name, value in (*self.arguments, *self.options))})"
-
-    @cached_property
-    def portable(self) -> str:
-        """The key without the package of its module, which may have another name in another process."""
-        return str(self).removeprefix(self.kernel.rpartition(".")[0] + "." if "." in self.kernel else "")
-
-    @property
-    def symbol(self) -> str:
-        """The kernel's own name."""
-        return self.kernel.rpartition(":")[2]
-
-    @property
-    def n(self) -> int:
-        """The row length that it is compiled for."""
-        n = dict(self.arguments)["N"]
-        assert isinstance(n, int)
-        return n
-
-    def source(self, function: Any) -> Any:
-        """What Triton's compiler is given: a `triton.compiler.ASTSource` of the `triton.JITFunction` that key names."""
-        from triton.compiler import ASTSource
-
-        signature = {name: _type(value) for name, value in self.arguments}
-        constants = {(at,): value for at, (_, value) in enumerate(self.arguments) if not isinstance(value, str)}
-        aligned = [
-            at for at, (_, value) in enumerate(self.arguments) if isinstance(value, str) and value.endswith(_ALIGNED)
-        ]
-        return ASTSource(function, signature, constants, {(at,): [["tt.divisibility", ALIGNMENT]] for at in aligned})
-
-
-def _type(value: str | int | None) -> str:
-    return value.removesuffix(_ALIGNED) if isinstance(value, str) else "constexpr"
-
 
 _compiled: dict[tuple[KernelKey, int], Any] = {}
 _lock = threading.Lock()
