@@ -23,7 +23,7 @@ from ..errors import (
 )
 from ..kernels.backends import has_tangent, jit_tracing
 from ..mode_words import word
-from .overlap import may_overlap
+from .overlap import REPLACEABLE, spoils
 
 _NOT_DIFFERENTIABLE = (
     "the forward functions compute none; call normforge.layer_norm, rms_norm, add_layer_norm or add_rms_norm, which do"
@@ -303,14 +303,10 @@ def _check_output(
     if stride < x.shape[-1] and output.numel() > x.shape[-1]:
         raise LayoutError(f"the rows of {name} overlap (row stride {stride}, N {x.shape[-1]}); pass rows of their own")
     for other_name, other in others.items():
-        may_replace = other_name in ("x", "residual")
-        if may_overlap(output, other) and not (may_replace and _same_elements(output, other)):
+        may_replace = other_name in REPLACEABLE
+        if spoils(output, other, may_replace):
             exact = " (the very same view would do)" if may_replace and output.dtype == other.dtype else ""
             raise LayoutError(f"{name} overlaps {other_name} in memory{exact}; pass memory of its own")
-
-
-def _same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and row_stride("", a) == row_stride("", b)
 
 
 def check_tensor(name: str, value: object) -> torch.Tensor:

@@ -35,7 +35,8 @@ from .operands import (
     vector_of,
 )
 from .outputs import LayerNormOutput, pack
-from .plan import INPUTS, REPLACEABLE, Plan
+from .overlap import may_write
+from .plan import INPUTS, Plan
 
 # Keys hold a norm's word: hashing an enum's member takes Python code.
 _NORMS = {norm.value: norm for norm in Norm}
@@ -245,7 +246,9 @@ def forward_fused(
         if (
             known_only
             or not (forward_ad._current_level >= 0 or (torch.is_grad_enabled() and _any_requires_gradient(*tensors)))
-        ) and ((out is None and residual_out is None) or _may_write(plan, addresses, tensors, m, out, residual_out)):
+        ) and (
+            (out is None and residual_out is None) or may_write(plan.extents, addresses, tensors, m, out, residual_out)
+        ):
             return run(plan, addresses, tensors, shape, m, eps, weight_offset, out, residual_out, packed)
     if known_only:
         raise Unlike
@@ -323,62 +326,3 @@ def _any_requires_gradient(
         or (x_bias is not None and x_bias.requires_grad)
         or (smooth_scale is not None and smooth_scale.requires_grad)
     )
-
-
-def _may_write(
-    plan: Plan,
-    addresses: tuple[int, ...],
-    tensors: tuple[torch.Tensor | None, ...],
-    m: int,
-    out: torch.Tensor | None,
-    residual_out: torch.Tensor | None,
-) -> bool:
-    """Whether outputs may be written to, and share no memory with anything but the x or residual that they are.
-
-    False may be too strict.
-    """
-    y_at = y_end = 0
-    if out is not None:
-        if not _is_writable(out):
-            return False
-        y_at = out.data_ptr()
-        row, step = plan.y_extent
-        y_end = y_at + row + step * (m - 1)
-        if not _meets_none(plan, addresses, tensors, m, out, y_at, y_end):
-            return False
-    if residual_out is None:
-        return True
-    if not _is_writable(residual_out):
-        return False
-    sum_at = residual_out.data_ptr()
-    row, step = plan.sum_extent
-    sum_end = sum_at + row + step * (m - 1)
-    if y_at < sum_end and sum_at < y_end:
-        return False
-    return _meets_none(plan, addresses, tensors, m, residual_out, sum_at, sum_end)
-
-
-def _is_writable(output: torch.Tensor) -> bool:
-    return not (
-        (output.requires_grad and torch.is_grad_enabled())
-        or (output.is_inference() and not torch.is_inference_mode_enabled())
-    )
-
-
-def _meets_none(
-    plan: Plan,
-    addresses: tuple[int, ...],
-    tensors: tuple[torch.Tensor | None, ...],
-    m: int,
-    output: torch.Tensor,
-    start: int,
-    end: int,
-) -> bool:
-    for place, row, step in plan.extents:
-        at = addresses[place]
-        if at < end and start < at + row + step * (m - 1):
-            # A vector is never replaced, and x and residual only by themselves.
-            if tensors[place] is output and INPUTS[place] in REPLACEABLE:
-                continue
-            return False
-    return True

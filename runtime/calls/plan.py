@@ -18,12 +18,11 @@ from ..selection import dispatch
 from ..upstream.torch_allocator import allocator
 from ..upstream.triton_launcher import Grid, Launch
 from .arguments import Call, row_stride
+from .overlap import REPLACEABLE, Extent, Extents
 
 # The pointers that a call brings, and those it allocates or is given to write to, in the order of the slots.
 INPUTS = ("x_ptr", "x_bias_ptr", "residual_ptr", "weight_ptr", "bias_ptr", "smooth_scale_ptr")
 OUTPUTS = ("y_ptr", "residual_out_ptr", "y_scale_ptr", "mean_ptr", "rstd_ptr")
-# The inputs that an output may be.
-REPLACEABLE = ("x_ptr", "residual_ptr")
 
 
 class Prepared(NamedTuple):
@@ -56,10 +55,7 @@ class Plan:
         scale_dtype: y_scale's; None where nothing is quantised.
         saves_mean: whether the rows' means are an output.
         saves_rstd: whether their rstd is.
-        extents: of each of `INPUTS` that is there: its place among them, the bytes of a row, and those from one to the
-            next.
-        y_extent: likewise for y, without a place.
-        sum_extent: likewise for residual_out.
+        extents: where its tensors lie, for `may_write`.
     """
 
     def __init__(self, call: Call, misaligned: Collection[str], target: Target | None = None) -> None:
@@ -98,11 +94,11 @@ class Plan:
         }
         self._mode, self._misaligned = mode, misaligned
         self._types = _types(call, self, misaligned)
-        self.extents = _extents(call, self._strides)
-        self.y_extent = _extent(n, self.y_dtype, self._strides["y_row_stride"])
-        self.sum_extent = (0, 0)
-        if self.sum_dtype is not None:
-            self.sum_extent = _extent(n, self.sum_dtype, self._strides["residual_out_row_stride"])
+        self.extents = Extents(
+            inputs=_extents(call, self._strides),
+            y=_extent(n, self.y_dtype, self._strides["y_row_stride"]),
+            total=_extent(n, self.sum_dtype or self.y_dtype, self._strides["residual_out_row_stride"]),
+        )
 
     def prepared(self, m: int) -> Prepared:
         """The kernel for m rows; the first call of each class of M compiles it."""
@@ -137,18 +133,25 @@ class Plan:
         return found
 
 
-def _extents(call: Call, strides: dict[str, int]) -> tuple[tuple[int, int, int], ...]:
+def _extents(call: Call, strides: dict[str, int]) -> tuple[tuple[int, int, int, bool], ...]:
     tensors = (call.x, call.x_bias, call.residual, call.weight, call.bias, call.smooth_scale)
-    row_strides = (strides["x_row_stride"], 0, strides["residual_row_stride"], 0, 0, 0)
     return tuple(
-        (place, *_extent(call.n, tensor.dtype, row_stride))
-        for place, (tensor, row_stride) in enumerate(zip(tensors, row_strides, strict=True))
+        (
+            place,
+            *_extent(call.n, tensor.dtype, strides.get(f"{name}_row_stride", 0)),
+            name in REPLACEABLE,
+        )
+        for place, (name, tensor) in enumerate(zip(map(_name, INPUTS), tensors, strict=True))
         if tensor is not None
     )
 
 
-def _extent(n: int, dtype: torch.dtype, row_stride: int) -> tuple[int, int]:
-    return n * dtype.itemsize, row_stride * dtype.itemsize
+def _name(pointer: str) -> str:
+    return pointer.removesuffix("_ptr")
+
+
+def _extent(n: int, dtype: torch.dtype, row_stride: int) -> Extent:
+    return Extent(n * dtype.itemsize, row_stride * dtype.itemsize)
 
 
 def _sum_row_stride(call: Call) -> int:

@@ -153,8 +153,21 @@ def test_an_output_may_still_replace_an_input(where: str, checked: list[str]) ->
         actual = normforge.layernorm2d_fwd(x, N, residual=residual, fadd=1, out=out, residual_out=torch.empty(3, 64))
         assert actual.y is out
         agree(actual, expected)
-        # Another view of the same elements takes the closer look that tells it from one beside them.
-        assert bool(checked) == (not again or where == "the same memory as x")
+        assert bool(checked) == (not again)
+
+
+def test_outputs_whose_rows_lie_between_those_of_an_input_are_known(checked: list[str]) -> None:
+    """Their extents meet, and their rows do not: rows of another offset are still refused."""
+    for again in (False, True):
+        x, out, total, residual = torch.randn(3, 4, 64).unbind(1)
+        expected = ORACLE["layer"](x, N, residual=residual, fadd=1)
+        checked.clear()
+        agree(normforge.layernorm2d_fwd(x, N, residual=residual, fadd=1, out=out, residual_out=total), expected)
+        assert bool(checked) == (not again)
+    memory = torch.randn(3 * 256 + 1)
+    x, over = (memory[start : start + 3 * 256].view(3, 256)[:, :64] for start in (0, 1))
+    with pytest.raises(errors.LayoutError, match="out overlaps x"):
+        normforge.layernorm2d_fwd(x, N, residual=residual, fadd=1, out=over, residual_out=total)
 
 
 CALLS: dict[str, dict[str, Any]] = {

@@ -69,7 +69,7 @@ MUTANTS = (
     Mutant(
         "out-may-require-a-gradient",
         "a leaf that requires a gradient is written to",
-        "runtime/calls/forward.py",
+        "runtime/calls/overlap.py",
         "        (output.requires_grad and torch.is_grad_enabled())\n",
         "        False\n",
         (f"{_IN_PLACE}::test_an_output_that_requires_a_gradient_is_refused",),

@@ -11,6 +11,7 @@ _OPERANDS = f"{_KINDS}::test_another_kind_of_operand_is_another_kind_of_call"
 _GRADIENTS = f"{_KINDS}::test_another_kind_of_operand_is_another_kind_of_backward_call"
 _OTHERS = f"{_KINDS}::test_other_gradients_are_another_kind_of_backward_call"
 _FORWARD = "runtime/calls/forward.py"
+_OVERLAP = "runtime/calls/overlap.py"
 
 MUTANTS = (
     Mutant(
@@ -131,25 +132,26 @@ MUTANTS = (
     Mutant(
         "known-call-may-overlap",
         "out that overlaps x is written in a call that is known",
-        _FORWARD,
-        "            return False\n    return True",
-        "            return True\n    return True",
+        _OVERLAP,
+        "                return False\n    return True",
+        "                return True\n    return True",
         (f"{_KNOWN}::test_outputs_that_overlap_are_refused_after_some_that_do_not",),
     ),
     Mutant(
         "known-outputs-may-overlap-each-other",
         "residual_out over out is written in a call that is known",
-        _FORWARD,
-        "    if y_at < sum_end and sum_at < y_end:\n        return False\n",
+        _OVERLAP,
+        "    if out is not None and y_at < sum_end and sum_at < y_end and may_overlap(out, residual_out):\n"
+        "        return False\n",
         "",
         (f"{_KNOWN}::test_outputs_that_overlap_are_refused_after_some_that_do_not",),
     ),
     Mutant(
         "known-output-over-a-vector",
         "out over weight is written if it is the same tensor",
-        _FORWARD,
-        "if tensors[place] is output and INPUTS[place] in REPLACEABLE:",
-        "if tensors[place] is output:",
+        _OVERLAP,
+        "if not (replaceable and tensor is output) and",
+        "if tensor is not output and",
         (f"{_KINDS}::test_an_output_never_replaces_a_vector",),
     ),
     Mutant(
@@ -220,7 +222,7 @@ MUTANTS = (
     Mutant(
         "overlap-of-rows-that-touch-in-a-byte",
         "out whose rows share their first byte with the end of x's is taken",
-        "runtime/calls/overlap.py",
+        _OVERLAP,
         "return distance < a_width or a_stride - distance < b_width",
         "return distance < a_width",
         ("tests/runtime/test_overlap.py::test_agrees_with_counting_elements",),
@@ -228,8 +230,8 @@ MUTANTS = (
     Mutant(
         "overlap-of-another-row-stride",
         "out that starts where x does and has other rows is taken for x",
-        "runtime/calls/arguments.py",
-        'return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and row_stride("", a) == row_stride("", b)',
+        _OVERLAP,
+        "return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and _row_bytes(a) == _row_bytes(b)",
         "return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype",
         ("tests/runtime/test_overlap.py::test_out_that_overlaps_an_input_elsewhere_than_exactly",),
     ),
