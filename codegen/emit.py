@@ -94,7 +94,7 @@ def parts(mode: Mode, pipeline: Pipeline) -> tuple[Pipeline | Part, ...]:
     """The kernels that serve a mode in a pipeline: the pipeline's own, and what it needs beside it."""
     if mode.is_backward and pipeline is Pipeline.TWO_PASS:
         return (Part.ROW_TERMS, pipeline)
-    # Where rows start anywhere, it stands in for either: see `takes_window` in runtime/kernels/rules.py.
+    # Where rows start anywhere, it stands in for either: see `takes_window` in runtime/kernels/tile_choice.py.
     if pipeline in (Pipeline.ONE_PASS, Pipeline.TWO_PASS) and mode.has_window:
         return (pipeline, Part.WINDOW)
     return (pipeline,)

@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 from tabulate import tabulate
 
 from ..codegen.command import Parser
-from ..codegen.model import ANY
+from ..codegen.model import ANY, Tile
 from ..codegen.tile_tables import is_architecture
 from ..selection.dispatch import instances
-from ..selection.table import Entry, Tile
+from ..selection.table import Entry
 
 
 def main(argv: Sequence[str], prog: str) -> int:

@@ -51,7 +51,7 @@ def solve(problem: Problem, machine: Machine, *, validate: bool, warmup: int, re
     entry = run.entry()
     tile = entry.tile(problem.m, architecture(machine.device))
     rate = None if machine.interpreted else run.moved(outputs) / ms / 1e6
-    return Result(entry.name, tile.kernel, findings, ms, rate)
+    return Result(entry.name, entry.kernel(tile.pipeline), findings, ms, rate)
 
 
 def prepare(problem: Problem, device: torch.device) -> Run[Any]:

@@ -105,7 +105,7 @@ class Case:
     def tiles(self, device: torch.device, rows: int) -> list[Tile]:
         """The tile in use, then those that may be better."""
         arch = architecture(device)
-        present = self.entry().tile(rows, arch).without_kernel()
+        present = self.entry().tile(rows, arch)
         return list(dict.fromkeys((present, *candidates(self.kind, self.bucket, self.n, arch, few=self.few))))
 
 

@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 import torch
 
-from ..codegen.model import Direction, FusedAdd, Mode, Norm
+from ..codegen.model import Direction, FusedAdd, Mode, Norm, Tile
 from ..dtypes import DTYPES
-from ..kernels import rules
-from ..kernels.kernels import row_alignment
+from ..kernels import pipelines
 from ..kernels.key import MOST_ROWS_IN_I32, integer_type, pointer_type, row_count_type
 from ..kernels.launcher import Launcher
+from ..kernels.pipelines import row_alignment
 from ..kernels.target import Target, target_of
+from ..kernels.tile_choice import choose, staged
 from ..selection import dispatch
-from ..selection.table import Tile
 from ..upstream.torch_allocator import allocator
 from ..upstream.triton_launcher import Grid, Launch
 from .arguments import row_stride
@@ -66,7 +66,7 @@ class Prepared:
         finish_grid: its programs.
         rows: rows that a program takes at a time.
         most_programs: how many share the rows, where there are as many tiles of rows.
-        row_terms: how many values a row the first step leaves for the next: `rules.Backward.row_terms`.
+        row_terms: how many values a row the first step leaves for the next: `pipelines.Row.row_terms`.
         exchange: from M to how many int64 the programs exchange values through; None where they do not.
         by_address: whether launches take addresses.
     """
@@ -205,12 +205,12 @@ class GradientPlan:
     def _prepare(self, size: int, m: int) -> Prepared:
         entry, n, target = self._entry, self.n, self._target
         choices = entry.choices(m, target.arch)
-        is_paired = rules.is_paired(n, row_alignment(*self._strides.values()), self._misaligned)
-        chosen = rules.choose(self._mode, choices, n, target)
-        tile = rules.staged(chosen, choices[-1], n, self._itemsizes, is_paired, target)
-        rule = rules.BACKWARD[tile.pipeline]
+        is_paired = pipelines.is_paired(n, row_alignment(*self._strides.values()), self._misaligned)
+        chosen = choose(self._mode, choices, n, target)
+        tile = staged(chosen, choices[-1], n, self._itemsizes, is_paired, target)
+        rule = pipelines.BACKWARD[tile.pipeline]
         walkers = [self._launcher(step, rule, tile, m) for step in rule.steps]
-        grids = [step.grid(tile, n) for step in rule.steps]
+        grids = [step.grid(tile, n, target) for step in rule.steps]
         finisher = self._finisher() if any(self.sum_dtypes) else None
         launchers = (*walkers, finisher) if finisher is not None else tuple(walkers)
         by_address = None not in [launcher.launch for launcher in launchers]
@@ -228,7 +228,7 @@ class GradientPlan:
         self._prepared[size] = found
         return found
 
-    def _launcher(self, step: rules.Step, rule: rules.Backward, tile: Tile, m: int) -> Launcher:
+    def _launcher(self, step: pipelines.Step, rule: pipelines.Row, tile: Tile, m: int) -> Launcher:
         partial = pointer_type(torch.float32, aligned=True)
         types = {
             **self._inputs,
@@ -241,11 +241,13 @@ class GradientPlan:
         }
         chunked = replace(tile, block=step.block(tile))
         constants = {
-            **rules.constants(chunked, self.n, row_alignment(*self._strides.values()), self._misaligned, self._target),
+            **pipelines.constants(
+                chunked, self.n, row_alignment(*self._strides.values()), self._misaligned, self._target
+            ),
             **rule.constants(tile, self.n),
         }
-        kernel = self._entry.load(step.part or tile)
-        options = rules.compiler_options(rule.options, tile, self._target)
+        kernel = self._entry.load(step.part or tile.pipeline)
+        options = pipelines.compiler_options(rule.options, tile, self._target)
         return Launcher(kernel, types, self._strides, constants, tile.warps, options, self._target, self._launches_on)
 
     def _finisher(self) -> Launcher:

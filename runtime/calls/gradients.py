@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from ..codegen.model import Norm
 from ..kernels.kernels import require_device
-from ..kernels.rules import new_exchange
+from ..kernels.pipelines import new_exchange
 from ..selection import dispatch
 from ..upstream.torch_allocator import contiguous_strides
 from .gradient_arguments import GradientCall, check, refuse_gradient

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.autograd.graph import increment_version
 
-from ..kernels.rules import new_exchange
+from ..kernels.pipelines import new_exchange
 from ..upstream.torch_allocator import contiguous_strides
 from .outputs import LayerNormOutput, pack, unpacked
 from .plan import Plan

@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from ..codegen.model import DType, Part
+from ..codegen.model import DType
 from ..dtypes import TORCH_DTYPES
-from ..kernels import rules
-from ..kernels.kernels import row_alignment
+from ..kernels import pipelines
 from ..kernels.key import MOST_ROWS_IN_I32, pointer_type, row_count_type
 from ..kernels.launcher import Launcher
+from ..kernels.pipelines import row_alignment
 from ..kernels.target import Target, target_of
+from ..kernels.tile_choice import choose, takes_window, window_tile
 from ..selection import dispatch
 from ..upstream.torch_allocator import allocator
 from ..upstream.triton_launcher import Grid, Launch
@@ -106,11 +107,12 @@ class Plan:
         return self._prepared[size] or self._prepare(size, m)
 
     def _prepare(self, size: int, m: int) -> Prepared:
-        tile = rules.choose(self._mode, self._entry.choices(m, self._target.arch), self.n, self._target)
-        rule, part, strides = rules.FORWARD[tile.pipeline], None, self._strides
-        if rules.takes_window(self._mode, tile, self.n, strides, self._misaligned):
-            rule, part, strides = rules.WINDOW, Part.WINDOW, {"row_stride": strides["x_row_stride"]}
-            tile = rules.window_tile(self._mode, tile, self.n, few=size == 0)
+        tile = choose(self._mode, self._entry.choices(m, self._target.arch), self.n, self._target)
+        rule, strides = pipelines.FORWARD[tile.pipeline], self._strides
+        if takes_window(self._mode, tile, self.n, strides, self._misaligned):
+            rule, strides = pipelines.WINDOW, {"row_stride": strides["x_row_stride"]}
+            tile = window_tile(self._mode, tile, self.n, few=size == 0)
+        (step,) = rule.steps
         exchange = None if rule.exchange is None else rule.exchange(tile, self.n)
         types = {
             **self._types,
@@ -120,15 +122,15 @@ class Plan:
             "weight_offset": "fp32",
         }
         constants = {
-            **rules.constants(tile, self.n, row_alignment(*self._strides.values()), self._misaligned, self._target),
+            **pipelines.constants(tile, self.n, row_alignment(*self._strides.values()), self._misaligned, self._target),
             **rule.constants(tile, self.n),
         }
-        options = rules.compiler_options(rule.options, tile, self._target)
-        kernel = self._entry.load(part or tile)
+        options = pipelines.compiler_options(rule.options, tile, self._target)
+        kernel = self._entry.load(step.part or tile.pipeline)
         launcher = Launcher(kernel, types, strides, constants, tile.warps, options, self._target, self._launches_on)
         is_plain = self.sum_dtype is None and self.scale_dtype is None and exchange is None
         launch_plain = launcher.launch if is_plain else None
-        found = Prepared(launcher, rule.grid(tile, self.n, self._target), exchange, launcher.launch, launch_plain)
+        found = Prepared(launcher, step.grid(tile, self.n, self._target), exchange, launcher.launch, launch_plain)
         self._prepared[size] = found
         return found
 

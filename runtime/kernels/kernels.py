@@ -5,17 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, reduce
-from operator import or_
+from functools import cache
 from typing import Any
 
 import torch
 
 from ..codegen.tiling import WARP
 from ..errors import DeviceError
-
-# Elements: what Triton's own guess at an integer stops at, and 16 bytes of the smallest type.
-MOST_ALIGNED = 16
 
 _CPU = (
     "x is on {device} and generated kernels run on a GPU; move the tensors to one, "
@@ -57,12 +53,6 @@ def run_public(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], opt
         raise DeviceError("TRITON_INTERPRET=1 was set after triton was imported; set it before the program starts")
     with _one_interpreted_launch:
         kernel[grid](*arguments, **options)
-
-
-def row_alignment(*row_strides: int) -> int:
-    """The ROW_ALIGNMENT of a launch: the largest power of two, up to 16, that divides every row stride."""
-    bits = reduce(or_, row_strides, MOST_ALIGNED)
-    return bits & -bits
 
 
 def scale_warps(warps: int, warp_size: int) -> int:

@@ -20,7 +20,7 @@ from ..codegen.model import Instance, Mode
 from ..codegen.tile_tables import tiles_of
 from ..errors import CacheError
 from ..paths import variable
-from .table import Entry, import_folder, make_tile
+from .table import Entry, import_folder
 
 logger = logging.getLogger("normforge")
 
@@ -39,10 +39,7 @@ def plan(mode: Mode, n: int, package: str = "") -> Entry:
         first=bucket.first,
         last=bucket.last,
         bucket=bucket.name,
-        tiles=tuple(
-            (arch, (make_tile(mode.name, tiles.large), make_tile(mode.name, tiles.small)))
-            for arch, tiles in instance.tiles
-        ),
+        tiles=tuple((arch, (tiles.large, tiles.small)) for arch, tiles in instance.tiles),
         small_m=tiling.SMALL_M,
         package=package,
     )

@@ -8,40 +8,24 @@ import itertools
 import sys
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..codegen import model
-from ..codegen.model import Part
+from ..codegen.model import ANY, Part, Pipeline, Tile
 from ..errors import TableError
 
 # The table layout this runtime reads; the generator writes the same number as FORMAT.
 FORMAT = 5
 
-_PIPELINES = tuple(pipeline.value for pipeline in model.Pipeline)
+_PIPELINES = tuple(pipeline.value for pipeline in Pipeline)
 
-# As dispatch.py writes a tile: the word for its pipeline, then the other fields of `model.Tile` in order.
+# As dispatch.py writes a tile: the word for its pipeline, then the other fields of `codegen.model.Tile` in order.
 _TileRow = tuple[Any, ...]
 # (first, last, bucket, tile for many rows, tile for a few)
 _Row = tuple[int, "int | None", str, _TileRow, _TileRow]
 _Ladder = tuple[_Row, ...]
-
-
-@dataclass(frozen=True)
-class Tile(model.Tile):
-    """How an instance runs: what the generator's tile says, and which kernel that is.
-
-    Attributes:
-        kernel: the kernel's symbol.
-    """
-
-    kernel: str = field(kw_only=True)
-
-    def without_kernel(self) -> model.Tile:
-        """What the generator's tile says, alone."""
-        return model.Tile(*(getattr(self, field.name) for field in fields(model.Tile)))
 
 
 @dataclass(frozen=True)
@@ -84,7 +68,7 @@ class Entry:
 
     def choices(self, m: int, arch: str) -> tuple[Tile, Tile]:
         """The tile for m rows on an architecture, and, should the GPU be too small for it, the one for `ANY`."""
-        return self.tile(m, arch), self.tile(m, model.ANY)
+        return self.tile(m, arch), self.tile(m, ANY)
 
     def tiles_on(self, arch: str) -> tuple[Tile, Tile]:
         """The tiles for many rows and for a few on an architecture."""
@@ -94,9 +78,13 @@ class Entry:
         """Every tile that this instance may run with, on whichever architecture, each once."""
         return tuple(dict.fromkeys(tile for _, pair in self.tiles for tile in pair))
 
-    def load(self, kernel: Tile | Part) -> Any:
-        """Import the module and return a tile's kernel, or one that its pipeline needs: a `triton.JITFunction`."""
-        return self._load(self.mode, kernel.kernel if isinstance(kernel, Tile) else f"{self.mode}_{kernel.value}")
+    def kernel(self, part: Pipeline | Part) -> str:
+        """The symbol of a pipeline's kernel, or of one that it needs beside that; as `Mode.kernel`."""
+        return f"{self.mode}_{part.value}"
+
+    def load(self, part: Pipeline | Part) -> Any:
+        """Import the module and return the kernel of that symbol: a `triton.JITFunction`."""
+        return self._load(self.mode, self.kernel(part))
 
     def load_finaliser(self) -> Any:
         """The kernel that adds up what a backward kernel leaves."""
@@ -117,12 +105,6 @@ def _kernel(package: str, module: str, symbol: str) -> Any:
     return getattr(importlib.import_module(f".{module}", package), symbol)
 
 
-def make_tile(mode: str, tile: model.Tile) -> Tile:
-    """A generator's tile with the kernel that it is in a mode."""
-    values = (getattr(tile, field.name) for field in fields(model.Tile))
-    return Tile(*values, kernel=f"{mode}_{tile.pipeline.value}")
-
-
 class Table:
     """A dispatch table: mode name to a ladder of entries that ascends by row length."""
 
@@ -133,7 +115,7 @@ class Table:
         self._ladders = ladders
         self._entries: dict[tuple[str, int], Entry] = {}
         # Modes share ladders, and each ladder's bounds are needed once; an open end sorts behind every N.
-        rows = {id(by_arch[model.ANY]): by_arch[model.ANY] for by_arch in ladders.values()}
+        rows = {id(by_arch[ANY]): by_arch[ANY] for by_arch in ladders.values()}
         self._bounds = {
             key: [sys.maxsize if last is None else last for _, last, *_ in ladder] for key, ladder in rows.items()
         }
@@ -143,7 +125,7 @@ class Table:
         by_arch = self._ladders.get(mode)
         if by_arch is None:
             return None
-        ladder = by_arch[model.ANY]
+        ladder = by_arch[ANY]
         index = bisect_left(self._bounds[id(ladder)], n)
         if index == len(ladder) or n < ladder[index][0]:
             return None
@@ -151,21 +133,21 @@ class Table:
 
     def __iter__(self) -> Iterator[Entry]:
         for mode, by_arch in self._ladders.items():
-            for index in range(len(by_arch[model.ANY])):
+            for index in range(len(by_arch[ANY])):
                 yield self._entry(mode, index)
 
     def _entry(self, mode: str, index: int) -> Entry:
         made = self._entries.get((mode, index))
         if made is None:
             by_arch = self._ladders[mode]
-            first, last, bucket, *_ = by_arch[model.ANY][index]
+            first, last, bucket, *_ = by_arch[ANY][index]
             made = Entry(
                 name=f"{mode}_{bucket}",
                 mode=mode,
                 first=first,
                 last=last,
                 bucket=bucket,
-                tiles=tuple((arch, _tiles(mode, ladder[index])) for arch, ladder in by_arch.items()),
+                tiles=tuple((arch, _tiles(ladder[index])) for arch, ladder in by_arch.items()),
                 small_m=self.small_m,
                 package=self.package,
             )
@@ -173,19 +155,18 @@ class Table:
         return made
 
 
-def _tiles(mode: str, row: _Row) -> tuple[Tile, Tile]:
-    large, small = (make_tile(mode, model.Tile(model.Pipeline(word), *values)) for word, *values in row[3:])
+def _tiles(row: _Row) -> tuple[Tile, Tile]:
+    large, small = (Tile(Pipeline(word), *values) for word, *values in row[3:])
     return large, small
 
 
 class RetiledTable(Table):
     """Another table, but for one instance, which has a single tile for every M and architecture."""
 
-    def __init__(self, table: Table, entry: Entry, tile: model.Tile) -> None:
+    def __init__(self, table: Table, entry: Entry, tile: Tile) -> None:
         super().__init__(table.package, {}, table.small_m, table.where)
-        own = make_tile(entry.mode, tile)
         self._table = table
-        self._entry_retiled = replace(entry, tiles=((model.ANY, (own, own)),))
+        self._entry_retiled = replace(entry, tiles=((ANY, (tile, tile)),))
 
     def find(self, mode: str, n: int) -> Entry | None:
         """The retiled entry if it serves the rows, else the other table's."""
@@ -271,10 +252,10 @@ def _why_no_table(ladders: dict[Any, Any]) -> str | None:
     for mode, by_arch in ladders.items():
         if not isinstance(mode, str) or not mode.isidentifier():
             return f"{mode!r} is no mode's name"
-        if not isinstance(by_arch, dict) or model.ANY not in by_arch:
+        if not isinstance(by_arch, dict) or ANY not in by_arch:
             return f"{mode} has no rows for architectures that have none of their own"
         for arch, ladder in by_arch.items():
-            if bounds_of(ladder) is None or bounds_of(ladder) != bounds_of(by_arch[model.ANY]):
+            if bounds_of(ladder) is None or bounds_of(ladder) != bounds_of(by_arch[ANY]):
                 return f"the rows of {mode} for {arch!r} are no ascending row lengths with their tiles"
     return None
 
@@ -294,10 +275,10 @@ def _is_row(row: Any) -> bool:
 
 
 def _is_tile(tile: Any) -> bool:
-    if not isinstance(tile, tuple) or not 4 <= len(tile) <= len(fields(model.Tile)):
+    if not isinstance(tile, tuple) or not 4 <= len(tile) <= len(fields(Tile)):
         return False
     word, *numbers = tile
-    names = [field.name for field in fields(model.Tile)[1:]]
+    names = [field.name for field in fields(Tile)[1:]]
     # `held` alone may be 0.
     are_whole = all(_is_count(value, 0 if name == "held" else 1) for name, value in zip(names, numbers, strict=False))
     return word in _PIPELINES and are_whole

@@ -9,8 +9,8 @@ from itertools import product
 import torch
 
 from normforge.codegen.model import ANY, Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Pipeline, Tile
-from normforge.kernels import rules
 from normforge.kernels.target import target_of
+from normforge.kernels.tile_choice import choose
 from normforge.selection import on_demand
 
 FP16, BF16, FP32 = DType.FP16, DType.BF16, DType.FP32
@@ -139,9 +139,9 @@ def _compiled(device: torch.device) -> Iterator[Case]:
         for m in (1, entry.small_m + 1):
             # Not every tile suits every length: programs that wait for one another have to run at once, and rows of an
             # odd length cannot be read in pairs, and so go to registers.
-            tile, generic = rules.choose(mode, entry.choices(m, target.arch), n, target), entry.tile(m, ANY)
+            tile, generic = choose(mode, entry.choices(m, target.arch), n, target), entry.tile(m, ANY)
             is_left = tile.stages > 1 and n % 2 == 1 and mode.is_backward
-            yield Case(mode, n, (generic if is_left else tile).without_kernel())
+            yield Case(mode, n, generic if is_left else tile)
 
 
 def _forced(variants: dict[Direction, tuple[Variant, ...]]) -> Iterator[Case]:

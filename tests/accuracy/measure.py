@@ -116,9 +116,9 @@ def _tiled(case: Case) -> Iterator[list[str]]:
     loaded: list[str] = []
     load = Entry.load
 
-    def noting(self: Entry, kernel: Any) -> Any:
-        loaded.append(kernel.value if isinstance(kernel, Part) else kernel.pipeline.value)
-        return load(self, kernel)
+    def noting(self: Entry, part: Pipeline | Part) -> Any:
+        loaded.append(part.value)
+        return load(self, part)
 
     using = dispatch.using(RetiledTable(dispatch.loaded(), entry, case.tile))
     with using, mock.patch.object(Entry, "load", noting), adding_by_halves() if interpreting() else nullcontext():

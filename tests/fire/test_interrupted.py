@@ -60,7 +60,9 @@ def table(world: Path) -> bytes:
 def loads(world: Path) -> None:
     """Hold a folder, in which temporary files may lie, against its own table."""
     for entry in load_folder(world / "k"):
-        assert {tile.kernel for tile in entry.distinct_tiles()} <= kernels(world / "k" / f"{entry.mode}.py")
+        assert {entry.kernel(tile.pipeline) for tile in entry.distinct_tiles()} <= kernels(
+            world / "k" / f"{entry.mode}.py"
+        )
 
 
 @pytest.mark.parametrize("fault", [KILL, NO_SPACE])

@@ -105,7 +105,7 @@ def whole(out: Path) -> Table:
     listed = list(table)
     assert listed
     for entry in listed:
-        missing = {tile.kernel for tile in entry.distinct_tiles()} - kernels(out / f"{entry.mode}.py")
+        missing = {entry.kernel(tile.pipeline) for tile in entry.distinct_tiles()} - kernels(out / f"{entry.mode}.py")
         assert not missing, f"{entry.name} names kernels that are not there: {missing}"
     return table
 

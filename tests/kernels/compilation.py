@@ -10,8 +10,8 @@ from typing import Any
 
 from normforge.codegen.model import DType, Instance, Part, Pipeline, Tile
 from normforge.codegen.tiling import LOAD_BYTES, WARP
-from normforge.kernels import rules
-from normforge.kernels.kernels import row_alignment, scale_warps
+from normforge.kernels.kernels import scale_warps
+from normforge.kernels.pipelines import row_alignment, row_of
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,7 @@ def compile_kernel(
         "PDL": target.launches_early,
         "VECTOR": LOAD_BYTES // instance.mode.dtype_in.itemsize,
     }
-    rule = (rules.BACKWARD if instance.mode.is_backward else rules.FORWARD)[tile.pipeline]
-    constants |= rule.constants(tile, n)
+    constants |= row_of(instance.mode, tile.pipeline).constants(tile, n)
     signature = {name: _type(name, instance, target, constants, operands) for name in kernel.arg_names}
     pointers = [index for index, kind in enumerate(signature.values()) if kind.startswith("*")]
     source = ASTSource(

@@ -18,7 +18,7 @@ import pytest
 
 from normforge.codegen import manifest
 from normforge.codegen.model import Direction, DType, FusedAdd, Instance, Mode, Norm, Part, Pipeline, Rounding, Tile
-from normforge.kernels import rules
+from normforge.kernels.tile_choice import window_tile
 
 from .compilation import TARGETS, Target, compile_kernel, register_cap, usage
 from .rendering import kernel_of
@@ -168,7 +168,7 @@ def test_rows_that_start_anywhere_move_by_pairs(norm: Norm, n: int, package: Pat
     """All of x and y but for their ends; the 16 lanes of y's two vectors there are one element of a thread."""
     mode = Mode(norm, DType.BF16, DType.BF16)
     instance = _instance(mode, n)
-    tile = rules.window_tile(mode, instance.tile, n, few=False)
+    tile = window_tile(mode, instance.tile, n, few=False)
     # Operands of fp32 are moved by 32 bits as well.
     ptx = compile_kernel(kernel_of(package, mode, Part.WINDOW), instance, n, SM_90, Part.WINDOW, tile).asm["ptx"]
     moves = {kind: [line for line in ptx.splitlines() if f"{kind}.global" in line] for kind in ("ld", "st")}
@@ -185,7 +185,7 @@ def test_rows_that_start_anywhere_keep_weight_and_bias(norm: Norm, n: int, packa
     """As pairs, without a spill."""
     mode = Mode(norm, DType.BF16, DType.BF16)
     instance = _instance(mode, n)
-    tile = rules.window_tile(mode, instance.tile, n, few=False)
+    tile = window_tile(mode, instance.tile, n, few=False)
     kernel = kernel_of(package, mode, Part.WINDOW)
     taken = usage(compile_kernel(kernel, instance, n, SM_90, Part.WINDOW, tile, DType.BF16))
     assert taken.registers <= register_cap(tile)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 import normforge
-from normforge.codegen.model import DType, Mode, Pipeline, legal_modes
+from normforge.codegen.model import DType, Mode, Pipeline, Tile, legal_modes
 from normforge.selection import dispatch
-from normforge.selection.table import Entry, RetiledTable, Tile
+from normforge.selection.table import Entry, RetiledTable
 
 from .gradients import GradientProblem
 from .problems import Problem, mixed_dtypes

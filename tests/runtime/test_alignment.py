@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.kernels.kernels import row_alignment
+from normforge.kernels.pipelines import row_alignment
 
 from .calls import check
 

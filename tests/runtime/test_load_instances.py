@@ -247,5 +247,5 @@ def test_load_instances_goes_before_the_variable(tmp_path: Path, monkeypatch: py
 def test_the_entry_of_a_folder_says_where_it_lives(tmp_path: Path) -> None:
     normforge.load_instances(write(tmp_path / "mine", [instance(PLAIN, 64)]))
     (entry,) = normforge.instances()
-    assert Path(entry.load(entry.tile(1, "cpu")).fn.__code__.co_filename).parent == tmp_path / "mine"
+    assert Path(entry.load(entry.tile(1, "cpu").pipeline).fn.__code__.co_filename).parent == tmp_path / "mine"
     assert dataclasses.replace(entry, package="x") != entry

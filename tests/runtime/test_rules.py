@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from normforge.codegen import model
-from normforge.codegen.model import Pipeline
-from normforge.kernels import rules
+from normforge.codegen.model import Pipeline, Tile
+from normforge.kernels import pipelines
 from normforge.kernels.target import named_target
-from normforge.selection.table import Tile, make_tile
+from normforge.kernels.tile_choice import takes_window
 from normforge.upstream.torch_allocator import allocator
 
 H200 = named_target("sm_90")
 
 
 def tile(pipeline: Pipeline, **fields: int) -> Tile:
-    return make_tile("ln_fwd_bf16", model.Tile(pipeline, **{"rows": 1, "block": 1024, "warps": 4, **fields}))
+    return Tile(pipeline, **{"rows": 1, "block": 1024, "warps": 4, **fields})
 
 
 @pytest.mark.parametrize("m", [1, 3, 4, 5, 1000])
@@ -24,7 +24,7 @@ def tile(pipeline: Pipeline, **fields: int) -> Tile:
 def test_every_slot_of_an_exchange_is_there(n: int, m: int) -> None:
     """Forward one for each row and slice of it; backward one for each row of whole tiles, and block of it."""
     slices = -(-n // 1024)
-    forward, backward = rules.FORWARD[Pipeline.SPREAD].exchange, rules.BACKWARD[Pipeline.SPREAD].exchange
+    forward, backward = pipelines.FORWARD[Pipeline.SPREAD].exchange, pipelines.BACKWARD[Pipeline.SPREAD].exchange
     assert forward is not None
     assert backward is not None
     assert forward(tile(Pipeline.SPREAD, held=1), n)(m) == m * slices
@@ -33,7 +33,7 @@ def test_every_slot_of_an_exchange_is_there(n: int, m: int) -> None:
 
 def test_an_exchange_starts_empty() -> None:
     """A slot that holds -1 is waited for; anything else would be taken for what a program found."""
-    exchange = rules.new_exchange(allocator(torch.device("cpu")), 5)
+    exchange = pipelines.new_exchange(allocator(torch.device("cpu")), 5)
     assert exchange.dtype == torch.int64
     assert exchange.tolist() == [-1] * 5
 
@@ -41,7 +41,7 @@ def test_an_exchange_starts_empty() -> None:
 @pytest.mark.parametrize("resident", [1, 3, 7])
 def test_rows_of_one_windows_program_start_alike(resident: int) -> None:
     """A program takes every so many rows, and what a row's start lacks to a vector repeats after eight rows."""
-    grid = rules.WINDOW.grid(tile(Pipeline.ONE_PASS, resident=resident), 4099, H200)
+    grid = pipelines.WINDOW.steps[0].grid(tile(Pipeline.ONE_PASS, resident=resident), 4099, H200)
     for m in (1, 7, 8, 9, 131, 132, 133, 400, 1000, 10**6):
         programs, *others = grid(m)
         assert others == [1, 1]
@@ -59,4 +59,4 @@ def test_a_window_needs_rows_of_x_and_y_that_start_alike(
     strides = {"x_row_stride": row_stride, "y_row_stride": 4099}
     mode = model.Mode(model.Norm.LAYER, model.DType.BF16, model.DType.BF16)
     pointers = [f"{name}_ptr" for name in misaligned]
-    assert rules.takes_window(mode, tile(Pipeline.ONE_PASS), 4099, strides, pointers) == window
+    assert takes_window(mode, tile(Pipeline.ONE_PASS), 4099, strides, pointers) == window

@@ -10,8 +10,8 @@ import torch
 
 import normforge
 from normforge.codegen.model import Pipeline, Tile
-from normforge.kernels import rules
 from normforge.kernels.target import Target, named_target
+from normforge.kernels.tile_choice import staged
 
 SM_90 = named_target("sm_90")
 TILE = Tile(Pipeline.ONE_PASS, 1, 1024, 4, resident=8, stages=6)
@@ -39,7 +39,7 @@ UNSTAGED = Tile(Pipeline.ONE_PASS, 1, 1024, 4, resident=4)
 def test_as_many_stages_as_a_launch_has_room_for(
     n: int, itemsizes: Sequence[int], is_paired: bool, target: Target, expected: int
 ) -> None:
-    tile = rules.staged(TILE, UNSTAGED, n, itemsizes, is_paired, target)
+    tile = staged(TILE, UNSTAGED, n, itemsizes, is_paired, target)
     assert tile == (UNSTAGED if expected == 1 else replace(TILE, stages=expected))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from importlib import import_module
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.codegen.model import ANY, Pipeline, Tile, legal_modes
+from normforge.codegen.model import ANY, Part, Pipeline, Tile, legal_modes
 from normforge.errors import TableError
 from normforge.selection import dispatch
 from normforge.selection.table import Entry, RetiledTable, Table
@@ -42,7 +41,7 @@ def test_every_entry_is_its_row() -> None:
     for entry in committed():
         for arch, (large, small) in entry.tiles:
             mode, row = rows.pop((entry.name, arch))
-            assert (entry.mode, large.kernel) == (mode, f"{mode}_{large.pipeline.value}")
+            assert (entry.mode, entry.kernel(large.pipeline)) == (mode, f"{mode}_{large.pipeline.value}")
             assert (entry.first, entry.last, entry.bucket, large.row, small.row) == row
     assert not rows
 
@@ -58,7 +57,7 @@ def test_a_tile_depends_on_whether_m_is_large_and_on_the_architecture() -> None:
     taken = {(m, arch): entry.tile(m, arch) for m in (0, 1, 512, 513, 10**6) for arch in ("sm_90", "gfx942", "cpu")}
     for (m, arch), tile in taken.items():
         assert tile.row == tiles["sm_90" if arch == "sm_90" else "any"][m <= 512]
-        assert tile.kernel == f"rms_fwd_fp32_{tile.row[0]}"
+        assert entry.kernel(tile.pipeline) == f"rms_fwd_fp32_{tile.row[0]}"
     assert len(entry.distinct_tiles()) == 4
 
 
@@ -82,16 +81,21 @@ def test_every_mode_is_a_legal_one() -> None:
 
 
 def test_every_kernel_exists_in_its_module() -> None:
-    loaded = {tile.kernel: entry.load(tile) for entry in committed() for tile in entry.distinct_tiles()}
+    loaded = {
+        entry.kernel(tile.pipeline): entry.load(tile.pipeline)
+        for entry in committed()
+        for tile in entry.distinct_tiles()
+    }
     for name, kernel in loaded.items():
         assert kernel.__name__ == name
 
 
 def test_a_kernel_that_is_not_there() -> None:
     entry = committed()[0]
-    tile = dataclasses.replace(entry.tile(1, "cpu"), kernel="ln_fwd_none")
-    with pytest.raises(TableError, match=r"lists ln_fwd_.*, and its kernel ln_fwd_none cannot be loaded .* generate"):
-        entry.load(tile)
+    # A forward module has none of the kernels of a backward pass.
+    kernel = entry.kernel(Part.ROW_TERMS)
+    with pytest.raises(TableError, match=rf"lists ln_fwd_.*, and its kernel {kernel} cannot be loaded .* generate"):
+        entry.load(Part.ROW_TERMS)
 
 
 @pytest.mark.parametrize("n", [1, 2, 127, 128, 129, 1024, 1025, 5120, 32768, 32769, 262144, 2**31 + 1])

@@ -42,7 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Clock], None]:
         def timed(call: Callable[[], object], **_: int) -> float:
             call()
             retiled = next(iter(dispatch.loaded()))
-            return ms(retiled.tile(1, "cpu").without_kernel())
+            return ms(retiled.tile(1, "cpu"))
 
         monkeypatch.setattr(tile_trials, "median_ms", timed)
         monkeypatch.setattr(tile_trials, "graph_ms", timed)
@@ -154,7 +154,7 @@ def test_what_is_written_is_what_the_generator_takes(
     dispatch.load_instances(folder)
     (entry,) = dispatch.loaded()
     assert (entry.tile(10**6, "sm_90").row, entry.tile(1, "sm_90").row) == (tiles.large.row, tiles.small.row)
-    assert tiles.large != entry.tile(10**6, "gfx942").without_kernel()
+    assert tiles.large != entry.tile(10**6, "gfx942")
 
 
 def test_a_case_without_a_tile_is_reported(

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import normforge
-from normforge.codegen.model import Direction, DType, Mode, Norm, Part, Pipeline, legal_modes
-from normforge.selection.table import Entry, Tile
+from normforge.codegen.model import Direction, DType, Mode, Norm, Part, Pipeline, Tile, legal_modes
+from normforge.selection.table import Entry
 
 # Whose tiles are sanitised.
 ARCH = "sm_90"

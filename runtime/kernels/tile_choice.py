@@ -1,0 +1,103 @@
+"""Which tile a launch takes: the table's, as far as the GPU has room for it, or one for rows that start anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from ..codegen.model import Mode, Norm, Pipeline, Tile
+from ..codegen.staging import most_stages
+from ..codegen.tiling import WARP
+from ..errors import DeviceError
+from .pipelines import REGISTERS, VECTOR, column_blocks, row_of
+from .target import Target
+
+
+def choose(mode: Mode, tiles: Iterable[Tile], n: int, target: Target) -> Tile:
+    """The first of some tiles that a GPU can run: it has to hold all the programs that wait for one another.
+
+    Raises:
+        DeviceError: it can run none of them.
+    """
+    for tile in tiles:
+        # The interpreter runs one program after another.
+        held = target.multiprocessors * tile.resident if target.compiles else 1
+        waiting = row_of(mode, tile.pipeline).waiting(tile, n)
+        if waiting <= held:
+            return tile
+    raise DeviceError(
+        f"{mode.name} at N = {n} takes {waiting} programs that wait for one another, and {target.arch} "
+        f"with {target.multiprocessors} multiprocessors holds {held} at once; give N = {n} another pipeline in the "
+        "table of tiles: normforge tune"
+    )
+
+
+# The least that hardware copies to shared memory at once, in bytes.
+_WORD = 4
+
+
+def staged(tile: Tile, unstaged: Tile, n: int, itemsizes: Collection[int], is_paired: bool, target: Target) -> Tile:
+    """A tile with as many stages as a GPU has room for in a backward launch, or one whose rows go to registers.
+
+    Args:
+        tile: what the table says, for rows in x's dtype.
+        unstaged: what to take if no row can be on its way to shared memory: a staged tile leaves no registers for one.
+        n: the row length.
+        itemsizes: bytes of an element of each tensor whose rows are read.
+        is_paired: whether 16-bit values may be read in pairs.
+        target: the GPU.
+    """
+    if tile.stages == 1:
+        return tile
+    in_words = is_paired or min(itemsizes) >= _WORD
+    columns = column_blocks(tile, n) * tile.block
+    most = most_stages(target.arch, tile.resident, columns * sum(itemsizes)) if in_words and target.compiles else 1
+    return replace(tile, stages=min(tile.stages, most)) if most > 1 else unstaged
+
+
+# Rows so long and shorter ones are held where no vector starts them, even if others are read twice.
+_LONGEST_WINDOW = 7168
+
+
+def takes_window(mode: Mode, tile: Tile, n: int, strides: Mapping[str, int], misaligned: Collection[str]) -> bool:
+    """Whether rows of x and y start alike, and where no vector does, and there is a kernel for that."""
+    stride = strides["x_row_stride"]
+    return (
+        (tile.pipeline is Pipeline.ONE_PASS or (tile.pipeline is Pipeline.TWO_PASS and n <= _LONGEST_WINDOW))
+        and mode.has_window
+        and stride % VECTOR != 0
+        and stride == strides["y_row_stride"]
+        and not {"x_ptr", "y_ptr"} & set(misaligned)
+    )
+
+
+@dataclass(frozen=True)
+class _Window:
+    """How rows that start anywhere are cut, on an H200.
+
+    Attributes:
+        pairs: neighbouring pairs that a thread has of a chunk: 2 of LayerNorm's make N = 5137 spill.
+        registers: of a thread for each value: the row as fp32, half of the next one, and half of each operand.
+    """
+
+    pairs: int
+    registers: float
+
+
+_WINDOWS = {Norm.LAYER: _Window(1, 2.5), Norm.RMS: _Window(2, 2.0)}
+# A thread's registers for addresses and temporaries.
+_WINDOW_REGISTERS = 28
+# Rows of N = 4099 on 4 warps: 3.57 TB/s, on 8: 3.32.
+_WINDOW_WARPS = 4
+_MOST_WINDOW_PROGRAMS = 16
+
+
+def window_tile(mode: Mode, tile: Tile, n: int, few: bool) -> Tile:
+    """The tile for rows that start anywhere, from the one for rows that do not; a few rows keep its warps."""
+    window = _WINDOWS[mode.norm]
+    warps = tile.warps if few else min(tile.warps, _WINDOW_WARPS)
+    block = 2 * window.pairs * WARP * warps
+    values = -(-(n + VECTOR - 1) // block) * 2 * window.pairs
+    needed = warps * WARP * (window.registers * values + _WINDOW_REGISTERS)
+    resident = min(max(1, int(REGISTERS / needed)), _MOST_WINDOW_PROGRAMS)
+    return replace(tile, block=block, warps=warps, resident=resident)
