@@ -391,7 +391,9 @@ def ln_bwd_bf16_addst_spread(
         # Gradients.
         for r in tl.static_range(ROWS):
             row = tile * ROWS + r
-            row_mask = row < M if mask is None else (row < M) & mask
+            # Lanes are compared, for the interpreter of Triton 3.9 takes no mask that a scalar was spread into.
+            row_mask = tl.broadcast_to(row, (BLOCK,)) < M
+            row_mask = row_mask if mask is None else row_mask & mask
             s = widened(x_rows[r], x_ptr.dtype.element_ty)
             dy = tl.where(row < M, widened(dy_rows[r], dy_ptr.dtype.element_ty), 0.0)
             h = (s - mean[r]) * rstd[r]
