@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from .model import INPUT_DTYPES, Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
+from .model import INPUT_DTYPES, Cast, Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
 
 SAME = "same"
 
@@ -53,6 +53,7 @@ AXES = (
     Axis("x_bias", BOOLEANS, default="false"),
     Axis("scale_dtype", _words(INPUT_DTYPES), default="fp32"),
     Axis("rounding", _words(Rounding), default="nearest"),
+    Axis("cast", _words(Cast), default="after_weight"),
 )
 
 

@@ -153,6 +153,25 @@ class Rounding(Enum):
         return self is Rounding.TRUNCATE
 
 
+class Cast(Enum):
+    """Whether the normalised row is rounded once, after weight and bias, or to 16 bits before the weight as well."""
+
+    AFTER_WEIGHT = "after_weight"
+    BEFORE_WEIGHT = "before_weight"
+
+    @property
+    def comes_first(self) -> bool:
+        """Whether rows are rounded before they are multiplied by the weight."""
+        return self is Cast.BEFORE_WEIGHT
+
+    def of(self, *dtypes: DType) -> Cast:
+        """What this comes to where y (or dy) and x are of these types: one of 16 bits has to be among them.
+
+        Where there is none, rows would be rounded to the fp32 that they are in.
+        """
+        return self if any(dtype.itemsize == 2 for dtype in dtypes) else Cast.AFTER_WEIGHT
+
+
 class Pipeline(Enum):
     """How a kernel walks a row; the value is also the kernel's suffix and its template's name."""
 
@@ -212,6 +231,7 @@ class Mode:
     scale_dtype: DType = DType.FP32
     rounding: Rounding = Rounding.NEAREST
     direction: Direction = Direction.FORWARD
+    cast: Cast = Cast.AFTER_WEIGHT
 
     def __post_init__(self) -> None:
         floats = ", ".join(d.value for d in INPUT_DTYPES)
@@ -244,6 +264,11 @@ class Mode:
             )
         if self.is_backward:
             self._check_backward()
+        elif self.cast is not self.cast.of(self.dtype_out, self.dtype_in):
+            raise IllegalCombinationError(
+                f"cast {self.cast.value} rounds to 16 bits first, and neither dtype_in {self.dtype_in.value} nor "
+                f"dtype_out {self.dtype_out.value} has so many; leave cast out, or use fp16 or bf16 for one of them"
+            )
 
     def _check_backward(self) -> None:
         if self.fquant.quantises:
@@ -290,6 +315,7 @@ class Mode:
         features = (
             "_xb" if self.x_bias else "",
             _ADD_SUFFIX[self.fadd],
+            "_cbw" if self.cast.comes_first else "",
             _QUANT_SUFFIX[self.fquant],
             "_trunc" if self.rounding is Rounding.TRUNCATE else "",
             f"_s{self.scale_dtype.value}" if self.scale_dtype is not DType.FP32 else "",
@@ -314,6 +340,8 @@ class Mode:
             steps.append("residual added and the sum stored")
         elif self.fadd.adds:
             steps.append("residual added")
+        if self.cast.comes_first:
+            steps.append("rounded before the weight")
         if self.fquant.quantises:
             smooth = "smooth " if self.fquant.smooths else ""
             rounding = ", truncating" if self.rounding is Rounding.TRUNCATE else ""
@@ -328,7 +356,8 @@ class Mode:
     @property
     def _backward_features(self) -> tuple[str, ...]:
         x_bias = ("x bias added and its gradient summed",) if self.x_bias else ()
-        return x_bias + (("gradient of the stored sum added",) if self.fadd.stores else ())
+        cast = ("rows rounded before the weight",) if self.cast.comes_first else ()
+        return x_bias + (("gradient of the stored sum added",) if self.fadd.stores else ()) + cast
 
     @cached_property
     def summary(self) -> str:
@@ -427,7 +456,7 @@ class Instance:
 def legal_modes() -> Iterator[Mode]:
     """Every combination of axes that `Mode` accepts."""
     bools = (False, True)
-    axes = (Norm, DType, DType, FusedAdd, FusedQuant, bools, bools, INPUT_DTYPES, Rounding, Direction)
+    axes = (Norm, DType, DType, FusedAdd, FusedQuant, bools, bools, INPUT_DTYPES, Rounding, Direction, Cast)
     for values in itertools.product(*axes):
         with suppress(IllegalCombinationError):
             yield Mode(*values)

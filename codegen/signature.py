@@ -135,7 +135,7 @@ def summary(mode: Mode, part: Pipeline | Part) -> str:
 
 def column_sums(mode: Mode) -> list[tuple[str, str]]:
     """The gradients that a backward kernel sums over rows: name, and what a row adds."""
-    sums = [("dweight", "dy * h")]
+    sums = [("dweight", f"dy * {'rounded_first(h, dy_ptr, x_ptr)' if mode.cast.comes_first else 'h'}")]
     if mode.norm.centres:
         sums.append(("dbias", "dy"))
     if mode.x_bias:

@@ -50,6 +50,14 @@ def round_to(value, dtype: tl.constexpr):
 
 
 @triton.jit
+def rounded_first(h, y_ptr, x_ptr):
+    """Round normalised values to 16 bits before the weight, as Hugging Face's Llama does: to y's type, or else x's."""
+    own: tl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth == 16
+    dtype: tl.constexpr = y_ptr.dtype.element_ty if own else x_ptr.dtype.element_ty
+    return round_to(h, dtype).to(tl.float32)
+
+
+@triton.jit
 def wait_for_launch_ahead(PDL: tl.constexpr):
     """Wait until the launch ahead has ended and all that it wrote can be read: ahead of any other access to memory.
 

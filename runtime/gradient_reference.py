@@ -6,6 +6,12 @@ from typing import NamedTuple
 
 import torch
 
+from .codegen.model import Cast
+from .mode_words import word
+
+# How far a row that was normalised in fp32 may be off, beside 1 and beside its values.
+_NORMALISED = 1e-5
+
 
 class ReferenceGradients(NamedTuple):
     """Gradients in the arithmetic dtype, and for each the magnitudes it is a sum of.
@@ -17,6 +23,8 @@ class ReferenceGradients(NamedTuple):
         dx_bias: (N,): dx summed over rows.
         magnitudes: gradient name to a tensor of its shape: what its terms add up to without their signs, which is
             what the rounding errors of fp32 sums are proportional to.
+        open: with cast "before_weight", how far off dweight may be because fp32 leaves open which way some of h is
+            rounded; else None.
     """
 
     dx: torch.Tensor
@@ -24,6 +32,7 @@ class ReferenceGradients(NamedTuple):
     dbias: torch.Tensor | None
     dx_bias: torch.Tensor
     magnitudes: dict[str, torch.Tensor]
+    open: torch.Tensor | None = None
 
 
 def layernorm2d_bwd(
@@ -35,6 +44,7 @@ def layernorm2d_bwd(
     rstd: torch.Tensor,
     x_bias: torch.Tensor | None = None,
     dresidual_out: torch.Tensor | None = None,
+    cast: str | Cast = "after_weight",
     dtype: torch.dtype = torch.float64,
 ) -> ReferenceGradients:
     """Compute every gradient that `normforge.calls.backward.layernorm2d_bwd` of the same arguments could return.
@@ -45,7 +55,8 @@ def layernorm2d_bwd(
     h = (s - mean.to(dtype).unsqueeze(-1)) * rstd.to(dtype).unsqueeze(-1)
     g = dy.to(dtype) if weight is None else dy.to(dtype) * weight.to(dtype)
     dx = (g - h * (g * h).mean(-1, keepdim=True) - g.mean(-1, keepdim=True)) * rstd.to(dtype).unsqueeze(-1)
-    return _finish(dy.to(dtype), dx, h, g, rstd.to(dtype), dresidual_out, has_bias=True)
+    cast_to = (word(Cast, "cast", cast), dy.dtype, x.dtype)
+    return _finish(dy.to(dtype), dx, h, g, rstd.to(dtype), dresidual_out, cast_to, has_bias=True)
 
 
 def rmsnorm2d_bwd(
@@ -57,13 +68,42 @@ def rmsnorm2d_bwd(
     weight_offset: float = 0.0,
     x_bias: torch.Tensor | None = None,
     dresidual_out: torch.Tensor | None = None,
+    cast: str | Cast = "after_weight",
     dtype: torch.dtype = torch.float64,
 ) -> ReferenceGradients:
     """Compute every gradient that `normforge.calls.backward.rmsnorm2d_bwd` of the same arguments could return."""
     h = _sum(x, x_bias, dtype) * rstd.to(dtype).unsqueeze(-1)
     g = dy.to(dtype) if weight is None else dy.to(dtype) * (weight.to(dtype) + weight_offset)
     dx = (g - h * (g * h).mean(-1, keepdim=True)) * rstd.to(dtype).unsqueeze(-1)
-    return _finish(dy.to(dtype), dx, h, g, rstd.to(dtype), dresidual_out, has_bias=False)
+    cast_to = (word(Cast, "cast", cast), dy.dtype, x.dtype)
+    return _finish(dy.to(dtype), dx, h, g, rstd.to(dtype), dresidual_out, cast_to, has_bias=False)
+
+
+def rounded_first(
+    h: torch.Tensor, cast: Cast, y_dtype: torch.dtype, x_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The normalised row as the weight finds it; to autograd the rounding is no change.
+
+    Args:
+        h: the normalised row, in the arithmetic dtype.
+        cast: whether it is rounded first.
+        y_dtype: y's dtype, or dy's. Of 16 bits, it is what is rounded to.
+        x_dtype: x's, which is rounded to otherwise if it has 16 bits.
+
+    Returns:
+        The row, and how far off it may be where fp32 leaves open which way it is rounded: None if it is not rounded.
+    """
+    halves = [dtype for dtype in (y_dtype, x_dtype) if dtype in (torch.float16, torch.bfloat16)]
+    if not cast.comes_first or not halves:
+        return h, None
+
+    def rounded(values: torch.Tensor) -> torch.Tensor:
+        return values.to(halves[0]).to(h.dtype)
+
+    exact = h.detach()
+    nearest, error = rounded(exact), _NORMALISED * (1 + exact.abs())
+    either = torch.maximum(rounded(exact + error) - nearest, nearest - rounded(exact - error))
+    return h + (nearest - exact), either
 
 
 def _sum(x: torch.Tensor, x_bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -83,6 +123,7 @@ def _finish(
     g: torch.Tensor,
     rstd: torch.Tensor,
     dresidual_out: torch.Tensor | None,
+    cast_to: tuple[Cast, torch.dtype, torch.dtype],
     *,
     has_bias: bool,
 ) -> ReferenceGradients:
@@ -92,9 +133,10 @@ def _finish(
     if dresidual_out is not None:
         dx = dx + dresidual_out.to(dx.dtype)
         terms = terms + dresidual_out.to(dx.dtype).abs()
+    weighted, either = rounded_first(h, *cast_to)
     return ReferenceGradients(
         dx=dx,
-        dweight=_over_rows(dy * h),
+        dweight=_over_rows(dy * weighted),
         dbias=_over_rows(dy) if has_bias else None,
         dx_bias=_over_rows(dx),
         magnitudes={
@@ -103,6 +145,7 @@ def _finish(
             "dbias": _over_rows(dy.abs()),
             "dx_bias": _over_rows(terms),
         },
+        open=None if either is None else _over_rows(dy.abs() * either),
     )
 
 

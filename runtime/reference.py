@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from .codegen.model import DType, FusedAdd, FusedQuant, Rounding
+from .codegen.model import Cast, DType, FusedAdd, FusedQuant, Rounding
 from .dtypes import DTYPES, TORCH_DTYPES
-from .gradient_reference import ReferenceGradients, layernorm2d_bwd, rmsnorm2d_bwd
+from .gradient_reference import ReferenceGradients, layernorm2d_bwd, rmsnorm2d_bwd, rounded_first
 from .mode_words import word
 
 __all__ = [
@@ -26,7 +26,13 @@ __all__ = [
 
 
 class ReferenceOutput(NamedTuple):
-    """A `LayerNormOutput` and `z`, what y was before it was quantised or rounded, in the arithmetic dtype."""
+    """A `LayerNormOutput`, and what tells how far a kernel's may be from it.
+
+    Attributes:
+        z: what y was before it was quantised or rounded, in the arithmetic dtype.
+        open: with cast "before_weight", how far off z may be where fp32 leaves open which way a row is rounded; else
+            None.
+    """
 
     y: torch.Tensor
     residual_out: torch.Tensor | None
@@ -34,6 +40,7 @@ class ReferenceOutput(NamedTuple):
     mean: torch.Tensor | None
     rstd: torch.Tensor | None
     z: torch.Tensor
+    open: torch.Tensor | None = None
 
 
 def layernorm2d_fwd(
@@ -51,6 +58,7 @@ def layernorm2d_fwd(
     scale_dtype: torch.dtype = torch.float32,
     save_mv: bool = False,
     rounding: str | Rounding = "nearest",
+    cast: str | Cast = "after_weight",
     dtype: torch.dtype = torch.float64,
 ) -> ReferenceOutput:
     """Compute what `normforge.layernorm2d_fwd` of the same arguments should return, in the dtypes it returns.
@@ -60,12 +68,15 @@ def layernorm2d_fwd(
     s, residual_out = _sum(x, x_bias, residual, word(FusedAdd, "fadd", fadd), dtype)
     mean = s.mean(-1, keepdim=True)
     rstd = ((s - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
-    y = (s - mean) * rstd
+    y, either = rounded_first((s - mean) * rstd, word(Cast, "cast", cast), out_dtype or x.dtype, x.dtype)
     if weight is not None:
         y = y * weight.to(dtype)
+        either = either if either is None else either * weight.to(dtype).abs()
     if bias is not None:
         y = y + bias.to(dtype)
-    return _finish(x, y, mean, rstd, residual_out, smooth_scale, fquant, out_dtype, scale_dtype, save_mv, rounding)
+    return _finish(
+        x, y, either, mean, rstd, residual_out, smooth_scale, fquant, out_dtype, scale_dtype, save_mv, rounding
+    )
 
 
 def rmsnorm2d_fwd(
@@ -83,15 +94,19 @@ def rmsnorm2d_fwd(
     scale_dtype: torch.dtype = torch.float32,
     save_mv: bool = False,
     rounding: str | Rounding = "nearest",
+    cast: str | Cast = "after_weight",
     dtype: torch.dtype = torch.float64,
 ) -> ReferenceOutput:
     """Compute what `normforge.rmsnorm2d_fwd` of the same arguments should return; see `layernorm2d_fwd`."""
     s, residual_out = _sum(x, x_bias, residual, word(FusedAdd, "fadd", fadd), dtype)
     rstd = (s.square().mean(-1, keepdim=True) + eps).rsqrt()
-    y = s * rstd
+    y, either = rounded_first(s * rstd, word(Cast, "cast", cast), out_dtype or x.dtype, x.dtype)
     if weight is not None:
         y = y * (weight.to(dtype) + weight_offset)
-    return _finish(x, y, None, rstd, residual_out, smooth_scale, fquant, out_dtype, scale_dtype, save_mv, rounding)
+        either = either if either is None else either * (weight.to(dtype) + weight_offset).abs()
+    return _finish(
+        x, y, either, None, rstd, residual_out, smooth_scale, fquant, out_dtype, scale_dtype, save_mv, rounding
+    )
 
 
 def _sum(
@@ -117,6 +132,7 @@ def _sum(
 def _finish(
     x: torch.Tensor,
     y: torch.Tensor,
+    either: torch.Tensor | None,
     mean: torch.Tensor | None,
     rstd: torch.Tensor,
     residual_out: torch.Tensor | None,
@@ -131,14 +147,16 @@ def _finish(
     saved_mean = mean.squeeze(-1).float() if save_mv and mean is not None else None
     saved_rstd = rstd.squeeze(-1).float() if save_mv else None
     if not fquant.quantises:
-        return ReferenceOutput(y.to(out_dtype or x.dtype), residual_out, None, saved_mean, saved_rstd, y)
+        return ReferenceOutput(y.to(out_dtype or x.dtype), residual_out, None, saved_mean, saved_rstd, y, either)
     z = y * smooth_scale.to(y.dtype) if smooth_scale is not None else y
+    if either is not None and smooth_scale is not None:
+        either = either * smooth_scale.to(y.dtype).abs()
     out = DTYPES[out_dtype or torch.int8]
     y_scale = _rounded_scale(z.abs().amax(-1, keepdim=True) / out.qmax, scale_dtype)
     # What is left of a row of zeros, and what fp32 cannot invert, is no scale.
     y_scale = torch.where(y_scale.float() < torch.finfo(torch.float32).smallest_normal, 1.0, y_scale)
     q = quantise(z / y_scale.to(z.dtype), out, word(Rounding, "rounding", rounding))
-    return ReferenceOutput(q, residual_out, y_scale.squeeze(-1), saved_mean, saved_rstd, z)
+    return ReferenceOutput(q, residual_out, y_scale.squeeze(-1), saved_mean, saved_rstd, z, either)
 
 
 def _rounded_scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,7 @@ from normforge.codegen.manifest import load
 GROUP = "groups:\n  a:\n    norm: layer\n    dtype_in: fp16\n"
 
 FADD = "one of none, pre_add_store, pre_add"
-AXES = "direction, norm, dtype_in, dtype_out, fadd, fquant, save_mv, x_bias, scale_dtype, rounding, n"
+AXES = "direction, norm, dtype_in, dtype_out, fadd, fquant, save_mv, x_bias, scale_dtype, rounding, cast, n"
 N = (
     "all, n128, n256, n512, n768, n1024, n1536, n2048, n3072, n4096, n5120, n6144, n7168, n8192, n12288, n16384, "
     "n32768, n65536, n131072, nbig"
@@ -180,6 +180,11 @@ CASES = {
         GROUP + "    scale_dtype: fp16\n",
         "2: group a: scale_dtype fp16 is the type of y_scale, and fquant none writes none; "
         "leave scale_dtype out, or use fquant dynamic or smooth_dynamic",
+    ),
+    "illegal_cast": (
+        "groups:\n  a:\n    norm: layer\n    dtype_in: fp32\n    cast: before_weight\n",
+        "2: group a: cast before_weight rounds to 16 bits first, and neither dtype_in fp32 nor dtype_out fp32 has so "
+        "many; leave cast out, or use fp16 or bf16 for one of them",
     ),
     "illegal_rounding": (
         GROUP + "    rounding: truncate\n",

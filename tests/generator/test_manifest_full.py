@@ -8,14 +8,15 @@ from pathlib import Path
 
 from normforge.codegen.errors import IllegalCombinationError
 from normforge.codegen.manifest import load
-from normforge.codegen.model import Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
+from normforge.codegen.model import Cast, Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
 from normforge.codegen.tiling import standard_ladder
 
 BOOLEANS = (False, True)
 
 
 def every_legal_mode() -> Iterator[Mode]:
-    for axes in product(Norm, DType, DType, FusedAdd, FusedQuant, BOOLEANS, BOOLEANS, DType, Rounding, Direction):
+    axes_of_modes = (Norm, DType, DType, FusedAdd, FusedQuant, BOOLEANS, BOOLEANS, DType, Rounding, Direction, Cast)
+    for axes in product(*axes_of_modes):
         try:
             yield Mode(*axes)
         except IllegalCombinationError:

@@ -15,6 +15,7 @@ import pytest
 from normforge.codegen import emit, tiling
 from normforge.codegen.model import (
     Bucket,
+    Cast,
     Direction,
     DType,
     FusedAdd,
@@ -63,6 +64,8 @@ MODES = (
         direction=Direction.BACKWARD,
     ),
     Mode(Norm.RMS, DType.FP32, DType.FP32, direction=Direction.BACKWARD),
+    Mode(Norm.RMS, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE, save_mv=True, cast=Cast.BEFORE_WEIGHT),
+    Mode(Norm.RMS, DType.BF16, DType.BF16, direction=Direction.BACKWARD, cast=Cast.BEFORE_WEIGHT),
 )
 
 # Not the committed tables: those change with every measurement, and this shows every field of a tile.

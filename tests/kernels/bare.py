@@ -9,6 +9,7 @@ import torch
 from normforge import LayerNormOutput, reference
 from normforge.calls.outputs import NormGradients
 from normforge.codegen.model import Mode
+from normforge.dtypes import TORCH_DTYPES
 from normforge.tools.compare import compare, compare_gradients
 
 EPS = 1e-5
@@ -64,17 +65,20 @@ def run_backward(
 def outputs(mode: Mode, y: torch.Tensor, statistics: dict[str, torch.Tensor]) -> LayerNormOutput:
     """What a forward call of a mode would return, of tensors that a kernel was handed."""
     mean, rstd = statistics["mean"], statistics["rstd"]
+    y_scale = statistics["y_scale"] if mode.fquant.quantises else None
     return LayerNormOutput(
-        y, None, None, mean if mode.save_mv and mode.norm.centres else None, rstd if mode.save_mv else None
+        y, None, y_scale, mean if mode.save_mv and mode.norm.centres else None, rstd if mode.save_mv else None
     )
 
 
 def check_forward(actual: LayerNormOutput, mode: Mode, x: torch.Tensor, vectors: dict[str, Any]) -> None:
     """Hold every output against the oracle's."""
+    asked: dict[str, Any] = {"eps": EPS, "save_mv": mode.save_mv, "cast": mode.cast}
+    asked |= {"fquant": mode.fquant, "out_dtype": TORCH_DTYPES[mode.dtype_out]}
     if mode.norm.centres:
-        expected = reference.layernorm2d_fwd(x, **vectors, eps=EPS, save_mv=mode.save_mv)
+        expected = reference.layernorm2d_fwd(x, **vectors, **asked)
     else:
-        expected = reference.rmsnorm2d_fwd(x, **vectors, eps=EPS, weight_offset=OFFSET, save_mv=mode.save_mv)
+        expected = reference.rmsnorm2d_fwd(x, **vectors, **asked, weight_offset=OFFSET)
     findings = compare(actual, expected)
     assert all(finding.ok for finding in findings), findings
 
@@ -82,9 +86,9 @@ def check_forward(actual: LayerNormOutput, mode: Mode, x: torch.Tensor, vectors:
 def check_gradients(actual: NormGradients, mode: Mode, operands: dict[str, Any]) -> None:
     """Hold every gradient there is against the oracle's."""
     if mode.norm.centres:
-        expected = reference.layernorm2d_bwd(**operands)
+        expected = reference.layernorm2d_bwd(**operands, cast=mode.cast)
     else:
-        expected = reference.rmsnorm2d_bwd(**operands, weight_offset=OFFSET)
+        expected = reference.rmsnorm2d_bwd(**operands, weight_offset=OFFSET, cast=mode.cast)
     findings = compare_gradients(actual, expected)
     assert len(findings) == sum(gradient is not None for gradient in actual)
     assert all(finding.ok for finding in findings), findings

@@ -10,6 +10,7 @@ _SHAPES = "tests/runtime/test_shapes.py"
 _ROWS = "tests/kernels/test_rows.py"
 _SPREAD = "tests/kernels/test_spread.py"
 _WINDOW = "tests/kernels/test_window.py"
+_CAST = "tests/kernels/test_cast.py"
 
 MUTANTS = (
     Mutant(
@@ -171,7 +172,7 @@ MUTANTS = (
         "plain-rows-ignore-the-weight",
         "rows: weight and bias are not applied",
         "templates/plain.j2",
-        '{{ norm.affine(norm.normalised("s") | trim, "col_mask") }}',
+        '{{ norm.affine(kernel.cast(m, norm.normalised("s")) | trim, "col_mask") }}',
         'y = {{ norm.normalised("s") | trim }}',
         (f"{_ROWS}::test_layer_norm_of_a_sum",),
     ),
@@ -238,5 +239,45 @@ MUTANTS = (
         "{% for kernel in kernels %}",
         "{% for kernel in kernels[:1] %}",
         ("tests/runtime/test_table.py::test_every_kernel_exists_in_its_module",),
+    ),
+    Mutant(
+        "cast-leaves-the-row-in-fp32",
+        "cast: rows are multiplied by the weight before they are rounded",
+        "templates/kernel.j2",
+        "rounded_first({{ h | trim }}, y_ptr, x_ptr)",
+        "{{ h | trim }}",
+        (f"{_CAST}::test_a_row_is_rounded_before_the_weight",),
+    ),
+    Mutant(
+        "cast-forgets-spread",
+        "cast: spread alone does not round first",
+        "templates/spread.py.j2",
+        "kernel.cast(m, norm.normalised_slice())",
+        "norm.normalised_slice()",
+        (f"{_CAST}::test_a_row_is_rounded_before_the_weight",),
+    ),
+    Mutant(
+        "cast-forgets-the-ends-of-a-window",
+        "cast: the first and last values of a row that starts anywhere are not rounded first",
+        "templates/window.py.j2",
+        'kernel.cast(m, norm.normalised("s"))',
+        'norm.normalised("s")',
+        (f"{_CAST}::test_a_row_is_rounded_before_the_weight",),
+    ),
+    Mutant(
+        "cast-rounds-to-the-type-of-x-alone",
+        "cast: fp32 rows are not rounded to y's 16 bits",
+        "templates/primitives.py.j2",
+        "dtype: tl.constexpr = y_ptr.dtype.element_ty if own else x_ptr.dtype.element_ty",
+        "dtype: tl.constexpr = x_ptr.dtype.element_ty",
+        (f"{_CAST}::test_a_row_is_rounded_before_the_weight",),
+    ),
+    Mutant(
+        "cast-forgets-what-is-quantised",
+        "cast: quantised rows held in registers are not rounded first",
+        "templates/quantised.j2",
+        'kernel.cast(m, norm.normalised("chunks[start // BLOCK]"))',
+        'norm.normalised("chunks[start // BLOCK]")',
+        (f"{_CAST}::test_a_row_is_rounded_before_it_is_quantised",),
     ),
 )

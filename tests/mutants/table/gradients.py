@@ -7,6 +7,7 @@ from ..mutant import Mutant, Suite
 _INSTANCES = "tests/kernels/test_instances.py"
 _ONE_PASS = "tests/kernels/test_backward_one_pass.py"
 _SPREAD = "tests/kernels/test_spread.py"
+_CAST = "tests/kernels/test_cast.py"
 _KINDS = "tests/runtime/test_kinds_of_call.py"
 _KNOWN = "tests/runtime/test_known_calls.py"
 _PLAN = "runtime/calls/gradient_plan.py"
@@ -241,5 +242,13 @@ MUTANTS = (
         "    if statistic.shape != x.shape[:-1]:\n",
         "    if False:\n",
         (f"{_KNOWN}::test_a_bad_backward_call_is_refused_alike_cold_and_warm",),
+    ),
+    Mutant(
+        "dweight-takes-the-row-unrounded",
+        "cast: dweight is of rows that the weight was not multiplied with",
+        "codegen/signature.py",
+        "if mode.cast.comes_first else",
+        "if False else",
+        (f"{_CAST}::test_dweight_is_of_the_rounded_row_and_dx_of_the_row",),
     ),
 )
