@@ -27,6 +27,34 @@ def gradients(norm: str, operands: dict[str, Any], statistics: dict[str, Any]) -
     return reference.rmsnorm2d_bwd(**operands, **statistics, weight_offset=OFFSET)
 
 
+@pytest.mark.parametrize(
+    ("dy_dtype", "x_dtype", "to"),
+    [
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float16, torch.float16),
+        (torch.float16, torch.float32, torch.float16),
+        (torch.float32, torch.float32, None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_dweight_is_of_rows_rounded_first_and_nothing_else_is(
+    norm: str, dy_dtype: torch.dtype, x_dtype: torch.dtype, to: torch.dtype | None
+) -> None:
+    x, dy = (torch.randn(M, N) * 2 + 1).to(x_dtype), torch.randn(M, N).to(dy_dtype)
+    operands = {"dy": dy, "x": x, "weight": fp64(N)}
+    mean = x.double().mean(-1).float() if norm == "layer" else torch.zeros(M)
+    rstd = torch.rand(M)
+    statistics = {"mean": mean, "rstd": rstd} if norm == "layer" else {"rstd": rstd}
+    actual = gradients(norm, operands, statistics | {"cast": "before_weight"})
+    once = gradients(norm, operands, statistics)
+    h = (x.double() - mean.double().unsqueeze(-1)) * rstd.double().unsqueeze(-1)
+    rounded = h if to is None else h.to(to).double()
+    torch.testing.assert_close(actual.dweight, (dy.double() * rounded).sum(0), atol=1e-12, rtol=1e-12)
+    assert torch.equal(actual.dx, once.dx)
+    assert (actual.open is None) == (to is None)
+
+
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("x_biased", [False, True])

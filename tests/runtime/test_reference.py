@@ -58,6 +58,36 @@ def test_weight_offset_is_added_to_weight() -> None:
     close(reference.rmsnorm2d_fwd(x, weight, weight_offset=1.0).z, expected)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype", "out"),
+    [
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32, torch.float32),
+        (torch.float32, torch.float16, torch.float16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_cast_before_weight_is_what_llama_and_t5_compute(
+    norm: str, dtype: torch.dtype, weight_dtype: torch.dtype, out: torch.dtype
+) -> None:
+    """LlamaRMSNorm: `weight * hidden.to(input_dtype)`; T5LayerNorm: `weight * hidden.to(weight.dtype)`, if of 16 bits.
+
+    So what they multiply with the weight has the type of the result, or x's where the weight makes the result fp32.
+    """
+    x, weight = (torch.randn(5, 64) * 3 + 1).to(dtype), torch.randn(64).to(weight_dtype)
+    function = reference.layernorm2d_fwd if norm == "layer" else reference.rmsnorm2d_fwd
+    hidden = function(x, eps=1e-5).z
+    # fp64 goes to 16 bits by way of fp32 in torch, and so does what Llama and T5 have.
+    product = weight * hidden.float().to(out if out is not torch.float32 else dtype)
+    actual = function(x, weight, eps=1e-5, out_dtype=out, cast="before_weight")
+    assert product.dtype is out
+    assert torch.equal(actual.y, product)
+    if dtype is torch.float32:
+        whole = function(x, weight, eps=1e-5, cast="before_weight")
+        assert torch.equal(whole.y, function(x, weight, eps=1e-5).y)
+
+
 def test_default_eps() -> None:
     x = 1e-3 * torch.randn(SHAPE)
     close(reference.layernorm2d_fwd(x).z, layer_norm(x.double(), (N,), eps=1e-5))
