@@ -7,11 +7,12 @@ module. An `Instance` is a mode over one bucket of row lengths; it is one row of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cached_property
+from typing import Any
 
 from .errors import IllegalCombinationError
 
@@ -456,7 +457,9 @@ class Instance:
 def legal_modes() -> Iterator[Mode]:
     """Every combination of axes that `Mode` accepts."""
     bools = (False, True)
-    axes = (Norm, DType, DType, FusedAdd, FusedQuant, bools, bools, INPUT_DTYPES, Rounding, Direction, Cast)
+    # Typed, because mypy gives a product of more than ten up.
+    axes: tuple[Iterable[Any], ...] = (Norm, DType, DType, FusedAdd, FusedQuant, bools, bools, INPUT_DTYPES)
+    axes = (*axes, Rounding, Direction, Cast)
     for values in itertools.product(*axes):
         with suppress(IllegalCombinationError):
             yield Mode(*values)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from normforge.codegen.errors import IllegalCombinationError
 from normforge.codegen.manifest import load
@@ -15,8 +16,8 @@ BOOLEANS = (False, True)
 
 
 def every_legal_mode() -> Iterator[Mode]:
-    axes_of_modes = (Norm, DType, DType, FusedAdd, FusedQuant, BOOLEANS, BOOLEANS, DType, Rounding, Direction, Cast)
-    for axes in product(*axes_of_modes):
+    axes_of_modes: tuple[Iterable[Any], ...] = (Norm, DType, DType, FusedAdd, FusedQuant, BOOLEANS, BOOLEANS, DType)
+    for axes in product(*axes_of_modes, Rounding, Direction, Cast):
         try:
             yield Mode(*axes)
         except IllegalCombinationError:
