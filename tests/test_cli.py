@@ -18,15 +18,15 @@ import torch
 import normforge
 from normforge.calls.outputs import LayerNormOutput
 from normforge.codegen import cli as generator
-from normforge.codegen.model import DType, FusedAdd, FusedQuant, Norm
-from normforge.tools import list_instances, run
-from normforge.tools import solve as solving
+from normforge.codegen.model import DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
+from normforge.tools import checked_run, list_instances, run
+from normforge.tools.checked_run import Result, solve
 from normforge.tools.cli import VERBS, main
 from normforge.tools.machine import Machine
 from normforge.tools.problem import Problem, Strides
-from normforge.tools.result import Result
 from normforge.tools.run_options import parse
-from normforge.tools.solve import solve
+
+_FP16 = Mode(Norm.LAYER, DType.FP16, DType.FP16)
 
 SMALL = ["run", "-m", "3", "-n", "48"]
 
@@ -57,14 +57,14 @@ def replace_forward(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Put another kernel call in LayerNorm's place; the reference stays."""
 
     def replace(forward: Callable[..., LayerNormOutput]) -> None:
-        monkeypatch.setitem(solving._FORWARD, Norm.LAYER, (forward, normforge.reference.layernorm2d_fwd))
+        monkeypatch.setitem(checked_run._FORWARD, Norm.LAYER, (forward, normforge.reference.layernorm2d_fwd))
 
     return replace
 
 
 def test_the_defaults_are_those_of_ck_tiles_example() -> None:
     request = parse([], "run")
-    assert request.problem == Problem(3328, 4096, prec_i=DType.FP16, eps=1e-5, strides=Strides.all(4096))
+    assert request.problem == Problem(3328, 4096, _FP16, eps=1e-5, strides=Strides.all(4096))
     assert (request.validate, request.print_names, request.warmup, request.repeat) == (True, True, 5, 20)
     assert not request.json
 
@@ -82,23 +82,25 @@ def _pairs(spaced: str) -> list[str]:
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ("-prec_i bf16", {"prec_i": DType.BF16, "prec_o": DType.BF16}),
-        ("-prec_i bf16 -prec_o fp32", {"prec_o": DType.FP32}),
-        ("-fquant 1", {"prec_o": DType.INT8, "prec_sm": DType.FP32, "prec_sy": DType.FP32}),
-        ("-fquant 1 -prec_sm fp16 -prec_sy bf16", {"prec_sm": DType.FP16, "prec_sy": DType.BF16}),
-        ("-fquant 2 -prec_o fp8", {"prec_o": DType.FP8_E4M3FN, "fquant": FusedQuant.DYNAMIC}),
-        ("-fquant 2 -prec_o fp8_e5m2", {"prec_o": DType.FP8_E5M2}),
+        ("-prec_i bf16", {"dtype_in": DType.BF16, "dtype_out": DType.BF16}),
+        ("-prec_i bf16 -prec_o fp32", {"dtype_out": DType.FP32}),
+        ("-fquant 1", {"dtype_out": DType.INT8, "prec_sm": DType.FP32, "scale_dtype": DType.FP32}),
+        ("-fquant 1 -prec_sm fp16 -prec_sy bf16", {"prec_sm": DType.FP16, "scale_dtype": DType.BF16}),
+        ("-fquant 2 -prec_o fp8", {"dtype_out": DType.FP8_E4M3FN, "fquant": FusedQuant.DYNAMIC}),
+        ("-fquant 2 -prec_o fp8_e5m2", {"dtype_out": DType.FP8_E5M2}),
         ("-n 64 -stride 80", {"strides": Strides.all(80)}),
         ("-n 64 -fadd 1 -stride 80 -y_stride 96", {"strides": Strides(x=80, residual=80, y=96, residual_out=80)}),
         ("-n 64 -fadd 1 -xr_stride 70 -yr_stride 72", {"strides": Strides(x=64, residual=70, y=64, residual_out=72)}),
         ("-norm rms", {"eps": 1e-6}),
         ("-norm rms -e 1e-5", {"eps": 1e-5}),
         ("-norm rms -save_mv 1 -xbias 1", {"norm": Norm.RMS, "save_mv": True, "x_bias": True}),
+        ("-fquant 2 -rounding truncate", {"rounding": Rounding.TRUNCATE}),
     ],
 )
 def test_arguments_resolve_to_a_problem(argv: str, expected: dict[str, Any]) -> None:
     found = parse(argv.split(), "run").problem
-    assert {name: getattr(found, name) for name in expected} == expected
+    told = {**vars(found), **vars(found.mode)}
+    assert {name: told[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -166,6 +168,7 @@ def test_the_command_of_ck_tiles_readme(capsys: pytest.CaptureFixture[str]) -> N
         "-fadd 2 -fquant 2 -prec_o fp8 -prec_sy fp16",
         "-fadd 1 -x_stride 50 -xr_stride 51 -y_stride 52 -yr_stride 53",
         "-norm rms -fquant 1 -prec_sm fp16 -prec_o fp8_e4m3fnuz",
+        "-fquant 2 -rounding truncate",
     ],
 )
 def test_a_run_agrees_with_the_reference(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,6 +194,7 @@ def test_json_is_one_line_with_everything_a_script_needs(capsys: pytest.CaptureF
         "fquant": "none",
         "x_bias": False,
         "save_mv": False,
+        "rounding": "nearest",
         "backward": False,
         "v": 1,
         "warmup": 5,
@@ -210,7 +214,7 @@ def test_epsilon_has_the_apis_default(capsys: pytest.CaptureFixture[str]) -> Non
     for norm, function in (("layer", normforge.layernorm2d_fwd), ("rms", normforge.rmsnorm2d_fwd)):
         default = inspect.signature(function).parameters["eps"].default
         assert parse(["-norm", norm], "run").problem.eps == default
-        assert Problem(1, 1, Norm(norm)).eps == default
+        assert Problem(1, 1, Mode(Norm(norm), DType.FP16, DType.FP16)).eps == default
         assert status("run", "-h") == 0
         assert f"{default:g} with -norm {norm}" in " ".join(capsys.readouterr().out.split())
 
@@ -290,7 +294,7 @@ def test_validation_reaches_every_row(
         result.y[row] += 1
         return result
 
-    monkeypatch.setattr(solving, "REFERENCE_ELEMENTS", 2 * 48)
+    monkeypatch.setattr(checked_run, "REFERENCE_ELEMENTS", 2 * 48)
     assert status("run", "-m", "5", "-n", "48") == 0
     replace_forward(one_row_wrong)
     assert status("run", "-m", "5", "-n", "48") == 1
@@ -303,18 +307,17 @@ def test_the_rate_counts_every_tensor_once(monkeypatch: pytest.MonkeyPatch) -> N
         timed.update(counts)
         return 1.0
 
-    monkeypatch.setattr(solving, "median_ms", one_millisecond)
-    problem = Problem(
-        8,
-        64,
-        prec_o=DType.INT8,
-        prec_sy=DType.FP16,
+    monkeypatch.setattr(checked_run, "median_ms", one_millisecond)
+    mode = replace(
+        _FP16,
+        dtype_out=DType.INT8,
+        scale_dtype=DType.FP16,
         fadd=FusedAdd.PRE_ADD_STORE,
         fquant=FusedQuant.SMOOTH_DYNAMIC,
         x_bias=True,
         save_mv=True,
-        strides=Strides.all(80),
     )
+    problem = Problem(8, 64, mode, strides=Strides.all(80))
     card = Machine(torch.device("cpu"), "a card", interpreted=False)
     result = solve(problem, card, validate=False, warmup=2, repeat=3)
     elements, rows, columns = 8 * 64, 8, 64

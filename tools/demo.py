@@ -8,31 +8,32 @@ from dataclasses import replace
 
 from tabulate import tabulate
 
-from ..codegen.model import DType, FusedAdd, FusedQuant, Norm
+from ..codegen.model import DType, FusedAdd, FusedQuant, Mode, Norm
+from .checked_run import Result, solve
 from .machine import find_machine
 from .problem import Problem, Strides
-from .result import Result
-from .solve import solve
 
 INTERPRETED_ROWS = 3
 WARMUP = 5
 REPEAT = 20
 
-_INT8, _FP8, _BF16 = DType.INT8, DType.FP8_E4M3FN, DType.BF16
+_FP16 = Mode(Norm.LAYER, DType.FP16, DType.FP16)
+_BF16 = Mode(Norm.RMS, DType.BF16, DType.BF16)
+_ADDED = replace(_BF16, fadd=FusedAdd.PRE_ADD_STORE)
 
 # M fills a large GPU; the interpreter takes INTERPRETED_ROWS of them.
 PROBLEMS = {
-    "fp16 LayerNorm": Problem(8192, 4096),
-    "bf16 RMSNorm": Problem(8192, 5120, Norm.RMS, _BF16, _BF16),
-    "short rows": Problem(32768, 256),
-    "odd N": Problem(8192, 4099),
-    "long rows": Problem(1024, 40000, Norm.LAYER, _BF16, _BF16),
-    "row stride 1200": Problem(32768, 1000, strides=Strides.all(1200)),
-    "mean and rstd saved": Problem(8192, 2048, save_mv=True),
-    "residual added, sum stored": Problem(8192, 4096, Norm.RMS, _BF16, _BF16, fadd=FusedAdd.PRE_ADD_STORE),
-    "smooth int8": Problem(8192, 8192, prec_o=_INT8, fquant=FusedQuant.SMOOTH_DYNAMIC),
+    "fp16 LayerNorm": Problem(8192, 4096, _FP16),
+    "bf16 RMSNorm": Problem(8192, 5120, _BF16),
+    "short rows": Problem(32768, 256, _FP16),
+    "odd N": Problem(8192, 4099, _FP16),
+    "long rows": Problem(1024, 40000, replace(_BF16, norm=Norm.LAYER)),
+    "row stride 1200": Problem(32768, 1000, _FP16, strides=Strides.all(1200)),
+    "mean and rstd saved": Problem(8192, 2048, replace(_FP16, save_mv=True)),
+    "residual added, sum stored": Problem(8192, 4096, _ADDED),
+    "smooth int8": Problem(8192, 8192, replace(_FP16, dtype_out=DType.INT8, fquant=FusedQuant.SMOOTH_DYNAMIC)),
     "residual added, dynamic fp8": Problem(
-        8192, 4096, Norm.RMS, _BF16, _FP8, fadd=FusedAdd.PRE_ADD_STORE, fquant=FusedQuant.DYNAMIC
+        8192, 4096, replace(_ADDED, dtype_out=DType.FP8_E4M3FN, fquant=FusedQuant.DYNAMIC)
     ),
 }
 
@@ -49,11 +50,11 @@ def main(argv: Sequence[str], prog: str) -> int:
     ).parse_args(argv)
     machine = find_machine()
     rows, failures = [], 0
-    for mode, problem in PROBLEMS.items():
+    for name, problem in PROBLEMS.items():
         sized = replace(problem, m=INTERPRETED_ROWS) if machine.interpreted else problem
         result = solve(sized, machine, validate=True, warmup=WARMUP, repeat=REPEAT)
         failures += not all(finding.ok for finding in result.findings)
-        rows.append(_row(mode, sized, result))
+        rows.append(_row(name, sized, result))
     headers = ["mode", "M×N", "instance", "max error", "tolerance", "verdict"]
     if not machine.interpreted:
         headers += ["ms", "GB/s"]
@@ -62,12 +63,12 @@ def main(argv: Sequence[str], prog: str) -> int:
     return 1 if failures else 0
 
 
-def _row(mode: str, problem: Problem, result: Result) -> list[str]:
+def _row(name: str, problem: Problem, result: Result) -> list[str]:
     y = result.findings[0]
-    amount = _steps if problem.fquant.quantises else "{:.2g}".format
+    amount = _steps if problem.mode.fquant.quantises else "{:.2g}".format
     wrong = [finding.name for finding in result.findings if not finding.ok]
     row = [
-        mode,
+        name,
         f"{problem.m}×{problem.n}",
         result.instance,
         amount(y.error),

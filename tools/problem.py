@@ -1,24 +1,26 @@
-"""One problem of the command line: its axes and sizes, and its random tensors."""
+"""One problem of the command line: its mode and sizes, and its random tensors."""
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from ..calls import api
-from ..codegen.model import DType, FusedAdd, FusedQuant, Norm
+from ..codegen.axes import AXES, Axis
+from ..codegen.model import DType, Mode, Norm
+from ..codegen.parameters import BACKWARD, FORWARD, Kind, Parameter
 from ..dtypes import TORCH_DTYPES
+from ..mode_arguments import arguments_of
 
 SEED = 11939
 
 # The API's, and for LayerNorm ck_tile's too.
-DEFAULT_EPS: dict[Norm, float] = {
-    norm: inspect.signature(function).parameters["eps"].default
-    for norm, function in ((Norm.LAYER, api.layernorm2d_fwd), (Norm.RMS, api.rmsnorm2d_fwd))
-}
+DEFAULT_EPS: dict[Norm, float] = {norm: float(default) for norm, default in FORWARD["eps"].default.items()}
+
+# ck_tile's words for axes, where they are not ours.
+WORDS = {"dtype_in": "prec_i", "dtype_out": "prec_o", "scale_dtype": "prec_sy"}
 
 
 @dataclass(frozen=True)
@@ -38,79 +40,65 @@ class Strides:
 
 @dataclass(frozen=True)
 class Problem:
-    """What to run; every tensor but y is of prec_i, except smooth_scale (prec_sm) and y_scale (prec_sy).
+    """What to run.
 
-    An eps of None becomes the norm's default.
+    Attributes:
+        m: rows.
+        n: row length.
+        mode: what is computed, forward; every tensor is of dtype_in that is of no type of its own.
+        backward: whether its gradients are computed instead.
+        prec_sm: smooth_scale's type.
+        eps: None becomes the norm's default.
+        strides: None becomes n for each tensor.
     """
 
     m: int
     n: int
-    norm: Norm = Norm.LAYER
-    prec_i: DType = DType.FP16
-    prec_o: DType = DType.FP16
-    prec_sm: DType = DType.FP32
-    prec_sy: DType = DType.FP32
-    fadd: FusedAdd = FusedAdd.NONE
-    fquant: FusedQuant = FusedQuant.NONE
-    x_bias: bool = False
-    save_mv: bool = False
+    mode: Mode
     backward: bool = False
+    prec_sm: DType = DType.FP32
     eps: float | None = None
     strides: Strides | None = None
 
     def __post_init__(self) -> None:
         if self.eps is None:
-            object.__setattr__(self, "eps", DEFAULT_EPS[self.norm])
+            object.__setattr__(self, "eps", DEFAULT_EPS[self.mode.norm])
 
     @property
     def row_strides(self) -> Strides:
         """The strides, which are n where none were given."""
         return self.strides or Strides.all(self.n)
 
+    @property
+    def words(self) -> dict[str, Any]:
+        """The problem as JSON has it: each axis of its mode by ck_tile's word, and the sizes."""
+        axes = [axis for axis in AXES if axis.name != "direction"]
+        return {
+            "m": self.m,
+            "n": self.n,
+            **{WORDS.get(axis.name, axis.name): _word(axis, self.mode) for axis in axes},
+            "prec_sm": self.prec_sm.value,
+            "backward": self.backward,
+            "eps": self.eps,
+            "strides": None if self.strides is None else asdict(self.strides),
+        }
+
+
+def _word(axis: Axis, mode: Mode) -> str | bool:
+    return bool(getattr(mode, axis.name)) if axis.is_boolean else axis.word_of(mode)
+
 
 def inputs(problem: Problem, device: torch.device) -> dict[str, Any]:
     """The arguments of the forward call, with ck_tile's inputs: uniform in ±0.5, and the smooth scale in ±1."""
-    generator = torch.Generator(device).manual_seed(SEED)
-
-    def uniform(shape: tuple[int, ...], dtype: DType, bound: float = 0.5) -> torch.Tensor:
-        values = torch.empty(shape, device=device).uniform_(-bound, bound, generator=generator)
-        return values.to(TORCH_DTYPES[dtype])
-
-    n, prec_i = problem.n, problem.prec_i
-    strides = problem.row_strides
-    arguments: dict[str, Any] = {
-        "x": uniform((problem.m, strides.x), prec_i)[:, :n],
-        "weight": uniform((n,), prec_i),
-        "eps": problem.eps,
-        "fadd": problem.fadd,
-        "fquant": problem.fquant,
-        "out_dtype": TORCH_DTYPES[problem.prec_o],
-        "scale_dtype": TORCH_DTYPES[problem.prec_sy],
-        "save_mv": problem.save_mv,
-    }
-    if problem.norm.centres:
-        arguments["bias"] = uniform((n,), prec_i)
-    if problem.x_bias:
-        arguments["x_bias"] = uniform((n,), prec_i)
-    if problem.fadd.adds:
-        arguments["residual"] = uniform((problem.m, strides.residual), prec_i)[:, :n]
-    if problem.fquant.smooths:
-        arguments["smooth_scale"] = uniform((n,), problem.prec_sm, bound=1.0)
-    return arguments
+    draw = _drawer(problem, device, SEED)
+    return {**arguments_of(problem.mode, draw), "eps": problem.eps}
 
 
 def gradients_in(problem: Problem, device: torch.device) -> dict[str, torch.Tensor]:
     """The gradients that arrive: dy, and with fused add that of the stored sum; uniform in ±0.5."""
-    generator = torch.Generator(device).manual_seed(SEED + 1)
-    strides = {"dy": problem.row_strides.y}
-    if problem.fadd.stores:
-        strides["dresidual_out"] = problem.row_strides.residual_out
-    return {
-        name: torch.empty((problem.m, stride), device=device)
-        .uniform_(-0.5, 0.5, generator=generator)
-        .to(TORCH_DTYPES[problem.prec_i])[:, : problem.n]
-        for name, stride in strides.items()
-    }
+    draw = _drawer(problem, device, SEED + 1)
+    names = ("dy", "dresidual_out") if problem.mode.fadd.stores else ("dy",)
+    return {name: draw(BACKWARD[name]) for name in names}
 
 
 def poisoned_outputs(problem: Problem, device: torch.device) -> dict[str, torch.Tensor]:
@@ -120,8 +108,29 @@ def poisoned_outputs(problem: Problem, device: torch.device) -> dict[str, torch.
         poison = torch.tensor(-128 if dtype.is_int else float("nan"), device=device).to(TORCH_DTYPES[dtype])
         return poison.repeat(problem.m, stride)[:, : problem.n]
 
-    strides = problem.row_strides
-    outputs = {"out": poisoned(strides.y, problem.prec_o)}
-    if problem.fadd.stores:
-        outputs["residual_out"] = poisoned(strides.residual_out, problem.prec_i)
+    strides, mode = problem.row_strides, problem.mode
+    outputs = {"out": poisoned(strides.y, mode.dtype_out)}
+    if mode.fadd.stores:
+        outputs["residual_out"] = poisoned(strides.residual_out, mode.dtype_in)
     return outputs
+
+
+# Whose stride the gradients of y and of the sum have: that of what they are of.
+_STRIDE_OF = {"dy": "y", "dresidual_out": "residual_out"}
+
+
+def _drawer(problem: Problem, device: torch.device, seed: int) -> Callable[[Parameter], torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(parameter: Parameter) -> torch.Tensor:
+        name, n = parameter.name, problem.n
+        is_smooth = name == "smooth_scale"
+        bound = 1.0 if is_smooth else 0.5
+        dtype = problem.prec_sm if is_smooth else problem.mode.dtype_in
+        shape: tuple[int, ...] = (n,)
+        if parameter.kind is Kind.ROWS:
+            shape = (problem.m, getattr(problem.row_strides, _STRIDE_OF.get(name, name)))
+        values = torch.empty(shape, device=device).uniform_(-bound, bound, generator=generator)
+        return values.to(TORCH_DTYPES[dtype])[..., :n]
+
+    return draw

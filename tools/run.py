@@ -6,19 +6,15 @@ import json
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from enum import Enum
 from importlib.metadata import version
-from typing import Any
 
 import torch
 
 from .._version import __version__
+from .checked_run import Result, solve
 from .machine import Machine, find_machine
 from .problem import Problem
-from .result import Result
 from .run_options import Request, parse
-from .solve import solve
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -55,7 +51,7 @@ def _report(request: Request, machine: Machine, result: Result) -> str:
     lines = [
         (
             "problem",
-            f"{problem.norm.title} {_what(problem)}, m={problem.m} n={problem.n}",
+            f"{problem.mode.norm.title} {_what(problem)}, m={problem.m} n={problem.n}",
         )
     ]
     if request.print_names:
@@ -75,7 +71,8 @@ def _report(request: Request, machine: Machine, result: Result) -> str:
 
 
 def _what(problem: Problem) -> str:
-    return f"{problem.prec_i.value} " + ("backward" if problem.backward else f"-> {problem.prec_o.value}")
+    mode = problem.mode
+    return f"{mode.dtype_in.value} " + ("backward" if problem.backward else f"-> {mode.dtype_out.value}")
 
 
 def _verdict(request: Request, result: Result) -> str:
@@ -88,7 +85,7 @@ def _verdict(request: Request, result: Result) -> str:
 def _json_line(request: Request, machine: Machine, result: Result) -> str:
     return json.dumps(
         {
-            "arguments": asdict(request.problem, dict_factory=_plain)
+            "arguments": request.problem.words
             | {"warmup": request.warmup, "repeat": request.repeat, "v": int(request.validate)},
             "device": machine.name,
             "interpreted": machine.interpreted,
@@ -109,7 +106,3 @@ def _json_line(request: Request, machine: Machine, result: Result) -> str:
             "valid": all(finding.ok for finding in result.findings) if request.validate else None,
         }
     )
-
-
-def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value.value if isinstance(value, Enum) else value for name, value in items}

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..codegen.command import refuse_twice
-from ..codegen.model import DType, FusedAdd, FusedQuant, Norm
+from ..codegen.model import DType, FusedAdd, FusedQuant, Mode, Norm
+from ..codegen.parameters import FORWARD
 from .problem import DEFAULT_EPS, Problem, Strides
 
 AUTO = "auto"
@@ -26,6 +27,12 @@ _OUTPUTS = _FLOATS | {
 _FADDS = {mode.code: mode for mode in FusedAdd}
 _FQUANTS = {mode.code: mode for mode in FusedQuant}
 _NORMS = {norm.value: norm for norm in Norm}
+# The modes of calls that ck_tile's example has no option for.
+_OWN = {
+    row.name: {member.value: member for member in row.words}
+    for row in FORWARD.parameters
+    if row.words is not None and not row.takes_codes
+}
 _FLAG = {0: False, 1: True}
 
 
@@ -68,6 +75,10 @@ OPTIONS = (
     Option("repeat", int, 20, None, "runs that are timed, each with a cold L2 cache; the median is reported"),
     Option("bwd", int, 0, tuple(_FLAG), "1: time and check the backward pass; with -fadd 1 the sum has a gradient too"),
     Option("norm", str, "layer", tuple(_NORMS), "which normalisation"),
+    *(
+        Option(name, str, next(iter(words)), tuple(words), FORWARD[name].meaning[Norm.LAYER].rstrip("."))
+        for name, words in _OWN.items()
+    ),
 )
 
 
@@ -131,20 +142,23 @@ def _resolve(given: argparse.Namespace) -> Request:
     _check_used("yr_stride", given.yr_stride, -1, fadd.stores, "only -fadd 1 stores the sum")
     _check_backward(given)
     prec_i = _FLOATS[given.prec_i]
-    prec_o = _output(given.prec_o, prec_i, fquant)
-    problem = Problem(
-        m=given.m,
-        n=given.n,
-        norm=_NORMS[given.norm],
-        prec_i=prec_i,
-        prec_o=prec_o,
-        prec_sm=DType.FP32 if given.prec_sm == AUTO else _FLOATS[given.prec_sm],
-        prec_sy=DType.FP32 if given.prec_sy == AUTO else _FLOATS[given.prec_sy],
+    mode = Mode(
+        _NORMS[given.norm],
+        prec_i,
+        _output(given.prec_o, prec_i, fquant),
         fadd=fadd,
         fquant=fquant,
         x_bias=_FLAG[given.xbias],
         save_mv=_FLAG[given.save_mv],
+        scale_dtype=DType.FP32 if given.prec_sy == AUTO else _FLOATS[given.prec_sy],
+        **{name: words[getattr(given, name)] for name, words in _OWN.items()},
+    )
+    problem = Problem(
+        given.m,
+        given.n,
+        mode,
         backward=_FLAG[given.bwd],
+        prec_sm=DType.FP32 if given.prec_sm == AUTO else _FLOATS[given.prec_sm],
         eps=given.e,
         strides=Strides(*(_stride(given, name) for name in ("x_stride", "xr_stride", "y_stride", "yr_stride"))),
     )

@@ -6,7 +6,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -18,9 +18,8 @@ from ..codegen.tiling import Load, TileClass
 from ..kernels.architecture import architecture
 from ..selection import dispatch, on_demand
 from ..selection.table import Entry, RetiledTable
+from .checked_run import Run, prepare
 from .problem import Problem
-from .result import Run
-from .solve import prepare
 from .timing import graph_ms, median_ms
 
 # A row length for the bucket that has no cap.
@@ -86,17 +85,7 @@ class Case:
 
     def problem(self, m: int) -> Problem:
         """The case as a problem of m rows."""
-        mode = self.mode
-        return Problem(
-            m,
-            self.n,
-            norm=mode.norm,
-            prec_i=mode.dtype_in,
-            prec_o=mode.dtype_out,
-            fadd=mode.fadd,
-            fquant=mode.fquant,
-            backward=self.kind.direction is Direction.BACKWARD,
-        )
+        return Problem(m, self.n, replace(self.mode, direction=Direction.FORWARD), backward=self.mode.is_backward)
 
     def entry(self) -> Entry:
         """The instance, from a module that holds every pipeline."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -14,9 +15,12 @@ from ..calls.gradient_plan import GradientPlan
 from ..calls.plan import Plan
 from ..codegen.axes import SAME
 from ..codegen.model import Mode
+from ..codegen.parameters import BACKWARD, FAMILIES, Parameter
+from ..codegen.parameters import Kind as Shape
 from ..dtypes import FLOATS, TORCH_DTYPES
 from ..errors import ConflictError, ShapeError
 from ..kernels.target import Target
+from ..mode_arguments import arguments_of
 
 # What `compile_keys` takes for a tensor's type: a dtype, x's, or, where a tensor may be left out, that it is.
 Kind = torch.dtype | str | None
@@ -62,99 +66,83 @@ class Deployment:
                     raise ConflictError(f"misaligned has {name!r}; it takes names of arguments: {', '.join(_POINTERS)}")
 
 
-_GRADIENTS = ("dx", "dweight", "dbias", "dx_bias")
+_GRADIENTS = tuple(result.name for result in BACKWARD.results)
 
 # The arguments that are addresses, with the kernels' names for them.
-_POINTERS = {
-    name: f"{name}_ptr"
-    for name in (
-        *("x", "x_bias", "residual", "weight", "bias", "smooth_scale", "residual_out"),
-        *("dy", "mean", "rstd", "dresidual_out"),
-    )
-} | {"out": "y_ptr"}
+_POINTERS = {row.name: row.slot for family in FAMILIES for row in (*family.inputs, *family.places)}
 
 
 def plans(mode: Mode, n: int, target: Target, deployment: Deployment) -> Iterator[Plan | GradientPlan]:
     """What calls of a mode come to, one for each combination of what they may bring."""
     biases = (None,) if not mode.norm.centres else deployment.bias_dtypes
     for weight, stride, names in product(deployment.weight_dtypes, deployment.row_strides, deployment.misaligned):
+        x = _rows(mode, n, stride)
         misaligned = [_POINTERS[name] for name in names]
         for bias in (weight,) if biases is None else biases:
+            kinds = {"weight": weight, "bias": bias}
             if mode.is_backward:
-                yield from _backward(mode, n, target, deployment, weight, bias, stride, misaligned)
+                yield from _backward(mode, x, target, deployment, kinds, misaligned)
             else:
-                yield from _forward(mode, n, target, deployment, weight, bias, stride, misaligned)
+                yield from _forward(mode, x, target, deployment, kinds, misaligned)
 
 
 def _forward(
     mode: Mode,
-    n: int,
+    x: torch.Tensor,
     target: Target,
     deployment: Deployment,
-    weight: Kind,
-    bias: Kind,
-    stride: int | None,
+    kinds: Mapping[str, Kind],
     misaligned: Collection[str],
 ) -> Iterator[Plan]:
-    x = _rows(mode, n, stride)
     residuals = deployment.residual_dtypes if mode.fadd.adds else (None,)
     smooths = deployment.smooth_dtypes if mode.fquant.smooths else (None,)
     for residual, smooth in product(residuals, smooths):
-        call = prepare(
-            mode.norm,
-            x,
-            _vector(weight, x),
-            _vector(bias, x),
-            eps=0.0,
-            residual=None if residual is None else _empty(x.shape, _dtype(residual, x)),
-            fadd=mode.fadd,
-            smooth_scale=_vector(smooth, x),
-            fquant=mode.fquant,
-            x_bias=_vector(SAME if mode.x_bias else None, x),
-            out_dtype=TORCH_DTYPES[mode.dtype_out],
-            scale_dtype=TORCH_DTYPES[mode.scale_dtype],
-            save_mv=mode.save_mv,
-            rounding=mode.rounding,
-        )
-        yield Plan(call, misaligned, target)
+        arguments = arguments_of(mode, _maker(x, {**kinds, "residual": residual, "smooth_scale": smooth}))
+        yield Plan(prepare(mode.norm, **arguments, eps=0.0), misaligned, target)
 
 
 def _backward(
     mode: Mode,
-    n: int,
+    x: torch.Tensor,
     target: Target,
     deployment: Deployment,
-    weight: Kind,
-    bias: Kind,
-    stride: int | None,
+    kinds: Mapping[str, Kind],
     misaligned: Collection[str],
 ) -> Iterator[GradientPlan]:
-    x = _rows(mode, n, stride)
-    statistic = _empty(x.shape[:1], torch.float32)
     due = ["dx"]
-    due += [f"d{name}" for name, kind in (("weight", weight), ("bias", bias)) if kind is not None]
+    due += [f"d{name}" for name, kind in kinds.items() if kind is not None]
     due += ["dx_bias"] if mode.x_bias else []
     asked = (due,) if deployment.wants is None else deployment.wants
+    bias = kinds["bias"]
     for dy, names in product(deployment.dy_dtypes, asked):
         wants = [name for name in due if name in names]
         if not wants:
             continue
-        call = check(
-            mode.norm,
-            _empty(x.shape, _dtype(dy, x)),
-            x,
-            _vector(weight, x),
-            statistic if mode.norm.centres else None,
-            statistic,
-            False,
-            0.0,
-            _vector(SAME if mode.x_bias else None, x),
-            _empty(x.shape, x.dtype) if mode.fadd.stores else None,
-            None,
-            None if bias is None else _dtype(bias, x),
-            wants,
-        )
-        yield GradientPlan(call, misaligned, target)
+        arguments = {**_ABSENT, **arguments_of(mode, _maker(x, {**kinds, "dy": dy})), "wants": wants}
+        arguments["bias_dtype"] = None if bias is None else _dtype(bias, x)
+        yield GradientPlan(check(mode.norm, **arguments), misaligned, target)
+
+
+_ABSENT: Mapping[str, Any] = {row.name: None for row in BACKWARD.parameters} | {"packed": False, "weight_offset": 0.0}
+
+
+def _maker(x: torch.Tensor, kinds: Mapping[str, Kind]) -> Callable[[Parameter], torch.Tensor | None]:
+    """What makes an operand of x: of its type, or of the one that `kinds` has, where None is no operand."""
+
+    def make(parameter: Parameter) -> torch.Tensor | None:
+        if parameter.name == "x":
+            return x
+        kind = kinds.get(parameter.name, torch.float32 if parameter.kind is Shape.PER_ROW else SAME)
+        return None if kind is None else _empty(_SHAPES[parameter.kind](x), _dtype(kind, x))
+
+    return make
+
+
+_SHAPES: Mapping[Shape, Callable[[torch.Tensor], Sequence[int]]] = {
+    Shape.ROWS: lambda x: x.shape,
+    Shape.VECTOR: lambda x: x.shape[-1:],
+    Shape.PER_ROW: lambda x: x.shape[:-1],
+}
 
 
 def _rows(mode: Mode, n: int, stride: int | None) -> torch.Tensor:
@@ -163,10 +151,6 @@ def _rows(mode: Mode, n: int, stride: int | None) -> torch.Tensor:
         raise ShapeError(f"row_strides has {stride}, less than N = {n}; it takes N or more, or None for N itself")
     step = n if stride is None else stride
     return _empty((step + n,), TORCH_DTYPES[mode.dtype_in]).as_strided((2, n), (step, 1))
-
-
-def _vector(kind: Kind, x: torch.Tensor) -> torch.Tensor | None:
-    return None if kind is None else _empty(x.shape[-1:], _dtype(kind, x))
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

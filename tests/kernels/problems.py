@@ -12,7 +12,9 @@ import torch
 import normforge
 from normforge import LayerNormOutput, reference
 from normforge.codegen.model import INPUT_DTYPES, DType, Mode, Norm
+from normforge.codegen.parameters import FORWARD, Kind, Parameter
 from normforge.dtypes import TORCH_DTYPES
+from normforge.mode_arguments import arguments_of
 from normforge.reference import ReferenceOutput
 from normforge.tools.compare import compare
 
@@ -54,33 +56,17 @@ class Problem:
         generator = torch.Generator(device).manual_seed(zlib.crc32(repr(self).encode()))
         mode, n = self.mode, self.shape[-1]
 
-        def draw(name: str, shape: tuple[int, ...], width: float = 1.0) -> torch.Tensor:
+        def draw(parameter: Parameter) -> torch.Tensor | None:
+            name = parameter.name
+            if name in self.absent:
+                return None
             dtype = TORCH_DTYPES[self.dtypes.get(name, mode.dtype_in)]
+            is_rows, width = parameter.kind is Kind.ROWS, 2.0 if name == "smooth_scale" else 1.0
+            shape = (*self.shape[:-1], self.row_stride or n) if is_rows else (n,)
             uniform = torch.rand(shape, generator=generator, device=device, dtype=torch.float32)
-            return uniform.sub_(0.5).mul_(width).to(dtype)
+            return uniform.sub_(0.5).mul_(width).to(dtype)[..., :n]
 
-        def draw_rows(name: str) -> torch.Tensor:
-            if self.row_stride is None:
-                return draw(name, self.shape)
-            return draw(name, (*self.shape[:-1], self.row_stride))[..., :n]
-
-        arguments: dict[str, Any] = {"x": draw_rows("x"), "save_mv": mode.save_mv, **self.keywords}
-        if "weight" not in self.absent:
-            arguments["weight"] = draw("weight", (n,))
-        if mode.norm.centres and "bias" not in self.absent:
-            arguments["bias"] = draw("bias", (n,))
-        if mode.x_bias:
-            arguments["x_bias"] = draw("x_bias", (n,))
-        if mode.fadd.adds:
-            arguments |= {"fadd": mode.fadd, "residual": draw_rows("residual")}
-        if mode.fquant.smooths:
-            arguments["smooth_scale"] = draw("smooth_scale", (n,), 2.0)
-        return arguments | {
-            "fquant": mode.fquant,
-            "out_dtype": TORCH_DTYPES[mode.dtype_out],
-            "scale_dtype": TORCH_DTYPES[mode.scale_dtype],
-            "rounding": mode.rounding,
-        }
+        return {**arguments_of(mode, draw), **self.keywords}
 
     def check(self, device: str) -> LayerNormOutput:
         """Run the call and hold every output of every row against the oracle."""
@@ -92,7 +78,7 @@ class Problem:
 
 def mixed_dtypes(mode: Mode, salt: int) -> dict[str, DType]:
     """An element type for every tensor whose type is free, another mix for every salt."""
-    names = ("weight", "bias", "x_bias", "residual", "smooth_scale")
+    names = [row.name for row in FORWARD.inputs if row.name != "x"]
     return {name: INPUT_DTYPES[(salt + index) % len(INPUT_DTYPES)] for index, name in enumerate(names)}
 
 

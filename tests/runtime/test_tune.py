@@ -16,10 +16,10 @@ from normforge.codegen.model import Direction, Pipeline, Tile
 from normforge.codegen.tiling import CLASSES, TileClass, standard_ladder
 from normforge.selection import dispatch
 from normforge.tools import tile_trials, tune
+from normforge.tools.checked_run import Run
 from normforge.tools.cli import main
 from normforge.tools.compare import Finding
 from normforge.tools.machine import Machine
-from normforge.tools.result import Run
 from normforge.tools.tile_trials import Case, Sizes, Trial
 
 CARD = Machine(torch.device("cpu"), "a card", interpreted=False)

@@ -1,0 +1,196 @@
+"""A run of one problem: its kernel on random tensors, held against the fp64 reference and timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+from .. import reference
+from ..calls import api, backward
+from ..calls.outputs import LayerNormOutput, NormGradients
+from ..codegen.model import Norm
+from ..kernels.architecture import architecture
+from ..selection import dispatch
+from ..selection.table import Entry
+from .compare import Finding, compare, compare_gradients
+from .machine import Machine
+from .problem import Problem, gradients_in, inputs, poisoned_outputs
+from .timing import median_ms
+
+Outputs = TypeVar("Outputs", bound="tuple[Any, ...]")
+
+
+@dataclass(frozen=True)
+class Run(Generic[Outputs]):
+    """A problem with its tensors, to be called again and again.
+
+    Attributes:
+        entry: the instance that serves it.
+        call: computes the outputs.
+        validate: how far outputs are from the fp64 reference.
+        operands: what a call reads, tensors and others.
+    """
+
+    entry: Callable[[], Entry]
+    call: Callable[[], Outputs]
+    validate: Callable[[Outputs], tuple[Finding, ...]]
+    operands: tuple[object, ...]
+
+    def moved(self, outputs: Outputs) -> int:
+        """Bytes a call moves: every tensor read or written, once."""
+        return _bytes(self.operands) + _bytes(outputs)
+
+
+class Result(NamedTuple):
+    """What a run found out.
+
+    Attributes:
+        instance: the table entry that served it.
+        kernel: the symbol of the kernel that it took.
+        findings: how far each output is from the reference; empty if it was not validated.
+        ms: the median time on a GPU, or one run's in the interpreter.
+        gb_per_s: bytes moved over that time; None in the interpreter.
+    """
+
+    instance: str
+    kernel: str
+    findings: tuple[Finding, ...]
+    ms: float
+    gb_per_s: float | None
+
+
+_Forward = Callable[..., LayerNormOutput]
+_Oracle = Callable[..., reference.ReferenceOutput]
+
+_FORWARD: dict[Norm, tuple[_Forward, _Oracle]] = {
+    Norm.LAYER: (api.layernorm2d_fwd, reference.layernorm2d_fwd),
+    Norm.RMS: (api.rmsnorm2d_fwd, reference.rmsnorm2d_fwd),
+}
+
+# Elements the reference works on at once: in fp64, with its temporaries, a few gigabytes.
+REFERENCE_ELEMENTS = 2**26
+
+# The arguments that have a row for each row of x; every other tensor is one row long and shared.
+_ROW_ARGUMENTS = ("x", "residual")
+
+
+def solve(problem: Problem, machine: Machine, *, validate: bool, warmup: int, repeat: int) -> Result:
+    """Run a problem's kernel on random tensors, hold it against the fp64 reference, and time it.
+
+    Raises:
+        NormforgeError: whatever the call raises; an axis combination that no kernel serves, say.
+    """
+    run = prepare(problem, machine.device)
+    begin = time.perf_counter()
+    outputs = run.call()
+    interpreted_ms = (time.perf_counter() - begin) * 1e3
+    findings = run.validate(outputs) if validate else ()
+    ms = interpreted_ms if machine.interpreted else median_ms(run.call, warmup=warmup, repeat=repeat)
+    entry = run.entry()
+    tile = entry.tile(problem.m, architecture(machine.device))
+    rate = None if machine.interpreted else run.moved(outputs) / ms / 1e6
+    return Result(entry.name, entry.kernel(tile.pipeline), findings, ms, rate)
+
+
+def prepare(problem: Problem, device: torch.device) -> Run[Any]:
+    """Make a problem's tensors, so that it can be run on a device.
+
+    Raises:
+        NormforgeError: no kernel serves the problem.
+    """
+    return _prepare_backward(problem, device) if problem.backward else _prepare_forward(problem, device)
+
+
+def _prepare_forward(problem: Problem, device: torch.device) -> Run[LayerNormOutput]:
+    forward, oracle = _FORWARD[problem.mode.norm]
+    arguments = inputs(problem, device)
+    instance = api.which(**arguments, norm=problem.mode.norm)
+    outputs = poisoned_outputs(problem, device)
+    return Run(
+        entry=lambda: next(entry for entry in dispatch.instances() if entry.name == instance),
+        call=lambda: forward(**arguments, **outputs),
+        validate=lambda result: _validate(problem, oracle, arguments, result),
+        operands=tuple(arguments.values()),
+    )
+
+
+def _validate(
+    problem: Problem, oracle: _Oracle, arguments: dict[str, Any], result: LayerNormOutput
+) -> tuple[Finding, ...]:
+    """The worst finding of each output, over slices of rows that the reference can hold in memory."""
+    worst: dict[str, Finding] = {}
+    for rows in _row_slices(problem):
+        sliced = arguments | {name: arguments[name][rows] for name in _ROW_ARGUMENTS if name in arguments}
+        outputs = result._replace(
+            **{name: value[rows] for name, value in result._asdict().items() if value is not None}
+        )
+        for found in compare(outputs, oracle(**sliced), problem.mode.rounding):
+            so_far = worst.setdefault(found.name, found)
+            worst[found.name] = Finding(
+                found.name,
+                max(so_far.error, found.error),
+                max(so_far.tolerance, found.tolerance),
+                so_far.ok and found.ok,
+            )
+    return tuple(worst.values())
+
+
+def _row_slices(problem: Problem) -> Iterator[slice]:
+    rows = max(1, REFERENCE_ELEMENTS // problem.n)
+    for first in range(0, problem.m, rows):
+        yield slice(first, first + rows)
+
+
+def _prepare_backward(problem: Problem, device: torch.device) -> Run[NormGradients]:
+    """Run a problem forward for its statistics, and make every gradient it has ready to be computed.
+
+    The gradients of a fused add are those of the stored sum, which is what the backward kernel reads. That sum holds
+    x_bias already, so that its gradient is dx summed over rows, before dx is rounded, as autograd computes it.
+
+    Raises:
+        NormforgeError: whatever the forward call raises.
+    """
+    arguments = inputs(problem, device)
+    mode = problem.mode
+    is_layer = mode.norm is Norm.LAYER
+    forward = (api.layernorm2d_fwd if is_layer else api.rmsnorm2d_fwd)(**arguments | {"save_mv": True})
+    operands: dict[str, Any] = {"x": arguments["x"], "weight": arguments["weight"], "rstd": forward.rstd}
+    if is_layer:
+        operands["mean"] = forward.mean
+    if mode.fadd.stores:
+        operands["x"] = forward.residual_out
+    elif mode.x_bias:
+        operands["x_bias"] = arguments["x_bias"]
+    operands |= gradients_in(problem, device)
+    wants = ["dx", "dweight", *(["dbias"] if is_layer else []), *(["dx_bias"] if "x_bias" in operands else [])]
+    run = backward.layernorm2d_bwd if is_layer else backward.rmsnorm2d_bwd
+
+    def call() -> NormGradients:
+        if not (mode.fadd.stores and mode.x_bias):
+            return run(**operands, wants=wants)
+        gradients = run(**operands, wants=wants, dx_dtype=torch.float32)
+        dx, dtype = gradients.dx, arguments["x_bias"].dtype
+        assert dx is not None
+        return gradients._replace(dx=dx.to(dtype), dx_bias=dx.sum(0).to(dtype))
+
+    oracle = reference.layernorm2d_bwd if is_layer else reference.rmsnorm2d_bwd
+
+    def validate(gradients: NormGradients) -> tuple[Finding, ...]:
+        return tuple(compare_gradients(gradients, oracle(**operands)))
+
+    taken = backward.mode_of(mode.norm, operands["x"], "x_bias" in operands, mode.fadd)
+    return Run(
+        entry=lambda: dispatch.find(taken, problem.n),
+        call=call,
+        validate=validate,
+        operands=tuple(operands.values()),
+    )
+
+
+def _bytes(values: Iterable[object]) -> int:
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
