@@ -195,6 +195,7 @@ def test_json_is_one_line_with_everything_a_script_needs(capsys: pytest.CaptureF
         "x_bias": False,
         "save_mv": False,
         "rounding": "nearest",
+        "cast": "after_weight",
         "backward": False,
         "v": 1,
         "warmup": 5,

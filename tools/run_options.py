@@ -28,7 +28,7 @@ _FADDS = {mode.code: mode for mode in FusedAdd}
 _FQUANTS = {mode.code: mode for mode in FusedQuant}
 _NORMS = {norm.value: norm for norm in Norm}
 # The modes of calls that ck_tile's example has no option for.
-_OWN = {
+_OWN: dict[str, dict[str, Any]] = {
     row.name: {member.value: member for member in row.words}
     for row in FORWARD.parameters
     if row.words is not None and not row.takes_codes
