@@ -12,6 +12,7 @@ from .primitives import (
     gather,
     group_deviations,
     group_means,
+    grouped,
     is_near,
     load_beside,
     load_chunk,
@@ -32,6 +33,7 @@ from .primitives import (
     scale_and_shift_chunk,
     slice_moments,
     store_chunk,
+    sums_of_four,
     wait_for_launch_ahead,
     widened,
     widened_here,
@@ -70,7 +72,9 @@ def ln_fwd_bf16_rows(
     # Statistics.
     pivot = tl.sum(s, axis=1, keep_dims=True) / N
     centred = centre(s, pivot, col_mask)
-    shift, variance = row_moments(centred, centred * centred, N, 1)
+    deviations = sums_of_four(centred, ROW_ALIGNMENT)
+    squares = sums_of_four(centred * centred, ROW_ALIGNMENT)
+    shift, variance = row_moments(deviations, squares, N, 1)
     rstd = tl.rsqrt(variance + eps)
 
     # Scale and store.
@@ -104,7 +108,7 @@ def ln_fwd_bf16_one_pass(
     if HAS_HEAD:
         cols = tl.arange(0, HEAD)
         s = load_chunk(x_ptr, cols, cols < N)
-        head_mean = mean_of_head(s, N)
+        head_mean = mean_of_head(s, N, x_ptr.dtype.element_ty)
 
     # Load the row; every chunk of it stays in registers.
     chunks = ()
@@ -223,7 +227,7 @@ def ln_fwd_bf16_window(
             centred = centre(chunks[start // BLOCK], pivot, mask)
             deviations += centred
             squares += centred * centred
-        shift, variance = row_moments(deviations, squares, N, 0)
+        shift, variance = row_moments(tl.sum(grouped(deviations), axis=1), tl.sum(grouped(squares), axis=1), N, 0)
         rstd = tl.rsqrt(variance + eps)
 
         # Scale, and store the vectors that are all the row's own.

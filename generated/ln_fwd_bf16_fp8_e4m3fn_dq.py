@@ -30,6 +30,7 @@ from .primitives import (
     scale_and_shift,
     scale_and_shift_chunk,
     store_chunk,
+    sums_of_four,
     to_fp8_e4m3fn,
     wait_for_launch_ahead,
 )
@@ -68,7 +69,9 @@ def ln_fwd_bf16_fp8_e4m3fn_dq_rows(
     # Statistics.
     pivot = tl.sum(s, axis=1, keep_dims=True) / N
     centred = centre(s, pivot, col_mask)
-    shift, variance = row_moments(centred, centred * centred, N, 1)
+    deviations = sums_of_four(centred, ROW_ALIGNMENT)
+    squares = sums_of_four(centred * centred, ROW_ALIGNMENT)
+    shift, variance = row_moments(deviations, squares, N, 1)
     rstd = tl.rsqrt(variance + eps)
 
     # Scale.
@@ -110,7 +113,7 @@ def ln_fwd_bf16_fp8_e4m3fn_dq_one_pass(
     if HAS_HEAD:
         cols = tl.arange(0, HEAD)
         s = load_chunk(x_ptr, cols, cols < N)
-        head_mean = mean_of_head(s, N)
+        head_mean = mean_of_head(s, N, x_ptr.dtype.element_ty)
 
     # Load the row; every chunk of it stays in registers.
     chunks = ()

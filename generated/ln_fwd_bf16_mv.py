@@ -15,6 +15,7 @@ from .primitives import (
     gather,
     group_deviations,
     group_means,
+    grouped,
     is_near,
     load_beside,
     load_chunk,
@@ -35,6 +36,7 @@ from .primitives import (
     scale_and_shift_chunk,
     slice_moments,
     store_chunk,
+    sums_of_four,
     wait_for_launch_ahead,
     widened,
     widened_here,
@@ -75,7 +77,9 @@ def ln_fwd_bf16_mv_rows(
     # Statistics.
     pivot = tl.sum(s, axis=1, keep_dims=True) / N
     centred = centre(s, pivot, col_mask)
-    shift, variance = row_moments(centred, centred * centred, N, 1)
+    deviations = sums_of_four(centred, ROW_ALIGNMENT)
+    squares = sums_of_four(centred * centred, ROW_ALIGNMENT)
+    shift, variance = row_moments(deviations, squares, N, 1)
     rstd = tl.rsqrt(variance + eps)
     tl.store(mean_ptr + rows, pivot + shift, mask=row_mask)
     tl.store(rstd_ptr + rows, rstd, mask=row_mask)
@@ -113,7 +117,7 @@ def ln_fwd_bf16_mv_one_pass(
     if HAS_HEAD:
         cols = tl.arange(0, HEAD)
         s = load_chunk(x_ptr, cols, cols < N)
-        head_mean = mean_of_head(s, N)
+        head_mean = mean_of_head(s, N, x_ptr.dtype.element_ty)
 
     # Load the row; every chunk of it stays in registers.
     chunks = ()
@@ -238,7 +242,7 @@ def ln_fwd_bf16_mv_window(
             centred = centre(chunks[start // BLOCK], pivot, mask)
             deviations += centred
             squares += centred * centred
-        shift, variance = row_moments(deviations, squares, N, 0)
+        shift, variance = row_moments(tl.sum(grouped(deviations), axis=1), tl.sum(grouped(squares), axis=1), N, 0)
         rstd = tl.rsqrt(variance + eps)
         tl.store(mean_ptr + row, pivot + shift)
         tl.store(rstd_ptr + row, rstd)

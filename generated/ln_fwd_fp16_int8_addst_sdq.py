@@ -31,6 +31,7 @@ from .primitives import (
     scale_and_shift,
     scale_and_shift_chunk,
     store_chunk,
+    sums_of_four,
     to_int8,
     wait_for_launch_ahead,
 )
@@ -78,7 +79,9 @@ def ln_fwd_fp16_int8_addst_sdq_rows(
     # Statistics.
     pivot = tl.sum(s, axis=1, keep_dims=True) / N
     centred = centre(s, pivot, col_mask)
-    shift, variance = row_moments(centred, centred * centred, N, 1)
+    deviations = sums_of_four(centred, ROW_ALIGNMENT)
+    squares = sums_of_four(centred * centred, ROW_ALIGNMENT)
+    shift, variance = row_moments(deviations, squares, N, 1)
     rstd = tl.rsqrt(variance + eps)
 
     # Scale.
@@ -129,7 +132,7 @@ def ln_fwd_fp16_int8_addst_sdq_one_pass(
         cols = tl.arange(0, HEAD)
         s = load_chunk(x_ptr, cols, cols < N)
         s += load_chunk(residual_ptr, cols, cols < N)
-        head_mean = mean_of_head(s, N)
+        head_mean = mean_of_head(s, N, tl.float32)
 
     # Load the row; every chunk of it stays in registers.
     chunks = ()

@@ -20,6 +20,7 @@ from .primitives import (
     scale_and_shift,
     scale_and_shift_chunk,
     store_chunk,
+    sums_of_four,
     wait_for_launch_ahead,
 )
 
@@ -56,7 +57,9 @@ def ln_fwd_fp32_rows(
     # Statistics.
     pivot = tl.sum(s, axis=1, keep_dims=True) / N
     centred = centre(s, pivot, col_mask)
-    shift, variance = row_moments(centred, centred * centred, N, 1)
+    deviations = sums_of_four(centred, ROW_ALIGNMENT)
+    squares = sums_of_four(centred * centred, ROW_ALIGNMENT)
+    shift, variance = row_moments(deviations, squares, N, 1)
     rstd = tl.rsqrt(variance + eps)
 
     # Scale and store.

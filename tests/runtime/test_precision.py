@@ -71,6 +71,16 @@ def test_layernorm_of_rows_that_start_with_outliers(m: int, n: int, name: str) -
     assert same_bits(actual.y, actual.y[:1].expand(m, n))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_mean_of_small_integers_is_exact(dtype: torch.dtype) -> None:
+    """Around a pivot of more bits than they have (5 / 6, of the first values), each deviation is rounded alike."""
+    x = torch.randint(-100, 101, (8, 1024)).to(dtype)
+    x[:, :8] = torch.tensor([0, 0, 1, 1, 1, 2, 3, -3])
+    mean = FORWARD["layer"](x, save_mv=True).mean
+    assert mean is not None
+    assert torch.equal(mean.double(), x.double().mean(-1))
+
+
 @each_norm
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_ragged_rows_of_very_different_size(norm: str, dtype: torch.dtype) -> None:

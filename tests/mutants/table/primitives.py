@@ -29,6 +29,14 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "pivot-of-the-head-has-all-bits",
+        "one_pass, few rows: the first values' mean keeps bits that x has not",
+        _PRIMITIVES,
+        "    if dtype != tl.float32:\n",
+        "    if dtype == tl.float64:\n",
+        (f"{_PRECISION}::test_the_mean_of_small_integers_is_exact",),
+    ),
+    Mutant(
         "lanes-beyond-the-row-are-centred",
         "lanes beyond N add the mean's square to the variance",
         _PRIMITIVES,
