@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import fields
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import get_type_hints
 
 from normforge.codegen.errors import IllegalCombinationError
 from normforge.codegen.manifest import load
-from normforge.codegen.model import Cast, Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
+from normforge.codegen.model import Mode, legal_modes
 from normforge.codegen.tiling import standard_ladder
-
-BOOLEANS = (False, True)
 
 
 def every_legal_mode() -> Iterator[Mode]:
-    axes_of_modes: tuple[Iterable[Any], ...] = (Norm, DType, DType, FusedAdd, FusedQuant, BOOLEANS, BOOLEANS, DType)
-    for axes in product(*axes_of_modes, Rounding, Direction, Cast):
-        try:
-            yield Mode(*axes)
-        except IllegalCombinationError:
-            continue
+    """Whatever the fields of `Mode` may hold, tried."""
+    types = get_type_hints(Mode)
+    axes = [(False, True) if types[field.name] is bool else tuple(types[field.name]) for field in fields(Mode)]
+    for values in product(*axes):
+        with suppress(IllegalCombinationError):
+            yield Mode(*values)
+
+
+def test_legal_modes_are_every_mode_that_can_be_made() -> None:
+    assert list(legal_modes()) == list(every_legal_mode())
 
 
 def test_full_holds_every_legal_mode_over_every_bucket(repository: Path) -> None:

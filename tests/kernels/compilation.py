@@ -8,8 +8,9 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
-from normforge.codegen.model import DType, Instance, Part, Pipeline, Tile
-from normforge.codegen.tiling import LOAD_BYTES, WARP
+from normforge.codegen.model import DType, Instance, Mode, Part, Pipeline, Tile
+from normforge.codegen.tile_tables import tiles_of
+from normforge.codegen.tiling import LOAD_BYTES, WARP, standard_ladder
 from normforge.kernels.kernels import scale_warps
 from normforge.kernels.pipelines import row_alignment, row_of
 
@@ -56,6 +57,12 @@ _MOST_REGISTERS = 255
 def register_cap(tile: Tile) -> int:
     """Registers a thread may have if a multiprocessor is to hold as many programs as the tile says."""
     return min(_REGISTERS // (tile.resident * tile.warps * WARP) // 8 * 8, _MOST_REGISTERS)
+
+
+def instance_of(mode: Mode, n: int) -> Instance:
+    """The instance of a mode, over the standard ladder, for rows of n elements."""
+    bucket = next(bucket for bucket in standard_ladder() if n in bucket)
+    return Instance(mode, bucket, tiles_of(mode, bucket))
 
 
 @dataclass(frozen=True)

@@ -1,124 +1,69 @@
-"""Every pipeline of every mode of the full manifest, compiled without a GPU for the targets normforge names.
-
-Modes that differ in nothing but element types share a kernel text. Each text is compiled, in each pipeline, for every
-target that has it, with the element types taking turns so that every mode is compiled at least once. With
-NORMFORGE_ALL_TARGETS=1, every mode is compiled in every pipeline for every such target: nine times the work.
-"""
+"""Kernels compiled without a GPU for the targets normforge names, and what Triton makes of some of them."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from normforge.codegen import manifest
-from normforge.codegen.model import Direction, DType, FusedAdd, Instance, Mode, Norm, Part, Pipeline, Rounding, Tile
+from normforge.codegen.model import (
+    Direction,
+    DType,
+    FusedAdd,
+    FusedQuant,
+    Mode,
+    Norm,
+    Part,
+    Pipeline,
+    Tile,
+    legal_modes,
+)
 from normforge.kernels.tile_choice import window_tile
 
-from .compilation import TARGETS, Target, compile_kernel, register_cap, usage
+from ..covering import parametrize, uncovered
+from ..thorough import THOROUGH
+from . import compile_cases
+from .compilation import TARGETS, Target, compile_kernel, instance_of, register_cap, usage
+from .compile_cases import LENGTHS, SPREAD_TILES, Case
 from .rendering import kernel_of
 
 pytestmark = pytest.mark.compile
 
-# A bucket of each pipeline that the rule takes, and a row length in it that leaves a ragged chunk to mask.
-LENGTHS = {"n128": 100, "n2048": 1900, "n32768": 20000}
 
-# The pipeline that only measured tables take, with what an H200 prefers; its last slice is ragged.
-SPREAD_TILES = {
-    Direction.FORWARD: Tile(Pipeline.SPREAD, rows=1, block=512, warps=2, resident=4, held=8, stages=3),
-    Direction.BACKWARD: Tile(Pipeline.SPREAD, rows=4, block=1024, warps=4, resident=3),
-}
-SPREAD_LENGTH = 70000
-
-MANIFEST = Path(__file__).resolve().parents[2] / "manifests" / "full.yaml"
-ALL_TARGETS = os.environ.get("NORMFORGE_ALL_TARGETS") == "1"
-INSTANCES = manifest.load(MANIFEST).instances
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give what is compiled to the test that does so."""
+    if "case" in metafunc.fixturenames:
+        parametrize(metafunc, "case", compile_cases.quick, compile_cases.thorough, lambda case: case.name)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A kernel to compile: an instance's own pipeline or a part of it, as a tile says."""
-
-    instance: Instance
-    part: Pipeline | Part
-    tile: Tile
-    n: int
-
-    @property
-    def name(self) -> str:
-        """The instance's name, and the part's where it is not the instance's pipeline."""
-        part = "" if self.part is self.instance.tile.pipeline else f"_{self.part.value}"
-        return f"{self.instance.name}{part}"
+def test_compiles(case: Case, package: Path) -> None:
+    kernel = kernel_of(package, case.mode, case.part)
+    instance = instance_of(case.mode, case.n)
+    assert compile_kernel(kernel, instance, case.n, case.target, case.part, case.tile).asm[case.target.binary]
 
 
-def _cases_of(instance: Instance) -> Iterator[Case]:
-    mode, tile = instance.mode, instance.tile
-    n = LENGTHS.get(instance.bucket.name)
-    if n is not None:
-        yield Case(instance, tile.pipeline, tile, n)
-        if mode.is_backward and tile.pipeline is Pipeline.TWO_PASS:
-            yield Case(instance, Part.ROW_TERMS, tile, n)
-        if mode.has_window and tile.pipeline is Pipeline.ONE_PASS:
-            yield Case(instance, Part.WINDOW, tile, n + 1)
-    if SPREAD_LENGTH in instance.bucket and Pipeline.SPREAD in mode.pipelines:
-        yield Case(instance, Pipeline.SPREAD, SPREAD_TILES[mode.direction], SPREAD_LENGTH)
+@pytest.mark.parametrize("strength", [2, pytest.param(3, marks=THOROUGH)])
+def test_arrays_cover_what_they_say(strength: int) -> None:
+    """Every two, or three, of the values that axes, kernels and architectures have together in a legal kernel."""
+    space, array = compile_cases.every_case(), compile_cases.array(strength)
+    assert uncovered(space, compile_cases.columns, array, strength) == []
+    assert len(array) < len(space) / 50
 
 
-PARTS = (*Pipeline, *Part)
+def test_each_kernel_of_the_table_is_compiled() -> None:
+    kernels = {(case.mode, case.part) for case in compile_cases.of_the_table()}
+    assert {(case.mode, case.part) for case in compile_cases.quick()} >= kernels
 
 
-def _cases() -> list[Any]:
-    variants: dict[tuple[Mode, Pipeline | Part], list[Case]] = {}
-    for instance in INSTANCES:
-        for case in _cases_of(instance):
-            variants.setdefault((_text_of(instance.mode), case.part), []).append(case)
-    cases = []
-    for (_, part), same in variants.items():
-        targets = _targets_of(part)
-        first = PARTS.index(part) * len(TARGETS)
-        turns = [(same[(first + turn) % len(same)], target) for turn, target in enumerate(targets)]
-        for case, target in product(same, targets) if ALL_TARGETS else turns:
-            cases.append(pytest.param(case, target, id=f"{case.name}-{target.name}"))
-    return cases
-
-
-def _targets_of(part: Pipeline | Part) -> list[Target]:
-    return [target for target in TARGETS if target.has(part)]
-
-
-def _text_of(mode: Mode) -> Mode:
-    """The mode that stands for all whose kernels differ in nothing but element types."""
-    # Of 16 bits, because `cast` needs a type that has them.
-    out = mode.dtype_out if mode.fquant.quantises else DType.BF16
-    return replace(mode, dtype_in=DType.BF16, dtype_out=out, scale_dtype=DType.FP32)
-
-
-@pytest.mark.parametrize(("case", "target"), _cases())
-def test_compiles(case: Case, target: Target, package: Path) -> None:
-    kernel = kernel_of(package, case.instance.mode, case.part)
-    assert compile_kernel(kernel, case.instance, case.n, target, case.part, case.tile).asm[target.binary]
-
-
-def test_every_kernel_text_meets_every_target_that_has_it() -> None:
-    met: dict[tuple[Mode, Pipeline | Part], set[str]] = {}
-    for parameters in _cases():
-        case, target = parameters.values
-        met.setdefault((_text_of(case.instance.mode), case.part), set()).add(target.name)
-    everywhere = {"sm_80", "sm_90", "sm_100", "gfx942"}
-    # Programs that share a row wait for one another in PTX.
-    expected = dict.fromkeys(PARTS, everywhere) | {Pipeline.SPREAD: everywhere - {"gfx942"}}
-    for (_, part), names in met.items():
-        assert names == expected[part], part
-    assert {part for _, part in met} == set(PARTS)
-
-
-def test_every_mode_is_compiled() -> None:
-    assert {case.values[0].instance.mode for case in _cases()} == {instance.mode for instance in INSTANCES}
+def test_a_length_takes_the_kernel_that_it_stands_for() -> None:
+    """By rule; a window takes the place of one_pass where rows start anywhere, row_terms goes with two_pass."""
+    expected: dict[Pipeline | Part, Pipeline] = {part: part for part in Pipeline}
+    expected |= {Part.WINDOW: Pipeline.ONE_PASS, Part.ROW_TERMS: Pipeline.TWO_PASS}
+    for part in {case.part for case in compile_cases.every_case()}:
+        modes = [mode for mode in legal_modes() if part in compile_cases.parts_of(mode)]
+        assert {Case(mode, part, SM_90).tile.pipeline for mode in modes} == {expected[part]}
+    assert set(LENGTHS) == {*Pipeline, *Part}
 
 
 LAYER_BF16 = Mode(Norm.LAYER, DType.BF16, DType.BF16)
@@ -126,16 +71,12 @@ LAYER_BWD_BF16 = replace(LAYER_BF16, direction=Direction.BACKWARD)
 SM_90 = next(target for target in TARGETS if target.name == "sm_90")
 
 
-def _instance(mode: Mode, n: int) -> Instance:
-    return next(instance for instance in INSTANCES if instance.mode == mode and n in instance.bucket)
-
-
 @pytest.mark.parametrize(("n", "chunks", "masked"), [(5120, 5, 0), (4096, 4, 0), (5008, 5, 1)])
 def test_a_row_is_read_by_16_byte_loads_and_only_a_ragged_chunk_is_masked(
     n: int, chunks: int, masked: int, package: Path
 ) -> None:
     """A chunk of 1024 on 128 threads: one load of bf16 x, and two each of fp32 weight and bias."""
-    instance = _instance(LAYER_BF16, n)
+    instance = instance_of(LAYER_BF16, n)
     ptx = compile_kernel(kernel_of(package, LAYER_BF16, instance.tile.pipeline), instance, n, SM_90).asm["ptx"]
     loads = [line for line in ptx.splitlines() if "ld.global" in line]
     assert len(loads) == 5 * chunks
@@ -150,7 +91,7 @@ def test_vectors_are_as_wide_as_the_row_stride_allows(
 ) -> None:
     """bf16 rows of 1000 start at multiples of 16 bytes, though 16 does not divide 1000; those of 1004 at 8."""
     mode = replace(LAYER_BF16, direction=direction)
-    instance = _instance(mode, n)
+    instance = instance_of(mode, n)
     # The rows that x, y, dy and dx are in; weight and bias, (N,) and fp32, always have whole vectors.
     ptx = compile_kernel(kernel_of(package, mode, instance.tile.pipeline), instance, n, SM_90).asm["ptx"]
     rows = [line for line in ptx.splitlines() if "global" in line and ("ld." in line or "st." in line)]
@@ -168,7 +109,7 @@ def test_vectors_are_as_wide_as_the_row_stride_allows(
 def test_rows_that_start_anywhere_move_by_pairs(norm: Norm, n: int, package: Path) -> None:
     """All of x and y but for their ends; the 16 lanes of y's two vectors there are one element of a thread."""
     mode = Mode(norm, DType.BF16, DType.BF16)
-    instance = _instance(mode, n)
+    instance = instance_of(mode, n)
     tile = window_tile(mode, instance.tile, n, few=False)
     # Operands of fp32 are moved by 32 bits as well.
     ptx = compile_kernel(kernel_of(package, mode, Part.WINDOW), instance, n, SM_90, Part.WINDOW, tile).asm["ptx"]
@@ -185,7 +126,7 @@ def test_rows_that_start_anywhere_move_by_pairs(norm: Norm, n: int, package: Pat
 def test_rows_that_start_anywhere_keep_weight_and_bias(norm: Norm, n: int, package: Path) -> None:
     """As pairs, without a spill."""
     mode = Mode(norm, DType.BF16, DType.BF16)
-    instance = _instance(mode, n)
+    instance = instance_of(mode, n)
     tile = window_tile(mode, instance.tile, n, few=False)
     kernel = kernel_of(package, mode, Part.WINDOW)
     taken = usage(compile_kernel(kernel, instance, n, SM_90, Part.WINDOW, tile, DType.BF16))
@@ -198,7 +139,7 @@ def test_rows_that_start_anywhere_keep_weight_and_bias(norm: Norm, n: int, packa
 def test_a_team_keeps_its_slices_of_weight_and_bias(n: int, norm: Norm, package: Path) -> None:
     """As pairs, beside the row at hand and the next: what sm_90 takes, without a spill."""
     mode = Mode(norm, DType.BF16, DType.BF16)
-    instance = _instance(mode, n)
+    instance = instance_of(mode, n)
     kernel = kernel_of(package, mode, Pipeline.SPREAD)
     measured = dict(instance.tiles)[SM_90.name]
     spread = {tile for tile in (measured.large, measured.small) if tile.pipeline is Pipeline.SPREAD}
@@ -216,7 +157,7 @@ MOST_FOR_REDUCTIONS = 1024
     ("mode", "n", "tile", "row_bytes"),
     [
         (LAYER_BF16, 131072, Tile(Pipeline.SPREAD, 1, 8192, 8, 2, 1, stages=3), 2 * 8192),
-        (LAYER_BF16, SPREAD_LENGTH, Tile(Pipeline.SPREAD, 1, 512, 2, 4, 8, stages=4), 2 * 4096),
+        (LAYER_BF16, LENGTHS[Pipeline.SPREAD], Tile(Pipeline.SPREAD, 1, 512, 2, 4, 8, stages=4), 2 * 4096),
         # x and dy, in whole chunks.
         (LAYER_BWD_BF16, 4096, Tile(Pipeline.ONE_PASS, 1, 1024, 4, 2, stages=3), 4 * 4096),
         (LAYER_BWD_BF16, 6000, Tile(Pipeline.ONE_PASS, 1, 2048, 8, 1, stages=4), 4 * 6144),
@@ -229,7 +170,7 @@ def test_rows_on_their_way_and_nothing_else_stand_in_shared_memory(
 ) -> None:
     """Triton pipelines what it will: had it left the loop alone, or copied weight too, only a timing would tell."""
     kernel = kernel_of(package, mode, tile.pipeline)
-    compiled = compile_kernel(kernel, _instance(mode, n), n, target, tile.pipeline, tile, DType.BF16)
+    compiled = compile_kernel(kernel, instance_of(mode, n), n, target, tile.pipeline, tile, DType.BF16)
     assert 0 <= compiled.metadata.shared - (tile.stages - 1) * row_bytes <= MOST_FOR_REDUCTIONS
     assert "cp.async" in compiled.asm["ptx"]
 
@@ -241,7 +182,7 @@ def test_no_round_of_a_backward_loop_waits_for_a_load(target: Target, norm: Norm
     mode = replace(LAYER_BWD_BF16, norm=norm)
     tile = Tile(Pipeline.ONE_PASS, 1, 1024, 4, 2, stages=3)
     kernel = kernel_of(package, mode, Pipeline.ONE_PASS)
-    ttgir = compile_kernel(kernel, _instance(mode, 4096), 4096, target, Pipeline.ONE_PASS, tile, DType.BF16).asm[
+    ttgir = compile_kernel(kernel, instance_of(mode, 4096), 4096, target, Pipeline.ONE_PASS, tile, DType.BF16).asm[
         "ttgir"
     ]
     loop = ttgir[ttgir.index("scf.for") : ttgir.index("scf.yield")]
@@ -288,7 +229,7 @@ BACKWARD_LENGTHS = (
 )
 def test_as_many_programs_fit_a_multiprocessor_as_the_tile_says(mode: Mode, n: int, package: Path) -> None:
     """Within the registers that leaves each thread, backward kernels spill next to nothing: by rule and as measured."""
-    instance = _instance(mode, n)
+    instance = instance_of(mode, n)
     tiles = dict(instance.tiles)
     for tile in {instance.tile, tiles[SM_90.name].large}:
         compiled = compile_kernel(kernel_of(package, mode, tile.pipeline), instance, n, SM_90, tile.pipeline, tile)
@@ -299,12 +240,8 @@ def test_as_many_programs_fit_a_multiprocessor_as_the_tile_says(mode: Mode, n: i
 
 
 def test_fp8_is_converted_by_instruction_where_there_is_one(package: Path) -> None:
-    mode = next(
-        instance.mode
-        for instance in INSTANCES
-        if instance.mode.dtype_out is DType.FP8_E4M3FN and instance.mode.rounding is Rounding.NEAREST
-    )
-    instance = _instance(mode, 4096)
+    mode = Mode(Norm.LAYER, DType.BF16, DType.FP8_E4M3FN, fquant=FusedQuant.DYNAMIC)
+    instance = instance_of(mode, 4096)
     texts = {
         target.name: compile_kernel(kernel_of(package, mode, instance.tile.pipeline), instance, 4096, target).asm["ptx"]
         for target in TARGETS

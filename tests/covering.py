@@ -1,0 +1,124 @@
+"""Few rows that stand for many: what any row of a space has in `strength` columns together, one of the few has.
+
+What a space leaves out is found by looking at it, so nobody lists its rules a second time: `legal_modes` says which
+modes there are, and an axis that `Mode` gains is covered without a word here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
+from importlib.util import find_spec
+from itertools import combinations
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from normforge.codegen.model import Mode
+
+from . import thorough
+
+T = TypeVar("T")
+
+_Columns = tuple[int, ...]
+# For each combination of some columns' values, by their places: whether a row has it.
+_Seen = npt.NDArray[np.bool_]
+
+
+def axes_of(mode: Mode) -> tuple[Any, ...]:
+    """A mode as the first columns of a row."""
+    return tuple(getattr(mode, field.name) for field in fields(Mode))
+
+
+def covering(space: Sequence[T], columns: Callable[[T], tuple[Any, ...]], strength: int) -> list[T]:
+    """Members of a space that together have every combination of `strength` columns that any member has.
+
+    Args:
+        space: every legal member.
+        columns: a member's values, hashable and as many for each; no two members have all the same.
+        strength: 2 for pairs, 3 for triples.
+    """
+    # Here, because nothing that runs on a GPU alone needs it.
+    from covertable import make
+
+    table = _Table([columns(member) for member in space])
+    by_row = dict(zip(map(tuple, table.rows.tolist()), space, strict=True))
+    rules = list(table.rules())
+    # The last rule is all there is to know, and doubles the time: no rule of `Mode` is about more than three axes.
+    for known in (rules[:-1], rules):
+        rows = make(
+            [list(range(size)) for size in table.sizes],
+            strength=strength,
+            constraints=[_constraint(*rule) for rule in known],
+        )
+        if all(tuple(row) in by_row for row in rows):
+            break
+    return [by_row[tuple(row)] for row in rows]
+
+
+def uncovered(
+    space: Sequence[T], columns: Callable[[T], tuple[Any, ...]], chosen: Sequence[T], strength: int
+) -> list[tuple[Any, ...]]:
+    """Every combination of `strength` columns that a member of a space has and none of the chosen has."""
+
+    def combinations_of(members: Sequence[T]) -> set[tuple[Any, ...]]:
+        rows = [tuple(enumerate(columns(member))) for member in members]
+        return {combination for row in rows for combination in combinations(row, strength)}
+
+    return sorted(combinations_of(space) - combinations_of(chosen), key=repr)
+
+
+def parametrize(
+    metafunc: pytest.Metafunc,
+    name: str,
+    first: Callable[[], Iterable[T]],
+    rest: Callable[[], Iterable[T]],
+    ids: Callable[[T], str],
+) -> None:
+    """Give a test the first cases, and the rest as thorough ones; neither is listed for a run that does not want it."""
+    if find_spec("covertable") is None:
+        missing = pytest.mark.skip(reason="covertable, which lists the cases, is missing: pip install '.[test]'")
+        metafunc.parametrize(name, [pytest.param(None, marks=missing)])
+        return
+    quick = dict.fromkeys(first())
+    more = (case for case in rest() if case not in quick) if thorough.is_asked_for(metafunc.config) else ()
+    cases = [pytest.param(case, id=ids(case)) for case in quick]
+    cases += [pytest.param(case, id=ids(case), marks=thorough.THOROUGH) for case in more]
+    metafunc.parametrize(name, cases)
+
+
+class _Table:
+    """A space as an array: each value by its place among its column's."""
+
+    def __init__(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        values = [dict.fromkeys(column) for column in zip(*rows, strict=True)]
+        places = [{value: place for place, value in enumerate(column)} for column in values]
+        self.sizes = [len(column) for column in values]
+        self.rows = np.array([[place[value] for place, value in zip(places, row, strict=True)] for row in rows])
+
+    def rules(self) -> Iterator[tuple[_Columns, _Seen]]:
+        """What rows may have in two columns together, in three where two do not say it, and in all."""
+        every = range(len(self.sizes))
+        pairs = {pair: self._seen(pair) for pair in combinations(every, 2)}
+        yield from ((pair, seen) for pair, seen in pairs.items() if not seen.all())
+        for i, j, k in combinations(every, 3):
+            seen = self._seen((i, j, k))
+            if (seen != pairs[i, j][:, :, None] & pairs[i, k][:, None, :] & pairs[j, k][None, :, :]).any():
+                yield (i, j, k), seen
+        yield tuple(every), self._seen(tuple(every))
+
+    def _seen(self, columns: _Columns) -> _Seen:
+        seen = np.zeros([self.sizes[column] for column in columns], dtype=np.bool_)
+        seen[tuple(self.rows[:, column] for column in columns)] = True
+        return seen
+
+
+def _constraint(columns: _Columns, seen: _Seen) -> dict[str, Any]:
+    """A rule as covertable takes it."""
+    return {
+        "operator": "fn",
+        "requires": list(columns),
+        "evaluate": lambda row: bool(seen[tuple(row[column] for column in columns)]),
+    }

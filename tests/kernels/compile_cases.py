@@ -1,0 +1,121 @@
+"""Which kernels are compiled for which GPU.
+
+Each of the table's, for one architecture and, where there is time, for all. Of all legal modes a covering array: any
+two values that axes, kernels and architectures have together are compiled together somewhere, and, where there is time,
+any three. NORMFORGE_ALL_TARGETS=1 asks for each kernel of each legal mode for each architecture.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import normforge
+from normforge.codegen.model import Direction, Mode, Part, Pipeline, Tile, legal_modes
+from normforge.kernels.tile_choice import window_tile
+
+from ..covering import axes_of, covering
+from .compilation import TARGETS, Target, instance_of
+
+# For each kernel a row length that takes it by rule, and leaves a ragged chunk to mask.
+LENGTHS: dict[Pipeline | Part, int] = {
+    Pipeline.ROWS: 100,
+    Pipeline.ONE_PASS: 1900,
+    Part.WINDOW: 1901,
+    Pipeline.TWO_PASS: 20000,
+    Part.ROW_TERMS: 20000,
+    # Only measured tables take it; these are tiles that an H200 prefers, and the last slice is ragged.
+    Pipeline.SPREAD: 70000,
+}
+SPREAD_TILES = {
+    Direction.FORWARD: Tile(Pipeline.SPREAD, rows=1, block=512, warps=2, resident=4, held=8, stages=3),
+    Direction.BACKWARD: Tile(Pipeline.SPREAD, rows=4, block=1024, warps=4, resident=3),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel of a mode, compiled for a target."""
+
+    mode: Mode
+    part: Pipeline | Part
+    target: Target
+
+    @property
+    def name(self) -> str:
+        """The kernel's and the architecture's."""
+        return f"{self.mode.kernel(self.part)}-{self.target.name}"
+
+    @property
+    def n(self) -> int:
+        """How long its rows are."""
+        return LENGTHS[self.part]
+
+    @property
+    def tile(self) -> Tile:
+        """How it runs: as the rule for any architecture says, with many rows."""
+        if self.part is Pipeline.SPREAD:
+            return SPREAD_TILES[self.mode.direction]
+        tile = instance_of(self.mode, self.n).tile
+        return window_tile(self.mode, tile, self.n, few=False) if self.part is Part.WINDOW else tile
+
+
+def columns(case: Case) -> tuple[Any, ...]:
+    """A case as a row of the space that arrays cover."""
+    return (*axes_of(case.mode), case.part, case.target.name)
+
+
+def parts_of(mode: Mode) -> Iterator[Pipeline | Part]:
+    """Every kernel of a mode's module."""
+    yield from mode.pipelines
+    if mode.is_backward:
+        yield Part.ROW_TERMS
+    if mode.has_window:
+        yield Part.WINDOW
+
+
+@cache
+def every_case() -> tuple[Case, ...]:
+    """The whole space: each kernel of each legal mode, for each architecture that has it."""
+    return tuple(
+        Case(mode, part, target)
+        for mode in legal_modes()
+        for part in parts_of(mode)
+        for target in TARGETS
+        if target.has(part)
+    )
+
+
+@cache
+def array(strength: int) -> tuple[Case, ...]:
+    """The covering array of so many columns together."""
+    return tuple(covering(every_case(), columns, strength))
+
+
+@cache
+def of_the_table() -> tuple[Case, ...]:
+    """Each kernel of each mode of the loaded table, for each architecture."""
+    modes = {entry.mode for entry in normforge.instances()}
+    return tuple(case for case in every_case() if case.mode.name in modes)
+
+
+def in_turn(cases: Sequence[Case]) -> Iterator[Case]:
+    """Each kernel for one architecture: they take turns."""
+    by_kernel: dict[str, list[Case]] = {}
+    for case in cases:
+        by_kernel.setdefault(case.mode.kernel(case.part), []).append(case)
+    for turn, same in enumerate(by_kernel.values()):
+        yield same[turn % len(same)]
+
+
+def quick() -> tuple[Case, ...]:
+    """What is compiled first."""
+    return (*array(2), *in_turn(of_the_table()))
+
+
+def thorough() -> tuple[Case, ...]:
+    """What is compiled where there is time, what came first among it."""
+    return every_case() if os.environ.get("NORMFORGE_ALL_TARGETS") == "1" else (*array(3), *of_the_table())

@@ -1,0 +1,86 @@
+"""Modes that the table lacks too, in each pipeline, against the fp64 oracle: any two of an array, any three with time.
+
+A mode that is not in the table is generated on demand, as a call's would be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+
+from normforge.codegen.model import Mode, Part, Pipeline, Tile, legal_modes
+from normforge.selection import dispatch
+from normforge.selection.table import RetiledTable
+
+from ..covering import axes_of, covering, parametrize, uncovered
+from ..thorough import THOROUGH
+from .gradients import GradientProblem
+from .problems import Problem, mixed_dtypes
+
+# For each kernel a row of a few chunks, the last of them ragged, and the tile that takes it so. Rows of odd length
+# start anywhere; row_terms runs ahead of two_pass.
+CALLS: dict[Pipeline | Part, tuple[int, Tile]] = {
+    Pipeline.ROWS: (100, Tile(Pipeline.ROWS, 4, 128, 1)),
+    Pipeline.ONE_PASS: (600, Tile(Pipeline.ONE_PASS, 1, 256, 1)),
+    Pipeline.TWO_PASS: (600, Tile(Pipeline.TWO_PASS, 1, 256, 1)),
+    Part.WINDOW: (601, Tile(Pipeline.ONE_PASS, 1, 256, 1)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel of a mode that is run."""
+
+    mode: Mode
+    part: Pipeline | Part
+
+    @property
+    def name(self) -> str:
+        """The kernel's."""
+        return self.mode.kernel(self.part)
+
+
+def columns(case: Case) -> tuple[Any, ...]:
+    return (*axes_of(case.mode), case.part)
+
+
+@cache
+def every_case() -> tuple[Case, ...]:
+    """In the interpreter programs cannot wait for one another, so that `spread` is left out."""
+    return tuple(
+        Case(mode, part)
+        for mode in legal_modes()
+        for part in CALLS
+        if part in mode.pipelines or (part is Part.WINDOW and mode.has_window)
+    )
+
+
+@cache
+def array(strength: int) -> tuple[Case, ...]:
+    return tuple(covering(every_case(), columns, strength))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give the arrays to the test that runs them."""
+    if "case" in metafunc.fixturenames:
+        parametrize(metafunc, "case", lambda: array(2), lambda: array(3), lambda case: case.name)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_mode(case: Case, device: str) -> None:
+    mode, (n, tile) = case.mode, CALLS[case.part]
+    entry = dispatch.find(mode, n)
+    shape, dtypes = (2 * tile.rows + 1, n), mixed_dtypes(mode, len(mode.name))
+    problem = (GradientProblem if mode.is_backward else Problem)(mode, shape, dtypes=dtypes)
+    with dispatch.using(RetiledTable(dispatch.loaded(), entry, tile)):
+        problem.check(device)
+
+
+@pytest.mark.parametrize("strength", [2, pytest.param(3, marks=THOROUGH)])
+def test_arrays_cover_what_they_say(strength: int) -> None:
+    """Any two, or three, values that axes and kernels have together in a legal mode."""
+    assert uncovered(every_case(), columns, array(strength), strength) == []
+    assert len(array(strength)) < len(every_case()) / 20

@@ -1,0 +1,55 @@
+"""A covering array has every combination that its space has, whatever the space leaves out."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from itertools import product
+
+import pytest
+
+from normforge.codegen.axes import AXES
+from normforge.codegen.model import Mode, legal_modes
+
+from .covering import axes_of, covering, uncovered
+from .thorough import THOROUGH
+
+MODES = tuple(legal_modes())
+
+
+@pytest.mark.parametrize("strength", [2, pytest.param(3, marks=THOROUGH)])
+def test_every_legal_combination_of_axes_is_in_a_few_modes(strength: int) -> None:
+    array = covering(MODES, axes_of, strength)
+    assert uncovered(MODES, axes_of, array, strength) == []
+    assert len(array) < len(MODES) / 20
+
+
+def test_what_is_uncovered_is_found() -> None:
+    array = covering(MODES, axes_of, 2)
+    assert uncovered(MODES, axes_of, array[1:], 2)
+    assert uncovered(MODES, axes_of, MODES[:1], 2)
+
+
+def test_each_axis_is_a_column() -> None:
+    assert {field.name for field in fields(Mode)} == {axis.name for axis in AXES}
+    assert len(axes_of(MODES[0])) == len(AXES)
+
+
+@pytest.mark.parametrize(
+    "is_legal",
+    [
+        lambda row: True,
+        # Rules of two, of three and of four columns, and one by which a column has a single partner.
+        lambda row: row[0] != row[1],
+        lambda row: (row[0] + row[1] + row[2]) % 3 != 0,
+        lambda row: sum(row[:4]) % 2 == 0,
+        lambda row: row[4] == 0 or (row[0], row[1]) == (2, 1),
+    ],
+    ids=["all", "two", "three", "four", "one_partner"],
+)
+@pytest.mark.parametrize("strength", [2, 3])
+def test_rules_of_any_number_of_columns(is_legal: object, strength: int) -> None:
+    assert callable(is_legal)
+    space = [row for row in product(range(3), range(3), range(3), range(2), range(2)) if is_legal(row)]
+    array = covering(space, lambda row: row, strength)
+    assert set(array) <= set(space)
+    assert uncovered(space, lambda row: row, array, strength) == []
