@@ -164,7 +164,7 @@ def sums_of_four(tile, ROW_ALIGNMENT: tl.constexpr):
     columns: tl.constexpr = tile.shape[1]
     if columns < LONG:
         sums = tile
-    elif ROW_ALIGNMENT % FOUR == 0:
+    elif ROW_ALIGNMENT >= FOUR:  # a power of two
         sums = tl.sum(tl.reshape(tile, (rows, columns // FOUR, FOUR)), axis=2)
     else:
         sums = tl.sum(tl.reshape(tile, (rows, FOUR, columns // FOUR)), axis=1)
