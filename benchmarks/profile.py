@@ -22,8 +22,8 @@ import torch
 from tabulate import tabulate
 from torch import profiler
 
+from normforge.kernels.gpu import target_of
 from normforge.kernels.obtain import obtain, obtained
-from normforge.kernels.target import target_of
 from normforge.tools.machine import Machine, find_machine
 from normforge.tools.timing import FLUSH_BYTES
 

@@ -21,7 +21,7 @@ from statistics import median
 from tabulate import tabulate
 
 from normforge.errors import DeviceError
-from normforge.kernels.architecture import architecture
+from normforge.kernels.gpu import architecture
 from normforge.tools.machine import find_machine
 
 from .cli import RESULTS

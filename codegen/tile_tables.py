@@ -27,7 +27,7 @@ _DOCUMENT = DocumentKind(
     "measure one with normforge tune --out FILE",
     TileTableError,
 )
-# As `architecture` in runtime/kernels/architecture.py names them.
+# As `architecture` in runtime/kernels/gpu.py names them.
 _ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}|gfx[0-9a-f]{3,4}")
 _CLASS_OF = {kind.name: kind for kind in CLASSES}
 _PIPELINES = tuple(pipeline.value for pipeline in Pipeline)

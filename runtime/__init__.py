@@ -6,12 +6,13 @@
 """
 
 from . import errors, reference
+from . import operators as operators
 from ._version import __version__
 from .ahead_of_time.compile_keys import compile_keys
 from .ahead_of_time.warmup import warmup
 from .calls.api import layernorm2d_fwd, rmsnorm2d_fwd, which
+from .calls.backend import backend
 from .calls.outputs import LayerNormOutput
-from .kernels.backends import backend
 from .kernels.binaries import load_aot
 from .nn.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from .nn.modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm

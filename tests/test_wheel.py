@@ -157,7 +157,7 @@ def test_kernels_are_compiled_ahead_of_time_and_read_again(installed: Installed,
     code = """
 import normforge, triton.compiler.compiler as compiler
 from normforge.kernels import binaries
-from normforge.kernels.target import named_target
+from normforge.kernels.gpu import named_target
 compiler.compile = None  # Calling it now fails.
 normforge.load_aot("kernels")
 for key in normforge.compile_keys([512], ["ln_fwd_bf16"], arch="sm_90"):

@@ -8,8 +8,7 @@ from pathlib import Path
 from ..ahead_of_time.build import build
 from ..codegen.command import Parser
 from ..errors import AotError
-from ..kernels.kernels import interpreting
-from ..kernels.target import ARCHITECTURES, named_target
+from ..kernels.gpu import ARCHITECTURES, interpreting, named_target
 from .compile_options import add_key_arguments, keys_for
 
 _DESCRIPTION = """\

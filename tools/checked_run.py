@@ -13,7 +13,7 @@ from .. import reference
 from ..calls import api, backward
 from ..calls.outputs import LayerNormOutput, NormGradients
 from ..codegen.model import Norm
-from ..kernels.architecture import architecture
+from ..kernels.gpu import architecture
 from ..selection import dispatch
 from ..selection.table import Entry
 from .compare import Finding, compare, compare_gradients

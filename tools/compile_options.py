@@ -16,8 +16,8 @@ from ..codegen.axes import SAME
 from ..codegen.model import INPUT_DTYPES, Mode
 from ..dtypes import TORCH_DTYPES
 from ..errors import MissingInstanceError
+from ..kernels.gpu import Target
 from ..kernels.key import KernelKey
-from ..kernels.target import Target
 from ..selection import dispatch
 
 ABSENT = "none"

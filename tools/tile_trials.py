@@ -15,7 +15,7 @@ import torch
 from ..codegen.candidates import candidates
 from ..codegen.model import Bucket, Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Tile
 from ..codegen.tiling import Load, TileClass
-from ..kernels.architecture import architecture
+from ..kernels.gpu import architecture
 from ..selection import dispatch, on_demand
 from ..selection.table import Entry, RetiledTable
 from .checked_run import Run, prepare

@@ -20,7 +20,7 @@ from ..codegen.model import Bucket, Tile, Tiles
 from ..codegen.tile_tables import TileTable
 from ..codegen.tiling import CLASSES, TileClass, standard_ladder
 from ..errors import DeviceError
-from ..kernels.architecture import architecture
+from ..kernels.gpu import architecture
 from .machine import Machine, find_machine
 from .tile_trials import Case, Outcome, Sizes, Trial, compile_all, decide
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from .._version import __version__
 from ..errors import AotError
 from ..kernels.binaries import INDEX, Folder, Row, read, source_digest, triton_version, write
+from ..kernels.gpu import Target
 from ..kernels.obtain import compile_for
-from ..kernels.target import Target
 from .compile_keys import CompileKey
 from .parallel import for_each
 

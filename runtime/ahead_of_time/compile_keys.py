@@ -20,9 +20,9 @@ from ..calls.plan import Plan
 from ..codegen.axes import SAME
 from ..codegen.model import Mode, legal_modes
 from ..errors import ConflictError, DeviceError, MissingInstanceError, ShapeError
+from ..kernels.gpu import Target, named_target, target_of
 from ..kernels.key import MOST_ROWS_IN_I32, KernelKey
 from ..kernels.launcher import Launcher
-from ..kernels.target import Target, named_target, target_of
 from ..selection import dispatch
 from .stand_ins import FEW, MANY, MOST, Deployment, Kind, plans
 

@@ -19,7 +19,7 @@ from ..codegen.parameters import BACKWARD, FAMILIES, Parameter
 from ..codegen.parameters import Kind as Shape
 from ..dtypes import FLOATS, TORCH_DTYPES
 from ..errors import ConflictError, ShapeError
-from ..kernels.target import Target
+from ..kernels.gpu import Target
 from ..mode_arguments import arguments_of
 
 # What `compile_keys` takes for a tensor's type: a dtype, x's, or, where a tensor may be left out, that it is.

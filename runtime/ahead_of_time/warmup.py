@@ -9,9 +9,8 @@ import torch
 
 from ..codegen.model import Mode
 from ..errors import ConflictError
-from ..kernels.kernels import on_device
+from ..kernels.gpu import on_device, target_of
 from ..kernels.obtain import obtain
-from ..kernels.target import target_of
 from .compile_keys import CompileKey, compile_keys, gpu
 from .parallel import for_each
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ..codegen.model import FusedAdd, FusedQuant, Norm, Rounding
-from ..kernels.backends import backend
 from ..mode_words import word
 from ..selection import dispatch
 from .arguments import prepare, refuse_gradient
+from .backend import backend
 from .forward import forward_fused, forward_plain
 from .operands import ZERO, Foreign
 from .outputs import LayerNormOutput

@@ -21,8 +21,8 @@ from ..errors import (
     ShapeError,
     TransformError,
 )
-from ..kernels.backends import has_tangent, jit_tracing
 from ..mode_words import word
+from ..upstream.torch_internals import has_tangent, jit_tracing
 from .overlap import REPLACEABLE, spoils
 
 _NOT_DIFFERENTIABLE = (

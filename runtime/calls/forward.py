@@ -15,9 +15,10 @@ import torch
 from torch.autograd import forward_ad
 
 from ..codegen.model import FusedAdd, FusedQuant, Norm, Rounding
-from ..kernels.kernels import require_device
+from ..kernels.gpu import require_device
 from ..selection import dispatch
 from ..upstream.torch_allocator import contiguous_strides
+from ..upstream.torch_dynamo import eager_only
 from .arguments import LARGEST_FP32, Call, prepare, refuse_gradient
 from .launch import make_output, run
 from .operands import (
@@ -50,6 +51,7 @@ _OPERANDS = ("x", "x_bias", "residual", "weight", "bias", "smooth_scale")
 _ABSENT = (0, None)
 
 
+@eager_only
 def forward_plain(
     norm: str,
     x: torch.Tensor,
@@ -180,6 +182,7 @@ def forward_plain(
     return _first(call, key, packed)
 
 
+@eager_only
 def forward_fused(
     norm: str,
     x: torch.Tensor,

@@ -12,10 +12,10 @@ import torch
 from ..codegen.model import Direction, FusedAdd, Mode, Norm, Tile
 from ..dtypes import DTYPES
 from ..kernels import pipelines
+from ..kernels.gpu import Target, target_of
 from ..kernels.key import MOST_ROWS_IN_I32, integer_type, pointer_type, row_count_type
 from ..kernels.launcher import Launcher
 from ..kernels.pipelines import row_alignment
-from ..kernels.target import Target, target_of
 from ..kernels.tile_choice import choose, staged
 from ..selection import dispatch
 from ..upstream.torch_allocator import allocator

@@ -10,10 +10,11 @@ import torch
 from torch.autograd import forward_ad
 
 from ..codegen.model import Norm
-from ..kernels.kernels import require_device
+from ..kernels.gpu import require_device
 from ..kernels.pipelines import new_exchange
 from ..selection import dispatch
 from ..upstream.torch_allocator import contiguous_strides
+from ..upstream.torch_dynamo import eager_only
 from .gradient_arguments import GradientCall, check, refuse_gradient
 from .gradient_plan import INPUTS, SUMS, GradientPlan
 from .launch import make_output
@@ -41,6 +42,7 @@ _OPERANDS = ("dy", "x", "x_bias", "weight", "mean", "rstd", "dresidual_out")
 Tensors = tuple["torch.Tensor | None", ...]
 
 
+@eager_only
 def backward(
     norm: str,
     dy: torch.Tensor | None,

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import DTypeError, LayoutError
-from ..kernels.backends import sees_operators
 from ..kernels.key import ALIGNMENT
 from .arguments import LARGEST_FP32
+from .backend import sees_operators
 
 T = TypeVar("T")
 

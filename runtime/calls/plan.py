@@ -10,10 +10,10 @@ import torch
 from ..codegen.model import DType
 from ..dtypes import TORCH_DTYPES
 from ..kernels import pipelines
+from ..kernels.gpu import Target, target_of
 from ..kernels.key import MOST_ROWS_IN_I32, pointer_type, row_count_type
 from ..kernels.launcher import Launcher
 from ..kernels.pipelines import row_alignment
-from ..kernels.target import Target, target_of
 from ..kernels.tile_choice import choose, takes_window, window_tile
 from ..selection import dispatch
 from ..upstream.torch_allocator import allocator

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from itertools import compress, product
 from typing import Any
 
@@ -13,22 +12,25 @@ from torch.compiler import is_dynamo_compiling
 
 from ..codegen.model import Norm
 from ..errors import TransformError
-from ..kernels.backends import dispatch_modes, intercepted, transforming
-from ..nn import torch_instead
-from ..operators import registered
 from ..selection import dispatch
+from ..upstream.torch_dynamo import eager_only
+from ..upstream.torch_internals import dispatch_modes, transforming
+from . import torch_instead
+from .backend import intercepted
 from .double_backward import refuse_double_backward
 from .forward import forward_fused, forward_plain
 from .gradients import backward
 from .operands import PLAIN, UNREADABLE, ZERO, Unlike, resolved
 from .outputs import LayerNormOutput, packed_of, unpacked
 from .rows import as_rows, walkable
+from .traced import operator, result_dtype
 
 # What a forward pass is told besides its tensors: the norm's word, eps, y's dtype (None for x's), and whether it is one
 # of the calls known before.
 _Told = tuple[str, float, "torch.dtype | None", bool]
 
 
+@eager_only
 def normalise_known(
     norm: str,
     x: torch.Tensor,
@@ -57,7 +59,7 @@ def normalise_known(
         recorded = torch.is_grad_enabled() and (x.requires_grad or _any_requires_gradient(x, weight, bias, residual))
     except UNREADABLE:
         return None
-    told = (norm, eps, _result_dtype(norm, x) if torch.is_autocast_enabled("cuda") else None, True)
+    told = (norm, eps, result_dtype(norm, x) if torch.is_autocast_enabled("cuda") else None, True)
     try:
         if not recorded:
             return _launch(told, False, x, weight, bias, residual)[:2]
@@ -73,6 +75,7 @@ def normalise_known(
 _SHAPES = frozenset((tuple, torch.Size, list))
 
 
+@eager_only
 def normalise(
     norm: Norm,
     x: torch.Tensor,
@@ -106,7 +109,7 @@ def normalise(
         None if bias is None else bias.flatten().contiguous(),
         None if residual is None else as_rows(residual, len(shape)),
     )
-    told = (norm.value, eps, out_dtype or _result_dtype(norm.value, x), False)
+    told = (norm.value, eps, out_dtype or result_dtype(norm.value, x), False)
     total: torch.Tensor | None = None
     if not (torch.is_grad_enabled() and _any_requires_gradient(*rows)):
         y, total = _launch(told, False, *rows)[:2]
@@ -158,25 +161,13 @@ def _launch_operator(
     parameters = (bias, eps) if norm == "layer" else (eps, ZERO)
     fadd = "none" if residual is None else "pre_add_store"
     modes = (residual, fadd, None, "none", None, out_dtype, torch.float32, save_mv, "nearest")
-    y, *others = registered.FORWARD[norm](x, weight, *parameters, *modes)
+    y, *others = operator(norm, "fwd")(x, weight, *parameters, *modes)
     total = None if residual is None else others.pop(0)
     return LayerNormOutput(y, total, None, None, packed_of(*others) if save_mv else None)
 
 
-def _result_dtype(norm: str, x: torch.Tensor) -> torch.dtype | None:
-    # Where torch's operator would be given x in fp32, the kernel reads it as it is and returns the same numbers.
-    return torch.float32 if torch.is_autocast_enabled("cuda") and x.is_cuda and autocasts(norm) else None
-
-
 def _unflattened(rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return rows if len(shape) == 1 else rows.view(*rows.shape[:-1], *shape)
-
-
-@cache
-def autocasts(norm: str) -> bool:
-    """Whether autocast runs torch's operator in fp32 on a GPU; none does on a CPU."""
-    # Asked of torch, because releases differ: 2.11 does so with layer_norm alone, 2.13 with rms_norm too.
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{norm}_norm", "AutocastCUDA"))
 
 
 class _Normalise(torch.autograd.Function):
@@ -318,7 +309,7 @@ def gradients_by_operator(
     )
     shared = (dx_dtype, bias_dtype) if norm == "layer" else (dx_dtype,)
     found = iter(
-        registered.BACKWARD[norm](
+        operator(norm, "bwd")(
             walkable(dy),
             x,
             weight,

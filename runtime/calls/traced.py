@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,25 +17,24 @@ from torch.compiler import is_dynamo_compiling
 
 from ..codegen.model import FusedAdd, FusedQuant, Norm, Rounding
 from ..dtypes import TORCH_DTYPES
-from ..kernels.backends import dispatch_modes, intercepted, jit_tracing
-from ..operators import registered
-from ..upstream.torch_dynamo import eager_only
+from ..upstream.torch_dynamo import constant_in_traces
+from ..upstream.torch_internals import dispatch_modes, jit_tracing
 from . import gradient_arguments
-from .arguments import refuse_gradient
-from .forward import forward_fused, forward_plain
-from .gradients import backward
+from .arguments import Call, prepare, refuse_gradient
+from .backend import intercepted
 from .outputs import LayerNormOutput, NormGradients
-from .recorded import autocasts, normalise, normalise_known
 from .rows import as_rows
 
 __all__ = [
     "backward_traced",
+    "checked",
     "dispatch_modes",
     "forward_traced",
     "intercepted",
     "is_dynamo_compiling",
     "keeps_for_recomputation",
     "normalise_traced",
+    "operator",
     "result_dtype",
     "unrecorded",
 ]
@@ -57,6 +57,56 @@ def _paused() -> Iterator[None]:
         inner._set_tracing_state(state)
 
 
+_NAMES = {"layer": "layernorm2d", "rms": "rmsnorm2d"}
+
+
+def operator(norm: str, does: str) -> Any:
+    """A norm's operator, which `operators` registers: "fwd", "fwd_into", which writes where it is told, or "bwd"."""
+    return getattr(torch.ops.normforge, f"{_NAMES[norm]}_{does}").default
+
+
+def checked(
+    norm: str,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    residual: torch.Tensor | None,
+    fadd: str | int | FusedAdd,
+    smooth_scale: torch.Tensor | None,
+    fquant: str | int | FusedQuant,
+    x_bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    scale_dtype: torch.dtype,
+    save_mv: bool,
+    rounding: str | Rounding,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> Call:
+    """A forward call whose tensors have no addresses, checked like any other; see `layernorm2d_fwd`."""
+    return prepare(
+        Norm(norm),
+        x,
+        weight,
+        bias,
+        eps=eps,
+        weight_offset=weight_offset,
+        residual=residual,
+        fadd=fadd,
+        smooth_scale=smooth_scale,
+        fquant=fquant,
+        x_bias=x_bias,
+        out_dtype=out_dtype,
+        scale_dtype=scale_dtype,
+        save_mv=save_mv,
+        rounding=rounding,
+        out=out,
+        residual_out=residual_out,
+        addressed=False,
+    )
+
+
 def forward_traced(
     norm: str,
     x: torch.Tensor,
@@ -77,7 +127,7 @@ def forward_traced(
     residual_out: torch.Tensor | None,
 ) -> LayerNormOutput:
     """What `forward_fused` is, as one operator; see `layernorm2d_fwd`. Overlap of outputs is not looked for."""
-    call = registered.checked(
+    call = checked(
         norm,
         x,
         weight,
@@ -105,7 +155,7 @@ def forward_traced(
         *(out_dtype, scale_dtype, mode.save_mv, mode.rounding.value),
     )
     if out is None and residual_out is None:
-        made = iter(registered.FORWARD[norm](*given))
+        made = iter(operator(norm, "fwd")(*given))
         return LayerNormOutput(
             y=next(made),
             residual_out=next(made) if mode.fadd.stores else None,
@@ -116,7 +166,7 @@ def forward_traced(
     y = x.new_empty(x.shape, dtype=TORCH_DTYPES[mode.dtype_out]) if out is None else out
     if residual_out is None and mode.fadd.stores and residual is not None:
         residual_out = residual.new_empty(x.shape)
-    y_scale, mean, rstd = registered.FORWARD_INTO[norm](*given, y, residual_out)
+    y_scale, mean, rstd = operator(norm, "fwd_into")(*given, y, residual_out)
     return LayerNormOutput(
         y=y,
         residual_out=residual_out,
@@ -149,7 +199,7 @@ def backward_traced(
     statistics = (mean, rstd) if norm == "layer" else (rstd, weight_offset)
     types = (dx_dtype, bias_dtype) if norm == "layer" else (dx_dtype,)
     given = (dy, x, weight, *statistics, x_bias, dresidual_out, *types, list(wants))
-    made = iter(registered.BACKWARD[norm](*given))
+    made = iter(operator(norm, "bwd")(*given))
     return NormGradients(*[next(made) if name in wants else None for name in NormGradients._fields])
 
 
@@ -163,7 +213,7 @@ def normalise_traced(
     eps: float,
     out_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What `autograd.normalise` is, as one operator and the views and copies before it."""
+    """What `recorded.normalise` is, as one operator and the views and copies before it."""
     rows = as_rows(x, len(shape))
     weight = None if weight is None else weight.flatten().contiguous()
     bias = None if bias is None else bias.flatten().contiguous()
@@ -174,31 +224,35 @@ def normalise_traced(
     )
     fadd = "none" if residual is None else "pre_add_store"
     out_dtype = out_dtype or result_dtype(norm.value, x)
-    y, *others = registered.FORWARD[norm.value](
+    y, *others = operator(norm.value, "fwd")(
         *given, residual, fadd, None, "none", None, out_dtype, torch.float32, recorded, "nearest"
     )
     return y.view(x.shape), None if residual is None else others[0].view(x.shape)
 
 
 def result_dtype(norm: str, x: torch.Tensor) -> torch.dtype | None:
-    """fp32 where autocast would give torch's operator x in it; None, x's own, anywhere else."""
-    return torch.float32 if x.is_cuda and torch.is_autocast_enabled("cuda") and _autocasts(norm) else None
+    """fp32 where autocast would give torch's operator x in it; None, x's own, anywhere else.
+
+    The kernel reads x as it is, and returns the same numbers.
+    """
+    return torch.float32 if torch.is_autocast_enabled("cuda") and x.is_cuda and _autocasts(norm) else None
+
+
+@constant_in_traces
+def _autocasts(norm: str) -> bool:
+    """Whether autocast runs torch's operator in fp32 on a GPU; none does on a CPU."""
+    return _registered_for_autocast(f"aten::{norm}_norm")
+
+
+@cache
+def _registered_for_autocast(name: str) -> bool:
+    # Asked of torch, because releases differ: 2.11 does so with layer_norm alone, 2.13 with rms_norm too.
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA"))
 
 
 def keeps_for_recomputation() -> bool:
     """Whether what a call keeps is compared with what it keeps when it is made again, as checkpoint does.
 
-    Any hook on saved tensors may be checkpoint's. `autograd.normalise` keeps the same tensors whoever sees operators.
+    Any hook on saved tensors may be checkpoint's. `recorded.normalise` keeps the same tensors whoever sees operators.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def _autocasts(norm: str) -> bool:
-    if is_dynamo_compiling():
-        from ..upstream import trace_constants
-
-        return trace_constants.autocasts(norm)
-    return autocasts(norm)
-
-
-eager_only(forward_plain, forward_fused, backward, normalise_known, normalise, *registered.ADAPTERS)

@@ -19,8 +19,8 @@ from typing import Any
 
 from ..errors import AotError
 from ..paths import contents, named, variable
+from .gpu import Target
 from .key import KernelKey
-from .target import Target
 
 # The layout of the index; one of another is refused.
 FORMAT = 1

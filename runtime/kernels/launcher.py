@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from operator import itemgetter
 from typing import Any
 
 import torch
 
+from ..errors import DeviceError
 from ..upstream import triton_launcher
+from ..upstream.torch_allocator import current_device
 from ..upstream.triton_launcher import Grid
-from .kernels import current_device, on_device, run_public, scale_warps
+from .gpu import Target, interpreting, on_device, scale_warps
 from .key import KernelKey, integer_type
 from .obtain import obtain
-from .target import Target
 
 
 class Launcher:
@@ -101,3 +104,37 @@ def _guarded(launch: triton_launcher.Launch, device: torch.device) -> triton_lau
                 launch(grid, values)
 
     return guarded
+
+
+# The interpreter rewrites triton.language for the time of a launch, and holds the program's place in the grid in a
+# global: of four threads' calls, one in twenty-five failed, and one in a hundred was wrong.
+_one_interpreted_launch = threading.Lock()
+
+
+def run_public(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Launch a kernel through Triton's public interface, on the current device and stream.
+
+    Args:
+        kernel: a `triton.JITFunction`.
+        grid: programs in each dimension.
+        arguments: what the kernel takes, in order.
+        options: num_warps, and what else the compiler is told.
+
+    Raises:
+        DeviceError: tensors are on the CPU, and the interpreter was turned on too late.
+    """
+    if not interpreting():
+        kernel[grid](*arguments, **options)
+        return
+    if not _is_interpreted(kernel):
+        raise DeviceError("TRITON_INTERPRET=1 was set after triton was imported; set it before the program starts")
+    with _one_interpreted_launch:
+        kernel[grid](*arguments, **options)
+
+
+@cache
+def _is_interpreted(kernel: Any) -> bool:
+    from triton import language
+
+    # Triton reads the variable twice: for its own library when it is imported, and for a kernel when that is.
+    return all(hasattr(function, "rewrite") for function in (kernel, language.sum))

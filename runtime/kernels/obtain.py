@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 from ..errors import FrozenError, SettingError
 from ..upstream import triton_hashes
 from . import binaries
+from .gpu import Target
 from .key import KernelKey
-from .target import Target
 
 _compiled: dict[tuple[KernelKey, int], Any] = {}
 _lock = threading.Lock()

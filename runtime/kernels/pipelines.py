@@ -14,7 +14,7 @@ from ..codegen.model import Mode, Part, Pipeline, Tile
 from ..codegen.tiling import WARP, power_of_two
 from ..upstream.torch_allocator import Empty
 from ..upstream.triton_launcher import Grid
-from .target import Target
+from .gpu import Target
 
 # Elements that a thread moves at once where rows start anywhere: 16 bytes of the 16-bit types.
 VECTOR = 8

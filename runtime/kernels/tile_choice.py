@@ -9,8 +9,8 @@ from ..codegen.model import Mode, Norm, Pipeline, Tile
 from ..codegen.staging import most_stages
 from ..codegen.tiling import WARP
 from ..errors import DeviceError
+from .gpu import Target
 from .pipelines import REGISTERS, VECTOR, column_blocks, row_of
-from .target import Target
 
 
 def choose(mode: Mode, tiles: Iterable[Tile], n: int, target: Target) -> Tile:

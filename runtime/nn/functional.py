@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..calls import recorded
+from ..calls import recorded, torch_instead
 from ..calls.arguments import check_tensor
+from ..calls.backend import backend, left_to_torch
 from ..calls.operands import PLAIN
 from ..calls.rows import check
 from ..calls.traced import (
@@ -22,8 +23,6 @@ from ..calls.traced import (
     unrecorded,
 )
 from ..codegen.model import Norm
-from ..kernels.backends import backend, left_to_torch
-from . import torch_instead
 
 # What torch.nn.functional.rms_norm adds where eps is None: it computes 16-bit inputs in fp32, as the kernels do.
 DEFAULT_EPS = torch.finfo(torch.float32).eps

@@ -1,1 +1,3 @@
-"""torch.ops.normforge, what a traced call becomes, with gradients. Stands on calls/."""
+"""torch.ops.normforge, what a traced call becomes, with gradients; importing it registers them. Stands on calls/."""
+
+from . import registered as registered

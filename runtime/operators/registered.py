@@ -21,14 +21,16 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from ..calls.arguments import Call, prepare, refuse_gradient
+from ..calls.arguments import Call, refuse_gradient
 from ..calls.forward import forward_fused, forward_plain
 from ..calls.gradient_arguments import GradientCall, check
 from ..calls.gradients import backward
 from ..calls.operands import ZERO
 from ..calls.outputs import LayerNormOutput
-from ..codegen.model import FusedAdd, FusedQuant, Norm, Rounding
+from ..calls.traced import checked
+from ..codegen.model import Norm
 from ..dtypes import TORCH_DTYPES
+from ..upstream.torch_dynamo import eager_only
 from . import gradients
 
 _MODES = (
@@ -65,6 +67,7 @@ def _present(tensors: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
+@eager_only
 def _layer_forward(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -76,6 +79,7 @@ def _layer_forward(
     return run("layer", x, weight, bias, eps, ZERO, *modes)
 
 
+@eager_only
 def _rms_forward(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -138,48 +142,6 @@ def _per_row(output: LayerNormOutput) -> PerRow:
     return y_scale, mean, rstd
 
 
-def checked(
-    norm: str,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    residual: torch.Tensor | None,
-    fadd: str | int | FusedAdd,
-    smooth_scale: torch.Tensor | None,
-    fquant: str | int | FusedQuant,
-    x_bias: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    scale_dtype: torch.dtype,
-    save_mv: bool,
-    rounding: str | Rounding,
-    out: torch.Tensor | None = None,
-    residual_out: torch.Tensor | None = None,
-) -> Call:
-    """A forward call whose tensors have no addresses, checked like any other; see `layernorm2d_fwd`."""
-    return prepare(
-        Norm(norm),
-        x,
-        weight,
-        bias,
-        eps=eps,
-        weight_offset=weight_offset,
-        residual=residual,
-        fadd=fadd,
-        smooth_scale=smooth_scale,
-        fquant=fquant,
-        x_bias=x_bias,
-        out_dtype=out_dtype,
-        scale_dtype=scale_dtype,
-        save_mv=save_mv,
-        rounding=rounding,
-        out=out,
-        residual_out=residual_out,
-        addressed=False,
-    )
-
-
 def _outputs_like(call: Call) -> LayerNormOutput:
     """Tensors without data, of the shapes, strides and types that a call returns."""
     mode, x, residual = call.mode, call.x, call.residual
@@ -193,6 +155,7 @@ def _outputs_like(call: Call) -> LayerNormOutput:
     )
 
 
+@eager_only
 def _layer_backward(
     dy: torch.Tensor | None,
     x: torch.Tensor,
@@ -210,6 +173,7 @@ def _layer_backward(
     return run("layer", dy, x, weight, mean, rstd, False, ZERO, x_bias, dresidual_out, dx_dtype, bias_dtype, wants)
 
 
+@eager_only
 def _rms_backward(
     dy: torch.Tensor | None,
     x: torch.Tensor,
@@ -279,8 +243,6 @@ def _count_writes(name: str, operator: torch._ops.OpOverload[Any, Any]) -> None:
 _NAMES = {Norm.LAYER: "layernorm2d", Norm.RMS: "rmsnorm2d"}
 _ADAPT_FORWARD: dict[Norm, Callable[..., Any]] = {Norm.LAYER: _layer_forward, Norm.RMS: _rms_forward}
 _ADAPT_BACKWARD: dict[Norm, Callable[..., Any]] = {Norm.LAYER: _layer_backward, Norm.RMS: _rms_backward}
-
-ADAPTERS = (*_ADAPT_FORWARD.values(), *_ADAPT_BACKWARD.values())
 
 # By the norm's word.
 FORWARD = {

@@ -13,11 +13,13 @@ from functools import cache
 import torch
 
 from ..errors import TransformError
-from ..kernels.backends import transforming
-from ..kernels.kernels import current_device
+from .torch_internals import transforming
 
 # From sizes, strides and a dtype, sizes and strides being tuples and no `torch.Size`.
 Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+
+# The index of the current device, without asking each time whether CUDA was started.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 # In torch._C._dynamo.guards. It allocates on the current GPU, whichever that is.
 INNER = "_empty_strided_cuda"

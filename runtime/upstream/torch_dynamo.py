@@ -1,15 +1,27 @@
-"""Functions that TorchDynamo is to run as they are."""
+"""What TorchDynamo, which torch.compile reads programs with, is told of functions: by marks, at their definitions.
+
+torch.compiler has decorators for the same. Those import TorchDynamo, which takes a second, or wrap the function.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+F = TypeVar("F", bound=Callable[..., object])
 
-def eager_only(*functions: Callable[..., object]) -> None:
-    """Have TorchDynamo run functions, and all that they call, rather than compile them.
+
+def constant_in_traces(function: F) -> F:
+    """Have TorchDynamo take what a function returns for constant, rather than follow how it is found out."""
+    # All that torch.compiler.assume_constant_result does.
+    function.__dict__["_dynamo_marked_constant"] = True
+    return function
+
+
+def eager_only(function: F) -> F:
+    """Have TorchDynamo run a function, and all that it calls, rather than compile them.
 
     It follows none of them while it traces. But of a call that raised an error it gives up the frames, runs them
     from then on, and tries to compile what they call in turn, down to a launch. torch.compiler.disable says the same
@@ -17,9 +29,8 @@ def eager_only(*functions: Callable[..., object]) -> None:
     skips itself; that it does so in another way in some release costs no more than what is described above.
     """
     frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-    if not all(hasattr(frames, name) for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")):
-        return
-    skip = frames._FrameAction.SKIP
-    for function in functions:
+    if all(hasattr(frames, name) for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")):
+        skip = frames._FrameAction.SKIP
         # The frame itself, and the frames of what it calls.
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function

@@ -9,7 +9,7 @@ from itertools import product
 import torch
 
 from normforge.codegen.model import ANY, Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Pipeline, Tile
-from normforge.kernels.target import target_of
+from normforge.kernels.gpu import target_of
 from normforge.kernels.tile_choice import choose
 from normforge.selection import on_demand
 

@@ -15,7 +15,7 @@ import normforge
 from normforge.calls.backward import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.model import Mode, Part, Pipeline
 from normforge.dtypes import TORCH_DTYPES
-from normforge.kernels.kernels import interpreting
+from normforge.kernels.gpu import interpreting
 from normforge.selection import dispatch, on_demand
 from normforge.selection.table import Entry, RetiledTable
 

@@ -18,8 +18,8 @@ from benchmarks.errors import UsageError
 from benchmarks.inputs import Inputs
 from benchmarks.profile import Row, kernel_rows, spilled_bytes, table
 from normforge.kernels import obtain as obtaining
+from normforge.kernels.gpu import target_of
 from normforge.kernels.key import KernelKey
-from normforge.kernels.target import target_of
 from normforge.selection import dispatch
 from normforge.tools.machine import Machine
 

@@ -11,7 +11,7 @@ from typing import Any
 from normforge.codegen.model import DType, Instance, Mode, Part, Pipeline, Tile
 from normforge.codegen.tile_tables import tiles_of
 from normforge.codegen.tiling import LOAD_BYTES, WARP, standard_ladder
-from normforge.kernels.kernels import scale_warps
+from normforge.kernels.gpu import scale_warps
 from normforge.kernels.pipelines import row_alignment, row_of
 
 

@@ -7,8 +7,8 @@ import torch
 
 from normforge.calls.backward import rmsnorm2d_bwd
 from normforge.codegen.tiling import MOST_RESIDENT_WARPS
+from normforge.kernels.gpu import named_target
 from normforge.kernels.key import MOST_ROWS_IN_I32, row_count_type
-from normforge.kernels.target import named_target
 from normforge.selection import dispatch
 
 

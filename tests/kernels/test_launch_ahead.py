@@ -24,8 +24,8 @@ from normforge.codegen.model import (
     Tile,
     Tiles,
 )
+from normforge.kernels.gpu import named_target
 from normforge.kernels.obtain import compile_for
-from normforge.kernels.target import named_target
 
 from .compilation import TARGETS, Target, compile_kernel
 from .rendering import kernel_of

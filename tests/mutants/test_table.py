@@ -26,7 +26,7 @@ _RUNTIME = (
     "calls/recorded",
     "calls/traced",
     "kernels/binaries",
-    "kernels/kernels",
+    "kernels/gpu",
     "kernels/key",
     "kernels/launcher",
     "kernels/obtain",

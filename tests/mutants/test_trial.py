@@ -17,7 +17,7 @@ _OTHER = "tests/runtime/test_compiled.py::test_a_key_reads_as_a_call"
 _RIGHT = "return bits & -bits"
 
 
-def mutant(new: str, *tests: str, file: str = "runtime/kernels/kernels.py", old: str = _RIGHT) -> Mutant:
+def mutant(new: str, *tests: str, file: str = "runtime/kernels/pipelines.py", old: str = _RIGHT) -> Mutant:
     return Mutant("a-mutant", "row alignment", file, old, new, tests)
 
 

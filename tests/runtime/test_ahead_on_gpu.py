@@ -10,7 +10,7 @@ import torch
 
 import normforge
 from normforge.kernels import obtain as obtaining
-from normforge.kernels.architecture import architecture
+from normforge.kernels.gpu import architecture
 from normforge.selection import dispatch
 from normforge.upstream import triton_launcher
 

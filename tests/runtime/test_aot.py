@@ -20,8 +20,8 @@ from normforge.errors import AotError, FrozenError
 from normforge.kernels import binaries
 from normforge.kernels import obtain as obtaining
 from normforge.kernels.binaries import INDEX, Folder, read, source_digest, triton_version
+from normforge.kernels.gpu import named_target
 from normforge.kernels.obtain import compile_for, obtain
-from normforge.kernels.target import named_target
 from normforge.selection import dispatch
 from normforge.tools import cli
 

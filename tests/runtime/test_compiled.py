@@ -12,9 +12,9 @@ import torch
 
 from normforge.kernels import binaries
 from normforge.kernels import obtain as obtaining
+from normforge.kernels.gpu import named_target
 from normforge.kernels.key import POINTERS, KernelKey, integer_type, pointer_type
 from normforge.kernels.obtain import obtain
-from normforge.kernels.target import named_target
 
 KEY = KernelKey(
     "somewhere.ln_fwd_bf16:ln_fwd_bf16_rows",

@@ -13,9 +13,9 @@ from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
 from normforge.errors import FrozenError, SettingError
 from normforge.kernels import binaries as aot
 from normforge.kernels import obtain as obtaining
+from normforge.kernels.gpu import named_target
 from normforge.kernels.launcher import Launcher
 from normforge.kernels.obtain import compile_for, obtain
-from normforge.kernels.target import named_target
 from normforge.selection import dispatch
 from normforge.upstream import triton_launcher
 
@@ -103,7 +103,7 @@ def test_another_process_loads_it_too(cache: Path) -> None:
     code = """
 from normforge.kernels.compiled import compile_for
 from normforge.ahead_of_time.compile_keys import compile_keys
-from normforge.kernels.target import named_target
+from normforge.kernels.gpu import named_target
 for n in (64, 65):
     (key,) = compile_keys([n], ["rms_fwd_bf16"], arch="sm_90", rows=["few"])
     print(len(compile_for(key.key, key.function, named_target("sm_90")).asm["cubin"]) > 0)

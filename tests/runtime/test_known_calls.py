@@ -16,8 +16,8 @@ from normforge import errors
 from normforge.calls import forward, gradient_plan, gradients
 from normforge.calls.backward import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.calls.plan import Plan
+from normforge.kernels.gpu import Target
 from normforge.kernels.launcher import Launcher
-from normforge.kernels.target import Target
 from normforge.selection import dispatch
 
 from .calls import FORWARD, ORACLE, agree, each_norm, same_bits

@@ -8,7 +8,7 @@ import torch
 from normforge.codegen import model
 from normforge.codegen.model import Pipeline, Tile
 from normforge.kernels import pipelines
-from normforge.kernels.target import named_target
+from normforge.kernels.gpu import named_target
 from normforge.kernels.tile_choice import takes_window
 from normforge.upstream.torch_allocator import allocator
 

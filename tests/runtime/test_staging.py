@@ -10,7 +10,7 @@ import torch
 
 import normforge
 from normforge.codegen.model import Pipeline, Tile
-from normforge.kernels.target import Target, named_target
+from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.tile_choice import staged
 
 SM_90 = named_target("sm_90")

@@ -24,9 +24,10 @@ from normforge.errors import (
     ShapeError,
     TargetError,
 )
+from normforge.kernels.gpu import Target, named_target, target_of
 from normforge.kernels.key import KernelKey
 from normforge.kernels.launcher import Launcher
-from normforge.kernels.target import Target, named_target, target_of
+from normforge.nn import functional
 from normforge.selection import dispatch
 from normforge.tools import cli
 
@@ -155,7 +156,7 @@ OPTIONS: dict[str, tuple[Callable[[], object], list[str], dict[str, Any]]] = {
     ),
     "fp32 gradient": (
         lambda: torch.autograd.grad(
-            normforge.nn.functional.normalise(
+            functional.normalise(
                 Norm.RMS, x := rows(requires_grad=True), (N,), None, eps=1e-6, out_dtype=torch.float32
             )[0],
             x,

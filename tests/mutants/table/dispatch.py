@@ -176,7 +176,7 @@ MUTANTS = (
     Mutant(
         "threads-share-the-interpreter",
         "in the interpreter threads write each other's program indices",
-        "runtime/kernels/kernels.py",
+        "runtime/kernels/launcher.py",
         "    with _one_interpreted_launch:\n",
         "    if True:\n",
         ("tests/runtime/test_threads.py",),
@@ -184,7 +184,7 @@ MUTANTS = (
     Mutant(
         "row-alignment-of-one-stride",
         "kernels are told that all row strides divide as the first does",
-        "runtime/kernels/kernels.py",
+        "runtime/kernels/pipelines.py",
         "bits = reduce(or_, row_strides, MOST_ALIGNED)",
         "bits = MOST_ALIGNED | row_strides[0]",
         (f"{_ALIGNMENT}::test_alignment",),
@@ -232,7 +232,7 @@ MUTANTS = (
     Mutant(
         "warps-of-a-wide-wavefront",
         "on AMD a program has twice the threads that its tile says",
-        "runtime/kernels/kernels.py",
+        "runtime/kernels/gpu.py",
         "return max(1, warps * WARP // warp_size)",
         "return warps",
         (f"{_WARMUP}::test_an_architecture_decides_tiles_types_and_options",),

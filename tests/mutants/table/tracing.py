@@ -70,7 +70,7 @@ MUTANTS = (
     Mutant(
         "tangents-are-dropped",
         "forward-mode AD through a norm of frozen parameters loses the tangent",
-        "runtime/kernels/backends.py",
+        "runtime/upstream/torch_internals.py",
         "return forward_ad._current_level >= 0 and any(",
         "return False and any(",
         (f"{_TRANSFORMS}::test_forward_mode_keeps_the_tangent",),
@@ -122,7 +122,7 @@ MUTANTS = (
     Mutant(
         "jit-trace-meets-kernels",
         "torch.jit.trace records the memory of outputs and not what is written to it",
-        "runtime/kernels/backends.py",
+        "runtime/calls/backend.py",
         "transforming() or jit_tracing() or has_tangent(tensors)",
         "transforming() or has_tangent(tensors)",
         (f"{_TRANSFORMS}::test_jit_trace_of_a_patched_model",),

@@ -1,17 +1,19 @@
-"""What tiles, grids and compilations depend on: facts of a device that is here, or of an architecture that is not."""
+"""Which GPU, and whether kernels run on it: what tiles, grids and compilations depend on.
+
+Facts are of a device that is here, or of an architecture that is not; a CPU stands for Triton's interpreter.
+"""
 
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
 from ..codegen.tiling import WARP
-from ..errors import TargetError
-from .architecture import architecture
-from .kernels import interpreting
+from ..errors import DeviceError, TargetError
 
 # The interpreter has none; one stands for few programs, so that a handful of rows makes each take several in turn.
 _INTERPRETED_MULTIPROCESSORS = 1
@@ -104,6 +106,18 @@ def named_target(arch: str, multiprocessors: int | None = None) -> Target:
 
 
 @cache
+def architecture(device: torch.device) -> str:
+    """A device's architecture as tables of tiles name it: "sm_90" or "gfx942", say; "cpu" for the interpreter."""
+    if device.type == "cpu":
+        return "cpu"
+    if torch.version.hip is not None:
+        # What follows the colon says which features are switched on.
+        return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+@cache
 def target_of(device: torch.device) -> Target:
     """What a device is; a CPU stands for Triton's interpreter."""
     arch = architecture(device)
@@ -111,3 +125,39 @@ def target_of(device: torch.device) -> Target:
         return Target(arch, WARP, _INTERPRETED_MULTIPROCESSORS, compiles=False)
     properties = torch.cuda.get_device_properties(device)
     return Target(arch, int(properties.warp_size), int(properties.multi_processor_count), compiles=not interpreting())
+
+
+def scale_warps(warps: int, warp_size: int) -> int:
+    """How many warps of a target hold the threads that a tile's 32-wide warps stand for."""
+    return max(1, warps * WARP // warp_size)
+
+
+@cache
+def interpreting() -> bool:
+    """Whether Triton runs kernels in its CPU interpreter."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+_CPU = (
+    "x is on {device} and generated kernels run on a GPU; move the tensors to one, "
+    "or set TRITON_INTERPRET=1 before the program starts to run them in Triton's (slow) CPU interpreter"
+)
+
+
+def require_device(x: torch.Tensor) -> None:
+    """Refuse a tensor that no kernel can read.
+
+    Raises:
+        DeviceError: x is not on a GPU, and the interpreter is off.
+    """
+    if not (x.is_cuda or interpreting()):
+        raise DeviceError(_CPU.format(device=x.device))
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which a device is the current one."""
+    if device.type == "cuda" and torch.cuda.current_device() != device.index:
+        return torch.cuda.device(device)
+    return nullcontext()

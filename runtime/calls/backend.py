@@ -5,21 +5,15 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable
 
 import torch
-from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from . import kernels
+from ..kernels import gpu
+from ..upstream.torch_dynamo import constant_in_traces
+from ..upstream.torch_internals import dispatch_modes, has_tangent, jit_tracing, transforming
 
 logger = logging.getLogger("normforge")
-
-# Whether code runs within a transform of torch.func, or one built on the same: autograd's batched gradients.
-transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
-
-# How many modes see each operator: those of make_fx, torch.export and FakeTensorMode among others.
-dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def backend(x: torch.Tensor) -> str:
@@ -36,17 +30,14 @@ def backend(x: torch.Tensor) -> str:
         return "kernel"
     if x.device.type != "cpu":
         return "torch"
-    if is_dynamo_compiling():
-        from ..upstream import trace_constants
-
-        return "kernel" if trace_constants.interpreting() else "torch"
-    return "kernel" if interpreting() else "torch"
+    return "kernel" if _interpreting() else "torch"
 
 
-def interpreting() -> bool:
+@constant_in_traces
+def _interpreting() -> bool:
     """Whether Triton's interpreter runs the kernels of CPU tensors."""
     # Without the variable there is nothing to ask Triton, which takes a while to import and need not be installed.
-    return "TRITON_INTERPRET" in os.environ and kernels.interpreting()
+    return "TRITON_INTERPRET" in os.environ and gpu.interpreting()
 
 
 def intercepted(*tensors: torch.Tensor | None) -> bool:
@@ -86,20 +77,6 @@ def _sharded(tensors: list[torch.Tensor]) -> bool:
 
 def _followed(tensors: list[torch.Tensor]) -> bool:
     return transforming() or jit_tracing() or has_tangent(tensors)
-
-
-def jit_tracing() -> bool:
-    """Whether torch.jit.trace records what runs."""
-    return not is_dynamo_compiling() and torch._C._get_tracing_state() is not None
-
-
-def has_tangent(tensors: list[torch.Tensor]) -> bool:
-    """Whether forward-mode AD differentiates by any of some tensors."""
-    # Outside every level there are none to ask for.
-    return forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]  # torch declares none
-        for tensor in tensors
-    )
 
 
 @functools.cache

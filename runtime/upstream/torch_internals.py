@@ -1,0 +1,28 @@
+"""Who is watching what runs: questions to torch that it has no public names for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.autograd import forward_ad
+
+# Whether code runs within a transform of torch.func, or one built on the same: autograd's batched gradients.
+transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+
+# How many modes see each operator: those of make_fx, torch.export and FakeTensorMode among others.
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def jit_tracing() -> bool:
+    """Whether torch.jit.trace records what runs."""
+    return not torch.compiler.is_dynamo_compiling() and torch._C._get_tracing_state() is not None
+
+
+def has_tangent(tensors: list[torch.Tensor]) -> bool:
+    """Whether forward-mode AD differentiates by any of some tensors."""
+    # Outside every level there are none to ask for.
+    return forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]  # torch declares none
+        for tensor in tensors
+    )
