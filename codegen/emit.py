@@ -14,8 +14,8 @@ from pathlib import Path
 
 import jinja2
 
-from .errors import NormforgeError, TemplateError
-from .model import ANY, Instance, Mode, Part, Pipeline, Tile, legal_modes
+from .errors import IllegalCombinationError, NormforgeError, TemplateError
+from .model import ANY, Instance, Mode, Part, Pipeline, Tile
 from .signature import column_sums, params, summary
 from .tiling import SMALL_M
 
@@ -81,13 +81,11 @@ def render_module(mode: Mode, pipelines: Iterable[Pipeline]) -> str:
 
 def render_every_kernel(name: str) -> str | None:
     """Render the module of the mode of a name with every kernel there is, or None if no mode is called so."""
-    mode = _modes_by_name().get(name)
-    return None if mode is None else render_module(mode, mode.pipelines)
-
-
-@cache
-def _modes_by_name() -> dict[str, Mode]:
-    return {mode.name: mode for mode in legal_modes()}
+    try:
+        mode = Mode.from_name(name)
+    except IllegalCombinationError:
+        return None
+    return render_module(mode, mode.pipelines)
 
 
 def parts(mode: Mode, pipeline: Pipeline) -> tuple[Pipeline | Part, ...]:

@@ -7,11 +7,12 @@ module. An `Instance` is a mode over one bucket of row lengths; it is one row of
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from .errors import IllegalCombinationError
@@ -210,8 +211,29 @@ class Part(Enum):
 INPUT_DTYPES = (DType.FP16, DType.BF16, DType.FP32)
 QUANTISED_DTYPES = (DType.INT8, DType.FP8_E4M3FN, DType.FP8_E4M3FNUZ, DType.FP8_E5M2)
 
-_ADD_SUFFIX = {FusedAdd.NONE: "", FusedAdd.PRE_ADD_STORE: "_addst", FusedAdd.PRE_ADD: "_add"}
-_QUANT_SUFFIX = {FusedQuant.NONE: "", FusedQuant.SMOOTH_DYNAMIC: "_sdq", FusedQuant.DYNAMIC: "_dq"}
+# What stands in a mode's name behind its types, in this order: by field, the value that says nothing first.
+_SUFFIXES: dict[str, dict[Any, str]] = {
+    "x_bias": {False: "", True: "_xb"},
+    "fadd": {FusedAdd.NONE: "", FusedAdd.PRE_ADD_STORE: "_addst", FusedAdd.PRE_ADD: "_add"},
+    "cast": {Cast.AFTER_WEIGHT: "", Cast.BEFORE_WEIGHT: "_cbw"},
+    "fquant": {FusedQuant.NONE: "", FusedQuant.SMOOTH_DYNAMIC: "_sdq", FusedQuant.DYNAMIC: "_dq"},
+    "rounding": {Rounding.NEAREST: "", Rounding.TRUNCATE: "_trunc"},
+    "scale_dtype": {DType.FP32: "", DType.FP16: "_sfp16", DType.BF16: "_sbf16"},
+    "save_mv": {False: "", True: "_mv"},
+}
+
+
+@cache
+def _names() -> re.Pattern[str]:
+    """What every name fits, with a group a field: `Mode.name` read backwards."""
+    words = {
+        "norm": [norm.prefix for norm in Norm],
+        "direction": [f"_{direction.value}" for direction in Direction],
+        "dtype_in": [f"_{dtype.value}" for dtype in DType],
+        "dtype_out": ["", *(f"_{dtype.value}" for dtype in DType)],
+        **{name: list(suffixes.values()) for name, suffixes in _SUFFIXES.items()},
+    }
+    return re.compile("".join(f"(?P<{name}>{'|'.join(some)})" for name, some in words.items()))
 
 
 @dataclass(frozen=True)
@@ -313,16 +335,38 @@ class Mode:
     def name(self) -> str:
         """The generated module's name and the stem of everything named after this mode."""
         out = "" if self.dtype_out is self.dtype_in else f"_{self.dtype_out.value}"
-        features = (
-            "_xb" if self.x_bias else "",
-            _ADD_SUFFIX[self.fadd],
-            "_cbw" if self.cast.comes_first else "",
-            _QUANT_SUFFIX[self.fquant],
-            "_trunc" if self.rounding is Rounding.TRUNCATE else "",
-            f"_s{self.scale_dtype.value}" if self.scale_dtype is not DType.FP32 else "",
-            "_mv" if self.save_mv else "",
+        suffixes = (words[getattr(self, name)] for name, words in _SUFFIXES.items())
+        return f"{self.norm.prefix}_{self.direction.value}_{self.dtype_in.value}{out}{''.join(suffixes)}"
+
+    @classmethod
+    def from_name(cls, name: str) -> Mode:
+        """The mode of a name.
+
+        Raises:
+            IllegalCombinationError: no mode is called so.
+        """
+        found = _names().fullmatch(name)
+        if found is not None:
+            said = found.groupdict()
+            dtype_in = DType(said["dtype_in"][1:])
+            values = {
+                "norm": next(norm for norm in Norm if norm.prefix == said["norm"]),
+                "direction": Direction(said["direction"][1:]),
+                "dtype_in": dtype_in,
+                "dtype_out": DType(said["dtype_out"][1:]) if said["dtype_out"] else dtype_in,
+                **{
+                    field: next(value for value, word in words.items() if word == said[field])
+                    for field, words in _SUFFIXES.items()
+                },
+            }
+            with suppress(IllegalCombinationError):
+                made = cls(**values)
+                # A type that is said twice is none of a name's.
+                if made.name == name:
+                    return made
+        raise IllegalCombinationError(
+            f"no mode is called {name!r}; names are like ln_fwd_bf16 or rms_fwd_fp16_addst_mv"
         )
-        return f"{self.norm.prefix}_{self.direction.value}_{self.dtype_in.value}{out}{''.join(features)}"
 
     @property
     def title(self) -> str:

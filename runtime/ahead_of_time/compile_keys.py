@@ -9,7 +9,6 @@ import difflib
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache
 from itertools import product
 from typing import Any
 
@@ -19,7 +18,7 @@ from ..calls.gradient_plan import GradientPlan
 from ..calls.plan import Plan
 from ..codegen.axes import SAME
 from ..codegen.model import Mode, legal_modes
-from ..errors import ConflictError, DeviceError, MissingInstanceError, ShapeError
+from ..errors import ConflictError, DeviceError, IllegalCombinationError, MissingInstanceError, ShapeError
 from ..kernels.gpu import Target, named_target, target_of
 from ..kernels.key import MOST_ROWS_IN_I32, KernelKey
 from ..kernels.launcher import Launcher
@@ -196,15 +195,13 @@ def pairs_of(n: Iterable[int], modes: Iterable[str | Mode] | None) -> Iterator[t
     """Modes at row lengths; see `compile_keys`."""
     lengths = _lengths(n)
     if modes is None:
-        known = modes_by_name()
         for length in lengths:
-            yield from ((known[entry.mode], length) for entry in dispatch.loaded() if entry.serves(length))
+            yield from ((Mode.from_name(entry.mode), length) for entry in dispatch.loaded() if entry.serves(length))
         return
     yield from product(_named(_listed("modes", modes)), lengths)
 
 
 def _named(modes: Iterable[str | Mode]) -> tuple[Mode, ...]:
-    known = modes_by_name()
     present = dict.fromkeys(entry.mode for entry in dispatch.loaded())
     found: dict[Mode, None] = {}
     for mode in modes:
@@ -212,18 +209,13 @@ def _named(modes: Iterable[str | Mode]) -> tuple[Mode, ...]:
             found[mode] = None
             continue
         # A name that is none of the table's is generated on demand, or refused, as for a call.
-        matching = [name for name in present if fnmatchcase(name, mode)] or [name for name in (mode,) if name in known]
-        if not matching:
-            near = difflib.get_close_matches(mode, known, n=3, cutoff=0.0)
+        matching = [name for name in present if fnmatchcase(name, mode)] or [mode]
+        try:
+            found.update(dict.fromkeys(map(Mode.from_name, matching)))
+        except IllegalCombinationError as error:
+            near = difflib.get_close_matches(mode, [legal.name for legal in legal_modes()], n=3, cutoff=0.0)
             raise MissingInstanceError(
                 f"modes has {mode!r}, and no mode of {dispatch.loaded().where} is called so; the nearest are "
                 f"{', '.join(near)}, and normforge list prints instances: a mode and a bucket of row lengths"
-            )
-        found.update(dict.fromkeys(known[name] for name in matching))
+            ) from error
     return tuple(found)
-
-
-@cache
-def modes_by_name() -> dict[str, Mode]:
-    """Every mode that a kernel can have, by its name."""
-    return {mode.name: mode for mode in legal_modes()}

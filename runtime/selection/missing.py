@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from ..codegen import tiling
 from ..codegen.axes import AXES, SAME, Axis
-from ..codegen.model import Bucket, Mode, legal_modes
-from ..errors import MissingInstanceError
+from ..codegen.model import Bucket, Mode
+from ..errors import IllegalCombinationError, MissingInstanceError
 from .table import Entry, Table
 
 
@@ -34,7 +36,11 @@ def bucket_of(n: int, table: Table) -> Bucket:
 
 
 def _nearest(mode: Mode, n: int, table: Table) -> str:
-    modes = {candidate.name: candidate for candidate in legal_modes()}
+    modes: dict[str, Mode] = {}
+    for name in {entry.mode for entry in table}:
+        # What a folder holds besides is near nothing that can be asked for.
+        with suppress(IllegalCombinationError):
+            modes[name] = Mode.from_name(name)
     entries = [entry for entry in table if entry.mode in modes]
     if not entries:
         return "That table holds no instance at all."

@@ -353,11 +353,12 @@ def test_a_process_with_a_bad_path_ends_at_its_start(tmp_path: Path) -> None:
 
 AT_ONCE = """
 import os, sys, time, pathlib, torch, normforge
+from normforge.codegen.model import Mode
 pathlib.Path(f"ready{sys.argv[1]}").touch()
 while len(list(pathlib.Path().glob("ready*"))) < 4:
     time.sleep(0.001)
 for n in (64, 200, 300, 600, 1500, 2500, 3500, 5000):
-    normforge.selection.dispatch.find(getattr(normforge.ahead_of_time.compile_keys, "modes_by_name")()[sys.argv[2]], n)
+    normforge.selection.dispatch.find(Mode.from_name(sys.argv[2]), n)
 """
 
 

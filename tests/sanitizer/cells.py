@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 
 import normforge
-from normforge.codegen.model import Direction, DType, Mode, Norm, Part, Pipeline, Tile, legal_modes
+from normforge.codegen.model import Direction, DType, Mode, Norm, Part, Pipeline, Tile
 from normforge.selection.table import Entry
 
 # Whose tiles are sanitised.
@@ -87,12 +86,6 @@ def text_of(mode: Mode) -> Mode:
     return replace(mode, dtype_in=DType.FP32, dtype_out=out, scale_dtype=DType.FP32)
 
 
-@cache
-def modes_by_name() -> dict[str, Mode]:
-    """Every legal mode."""
-    return {mode.name: mode for mode in legal_modes()}
-
-
 def cells() -> list[Cell]:
     """Every call: what covers the table, then the edges."""
     return list(dict.fromkeys((*covering(normforge.instances()), *edges())))
@@ -109,7 +102,7 @@ def covering(entries: Iterable[Entry]) -> Iterator[Cell]:
 
 
 def _candidates(entry: Entry) -> Iterator[_Candidate]:
-    mode = modes_by_name()[entry.mode]
+    mode = Mode.from_name(entry.mode)
     for m in (_FEW, entry.small_m + 1):
         few = m <= entry.small_m
         tile = entry.tile(m, ARCH)

@@ -14,7 +14,7 @@ import normforge
 from normforge.ahead_of_time.compile_keys import CompileKey
 from normforge.codegen import emit
 from normforge.codegen.model import Direction, Mode, Part, Pipeline
-from tests.sanitizer.cells import ARCH, Cell, TileKind, cells, edges, kind_of, modes_by_name, share, text_of
+from tests.sanitizer.cells import ARCH, Cell, TileKind, cells, edges, kind_of, share, text_of
 from tests.sanitizer.worker import call
 
 # Templates that hold no kernel: frames of files, and device functions.
@@ -48,7 +48,7 @@ def test_every_template_of_a_kernel_is_touched(repository: Path) -> None:
 
 
 def test_every_pipeline_and_part_is_touched_in_each_direction_that_has_it() -> None:
-    some = [modes_by_name()[entry.mode] for entry in normforge.instances()]
+    some = [Mode.from_name(entry.mode) for entry in normforge.instances()]
     expected = {
         (mode.direction, part) for mode in some for pipeline in mode.pipelines for part in emit.parts(mode, pipeline)
     }
@@ -60,7 +60,7 @@ def test_every_pipeline_and_part_is_touched_in_each_direction_that_has_it() -> N
 def test_every_kernel_text_of_the_table_is_touched() -> None:
     expected = set()
     for entry in normforge.instances():
-        mode = modes_by_name()[entry.mode]
+        mode = Mode.from_name(entry.mode)
         for tile in entry.tiles_on(ARCH):
             # A backward sweep has two kernels; window has rows of its own.
             expected |= {(text_of(mode), part) for part in emit.parts(mode, tile.pipeline)}
@@ -81,7 +81,7 @@ def test_every_class_of_tiles_is_touched() -> None:
             touched.add(kind)
     for entry, few in product(normforge.instances(), (True, False)):
         tile = entry.tile(1 if few else entry.small_m + 1, ARCH)
-        expected.add(kind_of(modes_by_name()[entry.mode].direction, tile, few=few))
+        expected.add(kind_of(Mode.from_name(entry.mode).direction, tile, few=few))
     assert touched == expected
     for name in ("few", "staged", "held", "resident"):
         assert {getattr(kind, name) for kind in expected} == {False, True}

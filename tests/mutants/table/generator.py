@@ -53,7 +53,7 @@ MUTANTS = (
         "a-name-leaves-rounding-out",
         "modes that truncate and that round share a name, and a module",
         "codegen/model.py",
-        '            "_trunc" if self.rounding is Rounding.TRUNCATE else "",\n',
+        '    "rounding": {Rounding.NEAREST: "", Rounding.TRUNCATE: "_trunc"},\n',
         "",
         ("tests/runtime/test_table.py::test_which",),
     ),

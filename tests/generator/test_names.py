@@ -1,0 +1,50 @@
+"""A mode and its name say the same."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from normforge.codegen.errors import IllegalCombinationError
+from normforge.codegen.model import Mode, legal_modes
+
+
+def test_every_legal_mode_is_read_from_its_name() -> None:
+    for mode in legal_modes():
+        assert Mode.from_name(mode.name) == mode
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "ln",
+        "ln_fwd",
+        "ln_fwd_bf61",
+        "ln_fwd_bf16_",
+        " ln_fwd_bf16",
+        "ln_fwd_bf16\n",
+        "ln_fwd_bf16_n128",
+        "ln_fwd_bf16_mv_xb",
+        "ln_fwd_bf16_bf16",
+        "ln_fwd_bf16_mv_mv",
+        "ln_fwd_bf16_dq",
+        "ln_fwd_int8",
+        "ln_bwd_bf16_mv",
+        "rms_fwd_fp16_int8_dq_sfp32",
+        "rms_fwd_fp16_fp8_e4m3fn_dq_trunc",
+    ],
+)
+def test_no_other_name_is_one(name: str) -> None:
+    with pytest.raises(IllegalCombinationError, match="no mode is called"):
+        Mode.from_name(name)
+
+
+def test_reading_a_name_tries_no_others() -> None:
+    """All modes there could be take seconds."""
+    Mode.from_name("ln_fwd_bf16")
+    start = time.perf_counter()
+    for _ in range(100):
+        Mode.from_name("rms_fwd_bf16_fp8_e4m3fnuz_xb_addst_sdq_sfp16_mv")
+    assert time.perf_counter() - start < 1
