@@ -1,4 +1,4 @@
-"""Paths that a program or its environment names: absolute from the start, wherever the process goes."""
+"""Paths that a program names: absolute from the start, wherever the process goes; and what regular files hold."""
 
 from __future__ import annotations
 
@@ -7,17 +7,6 @@ import stat
 from pathlib import Path
 
 from .errors import NormforgeError
-
-
-def _started_in() -> Path | None:
-    try:
-        return Path.cwd()
-    except OSError:
-        # The folder is gone; a relative path is then an error where one is used.
-        return None
-
-
-_START = _started_in()
 
 # An index or a recording of every kernel there is takes some MiB.
 _MOST_BYTES = 256 << 20
@@ -34,21 +23,6 @@ def named(path: str | os.PathLike[str], error: type[NormforgeError]) -> Path:
     except (ValueError, RuntimeError, OSError) as problem:
         # A NUL, an unknown user's home, a link to itself, a working folder that is gone.
         raise error(f"{os.fspath(path)!r} is no path ({problem}); name another") from problem
-
-
-def variable(name: str, error: type[NormforgeError]) -> Path | None:
-    """The path in an environment variable, None if it is unset or empty.
-
-    A relative one is held against the folder in which normforge was imported, not where the process has gone since.
-
-    Raises:
-        NormforgeError: the given error; there can be no such path.
-    """
-    given = os.environ.get(name)
-    if not given:
-        return None
-    # An absolute or a home's path is what joining gives back.
-    return named(given if given.startswith("~") or _START is None else _START / given, error)
 
 
 def contents(path: Path) -> bytes:

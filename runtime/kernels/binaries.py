@@ -17,8 +17,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from .. import settings
 from ..errors import AotError
-from ..paths import contents, named, variable
+from ..paths import contents, named
 from .gpu import Target
 from .key import KernelKey
 
@@ -165,7 +166,7 @@ def loaded() -> Folder | None:
     global _folder
     with _lock:
         if _folder is None:
-            path = variable("NORMFORGE_AOT", AotError)
+            path = settings.compiled_ahead()
             if path is not None:
                 _folder = checked(read(path))
         return _folder

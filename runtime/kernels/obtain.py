@@ -6,13 +6,13 @@ NORMFORGE_FROZEN forbids it.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import defaultdict
 from functools import partial
 from typing import Any, NoReturn
 
-from ..errors import FrozenError, SettingError
+from .. import settings
+from ..errors import FrozenError
 from ..upstream import triton_hashes
 from . import binaries
 from .gpu import Target
@@ -75,7 +75,7 @@ def compile_for(key: KernelKey, function: Any, target: Target) -> Any:
 
     triton_hashes.settle(function)
     source = key.source(function)
-    if _frozen():
+    if settings.frozen():
         # Triton asks a source for its intermediate representation only once its cache has turned out to lack it.
         source.make_ir = partial(_refuse, key, target)
     backend, arch = ("cuda", int(target.arch[3:])) if target.is_nvidia else ("hip", target.arch)
@@ -88,14 +88,6 @@ def compile_for(key: KernelKey, function: Any, target: Target) -> Any:
     return triton.compile(
         source, target=GPUTarget(backend, arch, target.warp_size), options={**options, **dict(key.options)}
     )
-
-
-def _frozen() -> bool:
-    # Read where something is compiled and nowhere else, so that a program may set it once it has warmed up.
-    setting = os.environ.get("NORMFORGE_FROZEN") or "0"
-    if setting not in ("0", "1"):
-        raise SettingError(f"NORMFORGE_FROZEN={setting!r} is neither 1 (compile nothing) nor 0; set it to one of them")
-    return setting == "1"
 
 
 def _refuse(key: KernelKey, target: Target, *_: Any, **__: Any) -> NoReturn:

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
+from .. import settings
 from ..codegen.model import Mode
-from ..errors import SettingError, TableError
-from ..paths import named, variable
+from ..errors import TableError
+from ..paths import named
 from .table import Entry, Table, load_folder, table_of
 
 _lock = threading.RLock()
@@ -96,7 +97,7 @@ def loaded() -> Table:
     global _loaded
     with _lock:
         if _loaded is None:
-            folder = variable("NORMFORGE_INSTANCES", TableError)
+            folder = settings.instances()
             _loaded = _own() if folder is None else load_folder(folder)
         return _loaded
 
@@ -123,13 +124,10 @@ def name_of(mode: Mode, n: int) -> str:
 
 
 def _on_miss(mode: Mode, n: int, *, generate: bool) -> Entry:
-    policy = os.environ.get("NORMFORGE_ON_MISS") or "generate"
-    if policy == "error":
+    if not settings.generates():
         from .missing import missing_instance
 
         raise missing_instance(mode, n, loaded())
-    if policy != "generate":
-        raise SettingError(f"NORMFORGE_ON_MISS={policy!r} is no policy; set it to 'generate' (the default) or 'error'")
     made = _made(mode, n)
     if made is not None:
         return made

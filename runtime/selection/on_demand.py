@@ -14,12 +14,12 @@ import stat
 from functools import cache
 from pathlib import Path
 
+from .. import settings
 from .._version import __version__
 from ..codegen import emit, tiling
 from ..codegen.model import Instance, Mode
 from ..codegen.tile_tables import tiles_of
 from ..errors import CacheError
-from ..paths import variable
 from .table import Entry, import_folder
 
 logger = logging.getLogger("normforge")
@@ -115,7 +115,7 @@ def _refuse_open(folder: Path) -> None:
 
 def cache_folder() -> Path:
     """Where this version with these templates keeps what it generates."""
-    base = variable("NORMFORGE_CACHE", CacheError)
+    base = settings.cache()
     if base is None:
         import platformdirs
 

@@ -13,12 +13,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from .. import settings
 from ..codegen.errors import NormforgeError
 from ..codegen.locking import locked
 from ..codegen.model import Bucket, Mode
 from ..codegen.tiling import ladder_of, standard_ladder
 from ..errors import RecordError
-from ..paths import contents, named, variable
+from ..paths import contents, named
 from . import dispatch
 from .missing import bucket_of, group
 from .table import Table
@@ -67,7 +68,7 @@ def record_process() -> None:
     Raises:
         RecordError: see `record`.
     """
-    path = variable("NORMFORGE_RECORD", RecordError)
+    path = settings.recording()
     if path is not None:
         whole = ExitStack()
         whole.enter_context(record(path))

@@ -40,6 +40,7 @@ _RUNTIME = (
     "selection/on_demand",
     "selection/recording",
     "selection/table",
+    "settings",
     "upstream/torch_allocator",
     "upstream/triton_hashes",
     "upstream/triton_launcher",

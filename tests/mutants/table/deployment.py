@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         "frozen-not-enforced",
         "NORMFORGE_FROZEN=1 compiles",
-        "runtime/kernels/obtain.py",
+        "runtime/settings.py",
         'return setting == "1"',
         "return False",
         (f"{_FROZEN}::test_a_compilation_is_refused_by_name",),

@@ -104,9 +104,9 @@ MUTANTS = (
     Mutant(
         "strict-policy-not-enforced",
         "NORMFORGE_ON_MISS=error generates",
-        "runtime/selection/dispatch.py",
-        'if policy == "error":',
-        'if policy == "strict":',
+        "runtime/settings.py",
+        'return policy == "generate"',
+        "return True",
         ("tests/runtime/test_on_demand.py::test_the_strict_policy",),
     ),
     Mutant(

@@ -1,0 +1,74 @@
+"""The environment variables that normforge reads: every one, checked and refused here.
+
+Each is read where it matters and not before, so that a program may set it once it runs.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from .errors import AotError, CacheError, NormforgeError, RecordError, SettingError, TableError
+from .paths import named
+
+
+def _started_in() -> Path | None:
+    try:
+        return Path.cwd()
+    except OSError:
+        # The folder is gone; a relative path is then an error where one is used.
+        return None
+
+
+_START = _started_in()
+
+
+def instances() -> Path | None:
+    """NORMFORGE_INSTANCES: the folder of generated kernels that the process uses in place of normforge's own."""
+    return _path("NORMFORGE_INSTANCES", TableError)
+
+
+def cache() -> Path | None:
+    """NORMFORGE_CACHE: where kernels that are generated on demand are kept, if not in the user's cache folder."""
+    return _path("NORMFORGE_CACHE", CacheError)
+
+
+def recording() -> Path | None:
+    """NORMFORGE_RECORD: the manifest that the instances which the process asks for are written to."""
+    return _path("NORMFORGE_RECORD", RecordError)
+
+
+def compiled_ahead() -> Path | None:
+    """NORMFORGE_AOT: the folder of kernels compiled ahead of time that the process takes them from."""
+    return _path("NORMFORGE_AOT", AotError)
+
+
+def generates() -> bool:
+    """NORMFORGE_ON_MISS: whether an instance that the table lacks is generated, or else an error."""
+    policy = os.environ.get("NORMFORGE_ON_MISS") or "generate"
+    if policy not in ("generate", "error"):
+        raise SettingError(f"NORMFORGE_ON_MISS={policy!r} is no policy; set it to 'generate' (the default) or 'error'")
+    return policy == "generate"
+
+
+def frozen() -> bool:
+    """NORMFORGE_FROZEN: whether nothing may be compiled."""
+    setting = os.environ.get("NORMFORGE_FROZEN") or "0"
+    if setting not in ("0", "1"):
+        raise SettingError(f"NORMFORGE_FROZEN={setting!r} is neither 1 (compile nothing) nor 0; set it to one of them")
+    return setting == "1"
+
+
+def _path(variable: str, error: type[NormforgeError]) -> Path | None:
+    """The path in a variable, None if it is unset or empty.
+
+    A relative one is held against the folder in which normforge was imported, not where the process has gone since.
+
+    Raises:
+        NormforgeError: the given error; there can be no such path.
+    """
+    given = os.environ.get(variable)
+    if not given:
+        return None
+    # An absolute or a home's path is what joining gives back.
+    return named(given if given.startswith("~") or _START is None else _START / given, error)
