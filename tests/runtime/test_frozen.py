@@ -101,7 +101,7 @@ def test_another_process_loads_it_too(cache: Path) -> None:
     key = a_key()
     compile_for(key.key, key.function, TARGET)
     code = """
-from normforge.kernels.compiled import compile_for
+from normforge.kernels.obtain import compile_for
 from normforge.ahead_of_time.compile_keys import compile_keys
 from normforge.kernels.gpu import named_target
 for n in (64, 65):
