@@ -8,15 +8,16 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from fnmatch import fnmatch
 from pathlib import Path
+from typing import TypeAlias
 
+from .chosen import RESULTS, matching
 from .errors import UsageError
-
-RESULTS = Path(__file__).resolve().parent / "results"
 
 # What `profile` shows by default: not the suite that times the host, nor another's shapes.
 PROFILED = ("forward", "backward", "quant", "decode")
+
+Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 # Exit statuses besides 0: something to mend in the command, or goals that are not reached.
 USAGE, SHORT = 2, 1
@@ -138,17 +139,15 @@ def _reach(options: argparse.Namespace, _: list[str]) -> int:
     return 0 if all(one.met for one in checked) else SHORT
 
 
-def matching(ids: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """The ids that one of the patterns matches as a whole or is a part of; no patterns match all."""
-    if not patterns:
-        return list(ids)
-    return [one for one in ids if any(pattern in one or fnmatch(one, pattern) for pattern in patterns)]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
+    _add_measuring(verbs)
+    _add_reading(verbs)
+    return parser
 
+
+def _add_measuring(verbs: Verbs) -> None:
     run = verbs.add_parser("run", help="measure; what a results file holds already is not measured again")
     _choose(run)
     run.add_argument("--providers", nargs="+", default=[], metavar="NAME", help="names or shell patterns; default: all")
@@ -202,6 +201,8 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("--revision", help="what the header states; default: git's")
     profile.set_defaults(verb=_profile)
 
+
+def _add_reading(verbs: Verbs) -> None:
     merge = verbs.add_parser("merge", help="join the folders of processes that shared a run")
     merge.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="where one process wrote")
     merge.add_argument("--out", type=Path, required=True, help="a new folder, an empty one, or with --fresh any")
@@ -226,7 +227,6 @@ def _parser() -> argparse.ArgumentParser:
     reach.add_argument("--results", type=Path, default=RESULTS / "h200", help="folder of the results (%(default)s)")
     reach.add_argument("--all", action="store_true", help="list every cell, not only those that fall short")
     reach.set_defaults(verb=_reach)
-    return parser
 
 
 def _share(text: str) -> tuple[int, int]:

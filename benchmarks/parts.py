@@ -22,7 +22,7 @@ from normforge.tools.machine import find_machine
 from .beside import load_beside
 from .call_parts import WHOLE, WHOLE_OF, Part, make_parts
 from .cells import Cell, Norm, Task
-from .cli import RESULTS
+from .chosen import RESULTS
 from .environment import describe, folder_name, revision_of
 from .errors import UsageError
 from .inputs import make_inputs

@@ -28,7 +28,7 @@ from normforge.tools.machine import Machine, find_machine
 from normforge.tools.timing import FLUSH_BYTES
 
 from .cells import Cell, Method
-from .cli import RESULTS, matching
+from .chosen import RESULTS, matching
 from .device_trace import Kernel, Launch, TraceError, calls_in
 from .environment import describe, folder_name
 from .errors import UsageError

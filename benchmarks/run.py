@@ -12,7 +12,7 @@ from normforge.errors import DeviceError
 from normforge.tools.machine import find_machine
 
 from .cells import Cell, Suite, at_most
-from .cli import RESULTS, matching
+from .chosen import RESULTS, matching
 from .compile_ahead import compile_ahead
 from .environment import describe, folder_name
 from .errors import UsageError

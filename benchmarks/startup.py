@@ -24,7 +24,7 @@ from normforge.errors import DeviceError
 from normforge.kernels.gpu import architecture
 from normforge.tools.machine import find_machine
 
-from .cli import RESULTS
+from .chosen import RESULTS
 from .environment import ROOT, describe, folder_name
 from .errors import UsageError
 from .first_result import N

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.cells import Cell, Method, Norm, Task, at_most, rows_of
-from benchmarks.cli import matching
+from benchmarks.chosen import matching
 from benchmarks.inputs import make_inputs
 from benchmarks.providers import every_provider
 from benchmarks.reach import RULES, Rule
