@@ -35,7 +35,7 @@ help:
 	@echo "make demo      run a handful of modes and compare them with PyTorch"
 	@echo "make test      run the test suite (no GPU needed)"
 	@echo "make test-gpu  run the tests that need a GPU"
-	@echo "make accuracy  measure every kernel's error against fp64 beside torch's, and write docs/numerics.md"
+	@echo "make accuracy  measure every kernel's error against fp64 beside torch's, and write docs/accuracy.md"
 	@echo "make sanitize  run compute-sanitizer over every kernel on this machine's GPU, and write docs/sanitizer.md"
 	@echo "make mutants   break the product on purpose and see that tests notice"
 	@echo "make matrix    run parts of the suite on several versions of Python and Triton"
@@ -59,7 +59,7 @@ test-gpu: $(READY)
 	env -u TRITON_INTERPRET $(BIN)/pytest -q -m gpu
 
 accuracy: $(READY)
-	env -u TRITON_INTERPRET $(BIN)/python -m tests.accuracy --markdown docs/numerics.md $(ACCURACY)
+	env -u TRITON_INTERPRET $(BIN)/python -m tests.accuracy --markdown docs/accuracy.md $(ACCURACY)
 
 sanitize: $(READY)
 	env -u TRITON_INTERPRET $(BIN)/python -m tests.sanitizer --markdown docs/sanitizer.md $(SANITIZE)

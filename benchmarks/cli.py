@@ -120,11 +120,11 @@ def _report(options: argparse.Namespace, _: list[str]) -> int:
     if options.pictures:
         for path in draw_all(found, options.results):
             print(f"drawn: {path}", file=sys.stderr)
-    if options.readme is None:
+    if options.into is None:
         print(render(found))
         return 0
-    put_into(options.readme, render(found, picture_for(options.readme, options.results)))
-    print(f"the tables in {options.readme} are those of {options.results}")
+    put_into(options.into, render(found, picture_for(options.into, options.results)))
+    print(f"the tables in {options.into} are those of {options.results}")
     return 0
 
 
@@ -219,7 +219,9 @@ def _add_reading(verbs: Verbs) -> None:
 
     report = verbs.add_parser("report", help="print results as Markdown tables")
     report.add_argument("--results", type=Path, default=RESULTS / "h200", help="folder of the results (%(default)s)")
-    report.add_argument("--readme", type=Path, help="put the tables between this file's markers instead")
+    report.add_argument(
+        "--into", type=Path, help="put the tables between this file's markers instead, and the picture above them"
+    )
     report.add_argument("--pictures", action="store_true", help="draw the pictures again")
     report.set_defaults(verb=_report)
 

@@ -1,4 +1,4 @@
-"""Pictures of results: lines over the row length or the number of rows, and a heat map of ratios."""
+"""Pictures of results: lines over the row length or the number of rows, heat maps of ratios, and the README's."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ Panels = dict[tuple[str, str, str], list[Row]]
 # The panel of the cells that have no other beside them.
 _SINGLE = ("single shapes", "", "")
 
+# The README's picture: its file's name, and the panel that it takes of each suite.
+OVERVIEW = "overview"
+_DIRECTIONS = ("forward", "backward")
+_SHOWN = ("ln_bf16", "256 MiB")
+
 
 def draw_all(found: Sequence[Results], folder: Path) -> Iterator[Path]:
     """Draw every suite's pictures into a folder, and name the files."""
@@ -36,6 +41,24 @@ def draw_all(found: Sequence[Results], folder: Path) -> Iterator[Path]:
             yield _save(_lines(results, lines), folder / f"{results.suite}.png")
         if _with_ratios(panels):
             yield _save(heat_map(results), folder / f"{results.suite}-ratios.png")
+    if figure := overview(found):
+        yield _save(figure, folder / f"{OVERVIEW}.png")
+
+
+def overview(found: Sequence[Results]) -> Figure | None:
+    """LayerNorm forward and backward over N, side by side: what the README shows; None where one is missing."""
+    rows = {results.suite: (results, _panels(results).get((results.suite, *_SHOWN), [])) for results in found}
+    if not all(rows.get(suite, (None, ()))[1] for suite in _DIRECTIONS):
+        return None
+    figure = Figure(figsize=(_PANEL[0] * 2, _PANEL[1] + 0.9), layout="constrained")
+    for axes, suite in zip(figure.subplots(1, 2).flat, _DIRECTIONS, strict=True):
+        results, shown = rows[suite]
+        _draw_lines(axes, results, shown)
+        axes.set(title=f"LayerNorm {suite}, bf16", xlabel="N, in tensors of 256 MiB", ylabel=SUITES[suite].unit)
+    _add_legend(figure, columns=7)
+    header = rows[_DIRECTIONS[0]][0].header
+    figure.suptitle(f"{header['device']}, revision {header['revision']}", fontsize=10)
+    return figure
 
 
 def _panels(results: Results) -> Panels:
@@ -78,12 +101,16 @@ def _lines(results: Results, panels: Panels) -> Figure:
         axes.set(title=", ".join(filter(None, key)), xlabel=suite.along.upper(), ylabel=suite.unit)
     for axes in list(all_axes)[len(panels) :]:
         axes.remove()
+    _add_legend(figure, columns=5)
+    figure.suptitle(f"{suite.title}, {results.header['device']}")
+    return figure
+
+
+def _add_legend(figure: Figure, columns: int) -> None:
     # Axes differ in which providers offer them; the legend has each once.
     shown = [axes.get_legend_handles_labels() for axes in figure.axes]
     handles = {label: handle for pair in shown for handle, label in zip(*pair, strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
-    figure.suptitle(f"{suite.title}, {results.header['device']}")
-    return figure
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
 
 
 def _draw_lines(axes: Axes, results: Results, rows: Sequence[Row]) -> None:

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         header = describe(machine, (), options.revision) | {"seed": str(options.seed)}
         options.markdown.parent.mkdir(parents=True, exist_ok=True)
-        options.markdown.write_text(markdown(outcome, header, "python -m tests.accuracy --markdown docs/numerics.md"))
+        options.markdown.write_text(markdown(outcome, header, "python -m tests.accuracy --markdown docs/accuracy.md"))
     return 0 if outcome.ok else 1
 
 
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="print the names of the cases and measure nothing")
     parser.add_argument("--seed", type=int, default=0, help="of the rows (default 0)")
     parser.add_argument("--jobs", type=int, default=1, help="processes, which share the GPU (default 1)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the document there, docs/numerics.md say")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the document there, docs/accuracy.md say")
     parser.add_argument("--revision", help="what the document calls this revision (default: git's)")
     return parser
 

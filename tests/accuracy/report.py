@@ -69,7 +69,7 @@ def markdown(outcome: Outcome, header: Mapping[str, str], command: str) -> str:
     lengths = sorted({cell.n for cell in outcome.cells})
     parts = [
         "# Accuracy",
-        "How far each kernel is from fp64, beside torch's own operator on the same rows. "
+        "Read this to know how far each kernel is from fp64, beside torch's own operator on the same rows. "
         f"`{command}` measures it and writes this file.",
         "Measured on " + ", ".join(f"{name} {value}" for name, value in header.items()) + ".",
         f"**{outcome.verdict}**",

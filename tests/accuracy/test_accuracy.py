@@ -128,7 +128,7 @@ def test_the_same_seed_draws_the_same_rows() -> None:
 def test_the_command_prints_the_table_and_writes_the_document(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    document = tmp_path / "docs" / "numerics.md"
+    document = tmp_path / "docs" / "accuracy.md"
     assert main(["rms_bwd_fp32", "N=100 ", "--markdown", str(document), "--revision", "abc"]) == 0
     assert "times torch's error" in capsys.readouterr().out
     written = document.read_text()

@@ -121,13 +121,13 @@ def test_the_readme_keeps_what_is_around_the_markers(forward: Results, tmp_path:
     forward.save(tmp_path)
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    assert cli.main(["report", "--results", str(tmp_path), "--readme", str(readme), "--pictures"]) == 0
+    assert cli.main(["report", "--results", str(tmp_path), "--into", str(readme), "--pictures"]) == 0
     text = readme.read_text()
     assert text.startswith(f"before\n{BEGIN}\n\nMeasured on a test")
     assert text.endswith(f"{END}\nafter\n")
     assert "old" not in text
     assert "](forward.png)" in text
-    assert cli.main(["report", "--results", str(tmp_path), "--readme", str(readme)]) == 0
+    assert cli.main(["report", "--results", str(tmp_path), "--into", str(readme)]) == 0
     assert readme.read_text() == text
 
 

@@ -17,11 +17,12 @@ from .outcome import Outcome
 _PREFACE = """\
 # Conformance
 
-The shapes, dtypes, inputs and tolerances that established test suites use for these operations, run through normforge's
-public functions and held against an fp64 oracle. `tests/conformance/` has the table of cases; `normforge` in it are
-cases that the other suites lack. Each output is held twice: to the suite's tolerance, and to what one rounding and
-fp32 arithmetic explain (own). Errors are the largest of any output of any case of the line, in units of what is
-allowed: up to 1 passes. `residual_out` is held to the bit. Written by
+Read this to know how normforge does on other libraries' tests: the shapes, dtypes, inputs and tolerances that
+established suites use for these operations, run through its public functions and held against an fp64 oracle.
+`tests/conformance/` has the table of cases; `normforge` in it are cases that the other suites lack. Each output is held
+twice: to the suite's tolerance, and to what one rounding and fp32 arithmetic explain (own). Errors are the largest of
+any output of any case of the line, in units of what is allowed: up to 1 passes. `residual_out` is held to the bit.
+Written by
 
     python -m tests.conformance --markdown docs/conformance.md
 """

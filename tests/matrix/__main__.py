@@ -16,9 +16,9 @@ _EVERY = 64
 
 _HEAD = """# Versions
 
-Releases of Python and Triton that the tests were run on, without a GPU: in Triton's CPU interpreter, and compiled for
-sm_80, sm_90, sm_100 and gfx942. `make matrix` runs every {every}th test of each file in four pairs of releases,
-`make matrix MATRIX=full` all tests in all pairs; either writes this page.
+Read this to know which releases of Python and Triton the tests were run on, without a GPU: in Triton's CPU interpreter,
+and compiled for sm_80, sm_90, sm_100 and gfx942. `make matrix` runs every {every}th test of each file in four pairs of
+releases, `make matrix MATRIX=full` all tests in all pairs; either writes this page.
 """
 
 

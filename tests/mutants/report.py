@@ -13,9 +13,10 @@ from .trial import Outcome
 
 _HEAD = """# Mutants
 
-Edits that break normforge on purpose, each in a copy of the tree, and the test that fails of it: the first of those
-chosen for it, which passes without the edit. `make mutants` tries them all, fails if one survives, and writes this
-page; the edits are in `tests/mutants/table/`. Tests that compare generated text with a copy of it are never chosen.
+Read this to know what the tests notice. Listed are edits that break normforge on purpose, each in a copy of the tree,
+and the test that fails of it: the first of those chosen for it, which passes without the edit. `make mutants` tries
+them all, fails if one survives, and writes this page; the edits are in `tests/mutants/table/`. Tests that compare
+generated text with a copy of it are never chosen.
 """
 
 

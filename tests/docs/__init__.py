@@ -1,0 +1,1 @@
+"""The documents: their code runs, their figures are those of the results, their links lead somewhere."""

@@ -1,0 +1,77 @@
+"""Markdown, as far as the tests of the documents read it: code blocks, headings and links."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+# Written by commands from what they measured; they hold no code, and their figures are their commands' business.
+WRITTEN = ("accuracy", "conformance", "mutants", "sanitizer", "versions")
+PAGES = tuple(sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]))
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced piece of code.
+
+    Attributes:
+        page: the file.
+        line: of the page, where its first line stands.
+        language: the word behind the fence.
+        text: what is between the fences, its indentation in a list taken off.
+    """
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line} ({self.language})"
+
+
+_FENCED = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE)
+_HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
+_LINK = re.compile(r"!?\[(?:[^\]]|\n)*?\]\(([^)\s]+)\)")
+
+
+def blocks(page: Path) -> list[Block]:
+    """A page's code blocks, in order."""
+    text = page.read_text()
+    return [
+        Block(page, text.count("\n", 0, found.start()) + 2, found["language"], _dedented(found))
+        for found in _FENCED.finditer(text)
+    ]
+
+
+def _dedented(found: re.Match[str]) -> str:
+    return re.sub(f"^{found['indent']}", "", found["text"], flags=re.MULTILINE)
+
+
+def prose(page: Path) -> str:
+    """A page without its code blocks."""
+    return _FENCED.sub("", page.read_text())
+
+
+def links(page: Path) -> Iterator[str]:
+    """Where the links and pictures of a page lead."""
+    yield from _LINK.findall(re.sub(r"`[^`\n]*`", "", prose(page)))
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of a page may say behind its #, by GitHub's rule."""
+    return {_slug(heading) for heading in _HEADING.findall(prose(page))}
+
+
+def _slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def first_sentence(page: Path) -> str:
+    """What stands first below a page's title."""
+    below = prose(page).partition("\n")[2].strip()
+    return re.split(r"(?<=[.:])\s", below.replace("\n", " "), maxsplit=1)[0]

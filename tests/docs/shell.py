@@ -1,0 +1,195 @@
+"""Shell blocks: the shell itself reads them, and programs that stand in for the real ones write down what it calls.
+
+What is cheap is run: the generator, `normforge list` and the like, in a copy of the folders that they read. What needs
+a GPU, a network, a compiler or minutes is held against the real argument parser, which ends the program once it has
+read the arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from unittest import mock
+
+from normforge.tools import cli
+
+from .pages import ROOT
+
+# What the generator reads and writes in a checkout, and what makes it one.
+_COPIED = ("codegen", "templates", "generated", "manifests", "instances.yaml", "generate.py", "Makefile")
+
+# Verbs of `normforge` that take seconds and no GPU.
+_RUN_VERBS = ("generate", "list", "run", "--version")
+
+# A user's own program in the examples.
+PROGRAM = "serve.py"
+# What a user has beside a checkout: that program, and a list of cells for each GPU.
+_BESIDE = {
+    PROGRAM: "import torch, normforge\n\nnormforge.rmsnorm2d_fwd(torch.randn(2, 64).bfloat16())\n",
+    **{f"goals.{share}": "ln_bf16/32768x4096\n" for share in range(1, 5)},
+}
+
+_STAND_IN = f"""\
+#!{sys.executable}
+import json, os, sys, time
+program, arguments = os.path.basename(sys.argv[0]), sys.argv[1:]
+interpreted = dict(os.environ, TRITON_INTERPRET="1")
+if program == "normforge" and arguments and arguments[0] in {_RUN_VERBS!r}:
+    os.execve({sys.executable!r}, [{sys.executable!r}, "-m", "normforge", *arguments], interpreted)
+# What was compiled ahead of time is for a GPU.
+if program == "python" and arguments[:1] in (["generate.py"], [{PROGRAM!r}]) and "NORMFORGE_AOT" not in os.environ:
+    os.execve({sys.executable!r}, [{sys.executable!r}, *arguments], interpreted)
+if program == "git" and arguments[:1] == ["rev-parse"]:
+    print("0123abc")
+name = os.path.join({{calls!r}}, f"{{{{time.time_ns()}}}}-{{{{os.getpid()}}}}.json")
+with open(name, "w") as file:
+    json.dump([program, *arguments], file)
+"""
+_PROGRAMS = ("normforge", "python", "make", "pytest", "pip", "git")
+
+
+@dataclass(frozen=True)
+class Shell:
+    """A folder for a page's commands, with programs that stand in for the real ones."""
+
+    folder: Path
+    bin: Path
+    calls: Path
+
+    def run(self, command: str) -> str:
+        """Run a piece of shell, check each call that was only written down, and return what was printed."""
+        done = subprocess.run(
+            ["bash", "-eu", "-c", command],
+            cwd=self.folder,
+            env=os.environ | {"PATH": f"{self.bin}:/usr/bin:/bin", "NORMFORGE_CACHE": str(self.folder / ".cache")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}"
+        for name in sorted(self.calls.iterdir()):
+            check(json.loads(name.read_text()))
+            name.unlink()
+        return done.stdout
+
+
+def make_shell(base: Path) -> Shell:
+    """Lay out a checkout's folders, a user's program, and the stand-ins."""
+    shell = Shell(base / "normforge", base / "bin", base / "calls")
+    for folder in (shell.folder, shell.bin, shell.calls):
+        folder.mkdir(parents=True)
+    for name in _COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, shell.folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, shell.folder / name)
+    for name, text in _BESIDE.items():
+        (shell.folder / name).write_text(text)
+    for name in _PROGRAMS:
+        path = shell.bin / name
+        path.write_text(_STAND_IN.format(calls=str(shell.calls)))
+        path.chmod(0o755)
+    for name in (".venv/bin/pytest", ".venv/bin/python"):
+        path = shell.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(shell.bin / path.name)
+    return shell
+
+
+def check(call: Sequence[str]) -> None:
+    """Hold a command against what the real program takes.
+
+    Raises:
+        AssertionError: it would refuse the arguments, or nobody here knows the program.
+    """
+    program, *arguments = call
+    assert program in _CHECKS, f"no row of _CHECKS says how to check {program}"
+    _CHECKS[program](arguments)
+
+
+class _ReadError(Exception):
+    """Raised in place of what a program would do once it has read its arguments."""
+
+
+def _reads(main: Callable[..., object], arguments: Sequence[str], **named: str) -> None:
+    """A program's `main` accepts the arguments; nothing behind its parser runs."""
+    real = argparse.ArgumentParser.parse_args
+
+    def parse(self: argparse.ArgumentParser, *given: object, **others: object) -> object:
+        real(self, *given, **others)
+        raise _ReadError
+
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", parse):
+        try:
+            main(list(arguments), **named)
+        except _ReadError:
+            return
+        except SystemExit as refused:
+            raise AssertionError(f"the arguments are refused: {arguments}") from refused
+    raise AssertionError(f"no parser read the arguments: {arguments}")
+
+
+def _check_normforge(arguments: Sequence[str]) -> None:
+    verb, *rest = arguments
+    assert verb in cli.VERBS, f"normforge has no verb {verb}"
+    module = import_module(cli.VERBS[verb].module, cli.__package__)
+    _reads(module.main, rest, prog=f"normforge {verb}")
+
+
+def _check_python(arguments: Sequence[str]) -> None:
+    if arguments[0] == "-m" and arguments[1].split(".")[0] in ("benchmarks", "tests"):
+        name = arguments[1] if arguments[1] != "benchmarks" else "benchmarks.cli"
+        name = f"{name}.__main__" if name.startswith("tests.") else name
+        _reads(import_module(name).main, arguments[2:])
+    elif arguments[0] == "-m":
+        assert arguments[1] in ("venv", "pip"), f"nothing checks python -m {arguments[1]}"
+    else:
+        assert arguments[0] == PROGRAM or (ROOT / arguments[0]).exists(), f"there is no {arguments[0]}"
+
+
+def _check_make(arguments: Sequence[str]) -> None:
+    make = shutil.which("make")
+    assert make is not None
+    # -n prints what would be done. The environment is taken to be there, or it would be made.
+    command = [make, "-n", "-o", ".venv/.ready", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    text = (ROOT / "Makefile").read_text()
+    for name in (argument.partition("=")[0] for argument in arguments if "=" in argument):
+        assert re.search(rf"^{name} \?=", text, re.MULTILINE), f"the Makefile has no {name}"
+
+
+def _check_pytest(arguments: Sequence[str]) -> None:
+    for argument in arguments:
+        assert not argument.startswith("tests/") or (ROOT / argument.partition("::")[0]).exists(), argument
+
+
+def _check_pip(arguments: Sequence[str]) -> None:
+    # tests/test_wheel.py installs it.
+    assert arguments[0] == "install"
+    for path in arguments[arguments.index("-c") + 1 :][:1] if "-c" in arguments else ():
+        assert (ROOT / path).exists()
+
+
+def _check_git(arguments: Sequence[str]) -> None:
+    assert arguments[0] in ("clone", "rev-parse")
+
+
+_CHECKS: dict[str, Callable[[Sequence[str]], None]] = {
+    "normforge": _check_normforge,
+    "python": _check_python,
+    "make": _check_make,
+    "pytest": _check_pytest,
+    "pip": _check_pip,
+    "git": _check_git,
+}

@@ -1,0 +1,201 @@
+"""What the pages say of figures, counts, names and settings is what results, tables and code say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import normforge
+from benchmarks.cells import Task
+from benchmarks.chosen import RESULTS
+from benchmarks.providers import every_provider
+from benchmarks.report import BEGIN, END, picture_for, render
+from benchmarks.results import CEILING, PROJECT, Results, Row, load
+from benchmarks.suites import SUITES
+
+from .pages import PAGES, ROOT, WRITTEN, prose
+
+H200 = RESULTS / "h200"
+README = ROOT / "README.md"
+BENCHMARKS = ROOT / "docs" / "benchmarks.md"
+
+BF16 = ("ln_bf16", "rms_bf16")
+
+
+def results(suite: str) -> Results:
+    found = load(H200, suite)
+    assert found is not None
+    return found
+
+
+def said(page: Path) -> str:
+    """A page's prose in one line."""
+    return " ".join(page.read_text().split())
+
+
+class Cells:
+    """Some cells of a suite, and how normforge does in them."""
+
+    def __init__(self, suite: str, group: str, most_n: int, kinds: tuple[str, ...] = BF16, least_n: int = 0) -> None:
+        self.results = results(suite)
+        rows = [row for row in self.results.rows.values() if row.provider == PROJECT]
+        self.rows = [row for row in rows if row.group == group and row.kind in kinds and least_n <= row.n <= most_n]
+        assert self.rows
+        assert all(row.ok for row in self.rows)
+
+    def to_copy(self) -> list[float]:
+        """Throughput over the copy's."""
+        ratios = [self.results.ratio_to_copy(row) for row in self.rows]
+        return [ratio for ratio in ratios if ratio is not None]
+
+    def over(self, *providers: str) -> list[float]:
+        """The time of the fastest of some providers over ours."""
+        return [min(self._times(row, providers)) / row.us for row in self.rows]
+
+    def over_best(self) -> list[float]:
+        """The time of the fastest of all others over ours."""
+        return self.over(*(name for name in every_provider() if name not in (PROJECT, CEILING)))
+
+    def _times(self, row: Row, providers: tuple[str, ...]) -> Iterator[float]:
+        others = self.results.of(row.cell)
+        yield from (others[name].us for name in providers if name in others and others[name].ok)
+
+
+def percent(ratios: list[float]) -> str:
+    return f"{min(ratios):.0%} to {max(ratios):.0%}".replace("%", "", 1).replace("%", " %")
+
+
+def times(ratios: list[float], digits: int = 1) -> str:
+    return f"{min(ratios):.{digits}f} to {max(ratios):.{digits}f}"
+
+
+def test_the_front_doors_figures_are_those_of_the_results() -> None:
+    text = said(README)
+    forward, backward = Cells("forward", "256 MiB", 16384), Cells("backward", "256 MiB", 8192)
+    quantised = {row.kind for row in results("quant").rows.values() if row.kind.startswith("ln_bf16_")}
+    fused = Cells("quant", "add + quant", 16384, tuple(quantised))
+    assert {row.n for row in forward.rows} >= {256, 16384}
+    assert {row.n for row in backward.rows} >= {256, 8192}
+    assert {row.n for row in fused.rows} >= {1024, 16384}
+    assert {row.task for row in fused.rows} == {Task.ADD_QUANT.value}
+    assert f"N from 256 to 16384: {percent(forward.to_copy())} of the speed of copying x" in text
+    assert f"{times(forward.over('eager'))} times torch's own operators" in text
+    assert min(forward.over_best()) > 0.99, "never more than 1 % slower"
+    assert (
+        f"N from 256 to 8192: {percent(backward.to_copy())} of a copy, {times(backward.over('eager'))} times torch"
+        in text
+    )
+    assert f"{times(backward.over_best(), 2)} times the fastest of the others" in text
+    assert f"N from 1024 to 16384: {percent(fused.to_copy())} of a copy" in text
+    assert f"{times(fused.over('compile', 'max-autotune'), 2)} times the best that torch.compile makes of it" in text
+    assert f"{times(fused.over('eager'))} times eager torch" in text
+
+
+def test_where_others_are_faster_is_said() -> None:
+    long = Cells("forward", "256 MiB", 1 << 20, ("rms_bf16",), least_n=32769)
+    assert 0.915 < min(long.over("quack")) < 0.925
+    for page in (README, BENCHMARKS):
+        assert "QuACK is up to 8 % faster" in said(page)
+
+
+def test_host_times_are_those_of_the_results() -> None:
+    host = results("host")
+    names = {"plain": Task.FORWARD, "recorded": Task.GRAD_FORWARD, "both": Task.GRAD_BOTH}
+    found = {name: host.of(f"{task.value}/ln_bf16/16x4096") for name, task in names.items()}
+    ours, torchs = ({name: rows[who].us for name, rows in found.items()} for who in (PROJECT, "eager"))
+    assert f"16×4096 take {ours['both']:.0f} µs where torch takes {torchs['both']:.0f}" in said(README)
+    assert f"take {ours['plain']:.1f} µs where torch takes {torchs['plain']:.1f}" in said(README)
+    line = (
+        f"{ours['plain']:.1f} µs (torch {torchs['plain']:.1f}); with a gradient recorded {ours['recorded']:.1f} "
+        f"({torchs['recorded']:.1f}); forward and backward {ours['both']:.0f} ({torchs['both']:.0f})"
+    )
+    assert line in said(ROOT / "docs" / "models.md")
+
+
+def test_the_tables_are_those_of_the_results() -> None:
+    tables = BENCHMARKS.read_text().partition(BEGIN)[2].partition(END)[0].strip()
+    assert tables == render([results(name) for name in SUITES], picture_for(BENCHMARKS, H200))
+
+
+def test_revisions_and_versions_are_those_of_the_results() -> None:
+    header = results("forward").header
+    place = f"{header['device']} with torch {header['torch'].partition('+')[0]} and Triton {header['triton']}"
+    assert f"{place} at revision {header['revision']}" in said(README)
+    assert {results(name).header["revision"] for name in SUITES} == {header["revision"]}
+    started = (H200 / "startup.csv").read_text()
+    (revision,) = re.findall(r"^# revision: (\w+)$", started, re.MULTILINE)
+    assert f"(revision {revision}, " in said(ROOT / "docs" / "deploy.md")
+
+
+def test_what_the_other_pages_found_is_what_testing_says() -> None:
+    text = said(ROOT / "docs" / "testing.md")
+    (passed, cases) = re.findall(r"^(\d+) of (\d+) cases pass", _page("conformance"), re.MULTILINE)[0]
+    assert passed == cases
+    assert f"{int(cases):,} cases" in text
+    (within, cells, good) = re.findall(r"\*\*(\d+) of (\d+) cells .*, and (\d+) are", _page("accuracy"))[0]
+    assert f"of {int(cells):,} cells {int(good) / int(cells):.0%}".replace("%", " %") in text
+    assert int(cells) - int(within) == 5
+    assert "five more than four times as bad" in text
+    assert all(
+        line.rstrip().endswith("| clean |") for line in re.findall(r"^\| \w+check .*clean.*$", _page("sanitizer"), re.M)
+    )
+
+
+def _page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+def test_every_setting_is_listed() -> None:
+    code = [path.read_text() for folder in ("runtime", "codegen") for path in (ROOT / folder).rglob("*.py")]
+    read = {name for text in code for name in re.findall(r"\bNORMFORGE_[A-Z_]+\b", text)}
+    listed = set(re.findall(r"^\| `(NORMFORGE_[A-Z_]+)` \|", _page("deploy"), re.MULTILINE))
+    assert listed == read
+    tests = {"NORMFORGE_PROPERTIES", "NORMFORGE_FIRE", "NORMFORGE_UPDATE_GOLDEN"}
+    named = {name for page in PAGES for name in re.findall(r"\bNORMFORGE_[A-Z_]+\b", page.read_text())}
+    assert named <= read | tests
+
+
+def test_every_public_name_is_listed() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", _page("names").partition("## Arguments")[0], re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    # What functions return, and the version, are no functions.
+    assert listed == set(normforge.__all__) - {"LayerNormOutput", "Patch", "__version__"}
+
+
+_PLACES = (
+    "codegen",
+    "templates",
+    "runtime",
+    "tools",
+    "tests",
+    "benchmarks",
+    "docs",
+    "examples",
+    "manifests",
+    "generated",
+)
+# Made by what the text tells to do.
+_MADE = {"needed.yaml", "mine.yaml", "my_tiles/sm_80.yaml", "serve.py", "rms_fwd_bf16_fp8_e5m2_dq.py", "sm_80.yaml"}
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.stem not in WRITTEN], ids=lambda page: page.name)
+def test_files_that_are_named_are_there(page: Path) -> None:
+    named = re.findall(r"`([\w/.-]+\.(?:py|j2|yaml|csv|txt|md))`", prose(page))
+    there = [path.relative_to(ROOT).as_posix() for place in _PLACES for path in (ROOT / place).rglob("*.*")]
+    there += [path.name for path in ROOT.iterdir()]
+    missing = [
+        name
+        for name in named
+        if name.rpartition("/")[2] not in _MADE and not any(f"/{path}".endswith(f"/{name}") for path in there)
+    ]
+    assert missing == []
+
+
+def test_the_map_is_the_packages() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    listed = re.findall(r"^(\w+)/ {2,}\S", text, re.MULTILINE)
+    packages = [path.parent.name for path in (ROOT / "runtime").glob("*/__init__.py")]
+    assert sorted(listed) == sorted([*packages, "tools"])
