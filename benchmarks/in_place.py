@@ -8,6 +8,7 @@ of a recorded call what is saved and torch's apply. What is left then is normfor
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from types import SimpleNamespace
@@ -72,7 +73,7 @@ def _known(taken: Taken, allocates: bool) -> SimpleNamespace:
     """The plans, of one that launches nothing, and returns the same memory again where it does not allocate."""
     plan = SimpleNamespace(**vars(taken.plan))
     ready = taken.plan.prepared(taken.m)
-    ready = ready._replace(launch=nothing, launch_plain=None if ready.launch_plain is None else nothing)
+    ready = replace(ready, launch=nothing)
     plan.prepared = lambda _: ready
     if not allocates:
         again = cycle(taken.kept).__next__

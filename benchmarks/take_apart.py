@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
-from normforge.calls.plan import Plan
 from normforge.selection import dispatch
 
 from .errors import UsageError
@@ -84,8 +84,7 @@ def take_apart(call: Call, m: int, interpreted: bool) -> Taken:
             "apart; benchmarks/take_apart.py has to follow how normforge.calls.forward and gradients remember calls"
         )
     ((key, plan),) = dispatch.plans.items()
-    is_forward = isinstance(plan, Plan)
-    choose = (lambda: plan.prepared(m).grid(m)) if is_forward else (lambda: plan.layout(m))
+    choose = (lambda: plan.layout(m)) if plan.mode.is_backward else (lambda: plan.prepared(m).grid(m))
     taken = Taken(plan, m, key, choose, plan.empty, [], [], [])
 
     def allocate(*asked: Any) -> torch.Tensor:
@@ -93,25 +92,27 @@ def take_apart(call: Call, m: int, interpreted: bool) -> Taken:
         taken.kept.append(plan.empty(*asked))
         return taken.kept[-1]
 
-    def watched(launch: Callable[..., None] | None) -> Callable[..., None] | None:
+    def watched(launch: Callable[..., None]) -> Callable[..., None]:
         def watch(grid: Any, values: tuple[Any, ...]) -> None:
-            assert launch is not None
             if not interpreted:
                 taken.launches.append((launch, grid, values))
             launch(grid, values)
 
-        return None if launch is None else watch
+        return watch
 
     # A stand-in, because an attribute that shadows a method makes every plan of the process slower to ask.
     stand_in = SimpleNamespace(**vars(plan) | {"empty": allocate})
-    if is_forward:
-        ready = plan.prepared(m)
-        ready = ready._replace(launch=watched(ready.launch), launch_plain=watched(ready.launch_plain))
-        stand_in.prepared = lambda _: ready
-    else:
-        layout = plan.layout(m)
-        steps = tuple((watched(launch), grid) for launch, grid in layout.steps)
-        stand_in.layout = lambda _: layout._replace(steps=steps, finish=watched(layout.finish))
+    ready, layout = plan.prepared(m), plan.layout(m)
+    if ready.launch is not None:
+        ready = replace(ready, launch=watched(ready.launch))
+    # A forward call by tensors goes by Triton's public interface, and nobody asks what that takes.
+    if plan.mode.is_backward or layout.by_address:
+        layout = replace(
+            layout,
+            steps=tuple((watched(launch), grid) for launch, grid in layout.steps),
+            finish=None if layout.finish is None else (watched(layout.finish[0]), layout.finish[1]),
+        )
+    stand_in.prepared, stand_in.layout = lambda _: ready, lambda _: layout
     dispatch.plans[key] = stand_in
     try:
         call()

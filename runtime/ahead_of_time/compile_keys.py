@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from ..calls.gradient_plan import GradientPlan
-from ..calls.plan import Plan
 from ..codegen.axes import SAME
 from ..codegen.model import Mode, legal_modes
 from ..errors import ConflictError, DeviceError, IllegalCombinationError, MissingInstanceError, ShapeError
@@ -155,7 +153,7 @@ def keys_of(pairs: Iterable[tuple[Mode, int]], target: Target, deployment: Deplo
         ms = {FEW: 1, MANY: entry.small_m + 1, MOST: MOST_ROWS_IN_I32 + 1}
         for plan in plans(mode, n, target, deployment):
             for word in deployment.rows:
-                for launcher in _launchers(plan, ms[word]):
+                for launcher in plan.prepared(ms[word]).launchers:
                     _add(found, launcher, n, entry.name, word)
     return list(found.values())
 
@@ -170,10 +168,6 @@ def _add(found: dict[KernelKey, CompileKey], launcher: Launcher, n: int, instanc
         tuple(dict.fromkeys((*classes, rows))),
         launcher.kernel,
     )
-
-
-def _launchers(plan: Plan | GradientPlan, m: int) -> tuple[Launcher, ...]:
-    return (plan.prepared(m).launcher,) if isinstance(plan, Plan) else plan.prepared(m).launchers
 
 
 def _listed(name: str, values: Iterable[Any]) -> tuple[Any, ...]:

@@ -11,7 +11,6 @@ import torch
 
 from ..calls.arguments import prepare
 from ..calls.gradient_arguments import check
-from ..calls.gradient_plan import GradientPlan
 from ..calls.plan import Plan
 from ..codegen.axes import SAME
 from ..codegen.model import Mode
@@ -72,7 +71,7 @@ _GRADIENTS = tuple(result.name for result in BACKWARD.results)
 _POINTERS = {row.name: row.slot for family in FAMILIES for row in (*family.inputs, *family.places)}
 
 
-def plans(mode: Mode, n: int, target: Target, deployment: Deployment) -> Iterator[Plan | GradientPlan]:
+def plans(mode: Mode, n: int, target: Target, deployment: Deployment) -> Iterator[Plan]:
     """What calls of a mode come to, one for each combination of what they may bring."""
     biases = (None,) if not mode.norm.centres else deployment.bias_dtypes
     for weight, stride, names in product(deployment.weight_dtypes, deployment.row_strides, deployment.misaligned):
@@ -108,7 +107,7 @@ def _backward(
     deployment: Deployment,
     kinds: Mapping[str, Kind],
     misaligned: Collection[str],
-) -> Iterator[GradientPlan]:
+) -> Iterator[Plan]:
     due = ["dx"]
     due += [f"d{name}" for name, kind in kinds.items() if kind is not None]
     due += ["dx_bias"] if mode.x_bias else []
@@ -120,7 +119,7 @@ def _backward(
             continue
         arguments = {**_ABSENT, **arguments_of(mode, _maker(x, {**kinds, "dy": dy})), "wants": wants}
         arguments["bias_dtype"] = None if bias is None else _dtype(bias, x)
-        yield GradientPlan(check(mode.norm, **arguments), misaligned, target)
+        yield Plan(check(mode.norm, **arguments), misaligned, target)
 
 
 _ABSENT: Mapping[str, Any] = {row.name: None for row in BACKWARD.parameters} | {"packed": False, "weight_offset": 0.0}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..codegen.model import DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
+from ..codegen.parameters import FORWARD
 from ..dtypes import DTYPES, FLOATS, TORCH_DTYPES
 from ..errors import (
     ConflictError,
@@ -50,8 +51,11 @@ class Call:
     residual_out: torch.Tensor | None
     eps: float
     weight_offset: float
-    x_row_stride: int
-    residual_row_stride: int
+
+    @property
+    def wants(self) -> tuple[str, ...]:
+        """The results that it returns."""
+        return tuple(row.name for row in FORWARD.results if row.is_wanted(self.mode))
 
 
 def prepare(
@@ -113,9 +117,10 @@ def prepare(
         residual_out=residual_out,
         eps=epsilon,
         weight_offset=offset,
-        x_row_stride=row_stride("x", x),
-        residual_row_stride=0 if residual is None else check_rows("residual", residual, x, FLOATS),
     )
+    row_stride("x", x)
+    if residual is not None:
+        check_rows("residual", residual, x, FLOATS)
     _check_outputs(call, addressed)
     return call
 

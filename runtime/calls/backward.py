@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 import torch
 
-from .gradient_plan import mode_of
+from .gradient_arguments import mode_of
 from .gradients import backward
 from .operands import ZERO, Foreign
 from .outputs import NormGradients

@@ -15,12 +15,13 @@ import torch
 from torch.autograd import forward_ad
 
 from ..codegen.model import FusedAdd, FusedQuant, Norm, Rounding
+from ..codegen.parameters import FORWARD
 from ..kernels.gpu import require_device
 from ..selection import dispatch
 from ..upstream.torch_allocator import contiguous_strides
 from ..upstream.torch_dynamo import eager_only
 from .arguments import LARGEST_FP32, Call, prepare, refuse_gradient
-from .launch import make_output, run
+from .launch import make_output, run, run_recorded
 from .operands import (
     MISALIGNED,
     PLAIN,
@@ -37,15 +38,12 @@ from .operands import (
 )
 from .outputs import LayerNormOutput, pack
 from .overlap import may_write
-from .plan import INPUTS, Plan
+from .plan import Plan
 
 # Keys hold a norm's word: hashing an enum's member takes Python code.
 _NORMS = {norm.value: norm for norm in Norm}
 
 Key = tuple[Any, ...]
-
-# What callers call the tensors of `plan.INPUTS`.
-_OPERANDS = ("x", "x_bias", "residual", "weight", "bias", "smooth_scale")
 
 # The address of a tensor that is not there, and what a key holds of it.
 _ABSENT = (0, None)
@@ -76,7 +74,7 @@ def forward_plain(
         eps: likewise.
         weight_offset: see `rmsnorm2d_fwd`.
         save_mv: see `layernorm2d_fwd`; True or False itself.
-        packed: see `launch.run`.
+        packed: see `launch.run_recorded`.
         known_only: do not check a call that is unlike any before.
 
     Raises:
@@ -137,7 +135,7 @@ def forward_plain(
             raise Unlike
         key = (norm, n, device, kind, weight_kind, bias_kind, save_mv)
         if (x_at | weight_at | bias_at) & MISALIGNED:
-            key = (*key, _alignment((x_at, 0, 0, weight_at, bias_at, 0)))
+            key = (*key, _alignment((x_at, weight_at, bias_at)))
         plan = dispatch.plans.get(key)
     except UNREADABLE:
         key = None
@@ -148,10 +146,12 @@ def forward_plain(
         and (weight_offset is ZERO or offset_fits(weight_offset, weight))
     ):
         ready = plan.prepared(m)
-        launch, empty = ready.launch_plain, plan.empty
+        launch, empty = ready.launch, plan.empty
         if launch is None or (save_mv and not packed):
-            addresses, tensors = (x_at, 0, 0, weight_at, bias_at, 0), (x, None, None, weight, bias, None)
-            return run(plan, addresses, tensors, shape, m, eps, weight_offset, None, None, packed)
+            addresses, tensors = (x_at, weight_at, bias_at, 0, 0, 0), (x, weight, bias, None, None, None)
+            if packed:
+                return run_recorded(plan, addresses, tensors, shape, m, eps, weight_offset)
+            return run(plan, addresses, tensors, shape, m, eps, weight_offset, None, None)
         if flat:
             y = empty((m, n), (n, 1), plan.y_dtype)
         else:
@@ -162,7 +162,7 @@ def forward_plain(
         if packed:
             statistics, mean_at, rstd_at = pack(empty, m, plan.saves_mean)
         values = (
-            x_at, 0, 0, weight_at, bias_at, 0, y.data_ptr(), 0, 0, mean_at, rstd_at, 0, m, eps, weight_offset,
+            x_at, weight_at, bias_at, 0, 0, 0, y.data_ptr(), 0, 0, mean_at, rstd_at, 0, m, eps, weight_offset,
         )  # fmt: skip
         launch(ready.grid(m), values)
         return make_output(LayerNormOutput, (y, None, None, None, statistics))
@@ -233,7 +233,7 @@ def forward_fused(
             fadd, fadd.__class__, fquant, fquant.__class__, save_mv, save_mv.__class__, rounding,
             out_dtype, scale_dtype,
         )  # fmt: skip
-        addresses = (x_at, x_bias_at, residual_at, weight_at, bias_at, smooth_at)
+        addresses = (x_at, weight_at, bias_at, residual_at, smooth_at, x_bias_at)
         if (x_at | x_bias_at | residual_at | weight_at | bias_at | smooth_at | out_at | sum_at) & MISALIGNED:
             key = (*key, _alignment((*addresses, out_at, sum_at)))
         plan = dispatch.plans.get(key)
@@ -245,14 +245,16 @@ def forward_fused(
         and 0.0 <= eps <= LARGEST_FP32
         and (weight_offset is ZERO or offset_fits(weight_offset, weight))
     ):
-        tensors = (x, x_bias, residual, weight, bias, smooth_scale)
+        tensors = (x, weight, bias, residual, smooth_scale, x_bias)
         if (
             known_only
             or not (forward_ad._current_level >= 0 or (torch.is_grad_enabled() and _any_requires_gradient(*tensors)))
         ) and (
             (out is None and residual_out is None) or may_write(plan.extents, addresses, tensors, m, out, residual_out)
         ):
-            return run(plan, addresses, tensors, shape, m, eps, weight_offset, out, residual_out, packed)
+            if packed:
+                return run_recorded(plan, addresses, tensors, shape, m, eps, weight_offset)
+            return run(plan, addresses, tensors, shape, m, eps, weight_offset, out, residual_out)
     if known_only:
         raise Unlike
     refuse_foreign(
@@ -292,20 +294,16 @@ def _first(call: Call, key: Key | None, packed: bool) -> LayerNormOutput:
     """Launch a call that `prepare` passed, and make those like it known."""
     require_device(call.x)
     plans = dispatch.plans
-    tensors = (call.x, call.x_bias, call.residual, call.weight, call.bias, call.smooth_scale)
-    addresses = tuple(map(address_of, _OPERANDS, tensors))
-    y_at, sum_at = address_of("out", call.out), address_of("residual_out", call.residual_out)
+    tensors = tuple(getattr(call, row.name) for row in FORWARD.inputs)
+    at = {row.slot: address_of(row.name, getattr(call, row.name)) for row in (*FORWARD.inputs, *FORWARD.places)}
+    addresses = tuple(at.values())[: len(tensors)]
     plan = None if key is None else plans.get(key)
     if plan is None:
-        at = dict(zip(INPUTS, addresses, strict=True))
-        at |= {"y_ptr": y_at, "residual_out_ptr": sum_at}
-        plan = Plan(call, [name for name, address in at.items() if address & MISALIGNED])
+        plan = Plan(call, [slot for slot, address in at.items() if address & MISALIGNED])
         if key is not None:
             dispatch.remember(plans, key, plan)
-    shape = call.x.shape
-    return run(
-        plan, addresses, tensors, shape, call.m, call.eps, call.weight_offset, call.out, call.residual_out, packed
-    )
+    given = (plan, addresses, tensors, call.x.shape, call.m, call.eps, call.weight_offset)
+    return run_recorded(*given) if packed else run(*given, call.out, call.residual_out)
 
 
 def _alignment(addresses: tuple[int, ...]) -> tuple[bool, ...]:
@@ -314,11 +312,11 @@ def _alignment(addresses: tuple[int, ...]) -> tuple[bool, ...]:
 
 def _any_requires_gradient(
     x: torch.Tensor,
-    x_bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
     smooth_scale: torch.Tensor | None,
+    x_bias: torch.Tensor | None,
 ) -> bool:
     # Written out, because a loop takes 0.15 us longer.
     return (

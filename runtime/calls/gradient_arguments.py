@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..codegen.model import Norm
-from ..dtypes import FLOATS
+from ..codegen.model import Direction, FusedAdd, Mode, Norm
+from ..dtypes import DTYPES, FLOATS
 from ..errors import ConflictError, DTypeError, LayoutError, ShapeError
 from .arguments import check_device, check_no_gradient, check_number, check_offset, check_rows, check_vector, check_x
 
@@ -37,6 +37,18 @@ class GradientCall:
     dx_dtype: torch.dtype | None
     bias_dtype: torch.dtype | None
     wants: tuple[str, ...]
+
+    @property
+    def mode(self) -> Mode:
+        """The mode of the kernels that serve it."""
+        fadd = FusedAdd.NONE if self.dresidual_out is None else FusedAdd.PRE_ADD_STORE
+        return mode_of(self.norm, self.x, self.x_bias is not None, fadd)
+
+
+def mode_of(norm: Norm, x: torch.Tensor, x_bias: bool, fadd: FusedAdd) -> Mode:
+    """The mode of a backward call; fadd says whether the stored sum has a gradient."""
+    dtype = DTYPES[x.dtype]
+    return Mode(norm, dtype, dtype, fadd, x_bias=x_bias, direction=Direction.BACKWARD)
 
 
 _WANTS = {Norm.LAYER: ("dx", "dweight", "dbias", "dx_bias"), Norm.RMS: ("dx", "dweight", "dx_bias")}

@@ -1,52 +1,62 @@
-"""Allocates what a prepared forward call returns, and launches its kernel."""
+"""Allocates what a call returns, and launches its kernels.
+
+There is a function for each form of what is returned, written out: backward calls took 0.2 us more where one function
+launched whatever a plan has, forward and backward.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
+from ..codegen.parameters import BACKWARD, Kind
 from ..kernels.pipelines import new_exchange
 from ..upstream.torch_allocator import contiguous_strides
-from .outputs import LayerNormOutput, pack, unpacked
-from .plan import Plan
+from .gradient_arguments import GradientCall
+from .outputs import LayerNormOutput, NormGradients, pack, unpacked
+from .plan import FAMILY_OF, SUMS, Plan, dtype_of
 
 # Without the Python function that a named tuple's constructor is: 0.2 us of every call.
 make_output = tuple.__new__
+
+Tensors = tuple["torch.Tensor | None", ...]
 
 
 def run(
     plan: Plan,
     addresses: tuple[int, ...],
-    tensors: tuple[torch.Tensor | None, ...],
+    tensors: Tensors,
     shape: torch.Size,
     m: int,
     eps: float,
     weight_offset: float,
     out: torch.Tensor | None,
     residual_out: torch.Tensor | None,
-    packed: bool,
 ) -> LayerNormOutput:
-    """Allocate what a call returns and launch the kernel of its plan, unless there are no rows.
+    """Allocate what a forward call returns and launch the kernel of its plan, unless there are no rows.
 
     Args:
         plan: the call's.
-        addresses: of `plan.INPUTS`; 0 where there is none.
-        tensors: likewise, x first.
+        addresses: of the tensors that are read, in the family's order; 0 where there is none.
+        tensors: these themselves.
         shape: x's.
         m: x's rows.
         eps: added to the variance.
         weight_offset: added to weight.
         out: where y goes, or None for a new tensor.
         residual_out: likewise.
-        packed: whether to return what is saved of mean and rstd in one tensor, as `outputs` has them, as rstd.
     """
-    empty, sum_dtype, scale_dtype = plan.empty, plan.sum_dtype, plan.scale_dtype
+    empty, n = plan.empty, plan.n
+    _, sum_dtype, scale_dtype, mean_dtype, rstd_dtype = plan.dtypes
     size: tuple[int, ...]
     strides: tuple[int, ...]
     leading: tuple[int, ...]
     leading_strides: tuple[int, ...]
     if len(shape) == 2:
-        size, strides, leading, leading_strides = (m, plan.n), (plan.n, 1), (m,), (1,)
+        size, strides, leading, leading_strides = (m, n), (n, 1), (m,), (1,)
     else:
         size, leading = tuple(shape), tuple(shape[:-1])
         strides, leading_strides = contiguous_strides(size), contiguous_strides(leading)
@@ -68,34 +78,153 @@ def run(
     if scale_dtype is not None:
         y_scale = empty(leading, leading_strides, scale_dtype)
         y_scale_at = y_scale.data_ptr()
-    if packed:
-        rstd, mean_at, rstd_at = pack(empty, m, plan.saves_mean)
-    elif plan.saves_rstd:
-        rstd = empty(leading, leading_strides, torch.float32)
+    if rstd_dtype is not None:
+        rstd = empty(leading, leading_strides, rstd_dtype)
         rstd_at = rstd.data_ptr()
-        if plan.saves_mean:
-            mean = empty(leading, leading_strides, torch.float32)
+        if mean_dtype is not None:
+            mean = empty(leading, leading_strides, mean_dtype)
             mean_at = mean.data_ptr()
     outputs = make_output(LayerNormOutput, (y, total, y_scale, mean, rstd))
     if m == 0:
         return outputs
-    launcher, grid, exchange, launch, _ = plan.prepared(m)
-    work, work_at = None, 0
-    if exchange is not None:
-        work = new_exchange(empty, exchange(m))
-        work_at = work.data_ptr()
+    ready = plan.prepared(m)
+    launch = ready.launch
     if launch is None:
-        written = _as_tensors(plan, outputs, m, packed)
-        launcher.launch_tensors(grid(m), (*tensors, *written, work, m, eps, weight_offset))
+        written = (y.data_ptr(), total_at, y_scale_at, mean_at, rstd_at)
+        _launch_otherwise(plan, m, addresses, tensors, written, outputs, (eps, weight_offset))
     else:
-        written_at = (y.data_ptr(), total_at, y_scale_at, mean_at, rstd_at)
-        launch(grid(m), (*addresses, *written_at, work_at, m, eps, weight_offset))
+        values = (
+            *addresses, y.data_ptr(), total_at, y_scale_at, mean_at, rstd_at, 0, m, eps, weight_offset,
+        )  # fmt: skip
+        launch(ready.grid(m), values)
     return outputs
 
 
-def _as_tensors(plan: Plan, outputs: LayerNormOutput, m: int, packed: bool) -> tuple[torch.Tensor | None, ...]:
-    """Of `plan.OUTPUTS`; None where there is none."""
-    y, total, y_scale, mean, rstd = outputs
-    if packed and rstd is not None:
-        mean, rstd = unpacked(rstd, m)
-    return y.view(torch.uint8) if plan.y_bytes else y, total, y_scale, mean, rstd
+def run_recorded(
+    plan: Plan,
+    addresses: tuple[int, ...],
+    tensors: Tensors,
+    shape: torch.Size,
+    m: int,
+    eps: float,
+    weight_offset: float,
+) -> LayerNormOutput:
+    """The same of a call that autograd records: mean and rstd are in one tensor, which is returned as rstd."""
+    empty, n, sum_dtype = plan.empty, plan.n, plan.dtypes[1]
+    size: tuple[int, ...] = (m, n) if len(shape) == 2 else tuple(shape)
+    strides: tuple[int, ...] = (n, 1) if len(shape) == 2 else contiguous_strides(size)
+    y = empty(size, strides, plan.y_dtype)
+    total, total_at = None, 0
+    if sum_dtype is not None:
+        total = empty(size, strides, sum_dtype)
+        total_at = total.data_ptr()
+    statistics, mean_at, rstd_at = pack(empty, m, plan.saves_mean)
+    outputs = make_output(LayerNormOutput, (y, total, None, None, statistics))
+    if m == 0:
+        return outputs
+    ready = plan.prepared(m)
+    launch = ready.launch
+    if launch is None:
+        written = (y.data_ptr(), total_at, 0, mean_at, rstd_at)
+        _launch_otherwise(plan, m, addresses, tensors, written, outputs, (eps, weight_offset))
+    else:
+        launch(ready.grid(m), (*addresses, y.data_ptr(), total_at, 0, mean_at, rstd_at, 0, m, eps, weight_offset))
+    return outputs
+
+
+def run_backward(
+    plan: Plan, addresses: tuple[int, ...], tensors: Tensors, shape: torch.Size, m: int, weight_offset: float
+) -> NormGradients:
+    """Allocate what a backward call of some rows returns and launch the kernels of its plan.
+
+    rstd may be in one tensor with the means, if there are any, and mean None; the addresses are each one's own.
+    """
+    layout, empty, n, dx_dtype = plan.layout(m), plan.empty, plan.n, plan.dtypes[0]
+    dx = None
+    if dx_dtype is not None:
+        if len(shape) == 2:
+            dx = empty((m, n), (n, 1), dx_dtype)
+        else:
+            size = tuple(shape)
+            dx = empty(size, contiguous_strides(size), dx_dtype)
+    sums = [None if dtype is None else empty((n,), (1,), dtype) for dtype in plan.sum_dtypes]
+    gradients = make_output(NormGradients, (dx, *sums))
+    work = empty((layout.length,), (1,), torch.float32) if layout.length else None
+    exchange = new_exchange(empty, layout.exchange) if layout.exchange else None
+    given: tuple[Any, ...] = addresses
+    made: Sequence[Any]
+    pieces: list[Any]
+    if layout.by_address:
+        base = 0 if work is None else work.data_ptr()
+        pieces = [base + offset for offset in layout.offsets]
+        pieces.append(0 if exchange is None else exchange.data_ptr())
+        made = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
+    else:
+        pieces = [None if start is None or work is None else work[start:] for start in layout.starts]
+        pieces.append(exchange)
+        given, made = _as_tensors(plan, m, tensors, gradients)
+    values = (*given, made[0], *pieces, m, weight_offset)
+    for launch, grid in layout.steps:
+        launch(grid, values)
+    if layout.finish is not None:
+        launch, grid = layout.finish
+        launch(grid, (*pieces[: len(SUMS)], *made[1:], layout.programs))
+    return gradients
+
+
+def of_no_rows(call: GradientCall) -> NormGradients:
+    """What a backward call without rows returns: sums of nothing."""
+    shapes = {Kind.ROWS: call.x.shape, Kind.VECTOR: (call.n,)}
+    dtypes = {row: dtype_of(row, call) for row in BACKWARD.results}
+    return NormGradients(
+        *[
+            None if dtype is None else torch.zeros(shapes[row.kind], dtype=dtype, device=call.x.device)
+            for row, dtype in dtypes.items()
+        ]
+    )
+
+
+def _launch_otherwise(
+    plan: Plan,
+    m: int,
+    addresses: tuple[int, ...],
+    tensors: Tensors,
+    written: tuple[int, ...],
+    outputs: LayerNormOutput,
+    numbers: tuple[float, float],
+) -> None:
+    """Launch a forward kernel that takes tensors, or whose programs exchange values.
+
+    Args:
+        plan: the call's.
+        m: its rows.
+        addresses: of what is read.
+        tensors: these themselves.
+        written: the addresses of what is returned.
+        outputs: these themselves.
+        numbers: eps and weight_offset.
+    """
+    ready = plan.prepared(m)
+    exchange = None if ready.exchange is None else new_exchange(plan.empty, ready.exchange(m))
+    values: tuple[Any, ...]
+    if ready.by_address:
+        values = (*addresses, *written, 0 if exchange is None else exchange.data_ptr())
+    else:
+        given, made = _as_tensors(plan, m, tensors, outputs)
+        values = (*given, *made, exchange)
+    (step,) = ready.steps
+    step.launch(step.grid(m), (*values, m, *numbers))
+
+
+def _as_tensors(plan: Plan, m: int, tensors: Tensors, results: Tensors) -> tuple[Tensors, Tensors]:
+    """What is read and what is returned, as kernels that take tensors know them."""
+    family = FAMILY_OF[plan.mode.direction]
+    by_name = {row.name: tensor for row, tensor in zip(family.inputs, tensors, strict=True)}
+    by_name |= {row.name: tensor for row, tensor in zip(family.results, results, strict=True)}
+    rstd, y = by_name["rstd"], by_name.get("y")
+    if by_name["mean"] is None and rstd is not None:
+        by_name["mean"], by_name["rstd"] = unpacked(rstd, m)
+    if plan.y_bytes and y is not None:
+        by_name["y"] = y.view(torch.uint8)
+    found = tuple(by_name.values())
+    return found[: len(tensors)], found[len(tensors) :]

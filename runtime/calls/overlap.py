@@ -6,7 +6,7 @@ of addresses say so. Where they may meet, and of a kind that is not known, strid
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -14,14 +14,12 @@ import torch
 REPLACEABLE = frozenset(("x", "residual"))
 
 
-class Extent(NamedTuple):
-    """Bytes of a row, and from one row to the next."""
-
-    row: int
-    step: int
+# Bytes of a row, and from one row to the next.
+Extent = tuple[int, int]
 
 
-class Extents(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Extents:
     """Where the tensors of a kind of call lie, from their first bytes.
 
     Attributes:
@@ -31,9 +29,9 @@ class Extents(NamedTuple):
         total: of residual_out.
     """
 
-    inputs: tuple[tuple[int, int, int, bool], ...]
-    y: Extent
-    total: Extent
+    inputs: tuple[tuple[int, int, int, bool], ...] = ()
+    y: Extent = (0, 0)
+    total: Extent = (0, 0)
 
 
 def may_write(

@@ -1,182 +1,357 @@
-"""What a checked forward call comes to: the kernels that serve it, made ready, and the outputs that it allocates."""
+"""What a checked call comes to: the kernels that serve it, made ready, and the types of what it returns.
+
+Forward and backward alike. Which tensors there are, in what order launches bring them and what types they have follows
+from the rows of `codegen.parameters`; which kernels run, with what grids and constants, from those of
+`kernels.pipelines`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from ..codegen.model import DType
+from ..codegen.model import Direction, DType, Tile
+from ..codegen.parameters import BACKWARD, FORWARD, Family, Kind, Parameter, Result
 from ..dtypes import TORCH_DTYPES
 from ..kernels import pipelines
 from ..kernels.gpu import Target, target_of
-from ..kernels.key import MOST_ROWS_IN_I32, pointer_type, row_count_type
+from ..kernels.key import MOST_ROWS_IN_I32, integer_type, pointer_type, row_count_type
 from ..kernels.launcher import Launcher
 from ..kernels.pipelines import row_alignment
-from ..kernels.tile_choice import choose, takes_window, window_tile
+from ..kernels.tile_choice import choose, staged, takes_window, window_tile
 from ..selection import dispatch
 from ..upstream.torch_allocator import allocator
 from ..upstream.triton_launcher import Grid, Launch
 from .arguments import Call, row_stride
+from .gradient_arguments import GradientCall
+from .outputs import aligned_length
 from .overlap import REPLACEABLE, Extent, Extents
 
-# The pointers that a call brings, and those it allocates or is given to write to, in the order of the slots.
-INPUTS = ("x_ptr", "x_bias_ptr", "residual_ptr", "weight_ptr", "bias_ptr", "smooth_scale_ptr")
-OUTPUTS = ("y_ptr", "residual_out_ptr", "y_scale_ptr", "mean_ptr", "rstd_ptr")
+# The rows that calls of a direction are described by. Launches bring its inputs and its results in their order.
+FAMILY_OF = {Direction.FORWARD: FORWARD, Direction.BACKWARD: BACKWARD}
+
+# The gradients that are sums over rows: programs leave partial sums of each, and a last kernel adds them up.
+SUMS = tuple(row.name for row in BACKWARD.results if row.kind is Kind.VECTOR)
 
 
-class Prepared(NamedTuple):
-    """A kernel that is ready, and how many programs of it, with what memory, a launch takes.
+class Summing(NamedTuple):
+    """How partial sums are added up: how many rows of them at a time, columns a program, and warps."""
 
-    Attributes:
-        launcher: the kernel.
-        grid: from M to the programs in each dimension.
-        exchange: from M to how many int64 a launch needs besides its operands, or None.
-        launch: the launcher's `launch`.
-        launch_plain: likewise, if it needs but operands, and writes but y and the rows' statistics.
-    """
+    rows: int
+    block: int
+    warps: int
+
+
+# 16 values a thread, and narrow, so that few columns are shared by many programs: 4096x1024 takes an H200 18 us in all,
+# and 29 with 16 rows of 128 columns. The interpreter takes as long for a program of few columns as for one of many, and
+# 25 s for a row of 17000 in narrow ones.
+_SUMMING = Summing(rows=128, block=16, warps=4)
+_INTERPRETED_SUMMING = Summing(rows=16, block=1024, warps=4)
+
+# How many M a plan keeps the layouts of.
+_LAYOUTS = 64
+
+# What kernels leave for one another.
+_PARTIAL = pointer_type(torch.float32, aligned=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A kernel that is ready, how it is launched, and from M and the programs that share the rows to its grid."""
 
     launcher: Launcher
-    grid: Callable[[int], Grid]
+    launch: Launch
+    grid: pipelines.Programs
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The kernels for one class of M.
+
+    Attributes:
+        steps: those that walk the rows, in order.
+        finish: the one that adds up their partial sums; None where there are none.
+        programs: from M to how many programs share the rows, each with partial sums of its own.
+        row_terms: how many fp32 values a row the first step leaves for the next.
+        exchange: from M to how many int64 the programs exchange values through; None where they do not.
+        by_address: whether launches take addresses, and not tensors.
+        grid: the first step's.
+        launch: likewise, if it is all there is to launch, by address, of operands and results; None if not.
+    """
+
+    steps: tuple[Step, ...]
+    finish: Step | None
+    programs: Callable[[int], int]
+    row_terms: int
     exchange: Callable[[int], int] | None
+    by_address: bool
+    grid: pipelines.Programs
     launch: Launch | None
-    launch_plain: Launch | None
+
+    @property
+    def launchers(self) -> tuple[Launcher, ...]:
+        """Every kernel."""
+        return tuple(step.launcher for step in (*self.steps, self.finish) if step is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the kernels are launched for one M, and what lies where in the memory that they share.
+
+    Attributes:
+        steps: how the kernels that walk the rows are launched, in order, and their grids.
+        finish: the same of what adds up their partial sums; None where there are none.
+        programs: how many share the rows.
+        starts: where the partial sums of each of `SUMS` start, in fp32 elements, None of what is not wanted; then each
+            of the values that the first step leaves for the next. Empty forward.
+        offsets: the same in bytes; 0 of what is not wanted, which no compiled kernel reads.
+        length: of that memory, in elements.
+        exchange: how many int64 the programs exchange values through.
+        by_address: whether launches take addresses, and not tensors.
+    """
+
+    steps: tuple[tuple[Launch, Grid], ...]
+    finish: tuple[Launch, Grid] | None
+    programs: int
+    starts: tuple[int | None, ...]
+    offsets: tuple[int, ...]
+    length: int
+    exchange: int
+    by_address: bool
 
 
 class Plan:
     """All that launches of one kind of call share, whatever their M. It holds none of a call's tensors.
 
     Attributes:
+        mode: the call's.
         n: row length.
         empty: makes tensors on the device.
-        y_dtype: y's.
+        dtypes: of the family's results; None of what is not asked for.
+        y_dtype: y's, forward.
+        sum_dtypes: those of `SUMS`; empty forward.
+        saves_mean: whether the rows' means are returned.
         y_bytes: whether kernels are handed y as bytes.
-        sum_dtype: residual_out's; None where the sum is not stored.
-        scale_dtype: y_scale's; None where nothing is quantised.
-        saves_mean: whether the rows' means are an output.
-        saves_rstd: whether their rstd is.
-        extents: where its tensors lie, for `may_write`.
+        extents: where the tensors lie that outputs must not meet.
+        layout: from M to the `Layout` of its launches.
     """
 
-    def __init__(self, call: Call, misaligned: Collection[str], target: Target | None = None) -> None:
-        """Find the instance that serves a call.
+    def __init__(self, call: Call | GradientCall, misaligned: Collection[str], target: Target | None = None) -> None:
+        """Find the instance that serves a call; a backward call's dy is there.
 
         Args:
             call: what was asked.
-            misaligned: which of `INPUTS` and `OUTPUTS` are at no multiple of 16 bytes.
+            misaligned: which pointers, by their slots, are at no multiple of 16 bytes.
             target: the GPU that the call is for, if x, which then stands for another tensor, is not on it: kernels are
                 known then, and not compiled. None is x's device.
 
         Raises:
             MissingInstanceError: nothing serves the call and nothing may be generated.
         """
-        mode, n = call.mode, call.n
+        self.mode, self.n = mode, n = call.mode, call.n
         self._entry = dispatch.find(mode, n)
-        self.n = n
+        self._small_m = self._entry.small_m
         self._target = target or target_of(call.x.device)
         self._launches_on = call.x.device if target is None else None
         # By class of M: for a few rows, for many, and for more than an i32 counts.
         self._prepared: list[Prepared | None] = [None, None, None]
-
-        self.saves_rstd = mode.save_mv
-        self.saves_mean = mode.save_mv and mode.norm.centres
-        self.y_bytes = _encodes_in_software(mode.dtype_out, self._target)
+        self.layout = lru_cache(_LAYOUTS)(self._lay_out)
         self.empty = allocator(call.x.device)
-        self.y_dtype = TORCH_DTYPES[mode.dtype_out]
-        self.sum_dtype = call.residual.dtype if mode.fadd.stores and call.residual is not None else None
-        self.scale_dtype = TORCH_DTYPES[mode.scale_dtype] if mode.fquant.quantises else None
 
-        self._strides = {
-            "x_row_stride": call.x_row_stride,
-            "residual_row_stride": call.residual_row_stride,
-            "y_row_stride": n if call.out is None else row_stride("out", call.out),
-            "residual_out_row_stride": _sum_row_stride(call),
+        family = FAMILY_OF[mode.direction]
+        inputs = {row: _dtype_of_input(row, call) for row in family.inputs}
+        results = {row: dtype_of(row, call) for row in family.results}
+        self.dtypes = tuple(results.values())
+        self.y_dtype = TORCH_DTYPES[mode.dtype_out]
+        self.sum_dtypes = tuple(dtype for row, dtype in results.items() if row.name in SUMS)
+        self.saves_mean = any(row.name == "mean" and dtype is not None for row, dtype in results.items())
+        self.y_bytes = _encodes_in_software(mode.dtype_out, self._target)
+
+        self._misaligned = misaligned
+        self._itemsizes = [d.itemsize for row, d in inputs.items() if row.kind is Kind.ROWS and d is not None]
+        self._numbers = dict.fromkeys((row.slot for row in family.parameters if row.kind is Kind.NUMBER), "fp32")
+        self._strides = _row_strides(family, call)
+        self._alignment = row_alignment(*self._strides.values())
+        dtypes = {row.slot: dtype for row, dtype in inputs.items()}
+        dtypes |= {row.slot: self._handed(row.name, dtype) for row, dtype in results.items()}
+        self._pointers = {
+            name: None if dtype is None else pointer_type(dtype, aligned=name not in misaligned)
+            for name, dtype in dtypes.items()
         }
-        self._mode, self._misaligned = mode, misaligned
-        self._types = _types(call, self, misaligned)
-        self.extents = Extents(
-            inputs=_extents(call, self._strides),
-            y=_extent(n, self.y_dtype, self._strides["y_row_stride"]),
-            total=_extent(n, self.sum_dtype or self.y_dtype, self._strides["residual_out_row_stride"]),
-        )
+        self.extents = _extents(inputs, results, self._strides, n) if family.places else Extents()
 
     def prepared(self, m: int) -> Prepared:
-        """The kernel for m rows; the first call of each class of M compiles it."""
-        size = 0 if m <= self._entry.small_m else 1 if m <= MOST_ROWS_IN_I32 else 2
+        """The kernels for m rows; the first call of each class of M compiles them."""
+        size = 0 if m <= self._small_m else 1 if m <= MOST_ROWS_IN_I32 else 2
         return self._prepared[size] or self._prepare(size, m)
 
+    def _handed(self, result: str, dtype: torch.dtype | None) -> torch.dtype | None:
+        """The type by which the kernels that walk the rows know a result."""
+        if dtype is not None and result in SUMS:
+            return torch.float32
+        return torch.uint8 if result == "y" and self.y_bytes else dtype
+
     def _prepare(self, size: int, m: int) -> Prepared:
-        tile = choose(self._mode, self._entry.choices(m, self._target.arch), self.n, self._target)
-        rule, strides = pipelines.FORWARD[tile.pipeline], self._strides
-        if takes_window(self._mode, tile, self.n, strides, self._misaligned):
-            rule, strides = pipelines.WINDOW, {"row_stride": strides["x_row_stride"]}
-            tile = window_tile(self._mode, tile, self.n, few=size == 0)
-        (step,) = rule.steps
-        exchange = None if rule.exchange is None else rule.exchange(tile, self.n)
+        mode, n, target = self.mode, self.n, self._target
+        choices = self._entry.choices(m, target.arch)
+        tile, strides = choose(mode, choices, n, target), self._strides
+        if mode.is_backward:
+            is_paired = pipelines.is_paired(n, self._alignment, self._misaligned)
+            tile = staged(tile, choices[-1], n, self._itemsizes, is_paired, target)
+        row = pipelines.row_of(mode, tile.pipeline)
+        if takes_window(mode, tile, n, strides, self._misaligned):
+            row, strides = pipelines.WINDOW, {"row_stride": strides["x_row_stride"]}
+            tile = window_tile(mode, tile, n, few=size == 0)
+        exchange = None if row.exchange is None else row.exchange(tile, n)
         types = {
-            **self._types,
+            **self._pointers,
+            **dict.fromkeys(row.row_terms, _PARTIAL),
             "exchange_ptr": None if exchange is None else pointer_type(torch.int64, aligned=True),
             "M": row_count_type(m),
-            "eps": "fp32",
-            "weight_offset": "fp32",
+            **self._numbers,
         }
-        constants = {
-            **pipelines.constants(tile, self.n, row_alignment(*self._strides.values()), self._misaligned, self._target),
-            **rule.constants(tile, self.n),
-        }
-        options = pipelines.compiler_options(rule.options, tile, self._target)
-        kernel = self._entry.load(step.part or tile.pipeline)
-        launcher = Launcher(kernel, types, strides, constants, tile.warps, options, self._target, self._launches_on)
-        is_plain = self.sum_dtype is None and self.scale_dtype is None and exchange is None
-        launch_plain = launcher.launch if is_plain else None
-        found = Prepared(launcher, step.grid(tile, self.n, self._target), exchange, launcher.launch, launch_plain)
+        walkers = [self._launcher(step, row, tile, types, strides) for step in row.steps]
+        finisher = self._finisher() if any(self.sum_dtypes) else None
+        by_address = all(launcher.launch for launcher in (*walkers, finisher) if launcher is not None)
+        most, rows = row.programs(tile, n, target), tile.rows
+        steps = tuple(
+            Step(walker, _launch(walker, by_address), step.grid(tile, n, target))
+            for walker, step in zip(walkers, row.steps, strict=True)
+        )
+        alone = by_address and finisher is None and exchange is None and len(steps) == 1
+        found = Prepared(
+            steps=steps,
+            finish=None if finisher is None else Step(finisher, _launch(finisher, by_address), self._columns),
+            programs=lambda m: min(most, -(-m // rows)),
+            row_terms=len(row.row_terms),
+            exchange=exchange,
+            by_address=by_address,
+            grid=steps[0].grid,
+            launch=steps[0].launch if alone else None,
+        )
         self._prepared[size] = found
         return found
 
+    def _launcher(
+        self,
+        step: pipelines.Step,
+        row: pipelines.Row,
+        tile: Tile,
+        types: Mapping[str, str | None],
+        strides: Mapping[str, int],
+    ) -> Launcher:
+        chunked = replace(tile, block=step.block(tile))
+        constants = {
+            **pipelines.constants(chunked, self.n, self._alignment, self._misaligned, self._target),
+            **row.constants(tile, self.n),
+        }
+        options = pipelines.compiler_options(row.options, tile, self._target)
+        kernel = self._entry.load(step.part or tile.pipeline)
+        return Launcher(kernel, types, strides, constants, tile.warps, options, self._target, self._launches_on)
 
-def _extents(call: Call, strides: dict[str, int]) -> tuple[tuple[int, int, int, bool], ...]:
-    tensors = (call.x, call.x_bias, call.residual, call.weight, call.bias, call.smooth_scale)
-    return tuple(
-        (
-            place,
-            *_extent(call.n, tensor.dtype, strides.get(f"{name}_row_stride", 0)),
-            name in REPLACEABLE,
+    @property
+    def _summing(self) -> Summing:
+        return _SUMMING if self._target.compiles else _INTERPRETED_SUMMING
+
+    def _columns(self, m: int, programs: int = 1) -> Grid:
+        return -(-self.n // self._summing.block), len(SUMS), 1
+
+    def _finisher(self) -> Launcher:
+        wanted = tuple(zip(SUMS, self.sum_dtypes, strict=True))
+        partials = {f"{name}_partials_ptr": None if dtype is None else _PARTIAL for name, dtype in wanted}
+        gradients = {
+            f"{name}_ptr": None if dtype is None else pointer_type(dtype, aligned=True) for name, dtype in wanted
+        }
+        summing, target = self._summing, self._target
+        constants = {"N": self.n, "ROWS": summing.rows, "BLOCK": summing.block, "PDL": target.launches_early}
+        types = {**partials, **gradients, "programs": integer_type(0)}
+        kernel = self._entry.load_finaliser()
+        return Launcher(kernel, types, {}, constants, summing.warps, {}, target, self._launches_on)
+
+    def _lay_out(self, m: int) -> Layout:
+        ready = self.prepared(m)
+        programs, finish = ready.programs(m), ready.finish
+        section, term = aligned_length(programs * self.n), aligned_length(m)
+        starts: list[int | None] = []
+        length = 0
+        for dtype in self.sum_dtypes:
+            starts.append(None if dtype is None else length)
+            length += 0 if dtype is None else section
+        for _ in range(ready.row_terms):
+            starts.append(length)
+            length += term
+        return Layout(
+            steps=tuple((step.launch, step.grid(m, programs)) for step in ready.steps),
+            finish=None if finish is None else (finish.launch, finish.grid(m, programs)),
+            programs=programs,
+            starts=tuple(starts),
+            offsets=tuple(0 if start is None else start * torch.float32.itemsize for start in starts),
+            length=length,
+            exchange=0 if ready.exchange is None else ready.exchange(m),
+            by_address=ready.by_address,
         )
-        for place, (name, tensor) in enumerate(zip(map(_name, INPUTS), tensors, strict=True))
-        if tensor is not None
+
+
+def _launch(launcher: Launcher, by_address: bool) -> Launch:
+    return launcher.launch if by_address and launcher.launch is not None else launcher.launch_tensors
+
+
+def dtype_of(result: Result, call: Call | GradientCall) -> torch.dtype | None:
+    """The dtype of one thing that a call returns; None if it does not."""
+    if result.name not in call.wants:
+        return None
+    if result.axis:
+        return TORCH_DTYPES[getattr(call.mode, result.axis)]
+    told: torch.dtype | None = getattr(call, result.told) if result.told else None
+    like = (getattr(call, name) for name in result.like)
+    return told or next((tensor.dtype for tensor in like if tensor is not None), torch.float32)
+
+
+def _dtype_of_input(row: Parameter, call: Call | GradientCall) -> torch.dtype | None:
+    if row.kind is Kind.PER_ROW:
+        # In one tensor, they are one argument.
+        return torch.float32 if row.is_wanted(call.mode) else None
+    tensor: torch.Tensor | None = getattr(call, row.name)
+    return None if tensor is None else tensor.dtype
+
+
+def _row_strides(family: Family, call: Call | GradientCall) -> dict[str, int]:
+    """The strides of rows by their slots; 0 of what is not there, and N of what is new."""
+    places = {row.result: row.name for row in family.places}
+    slots = [(row.row_stride_slot, row.name, 0) for row in family.inputs]
+    for row in family.results:
+        slots.append((row.row_stride_slot, places.get(row.name, ""), call.n if row.is_wanted(call.mode) else 0))
+    strides: dict[str, int] = {}
+    for slot, name, absent in slots:
+        if slot is not None:
+            tensor: torch.Tensor | None = getattr(call, name, None)
+            strides[slot] = absent if tensor is None else row_stride(name, tensor)
+    return strides
+
+
+def _extents(
+    inputs: Mapping[Parameter, torch.dtype | None],
+    results: Mapping[Result, torch.dtype | None],
+    strides: Mapping[str, int],
+    n: int,
+) -> Extents:
+    def extent(row: Parameter | Result, dtype: torch.dtype) -> Extent:
+        return n * dtype.itemsize, strides.get(row.row_stride_slot or "", 0) * dtype.itemsize
+
+    written = {row.name: extent(row, dtype) for row, dtype in results.items() if dtype is not None}
+    return Extents(
+        inputs=tuple(
+            (place, *extent(row, dtype), row.name in REPLACEABLE)
+            for place, (row, dtype) in enumerate(inputs.items())
+            if dtype is not None
+        ),
+        y=written["y"],
+        total=written.get("residual_out", (0, 0)),
     )
-
-
-def _name(pointer: str) -> str:
-    return pointer.removesuffix("_ptr")
-
-
-def _extent(n: int, dtype: torch.dtype, row_stride: int) -> Extent:
-    return Extent(n * dtype.itemsize, row_stride * dtype.itemsize)
-
-
-def _sum_row_stride(call: Call) -> int:
-    if not call.mode.fadd.stores:
-        return 0
-    return call.n if call.residual_out is None else row_stride("residual_out", call.residual_out)
-
-
-def _types(call: Call, plan: Plan, misaligned: Collection[str]) -> dict[str, str | None]:
-    """The types of the pointers, in Triton's words."""
-    tensors = (call.x, call.x_bias, call.residual, call.weight, call.bias, call.smooth_scale)
-    dtypes = {name: None if tensor is None else tensor.dtype for name, tensor in zip(INPUTS, tensors, strict=True)}
-    dtypes |= {
-        "y_ptr": torch.uint8 if plan.y_bytes else plan.y_dtype,
-        "residual_out_ptr": plan.sum_dtype,
-        "y_scale_ptr": plan.scale_dtype,
-        "mean_ptr": torch.float32 if plan.saves_mean else None,
-        "rstd_ptr": torch.float32 if plan.saves_rstd else None,
-    }
-    return {
-        name: None if dtype is None else pointer_type(dtype, aligned=name not in misaligned)
-        for name, dtype in dtypes.items()
-    }
 
 
 # Formats that NVIDIA hardware of compute capability 8.9 and up converts to in one rounding. Everywhere else, and in

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,7 @@ def test_what_a_call_launches_is_launched_again(monkeypatch: pytest.MonkeyPatch)
     prepare = Plan.prepared
 
     def prepared(plan: Plan, m: int) -> Prepared:
-        return prepare(plan, m)._replace(launch=lambda grid, values: launched.append((grid, values)))
+        return replace(prepare(plan, m), launch=lambda grid, values: launched.append((grid, values)))
 
     monkeypatch.setattr(Plan, "prepared", prepared)
     x, weight, bias, residual = _tensors()

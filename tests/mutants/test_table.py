@@ -16,7 +16,6 @@ _RUNTIME = (
     "calls/arguments",
     "calls/forward",
     "calls/gradient_arguments",
-    "calls/gradient_plan",
     "calls/gradients",
     "calls/launch",
     "calls/operands",

@@ -13,9 +13,8 @@ import torch
 
 import normforge
 from normforge import errors
-from normforge.calls import forward, gradient_plan, gradients
+from normforge.calls import forward, gradients, plan
 from normforge.calls.backward import layernorm2d_bwd, rmsnorm2d_bwd
-from normforge.calls.plan import Plan
 from normforge.kernels.gpu import Target
 from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
@@ -164,8 +163,8 @@ def test_outputs_whose_rows_lie_between_those_of_an_input_are_known(checked: lis
         checked.clear()
         agree(normforge.layernorm2d_fwd(x, N, residual=residual, fadd=1, out=out, residual_out=total), expected)
         assert bool(checked) == (not again)
-    memory = torch.randn(3 * 256 + 1)
-    x, over = (memory[start : start + 3 * 256].view(3, 256)[:, :64] for start in (0, 1))
+    memory = torch.randn(3 * 256 + 4)
+    x, over = (memory[start : start + 3 * 256].view(3, 256)[:, :64] for start in (0, 4))
     with pytest.raises(errors.LayoutError, match="out overlaps x"):
         normforge.layernorm2d_fwd(x, N, residual=residual, fadd=1, out=over, residual_out=total)
 
@@ -228,8 +227,8 @@ def test_a_misaligned_tensor_is_another_kind_of_call() -> None:
 
 def launchers() -> list[Launcher]:
     """Everything made ready for the forward calls that are known."""
-    plans = [plan for plan in dispatch.plans.values() if isinstance(plan, Plan)]
-    return [ready.launcher for plan in plans for ready in plan._prepared if ready is not None]
+    plans = [plan for plan in dispatch.plans.values() if not plan.mode.is_backward]
+    return [launcher for plan in plans for ready in plan._prepared if ready is not None for launcher in ready.launchers]
 
 
 @pytest.mark.parametrize("modes", [{}, {"save_mv": True}, {"fquant": 2}], ids=str)
@@ -340,12 +339,12 @@ def test_a_backward_call_without_dy_or_rows() -> None:
 
 def test_backward_calls_of_several_m_share_a_plan_and_no_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     n = 1100
-    monkeypatch.setattr(gradient_plan, "_LAYOUTS", 2)
-    monkeypatch.setattr(gradient_plan, "target_of", lambda device: Target("cpu", 32, 4, compiles=False))
+    monkeypatch.setattr(plan, "_LAYOUTS", 2)
+    monkeypatch.setattr(plan, "target_of", lambda device: Target("cpu", 32, 4, compiles=False))
     x = torch.randn(1, n)
     layernorm2d_bwd(x, x, x[0], mean=torch.zeros(1), rstd=torch.ones(1), wants=("dx", "dweight", "dbias"))
-    (plan,) = dispatch.plans.values()
-    layouts = [plan.layout(m) for m in (1, 2, 3, 1000, 2)]
+    (known,) = dispatch.plans.values()
+    layouts = [known.layout(m) for m in (1, 2, 3, 1000, 2)]
     assert [layout.programs for layout in layouts] == [1, 2, 3, layouts[3].programs, 2]
     assert layouts[3].programs >= 4
     for layout in layouts:

@@ -13,7 +13,6 @@ import torch
 import normforge
 from normforge import errors
 from normforge.calls.backward import layernorm2d_bwd
-from normforge.calls.plan import Plan
 from normforge.kernels import obtain as obtaining
 from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
@@ -87,8 +86,8 @@ def new_stream() -> torch.cuda.Stream:
 
 def launchers() -> list[Launcher]:
     """Everything made ready for the forward calls that are known."""
-    plans = [plan for plan in dispatch.plans.values() if isinstance(plan, Plan)]
-    return [ready.launcher for plan in plans for ready in plan._prepared if ready is not None]
+    plans = [plan for plan in dispatch.plans.values() if not plan.mode.is_backward]
+    return [launcher for plan in plans for ready in plan._prepared if ready is not None for launcher in ready.launchers]
 
 
 @each_norm

@@ -13,7 +13,7 @@ import normforge
 from normforge.ahead_of_time import compile_keys as keys
 from normforge.ahead_of_time import parallel, warmup
 from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
-from normforge.calls import gradient_plan, plan
+from normforge.calls import plan
 from normforge.calls.backward import layernorm2d_bwd
 from normforge.codegen.model import DType, Mode, Norm
 from normforge.errors import (
@@ -54,7 +54,6 @@ def called(monkeypatch: pytest.MonkeyPatch) -> set[KernelKey]:
             met.add(self.key)
 
     monkeypatch.setattr(plan, "Launcher", Noting)
-    monkeypatch.setattr(gradient_plan, "Launcher", Noting)
     return met
 
 

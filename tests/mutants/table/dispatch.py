@@ -65,9 +65,12 @@ MUTANTS = (
         "small-m-shifts-by-one",
         "SMALL_M rows are run as many",
         "runtime/calls/plan.py",
-        "size = 0 if m <= self._entry.small_m else 1 if m <= MOST_ROWS_IN_I32 else 2",
-        "size = 0 if m < self._entry.small_m else 1 if m <= MOST_ROWS_IN_I32 else 2",
-        (f"{_KINDS}::test_as_many_rows_as_a_table_calls_few_take_its_kernel_for_few[ln_fwd_fp32]",),
+        "size = 0 if m <= self._small_m else 1 if m <= MOST_ROWS_IN_I32 else 2",
+        "size = 0 if m < self._small_m else 1 if m <= MOST_ROWS_IN_I32 else 2",
+        (
+            f"{_KINDS}::test_as_many_rows_as_a_table_calls_few_take_its_kernel_for_few[ln_fwd_fp32]",
+            f"{_KINDS}::test_as_many_rows_as_a_table_calls_few_take_its_kernel_for_few[ln_bwd_fp32]",
+        ),
     ),
     Mutant(
         "load-instances-keeps-known-calls",
@@ -193,8 +196,8 @@ MUTANTS = (
         "statistics-change-places",
         "mean is returned as rstd, and rstd as mean",
         "runtime/calls/launch.py",
-        "return y.view(torch.uint8) if plan.y_bytes else y, total, y_scale, mean, rstd",
-        "return y.view(torch.uint8) if plan.y_bytes else y, total, y_scale, rstd, mean",
+        "outputs = make_output(LayerNormOutput, (y, total, y_scale, mean, rstd))",
+        "outputs = make_output(LayerNormOutput, (y, total, y_scale, rstd, mean))",
         ("tests/runtime/test_shapes.py::test_dimensions[layer-(96,)]",),
     ),
     Mutant(
@@ -204,6 +207,7 @@ MUTANTS = (
         "    if m == 0:\n        return outputs\n",
         "",
         ("tests/runtime/test_shapes.py::test_no_rows_launch_nothing",),
+        which=0,
     ),
     Mutant(
         "out-is-not-written",
@@ -217,8 +221,8 @@ MUTANTS = (
         "residual-out-takes-the-row-stride-of-x",
         "residual_out's row stride is dropped",
         "runtime/calls/plan.py",
-        'return call.n if call.residual_out is None else row_stride("residual_out", call.residual_out)',
-        "return call.x_row_stride",
+        "strides[slot] = absent if tensor is None else",
+        'strides[slot] = absent if tensor is None or name == "residual_out" else',
         ("tests/runtime/test_shapes.py::test_every_tensor_has_a_row_stride_of_its_own[one_pass]",),
     ),
     Mutant(

@@ -10,7 +10,7 @@ _SPREAD = "tests/kernels/test_spread.py"
 _CAST = "tests/kernels/test_cast.py"
 _KINDS = "tests/runtime/test_kinds_of_call.py"
 _KNOWN = "tests/runtime/test_known_calls.py"
-_PLAN = "runtime/calls/gradient_plan.py"
+_PLAN = "runtime/calls/plan.py"
 
 MUTANTS = (
     Mutant(
@@ -175,40 +175,32 @@ MUTANTS = (
         "dx-in-the-type-of-x-always",
         "dx_dtype is ignored",
         _PLAN,
-        'self.dx_dtype = (call.dx_dtype or x.dtype) if "dx" in wants else None',
-        'self.dx_dtype = x.dtype if "dx" in wants else None',
+        "told: torch.dtype | None = getattr(call, result.told) if result.told else None",
+        "told: torch.dtype | None = None",
         ("tests/training/test_functional.py::test_each_gradient_is_rounded_once",),
     ),
     Mutant(
         "dbias-in-the-type-of-x",
         "dbias's dtype is x's",
         _PLAN,
-        "call.bias_dtype or (x if weight is None else weight).dtype,",
-        "x.dtype,",
+        "like = (getattr(call, name) for name in result.like)",
+        "like = (getattr(call, name) for name in reversed(result.like))",
         (f"{_KINDS}::test_other_gradients_are_another_kind_of_backward_call",),
     ),
     Mutant(
         "dresidual-out-takes-the-row-stride-of-x",
         "dresidual_out's row stride is dropped",
         _PLAN,
-        '0 if call.dresidual_out is None else row_stride("dresidual_out", call.dresidual_out)',
-        'row_stride("x", x)',
+        "strides[slot] = absent if tensor is None else",
+        'strides[slot] = absent if tensor is None or name == "dresidual_out" else',
         (f"{_KINDS}::test_another_kind_of_operand_is_another_kind_of_backward_call[layer-gaps]",),
-    ),
-    Mutant(
-        "gradients-of-small-m-shift",
-        "SMALL_M rows are run backward as many",
-        _PLAN,
-        "size = 0 if m <= self._entry.small_m else 1 if m <= MOST_ROWS_IN_I32 else 2",
-        "size = 0 if m < self._entry.small_m else 1 if m <= MOST_ROWS_IN_I32 else 2",
-        (f"{_KINDS}::test_as_many_rows_as_a_table_calls_few_take_its_kernel_for_few[ln_bwd_fp32]",),
     ),
     Mutant(
         "no-gradients-of-no-rows",
         "dweight of no rows is whatever was in memory",
-        "runtime/calls/gradients.py",
-        'dweight=torch.zeros_like(weight) if "dweight" in wants and weight is not None else None,',
-        'dweight=torch.ones_like(weight) if "dweight" in wants and weight is not None else None,',
+        "runtime/calls/launch.py",
+        "torch.zeros(shapes[row.kind], dtype=dtype, device=call.x.device)",
+        "torch.ones(shapes[row.kind], dtype=dtype, device=call.x.device)",
         (f"{_KNOWN}::test_a_backward_call_without_dy_or_rows",),
     ),
     Mutant(
