@@ -5,20 +5,28 @@
 `rmsnorm2d_fwd` run every mode of the forward kernels; `reference` holds the plain-torch oracle.
 """
 
-from . import errors, reference
-from . import operators as operators
+import sys
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import errors, settings
 from ._version import __version__
-from .ahead_of_time.compile_keys import compile_keys
-from .ahead_of_time.warmup import warmup
-from .calls.api import layernorm2d_fwd, rmsnorm2d_fwd, which
-from .calls.backend import backend
-from .calls.outputs import LayerNormOutput
-from .kernels.binaries import load_aot
-from .nn.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from .nn.modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
-from .nn.patching import Patch, patch, unpatch
-from .selection.dispatch import instances, load_instances
-from .selection.recording import record, record_process
+
+if TYPE_CHECKING:
+    from . import reference
+    from .ahead_of_time.compile_keys import compile_keys
+    from .ahead_of_time.warmup import warmup
+    from .calls.api import layernorm2d_fwd, rmsnorm2d_fwd, which
+    from .calls.backend import backend
+    from .calls.outputs import LayerNormOutput
+    from .kernels.binaries import load_aot
+    from .nn.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+    from .nn.modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
+    from .nn.patching import Patch, patch, unpatch
+    from .selection.dispatch import instances, load_instances
+    from .selection.recording import record
 
 __all__ = [
     "AddLayerNorm",
@@ -48,4 +56,58 @@ __all__ = [
     "which",
 ]
 
-record_process()
+# Where the names above are from: what importing normforge brings, and what waits until somebody asks for it.
+_HOMES = {
+    "reference": ("reference",),
+    "calls.api": ("layernorm2d_fwd", "rmsnorm2d_fwd", "which"),
+    "calls.backend": ("backend",),
+    "calls.outputs": ("LayerNormOutput",),
+    "kernels.binaries": ("load_aot",),
+    "nn.functional": ("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"),
+    "nn.modules": ("AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"),
+    "selection.dispatch": ("instances", "load_instances"),
+}
+_LATE = {
+    "ahead_of_time.compile_keys": ("compile_keys",),
+    "ahead_of_time.warmup": ("warmup",),
+    "nn.patching": ("Patch", "patch", "unpatch"),
+    "selection.recording": ("record",),
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name):
+        for home, names in (_HOMES | _LATE).items():
+            if name in names:
+                module = import_module(f".{home}", __name__)
+                globals()[name] = module if home == name else getattr(module, name)
+                return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__():
+        return sorted({*globals(), *__all__})
+
+
+def start() -> None:
+    """Make calls ready: what they need is imported, torch's operators registered, a recording begun if one is asked."""
+    from . import operators as operators
+
+    for home, names in _HOMES.items():
+        module = import_module(f".{home}", __name__)
+        globals().update((name, module if home == name else getattr(module, name)) for name in names)
+    if settings.recording() is not None:
+        from .selection.recording import record_process
+
+        record_process()
+
+
+def _is_command() -> bool:
+    """Whether this process is the `normforge` command, of which not every verb makes calls, or needs torch."""
+    # While Python looks for what -m names, that stands where the program's path will.
+    if sys.argv[:1] == ["-m"]:
+        return ("-m", __name__) in pairwise(sys.orig_argv)
+    return Path(next(iter(sys.argv), "")).stem == __name__
+
+
+if not _is_command():
+    start()

@@ -7,21 +7,23 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
+from .. import start
 from .._version import __version__
 from ..codegen import command
 
 
 class Verb(NamedTuple):
-    """A verb's module, whose `main(argv, prog)` returns the exit status, and what it does."""
+    """A verb's module, whose `main(argv, prog)` returns the exit status, what it does, and whether by calls."""
 
     module: str
     summary: str
+    makes_calls: bool = True
 
 
 VERBS = {
     "run": Verb(".run", "run one problem, check it against the reference and time it"),
     "list": Verb(".list_instances", "print the dispatch table in use"),
-    "generate": Verb("..codegen.cli", "generate kernels from a manifest"),
+    "generate": Verb("..codegen.cli", "generate kernels from a manifest", makes_calls=False),
     "tune": Verb(".tune", "measure which tiles suit this GPU, and write them down"),
     "warmup": Verb(".warmup_command", "compile ahead what a deployment touches, for the GPU that is here"),
     "aot": Verb(".aot_command", "compile it into a folder, for a GPU that need not be here"),
@@ -58,5 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         problem = f"there is no verb {name!r}" if name else "a verb is needed"
         print(f"normforge: {problem}; the verbs are {', '.join(VERBS)}\n\n{USAGE}", file=sys.stderr)
         return 2
-    prog = f"normforge {name}"
-    return command.run(prog, lambda: int(import_module(VERBS[name].module, __package__).main(rest, prog=prog)))
+    prog, verb = f"normforge {name}", VERBS[name]
+
+    def run() -> int:
+        if verb.makes_calls:
+            start()
+        return int(import_module(verb.module, __package__).main(rest, prog=prog))
+
+    return command.run(prog, run)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +32,53 @@ normforge.which(torch.empty(2, 64))
 print(*(name for name in {LATE!r} if name in sys.modules and name not in brought))
 """
     assert printed(code) == ""
+
+
+def test_import_brings_no_tool_and_nothing_that_probes_or_compiles_ahead() -> None:
+    code = "import sys, normforge; print(*(name for name in sys.modules if name.startswith('normforge.')))"
+    brought = printed(code).split()
+    assert "normforge.calls.api" in brought
+    late = ("normforge.tools", "normforge.ahead_of_time", "normforge.nn.p", "normforge.selection.recording")
+    assert [name for name in brought if name.startswith(late)] == []
+
+
+@pytest.mark.parametrize("arguments", [["-h"], ["--version"], ["generate", "--list"], ["generate", "-h"]], ids=" ".join)
+@pytest.mark.parametrize("how", ["module", "script"])
+def test_what_makes_no_calls_needs_no_torch(how: str, arguments: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "normforge"
+    script.write_text("import sys\nfrom normforge.tools.cli import main\nsys.exit(main())\n")
+    started = ["-m", "normforge"] if how == "module" else [str(script)]
+    command = [sys.executable, "-X", "importtime", *started, *arguments]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    brought = {line.rpartition("|")[2].strip() for line in process.stderr.splitlines()}
+    assert "normforge.tools.cli" in brought
+    assert not {"torch", "triton"} & brought
+
+
+@pytest.mark.parametrize("module", ["theirs", "theirs.normforge"])
+def test_another_program_has_the_operators_though_it_is_started_as_a_module(module: str, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "__init__.py").write_text("import normforge\n")
+    for name in ("__main__", "normforge"):
+        (tmp_path / "theirs" / f"{name}.py").write_text("import torch; print(torch.ops.normforge.rmsnorm2d_fwd)\n")
+    command = [sys.executable, "-m", module]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "normforge.rmsnorm2d_fwd"
+
+
+def test_names_are_where_they_are_said_to_be() -> None:
+    """Type checkers read imports that do not run, and what runs reads a table."""
+    body = ast.parse(inspect.getsource(normforge)).body
+    guarded = next(node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    read = {
+        alias.name: node.module for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    homes = {name: home for home, names in (normforge._HOMES | normforge._LATE).items() for name in names}
+    assert read == homes | {"reference": None}
+    assert set(normforge.__all__) == homes.keys() | {"errors", "__version__"}
+    assert set(normforge.__all__) <= set(dir(normforge))
+    with pytest.raises(AttributeError, match="'normforge' has no attribute 'layernorm'"):
+        _ = normforge.layernorm  # type: ignore[attr-defined]  # that there is none is the point
 
 
 def test_a_call_needs_no_generator() -> None:
