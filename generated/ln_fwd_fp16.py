@@ -12,7 +12,6 @@ from .primitives import (
     gather,
     group_deviations,
     group_means,
-    grouped,
     is_near,
     load_beside,
     load_chunk,
@@ -37,6 +36,7 @@ from .primitives import (
     wait_for_launch_ahead,
     widened,
     widened_here,
+    with_bits_of,
 )
 
 
@@ -218,7 +218,7 @@ def ln_fwd_fp16_window(
             total += s
 
         # Statistics.
-        pivot = tl.sum(total) / N
+        pivot = with_bits_of(tl.sum(total) / N, x_ptr.dtype.element_ty)
         deviations = tl.zeros((BLOCK,), tl.float32)
         squares = tl.zeros((BLOCK,), tl.float32)
         for start in tl.static_range(0, N + VECTOR - 1, BLOCK):
@@ -227,7 +227,7 @@ def ln_fwd_fp16_window(
             centred = centre(chunks[start // BLOCK], pivot, mask)
             deviations += centred
             squares += centred * centred
-        shift, variance = row_moments(tl.sum(grouped(deviations), axis=1), tl.sum(grouped(squares), axis=1), N, 0)
+        shift, variance = row_moments(deviations, squares, N, 0)
         rstd = tl.rsqrt(variance + eps)
 
         # Scale, and store the vectors that are all the row's own.

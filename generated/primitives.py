@@ -198,20 +198,28 @@ def row_moments(deviations, squares, N: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def mean_of_head(s, N: tl.constexpr, dtype: tl.constexpr):
-    """The mean of a row's first values but for the largest and the smallest: one may be a massive activation.
+def with_bits_of(pivot, dtype: tl.constexpr):
+    """A pivot with no more bits than `dtype` has, which is the row's where its values are as they were read.
 
-    With no more bits than `dtype` has, which is the row's where its values are as they were read: then deviations, and
-    most sums of them, are exact. Of a pivot with more bits, all deviations lose the same ones: y was off by 7 units in
-    rows of denormal values.
+    Then deviations, and most sums of them, are exact. Of a pivot with more bits, all deviations lose the same ones: y
+    was off by 7 units in rows of denormal values, and the mean by 7 beside eight massive ones.
     """
-    total = tl.sum(s)
-    mean = total / N if N < HEAD else (total - tl.max(s) - tl.min(s)) * (1 / (HEAD - 2))
     if dtype != tl.float32:
         # In integers: a conversion of one value (F2F) goes to the slow unit, and the first deviation waits for it.
         last: tl.constexpr = 1 << (23 - dtype.fp_mantissa_width)
-        mean = ((mean.to(tl.int32, bitcast=True) + last // 2) & -last).to(tl.float32, bitcast=True)
-    return mean
+        pivot = ((pivot.to(tl.int32, bitcast=True) + last // 2) & -last).to(tl.float32, bitcast=True)
+    return pivot
+
+
+@triton.jit
+def mean_of_head(s, N: tl.constexpr, dtype: tl.constexpr):
+    """The mean of a row's first values but for the largest and the smallest: one may be a massive activation.
+
+    As a pivot, so of `dtype`'s bits.
+    """
+    total = tl.sum(s)
+    mean = total / N if N < HEAD else (total - tl.max(s) - tl.min(s)) * (1 / (HEAD - 2))
+    return with_bits_of(mean, dtype)
 
 
 @triton.jit
