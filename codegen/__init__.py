@@ -1,1 +1,1 @@
-"""The generator: manifest, names, tiles and templates. Imports neither torch nor triton."""
+"""The generator: manifest, names, tiles and templates; imports neither torch nor triton. Stands on nothing."""

@@ -1,1 +1,4 @@
-"""The developers' commands behind `normforge VERB`. May import anything; the door alone imports them."""
+"""The developers' commands behind `normforge VERB`, and what they share.
+
+Stands on ahead_of_time/, calls/, codegen/, kernels/ and selection/.
+"""

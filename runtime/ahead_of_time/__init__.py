@@ -1,1 +1,4 @@
-"""Which kernels a deployment will launch, and compiling them before it does. Stands on calls/."""
+"""Which kernels a deployment will launch, and compiling them before it does.
+
+Stands on calls/, codegen/, kernels/ and selection/.
+"""

@@ -1,1 +1,4 @@
-"""A call: checked, planned, launched, recorded or traced. Stands on kernels/, selection/ and upstream/."""
+"""A call: checked, planned, launched, recorded or traced.
+
+Stands on codegen/, kernels/, selection/ and upstream/.
+"""

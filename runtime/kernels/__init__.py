@@ -1,1 +1,1 @@
-"""A kernel on a device: grid, constants, binary, launch. Stands on upstream/ and selection/table.py."""
+"""A kernel on a device: grid, constants, binary, launch. Stands on codegen/ and upstream/."""

@@ -1,1 +1,1 @@
-"""Which instance serves a mode and a row length. Stands on codegen/ alone."""
+"""Which instance serves a mode and a row length. Stands on codegen/."""

@@ -1,1 +1,1 @@
-"""Private interfaces of torch and Triton, each with the public way beside it. Imports nothing of ours."""
+"""Private interfaces of torch and Triton, each with the public way beside it. Stands on nothing."""

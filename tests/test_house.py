@@ -1,0 +1,193 @@
+"""The house: what each package stands on, as its first lines say; no circle; no file or function that outgrows it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from normforge.codegen.emit import MARKER
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# The folders that packages are in, by the names that they are imported under.
+FOLDERS = {
+    "normforge": "runtime",
+    "normforge.codegen": "codegen",
+    "normforge.tools": "tools",
+    "benchmarks": "benchmarks",
+}
+# Whoever opens these wants all that is behind them.
+DOORS = ("normforge", "normforge.__main__")
+
+# By hand, docstrings included; without `straight.py`, which a template writes, it is to be some 600 less.
+MOST_LINES = 8500
+# Of a function, its docstring aside.
+LONGEST_FUNCTION = 80
+# What a template is to write.
+_NOT_BY_HAND_FOR_LONG = {"calls/forward.py", "calls/gradients.py"}
+
+Graph = Mapping[str, Iterable[str]]
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of these folders, by its name."""
+    found = {}
+    for package, folder in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join((package, *(part for part in parts if part != "__init__")))] = path
+    return found
+
+
+def imported(name: str) -> Iterator[str]:
+    """The modules of these that a module imports, wherever in it, to run or for types alone."""
+    path = modules()[name]
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules())
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            origin = ".".join((*above, *([node.module] if node.module else [])))
+            for alias in node.names:
+                target = f"{origin}.{alias.name}"
+                yield from (each for each in (target if target in modules() else origin,) if each in modules())
+
+
+@cache
+def graph() -> dict[str, frozenset[str]]:
+    return {name: frozenset(imported(name)) - {name} for name in modules()}
+
+
+def package_of(module: str) -> str:
+    """The package that a module is in; "" for those of normforge itself, which hold what all share."""
+    first, *rest = module.split(".")
+    if first != "normforge":
+        return first
+    return rest[0] if rest and f"normforge.{rest[0]}" in packages() else ""
+
+
+@cache
+def packages() -> dict[str, str]:
+    """The packages, and what the first lines of each say."""
+    found = {f"normforge.{path.parent.name}": path for path in (ROOT / "runtime").glob("*/__init__.py")}
+    found |= {name: ROOT / folder / "__init__.py" for name, folder in FOLDERS.items() if name != "normforge"}
+    return {name: ast.get_docstring(ast.parse(path.read_text())) or "" for name, path in found.items()}
+
+
+@cache
+def floors() -> dict[str, set[str]]:
+    """What each package may import."""
+    return {name.rpartition(".")[2]: stands_on(text) or set() for name, text in packages().items()}
+
+
+def stands_on(docstring: str) -> set[str] | None:
+    """What a package may import by its docstring; None if that does not say."""
+    said = re.search(r"Stands on (nothing|(?:\w+/(?:, | and )?)+)\.$", docstring)
+    return None if said is None else set(re.findall(r"(\w+)/", said[1]))
+
+
+def beyond(edges: Graph) -> list[str]:
+    """The imports that no docstring allows."""
+    found = []
+    for module, targets in edges.items():
+        package = package_of(module)
+        # What all share stands on the generator's words alone.
+        may = {"codegen"} if package == "" else floors()[package]
+        wrong = [target for target in targets if package_of(target) not in {package, "", *may}]
+        found += [f"{module} imports {target}" for target in wrong if module not in DOORS]
+    return found
+
+
+def circles(edges: Graph) -> list[list[str]]:
+    """A way round, for each module that can come back to itself."""
+    found = []
+    for start in edges:
+        ways = [[start, target] for target in edges[start]]
+        seen: set[str] = set()
+        while ways:
+            way = ways.pop()
+            if way[-1] == start:
+                found.append(way)
+                break
+            if way[-1] not in seen:
+                seen.add(way[-1])
+                ways += [[*way, target] for target in edges.get(way[-1], ())]
+    return found
+
+
+@pytest.mark.parametrize("name", packages())
+def test_a_package_says_what_it_stands_on(name: str) -> None:
+    may = stands_on(packages()[name])
+    assert may is not None, f"{name} begins: {packages()[name]}"
+    assert may <= floors().keys()
+
+
+def test_no_package_stands_on_one_that_stands_on_it() -> None:
+    assert circles(floors()) == []
+
+
+def test_every_import_goes_down() -> None:
+    assert beyond(graph()) == []
+
+
+def test_nothing_imports_itself_by_others() -> None:
+    assert circles(graph()) == []
+
+
+def test_an_import_that_goes_up_is_told() -> None:
+    up = {**graph(), "normforge.kernels.launcher": {"normforge.calls.plan"}}
+    assert beyond(up) == ["normforge.kernels.launcher imports normforge.calls.plan"]
+    assert ["normforge.kernels.launcher", "normforge.calls.plan", "normforge.kernels.launcher"] in circles(up)
+    assert beyond({"normforge.errors": {"normforge.selection.table"}})
+    assert beyond({"benchmarks.run": {"normforge.operators.registered"}})
+    assert not beyond({"normforge.calls.plan": {"normforge.errors", "normforge.kernels.launcher"}})
+
+
+def by_hand() -> dict[str, str]:
+    """The texts of runtime/ that no template wrote, by their paths in it."""
+    texts = {str(path.relative_to(ROOT / "runtime")): path.read_text() for path in (ROOT / "runtime").rglob("*.py")}
+    return {path: text for path, text in texts.items() if MARKER not in text.partition("\n")[0]}
+
+
+def test_the_runtime_is_thin() -> None:
+    assert sum(len(text.splitlines()) for text in by_hand().values()) <= MOST_LINES
+
+
+def test_no_function_is_long() -> None:
+    texts = by_hand() | {
+        str(path.relative_to(ROOT)): path.read_text()
+        for folder in ("codegen", "tools", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    lengths = {(path, name): length for path, text in texts.items() for name, length in functions(text)}
+    long = {at: length for at, length in lengths.items() if length > LONGEST_FUNCTION}
+    assert {at: length for at, length in long.items() if at[0] not in _NOT_BY_HAND_FOR_LONG} == {}
+
+
+def functions(text: str) -> Iterator[tuple[str, int]]:
+    """The functions of a text, and their lines without those of their docstrings."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = node.body[0]
+            has_docstring = ast.get_docstring(node, clean=False) is not None
+            documented = (first.end_lineno or 0) - first.lineno + 1 if has_docstring else 0
+            yield node.name, (node.end_lineno or 0) - node.lineno + 1 - documented
+
+
+def test_a_functions_length_leaves_its_docstring_out() -> None:
+    text = 'def f():\n    """One.\n\n    Two.\n    """\n    x = 1\n    return x\n'
+    assert list(functions(text)) == [("f", 3)]
+
+
+def test_the_environment_is_read_in_one_file() -> None:
+    """But for TRITON_INTERPRET, which is Triton's own."""
+    readers = {path for path, text in by_hand().items() if re.search(r"environ\b|getenv", text)}
+    assert readers == {"settings.py", "calls/backend.py"}
+    assert "NORMFORGE" not in by_hand()["calls/backend.py"]
