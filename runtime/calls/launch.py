@@ -7,17 +7,17 @@ launched whatever a plan has, forward and backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
-from ..codegen.parameters import BACKWARD, Kind
 from ..kernels.pipelines import new_exchange
 from ..upstream.torch_allocator import contiguous_strides
 from .gradient_arguments import GradientCall
-from .outputs import LayerNormOutput, NormGradients, pack, unpacked
-from .plan import FAMILY_OF, SUMS, Plan, dtype_of
+from .outputs import FAMILY_OF, LayerNormOutput, NormGradients, pack, results_of, unpacked
+from .plan import SUMS, Plan
 
 # Without the Python function that a named tuple's constructor is: 0.2 us of every call.
 make_output = tuple.__new__
@@ -174,14 +174,7 @@ def run_backward(
 
 def of_no_rows(call: GradientCall) -> NormGradients:
     """What a backward call without rows returns: sums of nothing."""
-    shapes = {Kind.ROWS: call.x.shape, Kind.VECTOR: (call.n,)}
-    dtypes = {row: dtype_of(row, call) for row in BACKWARD.results}
-    return NormGradients(
-        *[
-            None if dtype is None else torch.zeros(shapes[row.kind], dtype=dtype, device=call.x.device)
-            for row, dtype in dtypes.items()
-        ]
-    )
+    return NormGradients(*results_of(call, partial(torch.zeros, device=call.x.device)))
 
 
 def _launch_otherwise(

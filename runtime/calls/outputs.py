@@ -5,12 +5,24 @@ Kernels are compiled for pointers at multiples of 16 bytes, so that is where eac
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
+from ..codegen.model import Direction
+from ..codegen.parameters import BACKWARD, FORWARD, Kind, Result
+from ..dtypes import TORCH_DTYPES
 from ..kernels.key import ALIGNMENT
 from ..upstream.torch_allocator import Empty
+from .arguments import Call
+from .gradient_arguments import GradientCall
+
+# The rows that calls of a direction are described by. Launches bring its inputs and its results in their order.
+FAMILY_OF = {Direction.FORWARD: FORWARD, Direction.BACKWARD: BACKWARD}
+
+# From a shape and a dtype to a tensor.
+Make = Callable[..., torch.Tensor]
 
 _ITEMSIZE = 4
 _STEP = ALIGNMENT // _ITEMSIZE
@@ -78,3 +90,21 @@ def packed_of(*statistics: torch.Tensor) -> torch.Tensor:
     *means, rstd = (statistic.flatten() for statistic in statistics)
     padded = [torch.nn.functional.pad(mean, (0, aligned_length(mean.shape[0]) - mean.shape[0])) for mean in means]
     return torch.cat([*padded, rstd])
+
+
+def dtype_of(result: Result, call: Call | GradientCall) -> torch.dtype | None:
+    """The dtype of one thing that a call returns; None if it does not."""
+    if result.name not in call.wants:
+        return None
+    if result.axis:
+        return TORCH_DTYPES[getattr(call.mode, result.axis)]
+    told: torch.dtype | None = getattr(call, result.told) if result.told else None
+    like = (getattr(call, name) for name in result.like)
+    return told or next((tensor.dtype for tensor in like if tensor is not None), torch.float32)
+
+
+def results_of(call: Call | GradientCall, make: Make) -> tuple[torch.Tensor | None, ...]:
+    """What a call returns, made by something else than its kernels; None for what it does not."""
+    shapes = {Kind.ROWS: call.x.shape, Kind.VECTOR: call.x.shape[-1:], Kind.PER_ROW: call.x.shape[:-1]}
+    dtypes = {row: dtype_of(row, call) for row in FAMILY_OF[call.mode.direction].results}
+    return tuple(None if dtype is None else make(shapes[row.kind], dtype=dtype) for row, dtype in dtypes.items())

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..codegen.model import Direction, DType, Tile
-from ..codegen.parameters import BACKWARD, FORWARD, Family, Kind, Parameter, Result
+from ..codegen.model import DType, Tile
+from ..codegen.parameters import BACKWARD, Family, Kind, Parameter, Result
 from ..dtypes import TORCH_DTYPES
 from ..kernels import pipelines
 from ..kernels.gpu import Target, target_of
@@ -28,11 +28,8 @@ from ..upstream.torch_allocator import allocator
 from ..upstream.triton_launcher import Grid, Launch
 from .arguments import Call, row_stride
 from .gradient_arguments import GradientCall
-from .outputs import aligned_length
+from .outputs import FAMILY_OF, aligned_length, dtype_of
 from .overlap import REPLACEABLE, Extent, Extents
-
-# The rows that calls of a direction are described by. Launches bring its inputs and its results in their order.
-FAMILY_OF = {Direction.FORWARD: FORWARD, Direction.BACKWARD: BACKWARD}
 
 # The gradients that are sums over rows: programs leave partial sums of each, and a last kernel adds them up.
 SUMS = tuple(row.name for row in BACKWARD.results if row.kind is Kind.VECTOR)
@@ -298,17 +295,6 @@ class Plan:
 
 def _launch(launcher: Launcher, by_address: bool) -> Launch:
     return launcher.launch if by_address and launcher.launch is not None else launcher.launch_tensors
-
-
-def dtype_of(result: Result, call: Call | GradientCall) -> torch.dtype | None:
-    """The dtype of one thing that a call returns; None if it does not."""
-    if result.name not in call.wants:
-        return None
-    if result.axis:
-        return TORCH_DTYPES[getattr(call.mode, result.axis)]
-    told: torch.dtype | None = getattr(call, result.told) if result.told else None
-    like = (getattr(call, name) for name in result.like)
-    return told or next((tensor.dtype for tensor in like if tensor is not None), torch.float32)
 
 
 def _dtype_of_input(row: Parameter, call: Call | GradientCall) -> torch.dtype | None:

@@ -23,13 +23,12 @@ from torch.autograd.graph import increment_version
 
 from ..calls.arguments import Call, refuse_gradient
 from ..calls.forward import forward_fused, forward_plain
-from ..calls.gradient_arguments import GradientCall, check
+from ..calls.gradient_arguments import check
 from ..calls.gradients import backward
 from ..calls.operands import ZERO
-from ..calls.outputs import LayerNormOutput
+from ..calls.outputs import LayerNormOutput, results_of
 from ..calls.traced import checked
 from ..codegen.model import Norm
-from ..dtypes import TORCH_DTYPES
 from ..upstream.torch_dynamo import eager_only
 from . import gradients
 
@@ -144,18 +143,11 @@ def _per_row(output: LayerNormOutput) -> PerRow:
 
 def _outputs_like(call: Call) -> LayerNormOutput:
     """Tensors without data, of the shapes, strides and types that a call returns."""
-    mode, x, residual = call.mode, call.x, call.residual
-    rows = x.shape[:-1]
-    return LayerNormOutput(
-        y=x.new_empty(x.shape, dtype=TORCH_DTYPES[mode.dtype_out]),
-        residual_out=residual.new_empty(x.shape) if mode.fadd.stores and residual is not None else None,
-        y_scale=x.new_empty(rows, dtype=TORCH_DTYPES[mode.scale_dtype]) if mode.fquant.quantises else None,
-        mean=x.new_empty(rows, dtype=torch.float32) if mode.save_mv and mode.norm.centres else None,
-        rstd=x.new_empty(rows, dtype=torch.float32) if mode.save_mv else None,
-    )
+    y, *others = results_of(call, call.x.new_empty)
+    assert y is not None
+    return LayerNormOutput(y, *others)
 
 
-@eager_only
 def _layer_backward(
     dy: torch.Tensor | None,
     x: torch.Tensor,
@@ -196,18 +188,7 @@ def _backward(*arguments: Any) -> list[torch.Tensor]:
 
 def _fake_backward(norm: str, *arguments: Any) -> list[torch.Tensor]:
     call = check(Norm(norm), *arguments)
-    return [_gradient_like(call, name) for name in ("dx", "dweight", "dbias", "dx_bias") if name in call.wants]
-
-
-def _gradient_like(call: GradientCall, name: str) -> torch.Tensor:
-    x, weight = call.x, call.weight
-    if name == "dx":
-        return x.new_empty(x.shape, dtype=call.dx_dtype or x.dtype)
-    if name == "dbias":
-        return x.new_empty(x.shape[-1:], dtype=call.bias_dtype or (x if weight is None else weight).dtype)
-    of = weight if name == "dweight" else call.x_bias
-    assert of is not None
-    return of.new_empty(of.shape)
+    return _present(results_of(call, call.x.new_empty))
 
 
 def _register(

@@ -15,6 +15,7 @@ import normforge
 from normforge import errors
 from normforge.calls import forward, gradients, plan
 from normforge.calls.backward import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.outputs import NormGradients
 from normforge.kernels.gpu import Target
 from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
@@ -321,6 +322,21 @@ def test_a_known_backward_call_is_not_checked_and_gives_the_same(
     for a, b, c in zip(first, second, third, strict=True):
         assert same_bits(a, b)
         assert same_bits(a, c)
+
+
+@pytest.mark.parametrize("rows", [3, 0])
+def test_gradients_have_the_dtypes_that_they_are_said_to_have(rows: int) -> None:
+    x, x_bias = torch.ones(rows, 64).bfloat16(), torch.ones(64).bfloat16()
+    saved: dict[str, Any] = {"mean": torch.zeros(rows), "rstd": torch.ones(rows)}
+    told: dict[str, Any] = {"dx_dtype": torch.float32, "bias_dtype": torch.bfloat16}
+    for weight, dtypes, expected in (
+        (torch.ones(64).half(), {}, (torch.bfloat16, torch.float16, torch.float16, torch.bfloat16)),
+        (torch.ones(64).half(), told, (torch.float32, torch.float16, torch.bfloat16, torch.bfloat16)),
+        (None, {}, (torch.bfloat16, None, torch.bfloat16, torch.bfloat16)),
+    ):
+        wants = tuple(name for name, dtype in zip(NormGradients._fields, expected, strict=True) if dtype)
+        found = layernorm2d_bwd(x, x, weight, x_bias=x_bias, wants=wants, **saved, **dtypes)
+        assert tuple(None if gradient is None else gradient.dtype for gradient in found) == expected
 
 
 def test_a_backward_call_without_dy_or_rows() -> None:

@@ -194,11 +194,11 @@ MUTANTS = (
     ),
     Mutant(
         "statistics-change-places",
-        "mean is returned as rstd, and rstd as mean",
+        "mean is returned as rstd, and rstd as mean, where launches take addresses",
         "runtime/calls/launch.py",
         "outputs = make_output(LayerNormOutput, (y, total, y_scale, mean, rstd))",
         "outputs = make_output(LayerNormOutput, (y, total, y_scale, rstd, mean))",
-        ("tests/runtime/test_shapes.py::test_dimensions[layer-(96,)]",),
+        ("tests/runtime/test_launch.py::test_forward",),
     ),
     Mutant(
         "no-rows-are-launched",
@@ -218,11 +218,11 @@ MUTANTS = (
         ("tests/runtime/test_outputs.py::test_given_tensors_are_written_and_returned[layer-rows]",),
     ),
     Mutant(
-        "residual-out-takes-the-row-stride-of-x",
-        "residual_out's row stride is dropped",
+        "operands-take-the-row-stride-of-x",
+        "the row strides of residual, out and residual_out are dropped",
         "runtime/calls/plan.py",
-        "strides[slot] = absent if tensor is None else",
-        'strides[slot] = absent if tensor is None or name == "residual_out" else',
+        "strides[slot] = absent if tensor is None else row_stride(name, tensor)",
+        'strides[slot] = absent if tensor is None else row_stride("x", call.x)',
         ("tests/runtime/test_shapes.py::test_every_tensor_has_a_row_stride_of_its_own[one_pass]",),
     ),
     Mutant(

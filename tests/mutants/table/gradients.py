@@ -174,7 +174,7 @@ MUTANTS = (
     Mutant(
         "dx-in-the-type-of-x-always",
         "dx_dtype is ignored",
-        _PLAN,
+        "runtime/calls/outputs.py",
         "told: torch.dtype | None = getattr(call, result.told) if result.told else None",
         "told: torch.dtype | None = None",
         ("tests/training/test_functional.py::test_each_gradient_is_rounded_once",),
@@ -182,10 +182,10 @@ MUTANTS = (
     Mutant(
         "dbias-in-the-type-of-x",
         "dbias's dtype is x's",
-        _PLAN,
+        "runtime/calls/outputs.py",
         "like = (getattr(call, name) for name in result.like)",
         "like = (getattr(call, name) for name in reversed(result.like))",
-        (f"{_KINDS}::test_other_gradients_are_another_kind_of_backward_call",),
+        (f"{_KNOWN}::test_gradients_have_the_dtypes_that_they_are_said_to_have",),
     ),
     Mutant(
         "dresidual-out-takes-the-row-stride-of-x",
@@ -199,8 +199,8 @@ MUTANTS = (
         "no-gradients-of-no-rows",
         "dweight of no rows is whatever was in memory",
         "runtime/calls/launch.py",
-        "torch.zeros(shapes[row.kind], dtype=dtype, device=call.x.device)",
-        "torch.ones(shapes[row.kind], dtype=dtype, device=call.x.device)",
+        "results_of(call, partial(torch.zeros, device=call.x.device))",
+        "results_of(call, partial(torch.ones, device=call.x.device))",
         (f"{_KNOWN}::test_a_backward_call_without_dy_or_rows",),
     ),
     Mutant(

@@ -156,6 +156,14 @@ MUTANTS = (
         (f"{_QUANTISATION}::test_qmax_is_the_largest_value_of_the_type",),
     ),
     Mutant(
+        "scale-of-fp32-always",
+        "scale_dtype is ignored",
+        "runtime/calls/outputs.py",
+        "    if result.axis:\n",
+        '    if result.axis and result.name != "y_scale":\n',
+        (f"{_QUANTISATION}::test_every_output_with_every_scale[torch.float16-torch.int8-layer-rows]",),
+    ),
+    Mutant(
         "fp8-encoded-in-software-for-hardware",
         "sm_90 does not use its fp8 instruction",
         "runtime/calls/plan.py",

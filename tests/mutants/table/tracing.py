@@ -10,11 +10,11 @@ _AUTOGRAD = "runtime/calls/recorded.py"
 
 MUTANTS = (
     Mutant(
-        "fake-scale-of-another-type",
-        "a graph takes y_scale for one of y's dtype",
+        "fake-outputs-of-another-type",
+        "a graph takes every output for one of x's dtype",
         "runtime/operators/registered.py",
-        "y_scale=x.new_empty(rows, dtype=TORCH_DTYPES[mode.scale_dtype]) if mode.fquant.quantises else None,",
-        "y_scale=x.new_empty(rows) if mode.fquant.quantises else None,",
+        "y, *others = results_of(call, call.x.new_empty)",
+        "y, *others = results_of(call, lambda shape, dtype: call.x.new_empty(shape))",
         (f"{_OPERATORS}::test_fake_tensors", f"{_OPERATORS}::test_torchs_checks_of_a_forward_operator"),
     ),
     Mutant(
