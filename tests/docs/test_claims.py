@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +100,57 @@ def test_where_others_are_faster_is_said() -> None:
     assert 0.915 < min(long.over("quack")) < 0.925
     for page in (README, BENCHMARKS):
         assert "QuACK is up to 8 % faster" in said(page)
+
+
+def test_where_max_autotune_is_the_fastest_is_said() -> None:
+    timed, behind = {}, {}
+    for suite in SUITES:
+        cells = [results(suite).of(cell) for cell in results(suite).cells()]
+        rows = [cell for cell in cells if "max-autotune" in cell]
+        timed[suite] = len(rows)
+        for cell in rows:
+            others = {name: row.us for name, row in cell.items() if row.ok and name != CEILING}
+            if min(others, key=others.__getitem__) == "max-autotune":
+                behind[cell[PROJECT].cell] = others[PROJECT] / others["max-autotune"] - 1
+    text = said(BENCHMARKS)
+    counts = f"{timed['forward']} forward cells, {timed['backward']} backward and {timed['quant']} quantised ones"
+    assert f"timed in {counts}." in text
+    assert sum(timed.values()) == timed["forward"] + timed["backward"] + timed["quant"]
+    assert len(behind) == 6
+    odd = behind.pop("forward/ln_bf16/134216x1000")
+    assert f"LayerNorm 134216×1000, by {odd:.0%}".replace("%", " %") in text
+    assert all(cell.startswith("forward/rms_bf16/") for cell in behind)
+    assert f"by {max(behind.values()):.1%} at most".replace("%", " %") in text
+
+
+def test_parts_of_calls_are_those_of_the_results() -> None:
+    parts = {(group, part): float(us) for group, part, us, *_ in _records("parts")}
+    whole = {part: us for (group, part), us in parts.items() if group == "whole calls"}
+    ratios = (
+        whole["layernorm2d_fwd"] / whole["F.layer_norm"],
+        whole["layer_norm, recorded"] / whole["F.layer_norm, recorded"],
+        whole["layernorm2d_fwd, residual added, smooth int8"] / whole["F.layer_norm"],
+    )
+    plain, recorded, fused = (f"{ratio:.2f}" for ratio in ratios)
+    text = f"a plain call takes {plain} of torch's time, one that records a gradient {recorded}, and a residual with"
+    assert f"{text} smooth int8 {fused} of torch's plain call" in said(BENCHMARKS)
+    columns = ("add + smooth int8, in place", "recorded, in place")
+    for part in ("normforge's Python", "launch", "allocations", "the whole call"):
+        line = " | ".join(f"{parts[column, part]:.1f}" for column in columns)
+        assert re.search(rf"^\| {part}.*? \| {line} \|$", _page("design"), re.MULTILINE), part
+
+
+def test_start_up_times_are_those_of_the_results() -> None:
+    seconds = {way: f"{float(norm):.1f} s" for way, _, _, _, norm, *_ in _records("startup")}
+    text = said(ROOT / "docs" / "deploy.md")
+    assert f"{seconds['cold']} with nothing compiled, {seconds['warm']} with Triton's cache filled" in text
+    assert f"{seconds['aot']} ahead of time the first time on a machine and {seconds['aot-again']} from then on" in text
+    assert f"torch's own operator takes {seconds['torch']}" in text
+
+
+def _records(name: str) -> list[list[str]]:
+    lines = [line for line in (H200 / f"{name}.csv").read_text().splitlines() if not line.startswith("#")]
+    return list(csv.reader(lines))[1:]
 
 
 def test_host_times_are_those_of_the_results() -> None:
