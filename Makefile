@@ -1,7 +1,7 @@
 # The README's two commands are `make demo` and `make test`; each sets itself up from a fresh clone.
 #
-#   make test TRITON=3.6.0         the suite on another Triton
-#   make test PYTHON=python3.12    the suite on another Python
+#   make test-all TRITON=3.6.0     the suite on another Triton
+#   make test PYTHON=python3.12    what of it finds faults soonest, on another Python
 #
 #   make matrix MATRIX=full        both suites on every pair of them; without MATRIX, parts of both on some
 #
@@ -29,11 +29,12 @@ LINKS := $(VENV)/links
 needs_gpu = $(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make $@ needs a GPU, and torch finds none here; what runs without one: $(1)")'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu accuracy sanitize mutants matrix venv bench lint format generate check clean
+.PHONY: help demo test test-all test-gpu accuracy sanitize mutants matrix venv bench lint format generate check clean
 
 help:
 	@echo "make demo      run a handful of modes and compare them with PyTorch"
-	@echo "make test      run the test suite (no GPU needed)"
+	@echo "make test      run the tests that find faults soonest: minutes, no GPU needed"
+	@echo "make test-all  run them, and then all the others"
 	@echo "make test-gpu  run the tests that need a GPU"
 	@echo "make accuracy  measure every kernel's error against fp64 beside torch's, and write docs/accuracy.md"
 	@echo "make sanitize  run compute-sanitizer over every kernel on this machine's GPU, and write docs/sanitizer.md"
@@ -50,12 +51,20 @@ demo: $(READY)
 	@$(BIN)/normforge demo
 
 # Interpreter and compiler cannot share a process: Triton reads the variable when it is imported.
+interpret = @echo "Kernels interpreted, $(1)" && TRITON_INTERPRET=1 $(BIN)/pytest -q -n auto -m "not compile and not gpu and $(2)"
+compile = @echo "Kernels compiled, $(1)" && env -u TRITON_INTERPRET $(BIN)/pytest -q -n auto -m "compile and $(2)"
+
 test: $(READY)
-	TRITON_INTERPRET=1 $(BIN)/pytest -q -n auto
-	env -u TRITON_INTERPRET $(BIN)/pytest -q -n auto -m compile
+	$(call interpret,what finds faults soonest,not thorough)
+	$(call compile,what finds faults soonest,not thorough)
+
+# `make test test-all`, as .ci/run has it, runs no test twice.
+test-all: test
+	$(call interpret,the rest,thorough)
+	$(call compile,the rest,thorough)
 
 test-gpu: $(READY)
-	@$(call needs_gpu,make test)
+	@$(call needs_gpu,make test-all)
 	env -u TRITON_INTERPRET $(BIN)/pytest -q -m gpu
 
 accuracy: $(READY)

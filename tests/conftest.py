@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from . import covering
 from .properties import seed
 
 _COMPILED = ("compile", "gpu")
@@ -27,6 +28,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # Workers inherit the controller's folder, so that they race for it as processes of a user's would.
     os.environ.setdefault("NORMFORGE_CACHE", tempfile.mkdtemp(prefix="normforge-tests-"))
     seed.settle(config, compiled=compiled)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Settle what is thorough where a run asks which is."""
+    if "thorough" in config.option.markexpr:
+        covering.leave_to_thorough_runs(items)
 
 
 def pytest_report_header() -> str:

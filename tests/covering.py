@@ -22,6 +22,8 @@ from . import thorough
 
 T = TypeVar("T")
 
+_MANY_PARAMETERS = 3
+
 _Columns = tuple[int, ...]
 # For each combination of some columns' values, by their places: whether a row has it.
 _Seen = npt.NDArray[np.bool_]
@@ -78,6 +80,9 @@ def parametrize(
     ids: Callable[[T], str],
 ) -> None:
     """Give a test the first cases, and the rest as thorough ones; neither is listed for a run that does not want it."""
+    if not thorough.is_run(metafunc):
+        metafunc.parametrize(name, [])
+        return
     if find_spec("covertable") is None:
         missing = pytest.mark.skip(reason="covertable, which lists the cases, is missing: pip install '.[test]'")
         metafunc.parametrize(name, [pytest.param(None, marks=missing)])
@@ -87,6 +92,32 @@ def parametrize(
     cases = [pytest.param(case, id=ids(case)) for case in quick]
     cases += [pytest.param(case, id=ids(case), marks=thorough.THOROUGH) for case in more]
     metafunc.parametrize(name, cases)
+
+
+def leave_to_thorough_runs(items: Iterable[pytest.Item]) -> None:
+    """Mark, of each test with three parameters or more, what is not needed to have any two of their values together."""
+    by_test: dict[tuple[str, bool], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            name = item.nodeid.partition("[")[0]
+            by_test.setdefault((name, item.get_closest_marker("gpu") is not None), []).append(item)
+    for same in by_test.values():
+        # A value of a parameter is one object in all of its cases. Parameters that are given together are one.
+        columns = dict.fromkeys(map(_places, zip(*(item.callspec.params.values() for item in same), strict=True)))
+        varied = [column for column in columns if len(set(column)) > 1]
+        if len(varied) < _MANY_PARAMETERS:
+            continue
+        rows = dict(zip(same, zip(*varied, strict=True), strict=True))
+        kept = set(covering(same, rows.__getitem__, 2))
+        for item in same:
+            if item not in kept:
+                item.add_marker(thorough.THOROUGH)
+
+
+def _places(values: Iterable[object]) -> tuple[int, ...]:
+    """For each of some objects which it is, counted as they first appear."""
+    places: dict[int, int] = {}
+    return tuple(places.setdefault(id(value), len(places)) for value in values)
 
 
 class _Table:

@@ -398,7 +398,7 @@ def test_a_list_onto_a_full_disk_is_an_error() -> None:
     assert done.stderr == "normforge list: error: [Errno 28] No space left on device; mend that and run again\n"
 
 
-@pytest.mark.parametrize(("target", "instead"), [("test-gpu", "make test"), ("bench", "make demo")])
+@pytest.mark.parametrize(("target", "instead"), [("test-gpu", "make test-all"), ("bench", "make demo")])
 def test_without_a_gpu_make_says_so_in_one_sentence(
     target: str, instead: str, repository: Path, tmp_path: Path
 ) -> None:

@@ -1,9 +1,13 @@
-"""What `make test` leaves to `make test-all`: cases marked `thorough`, by what they are and never by their names."""
+"""What `make test` leaves to `make test-all`: cases marked `thorough`, by what they are and never by their names.
+
+A test of three parameters or more runs any two of their values together, and with time every combination. Where cases
+come from a table, `first_of_each` says which stand for the others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeVar
 
 import pytest
 
@@ -17,10 +21,19 @@ def is_asked_for(config: pytest.Config) -> bool:
     return "not thorough" not in config.option.markexpr
 
 
-def first_of_each(cases: Iterable[T], kind: Callable[[T], Hashable]) -> Iterator[tuple[T, bool]]:
-    """Each case, and whether it is the first of its kind."""
-    seen: set[Hashable] = set()
+def is_run(metafunc: pytest.Metafunc) -> bool:
+    """Whether a run may take a test at all, as far as compiling goes."""
+    chosen = metafunc.config.option.markexpr
+    compiles = metafunc.definition.get_closest_marker("compile") is not None
+    return not chosen or compiles == ("compile" in chosen and "not compile" not in chosen)
+
+
+def first_of_each(cases: Iterable[T], kind: Callable[[T], Hashable], name: Callable[[T], str]) -> list[Any]:
+    """Parameters of a test: the first case of each kind, and the others, and all of kind None, as thorough ones."""
+    seen: set[Hashable] = {None}
+    made = []
     for case in cases:
-        known = kind(case) in seen
+        marks = [THOROUGH] if kind(case) in seen else []
         seen.add(kind(case))
-        yield case, not known
+        made.append(pytest.param(case, id=name(case), marks=marks))
+    return made

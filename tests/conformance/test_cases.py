@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
+from ..thorough import first_of_each
 from .case import Case, Mode
 from .pool import run_group
 from .table import SUITES, cases, interpreted
@@ -33,7 +34,11 @@ def test_on_a_gpu(line: str) -> None:
     assert [str(outcome) for outcome in outcomes if not outcome.ok] == []
 
 
-@pytest.mark.parametrize("case", interpreted(), ids=lambda case: case.id)
+# A case of each mode first, whatever its weight's type, row length and suite.
+ONE_A_MODE = first_of_each(interpreted(), lambda case: (case.mode, bool(case.arriving)), lambda case: case.id)
+
+
+@pytest.mark.parametrize("case", ONE_A_MODE)
 def test_in_the_interpreter(case: Case) -> None:
     for outcome in run_group((case,), torch.device("cpu"), SEED):
         assert outcome.ok, str(outcome)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ..thorough import THOROUGH
 from . import pool, report
 from .__main__ import main
 from .case import FP32, Case, Mode
@@ -92,6 +93,7 @@ def _short_cases() -> tuple[Case, ...]:
     return tuple(replace(case, shape=(1, 2, case.n)) for case in few)
 
 
+@THOROUGH
 def test_processes_answer_for_every_case() -> None:
     chosen = _short_cases()
     outcomes = list(pool.run_in_processes(groups(chosen), torch.device("cpu"), 0, 2))

@@ -71,9 +71,15 @@ def _same(text: str) -> str:
 
 def _run_yaml(block: Block, page: Page) -> None:
     if block.text.startswith(_FRAGMENT):
-        with (page.shell.folder / "instances.yaml").open("a") as file:
-            file.write(block.text.removeprefix(_FRAGMENT))
-        manifest.load(page.shell.folder / "instances.yaml")
+        path, group = page.shell.folder / "instances.yaml", block.text.removeprefix(_FRAGMENT)
+        before = path.read_text()
+        if group in before:
+            # Somebody has done what the page says.
+            path.write_text(before.replace(group, ""))
+            page.shell.run("python generate.py")
+        with path.open("a") as file:
+            file.write(group)
+        manifest.load(path)
         return
     name = re.match(r"# (\S+\.yaml)", block.text)
     assert name, f"{block}: the first line names the file"

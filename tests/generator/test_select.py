@@ -19,8 +19,8 @@ LENGTHS = st.integers(1, 100_000)
 
 
 @pytest.fixture(scope="module")
-def committed(repository: Path) -> Manifest:
-    return load(repository / "instances.yaml")
+def several() -> Manifest:
+    return load(Path(__file__).with_name("selected.yaml"))
 
 
 def kept(manifest: Manifest, globs: str | None = None, where: str | None = None) -> list[str]:
@@ -33,9 +33,9 @@ def message(manifest: Manifest, globs: str | None = None, where: str | None = No
     return str(caught.value)
 
 
-def test_a_glob_is_held_against_whole_names(committed: Manifest) -> None:
-    assert kept(committed, "rms_fwd_bf16_n4096") == ["rms_fwd_bf16_n4096"]
-    assert kept(committed, "rms_fwd_fp??_mv_n[56]*") == [
+def test_a_glob_is_held_against_whole_names(several: Manifest) -> None:
+    assert kept(several, "rms_fwd_bf16_n4096") == ["rms_fwd_bf16_n4096"]
+    assert kept(several, "rms_fwd_fp??_mv_n[56]*") == [
         "rms_fwd_fp16_mv_n512",
         "rms_fwd_fp16_mv_n5120",
         "rms_fwd_fp16_mv_n6144",
@@ -47,21 +47,21 @@ def test_a_glob_is_held_against_whole_names(committed: Manifest) -> None:
     ]
 
 
-def test_any_of_several_globs_is_enough_and_order_stays_the_manifests(committed: Manifest) -> None:
-    assert kept(committed, "rms_fwd_bf16_n128, ln_fwd_bf16_n128") == ["ln_fwd_bf16_n128", "rms_fwd_bf16_n128"]
-    assert kept(committed, "ln_fwd_bf16_n128,ln_fwd_bf16_n128") == ["ln_fwd_bf16_n128"]
+def test_any_of_several_globs_is_enough_and_order_stays_the_manifests(several: Manifest) -> None:
+    assert kept(several, "rms_fwd_bf16_n128, ln_fwd_bf16_n128") == ["ln_fwd_bf16_n128", "rms_fwd_bf16_n128"]
+    assert kept(several, "ln_fwd_bf16_n128,ln_fwd_bf16_n128") == ["ln_fwd_bf16_n128"]
 
 
-def test_where_takes_alternatives_and_spaces(committed: Manifest) -> None:
-    tight = kept(committed, where="dtype_in=bf16,fquant=dynamic|smooth_dynamic,n<=8192")
-    spaced = kept(committed, where=" dtype_in = bf16 , fquant =dynamic | smooth_dynamic, n <= 8192 ")
+def test_where_takes_alternatives_and_spaces(several: Manifest) -> None:
+    tight = kept(several, where="dtype_in=bf16,fquant=dynamic|smooth_dynamic,n<=8192")
+    spaced = kept(several, where=" dtype_in = bf16 , fquant =dynamic | smooth_dynamic, n <= 8192 ")
     assert tight == spaced
     # Two norms, two dtype_out, two fadd, two fquant, and thirteen buckets up to n8192.
     assert len(tight) == 2 * 2 * 2 * 2 * 13
 
 
-def test_where_not(committed: Manifest) -> None:
-    chosen = select(committed, None, "norm!=rms,dtype_out!=int8|fp8_e4m3fn,save_mv=true").instances
+def test_where_not(several: Manifest) -> None:
+    chosen = select(several, None, "norm!=rms,dtype_out!=int8|fp8_e4m3fn,save_mv=true").instances
     assert {instance.mode.name for instance in chosen} == {
         "ln_fwd_fp16_mv",
         "ln_fwd_bf16_mv",
@@ -70,17 +70,17 @@ def test_where_not(committed: Manifest) -> None:
     }
 
 
-def test_where_same_means_dtype_in(committed: Manifest) -> None:
-    chosen = select(committed, None, "dtype_out=same").instances
-    assert chosen == tuple(i for i in committed.instances if not i.mode.fquant.quantises)
+def test_where_same_means_dtype_in(several: Manifest) -> None:
+    chosen = select(several, None, "dtype_out=same").instances
+    assert chosen == tuple(i for i in several.instances if not i.mode.fquant.quantises)
 
 
-def test_filter_and_where_both_hold(committed: Manifest) -> None:
-    assert kept(committed, "rms_fwd_bf16_n*", "n=4096|1") == ["rms_fwd_bf16_n128", "rms_fwd_bf16_n4096"]
+def test_filter_and_where_both_hold(several: Manifest) -> None:
+    assert kept(several, "rms_fwd_bf16_n*", "n=4096|1") == ["rms_fwd_bf16_n128", "rms_fwd_bf16_n4096"]
 
 
-def test_neither_keeps_everything(committed: Manifest) -> None:
-    assert select(committed, None, None) == committed
+def test_neither_keeps_everything(several: Manifest) -> None:
+    assert select(several, None, None) == several
 
 
 def buckets(manifest: Manifest, where: str) -> list[str]:
@@ -104,15 +104,15 @@ def buckets(manifest: Manifest, where: str) -> list[str]:
         ("n!=1|200,n<3000", ["n512", "n768", "n1024", "n1536", "n2048"]),
     ],
 )
-def test_n_compares_with_buckets(committed: Manifest, where: str, names: list[str]) -> None:
-    assert buckets(committed, where) == [f"rms_fwd_fp16_{name}" for name in names]
+def test_n_compares_with_buckets(several: Manifest, where: str, names: list[str]) -> None:
+    assert buckets(several, where) == [f"rms_fwd_fp16_{name}" for name in names]
 
 
 @settings(deadline=None)
 @given(length=LENGTHS)
-def test_at_most_and_more_part_the_ladder(committed: Manifest, length: int) -> None:
+def test_at_most_and_more_part_the_ladder(several: Manifest, length: int) -> None:
     conditions = {text: parse_where(f"n{text}{length}")[0].met_by for text in ("<", "<=", "=", "!=", ">", ">=")}
-    for entry in committed.entries[: len(committed.buckets)]:
+    for entry in several.entries[: len(several.buckets)]:
         met = {text: condition(entry) for text, condition in conditions.items()}
         assert met["<="] is not met[">"]
         assert met["<"] is not met[">="]
@@ -149,50 +149,50 @@ def typed_conditions(draw: st.DrawFn) -> Typed:
 
 @settings(deadline=None)
 @given(conditions=st.lists(typed_conditions(), min_size=1, max_size=4))
-def test_where_keeps_exactly_what_meets_every_condition(committed: Manifest, conditions: list[Typed]) -> None:
+def test_where_keeps_exactly_what_meets_every_condition(several: Manifest, conditions: list[Typed]) -> None:
     where = " ,".join(condition.text for condition in conditions)
-    expected = [i for i in committed.instances if all(condition.met_by(i) for condition in conditions)]
+    expected = [i for i in several.instances if all(condition.met_by(i) for condition in conditions)]
     if expected:
-        assert list(select(committed, None, where).instances) == expected
+        assert list(select(several, None, where).instances) == expected
     else:
-        assert "leaves none of the" in message(committed, where=where)
+        assert "leaves none of the" in message(several, where=where)
 
 
 @settings(deadline=None)
 @given(text=st.text(alphabet="nfadq=!<>|, 149*_[]", max_size=20), option=st.sampled_from(("--filter", "--where")))
-def test_whatever_is_typed_keeps_something_or_is_refused(committed: Manifest, text: str, option: str) -> None:
+def test_whatever_is_typed_keeps_something_or_is_refused(several: Manifest, text: str, option: str) -> None:
     globs, where = (text, None) if option == "--filter" else (None, text)
     try:
-        outcome = bool(select(committed, globs, where).entries)
+        outcome = bool(select(several, globs, where).entries)
     except SelectionError as error:
         outcome = str(error).startswith(option)
     assert outcome
 
 
-def test_a_glob_that_matches_nothing_shows_the_nearest_names(committed: Manifest) -> None:
-    assert message(committed, "rms_fwd_bf17_n4096") == (
+def test_a_glob_that_matches_nothing_shows_the_nearest_names(several: Manifest) -> None:
+    assert message(several, "rms_fwd_bf17_n4096") == (
         "--filter 'rms_fwd_bf17_n4096' matches no instance; the nearest are rms_fwd_bf16_n4096, "
         "rms_fwd_bf16_addst_n4096, rms_fwd_bf16_add_n4096, rms_fwd_bf16_mv_n4096, rms_fwd_bf16_addst_mv_n4096; "
         "a glob is held against whole names, so end it in * for what starts so"
     )
-    nearest = message(committed, "*_e4m3fnuz_*_sdq_*")
+    nearest = message(several, "*_e4m3fnuz_*_sdq_*")
     assert "the nearest are ln_fwd_bf16_fp8_e4m3fn_sdq_n128, " in nearest
     assert "whole names" not in nearest
 
 
-def test_every_glob_must_match(committed: Manifest) -> None:
-    assert message(committed, "rms_*,lm_*").startswith("--filter 'lm_*' matches no instance")
+def test_every_glob_must_match(several: Manifest) -> None:
+    assert message(several, "rms_*,lm_*").startswith("--filter 'lm_*' matches no instance")
 
 
-def test_where_that_leaves_nothing_shows_what_was_there(committed: Manifest) -> None:
-    assert message(committed, where="dtype_out=fp8_e5m2") == (
+def test_where_that_leaves_nothing_shows_what_was_there(several: Manifest) -> None:
+    assert message(several, where="dtype_out=fp8_e5m2") == (
         "--where 'dtype_out=fp8_e5m2' leaves none of the 912 instances that it was held against; "
         "their dtype_out: fp16, bf16, fp32, int8, fp8_e4m3fn"
     )
-    assert message(committed, "*_n256,*_nbig", "dtype_in=fp32, fquant=dynamic") == (
+    assert message(several, "*_n256,*_nbig", "dtype_in=fp32, fquant=dynamic") == (
         "--where 'fquant=dynamic' leaves none of the 12 instances that it was held against; their fquant: none"
     )
-    assert message(committed, "rms_fwd_fp16_n256,rms_fwd_fp16_nbig", "n=1") == (
+    assert message(several, "rms_fwd_fp16_n256,rms_fwd_fp16_nbig", "n=1") == (
         "--where 'n=1' leaves none of the 2 instances that it was held against; "
         "their n: n256 (129..256), nbig (131073..)"
     )
@@ -240,10 +240,10 @@ def test_where_that_leaves_nothing_shows_what_was_there(committed: Manifest) -> 
         ),
     ],
 )
-def test_where_that_cannot_be_parsed(committed: Manifest, where: str, problem: str) -> None:
-    assert message(committed, where=where) == problem
+def test_where_that_cannot_be_parsed(several: Manifest, where: str, problem: str) -> None:
+    assert message(several, where=where) == problem
 
 
 @pytest.mark.parametrize("globs", ["", " ", "rms_*,", ",rms_*"])
-def test_filter_with_an_empty_part(committed: Manifest, globs: str) -> None:
-    assert message(committed, globs) == f"--filter {globs!r} has an empty part; separate parts with single commas"
+def test_filter_with_an_empty_part(several: Manifest, globs: str) -> None:
+    assert message(several, globs) == f"--filter {globs!r} has an empty part; separate parts with single commas"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from normforge.codegen.model import DType, Mode, Pipeline, Tile, legal_modes
 from normforge.selection import dispatch
 from normforge.selection.table import Entry, RetiledTable
 
+from ..thorough import first_of_each
 from .gradients import GradientProblem
 from .problems import Problem, mixed_dtypes
 
@@ -50,31 +53,82 @@ def gradient_problems(entry: Entry, tile: Tile) -> list[GradientProblem]:
 _PROBLEMS = 3
 
 
-def taking_turns(entry: Entry, device: str) -> Iterator[tuple[int, Tile]]:
+def turns(entry: Entry, device: str) -> list[tuple[int, Tile]]:
     """Each problem with one of the entry's tiles at least, and each tile with one of the problems at least."""
     # In the interpreter programs run one after another, and cannot wait for each other.
     tiles = [tile for tile in entry.distinct_tiles() if device == "cuda" or tile.pipeline is not Pipeline.SPREAD]
-    for turn in range(max(_PROBLEMS, len(tiles))):
-        yield turn % _PROBLEMS, tiles[turn % len(tiles)]
+    return [(turn % _PROBLEMS, tiles[turn % len(tiles)]) for turn in range(max(_PROBLEMS, len(tiles)))]
 
 
-FORWARD = [entry for entry in normforge.instances() if not MODES[entry.mode].is_backward]
-BACKWARD = [entry for entry in normforge.instances() if MODES[entry.mode].is_backward]
+@dataclass(frozen=True)
+class Share:
+    """One of an instance's turns, or all the others.
+
+    Attributes:
+        entry: the instance.
+        place: among the table's; neighbours begin with different turns.
+        is_first: which of the two.
+    """
+
+    entry: Entry
+    place: int
+    is_first: bool
+
+    @property
+    def name(self) -> str:
+        """The instance's name, and whether this is the rest."""
+        return self.entry.name if self.is_first else f"{self.entry.name}-rest"
+
+    @property
+    def kind(self) -> Hashable:
+        """What the first of stands for the others: one turn of each instance, of long rows of one for each pipeline."""
+        if not self.is_first:
+            return None
+        if self.entry.first <= _LONGEST_QUICK:
+            return self.entry.name
+        return MODES[self.entry.mode].direction, frozenset(tile.pipeline for tile in self.entry.distinct_tiles())
+
+    def turns(self, device: str) -> list[tuple[int, Tile]]:
+        """Which problem with which tile, in order."""
+        every = turns(self.entry, device)
+        first = self.place % len(every)
+        return [every[first]] if self.is_first else every[:first] + every[first + 1 :]
+
+
+# A row that the interpreter takes a tenth of a second for.
+_LONGEST_QUICK = 8192
+
+
+def shares(*, backward: bool) -> list[Any]:
+    """Each instance of a direction, in two shares."""
+    entries = enumerate(entry for entry in normforge.instances() if MODES[entry.mode].is_backward is backward)
+    both = [Share(entry, place, is_first) for place, entry in entries for is_first in (True, False)]
+    return first_of_each(both, lambda share: share.kind, lambda share: share.name)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("entry", FORWARD, ids=lambda entry: entry.name)
-def test_instance(entry: Entry, device: str) -> None:
-    for index, tile in taking_turns(entry, device):
-        problem = problems(entry, tile.rows)[index]
-        assert normforge.which(**problem.arguments(device), norm=problem.mode.norm) == entry.name
-        with dispatch.using(RetiledTable(dispatch.loaded(), entry, tile)):
+@pytest.mark.parametrize("share", shares(backward=False))
+def test_instance(share: Share, device: str) -> None:
+    for index, tile in share.turns(device):
+        problem = problems(share.entry, tile.rows)[index]
+        assert normforge.which(**problem.arguments(device), norm=problem.mode.norm) == share.entry.name
+        with dispatch.using(RetiledTable(dispatch.loaded(), share.entry, tile)):
             problem.check(device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("entry", BACKWARD, ids=lambda entry: entry.name)
-def test_gradient_instance(entry: Entry, device: str) -> None:
-    for index, tile in taking_turns(entry, device):
-        with dispatch.using(RetiledTable(dispatch.loaded(), entry, tile)):
-            gradient_problems(entry, tile)[index].check(device)
+@pytest.mark.parametrize("share", shares(backward=True))
+def test_gradient_instance(share: Share, device: str) -> None:
+    for index, tile in share.turns(device):
+        with dispatch.using(RetiledTable(dispatch.loaded(), share.entry, tile)):
+            gradient_problems(share.entry, tile)[index].check(device)
+
+
+def test_shares_have_every_turn_once() -> None:
+    for direction in (False, True):
+        for parameter in shares(backward=direction):
+            (share,) = parameter.values
+            other = replace(share, is_first=not share.is_first)
+            assert sorted(share.turns("cuda") + other.turns("cuda"), key=str) == sorted(
+                turns(share.entry, "cuda"), key=str
+            )

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ..thorough import THOROUGH
 from .problems import Call, draw_call
 from .profile import chooser, each_device, examples, kind_for, profile_of
 
@@ -31,6 +32,7 @@ def test_a_legal_call_computes_what_it_says_and_touches_nothing_else(device: str
     made.check(made.run())
 
 
+@THOROUGH
 @each_device
 @examples(35)
 @given(data=st.data())
@@ -45,6 +47,7 @@ def test_a_second_call_of_a_kind_answers_for_its_own_tensors_and_leaves_the_firs
     of_first.check(output)
 
 
+@THOROUGH
 @each_device
 @examples(40)
 @given(data=st.data())
@@ -63,6 +66,7 @@ def test_rows_with_nan_and_infinity_reach_no_other_row(device: str, data: st.Dat
             assert same, f"{name}: rows beside those with a NaN or an infinity changed, in {made.call}"
 
 
+@THOROUGH
 @each_device
 @examples(40)
 @given(data=st.data())
@@ -82,6 +86,7 @@ def test_a_scale_by_a_power_of_two_is_exact(device: str, data: st.DataObject) ->
             assert torch.equal(_bits(got), _bits(want)), f"{name} changes with the scale of {larger}"
 
 
+@THOROUGH
 @each_device
 @examples(40)
 @given(data=st.data())

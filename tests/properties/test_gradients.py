@@ -8,12 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ..thorough import THOROUGH
 from . import oracle
 from .gradient_problems import draw_backward, draw_step
 from .problems import MOST_ELEMENTS
 from .profile import backward_kind_for, chooser, each_device, examples, profile_of, step_kind_for
 
 
+@THOROUGH
 @each_device
 @examples(70)
 @given(data=st.data())
@@ -28,6 +30,7 @@ def test_a_training_step_has_the_gradients_of_its_formula_and_touches_no_operand
     made.check(outputs, made.backward(outputs))
 
 
+@THOROUGH
 @each_device
 @examples(60)
 @given(data=st.data())

@@ -22,6 +22,7 @@ import normforge
 from normforge.errors import FrozenError, MissingInstanceError, NormforgeError
 from normforge.tools import cli
 
+from ..thorough import THOROUGH
 from . import oracle
 from .gradient_problems import StepKind, draw_step, draw_step_kind
 from .illegal import spoilt
@@ -71,6 +72,7 @@ def _in_thread(function: Callable[[], T]) -> T:
         return threads.submit(function).result()
 
 
+@THOROUGH
 @each_device
 @examples(5)
 @given(data=st.data())

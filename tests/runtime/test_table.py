@@ -100,11 +100,14 @@ def test_a_kernel_that_is_not_there() -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 127, 128, 129, 1024, 1025, 5120, 32768, 32769, 262144, 2**31 + 1])
 def test_each_row_length_has_the_entry_whose_bucket_holds_it(n: int) -> None:
+    served = 0
     for mode in TABLE:
-        found = dispatch.loaded().find(mode, n)
-        assert found is not None
-        assert found.first <= n <= (found.last or n)
-        assert [entry for entry in committed() if entry.mode == mode and entry.serves(n)] == [found]
+        entries = [entry for entry in committed() if entry.mode == mode]
+        holding = [entry for entry in entries if entry.first <= n <= (entry.last or n)]
+        assert len(holding) <= 1
+        assert dispatch.loaded().find(mode, n) is (holding[0] if holding else None)
+        served += len(holding)
+    assert served
 
 
 def test_a_mode_that_is_not_there() -> None:

@@ -13,6 +13,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from ..thorough import THOROUGH
+
 TINY = ("--device", "cpu", "--batch", "2", "--context", "16", "--width", "32", "--layers", "2", "--heads", "2")
 ROW = re.compile(r"^ +(\d+|held out) +(\d+\.\d+) +(\d+\.\d+) +\S+$", re.MULTILINE)
 
@@ -46,6 +48,7 @@ def run(script: Path, *argv: str, **environment: str) -> subprocess.CompletedPro
     )
 
 
+@THOROUGH
 def test_without_a_gpu_both_curves_are_equal_and_drawn(script: Path, tmp_path: Path) -> None:
     picture = tmp_path / "curves.png"
     done = run(script, *TINY, "--steps", "10", "--tolerance", "0", "--plot", str(picture))
@@ -58,6 +61,7 @@ def test_without_a_gpu_both_curves_are_equal_and_drawn(script: Path, tmp_path: P
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@THOROUGH
 @pytest.mark.parametrize(
     "flags",
     [("--norm", "layer"), ("--norm", "rms", "--dtype", "bf16", "--fused-add")],

@@ -21,6 +21,7 @@ from torch.nn.utils import parametrize
 
 import normforge
 
+from ..thorough import THOROUGH
 from . import models
 from .models import WIDTH, Transformer
 from .oracle import backward, each_device
@@ -51,6 +52,7 @@ def losses(model: torch.nn.Module, device: str, steps: int = 5) -> list[float]:
     return found
 
 
+@THOROUGH
 @each_device
 def test_a_patched_transformer_trains_as_the_unpatched(device: str) -> None:
     model = Transformer().to(device)

@@ -19,7 +19,10 @@ MUTANTS = (
         "templates/layer.j2",
         "(g - h * gh_mean - g_mean) * rstd",
         "(g - h * gh_mean) * rstd",
-        (f"{_INSTANCES}::test_gradient_instance[ln_bwd_fp32_n256-cpu]",),
+        (
+            f"{_INSTANCES}::test_gradient_instance[ln_bwd_fp32_n256-cpu]",
+            f"{_INSTANCES}::test_gradient_instance[ln_bwd_fp32_n256-rest-cpu]",
+        ),
     ),
     Mutant(
         "rms-norm-dx-has-the-wrong-sign",
@@ -27,7 +30,10 @@ MUTANTS = (
         "templates/rms.j2",
         "(g - h * gh_mean) * rstd",
         "(g + h * gh_mean) * rstd",
-        (f"{_INSTANCES}::test_gradient_instance[rms_bwd_fp32_n256-cpu]",),
+        (
+            f"{_INSTANCES}::test_gradient_instance[rms_bwd_fp32_n256-cpu]",
+            f"{_INSTANCES}::test_gradient_instance[rms_bwd_fp32_n256-rest-cpu]",
+        ),
     ),
     Mutant(
         "rows-backward-keeps-its-first-tile",
@@ -35,7 +41,10 @@ MUTANTS = (
         "templates/bwd_rows.py.j2",
         "{{ backward.shift_tile(m) }}\n",
         "",
-        (f"{_INSTANCES}::test_gradient_instance[ln_bwd_fp32_n256-cpu]",),
+        (
+            f"{_INSTANCES}::test_gradient_instance[ln_bwd_fp32_n256-cpu]",
+            f"{_INSTANCES}::test_gradient_instance[ln_bwd_fp32_n256-rest-cpu]",
+        ),
     ),
     Mutant(
         "rows-backward-skips-tiles",
@@ -43,7 +52,10 @@ MUTANTS = (
         "templates/bwd_rows.py.j2",
         '"(tile + programs)"',
         '"(tile + 2 * programs)"',
-        (f"{_INSTANCES}::test_gradient_instance[ln_bwd_fp32_n256-cpu]",),
+        (
+            f"{_INSTANCES}::test_gradient_instance[ln_bwd_fp32_n256-cpu]",
+            f"{_INSTANCES}::test_gradient_instance[ln_bwd_fp32_n256-rest-cpu]",
+        ),
     ),
     Mutant(
         "one-pass-backward-takes-the-wrong-row-next",
@@ -67,7 +79,10 @@ MUTANTS = (
         "templates/bwd_row_terms.py.j2",
         '{{ norm.g("mask") }}',
         "g = dy",
-        (f"{_INSTANCES}::test_gradient_instance[rms_bwd_fp32_nbig-cpu]",),
+        (
+            f"{_INSTANCES}::test_gradient_instance[rms_bwd_fp32_nbig-cpu]",
+            f"{_INSTANCES}::test_gradient_instance[rms_bwd_fp32_nbig-rest-cpu]",
+        ),
     ),
     Mutant(
         "two-pass-backward-skips-tiles",
@@ -75,7 +90,10 @@ MUTANTS = (
         "templates/bwd_two_pass.py.j2",
         "for tile in range(program, tl.cdiv(M, ROWS), tl.num_programs(1)):",
         "for tile in range(program, M // ROWS, tl.num_programs(1)):",
-        (f"{_INSTANCES}::test_gradient_instance[rms_bwd_fp32_nbig-cpu]",),
+        (
+            f"{_INSTANCES}::test_gradient_instance[rms_bwd_fp32_nbig-cpu]",
+            f"{_INSTANCES}::test_gradient_instance[rms_bwd_fp32_nbig-rest-cpu]",
+        ),
     ),
     Mutant(
         "spread-backward-takes-a-tile-twice",
@@ -100,7 +118,10 @@ MUTANTS = (
         "dx += load_chunk(dresidual_out_ptr + row_offset({{ at }}, dresidual_out_row_stride, ROW_ALIGNMENT), "
         "cols, {{ mask }})",
         "dx += 0.0",
-        (f"{_INSTANCES}::test_gradient_instance[ln_bwd_bf16_addst_n256-cpu]",),
+        (
+            f"{_INSTANCES}::test_gradient_instance[ln_bwd_bf16_addst_n256-cpu]",
+            f"{_INSTANCES}::test_gradient_instance[ln_bwd_bf16_addst_n256-rest-cpu]",
+        ),
     ),
     Mutant(
         "dresidual-out-not-added-to-rows",
@@ -124,7 +145,10 @@ MUTANTS = (
         "codegen/signature.py",
         'sums.append(("dbias", "dy"))',
         'sums.append(("dbias", "dy * h"))',
-        (f"{_INSTANCES}::test_gradient_instance[ln_bwd_fp32_n256-cpu]",),
+        (
+            f"{_INSTANCES}::test_gradient_instance[ln_bwd_fp32_n256-cpu]",
+            f"{_INSTANCES}::test_gradient_instance[ln_bwd_fp32_n256-rest-cpu]",
+        ),
     ),
     Mutant(
         "last-program-left-out",
@@ -132,7 +156,10 @@ MUTANTS = (
         "templates/finalise.py.j2",
         "mask = (first + rows < programs) & (cols < N)",
         "mask = (first + rows < programs - 1) & (cols < N)",
-        (f"{_INSTANCES}::test_gradient_instance[ln_bwd_fp32_n256-cpu]",),
+        (
+            f"{_INSTANCES}::test_gradient_instance[ln_bwd_fp32_n256-cpu]",
+            f"{_INSTANCES}::test_gradient_instance[ln_bwd_fp32_n256-rest-cpu]",
+        ),
     ),
     Mutant(
         "dbias-takes-dweights-sums",
@@ -140,7 +167,10 @@ MUTANTS = (
         "templates/finalise.py.j2",
         "add_up(dbias_partials_ptr, dbias_ptr, programs, N, ROWS, BLOCK)",
         "add_up(dweight_partials_ptr, dbias_ptr, programs, N, ROWS, BLOCK)",
-        (f"{_INSTANCES}::test_gradient_instance[ln_bwd_fp32_n256-cpu]",),
+        (
+            f"{_INSTANCES}::test_gradient_instance[ln_bwd_fp32_n256-cpu]",
+            f"{_INSTANCES}::test_gradient_instance[ln_bwd_fp32_n256-rest-cpu]",
+        ),
     ),
     Mutant(
         "finalise-does-not-wait",
@@ -169,7 +199,10 @@ MUTANTS = (
         _PLAN,
         "section, term = aligned_length(programs * self.n), aligned_length(m)",
         "section, term = aligned_length((programs - 1) * self.n), aligned_length(m)",
-        (f"{_INSTANCES}::test_gradient_instance[ln_bwd_fp32_n256-cpu]",),
+        (
+            f"{_INSTANCES}::test_gradient_instance[ln_bwd_fp32_n256-cpu]",
+            f"{_INSTANCES}::test_gradient_instance[ln_bwd_fp32_n256-rest-cpu]",
+        ),
     ),
     Mutant(
         "dx-in-the-type-of-x-always",

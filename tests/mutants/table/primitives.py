@@ -74,7 +74,10 @@ MUTANTS = (
         _PRIMITIVES,
         "chunk = load_chunk(ptr, cols, cols < N if start + BLOCK > N else None)",
         "chunk = load_chunk(ptr, cols, cols < N - 1)",
-        ("tests/kernels/test_instances.py::test_instance[ln_fwd_fp32_n4096-cpu]",),
+        (
+            "tests/kernels/test_instances.py::test_instance[ln_fwd_fp32_n4096-cpu]",
+            "tests/kernels/test_instances.py::test_instance[ln_fwd_fp32_n4096-rest-cpu]",
+        ),
     ),
     Mutant(
         "rms-chunks-forget-weight-offset",
