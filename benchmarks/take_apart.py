@@ -105,8 +105,9 @@ def take_apart(call: Call, m: int, interpreted: bool) -> Taken:
     ready, layout = plan.prepared(m), plan.layout(m)
     if ready.launch is not None:
         ready = replace(ready, launch=watched(ready.launch))
-    # A forward call by tensors goes by Triton's public interface, and nobody asks what that takes.
-    if plan.mode.is_backward or layout.by_address:
+    if ready.by_address:
+        ready = replace(ready, steps=tuple(replace(step, launch=watched(step.launch)) for step in ready.steps))
+    if plan.mode.is_backward:
         layout = replace(
             layout,
             steps=tuple((watched(launch), grid) for launch, grid in layout.steps),

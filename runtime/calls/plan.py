@@ -97,14 +97,14 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the kernels are launched for one M, and what lies where in the memory that they share.
+    """How a backward call's kernels are launched for one M, and what lies where in the memory that they share.
 
     Attributes:
         steps: how the kernels that walk the rows are launched, in order, and their grids.
         finish: the same of what adds up their partial sums; None where there are none.
         programs: how many share the rows.
         starts: where the partial sums of each of `SUMS` start, in fp32 elements, None of what is not wanted; then each
-            of the values that the first step leaves for the next. Empty forward.
+            of the values that the first step leaves for the next.
         offsets: the same in bytes; 0 of what is not wanted, which no compiled kernel reads.
         length: of that memory, in elements.
         exchange: how many int64 the programs exchange values through.
@@ -134,7 +134,7 @@ class Plan:
         saves_mean: whether the rows' means are returned.
         y_bytes: whether kernels are handed y as bytes.
         extents: where the tensors lie that outputs must not meet.
-        layout: from M to the `Layout` of its launches.
+        layout: from M to the `Layout` of a backward call's launches.
     """
 
     def __init__(self, call: Call | GradientCall, misaligned: Collection[str], target: Target | None = None) -> None:
@@ -299,7 +299,7 @@ def _launch(launcher: Launcher, by_address: bool) -> Launch:
 
 def _dtype_of_input(row: Parameter, call: Call | GradientCall) -> torch.dtype | None:
     if row.kind is Kind.PER_ROW:
-        # In one tensor, they are one argument.
+        # Autograd's are one argument, in one tensor; kernels read two.
         return torch.float32 if row.is_wanted(call.mode) else None
     tensor: torch.Tensor | None = getattr(call, row.name)
     return None if tensor is None else tensor.dtype
