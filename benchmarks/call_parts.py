@@ -1,8 +1,8 @@
 """Eager calls of normforge and of torch as functions to time, and the parts of three of normforge's, each by itself.
 
-A part is what a call that is known from before comes to, done again with the same operands. Keys, allocations and
-launches are those of a real call; what reads operands is the code of `normforge.calls.forward` and `gradients`, in
-short. Two calls are also taken apart in place: see `in_place`.
+A part is what a call that is known from before comes to, done again with the same operands. Keys, guards, allocations
+and launches are those of a real call; what reads addresses is the code of `normforge.calls.straight`, in short. Two
+calls are also taken apart in place: see `in_place`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ import torch
 from torch.nn import functional as F
 
 import normforge
-from normforge.calls import api, forward
 from normforge.calls import recorded as recorded_calls
-from normforge.calls.operands import layout_of, rows_of, vector_of
 from normforge.calls.outputs import LayerNormOutput, NormGradients
 from normforge.nn import functional
 
 from .in_place import LAUNCH, quantised_in_place, recorded_in_place
 from .inputs import Inputs
-from .take_apart import Taken, nothing, take_apart, without
+from .take_apart import Taken, take_apart, without
 from .timing import Call
 
 # The groups, and which whole call the parts of each are held against.
@@ -40,6 +38,8 @@ WHOLE_OF = {
 
 _GIVEN = "passing the arguments on"
 _KEY = "key and look-up"
+_LIKE = "what tensors are like"
+_ADDRESSES = "shape and addresses"
 _OUTPUTS = "allocations and their addresses"
 _CHOICE = "kernel, grid and the tuple returned"
 _APPLY = "torch's apply of an empty function"
@@ -140,20 +140,13 @@ def _recordable(inputs: Inputs, name: str, function: Callable[..., torch.Tensor]
 
 def _quantised_parts(inputs: Inputs, taken: Taken) -> list[Part]:
     x, weight, bias, residual, smooth_scale = _operands(inputs)
-    n, device, shape, given = inputs.cell.n, x.device, x.shape, _quantised_arguments(inputs)
-    tensors = (x, None, residual, weight, bias, smooth_scale)
     outputs = (x, residual, weight, None, None)
-    public = without(api.layernorm2d_fwd, forward_fused=nothing)
     parts = {
-        _GIVEN: lambda: public(x, weight, bias, **given),
-        "reading x": lambda: _read(x),
-        "reading and checking weight, bias and smooth_scale": lambda: (
-            vector_of(weight, n, device),
-            vector_of(bias, n, device),
-            vector_of(smooth_scale, n, device),
+        _LIKE: taken.compare(x, weight, bias, residual, smooth_scale, None, None, None),
+        _ADDRESSES: lambda: (
+            *(x.shape[-1], residual.shape == x.shape, x.data_ptr(), weight.data_ptr(), bias.data_ptr()),
+            *(residual.data_ptr(), smooth_scale.data_ptr()),
         ),
-        "reading and checking residual": lambda: rows_of(residual, shape, device),
-        "whether a gradient is asked": lambda: torch.is_grad_enabled() and forward._any_requires_gradient(*tensors),
         _KEY: taken.look_up(),
         _OUTPUTS: taken.allocate(),
         _CHOICE: lambda: (taken.choose(), _made(LayerNormOutput, outputs)),
@@ -164,22 +157,18 @@ def _quantised_parts(inputs: Inputs, taken: Taken) -> list[Part]:
 def _recorded_parts(inputs: Inputs, taken: Taken) -> list[Part]:
     _, weight, bias, residual, _ = _operands(inputs)
     x, *vectors = leaves = inputs.leaves()
-    n, device, eps = inputs.cell.n, x.device, inputs.eps
-    told, shape = ("layer", eps, None, True), (n,)
+    n, eps, shape = inputs.cell.n, inputs.eps, (inputs.cell.n,)
     outputs = (residual, None, None, None, weight)
     kept = (residual.clone(), weight, bias)
-    known = SimpleNamespace(normalise_known=without(recorded_calls.normalise_known, _apply=lambda *_: residual))
-    public = without(functional.layer_norm, recorded=known)
-    launch = without(recorded_calls._launch, forward_plain=nothing)
+    found = (None, True, (SimpleNamespace(n=n), (), (), (), 0))
+    passing = without(recorded_calls.normalise_known, find_recorded=lambda *_: found, _apply=lambda *_: residual)
+    public = without(functional.layer_norm, recorded=SimpleNamespace(normalise_known=passing))
     parts = [
-        Part(RECORDED, _GIVEN, lambda: (public(x, shape, *vectors, eps), launch(told, True, *leaves, None))),
+        Part(RECORDED, _GIVEN, lambda: public(x, shape, *vectors, eps)),
         Part(RECORDED, _APPLY, lambda: _apply_empty(kept, *leaves)),
         Part(RECORDED, "saving three tensors", lambda: _apply_saving(kept, *leaves), less=_APPLY),
-        Part(
-            RECORDED,
-            "reading and checking x, weight and bias",
-            lambda: (_read(x), vector_of(vectors[0], n, device), vector_of(vectors[1], n, device)),
-        ),
+        Part(RECORDED, _LIKE, taken.compare(x, *vectors, None, None, None)),
+        Part(RECORDED, _ADDRESSES, lambda: (x.shape[-1], *[tensor.data_ptr() for tensor in leaves])),
         Part(RECORDED, _KEY, taken.look_up()),
         Part(RECORDED, _OUTPUTS, taken.allocate()),
         Part(RECORDED, _CHOICE, lambda: (taken.choose(), _made(LayerNormOutput, outputs))),
@@ -190,15 +179,16 @@ def _recorded_parts(inputs: Inputs, taken: Taken) -> list[Part]:
 def _backward_parts(inputs: Inputs, taken: Taken) -> list[Part]:
     x, weight, bias, dy, _ = _operands(inputs)
     leaves = inputs.leaves()
-    n, device, shape = inputs.cell.n, x.device, x.shape
+    # A mean and rstd a row, in one tensor.
+    statistics = torch.empty(2 * inputs.cell.m, device=x.device)
     y = _apply_empty((dy.clone(), weight, bias), *leaves)
     gradients = (dy, weight, bias, None)
     parts = {
         "torch's engine, with an empty function": lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True),
-        "reading and checking dy, x and weight": lambda: (
-            rows_of(dy, shape, device),
-            _read(x),
-            vector_of(weight, n, device),
+        _LIKE: taken.compare(dy, *leaves[:2], None, statistics, None, None),
+        _ADDRESSES: lambda: (
+            *(x.shape[-1], dy.shape == x.shape, dy.data_ptr(), x.data_ptr(), weight.data_ptr()),
+            statistics.data_ptr(),
         ),
         _KEY: taken.look_up(),
         _OUTPUTS: taken.allocate(),
@@ -238,12 +228,6 @@ class _Saving(_Empty):
 # Without what makes ready for functorch's transforms, as `normforge.calls.recorded` calls its own.
 _apply_empty: Callable[..., Any] = super(torch.autograd.Function, _Empty).apply
 _apply_saving: Callable[..., Any] = super(torch.autograd.Function, _Saving).apply
-
-
-def _read(x: torch.Tensor) -> object:
-    shape, device = x.shape, x.device
-    n = shape[-1]
-    return device, x.numel() // n, x.data_ptr(), x.dtype if x.is_contiguous() else layout_of(x)
 
 
 def _operands(inputs: Inputs) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from normforge.calls import api, forward, recorded
+from normforge.calls import recorded, straight
 from normforge.nn import functional
 
 from .take_apart import Taken, nothing, without
@@ -35,8 +35,7 @@ def quantised_in_place(taken: Taken, call: Callable[[Callable[..., Any]], Call])
     """
 
     def made(allocates: bool) -> Call:
-        fused = without(forward.forward_fused, dispatch=_known(taken, allocates))
-        return call(without(api.layernorm2d_fwd, forward_fused=fused))
+        return call(without(straight.layernorm2d_fwd, dispatch=_known(taken, allocates)))
 
     return {PYTHON: made(False), ALLOCATIONS: made(True)}
 
@@ -44,28 +43,22 @@ def quantised_in_place(taken: Taken, call: Callable[[Callable[..., Any]], Call])
 def recorded_in_place(taken: Taken, call: Callable[[Callable[..., Any]], Call]) -> dict[str, Call]:
     """The same of `layer_norm` where a gradient is due."""
 
-    def made(apply: Callable[..., Any]) -> Call:
-        known = SimpleNamespace(normalise_known=without(recorded.normalise_known, _apply=apply))
+    def made(apply: Callable[..., Any], allocates: bool) -> Call:
+        find = without(straight.find_recorded, dispatch=_known(taken, allocates))
+        known = SimpleNamespace(normalise_known=without(recorded.normalise_known, find_recorded=find, _apply=apply))
         return call(without(functional.layer_norm, recorded=known))
 
-    def launch(allocates: bool) -> Callable[..., Any]:
-        return without(
-            recorded._launch, forward_plain=without(forward.forward_plain, dispatch=_known(taken, allocates))
-        )
-
-    def keeping(allocates: bool) -> Callable[..., Any]:
-        return without(recorded._Normalise.forward, _launch=launch(allocates))
-
-    canned = launch(False)
+    launch: Callable[..., Any] = recorded._launch
 
     def keeping_nothing(ctx: Any, told: Any, *tensors: Any) -> Any:
-        return canned(told, True, *tensors, None)[0]
+        return launch(told, True, *tensors, None)[0]
 
+    keeping = _apply_of(recorded._Normalise.forward)
     return {
-        PYTHON: made(partial(keeping_nothing, None)),
-        APPLY: made(_apply_of(keeping_nothing)),
-        SAVING: made(_apply_of(keeping(False))),
-        ALLOCATIONS: made(_apply_of(keeping(True))),
+        PYTHON: made(partial(keeping_nothing, None), False),
+        APPLY: made(_apply_of(keeping_nothing), False),
+        SAVING: made(keeping, False),
+        ALLOCATIONS: made(keeping, True),
     }
 
 
@@ -78,7 +71,9 @@ def _known(taken: Taken, allocates: bool) -> SimpleNamespace:
     if not allocates:
         again = cycle(taken.kept).__next__
         plan.empty = lambda *_: again()
-    return SimpleNamespace(plans={taken.key: plan})
+    known = taken.known
+    kind = SimpleNamespace(fits=known.fits, present=known.present, trains=known.trains, plan=plan)
+    return SimpleNamespace(plans={taken.key: (kind,)})
 
 
 def _apply_of(function: Callable[..., Any]) -> Callable[..., Any]:

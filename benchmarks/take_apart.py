@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from normforge.calls.known import Known, all_plans
 from normforge.selection import dispatch
 
 from .errors import UsageError
@@ -25,7 +26,8 @@ class Taken(NamedTuple):
     Attributes:
         plan: its plan.
         m: its rows.
-        key: what its plan was found by.
+        key: what its kind was found by.
+        known: its kind.
         choose: finds the kernels of the plan, and their grids.
         empty: the plan's allocator.
         allocations: what was asked of it.
@@ -36,11 +38,19 @@ class Taken(NamedTuple):
     plan: Any
     m: int
     key: Any
+    known: Known
     choose: Call
     empty: Callable[..., torch.Tensor]
     allocations: list[tuple[Any, ...]]
     launches: list[tuple[Callable[..., None], Any, tuple[Any, ...]]]
     kept: list[torch.Tensor]
+
+    def compare(self, *tensors: torch.Tensor | None) -> Call:
+        """Ask whether tensors, all that the call could bring, are like those of its kind, as they are."""
+        fits, present = self.known.fits, self.known.present
+        if not fits(*present(tensors)):
+            raise UsageError("tensors are not like those of the call; benchmarks/call_parts.py has to pass its own")
+        return lambda: fits(*present(tensors))
 
     def look_up(self) -> Call:
         """Make a key and look for it."""
@@ -78,14 +88,15 @@ def take_apart(call: Call, m: int, interpreted: bool) -> Taken:
     # A call that was known before would add nothing, and which plan is its own could not be told.
     dispatch.plans.clear()
     call()
-    if len(dispatch.plans) != 1:
+    if len(all_plans()) != 1:
         raise UsageError(
-            f"one call left {len(dispatch.plans)} plans in normforge.selection.dispatch, and parts takes exactly one "
-            "apart; benchmarks/take_apart.py has to follow how normforge.calls.forward and gradients remember calls"
+            f"one call left {len(all_plans())} plans in normforge.selection.dispatch, and parts takes exactly one "
+            "apart; benchmarks/take_apart.py has to follow how normforge.calls.known remembers calls"
         )
-    ((key, plan),) = dispatch.plans.items()
+    ((key, (known,)),) = dispatch.plans.items()
+    plan = known.plan
     choose = (lambda: plan.layout(m)) if plan.mode.is_backward else (lambda: plan.prepared(m).grid(m))
-    taken = Taken(plan, m, key, choose, plan.empty, [], [], [])
+    taken = Taken(plan, m, key, known, choose, plan.empty, [], [], [])
 
     def allocate(*asked: Any) -> torch.Tensor:
         taken.allocations.append(asked)
@@ -114,11 +125,11 @@ def take_apart(call: Call, m: int, interpreted: bool) -> Taken:
             finish=None if layout.finish is None else (watched(layout.finish[0]), layout.finish[1]),
         )
     stand_in.prepared, stand_in.layout = lambda _: ready, lambda _: layout
-    dispatch.plans[key] = stand_in
+    known.plan = stand_in
     try:
         call()
     finally:
-        dispatch.plans[key] = plan
+        known.plan = plan
     if not taken.allocations or not (taken.launches or interpreted):
         raise UsageError(
             f"a call made {len(taken.allocations)} allocations and {len(taken.launches)} launches by its plan, and "

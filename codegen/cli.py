@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from .calls import PATH as CALLS
+from .calls import CallsFile, calls_file
 from .command import DIFFERS, DONE, Parser, run
 from .emit import render_folder
 from .folder import Plan, plan
@@ -73,7 +75,24 @@ def _run(arguments: argparse.Namespace, again: str) -> int:
         print(_REPORTS[arguments.verb](manifest))
         return DONE
     planned = plan(arguments.out, render_folder(manifest.instances))
-    return _ACTIONS[arguments.verb](manifest, planned, again)
+    status = _ACTIONS[arguments.verb](manifest, planned, again)
+    # What is emitted into the runtime depends on no manifest: it goes with a checkout's own folder.
+    calls = calls_file(_ROOT, _shown(_ROOT / CALLS)) if arguments.own else None
+    return status if calls is None else max(status, _with_calls(arguments.verb, calls, again))
+
+
+def _with_calls(verb: str, calls: CallsFile, again: str) -> int:
+    if calls.is_clean:
+        return DONE
+    if verb == "check":
+        sys.stdout.writelines(calls.diff())
+        sys.stdout.flush()
+        print(f"{calls.shown} differs from its template; to bring it up to date: {again}", file=sys.stderr)
+        return DIFFERS
+    if verb == "write":
+        calls.write()
+    print(f"{calls.shown}: {'written' if verb == 'write' else 'would be written'}")
+    return DONE
 
 
 def _joined(given: list[str] | None) -> str | None:
@@ -165,6 +184,7 @@ def _complete(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
         if not in_checkout:
             parser.error("an installed normforge has no instances.yaml of its own; name a manifest: --manifest FILE")
         arguments.manifest = _shown(_MANIFEST)
+    arguments.own = arguments.out is None
     if arguments.out is None and not reports:
         if not in_checkout:
             parser.error("an installed normforge has no generated/ of its own; name a folder: --out DIR")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import textwrap
 import traceback
@@ -61,9 +62,9 @@ def shared_files(*, backward: bool) -> dict[str, str]:
     Raises:
         TemplateError: a template is missing or cannot be rendered.
     """
-    files = {"__init__.py": _render("package.py.j2"), "primitives.py": _render("primitives.py.j2")}
+    files = {"__init__.py": render("package.py.j2"), "primitives.py": render("primitives.py.j2")}
     if backward:
-        files["finalise.py"] = _render("finalise.py.j2")
+        files["finalise.py"] = render("finalise.py.j2")
     return files
 
 
@@ -76,7 +77,7 @@ def render_module(mode: Mode, pipelines: Iterable[Pipeline]) -> str:
     with _rendering():
         wanted = dict.fromkeys(part for pipeline in pipelines for part in parts(mode, pipeline))
         kernels = [_render_kernel(mode, part) for part in wanted]
-    return _render("module.py.j2", docstring=_docstring(mode), imports=_imports("\n".join(kernels)), kernels=kernels)
+    return render("module.py.j2", docstring=_docstring(mode), imports=_imports("\n".join(kernels)), kernels=kernels)
 
 
 def render_every_kernel(name: str) -> str | None:
@@ -129,7 +130,7 @@ def _imports(source: str) -> str:
 
 @cache
 def _primitives() -> frozenset[str]:
-    return frozenset(re.findall(r"^(?:def (?=\w)|(?=[A-Z_]+ =))(\w+)", _render("primitives.py.j2"), re.MULTILINE))
+    return frozenset(re.findall(r"^(?:def (?=\w)|(?=[A-Z_]+ =))(\w+)", render("primitives.py.j2"), re.MULTILINE))
 
 
 def _render_dispatch(by_mode: dict[Mode, list[Instance]]) -> str:
@@ -142,7 +143,7 @@ def _render_dispatch(by_mode: dict[Mode, list[Instance]]) -> str:
         names = {arch: ladders.setdefault(rows, f"LADDER_{len(ladders) + 1}") for arch, rows in by_arch.items()}
         choice = "{" + ", ".join(f'"{arch}": {name}' for arch, name in names.items()) + "}"
         modes.append((mode.name, shared.setdefault(choice, f"LADDERS_{len(shared) + 1}")))
-    return _render(
+    return render(
         "dispatch.py.j2",
         format=TABLE_FORMAT,
         small_m=SMALL_M,
@@ -194,6 +195,7 @@ def environment() -> jinja2.Environment:
     jinja.filters["body"] = _body
     jinja.globals |= {function.__name__: function for function in (params, summary, column_sums)}
     jinja.globals["marker"] = MARKER
+    jinja.tests["has"] = operator.contains
     return jinja
 
 
@@ -213,7 +215,12 @@ def _macros(name: str) -> object:
     return _template(name).module
 
 
-def _render(name: str, **values: object) -> str:
+def render(name: str, **values: object) -> str:
+    """Render a template that is a whole file.
+
+    Raises:
+        TemplateError: it is missing or cannot be rendered.
+    """
     with _rendering():
         return _template(name).render(**values)
 

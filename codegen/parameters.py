@@ -96,7 +96,7 @@ class Parameter:
             is the error if it is not.
         gradient: the result of the backward family that is its gradient; "" if it has none.
         result: of a `Kind.PLACE`: the result that goes there.
-        functional: whether the functional API, whose calls autograd records, takes it.
+        functional: whether calls of the functional API, which autograd records, have it.
     """
 
     name: str
@@ -408,6 +408,7 @@ BACKWARD = Family(
             meaning=_first("(..., N), fp16, bf16 or fp32: the gradient of y; None counts as zero."),
             positional=True,
             optional=True,
+            functional=True,
         ),
         Parameter(
             "x",
@@ -416,6 +417,7 @@ BACKWARD = Family(
             meaning=_first("dy's shape, likewise: what was normalised. After a fused add that is residual_out."),
             positional=True,
             axis="dtype_in",
+            functional=True,
         ),
         Parameter(
             "weight",
@@ -423,6 +425,7 @@ BACKWARD = Family(
             default=_each("None"),
             meaning=_first("(N,), or None where the forward call had none."),
             positional=True,
+            functional=True,
         ),
         Parameter(
             "mean",
@@ -430,7 +433,7 @@ BACKWARD = Family(
             default={Norm.LAYER: REQUIRED},
             meaning=_first("x's shape without the last dimension, fp32, as the forward call saved it."),
         ),
-        Parameter("rstd", Kind.PER_ROW, default=_each(REQUIRED), meaning=_first("likewise.")),
+        Parameter("rstd", Kind.PER_ROW, default=_each(REQUIRED), meaning=_first("likewise."), functional=True),
         Parameter(
             "weight_offset",
             Kind.NUMBER,
@@ -454,19 +457,24 @@ BACKWARD = Family(
             meaning=_first("x's shape: the gradient of residual_out, added to dx before it is rounded."),
             axis="fadd",
             wanted="fadd.stores",
+            functional=True,
         ),
-        Parameter("dx_dtype", Kind.DTYPE, default=_each("None"), meaning=_first("dx's dtype; None is x's.")),
+        Parameter(
+            "dx_dtype", Kind.DTYPE, default=_each("None"), meaning=_first("dx's dtype; None is x's."), functional=True
+        ),
         Parameter(
             "bias_dtype",
             Kind.DTYPE,
             default={Norm.LAYER: "None"},
             meaning=_first("dbias's dtype; None is weight's, or x's without a weight."),
+            functional=True,
         ),
         Parameter(
             "wants",
             Kind.NAMES,
             default=_each('("dx",)'),
             meaning=_first('which of "dx", "dweight", "dbias" and "dx_bias" to compute; nothing else is.'),
+            functional=True,
         ),
     ),
     results=(

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from . import reference
     from .ahead_of_time.compile_keys import compile_keys
     from .ahead_of_time.warmup import warmup
-    from .calls.api import layernorm2d_fwd, rmsnorm2d_fwd, which
     from .calls.backend import backend
     from .calls.outputs import LayerNormOutput
+    from .calls.straight import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
+    from .calls.which import which
     from .kernels.binaries import load_aot
     from .nn.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
     from .nn.modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
@@ -43,6 +44,7 @@ __all__ = [
     "errors",
     "instances",
     "layer_norm",
+    "layernorm2d_bwd",
     "layernorm2d_fwd",
     "load_aot",
     "load_instances",
@@ -50,6 +52,7 @@ __all__ = [
     "record",
     "reference",
     "rms_norm",
+    "rmsnorm2d_bwd",
     "rmsnorm2d_fwd",
     "unpatch",
     "warmup",
@@ -59,9 +62,10 @@ __all__ = [
 # Where the names above are from: what importing normforge brings, and what waits until somebody asks for it.
 _HOMES = {
     "reference": ("reference",),
-    "calls.api": ("layernorm2d_fwd", "rmsnorm2d_fwd", "which"),
     "calls.backend": ("backend",),
     "calls.outputs": ("LayerNormOutput",),
+    "calls.straight": ("layernorm2d_bwd", "layernorm2d_fwd", "rmsnorm2d_bwd", "rmsnorm2d_fwd"),
+    "calls.which": ("which",),
     "kernels.binaries": ("load_aot",),
     "nn.functional": ("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"),
     "nn.modules": ("AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"),

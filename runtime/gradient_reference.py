@@ -1,4 +1,4 @@
-"""The oracle of gradients, in plain torch, in the dtype asked; see backward.py for the formulas' source."""
+"""The oracle of gradients, in plain torch, in the dtype asked; see `layernorm2d_bwd` for the formulas' source."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def layernorm2d_bwd(
     cast: str | Cast = "after_weight",
     dtype: torch.dtype = torch.float64,
 ) -> ReferenceGradients:
-    """Compute every gradient that `normforge.calls.backward.layernorm2d_bwd` of the same arguments could return.
+    """Compute every gradient that `normforge.layernorm2d_bwd` of the same arguments could return.
 
     The arithmetic is in `dtype`; every other argument is as there.
     """
@@ -71,7 +71,7 @@ def rmsnorm2d_bwd(
     cast: str | Cast = "after_weight",
     dtype: torch.dtype = torch.float64,
 ) -> ReferenceGradients:
-    """Compute every gradient that `normforge.calls.backward.rmsnorm2d_bwd` of the same arguments could return."""
+    """Compute every gradient that `normforge.rmsnorm2d_bwd` of the same arguments could return."""
     h = _sum(x, x_bias, dtype) * rstd.to(dtype).unsqueeze(-1)
     g = dy.to(dtype) if weight is None else dy.to(dtype) * (weight.to(dtype) + weight_offset)
     dx = (g - h * (g * h).mean(-1, keepdim=True)) * rstd.to(dtype).unsqueeze(-1)

@@ -10,8 +10,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from .. import reference
-from ..calls import api, backward
+from ..calls import straight
+from ..calls.gradient_arguments import mode_of
 from ..calls.outputs import LayerNormOutput, NormGradients
+from ..calls.which import which
 from ..codegen.model import Norm
 from ..kernels.gpu import architecture
 from ..selection import dispatch
@@ -67,8 +69,8 @@ _Forward = Callable[..., LayerNormOutput]
 _Oracle = Callable[..., reference.ReferenceOutput]
 
 _FORWARD: dict[Norm, tuple[_Forward, _Oracle]] = {
-    Norm.LAYER: (api.layernorm2d_fwd, reference.layernorm2d_fwd),
-    Norm.RMS: (api.rmsnorm2d_fwd, reference.rmsnorm2d_fwd),
+    Norm.LAYER: (straight.layernorm2d_fwd, reference.layernorm2d_fwd),
+    Norm.RMS: (straight.rmsnorm2d_fwd, reference.rmsnorm2d_fwd),
 }
 
 # Elements the reference works on at once: in fp64, with its temporaries, a few gigabytes.
@@ -108,7 +110,7 @@ def prepare(problem: Problem, device: torch.device) -> Run[Any]:
 def _prepare_forward(problem: Problem, device: torch.device) -> Run[LayerNormOutput]:
     forward, oracle = _FORWARD[problem.mode.norm]
     arguments = inputs(problem, device)
-    instance = api.which(**arguments, norm=problem.mode.norm)
+    instance = which(**arguments, norm=problem.mode.norm)
     outputs = poisoned_outputs(problem, device)
     return Run(
         entry=lambda: next(entry for entry in dispatch.instances() if entry.name == instance),
@@ -157,7 +159,7 @@ def _prepare_backward(problem: Problem, device: torch.device) -> Run[NormGradien
     arguments = inputs(problem, device)
     mode = problem.mode
     is_layer = mode.norm is Norm.LAYER
-    forward = (api.layernorm2d_fwd if is_layer else api.rmsnorm2d_fwd)(**arguments | {"save_mv": True})
+    forward = (straight.layernorm2d_fwd if is_layer else straight.rmsnorm2d_fwd)(**arguments | {"save_mv": True})
     operands: dict[str, Any] = {"x": arguments["x"], "weight": arguments["weight"], "rstd": forward.rstd}
     if is_layer:
         operands["mean"] = forward.mean
@@ -167,7 +169,7 @@ def _prepare_backward(problem: Problem, device: torch.device) -> Run[NormGradien
         operands["x_bias"] = arguments["x_bias"]
     operands |= gradients_in(problem, device)
     wants = ["dx", "dweight", *(["dbias"] if is_layer else []), *(["dx_bias"] if "x_bias" in operands else [])]
-    run = backward.layernorm2d_bwd if is_layer else backward.rmsnorm2d_bwd
+    run = straight.layernorm2d_bwd if is_layer else straight.rmsnorm2d_bwd
 
     def call() -> NormGradients:
         if not (mode.fadd.stores and mode.x_bias):
@@ -182,7 +184,7 @@ def _prepare_backward(problem: Problem, device: torch.device) -> Run[NormGradien
     def validate(gradients: NormGradients) -> tuple[Finding, ...]:
         return tuple(compare_gradients(gradients, oracle(**operands)))
 
-    taken = backward.mode_of(mode.norm, operands["x"], "x_bias" in operands, mode.fadd)
+    taken = mode_of(mode.norm, operands["x"], "x_bias" in operands, mode.fadd)
     return Run(
         entry=lambda: dispatch.find(taken, problem.n),
         call=call,

@@ -91,7 +91,7 @@ def run(
     launch = ready.launch
     if launch is None:
         written = (y.data_ptr(), total_at, y_scale_at, mean_at, rstd_at)
-        _launch_otherwise(plan, m, addresses, tensors, written, outputs, (eps, weight_offset))
+        launch_otherwise(plan, m, addresses, tensors, written, outputs, (eps, weight_offset))
     else:
         values = (
             *addresses, y.data_ptr(), total_at, y_scale_at, mean_at, rstd_at, 0, m, eps, weight_offset,
@@ -126,7 +126,7 @@ def run_recorded(
     launch = ready.launch
     if launch is None:
         written = (y.data_ptr(), total_at, 0, mean_at, rstd_at)
-        _launch_otherwise(plan, m, addresses, tensors, written, outputs, (eps, weight_offset))
+        launch_otherwise(plan, m, addresses, tensors, written, outputs, (eps, weight_offset))
     else:
         launch(ready.grid(m), (*addresses, y.data_ptr(), total_at, 0, mean_at, rstd_at, 0, m, eps, weight_offset))
     return outputs
@@ -177,7 +177,7 @@ def of_no_rows(call: GradientCall) -> NormGradients:
     return NormGradients(*results_of(call, partial(torch.zeros, device=call.x.device)))
 
 
-def _launch_otherwise(
+def launch_otherwise(
     plan: Plan,
     m: int,
     addresses: tuple[int, ...],

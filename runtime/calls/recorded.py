@@ -7,27 +7,26 @@ from itertools import compress, product
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from ..codegen.model import Norm
-from ..errors import TransformError
-from ..selection import dispatch
 from ..upstream.torch_dynamo import eager_only
-from ..upstream.torch_internals import dispatch_modes, transforming
+from ..upstream.torch_internals import dispatch_modes
 from . import torch_instead
+from .arguments import LARGEST_FP32
 from .backend import intercepted
 from .double_backward import refuse_double_backward
-from .forward import forward_fused, forward_plain
-from .gradients import backward
-from .operands import PLAIN, UNREADABLE, ZERO, Unlike, resolved
+from .first import launched, launched_backward, resolved
+from .known import PLAIN, Found, Key
+from .launch import run, run_recorded
 from .outputs import LayerNormOutput, packed_of, unpacked
 from .rows import as_rows, walkable
+from .straight import find_gradients, find_recorded
 from .traced import operator, result_dtype
 
-# What a forward pass is told besides its tensors: the norm's word, eps, y's dtype (None for x's), and whether it is one
-# of the calls known before.
-_Told = tuple[str, float, "torch.dtype | None", bool]
+# What a forward pass is told besides its tensors: the norm's word, eps, y's dtype (None for x's), what `launch` is to
+# be given if the call is known, and what it is to be known by if it is not.
+_Told = tuple[str, float, "torch.dtype | None", "Found | None", "Key | None"]
 
 
 @eager_only
@@ -44,32 +43,23 @@ def normalise_known(
 
     Arguments need no check before: a call that `normalise` would copy or refuse something of is like none.
     """
-    # Where torch's operators run instead, nothing is ever known. What carries a tangent is looked for elsewhere.
-    if not dispatch.plans or eps.__class__ is not float or forward_ad._current_level >= 0:
+    # The class of each, because 64.0 is equal to 64, and a dictionary has a length too. A proxy of torch.fx records
+    # whatever it is asked.
+    if eps.__class__ is not float or normalized_shape.__class__ not in _SHAPES or x.__class__ not in PLAIN:
         return None
-    # The class of each, because 64.0 is equal to 64, and a dictionary has a length too.
-    if normalized_shape.__class__ not in _SHAPES or len(normalized_shape) != 1 or x.__class__ not in PLAIN:
+    if len(normalized_shape) != 1:
         return None
-    try:
-        n = normalized_shape[0]
-        # Not `!=`: what torch.jit.trace makes of that is a tensor, and neither True nor False.
-        if n.__class__ is not int or (x.shape[-1] == n) is not True:
-            return None
-        # x by itself, because asking is a call that takes 0.1 us.
-        recorded = torch.is_grad_enabled() and (x.requires_grad or _any_requires_gradient(x, weight, bias, residual))
-    except UNREADABLE:
+    _, records, found = find_recorded(norm, x, weight, bias, residual)
+    n = normalized_shape[0]
+    if found is None or n.__class__ is not int or n != found[0].n or not 0.0 <= eps <= LARGEST_FP32:
         return None
-    told = (norm, eps, result_dtype(norm, x) if torch.is_autocast_enabled("cuda") else None, True)
-    try:
-        if not recorded:
-            return _launch(told, False, x, weight, bias, residual)[:2]
-        if transforming():
-            return None
-        if residual is None:
-            return _apply(told, x, weight, bias), None
-        return _apply_add(told, x, weight, bias, residual)
-    except (Unlike, TransformError):
-        return None
+    if not records:
+        return run(*found, eps, 0.0, None, None)[:2]
+    told = (norm, eps, None, found, None)
+    if residual is None:
+        return _apply(told, x, weight, bias), None
+    both: tuple[torch.Tensor, torch.Tensor] = _apply_add(told, x, weight, bias, residual)
+    return both
 
 
 _SHAPES = frozenset((tuple, torch.Size, list))
@@ -109,7 +99,11 @@ def normalise(
         None if bias is None else bias.flatten().contiguous(),
         None if residual is None else as_rows(residual, len(shape)),
     )
-    told = (norm.value, eps, out_dtype or result_dtype(norm.value, x), False)
+    key = None
+    # Known is only what was launched as it was passed, and of its own dtype.
+    if out_dtype is None and all(row is given for row, given in zip(rows, (x, weight, bias, residual), strict=True)):
+        key, _, _ = find_recorded(norm.value, *rows)
+    told = (norm.value, eps, out_dtype or result_dtype(norm.value, x), None, key)
     total: torch.Tensor | None = None
     if not (torch.is_grad_enabled() and _any_requires_gradient(*rows)):
         y, total = _launch(told, False, *rows)[:2]
@@ -139,14 +133,22 @@ def _launch(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> LayerNormOutput:
-    norm, eps, out_dtype, known_only = told
-    if not known_only and intercepted(x, weight, bias, residual):
+    norm, eps, out_dtype, found, key = told
+    if found is not None:
+        return run_recorded(*found, eps, 0.0)
+    if intercepted(x, weight, bias, residual):
         return _launch_operator(told, save_mv, x, weight, bias, residual)
-    if residual is None and (out_dtype is None or out_dtype is x.dtype):
-        return forward_plain(norm, x, weight, bias, eps, ZERO, save_mv, packed=save_mv, known_only=known_only)
-    fadd = "none" if residual is None else "pre_add_store"
-    modes = (residual, fadd, None, "none", None, out_dtype, torch.float32, save_mv, "nearest", None, None)
-    return forward_fused(norm, x, weight, bias, eps, ZERO, *modes, packed=save_mv, known_only=known_only)
+    given = {
+        "x": x,
+        "weight": weight,
+        "bias": bias,
+        "eps": eps,
+        "residual": residual,
+        "fadd": "none" if residual is None else "pre_add_store",
+        "out_dtype": out_dtype,
+        "save_mv": save_mv,
+    }
+    return launched(norm, key, given, packed=save_mv)
 
 
 def _launch_operator(
@@ -157,8 +159,8 @@ def _launch_operator(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> LayerNormOutput:
-    norm, eps, out_dtype, _ = told
-    parameters = (bias, eps) if norm == "layer" else (eps, ZERO)
+    norm, eps, out_dtype, _, _ = told
+    parameters = (bias, eps) if norm == "layer" else (eps, 0.0)
     fadd = "none" if residual is None else "pre_add_store"
     modes = (residual, fadd, None, "none", None, out_dtype, torch.float32, save_mv, "nearest")
     y, *others = operator(norm, "fwd")(x, weight, *parameters, *modes)
@@ -277,19 +279,22 @@ def _gradients(
     statistics: torch.Tensor,
 ) -> tuple[torch.Tensor | None, ...]:
     """dx, dweight and dbias of rows, those that are due."""
-    if is_dynamo_compiling() or dispatch_modes():
-        # An eager call's backward pass becomes part of a graph, by compiled autograd say, or something else sees it.
+    if is_dynamo_compiling():
+        # An eager call's backward pass becomes part of a graph, by compiled autograd say.
         return gradients_by_operator(told, dy, dresidual_out, x, weight, statistics)
     norm, dx_dtype, bias_dtype, wants = told
-    shared = (x, weight, None, statistics, True, ZERO, None)
-    try:
-        found = backward(norm, dy, *shared, dresidual_out, dx_dtype, bias_dtype, wants, known_only=True)
-    except Unlike:
+    key, found = find_gradients(norm, dy, x, weight, statistics, dresidual_out, dx_dtype, bias_dtype, wants)
+    if found is None:
+        if dispatch_modes():
+            return gradients_by_operator(told, dy, dresidual_out, x, weight, statistics)
         if not (_addressed(dy) and (dresidual_out is None or _addressed(dresidual_out))):
             return _gradients_by_torch(told, dy, dresidual_out, x, weight, statistics)
-        dy = walkable(dy)
-        dresidual_out = None if dresidual_out is None else walkable(dresidual_out)
-        found = backward(norm, dy, *shared, dresidual_out, dx_dtype, bias_dtype, wants)
+        given = {"dy": walkable(dy), "x": x, "weight": weight, "rstd": statistics}
+        given |= {"dresidual_out": None if dresidual_out is None else walkable(dresidual_out)}
+        if given["dy"] is not dy or given["dresidual_out"] is not dresidual_out:
+            key = None
+        given |= {"x_bias": None, "dx_dtype": dx_dtype, "bias_dtype": bias_dtype, "wants": wants}
+        found = launched_backward(norm, key, given, packed=True)
     return found.dx, found.dweight, found.dbias
 
 
@@ -313,7 +318,7 @@ def gradients_by_operator(
             walkable(dy),
             x,
             weight,
-            *((mean, rstd) if norm == "layer" else (rstd, ZERO)),
+            *((mean, rstd) if norm == "layer" else (rstd, 0.0)),
             None,
             None if dresidual_out is None else walkable(dresidual_out),
             *shared,

@@ -7,7 +7,7 @@ question is one C call or less for an eager call, 0.05 us.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -15,19 +15,18 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..codegen.model import FusedAdd, FusedQuant, Norm, Rounding
+from ..codegen.model import Norm
 from ..dtypes import TORCH_DTYPES
 from ..upstream.torch_dynamo import constant_in_traces
 from ..upstream.torch_internals import dispatch_modes, jit_tracing
 from . import gradient_arguments
-from .arguments import Call, prepare, refuse_gradient
+from .arguments import prepare, refuse_gradient
 from .backend import intercepted
 from .outputs import LayerNormOutput, NormGradients
 from .rows import as_rows
 
 __all__ = [
     "backward_traced",
-    "checked",
     "dispatch_modes",
     "forward_traced",
     "intercepted",
@@ -65,97 +64,26 @@ def operator(norm: str, does: str) -> Any:
     return getattr(torch.ops.normforge, f"{_NAMES[norm]}_{does}").default
 
 
-def checked(
-    norm: str,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    residual: torch.Tensor | None,
-    fadd: str | int | FusedAdd,
-    smooth_scale: torch.Tensor | None,
-    fquant: str | int | FusedQuant,
-    x_bias: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    scale_dtype: torch.dtype,
-    save_mv: bool,
-    rounding: str | Rounding,
-    out: torch.Tensor | None = None,
-    residual_out: torch.Tensor | None = None,
-) -> Call:
-    """A forward call whose tensors have no addresses, checked like any other; see `layernorm2d_fwd`."""
-    return prepare(
-        Norm(norm),
-        x,
-        weight,
-        bias,
-        eps=eps,
-        weight_offset=weight_offset,
-        residual=residual,
-        fadd=fadd,
-        smooth_scale=smooth_scale,
-        fquant=fquant,
-        x_bias=x_bias,
-        out_dtype=out_dtype,
-        scale_dtype=scale_dtype,
-        save_mv=save_mv,
-        rounding=rounding,
-        out=out,
-        residual_out=residual_out,
-        addressed=False,
-    )
+def forward_traced(norm: str, given: Mapping[str, Any]) -> LayerNormOutput:
+    """A forward call as one operator; overlap of outputs is not looked for.
 
-
-def forward_traced(
-    norm: str,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    residual: torch.Tensor | None,
-    fadd: str | int | FusedAdd,
-    smooth_scale: torch.Tensor | None,
-    fquant: str | int | FusedQuant,
-    x_bias: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    scale_dtype: torch.dtype,
-    save_mv: bool,
-    rounding: str | Rounding,
-    out: torch.Tensor | None,
-    residual_out: torch.Tensor | None,
-) -> LayerNormOutput:
-    """What `forward_fused` is, as one operator; see `layernorm2d_fwd`. Overlap of outputs is not looked for."""
-    call = checked(
-        norm,
-        x,
-        weight,
-        bias,
-        eps,
-        weight_offset,
-        residual,
-        fadd,
-        smooth_scale,
-        fquant,
-        x_bias,
-        out_dtype,
-        scale_dtype,
-        save_mv,
-        rounding,
-        out,
-        residual_out,
-    )
+    Args:
+        norm: the norm's word.
+        given: the arguments of its forward function, by name.
+    """
+    call = prepare(Norm(norm), **given, addressed=False)
     refuse_gradient(call)
-    mode = call.mode
+    mode, x, residual = call.mode, call.x, call.residual
     saves_mean = mode.save_mv and norm == "layer"
-    parameters = (bias, call.eps) if norm == "layer" else (call.eps, call.weight_offset)
-    given = (
-        *(x, weight, *parameters, residual, mode.fadd.value, smooth_scale, mode.fquant.value, x_bias),
-        *(out_dtype, scale_dtype, mode.save_mv, mode.rounding.value),
-    )
+    said = dict(given)
+    # In the order of the operator's schema, and as it has them.
+    said |= {"eps": call.eps, "fadd": mode.fadd.value, "fquant": mode.fquant.value}
+    said |= {"save_mv": mode.save_mv, "rounding": mode.rounding.value}
+    if "weight_offset" in given:
+        said["weight_offset"] = call.weight_offset
+    out, residual_out = said.pop("out"), said.pop("residual_out")
     if out is None and residual_out is None:
-        made = iter(operator(norm, "fwd")(*given))
+        made = iter(operator(norm, "fwd")(*said.values()))
         return LayerNormOutput(
             y=next(made),
             residual_out=next(made) if mode.fadd.stores else None,
@@ -166,7 +94,7 @@ def forward_traced(
     y = x.new_empty(x.shape, dtype=TORCH_DTYPES[mode.dtype_out]) if out is None else out
     if residual_out is None and mode.fadd.stores and residual is not None:
         residual_out = residual.new_empty(x.shape)
-    y_scale, mean, rstd = operator(norm, "fwd_into")(*given, y, residual_out)
+    y_scale, mean, rstd = operator(norm, "fwd_into")(*said.values(), y, residual_out)
     return LayerNormOutput(
         y=y,
         residual_out=residual_out,
@@ -176,31 +104,13 @@ def forward_traced(
     )
 
 
-def backward_traced(
-    norm: str,
-    dy: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    packed: bool,
-    weight_offset: float,
-    x_bias: torch.Tensor | None,
-    dresidual_out: torch.Tensor | None,
-    dx_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
-    wants: Collection[str],
-) -> NormGradients:
-    """What `gradients.backward` is, as one operator; see `layernorm2d_bwd`."""
-    call = gradient_arguments.check(
-        Norm(norm), dy, x, weight, mean, rstd, packed, weight_offset, x_bias, dresidual_out, dx_dtype, bias_dtype, wants
-    )
+def backward_traced(norm: str, given: Mapping[str, Any]) -> NormGradients:
+    """A backward call as one operator, likewise."""
+    defaults = {"mean": None, "weight_offset": 0.0, "bias_dtype": None}
+    call = gradient_arguments.check(Norm(norm), **{**defaults, **given}, packed=False)
     gradient_arguments.refuse_gradient(call)
-    statistics = (mean, rstd) if norm == "layer" else (rstd, weight_offset)
-    types = (dx_dtype, bias_dtype) if norm == "layer" else (dx_dtype,)
-    given = (dy, x, weight, *statistics, x_bias, dresidual_out, *types, list(wants))
-    made = iter(operator(norm, "bwd")(*given))
-    return NormGradients(*[next(made) if name in wants else None for name in NormGradients._fields])
+    made = iter(operator(norm, "bwd")(*{**given, "wants": list(call.wants)}.values()))
+    return NormGradients(*[next(made) if name in call.wants else None for name in NormGradients._fields])
 
 
 def normalise_traced(

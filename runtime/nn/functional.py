@@ -11,10 +11,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..calls import recorded, torch_instead
 from ..calls.arguments import check_tensor
 from ..calls.backend import backend, left_to_torch
-from ..calls.operands import PLAIN
+from ..calls.known import PLAIN
 from ..calls.rows import check
 from ..calls.traced import (
-    dispatch_modes,
     intercepted,
     is_dynamo_compiling,
     keeps_for_recomputation,
@@ -68,7 +67,7 @@ def layer_norm(
         NormforgeError: whatever else `layernorm2d_fwd` raises.
     """
     known = None
-    if not (is_dynamo_compiling() or dispatch_modes()):
+    if not is_dynamo_compiling():
         known = recorded.normalise_known("layer", x, normalized_shape, weight, bias, None, eps)
     if known is not None:
         return known[0]
@@ -101,7 +100,7 @@ def rms_norm(
         NormforgeError: one of those that `layer_norm` lists.
     """
     known = None
-    if not (is_dynamo_compiling() or dispatch_modes()):
+    if not is_dynamo_compiling():
         known = recorded.normalise_known(
             "rms", x, normalized_shape, weight, None, None, DEFAULT_EPS if eps is None else eps
         )
@@ -208,7 +207,7 @@ def add_normalise(
     eps: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`normalise` of the sum of x and residual; a normalized_shape of None is x's last dimension."""
-    if not (is_dynamo_compiling() or dispatch_modes()) and x.__class__ in PLAIN and residual.__class__ in PLAIN:
+    if not is_dynamo_compiling() and x.__class__ in PLAIN and residual.__class__ in PLAIN:
         shape = x.shape[-1:] if normalized_shape is None else normalized_shape
         added = DEFAULT_EPS if eps is None and norm is Norm.RMS else eps
         known = recorded.normalise_known(norm.value, x, shape, weight, bias, residual, added)

@@ -21,15 +21,16 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from ..calls.arguments import Call, refuse_gradient
-from ..calls.forward import forward_fused, forward_plain
+from ..calls.arguments import Call, prepare, refuse_gradient
+from ..calls.first import launched, launched_backward, refuse_foreign
 from ..calls.gradient_arguments import check
-from ..calls.gradients import backward
-from ..calls.operands import ZERO
-from ..calls.outputs import LayerNormOutput, results_of
-from ..calls.traced import checked
+from ..calls.outputs import LayerNormOutput, NormGradients, results_of
+from ..calls.straight import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
+from ..codegen import parameters
 from ..codegen.model import Norm
+from ..codegen.parameters import Family
 from ..upstream.torch_dynamo import eager_only
+from ..upstream.torch_internals import dispatch_modes
 from . import gradients
 
 _MODES = (
@@ -55,6 +56,9 @@ _BACKWARD = {
 # The compiler keeps strides as they were traced: fake kernels refuse rows that kernels cannot walk, and no others come.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
+_STRAIGHT: dict[str, Callable[..., LayerNormOutput]] = {"layer": layernorm2d_fwd, "rms": rmsnorm2d_fwd}
+_STRAIGHT_BACK: dict[str, Callable[..., NormGradients]] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
+
 _NAMESPACE = "normforge"
 _library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call]  # torch declares no types for it
 
@@ -75,7 +79,7 @@ def _layer_forward(
     *modes: Any,
     run: Callable[..., Any],
 ) -> Any:
-    return run("layer", x, weight, bias, eps, ZERO, *modes)
+    return run("layer", x, weight, bias, eps, 0.0, *modes)
 
 
 @eager_only
@@ -90,47 +94,42 @@ def _rms_forward(
     return run("rms", x, weight, None, eps, weight_offset, *modes)
 
 
-def _forward(
-    norm: str,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    residual: torch.Tensor | None,
-    fadd: str,
-    smooth_scale: torch.Tensor | None,
-    fquant: str,
-    x_bias: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    scale_dtype: torch.dtype,
-    save_mv: bool,
-    rounding: str,
-) -> list[torch.Tensor]:
-    if (
-        residual is None
-        and smooth_scale is None
-        and x_bias is None
-        and out_dtype in (None, x.dtype)
-        and scale_dtype is torch.float32
-        and fadd == fquant == "none"
-        and rounding == "nearest"
-    ):
-        return _present(forward_plain(norm, x, weight, bias, eps, weight_offset, save_mv))
-    modes = (residual, fadd, smooth_scale, fquant, x_bias, out_dtype, scale_dtype, save_mv, rounding)
-    return _present(forward_fused(norm, x, weight, bias, eps, weight_offset, *modes, None, None))
+def _named(family: Family, norm: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """What a norm's function is given, from arguments for all parameters of its family, or all but the last."""
+    rows = zip(family.parameters, arguments, strict=False)
+    return {row.name: argument for row, argument in rows if Norm(norm) in row.default}
+
+
+def _given(family: Family, norm: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    given = _named(family, norm, arguments)
+    refuse_foreign(family, given)
+    return given
+
+
+def _run_forward(norm: str, arguments: tuple[Any, ...]) -> LayerNormOutput:
+    given = _given(parameters.FORWARD, norm, arguments)
+    # Whoever sees operators has seen this one.
+    return launched(norm, None, given) if dispatch_modes() else _STRAIGHT[norm](**given)
+
+
+def _forward(norm: str, *arguments: Any) -> list[torch.Tensor]:
+    return _present(_run_forward(norm, arguments))
 
 
 def _forward_into(norm: str, *arguments: Any) -> PerRow:
-    return _per_row(forward_fused(norm, *arguments))
+    return _per_row(_run_forward(norm, arguments))
+
+
+def _checked(norm: str, arguments: tuple[Any, ...]) -> Call:
+    return prepare(Norm(norm), **_named(parameters.FORWARD, norm, arguments), addressed=False)
 
 
 def _fake_forward(norm: str, *arguments: Any) -> list[torch.Tensor]:
-    return _present(_outputs_like(checked(norm, *arguments)))
+    return _present(_outputs_like(_checked(norm, arguments)))
 
 
 def _fake_forward_into(norm: str, *arguments: Any) -> PerRow:
-    call = checked(norm, *arguments)
+    call = _checked(norm, arguments)
     refuse_gradient(call)
     return _per_row(_outputs_like(call))
 
@@ -162,7 +161,7 @@ def _layer_backward(
     *,
     run: Callable[..., list[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    return run("layer", dy, x, weight, mean, rstd, False, ZERO, x_bias, dresidual_out, dx_dtype, bias_dtype, wants)
+    return run("layer", dy, x, weight, mean, rstd, 0.0, x_bias, dresidual_out, dx_dtype, bias_dtype, wants)
 
 
 @eager_only
@@ -179,15 +178,18 @@ def _rms_backward(
     *,
     run: Callable[..., list[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    return run("rms", dy, x, weight, None, rstd, False, weight_offset, x_bias, dresidual_out, dx_dtype, None, wants)
+    return run("rms", dy, x, weight, None, rstd, weight_offset, x_bias, dresidual_out, dx_dtype, None, wants)
 
 
-def _backward(*arguments: Any) -> list[torch.Tensor]:
-    return _present(backward(*arguments))
+def _backward(norm: str, *arguments: Any) -> list[torch.Tensor]:
+    given = _given(parameters.BACKWARD, norm, arguments)
+    run = partial(launched_backward, norm, None, given) if dispatch_modes() else partial(_STRAIGHT_BACK[norm], **given)
+    return _present(run())
 
 
 def _fake_backward(norm: str, *arguments: Any) -> list[torch.Tensor]:
-    call = check(Norm(norm), *arguments)
+    names = (row.name for row in parameters.BACKWARD.parameters)
+    call = check(Norm(norm), **dict(zip(names, arguments, strict=True)), packed=False)
     return _present(results_of(call, call.x.new_empty))
 
 

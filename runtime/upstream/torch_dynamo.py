@@ -20,6 +20,11 @@ def constant_in_traces(function: F) -> F:
     return function
 
 
+def eager_below(function: F) -> F:
+    """Have TorchDynamo trace a function, but run all that it calls wherever it runs the function; see `eager_only`."""
+    return _marked(function, "DEFAULT")
+
+
 def eager_only(function: F) -> F:
     """Have TorchDynamo run a function, and all that it calls, rather than compile them.
 
@@ -28,9 +33,14 @@ def eager_only(function: F) -> F:
     with a wrapper, which every eager call would pass through. This leaves a mark in the code, as torch marks what it
     skips itself; that it does so in another way in some release costs no more than what is described above.
     """
+    return _marked(function, "SKIP")
+
+
+def _marked(function: F, action: str) -> F:
     frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     if all(hasattr(frames, name) for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")):
-        skip = frames._FrameAction.SKIP
-        # The frame itself, and the frames of what it calls.
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+        actions = frames._FrameAction
+        # What is done with the function's own frame, and with those of what it calls.
+        strategy = frames._FrameExecStrategy(getattr(actions, action), actions.SKIP)
+        frames.set_code_exec_strategy(function.__code__, strategy)
     return function

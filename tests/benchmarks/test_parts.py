@@ -30,7 +30,8 @@ from benchmarks.errors import UsageError
 from benchmarks.in_place import ALLOCATIONS, APPLY, PYTHON, SAVING, quantised_in_place, recorded_in_place
 from benchmarks.parts import NOTHING, SUM, THE_WHOLE, measure, summarised
 from benchmarks.take_apart import nothing, take_apart, without
-from normforge.calls import api
+from normforge.calls import recorded, straight
+from normforge.calls.known import all_plans
 from normforge.calls.plan import Plan, Prepared
 from normforge.selection import dispatch
 
@@ -155,7 +156,8 @@ def test_what_a_call_allocates_is_allocated_again() -> None:
     assert not set(addresses) & {tensor.data_ptr() for tensor in taken.kept}
     assert taken.launches == []
     # What stood in for the plan does so no longer.
-    assert isinstance(dispatch.plans[taken.key], Plan)
+    assert all_plans() == [taken.plan]
+    assert isinstance(taken.plan, Plan)
 
 
 def test_what_a_call_launches_is_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,12 +246,17 @@ def test_a_call_without_bound_launches_is_refused() -> None:
 def test_a_function_finds_what_is_named_instead() -> None:
     x, _, _, residual = _tensors()
     given: list[tuple[Any, ...]] = []
-    alone = without(api.layernorm2d_fwd, forward_fused=lambda *passed: given.append(passed))
-    alone(x, residual=residual, fadd="pre_add_store")
+
+    def find(*passed: Any) -> tuple[None, bool, None]:
+        given.append(passed)
+        return None, False, None
+
+    alone = without(recorded.normalise_known, find_recorded=find)
+    alone("layer", x, (N,), None, None, residual, 1e-5)
     assert given[0][1] is x
-    assert given[0][6] is residual
-    with pytest.raises(UsageError, match=r"normforge.calls.api has no forward_gone, .* layernorm2d_fwd"):
-        without(api.layernorm2d_fwd, forward_gone=nothing)
+    assert given[0][4] is residual
+    with pytest.raises(UsageError, match=r"normforge.calls.straight has no forward_gone, .* layernorm2d_fwd"):
+        without(straight.layernorm2d_fwd, forward_gone=nothing)
 
 
 @pytest.mark.parametrize("given", ["soon", "-1", "inf"])

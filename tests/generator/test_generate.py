@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from normforge.codegen import cli
+from normforge.codegen import calls, cli
 from normforge.codegen.emit import render_folder
 from normforge.codegen.manifest import Manifest, load
 
@@ -279,6 +279,27 @@ def test_a_checkout_regenerates_its_own_folder(repository: Path, tmp_path: Path)
     drifted = run("generate.py", "--check", cwd=tmp_path)
     assert drifted.returncode == 1
     assert drifted.stderr.endswith("to bring it up to date: python generate.py\n")
+
+
+def test_a_checkout_regenerates_the_runtimes_straight_calls(repository: Path, tmp_path: Path) -> None:
+    for name in ("generate.py", "instances.yaml"):
+        shutil.copy(repository / name, tmp_path)
+    for name in ("codegen", "templates"):
+        shutil.copytree(repository / name, tmp_path / name)
+    path = tmp_path / calls.PATH
+    path.parent.mkdir(parents=True)
+    few = ("generate.py", "--where", "norm=rms,n=1")
+    assert run(*few, "--dry-run", cwd=tmp_path).stdout.endswith(f"{calls.PATH}: would be written\n")
+    assert run(*few, cwd=tmp_path).stdout.endswith(f"{calls.PATH}: written\n")
+    assert path.read_text() == (repository / calls.PATH).read_text()
+    assert [run(*few, "--check", cwd=tmp_path).returncode, run(*few, cwd=tmp_path).stdout.count("\n")] == [0, 1]
+    path.write_text(path.read_text().replace("NOWHERE", "0"))
+    drifted = run(*few, "--check", cwd=tmp_path)
+    assert drifted.returncode == 1
+    assert f"--- {calls.PATH}" in drifted.stdout
+    assert drifted.stderr.startswith(f"{calls.PATH} differs from its template; to bring it up to date: python generate")
+    # With a folder of one's own, nothing else is touched.
+    assert run(*few, "--out", "mine", cwd=tmp_path).stdout.count("\n") == 1
 
 
 def test_an_installed_generator_needs_a_manifest_and_a_folder(repository: Path, tmp_path: Path) -> None:

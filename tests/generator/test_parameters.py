@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import normforge
-from normforge.calls.backward import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.calls.outputs import LayerNormOutput, NormGradients
+from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.model import Direction, DType, FusedAdd, FusedQuant, Mode, Norm
 from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD, REQUIRED, Family, Kind, Parameter, Result
 from normforge.codegen.signature import params

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from normforge import reference
-from normforge.calls.backward import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.calls.outputs import NormGradients
+from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.model import DType, Mode
 from normforge.dtypes import TORCH_DTYPES
 from normforge.tools.compare import TOLERANCES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from normforge.calls.backward import rmsnorm2d_bwd
+from normforge.calls.straight import rmsnorm2d_bwd
 from normforge.codegen.tiling import MOST_RESIDENT_WARPS
 from normforge.kernels.gpu import named_target
 from normforge.kernels.key import MOST_ROWS_IN_I32, row_count_type

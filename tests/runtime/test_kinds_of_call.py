@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls.backward import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.calls.outputs import NormGradients
+from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.model import DType, Mode, Norm, Rounding
 from normforge.codegen.tiling import SMALL_M
 from normforge.errors import LayoutError

@@ -13,9 +13,11 @@ import torch
 
 import normforge
 from normforge import errors
-from normforge.calls import forward, gradients, plan
-from normforge.calls.backward import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls import arguments as forward_arguments
+from normforge.calls import gradient_arguments, plan
+from normforge.calls.known import all_plans
 from normforge.calls.outputs import NormGradients
+from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.kernels.gpu import Target
 from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
@@ -35,7 +37,7 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A line for each call that was checked."""
     lines: list[str] = []
-    for module, name in ((forward, "prepare"), (gradients, "check")):
+    for module, name in ((forward_arguments, "prepare"), (gradient_arguments, "check")):
         usual = getattr(module, name)
 
         def check(*arguments: Any, _usual: Callable[..., Any] = usual, _name: str = name, **keywords: Any) -> Any:
@@ -170,6 +172,14 @@ def test_outputs_whose_rows_lie_between_those_of_an_input_are_known(checked: lis
         normforge.layernorm2d_fwd(x, N, residual=residual, fadd=1, out=over, residual_out=total)
 
 
+def test_a_known_call_counts_what_it_writes_to() -> None:
+    for _ in range(3):
+        out, residual_out = torch.zeros(3, 64), torch.zeros(3, 64)
+        before = out._version, residual_out._version
+        normforge.layernorm2d_fwd(X, residual=X.clone(), fadd=1, out=out, residual_out=residual_out)
+        assert (out._version, residual_out._version) == (before[0] + 1, before[1] + 1)
+
+
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
     "with statistics": {"save_mv": True},
@@ -195,7 +205,9 @@ def test_a_known_call_is_not_checked(norm: str, name: str, checked: list[str]) -
 
 @pytest.mark.parametrize("shape", [(7,), (1, 7), (2, 3, 7), (0, 7), (3, 0)], ids=str)
 def test_any_leading_dimensions_are_one_kind_of_call(shape: tuple[int, ...], checked: list[str]) -> None:
-    normforge.layernorm2d_fwd(torch.randn(4, 7), save_mv=True)
+    """As many of them are: a guard counts dimensions."""
+    for few in (torch.randn(7), torch.randn(4, 7), torch.randn(1, 5, 7)):
+        normforge.layernorm2d_fwd(few, save_mv=True)
     checked.clear()
     x = torch.randn(shape)
     if x.shape[-1] == 0:
@@ -208,11 +220,12 @@ def test_any_leading_dimensions_are_one_kind_of_call(shape: tuple[int, ...], che
 
 def test_other_strides_are_another_kind_of_call(checked: list[str]) -> None:
     wide = torch.randn(6, 100)
-    for x in (wide[:, :64], wide[:, 3:67], wide[::2, :64], wide[:1, :64], wide.view(2, 3, 100)[..., :64]):
+    # Of one row the stride does not matter, and says nothing of several.
+    flat = (wide[:1, :64], wide[:, :64], wide[:, 3:67], wide[::2, :64])
+    for x in (*flat, torch.randn(2, 3, 64), wide.view(2, 3, 100)[..., :64]):
         for _ in range(2):
             agree(normforge.layernorm2d_fwd(x), ORACLE["layer"](x))
-    # Of one row the stride does not matter; its kind is that of rows without gaps.
-    assert checked == ["prepare"] * 5
+    assert checked == ["prepare"] * 6
 
 
 def test_a_misaligned_tensor_is_another_kind_of_call() -> None:
@@ -228,7 +241,7 @@ def test_a_misaligned_tensor_is_another_kind_of_call() -> None:
 
 def launchers() -> list[Launcher]:
     """Everything made ready for the forward calls that are known."""
-    plans = [plan for plan in dispatch.plans.values() if not plan.mode.is_backward]
+    plans = [plan for plan in all_plans() if not plan.mode.is_backward]
     return [launcher for plan in plans for ready in plan._prepared if ready is not None for launcher in ready.launchers]
 
 
@@ -359,7 +372,7 @@ def test_backward_calls_of_several_m_share_a_plan_and_no_layout(monkeypatch: pyt
     monkeypatch.setattr(plan, "target_of", lambda device: Target("cpu", 32, 4, compiles=False))
     x = torch.randn(1, n)
     layernorm2d_bwd(x, x, x[0], mean=torch.zeros(1), rstd=torch.ones(1), wants=("dx", "dweight", "dbias"))
-    (known,) = dispatch.plans.values()
+    (known,) = all_plans()
     layouts = [known.layout(m) for m in (1, 2, 3, 1000, 2)]
     assert [layout.programs for layout in layouts] == [1, 2, 3, layouts[3].programs, 2]
     assert layouts[3].programs >= 4

@@ -11,7 +11,7 @@ import torch
 
 import normforge
 from normforge.calls import plan
-from normforge.calls.backward import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.model import Pipeline, Tile
 from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch

@@ -12,7 +12,8 @@ import torch
 
 import normforge
 from normforge import errors
-from normforge.calls.backward import layernorm2d_bwd
+from normforge.calls.known import all_plans
+from normforge.calls.straight import layernorm2d_bwd
 from normforge.kernels import obtain as obtaining
 from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
@@ -86,7 +87,7 @@ def new_stream() -> torch.cuda.Stream:
 
 def launchers() -> list[Launcher]:
     """Everything made ready for the forward calls that are known."""
-    plans = [plan for plan in dispatch.plans.values() if not plan.mode.is_backward]
+    plans = [plan for plan in all_plans() if not plan.mode.is_backward]
     return [launcher for plan in plans for ready in plan._prepared if ready is not None for launcher in ready.launchers]
 
 

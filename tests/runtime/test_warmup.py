@@ -14,7 +14,7 @@ from normforge.ahead_of_time import compile_keys as keys
 from normforge.ahead_of_time import parallel, warmup
 from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
 from normforge.calls import plan
-from normforge.calls.backward import layernorm2d_bwd
+from normforge.calls.straight import layernorm2d_bwd
 from normforge.codegen.model import DType, Mode, Norm
 from normforge.errors import (
     CompileError,

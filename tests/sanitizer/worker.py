@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import normforge
-from normforge.calls.backward import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.model import Mode
 from normforge.dtypes import TORCH_DTYPES
 

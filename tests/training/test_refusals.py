@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls.backward import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.errors import ConflictError, DTypeError, GradientError
 
 from ..runtime.calls import FORWARD, each_norm, same_bits

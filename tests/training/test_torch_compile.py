@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import normforge
 from normforge import errors
-from normforge.calls.backward import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 
 from ..runtime.calls import FORWARD, printed, same_bits
 from ..runtime.test_bad_arguments import TABLES, Case, X

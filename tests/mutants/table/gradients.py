@@ -239,9 +239,9 @@ MUTANTS = (
     Mutant(
         "missing-dy-is-ones",
         "dy=None counts as ones",
-        "runtime/calls/gradients.py",
-        "dy = torch.zeros(call.n, dtype=x.dtype, device=x.device).expand(x.shape)",
-        "dy = torch.ones(call.n, dtype=x.dtype, device=x.device).expand(x.shape)",
+        "runtime/calls/first.py",
+        "dy=torch.zeros(call.n, dtype=x.dtype, device=x.device).expand(x.shape)",
+        "dy=torch.ones(call.n, dtype=x.dtype, device=x.device).expand(x.shape)",
         (f"{_KNOWN}::test_a_backward_call_without_dy_or_rows",),
     ),
     Mutant(

@@ -1,0 +1,180 @@
+"""The runtime's straight calls as text: what `templates/calls.py.j2` makes of the rows of parameters."""
+
+from __future__ import annotations
+
+import difflib
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import emit
+from .errors import FolderError
+from .model import Norm
+from .parameters import BACKWARD, FORWARD, Family, Kind, Parameter
+
+# From the repository's root.
+PATH = "runtime/calls/straight.py"
+
+_TEMPLATE = "calls.py.j2"
+
+
+@dataclass(frozen=True)
+class CallsFile:
+    """The module as a checkout has it, beside what it should hold.
+
+    Attributes:
+        path: where it is.
+        shown: the same as messages have it.
+        present: what it holds; empty if it is missing.
+        text: what it should.
+    """
+
+    path: Path
+    shown: Path
+    present: str
+    text: str
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether it holds what it should."""
+        return self.present == self.text
+
+    def diff(self) -> Iterator[str]:
+        """The unified diff to what it should hold, line by line."""
+        old, new = (text.splitlines(keepends=True) for text in (self.present, self.text))
+        yield from difflib.unified_diff(old, new, str(self.shown), str(self.shown))
+
+    def write(self) -> None:
+        """Make it hold that, at once: a run that is cut off leaves it as it was.
+
+        Raises:
+            FolderError: it cannot be written.
+            TemplateError: what it should hold is no Python.
+        """
+        emit.check_python(str(self.path), self.text)
+        temporary = self.path.with_suffix(".py.tmp")
+        try:
+            temporary.write_text(self.text)
+            temporary.replace(self.path)
+        except OSError as error:
+            raise FolderError(f"{self.path} cannot be written: {error.strerror}; mend that and run again") from error
+
+
+def calls_file(root: Path, shown: Path) -> CallsFile | None:
+    """The module of a checkout, or None where that has no runtime.
+
+    Args:
+        root: where the checkout is.
+        shown: the module's path as messages have it.
+
+    Raises:
+        TemplateError: the template is missing or cannot be rendered.
+    """
+    path = root / PATH
+    if not path.parent.is_dir():
+        return None
+    return CallsFile(path, shown, path.read_text() if path.is_file() else "", render_calls())
+
+
+def render_calls() -> str:
+    """Render the module that holds the functions of every family.
+
+    Raises:
+        TemplateError: the template is missing or cannot be rendered.
+    """
+    return emit.render(_TEMPLATE, forward=FORWARD, backward=BACKWARD, norms=tuple(Norm), **_HELPERS)
+
+
+def _paragraph(text: str, indent: int) -> str:
+    """An entry of a docstring's list."""
+    margin = " " * indent
+    return textwrap.fill(
+        text, emit.LINE_LENGTH, initial_indent=margin, subsequent_indent=margin + 4 * " ", break_on_hyphens=False
+    )
+
+
+def _fitted(before: str, items: str, after: str, indent: int) -> str:
+    """Items between two brackets, as the formatter sets them; or filled where it would give each a line."""
+    margin, inner = " " * indent, " " * (indent + 4)
+    text = " ".join(items.split()).removesuffix(",")
+    one = f"{margin}{before}{text}{after}"
+    if len(one) <= emit.LINE_LENGTH:
+        return one
+    if len(inner + text) <= emit.LINE_LENGTH and not before.endswith("= ("):
+        return f"{margin}{before}\n{inner}{text}\n{margin}{after}"
+    # A tuple would be given a line for each. An item is not broken.
+    joined = ", ".join(item.replace(" ", "\0") for item in text.split(", "))
+    filled = textwrap.fill(f"{joined},", emit.LINE_LENGTH, initial_indent=inner, subsequent_indent=inner)
+    return f"{margin}{before}\n{filled}\n{margin}{after}  # fmt: skip".replace("\0", " ")
+
+
+def _constant(word: str) -> str:
+    """The name of the constant that is a default word."""
+    return f"_{word.strip(chr(34)).upper()}"
+
+
+def _constants(family: Family) -> dict[str, str]:
+    """Those names, with their words, of a family."""
+    words = [word for row in family.parameters if row.kind is Kind.WORD for word in row.default.values()]
+    return {_constant(word): word for word in dict.fromkeys(words)}
+
+
+def _has_class(row: Parameter) -> bool:
+    """Whether another class has an equal of what is passed, as True is equal to 1, and 1.0 too."""
+    return row.kind is Kind.FLAG or row.takes_codes
+
+
+def _either(before: str, rows: Sequence[Parameter], after: str, indent: int) -> str:
+    """The bits of all addresses of rows, as the formatter sets them."""
+    margin = " " * indent
+    text = " | ".join(f"{row.name}_at" for row in rows)
+    one = f"{margin}{before}{text}{after}"
+    if len(one) <= emit.LINE_LENGTH:
+        return one
+    inner = margin + 4 * " "
+    if len(inner + text) > emit.LINE_LENGTH:
+        text = text.replace(" | ", f"\n{inner}| ")
+    return f"{margin}{before}\n{inner}{text}\n{margin}{after}"
+
+
+def _every(before: str, text: str, after: str, indent: int) -> str:
+    """Conditions, one a line, of which all are to hold, as the formatter sets them."""
+    margin = " " * indent
+    conditions = [line.strip() for line in text.splitlines() if line.strip()]
+    one = f"{margin}{before}{' and '.join(conditions)}{after}"
+    bare = one if before.startswith("if not") else f"{margin}if {' and '.join(conditions)}:"
+    if len(bare) <= emit.LINE_LENGTH:
+        return bare
+    inner = f"\n{margin}    "
+    return f"{margin}{before}{inner}{f'{inner}and '.join(conditions)}\n{margin}{after}"
+
+
+def _some(every: Sequence[Parameter], there: Sequence[Parameter], suffix: str) -> str:
+    """The tensors of rows, or with a suffix their addresses, and what stands for those that are not there."""
+    absent = "0" if suffix else "None"
+    return ", ".join(f"{row.name}{suffix}" if row in there else absent for row in every)
+
+
+def _outdented(text: str) -> str:
+    """What a macro of whole lines gives, one step further out."""
+    return "\n".join(line.removeprefix(4 * " ") for line in _block(text).split("\n"))
+
+
+def _block(text: str) -> str:
+    """What a macro of whole lines gives, where a line is to follow."""
+    return text.strip("\n")
+
+
+_HELPERS = {
+    "block": _block,
+    "either": _either,
+    "every": _every,
+    "outdented": _outdented,
+    "some": _some,
+    "paragraph": _paragraph,
+    "fitted": _fitted,
+    "constant": _constant,
+    "constants": _constants,
+    "has_class": _has_class,
+}

@@ -1,0 +1,170 @@
+"""A call of no kind that is known: an operator if somebody is to see one, and else checked, launched and made known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..codegen.model import Norm
+from ..codegen.parameters import BACKWARD, FORWARD, Family, Kind, Parameter
+from ..errors import DTypeError, LayoutError
+from ..kernels.gpu import require_device
+from ..selection import dispatch
+from ..upstream.torch_dynamo import eager_only
+from ..upstream.torch_internals import dispatch_modes
+from . import arguments, gradient_arguments
+from .backend import sees_operators
+from .known import MISALIGNED, PLAIN, Key, Tensors, remember
+from .launch import of_no_rows, run, run_backward, run_recorded
+from .outputs import LayerNormOutput, NormGradients, unpacked
+from .plan import Plan
+from .traced import backward_traced, forward_traced, is_dynamo_compiling
+
+Given = Mapping[str, Any]
+
+_ROWS = (*FORWARD.inputs, *FORWARD.places)
+# What the function of one norm is not given, and the check of both takes.
+_NO_FORWARD: Given = {"weight_offset": 0.0}
+_NO_BACKWARD: Given = {"mean": None, "weight_offset": 0.0, "bias_dtype": None}
+
+
+def forward(norm: str, key: Key | None, given: Given) -> LayerNormOutput:
+    """A forward call.
+
+    Args:
+        norm: the norm's word.
+        key: what the call was looked up by; None if it cannot be known.
+        given: its arguments by name.
+
+    Raises:
+        NormforgeError: as `layernorm2d_fwd` lists them.
+    """
+    # What no kernel takes an operator may.
+    if is_dynamo_compiling() or dispatch_modes() or _is_foreign(FORWARD, given):
+        return forward_traced(norm, given)
+    return launched(norm, key, given)
+
+
+def backward(norm: str, key: Key | None, given: Given) -> NormGradients:
+    """Likewise a backward call.
+
+    Raises:
+        NormforgeError: as `layernorm2d_bwd` lists them.
+    """
+    if is_dynamo_compiling() or dispatch_modes() or _is_foreign(BACKWARD, given):
+        return backward_traced(norm, given)
+    return launched_backward(norm, key, given)
+
+
+@eager_only
+def launched(norm: str, key: Key | None, given: Given, *, packed: bool = False) -> LayerNormOutput:
+    """A forward call that nobody is to see, with mean and rstd in one tensor if packed."""
+    call = arguments.prepare(Norm(norm), **{**_NO_FORWARD, **_resolved(FORWARD, given)})
+    arguments.refuse_gradient(call)
+    require_device(call.x)
+    plans = dispatch.plans
+    tensors = tuple(getattr(call, row.name) for row in _ROWS)
+    addresses = tuple(address_of(row.name, tensor) for row, tensor in zip(_ROWS, tensors, strict=True))
+    plan = Plan(call, [row.slot for row, at in zip(_ROWS, addresses, strict=True) if at & MISALIGNED])
+    if key is not None and call.m and _can_be_known(FORWARD, given):
+        remember(plans, key, tensors, _free(_ROWS, tensors, call.x), addresses, plan)
+    inputs = len(FORWARD.inputs)
+    shared = (plan, addresses[:inputs], tensors[:inputs], call.x.shape, call.m, call.eps, call.weight_offset)
+    return run_recorded(*shared) if packed else run(*shared, call.out, call.residual_out)
+
+
+@eager_only
+def launched_backward(norm: str, key: Key | None, given: Given, *, packed: bool = False) -> NormGradients:
+    """Likewise a backward call; if packed, rstd holds the means too, if there are any."""
+    call = gradient_arguments.check(Norm(norm), **{**_NO_BACKWARD, **_resolved(BACKWARD, given)}, packed=packed)
+    gradient_arguments.refuse_gradient(call)
+    require_device(call.x)
+    if call.m == 0:
+        return of_no_rows(call)
+    plans, x, dy = dispatch.plans, call.x, call.dy
+    if dy is None:
+        # A row of stride 0 stands for all rows of zeros.
+        call = replace(call, dy=torch.zeros(call.n, dtype=x.dtype, device=x.device).expand(x.shape))
+    passed = tuple(getattr(call, row.name) for row in BACKWARD.inputs)
+    if packed:
+        mean, rstd = unpacked(call.rstd, call.m)
+        call = replace(call, mean=mean, rstd=rstd)
+    tensors = tuple(getattr(call, row.name) for row in BACKWARD.inputs)
+    addresses = tuple(address_of(row.name, tensor) for row, tensor in zip(BACKWARD.inputs, tensors, strict=True))
+    plan = Plan(call, [row.slot for row, at in zip(BACKWARD.inputs, addresses, strict=True) if at & MISALIGNED])
+    if key is not None and dy is not None and _can_be_known(BACKWARD, given):
+        remember(plans, key, passed, _free(BACKWARD.inputs, passed, x), addresses, plan)
+    return run_backward(plan, addresses, tensors, x.shape, call.m, float(call.weight_offset))
+
+
+def refuse_foreign(family: Family, given: Given) -> None:
+    """Refuse tensors that an operator can be given, and a kernel not.
+
+    Raises:
+        DTypeError: there is one.
+    """
+    for row in family.parameters:
+        tensor = given.get(row.name)
+        if row.kind.is_tensor and sees_operators(tensor):
+            raise DTypeError(
+                f"{row.name} is a {type(tensor).__name__}, and kernels read memory; pass the tensor that it stands for"
+            )
+
+
+def _is_foreign(family: Family, given: Given) -> bool:
+    return any(row.kind.is_tensor and sees_operators(given.get(row.name)) for row in family.parameters)
+
+
+def resolved(tensor: Any) -> Any:
+    """What was passed itself, or a copy where its memory holds the negative of what it stands for."""
+    return tensor.resolve_neg() if isinstance(tensor, torch.Tensor) and tensor.is_neg() else tensor
+
+
+def _resolved(family: Family, given: Given) -> dict[str, Any]:
+    inputs = {row.name for row in family.inputs}
+    return {name: resolved(value) if name in inputs else value for name, value in given.items()}
+
+
+def _can_be_known(family: Family, given: Given) -> bool:
+    """Whether tensors are plain, and are themselves what is launched."""
+    tensors = [given[row.name] for row in family.parameters if row.kind.is_tensor and given.get(row.name) is not None]
+    return all(tensor.__class__ in PLAIN for tensor in tensors) and not any(tensor.is_neg() for tensor in tensors)
+
+
+def _free(rows: tuple[Parameter, ...], tensors: Tensors, x: torch.Tensor) -> list[int]:
+    """Of each tensor, how many of its leading sizes may be any in a call of the same kind."""
+    leading = x.dim() - 1
+    of_rows = [
+        tensor for row, tensor in zip(rows, tensors, strict=True) if tensor is not None and row.kind is not Kind.VECTOR
+    ]
+    if leading != 1 and not all(tensor.is_contiguous() for tensor in of_rows):
+        # The key holds the shape then.
+        leading = 0
+    return [
+        min(leading, tensor.dim()) if tensor is not None and row.kind is not Kind.VECTOR else 0
+        for row, tensor in zip(rows, tensors, strict=True)
+    ]
+
+
+def address_of(name: str, tensor: torch.Tensor | None) -> int:
+    """The address of a tensor that was checked; 0 if there is none, or nothing in it.
+
+    Raises:
+        LayoutError: it has no memory of its own.
+    """
+    if tensor is None:
+        return 0
+    try:
+        at = tensor.data_ptr()
+    except RuntimeError:
+        at = 0
+    if not at and tensor.numel():
+        raise LayoutError(
+            f"{name} (shape {tuple(tensor.shape)}, {type(tensor).__name__}) has no memory that a kernel could use: its "
+            "storage was freed, a transform of torch.func wraps it, or its class keeps its values elsewhere; pass a "
+            "plain tensor, or call normforge.layer_norm or rms_norm, which run torch's own operator in a transform"
+        )
+    return at

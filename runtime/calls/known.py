@@ -1,0 +1,155 @@
+"""Calls that are known: what their tensors were like when they were checked, and the plans that serve them.
+
+A call is looked up by a key of its modes, of N and of which tensors are there; under it lie the kinds of call that were
+checked before, the newest first. A kind's guard says at once whether a call's tensors are like those that were checked:
+of their class, device, dtype and layout, as negated, as differentiated, and seen by nobody who did not see those. What
+no guard can hold is looked at in each call: that rows are as many as x's, where they lie, the numbers, and whether
+outputs overlap anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from ..kernels.key import ALIGNMENT
+from ..selection import dispatch
+from ..upstream.tensor_guards import Fits, guard
+from ..upstream.torch_allocator import contiguous_strides
+
+# An address with any of these bits is not aligned.
+MISALIGNED = ALIGNMENT - 1
+
+# Stands for the address of a tensor without memory: no tensor has it, and it is not aligned.
+NOWHERE = 1
+
+# Anything else may answer the same questions and be something else: a subclass with a storage of its own kind, say.
+PLAIN: frozenset[type] = frozenset((torch.Tensor, torch.nn.Parameter))
+
+# What reading an attribute may raise of something that is no plain tensor, or of one without memory (a sparse one), and
+# what looking up a key may of an argument that cannot be hashed.
+UNREADABLE = (AttributeError, IndexError, RuntimeError, TypeError, ZeroDivisionError)
+
+# Of kinds that differ in nothing that a key holds, before the oldest is forgotten.
+_MOST_KINDS = 16
+
+Key = tuple[Any, ...]
+Addresses = tuple[int, ...]
+Tensors = tuple["torch.Tensor | None", ...]
+# A plan, the addresses of what is read, these tensors, x's shape, and its rows.
+Found = tuple[Any, Addresses, Tensors, torch.Size, int]
+
+
+class Known:
+    """One kind of call.
+
+    Attributes:
+        fits: whether the tensors that are there are like those of this kind.
+        present: picks them from all that there could be.
+        trains: whether one of them requires a gradient, be gradients enabled or not.
+        plan: what calls come to whose addresses are all aligned, or None.
+    """
+
+    __slots__ = ("_misaligned", "fits", "plan", "present", "trains")
+
+    def __init__(self, tensors: Tensors, free: Sequence[int]) -> None:
+        """See what some tensors are like.
+
+        Args:
+            tensors: all that there could be, None for those that are not there.
+            free: of each, how many of its leading sizes may be any.
+        """
+        places = [place for place, tensor in enumerate(tensors) if tensor is not None]
+        there = [tensor for tensor in tensors if tensor is not None]
+        self.present: Callable[[Any], Any] = _picking(places)
+        self.fits = _guard(there, [free[place] for place in places])
+        self.trains = any(tensor.requires_grad for tensor in there)
+        self.plan: Any = None
+        self._misaligned: dict[tuple[bool, ...], Any] = {}
+
+    def plan_at(self, *addresses: int) -> Any:
+        """What calls come to of which some address is not aligned; None if there was none, or there is no memory."""
+        return None if NOWHERE in addresses else self._misaligned.get(_alignment(addresses))
+
+    def learn(self, addresses: Addresses, plan: object) -> None:
+        """Have `plan` or `plan_at` give a plan."""
+        if any(at & MISALIGNED for at in addresses):
+            self._misaligned[_alignment(addresses)] = plan
+        else:
+            self.plan = plan
+
+    @property
+    def plans(self) -> list[Any]:
+        """All its plans."""
+        return [plan for plan in (self.plan, *self._misaligned.values()) if plan is not None]
+
+
+def all_plans() -> list[Any]:
+    """What all kinds of call come to that are known, each kind in the order in which it came."""
+    return [plan for kinds in dispatch.plans.values() for kind in reversed(kinds) for plan in kind.plans]
+
+
+def remember(
+    among: dict[Hashable, Any], key: Key, tensors: Tensors, free: Sequence[int], addresses: Addresses, plan: object
+) -> None:
+    """Make calls known that are like one that was checked.
+
+    Args:
+        among: the `dispatch.plans` that were in use when the call set out.
+        key: what the call was looked up by.
+        tensors: all that it could bring, None for those that are not there.
+        free: of each, how many of its leading sizes may be any.
+        addresses: of each, 0 for those that are not there.
+        plan: what it came to.
+    """
+    kinds: tuple[Known, ...] = among.get(key, ())
+    kind = next((kind for kind in kinds if kind.fits(*kind.present(tensors))), None)
+    if kind is None:
+        kind = Known(tensors, free)
+        dispatch.remember(among, key, (kind, *kinds[: _MOST_KINDS - 1]))
+    kind.learn(addresses, plan)
+
+
+def _alignment(addresses: Addresses) -> tuple[bool, ...]:
+    return tuple([not at & MISALIGNED for at in addresses])
+
+
+def _picking(places: Sequence[int]) -> Callable[[Any], Any]:
+    # Of one place itemgetter picks the item, and no tuple of it.
+    return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
+
+
+def _guard(tensors: Sequence[torch.Tensor], free: Sequence[int]) -> Fits:
+    first = [next(place for place, other in enumerate(tensors) if other is tensor) for tensor in tensors]
+    once = sorted(set(first))
+    patterns = [_pattern(tensors[place], free[place]) for place in once]
+    fits = guard([tensors[place] for place in once], *zip(*patterns, strict=True))
+    if len(once) == len(tensors):
+        return fits
+    # An output that is an input, say: a guard takes no tensor twice.
+    pick = _picking(once)
+    twice = [(place, other) for place, other in enumerate(first) if place != other]
+
+    def fits_twice(*others: torch.Tensor) -> bool:
+        return all(others[a] is others[b] for a, b in twice) and fits(*pick(others))
+
+    return fits_twice
+
+
+_Sizes = list["int | None"]
+
+
+def _pattern(tensor: torch.Tensor, free: int) -> tuple[_Sizes, _Sizes]:
+    """Its sizes and strides, None for those that may be others in a call of the same kind."""
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    if strides == contiguous_strides(shape):
+        # How far apart dimensions are depends on the sizes of those behind them.
+        outer = max(free - 1, 0)
+        return [*[None] * free, *shape[free:]], [*[None] * outer, *strides[outer:]]
+    if free == 1 and shape[0] > 1:
+        return [None, *shape[1:]], [*strides]
+    # The stride of one row means nothing, and several depend on the shape.
+    return [*shape], [*strides]

@@ -1,0 +1,43 @@
+"""Which instance a call would take."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from ..codegen.model import Norm
+from ..mode_words import word
+from ..selection import dispatch
+from .arguments import prepare, refuse_gradient
+from .backend import backend
+from .straight import layernorm2d_fwd, rmsnorm2d_fwd
+
+_FORWARD: dict[Norm, Callable[..., Any]] = {Norm.LAYER: layernorm2d_fwd, Norm.RMS: rmsnorm2d_fwd}
+
+
+def which(*arguments: Any, norm: str | Norm = "layer", functional: bool = False, **keywords: Any) -> str:
+    """Name the instance that a forward call would take, without generating or launching anything.
+
+    Args:
+        *arguments: what `layernorm2d_fwd` or `rmsnorm2d_fwd` would be given.
+        norm: "layer" or "rms": which of the two.
+        functional: whether the question is about `layer_norm`, `rms_norm` or a module rather than the forward
+            function. Those run torch's own operator where no kernel can run, and then the answer is "torch".
+        **keywords: likewise.
+
+    Returns:
+        The name that `instances()` lists, or would list once it has been generated on demand.
+
+    Raises:
+        NormforgeError: whatever the call itself would raise about its arguments.
+    """
+    kind = word(Norm, "norm", norm)
+    bound = inspect.signature(_FORWARD[kind]).bind(*arguments, **keywords)
+    bound.apply_defaults()
+    call = prepare(kind, **bound.arguments)
+    if not functional:
+        refuse_gradient(call)
+    elif backend(call.x) == "torch":
+        return "torch"
+    return dispatch.name_of(call.mode, call.n)

@@ -1,0 +1,129 @@
+"""Whether tensors are like others that were seen before, asked of all of them in one call.
+
+TorchDynamo guards what it compiled by the class, dispatch keys (device, negation, and whatever sees operators: modes,
+transforms, autocast), dtype, sizes and strides of every tensor, and by whether it requires a gradient, in one call of
+C++: 0.26 us for three tensors, where asking each for its attributes takes 1.4. That is torch's own business and may
+change, so it is used here alone, tried before it is trusted, and done without where it is missing or does something
+else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .torch_internals import dispatch_modes, transforming
+
+# Given as many tensors as there were, in their order: whether each is like the one in its place.
+Fits = Callable[..., bool]
+# The sizes or strides of each tensor; None where they may be any.
+Pattern = Sequence[Sequence[int | None]]
+
+
+def guard(tensors: Sequence[torch.Tensor], sizes: Pattern, strides: Pattern) -> Fits:
+    """What says whether others are like some tensors, in whatever surrounds their call too; it keeps none of them."""
+    inner = _inner()
+    make = inner if inner is not None and _tells_apart(inner) else by_attributes
+    return make(tensors, sizes, strides)
+
+
+def by_attributes(tensors: Sequence[torch.Tensor], sizes: Pattern, strides: Pattern) -> Fits:
+    """The same, asking each tensor for its attributes."""
+    like = [(_facts(tensor), size, step) for tensor, size, step in zip(tensors, sizes, strides, strict=True)]
+    surroundings = _surroundings()
+
+    def fits(*others: Any) -> bool:
+        return surroundings == _surroundings() and all(
+            _facts(other) == facts and _matches(other.shape, size) and _matches(other.stride(), stride)
+            for other, (facts, size, stride) in zip(others, like, strict=True)
+        )
+
+    return fits
+
+
+def _facts(tensor: torch.Tensor) -> tuple[object, ...]:
+    return type(tensor), tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_neg(), tensor.is_inference()
+
+
+def _matches(found: Sequence[int], wanted: Sequence[int | None]) -> bool:
+    return len(found) == len(wanted) and all(want in (None, size) for size, want in zip(found, wanted, strict=True))
+
+
+def _surroundings() -> tuple[object, ...]:
+    return (
+        dispatch_modes(),
+        transforming(),
+        torch._C._get_tracing_state() is None,
+        torch.is_inference_mode_enabled(),
+        *(torch.is_autocast_enabled(device) for device in ("cuda", "cpu")),
+    )
+
+
+@cache
+def _inner() -> Callable[..., Fits] | None:
+    guards = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
+    if guards is None:
+        return None
+    return lambda tensors, sizes, strides: (
+        guards(*tensors, dynamic_dims_sizes=list(map(list, sizes)), dynamic_dims_strides=list(map(list, strides))).check
+    )
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for what it calls
+    pass
+
+
+@cache
+def _tells_apart(make: Callable[..., Fits]) -> bool:
+    """Whether what guards are made by tells a few tensors from each other."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        try:
+            return _is_right(make)
+        except (RuntimeError, TypeError):
+            return False
+
+
+def _is_right(make: Callable[..., Fits]) -> bool:
+    def rows(*size: int, dtype: torch.dtype = torch.float32, device: str = "cpu", requires_grad: bool = False) -> Any:
+        return torch.empty(size, dtype=dtype, device=device, requires_grad=requires_grad)
+
+    usual, vector = rows(2, 8), rows(8)
+    fits = make([usual, vector], [[None, 8], [8]], [[8, 1], [1]])
+    alike = [(usual, vector), (rows(5, 8), rows(8))]
+    others = [
+        rows(2, 8, dtype=torch.float16),
+        rows(2, 8, device="meta"),
+        rows(2, 8, requires_grad=True),
+        torch.nn.Parameter(usual, requires_grad=False),
+        usual.as_subclass(_Subclass),
+        torch._neg_view(usual),
+        rows(2, 9)[:, :8],
+        rows(2, 9),
+        rows(2, 1, 8),
+        rows(8),
+    ]
+    found = [fits(*pair) for pair in alike] + [not fits(other, vector) for other in others]
+    found.append(not fits(usual, rows(9)))
+    with torch.no_grad():
+        found.append(fits(usual, vector))
+    with torch.inference_mode():
+        found.append(not fits(usual, vector))
+    with torch.autocast("cpu", torch.bfloat16):
+        found.append(not fits(usual, vector))
+    with _Mode():  # type: ignore[no-untyped-call]  # likewise
+        found.append(not fits(usual, vector))
+
+    def within(row: torch.Tensor) -> torch.Tensor:
+        found.append(not fits(usual, vector))
+        return row
+
+    torch.func.vmap(within)(usual)
+    return all(found)
