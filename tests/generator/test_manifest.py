@@ -111,7 +111,7 @@ def test_the_default_set_is_what_most_models_need(repository: Path) -> None:
     by_group: dict[str, set[Mode]] = {}
     for entry in manifest.entries:
         by_group.setdefault(entry.group, set()).add(entry.instance.mode)
-    assert {group: len(modes) for group, modes in by_group.items()} == {
+    sizes = {
         "inference": 6,
         "residual": 4,
         "last_residual": 2,
@@ -122,8 +122,10 @@ def test_the_default_set_is_what_most_models_need(repository: Path) -> None:
         "quantisation": 16,
         "fp16_quantisation": 4,
     }
+    # A user may have added others.
+    assert {group: len(by_group[group]) for group in sizes} == sizes
     assert manifest.buckets == standard_ladder()
-    assert len(manifest.instances) == 48 * len(standard_ladder())
+    assert sum(entry.group in sizes for entry in manifest.entries) == 48 * len(standard_ladder())
     assert all(mode.save_mv for mode in by_group["training"] | by_group["residual_training"])
     assert all(mode.is_backward for mode in by_group["gradients"] | by_group["residual_gradients"])
     assert {mode.dtype_out for mode in by_group["quantisation"]} == {DType.INT8, DType.FP8_E4M3FN}
