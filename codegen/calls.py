@@ -120,6 +120,11 @@ def _constants(family: Family) -> dict[str, str]:
     return {_constant(word): word for word in dict.fromkeys(words)}
 
 
+def _enums(family: Family) -> str:
+    """The names of the enums whose members a family takes."""
+    return ", ".join(sorted({row.words.__name__ for row in family.parameters if row.words is not None}))
+
+
 def _has_class(row: Parameter) -> bool:
     """Whether another class has an equal of what is passed, as True is equal to 1, and 1.0 too."""
     return row.kind is Kind.FLAG or row.takes_codes
@@ -176,5 +181,6 @@ _HELPERS = {
     "fitted": _fitted,
     "constant": _constant,
     "constants": _constants,
+    "enums": _enums,
     "has_class": _has_class,
 }

@@ -13,7 +13,7 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any
 
-from .model import FusedAdd, FusedQuant, Norm, Rounding
+from .model import Cast, FusedAdd, FusedQuant, Norm, Rounding
 
 # The default of what has to be passed.
 REQUIRED = ""
@@ -344,6 +344,7 @@ FORWARD = Family(
             default=_each("None"),
             meaning=_first("y's dtype; None is x's dtype, or int8 when quantised, or that of `out`."),
             axis="dtype_out",
+            functional=True,
         ),
         Parameter(
             "scale_dtype",
@@ -366,6 +367,19 @@ FORWARD = Family(
             meaning=_first('int8 only: "nearest" (even) or "truncate" (toward zero, as ck_tile does).'),
             words=Rounding,
             axis="rounding",
+        ),
+        Parameter(
+            "cast",
+            Kind.WORD,
+            default=_each('"after_weight"'),
+            meaning=_first(
+                '"after_weight" (rows are rounded once, to y\'s dtype) or "before_weight" (to 16 bits before they are '
+                "multiplied by weight as well, as Hugging Face's Llama and T5 do: to y's dtype if it has so many, or "
+                "x's)."
+            ),
+            words=Cast,
+            axis="cast",
+            functional=True,
         ),
         Parameter(
             "out",
@@ -457,6 +471,15 @@ BACKWARD = Family(
             meaning=_first("x's shape: the gradient of residual_out, added to dx before it is rounded."),
             axis="fadd",
             wanted="fadd.stores",
+            functional=True,
+        ),
+        Parameter(
+            "cast",
+            Kind.WORD,
+            default=_each('"after_weight"'),
+            meaning=_first("as the forward call was given it; dweight is then of the rounded rows."),
+            words=Cast,
+            axis="cast",
             functional=True,
         ),
         Parameter(

@@ -18,4 +18,5 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
 
 DTYPES: dict[torch.dtype, DType] = {value: key for key, value in TORCH_DTYPES.items()}
 
+HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)

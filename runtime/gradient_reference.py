@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from .codegen.model import Cast
+from .dtypes import HALVES
 from .mode_words import word
 
 # How far a row that was normalised in fp32 may be off, beside 1 and beside its values.
@@ -93,7 +94,7 @@ def rounded_first(
     Returns:
         The row, and how far off it may be where fp32 leaves open which way it is rounded: None if it is not rounded.
     """
-    halves = [dtype for dtype in (y_dtype, x_dtype) if dtype in (torch.float16, torch.bfloat16)]
+    halves = [dtype for dtype in (y_dtype, x_dtype) if dtype in HALVES]
     if not cast.comes_first or not halves:
         return h, None
 

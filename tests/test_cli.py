@@ -18,7 +18,7 @@ import torch
 import normforge
 from normforge.calls.outputs import LayerNormOutput
 from normforge.codegen import cli as generator
-from normforge.codegen.model import DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
+from normforge.codegen.model import Cast, DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
 from normforge.tools import checked_run, list_instances, run
 from normforge.tools.checked_run import Result, solve
 from normforge.tools.cli import VERBS, main
@@ -95,6 +95,7 @@ def _pairs(spaced: str) -> list[str]:
         ("-norm rms -e 1e-5", {"eps": 1e-5}),
         ("-norm rms -save_mv 1 -xbias 1", {"norm": Norm.RMS, "save_mv": True, "x_bias": True}),
         ("-fquant 2 -rounding truncate", {"rounding": Rounding.TRUNCATE}),
+        ("-cast before_weight", {"cast": Cast.BEFORE_WEIGHT}),
     ],
 )
 def test_arguments_resolve_to_a_problem(argv: str, expected: dict[str, Any]) -> None:
@@ -169,6 +170,8 @@ def test_the_command_of_ck_tiles_readme(capsys: pytest.CaptureFixture[str]) -> N
         "-fadd 1 -x_stride 50 -xr_stride 51 -y_stride 52 -yr_stride 53",
         "-norm rms -fquant 1 -prec_sm fp16 -prec_o fp8_e4m3fnuz",
         "-fquant 2 -rounding truncate",
+        "-norm rms -prec_i bf16 -prec_o fp32 -cast before_weight",
+        "-norm rms -prec_i bf16 -cast before_weight -bwd 1",
     ],
 )
 def test_a_run_agrees_with_the_reference(argv: str, capsys: pytest.CaptureFixture[str]) -> None:

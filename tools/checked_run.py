@@ -15,6 +15,7 @@ from ..calls.gradient_arguments import mode_of
 from ..calls.outputs import LayerNormOutput, NormGradients
 from ..calls.which import which
 from ..codegen.model import Norm
+from ..codegen.parameters import BACKWARD, Kind
 from ..kernels.gpu import architecture
 from ..selection import dispatch
 from ..selection.table import Entry
@@ -168,6 +169,7 @@ def _prepare_backward(problem: Problem, device: torch.device) -> Run[NormGradien
     elif mode.x_bias:
         operands["x_bias"] = arguments["x_bias"]
     operands |= gradients_in(problem, device)
+    operands |= {row.name: getattr(mode, row.axis) for row in BACKWARD.parameters if row.kind is Kind.WORD}
     wants = ["dx", "dweight", *(["dbias"] if is_layer else []), *(["dx_bias"] if "x_bias" in operands else [])]
     run = straight.layernorm2d_bwd if is_layer else straight.rmsnorm2d_bwd
 
@@ -184,7 +186,7 @@ def _prepare_backward(problem: Problem, device: torch.device) -> Run[NormGradien
     def validate(gradients: NormGradients) -> tuple[Finding, ...]:
         return tuple(compare_gradients(gradients, oracle(**operands)))
 
-    taken = mode_of(mode.norm, operands["x"], "x_bias" in operands, mode.fadd)
+    taken = mode_of(mode.norm, operands["x"], "x_bias" in operands, mode.fadd, mode.cast)
     return Run(
         entry=lambda: dispatch.find(taken, problem.n),
         call=call,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..codegen.model import DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
+from ..codegen.model import Cast, DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
 from ..codegen.parameters import FORWARD
 from ..dtypes import DTYPES, FLOATS, TORCH_DTYPES
 from ..errors import (
@@ -75,6 +75,7 @@ def prepare(
     scale_dtype: torch.dtype = torch.float32,
     save_mv: bool = False,
     rounding: str | Rounding = "nearest",
+    cast: str | Cast = "after_weight",
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
     addressed: bool = True,
@@ -89,16 +90,18 @@ def prepare(
     offset = check_number("weight_offset", weight_offset, least=-math.inf)
     _check_presence(add, quant, residual, residual_out, smooth_scale, weight, offset)
     n = check_x(x)
+    y_dtype = _output_dtype(x, quant, out_dtype, out)
     mode = _mode(
         norm=norm,
         dtype_in=DTYPES[x.dtype],
-        dtype_out=_output_dtype(x, quant, out_dtype, out),
+        dtype_out=y_dtype,
         fadd=add,
         fquant=quant,
         save_mv=_flag("save_mv", save_mv),
         x_bias=x_bias is not None,
         scale_dtype=_dtype("scale_dtype", scale_dtype),
         rounding=word(Rounding, "rounding", rounding),
+        cast=word(Cast, "cast", cast).of(y_dtype, DTYPES[x.dtype]),
     )
     for name, vector in (("weight", weight), ("bias", bias), ("x_bias", x_bias), ("smooth_scale", smooth_scale)):
         if vector is not None:

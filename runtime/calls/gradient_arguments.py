@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..codegen.model import Direction, FusedAdd, Mode, Norm
+from ..codegen.model import Cast, Direction, FusedAdd, Mode, Norm
 from ..dtypes import DTYPES, FLOATS
 from ..errors import ConflictError, DTypeError, LayoutError, ShapeError
+from ..mode_words import word
 from .arguments import check_device, check_no_gradient, check_number, check_offset, check_rows, check_vector, check_x
 
 
@@ -34,6 +35,7 @@ class GradientCall:
     weight_offset: float
     x_bias: torch.Tensor | None
     dresidual_out: torch.Tensor | None
+    cast: Cast
     dx_dtype: torch.dtype | None
     bias_dtype: torch.dtype | None
     wants: tuple[str, ...]
@@ -42,13 +44,15 @@ class GradientCall:
     def mode(self) -> Mode:
         """The mode of the kernels that serve it."""
         fadd = FusedAdd.NONE if self.dresidual_out is None else FusedAdd.PRE_ADD_STORE
-        return mode_of(self.norm, self.x, self.x_bias is not None, fadd)
+        y = self.x if self.dy is None else self.dy
+        cast = self.cast.of(DTYPES[y.dtype], DTYPES[self.x.dtype])
+        return mode_of(self.norm, self.x, self.x_bias is not None, fadd, cast)
 
 
-def mode_of(norm: Norm, x: torch.Tensor, x_bias: bool, fadd: FusedAdd) -> Mode:
+def mode_of(norm: Norm, x: torch.Tensor, x_bias: bool, fadd: FusedAdd, cast: Cast) -> Mode:
     """The mode of a backward call; fadd says whether the stored sum has a gradient."""
     dtype = DTYPES[x.dtype]
-    return Mode(norm, dtype, dtype, fadd, x_bias=x_bias, direction=Direction.BACKWARD)
+    return Mode(norm, dtype, dtype, fadd, x_bias=x_bias, direction=Direction.BACKWARD, cast=cast)
 
 
 _WANTS = {Norm.LAYER: ("dx", "dweight", "dbias", "dx_bias"), Norm.RMS: ("dx", "dweight", "dx_bias")}
@@ -65,6 +69,7 @@ def check(
     weight_offset: float,
     x_bias: torch.Tensor | None,
     dresidual_out: torch.Tensor | None,
+    cast: str | Cast,
     dx_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
     wants: Collection[str],
@@ -105,6 +110,7 @@ def check(
         weight_offset=offset,
         x_bias=x_bias,
         dresidual_out=dresidual_out,
+        cast=word(Cast, "cast", cast),
         dx_dtype=dx_dtype,
         bias_dtype=bias_dtype,
         wants=tuple(wants),

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..codegen.model import Norm
+from ..codegen.model import Cast, Norm
+from ..mode_words import word
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import dispatch_modes
 from . import torch_instead
@@ -24,9 +25,9 @@ from .rows import as_rows, walkable
 from .straight import find_gradients, find_recorded
 from .traced import operator, result_dtype
 
-# What a forward pass is told besides its tensors: the norm's word, eps, y's dtype (None for x's), what `launch` is to
-# be given if the call is known, and what it is to be known by if it is not.
-_Told = tuple[str, float, "torch.dtype | None", "Found | None", "Key | None"]
+# What a forward pass is told besides its tensors: the norm's word, eps, y's dtype (None for x's), the cast, what
+# `launch` is to be given if the call is known, and what it is to be known by if it is not.
+_Told = tuple[str, float, "torch.dtype | None", str | Cast, "Found | None", "Key | None"]
 
 
 @eager_only
@@ -38,6 +39,8 @@ def normalise_known(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     eps: float | None,
+    out_dtype: torch.dtype | None = None,
+    cast: str | Cast = "after_weight",
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """What `normalise` returns of arguments like those of a call before; None where there was none.
 
@@ -49,13 +52,13 @@ def normalise_known(
         return None
     if len(normalized_shape) != 1:
         return None
-    _, records, found = find_recorded(norm, x, weight, bias, residual)
+    _, records, found = find_recorded(norm, x, weight, bias, residual, out_dtype, cast)
     n = normalized_shape[0]
     if found is None or n.__class__ is not int or n != found[0].n or not 0.0 <= eps <= LARGEST_FP32:
         return None
     if not records:
         return run(*found, eps, 0.0, None, None)[:2]
-    told = (norm, eps, None, found, None)
+    told = (norm, eps, None, cast, found, None)
     if residual is None:
         return _apply(told, x, weight, bias), None
     both: tuple[torch.Tensor, torch.Tensor] = _apply_add(told, x, weight, bias, residual)
@@ -75,6 +78,7 @@ def normalise(
     residual: torch.Tensor | None,
     eps: float,
     out_dtype: torch.dtype | None,
+    cast: str | Cast = "after_weight",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the kernel that serves arguments which `rows.check` has passed, recording it where a gradient is due.
 
@@ -87,6 +91,7 @@ def normalise(
         residual: x's shape, or None for no fused add.
         eps: added to the variance, or the mean square.
         out_dtype: y's; None is x's, or fp32 where autocast makes it so.
+        cast: as in `layernorm2d_fwd`.
 
     Returns:
         y, and residual_out where there is a residual; both of x's shape.
@@ -100,10 +105,10 @@ def normalise(
         None if residual is None else as_rows(residual, len(shape)),
     )
     key = None
-    # Known is only what was launched as it was passed, and of its own dtype.
-    if out_dtype is None and all(row is given for row, given in zip(rows, (x, weight, bias, residual), strict=True)):
-        key, _, _ = find_recorded(norm.value, *rows)
-    told = (norm.value, eps, out_dtype or result_dtype(norm.value, x), None, key)
+    # Known is only what was launched as it was passed.
+    if all(row is given for row, given in zip(rows, (x, weight, bias, residual), strict=True)):
+        key, _, _ = find_recorded(norm.value, *rows, out_dtype, cast)
+    told = (norm.value, eps, out_dtype or result_dtype(norm.value, x), cast, None, key)
     total: torch.Tensor | None = None
     if not (torch.is_grad_enabled() and _any_requires_gradient(*rows)):
         y, total = _launch(told, False, *rows)[:2]
@@ -133,7 +138,7 @@ def _launch(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> LayerNormOutput:
-    norm, eps, out_dtype, found, key = told
+    norm, eps, out_dtype, cast, found, key = told
     if found is not None:
         return run_recorded(*found, eps, 0.0)
     if intercepted(x, weight, bias, residual):
@@ -147,6 +152,7 @@ def _launch(
         "fadd": "none" if residual is None else "pre_add_store",
         "out_dtype": out_dtype,
         "save_mv": save_mv,
+        "cast": cast,
     }
     return launched(norm, key, given, packed=save_mv)
 
@@ -159,10 +165,11 @@ def _launch_operator(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> LayerNormOutput:
-    norm, eps, out_dtype, _, _ = told
+    norm, eps, out_dtype, cast, _, _ = told
     parameters = (bias, eps) if norm == "layer" else (eps, 0.0)
     fadd = "none" if residual is None else "pre_add_store"
-    modes = (residual, fadd, None, "none", None, out_dtype, torch.float32, save_mv, "nearest")
+    order = word(Cast, "cast", cast).value
+    modes = (residual, fadd, None, "none", None, out_dtype, torch.float32, save_mv, "nearest", order)
     y, *others = operator(norm, "fwd")(x, weight, *parameters, *modes)
     total = None if residual is None else others.pop(0)
     return LayerNormOutput(y, total, None, None, packed_of(*others) if save_mv else None)
@@ -183,14 +190,14 @@ class _Normalise(torch.autograd.Function):
         ctx: Any, told: _Told, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
     ) -> torch.Tensor:
         y, _, _, _, statistics = _launch(told, True, x, weight, bias, None)
-        ctx.told = (told[0], None if bias is None else bias.dtype)
+        ctx.told = (told[0], None if bias is None else bias.dtype, told[3])
         ctx.save_for_backward(x, weight, statistics)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        norm, bias_dtype = ctx.told
-        told = (norm, None, bias_dtype, _WANTS[ctx.needs_input_grad[1:]])
+        norm, bias_dtype, cast = ctx.told
+        told = (norm, cast, None, bias_dtype, _WANTS[ctx.needs_input_grad[1:]])
         # Recorded only where a gradient of the gradient could be asked for.
         compute = _Gradients.apply if torch.is_grad_enabled() else _gradients
         return None, *compute(told, dy, None, *ctx.saved_tensors)
@@ -212,7 +219,9 @@ class _AddNormalise(torch.autograd.Function):
         residual: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         y, total, _, _, statistics = _launch(told, True, x, weight, bias, residual)
-        ctx.told = (told[0], x.dtype, None if bias is None else bias.dtype, residual.dtype)
+        # Of fp32 alone nothing was rounded first, whatever the sum is stored in.
+        cast = "after_weight" if x.dtype is y.dtype is torch.float32 else told[3]
+        ctx.told = (told[0], x.dtype, None if bias is None else bias.dtype, residual.dtype, cast)
         # A gradient that did not arrive stays None, rather than becoming M×N zeros.
         ctx.set_materialize_grads(False)
         if not (x.requires_grad or residual.requires_grad):
@@ -225,14 +234,14 @@ class _AddNormalise(torch.autograd.Function):
         ctx: Any, dy: torch.Tensor | None, dresidual_out: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         _, for_x, for_weight, for_bias, for_residual = ctx.needs_input_grad
-        norm, x_dtype, bias_dtype, residual_dtype = ctx.told
+        norm, x_dtype, bias_dtype, residual_dtype, cast = ctx.told
         dx, dweight, dbias = dresidual_out, None, None
         if dy is not None:
             # One rounding each, also where x and residual differ: the wider of the two types holds what both round.
             dx_dtype = x_dtype
             if for_residual and residual_dtype is not x_dtype:
                 dx_dtype = torch.promote_types(x_dtype, residual_dtype) if for_x else residual_dtype
-            told = (norm, dx_dtype, bias_dtype, _WANTS[for_x or for_residual, for_weight, for_bias])
+            told = (norm, cast, dx_dtype, bias_dtype, _WANTS[for_x or for_residual, for_weight, for_bias])
             compute = _Gradients.apply if torch.is_grad_enabled() else _gradients
             dx, dweight, dbias = compute(told, dy, dresidual_out, *ctx.saved_tensors)
         return (
@@ -282,8 +291,8 @@ def _gradients(
     if is_dynamo_compiling():
         # An eager call's backward pass becomes part of a graph, by compiled autograd say.
         return gradients_by_operator(told, dy, dresidual_out, x, weight, statistics)
-    norm, dx_dtype, bias_dtype, wants = told
-    key, found = find_gradients(norm, dy, x, weight, statistics, dresidual_out, dx_dtype, bias_dtype, wants)
+    norm, cast, dx_dtype, bias_dtype, wants = told
+    key, found = find_gradients(norm, dy, x, weight, statistics, dresidual_out, cast, dx_dtype, bias_dtype, wants)
     if found is None:
         if dispatch_modes():
             return gradients_by_operator(told, dy, dresidual_out, x, weight, statistics)
@@ -293,7 +302,7 @@ def _gradients(
         given |= {"dresidual_out": None if dresidual_out is None else walkable(dresidual_out)}
         if given["dy"] is not dy or given["dresidual_out"] is not dresidual_out:
             key = None
-        given |= {"x_bias": None, "dx_dtype": dx_dtype, "bias_dtype": bias_dtype, "wants": wants}
+        given |= {"x_bias": None, "cast": cast, "dx_dtype": dx_dtype, "bias_dtype": bias_dtype, "wants": wants}
         found = launched_backward(norm, key, given, packed=True)
     return found.dx, found.dweight, found.dbias
 
@@ -307,7 +316,7 @@ def gradients_by_operator(
     statistics: torch.Tensor,
 ) -> tuple[torch.Tensor | None, ...]:
     """`_gradients` where something sees operators, and is to see this one."""
-    norm, dx_dtype, bias_dtype, wants = told
+    norm, cast, dx_dtype, bias_dtype, wants = told
     mean, rstd = (
         None if statistic is None else statistic.view(x.shape[:-1])
         for statistic in unpacked(statistics, x.numel() // x.shape[-1])
@@ -321,6 +330,7 @@ def gradients_by_operator(
             *((mean, rstd) if norm == "layer" else (rstd, 0.0)),
             None,
             None if dresidual_out is None else walkable(dresidual_out),
+            word(Cast, "cast", cast).value,
             *shared,
             list(wants),
         )
@@ -345,9 +355,9 @@ def _gradients_by_torch(
     statistics: torch.Tensor,
 ) -> tuple[torch.Tensor | None, ...]:
     """`_gradients` of what has no memory and may be followed by somebody, in torch's operators."""
-    _, dx_dtype, bias_dtype, wants = told
+    _, cast, dx_dtype, bias_dtype, wants = told
     mean, rstd = unpacked(statistics, x.numel() // x.shape[-1])
-    dx, dweight, dbias = torch_instead.gradients(dy, dresidual_out, x, weight, mean, rstd)
+    dx, dweight, dbias = torch_instead.gradients(dy, dresidual_out, x, weight, mean, rstd, word(Cast, "cast", cast))
     return (
         dx.to(dx_dtype or x.dtype) if "dx" in wants else None,
         dweight.to(weight.dtype) if "dweight" in wants and weight is not None else None,

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 
-from ..codegen.model import FusedAdd, FusedQuant, Rounding
+from ..codegen.model import Cast, FusedAdd, FusedQuant, Rounding
 from ..selection import dispatch
 from ..upstream.torch_allocator import contiguous_strides
 from ..upstream.torch_dynamo import eager_below, eager_only
@@ -34,6 +34,7 @@ is_grad_enabled = torch.is_grad_enabled
 # The defaults of modes. A caller's own words are mostly these very objects; other calls have a longer key.
 _NONE = "none"
 _NEAREST = "nearest"
+_AFTER_WEIGHT = "after_weight"
 
 
 @eager_below
@@ -52,6 +53,7 @@ def layernorm2d_fwd(
     scale_dtype: torch.dtype = torch.float32,
     save_mv: bool = False,
     rounding: str | Rounding = "nearest",
+    cast: str | Cast = "after_weight",
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
 ) -> LayerNormOutput:
@@ -83,6 +85,8 @@ def layernorm2d_fwd(
         scale_dtype: y_scale's dtype: float32, float16 or bfloat16. y is divided by the scale as stored.
         save_mv: return mean and rstd.
         rounding: int8 only: "nearest" (even) or "truncate" (toward zero, as ck_tile does).
+        cast: "after_weight" (rows are rounded once, to y's dtype) or "before_weight" (to 16 bits before they are
+            multiplied by weight as well, as Hugging Face's Llama and T5 do: to y's dtype if it has so many, or x's).
         out: where y goes, instead of a new tensor; may be x or residual itself if the dtype is the same.
         residual_out: where the sum goes, instead of a new tensor, in residual's dtype; may be residual or x itself.
 
@@ -117,6 +121,7 @@ def layernorm2d_fwd(
                 and scale_dtype is torch.float32
                 and (save_mv is False or save_mv is True)
                 and rounding is _NEAREST
+                and cast is _AFTER_WEIGHT
                 and out is None
                 and residual_out is None
             ):
@@ -125,7 +130,7 @@ def layernorm2d_fwd(
                 key = (
                     "layernorm2d_fwd", n, weight is None, bias is None, residual is None, smooth_scale is None,
                     x_bias is None, out is None, residual_out is None, fadd, fadd.__class__, fquant, fquant.__class__,
-                    out_dtype, scale_dtype, save_mv, save_mv.__class__, rounding,
+                    out_dtype, scale_dtype, save_mv, save_mv.__class__, rounding, cast,
                 )  # fmt: skip
             if len(shape) == 2:
                 m = shape[0]
@@ -235,6 +240,7 @@ def layernorm2d_fwd(
         "scale_dtype": scale_dtype,
         "save_mv": save_mv,
         "rounding": rounding,
+        "cast": cast,
         "out": out,
         "residual_out": residual_out,
     }
@@ -257,6 +263,7 @@ def rmsnorm2d_fwd(
     scale_dtype: torch.dtype = torch.float32,
     save_mv: bool = False,
     rounding: str | Rounding = "nearest",
+    cast: str | Cast = "after_weight",
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
 ) -> LayerNormOutput:
@@ -279,6 +286,7 @@ def rmsnorm2d_fwd(
         scale_dtype: see `layernorm2d_fwd`.
         save_mv: return rstd; mean is always None.
         rounding: see `layernorm2d_fwd`.
+        cast: see `layernorm2d_fwd`.
         out: see `layernorm2d_fwd`.
         residual_out: see `layernorm2d_fwd`.
 
@@ -305,6 +313,7 @@ def rmsnorm2d_fwd(
                 and scale_dtype is torch.float32
                 and (save_mv is False or save_mv is True)
                 and rounding is _NEAREST
+                and cast is _AFTER_WEIGHT
                 and out is None
                 and residual_out is None
             ):
@@ -313,7 +322,7 @@ def rmsnorm2d_fwd(
                 key = (
                     "rmsnorm2d_fwd", n, weight is None, residual is None, smooth_scale is None, x_bias is None,
                     out is None, residual_out is None, fadd, fadd.__class__, fquant, fquant.__class__, out_dtype,
-                    scale_dtype, save_mv, save_mv.__class__, rounding,
+                    scale_dtype, save_mv, save_mv.__class__, rounding, cast,
                 )  # fmt: skip
             if len(shape) == 2:
                 m = shape[0]
@@ -421,6 +430,7 @@ def rmsnorm2d_fwd(
         "scale_dtype": scale_dtype,
         "save_mv": save_mv,
         "rounding": rounding,
+        "cast": cast,
         "out": out,
         "residual_out": residual_out,
     }
@@ -437,6 +447,7 @@ def layernorm2d_bwd(
     rstd: torch.Tensor,
     x_bias: torch.Tensor | None = None,
     dresidual_out: torch.Tensor | None = None,
+    cast: str | Cast = "after_weight",
     dx_dtype: torch.dtype | None = None,
     bias_dtype: torch.dtype | None = None,
     wants: Collection[str] = ("dx",),
@@ -455,6 +466,7 @@ def layernorm2d_bwd(
         rstd: likewise.
         x_bias: (N,), if the forward call added one to x; leave it out where x is residual_out.
         dresidual_out: x's shape: the gradient of residual_out, added to dx before it is rounded.
+        cast: as the forward call was given it; dweight is then of the rounded rows.
         dx_dtype: dx's dtype; None is x's.
         bias_dtype: dbias's dtype; None is weight's, or x's without a weight.
         wants: which of "dx", "dweight", "dbias" and "dx_bias" to compute; nothing else is.
@@ -476,7 +488,7 @@ def layernorm2d_bwd(
             if wants.__class__ is list:
                 wants = tuple(wants)
             key = (
-                "layernorm2d_bwd", n, dy is None, weight is None, x_bias is None, dresidual_out is None, dx_dtype,
+                "layernorm2d_bwd", n, dy is None, weight is None, x_bias is None, dresidual_out is None, cast, dx_dtype,
                 bias_dtype, wants,
             )  # fmt: skip
             if len(shape) == 2:
@@ -528,6 +540,7 @@ def layernorm2d_bwd(
         "rstd": rstd,
         "x_bias": x_bias,
         "dresidual_out": dresidual_out,
+        "cast": cast,
         "dx_dtype": dx_dtype,
         "bias_dtype": bias_dtype,
         "wants": wants,
@@ -545,6 +558,7 @@ def rmsnorm2d_bwd(
     weight_offset: float = 0.0,
     x_bias: torch.Tensor | None = None,
     dresidual_out: torch.Tensor | None = None,
+    cast: str | Cast = "after_weight",
     dx_dtype: torch.dtype | None = None,
     wants: Collection[str] = ("dx",),
 ) -> NormGradients:
@@ -558,6 +572,7 @@ def rmsnorm2d_bwd(
         weight_offset: as the forward call was given it.
         x_bias: see `layernorm2d_bwd`.
         dresidual_out: see `layernorm2d_bwd`.
+        cast: see `layernorm2d_bwd`.
         dx_dtype: see `layernorm2d_bwd`.
         wants: see `layernorm2d_bwd`.
     """
@@ -571,7 +586,8 @@ def rmsnorm2d_bwd(
             if wants.__class__ is list:
                 wants = tuple(wants)
             key = (
-                "rmsnorm2d_bwd", n, dy is None, weight is None, x_bias is None, dresidual_out is None, dx_dtype, wants,
+                "rmsnorm2d_bwd", n, dy is None, weight is None, x_bias is None, dresidual_out is None, cast, dx_dtype,
+                wants,
             )  # fmt: skip
             if len(shape) == 2:
                 m = shape[0]
@@ -622,6 +638,7 @@ def rmsnorm2d_bwd(
         "weight_offset": weight_offset,
         "x_bias": x_bias,
         "dresidual_out": dresidual_out,
+        "cast": cast,
         "dx_dtype": dx_dtype,
         "wants": wants,
     }
@@ -634,6 +651,8 @@ def find_recorded(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    cast: str | Cast,
 ) -> tuple[Key | None, bool, Found | None]:
     """What a call of the functional API comes to, which autograd may record: one that has no output to write to.
 
@@ -648,7 +667,7 @@ def find_recorded(
         n = shape[-1]
         records = is_grad_enabled()
         tensors = (x, weight, bias, residual, None, None)
-        key = ("recorded", norm, n, records, weight is None, bias is None, residual is None)
+        key = ("recorded", norm, n, records, weight is None, bias is None, residual is None, out_dtype, cast)
         if len(shape) == 2:
             m = shape[0]
         else:
@@ -684,6 +703,7 @@ def find_gradients(
     weight: torch.Tensor | None,
     rstd: torch.Tensor,
     dresidual_out: torch.Tensor | None,
+    cast: str | Cast,
     dx_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
     wants: Collection[str],
@@ -699,7 +719,10 @@ def find_gradients(
         shape = x.shape
         n = shape[-1]
         tensors = (dy, x, weight, None, rstd, None, dresidual_out)
-        key = ("recorded bwd", norm, n, dy is None, weight is None, dresidual_out is None, dx_dtype, bias_dtype, wants)
+        key = (
+            "recorded bwd", norm, n, dy is None, weight is None, dresidual_out is None, cast, dx_dtype, bias_dtype,
+            wants,
+        )  # fmt: skip
         if len(shape) == 2:
             m = shape[0]
         else:

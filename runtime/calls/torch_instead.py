@@ -7,7 +7,8 @@ import functools
 import torch
 from torch.nn import functional
 
-from ..codegen.model import Norm
+from ..codegen.model import Cast, Norm
+from ..dtypes import HALVES
 
 
 def normalise(
@@ -19,8 +20,13 @@ def normalise(
     residual: torch.Tensor | None,
     eps: float | None,
     out_dtype: torch.dtype | None,
+    cast: Cast = Cast.AFTER_WEIGHT,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What `autograd.normalise` returns of the same arguments, computed by torch."""
+    to = rounded_to(cast, out_dtype or x.dtype, x.dtype)
+    if to is not None:
+        h, residual_out = normalise(norm, x, shape, None, None, residual, eps, to)
+        return _affine(h, weight, bias).to(out_dtype or x.dtype), residual_out
     if residual is None and out_dtype is None:
         return _operator(norm, x, shape, weight, bias, eps), None
     total = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -30,6 +36,18 @@ def normalise(
         total = total + residual.to(torch.promote_types(residual.dtype, torch.float32))
         residual_out = total.to(residual.dtype)
     return _operator(norm, total, shape, weight, bias, eps).to(out_dtype or x.dtype), residual_out
+
+
+def rounded_to(cast: Cast, y_dtype: torch.dtype, x_dtype: torch.dtype) -> torch.dtype | None:
+    """What rows are rounded to before the weight: y's dtype (or dy's) of 16 bits, or else x's; None if they are not."""
+    return next((dtype for dtype in (y_dtype, x_dtype) if cast.comes_first and dtype in HALVES), None)
+
+
+def _affine(h: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    given = [tensor.dtype for tensor in (h, weight, bias) if tensor is not None]
+    wide = functools.reduce(torch.promote_types, given, torch.float32)
+    y = h.to(wide) if weight is None else h.to(wide) * weight.to(wide)
+    return y if bias is None else y + bias.to(wide)
 
 
 def _operator(
@@ -59,6 +77,7 @@ def gradients(
     weight: torch.Tensor | None,
     mean: torch.Tensor | None,
     rstd: torch.Tensor,
+    cast: Cast = Cast.AFTER_WEIGHT,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `gradients.backward` computes, by torch and not yet rounded to any type: dx, dweight and dbias.
 
@@ -66,6 +85,8 @@ def gradients(
     """
     rstd = rstd.view(*x.shape[:-1], 1)
     h = x.float() * rstd if mean is None else (x.float() - mean.view(rstd.shape)) * rstd
+    to = rounded_to(cast, dy.dtype, x.dtype)
+    weighted = h if to is None else h.to(to).float()
     dy = dy.float()
     g = dy if weight is None else dy * weight.float()
     dx = g - h * (g * h).mean(-1, keepdim=True)
@@ -75,4 +96,4 @@ def gradients(
     if dresidual_out is not None:
         dx = dx + dresidual_out.float()
     leading = tuple(range(x.dim() - 1))
-    return dx, (dy * h).sum(leading) if leading else dy * h, dy.sum(leading) if leading else dy
+    return dx, (dy * weighted).sum(leading) if leading else dy * weighted, dy.sum(leading) if leading else dy

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..codegen.model import Norm
+from ..codegen.model import Cast, Norm
 from ..dtypes import TORCH_DTYPES
+from ..mode_words import word
 from ..upstream.torch_dynamo import constant_in_traces
 from ..upstream.torch_internals import dispatch_modes, jit_tracing
 from . import gradient_arguments
@@ -78,7 +79,7 @@ def forward_traced(norm: str, given: Mapping[str, Any]) -> LayerNormOutput:
     said = dict(given)
     # In the order of the operator's schema, and as it has them.
     said |= {"eps": call.eps, "fadd": mode.fadd.value, "fquant": mode.fquant.value}
-    said |= {"save_mv": mode.save_mv, "rounding": mode.rounding.value}
+    said |= {"save_mv": mode.save_mv, "rounding": mode.rounding.value, "cast": mode.cast.value}
     if "weight_offset" in given:
         said["weight_offset"] = call.weight_offset
     out, residual_out = said.pop("out"), said.pop("residual_out")
@@ -109,7 +110,7 @@ def backward_traced(norm: str, given: Mapping[str, Any]) -> NormGradients:
     defaults = {"mean": None, "weight_offset": 0.0, "bias_dtype": None}
     call = gradient_arguments.check(Norm(norm), **{**defaults, **given}, packed=False)
     gradient_arguments.refuse_gradient(call)
-    made = iter(operator(norm, "bwd")(*{**given, "wants": list(call.wants)}.values()))
+    made = iter(operator(norm, "bwd")(*{**given, "cast": call.cast.value, "wants": list(call.wants)}.values()))
     return NormGradients(*[next(made) if name in call.wants else None for name in NormGradients._fields])
 
 
@@ -122,6 +123,7 @@ def normalise_traced(
     residual: torch.Tensor | None,
     eps: float,
     out_dtype: torch.dtype | None,
+    cast: str | Cast = "after_weight",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What `recorded.normalise` is, as one operator and the views and copies before it."""
     rows = as_rows(x, len(shape))
@@ -135,7 +137,17 @@ def normalise_traced(
     fadd = "none" if residual is None else "pre_add_store"
     out_dtype = out_dtype or result_dtype(norm.value, x)
     y, *others = operator(norm.value, "fwd")(
-        *given, residual, fadd, None, "none", None, out_dtype, torch.float32, recorded, "nearest"
+        *given,
+        residual,
+        fadd,
+        None,
+        "none",
+        None,
+        out_dtype,
+        torch.float32,
+        recorded,
+        "nearest",
+        word(Cast, "cast", cast).value,
     )
     return y.view(x.shape), None if residual is None else others[0].view(x.shape)
 

@@ -21,7 +21,8 @@ from ..calls.traced import (
     result_dtype,
     unrecorded,
 )
-from ..codegen.model import Norm
+from ..codegen.model import Cast, Norm
+from ..mode_words import word
 
 # What torch.nn.functional.rms_norm adds where eps is None: it computes 16-bit inputs in fp32, as the kernels do.
 DEFAULT_EPS = torch.finfo(torch.float32).eps
@@ -33,6 +34,8 @@ def layer_norm(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
+    *,
+    cast: str | Cast = "after_weight",
 ) -> torch.Tensor:
     """LayerNorm over x's last dimensions, as `torch.nn.functional.layer_norm`.
 
@@ -53,6 +56,8 @@ def layer_norm(
         weight: normalized_shape, fp16, bf16, fp32 or fp64, or None for 1.
         bias: likewise, or None for 0.
         eps: added to the variance.
+        cast: "after_weight" (rows are rounded once, to y's dtype) or "before_weight" (rounded to it before they are
+            multiplied by weight as well, as Hugging Face's Llama does; the gradient of weight is of the rounded rows).
 
     Returns:
         y: x's shape and dtype.
@@ -68,12 +73,12 @@ def layer_norm(
     """
     known = None
     if not is_dynamo_compiling():
-        known = recorded.normalise_known("layer", x, normalized_shape, weight, bias, None, eps)
+        known = recorded.normalise_known("layer", x, normalized_shape, weight, bias, None, eps, None, cast)
     if known is not None:
         return known[0]
     if _overridden(x, weight, bias):
-        return handle_torch_function(layer_norm, (x, weight, bias), x, normalized_shape, weight, bias, eps)
-    return normalise(Norm.LAYER, x, normalized_shape, weight, bias, eps=eps)[0]
+        return handle_torch_function(layer_norm, (x, weight, bias), x, normalized_shape, weight, bias, eps, cast=cast)
+    return normalise(Norm.LAYER, x, normalized_shape, weight, bias, eps=eps, cast=cast)[0]
 
 
 def rms_norm(
@@ -81,6 +86,8 @@ def rms_norm(
     normalized_shape: Sequence[int],
     weight: torch.Tensor | None = None,
     eps: float | None = None,
+    *,
+    cast: str | Cast = "after_weight",
 ) -> torch.Tensor:
     """RMSNorm over x's last dimensions, as `torch.nn.functional.rms_norm`.
 
@@ -92,6 +99,7 @@ def rms_norm(
         weight: see `layer_norm`.
         eps: added to the mean square; None is torch.finfo(torch.float32).eps, also for 16-bit x: torch takes that of
             the type it computes in, as its documentation says since 2.13.
+        cast: see `layer_norm`.
 
     Returns:
         y: x's shape and dtype.
@@ -102,13 +110,13 @@ def rms_norm(
     known = None
     if not is_dynamo_compiling():
         known = recorded.normalise_known(
-            "rms", x, normalized_shape, weight, None, None, DEFAULT_EPS if eps is None else eps
+            "rms", x, normalized_shape, weight, None, None, DEFAULT_EPS if eps is None else eps, None, cast
         )
     if known is not None:
         return known[0]
     if _overridden(x, weight):
-        return handle_torch_function(rms_norm, (x, weight), x, normalized_shape, weight, eps)
-    return normalise(Norm.RMS, x, normalized_shape, weight, eps=eps)[0]
+        return handle_torch_function(rms_norm, (x, weight), x, normalized_shape, weight, eps, cast=cast)
+    return normalise(Norm.RMS, x, normalized_shape, weight, eps=eps, cast=cast)[0]
 
 
 def add_layer_norm(
@@ -117,6 +125,8 @@ def add_layer_norm(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
+    *,
+    cast: str | Cast = "after_weight",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add a residual, and LayerNorm of the sum over its last dimension, in one kernel.
 
@@ -130,6 +140,7 @@ def add_layer_norm(
         weight: (N,); see `layer_norm`.
         bias: (N,); see `layer_norm`.
         eps: added to the variance.
+        cast: see `layer_norm`.
 
     Returns:
         y: x's shape and dtype (under autocast as in `layer_norm`).
@@ -138,7 +149,7 @@ def add_layer_norm(
     Raises:
         NormforgeError: one of those that `layer_norm` lists; also for a residual that is not of x's shape.
     """
-    return add_normalise(Norm.LAYER, x, residual, None, weight, bias, eps=eps)
+    return add_normalise(Norm.LAYER, x, residual, None, weight, bias, eps=eps, cast=cast)
 
 
 def add_rms_norm(
@@ -146,6 +157,8 @@ def add_rms_norm(
     residual: torch.Tensor,
     weight: torch.Tensor | None = None,
     eps: float | None = None,
+    *,
+    cast: str | Cast = "after_weight",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add a residual, and RMSNorm of the sum over its last dimension, in one kernel.
 
@@ -154,6 +167,7 @@ def add_rms_norm(
         residual: see `add_layer_norm`.
         weight: see `add_layer_norm`.
         eps: added to the mean square; None as in `rms_norm`.
+        cast: see `layer_norm`.
 
     Returns:
         y and residual_out, as `add_layer_norm` does.
@@ -161,7 +175,7 @@ def add_rms_norm(
     Raises:
         NormforgeError: one of those that `add_layer_norm` lists.
     """
-    return add_normalise(Norm.RMS, x, residual, None, weight, eps=eps)
+    return add_normalise(Norm.RMS, x, residual, None, weight, eps=eps, cast=cast)
 
 
 def normalise(
@@ -174,26 +188,28 @@ def normalise(
     residual: torch.Tensor | None = None,
     eps: float | None,
     out_dtype: torch.dtype | None = None,
+    cast: str | Cast = "after_weight",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What the functions above share: check the arguments, then run whichever serves x.
 
     Returns:
         y, in out_dtype if that is given, and residual_out where there is a residual.
     """
+    order = word(Cast, "cast", cast)
     kernel = isinstance(x, torch.Tensor) and backend(x) == "kernel"
     left = left_to_torch((x, weight, bias, residual))
     with unrecorded():
         shape = check(norm, x, normalized_shape, weight, bias, residual, eps, kernel=kernel and not left)
     if not kernel:
-        return torch_instead.normalise(norm, x, shape, weight, bias, residual, eps, out_dtype)
+        return torch_instead.normalise(norm, x, shape, weight, bias, residual, eps, out_dtype, order)
     added = DEFAULT_EPS if eps is None else float(eps)
     if left:
         return torch_instead.normalise(
-            norm, x, shape, weight, bias, residual, added, out_dtype or result_dtype(norm.value, x)
+            norm, x, shape, weight, bias, residual, added, out_dtype or result_dtype(norm.value, x), order
         )
     traced = is_dynamo_compiling() or (intercepted(x, weight, bias, residual) and not keeps_for_recomputation())
     run = normalise_traced if traced else recorded.normalise
-    return run(norm, x, shape, weight, bias, residual, added, out_dtype)
+    return run(norm, x, shape, weight, bias, residual, added, out_dtype, cast)
 
 
 def add_normalise(
@@ -205,22 +221,23 @@ def add_normalise(
     bias: torch.Tensor | None = None,
     *,
     eps: float | None,
+    cast: str | Cast = "after_weight",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`normalise` of the sum of x and residual; a normalized_shape of None is x's last dimension."""
     if not is_dynamo_compiling() and x.__class__ in PLAIN and residual.__class__ in PLAIN:
         shape = x.shape[-1:] if normalized_shape is None else normalized_shape
         added = DEFAULT_EPS if eps is None and norm is Norm.RMS else eps
-        known = recorded.normalise_known(norm.value, x, shape, weight, bias, residual, added)
+        known = recorded.normalise_known(norm.value, x, shape, weight, bias, residual, added, None, cast)
         if known is not None:
             return known  # type: ignore[return-value]  # there is a residual, and so its sum
     if _overridden(x, residual, weight, bias):
         both: tuple[torch.Tensor, torch.Tensor]
-        both = _overridden_add(norm, x, residual, normalized_shape, weight, bias, eps)
+        both = _overridden_add(norm, x, residual, normalized_shape, weight, bias, eps, cast)
         return both
     for name, tensor in (("x", x), ("residual", residual)):
         check_tensor(name, tensor)
     shape = x.shape[-1:] if normalized_shape is None else normalized_shape
-    y, residual_out = normalise(norm, x, shape, weight, bias, residual=residual, eps=eps)
+    y, residual_out = normalise(norm, x, shape, weight, bias, residual=residual, eps=eps, cast=cast)
     assert residual_out is not None
     return y, residual_out
 
@@ -240,27 +257,50 @@ def _overridden_add(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float | None,
+    cast: str | Cast,
 ) -> Any:
     function: Callable[..., Any] = add_layer_norm if norm.centres else add_rms_norm
     parameters = (weight, bias) if norm.centres else (weight,)
     arguments: tuple[Any, ...] = (x, residual, *parameters, eps)
     if normalized_shape is not None:
         function, arguments = add_normalise, (norm, x, residual, normalized_shape, weight, bias)
-        return handle_torch_function(function, (x, residual, weight, bias), *arguments, eps=eps)
-    return handle_torch_function(function, (x, residual, weight, bias), *arguments)
+        return handle_torch_function(function, (x, residual, weight, bias), *arguments, eps=eps, cast=cast)
+    return handle_torch_function(function, (x, residual, weight, bias), *arguments, cast=cast)
 
 
 def rms_norm_cast_before_weight(
-    x: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor, eps: float | None, dtype: torch.dtype
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor,
+    eps: float | None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """RMSNorm rounded to `dtype` before it is multiplied by the weight, as Hugging Face's models do.
+    """RMSNorm whose rows are rounded before they are multiplied by the weight, as Hugging Face's models do.
 
-    The product is torch's: its dtype is the wider of dtype and weight's, and where dtype is a 16-bit one the rounded
-    factor is kept for the backward pass, one more tensor of x's size.
+    Args:
+        x: see `rms_norm`.
+        normalized_shape: likewise.
+        weight: likewise.
+        eps: likewise.
+        out_dtype: y's, and if it has 16 bits what rows are rounded to; else they are rounded to x's. None is what a
+            product of x's dtype and weight's has.
     """
+    known = None
+    if not is_dynamo_compiling() and x.__class__ in PLAIN:
+        y_dtype = out_dtype or _product_dtype(x, weight)
+        added = DEFAULT_EPS if eps is None else eps
+        known = recorded.normalise_known(
+            "rms", x, normalized_shape, weight, None, None, added, y_dtype, "before_weight"
+        )
+    if known is not None:
+        return known[0]
     if _overridden(x, weight):
-        return handle_torch_function(rms_norm_cast_before_weight, (x, weight), x, normalized_shape, weight, eps, dtype)
-    if dtype is torch.float32:
-        # Nothing is rounded, so the kernel may multiply.
-        return normalise(Norm.RMS, x, normalized_shape, weight, eps=eps, out_dtype=dtype)[0]
-    return weight * normalise(Norm.RMS, x, normalized_shape, eps=eps, out_dtype=dtype)[0]
+        return handle_torch_function(
+            rms_norm_cast_before_weight, (x, weight), x, normalized_shape, weight, eps, out_dtype
+        )
+    y_dtype = out_dtype or _product_dtype(x, weight)
+    return normalise(Norm.RMS, x, normalized_shape, weight, eps=eps, out_dtype=y_dtype, cast="before_weight")[0]
+
+
+def _product_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    return x.dtype if x.dtype is weight.dtype else torch.promote_types(x.dtype, weight.dtype)

@@ -7,6 +7,7 @@ from enum import Enum
 import torch
 
 from ..codegen.model import Norm
+from ..dtypes import HALVES
 from .functional import normalise, rms_norm, rms_norm_cast_before_weight
 from .modules import RMSNorm
 
@@ -52,7 +53,7 @@ class HuggingFaceRMSNorm(RMSNorm):
         rows = x if x is not None and not named else self._only(x, named)
         weight, eps = self.weight, self.__dict__[self.epsilon_name]
         if self.cast_before_weight:
-            return rms_norm_cast_before_weight(rows, self.normalized_shape, weight, eps, rows.dtype)
+            return rms_norm_cast_before_weight(rows, self.normalized_shape, weight, eps)
         return rms_norm(rows, self.normalized_shape, weight, eps)
 
     def _only(self, x: torch.Tensor | None, named: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -84,6 +85,6 @@ class T5RMSNorm(HuggingFaceRMSNorm):
         """
         rows = x if x is not None and not named else self._only(x, named)
         weight, eps = self.weight, self.__dict__[self.epsilon_name]
-        if self.cast_before_weight:
+        if self.cast_before_weight and weight.dtype in HALVES:
             return rms_norm_cast_before_weight(rows, self.normalized_shape, weight, eps, weight.dtype)
         return normalise(Norm.RMS, rows, self.normalized_shape, weight, eps=eps, out_dtype=weight.dtype)[0]

@@ -46,9 +46,8 @@ class RMSNorm(_NotScripted, torch.nn.RMSNorm):
         device: the weight's.
         dtype: the weight's.
         cast_before_weight: round to the input's dtype before the multiplication with the weight, as Hugging Face's
-            `LlamaRMSNorm` does; the result has the wider of the two dtypes. The product is then torch's own, and one
-            more tensor of the input's size is kept for the backward pass. By default the kernel multiplies in fp32
-            and rounds once.
+            `LlamaRMSNorm` does; the result has the wider of the two dtypes. By default the row is rounded once,
+            after the multiplication.
     """
 
     # At class level for instances that `patch` made of torch's, which have none of their own.
@@ -70,7 +69,7 @@ class RMSNorm(_NotScripted, torch.nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise x: (..., *normalized_shape), fp16, bf16 or fp32; returns its shape."""
         if self.cast_before_weight and self.weight is not None:
-            return rms_norm_cast_before_weight(x, self.normalized_shape, self.weight, self.eps, x.dtype)
+            return rms_norm_cast_before_weight(x, self.normalized_shape, self.weight, self.eps)
         return rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
     def extra_repr(self) -> str:

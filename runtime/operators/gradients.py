@@ -15,7 +15,7 @@ from ..codegen.model import Norm
 from ..errors import GradientError
 
 # Where the forward operators of both norms take these. The places of bias and weight_offset are of one norm each.
-_X, _WEIGHT, _BIAS, _OFFSET, _RESIDUAL, _FADD, _FQUANT, _X_BIAS, _SAVE_MV = 0, 1, 2, 3, 4, 5, 7, 8, 11
+_X, _WEIGHT, _BIAS, _OFFSET, _RESIDUAL, _FADD, _FQUANT, _X_BIAS, _SAVE_MV, _CAST = 0, 1, 2, 3, 4, 5, 7, 8, 11, 13
 
 Operator = Callable[..., list[torch.Tensor]]
 
@@ -27,12 +27,14 @@ class _Told:
     Attributes:
         stores: whether the sum is an output. It is kept then, and x is not.
         weight_offset: added to weight.
+        cast: when rows are rounded.
         dtypes: of the inputs that are tensors, by their places.
         refusal: why there is nothing to compute gradients from, or None.
     """
 
     stores: bool
     weight_offset: float
+    cast: str
     dtypes: dict[int, torch.dtype]
     refusal: str | None
 
@@ -62,6 +64,8 @@ def register(library: torch.library.Library, norm: Norm, forward: str, backward:
         ctx.told = _Told(
             stores=stores,
             weight_offset=0.0 if norm.centres else inputs[_OFFSET],
+            # Of fp32 alone nothing is rounded first, whatever the sum is stored in.
+            cast="after_weight" if inputs[_X].dtype is output[0].dtype is torch.float32 else inputs[_CAST],
             dtypes={place: value.dtype for place, value in enumerate(inputs) if isinstance(value, torch.Tensor)},
             refusal=refusal,
         )
@@ -120,9 +124,9 @@ def _compute(
     rows = [None if gradient is None else walkable(gradient) for gradient in (dy, dresidual_out)]
     shared: tuple[Any, ...]
     if norm.centres:
-        shared = (*statistics, x_bias, rows[1], dx_dtype, told.dtypes.get(_BIAS), wants)
+        shared = (*statistics, x_bias, rows[1], told.cast, dx_dtype, told.dtypes.get(_BIAS), wants)
     else:
-        shared = (*statistics, told.weight_offset, x_bias, rows[1], dx_dtype, wants)
+        shared = (*statistics, told.weight_offset, x_bias, rows[1], told.cast, dx_dtype, wants)
     found = dict(zip(wants, gradients(rows[0], x, weight, *shared), strict=True))
     by_place = {
         place: found[name]

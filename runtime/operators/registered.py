@@ -35,7 +35,7 @@ from . import gradients
 
 _MODES = (
     "Tensor? residual, str fadd, Tensor? smooth_scale, str fquant, Tensor? x_bias, ScalarType? out_dtype, "
-    "ScalarType scale_dtype, bool save_mv, str rounding"
+    "ScalarType scale_dtype, bool save_mv, str rounding, str cast"
 )
 _WRITTEN = "Tensor(a!) out, Tensor(b!)? residual_out"
 _FORWARD = {
@@ -45,11 +45,11 @@ _FORWARD = {
 _BACKWARD = {
     Norm.LAYER: (
         "Tensor? dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
-        "Tensor? x_bias, Tensor? dresidual_out, ScalarType? dx_dtype, ScalarType? bias_dtype, str[] wants"
+        "Tensor? x_bias, Tensor? dresidual_out, str cast, ScalarType? dx_dtype, ScalarType? bias_dtype, str[] wants"
     ),
     Norm.RMS: (
         "Tensor? dy, Tensor x, Tensor? weight, Tensor rstd, float weight_offset, "
-        "Tensor? x_bias, Tensor? dresidual_out, ScalarType? dx_dtype, str[] wants"
+        "Tensor? x_bias, Tensor? dresidual_out, str cast, ScalarType? dx_dtype, str[] wants"
     ),
 }
 
@@ -155,13 +155,14 @@ def _layer_backward(
     rstd: torch.Tensor,
     x_bias: torch.Tensor | None,
     dresidual_out: torch.Tensor | None,
+    cast: str,
     dx_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
     wants: list[str],
     *,
     run: Callable[..., list[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    return run("layer", dy, x, weight, mean, rstd, 0.0, x_bias, dresidual_out, dx_dtype, bias_dtype, wants)
+    return run("layer", dy, x, weight, mean, rstd, 0.0, x_bias, dresidual_out, cast, dx_dtype, bias_dtype, wants)
 
 
 @eager_only
@@ -173,12 +174,13 @@ def _rms_backward(
     weight_offset: float,
     x_bias: torch.Tensor | None,
     dresidual_out: torch.Tensor | None,
+    cast: str,
     dx_dtype: torch.dtype | None,
     wants: list[str],
     *,
     run: Callable[..., list[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    return run("rms", dy, x, weight, None, rstd, weight_offset, x_bias, dresidual_out, dx_dtype, None, wants)
+    return run("rms", dy, x, weight, None, rstd, weight_offset, x_bias, dresidual_out, cast, dx_dtype, None, wants)
 
 
 def _backward(norm: str, *arguments: Any) -> list[torch.Tensor]:

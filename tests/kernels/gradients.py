@@ -86,7 +86,7 @@ class GradientProblem:
         return tensors
 
     def _run(self, tensors: dict[str, torch.Tensor], mean: torch.Tensor, rstd: torch.Tensor) -> NormGradients:
-        operands: dict[str, Any] = dict(tensors)
+        operands: dict[str, Any] = {**tensors, "cast": self.mode.cast}
         if self.mode.norm.centres:
             return layernorm2d_bwd(**operands, mean=mean, rstd=rstd, wants=self.wants())
         return rmsnorm2d_bwd(**operands, rstd=rstd, weight_offset=self.weight_offset, wants=self.wants())
@@ -98,12 +98,16 @@ class GradientProblem:
         exact = {name: tensor.double().requires_grad_() for name, tensor in tensors.items()}
         x, weight, x_bias = exact["x"], exact.get("weight"), exact.get("x_bias")
         bias = torch.zeros_like(x[..., 0, :] if x.dim() > 1 else x).reshape(-1)[: x.shape[-1]].requires_grad_()
+        asked: dict[str, Any] = {"eps": EPS, "x_bias": x_bias, "save_mv": True}
+        # y has dy's dtype, or else x's: what is rounded to first is the first of 16 bits.
+        halves = [dtype for dtype in (tensors["dy"].dtype, tensors["x"].dtype) if dtype.itemsize == 2]
+        asked |= {"cast": self.mode.cast, "out_dtype": (*halves, torch.float32)[0]}
         if self.mode.norm.centres:
-            output = reference.layernorm2d_fwd(x, weight, bias, eps=EPS, x_bias=x_bias, save_mv=True)
+            output = reference.layernorm2d_fwd(x, weight, bias, **asked)
+            unweighted = reference.layernorm2d_fwd(x, **asked)
         else:
-            output = reference.rmsnorm2d_fwd(
-                x, weight, eps=EPS, weight_offset=self.weight_offset, x_bias=x_bias, save_mv=True
-            )
+            output = reference.rmsnorm2d_fwd(x, weight, weight_offset=self.weight_offset, **asked)
+            unweighted = reference.rmsnorm2d_fwd(x, **asked)
         assert output.rstd is not None
         loss = (output.z * exact["dy"].detach()).sum()
         if self.mode.fadd.stores:
@@ -122,9 +126,14 @@ class GradientProblem:
         columns = dy.flatten(0, -2).sum(0) if dy.dim() > 1 else dy
         scales = {
             "dx": SUM_ERROR * rows,
-            "dweight": SUM_ERROR * columns * h,
+            "dweight": SUM_ERROR * columns * h + _either(dy, unweighted.open),
             "dbias": SUM_ERROR * columns,
             "dx_bias": SUM_ERROR * (rows * torch.ones_like(dy)).flatten(0, -2).sum(0) if dy.dim() > 1 else rows,
         }
         mean = output.mean if output.mean is not None else output.rstd
         return gradients, scales, mean.detach(), output.rstd.detach()
+
+
+def _either(dy: torch.Tensor, either: torch.Tensor | None) -> torch.Tensor | float:
+    """How far off dweight may be where fp32 leaves open which way a row is rounded before the weight."""
+    return 0.0 if either is None else (dy * either).reshape(-1, dy.shape[-1]).sum(0)

@@ -49,6 +49,7 @@ class Strided:
 _ANY = tuple(Strided(*parts) for parts in product(FLOATS, LAYOUTS, (0, 0, 1)) if parts[1] != "one value")
 _GRADIENTS = tuple(Strided(*parts) for parts in product(FLOATS, LAYOUTS, (0, 0, 1)))
 _PARAMETERS = tuple(Strided(dtype, "contiguous", offset) for dtype, offset in product(FLOATS, (0, 0, 1)))
+_CASTS = ("after_weight", "after_weight", "before_weight")
 _EPSILONS = (1e-5, 1e-6, 1e-3)
 
 
@@ -68,6 +69,7 @@ class StepKind:
         through: which outputs a gradient arrives for.
         dy: its type and layout.
         dresidual_out: likewise.
+        cast: when rows are rounded.
     """
 
     norm: str
@@ -81,6 +83,7 @@ class StepKind:
     through: tuple[str, ...]
     dy: Strided
     dresidual_out: Strided
+    cast: str
 
 
 def draw_step_kind(choose: Choose, lengths: Sequence[int]) -> StepKind:
@@ -107,6 +110,8 @@ def draw_step_kind(choose: Choose, lengths: Sequence[int]) -> StepKind:
         through=through,
         dy=choose(_GRADIENTS),
         dresidual_out=choose(_GRADIENTS),
+        # A module with this option has a result of its own type.
+        cast=choose(_CASTS) if entry == "function" else "after_weight",
     )
 
 
@@ -194,7 +199,7 @@ class MadeStep:
         else:
             affine = [tensors.get("weight"), tensors.get("bias")] if kind.norm == "layer" else [tensors.get("weight")]
             shape = [] if adds else [kind.normalized]
-            got = _FUNCTIONS[kind.norm, adds](*rows, *shape, *affine, step.eps)
+            got = _FUNCTIONS[kind.norm, adds](*rows, *shape, *affine, step.eps, cast=kind.cast)
         return {"y": got[0], "residual_out": got[1]} if adds else {"y": got}
 
     def backward(self, outputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
@@ -255,7 +260,8 @@ class MadeStep:
                 assert torch.equal(residual_out.reshape(m, n), stored), "residual_out is not x + residual, rounded once"
             if m:
                 rows = oracle.statistics(s, centres, self.step.eps)
-                value, _ = oracle.affine(rows.h, weight, bias, 0.0)
+                h = oracle.rounded_first(rows.h, kind.cast, y.dtype, self.tensors["x"].dtype)
+                value, _ = oracle.affine(h, weight, bias, 0.0)
                 oracle.hold("y", y.reshape(m, n), value, rows.determined)
             rows = oracle.statistics(s, centres, self.step.eps, stored)
             _, factor = oracle.affine(rows.h, weight, bias, 0.0)
@@ -264,7 +270,11 @@ class MadeStep:
                 name: self._memories[f"d{name}"].view.to(outputs[name].dtype).reshape(m, n) for name in kind.through
             }
             dy = arriving.get("y", torch.zeros_like(s))
-            want = oracle.gradients(rows, dy, factor, arriving.get("residual_out"), centres)
+            # Rows that are read again are of the sum's type; of fp32 alone nothing was rounded.
+            read = self.tensors["x"] if stored is None else stored
+            fp32 = y.dtype is self.tensors["x"].dtype is torch.float32
+            weighted = rows.h if fp32 else oracle.rounded_first(rows.h, kind.cast, y.dtype, read.dtype)
+            want = oracle.gradients(rows, dy, factor, arriving.get("residual_out"), centres, weighted)
             bounds = {"x": want.dx, "residual": want.dx, "weight": want.dweight, "bias": want.dbias}
             for name, gradient in found.items():
                 tensor = self.tensors[name]
@@ -300,6 +310,7 @@ class BackwardKind:
     dx_dtype: torch.dtype | None
     bias_dtype: torch.dtype | None
     wants: tuple[str, ...]
+    cast: str
 
 
 def draw_backward_kind(choose: Choose, lengths: Sequence[int]) -> BackwardKind:
@@ -318,6 +329,7 @@ def draw_backward_kind(choose: Choose, lengths: Sequence[int]) -> BackwardKind:
         dx_dtype=choose((None, *FLOATS)),
         bias_dtype=choose((None, *FLOATS)) if norm == "layer" else None,
         wants=tuple(name for name, there in possible.items() if there and choose((True, True, False))) or ("dx",),
+        cast=choose(_CASTS),
     )
 
 
@@ -363,7 +375,13 @@ class BackwardCall:
         given |= {name: tensors[name] for name in ("x_bias", "dresidual_out") if name in tensors}
         given |= {"bias_dtype": kind.bias_dtype} if centres else {"weight_offset": self.weight_offset}
         got = _BACKWARD[kind.norm](
-            tensors.get("dy"), tensors["x"], tensors.get("weight"), dx_dtype=kind.dx_dtype, wants=kind.wants, **given
+            tensors.get("dy"),
+            tensors["x"],
+            tensors.get("weight"),
+            cast=kind.cast,
+            dx_dtype=kind.dx_dtype,
+            wants=kind.wants,
+            **given,
         )
         for name, memory in memories.items():
             memory.check(name)
@@ -372,7 +390,9 @@ class BackwardCall:
         dy, dresidual_out = (
             tensors[name].reshape(m, n) if name in tensors else None for name in ("dy", "dresidual_out")
         )
-        want = oracle.gradients(rows, torch.zeros_like(s) if dy is None else dy, factor, dresidual_out, centres)
+        dy = torch.zeros_like(s) if dy is None else dy
+        weighted = oracle.rounded_first(rows.h, kind.cast, dy.dtype, kind.x.dtype)
+        want = oracle.gradients(rows, dy, factor, dresidual_out, centres, weighted)
         bias_dtype = kind.bias_dtype or (kind.weight or kind.x).dtype
         dtypes = {"dx": kind.dx_dtype or kind.x.dtype, "dbias": bias_dtype}
         dtypes |= {f"d{name}": operand.dtype for name in ("weight", "x_bias") if (operand := getattr(kind, name))}

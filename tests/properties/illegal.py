@@ -48,6 +48,7 @@ _WRONG_VALUES: dict[str, tuple[Any, ...]] = {
     "fadd": ("no such", "PRE_ADD", 3, -1, None, 1.5, object(), ["none"]),
     "fquant": ("no such", 3, -1, None, 0.5, torch.int8),
     "rounding": ("no such", 2, None, True),
+    "cast": ("no such", "before", 1, None, True),
     "save_mv": ("yes", 2, None, 0.5, [True]),
     "out_dtype": (torch.float64, torch.int32, torch.bool, "float16", 16, float),
     "scale_dtype": (torch.float64, torch.int8, torch.float8_e5m2, None, "float32"),

@@ -97,6 +97,21 @@ def statistics(s: torch.Tensor, centres: bool, eps: float, stored: torch.Tensor 
     return Statistics(Bounded(mean, mean_error), Bounded(rstd, rstd_error), Bounded(h, h_error), (lowest > 0).flatten())
 
 
+def rounded_first(h: Bounded, cast: str, *dtypes: torch.dtype) -> Bounded:
+    """Rows as cast "before_weight" leaves them to the weight: in the first type of 16 bits, or as they are."""
+    halves = [dtype for dtype in dtypes if dtype in (torch.float16, torch.bfloat16)]
+    if cast == "after_weight" or not halves:
+        return h
+
+    def rounded(values: torch.Tensor) -> torch.Tensor:
+        return values.to(halves[0]).double()
+
+    value = rounded(h.value)
+    # Upwards and downwards by the fp32 that lies between in torch, too.
+    error = h.error + U * h.value.abs()
+    return Bounded(value, torch.maximum(rounded(h.value + error) - value, value - rounded(h.value - error)))
+
+
 def affine(
     h: Bounded, weight: torch.Tensor | None, bias: torch.Tensor | None, weight_offset: float
 ) -> tuple[Bounded, torch.Tensor]:
@@ -202,10 +217,19 @@ class Gradients(NamedTuple):
 
 
 def gradients(
-    rows: Statistics, dy: torch.Tensor, factor: torch.Tensor, dresidual_out: torch.Tensor | None, centres: bool
+    rows: Statistics,
+    dy: torch.Tensor,
+    factor: torch.Tensor,
+    dresidual_out: torch.Tensor | None,
+    centres: bool,
+    weighted: Bounded | None = None,
 ) -> Gradients:
-    """The gradients of rows (M, N), dweight being that of the factor h is multiplied with."""
+    """The gradients of rows (M, N), dweight being that of the factor h is multiplied with, or `weighted` in its place.
+
+    A rounding of rows is no change to dx.
+    """
     dy = dy.double()
+    weighted = weighted or rows.h
     chain = depth(dy.shape[-1])
     (rstd, rstd_error), (h, h_error) = rows.rstd, rows.h
     g = dy * factor
@@ -224,7 +248,7 @@ def gradients(
         dx_error = dx_error + U * dx.abs()
     return Gradients(
         Bounded(dx, dx_error),
-        _summed(dy * h, dy.abs() * h_error),
+        _summed(dy * weighted.value, dy.abs() * weighted.error),
         _summed(dy, torch.zeros_like(dy)),
         _summed(dx, dx_error),
     )

@@ -89,6 +89,7 @@ class Kind:
     out_dtype: torch.dtype
     scale_dtype: torch.dtype
     rounding: str
+    cast: str
     save_mv: bool
     out: Operand | str
     residual_out: Operand | str
@@ -143,6 +144,7 @@ _OPTIONS: dict[str, Callable[[Any], Sequence[Any]]] = {
     "out_dtype": lambda k: (k.x.dtype, *FLOATS) if k.fquant == "none" else QUANTISED,
     "scale_dtype": lambda k: (torch.float32,) if k.fquant == "none" else (torch.float32, *FLOATS),
     "rounding": lambda k: ("nearest", "truncate") if k.out_dtype is torch.int8 else ("nearest",),
+    "cast": lambda k: ("after_weight", "after_weight", "before_weight"),
     "save_mv": lambda k: (False, True),
     "out": _out_options,
     "residual_out": _residual_out_options,
@@ -309,6 +311,7 @@ class MadeCall:
             "out_dtype": kind.out_dtype,
             "scale_dtype": kind.scale_dtype,
             "rounding": kind.rounding,
+            "cast": kind.cast,
             "save_mv": kind.save_mv,
             "out": out,
             "residual_out": residual_out,
@@ -319,6 +322,7 @@ class MadeCall:
             del keywords["bias"]
         # What is left out and what is passed as its default are the same call.
         defaults = {"fadd": "none", "fquant": "none", "scale_dtype": torch.float32, "rounding": "nearest"}
+        defaults["cast"] = "after_weight"
         left_out = {name for name, value in keywords.items() if value is None or (name, value) in defaults.items()}
         if kind.out_dtype is (kind.x.dtype if kind.fquant == "none" else torch.int8):
             left_out.add("out_dtype")
@@ -396,7 +400,8 @@ class MadeCall:
             found = found.with_values_of(oracle.statistics(s - call.shift, True, call.eps), call.shift)
         finite = s.isfinite().all(-1)
         rows = finite & found.determined
-        y, _ = oracle.affine(found.h, before["weight"], before["bias"], call.weight_offset)
+        h = oracle.rounded_first(found.h, kind.cast, kind.out_dtype, x.dtype)
+        y, _ = oracle.affine(h, before["weight"], before["bias"], call.weight_offset)
         if output.mean is not None:
             oracle.hold("mean", output.mean.reshape(m), _column(found.mean), rows)
         if output.rstd is not None:

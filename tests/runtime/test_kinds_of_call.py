@@ -151,6 +151,14 @@ def test_another_mode_is_another_kind_of_call(norm: str, other: dict[str, Any]) 
         agree(FORWARD[norm](**given), ORACLE[norm](**given), rounding)
 
 
+@each_norm
+def test_another_cast_is_another_kind_of_call(norm: str) -> None:
+    """Of y in fp32, where the rounding of rows is far more than what y may be off."""
+    usual = {"x": torch.randn(M, N).bfloat16(), "weight": torch.randn(N), "out_dtype": torch.float32}
+    for given in (usual, usual | {"cast": "before_weight"}, usual):
+        agree(FORWARD[norm](**given), ORACLE[norm](**given))
+
+
 @pytest.mark.parametrize("name", ["weight", "bias", "x_bias", "smooth_scale"])
 def test_an_output_never_replaces_a_vector(name: str) -> None:
     """Not where x is one row, either, whose shape is the vector's."""

@@ -59,6 +59,7 @@ GOOD: tuple[dict[str, Any], ...] = (
     {"fquant": "smooth_dynamic", "smooth_scale": N, "save_mv": True},
     {"fquant": 2, "out": torch.zeros(3, 64, dtype=torch.int8), "rounding": "truncate"},
     {"fquant": 2, "out_dtype": torch.float8_e4m3fn, "scale_dtype": torch.float16, "save_mv": 1},
+    {"out_dtype": torch.float16, "cast": "before_weight"},
 )
 
 

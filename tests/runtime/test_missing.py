@@ -48,6 +48,7 @@ MISSES: dict[str, tuple[torch.Tensor, dict[str, Any], str]] = {
     "fp32 to fp16": (X32, {"out_dtype": torch.float16}, "ln_fwd_fp32_fp16_n128"),
     "fp8_e5m2": (XB, {"fquant": 2, "out_dtype": torch.float8_e5m2}, "ln_fwd_bf16_fp8_e5m2_dq_n128"),
     "truncation": (X16, {"fquant": 2, "rounding": "truncate", "norm": "rms"}, "rms_fwd_fp16_int8_dq_trunc_n128"),
+    "cast": (X16, {"cast": "before_weight"}, "ln_fwd_fp16_cbw_n128"),
     "everything": (
         XB,
         {

@@ -9,7 +9,7 @@ import torch
 
 import normforge
 from normforge import LayerNormOutput
-from normforge.codegen.model import FusedAdd, FusedQuant, Norm, Rounding
+from normforge.codegen.model import Cast, FusedAdd, FusedQuant, Norm, Rounding
 
 from .calls import FORWARD, each_norm, same_bits
 
@@ -53,6 +53,11 @@ def test_codes_are_those_of_ck_tile() -> None:
 
 def test_rounding_as_word_and_enum(x: torch.Tensor) -> None:
     assert_same([FORWARD["layer"](x, fquant=2, rounding=spelling) for spelling in ("truncate", Rounding.TRUNCATE)])
+
+
+def test_cast_as_word_and_enum(x: torch.Tensor) -> None:
+    spellings = ("before_weight", Cast.BEFORE_WEIGHT)
+    assert_same([FORWARD["rms"](x.bfloat16(), cast=spelling) for spelling in spellings])
 
 
 @pytest.mark.parametrize("flag", [1, 0])

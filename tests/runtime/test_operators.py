@@ -30,6 +30,7 @@ MODES: dict[str, dict[str, Any]] = {
     "saved": {"save_mv": True},
     "other type": {"out_dtype": torch.bfloat16},
     "x_bias": {"x_bias": "vector"},
+    "cast first": {"out_dtype": torch.float16, "cast": "before_weight", "save_mv": True},
     "add": {"residual": "rows", "fadd": "pre_add"},
     "add and store": {"residual": "halves", "fadd": "pre_add_store", "save_mv": True},
     "int8": {"fquant": "dynamic", "rounding": "truncate", "save_mv": True},
@@ -71,6 +72,7 @@ def arguments(norm: str, modes: dict[str, Any]) -> tuple[Any, ...]:
         "fadd": "none",
         "fquant": "none",
         "rounding": "nearest",
+        "cast": "after_weight",
         **modes,
     }
     names = [argument.name for argument in registered.FORWARD[norm]._schema.arguments]
@@ -92,6 +94,7 @@ def gradient_arguments(norm: str, **others: Any) -> tuple[Any, ...]:
         "mean": saved.mean,
         "rstd": saved.rstd,
         "weight_offset": 1.0,
+        "cast": "before_weight",
         "wants": ["dx", "dweight", "dbias"] if norm == "layer" else ["dx", "dweight"],
         **others,
     }
@@ -104,7 +107,9 @@ def test_torchs_checks_of_a_forward_operator(norm: str, modes: dict[str, Any]) -
     torch.library.opcheck(registered.FORWARD[norm], arguments(norm, made(modes)))
 
 
-@pytest.mark.parametrize("modes", [MODES["saved"], MODES["add and store"]], ids=["plain", "add"])
+@pytest.mark.parametrize(
+    "modes", [MODES["saved"], MODES["add and store"], MODES["cast first"]], ids=["plain", "add", "cast"]
+)
 @each_norm
 def test_torchs_checks_of_a_differentiated_operator(norm: str, modes: dict[str, Any]) -> None:
     values = arguments(norm, made(modes))

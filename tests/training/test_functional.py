@@ -146,6 +146,7 @@ def test_torchs_own_call_and_defaults(norm: str, weighted: bool, dtype: torch.dt
 @each_norm
 def test_signatures_are_torchs(norm: str) -> None:
     ours = list(inspect.signature(OURS[norm]).parameters.values())
+    assert (ours.pop().name, ours[-1].name) == ("cast", "eps")
     theirs = list(inspect.signature(TORCH[norm]).parameters.values())
     # torch calls its first one `input`.
     assert [p.name for p in ours[1:]] == [p.name for p in theirs[1:]]

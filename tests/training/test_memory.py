@@ -13,6 +13,8 @@ import normforge
 from normforge.calls.known import all_plans
 from normforge.selection import dispatch
 
+from . import models
+from .models import WIDTH
 from .oracle import Operands, backward, call, each_device, each_float, each_function, each_norm, operands
 
 M, N = 6, 640
@@ -52,6 +54,28 @@ def test_what_is_kept_is_one_tensor_of_xs_size(norm: str, dtype: torch.dtype, de
     weight = N * 4
     assert kept_bytes(tensors) == M * N * dtype.itemsize + statistics * 4 + weight
     assert len(tensors) == 3
+
+
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@each_device
+@pytest.mark.parametrize("cls", [models.LlamaRMSNorm, models.T5LayerNorm], ids=lambda cls: cls.__name__)
+def test_a_patched_hugging_face_norm_keeps_x_and_one_statistic_a_row(
+    cls: Callable[[], torch.nn.Module], dtype: torch.dtype, weight: torch.dtype, device: str
+) -> None:
+    """The row that its weight is multiplied with is computed again, and one function does it all."""
+    module = cls().to(device, weight)
+    normforge.patch(module)
+    x = torch.randn(M, WIDTH, device=device).to(dtype).requires_grad_()
+    outputs: list[torch.Tensor] = []
+    tensors = kept(lambda: outputs.append(module(x)))
+    assert {(tensor.data_ptr(), tuple(tensor.shape)) for tensor in tensors if tensor.numel() > M} == {
+        (x.data_ptr(), (M, WIDTH)),
+        (module.get_parameter("weight").data_ptr(), (WIDTH,)),
+    }
+    assert kept_bytes(tensors) == M * WIDTH * dtype.itemsize + WIDTH * weight.itemsize + M * 4
+    assert outputs[0].grad_fn is not None
+    assert {type(node).__name__ for node, _ in outputs[0].grad_fn.next_functions} <= {"AccumulateGrad", "NoneType"}
 
 
 @pytest.mark.parametrize("add", [normforge.add_layer_norm, normforge.add_rms_norm])

@@ -162,8 +162,8 @@ def test_copies_and_pickles_of_a_patched_model_can_be_unpatched(make: Callable[[
     assert type(model[0]) is not cls
 
 
-@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @each_device
 @each_hugging_face
 def test_hugging_face_classes_keep_their_results(

@@ -6,6 +6,7 @@ from ..mutant import Mutant
 
 _FUNCTIONAL = "tests/training/test_functional.py"
 _PATCHING = "tests/training/test_patching.py"
+_CAST = "tests/training/test_cast.py"
 _IN_PLACE = "tests/training/test_in_place.py"
 _AUTOGRAD = "runtime/calls/recorded.py"
 
@@ -22,8 +23,8 @@ MUTANTS = (
         "needs-input-grad-ignored",
         "gradients that nobody asked for are computed",
         _AUTOGRAD,
-        "told = (norm, None, bias_dtype, _WANTS[ctx.needs_input_grad[1:]])",
-        'told = (norm, None, bias_dtype, ("dx", "dweight"))',
+        "told = (norm, cast, None, bias_dtype, _WANTS[ctx.needs_input_grad[1:]])",
+        'told = (norm, cast, None, bias_dtype, ("dx", "dweight"))',
         (f"{_FUNCTIONAL}::test_only_what_requires_a_gradient_gets_one",),
     ),
     Mutant(
@@ -202,5 +203,45 @@ MUTANTS = (
         "ctx.save_for_backward(total, weight, statistics)",
         "ctx.save_for_backward(total, weight, statistics)\n        ctx.also = x",
         ("tests/training/test_memory.py::test_the_sum_is_kept_and_not_what_was_summed",),
+    ),
+    Mutant(
+        "a-backward-pass-forgets-the-cast",
+        "dweight is of rows that were not rounded before the weight",
+        _AUTOGRAD,
+        "told = (norm, cast, None, bias_dtype, ",
+        'told = (norm, "after_weight", None, bias_dtype, ',
+        (f"{_CAST}::test_two_roundings_to_the_bit_and_the_weights_gradient_of_the_first",),
+    ),
+    Mutant(
+        "rows-of-fp32-count-as-rounded-for-their-sum",
+        "dweight of fp32 rows is of rows rounded to the 16 bits that their sum is stored in",
+        _AUTOGRAD,
+        'cast = "after_weight" if x.dtype is y.dtype is torch.float32 else told[3]',
+        "cast = told[3]",
+        (f"{_CAST}::test_of_fp32_rows_nothing_is_rounded_whatever_their_sum_is_stored_in",),
+    ),
+    Mutant(
+        "t5-with-weights-of-fp32-rounds",
+        "a patched T5 norm whose weight is fp32 rounds its rows to x's 16 bits",
+        "runtime/nn/huggingface.py",
+        "self.cast_before_weight and weight.dtype in HALVES",
+        "self.cast_before_weight",
+        (f"{_PATCHING}::test_hugging_face_classes_keep_their_results",),
+    ),
+    Mutant(
+        "torchs-operators-ignore-the-cast",
+        "what runs where kernels cannot rounds once",
+        "runtime/calls/torch_instead.py",
+        "if cast.comes_first and dtype in HALVES",
+        "if False and dtype in HALVES",
+        (f"{_CAST}::test_torchs_operators_compute_the_same_where_kernels_cannot",),
+    ),
+    Mutant(
+        "fp32-takes-a-kernel-of-its-own",
+        "a cast that rounds nothing misses the table",
+        "codegen/model.py",
+        "return self if any(dtype.itemsize == 2 for dtype in dtypes) else Cast.AFTER_WEIGHT",
+        "return self",
+        (f"{_CAST}::test_of_fp32_alone_nothing_is_rounded_and_the_usual_kernel_serves",),
     ),
 )
