@@ -16,7 +16,7 @@ from ..codegen.axes import SAME
 from ..codegen.model import Mode
 from ..codegen.parameters import BACKWARD, FAMILIES, Parameter
 from ..codegen.parameters import Kind as Shape
-from ..dtypes import FLOATS, TORCH_DTYPES
+from ..dtypes import DTYPES, FLOATS, TORCH_DTYPES
 from ..errors import ConflictError, ShapeError
 from ..kernels.gpu import Target
 from ..mode_arguments import arguments_of
@@ -113,13 +113,29 @@ def _backward(
     due += ["dx_bias"] if mode.x_bias else []
     asked = (due,) if deployment.wants is None else deployment.wants
     bias = kinds["bias"]
-    for dy, names in product(deployment.dy_dtypes, asked):
+    for dy, names in product(_dy_kinds(mode, x, deployment), asked):
         wants = [name for name in due if name in names]
         if not wants:
             continue
         arguments = {**_ABSENT, **arguments_of(mode, _maker(x, {**kinds, "dy": dy})), "wants": wants}
         arguments["bias_dtype"] = None if bias is None else _dtype(bias, x)
         yield Plan(check(mode.norm, **arguments), misaligned, target)
+
+
+def _dy_kinds(mode: Mode, x: torch.Tensor, deployment: Deployment) -> list[Kind]:
+    """The types of dy that calls of a mode may bring; rows that are rounded first need one of 16 bits."""
+    types = [_dtype(kind, x) for kind in deployment.dy_dtypes]
+    fitting = [
+        kind
+        for kind, dtype in zip(deployment.dy_dtypes, types, strict=True)
+        if mode.cast is mode.cast.of(DTYPES[dtype], mode.dtype_in)
+    ]
+    if types and not fitting:
+        raise ConflictError(
+            f"{mode.name} rounds rows to dy's 16 bits, and dy_dtypes has {', '.join(map(str, types))}; "
+            "add torch.float16 or torch.bfloat16 to it"
+        )
+    return fitting
 
 
 _ABSENT: Mapping[str, Any] = {row.name: None for row in BACKWARD.parameters} | {"packed": False, "weight_offset": 0.0}

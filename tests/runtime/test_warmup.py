@@ -248,6 +248,13 @@ def test_an_instance_that_the_table_lacks_is_generated_or_refused(
         compile_keys([64], [asked], arch="sm_90")
 
 
+def test_rows_of_fp32_that_are_rounded_first_are_rounded_to_the_type_of_dy() -> None:
+    mode = "rms_bwd_fp32_cbw"
+    keys = compile_keys([512], [mode], dy_dtypes=["same", torch.float16], rows=["many"], arch="sm_90")
+    walkers = [dict(key.key.arguments) for key in keys if key.key.symbol.startswith(mode)]
+    assert [(arguments["dy_ptr"], arguments["x_ptr"]) for arguments in walkers] == [("*fp16:16", "*fp32:16")]
+
+
 def test_an_architecture_decides_tiles_types_and_options() -> None:
     def one(mode: str, n: int, **target: Any) -> KernelKey:
         return compile_keys([n], [mode], rows=["many"], **target)[0].key
@@ -295,6 +302,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "weight": ({"weight_dtypes": [torch.int8]}, ConflictError, "weight_dtypes has torch.int8; it takes .* or None"),
     "residual": ({"residual_dtypes": [None]}, ConflictError, r"residual_dtypes has None; it takes .*dtype\)$"),
     "rows": ({"rows": ["all"]}, ConflictError, "rows has 'all'; it takes some of few, many, most"),
+    "cast": (
+        {"modes": ["rms_bwd_fp32_cbw"]},
+        ConflictError,
+        "rms_bwd_fp32_cbw rounds rows to dy's 16 bits, and dy_dtypes has torch.float32; add torch.float16",
+    ),
     "wants": ({"wants": [("dX",)]}, ConflictError, "wants has 'dX'; it takes some of dx, dweight, dbias, dx_bias"),
     "misaligned": ({"misaligned": [("y",)]}, ConflictError, "misaligned has 'y'; it takes names of arguments: x,"),
     "stride": ({"row_strides": [8]}, ShapeError, "row_strides has 8, less than N = 64"),
