@@ -12,6 +12,7 @@ from normforge.codegen.model import (
     DType,
     FusedAdd,
     FusedQuant,
+    Instance,
     Mode,
     Norm,
     Part,
@@ -22,7 +23,7 @@ from normforge.codegen.model import (
 from normforge.kernels.tile_choice import window_tile
 
 from ..covering import parametrize, uncovered
-from ..thorough import THOROUGH
+from ..thorough import THOROUGH, first_of_each
 from . import compile_cases
 from .compilation import TARGETS, Target, compile_kernel, instance_of, register_cap, usage
 from .compile_cases import LENGTHS, SPREAD_TILES, Case
@@ -217,19 +218,24 @@ BACKWARD_LENGTHS = (
 )
 
 
-@pytest.mark.parametrize("n", BACKWARD_LENGTHS)
-@pytest.mark.parametrize(
-    "mode",
-    [
-        Mode(Norm.LAYER, DType.BF16, DType.BF16, direction=Direction.BACKWARD),
-        Mode(Norm.LAYER, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE, direction=Direction.BACKWARD),
-        Mode(Norm.RMS, DType.FP16, DType.FP16, direction=Direction.BACKWARD),
-    ],
-    ids=lambda mode: mode.name,
+BACKWARD_MODES = (
+    Mode(Norm.LAYER, DType.BF16, DType.BF16, direction=Direction.BACKWARD),
+    Mode(Norm.LAYER, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE, direction=Direction.BACKWARD),
+    Mode(Norm.RMS, DType.FP16, DType.FP16, direction=Direction.BACKWARD),
 )
-def test_as_many_programs_fit_a_multiprocessor_as_the_tile_says(mode: Mode, n: int, package: Path) -> None:
+BACKWARD_INSTANCES = [instance_of(mode, n) for mode in BACKWARD_MODES for n in BACKWARD_LENGTHS]
+ONE_A_PIPELINE = first_of_each(
+    zip(BACKWARD_INSTANCES, BACKWARD_LENGTHS * len(BACKWARD_MODES), strict=True),
+    lambda case: (case[0].mode, dict(case[0].tiles)[SM_90.name].large.pipeline),
+    lambda case: f"{case[0].mode.name}-{case[1]}",
+)
+
+
+@pytest.mark.parametrize("backward", ONE_A_PIPELINE)
+def test_as_many_programs_fit_a_multiprocessor_as_the_tile_says(backward: tuple[Instance, int], package: Path) -> None:
     """Within the registers that leaves each thread, backward kernels spill next to nothing: by rule and as measured."""
-    instance = instance_of(mode, n)
+    instance, n = backward
+    mode = instance.mode
     tiles = dict(instance.tiles)
     for tile in {instance.tile, tiles[SM_90.name].large}:
         compiled = compile_kernel(kernel_of(package, mode, tile.pipeline), instance, n, SM_90, tile.pipeline, tile)
