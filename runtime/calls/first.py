@@ -129,7 +129,7 @@ def _resolved(family: Family, given: Given) -> dict[str, Any]:
 
 
 def _can_be_known(family: Family, given: Given) -> bool:
-    """Whether tensors are plain, and are themselves what is launched."""
+    """Whether tensors are plain, and are themselves what is launched: a copy has not the layout that the key is of."""
     tensors = [given[row.name] for row in family.parameters if row.kind.is_tensor and given.get(row.name) is not None]
     return all(tensor.__class__ in PLAIN for tensor in tensors) and not any(tensor.is_neg() for tensor in tensors)
 

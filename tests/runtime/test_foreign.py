@@ -204,6 +204,14 @@ def test_the_imaginary_part_of_a_conjugate() -> None:
         assert same_bits(normforge.rms_norm(x, (1,), eps=1e-6), expected)
 
 
+def test_a_copy_of_what_is_negated_makes_nothing_known() -> None:
+    """Rows of several strides can be copied and cannot be walked."""
+    rows = torch.randn(2, 5, N)[:, :M]
+    normforge.layernorm2d_fwd(torch._neg_view(rows))
+    with pytest.raises(errors.LayoutError, match="do not collapse to one row stride"):
+        normforge.layernorm2d_fwd(rows)
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", ["weight", "residual", "bias", "x"])
 def test_fake_tensors_among_real_ones_are_refused_by_torch(name: str) -> None:

@@ -134,7 +134,7 @@ def test_outputs_that_overlap_are_refused_after_some_that_do_not() -> None:
         ({"out": memory[1:4]}, "out overlaps x"),
         ({**store, "out": memory[4:7], "residual_out": torch.empty(3, 64)}, "out overlaps residual"),
         ({**store, "out": torch.empty(3, 64), "residual_out": memory[2:5]}, "residual_out overlaps x"),
-        ({**store, "out": shared, "residual_out": shared}, "residual_out overlaps out"),
+        ({**store, "out": shared, "residual_out": shared[:]}, "residual_out overlaps out"),
         ({"weight": memory[0], "out": memory[:3]}, "out overlaps weight"),
     )
     normforge.layernorm2d_fwd(x, N, out=torch.empty(3, 64))
@@ -227,6 +227,8 @@ def test_other_strides_are_another_kind_of_call(checked: list[str]) -> None:
         for _ in range(2):
             agree(normforge.layernorm2d_fwd(x), ORACLE["layer"](x))
     assert checked == ["prepare"] * 6
+    # Rows of several strides, of which but the outermost are those of rows without gaps.
+    assert refusal(lambda: normforge.layernorm2d_fwd(torch.randn(2, 5, 64)[:, :3]))[0] is errors.LayoutError
 
 
 def test_a_misaligned_tensor_is_another_kind_of_call() -> None:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import normforge
 from normforge.calls import arguments
 from normforge.calls.known import Known
+from normforge.errors import LayoutError
 from normforge.selection import dispatch
 from normforge.upstream import tensor_guards
 from normforge.upstream.tensor_guards import by_attributes, guard
@@ -122,6 +123,14 @@ def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     elif kind == "wrong":
         monkeypatch.setattr(tensor_guards, "_inner", lambda: lambda tensors, sizes, strides: lambda *others: True)
     return kind
+
+
+@pytest.mark.usefixtures("guards")
+def test_an_output_over_a_vector_is_refused_by_whichever_guards() -> None:
+    x, weight = torch.randn(N), torch.randn(N)
+    normforge.layernorm2d_fwd(x, weight, out=torch.zeros(N))
+    with pytest.raises(LayoutError, match="out overlaps weight"):
+        normforge.layernorm2d_fwd(x, weight, out=weight)
 
 
 @pytest.mark.usefixtures("guards")

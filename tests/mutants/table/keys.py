@@ -149,11 +149,11 @@ MUTANTS = (
     ),
     Mutant(
         "negated-tensors-are-known",
-        "a second call with a view that negates its memory reads it as it lies there",
+        "rows that cannot be walked are read as rows without gaps, after a copy of some that were negated",
         _FIRST,
         " and not any(tensor.is_neg() for tensor in tensors)\n",
         "\n",
-        (f"{_FOREIGN}::test_the_imaginary_part_of_a_conjugate",),
+        (f"{_FOREIGN}::test_a_copy_of_what_is_negated_makes_nothing_known",),
     ),
     Mutant(
         "negated-operands-are-not-resolved",
@@ -202,7 +202,7 @@ MUTANTS = (
         _OVERLAP,
         "if not (replaceable and tensor is output) and",
         "if tensor is not output and",
-        (f"{_KINDS}::test_an_output_never_replaces_a_vector",),
+        ("tests/runtime/test_tensor_guards.py::test_an_output_over_a_vector_is_refused_by_whichever_guards",),
     ),
     Mutant(
         "overlap-of-rows-that-touch-in-a-byte",
