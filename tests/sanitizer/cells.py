@@ -82,8 +82,9 @@ def kind_of(direction: Direction, tile: Tile, *, few: bool) -> TileKind:
 
 def text_of(mode: Mode) -> Mode:
     """The mode that stands for all whose kernels differ in nothing but element types."""
-    out = mode.dtype_out if mode.fquant.quantises else DType.FP32
-    return replace(mode, dtype_in=DType.FP32, dtype_out=out, scale_dtype=DType.FP32)
+    # Of 16 bits, because `cast` needs a type that has them.
+    out = mode.dtype_out if mode.fquant.quantises else DType.BF16
+    return replace(mode, dtype_in=DType.BF16, dtype_out=out, scale_dtype=DType.FP32)
 
 
 def cells() -> list[Cell]:
