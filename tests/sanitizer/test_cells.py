@@ -18,7 +18,7 @@ from tests.sanitizer.cells import ARCH, Cell, TileKind, cells, edges, kind_of, s
 from tests.sanitizer.worker import call
 
 # Templates that hold no kernel: frames of files, and device functions.
-FRAMES = {"dispatch.py.j2", "module.py.j2", "package.py.j2", "primitives.py.j2"}
+FRAMES = {"calls.py.j2", "dispatch.py.j2", "module.py.j2", "package.py.j2", "primitives.py.j2"}
 FINALISER = "sum_partials"
 
 
