@@ -20,8 +20,11 @@ GROUP = """
 
 # What reads the table, or counts what is in it.
 READERS = (
-    *("tests/generator", "tests/golden", "tests/sanitizer/test_cells.py", "tests/test_cli.py"),
-    *("tests/runtime/test_table.py", "tests/docs/test_blocks.py::test_code_does_what_the_page_says[docs/generate.md]"),
+    *("tests/generator", "tests/golden", "tests/sanitizer/test_cells.py", "tests/tools/test_cli.py"),
+    *(
+        "tests/selection/test_table.py",
+        "tests/docs/test_blocks.py::test_code_does_what_the_page_says[docs/generate.md]",
+    ),
 )
 _QUICK = "not compile and not gpu and not thorough"
 

@@ -18,7 +18,7 @@ from normforge.codegen.tiling import standard_ladder
 from normforge.errors import MissingInstanceError, TableError
 from normforge.selection import dispatch
 
-from ..runtime.folders import PLAIN, RMS, instance
+from ..folders import PLAIN, RMS, instance
 from .examples import fire
 from .mutation import changed
 from .world import new_world

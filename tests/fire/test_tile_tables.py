@@ -20,8 +20,8 @@ from normforge.codegen.tiling import class_of
 from normforge.selection import dispatch
 from normforge.selection.table import RetiledTable, load_folder
 
+from ..folders import write
 from ..kernels.compilation import TARGETS, compile_kernel
-from ..runtime.folders import write
 from .documents import tile_tables, tiles
 from .examples import fire
 from .world import generate, new_world

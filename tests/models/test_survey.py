@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..training import models
+from ..nn import models
 from .survey import NORM, markdown, survey
 
 

@@ -12,8 +12,8 @@ from .tree import ROOT, present_files
 from .trial import Runner, Verdict
 
 # Needs no kernel.
-_TEST = "tests/runtime/test_alignment.py::test_alignment"
-_OTHER = "tests/runtime/test_compiled.py::test_a_key_reads_as_a_call"
+_TEST = "tests/kernels/test_alignment.py::test_alignment"
+_OTHER = "tests/kernels/test_obtain.py::test_a_key_reads_as_a_call"
 _RIGHT = "return bits & -bits"
 
 
@@ -43,7 +43,7 @@ def test_a_mutant_that_no_chosen_test_minds_survives(runner: Runner) -> None:
     [
         (mutant("return (", _TEST), "SyntaxError"),
         (mutant("return bits", _TEST, old="nowhere"), "it takes one place"),
-        (mutant("return bits", "tests/runtime/test_alignment.py::test_nothing"), "not found"),
+        (mutant("return bits", "tests/kernels/test_alignment.py::test_nothing"), "not found"),
         (mutant("{% if %}", _TEST, file="templates/rows.py.j2", old="{% filter body %}"), "Expected an expression"),
     ],
     ids=["syntax", "edit", "test", "template"],

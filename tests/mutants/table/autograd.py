@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..mutant import Mutant
 
-_FUNCTIONAL = "tests/training/test_functional.py"
-_PATCHING = "tests/training/test_patching.py"
-_CAST = "tests/training/test_cast.py"
-_IN_PLACE = "tests/training/test_in_place.py"
+_FUNCTIONAL = "tests/nn/test_functional.py"
+_PATCHING = "tests/nn/test_patching.py"
+_CAST = "tests/calls/test_cast.py"
+_IN_PLACE = "tests/calls/test_in_place.py"
 _AUTOGRAD = "runtime/calls/recorded.py"
 
 MUTANTS = (
@@ -121,7 +121,7 @@ MUTANTS = (
         _AUTOGRAD,
         "if not (torch.is_grad_enabled() and _any_requires_gradient(*rows)):",
         "if False:",
-        ("tests/training/test_memory.py::test_statistics_are_not_computed_where_no_gradient_is_due",),
+        ("tests/calls/test_memory.py::test_statistics_are_not_computed_where_no_gradient_is_due",),
     ),
     Mutant(
         "frozen-weight-loses-the-residuals-gradient",
@@ -202,7 +202,7 @@ MUTANTS = (
         _AUTOGRAD,
         "ctx.save_for_backward(total, weight, statistics)",
         "ctx.save_for_backward(total, weight, statistics)\n        ctx.also = x",
-        ("tests/training/test_memory.py::test_the_sum_is_kept_and_not_what_was_summed",),
+        ("tests/calls/test_memory.py::test_the_sum_is_kept_and_not_what_was_summed",),
     ),
     Mutant(
         "a-backward-pass-forgets-the-cast",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..mutant import Mutant, Suite
 
-_AOT = "tests/runtime/test_aot.py"
-_FROZEN = "tests/runtime/test_frozen.py"
-_ON_DEMAND = "tests/runtime/test_on_demand.py"
-_RECORD = "tests/runtime/test_record.py"
+_AOT = "tests/ahead_of_time/test_aot.py"
+_FROZEN = "tests/kernels/test_frozen.py"
+_ON_DEMAND = "tests/selection/test_on_demand.py"
+_RECORD = "tests/selection/test_record.py"
 
 MUTANTS = (
     Mutant(
@@ -78,7 +78,7 @@ MUTANTS = (
         "runtime/kernels/obtain.py",
         "_compiled[key, device] = found",
         "_compiled[key, 0] = found",
-        ("tests/runtime/test_compiled.py::test_each_device_has_its_own",),
+        ("tests/kernels/test_obtain.py::test_each_device_has_its_own",),
     ),
     Mutant(
         "aot-folder-asked-last",
@@ -86,7 +86,7 @@ MUTANTS = (
         "runtime/kernels/obtain.py",
         "found = binaries.find(key, function, target) or compile_for(key, function, target)",
         "found = compile_for(key, function, target)",
-        ("tests/runtime/test_compiled.py::test_a_kernel_compiled_ahead_of_time_is_taken_first",),
+        ("tests/kernels/test_obtain.py::test_a_kernel_compiled_ahead_of_time_is_taken_first",),
     ),
     Mutant(
         "m-beyond-an-i32",
@@ -94,7 +94,7 @@ MUTANTS = (
         "runtime/kernels/key.py",
         'return "i32" if largest <= LARGEST_I32 else "i64"',
         'return "i32"',
-        ("tests/runtime/test_compiled.py::test_integers_have_the_type_that_triton_gives_them",),
+        ("tests/kernels/test_obtain.py::test_integers_have_the_type_that_triton_gives_them",),
     ),
     Mutant(
         "every-pointer-is-aligned",
@@ -102,7 +102,7 @@ MUTANTS = (
         "runtime/kernels/key.py",
         'return POINTERS[dtype] + (_ALIGNED if aligned else "")',
         "return POINTERS[dtype] + _ALIGNED",
-        ("tests/runtime/test_compiled.py::test_pointers_have_the_type_that_triton_gives_a_tensor",),
+        ("tests/kernels/test_obtain.py::test_pointers_have_the_type_that_triton_gives_a_tensor",),
     ),
     Mutant(
         "warmup-forgets-few-rows",
@@ -110,7 +110,7 @@ MUTANTS = (
         "runtime/ahead_of_time/compile_keys.py",
         "ms = {FEW: 1, MANY: entry.small_m + 1, MOST: MOST_ROWS_IN_I32 + 1}",
         "ms = {FEW: entry.small_m + 1, MANY: entry.small_m + 1, MOST: MOST_ROWS_IN_I32 + 1}",
-        ("tests/runtime/test_warmup.py::test_the_defaults_list_what_the_common_calls_launch",),
+        ("tests/ahead_of_time/test_warmup.py::test_the_defaults_list_what_the_common_calls_launch",),
     ),
     Mutant(
         "cache-of-other-templates",

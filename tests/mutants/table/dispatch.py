@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from ..mutant import Mutant
 
-_KNOWN = "tests/runtime/test_known_calls.py"
-_KINDS = "tests/runtime/test_kinds_of_call.py"
-_TABLE = "tests/runtime/test_table.py"
-_LOAD = "tests/runtime/test_load_instances.py"
-_ALIGNMENT = "tests/runtime/test_alignment.py"
-_RULES = "tests/runtime/test_rules.py"
-_WARMUP = "tests/runtime/test_warmup.py"
+_KNOWN = "tests/calls/test_known_calls.py"
+_KINDS = "tests/calls/test_kinds_of_call.py"
+_TABLE = "tests/selection/test_table.py"
+_LOAD = "tests/selection/test_load_instances.py"
+_ALIGNMENT = "tests/kernels/test_alignment.py"
+_RULES = "tests/kernels/test_pipelines.py"
+_WARMUP = "tests/ahead_of_time/test_warmup.py"
 
 MUTANTS = (
     Mutant(
@@ -86,7 +86,7 @@ MUTANTS = (
         "runtime/selection/dispatch.py",
         "_loaded, _generated, plans = table, {}, {}",
         "_loaded, plans = table, {}",
-        ("tests/runtime/test_on_demand.py::test_what_was_generated_does_not_outlive_the_table",),
+        ("tests/selection/test_on_demand.py::test_what_was_generated_does_not_outlive_the_table",),
     ),
     Mutant(
         "recording-forgets-known-calls",
@@ -94,7 +94,7 @@ MUTANTS = (
         "runtime/selection/dispatch.py",
         "        _observers = (*_observers, observer)\n        plans = {}\n",
         "        _observers = (*_observers, observer)\n        plans = plans\n",
-        ("tests/runtime/test_record.py::test_calls_that_were_known_before_are_recorded",),
+        ("tests/selection/test_record.py::test_calls_that_were_known_before_are_recorded",),
     ),
     Mutant(
         "plans-grow-without-end",
@@ -110,7 +110,7 @@ MUTANTS = (
         "runtime/settings.py",
         'return policy == "generate"',
         "return True",
-        ("tests/runtime/test_on_demand.py::test_the_strict_policy",),
+        ("tests/selection/test_on_demand.py::test_the_strict_policy",),
     ),
     Mutant(
         "window-taken-for-misaligned-rows",
@@ -142,7 +142,7 @@ MUTANTS = (
         "runtime/kernels/pipelines.py",
         "return n % 2 == 0 and row_alignment % 2 == 0 and not misaligned",
         "return n % 2 == 0 and row_alignment % 2 == 0",
-        ("tests/runtime/test_staging.py::test_a_launch_whose_rows_cannot_be_copied_takes_them_to_registers",),
+        ("tests/kernels/test_staging.py::test_a_launch_whose_rows_cannot_be_copied_takes_them_to_registers",),
     ),
     Mutant(
         "more-programs-wait-than-fit",
@@ -174,7 +174,7 @@ MUTANTS = (
         "codegen/staging.py",
         "room = _SHARED_MEMORY.get(arch, 0) // resident - _RESERVED",
         "room = _SHARED_MEMORY.get(arch, 0) - _RESERVED",
-        ("tests/runtime/test_staging.py::test_as_many_stages_as_a_launch_has_room_for",),
+        ("tests/kernels/test_staging.py::test_as_many_stages_as_a_launch_has_room_for",),
     ),
     Mutant(
         "threads-share-the-interpreter",
@@ -182,7 +182,7 @@ MUTANTS = (
         "runtime/kernels/launcher.py",
         "    with _one_interpreted_launch:\n",
         "    if True:\n",
-        ("tests/runtime/test_threads.py",),
+        ("tests/calls/test_threads.py",),
     ),
     Mutant(
         "row-alignment-of-one-stride",
@@ -198,7 +198,7 @@ MUTANTS = (
         "runtime/calls/launch.py",
         "outputs = make_output(LayerNormOutput, (y, total, y_scale, mean, rstd))",
         "outputs = make_output(LayerNormOutput, (y, total, y_scale, rstd, mean))",
-        ("tests/runtime/test_launch.py::test_forward",),
+        ("tests/calls/test_launch.py::test_forward",),
     ),
     Mutant(
         "no-rows-are-launched",
@@ -206,7 +206,7 @@ MUTANTS = (
         "runtime/calls/launch.py",
         "    if m == 0:\n        return outputs\n",
         "",
-        ("tests/runtime/test_shapes.py::test_no_rows_launch_nothing",),
+        ("tests/calls/test_shapes.py::test_no_rows_launch_nothing",),
         which=0,
     ),
     Mutant(
@@ -215,7 +215,7 @@ MUTANTS = (
         "runtime/calls/launch.py",
         "        y = out\n",
         "        y = empty(size, strides, plan.y_dtype)\n",
-        ("tests/runtime/test_outputs.py::test_given_tensors_are_written_and_returned[layer-rows]",),
+        ("tests/calls/test_outputs.py::test_given_tensors_are_written_and_returned[layer-rows]",),
     ),
     Mutant(
         "operands-take-the-row-stride-of-x",
@@ -223,7 +223,7 @@ MUTANTS = (
         "runtime/calls/plan.py",
         "strides[slot] = absent if tensor is None else row_stride(name, tensor)",
         'strides[slot] = absent if tensor is None else row_stride("x", call.x)',
-        ("tests/runtime/test_shapes.py::test_every_tensor_has_a_row_stride_of_its_own[one_pass]",),
+        ("tests/calls/test_shapes.py::test_every_tensor_has_a_row_stride_of_its_own[one_pass]",),
     ),
     Mutant(
         "strides-of-outputs-are-x-s",
@@ -231,7 +231,7 @@ MUTANTS = (
         "runtime/upstream/torch_allocator.py",
         "        step *= size or 1\n",
         "        step = size or 1\n",
-        ("tests/runtime/test_allocate.py::test_strides_are_those_that_torch_gives",),
+        ("tests/upstream/test_torch_allocator.py::test_strides_are_those_that_torch_gives",),
     ),
     Mutant(
         "warps-of-a-wide-wavefront",
@@ -248,7 +248,7 @@ MUTANTS = (
         "if hooks.launch_enter_hook is enter and hooks.launch_exit_hook is leave and not enter.calls "
         "and not leave.calls:",
         "if True:",
-        ("tests/runtime/test_direct.py::test_hooks_are_honoured_from_when_they_are_set",),
+        ("tests/upstream/test_triton_launcher.py::test_hooks_are_honoured_from_when_they_are_set",),
         which=0,
     ),
     Mutant(
@@ -257,7 +257,7 @@ MUTANTS = (
         "runtime/upstream/triton_launcher.py",
         "    if takes not in DECLARED:\n",
         "    if False:\n",
-        ("tests/runtime/test_direct.py::test_what_is_not_known_is_left_alone_and_said_once",),
+        ("tests/upstream/test_triton_launcher.py::test_what_is_not_known_is_left_alone_and_said_once",),
     ),
     Mutant(
         "launched-early-without-waiting",
@@ -265,6 +265,6 @@ MUTANTS = (
         "runtime/kernels/launcher.py",
         'if "PDL" in kernel.arg_names and constants["PDL"]:',
         'if constants["PDL"]:',
-        ("tests/runtime/test_launch_ahead.py::test_a_kernel_is_launched_early_if_and_only_if_it_waits",),
+        ("tests/kernels/test_early_launches.py::test_a_kernel_is_launched_early_if_and_only_if_it_waits",),
     ),
 )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ..mutant import Mutant
 
-_OUTPUTS = "tests/runtime/test_outputs.py"
-_PRECISION = "tests/runtime/test_precision.py"
-_SHAPES = "tests/runtime/test_shapes.py"
+_OUTPUTS = "tests/calls/test_outputs.py"
+_PRECISION = "tests/calls/test_precision.py"
+_SHAPES = "tests/calls/test_shapes.py"
 _ROWS = "tests/kernels/test_rows.py"
 _SPREAD = "tests/kernels/test_spread.py"
 _WINDOW = "tests/kernels/test_window.py"
@@ -125,7 +125,7 @@ MUTANTS = (
         "templates/kernel.j2",
         "s += load_chunk(x_bias_ptr, cols, {{ mask }})",
         "s -= load_chunk(x_bias_ptr, cols, {{ mask }})",
-        ("tests/runtime/test_operands.py::test_x_bias_is_added_to_every_row_and_to_the_stored_sum",),
+        ("tests/calls/test_operands.py::test_x_bias_is_added_to_every_row_and_to_the_stored_sum",),
     ),
     Mutant(
         "rstd-is-saved-as-variance",
@@ -238,7 +238,7 @@ MUTANTS = (
         "templates/module.py.j2",
         "{% for kernel in kernels %}",
         "{% for kernel in kernels[:1] %}",
-        ("tests/runtime/test_table.py::test_every_kernel_exists_in_its_module",),
+        ("tests/selection/test_table.py::test_every_kernel_exists_in_its_module",),
     ),
     Mutant(
         "cast-leaves-the-row-in-fp32",

@@ -15,7 +15,7 @@ MUTANTS = (
         "codegen/tiling.py",
         "first = 0 if last is None else last + 1",
         "first = 0 if last is None else last + 2",
-        ("tests/runtime/test_table.py::test_each_row_length_has_the_entry_whose_bucket_holds_it",),
+        ("tests/selection/test_table.py::test_each_row_length_has_the_entry_whose_bucket_holds_it",),
     ),
     Mutant(
         "table-written-first",
@@ -55,7 +55,7 @@ MUTANTS = (
         "codegen/model.py",
         '    "rounding": {Rounding.NEAREST: "", Rounding.TRUNCATE: "_trunc"},\n',
         "",
-        ("tests/runtime/test_table.py::test_which",),
+        ("tests/selection/test_table.py::test_which",),
     ),
     Mutant(
         "illegal-combinations-are-legal",
@@ -63,7 +63,7 @@ MUTANTS = (
         "codegen/model.py",
         "if self.rounding is Rounding.TRUNCATE and not self.dtype_out.is_int:",
         "if False:",
-        (f"{_MANIFEST_ERRORS}", "tests/runtime/test_bad_arguments.py::test_refused"),
+        (f"{_MANIFEST_ERRORS}", "tests/calls/test_bad_arguments.py::test_refused"),
     ),
     Mutant(
         "pipelines-share-a-kernel",
@@ -71,6 +71,6 @@ MUTANTS = (
         "codegen/emit.py",
         'files[f"{mode.name}.py"] = render_module(mode, [p for p in Pipeline if p in wanted])',
         'files[f"{mode.name}.py"] = render_module(mode, [p for p in Pipeline if p in wanted][:1])',
-        ("tests/runtime/test_table.py::test_every_kernel_exists_in_its_module",),
+        ("tests/selection/test_table.py::test_every_kernel_exists_in_its_module",),
     ),
 )

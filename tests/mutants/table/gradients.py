@@ -8,8 +8,8 @@ _INSTANCES = "tests/kernels/test_instances.py"
 _ONE_PASS = "tests/kernels/test_backward_one_pass.py"
 _SPREAD = "tests/kernels/test_spread.py"
 _CAST = "tests/kernels/test_cast.py"
-_KINDS = "tests/runtime/test_kinds_of_call.py"
-_KNOWN = "tests/runtime/test_known_calls.py"
+_KINDS = "tests/calls/test_kinds_of_call.py"
+_KNOWN = "tests/calls/test_known_calls.py"
 _PLAN = "runtime/calls/plan.py"
 
 MUTANTS = (
@@ -210,7 +210,7 @@ MUTANTS = (
         "runtime/calls/outputs.py",
         "told: torch.dtype | None = getattr(call, result.told) if result.told else None",
         "told: torch.dtype | None = None",
-        ("tests/training/test_functional.py::test_each_gradient_is_rounded_once",),
+        ("tests/nn/test_functional.py::test_each_gradient_is_rounded_once",),
     ),
     Mutant(
         "dbias-in-the-type-of-x",
@@ -250,7 +250,7 @@ MUTANTS = (
         "runtime/calls/outputs.py",
         "return -(-length // _STEP) * _STEP",
         "return length",
-        ("tests/runtime/test_row_statistics.py",),
+        ("tests/calls/test_row_statistics.py",),
     ),
     Mutant(
         "packed-statistics-change-places",
@@ -258,7 +258,7 @@ MUTANTS = (
         "runtime/calls/outputs.py",
         "(packed[:m], packed[aligned_length(m) :])",
         "(packed[aligned_length(m) :], packed[:m])",
-        ("tests/runtime/test_row_statistics.py",),
+        ("tests/calls/test_row_statistics.py",),
     ),
     Mutant(
         "mean-without-its-check",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ..mutant import Mutant
 
-_KNOWN = "tests/runtime/test_known_calls.py"
-_FOREIGN = "tests/runtime/test_foreign.py"
-_KINDS = "tests/runtime/test_kinds_of_call.py"
+_KNOWN = "tests/calls/test_known_calls.py"
+_FOREIGN = "tests/calls/test_foreign.py"
+_KINDS = "tests/calls/test_kinds_of_call.py"
 _OPERANDS = f"{_KINDS}::test_another_kind_of_operand_is_another_kind_of_call"
 _GRADIENTS = f"{_KINDS}::test_another_kind_of_operand_is_another_kind_of_backward_call"
 _OTHERS = f"{_KINDS}::test_other_gradients_are_another_kind_of_backward_call"
@@ -104,7 +104,7 @@ MUTANTS = (
         "",
         (
             f"{_KNOWN}::test_a_gradient_of_a_quantised_output_is_refused_after_a_call_without",
-            "tests/training/test_refusals.py::test_forward_functions_do_not_detach_in_silence",
+            "tests/calls/test_refusals.py::test_forward_functions_do_not_detach_in_silence",
         ),
     ),
     Mutant(
@@ -137,7 +137,7 @@ MUTANTS = (
         "runtime/upstream/tensor_guards.py",
         "tensor.requires_grad, tensor.is_neg(), tensor",
         "tensor.requires_grad, tensor",
-        ("tests/runtime/test_tensor_guards.py",),
+        ("tests/calls/test_tensor_guards.py",),
     ),
     Mutant(
         "subclasses-are-known",
@@ -202,7 +202,7 @@ MUTANTS = (
         _OVERLAP,
         "if not (replaceable and tensor is output) and",
         "if tensor is not output and",
-        ("tests/runtime/test_tensor_guards.py::test_an_output_over_a_vector_is_refused_by_whichever_guards",),
+        ("tests/calls/test_tensor_guards.py::test_an_output_over_a_vector_is_refused_by_whichever_guards",),
     ),
     Mutant(
         "overlap-of-rows-that-touch-in-a-byte",
@@ -210,7 +210,7 @@ MUTANTS = (
         _OVERLAP,
         "return distance < a_width or a_stride - distance < b_width",
         "return distance < a_width",
-        ("tests/runtime/test_overlap.py::test_agrees_with_counting_elements",),
+        ("tests/calls/test_overlap.py::test_agrees_with_counting_elements",),
     ),
     Mutant(
         "overlap-of-another-row-stride",
@@ -218,7 +218,7 @@ MUTANTS = (
         _OVERLAP,
         "return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and _row_bytes(a) == _row_bytes(b)",
         "return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype",
-        ("tests/runtime/test_overlap.py::test_out_that_overlaps_an_input_elsewhere_than_exactly",),
+        ("tests/calls/test_overlap.py::test_out_that_overlaps_an_input_elsewhere_than_exactly",),
     ),
     Mutant(
         "rows-that-do-not-collapse-are-walked",
@@ -226,7 +226,7 @@ MUTANTS = (
         "runtime/calls/arguments.py",
         "        if outer != size * inner:\n",
         "        if False:\n",
-        ("tests/runtime/test_bad_arguments.py::test_refused",),
+        ("tests/calls/test_bad_arguments.py::test_refused",),
     ),
     Mutant(
         "a-residual-is-ignored",
@@ -234,7 +234,7 @@ MUTANTS = (
         "runtime/calls/arguments.py",
         "    if residual is not None and not fadd.adds:\n",
         "    if False:\n",
-        ("tests/runtime/test_bad_arguments.py::test_refused",),
+        ("tests/calls/test_bad_arguments.py::test_refused",),
     ),
     Mutant(
         "negated-outputs-are-written",

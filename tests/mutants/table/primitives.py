@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..mutant import Mutant
 
 _PRIMITIVES = "templates/primitives.py.j2"
-_PRECISION = "tests/runtime/test_precision.py"
+_PRECISION = "tests/calls/test_precision.py"
 _SPREAD = "tests/kernels/test_spread.py"
 
 MUTANTS = (
@@ -15,7 +15,7 @@ MUTANTS = (
         _PRIMITIVES,
         "shift, mean_square = row_means(deviations, squares, N, AXIS)",
         "shift, mean_square = row_means(deviations, squares, N - 1 if N > 1 else 1, AXIS)",
-        ("tests/runtime/test_shapes.py::test_dimensions[layer-(96,)]",),
+        ("tests/calls/test_shapes.py::test_dimensions[layer-(96,)]",),
     ),
     Mutant(
         "variance-is-not-corrected",
@@ -50,7 +50,7 @@ MUTANTS = (
         _PRIMITIVES,
         "nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000",
         "nearest = bits & -0x10000",
-        ("tests/runtime/test_operands.py::test_outputs_are_rounded_once",),
+        ("tests/calls/test_operands.py::test_outputs_are_rounded_once",),
     ),
     Mutant(
         "bias-of-short-rows-is-ignored",
@@ -66,7 +66,7 @@ MUTANTS = (
         _PRIMITIVES,
         "chunks += (tl.load(row, mask=start + tl.arange(0, BLOCK) < N, other=0.0),)",
         "chunks += (tl.load(row, mask=start + tl.arange(0, BLOCK) < N - 1, other=0.0),)",
-        ("tests/runtime/test_operands.py::test_every_operand_in_another_dtype[one_pass]",),
+        ("tests/calls/test_operands.py::test_every_operand_in_another_dtype[one_pass]",),
     ),
     Mutant(
         "weights-loaded-late-lack-the-last",

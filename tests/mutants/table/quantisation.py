@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..mutant import Mutant
 
-_QUANTISATION = "tests/runtime/test_quantisation.py"
-_ENCODERS = "tests/runtime/test_encoders.py"
+_QUANTISATION = "tests/calls/test_quantisation.py"
+_ENCODERS = "tests/kernels/test_encoders.py"
 _PRIMITIVES = "templates/primitives.py.j2"
 _QUANTISED = "templates/quantised.j2"
 
@@ -57,7 +57,7 @@ MUTANTS = (
         _PRIMITIVES,
         "bits = z.to(tl.int32, bitcast=True) & 0x7FFFFFFF\n",
         "bits = tl.where(z == z, z, 0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF\n",
-        ("tests/runtime/test_precision.py::test_a_bad_value_in_the_last_column_is_seen[one_pass]",),
+        ("tests/calls/test_precision.py::test_a_bad_value_in_the_last_column_is_seen[one_pass]",),
     ),
     Mutant(
         "amax-counts-what-is-beyond-the-row",
@@ -169,6 +169,6 @@ MUTANTS = (
         "runtime/calls/plan.py",
         "return not (dtype in _HARDWARE_FP8 and target.converts_to_fp8)",
         "return True",
-        ("tests/runtime/test_warmup.py::test_an_architecture_decides_tiles_types_and_options",),
+        ("tests/ahead_of_time/test_warmup.py::test_an_architecture_decides_tiles_types_and_options",),
     ),
 )

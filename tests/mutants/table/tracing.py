@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..mutant import Mutant
 
-_OPERATORS = "tests/runtime/test_operators.py"
-_TRANSFORMS = "tests/training/test_transforms.py"
+_OPERATORS = "tests/operators/test_operators.py"
+_TRANSFORMS = "tests/nn/test_transforms.py"
 _AUTOGRAD = "runtime/calls/recorded.py"
 
 MUTANTS = (

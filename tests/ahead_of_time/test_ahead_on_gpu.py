@@ -1,0 +1,132 @@
+"""On a card: what was compiled before, by warm-up or ahead of time, is all that runs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import normforge
+from normforge.kernels import obtain as obtaining
+from normforge.kernels.gpu import architecture
+from normforge.selection import dispatch
+from normforge.upstream import triton_launcher
+
+from ..calling import ORACLE, agree, printed, python
+
+pytestmark = pytest.mark.gpu
+
+# A training step and a quantised forward pass, for few rows and for many, held against torch; a row of 16384 is spread
+# over programs that wait for one another.
+LENGTHS = (96, 16384)
+CALLS = """
+import torch, normforge
+def run(lengths=(96, 16384), dtype=torch.bfloat16):
+    for n in lengths:
+        for m in (3, 700):
+            x = torch.randn(m, n, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            weight, bias = (torch.randn(n, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2))
+            dy = torch.randn_like(x)
+            y = normforge.layer_norm(x, (n,), weight, bias)
+            expected = torch.nn.functional.layer_norm(x.float(), (n,), weight.float(), bias.float())
+            ours = torch.autograd.grad(y, (x, weight, bias), dy)
+            theirs = torch.autograd.grad(expected, (x, weight, bias), dy.float())
+            torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
+            for ours, theirs in zip(ours, theirs):
+                torch.testing.assert_close(ours.float(), theirs.float(), rtol=2e-2, atol=2e-1)
+            with torch.no_grad():
+                out = normforge.rmsnorm2d_fwd(x, weight, fquant="dynamic", out_dtype=torch.float8_e4m3fn)
+            wanted = torch.nn.functional.rms_norm(x.float(), (n,), weight.float(), 1e-6)
+            torch.testing.assert_close(out.y.float() * out.y_scale[:, None], wanted, rtol=7e-2, atol=7e-2)
+    torch.cuda.synchronize()
+"""
+MODES = ("ln_fwd_bf16_mv", "ln_bwd_bf16", "rms_fwd_bf16_fp8_e4m3fn_dq")
+
+# A line for each kernel that Triton compiles (False) or takes from its cache (True).
+LISTENER = """
+from triton import knobs
+knobs.compilation.listener = lambda **given: print("compiled", given["cache_hit"], given["src"].name)
+"""
+
+
+def command(*argv: str) -> str:
+    return f"from normforge.tools.cli import main; raise SystemExit(main({list(argv)!r}))"
+
+
+def lengths() -> str:
+    return ",".join(map(str, LENGTHS))
+
+
+def test_after_warmup_a_frozen_run_compiles_nothing(tmp_path: Path) -> None:
+    code = f"""
+import os
+{CALLS}
+keys = normforge.warmup({LENGTHS}, {MODES}, progress=False)
+os.environ["NORMFORGE_FROZEN"] = "1"
+{LISTENER}
+run()
+print("done")
+"""
+    assert printed(code, TRITON_CACHE_DIR=str(tmp_path)) == "done"
+
+
+def test_after_the_command_another_process_compiles_nothing(tmp_path: Path) -> None:
+    cache = str(tmp_path)
+    assert "kernels are compiled" in printed(command("warmup", "--n", lengths(), *MODES), TRITON_CACHE_DIR=cache)
+    told = printed(f"{CALLS}{LISTENER}run()", TRITON_CACHE_DIR=cache, NORMFORGE_FROZEN="1").splitlines()
+    assert told
+    assert {line.split()[1] for line in told} == {"True"}
+    other = python(f"{CALLS}run(dtype=torch.float32)", TRITON_CACHE_DIR=cache, NORMFORGE_FROZEN="1")
+    assert other.returncode != 0
+    assert "FrozenError: NORMFORGE_FROZEN=1 forbids compiling" in other.stderr
+    assert "weight_ptr=*fp32:16" in other.stderr
+
+
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same kernels, compiled into a folder by a process that sees no GPU."""
+    base = tmp_path_factory.mktemp("ahead")
+    arch = architecture(torch.device("cuda", 0))
+    argv = ("aot", "--arch", arch, "--n", lengths(), "--out", str(base / "kernels"), *MODES)
+    said = printed(command(*argv), CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(base / "triton"))
+    assert f"for {arch}" in said
+    return base / "kernels"
+
+
+# By every name that it is called by.
+NO_COMPILER = """
+import triton
+from triton.compiler import compiler
+def refuse(*_, **__):
+    raise AssertionError("Triton's compiler was called")
+triton.compile = triton.compiler.compile = compiler.compile = refuse
+"""
+
+
+@pytest.mark.parametrize("frozen", ["0", "1"])
+def test_a_folder_compiled_ahead_of_time_runs_without_the_compiler(ahead: Path, tmp_path: Path, frozen: str) -> None:
+    code = f"{CALLS}{NO_COMPILER}{LISTENER}run()\nprint('done')"
+    environment = {"NORMFORGE_AOT": str(ahead), "NORMFORGE_FROZEN": frozen, "TRITON_CACHE_DIR": str(tmp_path)}
+    assert printed(code, **environment) == "done"
+
+
+def test_a_damaged_binary_is_never_run(ahead: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(ahead, tmp_path / "kernels"))
+    for binary in folder.glob("*.cubin"):
+        binary.write_bytes(binary.read_bytes()[:-1])
+    process = python(f"{CALLS}run()", NORMFORGE_AOT=str(folder), TRITON_CACHE_DIR=str(tmp_path / "triton"))
+    assert process.returncode != 0
+    assert "AotError" in process.stderr
+    assert "is damaged" in process.stderr
+
+
+def test_the_public_launch_compiles_nothing_when_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "plans", {})
+    monkeypatch.setattr(obtaining, "_compiled", {})
+    monkeypatch.setattr(triton_launcher, "bind", lambda *_: None)
+    x, weight = torch.randn(8, 1904, device="cuda"), torch.ones(1904, device="cuda")
+    normforge.warmup([1904], ["ln_fwd_fp32"], bias_dtypes=[None], progress=False)
+    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+    agree(normforge.layernorm2d_fwd(x, weight), ORACLE["layer"](x, weight))

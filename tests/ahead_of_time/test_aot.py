@@ -1,0 +1,412 @@
+"""Kernels compiled ahead of time: made without a GPU, loaded without a compiler, and never the wrong ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import normforge
+from normforge.ahead_of_time.build import Built, build
+from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
+from normforge.errors import AotError, FrozenError
+from normforge.kernels import binaries
+from normforge.kernels import obtain as obtaining
+from normforge.kernels.binaries import INDEX, Folder, read, source_digest, triton_version
+from normforge.kernels.gpu import named_target
+from normforge.kernels.obtain import compile_for, obtain
+from normforge.selection import dispatch
+from normforge.tools import cli
+
+from ..folders import RMS, instance, write
+from ..stand_in_driver import Driver, driving
+
+TARGET = named_target("sm_90")
+# A forward kernel, and the two of a backward pass.
+MODES = ["rms_fwd_bf16", "rms_bwd_bf16"]
+
+
+def wanted(n: int = 64, arch: str = "sm_90") -> list[CompileKey]:
+    return compile_keys([n], MODES, arch=arch, rows=["few"])
+
+
+def made(out: Path, keys: list[CompileKey], arch: str = "sm_90") -> Built:
+    return build(keys, named_target(arch), out, jobs=1, progress=False)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(obtaining, "_compiled", {})
+    monkeypatch.setattr(binaries, "_folder", None)
+    for variable in ("NORMFORGE_FROZEN", "NORMFORGE_AOT"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture(scope="session")
+def compiled_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of kernels, made once."""
+    out = tmp_path_factory.mktemp("aot") / "sm_90"
+    assert made(out, wanted()) == Built(compiled=3, kept=0, removed=0)
+    return out
+
+
+@pytest.fixture
+def folder(compiled_folder: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be spoilt."""
+    return Path(shutil.copytree(compiled_folder, tmp_path / "kernels"))
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's compiler out of order, wherever it is called by name."""
+    import triton
+    from triton.compiler import compiler
+
+    def compile(*_: Any, **__: Any) -> None:
+        raise AssertionError("Triton's compiler was called")
+
+    for module in (triton, triton.compiler, compiler):
+        monkeypatch.setattr(module, "compile", compile)
+
+
+def take(key: CompileKey) -> Driver:
+    """Load a key's kernel as a call on a GPU would, and return what its driver saw."""
+    with driving() as driver:
+        obtain(key.key, key.function, TARGET, 0)
+    return driver
+
+
+def change(folder: Path, **entries: Any) -> None:
+    """Write an index anew with other entries."""
+    document = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).write_text(json.dumps(document | entries))
+
+
+@pytest.mark.compile
+@pytest.mark.usefixtures("no_compiler")
+def test_kernels_are_loaded_without_the_compiler(folder: Path) -> None:
+    normforge.load_aot(folder)
+    rows = read(folder).rows
+    for key in wanted():
+        ((name, binary, shared),) = take(key).loaded
+        row = rows[key.key.portable]
+        assert (name, hashlib.sha256(binary).hexdigest()) == (key.key.symbol, row.binary_sha256)
+        assert shared == json.loads((folder / f"{row.file}.json").read_text())["shared"]
+
+
+@pytest.mark.compile
+@pytest.mark.usefixtures("no_compiler")
+def test_the_environment_names_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NORMFORGE_AOT", str(folder))
+    assert take(wanted()[0]).loaded
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("n", [64, 16384])
+def test_what_is_loaded_is_what_would_be_compiled(n: int, tmp_path: Path) -> None:
+    """Shared memory, registers, cooperative launches and scratch memory come along in the metadata."""
+    keys = compile_keys([n], ["ln_bwd_bf16"], arch="sm_90", rows=["many"])
+    made(tmp_path / "kernels", keys)
+    there = read(tmp_path / "kernels")
+    for key in keys:
+        kernel, expected = there.find(key.key, key.function, TARGET), compile_for(key.key, key.function, TARGET)
+        assert kernel.asm["cubin"] == expected.asm["cubin"]
+        assert kernel.metadata == expected.metadata
+        assert kernel.packed_metadata == expected.packed_metadata
+        assert (kernel.src.signature, kernel.src.constants) == (expected.src.signature, expected.src.constants)
+        if key.key.symbol.endswith("_spread"):
+            assert kernel.metadata.launch_cooperative_grid
+
+
+@pytest.mark.compile
+def test_what_the_folder_lacks_is_compiled_or_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    normforge.load_aot(folder)
+    other = wanted(n=66)[0]
+    assert take(other).loaded
+    monkeypatch.setattr(obtaining, "_compiled", {})
+    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+    # Triton's cache has it now.
+    assert take(other).loaded
+    third = wanted(n=67)[0]
+    with pytest.raises(FrozenError, match=re.escape(f"cache does not hold it, and neither does {folder}; compile it")):
+        take(third)
+
+
+@pytest.mark.compile
+def test_kernels_of_a_users_own_folder(fresh_table: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its package has another name in each process, and after each load."""
+    write(tmp_path / "mine", [instance(RMS, 64)])
+    normforge.load_instances(tmp_path / "mine")
+    before = compile_keys([64], [RMS], arch="sm_90", rows=["few"])
+    made(tmp_path / "kernels", before)
+    normforge.load_instances(tmp_path / "mine")
+    (after,) = compile_keys([64], [RMS], arch="sm_90", rows=["few"])
+    assert before[0].key.kernel != after.key.kernel
+    normforge.load_aot(tmp_path / "kernels")
+    monkeypatch.setattr(obtaining, "compile_for", lambda *_: pytest.fail("it was compiled again"))
+    assert take(after).loaded
+
+
+def damaged(folder: Path) -> str:
+    path = next(folder.glob("rms_fwd*.cubin"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    return f"{path} is damaged: it is not what index.json says; compile it again: normforge aot --arch sm_90 "
+
+
+def metadata_changed(folder: Path) -> str:
+    path = next(folder.glob("rms_fwd*.json"))
+    path.write_text(path.read_text().replace('"num_warps": ', '"num_warps": 1'))
+    return f"{path} is damaged"
+
+
+def missing(folder: Path) -> str:
+    path = next(folder.glob("rms_fwd*.cubin"))
+    path.unlink()
+    return f"{path} cannot be read (No such file or directory); compile it again"
+
+
+def another_source(folder: Path) -> str:
+    document = json.loads((folder / INDEX).read_text())
+    change(folder, kernels=[row | {"source_sha256": "0" * 64} for row in document["kernels"]])
+    return f"{folder} holds rms_fwd_bf16_"
+
+
+def another_architecture(folder: Path) -> str:
+    change(folder, arch="sm_80")
+    return (
+        f"{folder} holds kernels for sm_80, and this GPU is sm_90; compile for it, into another folder: normforge aot "
+        "--arch sm_90"
+    )
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("spoil", [damaged, metadata_changed, missing, another_source, another_architecture])
+def test_a_kernel_that_does_not_fit_is_refused(spoil: Callable[[Path], str], folder: Path) -> None:
+    message = spoil(folder)
+    normforge.load_aot(folder)
+    key = wanted()[0]
+    with driving() as driver, pytest.raises(AotError) as raised:
+        obtain(key.key, key.function, TARGET, 0)
+    assert str(raised.value).startswith(message)
+    assert not driver.loaded
+    assert not obtaining.obtained()
+
+
+def no_folder(folder: Path) -> str:
+    shutil.rmtree(folder)
+    return f"{folder} holds no compiled kernels: no index.json (No such file or directory); make one: normforge aot"
+
+
+def torn_index(folder: Path) -> str:
+    text = (folder / INDEX).read_text()
+    (folder / INDEX).write_text(text[: len(text) // 2])
+    return f"{folder / INDEX} is damaged ("
+
+
+def lacking_index(folder: Path) -> str:
+    change(folder, kernels=[{"key": "a"}])
+    return f"{folder / INDEX} is damaged ("
+
+
+def another_format(folder: Path) -> str:
+    change(folder, format=2)
+    return f"{folder} has format 2 and this normforge reads 1; remove it and make one: normforge aot"
+
+
+def another_triton(folder: Path) -> str:
+    change(folder, triton="3.5.0")
+    return (
+        f"{folder} was compiled by Triton 3.5.0 and this process has {triton_version()}, which may launch kernels "
+        f"otherwise; compile it again: normforge aot --arch sm_90 ... --out {folder}, or install triton==3.5.0"
+    )
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("spoil", [no_folder, torn_index, lacking_index, another_format, another_triton])
+@pytest.mark.parametrize("by", ["function", "environment"])
+def test_a_folder_that_does_not_fit_is_refused(
+    spoil: Callable[[Path], str], by: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = spoil(folder)
+    monkeypatch.setenv("NORMFORGE_AOT", str(folder) if by == "environment" else "")
+    key = wanted()[0]
+    for _ in range(2):
+        with pytest.raises(AotError) as raised, driving():
+            obtain(key.key, key.function, TARGET, 0) if by == "environment" else normforge.load_aot(folder)
+        assert str(raised.value).startswith(message)
+
+
+ROW = {
+    "key": "a",
+    "file": "rms_fwd_bf16_rows-0123456789abcdef",
+    "binary": "cubin",
+    "binary_sha256": "0" * 64,
+    "metadata_sha256": "0" * 64,
+    "source_sha256": "0" * 64,
+}
+MALFORMED: dict[str, str] = {
+    "a_key_that_is_a_list": json.dumps({"kernels": [ROW | {"key": [1]}]}),
+    "a_key_that_is_null": json.dumps({"kernels": [ROW | {"key": None}]}),
+    "nested": '{"kernels": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    "a_file_elsewhere": json.dumps({"kernels": [ROW | {"file": "../../x-0123456789abcdef"}]}),
+    "a_binary_elsewhere": json.dumps({"kernels": [ROW | {"binary": "cubin/../../x"}]}),
+    "no_digest": json.dumps({"kernels": [ROW | {"binary_sha256": "abc"}]}),
+    "one_field_more": json.dumps({"kernels": [ROW | {"more": "1"}]}),
+    "one_field_less": json.dumps({"kernels": [{k: v for k, v in ROW.items() if k != "binary"}]}),
+    "kernels_that_are_text": json.dumps({"kernels": "abc"}),
+    "a_kernel_that_is_none": json.dumps({"kernels": [None]}),
+    "kernels_that_are_a_number": json.dumps({"kernels": 3}),
+    "an_architecture_that_is_a_list": json.dumps({"kernels": [], "arch": ["sm_90"]}),
+    "a_format_that_is_true": json.dumps({"kernels": [], "format": True}),
+    "a_number_without_end": '{"format": ' + "1" * 10_000 + "}",
+    "no_object": "[]",
+    "no_text": "\udcff",
+}
+
+
+@pytest.mark.parametrize("text", MALFORMED.values(), ids=MALFORMED)
+def test_an_index_that_is_malformed_is_refused(text: str, tmp_path: Path) -> None:
+    about = {"format": binaries.FORMAT, "normforge": "0", "triton": triton_version(), "arch": "sm_90"}
+    if text.startswith('{"kernels": ['):
+        text = json.dumps(about)[:-1] + ", " + text[1:]
+    (tmp_path / INDEX).write_text(text, errors="surrogateescape")
+    with pytest.raises(AotError, match=r"(is damaged \(|has format )"):
+        normforge.load_aot(tmp_path)
+
+
+def test_an_index_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / INDEX)
+    with pytest.raises(AotError, match="it is no regular file"):
+        normforge.load_aot(tmp_path)
+    with pytest.raises(AotError, match="is no path"):
+        normforge.load_aot("a\0b")
+
+
+def test_a_right_index_is_taken(tmp_path: Path) -> None:
+    about = {"format": binaries.FORMAT, "normforge": "0", "triton": triton_version(), "arch": "sm_90"}
+    (tmp_path / INDEX).write_text(json.dumps(about | {"kernels": [ROW]}))
+    assert set(read(tmp_path).rows) == {"a"}
+
+
+@pytest.mark.compile
+def test_a_folder_that_is_refused_leaves_the_one_before(folder: Path, tmp_path: Path) -> None:
+    normforge.load_aot(folder)
+    with pytest.raises(AotError):
+        normforge.load_aot(tmp_path / "none")
+    there = binaries.loaded()
+    assert there is not None
+    assert there.path == folder
+
+
+def test_the_source_is_that_of_the_kernel_and_of_what_it_calls(fresh_table: None, tmp_path: Path) -> None:
+    digests = []
+    changes: list[tuple[str, str]] = [("mine", "")]
+    changes += [("again", ""), ("other", "rms_fwd_fp32.py"), ("shared", "primitives.py")]
+    for name, changed in changes:
+        folder = write(tmp_path / name, [instance(RMS, 64)])
+        if changed:
+            (folder / changed).write_text((folder / changed).read_text() + "# Another line.\n")
+        normforge.load_instances(folder)
+        digests.append(source_digest(dispatch.find(RMS, 64).load(dispatch.find(RMS, 64).tile(1, "sm_90").pipeline)))
+    first, again, other, shared = digests
+    assert first == again
+    assert len({first, other, shared}) == 3
+
+
+@pytest.mark.compile
+def test_a_second_build_compiles_nothing_and_leaves_nothing_over(folder: Path, no_compiler: None) -> None:
+    files = {path.name for path in folder.iterdir()}
+    assert made(folder, wanted()) == Built(compiled=0, kept=3, removed=0)
+    assert {path.name for path in folder.iterdir()} == files
+    first, *others = wanted()
+    # What a killed process may leave, and what a user put there.
+    (folder / f"a-{'0' * 16}.cubin.123.part").write_text("half")
+    (folder / "notes.txt").write_text("mine")
+    assert made(folder, [first]) == Built(compiled=0, kept=1, removed=len(others))
+    row = read(folder).rows[first.key.portable]
+    assert {path.name for path in folder.iterdir()} == {INDEX, "notes.txt", *row.files}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("spoil", [damaged, missing, another_source, another_triton])
+def test_a_build_mends_what_does_not_fit(spoil: Callable[[Path], str], folder: Path) -> None:
+    spoil(folder)
+    assert made(folder, wanted()).compiled >= 1
+    normforge.load_aot(folder)
+    for key in wanted():
+        assert take(key).loaded
+
+
+@pytest.mark.compile
+def test_a_build_that_fails_leaves_the_folder_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+    with pytest.raises(FrozenError):
+        made(folder, [*wanted(), *wanted(n=68)])
+    assert set(read(folder).rows) == {key.key.portable for key in wanted()}
+    with pytest.raises(FrozenError):
+        made(folder.with_name("fresh"), wanted(n=68))
+    monkeypatch.delenv("NORMFORGE_FROZEN")
+    assert made(folder.with_name("fresh"), wanted(n=68)[:1]) == Built(compiled=1, kept=0, removed=0)
+
+
+def test_a_build_spares_what_it_did_not_make(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(AotError, match=r"is there already and is no folder of compiled kernels .* name another"):
+        made(tmp_path, wanted())
+    with pytest.raises(AotError, match="is there already"):
+        made(tmp_path / "mine.txt", wanted())
+    foreign = Folder(tmp_path / "foreign", "0", triton_version(), "gfx942", {})
+    foreign.path.mkdir()
+    foreign.save()
+    with pytest.raises(
+        AotError, match=r"foreign holds kernels for gfx942 and these are for sm_90; name another folder"
+    ):
+        made(foreign.path, wanted())
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("arch", "binary"), [("sm_80", "cubin"), ("sm_90", "cubin"), ("sm_100", "cubin"), ("gfx942", "hsaco")]
+)
+def test_the_command_compiles_for_every_architecture(
+    arch: str, binary: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / arch
+    command = ["aot", "--arch", arch, "--n", "64", "--rows", "few", "--out", str(out), "rms_fwd_bf16_fp8_e4m3fn_dq"]
+    assert cli.main(command) == 0
+    assert f"1 kernels for {arch} in {out}: 1 compiled, 0 unchanged, 0 removed" in capsys.readouterr().out
+    index = json.loads((out / INDEX).read_text())
+    assert (index["arch"], index["triton"], index["normforge"]) == (arch, triton_version(), normforge.__version__)
+    (row,) = index["kernels"]
+    metadata = json.loads((out / f"{row['file']}.json").read_text())
+    assert str(metadata["target"]["arch"]) == arch.removeprefix("sm_")
+    assert (out / f"{row['file']}.{binary}").read_bytes().startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--n", "64", "--out", "x"], "the following arguments are required: --arch"),
+        (["--n", "64", "--arch", "sm_90"], "the following arguments are required: --out"),
+    ],
+)
+def test_commands_that_are_none(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["aot", *argv])
+    assert message in capsys.readouterr().err
+
+
+def test_the_interpreter_compiles_nothing_ahead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["aot", "--n", "64", "--arch", "sm_90", "--out", str(tmp_path / "out")]) == 2
+    assert "TRITON_INTERPRET=1 has kernels interpreted" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

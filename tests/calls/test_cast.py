@@ -1,0 +1,170 @@
+"""Rows that are rounded before the weight: the functional API, recorded and not, and whoever else computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge import errors, reference
+from normforge.codegen.model import Cast
+from normforge.nn import functional
+
+from ..nn import models
+from ..nn.oracle import FUNCTIONS, backward, each_device, each_function, each_norm
+
+M, N = 8, 300
+
+HALVES = [torch.float16, torch.bfloat16]
+each_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
+
+
+def run(norm: str, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, cast: Any) -> torch.Tensor:
+    """What a function of FUNCTIONS returns as y."""
+    function: Callable[..., Any] = FUNCTIONS[norm]
+    given = (x, residual) if norm.startswith("add") else (x, (N,))
+    result = function(*given, weight, eps=1e-5, cast=cast)
+    y: torch.Tensor = result[0] if norm.startswith("add") else result
+    return y
+
+
+def oracle(norm: str, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> reference.ReferenceOutput:
+    add: dict[str, Any] = {"residual": residual, "fadd": "pre_add_store"} if norm.startswith("add") else {}
+    function = reference.rmsnorm2d_fwd if norm.endswith("rms") else reference.layernorm2d_fwd
+    return function(x, weight, eps=1e-5, cast="before_weight", save_mv=True, **add)
+
+
+@each_device
+@each_half
+@each_function
+def test_two_roundings_to_the_bit_and_the_weights_gradient_of_the_first(
+    norm: str, dtype: torch.dtype, device: str
+) -> None:
+    x, residual = (torch.randn(M, N, device=device).to(dtype).requires_grad_() for _ in range(2))
+    weight = torch.randn(N, device=device).to(dtype).requires_grad_()
+    y = run(norm, x, residual, weight, "before_weight")
+    expected = oracle(norm, x.detach(), residual.detach(), weight.detach())
+    assert expected.open is not None
+    # With a weight of 16 bits the product is exact in fp32, and a row is rounded as the oracle's but where it may be
+    # rounded either way.
+    told = expected.open == 0
+    assert told.float().mean() > 0.5
+    assert torch.equal(y[told], expected.y[told])
+    assert not torch.equal(y, run(norm, x, residual, weight, "after_weight"))
+    with torch.no_grad():
+        assert torch.equal(y, run(norm, x, residual, weight, Cast.BEFORE_WEIGHT))
+
+    dy = torch.randn(M, N, device=device).to(dtype)
+    backward(y, dy)
+    assert weight.grad is not None
+    # What is read again of a fused add is the sum as it was stored.
+    stored = x.detach() if expected.residual_out is None else expected.residual_out
+    assert expected.rstd is not None
+    if expected.mean is None:
+        gradients = reference.rmsnorm2d_bwd(dy, stored, rstd=expected.rstd, cast="before_weight")
+    else:
+        mean, rstd = expected.mean, expected.rstd
+        gradients = reference.layernorm2d_bwd(dy, stored, mean=mean, rstd=rstd, cast="before_weight")
+    assert gradients.open is not None
+    allowed = torch.finfo(dtype).eps * gradients.dweight.abs() + gradients.open + 1e-5 * gradients.magnitudes["dweight"]
+    assert bool(((weight.grad.double() - gradients.dweight).abs() <= allowed).all())
+
+
+@each_norm
+def test_of_fp32_alone_nothing_is_rounded_and_the_usual_kernel_serves(norm: str) -> None:
+    x, weight = torch.randn(M, N), torch.randn(N)
+    asked: dict[str, Any] = {"norm": norm, "cast": "before_weight"}
+    assert normforge.which(x, weight, **asked) == normforge.which(x, weight, norm=norm)
+    assert "_cbw" in normforge.which(x, weight, **asked, out_dtype=torch.float16)
+    assert "_cbw" in normforge.which(x.half(), weight, **asked, out_dtype=torch.float32)
+    quantised: dict[str, Any] = {"fquant": "dynamic", "out_dtype": torch.int8}
+    assert "_cbw" not in normforge.which(x, weight, **asked, **quantised)
+    assert "_cbw" in normforge.which(x.half(), weight, **asked, **quantised)
+
+
+def test_of_fp32_rows_nothing_is_rounded_whatever_their_sum_is_stored_in() -> None:
+    x, weight = torch.randn(M, N), torch.randn(N)
+    residual, dy = torch.randn(M, N).bfloat16(), torch.randn(M, N)
+    found = []
+    for cast in ("before_weight", "after_weight"):
+        leaf = weight.clone().requires_grad_()
+        y, _ = normforge.add_rms_norm(x, residual, leaf, 1e-5, cast=cast)
+        backward(y, dy)
+        found.append((y, leaf.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True) if a is not None and b is not None)
+
+
+@each_function
+def test_another_word_is_refused(norm: str) -> None:
+    x = torch.randn(M, N).half()
+    message = r"^cast='first' is no mode; it takes 'after_weight', 'before_weight'$"
+    with pytest.raises(errors.ConflictError, match=message):
+        run(norm, x, x, torch.ones(N), "first")
+
+
+@each_half
+@each_function
+def test_torchs_operators_compute_the_same_where_kernels_cannot(norm: str, dtype: torch.dtype) -> None:
+    """In a transform of torch.func; with a mean of no rounding and weights of 16 bits, to the bit but for ties."""
+    x, residual = torch.randn(M, N).to(dtype), torch.randn(M, N).to(dtype)
+    weight = torch.randn(N).to(dtype)
+    mapped = torch.func.vmap(lambda row, other: run(norm, row, other, weight, "before_weight"))(x, residual)
+    y = run(norm, x, residual, weight, "before_weight")
+    assert mapped.dtype is y.dtype
+    expected = oracle(norm, x, residual, weight)
+    assert expected.open is not None
+    told = expected.open == 0
+    assert torch.equal(mapped[told], y[told])
+
+
+@each_half
+@each_norm
+def test_gradients_of_several_at_once(norm: str, dtype: torch.dtype) -> None:
+    """Which torch's operators compute: none of a row's own memory is there for a kernel to read."""
+    x, weight = torch.randn(M, N).to(dtype), torch.randn(N, requires_grad=True)
+    arriving = torch.randn(3, M, N).to(dtype)
+    y = run(norm, x, x, weight, "before_weight")
+    (batched,) = torch.autograd.grad(y, weight, arriving, is_grads_batched=True, retain_graph=True)
+    one_by_one = torch.stack([torch.autograd.grad(y, weight, dy, retain_graph=True)[0] for dy in arriving])
+    torch.testing.assert_close(batched, one_by_one, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@each_function
+def test_compiled(norm: str, backend: str) -> None:
+    x, residual = (torch.randn(M, N).bfloat16().requires_grad_() for _ in range(2))
+    weight = torch.randn(N).bfloat16().requires_grad_()
+    dy = torch.randn(M, N).bfloat16()
+    tensors = (x, weight, *([residual] if norm.startswith("add") else []))
+
+    def step(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return run(norm, x, residual, weight, "before_weight")
+
+    compiled = torch.compile(step, backend=backend, fullgraph=True)
+    for function in (step, compiled):
+        y = function(x, residual, weight)
+        found = (y, *torch.autograd.grad(y, tensors, dy))
+        if function is step:
+            wanted = found
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_patched_norm_is_known_from_its_second_call_on(
+    weight_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the result has another type than x."""
+    module = models.LlamaRMSNorm(N).to(weight_dtype)
+    normforge.patch(module)
+    x = torch.randn(M, N).bfloat16()
+    with monkeypatch.context() as patch:
+        for recorded in (True, False):
+            with torch.set_grad_enabled(recorded):
+                first = module(x)
+                patch.setattr(functional, "normalise", lambda *_, **__: pytest.fail("it was checked again"))
+                assert torch.equal(module(x), first)
+                assert first.dtype is weight_dtype
+                patch.undo()

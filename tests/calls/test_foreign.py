@@ -1,0 +1,270 @@
+"""Operands whose address holds no values: wrapper subclasses, freed storages, and views that negate their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils import _pytree as pytree
+
+import normforge
+from normforge import errors
+from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.selection import dispatch
+
+from ..calling import FORWARD, each_norm, same_bits
+
+M, N = 3, 64
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that stands for another one, which its operators are run on; it has no memory of its own."""
+
+    wrapped: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+        made.wrapped = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares another signature than it calls
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map_only(Wrapper, lambda wrapper: wrapper.wrapped, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def arriving(tensor: torch.Tensor) -> torch.Tensor:
+    """What a collective returns, before it has come to an end."""
+    return AsyncCollectiveTensor(tensor)
+
+
+def negated(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, as a view that negates its memory."""
+    return torch._neg_view(-tensor)
+
+
+def same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+# Each stands for the tensor that it is made of.
+STANDING_FOR: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "wrapper": Wrapper,
+    "on its way": arriving,
+    "negated": negated,
+}
+each_stand_in = pytest.mark.parametrize(
+    "stand_in", STANDING_FOR.values(), ids=[name.replace(" ", "_") for name in STANDING_FOR]
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "plans", {})
+
+
+def plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if isinstance(tensor, Wrapper):
+        return tensor.wrapped
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def made(*names: str) -> dict[str, Any]:
+    vectors = ("weight", "bias", "x_bias", "smooth_scale")
+    return {name: torch.randn(N) if name in vectors else torch.randn(M, N) for name in names}
+
+
+FUSED = {"fadd": "pre_add_store", "fquant": "smooth_dynamic", "save_mv": True}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+@each_stand_in
+@each_norm
+def test_each_operand_of_a_forward_function(norm: str, stand_in: Any, known: bool, fused: bool) -> None:
+    names = ["x", "weight"] + (["bias"] if norm == "layer" else [])
+    given = made(*names, "residual", "x_bias", "smooth_scale") if fused else made(*names)
+    modes: dict[str, Any] = FUSED if fused else {}
+    expected = FORWARD[norm](**given, **modes)
+    if not known:
+        dispatch.plans.clear()
+    for name in given:
+        actual = FORWARD[norm](**given | {name: stand_in(given[name])}, **modes)
+        assert all(same_bits(plain(a), b) for a, b in zip(actual, expected, strict=True)), name
+    every = {name: stand_in(tensor) for name, tensor in given.items()}
+    assert all(same_bits(plain(a), b) for a, b in zip(FORWARD[norm](**every, **modes), expected, strict=True))
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("stand_in", [Wrapper, arriving])
+@each_norm
+def test_each_output_of_a_forward_function(norm: str, stand_in: Any, known: bool) -> None:
+    x, residual = torch.randn(M, N), torch.randn(M, N)
+    modes: dict[str, Any] = {"residual": residual, "fadd": "pre_add_store"}
+    expected = FORWARD[norm](x, **modes)
+    if known:
+        FORWARD[norm](x, **modes, out=torch.empty(M, N), residual_out=torch.empty(M, N))
+    for name, wanted in (("out", expected.y), ("residual_out", expected.residual_out)):
+        output = torch.zeros(M, N)
+        FORWARD[norm](x, **modes, **{name: stand_in(output)})
+        assert same_bits(output, wanted)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("name", ["out", "residual_out"])
+def test_an_output_that_negates_its_memory_is_refused(name: str, known: bool) -> None:
+    given: dict[str, Any] = {"x": torch.randn(M, N), "residual": torch.randn(M, N), "fadd": 1}
+    if known:
+        FORWARD["layer"](**given, **{name: torch.empty(M, N)})
+    with pytest.raises(errors.LayoutError, match=rf"^{name} is a view that negates its memory .*; pass memory of its"):
+        FORWARD["layer"](**given, **{name: torch._neg_view(torch.empty(M, N))})
+
+
+BACKWARD: dict[str, Any] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
+
+
+@pytest.mark.parametrize("known", [False, True])
+@each_stand_in
+@each_norm
+def test_each_operand_of_a_backward_function(norm: str, stand_in: Any, known: bool) -> None:
+    given = made("dy", "x", "weight", "x_bias", "dresidual_out")
+    given |= {name: torch.rand(M) for name in (("mean", "rstd") if norm == "layer" else ("rstd",))}
+    expected = BACKWARD[norm](**given, wants=("dx", "dweight", "dx_bias"))
+    if not known:
+        dispatch.plans.clear()
+    for name in given:
+        actual = BACKWARD[norm](**given | {name: stand_in(given[name])}, wants=("dx", "dweight", "dx_bias"))
+        assert all(same_bits(plain(a), b) for a, b in zip(actual, expected, strict=True)), name
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "layer": lambda x, residual, weight, bias: normforge.layer_norm(x, (N,), weight, bias),
+    "rms": lambda x, residual, weight, bias: normforge.rms_norm(x, (N,), weight),
+    "add layer": normforge.add_layer_norm,
+    "add rms": lambda x, residual, weight, bias: normforge.add_rms_norm(x, residual, weight),
+}
+
+
+@pytest.mark.parametrize("known", [False, True])
+@each_stand_in
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=[name.replace(" ", "_") for name in FUNCTIONS])
+def test_each_operand_of_the_functional_api(function: Any, stand_in: Any, known: bool) -> None:
+    given = made("x", "residual", "weight", "bias")
+    expected = pytree.tree_leaves(function(**given))
+    if not known:
+        dispatch.plans.clear()
+    for name in given:
+        actual = pytree.tree_leaves(function(**given | {name: stand_in(given[name])}))
+        assert all(same_bits(plain(a), b) for a, b in zip(actual, expected, strict=True)), name
+
+
+@pytest.mark.parametrize("name", ["x", "residual", "weight", "bias"])
+def test_gradients_of_what_is_negated(name: str) -> None:
+    given = {key: tensor.requires_grad_() for key, tensor in made("x", "residual", "weight", "bias").items()}
+    dy = torch.randn(M, N)
+    results = []
+    for changed in (given, given | {name: torch._neg_view(-given[name])}):
+        y, total = normforge.add_layer_norm(**changed)
+        results.append(torch.autograd.grad([y, total], list(given.values()), [dy, torch._neg_view(-dy)]))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@each_stand_in
+def test_a_gradient_that_stands_for_another(stand_in: Any) -> None:
+    given = {key: tensor.requires_grad_() for key, tensor in made("x", "residual", "weight", "bias").items()}
+    dy, dresidual_out = torch.randn(M, N), torch.randn(M, N)
+    results = []
+    for change in (same, stand_in):
+        outputs = normforge.add_layer_norm(**given)
+        results.append(torch.autograd.grad(outputs, list(given.values()), [change(dy), change(dresidual_out)]))
+    # torch's operators compute those of what is no plain tensor.
+    torch.testing.assert_close(*results)
+
+
+def test_the_imaginary_part_of_a_conjugate() -> None:
+    """One column: the last dimension of a longer row has stride 2, which kernels refuse anyway."""
+    z = torch.randn(5, 1, dtype=torch.complex64)
+    x = z.conj().imag
+    assert x.is_neg()
+    expected = normforge.rmsnorm2d_fwd(x.contiguous()).y
+    assert torch.equal(expected.sign(), -z.imag.sign())
+    for _ in range(2):
+        assert same_bits(normforge.rmsnorm2d_fwd(x).y, expected)
+        assert same_bits(normforge.rms_norm(x, (1,), eps=1e-6), expected)
+
+
+def test_a_copy_of_what_is_negated_makes_nothing_known() -> None:
+    """Rows of several strides can be copied and cannot be walked."""
+    rows = torch.randn(2, 5, N)[:, :M]
+    normforge.layernorm2d_fwd(torch._neg_view(rows))
+    with pytest.raises(errors.LayoutError, match="do not collapse to one row stride"):
+        normforge.layernorm2d_fwd(rows)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["weight", "residual", "bias", "x"])
+def test_fake_tensors_among_real_ones_are_refused_by_torch(name: str) -> None:
+    with FakeTensorMode():
+        fake = made(name)
+    given = made("x", "residual", "weight", "bias") | fake
+    FORWARD["layer"](**made("x", "residual", "weight", "bias"), fadd=1)
+    for call in (lambda: FORWARD["layer"](**given, fadd=1), lambda: normforge.add_layer_norm(**given)):
+        with pytest.raises(Exception, match=r"(?i)fake"):
+            call()
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("name", ["x", "residual", "weight", "out"])
+def test_a_tensor_whose_storage_was_freed_is_refused(name: str, known: bool) -> None:
+    """As sharding does to parameters that are not in use."""
+    given: dict[str, Any] = {**made("x", "residual", "weight", "out"), "fadd": "pre_add_store"}
+    if known:
+        FORWARD["layer"](**given)
+    given[name].untyped_storage().resize_(0)
+    with pytest.raises(errors.LayoutError, match=rf"^{name} \(.*\) has no memory .*storage was freed"):
+        FORWARD["layer"](**given)
+    gradients: dict[str, Any] = {"dy": torch.ones(M, N), "x": torch.ones(M, N), "rstd": torch.ones(M)}
+    if known:
+        rmsnorm2d_bwd(**gradients)
+    gradients["dy"].untyped_storage().resize_(0)
+    with pytest.raises(errors.LayoutError, match=r"^dy \(.*\) has no memory"):
+        rmsnorm2d_bwd(**gradients)
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Any]:
+    """Of one process."""
+    if not dist.is_available():
+        pytest.skip("this build of torch has no torch.distributed")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["x", "residual", "weight", "bias"])
+def test_distributed_tensors_among_others_are_never_launched(name: str, mesh: Any, monkeypatch: Any) -> None:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    def fail(*arguments: Any) -> Any:
+        pytest.fail("a kernel was launched")
+
+    given = made("x", "residual", "weight", "bias")
+    FORWARD["layer"](**given, fadd=1)
+    normforge.add_layer_norm(**given)
+    given[name] = DTensor.from_local(given[name], mesh, [Replicate()])
+    monkeypatch.setattr(normforge.kernels.launcher.Launcher, "launch_tensors", fail)
+    # torch says what it has no rule for; a DTensor beside plain tensors it refuses of its own operators too.
+    for call in (lambda: FORWARD["layer"](**given, fadd=1), lambda: normforge.add_layer_norm(**given)):
+        with pytest.raises(Exception, match=r"(?i)dtensor|sharding"):
+            call()

@@ -1,0 +1,267 @@
+"""A call that differs from one before in an operand's type, layout or alignment, or in a mode, is of another kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge.calls.outputs import NormGradients
+from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.codegen.model import DType, Mode, Norm, Rounding
+from normforge.codegen.tiling import SMALL_M
+from normforge.errors import LayoutError
+from normforge.gradient_reference import ReferenceGradients
+from normforge.kernels.key import pointer_type
+from normforge.kernels.launcher import Launcher
+from normforge.reference import layernorm2d_bwd as layernorm2d_bwd_oracle
+from normforge.reference import rmsnorm2d_bwd as rmsnorm2d_bwd_oracle
+from normforge.selection import dispatch
+from normforge.selection.table import Table
+from normforge.tools.compare import compare_gradients
+
+from ..calling import FORWARD, ORACLE, agree, each_norm
+
+M, N = 3, 64
+# Bytes from a multiple of 16 to where a misaligned tensor starts, a multiple of every element's size.
+SHIFT = 8
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "plans", {})
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launcher]:
+    """Every launcher that a call has launched."""
+    launchers: list[Launcher] = []
+    usual = Launcher.launch_tensors
+
+    def launch(launcher: Launcher, grid: Any, values: Any) -> None:
+        launchers.append(launcher)
+        usual(launcher, grid, values)
+
+    monkeypatch.setattr(Launcher, "launch_tensors", launch)
+    return launchers
+
+
+def misaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that starts at no multiple of 16 bytes."""
+    shift = SHIFT // tensor.element_size()
+    memory = torch.empty(tensor.numel() + shift, dtype=tensor.dtype)
+    assert memory.data_ptr() % 16 == 0
+    return memory[shift:].view(tensor.shape).copy_(tensor)
+
+
+def with_gaps(rows: torch.Tensor) -> torch.Tensor:
+    """A copy whose rows do not adjoin."""
+    wider = torch.empty(M, N + 16, dtype=rows.dtype)
+    return wider[:, :N].copy_(rows)
+
+
+def in_bf16(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.bfloat16()
+
+
+VECTORS = ("weight", "bias", "x_bias", "smooth_scale")
+ROWS = ("x", "residual", "out", "residual_out")
+
+
+def fused(norm: str) -> dict[str, Any]:
+    """Arguments of a call that has every operand there is."""
+    given: dict[str, Any] = {name: torch.randn(M, N) for name in ("x", "residual")}
+    given |= {"out": torch.zeros(M, N, dtype=torch.int8), "residual_out": torch.zeros(M, N)}
+    given |= {name: torch.randn(N) for name in VECTORS}
+    if norm == "rms":
+        del given["bias"]
+    return given | {"fadd": 1, "fquant": 1, "save_mv": True}
+
+
+def plain(norm: str) -> dict[str, Any]:
+    return {name: fused(norm)[name] for name in ("x", "weight", "bias") if name in fused(norm)}
+
+
+def check(norm: str, given: dict[str, Any]) -> None:
+    inputs = {name: value for name, value in given.items() if name not in ("out", "residual_out")}
+    agree(FORWARD[norm](**given), ORACLE[norm](**inputs))
+
+
+KINDS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[str, ...]]] = {
+    "bf16": (in_bf16, (*VECTORS, "x", "residual")),
+    "gaps": (with_gaps, ROWS),
+    "misaligned": (misaligned, (*VECTORS, *ROWS)),
+}
+
+
+def told(launcher: Launcher) -> dict[str, object]:
+    """What the compiler was told of each operand that is there, by its name."""
+    types = {name: word for name, word in launcher.key.arguments if name.endswith("_ptr") and word is not None}
+    return {"out" if name == "y_ptr" else name.removesuffix("_ptr"): word for name, word in types.items()}
+
+
+def true(given: dict[str, Any]) -> dict[str, object]:
+    """What is true of them."""
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    return {name: pointer_type(t.dtype, aligned=t.data_ptr() % 16 == 0) for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("arguments", [plain, fused])
+@each_norm
+def test_another_kind_of_operand_is_another_kind_of_call(
+    norm: str, arguments: Callable[[str], dict[str, Any]], kind: str, launched: list[Launcher]
+) -> None:
+    """A kernel of the call before would read another type, or, on a GPU, fault on a misaligned address."""
+    usual = arguments(norm)
+    check(norm, usual)
+    change, names = KINDS[kind]
+    for name in names:
+        if name not in usual:
+            continue
+        other = usual | {name: change(usual[name])}
+        if name == "residual" and kind == "bf16":
+            other["residual_out"] = usual["residual_out"].bfloat16()
+        check(norm, other)
+        assert true(other).items() <= told(launched[-1]).items(), name
+
+
+OTHER_MODES: tuple[dict[str, Any], ...] = (
+    {"rounding": "truncate"},
+    {"scale_dtype": torch.bfloat16},
+    {"out_dtype": torch.float8_e4m3fn},
+    {"fquant": "smooth_dynamic", "smooth_scale": torch.full((N,), 3.0)},
+    {"save_mv": True},
+    {"residual": torch.ones(M, N), "fadd": "pre_add"},
+    {"residual": torch.ones(M, N), "fadd": "pre_add_store"},
+    {"x_bias": torch.ones(N)},
+)
+
+
+@pytest.mark.parametrize("other", OTHER_MODES, ids=str)
+@each_norm
+def test_another_mode_is_another_kind_of_call(norm: str, other: dict[str, Any]) -> None:
+    x = torch.randn(M, N)
+    usual = {"x": x, "fquant": "dynamic"}
+    for given in (usual, usual | other, usual):
+        rounding = Rounding(given.get("rounding", "nearest"))
+        agree(FORWARD[norm](**given), ORACLE[norm](**given), rounding)
+
+
+@each_norm
+def test_another_cast_is_another_kind_of_call(norm: str) -> None:
+    """Of y in fp32, where the rounding of rows is far more than what y may be off."""
+    usual = {"x": torch.randn(M, N).bfloat16(), "weight": torch.randn(N), "out_dtype": torch.float32}
+    for given in (usual, usual | {"cast": "before_weight"}, usual):
+        agree(FORWARD[norm](**given), ORACLE[norm](**given))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "x_bias", "smooth_scale"])
+def test_an_output_never_replaces_a_vector(name: str) -> None:
+    """Not where x is one row, either, whose shape is the vector's."""
+    vector = torch.randn(N)
+    modes = {"fquant": 1, "out_dtype": torch.int8} if name == "smooth_scale" else {}
+    out = torch.zeros(N, dtype=torch.int8) if modes else torch.zeros(N)
+    given = {"x": torch.randn(N), name: vector, **modes}
+    FORWARD["layer"](**given, out=out)
+    for _ in range(2):
+        with pytest.raises(LayoutError, match=f"out overlaps {name}"):
+            FORWARD["layer"](**given, out=vector.view(torch.int8)[:N] if modes else vector)
+
+
+def backward_arguments(norm: str) -> dict[str, Any]:
+    given: dict[str, Any] = {name: torch.randn(M, N) for name in ("dy", "x", "dresidual_out")}
+    given |= {"weight": torch.randn(N), "x_bias": torch.randn(N), "rstd": torch.rand(M) + 0.5}
+    given["wants"] = ("dx", "dweight", "dx_bias")
+    return given | {"mean": torch.randn(M)} if norm == "layer" else given
+
+
+BACKWARD: dict[str, tuple[Callable[..., NormGradients], Callable[..., ReferenceGradients]]] = {
+    "layer": (layernorm2d_bwd, layernorm2d_bwd_oracle),
+    "rms": (rmsnorm2d_bwd, rmsnorm2d_bwd_oracle),
+}
+
+
+def check_backward(norm: str, given: dict[str, Any]) -> None:
+    ours, oracle = BACKWARD[norm]
+    actual = ours(**given)
+    assert {name for name, gradient in actual._asdict().items() if gradient is not None} == set(given["wants"])
+    inputs = {name: value for name, value in given.items() if name not in ("dx_dtype", "bias_dtype", "wants")}
+    findings = compare_gradients(actual, oracle(**inputs))
+    assert [finding for finding in findings if not finding.ok] == []
+    assert actual.dx is None or actual.dx.dtype == given.get("dx_dtype", given["x"].dtype)
+    assert actual.dbias is None or actual.dbias.dtype == given.get("bias_dtype", given["weight"].dtype)
+
+
+GRADIENT_KINDS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor | None], tuple[str, ...]]] = {
+    "bf16": (in_bf16, ("dy", "x", "dresidual_out", "weight", "x_bias")),
+    "gaps": (with_gaps, ("dy", "x", "dresidual_out")),
+    "misaligned": (misaligned, ("dy", "x", "dresidual_out", "weight", "x_bias", "mean", "rstd")),
+    "absent": (lambda tensor: None, ("dresidual_out",)),
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENT_KINDS)
+@each_norm
+def test_another_kind_of_operand_is_another_kind_of_backward_call(
+    norm: str, kind: str, launched: list[Launcher]
+) -> None:
+    usual = backward_arguments(norm)
+    check_backward(norm, usual)
+    change, names = GRADIENT_KINDS[kind]
+    for name in names:
+        if name not in usual:
+            continue
+        other = usual | {name: change(usual[name])}
+        launched.clear()
+        check_backward(norm, other)
+        # The first launch is of the kernel that walks the rows.
+        assert true(other).items() <= told(launched[0]).items(), name
+
+
+OTHER_GRADIENTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((norm, {"wants": ("dx",)}) for norm in BACKWARD),
+    *((norm, {"wants": ("dweight", "dx_bias")}) for norm in BACKWARD),
+    *((norm, {"dx_dtype": torch.bfloat16}) for norm in BACKWARD),
+    ("layer", {"bias_dtype": torch.float16}),
+)
+
+
+@pytest.mark.parametrize(("norm", "other"), OTHER_GRADIENTS, ids=str)
+def test_other_gradients_are_another_kind_of_backward_call(norm: str, other: dict[str, Any]) -> None:
+    usual = backward_arguments(norm)
+    if norm == "layer":
+        usual["wants"] = (*usual["wants"], "dbias")
+    for given in (usual, usual | other, usual):
+        check_backward(norm, given)
+
+
+# For at most SMALL_M rows another kernel than for more, whichever direction.
+MANY, FEW = ("rows", 4, N, 1), ("one_pass", 1, N, 1)
+
+
+@pytest.mark.parametrize("mode", ["ln_fwd_fp32", "ln_bwd_fp32"])
+def test_as_many_rows_as_a_table_calls_few_take_its_kernel_for_few(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_m = 6
+    taken: list[str] = []
+    monkeypatch.setattr(Launcher, "launch_tensors", lambda launcher, grid, values: taken.append(launcher.key.symbol))
+    table = Table("normforge.generated", {mode: {"any": ((1, N, "n64", MANY, FEW),)}}, small_m, "a test")
+    with dispatch.using(table):
+        for m in (small_m, small_m + 1, 1, 5 * small_m, small_m):
+            x = torch.randn(m, N)
+            if mode == "ln_fwd_fp32":
+                normforge.layernorm2d_fwd(x)
+            else:
+                layernorm2d_bwd(x, x, mean=torch.zeros(m), rstd=torch.ones(m))
+    assert [symbol.removeprefix(f"{mode}_") for symbol in taken] == ["one_pass", "rows", "one_pass", "rows", "one_pass"]
+
+
+def test_the_table_calls_as_many_rows_few_as_tiles_were_chosen_for() -> None:
+    """Up to SMALL_M rows: `normforge tune` times the tile for a few at 64 of them, and the rule's is made for those."""
+    entry = dispatch.find(Mode(Norm.LAYER, DType.FP32, DType.FP32), N)
+    large, small = entry.tiles_on("any")
+    assert large != small
+    assert [entry.tile(m, "any") for m in (SMALL_M, SMALL_M + 1)] == [small, large]

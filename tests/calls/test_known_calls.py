@@ -1,0 +1,400 @@
+"""A call like one before is launched without being checked again, and a bad one is refused all the same."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge import errors
+from normforge.calls import arguments as forward_arguments
+from normforge.calls import gradient_arguments, plan
+from normforge.calls.known import all_plans
+from normforge.calls.outputs import NormGradients
+from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.kernels.gpu import Target
+from normforge.kernels.launcher import Launcher
+from normforge.selection import dispatch
+
+from ..calling import FORWARD, ORACLE, agree, each_norm, same_bits
+from .test_bad_arguments import STORE, TABLES, Case, N, X
+
+pytestmark = pytest.mark.usefixtures("_nothing_known")
+
+
+@pytest.fixture
+def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "plans", {})
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A line for each call that was checked."""
+    lines: list[str] = []
+    for module, name in ((forward_arguments, "prepare"), (gradient_arguments, "check")):
+        usual = getattr(module, name)
+
+        def check(*arguments: Any, _usual: Callable[..., Any] = usual, _name: str = name, **keywords: Any) -> Any:
+            lines.append(_name)
+            return _usual(*arguments, **keywords)
+
+        monkeypatch.setattr(module, name, check)
+    return lines
+
+
+# Calls that leave keys as like as can be to those of the bad ones.
+GOOD: tuple[dict[str, Any], ...] = (
+    {},
+    {"weight": N, "bias": N},
+    {"x_bias": N, "out_dtype": torch.float16},
+    {**STORE, "residual_out": torch.zeros(3, 64)},
+    {"residual": X.clone(), "fadd": 2},
+    {"out": torch.zeros(3, 64)},
+    {"fquant": "smooth_dynamic", "smooth_scale": N, "save_mv": True},
+    {"fquant": 2, "out": torch.zeros(3, 64, dtype=torch.int8), "rounding": "truncate"},
+    {"fquant": 2, "out_dtype": torch.float8_e4m3fn, "scale_dtype": torch.float16, "save_mv": 1},
+    {"out_dtype": torch.float16, "cast": "before_weight"},
+)
+
+
+def refusal(function: Callable[[], object]) -> tuple[type[Exception], str]:
+    with pytest.raises(errors.NormforgeError) as raised:
+        function()
+    return type(raised.value), str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("norm", "case"),
+    [
+        pytest.param(norm, case, id=f"{table}-{name}".replace(" ", "_"))
+        for table, (norm, cases) in TABLES.items()
+        for name, case in cases.items()
+    ],
+)
+def test_a_bad_call_is_refused_alike_cold_and_warm(norm: str, case: Case) -> None:
+    call = {"x": X, **case[0]}
+    cold = refusal(lambda: FORWARD[norm](**call))
+    assert not dispatch.plans
+    for good in GOOD:
+        if norm == "layer" or "bias" not in good:
+            FORWARD[norm](X, **good)
+    assert dispatch.plans
+    assert [refusal(lambda: FORWARD[norm](**call)) for _ in range(2)] == [cold, cold]
+
+
+# After a call of each first set of arguments: what looks the same to a dictionary and is not.
+EQUAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fadd True": ({**STORE, "fadd": 1}, {**STORE, "fadd": True}),
+    "fadd 1.0": ({**STORE, "fadd": 1}, {**STORE, "fadd": 1.0}),
+    "fquant 2.0": ({"fquant": 2}, {"fquant": 2.0}),
+    "fadd False": ({"fadd": 0}, {"fadd": False}),
+    "save_mv 1.0": ({"save_mv": True}, {"save_mv": 1.0}),
+    "save_mv 0.0": ({"save_mv": False}, {"save_mv": 0.0}),
+    "eps True": ({"eps": 1.0}, {"eps": True}),
+    "a mode that cannot be hashed": ({"fadd": "none"}, {"fadd": ["none"]}),
+}
+
+
+@pytest.mark.parametrize("case", EQUAL.values(), ids=[name.replace(" ", "_") for name in EQUAL])
+def test_equal_is_not_the_same(case: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    good, bad = case
+    cold = refusal(lambda: FORWARD["layer"](X, **bad))
+    FORWARD["layer"](X, **good)
+    assert [refusal(lambda: FORWARD["layer"](X, **bad)) for _ in range(2)] == [cold, cold]
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "bias", "residual", "x_bias", "smooth_scale"])
+def test_a_gradient_of_a_quantised_output_is_refused_after_a_call_without(name: str) -> None:
+    tensors: dict[str, Any] = {"x": X.clone(), "residual": X.clone()}
+    tensors |= {vector: N.clone() for vector in ("weight", "bias", "x_bias", "smooth_scale")}
+    modes: dict[str, Any] = {"fadd": 1, "fquant": 1}
+    normforge.layernorm2d_fwd(**tensors, **modes)
+    tensors[name].requires_grad_()
+    error, message = refusal(lambda: normforge.layernorm2d_fwd(**tensors, **modes))
+    assert error is errors.GradientError
+    assert message.startswith(f"{name} requires a gradient")
+    with torch.no_grad():
+        normforge.layernorm2d_fwd(**tensors, **modes)
+
+
+def test_outputs_that_overlap_are_refused_after_some_that_do_not() -> None:
+    memory = torch.randn(8, 64)
+    x, residual = memory[:3], memory[3:6]
+    store: dict[str, Any] = {"residual": residual, "fadd": 1}
+    normforge.layernorm2d_fwd(x, out=torch.empty(3, 64))
+    normforge.layernorm2d_fwd(x, **store, out=torch.empty(3, 64), residual_out=torch.empty(3, 64))
+    shared = torch.empty(3, 64)
+    bad: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"out": memory[1:4]}, "out overlaps x"),
+        ({**store, "out": memory[4:7], "residual_out": torch.empty(3, 64)}, "out overlaps residual"),
+        ({**store, "out": torch.empty(3, 64), "residual_out": memory[2:5]}, "residual_out overlaps x"),
+        ({**store, "out": shared, "residual_out": shared[:]}, "residual_out overlaps out"),
+        ({"weight": memory[0], "out": memory[:3]}, "out overlaps weight"),
+    )
+    normforge.layernorm2d_fwd(x, N, out=torch.empty(3, 64))
+    for arguments, message in bad:
+        for _ in range(2):
+            error, said = refusal(partial(normforge.layernorm2d_fwd, x, **arguments))
+            assert error is errors.LayoutError
+            assert message in said
+            assert said == refusal(partial(normforge.which, x, **arguments))[1]
+
+
+@pytest.mark.parametrize("where", ["x", "residual", "the same memory as x"])
+def test_an_output_may_still_replace_an_input(where: str, checked: list[str]) -> None:
+    for again in (False, True):
+        x, residual = torch.randn(3, 64), torch.randn(3, 64)
+        out = {"x": x, "residual": residual, "the same memory as x": x[:]}[where]
+        expected = ORACLE["layer"](x, N, residual=residual, fadd=1)
+        checked.clear()
+        actual = normforge.layernorm2d_fwd(x, N, residual=residual, fadd=1, out=out, residual_out=torch.empty(3, 64))
+        assert actual.y is out
+        agree(actual, expected)
+        assert bool(checked) == (not again)
+
+
+def test_outputs_whose_rows_lie_between_those_of_an_input_are_known(checked: list[str]) -> None:
+    """Their extents meet, and their rows do not: rows of another offset are still refused."""
+    for again in (False, True):
+        x, out, total, residual = torch.randn(3, 4, 64).unbind(1)
+        expected = ORACLE["layer"](x, N, residual=residual, fadd=1)
+        checked.clear()
+        agree(normforge.layernorm2d_fwd(x, N, residual=residual, fadd=1, out=out, residual_out=total), expected)
+        assert bool(checked) == (not again)
+    memory = torch.randn(3 * 256 + 4)
+    x, over = (memory[start : start + 3 * 256].view(3, 256)[:, :64] for start in (0, 4))
+    with pytest.raises(errors.LayoutError, match="out overlaps x"):
+        normforge.layernorm2d_fwd(x, N, residual=residual, fadd=1, out=over, residual_out=total)
+
+
+def test_a_known_call_counts_what_it_writes_to() -> None:
+    for _ in range(3):
+        out, residual_out = torch.zeros(3, 64), torch.zeros(3, 64)
+        before = out._version, residual_out._version
+        normforge.layernorm2d_fwd(X, residual=X.clone(), fadd=1, out=out, residual_out=residual_out)
+        assert (out._version, residual_out._version) == (before[0] + 1, before[1] + 1)
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "with statistics": {"save_mv": True},
+    "fused": {"residual": X, "fadd": 1, "fquant": 2, "x_bias": N},
+    "into others": {"residual": X, "fadd": 1, "out": torch.empty(3, 64), "residual_out": torch.empty(3, 64)},
+}
+
+
+ROWS = ("residual", "out", "residual_out")
+
+
+@pytest.mark.parametrize("name", CALLS)
+@each_norm
+def test_a_known_call_is_not_checked(norm: str, name: str, checked: list[str]) -> None:
+    for m in (3, 1, 7, 700, 1):
+        x = torch.randn(m, 64)
+        given = {key: torch.randn(m, 64) if key in ROWS else value for key, value in CALLS[name].items()}
+        inputs = {key: value for key, value in given.items() if key not in ("out", "residual_out")}
+        expected = ORACLE[norm](x, N, **inputs)
+        agree(FORWARD[norm](x, N, **given), expected)
+    assert checked == ["prepare"]
+
+
+@pytest.mark.parametrize("shape", [(7,), (1, 7), (2, 3, 7), (0, 7), (3, 0)], ids=str)
+def test_any_leading_dimensions_are_one_kind_of_call(shape: tuple[int, ...], checked: list[str]) -> None:
+    """As many of them are: a guard counts dimensions."""
+    for few in (torch.randn(7), torch.randn(4, 7), torch.randn(1, 5, 7)):
+        normforge.layernorm2d_fwd(few, save_mv=True)
+    checked.clear()
+    x = torch.randn(shape)
+    if x.shape[-1] == 0:
+        assert refusal(lambda: normforge.layernorm2d_fwd(x, save_mv=True))[0] is errors.ShapeError
+        return
+    actual = normforge.layernorm2d_fwd(x, save_mv=True)
+    agree(actual, ORACLE["layer"](x, save_mv=True))
+    assert checked == (["prepare"] if x.numel() == 0 else [])
+
+
+def test_other_strides_are_another_kind_of_call(checked: list[str]) -> None:
+    wide = torch.randn(6, 100)
+    # Of one row the stride does not matter, and says nothing of several.
+    flat = (wide[:1, :64], wide[:, :64], wide[:, 3:67], wide[::2, :64])
+    for x in (*flat, torch.randn(2, 3, 64), wide.view(2, 3, 100)[..., :64]):
+        for _ in range(2):
+            agree(normforge.layernorm2d_fwd(x), ORACLE["layer"](x))
+    assert checked == ["prepare"] * 6
+    # Rows of several strides, of which but the outermost are those of rows without gaps.
+    assert refusal(lambda: normforge.layernorm2d_fwd(torch.randn(2, 5, 64)[:, :3]))[0] is errors.LayoutError
+
+
+def test_a_misaligned_tensor_is_another_kind_of_call() -> None:
+    memory, weights = torch.randn(65 * 4), torch.ones(65)
+    for _ in range(2):
+        for start in (0, 1, 0, 2):
+            x = memory[start:].as_strided((3, 64), (65, 1), memory.storage_offset() + start)
+            for weight in (weights[:64], weights[1:]):
+                agree(normforge.layernorm2d_fwd(x, weight), ORACLE["layer"](x, weight))
+    told = {launcher.key.arguments for launcher in launchers()}
+    assert len(told) == len({(x, weight) for x in (True, False) for weight in (True, False)})
+
+
+def launchers() -> list[Launcher]:
+    """Everything made ready for the forward calls that are known."""
+    plans = [plan for plan in all_plans() if not plan.mode.is_backward]
+    return [launcher for plan in plans for ready in plan._prepared if ready is not None for launcher in ready.launchers]
+
+
+@pytest.mark.parametrize("modes", [{}, {"save_mv": True}, {"fquant": 2}], ids=str)
+def test_a_sweep_of_m_makes_one_kernel_for_each_class_of_it(modes: dict[str, Any]) -> None:
+    for m in (1, 2, 3, 16, 17, 511, 512, 513, 1000, 1024):
+        normforge.layernorm2d_fwd(torch.randn(m, 32), **modes)
+    assert len(dispatch.plans) == 1
+    assert 1 <= len({launcher.key for launcher in launchers()}) <= 2
+
+
+def test_what_is_known_keeps_no_tensor() -> None:
+    x, weight, residual = torch.randn(3, 64), torch.ones(64), torch.randn(3, 64)
+    kept = [weakref.ref(tensor) for tensor in (x, weight, residual)]
+    normforge.layernorm2d_fwd(x, weight, residual=residual, fadd=1, fquant=2)
+    normforge.layernorm2d_fwd(x, weight)
+    layernorm2d_bwd(residual, x, weight, mean=torch.zeros(3), rstd=torch.ones(3), wants=("dx", "dweight"))
+    del x, weight, residual
+    gc.collect()
+    assert [reference() for reference in kept] == [None, None, None]
+
+
+def test_what_is_known_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_MOST_PLANS", 4)
+    for n in range(1, 12):
+        normforge.layernorm2d_fwd(torch.randn(2, n))
+        assert 1 <= len(dispatch.plans) <= 4
+
+
+class Tagged(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
+def test_a_subclass_is_served_and_not_remembered(checked: list[str]) -> None:
+    x = torch.randn(3, 64)
+    normforge.layernorm2d_fwd(x)
+    for _ in range(2):
+        tagged = normforge.layernorm2d_fwd(x.as_subclass(Tagged)).y
+        assert same_bits(tagged.as_subclass(torch.Tensor), normforge.layernorm2d_fwd(x).y)
+    assert checked == ["prepare"] * 3
+
+
+def gradient(**changed: Any) -> dict[str, Any]:
+    usual: dict[str, Any] = {
+        "dy": X, "x": X.clone(), "weight": N, "mean": torch.zeros(3), "rstd": torch.ones(3),
+        "wants": ("dx", "dweight", "dbias"),
+    }  # fmt: skip
+    return usual | changed
+
+
+BAD_GRADIENTS: dict[str, dict[str, Any]] = {
+    "x of integers": {"x": X.int()},
+    "dy of one row": {"dy": X[:1]},
+    "dy with gaps in rows": {"dy": torch.zeros(3, 128)[:, ::2]},
+    "dy elsewhere": {"dy": X.to("meta")},
+    "weight too short": {"weight": N[:5]},
+    "weight a number": {"weight": 1.0},
+    "mean too short": {"mean": torch.zeros(2)},
+    "mean of halves": {"mean": torch.zeros(3).half()},
+    "rstd with gaps": {"rstd": torch.zeros(6)[::2]},
+    "rstd a number": {"rstd": 1.0},
+    "dresidual_out of another shape": {"dresidual_out": torch.zeros(3, 63)},
+    "wants unknown": {"wants": ("dx", "dy")},
+    "wants of nothing": {"weight": None},
+    "wants a word": {"wants": "dx"},
+    "dx_dtype of integers": {"dx_dtype": torch.int8},
+    "bias_dtype of doubles": {"bias_dtype": torch.float64},
+}
+
+
+@pytest.mark.parametrize("changed", BAD_GRADIENTS.values(), ids=[name.replace(" ", "_") for name in BAD_GRADIENTS])
+def test_a_bad_backward_call_is_refused_alike_cold_and_warm(changed: dict[str, Any]) -> None:
+    cold = refusal(lambda: layernorm2d_bwd(**gradient(**changed)))
+    layernorm2d_bwd(**gradient())
+    layernorm2d_bwd(**gradient(wants=("dx",)))
+    assert [refusal(lambda: layernorm2d_bwd(**gradient(**changed))) for _ in range(2)] == [cold, cold]
+
+
+@pytest.mark.parametrize("n", [64, 1500, 33000])
+@pytest.mark.parametrize("wants", [("dx",), ("dweight",), ("dx", "dweight", "dbias"), ()], ids=str)
+def test_a_known_backward_call_is_not_checked_and_gives_the_same(
+    n: int, wants: tuple[str, ...], checked: list[str]
+) -> None:
+    arguments = gradient(dy=torch.randn(3, n), x=torch.randn(3, n), weight=torch.randn(n), wants=wants)
+    first, second = (layernorm2d_bwd(**arguments) for _ in range(2))
+    third = layernorm2d_bwd(**arguments | {"wants": list(wants)})
+    assert checked == ["check"]
+    # A set has no order, is no key, and is checked each time.
+    layernorm2d_bwd(**arguments | {"wants": set(wants)})
+    assert checked == ["check", "check"]
+    for a, b, c in zip(first, second, third, strict=True):
+        assert same_bits(a, b)
+        assert same_bits(a, c)
+
+
+@pytest.mark.parametrize("rows", [3, 0])
+def test_gradients_have_the_dtypes_that_they_are_said_to_have(rows: int) -> None:
+    x, x_bias = torch.ones(rows, 64).bfloat16(), torch.ones(64).bfloat16()
+    saved: dict[str, Any] = {"mean": torch.zeros(rows), "rstd": torch.ones(rows)}
+    told: dict[str, Any] = {"dx_dtype": torch.float32, "bias_dtype": torch.bfloat16}
+    for weight, dtypes, expected in (
+        (torch.ones(64).half(), {}, (torch.bfloat16, torch.float16, torch.float16, torch.bfloat16)),
+        (torch.ones(64).half(), told, (torch.float32, torch.float16, torch.bfloat16, torch.bfloat16)),
+        (None, {}, (torch.bfloat16, None, torch.bfloat16, torch.bfloat16)),
+    ):
+        wants = tuple(name for name, dtype in zip(NormGradients._fields, expected, strict=True) if dtype)
+        found = layernorm2d_bwd(x, x, weight, x_bias=x_bias, wants=wants, **saved, **dtypes)
+        assert tuple(None if gradient is None else gradient.dtype for gradient in found) == expected
+
+
+def test_a_backward_call_without_dy_or_rows() -> None:
+    arguments = gradient(dy=None)
+    for _ in range(2):
+        gradients_of_nothing = layernorm2d_bwd(**arguments)
+        assert all(tensor is not None and not tensor.any() for tensor in gradients_of_nothing[:3])
+    empty = torch.empty(0, 64)
+    for _ in range(2):
+        found = rmsnorm2d_bwd(empty, empty, N, rstd=torch.empty(0), wants=("dx", "dweight"))
+        assert found.dx is not None
+        assert found.dx.shape == (0, 64)
+        assert found.dweight is not None
+        assert not found.dweight.any()
+
+
+def test_backward_calls_of_several_m_share_a_plan_and_no_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    n = 1100
+    monkeypatch.setattr(plan, "_LAYOUTS", 2)
+    monkeypatch.setattr(plan, "target_of", lambda device: Target("cpu", 32, 4, compiles=False))
+    x = torch.randn(1, n)
+    layernorm2d_bwd(x, x, x[0], mean=torch.zeros(1), rstd=torch.ones(1), wants=("dx", "dweight", "dbias"))
+    (known,) = all_plans()
+    layouts = [known.layout(m) for m in (1, 2, 3, 1000, 2)]
+    assert [layout.programs for layout in layouts] == [1, 2, 3, layouts[3].programs, 2]
+    assert layouts[3].programs >= 4
+    for layout in layouts:
+        assert layout.starts == (0, layout.programs * n, None)
+        assert layout.length == layout.programs * n * 2
+        assert layout.steps[0][1] == (layout.programs, 1, 1)
+
+
+@pytest.mark.parametrize("shape", [(64,), (2, 3, 64), (1, 64), (2, 1, 3, 64)], ids=str)
+def test_outputs_have_no_gaps_whatever_x_has(shape: tuple[int, ...]) -> None:
+    wide = torch.randn(*shape[:-1], 96)[..., :64]
+    modes: dict[str, Any] = {"residual": torch.zeros(shape), "fadd": 1, "fquant": 2, "save_mv": True}
+    for _ in range(2):
+        for x in (wide, wide.contiguous()):
+            for found in (normforge.layernorm2d_fwd(x, N), normforge.layernorm2d_fwd(x, N, **modes)):
+                for name, output in found._asdict().items():
+                    size = shape if name in ("y", "residual_out") else shape[:-1]
+                    assert output is None or (output.shape, output.stride()) == (size, torch.empty(size).stride())
+            dx = rmsnorm2d_bwd(x, x, N, rstd=torch.ones(shape[:-1])).dx
+            assert dx is not None
+            assert (dx.shape, dx.stride()) == (shape, torch.empty(shape).stride())

@@ -1,0 +1,303 @@
+"""Launches on a card: straight to the compiled kernel, on the right stream and device, compiled once, and aligned."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge import errors
+from normforge.calls.known import all_plans
+from normforge.calls.straight import layernorm2d_bwd
+from normforge.kernels import obtain as obtaining
+from normforge.kernels.launcher import Launcher
+from normforge.selection import dispatch
+from normforge.upstream import triton_launcher
+
+from ..calling import FORWARD, ORACLE, agree, each_norm, same_bits
+from .test_bad_arguments import TABLES, Case
+from .test_known_calls import GOOD
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("_nothing_known")]
+
+# Row lengths from here on are of one test each, so that nothing is compiled for them yet.
+OWN = 1880
+
+
+@pytest.fixture
+def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "plans", {})
+    monkeypatch.setattr(obtaining, "_compiled", {})
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A name for each kernel that Triton compiles, or takes from its folder."""
+    from triton import knobs
+
+    names: list[str] = []
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **given: names.append(given["src"].name))
+    return names
+
+
+def on_card(value: object) -> Any:
+    if not isinstance(value, torch.Tensor) or value.is_meta:
+        return value
+    # As it is strided, which a copy would not be.
+    if value.layout is not torch.strided:
+        return value.cuda()
+    storage = value.untyped_storage().nbytes() // max(value.element_size(), 1)
+    memory = torch.zeros(storage, dtype=value.dtype, device="cuda")
+    return memory.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def refusal(function: Callable[[], object]) -> tuple[type[Exception], str]:
+    with pytest.raises(errors.NormforgeError) as raised:
+        function()
+    return type(raised.value), str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("norm", "case"),
+    [
+        pytest.param(norm, case, id=f"{table}-{name}".replace(" ", "_"))
+        for table, (norm, cases) in TABLES.items()
+        for name, case in cases.items()
+    ],
+)
+def test_a_bad_call_is_refused_alike_cold_and_warm(norm: str, case: Case) -> None:
+    x = torch.randn(3, 64, device="cuda")
+    call = {"x": x, **{name: on_card(value) for name, value in case[0].items()}}
+    cold = refusal(lambda: FORWARD[norm](**call))
+    assert cold[0] is case[1]
+    for good in GOOD:
+        if norm == "layer" or "bias" not in good:
+            FORWARD[norm](x, **{name: on_card(value) for name, value in good.items()})
+    assert [refusal(lambda: FORWARD[norm](**call)) for _ in range(2)] == [cold, cold]
+
+
+def new_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call] # as torch ships it
+
+
+def launchers() -> list[Launcher]:
+    """Everything made ready for the forward calls that are known."""
+    plans = [plan for plan in all_plans() if not plan.mode.is_backward]
+    return [launcher for plan in plans for ready in plan._prepared if ready is not None for launcher in ready.launchers]
+
+
+@each_norm
+@pytest.mark.parametrize("n", [64, 1500, 33000])
+def test_a_launch_goes_straight_to_the_compiled_kernel_and_gives_what_tritons_own_gives(
+    norm: str, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = torch.randn(70, n, device="cuda", dtype=torch.bfloat16), torch.randn(n, device="cuda")
+    modes: dict[str, Any] = {"residual": x.clone(), "fadd": 1, "fquant": 2, "save_mv": True}
+    inner = [FORWARD[norm](x, weight, **given) for given in ({}, modes) for _ in range(2)]
+    assert launchers()
+    assert all(launcher.launch is not None for launcher in launchers())
+    monkeypatch.setattr(triton_launcher, "bind", lambda *_: None)
+    monkeypatch.setattr(dispatch, "plans", {})
+    public = [FORWARD[norm](x, weight, **given) for given in ({}, modes) for _ in range(2)]
+    assert all(launcher.launch is None for launcher in launchers())
+    for ours, theirs in zip(inner, public, strict=True):
+        assert all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
+    agree(inner[0], ORACLE[norm](x, weight))
+    agree(inner[2], ORACLE[norm](x, weight, **modes))
+
+
+def test_eight_threads_compile_once_and_agree(compilations: list[str]) -> None:
+    x = torch.randn(600, OWN, device="cuda")
+    barrier = threading.Barrier(8)
+
+    def run(_: int) -> torch.Tensor:
+        barrier.wait()
+        with torch.cuda.stream(new_stream()):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+            y = normforge.layernorm2d_fwd(x).y
+            torch.cuda.current_stream().synchronize()
+        return y
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(run, range(8)))
+    assert len(compilations) == 1
+    agree(normforge.layernorm2d_fwd(x), ORACLE["layer"](x))
+    assert all(same_bits(results[0], result) for result in results[1:])
+
+
+def test_the_current_stream_is_the_one_that_is_used() -> None:
+    x = torch.zeros(64, 4096, device="cuda")
+    new = torch.randn_like(x)
+    weight = torch.ones(4096, device="cuda", requires_grad=True)
+    dy = torch.randn_like(x)
+    expected = torch.nn.functional.layer_norm(new, (4096,), weight)
+    (expected_gradient,) = torch.autograd.grad(expected, weight, dy)
+    # Known, so that what follows is fast.
+    torch.autograd.grad(normforge.layer_norm(x, (4096,), weight), weight, dy)
+    torch.cuda.synchronize()
+    stream = new_stream()
+    with torch.cuda.stream(stream):
+        # On any other stream the norm would be done, of zeros, long before this is over.
+        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call] # as torch ships it
+        x.copy_(new)
+        y = normforge.layer_norm(x, (4096,), weight)
+        (gradient,) = torch.autograd.grad(y, weight, dy)
+    stream.synchronize()
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-3)
+
+
+@each_norm
+@pytest.mark.parametrize(("m", "n"), [(300, 512), (300, 4096), (300, 20000), (600, 140000)])
+def test_a_graph_replays_forward_and_backward(norm: str, m: int, n: int) -> None:
+    """Rows of 140000 are spread over programs that wait for one another, in both directions."""
+    functions: dict[str, Callable[..., torch.Tensor]] = {"layer": normforge.layer_norm, "rms": normforge.rms_norm}
+    x = torch.randn(m, n, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(n, device="cuda", requires_grad=True)
+    dy = torch.randn_like(x)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        y = functions[norm](x, (n,), weight)
+        return y, *torch.autograd.grad(y, (x, weight), dy)
+
+    side = new_stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(2):
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x))
+            dy.copy_(torch.randn_like(dy))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(same_bits(replayed, again) for replayed, again in zip(captured, step(), strict=True))
+
+
+def test_a_graph_replays_every_output() -> None:
+    x, residual = (torch.randn(40, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    modes: dict[str, Any] = {"residual": residual, "fadd": 1, "fquant": 2, "save_mv": True}
+    normforge.layernorm2d_fwd(x, **modes)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = normforge.layernorm2d_fwd(x, **modes)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    agree(captured, ORACLE["layer"](x, **modes))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("n", [64, 1888, 20000])
+def test_misaligned_tensors_after_aligned_ones(n: int, dtype: torch.dtype) -> None:
+    """Wide loads of a kernel for aligned pointers would fault, and take the process's CUDA context along."""
+    memory, weights = torch.randn(4 * n + 1, device="cuda").to(dtype), torch.randn(n + 1, device="cuda").to(dtype)
+    dys = torch.randn(4 * n + 1, device="cuda").to(dtype)
+    aligned, shifted = slice(0, -1), slice(1, None)
+    for at, weight_at in ((aligned, aligned), (shifted, aligned), (aligned, shifted), (shifted, shifted)) * 2:
+        x, weight = memory[at].view(4, n), weights[weight_at]
+        forward = normforge.layernorm2d_fwd(x, weight, save_mv=True)
+        agree(forward, ORACLE["layer"](x, weight, save_mv=True))
+        assert forward.mean is not None
+        assert forward.rstd is not None
+        out = torch.empty(4 * n + 1, device="cuda", dtype=dtype)[at].view(4, n)
+        # Narrower stores go with another layout, and so with other roundings of the sums.
+        agree(normforge.layernorm2d_fwd(x, weight, out=out, save_mv=True), ORACLE["layer"](x, weight, save_mv=True))
+        wants = ("dx", "dweight", "dbias")
+        given: dict[str, Any] = {"mean": forward.mean, "rstd": forward.rstd, "wants": wants}
+        here = layernorm2d_bwd(dys[at].view(4, n), x, weight, **given)
+        copied = layernorm2d_bwd(dys[at].view(4, n).clone(), x.clone(), weight.clone(), **given)
+        for ours, expected in zip(here, copied, strict=True):
+            if ours is not None and expected is not None:
+                torch.testing.assert_close(ours, expected)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("n", [OWN + 4, OWN + 16])
+def test_a_sweep_of_m_compiles_an_instance_once_for_each_class_of_m(n: int, compilations: list[str]) -> None:
+    weight = torch.ones(n, device="cuda", requires_grad=True)
+    for m in (*range(1, 40), 63, 64, 65, 511, 512, 513, 1000, 1024, 4097, 30011, 100_000):
+        x = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
+        normforge.layernorm2d_fwd(x, weight.detach())
+    forward = len(compilations)
+    assert 1 <= forward <= 2
+    for m in (*range(1, 40), 63, 64, 65, 511, 512, 513, 1000, 1024, 4097, 30011):
+        x = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
+        y = normforge.layer_norm(x, (n,), weight)
+        torch.autograd.grad(y, weight, torch.ones_like(y))
+    # A forward kernel that saves statistics, a backward one, and the one that adds up, for each class of M.
+    assert 3 <= len(compilations) - forward <= 6
+    torch.cuda.synchronize()
+
+
+def test_rows_further_apart_than_an_i32_counts() -> None:
+    stride = 2**31 + 16
+    whole = torch.empty(stride + 64, device="cuda", dtype=torch.bfloat16)
+    x = whole.as_strided((2, 64), (stride, 1))
+    x.copy_(torch.randn(2, 64))
+    for _ in range(2):
+        agree(normforge.layernorm2d_fwd(x), ORACLE["layer"](x))
+
+
+def test_profilers_hooks_are_called() -> None:
+    from triton import knobs
+
+    x = torch.randn(8, 256, device="cuda")
+    normforge.layernorm2d_fwd(x)
+    seen: list[str] = []
+
+    def hook(metadata: Any) -> None:
+        seen.append(metadata.get()["name"])
+
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        y = normforge.layernorm2d_fwd(x).y
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert len(seen) == 1
+    assert seen[0].startswith("ln_fwd_fp32_")
+    assert same_bits(y, normforge.layernorm2d_fwd(x).y)
+    assert len(seen) == 1
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs")
+def test_each_device_runs_its_own_whichever_is_current() -> None:
+    for current in (0, 1):
+        with torch.cuda.device(current):
+            for device in (0, 1, 0):
+                x = torch.randn(40, 4096, device=f"cuda:{device}", requires_grad=True)
+                weight = torch.randn(4096, device=f"cuda:{device}", requires_grad=True)
+                y = normforge.layer_norm(x, (4096,), weight)
+                dx, dweight = torch.autograd.grad(y.sum(), (x, weight))
+                assert {t.device.index for t in (y, dx, dweight)} == {device}
+                torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (4096,), weight))
+                assert torch.cuda.current_device() == current
+    x, elsewhere = torch.randn(4, 64, device="cuda:0"), torch.ones(64, device="cuda:1")
+    normforge.layernorm2d_fwd(x, elsewhere.to("cuda:0"))
+    for _ in range(2):
+        with pytest.raises(errors.DeviceError, match="weight is on cuda:1 and x on cuda:0"):
+            normforge.layernorm2d_fwd(x, elsewhere)
+
+
+def test_several_streams_and_threads_launch_at_once() -> None:
+    xs = [torch.randn(50, 3000, device="cuda") for _ in range(8)]
+    expected = [torch.nn.functional.layer_norm(x, (3000,)) for x in xs]
+    torch.cuda.synchronize()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.stream(new_stream()):
+            for _ in range(100):
+                y = normforge.layer_norm(x, (3000,))
+            torch.cuda.current_stream().synchronize()
+        return y
+
+    with ThreadPoolExecutor(8) as pool:
+        for y, wanted in zip(pool.map(run, xs), expected, strict=True):
+            torch.testing.assert_close(y, wanted)

@@ -1,0 +1,166 @@
+"""Rows that a careless kernel gets wrong: far from zero, ragged, constant, not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from normforge import LayerNormOutput
+
+from ..calling import FLOATS, FORWARD, ORACLE, QUANTISED, check, each_norm, each_pipeline, quantising, same_bits
+
+# Numpy, which interprets kernels, remarks on the NaN, infinities and divisions by zero that are tested here.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+
+@each_pipeline
+@pytest.mark.parametrize("offset", [1e4, -1e4])
+@pytest.mark.parametrize("noise", [1e-2, 1.0])
+def test_layernorm_far_from_zero(offset: float, noise: float, n: int) -> None:
+    """A kernel that takes E[s^2] - mean^2 is off by more than 1 here, one whose mean is rounded by 0.05."""
+    x = offset + noise * torch.randn(3, n)
+    oracle = ORACLE["layer"](x, save_mv=True)
+    actual = FORWARD["layer"](x, save_mv=True)
+    assert (actual.y - oracle.z).abs().max() < 1e-5
+    assert actual.rstd is not None
+    assert oracle.rstd is not None
+    assert (actual.rstd / oracle.rstd - 1).abs().max() < 1e-5
+
+
+@each_pipeline
+def test_layernorm_where_the_first_chunk_is_unlike_the_rest(n: int) -> None:
+    """A kernel that takes the first chunk's mean for the row's is off by 1 here."""
+    x = torch.randn(2, n)
+    x[0, : n // 3] += 1e4
+    x[1, n // 3 :] += 1e4
+    # Triton's interpreter adds a chunk up one by one, which costs a digit that a GPU's tree of sums does not.
+    assert (FORWARD["layer"](x).y - ORACLE["layer"](x).z).abs().max() < 1e-4
+
+
+def _outliers(n: int) -> dict[str, torch.Tensor]:
+    """Rows of 16 bits whose first values, which kernels take their pivots from, are unlike the rest."""
+    noise = torch.randn(n)
+    rows = {
+        "one_massive_activation": (1, 3000.0, noise),
+        "eight_far_away": (8, 777.0, 1e-3 * noise),
+        "a_chunk_far_away": (256, 777.0, 1e-3 * noise),
+        "eight_huge": (8, 3e17, noise),
+        "eight_whose_squares_overflow": (8, 4e18, noise),
+    }
+    made = {}
+    for name, (count, value, others) in rows.items():
+        row = others.bfloat16()
+        row[:count] = value
+        made[name] = row.unsqueeze(0)
+    return made
+
+
+@pytest.mark.parametrize("name", _outliers(8))
+@pytest.mark.parametrize(("m", "n"), [(2, 300), (2, 1024), (2, 4096), (2, 16384), (2, 65536), (257, 300)])
+def test_layernorm_of_rows_that_start_with_outliers(m: int, n: int, name: str) -> None:
+    """Torch's own operator is off by 1e-7 in rstd; a pivot from eight values, never looked at again, by 2e-4."""
+    x = _outliers(n)[name].expand(m, n)
+    oracle = ORACLE["layer"](x[:1], save_mv=True)
+    actual = FORWARD["layer"](x, save_mv=True, out_dtype=torch.float32)
+    assert actual.rstd is not None
+    assert oracle.rstd is not None
+    torch.testing.assert_close(actual.rstd[:1], oracle.rstd, rtol=1e-6, atol=0)
+    assert (actual.y[:1] - oracle.z).abs().max() <= 1e-6 * oracle.z.abs().max()
+    assert same_bits(actual.y, actual.y[:1].expand(m, n))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_mean_of_small_integers_is_exact(dtype: torch.dtype) -> None:
+    """Around a pivot of more bits than they have (5 / 6, of the first values), each deviation is rounded alike."""
+    x = torch.randint(-100, 101, (8, 1024)).to(dtype)
+    x[:, :8] = torch.tensor([0, 0, 1, 1, 1, 2, 3, -3])
+    mean = FORWARD["layer"](x, save_mv=True).mean
+    assert mean is not None
+    assert torch.equal(mean.double(), x.double().mean(-1))
+
+
+@each_norm
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_ragged_rows_of_very_different_size(norm: str, dtype: torch.dtype) -> None:
+    """(3, 769) corrupted the following rows in another library."""
+    x = (1000 + 100 * torch.arange(3).unsqueeze(1) + torch.randn(3, 769)).to(dtype)
+    check(norm, x, torch.randn(769), residual=torch.zeros_like(x), fadd="pre_add_store", save_mv=True)
+
+
+@each_pipeline
+@pytest.mark.parametrize("value", [0.0, 0.1, -3.7, 1e4, 1e-30])
+def test_layernorm_of_constant_rows_is_the_bias(value: float, n: int) -> None:
+    x, bias = torch.full((2, n), value), torch.randn(n)
+    actual = FORWARD["layer"](x, torch.randn(n), bias, save_mv=True)
+    torch.testing.assert_close(actual.y, bias.expand(2, n), rtol=0, atol=1e-6)
+    torch.testing.assert_close(actual.mean, x[:, 0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(actual.rstd, torch.full((2,), 1e-5**-0.5), rtol=1e-5, atol=0)
+
+
+@each_pipeline
+def test_rmsnorm_of_constant_rows_is_the_weight(n: int) -> None:
+    weight = torch.randn(n)
+    actual = FORWARD["rms"](torch.tensor([[3.0], [-1e4], [0.0]]).repeat(1, n), weight)
+    torch.testing.assert_close(actual.y, torch.stack((weight, -weight, 0 * weight)), rtol=1e-6, atol=0)
+
+
+@each_pipeline
+@pytest.mark.parametrize("eps", [0.0, 1e-12, 1.0, 100])
+def test_eps(eps: float, n: int) -> None:
+    x = 1e-2 * torch.randn(2, n)
+    for norm in FORWARD:
+        other = FORWARD[norm](x, eps=1.1 * eps + 1e-4).y
+        assert not torch.allclose(check(norm, x, eps=eps).y, other, rtol=1e-2)
+
+
+def test_default_eps_is_that_of_the_norm() -> None:
+    x = 1e-3 * torch.randn(2, 50)
+    assert same_bits(FORWARD["layer"](x).y, FORWARD["layer"](x, eps=1e-5).y)
+    assert same_bits(FORWARD["rms"](x).y, FORWARD["rms"](x, eps=1e-6).y)
+
+
+@each_pipeline
+@pytest.mark.parametrize("offset", [1, 1.0, -0.5])
+def test_weight_offset(offset: float, n: int) -> None:
+    x, weight = torch.randn(3, n), (0.1 * torch.randn(n)).bfloat16()
+    actual = check("rms", x, weight, weight_offset=offset)
+    # The sum is made in fp32: bfloat16(weight + offset) would have lost most of weight.
+    torch.testing.assert_close(actual.y, FORWARD["rms"](x, weight.float() + offset).y, rtol=1e-6, atol=1e-6)
+
+
+BAD = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, *QUANTISED[:2]], ids=str)
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+@each_pipeline
+@each_norm
+def test_a_row_that_is_not_finite_stays_alone(norm: str, n: int, bad: float, dtype: torch.dtype) -> None:
+    x = torch.randn(4, n)
+    spoilt = x.clone()
+    spoilt[1, n // 2] = bad
+    keywords: dict[str, Any] = quantising(dtype) | {"save_mv": True}
+    clean, actual = FORWARD[norm](x, **keywords), FORWARD[norm](spoilt, **keywords)
+    good = [0, 2, 3]
+    for a, b in zip(clean, actual, strict=True):
+        assert a is b is None or (a is not None and b is not None and same_bits(a[good], b[good]))
+    assert_not_finite(actual, 1)
+
+
+@each_pipeline
+def test_a_bad_value_in_the_last_column_is_seen(n: int) -> None:
+    """Where a masked chunk could hide it."""
+    for norm in FORWARD:
+        x = torch.randn(2, n)
+        x[0, -1] = float("nan")
+        assert_not_finite(FORWARD[norm](x, fquant="dynamic"), 0)
+
+
+def assert_not_finite(output: LayerNormOutput, row: int) -> None:
+    """Fail unless a reader of the row can tell that it means nothing."""
+    if output.y_scale is not None:
+        assert not output.y_scale[row].isfinite()
+    else:
+        assert not output.y[row].isfinite().all()

@@ -1,0 +1,237 @@
+"""Quantised rows: their scale, their rounding, and the ends of their range."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from normforge.codegen.model import DType
+from normforge.dtypes import DTYPES, TORCH_DTYPES
+
+from ..calling import FORWARD, ORACLE, QUANTISED, check, each_norm, each_pipeline, each_quantised, same_bits
+
+# Numpy, which interprets kernels, remarks on the NaN, infinities and divisions by zero that are tested here.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+
+SCALES = (torch.float16, torch.bfloat16, torch.float32)
+each_scale = pytest.mark.parametrize("scale_dtype", SCALES, ids=str)
+
+
+def qmax(dtype: torch.dtype) -> float:
+    """The largest value of a quantised type, from torch."""
+    return 127.0 if dtype == torch.int8 else float(torch.finfo(dtype).max)
+
+
+def quantised(z: torch.Tensor, dtype: torch.dtype, **keywords: Any) -> torch.Tensor:
+    """Quantise one row of known values: the RMSNorm of ones with eps 0 is exactly its weight.
+
+    The row's amax must be qmax, so that its scale is exactly 1.
+    """
+    assert z.abs().max() == qmax(dtype)
+    actual = FORWARD["rms"](torch.ones(1, len(z)), z, eps=0.0, fquant="dynamic", out_dtype=dtype, **keywords)
+    assert actual.y_scale is not None
+    assert actual.y_scale.tolist() == [1.0]
+    return actual.y[0]
+
+
+def test_qmax_is_the_largest_value_of_the_type() -> None:
+    assert {dtype: DTYPES[dtype].qmax for dtype in QUANTISED} == {dtype: qmax(dtype) for dtype in QUANTISED}
+
+
+@each_pipeline
+@each_norm
+@each_quantised
+@each_scale
+def test_every_output_with_every_scale(norm: str, n: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+    x = torch.randn(2, n).bfloat16()
+    smooth: dict[str, Any] = {"smooth_scale": torch.randn(n), "fquant": "smooth_dynamic"}
+    actual = check(norm, x, torch.randn(n), out_dtype=dtype, scale_dtype=scale_dtype, **smooth)
+    assert actual.y_scale is not None
+    assert actual.y_scale.dtype == scale_dtype
+
+
+@each_quantised
+@each_pipeline
+def test_dequantised_rows_come_back(n: int, dtype: torch.dtype) -> None:
+    x = torch.randn(3, n)
+    actual = FORWARD["layer"](x, fquant="dynamic", out_dtype=dtype)
+    assert actual.y_scale is not None
+    back = actual.y.float() * actual.y_scale.unsqueeze(-1)
+    y = torch.nn.functional.layer_norm(x, (n,))
+    # Half a step of int8; half a last place of the fp8 formats, of three and of two mantissa bits.
+    steps = {torch.int8: 0.5 * actual.y_scale.max(), torch.float8_e5m2: 2**-3 * y.abs().max()}
+    assert (back - y).abs().max() <= 1.001 * steps.get(dtype, 2**-4 * y.abs().max())
+
+
+@pytest.mark.parametrize("bare", [True, False])
+@each_norm
+@each_pipeline
+def test_what_lies_beyond_the_row_has_no_part_in_its_amax(n: int, norm: str, bare: bool) -> None:
+    """Lanes past the end hold zeros, which are far from the mean of these rows."""
+    weight = None if bare else torch.rand(n) + 0.5
+    check(norm, 1000 + torch.randn(3, n), weight, x_bias=torch.randn(n), fquant="dynamic", out_dtype=torch.int8)
+
+
+@each_norm
+@each_pipeline
+@each_quantised
+@each_scale
+def test_rows_of_zeros(norm: str, n: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+    x = torch.randn(3, n)
+    x[1] = 0
+    actual = check(norm, x, fquant="dynamic", out_dtype=dtype, scale_dtype=scale_dtype)
+    assert actual.y_scale is not None
+    assert actual.y_scale[1] == 1
+    assert actual.y[1].float().count_nonzero() == 0
+
+
+@each_norm
+def test_rows_that_a_weight_makes_zero(norm: str) -> None:
+    actual = check(norm, torch.randn(2, 50), torch.zeros(50), fquant="dynamic")
+    assert actual.y_scale is not None
+    assert actual.y_scale.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("scale_dtype", SCALES[:2], ids=str)
+@each_pipeline
+def test_values_are_divided_by_the_scale_as_stored(n: int, scale_dtype: torch.dtype) -> None:
+    x = torch.randn(4, n)
+    z = ORACLE["layer"](x).z
+    actual = FORWARD["layer"](x, fquant="dynamic", scale_dtype=scale_dtype)
+    assert actual.y_scale is not None
+    unrounded = z.abs().amax(-1) / 127
+    assert (actual.y_scale.double() == unrounded.to(scale_dtype).double()).all()
+    by_stored = (z / actual.y_scale.double().unsqueeze(-1)).round().clamp(-127, 127)
+    by_unrounded = (z / unrounded.unsqueeze(-1)).round()
+    if scale_dtype == torch.bfloat16:
+        assert (actual.y != by_unrounded).double().mean() > 0.01
+    assert (actual.y != by_stored).double().mean() < 0.001
+
+
+# fp16's smallest number: what it holds below 2**-14 is a multiple of it.
+STEP = 2.0**-24
+
+
+@pytest.mark.parametrize("steps", [1e-9, 0.3, 0.5, 1.4, 2.5, 700.2])
+@each_pipeline
+@each_quantised
+def test_a_scale_that_fp16_holds_as_a_subnormal_cuts_nothing_off(n: int, dtype: torch.dtype, steps: float) -> None:
+    """To nearest, 0.3 steps would be no scale at all, and 1.4 steps one by which amax comes out at 1.4 qmax."""
+    x = torch.randn(1, n)
+    weight = torch.full((n,), steps * STEP * qmax(dtype) / float(ORACLE["layer"](x).z.abs().amax()))
+    actual = check("layer", x, weight, fquant="dynamic", out_dtype=dtype, scale_dtype=torch.float16)
+    assert actual.y_scale is not None
+    assert actual.y_scale.item() == math.ceil(steps) * STEP
+    z = ORACLE["layer"](x, weight).z
+    back = actual.y.double() * actual.y_scale.item()
+    # Half a step of int8, and of fp8's subnormals; half a last place of fp8's normal values.
+    smallest = 1.0 if dtype == torch.int8 else torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    places = 0.0 if dtype == torch.int8 else 0.5 * torch.finfo(dtype).eps
+    allowed = torch.maximum(0.5 * smallest * actual.y_scale.double(), places * z.abs())
+    assert ((back - z).abs() <= 1.001 * allowed).all()
+
+
+@each_pipeline
+@each_quantised
+def test_scales_that_overflow_are_seen(n: int, dtype: torch.dtype) -> None:
+    """fp16 ends at 65504: a row whose scale is beyond that cannot be told apart from an infinite one, and is not 0."""
+    x, weight = torch.randn(2, n), torch.full((n,), 1e5 * qmax(dtype))
+    keywords: dict[str, Any] = {"out_dtype": dtype, "fquant": "dynamic"}
+    actual = FORWARD["layer"](x, weight, scale_dtype=torch.float16, **keywords)
+    assert actual.y_scale is not None
+    assert actual.y_scale.tolist() == [torch.inf, torch.inf]
+    # fp32 and bf16 hold it.
+    for scale_dtype in SCALES[1:]:
+        check("layer", x, weight, scale_dtype=scale_dtype, **keywords)
+
+
+@pytest.mark.parametrize("scale_dtype", SCALES, ids=str)
+@each_pipeline
+@each_quantised
+def test_the_largest_value_of_a_row_is_the_largest_of_the_type(
+    n: int, dtype: torch.dtype, scale_dtype: torch.dtype
+) -> None:
+    """A scale that its type rounds down makes more than qmax of amax; in int8 that once wrapped to -128 elsewhere."""
+    x = torch.randn(6 if n > 2000 else 40, n)
+    actual = check("layer", x, fquant="dynamic", out_dtype=dtype, scale_dtype=scale_dtype)
+    z = ORACLE["layer"](x).z
+    largest = actual.y.double().gather(1, z.abs().argmax(1, keepdim=True))
+    assert torch.equal(largest, qmax(dtype) * z.gather(1, z.abs().argmax(1, keepdim=True)).sign())
+
+
+@each_pipeline
+@each_norm
+def test_negative_smooth_scale(norm: str, n: int) -> None:
+    x, smooth = torch.randn(3, n), torch.rand(n) + 0.5
+    positive = check(norm, x, smooth_scale=smooth, fquant="smooth_dynamic")
+    negative = check(norm, x, smooth_scale=-smooth, fquant="smooth_dynamic")
+    assert same_bits(positive.y_scale, negative.y_scale)
+    assert torch.equal(positive.y, -negative.y)
+
+
+@each_pipeline
+def test_smooth_scale_is_applied_after_the_bias(n: int) -> None:
+    bias, smooth = torch.randn(n), torch.randn(n)
+    check("layer", torch.randn(2, n), None, bias, smooth_scale=smooth, fquant=1, out_dtype=torch.float8_e4m3fn)
+
+
+@each_pipeline
+def test_truncation(n: int) -> None:
+    x = torch.randn(4, n)
+    nearest = FORWARD["layer"](x, fquant="dynamic")
+    truncated = check("layer", x, fquant="dynamic", rounding="truncate")
+    assert same_bits(nearest.y_scale, truncated.y_scale)
+    assert (truncated.y.abs() <= nearest.y.abs()).all()
+    assert 0.4 < (truncated.y != nearest.y).double().mean() < 0.6
+
+
+def test_truncation_is_that_of_an_exact_quotient() -> None:
+    """ck_tile's (z / y_scale) to int8; z times an inverse is 126.99999 in rows where the quotient is 127."""
+    for _ in range(100):
+        z = torch.randn(64)
+        actual = FORWARD["rms"](torch.ones(1, 64), z, eps=0.0, fquant="dynamic", rounding="truncate")
+        assert actual.y_scale is not None
+        assert actual.y_scale.item() == (z.abs().max() / 127).item()
+        assert torch.equal(actual.y[0], (z / actual.y_scale).to(torch.int8))
+
+
+def test_int8_ties_go_to_even() -> None:
+    halves = torch.arange(-127, 127) + 0.5
+    up, down = torch.nextafter(halves, halves + 1), torch.nextafter(halves, halves - 1)
+    values = torch.cat((torch.tensor([127.0]), halves, up, down))
+    expected = [round(value) for value in values.tolist()]
+    assert quantised(values, torch.int8).tolist() == expected
+
+
+def test_int8_truncates_toward_zero() -> None:
+    values = torch.tensor([127.0, 126.999, 1.999, 1.0, 0.999, 0.5, 0.0, -0.5, -0.999, -1.0, -1.999, -126.999, -127.0])
+    expected = [int(value) for value in values.tolist()]
+    assert quantised(values, torch.int8, rounding="truncate").tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", QUANTISED[1:], ids=str)
+def test_fp8_ties_go_to_even(dtype: torch.dtype) -> None:
+    codes = torch.arange(128, dtype=torch.uint8).view(dtype).float()
+    values = codes[codes.isfinite()].sort().values
+    midpoints = (values[1:] + values[:-1]) / 2
+    # Without -0: adding weight_offset makes it +0.
+    z = torch.cat((values, midpoints, -values[1:], -midpoints))
+    assert same_bits(quantised(z, dtype), z.to(dtype))
+
+
+def test_dtypes_that_quantise_are_those_of_the_model() -> None:
+    assert set(QUANTISED) == {TORCH_DTYPES[dtype] for dtype in DType if dtype.is_quantised}
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_scale_that_fp32_cannot_invert_is_no_scale(dtype: torch.dtype) -> None:
+    """Amax of about 1e-37 leaves a subnormal scale, whose inverse is infinite."""
+    x = torch.randn(3, 64)
+    weight = torch.full((64,), 1e-37)
+    actual = FORWARD["layer"](x, weight, fquant="dynamic", out_dtype=dtype)
+    assert actual.y_scale is not None
+    assert torch.equal(actual.y_scale, torch.ones(3))
+    assert not actual.y.float().any()

@@ -1,0 +1,162 @@
+"""Every shape and every layout that can be walked: any number of dimensions, any row stride, no rows, one column."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from normforge.codegen.model import DType, FusedAdd, FusedQuant, Mode, Norm
+from normforge.selection import dispatch
+
+from ..calling import FORWARD, ORACLE, agree, check, each_norm, each_pipeline
+
+N = 96
+
+
+def everything(x: torch.Tensor) -> dict[str, Any]:
+    """Arguments that ask for every output there is."""
+    return {"x": x, "residual": torch.randn(x.shape), "fadd": "pre_add_store", "fquant": "dynamic", "save_mv": True}
+
+
+@pytest.mark.parametrize("shape", [(N,), (5, N), (2, 3, N), (2, 1, 3, N), (1, 1, 1, N)], ids=str)
+@each_norm
+def test_dimensions(norm: str, shape: tuple[int, ...]) -> None:
+    arguments = everything(torch.randn(shape))
+    actual = check(norm, **arguments)
+    assert actual.y.shape == shape
+    for name in ("y_scale", "mean", "rstd"):
+        per_row = getattr(actual, name)
+        assert per_row is None or per_row.shape == shape[:-1], name
+    # Rows are rows, however many dimensions they are spread over.
+    flat = FORWARD[norm](**{k: v.reshape(-1, N) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()})
+    for a, b in zip(actual, flat, strict=True):
+        assert a is b is None or (a is not None and b is not None and torch.equal(a.flatten(), b.flatten()))
+
+
+def strided(rows: int, n: int, kind: str) -> torch.Tensor:
+    """An (rows, n) view of the layout that `kind` names."""
+    memory = torch.randn(rows * (n + 5) + n)
+    return {
+        "slice of a wider tensor": lambda: memory[: rows * (n + 5)].view(rows, n + 5)[:, 2 : n + 2],
+        "every other row": lambda: torch.randn(2 * rows, n)[::2],
+        "one row expanded": lambda: memory[:n].expand(rows, n),
+        "rows that overlap": lambda: memory.as_strided((rows, n), (3, 1)),
+        "rows in reverse memory order": lambda: torch.randn(n * rows).view(rows, n).flip(0),
+    }[kind]()
+
+
+KINDS = (
+    "slice of a wider tensor",
+    "every other row",
+    "one row expanded",
+    "rows that overlap",
+    "rows in reverse memory order",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.replace(" ", "_"))
+@each_pipeline
+def test_row_strides(n: int, kind: str) -> None:
+    check("layer", strided(3, n, kind), residual=strided(3, n, "slice of a wider tensor"), fadd="pre_add", save_mv=True)
+    check("rms", torch.randn(3, n), residual=strided(3, n, kind), fadd="pre_add_store", fquant="dynamic")
+
+
+@each_pipeline
+def test_every_tensor_has_a_row_stride_of_its_own(n: int) -> None:
+    x, residual, out, residual_out = (torch.randn(3, n + extra)[:, :n] for extra in (1, 20, 300, 0))
+    check("layer", x, residual=residual, fadd="pre_add_store", out=out, residual_out=residual_out)
+
+
+def test_leading_dimensions_that_collapse_at_a_stride() -> None:
+    wide = torch.randn(2, 3, 4, 2 * N)
+    check("layer", wide[..., N:], out=torch.zeros(2, 3, 4, N + 7)[..., :N], save_mv=True)
+    check("layer", torch.randn(N).expand(2, 3, N))
+
+
+@pytest.mark.parametrize("stride", [0, 1, 7, 10**9])
+def test_strides_of_single_rows_and_columns_mean_nothing(stride: int) -> None:
+    one_row = torch.randn(N)
+    x = one_row.as_strided((1, N), (stride, 1))
+    out = torch.zeros(N).as_strided((1, N), (stride, 1))
+    check("layer", x, out=out)
+    check("layer", torch.randn(4, 1, N).as_strided((4, 1, N), (N, stride, 1)))
+    # One column: the last dimension's stride is never taken.
+    check("rms", torch.randn(5).as_strided((5, 1), (1, stride)))
+
+
+@pytest.mark.parametrize("leading", [(0,), (2, 0), (0, 3)], ids=str)
+@pytest.mark.parametrize("fquant", FusedQuant)
+@pytest.mark.parametrize("fadd", FusedAdd)
+@each_norm
+def test_no_rows(norm: str, fadd: FusedAdd, fquant: FusedQuant, leading: tuple[int, ...]) -> None:
+    arguments: dict[str, Any] = {"x": torch.empty(*leading, N), "fadd": fadd, "fquant": fquant, "save_mv": True}
+    if fadd.adds:
+        arguments["residual"] = torch.empty(*leading, N)
+    if fquant.smooths:
+        arguments["smooth_scale"] = torch.ones(N)
+    actual = FORWARD[norm](**arguments)
+    shapes = {name: tuple(tensor.shape) for name, tensor in actual._asdict().items() if tensor is not None}
+    expected = {"y": (*leading, N), "rstd": leading}
+    if norm == "layer":
+        expected["mean"] = leading
+    if fadd.stores:
+        expected["residual_out"] = (*leading, N)
+    if fquant.quantises:
+        expected["y_scale"] = leading
+    assert shapes == expected
+
+
+def test_no_rows_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty grid is an error on a GPU, and nothing in the interpreter."""
+    entry = dispatch.find(Mode(Norm.LAYER, DType.FP32, DType.FP32), N)
+    kernel = entry.load(entry.tile(1, "cpu").pipeline)
+
+    def launched(grid: object) -> None:
+        raise AssertionError(f"launched over {grid}")
+
+    monkeypatch.setattr(type(kernel), "__getitem__", lambda self, grid: launched(grid))
+    FORWARD["layer"](torch.empty(0, N))
+    with pytest.raises(AssertionError, match=r"launched over \(1, 1, 1\)"):
+        FORWARD["layer"](torch.empty(1, N))
+
+
+@each_pipeline
+def test_no_rows_into_given_tensors(n: int) -> None:
+    out, residual_out = torch.empty(0, n), torch.empty(0, n)
+    empty = torch.empty(0, n)
+    actual = FORWARD["layer"](empty, residual=empty, fadd=1, out=out, residual_out=residual_out)
+    assert actual.y is out
+    assert actual.residual_out is residual_out
+
+
+@each_norm
+def test_one_column(norm: str) -> None:
+    x = torch.tensor([[3.0], [-2.0], [0.0]])
+    weight = torch.tensor([2.0])
+    actual = check(norm, x, weight, save_mv=True)
+    if norm == "layer":
+        # A row of one is its own mean, and its variance is 0.
+        assert actual.y.tolist() == [[0.0], [0.0], [0.0]]
+        assert actual.mean is not None
+        assert actual.mean.tolist() == [3.0, -2.0, 0.0]
+    else:
+        torch.testing.assert_close(actual.y, torch.tensor([[2.0], [-2.0], [0.0]]))
+
+
+def test_one_column_takes_its_bias() -> None:
+    actual = check("layer", torch.randn(4, 1), torch.tensor([2.0]), torch.tensor([0.75]))
+    assert actual.y.tolist() == [[0.75]] * 4
+
+
+def test_one_column_quantised() -> None:
+    actual = check("rms", torch.tensor([[3.0], [-2.0], [0.0]]), fquant="dynamic")
+    assert actual.y.tolist() == [[127], [-127], [0]]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 33])
+def test_any_number_of_rows(rows: int) -> None:
+    """Programs of the `rows` pipeline take 16 rows of this length each; the last may hold fewer."""
+    arguments = everything(torch.randn(rows, 5))
+    agree(FORWARD["layer"](**arguments), ORACLE["layer"](**arguments))

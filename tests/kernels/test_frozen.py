@@ -1,0 +1,200 @@
+"""NORMFORGE_FROZEN=1: what Triton's cache holds is loaded, and nothing is compiled, however a kernel is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
+from normforge.errors import FrozenError, SettingError
+from normforge.kernels import binaries as aot
+from normforge.kernels import obtain as obtaining
+from normforge.kernels.gpu import named_target
+from normforge.kernels.launcher import Launcher
+from normforge.kernels.obtain import compile_for, obtain
+from normforge.selection import dispatch
+from normforge.upstream import triton_launcher
+
+from ..calling import check, python
+from ..stand_in_driver import driving
+
+TARGET = named_target("sm_90")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(obtaining, "_compiled", {})
+    monkeypatch.setattr(dispatch, "plans", {})
+    monkeypatch.setattr(aot, "_folder", None)
+    for variable in ("NORMFORGE_FROZEN", "NORMFORGE_AOT", "TRITON_ALWAYS_COMPILE"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Path]:
+    """An empty folder that Triton keeps what it compiles in."""
+    import triton
+
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path / "triton")
+        yield tmp_path / "triton"
+
+
+def a_key() -> CompileKey:
+    """A small kernel for an H200."""
+    return compile_keys([64], ["rms_fwd_bf16"], arch="sm_90", rows=["few"])[0]
+
+
+def binaries(cache: Path) -> list[Path]:
+    return list(cache.rglob("*.cubin"))
+
+
+def test_the_interpreter_compiles_nothing_that_could_be_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+    check("layer", torch.randn(2, 64))
+
+
+@pytest.mark.compile
+def test_a_compilation_is_refused_by_name(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = a_key()
+    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+    with driving(), pytest.raises(FrozenError) as raised:
+        obtain(key.key, key.function, TARGET, 0)
+    message = str(raised.value)
+    assert f"forbids compiling {key.key} for sm_90, and Triton's cache does not hold it; " in message
+    assert "compile it before with normforge.warmup, `normforge warmup` or `normforge aot` and N = 64" in message
+    assert "unset NORMFORGE_FROZEN" in message
+    assert not binaries(cache)
+    # And a refusal is not remembered.
+    monkeypatch.delenv("NORMFORGE_FROZEN")
+    with driving():
+        obtain(key.key, key.function, TARGET, 0)
+    assert len(binaries(cache)) == 1
+
+
+@pytest.mark.compile
+def test_what_was_obtained_stays(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = a_key()
+    with driving():
+        warm = obtain(key.key, key.function, TARGET, 0)
+        monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+        assert obtain(key.key, key.function, TARGET, 0) is warm
+
+
+@pytest.mark.compile
+def test_what_tritons_cache_holds_is_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = a_key()
+    before = compile_for(key.key, key.function, TARGET)
+    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+    # As a process that starts later would: of this one nothing is kept but the folder.
+    with driving() as driver:
+        obtain(key.key, key.function, TARGET, 0)
+    assert driver.loaded == [(key.key.symbol, before.asm["cubin"], before.metadata.shared)]
+
+
+@pytest.mark.compile
+def test_another_process_loads_it_too(cache: Path) -> None:
+    key = a_key()
+    compile_for(key.key, key.function, TARGET)
+    code = """
+from normforge.kernels.obtain import compile_for
+from normforge.ahead_of_time.compile_keys import compile_keys
+from normforge.kernels.gpu import named_target
+for n in (64, 65):
+    (key,) = compile_keys([n], ["rms_fwd_bf16"], arch="sm_90", rows=["few"])
+    print(len(compile_for(key.key, key.function, named_target("sm_90")).asm["cubin"]) > 0)
+"""
+    process = python(code, TRITON_CACHE_DIR=str(cache), NORMFORGE_FROZEN="1")
+    assert process.stdout.split() == ["True"]
+    assert "FrozenError: NORMFORGE_FROZEN=1 forbids compiling" in process.stderr
+    assert "N=65" in process.stderr
+
+
+@pytest.mark.compile
+def test_a_kernel_has_one_hash_whatever_was_hashed_before_it() -> None:
+    """Triton's own changes with that; its cache is looked through by it."""
+
+    def hashed(step: int) -> list[str]:
+        code = f"""
+from normforge.upstream import triton_hashes
+from normforge.ahead_of_time.compile_keys import compile_keys
+for key in compile_keys([96, 4099, 131072], ["ln_*_bf16*", "rms_fwd_bf16"], arch="sm_90")[::{step}]:
+    triton_hashes.settle(key.function)
+    print(key.key.symbol, key.function.cache_key)
+"""
+        return sorted(set(python(code).stdout.splitlines()))
+
+    forward = hashed(1)
+    assert len(forward) > 10
+    assert hashed(-1) == forward
+
+
+@pytest.mark.compile
+def test_a_cache_that_is_not_to_be_used_serves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = a_key()
+    compile_for(key.key, key.function, TARGET)
+    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
+    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+    with pytest.raises(FrozenError):
+        compile_for(key.key, key.function, TARGET)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("mode", "n"), [("rms_fwd_bf16", 64), ("ln_bwd_bf16", 16384)])
+def test_a_key_says_all_that_triton_makes_of_a_launch(mode: str, n: int, cache: Path) -> None:
+    """What is compiled from it is, but for the hash, what Triton's own launch compiles from the arguments."""
+    for key in compile_keys([n], [mode], arch="sm_90", rows=["many"]):
+        pointers = {"*bf16:16": torch.zeros(64, dtype=torch.bfloat16), "*fp32:16": torch.zeros(64)}
+        stands_for = pointers | {"*i64:16": torch.zeros(8, dtype=torch.int64), "i32": 7, "fp32": 0.5}
+        arguments = [stands_for[value] if isinstance(value, str) else value for _, value in key.key.arguments]
+        with driving():
+            theirs = key.function.warmup(*arguments, grid=(1,), **dict(key.key.options))
+        ours = compile_for(key.key, key.function, TARGET)
+        assert ours.asm["ptx"] == theirs.asm["ptx"]
+        assert ours.metadata._replace(hash="") == theirs.metadata._replace(hash="")
+
+
+@pytest.mark.compile
+def test_the_public_launch_compiles_nothing_more(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Triton's inner launcher is another, kernels are launched with tensors, and are those of the key."""
+    key = a_key()
+    monkeypatch.setattr(triton_launcher, "bind", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    names = list(dict(key.key.arguments))
+    types = {name: kind for name, kind in key.key.arguments if isinstance(kind, str) and not name.endswith("_stride")}
+    integers = {name: 64 for name in names if name.endswith("_stride")}
+    constants = {name: value for name, value in key.key.arguments if isinstance(value, int)}
+    x, weight, y = torch.zeros(2, 64), torch.zeros(64), torch.zeros(2, 64)
+    given: dict[str, Any] = {"x_ptr": x, "weight_ptr": weight, "y_ptr": y, "M": 2, "eps": 1e-5, "weight_offset": 0.0}
+    with driving() as driver:
+        launcher = Launcher(key.function, types, integers, constants, 1, {}, TARGET, torch.device("cuda", 0))
+        assert launcher.key == key.key
+        monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+        launcher.launch_tensors((2, 1, 1), tuple(given[name] for name in types))
+    ((name, *grid, stream, function, _, _, _, _), arguments) = driver.launched[0][:10], driver.launched[0][10:]
+    assert (name, grid, stream, function) == (key.key.symbol, [2, 1, 1], 1000, "a function")
+    in_order = given | integers | constants
+    assert all(ours is theirs for ours, theirs in zip(arguments, [in_order[name] for name in names], strict=True))
+    assert len(binaries(cache)) == 1
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("value", ["", "0"])
+def test_not_frozen(value: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NORMFORGE_FROZEN", value)
+    key = a_key()
+    compile_for(key.key, key.function, TARGET)
+    assert len(binaries(cache)) == 1
+
+
+@pytest.mark.compile
+def test_frozen_is_on_or_off(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NORMFORGE_FROZEN", "yes")
+    key = a_key()
+    with pytest.raises(SettingError, match=r"NORMFORGE_FROZEN='yes' is neither 1 .* nor 0"):
+        compile_for(key.key, key.function, TARGET)
+    assert not binaries(cache)

@@ -1,0 +1,537 @@
+"""The functional API where something follows its calls: torch's results, or an error that says what to do.
+
+Transforms of torch.func, forward-mode AD, batched gradients, torch.jit.trace and DTensor know torch's operators alone,
+so these run. Modes, checkpoints and compiled autograd see normforge's.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.fx.experimental.proxy_tensor
+from torch import func
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import normforge
+from normforge import errors
+
+from ..calling import printed, python, same_bits
+from .oracle import EPS, each_device, each_function
+
+M, N = 3, 64
+
+# Without torch's own types, which these mostly lack.
+forward_ad: Any = torch.autograd.forward_ad
+jit: Any = torch.jit
+derivatives: Any = torch.autograd.functional
+make_fx: Any = torch.fx.experimental.proxy_tensor.make_fx
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+
+
+def pair(norm: str, device: str = "cpu", *, requires_grad: bool = False) -> tuple[Call, Call]:
+    """A function of x alone by normforge, known already, and the same by torch's operators."""
+    weight, bias = (torch.randn(N, device=device, requires_grad=requires_grad) for _ in range(2))
+    residual = torch.randn(M, N, device=device)
+
+    def theirs(x: torch.Tensor) -> torch.Tensor:
+        total = x + residual if norm.startswith("add") else x
+        if norm.endswith("rms"):
+            y = functional.rms_norm(total, (N,), weight, EPS)
+        else:
+            y = functional.layer_norm(total, (N,), weight, bias, EPS)
+        return y * total if norm.startswith("add") else y
+
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        parameters = (weight,) if norm.endswith("rms") else (weight, bias)
+        y: torch.Tensor
+        if norm.startswith("add"):
+            y, total = getattr(normforge, f"{norm}_norm")(x, residual, *parameters, EPS)
+            y = y * total
+            return y
+        y = getattr(normforge, f"{norm}_norm")(x, (N,), *parameters, EPS)
+        return y
+
+    ours(torch.randn(M, N, device=device))
+    return ours, theirs
+
+
+def close(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def squares(call: Call) -> Call:
+    return lambda x: call(x).square().sum()
+
+
+TRANSFORMS: dict[str, Callable[[Call, torch.Tensor], Any]] = {
+    "grad": lambda call, x: func.grad(squares(call))(x),
+    "vmap": lambda call, x: func.vmap(call)(torch.stack((x, 2 * x + 1))),
+    "vmap of the last dimension": lambda call, x: func.vmap(call, in_dims=-1)(torch.stack((x, 2 * x + 1), -1)),
+    "vmap of grad": lambda call, x: func.vmap(func.grad(squares(call)))(torch.stack((x, 2 * x + 1))),
+    "grad of vmap": lambda call, x: func.grad(lambda x: func.vmap(call)(x.expand(2, M, N)).square().sum())(x),
+    "vmap of vmap": lambda call, x: func.vmap(func.vmap(call))(x.expand(2, 2, M, N)),
+    "jvp": lambda call, x: func.jvp(call, (x,), (x.cos(),)),
+    "vjp": lambda call, x: func.vjp(call, x)[1](x.cos()),
+    "jvp of grad": lambda call, x: func.jvp(func.grad(squares(call)), (x,), (x.cos(),)),
+    "grad of grad": lambda call, x: func.grad(lambda x: func.grad(squares(call))(x).sin().sum())(x),
+    "linearize": lambda call, x: func.linearize(call, x)[1](x.cos()),
+    "functionalize": lambda call, x: func.functionalize(call)(x),
+    "make_fx of grad": lambda call, x: make_fx(func.grad(squares(call)))(x)(2 * x),
+    "jacobian, forward": lambda call, x: derivatives.jacobian(
+        lambda x: call(x).sum(0), x, vectorize=True, strategy="forward-mode"
+    ),
+    "jacobian, batched gradients": lambda call, x: derivatives.jacobian(lambda x: call(x).sum(0), x, vectorize=True),
+}
+
+
+@each_device
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@each_function
+def test_a_transform_of_torch_func(norm: str, transform: Callable[[Call, torch.Tensor], Any], device: str) -> None:
+    ours, theirs = pair(norm, device)
+    x = torch.randn(M, N, device=device)
+    close(transform(ours, x), transform(theirs, x))
+
+
+@each_device
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "functionalize"])
+def test_a_constant_within_a_transform(transform: str, device: str) -> None:
+    """What is not transformed itself, in a call that was known before."""
+    ours, theirs = pair("layer", device)
+    x, constant = torch.randn(M, N, device=device), torch.randn(M, N, device=device)
+    within = TRANSFORMS[transform]
+    close(within(lambda x: x * ours(constant), x), within(lambda x: x * theirs(constant), x))
+
+
+@pytest.mark.parametrize(
+    ("transform", "says"),
+    [("vmap", "has no memory"), ("functionalize", "has no memory"), ("jvp", "^x carries a tangent")],
+)
+def test_the_forward_functions_refuse_a_transform(transform: str, says: str) -> None:
+    x = torch.randn(M, N)
+    normforge.rmsnorm2d_fwd(x)
+    with pytest.raises(errors.NormforgeError, match=rf"{says} .* call normforge\.layer_norm"):
+        TRANSFORMS[transform](lambda x: normforge.rmsnorm2d_fwd(x).y, x)
+
+
+@pytest.mark.parametrize("given", [{}, {"fquant": "dynamic"}], ids=["plain", "quantised"])
+def test_the_forward_functions_refuse_to_be_traced(given: dict[str, Any]) -> None:
+    x = torch.randn(M, N)
+    normforge.rmsnorm2d_fwd(x, **given)
+    with pytest.raises(errors.TransformError, match=r"^torch\.jit\.trace records no kernel; record with torch\.export"):
+        jit.trace(lambda x: normforge.rmsnorm2d_fwd(x, **given).y, x)
+
+
+@each_device
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_function
+def test_forward_mode_keeps_the_tangent(norm: str, dtype: torch.dtype, recorded: bool, device: str) -> None:
+    """Also of a call without gradients that was known before, and of weights in another type than x's."""
+    ours, theirs = pair(norm, device, requires_grad=recorded)
+    x, tangent = torch.randn(M, N, device=device).to(dtype), torch.randn(M, N, device=device).to(dtype)
+    ours(x)
+    with forward_ad.dual_level():
+        actual = forward_ad.unpack_dual(ours(forward_ad.make_dual(x, tangent)))
+        expected = forward_ad.unpack_dual(theirs(forward_ad.make_dual(x.float(), tangent.float())))
+        # A tensor without a tangent has none afterwards either.
+        assert forward_ad.unpack_dual(ours(x)).tangent is None
+    assert actual.tangent is not None
+    tolerance = 1e-4 if dtype is torch.float32 else 5e-2
+    torch.testing.assert_close(actual.tangent.float(), expected.tangent, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("carrier", ["residual", "weight", "bias"])
+def test_forward_mode_by_another_operand(carrier: str) -> None:
+    given: dict[str, Any] = {
+        "x": torch.randn(M, N),
+        "residual": torch.randn(M, N),
+        "weight": torch.randn(N),
+        "bias": torch.randn(N),
+    }
+    normforge.add_layer_norm(**given)
+    with forward_ad.dual_level():
+        given[carrier] = forward_ad.make_dual(given[carrier], torch.randn_like(given[carrier]))
+        y, total = normforge.add_layer_norm(**given)
+        expected = given["x"] + given["residual"]
+        close(
+            forward_ad.unpack_dual(y).tangent,
+            forward_ad.unpack_dual(functional.layer_norm(expected, (N,), given["weight"], given["bias"])).tangent,
+        )
+        assert (forward_ad.unpack_dual(total).tangent is None) == (carrier != "residual")
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("fused", [{}, {"fquant": "dynamic"}], ids=["plain", "quantised"])
+@pytest.mark.parametrize("carrier", ["x", "weight"])
+def test_the_forward_functions_refuse_a_tangent(carrier: str, fused: dict[str, Any], known: bool) -> None:
+    given: dict[str, Any] = {"x": torch.randn(M, N), "weight": torch.randn(N)}
+    if known:
+        normforge.layernorm2d_fwd(**given, **fused)
+    twin = given | {carrier: given[carrier].clone()}
+    with forward_ad.dual_level():
+        given[carrier] = forward_ad.make_dual(given[carrier], torch.randn_like(given[carrier]))
+        says = rf"^{carrier} carries a tangent .*pass {carrier}\.detach\(\)"
+        with torch.no_grad(), pytest.raises(errors.GradientError, match=says):
+            normforge.layernorm2d_fwd(**given, **fused)
+        given[carrier] = given[carrier].detach()
+        actual, expected = (normforge.layernorm2d_fwd(**each, **fused) for each in (given, twin))
+    assert all(map(same_bits, actual, expected))
+
+
+def test_the_operators_refuse_a_tangent() -> None:
+    x, weight = torch.randn(M, N), torch.randn(N)
+    modes = (None, "none", None, "none", None, None, torch.float32, False, "nearest", "after_weight")
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x.cos())
+        with pytest.raises(errors.GradientError, match=r"^x carries a tangent"):
+            torch.ops.normforge.rmsnorm2d_fwd(dual, weight, 1e-6, 0.0, *modes)
+
+
+@each_device
+def test_a_frozen_residual_block_in_forward_mode(device: str) -> None:
+    model = torch.nn.Sequential(torch.nn.RMSNorm(N), torch.nn.Linear(N, N), torch.nn.LayerNorm(N)).to(device)
+    model.requires_grad_(False)
+    x, tangent = torch.randn(M, N, device=device), torch.randn(M, N, device=device)
+
+    def directional() -> torch.Tensor:
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, tangent)
+            along: torch.Tensor = forward_ad.unpack_dual((dual + model(dual)).square().sum()).tangent
+            return along
+
+    expected = directional()
+    normforge.patch(model)
+    model(x)
+    close(directional(), expected)
+
+
+@each_device
+@each_function
+def test_batched_gradients(norm: str, device: str) -> None:
+    ours, theirs = pair(norm, device)
+    x = torch.randn(M, N, device=device, requires_grad=True)
+    arriving = torch.randn(5, M, N, device=device)
+    actual, expected = (torch.autograd.grad(f(x), x, arriving, is_grads_batched=True) for f in (ours, theirs))
+    close(actual, expected)
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_a_second_derivative_is_refused(vectorize: bool) -> None:
+    ours, _ = pair("layer")
+    with pytest.raises(errors.GradientError, match=r"\(a double backward\) and no kernel computes it; use torch\.nn"):
+        derivatives.hessian(squares(ours), torch.randn(M, N), vectorize=vectorize)
+
+
+@each_device
+@each_function
+def test_jit_trace_records_torchs_operator(norm: str, device: str) -> None:
+    ours, theirs = pair(norm, device)
+    with warnings.catch_warnings():
+        # A condition on a tensor would be one on the values traced with.
+        warnings.simplefilter("error", jit.TracerWarning)
+        traced = jit.trace(ours, torch.randn(M, N, device=device), check_trace=False)
+    x = torch.randn(M, N, device=device)
+    close(traced(x), theirs(x))
+    assert not any("empty" in node.kind() for node in traced.graph.nodes())
+
+
+@each_device
+def test_jit_trace_of_a_patched_model(device: str) -> None:
+    model = torch.nn.Sequential(torch.nn.LayerNorm(N), torch.nn.Linear(N, N), torch.nn.RMSNorm(N)).to(device)
+    normforge.patch(model)
+    x = torch.randn(M, N, device=device)
+    model(x)
+    traced = jit.trace(model, x)
+    for rows in (M, 7):
+        x = torch.randn(rows, N, device=device, requires_grad=True)
+        close(traced(x), model(x))
+        close(*(torch.autograd.grad(y.square().sum(), x) for y in (traced(x), model(x))))
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_jit_script_is_refused(patched: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.LayerNorm(N) if patched else normforge.AddRMSNorm(N))
+    normforge.patch(model)
+    with pytest.raises(
+        errors.TransformError, match=r"^torch\.jit\.script cannot compile normforge\..*unpatch\(model\)"
+    ):
+        jit.script(model)
+
+
+def test_a_model_is_scripted_once_it_is_unpatched() -> None:
+    model = torch.nn.Sequential(torch.nn.LayerNorm(N), torch.nn.RMSNorm(N))
+    normforge.patch(model)
+    normforge.unpatch(model)
+    x = torch.randn(M, N)
+    assert same_bits(jit.script(model)(x), model(x))
+
+
+@pytest.mark.parametrize("module", [normforge.LayerNorm, normforge.RMSNorm], ids=["layer", "rms"])
+def test_fx_records_one_call(module: type[torch.nn.Module]) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(N, N), module(N))
+    traced = torch.fx.symbolic_trace(model)
+    called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    assert called in ([normforge.layer_norm], [normforge.rms_norm])
+    x = torch.randn(M, N)
+    assert same_bits(traced(x), model(x))
+
+
+@pytest.mark.parametrize("cls", [normforge.AddLayerNorm, normforge.AddRMSNorm])
+def test_fx_records_a_fused_add(cls: type[torch.nn.Module]) -> None:
+    module = cls(N)
+    x, residual = torch.randn(M, N), torch.randn(M, N)
+    traced = torch.fx.symbolic_trace(module)
+    assert all(map(same_bits, traced(x, residual), module(x, residual)))
+
+
+@pytest.mark.parametrize("function", [normforge.add_layer_norm, normforge.add_rms_norm])
+def test_fx_records_a_fused_add_by_its_name(function: Callable[..., Any]) -> None:
+    def call(x: torch.Tensor, residual: torch.Tensor) -> Any:
+        return function(x, residual)
+
+    traced = torch.fx.symbolic_trace(call)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [function]
+
+
+def test_fx_records_the_norm_that_casts_first() -> None:
+    module = normforge.RMSNorm(N, cast_before_weight=True)
+    traced = torch.fx.symbolic_trace(module)
+    x = torch.randn(M, N).bfloat16()
+    assert same_bits(traced(x), module(x))
+
+
+class Asked(torch.Tensor):
+    """A tensor that writes down which functions it is asked about."""
+
+    functions: list[Any]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.functions.append(function)
+        inherited: Any = super().__torch_function__
+        return inherited(function, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("place", ["x", "weight"])
+@each_function
+def test_a_class_of_ones_own_is_asked(norm: str, place: str) -> None:
+    given: dict[str, Any] = {"x": torch.randn(M, N), "weight": torch.randn(N)}
+    if norm.startswith("add"):
+        given["residual"] = torch.randn(M, N)
+    function = getattr(normforge, f"{norm}_norm")
+    rest = {} if norm.startswith("add") else {"normalized_shape": (N,)}
+    expected = function(**given, **rest)
+    Asked.functions = []
+    given[place] = given[place].as_subclass(Asked)
+    actual = function(**given, **rest)
+    assert function in Asked.functions
+    if norm.startswith("add"):
+        assert all(type(tensor) is Asked for tensor in actual)
+        actual, expected = actual[0], expected[0]
+    assert type(actual) is Asked
+    assert same_bits(actual.as_subclass(torch.Tensor), expected)
+
+
+class Passing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
+    """A mode that writes down what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("around", ["forward", "backward", "both"])
+@each_function
+def test_a_mode_around_a_part_of_a_checkpoint(norm: str, around: str) -> None:
+    ours, _ = pair(norm, requires_grad=True)
+    x = torch.randn(M, N, requires_grad=True)
+    (expected,) = torch.autograd.grad(ours(x).square().sum(), x)
+    modes = {
+        "forward": Passing() if around != "backward" else None,
+        "backward": Passing() if around != "forward" else None,
+    }
+
+    def within(name: str, step: Callable[[], Any]) -> Any:
+        mode = modes[name]
+        if mode is None:
+            return step()
+        with mode:
+            return step()
+
+    y = within("forward", lambda: checkpoint(ours, x, use_reentrant=False))
+    (actual,) = within("backward", lambda: torch.autograd.grad(y.square().sum(), x))
+    assert same_bits(actual, expected)
+    for name, mode in modes.items():
+        assert mode is None or any("norm2d_fwd" in operator for operator in mode.seen)
+        assert mode is None or name == "forward" or any("norm2d_bwd" in operator for operator in mode.seen)
+
+
+@each_function
+def test_a_backward_pass_is_recorded_of_a_call_that_was_not(norm: str) -> None:
+    ours, _ = pair(norm)
+    x = torch.randn(M, N, requires_grad=True)
+    y = ours(x)
+
+    def back(dy: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(y, x, dy, retain_graph=True)[0]
+
+    graph = make_fx(back)(torch.randn(M, N))
+    assert any("norm2d_bwd" in str(node.target) for node in graph.graph.nodes)
+    dy = torch.randn(M, N)
+    assert same_bits(graph(dy), back(dy))
+
+
+@pytest.fixture
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+@each_function
+def test_compiled_autograd_of_an_eager_call(norm: str) -> None:
+    ours, _ = pair(norm, requires_grad=True)
+    x = torch.randn(M, N, requires_grad=True)
+    (expected,) = torch.autograd.grad(ours(x).square().sum(), x)
+    whole = torch.compile(backend="eager", fullgraph=True)
+    with torch._dynamo.compiled_autograd._enable(whole):
+        (actual,) = torch.autograd.grad(ours(x).square().sum(), x)
+    assert same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@each_function
+def test_export_with_a_dynamic_last_dimension(norm: str, strict: bool) -> None:
+    def call(x: torch.Tensor) -> Any:
+        function = getattr(normforge, f"{norm}_norm")
+        return function(x, x) if norm.startswith("add") else function(x, x.shape[-1:])
+
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return call(x)
+
+    n = torch.export.Dim("n", min=2, max=4096)
+    program = torch.export.export(Model(), (torch.randn(M, N),), dynamic_shapes={"x": {1: n}}, strict=strict)
+    assert any("normforge" in str(node.target) for node in program.graph.nodes)
+    x = torch.randn(M, 100)
+    torch.testing.assert_close(program.module()(x), call(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
+def test_make_fx_of_sizes_that_are_not_integers(mode: str) -> None:
+    graph = make_fx(lambda x: normforge.layer_norm(x, x.shape[-1:]), tracing_mode=mode)(torch.randn(M, N))
+    x = torch.randn(M, N)
+    assert same_bits(graph(x), normforge.layer_norm(x, (N,)))
+
+
+def test_sizes_of_numpys_types() -> None:
+    numpy = pytest.importorskip("numpy")
+    x = torch.randn(M, N)
+    sizes: tuple[Any, ...] = (numpy.int64(N), numpy.uint16(N), torch.tensor(N))
+    for size in sizes:
+        assert same_bits(normforge.layer_norm(x, (size,)), normforge.layer_norm(x, (N,)))
+    shapes: tuple[Any, ...] = ((numpy.float64(N),), (64.0,), "64", N)
+    for shape in shapes:
+        with pytest.raises(errors.DTypeError, match=r"^normalized_shape is .*; it takes a tuple of integers"):
+            normforge.layer_norm(x, shape)
+
+
+@each_device
+@each_function
+def test_rows_of_no_elements(norm: str, device: str) -> None:
+    x = torch.randn(M, 0, device=device, requires_grad=True)
+    weight = torch.randn(0, device=device, requires_grad=True)
+    function = getattr(normforge, f"{norm}_norm")
+    y = function(x, x, weight)[0] if norm.startswith("add") else function(x, (0,), weight)
+    assert (y.shape, y.dtype) == (x.shape, x.dtype)
+    dx, dweight = torch.autograd.grad(y.sum(), (x, weight))
+    assert (dx.shape, dweight.shape) == (x.shape, weight.shape)
+
+
+@each_device
+@each_function
+def test_float64_in_any_place_runs_torchs_operator(norm: str, device: str) -> None:
+    given: dict[str, Any] = {"x": torch.randn(M, N, device=device), "weight": torch.randn(N, device=device)}
+    if norm.startswith("add"):
+        given["residual"] = torch.randn(M, N, device=device)
+    function = getattr(normforge, f"{norm}_norm")
+    rest: dict[str, Any] = {"eps": EPS} | ({} if norm.startswith("add") else {"normalized_shape": (N,)})
+    exact = {name: tensor.double() for name, tensor in given.items()}
+    expected = function(**exact, **rest)
+    for place in given:
+        actual = function(**given | {place: exact[place]}, **rest)
+        actual, wanted = (actual, expected) if norm.startswith("add") else ((actual,), (expected,))
+        assert actual[0].dtype == (torch.float64 if place == "x" else torch.float32)
+        for a, b in zip(actual, wanted, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+@each_device
+def test_a_patched_model_in_float64(device: str) -> None:
+    model = torch.nn.Sequential(torch.nn.LayerNorm(N), torch.nn.RMSNorm(N)).to(device)
+    x = torch.randn(M, N, device=device).double().requires_grad_()
+    twin = torch.nn.Sequential(torch.nn.LayerNorm(N), torch.nn.RMSNorm(N)).to(device).double()
+    normforge.patch(model)
+    model.double()
+    assert normforge.backend(x) == "torch"
+    assert same_bits(model(x), twin(x))
+    ours, theirs = (torch.autograd.grad(m(x).square().sum(), (x, *m.parameters())) for m in (model, twin))
+    close(ours, theirs)
+
+
+def test_float64_is_said_once() -> None:
+    code = """
+import torch, normforge
+for _ in range(3):
+    normforge.layer_norm(torch.randn(2, 8).double(), (8,))
+"""
+    process = python(code, TRITON_INTERPRET="1")
+    assert process.returncode == 0
+    assert process.stderr.splitlines() == [
+        "a norm of float64 runs torch's own operator: normforge's kernels take float16, bfloat16 and float32"
+    ]
+
+
+def test_sequence_parallel() -> None:
+    """Rows of a sharded tensor, forward and backward, in one process of a group of its own."""
+    code = """
+import json, torch, normforge
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+said = []
+for cls, twin in ((normforge.LayerNorm, torch.nn.LayerNorm), (normforge.RMSNorm, torch.nn.RMSNorm)):
+    ours, theirs = (torch.nn.Sequential(made(64)) for made in (cls, twin))
+    x = torch.randn(2, 4, 64)
+    y, expected = (parallelize_module(m, mesh, {"0": SequenceParallel()})(x) for m in (ours, theirs))
+    gradients = [torch.autograd.grad(out.to_local().square().sum(), list(m.parameters()))
+                 for out, m in ((y, ours), (expected, theirs))]
+    said += [isinstance(y, DTensor), y.placements == expected.placements,
+             torch.allclose(y.to_local(), expected.to_local(), atol=1e-5)]
+    said += [torch.allclose(a.to_local(), b.to_local(), atol=1e-4) for a, b in zip(*gradients)]
+x, residual = (distribute_tensor(torch.randn(4, 64), mesh, [Shard(0)]) for _ in range(2))
+y, total = normforge.add_rms_norm(x, residual)
+said += [torch.allclose(total.to_local(), (x + residual).to_local()), y.placements == x.placements]
+print(json.dumps(said))
+dist.destroy_process_group()
+"""
+    said = json.loads(printed(code, TRITON_INTERPRET="1"))
+    assert len(said) == 3 + 2 + 3 + 1 + 2
+    assert all(said)

@@ -1,0 +1,350 @@
+"""The operators: what torch checks of any, that they return what the functions do, and how graphs come to hold them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import normforge
+from normforge import errors
+from normforge.calls import first
+from normforge.calls.outputs import LayerNormOutput, NormGradients
+from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.nn import functional
+from normforge.operators import registered
+
+from ..calling import FORWARD, each_norm, printed, same_bits
+
+M, N = 3, 64
+
+# Arguments of the forward functions, by name; vectors and rows are made anew for each test.
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "saved": {"save_mv": True},
+    "other type": {"out_dtype": torch.bfloat16},
+    "x_bias": {"x_bias": "vector"},
+    "cast first": {"out_dtype": torch.float16, "cast": "before_weight", "save_mv": True},
+    "add": {"residual": "rows", "fadd": "pre_add"},
+    "add and store": {"residual": "halves", "fadd": "pre_add_store", "save_mv": True},
+    "int8": {"fquant": "dynamic", "rounding": "truncate", "save_mv": True},
+    "smooth fp8": {
+        "fquant": "smooth_dynamic",
+        "smooth_scale": "vector",
+        "out_dtype": torch.float8_e4m3fn,
+        "scale_dtype": torch.float16,
+        "residual": "rows",
+        "fadd": "pre_add_store",
+    },
+}
+each_mode = pytest.mark.parametrize("modes", MODES.values(), ids=[name.replace(" ", "_") for name in MODES])
+
+_SHAPES: dict[str, Callable[[], torch.Tensor]] = {
+    "vector": lambda: torch.randn(N),
+    "rows": lambda: torch.randn(M, N),
+    "halves": lambda: torch.randn(M, N).half(),
+}
+
+BACKWARD: dict[str, Callable[..., NormGradients]] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
+
+
+def made(modes: dict[str, Any]) -> dict[str, Any]:
+    return {name: _SHAPES[value]() if value in _SHAPES else value for name, value in modes.items()}
+
+
+def arguments(norm: str, modes: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments of a forward operator, from those of the function."""
+    given = {
+        "x": torch.randn(M, N),
+        "weight": torch.randn(N),
+        "bias": torch.randn(N),
+        "eps": 1e-5,
+        "weight_offset": 1.0,
+        "out_dtype": None,
+        "scale_dtype": torch.float32,
+        "save_mv": False,
+        "fadd": "none",
+        "fquant": "none",
+        "rounding": "nearest",
+        "cast": "after_weight",
+        **modes,
+    }
+    names = [argument.name for argument in registered.FORWARD[norm]._schema.arguments]
+    return tuple(given.get(name) for name in names)
+
+
+def by_name(operator: Any, values: tuple[Any, ...]) -> dict[str, Any]:
+    return {argument.name: value for argument, value in zip(operator._schema.arguments, values, strict=True)}
+
+
+def gradient_arguments(norm: str, **others: Any) -> tuple[Any, ...]:
+    """The arguments of a backward operator, where every tensor is there that may be."""
+    x = torch.randn(M, N)
+    saved = FORWARD[norm](x, save_mv=True)
+    given = {
+        "dy": torch.randn(M, N),
+        "x": x,
+        "weight": torch.randn(N).bfloat16(),
+        "mean": saved.mean,
+        "rstd": saved.rstd,
+        "weight_offset": 1.0,
+        "cast": "before_weight",
+        "wants": ["dx", "dweight", "dbias"] if norm == "layer" else ["dx", "dweight"],
+        **others,
+    }
+    return tuple(given.get(argument.name) for argument in registered.BACKWARD[norm]._schema.arguments)
+
+
+@each_mode
+@each_norm
+def test_torchs_checks_of_a_forward_operator(norm: str, modes: dict[str, Any]) -> None:
+    torch.library.opcheck(registered.FORWARD[norm], arguments(norm, made(modes)))
+
+
+@pytest.mark.parametrize(
+    "modes", [MODES["saved"], MODES["add and store"], MODES["cast first"]], ids=["plain", "add", "cast"]
+)
+@each_norm
+def test_torchs_checks_of_a_differentiated_operator(norm: str, modes: dict[str, Any]) -> None:
+    values = arguments(norm, made(modes))
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            value.requires_grad_()
+    torch.library.opcheck(registered.FORWARD[norm], values)
+
+
+@pytest.mark.parametrize("modes", [MODES["plain"], MODES["int8"], MODES["add and store"]], ids=["plain", "int8", "add"])
+@each_norm
+def test_torchs_checks_of_an_operator_that_writes(norm: str, modes: dict[str, Any]) -> None:
+    given = made(modes)
+    out = torch.empty(M, N, dtype=torch.int8 if "fquant" in given else torch.float32)
+    residual_out = torch.empty_like(given["residual"]) if "residual" in given else None
+    torch.library.opcheck(registered.FORWARD_INTO[norm], (*arguments(norm, given), out, residual_out))
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"dresidual_out": torch.ones(M, N), "dx_dtype": torch.float16, "wants": ["dx"]},
+        {"dy": None, "x_bias": torch.ones(N).half(), "dresidual_out": torch.ones(M, N), "wants": ["dx_bias", "dx"]},
+        {"weight": None, "weight_offset": 0.0, "wants": ["dx"]},
+    ],
+    ids=["all", "residual", "x_bias", "unweighted"],
+)
+@each_norm
+def test_torchs_checks_of_a_backward_operator(norm: str, others: dict[str, Any]) -> None:
+    torch.library.opcheck(registered.BACKWARD[norm], gradient_arguments(norm, **others))
+
+
+@each_mode
+@each_norm
+def test_a_traced_call_returns_what_an_eager_one_does(norm: str, modes: dict[str, Any]) -> None:
+    given = {name: value.expand(2, M, N).clone() if _is_rows(value) else value for name, value in made(modes).items()}
+
+    def call(x: torch.Tensor, weight: torch.Tensor) -> LayerNormOutput:
+        return FORWARD[norm](x, weight, **given)
+
+    graph = make_fx(call)(torch.randn(2, M, N), torch.randn(N))
+    assert any(node.target is registered.FORWARD[norm] for node in graph.graph.nodes)
+    fresh = torch.randn(2, M, N), torch.randn(N)
+    actual, expected = graph(*fresh), call(*fresh)
+    assert all(same_bits(a, b) for a, b in zip(actual, expected, strict=True))
+    strides = [[None if tensor is None else tensor.stride() for tensor in outputs] for outputs in (actual, expected)]
+    assert strides[0] == strides[1]
+
+
+def _is_rows(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == (M, N)
+
+
+@each_norm
+def test_a_traced_gradient_is_what_an_eager_one_is(norm: str) -> None:
+    given = by_name(registered.BACKWARD[norm], gradient_arguments(norm))
+    dy, x = given.pop("dy"), given.pop("x")
+    for unused in ("bias_dtype", "dx_dtype", "x_bias", "dresidual_out"):
+        given.pop(unused, None)
+    # In another order than they are returned in, and any collection will do.
+    given["wants"] = set(given["wants"])
+
+    def call(dy: torch.Tensor, x: torch.Tensor) -> NormGradients:
+        return BACKWARD[norm](dy, x, **given)
+
+    graph = make_fx(call)(dy, x)
+    assert any(node.target is registered.BACKWARD[norm] for node in graph.graph.nodes)
+    assert all(same_bits(a, b) for a, b in zip(graph(dy, x), call(dy, x), strict=True))
+
+
+def test_any_mode_sees_the_operator_of_a_call() -> None:
+    # torch declares no types for it.
+    class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        names: tuple[str, ...] = ()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names += (str(func),)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(M, N)
+    expected = normforge.layer_norm(x, (N,))
+    with Seen() as seen:  # type: ignore[no-untyped-call]
+        assert same_bits(normforge.layer_norm(x, (N,)), expected)
+    assert "normforge.layernorm2d_fwd.default" in seen.names
+
+
+def test_an_eager_call_goes_past_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> Any:
+        pytest.fail("an eager call was traced")
+
+    for module, name in (
+        (first, "forward_traced"),
+        (functional, "normalise_traced"),
+        (first, "backward_traced"),
+    ):
+        monkeypatch.setattr(module, name, fail)
+    x = torch.randn(M, N, requires_grad=True)
+    torch.autograd.grad(normforge.layer_norm(x, (N,)).sum(), x)
+    saved = normforge.rmsnorm2d_fwd(x.detach(), residual=x.detach(), fadd=1, save_mv=True)
+    assert saved.rstd is not None
+    rmsnorm2d_bwd(x.detach(), x.detach(), rstd=saved.rstd)
+
+
+def test_fake_tensors() -> None:
+    with FakeTensorMode():
+        x = torch.empty(M, N, dtype=torch.bfloat16)
+        out = normforge.layernorm2d_fwd(x, residual=x, fadd=1, fquant=2, save_mv=True)
+        with pytest.raises(errors.ShapeError, match=r"^weight has shape \(5,\); it takes \(64,\)"):
+            normforge.rmsnorm2d_fwd(x, torch.empty(5))
+        with pytest.raises(errors.ShapeError, match=r"^out has shape \(2, 64\); it takes x's, \(3, 64\)"):
+            normforge.rmsnorm2d_fwd(x, out=torch.empty(2, N, dtype=torch.bfloat16))
+    assert (out.y.dtype, out.y.shape) == (torch.int8, (M, N))
+    assert out.residual_out is not None
+    assert out.residual_out.dtype == torch.bfloat16
+    assert all(rows is not None and rows.shape == (M,) for rows in (out.y_scale, out.mean, out.rstd))
+    # Outside its mode too, a fake tensor is one.
+    assert normforge.layer_norm(x, (N,)).shape == (M, N)
+
+
+def test_registered_by_importing_without_torchdynamo() -> None:
+    code = """
+import json, sys, torch, normforge
+names = [f"{norm}_{kind}" for norm in ("layernorm2d", "rmsnorm2d") for kind in ("fwd", "fwd_into", "bwd")]
+there = all(hasattr(torch.ops.normforge, name) for name in names)
+print(json.dumps([there, "torch._dynamo" in sys.modules, "torch._inductor" in sys.modules]))
+"""
+    assert json.loads(printed(code)) == [True, False, False]
+
+
+def gradients_of(norm: str, dtype: torch.dtype, residual_dtype: torch.dtype | None) -> tuple[Any, Any]:
+    """Gradients through the forward operator, and fp64 autograd's, of the same numbers."""
+    tensors = {
+        "x": torch.randn(M, N).to(dtype),
+        "weight": torch.randn(N),
+        "bias": torch.randn(N).half(),
+        "x_bias": torch.randn(N),
+        "residual": None if residual_dtype is None else torch.randn(M, N).to(residual_dtype),
+    }
+    if norm == "rms":
+        del tensors["bias"]
+    given = {name: tensor.requires_grad_() for name, tensor in tensors.items() if tensor is not None}
+    exact = {name: tensor.detach().double().requires_grad_() for name, tensor in given.items()}
+    fadd = "none" if residual_dtype is None else "pre_add_store"
+    y, *others = registered.FORWARD[norm](*arguments(norm, {**given, "fadd": fadd, "save_mv": True}))
+    total = exact["x"] + exact["x_bias"] + exact.get("residual", 0)
+    centred = total - total.mean(-1, keepdim=True) if norm == "layer" else total
+    h = centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    wanted = h * exact["weight"] + exact["bias"] if norm == "layer" else h * (exact["weight"] + 1)
+    dy = torch.randn(M, N).to(dtype)
+    outputs, wanteds, arriving = [y], [wanted], [dy]
+    if residual_dtype is not None:
+        outputs, wanteds, arriving = [y, others[0]], [wanted, total], [dy, torch.randn(M, N).to(residual_dtype)]
+    actual = torch.autograd.grad(outputs, list(given.values()), arriving)
+    expected = torch.autograd.grad(wanteds, list(exact.values()), [d.double() for d in arriving])
+    assert [g.dtype for g in actual] == [tensor.dtype for tensor in given.values()]
+    return actual, expected
+
+
+@pytest.mark.parametrize("residual", [None, torch.float32, torch.bfloat16], ids=str)
+@each_norm
+def test_gradients_of_an_operator(norm: str, residual: torch.dtype | None) -> None:
+    for actual, expected in zip(*gradients_of(norm, torch.float32, residual), strict=True):
+        tolerance = 2e-2 if residual is torch.bfloat16 or actual.dtype != torch.float32 else 1e-4
+        torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance * expected.abs().max())
+
+
+def test_a_gradient_of_x_bias_is_summed_before_it_is_rounded() -> None:
+    x, x_bias, residual = torch.randn(500, N).bfloat16(), torch.zeros(N), torch.randn(500, N)
+    for tensor in (x, x_bias):
+        tensor.requires_grad_()
+    given = {"x": x, "x_bias": x_bias, "residual": residual, "fadd": "pre_add_store", "save_mv": True}
+    y, *_ = registered.FORWARD["layer"](*arguments("layer", {**given, "weight": None, "bias": None}))
+    dy = torch.randn(500, N).bfloat16()
+    dx, dx_bias = torch.autograd.grad(y, (x, x_bias), dy)
+    assert dx.dtype == torch.bfloat16
+    exact = (x.detach().double() + residual.double()).requires_grad_()
+    (wanted,) = torch.autograd.grad(torch.nn.functional.layer_norm(exact, (N,)), exact, dy.double())
+    torch.testing.assert_close(dx_bias.double(), wanted.sum(0), rtol=1e-4, atol=1e-4)
+
+
+def test_a_gradient_of_the_sum_alone() -> None:
+    x, residual = (torch.randn(M, N).requires_grad_() for _ in range(2))
+    given = {"x": x, "residual": residual, "fadd": "pre_add_store", "save_mv": True}
+    _, total, _, _ = registered.FORWARD["layer"](*arguments("layer", given))
+    arriving = torch.randn(M, N)
+    assert all(torch.equal(g, arriving) for g in torch.autograd.grad(total, (x, residual), arriving))
+
+
+@pytest.mark.parametrize("asking", ["x", "residual", "x_bias", "weight"])
+@each_norm
+def test_the_sum_has_a_gradient_where_what_is_summed_has(norm: str, asking: str) -> None:
+    given = {"x": torch.randn(M, N), "residual": torch.randn(M, N), "x_bias": torch.randn(N), "weight": torch.randn(N)}
+    given[asking].requires_grad_()
+    modes: dict[str, Any] = {"fadd": "pre_add_store", "save_mv": True}
+    y, total, *statistics = registered.FORWARD[norm](*arguments(norm, {**given, **modes}))
+    assert (y.requires_grad, total.requires_grad) == (True, asking != "weight")
+    assert not any(statistic.requires_grad for statistic in statistics)
+    outputs = [y] if asking == "weight" else [y, total]
+    (gradient,) = torch.autograd.grad(outputs, given[asking], [torch.ones(M, N) for _ in outputs])
+    assert gradient.shape == given[asking].shape
+
+
+@pytest.mark.parametrize(
+    ("modes", "message"),
+    [
+        ({}, "mean and rstd were not saved; pass save_mv=True"),
+        ({"fadd": "pre_add", "residual": "rows", "save_mv": True}, "fadd 'pre_add' does not store the sum"),
+    ],
+    ids=["unsaved", "sum not stored"],
+)
+@each_norm
+def test_what_kept_too_little_has_no_gradient(norm: str, modes: dict[str, Any], message: str) -> None:
+    x = torch.randn(M, N, requires_grad=True)
+    y, *_ = registered.FORWARD[norm](*arguments(norm, {**made(modes), "x": x}))
+    with pytest.raises(errors.GradientError, match=message):
+        torch.autograd.grad(y.sum(), x)
+
+
+@each_norm
+def test_a_quantised_operator_has_no_gradient(norm: str) -> None:
+    x = torch.randn(M, N, requires_grad=True)
+    with pytest.raises(errors.GradientError, match="requires a gradient and a quantised output has none"):
+        registered.FORWARD[norm](*arguments(norm, {"x": x, "fquant": "dynamic"}))
+
+
+@each_norm
+def test_a_double_backward_is_refused_as_by_an_eager_call(norm: str) -> None:
+    def second(y: torch.Tensor, x: torch.Tensor) -> str:
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        with pytest.raises(errors.GradientError) as raised:
+            torch.autograd.grad(dx.sum(), x)
+        return str(raised.value)
+
+    x = torch.randn(M, N, requires_grad=True)
+    y, *_ = registered.FORWARD[norm](*arguments(norm, {"x": x, "save_mv": True}))
+    eager = normforge.layer_norm(x, (N,)) if norm == "layer" else normforge.rms_norm(x, (N,))
+    assert second(y, x) == second(eager, x)

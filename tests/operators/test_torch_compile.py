@@ -1,0 +1,397 @@
+"""torch.compile and torch.export: one graph, no recompilation over M, and the results of eager calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import normforge
+from normforge import errors
+from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
+
+from ..calling import FORWARD, printed, same_bits
+from ..calls.test_bad_arguments import TABLES, Case, X
+from ..nn import models
+from ..nn.models import WIDTH, Transformer
+from ..nn.oracle import FUNCTIONS, backward, each_function, each_norm, operands
+
+N = 64
+
+# What is traced is the same for all of them. aot_eager has everything but the code that inductor writes.
+BACKEND = "aot_eager"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function: Any, **options: Any) -> tuple[Any, CompileCounterWithBackend]:
+    """A function that is compiled whole, and what counts its compilations."""
+    counter = CompileCounterWithBackend(options.pop("backend", BACKEND))
+    return torch.compile(function, backend=counter, fullgraph=True, **options), counter
+
+
+def pieces(output: Any) -> tuple[torch.Tensor, ...]:
+    return output if isinstance(output, tuple) else (output,)
+
+
+def flat(norm: str, shape: tuple[int, ...], **dtypes: Any) -> list[torch.Tensor]:
+    """The tensors of a call of the functional API, each to be differentiated by."""
+    given = operands(norm, shape, torch.float32, **dtypes).present()
+    order = ("x", "residual", "weight", "bias")
+    return [given[name].detach().requires_grad_() for name in order if name in given]
+
+
+def functional_call(norm: str) -> Callable[..., Any]:
+    if norm.startswith("add"):
+        return FUNCTIONS[norm]
+    return lambda x, *parameters: FUNCTIONS[norm](x, (N,), *parameters)
+
+
+@each_function
+def test_a_sweep_over_m_compiles_once_and_agrees_with_eager(norm: str) -> None:
+    call = functional_call(norm)
+    function, counter = compiled(call, dynamic=True)
+    compilations = None
+    for m in (2, 3, 17, 600):
+        residual = torch.bfloat16 if norm.startswith("add") else None
+        given = flat(norm, (m, N), residual=residual)
+        actual, expected = pieces(function(*given)), pieces(call(*given))
+        assert all(same_bits(a, b) for a, b in zip(actual, expected, strict=True))
+        arriving = [torch.randn_like(output) for output in expected]
+        ours, eager = (torch.autograd.grad(outputs, given, arriving) for outputs in (actual, expected))
+        assert all(same_bits(a, b) for a, b in zip(ours, eager, strict=True))
+        compilations = compilations or counter.frame_count
+    assert counter.frame_count == compilations
+
+
+def test_m_that_changes_unannounced_is_compiled_for_all_at_its_second_value() -> None:
+    function, counter = compiled(lambda x: normforge.layer_norm(x, (N,)))
+    for m in (5, 6, 7, 1000):
+        x = torch.randn(m, N)
+        assert same_bits(function(x), normforge.layer_norm(x, (N,)))
+    assert counter.frame_count == 2
+
+
+def test_rows_of_several_dimensions_marked_dynamic() -> None:
+    def call(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return normforge.add_rms_norm(x, residual)
+
+    function, counter = compiled(call)
+    for batch, length in ((2, 3), (4, 5), (7, 9)):
+        x, residual = torch.randn(batch, length, N), torch.randn(batch, length, N)
+        for tensor in (x, residual):
+            torch._dynamo.mark_dynamic(tensor, (0, 1))
+        assert all(same_bits(a, b) for a, b in zip(function(x, residual), call(x, residual), strict=True))
+    assert counter.frame_count == 1
+
+
+def test_as_many_rows_as_the_data_says() -> None:
+    """What experts are given of a batch: a number of rows that is not known while tracing."""
+
+    def call(x: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return normforge.layer_norm(x[chosen], (N,)), normforge.rmsnorm2d_fwd(x[chosen], fquant="dynamic").y
+
+    function, counter = compiled(call)
+    x = torch.randn(6, N)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for chosen in ([True, False, True, True, False, False], [False] * 6, [True] * 6):
+            mask = torch.tensor(chosen)
+            assert all(same_bits(a, b) for a, b in zip(function(x, mask), call(x, mask), strict=True))
+    assert counter.frame_count == 1
+
+
+@each_norm
+def test_rows_that_have_to_be_copied(norm: str) -> None:
+    call = functional_call(norm)
+    function, _ = compiled(call)
+    for x in (torch.randn(4, 5, N).transpose(0, 1), torch.randn(5, 2 * N)[:, ::2], torch.randn(5, 2 * N)[:, :N]):
+        assert same_bits(function(x), call(x))
+
+
+def test_several_dimensions_normalised_together() -> None:
+    weight = torch.randn(4, N, requires_grad=True)
+    x = torch.randn(3, 4, N, requires_grad=True)
+    function, _ = compiled(lambda x: normforge.rms_norm(x, (4, N), weight))
+    actual, expected = function(x), normforge.rms_norm(x, (4, N), weight)
+    assert same_bits(actual, expected)
+    ours, eager = (torch.autograd.grad(y.square().sum(), (x, weight)) for y in (actual, expected))
+    assert all(same_bits(a, b) for a, b in zip(ours, eager, strict=True))
+
+
+@each_norm
+def test_every_output_of_the_forward_functions(norm: str) -> None:
+    smooth = torch.randn(N)
+
+    def call(x: torch.Tensor, residual: torch.Tensor) -> Any:
+        fused: dict[str, Any] = {"residual": residual, "fadd": 1, "fquant": "smooth_dynamic", "smooth_scale": smooth}
+        return FORWARD[norm](x, smooth, save_mv=True, **fused)
+
+    function, counter = compiled(call, dynamic=True)
+    compilations = None
+    for m in (2, 5, 600):
+        x, residual = torch.randn(m, N), torch.randn(m, N).bfloat16()
+        actual, expected = function(x, residual), call(x, residual)
+        assert type(actual) is normforge.LayerNormOutput
+        assert all(same_bits(a, b) for a, b in zip(actual, expected, strict=True))
+        compilations = compilations or counter.frame_count
+    assert counter.frame_count == compilations
+
+
+def test_the_backward_functions() -> None:
+    def call(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:
+        layer = normforge.layernorm2d_fwd(x, weight, save_mv=True)
+        rms = normforge.rmsnorm2d_fwd(x, weight, save_mv=True)
+        assert layer.mean is not None
+        assert layer.rstd is not None
+        assert rms.rstd is not None
+        first = layernorm2d_bwd(dy, x, weight, mean=layer.mean, rstd=layer.rstd, wants=("dbias", "dx", "dweight"))
+        return (*first, *rmsnorm2d_bwd(dy, x, weight, rstd=rms.rstd))
+
+    function, _ = compiled(call)
+    given = torch.randn(5, N), torch.randn(5, N), torch.randn(N)
+    assert all(same_bits(a, b) for a, b in zip(function(*given), call(*given), strict=True))
+
+
+@pytest.mark.parametrize("name", ["x", "weight"])
+def test_forward_functions_have_no_gradient_in_a_graph_either(name: str) -> None:
+    given: dict[str, Any] = {"x": torch.randn(5, N), "weight": torch.ones(N)}
+    given[name].requires_grad_()
+
+    def call(given: dict[str, Any]) -> torch.Tensor:
+        return normforge.layernorm2d_fwd(**given).y
+
+    with pytest.raises(errors.GradientError, match=f"^{name} requires a gradient and the forward functions compute"):
+        torch.compile(call, backend="eager")(given)
+    torch._dynamo.reset()
+    function, _ = compiled(call)
+    with torch.no_grad():
+        assert same_bits(function(given), call(given))
+
+
+class StraightThrough(torch.autograd.Function):
+    """A user's own function, on one that is not differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return normforge.rmsnorm2d_fwd(x, weight).y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return dy, None
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_forward_function_within_a_function_of_ones_own(traced: bool) -> None:
+    x, weight = torch.randn(5, N, requires_grad=True), torch.randn(N, requires_grad=True)
+
+    def call(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = StraightThrough.apply(x, weight)  # type: ignore[no-untyped-call]  # torch declares no types
+        return y
+
+    y = (compiled(call)[0] if traced else call)(x, weight)
+    assert same_bits(y, normforge.rmsnorm2d_fwd(x.detach(), weight.detach()).y)
+    assert same_bits(torch.autograd.grad(y, x, arriving := torch.randn(5, N))[0], arriving)
+
+
+@pytest.mark.parametrize("backend", ["eager", BACKEND, "inductor"])
+def test_outputs_are_written_where_the_caller_says(backend: str) -> None:
+    def call(x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> Any:
+        fused: dict[str, Any] = {"residual": residual, "fadd": "pre_add_store", "residual_out": residual}
+        return normforge.rmsnorm2d_fwd(x, out=out, fquant="dynamic", **fused)
+
+    function, _ = compiled(call, backend=backend)
+    x, residual, out = torch.randn(5, N), torch.randn(5, N), torch.empty(5, N, dtype=torch.int8)
+    twins = residual.clone(), torch.empty_like(out)
+    for _ in range(2):
+        # Without the processes that inductor would start to compile code with.
+        with torch._inductor.config.patch(compile_threads=1):
+            actual, expected = function(x, residual, out), call(x, *twins)
+        assert all(same_bits(a, b) for a, b in zip(actual, expected, strict=True))
+        assert (actual.y.data_ptr(), actual.residual_out.data_ptr()) == (out.data_ptr(), residual.data_ptr())
+        assert same_bits(residual, twins[0])
+
+
+def test_an_output_in_place_of_x() -> None:
+    function, _ = compiled(lambda x: normforge.layernorm2d_fwd(x, out=x).y + 1)
+    x = torch.randn(5, N)
+    expected = normforge.layernorm2d_fwd(x).y
+    assert same_bits(function(x), expected + 1)
+    assert same_bits(x, expected)
+
+
+def test_an_overlap_is_refused_when_the_graph_runs() -> None:
+    function, _ = compiled(lambda x, out: normforge.layernorm2d_fwd(x, out=out).y, backend="eager")
+    memory = torch.randn(6, N)
+    with pytest.raises(errors.LayoutError, match=r"^out overlaps x in memory"):
+        function(memory[1:], memory[:-1])
+
+
+def trained(model: torch.nn.Module, call: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    tokens = torch.randint(17, (3, 8), generator=torch.Generator().manual_seed(0))
+    model.zero_grad()
+    logits = call(tokens)
+    backward(logits.square().mean())
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [logits.detach(), *(gradient.clone() for gradient in gradients if gradient is not None)]
+
+
+def test_a_patched_model() -> None:
+    model = Transformer()
+    original = trained(model, model)
+    normforge.patch(model)
+    function, counter = compiled(model)
+    expected, actual = trained(model, model), trained(model, function)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    targets = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
+    assert sum("normforge" in target and "norm2d_fwd" in target for target in targets) == 5
+    normforge.unpatch(model)
+    torch.testing.assert_close(trained(model, function), original, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cls", [models.LlamaRMSNorm, models.T5LayerNorm, models.Olmo2RMSNorm])
+def test_a_patched_hugging_face_norm(cls: Callable[..., torch.nn.Module], weight: torch.dtype) -> None:
+    module = torch.nn.Sequential(cls(dtype=weight))
+    normforge.patch(module)
+    function, _ = compiled(module)
+    x = torch.randn(5, WIDTH).bfloat16().requires_grad_()
+    actual, expected = function(x), module(x)
+    assert same_bits(actual, expected)
+    arriving = torch.randn_like(expected)
+    inputs = [x, *module.parameters()]
+    ours, eager = (torch.autograd.grad(y, inputs, arriving) for y in (actual, expected))
+    torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2)
+
+
+def test_autocast() -> None:
+    model = Transformer()
+    normforge.patch(model)
+    function, _ = compiled(model)
+    tokens = torch.randint(17, (2, 5))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual, expected = function(tokens), model(tokens)
+    assert actual.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_activation_checkpointing() -> None:
+    block = models.Block()
+    normforge.patch(block)
+    x = torch.randn(2, 4, WIDTH, requires_grad=True)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(block, x, use_reentrant=False)
+        return y
+
+    function, _ = compiled(call)
+    inputs = [x, *block.parameters()]
+    ours, eager = (torch.autograd.grad(y.square().sum(), inputs) for y in (function(x), block(x)))
+    torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export(strict: bool) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.add = normforge.LayerNorm(N), normforge.AddRMSNorm(N)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y: tuple[torch.Tensor, torch.Tensor] = self.add(self.norm(x), x)
+            return y
+
+    model = Model()
+    rows = torch.export.Dim("rows")
+    program = torch.export.export(model, (torch.randn(4, N),), dynamic_shapes={"x": {0: rows}}, strict=strict)
+    assert any("normforge" in str(node.target) for node in program.graph.nodes)
+    x = torch.randn(9, N)
+    assert all(same_bits(a, b) for a, b in zip(program.module()(x), model(x), strict=True))
+
+
+def test_a_double_backward_is_refused_as_by_an_eager_call() -> None:
+    function, _ = compiled(lambda x: normforge.layer_norm(x, (N,)), backend="eager")
+    x = torch.randn(5, N, requires_grad=True)
+    (dx,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
+    with pytest.raises(errors.GradientError, match=r"\(a double backward\) and no kernel computes it"):
+        backward(dx.sum())
+
+
+# One of each kind, from the tables of all calls that eager calls refuse.
+BAD = {
+    "weight too short": "shape",
+    "x of doubles": "dtype",
+    "weight elsewhere": "device",
+    "x transposed": "layout",
+    "x permuted": "layout",
+    "residual without fadd": "conflict",
+    "fadd unknown": "word",
+    "eps negative": "number",
+}
+
+
+def cases() -> Iterator[Any]:
+    for norm, table in TABLES.values():
+        for name, case in table.items():
+            if name in BAD and norm == "layer":
+                yield pytest.param(case, id=name.replace(" ", "_"))
+
+
+def test_every_kind_of_bad_call_is_there() -> None:
+    assert len(list(cases())) == len(BAD)
+
+
+@pytest.mark.parametrize("case", list(cases()))
+def test_a_bad_call_is_refused_alike(case: Case) -> None:
+    given = {"x": X, **case[0]}
+    with pytest.raises(errors.NormforgeError) as eager:
+        normforge.layernorm2d_fwd(**given)
+    with pytest.raises(errors.NormforgeError) as traced:
+        torch.compile(lambda given: normforge.layernorm2d_fwd(**given), backend="eager")(given)
+    assert (type(traced.value), str(traced.value)) == (type(eager.value), str(eager.value))
+    # Without a graph break to raise it from, TorchDynamo's own error says what it was.
+    with pytest.raises(torch._dynamo.exc.Unsupported) as whole:
+        torch.compile(lambda given: normforge.layernorm2d_fwd(**given), backend="eager", fullgraph=True)(given)
+    assert type(eager.value).__name__ in str(whole.value)
+    assert str(eager.value) in str(whole.value).replace("\\", "")
+
+
+def test_a_bad_call_of_a_module() -> None:
+    module = normforge.LayerNorm(N)
+    with pytest.raises(errors.ShapeError, match=r"normalized_shape is \(64,\) and x has shape \(2, 32\)"):
+        torch.compile(module, backend="eager")(torch.zeros(2, 32))
+
+
+def test_a_gradient_of_a_quantised_output_is_refused() -> None:
+    x = torch.randn(5, N, requires_grad=True)
+    function = torch.compile(lambda x: normforge.layernorm2d_fwd(x, fquant="dynamic").y, backend="eager")
+    with pytest.raises(errors.GradientError, match=r"^x requires a gradient and a quantised output has none"):
+        function(x)
+    with torch.no_grad():
+        assert same_bits(function(x), normforge.layernorm2d_fwd(x, fquant="dynamic").y)
+
+
+def test_a_cpu_without_the_interpreter_traces_torchs_operators() -> None:
+    code = """
+import json, torch, normforge
+model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.RMSNorm(8))
+normforge.patch(model)
+graphs = []
+def backend(graph, inputs):
+    graphs.append([str(node.target) for node in graph.graph.nodes])
+    return graph
+x = torch.randn(4, 8)
+same = torch.equal(torch.compile(model, backend=backend, fullgraph=True)(x), model(x))
+print(json.dumps([same, len(graphs), any("normforge" in target for target in graphs[0])]))
+"""
+    assert json.loads(printed(code, TRITON_INTERPRET=None)) == [True, 1, False]

@@ -1,0 +1,164 @@
+"""torch.compile on a card, with inductor: whole graphs, no recompilation over M, and CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import normforge
+from normforge.operators import registered
+
+from ..calling import FORWARD, same_bits
+from ..nn import models
+from ..nn.models import WIDTH, Transformer
+from ..nn.oracle import backward, each_function, each_norm
+from .test_torch_compile import N, compiled, flat, functional_call, pieces
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def rows(m: int, n: int = N, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(m, n, device="cuda", dtype=dtype)
+
+
+@each_function
+def test_a_sweep_over_m_compiles_once_and_agrees_with_eager(norm: str) -> None:
+    call = functional_call(norm)
+    function, counter = compiled(call, backend="inductor", dynamic=True)
+    compilations = None
+    # On both sides of where an instance takes its other tile.
+    for m in (2, 3, 512, 513, 5000):
+        given = flat(norm, (m, N), device="cuda", residual=torch.bfloat16 if norm.startswith("add") else None)
+        actual, expected = pieces(function(*given)), pieces(call(*given))
+        assert all(same_bits(a, b) for a, b in zip(actual, expected, strict=True))
+        arriving = [torch.randn_like(output) for output in expected]
+        ours, eager = (torch.autograd.grad(outputs, given, arriving) for outputs in (actual, expected))
+        assert all(same_bits(a, b) for a, b in zip(ours, eager, strict=True))
+        compilations = compilations or counter.frame_count
+    assert counter.frame_count == compilations
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@each_norm
+def test_an_add_and_quantisation_between_what_inductor_fuses(norm: str, dtype: torch.dtype) -> None:
+    def call(x: torch.Tensor, residual: torch.Tensor) -> Any:
+        fused: dict[str, Any] = {"residual": residual, "fadd": 1, "fquant": 2, "out_dtype": dtype, "save_mv": True}
+        out = FORWARD[norm](x * 2, **fused)
+        assert out.y_scale is not None
+        return (*out, out.y.float() * out.y_scale.unsqueeze(-1))
+
+    function, counter = compiled(call, backend="inductor", dynamic=True)
+    compilations = None
+    for m in (2, 7, 600):
+        x, residual = rows(m, 1500), rows(m, 1500)
+        assert all(same_bits(a, b) for a, b in zip(function(x, residual), call(x, residual), strict=True))
+        compilations = compilations or counter.frame_count
+    assert counter.frame_count == compilations
+
+
+def test_outputs_are_written_where_the_caller_says() -> None:
+    def call(x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> Any:
+        fused: dict[str, Any] = {"residual": residual, "fadd": "pre_add_store", "residual_out": residual}
+        return normforge.rmsnorm2d_fwd(x, out=out, fquant="dynamic", **fused)
+
+    function, _ = compiled(call, backend="inductor")
+    x, residual = rows(5), rows(5)
+    out = torch.empty(5, N, device="cuda", dtype=torch.float8_e4m3fn)
+    twins = residual.clone(), torch.empty_like(out)
+    for _ in range(2):
+        actual, expected = function(x, residual, out), call(x, *twins)
+        assert all(same_bits(a, b) for a, b in zip(actual, expected, strict=True))
+        assert (actual.y.data_ptr(), actual.residual_out.data_ptr()) == (out.data_ptr(), residual.data_ptr())
+
+
+def new_step() -> None:
+    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call] # torch declares no types for it
+
+
+def step(model: torch.nn.Module, function: Any, tokens: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    logits = function(tokens)
+    backward(logits.square().mean())
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [logits.detach().clone(), *(gradient.clone() for gradient in gradients if gradient is not None)]
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_patched_model_trains(mode: str) -> None:
+    model = Transformer().cuda()
+    normforge.patch(model)
+    function = torch.compile(model, mode=mode, fullgraph=True)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for _ in range(5):
+        tokens = torch.randint(17, (4, 12), device="cuda", generator=generator)
+        new_step()
+        actual = step(model, function, tokens)
+        torch.testing.assert_close(actual, step(model, model, tokens), rtol=1e-3, atol=1e-4)
+    assert not counters["graph_break"]
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@each_norm
+def test_cuda_graphs_of_a_forward_function(norm: str) -> None:
+    weight = torch.randn(4096, device="cuda")
+
+    def call(x: torch.Tensor, residual: torch.Tensor) -> Any:
+        return FORWARD[norm](x, weight, residual=residual, fadd=1, fquant=2, save_mv=True)
+
+    function = torch.compile(call, mode="reduce-overhead", fullgraph=True)
+    for _ in range(5):
+        x, residual = rows(16, 4096), rows(16, 4096)
+        new_step()
+        actual = [None if tensor is None else tensor.clone() for tensor in function(x, residual)]
+        assert all(same_bits(a, b) for a, b in zip(actual, call(x, residual), strict=True))
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+def test_autocast_gives_the_types_that_eager_calls_give() -> None:
+    layer, rms = normforge.LayerNorm(N).cuda(), normforge.RMSNorm(N).cuda()
+
+    def call(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return layer(x), rms(x)
+
+    function, _ = compiled(call, backend="inductor")
+    x = rows(5)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        actual, expected = function(x), call(x)
+    assert [y.dtype for y in actual] == [y.dtype for y in expected]
+    assert actual[0].dtype == torch.float32
+    assert all(same_bits(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_a_patched_hugging_face_norm() -> None:
+    module = torch.nn.Sequential(models.LlamaRMSNorm()).cuda().bfloat16()
+    normforge.patch(module)
+    function, _ = compiled(module, backend="inductor")
+    x = rows(5, WIDTH)
+    torch.testing.assert_close(function(x), module(x), rtol=2e-2, atol=2e-2)
+
+
+@each_norm
+def test_torchs_checks_of_operators(norm: str) -> None:
+    x, residual, weight = rows(3), rows(3), torch.randn(N, device="cuda")
+    first = (x, weight, None, 1e-5) if norm == "layer" else (x, weight, 1e-6, 0.0)
+    fp8 = (residual, "pre_add_store", None, "dynamic", None, torch.float8_e4m3fn, torch.float32, True, "nearest")
+    torch.library.opcheck(registered.FORWARD[norm], (*first, *fp8))
+    plain = (None, "none", None, "none", None, None, torch.float32, True, "nearest")
+    differentiated = [t.detach().requires_grad_() if isinstance(t, torch.Tensor) else t for t in first]
+    torch.library.opcheck(registered.FORWARD[norm], (*differentiated, *plain))
+    _, *statistics = registered.FORWARD[norm](*first, *plain)
+    dy, wants = rows(3), ["dx", "dweight"]
+    last = (None, None, None, None, wants) if norm == "layer" else (0.0, None, None, None, wants)
+    torch.library.opcheck(registered.BACKWARD[norm], (dy, x, weight, *statistics, *last))

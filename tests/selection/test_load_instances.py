@@ -1,0 +1,251 @@
+"""A table of the user's own instead of the committed one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import normforge
+from normforge.codegen.model import Pipeline, Tile
+from normforge.errors import MissingInstanceError, TableError
+from normforge.selection import dispatch
+from normforge.selection.table import FORMAT
+
+from ..calling import check, printed, python
+from ..folders import PLAIN, RMS, instance, write
+
+pytestmark = pytest.mark.usefixtures("fresh_table")
+
+
+@pytest.fixture(autouse=True)
+def _strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nothing is generated here: what a table does not hold is missing.
+    monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
+
+
+def names() -> list[str]:
+    return [entry.name for entry in normforge.instances()]
+
+
+def test_calls_use_the_folder(tmp_path: Path) -> None:
+    normforge.load_instances(write(tmp_path / "mine", [instance(PLAIN, 64), instance(PLAIN, 1500), instance(RMS, 64)]))
+    assert names() == ["ln_fwd_fp32_n128", "ln_fwd_fp32_n1536", "rms_fwd_fp32_n128"]
+    for n in (64, 1500):
+        assert not dispatch.find(PLAIN, n).package.startswith("normforge.")
+        check("layer", torch.randn(3, n), torch.randn(n))
+    check("rms", torch.randn(3, 100))
+    with pytest.raises(MissingInstanceError):
+        normforge.layernorm2d_fwd(torch.randn(3, 300))
+    with pytest.raises(MissingInstanceError):
+        normforge.rmsnorm2d_fwd(torch.randn(3, 1500))
+
+
+def test_the_folder_is_what_runs(tmp_path: Path) -> None:
+    folder = write(tmp_path / "mine", [instance(PLAIN, 64)])
+    module = folder / "ln_fwd_fp32.py"
+    module.write_text(
+        module.read_text().replace("store_chunk(y_ptr, cols, y, mask)", "store_chunk(y_ptr, cols, y + 1, mask)")
+    )
+    x = torch.randn(3, 64)
+    committed = normforge.layernorm2d_fwd(x).y
+    normforge.load_instances(folder)
+    torch.testing.assert_close(normforge.layernorm2d_fwd(x).y, committed + 1)
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_path_or_a_string(kind: type, tmp_path: Path) -> None:
+    normforge.load_instances(kind(write(tmp_path / "mine", [instance(PLAIN, 64)])))
+    assert names() == ["ln_fwd_fp32_n128"]
+
+
+def test_a_relative_path_stays_right_when_the_process_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "mine", [instance(PLAIN, 64)])
+    monkeypatch.chdir(tmp_path)
+    normforge.load_instances("mine")
+    monkeypatch.chdir("/")
+    check("layer", torch.randn(3, 64))
+
+
+def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "mine", [instance(PLAIN, 64)])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    normforge.load_instances("~/mine")
+    assert names() == ["ln_fwd_fp32_n128"]
+
+
+def test_a_folder_made_anew_is_loaded_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when both were written within one second and are of one size, which is all a bytecode cache looks at."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    usual, other = (instance(PLAIN, 64, Tile(Pipeline.ROWS, rows, 128, 2)) for rows in (16, 32))
+    folder = tmp_path / "mine"
+    for made in (usual, other, usual):
+        write(folder, [made])
+        os.utime(folder / "dispatch.py", (1e9, 1e9))
+        normforge.load_instances(folder)
+        assert [entry.tile(1, "cpu").rows for entry in normforge.instances()] == [made.tile.rows]
+        check("layer", torch.randn(40, 64))
+    write(folder, [instance(RMS, 1500)])
+    normforge.load_instances(folder)
+    assert names() == ["rms_fwd_fp32_n1536"]
+    check("rms", torch.randn(3, 1500))
+
+
+def test_two_folders_by_turns(tmp_path: Path) -> None:
+    first = write(tmp_path / "first", [instance(PLAIN, 64)])
+    second = write(tmp_path / "second", [instance(PLAIN, 64), instance(RMS, 64)])
+    for folder, count in ((first, 1), (second, 2), (first, 1)):
+        normforge.load_instances(folder)
+        assert len(names()) == count
+        check("layer", torch.randn(3, 64))
+
+
+@pytest.mark.parametrize("arguments", [(), (None,)])
+def test_back_to_the_table_that_normforge_came_with(
+    arguments: tuple[None, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the variable names another."""
+    folder = write(tmp_path / "mine", [instance(PLAIN, 64)])
+    monkeypatch.setenv("NORMFORGE_INSTANCES", str(folder))
+    assert names() == ["ln_fwd_fp32_n128"]
+    normforge.load_instances(*arguments)
+    assert dispatch.find(PLAIN, 64).package == "normforge.generated"
+    assert len(names()) > 100
+    check("rms", torch.randn(3, 100))
+
+
+@pytest.mark.parametrize("folder", ["a\0b", "~nobody-of-that-name/x", "loop"])
+def test_what_can_be_no_folder(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(TableError):
+        normforge.load_instances(folder)
+
+
+def no_folder(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+
+
+def edit(name: str, old: str, new: str) -> Callable[[Path], object]:
+    """A change to one file of a folder."""
+
+    def spoil(folder: Path) -> None:
+        text = (folder / name).read_text()
+        assert old in text
+        (folder / name).write_text(text.replace(old, new))
+
+    return spoil
+
+
+SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no folder": (no_folder, "holds no generated kernels (no __init__.py); make them: normforge generate"),
+    "no __init__.py": (lambda folder: (folder / "__init__.py").unlink(), "(no __init__.py)"),
+    "bad __init__.py": (edit("__init__.py", '"""', "import nowhere\n"), "__init__.py cannot be imported"),
+    "no dispatch.py": (lambda folder: (folder / "dispatch.py").unlink(), "holds no dispatch table that can be read"),
+    "cut dispatch.py": (edit("dispatch.py", "TABLE = {", "TABLE = {("), "holds no dispatch table that can be read"),
+    "failing dispatch.py": (edit("dispatch.py", "FORMAT =", "FORMAT = 1 / 0\nF ="), "(division by zero)"),
+    "next format": (
+        edit("dispatch.py", f"FORMAT = {FORMAT}", f"FORMAT = {FORMAT + 1}"),
+        f"has format {FORMAT + 1} and this normforge reads {FORMAT}; generate the folder anew",
+    ),
+    "no format": (edit("dispatch.py", "FORMAT =", "FORM ="), f"has format None and this normforge reads {FORMAT}"),
+    "no table": (edit("dispatch.py", "TABLE =", "TABEL ="), "defines no TABLE; generate the folder anew"),
+    "a program that ends": (edit("dispatch.py", "FORMAT =", "raise SystemExit(0)\nF ="), "can be read (0); generate"),
+    "no rows for all": (
+        edit("dispatch.py", '{"any": ', '{"all": '),
+        "damaged: rms_fwd_fp32 has no rows for archi",
+    ),
+    "rows that are none": (edit("dispatch.py", "(1, 128,", "(128, 1,"), "damaged: the rows of"),
+    "a bound that is none": (edit("dispatch.py", "(1, 128,", "(1, 1.5,"), "damaged: the rows of"),
+    "a pipeline that is none": (edit("dispatch.py", '("rows", ', '("row", '), "damaged: the rows of"),
+    "a tile of nothing": (edit("dispatch.py", '("rows", 8, ', '("rows", 0, '), "damaged: the rows of"),
+    "a mode that is none": (edit("dispatch.py", '"rms_fwd_fp32":', '"../rms":'), "damaged: '../rms' is no mode's name"),
+    "no bound": (edit("dispatch.py", "SMALL_M =", "SMALL_N ="), "defines no SMALL_M; generate the folder anew"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), SPOILT.values(), ids=[name.replace(" ", "_") for name in SPOILT])
+def test_a_bad_folder_changes_nothing(spoil: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+    normforge.load_instances(write(tmp_path / "good", [instance(PLAIN, 64)]))
+    before = normforge.instances()
+    bad = write(tmp_path / "bad", [instance(RMS, 64)])
+    spoil(bad)
+    with pytest.raises(TableError) as raised:
+        normforge.load_instances(bad)
+    assert message in str(raised.value)
+    assert str(bad) in str(raised.value)
+    assert normforge.instances() == before
+    check("layer", torch.randn(3, 64))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder: (folder / "ln_fwd_fp32.py").unlink(),
+        edit("ln_fwd_fp32.py", "def ln_fwd_fp32_one_pass(", "def ln_fwd_fp32_one_pas("),
+        edit("ln_fwd_fp32.py", "def ln_fwd_fp32_one_pass(", "def ln_fwd_fp32_one_pass(("),
+        lambda folder: (folder / "primitives.py").unlink(),
+    ],
+    ids=["no_module", "no_kernel", "cut_module", "no_primitives"],
+)
+def test_a_listed_kernel_that_cannot_be_loaded(spoil: Callable[[Path], object], tmp_path: Path) -> None:
+    folder = write(tmp_path / "bad", [instance(PLAIN, 64)])
+    spoil(folder)
+    normforge.load_instances(folder)
+    with pytest.raises(
+        TableError, match="lists ln_fwd_fp32_n128, and its kernel ln_fwd_fp32_one_pass cannot be loaded"
+    ):
+        normforge.layernorm2d_fwd(torch.randn(3, 64))
+
+
+LIST = "import normforge; print(*(entry.name for entry in normforge.instances()))"
+
+
+def test_the_variable_names_the_folder(tmp_path: Path) -> None:
+    folder = write(tmp_path / "mine", [instance(RMS, 64), instance(PLAIN, 64)])
+    code = f"{LIST}; import torch; print(normforge.layernorm2d_fwd(torch.arange(4.0), save_mv=False).y.tolist())"
+    listed, y = printed(code, NORMFORGE_INSTANCES=str(folder)).splitlines()
+    assert listed == "rms_fwd_fp32_n128 ln_fwd_fp32_n128"
+    expected = torch.nn.functional.layer_norm(torch.arange(4.0), (4,))
+    torch.testing.assert_close(torch.tensor([float(value) for value in y.strip("[]").split(",")]), expected)
+
+
+def test_a_relative_variable_stays_right_when_the_process_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "mine", [instance(RMS, 64)])
+    monkeypatch.chdir(tmp_path)
+    code = f"import os, normforge; os.chdir('/'); {LIST.partition('; ')[2]}"
+    assert printed(code, NORMFORGE_INSTANCES="mine") == "rms_fwd_fp32_n128"
+
+
+def test_the_variable_names_no_folder(tmp_path: Path) -> None:
+    process = python(LIST, NORMFORGE_INSTANCES=str(tmp_path / "nowhere"))
+    assert process.returncode != 0
+    assert "TableError" in process.stderr
+    assert f"{tmp_path / 'nowhere'} holds no generated kernels" in process.stderr
+
+
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NORMFORGE_INSTANCES", "")
+    assert dispatch.loaded().package == "normforge.generated"
+
+
+def test_load_instances_goes_before_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NORMFORGE_INSTANCES", str(write(tmp_path / "variable", [instance(PLAIN, 64)])))
+    normforge.load_instances(write(tmp_path / "called", [instance(RMS, 64)]))
+    assert names() == ["rms_fwd_fp32_n128"]
+
+
+def test_the_entry_of_a_folder_says_where_it_lives(tmp_path: Path) -> None:
+    normforge.load_instances(write(tmp_path / "mine", [instance(PLAIN, 64)]))
+    (entry,) = normforge.instances()
+    assert Path(entry.load(entry.tile(1, "cpu").pipeline).fn.__code__.co_filename).parent == tmp_path / "mine"
+    assert dataclasses.replace(entry, package="x") != entry

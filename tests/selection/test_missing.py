@@ -1,0 +1,197 @@
+"""What MissingInstanceError says, and that following it builds what was missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge.codegen import manifest
+from normforge.codegen.model import DType, FusedQuant, Mode, Norm
+from normforge.errors import MissingInstanceError
+
+from ..calling import check
+from ..folders import PLAIN, RMS, instance, write
+
+pytestmark = pytest.mark.usefixtures("fresh_table")
+
+
+@pytest.fixture(autouse=True)
+def _strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
+
+
+def miss(x: torch.Tensor, **keywords: Any) -> str:
+    """The message of a call that the loaded table does not serve."""
+    with pytest.raises(MissingInstanceError) as raised:
+        normforge.which(x, **keywords)
+    return str(raised.value)
+
+
+def manifest_lines(message: str) -> str:
+    """The lines that the message says to add: those indented, between its two sentences about them."""
+    _, rest = message.split("add this group to the manifest:\n")
+    lines, command = rest.split("and run: ")
+    assert command == "python generate.py (or: normforge generate --manifest FILE --out DIR)"
+    return lines
+
+
+X32, X16, XB = (torch.empty(2, 64, dtype=dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))
+N = torch.ones(64)
+
+# Each misses the committed table.
+MISSES: dict[str, tuple[torch.Tensor, dict[str, Any], str]] = {
+    "x_bias": (X16, {"x_bias": N}, "ln_fwd_fp16_xb_n128"),
+    "fp32 to fp16": (X32, {"out_dtype": torch.float16}, "ln_fwd_fp32_fp16_n128"),
+    "fp8_e5m2": (XB, {"fquant": 2, "out_dtype": torch.float8_e5m2}, "ln_fwd_bf16_fp8_e5m2_dq_n128"),
+    "truncation": (X16, {"fquant": 2, "rounding": "truncate", "norm": "rms"}, "rms_fwd_fp16_int8_dq_trunc_n128"),
+    "cast": (X16, {"cast": "before_weight"}, "ln_fwd_fp16_cbw_n128"),
+    "everything": (
+        XB,
+        {
+            "x_bias": N,
+            "residual": XB,
+            "fadd": 1,
+            "smooth_scale": N,
+            "fquant": 1,
+            "out_dtype": torch.float8_e4m3fnuz,
+            "scale_dtype": torch.float16,
+            "save_mv": True,
+            "norm": "rms",
+        },
+        "rms_fwd_bf16_fp8_e4m3fnuz_xb_addst_sdq_sfp16_mv_n128",
+    ),
+    "long rows": (torch.empty(1, 140000), {"x_bias": torch.ones(140000)}, "ln_fwd_fp32_xb_nbig"),
+}
+each_miss = pytest.mark.parametrize(
+    ("x", "keywords", "name"), MISSES.values(), ids=[n.replace(" ", "_") for n in MISSES]
+)
+
+
+@each_miss
+def test_the_manifest_lines_make_what_was_missing(
+    x: torch.Tensor, keywords: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "instances.yaml"
+    path.write_text("groups:\n" + manifest_lines(miss(x, **keywords)))
+    made = manifest.load(path).instances
+    assert [instance.name for instance in made] == [name]
+    # And once it is made, the same call finds it.
+    normforge.load_instances(write(tmp_path / "mine", made))
+    assert normforge.which(x, **keywords) == name
+
+
+@each_miss
+def test_the_lines_may_be_added_to_the_committed_manifest(
+    x: torch.Tensor, keywords: dict[str, Any], name: str, tmp_path: Path, repository: Path
+) -> None:
+    path = tmp_path / "instances.yaml"
+    before = (repository / "instances.yaml").read_text()
+    path.write_text(before + "\n" + manifest_lines(miss(x, **keywords)))
+    assert name in [instance.name for instance in manifest.load(path).instances]
+
+
+def test_the_lines_leave_out_what_goes_without_saying() -> None:
+    assert manifest_lines(miss(X16, x_bias=N)) == (
+        "  ln_fwd_fp16_xb:\n"
+        "    norm: layer\n"
+        "    dtype_in: fp16\n"
+        "    x_bias: true\n"
+        "    n: n128\n"
+    )  # fmt: skip
+
+
+@each_miss
+def test_what_was_asked_is_said(x: torch.Tensor, keywords: dict[str, Any], name: str) -> None:
+    mode, n = name.rsplit("_", 1)[0], x.shape[-1]
+    message = miss(x, **keywords)
+    assert message.startswith(f"no instance of normforge's own generated/ folder serves {mode} with N = {n}")
+    assert "NORMFORGE_ON_MISS=error forbids generating one" in message
+
+
+def test_the_call_itself_says_the_same() -> None:
+    x, weight = torch.randn(2, 64), torch.randn(64)
+    with pytest.raises(MissingInstanceError) as raised:
+        normforge.layernorm2d_fwd(x, weight, x_bias=weight)
+    assert str(raised.value) == miss(x, weight=weight, x_bias=weight)
+    assert isinstance(raised.value, LookupError)
+
+
+def nearest(message: str) -> str:
+    """The line that names the nearest instance."""
+    (line,) = [line for line in message.splitlines() if line.startswith("The nearest instance")]
+    return line
+
+
+def test_the_nearest_instance_and_the_axes_that_differ(tmp_path: Path) -> None:
+    fp16 = Mode(Norm.LAYER, DType.FP16, DType.FP16)
+    int8 = Mode(Norm.RMS, DType.BF16, DType.INT8, fquant=FusedQuant.DYNAMIC)
+    modes = (RMS, fp16, int8, PLAIN)
+    normforge.load_instances(write(tmp_path / "mine", [instance(mode, n) for mode in modes for n in (64, 200)]))
+    assert nearest(miss(X16, x_bias=N)) == (
+        "The nearest instance it holds is ln_fwd_fp16_n128; it differs in x_bias (it has false, asked true)."
+    )
+    assert nearest(miss(XB, fquant=2, out_dtype=torch.float8_e5m2, norm="rms")) == (
+        "The nearest instance it holds is rms_fwd_bf16_int8_dq_n128; "
+        "it differs in dtype_out (it has int8, asked fp8_e5m2)."
+    )
+    wide = torch.empty(2, 200, dtype=torch.float16)
+    assert nearest(miss(wide, out_dtype=torch.float32, save_mv=True)) == (
+        "The nearest instance it holds is ln_fwd_fp16_n256; "
+        "it differs in dtype_out (it has fp16, asked fp32), save_mv (it has false, asked true)."
+    )
+
+
+def test_the_nearest_by_row_length(tmp_path: Path) -> None:
+    """A filtered build holds the mode, but not this length."""
+    folder = write(tmp_path / "mine", [instance(PLAIN, n) for n in (64, 400, 1500)])
+    normforge.load_instances(folder)
+    message = miss(torch.empty(2, 700))
+    assert message.startswith(f"no instance of {folder} serves ln_fwd_fp32 with N = 700")
+    assert nearest(message) == (
+        "The nearest instance it holds is ln_fwd_fp32_n512; it differs in n (it serves 257..512, asked 700)."
+    )
+    assert "n: n768" in manifest_lines(message)
+    assert "(it serves 1025..1536, asked 9000)" in nearest(miss(torch.empty(2, 9000)))
+    # One axis away at the right length is as near as the right mode at another.
+    assert "rms" not in nearest(miss(torch.empty(2, 50000)))
+
+
+def test_the_nearest_is_the_one_with_fewest_differences(tmp_path: Path) -> None:
+    normforge.load_instances(write(tmp_path / "mine", [instance(RMS, 64)]))
+    assert nearest(miss(torch.empty(2, 5000, dtype=torch.float16))) == (
+        "The nearest instance it holds is rms_fwd_fp32_n128; it differs in norm (it has rms, asked layer), "
+        "dtype_in (it has fp32, asked fp16), dtype_out (it has fp32, asked fp16), n (it serves 1..128, asked 5000)."
+    )
+
+
+def test_a_table_that_holds_nothing(tmp_path: Path) -> None:
+    normforge.load_instances(write(tmp_path / "mine", []))
+    message = miss(X32)
+    assert "That table holds no instance at all." in message
+    assert "n: n128" in manifest_lines(message)
+
+
+BUCKETS = "buckets:\n  n100: 1..100\n  nbig: 101..\n"
+GROUP = "groups:\n  mine:\n    norm: layer\n    dtype_in: fp32\n"
+
+
+def test_the_lines_name_the_buckets_of_the_loaded_table(tmp_path: Path) -> None:
+    path = tmp_path / "instances.yaml"
+    path.write_text(BUCKETS + GROUP)
+    normforge.load_instances(write(tmp_path / "mine", manifest.load(path).instances))
+    for n, bucket in ((64, "n100"), (5000, "nbig")):
+        x = torch.empty(2, n, dtype=torch.float16)
+        path.write_text(BUCKETS + GROUP + manifest_lines(miss(x)))
+        assert f"ln_fwd_fp16_{bucket}" in [instance.name for instance in manifest.load(path).instances]
+
+
+def test_following_the_message_to_the_end(tmp_path: Path) -> None:
+    x, x_bias = torch.randn(2, 64), torch.randn(64)
+    path = tmp_path / "instances.yaml"
+    path.write_text("groups:\n" + manifest_lines(miss(x, x_bias=x_bias)))
+    normforge.load_instances(write(tmp_path / "mine", manifest.load(path).instances))
+    check("layer", x, x_bias=x_bias)

@@ -1,0 +1,443 @@
+"""What the loaded table lacks is generated into the user's cache, once, safely, and by this version alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge.codegen import emit
+from normforge.codegen.model import DType, Mode, Norm
+from normforge.errors import CacheError, IllegalCombinationError, MissingInstanceError, SettingError
+from normforge.selection import dispatch, on_demand
+
+from ..calling import LENGTHS, check, each_norm, each_pipeline, printed
+from ..folders import PLAIN, instance, write
+
+# A legal mode that the committed table does not hold, and the call that asks for it.
+MODE = "ln_fwd_fp32_int8_dq_trunc"
+ASK: dict[str, Any] = {"fquant": "dynamic", "rounding": "truncate"}
+
+# What every folder of kernels holds beside its modes and its table.
+SHARED = set(emit.shared_files(backward=True))
+
+# The same in a process of its own; it prints where the kernel came from, and the q of a row.
+CALL = """
+import logging, sys, torch, normforge
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+x = torch.tensor([[1.0, 2.0, 3.0, 6.0]])
+print(normforge.layernorm2d_fwd(x, fquant="dynamic", rounding="truncate").y.tolist())
+"""
+# (1, 2, 3, 6) - 3 over its largest, 3: truncated 127 * (-2/3, -1/3, 0, 1).
+Q = "[[-84, -42, 0, 127]]"
+
+
+def folder_of(cache: Path) -> Path:
+    """The one folder inside a cache."""
+    (folder,) = cache.iterdir()
+    return folder
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Every generated file of a folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@each_pipeline
+@each_norm
+def test_a_miss_is_generated_and_right(norm: str, n: int, empty_cache: Path) -> None:
+    x = torch.randn(3, n)
+    name = normforge.which(x, **ASK, norm=norm)
+    before = [entry.name for entry in normforge.instances()]
+    assert name not in before
+    assert not empty_cache.exists(), "naming an instance generates nothing"
+    check(norm, x, torch.randn(n), **ASK)
+    assert [entry.name for entry in normforge.instances()] == [*before, name]
+    assert set(files(folder_of(empty_cache))) == {*SHARED, f"{name.rsplit('_', 1)[0]}.py"}
+    assert normforge.which(x, **ASK, norm=norm) == name
+
+
+def test_said_once(empty_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="normforge")
+    for _ in range(3):
+        normforge.layernorm2d_fwd(torch.randn(2, 64), **ASK)
+    (record,) = caplog.records
+    assert record.name == "normforge"
+    assert record.levelno == logging.INFO
+    message = record.getMessage()
+    assert message.startswith(f"generated {MODE}_n128 into {folder_of(empty_cache)}")
+    assert "normforge's own generated/ folder does not hold it" in message
+
+
+def test_a_hit_says_and_generates_nothing(empty_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="normforge")
+    normforge.layernorm2d_fwd(torch.randn(2, 64))
+    assert not caplog.records
+    assert not empty_cache.exists()
+
+
+def test_each_bucket_of_a_mode_is_an_instance(empty_cache: Path) -> None:
+    before = len(normforge.instances())
+    for n in LENGTHS.values():
+        check("layer", torch.randn(2, n), **ASK)
+    # Another length in a bucket that is there already.
+    check("layer", torch.randn(2, 65), **ASK)
+    names = [entry.name for entry in normforge.instances()][before:]
+    assert names == [f"{MODE}_{bucket}" for bucket in ("n128", "n1536", "n65536")]
+
+
+def test_modes_share_a_folder(empty_cache: Path) -> None:
+    for keywords in (ASK, {"fquant": 2, "save_mv": True}, {"x_bias": torch.ones(64)}):
+        check("layer", torch.randn(2, 64), **keywords)
+    modes = (MODE, "ln_fwd_fp32_int8_dq_mv", "ln_fwd_fp32_xb")
+    assert set(files(folder_of(empty_cache))) == {*SHARED, *(f"{mode}.py" for mode in modes)}
+
+
+def test_modules_share_a_folder_within_a_tick_of_the_clock(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python takes a folder whose time has not changed for one that holds nothing new."""
+    replace = on_demand._replace
+
+    def replace_within_the_tick(path: Path, text: str) -> None:
+        replace(path, text)
+        os.utime(path.parent, (1e9, 1e9))
+
+    monkeypatch.setattr(on_demand, "_replace", replace_within_the_tick)
+    check("layer", torch.randn(2, 64), **ASK)
+    check("rms", torch.randn(2, 64), **ASK)
+
+
+def test_the_module_is_the_generators(empty_cache: Path) -> None:
+    """The bytes do not depend on which row length came first."""
+    normforge.layernorm2d_fwd(torch.randn(2, 1500), **ASK)
+    first = files(folder_of(empty_cache))
+    normforge.layernorm2d_fwd(torch.randn(2, 64), **ASK)
+    assert files(folder_of(empty_cache)) == first
+
+
+def test_a_loaded_table_goes_first(empty_cache: Path) -> None:
+    normforge.layernorm2d_fwd(torch.randn(2, 64), **ASK)
+    entry = dispatch.find(Mode(Norm.LAYER, DType.FP32, DType.FP32), 64)
+    assert entry.package == "normforge.generated"
+
+
+def test_no_rows_still_miss(empty_cache: Path) -> None:
+    assert normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK).y.shape == (0, 64)
+    assert normforge.instances()[-1].name == f"{MODE}_n128"
+
+
+def test_the_next_process_takes_what_is_there(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    said, q = printed(CALL, NORMFORGE_CACHE=str(cache)).splitlines()
+    assert said.startswith(f"generated {MODE}_n128 into {cache}")
+    assert q == Q
+    kept = {path: path.stat().st_mtime_ns for path in folder_of(cache).glob("*.py")}
+    assert printed(CALL, NORMFORGE_CACHE=str(cache)).splitlines() == [Q], "nothing was generated, and nothing says so"
+    assert {path: path.stat().st_mtime_ns for path in folder_of(cache).glob("*.py")} == kept
+
+
+@pytest.mark.parametrize("name", [f"{MODE}.py", "primitives.py", "__init__.py"])
+@pytest.mark.parametrize("spoil", [lambda text: text[: len(text) // 2], lambda text: "raise SystemExit\n" + text])
+def test_a_file_that_is_not_the_generators_is_replaced(
+    name: str, spoil: Callable[[str], str], empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check("layer", torch.randn(2, 64), **ASK)
+    folder = folder_of(empty_cache)
+    right = files(folder)
+    (folder / name).write_text(spoil((folder / name).read_text()))
+    # As in a process that has imported nothing from there.
+    monkeypatch.setattr(dispatch, "_generated", {})
+    monkeypatch.setattr(dispatch, "plans", {})
+    on_demand._package.cache_clear()
+    check("layer", torch.randn(2, 64), **ASK)
+    assert files(folder) == right
+
+
+def test_folders_of_other_generators_are_left_alone(empty_cache: Path) -> None:
+    """Another version, or the same version with other templates, has a folder of another name."""
+    own = on_demand.cache_folder().name
+    version, digest = own.split("-")
+    assert version == normforge.__version__
+    others = [empty_cache / f"0.0.0-{digest}", empty_cache / f"{version}-{digest[::-1]}"]
+    for other in others:
+        other.mkdir(parents=True)
+        for name in (*SHARED, f"{MODE}.py"):
+            (other / name).write_text("raise SystemExit")
+    check("layer", torch.randn(2, 64), **ASK)
+    assert {path.name for path in empty_cache.iterdir()} == {own, *(other.name for other in others)}
+    assert all(set(files(other).values()) == {b"raise SystemExit"} for other in others)
+
+
+def test_the_digest_is_of_the_templates(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(on_demand._generator_digest.cache_clear)
+    own = on_demand.cache_folder()
+    templates = tmp_path / "templates"
+    templates.mkdir()
+    for path in emit.TEMPLATES.glob("*.j2"):
+        (templates / path.name).write_bytes(path.read_bytes())
+
+    def folder() -> Path:
+        on_demand._generator_digest.cache_clear()
+        return on_demand.cache_folder()
+
+    monkeypatch.setattr(emit, "TEMPLATES", templates)
+    assert folder() == own
+    with (templates / "primitives.py.j2").open("a") as file:
+        file.write("\n")
+    assert folder() != own
+
+
+def test_the_cache_is_the_users_unless_the_variable_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("NORMFORGE_CACHE", str(tmp_path / "mine"))
+    assert on_demand.cache_folder().parent == tmp_path / "mine"
+    monkeypatch.setenv("NORMFORGE_CACHE", "")
+    assert on_demand.cache_folder().parent == tmp_path / "xdg" / "normforge"
+    monkeypatch.delenv("NORMFORGE_CACHE")
+    assert on_demand.cache_folder().parent == tmp_path / "xdg" / "normforge"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NORMFORGE_CACHE", "~/mine")
+    assert on_demand.cache_folder().parent == tmp_path / "mine"
+
+
+@pytest.mark.parametrize("blocked", ["root", "folder", "file"])
+def test_a_cache_that_cannot_be_written(blocked: str, empty_cache: Path) -> None:
+    """A file where a folder should be, or the reverse: also the superuser, whom no mode bits stop, stumbles there."""
+    folder = on_demand.cache_folder()
+    if blocked == "root":
+        empty_cache.write_text("no folder")
+    elif blocked == "folder":
+        empty_cache.mkdir()
+        folder.write_text("no folder")
+    else:
+        (folder / f"{MODE}.py").mkdir(parents=True)
+    with pytest.raises(CacheError) as raised:
+        normforge.layernorm2d_fwd(torch.randn(2, 64), **ASK)
+    message = str(raised.value)
+    assert message.startswith(f"no kernel for {MODE} is loaded, and none can be generated into {folder}")
+    assert "set NORMFORGE_CACHE to a folder that can be written" in message
+    assert isinstance(raised.value, OSError)
+    # What is in the table needs no cache, and nothing half-made is left behind.
+    check("layer", torch.randn(2, 64))
+    assert not list(empty_cache.glob("**/.*"))
+
+
+@pytest.mark.parametrize("policy", ["generate", "", None])
+def test_policies_that_generate(policy: str | None, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if policy is not None:
+        monkeypatch.setenv("NORMFORGE_ON_MISS", policy)
+    check("layer", torch.randn(2, 64), **ASK)
+
+
+def test_the_strict_policy(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
+    x = torch.randn(2, 64)
+    for function in (normforge.layernorm2d_fwd, normforge.which):
+        with pytest.raises(MissingInstanceError):
+            function(x, **ASK)
+    check("layer", x)
+    assert not empty_cache.exists()
+
+
+@pytest.mark.parametrize("policy", ["fail", "ERROR", "0"])
+def test_a_policy_that_is_none(policy: str, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NORMFORGE_ON_MISS", policy)
+    for function in (normforge.layernorm2d_fwd, normforge.which):
+        with pytest.raises(SettingError, match=f"NORMFORGE_ON_MISS='{policy}' is no policy.*'generate'.*or 'error'"):
+            function(torch.randn(2, 64), **ASK)
+    # Only a miss asks for the policy.
+    check("layer", torch.randn(2, 64))
+
+
+@pytest.mark.parametrize("policy", ["generate", "error", "nonsense"])
+def test_an_illegal_combination_is_never_generated(
+    policy: str, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NORMFORGE_ON_MISS", policy)
+    with pytest.raises(IllegalCombinationError):
+        normforge.layernorm2d_fwd(torch.randn(2, 64), rounding="truncate")
+    assert not empty_cache.exists()
+
+
+def modes_of(cache: Path) -> tuple[set[int], set[int]]:
+    """The permissions of all folders of a cache, itself included, and of all files."""
+
+    def modes(paths: Iterable[Path]) -> set[int]:
+        return {stat.S_IMODE(path.stat().st_mode) for path in paths}
+
+    return modes([cache, folder_of(cache)]), modes(folder_of(cache).glob("*.py"))
+
+
+@pytest.mark.parametrize(
+    ("umask", "folder_mode", "file_mode"),
+    [(0o022, 0o755, 0o644), (0o027, 0o750, 0o640), (0o077, 0o700, 0o600), (0o000, 0o775, 0o664)],
+)
+def test_others_may_read_the_cache_as_the_umask_says(
+    umask: int, folder_mode: int, file_mode: int, empty_cache: Path
+) -> None:
+    """And never write to it, whatever the umask says: code is imported from there."""
+    before = os.umask(umask)
+    try:
+        normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
+    finally:
+        os.umask(before)
+    assert modes_of(empty_cache) == ({folder_mode}, {file_mode})
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has imported nothing from the cache."""
+    monkeypatch.setattr(dispatch, "_generated", {})
+    monkeypatch.setattr(dispatch, "plans", {})
+    on_demand._package.cache_clear()
+
+
+def test_a_cache_that_another_user_filled_is_used_and_not_written(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
+    forget(monkeypatch)
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    monkeypatch.setattr(os, "open", lambda *_: pytest.fail("a file was written"))
+    normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
+
+
+@pytest.mark.parametrize("which", ["cache", "folder"])
+def test_a_folder_that_everybody_may_write_to_is_no_cache(
+    which: str, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
+    forget(monkeypatch)
+    path = empty_cache if which == "cache" else folder_of(empty_cache)
+    path.chmod(0o777)
+    with pytest.raises(CacheError) as raised:
+        normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
+    assert str(raised.value) == (
+        f"{path} can be written by everybody, and kernels are imported from there; chmod o-w {path}, or set "
+        "NORMFORGE_CACHE to a folder of your own: one within it, say"
+    )
+    path.chmod(0o1777)
+    if which == "cache":
+        # As /tmp is: only its owner can rename or remove the folder.
+        normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
+    else:
+        with pytest.raises(CacheError):
+            normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
+
+
+def test_what_a_stranger_put_where_everybody_may_is_not_imported(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
+    forget(monkeypatch)
+    empty_cache.chmod(0o1777)
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    monkeypatch.setattr(on_demand, "_ROOT", -1)
+    with pytest.raises(
+        CacheError, match=r"belongs to user \d+, and kernels are imported from there; set NORMFORGE_CAC"
+    ):
+        normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
+
+
+def test_what_was_generated_does_not_outlive_the_table(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.empty(0, 64)
+    normforge.layernorm2d_fwd(x, **ASK)
+    normforge.load_instances(write(tmp_path / "mine", [instance(PLAIN, 64)]))
+    assert [entry.name for entry in normforge.instances()] == ["ln_fwd_fp32_n128"]
+    monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
+    for function in (normforge.layernorm2d_fwd, normforge.which):
+        with pytest.raises(MissingInstanceError):
+            function(x, **ASK)
+
+
+def test_a_stricter_policy_holds_for_what_was_generated_before(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
+    monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
+    with pytest.raises(MissingInstanceError):
+        normforge.which(torch.empty(0, 64), **ASK)
+
+
+def test_a_relative_cache_stays_where_it_was_named_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = f"import os, normforge; os.chdir('/'){CALL}"
+    assert printed(code, NORMFORGE_CACHE="cache").splitlines()[0].startswith(f"generated {MODE}_n128 into {tmp_path}")
+
+
+def test_processes_that_miss_at_once(tmp_path: Path) -> None:
+    """Each waits, everything imported, until all are ready; then all miss the same instance in an empty cache."""
+    cache, ready, go = tmp_path / "cache", tmp_path / "ready", tmp_path / "go"
+    ready.mkdir()
+    code = f"""
+import os, pathlib, time
+import triton, jinja2, normforge.selection.on_demand
+(pathlib.Path({str(ready)!r}) / str(os.getpid())).touch()
+while not os.path.exists({str(go)!r}):
+    time.sleep(0.001)
+{CALL}
+print(*(path.name for path in normforge.selection.on_demand.cache_folder().glob(".*")))
+"""
+    environment = os.environ | {"NORMFORGE_CACHE": str(cache)}
+    command = [sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    processes = [subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) for _ in range(4)]
+    while len(list(ready.iterdir())) < len(processes) and all(process.poll() is None for process in processes):
+        time.sleep(0.01)
+    go.touch()
+    outputs = [process.communicate() for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, outputs
+    said = []
+    for stdout, _ in outputs:
+        *first, q, left = stdout.splitlines()
+        said += first
+        assert q == Q
+        assert left == "", "temporary files"
+    assert said
+    assert all(line.startswith(f"generated {MODE}_n128") for line in said)
+    assert set(files(folder_of(cache))) == {*SHARED, f"{MODE}.py"}
+
+
+def test_threads_that_miss_at_once(empty_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without rows nothing is launched, because Triton's interpreter runs one kernel at a time."""
+    caplog.set_level(logging.INFO, logger="normforge")
+    before = len(normforge.instances())
+    start = threading.Barrier(8)
+    failures: list[BaseException] = []
+
+    def call(n: int) -> None:
+        try:
+            start.wait()
+            for step in range(20):
+                normforge.layernorm2d_fwd(torch.empty(0, n), **ASK, save_mv=step % 2 == 0)
+                normforge.instances()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=call, args=(n,)) for n in (64, 64, 64, 200, 200, 300, 300, 1500)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    made = [entry.name for entry in normforge.instances()][before:]
+    buckets = ("n128", "n256", "n512", "n1536")
+    assert sorted(made) == sorted(f"{MODE}{mv}_{bucket}" for mv in ("", "_mv") for bucket in buckets)
+    # Once for each module that was written; the other buckets of a mode are in it.
+    assert len(caplog.records) == 2
+    check("layer", torch.randn(2, 64), **ASK)

@@ -1,0 +1,402 @@
+"""A recording is a manifest of what calls asked for, and generating from it makes those calls run again."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge.codegen import cli, manifest
+from normforge.codegen.model import Bucket, legal_modes
+from normforge.codegen.tiling import ladder_of
+from normforge.errors import MissingInstanceError, RecordError
+from normforge.selection import dispatch, recording
+
+from ..calling import check, printed, python
+from ..folders import PLAIN, RMS, instance, write
+
+pytestmark = pytest.mark.usefixtures("fresh_table")
+
+BF16 = torch.bfloat16
+# What the committed table does not hold.
+ASK: dict[str, Any] = {"fquant": "dynamic", "rounding": "truncate"}
+
+
+def names(path: Path) -> list[str]:
+    """The instances that a manifest makes."""
+    return [instance.name for instance in manifest.load(path).instances]
+
+
+def forward() -> None:
+    check("layer", torch.randn(3, 64), torch.randn(64), torch.randn(64))
+
+
+def fused() -> None:
+    x, residual, smooth = torch.randn(2, 1500, dtype=BF16), torch.randn(2, 1500, dtype=BF16), torch.rand(1500) + 0.5
+    check("rms", x, residual=residual, fadd="pre_add_store", smooth_scale=smooth, fquant="smooth_dynamic")
+
+
+def trained() -> None:
+    x = torch.randn(4, 200, requires_grad=True)
+    weight = torch.randn(200, requires_grad=True)
+    torch.autograd.grad(normforge.layer_norm(x, (200,), weight).sum(), (x, weight))
+
+
+def missing() -> None:
+    check("layer", torch.randn(2, 64), **ASK)
+
+
+CALLS: dict[str, tuple[Callable[[], None], list[str]]] = {
+    "forward": (forward, ["ln_fwd_fp32_n128"]),
+    "fused": (fused, ["rms_fwd_bf16_int8_addst_sdq_n1536"]),
+    "trained": (trained, ["ln_bwd_fp32_n256", "ln_fwd_fp32_mv_n256"]),
+    "missing": (missing, ["ln_fwd_fp32_int8_dq_trunc_n128"]),
+}
+ALL = sorted(itertools.chain(*(made for _, made in CALLS.values())))
+
+
+@pytest.mark.parametrize(("call", "made"), CALLS.values(), ids=CALLS)
+def test_what_a_call_asks_for(call: Callable[[], None], made: list[str], empty_cache: Path, tmp_path: Path) -> None:
+    path = tmp_path / "needed.yaml"
+    with normforge.record(path):
+        call()
+    assert names(path) == made
+
+
+def test_what_was_recorded_is_all_that_the_same_calls_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
+    path, folder = tmp_path / "needed.yaml", tmp_path / "mine"
+    with normforge.record(path):
+        for call, _ in CALLS.values():
+            if call is missing:
+                with pytest.raises(MissingInstanceError):
+                    call()
+            else:
+                call()
+    assert sorted(names(path)) == ALL
+    assert cli.main(["--manifest", str(path), "--out", str(folder)]) == 0
+    assert capsys.readouterr().out.startswith("5 instances in 5 modules")
+    normforge.load_instances(folder)
+    assert sorted(entry.name for entry in normforge.instances()) == ALL
+    for call, _ in CALLS.values():
+        call()
+    with pytest.raises(MissingInstanceError):
+        check("rms", torch.randn(2, 64))
+
+
+def test_the_file_reads_as_one_that_people_write(tmp_path: Path) -> None:
+    path = tmp_path / "needed.yaml"
+    with normforge.record(path):
+        fused()
+        forward()
+        check("layer", torch.randn(3, 200))
+    comment, text = path.read_text().split("groups:\n")
+    assert comment.startswith("# Recorded by normforge")
+    assert text == (
+        "  ln_fwd_fp32:\n"
+        "    norm: layer\n"
+        "    dtype_in: fp32\n"
+        "    n: [n128, n256]\n"
+        "  rms_fwd_bf16_int8_addst_sdq:\n"
+        "    norm: rms\n"
+        "    dtype_in: bf16\n"
+        "    dtype_out: int8\n"
+        "    fadd: pre_add_store\n"
+        "    fquant: smooth_dynamic\n"
+        "    n: [n1536]\n"
+    )
+
+
+def test_the_order_of_calls_makes_no_difference(tmp_path: Path) -> None:
+    texts = set()
+    for number, ordered in enumerate(itertools.permutations([(RMS, 64), (PLAIN, 64), (RMS, 200), (PLAIN, 300)])):
+        with normforge.record(tmp_path / f"{number}.yaml"):
+            for mode, n in ordered:
+                dispatch.find(mode, n)
+        texts.add((tmp_path / f"{number}.yaml").read_text())
+    assert len(texts) == 1
+
+
+def test_calls_that_were_known_before_are_recorded(tmp_path: Path) -> None:
+    forward()
+    trained()
+    path = tmp_path / "needed.yaml"
+    with normforge.record(path):
+        forward()
+        trained()
+    assert names(path) == ["ln_bwd_fp32_n256", "ln_fwd_fp32_n128", "ln_fwd_fp32_mv_n256"]
+
+
+def test_a_known_call_is_not_recorded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = []
+    monkeypatch.setattr(recording._Recording, "note", lambda _, mode, n, table: noted.append((mode, n)))
+    with normforge.record(tmp_path / "needed.yaml"):
+        for _ in range(3):
+            forward()
+    assert noted == [(PLAIN, 64)]
+
+
+def test_the_file_is_there_before_the_recording_ends(tmp_path: Path) -> None:
+    path = tmp_path / "needed.yaml"
+    with normforge.record(path):
+        forward()
+        assert names(path) == ["ln_fwd_fp32_n128"]
+        check("rms", torch.randn(2, 64))
+        assert names(path) == ["ln_fwd_fp32_n128", "rms_fwd_fp32_n128"]
+        assert list(tmp_path.iterdir()) == [path]
+
+
+def test_nothing_is_recorded_afterwards(tmp_path: Path) -> None:
+    path = tmp_path / "needed.yaml"
+
+    def stopped() -> None:
+        with normforge.record(path):
+            forward()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        stopped()
+    check("rms", torch.randn(2, 64))
+    assert names(path) == ["ln_fwd_fp32_n128"]
+    assert not dispatch._observers
+
+
+def test_nested_recordings_each_hold_what_was_asked_within(tmp_path: Path) -> None:
+    outer, inner = tmp_path / "outer.yaml", tmp_path / "inner.yaml"
+    with normforge.record(outer):
+        forward()
+        with normforge.record(inner):
+            forward()
+            check("rms", torch.randn(2, 64))
+        check("rms", torch.randn(2, 200))
+    assert names(inner) == ["ln_fwd_fp32_n128", "rms_fwd_fp32_n128"]
+    assert names(outer) == ["ln_fwd_fp32_n128", "rms_fwd_fp32_n128", "rms_fwd_fp32_n256"]
+
+
+def test_eight_threads_share_a_recording(tmp_path: Path) -> None:
+    path, barrier = tmp_path / "needed.yaml", threading.Barrier(8)
+    lengths = (64, 200, 300, 600, 1500, 2500, 3500, 5000)
+
+    def ask(n: int) -> None:
+        barrier.wait()
+        dispatch.find(PLAIN, n)
+
+    with normforge.record(path), ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, lengths))
+    buckets = (128, 256, 512, 768, 1536, 3072, 4096, 5120)
+    assert names(path) == [f"ln_fwd_fp32_n{last}" for last in buckets]
+
+
+def test_the_buckets_of_the_loaded_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
+    mine, path = tmp_path / "mine.yaml", tmp_path / "needed.yaml"
+    mine.write_text(
+        "buckets: {n100: 1..100, n300: 101..300, nbig: 301..}\ngroups: {a: {norm: layer, dtype_in: fp32}}\n"
+    )
+    normforge.load_instances(write(tmp_path / "mine", manifest.load(mine).instances))
+    with normforge.record(path):
+        check("layer", torch.randn(2, 200))
+        with pytest.raises(MissingInstanceError):
+            check("rms", torch.randn(2, 64))
+    assert names(path) == ["ln_fwd_fp32_n300", "rms_fwd_fp32_n100"]
+    assert [str(bucket) for bucket in manifest.load(path).buckets] == ["1..100", "101..300", "301.."]
+
+
+def test_buckets_of_several_ladders_are_made_in_parts(tmp_path: Path) -> None:
+    wide, narrow, long = (Bucket("n4096", 1, 4096), Bucket("n256", 129, 256), Bucket("nbig", 5121, None))
+    path = tmp_path / "needed.yaml"
+    path.write_text(recording.manifest_of([(PLAIN, wide), (RMS, narrow), (RMS, long)]))
+    found = manifest.load(path)
+    assert found.buckets == ladder_of((128, 256, 4096, 5120, None))
+    assert names(path) == [
+        *("ln_fwd_fp32_n128", "ln_fwd_fp32_n256", "ln_fwd_fp32_n4096"),
+        *("rms_fwd_fp32_n256", "rms_fwd_fp32_nbig"),
+    ]
+
+
+def test_every_legal_mode_can_be_written(tmp_path: Path) -> None:
+    path, modes = tmp_path / "needed.yaml", tuple(legal_modes())
+    path.write_text(recording.manifest_of((mode, instance(mode, 64).bucket) for mode in modes))
+    assert sorted(names(path)) == sorted(f"{mode.name}_n128" for mode in modes)
+
+
+def test_an_empty_recording_writes_nothing_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "needed.yaml"
+    with caplog.at_level(logging.WARNING, logger="normforge"), normforge.record(path):
+        normforge.which(torch.empty(2, 64))
+    assert not path.exists()
+    assert [said.getMessage() for said in caplog.records] == [
+        f"no instance was asked for, so {path} was not written: a manifest needs one"
+    ]
+
+
+def test_an_earlier_recording_is_added_to(tmp_path: Path) -> None:
+    path = tmp_path / "needed.yaml"
+    for n, made in ((64, ["rms_fwd_fp32_n128"]), (200, ["rms_fwd_fp32_n128", "rms_fwd_fp32_n256"])):
+        with normforge.record(path):
+            check("rms", torch.randn(2, n))
+        assert names(path) == made
+
+
+def test_a_recording_of_another_ladder_is_added_to(tmp_path: Path) -> None:
+    path, wide = tmp_path / "needed.yaml", Bucket("n4096", 1, 4096)
+    path.write_text(recording.manifest_of([(PLAIN, wide)]))
+    with normforge.record(path):
+        check("rms", torch.randn(2, 200))
+    assert names(path) == [
+        *("ln_fwd_fp32_n128", "ln_fwd_fp32_n256", "ln_fwd_fp32_n4096"),
+        "rms_fwd_fp32_n256",
+    ]
+
+
+def test_a_recording_that_is_no_manifest_any_more_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "needed.yaml"
+    path.write_text("# Recorded by normforge\ngroups: [")
+    with (
+        pytest.raises(RecordError, match=r"cannot be added to: .*needed\.yaml:2: this is not valid YAML"),
+        normforge.record(path),
+    ):
+        raise AssertionError("entered")
+    assert path.read_text() == "# Recorded by normforge\ngroups: ["
+
+
+def test_a_file_of_somebody_elses_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "instances.yaml"
+    path.write_text("groups: {}\n")
+    with pytest.raises(RecordError, match="was not written by a recording") as raised, normforge.record(path):
+        raise AssertionError("entered")
+    assert "move it elsewhere, or name another file" in str(raised.value)
+    assert path.read_text() == "groups: {}\n"
+    assert not dispatch._observers
+
+
+@pytest.mark.parametrize(
+    ("below", "said"),
+    [
+        ("no_such_folder/needed.yaml", "(No such file or directory); make its folder"),
+        ("file/needed.yaml", "(Not a directory); make its folder"),
+        ("", "move it elsewhere, or name another file"),
+    ],
+    ids=["no_folder", "under_a_file", "a_folder"],
+)
+def test_a_path_that_cannot_be_written_is_refused_at_once(below: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / below
+    with pytest.raises(RecordError) as raised, normforge.record(path):
+        raise AssertionError("entered")
+    assert str(path) in str(raised.value)
+    assert said in str(raised.value)
+    assert isinstance(raised.value, OSError)
+
+
+def test_a_path_that_cannot_be_written_any_more(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with normforge.record(folder / "needed.yaml"):
+        folder.rmdir()
+        for _ in range(2):
+            with pytest.raises(RecordError, match="No such file or directory"):
+                forward()
+        folder.mkdir()
+        forward()
+    assert names(folder / "needed.yaml") == ["ln_fwd_fp32_n128"]
+
+
+PROGRAM = """
+import os, torch, normforge
+os.chdir("/")
+normforge.layernorm2d_fwd(torch.randn(2, 64))
+"""
+
+
+def test_a_whole_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is where it was named from, wherever the program goes."""
+    monkeypatch.chdir(tmp_path)
+    assert printed(PROGRAM, NORMFORGE_RECORD="needed.yaml") == ""
+    assert names(tmp_path / "needed.yaml") == ["ln_fwd_fp32_n128"]
+
+
+def test_a_process_that_is_killed_leaves_a_manifest(tmp_path: Path) -> None:
+    path = tmp_path / "needed.yaml"
+    process = python(f"{PROGRAM}os.kill(os.getpid(), 9)", NORMFORGE_RECORD=str(path))
+    assert process.returncode == -9
+    assert names(path) == ["ln_fwd_fp32_n128"]
+
+
+def test_a_process_that_asks_for_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "needed.yaml"
+    process = python("import normforge", NORMFORGE_RECORD=str(path))
+    assert process.returncode == 0
+    assert f"no instance was asked for, so {path} was not written" in process.stderr
+    assert not path.exists()
+
+
+def test_a_process_with_a_bad_path_ends_at_its_start(tmp_path: Path) -> None:
+    process = python("import normforge; print('started')", NORMFORGE_RECORD=str(tmp_path / "none" / "needed.yaml"))
+    assert process.returncode != 0
+    assert process.stdout == ""
+    assert "RecordError: the instances that are asked for cannot be recorded to" in process.stderr
+
+
+AT_ONCE = """
+import os, sys, time, pathlib, torch, normforge
+from normforge.codegen.model import Mode
+pathlib.Path(f"ready{sys.argv[1]}").touch()
+while len(list(pathlib.Path().glob("ready*"))) < 4:
+    time.sleep(0.001)
+for n in (64, 200, 300, 600, 1500, 2500, 3500, 5000):
+    normforge.selection.dispatch.find(Mode.from_name(sys.argv[2]), n)
+"""
+
+
+def test_processes_that_record_at_once_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "needed.yaml"
+    modes = ("ln_fwd_bf16", "ln_fwd_fp16", "rms_fwd_bf16", "rms_fwd_fp16")
+    environment = os.environ | {"NORMFORGE_RECORD": "needed.yaml"}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", AT_ONCE, str(index), mode], env=environment, cwd=tmp_path)
+        for index, mode in enumerate(modes)
+    ]
+    assert [process.wait() for process in processes] == [0] * 4
+    buckets = (128, 256, 512, 768, 1536, 3072, 4096, 5120)
+    assert names(path) == [f"{mode}_n{last}" for mode in modes for last in buckets]
+    assert {left.name for left in tmp_path.iterdir()} == {"needed.yaml", *(f"ready{index}" for index in range(4))}
+
+
+def test_workers_that_end_before_the_next_begins_lose_nothing(tmp_path: Path) -> None:
+    for n in (64, 200):
+        code = PROGRAM.replace("64", str(n))
+        assert printed(code, NORMFORGE_RECORD=str(tmp_path / "needed.yaml")) == ""
+    assert names(tmp_path / "needed.yaml") == ["ln_fwd_fp32_n128", "ln_fwd_fp32_n256"]
+
+
+def test_a_process_whose_recording_cannot_be_written_says_so_in_its_status(tmp_path: Path) -> None:
+    """Also when the program has swallowed the error of the call."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    code = f"""
+import os, torch, normforge
+os.rmdir({str(folder)!r})
+try:
+    normforge.layernorm2d_fwd(torch.randn(2, 64))
+except normforge.errors.RecordError:
+    print("swallowed")
+"""
+    process = python(code, NORMFORGE_RECORD=str(folder / "needed.yaml"))
+    assert (process.returncode, process.stdout) == (1, "swallowed\n")
+    assert process.stderr.splitlines()[-1].startswith(
+        "normforge: error: the instances that are asked for cannot be recorded to"
+    )

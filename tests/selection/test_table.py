@@ -1,0 +1,164 @@
+"""The table that normforge comes with: what it lists is there, and each call finds its row."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge.codegen.model import ANY, Part, Pipeline, Tile, legal_modes
+from normforge.errors import TableError
+from normforge.selection import dispatch
+from normforge.selection.table import Entry, RetiledTable, Table
+
+from ..calling import LENGTHS, check
+
+TABLE = import_module("normforge.generated.dispatch").TABLE
+
+
+def committed() -> tuple[Entry, ...]:
+    """The committed table's entries, without what tests have generated on demand."""
+    return tuple(dispatch.loaded())
+
+
+def test_instances_are_what_the_table_says() -> None:
+    expected = [f"{mode}_{bucket}" for mode, ladders in TABLE.items() for _, _, bucket, *_ in ladders[ANY]]
+    assert [entry.name for entry in committed()] == expected
+    assert len(set(expected)) == len(expected) > 100
+    assert normforge.instances()[: len(expected)] == committed()
+
+
+def test_every_entry_is_its_row() -> None:
+    rows = {
+        (f"{mode}_{row[2]}", arch): (mode, row)
+        for mode, ladders in TABLE.items()
+        for arch, ladder in ladders.items()
+        for row in ladder
+    }
+    for entry in committed():
+        for arch, (large, small) in entry.tiles:
+            mode, row = rows.pop((entry.name, arch))
+            assert (entry.mode, entry.kernel(large.pipeline)) == (mode, f"{mode}_{large.pipeline.value}")
+            assert (entry.first, entry.last, entry.bucket, large.row, small.row) == row
+    assert not rows
+
+
+def test_a_tile_depends_on_whether_m_is_large_and_on_the_architecture() -> None:
+    tiles: dict[str, tuple[Any, Any]] = {
+        "any": (("rows", 8, 64, 2), ("rows", 1, 64, 1)),
+        "sm_90": (("one_pass", 1, 64, 1), ("rows", 2, 64, 1)),
+    }
+    ladders: dict[str, Any] = {arch: ((1, 64, "n64", *pair),) for arch, pair in tiles.items()}
+    entry = Table("nowhere", {"rms_fwd_fp32": ladders}, 512, "a test").find("rms_fwd_fp32", 64)
+    assert entry is not None
+    taken = {(m, arch): entry.tile(m, arch) for m in (0, 1, 512, 513, 10**6) for arch in ("sm_90", "gfx942", "cpu")}
+    for (m, arch), tile in taken.items():
+        assert tile.row == tiles["sm_90" if arch == "sm_90" else "any"][m <= 512]
+        assert entry.kernel(tile.pipeline) == f"rms_fwd_fp32_{tile.row[0]}"
+    assert len(entry.distinct_tiles()) == 4
+
+
+def test_a_retiled_instance_has_one_tile_for_every_m_and_architecture() -> None:
+    table = dispatch.loaded()
+    entry = next(entry for entry in committed() if entry.serves(1000))
+    tile = Tile(Pipeline.ROWS, 4, 1024, 8)
+    x = torch.randn(9, 1000, dtype=torch.float16)
+    with dispatch.using(RetiledTable(table, entry, tile)):
+        (retiled,) = (other for other in normforge.instances() if other.name == entry.name)
+        assert {retiled.tile(m, arch).row for m in (1, 10**6) for arch in ("sm_90", "cpu")} == {tile.row}
+        assert dispatch.loaded().find(entry.mode, 1024) is retiled
+        assert dispatch.loaded().find(entry.mode, 1025) is table.find(entry.mode, 1025)
+        assert {other.name for other in committed()} == {other.name for other in table}
+        check("layer", x)
+    assert dispatch.loaded() is table
+
+
+def test_every_mode_is_a_legal_one() -> None:
+    assert {entry.mode for entry in committed()} <= {mode.name for mode in legal_modes()}
+
+
+def test_every_kernel_exists_in_its_module() -> None:
+    loaded = {
+        entry.kernel(tile.pipeline): entry.load(tile.pipeline)
+        for entry in committed()
+        for tile in entry.distinct_tiles()
+    }
+    for name, kernel in loaded.items():
+        assert kernel.__name__ == name
+
+
+def test_a_kernel_that_is_not_there() -> None:
+    entry = committed()[0]
+    # A forward module has none of the kernels of a backward pass.
+    kernel = entry.kernel(Part.ROW_TERMS)
+    with pytest.raises(TableError, match=rf"lists ln_fwd_.*, and its kernel {kernel} cannot be loaded .* generate"):
+        entry.load(Part.ROW_TERMS)
+
+
+@pytest.mark.parametrize("n", [1, 2, 127, 128, 129, 1024, 1025, 5120, 32768, 32769, 262144, 2**31 + 1])
+def test_each_row_length_has_the_entry_whose_bucket_holds_it(n: int) -> None:
+    served = 0
+    for mode in TABLE:
+        entries = [entry for entry in committed() if entry.mode == mode]
+        holding = [entry for entry in entries if entry.first <= n <= (entry.last or n)]
+        assert len(holding) <= 1
+        assert dispatch.loaded().find(mode, n) is (holding[0] if holding else None)
+        served += len(holding)
+    assert served
+
+
+def test_a_mode_that_is_not_there() -> None:
+    assert dispatch.loaded().find("ln_fwd_nothing", 64) is None
+
+
+WHICH: dict[str, tuple[torch.dtype, dict[str, Any], str]] = {
+    "ln_fwd_fp32": (torch.float32, {}, "layer"),
+    "rms_fwd_bf16": (torch.bfloat16, {}, "rms"),
+    "ln_fwd_fp16_addst_mv": (torch.float16, {"fadd": 1, "save_mv": True}, "layer"),
+    "rms_fwd_fp16_add": (torch.float16, {"fadd": 2}, "rms"),
+    "ln_fwd_bf16_int8_dq": (torch.bfloat16, {"fquant": 2}, "layer"),
+    "ln_fwd_fp16_fp32_xb": (torch.float16, {"out_dtype": torch.float32, "x_bias": torch.ones(1)}, "layer"),
+    "rms_fwd_bf16_fp8_e4m3fn_addst_sdq": (
+        torch.bfloat16,
+        {"fadd": 1, "fquant": 1, "smooth_scale": torch.ones(1), "out_dtype": torch.float8_e4m3fn},
+        "rms",
+    ),
+    "ln_fwd_fp32_int8_dq_trunc_sfp16": (
+        torch.float32,
+        {"fquant": 2, "rounding": "truncate", "scale_dtype": torch.float16},
+        "layer",
+    ),
+}
+BUCKETS = {"rows": "n128", "one_pass": "n1536", "two_pass": "n65536"}
+
+
+@pytest.mark.parametrize("pipeline", LENGTHS)
+@pytest.mark.parametrize("mode", WHICH)
+def test_which(mode: str, pipeline: str) -> None:
+    dtype, keywords, norm = WHICH[mode]
+    n = LENGTHS[pipeline]
+    x = torch.empty(2, n, dtype=dtype)
+    keywords = {k: v.expand(n).contiguous() if isinstance(v, torch.Tensor) else v for k, v in keywords.items()}
+    if keywords.get("fadd"):
+        keywords["residual"] = x.clone()
+    before = normforge.instances()
+    assert normforge.which(x, **keywords, norm=norm) == f"{mode}_{BUCKETS[pipeline]}"
+    assert normforge.instances() == before, "which() generates nothing"
+
+
+def test_which_takes_what_the_call_takes() -> None:
+    x, weight, bias = torch.empty(2, 64), torch.empty(64), torch.empty(64)
+    assert normforge.which(x, weight, bias) == normforge.which(x=x, weight=weight, bias=bias) == "ln_fwd_fp32_n128"
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        normforge.which(x, weight, bias, norm="rms")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'fad'"):
+        normforge.which(x, fad=1)
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        normforge.which()
+
+
+def test_which_needs_no_rows() -> None:
+    assert normforge.which(torch.empty(0, 64)) == "ln_fwd_fp32_n128"

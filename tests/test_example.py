@@ -1,0 +1,117 @@
+"""`examples/train_tiny_gpt.py`: its two runs, what it draws, and its exit status."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from .thorough import THOROUGH
+
+TINY = ("--device", "cpu", "--batch", "2", "--context", "16", "--width", "32", "--layers", "2", "--heads", "2")
+ROW = re.compile(r"^ +(\d+|held out) +(\d+\.\d+) +(\d+\.\d+) +\S+$", re.MULTILINE)
+
+
+@pytest.fixture
+def script(repository: Path) -> Path:
+    return repository / "examples" / "train_tiny_gpt.py"
+
+
+@pytest.fixture
+def example(script: Path) -> ModuleType:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location(script.stem, script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[script.stem] = module  # Its dataclass looks itself up there.
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(script: Path, *argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The script in a process of its own, where only `environment` speaks of Triton."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, str(script), *argv],
+        env=inherited | {"OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@THOROUGH
+def test_without_a_gpu_both_curves_are_equal_and_drawn(script: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "curves.png"
+    done = run(script, *TINY, "--steps", "10", "--tolerance", "0", "--plot", str(picture))
+    assert done.returncode == 0, done.stderr
+    assert "normforge calls torch's own operator" in done.stdout
+    rows = ROW.findall(done.stdout)
+    assert [row[0] for row in rows] == [*map(str, range(1, 11)), "held out"]
+    assert all(one == other for _, one, other in rows)
+    assert float(rows[9][1]) < float(rows[0][1])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@THOROUGH
+@pytest.mark.parametrize(
+    "flags",
+    [("--norm", "layer"), ("--norm", "rms", "--dtype", "bf16", "--fused-add")],
+    ids=["layer", "rms-bf16-fused"],
+)
+def test_generated_kernels_train_alike(script: Path, flags: tuple[str, ...]) -> None:
+    done = run(script, *TINY, "--layers", "1", "--steps", "4", "--tolerance", "1e-3", *flags, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "normforge's kernels run in Triton's interpreter" in done.stdout
+    assert len(ROW.findall(done.stdout)) == 5
+
+
+def test_a_wrong_norm_is_found_out(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def spoil(model: torch.nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, torch.nn.LayerNorm):
+                module.eps = 1e-2
+
+    monkeypatch.setattr(example.normforge, "patch", spoil)
+    assert example.main([*TINY, "--steps", "10", "--tolerance", "1e-3"]) == 1
+    assert "the curves DO NOT AGREE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--steps", "0"], "--steps is at least 1, not 0"),
+        (["--heads", "3"], "--heads must divide --width, and 3 does not divide 32"),
+        (["--norm", "batch"], "invalid choice: 'batch'"),
+        (["--plot", "no/such/folder.png"], "--plot: there is no folder no/such"),
+        (["--context", "999999"], "--context is at most 8192, not 999999"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else value[0][2:] + value[1][-3:],
+)
+def test_bad_flags_are_refused(
+    example: ModuleType, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        example.main([*TINY, *flags])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_picture_needs_matplotlib(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as stop:
+        example.main([*TINY, "--plot", "curves.png"])
+    assert stop.value.code == 2
+    assert "--plot needs matplotlib: pip install matplotlib" in capsys.readouterr().err

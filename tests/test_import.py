@@ -1,0 +1,178 @@
+"""What importing and calling normforge costs, what it needs, and what its doors say about themselves."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import normforge
+from normforge import errors, reference
+
+from .calling import printed, python
+
+# What only a call (triton), only the generator (jinja2, yaml) or only a miss (platformdirs) needs.
+LATE = ("triton", "jinja2", "yaml", "platformdirs", "tabulate")
+
+
+def test_import_and_listing_bring_nothing_that_only_a_call_needs() -> None:
+    # Should torch import one of these itself, that is not ours.
+    code = f"""
+import sys, torch
+brought = set(sys.modules)
+import normforge
+normforge.instances()
+normforge.which(torch.empty(2, 64))
+print(*(name for name in {LATE!r} if name in sys.modules and name not in brought))
+"""
+    assert printed(code) == ""
+
+
+def test_import_brings_no_tool_and_nothing_that_probes_or_compiles_ahead() -> None:
+    code = "import sys, normforge; print(*(name for name in sys.modules if name.startswith('normforge.')))"
+    brought = printed(code).split()
+    assert "normforge.calls.straight" in brought
+    late = ("normforge.tools", "normforge.ahead_of_time", "normforge.nn.p", "normforge.selection.recording")
+    assert [name for name in brought if name.startswith(late)] == []
+
+
+@pytest.mark.parametrize("arguments", [["-h"], ["--version"], ["generate", "--list"], ["generate", "-h"]], ids=" ".join)
+@pytest.mark.parametrize("how", ["module", "script"])
+def test_what_makes_no_calls_needs_no_torch(how: str, arguments: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "normforge"
+    script.write_text("import sys\nfrom normforge.tools.cli import main\nsys.exit(main())\n")
+    started = ["-m", "normforge"] if how == "module" else [str(script)]
+    command = [sys.executable, "-X", "importtime", *started, *arguments]
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    brought = {line.rpartition("|")[2].strip() for line in process.stderr.splitlines()}
+    assert "normforge.tools.cli" in brought
+    assert not {"torch", "triton"} & brought
+
+
+@pytest.mark.parametrize("module", ["theirs", "theirs.normforge"])
+def test_another_program_has_the_operators_though_it_is_started_as_a_module(module: str, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "__init__.py").write_text("import normforge\n")
+    for name in ("__main__", "normforge"):
+        (tmp_path / "theirs" / f"{name}.py").write_text("import torch; print(torch.ops.normforge.rmsnorm2d_fwd)\n")
+    command = [sys.executable, "-m", module]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "normforge.rmsnorm2d_fwd"
+
+
+def test_names_are_where_they_are_said_to_be() -> None:
+    """Type checkers read imports that do not run, and what runs reads a table."""
+    body = ast.parse(inspect.getsource(normforge)).body
+    guarded = next(node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    read = {
+        alias.name: node.module for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    homes = {name: home for home, names in (normforge._HOMES | normforge._LATE).items() for name in names}
+    assert read == homes | {"reference": None}
+    assert set(normforge.__all__) == homes.keys() | {"errors", "__version__"}
+    assert set(normforge.__all__) <= set(dir(normforge))
+    with pytest.raises(AttributeError, match="'normforge' has no attribute 'layernorm'"):
+        _ = normforge.layernorm  # type: ignore[attr-defined]  # that there is none is the point
+
+
+def test_a_call_needs_no_generator() -> None:
+    code = """
+import sys, torch
+for name in ("jinja2", "yaml", "platformdirs"):
+    sys.modules[name] = None  # Importing it now fails.
+import normforge
+x = torch.randn(2, 64)
+assert torch.allclose(normforge.layernorm2d_fwd(x).y, torch.nn.functional.layer_norm(x, (64,)), atol=1e-5)
+try:
+    normforge.layernorm2d_fwd(x, x_bias=x[0])
+except normforge.errors.MissingInstanceError:
+    print("strict")
+"""
+    assert printed(code, NORMFORGE_ON_MISS="error") == "strict"
+
+
+def test_import_takes_under_a_fifth_of_a_second_beyond_torch() -> None:
+    """Of a core's time, the best of five: waiting for a core is not import's, and what else runs slows any one."""
+    code = "import time, torch; start = time.process_time(); import normforge; print(time.process_time() - start)"
+    assert min(float(printed(code)) for _ in range(5)) < 0.2
+
+
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_a_cpu_tensor_without_the_interpreter(value: str | None) -> None:
+    code = """
+import torch, normforge
+try:
+    normforge.layernorm2d_fwd(torch.randn(2, 64))
+except normforge.errors.DeviceError as error:
+    print(error)
+print(normforge.which(torch.randn(2, 64)))
+"""
+    message, name = printed(code, TRITON_INTERPRET=value).splitlines()
+    assert message.startswith("x is on cpu and generated kernels run on a GPU; move the tensors to one, or set ")
+    assert "set TRITON_INTERPRET=1 before the program starts" in message
+    assert name == "ln_fwd_fp32_n128"
+
+
+def test_the_interpreter_turned_on_too_late() -> None:
+    code = """
+import os, torch, triton, normforge
+os.environ["TRITON_INTERPRET"] = "1"
+normforge.layernorm2d_fwd(torch.randn(2, 64))
+"""
+    process = python(code, TRITON_INTERPRET=None)
+    assert process.returncode != 0
+    assert "DeviceError: TRITON_INTERPRET=1 was set after triton was imported" in process.stderr
+
+
+def test_the_interpreter_turned_on_in_time() -> None:
+    code = """
+import os, torch, normforge
+os.environ["TRITON_INTERPRET"] = "1"
+print(normforge.layernorm2d_fwd(torch.tensor([1.0, 3.0]), eps=0).y.tolist())
+"""
+    assert json.loads(printed(code, TRITON_INTERPRET=None)) == pytest.approx([-1, 1])
+
+
+PUBLIC = [(normforge, name) for name in normforge.__all__] + [
+    (module, name) for module in (errors, reference) for name in module.__all__
+]
+
+
+@pytest.mark.parametrize(("module", "name"), PUBLIC, ids=[f"{module.__name__}.{name}" for module, name in PUBLIC])
+def test_every_public_name_is_there_and_says_what_it_is(module: object, name: str) -> None:
+    public = getattr(module, name)
+    if name == "__version__":
+        assert public
+    else:
+        assert inspect.cleandoc(public.__doc__)
+
+
+@pytest.mark.parametrize("function", [normforge.layernorm2d_fwd, normforge.rmsnorm2d_fwd])
+def test_every_argument_is_documented(function: object) -> None:
+    assert callable(function)
+    documented = inspect.getdoc(function) or ""
+    for name in inspect.signature(function).parameters:
+        assert f"\n    {name}: " in documented, name
+
+
+@pytest.mark.parametrize(
+    ("forward", "oracle"),
+    [
+        (normforge.layernorm2d_fwd, reference.layernorm2d_fwd),
+        (normforge.rmsnorm2d_fwd, reference.rmsnorm2d_fwd),
+    ],
+)
+def test_the_oracle_takes_what_the_call_takes(forward: object, oracle: object) -> None:
+    """The same arguments with the same defaults, but for where outputs go."""
+    assert callable(forward)
+    assert callable(oracle)
+    ours = dict(inspect.signature(forward).parameters)
+    theirs = dict(inspect.signature(oracle).parameters)
+    assert theirs.pop("dtype").default == torch.float64
+    assert {name: parameter for name, parameter in ours.items() if name not in ("out", "residual_out")} == theirs

@@ -1,0 +1,219 @@
+"""The oracle against torch's own norms, and its quantisation against formulas written another way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import layer_norm, rms_norm
+
+from normforge import reference
+from normforge.codegen.model import DType, Rounding
+from normforge.dtypes import TORCH_DTYPES
+from normforge.reference import quantise
+
+from .calling import FLOATS, ORACLE, each_float, each_norm
+
+SHAPE = (2, 3, 50)
+N = SHAPE[-1]
+
+
+def close(actual: torch.Tensor | None, expected: torch.Tensor, tolerance: float = 1e-12) -> None:
+    """Fail unless two tensors are equal but for rounding in fp64."""
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, check_dtype=False)
+
+
+@pytest.mark.parametrize("eps", [1e-5, 0.1])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+@each_float
+def test_layernorm_is_torch_layer_norm(dtype: torch.dtype, weighted: bool, biased: bool, eps: float) -> None:
+    x = (3 + torch.randn(SHAPE)).to(dtype)
+    weight = torch.randn(N) if weighted else None
+    bias = torch.randn(N).bfloat16() if biased else None
+    expected = layer_norm(
+        x.double(), (N,), None if weight is None else weight.double(), None if bias is None else bias.double(), eps
+    )
+    actual = reference.layernorm2d_fwd(x, weight, bias, eps=eps)
+    close(actual.z, expected)
+    assert torch.equal(actual.y, expected.to(dtype))
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+@each_float
+def test_rmsnorm_is_torch_rms_norm(dtype: torch.dtype, weighted: bool, eps: float) -> None:
+    x = (3 + torch.randn(SHAPE)).to(dtype)
+    weight = torch.randn(N) if weighted else None
+    expected = rms_norm(x.double(), (N,), None if weight is None else weight.double(), eps)
+    actual = reference.rmsnorm2d_fwd(x, weight, eps=eps)
+    close(actual.z, expected)
+    assert torch.equal(actual.y, expected.to(dtype))
+
+
+def test_weight_offset_is_added_to_weight() -> None:
+    x, weight = torch.randn(SHAPE), torch.randn(N)
+    expected = rms_norm(x.double(), (N,), weight.double() + 1, 1e-6)
+    close(reference.rmsnorm2d_fwd(x, weight, weight_offset=1.0).z, expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype", "out"),
+    [
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32, torch.float32),
+        (torch.float32, torch.float16, torch.float16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_cast_before_weight_is_what_llama_and_t5_compute(
+    norm: str, dtype: torch.dtype, weight_dtype: torch.dtype, out: torch.dtype
+) -> None:
+    """LlamaRMSNorm: `weight * hidden.to(input_dtype)`; T5LayerNorm: `weight * hidden.to(weight.dtype)`, if of 16 bits.
+
+    So what they multiply with the weight has the type of the result, or x's where the weight makes the result fp32.
+    """
+    x, weight = (torch.randn(5, 64) * 3 + 1).to(dtype), torch.randn(64).to(weight_dtype)
+    function = reference.layernorm2d_fwd if norm == "layer" else reference.rmsnorm2d_fwd
+    hidden = function(x, eps=1e-5).z
+    # fp64 goes to 16 bits by way of fp32 in torch, and so does what Llama and T5 have.
+    product = weight * hidden.float().to(out if out is not torch.float32 else dtype)
+    actual = function(x, weight, eps=1e-5, out_dtype=out, cast="before_weight")
+    assert product.dtype is out
+    assert torch.equal(actual.y, product)
+    if dtype is torch.float32:
+        whole = function(x, weight, eps=1e-5, cast="before_weight")
+        assert torch.equal(whole.y, function(x, weight, eps=1e-5).y)
+
+
+def test_default_eps() -> None:
+    x = 1e-3 * torch.randn(SHAPE)
+    close(reference.layernorm2d_fwd(x).z, layer_norm(x.double(), (N,), eps=1e-5))
+    close(reference.rmsnorm2d_fwd(x).z, rms_norm(x.double(), (N,), eps=1e-6))
+
+
+@each_norm
+@pytest.mark.parametrize("residual_dtype", FLOATS, ids=str)
+def test_x_bias_and_residual_are_added_first(norm: str, residual_dtype: torch.dtype) -> None:
+    x, x_bias, residual = torch.randn(SHAPE), torch.randn(N), torch.randn(SHAPE).to(residual_dtype)
+    total = x.double() + x_bias.double() + residual.double()
+    expected = ORACLE[norm](total).z
+    for fadd in ("pre_add", "pre_add_store"):
+        actual = ORACLE[norm](x, x_bias=x_bias, residual=residual, fadd=fadd)
+        close(actual.z, expected)
+        if fadd == "pre_add":
+            assert actual.residual_out is None
+        else:
+            # To the bit what fp32 kernels store: one fp32 sum, rounded once.
+            assert actual.residual_out is not None
+            assert torch.equal(actual.residual_out, ((x + x_bias) + residual.float()).to(residual_dtype))
+
+
+def test_saved_statistics() -> None:
+    x = 5 + torch.randn(SHAPE)
+    layer = reference.layernorm2d_fwd(x, save_mv=True)
+    close(layer.mean, x.double().mean(-1), 1e-6)
+    close(layer.rstd, (x.double().var(-1, unbiased=False) + 1e-5) ** -0.5, 1e-6)
+    rms = reference.rmsnorm2d_fwd(x, save_mv=True)
+    assert rms.mean is None
+    close(rms.rstd, (x.double().pow(2).sum(-1) / N + 1e-6) ** -0.5, 1e-6)
+    assert layer.mean is not None
+    assert layer.rstd is not None
+    assert {layer.mean.dtype, layer.rstd.dtype} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_arithmetic_is_done_in_the_dtype_asked(dtype: torch.dtype) -> None:
+    assert reference.layernorm2d_fwd(torch.randn(SHAPE).half(), dtype=dtype).z.dtype == dtype
+
+
+QUANTISED_DTYPES = [dtype for dtype in DType if dtype.is_quantised]
+LARGEST = {DType.INT8: 127.0, DType.FP8_E4M3FN: 448.0, DType.FP8_E4M3FNUZ: 240.0, DType.FP8_E5M2: 57344.0}
+
+
+@each_norm
+@pytest.mark.parametrize("smooth", [False, True])
+@pytest.mark.parametrize("out", QUANTISED_DTYPES)
+def test_scale_is_amax_over_qmax(norm: str, smooth: bool, out: DType) -> None:
+    x, smooth_scale = torch.randn(SHAPE), torch.randn(N)
+    keywords: dict[str, Any] = {"fquant": "dynamic", "out_dtype": TORCH_DTYPES[out]}
+    if smooth:
+        keywords |= {"fquant": "smooth_dynamic", "smooth_scale": smooth_scale}
+    actual = ORACLE[norm](x, **keywords)
+    plain = ORACLE[norm](x).z
+    z = plain * smooth_scale.double() if smooth else plain
+    close(actual.z, z)
+    assert actual.y.dtype == TORCH_DTYPES[out]
+    assert actual.y_scale is not None
+    assert actual.y_scale.shape == SHAPE[:-1]
+    close(actual.y_scale, z.abs().max(-1).values / LARGEST[out], 1e-7)
+    # Each row's largest value takes the type's largest.
+    assert (actual.y.double().abs().max(-1).values == LARGEST[out]).all()
+
+
+@each_norm
+def test_row_of_zeros(norm: str) -> None:
+    actual = ORACLE[norm](torch.zeros(2, N), fquant="dynamic")
+    assert actual.y.tolist() == [[0] * N] * 2
+    assert actual.y_scale is not None
+    assert actual.y_scale.tolist() == [1.0, 1.0]
+
+
+@each_norm
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_row_that_is_not_finite(norm: str, bad: float) -> None:
+    x = torch.randn(3, N)
+    x[1, 7] = bad
+    actual = ORACLE[norm](x, fquant="dynamic")
+    assert actual.y_scale is not None
+    assert actual.y_scale.isfinite().tolist() == [True, False, True]
+
+
+def ratios(out: DType) -> torch.Tensor:
+    """Ratios through and beyond the range of a type, with every tie among them."""
+    end = LARGEST[out] * 1.1
+    if out.is_int:
+        return torch.cat((torch.arange(-140, 140) / 2, torch.linspace(-end, end, 501))).double()
+    codes = torch.arange(256).to(torch.uint8).view(TORCH_DTYPES[out]).double()
+    values = codes[codes.isfinite()].sort().values
+    return torch.cat((values, (values[1:] + values[:-1]) / 2, torch.linspace(-end, end, 501).double()))
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+def test_quantise_to_int8(rounding: Rounding) -> None:
+    values = ratios(DType.INT8)
+    # Python's round() takes ties to even, and its int() cuts toward zero.
+    whole = round if rounding is Rounding.NEAREST else int
+    expected = [max(-127, min(127, whole(value))) for value in values.tolist()]
+    assert quantise(values, DType.INT8, rounding).tolist() == expected
+
+
+@pytest.mark.parametrize("out", QUANTISED_DTYPES[1:])
+def test_quantise_to_fp8(out: DType) -> None:
+    """The nearest of all values there are; of two as near, the one whose last bit is 0."""
+    table = sorted(
+        (value, code & 1)
+        for code, value in enumerate(torch.arange(256).to(torch.uint8).view(TORCH_DTYPES[out]).double().tolist())
+        if abs(value) <= LARGEST[out]
+    )
+    values = ratios(out)
+    expected = [min(table, key=lambda entry: (abs(entry[0] - value), entry[1]))[0] for value in values.tolist()]
+    assert quantise(values, out).double().tolist() == expected
+
+
+def test_quantise_nan_to_int8_is_defined() -> None:
+    assert quantise(torch.tensor([float("nan"), 1.0]), DType.INT8).tolist() == [0, 1]
+
+
+def test_values_are_divided_by_the_scale_as_stored() -> None:
+    x = torch.randn(4, N)
+    actual = reference.layernorm2d_fwd(x, fquant="dynamic", scale_dtype=torch.bfloat16)
+    assert actual.y_scale is not None
+    assert actual.y_scale.dtype == torch.bfloat16
+    by_stored = [
+        [max(-127, min(127, round(value / scale))) for value in row]
+        for row, scale in zip(actual.z.tolist(), actual.y_scale.tolist(), strict=True)
+    ]
+    assert actual.y.tolist() == by_stored

@@ -1,0 +1,292 @@
+"""compare() lets nothing wrong pass: each output of each kind, off by little more than is allowed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from normforge import LayerNormOutput, reference
+from normforge.codegen.model import DType, Rounding
+from normforge.reference import ReferenceOutput, quantise
+from normforge.tools.compare import compare
+
+from ..calling import FLOATS, ORACLE, QUANTISED, each_float, each_norm, each_quantised, quantising
+
+M, N = 4, 50
+MIDDLE = (2, 17)
+
+NAMES = ("y", "residual_out", "y_scale", "mean", "rstd")
+# Every output of every kind of call; only a quantising one has a scale.
+OUTPUTS = [
+    (dtype, name)
+    for dtype in (torch.float32, torch.float16, *QUANTISED)
+    for name in NAMES
+    if name != "y_scale" or dtype in QUANTISED
+]
+
+
+def oracle(dtype: torch.dtype = torch.float32, norm: str = "layer", **keywords: Any) -> ReferenceOutput:
+    """What a call with every output would return, with y of this dtype."""
+    x, residual = torch.randn(M, N), torch.randn(M, N)
+    keywords = quantising(dtype) | {"residual": residual, "fadd": "pre_add_store", "save_mv": True} | keywords
+    return ORACLE[norm](x, torch.rand(N) + 0.5, **keywords)
+
+
+def perfect(expected: ReferenceOutput) -> LayerNormOutput:
+    """A copy of the oracle's outputs, which may be spoilt."""
+    copies: dict[str, Any] = {
+        name: tensor if tensor is None else tensor.clone() for name, tensor in expected._asdict().items()
+    }
+    del copies["z"], copies["open"]
+    return LayerNormOutput(**copies)
+
+
+def refused(actual: LayerNormOutput, expected: ReferenceOutput, rounding: Rounding = Rounding.NEAREST) -> set[str]:
+    """The outputs that compare() finds wrong."""
+    return {finding.name for finding in compare(actual, expected, rounding) if not finding.ok}
+
+
+@each_norm
+@pytest.mark.parametrize("dtype", FLOATS + QUANTISED, ids=str)
+def test_the_oracle_agrees_with_itself(norm: str, dtype: torch.dtype) -> None:
+    expected = oracle(dtype, norm)
+    findings = compare(perfect(expected), expected)
+    assert all(finding.ok and finding.error == 0 for finding in findings)
+    assert [finding.name for finding in findings] == [name for name in NAMES if getattr(expected, name) is not None]
+
+
+@each_float
+def test_one_float_off_by_more_than_its_rounding(dtype: torch.dtype) -> None:
+    expected = oracle(dtype)
+    eps = torch.finfo(dtype).eps
+    for factor in (1 + 4 * max(eps, 1e-5), 1 - 4 * max(eps, 1e-5), -1, 0):
+        actual = perfect(expected)
+        actual.y[0, 3] = 2.0
+        expected.y[0, 3] = 2.0
+        actual.y[0, 3] *= factor
+        assert refused(actual, expected) == {"y"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_a_row_rounded_the_other_way_is_allowed_where_fp32_leaves_it_open(dtype: torch.dtype) -> None:
+    """Of fp16's steps, near 1, one in 50 is so near a boundary."""
+    given: dict[str, Any] = quantising(dtype) | {"cast": "before_weight", "weight": torch.full((1000,), 100.0)}
+    expected = reference.rmsnorm2d_fwd(torch.randn(20, 1000).half(), **{"out_dtype": dtype} | given)
+    assert expected.open is not None
+    open_places = (expected.open > 0) & (expected.z.abs() > 50)
+    assert 0 < int(open_places.sum()) < open_places.numel() / 10
+
+    def moved(places: torch.Tensor) -> LayerNormOutput:
+        step = 2.0**-10 * 100 * places
+        y = (expected.z + step).float()
+        if expected.y_scale is not None:
+            y = quantise((expected.z + step) / expected.y_scale.unsqueeze(-1), DType.INT8)
+        return LayerNormOutput(y, None, expected.y_scale, None, None)
+
+    assert refused(moved(torch.zeros_like(open_places)), expected) == set()
+    assert refused(moved(~open_places & (expected.open == 0)), expected) == {"y"}
+    if dtype is torch.float32:
+        up = (expected.z + expected.open).float()
+        assert refused(LayerNormOutput(up, None, None, None, None), expected) == set()
+
+
+@each_float
+def test_one_last_place_is_allowed(dtype: torch.dtype) -> None:
+    expected = oracle(dtype)
+    actual = perfect(expected)
+    actual.y.copy_(torch.nextafter(actual.y, torch.full_like(actual.y, 9)))
+    assert refused(actual, expected) == set()
+
+
+@pytest.mark.parametrize("spoilt", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("dtype", "name"), OUTPUTS)
+def test_one_element_never_written(dtype: torch.dtype, name: str, spoilt: float) -> None:
+    expected = oracle(dtype)
+    actual = perfect(expected)
+    tensor = getattr(actual, name)
+    if dtype == torch.int8 and name == "y":
+        tensor[MIDDLE] = -128
+    else:
+        tensor[MIDDLE if tensor.dim() == 2 else 1] = torch.tensor(spoilt).to(tensor.dtype)
+    assert name in refused(actual, expected)
+
+
+@pytest.mark.parametrize("step", [2, -2])
+def test_int8_off_by_two(step: int) -> None:
+    expected = oracle(torch.int8)
+    actual = perfect(expected)
+    row, col = (expected.y.abs() < 100).nonzero()[0].tolist()
+    actual.y[row, col] += step
+    assert refused(actual, expected) == {"y"}
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_int8_off_by_one_away_from_a_boundary(step: int) -> None:
+    expected = oracle(torch.int8)
+    assert expected.y_scale is not None
+    ratio = expected.z / expected.y_scale.unsqueeze(-1)
+    row, col = ((ratio - ratio.round()).abs() < 0.4).logical_and(ratio.abs() < 100).nonzero()[0].tolist()
+    actual = perfect(expected)
+    actual.y[row, col] += step
+    assert refused(actual, expected) == {"y"}
+
+
+def test_int8_off_by_one_at_a_tie_is_allowed() -> None:
+    # The RMSNorm of ones with eps 0 is exactly its weight.
+    expected = reference.rmsnorm2d_fwd(torch.ones(1, 3), torch.tensor([127.0, 2.5, 1.0]), eps=0.0, fquant="dynamic")
+    actual = perfect(expected)
+    assert actual.y.tolist() == [[127, 2, 1]]
+    actual.y[0, 1] = 3
+    assert refused(actual, expected) == set()
+    actual.y[0, 2] = 2
+    assert refused(actual, expected) == {"y"}
+
+
+@each_quantised
+def test_quantised_off_by_one_step(dtype: torch.dtype) -> None:
+    expected = oracle(dtype)
+    codes = expected.y.view(torch.uint8)
+    wrong = 0
+    for row, col in [(row, col) for row in range(M) for col in range(0, N, 7)]:
+        actual = perfect(expected)
+        actual.y.view(torch.uint8)[row, col] = int(codes[row, col]) ^ 1
+        wrong += refused(actual, expected) == {"y"}
+    assert wrong == M * len(range(0, N, 7))
+
+
+@pytest.mark.parametrize("dtype", QUANTISED[1:], ids=str)
+def test_fp8_off_by_two_steps_where_steps_are_small(dtype: torch.dtype) -> None:
+    # The RMSNorm of ones with eps 0 is exactly its weight, and the scale is 1.
+    weight = torch.tensor([torch.finfo(dtype).max, 2**-6])
+    expected = reference.rmsnorm2d_fwd(torch.ones(1, 2), weight, eps=0.0, fquant="dynamic", out_dtype=dtype)
+    for step in (2, -2):
+        actual = perfect(expected)
+        actual.y.view(torch.uint8)[0, 1] += step
+        assert refused(actual, expected) == {"y"}
+
+
+@each_quantised
+def test_quantised_of_the_wrong_sign(dtype: torch.dtype) -> None:
+    expected = oracle(dtype)
+    actual = perfect(expected)
+    row, col = expected.y.float().nonzero()[0].tolist()
+    actual.y[row, col] = (-expected.y[row, col].float()).to(dtype)
+    assert refused(actual, expected) == {"y"}
+
+
+@pytest.mark.parametrize("dtype", QUANTISED[1:], ids=str)
+def test_nan_is_not_zero(dtype: torch.dtype) -> None:
+    """float8_e4m3fnuz writes NaN as other formats write -0."""
+    expected = reference.rmsnorm2d_fwd(torch.zeros(1, N), fquant="dynamic", out_dtype=dtype)
+    actual = perfect(expected)
+    actual.y[0, 3] = torch.tensor(float("nan")).to(dtype)
+    assert refused(actual, expected) == {"y"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_negative_zero_is_zero(dtype: torch.dtype) -> None:
+    expected = reference.rmsnorm2d_fwd(torch.zeros(1, N), fquant="dynamic", out_dtype=dtype)
+    actual = perfect(expected)
+    actual.y.copy_(torch.full((1, N), -0.0).to(dtype))
+    assert refused(actual, expected) == set()
+
+
+def test_truncation_is_not_rounding() -> None:
+    nearest, truncated = (oracle(torch.int8, rounding=rounding) for rounding in ("nearest", "truncate"))
+    assert refused(perfect(truncated), truncated, Rounding.TRUNCATE) == set()
+    assert refused(perfect(truncated), truncated, Rounding.NEAREST) == {"y"}
+    assert refused(perfect(nearest), nearest, Rounding.TRUNCATE) == {"y"}
+
+
+def test_values_must_fit_the_scale_that_was_stored() -> None:
+    expected = oracle(torch.int8)
+    actual = perfect(expected)
+    assert actual.y_scale is not None
+    actual.y_scale[1] *= 1.01
+    assert refused(actual, expected) == {"y", "y_scale"}
+
+
+@pytest.mark.parametrize("scale_dtype", FLOATS, ids=str)
+def test_one_scale_off(scale_dtype: torch.dtype) -> None:
+    expected = oracle(torch.int8, scale_dtype=scale_dtype)
+    actual = perfect(expected)
+    assert actual.y_scale is not None
+    actual.y_scale[3] *= 1 + 4 * max(torch.finfo(scale_dtype).eps, 1e-5)
+    assert "y_scale" in refused(actual, expected)
+
+
+@each_float
+def test_one_stored_sum_off_by_one_bit(dtype: torch.dtype) -> None:
+    expected = oracle(residual=torch.randn(M, N).to(dtype))
+    actual = perfect(expected)
+    assert actual.residual_out is not None
+    actual.residual_out[MIDDLE] = torch.nextafter(actual.residual_out[MIDDLE], torch.tensor(9.0, dtype=dtype))
+    assert refused(actual, expected) == {"residual_out"}
+
+
+@pytest.mark.parametrize("name", ["mean", "rstd"])
+def test_one_statistic_off(name: str) -> None:
+    expected = oracle()
+    actual = perfect(expected)
+    getattr(actual, name)[2] += 1e-4
+    assert refused(actual, expected) == {name}
+
+
+@pytest.mark.parametrize("name", ["residual_out", "y_scale", "mean", "rstd"])
+def test_an_output_that_is_missing(name: str) -> None:
+    expected = oracle(torch.int8)
+    nothing: dict[str, Any] = {name: None}
+    assert name in refused(perfect(expected)._replace(**nothing), expected)
+
+
+@pytest.mark.parametrize("name", ["residual_out", "y_scale", "mean", "rstd"])
+def test_an_output_that_was_not_asked_for(name: str) -> None:
+    nothing: dict[str, Any] = {name: None}
+    expected = oracle(torch.int8)._replace(**nothing)
+    if name == "y_scale":
+        # Without a scale, y is no quantised y.
+        expected = expected._replace(y=expected.z.float())
+    actual = perfect(expected)._replace(**{name: torch.zeros(M)})
+    assert refused(actual, expected) == {name}
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype"])
+@pytest.mark.parametrize(("dtype", "name"), OUTPUTS)
+def test_another_shape_or_dtype(dtype: torch.dtype, name: str, change: str) -> None:
+    expected = oracle(dtype)
+    actual = perfect(expected)
+    tensor = getattr(actual, name)
+    other = tensor.unsqueeze(0) if change == "shape" else tensor.double()
+    assert name in refused(actual._replace(**{name: other}), expected)
+
+
+def test_a_row_that_should_not_be_finite_and_is() -> None:
+    x = torch.randn(M, N)
+    x[1, 1] = float("nan")
+    for dtype in (torch.float32, torch.int8):
+        expected = reference.layernorm2d_fwd(x, **quantising(dtype))
+        assert refused(perfect(expected), expected) == set()
+        actual = perfect(expected)
+        tensor = actual.y if actual.y_scale is None else actual.y_scale
+        tensor[1] = 1.0
+        assert len(refused(actual, expected)) == 1
+
+
+def test_the_error_is_told_in_units_of_the_output() -> None:
+    expected = oracle(torch.int8)
+    actual = perfect(expected)
+    row, col = (expected.y.abs() < 100).nonzero()[0].tolist()
+    actual.y[row, col] += 5
+    assert actual.residual_out is not None
+    actual.residual_out[0, :3] += 1
+    by_name = {finding.name: finding for finding in compare(actual, expected)}
+    assert by_name["y"].error == 5
+    assert by_name["residual_out"].error == 3
+    assert by_name["mean"].error == 0
+
+
+def test_nothing_to_compare_is_fine() -> None:
+    expected = reference.layernorm2d_fwd(torch.empty(0, N), fquant="dynamic", save_mv=True)
+    assert refused(perfect(expected), expected) == set()
