@@ -153,12 +153,24 @@ def test_a_patched_hugging_face_norm() -> None:
 def test_torchs_checks_of_operators(norm: str) -> None:
     x, residual, weight = rows(3), rows(3), torch.randn(N, device="cuda")
     first = (x, weight, None, 1e-5) if norm == "layer" else (x, weight, 1e-6, 0.0)
-    fp8 = (residual, "pre_add_store", None, "dynamic", None, torch.float8_e4m3fn, torch.float32, True, "nearest")
+    fp8 = (
+        residual,
+        "pre_add_store",
+        None,
+        "dynamic",
+        None,
+        torch.float8_e4m3fn,
+        torch.float32,
+        True,
+        "nearest",
+        "after_weight",
+    )
     torch.library.opcheck(registered.FORWARD[norm], (*first, *fp8))
-    plain = (None, "none", None, "none", None, None, torch.float32, True, "nearest")
+    plain = (None, "none", None, "none", None, None, torch.float32, True, "nearest", "after_weight")
     differentiated = [t.detach().requires_grad_() if isinstance(t, torch.Tensor) else t for t in first]
     torch.library.opcheck(registered.FORWARD[norm], (*differentiated, *plain))
     _, *statistics = registered.FORWARD[norm](*first, *plain)
     dy, wants = rows(3), ["dx", "dweight"]
-    last = (None, None, None, None, wants) if norm == "layer" else (0.0, None, None, None, wants)
+    cast = "after_weight"
+    last = (None, None, cast, None, None, wants) if norm == "layer" else (0.0, None, None, cast, None, wants)
     torch.library.opcheck(registered.BACKWARD[norm], (dy, x, weight, *statistics, *last))
