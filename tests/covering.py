@@ -22,7 +22,6 @@ from . import thorough
 
 T = TypeVar("T")
 
-_MANY_PARAMETERS = 3
 
 _Columns = tuple[int, ...]
 # For each combination of some columns' values, by their places: whether a row has it.
@@ -40,7 +39,7 @@ def covering(space: Sequence[T], columns: Callable[[T], tuple[Any, ...]], streng
     Args:
         space: every legal member.
         columns: a member's values, hashable and as many for each; no two members have all the same.
-        strength: 2 for pairs, 3 for triples.
+        strength: 1 for values, 2 for pairs, 3 for triples.
     """
     # Here, because nothing that runs on a GPU alone needs it.
     from covertable import make
@@ -95,7 +94,7 @@ def parametrize(
 
 
 def leave_to_thorough_runs(items: Iterable[pytest.Item]) -> None:
-    """Mark, of each test with three parameters or more, what is not needed to have any two of their values together."""
+    """Mark what is not needed to have each value of a test's two parameters, or of more any two values together."""
     by_test: dict[tuple[str, bool], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
@@ -105,10 +104,10 @@ def leave_to_thorough_runs(items: Iterable[pytest.Item]) -> None:
         # A value of a parameter is one object in all of its cases. Parameters that are given together are one.
         columns = dict.fromkeys(map(_places, zip(*(item.callspec.params.values() for item in same), strict=True)))
         varied = [column for column in columns if len(set(column)) > 1]
-        if len(varied) < _MANY_PARAMETERS:
+        if len(varied) < 2:
             continue
         rows = dict(zip(same, zip(*varied, strict=True), strict=True))
-        kept = set(covering(same, rows.__getitem__, 2))
+        kept = set(covering(same, rows.__getitem__, 2 if len(varied) > 2 else 1))
         for item in same:
             if item not in kept:
                 item.add_marker(thorough.THOROUGH)

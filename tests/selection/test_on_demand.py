@@ -24,6 +24,7 @@ from normforge.selection import dispatch, on_demand
 
 from ..calling import LENGTHS, check, each_norm, each_pipeline, printed
 from ..folders import PLAIN, instance, write
+from ..thorough import THOROUGH
 
 # A legal mode that the committed table does not hold, and the call that asks for it.
 MODE = "ln_fwd_fp32_int8_dq_trunc"
@@ -380,6 +381,7 @@ def test_a_relative_cache_stays_where_it_was_named_from(tmp_path: Path, monkeypa
     assert printed(code, NORMFORGE_CACHE="cache").splitlines()[0].startswith(f"generated {MODE}_n128 into {tmp_path}")
 
 
+@THOROUGH
 def test_processes_that_miss_at_once(tmp_path: Path) -> None:
     """Each waits, everything imported, until all are ready; then all miss the same instance in an empty cache."""
     cache, ready, go = tmp_path / "cache", tmp_path / "ready", tmp_path / "go"

@@ -25,6 +25,7 @@ from normforge.selection import dispatch, recording
 
 from ..calling import check, printed, python
 from ..folders import PLAIN, RMS, instance, write
+from ..thorough import THOROUGH
 
 pytestmark = pytest.mark.usefixtures("fresh_table")
 
@@ -227,6 +228,7 @@ def test_buckets_of_several_ladders_are_made_in_parts(tmp_path: Path) -> None:
     ]
 
 
+@THOROUGH
 def test_every_legal_mode_can_be_written(tmp_path: Path) -> None:
     path, modes = tmp_path / "needed.yaml", tuple(legal_modes())
     path.write_text(recording.manifest_of((mode, instance(mode, 64).bucket) for mode in modes))
@@ -362,6 +364,7 @@ for n in (64, 200, 300, 600, 1500, 2500, 3500, 5000):
 """
 
 
+@THOROUGH
 def test_processes_that_record_at_once_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "needed.yaml"
     modes = ("ln_fwd_bf16", "ln_fwd_fp16", "rms_fwd_bf16", "rms_fwd_fp16")
@@ -376,6 +379,7 @@ def test_processes_that_record_at_once_lose_nothing(tmp_path: Path) -> None:
     assert {left.name for left in tmp_path.iterdir()} == {"needed.yaml", *(f"ready{index}" for index in range(4))}
 
 
+@THOROUGH
 def test_workers_that_end_before_the_next_begins_lose_nothing(tmp_path: Path) -> None:
     for n in (64, 200):
         code = PROGRAM.replace("64", str(n))

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from ..properties.problems import MadeCall
+from ..thorough import THOROUGH
 from .__main__ import main
 from .measure import MIB, Held, growths, held
 from .soak import soak
 
 
+@THOROUGH
 def test_a_short_soak_finds_nothing_wrong_and_says_what_it_did(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -25,6 +27,7 @@ def test_a_short_soak_finds_nothing_wrong_and_says_what_it_did(
     assert "seed 0" in path.read_text()
 
 
+@THOROUGH
 def test_a_soak_tells_of_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: MadeCall, output: object) -> None:
         raise AssertionError(f"wrong in {self.call}")
