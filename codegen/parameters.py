@@ -13,7 +13,7 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any
 
-from .model import Cast, FusedAdd, FusedQuant, Norm, Rounding
+from .model import Cast, Direction, FusedAdd, FusedQuant, Norm, Rounding
 
 # The default of what has to be passed.
 REQUIRED = ""
@@ -196,11 +196,13 @@ class Family:
     """Functions of the same parameters, one a norm.
 
     Attributes:
+        direction: whether calls of them compute gradients.
         functions: their names, by norm; the first is the one that the others' docstrings refer to.
         parameters: in the order of signatures and schemas.
         results: what they return, in order.
     """
 
+    direction: Direction
     functions: Mapping[Norm, str] = field(hash=False)
     parameters: tuple[Parameter, ...]
     results: tuple[Result, ...]
@@ -236,6 +238,7 @@ def _first(meaning: str) -> dict[Norm, str]:
 
 
 FORWARD = Family(
+    direction=Direction.FORWARD,
     functions={Norm.LAYER: "layernorm2d_fwd", Norm.RMS: "rmsnorm2d_fwd"},
     parameters=(
         Parameter(
@@ -413,6 +416,7 @@ FORWARD = Family(
 
 
 BACKWARD = Family(
+    direction=Direction.BACKWARD,
     functions={Norm.LAYER: "layernorm2d_bwd", Norm.RMS: "rmsnorm2d_bwd"},
     parameters=(
         Parameter(

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from .codegen.model import Mode
-from .codegen.parameters import BACKWARD, FORWARD, Family, Kind, Parameter
+from .codegen.parameters import FAMILIES, Family, Kind, Parameter
 from .dtypes import TORCH_DTYPES
 
 
 def family_of(mode: Mode) -> Family:
     """The functions that calls of a mode are made to."""
-    return BACKWARD if mode.is_backward else FORWARD
+    return next(family for family in FAMILIES if family.direction is mode.direction)
 
 
 def arguments_of(mode: Mode, make: Callable[[Parameter], torch.Tensor | None]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from .. import reference
 from ..calls import straight
-from ..calls.gradient_arguments import mode_of
+from ..calls.check import check
 from ..calls.outputs import LayerNormOutput, NormGradients
 from ..calls.which import which
 from ..codegen.model import Norm
@@ -186,7 +186,7 @@ def _prepare_backward(problem: Problem, device: torch.device) -> Run[NormGradien
     def validate(gradients: NormGradients) -> tuple[Finding, ...]:
         return tuple(compare_gradients(gradients, oracle(**operands)))
 
-    taken = mode_of(mode.norm, operands["x"], "x_bias" in operands, mode.fadd, mode.cast)
+    taken = check(BACKWARD.functions[mode.norm], operands).mode
     return Run(
         entry=lambda: dispatch.find(taken, problem.n),
         call=call,

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import torch
 
-from ..calls.arguments import prepare
-from ..calls.gradient_arguments import check
+from ..calls.check import check
 from ..calls.plan import Plan
 from ..codegen.axes import SAME
 from ..codegen.model import Mode
-from ..codegen.parameters import BACKWARD, FAMILIES, Parameter
+from ..codegen.parameters import BACKWARD, FAMILIES, FORWARD, Parameter
 from ..codegen.parameters import Kind as Shape
 from ..dtypes import DTYPES, FLOATS, TORCH_DTYPES
 from ..errors import ConflictError, ShapeError
@@ -97,7 +95,7 @@ def _forward(
     smooths = deployment.smooth_dtypes if mode.fquant.smooths else (None,)
     for residual, smooth in product(residuals, smooths):
         arguments = arguments_of(mode, _maker(x, {**kinds, "residual": residual, "smooth_scale": smooth}))
-        yield Plan(prepare(mode.norm, **arguments, eps=0.0), misaligned, target)
+        yield Plan(check(FORWARD.functions[mode.norm], arguments), misaligned, target)
 
 
 def _backward(
@@ -117,9 +115,9 @@ def _backward(
         wants = [name for name in due if name in names]
         if not wants:
             continue
-        arguments = {**_ABSENT, **arguments_of(mode, _maker(x, {**kinds, "dy": dy})), "wants": wants}
+        arguments = {**arguments_of(mode, _maker(x, {**kinds, "dy": dy})), "wants": wants}
         arguments["bias_dtype"] = None if bias is None else _dtype(bias, x)
-        yield Plan(check(mode.norm, **arguments), misaligned, target)
+        yield Plan(check(BACKWARD.functions[mode.norm], arguments), misaligned, target)
 
 
 def _dy_kinds(mode: Mode, x: torch.Tensor, deployment: Deployment) -> list[Kind]:
@@ -136,9 +134,6 @@ def _dy_kinds(mode: Mode, x: torch.Tensor, deployment: Deployment) -> list[Kind]
             "add torch.float16 or torch.bfloat16 to it"
         )
     return fitting
-
-
-_ABSENT: Mapping[str, Any] = {row.name: None for row in BACKWARD.parameters} | {"packed": False, "weight_offset": 0.0}
 
 
 def _maker(x: torch.Tensor, kinds: Mapping[str, Kind]) -> Callable[[Parameter], torch.Tensor | None]:

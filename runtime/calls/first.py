@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from ..kernels.gpu import require_device
 from ..selection import dispatch
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import dispatch_modes
-from . import arguments, gradient_arguments
 from .backend import sees_operators
+from .check import check, refuse_gradient
 from .known import MISALIGNED, PLAIN, Key, Tensors, remember
 from .launch import of_no_rows, run, run_backward, run_recorded
 from .outputs import LayerNormOutput, NormGradients, unpacked
@@ -26,9 +25,6 @@ from .traced import backward_traced, forward_traced, is_dynamo_compiling
 Given = Mapping[str, Any]
 
 _ROWS = (*FORWARD.inputs, *FORWARD.places)
-# What the function of one norm is not given, and the check of both takes.
-_NO_FORWARD: Given = {"weight_offset": 0.0}
-_NO_BACKWARD: Given = {"mean": None, "weight_offset": 0.0, "bias_dtype": None}
 
 
 def forward(norm: str, key: Key | None, given: Given) -> LayerNormOutput:
@@ -62,8 +58,8 @@ def backward(norm: str, key: Key | None, given: Given) -> NormGradients:
 @eager_only
 def launched(norm: str, key: Key | None, given: Given, *, packed: bool = False) -> LayerNormOutput:
     """A forward call that nobody is to see, with mean and rstd in one tensor if packed."""
-    call = arguments.prepare(Norm(norm), **{**_NO_FORWARD, **_resolved(FORWARD, given)})
-    arguments.refuse_gradient(call)
+    call = check(FORWARD.functions[Norm(norm)], _resolved(FORWARD, given))
+    refuse_gradient(call)
     require_device(call.x)
     plans = dispatch.plans
     tensors = tuple(getattr(call, row.name) for row in _ROWS)
@@ -79,19 +75,19 @@ def launched(norm: str, key: Key | None, given: Given, *, packed: bool = False) 
 @eager_only
 def launched_backward(norm: str, key: Key | None, given: Given, *, packed: bool = False) -> NormGradients:
     """Likewise a backward call; if packed, rstd holds the means too, if there are any."""
-    call = gradient_arguments.check(Norm(norm), **{**_NO_BACKWARD, **_resolved(BACKWARD, given)}, packed=packed)
-    gradient_arguments.refuse_gradient(call)
+    call = check(BACKWARD.functions[Norm(norm)], _resolved(BACKWARD, given), packed=packed)
+    refuse_gradient(call)
     require_device(call.x)
     if call.m == 0:
         return of_no_rows(call)
     plans, x, dy = dispatch.plans, call.x, call.dy
     if dy is None:
         # A row of stride 0 stands for all rows of zeros.
-        call = replace(call, dy=torch.zeros(call.n, dtype=x.dtype, device=x.device).expand(x.shape))
+        call = call.given_with(dy=torch.zeros(call.n, dtype=x.dtype, device=x.device).expand(x.shape))
     passed = tuple(getattr(call, row.name) for row in BACKWARD.inputs)
     if packed:
         mean, rstd = unpacked(call.rstd, call.m)
-        call = replace(call, mean=mean, rstd=rstd)
+        call = call.given_with(mean=mean, rstd=rstd)
     tensors = tuple(getattr(call, row.name) for row in BACKWARD.inputs)
     addresses = tuple(address_of(row.name, tensor) for row, tensor in zip(BACKWARD.inputs, tensors, strict=True))
     plan = Plan(call, [row.slot for row, at in zip(BACKWARD.inputs, addresses, strict=True) if at & MISALIGNED])

@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from ..kernels.pipelines import new_exchange
 from ..upstream.torch_allocator import contiguous_strides
-from .gradient_arguments import GradientCall
+from .check import Call
 from .outputs import FAMILY_OF, LayerNormOutput, NormGradients, pack, results_of, unpacked
 from .plan import SUMS, Plan
 
@@ -172,7 +172,7 @@ def run_backward(
     return gradients
 
 
-def of_no_rows(call: GradientCall) -> NormGradients:
+def of_no_rows(call: Call) -> NormGradients:
     """What a backward call without rows returns: sums of nothing."""
     return NormGradients(*results_of(call, partial(torch.zeros, device=call.x.device)))
 

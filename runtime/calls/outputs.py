@@ -5,21 +5,19 @@ Kernels are compiled for pointers at multiples of 16 bytes, so that is where eac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import NamedTuple
 
 import torch
 
-from ..codegen.model import Direction
-from ..codegen.parameters import BACKWARD, FORWARD, Kind, Result
-from ..dtypes import TORCH_DTYPES
+from ..codegen.parameters import FAMILIES, Kind
 from ..kernels.key import ALIGNMENT
 from ..upstream.torch_allocator import Empty
-from .arguments import Call
-from .gradient_arguments import GradientCall
+from .check import Call
 
 # The rows that calls of a direction are described by. Launches bring its inputs and its results in their order.
-FAMILY_OF = {Direction.FORWARD: FORWARD, Direction.BACKWARD: BACKWARD}
+FAMILY_OF = {family.direction: family for family in FAMILIES}
 
 # From a shape and a dtype to a tensor.
 Make = Callable[..., torch.Tensor]
@@ -62,6 +60,14 @@ class NormGradients(NamedTuple):
     dx_bias: torch.Tensor | None
 
 
+def dtype_of_all(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The dtype of a gradient of several tensors, each of which rounds it to its own: one that holds what all round.
+
+    So each is rounded once. Two types of 16 bits have fp32 in common.
+    """
+    return reduce(torch.promote_types, dtypes)
+
+
 def aligned_length(length: int) -> int:
     """The fp32 values from one piece of a tensor to the next, if each starts at a multiple of 16 bytes."""
     return -(-length // _STEP) * _STEP
@@ -92,19 +98,8 @@ def packed_of(*statistics: torch.Tensor) -> torch.Tensor:
     return torch.cat([*padded, rstd])
 
 
-def dtype_of(result: Result, call: Call | GradientCall) -> torch.dtype | None:
-    """The dtype of one thing that a call returns; None if it does not."""
-    if result.name not in call.wants:
-        return None
-    if result.axis:
-        return TORCH_DTYPES[getattr(call.mode, result.axis)]
-    told: torch.dtype | None = getattr(call, result.told) if result.told else None
-    like = (getattr(call, name) for name in result.like)
-    return told or next((tensor.dtype for tensor in like if tensor is not None), torch.float32)
-
-
-def results_of(call: Call | GradientCall, make: Make) -> tuple[torch.Tensor | None, ...]:
+def results_of(call: Call, make: Make) -> tuple[torch.Tensor | None, ...]:
     """What a call returns, made by something else than its kernels; None for what it does not."""
     shapes = {Kind.ROWS: call.x.shape, Kind.VECTOR: call.x.shape[-1:], Kind.PER_ROW: call.x.shape[:-1]}
-    dtypes = {row: dtype_of(row, call) for row in FAMILY_OF[call.mode.direction].results}
-    return tuple(None if dtype is None else make(shapes[row.kind], dtype=dtype) for row, dtype in dtypes.items())
+    dtypes = [(row.kind, call.dtype_of(row.name)) for row in call.function.family.results]
+    return tuple(None if dtype is None else make(shapes[kind], dtype=dtype) for kind, dtype in dtypes)

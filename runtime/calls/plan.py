@@ -26,10 +26,10 @@ from ..kernels.tile_choice import choose, staged, takes_window, window_tile
 from ..selection import dispatch
 from ..upstream.torch_allocator import allocator
 from ..upstream.triton_launcher import Grid, Launch
-from .arguments import Call, row_stride
-from .gradient_arguments import GradientCall
-from .outputs import FAMILY_OF, aligned_length, dtype_of
+from .check import Call
+from .outputs import FAMILY_OF, aligned_length
 from .overlap import REPLACEABLE, Extent, Extents
+from .row_layout import row_stride
 
 # The gradients that are sums over rows: programs leave partial sums of each, and a last kernel adds them up.
 SUMS = tuple(row.name for row in BACKWARD.results if row.kind is Kind.VECTOR)
@@ -137,7 +137,7 @@ class Plan:
         layout: from M to the `Layout` of a backward call's launches.
     """
 
-    def __init__(self, call: Call | GradientCall, misaligned: Collection[str], target: Target | None = None) -> None:
+    def __init__(self, call: Call, misaligned: Collection[str], target: Target | None = None) -> None:
         """Find the instance that serves a call; a backward call's dy is there.
 
         Args:
@@ -161,7 +161,7 @@ class Plan:
 
         family = FAMILY_OF[mode.direction]
         inputs = {row: _dtype_of_input(row, call) for row in family.inputs}
-        results = {row: dtype_of(row, call) for row in family.results}
+        results = {row: call.dtype_of(row.name) for row in family.results}
         self.dtypes = tuple(results.values())
         self.y_dtype = TORCH_DTYPES[mode.dtype_out]
         self.sum_dtypes = tuple(dtype for row, dtype in results.items() if row.name in SUMS)
@@ -297,7 +297,7 @@ def _launch(launcher: Launcher, by_address: bool) -> Launch:
     return launcher.launch if by_address and launcher.launch is not None else launcher.launch_tensors
 
 
-def _dtype_of_input(row: Parameter, call: Call | GradientCall) -> torch.dtype | None:
+def _dtype_of_input(row: Parameter, call: Call) -> torch.dtype | None:
     if row.kind is Kind.PER_ROW:
         # Autograd's are one argument, in one tensor; kernels read two.
         return torch.float32 if row.is_wanted(call.mode) else None
@@ -305,7 +305,7 @@ def _dtype_of_input(row: Parameter, call: Call | GradientCall) -> torch.dtype | 
     return None if tensor is None else tensor.dtype
 
 
-def _row_strides(family: Family, call: Call | GradientCall) -> dict[str, int]:
+def _row_strides(family: Family, call: Call) -> dict[str, int]:
     """The strides of rows by their slots; 0 of what is not there, and N of what is new."""
     places = {row.result: row.name for row in family.places}
     slots = [(row.row_stride_slot, row.name, 0) for row in family.inputs]

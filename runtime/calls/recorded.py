@@ -10,20 +10,21 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..codegen.model import Cast, Norm
+from ..codegen.parameters import BACKWARD, FORWARD
 from ..mode_words import word
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import dispatch_modes
 from . import torch_instead
-from .arguments import LARGEST_FP32
+from .argument_checks import LARGEST_FP32
 from .backend import intercepted
 from .double_backward import refuse_double_backward
 from .first import launched, launched_backward, resolved
 from .known import PLAIN, Found, Key
 from .launch import run, run_recorded
-from .outputs import LayerNormOutput, packed_of, unpacked
-from .rows import as_rows, walkable
+from .outputs import LayerNormOutput, dtype_of_all, packed_of, unpacked
+from .row_layout import as_rows, walkable
 from .straight import find_gradients, find_recorded
-from .traced import operator, result_dtype
+from .traced import operated, result_dtype
 
 # What a forward pass is told besides its tensors: the norm's word, eps, y's dtype (None for x's), the cast, what
 # `launch` is to be given if the call is known, and what it is to be known by if it is not.
@@ -80,7 +81,7 @@ def normalise(
     out_dtype: torch.dtype | None,
     cast: str | Cast = "after_weight",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the kernel that serves arguments which `rows.check` has passed, recording it where a gradient is due.
+    """Run the kernel that serves arguments which `check_normalised` has passed, recording it where a gradient is due.
 
     Args:
         norm: which norm.
@@ -138,23 +139,29 @@ def _launch(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> LayerNormOutput:
-    norm, eps, out_dtype, cast, found, key = told
+    norm, eps, _, _, found, key = told
     if found is not None:
         return run_recorded(*found, eps, 0.0)
     if intercepted(x, weight, bias, residual):
         return _launch_operator(told, save_mv, x, weight, bias, residual)
-    given = {
-        "x": x,
-        "weight": weight,
-        "bias": bias,
-        "eps": eps,
-        "residual": residual,
-        "fadd": "none" if residual is None else "pre_add_store",
-        "out_dtype": out_dtype,
-        "save_mv": save_mv,
-        "cast": cast,
-    }
-    return launched(norm, key, given, packed=save_mv)
+    return launched(norm, key, _given(told, save_mv, x, weight, bias, residual), packed=save_mv)
+
+
+def _given(
+    told: _Told,
+    save_mv: bool,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> dict[str, Any]:
+    """The arguments of the forward function; the others have their defaults."""
+    _, eps, out_dtype, cast, _, _ = told
+    given: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "eps": eps, "cast": word(Cast, "cast", cast).value}
+    given |= {"out_dtype": out_dtype, "save_mv": save_mv}
+    if residual is not None:
+        given |= {"residual": residual, "fadd": "pre_add_store"}
+    return given
 
 
 def _launch_operator(
@@ -165,12 +172,7 @@ def _launch_operator(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> LayerNormOutput:
-    norm, eps, out_dtype, cast, _, _ = told
-    parameters = (bias, eps) if norm == "layer" else (eps, 0.0)
-    fadd = "none" if residual is None else "pre_add_store"
-    order = word(Cast, "cast", cast).value
-    modes = (residual, fadd, None, "none", None, out_dtype, torch.float32, save_mv, "nearest", order)
-    y, *others = operator(norm, "fwd")(x, weight, *parameters, *modes)
+    y, *others = operated(FORWARD.functions[Norm(told[0])], _given(told, save_mv, x, weight, bias, residual))
     total = None if residual is None else others.pop(0)
     return LayerNormOutput(y, total, None, None, packed_of(*others) if save_mv else None)
 
@@ -237,10 +239,10 @@ class _AddNormalise(torch.autograd.Function):
         norm, x_dtype, bias_dtype, residual_dtype, cast = ctx.told
         dx, dweight, dbias = dresidual_out, None, None
         if dy is not None:
-            # One rounding each, also where x and residual differ: the wider of the two types holds what both round.
             dx_dtype = x_dtype
-            if for_residual and residual_dtype is not x_dtype:
-                dx_dtype = torch.promote_types(x_dtype, residual_dtype) if for_x else residual_dtype
+            if residual_dtype is not x_dtype:
+                dtypes = [dtype for dtype, due in ((x_dtype, for_x), (residual_dtype, for_residual)) if due]
+                dx_dtype = dtype_of_all(dtypes) if dtypes else None
             told = (norm, cast, dx_dtype, bias_dtype, _WANTS[for_x or for_residual, for_weight, for_bias])
             compute = _Gradients.apply if torch.is_grad_enabled() else _gradients
             dx, dweight, dbias = compute(told, dy, dresidual_out, *ctx.saved_tensors)
@@ -321,20 +323,11 @@ def gradients_by_operator(
         None if statistic is None else statistic.view(x.shape[:-1])
         for statistic in unpacked(statistics, x.numel() // x.shape[-1])
     )
-    shared = (dx_dtype, bias_dtype) if norm == "layer" else (dx_dtype,)
-    found = iter(
-        operator(norm, "bwd")(
-            walkable(dy),
-            x,
-            weight,
-            *((mean, rstd) if norm == "layer" else (rstd, 0.0)),
-            None,
-            None if dresidual_out is None else walkable(dresidual_out),
-            word(Cast, "cast", cast).value,
-            *shared,
-            list(wants),
-        )
-    )
+    given: dict[str, Any] = {"x": x, "weight": weight, "mean": mean, "rstd": rstd, "dy": walkable(dy)}
+    given["wants"] = list(wants)
+    given |= {"dresidual_out": None if dresidual_out is None else walkable(dresidual_out)}
+    given |= {"cast": word(Cast, "cast", cast).value, "dx_dtype": dx_dtype, "bias_dtype": bias_dtype}
+    found = iter(operated(BACKWARD.functions[Norm(norm)], given))
     return tuple([next(found) if name in wants else None for name in ("dx", "dweight", "dbias")])
 
 

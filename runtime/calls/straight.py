@@ -20,7 +20,7 @@ from ..selection import dispatch
 from ..upstream.torch_allocator import contiguous_strides
 from ..upstream.torch_dynamo import eager_below, eager_only
 from . import first
-from .arguments import LARGEST_FP32
+from .argument_checks import LARGEST_FP32
 from .known import MISALIGNED, NOWHERE, UNREADABLE, Found, Key, Known
 from .launch import launch_otherwise, make_output, run_backward
 from .outputs import LayerNormOutput, NormGradients, rstd_address

@@ -16,15 +16,15 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..codegen.model import Cast, Norm
-from ..dtypes import TORCH_DTYPES
+from ..codegen.parameters import BACKWARD, FORWARD
 from ..mode_words import word
 from ..upstream.torch_dynamo import constant_in_traces
 from ..upstream.torch_internals import dispatch_modes, jit_tracing
-from . import gradient_arguments
-from .arguments import prepare, refuse_gradient
 from .backend import intercepted
+from .check import Call, check, refuse_gradient
+from .functions import FUNCTIONS, completed
 from .outputs import LayerNormOutput, NormGradients
-from .rows import as_rows
+from .row_layout import as_rows
 
 __all__ = [
     "backward_traced",
@@ -34,6 +34,7 @@ __all__ = [
     "is_dynamo_compiling",
     "keeps_for_recomputation",
     "normalise_traced",
+    "operated",
     "operator",
     "result_dtype",
     "unrecorded",
@@ -57,61 +58,60 @@ def _paused() -> Iterator[None]:
         inner._set_tracing_state(state)
 
 
-_NAMES = {"layer": "layernorm2d", "rms": "rmsnorm2d"}
+def operator(name: str) -> Any:
+    """An operator, which `operators` registers: of a function's name, or that and "_into" if it writes."""
+    return getattr(torch.ops.normforge, name).default
 
 
-def operator(norm: str, does: str) -> Any:
-    """A norm's operator, which `operators` registers: "fwd", "fwd_into", which writes where it is told, or "bwd"."""
-    return getattr(torch.ops.normforge, f"{_NAMES[norm]}_{does}").default
+def operated(function: str, given: Mapping[str, Any]) -> Any:
+    """What the operator of a function returns, given its arguments by name; what is missing is the default."""
+    said = completed(function, given)
+    return operator(function)(*[said[name] for name in FUNCTIONS[function].passed])
 
 
 def forward_traced(norm: str, given: Mapping[str, Any]) -> LayerNormOutput:
-    """A forward call as one operator; overlap of outputs is not looked for.
-
-    Args:
-        norm: the norm's word.
-        given: the arguments of its forward function, by name.
-    """
-    call = prepare(Norm(norm), **given, addressed=False)
+    """A forward call as one operator, given its arguments by name. Overlap of outputs is not looked for."""
+    function = FORWARD.functions[Norm(norm)]
+    call = check(function, given, addressed=False)
     refuse_gradient(call)
-    mode, x, residual = call.mode, call.x, call.residual
-    saves_mean = mode.save_mv and norm == "layer"
-    said = dict(given)
-    # In the order of the operator's schema, and as it has them.
-    said |= {"eps": call.eps, "fadd": mode.fadd.value, "fquant": mode.fquant.value}
-    said |= {"save_mv": mode.save_mv, "rounding": mode.rounding.value, "cast": mode.cast.value}
-    if "weight_offset" in given:
-        said["weight_offset"] = call.weight_offset
-    out, residual_out = said.pop("out"), said.pop("residual_out")
-    if out is None and residual_out is None:
-        made = iter(operator(norm, "fwd")(*said.values()))
-        return LayerNormOutput(
-            y=next(made),
-            residual_out=next(made) if mode.fadd.stores else None,
-            y_scale=next(made) if mode.fquant.quantises else None,
-            mean=next(made) if saves_mean else None,
-            rstd=next(made) if mode.save_mv else None,
-        )
-    y = x.new_empty(x.shape, dtype=TORCH_DTYPES[mode.dtype_out]) if out is None else out
-    if residual_out is None and mode.fadd.stores and residual is not None:
-        residual_out = residual.new_empty(x.shape)
-    y_scale, mean, rstd = operator(norm, "fwd_into")(*said.values(), y, residual_out)
-    return LayerNormOutput(
-        y=y,
-        residual_out=residual_out,
-        y_scale=y_scale if mode.fquant.quantises else None,
-        mean=mean if saves_mean else None,
-        rstd=rstd if mode.save_mv else None,
-    )
+    said = _said(call)
+    places = call.function.places
+    results: dict[str, Any]
+    if all(call.given[name] is None for name, _ in places):
+        made = iter(operated(function, said))
+        results = {name: next(made) if name in call.wants else None for name in LayerNormOutput._fields}
+        return LayerNormOutput(**results)
+    results = {}
+    for name, result in places:
+        dtype = call.dtype_of(result)
+        place = None if dtype is None else call.x.new_empty(call.x.shape, dtype=dtype)
+        results[result] = place if call.given[name] is None else call.given[name]
+    values = [said[name] for name in call.function.passed]
+    made = iter(operator(f"{function}_into")(*values, *results.values()))
+    for name in LayerNormOutput._fields:
+        if name not in results:
+            value = next(made)
+            results[name] = value if name in call.wants else None
+    return LayerNormOutput(**results)
 
 
 def backward_traced(norm: str, given: Mapping[str, Any]) -> NormGradients:
     """A backward call as one operator, likewise."""
-    defaults = {"mean": None, "weight_offset": 0.0, "bias_dtype": None}
-    call = gradient_arguments.check(Norm(norm), **{**defaults, **given}, packed=False)
-    gradient_arguments.refuse_gradient(call)
-    made = iter(operator(norm, "bwd")(*{**given, "cast": call.cast.value, "wants": list(call.wants)}.values()))
+    function = BACKWARD.functions[Norm(norm)]
+    call = check(function, given, addressed=False)
+    refuse_gradient(call)
+    made = iter(operated(function, _said(call)))
     return NormGradients(*[next(made) if name in call.wants else None for name in NormGradients._fields])
+
+
+def _said(call: Call) -> dict[str, Any]:
+    """What a call was given, as operators take it."""
+    said = dict(call.given)
+    for name, _, _ in call.function.words:
+        said[name] = said[name].value
+    if "wants" in said:
+        said["wants"] = list(call.wants)
+    return said
 
 
 def normalise_traced(
@@ -130,25 +130,17 @@ def normalise_traced(
     weight = None if weight is None else weight.flatten().contiguous()
     bias = None if bias is None else bias.flatten().contiguous()
     residual = None if residual is None else as_rows(residual, len(shape))
-    given = (rows, weight, bias, eps) if norm.centres else (rows, weight, eps, 0.0)
     recorded = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (rows, weight, bias, residual)
     )
-    fadd = "none" if residual is None else "pre_add_store"
-    out_dtype = out_dtype or result_dtype(norm.value, x)
-    y, *others = operator(norm.value, "fwd")(
-        *given,
-        residual,
-        fadd,
-        None,
-        "none",
-        None,
-        out_dtype,
-        torch.float32,
-        recorded,
-        "nearest",
-        word(Cast, "cast", cast).value,
-    )
+    given: dict[str, Any] = {"x": rows, "weight": weight, "eps": eps, "residual": residual, "save_mv": recorded}
+    if norm.centres:
+        given["bias"] = bias
+    if residual is not None:
+        given["fadd"] = "pre_add_store"
+    given["cast"] = word(Cast, "cast", cast).value
+    given["out_dtype"] = out_dtype or result_dtype(norm.value, x)
+    y, *others = operated(FORWARD.functions[norm], given)
     return y.view(x.shape), None if residual is None else others[0].view(x.shape)
 
 

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ..codegen.model import Norm
+from ..codegen.parameters import FORWARD
 from ..mode_words import word
 from ..selection import dispatch
-from .arguments import prepare, refuse_gradient
 from .backend import backend
+from .check import check, refuse_gradient
 from .straight import layernorm2d_fwd, rmsnorm2d_fwd
 
 _FORWARD: dict[Norm, Callable[..., Any]] = {Norm.LAYER: layernorm2d_fwd, Norm.RMS: rmsnorm2d_fwd}
@@ -35,7 +36,7 @@ def which(*arguments: Any, norm: str | Norm = "layer", functional: bool = False,
     kind = word(Norm, "norm", norm)
     bound = inspect.signature(_FORWARD[kind]).bind(*arguments, **keywords)
     bound.apply_defaults()
-    call = prepare(kind, **bound.arguments)
+    call = check(FORWARD.functions[kind], bound.arguments)
     if not functional:
         refuse_gradient(call)
     elif backend(call.x) == "torch":

@@ -9,10 +9,10 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..calls import recorded, torch_instead
-from ..calls.arguments import check_tensor
+from ..calls.argument_checks import check_tensor
 from ..calls.backend import backend, left_to_torch
+from ..calls.check import check_normalised
 from ..calls.known import PLAIN
-from ..calls.rows import check
 from ..calls.traced import (
     intercepted,
     is_dynamo_compiling,
@@ -22,6 +22,7 @@ from ..calls.traced import (
     unrecorded,
 )
 from ..codegen.model import Cast, Norm
+from ..codegen.parameters import FORWARD
 from ..mode_words import word
 
 # What torch.nn.functional.rms_norm adds where eps is None: it computes 16-bit inputs in fp32, as the kernels do.
@@ -199,7 +200,10 @@ def normalise(
     kernel = isinstance(x, torch.Tensor) and backend(x) == "kernel"
     left = left_to_torch((x, weight, bias, residual))
     with unrecorded():
-        shape = check(norm, x, normalized_shape, weight, bias, residual, eps, kernel=kernel and not left)
+        given: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+        if eps is not None or norm.centres:
+            given["eps"] = eps
+        shape = check_normalised(FORWARD.functions[norm], given, normalized_shape, kernel=kernel and not left)
     if not kernel:
         return torch_instead.normalise(norm, x, shape, weight, bias, residual, eps, out_dtype, order)
     added = DEFAULT_EPS if eps is None else float(eps)

@@ -21,243 +21,126 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from ..calls.arguments import Call, prepare, refuse_gradient
+from ..calls.check import check, refuse_gradient
 from ..calls.first import launched, launched_backward, refuse_foreign
-from ..calls.gradient_arguments import check
-from ..calls.outputs import LayerNormOutput, NormGradients, results_of
+from ..calls.functions import FUNCTIONS
+from ..calls.outputs import results_of
 from ..calls.straight import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
 from ..codegen import parameters
 from ..codegen.model import Norm
-from ..codegen.parameters import Family
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import dispatch_modes
 from . import gradients
 
-_MODES = (
-    "Tensor? residual, str fadd, Tensor? smooth_scale, str fquant, Tensor? x_bias, ScalarType? out_dtype, "
-    "ScalarType scale_dtype, bool save_mv, str rounding, str cast"
-)
-_WRITTEN = "Tensor(a!) out, Tensor(b!)? residual_out"
-_FORWARD = {
-    Norm.LAYER: "Tensor x, Tensor? weight, Tensor? bias, float eps",
-    Norm.RMS: "Tensor x, Tensor? weight, float eps, float weight_offset",
-}
-_BACKWARD = {
-    Norm.LAYER: (
-        "Tensor? dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
-        "Tensor? x_bias, Tensor? dresidual_out, str cast, ScalarType? dx_dtype, ScalarType? bias_dtype, str[] wants"
-    ),
-    Norm.RMS: (
-        "Tensor? dy, Tensor x, Tensor? weight, Tensor rstd, float weight_offset, "
-        "Tensor? x_bias, Tensor? dresidual_out, str cast, ScalarType? dx_dtype, str[] wants"
-    ),
-}
-
 # The compiler keeps strides as they were traced: fake kernels refuse rows that kernels cannot walk, and no others come.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-
-_STRAIGHT: dict[str, Callable[..., LayerNormOutput]] = {"layer": layernorm2d_fwd, "rms": rmsnorm2d_fwd}
-_STRAIGHT_BACK: dict[str, Callable[..., NormGradients]] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
 
 _NAMESPACE = "normforge"
 _library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call]  # torch declares no types for it
 
+_STRAIGHT: dict[str, Callable[..., Any]] = {
+    function.__name__: function for function in (layernorm2d_fwd, rmsnorm2d_fwd, layernorm2d_bwd, rmsnorm2d_bwd)
+}
 
-PerRow = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def _present(tensors: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors if tensor is not None]
-
-
-@eager_only
-def _layer_forward(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    *modes: Any,
-    run: Callable[..., Any],
-) -> Any:
-    return run("layer", x, weight, bias, eps, 0.0, *modes)
+Tensors = list[torch.Tensor]
 
 
-@eager_only
-def _rms_forward(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    *modes: Any,
-    run: Callable[..., Any],
-) -> Any:
-    return run("rms", x, weight, None, eps, weight_offset, *modes)
+def _schema(name: str, into: bool) -> str:
+    """The schema of a function's operator, or of that which writes where it is told."""
+    takes = FUNCTIONS[name]
+    rows = [row for row in takes.family.of(takes.norm) if row.name in takes.passed]
+    declared = [f"{row.schema} {row.name}" for row in rows]
+    if not into:
+        return f"{name}({', '.join(declared)}) -> Tensor[]"
+    # y is always written to somewhere, the others where they are asked for.
+    for alias, (place, result) in zip("abcdefgh", takes.places, strict=False):
+        always = not next(row.wanted for row in takes.family.results if row.name == result)
+        declared.append(f"Tensor({alias}!){'' if always else '?'} {place}")
+    written = {result for _, result in takes.places}
+    returned = [f"Tensor {row.name}" for row in takes.family.results if row.name not in written]
+    return f"{name}_into({', '.join(declared)}) -> ({', '.join(returned)})"
 
 
-def _named(family: Family, norm: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """What a norm's function is given, from arguments for all parameters of its family, or all but the last."""
-    rows = zip(family.parameters, arguments, strict=False)
-    return {row.name: argument for row, argument in rows if Norm(norm) in row.default}
+def _named(function: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """The arguments of an operator by their names; those of places come last."""
+    takes = FUNCTIONS[function]
+    return dict(zip((*takes.passed, *[place for place, _ in takes.places]), arguments, strict=False))
 
 
-def _given(family: Family, norm: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    given = _named(family, norm, arguments)
-    refuse_foreign(family, given)
-    return given
+def _present(results: Any) -> Tensors:
+    return [tensor for tensor in results if tensor is not None]
 
 
-def _run_forward(norm: str, arguments: tuple[Any, ...]) -> LayerNormOutput:
-    given = _given(parameters.FORWARD, norm, arguments)
+def _not_written(function: str, results: Any) -> tuple[torch.Tensor, ...]:
+    """What an operator that writes returns, which has to return some tensor for each."""
+    takes = FUNCTIONS[function]
+    written = {result for _, result in takes.places}
+    returned = [each for row, each in zip(takes.family.results, results, strict=True) if row.name not in written]
+    return tuple([results[0].new_empty(0) if each is None else each for each in returned])
+
+
+def _run(function: str, arguments: tuple[Any, ...]) -> Any:
+    given, takes = _named(function, arguments), FUNCTIONS[function]
+    refuse_foreign(takes.family, given)
+    if not dispatch_modes():
+        return _STRAIGHT[function](**given)
     # Whoever sees operators has seen this one.
-    return launched(norm, None, given) if dispatch_modes() else _STRAIGHT[norm](**given)
-
-
-def _forward(norm: str, *arguments: Any) -> list[torch.Tensor]:
-    return _present(_run_forward(norm, arguments))
-
-
-def _forward_into(norm: str, *arguments: Any) -> PerRow:
-    return _per_row(_run_forward(norm, arguments))
-
-
-def _checked(norm: str, arguments: tuple[Any, ...]) -> Call:
-    return prepare(Norm(norm), **_named(parameters.FORWARD, norm, arguments), addressed=False)
-
-
-def _fake_forward(norm: str, *arguments: Any) -> list[torch.Tensor]:
-    return _present(_outputs_like(_checked(norm, arguments)))
-
-
-def _fake_forward_into(norm: str, *arguments: Any) -> PerRow:
-    call = _checked(norm, arguments)
-    refuse_gradient(call)
-    return _per_row(_outputs_like(call))
-
-
-def _per_row(output: LayerNormOutput) -> PerRow:
-    """y_scale, mean and rstd, for an operator that has to return some tensor for each."""
-    y_scale, mean, rstd = (output.y.new_empty(0) if tensor is None else tensor for tensor in output[2:])
-    return y_scale, mean, rstd
-
-
-def _outputs_like(call: Call) -> LayerNormOutput:
-    """Tensors without data, of the shapes, strides and types that a call returns."""
-    y, *others = results_of(call, call.x.new_empty)
-    assert y is not None
-    return LayerNormOutput(y, *others)
-
-
-def _layer_backward(
-    dy: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    x_bias: torch.Tensor | None,
-    dresidual_out: torch.Tensor | None,
-    cast: str,
-    dx_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
-    wants: list[str],
-    *,
-    run: Callable[..., list[torch.Tensor]],
-) -> list[torch.Tensor]:
-    return run("layer", dy, x, weight, mean, rstd, 0.0, x_bias, dresidual_out, cast, dx_dtype, bias_dtype, wants)
+    launch = launched_backward if takes.family is parameters.BACKWARD else launched
+    return launch(takes.norm.value, None, given)
 
 
 @eager_only
-def _rms_backward(
-    dy: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    weight_offset: float,
-    x_bias: torch.Tensor | None,
-    dresidual_out: torch.Tensor | None,
-    cast: str,
-    dx_dtype: torch.dtype | None,
-    wants: list[str],
-    *,
-    run: Callable[..., list[torch.Tensor]],
-) -> list[torch.Tensor]:
-    return run("rms", dy, x, weight, None, rstd, weight_offset, x_bias, dresidual_out, cast, dx_dtype, None, wants)
+def _returned(function: str, *arguments: Any) -> Tensors:
+    return _present(_run(function, arguments))
 
 
-def _backward(norm: str, *arguments: Any) -> list[torch.Tensor]:
-    given = _given(parameters.BACKWARD, norm, arguments)
-    run = partial(launched_backward, norm, None, given) if dispatch_modes() else partial(_STRAIGHT_BACK[norm], **given)
-    return _present(run())
+@eager_only
+def _returned_into(function: str, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    return _not_written(function, _run(function, arguments))
 
 
-def _fake_backward(norm: str, *arguments: Any) -> list[torch.Tensor]:
-    names = (row.name for row in parameters.BACKWARD.parameters)
-    call = check(Norm(norm), **dict(zip(names, arguments, strict=True)), packed=False)
+@eager_only
+def _fake(function: str, *arguments: Any) -> Tensors:
+    call = check(function, _named(function, arguments), addressed=False)
     return _present(results_of(call, call.x.new_empty))
 
 
-def _register(
-    name: str,
-    parameters: str,
-    returns: str,
-    adapt: Callable[..., Any],
-    run: Callable[..., Any],
-    fake: Callable[..., Any],
-) -> torch._ops.OpOverload[Any, Any]:
-    """Define an operator, with one kernel for all devices and a fake one, to which `adapt` hands what it is given."""
-    _library.define(f"{name}({parameters}) -> {returns}", tags=_TAGS)  # type: ignore[no-untyped-call]
-    _library.impl(  # type: ignore[no-untyped-call]
-        name, partial(adapt, run=run), "CompositeExplicitAutograd"
-    )
-    torch.library.register_fake(f"{_NAMESPACE}::{name}", partial(adapt, run=fake), lib=_library)
-    operator: torch._ops.OpOverload[Any, Any] = getattr(torch.ops.normforge, name).default
+@eager_only
+def _fake_into(function: str, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    call = check(function, _named(function, arguments), addressed=False)
+    refuse_gradient(call)
+    return _not_written(function, results_of(call, call.x.new_empty))
+
+
+def _register(name: str, into: bool = False) -> torch._ops.OpOverload[Any, Any]:
+    """Define a function's operator, or that which writes, with one kernel for all devices and a fake one."""
+    run, fake = (_returned_into, _fake_into) if into else (_returned, _fake)
+    _library.define(_schema(name, into), tags=_TAGS)  # type: ignore[no-untyped-call]
+    defined = f"{name}_into" if into else name
+    _library.impl(defined, partial(run, name), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"{_NAMESPACE}::{defined}", partial(fake, name), lib=_library)
+    operator: torch._ops.OpOverload[Any, Any] = getattr(torch.ops.normforge, defined).default
     return operator
 
 
 def _count_writes(name: str, operator: torch._ops.OpOverload[Any, Any]) -> None:
-    """Have autograd see what an operator of `_WRITTEN` outputs writes to, also where it is traced and does not run."""
+    """Have autograd see what an operator writes to, also where it is traced and does not run."""
 
     def count(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
-        out, residual_out = arguments[-2:]
-        increment_version(out if residual_out is None else (out, residual_out))
+        places = arguments[-len(parameters.FORWARD.places) :]
+        increment_version([place for place in places if place is not None])
         return operator.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)
 
     # As torch.library.custom_op does for what it is told is mutated.
     _library.impl(name, count, "ADInplaceOrView", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
-_NAMES = {Norm.LAYER: "layernorm2d", Norm.RMS: "rmsnorm2d"}
-_ADAPT_FORWARD: dict[Norm, Callable[..., Any]] = {Norm.LAYER: _layer_forward, Norm.RMS: _rms_forward}
-_ADAPT_BACKWARD: dict[Norm, Callable[..., Any]] = {Norm.LAYER: _layer_backward, Norm.RMS: _rms_backward}
+_FORWARD, _BACKWARD = parameters.FORWARD.functions, parameters.BACKWARD.functions
 
 # By the norm's word.
-FORWARD = {
-    norm.value: _register(
-        f"{name}_fwd", f"{_FORWARD[norm]}, {_MODES}", "Tensor[]", _ADAPT_FORWARD[norm], _forward, _fake_forward
-    )
-    for norm, name in _NAMES.items()
-}
-FORWARD_INTO = {
-    norm.value: _register(
-        f"{name}_fwd_into",
-        f"{_FORWARD[norm]}, {_MODES}, {_WRITTEN}",
-        "(Tensor y_scale, Tensor mean, Tensor rstd)",
-        _ADAPT_FORWARD[norm],
-        _forward_into,
-        _fake_forward_into,
-    )
-    for norm, name in _NAMES.items()
-}
-for _norm, _name in _NAMES.items():
-    _count_writes(f"{_name}_fwd_into", FORWARD_INTO[_norm.value])
-BACKWARD = {
-    norm.value: _register(f"{name}_bwd", _BACKWARD[norm], "Tensor[]", _ADAPT_BACKWARD[norm], _backward, _fake_backward)
-    for norm, name in _NAMES.items()
-}
-for _norm, _name in _NAMES.items():
-    gradients.register(
-        _library,
-        _norm,
-        f"{_NAMESPACE}::{_name}_fwd",
-        f"{_NAMESPACE}::{_name}_bwd",
-        BACKWARD[_norm.value],
-    )
+FORWARD = {norm.value: _register(name) for norm, name in _FORWARD.items()}
+FORWARD_INTO = {norm.value: _register(name, into=True) for norm, name in _FORWARD.items()}
+BACKWARD = {norm.value: _register(name) for norm, name in _BACKWARD.items()}
+for _norm in Norm:
+    _count_writes(f"{_FORWARD[_norm]}_into", FORWARD_INTO[_norm.value])
+    gradients.register(_library, _NAMESPACE, _FORWARD[_norm], _BACKWARD[_norm])

@@ -13,8 +13,7 @@ import torch
 
 import normforge
 from normforge import errors
-from normforge.calls import arguments as forward_arguments
-from normforge.calls import gradient_arguments, plan
+from normforge.calls import check, first, plan
 from normforge.calls.known import all_plans
 from normforge.calls.outputs import NormGradients
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
@@ -37,14 +36,13 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A line for each call that was checked."""
     lines: list[str] = []
-    for module, name in ((forward_arguments, "prepare"), (gradient_arguments, "check")):
-        usual = getattr(module, name)
+    usual = check.check
 
-        def check(*arguments: Any, _usual: Callable[..., Any] = usual, _name: str = name, **keywords: Any) -> Any:
-            lines.append(_name)
-            return _usual(*arguments, **keywords)
+    def noted(*arguments: Any, **keywords: Any) -> Any:
+        lines.append("check")
+        return usual(*arguments, **keywords)
 
-        monkeypatch.setattr(module, name, check)
+    monkeypatch.setattr(first, "check", noted)
     return lines
 
 
@@ -201,7 +199,7 @@ def test_a_known_call_is_not_checked(norm: str, name: str, checked: list[str]) -
         inputs = {key: value for key, value in given.items() if key not in ("out", "residual_out")}
         expected = ORACLE[norm](x, N, **inputs)
         agree(FORWARD[norm](x, N, **given), expected)
-    assert checked == ["prepare"]
+    assert checked == ["check"]
 
 
 @pytest.mark.parametrize("shape", [(7,), (1, 7), (2, 3, 7), (0, 7), (3, 0)], ids=str)
@@ -216,7 +214,7 @@ def test_any_leading_dimensions_are_one_kind_of_call(shape: tuple[int, ...], che
         return
     actual = normforge.layernorm2d_fwd(x, save_mv=True)
     agree(actual, ORACLE["layer"](x, save_mv=True))
-    assert checked == (["prepare"] if x.numel() == 0 else [])
+    assert checked == (["check"] if x.numel() == 0 else [])
 
 
 def test_other_strides_are_another_kind_of_call(checked: list[str]) -> None:
@@ -226,7 +224,7 @@ def test_other_strides_are_another_kind_of_call(checked: list[str]) -> None:
     for x in (*flat, torch.randn(2, 3, 64), wide.view(2, 3, 100)[..., :64]):
         for _ in range(2):
             agree(normforge.layernorm2d_fwd(x), ORACLE["layer"](x))
-    assert checked == ["prepare"] * 6
+    assert checked == ["check"] * 6
     # Rows of several strides, of which but the outermost are those of rows without gaps.
     assert refusal(lambda: normforge.layernorm2d_fwd(torch.randn(2, 5, 64)[:, :3]))[0] is errors.LayoutError
 
@@ -284,7 +282,7 @@ def test_a_subclass_is_served_and_not_remembered(checked: list[str]) -> None:
     for _ in range(2):
         tagged = normforge.layernorm2d_fwd(x.as_subclass(Tagged)).y
         assert same_bits(tagged.as_subclass(torch.Tensor), normforge.layernorm2d_fwd(x).y)
-    assert checked == ["prepare"] * 3
+    assert checked == ["check"] * 3
 
 
 def gradient(**changed: Any) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import normforge
-from normforge.calls import arguments
+from normforge.calls import check as checks
+from normforge.calls import first
 from normforge.calls.known import Known
 from normforge.errors import LayoutError
 from normforge.selection import dispatch
@@ -135,13 +136,13 @@ def test_an_output_over_a_vector_is_refused_by_whichever_guards() -> None:
 
 @pytest.mark.usefixtures("guards")
 def test_calls_are_known_and_right_by_whichever_guards(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked, usual = [], arguments.prepare
+    checked, usual = [], checks.check
 
     def check(*given: Any, **keywords: Any) -> Any:
         checked.append(given)
         return usual(*given, **keywords)
 
-    monkeypatch.setattr(arguments, "prepare", check)
+    monkeypatch.setattr(first, "check", check)
     x, weight = torch.randn(M, N), torch.randn(N)
     for operand in (weight, weight.bfloat16(), torch._neg_view(weight), weight):
         agree(normforge.layernorm2d_fwd(x, operand), ORACLE["layer"](x, operand))

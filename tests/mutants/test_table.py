@@ -13,15 +13,16 @@ from .table import MUTANTS
 # What decides which numbers come out, or that none do.
 _RUNTIME = (
     "ahead_of_time/compile_keys",
-    "calls/arguments",
+    "calls/argument_checks",
+    "calls/check",
     "calls/first",
-    "calls/gradient_arguments",
     "calls/known",
     "calls/launch",
     "calls/outputs",
     "calls/overlap",
     "calls/plan",
     "calls/recorded",
+    "calls/row_layout",
     "calls/traced",
     "kernels/binaries",
     "kernels/gpu",

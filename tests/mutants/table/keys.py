@@ -223,7 +223,7 @@ MUTANTS = (
     Mutant(
         "rows-that-do-not-collapse-are-walked",
         "leading dimensions without one common stride are read at the last one's",
-        "runtime/calls/arguments.py",
+        "runtime/calls/row_layout.py",
         "        if outer != size * inner:\n",
         "        if False:\n",
         ("tests/calls/test_bad_arguments.py::test_refused",),
@@ -231,15 +231,15 @@ MUTANTS = (
     Mutant(
         "a-residual-is-ignored",
         "residual without fadd is ignored in silence",
-        "runtime/calls/arguments.py",
-        "    if residual is not None and not fadd.adds:\n",
-        "    if False:\n",
+        "runtime/calls/check.py",
+        "        error = absent if _asks(mode, wanted) else unused\n",
+        '        error = absent if _asks(mode, wanted) else ""\n',
         ("tests/calls/test_bad_arguments.py::test_refused",),
     ),
     Mutant(
         "negated-outputs-are-written",
         "what is written to a view with the negative bit reads as its negative",
-        "runtime/calls/arguments.py",
+        "runtime/calls/argument_checks.py",
         "    if addressed and output.is_neg():\n",
         "    if False:\n",
         (f"{_FOREIGN}::test_an_output_that_negates_its_memory_is_refused",),

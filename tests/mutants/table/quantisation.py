@@ -158,9 +158,9 @@ MUTANTS = (
     Mutant(
         "scale-of-fp32-always",
         "scale_dtype is ignored",
-        "runtime/calls/outputs.py",
-        "    if result.axis:\n",
-        '    if result.axis and result.name != "y_scale":\n',
+        "runtime/calls/check.py",
+        "                if result.axis:\n",
+        '                if result.axis and result.name != "y_scale":\n',
         (f"{_QUANTISATION}::test_every_output_with_every_scale[torch.float16-torch.int8-layer-rows]",),
     ),
     Mutant(

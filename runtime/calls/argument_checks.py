@@ -1,0 +1,167 @@
+"""One argument, checked: that it is a tensor of a type, shape, device and layout that kernels take, or a number.
+
+Each names the argument, what was passed and what it takes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..dtypes import DTYPES, FLOATS
+from ..errors import ConflictError, DeviceError, DTypeError, GradientError, LayoutError, ShapeError, TransformError
+from ..upstream.torch_internals import has_tangent, jit_tracing
+from .overlap import REPLACEABLE, spoils
+from .row_layout import row_stride
+
+# Kernels take numbers as fp32; anything larger would arrive there as infinity.
+LARGEST_FP32 = torch.finfo(torch.float32).max
+
+
+def check_x(x: torch.Tensor) -> int:
+    """Check what is normalised, and return N."""
+    check_tensor("x", x)
+    if jit_tracing():
+        raise TransformError(
+            "torch.jit.trace records no kernel; record with torch.export or torch.compile, which do, "
+            "or call normforge.layer_norm or rms_norm, which run torch's own operator there"
+        )
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ShapeError(f"x has shape {tuple(x.shape)}; it takes (..., N) with N >= 1")
+    check_dtype("x", x, FLOATS)
+    if x.is_meta:
+        raise DeviceError("x is on meta, where tensors hold no data; it takes a tensor on a GPU")
+    return x.shape[-1]
+
+
+def check_vector(name: str, vector: torch.Tensor, x: torch.Tensor) -> None:
+    """Check an (N,) operand of x."""
+    check_tensor(name, vector)
+    n = x.shape[-1]
+    if tuple(vector.shape) != (n,):
+        raise ShapeError(f"{name} has shape {tuple(vector.shape)}; it takes ({n},), the last dimension of x")
+    check_dtype(name, vector, FLOATS)
+    check_device(name, vector, x)
+    if n > 1 and vector.stride(0) != 1:
+        raise LayoutError(f"{name} has stride {vector.stride(0)} and kernels need 1; pass {name}.contiguous()")
+
+
+def check_rows(name: str, tensor: torch.Tensor, x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> int:
+    """Check an operand or output of x's shape, and return its row stride."""
+    check_tensor(name, tensor)
+    if tensor.shape != x.shape:
+        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; it takes x's, {tuple(x.shape)}")
+    check_dtype(name, tensor, dtypes)
+    check_device(name, tensor, x)
+    return row_stride(name, tensor)
+
+
+def check_statistic(name: str, statistic: object, x: torch.Tensor) -> None:
+    """Check what a forward call saved of each row of x."""
+    if not isinstance(statistic, torch.Tensor) or statistic.dtype != torch.float32:
+        got = statistic.dtype if isinstance(statistic, torch.Tensor) else type(statistic).__name__
+        raise DTypeError(f"{name} is {got}; it takes the torch.float32 tensor that the forward call saved")
+    if statistic.shape != x.shape[:-1]:
+        raise ShapeError(f"{name} has shape {tuple(statistic.shape)}; it takes one value a row, {tuple(x.shape[:-1])}")
+    check_device(name, statistic, x)
+    if not statistic.is_contiguous():
+        raise LayoutError(f"{name} has strides {statistic.stride()}; pass {name}.contiguous()")
+
+
+def check_output(
+    name: str,
+    output: torch.Tensor,
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    others: dict[str, torch.Tensor],
+    addressed: bool,
+) -> None:
+    """Check rows that are written to, and if they have addresses that they meet no other tensor."""
+    stride = check_rows(name, output, x, (dtype,))
+    check_no_gradient("what is written to it has none", **{name: output})
+    if addressed and output.is_neg():
+        raise LayoutError(f"{name} is a view that negates its memory (torch.Tensor.is_neg); pass memory of its own")
+    # Of what a trace holds torch asks this itself.
+    if addressed and output.is_inference() and not torch.is_inference_mode_enabled():
+        raise GradientError(
+            f"{name} is an inference tensor, which is written to under torch.inference_mode() alone; "
+            f"call under that, or pass {name}.clone()"
+        )
+    if stride < x.shape[-1] and output.numel() > x.shape[-1]:
+        raise LayoutError(f"the rows of {name} overlap (row stride {stride}, N {x.shape[-1]}); pass rows of their own")
+    for other_name, other in others.items():
+        may_replace = other_name in REPLACEABLE
+        if spoils(output, other, may_replace):
+            exact = " (the very same view would do)" if may_replace and output.dtype == other.dtype else ""
+            raise LayoutError(f"{name} overlaps {other_name} in memory{exact}; pass memory of its own")
+
+
+def check_tensor(name: str, value: object) -> torch.Tensor:
+    """Check that an argument is a tensor, and return it."""
+    if not isinstance(value, torch.Tensor):
+        raise DTypeError(f"{name} is a {type(value).__name__}; it takes a torch.Tensor")
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "a nested tensor" if value.is_nested else f"in layout {value.layout}"
+        raise LayoutError(f"{name} is {kind}; it takes a dense tensor (torch.strided)")
+    return value
+
+
+def check_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Check that a tensor is of one of some types."""
+    if tensor.dtype not in dtypes:
+        raise DTypeError(f"{name} has dtype {tensor.dtype}; it takes {' or '.join(map(str, dtypes))}")
+
+
+def check_device(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
+    """Check that an operand is on x's device."""
+    if tensor.device != x.device:
+        raise DeviceError(f"{name} is on {tensor.device} and x on {x.device}; move one to the other's device")
+
+
+def check_gradient_dtype(name: str, dtype: object) -> torch.dtype:
+    """Check the dtype that a gradient is to have, and return it."""
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
+        raise DTypeError(f"{name} is {dtype!r}; it takes {' or '.join(map(str, FLOATS))}")
+    return dtype
+
+
+def check_mode_dtype(name: str, dtype: object) -> torch.dtype:
+    """Check a dtype that kernels are made for, and return it."""
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        raise DTypeError(f"{name} is {dtype!r}; it takes one of {', '.join(map(str, DTYPES))}")
+    return dtype
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Check that an argument is True or False, and return it."""
+    if not isinstance(value, int) or value not in (0, 1):
+        raise ConflictError(f"{name}={value!r} is no flag; it takes True or False")
+    return bool(value)
+
+
+def check_number(name: str, value: object, *, least: float) -> float:
+    """Check that an argument is a number of at least `least` that fp32 can hold, and return it."""
+    smallest = max(least, -LARGEST_FP32)
+    # The comparison also fails for NaN.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not smallest <= value <= LARGEST_FP32:
+        at_least = f" of at least {least:g}" if math.isfinite(least) else ""
+        raise ConflictError(f"{name}={value!r} will not do; it takes a number{at_least} that is finite in fp32")
+    return float(value)
+
+
+def check_no_gradient(reason: str, **tensors: torch.Tensor | None) -> None:
+    """Check that no tensor requires a gradient while gradients are enabled, and none carries a tangent."""
+    for name, tensor in tensors.items():
+        if tensor is not None and has_tangent([tensor]):
+            raise GradientError(
+                f"{name} carries a tangent of forward-mode AD and {reason}; "
+                f"pass {name}.detach() to leave the tangent out"
+            )
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise GradientError(
+                f"{name} requires a gradient and {reason}; call under torch.no_grad(), or pass {name}.detach()"
+            )

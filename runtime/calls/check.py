@@ -1,0 +1,274 @@
+"""From the arguments of a call, by name, to a `Call` that can be launched, or a typed error that says why not.
+
+What there is to check is said by the rows of `codegen.parameters`, in loops: this runs but for the first call of a
+kind. `argument_checks` says what is checked of one argument.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..codegen.model import Direction, DType, Mode
+from ..codegen.parameters import Kind
+from ..dtypes import DTYPES, FLOATS, TORCH_DTYPES
+from ..errors import ConflictError, DTypeError, IllegalCombinationError, ShapeError
+from ..mode_words import word
+from .argument_checks import (
+    check_device,
+    check_dtype,
+    check_flag,
+    check_gradient_dtype,
+    check_mode_dtype,
+    check_no_gradient,
+    check_number,
+    check_output,
+    check_rows,
+    check_statistic,
+    check_tensor,
+    check_vector,
+    check_x,
+)
+from .functions import FUNCTIONS, Function, completed
+
+_NOT_DIFFERENTIABLE = (
+    "the forward functions compute none; call normforge.layer_norm, rms_norm, add_layer_norm or add_rms_norm, which do"
+)
+
+# What torch's operators normalise, and the kernels do not.
+_DOUBLE = (*FLOATS, torch.float64)
+
+# How each kind of tensor that is read is checked.
+_CHECKS: Mapping[Kind, Callable[[str, Any, torch.Tensor], object]] = {
+    Kind.ROWS: check_rows,
+    Kind.VECTOR: check_vector,
+    Kind.PER_ROW: check_statistic,
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked call. What it was given is an attribute each, by the names of its family's rows.
+
+    Attributes:
+        function: what is called.
+        mode: which kernels serve it.
+        m: rows.
+        n: their length.
+        wants: the results that it returns, by name.
+        given: what it was given, by name: of words the enums' members; None, or 0.0 for a number, where there is none.
+    """
+
+    function: Function = field(repr=False)
+    mode: Mode
+    m: int
+    n: int
+    wants: tuple[str, ...]
+    given: Mapping[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        # Asked for what is no field alone. Of an object that is being copied, `given` is none yet.
+        given = self.__dict__.get("given", {})
+        if name not in given:
+            raise AttributeError(f"a call has no {name!r}")
+        return given[name]
+
+    def given_with(self, **given: Any) -> Call:
+        """A call that was given something else."""
+        return replace(self, given={**self.given, **given})
+
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """The dtype of a result; None if it returns none such."""
+        for result in self.function.results:
+            if result.name == name and name in self.wants:
+                if result.axis:
+                    return TORCH_DTYPES[getattr(self.mode, result.axis)]
+                told: torch.dtype | None = self.given[result.told] if result.told else None
+                like = [self.given[operand].dtype for operand in result.like if self.given[operand] is not None]
+                return told or (like[0] if like else torch.float32)
+        return None
+
+
+def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, packed: bool = False) -> Call:
+    """Check everything that a call was given; see `layernorm2d_fwd` for the errors.
+
+    Args:
+        function: the name of what is called.
+        given: its arguments, by name. What is missing is the default.
+        addressed: whether tensors have addresses. What a trace holds has none, and outputs that overlap are not found.
+        packed: whether rstd holds the means too, as `outputs` has them, and is not checked: no caller makes it.
+    """
+    takes, said = FUNCTIONS[function], completed(function, given)
+    axes: dict[str, Any] = {"norm": takes.norm, "direction": takes.direction}
+    for name, words, axis in takes.words:
+        said[name] = axes[axis] = word(words, name, said[name])
+    for name, least in takes.numbers:
+        said[name] = check_number(name, said[name], least=least)
+    for name, axis in takes.flags:
+        said[name] = axes[axis] = check_flag(name, said[name])
+    for name, axis, optional in takes.dtypes:
+        if said[name] is None and optional:
+            continue
+        if axis:
+            axes[axis] = DTYPES[check_mode_dtype(name, said[name])]
+        else:
+            check_gradient_dtype(name, said[name])
+    x = said["x"]
+    n = check_x(x)
+    for name, kind, optional in takes.tensors:
+        if not (optional and said[name] is None) and not (packed and kind is Kind.PER_ROW):
+            _CHECKS[kind](name, said[name], x)
+    for name, axis in takes.by_dtype:
+        axes[axis] = DTYPES[said[name].dtype]
+    for name, axis, without, there in takes.by_presence:
+        axes[axis] = without if said[name] is None else there
+    if "dtype_out" not in axes:
+        axes["dtype_out"] = _output_dtype(said, axes)
+    # Where there are no 16 bits to round to, y's or dy's, rows are rounded once.
+    dy = said.get("dy")
+    axes["cast"] = axes["cast"].of(axes["dtype_out"] if dy is None else DTYPES[dy.dtype], axes["dtype_in"])
+    mode = _mode(axes)
+    _check_presence(takes, mode, said)
+    call = Call(takes, mode, x.numel() // n, n, _wants(takes, mode, said), said)
+    _check_places(call, addressed)
+    return call
+
+
+def refuse_gradient(call: Call) -> None:
+    """Refuse a call whose results ought to have a gradient, and will not.
+
+    Raises:
+        GradientError: a tensor requires a gradient, and gradients are enabled.
+    """
+    reason = _NOT_DIFFERENTIABLE
+    if call.function.direction is Direction.BACKWARD:
+        reason = "no kernel computes a gradient's gradient"
+    elif call.mode.fquant.quantises:
+        reason = "a quantised output has none"
+    check_no_gradient(reason, **{name: call.given[name] for name, _, _ in call.function.tensors})
+
+
+def _output_dtype(said: Mapping[str, Any], axes: Mapping[str, Any]) -> DType:
+    """The dtype of y where none was passed."""
+    out = said.get("out")
+    if out is not None:
+        check_dtype("out", check_tensor("out", out), tuple(DTYPES))
+        return DTYPES[out.dtype]
+    return DType.INT8 if "fquant" in axes and axes["fquant"].quantises else DTYPES[said["x"].dtype]
+
+
+def _mode(axes: Mapping[str, Any]) -> Mode:
+    try:
+        return Mode(**axes)
+    except IllegalCombinationError as error:
+        # The manifest's name for the axis is not the argument's.
+        raise IllegalCombinationError(str(error).replace("dtype_out", "out_dtype")) from None
+
+
+def _check_presence(takes: Function, mode: Mode, said: Mapping[str, Any]) -> None:
+    """Check that what the mode reads was passed, and nothing that it does not."""
+    for name, wanted, absent, unused in takes.conditions:
+        error = absent if _asks(mode, wanted) else unused
+        if error and (said[name] is None) is (error is absent):
+            raise ConflictError(error.format(**{axis: said[argument].value for argument, _, axis in takes.words}))
+    for name, needed, error in takes.needs:
+        if said[name] and said[needed] is None:
+            raise ConflictError(error.format(**{name: said[name]}))
+
+
+def _asks(mode: Mode, wanted: tuple[str, ...]) -> bool:
+    """What a mode says at the end of some attributes, "fadd" and "adds" say; True if there are none."""
+    value: Any = mode
+    for name in wanted:
+        value = getattr(value, name)
+    return bool(value) if wanted else True
+
+
+def _wants(takes: Function, mode: Mode, said: Mapping[str, Any]) -> tuple[str, ...]:
+    """The results that a call returns: those that it names, if it names any, and else those of its mode."""
+    if "wants" not in said:
+        return tuple([result.name for result in takes.results if _asks(mode, result.wanted)])
+    names, known = tuple(said["wants"]), [result.name for result in takes.results]
+    for name in names:
+        if name not in known:
+            raise ConflictError(f"wants has {name!r}; it takes some of {', '.join(known)}")
+    for result in takes.results:
+        if result.name in names and all(said[name] is None for name in result.like):
+            name, missing = result.name, result.like[0]
+            raise ConflictError(f"wants has {name!r} and no {missing} was passed; pass it, or leave {name!r} out")
+    return names
+
+
+def _check_places(call: Call, addressed: bool) -> None:
+    """Check what is written to, against all that is read and what is written to besides."""
+    others = {}
+    if addressed:
+        others = {name: call.given[name] for name, _, _ in call.function.tensors if call.given[name] is not None}
+    for name, result in call.function.places:
+        output, dtype = call.given[name], call.dtype_of(result)
+        if output is not None and dtype is not None:
+            check_output(name, output, call.x, dtype, others, addressed)
+            if addressed:
+                others[name] = output
+
+
+def check_normalised(
+    function: str, given: Mapping[str, Any], normalized_shape: Sequence[int], *, kernel: bool
+) -> tuple[int, ...]:
+    """Check what a call of the functional API was given, and return normalized_shape as a tuple.
+
+    Args:
+        function: the name of the forward function of the same norm.
+        given: those of its arguments that are taken here too, by name; weight and bias are of normalized_shape.
+        normalized_shape: x's last dimensions.
+        kernel: whether a kernel is to run, which takes no float64.
+
+    Raises:
+        ShapeError: normalized_shape is not what x's shape ends in, or another tensor's shape does not fit.
+        DTypeError: a tensor is of a type that cannot be normalised, or an argument is no tensor.
+        DeviceError: tensors are on several devices.
+        LayoutError: a tensor is sparse or nested.
+        ConflictError: eps is no number of at least 0.
+    """
+    x, dtypes = given["x"], FLOATS if kernel else _DOUBLE
+    check_dtype("x", check_tensor("x", x), dtypes)
+    shape = _dimensions(normalized_shape)
+    if not shape or tuple(x.shape[-len(shape) :]) != shape:
+        raise ShapeError(
+            f"normalized_shape is {shape} and x has shape {tuple(x.shape)}; "
+            "it takes the last dimensions of x, one or more"
+        )
+    takes = FUNCTIONS[function]
+    for name, kind, _ in takes.tensors:
+        operand = given.get(name)
+        if operand is not None:
+            wanted, its = (shape, "normalized_shape") if kind is Kind.VECTOR else (tuple(x.shape), "x's shape")
+            check_tensor(name, operand)
+            if tuple(operand.shape) != wanted:
+                raise ShapeError(f"{name} has shape {tuple(operand.shape)}; it takes {wanted}, {its}")
+            check_dtype(name, operand, dtypes)
+            check_device(name, operand, x)
+    said = completed(function, given)
+    for name, words, _ in takes.words:
+        word(words, name, said[name])
+    for name, least in takes.numbers:
+        check_number(name, said[name], least=least)
+    return shape
+
+
+def _dimensions(normalized_shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        if isinstance(normalized_shape, Sequence):
+            return tuple([_integer(size) for size in normalized_shape])
+    except TypeError:
+        pass
+    raise DTypeError(f"normalized_shape is {normalized_shape!r}; it takes a tuple of integers, (64,) say")
+
+
+def _integer(size: Any) -> Any:
+    # A size that is symbolic in a trace is to stay so.
+    return size if isinstance(size, (int, torch.SymInt)) else operator.index(size)

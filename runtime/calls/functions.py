@@ -1,0 +1,136 @@
+"""The functions that calls are made to, as loops over the rows of `codegen.parameters` want them: by what is done."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+
+from ..codegen.model import Direction, DType, Mode, Norm
+from ..codegen.parameters import FAMILIES, REQUIRED, Family, Kind, Parameter
+
+_CLASSES = get_type_hints(Mode)
+
+# The tensors that are read.
+_OPERANDS = (Kind.ROWS, Kind.VECTOR, Kind.PER_ROW)
+
+# The default that is no literal.
+_NOT_LITERAL: Mapping[str, Any] = {REQUIRED: None, "torch.float32": torch.float32}
+
+
+class Returned(NamedTuple):
+    """What is looked at of a result; see `codegen.parameters.Result`. `wanted` is the attributes that lead to it."""
+
+    name: str
+    wanted: tuple[str, ...]
+    axis: str
+    told: str
+    like: tuple[str, ...]
+
+
+class Function(NamedTuple):
+    """What is looked at of a function, by what is done with it.
+
+    Plain values, because TorchDynamo follows this code: it reads no property of a frozen dataclass, and has each call
+    of what it compiled look again at all that it read here.
+
+    Attributes:
+        family: that it is of.
+        norm: its.
+        direction: whether it computes gradients.
+        defaults: what it is given where nothing is passed, by name, for all parameters of its family.
+        passed: the names of its own, but for the places; in their order, which is that of the operator's schema.
+        words: names, with the enums of their members and the axes that they decide.
+        numbers: names, with the least that each takes.
+        flags: names, with the axes that they decide.
+        dtypes: likewise, and whether None may be passed.
+        tensors: the names of what is read, with its kind, and whether None may be passed.
+        by_dtype: names of tensors whose dtype decides an axis, with that.
+        by_presence: names of those that decide one by being there, with that and its values without and with them.
+        needs: names of numbers, with what has to be there unless they are 0, and the error if it is not.
+        conditions: names, with the attributes of a mode that lead to whether it reads them, and the errors if it does
+            and they were not passed, and the other way round.
+        places: the names of what is written to, with the result that goes there.
+        results: what it may return.
+        gradients: names, with the result of the backward family that is the gradient.
+    """
+
+    family: Family
+    norm: Norm
+    direction: Direction
+    defaults: tuple[tuple[str, Any], ...]
+    passed: tuple[str, ...]
+    words: tuple[tuple[str, type[Enum], str], ...]
+    numbers: tuple[tuple[str, float], ...]
+    flags: tuple[tuple[str, str], ...]
+    dtypes: tuple[tuple[str, str, bool], ...]
+    tensors: tuple[tuple[str, Kind, bool], ...]
+    by_dtype: tuple[tuple[str, str], ...]
+    by_presence: tuple[tuple[str, str, Any, Any], ...]
+    needs: tuple[tuple[str, str, str], ...]
+    conditions: tuple[tuple[str, tuple[str, ...], str, str], ...]
+    places: tuple[tuple[str, str], ...]
+    results: tuple[Returned, ...]
+    gradients: tuple[tuple[str, str], ...]
+
+
+def _function(family: Family, norm: Norm) -> Function:
+    rows = family.of(norm)
+    read = [row for row in rows if row.kind in _OPERANDS]
+    deciding = [(row, _CLASSES[row.axis]) for row in read if row.axis]
+    return Function(
+        family=family,
+        norm=norm,
+        direction=family.direction,
+        defaults=tuple((row.name, _default(row, norm)) for row in family.parameters),
+        passed=tuple(row.name for row in rows if row.kind is not Kind.PLACE),
+        words=tuple((row.name, row.words, row.axis) for row in rows if row.words is not None),
+        numbers=tuple((row.name, row.least) for row in rows if row.kind is Kind.NUMBER),
+        flags=tuple((row.name, row.axis) for row in rows if row.kind is Kind.FLAG),
+        dtypes=tuple((row.name, row.axis, row.is_optional) for row in rows if row.kind is Kind.DTYPE),
+        tensors=tuple((row.name, row.kind, row.is_optional) for row in read),
+        by_dtype=tuple((row.name, row.axis) for row, kind in deciding if kind is DType),
+        by_presence=tuple(
+            (row.name, row.axis, *_without_and_with(row, kind)) for row, kind in deciding if kind is not DType
+        ),
+        needs=tuple((row.name, row.needs, row.absent) for row in rows if row.needs),
+        conditions=tuple((row.name, _path(row.wanted), row.absent, row.unused) for row in rows if row.wanted),
+        places=tuple((row.name, row.result) for row in rows if row.kind is Kind.PLACE),
+        results=tuple(
+            Returned(row.name, _path(row.wanted), row.axis, row.told, row.like)
+            for row in family.results
+            if norm in row.norms
+        ),
+        gradients=tuple((row.name, row.gradient) for row in rows if row.gradient),
+    )
+
+
+def _default(row: Parameter, norm: Norm) -> Any:
+    # A norm that lacks a number has 0 of it.
+    text = row.default.get(norm, "0.0" if row.kind is Kind.NUMBER else "None")
+    return _NOT_LITERAL[text] if text in _NOT_LITERAL else ast.literal_eval(text)
+
+
+def _path(wanted: str) -> tuple[str, ...]:
+    return tuple(wanted.split(".")) if wanted else ()
+
+
+def _without_and_with(row: Parameter, kind: type[Any]) -> tuple[Any, Any]:
+    """The values of an axis that a tensor decides by being there: no and yes, or the first word that says so."""
+    if kind is bool:
+        return False, True
+    says = _path(row.wanted)[-1]
+    without, there = (next(word for word in kind if getattr(word, says) is asked) for asked in (False, True))
+    return without, there
+
+
+# By their names.
+FUNCTIONS = {name: _function(family, norm) for family in FAMILIES for norm, name in family.functions.items()}
+
+
+def completed(function: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a function by name, with the defaults of those that are missing."""
+    return {**dict(FUNCTIONS[function].defaults), **given}
