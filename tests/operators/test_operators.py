@@ -348,3 +348,31 @@ def test_a_double_backward_is_refused_as_by_an_eager_call(norm: str) -> None:
     y, *_ = registered.FORWARD[norm](*arguments(norm, {"x": x, "save_mv": True}))
     eager = normforge.layer_norm(x, (N,)) if norm == "layer" else normforge.rms_norm(x, (N,))
     assert second(y, x) == second(eager, x)
+
+
+_FORWARD_SCHEMA = (
+    "Tensor? residual, str fadd, Tensor? smooth_scale, str fquant, Tensor? x_bias, ScalarType? out_dtype, "
+    "ScalarType scale_dtype, bool save_mv, str rounding, str cast"
+)
+_WRITTEN_SCHEMA = "Tensor(a!) out, Tensor(b!)? residual_out) -> (Tensor y_scale, Tensor mean, Tensor rstd)"
+SCHEMAS = {
+    "layernorm2d_fwd": f"(Tensor x, Tensor? weight, Tensor? bias, float eps, {_FORWARD_SCHEMA}) -> Tensor[]",
+    "layernorm2d_fwd_into": f"(Tensor x, Tensor? weight, Tensor? bias, float eps, {_FORWARD_SCHEMA}, {_WRITTEN_SCHEMA}",
+    "layernorm2d_bwd": (
+        "(Tensor? dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? x_bias, Tensor? dresidual_out, "
+        "str cast, ScalarType? dx_dtype, ScalarType? bias_dtype, str[] wants) -> Tensor[]"
+    ),
+    "rmsnorm2d_fwd": f"(Tensor x, Tensor? weight, float eps, float weight_offset, {_FORWARD_SCHEMA}) -> Tensor[]",
+    "rmsnorm2d_fwd_into": (
+        f"(Tensor x, Tensor? weight, float eps, float weight_offset, {_FORWARD_SCHEMA}, {_WRITTEN_SCHEMA}"
+    ),
+    "rmsnorm2d_bwd": (
+        "(Tensor? dy, Tensor x, Tensor? weight, Tensor rstd, float weight_offset, Tensor? x_bias, "
+        "Tensor? dresidual_out, str cast, ScalarType? dx_dtype, str[] wants) -> Tensor[]"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_saved_programs_hold_these_schemas(name: str) -> None:
+    assert str(getattr(torch.ops.normforge, name).default._schema) == f"normforge::{name}{SCHEMAS[name]}"
