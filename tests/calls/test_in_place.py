@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import normforge
+from normforge.calls.functions import FUNCTIONS, completed
 from normforge.errors import GradientError
 from normforge.operators import registered
 
@@ -37,10 +38,11 @@ def normalised_into(norm: str, x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def operator_into(norm: str, x: torch.Tensor, out: torch.Tensor, residual_out: torch.Tensor | None = None) -> None:
-    number = (None, 1e-5) if norm == "layer" else (1e-5, 0.0)
+    function = f"{norm}norm2d_fwd"
     fadd = "none" if residual_out is None else "pre_add_store"
-    modes = (residual_out, fadd, None, "none", None, None, torch.float32, False, "nearest")
-    registered.FORWARD_INTO[norm](x, None, *number, *modes, out, residual_out)
+    given = completed(function, {"x": x, "residual": residual_out, "fadd": fadd})
+    passed = [given[name] for name in FUNCTIONS[function].passed]
+    registered.FORWARD_INTO[norm](*passed, out, residual_out)
 
 
 @each_norm
