@@ -101,9 +101,10 @@ def leave_to_thorough_runs(items: Iterable[pytest.Item]) -> None:
             name = item.nodeid.partition("[")[0]
             by_test.setdefault((name, item.get_closest_marker("gpu") is not None), []).append(item)
     for same in by_test.values():
-        # A value of a parameter is one object in all of its cases. Parameters that are given together are one.
-        columns = dict.fromkeys(map(_places, zip(*(item.callspec.params.values() for item in same), strict=True)))
-        varied = [column for column in columns if len(set(column)) > 1]
+        together = [mark.args[0] for mark in same[0].iter_markers("parametrize")]
+        groups = [names.replace(" ", "").split(",") if isinstance(names, str) else list(names) for names in together]
+        groups += [[name] for name in same[0].callspec.params if all(name not in group for group in groups)]
+        varied = [column for column in (_column(same, group) for group in groups) if len(set(column)) > 1]
         if len(varied) < 2:
             continue
         rows = dict(zip(same, zip(*varied, strict=True), strict=True))
@@ -113,10 +114,12 @@ def leave_to_thorough_runs(items: Iterable[pytest.Item]) -> None:
                 item.add_marker(thorough.THOROUGH)
 
 
-def _places(values: Iterable[object]) -> tuple[int, ...]:
-    """For each of some objects which it is, counted as they first appear."""
-    places: dict[int, int] = {}
-    return tuple(places.setdefault(id(value), len(places)) for value in values)
+def _column(items: Iterable[pytest.Function], names: Iterable[str]) -> tuple[int, ...]:
+    """For each case of a test which values it has of parameters that are given together, counted as they appear."""
+    places: dict[tuple[int, ...], int] = {}
+    # A value of a parameter is one object in all of its cases.
+    values = (tuple(id(item.callspec.params[name]) for name in names) for item in items)
+    return tuple(places.setdefault(value, len(places)) for value in values)
 
 
 class _Table:

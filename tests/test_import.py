@@ -98,9 +98,9 @@ except normforge.errors.MissingInstanceError:
 
 
 def test_import_takes_under_a_fifth_of_a_second_beyond_torch() -> None:
-    """Of a core's time, the best of five: waiting for a core is not import's, and what else runs slows any one."""
+    """Of a core's time, at one of five tries: waiting for a core is not import's, and what else runs slows any one."""
     code = "import time, torch; start = time.process_time(); import normforge; print(time.process_time() - start)"
-    assert min(float(printed(code)) for _ in range(5)) < 0.2
+    assert any(float(printed(code)) < 0.2 for _ in range(5))
 
 
 @pytest.mark.parametrize("value", [None, "", "0"])

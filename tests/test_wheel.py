@@ -16,6 +16,8 @@ import torch
 
 import normforge
 
+from .thorough import THOROUGH
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # A mode that normforge's own table lacks: only the user's folder can serve it.
@@ -123,6 +125,7 @@ def test_the_measured_tiles_are_in_the_wheel(installed: Installed) -> None:
     assert {path.name: path.read_bytes() for path in there.glob("*.yaml")} == tables
 
 
+@THOROUGH
 def test_a_users_own_kernels_are_generated_and_run(installed: Installed, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(MANIFEST)
     generated = installed.run("generate", "--manifest", "mine.yaml", "--out", "kernels", cwd=tmp_path)
@@ -142,6 +145,7 @@ def test_a_users_own_kernels_are_generated_and_run(installed: Installed, tmp_pat
     assert "ln_fwd_fp16" in missed.stderr
 
 
+@THOROUGH
 def test_kernels_are_compiled_ahead_of_time_and_read_again(installed: Installed, tmp_path: Path) -> None:
     compiling = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "triton")}
     command = ["aot", "--arch", "sm_90", "--n", "512", "--out", "kernels", "ln_fwd_bf16"]
@@ -174,6 +178,7 @@ def test_the_kernels_it_came_with_run(installed: Installed, tmp_path: Path) -> N
     assert "ln_fwd_fp16_n128" in ran.stdout
 
 
+@THOROUGH
 def test_an_instance_is_generated_on_demand(installed: Installed, tmp_path: Path) -> None:
     ran = installed.run("run", "-m", "4", "-n", "64", "-xbias", "1", cwd=tmp_path, NORMFORGE_CACHE=str(tmp_path))
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -12,6 +12,8 @@ from benchmarks import cli, startup
 from benchmarks.errors import UsageError
 from benchmarks.startup import WAYS, Environment, Sample, Way, measure, save, start, table
 
+from ..thorough import THOROUGH
+
 BY_NAME = {way.name: way for way in WAYS}
 
 
@@ -73,6 +75,7 @@ def test_results_are_files_and_a_table(tmp_path: Path) -> None:
     assert [cell.strip() for cell in shown[2].split("|")[1:4]] == ["torch's own operator", "14.00", "4.00"]
 
 
+@THOROUGH
 @pytest.mark.parametrize("name", ["torch", "cold"])
 def test_a_process_runs_to_its_first_result(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -90,6 +93,7 @@ def test_the_interpreter_has_no_start_up(capsys: pytest.CaptureFixture[str]) -> 
     assert "the interpreter compiles nothing; run it on a GPU" in capsys.readouterr().err
 
 
+@THOROUGH
 def test_what_is_compiled_ahead_is_what_the_process_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     startup.compile_ahead(tmp_path / "kernels", "sm_90")

@@ -22,7 +22,8 @@ from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
 
 from ..calling import FORWARD, ORACLE, agree, each_norm, same_bits
-from .test_bad_arguments import STORE, TABLES, Case, N, X
+from ..thorough import THOROUGH, first_of_each
+from .test_bad_arguments import STORE, TABLES, N, X
 
 pytestmark = pytest.mark.usefixtures("_nothing_known")
 
@@ -67,15 +68,17 @@ def refusal(function: Callable[[], object]) -> tuple[type[Exception], str]:
     return type(raised.value), str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("norm", "case"),
-    [
-        pytest.param(norm, case, id=f"{table}-{name}".replace(" ", "_"))
-        for table, (norm, cases) in TABLES.items()
-        for name, case in cases.items()
-    ],
+ONE_A_TABLE = first_of_each(
+    [(table, name) for table, (_, cases) in TABLES.items() for name in cases],
+    lambda named: named[0],
+    lambda named: "-".join(named).replace(" ", "_"),
 )
-def test_a_bad_call_is_refused_alike_cold_and_warm(norm: str, case: Case) -> None:
+
+
+@pytest.mark.parametrize("named", ONE_A_TABLE)
+def test_a_bad_call_is_refused_alike_cold_and_warm(named: tuple[str, str]) -> None:
+    norm, cases = TABLES[named[0]]
+    case = cases[named[1]]
     call = {"x": X, **case[0]}
     cold = refusal(lambda: FORWARD[norm](**call))
     assert not dispatch.plans
@@ -246,7 +249,11 @@ def launchers() -> list[Launcher]:
     return [launcher for plan in plans for ready in plan._prepared if ready is not None for launcher in ready.launchers]
 
 
-@pytest.mark.parametrize("modes", [{}, {"save_mv": True}, {"fquant": 2}], ids=str)
+@pytest.mark.parametrize(
+    "modes",
+    [{}, pytest.param({"save_mv": True}, marks=THOROUGH), pytest.param({"fquant": 2}, marks=THOROUGH)],
+    ids=str,
+)
 def test_a_sweep_of_m_makes_one_kernel_for_each_class_of_it(modes: dict[str, Any]) -> None:
     for m in (1, 2, 3, 16, 17, 511, 512, 513, 1000, 1024):
         normforge.layernorm2d_fwd(torch.randn(m, 32), **modes)

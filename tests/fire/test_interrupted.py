@@ -19,6 +19,7 @@ from normforge.errors import CacheError, RecordError, TableError
 from normforge.selection import on_demand
 from normforge.selection.table import load_folder
 
+from ..thorough import THOROUGH
 from .examples import fire
 from .faults import FINISHED, KILL, NO_SPACE, at_step, child, ended, killed_after, with_room_for
 from .world import PASSING, command, kernels, new_world, snapshot, whole
@@ -96,6 +97,7 @@ def test_a_run_that_meets_a_fault_at_any_step(fault: str, world: Path) -> None:
     assert step > len(after)
 
 
+@THOROUGH
 def test_a_first_run_that_is_killed_at_any_step(world: Path) -> None:
     for step in range(1, _MOST_STEPS):
         status = ended(child(at_step(step, KILL, lambda: generate(world, "after"), world / "k")))
@@ -129,6 +131,7 @@ def test_a_disk_that_fills_up_anywhere(size: int) -> None:
         made(world, "after")
 
 
+@THOROUGH
 @fire(12)
 @given(st.floats(0, 0.25))
 def test_a_run_that_is_killed_at_any_time(seconds: float) -> None:
@@ -192,6 +195,7 @@ def refused_miss() -> int:
         return 2
 
 
+@THOROUGH
 @pytest.mark.parametrize("fault", [KILL, NO_SPACE])
 def test_a_cache_that_meets_a_fault_at_any_step(fault: str, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left of it is of use to the next process."""

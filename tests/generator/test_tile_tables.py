@@ -16,6 +16,8 @@ from normforge.codegen.model import ANY, Bucket, Direction, DType, Mode, Norm, P
 from normforge.codegen.tile_tables import TileTable, merge, read_table, tiles_of, why_not, write_table
 from normforge.codegen.tiling import CLASSES, TileClass, class_of, generic_tiles, standard_ladder
 
+from ..thorough import THOROUGH
+
 PLAIN = TileClass(Direction.FORWARD, 2)
 BACKWARD = TileClass(Direction.BACKWARD, 4)
 LN_BF16 = Mode(Norm.LAYER, DType.BF16, DType.BF16)
@@ -355,6 +357,7 @@ def tiles_of_class(kind: TileClass) -> st.SearchStrategy[Tiles]:
     return st.builds(Tiles, tile, tile)
 
 
+@THOROUGH
 @settings(deadline=None)
 @given(lasts=ladders, data=st.data())
 def test_a_table_survives_writing_and_reading(

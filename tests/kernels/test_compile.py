@@ -122,7 +122,7 @@ def test_rows_that_start_anywhere_move_by_pairs(norm: Norm, n: int, package: Pat
     assert len(moves["st"]) == -(-(n + 7) // tile.block) + 1
 
 
-@pytest.mark.parametrize("n", [1501, 4099, 5137])
+@pytest.mark.parametrize("n", [1501, pytest.param(4099, marks=THOROUGH), 5137])
 @pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
 def test_rows_that_start_anywhere_keep_weight_and_bias(norm: Norm, n: int, package: Path) -> None:
     """As pairs, without a spill."""

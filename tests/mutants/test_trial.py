@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from ..thorough import THOROUGH
 from .mutant import Mutant, Suite
 from .report import markdown
 from .tree import ROOT, present_files
@@ -54,5 +55,6 @@ def test_what_cannot_be_run_is_nobodys_merit(broken: Mutant, said: str, runner: 
     assert said in found.said
 
 
+@THOROUGH
 def test_tests_are_run_without_an_edit(runner: Runner) -> None:
     assert runner.failing_unmutated(Suite.INTERPRETER, (_TEST, _OTHER)) == ()

@@ -21,6 +21,7 @@ from ..calls.test_bad_arguments import TABLES, Case, X
 from ..nn import models
 from ..nn.models import WIDTH, Transformer
 from ..nn.oracle import FUNCTIONS, backward, each_function, each_norm, operands
+from ..thorough import THOROUGH
 
 N = 64
 
@@ -58,6 +59,7 @@ def functional_call(norm: str) -> Callable[..., Any]:
     return lambda x, *parameters: FUNCTIONS[norm](x, (N,), *parameters)
 
 
+@THOROUGH
 @each_function
 def test_a_sweep_over_m_compiles_once_and_agrees_with_eager(norm: str) -> None:
     call = functional_call(norm)
@@ -129,6 +131,7 @@ def test_several_dimensions_normalised_together() -> None:
     assert all(same_bits(a, b) for a, b in zip(ours, eager, strict=True))
 
 
+@THOROUGH
 @each_norm
 def test_every_output_of_the_forward_functions(norm: str) -> None:
     smooth = torch.randn(N)

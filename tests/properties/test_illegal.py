@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from normforge.errors import NormforgeError
 
+from ..thorough import THOROUGH
 from .illegal import spoilt
 from .problems import draw_call
 from .profile import chooser, each_device, examples, kind_for, profile_of
@@ -28,6 +29,7 @@ def test_an_illegal_call_is_a_typed_error_and_writes_nothing(device: str, data: 
     made.check_untouched(refused=True)
 
 
+@THOROUGH
 @each_device
 @examples(25)
 @given(data=st.data())
