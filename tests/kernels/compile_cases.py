@@ -1,8 +1,8 @@
 """Which kernels are compiled for which GPU.
 
-Each of the table's, for one architecture and, where there is time, for all. Of all legal modes a covering array: any
-two values that axes, kernels and architectures have together are compiled together somewhere, and, where there is time,
-any three. NORMFORGE_ALL_TARGETS=1 asks for each kernel of each legal mode for each architecture.
+One of each of the table's modes and, where there is time, each for each architecture. Of all legal modes a covering
+array: any two values that axes, kernels and architectures have together are compiled together somewhere, and, where
+there is time, any three. NORMFORGE_ALL_TARGETS=1 asks for each kernel of each legal mode for each architecture.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ def of_the_table() -> tuple[Case, ...]:
 
 
 def in_turn(cases: Sequence[Case]) -> Iterator[Case]:
-    """Each kernel for one architecture: they take turns."""
-    by_kernel: dict[str, list[Case]] = {}
+    """Each mode once: its kernels and their architectures take turns."""
+    by_mode: dict[Mode, list[Case]] = {}
     for case in cases:
-        by_kernel.setdefault(case.mode.kernel(case.part), []).append(case)
-    for turn, same in enumerate(by_kernel.values()):
+        by_mode.setdefault(case.mode, []).append(case)
+    for turn, same in enumerate(by_mode.values()):
         yield same[turn % len(same)]
 
 

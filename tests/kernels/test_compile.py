@@ -52,9 +52,13 @@ def test_arrays_cover_what_they_say(strength: int) -> None:
     assert len(array) < len(space) / 50
 
 
-def test_each_kernel_of_the_table_is_compiled() -> None:
-    kernels = {(case.mode, case.part) for case in compile_cases.of_the_table()}
-    assert {(case.mode, case.part) for case in compile_cases.quick()} >= kernels
+def test_the_table_is_compiled_whole() -> None:
+    table = compile_cases.of_the_table()
+    assert {case.mode for case in compile_cases.quick()} >= {case.mode for case in table}
+    assert {case.part for case in compile_cases.in_turn(table)} == {*Pipeline, *Part}
+    assert {case.target for case in compile_cases.in_turn(table)} == set(TARGETS)
+    kernels = {(case.mode, part) for case in table for part in compile_cases.parts_of(case.mode)}
+    assert {(case.mode, case.part) for case in table} == kernels
 
 
 def test_a_length_takes_the_kernel_that_it_stands_for() -> None:
