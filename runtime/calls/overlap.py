@@ -74,10 +74,8 @@ def may_write(
 
 
 def _is_writable(output: torch.Tensor) -> bool:
-    return not (
-        (output.requires_grad and torch.is_grad_enabled())
-        or (output.is_inference() and not torch.is_inference_mode_enabled())
-    )
+    # That it requires a gradient, a known call's guard tells.
+    return not output.is_inference() or torch.is_inference_mode_enabled()
 
 
 def _spares(

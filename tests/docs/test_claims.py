@@ -275,3 +275,17 @@ def test_the_map_is_the_packages() -> None:
     listed = re.findall(r"^(\w+)/ {2,}\S", text, re.MULTILINE)
     packages = [path.parent.name for path in (ROOT / "runtime").glob("*/__init__.py")]
     assert sorted(listed) == sorted([*packages, "tools"])
+
+
+def test_calls_since_then_are_those_of_their_results() -> None:
+    rows = list(csv.reader((ROOT / "benchmarks/results/h200-calls/parts.csv").read_text().splitlines()))
+    us = {(row[0], row[1]): float(row[2]) for row in rows if len(row) == 6 and row[0].startswith("whole calls")}
+    text = said(ROOT / "docs" / "benchmarks.md")
+    for call, of in (
+        ("layernorm2d_fwd", "F.layer_norm"),
+        ("layernorm2d_fwd, residual added, smooth int8", "F.layer_norm"),
+        ("layer_norm, recorded", "F.layer_norm, recorded"),
+    ):
+        torchs = us["whole calls", of]
+        ours, before = (us[group, call] / torchs for group in ("whole calls", "whole calls, of the tree beside"))
+        assert re.search(rf"{ours:.2f} (of torch's time )?\({before:.2f}\)", text), (call, ours, before)
