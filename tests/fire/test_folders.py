@@ -58,12 +58,11 @@ def tables(draw: st.DrawFn) -> str:
     return draw(st.sampled_from((text[:at], text[:at] + text[min(to, at + 40) :], text[:at] + "\x00" + text[at:], "")))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _own_table_afterwards() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NORMFORGE_ON_MISS", "error")
-        patch.delenv("NORMFORGE_INSTANCES", raising=False)
-        yield
+@pytest.fixture(autouse=True)
+def _nothing_but_the_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let a call take what the loaded table holds and nothing else; afterwards the own table is back."""
+    monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
+    yield
     normforge.load_instances()
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import time
+from unittest import mock
 
 import pytest
+from hypothesis.internal.conjecture import providers
 
 # The profile, see `profile`.
 PROFILE = "NORMFORGE_PROPERTIES"
@@ -32,6 +34,7 @@ def settle(config: pytest.Config, *, compiled: bool) -> None:
         fixed = not compiled and os.environ.get(PROFILE, "default") == "default" and not os.environ.get(FIRE)
         config.option.hypothesis_seed = "0" if fixed else os.environ.get(_SEED) or str(fresh())
     os.environ[_SEED] = config.option.hypothesis_seed
+    _forget_modules()
 
 
 def settled() -> str:
@@ -42,3 +45,13 @@ def settled() -> str:
 def header() -> str:
     """The line of a run that says how to repeat its random problems."""
     return f"random problems: profile {os.environ.get(PROFILE, 'default')}, --hypothesis-seed={settled()} repeats them"
+
+
+def _forget_modules() -> None:
+    """Let hypothesis draw no constants of the modules that happen to be imported.
+
+    It has no setting for that. What a worker ran before would otherwise decide what a seed stands for, and one test run
+    by itself would not repeat what it did among others. Releases before 6.131 draw none.
+    """
+    none = getattr(providers, "_local_constants", None)
+    mock.patch.object(providers, "_get_local_constants", return_value=none, create=True).start()
