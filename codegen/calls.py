@@ -10,8 +10,9 @@ from pathlib import Path
 
 from . import emit
 from .errors import FolderError
+from .families import Family, Kind, Parameter
 from .model import Norm
-from .parameters import BACKWARD, FORWARD, Family, Kind, Parameter
+from .parameters import BACKWARD, FORWARD
 
 # From the repository's root.
 PATH = "runtime/calls/straight.py"

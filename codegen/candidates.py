@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from .model import Bucket, Direction, Pipeline, Tile
+from .instance import Bucket, Tile
+from .model import Direction, Pipeline
 from .tile_tables import why_not
 from .tiling import WARP, TileClass, power_of_two
 

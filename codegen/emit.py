@@ -16,7 +16,8 @@ from pathlib import Path
 import jinja2
 
 from .errors import IllegalCombinationError, NormforgeError, TemplateError
-from .model import ANY, Instance, Mode, Part, Pipeline, Tile
+from .instance import ANY, Instance, Tile
+from .model import Mode, Part, Pipeline
 from .signature import column_sums, params, summary
 from .tiling import SMALL_M
 

@@ -7,7 +7,7 @@ import re
 from yaml.nodes import Node
 
 from .document import Section
-from .model import Bucket
+from .instance import Bucket
 from .tiling import ladder_of
 
 RANGE = "a range, first..last or first.."

@@ -13,8 +13,9 @@ from yaml.nodes import Node
 from .axes import AXES, BOOLEANS, mode_of
 from .document import Pair, Section, compose, line_of
 from .errors import IllegalCombinationError, ManifestError, NormforgeError
+from .instance import Bucket, Instance
 from .ladder import read_ladder
-from .model import Bucket, Instance, Mode
+from .model import Mode
 from .tile_tables import TileTable, tiles_of
 from .tiling import class_of, standard_ladder
 from .words import unknown

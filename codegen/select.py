@@ -12,8 +12,9 @@ from heapq import nlargest
 
 from .axes import AXES, SAME, Axis
 from .errors import SelectionError
+from .instance import Bucket
 from .manifest import Entry, Manifest
-from .model import Bucket, Mode
+from .model import Mode
 from .words import unknown
 
 _N = "n"

@@ -13,8 +13,9 @@ from yaml.nodes import Node
 
 from .document import DocumentKind, Section, compose
 from .errors import TileTableError
+from .instance import ANY, Bucket, Tile, Tiles
 from .ladder import read_range
-from .model import ANY, Bucket, Direction, Mode, Pipeline, Tile, Tiles
+from .model import Direction, Mode, Pipeline
 from .staging import copies, most_stages
 from .tiling import CLASSES, MOST_RESIDENT_WARPS, MOST_WARPS, WARP, Load, TileClass, class_of, generic_tiles
 from .words import unknown

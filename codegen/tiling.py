@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import product
 
-from .model import Bucket, Direction, Mode, Norm, Pipeline, Tile, Tiles
+from .instance import Bucket, Tile, Tiles
+from .model import Direction, Mode, Norm, Pipeline
 
 # The last length of each bucket: hidden sizes that models use, so that a row fills its chunks.
 STANDARD_LENGTHS = (

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from .codegen.families import Family, Kind, Parameter
 from .codegen.model import Mode
-from .codegen.parameters import FAMILIES, Family, Kind, Parameter
+from .codegen.parameters import FAMILIES
 from .dtypes import TORCH_DTYPES
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from normforge.codegen.emit import render_folder
-from normforge.codegen.model import ANY, DType, Instance, Mode, Norm, Tile, Tiles
+from normforge.codegen.instance import ANY, Instance, Tile, Tiles
+from normforge.codegen.model import DType, Mode, Norm
 from normforge.codegen.tile_tables import tiles_of
 from normforge.codegen.tiling import standard_ladder
 

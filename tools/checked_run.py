@@ -14,8 +14,9 @@ from ..calls import straight
 from ..calls.check import check
 from ..calls.outputs import LayerNormOutput, NormGradients
 from ..calls.which import which
+from ..codegen.families import Kind
 from ..codegen.model import Norm
-from ..codegen.parameters import BACKWARD, Kind
+from ..codegen.parameters import BACKWARD
 from ..kernels.gpu import architecture
 from ..selection import dispatch
 from ..selection.table import Entry

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from tabulate import tabulate
 
 from ..codegen.command import Parser
-from ..codegen.model import ANY, Tile
+from ..codegen.instance import ANY, Tile
 from ..codegen.tile_tables import is_architecture
 from ..selection.dispatch import instances
 from ..selection.table import Entry

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from ..codegen.axes import AXES, Axis
+from ..codegen.families import Kind, Parameter
 from ..codegen.model import DType, Mode, Norm
-from ..codegen.parameters import BACKWARD, FORWARD, Kind, Parameter
+from ..codegen.parameters import BACKWARD, FORWARD
 from ..dtypes import TORCH_DTYPES
 from ..mode_arguments import arguments_of
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ..codegen.candidates import candidates
-from ..codegen.model import Bucket, Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Tile
+from ..codegen.instance import Bucket, Tile
+from ..codegen.model import Direction, DType, FusedAdd, FusedQuant, Mode, Norm
 from ..codegen.tiling import Load, TileClass
 from ..kernels.gpu import architecture
 from ..selection import dispatch, on_demand

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from ..codegen import tile_tables
 from ..codegen.command import Parser
 from ..codegen.errors import TileTableError
-from ..codegen.model import Bucket, Tile, Tiles
+from ..codegen.instance import Bucket, Tile, Tiles
 from ..codegen.tile_tables import TileTable
 from ..codegen.tiling import CLASSES, TileClass, standard_ladder
 from ..errors import DeviceError

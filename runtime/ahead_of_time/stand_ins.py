@@ -11,9 +11,10 @@ import torch
 from ..calls.check import check
 from ..calls.plan import Plan
 from ..codegen.axes import SAME
+from ..codegen.families import Kind as Shape
+from ..codegen.families import Parameter
 from ..codegen.model import Mode
-from ..codegen.parameters import BACKWARD, FAMILIES, FORWARD, Parameter
-from ..codegen.parameters import Kind as Shape
+from ..codegen.parameters import BACKWARD, FAMILIES, FORWARD
 from ..dtypes import DTYPES, FLOATS, TORCH_DTYPES
 from ..errors import ConflictError, ShapeError
 from ..kernels.gpu import Target

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from ..codegen.families import Kind
 from ..codegen.model import Direction, DType, Mode
-from ..codegen.parameters import Kind
 from ..dtypes import DTYPES, FLOATS, TORCH_DTYPES
 from ..errors import ConflictError, DTypeError, IllegalCombinationError, ShapeError
 from ..mode_words import word

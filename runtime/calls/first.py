@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from ..codegen.families import Family, Kind, Parameter
 from ..codegen.model import Norm
-from ..codegen.parameters import BACKWARD, FORWARD, Family, Kind, Parameter
+from ..codegen.parameters import BACKWARD, FORWARD
 from ..errors import DTypeError, LayoutError
 from ..kernels.gpu import require_device
 from ..selection import dispatch

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
+from ..codegen.families import REQUIRED, Family, Kind, Parameter
 from ..codegen.model import Direction, DType, Mode, Norm
-from ..codegen.parameters import FAMILIES, REQUIRED, Family, Kind, Parameter
+from ..codegen.parameters import FAMILIES
 
 _CLASSES = get_type_hints(Mode)
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..codegen.parameters import FAMILIES, Kind
+from ..codegen.families import Kind
+from ..codegen.parameters import FAMILIES
 from ..kernels.key import ALIGNMENT
 from ..upstream.torch_allocator import Empty
 from .check import Call

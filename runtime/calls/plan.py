@@ -14,8 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..codegen.model import DType, Tile
-from ..codegen.parameters import BACKWARD, Family, Kind, Parameter, Result
+from ..codegen.families import Family, Kind, Parameter, Result
+from ..codegen.instance import Tile
+from ..codegen.model import DType
+from ..codegen.parameters import BACKWARD
 from ..dtypes import TORCH_DTYPES
 from ..kernels import pipelines
 from ..kernels.gpu import Target, target_of

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ..codegen.model import Mode, Part, Pipeline, Tile
+from ..codegen.instance import Tile
+from ..codegen.model import Mode, Part, Pipeline
 from ..codegen.tiling import WARP, power_of_two
 from ..upstream.torch_allocator import Empty
 from ..upstream.triton_launcher import Grid

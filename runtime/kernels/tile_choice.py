@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ..codegen.model import Mode, Norm, Pipeline, Tile
+from ..codegen.instance import Tile
+from ..codegen.model import Mode, Norm, Pipeline
 from ..codegen.staging import most_stages
 from ..codegen.tiling import WARP
 from ..errors import DeviceError

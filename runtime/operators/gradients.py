@@ -12,7 +12,7 @@ from ..calls.functions import FUNCTIONS
 from ..calls.outputs import dtype_of_all
 from ..calls.row_layout import walkable
 from ..calls.traced import operated
-from ..codegen.parameters import Kind
+from ..codegen.families import Kind
 from ..errors import GradientError
 
 

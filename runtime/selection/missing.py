@@ -6,7 +6,8 @@ from contextlib import suppress
 
 from ..codegen import tiling
 from ..codegen.axes import AXES, SAME, Axis
-from ..codegen.model import Bucket, Mode
+from ..codegen.instance import Bucket
+from ..codegen.model import Mode
 from ..errors import IllegalCombinationError, MissingInstanceError
 from .table import Entry, Table
 

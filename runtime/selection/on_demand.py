@@ -17,7 +17,8 @@ from pathlib import Path
 from .. import settings
 from .._version import __version__
 from ..codegen import emit, tiling
-from ..codegen.model import Instance, Mode
+from ..codegen.instance import Instance
+from ..codegen.model import Mode
 from ..codegen.tile_tables import tiles_of
 from ..errors import CacheError
 from .table import Entry, import_folder

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from .. import settings
 from ..codegen.errors import NormforgeError
+from ..codegen.instance import Bucket
 from ..codegen.locking import locked
-from ..codegen.model import Bucket, Mode
+from ..codegen.model import Mode
 from ..codegen.tiling import ladder_of, standard_ladder
 from ..errors import RecordError
 from ..paths import contents, named

@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..codegen.model import ANY, Part, Pipeline, Tile
+from ..codegen.instance import ANY, Tile
+from ..codegen.model import Part, Pipeline
 from ..errors import TableError
 
 # The table layout this runtime reads; the generator writes the same number as FORMAT.

@@ -8,7 +8,8 @@ from itertools import product
 
 import torch
 
-from normforge.codegen.model import ANY, Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Pipeline, Tile
+from normforge.codegen.instance import ANY, Tile
+from normforge.codegen.model import Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Pipeline
 from normforge.kernels.gpu import target_of
 from normforge.kernels.tile_choice import choose
 from normforge.selection import on_demand

@@ -8,7 +8,8 @@ from dataclasses import fields
 from hypothesis import strategies as st
 
 from normforge.codegen.axes import AXES
-from normforge.codegen.model import Pipeline, Tile
+from normforge.codegen.instance import Tile
+from normforge.codegen.model import Pipeline
 from normforge.codegen.tile_tables import own_tables
 from normforge.codegen.tiling import STANDARD_LENGTHS
 

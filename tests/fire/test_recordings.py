@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 import normforge
 from normforge.codegen import manifest
-from normforge.codegen.model import Bucket, DType, Mode, Norm
+from normforge.codegen.instance import Bucket
+from normforge.codegen.model import DType, Mode, Norm
 from normforge.codegen.tiling import standard_ladder
 from normforge.errors import RecordError
 from normforge.selection import recording

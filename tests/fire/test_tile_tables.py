@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import normforge
 from normforge.codegen.emit import parts
 from normforge.codegen.errors import TileTableError
-from normforge.codegen.model import ANY, Bucket, Direction, DType, Instance, Mode, Norm, Part, Pipeline, Tile, Tiles
+from normforge.codegen.instance import ANY, Bucket, Instance, Tile, Tiles
+from normforge.codegen.model import Direction, DType, Mode, Norm, Part, Pipeline
 from normforge.codegen.tile_tables import read_table
 from normforge.codegen.tiling import class_of
 from normforge.selection import dispatch

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from normforge.codegen.candidates import candidates
-from normforge.codegen.model import Bucket, Direction, Pipeline, Tile
+from normforge.codegen.instance import Bucket, Tile
+from normforge.codegen.model import Direction, Pipeline
 from normforge.codegen.tile_tables import why_not
 from normforge.codegen.tiling import CLASSES, MOST_RESIDENT_WARPS, WARP, TileClass, standard_ladder
 

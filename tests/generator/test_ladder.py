@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from normforge.codegen.errors import ManifestError
+from normforge.codegen.instance import Bucket
 from normforge.codegen.manifest import load
-from normforge.codegen.model import Bucket
 from normforge.codegen.tiling import ladder_of
 
 # Line 1 of every manifest below.

@@ -15,8 +15,9 @@ import pytest
 import normforge
 from normforge.calls.outputs import LayerNormOutput, NormGradients
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.codegen.families import REQUIRED, Family, Kind, Parameter, Result
 from normforge.codegen.model import Direction, DType, FusedAdd, FusedQuant, Mode, Norm
-from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD, REQUIRED, Family, Kind, Parameter, Result
+from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD
 from normforge.codegen.signature import params
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from normforge.codegen.axes import AXES
 from normforge.codegen.errors import SelectionError
+from normforge.codegen.instance import Instance
 from normforge.codegen.manifest import Manifest, load
-from normforge.codegen.model import Instance
 from normforge.codegen.select import parse_where, select
 
 LENGTHS = st.integers(1, 100_000)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from normforge.codegen import emit, tile_tables
 from normforge.codegen.errors import TileTableError
+from normforge.codegen.instance import ANY, Bucket, Tile, Tiles
 from normforge.codegen.manifest import load
-from normforge.codegen.model import ANY, Bucket, Direction, DType, Mode, Norm, Pipeline, Tile, Tiles
+from normforge.codegen.model import Direction, DType, Mode, Norm, Pipeline
 from normforge.codegen.tile_tables import TileTable, merge, read_table, tiles_of, why_not, write_table
 from normforge.codegen.tiling import CLASSES, TileClass, class_of, generic_tiles, standard_ladder
 

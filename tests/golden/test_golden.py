@@ -14,21 +14,8 @@ from pathlib import Path
 import pytest
 
 from normforge.codegen import calls, emit, tiling
-from normforge.codegen.model import (
-    Bucket,
-    Cast,
-    Direction,
-    DType,
-    FusedAdd,
-    FusedQuant,
-    Instance,
-    Mode,
-    Norm,
-    Pipeline,
-    Rounding,
-    Tile,
-    Tiles,
-)
+from normforge.codegen.instance import Bucket, Instance, Tile, Tiles
+from normforge.codegen.model import Cast, Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Pipeline, Rounding
 from normforge.codegen.tile_tables import TileTable, tiles_of
 
 from ..thorough import THOROUGH

@@ -8,7 +8,8 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
-from normforge.codegen.model import DType, Instance, Mode, Part, Pipeline, Tile
+from normforge.codegen.instance import Instance, Tile
+from normforge.codegen.model import DType, Mode, Part, Pipeline
 from normforge.codegen.tile_tables import tiles_of
 from normforge.codegen.tiling import LOAD_BYTES, WARP, standard_ladder
 from normforge.kernels.gpu import scale_warps

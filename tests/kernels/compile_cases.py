@@ -14,7 +14,8 @@ from functools import cache
 from typing import Any
 
 import normforge
-from normforge.codegen.model import Direction, Mode, Part, Pipeline, Tile, legal_modes
+from normforge.codegen.instance import Tile
+from normforge.codegen.model import Direction, Mode, Part, Pipeline, legal_modes
 from normforge.kernels.tile_choice import window_tile
 
 from ..covering import axes_of, covering

@@ -11,8 +11,9 @@ import torch
 
 import normforge
 from normforge import LayerNormOutput, reference
+from normforge.codegen.families import Kind, Parameter
 from normforge.codegen.model import INPUT_DTYPES, DType, Mode, Norm
-from normforge.codegen.parameters import FORWARD, Kind, Parameter
+from normforge.codegen.parameters import FORWARD
 from normforge.dtypes import TORCH_DTYPES
 from normforge.mode_arguments import arguments_of
 from normforge.reference import ReferenceOutput

@@ -7,19 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from normforge.codegen.model import (
-    Direction,
-    DType,
-    FusedAdd,
-    FusedQuant,
-    Instance,
-    Mode,
-    Norm,
-    Part,
-    Pipeline,
-    Tile,
-    legal_modes,
-)
+from normforge.codegen.instance import Instance, Tile
+from normforge.codegen.model import Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Part, Pipeline, legal_modes
 from normforge.kernels.tile_choice import window_tile
 
 from ..covering import parametrize, uncovered

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import normforge
-from normforge.codegen.model import DType, Mode, Pipeline, Tile, legal_modes
+from normforge.codegen.instance import Tile
+from normforge.codegen.model import DType, Mode, Pipeline, legal_modes
 from normforge.selection import dispatch
 from normforge.selection.table import Entry, RetiledTable
 

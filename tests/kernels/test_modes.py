@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from normforge.codegen.model import Mode, Part, Pipeline, Tile, legal_modes
+from normforge.codegen.instance import Tile
+from normforge.codegen.model import Mode, Part, Pipeline, legal_modes
 from normforge.selection import dispatch
 from normforge.selection.table import RetiledTable
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from normforge.codegen import model
-from normforge.codegen.model import Pipeline, Tile
+from normforge.codegen.instance import Tile
+from normforge.codegen.model import Pipeline
 from normforge.kernels import pipelines
 from normforge.kernels.gpu import named_target
 from normforge.kernels.tile_choice import takes_window

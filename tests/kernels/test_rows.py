@@ -10,7 +10,8 @@ import torch
 
 import normforge
 from normforge import LayerNormOutput, reference
-from normforge.codegen.model import Pipeline, Tile
+from normforge.codegen.instance import Tile
+from normforge.codegen.model import Pipeline
 from normforge.selection import dispatch
 from normforge.selection.table import RetiledTable
 from normforge.tools.compare import compare

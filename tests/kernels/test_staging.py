@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import normforge
-from normforge.codegen.model import Pipeline, Tile
+from normforge.codegen.instance import Tile
+from normforge.codegen.model import Pipeline
 from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.tile_choice import staged
 

@@ -6,7 +6,8 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import normforge
-from normforge.codegen.model import Direction, DType, Mode, Norm, Part, Pipeline, Tile
+from normforge.codegen.instance import Tile
+from normforge.codegen.model import Direction, DType, Mode, Norm, Part, Pipeline
 from normforge.selection.table import Entry
 
 # Whose tiles are sanitised.

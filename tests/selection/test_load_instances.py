@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import normforge
-from normforge.codegen.model import Pipeline, Tile
+from normforge.codegen.instance import Tile
+from normforge.codegen.model import Pipeline
 from normforge.errors import MissingInstanceError, TableError
 from normforge.selection import dispatch
 from normforge.selection.table import FORMAT

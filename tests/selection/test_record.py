@@ -18,7 +18,8 @@ import torch
 
 import normforge
 from normforge.codegen import cli, manifest
-from normforge.codegen.model import Bucket, legal_modes
+from normforge.codegen.instance import Bucket
+from normforge.codegen.model import legal_modes
 from normforge.codegen.tiling import ladder_of
 from normforge.errors import MissingInstanceError, RecordError
 from normforge.selection import dispatch, recording

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import normforge
-from normforge.codegen.model import ANY, Part, Pipeline, Tile, legal_modes
+from normforge.codegen.instance import ANY, Tile
+from normforge.codegen.model import Part, Pipeline, legal_modes
 from normforge.errors import TableError
 from normforge.selection import dispatch
 from normforge.selection.table import Entry, RetiledTable, Table

@@ -12,7 +12,8 @@ import torch
 
 from normforge.codegen import tile_tables
 from normforge.codegen.errors import TileTableError
-from normforge.codegen.model import Direction, Pipeline, Tile
+from normforge.codegen.instance import Tile
+from normforge.codegen.model import Direction, Pipeline
 from normforge.codegen.tiling import CLASSES, TileClass, standard_ladder
 from normforge.selection import dispatch
 from normforge.tools import tile_trials, tune

@@ -1,0 +1,225 @@
+"""What a row of `parameters` can say: the kinds of parameters, a parameter, a result, and a family of functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from operator import attrgetter
+from typing import Any
+
+from .model import Direction, Norm
+
+# The default of what has to be passed.
+REQUIRED = ""
+
+
+class Kind(Enum):
+    """What a parameter or a result is; the value names the macro that reads it."""
+
+    ROWS = "rows"
+    VECTOR = "vector"
+    PER_ROW = "per_row"
+    NUMBER = "number"
+    WORD = "word"
+    FLAG = "flag"
+    DTYPE = "dtype"
+    PLACE = "place"
+    NAMES = "names"
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it has an address."""
+        return self in (Kind.ROWS, Kind.VECTOR, Kind.PER_ROW, Kind.PLACE)
+
+    @property
+    def has_row_stride(self) -> bool:
+        """Whether it is (..., N), and kernels are told how far its rows are apart."""
+        return self in (Kind.ROWS, Kind.PLACE)
+
+
+@dataclass(frozen=True)
+class KindRow:
+    """What every parameter of a kind has in common.
+
+    Attributes:
+        annotation: its type in a signature; "torch.Tensor".
+        schema: its type in an operator's schema; "Tensor".
+    """
+
+    annotation: str
+    schema: str
+
+
+KINDS: Mapping[Kind, KindRow] = {
+    # (..., N), of x's shape.
+    Kind.ROWS: KindRow("torch.Tensor", "Tensor"),
+    # (N,).
+    Kind.VECTOR: KindRow("torch.Tensor", "Tensor"),
+    # x's shape without the last dimension, fp32.
+    Kind.PER_ROW: KindRow("torch.Tensor", "Tensor"),
+    Kind.NUMBER: KindRow("float", "float"),
+    # The word of an enum's member, or the member.
+    Kind.WORD: KindRow("str", "str"),
+    Kind.FLAG: KindRow("bool", "bool"),
+    Kind.DTYPE: KindRow("torch.dtype", "ScalarType"),
+    # Where an output goes: rows that are written.
+    Kind.PLACE: KindRow("torch.Tensor", "Tensor"),
+    # Some names of a few.
+    Kind.NAMES: KindRow("Collection[str]", "str[]"),
+}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a family of functions.
+
+    Attributes:
+        name: as callers write it.
+        kind: what it is.
+        default: by norm, as the signature writes it, `REQUIRED` for none; a norm that is not there lacks the parameter.
+        meaning: by norm, the docstring's line; where one is missing it refers to the family's first function.
+        positional: whether it may be passed without its name.
+        optional: whether None may be passed; a default of None says so by itself.
+        words: of a `Kind.WORD`: the enum.
+        least: of a `Kind.NUMBER`: the least that is taken.
+        axis: the field of `Mode` that it decides: by its value, by a tensor's dtype, or by being there.
+        wanted: the attribute of a mode that is true where it is read, "fadd.adds" say; "" where no axis says so.
+        absent: the error if it is wanted and was not passed, formatted with the words of the modes.
+        unused: the error if it was passed and is not wanted, likewise.
+        needs: of a number: the tensor that is to be there, unless the number is 0; `absent`, formatted with the number,
+            is the error if it is not.
+        gradient: the result of the backward family that is its gradient; "" if it has none.
+        result: of a `Kind.PLACE`: the result that goes there.
+        functional: whether calls of the functional API, which autograd records, have it.
+    """
+
+    name: str
+    kind: Kind
+    default: Mapping[Norm, str] = field(hash=False)
+    meaning: Mapping[Norm, str] = field(hash=False)
+    positional: bool = False
+    optional: bool = False
+    words: type[Enum] | None = None
+    least: float = -math.inf
+    axis: str = ""
+    wanted: str = ""
+    absent: str = ""
+    unused: str = ""
+    needs: str = ""
+    gradient: str = ""
+    result: str = ""
+    functional: bool = False
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether None may be passed."""
+        return self.optional or "None" in self.default.values()
+
+    @property
+    def takes_codes(self) -> bool:
+        """Whether ck_tile's integers stand for its words."""
+        return self.words is not None and hasattr(self.words, "code")
+
+    @property
+    def annotation(self) -> str:
+        """Its type, as the signature writes it."""
+        kind = KINDS[self.kind].annotation
+        if self.words is not None:
+            kind = " | ".join((kind, *(("int",) if self.takes_codes else ()), self.words.__name__))
+        return f"{kind} | None" if self.is_optional else kind
+
+    @property
+    def schema(self) -> str:
+        """Its type in an operator's schema, where `Kind.PLACE` has no alias yet."""
+        return KINDS[self.kind].schema + ("?" if self.is_optional else "")
+
+    @property
+    def slot(self) -> str:
+        """The kernels' name for it: that of what is written there, if it is a place."""
+        return f"{self.result or self.name}_ptr" if self.kind.is_tensor else self.name
+
+    @property
+    def row_stride_slot(self) -> str | None:
+        """The kernels' name for how far its rows are apart."""
+        return f"{self.result or self.name}_row_stride" if self.kind.has_row_stride else None
+
+    def is_wanted(self, axes: Any) -> bool:
+        """Whether calls of a mode, or of anything else that has its axes, read it."""
+        return axes.norm in self.default and (not self.wanted or bool(attrgetter(self.wanted)(axes)))
+
+
+@dataclass(frozen=True)
+class Result:
+    """One tensor that a family of functions returns.
+
+    Attributes:
+        name: the field of what is returned.
+        kind: its shape: `Kind.ROWS`, `Kind.VECTOR` or `Kind.PER_ROW`.
+        norms: those that have it.
+        wanted: as of a parameter.
+        axis: the field of `Mode` that is its dtype.
+        told: the parameter that is its dtype, unless that is None.
+        like: the parameters whose dtype it has, the first that is there; where nothing else is said it is fp32.
+    """
+
+    name: str
+    kind: Kind
+    norms: tuple[Norm, ...] = tuple(Norm)
+    wanted: str = ""
+    axis: str = ""
+    told: str = ""
+    like: tuple[str, ...] = ()
+
+    @property
+    def slot(self) -> str:
+        """The kernels' name for it."""
+        return f"{self.name}_ptr"
+
+    @property
+    def row_stride_slot(self) -> str | None:
+        """The kernels' name for how far its rows are apart."""
+        return f"{self.name}_row_stride" if self.kind.has_row_stride else None
+
+    def is_wanted(self, axes: Any) -> bool:
+        """Whether calls of a mode, or of anything else that has its axes, return it."""
+        return axes.norm in self.norms and (not self.wanted or bool(attrgetter(self.wanted)(axes)))
+
+
+@dataclass(frozen=True)
+class Family:
+    """Functions of the same parameters, one a norm.
+
+    Attributes:
+        direction: whether calls of them compute gradients.
+        functions: their names, by norm; the first is the one that the others' docstrings refer to.
+        parameters: in the order of signatures and schemas.
+        results: what they return, in order.
+    """
+
+    direction: Direction
+    functions: Mapping[Norm, str] = field(hash=False)
+    parameters: tuple[Parameter, ...]
+    results: tuple[Result, ...]
+
+    def of(self, norm: Norm) -> tuple[Parameter, ...]:
+        """The parameters of a norm's function."""
+        return tuple(parameter for parameter in self.parameters if norm in parameter.default)
+
+    @property
+    def inputs(self) -> tuple[Parameter, ...]:
+        """The tensors that are read, in the order in which launches bring them."""
+        return tuple(p for p in self.parameters if p.kind.is_tensor and p.kind is not Kind.PLACE)
+
+    @property
+    def places(self) -> tuple[Parameter, ...]:
+        """The tensors that are written."""
+        return tuple(p for p in self.parameters if p.kind is Kind.PLACE)
+
+    def meaning(self, parameter: Parameter, norm: Norm) -> str:
+        """What the docstring of a norm's function says of a parameter."""
+        return parameter.meaning.get(norm) or f"see `{next(iter(self.functions.values()))}`."
+
+    def __getitem__(self, name: str) -> Parameter:
+        return next(parameter for parameter in self.parameters if parameter.name == name)

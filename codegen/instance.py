@@ -1,0 +1,85 @@
+"""What a row of the dispatch table is: a mode over one bucket of row lengths, with the tiles that its kernels take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+
+from .model import Mode, Pipeline
+
+# The architecture whose tiles serve every other that has none of its own.
+ANY = "any"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The row lengths first..last (both included) that one instance serves; last None has no cap."""
+
+    name: str
+    first: int
+    last: int | None
+
+    def __contains__(self, n: int) -> bool:
+        return self.first <= n and (self.last is None or n <= self.last)
+
+    def __str__(self) -> str:
+        return f"{self.first}..{'' if self.last is None else self.last}"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How much one program takes: `rows` rows, in chunks of `block` columns, on `warps` warps of 32 threads."""
+
+    pipeline: Pipeline = field(metadata={"means": "pipeline"})
+    rows: int = field(metadata={"means": "rows a program"})
+    block: int = field(metadata={"means": "columns a chunk"})
+    warps: int = field(metadata={"means": "warps"})
+    # What not every pipeline has follows, with a default; `means` is what a dispatch table's head calls it.
+    resident: int = field(default=1, metadata={"means": "programs a multiprocessor holds"})
+    held: int = field(default=0, metadata={"means": "chunks a program keeps"})
+    stages: int = field(default=1, metadata={"means": "stages of a loop over rows"})
+
+    @property
+    def row(self) -> tuple[str | int, ...]:
+        """The fields in order, as tables have them, without those at the end that have their default."""
+        values = [(getattr(self, field.name), field.default) for field in fields(Tile)]
+        while values[-1][0] == values[-1][1]:
+            values.pop()
+        return (self.pipeline.value, *(value for value, _ in values[1:]))
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The two tiles of an instance: many rows fill a GPU by themselves, a few want more warps each."""
+
+    large: Tile
+    small: Tile
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One row of the dispatch table: a mode over a bucket of row lengths, with its tiles by architecture, ANY first."""
+
+    mode: Mode
+    bucket: Bucket
+    tiles: tuple[tuple[str, Tiles], ...]
+
+    @cached_property
+    def name(self) -> str:
+        """The instance's name: table entry, pytest id, and what --filter matches."""
+        return f"{self.mode.name}_{self.bucket.name}"
+
+    @property
+    def tile(self) -> Tile:
+        """The tile for many rows, on an architecture without tiles of its own."""
+        return self.tiles[0][1].large
+
+    @property
+    def pipelines(self) -> frozenset[Pipeline]:
+        """Every pipeline that serves this instance, on whichever architecture."""
+        return frozenset(tile.pipeline for _, tiles in self.tiles for tile in (tiles.large, tiles.small))
+
+    @property
+    def summary(self) -> str:
+        """One line of prose: what it does, for which N, and how."""
+        return f"{self.mode.summary}; N = {self.bucket}; {self.tile.pipeline.summary}"
