@@ -110,7 +110,7 @@ MUTANTS = (
         "runtime/ahead_of_time/compile_keys.py",
         "ms = {FEW: 1, MANY: entry.small_m + 1, MOST: MOST_ROWS_IN_I32 + 1}",
         "ms = {FEW: entry.small_m + 1, MANY: entry.small_m + 1, MOST: MOST_ROWS_IN_I32 + 1}",
-        ("tests/ahead_of_time/test_warmup.py::test_the_defaults_list_what_the_common_calls_launch",),
+        ("tests/ahead_of_time/test_compile_keys.py::test_the_defaults_list_what_the_common_calls_launch",),
     ),
     Mutant(
         "cache-of-other-templates",

@@ -10,7 +10,7 @@ _TABLE = "tests/selection/test_table.py"
 _LOAD = "tests/selection/test_load_instances.py"
 _ALIGNMENT = "tests/kernels/test_alignment.py"
 _RULES = "tests/kernels/test_pipelines.py"
-_WARMUP = "tests/ahead_of_time/test_warmup.py"
+_WARMUP = "tests/ahead_of_time/test_compile_keys.py"
 
 MUTANTS = (
     Mutant(

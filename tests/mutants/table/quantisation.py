@@ -169,6 +169,6 @@ MUTANTS = (
         "runtime/calls/plan.py",
         "return not (dtype in _HARDWARE_FP8 and target.converts_to_fp8)",
         "return True",
-        ("tests/ahead_of_time/test_warmup.py::test_an_architecture_decides_tiles_types_and_options",),
+        ("tests/ahead_of_time/test_compile_keys.py::test_an_architecture_decides_tiles_types_and_options",),
     ),
 )

@@ -1,0 +1,329 @@
+"""The list of what a deployment compiles is that of its calls, whole and finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge.ahead_of_time import compile_keys as keys
+from normforge.ahead_of_time.compile_keys import compile_keys
+from normforge.calls import plan
+from normforge.calls.straight import layernorm2d_bwd
+from normforge.codegen.model import DType, Mode, Norm
+from normforge.errors import (
+    ConflictError,
+    MissingInstanceError,
+    ShapeError,
+    TargetError,
+)
+from normforge.kernels.gpu import Target, named_target, target_of
+from normforge.kernels.key import KernelKey
+from normforge.kernels.launcher import Launcher
+from normforge.nn import functional
+from normforge.selection import dispatch
+
+from ..calling import python
+from ..folders import PLAIN, RMS, instance, write
+
+N = 32
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "plans", {})
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> set[KernelKey]:
+    """The keys of the kernels that calls launch."""
+    met: set[KernelKey] = set()
+
+    class Noting(Launcher):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            met.add(self.key)
+
+    monkeypatch.setattr(plan, "Launcher", Noting)
+    return met
+
+
+def listed(*modes: str, n: int = N, **options: Any) -> set[KernelKey]:
+    """What `compile_keys` lists for the interpreter, where calls can be run."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(keys, "find_target", lambda *_: target_of(CPU))
+        return {key.key for key in compile_keys([n], modes, **options)}
+
+
+def rows(m: int = 3, dtype: torch.dtype = torch.bfloat16, **options: Any) -> torch.Tensor:
+    return torch.randn(m, N, dtype=dtype, **options)
+
+
+def ones(dtype: torch.dtype = torch.bfloat16, **options: Any) -> torch.Tensor:
+    return torch.ones(N, dtype=dtype, **options)
+
+
+def plain(m: int) -> None:
+    normforge.layernorm2d_fwd(rows(m), ones(), ones())
+
+
+def quantised(m: int) -> None:
+    normforge.rmsnorm2d_fwd(
+        rows(m),
+        ones(),
+        residual=rows(m),
+        fadd="pre_add_store",
+        fquant="smooth_dynamic",
+        smooth_scale=ones(torch.float32),
+        out_dtype=torch.float8_e4m3fn,
+    )
+
+
+def trained(m: int) -> None:
+    x, weight, bias = rows(m, requires_grad=True), ones(requires_grad=True), ones(requires_grad=True)
+    torch.autograd.backward(normforge.layer_norm(x, (N,), weight, bias), rows(m))
+
+
+def added_and_trained(m: int) -> None:
+    x, weight = rows(m, requires_grad=True), ones(requires_grad=True)
+    y, total = normforge.add_rms_norm(x, rows(m), weight)
+    torch.autograd.backward((y, total), (rows(m), rows(m)))
+
+
+def biased_and_trained(m: int) -> None:
+    x, x_bias, weight = rows(m), ones(), ones()
+    out = normforge.layernorm2d_fwd(x, weight, ones(), x_bias=x_bias, save_mv=True)
+    assert out.mean is not None
+    assert out.rstd is not None
+    wants = ("dx", "dweight", "dbias", "dx_bias")
+    layernorm2d_bwd(rows(m), x, weight, mean=out.mean, rstd=out.rstd, x_bias=x_bias, wants=wants)
+
+
+@pytest.mark.parametrize(
+    ("call", "modes"),
+    [
+        (plain, ["ln_fwd_bf16"]),
+        (quantised, ["rms_fwd_bf16_fp8_e4m3fn_addst_sdq"]),
+        (trained, ["ln_fwd_bf16_mv", "ln_bwd_bf16"]),
+        (added_and_trained, ["rms_fwd_bf16_addst_mv", "rms_bwd_bf16_addst"]),
+        (biased_and_trained, ["ln_fwd_bf16_xb_mv", "ln_bwd_bf16_xb"]),
+    ],
+)
+def test_the_defaults_list_what_the_common_calls_launch(
+    call: Callable[[int], None], modes: list[str], called: set[KernelKey]
+) -> None:
+    call(3)
+    few = frozenset(called)
+    assert few == listed(*modes, rows=["few"])
+    called.clear()
+    call(dispatch.loaded().small_m + 1)
+    assert called == listed(*modes, rows=["many"])
+    assert called | few == listed(*modes)
+
+
+OPTIONS: dict[str, tuple[Callable[[], object], list[str], dict[str, Any]]] = {
+    "no weight": (lambda: normforge.layernorm2d_fwd(rows()), ["ln_fwd_bf16"], {"weight_dtypes": [None]}),
+    "no bias": (lambda: normforge.layernorm2d_fwd(rows(), ones()), ["ln_fwd_bf16"], {"bias_dtypes": [None]}),
+    "fp32 weight": (
+        lambda: normforge.layernorm2d_fwd(rows(), ones(torch.float32), ones(torch.float32)),
+        ["ln_fwd_bf16"],
+        {"weight_dtypes": [torch.float32]},
+    ),
+    "fp32 residual": (
+        lambda: normforge.rmsnorm2d_fwd(rows(), ones(), residual=rows(dtype=torch.float32), fadd=2),
+        ["rms_fwd_bf16_add"],
+        {"residual_dtypes": [torch.float32]},
+    ),
+    "bf16 smooth scale": (
+        lambda: normforge.rmsnorm2d_fwd(rows(), ones(), smooth_scale=ones(), fquant=1),
+        ["rms_fwd_bf16_int8_sdq"],
+        {"smooth_dtypes": ["same"]},
+    ),
+    "frozen weights": (
+        lambda: torch.autograd.backward(normforge.rms_norm(rows(requires_grad=True), (N,), ones()), rows()),
+        ["rms_fwd_bf16_mv", "rms_bwd_bf16"],
+        {"wants": [("dx",)]},
+    ),
+    "fp32 gradient": (
+        lambda: torch.autograd.grad(
+            functional.normalise(
+                Norm.RMS, x := rows(requires_grad=True), (N,), None, eps=1e-6, out_dtype=torch.float32
+            )[0],
+            x,
+            rows(dtype=torch.float32),
+        ),
+        ["rms_fwd_bf16_fp32_mv", "rms_bwd_bf16"],
+        {"weight_dtypes": [None], "dy_dtypes": [torch.float32]},
+    ),
+    "rows with gaps": (
+        lambda: normforge.rmsnorm2d_fwd(torch.zeros(3, N + 8, dtype=torch.bfloat16)[:, :N], ones()),
+        ["rms_fwd_bf16"],
+        {"row_strides": [N + 8]},
+    ),
+    "an offset": (
+        lambda: normforge.rmsnorm2d_fwd(torch.zeros(3 * N + 1, dtype=torch.bfloat16)[1:].view(3, N), ones()),
+        ["rms_fwd_bf16"],
+        {"misaligned": [("x",)]},
+    ),
+    "rows of any start": (
+        lambda: normforge.rmsnorm2d_fwd(torch.zeros(3, 2053, dtype=torch.bfloat16)),
+        ["rms_fwd_bf16"],
+        {"n": 2053, "weight_dtypes": [None]},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS.values(), ids=OPTIONS)
+def test_what_else_calls_bring_can_be_said(
+    case: tuple[Callable[[], object], list[str], dict[str, Any]], called: set[KernelKey]
+) -> None:
+    call, modes, options = case
+    call()
+    assert called == listed(*modes, rows=["few"], **options)
+    # It is this option that does it: none of these calls is the common one.
+    common = {"n": options["n"], "weight_dtypes": ["same"]} if "n" in options else {}
+    assert called != listed(*modes, rows=["few"], **common)
+
+
+def test_several_values_are_listed_in_every_combination() -> None:
+    def count(**options: Any) -> int:
+        return len(compile_keys([512], ["ln_fwd_bf16"], arch="sm_90", **options))
+
+    assert count(rows=["few"]) == 1
+    assert count() == 2
+    assert count(weight_dtypes=["same", torch.float32, None]) == 6
+    assert count(weight_dtypes=["same", torch.float32], bias_dtypes=["same", None]) == 8
+    assert count(rows=["few", "many", "most"]) == 3
+
+
+def test_each_key_is_listed_once_with_all_that_launch_it() -> None:
+    found = compile_keys([512], ["ln_bwd_bf16*"], arch="sm_90")
+    assert len({key.key for key in found}) == len(found)
+    (shared,) = [key for key in found if key.key.symbol == "sum_partials"]
+    assert shared.instances == ("ln_bwd_bf16_n512", "ln_bwd_bf16_addst_n512")
+    assert shared.rows == ("few", "many")
+    assert shared.n == 512
+    head = "ln_bwd_bf16_n512, ln_bwd_bf16_addst_n512 with N = 512 and few or many rows: "
+    assert str(shared) == f"{head}{shared.key}"
+
+
+def test_without_modes_it_is_every_mode_that_serves_a_length(fresh_table: None, tmp_path: Path) -> None:
+    write(tmp_path / "mine", [instance(PLAIN, 64), instance(RMS, 64), instance(RMS, 4096)])
+    normforge.load_instances(tmp_path / "mine")
+    found = compile_keys([64, 4096], arch="sm_80", rows=["few"])
+    assert [(key.instances, key.n) for key in found] == [
+        (("ln_fwd_fp32_n128",), 64),
+        (("rms_fwd_fp32_n128",), 64),
+        (("rms_fwd_fp32_n4096",), 4096),
+    ]
+
+
+def test_modes_are_names_globs_and_modes() -> None:
+    def modes(*asked: str | Mode) -> set[str]:
+        return {name.rpartition("_")[0] for key in compile_keys([64], asked, arch="sm_90") for name in key.instances}
+
+    assert modes("ln_fwd_bf16") == {"ln_fwd_bf16"}
+    assert modes("?*_fwd_bf16", RMS) == {"ln_fwd_bf16", "rms_fwd_bf16", "rms_fwd_fp32"}
+
+
+def test_an_instance_that_the_table_lacks_is_generated_or_refused(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Mode(Norm.LAYER, DType.FP16, DType.FP16, x_bias=True)
+    (key,) = compile_keys([64], ["ln_fwd_fp16_xb"], arch="sm_90", rows=["few"])
+    assert key.instances == (f"{asked.name}_n128",)
+    assert list(empty_cache.rglob("ln_fwd_fp16_xb.py"))
+    monkeypatch.setattr(dispatch, "_generated", {})
+    monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
+    with pytest.raises(MissingInstanceError, match=r"no instance of .* serves ln_fwd_fp16_xb with N = 64"):
+        compile_keys([64], [asked], arch="sm_90")
+
+
+def test_rows_of_fp32_that_are_rounded_first_are_rounded_to_the_type_of_dy() -> None:
+    mode = "rms_bwd_fp32_cbw"
+    keys = compile_keys([512], [mode], dy_dtypes=["same", torch.float16], rows=["many"], arch="sm_90")
+    walkers = [dict(key.key.arguments) for key in keys if key.key.symbol.startswith(mode)]
+    assert [(arguments["dy_ptr"], arguments["x_ptr"]) for arguments in walkers] == [("*fp16:16", "*fp32:16")]
+
+
+def test_an_architecture_decides_tiles_types_and_options() -> None:
+    def one(mode: str, n: int, **target: Any) -> KernelKey:
+        return compile_keys([n], [mode], rows=["many"], **target)[0].key
+
+    fp8 = "rms_fwd_bf16_fp8_e4m3fn_dq"
+    kinds = {arch: dict(one(fp8, 4096, arch=arch).arguments)["y_ptr"] for arch in ("sm_80", "sm_90", "gfx942")}
+    assert kinds == {"sm_80": "*u8:16", "sm_90": "*fp8e4nv:16", "gfx942": "*u8:16"}
+    # Its warps are of 64 threads.
+    warps = [dict(one("ln_fwd_bf16", 33000, arch=arch).options)["num_warps"] for arch in ("sm_80", "gfx942")]
+    assert warps[0] == 2 * warps[1]
+    spread = one("ln_bwd_bf16", 16384, arch="sm_90")
+    assert spread.symbol.endswith("_spread")
+    assert dict(spread.options)["launch_cooperative_grid"] is True
+    # A GPU that cannot hold all programs that wait for one another takes another pipeline.
+    assert not one("ln_bwd_bf16", 16384, arch="sm_90", multiprocessors=1).symbol.endswith("_spread")
+
+
+def test_targets_that_are_named() -> None:
+    assert named_target("sm_90") == Target("sm_90", 32, 132)
+    assert named_target("sm_90", 114).multiprocessors == 114
+    assert named_target("gfx90a").warp_size == 64
+    assert named_target("gfx1100", 48).warp_size == 32
+    assert named_target("sm_86", 84) == Target("sm_86", 32, 84)
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm_90a", "sm_70", "h200", "", "gfx", "cpu"])
+def test_what_is_no_architecture(arch: str) -> None:
+    with pytest.raises(TargetError, match=f"arch '{arch}' is no architecture that .* write one like sm_80, sm_89"):
+        compile_keys([64], ["ln_fwd_bf16"], arch=arch)
+
+
+def test_an_architecture_of_which_too_little_is_known() -> None:
+    with pytest.raises(TargetError, match="how many multiprocessors GPUs of sm_86 have is not known"):
+        named_target("sm_86")
+    with pytest.raises(TargetError, match="multiprocessors=0 will not do"):
+        named_target("sm_90", 0)
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no length": ({"n": []}, ConflictError, "n is empty"),
+    "length": ({"n": [0]}, ShapeError, "n has 0, which is no row length"),
+    "text": ({"n": ["64"]}, ShapeError, "n has '64', which is no row length"),
+    "no modes": ({"modes": []}, ConflictError, "modes is empty"),
+    "mode": ({"modes": ["ln_fwd_bf61"]}, MissingInstanceError, "modes has 'ln_fwd_bf61'.* nearest are ln_fwd_bf16,"),
+    "weight": ({"weight_dtypes": [torch.int8]}, ConflictError, "weight_dtypes has torch.int8; it takes .* or None"),
+    "residual": ({"residual_dtypes": [None]}, ConflictError, r"residual_dtypes has None; it takes .*dtype\)$"),
+    "rows": ({"rows": ["all"]}, ConflictError, "rows has 'all'; it takes some of few, many, most"),
+    "cast": (
+        {"modes": ["rms_bwd_fp32_cbw"]},
+        ConflictError,
+        "rms_bwd_fp32_cbw rounds rows to dy's 16 bits, and dy_dtypes has torch.float32; add torch.float16",
+    ),
+    "wants": ({"wants": [("dX",)]}, ConflictError, "wants has 'dX'; it takes some of dx, dweight, dbias, dx_bias"),
+    "misaligned": ({"misaligned": [("y",)]}, ConflictError, "misaligned has 'y'; it takes names of arguments: x,"),
+    "stride": ({"row_strides": [8]}, ShapeError, "row_strides has 8, less than N = 64"),
+    "both": ({"device": 0}, ConflictError, "arch 'sm_90' and device 0 were both passed"),
+    "count": ({"arch": None, "multiprocessors": 3}, ConflictError, "multiprocessors=3 was passed without arch"),
+}
+
+
+@pytest.mark.parametrize("case", BAD.values(), ids=BAD)
+def test_what_is_refused(case: tuple[dict[str, Any], type[Exception], str]) -> None:
+    changed, kind, message = case
+    given: dict[str, Any] = {"n": [64], "modes": ["ln_fwd_bf16"], "arch": "sm_90"} | changed
+    with pytest.raises(kind, match=message):
+        compile_keys(given.pop("n"), given.pop("modes"), **given)
+
+
+def test_listing_keys_imports_no_generator() -> None:
+    code = """
+import sys
+sys.modules["jinja2"] = sys.modules["yaml"] = None  # Importing it now fails.
+import normforge
+print(len(normforge.compile_keys([64], ["ln_fwd_bf16"], arch="sm_90")))
+"""
+    assert python(code).stdout.strip() == "2"
