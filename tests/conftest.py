@@ -18,7 +18,8 @@ _COMPILED = ("compile", "gpu")
 def pytest_configure(config: pytest.Config) -> None:
     """Choose interpreter or compiler, and keep generated kernels out of the user's cache."""
     selected = config.option.markexpr
-    compiled = any(marker in selected and f"not {marker}" not in selected for marker in _COMPILED)
+    asked = [marker for marker in _COMPILED if marker in selected and f"not {marker}" not in selected]
+    compiled = bool(asked)
     if compiled and os.environ.get("TRITON_INTERPRET") == "1":
         raise pytest.UsageError(f"-m {selected!r} needs Triton's compiler; unset TRITON_INTERPRET")
     if not compiled:
@@ -27,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
     # Workers inherit the controller's folder, so that they race for it as processes of a user's would.
     os.environ.setdefault("NORMFORGE_CACHE", tempfile.mkdtemp(prefix="normforge-tests-"))
-    seed.settle(config, compiled=compiled)
+    seed.settle(config, looks="gpu" in asked)
 
 
 @pytest.hookimpl(tryfirst=True)

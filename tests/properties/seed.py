@@ -1,6 +1,6 @@
 """The one seed of all random problems of a run.
 
-The interpreter's run draws the same ones each time, seed 0: if it turns red, what was changed since did it. Where
+A run without a GPU draws the same ones each time, seed 0: if it turns red, what was changed since did it. Where
 somebody looks for defects (on a GPU, with NORMFORGE_PROPERTIES=long or NORMFORGE_FIRE, in the soak) the seed is of the
 clock. Every run says its seed, and takes another.
 """
@@ -28,10 +28,15 @@ def fresh() -> int:
     return time.time_ns() // 1000 % 10**9
 
 
-def settle(config: pytest.Config, *, compiled: bool) -> None:
-    """Give hypothesis its seed, unless --hypothesis-seed does; it reads the option later than this."""
+def settle(config: pytest.Config, *, looks: bool) -> None:
+    """Give hypothesis its seed, unless --hypothesis-seed does; it reads the option later than this.
+
+    Args:
+        config: of the run.
+        looks: whether the run is one that looks for defects, on a GPU.
+    """
     if config.option.hypothesis_seed is None:
-        fixed = not compiled and os.environ.get(PROFILE, "default") == "default" and not os.environ.get(FIRE)
+        fixed = not looks and os.environ.get(PROFILE, "default") == "default" and not os.environ.get(FIRE)
         config.option.hypothesis_seed = "0" if fixed else os.environ.get(_SEED) or str(fresh())
     os.environ[_SEED] = config.option.hypothesis_seed
     _forget_modules()
