@@ -13,7 +13,7 @@ from .calls import CallsFile, calls_file
 from .command import DIFFERS, DONE, Parser, run
 from .emit import render_folder
 from .folder import Plan, plan
-from .manifest import Manifest, load
+from .manifest import Manifest, load_all
 from .report import counts, listing
 from .select import select
 from .tile_tables import own_tables, read_table
@@ -35,12 +35,12 @@ a selection:
   means dtype_in. For n, = and != mean the bucket that serves that length; <, <=, > and >= compare the last length of
   a bucket, infinite if it has no cap, so n<=8192 keeps the buckets that end at 8192 or before.
   Given several times, either option is one list of all its parts. Both may be given. The folder then holds the
-  instances that are left: files of the others are removed from it. No other option may be given twice.
+  instances that are left: files of the others are removed from it. --tiles and --out may be given once.
 
 examples:
   {prog} --list --filter 'rms_*_mv_n4096'
   {prog} --out my_kernels --where 'dtype_in=bf16, fquant=dynamic|smooth_dynamic, n<=8192'
-  {prog} --manifest mine.yaml --out my_kernels --dry-run
+  {prog} --manifest mine.yaml --manifest more.yaml --out my_kernels --list-files
 
 exit status: 0 done; 1 --check found differences; 2 nothing was done, and standard error says why.
 """
@@ -70,7 +70,7 @@ def _run(arguments: argparse.Namespace, again: str) -> int:
     tables = own_tables()
     if arguments.tiles is not None:
         tables = {**tables, arguments.tiles.stem: read_table(arguments.tiles)}
-    manifest = select(load(arguments.manifest, tables), _joined(arguments.filter), _joined(arguments.where))
+    manifest = select(load_all(arguments.manifest, tables), _joined(arguments.filter), _joined(arguments.where))
     if arguments.verb in _REPORTS:
         print(_REPORTS[arguments.verb](manifest))
         return DONE
@@ -82,6 +82,9 @@ def _run(arguments: argparse.Namespace, again: str) -> int:
 
 
 def _with_calls(verb: str, calls: CallsFile, again: str) -> int:
+    if verb == "list-files":
+        print(calls.shown)
+        return DONE
     if calls.is_clean:
         return DONE
     if verb == "check":
@@ -106,6 +109,12 @@ def _write(manifest: Manifest, planned: Plan, again: str) -> int:
         f"{_size(manifest)}: {written} files written, {len(planned.unchanged)} unchanged, "
         f"{len(planned.stale)} removed in {planned.folder}"
     )
+    return DONE
+
+
+def _list_files(manifest: Manifest, planned: Plan, again: str) -> int:
+    for name in sorted(planned.files):
+        print(planned.folder / name)
     return DONE
 
 
@@ -139,7 +148,12 @@ def _check(manifest: Manifest, planned: Plan, again: str) -> int:
 
 
 _REPORTS: dict[str, Callable[[Manifest], str]] = {"list": listing, "count": counts}
-_ACTIONS: dict[str, Callable[[Manifest, Plan, str], int]] = {"write": _write, "dry-run": _dry_run, "check": _check}
+_ACTIONS: dict[str, Callable[[Manifest, Plan, str], int]] = {
+    "write": _write,
+    "list-files": _list_files,
+    "dry-run": _dry_run,
+    "check": _check,
+}
 
 
 def _size(manifest: Manifest) -> str:
@@ -149,7 +163,13 @@ def _size(manifest: Manifest) -> str:
 
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = Parser(prog, _DESCRIPTION, _EPILOG.format(prog=prog))
-    parser.add_argument("--manifest", type=Path, metavar="FILE", help="what to generate (a checkout's instances.yaml)")
+    parser.add_argument(
+        "--manifest",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="what to generate (a checkout's instances.yaml); given several times, what any of them asks for",
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to (a checkout's generated/)")
     parser.add_argument(
         "--tiles",
@@ -167,6 +187,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     for verb, text in (
         ("list", "print each instance's name and what it does"),
         ("count", "print how many there are, by group and by value of each axis"),
+        ("list-files", "print the path of every file that the folder will hold, for build systems"),
         ("dry-run", "print which files would be written, changed and removed"),
         ("check", "print a unified diff and exit 1 if any file is missing, stale, changed or not ours"),
     ):
@@ -183,7 +204,7 @@ def _complete(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     if arguments.manifest is None:
         if not in_checkout:
             parser.error("an installed normforge has no instances.yaml of its own; name a manifest: --manifest FILE")
-        arguments.manifest = _shown(_MANIFEST)
+        arguments.manifest = [_shown(_MANIFEST)]
     arguments.own = arguments.out is None
     if arguments.out is None and not reports:
         if not in_checkout:

@@ -151,16 +151,24 @@ class Section:
 
     def words(self, node: Node, what: str, legal: Sequence[str]) -> tuple[str, ...]:
         """One or more of the legal words, each once."""
-        return self._once(what, [(item, self.word(item, what, legal)) for item in self._items(node, what)])
+        return self.once(what, [(item, self.word(item, what, legal)) for item in self.items(node, what)])
 
     def booleans(self, node: Node, what: str, values: Mapping[str, bool]) -> tuple[str, ...]:
         """One or more booleans, each once, as the words true and false."""
         word_of = {value: word for word, value in values.items()}
-        return self._once(what, [(item, word_of[self._boolean(item, what)]) for item in self._items(node, what)])
+        return self.once(what, [(item, word_of[self._boolean(item, what)]) for item in self.items(node, what)])
+
+    def is_number(self, node: Node) -> bool:
+        """Whether a node is what YAML reads as a whole number."""
+        return node.tag == _INTEGER
+
+    def is_string(self, node: Node) -> bool:
+        """Whether a node is what YAML reads as a string."""
+        return isinstance(node, ScalarNode) and node.tag == _STRING
 
     def string(self, node: Node, what: str, expected: str, meant: str | None = None) -> str:
         """A scalar that YAML reads as a string."""
-        if not isinstance(node, ScalarNode) or node.tag != _STRING:
+        if not self.is_string(node):
             hint = f"; did you mean {meant}?" if meant else ""
             raise self.error(node, f"{what} takes {expected}, not {_describe(node)}{hint}")
         return str(node.value)
@@ -185,7 +193,7 @@ class Section:
             raise self.error(node, f"{what} takes true or false, unquoted, not {_describe(node)}")
         return value
 
-    def _items(self, node: Node, what: str) -> Sequence[Node]:
+    def items(self, node: Node, what: str) -> Sequence[Node]:
         """A value or a list of values, at least one."""
         if not isinstance(node, SequenceNode) or node.tag != _SEQUENCE:
             return [node]
@@ -194,7 +202,8 @@ class Section:
         items: Sequence[Node] = node.value
         return items
 
-    def _once(self, what: str, items: Iterable[tuple[Node, str]]) -> tuple[str, ...]:
+    def once(self, what: str, items: Iterable[tuple[Node, str]]) -> tuple[str, ...]:
+        """Words that were read at nodes, each once."""
         words: list[str] = []
         for node, word in items:
             if word in words:

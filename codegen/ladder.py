@@ -1,8 +1,9 @@
-"""The buckets a manifest names: read, and held to serve every N exactly once."""
+"""The buckets a manifest names: read, and held to serve every N exactly once; and those that a group asks for."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from yaml.nodes import Node
 
@@ -10,6 +11,7 @@ from .document import Section
 from .instance import Bucket
 from .tiling import ladder_of
 
+ALL = "all"
 RANGE = "a range, first..last or first.."
 _RANGE = re.compile(r"([1-9][0-9]{0,17})\.\.([1-9][0-9]{0,17})?")
 
@@ -58,6 +60,49 @@ def read_range(section: Section, name: str, node: Node, text: str) -> Bucket:
     if last is not None and last < first:
         raise section.error(node, f"{name} ({text}) ends before it starts; write first..last")
     return Bucket(name, first, last)
+
+
+def read_served(section: Section, node: Node, what: str, buckets: Sequence[Bucket]) -> tuple[str, ...]:
+    """The names of the buckets that a group asks for: by name, by a row length that they serve, or by a range of them.
+
+    Several lengths may be of one bucket; a name that is listed twice, or beside all, is refused.
+    """
+    legal = (ALL, *(bucket.name for bucket in buckets))
+    items = section.items(node, what)
+    texts = section.once(what, [(item, _length_or_name(section, item, what, legal)) for item in items])
+    if ALL in texts:
+        if len(texts) > 1:
+            raise section.error(
+                node, f"{what} lists all beside other buckets, and all is every bucket; keep one or the other"
+            )
+        return texts
+    asked = [_asked(section, item, what, text) for item, text in zip(items, texts, strict=True)]
+    return tuple(bucket.name for bucket in buckets if any(_serves(bucket, each) for each in asked))
+
+
+def _length_or_name(section: Section, node: Node, what: str, legal: Sequence[str]) -> str:
+    if section.is_number(node):
+        length = section.integer(node, what, "a row length, from 1 up")
+        if length < 1:
+            raise section.error(node, f"{what} takes row lengths from 1 up, not {length}")
+        return str(length)
+    if section.is_string(node) and ".." in str(node.value):
+        return str(node.value)
+    return section.word(node, what, legal)
+
+
+def _asked(section: Section, node: Node, what: str, text: str) -> Bucket | str:
+    """What an item means: row lengths, or a bucket's name."""
+    if text.isdecimal():
+        return Bucket(what, int(text), int(text))
+    return read_range(section, what, node, text) if ".." in text else text
+
+
+def _serves(bucket: Bucket, asked: Bucket | str) -> bool:
+    """Whether a bucket is the one that is asked for, or serves any of some lengths."""
+    if isinstance(asked, str):
+        return bucket.name == asked
+    return (asked.last is None or bucket.first <= asked.last) and (bucket.last is None or asked.first <= bucket.last)
 
 
 def _misplaced(bucket: Bucket, right: Bucket, before: Bucket | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -14,13 +14,11 @@ from .axes import AXES, BOOLEANS, mode_of
 from .document import Pair, Section, compose, line_of
 from .errors import IllegalCombinationError, ManifestError, NormforgeError
 from .instance import Bucket, Instance
-from .ladder import read_ladder
+from .ladder import ALL, read_ladder, read_served
 from .model import Mode
 from .tile_tables import TileTable, tiles_of
 from .tiling import class_of, standard_ladder
 from .words import unknown
-
-ALL = "all"
 
 _Words = dict[str, tuple[str, ...]]
 
@@ -42,9 +40,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a manifest expands to: modes in the order they are asked for, each over ascending buckets."""
+    """What a manifest, or several, expand to: modes in the order they are asked for, each over ascending buckets."""
 
-    path: Path
+    path: str
     buckets: tuple[Bucket, ...]
     entries: tuple[Entry, ...]
 
@@ -100,7 +98,29 @@ def load(path: Path, tables: Mapping[str, TileTable] | None = None) -> Manifest:
     if not groups:
         raise top.error(sections["groups"].key, "groups is empty; add a group with a norm and a dtype_in")
     read = [_read_group(path, name, pair, words, buckets) for name, pair in groups.items()]
-    return Manifest(path, buckets, _expand(read, buckets, tables))
+    return Manifest(str(path), buckets, _expand(read, buckets, tables))
+
+
+def load_all(paths: Sequence[Path], tables: Mapping[str, TileTable] | None = None) -> Manifest:
+    """Read several manifests, and expand them to one: what any of them asks for, once.
+
+    Raises:
+        ManifestError: as `load`; also if their buckets differ, because a table has one ladder.
+    """
+    first, *others = [load(path, tables) for path in paths]
+    for other in others:
+        if other.buckets != first.buckets:
+            raise ManifestError(
+                f"{first.path} and {other.path} have other buckets, and a table has one ladder; give both the same "
+                "buckets, or generate them into two folders"
+            )
+    asked = [entry for manifest in (first, *others) for entry in manifest.entries]
+    # Of instances that several ask for the first is kept; sorting keeps the order of modes.
+    entries = {entry.instance.name: entry for entry in reversed(asked)}
+    modes = list(dict.fromkeys(entry.instance.mode for entry in asked))
+    ranks = {mode: rank for rank, mode in enumerate(modes)}
+    ordered = sorted(entries.values(), key=lambda entry: (ranks[entry.instance.mode], entry.instance.bucket.first))
+    return Manifest(" and ".join(manifest.path for manifest in (first, *others)), first.buckets, tuple(ordered))
 
 
 def _read_group(path: Path, name: str, pair: Pair, defaults: _Words, buckets: tuple[Bucket, ...]) -> _Group:
@@ -129,12 +149,7 @@ def _read_words(section: Section, node: Node, buckets: tuple[Bucket, ...]) -> _W
             else:
                 words[axis.name] = section.words(value, axis.name, axis.words)
     if _N in pairs:
-        value = pairs[_N].value
-        words[_N] = section.words(value, _N, (ALL, *(bucket.name for bucket in buckets)))
-        if ALL in words[_N] and len(words[_N]) > 1:
-            raise section.error(
-                value, "n lists all beside other buckets, and all is every bucket; keep one or the other"
-            )
+        words[_N] = read_served(section, pairs[_N].value, _N, buckets)
     return words
 
 

@@ -28,7 +28,11 @@ def main(argv: Sequence[str], prog: str) -> int:
     if machine.interpreted:
         _announce_a_long_wait(request.problem)
     result = solve(request.problem, machine, validate=request.validate, warmup=request.warmup, repeat=request.repeat)
-    print(_json_line(request, machine, result) if request.json else _report(request, machine, result))
+    line = _json_line(request, machine, result)
+    if request.json_file is not None:
+        with request.json_file.open("a", encoding="utf-8") as records:
+            print(line, file=records)
+    print(line if request.json else _report(request, machine, result))
     return 0 if all(finding.ok for finding in result.findings) else 1
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..codegen.command import refuse_twice
@@ -44,6 +46,15 @@ class Option(NamedTuple):
     default: Any
     choices: Sequence[Any] | None
     help: str
+    # What else it may be written as.
+    alias: str | None = None
+    # What it is if it is written without a value; None is no value that it could do without.
+    bare: Any = None
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """How it may be written."""
+        return tuple(f"-{name}" for name in (self.name, self.alias) if name)
 
 
 OPTIONS = (
@@ -66,7 +77,7 @@ OPTIONS = (
     Option("kname", int, 1, tuple(_FLAG), "print the instance's and the kernel's name"),
     Option("prec_i", str, "fp16", tuple(_FLOATS), "dtype of x, weights and residual"),
     Option("prec_o", str, AUTO, (AUTO, *_OUTPUTS), "dtype of y; auto: prec_i, or int8 if quantised; fp8: fp8_e4m3fn"),
-    Option("prec_sm", str, AUTO, (AUTO, *_FLOATS), "dtype of the smooth scale, for -fquant 1; auto: fp32"),
+    Option("prec_sm", str, AUTO, (AUTO, *_FLOATS), "dtype of the smooth scale, for -fquant 1; auto: fp32", "prec_sx"),
     Option("prec_sy", str, AUTO, (AUTO, *_FLOATS), "dtype of y's scale, for -fquant 1 and 2; auto: fp32"),
     Option("xbias", int, 0, tuple(_FLAG), "add a bias to x first"),
     Option("fadd", int, 0, tuple(_FADDS), "0: none, 1: add a residual and store the sum, 2: add a residual"),
@@ -79,6 +90,8 @@ OPTIONS = (
         Option(name, str, next(iter(words)), tuple(words), FORWARD[name].meaning[Norm.LAYER].rstrip("."))
         for name, words in _OWN.items()
     ),
+    Option("json", int, 0, tuple(_FLAG), "1, or nothing after it: print one line of JSON and nothing else", bare=1),
+    Option("jsonfile", str, None, None, "a file to add that line to, beside what is printed"),
 )
 
 
@@ -92,6 +105,7 @@ class Request:
     warmup: int
     repeat: int
     json: bool
+    json_file: Path | None
 
 
 def parse(argv: Sequence[str], prog: str) -> Request:
@@ -107,14 +121,16 @@ def parse(argv: Sequence[str], prog: str) -> Request:
     refuse_twice(parser)
     for option in OPTIONS:
         parser.add_argument(
-            f"-{option.name}",
+            *option.spellings,
+            dest=option.name,
             type=option.type,
             default=option.default,
+            nargs=None if option.bare is None else "?",
+            const=option.bare,
             choices=option.choices,
             metavar=None if option.choices else option.type.__name__.upper(),
             help=option.help if option.default is None else f"{option.help} (default: {option.default})",
         )
-    parser.add_argument("-json", action="store_true", help="print one line of JSON and nothing else")
     _refuse_unknown(parser, argv)
     try:
         return _resolve(parser.parse_args(argv))
@@ -124,7 +140,7 @@ def parse(argv: Sequence[str], prog: str) -> Request:
 
 def _refuse_unknown(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     # argparse abbreviates options of one dash whatever allow_abbrev says: -rep would pass for -repeat.
-    known = ["-h", "--help", "-json", *(f"-{option.name}" for option in OPTIONS)]
+    known = ["-h", "--help", *(spelling for option in OPTIONS for spelling in option.spellings)]
     for word in argv:
         name = word.partition("=")[0]
         if name[:1] == "-" and name[1:2].isalpha() and name not in known:
@@ -162,7 +178,23 @@ def _resolve(given: argparse.Namespace) -> Request:
         eps=given.e,
         strides=Strides(*(_stride(given, name) for name in ("x_stride", "xr_stride", "y_stride", "yr_stride"))),
     )
-    return Request(problem, _FLAG[given.v], _FLAG[given.kname], given.warmup, given.repeat, given.json)
+    return Request(
+        problem,
+        _FLAG[given.v],
+        _FLAG[given.kname],
+        given.warmup,
+        given.repeat,
+        _FLAG[given.json],
+        None if given.jsonfile is None else _writable(Path(given.jsonfile)),
+    )
+
+
+def _writable(path: Path) -> Path:
+    """A file that can be added to: said before time is taken rather than after."""
+    at = path if path.exists() else path.parent
+    if path.is_dir() or not path.parent.is_dir() or not os.access(at, os.W_OK):
+        raise ValueError(f"-jsonfile {path} cannot be written; name a file in a folder that is there")
+    return path
 
 
 def _check_sizes(given: argparse.Namespace) -> None:

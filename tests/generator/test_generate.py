@@ -78,6 +78,32 @@ def test_a_selection_given_several_times_is_one(generate: Generate, two_groups: 
     assert len(generate("--list", *several).out.splitlines()) == 2
 
 
+def test_several_manifests_make_what_any_of_them_asks_for(generate: Generate) -> None:
+    buckets = "buckets: {n1024: 1..1024, nbig: 1025..}\n"
+    Path("more.yaml").write_text(
+        f"{buckets}groups:\n  more: {{norm: rms, dtype_in: [fp32, bf16], n: nbig}}\n", encoding="utf-8"
+    )
+    both = generate("--manifest", "more.yaml", "--list").out.splitlines()
+    alone = generate("--list").out.splitlines()
+    assert [line.split()[0] for line in both[: len(alone)]] == [line.split()[0] for line in alone]
+    # What both ask for is there once.
+    assert [line.split()[0] for line in both[len(alone) :]] == ["rms_fwd_fp32_nbig"]
+    assert generate("--manifest", "mine.yaml", "--list").out.splitlines() == alone
+    Path("more.yaml").write_text("groups:\n  more: {norm: rms, dtype_in: fp32}\n", encoding="utf-8")
+    outcome = generate("--manifest", "more.yaml", "--list")
+    assert outcome.status == 2
+    assert "mine.yaml and more.yaml have other buckets, and a table has one ladder; give both the same" in outcome.err
+
+
+def test_the_files_of_a_build_are_listed_before_there_are_any(generate: Generate) -> None:
+    listed = generate("--out", "kernels", "--list-files").out.splitlines()
+    assert not Path("kernels").exists()
+    generate("--out", "kernels")
+    assert listed == sorted(str(path) for path in Path("kernels").iterdir())
+    # What is there already is listed too, and what a narrower build would remove is not.
+    assert len(generate("--out", "kernels", "--filter", "ln_*", "--list-files").out.splitlines()) == 7
+
+
 def test_a_filtered_build_holds_exactly_what_was_kept(generate: Generate, two_groups: Manifest) -> None:
     generate("--out", "kernels")
     outcome = generate("--out", "kernels", "--filter", "ln_*", "--where", "dtype_in=bf16,n>1024")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from normforge.codegen.manifest import Manifest, load
 from normforge.codegen.model import DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
 from normforge.codegen.tile_tables import tiles_of
@@ -35,6 +37,26 @@ def test_a_group_is_the_cross_product_of_its_lists_in_order(two_groups: Manifest
 def test_every_instance_remembers_its_group_and_line(two_groups: Manifest) -> None:
     assert {(entry.group, entry.line) for entry in two_groups.entries} == {("plain", 5), ("quantised", 8)}
     assert all(entry.instance.mode.fquant.quantises == (entry.group == "quantised") for entry in two_groups.entries)
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("4096", ["n4096"]),
+        ("1", ["n128"]),
+        ("[128, 129, 200]", ["n128", "n256"]),
+        ("129..256", ["n256"]),
+        ("100..300", ["n128", "n256", "n512"]),
+        ("60000..", ["n65536", "n131072", "nbig"]),
+        ("[nbig, 1000000, 100..120]", ["n128", "nbig"]),
+        ("900000000", ["nbig"]),
+    ],
+)
+def test_lengths_are_served_by_the_buckets_that_hold_them(
+    asked: str, found: list[str], expand: Callable[[str], Manifest]
+) -> None:
+    manifest = expand(f"groups:\n  a:\n    norm: layer\n    dtype_in: fp16\n    n: {asked}\n")
+    assert names(manifest) == [f"ln_fwd_fp16_{bucket}" for bucket in found]
 
 
 def test_axes_left_out_have_their_defaults(expand: Callable[[str], Manifest]) -> None:

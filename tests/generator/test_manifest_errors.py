@@ -79,10 +79,6 @@ CASES = {
         GROUP + "    n: n4095\n",
         f"5: group a: unknown n 'n4095'; did you mean n4096? Use one of {N}",
     ),
-    "bucket_as_number": (
-        GROUP + "    n: 4096\n",
-        f"5: group a: n takes one of {N}, not the whole number 4096; did you mean n4096?",
-    ),
     "boolean_for_a_word": (
         GROUP + "    fadd: no\n",
         f"5: group a: fadd takes {FADD}, not the boolean false (YAML reads no so); did you mean none?",
@@ -144,6 +140,18 @@ CASES = {
     ),
     "all_and_a_bucket": (
         GROUP + "    n: [all, n128]\n",
+        "5: group a: n lists all beside other buckets, and all is every bucket; keep one or the other",
+    ),
+    "no_length": (GROUP + "    n: 0\n", "5: group a: n takes row lengths from 1 up, not 0"),
+    "negative_length": (GROUP + "    n: -4\n", "5: group a: n takes a row length, from 1 up, not the whole number -4"),
+    "length_twice": (
+        GROUP + "    n: [64, 64]\n",
+        "5: group a: n lists 64 twice, which makes every instance twice; keep one",
+    ),
+    "range_of_nothing": (GROUP + "    n: 4..2\n", "5: group a: n (4..2) ends before it starts; write first..last"),
+    "open_below": (GROUP + "    n: ..4\n", "5: group a: n takes a range, first..last or first.., from 1 up, not '..4'"),
+    "all_and_a_length": (
+        GROUP + "    n: [64, all]\n",
         "5: group a: n lists all beside other buckets, and all is every bucket; keep one or the other",
     ),
     "axis_twice": (GROUP + "    norm: rms\n", "5: group a: norm is given twice, first on line 3; keep one of the two"),

@@ -179,6 +179,25 @@ def test_a_run_agrees_with_the_reference(argv: str, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.split()[-1] == "yes"
 
 
+def test_ck_tiles_other_spellings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = tmp_path / "records.json"
+    for json_option in ("-json=1", "-json"):
+        assert status(*SMALL, "-fquant=1", "-prec_sx=bf16", json_option, f"-jsonfile={records}") == 0
+    printed = capsys.readouterr().out
+    assert json.loads(printed.splitlines()[0])["arguments"]["prec_sm"] == "bf16"
+    # A record is added to those that are there.
+    assert records.read_text() == printed
+    assert status(*SMALL, "-json=0", "-jsonfile", str(records)) == 0
+    assert capsys.readouterr().out.startswith("problem")
+    assert [json.loads(line)["valid"] for line in records.read_text().splitlines()] == [True] * 3
+
+
+@pytest.mark.parametrize("path", [".", "no/such/folder/records.json", "/dev/null/records.json"])
+def test_a_record_that_cannot_be_written_is_refused_first(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(*SMALL, "-jsonfile", path) == 2
+    assert f"-jsonfile {path} cannot be written; name a file" in capsys.readouterr().err
+
+
 def test_json_is_one_line_with_everything_a_script_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert status(*SMALL, "-fadd=1", "-y_stride=64", "-json") == 0
     (line,) = capsys.readouterr().out.splitlines()
@@ -358,7 +377,6 @@ def test_list_takes_no_architecture_that_is_none(arch: str, capsys: pytest.Captu
 
 
 TWICE = {
-    "manifest": ["generate", "--manifest", "a.yaml", "--manifest", "b.yaml"],
     "out": ["generate", "--out", "a", "--out", "b"],
     "tiles": ["generate", "--tiles", "a", "--tiles", "b"],
     "arch": ["list", "--arch", "sm_90", "--arch", "sm_80"],
