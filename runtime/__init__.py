@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .nn.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
     from .nn.modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
     from .nn.patching import Patch, patch, unpatch
+    from .override.switch import TorchOverride, override_torch, restore_torch
     from .selection.dispatch import instances, load_instances
     from .selection.recording import record
 
@@ -36,6 +37,7 @@ __all__ = [
     "LayerNormOutput",
     "Patch",
     "RMSNorm",
+    "TorchOverride",
     "__version__",
     "add_layer_norm",
     "add_rms_norm",
@@ -48,9 +50,11 @@ __all__ = [
     "layernorm2d_fwd",
     "load_aot",
     "load_instances",
+    "override_torch",
     "patch",
     "record",
     "reference",
+    "restore_torch",
     "rms_norm",
     "rmsnorm2d_bwd",
     "rmsnorm2d_fwd",
@@ -75,6 +79,7 @@ _LATE = {
     "ahead_of_time.compile_keys": ("compile_keys",),
     "ahead_of_time.warmup": ("warmup",),
     "nn.patching": ("Patch", "patch", "unpatch"),
+    "override.switch": ("TorchOverride", "override_torch", "restore_torch"),
     "selection.recording": ("record",),
 }
 

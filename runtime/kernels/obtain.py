@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -24,6 +26,26 @@ _lock = threading.Lock()
 _locks: defaultdict[tuple[KernelKey, int], threading.RLock] = defaultdict(threading.RLock)
 
 
+class _Thread(threading.local):
+    only_compiled = False
+
+
+_this_thread = _Thread()
+
+
+@contextmanager
+def only_compiled() -> Iterator[None]:
+    """A context in which this thread gets the kernels that are loaded, and a FrozenError for any other.
+
+    Loading one is nothing that may be done while a CUDA graph is captured.
+    """
+    before, _this_thread.only_compiled = _this_thread.only_compiled, True
+    try:
+        yield
+    finally:
+        _this_thread.only_compiled = before
+
+
 def obtain(key: KernelKey, function: Any, target: Target, device: int) -> Any:
     """The compiled kernel of a key on a device, which must be the current one; threads that race get the same one.
 
@@ -34,11 +56,15 @@ def obtain(key: KernelKey, function: Any, target: Target, device: int) -> Any:
         device: its index.
 
     Raises:
-        FrozenError: it would have to be compiled, and NORMFORGE_FROZEN is 1.
+        FrozenError: it would have to be compiled, and NORMFORGE_FROZEN is 1; or loaded, within `only_compiled`.
         AotError: the folder of kernels compiled ahead of time does not fit.
     """
     found = _compiled.get((key, device))
     if found is None:
+        if _this_thread.only_compiled:
+            raise FrozenError(
+                f"{key} is not loaded on device {device}, and a CUDA graph is being captured; make the call once before"
+            )
         with _lock:
             lock = _locks[key, device]
         with lock:

@@ -13,6 +13,12 @@ transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_
 # How many modes see each operator: those of make_fx, torch.export and FakeTensorMode among others.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
+# Whether tensors are recorded by autograd in this thread; torch.set_grad_enabled is the same in Python, 0.5 us longer.
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+# Whether a tensor shares its memory until one of the two is written to; asking for its address copies it.
+is_copied_on_write: Callable[[torch.Tensor], bool] = getattr(torch._C, "_is_cow_tensor", lambda tensor: False)
+
 
 def jit_tracing() -> bool:
     """Whether torch.jit.trace records what runs."""

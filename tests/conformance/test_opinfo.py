@@ -38,13 +38,13 @@ each_float = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def op_infos() -> dict[str, Any]:
     """The entries of PyTorch's table of operators, by name."""
     try:
-        invocations = _import_invocations()
+        invocations = import_invocations()
     except ImportError as error:
         pytest.skip(f"this PyTorch keeps its OpInfo samples elsewhere, or lacks what they need: {error}")
     return {info.name: info for info in invocations.op_db if info.name in OURS}
 
 
-def _import_invocations() -> ModuleType:
+def import_invocations() -> ModuleType:
     with pytest.MonkeyPatch.context() as patch:
         if importlib.util.find_spec("expecttest") is None:
             # PyTorch's test cases are of a class of expecttest's, which it does not install. Samples need none of it.
@@ -86,7 +86,7 @@ def test_samples(name: str, dtype: torch.dtype, device: str, op_infos: dict[str,
     for sample in _samples(op_infos[name], device, dtype, gradients=True):
         assert normforge.backend(sample.input) == "kernel"
         got, gradients = _eager(OURS[name], sample)
-        exact = sample.transform(_in_fp64)
+        exact = sample.transform(in_fp64)
         want, exact_gradients = _eager(THEIRS[name], exact)
         _close(got, want, dtype)
         for gradient, exact_gradient in zip(gradients, exact_gradients, strict=True):
@@ -95,7 +95,7 @@ def test_samples(name: str, dtype: torch.dtype, device: str, op_infos: dict[str,
     assert count >= 5
 
 
-def _in_fp64(value: Any) -> Any:
+def in_fp64(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().double().requires_grad_(value.requires_grad)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from normforge.errors import FrozenError
 from normforge.kernels import binaries
 from normforge.kernels import obtain as obtaining
 from normforge.kernels.gpu import named_target
@@ -162,3 +163,16 @@ def specialised(value: Any) -> tuple[str, Any]:
 
     word, fact = native_specialize_impl(CUDABackend, value, False, True, True)
     return word, fact
+
+
+def test_only_what_is_loaded_is_given_while_no_other_may_be(asked: list[KernelKey]) -> None:
+    """As while a CUDA graph is captured; other threads go on compiling."""
+    found = obtain(KEY, Function(), TARGET, 0)
+    with obtaining.only_compiled():
+        assert obtain(KEY, Function(), TARGET, 0) is found
+        with pytest.raises(FrozenError, match=r"is not loaded on device 0, and a CUDA graph is being captured"):
+            obtain(OTHER, Function(), TARGET, 0)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(obtain, OTHER, Function(), TARGET, 0).result()
+        obtain(OTHER, Function(), TARGET, 0)
+    assert asked == [KEY, OTHER]

@@ -1,0 +1,291 @@
+"""Calls of torch's own norms: which of them a kernel serves, with results of torch's dtypes, shapes and strides.
+
+They arrive beneath autograd, autocast and torch.func, which have done their part. What is not served goes on to torch's
+own kernel, which also raises what torch raises.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import compress, product
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from ..calls.argument_checks import LARGEST_FP32
+from ..calls.known import PLAIN
+from ..calls.row_layout import as_rows
+from ..calls.straight import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
+from ..dtypes import FLOATS
+from ..errors import NormforgeError
+from ..kernels.obtain import only_compiled
+from ..upstream.torch_dispatcher import Kernel
+from ..upstream.torch_dynamo import eager_only
+from ..upstream.torch_internals import dispatch_modes, is_copied_on_write, set_grad_enabled
+
+logger = logging.getLogger("normforge")
+
+# What torch adds where RMSNorm's eps is None: that of the type it computes in.
+_DEFAULT_EPS = torch.finfo(torch.float32).eps
+
+_FLOATS = frozenset(FLOATS)
+_NAMES = ("dx", "dweight", "dbias")
+# The gradients that are due, from torch's mask of them, which of RMSNorm has two.
+_WANTS = {mask: tuple(compress(_NAMES, mask)) for count in (2, 3) for mask in product((False, True), repeat=count)}
+
+Tensors = tuple["torch.Tensor | None", ...]
+
+
+@eager_only
+def _layer_norm(
+    torchs: Kernel,
+    keys: torch.DispatchKeySet,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> Any:
+    if _fits(x, shape, weight, bias) and 0.0 <= eps <= LARGEST_FP32:
+        found = _tried(_layer, x, shape, weight, bias, eps)
+        if found is not None:
+            return found
+    return torchs(keys, x, shape, weight, bias, eps)
+
+
+@eager_only
+def _rms_norm(
+    torchs: Kernel,
+    keys: torch.DispatchKeySet,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    weight: torch.Tensor | None,
+    eps: float | None,
+) -> Any:
+    added = _DEFAULT_EPS if eps is None else eps
+    if _fits(x, shape, weight) and 0.0 <= added <= LARGEST_FP32:
+        found = _tried(_rms, x, shape, weight, added)
+        if found is not None:
+            return found
+    return torchs(keys, x, shape, weight, eps)
+
+
+@eager_only
+def _layer_norm_backward(
+    torchs: Kernel,
+    keys: torch.DispatchKeySet,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    due: Sequence[bool],
+) -> Any:
+    if _fits(x, shape, weight, bias) and _fits_back(dy, x, shape, (mean, rstd), (x, weight, bias), due):
+        found = _tried(_layer_gradients, dy, x, shape, mean, rstd, weight, bias, due)
+        if found is not None:
+            return found
+    return torchs(keys, dy, x, shape, mean, rstd, weight, bias, due)
+
+
+@eager_only
+def _rms_norm_backward(
+    torchs: Kernel,
+    keys: torch.DispatchKeySet,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    due: Sequence[bool],
+) -> Any:
+    if _fits(x, shape, weight) and _fits_back(dy, x, shape, (rstd,), (x, weight), due):
+        found = _tried(_rms_gradients, dy, x, shape, rstd, weight, due)
+        if found is not None:
+            return found
+    return torchs(keys, dy, x, shape, rstd, weight, due)
+
+
+_SERVED: Mapping[str, Callable[..., Any]] = {
+    "native_layer_norm": _layer_norm,
+    "native_layer_norm_backward": _layer_norm_backward,
+    "_fused_rms_norm": _rms_norm,
+    "_fused_rms_norm_backward": _rms_norm_backward,
+}
+
+# The operators of aten that are served.
+OPERATORS = tuple(_SERVED)
+
+
+def serving(operator: str, torchs: Kernel) -> Kernel:
+    """What stands in an operator's place, given torch's kernel, which serves what it does not."""
+    return partial(_SERVED[operator], torchs)
+
+
+def _fits(x: torch.Tensor, shape: Sequence[int], *parameters: torch.Tensor | None) -> bool:
+    """Whether a kernel serves a norm over x's last dimensions as torch's would, and nobody is to see what it does."""
+    dimensions = len(shape)
+    normalised = x.shape[-dimensions:]
+    if not (
+        x.dtype in _FLOATS
+        and 0 < dimensions <= x.dim()
+        and list(normalised) == list(shape)
+        and x.numel() > 0
+        and _readable(x)
+        and forward_ad._current_level < 0
+        and not dispatch_modes()
+    ):
+        return False
+    # On a GPU torch takes no parameter of another type than x's; on a CPU it takes fp32, of all of them.
+    mixes = not x.is_cuda and not _any_of_type(x.dtype, parameters)
+    return all(
+        parameter is None
+        or (
+            (parameter.dtype is x.dtype or (mixes and parameter.dtype is torch.float32))
+            and parameter.shape == normalised
+            and parameter.is_contiguous()
+            and _readable(parameter)
+        )
+        for parameter in parameters
+    )
+
+
+def _any_of_type(dtype: torch.dtype, parameters: Tensors) -> bool:
+    """Whether one of some parameters, those that are there, is of a type."""
+    return any(parameter is not None and parameter.dtype is dtype for parameter in parameters)
+
+
+def _fits_back(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    statistics: Sequence[torch.Tensor],
+    likes: Tensors,
+    due: Sequence[bool],
+) -> bool:
+    """The same of a backward call of which `_fits` holds, given what each gradient is like."""
+    one_a_row = (*x.shape[: -len(shape)], *[1] * len(shape))
+    return (
+        dy.dtype is x.dtype
+        and dy.shape == x.shape
+        and _readable(dy)
+        and any(due)
+        and all(like is not None for like in compress(likes, due))
+        and all(
+            statistic.dtype in (torch.float32, x.dtype)
+            and statistic.shape == one_a_row
+            and statistic.is_contiguous()
+            and _readable(statistic)
+            for statistic in statistics
+        )
+    )
+
+
+def _readable(tensor: torch.Tensor) -> bool:
+    # Asking for the address of what is shared until it is written would copy it.
+    return tensor.__class__ in PLAIN and not is_copied_on_write(tensor)
+
+
+def _tried(run: Callable[..., Tensors], *arguments: Any) -> Tensors | None:
+    """What serves a call returns; None if no kernel does after all."""
+    recording = torch.is_grad_enabled()
+    # Autograd has recorded the call already, and its tensors still say that they require a gradient.
+    if recording:
+        set_grad_enabled(False)
+    try:
+        if _captured(arguments[0]):
+            with only_compiled():
+                return run(*arguments)
+        return run(*arguments)
+    except NormforgeError as error:
+        _say_once(run.__name__, error)
+        return None
+    finally:
+        if recording:
+            set_grad_enabled(True)
+
+
+def _captured(x: torch.Tensor) -> bool:
+    """Whether a CUDA graph is captured of what runs on x's device."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+_said: set[tuple[str, type[NormforgeError]]] = set()
+
+
+def _say_once(where: str, error: NormforgeError) -> None:
+    if (where, type(error)) not in _said:
+        _said.add((where, type(error)))
+        logger.warning("override_torch leaves calls to torch's own kernel: %s", error)
+
+
+def _layer(x: torch.Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Tensors:
+    dimensions = len(shape)
+    vectors = (_vector(weight), _vector(bias))
+    y, _, _, mean, rstd = layernorm2d_fwd(_rows(x, dimensions), *vectors, eps=eps, save_mv=True)
+    dtype = torch.float32
+    if not x.is_cuda and not _any_of_type(torch.float32, (weight, bias)):
+        # What torch keeps on a CPU: the parameters' type, or x's.
+        dtype = x.dtype
+    return _like(x, y), _one_a_row(mean, dimensions, dtype), _one_a_row(rstd, dimensions, dtype)
+
+
+def _rms(x: torch.Tensor, shape: Sequence[int], weight: Any, eps: float) -> Tensors:
+    dimensions = len(shape)
+    y, _, _, _, rstd = rmsnorm2d_fwd(_rows(x, dimensions), _vector(weight), eps=eps, save_mv=True)
+    return _like(x, y), _one_a_row(rstd, dimensions, torch.float32)
+
+
+def _layer_gradients(
+    dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any, due: Any
+) -> Tensors:
+    rows = _rows(x, len(shape))
+    found = layernorm2d_bwd(
+        _rows(dy, len(shape)),
+        rows,
+        _vector(weight),
+        mean=_of_rows(mean, rows),
+        rstd=_of_rows(rstd, rows),
+        bias_dtype=None if bias is None else bias.dtype,
+        wants=_WANTS[tuple(due)],
+    )
+    return _like(x, found.dx), _like(weight, found.dweight), _like(bias, found.dbias)
+
+
+def _rms_gradients(
+    dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], rstd: Any, weight: Any, due: Any
+) -> Tensors:
+    rows = _rows(x, len(shape))
+    found = rmsnorm2d_bwd(
+        _rows(dy, len(shape)), rows, _vector(weight), rstd=_of_rows(rstd, rows), wants=_WANTS[tuple(due)]
+    )
+    return _like(x, found.dx), _like(weight, found.dweight)
+
+
+def _rows(x: torch.Tensor, dimensions: int) -> torch.Tensor:
+    return x if dimensions == 1 and x.is_contiguous() else as_rows(x, dimensions)
+
+
+def _vector(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    return parameter if parameter is None or parameter.dim() == 1 else parameter.flatten()
+
+
+def _like(passed: torch.Tensor | None, found: torch.Tensor | None) -> torch.Tensor | None:
+    """A result in the shape of what was passed, which has as many elements."""
+    return found if found is None or passed is None or passed.dim() == found.dim() else found.view(passed.shape)
+
+
+def _one_a_row(statistic: Any, dimensions: int, dtype: torch.dtype) -> torch.Tensor:
+    """A statistic as torch returns it: x's shape, with each normalised dimension of size 1."""
+    kept: torch.Tensor = statistic.view(*statistic.shape, *[1] * dimensions)
+    return kept if dtype is torch.float32 else kept.to(dtype)
+
+
+def _of_rows(statistic: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """A statistic as kernels read it."""
+    return statistic.view(rows.shape[:-1]).float()

@@ -1,0 +1,75 @@
+"""Kernels of torch's own operators: taken from its dispatcher, replaced there, and put back."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+# A kernel of an operator: given the dispatch keys that are left, and the operator's arguments.
+Kernel = Callable[..., Any]
+
+# Replaced kernels that are kept alive, in case another thread is in a call of one: torch frees them beneath it. Of
+# switches a second apart, 64 last longer than any call.
+_MOST_RETIRED = 64
+_retired: deque[object] = deque(maxlen=_MOST_RETIRED)
+
+
+def kernel_of(operator: str, key: str) -> Kernel | None:
+    """The kernel that an operator of aten has for a dispatch key, or its decomposition; None if it has neither."""
+    try:
+        return torch.library.get_kernel(f"aten::{operator}", key).call_boxed
+    except RuntimeError:
+        decomposed = _decomposition(operator)
+        return None if decomposed is None else lambda keys, *arguments: decomposed(*arguments)
+
+
+def _decomposition(operator: str) -> Callable[..., Any] | None:
+    from torch._decomp import decomposition_table
+
+    return decomposition_table.get(getattr(torch.ops.aten, operator).default)
+
+
+class Replacement:
+    """Kernels that stand in place of torch's for a dispatch key, until they are removed."""
+
+    def __init__(self, kernels: Mapping[str, Kernel], key: str) -> None:
+        """Put them there.
+
+        Args:
+            kernels: by the names of aten's operators.
+            key: the dispatch key.
+        """
+        # Torch declares no types for it.
+        library: Any = torch.library.Library
+        self._library = library("aten", "IMPL")
+        self._key, self._operators = key, tuple(kernels)
+        with warnings.catch_warnings():
+            # That a kernel is overridden, which torch says once of all operators.
+            warnings.filterwarnings("ignore", message=".*operators may also be overridden", category=UserWarning)
+            for operator, kernel in kernels.items():
+                self._library.impl(operator, kernel, key, with_keyset=True)
+
+    def remove(self) -> None:
+        """Put back what was there. Calls that another thread is in end as they began."""
+        _retired.append([torch.library.get_kernel(f"aten::{operator}", self._key) for operator in self._operators])
+        self._library._destroy()
+
+
+@contextmanager
+def without_torchs_own_overrides(operators: Sequence[str]) -> Iterator[None]:
+    """Take away what torch itself put in place of its kernels (`torch.backends.python_native`), and put it back after.
+
+    What stands beneath it can be taken meanwhile. A kernel that was taken is of no use once what put it there has gone,
+    so neither side may hold one of the other's.
+    """
+    native = getattr(torch.backends, "python_native", None)
+    if native is None:
+        yield
+        return
+    with native.operations_disabled(*operators):
+        yield

@@ -1,0 +1,53 @@
+"""Kernels under torch's own operators: for a device, and which of them ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from normforge.override import served
+from normforge.override.switch import Switch, TorchOverride
+
+# On a CPU kernels run in Triton's interpreter; there `override_torch` itself replaces nothing.
+_SWITCHES = {"cpu": Switch("CPU"), "cuda": Switch("CUDA")}
+
+KERNELS = ("layernorm2d_fwd", "layernorm2d_bwd", "rmsnorm2d_fwd", "rmsnorm2d_bwd")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    # As in tests/nn: a second thread only waits.
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    yield
+    for switch in _SWITCHES.values():
+        switch.leave(None)
+
+
+def override(device: str = "cpu") -> TorchOverride:
+    """`override_torch` of a device."""
+    return TorchOverride(_SWITCHES[device])
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The functions that served calls of torch's, in the order in which they ended."""
+    names: list[str] = []
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*arguments: Any, **keywords: Any) -> Any:
+            result = function(*arguments, **keywords)
+            names.append(name)
+            return result
+
+        return count
+
+    for name in KERNELS:
+        monkeypatch.setattr(served, name, counted(name, getattr(served, name)))
+    return names

@@ -1,0 +1,493 @@
+"""Calls of torch's own norms with kernels under them: torch's results, in every respect that can be asked for."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import normforge
+from normforge.errors import FrozenError
+from normforge.kernels import obtain
+from normforge.override import served
+
+from ..nn.oracle import EPS, each_device
+from ..thorough import THOROUGH
+from .conftest import override
+
+aten: Any = torch.ops.aten
+func: Any = torch.func
+
+SERVED = {
+    "layer": ["layernorm2d_fwd", "layernorm2d_bwd"],
+    "rms": ["rmsnorm2d_fwd", "rmsnorm2d_bwd"],
+}
+# Of a value, beside the largest of its tensor.
+TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5}
+
+each_norm = pytest.mark.parametrize("norm", SERVED)
+
+Results = Sequence["torch.Tensor | None"]
+
+
+def normalised(norm: str, x: torch.Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float = EPS) -> Results:
+    """What the operator returns of x: y, and what it keeps of each row."""
+    if norm == "rms":
+        return tuple(aten._fused_rms_norm(x, shape, weight, eps))
+    return tuple(aten.native_layer_norm(x, shape, weight, bias, eps))
+
+
+def with_gradients(norm: str, x: Any, shape: Sequence[int], weight: Any = None, bias: Any = None) -> Results:
+    results = normalised(norm, x, shape, weight, bias)
+    y = results[0]
+    assert y is not None
+    leaves = [leaf for leaf in (x, weight, None if norm == "rms" else bias) if leaf is not None]
+    dy = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(y.dtype)
+    return [*results, *torch.autograd.grad(y, leaves, dy)]
+
+
+def described(results: Results) -> list[Any]:
+    return [None if each is None else (each.dtype, each.shape, each.stride(), each.device) for each in results]
+
+
+def alike(actual: Results, expected: Results, tolerance: float = TOLERANCE[torch.float32]) -> None:
+    """Fail unless results are like torch's in type, shape and stride, and close."""
+    assert described(actual) == described(expected)
+    for a, b in zip(actual, expected, strict=True):
+        if a is not None and b is not None:
+            largest = max(1.0, b.abs().max().item()) if b.numel() else 1.0
+            torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=tolerance * largest)
+
+
+SHAPES = {
+    "rows": ((3, 40), 1),
+    "one row": ((40,), 1),
+    "four dimensions": ((2, 1, 3, 40), 1),
+    "several normalised": ((3, 4, 10), 2),
+    "all normalised": ((4, 10), 2),
+}
+
+
+CALLS = [
+    pytest.param(*call, marks=[] if call[2] or not place else [THOROUGH], id="-".join(map(str, call)))
+    for place, call in enumerate(product(SHAPES, TOLERANCE, (True, False)))
+]
+
+
+@each_device
+@each_norm
+@pytest.mark.parametrize(("name", "dtype", "affine"), CALLS)
+def test_results_and_gradients(
+    name: str, dtype: torch.dtype, affine: bool, norm: str, device: str, ran: list[str]
+) -> None:
+    size, dimensions = SHAPES[name]
+    shape = size[-dimensions:]
+    x = torch.randn(size, device=device).to(dtype).requires_grad_()
+    parameters = [torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(2 if affine else 0)]
+    expected = with_gradients(norm, x, shape, *parameters)
+    assert not ran
+    with override(device):
+        actual = with_gradients(norm, x, shape, *parameters)
+    assert ran == SERVED[norm]
+    alike(actual, expected, TOLERANCE[dtype])
+
+
+def test_parameters_of_fp32_beside_16_bits_on_a_cpu(ran: list[str]) -> None:
+    """What torch takes there alone, and keeps fp32 statistics of."""
+    x = torch.randn(3, 40).bfloat16().requires_grad_()
+    weight, bias = (torch.randn(40, requires_grad=True) for _ in range(2))
+    expected = with_gradients("layer", x, (40,), weight, bias)
+    with override():
+        alike(with_gradients("layer", x, (40,), weight, bias), expected, TOLERANCE[torch.bfloat16])
+    assert ran == SERVED["layer"]
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows that lie apart": lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
+    "columns": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "one row for all": lambda x: x[:1, :1].expand(x.shape),
+    "leading dimensions of two strides": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "an odd address": lambda x: torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape),
+}
+
+
+@each_device
+@each_norm
+@pytest.mark.parametrize("lay", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_layout(lay: Callable[[torch.Tensor], torch.Tensor], norm: str, device: str, ran: list[str]) -> None:
+    """Of x and of the gradient that arrives; results are contiguous, as torch's are."""
+    x, dy = (lay(torch.randn(2, 3, 16, device=device)) for _ in range(2))
+    weight = torch.randn(16, device=device, requires_grad=True)
+
+    def called() -> Results:
+        leaf = x.detach().requires_grad_()
+        y, *others = normalised(norm, leaf, (16,), weight, None)
+        assert y is not None
+        return [y, *others, *torch.autograd.grad(y, (leaf, weight), dy)]
+
+    expected: Results = called()
+    if norm == "rms" and device == "cpu":
+        # Composed of other operators there, whose gradient of x lies as x does; torch's kernel on a GPU makes rows.
+        expected = [None if each is None else each.contiguous() for each in expected]
+    with override(device):
+        alike(called(), expected)
+    assert ran == SERVED[norm]
+
+
+MASKS = {norm: list(product((False, True), repeat=count)) for norm, count in (("layer", 3), ("rms", 2))}
+
+
+def backward_of(norm: str, dy: torch.Tensor, x: torch.Tensor, weight: Any, bias: Any, mask: Sequence[bool]) -> Results:
+    n = x.shape[-1]
+    statistics = normalised(norm, x, (n,), weight, bias)[1:]
+    if norm == "rms":
+        return tuple(aten._fused_rms_norm_backward(dy, x, (n,), *statistics, weight, mask))
+    return tuple(aten.native_layer_norm_backward(dy, x, (n,), *statistics, weight, bias, mask))
+
+
+@each_device
+@pytest.mark.parametrize(("norm", "mask"), [(norm, mask) for norm, masks in MASKS.items() for mask in masks])
+def test_an_output_mask(norm: str, mask: tuple[bool, ...], device: str, ran: list[str]) -> None:
+    x, dy = torch.randn(3, 16, device=device), torch.randn(3, 16, device=device)
+    weight, bias = torch.randn(16, device=device), torch.randn(16, device=device)
+    whole = x.clone().requires_grad_(), weight.clone().requires_grad_(), bias.clone().requires_grad_()
+    y = normalised(norm, whole[0], (16,), *whole[1:])[0]
+    assert y is not None
+    exact = torch.autograd.grad(y, whole[: len(mask)], dy)
+    with override(device):
+        actual = backward_of(norm, dy, x, weight, bias, mask)
+    alike(actual, [each if wanted else None for each, wanted in zip(exact, mask, strict=True)])
+    assert ran == (SERVED[norm] if any(mask) else SERVED[norm][:1])
+
+
+def test_a_gradient_of_a_parameter_that_is_not_there() -> None:
+    """What torch says of it, which depends on its release."""
+    x, dy = torch.randn(3, 16), torch.randn(3, 16)
+    with pytest.raises(RuntimeError) as expected:
+        backward_of("layer", dy, x, None, None, (True, True, True))
+    with override(), pytest.raises(RuntimeError) as actual:
+        backward_of("layer", dy, x, None, None, (True, True, True))
+    assert str(actual.value) == str(expected.value)
+
+
+class Own(torch.Tensor):
+    """A class of somebody's own."""
+
+
+NOT_SERVED: dict[str, Callable[[], Results]] = {
+    "float64": lambda: with_gradients("layer", torch.randn(3, 8).double().requires_grad_(), (8,)),
+    "float64 and RMSNorm": lambda: with_gradients("rms", torch.randn(3, 8).double().requires_grad_(), (8,)),
+    "no rows": lambda: with_gradients(
+        "layer", *(torch.randn(0, 8, requires_grad=True), (8,)), torch.ones(8, requires_grad=True)
+    ),
+    "no rows and RMSNorm": lambda: with_gradients("rms", torch.randn(0, 8, requires_grad=True), (8,)),
+    "rows of nothing": lambda: with_gradients("layer", torch.randn(3, 0, requires_grad=True), (0,)),
+    "an eps below 0": lambda: normalised("layer", torch.randn(3, 8), (8,), None, None, -1e-3),
+    "an eps that fp32 does not hold": lambda: normalised("layer", torch.randn(3, 8), (8,), None, None, 1e39),
+    "a class of its own": lambda: normalised("layer", torch.randn(3, 8).as_subclass(Own), (8,), None, None),
+    "forward-mode AD": lambda: torch.func.jvp(
+        lambda x: functional.layer_norm(x, (8,)), (torch.ones(2, 8).cumsum(-1),), (torch.ones(2, 8),)
+    ),
+    "a weight that lies apart": lambda: normalised("layer", torch.randn(3, 8), (8,), torch.ones(16)[::2], None),
+}
+
+
+@pytest.mark.parametrize("call", NOT_SERVED.values(), ids=NOT_SERVED)
+def test_what_no_kernel_serves_is_torchs(call: Callable[[], Results], ran: list[str]) -> None:
+    torch.manual_seed(0)
+    expected = call()
+    torch.manual_seed(0)
+    with override():
+        actual = call()
+    assert not ran
+    assert described(actual) == described(expected)
+    for a, b in zip(actual, expected, strict=True):
+        # RMSNorm on a CPU is other operators, and what stands for a kernel of its gradient adds in another order.
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+ERRORS: dict[str, Callable[[], object]] = {
+    "another shape": lambda: functional.layer_norm(torch.randn(3, 8), (9,)),
+    "no shape": lambda: functional.layer_norm(torch.randn(3, 8), ()),
+    "a weight of another shape": lambda: functional.layer_norm(torch.randn(3, 8), (8,), torch.ones(9)),
+    "a weight of another type": lambda: functional.layer_norm(torch.randn(3, 8), (8,), torch.ones(8).half()),
+    "integers": lambda: functional.layer_norm(torch.ones(3, 8, dtype=torch.int32), (8,)),
+    "RMSNorm of another shape": lambda: functional.rms_norm(torch.randn(3, 8), (9,)),
+}
+
+
+@pytest.mark.parametrize("call", ERRORS.values(), ids=ERRORS)
+def test_an_error_is_torchs(call: Callable[[], object]) -> None:
+    with pytest.raises(RuntimeError) as expected:
+        call()
+    with override(), pytest.raises(RuntimeError) as actual:
+        call()
+    assert (type(actual.value), str(actual.value)) == (type(expected.value), str(expected.value))
+
+
+@each_device
+@each_norm
+def test_eps_of_none(norm: str, device: str) -> None:
+    """Small enough rows tell whose epsilon it is."""
+    x = torch.randn(3, 16, device=device) * 1e-4
+    call = functional.rms_norm if norm == "rms" else functional.layer_norm
+    expected = call(x, (16,))
+    with override(device):
+        torch.testing.assert_close(call(x, (16,)), expected)
+
+
+def test_what_is_copied_on_write_stays_shared(ran: list[str]) -> None:
+    lazily: Any = torch._lazy_clone
+    x = lazily(torch.randn(3, 16))
+    with override():
+        functional.layer_norm(x, (16,))
+        functional.rms_norm(x, (16,))
+    assert torch._C._is_cow_tensor(x)  # type: ignore[attr-defined]  # likewise
+    assert not ran
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_whether_gradients_are_recorded_stays_as_it_was(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(3, 16, requires_grad=True)
+    with override(), torch.set_grad_enabled(grad):
+        assert functional.layer_norm(x, (16,)).requires_grad is grad
+        assert torch.is_grad_enabled() is grad
+        monkeypatch.setattr(served, "layernorm2d_fwd", _refuse)
+        functional.layer_norm(x, (16,))
+        assert torch.is_grad_enabled() is grad
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise FrozenError("it would have to be compiled")
+
+
+@each_norm
+def test_a_kernel_that_there_is_none_of_is_said_once(
+    norm: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NORMFORGE_FROZEN and NORMFORGE_ON_MISS forbid a kernel: torch's serves, forward and backward."""
+    for name in ("layernorm2d_fwd", "layernorm2d_bwd", "rmsnorm2d_fwd", "rmsnorm2d_bwd"):
+        monkeypatch.setattr(served, name, _refuse)
+    monkeypatch.setattr(served, "_said", set())
+    x = torch.randn(3, 16, requires_grad=True)
+    expected = with_gradients(norm, x, (16,))
+    with override():
+        for _ in range(3):
+            alike(with_gradients(norm, x, (16,)), expected)
+    says = "override_torch leaves calls to torch's own kernel: it would have to be compiled"
+    assert [record.getMessage() for record in caplog.records] == [says, says]
+
+
+def test_only_what_is_loaded_runs_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch, ran: list[str]) -> None:
+    x = torch.randn(3, 16)
+    loads: list[bool] = []
+
+    def layernorm2d_fwd(*_: Any, **__: Any) -> Any:
+        loads.append(not obtain._this_thread.only_compiled)
+        return _refuse()
+
+    monkeypatch.setattr(served, "_captured", lambda x: True)
+    monkeypatch.setattr(served, "layernorm2d_fwd", layernorm2d_fwd)
+    expected = functional.layer_norm(x, (16,))
+    with override():
+        torch.testing.assert_close(functional.layer_norm(x, (16,)), expected, rtol=0, atol=0)
+        monkeypatch.setattr(served, "_captured", lambda x: False)
+        functional.layer_norm(x, (16,))
+    assert loads == [False, True]
+
+
+@pytest.mark.gpu
+@each_norm
+def test_a_captured_graph(norm: str, ran: list[str]) -> None:
+    """What was called before is captured; what was not is torch's kernel in the graph."""
+    for n, warm in ((1024, True), (1032, False)):
+        x = torch.randn(8, n, device="cuda")
+        expected = normalised(norm, x, (n,), None, None)
+        ran.clear()
+        with override("cuda"):
+            if warm:
+                normalised(norm, x, (n,), None, None)
+            ran.clear()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                actual = normalised(norm, x, (n,), None, None)
+            assert ran == (SERVED[norm][:1] if warm else [])
+        graph.replay()
+        alike(actual, expected)
+
+
+def pair(norm: str, device: str) -> tuple[Callable[..., torch.Tensor], torch.Tensor, torch.Tensor]:
+    weight, bias = torch.randn(16, device=device), torch.randn(16, device=device)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        if norm == "rms":
+            return functional.rms_norm(x, (16,), weight, EPS)
+        return functional.layer_norm(x, (16,), weight, bias, EPS)
+
+    return call, torch.randn(3, 4, 16, device=device), torch.randn(3, 4, 16, device=device)
+
+
+def _squares(call: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: call(x).square().sum()
+
+
+def _leaf(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().clone().requires_grad_()
+
+
+def _batched(call: Any, x: torch.Tensor, t: torch.Tensor) -> Any:
+    leaf = _leaf(x)
+    return torch.autograd.grad(call(leaf), leaf, torch.stack((t, 2 * t)), is_grads_batched=True)
+
+
+def _checkpointed(call: Any, x: torch.Tensor, t: torch.Tensor) -> Any:
+    leaf = _leaf(x)
+    return torch.autograd.grad(checkpoint(call, leaf, use_reentrant=False), leaf, t)
+
+
+def _autocast(call: Any, x: torch.Tensor, t: torch.Tensor) -> Any:
+    leaf = _leaf(x)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        y = call(leaf)
+    return [y, *torch.autograd.grad(y, leaf, t.to(y.dtype))]
+
+
+def _inferred(call: Any, x: torch.Tensor, t: torch.Tensor) -> Any:
+    with torch.inference_mode():
+        return call(x).clone()
+
+
+SURROUNDINGS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], Any]] = {
+    "vmap": lambda call, x, t: func.vmap(call)(x),
+    "vmap of the last dimension": lambda call, x, t: func.vmap(call, in_dims=-1)(torch.stack((x, t), -1)),
+    "grad": lambda call, x, t: func.grad(_squares(call))(x),
+    "vmap of grad": lambda call, x, t: func.vmap(func.grad(_squares(call)))(x),
+    "grad of grad": lambda call, x, t: func.grad(lambda x: func.grad(_squares(call))(x).sin().sum())(x),
+    "jvp": lambda call, x, t: func.jvp(call, (x,), (t,)),
+    "jvp of grad": lambda call, x, t: func.jvp(func.grad(_squares(call)), (x,), (t,)),
+    "functionalize": lambda call, x, t: func.functionalize(call)(x),
+    "batched gradients": _batched,
+    "checkpoint": _checkpointed,
+    "autocast": _autocast,
+    "inference mode": _inferred,
+    "jit.trace": lambda call, x, t: torch.jit.trace(lambda x: call(x), x)(t),  # type: ignore[no-untyped-call]  # torch declares no types for it
+}
+
+
+_LONG = ("grad of grad", "jvp of grad", "jit.trace", "vmap")
+_SURROUNDINGS = [
+    pytest.param(surround, id=name, marks=[THOROUGH] if name in _LONG else [])
+    for name, surround in SURROUNDINGS.items()
+]
+
+
+@each_device
+@each_norm
+@pytest.mark.parametrize("surround", _SURROUNDINGS)
+def test_what_surrounds_a_call(surround: Callable[..., Any], norm: str, device: str) -> None:
+    call, x, t = pair(norm, device)
+    leaves = torch.utils._pytree.tree_leaves
+    expected = leaves(surround(call, x, t))
+    with override(device):
+        alike(leaves(surround(call, x, t)), expected, 1e-4)
+
+
+@pytest.mark.thorough
+@each_norm
+def test_a_compiled_graph_is_the_same(norm: str) -> None:
+    """AOTAutograd sees torch's operators, and decomposes them where its backend says so."""
+    call, x, t = pair(norm, "cpu")
+
+    def seen() -> list[str]:
+        graphs: list[str] = []
+
+        def keep(module: torch.fx.GraphModule, _: Any) -> Any:
+            graphs.append(module.print_readable(print_output=False))
+            return module.forward
+
+        torch._dynamo.reset()
+        from torch._dynamo.backends.common import aot_autograd
+
+        compiled = torch.compile(call, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+        leaf = _leaf(x)
+        torch.autograd.grad(compiled(leaf), leaf, t)
+        torch._dynamo.reset()
+        return graphs
+
+    expected = seen()
+    with override():
+        assert seen() == expected
+    assert len(expected) == 2
+
+
+MODELS: dict[str, Callable[[], torch.nn.Module]] = {
+    "LayerNorm": lambda: torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.LayerNorm(16)),
+    "RMSNorm": lambda: torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.RMSNorm(16)),
+    "LayerNorm without a bias": lambda: torch.nn.LayerNorm(16, bias=False),
+    "TransformerEncoder": lambda: torch.nn.TransformerEncoder(
+        torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), 2
+    ),
+    "TransformerDecoderLayer": lambda: _of_one(torch.nn.TransformerDecoderLayer(16, 2, 32, 0.0, batch_first=True)),
+}
+
+
+def _of_one(decoder: torch.nn.Module) -> torch.nn.Module:
+    class OfOne(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = decoder
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.inner(x, x)
+
+    return OfOne()
+
+
+@each_device
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_a_model_beside_fp64(make: Callable[[], torch.nn.Module], device: str, ran: list[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = make().to(device)
+    twin = copy.deepcopy(model).double()
+    x = torch.randn(2, 4, 16, device=device, requires_grad=True)
+    exact = x.detach().double().requires_grad_()
+    t = torch.randn(2, 4, 16, device=device)
+    with override(device):
+        y = model(x)
+        actual = [y, *torch.autograd.grad(y, (x, *model.parameters()), t)]
+    assert {"fwd", "bwd"} == {name[-3:] for name in ran}
+    wanted = twin(exact)
+    expected = [wanted, *torch.autograd.grad(wanted, (exact, *twin.parameters()), t.double())]
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+
+
+@each_device
+def test_the_fast_path_of_an_encoder_layer_comes_to_kernels(device: str, ran: list[str]) -> None:
+    """One operator of torch's that calls no module, and so none that `patch` could swap."""
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True).to(device).eval()
+    x = torch.randn(2, 4, 16, device=device)
+    with torch.no_grad():
+        expected = layer(x)
+        with override(device):
+            torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
+    assert ran == ["layernorm2d_fwd"] * 2
+
+
+@each_device
+def test_a_patched_model_is_served_as_before(device: str, ran: list[str]) -> None:
+    model = torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.RMSNorm(16)).to(device)
+    normforge.patch(model)
+    x = torch.randn(3, 16, device=device)
+    expected = model(x)
+    with override(device):
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+    assert not ran

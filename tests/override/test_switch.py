@@ -1,0 +1,175 @@
+"""`override_torch` on and off: by whom, in what order, in several threads, and with others who do the same."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import normforge
+from normforge.override.served import OPERATORS
+from normforge.override.switch import Switch, TorchOverride
+
+from .conftest import override
+
+
+def tables(key: str = "CPU") -> dict[str, str]:
+    """What torch's dispatcher has for each operator."""
+    dump: Callable[[str], str] = torch._C._dispatch_dump_table
+    lines = {operator: dump(f"aten::{operator}").splitlines() for operator in OPERATORS}
+    return {operator: next((line for line in of if line.startswith(f"{key}:")), "") for operator, of in lines.items()}
+
+
+def is_replaced(key: str = "CPU") -> bool:
+    replaced = {"torch_dispatcher.py" in line for line in tables(key).values()}
+    assert len(replaced) == 1
+    return replaced.pop()
+
+
+def test_it_is_off_until_it_is_called_and_afterwards() -> None:
+    before = tables()
+    assert not is_replaced()
+    with override() as wish:
+        assert is_replaced()
+        assert wish.active
+        assert repr(wish) == (
+            "<normforge.TorchOverride of native_layer_norm, native_layer_norm_backward, _fused_rms_norm, "
+            "_fused_rms_norm_backward: active>"
+        )
+    assert tables() == before
+    assert not wish.active
+    assert repr(wish).endswith(": restored>")
+
+
+def test_it_ends_with_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), override():
+        _ = 1 / 0
+    assert not is_replaced()
+
+
+def test_each_wish_counts() -> None:
+    first, second = override(), override()
+    first.restore()
+    first.restore()
+    assert is_replaced()
+    assert second.active
+    with override():
+        pass
+    assert is_replaced()
+    second.restore()
+    assert not is_replaced()
+
+
+def test_the_public_functions_are_of_gpus() -> None:
+    """A build of torch without CUDA lacks one of the kernels, and what is not there is not replaced."""
+    torchs, on_cpu = tables("CUDA"), tables()
+    with normforge.override_torch():
+        normforge.override_torch()
+        assert "torch_dispatcher.py" in tables("CUDA")["native_layer_norm"]
+        assert tables() == on_cpu
+    assert "torch_dispatcher.py" in tables("CUDA")["native_layer_norm"]
+    normforge.restore_torch()
+    assert tables("CUDA") == torchs
+    normforge.restore_torch()
+    assert tables("CUDA") == torchs
+
+
+def test_several_threads_switch_while_others_call() -> None:
+    """A call that is under way while its kernel is taken away ends as it began."""
+    # No kernel serves float64: its calls are short, and many are under way.
+    x = torch.randn(4, 16).double()
+    expected = functional.layer_norm(x, (16,))
+    switch, over = Switch("CPU"), threading.Event()
+
+    def toggle(_: int) -> None:
+        for _ in range(200):
+            with TorchOverride(switch):
+                pass
+
+    def call(_: int) -> int:
+        calls = 0
+        while not over.is_set():
+            assert torch.equal(functional.layer_norm(x, (16,)), expected)
+            calls += 1
+        return calls
+
+    with ThreadPoolExecutor(4) as pool:
+        calling = [pool.submit(call, place) for place in range(2)]
+        try:
+            list(pool.map(toggle, range(2)))
+        finally:
+            over.set()
+        assert all(each.result() for each in calling)
+    assert not is_replaced()
+
+
+@pytest.fixture
+def torchs_own() -> Iterator[Any]:
+    """`torch.backends.python_native` with an override of RMSNorm for CPUs, of inputs with 24 columns."""
+    native = getattr(torch.backends, "python_native", None)
+    if native is None:
+        pytest.skip("this PyTorch has no overrides of its own: they came with 2.13")
+    from torch._native import registry
+
+    def ones(x: torch.Tensor, shape: Any, weight: Any, eps: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones_like(x), torch.ones(*x.shape[:-1], 1)
+
+    of_24: dict[str, Any] = {"cond": lambda x, shape, weight, eps: x.shape[-1] == 24, "impl": ones}
+    registry.register_op_override("cutedsl", "aten", "_fused_rms_norm", "CPU", **of_24)
+    key = ("_fused_rms_norm", "CPU")
+    registry._register_overrides_from_graph(*key, registry._graphs[key])
+    yield native
+    registry._destroy_aten_override(*key)
+    del registry._graphs[key]
+    for named in (
+        registry._dsl_name_to_lib_graph,
+        registry._dispatch_key_to_lib_graph,
+        registry._op_symbol_to_lib_graph,
+    ):
+        for places in named.values():
+            while key in places:
+                places.remove(key)
+
+
+def is_torchs_own(x: torch.Tensor) -> bool:
+    return bool((functional.rms_norm(x, x.shape[-1:]) == 1).all())
+
+
+def test_torchs_own_override_comes_back(torchs_own: Any, ran: list[str]) -> None:
+    x, wide = torch.randn(3, 24), torch.randn(3, 24).double()
+    assert is_torchs_own(x)
+    with override():
+        assert not is_torchs_own(x)
+        assert ran == ["rmsnorm2d_fwd"]
+        # What no kernel serves is torch's compiled kernel's.
+        assert not is_torchs_own(wide)
+    assert is_torchs_own(x)
+
+
+def test_torchs_own_override_is_switched_within(torchs_own: Any, ran: list[str]) -> None:
+    """Neither holds what the other put there: a kernel that was taken is of no use once that has gone."""
+    x, wide, other = torch.randn(3, 24), torch.randn(3, 24).double(), torch.randn(3, 16)
+    with override():
+        with torchs_own.operations_disabled("_fused_rms_norm"):
+            assert not is_torchs_own(x)
+            assert not is_torchs_own(wide)
+        # Whoever came last is first.
+        assert is_torchs_own(x)
+        ran.clear()
+        assert not is_torchs_own(other)
+        assert ran == ["rmsnorm2d_fwd"]
+    assert is_torchs_own(x)
+    assert not is_torchs_own(other)
+    torchs_own.disable_operations("_fused_rms_norm")
+    try:
+        with override():
+            assert not is_torchs_own(x)
+        assert not is_torchs_own(x)
+    finally:
+        torchs_own.enable_operations("_fused_rms_norm")
+    assert is_torchs_own(x)
