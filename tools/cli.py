@@ -27,6 +27,9 @@ VERBS = {
     "tune": Verb(".tune", "measure which tiles suit this GPU, and write them down"),
     "warmup": Verb(".warmup_command", "compile ahead what a deployment touches, for the GPU that is here"),
     "aot": Verb(".aot_command", "compile it into a folder, for a GPU that need not be here"),
+    "backendbench": Verb(
+        ".backendbench", "write torch's norms as operators that BackendBench tests", makes_calls=False
+    ),
     "demo": Verb(".demo", "run a handful of modes and print a table"),
 }
 
@@ -34,7 +37,7 @@ USAGE = "\n".join(
     (
         "usage: normforge VERB [argument ...]",
         "",
-        *(f"  {name:<10}{verb.summary}" for name, verb in VERBS.items()),
+        *(f"  {name:<14}{verb.summary}" for name, verb in VERBS.items()),
         "",
         "normforge VERB -h explains a verb; normforge --version prints the version.",
         "Exit status: 0 done, 1 an output differs from the reference or a check found a difference,",

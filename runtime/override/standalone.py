@@ -1,0 +1,46 @@
+"""Torch's own norms as functions of their arguments alone, outside its dispatcher: as BackendBench calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..upstream.torch_dispatcher import Kernel, kernel_of
+from .served import serving
+
+# The dispatch keys of the devices that kernels run on.
+_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
+
+
+def standalone(operator: str) -> Callable[..., Any]:
+    """What an operator of aten computes, by a kernel where one serves the call; results have no gradients.
+
+    Torch's kernels are taken now, so that the function may be put in the operator's own place afterwards.
+
+    Args:
+        operator: one of `served.OPERATORS`.
+
+    Returns:
+        A function of the operator's arguments, in the order of its schema.
+    """
+    torchs = {device: kernel_of(operator, key) for device, key in _KEYS.items()}
+    serves = {device: _serving(operator, device, kernel) for device, kernel in torchs.items() if kernel is not None}
+
+    def call(x: torch.Tensor, *others: Any) -> Any:
+        serve = serves.get(x.device.type)
+        if serve is None:
+            raise NotImplementedError(
+                f"aten::{operator} was given a tensor on {x.device}; this torch has kernels of it for "
+                f"{' and '.join(serves)}: move the tensor there"
+            )
+        return serve(x, *others)
+
+    return call
+
+
+def _serving(operator: str, device: str, kernel: Kernel) -> Callable[..., Any]:
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEYS[device]))
+    serve = serving(operator, kernel)
+    return lambda *arguments: serve(keys, *arguments)

@@ -1,0 +1,140 @@
+"""`normforge backendbench`: what it writes, loaded as BackendBench's directory backend loads it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from normforge.override.served import OPERATORS
+from normforge.tools.cli import main
+
+aten: Any = torch.ops.aten
+
+N = 40
+
+
+@pytest.fixture
+def folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    assert main(["backendbench", str(tmp_path / "operators")]) == 0
+    says = capsys.readouterr().out
+    assert says == f"4 operators in {tmp_path / 'operators'}: {', '.join(OPERATORS)}\n"
+    return tmp_path / "operators"
+
+
+def loaded(folder: Path) -> dict[str, Callable[..., Any]]:
+    """What BackendBench 0.1.0's DirectoryBackend finds: the first file of each folder, and its function."""
+    found = {}
+    for place in folder.iterdir():
+        file = min(file.name for file in place.iterdir() if file.name.startswith(f"{place.name}_implementation"))
+        spec = importlib.util.spec_from_file_location(f"op_{place.name}", place / file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        # A dot of an operator's name is two underscores.
+        operator, overload = place.name.rsplit("__", 1)
+        assert hasattr(getattr(aten, operator), overload)
+        found[operator] = getattr(module, f"{place.name}_kernel_impl")
+    return found
+
+
+def arguments(dtype: torch.dtype) -> dict[str, tuple[Any, ...]]:
+    """What each operator may be given."""
+    x, dy = (torch.randn(2, 3, N).to(dtype) for _ in range(2))
+    weight, bias = (torch.randn(N).to(dtype) for _ in range(2))
+    _, mean, rstd = aten.native_layer_norm(x, (N,), weight, bias, 1e-5)
+    _, of_rms = aten._fused_rms_norm(x, (N,), weight, 1e-5)
+    return {
+        "native_layer_norm": (x, (N,), weight, bias, 1e-5),
+        "native_layer_norm_backward": (dy, x, (N,), mean, rstd, weight, bias, [True, True, True]),
+        "_fused_rms_norm": (x, (N,), weight, 1e-5),
+        "_fused_rms_norm_backward": (dy, x, (N,), of_rms, weight, [True, True]),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+# float64 is torch's own; what no kernel serves must not come round to the function that stands for the operator.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_each_operator(dtype: torch.dtype, folder: Path) -> None:
+    functions, given = loaded(folder), arguments(dtype)
+    assert set(functions) == set(OPERATORS)
+    torchs = {name: _exact(name, given[name]) for name in OPERATORS}
+    # Torch declares no types for it.
+    make: Any = torch.library.Library
+    library = make("aten", "IMPL")
+    try:
+        # As BackendBench.enable does, for a whole process.
+        for name, function in functions.items():
+            library.impl(name, function, "CPU")
+        found = {name: (functions[name](*given[name]), getattr(aten, name)(*given[name])) for name in OPERATORS}
+        x = torch.randn(3, N).to(dtype).requires_grad_()
+        (dx,) = torch.autograd.grad(functional.layer_norm(x, (N,)).square().sum(), x)
+    finally:
+        library._destroy()
+    (exact,) = torch.autograd.grad(functional.layer_norm(x.double(), (N,)).square().sum(), x)
+    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-4
+    torch.testing.assert_close(dx, exact, rtol=tolerance, atol=tolerance)
+    for name, both in found.items():
+        for results in both:
+            for a, b in zip(results, torchs[name], strict=True):
+                torch.testing.assert_close(
+                    a.double(), b, rtol=tolerance, atol=tolerance * max(1.0, b.abs().max().item())
+                )
+
+
+def _exact(name: str, given: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    """What torch's operator makes of the same numbers in fp64; it has no kernel of RMSNorm's gradients on a CPU."""
+    doubled: list[Any] = [value.double() if isinstance(value, torch.Tensor) else value for value in given]
+    if name == "_fused_rms_norm_backward":
+        dy, x, shape, _, weight, _ = doubled
+        leaves = x.requires_grad_(), weight.requires_grad_()
+        return torch.autograd.grad(functional.rms_norm(leaves[0], shape, leaves[1], 1e-5), leaves, dy)
+    return tuple(getattr(aten, name)(*doubled))
+
+
+def test_arguments_have_the_schemas_names(folder: Path) -> None:
+    function = loaded(folder)["native_layer_norm"]
+    x = torch.randn(3, N)
+    actual = function(x, normalized_shape=(N,), weight=None, bias=None, eps=1e-5)[0]
+    torch.testing.assert_close(actual, functional.layer_norm(x, (N,)))
+
+
+def test_it_writes_over_its_own_files(folder: Path) -> None:
+    before = {path: path.read_text() for path in folder.rglob("*.py")}
+    for path in before:
+        path.write_text(path.read_text() + "\n1 / 0\n")
+    assert main(["backendbench", str(folder)]) == 0
+    assert {path: path.read_text() for path in folder.rglob("*.py")} == before
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("native_layer_norm__default_implementation_v1.py", "is there already and normforge did not write it"),
+        ("native_layer_norm__default_implementation_a.py", "BackendBench would load"),
+    ],
+)
+def test_another_file_in_the_way_is_refused(
+    file: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "native_layer_norm__default" / file
+    other.parent.mkdir()
+    other.write_text("# somebody's\n")
+    with pytest.raises(SystemExit) as stop:
+        main(["backendbench", str(tmp_path)])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert "move it away, or name another DIR" in error
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [other]
+
+
+def test_another_device_is_refused(folder: Path) -> None:
+    with pytest.raises(NotImplementedError, match=r"a tensor on meta; this torch has kernels of it for cpu"):
+        loaded(folder)["native_layer_norm"](torch.randn(3, N, device="meta"), (N,), None, None, 1e-5)
