@@ -162,7 +162,7 @@ def _recorded_parts(inputs: Inputs, taken: Taken) -> list[Part]:
     kept = (residual.clone(), weight, bias)
     found = (None, True, (SimpleNamespace(n=n), (), (), (), 0))
     passing = without(recorded_calls.normalise_known, find_recorded=lambda *_: found, _apply=lambda *_: residual)
-    public = without(functional.layer_norm, recorded=SimpleNamespace(normalise_known=passing))
+    public = without(functional.layer_norm, normalise_known=passing)
     parts = [
         Part(RECORDED, _GIVEN, lambda: public(x, shape, *vectors, eps)),
         Part(RECORDED, _APPLY, lambda: _apply_empty(kept, *leaves)),

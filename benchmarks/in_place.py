@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from normforge.calls import recorded, straight
+from normforge.calls.launch import run_recorded
 from normforge.nn import functional
 
 from .take_apart import Taken, nothing, without
@@ -45,13 +46,13 @@ def recorded_in_place(taken: Taken, call: Callable[[Callable[..., Any]], Call]) 
 
     def made(apply: Callable[..., Any], allocates: bool) -> Call:
         find = without(straight.find_recorded, dispatch=_known(taken, allocates))
-        known = SimpleNamespace(normalise_known=without(recorded.normalise_known, find_recorded=find, _apply=apply))
-        return call(without(functional.layer_norm, recorded=known))
+        known = without(recorded.normalise_known, find_recorded=find, _apply=apply)
+        return call(without(functional.layer_norm, normalise_known=known))
 
-    launch: Callable[..., Any] = recorded._launch
+    launch: Callable[..., Any] = run_recorded
 
     def keeping_nothing(ctx: Any, told: Any, *tensors: Any) -> Any:
-        return launch(told, True, *tensors, None)[0]
+        return launch(*told[1])[0]
 
     keeping = _apply_of(recorded._Normalise.forward)
     return {

@@ -162,6 +162,11 @@ def _some(every: Sequence[Parameter], there: Sequence[Parameter], suffix: str) -
     return ", ".join(f"{row.name}{suffix}" if row in there else absent for row in every)
 
 
+def _names(rows: Sequence[Parameter]) -> str:
+    """What rows are called."""
+    return ", ".join(row.name for row in rows)
+
+
 def _outdented(text: str) -> str:
     """What a macro of whole lines gives, one step further out."""
     return "\n".join(line.removeprefix(4 * " ") for line in _block(text).split("\n"))
@@ -176,6 +181,7 @@ _HELPERS = {
     "block": _block,
     "either": _either,
     "every": _every,
+    "names": _names,
     "outdented": _outdented,
     "some": _some,
     "paragraph": _paragraph,

@@ -93,6 +93,7 @@ class Parameter:
         gradient: the result of the backward family that is its gradient; "" if it has none.
         result: of a `Kind.PLACE`: the result that goes there.
         functional: whether calls of the functional API, which autograd records, have it.
+        torchs: by norm, what None stands for there, as in the torch function of the same signature.
     """
 
     name: str
@@ -111,6 +112,7 @@ class Parameter:
     gradient: str = ""
     result: str = ""
     functional: bool = False
+    torchs: Mapping[Norm, str] = field(default_factory=dict, hash=False)
 
     @property
     def is_optional(self) -> bool:

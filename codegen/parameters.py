@@ -63,6 +63,8 @@ FORWARD = Family(
             meaning={Norm.LAYER: "added to the variance.", Norm.RMS: "added to the mean square."},
             least=0.0,
             functional=True,
+            # torch computes 16-bit inputs in fp32, as the kernels do.
+            torchs={Norm.RMS: "torch.finfo(torch.float32).eps"},
         ),
         Parameter(
             "weight_offset",
@@ -71,6 +73,7 @@ FORWARD = Family(
             meaning={Norm.RMS: "added to every weight, in fp32."},
             needs="weight",
             absent="weight_offset={weight_offset} is added to weight and none was passed; pass weight",
+            functional=True,
         ),
         Parameter(
             "residual",
@@ -121,6 +124,7 @@ FORWARD = Family(
             axis="x_bias",
             wanted="x_bias",
             gradient="dx_bias",
+            functional=True,
         ),
         Parameter(
             "out_dtype",
@@ -240,6 +244,7 @@ BACKWARD = Family(
             meaning={Norm.RMS: "as the forward call was given it."},
             needs="weight",
             absent="weight_offset={weight_offset} is added to weight and none was passed; pass weight",
+            functional=True,
         ),
         Parameter(
             "x_bias",
@@ -248,6 +253,7 @@ BACKWARD = Family(
             meaning=_first("(N,), if the forward call added one to x; leave it out where x is residual_out."),
             axis="x_bias",
             wanted="x_bias",
+            functional=True,
         ),
         Parameter(
             "dresidual_out",

@@ -43,6 +43,25 @@ class ReferenceOutput(NamedTuple):
     open: torch.Tensor | None = None
 
 
+class _Normalised(NamedTuple):
+    """Rows in the arithmetic dtype, weight and bias applied, with their statistics; see `ReferenceOutput`."""
+
+    y: torch.Tensor
+    open: torch.Tensor | None
+    mean: torch.Tensor | None
+    rstd: torch.Tensor
+
+
+class _Asked(NamedTuple):
+    """How y is stored: the arguments of those names."""
+
+    smooth_scale: torch.Tensor | None
+    fquant: FusedQuant
+    out_dtype: torch.dtype | None
+    scale_dtype: torch.dtype
+    rounding: Rounding
+
+
 def layernorm2d_fwd(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -74,9 +93,8 @@ def layernorm2d_fwd(
         either = either if either is None else either * weight.to(dtype).abs()
     if bias is not None:
         y = y + bias.to(dtype)
-    return _finish(
-        x, y, either, mean, rstd, residual_out, smooth_scale, fquant, out_dtype, scale_dtype, save_mv, rounding
-    )
+    asked = _asked(smooth_scale, fquant, out_dtype, scale_dtype, rounding)
+    return _finish(_Normalised(y, either, mean, rstd), asked, x.dtype, residual_out, save_mv)
 
 
 def rmsnorm2d_fwd(
@@ -104,9 +122,8 @@ def rmsnorm2d_fwd(
     if weight is not None:
         y = y * (weight.to(dtype) + weight_offset)
         either = either if either is None else either * (weight.to(dtype) + weight_offset).abs()
-    return _finish(
-        x, y, either, None, rstd, residual_out, smooth_scale, fquant, out_dtype, scale_dtype, save_mv, rounding
-    )
+    asked = _asked(smooth_scale, fquant, out_dtype, scale_dtype, rounding)
+    return _finish(_Normalised(y, either, None, rstd), asked, x.dtype, residual_out, save_mv)
 
 
 def _sum(
@@ -129,25 +146,26 @@ def _sum(
     return total, stored.to(residual.dtype)
 
 
-def _finish(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    either: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    residual_out: torch.Tensor | None,
+def _asked(
     smooth_scale: torch.Tensor | None,
-    fquant_word: str | int | FusedQuant,
+    fquant: str | int | FusedQuant,
     out_dtype: torch.dtype | None,
     scale_dtype: torch.dtype,
-    save_mv: bool,
     rounding: str | Rounding,
+) -> _Asked:
+    quantisation, way = word(FusedQuant, "fquant", fquant), word(Rounding, "rounding", rounding)
+    return _Asked(smooth_scale, quantisation, out_dtype, scale_dtype, way)
+
+
+def _finish(
+    rows: _Normalised, asked: _Asked, x_dtype: torch.dtype, residual_out: torch.Tensor | None, save_mv: bool
 ) -> ReferenceOutput:
-    fquant = word(FusedQuant, "fquant", fquant_word)
+    y, either, mean, rstd = rows
+    smooth_scale, fquant, out_dtype, scale_dtype, rounding = asked
     saved_mean = mean.squeeze(-1).float() if save_mv and mean is not None else None
     saved_rstd = rstd.squeeze(-1).float() if save_mv else None
     if not fquant.quantises:
-        return ReferenceOutput(y.to(out_dtype or x.dtype), residual_out, None, saved_mean, saved_rstd, y, either)
+        return ReferenceOutput(y.to(out_dtype or x_dtype), residual_out, None, saved_mean, saved_rstd, y, either)
     z = y * smooth_scale.to(y.dtype) if smooth_scale is not None else y
     if either is not None and smooth_scale is not None:
         either = either * smooth_scale.to(y.dtype).abs()
@@ -155,7 +173,7 @@ def _finish(
     y_scale = _rounded_scale(z.abs().amax(-1, keepdim=True) / out.qmax, scale_dtype)
     # What is left of a row of zeros, and what fp32 cannot invert, is no scale.
     y_scale = torch.where(y_scale.float() < torch.finfo(torch.float32).smallest_normal, 1.0, y_scale)
-    q = quantise(z / y_scale.to(z.dtype), out, word(Rounding, "rounding", rounding))
+    q = quantise(z / y_scale.to(z.dtype), out, rounding)
     return ReferenceOutput(q, residual_out, y_scale.squeeze(-1), saved_mean, saved_rstd, z, either)
 
 

@@ -175,6 +175,11 @@ def _check_presence(takes: Function, mode: Mode, said: Mapping[str, Any]) -> Non
         error = absent if _asks(mode, wanted) else unused
         if error and (said[name] is None) is (error is absent):
             raise ConflictError(error.format(**{axis: said[argument].value for argument, _, axis in takes.words}))
+    _check_needs(takes, said)
+
+
+def _check_needs(takes: Function, said: Mapping[str, Any]) -> None:
+    """Check that there is what a number is added to."""
     for name, needed, error in takes.needs:
         if said[name] and said[needed] is None:
             raise ConflictError(error.format(**{name: said[name]}))
@@ -223,7 +228,7 @@ def check_normalised(
 
     Args:
         function: the name of the forward function of the same norm.
-        given: those of its arguments that are taken here too, by name; weight and bias are of normalized_shape.
+        given: those of its arguments that are taken here too, by name; vectors are of normalized_shape.
         normalized_shape: x's last dimensions.
         kernel: whether a kernel is to run, which takes no float64.
 
@@ -232,7 +237,7 @@ def check_normalised(
         DTypeError: a tensor is of a type that cannot be normalised, or an argument is no tensor.
         DeviceError: tensors are on several devices.
         LayoutError: a tensor is sparse or nested.
-        ConflictError: eps is no number of at least 0.
+        ConflictError: eps is no number of at least 0, or weight_offset none that is added to a weight.
     """
     x, dtypes = given["x"], FLOATS if kernel else _DOUBLE
     check_dtype("x", check_tensor("x", x), dtypes)
@@ -257,6 +262,7 @@ def check_normalised(
         word(words, name, said[name])
     for name, least in takes.numbers:
         check_number(name, said[name], least=least)
+    _check_needs(takes, said)
     return shape
 
 

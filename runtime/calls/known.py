@@ -39,8 +39,8 @@ _MOST_KINDS = 16
 Key = tuple[Any, ...]
 Addresses = tuple[int, ...]
 Tensors = tuple["torch.Tensor | None", ...]
-# A plan, the addresses of what is read, these tensors, x's shape, and its rows.
-Found = tuple[Any, Addresses, Tensors, torch.Size, int]
+# A plan, the addresses of what is read, these tensors, x's shape and its rows, eps and weight_offset.
+Found = tuple[Any, Addresses, Tensors, torch.Size, int, float, float]
 
 
 class Known:

@@ -9,171 +9,104 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..codegen.model import Cast, Norm
-from ..codegen.parameters import BACKWARD, FORWARD
+from ..codegen.model import Cast
 from ..mode_words import word
+from ..upstream.torch_autograd import applied, applied_at_once
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import dispatch_modes
 from . import torch_instead
-from .argument_checks import LARGEST_FP32
 from .backend import intercepted
 from .double_backward import refuse_double_backward
 from .first import launched, launched_backward, resolved
+from .functional import (
+    BACKWARD_OF,
+    FORWARD_OF,
+    any_requires_gradient,
+    as_operands,
+    backward_named,
+    forward_given,
+)
 from .known import PLAIN, Found, Key
 from .launch import run, run_recorded
-from .outputs import LayerNormOutput, dtype_of_all, packed_of, unpacked
-from .row_layout import as_rows, walkable
-from .straight import find_gradients, find_recorded
-from .traced import operated, result_dtype
+from .outputs import LayerNormOutput, NormGradients, dtype_of_all, packed_of, unpacked
+from .row_layout import walkable
+from .straight import BackwardOperands, BackwardOptions, Operands, Options, find_gradients, find_recorded
+from .traced import operated
 
-# What a forward pass is told besides its tensors: the norm's word, eps, y's dtype (None for x's), the cast, what
-# `launch` is to be given if the call is known, and what it is to be known by if it is not.
-_Told = tuple[str, float, "torch.dtype | None", str | Cast, "Found | None", "Key | None"]
+# What a forward pass is told besides its operands: its options, what `run_recorded` is to be given if the call is
+# known, and what it is to be known by if it is not.
+_Told = tuple[Options, "Found | None", "Key | None"]
 
 
 @eager_only
-def normalise_known(
-    norm: str,
-    x: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    eps: float | None,
-    out_dtype: torch.dtype | None = None,
-    cast: str | Cast = "after_weight",
-) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+def normalise_known(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:
     """What `normalise` returns of arguments like those of a call before; None where there was none.
 
-    Arguments need no check before: a call that `normalise` would copy or refuse something of is like none.
+    Arguments need no check before: a call that `normalise` would copy or refuse something of is like none. A
+    normalized_shape of None is x's last dimension.
     """
-    # The class of each, because 64.0 is equal to 64, and a dictionary has a length too. A proxy of torch.fx records
-    # whatever it is asked.
-    if eps.__class__ is not float or normalized_shape.__class__ not in _SHAPES or x.__class__ not in PLAIN:
+    x, weight, bias, residual, x_bias = operands
+    # A proxy of torch.fx records whatever it is asked.
+    if x.__class__ not in PLAIN:
         return None
-    if len(normalized_shape) != 1:
+    if normalized_shape is not None:
+        # The class of each, because 64.0 is equal to 64, and a dictionary has a length too.
+        if normalized_shape.__class__ not in _SHAPES or len(normalized_shape) != 1:
+            return None
+        n = normalized_shape[0]
+        if n.__class__ is not int:
+            return None
+    _, records, found = find_recorded(operands, options)
+    if found is None or (normalized_shape is not None and n != found[0].n):
         return None
-    _, records, found = find_recorded(norm, x, weight, bias, residual, out_dtype, cast)
-    n = normalized_shape[0]
-    if found is None or n.__class__ is not int or n != found[0].n or not 0.0 <= eps <= LARGEST_FP32:
-        return None
-    if not records:
-        return run(*found, eps, 0.0, None, None)[:2]
-    told = (norm, eps, None, cast, found, None)
     if residual is None:
-        return _apply(told, x, weight, bias), None
-    both: tuple[torch.Tensor, torch.Tensor] = _apply_add(told, x, weight, bias, residual)
-    return both
+        return _apply((options, found, None), x, weight, bias, x_bias) if records else run(*found, None, None)[0]
+    return _apply_add((options, found, None), *operands) if records else run(*found, None, None)[:2]
 
 
 _SHAPES = frozenset((tuple, torch.Size, list))
 
 
 @eager_only
-def normalise(
-    norm: Norm,
-    x: torch.Tensor,
-    shape: tuple[int, ...],
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    eps: float,
-    out_dtype: torch.dtype | None,
-    cast: str | Cast = "after_weight",
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def normalise(operands: Operands, shape: tuple[int, ...], options: Options) -> Any:
     """Run the kernel that serves arguments which `check_normalised` has passed, recording it where a gradient is due.
 
     Args:
-        norm: which norm.
-        x: (..., *shape), fp16, bf16 or fp32.
+        operands: x and residual are (..., *shape), the others shape.
         shape: the dimensions that are normalised together.
-        weight: shape, or None.
-        bias: shape, or None; None for RMSNorm.
-        residual: x's shape, or None for no fused add.
-        eps: added to the variance, or the mean square.
-        out_dtype: y's; None is x's, or fp32 where autocast makes it so.
-        cast: as in `layernorm2d_fwd`.
+        options: out_dtype is y's; None is x's, or fp32 where autocast makes it so.
 
     Returns:
         y, and residual_out where there is a residual; both of x's shape.
     """
     # Resolved here, where autograd sees it, and not by what launches.
-    x, weight, bias, residual = resolved(x), resolved(weight), resolved(bias), resolved(residual)
-    rows = (
-        as_rows(x, len(shape)),
-        None if weight is None else weight.flatten().contiguous(),
-        None if bias is None else bias.flatten().contiguous(),
-        None if residual is None else as_rows(residual, len(shape)),
-    )
-    key = None
+    given: Any = tuple(map(resolved, operands))
+    rows = as_operands(given, len(shape))
     # Known is only what was launched as it was passed.
-    if all(row is given for row, given in zip(rows, (x, weight, bias, residual), strict=True)):
-        key, _, _ = find_recorded(norm.value, *rows, out_dtype, cast)
-    told = (norm.value, eps, out_dtype or result_dtype(norm.value, x), cast, None, key)
+    as_passed = all(row is operand for row, operand in zip(rows, given, strict=True))
+    key = find_recorded(rows, options)[0] if as_passed else None
+    x, weight, bias, residual, x_bias = rows
+    told = (options, None, key)
     total: torch.Tensor | None = None
-    if not (torch.is_grad_enabled() and _any_requires_gradient(*rows)):
-        y, total = _launch(told, False, *rows)[:2]
+    if not (torch.is_grad_enabled() and any_requires_gradient(rows)):
+        y, total = _launch(told, False, rows)[:2]
     elif residual is None:
-        y = _Normalise.apply(told, *rows[:3])  # type: ignore[no-untyped-call]  # torch declares no types for it
+        y = _recorded(told, x, weight, bias, x_bias)
     else:
-        y, total = _AddNormalise.apply(told, *rows)  # type: ignore[no-untyped-call]  # likewise
-    return _unflattened(y, shape), None if total is None else _unflattened(total, shape)
+        y, total = _recorded_add(told, *rows)
+    y = _unflattened(y, shape)
+    return y if total is None else (y, _unflattened(total, shape))
 
 
-def _any_requires_gradient(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, residual: torch.Tensor | None
-) -> bool:
-    return (
-        x.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-        or (residual is not None and residual.requires_grad)
-    )
-
-
-def _launch(
-    told: _Told,
-    save_mv: bool,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-) -> LayerNormOutput:
-    norm, eps, _, _, found, key = told
+def _launch(told: _Told, save_mv: bool, rows: Operands) -> LayerNormOutput:
+    options, found, key = told
     if found is not None:
-        return run_recorded(*found, eps, 0.0)
-    if intercepted(x, weight, bias, residual):
-        return _launch_operator(told, save_mv, x, weight, bias, residual)
-    return launched(norm, key, _given(told, save_mv, x, weight, bias, residual), packed=save_mv)
-
-
-def _given(
-    told: _Told,
-    save_mv: bool,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-) -> dict[str, Any]:
-    """The arguments of the forward function; the others have their defaults."""
-    _, eps, out_dtype, cast, _, _ = told
-    given: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "eps": eps, "cast": word(Cast, "cast", cast).value}
-    given |= {"out_dtype": out_dtype, "save_mv": save_mv}
-    if residual is not None:
-        given |= {"residual": residual, "fadd": "pre_add_store"}
-    return given
-
-
-def _launch_operator(
-    told: _Told,
-    save_mv: bool,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-) -> LayerNormOutput:
-    y, *others = operated(FORWARD.functions[Norm(told[0])], _given(told, save_mv, x, weight, bias, residual))
-    total = None if residual is None else others.pop(0)
+        return run_recorded(*found)
+    given = forward_given(rows, options, save_mv)
+    if not intercepted(*rows):
+        return launched(options[0], key, given, packed=save_mv)
+    y, *others = operated(FORWARD_OF[options[0]], given)
+    total = None if given["residual"] is None else others.pop(0)
     return LayerNormOutput(y, total, None, None, packed_of(*others) if save_mv else None)
 
 
@@ -182,31 +115,40 @@ def _unflattened(rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 class _Normalise(torch.autograd.Function):
-    """y of x, weight and bias; see `normalise`.
+    """y of x, weight, bias and x_bias; see `normalise`.
 
-    Kept for the backward pass: x, weight, and a mean and rstd a row.
+    Kept for the backward pass: x, weight, x_bias, and a mean and rstd a row.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, told: _Told, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+        ctx: Any,
+        told: _Told,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        x_bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        y, _, _, _, statistics = _launch(told, True, x, weight, bias, None)
-        ctx.told = (told[0], None if bias is None else bias.dtype, told[3])
-        ctx.save_for_backward(x, weight, statistics)
+        found = told[1]
+        if found is None:
+            y, _, _, _, statistics = _launch(told, True, (x, weight, bias, None, x_bias))
+        else:
+            y, _, _, _, statistics = run_recorded(*found)
+        ctx.told = told[0], None if bias is None else bias.dtype
+        ctx.save_for_backward(x, weight, statistics, x_bias)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        norm, bias_dtype, cast = ctx.told
-        told = (norm, cast, None, bias_dtype, _WANTS[ctx.needs_input_grad[1:]])
+        (norm, _, weight_offset, _, cast), bias_dtype = ctx.told
+        options = (norm, weight_offset, cast, None, bias_dtype, _WANTS[ctx.needs_input_grad[1:]])
         # Recorded only where a gradient of the gradient could be asked for.
-        compute = _Gradients.apply if torch.is_grad_enabled() else _gradients
-        return None, *compute(told, dy, None, *ctx.saved_tensors)
+        compute = _differentiable if torch.is_grad_enabled() else _gradients
+        return None, *compute(options, dy, *ctx.saved_tensors, None)
 
 
 class _AddNormalise(torch.autograd.Function):
-    """y and residual_out of x, weight, bias and residual; see `normalise`.
+    """y and residual_out of x, weight, bias, residual and x_bias; see `normalise`.
 
     Kept for the backward pass: residual_out, which the caller holds anyway, weight, and a mean and rstd a row.
     """
@@ -219,14 +161,17 @@ class _AddNormalise(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         residual: torch.Tensor,
+        x_bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        y, total, _, _, statistics = _launch(told, True, x, weight, bias, residual)
+        y, total, _, _, statistics = _launch(told, True, (x, weight, bias, residual, x_bias))
         # Of fp32 alone nothing was rounded first, whatever the sum is stored in.
-        cast = "after_weight" if x.dtype is y.dtype is torch.float32 else told[3]
-        ctx.told = (told[0], x.dtype, None if bias is None else bias.dtype, residual.dtype, cast)
+        norm, _, weight_offset, _, cast = told[0]
+        cast = "after_weight" if x.dtype is y.dtype is torch.float32 else cast
+        summed = None if x_bias is None else x_bias.dtype
+        ctx.told = norm, weight_offset, cast, x.dtype, None if bias is None else bias.dtype, residual.dtype, summed
         # A gradient that did not arrive stays None, rather than becoming M×N zeros.
         ctx.set_materialize_grads(False)
-        if not (x.requires_grad or residual.requires_grad):
+        if not (x.requires_grad or residual.requires_grad or (x_bias is not None and x_bias.requires_grad)):
             ctx.mark_non_differentiable(total)
         ctx.save_for_backward(total, weight, statistics)
         return y, total
@@ -235,33 +180,40 @@ class _AddNormalise(torch.autograd.Function):
     def backward(
         ctx: Any, dy: torch.Tensor | None, dresidual_out: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        _, for_x, for_weight, for_bias, for_residual = ctx.needs_input_grad
-        norm, x_dtype, bias_dtype, residual_dtype, cast = ctx.told
-        dx, dweight, dbias = dresidual_out, None, None
+        _, for_x, for_weight, for_bias, for_residual, for_x_bias = ctx.needs_input_grad
+        norm, weight_offset, cast, x_dtype, bias_dtype, residual_dtype, x_bias_dtype = ctx.told
+        dx, dweight, dbias, dx_bias = dresidual_out, None, None, None
         if dy is not None:
             dx_dtype = x_dtype
             if residual_dtype is not x_dtype:
                 dtypes = [dtype for dtype, due in ((x_dtype, for_x), (residual_dtype, for_residual)) if due]
                 dx_dtype = dtype_of_all(dtypes) if dtypes else None
-            told = (norm, cast, dx_dtype, bias_dtype, _WANTS[for_x or for_residual, for_weight, for_bias])
-            compute = _Gradients.apply if torch.is_grad_enabled() else _gradients
-            dx, dweight, dbias = compute(told, dy, dresidual_out, *ctx.saved_tensors)
+            wants = _WANTS[for_x or for_residual, for_weight, for_bias, for_x_bias]
+            total, weight, statistics = ctx.saved_tensors
+            # The sum holds x_bias already; given as zeros, it has the kernel sum dx before it is rounded.
+            nothing = total.new_zeros(total.shape[-1:], dtype=x_bias_dtype) if for_x_bias else None
+            compute = _differentiable if torch.is_grad_enabled() else _gradients
+            options = (norm, weight_offset, cast, dx_dtype, bias_dtype, wants)
+            dx, dweight, dbias, dx_bias = compute(options, dy, total, weight, statistics, nothing, dresidual_out)
+        elif dresidual_out is not None and for_x_bias:
+            dx_bias = torch_instead.over_rows(dresidual_out).to(x_bias_dtype)
         return (
             None,
             _rounded(dx, x_dtype) if for_x else None,
             dweight,
             dbias,
             _rounded(dx, residual_dtype) if for_residual else None,
+            dx_bias,
         )
 
 
-# Their `apply` without what makes ready for functorch's transforms, which is 2.5 us of Python.
-_apply = super(torch.autograd.Function, _Normalise).apply
-_apply_add = super(torch.autograd.Function, _AddNormalise).apply
+_recorded, _recorded_add = applied(_Normalise), applied(_AddNormalise)
+_apply, _apply_add = applied_at_once(_Normalise), applied_at_once(_AddNormalise)
 
-# Which gradients are due, from whether those of x (or residual), weight and bias are.
+# Which gradients are due, from whether those of x (or residual), weight, bias and x_bias are.
 _WANTS: dict[tuple[bool, ...], tuple[str, ...]] = {
-    due: tuple(compress(("dx", "dweight", "dbias"), due)) for due in product((False, True), repeat=3)
+    due: tuple(compress(NormGradients._fields, due))
+    for due in product((False, True), repeat=len(NormGradients._fields))
 }
 
 
@@ -273,62 +225,53 @@ class _Gradients(torch.autograd.Function):
     """The backward pass as a function of its own, so that differentiating it is an error rather than a zero."""
 
     @staticmethod
-    def forward(ctx: Any, told: tuple[Any, ...], *tensors: Any) -> tuple[torch.Tensor | None, ...]:
-        return _gradients(told, *tensors)
+    def forward(ctx: Any, options: BackwardOptions, *operands: Any) -> tuple[torch.Tensor | None, ...]:
+        # Not a named tuple, of which autograd makes no tuple.
+        return tuple(_gradients(options, *operands))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         refuse_double_backward(ctx, *gradients)
 
 
-def _gradients(
-    told: tuple[Any, ...],
-    dy: torch.Tensor,
-    dresidual_out: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    statistics: torch.Tensor,
-) -> tuple[torch.Tensor | None, ...]:
-    """dx, dweight and dbias of rows, those that are due."""
+_differentiable = applied(_Gradients)
+
+
+def _gradients(options: BackwardOptions, *operands: Any) -> NormGradients:
+    """The gradients of rows that are due. Operands are `BackwardOperands`, with the means in rstd, if there are any."""
     if is_dynamo_compiling():
         # An eager call's backward pass becomes part of a graph, by compiled autograd say.
-        return gradients_by_operator(told, dy, dresidual_out, x, weight, statistics)
-    norm, cast, dx_dtype, bias_dtype, wants = told
-    key, found = find_gradients(norm, dy, x, weight, statistics, dresidual_out, cast, dx_dtype, bias_dtype, wants)
-    if found is None:
-        if dispatch_modes():
-            return gradients_by_operator(told, dy, dresidual_out, x, weight, statistics)
-        if not (_addressed(dy) and (dresidual_out is None or _addressed(dresidual_out))):
-            return _gradients_by_torch(told, dy, dresidual_out, x, weight, statistics)
-        given = {"dy": walkable(dy), "x": x, "weight": weight, "rstd": statistics}
-        given |= {"dresidual_out": None if dresidual_out is None else walkable(dresidual_out)}
-        if given["dy"] is not dy or given["dresidual_out"] is not dresidual_out:
+        return gradients_by_operator(operands, options)
+    key, found = find_gradients(operands, options)
+    if found is not None:
+        return found
+    if dispatch_modes():
+        return gradients_by_operator(operands, options)
+    given = backward_named(operands, options)
+    arrived = [name for name in ("dy", "dresidual_out") if given[name] is not None]
+    if not all(_addressed(given[name]) for name in arrived):
+        return _gradients_by_torch(operands, options)
+    for name in arrived:
+        gradient, given[name] = given[name], walkable(given[name])
+        if given[name] is not gradient:
             key = None
-        given |= {"x_bias": None, "cast": cast, "dx_dtype": dx_dtype, "bias_dtype": bias_dtype, "wants": wants}
-        found = launched_backward(norm, key, given, packed=True)
-    return found.dx, found.dweight, found.dbias
+    return launched_backward(options[0], key, given, packed=True)
 
 
-def gradients_by_operator(
-    told: tuple[Any, ...],
-    dy: torch.Tensor,
-    dresidual_out: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    statistics: torch.Tensor,
-) -> tuple[torch.Tensor | None, ...]:
+def gradients_by_operator(operands: BackwardOperands, options: BackwardOptions) -> NormGradients:
     """`_gradients` where something sees operators, and is to see this one."""
-    norm, cast, dx_dtype, bias_dtype, wants = told
-    mean, rstd = (
+    given = backward_named(operands, options)
+    for name in ("dy", "dresidual_out"):
+        given[name] = None if given[name] is None else walkable(given[name])
+    x = given["x"]
+    given["mean"], given["rstd"] = (
         None if statistic is None else statistic.view(x.shape[:-1])
-        for statistic in unpacked(statistics, x.numel() // x.shape[-1])
+        for statistic in unpacked(given["rstd"], x.numel() // x.shape[-1])
     )
-    given: dict[str, Any] = {"x": x, "weight": weight, "mean": mean, "rstd": rstd, "dy": walkable(dy)}
-    given["wants"] = list(wants)
-    given |= {"dresidual_out": None if dresidual_out is None else walkable(dresidual_out)}
-    given |= {"cast": word(Cast, "cast", cast).value, "dx_dtype": dx_dtype, "bias_dtype": bias_dtype}
-    found = iter(operated(BACKWARD.functions[Norm(norm)], given))
-    return tuple([next(found) if name in wants else None for name in ("dx", "dweight", "dbias")])
+    wants, given["wants"] = given["wants"], list(given["wants"])
+    given["cast"] = word(Cast, "cast", given["cast"]).value
+    found = iter(operated(BACKWARD_OF[options[0]], given))
+    return NormGradients(*[next(found) if name in wants else None for name in NormGradients._fields])
 
 
 def _addressed(gradient: torch.Tensor) -> bool:
@@ -339,20 +282,21 @@ def _addressed(gradient: torch.Tensor) -> bool:
         return False
 
 
-def _gradients_by_torch(
-    told: tuple[Any, ...],
-    dy: torch.Tensor,
-    dresidual_out: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    statistics: torch.Tensor,
-) -> tuple[torch.Tensor | None, ...]:
+def _gradients_by_torch(operands: BackwardOperands, options: BackwardOptions) -> NormGradients:
     """`_gradients` of what has no memory and may be followed by somebody, in torch's operators."""
-    _, cast, dx_dtype, bias_dtype, wants = told
+    dy, x, weight, statistics, x_bias, dresidual_out = operands
+    *_, dx_dtype, bias_dtype, wants = options
     mean, rstd = unpacked(statistics, x.numel() // x.shape[-1])
-    dx, dweight, dbias = torch_instead.gradients(dy, dresidual_out, x, weight, mean, rstd, word(Cast, "cast", cast))
-    return (
-        dx.to(dx_dtype or x.dtype) if "dx" in wants else None,
-        dweight.to(weight.dtype) if "dweight" in wants and weight is not None else None,
-        dbias.to(bias_dtype) if "dbias" in wants else None,
+    exact = torch_instead.gradients((dy, x, weight, rstd, x_bias, dresidual_out), mean, options)
+    dtypes = (
+        dx_dtype or x.dtype,
+        None if weight is None else weight.dtype,
+        bias_dtype,
+        None if x_bias is None else x_bias.dtype,
+    )
+    return NormGradients(
+        *[
+            gradient.to(dtype) if name in wants else None
+            for name, gradient, dtype in zip(NormGradients._fields, exact, dtypes, strict=True)
+        ]
     )

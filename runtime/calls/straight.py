@@ -19,6 +19,7 @@ from ..codegen.model import Cast, FusedAdd, FusedQuant, Rounding
 from ..selection import dispatch
 from ..upstream.torch_allocator import contiguous_strides
 from ..upstream.torch_dynamo import eager_below, eager_only
+from ..upstream.torch_internals import dispatch_modes
 from . import first
 from .argument_checks import LARGEST_FP32
 from .known import MISALIGNED, NOWHERE, UNREADABLE, Found, Key, Known
@@ -153,6 +154,7 @@ def layernorm2d_fwd(
         if (
             known is not None
             and forward_ad._current_level < 0
+            and not dispatch_modes()
             and not (known.trains and is_grad_enabled())
             and eps.__class__ is float
             and 0.0 <= eps <= LARGEST_FP32
@@ -345,6 +347,7 @@ def rmsnorm2d_fwd(
         if (
             known is not None
             and forward_ad._current_level < 0
+            and not dispatch_modes()
             and not (known.trains and is_grad_enabled())
             and eps.__class__ is float
             and 0.0 <= eps <= LARGEST_FP32
@@ -513,6 +516,7 @@ def layernorm2d_bwd(
         if (
             known is not None
             and forward_ad._current_level < 0
+            and not dispatch_modes()
             and not (known.trains and is_grad_enabled())
             and (dy is None or dy.shape == shape)
             and mean.shape == shape[:-1]
@@ -610,6 +614,7 @@ def rmsnorm2d_bwd(
         if (
             known is not None
             and forward_ad._current_level < 0
+            and not dispatch_modes()
             and not (known.trains and is_grad_enabled())
             and weight_offset.__class__ is float
             and -LARGEST_FP32 <= weight_offset <= LARGEST_FP32
@@ -645,29 +650,36 @@ def rmsnorm2d_bwd(
     return first.backward("rms", key, given)
 
 
-def find_recorded(
-    norm: str,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    cast: str | Cast,
-) -> tuple[Key | None, bool, Found | None]:
+# A call of the functional API: its tensors, and the norm and what else it is told, in the order of the rows.
+Operands = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+Options = tuple[str, float | None, float | None, torch.dtype | None, str | Cast]
+
+# What None stands for there.
+DEFAULT_EPS = torch.finfo(torch.float32).eps
+
+
+def find_recorded(operands: Operands, options: Options) -> tuple[Key | None, bool, Found | None]:
     """What a call of the functional API comes to, which autograd may record: one that has no output to write to.
 
     Returns:
-        What such a call is known by, or None if it cannot be; whether a gradient is due; and what `launch.run` or
-        `run_recorded` is to be given before numbers, or None if no call like it is known.
+        What such a call is known by, or None if it cannot be; whether a gradient is due; and what `run_recorded` is to
+        be given, and `launch.run` before outputs, or None if no call like it is known.
     """
+    x, weight, bias, residual, x_bias = operands
+    norm, eps, weight_offset, out_dtype, cast = options
+    if eps is None and norm == "rms":
+        eps = DEFAULT_EPS
     key: Key | None = None
     known: Known | None = None
     try:
         shape = x.shape
         n = shape[-1]
         records = is_grad_enabled()
-        tensors = (x, weight, bias, residual, None, None)
-        key = ("recorded", norm, n, records, weight is None, bias is None, residual is None, out_dtype, cast)
+        tensors = (x, weight, bias, residual, None, x_bias)
+        key = (
+            "recorded", norm, n, records, weight is None, bias is None, residual is None, x_bias is None, out_dtype,
+            cast,
+        )  # fmt: skip
         if len(shape) == 2:
             m = shape[0]
         else:
@@ -681,47 +693,57 @@ def find_recorded(
                 break
     except UNREADABLE:
         key = None
-    if known is not None and forward_ad._current_level < 0 and (residual is None or residual.shape == shape):
+    if (
+        known is not None
+        and forward_ad._current_level < 0
+        and not dispatch_modes()
+        and eps is not None
+        and eps.__class__ is float
+        and 0.0 <= eps <= LARGEST_FP32
+        and weight_offset is not None
+        and weight_offset.__class__ is float
+        and (weight_offset == 0.0 or (weight is not None and norm == "rms" and abs(weight_offset) <= LARGEST_FP32))
+        and (residual is None or residual.shape == shape)
+    ):
         x_at = x.data_ptr() or NOWHERE
         weight_at = 0 if weight is None else weight.data_ptr() or NOWHERE
         bias_at = 0 if bias is None else bias.data_ptr() or NOWHERE
         residual_at = 0 if residual is None else residual.data_ptr() or NOWHERE
+        x_bias_at = 0 if x_bias is None else x_bias.data_ptr() or NOWHERE
         plan = known.plan
-        if (x_at | weight_at | bias_at | residual_at) & MISALIGNED:
-            plan = known.plan_at(x_at, weight_at, bias_at, residual_at, 0, 0, 0, 0)
-        addresses = (x_at, weight_at, bias_at, residual_at, 0, 0)
+        if (x_at | weight_at | bias_at | residual_at | x_bias_at) & MISALIGNED:
+            plan = known.plan_at(x_at, weight_at, bias_at, residual_at, 0, x_bias_at, 0, 0)
+        addresses = (x_at, weight_at, bias_at, residual_at, 0, x_bias_at)
         if plan is not None:
-            return key, records and known.trains, (plan, addresses, tensors, shape, m)
+            return key, records and known.trains, (plan, addresses, tensors, shape, m, eps, weight_offset)
     return key, False, None
 
 
+# The same of its backward pass; its numbers were looked at before.
+BackwardOperands = tuple[
+    torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor | None
+]
+BackwardOptions = tuple[str, float, str | Cast, torch.dtype | None, torch.dtype | None, Collection[str]]
+
+
 @eager_only
-def find_gradients(
-    norm: str,
-    dy: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    dresidual_out: torch.Tensor | None,
-    cast: str | Cast,
-    dx_dtype: torch.dtype | None,
-    bias_dtype: torch.dtype | None,
-    wants: Collection[str],
-) -> tuple[Key | None, NormGradients | None]:
+def find_gradients(operands: BackwardOperands, options: BackwardOptions) -> tuple[Key | None, NormGradients | None]:
     """The gradients of a call of the functional API; rstd holds the means too, if there are any.
 
     Returns:
         What such a call is known by, or None if it cannot be; and its gradients, or None if no call like it is known.
     """
+    dy, x, weight, rstd, x_bias, dresidual_out = operands
+    norm, weight_offset, cast, dx_dtype, bias_dtype, wants = options
     key: Key | None = None
     known: Known | None = None
     try:
         shape = x.shape
         n = shape[-1]
-        tensors = (dy, x, weight, None, rstd, None, dresidual_out)
+        tensors = (dy, x, weight, None, rstd, x_bias, dresidual_out)
         key = (
-            "recorded bwd", norm, n, dy is None, weight is None, dresidual_out is None, cast, dx_dtype, bias_dtype,
-            wants,
+            "recorded bwd", norm, n, dy is None, weight is None, x_bias is None, dresidual_out is None, cast, dx_dtype,
+            bias_dtype, wants,
         )  # fmt: skip
         if len(shape) == 2:
             m = shape[0]
@@ -743,6 +765,7 @@ def find_gradients(
     if (
         known is not None
         and forward_ad._current_level < 0
+        and not dispatch_modes()
         and (dy is None or dy.shape == shape)
         and (dresidual_out is None or dresidual_out.shape == shape)
     ):
@@ -750,14 +773,15 @@ def find_gradients(
         x_at = x.data_ptr() or NOWHERE
         weight_at = 0 if weight is None else weight.data_ptr() or NOWHERE
         rstd_at = rstd.data_ptr() or NOWHERE
+        x_bias_at = 0 if x_bias is None else x_bias.data_ptr() or NOWHERE
         dresidual_out_at = 0 if dresidual_out is None else dresidual_out.data_ptr() or NOWHERE
         plan = known.plan
-        if (dy_at | x_at | weight_at | rstd_at | dresidual_out_at) & MISALIGNED:
-            plan = known.plan_at(dy_at, x_at, weight_at, 0, rstd_at, 0, dresidual_out_at)
+        if (dy_at | x_at | weight_at | rstd_at | x_bias_at | dresidual_out_at) & MISALIGNED:
+            plan = known.plan_at(dy_at, x_at, weight_at, 0, rstd_at, x_bias_at, dresidual_out_at)
         mean_at = 0
         if norm == "layer":
             mean_at, rstd_at = rstd_at, rstd_address(rstd_at, m)
         if plan is not None:
-            addresses = (dy_at, x_at, weight_at, mean_at, rstd_at, 0, dresidual_out_at)
-            return key, run_backward(plan, addresses, tensors, shape, m, 0.0)
+            addresses = (dy_at, x_at, weight_at, mean_at, rstd_at, x_bias_at, dresidual_out_at)
+            return key, run_backward(plan, addresses, tensors, shape, m, weight_offset)
     return key, None

@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch.nn import functional
 
-from ..codegen.model import Cast, Norm
+from ..codegen.model import Cast
 from ..dtypes import HALVES
+from ..mode_words import word
+from .straight import BackwardOperands, BackwardOptions, Operands, Options
 
 
-def normalise(
-    norm: Norm,
-    x: torch.Tensor,
-    shape: tuple[int, ...],
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    eps: float | None,
-    out_dtype: torch.dtype | None,
-    cast: Cast = Cast.AFTER_WEIGHT,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What `autograd.normalise` returns of the same arguments, computed by torch."""
-    to = rounded_to(cast, out_dtype or x.dtype, x.dtype)
-    if to is not None:
-        h, residual_out = normalise(norm, x, shape, None, None, residual, eps, to)
-        return _affine(h, weight, bias).to(out_dtype or x.dtype), residual_out
-    if residual is None and out_dtype is None:
-        return _operator(norm, x, shape, weight, bias, eps), None
-    total = x.to(torch.promote_types(x.dtype, torch.float32))
-    residual_out = None
-    if residual is not None:
-        # As in the kernels, the norm is of the sum before it is rounded to residual's dtype.
-        total = total + residual.to(torch.promote_types(residual.dtype, torch.float32))
-        residual_out = total.to(residual.dtype)
-    return _operator(norm, total, shape, weight, bias, eps).to(out_dtype or x.dtype), residual_out
+def normalise(operands: Operands, shape: tuple[int, ...], options: Options) -> Any:
+    """What `recorded.normalise` returns of the same arguments, computed by torch, whose own eps stands for None."""
+    x, weight, bias, residual, x_bias = operands
+    norm, eps, weight_offset, out_dtype, cast = options
+    to = rounded_to(word(Cast, "cast", cast), out_dtype or x.dtype, x.dtype)
+    if weight is not None and weight_offset:
+        weight = _widened(weight) + weight_offset
+    added = [operand for operand in (x_bias, residual) if operand is not None]
+    if not added and out_dtype is None and to is None:
+        return _operator(norm, x, shape, weight, bias, eps)
+    # As in the kernels, the norm is of the sum before it is rounded to residual's dtype.
+    total = _widened(x)
+    for operand in added:
+        total = total + _widened(operand)
+    if to is None:
+        y = _operator(norm, total, shape, weight, bias, eps)
+    else:
+        y = _affine(_operator(norm, total, shape, None, None, eps).to(to), weight, bias)
+    y = y.to(out_dtype or x.dtype)
+    return y if residual is None else (y, total.to(residual.dtype))
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def rounded_to(cast: Cast, y_dtype: torch.dtype, x_dtype: torch.dtype) -> torch.dtype | None:
@@ -51,7 +53,7 @@ def _affine(h: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | N
 
 
 def _operator(
-    norm: Norm,
+    norm: str,
     x: torch.Tensor,
     shape: tuple[int, ...],
     weight: torch.Tensor | None,
@@ -64,36 +66,39 @@ def _operator(
         wide = functools.reduce(torch.promote_types, dtypes, torch.float32)
         weight, bias = (None if parameter is None else parameter.to(wide) for parameter in (weight, bias))
         return _operator(norm, x.to(wide), shape, weight, bias, eps).to(x.dtype)
-    if not norm.centres:
+    if norm == "rms":
         return functional.rms_norm(x, list(shape), weight, eps)
     assert eps is not None
     return functional.layer_norm(x, list(shape), weight, bias, eps)
 
 
 def gradients(
-    dy: torch.Tensor,
-    dresidual_out: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    cast: Cast = Cast.AFTER_WEIGHT,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `gradients.backward` computes, by torch and not yet rounded to any type: dx, dweight and dbias.
+    operands: BackwardOperands, mean: torch.Tensor | None, options: BackwardOptions
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All that `recorded` may be asked for, by torch and not yet rounded to any type: dx, dweight, dbias and dx_bias.
 
-    Arguments are as there; mean is None for RMSNorm.
+    mean is None for RMSNorm. rstd holds nothing else here, and there is a dy.
     """
+    dy, x, weight, rstd, x_bias, dresidual_out = operands
+    _, weight_offset, cast, *_ = options
+    assert dy is not None
     rstd = rstd.view(*x.shape[:-1], 1)
-    h = x.float() * rstd if mean is None else (x.float() - mean.view(rstd.shape)) * rstd
-    to = rounded_to(cast, dy.dtype, x.dtype)
+    s = x.float() if x_bias is None else x.float() + x_bias.float()
+    h = s * rstd if mean is None else (s - mean.view(rstd.shape)) * rstd
+    to = rounded_to(word(Cast, "cast", cast), dy.dtype, x.dtype)
     weighted = h if to is None else h.to(to).float()
     dy = dy.float()
-    g = dy if weight is None else dy * weight.float()
+    g = dy if weight is None else dy * (weight.float() + weight_offset)
     dx = g - h * (g * h).mean(-1, keepdim=True)
     if mean is not None:
         dx = dx - g.mean(-1, keepdim=True)
     dx = dx * rstd
     if dresidual_out is not None:
         dx = dx + dresidual_out.float()
-    leading = tuple(range(x.dim() - 1))
-    return dx, (dy * weighted).sum(leading) if leading else dy * weighted, dy.sum(leading) if leading else dy
+    return dx, over_rows(dy * weighted), over_rows(dy), over_rows(dx)
+
+
+def over_rows(gradient: torch.Tensor) -> torch.Tensor:
+    """The sum of a gradient's rows, in fp32."""
+    leading = tuple(range(gradient.dim() - 1))
+    return gradient.sum(leading, dtype=torch.float32) if leading else gradient.float()

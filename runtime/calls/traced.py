@@ -15,16 +15,14 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..codegen.model import Cast, Norm
+from ..codegen.model import Norm
 from ..codegen.parameters import BACKWARD, FORWARD
-from ..mode_words import word
 from ..upstream.torch_dynamo import constant_in_traces
 from ..upstream.torch_internals import dispatch_modes, jit_tracing
 from .backend import intercepted
 from .check import Call, check, refuse_gradient
 from .functions import FUNCTIONS, completed
 from .outputs import LayerNormOutput, NormGradients
-from .row_layout import as_rows
 
 __all__ = [
     "backward_traced",
@@ -33,7 +31,6 @@ __all__ = [
     "intercepted",
     "is_dynamo_compiling",
     "keeps_for_recomputation",
-    "normalise_traced",
     "operated",
     "operator",
     "result_dtype",
@@ -112,36 +109,6 @@ def _said(call: Call) -> dict[str, Any]:
     if "wants" in said:
         said["wants"] = list(call.wants)
     return said
-
-
-def normalise_traced(
-    norm: Norm,
-    x: torch.Tensor,
-    shape: tuple[int, ...],
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    eps: float,
-    out_dtype: torch.dtype | None,
-    cast: str | Cast = "after_weight",
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What `recorded.normalise` is, as one operator and the views and copies before it."""
-    rows = as_rows(x, len(shape))
-    weight = None if weight is None else weight.flatten().contiguous()
-    bias = None if bias is None else bias.flatten().contiguous()
-    residual = None if residual is None else as_rows(residual, len(shape))
-    recorded = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (rows, weight, bias, residual)
-    )
-    given: dict[str, Any] = {"x": rows, "weight": weight, "eps": eps, "residual": residual, "save_mv": recorded}
-    if norm.centres:
-        given["bias"] = bias
-    if residual is not None:
-        given["fadd"] = "pre_add_store"
-    given["cast"] = word(Cast, "cast", cast).value
-    given["out_dtype"] = out_dtype or result_dtype(norm.value, x)
-    y, *others = operated(FORWARD.functions[norm], given)
-    return y.view(x.shape), None if residual is None else others[0].view(x.shape)
 
 
 def result_dtype(norm: str, x: torch.Tensor) -> torch.dtype | None:

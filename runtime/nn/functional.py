@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,24 +11,18 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..calls import recorded, torch_instead
-from ..calls.argument_checks import check_tensor
+from ..calls.argument_checks import check_dtype, check_number, check_tensor
 from ..calls.backend import backend, left_to_torch
 from ..calls.check import check_normalised
+from ..calls.functional import FORWARD_OF, named, normalise_traced
 from ..calls.known import PLAIN
-from ..calls.traced import (
-    intercepted,
-    is_dynamo_compiling,
-    keeps_for_recomputation,
-    normalise_traced,
-    result_dtype,
-    unrecorded,
-)
-from ..codegen.model import Cast, Norm
+from ..calls.recorded import normalise_known
+from ..calls.straight import DEFAULT_EPS, Operands, Options
+from ..calls.traced import intercepted, is_dynamo_compiling, keeps_for_recomputation, result_dtype, unrecorded
+from ..codegen.model import Cast
 from ..codegen.parameters import FORWARD
-from ..mode_words import word
-
-# What torch.nn.functional.rms_norm adds where eps is None: it computes 16-bit inputs in fp32, as the kernels do.
-DEFAULT_EPS = torch.finfo(torch.float32).eps
+from ..dtypes import FLOATS
+from ..errors import ConflictError
 
 
 def layer_norm(
@@ -37,11 +33,14 @@ def layer_norm(
     eps: float = 1e-5,
     *,
     cast: str | Cast = "after_weight",
+    weight_offset: float = 0.0,
+    x_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """LayerNorm over x's last dimensions, as `torch.nn.functional.layer_norm`.
 
-    y = (x - mean) / sqrt(var + eps) * weight + bias, with the biased variance (Ba et al., 2016). Differentiable once.
-    For the backward pass x is kept, and a mean and rstd a row; nothing where no gradient is due.
+    y = (s - mean) / sqrt(var + eps) * (weight + weight_offset) + bias of s = x + x_bias, with the biased variance (Ba
+    et al., 2016). Differentiable once. For the backward pass x is kept, and a mean and rstd a row; nothing where no
+    gradient is due.
 
     Where kernels cannot, torch's own operator runs, on a GPU too: in transforms of torch.func, for tensors that carry a
     tangent of forward-mode AD, for DTensors, in what torch.jit.trace records, where anything is float64 (which is
@@ -59,27 +58,30 @@ def layer_norm(
         eps: added to the variance.
         cast: "after_weight" (rows are rounded once, to y's dtype) or "before_weight" (rounded to it before they are
             multiplied by weight as well, as Hugging Face's Llama does; the gradient of weight is of the rounded rows).
+        weight_offset: added to every weight, in fp32; 1.0 where models store weight - 1. The kernels of LayerNorm
+            add none: here, unlike in `rms_norm`, the sum is an operation on (N,) of its own.
+        x_bias: normalized_shape, fp16, bf16, fp32 or fp64: added to x in fp32 before anything else, the bias of a
+            linear layer that was left out there, say; or None. Its gradient is the sum of x's over rows.
 
     Returns:
         y: x's shape and dtype.
 
     Raises:
-        ShapeError: normalized_shape is not what x's shape ends in, or is not weight's or bias's shape.
-        DTypeError: x, weight or bias is of a type that cannot be normalised (an integer one, say).
-        DeviceError: x, weight and bias are on several devices.
+        ShapeError: normalized_shape is not what x's shape ends in, or is not weight's, bias's or x_bias's shape.
+        DTypeError: a tensor is of a type that cannot be normalised (an integer one, say).
+        DeviceError: tensors are on several devices.
         LayoutError: a tensor is sparse or nested.
-        ConflictError: eps is no number of at least 0.
+        ConflictError: eps is no number of at least 0, weight_offset none at all, or has no weight to be added to.
         GradientError: the gradient is differentiated; raised by that backward pass.
         NormforgeError: whatever else `layernorm2d_fwd` raises.
     """
-    known = None
+    operands, options = (x, weight, bias, None, x_bias), ("layer", eps, weight_offset, None, cast)
+    y: torch.Tensor | None = None
     if not is_dynamo_compiling():
-        known = recorded.normalise_known("layer", x, normalized_shape, weight, bias, None, eps, None, cast)
-    if known is not None:
-        return known[0]
-    if _overridden(x, weight, bias):
-        return handle_torch_function(layer_norm, (x, weight, bias), x, normalized_shape, weight, bias, eps, cast=cast)
-    return normalise(Norm.LAYER, x, normalized_shape, weight, bias, eps=eps, cast=cast)[0]
+        y = normalise_known(operands, normalized_shape, options)
+    if y is None:
+        y = _first(operands, normalized_shape, options)
+    return y
 
 
 def rms_norm(
@@ -89,10 +91,13 @@ def rms_norm(
     eps: float | None = None,
     *,
     cast: str | Cast = "after_weight",
+    weight_offset: float = 0.0,
+    x_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """RMSNorm over x's last dimensions, as `torch.nn.functional.rms_norm`.
 
-    y = x / sqrt(mean(x**2) + eps) * weight (Zhang and Sennrich, 2019). Everything else is as in `layer_norm`.
+    y = s / sqrt(mean(s**2) + eps) * (weight + weight_offset) of s = x + x_bias (Zhang and Sennrich, 2019). Everything
+    else is as in `layer_norm`.
 
     Args:
         x: see `layer_norm`, as for every argument not described here.
@@ -101,6 +106,8 @@ def rms_norm(
         eps: added to the mean square; None is torch.finfo(torch.float32).eps, also for 16-bit x: torch takes that of
             the type it computes in, as its documentation says since 2.13.
         cast: see `layer_norm`.
+        weight_offset: added to every weight, in fp32 and in the kernel; 1.0 for Gemma's norms, which store weight - 1.
+        x_bias: see `layer_norm`.
 
     Returns:
         y: x's shape and dtype.
@@ -108,16 +115,13 @@ def rms_norm(
     Raises:
         NormforgeError: one of those that `layer_norm` lists.
     """
-    known = None
+    operands, options = (x, weight, None, None, x_bias), ("rms", eps, weight_offset, None, cast)
+    y: torch.Tensor | None = None
     if not is_dynamo_compiling():
-        known = recorded.normalise_known(
-            "rms", x, normalized_shape, weight, None, None, DEFAULT_EPS if eps is None else eps, None, cast
-        )
-    if known is not None:
-        return known[0]
-    if _overridden(x, weight):
-        return handle_torch_function(rms_norm, (x, weight), x, normalized_shape, weight, eps, cast=cast)
-    return normalise(Norm.RMS, x, normalized_shape, weight, eps=eps, cast=cast)[0]
+        y = normalise_known(operands, normalized_shape, options)
+    if y is None:
+        y = _first(operands, normalized_shape, options)
+    return y
 
 
 def add_layer_norm(
@@ -128,12 +132,14 @@ def add_layer_norm(
     eps: float = 1e-5,
     *,
     cast: str | Cast = "after_weight",
+    weight_offset: float = 0.0,
+    x_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add a residual, and LayerNorm of the sum over its last dimension, in one kernel.
 
-    residual_out = x + residual, and y is its LayerNorm, computed from the sum in fp32, before it is rounded to be
-    stored. Differentiable once, through both outputs; residual_out is what is kept for the backward pass, with a mean
-    and rstd a row.
+    residual_out = x + x_bias + residual, and y is its LayerNorm, computed from the sum in fp32, before it is rounded to
+    be stored. Differentiable once, through both outputs; residual_out is what is kept for the backward pass, with a
+    mean and rstd a row.
 
     Args:
         x: (..., N); see `layer_norm`.
@@ -142,6 +148,8 @@ def add_layer_norm(
         bias: (N,); see `layer_norm`.
         eps: added to the variance.
         cast: see `layer_norm`.
+        weight_offset: see `layer_norm`.
+        x_bias: (N,); see `layer_norm`. It is part of the sum that is stored.
 
     Returns:
         y: x's shape and dtype (under autocast as in `layer_norm`).
@@ -150,7 +158,13 @@ def add_layer_norm(
     Raises:
         NormforgeError: one of those that `layer_norm` lists; also for a residual that is not of x's shape.
     """
-    return add_normalise(Norm.LAYER, x, residual, None, weight, bias, eps=eps, cast=cast)
+    operands, options = (x, weight, bias, residual, x_bias), ("layer", eps, weight_offset, None, cast)
+    both: tuple[torch.Tensor, torch.Tensor] | None = None
+    if not is_dynamo_compiling() and residual.__class__ in PLAIN:
+        both = normalise_known(operands, None, options)
+    if both is None:
+        both = _first(operands, None, options)
+    return both
 
 
 def add_rms_norm(
@@ -160,6 +174,8 @@ def add_rms_norm(
     eps: float | None = None,
     *,
     cast: str | Cast = "after_weight",
+    weight_offset: float = 0.0,
+    x_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add a residual, and RMSNorm of the sum over its last dimension, in one kernel.
 
@@ -169,6 +185,8 @@ def add_rms_norm(
         weight: see `add_layer_norm`.
         eps: added to the mean square; None as in `rms_norm`.
         cast: see `layer_norm`.
+        weight_offset: see `rms_norm`.
+        x_bias: (N,); see `layer_norm`. It is part of the sum that is stored.
 
     Returns:
         y and residual_out, as `add_layer_norm` does.
@@ -176,135 +194,119 @@ def add_rms_norm(
     Raises:
         NormforgeError: one of those that `add_layer_norm` lists.
     """
-    return add_normalise(Norm.RMS, x, residual, None, weight, eps=eps, cast=cast)
+    operands, options = (x, weight, None, residual, x_bias), ("rms", eps, weight_offset, None, cast)
+    both: tuple[torch.Tensor, torch.Tensor] | None = None
+    if not is_dynamo_compiling() and residual.__class__ in PLAIN:
+        both = normalise_known(operands, None, options)
+    if both is None:
+        both = _first(operands, None, options)
+    return both
 
 
-def normalise(
-    norm: Norm,
-    x: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    *,
-    residual: torch.Tensor | None = None,
-    eps: float | None,
-    out_dtype: torch.dtype | None = None,
-    cast: str | Cast = "after_weight",
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the functions above share: check the arguments, then run whichever serves x.
-
-    Returns:
-        y, in out_dtype if that is given, and residual_out where there is a residual.
-    """
-    order = word(Cast, "cast", cast)
-    kernel = isinstance(x, torch.Tensor) and backend(x) == "kernel"
-    left = left_to_torch((x, weight, bias, residual))
-    with unrecorded():
-        given: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "residual": residual}
-        if eps is not None or norm.centres:
-            given["eps"] = eps
-        shape = check_normalised(FORWARD.functions[norm], given, normalized_shape, kernel=kernel and not left)
-    if not kernel:
-        return torch_instead.normalise(norm, x, shape, weight, bias, residual, eps, out_dtype, order)
-    added = DEFAULT_EPS if eps is None else float(eps)
-    if left:
-        return torch_instead.normalise(
-            norm, x, shape, weight, bias, residual, added, out_dtype or result_dtype(norm.value, x), order
-        )
-    traced = is_dynamo_compiling() or (intercepted(x, weight, bias, residual) and not keeps_for_recomputation())
-    run = normalise_traced if traced else recorded.normalise
-    return run(norm, x, shape, weight, bias, residual, added, out_dtype, cast)
-
-
-def add_normalise(
-    norm: Norm,
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    normalized_shape: Sequence[int] | None,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    *,
-    eps: float | None,
-    cast: str | Cast = "after_weight",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`normalise` of the sum of x and residual; a normalized_shape of None is x's last dimension."""
-    if not is_dynamo_compiling() and x.__class__ in PLAIN and residual.__class__ in PLAIN:
-        shape = x.shape[-1:] if normalized_shape is None else normalized_shape
-        added = DEFAULT_EPS if eps is None and norm is Norm.RMS else eps
-        known = recorded.normalise_known(norm.value, x, shape, weight, bias, residual, added, None, cast)
-        if known is not None:
-            return known  # type: ignore[return-value]  # there is a residual, and so its sum
-    if _overridden(x, residual, weight, bias):
-        both: tuple[torch.Tensor, torch.Tensor]
-        both = _overridden_add(norm, x, residual, normalized_shape, weight, bias, eps, cast)
+def add_normalise(operands: Operands, normalized_shape: Sequence[int], options: Options) -> Any:
+    """What `add_layer_norm` and `add_rms_norm` are, over all of normalized_shape."""
+    both = None
+    if not is_dynamo_compiling() and operands[3].__class__ in PLAIN:
+        both = normalise_known(operands, normalized_shape, options)
+    if both is not None:
         return both
-    for name, tensor in (("x", x), ("residual", residual)):
-        check_tensor(name, tensor)
-    shape = x.shape[-1:] if normalized_shape is None else normalized_shape
-    y, residual_out = normalise(norm, x, shape, weight, bias, residual=residual, eps=eps, cast=cast)
-    assert residual_out is not None
-    return y, residual_out
+    if not _overridden(operands):
+        check_tensor("residual", operands[3])
+    return _first(operands, normalized_shape, options)
 
 
-def _overridden(*operands: torch.Tensor | None) -> bool:
+def normalise(operands: Operands, normalized_shape: Sequence[int], options: Options) -> Any:
+    """Any norm of the functional API: y, or y and residual_out where there is a residual.
+
+    Args:
+        operands: the tensors.
+        normalized_shape: the dimensions of x that are normalised together.
+        options: the norm's word, and what is told besides. out_dtype is y's; None is as `layer_norm` says.
+    """
+    found = None if is_dynamo_compiling() else normalise_known(operands, normalized_shape, options)
+    return _first(operands, normalized_shape, options) if found is None else found
+
+
+def normalise_cast_before_weight(operands: Operands, normalized_shape: Sequence[int], options: Options) -> Any:
+    """The same of a cast before the weight, as Hugging Face's models do.
+
+    y has out_dtype, and if that has 16 bits it is what rows are rounded to; else they are rounded to x's. None is what
+    a product of x's dtype and weight's has.
+    """
+    x, weight, *_ = operands
+    if x.__class__ not in PLAIN and _overridden(operands):
+        return handle_torch_function(normalise_cast_before_weight, operands, operands, normalized_shape, options)
+    norm, eps, weight_offset, y_dtype, cast = options
+    if y_dtype is None and weight is not None:
+        y_dtype = x.dtype if x.dtype is weight.dtype else torch.promote_types(x.dtype, weight.dtype)
+    return normalise(operands, normalized_shape, (norm, eps, weight_offset, y_dtype, cast))
+
+
+def _first(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:
+    """`normalise` of what is like no call before; without a normalized_shape, of a sum's last dimension."""
+    if _overridden(operands):
+        return _handed_on(operands, normalized_shape, options)
+    if normalized_shape is None:
+        check_tensor("x", operands[0])
+        check_tensor("residual", operands[3])
+        normalized_shape = operands[0].shape[-1:]
+    norm, eps, *others = options
+    if norm == "layer" and others[0] != 0.0:
+        return normalise(*_offset(operands, normalized_shape, options))
+    x = operands[0]
+    kernel = isinstance(x, torch.Tensor) and backend(x) == "kernel"
+    left = left_to_torch(operands)
+    with unrecorded():
+        given = named(operands, options)
+        if eps is None and norm == "rms":
+            del given["eps"]
+        shape = check_normalised(FORWARD_OF[norm], given, normalized_shape, kernel=kernel and not left)
+    if not kernel:
+        return torch_instead.normalise(operands, shape, options)
+    said: Any = (norm, DEFAULT_EPS if eps is None else float(eps), *others)
+    if left:
+        *_, out_dtype, cast = said
+        return torch_instead.normalise(operands, shape, (*said[:-2], out_dtype or result_dtype(norm, x), cast))
+    traced = is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation())
+    return (normalise_traced if traced else recorded.normalise)(operands, shape, said)
+
+
+def _offset(operands: Operands, shape: Sequence[int], options: Options) -> tuple[Operands, Sequence[int], Options]:
+    """A call of LayerNorm, whose kernels add nothing to weights, with the offset in its weight."""
+    x, weight, *rest = operands
+    norm, eps, weight_offset, *others = options
+    weight_offset = check_number("weight_offset", weight_offset, least=-math.inf)
+    if weight is None:
+        raise ConflictError(FORWARD["weight_offset"].absent.format(weight_offset=weight_offset))
+    check_dtype("weight", check_tensor("weight", weight), (*FLOATS, torch.float64))
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + weight_offset
+    given: Any = (x, weight, *rest), shape, (norm, eps, 0.0, *others)
+    whole: tuple[Operands, Sequence[int], Options] = given
+    return whole
+
+
+def _overridden(operands: Operands) -> bool:
     """Whether the class of an operand has a say in what functions do: `__torch_function__`, as torch.fx's proxies."""
     return any(operand is not None and type(operand) not in PLAIN for operand in operands) and has_torch_function(
         operands
     )
 
 
-def _overridden_add(
-    norm: Norm,
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    normalized_shape: Sequence[int] | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float | None,
-    cast: str | Cast,
-) -> Any:
-    function: Callable[..., Any] = add_layer_norm if norm.centres else add_rms_norm
-    parameters = (weight, bias) if norm.centres else (weight,)
-    arguments: tuple[Any, ...] = (x, residual, *parameters, eps)
-    if normalized_shape is not None:
-        function, arguments = add_normalise, (norm, x, residual, normalized_shape, weight, bias)
-        return handle_torch_function(function, (x, residual, weight, bias), *arguments, eps=eps, cast=cast)
-    return handle_torch_function(function, (x, residual, weight, bias), *arguments, cast=cast)
+def _handed_on(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:
+    """What that class makes of a call: of the public function's, if one takes all that is said."""
+    said = {**named(operands, options), "normalized_shape": normalized_shape}
+    adds = said["residual"] is not None
+    if normalized_shape is not None and (adds or said["out_dtype"] is not None):
+        return handle_torch_function(normalise, operands, operands, normalized_shape, options)
+    function = _PUBLIC[options[0], adds]
+    first, second, *others = inspect.signature(function).parameters
+    return handle_torch_function(function, operands, said[first], said[second], **{name: said[name] for name in others})
 
 
-def rms_norm_cast_before_weight(
-    x: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor,
-    eps: float | None,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """RMSNorm whose rows are rounded before they are multiplied by the weight, as Hugging Face's models do.
-
-    Args:
-        x: see `rms_norm`.
-        normalized_shape: likewise.
-        weight: likewise.
-        eps: likewise.
-        out_dtype: y's, and if it has 16 bits what rows are rounded to; else they are rounded to x's. None is what a
-            product of x's dtype and weight's has.
-    """
-    known = None
-    if not is_dynamo_compiling() and x.__class__ in PLAIN:
-        y_dtype = out_dtype or _product_dtype(x, weight)
-        added = DEFAULT_EPS if eps is None else eps
-        known = recorded.normalise_known(
-            "rms", x, normalized_shape, weight, None, None, added, y_dtype, "before_weight"
-        )
-    if known is not None:
-        return known[0]
-    if _overridden(x, weight):
-        return handle_torch_function(
-            rms_norm_cast_before_weight, (x, weight), x, normalized_shape, weight, eps, out_dtype
-        )
-    y_dtype = out_dtype or _product_dtype(x, weight)
-    return normalise(Norm.RMS, x, normalized_shape, weight, eps=eps, out_dtype=y_dtype, cast="before_weight")[0]
-
-
-def _product_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    return x.dtype if x.dtype is weight.dtype else torch.promote_types(x.dtype, weight.dtype)
+# By the norm's word, and whether a residual is added.
+_PUBLIC: dict[tuple[str, bool], Callable[..., Any]] = {
+    ("layer", False): layer_norm,
+    ("layer", True): add_layer_norm,
+    ("rms", False): rms_norm,
+    ("rms", True): add_rms_norm,
+}

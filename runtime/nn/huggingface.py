@@ -6,9 +6,8 @@ from enum import Enum
 
 import torch
 
-from ..codegen.model import Norm
 from ..dtypes import HALVES
-from .functional import normalise, rms_norm, rms_norm_cast_before_weight
+from .functional import normalise, normalise_cast_before_weight
 from .modules import RMSNorm
 
 
@@ -52,9 +51,11 @@ class HuggingFaceRMSNorm(RMSNorm):
         """
         rows = x if x is not None and not named else self._only(x, named)
         weight, eps = self.weight, self.__dict__[self.epsilon_name]
-        if self.cast_before_weight:
-            return rms_norm_cast_before_weight(rows, self.normalized_shape, weight, eps)
-        return rms_norm(rows, self.normalized_shape, weight, eps)
+        cast = "before_weight" if self.cast_before_weight else self.cast
+        norm = normalise_cast_before_weight if self.cast_before_weight else normalise
+        options = ("rms", eps, self.weight_offset, None, cast)
+        y: torch.Tensor = norm((rows, weight, None, None, None), self.normalized_shape, options)
+        return y
 
     def _only(self, x: torch.Tensor | None, named: dict[str, torch.Tensor]) -> torch.Tensor:
         if x is not None or set(named) != {self.input_name}:
@@ -85,6 +86,7 @@ class T5RMSNorm(HuggingFaceRMSNorm):
         """
         rows = x if x is not None and not named else self._only(x, named)
         weight, eps = self.weight, self.__dict__[self.epsilon_name]
-        if self.cast_before_weight and weight.dtype in HALVES:
-            return rms_norm_cast_before_weight(rows, self.normalized_shape, weight, eps, weight.dtype)
-        return normalise(Norm.RMS, rows, self.normalized_shape, weight, eps=eps, out_dtype=weight.dtype)[0]
+        cast = "before_weight" if self.cast_before_weight and weight.dtype in HALVES else self.cast
+        options = ("rms", eps, self.weight_offset, weight.dtype, cast)
+        y: torch.Tensor = normalise((rows, weight, None, None, None), self.normalized_shape, options)
+        return y

@@ -7,13 +7,62 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..codegen.model import Norm
-from ..errors import TransformError
-from .functional import add_normalise, layer_norm, rms_norm, rms_norm_cast_before_weight
+from ..codegen.model import Cast
+from ..errors import ConflictError, TransformError
+from ..mode_words import word
+from .functional import add_normalise, normalise, normalise_cast_before_weight
 
 
-class _NotScripted:
-    """What torch.jit.script cannot compile, and says so."""
+class _Norm(torch.nn.Module):
+    """What the modules have beside torch's: options of the functional API, and none of torch.jit.script."""
+
+    normalized_shape: tuple[int, ...]
+    weight: torch.nn.Parameter
+    x_bias: torch.nn.Parameter | None
+
+    # At class level for instances that `patch` made of torch's, which have none of their own.
+    cast: str | Cast = "after_weight"
+    weight_offset = 0.0
+    _has_x_bias = False
+
+    def _take(
+        self, cast: str | Cast, weight_offset: float, x_bias: bool, device: Any, dtype: torch.dtype | None
+    ) -> None:
+        """Keep what a constructor was given, once torch's has run."""
+        self.cast, self.weight_offset = word(Cast, "cast", cast).value, weight_offset
+        if weight_offset and self.weight is None:
+            raise ConflictError(
+                f"weight_offset={weight_offset} is added to weight and elementwise_affine=False leaves none; "
+                "leave one of them out"
+            )
+        vector = torch.nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype)) if x_bias else None
+        self.register_parameter("x_bias", vector)
+        if weight_offset or x_bias:
+            self.reset_parameters()
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """torch's; what is assigned comes here too."""
+        super().register_parameter(name, param)
+        if name == "x_bias":
+            self._has_x_bias = param is not None
+
+    def reset_parameters(self) -> None:
+        """torch's, where weight and weight_offset together are 1, and x_bias 0."""
+        super().reset_parameters()  # type: ignore[misc]  # of the norm that this stands before
+        if self.weight_offset and self.weight is not None:
+            torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+        if self._has_x_bias and self.x_bias is not None:
+            torch.nn.init.zeros_(self.x_bias)
+
+    def extra_repr(self) -> str:
+        """torch's, and the options that are not the default."""
+        options = {
+            "cast": None if self.cast == _Norm.cast else self.cast,
+            "weight_offset": self.weight_offset or None,
+            "x_bias": self._has_x_bias or None,
+        }
+        said = [f"{name}={value}" for name, value in options.items() if value is not None]
+        return ", ".join([super().extra_repr(), *said])
 
     # torch.jit asks a module for this before it compiles it.
     def __prepare_scriptable__(self) -> NoReturn:
@@ -23,31 +72,90 @@ class _NotScripted:
         )
 
 
-class LayerNorm(_NotScripted, torch.nn.LayerNorm):
+class _LayerNorm(_Norm, torch.nn.LayerNorm):
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        cast: str | Cast = "after_weight",
+        weight_offset: float = 0.0,
+        x_bias: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        self._take(cast, weight_offset, x_bias, device, dtype)
+
+
+class _RMSNorm(_Norm, torch.nn.RMSNorm):
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        cast: str | Cast = "after_weight",
+        weight_offset: float = 0.0,
+        x_bias: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        self._take(cast, weight_offset, x_bias, device, dtype)
+
+
+class LayerNorm(_LayerNorm):
     """`torch.nn.LayerNorm` with its forward and backward passes in generated kernels; see `layer_norm`.
 
-    The constructor, parameters and state_dict are torch's.
+    The constructor, parameters and state_dict are torch's, but for options that are off by default.
+
+    Args:
+        normalized_shape: the input's last dimensions, or the last one.
+        eps: added to the variance.
+        elementwise_affine: whether there is a weight.
+        bias: whether there is a bias too.
+        device: the parameters'.
+        dtype: the parameters'.
+        cast: see `layer_norm`.
+        weight_offset: see `layer_norm`; weight starts as 1 - weight_offset, ones and zeros otherwise.
+        x_bias: whether there is a parameter x_bias, of normalized_shape and at first zeros, that is added to the input
+            first: the bias of the linear layer before, if that has none of its own.
+
+    Raises:
+        ConflictError: cast is no such word, or there is a weight_offset and no weight.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise input: (..., *normalized_shape), fp16, bf16 or fp32; returns its shape and dtype."""
-        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        operands = (input, self.weight, self.bias, None, self.x_bias if self._has_x_bias else None)
+        options = ("layer", self.eps, self.weight_offset, None, self.cast)
+        y: torch.Tensor = normalise(operands, self.normalized_shape, options)
+        return y
 
 
-class RMSNorm(_NotScripted, torch.nn.RMSNorm):
+class RMSNorm(_RMSNorm):
     """`torch.nn.RMSNorm` with its forward and backward passes in generated kernels; see `rms_norm`.
 
-    The constructor, parameters and state_dict are torch's, but for one option that is not stored in a state_dict.
+    The constructor, parameters and state_dict are torch's, but for options that are off by default.
 
     Args:
         normalized_shape: the input's last dimensions, or the last one.
         eps: added to the mean square; None is torch.finfo(torch.float32).eps.
         elementwise_affine: whether there is a weight.
-        device: the weight's.
-        dtype: the weight's.
+        device: the parameters'.
+        dtype: the parameters'.
+        cast: see `layer_norm`.
+        weight_offset: see `rms_norm`; weight starts as 1 - weight_offset.
+        x_bias: see `LayerNorm`.
         cast_before_weight: round to the input's dtype before the multiplication with the weight, as Hugging Face's
             `LlamaRMSNorm` does; the result has the wider of the two dtypes. By default the row is rounded once,
             after the multiplication.
+
+    Raises:
+        ConflictError: cast is no such word, or there is a weight_offset and no weight.
     """
 
     # At class level for instances that `patch` made of torch's, which have none of their own.
@@ -61,39 +169,62 @@ class RMSNorm(_NotScripted, torch.nn.RMSNorm):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
+        cast: str | Cast = "after_weight",
+        weight_offset: float = 0.0,
+        x_bias: bool = False,
         cast_before_weight: bool = False,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        super().__init__(
+            normalized_shape,
+            eps,
+            elementwise_affine,
+            device,
+            dtype,
+            cast=cast,
+            weight_offset=weight_offset,
+            x_bias=x_bias,
+        )
         self.cast_before_weight = cast_before_weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise x: (..., *normalized_shape), fp16, bf16 or fp32; returns its shape."""
-        if self.cast_before_weight and self.weight is not None:
-            return rms_norm_cast_before_weight(x, self.normalized_shape, self.weight, self.eps)
-        return rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        operands = (x, self.weight, None, None, self.x_bias if self._has_x_bias else None)
+        y: torch.Tensor
+        if self.cast_before_weight and operands[1] is not None:
+            options = ("rms", self.eps, self.weight_offset, None, "before_weight")
+            y = normalise_cast_before_weight(operands, self.normalized_shape, options)
+        else:
+            y = normalise(operands, self.normalized_shape, ("rms", self.eps, self.weight_offset, None, self.cast))
+        return y
 
     def extra_repr(self) -> str:
-        """torch's, and the option where it is on."""
+        """torch's, and the options that are on."""
         return super().extra_repr() + (", cast_before_weight=True" if self.cast_before_weight else "")
 
 
-class AddLayerNorm(_NotScripted, torch.nn.LayerNorm):
-    """A residual add and LayerNorm in one kernel: `add_layer_norm` with `torch.nn.LayerNorm`'s parameters."""
+class AddLayerNorm(_LayerNorm):
+    """A residual add and LayerNorm in one kernel: `add_layer_norm` with `LayerNorm`'s parameters and options."""
 
     # It is a torch.nn.LayerNorm so that what goes by that type (initialisation, weight decay) finds it.
     def forward(  # type: ignore[override]  # a residual comes in, and its sum goes out
         self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm of x + residual, in x's dtype, and that sum, in residual's; both of x's shape."""
-        return add_normalise(Norm.LAYER, x, residual, self.normalized_shape, self.weight, self.bias, eps=self.eps)
+        operands = (x, self.weight, self.bias, residual, self.x_bias if self._has_x_bias else None)
+        options = ("layer", self.eps, self.weight_offset, None, self.cast)
+        both: tuple[torch.Tensor, torch.Tensor] = add_normalise(operands, self.normalized_shape, options)
+        return both
 
 
-class AddRMSNorm(_NotScripted, torch.nn.RMSNorm):
-    """A residual add and RMSNorm in one kernel: `add_rms_norm` with `torch.nn.RMSNorm`'s parameters."""
+class AddRMSNorm(_RMSNorm):
+    """A residual add and RMSNorm in one kernel: `add_rms_norm` with `RMSNorm`'s parameters and options."""
 
     # It is a torch.nn.RMSNorm for the same reason.
     def forward(  # type: ignore[override]  # a residual comes in, and its sum goes out
         self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm of x + residual, in x's dtype, and that sum, in residual's; both of x's shape."""
-        return add_normalise(Norm.RMS, x, residual, self.normalized_shape, self.weight, eps=self.eps)
+        operands = (x, self.weight, None, residual, self.x_bias if self._has_x_bias else None)
+        options = ("rms", self.eps, self.weight_offset, None, self.cast)
+        both: tuple[torch.Tensor, torch.Tensor] = add_normalise(operands, self.normalized_shape, options)
+        return both

@@ -152,8 +152,10 @@ OPTIONS: dict[str, tuple[Callable[[], object], list[str], dict[str, Any]]] = {
     "fp32 gradient": (
         lambda: torch.autograd.grad(
             functional.normalise(
-                Norm.RMS, x := rows(requires_grad=True), (N,), None, eps=1e-6, out_dtype=torch.float32
-            )[0],
+                (x := rows(requires_grad=True), None, None, None, None),
+                (N,),
+                ("rms", 1e-6, 0.0, torch.float32, "after_weight"),
+            ),
             x,
             rows(dtype=torch.float32),
         ),

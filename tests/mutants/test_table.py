@@ -16,6 +16,7 @@ _RUNTIME = (
     "calls/argument_checks",
     "calls/check",
     "calls/first",
+    "calls/functional",
     "calls/known",
     "calls/launch",
     "calls/outputs",

@@ -87,6 +87,7 @@ MUTANTS = (
         "{{ p.name }}.__class__ is float\n",
         "",
         (f"{_KNOWN}::test_equal_is_not_the_same",),
+        which=0,
     ),
     Mutant(
         "known-eps-may-be-negative",

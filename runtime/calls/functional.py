@@ -1,0 +1,82 @@
+"""Calls of the functional API: by the names of the rows, as the forward functions take them, and as one operator.
+
+Such a call is two tuples, `straight.Operands` and `straight.Options`; only what reads a part of them knows the part.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from ..codegen.families import Kind
+from ..codegen.model import Cast
+from ..codegen.parameters import BACKWARD, FORWARD
+from ..mode_words import word
+from .row_layout import as_rows
+from .straight import BackwardOperands, BackwardOptions, Operands, Options
+from .traced import operated, result_dtype
+
+# By the norm's word, because torch 2.11's TorchDynamo can make no enum of it.
+FORWARD_OF = {norm.value: name for norm, name in FORWARD.functions.items()}
+BACKWARD_OF = {norm.value: name for norm, name in BACKWARD.functions.items()}
+
+# Of the operands, with their kinds, and of the options behind the norm.
+_OPERANDS = tuple((row.name, row.kind) for row in FORWARD.parameters if row.functional and row.kind.is_tensor)
+_OPTIONS = tuple(row.name for row in FORWARD.parameters if row.functional and not row.kind.is_tensor)
+
+_BACKWARD = [row for row in BACKWARD.parameters if row.functional]
+_BACKWARD_OPERANDS = tuple(row.name for row in _BACKWARD if row.kind.is_tensor)
+_BACKWARD_OPTIONS = tuple(row.name for row in _BACKWARD if not row.kind.is_tensor)
+
+
+def named(operands: Operands, options: Options) -> dict[str, Any]:
+    """What a call is given, but for the norm, by the names of its rows."""
+    given: dict[str, Any] = {name: operand for (name, _), operand in zip(_OPERANDS, operands, strict=True)}
+    given.update(zip(_OPTIONS, options[1:], strict=True))
+    return given
+
+
+def backward_named(operands: BackwardOperands, options: BackwardOptions) -> dict[str, Any]:
+    """The same of a backward call."""
+    given: dict[str, Any] = dict(zip(_BACKWARD_OPERANDS, operands, strict=True))
+    given.update(zip(_BACKWARD_OPTIONS, options[1:], strict=True))
+    return given
+
+
+def as_operands(operands: Operands, dimensions: int) -> Operands:
+    """Operands as the forward functions take them, N being the last `dimensions` of x together."""
+    found = [
+        None
+        if operand is None
+        else operand.flatten().contiguous()
+        if kind is Kind.VECTOR
+        else as_rows(operand, dimensions)
+        for (_, kind), operand in zip(_OPERANDS, operands, strict=True)
+    ]
+    return cast("Operands", tuple(found))
+
+
+def any_requires_gradient(operands: Operands) -> bool:
+    """Whether one of them does."""
+    return any(operand is not None and operand.requires_grad for operand in operands)
+
+
+def forward_given(rows: Operands, options: Options, save_mv: bool) -> dict[str, Any]:
+    """The arguments of the forward function by name; those that are missing have their defaults."""
+    given = named(rows, options)
+    given["save_mv"] = save_mv
+    given["cast"] = word(Cast, "cast", given["cast"]).value
+    given["out_dtype"] = given["out_dtype"] or result_dtype(options[0], given["x"])
+    if given["residual"] is not None:
+        given["fadd"] = "pre_add_store"
+    return given
+
+
+def normalise_traced(operands: Operands, shape: tuple[int, ...], options: Options) -> Any:
+    """What `recorded.normalise` is, as one operator and the views and copies before it."""
+    rows = as_operands(operands, len(shape))
+    recorded = torch.is_grad_enabled() and any_requires_gradient(rows)
+    y, *others = operated(FORWARD_OF[options[0]], forward_given(rows, options, recorded))
+    x, _, _, residual, _ = operands
+    return y.view(x.shape) if residual is None else (y.view(x.shape), others[0].view(x.shape))
