@@ -80,6 +80,12 @@ def _parts(options: argparse.Namespace, given: list[str]) -> int:
     return parts(options, given)
 
 
+def _models(options: argparse.Namespace, given: list[str]) -> int:
+    from .models.command import models
+
+    return models(options, given)
+
+
 def _profile(options: argparse.Namespace, given: list[str]) -> int:
     from .profile import profile
 
@@ -183,6 +189,8 @@ def _add_measuring(verbs: Verbs) -> None:
     parts.add_argument("--beside-revision", help="what the header states of it; default: git's")
     parts.set_defaults(verb=_parts)
 
+    _add_models(verbs)
+
     profile = verbs.add_parser(
         "profile",
         help="show what a profiler sees of the kernels: time, registers, occupancy",
@@ -200,6 +208,31 @@ def _add_measuring(verbs: Verbs) -> None:
     profile.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>")
     profile.add_argument("--revision", help="what the header states; default: git's")
     profile.set_defaults(verb=_profile)
+
+
+def _add_models(verbs: Verbs) -> None:
+    from .models.names import DTYPES, RUNS
+
+    models = verbs.add_parser(
+        "models",
+        help="time training and decode steps of whole models",
+        description="Time a training step and a decode step of small random-weight models with torch's norms, patched, "
+        "and with Liger's, eagerly and compiled. Each variant is checked against torch's model before it is timed; "
+        "what the table holds already is not run again.",
+    )
+    models.add_argument("--models", nargs="+", default=[], metavar="NAME", help="names or shell patterns; default: all")
+    models.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="likewise")
+    models.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="default: all")
+    models.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS, help="default: all")
+    models.add_argument("--quick", action="store_true", help="two layers and few tokens, to try the benchmark out")
+    models.add_argument("--minutes", type=float, help="begin no variant after so long, and say what is left")
+    models.add_argument("--rounds", type=int, default=5, help="turns that variants take (%(default)s)")
+    models.add_argument("--jobs", type=int, default=0, metavar="J", help="first compile everything in J processes")
+    models.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>-models")
+    models.add_argument("--fresh", action="store_true", help="begin the table anew instead of going on with it")
+    models.add_argument("--retry", action="store_true", help="run again what has no time")
+    models.add_argument("--revision", help="what the header states; default: git's")
+    models.set_defaults(verb=_models)
 
 
 def _add_reading(verbs: Verbs) -> None:

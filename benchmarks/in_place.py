@@ -80,6 +80,7 @@ def _known(taken: Taken, allocates: bool) -> SimpleNamespace:
 def _apply_of(function: Callable[..., Any]) -> Callable[..., Any]:
     methods = {"forward": staticmethod(function), "backward": staticmethod(nothing)}
     alone = type("Alone", (torch.autograd.Function,), methods)
-    # As `normforge.calls.recorded` calls its own.
-    apply: Callable[..., Any] = super(torch.autograd.Function, alone).apply  # type: ignore[misc]  # made by `type`
+    # As `normforge.calls.recorded` calls its own; a class made by `type` has no types.
+    made: Any = alone
+    apply: Callable[..., Any] = super(torch.autograd.Function, made).apply
     return apply

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -139,18 +139,44 @@ def load(folder: Path, suite: str) -> Results | None:
     Raises:
         UsageError: the file is not one that `Results.save` wrote.
     """
+    found = read(folder, suite, _COLUMNS)
+    if found is None:
+        return None
+    results = Results(suite, found[0])
+    for record in found[1]:
+        results.add(Row(**{column: _converted(column, record[column]) for column in _COLUMNS}))
+    return results
+
+
+def read(folder: Path, suite: str, columns: Collection[str]) -> tuple[dict[str, str], list[dict[str, str]]] | None:
+    """Read what `write` wrote: the header, and the records as text; None where there is no file.
+
+    Raises:
+        UsageError: the file lacks one of the columns.
+    """
     path = folder / f"{suite}.csv"
     if not path.exists():
         return None
     lines = path.read_text().splitlines()
     comments = [line[2:].partition(": ") for line in lines if line.startswith("# ")]
     reader = csv.DictReader(line for line in lines if not line.startswith("# "))
-    if reader.fieldnames is None or not set(_COLUMNS) <= set(reader.fieldnames):
+    if reader.fieldnames is None or not set(columns) <= set(reader.fieldnames):
         raise UsageError(f"{path} lacks the columns of a results file; move it away, or name another folder with --out")
-    results = Results(suite, {key: value for key, _, value in comments})
-    for record in reader:
-        results.add(Row(**{column: _converted(column, record[column]) for column in _COLUMNS}))
-    return results
+    return {key: value for key, _, value in comments}, list(reader)
+
+
+def require_header(path: Path, found: Mapping[str, str], header: Mapping[str, str]) -> None:
+    """Refuse to go on with a file that was measured with something else.
+
+    Raises:
+        UsageError: the headers differ.
+    """
+    keys = [key for key in {**found, **header} if found.get(key) != header.get(key)]
+    if keys:
+        differing = "; ".join(f"{key} {found.get(key, 'none')} there, {header.get(key, 'none')} now" for key in keys)
+        raise UsageError(
+            f"{path} was measured with something else ({differing}); pass --fresh to begin it anew, or another --out"
+        )
 
 
 _COLUMNS = tuple(column.name for column in fields(Row))

@@ -18,7 +18,7 @@ from .environment import describe, folder_name
 from .errors import UsageError
 from .pictures import draw_all
 from .providers import find_providers
-from .results import Results, load
+from .results import Results, load, require_header
 from .runner import ContextLostError, Plan, due, run_suite, running
 from .suites import SUITES
 
@@ -109,15 +109,7 @@ def _open(name: str, header: dict[str, str], out: Path, options: argparse.Namesp
     found = None if options.fresh else load(out, name)
     if found is None:
         return Results(name, header)
-    if found.header != header:
-        keys = [key for key in {**found.header, **header} if found.header.get(key) != header.get(key)]
-        differing = "; ".join(
-            f"{key} {found.header.get(key, 'none')} there, {header.get(key, 'none')} now" for key in keys
-        )
-        raise UsageError(
-            f"{out / name}.csv was measured with something else ({differing}); "
-            "pass --fresh to begin it anew, or another --out"
-        )
+    require_header(out / f"{name}.csv", found.header, header)
     return found
 
 

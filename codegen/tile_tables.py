@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from yaml.nodes import Node
 
@@ -125,7 +126,8 @@ def _read_class(section: Section, kind: TileClass, arch: str, node: Node) -> tup
 
 def _read_tile(section: Section, kind: TileClass, arch: str, bucket: Bucket, node: Node) -> Tile:
     pairs = section.mapping(node, f"a tile, {{{', '.join(_FIELDS)}}}")
-    values: dict[str, int | Pipeline] = {}
+    # By name: a Pipeline, and numbers else.
+    values: dict[str, Any] = {}
     for name, pair in pairs.items():
         if name not in _FIELDS:
             raise section.error(pair.key, unknown("field", name, tuple(_FIELDS)))
@@ -136,7 +138,7 @@ def _read_tile(section: Section, kind: TileClass, arch: str, bucket: Bucket, nod
     for name, field in _FIELDS.items():
         if name not in values and field.default is MISSING:
             raise section.error(node, f"the tile has no {name}; a tile is {{{', '.join(_FIELDS)}}}")
-    tile = Tile(**values)  # type: ignore[arg-type]  # one mapping of ints and a Pipeline, by name
+    tile = Tile(**values)
     problem = why_not(kind, bucket, tile, arch)
     if problem is not None:
         raise section.error(node, problem)

@@ -1,0 +1,177 @@
+"""The command `models`: which jobs are due, a process for each, and what is made of their rows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from normforge.errors import DeviceError
+from normforge.tools.machine import Machine, find_machine
+
+from ..chosen import RESULTS, matching
+from ..environment import ROOT, describe, folder_name
+from ..errors import UsageError
+from ..progress import progress_over
+from .names import COMPILE, DTYPES, EAGER, FAILS, GRAPHS, STEPS, SUITE, WRONG, Key
+from .picture import draw
+from .specs import SPECS
+from .table import Row, Table, load, render
+from .variants import VARIANTS, versions
+from .worker import Job
+
+# The command's status where a row is wrong, or a process broke.
+SHORT = 1
+
+Launch = Callable[[Job], int]
+
+
+def models(options: argparse.Namespace, _: list[str]) -> int:
+    """Run the verb: measure what is not in the table yet, print it, and draw it.
+
+    Returns:
+        0, or 1 if a row is wrong or a process broke; 0 also when the time was up before the end.
+
+    Raises:
+        UsageError: an option names nothing, or the folder holds results of something else.
+    """
+    try:
+        machine = find_machine()
+    except DeviceError as error:
+        raise UsageError(str(error)) from None
+    size = "tiny" if machine.interpreted else "quick" if options.quick else "full"
+    header = describe(machine, (), options.revision) | versions()
+    if size != "full":
+        header["size"] = size
+    out = options.out or RESULTS / f"{folder_name(machine)}-models"
+    deadline = None if options.minutes is None else time.time() + 60 * options.minutes
+    table = _open(out, header, fresh=options.fresh, retry=options.retry)
+    jobs = _jobs(options, machine, size, out, header, deadline)
+    if options.jobs > 0:
+        _prepare(jobs, table, options.jobs, launch)
+    broken = _run(jobs, out, header, launch)
+    table = load(out, header) or table
+    _report(table, jobs, out)
+    wrong = [row for row in table.rows.values() if row.status.startswith(WRONG)]
+    for row in wrong:
+        print(f"{'/'.join(row.key)} is {row.status}", file=sys.stderr)
+    for said in broken:
+        print(f"error: {said}", file=sys.stderr)
+    return SHORT if wrong or broken else 0
+
+
+def launch(job: Job) -> int:
+    """Do a job in a process of its own; the result is its exit status."""
+    command = (sys.executable, "-m", "benchmarks.models.worker", job.text())
+    return subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode
+
+
+def _open(out: Path, header: dict[str, str], *, fresh: bool, retry: bool) -> Table:
+    if fresh:
+        for ending in ("csv", "json", "png"):
+            (out / f"{SUITE}.{ending}").unlink(missing_ok=True)
+    # Of a command that was killed: what it was at is due, and nobody's fault.
+    (out / f"{SUITE}.running").unlink(missing_ok=True)
+    table = load(out, header) or Table(header)
+    if retry:
+        table.rows = {key: row for key, row in table.rows.items() if row.ok}
+        table.save(out)
+    return table
+
+
+def _jobs(
+    options: argparse.Namespace, machine: Machine, size: str, out: Path, header: dict[str, str], deadline: float | None
+) -> list[Job]:
+    """The jobs, those worth most first: bf16 before autocast, eager before compiled, models in the order of `SPECS`."""
+    chosen = _chosen("--models", options.models, SPECS)
+    variants = _chosen("--variants", options.variants, VARIANTS)
+    # There are no CUDA graphs in the interpreter.
+    compiled = (COMPILE,) if machine.interpreted else (COMPILE, GRAPHS)
+    runs = [tuple(run for run in runs if run in options.runs) for runs in ((EAGER,), compiled)]
+    jobs = [
+        Job(
+            model,
+            dtype,
+            run,
+            STEPS,
+            variants,
+            size,
+            machine.device.type,
+            str(out.resolve()),
+            header,
+            options.rounds,
+            deadline,
+        )
+        for dtype in DTYPES
+        if dtype in options.dtypes
+        for run in runs
+        for model in chosen
+    ]
+    return [job for job in jobs if job.keys]
+
+
+def _chosen(option: str, given: Sequence[str], names: Collection[str]) -> tuple[str, ...]:
+    found = matching(list(names), given)
+    missed = [pattern for pattern in given if not matching(list(names), [pattern])]
+    if missed:
+        raise UsageError(f"{option} {' '.join(missed)} names nothing; there are {', '.join(names)}")
+    return tuple(found)
+
+
+def _prepare(jobs: Sequence[Job], table: Table, processes: int, start: Launch) -> None:
+    """Compile what the compiled jobs need, several at once, into the caches on disk."""
+    due = [replace(job, ahead=True) for job in jobs if EAGER not in job.runs and table.due(job.keys)]
+    with ThreadPoolExecutor(processes) as pool:
+        for job, status in zip(due, pool.map(start, due), strict=True):
+            if status:
+                print(f"compiling {job.model} in {job.dtype} ahead ended with status {status}", file=sys.stderr)
+
+
+def _run(jobs: Sequence[Job], out: Path, header: dict[str, str], start: Launch) -> list[str]:
+    """Run the jobs that have rows due, one after the other; the result says which broke without a row to blame."""
+    broken = []
+    for job in progress_over(jobs, what=SUITE, unit="process"):
+        while not job.late and (load(out, header) or Table(header)).due(job.keys):
+            before = _rows(out, header)
+            status = start(job)
+            if status == 0:
+                break
+            _blame(job, status)
+            if _rows(out, header) == before:
+                broken.append(
+                    f"the process of {job.model} in {job.dtype}, {' and '.join(job.runs)}, ended with {status}"
+                )
+                break
+    return broken
+
+
+def _rows(out: Path, header: dict[str, str]) -> dict[Key, Row]:
+    found = load(out, header)
+    return {} if found is None else found.rows
+
+
+def _blame(job: Job, status: int) -> None:
+    """Record the variant that a process died of, so that the next one does not die of it too."""
+    if not job.mark.exists():
+        return
+    key = Key(*json.loads(job.mark.read_text()))
+    job.mark.unlink()
+    out = Path(job.out)
+    table = load(out, job.header) or Table(job.header)
+    table.add(Row(*key, f"{FAILS}: the process died with status {status} while this ran"))
+    table.save(out)
+
+
+def _report(table: Table, jobs: Sequence[Job], out: Path) -> None:
+    left = sum(len(table.due(job.keys)) for job in jobs)
+    if left:
+        print(f"{left} rows are left; the same command goes on", file=sys.stderr)
+    print(render(table))
+    if drawn := draw(table, out):
+        print(f"drawn: {drawn}")

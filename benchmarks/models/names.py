@@ -1,0 +1,31 @@
+"""The words of the table; nothing is imported for them, so that the command line can be read before torch is there."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SUITE = "models"
+
+TRAIN, DECODE = "train", "decode"
+STEPS = (TRAIN, DECODE)
+
+# Of the last, torch.compile with mode="reduce-overhead".
+EAGER, COMPILE, GRAPHS = "eager", "compile", "graphs"
+RUNS = (EAGER, COMPILE, GRAPHS)
+
+# Weights and all else in bf16, or fp32 weights under autocast to bf16.
+BF16, AUTOCAST = "bf16", "autocast"
+DTYPES = (BF16, AUTOCAST)
+
+# What a row without a time begins with; of a wrong one the command fails.
+WRONG, FAILS, ABSENT, NOTHING = "wrong", "fails", "not here", "nothing to do"
+
+
+class Key(NamedTuple):
+    """What a row is of."""
+
+    model: str
+    dtype: str
+    step: str
+    run: str
+    variant: str

@@ -1,0 +1,183 @@
+"""The table of models: its rows, its files, and what is printed of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from ..results import OK, read, require_header, write
+from .names import ABSENT, AUTOCAST, BF16, COMPILE, DECODE, EAGER, GRAPHS, NOTHING, SUITE, TRAIN, Key
+from .variants import TORCH, VARIANTS
+
+_STEPS = {TRAIN: "Training step", DECODE: "Decode step"}
+_DTYPES = {BF16: "bf16", AUTOCAST: "fp32 under bf16 autocast"}
+_PANELS = {EAGER: "eager", COMPILE: "torch.compile", GRAPHS: "torch.compile with CUDA graphs"}
+_RUNS = {EAGER: "{}", COMPILE: "{} + compile", GRAPHS: "{} + CUDA graph"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant's step of one model.
+
+    Attributes:
+        model: a name of `SPECS`.
+        dtype: `bf16`, or `autocast`: fp32 weights under bf16 autocast.
+        step: `train` or `decode`.
+        run: `eager`, `compile`, or `graphs`: torch.compile with CUDA graphs (mode="reduce-overhead").
+        variant: a name of `VARIANTS`.
+        status: `ok`; or `wrong`, `fails`, `not here` or `nothing to do`, a colon and why.
+        ms: the median time of a step in milliseconds; None, as all that follows, where there is none.
+        ms_p20: its 20th percentile.
+        ms_p80: its 80th.
+        runs: how many steps were timed.
+        memory_gib: the most that was allocated on the device during a step, weights and gradients included, other
+            variants' copies not.
+        loss: of the step checked.
+        torch_loss: torch's eager model's.
+        off: the largest distance from torch's eager model over the largest that nudges of the weights by a rounding
+            make: of the loss or a parameter's gradient, or where it decodes of the logits or a layer's new keys or
+            values. Above 1 is wrong.
+        where: of what that is.
+    """
+
+    model: str
+    dtype: str
+    step: str
+    run: str
+    variant: str
+    status: str
+    ms: float | None = None
+    ms_p20: float | None = None
+    ms_p80: float | None = None
+    runs: int | None = None
+    memory_gib: float | None = None
+    loss: float | None = None
+    torch_loss: float | None = None
+    off: float | None = None
+    where: str = ""
+
+    @property
+    def key(self) -> Key:
+        """What the row is of."""
+        return Key(self.model, self.dtype, self.step, self.run, self.variant)
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a time."""
+        return self.status == OK
+
+    @property
+    def final(self) -> bool:
+        """Whether it need not be run again: all but what lacks a package."""
+        return not self.status.startswith(ABSENT)
+
+
+_COLUMNS = tuple(column.name for column in fields(Row))
+_TEXTS = (*Key._fields, "status", "where")
+
+
+@dataclass
+class Table:
+    """Rows under the header they share."""
+
+    header: dict[str, str]
+    rows: dict[Key, Row] = field(default_factory=dict)
+
+    def add(self, row: Row) -> None:
+        """Add a row, in place of an earlier one of the same."""
+        self.rows[row.key] = row
+
+    def due(self, keys: Iterable[Key]) -> list[Key]:
+        """Those of the keys that have no row that is final."""
+        return [key for key in keys if key not in self.rows or not self.rows[key].final]
+
+    def save(self, folder: Path) -> None:
+        """Write `models.csv` and `models.json`; a reader finds the old files or the new ones."""
+        write(folder, SUITE, self.header, _COLUMNS, [asdict(row) for row in self.rows.values()])
+
+
+def load(folder: Path, header: Mapping[str, str] | None = None) -> Table | None:
+    """Read a table, or None where there is none.
+
+    Raises:
+        UsageError: the file is none of these, or its header is not the given one.
+    """
+    found = read(folder, SUITE, _COLUMNS)
+    if found is None:
+        return None
+    if header is not None:
+        require_header(folder / f"{SUITE}.csv", found[0], header)
+    table = Table(found[0])
+    for record in found[1]:
+        table.add(Row(**{column: _converted(column, record[column]) for column in _COLUMNS}))
+    return table
+
+
+def render(table: Table) -> str:
+    """The table as Markdown: milliseconds by step and dtype, and the memory of training steps."""
+    parts = []
+    for step, dtype in [(step, dtype) for step in _STEPS for dtype in _DTYPES]:
+        rows = [row for row in table.rows.values() if (row.step, row.dtype) == (step, dtype)]
+        if rows:
+            title = f"{_STEPS[step]}, {_DTYPES[dtype]}"
+            parts.append(f"**{title}**\n\n{_grid(rows, 'ms', lambda row: row.ms)}")
+            if any(row.memory_gib is not None for row in rows):
+                parts.append(f"**{title}: memory**\n\n{_grid(rows, 'GiB', lambda row: row.memory_gib)}")
+    return "\n\n".join(parts)
+
+
+def panel_titles(table: Table) -> dict[str, list[Row]]:
+    """The rows of each step, dtype and way of running, by what to call them."""
+    panels: dict[str, list[Row]] = {}
+    for step, title in _STEPS.items():
+        for dtype, words in _DTYPES.items():
+            for run, way in _PANELS.items():
+                rows = [row for row in table.rows.values() if (row.step, row.dtype, row.run) == (step, dtype, run)]
+                if rows:
+                    panels[f"{title}, {words}, {way}"] = rows
+    return panels
+
+
+def title_of(run: str, variant: str) -> str:
+    """What a column or a bar is called: `patch + compile`."""
+    return _RUNS[run].format(VARIANTS[variant].label if variant in VARIANTS else variant)
+
+
+def _grid(rows: Sequence[Row], unit: str, figure: Callable[[Row], float | None]) -> str:
+    shown = {(row.run, row.variant) for row in rows if not row.status.startswith(NOTHING)}
+    columns = [(run, variant) for run in _RUNS for variant in VARIANTS if (run, variant) in shown]
+    by_place = {(row.model, row.run, row.variant): row for row in rows}
+    lines = [
+        (model, *(_cell(by_place.get((model, *column)), figure) for column in columns))
+        for model in dict.fromkeys(row.model for row in rows)
+    ]
+    headers = [unit, *(title_of(*column) for column in columns)]
+    aligned = ("left", *("right" for _ in columns))
+    return tabulate(lines, headers, tablefmt="github", disable_numparse=True, colalign=aligned)
+
+
+def _cell(row: Row | None, figure: Callable[[Row], float | None]) -> str:
+    if row is None or row.status.startswith(NOTHING):
+        return "–"
+    if not row.ok:
+        return row.status.partition(":")[0]
+    value = figure(row)
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _converted(column: str, text: str) -> Any:
+    if column in _TEXTS:
+        return text
+    if not text:
+        return None
+    return int(text) if column == "runs" else float(text)
+
+
+def beside_torch(table: Table, row: Row) -> float | None:
+    """How many times torch's speed a row has: torch's eager step of the same model, over this one's."""
+    base = table.rows.get(Key(row.model, row.dtype, row.step, EAGER, TORCH))
+    return base.ms / row.ms if base is not None and base.ms is not None and row.ms is not None else None
