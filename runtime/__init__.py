@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .calls.outputs import LayerNormOutput
     from .calls.straight import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
     from .calls.which import which
+    from .compiled.switch import compile_passes
     from .kernels.binaries import load_aot
     from .nn.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
     from .nn.modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
@@ -43,6 +44,7 @@ __all__ = [
     "add_rms_norm",
     "backend",
     "compile_keys",
+    "compile_passes",
     "errors",
     "instances",
     "layer_norm",
@@ -70,6 +72,7 @@ _HOMES = {
     "calls.outputs": ("LayerNormOutput",),
     "calls.straight": ("layernorm2d_bwd", "layernorm2d_fwd", "rmsnorm2d_bwd", "rmsnorm2d_fwd"),
     "calls.which": ("which",),
+    "compiled.switch": ("compile_passes",),
     "kernels.binaries": ("load_aot",),
     "nn.functional": ("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"),
     "nn.modules": ("AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"),

@@ -28,6 +28,7 @@ from ..calls.outputs import results_of
 from ..calls.straight import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
 from ..codegen import parameters
 from ..codegen.model import Norm
+from ..compiled.switch import settle
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import dispatch_modes
 from . import gradients
@@ -101,6 +102,7 @@ def _returned_into(function: str, *arguments: Any) -> tuple[torch.Tensor, ...]:
 
 @eager_only
 def _fake(function: str, *arguments: Any) -> Tensors:
+    settle()
     call = check(function, _named(function, arguments), addressed=False)
     return _present(results_of(call, call.x.new_empty))
 

@@ -1,0 +1,119 @@
+"""The gradient of a residual is added by the kernel that computes dx, and a gradient in 16 bits is read as it is."""
+
+from __future__ import annotations
+
+import operator
+
+from torch.fx import Graph, Node
+
+from ..dtypes import FLOATS
+from ..upstream.torch_inductor import all_equal
+from .nodes import (
+    Order,
+    erase,
+    has_one_user,
+    is_contiguous,
+    is_walkable,
+    reshape,
+    sizes_of,
+    sum_of_two,
+    value,
+    widened_from,
+    without_reshapes,
+)
+from .operators import Operator, change, checked, read
+
+
+def join_widening(graph: Graph, node: Node) -> bool:
+    """Have a backward operator read the 16 bits that its dy was made of, which is exact."""
+    norm = read(node)
+    if norm is None or not norm.is_backward or norm.given["dy"] is None:
+        return False
+    dy = norm.given["dy"]
+    narrow = widened_from(dy)
+    if narrow is dy or not is_walkable(value(narrow)):
+        return False
+    given = {**norm.given, "dy": narrow}
+    call = checked(norm, given)
+    if call is None or not Order(graph).is_light_between(dy, node):
+        return False
+    change(norm, given, call)
+    erase(graph, dy)
+    return True
+
+
+def join_gradient(graph: Graph, node: Node) -> bool:
+    """Have a backward operator add to dx what is added to it."""
+    pair = sum_of_two(node)
+    if pair is None or value(node).dtype not in FLOATS:
+        return False
+    order = Order(graph)
+    # The later of two that could: what it adds is the earlier one's dx.
+    for dx, other in sorted([pair, pair[::-1]], key=lambda each: -order.at[each[0]]):
+        source, chain = without_reshapes(dx)
+        last = _that_computes(source, chain)
+        if last is None or order.is_written(source, other, node):
+            continue
+        first = _first_of(last)
+        if first is None or not _adds(graph, order, first, last, other, node):
+            continue
+        for each in reversed(chain):
+            each.meta["val"] = value(each).to(value(node).dtype)
+        node.replace_all_uses_with(dx)
+        erase(graph, node)
+        return True
+    return False
+
+
+def _that_computes(dx: Node, chain: list[Node]) -> Operator | None:
+    """The backward operator that returns dx, if that is read once, and its reshapes."""
+    if not has_one_user([dx, *chain]) or dx.target is not operator.getitem:
+        return None
+    norm = read(dx.args[0])
+    return norm if norm is not None and norm.is_backward and norm.results.get("dx") is dx else None
+
+
+def _first_of(last: Operator) -> Operator | None:
+    """The first of a row of operators each of which adds the dx of the one before, if that adds nothing."""
+    first = last
+    while first.given["dresidual_out"] is not None:
+        before = _that_computes(*without_reshapes(first.given["dresidual_out"]))
+        if before is None:
+            return None
+        first = before
+    return first
+
+
+def _adds(graph: Graph, order: Order, first: Operator, last: Operator, other: Node, total: Node) -> bool:
+    """Have the first of a row of operators add another gradient, so that the last returns the sum of all."""
+    dtype, x = value(total).dtype, first.given["x"]
+    dtypes = {value(other).dtype, first.call.dtype_of("dx"), last.call.dtype_of("dx")}
+    # What a row of them hands on is to be rounded to no other type than the sum is.
+    if value(other).dtype not in FLOATS or (first.node is not last.node and dtypes != {dtype}):
+        return False
+    of_one_shape = all_equal(value(other).shape, value(x).shape)
+    if not (is_walkable(value(other)) if of_one_shape else is_contiguous(value(other))):
+        return False
+    waits = order.at[other] > order.at[first.node]
+    if waits and not (first.node is last.node and of_one_shape and _may_wait(order, first, total)):
+        return False
+    if order.is_anything_written_between(first.node, total):
+        return False
+    given = {**first.given, "dresidual_out": other, "dx_dtype": dtype}
+    call = checked(first, given if of_one_shape else {**given, "dresidual_out": x})
+    if call is None:
+        return False
+    if waits:
+        for each in (first.node, *first.results.values()):
+            total.prepend(each)
+    if not of_one_shape:
+        sizes = sizes_of(graph, first.node, x)
+        given["dresidual_out"] = reshape(graph, first.node, other, sizes, value(x))
+    change(first, given, call)
+    return True
+
+
+def _may_wait(order: Order, norm: Operator, total: Node) -> bool:
+    """Whether an operator may run where its dx is added to something rather than where it stands."""
+    read_at = [order.at[user] for result in norm.results.values() for user in result.users]
+    return order.is_light_between(norm.node, total) and min(read_at) >= order.at[total]

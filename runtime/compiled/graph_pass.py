@@ -1,0 +1,77 @@
+"""The pass that Inductor runs over each partitioned graph. Importing this module imports Inductor's settings."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch._inductor import custom_graph_pass
+from torch.fx import Graph
+
+from .._version import __version__
+from ..upstream import torch_inductor
+from . import backward, forward
+from .operators import servable
+
+_log = logging.getLogger(__name__)
+
+# What joins an operator, in this order.
+_RULES: tuple[Callable[..., bool], ...] = (
+    forward.join_cast,
+    forward.join_sum,
+    backward.join_widening,
+    backward.join_gradient,
+)
+
+# Since torch 2.13 some passes are told whether a graph is one of inference. This one hands it on to them.
+_BASE: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_graph_pass.CustomGraphPass)
+
+
+class FuseNeighbours(_BASE):  # type: ignore[misc]  # torch's releases have different ones
+    """Joins normforge's operators with their neighbours, and then runs the passes that were there before."""
+
+    def __init__(self, before: Any = None) -> None:
+        """Take along what was set before: a pass, several of them, or None."""
+        self.before = before
+
+    def __call__(self, graph: Graph, is_inference: bool = False) -> None:
+        """Rewrite a graph in place."""
+        fuse(graph)
+        for each in self._others():
+            torch_inductor.run_pass(each, graph, is_inference)
+
+    def uuid(self) -> Any | None:
+        """What Inductor's caches know this pass by; None, which they take for no cache, if another pass has none."""
+        others = [each.uuid() if hasattr(each, "uuid") else None for each in self._others()]
+        return None if None in others else (_digest(), servable(), *others)
+
+    def _others(self) -> tuple[Any, ...]:
+        if self.before is None:
+            return ()
+        return tuple(self.before) if isinstance(self.before, (list, tuple)) else (self.before,)
+
+
+def fuse(graph: Graph) -> dict[str, int]:
+    """Join what can be joined, and return how often each rule was applied."""
+    applied = {rule.__name__: 0 for rule in _RULES}
+    for rule in _RULES:
+        for node in list(graph.nodes):
+            # What a rule erased before it came to it is in the graph no more.
+            if not node._erased and rule(graph, node):
+                applied[rule.__name__] += 1
+    if any(applied.values()):
+        graph.lint()
+        _log.debug("joined with norms: %s", applied)
+    return applied
+
+
+@cache
+def _digest() -> str:
+    """A hash of this package's code and of what it stands on for rewriting graphs."""
+    sources = [*Path(__file__).parent.glob("*.py"), Path(torch_inductor.__file__)]
+    texts = [__version__, *[path.read_text() for path in sorted(sources)]]
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()

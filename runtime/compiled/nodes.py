@@ -1,0 +1,252 @@
+"""What a pass asks of the nodes of a partitioned graph: values, views, order, writes, and what lies in memory."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ..dtypes import HALVES
+from ..upstream.torch_inductor import all_equal, without_guards
+
+_ATEN = torch.ops.aten
+RESHAPES = (_ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default)
+ADD = _ATEN.add.Tensor
+CONVERT = torch.ops.prims.convert_element_type.default
+
+# Operators of these Inductor makes code of, and fuses; all others are kernels of their own.
+_FUSED = ("aten", "prims", "inductor", "quantized_decomposed")
+# But for these, whose results lie in memory before anything reads them.
+_KERNELS = {
+    "aten::_efficient_attention_forward",
+    "aten::_flash_attention_forward",
+    "aten::_grouped_mm",
+    "aten::_int_mm",
+    "aten::_scaled_dot_product_attention_math_for_mps",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_cudnn_attention_backward",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_efficient_attention_backward",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_backward",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "aten::_scaled_grouped_mm",
+    "aten::_scaled_mm",
+    "aten::addmm",
+    "aten::baddbmm",
+    "aten::bmm",
+    "aten::convolution",
+    "aten::convolution_backward",
+    "aten::mm",
+}
+_OURS = "normforge"
+
+
+def value(node: Node) -> torch.Tensor:
+    """The fake tensor that a node stands for."""
+    tensor = node.meta["val"]
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
+def is_tensor(node: object) -> bool:
+    """Whether a node's value is one tensor, and known."""
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def without_reshapes(node: Node) -> tuple[Node, list[Node]]:
+    """What reshapes were made of, and they, the last one first."""
+    passed = []
+    while node.target in RESHAPES and isinstance(node.args[0], Node):
+        passed.append(node)
+        node = node.args[0]
+    return node, passed
+
+
+def origin(node: Node) -> Node:
+    """The tensor whose memory a node's value lies in."""
+    while isinstance(node.target, torch._ops.OpOverload) and node.args and isinstance(node.args[0], Node):
+        if node.target not in RESHAPES and not any(
+            result.alias_info is not None and not result.alias_info.is_write for result in node.target._schema.returns
+        ):
+            break
+        node = node.args[0]
+    return node
+
+
+def has_one_user(nodes: list[Node]) -> bool:
+    """Whether each of some nodes is read once."""
+    return all(len(node.users) == 1 for node in nodes)
+
+
+def is_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no gaps, whatever its symbolic sizes stand for."""
+    step, strides = 1, []
+    for size in reversed(tensor.shape):
+        strides.append(step)
+        step = step * size
+    return all_equal(tensor.stride(), strides[::-1])
+
+
+def is_walkable(tensor: torch.Tensor) -> bool:
+    """Whether rows have one stride, likewise."""
+    size, stride = tensor.shape, tensor.stride()
+    return (
+        tensor.dim() > 0
+        and all_equal(stride[-1:], [1])
+        and all_equal(stride[:-2], [size[i + 1] * stride[i + 1] for i in range(tensor.dim() - 2)])
+    )
+
+
+def is_opaque(node: Node) -> bool:
+    """Whether a node's value lies in memory as soon as it is there: Inductor fuses nothing into what computes it."""
+    if node.op in ("placeholder", "get_attr"):
+        return True
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], Node) and is_opaque(node.args[0])
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.namespace not in _FUSED or node.target._schema.name in _KERNELS
+    return False
+
+
+def writes(node: Node) -> bool:
+    """Whether a node writes to what it is given, or may."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        name = str(node.target)
+        return "mutation" in name or "effects" in name
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _written_by(node: Node) -> Iterator[Node]:
+    if isinstance(node.target, torch._ops.OpOverload):
+        for argument, given in zip(node.target._schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                several = given if isinstance(given, (list, tuple)) else (given,)
+                yield from [each for each in several if isinstance(each, Node)]
+        yield from [each for each in node.kwargs.values() if isinstance(each, Node)]
+    else:
+        yield from node.all_input_nodes
+
+
+class Order:
+    """Where the nodes of a graph stand, and which are written to. A change of the graph makes another of it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes = list(graph.nodes)
+        self.at = {node: index for index, node in enumerate(self.nodes)}
+        self.written = {origin(target) for node in self.nodes if writes(node) for target in _written_by(node)}
+
+    def is_written(self, *nodes: Node) -> bool:
+        """Whether one of some tensors is written to anywhere, or copied into what is."""
+        return any(origin(node) in self.written or any(writes(user) for user in node.users) for node in nodes)
+
+    def is_defined(self, nodes: list[Node], before: Node) -> bool:
+        """Whether nodes stand before another."""
+        return all(self.at[node] < self.at[before] for node in nodes)
+
+    def is_anything_written_between(self, first: Node, last: Node) -> bool:
+        """Whether a node between two writes to anything."""
+        return any(writes(node) for node in self.nodes[self.at[first] + 1 : self.at[last]])
+
+    def is_light_between(self, first: Node, last: Node) -> bool:
+        """Whether nothing writes and no long kernel runs between two nodes.
+
+        What one of them keeps alive until the other then costs no memory worth the name.
+        """
+        return all(_is_light(node) for node in self.nodes[self.at[first] + 1 : self.at[last]])
+
+    def is_in_memory(self, node: Node, reader: Node) -> bool:
+        """Whether a reader finds a value in memory, whatever Inductor fuses.
+
+        What is not opaque becomes part of the reader's own kernel, unless some kernel between the two reads it too.
+        """
+        node = origin(node)
+        if is_opaque(node):
+            return True
+        ways, seen = [(reader, False)], {(reader, False)}
+        while ways:
+            at, passed = ways.pop()
+            for source in at.all_input_nodes:
+                if source is node and passed:
+                    return True
+                way = (source, passed or is_opaque(source))
+                if self.at[source] > self.at[node] and way not in seen:
+                    seen.add(way)
+                    ways.append(way)
+        return False
+
+
+def _is_light(node: Node) -> bool:
+    if writes(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.namespace == _OURS or not is_opaque(node)
+    # getitem, arithmetic of sizes, and what is an input.
+    return True
+
+
+def reshape(graph: Graph, before: Node, node: Node, sizes: Sequence[Any], like: torch.Tensor) -> Node:
+    """A tensor in another's shape, which is of these sizes."""
+    with graph.inserting_before(before):
+        made = graph.call_function(_ATEN.reshape.default, (node, list(sizes)))
+    with without_guards(like):
+        made.meta["val"] = value(node).new_empty(like.shape)
+    return made
+
+
+def sizes_of(graph: Graph, before: Node, node: Node) -> list[Any]:
+    """The sizes of a tensor, as arguments; nodes where they are symbolic."""
+    sizes: list[Any] = []
+    for dimension, size in enumerate(value(node).shape):
+        if not isinstance(size, int):
+            with graph.inserting_before(before):
+                asked = graph.call_function(_ATEN.sym_size.int, (node, dimension))
+            asked.meta["val"] = size
+            sizes.append(asked)
+        else:
+            sizes.append(size)
+    return sizes
+
+
+def erase(graph: Graph, *nodes: Node) -> None:
+    """Erase what nothing reads any more, and what was there for it alone."""
+    for node in nodes:
+        if node.op == "call_function" and not node.users and not node._erased and not writes(node):
+            sources = node.all_input_nodes
+            graph.erase_node(node)
+            erase(graph, *sources)
+
+
+def widened_from(node: Node) -> Node:
+    """The 16-bit tensor that a node makes fp32 of for one reader, or the node itself."""
+    source = node.args[0] if node.target is CONVERT else None
+    if has_one_user([node]) and value(node).dtype is torch.float32 and is_tensor(source):
+        assert isinstance(source, Node)
+        return source if value(source).dtype in HALVES else node
+    return node
+
+
+def sum_of_two(node: Node) -> tuple[Node, Node] | None:
+    """The two tensors that a node adds up; None if it does something else.
+
+    They are of its shape, in memory of their own each, and not scaled (alpha): neither a number nor what is broadcast.
+    """
+    if node.target is not ADD or node.kwargs.get("alpha", 1) != 1 or not is_tensor(node):
+        return None
+    first, second = node.args
+    if not is_tensor(first) or not is_tensor(second):
+        return None
+    assert isinstance(first, Node)
+    assert isinstance(second, Node)
+    same = all(
+        all_equal(value(each).shape, value(node).shape) and value(each).device == value(node).device
+        for each in (first, second)
+    )
+    return (first, second) if same and origin(first) is not origin(second) else None

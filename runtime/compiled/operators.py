@@ -1,0 +1,146 @@
+"""The nodes of a graph that are operators of ours: what they were given and return, by name, and how to change that."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from .. import settings
+from ..calls import traced
+from ..calls.check import Call, check
+from ..calls.functions import FUNCTIONS
+from ..calls.outputs import results_of
+from ..codegen.model import Direction
+from ..errors import NormforgeError
+from ..selection import dispatch
+from ..upstream.torch_inductor import without_guards
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A node that is an operator of ours.
+
+    Attributes:
+        node: it.
+        function: the function that it is.
+        given: its arguments by name; nodes where they are tensors.
+        call: the call that it makes, of fake tensors.
+        results: the nodes of what it returns, by name; those that nothing reads are missing.
+    """
+
+    node: Node
+    function: str
+    given: Mapping[str, Any]
+    call: Call
+    results: Mapping[str, Node]
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it computes gradients."""
+        return self.call.mode.is_backward
+
+
+def read(node: object) -> Operator | None:
+    """The operator that a node is; None if it is none, or is used as none of ours is."""
+    if not isinstance(node, Node) or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    function = node.target._schema.name.removeprefix("normforge::")
+    if function not in FUNCTIONS or node.target is not traced.operator(function):
+        return None
+    given = {**dict(zip(FUNCTIONS[function].passed, node.args, strict=False)), **node.kwargs}
+    call = _checked(function, given)
+    if call is None:
+        return None
+    names = [row.name for row in call.function.family.results if row.name in call.wants]
+    results: dict[str, Node] = {}
+    for user in node.users:
+        index = user.args[1] if user.target is operator.getitem else None
+        if not isinstance(index, int) or not 0 <= index < len(names) or names[index] in results:
+            return None
+        results[names[index]] = user
+    return Operator(node, function, given, call, results)
+
+
+def checked(old: Operator, given: Mapping[str, Any]) -> Call | None:
+    """The call that an operator would make of other arguments, or None.
+
+    It is None where that call is illegal, would round in other places than the operator does, or is served by no
+    kernel of a process that may make none.
+    """
+    call = _checked(old.function, given)
+    if call is None or _rounds_first_to(call) != _rounds_first_to(old.call) or not _is_served(call):
+        return None
+    return call
+
+
+def change(old: Operator, given: Mapping[str, Any], call: Call) -> None:
+    """Give an operator other arguments, of which it returns the same results, in other types perhaps."""
+    old.node.args, old.node.kwargs = _arguments(old.function, given), {}
+    made = _results(call)
+    old.node.meta["val"] = list(made.values())
+    for name, result in old.results.items():
+        result.meta["val"] = made[name]
+
+
+def insert(graph: Graph, old: Operator, given: Mapping[str, Any], call: Call, before: Node) -> dict[str, Node]:
+    """Put an operator like another, of other arguments, before a node, and return the nodes of its results, by name."""
+    made = _results(call)
+    results = {}
+    with graph.inserting_before(before):
+        node = graph.call_function(traced.operator(old.function), _arguments(old.function, given))
+        node.meta = {**old.node.meta, "val": list(made.values())}
+        for index, (name, fake) in enumerate(made.items()):
+            results[name] = graph.call_function(operator.getitem, (node, index))
+            results[name].meta = {**old.node.meta, "val": fake}
+    return results
+
+
+def _arguments(function: str, given: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple([given[name] for name in FUNCTIONS[function].passed])
+
+
+def _results(call: Call) -> dict[str, torch.Tensor]:
+    """What an operator returns, of fake tensors, by name."""
+    with without_guards(call.x):
+        made = results_of(call, call.x.new_empty)
+    named = zip([row.name for row in call.function.family.results], made, strict=True)
+    return {name: tensor for name, tensor in named if tensor is not None}
+
+
+def servable() -> tuple[Any, ...]:
+    """The kernels that there are, where no others may be made: rewriting depends on that beside the graph."""
+    if settings.generates() and not settings.frozen():
+        return ()
+    return tuple(sorted((entry.mode, entry.first, entry.last or 0) for entry in dispatch.loaded()))
+
+
+def _checked(function: str, given: Mapping[str, Any]) -> Call | None:
+    if any(isinstance(each, Node) and "val" not in each.meta for each in given.values()):
+        return None
+    values = {name: each.meta["val"] if isinstance(each, Node) else each for name, each in given.items()}
+    try:
+        with without_guards(values["x"]):
+            return check(function, values, addressed=False)
+    except (NormforgeError, torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode):
+        return None
+
+
+def _rounds_first_to(call: Call) -> torch.dtype | None:
+    """What rows are rounded to before they are multiplied by the weight."""
+    if not call.mode.cast.comes_first:
+        return None
+    dy = call.given.get("dy")
+    of_y = call.dtype_of("y") if call.function.direction is Direction.FORWARD else None if dy is None else dy.dtype
+    return of_y if of_y is not None and of_y.itemsize == 2 else call.x.dtype
+
+
+def _is_served(call: Call) -> bool:
+    """Whether a kernel is there, or may be made and compiled when the graph runs."""
+    if settings.generates() and not settings.frozen():
+        return True
+    return isinstance(call.n, int) and dispatch.loaded().find(call.mode.name, call.n) is not None

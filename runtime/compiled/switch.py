@@ -1,0 +1,99 @@
+"""Whether torch.compile's graphs are rewritten: for the process, and within a `with`."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from types import TracebackType
+from typing import Any
+
+from ..upstream import torch_inductor
+
+_lock = threading.RLock()
+_enabled = False
+# Whether it was switched on before Inductor was imported: see `settle`.
+_waits = False
+_said = False
+
+
+class compile_passes:
+    """Have torch.compile join normforge's operators with what stands beside them in a graph, or not.
+
+    A residual's addition before a norm becomes part of its kernel, whose sum replaces the addition's for all readers;
+    backward the residual's gradient is added where dx is computed; a cast of y, and a bias on x, join likewise.
+
+    Called, it holds for the whole process from then on. In a `with` it holds until that ends. It decides about graphs
+    that are compiled from then on, with the backend "inductor"; what was compiled before stays what it was. Passes
+    that were set before, under `torch._inductor.config.post_grad_custom_pre_pass`, are run as well. One that is set
+    afterwards, or given to torch.compile as an option, takes this one's place.
+
+    With a release of torch whose graphs are unknown nothing is rewritten, which a warning says once.
+
+    Args:
+        enabled: whether graphs are rewritten.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self._before = _enabled
+        _switch(enabled)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _switch(self._before)
+
+
+def _switch(enabled: bool) -> None:
+    global _enabled, _waits
+    with _lock:
+        _enabled, _waits = enabled, False
+        if enabled:
+            # Whoever compiles nothing does not wait for Inductor's import.
+            _waits = not torch_inductor.is_loaded()
+            if not _waits:
+                _install()
+        elif torch_inductor.is_loaded():
+            _uninstall()
+
+
+def settle() -> None:
+    """Do what had to wait until something is traced, which is before Inductor looks for its passes."""
+    global _waits
+    if _waits and torch_inductor.is_tracing_possible():
+        with _lock:
+            if _waits:
+                _waits = False
+                _install()
+
+
+def _install() -> None:
+    global _said
+    reason = torch_inductor.reason_against()
+    if reason is not None:
+        if not _said:
+            _said = True
+            warnings.warn(
+                f"normforge leaves torch.compile's graphs as they are: {reason}. Results are the same; "
+                "normforge.compile_passes(False), and patch(model, compile_passes=False), switch this message off",
+                stacklevel=4,
+            )
+        return
+    from .graph_pass import FuseNeighbours
+
+    there = torch_inductor.installed()
+    if not _ours(there):
+        torch_inductor.install(FuseNeighbours(there))
+
+
+def _uninstall() -> None:
+    there = torch_inductor.installed()
+    if _ours(there):
+        torch_inductor.uninstall(there, there.before)
+
+
+def _ours(custom_pass: Any) -> bool:
+    # Asked by name, because importing its module imports Inductor.
+    return type(custom_pass).__module__ == f"{__package__}.graph_pass"

@@ -1,0 +1,114 @@
+"""Inductor's custom passes: whether this torch has them as they are known, and where one is put for the whole process.
+
+`torch._inductor.config.post_grad_custom_pre_pass = p` is the public way. Since torch 2.13 that is said to one thread
+alone, and autograd compiles the backward graph of CUDA tensors in another. So the pass becomes the default of the
+setting, which all threads see, and is said besides where somebody said another. Importing the setting takes 2.8 s,
+most of it TorchDynamo; nothing here imports it before somebody else did, or asks for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+
+# The releases whose graphs the passes were tried on.
+KNOWN = ("2.11", "2.12", "2.13")
+
+_SETTING = "post_grad_custom_pre_pass"
+_CONFIG = "torch._inductor.config"
+
+
+def reason_against(version: str = torch.__version__) -> str | None:
+    """Why graphs of this torch are not to be rewritten; None if they may be. Imports Inductor's settings."""
+    release = ".".join(version.split("+")[0].split(".")[:2])
+    if release not in KNOWN:
+        return f"torch {version} is none of those that they were tried on ({', '.join(KNOWN)})"
+    missing = _missing()
+    return f"torch {version} lacks {missing}" if missing else None
+
+
+@cache
+def _missing() -> str | None:
+    """What passes stand on and this torch does not have."""
+    from torch._inductor import config, custom_graph_pass
+    from torch.fx.experimental import symbolic_shapes
+
+    entries: Any = getattr(config, "_config", {})
+    wanted = {
+        f"{_CONFIG}.{_SETTING}": _SETTING in entries,
+        f"the default of {_CONFIG}.{_SETTING}": hasattr(entries.get(_SETTING), "default"),
+        "torch._inductor.custom_graph_pass.CustomGraphPass": hasattr(custom_graph_pass, "CustomGraphPass"),
+        "torch.fx.experimental.symbolic_shapes.statically_known_true": hasattr(
+            symbolic_shapes, "statically_known_true"
+        ),
+        "ShapeEnv.suppress_guards": hasattr(symbolic_shapes.ShapeEnv, "suppress_guards"),
+    }
+    return next((name for name, there in wanted.items() if not there), None)
+
+
+def is_loaded() -> bool:
+    """Whether Inductor's settings were imported, by whomever."""
+    return _CONFIG in sys.modules
+
+
+def is_tracing_possible() -> bool:
+    """Whether TorchDynamo was imported, without which torch.compile compiles nothing."""
+    return "torch._dynamo" in sys.modules
+
+
+def installed() -> Any:
+    """The passes that run over partitioned graphs, as this thread sees them."""
+    from torch._inductor import config
+
+    return getattr(config, _SETTING)
+
+
+def install(custom_pass: Any) -> None:
+    """Have a pass run over partitioned graphs in place of what did, in all threads."""
+    from torch._inductor import config
+
+    settings: Any = config
+    settings._config[_SETTING].default = custom_pass
+    if installed() is not custom_pass:
+        # Somebody said another, which goes before the default.
+        setattr(settings, _SETTING, custom_pass)
+
+
+def uninstall(custom_pass: Any, before: Any) -> None:
+    """Undo `install`, given what ran before."""
+    from torch._inductor import config
+
+    settings: Any = config
+    if settings._config[_SETTING].default is custom_pass:
+        settings._config[_SETTING].default = None
+    if before is not None or installed() is custom_pass:
+        setattr(settings, _SETTING, before)
+
+
+def run_pass(custom_pass: Callable[..., None], graph: torch.fx.Graph, is_inference: bool) -> None:
+    """Run a pass as Inductor does: some are told whether the graph is one of inference."""
+    from torch._inductor import custom_graph_pass
+
+    aware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", ())
+    if isinstance(custom_pass, aware):
+        custom_pass(graph, is_inference=is_inference)
+    else:
+        custom_pass(graph)
+
+
+def all_equal(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether sizes or strides, symbolic ones too, are equal whatever the symbols stand for."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return len(sizes) == len(others) and all(statically_known_true(a == b) for a, b in zip(sizes, others, strict=True))
+
+
+def without_guards(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """A context in which questions about a fake tensor's sizes make nothing be compiled again for other sizes."""
+    environment: Any = getattr(getattr(tensor, "fake_mode", None), "shape_env", None)
+    return nullcontext() if environment is None else environment.suppress_guards()

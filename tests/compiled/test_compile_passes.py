@@ -1,0 +1,144 @@
+"""normforge.compile_passes: what torch.compile makes of models with it, and what stays as it was."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph
+
+import normforge
+from normforge.compiled import switch
+from normforge.compiled.graph_pass import FuseNeighbours
+from normforge.upstream import torch_inductor
+from normforge.upstream.torch_inductor import installed
+
+from ..calling import printed
+from .graphs import ADD
+from .models import WIDTH, Stack, gradients
+
+
+@pytest.fixture(autouse=True)
+def _switched_off() -> Iterator[None]:
+    torch._dynamo.reset()
+    with normforge.compile_passes(False), inductor.patch(compile_threads=1):
+        yield
+    torch._dynamo.reset()
+
+
+class Seen(CustomGraphPass):
+    """A user's own pass, which notes what operators it is shown."""
+
+    def __init__(self, known_as: str | None = "seen") -> None:
+        self.known_as = known_as
+        self.targets: list[list[str]] = []
+
+    def __call__(self, graph: Graph) -> None:
+        self.targets.append([str(node.target) for node in graph.nodes])
+
+    def uuid(self) -> Any:
+        return self.known_as
+
+    def count(self, target: str) -> list[int]:
+        return [sum(target in each for each in targets) for targets in self.targets]
+
+
+def test_inductor_runs_it_forward_and_backward_with_what_was_there() -> None:
+    model, seen = Stack(), Seen()
+    x = torch.randn(2, 3, WIDTH, requires_grad=True)
+    expected = model(x)
+    with inductor.patch(post_grad_custom_pre_pass=seen, force_disable_caches=True), normforge.compile_passes():
+        actual = torch.compile(model, fullgraph=True)(x)
+        ours = gradients(model, x, actual)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, gradients(model, x, expected), rtol=1e-4, atol=1e-4)
+    assert seen.count(ADD) == [0, 0]
+    assert seen.count("norm2d_fwd") == [5, 0]
+    assert seen.count("norm2d_bwd") == [0, 5]
+
+
+def test_it_holds_until_a_with_ends_and_leaves_what_was_there() -> None:
+    seen = Seen()
+    for before in (None, seen):
+        with inductor.patch(post_grad_custom_pre_pass=before):
+            with normforge.compile_passes():
+                assert isinstance(installed(), FuseNeighbours)
+                with normforge.compile_passes(False):
+                    assert installed() is before
+                with normforge.compile_passes():
+                    assert installed().before is before
+                assert isinstance(installed(), FuseNeighbours)
+            assert installed() is before
+    assert installed() is None
+
+
+def test_a_pass_that_came_afterwards_is_taken_along_by_another_call() -> None:
+    seen = Seen()
+    with normforge.compile_passes(), inductor.patch(post_grad_custom_pre_pass=seen), normforge.compile_passes():
+        assert installed().before is seen
+
+
+def test_caches_know_it_and_what_was_there() -> None:
+    alone, beside = FuseNeighbours(), FuseNeighbours(Seen("a"))
+    assert alone.uuid()
+    assert alone.uuid() == FuseNeighbours().uuid()
+    assert len({alone.uuid(), beside.uuid(), FuseNeighbours(Seen("b")).uuid()}) == 3
+    # Inductor caches nothing then, as it would not with that pass alone.
+    assert FuseNeighbours(lambda graph: None).uuid() is FuseNeighbours(Seen(None)).uuid() is None
+
+
+def test_a_process_that_may_make_no_kernels_is_known_by_those_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = FuseNeighbours().uuid()
+    monkeypatch.setenv("NORMFORGE_ON_MISS", "error")
+    assert FuseNeighbours().uuid() != usual
+
+
+def test_other_threads_run_it_too() -> None:
+    """Autograd compiles the backward graph of CUDA tensors in a thread of its own."""
+    import threading
+
+    found: list[Any] = []
+    with normforge.compile_passes():
+        thread = threading.Thread(target=lambda: found.append(installed()))
+        thread.start()
+        thread.join()
+    assert isinstance(found[0], FuseNeighbours)
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.99.0+cu130"])
+def test_with_an_unknown_torch_nothing_is_rewritten_and_it_says_so_once(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = torch_inductor.reason_against(version)
+    assert reason == f"torch {version} is none of those that they were tried on (2.11, 2.12, 2.13)"
+    monkeypatch.setattr(torch_inductor, "reason_against", lambda: reason)
+    monkeypatch.setattr(switch, "_said", False)
+    with pytest.warns(UserWarning, match=r"^normforge leaves torch.compile's graphs as they are: torch 2"):
+        normforge.compile_passes()
+    assert installed() is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        normforge.compile_passes()
+
+
+def test_this_torch_is_known_where_it_is_listed() -> None:
+    release = ".".join(torch.__version__.split(".")[:2])
+    assert (torch_inductor.reason_against() is None) == (release in torch_inductor.KNOWN)
+
+
+def test_whoever_compiles_nothing_does_not_import_inductor() -> None:
+    code = """
+import sys, normforge
+normforge.compile_passes()
+before = "torch._inductor" in sys.modules
+import torch
+torch.compile(normforge.RMSNorm(8), backend="eager")(torch.randn(2, 8))
+import torch._inductor.config as inductor
+print(before, type(inductor.post_grad_custom_pre_pass).__name__)
+"""
+    assert printed(code) == "False FuseNeighbours"

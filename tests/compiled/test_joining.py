@@ -1,0 +1,359 @@
+"""What joins a norm in a graph and what does not, each held against the same calls without a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import normforge
+
+from .graphs import ADD, Traced
+
+M, N = 3, 16
+
+Function = Callable[..., Any]
+
+
+def rows(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*(size or (M, N)), dtype=dtype)
+
+
+def agree(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    """Fail unless results are alike, their types and strides too."""
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    for a, b in zip(*(torch.utils._pytree.tree_leaves(each) for each in (actual, expected)), strict=True):
+        assert a.stride() == b.stride()
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+    return normforge.rmsnorm2d_fwd(x, weight, **options).y
+
+
+HALF = torch.bfloat16
+
+
+class Parameters(NamedTuple):
+    """What norms are given beside rows."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    mean: torch.Tensor
+    rstd: torch.Tensor
+
+
+GIVEN = Parameters(*(torch.linspace(*between) for between in ((0.5, 1.5, N), (-1, 1, N), (-1, 1, M), (1, 2, M))))
+
+
+def twice(p: Parameters, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    total = x + residual
+    return norm(total, p.weight), norm(total, p.bias), total
+
+
+def read_first(p: Parameters, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    total = x + residual
+    other = total * 2
+    return other, norm(total, p.weight)
+
+
+def reshaped(p: Parameters, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    total = x + residual
+    out = normforge.layernorm2d_fwd(total.view(-1, N), p.weight, p.bias, save_mv=True)
+    assert out.mean is not None
+    assert out.rstd is not None
+    return out.y, out.mean, out.rstd, total
+
+
+def quantised(p: Parameters, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    out = normforge.rmsnorm2d_fwd(x + residual, p.weight, fquant="dynamic")
+    assert out.y_scale is not None
+    return out.y, out.y_scale
+
+
+def between_kernels(p: Parameters, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    # Inductor computes this apart, because mm reads it from memory.
+    activated = torch.relu(x)
+    return norm(activated + activated @ other)
+
+
+# By what they are: the call, its operands, and how much is joined.
+SUMS: dict[str, tuple[Function, list[torch.Tensor], int]] = {
+    "a sum that only the norm reads": (lambda p, x, r: norm(x + r, p.weight), [rows(), rows()], 1),
+    "a sum that is returned": (lambda p, x, r: (s := x + r, norm(s)), [rows(), rows()], 1),
+    "two norms of a sum": (twice, [rows(), rows()], 1),
+    "a sum that is read before the norm": (read_first, [rows(), rows()], 1),
+    "a sum in another shape": (reshaped, [rows(2, M, N), rows(2, M, N)], 1),
+    "a sum of two dtypes": (lambda p, x, r: (s := x + r, norm(s)), [rows(dtype=HALF), rows()], 1),
+    "the other way round": (lambda p, x, r: (s := r + x, norm(s)), [rows(dtype=HALF), rows()], 1),
+    "16 bits that are widened first": (lambda p, x, r: (s := x.float() + r, norm(s)), [rows(dtype=HALF), rows()], 1),
+    "rows that lie apart": (lambda p, x, r: (s := x[:, :N] + r, norm(s)), [rows(M, 3 * N), rows()], 1),
+    "a quantised norm": (quantised, [rows(), rows()], 1),
+    "one row's sum": (lambda p, x, r: norm(x + r), [rows(N), rows(N)], 1),
+    "two sums of two": (lambda p, x, r, a, b: (norm(x + r), norm(a + b)), [rows(), rows(), rows(), rows()], 2),
+    "an operand that a kernel between has read": (between_kernels, [rows(), rows(N, N)], 1),
+    "a bias": (lambda p, x, b: norm(x + b, p.weight), [rows(), rows(N)], 1),
+    "a bias of another dtype": (lambda p, x, b: norm(x + b), [rows(dtype=HALF), rows(N)], 1),
+    "a bias and a residual": (lambda p, x, b, r: (s := (x + b) + r, norm(s)), [rows(), rows(N), rows()], 1),
+}
+
+
+@pytest.mark.parametrize("case", SUMS.values(), ids=SUMS)
+def test_a_sum_joins_the_norm_of_it(case: tuple[Function, list[torch.Tensor], int]) -> None:
+    call, operands, joined = case
+    function = Traced(call, GIVEN, *operands)
+    agree(function(GIVEN, *operands), call(GIVEN, *operands))
+    assert function.applied["join_sum"] == joined
+    assert function.count(ADD) == 0
+
+
+def added_in_place(p: Parameters, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    residual.add_(x)
+    return norm(residual)
+
+
+def copied_out(p: Parameters, x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    total = x + residual
+    out.copy_(total)
+    return norm(total)
+
+
+def behind_a_long_kernel(
+    p: Parameters, x: torch.Tensor, residual: torch.Tensor, other: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    total = x + residual
+    return x @ other, norm(total)
+
+
+def with_a_weight_of_the_sum(p: Parameters, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    total = x + residual
+    return norm(total, total.sum(0))
+
+
+def transposed(p: Parameters, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    total = x + residual
+    return total, norm(total.contiguous())
+
+
+def with_fadd(p: Parameters, x: torch.Tensor, residual: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return norm(x + other, residual=residual, fadd="pre_add")
+
+
+def with_x_bias(p: Parameters, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    total = x + residual
+    return norm(total, x_bias=p.bias), total
+
+
+NOT_SUMS: dict[str, tuple[Function, list[torch.Tensor]]] = {
+    "x twice": (lambda p, x: (s := x + x, norm(s)), [rows()]),
+    "views of one tensor": (lambda p, x: (s := x[0] + x[1], norm(s)), [rows(2, M, N)]),
+    "a number": (lambda p, x: (s := x + 1.5, norm(s)), [rows()]),
+    "alpha": (lambda p, x, r: (s := torch.add(x, r, alpha=2), norm(s)), [rows(), rows()]),
+    "a row that is broadcast": (lambda p, x, r: (s := x + r, norm(s)), [rows(), rows(1, N)]),
+    "a column that is broadcast": (lambda p, x, r: norm(x + r), [rows(), rows(M, 1)]),
+    "rows that are broadcast": (lambda p, x, r: norm(x + r), [rows(2, M, N), rows(M, N)]),
+    "a bias of a sum that is returned": (lambda p, x, b: (s := x + b, norm(s)), [rows(), rows(N)]),
+    "an operand of the sum's own kernel": (lambda p, x, r: (s := x * 2 + r, norm(s)), [rows(), rows()]),
+    "an operand of it that is returned too": (
+        lambda p, x, r: (twice := x * 2, s := twice + r, norm(s)),
+        [rows(), rows()],
+    ),
+    "in place": (added_in_place, [rows(), rows()]),
+    "copied out": (copied_out, [rows(), rows(), rows()]),
+    "behind a long kernel": (behind_a_long_kernel, [rows(), rows(), rows(N, N)]),
+    "a weight of the sum": (with_a_weight_of_the_sum, [rows(), rows()]),
+    "a transposed sum": (transposed, [rows(N, M).t(), rows(N, M).t()]),
+    "other rows": (lambda p, x, r: (s := x + r, norm(s.view(-1, N // 2))), [rows(), rows()]),
+    "two 16-bit types": (lambda p, x, r: (s := x + r, norm(s)), [rows(dtype=HALF), rows(dtype=torch.float16)]),
+    "what is added to a residual already": (with_fadd, [rows(), rows(), rows()]),
+    "what a bias is added to as well": (with_x_bias, [rows(), rows()]),
+    "doubles": (lambda p, x, r: (s := x + r, norm(s.float())), [rows(dtype=torch.float64), rows(dtype=torch.float64)]),
+    "integers": (lambda p, x, r: (s := x + r, norm(s)), [rows(), torch.ones(M, N, dtype=torch.int32)]),
+    "rounded elsewhere": (
+        lambda p, x, r: (s := x + r, norm(s, p.weight, cast="before_weight")),
+        [rows(dtype=HALF), rows()],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_SUMS.values(), ids=NOT_SUMS)
+def test_what_joins_no_norm(case: tuple[Function, list[torch.Tensor]]) -> None:
+    call, operands = case
+    function = Traced(call, GIVEN, *operands)
+    mine, its = ([operand.clone() for operand in operands] for _ in range(2))
+    agree(function(GIVEN, *mine), call(GIVEN, *its))
+    agree(mine, its)
+    assert not sum(function.applied.values())
+
+
+CASTS: dict[str, tuple[Function, torch.Tensor, int]] = {
+    "of fp32 rows": (lambda p, x: norm(x, p.weight).bfloat16(), rows(), 1),
+    "of fp32 y of 16-bit rows": (lambda p, x: norm(x, out_dtype=torch.float32).half(), rows(dtype=HALF), 1),
+    "of two readers": (lambda p, x: ((y := norm(x)).bfloat16() * 2, y.view(-1).bfloat16()), rows(), 1),
+    "of one of two readers": (lambda p, x: ((y := norm(x)).bfloat16(), y * 2), rows(), 0),
+    "to two types": (lambda p, x: ((y := norm(x)).bfloat16(), y.half()), rows(), 0),
+    "to fp32 of what is rounded": (lambda p, x: norm(x).float(), rows(dtype=HALF), 0),
+    "of what is rounded to other 16 bits": (lambda p, x: norm(x).half(), rows(dtype=HALF), 0),
+    "to integers": (lambda p, x: norm(x).int(), rows(), 0),
+    "rounded before the weight": (lambda p, x: norm(x, p.weight, cast="before_weight").bfloat16(), rows(), 0),
+    "rounded before the weight to the same": (
+        lambda p, x: norm(x, p.weight, cast="before_weight", out_dtype=torch.float32).bfloat16(),
+        rows(dtype=HALF),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASTS.values(), ids=CASTS)
+def test_a_cast_joins_where_y_is_rounded_once(case: tuple[Function, torch.Tensor, int]) -> None:
+    call, x, joined = case
+    function = Traced(call, GIVEN, x)
+    agree(function(GIVEN, x), call(GIVEN, x), 0)
+    assert function.applied["join_cast"] == sum(function.applied.values()) == joined
+
+
+def backward(p: Parameters, dy: torch.Tensor, x: torch.Tensor, **options: Any) -> normforge.calls.outputs.NormGradients:
+    return normforge.rmsnorm2d_bwd(dy, x, p.weight, rstd=p.rstd, **options)
+
+
+def dx(p: Parameters, dy: torch.Tensor, x: torch.Tensor, **options: Any) -> torch.Tensor:
+    gradient = normforge.layernorm2d_bwd(dy, x, p.weight, mean=p.mean, rstd=p.rstd, **options).dx
+    assert gradient is not None
+    return gradient
+
+
+def in_another_shape(p: Parameters, dy: torch.Tensor, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    return dx(p, dy, x).view(-1, 2, N) + g
+
+
+def beside_dweight(
+    p: Parameters, dy: torch.Tensor, x: torch.Tensor, g: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    gradients = backward(p, dy, x, wants=("dx", "dweight"))
+    assert gradients.dx is not None
+    return g + gradients.dx, gradients.dweight
+
+
+def made_in_between(p: Parameters, dy: torch.Tensor, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    gradient = dx(p, dy, x)
+    return gradient + torch.relu(g)
+
+
+# The call, its operands, how many additions join, and how many stay.
+GRADIENTS: dict[str, tuple[Function, list[torch.Tensor], int, int]] = {
+    "g + dx": (lambda p, dy, x, g: g + dx(p, dy, x), [rows(), rows(), rows()], 1, 0),
+    "dx + g": (lambda p, dy, x, g: dx(p, dy, x) + g, [rows(), rows(), rows()], 1, 0),
+    "beside dweight": (beside_dweight, [rows(), rows(), rows()], 1, 0),
+    "in another shape": (in_another_shape, [rows(4, N), rows(4, N), rows(2, 2, N)], 1, 0),
+    "made between dx and the sum": (made_in_between, [rows(), rows(), rows()], 1, 0),
+    "g of fp32, dx of 16 bits": (
+        lambda p, dy, x, g: g + dx(p, dy, x),
+        [rows(dtype=HALF), rows(dtype=HALF), rows()],
+        1,
+        0,
+    ),
+    "two norms of a tensor": (lambda p, dy, x: dx(p, dy, x) + dx(p, x, x), [rows(), rows()], 1, 0),
+    "two norms, and a gradient first": (
+        lambda p, dy, x, g: (g + dx(p, dy, x)) + dx(p, x, x),
+        [rows(), rows(), rows()],
+        2,
+        0,
+    ),
+    "two norms, and a gradient last": (
+        lambda p, dy, x, g: g + (dx(p, dy, x) + dx(p, x, x)),
+        [rows(), rows(), rows()],
+        2,
+        0,
+    ),
+    "several gradients, added first": (
+        lambda p, dy, x, g, h: (g + h) + dx(p, dy, x),
+        [rows(), rows(), rows(), rows()],
+        1,
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GRADIENTS.values(), ids=GRADIENTS)
+def test_a_gradient_is_added_where_dx_is_computed(case: tuple[Function, list[torch.Tensor], int, int]) -> None:
+    call, operands, joined, left = case
+    given = GIVEN if operands[0].shape[0] == M else GIVEN._replace(mean=torch.zeros(4), rstd=torch.ones(4))
+    function = Traced(call, given, *operands)
+    agree(function(given, *operands), call(given, *operands), 1e-5 if operands[0].dtype is torch.float32 else 1e-2)
+    assert function.applied["join_gradient"] == joined
+    assert function.count(ADD) == left
+
+
+def read_besides(p: Parameters, dy: torch.Tensor, x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    gradient = dx(p, dy, x)
+    return gradient + g, gradient
+
+
+def made_of_dweight(p: Parameters, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    gradients = backward(p, dy, x, wants=("dx", "dweight"))
+    assert gradients.dx is not None
+    assert gradients.dweight is not None
+    return gradients.dx + gradients.dweight.expand(M, N).clone()
+
+
+def made_by_a_long_kernel(p: Parameters, dy: torch.Tensor, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    gradient = dx(p, dy, x)
+    return gradient + dy @ g
+
+
+def written_before(p: Parameters, dy: torch.Tensor, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    gradient = dx(p, dy, x)
+    dy.add_(1)
+    return gradient + g
+
+
+def accumulated(p: Parameters, dy: torch.Tensor, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    return g.copy_(g + dx(p, dy, x))
+
+
+NOT_GRADIENTS: dict[str, tuple[Function, list[torch.Tensor]]] = {
+    "dx that is read besides": (read_besides, [rows(), rows(), rows()]),
+    "dx twice": (lambda p, dy, x: (d := dx(p, dy, x)) + d, [rows(), rows()]),
+    "alpha": (lambda p, dy, x, g: torch.add(dx(p, dy, x), g, alpha=2), [rows(), rows(), rows()]),
+    "a number": (lambda p, dy, x: dx(p, dy, x) + 1, [rows(), rows()]),
+    "a row that is broadcast": (lambda p, dy, x, g: dx(p, dy, x) + g, [rows(), rows(), rows(N)]),
+    "dx that is broadcast": (lambda p, dy, x, g: dx(p, dy, x) + g, [rows(), rows(), rows(2, M, N)]),
+    "what comes of dweight": (made_of_dweight, [rows(), rows()]),
+    "what a long kernel makes between": (made_by_a_long_kernel, [rows(), rows(), rows(N, N)]),
+    "behind a write": (written_before, [rows(), rows(), rows()]),
+    "accumulated in place": (accumulated, [rows(), rows(), rows()]),
+    "doubles": (lambda p, dy, x, g: dx(p, dy, x) + g, [rows(), rows(), rows(dtype=torch.float64)]),
+    "integers": (lambda p, dy, x, g: dx(p, dy, x) + g, [rows(), rows(), torch.ones(M, N, dtype=torch.int32)]),
+    "a transposed gradient": (lambda p, dy, x, g: dx(p, dy, x) + g, [rows(), rows(), rows(N, M).t()]),
+    "what has a gradient already": (
+        lambda p, dy, x, g, h: dx(p, dy, x, dresidual_out=h) + g,
+        [rows(), rows(), rows(), rows()],
+    ),
+    "dweight": (
+        lambda p, dy, x, g: backward(p, dy, x, wants=("dweight",)).dweight + g,
+        [rows(), rows(), rows(N)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_GRADIENTS.values(), ids=NOT_GRADIENTS)
+def test_what_is_added_to_dx_afterwards(case: tuple[Function, list[torch.Tensor]]) -> None:
+    call, operands = case
+    function = Traced(call, GIVEN, *operands)
+    mine, its = ([operand.clone() for operand in operands] for _ in range(2))
+    agree(function(GIVEN, *mine), call(GIVEN, *its))
+    agree(mine, its)
+    assert not sum(function.applied.values())
+
+
+@pytest.mark.parametrize("cast", ["after_weight", "before_weight"])
+def test_a_gradient_in_16_bits_is_read_as_it_is(cast: str) -> None:
+    def call(p: Parameters, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return dx(p, dy.float(), x, cast=cast)
+
+    for x, joined in ((rows(), cast == "after_weight"), (rows(dtype=HALF), True)):
+        operands = rows(dtype=HALF), x
+        function = Traced(call, GIVEN, *operands)
+        agree(function(GIVEN, *operands), call(GIVEN, *operands), 0)
+        assert function.applied["join_widening"] == joined
