@@ -28,8 +28,9 @@ FORWARD = Family(
             default=_each(REQUIRED),
             meaning={
                 Norm.LAYER: (
-                    "(..., N), fp16, bf16 or fp32; any row stride, the last dimension contiguous, on a GPU (or "
-                    "anywhere under TRITON_INTERPRET=1). M, the number of rows, may be 0."
+                    "(..., N), fp16, bf16 or fp32; rows on any stride, or on two (heads of a packed qkv) or three, the "
+                    "last dimension contiguous, on a GPU (or anywhere under TRITON_INTERPRET=1). M, the number of "
+                    "rows, may be 0."
                 ),
                 Norm.RMS: "see `layernorm2d_fwd`, as for every argument not listed here.",
             },

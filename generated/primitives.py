@@ -80,9 +80,33 @@ def admit_launch_behind(PDL: tl.constexpr):
 
 @triton.jit
 def row_offset(rows, row_stride, ROW_ALIGNMENT: tl.constexpr):
-    """Where rows start, with what divides it: of a stride such as 1000, Triton would only see that 16 does not."""
-    offset = rows * row_stride
+    """Where rows start, with what divides it: of a stride such as 1000, Triton would only see that 16 does not.
+
+    Rows on several strides, heads of a packed tensor say, have a tuple: the innermost stride, and for each further
+    dimension the four values that `row_group` and a jump between groups are made of.
+    """
+    if isinstance(row_stride, tl.tensor):
+        offset = rows * row_stride
+    else:
+        offset = rows * row_stride[0]
+        for at in tl.static_range(1, len(row_stride), 4):
+            group = row_group(rows, row_stride[at], row_stride[at + 1], row_stride[at + 2])
+            offset += group * row_stride[at + 3]
     return tl.multiple_of(offset, (ROW_ALIGNMENT, ROW_ALIGNMENT) if len(offset.shape) == 2 else ROW_ALIGNMENT)
+
+
+@triton.jit
+def row_group(rows, every, multiplier, shift):
+    """In which group of `every` rows each row is.
+
+    Rows that an i32 counts are multiplied by a rounded 2**(32 + shift) / every, which is exact for them (Granlund and
+    Montgomery, 1994) and two instructions; hardware has none for a division.
+    """
+    if every.dtype == tl.int64:
+        group = rows // every
+    else:
+        group = (tl.umulhi(rows.to(tl.uint32), multiplier.to(tl.uint32)) >> shift).to(tl.int64)
+    return group
 
 
 @triton.jit

@@ -11,8 +11,9 @@ import torch
 
 from ..dtypes import DTYPES, FLOATS
 from ..errors import ConflictError, DeviceError, DTypeError, GradientError, LayoutError, ShapeError, TransformError
+from ..kernels.row_walk import RowStride, RowWalk, strides_of
 from ..upstream.torch_internals import has_tangent, jit_tracing
-from .overlap import REPLACEABLE, spoils
+from .overlap import REPLACEABLE, rows_overlap, spoils
 from .row_layout import row_stride
 
 # Kernels take numbers as fp32; anything larger would arrive there as infinity.
@@ -47,8 +48,8 @@ def check_vector(name: str, vector: torch.Tensor, x: torch.Tensor) -> None:
         raise LayoutError(f"{name} has stride {vector.stride(0)} and kernels need 1; pass {name}.contiguous()")
 
 
-def check_rows(name: str, tensor: torch.Tensor, x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> int:
-    """Check an operand or output of x's shape, and return its row stride."""
+def check_rows(name: str, tensor: torch.Tensor, x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = FLOATS) -> RowStride:
+    """Check an operand or output of x's shape, and return its row stride, or strides."""
     check_tensor(name, tensor)
     if tensor.shape != x.shape:
         raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; it takes x's, {tuple(x.shape)}")
@@ -88,8 +89,10 @@ def check_output(
             f"{name} is an inference tensor, which is written to under torch.inference_mode() alone; "
             f"call under that, or pass {name}.clone()"
         )
-    if stride < x.shape[-1] and output.numel() > x.shape[-1]:
-        raise LayoutError(f"the rows of {name} overlap (row stride {stride}, N {x.shape[-1]}); pass rows of their own")
+    overlap = rows_overlap(output) if isinstance(stride, RowWalk) else stride < x.shape[-1] < output.numel()
+    if overlap:
+        strides = ", ".join(map(str, strides_of(stride)))
+        raise LayoutError(f"the rows of {name} overlap (row stride {strides}, N {x.shape[-1]}); pass rows of their own")
     for other_name, other in others.items():
         may_replace = other_name in REPLACEABLE
         if spoils(output, other, may_replace):

@@ -137,9 +137,9 @@ def _free(rows: tuple[Parameter, ...], tensors: Tensors, x: torch.Tensor) -> lis
     of_rows = [
         tensor for row, tensor in zip(rows, tensors, strict=True) if tensor is not None and row.kind is not Kind.VECTOR
     ]
-    if leading != 1 and not all(tensor.is_contiguous() for tensor in of_rows):
-        # The key holds the shape then.
-        leading = 0
+    if not all(tensor.is_contiguous() for tensor in of_rows):
+        # The key holds the other sizes then.
+        leading = min(leading, 1)
     return [
         min(leading, tensor.dim()) if tensor is not None and row.kind is not Kind.VECTOR else 0
         for row, tensor in zip(rows, tensors, strict=True)

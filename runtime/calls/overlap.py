@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..kernels.row_walk import RowStride, RowWalk
+
 # The inputs that an output may be: each row is read before it is written. A vector is read by every row.
 REPLACEABLE = frozenset(("x", "residual"))
 
@@ -32,6 +34,18 @@ class Extents:
     inputs: tuple[tuple[int, int, int, bool], ...] = ()
     y: Extent = (0, 0)
     total: Extent = (0, 0)
+
+
+def extent_of(stride: RowStride, n: int, itemsize: int) -> Extent:
+    """The bytes of a row of n elements, and from one row to the next.
+
+    Of rows on several strides, bytes of which so many rows take no less than theirs take.
+    """
+    if not isinstance(stride, RowWalk):
+        return n * itemsize, stride * itemsize
+    outer = stride.strides[0]
+    step = -(-outer // stride.rows)
+    return (n + stride.reach - outer + step) * itemsize, step * itemsize
 
 
 def may_write(
@@ -104,36 +118,77 @@ def spoils(output: torch.Tensor, tensor: torch.Tensor, replaceable: bool) -> boo
 def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether any byte may belong to both of two (..., N) tensors whose rows are contiguous.
 
-    Exact for tensors of one row stride (two halves of a wider tensor do not overlap); for others, whether the
-    address ranges meet.
+    Exact where the strides of both are the same, but for those of rows that adjoin (two halves of a wider tensor do not
+    overlap, nor do queries and keys of a packed one); where they are not, it may say so of rows that interleave.
     """
     if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
         return False
-    a_first, a_last = _span(a)
-    b_first, b_last = _span(b)
-    if a_last <= b_first or b_last <= a_first:
-        return False
-    a_stride, b_stride = _row_bytes(a), _row_bytes(b)
-    if a_stride is None or a_stride != b_stride:
-        return True
-    distance = (b_first - a_first) % a_stride
-    a_width, b_width = a.shape[-1] * a.element_size(), b.shape[-1] * b.element_size()
-    return distance < a_width or a_stride - distance < b_width
+    return _may_meet(b.data_ptr() - a.data_ptr(), *_steps(a), *_steps(b))
+
+
+def rows_overlap(tensor: torch.Tensor) -> bool:
+    """Whether any two rows of a (..., N) tensor may overlap: some stride is less than what lies within it spans."""
+    dimensions = [
+        (size, stride) for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1
+    ]
+    # Not sorted by their strides: TorchDynamo, which follows this, sorts no pairs.
+    for at, (_, stride) in enumerate(dimensions):
+        span = tensor.shape[-1]
+        for other, (size, shorter) in enumerate(dimensions):
+            if other != at and shorter <= stride:
+                span += (size - 1) * shorter
+        if stride < span:
+            return True
+    return False
 
 
 def _is_the_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Of two (..., N) tensors of one shape and one row stride each: whether all elements are where the other's are."""
-    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and _row_bytes(a) == _row_bytes(b)
+    """Of two (..., N) tensors of one shape: whether all elements are where the other's are."""
+    strides = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and all(size < 2 or s == t for size, s, t in strides)
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    first = tensor.data_ptr()
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return first, first + (reach + 1) * tensor.element_size()
+# The bytes and the number of steps from one group of rows to the next, the longest first.
+_Steps = list[tuple[int, int]]
+
+# Groups of one tensor that are held against one group of another: two, where groups are no longer than the step.
+_MOST_GROUPS = 8
 
 
-def _row_bytes(tensor: torch.Tensor) -> int | None:
-    strides = [
-        stride for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1 and stride > 0
-    ]
-    return strides[-1] * tensor.element_size() if strides else None
+def _steps(tensor: torch.Tensor) -> tuple[_Steps, int]:
+    """A (..., N) tensor as the bytes that it takes without a gap, and the steps by which they are repeated."""
+    itemsize = tensor.element_size()
+    width = tensor.shape[-1] * itemsize
+    dimensions = zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
+    steps: _Steps = []
+    for stride, size in sorted([(stride * itemsize, size) for stride, size in dimensions if size > 1 and stride > 0]):
+        if not steps and stride <= width:
+            width += (size - 1) * stride
+        elif steps and stride == steps[0][0] * steps[0][1]:
+            steps[0] = (steps[0][0], steps[0][1] * size)
+        else:
+            steps.insert(0, (stride, size))
+    return steps, width
+
+
+def _span(steps: _Steps, width: int) -> int:
+    return width + sum((size - 1) * stride for stride, size in steps)
+
+
+def _may_meet(distance: int, a: _Steps, a_width: int, b: _Steps, b_width: int) -> bool:
+    """Whether a byte may belong to both, where the second starts some bytes behind the first, or before."""
+    if distance >= _span(a, a_width) or -distance >= _span(b, b_width):
+        return False
+    if not a and not b:
+        return True
+    stride = max(steps[0][0] for steps in (a, b) if steps)
+    a_size, a_inner = (a[0][1], a[1:]) if a and a[0][0] == stride else (1, a)
+    b_size, b_inner = (b[0][1], b[1:]) if b and b[0][0] == stride else (1, b)
+    # How many steps further the second's group may be than the first's, if they are to meet.
+    least = max(1 - a_size, (-distance - _span(b_inner, b_width)) // stride + 1)
+    most = min(b_size - 1, -((distance - _span(a_inner, a_width)) // stride) - 1)
+    if most - least >= _MOST_GROUPS:
+        return True
+    return any(
+        _may_meet(distance + further * stride, a_inner, a_width, b_inner, b_width) for further in range(least, most + 1)
+    )

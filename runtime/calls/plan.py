@@ -24,13 +24,14 @@ from ..kernels.gpu import Target, target_of
 from ..kernels.key import MOST_ROWS_IN_I32, integer_type, pointer_type, row_count_type
 from ..kernels.launcher import Launcher
 from ..kernels.pipelines import row_alignment
+from ..kernels.row_walk import RowStride
 from ..kernels.tile_choice import choose, staged, takes_window, window_tile
 from ..selection import dispatch
 from ..upstream.torch_allocator import allocator
 from ..upstream.triton_launcher import Grid, Launch
 from .check import Call
 from .outputs import FAMILY_OF, aligned_length
-from .overlap import REPLACEABLE, Extent, Extents
+from .overlap import REPLACEABLE, Extent, Extents, extent_of
 from .row_layout import row_stride
 
 # The gradients that are sums over rows: programs leave partial sums of each, and a last kernel adds them up.
@@ -241,7 +242,7 @@ class Plan:
         row: pipelines.Row,
         tile: Tile,
         types: Mapping[str, str | None],
-        strides: Mapping[str, int],
+        strides: Mapping[str, RowStride],
     ) -> Launcher:
         chunked = replace(tile, block=step.block(tile))
         constants = {
@@ -307,13 +308,13 @@ def _dtype_of_input(row: Parameter, call: Call) -> torch.dtype | None:
     return None if tensor is None else tensor.dtype
 
 
-def _row_strides(family: Family, call: Call) -> dict[str, int]:
+def _row_strides(family: Family, call: Call) -> dict[str, RowStride]:
     """The strides of rows by their slots; 0 of what is not there, and N of what is new."""
     places = {row.result: row.name for row in family.places}
     slots = [(row.row_stride_slot, row.name, 0) for row in family.inputs]
     for row in family.results:
         slots.append((row.row_stride_slot, places.get(row.name, ""), call.n if row.is_wanted(call.mode) else 0))
-    strides: dict[str, int] = {}
+    strides: dict[str, RowStride] = {}
     for slot, name, absent in slots:
         if slot is not None:
             tensor: torch.Tensor | None = getattr(call, name, None)
@@ -324,11 +325,11 @@ def _row_strides(family: Family, call: Call) -> dict[str, int]:
 def _extents(
     inputs: Mapping[Parameter, torch.dtype | None],
     results: Mapping[Result, torch.dtype | None],
-    strides: Mapping[str, int],
+    strides: Mapping[str, RowStride],
     n: int,
 ) -> Extents:
     def extent(row: Parameter | Result, dtype: torch.dtype) -> Extent:
-        return n * dtype.itemsize, strides.get(row.row_stride_slot or "", 0) * dtype.itemsize
+        return extent_of(strides.get(row.row_stride_slot or "", 0), n, dtype.itemsize)
 
     written = {row.name: extent(row, dtype) for row, dtype in results.items() if dtype is not None}
     return Extents(

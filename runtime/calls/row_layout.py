@@ -1,19 +1,22 @@
-"""How rows lie in memory: the one stride that kernels walk them by, and how to come by it."""
+"""How rows lie in memory: the stride that kernels walk them by, or the few strides, and how to come by them."""
 
 from __future__ import annotations
-
-import itertools
 
 import torch
 
 from ..errors import LayoutError
+from ..kernels.row_walk import RowStride, RowWalk
+
+# Two are what heads of a packed qkv have, (tokens, heads, N). Three are what attention leaves of a gradient, which is
+# (batch, heads, tokens, N) in memory and (batch, tokens, heads, N) to the norm.
+MOST_STRIDES = 3
 
 
-def row_stride(name: str, tensor: torch.Tensor) -> int:
-    """The one stride, in elements, that steps from row to row of a (..., N) tensor.
+def row_stride(name: str, tensor: torch.Tensor) -> RowStride:
+    """The stride, in elements, that steps from row to row of a (..., N) tensor, or the two or three that do.
 
     Raises:
-        LayoutError: the last dimension is not contiguous, or the leading ones need more than one stride.
+        LayoutError: the last dimension is not contiguous, or the leading ones need more strides than three.
     """
     n = tensor.shape[-1]
     if n > 1 and tensor.stride(-1) != 1:
@@ -23,22 +26,34 @@ def row_stride(name: str, tensor: torch.Tensor) -> int:
     # First, because in a trace a number of rows that depends on data can be compared with nothing.
     if tensor.is_contiguous():
         return n
-    leading = [
-        (size, stride) for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size != 1
-    ]
+    leading = _collapsed(tensor)
     if not leading or tensor.numel() == 0:
         return n
-    for (_, outer), (size, inner) in itertools.pairwise(leading):
-        if outer != size * inner:
-            raise LayoutError(
-                f"the leading dimensions of {name} (shape {tuple(tensor.shape)}, strides {tensor.stride()}) do not "
-                f"collapse to one row stride; pass {name}.contiguous()"
-            )
-    return leading[-1][1]
+    if len(leading) == 1:
+        return leading[0][1]
+    if len(leading) > MOST_STRIDES:
+        raise LayoutError(
+            f"the leading dimensions of {name} (shape {tuple(tensor.shape)}, strides {tensor.stride()}) do not "
+            f"collapse to {MOST_STRIDES} row strides or fewer; pass {name}.contiguous()"
+        )
+    return RowWalk(tuple([stride for _, stride in leading]), tuple([size for size, _ in leading[1:]]))
+
+
+def _collapsed(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Sizes and strides of the leading dimensions, where neighbours that one stride walks are one."""
+    found: list[tuple[int, int]] = []
+    for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if found and found[-1][1] == size * stride:
+            found[-1] = (found[-1][0] * size, stride)
+        else:
+            found.append((size, stride))
+    return found
 
 
 def as_rows(tensor: torch.Tensor, dimensions: int) -> torch.Tensor:
-    """A tensor as (..., N) with one row stride, N being its last `dimensions` together; copied once if need be."""
+    """A tensor as (..., N) that kernels can walk, N being its last `dimensions` together; copied once if need be."""
     return walkable(tensor.flatten(-dimensions))
 
 

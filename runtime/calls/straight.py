@@ -72,8 +72,8 @@ def layernorm2d_fwd(
     `add_layer_norm` and `add_rms_norm` compute one. To autograd out and residual_out are modified in place.
 
     Args:
-        x: (..., N), fp16, bf16 or fp32; any row stride, the last dimension contiguous, on a GPU (or anywhere under
-            TRITON_INTERPRET=1). M, the number of rows, may be 0.
+        x: (..., N), fp16, bf16 or fp32; rows on any stride, or on two (heads of a packed qkv) or three, the last
+            dimension contiguous, on a GPU (or anywhere under TRITON_INTERPRET=1). M, the number of rows, may be 0.
         weight: (N,), fp16, bf16 or fp32, or None for 1.
         bias: (N,), likewise, or None for 0.
         eps: added to the variance.
@@ -143,8 +143,8 @@ def layernorm2d_fwd(
                     and (out is None or out.is_contiguous())
                     and (residual_out is None or residual_out.is_contiguous())
                 ):
-                    # A row stride is then found from all sizes and strides together.
-                    key = (*key, shape)
+                    # Row strides are then found from all sizes but the first, and strides, together.
+                    key = (*key, shape[1:])
             for kind in dispatch.plans.get(key, ()):
                 if kind.fits(*kind.present(tensors)):
                     known = kind
@@ -336,8 +336,8 @@ def rmsnorm2d_fwd(
                     and (out is None or out.is_contiguous())
                     and (residual_out is None or residual_out.is_contiguous())
                 ):
-                    # A row stride is then found from all sizes and strides together.
-                    key = (*key, shape)
+                    # Row strides are then found from all sizes but the first, and strides, together.
+                    key = (*key, shape[1:])
             for kind in dispatch.plans.get(key, ()):
                 if kind.fits(*kind.present(tensors)):
                     known = kind
@@ -505,8 +505,8 @@ def layernorm2d_bwd(
                     and rstd.is_contiguous()
                     and (dresidual_out is None or dresidual_out.is_contiguous())
                 ):
-                    # A row stride is then found from all sizes and strides together.
-                    key = (*key, shape)
+                    # Row strides are then found from all sizes but the first, and strides, together.
+                    key = (*key, shape[1:])
             for kind in dispatch.plans.get(key, ()):
                 if kind.fits(*kind.present(tensors)):
                     known = kind
@@ -603,8 +603,8 @@ def rmsnorm2d_bwd(
                     and rstd.is_contiguous()
                     and (dresidual_out is None or dresidual_out.is_contiguous())
                 ):
-                    # A row stride is then found from all sizes and strides together.
-                    key = (*key, shape)
+                    # Row strides are then found from all sizes but the first, and strides, together.
+                    key = (*key, shape[1:])
             for kind in dispatch.plans.get(key, ()):
                 if kind.fits(*kind.present(tensors)):
                     known = kind
@@ -685,8 +685,8 @@ def find_recorded(operands: Operands, options: Options) -> tuple[Key | None, boo
         else:
             m = x.numel() // n
             if not (x.is_contiguous() and (residual is None or residual.is_contiguous())):
-                # A row stride is then found from all sizes and strides together.
-                key = (*key, shape)
+                # Row strides are then found from all sizes but the first, and strides, together.
+                key = (*key, shape[1:])
         for kind in dispatch.plans.get(key, ()):
             if kind.fits(*kind.present(tensors)):
                 known = kind
@@ -754,8 +754,8 @@ def find_gradients(operands: BackwardOperands, options: BackwardOptions) -> tupl
                 and (dy is None or dy.is_contiguous())
                 and (dresidual_out is None or dresidual_out.is_contiguous())
             ):
-                # A row stride is then found from all sizes and strides together.
-                key = (*key, shape)
+                # Row strides are then found from all sizes but the first, and strides, together.
+                key = (*key, shape[1:])
         for kind in dispatch.plans.get(key, ()):
             if kind.fits(*kind.present(tensors)):
                 known = kind

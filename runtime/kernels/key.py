@@ -45,19 +45,23 @@ def row_count_type(m: int) -> str:
     return "i32" if m <= MOST_ROWS_IN_I32 else "i64"
 
 
+# What is known of an argument.
+Word = str | int | tuple[str, ...] | None
+
+
 @dataclass(frozen=True)
 class KernelKey:
     """All that one compilation of a kernel depends on, besides the device it is for.
 
     Attributes:
         kernel: the module and the symbol, joined by a colon.
-        arguments: in the kernel's order: name, and a type in Triton's words, or the value of a compile-time constant
-            (None for an absent pointer).
+        arguments: in the kernel's order: name, and a type in Triton's words, those of a tuple, or the value of a
+            compile-time constant (None for an absent pointer).
         options: what else the compiler is told: num_warps, of the device's size, and a pipeline's own.
     """
 
     kernel: str
-    arguments: tuple[tuple[str, str | int | None], ...]
+    arguments: tuple[tuple[str, Word], ...]
     options: tuple[tuple[str, Any], ...]
 
     def __str__(self) -> str:
@@ -85,12 +89,16 @@ class KernelKey:
         from triton.compiler import ASTSource
 
         signature = {name: _type(value) for name, value in self.arguments}
-        constants = {(at,): value for at, (_, value) in enumerate(self.arguments) if not isinstance(value, str)}
+        constants = {
+            (at,): value for at, (_, value) in enumerate(self.arguments) if not isinstance(value, (str, tuple))
+        }
         aligned = [
             at for at, (_, value) in enumerate(self.arguments) if isinstance(value, str) and value.endswith(_ALIGNED)
         ]
         return ASTSource(function, signature, constants, {(at,): [["tt.divisibility", ALIGNMENT]] for at in aligned})
 
 
-def _type(value: str | int | None) -> str:
+def _type(value: Word) -> str | tuple[str, ...]:
+    if isinstance(value, tuple):
+        return value
     return value.removesuffix(_ALIGNED) if isinstance(value, str) else "constexpr"

@@ -15,8 +15,9 @@ from ..upstream import triton_launcher
 from ..upstream.torch_allocator import current_device
 from ..upstream.triton_launcher import Grid
 from .gpu import Target, interpreting, on_device, scale_warps
-from .key import KernelKey, integer_type
+from .key import KernelKey, Word, integer_type
 from .obtain import obtain
+from .row_walk import RowStride, RowWalk
 
 
 class Launcher:
@@ -33,7 +34,7 @@ class Launcher:
         self,
         kernel: Any,
         types: Mapping[str, str | None],
-        integers: Mapping[str, int],
+        strides: Mapping[str, RowStride],
         constants: Mapping[str, int],
         warps: int,
         options: Mapping[str, Any],
@@ -46,7 +47,7 @@ class Launcher:
             kernel: a `triton.JITFunction`. It names some of the arguments that follow.
             types: the slots, in the order in which a launch brings them, with their types in Triton's words; None for
                 an absent pointer.
-            integers: arguments that are the same at every launch: row strides.
+            strides: arguments that are the same at every launch: row strides. Several of one tensor are one tuple.
             constants: compile-time constants.
             warps: warps a program, of 32 threads.
             options: what else the compiler is told.
@@ -55,16 +56,18 @@ class Launcher:
         """
         self.kernel = kernel
         self._device = device
-        self._fixed = (*integers.values(), *constants.values())
-        names = (*types, *integers, *constants)
+        walked = [stride.arguments if isinstance(stride, RowWalk) else stride for stride in strides.values()]
+        self._fixed = (*walked, *constants.values())
+        names = (*types, *strides, *constants)
         # One call in C puts a launch's values into the kernel's order.
         self._arrange: Callable[[tuple[Any, ...]], tuple[Any, ...]] = itemgetter(*map(names.index, kernel.arg_names))
         self._options = {"num_warps": scale_warps(warps, target.warp_size), **options}
         if "PDL" in kernel.arg_names and constants["PDL"]:
             # Asked of none but kernels that wait by that constant: any other would read what is not yet written.
             self._options["launch_pdl"] = True
-        words: dict[str, str | int | None] = {name: integer_type(value) for name, value in integers.items()}
-        words |= {**types, **constants}
+        words: dict[str, Word] = {**types, **constants}
+        for name, stride in strides.items():
+            words[name] = stride.types(str(types["M"])) if isinstance(stride, RowWalk) else integer_type(stride)
         self.key = KernelKey(
             f"{kernel.fn.__module__}:{kernel.fn.__name__}",
             tuple((name, words[name]) for name in kernel.arg_names),

@@ -16,6 +16,7 @@ from ..codegen.tiling import WARP, power_of_two
 from ..upstream.torch_allocator import Empty
 from ..upstream.triton_launcher import Grid
 from .gpu import Target
+from .row_walk import RowStride, strides_of
 
 # Elements that a thread moves at once where rows start anywhere: 16 bytes of the 16-bit types.
 VECTOR = 8
@@ -211,9 +212,9 @@ def constants(tile: Tile, n: int, row_alignment: int, misaligned: Collection[str
     }
 
 
-def row_alignment(*row_strides: int) -> int:
+def row_alignment(*row_strides: RowStride) -> int:
     """The ROW_ALIGNMENT of a launch: the largest power of two, up to 16, that divides every row stride."""
-    bits = reduce(or_, row_strides, MOST_ALIGNED)
+    bits = reduce(or_, [stride for strides in row_strides for stride in strides_of(strides)], MOST_ALIGNED)
     return bits & -bits
 
 

@@ -12,6 +12,7 @@ from ..codegen.tiling import WARP
 from ..errors import DeviceError
 from .gpu import Target
 from .pipelines import REGISTERS, VECTOR, column_blocks, row_of
+from .row_walk import RowStride
 
 
 def choose(mode: Mode, tiles: Iterable[Tile], n: int, target: Target) -> Tile:
@@ -60,12 +61,13 @@ def staged(tile: Tile, unstaged: Tile, n: int, itemsizes: Collection[int], is_pa
 _LONGEST_WINDOW = 7168
 
 
-def takes_window(mode: Mode, tile: Tile, n: int, strides: Mapping[str, int], misaligned: Collection[str]) -> bool:
+def takes_window(mode: Mode, tile: Tile, n: int, strides: Mapping[str, RowStride], misaligned: Collection[str]) -> bool:
     """Whether rows of x and y start alike, and where no vector does, and there is a kernel for that."""
     stride = strides["x_row_stride"]
     return (
         (tile.pipeline is Pipeline.ONE_PASS or (tile.pipeline is Pipeline.TWO_PASS and n <= _LONGEST_WINDOW))
         and mode.has_window
+        and isinstance(stride, int)
         and stride % VECTOR != 0
         and stride == strides["y_row_stride"]
         and not {"x_ptr", "y_ptr"} & set(misaligned)

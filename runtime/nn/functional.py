@@ -51,7 +51,7 @@ def layer_norm(
 
     Args:
         x: (..., *normalized_shape), fp16, bf16, fp32 or fp64; any strides. What kernels cannot walk (N not contiguous,
-            leading dimensions without one common stride) is copied once.
+            leading dimensions on more than three strides) is copied once.
         normalized_shape: the last dimensions of x, normalised together.
         weight: normalized_shape, fp16, bf16, fp32 or fp64, or None for 1.
         bias: likewise, or None for 0.

@@ -18,7 +18,8 @@ from ..calling import FORWARD, same_bits
 X = torch.linspace(-1, 1, 3 * 64).view(3, 64)
 N = torch.ones(64)
 WIDE = torch.zeros(3, 128)
-CUBE = torch.zeros(2, 3, 64)
+# Four strides.
+PERMUTED = torch.zeros(2, 2, 2, 2, 64).permute(3, 2, 1, 0, 4)
 META = torch.zeros(3, 64, device="meta")
 
 INT8 = torch.zeros(3, 64, dtype=torch.int8)
@@ -117,14 +118,14 @@ LAYOUTS: dict[str, Case] = {
     "x transposed": ({"x": torch.zeros(64, 3).T}, errors.LayoutError, ("x has stride 3", "x.contiguous()")),
     "x of every other column": ({"x": WIDE[:, ::2]}, errors.LayoutError, ("x has stride 2", "x.contiguous()")),
     "x permuted": (
-        {"x": CUBE.transpose(0, 1)},
+        {"x": PERMUTED},
         errors.LayoutError,
-        ("x (shape (3, 2, 64), strides (64, 192, 1))", "x.contiguous()"),
+        (f"x (shape (2, 2, 2, 2, 64), strides {PERMUTED.stride()})", "3 row strides or fewer", "x.contiguous()"),
     ),
     "x of some planes' rows": (
-        {"x": torch.zeros(2, 4, 64)[:, :3]},
+        {"x": torch.zeros(3, 3, 3, 3, 64)[:2, :2, :2, :2]},
         errors.LayoutError,
-        ("x (shape (2, 3, 64), strides (256, 64, 1))", "x.contiguous()"),
+        ("x (shape (2, 2, 2, 2, 64), strides (1728, 576, 192, 64, 1))", "x.contiguous()"),
     ),
     "x sparse": ({"x": X.to_sparse()}, errors.LayoutError, ("x is in layout torch.sparse_coo", "dense")),
     "weight of every other element": (
@@ -140,9 +141,9 @@ LAYOUTS: dict[str, Case] = {
     ),
     "out of every other column": ({"out": WIDE[:, ::2]}, errors.LayoutError, ("out has stride 2",)),
     "out transposed planes": (
-        {"x": CUBE, "out": torch.zeros(3, 2, 64).transpose(0, 1)},
+        {"x": torch.zeros(PERMUTED.shape), "out": PERMUTED},
         errors.LayoutError,
-        ("out (shape (2, 3, 64), strides (64, 128, 1))",),
+        (f"out (shape (2, 2, 2, 2, 64), strides {PERMUTED.stride()})",),
     ),
     "residual_out of every other column": (
         {**STORE, "residual_out": WIDE[:, ::2]},

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import pytest
 import torch
 
 import normforge
-from normforge.calls.overlap import may_overlap
+from normforge.calls.overlap import may_overlap, rows_overlap
 from normforge.errors import LayoutError
 
 M, N = 3, 64
@@ -41,6 +42,55 @@ def test_agrees_with_counting_elements() -> None:
             assert answers[0] == shared, (a, b)
             seen[shared] += 1
     assert min(seen.values()) > 50
+
+
+def heads(memory: torch.Tensor, first: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """Rows on several strides in a flat memory."""
+    return memory.as_strided(shape, (*strides, 1), first)
+
+
+def test_agrees_with_counting_elements_of_heads() -> None:
+    """Of two tensors on two strides each, in any order; what is packed, or interleaves evenly, is told exactly."""
+    memory = torch.arange(200, dtype=torch.int8)
+    seen = {True: 0, False: 0}
+    draw = random.Random(5)
+    for _ in range(4000):
+        strides = draw.choice(((24, 4), (4, 24), (24, 8), (12, 3), (24, 5)))
+        others = draw.choice((strides, strides, (24, 4), (0, 6), (20, 2)))
+        a = heads(
+            memory,
+            draw.randrange(12),
+            (draw.choice((1, 2, 3)), draw.choice((1, 2, 3)), draw.choice((1, 2, 3))),
+            strides,
+        )
+        b = heads(
+            memory, draw.randrange(40), (draw.choice((1, 2, 3)), draw.choice((1, 2, 3)), draw.choice((1, 2, 3))), others
+        )
+        shared = bool(set(a.flatten().tolist()) & set(b.flatten().tolist()))
+        answers = may_overlap(a, b), may_overlap(b, a)
+        told = a.shape, a.stride(), a.storage_offset(), b.shape, b.stride(), b.storage_offset()
+        assert answers[0] == answers[1], told
+        assert answers[0] or not shared, told
+        if others == strides:
+            assert answers[0] == shared, told
+            seen[shared] += 1
+    assert min(seen.values()) > 500
+
+
+def test_rows_of_one_tensor_overlap() -> None:
+    """It never passes what overlaps, and passes what is laid out as tensors are."""
+    memory = torch.arange(100, dtype=torch.int8)
+    for strides in itertools.product(range(9), repeat=2):
+        for shape in itertools.product((1, 2, 3), (1, 2, 3), (1, 2)):
+            view = heads(memory, 0, shape, strides)
+            shared = len(set(view.flatten().tolist())) < view.numel()
+            assert rows_overlap(view) or not shared, (shape, strides)
+    for view in (
+        memory[:60].view(5, 6, 2)[:, 1:4],
+        memory[:60].view(5, 6, 2).transpose(0, 1),
+        memory[:4].view(1, 2, 2),
+    ):
+        assert not rows_overlap(view)
 
 
 def test_counts_bytes_not_elements() -> None:

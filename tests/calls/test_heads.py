@@ -1,0 +1,355 @@
+"""Rows on two and three strides: heads of a packed qkv, and gradients that attention leaves transposed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import normforge
+from normforge import errors, gradient_reference
+from normforge.calls import check, first
+from normforge.calls.row_layout import row_stride
+from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.kernels.row_walk import RowWalk
+from normforge.tools.compare import compare_gradients
+
+from ..calling import FORWARD, LENGTHS, ORACLE, agree, each_norm, same_bits
+from ..thorough import THOROUGH
+
+BACKWARD: dict[str, Callable[..., Any]] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
+REFERENCE: dict[str, Callable[..., Any]] = {
+    "layer": gradient_reference.layernorm2d_bwd,
+    "rms": gradient_reference.rmsnorm2d_bwd,
+}
+FUNCTIONAL: dict[str, Callable[..., torch.Tensor]] = {"layer": normforge.layer_norm, "rms": normforge.rms_norm}
+TORCH: dict[str, Callable[..., torch.Tensor]] = {
+    "layer": torch.nn.functional.layer_norm,
+    "rms": torch.nn.functional.rms_norm,
+}
+
+TOKENS, QUERIES, KEYS = 2, 4, 2
+
+# Lengths of heads: those that models have, and one of which no row starts where a vector does.
+each_head = pytest.mark.parametrize("n", [128, 99, pytest.param(64, marks=THOROUGH), pytest.param(256, marks=THOROUGH)])
+
+
+class Packed:
+    """Queries, keys and values of each token in one row; whatever is not filled is NaN."""
+
+    def __init__(self, n: int, tokens: int = TOKENS, queries: int = QUERIES, keys: int = KEYS) -> None:
+        self.memory = torch.full((tokens, (queries + 2 * keys) * n), float("nan"))
+        self.queries = self.memory[:, : queries * n].view(tokens, queries, n)
+        self.keys = self.memory[:, queries * n : (queries + keys) * n].view(tokens, keys, n)
+
+    def filled(self, *names: str) -> Packed:
+        """With numbers in some of the tensors."""
+        for name in names:
+            tensor = getattr(self, name)
+            tensor.copy_(torch.randn(tensor.shape))
+        return self
+
+    def is_nan_but_for(self, tensor: torch.Tensor) -> bool:
+        """Whether all memory beside a tensor is as it was made."""
+        beside = torch.ones_like(self.memory, dtype=torch.bool)
+        offset = tensor.storage_offset() - self.memory.storage_offset()
+        beside.as_strided(tensor.shape, tensor.stride(), offset).fill_(False)
+        return bool(self.memory[beside].isnan().all())
+
+
+def operands(norm: str, n: int) -> list[torch.Tensor]:
+    return [torch.randn(n), torch.randn(n)] if norm == "layer" else [torch.randn(n)]
+
+
+@pytest.mark.parametrize("part", ["queries", "keys"])
+@each_head
+@each_norm
+def test_heads_of_a_packed_tensor(norm: str, n: int, part: str) -> None:
+    packed, affine = Packed(n).filled(part), operands(norm, n)
+    heads = getattr(packed, part)
+    expected = ORACLE[norm](heads, *affine, save_mv=True)
+    actual = FORWARD[norm](heads, *affine, save_mv=True)
+    agree(actual, expected)
+    assert actual.y.is_contiguous()
+    assert packed.is_nan_but_for(heads)
+    # In place: each row is read before it is written.
+    written = FORWARD[norm](heads, *affine, out=heads)
+    assert written.y is heads
+    assert same_bits(heads, actual.y)
+    assert packed.is_nan_but_for(heads)
+
+
+def check_gradients(norm: str, x: torch.Tensor, dy: torch.Tensor, dresidual_out: torch.Tensor | None) -> None:
+    """Run a forward and a backward call, and hold every gradient against the oracle."""
+    saved = FORWARD[norm](x, save_mv=True)
+    statistics = {"mean": saved.mean, "rstd": saved.rstd} if norm == "layer" else {"rstd": saved.rstd}
+    given = {"weight": torch.randn(x.shape[-1]), **statistics, "dresidual_out": dresidual_out}
+    wants = ("dx", "dweight", "dbias") if norm == "layer" else ("dx", "dweight")
+    actual = BACKWARD[norm](dy, x, **given, wants=wants)
+    wrong = [finding for finding in compare_gradients(actual, REFERENCE[norm](dy, x, **given)) if not finding.ok]
+    assert not wrong, wrong
+    assert actual.dx.is_contiguous()
+
+
+@each_head
+@each_norm
+def test_gradients_of_heads(norm: str, n: int) -> None:
+    """The rows of x and the gradients that arrive lie each otherwise: packed, and transposed as attention has them."""
+    packed, others = Packed(n).filled("queries"), Packed(n, queries=QUERIES + 1).filled("queries")
+    dy = torch.randn(QUERIES, TOKENS, n).transpose(0, 1)
+    check_gradients(norm, packed.queries, dy, others.queries[:, 1:])
+    assert packed.is_nan_but_for(packed.queries)
+
+
+def _within(size: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    """Random numbers within memory of some size, whose other elements are NaN."""
+    view = torch.full(size, float("nan"))[tuple(slice(length) for length in shape)]
+    return view.copy_(torch.randn(shape))
+
+
+# Rows of n elements, with how many strides they have.
+LAYOUTS: dict[str, tuple[Callable[[int], torch.Tensor], int]] = {
+    "heads": (lambda n: Packed(n).filled("queries").queries, 2),
+    "every other head": (lambda n: Packed(n).filled("queries").queries[:, ::2], 2),
+    "heads with gaps": (lambda n: _within((2, 4, n + 3), (2, 3, n)), 2),
+    "transposed": (lambda n: torch.randn(3, 2, n).transpose(0, 1), 2),
+    "batches of heads": (lambda n: Packed(n, 4, 2).filled("queries").queries.view(2, 2, 2, n), 2),
+    "transposed in batches": (lambda n: torch.randn(2, 3, 2, n).transpose(1, 2), 3),
+    "gaps everywhere": (lambda n: _within((3, 4, 3, n + 1), (2, 3, 2, n)), 3),
+    "reversed": (lambda n: torch.randn(2, 3, 2, n).permute(2, 1, 0, 3), 3),
+    "tokens expanded": (lambda n: torch.randn(3, n).expand(2, 3, n), 2),
+    "heads expanded": (lambda n: torch.randn(2, 1, n).expand(2, 3, n), 2),
+    "one head": (lambda n: Packed(n).filled("queries").queries[:, :1], 1),
+    "one token": (lambda n: Packed(n, 1).filled("queries").queries, 1),
+    "one token, every other head": (lambda n: Packed(n, 1).filled("queries").queries[:, ::2], 1),
+    "one of either": (lambda n: Packed(n, 1, 1).filled("queries").queries, 1),
+    "all heads": (lambda n: torch.randn(2, 3 * n).view(2, 3, n), 1),
+}
+# Each of short rows; of each pipeline some.
+LONG = ("heads", "transposed in batches")
+CASES = [
+    pytest.param(n, layout, id=f"{name}-{layout.replace(' ', '_')}", marks=[] if name == "short" else [THOROUGH])
+    for name, n in {"short": 24, **LENGTHS}.items()
+    for layout in (LAYOUTS if name == "short" else LONG)
+]
+
+
+@pytest.mark.parametrize(("n", "layout"), CASES)
+def test_layouts(n: int, layout: str) -> None:
+    made, strides = LAYOUTS[layout]
+    x = made(n)
+    found = row_stride("x", x)
+    assert (len(found.strides) if isinstance(found, RowWalk) else 1) == strides
+    expected = ORACLE["rms"](x, residual=x, fadd="pre_add_store", save_mv=True)
+    agree(FORWARD["rms"](x, residual=x, fadd="pre_add_store", save_mv=True), expected)
+    check_gradients("layer", torch.randn(x.shape), x, None)
+
+
+@each_norm
+def test_every_tensor_has_strides_of_its_own(norm: str) -> None:
+    """One stride, two of a packed tensor, two of a transposed one: each kernel walks each tensor by its own."""
+    n, shape = 40, (TOKENS, QUERIES, 40)
+    x, residual = Packed(n).filled("queries").queries, torch.randn(QUERIES, TOKENS, n).transpose(0, 1)
+    out, residual_out = _within((TOKENS, QUERIES, n + 9), shape), _within((TOKENS, QUERIES + 2, n), shape)
+    expected = ORACLE[norm](x, residual=residual, fadd="pre_add_store")
+    given: dict[str, Any] = {"residual": residual, "fadd": "pre_add_store", "out": out, "residual_out": residual_out}
+    assert normforge.which(x, norm=norm, **given)
+    agree(FORWARD[norm](x, **given), expected)
+    for order in ((x, residual, out), (out, x, residual), (residual, out, x)):
+        check_gradients(norm, *order)
+
+
+@pytest.mark.parametrize("m", [9, *[pytest.param(m, marks=THOROUGH) for m in (1, 7, 8, 33)]])
+def test_any_number_of_tokens(m: int) -> None:
+    """Programs take 16 rows of this length each, and 3 heads do not divide that."""
+    x = Packed(5, m, 3).filled("queries").queries
+    agree(FORWARD["layer"](x, save_mv=True), ORACLE["layer"](x, save_mv=True))
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the calls that were checked, rather than known."""
+    shapes: list[tuple[int, ...]] = []
+    usual = check.check
+
+    def noted(function: str, given: Any, **keywords: Any) -> Any:
+        shapes.append(tuple(given["x"].shape))
+        return usual(function, given, **keywords)
+
+    monkeypatch.setattr(first, "check", noted)
+    return shapes
+
+
+def test_calls_of_other_numbers_of_tokens_are_known(checked: list[tuple[int, ...]]) -> None:
+    """One kind serves any number of tokens, written in place or not; other heads are another."""
+    n = 47
+    for tokens in (3, 2, 4):
+        x = Packed(n, tokens).filled("queries", "keys")
+        for _ in range(2):
+            agree(normforge.rmsnorm2d_fwd(x.queries), ORACLE["rms"](x.queries))
+        expected = ORACLE["rms"](x.keys)
+        agree(normforge.rmsnorm2d_fwd(x.keys, out=x.keys), expected)
+    assert checked == [(3, QUERIES, n), (3, KEYS, n)]
+    # One token has one stride; as many heads of a packed tensor may lie elsewhere in each.
+    for x in (Packed(n, 1), Packed(n, 2, keys=3)):
+        x.filled("queries")
+        agree(normforge.rmsnorm2d_fwd(x.queries), ORACLE["rms"](x.queries))
+    assert checked[2:] == [(1, QUERIES, n), (2, QUERIES, n)]
+
+
+def test_one_token_makes_no_more_known(checked: list[tuple[int, ...]]) -> None:
+    """The stride of one token is that of none: a kind of it alone would read all tokens at the first's place."""
+    gapped = _within((3, 3, 41 + 3), (3, 2, 41))
+    for x in (gapped[:1], gapped):
+        agree(normforge.layernorm2d_fwd(x), ORACLE["layer"](x))
+    assert len(checked) == 2
+
+
+@pytest.mark.parametrize(
+    ("norm", "kind"),
+    [
+        ("rms", "packed"),
+        ("layer", "transposed in batches"),
+        pytest.param("layer", "packed", marks=THOROUGH),
+        pytest.param("rms", "transposed in batches", marks=THOROUGH),
+    ],
+)
+def test_training_copies_no_heads(norm: str, kind: str, checked: list[tuple[int, ...]]) -> None:
+    """The tensor that is kept is the caller's, and gradients on several strides are known as they are."""
+    # Of either kind another, because calls of the first stay known.
+    n = 56 if kind == "packed" else 52
+    for tokens in (2, 3):
+        affine = [tensor.requires_grad_() for tensor in operands(norm, n)]
+        qkv = torch.randn(2 * tokens, 6 * n, requires_grad=True)
+        x = qkv[:, : 2 * n].view(2, tokens, 2, n)
+        dy = torch.randn(2, 2, tokens, n).transpose(1, 2) if kind != "packed" else torch.randn(x.shape)
+        for _ in range(2):
+            y = FUNCTIONAL[norm](x, (n,), *affine, eps=1e-5)
+            # The stubs of torch know no tensors of a node.
+            kept: Any = y.grad_fn
+            assert kept.saved_tensors[0].data_ptr() == x.data_ptr()
+            found = torch.autograd.grad(y, (qkv, *affine), dy)
+        copies = [tensor.detach().double().requires_grad_() for tensor in (qkv, *affine)]
+        wide = copies[0][:, : 2 * n].view(x.shape)
+        expected = torch.autograd.grad(TORCH[norm](wide, (n,), *copies[1:], eps=1e-5), copies, dy.double())
+        for got, want in zip(found, expected, strict=True):
+            torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+    # Forward and backward, once for each number of tokens: batches are of so many.
+    assert len(checked) == 4
+
+
+class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
+    """The names of operators that copy a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten._to_copy):
+            self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+FOUR_STRIDES = (3, 3, 3, 3, 32)
+
+
+def test_more_strides_are_copied_once_or_refused() -> None:
+    """The functional API copies what no kernel walks, once each way; the others say what to do."""
+    x, dy = (torch.randn(FOUR_STRIDES)[:2, :2, :2, :2] for _ in range(2))
+    for norm, given in (("layer", {"x": x}), ("rms", {"x": dy, "out": x})):
+        with pytest.raises(errors.LayoutError, match=r"do not collapse to 3 row strides or fewer; pass .*contiguous"):
+            FORWARD[norm](**given)
+    with pytest.raises(errors.LayoutError, match="the leading dimensions of dy"):
+        rmsnorm2d_bwd(dy, torch.randn(x.shape), rstd=torch.ones(x.shape[:-1]))
+    leaf = x.detach().requires_grad_()
+    with Copies() as copies:
+        y = normforge.rms_norm(leaf, (32,), eps=1e-6)
+    assert len(copies.names) == 1
+    agree_with_torch = torch.nn.functional.rms_norm(x, (32,), eps=1e-6)
+    torch.testing.assert_close(y.detach(), agree_with_torch)
+    contiguous = x.contiguous().requires_grad_()
+    found = torch.autograd.grad(y, leaf, dy)
+    expected = torch.autograd.grad(torch.nn.functional.rms_norm(contiguous, (32,), eps=1e-6), contiguous, dy)
+    torch.testing.assert_close(found, expected)
+
+
+@each_norm
+def test_heads_that_are_seen_as_operators_are_not_copied(norm: str) -> None:
+    """Where a dispatch mode looks on, forward and backward."""
+    n = 48
+    x = Packed(n).filled("queries").queries.detach().requires_grad_()
+    dy = torch.randn(QUERIES, TOKENS, n).transpose(0, 1)
+    with Copies() as copies:
+        y = FUNCTIONAL[norm](x, (n,), eps=1e-5)
+        (dx,) = torch.autograd.grad(y, x, dy)
+    assert copies.names == []
+    assert same_bits(dx, torch.autograd.grad(FUNCTIONAL[norm](x, (n,), eps=1e-5), x, dy)[0])
+
+
+def test_places_among_heads_that_are_taken_or_refused() -> None:
+    n = 32
+    packed = Packed(n).filled("queries", "keys")
+    x, keys = packed.queries, packed.keys
+    # Beside x, between its rows: nothing is shared.
+    expected = ORACLE["layer"](keys)
+    agree(normforge.layernorm2d_fwd(keys, out=x[:, :KEYS]), expected)
+    even, odd = x[:, ::2], x[:, 1::2]
+    odd.fill_(1.0)
+    agree(normforge.layernorm2d_fwd(odd, out=even), ORACLE["layer"](odd))
+    refused = {
+        "out overlaps x in memory": (x[:, :2], x[:, 1:3]),
+        r"the rows of out overlap \(row stride 20, 8, N 32": (
+            x[:2, :2],
+            torch.zeros(99).as_strided((2, 2, n), (20, 8, 1)),
+        ),
+        r"the rows of out overlap \(row stride 0, 32": (x, torch.zeros(QUERIES, n).expand(x.shape)),
+    }
+    for message, (read, out) in refused.items():
+        for _ in range(2):
+            with pytest.raises(errors.LayoutError, match=message):
+                normforge.layernorm2d_fwd(read, out=out)
+    square = torch.randn(3, 3, n)
+    with pytest.raises(errors.LayoutError, match="out overlaps x in memory"):
+        normforge.layernorm2d_fwd(square, out=square.transpose(0, 1))
+
+
+def test_known_calls_look_whether_places_among_heads_overlap(checked: list[tuple[int, ...]]) -> None:
+    """Once such a call is known by its layout, addresses alone tell a good place from a bad one."""
+    n = 36
+    memory = torch.randn(TOKENS, 9 * n)
+    view = memory.view(TOKENS, 9, n)
+    normforge.rmsnorm2d_fwd(view[:, :4], out=view[:, 4:8])
+    good = view[:, 5:9]
+    expected = ORACLE["rms"](view[:, 1:5])
+    agree(normforge.rmsnorm2d_fwd(view[:, 1:5], out=good), expected)
+    assert len(checked) == 1
+    with pytest.raises(errors.LayoutError, match="out overlaps x in memory"):
+        normforge.rmsnorm2d_fwd(view[:, :4], out=view[:, 3:7])
+
+
+@pytest.mark.parametrize("every", [2, 3, 5, 6, 7, 31, 32, 33, 48, 127, 1000, 2**16 + 1, 2**29, 2**30 - 1])
+def test_the_reciprocal_is_exact_for_all_rows_that_an_i32_counts(every: int) -> None:
+    """Where quotients change, and at random; by the integers of the kernel."""
+    _, divisor, multiplier, shift, _ = RowWalk((0, 1), (every,)).arguments
+    assert divisor == every
+    assert multiplier < 2**32
+    most = 2**31 - 1
+    rows = {at for k in (1, 2, 3, most // every // 2, most // every) for at in (k * every - 1, k * every)} | {0, most}
+    rows |= {int(at) for at in torch.randint(0, most, (1000,))}
+    assert all(((row * multiplier) >> 32) >> shift == row // every for row in rows if row <= most)
+
+
+def test_arguments_of_a_walk_lead_to_every_row() -> None:
+    walk = RowWalk((100, 7, 13), (3, 4))
+    stride, *groups = walk.arguments
+    for row in range(24):
+        at = row * stride + sum(row // every * jump for every, jump in zip(groups[::4], groups[3::4], strict=True))
+        assert at == row // 12 * 100 + row // 4 % 3 * 7 + row % 4 * 13
+    assert walk.rows == 12
+    assert walk.reach == 2 * 7 + 3 * 13
+    assert walk.types("i64")[1::4] == ("i64", "i64")
+    assert RowWalk((1, 2**33), (5,)).types("i32") == ("i64", "i32", "i64", "i32", "i64")
