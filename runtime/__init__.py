@@ -15,7 +15,7 @@ from . import errors, settings
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from . import reference
+    from . import parallel, reference
     from .ahead_of_time.compile_keys import compile_keys
     from .ahead_of_time.warmup import warmup
     from .calls.backend import backend
@@ -53,6 +53,7 @@ __all__ = [
     "load_aot",
     "load_instances",
     "override_torch",
+    "parallel",
     "patch",
     "record",
     "reference",
@@ -83,6 +84,7 @@ _LATE = {
     "ahead_of_time.warmup": ("warmup",),
     "nn.patching": ("Patch", "patch", "unpatch"),
     "override.switch": ("TorchOverride", "override_torch", "restore_torch"),
+    "parallel": ("parallel",),
     "selection.recording": ("record",),
 }
 

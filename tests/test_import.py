@@ -42,6 +42,24 @@ def test_import_brings_no_tool_and_nothing_that_probes_or_compiles_ahead() -> No
     assert [name for name in brought if name.startswith(late)] == []
 
 
+@pytest.mark.parametrize("first", ["normforge", "torch.distributed.tensor"])
+def test_import_leaves_dtensor_to_others_and_operators_have_rules_when_it_is_there(first: str) -> None:
+    """It takes a second, and whichever is imported first, nothing waits for the other afterwards."""
+    code = f"""
+import sys, torch
+finders = len(sys.meta_path)
+import {first}
+early = "torch.distributed.tensor" in sys.modules
+import normforge
+import torch.distributed.tensor.parallel
+from torch._library.simple_registry import singleton
+rules = [singleton.find(f"normforge::{{name}}").torch_dispatch_rules.find(torch.distributed.tensor.DTensor)
+         for name in ("layernorm2d_fwd", "rmsnorm2d_fwd_into", "rmsnorm2d_bwd")]
+print(early, all(rules), len(sys.meta_path) - finders)
+"""
+    assert printed(code).split() == [str(first != "normforge"), "True", "0"]
+
+
 @pytest.mark.parametrize("arguments", [["-h"], ["--version"], ["generate", "--list"], ["generate", "-h"]], ids=" ".join)
 @pytest.mark.parametrize("how", ["module", "script"])
 def test_what_makes_no_calls_needs_no_torch(how: str, arguments: list[str], tmp_path: Path) -> None:
@@ -74,7 +92,7 @@ def test_names_are_where_they_are_said_to_be() -> None:
         alias.name: node.module for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
     homes = {name: home for home, names in (normforge._HOMES | normforge._LATE).items() for name in names}
-    assert read == homes | {"reference": None}
+    assert read == homes | {"parallel": None, "reference": None}
     assert set(normforge.__all__) == homes.keys() | {"errors", "__version__"}
     assert set(normforge.__all__) <= set(dir(normforge))
     with pytest.raises(AttributeError, match="'normforge' has no attribute 'layernorm'"):

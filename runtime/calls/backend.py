@@ -54,25 +54,19 @@ def left_to_torch(operands: tuple[torch.Tensor | None, ...]) -> bool:
     """Whether torch's own operator serves a call, although kernels run where its tensors are.
 
     Kernels take neither float64 nor rows of no elements. And only of its own operators does torch know how they are
-    transformed (torch.func), differentiated forward, recorded (torch.jit.trace) and sharded (DTensor).
+    transformed (torch.func), differentiated forward and recorded (torch.jit.trace).
     """
     tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
     if any(tensor.dtype is torch.float64 for tensor in tensors):
         if not is_dynamo_compiling():
             _say_once_of_float64()
         return True
-    return (not is_dynamo_compiling() and _followed(tensors)) or _has_no_columns(tensors) or _sharded(tensors)
+    return (not is_dynamo_compiling() and _followed(tensors)) or _has_no_columns(tensors)
 
 
 def _has_no_columns(tensors: list[torch.Tensor]) -> bool:
     # Not numel(), which is 0 also where there are no rows, and may be unknown in a trace.
     return any(tensor.dim() > 0 and tensor.shape[-1] == 0 for tensor in tensors)
-
-
-def _sharded(tensors: list[torch.Tensor]) -> bool:
-    # What is not imported has no instances.
-    module = getattr(torch.distributed, "tensor", None)
-    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
 
 
 def _followed(tensors: list[torch.Tensor]) -> bool:

@@ -22,7 +22,7 @@ FORWARD_OF = {norm.value: name for norm, name in FORWARD.functions.items()}
 BACKWARD_OF = {norm.value: name for norm, name in BACKWARD.functions.items()}
 
 # Of the operands, with their kinds, and of the options behind the norm.
-_OPERANDS = tuple((row.name, row.kind) for row in FORWARD.parameters if row.functional and row.kind.is_tensor)
+OPERANDS = tuple((row.name, row.kind) for row in FORWARD.parameters if row.functional and row.kind.is_tensor)
 _OPTIONS = tuple(row.name for row in FORWARD.parameters if row.functional and not row.kind.is_tensor)
 
 _BACKWARD = [row for row in BACKWARD.parameters if row.functional]
@@ -32,7 +32,7 @@ _BACKWARD_OPTIONS = tuple(row.name for row in _BACKWARD if not row.kind.is_tenso
 
 def named(operands: Operands, options: Options) -> dict[str, Any]:
     """What a call is given, but for the norm, by the names of its rows."""
-    given: dict[str, Any] = {name: operand for (name, _), operand in zip(_OPERANDS, operands, strict=True)}
+    given: dict[str, Any] = {name: operand for (name, _), operand in zip(OPERANDS, operands, strict=True)}
     given.update(zip(_OPTIONS, options[1:], strict=True))
     return given
 
@@ -52,7 +52,7 @@ def as_operands(operands: Operands, dimensions: int) -> Operands:
         else operand.flatten().contiguous()
         if kind is Kind.VECTOR
         else as_rows(operand, dimensions)
-        for (_, kind), operand in zip(_OPERANDS, operands, strict=True)
+        for (_, kind), operand in zip(OPERANDS, operands, strict=True)
     ]
     return cast("Operands", tuple(found))
 

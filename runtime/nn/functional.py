@@ -14,11 +14,13 @@ from ..calls import recorded, torch_instead
 from ..calls.argument_checks import check_dtype, check_number, check_tensor
 from ..calls.backend import backend, left_to_torch
 from ..calls.check import check_normalised
-from ..calls.functional import FORWARD_OF, named, normalise_traced
+from ..calls.functional import FORWARD_OF, OPERANDS, named, normalise_traced
 from ..calls.known import PLAIN
 from ..calls.recorded import normalise_known
+from ..calls.sharded import Frame, is_sharded
 from ..calls.straight import DEFAULT_EPS, Operands, Options
 from ..calls.traced import intercepted, is_dynamo_compiling, keeps_for_recomputation, result_dtype, unrecorded
+from ..codegen.families import Kind
 from ..codegen.model import Cast
 from ..codegen.parameters import FORWARD
 from ..dtypes import FLOATS
@@ -43,8 +45,12 @@ def layer_norm(
     gradient is due.
 
     Where kernels cannot, torch's own operator runs, on a GPU too: in transforms of torch.func, for tensors that carry a
-    tangent of forward-mode AD, for DTensors, in what torch.jit.trace records, where anything is float64 (which is
-    logged once), and for rows of no elements.
+    tangent of forward-mode AD, in what torch.jit.trace records, where anything is float64 (which is logged once), and
+    for rows of no elements.
+
+    Of DTensors each rank normalises its rows, with nothing communicated where x is sharded along leading dimensions
+    and weight and bias are replicated: y lies as x does, and the gradients of weight and bias are partial sums. What
+    lies otherwise is redistributed first, as for torch's own operator.
 
     Under torch.autocast y has the dtype that torch's has: fp32 on a GPU (that of rms_norm by the release of torch),
     x's on a CPU. `backend` tells where kernels run and where torch's own operator does.
@@ -69,7 +75,7 @@ def layer_norm(
     Raises:
         ShapeError: normalized_shape is not what x's shape ends in, or is not weight's, bias's or x_bias's shape.
         DTypeError: a tensor is of a type that cannot be normalised (an integer one, say).
-        DeviceError: tensors are on several devices.
+        DeviceError: tensors are on several devices or meshes, or some are DTensors and others plain tensors.
         LayoutError: a tensor is sparse or nested.
         ConflictError: eps is no number of at least 0, weight_offset none at all, or has no weight to be added to.
         GradientError: the gradient is differentiated; raised by that backward pass.
@@ -256,6 +262,8 @@ def _first(operands: Operands, normalized_shape: Sequence[int] | None, options: 
     x = operands[0]
     kernel = isinstance(x, torch.Tensor) and backend(x) == "kernel"
     left = left_to_torch(operands)
+    if kernel and not left and is_sharded(*operands):
+        return _by_parts(operands, normalized_shape, options)
     with unrecorded():
         given = named(operands, options)
         if eps is None and norm == "rms":
@@ -269,6 +277,21 @@ def _first(operands: Operands, normalized_shape: Sequence[int] | None, options: 
         return torch_instead.normalise(operands, shape, (*said[:-2], out_dtype or result_dtype(norm, x), cast))
     traced = is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation())
     return (normalise_traced if traced else recorded.normalise)(operands, shape, said)
+
+
+def _by_parts(operands: Operands, normalized_shape: Sequence[int], options: Options) -> Any:
+    """`normalise` of DTensors: each rank normalises its rows, as the call of plain tensors that it then is."""
+    x, _, _, residual, _ = operands
+    if residual is not None and residual.shape != x.shape:
+        # The parts may be alike on one rank and not on another, which would wait for it.
+        check_normalised(FORWARD_OF[options[0]], named(operands, options), normalized_shape, kernel=True)
+    tensors = {name: operand for (name, _), operand in zip(OPERANDS, operands, strict=True)}
+    frame = Frame(f"{options[0]}_norm", tensors, len(normalized_shape))
+    parts: Any = tuple([frame.part(kind, tensors[name]) for name, kind in OPERANDS])
+    found = normalise(parts, normalized_shape, options)
+    if residual is None:
+        return frame.whole(Kind.ROWS, found)
+    return tuple([frame.whole(Kind.ROWS, part) for part in found])
 
 
 def _offset(operands: Operands, shape: Sequence[int], options: Options) -> tuple[Operands, Sequence[int], Options]:

@@ -132,6 +132,9 @@ def _compute(
     found = dict(zip(wants, operated(backward, given), strict=True))
     due = {name: found[gradients[name]] for name in needed}
     for name in of_dx:
-        dx = due[name].flatten(0, -2).sum(0) if name == "x_bias" else due[name]
+        dx = due[name]
+        if name == "x_bias" and dx.dim() > 1:
+            # Not of rows that were flattened before: those of a DTensor might have to be moved.
+            dx = dx.sum(tuple(range(dx.dim() - 1)))
         due[name] = dx.to(told.dtypes[name])
     return due

@@ -29,15 +29,17 @@ from ..calls.straight import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rm
 from ..codegen import parameters
 from ..codegen.model import Norm
 from ..compiled.switch import settle
+from ..upstream.imports import when_imported
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import dispatch_modes
-from . import gradients
+from . import gradients, sharding
 
 # The compiler keeps strides as they were traced: fake kernels refuse rows that kernels cannot walk, and no others come.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 _NAMESPACE = "normforge"
-_library = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call]  # torch declares no types for it
+# torch declares no types for its methods.
+_library: Any = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call]  # nor for what makes one
 
 _STRAIGHT: dict[str, Callable[..., Any]] = {
     function.__name__: function for function in (layernorm2d_fwd, rmsnorm2d_fwd, layernorm2d_bwd, rmsnorm2d_bwd)
@@ -117,9 +119,9 @@ def _fake_into(function: str, *arguments: Any) -> tuple[torch.Tensor, ...]:
 def _register(name: str, into: bool = False) -> torch._ops.OpOverload[Any, Any]:
     """Define a function's operator, or that which writes, with one kernel for all devices and a fake one."""
     run, fake = (_returned_into, _fake_into) if into else (_returned, _fake)
-    _library.define(_schema(name, into), tags=_TAGS)  # type: ignore[no-untyped-call]
+    _library.define(_schema(name, into), tags=_TAGS)
     defined = f"{name}_into" if into else name
-    _library.impl(defined, partial(run, name), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _library.impl(defined, partial(run, name), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAMESPACE}::{defined}", partial(fake, name), lib=_library)
     operator: torch._ops.OpOverload[Any, Any] = getattr(torch.ops.normforge, defined).default
     return operator
@@ -134,7 +136,7 @@ def _count_writes(name: str, operator: torch._ops.OpOverload[Any, Any]) -> None:
         return operator.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)
 
     # As torch.library.custom_op does for what it is told is mutated.
-    _library.impl(name, count, "ADInplaceOrView", with_keyset=True)  # type: ignore[no-untyped-call]
+    _library.impl(name, count, "ADInplaceOrView", with_keyset=True)
 
 
 _FORWARD, _BACKWARD = parameters.FORWARD.functions, parameters.BACKWARD.functions
@@ -146,3 +148,5 @@ BACKWARD = {norm.value: _register(name) for norm, name in _BACKWARD.items()}
 for _norm in Norm:
     _count_writes(f"{_FORWARD[_norm]}_into", FORWARD_INTO[_norm.value])
     gradients.register(_library, _NAMESPACE, _FORWARD[_norm], _BACKWARD[_norm])
+# Who has no DTensors does not wait for them to be imported, which takes a second.
+when_imported("torch.distributed.tensor", partial(sharding.register, _library, _NAMESPACE, _STRAIGHT))

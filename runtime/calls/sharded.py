@@ -1,0 +1,102 @@
+"""How the tensors of a call lie where they are DTensors: each rank has rows, and the whole of each vector.
+
+Rows, and what there is one of a row (statistics, scales), keep x's placements. Vectors are replicated, and a vector's
+gradient is a partial sum wherever rows are sharded. So nothing is moved. What lies otherwise is redistributed first, as
+torch does before its own norms: rows become whole, and lie as x does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..codegen.families import Kind
+from ..errors import DeviceError
+from ..upstream.torch_dtensor import assembled
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+
+def is_sharded(*operands: object) -> bool:
+    """Whether any operand is a DTensor."""
+    # What is not imported has no instances.
+    module = getattr(torch.distributed, "tensor", None)
+    return module is not None and any(isinstance(operand, module.DTensor) for operand in operands)
+
+
+class Frame:
+    """Where the tensors of one call lie.
+
+    Attributes:
+        like: x, which says it.
+        of_rows: the placements of what has rows: x's, but replicated where those are no whole rows.
+        of_vectors: those of what all ranks have.
+        of_sums: those of what is summed over rows.
+    """
+
+    def __init__(self, function: str, tensors: Mapping[str, torch.Tensor | None], dimensions: int = 1) -> None:
+        """Look at the tensors of a call.
+
+        Args:
+            function: what is called, for errors.
+            tensors: what it was given, by name, x among it.
+            dimensions: how many of x's last are a row.
+
+        Raises:
+            DeviceError: some are plain tensors, or they are on several meshes.
+        """
+        from torch.distributed.tensor import DTensor
+
+        x: Any = tensors["x"]
+        mesh = getattr(x, "device_mesh", None)
+        for name, tensor in tensors.items():
+            if tensor is None:
+                continue
+            if not isinstance(tensor, DTensor):
+                raise DeviceError(
+                    f"{name} is a plain tensor and {function} was given DTensors beside it; pass DTensors alone, "
+                    f"DTensor.from_local({name}, mesh, [Replicate()]) say, or the to_local() of each"
+                )
+            if mesh is not None and tensor.device_mesh != mesh:
+                raise DeviceError(f"{name} is on {tensor.device_mesh} and x on {mesh}; redistribute one to the other's")
+        self.like: DTensor = x
+        self.of_rows, self.of_vectors, self.of_sums = _placements(x.placements, x.dim() - dimensions)
+
+    def part(self, kind: Kind, tensor: torch.Tensor | None) -> Any:
+        """A rank's part of an operand, with a gradient that is one of the operand's; None of one that is not there."""
+        if tensor is None:
+            return None
+        placements = self.of_vectors if kind is Kind.VECTOR else self.of_rows
+        whole: Any = tensor
+        if whole.placements != placements:
+            whole = whole.redistribute(placements=placements)
+        return whole.to_local(grad_placements=self.of_sums if kind is Kind.VECTOR else self.of_rows)
+
+    def whole(self, kind: Kind, part: torch.Tensor) -> torch.Tensor:
+        """What a rank's part of a result is of."""
+        x = self.like
+        if kind is Kind.ROWS:
+            return assembled(part, x, x.shape, self.of_rows)
+        if kind is Kind.PER_ROW:
+            return assembled(part, x, x.shape[:-1], self.of_rows)
+        return assembled(part, x, x.shape[-1:], self.of_sums)
+
+
+@cache
+def _placements(of_x: tuple[Placement, ...], first: int) -> tuple[tuple[Placement, ...], ...]:
+    """Those of rows, of vectors and of sums, where rows are the dimensions from the first on."""
+    from torch.distributed.tensor import Partial, Replicate
+
+    # Of several classes, private ones of torch's among them, are those that deal out a dimension, which they name.
+    sharded = [getattr(placement, "dim", first) < first for placement in of_x]
+    of_rows = [placement if deals else Replicate() for placement, deals in zip(of_x, sharded, strict=True)]
+    return (
+        tuple(of_rows),
+        tuple([Replicate() for _ in of_x]),
+        tuple([Partial() if deals else Replicate() for deals in sharded]),
+    )

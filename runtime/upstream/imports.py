@@ -1,0 +1,54 @@
+"""What is done once somebody else's module is there: for modules that are not to be imported for our sake."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+
+def when_imported(name: str, action: Callable[[], None]) -> None:
+    """Act as soon as a module is imported: now if it is already, else at the end of the import that brings it.
+
+    Args:
+        name: the module's.
+        action: called without arguments, once.
+    """
+    if name in sys.modules:
+        action()
+    else:
+        sys.meta_path.insert(0, _Awaiting(name, action))
+
+
+class _Awaiting(MetaPathFinder):
+    """Finds nothing itself: it has whoever finds the module call an action when that has run."""
+
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
+        self._name = name
+        self._action = action
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name or self not in sys.meta_path:
+            return None
+        # The others are asked without this one. Should the module fail to import, the next attempt finds it here again.
+        sys.meta_path.remove(self)
+        try:
+            spec = find_spec(fullname)
+        finally:
+            sys.meta_path.insert(0, self)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_act(module: ModuleType) -> None:
+                run(module)
+                sys.meta_path.remove(self)
+                self._action()
+
+            # The loader is this spec's alone.
+            spec.loader.exec_module = run_and_act  # type: ignore[method-assign]  # there is no hook for it
+        return spec

@@ -1,0 +1,69 @@
+"""DTensors of parts that are there, as results are: `DTensor.from_local` takes 24 us, and an operator of torch's 40."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+
+def assembled(part: torch.Tensor, like: Any, shape: torch.Size, placements: Sequence[Any]) -> torch.Tensor:
+    """The DTensor that this rank has a part of; its gradient is that of the part.
+
+    Args:
+        part: contiguous.
+        like: a DTensor on the same mesh.
+        shape: of the whole.
+        placements: of the whole.
+    """
+    if is_dynamo_compiling() or not _is_like(part, like, shape, placements):
+        described = {"run_check": False, "shape": shape, "stride": _contiguous(shape)}
+        return type(like).from_local(part, like.device_mesh, placements, **described)  # type: ignore[no-any-return]
+    if not part.requires_grad:
+        return _wrapped(part, like)
+    whole: torch.Tensor = _Assembled.apply(part, like)  # type: ignore[no-untyped-call]  # torch declares no types for it
+    return whole
+
+
+def _is_like(part: torch.Tensor, like: Any, shape: torch.Size, placements: Sequence[Any]) -> bool:
+    """Whether the whole is the same as a DTensor but for its numbers, and needs no description of its own."""
+    spec: Any = getattr(like, "_spec", None)
+    meta = getattr(spec, "tensor_meta", None)
+    if meta is None or spec.placements != placements:
+        return False
+    return meta.shape == shape and meta.dtype is part.dtype and like.is_contiguous()
+
+
+def _wrapped(part: torch.Tensor, like: Any) -> torch.Tensor:
+    # As torch does in from_local: the tensor inside has no part in autograd, and its description is its own.
+    whole: torch.Tensor = type(like)(part.detach(), copy.copy(like._spec), requires_grad=False)
+    return whole
+
+
+class _Assembled(torch.autograd.Function):
+    """`DTensor.from_local` of the parts of a tensor that is like one that is there."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, like: Any) -> torch.Tensor:
+        ctx.placements = like.placements
+        # A gradient that did not arrive stays None, rather than becoming M×N zeros.
+        ctx.set_materialize_grads(False)
+        return _wrapped(part, like)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[torch.Tensor | None, None]:
+        if gradient is None:
+            return None, None
+        if gradient.placements != ctx.placements:
+            gradient = gradient.redistribute(placements=ctx.placements)
+        return gradient.to_local(), None
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides)) if shape else ()

@@ -1,0 +1,416 @@
+"""Cases of rows that are sharded, run on every rank of a group; the same call of whole tensors is what is expected."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import normforge
+from normforge import errors
+from normforge.calls.functions import FUNCTIONS
+from normforge.calls.traced import operated
+from normforge.codegen.families import Kind
+
+from .ranks import THOROUGHLY
+
+CASES: dict[str, Callable[[], None]] = {}
+N = 32
+
+# Rows that no two ranks share evenly.
+SHAPE = (2, 5, N)
+
+# How they lie; the first of them leaves ranks of a large group without any.
+ROWS: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate()) if THOROUGHLY else (Shard(1),)
+DTYPES = (torch.float32, torch.bfloat16) if THOROUGHLY else (torch.bfloat16,)
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    """List a case."""
+    CASES[function.__name__] = function
+    return function
+
+
+def mesh() -> DeviceMesh:
+    """All ranks in a row."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+@contextmanager
+def communicates(**counts: int) -> Iterator[None]:
+    """Fail unless what is within makes so many communications: `all_reduce=1`, say."""
+    mode = CommDebugMode()  # type: ignore[no-untyped-call]  # torch declares none
+    with mode:
+        yield
+    found = {str(op).rpartition(".")[2].removesuffix("_"): n for op, n in mode.get_comm_counts().items() if n}
+    assert found == counts, found
+
+
+def placed(tensor: torch.Tensor, *placements: Placement) -> DTensor:
+    """A tensor that every rank has, as a DTensor that may require a gradient of its own."""
+    whole = distribute_tensor(tensor.detach(), mesh(), placements)
+    whole.requires_grad_(tensor.requires_grad)
+    return whole
+
+
+def same(found: object, expected: torch.Tensor, *placements: Placement) -> None:
+    """Fail unless a DTensor is what is expected, and lies so."""
+    assert isinstance(found, DTensor)
+    assert found.placements == placements, found.placements
+    assert found.dtype == expected.dtype
+    # Gloo sends no eight-bit floats; what these hold exactly, others do too.
+    whole = (found if expected.dtype.itemsize > 1 else _widened(found)).full_tensor().detach()
+    assert whole.shape == expected.shape
+    # Sums of other parts differ in their last bits.
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 2e-2}.get(expected.dtype, 0)
+    torch.testing.assert_close(whole.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+def _widened(found: DTensor) -> DTensor:
+    wide = found.to_local().float()
+    return DTensor.from_local(
+        wide, found.device_mesh, found.placements, run_check=False, shape=found.shape, stride=found.stride()
+    )
+
+
+# What the operators are called with besides tensors, and which tensors.
+FORWARD_MODES: tuple[dict[str, Any], ...] = (
+    {},
+    {"weight": 1, "bias": 1, "save_mv": True, "out_dtype": torch.bfloat16},
+    {"weight": 1, "residual": 1, "fadd": "pre_add_store", "save_mv": True},
+    {"weight": 1, "residual": 1, "fadd": "pre_add", "x_bias": 1},
+    {"weight": 1, "smooth_scale": 1, "fquant": "smooth_dynamic", "save_mv": True},
+    {"weight": 1, "residual": 1, "fadd": "pre_add_store", "fquant": "dynamic", "out_dtype": torch.float8_e4m3fn},
+)
+BACKWARD_MODES: tuple[dict[str, Any], ...] = (
+    {"dy": 1, "rstd": 1, "mean": 1, "wants": ("dx",)},
+    {"dy": 1, "rstd": 1, "mean": 1, "weight": 1, "wants": ("dweight", "dbias", "dx")},
+    {"dy": 1, "rstd": 1, "mean": 1, "weight": 1, "dresidual_out": 1, "wants": ("dx", "dweight")},
+    {"dy": 1, "rstd": 1, "mean": 1, "weight": 1, "x_bias": 1, "wants": ("dx", "dx_bias")},
+    {"rstd": 1, "mean": 1, "dresidual_out": 1, "wants": ("dx",)},
+)
+
+
+def operator_calls(name: str) -> Iterator[tuple[dict[str, Any], dict[str, Kind]]]:
+    """The arguments of some calls of a function, and of what kind its tensors are."""
+    takes = FUNCTIONS[name]
+    kinds = {parameter: kind for parameter, kind, _ in takes.tensors}
+    shapes = {Kind.ROWS: SHAPE, Kind.VECTOR: (N,), Kind.PER_ROW: SHAPE[:-1]}
+    modes = FORWARD_MODES if takes.places else BACKWARD_MODES
+    for mode in modes:
+        given: dict[str, Any] = {"x": torch.randn(SHAPE)}
+        for parameter, value in mode.items():
+            if parameter in kinds:
+                given[parameter] = torch.rand(shapes[kinds[parameter]]) + 0.5
+            elif parameter in takes.passed:
+                given[parameter] = value
+        if "wants" in given:
+            known = {result.name for result in takes.results}
+            given["wants"] = tuple(name for name in given["wants"] if name in known)
+        if not takes.places:
+            given.setdefault("dy", None)
+        yield given, kinds
+
+
+@case
+def each_operator_with_each_tensor() -> None:
+    """Whatever is passed and returned, with no communication."""
+    seen = set()
+    for name in FUNCTIONS:
+        function = getattr(normforge, name)
+        for given, kinds in operator_calls(name):
+            expected = function(**given)
+            for rows in ROWS:
+                sharded = {
+                    key: placed(value, Replicate() if kinds[key] is Kind.VECTOR else rows) if key in kinds else value
+                    for key, value in given.items()
+                    if value is not None or key not in kinds
+                } | ({"dy": None} if "dy" in given and given["dy"] is None else {})
+                with communicates():
+                    found = function(**sharded)
+                sums = Replicate() if rows == Replicate() else Partial()
+                for row, one, other in zip(FUNCTIONS[name].family.results, found, expected, strict=True):
+                    assert (one is None) is (other is None)
+                    if one is not None:
+                        seen.add(row.name)
+                        same(one, other, sums if row.kind is Kind.VECTOR else rows)
+            seen |= given.keys() & kinds.keys()
+    of_tables = {name for takes in FUNCTIONS.values() for name, _, _ in takes.tensors}
+    of_tables |= {result.name for takes in FUNCTIONS.values() for result in takes.results}
+    assert seen == of_tables, f"no case has {of_tables - seen}"
+
+
+@case
+def operators_have_gradients_of_dtensors() -> None:
+    """As traced calls have, and x_bias too, whose gradient is a sum over rows that lie in two dimensions."""
+    tensors = {"x": SHAPE, "residual": SHAPE, "weight": (N,), "bias": (N,), "x_bias": (N,)}
+    whole = {name: torch.randn(shape, requires_grad=True) for name, shape in tensors.items()}
+    parts = {name: placed(each, Shard(1) if each.dim() > 1 else Replicate()) for name, each in whole.items()}
+    modes = {"fadd": "pre_add_store", "save_mv": True}
+    with communicates():
+        found = operated("layernorm2d_fwd", parts | modes)
+        gradients = torch.autograd.grad(found[0].square().sum() + found[1].sum(), list(parts.values()))
+    expected = operated("layernorm2d_fwd", whole | modes)
+    theirs = torch.autograd.grad(expected[0].square().sum() + expected[1].sum(), list(whole.values()))
+    for one, other in zip(found, expected, strict=True):
+        same(one, other, Shard(1))
+    for one, other in zip(gradients, theirs, strict=True):
+        same(one, other, Shard(1) if other.dim() > 1 else Partial())
+
+
+@case
+def outputs_that_are_written_to() -> None:
+    """Parts are written in place, and nothing is moved to them."""
+    x, residual = torch.randn(SHAPE), torch.randn(SHAPE)
+    expected = normforge.rmsnorm2d_fwd(x, residual=residual, fadd=1, save_mv=True)
+    sharded, sum_of = placed(x, Shard(0)), placed(residual, Shard(0))
+    at = sharded.to_local().data_ptr()
+    with communicates():
+        found = normforge.rmsnorm2d_fwd(
+            sharded, residual=sum_of, fadd=1, save_mv=True, out=sharded, residual_out=sum_of
+        )
+    assert found.y is sharded
+    assert sharded.to_local().data_ptr() == at
+    same(sharded, expected.y, Shard(0))
+    assert expected.residual_out is not None
+    assert expected.rstd is not None
+    same(sum_of, expected.residual_out, Shard(0))
+    same(found.rstd, expected.rstd, Shard(0))
+    refused("placements", lambda: normforge.rmsnorm2d_fwd(sharded, out=placed(x, Shard(1))), errors.LayoutError)
+
+
+def refused(text: str, call: Callable[[], object], error: type[Exception]) -> None:
+    """Fail unless a call raises an error that says so."""
+    with pytest.raises(error, match=re.escape(text)):
+        call()
+
+
+NORMS: dict[str, tuple[Callable[..., Any], int, bool]] = {
+    # The function, how many vectors it takes, and whether it adds a residual.
+    "layer_norm": (normforge.layer_norm, 2, False),
+    "rms_norm": (normforge.rms_norm, 1, False),
+    "add_layer_norm": (normforge.add_layer_norm, 2, True),
+    "add_rms_norm": (normforge.add_rms_norm, 1, True),
+}
+
+
+def called(function: Callable[..., Any], adds: bool, rows: list[Any], vectors: list[Any], **keywords: Any) -> list[Any]:
+    """What a function of the functional API returns, as a list."""
+    if adds:
+        return list(function(*rows, *vectors, **keywords))
+    return [function(rows[0], (N,), *vectors, **keywords)]
+
+
+def drawn(
+    vectors: int, adds: bool, dtype: torch.dtype = torch.float32
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Rows and vectors that require gradients."""
+    rows = [torch.randn(SHAPE, dtype=dtype, requires_grad=True) for _ in range(2 if adds else 1)]
+    return rows, [torch.randn(N, requires_grad=True) for _ in range(vectors)]
+
+
+def agree_with_whole(
+    name: str, of_rows: Placement, kept: Placement, of_vectors: Placement, dtype: torch.dtype, **counts: int
+) -> None:
+    """Call a function of DTensors and of whole tensors, forward and backward; outputs lie as `kept`."""
+    function, count, adds = NORMS[name]
+    rows, vectors = drawn(count, adds, dtype)
+    outs = called(function, adds, rows, vectors)
+    dys = [torch.randn_like(out) for out in outs]
+    gradients = torch.autograd.grad(outs, [*rows, *vectors], dys)
+    sharded = [placed(row, of_rows) for row in rows]
+    whole = [placed(vector, of_vectors) for vector in vectors]
+    arrived = [placed(dy, kept) for dy in dys]
+    with communicates(**counts):
+        found = called(function, adds, sharded, whole)
+        back = torch.autograd.grad(found, [*sharded, *whole], arrived)
+    for one, other in zip(found, outs, strict=True):
+        same(one, other, kept)
+    for one, other in zip(back[: len(rows)], gradients, strict=False):
+        same(one, other, of_rows)
+    sums = Replicate() if kept == Replicate() else Partial()
+    for one, other in zip(back[len(rows) :], gradients[len(rows) :], strict=True):
+        assert isinstance(one, DTensor)
+        assert of_vectors != Replicate() or one.placements == (sums,), one.placements
+        torch.testing.assert_close(one.full_tensor(), other, rtol=2e-2, atol=2e-2)
+
+
+@case
+def functions_and_their_gradients() -> None:
+    for name in NORMS:
+        for rows in ROWS:
+            for dtype in DTYPES:
+                agree_with_whole(name, rows, rows, Replicate(), dtype)
+
+
+@case
+def what_lies_otherwise_is_redistributed() -> None:
+    """Rows that are no whole ones become replicated, as with torch's norms, and so do vectors."""
+    agree_with_whole("add_layer_norm", Shard(2), Replicate(), Replicate(), torch.float32, all_gather_into_tensor=2)
+    agree_with_whole(
+        "rms_norm", Shard(0), Shard(0), Shard(0), torch.float32, all_gather_into_tensor=1, reduce_scatter_tensor=1
+    )
+    x, weight = torch.randn(SHAPE), torch.randn(N)
+    world = dist.get_world_size()
+    part = DTensor.from_local(x / world, mesh(), [Partial()])
+    same(normforge.rms_norm(part, (N,), placed(weight, Replicate())), normforge.rms_norm(x, (N,), weight), Replicate())
+
+
+@case
+def a_gradient_that_lies_otherwise() -> None:
+    x = torch.randn(SHAPE, requires_grad=True)
+    expected = torch.autograd.grad(normforge.rms_norm(x, (N,)).sum(), x)[0]
+    sharded = placed(x, Shard(1))
+    y = normforge.rms_norm(sharded, (N,))
+    same(torch.autograd.grad(y, sharded, placed(torch.ones(SHAPE), Replicate()))[0], expected, Shard(1))
+
+
+@case
+def several_dimensions_are_normalised_together() -> None:
+    x, weight = torch.randn(4, 3, 2, 16), torch.randn(2, 16)
+    expected = normforge.rms_norm(x, (2, 16), weight)
+    same(normforge.rms_norm(placed(x, Shard(1)), (2, 16), placed(weight, Replicate())), expected, Shard(1))
+    # The first of the two makes no whole rows either.
+    same(normforge.rms_norm(placed(x, Shard(2)), (2, 16), placed(weight, Replicate())), expected, Replicate())
+
+
+@case
+def parts_of_any_strides() -> None:
+    """What was cut out of a tensor, or transposed, is copied where kernels cannot walk it."""
+    base = torch.randn(5, 4, N)
+    x = base.transpose(0, 1)
+    expected = normforge.rms_norm(x, (N,))
+    cut = DTensor.from_local(base.chunk(dist.get_world_size(), 1)[dist.get_rank()].transpose(0, 1), mesh(), [Shard(0)])
+    assert not cut.to_local().is_contiguous()
+    same(normforge.rms_norm(cut, (N,)), expected, Shard(0))
+    same(normforge.rms_norm(placed(base, Shard(1)).transpose(0, 1), (N,)), expected, Shard(0))
+
+
+@case
+def mixtures_are_refused() -> None:
+    x, weight = torch.randn(SHAPE), torch.randn(N)
+    refused(
+        "weight is a plain tensor", lambda: normforge.rms_norm(placed(x, Shard(0)), (N,), weight), errors.DeviceError
+    )
+    refused("x is a plain tensor", lambda: normforge.rms_norm(x, (N,), placed(weight, Replicate())), errors.DeviceError)
+    refused("weight is a plain", lambda: normforge.rmsnorm2d_fwd(placed(x, Shard(0)), weight), errors.DeviceError)
+    other = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("a", "b"))
+    elsewhere = distribute_tensor(weight, other, [Replicate(), Replicate()])
+    refused("redistribute one", lambda: normforge.rms_norm(placed(x, Shard(0)), (N,), elsewhere), errors.DeviceError)
+    refused(
+        "x's shape", lambda: normforge.add_rms_norm(placed(x, Shard(0)), placed(x[:, :4], Shard(0))), errors.ShapeError
+    )
+
+
+@case
+def checkpointed() -> None:
+    """Its hooks on saved tensors see the same tensors at both times."""
+    x, weight = torch.randn(SHAPE, requires_grad=True), torch.randn(N, requires_grad=True)
+    expected = torch.autograd.grad(normforge.rms_norm(x, (N,), weight).square().sum(), (x, weight))
+    sharded, whole = placed(x, Shard(1)), placed(weight, Replicate())
+    for early in (True, False):
+        y = checkpoint(
+            lambda a, b: normforge.rms_norm(a, (N,), b), sharded, whole, use_reentrant=False, early_stop=early
+        )
+        dx, dweight = torch.autograd.grad(y.square().sum(), (sharded, whole))
+        same(dx, expected[0], Shard(1))
+        same(dweight, expected[1], Partial())
+
+
+class Block(torch.nn.Module):
+    """A pre-norm decoder layer but for attention, with both residual adds in the norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = normforge.AddRMSNorm(N), normforge.AddLayerNorm(N)
+        self.up, self.down = torch.nn.Linear(N, 2 * N, bias=False), torch.nn.Linear(2 * N, N, bias=False)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h, residual = self.first(x, residual=residual)
+        return self.second(self.down(torch.nn.functional.silu(self.up(h))), residual)  # type: ignore[no-any-return]
+
+
+def parallel_block(local: bool = False) -> tuple[Block, torch.nn.Module]:
+    """A block, and the same one parallelized."""
+    block, twin = Block(), Block()
+    twin.load_state_dict(block.state_dict())
+    style = normforge.parallel.SequenceParallel(use_local_output=local)
+    plan = {
+        "first": normforge.parallel.SequenceParallel(),
+        "second": style,
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    return block, parallelize_module(twin, mesh(), plan)
+
+
+@case
+def a_block_under_sequence_parallel() -> None:
+    """Two inputs and two outputs; the norms themselves communicate nothing."""
+    for local in (False, True):
+        block, parallel = parallel_block(local)
+        x, residual = torch.randn(2, 4, N, requires_grad=True), torch.randn(2, 4, N, requires_grad=True)
+        y, total = block(x, residual)
+        (y.square().sum() + total.sum()).backward()
+        a, b = placed(x, Shard(1)), placed(residual, Shard(1))
+        # Into the linear layers and out of them again, forward and backward.
+        with communicates(all_gather_into_tensor=2, reduce_scatter_tensor=2):
+            one, other = parallel(a, b)
+            if local:
+                one, other = (DTensor.from_local(each, mesh(), [Shard(1)]) for each in (one, other))
+            torch.autograd.backward([one, other], [2 * one.detach(), torch.ones_like(other)])
+        same(one, y, Shard(1))
+        same(other, total, Shard(1))
+        for tensor, whole in ((a, x), (b, residual)):
+            assert whole.grad is not None
+            same(tensor.grad, whole.grad, Shard(1))
+        for (name, parameter), theirs in zip(parallel.named_parameters(), block.parameters(), strict=True):
+            assert theirs.grad is not None
+            assert isinstance(parameter.grad, DTensor)
+            if name.startswith(("first", "second")):
+                assert parameter.grad.placements == (Partial(),), name
+            torch.testing.assert_close(parameter.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+@case
+def the_style_takes_plain_parts_and_replicates_the_first_ranks_parameters() -> None:
+    norm = normforge.AddRMSNorm(N)
+    torch.nn.init.constant_(norm.weight, 1.0 + dist.get_rank())
+    module = parallelize_module(norm, mesh(), normforge.parallel.SequenceParallel(sequence_dim=-2))
+    assert isinstance(norm.weight, DTensor)
+    assert torch.equal(norm.weight.full_tensor(), torch.ones(N))
+    x, residual = torch.randn(2, 4, N), torch.randn(2, 4, N)
+    part = [each.chunk(dist.get_world_size(), 1)[dist.get_rank()] for each in (x, residual)]
+    expected = normforge.add_rms_norm(x, residual, torch.ones(N))
+    for found, whole in zip(module(*part), expected, strict=True):
+        same(found, whole, Shard(1))
+    again = module(placed(x, Replicate()), residual=placed(residual, Shard(0)))
+    for found, whole in zip(again, expected, strict=True):
+        same(found, whole, Shard(1))
+
+
+@case
+def torchs_own_style_of_one_input() -> None:
+    from torch.distributed.tensor.parallel import SequenceParallel
+
+    for cls in (normforge.LayerNorm, normforge.RMSNorm):
+        x = torch.randn(2, 4, N)
+        norm = cls(N)
+        module = parallelize_module(norm, mesh(), SequenceParallel())
+        part, gradient = placed(x, Shard(1)), placed(torch.ones_like(x), Shard(1))
+        with communicates():
+            y = module(part)
+            y.backward(gradient)
+        same(y, cls(N)(x), Shard(1))
+        assert isinstance(norm.weight.grad, DTensor)
+        assert norm.weight.grad.placements == (Partial(),)
