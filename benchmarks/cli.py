@@ -9,10 +9,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from .chosen import RESULTS, matching
 from .errors import UsageError
+
+if TYPE_CHECKING:
+    from .models.table import Table
 
 # What `profile` shows by default: not the suite that times the host, nor another's shapes.
 PROFILED = ("forward", "backward", "quant", "decode")
@@ -115,11 +118,14 @@ def _compare(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _report(options: argparse.Namespace, _: list[str]) -> int:
+    from .models.table import load as load_models
     from .pictures import draw_all
     from .report import picture_for, put_into, render
     from .results import load
     from .suites import SUITES
 
+    if (models := load_models(options.results)) is not None:
+        return _report_models(options, models)
     found = [results for name in SUITES if (results := load(options.results, name)) is not None]
     if not found:
         raise UsageError(f"no results are in {options.results}; make some with `python -m benchmarks run`")
@@ -130,6 +136,25 @@ def _report(options: argparse.Namespace, _: list[str]) -> int:
         print(render(found))
         return 0
     put_into(options.into, render(found, picture_for(options.into, options.results)))
+    print(f"the tables in {options.into} are those of {options.results}")
+    return 0
+
+
+def _report_models(options: argparse.Namespace, table: Table) -> int:
+    from .models.names import SUITE
+    from .models.picture import draw
+    from .models.table import render
+    from .report import picture_for, put_into, where
+
+    if options.pictures and (drawn := draw(table, options.results)):
+        print(f"drawn: {drawn}", file=sys.stderr)
+    parts = [where(table.header), render(table)]
+    if options.into is None:
+        print("\n\n".join(parts))
+        return 0
+    if picture := picture_for(options.into, options.results, f"{SUITE}.png"):
+        parts.insert(1, f"![Times the speed of eager torch, by model and variant]({picture})")
+    put_into(options.into, "\n\n".join(parts), SUITE)
     print(f"the tables in {options.into} are those of {options.results}")
     return 0
 
@@ -211,7 +236,7 @@ def _add_measuring(verbs: Verbs) -> None:
 
 
 def _add_models(verbs: Verbs) -> None:
-    from .models.names import DTYPES, RUNS
+    from .models.names import DTYPES, RUNS, STEPS
 
     models = verbs.add_parser(
         "models",
@@ -223,6 +248,7 @@ def _add_models(verbs: Verbs) -> None:
     models.add_argument("--models", nargs="+", default=[], metavar="NAME", help="names or shell patterns; default: all")
     models.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="likewise")
     models.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="default: all")
+    models.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS, help="default: all")
     models.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS, help="default: all")
     models.add_argument("--quick", action="store_true", help="two layers and few tokens, to try the benchmark out")
     models.add_argument("--minutes", type=float, help="begin no variant after so long, and say what is left")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -16,7 +16,13 @@ from .errors import UsageError
 from .providers import every_provider
 from .results import CEILING, Results, Row
 
-BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+
+def markers(what: str) -> tuple[str, str]:
+    """The lines of a file that tables are put between."""
+    return f"<!-- {what}: begin -->", f"<!-- {what}: end -->"
+
+
+BEGIN, END = markers("benchmarks")
 
 
 @dataclass(frozen=True)
@@ -96,33 +102,42 @@ def render(found: Sequence[Results], picture: str | None = None) -> str:
     return "\n\n".join(parts)
 
 
-def put_into(readme: Path, text: str) -> None:
+def put_into(readme: Path, text: str, what: str = "benchmarks") -> None:
     """Replace what is between a file's two markers.
 
     Raises:
         UsageError: the file lacks a marker.
     """
     old = readme.read_text()
-    before, begin, rest = old.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    first, last = markers(what)
+    before, begin, rest = old.partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise UsageError(f"{readme} lacks the markers {BEGIN} and {END}; put each on a line, where the tables belong")
+        raise UsageError(f"{readme} lacks the markers {first} and {last}; put each on a line, where the tables belong")
     readme.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
 
 
-def picture_for(readme: Path, results: Path) -> str | None:
+def picture_for(readme: Path, results: Path, name: str = "forward.png") -> str | None:
     """The path of the one picture that a README shows, as seen from it, or None where it was not drawn."""
-    path = results / "forward.png"
+    path = results / name
     return Path(os.path.relpath(path, readme.resolve().parent)).as_posix() if path.exists() else None
+
+
+def where(header: Mapping[str, str]) -> str:
+    """The line that says where and with what something was measured."""
+    return f"Measured on {_line(header)}."
+
+
+def _line(header: Mapping[str, str]) -> str:
+    return ", ".join(value if key == "device" else f"{key} {value}" for key, value in header.items())
 
 
 def _where(found: Sequence[Results]) -> str:
     headers: dict[str, list[str]] = {}
     for results in found:
-        line = ", ".join(value if key == "device" else f"{key} {value}" for key, value in results.header.items())
-        headers.setdefault(line, []).append(results.suite)
+        headers.setdefault(_line(results.header), []).append(results.suite)
     if len(headers) == 1:
-        return f"Measured on {next(iter(headers))}."
+        return where(found[0].header)
     return "\n".join(f"- {', '.join(suites)}: measured on {line}." for line, suites in headers.items())
 
 

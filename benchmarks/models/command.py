@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import subprocess
 import sys
@@ -15,11 +16,11 @@ from pathlib import Path
 from normforge.errors import DeviceError
 from normforge.tools.machine import Machine, find_machine
 
-from ..chosen import RESULTS, matching
+from ..chosen import RESULTS
 from ..environment import ROOT, describe, folder_name
 from ..errors import UsageError
 from ..progress import progress_over
-from .names import COMPILE, DTYPES, EAGER, FAILS, GRAPHS, STEPS, SUITE, WRONG, Key
+from .names import COMPILE, DTYPES, EAGER, FAILS, GRAPHS, SUITE, WRONG, Key
 from .picture import draw
 from .specs import SPECS
 from .table import Row, Table, load, render
@@ -99,7 +100,7 @@ def _jobs(
             model,
             dtype,
             run,
-            STEPS,
+            tuple(options.steps),
             variants,
             size,
             machine.device.type,
@@ -117,11 +118,10 @@ def _jobs(
 
 
 def _chosen(option: str, given: Sequence[str], names: Collection[str]) -> tuple[str, ...]:
-    found = matching(list(names), given)
-    missed = [pattern for pattern in given if not matching(list(names), [pattern])]
+    missed = [pattern for pattern in given if not fnmatch.filter(names, pattern)]
     if missed:
         raise UsageError(f"{option} {' '.join(missed)} names nothing; there are {', '.join(names)}")
-    return tuple(found)
+    return tuple(name for name in names if not given or any(fnmatch.fnmatchcase(name, pattern) for pattern in given))
 
 
 def _prepare(jobs: Sequence[Job], table: Table, processes: int, start: Launch) -> None:

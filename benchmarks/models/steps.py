@@ -117,12 +117,13 @@ def made_to_run(model: nn.Module, run: str, device: torch.device) -> Callable[..
     """
     if run == EAGER:
         return model
+    # All steps of a model are shapes of the same code, which TorchDynamo would take for one that varies.
     if run == COMPILE:
-        return torch.compile(model, backend=_BACKEND[device.type])
+        return torch.compile(model, dynamic=False, backend=_BACKEND[device.type])
     assert run == GRAPHS
     if device.type != "cuda":
         raise ValueError(f"CUDA graphs need a GPU, and this is a {device.type}")
-    return torch.compile(model, mode="reduce-overhead")
+    return torch.compile(model, dynamic=False, mode="reduce-overhead")
 
 
 def time_turn(step: Callable[[], Any], kind: str, device: torch.device) -> list[float]:

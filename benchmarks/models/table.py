@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from tabulate import tabulate
@@ -15,6 +16,8 @@ from .variants import TORCH, VARIANTS
 
 _STEPS = {TRAIN: "Training step", DECODE: "Decode step"}
 _DTYPES = {BF16: "bf16", AUTOCAST: "fp32 under bf16 autocast"}
+# The last line of a table of times.
+_MEAN = "speed over torch's, geometric mean"
 _PANELS = {EAGER: "eager", COMPILE: "torch.compile", GRAPHS: "torch.compile with CUDA graphs"}
 _RUNS = {EAGER: "{}", COMPILE: "{} + compile", GRAPHS: "{} + CUDA graph"}
 
@@ -34,8 +37,8 @@ class Row:
         ms_p20: its 20th percentile.
         ms_p80: its 80th.
         runs: how many steps were timed.
-        memory_gib: the most that was allocated on the device during a step, weights and gradients included, other
-            variants' copies not.
+        memory_gib: the most that was allocated on the device during a training step, with weights and gradients, and
+            without what other variants keep there.
         loss: of the step checked.
         torch_loss: torch's eager model's.
         off: the largest distance from torch's eager model over the largest that nudges of the weights by a rounding
@@ -125,7 +128,7 @@ def render(table: Table) -> str:
         if rows:
             title = f"{_STEPS[step]}, {_DTYPES[dtype]}"
             parts.append(f"**{title}**\n\n{_grid(rows, 'ms', lambda row: row.ms)}")
-            if any(row.memory_gib is not None for row in rows):
+            if any(row.memory_gib for row in rows):
                 parts.append(f"**{title}: memory**\n\n{_grid(rows, 'GiB', lambda row: row.memory_gib)}")
     return "\n\n".join(parts)
 
@@ -155,9 +158,21 @@ def _grid(rows: Sequence[Row], unit: str, figure: Callable[[Row], float | None])
         (model, *(_cell(by_place.get((model, *column)), figure) for column in columns))
         for model in dict.fromkeys(row.model for row in rows)
     ]
+    if unit == "ms" and len(lines) > 1:
+        lines.append((_MEAN, *(_mean_speed(rows, *column) for column in columns)))
     headers = [unit, *(title_of(*column) for column in columns)]
     aligned = ("left", *("right" for _ in columns))
     return tabulate(lines, headers, tablefmt="github", disable_numparse=True, colalign=aligned)
+
+
+def _mean_speed(rows: Sequence[Row], run: str, variant: str) -> str:
+    """The geometric mean, over the models that both have, of torch's time in the same run over a variant's."""
+    of_torch, own = (
+        {row.model: row.ms for row in rows if (row.run, row.variant) == (run, name) and row.ms is not None}
+        for name in (TORCH, variant)
+    )
+    speeds = [of_torch[model] / ms for model, ms in own.items() if model in of_torch]
+    return f"{geometric_mean(speeds):.3f}" if speeds else "–"
 
 
 def _cell(row: Row | None, figure: Callable[[Row], float | None]) -> str:

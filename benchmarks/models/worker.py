@@ -27,7 +27,7 @@ from ..provider import load as load_package
 from ..results import OK
 from ..runner import first_line, release
 from ..timing import summarise
-from .check import Off, Yardstick, check, make_yardstick
+from .check import Off, Outcome, Yardstick, check, make_yardstick
 from .names import ABSENT, BF16, COMPILE, DECODE, EAGER, FAILS, GRAPHS, NOTHING, SUITE, TRAIN, WRONG, Key
 from .specs import SPECS, Shape, Spec, make
 from .steps import DecodeStep, Step, TrainStep, made_to_run, peak_gib, time_turn
@@ -174,7 +174,7 @@ class Session:
             step = self.step(kind)
             step.begin(self.base)
 
-            def run() -> Any:
+            def run() -> Outcome:
                 # Its cache as it was, too.
                 step.begin(self.base)
                 return step.run(self.base)
@@ -198,7 +198,8 @@ def work(job: Job) -> int:
             if keys:
                 left += _run_group(session, kind, run, keys, table)
     finally:
-        job.mark.unlink(missing_ok=True)
+        if not job.ahead:
+            job.mark.unlink(missing_ok=True)
     return left
 
 
@@ -211,7 +212,10 @@ def _run_group(session: Session, kind: str, run: str, keys: list[Key], table: Ta
             break
         begun.append(key)
         with _recording(key, session, table):
-            ready[key] = _prepare(session, key)
+            if job.ahead:
+                _compile(session, key)
+            else:
+                ready[key] = _prepare(session, key)
     if job.ahead:
         return len(keys) - len(begun)
     for _ in range(job.rounds):
@@ -232,19 +236,11 @@ def _run_group(session: Session, kind: str, run: str, keys: list[Key], table: Ta
 
 
 def _prepare(session: Session, key: Key) -> _Ready:
-    """Make a variant, check its step, and see what memory it takes; what compiles has compiled then."""
+    """Make a variant, check its step, and see what memory it takes."""
     step, device = session.step(key.step), session.device
     yardstick = session.yardstick(key.step)
-    varied = session.varied(key.variant)
-    model = made_to_run(varied.model, key.run, device)
-    skipped = _graphs_skipped() if key.run == GRAPHS else 0
-    for _ in range(_CALLS[key.run] if device.type == "cuda" else 1):
-        step.begin(varied.model)
-        with varied.within():
-            outcome = step.run(model)
+    varied, model, outcome = _compile(session, key)
     off = check(outcome, yardstick)
-    if key.run == GRAPHS and _graphs_skipped() > skipped:
-        raise RuntimeError("torch made no CUDA graph of it")
     # It would keep every gradient.
     loss = outcome.loss
     del outcome
@@ -254,8 +250,23 @@ def _prepare(session: Session, key: Key) -> _Ready:
 
     step.begin(varied.model)
     with varied.within():
-        memory = None if key.run == GRAPHS else peak_gib(call, step.drop, varied.model, device)
+        memory = peak_gib(call, step.drop, varied.model, device) if key.step == TRAIN else None
     return _Ready(varied, call, off, loss, memory, [])
+
+
+def _compile(session: Session, key: Key) -> tuple[Varied, Callable[..., Any], Outcome]:
+    """Make a variant and run its step until all that compiles has compiled."""
+    step, device = session.step(key.step), session.device
+    varied = session.varied(key.variant)
+    model = made_to_run(varied.model, key.run, device)
+    skipped = _graphs_skipped() if key.run == GRAPHS else 0
+    for _ in range(_CALLS[key.run] if device.type == "cuda" else 1):
+        step.begin(varied.model)
+        with varied.within():
+            outcome = step.run(model)
+    if key.run == GRAPHS and _graphs_skipped() > skipped:
+        raise RuntimeError("torch made no CUDA graph of it")
+    return varied, model, outcome
 
 
 def _graphs_skipped() -> int:
@@ -285,8 +296,10 @@ def _row(key: Key, one: _Ready, torch_loss: float | None) -> Row:
 def _recording(key: Key, session: Session, table: Table) -> Iterator[None]:
     """Turn what goes wrong with a variant into its row, and go on with the others."""
     job = session.job
-    job.mark.parent.mkdir(parents=True, exist_ok=True)
-    job.mark.write_text(json.dumps(key))
+    # Several processes compile ahead at once, and what fails there fails again.
+    if not job.ahead:
+        job.mark.parent.mkdir(parents=True, exist_ok=True)
+        job.mark.write_text(json.dumps(key))
     try:
         yield
     except Exception as error:
@@ -299,7 +312,6 @@ def _recording(key: Key, session: Session, table: Table) -> Iterator[None]:
             release(session.device)
         except Exception as lost:
             print(f"the GPU was lost to {'/'.join(key)}: {first_line(lost)}", file=sys.stderr)
-            job.mark.unlink(missing_ok=True)
             raise SystemExit(LOST) from None
 
 

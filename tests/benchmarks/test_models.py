@@ -320,6 +320,40 @@ def test_the_table_is_read_as_it_was_written_and_shown(tmp_path: Path) -> None:
     assert cells[2:4] == [["llama", "10.00", "8.13"], ["vit", "fails", "–"]]
 
 
+def test_the_last_line_is_the_mean_speed_beside_torch_run_likewise() -> None:
+    table = _table(
+        ("llama", EAGER, "torch", 10.0),
+        ("llama", EAGER, "patch", 8.0),
+        ("llama", COMPILE, "torch", 6.0),
+        ("llama", COMPILE, "patch", 3.0),
+        ("vit", EAGER, "torch", 10.0),
+        ("vit", EAGER, "patch", 5.0),
+        ("vit", COMPILE, "patch", 5.0),
+    )
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in render(table).splitlines() if "|" in line]
+    assert cells[0] == ["ms", "torch", "patch", "torch + compile", "patch + compile"]
+    # The square root of 1.25 times 2; compiled, only one model has both.
+    assert cells[4][1:] == ["1.000", "1.581", "1.000", "2.000"]
+    assert "memory" in render(table)
+    assert "speed" not in render(table).partition("memory")[2]
+
+
+def test_the_tables_are_put_into_a_page(tmp_path: Path) -> None:
+    results, page = tmp_path / "results", tmp_path / "page.md"
+    _table(("llama", EAGER, "torch", 10.0)).save(results)
+    page.write_text("before\n<!-- models: begin -->\nold\n<!-- models: end -->\nafter\n")
+    given = ["report", "--results", str(results), "--into", str(page), "--pictures"]
+    assert cli.main(given) == 0
+    text = page.read_text()
+    assert text.startswith("before\n<!-- models: begin -->\n\nMeasured on a test, revision none.\n\n![Times the speed")
+    assert "](results/models.png)" in text
+    assert "**Training step, bf16**" in text
+    assert "old" not in text
+    assert text.endswith("<!-- models: end -->\nafter\n")
+    page.write_text("nothing")
+    assert cli.main(given) == cli.USAGE
+
+
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """Jobs of the command are done in this process; the list is of those that were."""
@@ -342,7 +376,8 @@ def test_the_command_fails_for_a_wrong_row(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     given = ["models", "--models", "toy", "--runs", "eager", "--revision", "r", "--rounds", "1", "--out", str(tmp_path)]
-    assert cli.main([*given, "--variants", "torch", "patch"]) == 0
+    assert cli.main([*given, "--variants", "t*h", "patch"]) == 0
+    assert set(_rows(tmp_path)) == {"torch", "patch"}
     assert [(job.dtype, job.runs) for job in in_process] == [(BF16, (EAGER,)), (AUTOCAST, (EAGER,))]
     said = capsys.readouterr().out
     assert "**Training step, fp32 under bf16 autocast**" in said
@@ -444,13 +479,15 @@ INSTALL = "pip install -e '.[models]' has what this model is of"
 @pytest.mark.parametrize("name", SPECS)
 def test_each_model_is_right_as_each_variant_has_it(name: str, dtype: str, tmp_path: Path) -> None:
     pytest.importorskip(SPECS[name].package, reason=INSTALL)
-    work(_job(tmp_path, name, dtype=dtype, variants=("torch", "patch", "patch-unfused"), runs=(EAGER, COMPILE)))
+    # Autocast is traced like all else.
+    runs = (EAGER, COMPILE) if dtype == BF16 else (EAGER,)
+    work(_job(tmp_path, name, dtype=dtype, variants=("torch", "patch", "patch-unfused"), runs=runs))
     table = load(tmp_path)
     assert table is not None
     for key, row in table.rows.items():
         assert row.ok or (row.status.startswith(NOTHING) and key.variant != "torch"), row
     kinds = {(key.step, key.run) for key in table.rows}
-    assert kinds == {*_job(tmp_path, name, dtype=dtype, runs=(EAGER, COMPILE)).groups}
+    assert kinds == {*_job(tmp_path, name, dtype=dtype, runs=runs).groups}
 
 
 @THOROUGH
@@ -524,3 +561,18 @@ def test_the_command_runs_a_process_for_each_model(tmp_path: Path) -> None:
         (COMPILE, "patch", True),
     ]
     assert not (tmp_path / "models.running").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["dit", "llama"])
+def test_a_card_times_each_way_of_running(name: str, tmp_path: Path) -> None:
+    pytest.importorskip(SPECS[name].package, reason=INSTALL)
+    given = ["models", "--models", name, "--variants", "torch", "patch", "--quick", "--rounds", "1"]
+    assert cli.main([*given, "--out", str(tmp_path)]) == 0
+    table = load(tmp_path)
+    assert table is not None
+    runs = {EAGER, COMPILE, GRAPHS} if SPECS[name].decoding else {EAGER, COMPILE}
+    assert {key.run for key in table.rows} == runs
+    for key, row in table.rows.items():
+        assert row.ok, row
+        assert (row.memory_gib is not None) == (key.step == TRAIN)
