@@ -33,8 +33,8 @@ def run(
     m: int,
     eps: float,
     weight_offset: float,
-    out: torch.Tensor | None,
-    residual_out: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
 ) -> LayerNormOutput:
     """Allocate what a forward call returns and launch the kernel of its plan, unless there are no rows.
 

@@ -76,7 +76,8 @@ def aligned_length(length: int) -> int:
 
 def pack(empty: Empty, m: int, mean: bool) -> tuple[torch.Tensor, int, int]:
     """Memory for the statistics of m rows, rstd behind the means if there are any, and the addresses of both."""
-    start = aligned_length(m) if mean else 0
+    # `aligned_length`, written out: a call of it takes 0.1 us.
+    start = -(-m // _STEP) * _STEP if mean else 0
     packed = empty((start + m,), (1,), torch.float32)
     at = packed.data_ptr()
     return packed, at if mean else 0, at + _ITEMSIZE * start

@@ -45,9 +45,8 @@ def normalise_known(operands: Operands, normalized_shape: Sequence[int] | None, 
     Arguments need no check before: a call that `normalise` would copy or refuse something of is like none. A
     normalized_shape of None is x's last dimension.
     """
-    x, weight, bias, residual, x_bias = operands
     # A proxy of torch.fx records whatever it is asked.
-    if x.__class__ not in PLAIN:
+    if operands[0].__class__ not in PLAIN:
         return None
     if normalized_shape is not None:
         # The class of each, because 64.0 is equal to 64, and a dictionary has a length too.
@@ -59,9 +58,12 @@ def normalise_known(operands: Operands, normalized_shape: Sequence[int] | None, 
     _, records, found = find_recorded(operands, options)
     if found is None or (normalized_shape is not None and n != found[0].n):
         return None
-    if residual is None:
-        return _apply((options, found, None), x, weight, bias, x_bias) if records else run(*found, None, None)[0]
-    return _apply_add((options, found, None), *operands) if records else run(*found, None, None)[:2]
+    if operands[3] is not None:
+        return _apply_add((options, found, None), *operands) if records else run(*found)[:2]
+    if not records:
+        return run(*found)[0]
+    x, weight, bias, _, x_bias = operands
+    return _apply((options, found, None), x, weight, bias, x_bias)
 
 
 _SHAPES = frozenset((tuple, torch.Size, list))

@@ -107,12 +107,12 @@ def _compute(
         return {}
     x, x_bias, weight, *statistics = saved
     gradients = dict(FUNCTIONS[forward].gradients)
-    if told.stores:
-        # It went into what was stored, as rows like it: its gradient is the sum of dx's.
-        gradients["x_bias"] = "dx"
-    # One rounding each. The sum of a column is taken of values that are not rounded yet.
+    if told.stores and "x_bias" in needed and x is not None:
+        # The sum holds it already. Given as zeros, it has the kernel add up dx before that is rounded.
+        x_bias = x.new_zeros(x.shape[-1:], dtype=told.dtypes["x_bias"])
+    # One rounding each.
     of_dx = [name for name in needed if gradients[name] == "dx"]
-    types = [torch.float32 if name == "x_bias" else told.dtypes[name] for name in of_dx]
+    types = [told.dtypes[name] for name in of_dx]
     takes = FUNCTIONS[backward]
     wanted = {gradients[name] for name in needed}
     wants = [result.name for result in takes.results if result.name in wanted]
@@ -131,10 +131,5 @@ def _compute(
     }
     found = dict(zip(wants, operated(backward, given), strict=True))
     due = {name: found[gradients[name]] for name in needed}
-    for name in of_dx:
-        dx = due[name]
-        if name == "x_bias" and dx.dim() > 1:
-            # Not of rows that were flattened before: those of a DTensor might have to be moved.
-            dx = dx.sum(tuple(range(dx.dim() - 1)))
-        due[name] = dx.to(told.dtypes[name])
+    due.update({name: due[name].to(told.dtypes[name]) for name in of_dx})
     return due

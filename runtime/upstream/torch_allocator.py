@@ -37,6 +37,10 @@ def allocator(device: torch.device) -> Empty:
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides that torch gives a tensor of a shape if it has no gaps."""
+    if len(shape) == 3:
+        # What most models bring, in a third of the time.
+        _, rows, n = shape
+        return (rows or 1) * (n or 1), n or 1, 1
     strides = []
     step = 1
     for size in reversed(shape):

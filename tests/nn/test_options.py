@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +13,11 @@ import torch.fx.experimental.proxy_tensor
 
 import normforge
 from normforge import errors
+from normforge.calls.functional import as_operands
+from normforge.calls.row_layout import walkable
 
-from .oracle import FUNCTIONS, close, coarser, each_device, each_function
+from ..thorough import THOROUGH
+from .oracle import FUNCTIONS, close, coarser, each_device
 
 make_fx: Any = torch.fx.experimental.proxy_tensor.make_fx
 
@@ -22,6 +27,11 @@ M, N, EPS = 3, 96, 1e-5
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 Tensors = dict[str, torch.Tensor]
+
+# Both norms, and both with a sum and without; all four with time.
+each_function = pytest.mark.parametrize(
+    "norm", [pytest.param(name, marks=[] if name in ("layer", "add_rms") else THOROUGH) for name in FUNCTIONS]
+)
 
 
 def tensors(norm: str, dtype: torch.dtype, device: str = "cpu", shape: tuple[int, ...] = (M, N)) -> Tensors:
@@ -83,6 +93,7 @@ def test_an_offset_and_a_bias_of_x(norm: str, dtype: torch.dtype, device: str) -
     check(norm, given, call(norm, given), 0.0)
 
 
+@THOROUGH
 @each_function
 def test_what_requires_no_gradient_changes_nothing_else(norm: str) -> None:
     for name in tensors(norm, torch.float32):
@@ -101,7 +112,7 @@ def test_what_requires_no_gradient_changes_nothing_else(norm: str) -> None:
 
 
 @pytest.mark.parametrize("arrives", ["y", "residual_out"])
-@pytest.mark.parametrize("norm", ["add_layer", "add_rms"])
+@pytest.mark.parametrize("norm", [pytest.param("add_layer", marks=THOROUGH), "add_rms"])
 def test_the_gradient_of_x_bias_through_either_output(norm: str, arrives: str) -> None:
     given = tensors(norm, torch.float32)
     place = ("y", "residual_out").index(arrives)
@@ -113,10 +124,10 @@ def test_the_gradient_of_x_bias_through_either_output(norm: str, arrives: str) -
     close("x_bias", gradient, expected, 2e-2)
 
 
-@pytest.mark.parametrize("norm", ["add_layer", "add_rms"])
+@pytest.mark.parametrize("norm", [pytest.param("add_layer", marks=THOROUGH), "add_rms"])
 def test_the_gradient_of_x_bias_is_summed_before_it_is_rounded(norm: str) -> None:
-    """In bf16 a sum of 64 rounded gradients would be off by more."""
-    given = tensors(norm, torch.bfloat16, shape=(64, N))
+    """A sum in bf16 of nine such gradients would have lost some bits."""
+    given = tensors(norm, torch.bfloat16, shape=(9, N))
     outputs, (wide, wanted) = call(norm, given), exact(norm, given, 0.0)
     # Of the sum as it is stored, so that it alone decides.
     dy = torch.zeros_like(outputs[0])
@@ -156,6 +167,7 @@ def test_changing_the_bias_of_x_before_the_backward_pass_is_noticed_where_it_is_
             torch.autograd.grad(y.sum(), given["x_bias"])
 
 
+@THOROUGH
 @pytest.mark.filterwarnings("ignore:Input .* not a double precision")
 @each_function
 def test_gradcheck(norm: str) -> None:
@@ -168,7 +180,7 @@ def test_gradcheck(norm: str) -> None:
     assert torch.autograd.gradcheck(function, values, eps=1e-2, atol=2e-2, rtol=2e-2, nondet_tol=0.0, fast_mode=True)
 
 
-@pytest.mark.parametrize("graph", ["aot_eager", "export", "make_fx"])
+@pytest.mark.parametrize("graph", [pytest.param("aot_eager", marks=THOROUGH), "export", "make_fx"])
 @each_function
 def test_a_traced_call_is_the_same(norm: str, graph: str) -> None:
     given = tensors(norm, torch.float32)
@@ -254,3 +266,141 @@ def test_bad_options(norm: str, case: tuple[dict[str, Any], type[Exception], str
                 **{k: v for k, v in bad.items() if k not in ("x_bias", "weight")},
             )
         call(norm, {name: tensor for name, tensor in given.items() if bad.get(name, tensor) is not None})
+
+
+MODULES: dict[str, type[torch.nn.Module]] = {
+    "layer": normforge.LayerNorm,
+    "rms": normforge.RMSNorm,
+    "add_layer": normforge.AddLayerNorm,
+    "add_rms": normforge.AddRMSNorm,
+}
+
+
+def module_of(norm: str, **options: Any) -> Any:
+    return MODULES[norm](N, EPS, **options)
+
+
+def module_call(module: Any, given: Tensors) -> tuple[torch.Tensor, ...]:
+    made = module(*(given[name] for name in ("x", "residual") if name in given))
+    return made if isinstance(made, tuple) else (made,)
+
+
+@each_function
+def test_a_module_is_its_function_with_parameters_of_its_own(norm: str) -> None:
+    module = module_of(norm, weight_offset=1.0, x_bias=True, dtype=torch.float32)
+    given = {name: tensor for name, tensor in tensors(norm, torch.float32).items() if name in ("x", "residual")}
+    # weight + weight_offset is 1 at first, and x_bias 0.
+    plain = module_call(MODULES[norm](N, EPS), given)
+    assert all(map(torch.equal, module_call(module, given), plain))
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    given |= dict(module.named_parameters())
+    assert set(given) == set(tensors(norm, torch.float32))
+    check(norm, given, module_call(module, given), 1.0)
+    twin = module_of(norm, weight_offset=1.0, x_bias=True)
+    twin.load_state_dict(module.state_dict())
+    for other in (twin, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert all(map(torch.equal, module_call(other, given), module_call(module, given)))
+    module.reset_parameters()
+    assert all(map(torch.equal, module_call(module, given), plain))
+
+
+@each_function
+def test_options_are_shown_and_may_be_changed(norm: str) -> None:
+    shown = str(module_of(norm, cast="before_weight", weight_offset=1.0, x_bias=True))
+    assert ", cast=before_weight, weight_offset=1.0, x_bias=True" in shown
+    module = module_of(norm)
+    assert str(module) == as_torchs(module)
+    given = {name: tensor for name, tensor in tensors(norm, torch.bfloat16).items() if name in ("x", "residual")}
+    linear = torch.nn.Linear(N, N)
+    module.x_bias, module.weight_offset, module.cast = linear.bias, 0.5, "before_weight"
+    vectors = dict(module.named_parameters())
+    assert vectors["x_bias"] is linear.bias
+    expected = call(norm, {**given, **vectors}, weight_offset=0.5, cast="before_weight")
+    assert all(map(torch.equal, module_call(module, given), expected))
+    module.x_bias = None
+    assert "x_bias" not in str(module)
+    del vectors["x_bias"]
+    expected = call(norm, {**given, **vectors}, weight_offset=0.5, cast="before_weight")
+    assert all(map(torch.equal, module_call(module, given), expected))
+
+
+def as_torchs(module: torch.nn.Module) -> str:
+    """What torch's own module of the same class name shows, under the name of ours."""
+    theirs = torch.nn.LayerNorm if isinstance(module, torch.nn.LayerNorm) else torch.nn.RMSNorm
+    return f"{type(module).__name__}({theirs(N, EPS).extra_repr()})"
+
+
+def test_a_patched_norm_takes_options_too() -> None:
+    model = torch.nn.Sequential(torch.nn.RMSNorm(N, EPS))
+    normforge.patch(model)
+    norm: Any = model[0]
+    x = torch.randn(M, N)
+    plain = model(x)
+    norm.weight_offset, norm.x_bias = 1.0, torch.nn.Parameter(torch.randn(N))
+    expected = normforge.rms_norm(x, (N,), norm.weight, EPS, weight_offset=1.0, x_bias=norm.x_bias)
+    assert torch.equal(model(x), expected)
+    assert not torch.equal(expected, plain)
+
+
+@pytest.mark.parametrize("norm", MODULES)
+def test_options_that_a_module_cannot_have(norm: str) -> None:
+    with pytest.raises(
+        errors.ConflictError, match=r"^weight_offset=1.0 is added to weight and elementwise_affine=False"
+    ):
+        module_of(norm, weight_offset=1.0, elementwise_affine=False)
+    with pytest.raises(
+        errors.ConflictError, match=r"^cast='early' is no mode; it takes 'after_weight', 'before_weight'"
+    ):
+        module_of(norm, cast="early")
+
+
+def test_rows_rounded_to_the_product_take_the_other_options() -> None:
+    """cast_before_weight gives y the wider type; rows are rounded to x's all the same."""
+    module: Any = normforge.RMSNorm(N, EPS, weight_offset=1.0, x_bias=True, cast_before_weight=True)
+    torch.nn.init.normal_(module.x_bias)
+    x = torch.randn(M, N).bfloat16()
+    total = x.float() + module.x_bias
+    h = total * (total.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    y = module(x)
+    assert y.dtype is torch.float32
+    torch.testing.assert_close(y, h.bfloat16().float() * (module.weight + 1.0), rtol=1e-2, atol=1e-2)
+    assert torch.equal(y / (module.weight + 1.0), (y / (module.weight + 1.0)).bfloat16().float())
+
+
+@each_function
+def test_fx_records_the_options(norm: str) -> None:
+    module = module_of(norm, weight_offset=0.5, x_bias=True, cast="before_weight")
+    torch.nn.init.normal_(module.x_bias)
+    traced = torch.fx.symbolic_trace(module)
+    given = {name: tensor for name, tensor in tensors(norm, torch.bfloat16).items() if name in ("x", "residual")}
+    assert all(map(torch.equal, module_call(traced, given), module_call(module, given)))
+
+
+STRIDED: dict[str, Callable[[int], torch.Tensor]] = {
+    "a slice of wider rows": lambda m: torch.randn(m, 3 * N)[:, N : 2 * N],
+    "every other row": lambda m: torch.randn(2 * m, N)[::2],
+    "planes of wider rows": lambda m: torch.randn(2, m, 2 * N)[..., N:],
+    "rows that start anywhere": lambda m: torch.randn(m, N + 3)[:, 3:],
+}
+
+
+@pytest.mark.parametrize("rows", STRIDED.values(), ids=STRIDED)
+@each_function
+def test_rows_of_any_stride_are_not_copied(norm: str, rows: Callable[[int], torch.Tensor]) -> None:
+    x = rows(M)
+    given = tensors(norm, torch.float32, shape=tuple(x.shape))
+    given = {name: rows(M) if name in ("x", "residual") else tensor.detach() for name, tensor in given.items()}
+    operands: Any = tuple(given.get(name) for name in ("x", "weight", "bias", "residual", "x_bias"))
+    assert all(row is operand for row, operand in zip(as_operands(operands, 1), operands, strict=True))
+    for tensor in given.values():
+        tensor.requires_grad_()
+    for _ in range(2):
+        actual = call(norm, given)
+        wide, wanted = exact(norm, given, 0.0)
+        arriving = [rows(M) for _ in actual]
+        assert all(walkable(dy) is dy for dy in arriving)
+        gradients = torch.autograd.grad(actual, list(given.values()), arriving)
+        expected = torch.autograd.grad(wanted, list(wide.values()), [dy.double() for dy in arriving])
+        for name, gradient, exact_gradient in zip(given, gradients, expected, strict=True):
+            close(name, gradient, exact_gradient, TOLERANCES[gradient.dtype])

@@ -9,6 +9,7 @@ _PATCHING = "tests/nn/test_patching.py"
 _CAST = "tests/calls/test_cast.py"
 _IN_PLACE = "tests/calls/test_in_place.py"
 _AUTOGRAD = "runtime/calls/recorded.py"
+_OPTIONS = "tests/nn/test_options.py"
 
 MUTANTS = (
     Mutant(
@@ -235,6 +236,46 @@ MUTANTS = (
         "if cast.comes_first and dtype in HALVES",
         "if False and dtype in HALVES",
         (f"{_CAST}::test_torchs_operators_compute_the_same_where_kernels_cannot",),
+    ),
+    Mutant(
+        "the-offset-of-a-weight-has-no-gradient",
+        "dx of Gemma's norm is that of one without its 1 +",
+        _AUTOGRAD,
+        "options = (norm, weight_offset, cast, None, bias_dtype, ",
+        "options = (norm, 0.0, cast, None, bias_dtype, ",
+        (f"{_OPTIONS}::test_an_offset_and_a_bias_of_x",),
+    ),
+    Mutant(
+        "a-stored-sum-has-the-bias-added-again",
+        "gradients of a fused add are of rows that x_bias was added to twice",
+        _AUTOGRAD,
+        "nothing = total.new_zeros(",
+        "nothing = total.new_ones(",
+        (f"{_OPTIONS}::test_an_offset_and_a_bias_of_x",),
+    ),
+    Mutant(
+        "the-offset-of-layer-norm-is-dropped",
+        "a call of LayerNorm that is known ignores weight_offset, which its kernels lack",
+        "templates/calls.py.j2",
+        " and {{ has_it(p) | trim }} and ",
+        " and ",
+        (f"{_OPTIONS}::test_an_offset_and_a_bias_of_x",),
+    ),
+    Mutant(
+        "known-calls-go-past-make-fx",
+        "a trace of a call that was known holds memory that nothing has written",
+        "templates/calls.py.j2",
+        "not dispatch_modes()\n",
+        "",
+        (f"{_OPTIONS}::test_a_traced_call_is_the_same",),
+    ),
+    Mutant(
+        "torchs-operators-add-no-offset",
+        "where torch's own operators run, weight_offset is ignored",
+        "runtime/calls/torch_instead.py",
+        "weight = _widened(weight) + weight_offset",
+        "weight = _widened(weight)",
+        (f"{_OPTIONS}::test_torchs_operators_compute_the_same",),
     ),
     Mutant(
         "fp32-takes-a-kernel-of-its-own",

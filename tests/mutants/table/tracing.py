@@ -7,6 +7,7 @@ from ..mutant import Mutant
 _OPERATORS = "tests/operators/test_operators.py"
 _TRANSFORMS = "tests/nn/test_transforms.py"
 _AUTOGRAD = "runtime/calls/recorded.py"
+_OPTIONS = "tests/nn/test_options.py"
 
 MUTANTS = (
     Mutant(
@@ -34,12 +35,12 @@ MUTANTS = (
         (f"{_OPERATORS}::test_gradients_of_an_operator",),
     ),
     Mutant(
-        "operator-sums-rounded-gradients",
-        "dx_bias of a stored sum is summed after it is rounded",
+        "operator-adds-the-bias-of-a-stored-sum-again",
+        "gradients of a traced fused add are of rows that x_bias was added to twice",
         "runtime/operators/gradients.py",
-        'types = [torch.float32 if name == "x_bias" else told.dtypes[name] for name in of_dx]',
-        'types = [told.dtypes[name] for name in of_dx if name != "x_bias"]',
-        (f"{_OPERATORS}::test_a_gradient_of_x_bias_is_summed_before_it_is_rounded",),
+        "x_bias = x.new_zeros(",
+        "x_bias = x.new_ones(",
+        (f"{_OPTIONS}::test_a_traced_call_is_the_same",),
     ),
     Mutant(
         "operator-without-statistics-has-a-gradient",
