@@ -101,14 +101,21 @@ def nudged(model: nn.Module, seed: int) -> Iterator[None]:
         with torch.no_grad():
             for parameter in parameters:
                 rounded = parameter.to(_DTYPE)
-                up = torch.rand(parameter.shape, generator=generator, device=parameter.device) < 0.5
-                towards = torch.where(up, torch.inf, -torch.inf).to(_DTYPE)
-                parameter.add_((torch.nextafter(rounded, towards).float() - rounded.float()).to(parameter.dtype))
+                away = torch.rand(parameter.shape, generator=generator, device=parameter.device) < 0.5
+                neighbour = _neighbour(rounded, away)
+                parameter.add_((neighbour.float() - rounded.float()).to(parameter.dtype))
         yield
     finally:
         with torch.no_grad():
             for parameter, before in zip(parameters, saved, strict=True):
                 parameter.copy_(before)
+
+
+def _neighbour(values: torch.Tensor, away: torch.Tensor) -> torch.Tensor:
+    """The next 16-bit values, away from zero or towards it; zero has none but the former."""
+    bits = values.view(torch.int16)
+    away = away | (bits & 0x7FFF == 0)
+    return (bits + away.to(torch.int16) * 2 - 1).view(values.dtype)
 
 
 def _distance(got: torch.Tensor | None, want: torch.Tensor | None) -> float:

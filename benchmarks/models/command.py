@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 from normforge.errors import DeviceError
@@ -54,9 +55,13 @@ def models(options: argparse.Namespace, _: list[str]) -> int:
     deadline = None if options.minutes is None else time.time() + 60 * options.minutes
     table = _open(out, header, fresh=options.fresh, retry=options.retry)
     jobs = _jobs(options, machine, size, out, header, deadline)
-    if options.jobs > 0:
-        _prepare(jobs, table, options.jobs, launch)
-    broken = _run(jobs, out, header, launch)
+    broken = []
+    # What is compiled ahead waits for what needs no compiling: the time may be up before it is done.
+    for _dtype_and_runs, block in groupby(jobs, lambda job: (job.dtype, job.runs)):
+        together = list(block)
+        if options.jobs > 0:
+            _prepare(together, load(out, header) or table, options.jobs, launch)
+        broken += _run(together, out, header, launch)
     table = load(out, header) or table
     _report(table, jobs, out)
     wrong = [row for row in table.rows.values() if row.status.startswith(WRONG)]
@@ -126,7 +131,7 @@ def _chosen(option: str, given: Sequence[str], names: Collection[str]) -> tuple[
 
 def _prepare(jobs: Sequence[Job], table: Table, processes: int, start: Launch) -> None:
     """Compile what the compiled jobs need, several at once, into the caches on disk."""
-    due = [replace(job, ahead=True) for job in jobs if EAGER not in job.runs and table.due(job.keys)]
+    due = [replace(job, ahead=True) for job in jobs if EAGER not in job.runs and not job.late and table.due(job.keys)]
     with ThreadPoolExecutor(processes) as pool:
         for job, status in zip(due, pool.map(start, due), strict=True):
             if status:
@@ -136,7 +141,8 @@ def _prepare(jobs: Sequence[Job], table: Table, processes: int, start: Launch) -
 def _run(jobs: Sequence[Job], out: Path, header: dict[str, str], start: Launch) -> list[str]:
     """Run the jobs that have rows due, one after the other; the result says which broke without a row to blame."""
     broken = []
-    for job in progress_over(jobs, what=SUITE, unit="process"):
+    what = f"{jobs[0].dtype}, {' and '.join(jobs[0].runs)}"
+    for job in progress_over(jobs, what=what, unit="model"):
         while not job.late and (load(out, header) or Table(header)).due(job.keys):
             before = _rows(out, header)
             status = start(job)

@@ -45,6 +45,7 @@ class Row:
             make: of the loss or a parameter's gradient, or where it decodes of the logits or a layer's new keys or
             values. Above 1 is wrong.
         where: of what that is.
+        note: what else a reader should know: parts of which torch made no CUDA graph.
     """
 
     model: str
@@ -62,6 +63,7 @@ class Row:
     torch_loss: float | None = None
     off: float | None = None
     where: str = ""
+    note: str = ""
 
     @property
     def key(self) -> Key:
@@ -80,7 +82,7 @@ class Row:
 
 
 _COLUMNS = tuple(column.name for column in fields(Row))
-_TEXTS = (*Key._fields, "status", "where")
+_TEXTS = (*Key._fields, "status", "where", "note")
 
 
 @dataclass

@@ -237,6 +237,32 @@ def test_no_variant_is_begun_once_the_time_is_up(toy: Spec, tmp_path: Path) -> N
     assert _rows(tmp_path) == {}
 
 
+def test_what_compiles_ahead_does_so_behind_what_runs_eagerly(
+    toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[str, str, bool]] = []
+
+    def launch(job: Job) -> int:
+        done.append((job.dtype, job.runs[0], job.ahead))
+        table = load(tmp_path) or Table(job.header)
+        for key in () if job.ahead else job.keys:
+            table.add(Row(*key, "ok", ms=1.0))
+        table.save(tmp_path)
+        return 0
+
+    monkeypatch.setattr(command, "launch", launch)
+    given = ["models", "--models", "toy", "--variants", "torch", "--jobs", "2", "--out", str(tmp_path)]
+    late = [*given, "--minutes", "0"]
+    assert cli.main(late) == 0
+    assert done == []
+    assert cli.main(given) == 0
+    each = [(EAGER, False), (COMPILE, True), (COMPILE, False)]
+    assert done == [(dtype, run, ahead) for dtype in (BF16, AUTOCAST) for run, ahead in each]
+    done.clear()
+    assert cli.main(given) == 0
+    assert done == []
+
+
 def test_what_compiles_ahead_leaves_no_row(toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _add_variant(monkeypatch, "breaks", lambda model: 1 / 0)
     assert work(_job(tmp_path, variants=("torch", "breaks"), ahead=True)) == 0
@@ -407,7 +433,6 @@ def test_a_process_that_dies_costs_its_row_and_no_other(
         return 0
 
     monkeypatch.setattr(command, "launch", launch)
-    tmp_path.mkdir(exist_ok=True)
     given = ["models", "--models", "toy", "--runs", "eager", "--dtypes", "bf16", "--variants", "torch", "patch"]
     assert cli.main([*given, "--revision", "r", "--out", str(tmp_path)]) == 0
     rows = _rows(tmp_path)
