@@ -35,7 +35,7 @@ from .traced import operated
 
 # What a forward pass is told besides its operands: its options, what `run_recorded` is to be given if the call is
 # known, and what it is to be known by if it is not.
-_Told = tuple[Options, "Found | None", "Key | None"]
+Told = tuple[Options, "Found | None", "Key | None"]
 
 
 @eager_only
@@ -91,7 +91,7 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options) -> A
     told = (options, None, key)
     total: torch.Tensor | None = None
     if not (torch.is_grad_enabled() and any_requires_gradient(rows)):
-        y, total = _launch(told, False, rows)[:2]
+        y, total = computed(told, False, rows)[:2]
     elif residual is None:
         y = _recorded(told, x, weight, bias, x_bias)
     else:
@@ -100,7 +100,8 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options) -> A
     return y if total is None else (y, _unflattened(total, shape))
 
 
-def _launch(told: _Told, save_mv: bool, rows: Operands) -> LayerNormOutput:
+def computed(told: Told, save_mv: bool, rows: Operands) -> LayerNormOutput:
+    """What a forward pass computes, its statistics packed; autograd sees nothing of it."""
     options, found, key = told
     if found is not None:
         return run_recorded(*found)
@@ -125,7 +126,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        told: _Told,
+        told: Told,
         x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
@@ -133,7 +134,7 @@ class _Normalise(torch.autograd.Function):
     ) -> torch.Tensor:
         found = told[1]
         if found is None:
-            y, _, _, _, statistics = _launch(told, True, (x, weight, bias, None, x_bias))
+            y, _, _, _, statistics = computed(told, True, (x, weight, bias, None, x_bias))
         else:
             y, _, _, _, statistics = run_recorded(*found)
         ctx.told = told[0], None if bias is None else bias.dtype
@@ -143,9 +144,9 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (norm, _, weight_offset, _, cast), bias_dtype = ctx.told
-        options = (norm, weight_offset, cast, None, bias_dtype, _WANTS[ctx.needs_input_grad[1:]])
+        options = (norm, weight_offset, cast, None, bias_dtype, WANTS[ctx.needs_input_grad[1:]])
         # Recorded only where a gradient of the gradient could be asked for.
-        compute = _differentiable if torch.is_grad_enabled() else _gradients
+        compute = differentiable_gradients_of if torch.is_grad_enabled() else gradients_of
         return None, *compute(options, dy, *ctx.saved_tensors, None)
 
 
@@ -158,14 +159,14 @@ class _AddNormalise(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        told: _Told,
+        told: Told,
         x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         residual: torch.Tensor,
         x_bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        y, total, _, _, statistics = _launch(told, True, (x, weight, bias, residual, x_bias))
+        y, total, _, _, statistics = computed(told, True, (x, weight, bias, residual, x_bias))
         # Of fp32 alone nothing was rounded first, whatever the sum is stored in.
         norm, _, weight_offset, _, cast = told[0]
         cast = "after_weight" if x.dtype is y.dtype is torch.float32 else cast
@@ -190,21 +191,21 @@ class _AddNormalise(torch.autograd.Function):
             if residual_dtype is not x_dtype:
                 dtypes = [dtype for dtype, due in ((x_dtype, for_x), (residual_dtype, for_residual)) if due]
                 dx_dtype = dtype_of_all(dtypes) if dtypes else None
-            wants = _WANTS[for_x or for_residual, for_weight, for_bias, for_x_bias]
+            wants = WANTS[for_x or for_residual, for_weight, for_bias, for_x_bias]
             total, weight, statistics = ctx.saved_tensors
             # The sum holds x_bias already; given as zeros, it has the kernel sum dx before it is rounded.
             nothing = total.new_zeros(total.shape[-1:], dtype=x_bias_dtype) if for_x_bias else None
-            compute = _differentiable if torch.is_grad_enabled() else _gradients
+            compute = differentiable_gradients_of if torch.is_grad_enabled() else gradients_of
             options = (norm, weight_offset, cast, dx_dtype, bias_dtype, wants)
             dx, dweight, dbias, dx_bias = compute(options, dy, total, weight, statistics, nothing, dresidual_out)
         elif dresidual_out is not None and for_x_bias:
             dx_bias = torch_instead.over_rows(dresidual_out).to(x_bias_dtype)
         return (
             None,
-            _rounded(dx, x_dtype) if for_x else None,
+            rounded_to(dx, x_dtype) if for_x else None,
             dweight,
             dbias,
-            _rounded(dx, residual_dtype) if for_residual else None,
+            rounded_to(dx, residual_dtype) if for_residual else None,
             dx_bias,
         )
 
@@ -213,13 +214,14 @@ _recorded, _recorded_add = applied(_Normalise), applied(_AddNormalise)
 _apply, _apply_add = applied_at_once(_Normalise), applied_at_once(_AddNormalise)
 
 # Which gradients are due, from whether those of x (or residual), weight, bias and x_bias are.
-_WANTS: dict[tuple[bool, ...], tuple[str, ...]] = {
+WANTS: dict[tuple[bool, ...], tuple[str, ...]] = {
     due: tuple(compress(NormGradients._fields, due))
     for due in product((False, True), repeat=len(NormGradients._fields))
 }
 
 
-def _rounded(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+def rounded_to(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A gradient in the dtype of what it is of."""
     return gradient if gradient is None or gradient.dtype is dtype else gradient.to(dtype)
 
 
@@ -229,17 +231,17 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: BackwardOptions, *operands: Any) -> tuple[torch.Tensor | None, ...]:
         # Not a named tuple, of which autograd makes no tuple.
-        return tuple(_gradients(options, *operands))
+        return tuple(gradients_of(options, *operands))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         refuse_double_backward(ctx, *gradients)
 
 
-_differentiable = applied(_Gradients)
+differentiable_gradients_of = applied(_Gradients)
 
 
-def _gradients(options: BackwardOptions, *operands: Any) -> NormGradients:
+def gradients_of(options: BackwardOptions, *operands: Any) -> NormGradients:
     """The gradients of rows that are due. Operands are `BackwardOperands`, with the means in rstd, if there are any."""
     if is_dynamo_compiling():
         # An eager call's backward pass becomes part of a graph, by compiled autograd say.
@@ -261,7 +263,7 @@ def _gradients(options: BackwardOptions, *operands: Any) -> NormGradients:
 
 
 def gradients_by_operator(operands: BackwardOperands, options: BackwardOptions) -> NormGradients:
-    """`_gradients` where something sees operators, and is to see this one."""
+    """`gradients_of` where something sees operators, and is to see this one."""
     given = backward_named(operands, options)
     for name in ("dy", "dresidual_out"):
         given[name] = None if given[name] is None else walkable(given[name])
@@ -285,7 +287,7 @@ def _addressed(gradient: torch.Tensor) -> bool:
 
 
 def _gradients_by_torch(operands: BackwardOperands, options: BackwardOptions) -> NormGradients:
-    """`_gradients` of what has no memory and may be followed by somebody, in torch's operators."""
+    """`gradients_of` of what has no memory and may be followed by somebody, in torch's operators."""
     dy, x, weight, statistics, x_bias, dresidual_out = operands
     *_, dx_dtype, bias_dtype, wants = options
     mean, rstd = unpacked(statistics, x.numel() // x.shape[-1])

@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from ..codegen.model import Norm
 from ..codegen.parameters import BACKWARD, FORWARD
 from ..upstream.torch_dynamo import constant_in_traces
-from ..upstream.torch_internals import dispatch_modes, jit_tracing
+from ..upstream.torch_internals import dispatch_modes, jit_tracing, saved_tensors_hooks
 from .backend import intercepted
 from .check import Call, check, refuse_gradient
 from .functions import FUNCTIONS, completed
@@ -34,6 +34,7 @@ __all__ = [
     "operated",
     "operator",
     "result_dtype",
+    "saved_tensors_hooks",
     "unrecorded",
 ]
 
@@ -136,4 +137,4 @@ def keeps_for_recomputation() -> bool:
 
     Any hook on saved tensors may be checkpoint's. `recorded.normalise` keeps the same tensors whoever sees operators.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return saved_tensors_hooks() is not None

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from ..dtypes import FLOATS
 from ..errors import PatchError
+from .blocks import FusedBlock, fusible, may_be_block
+from .following import FOLLOWING, may_follow
 from .huggingface import CastOrder, HuggingFaceRMSNorm, T5RMSNorm
 from .modules import LayerNorm, RMSNorm
 from .probing import UnlikeError, formula_of
+from .report import Row, table
+from .sums import SITES, Following
 
-__all__ = ["Bypassed", "Patch", "Skipped", "Swapped", "patch", "unpatch"]
+__all__ = ["Bypassed", "Fused", "Patch", "Skipped", "Swapped", "Unfused", "patch", "unpatch"]
 
 
 class Swapped(NamedTuple):
@@ -61,19 +66,61 @@ class Bypassed(NamedTuple):
     reason: str
 
 
+class Fused(NamedTuple):
+    """A block whose residual adds are computed together with the norms behind them.
+
+    Attributes:
+        path: where it stands in the model; the first of several places.
+        cls: its class, from which the one that it has now is derived.
+        norms: of each of these sums, the name of the block's own norm that it is computed with; None for a sum that
+            the block returns: that is computed with the norm that is called with it, from the second call on.
+    """
+
+    path: str
+    cls: type[torch.nn.Module]
+    norms: tuple[str | None, ...]
+
+
+class Unfused(NamedTuple):
+    """A block that adds as it did, although it holds norms of ours.
+
+    Attributes:
+        path: where it stands in the model; the first of several places.
+        cls: its class.
+        reason: why none of its sums was fused.
+    """
+
+    path: str
+    cls: type[torch.nn.Module]
+    reason: str
+
+
 class Patch(NamedTuple):
-    """What `patch` did.
+    """What `patch` did; as a string, a table.
 
     Attributes:
         swapped: the modules that are ours now.
         skipped: the modules that look like norms and are not ours.
         bypassed: the modules that hold norms of ours and compute them without a call in some modes: encoder layers,
             by torch's fast path.
+        fused: the blocks whose residual adds are fused with norms.
+        unfused: the blocks that were left alone in this.
     """
 
     swapped: tuple[Swapped, ...]
     skipped: tuple[Skipped, ...]
     bypassed: tuple[Bypassed, ...] = ()
+    fused: tuple[Fused, ...] = ()
+    unfused: tuple[Unfused, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [Row("swapped", each.path, each.old.__name__, f"-> {each.new.__name__}") for each in self.swapped]
+        for each in self.fused:
+            norms = ", ".join(norm or "the norm behind the block" for norm in each.norms)
+            rows.append(Row("fused", each.path, each.cls.__name__, f"sums with {norms}"))
+        for state, left in (("skipped", self.skipped), ("unfused", self.unfused), ("bypassed", self.bypassed)):
+            rows += [Row(state, each.path, each.cls.__name__, each.reason) for each in left]
+        return table(rows) or "nothing to swap or to fuse"
 
 
 # Where a swapped module keeps what unpatch needs; deep copies and pickles carry it along.
@@ -122,8 +169,8 @@ class _Original:
 _lock = threading.RLock()
 
 
-def patch(model: torch.nn.Module, *, cast_before_weight: bool = True) -> Patch:
-    """Swap every norm in a model that normforge computes for `LayerNorm` or `RMSNorm`, in place.
+def patch(model: torch.nn.Module, *, cast_before_weight: bool = True, fuse: bool = True) -> Patch:
+    """Swap every norm in a model that normforge computes for `LayerNorm` or `RMSNorm`, in place, and fuse adds with it.
 
     A module keeps its identity and everything in it: only its class changes. So parameters stay the same objects
     (optimisers keep working), hooks stay registered, a module shared by several parents is swapped for all of them,
@@ -136,6 +183,12 @@ def patch(model: torch.nn.Module, *, cast_before_weight: bool = True) -> Patch:
     input may be passed by keyword, as before. Anything else that looks like a norm, a subclass with a forward of its
     own, say, is left alone and reported.
 
+    Fused are blocks, Hugging Face's decoder layers, timm's, torch's or anybody's, that add in their forward and call a
+    norm of theirs with the sum, or return it: one kernel then makes the sum and its norm. Which sums those are is found
+    by trying the forward on random numbers, with stand-ins for the block's parts. The sum is what it was, to the bit;
+    the norm is that of the unrounded sum, within a rounding of what it was. Where a norm is not called with the very
+    sum, or anything changed in between, the norm is computed in its call, as without this; hooks run as they did.
+
     Norms that nothing calls are not computed by kernels: in evaluation without gradients a
     `torch.nn.TransformerEncoderLayer` with batch_first may run as one operator of torch's own. Such layers are
     reported as well; `torch.backends.mha.set_fastpath_enabled(False)` has them call their norms.
@@ -145,9 +198,10 @@ def patch(model: torch.nn.Module, *, cast_before_weight: bool = True) -> Patch:
         cast_before_weight: whether norms that round before they multiply by the weight (Llama's and T5's) keep doing
             so. False has the kernel multiply in fp32 and round once: less time and memory, and results that differ
             by a rounding; a Llama norm then returns its input's dtype.
+        fuse: whether residual adds are fused with the norms behind them, wherever torch.compile does not trace.
 
     Returns:
-        What was swapped, what was skipped, and what may pass its norms by.
+        What was swapped, skipped and fused, and what may pass its norms by; `print` shows it as a table.
     """
     with _lock:
         swapped, skipped = [], []
@@ -165,10 +219,56 @@ def patch(model: torch.nn.Module, *, cast_before_weight: bool = True) -> Patch:
             else:
                 _swap(module, replacement, cast_before_weight)
                 swapped.append(Swapped(path, old, replacement.cls))
+        fused, unfused = _fuse(model) if fuse else ((), ())
+        if fused:
+            now = {path: type(module) for path, module in model.named_modules()}
+            swapped = [each._replace(new=now[each.path]) for each in swapped]
         bypassed = (
-            Bypassed(path, type(module), _FAST_PATH) for path, module in model.named_modules() if _bypasses(module)
+            Bypassed(path, _unfused(type(module)), _FAST_PATH)
+            for path, module in model.named_modules()
+            if _bypasses(module)
         )
-        return Patch(tuple(swapped), tuple(skipped), tuple(bypassed))
+        return Patch(tuple(swapped), tuple(skipped), tuple(bypassed), fused, unfused)
+
+
+def _fuse(model: torch.nn.Module) -> tuple[tuple[Fused, ...], tuple[Unfused, ...]]:
+    """Fuse the adds of a model's blocks, whose norms are ours already."""
+    fused, unfused = [], []
+    for path, module in model.named_modules():
+        if isinstance(module, FusedBlock):
+            # What was learned of the norms behind it may be otherwise now.
+            vars(module)[SITES] = copy.deepcopy(vars(module)[SITES])
+            continue
+        found = fusible(module) if may_be_block(module) else None
+        if isinstance(found, str):
+            unfused.append(Unfused(path, type(module), found))
+        elif found is not None:
+            fused.append(Fused(path, type(module), found.inner))
+            vars(module)[SITES] = found.sites()
+            module.__class__ = found.cls
+    # A sum that leaves its block is followed by a norm of another, or of a module that holds blocks.
+    for path, _, _ in fused:
+        above = path.split(".") if path else []
+        for depth in range(len(above) + 1):
+            for norm in model.get_submodule(".".join(above[:depth]))._modules.values():
+                if norm is not None and may_follow(norm) and not isinstance(norm, Following):
+                    _follow(norm)
+    return tuple(fused), tuple(unfused)
+
+
+def _follow(norm: torch.nn.Module) -> None:
+    """Have a norm of ours take what is computed ahead of its call."""
+    new = FOLLOWING[type(norm)]
+    original: _Original | None = vars(norm).get(_ORIGINAL)
+    if original is None:
+        original = _Original(type(norm), new, (), {}, True)
+    vars(norm)[_ORIGINAL] = replace(original, new=new)
+    norm.__class__ = new
+
+
+def _unfused(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """The class that a block had before its adds were fused."""
+    return cls.unfused_class() if issubclass(cls, FusedBlock) else cls
 
 
 def unpatch(model: torch.nn.Module) -> tuple[Swapped, ...]:
@@ -191,7 +291,7 @@ def unpatch(model: torch.nn.Module) -> tuple[Swapped, ...]:
         # Modules that share a class go on sharing one, as those under fully_shard do.
         derived: dict[tuple[type, type], type[torch.nn.Module]] = {}
         for path, module in model.named_modules():
-            original = vars(module).get(_ORIGINAL)
+            original = _original(module)
             if original is not None:
                 old = type(module)
                 cls = _class_before(path, module, original)
@@ -204,6 +304,16 @@ def unpatch(model: torch.nn.Module) -> tuple[Swapped, ...]:
                 if name not in original.had:
                     attributes.pop(name, None)
         return tuple(swapped for _, _, swapped in found)
+
+
+def _original(module: torch.nn.Module) -> _Original | None:
+    """What a module was before patch, None if patch left it alone."""
+    cls = type(module)
+    if issubclass(cls, FusedBlock):
+        # Known by its class alone: no reference to such a class can be pickled.
+        return _Original(_unfused(cls), cls.fused_class(), (SITES,), {}, True)
+    original: _Original | None = vars(module).get(_ORIGINAL)
+    return original
 
 
 def _class_before(path: str, module: torch.nn.Module, original: _Original) -> type[torch.nn.Module]:
@@ -233,7 +343,12 @@ def _derived(
             f"{what} is a {cls.__name__} now, a class that is derived from {old.__name__} in its text; give the module "
             f"the class {old.__name__} back first"
         )
-    namespace = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    namespace = {
+        name: value
+        for name, value in vars(cls).items()
+        # Hugging Face's layers wrap the forward of each class that is derived from them, when it is.
+        if name not in ("__dict__", "__weakref__") and getattr(value, "__wrapped__", None) is not old.forward
+    }
     bases = tuple(_derived(base, old, new, what) if issubclass(base, old) else base for base in cls.__bases__)
     metaclass: Callable[..., type[torch.nn.Module]] = type(cls)
     return metaclass(cls.__name__.replace(old.__name__, new.__name__), bases, namespace)
@@ -265,7 +380,7 @@ def _bypasses(module: torch.nn.Module) -> bool:
     """
     return (
         isinstance(module, torch.nn.TransformerEncoderLayer)
-        and type(module).forward is torch.nn.TransformerEncoderLayer.forward
+        and _unfused(type(module)).forward is torch.nn.TransformerEncoderLayer.forward
         and any(isinstance(norm, LayerNorm) for norm in (module.norm1, module.norm2))
         and module.self_attn.batch_first
         and module.self_attn.in_proj_bias is not None

@@ -56,7 +56,7 @@ def formula_of(module: torch.nn.Module) -> Formula:
     names = _epsilon_names(module)
     _check_class(type(module))
     try:
-        with _apart():
+        with apart():
             return _try(module, names, _input_name(module))
     except UnlikeError:
         raise
@@ -105,7 +105,8 @@ def _input_name(module: torch.nn.Module) -> str:
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
+def apart() -> Iterator[None]:
+    """A context for trying modules on the CPU, whatever the caller's device, modes and random numbers are."""
     with ExitStack() as stack:
         for context in (
             torch.device("cpu"),

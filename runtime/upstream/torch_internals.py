@@ -32,3 +32,8 @@ def has_tangent(tensors: list[torch.Tensor]) -> bool:
         forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]  # torch declares none
         for tensor in tensors
     )
+
+
+def saved_tensors_hooks() -> object:
+    """What is done with tensors that autograd saves, as checkpoint and offloading do; None if nothing is."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)

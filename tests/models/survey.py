@@ -53,7 +53,8 @@ def survey(classes: Iterable[type[torch.nn.Module]]) -> Survey:
             found.not_made.append(cls.__name__)
             continue
         formula = _formula(norm)
-        swapped, skipped, _ = normforge.patch(norm)
+        done = normforge.patch(norm)
+        swapped, skipped = done.swapped, done.skipped
         if swapped:
             what = formula or ("a module around torch's own" if swapped[0].path else "torch's own")
             found.taken.setdefault(what, []).append(cls.__name__)

@@ -76,7 +76,7 @@ def test_only_the_classes_change() -> None:
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     state, classes = copy.deepcopy(model.state_dict()), {path: type(m) for path, m in modules.items()}
     attributes = {path: dict(vars(m)) for path, m in modules.items()}
-    result = normforge.patch(model)
+    result = normforge.patch(model, fuse=False)
     ours: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
         torch.nn.LayerNorm: normforge.LayerNorm,
         torch.nn.RMSNorm: normforge.RMSNorm,
@@ -95,8 +95,8 @@ def test_only_the_classes_change() -> None:
 def test_patching_and_unpatching_twice_does_nothing_more() -> None:
     model = Transformer()
     assert normforge.unpatch(model) == ()
-    assert len(normforge.patch(model).swapped) == 5
-    assert normforge.patch(model) == normforge.Patch((), ())
+    assert len(normforge.patch(model, fuse=False).swapped) == 5
+    assert normforge.patch(model, fuse=False) == normforge.Patch((), ())
     assert len(normforge.unpatch(model)) == 5
     assert normforge.unpatch(model) == ()
 
@@ -483,12 +483,12 @@ def test_unpatching_leaves_fully_shard_in_place(mesh: DeviceMesh) -> None:
     model = Transformer()
     tokens = torch.randint(17, (2, 5))
     wanted = model(tokens).detach()
-    norms = [swapped.path for swapped in normforge.patch(model).swapped]
-    classes = [type(model.get_submodule(path)).__bases__[-1] for path in norms]
+    done = normforge.patch(model, fuse=False).swapped
+    norms, classes = [swapped.path for swapped in done], [swapped.old for swapped in done]
     for path in norms:
         fully_shard(model.get_submodule(path), mesh=mesh)
     fully_shard(model, mesh=mesh)
-    assert normforge.patch(model) == normforge.Patch((), ())
+    assert normforge.patch(model, fuse=False) == normforge.Patch((), ())
     assert len(normforge.unpatch(model)) == len(norms)
     for path, cls in zip(norms, classes, strict=True):
         module = model.get_submodule(path)
@@ -578,7 +578,7 @@ def test_encoder_layers_that_pass_their_norms_by_are_reported(
     x = torch.randn(2, 3, WIDTH)
     with torch.no_grad():
         wanted = model(x)
-    result = normforge.patch(model)
+    result = normforge.patch(model, fuse=False)
     assert len(result.swapped) == 2
     assert [(bypassed.path, bypassed.cls) for bypassed in result.bypassed] == (
         [("0", torch.nn.TransformerEncoderLayer)] if expected else []

@@ -1,0 +1,239 @@
+"""Models whose blocks add and normalise as those of model libraries do: the shapes of their forwards, small."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from .models import WIDTH, LlamaRMSNorm
+
+VOCABULARY = 17
+
+
+class Attention(torch.nn.Module):
+    """Causal attention with a cache, which returns its weights too, or None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(
+        self, hidden_states: torch.Tensor, cache: dict[Any, Any] | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(hidden_states).chunk(3, -1))
+        if cache is not None:
+            past = cache.get(self)
+            k, v = (k, v) if past is None else (torch.cat((past[0], k), 2), torch.cat((past[1], v), 2))
+            cache[self] = (k, v)
+        scores = q @ k.transpose(-1, -2) * 8**-0.5
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(k.shape[2] - q.shape[2])
+        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+        h = (weights.to(v.dtype) @ v).transpose(1, 2).flatten(2)
+        return self.out(h), weights if kwargs.get("output_attentions") else None
+
+
+class MLP(torch.nn.Sequential):
+    """A GELU between two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(WIDTH, 48), torch.nn.GELU(), torch.nn.Linear(48, WIDTH))
+
+
+class CheckpointingLayer(torch.nn.Module):
+    """Wraps the forward of each class derived from it, so that it can be run under checkpoint."""
+
+    gradient_checkpointing = False
+    use_reentrant = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        forward = cls.forward
+
+        @functools.wraps(forward)
+        def forward_with_checkpointing(self: Any, *args: Any, **kwargs: Any) -> Any:
+            outermost = type(self).forward is forward_with_checkpointing
+            if self.gradient_checkpointing and self.training and outermost:
+                run = functools.partial(forward, self, **kwargs)
+                return checkpoint(run, *args, use_reentrant=self.use_reentrant)
+            return forward(self, *args, **kwargs)
+
+        cls.forward = forward_with_checkpointing
+
+
+def renamed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator as libraries have them, for arguments that had another name once."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if "past" in kwargs:
+            kwargs["cache"] = kwargs.pop("past")
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class LlamaLayer(CheckpointingLayer):
+    """Pre-norm; each sum is named twice."""
+
+    def __init__(self, norm: Callable[[], torch.nn.Module] = LlamaRMSNorm, p: float = 0.0) -> None:
+        super().__init__()
+        self.self_attn = Attention()
+        self.mlp = MLP()
+        self.input_layernorm = norm()
+        self.post_attention_layernorm = norm()
+        self.dropout = torch.nn.Dropout(p)
+
+    @renamed
+    def forward(self, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
+        residual = hidden_states
+        hidden_states = self.input_layernorm(hidden_states)
+        hidden_states, _ = self.self_attn(hidden_states=hidden_states, cache=cache, **kwargs)
+        hidden_states = residual + self.dropout(hidden_states)
+        residual = hidden_states
+        hidden_states = self.post_attention_layernorm(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        return residual + functional.dropout(hidden_states, self.dropout.p, self.training)
+
+
+class GPT2Layer(torch.nn.Module):
+    """The residual behind the plus, a branch that is seldom taken, and a tuple returned that is made by adding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1 = torch.nn.LayerNorm(WIDTH)
+        self.attn = Attention()
+        self.ln_cross = torch.nn.LayerNorm(WIDTH)
+        self.cross = torch.nn.Linear(WIDTH, WIDTH)
+        self.ln_2 = torch.nn.LayerNorm(WIDTH)
+        self.mlp = MLP()
+
+    def forward(
+        self, hidden_states: torch.Tensor, cache: Any = None, encoded: torch.Tensor | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, ...]:
+        residual = hidden_states
+        outputs = self.attn(self.ln_1(hidden_states), cache=cache, **kwargs)
+        hidden_states = outputs[0] + residual
+        if encoded is not None:
+            residual = hidden_states
+            hidden_states = residual + self.cross(self.ln_cross(hidden_states) + encoded)
+        residual = hidden_states
+        hidden_states = residual + self.mlp(self.ln_2(hidden_states))
+        returned: tuple[torch.Tensor, ...] = (hidden_states,) + outputs[1:]  # noqa: RUF005  # a sum of no tensors
+        return returned
+
+
+class PostNormLayer(torch.nn.Module):
+    """The sum is the norm's argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.dense = torch.nn.Linear(WIDTH, WIDTH)
+        self.first = torch.nn.LayerNorm(WIDTH, eps=1e-12)
+        self.last = torch.nn.LayerNorm(WIDTH, eps=1e-12)
+
+    def forward(self, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
+        attended = self.attention(hidden_states, cache, **kwargs)[0]
+        hidden_states = self.first(attended + hidden_states)
+        normed: torch.Tensor = self.last(self.dense(functional.gelu(hidden_states)) + hidden_states)
+        return normed
+
+
+class ParallelLayer(torch.nn.Module):
+    """Attention and MLP of one norm; two sums in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm = torch.nn.LayerNorm(WIDTH)
+        self.self_attn = Attention()
+        self.mlp = MLP()
+
+    def forward(self, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
+        normed = self.input_layernorm(hidden_states)
+        attended, _ = self.self_attn(normed, cache, **kwargs)
+        total: torch.Tensor = attended + self.mlp(normed) + hidden_states
+        return total
+
+
+class ScaledLayer(torch.nn.Module):
+    """Branches within the sum, scaled by parameters of the block's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1 = torch.nn.RMSNorm(WIDTH)
+        self.attn = Attention()
+        self.gamma = torch.nn.Parameter(torch.ones(WIDTH))
+        self.drop_path = torch.nn.Identity()
+        self.norm2 = torch.nn.RMSNorm(WIDTH)
+        self.mlp = MLP()
+
+    def forward(self, x: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
+        x = x + self.drop_path(self.gamma * self.attn(self.norm1(x), cache=cache)[0])
+        total: torch.Tensor = x + self.drop_path(self.gamma * self.mlp(self.norm2(x)))
+        return total
+
+
+class Decoder(torch.nn.Module):
+    """An embedding, layers, a last norm and a head."""
+
+    def __init__(
+        self, layer: Callable[[], torch.nn.Module], norm: Callable[[], torch.nn.Module], layers: int = 2
+    ) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = torch.nn.ModuleList([layer() for _ in range(layers)])
+        self.norm = norm()
+        self.head = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(
+        self, tokens: torch.Tensor, cache: Any = None, hidden: list[torch.Tensor] | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Logits; the hidden states before each layer, and behind the last, are added to a list."""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            if hidden is not None:
+                hidden.append(x)
+            x = layer(x, cache=cache, **kwargs)
+            x = x[0] if isinstance(x, tuple) else x
+        if hidden is not None:
+            hidden.append(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+    def generate(self, tokens: torch.Tensor, steps: int) -> torch.Tensor:
+        """Greedy decoding with a cache."""
+        cache: dict[Any, Any] = {}
+        logits = self(tokens, cache=cache)
+        for _ in range(steps):
+            tokens = torch.cat((tokens, logits[:, -1:].argmax(-1)), 1)
+            logits = self(tokens[:, -1:], cache=cache)
+        return tokens
+
+
+def layer_norm() -> torch.nn.Module:
+    return torch.nn.LayerNorm(WIDTH)
+
+
+# What each block is, and its norms' names as patch finds them behind sums.
+FAMILIES: dict[str, tuple[Callable[[], torch.nn.Module], tuple[str | None, ...]]] = {
+    "Llama": (lambda: Decoder(LlamaLayer, LlamaRMSNorm), ("post_attention_layernorm", None)),
+    "GPT2": (lambda: Decoder(GPT2Layer, layer_norm), ("ln_2", None)),
+    "post_norm": (lambda: Decoder(PostNormLayer, torch.nn.Identity), ("first", "last")),
+    "parallel": (lambda: Decoder(ParallelLayer, layer_norm), (None,)),
+    "scaled": (lambda: Decoder(ScaledLayer, lambda: torch.nn.RMSNorm(WIDTH)), ("norm2", None)),
+}
+
+
+def made(family: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+    """A model with weights that do something."""
+    torch.manual_seed(0)
+    model = FAMILIES[family][0]()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.5 if parameter.dim() == 1 else 0.0, 0.3)
+    return model.to(device, dtype)
