@@ -11,6 +11,7 @@ from typing import Any
 from tabulate import tabulate
 
 from ..ahead_of_time.compile_keys import CompileKey, keys_of, pairs_of
+from ..ahead_of_time.row_places import Asked, Steps
 from ..ahead_of_time.stand_ins import FEW, MANY, ROWS, Deployment, Kind
 from ..codegen.axes import SAME
 from ..codegen.model import INPUT_DTYPES, Mode
@@ -18,6 +19,7 @@ from ..dtypes import TORCH_DTYPES
 from ..errors import MissingInstanceError
 from ..kernels.gpu import Target
 from ..kernels.key import KernelKey
+from ..kernels.row_walk import strides_told
 from ..selection import dispatch
 
 ABSENT = "none"
@@ -57,9 +59,10 @@ def add_key_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dy", type=partial(_kinds, present), default=SAME, help=f"the incoming gradient's (default: {SAME})")
     kinds.add_argument(
         "--row-stride",
-        type=_lengths,
-        metavar="STRIDE[,STRIDE]",
-        help="elements from one row of x to the next, besides N (rows that adjoin)",
+        type=_strides,
+        metavar="STRIDES[,STRIDES]",
+        help="elements from one row of x to the next, besides N (rows that adjoin); 6144x32x128 for groups "
+        "of 32 rows, 128 apart in a group and the groups 6144; of other tensors by name: x=6144x32x128+out=6144x32x128",
     )
     kinds.add_argument(
         "--rows",
@@ -113,8 +116,12 @@ def _instances(key: CompileKey) -> tuple[str]:
 
 def _operands(key: KernelKey) -> str:
     pointers = [(name, kind) for name, kind in key.arguments if name.endswith("_ptr") and isinstance(kind, str)]
+    strides = {name: f" on {strides_told(kind)} strides" for name, kind in key.arguments if isinstance(kind, tuple)}
     words = ((name.removesuffix("_ptr"), *kind.removeprefix("*").partition(":")) for name, kind in pointers)
-    return ", ".join(f"{name} {kind}{'' if aligned else ' unaligned'}" for name, kind, aligned, _ in words)
+    return ", ".join(
+        f"{name} {kind}{'' if aligned else ' unaligned'}{strides.get(f'{name}_row_stride', '')}"
+        for name, kind, aligned, _ in words
+    )
 
 
 def _constants(key: KernelKey) -> str:
@@ -141,6 +148,23 @@ def _lengths(text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers from 1, separated by commas")
     return tuple(dict.fromkeys(map(int, parts)))
+
+
+def _strides(text: str) -> tuple[Asked, ...]:
+    return tuple(_steps_by_name(part) if "=" in part else _steps(part) for part in text.split(","))
+
+
+def _steps_by_name(text: str) -> dict[str, Steps]:
+    named = [part.partition("=") for part in text.split("+")]
+    return {name.strip(): _steps(steps) for name, _, steps in named}
+
+
+def _steps(text: str) -> Steps:
+    parts = [part.strip() for part in text.split("x")]
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no stride, or strides with the rows between them: 6144x32x128")
+    steps = tuple(map(int, parts))
+    return steps if len(steps) > 1 else steps[0]
 
 
 def _words(known: Sequence[str], text: str) -> tuple[str, ...]:

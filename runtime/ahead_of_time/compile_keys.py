@@ -21,6 +21,7 @@ from ..kernels.gpu import Target, named_target, target_of
 from ..kernels.key import MOST_ROWS_IN_I32, KernelKey
 from ..kernels.launcher import Launcher
 from ..selection import dispatch
+from .row_places import Asked
 from .stand_ins import FEW, MANY, MOST, Deployment, Kind, plans
 
 
@@ -59,7 +60,7 @@ def compile_keys(
     smooth_dtypes: Iterable[Kind] = (torch.float32,),
     dy_dtypes: Iterable[Kind] = (SAME,),
     wants: Iterable[Collection[str]] | None = None,
-    row_strides: Iterable[int | None] = (None,),
+    row_strides: Iterable[Asked] = (None,),
     misaligned: Iterable[Collection[str]] = ((),),
     rows: Iterable[str] = (FEW, MANY),
 ) -> list[CompileKey]:
@@ -84,7 +85,9 @@ def compile_keys(
         dy_dtypes: of the gradient that a backward pass is given, likewise.
         wants: which gradients are asked of a backward pass, of "dx", "dweight", "dbias" and "dx_bias"; those that the
             call has no tensor for are left out. None is all, as autograd asks where everything is trained.
-        row_strides: elements from one row of x to the next; None is N.
+        row_strides: elements from one row of x to the next; None is N. Of rows on several strides, these with the
+            rows between them: (6144, 32, 128) of 32 heads of 48. Of other arguments ("dy", "out", ...) too: a mapping
+            from their names to such; rows of those that are not named adjoin.
         misaligned: the arguments that start at no multiple of 16 bytes, a collection a combination.
         rows: classes of M: "few" (at most the table's SMALL_M), "many", and "most" (more than 2**31 - 1).
 

@@ -16,9 +16,10 @@ from ..codegen.families import Parameter
 from ..codegen.model import Mode
 from ..codegen.parameters import BACKWARD, FAMILIES, FORWARD
 from ..dtypes import DTYPES, FLOATS, TORCH_DTYPES
-from ..errors import ConflictError, ShapeError
+from ..errors import ConflictError
 from ..kernels.gpu import Target
 from ..mode_arguments import arguments_of
+from .row_places import Asked, RowPlaces
 
 # What `compile_keys` takes for a tensor's type: a dtype, x's, or, where a tensor may be left out, that it is.
 Kind = torch.dtype | str | None
@@ -38,7 +39,7 @@ class Deployment:
     smooth_dtypes: Sequence[Kind]
     dy_dtypes: Sequence[Kind]
     wants: Sequence[Collection[str]] | None
-    row_strides: Sequence[int | None]
+    row_strides: Sequence[Asked]
     misaligned: Sequence[Collection[str]]
     rows: Sequence[str]
 
@@ -74,19 +75,19 @@ def plans(mode: Mode, n: int, target: Target, deployment: Deployment) -> Iterato
     """What calls of a mode come to, one for each combination of what they may bring."""
     biases = (None,) if not mode.norm.centres else deployment.bias_dtypes
     for weight, stride, names in product(deployment.weight_dtypes, deployment.row_strides, deployment.misaligned):
-        x = _rows(mode, n, stride)
+        rows = RowPlaces.of(stride, n)
         misaligned = [_POINTERS[name] for name in names]
         for bias in (weight,) if biases is None else biases:
             kinds = {"weight": weight, "bias": bias}
             if mode.is_backward:
-                yield from _backward(mode, x, target, deployment, kinds, misaligned)
+                yield from _backward(mode, rows, target, deployment, kinds, misaligned)
             else:
-                yield from _forward(mode, x, target, deployment, kinds, misaligned)
+                yield from _forward(mode, rows, target, deployment, kinds, misaligned)
 
 
 def _forward(
     mode: Mode,
-    x: torch.Tensor,
+    rows: RowPlaces,
     target: Target,
     deployment: Deployment,
     kinds: Mapping[str, Kind],
@@ -95,13 +96,17 @@ def _forward(
     residuals = deployment.residual_dtypes if mode.fadd.adds else (None,)
     smooths = deployment.smooth_dtypes if mode.fquant.smooths else (None,)
     for residual, smooth in product(residuals, smooths):
-        arguments = arguments_of(mode, _maker(x, {**kinds, "residual": residual, "smooth_scale": smooth}))
+        arguments = arguments_of(mode, _maker(mode, rows, {**kinds, "residual": residual, "smooth_scale": smooth}))
+        if "out" in rows.steps:
+            arguments["out"] = rows.empty("out", TORCH_DTYPES[mode.dtype_out])
+        if "residual_out" in rows.steps and mode.fadd.stores:
+            arguments["residual_out"] = rows.empty("residual_out", arguments["residual"].dtype)
         yield Plan(check(FORWARD.functions[mode.norm], arguments), misaligned, target)
 
 
 def _backward(
     mode: Mode,
-    x: torch.Tensor,
+    rows: RowPlaces,
     target: Target,
     deployment: Deployment,
     kinds: Mapping[str, Kind],
@@ -112,18 +117,18 @@ def _backward(
     due += ["dx_bias"] if mode.x_bias else []
     asked = (due,) if deployment.wants is None else deployment.wants
     bias = kinds["bias"]
-    for dy, names in product(_dy_kinds(mode, x, deployment), asked):
+    for dy, names in product(_dy_kinds(mode, deployment), asked):
         wants = [name for name in due if name in names]
         if not wants:
             continue
-        arguments = {**arguments_of(mode, _maker(x, {**kinds, "dy": dy})), "wants": wants}
-        arguments["bias_dtype"] = None if bias is None else _dtype(bias, x)
+        arguments = {**arguments_of(mode, _maker(mode, rows, {**kinds, "dy": dy})), "wants": wants}
+        arguments["bias_dtype"] = None if bias is None else _dtype(bias, mode)
         yield Plan(check(BACKWARD.functions[mode.norm], arguments), misaligned, target)
 
 
-def _dy_kinds(mode: Mode, x: torch.Tensor, deployment: Deployment) -> list[Kind]:
+def _dy_kinds(mode: Mode, deployment: Deployment) -> list[Kind]:
     """The types of dy that calls of a mode may bring; rows that are rounded first need one of 16 bits."""
-    types = [_dtype(kind, x) for kind in deployment.dy_dtypes]
+    types = [_dtype(kind, mode) for kind in deployment.dy_dtypes]
     fitting = [
         kind
         for kind, dtype in zip(deployment.dy_dtypes, types, strict=True)
@@ -137,37 +142,21 @@ def _dy_kinds(mode: Mode, x: torch.Tensor, deployment: Deployment) -> list[Kind]
     return fitting
 
 
-def _maker(x: torch.Tensor, kinds: Mapping[str, Kind]) -> Callable[[Parameter], torch.Tensor | None]:
-    """What makes an operand of x: of its type, or of the one that `kinds` has, where None is no operand."""
+def _maker(mode: Mode, rows: RowPlaces, kinds: Mapping[str, Kind]) -> Callable[[Parameter], torch.Tensor | None]:
+    """What makes an operand: of x's type, or of the one that `kinds` has, where None is no operand."""
 
     def make(parameter: Parameter) -> torch.Tensor | None:
-        if parameter.name == "x":
-            return x
         kind = kinds.get(parameter.name, torch.float32 if parameter.kind is Shape.PER_ROW else SAME)
-        return None if kind is None else _empty(_SHAPES[parameter.kind](x), _dtype(kind, x))
+        if kind is None:
+            return None
+        if parameter.kind.has_row_stride:
+            return rows.empty(parameter.name, _dtype(kind, mode))
+        shape = rows.shape[-1:] if parameter.kind is Shape.VECTOR else rows.shape[:-1]
+        # Wherever the caller's default device is: planning takes no tensor without memory.
+        return torch.empty(shape, dtype=_dtype(kind, mode), device="cpu")
 
     return make
 
 
-_SHAPES: Mapping[Shape, Callable[[torch.Tensor], Sequence[int]]] = {
-    Shape.ROWS: lambda x: x.shape,
-    Shape.VECTOR: lambda x: x.shape[-1:],
-    Shape.PER_ROW: lambda x: x.shape[:-1],
-}
-
-
-def _rows(mode: Mode, n: int, stride: int | None) -> torch.Tensor:
-    """Two rows, since the stride of one says nothing."""
-    if stride is not None and stride < n:
-        raise ShapeError(f"row_strides has {stride}, less than N = {n}; it takes N or more, or None for N itself")
-    step = n if stride is None else stride
-    return _empty((step + n,), TORCH_DTYPES[mode.dtype_in]).as_strided((2, n), (step, 1))
-
-
-def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    # Wherever the caller's default device is: planning takes no tensor without memory.
-    return torch.empty(shape, dtype=dtype, device="cpu")
-
-
-def _dtype(kind: Kind, x: torch.Tensor) -> torch.dtype:
-    return kind if isinstance(kind, torch.dtype) else x.dtype
+def _dtype(kind: Kind, mode: Mode) -> torch.dtype:
+    return kind if isinstance(kind, torch.dtype) else TORCH_DTYPES[mode.dtype_in]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -73,3 +74,8 @@ def _reciprocal(every: int) -> tuple[int, int]:
 def strides_of(stride: RowStride) -> tuple[int, ...]:
     """All of them."""
     return stride.strides if isinstance(stride, RowWalk) else (stride,)
+
+
+def strides_told(arguments: Sized) -> int:
+    """How many strides the arguments of a walk, or their types, are of."""
+    return 1 + (len(arguments) - 1) // _VALUES

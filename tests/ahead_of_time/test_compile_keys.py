@@ -68,6 +68,11 @@ def ones(dtype: torch.dtype = torch.bfloat16, **options: Any) -> torch.Tensor:
     return torch.ones(N, dtype=dtype, **options)
 
 
+def heads() -> torch.Tensor:
+    """Four heads of three tokens' eight."""
+    return torch.zeros(3, 8, N, dtype=torch.bfloat16)[:, :4]
+
+
 def plain(m: int) -> None:
     normforge.layernorm2d_fwd(rows(m), ones(), ones())
 
@@ -166,6 +171,30 @@ OPTIONS: dict[str, tuple[Callable[[], object], list[str], dict[str, Any]]] = {
         lambda: normforge.rmsnorm2d_fwd(torch.zeros(3, N + 8, dtype=torch.bfloat16)[:, :N], ones()),
         ["rms_fwd_bf16"],
         {"row_strides": [N + 8]},
+    ),
+    "heads": (
+        lambda: normforge.rmsnorm2d_fwd(heads(), ones()),
+        ["rms_fwd_bf16"],
+        {"row_strides": [(8 * N, 4, N)]},
+    ),
+    "heads in place": (
+        lambda: normforge.rmsnorm2d_fwd(x := heads(), ones(), out=x),
+        ["rms_fwd_bf16"],
+        {"row_strides": [{"x": (16 * N, 2, N), "out": (16 * N, 2, N)}]},
+    ),
+    "heads' gradients": (
+        lambda: torch.autograd.grad(
+            normforge.rms_norm(x := heads().requires_grad_(), (N,), ones()), x, rows(12).view(4, 3, N).transpose(0, 1)
+        ),
+        ["rms_fwd_bf16_mv", "rms_bwd_bf16"],
+        {"wants": [("dx",)], "row_strides": [{"x": (8 * N, 4, N), "dy": (N, 4, 3 * N)}]},
+    ),
+    "heads of a batch, transposed": (
+        lambda: normforge.layernorm2d_fwd(
+            torch.zeros(2, 3, 4, N).transpose(1, 2), residual=torch.zeros(2, 4, 3, N), fadd=2
+        ),
+        ["ln_fwd_fp32_add"],
+        {"weight_dtypes": [None], "row_strides": [(12 * N, 4, N, 3, 4 * N)]},
     ),
     "an offset": (
         lambda: normforge.rmsnorm2d_fwd(torch.zeros(3 * N + 1, dtype=torch.bfloat16)[1:].view(3, N), ones()),
@@ -308,6 +337,19 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "wants": ({"wants": [("dX",)]}, ConflictError, "wants has 'dX'; it takes some of dx, dweight, dbias, dx_bias"),
     "misaligned": ({"misaligned": [("y",)]}, ConflictError, "misaligned has 'y'; it takes names of arguments: x,"),
     "stride": ({"row_strides": [8]}, ShapeError, "row_strides has 8, less than N = 64"),
+    "strides": ({"row_strides": [(64, 2)]}, ConflictError, r"row_strides has \(64, 2\); it takes a stride, or up to 3"),
+    "strides of text": ({"row_strides": ["64"]}, ConflictError, "row_strides has '64'; it takes a stride"),
+    "heads": ({"row_strides": [(512, 4, 8)]}, ShapeError, "row_strides has 512, 4, 8, whose rows of N = 64 overlap"),
+    "strides of": (
+        {"row_strides": [{"y": 64}]},
+        ConflictError,
+        "row_strides has 'y'; it takes names .*: x, residual, out",
+    ),
+    "sizes": (
+        {"row_strides": [{"x": (512, 4, 64), "out": (512, 2, 64)}]},
+        ConflictError,
+        r"and out is of another shape than the tensor of \(4,\) rows",
+    ),
     "both": ({"device": 0}, ConflictError, "arch 'sm_90' and device 0 were both passed"),
     "count": ({"arch": None, "multiprocessors": 3}, ConflictError, "multiprocessors=3 was passed without arch"),
 }

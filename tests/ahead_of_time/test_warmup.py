@@ -110,6 +110,18 @@ def test_the_command_lists_what_it_would_compile(capsys: pytest.CaptureFixture[s
     assert "x bf16, weight fp32, bias fp32, y bf16" in lines[2]
 
 
+def test_the_command_takes_strides_of_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["warmup", "--list", "--arch", "sm_90", "--n", "128", "--rows", "many", "rms_fwd_bf16", "--row-stride"]
+    assert cli.main([*argv, "6144x32x128,x=6144x32x128+out=6144x32x128,x=4096x2x128x16x256"]) == 0
+    operands = [line.split("rms_fwd_bf16_rows  ")[-1].split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert operands[2:-2] == [
+        "x bf16, weight bf16, y bf16",
+        "x bf16 on 2 strides, weight bf16, y bf16",
+        "x bf16 on 2 strides, weight bf16, y bf16 on 2 strides",
+        "x bf16 on 3 strides, weight bf16, y bf16",
+    ]
+
+
 def test_the_command_takes_the_modes_of_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = tmp_path / "needed.yaml"
     manifest.write_text("groups:\n  mine:\n    norm: rms\n    dtype_in: bf16\n    n: [n512, n4096]\n")
@@ -129,6 +141,8 @@ def test_the_command_takes_the_modes_of_a_manifest(tmp_path: Path, capsys: pytes
         (["--n", "64", "--weight", "int8"], "'int8' is none of same, fp16, bf16, fp32, none"),
         (["--n", "64", "--residual", "none"], "'none' is none of same, fp16, bf16, fp32"),
         (["--n", "64", "--rows", "all"], "'all' is none of few, many, most"),
+        (["--n", "64", "--row-stride", "6144x"], "'6144x' is no stride, or strides with the rows between them"),
+        (["--n", "64", "--row-stride", "x=y"], "'y' is no stride, or strides with the rows between them"),
         (["--n", "64", "--jobs", "0"], "'0' is no number of threads"),
         (["--n", "64", "--arch", "sm_90"], "--arch sm_90 goes with --list"),
         (["--list", "--arch", "sm_90", "--n", "64", "--manifest", "m", "ln_fwd_bf16"], "leave one of them out"),

@@ -1,0 +1,86 @@
+"""Where the rows of stand-ins lie, as `compile_keys` is told it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ..calls.overlap import rows_overlap
+from ..calls.row_layout import MOST_STRIDES
+from ..codegen.parameters import FAMILIES
+from ..errors import ConflictError, ShapeError
+
+# A stride, or several with the sizes between them, the outermost first: (6144, 32, 128).
+Steps = int | tuple[int, ...]
+# Those of x, or of arguments by name; None where all rows adjoin.
+Asked = Steps | Mapping[str, Steps] | None
+
+# The arguments that have rows.
+NAMES = tuple(dict.fromkeys(row.name for family in FAMILIES for row in family.parameters if row.kind.has_row_stride))
+
+
+@dataclass(frozen=True)
+class RowPlaces:
+    """Where the rows of one call's tensors lie.
+
+    Attributes:
+        shape: the tensors'.
+        steps: by the names of arguments, strides and the sizes between them; rows of any other adjoin.
+    """
+
+    shape: tuple[int, ...]
+    steps: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, asked: Asked, n: int) -> RowPlaces:
+        """What was asked of rows of n elements.
+
+        Raises:
+            ConflictError: it names no argument that has rows, or two whose sizes do not go together, or is no strides.
+            ShapeError: rows would overlap.
+        """
+        given = asked if isinstance(asked, Mapping) else {} if asked is None else {"x": asked}
+        steps = {name: _checked(name, step) for name, step in given.items()}
+        sizes = max((step[1::2] for step in steps.values()), key=len, default=())
+        for name, step in steps.items():
+            if step[1::2] != sizes[len(sizes) - len(step[1::2]) :]:
+                raise ConflictError(
+                    f"row_strides has {given!r}, and {name} is of another shape than the tensor of {sizes} rows; "
+                    "pass the same sizes for both, from the last"
+                )
+        # Two, since the stride of one says nothing.
+        found = cls((2, *sizes, n), steps)
+        for name, step in steps.items():
+            if rows_overlap(found.empty(name, torch.int8)):
+                less = f"less than N = {n}" if len(step) == 1 else f"whose rows of N = {n} overlap"
+                raise ShapeError(
+                    f"row_strides has {', '.join(map(str, step))}, {less}; it takes N or more, or None for N itself"
+                )
+        return found
+
+    def empty(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """The stand-in of an argument that has rows."""
+        step = self.steps.get(name, self.shape[-1:])
+        strides = list(step[::-2])
+        for size in self.shape[-1 - len(strides) : 0 : -1]:
+            strides.append(strides[-1] * size)
+        outer = strides[::-1]
+        reach = sum((size - 1) * stride for size, stride in zip(self.shape, (*outer, 1), strict=True)) + 1
+        # Wherever the caller's default device is: planning takes no tensor without memory.
+        return torch.empty(reach, dtype=dtype, device="cpu").as_strided(self.shape, (*outer, 1))
+
+
+def _checked(name: str, asked: object) -> tuple[int, ...]:
+    """One argument's strides, as a tuple."""
+    step = asked if isinstance(asked, tuple) else (asked,)
+    whole = all(isinstance(value, int) and not isinstance(value, bool) and value > 0 for value in step)
+    if not whole or len(step) not in range(1, 2 * MOST_STRIDES, 2):
+        raise ConflictError(
+            f"row_strides has {asked!r}; it takes a stride, or up to {MOST_STRIDES} with the rows between them, "
+            "(6144, 32, 128) say, or a mapping from arguments to such"
+        )
+    if name not in NAMES:
+        raise ConflictError(f"row_strides has {name!r}; it takes names of arguments: {', '.join(NAMES)}")
+    return step
