@@ -22,11 +22,20 @@ def _adjoining(shape: Sequence[int], step: int = 1) -> tuple[int, ...]:
     return tuple(step * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
+def _swapped(shape: Sequence[int]) -> tuple[int, ...]:
+    if len(shape) < 3:
+        return _adjoining(shape)
+    step = math.prod(shape[2:])
+    return (step, shape[0] * step, *_adjoining(shape[2:]))
+
+
 # Strides of a shape. What kernels cannot walk the functions copy.
 LAYOUTS: dict[str, Callable[[Sequence[int]], tuple[int, ...]]] = {
     "contiguous": _adjoining,
     "gapped": lambda shape: (*_adjoining((*shape[:-1], shape[-1] + 3))[:-1], 1),
     "stepped": lambda shape: _adjoining(shape, 2),
+    "heads": lambda shape: (math.prod(shape[1:]) * 3 if len(shape) > 1 else 1, *_adjoining(shape)[1:]),
+    "transposed heads": _swapped,
     "transposed": lambda shape: tuple(reversed(_adjoining(tuple(reversed(shape))))),
     "expanded": lambda shape: (0, *_adjoining(shape)[1:]),
     "one value": lambda shape: (0,) * len(shape),

@@ -81,11 +81,11 @@ def _no_x(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | None:
 
 
 def _rows_apart(choose: Choose, made: MadeCall, given: Arguments) -> Arguments | None:
-    """Leading dimensions that no one stride walks."""
+    """Leading dimensions that no three strides walk."""
     name = choose([name for name in ("x", "residual", "out", "residual_out") if given.get(name) is not None])
     tensor = given[name]
     sizes = [size for size in tensor.shape[:-1] if size != 1]
-    if len(sizes) < 2 or 0 in sizes:
+    if len(sizes) < 4 or 0 in sizes:
         return None
     roomy = torch.zeros([size + 1 for size in tensor.shape], dtype=tensor.dtype, device=tensor.device)
     return {name: roomy[tuple(slice(size) for size in tensor.shape)]}

@@ -35,14 +35,21 @@ class Choose(Protocol):
     def __call__(self, options: Sequence[T], /) -> T: ...
 
 
-# Elements from row to row, from N.
-ROW_STRIDES: dict[str, Callable[[int], int]] = {
-    "adjoin": lambda n: n,
-    "odd gap": lambda n: n + 1 + n % 2,
-    "gap of 8": lambda n: n + 8,
-    "padded": lambda n: (n // 16 + 1) * 16,
-    "wide": lambda n: 2 * n + 8,
-    "expanded": lambda n: 0,
+def _swapped(sizes: Sequence[int]) -> tuple[int, ...]:
+    """With the last two in each other's place."""
+    return (*sizes[:-2], *reversed(sizes[-2:]))
+
+
+# Elements from row to row, from N and the sizes of leading dimensions: of the last two one for each dimension.
+ROW_STRIDES: dict[str, Callable[[int, Sequence[int]], tuple[int, ...]]] = {
+    "adjoin": lambda n, leading: row_strides(leading, n),
+    "odd gap": lambda n, leading: row_strides(leading, n + 1 + n % 2),
+    "gap of 8": lambda n, leading: row_strides(leading, n + 8),
+    "padded": lambda n, leading: row_strides(leading, (n // 16 + 1) * 16),
+    "wide": lambda n, leading: row_strides(leading, 2 * n + 8),
+    "expanded": lambda n, leading: row_strides(leading, 0),
+    "heads": lambda n, leading: (n * (math.prod(leading[1:]) + 2), *row_strides(leading[1:], n))[: len(leading)],
+    "transposed": lambda n, leading: _swapped(row_strides(_swapped(leading), n)),
 }
 # Elements to an output between x's rows, where those are wide.
 _BESIDE = 4
@@ -64,7 +71,7 @@ class Operand:
     ) -> Memory:
         """A tensor like this, filled with values or poison, with room for another between its rows if it is shared."""
         n = shape[-1]
-        strides = (*row_strides(shape[:-1], ROW_STRIDES[self.rows](n)), 1)
+        strides = (*ROW_STRIDES[self.rows](n, shape[:-1]), 1)
         beside = n + _BESIDE if shared else None
         return Memory(shape, strides, self.dtype, device, self.offset, values, beside)
 

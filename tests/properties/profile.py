@@ -45,7 +45,7 @@ _MANY, _SHORTEST = ((258,), (3, 87)), 128
 
 # Each bucket's ends of the standard ladder up to 300, and a length for each pipeline beyond.
 _SHORT = (16, 1, 2, 3, 5, 8, 13, 31, 32, 33, 64, 65, 100, 127, 128, 129, 255, 256, 257)
-_FEW = ((2,), (1,), (3,), (5,), (9,), (), (2, 2), (3, 1, 2), (1, 1), (0,), (2, 0))
+_FEW = ((2,), (1,), (3,), (5,), (9,), (), (2, 2), (2, 3), (2, 2, 3), (2, 2, 2, 2), (3, 1, 2), (1, 1), (0,), (2, 0))
 
 _INTERPRETER = Profile(1, False, (*_SHORT, 300, 769, 1500, 2049, 9001, 33000), _FEW)
 PROFILES = {
