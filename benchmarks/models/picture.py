@@ -15,7 +15,14 @@ from .variants import VARIANTS
 
 _PANEL = (7.0, 2.6)
 _DPI = 110
-_COLOURS = {"torch": "grey", "patch": "crimson", "patch-unfused": "lightcoral", "liger": "C0", "liger-apply": "C9"}
+_COLOURS = {
+    "torch": "grey",
+    "patch": "crimson",
+    "patch-passes": "darkred",
+    "patch-unfused": "lightcoral",
+    "liger": "C0",
+    "liger-apply": "C9",
+}
 
 Panels = dict[str, list[Row]]
 

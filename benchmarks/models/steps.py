@@ -119,11 +119,39 @@ def made_to_run(model: nn.Module, run: str, device: torch.device) -> Callable[..
         return model
     # All steps of a model are shapes of the same code, which TorchDynamo would take for one that varies.
     if run == COMPILE:
-        return torch.compile(model, dynamic=False, backend=_BACKEND[device.type])
+        return torch.compile(_with_code_of_its_own(model), dynamic=False, backend=_BACKEND[device.type])
     assert run == GRAPHS
     if device.type != "cuda":
         raise ValueError(f"CUDA graphs need a GPU, and this is a {device.type}")
-    return torch.compile(model, dynamic=False, mode="reduce-overhead")
+    return torch.compile(_with_code_of_its_own(model), dynamic=False, mode="reduce-overhead")
+
+
+def _with_code_of_its_own(model: nn.Module) -> Callable[..., Any]:
+    """A call of a model whose code no other has.
+
+    TorchDynamo keeps what it compiled with the code. Of two variants that differ in how graphs are compiled and not in
+    their modules, the second would otherwise run the first one's graphs.
+    """
+
+    def call(*args: Any, **named: Any) -> Any:
+        return model(*args, **named)
+
+    call.__code__ = call.__code__.replace(co_name="call")
+    return call
+
+
+def graphs_made() -> int:
+    """How many graphs TorchDynamo has traced in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def graphs_skipped() -> int:
+    """Of how many graphs torch has made no CUDA graph that was asked for."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["inductor"]["cudagraph_skips"])
 
 
 def time_turn(step: Callable[[], Any], kind: str, device: torch.device) -> list[float]:

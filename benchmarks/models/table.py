@@ -45,7 +45,7 @@ class Row:
             make: of the loss or a parameter's gradient, or where it decodes of the logits or a layer's new keys or
             values. Above 1 is wrong.
         where: of what that is.
-        note: what else a reader should know: parts of which torch made no CUDA graph.
+        note: where it compiles into several graphs, how many; and of how many torch made no CUDA graph.
     """
 
     model: str

@@ -38,11 +38,14 @@ class Variant:
         name: what `--variants` and tables call it.
         label: what headings and legends call it.
         change: changes a copy of a model, in place.
+        passes: whether `normforge.compile_passes` is on while it runs, and so while it is compiled; such a variant is
+            run compiled alone, because eagerly there is nothing to rewrite.
     """
 
     name: str
     label: str
     change: Callable[[nn.Module, Spec], None]
+    passes: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,20 +56,23 @@ class Varied:
         model: the copy.
         home: the module that the model's class comes from.
         replaced: the names there that the variant has set, and their values.
+        passes: as of the variant.
     """
 
     model: nn.Module
     home: Any = None
     replaced: Globals = field(default_factory=dict)
+    passes: bool = False
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Put the variant's names into the model's module for a while: Liger's reach every model of a family."""
+        """Let hold for a while what reaches beyond the model: Liger's functions reach every model of a family."""
         names = vars(self.home) if self.replaced else {}
         before = {name: names[name] for name in self.replaced}
         names.update(self.replaced)
         try:
-            yield
+            with normforge.compile_passes(self.passes):
+                yield
         finally:
             names.update(before)
 
@@ -86,7 +92,7 @@ def vary(model: nn.Module, spec: Spec, variant: Variant) -> Varied:
         replaced = {name: value for name, value in vars(home).items() if value is not before.get(name)}
     finally:
         vars(home).update(before)
-    return Varied(copied, home, replaced)
+    return Varied(copied, home, replaced, variant.passes)
 
 
 def versions() -> dict[str, str]:
@@ -165,6 +171,7 @@ VARIANTS = {
     for variant in (
         Variant(TORCH, "torch", _leave),
         Variant("patch", "patch", _patch),
+        Variant("patch-passes", "patch, compile_passes", _patch, passes=True),
         Variant("patch-unfused", "patch, fuse=False", _patch_unfused),
         Variant("liger", "Liger's modules", _liger_modules),
         Variant("liger-apply", "Liger's apply", _liger_applied),

@@ -30,7 +30,7 @@ from ..timing import summarise
 from .check import Off, Outcome, Yardstick, check, make_yardstick
 from .names import ABSENT, BF16, COMPILE, DECODE, EAGER, FAILS, GRAPHS, NOTHING, SUITE, TRAIN, WRONG, Key
 from .specs import SPECS, Shape, Spec, make
-from .steps import DecodeStep, Step, TrainStep, made_to_run, peak_gib, time_turn
+from .steps import DecodeStep, Step, TrainStep, graphs_made, graphs_skipped, made_to_run, peak_gib, time_turn
 from .table import Row, Table, load
 from .variants import VARIANTS, NotOfferedError, Varied, vary
 
@@ -85,7 +85,10 @@ class Job:
     def keys(self) -> list[Key]:
         """The rows that it makes."""
         return [
-            Key(self.model, self.dtype, step, run, variant) for step, run in self.groups for variant in self.variants
+            Key(self.model, self.dtype, step, run, variant)
+            for step, run in self.groups
+            for variant in self.variants
+            if run != EAGER or not VARIANTS[variant].passes
         ]
 
     @property
@@ -260,19 +263,20 @@ def _compile(session: Session, key: Key) -> tuple[Varied, Callable[..., Any], Ou
     step, device = session.step(key.step), session.device
     varied = session.varied(key.variant)
     model = made_to_run(varied.model, key.run, device)
-    skipped = _graphs_skipped() if key.run == GRAPHS else 0
+    compiles = key.run != EAGER
+    made, skipped = (graphs_made(), graphs_skipped()) if compiles else (0, 0)
     for _ in range(_CALLS[key.run] if device.type == "cuda" else 1):
         step.begin(varied.model)
         with varied.within():
             outcome = step.run(model)
-    skipped = _graphs_skipped() - skipped if key.run == GRAPHS else 0
-    return varied, model, outcome, f"torch made no CUDA graph of {skipped} of its parts" if skipped else ""
+    return varied, model, outcome, _note(graphs_made() - made, graphs_skipped() - skipped) if compiles else ""
 
 
-def _graphs_skipped() -> int:
-    from torch._dynamo.utils import counters
-
-    return int(counters["inductor"]["cudagraph_skips"])
+def _note(made: int, skipped: int) -> str:
+    if not made:
+        raise RuntimeError("TorchDynamo compiled nothing for it, and ran what it had compiled for another variant")
+    notes = [f"{made} graphs"] if made > 1 else []
+    return ", ".join(notes + ([f"{skipped} of them no CUDA graph"] if skipped else []))
 
 
 def _row(key: Key, one: _Ready, torch_loss: float | None) -> Row:

@@ -40,6 +40,7 @@ from benchmarks.models.table import Row, Table, load, render
 from benchmarks.models.variants import VARIANTS, NotOfferedError, Variant, vary
 from benchmarks.models.worker import Job, read_job, work
 from benchmarks.oracle import WrongOutputError
+from normforge.compiled import switch
 
 from ..thorough import THOROUGH
 
@@ -125,7 +126,7 @@ def test_a_wrong_model_is_told_and_not_timed(
 
 
 def test_a_right_model_is_timed_and_its_loss_stands_beside_torchs(toy: Spec, tmp_path: Path) -> None:
-    assert work(_job(tmp_path, variants=tuple(VARIANTS)[:2], rounds=2)) == 0
+    assert work(_job(tmp_path, variants=("torch", "patch"), rounds=2)) == 0
     rows = _rows(tmp_path)
     for row in rows.values():
         assert row.ok
@@ -491,9 +492,30 @@ def test_each_compiled_variant_has_a_graph_of_its_own(
         return graph.forward
 
     monkeypatch.setitem(steps._BACKEND, "cpu", backend)
-    work(_job(tmp_path, runs=(COMPILE,)))
-    assert all(row.ok for row in _rows(tmp_path).values())
-    assert ["normforge" in code for code in graphs] == [False, True]
+    # The last differs from the one before in how it is compiled, and in nothing that TorchDynamo guards.
+    work(_job(tmp_path, runs=(COMPILE,), variants=("torch", "patch", "patch-passes")))
+    assert all(row.ok and not row.note for row in _rows(tmp_path).values())
+    assert ["normforge" in code for code in graphs] == [False, True, True]
+
+
+@THOROUGH
+def test_a_variant_that_runs_anothers_graph_is_told(toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "_with_code_of_its_own", lambda model: model)
+    work(_job(tmp_path, runs=(COMPILE,), variants=("torch", "patch", "patch-passes")))
+    statuses = {name: row.status for name, row in _rows(tmp_path).items()}
+    assert statuses.pop("patch-passes").startswith(f"{FAILS}: RuntimeError: TorchDynamo compiled nothing for it")
+    assert set(statuses.values()) == {"ok"}
+
+
+def test_passes_are_on_for_their_variant_alone(toy: Spec, tmp_path: Path) -> None:
+    model = make(toy, toy.tiny, CPU, torch.bfloat16)
+    found = {}
+    for name in ("torch", "patch", "patch-passes", "patch"):
+        with vary(model, toy, VARIANTS[name]).within():
+            found[name] = switch._enabled
+    assert found == {"torch": False, "patch": False, "patch-passes": True}
+    keys = _job(tmp_path, runs=(EAGER, COMPILE), variants=tuple(VARIANTS)).keys
+    assert [key.run for key in keys if key.variant == "patch-passes"] == [COMPILE]
 
 
 INSTALL = "pip install -e '.[models]' has what this model is of"
@@ -506,7 +528,7 @@ def test_each_model_is_right_as_each_variant_has_it(name: str, dtype: str, tmp_p
     pytest.importorskip(SPECS[name].package, reason=INSTALL)
     # Autocast is traced like all else.
     runs = (EAGER, COMPILE) if dtype == BF16 else (EAGER,)
-    work(_job(tmp_path, name, dtype=dtype, variants=("torch", "patch", "patch-unfused"), runs=runs))
+    work(_job(tmp_path, name, dtype=dtype, variants=("torch", "patch", "patch-passes", "patch-unfused"), runs=runs))
     table = load(tmp_path)
     assert table is not None
     for key, row in table.rows.items():
