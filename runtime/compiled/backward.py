@@ -47,26 +47,26 @@ def join_gradient(graph: Graph, node: Node) -> bool:
     pair = sum_of_two(node)
     if pair is None or value(node).dtype not in FLOATS:
         return False
+    rows = [(norm, dx, other) for dx, other in (pair, pair[::-1]) if (norm := _that_computes(dx)) is not None]
+    if not rows:
+        return False
     order = Order(graph)
     # The later of two that could: what it adds is the earlier one's dx.
-    for dx, other in sorted([pair, pair[::-1]], key=lambda each: -order.at[each[0]]):
-        source, chain = without_reshapes(dx)
-        last = _that_computes(source, chain)
-        if last is None or order.is_written(source, other, node):
-            continue
+    for last, dx, other in sorted(rows, key=lambda row: -order.at[row[0].node]):
         first = _first_of(last)
-        if first is None or not _adds(graph, order, first, last, other, node):
-            continue
-        for each in reversed(chain):
-            each.meta["val"] = value(each).to(value(node).dtype)
-        node.replace_all_uses_with(dx)
-        erase(graph, node)
-        return True
+        written = order.is_written(last.results["dx"], other, node)
+        if first is not None and not written and _adds(graph, order, first, last, other, node):
+            for each in without_reshapes(dx)[1]:
+                each.meta["val"] = value(each).to(value(node).dtype)
+            node.replace_all_uses_with(dx)
+            erase(graph, node)
+            return True
     return False
 
 
-def _that_computes(dx: Node, chain: list[Node]) -> Operator | None:
-    """The backward operator that returns dx, if that is read once, and its reshapes."""
+def _that_computes(node: Node) -> Operator | None:
+    """The backward operator whose dx, or a reshape of it, a node is, if that is read once."""
+    dx, chain = without_reshapes(node)
     if not has_one_user([dx, *chain]) or dx.target is not operator.getitem:
         return None
     norm = read(dx.args[0])
@@ -77,7 +77,7 @@ def _first_of(last: Operator) -> Operator | None:
     """The first of a row of operators each of which adds the dx of the one before, if that adds nothing."""
     first = last
     while first.given["dresidual_out"] is not None:
-        before = _that_computes(*without_reshapes(first.given["dresidual_out"]))
+        before = _that_computes(first.given["dresidual_out"])
         if before is None:
             return None
         first = before
