@@ -70,7 +70,10 @@ def _that_computes(node: Node) -> Operator | None:
     if not has_one_user([dx, *chain]) or dx.target is not operator.getitem:
         return None
     norm = read(dx.args[0])
-    return norm if norm is not None and norm.is_backward and norm.results.get("dx") is dx else None
+    # dx_bias would be the sum of what is added to dx, too.
+    if norm is None or not norm.is_backward or norm.call.mode.x_bias or norm.results.get("dx") is not dx:
+        return None
+    return norm
 
 
 def _first_of(last: Operator) -> Operator | None:

@@ -15,7 +15,7 @@ from ..calls import traced
 from ..calls.check import Call, check
 from ..calls.functions import FUNCTIONS
 from ..calls.outputs import results_of
-from ..codegen.model import Direction
+from ..calls.torch_instead import rounded_to
 from ..errors import NormforgeError
 from ..selection import dispatch
 from ..upstream.torch_inductor import without_guards
@@ -132,11 +132,8 @@ def _checked(function: str, given: Mapping[str, Any]) -> Call | None:
 
 def _rounds_first_to(call: Call) -> torch.dtype | None:
     """What rows are rounded to before they are multiplied by the weight."""
-    if not call.mode.cast.comes_first:
-        return None
     dy = call.given.get("dy")
-    of_y = call.dtype_of("y") if call.function.direction is Direction.FORWARD else None if dy is None else dy.dtype
-    return of_y if of_y is not None and of_y.itemsize == 2 else call.x.dtype
+    return rounded_to(call.mode.cast, call.dtype_of("y") or (call.x if dy is None else dy).dtype, call.x.dtype)
 
 
 def _is_served(call: Call) -> bool:

@@ -46,6 +46,11 @@ class compile_passes:
         _switch(self._before)
 
 
+def is_enabled() -> bool:
+    """Whether graphs are rewritten that are compiled now, if this torch is known."""
+    return _enabled
+
+
 def _switch(enabled: bool) -> None:
     global _enabled, _waits
     with _lock:

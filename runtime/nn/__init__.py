@@ -1,1 +1,1 @@
-"""What models are made of: differentiable functions, modules, and `patch`. Stands on calls/ and codegen/."""
+"""What models are made of: differentiable functions, modules, and `patch`. Stands on calls/, codegen/ and compiled/."""

@@ -23,6 +23,7 @@ from ..calls.traced import intercepted, is_dynamo_compiling, keeps_for_recomputa
 from ..codegen.families import Kind
 from ..codegen.model import Cast
 from ..codegen.parameters import FORWARD
+from ..compiled.rules import is_left_to_inductor
 from ..dtypes import FLOATS
 from ..errors import ConflictError
 
@@ -272,10 +273,10 @@ def _first(operands: Operands, normalized_shape: Sequence[int] | None, options: 
     if not kernel:
         return torch_instead.normalise(operands, shape, options)
     said: Any = (norm, DEFAULT_EPS if eps is None else float(eps), *others)
-    if left:
+    traced = is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation())
+    if left or (traced and is_left_to_inductor(norm, x, shape)):
         *_, out_dtype, cast = said
         return torch_instead.normalise(operands, shape, (*said[:-2], out_dtype or result_dtype(norm, x), cast))
-    traced = is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation())
     return (normalise_traced if traced else recorded.normalise)(operands, shape, said)
 
 

@@ -66,7 +66,7 @@ class Compiled:
             decompositions=select_decomp_table(),
             keep_inference_input_mutations=True,
         )
-        self._call = torch.compile(function, backend=backend, fullgraph=True, **options)
+        self._call = torch.compile(function, backend=backend, **{"fullgraph": True, **options})
 
     def __call__(self, *inputs: Any) -> Any:
         return self._call(*inputs)

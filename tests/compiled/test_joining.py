@@ -323,6 +323,10 @@ NOT_GRADIENTS: dict[str, tuple[Function, list[torch.Tensor]]] = {
     "what a long kernel makes between": (made_by_a_long_kernel, [rows(), rows(), rows(N, N)]),
     "behind a write": (written_before, [rows(), rows(), rows()]),
     "accumulated in place": (accumulated, [rows(), rows(), rows()]),
+    "dx whose sum is the gradient of a bias": (
+        lambda p, dy, x, g: ((d := backward(p, dy, x, x_bias=p.bias, wants=("dx", "dx_bias"))).dx + g, d.dx_bias),
+        [rows(), rows(), rows()],
+    ),
     "doubles": (lambda p, dy, x, g: dx(p, dy, x) + g, [rows(), rows(), rows(dtype=torch.float64)]),
     "integers": (lambda p, dy, x, g: dx(p, dy, x) + g, [rows(), rows(), torch.ones(M, N, dtype=torch.int32)]),
     "a transposed gradient": (lambda p, dy, x, g: dx(p, dy, x) + g, [rows(), rows(), rows(N, M).t()]),

@@ -1,0 +1,205 @@
+"""Whole models with their norms' neighbours joined: as many additions as there are, and gradients as without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import normforge
+from normforge.compiled import rules
+
+from ..thorough import THOROUGH
+from .graphs import ADD, Compiled
+from .models import WIDTH, Block, Stack, gradients
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def rows(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*(size or (2, 3)), WIDTH, dtype=dtype, requires_grad=True)
+
+
+# Of bf16 rows: each way rounds in other places.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+
+def agree(actual: Any, expected: Any) -> None:
+    """Fail unless tensors are alike, each measured by its largest value."""
+    for a, b in zip(actual, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert (a - b).abs().max() <= TOLERANCE[a.dtype] * b.abs().max()
+
+
+def kept(graph: torch.fx.Graph) -> list[tuple[Any, ...]]:
+    """What a forward graph returns, among it what is kept for the backward one."""
+    (returned,) = graph.output_node().args
+    assert isinstance(returned, (list, tuple))
+    return [(node.meta["val"].shape, node.meta["val"].dtype) for node in returned if isinstance(node, torch.fx.Node)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=THOROUGH)], ids=str)
+def test_every_addition_of_a_stack_joins_forward_and_backward(dtype: torch.dtype) -> None:
+    model, x = Stack().to(dtype), rows(dtype=dtype)
+    found = {}
+    for rewrite in (False, True):
+        torch._dynamo.reset()
+        function = Compiled(model, rewrite=rewrite)
+        y = function(x)
+        found[rewrite] = function, [y, *gradients(model, x, y)]
+    (plain, expected), (function, actual) = found[False], found[True]
+    assert [plain.count(ADD, graph) for graph in (0, 1)] == [4, 4]
+    assert [function.count(ADD, graph) for graph in (0, 1)] == [0, 0]
+    assert function.joined == {"join_sum": 4, "join_gradient": 4}
+    assert [function.count("norm2d_fwd", 0), function.count("norm2d_bwd", 1)] == [5, 5]
+    agree(actual, expected)
+    # Nothing else is kept than was, or more of it.
+    assert kept(function.graphs[0]) == kept(plain.graphs[0])
+
+
+@THOROUGH
+def test_any_number_of_rows_in_one_graph() -> None:
+    model = Stack()
+    function = Compiled(model, dynamic=True)
+    for m in (2, 5, 7):
+        x = rows(m, 3)
+        y = function(x)
+        expected = model(x)
+        agree([y, *gradients(model, x, y)], [expected, *gradients(model, x, expected)])
+    assert len(function.graphs) == 2
+    assert function.joined == {"join_sum": 4, "join_gradient": 4}
+
+
+@THOROUGH
+def test_without_gradients() -> None:
+    model, x = Stack(), rows()
+    function = Compiled(model)
+    with torch.no_grad():
+        agree([function(x)], [model(x)])
+    assert [str(node.args[5]) for node in function.graphs[0].nodes if "layernorm2d_fwd" in str(node.target)] == [
+        "pre_add"
+    ]
+    assert function.joined == {"join_sum": 4}
+
+
+@THOROUGH
+def test_a_recomputed_block_joins_in_the_backward_graph_too() -> None:
+    block, x = Block(), rows()
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(block, x, use_reentrant=False)
+        return y * 2
+
+    function = Compiled(call)
+    y, expected = function(x), call(x)
+    agree([y, *gradients(block, x, y)], [expected, *gradients(block, x, expected)])
+    assert [applied["join_sum"] for applied in function.applied] == [1, 1]
+    assert function.applied[1]["join_gradient"] == 2
+
+
+@THOROUGH
+def test_autocast() -> None:
+    model, x = Stack(), rows()
+    function = Compiled(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = function(x), model(x)
+    assert y.dtype == expected.dtype
+    for a, b in zip([y, *gradients(model, x, y)], [expected, *gradients(model, x, expected)], strict=True):
+        assert a.dtype == b.dtype
+        assert (a - b).abs().max() <= 5e-2 * b.abs().max()
+    assert [function.count(ADD, graph) for graph in (0, 1)] == [0, 0]
+
+
+class TwoOutputs(Block):
+    """A block that returns its branch's norm as well, as do models whose hidden states are asked for."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        total = x + self.branches[0](self.norms[0](x))
+        return total, self.norms[1](total)
+
+
+@THOROUGH
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_backward_pass_of_some_outputs_and_again(used: int) -> None:
+    model, x = TwoOutputs(), rows()
+    function = Compiled(model)
+    for _ in range(2):
+        outputs, expected = function(x), model(x)
+        inputs = [x, *model.branches[0].parameters()]
+        ours, theirs = [], []
+        for _ in range(2):
+            ours += torch.autograd.grad(outputs[used].square().sum(), inputs, retain_graph=True)
+            theirs += torch.autograd.grad(expected[used].square().sum(), inputs, retain_graph=True)
+        agree(outputs, expected)
+        agree(ours, theirs)
+    assert function.applied[0]["join_sum"] == 1
+
+
+@THOROUGH
+def test_several_graphs() -> None:
+    first, second = Block(), Block()
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        y = first(x)
+        torch._dynamo.graph_break()
+        z: torch.Tensor = second(y)
+        return z
+
+    function, x = Compiled(call, fullgraph=False), rows()
+    y, expected = function(x), call(x)
+    model = torch.nn.ModuleList([first, second])
+    agree([y, *gradients(model, x, y)], [expected, *gradients(model, x, expected)])
+    assert function.joined == {"join_sum": 2, "join_gradient": 4}
+
+
+@THOROUGH
+def test_a_residual_that_requires_no_gradient() -> None:
+    block, x, residual = Block(), rows(), rows().detach()
+    function = Compiled(lambda x: block(residual + x))
+    y, expected = function(x), block(residual + x)
+    agree([y, *gradients(block, x, y)], [expected, *gradients(block, x, expected)])
+    assert function.applied[0]["join_sum"] == 2
+
+
+class WithDropout(Block):
+    """A block that drops some of what its branches add."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, branch in zip(self.norms, self.branches, strict=True):
+            x = x + torch.nn.functional.dropout(branch(norm(x)), 0.5)
+        return x
+
+
+@THOROUGH
+def test_dropout_stays_in_the_kernel_of_its_addition() -> None:
+    """Only backward is there anything to gain, where what dropout needs is not added but multiplied by."""
+    model, x = WithDropout(), rows()
+    function = Compiled(model)
+    gradients(model, x, function(x))
+    assert function.joined == {"join_gradient": 2}
+
+
+@THOROUGH
+def test_what_the_rules_leave_is_torchs_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = rules.Left("rms", torch.float32, 1, 64, recorded=True)
+    monkeypatch.setattr(rules, "LEFT_TO_INDUCTOR", (left,))
+    model, x = Stack(), rows()
+    for enabled, norms in ((False, 5), (True, 1)):
+        torch._dynamo.reset()
+        with normforge.compile_passes(enabled):
+            function = Compiled(model)
+            y, expected = function(x), model(x)
+            agree([y, *gradients(model, x, y)], [expected, *gradients(model, x, expected)])
+        assert function.count("norm2d_fwd") == norms
+
+
+def test_no_norm_is_left_to_inductor_before_one_was_measured() -> None:
+    assert rules.LEFT_TO_INDUCTOR == ()
