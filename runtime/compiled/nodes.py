@@ -80,8 +80,13 @@ def origin(node: Node) -> Node:
 
 
 def has_one_user(nodes: list[Node]) -> bool:
-    """Whether each of some nodes is read once."""
-    return all(len(node.users) == 1 for node in nodes)
+    """Whether each of some nodes is read once, and in one place."""
+    return all(sum(_reads(user, node) for user in node.users) == 1 for node in nodes)
+
+
+def _reads(user: Node, node: Node) -> int:
+    """In how many places a node reads another."""
+    return sum(each is node for each in torch.utils._pytree.tree_leaves((user.args, user.kwargs)))
 
 
 def is_contiguous(tensor: torch.Tensor) -> bool:

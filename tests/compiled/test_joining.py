@@ -266,6 +266,12 @@ GRADIENTS: dict[str, tuple[Function, list[torch.Tensor], int, int]] = {
         2,
         0,
     ),
+    "dx that is dy of the other too": (
+        lambda p, dy, x, g: (dx(p, first := dx(p, dy, x), dy) + first) + g,
+        [rows(), rows(), rows()],
+        1,
+        1,
+    ),
     "several gradients, added first": (
         lambda p, dy, x, g, h: (g + h) + dx(p, dy, x),
         [rows(), rows(), rows(), rows()],

@@ -134,7 +134,8 @@ def test_a_backward_pass_of_some_outputs_and_again(used: int) -> None:
     for _ in range(2):
         outputs, expected = function(x), model(x)
         inputs = [x, *model.branches[0].parameters()]
-        ours, theirs = [], []
+        ours: list[torch.Tensor] = []
+        theirs: list[torch.Tensor] = []
         for _ in range(2):
             ours += torch.autograd.grad(outputs[used].square().sum(), inputs, retain_graph=True)
             theirs += torch.autograd.grad(expected[used].square().sum(), inputs, retain_graph=True)

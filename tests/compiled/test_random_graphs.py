@@ -1,0 +1,135 @@
+"""Random small graphs of additions, norms, views, casts and what stands between: rewritten, they compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import normforge
+from normforge.compiled.nodes import is_tensor
+
+from ..properties.problems import Choose
+from ..properties.profile import examples
+from ..thorough import THOROUGH
+from .graphs import Traced
+
+M, N = 2, 16
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+Step = Callable[[Choose, "Pool"], Any]
+
+
+class Pool(list[torch.Tensor]):
+    """The rows that there are, and what norms are given beside them."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        *rows, self.weight, self.bias, self.rstd = inputs
+        super().__init__(rows)
+
+
+def _add(choose: Choose, pool: Pool) -> None:
+    first = choose(pool)
+    alike = [each for each in pool if each.shape == first.shape]
+    pool.append(torch.add(first, choose(alike), alpha=choose((1, 1, 1, 2))))
+
+
+def _norm(choose: Choose, pool: Pool, x: torch.Tensor | None = None) -> None:
+    x = choose(pool) if x is None else x
+    weight = choose((None, pool.weight, pool.bias))
+    options: dict[str, Any] = {"cast": choose(("after_weight", "before_weight")), "save_mv": True}
+    options["out_dtype"] = choose((None, *DTYPES))
+    if choose((True, False)):
+        out = normforge.rmsnorm2d_fwd(x, weight, **options)
+    else:
+        out = normforge.layernorm2d_fwd(x, weight, **options)
+    pool.append(out.y)
+
+
+def _backward(choose: Choose, pool: Pool) -> None:
+    x = choose(pool)
+    alike = [each for each in pool if each.shape == x.shape]
+    wants = choose((("dx",), ("dx", "dweight")))
+    given: dict[str, Any] = {"rstd": pool.rstd.view(x.shape[:-1]), "wants": wants, "dx_dtype": choose((None, *DTYPES))}
+    out = normforge.rmsnorm2d_bwd(choose(alike), x, pool.weight, **given)
+    assert out.dx is not None
+    pool.append(out.dx)
+    if out.dweight is not None:
+        pool.insert(0, out.dweight.expand(M, N).clone())
+
+
+def _norm_of_a_sum(choose: Choose, pool: Pool) -> None:
+    _add(choose, pool)
+    total = pool[-1]
+    if choose((True, False, False)):
+        STEPS[choose(list(STEPS))](choose, pool)
+    _norm(choose, pool, choose((total, total, total.view(-1, N))))
+
+
+def _sum_of_gradients(choose: Choose, pool: Pool) -> None:
+    _backward(choose, pool)
+    gradient = pool.pop()
+    if choose((True, False, False)):
+        STEPS[choose(list(STEPS))](choose, pool)
+    other = choose([each for each in pool if each.numel() == gradient.numel()])
+    pool.append(choose((gradient, gradient.view(other.shape))) + other)
+
+
+def _kernel(choose: Choose, pool: Pool) -> None:
+    x = choose(pool)
+    pool.append(x @ pool.weight.to(x.dtype).expand(N, N))
+
+
+STEPS: dict[str, Step] = {
+    "add": _add,
+    "norm": _norm,
+    "backward": _backward,
+    "kernel": _kernel,
+    "bias": lambda choose, pool: pool.append(choose(pool) + pool.bias),
+    "number": lambda choose, pool: pool.append(choose(pool) + 0.5),
+    "activation": lambda choose, pool: pool.append(torch.relu(choose(pool))),
+    "cast": lambda choose, pool: pool.append(choose(pool).to(choose(DTYPES))),
+    "shape": lambda choose, pool: pool.append(choose(pool).reshape(choose(((M, N), (1, M, N), (M, 1, N))))),
+    "in place": lambda choose, pool: choose(pool).mul_(0.5),
+}
+# What something may join comes more often.
+STEPS |= {"norm of a sum": _norm_of_a_sum, "sum of gradients": _sum_of_gradients}
+WORDS = (*STEPS, *["norm of a sum", "sum of gradients"] * 5)
+
+
+@pytest.mark.parametrize("many", [False, pytest.param(True, marks=THOROUGH)])
+def test_random_graphs(many: bool) -> None:
+    joined = 0
+
+    @examples(150 if many else 15)
+    @given(st.integers(0, 2**32))
+    def run(seed: int) -> None:
+        nonlocal joined
+
+        def call(*inputs: torch.Tensor) -> list[torch.Tensor]:
+            # The same choices in a trace and out of it.
+            choose, pool = Random(seed).choice, Pool(inputs)
+            for _ in range(choose(range(2, 9))):
+                STEPS[choose(WORDS)](choose, pool)
+            return [pool[-1], *(each for each in pool if choose((True, False, False)))]
+
+        rows = torch.randn(4, M, N).unbind()
+        vectors = torch.linspace(0.5, 1.5, N), torch.linspace(-1, 1, N), torch.linspace(1, 2, M)
+        inputs = [*rows[:3], rows[3].bfloat16(), *vectors]
+        expected = call(*(each.clone() for each in inputs))
+        function = Traced(call, *inputs)
+        actual = function(*(each.clone() for each in inputs))
+        for a, b in zip(actual, expected, strict=True):
+            assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+            half = any(node.meta["val"].dtype == torch.bfloat16 for node in function.graph.nodes if is_tensor(node))
+            assert (a - b).abs().max() <= (6e-2 if half else 1e-5) * max(1.0, float(b.abs().max()))
+        joined += sum(function.applied.values())
+
+    run()
+    assert joined > (100 if many else 10)
