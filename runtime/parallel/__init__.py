@@ -1,5 +1,9 @@
-"""Norms in models that are sharded over ranks; importing it imports torch.distributed. Stands on nothing."""
+"""Norms of sharded models: a parallel style, and rows that are split over ranks. Importing it imports DTensor.
+
+Stands on calls/ and upstream/.
+"""
 
 from .sequence import SequenceParallel
+from .split import split_layer_norm, split_rms_norm
 
-__all__ = ["SequenceParallel"]
+__all__ = ["SequenceParallel", "split_layer_norm", "split_rms_norm"]

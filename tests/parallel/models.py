@@ -1,0 +1,223 @@
+"""Cases of whole models under several kinds of parallelism at once, and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import normforge
+from normforge.parallel import split_layer_norm, split_rms_norm
+
+from .sharded import N, communicates, mesh, placed, same
+
+CASES: dict[str, Callable[[], None]] = {}
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    """List a case."""
+    CASES[function.__name__] = function
+    return function
+
+
+class LlamaRMSNorm(torch.nn.Module):
+    """As Hugging Face's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(N) + 0.5)
+        self.variance_epsilon = 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise rows of x."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(x.dtype)
+
+
+class Attention(torch.nn.Module):
+    """Causal attention of four heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (torch.nn.Linear(N, N, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attend."""
+        q, k, v = (each(x).unflatten(-1, (-1, 8)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Layer(torch.nn.Module):
+    """A decoder layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = LlamaRMSNorm(), LlamaRMSNorm()
+        self.attention = Attention()
+        self.up, self.down = torch.nn.Linear(N, 2 * N, bias=False), torch.nn.Linear(2 * N, N, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attend, and think."""
+        x = x + self.attention(self.norm_1(x))
+        return x + self.down(torch.nn.functional.silu(self.up(self.norm_2(x))))  # type: ignore[no-any-return]
+
+
+class Llama(torch.nn.Module):
+    """Two layers and a final norm, of hidden states that are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Layer() for _ in range(2)])
+        self.norm = LlamaRMSNorm()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run all layers."""
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
+def tensor_parallel(model: Llama, over: DeviceMesh) -> None:
+    """As torch's own recipe has it: the sequence is sharded between the linear layers."""
+    parallelize_module(model, over, {"norm": SequenceParallel()})
+    plan: dict[str, Any] = {
+        "norm_1": SequenceParallel(),
+        "norm_2": SequenceParallel(),
+        "attention": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
+        "attention.o": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    for layer in model.layers:
+        parallelize_module(layer, over, plan)
+
+
+def models() -> tuple[Llama, Llama]:
+    """A model, and the same one patched."""
+    torch.manual_seed(1)
+    model, twin = Llama(), Llama()
+    twin.load_state_dict(model.state_dict())
+    done = normforge.patch(twin)
+    assert len(done.swapped) == 5, done
+    return model, twin
+
+
+def agree(model: torch.nn.Module, twin: torch.nn.Module) -> None:
+    """Fail unless gradients of a sharded model are those of the whole one."""
+    for (name, whole), part in zip(model.named_parameters(), twin.parameters(), strict=True):
+        gradient: Any = part.grad
+        assert gradient is not None, name
+        torch.testing.assert_close(gradient.full_tensor(), whole.grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@case
+def a_patched_llama_under_tensor_parallelism() -> None:
+    """Its norms add no communication to what the linear layers ask for."""
+    model, twin = models()
+    tensor_parallel(twin, mesh())
+    x = torch.randn(2, 8, N)
+    model(x).square().sum().backward()
+    part = placed(x, Shard(1))
+    with communicates(all_gather_into_tensor=4, reduce_scatter_tensor=4):
+        y = twin(part)
+    same(y, model(x), Shard(1))
+    y.backward(2 * y.detach())
+    agree(model, twin)
+
+
+@case
+def a_patched_llama_under_fsdp_and_tensor_parallelism() -> None:
+    """On a mesh of two dimensions, each rank of the first with rows of its own."""
+    world = dist.get_world_size()
+    both = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+    model, twin = models()
+    tensor_parallel(twin, both["tp"])
+    for layer in twin.layers:
+        fully_shard(layer, mesh=both["dp"])
+    fully_shard(twin, mesh=both["dp"])
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, twin)]
+    x = torch.randn(4, 8, N)
+    at = both["dp"].get_local_rank()
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        mine = DTensor.from_local(
+            x[2 * at : 2 * at + 2].chunk(world // 2, 1)[both["tp"].get_local_rank()], both["tp"], [Shard(1)]
+        )
+        y = twin(mine)
+        y.square().mean().backward()
+        agree(model, twin)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@case
+def compiled_norms() -> None:
+    """In one graph, with the gradients and the placements of eager calls."""
+    for backend in ("aot_eager", "inductor"):
+        for module in (normforge.LayerNorm(N), normforge.RMSNorm(N), normforge.AddRMSNorm(N)):
+            torch._dynamo.reset()
+            parallelize_module(module, mesh(), normforge.parallel.SequenceParallel())
+            count = 2 if isinstance(module, normforge.AddRMSNorm) else 1
+            whole = [torch.randn(2, 6, N) for _ in range(count)]
+            parts = [placed(each.requires_grad_(), Shard(1)) for each in whole]
+            compiled = torch.compile(module, fullgraph=True, backend=backend)
+            found, expected = compiled(*parts), module(*parts)
+            for one, other in zip(_several(found), _several(expected), strict=True):
+                same(one, other.full_tensor(), Shard(1))
+            leaves = [*parts, *module.parameters()]
+            dys = [placed(torch.randn(2, 6, N), Shard(1)) for _ in range(count)]
+            with communicates():
+                gradients = torch.autograd.grad(_several(found), leaves, dys)
+            theirs: Any = torch.autograd.grad(_several(expected), leaves, dys)
+            for gradient, leaf, their in zip(gradients, leaves, theirs, strict=True):
+                same(gradient, their.full_tensor(), Shard(1) if leaf.dim() > 1 else Partial())
+
+
+def _several(outputs: Any) -> list[Any]:
+    return list(outputs) if isinstance(outputs, tuple) else [outputs]
+
+
+@case
+def compiled_operators() -> None:
+    """The functions that run every mode are operators of DTensors in a graph."""
+
+    def call(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        found = normforge.rmsnorm2d_fwd(x, weight, fquant="dynamic", save_mv=True)
+        return found.y, found.y_scale, found.rstd
+
+    x, weight = torch.randn(2, 6, N), torch.randn(N)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for one, other in zip(compiled(placed(x, Shard(1)), placed(weight, Replicate())), call(x, weight), strict=True):
+        same(one, other, Shard(1))
+
+
+@case
+def compiled_norms_of_rows_that_are_split() -> None:
+    for norm in (split_layer_norm, split_rms_norm):
+        torch._dynamo.reset()
+        x, weight = torch.randn(3, N, requires_grad=True), torch.randn(N, requires_grad=True)
+        compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
+        for given in ((x, weight), (placed(x, Shard(1)), placed(weight, Shard(0)))):
+            found, expected = compiled(*given), norm(*given)
+            torch.testing.assert_close(found, expected)
+            one = torch.autograd.grad(found.sum(), given)
+            other = torch.autograd.grad(expected.sum(), given)
+            torch.testing.assert_close(one, other)
