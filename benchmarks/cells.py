@@ -73,6 +73,8 @@ class Cell:
         out_dtype: of y where the task quantises; empty elsewhere.
         smooth: whether y is multiplied by a scale a column before it is quantised.
         group: which part of its suite the cell belongs to, for tables and pictures.
+        heads: of x and dy, how many rows a token has, and how many there is room for in a packed tensor: x and dy are
+            then (tokens, heads, n), x's rows on two strides. 0 and 0 of rows that adjoin.
     """
 
     task: Task
@@ -83,12 +85,19 @@ class Cell:
     out_dtype: str = ""
     smooth: bool = False
     group: str = ""
+    heads: tuple[int, int] = (0, 0)
 
     @property
     def kind(self) -> str:
         """Everything but the shape, as in `ln_bf16_int8_sdq`."""
         quant = ("sdq" if self.smooth else "dq") if self.task.quantises else ""
-        return "_".join(filter(None, (self.norm.value, self.dtype, self.out_dtype, quant)))
+        heads = "h{}of{}".format(*self.heads) if self.heads[0] else ""
+        return "_".join(filter(None, (self.norm.value, self.dtype, self.out_dtype, quant, heads)))
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """The shape of x but for its columns."""
+        return (self.m // self.heads[0], self.heads[0]) if self.heads[0] else (self.m,)
 
     @property
     def id(self) -> str:
@@ -146,6 +155,7 @@ def at_most(cells: Iterable[Cell], rows: int | None) -> tuple[Cell, ...]:
         return tuple(cells)
     first: dict[str, Cell] = {}
     for cell in cells:
-        capped = replace(cell, m=min(cell.m, rows))
+        whole = max(rows, cell.heads[0])
+        capped = replace(cell, m=min(cell.m, whole - whole % (cell.heads[0] or 1)))
         first.setdefault(capped.id, capped)
     return tuple(first.values())

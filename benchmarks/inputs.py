@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Inputs:
 
 def make_inputs(cell: Cell, device: torch.device, copy: int = 0) -> Inputs:
     """Draw a cell's tensors; the same ones for the same cell and copy."""
-    dtype, shape = DTYPES[cell.dtype], (cell.m, cell.n)
+    dtype, shape = DTYPES[cell.dtype], (*cell.leading, cell.n)
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{cell.id} {copy}".encode()))
 
     def normal(*size: int) -> torch.Tensor:
@@ -58,6 +59,8 @@ def make_inputs(cell: Cell, device: torch.device, copy: int = 0) -> Inputs:
         return torch.rand(cell.n, dtype=dtype, device=device, generator=generator) + 0.5
 
     x = normal(*shape)
+    if cell.heads[0]:
+        x = normal(shape[0], cell.heads[1], cell.n)[:, : cell.heads[0]]
     mean, rstd = statistics(x, cell.norm) if cell.task.differentiates else (None, None)
     return Inputs(
         cell,
@@ -74,7 +77,7 @@ def make_inputs(cell: Cell, device: torch.device, copy: int = 0) -> Inputs:
 
 def statistics(x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Mean, for LayerNorm, and rstd of each row, in fp32, as a forward pass saves them."""
-    mean, rstd = (torch.empty(x.shape[0], dtype=torch.float32, device=x.device) for _ in range(2))
+    mean, rstd = (torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) for _ in range(2))
     for rows in chunks(x):
         s = x[rows].double()
         mean[rows] = s.mean(-1)
@@ -84,8 +87,8 @@ def statistics(x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor | None, torch.
 
 
 def chunks(x: torch.Tensor) -> Iterator[slice]:
-    """Slices of rows, each small enough to be worked on in fp64."""
-    m, n = x.shape
-    step = max(1, _CHUNK // n)
+    """Slices of the first dimension, each small enough to be worked on in fp64."""
+    m, *others = x.shape
+    step = max(1, _CHUNK // math.prod(others))
     for start in range(0, m, step):
         yield slice(start, min(m, start + step))

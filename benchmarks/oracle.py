@@ -76,7 +76,7 @@ def _gradients(inputs: Inputs) -> dict[str, torch.Tensor]:
     assert dy is not None
     assert rstd is not None
     dx = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    dweight, dbias = (torch.zeros(x.shape[1], dtype=torch.float64, device=x.device) for _ in range(2))
+    dweight, dbias = (torch.zeros(x.shape[-1], dtype=torch.float64, device=x.device) for _ in range(2))
     for rows in chunks(x):
         r = rstd[rows].double().unsqueeze(-1)
         mean = 0.0 if inputs.mean is None else inputs.mean[rows].double().unsqueeze(-1)
@@ -84,8 +84,8 @@ def _gradients(inputs: Inputs) -> dict[str, torch.Tensor]:
         g = d * inputs.weight
         shift = g.mean(-1, keepdim=True) if inputs.mean is not None else 0.0
         dx[rows] = (g - h * (g * h).mean(-1, keepdim=True) - shift) * r
-        dweight += (d * h).sum(0)
-        dbias += d.sum(0)
+        dweight += (d * h).flatten(0, -2).sum(0)
+        dbias += d.flatten(0, -2).sum(0)
     found = {"dx": dx, "dweight": dweight.float(), "dbias": dbias.float()}
     return found if inputs.bias is not None else {name: found[name] for name in ("dx", "dweight")}
 

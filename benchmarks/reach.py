@@ -78,6 +78,7 @@ RULES = (
     _layer_backward("N = 32768", 32768, 32768, 0.65, 1.0),
     Rule("backward at M = 4096", "backward", group="M = 4096", peer=1.0),
     Rule("decode, CUDA graph", "decode", peer=1 / 1.02),
+    Rule("RMS of heads in a packed qkv", "heads", "*/rms_bf16_h*", copy=0.90, peer=1.0),
     Rule("host, plain call, torch", "host", _PLAIN_CALL, peer=1.0, peers=("eager",)),
     Rule(
         "host, add + quant, torch's plain", "host", "add_quant/ln*", peer=1 / 1.1, peers=("eager",), against=_PLAIN_CALL

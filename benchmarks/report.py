@@ -80,6 +80,7 @@ TABLES = (
         "ck_tile's default, fp16 to smooth int8", "quant", "*_sdq/*", ("ck_tile's default",), label="{task}, {m}×{n}"
     ),
     Table("LayerNorm decode, CUDA graph", "decode", "*/ln_bf16/*", ("*",), "µs", (4096, 8192), (1, 16, 256)),
+    Table("RMSNorm of 32 of 48 heads, bf16", "heads", "*/rms_bf16_h*", ("*",), lengths=(128,), label="{task}, {m}×{n}"),
     Table("Triton's tutorial, fp16", "tutorial", "*", ("*",), lengths=(1024, 4096, 15872), label="{task}, {m}×{n}"),
     Table("Host time of one LayerNorm call, 16×4096 bf16", "host", "*/ln_*", ("*",), "µs", label="{task}"),
 )
