@@ -117,6 +117,8 @@ def _causal(config: str, model: str, options: Callable[[Shape], Mapping[str, Any
     transformers = load("transformers")
     configured = getattr(transformers, config)(vocab_size=shape.vocabulary, **options(shape))
     made: nn.Module = getattr(transformers, model)(configured)
+    # GPT-2's class says by its name no loss to transformers, whose warning of that would break a compiled graph.
+    vars(made)["loss_type"] = "ForCausalLM"
     return made
 
 
