@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..calls.straight import Options
+from ..calls.straight import DEFAULT_EPS, Options
 from ..calls.traced import result_dtype
 from ..dtypes import HALVES
 from .huggingface import HuggingFaceRMSNorm, T5RMSNorm
@@ -80,12 +80,13 @@ _BEFORE, _AFTER = "before_weight", "after_weight"
 
 def _options(norm: RMSNorm, total: torch.dtype, on: torch.Tensor) -> Options:
     weight: torch.Tensor | None = norm.weight
+    eps = DEFAULT_EPS if norm.eps is None else norm.eps
     # What is added may have 16 bits where the sum has 32, and then nothing is rounded before the weight.
     cast = norm.cast if total in HALVES else _AFTER
     if not norm.cast_before_weight or weight is None:
-        return ("rms", norm.eps, norm.weight_offset, result_dtype("rms", on) or total, cast)
+        return ("rms", eps, norm.weight_offset, result_dtype("rms", on) or total, cast)
     y_dtype = total if total is weight.dtype else torch.promote_types(total, weight.dtype)
-    return ("rms", norm.eps, norm.weight_offset, y_dtype, _BEFORE if total in HALVES else _AFTER)
+    return ("rms", eps, norm.weight_offset, y_dtype, _BEFORE if total in HALVES else _AFTER)
 
 
 FOLLOWING: dict[type[torch.nn.Module], type[Following]] = {

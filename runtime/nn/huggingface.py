@@ -12,18 +12,29 @@ from .modules import RMSNorm
 
 
 class CastOrder(Enum):
-    """When the normalised row is rounded; the value names a model family that does so."""
+    """When the normalised row is rounded, and by what it is multiplied; the value names a model family that does so."""
 
     TO_INPUT_BEFORE_WEIGHT = "Llama"
     TO_WEIGHT_BEFORE_WEIGHT = "T5"
     AFTER_WEIGHT = "Olmo2"
+    AFTER_OFFSET_WEIGHT = "Gemma"
+
+    @property
+    def rounds_first(self) -> bool:
+        """Whether it is rounded before it is multiplied by the weight."""
+        return self in (CastOrder.TO_INPUT_BEFORE_WEIGHT, CastOrder.TO_WEIGHT_BEFORE_WEIGHT)
+
+    @property
+    def weight_offset(self) -> float:
+        """What is added to the weight."""
+        return 1.0 if self is CastOrder.AFTER_OFFSET_WEIGHT else 0.0
 
 
 class HuggingFaceRMSNorm(RMSNorm):
-    """RMSNorm as Hugging Face's `LlamaRMSNorm` and `Olmo2RMSNorm`, for modules made by such a class.
+    """RMSNorm as Hugging Face's `LlamaRMSNorm`, `Olmo2RMSNorm` and `GemmaRMSNorm`, for modules made by such a class.
 
-    With cast_before_weight it is Llama's, without it Olmo2's; see `RMSNorm`. The module's own epsilon is read in each
-    call, so that it may be changed.
+    With cast_before_weight it is Llama's, without it Olmo2's, or with a weight_offset Gemma's; see `RMSNorm`. The
+    module's own epsilon is read in each call, so that it may be changed.
 
     Attributes:
         epsilon_name: the attribute that epsilon is under.
@@ -69,6 +80,7 @@ class HuggingFaceRMSNorm(RMSNorm):
     def extra_repr(self) -> str:
         """torch's, and the option where it is on."""
         option = ", cast_before_weight=True" if self.cast_before_weight else ""
+        option += f", weight_offset={self.weight_offset}" if self.weight_offset else ""
         return f"{tuple(self.normalized_shape)}, eps={self.eps}, elementwise_affine=True{option}"
 
 

@@ -17,7 +17,7 @@ from .blocks import FusedBlock, fusible, may_be_block
 from .following import FOLLOWING, may_follow
 from .huggingface import CastOrder, HuggingFaceRMSNorm, T5RMSNorm
 from .modules import LayerNorm, RMSNorm
-from .probing import UnlikeError, formula_of
+from .probing import UnlikeError, calls_only, formula_of
 from .report import Row, table
 from .sums import SITES, Following
 
@@ -135,6 +135,7 @@ _HUGGING_FACE: dict[CastOrder, type[RMSNorm]] = {
     CastOrder.TO_INPUT_BEFORE_WEIGHT: HuggingFaceRMSNorm,
     CastOrder.TO_WEIGHT_BEFORE_WEIGHT: T5RMSNorm,
     CastOrder.AFTER_WEIGHT: HuggingFaceRMSNorm,
+    CastOrder.AFTER_OFFSET_WEIGHT: HuggingFaceRMSNorm,
 }
 
 
@@ -176,11 +177,12 @@ def patch(model: torch.nn.Module, *, cast_before_weight: bool = True, fuse: bool
     (optimisers keep working), hooks stay registered, a module shared by several parents is swapped for all of them,
     and state_dicts do not change.
 
-    Swapped are `torch.nn.LayerNorm` and `torch.nn.RMSNorm`, and classes whose name ends in RMSNorm or T5LayerNorm,
-    with a 1-D weight, no bias, and `variance_epsilon` or `eps`, if their forward takes one tensor and computes one of
-    Hugging Face's formulas: as `LlamaRMSNorm`, `T5LayerNorm` or `Olmo2RMSNorm`. Which one is found by trying copies on
-    random numbers, in training and in evaluation; epsilon may be changed afterwards, under its own name, and the
-    input may be passed by keyword, as before. Anything else that looks like a norm, a subclass with a forward of its
+    Swapped are `torch.nn.LayerNorm` and `torch.nn.RMSNorm`; subclasses of them whose forward is the one call that
+    torch's is, as timm's; and classes whose name ends in RMSNorm or T5LayerNorm, with a 1-D weight, no bias, and
+    `variance_epsilon` or `eps`, if their forward takes one tensor and computes one of Hugging Face's formulas: as
+    `LlamaRMSNorm`, `T5LayerNorm`, `Olmo2RMSNorm` or `GemmaRMSNorm`. Which one is found by trying copies on random
+    numbers, in training and in evaluation; epsilon may be changed afterwards, under its own name, and the input may be
+    passed by keyword, as before. Anything else that looks like a norm, a subclass with a forward of its
     own, say, is left alone and reported.
 
     Fused are blocks, Hugging Face's decoder layers, timm's, torch's or anybody's, that add in their forward and call a
@@ -401,8 +403,11 @@ def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacem
         return f"it has parameters in {', '.join(map(str, dtypes))}, and kernels take {', '.join(map(str, FLOATS))}"
     if cls in _TORCH:
         return _Replacement(_TORCH[cls], {})
-    if isinstance(module, tuple(_TORCH)):
-        return f"{cls.__name__} is a subclass of torch's, and its forward may be its own"
+    for base, replacement in _TORCH.items():
+        if isinstance(module, base):
+            if calls_only(module, base):
+                return _Replacement(replacement, {})
+            return f"{cls.__name__} is a subclass of torch's, and its forward may be its own"
     if not cls.__name__.endswith(("RMSNorm", "T5LayerNorm")):
         return f"{cls.__name__} is no class that patch knows"
     try:
@@ -412,7 +417,8 @@ def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacem
     attributes = {
         "normalized_shape": tuple(module.get_parameter("weight").shape),
         "elementwise_affine": True,
-        "cast_before_weight": cast_before_weight and formula.order is not CastOrder.AFTER_WEIGHT,
+        "cast_before_weight": cast_before_weight and formula.order.rounds_first,
+        "weight_offset": formula.order.weight_offset,
         "epsilon_name": formula.epsilon_name,
         "input_name": formula.input_name,
     }

@@ -13,9 +13,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from .huggingface import CastOrder
 
@@ -42,6 +44,61 @@ class Formula:
 EPSILON_NAMES = ("variance_epsilon", "eps")
 
 _FORMULA = "weight * x / sqrt(mean(x**2) + eps)"
+
+
+def calls_only(module: torch.nn.Module, base: type[torch.nn.Module]) -> bool:
+    """Whether a module's forward is what that of its base class is: one call of torch's function on its parameters.
+
+    It is tried on a twin without hooks, in training and in evaluation, in fp32 and bf16, with autocast and without.
+    """
+    try:
+        _check_class(type(module))
+        if len(inspect.signature(module.forward).parameters) != 1:
+            return False
+        with apart():
+            return all(_calls_alike(module, base, *mode) for mode in product((True, False), _TYPES))
+    except Exception:  # Anything may come out of somebody's forward.
+        return False
+
+
+_TYPES = (torch.float32, torch.bfloat16)
+
+
+def _calls_alike(module: torch.nn.Module, base: type[torch.nn.Module], training: bool, dtype: torch.dtype) -> bool:
+    twin: Any = object.__new__(type(module))
+    parameters = {
+        name: None if each is None else torch.nn.Parameter(torch.ones(tuple(each.shape), dtype=dtype))
+        for name, each in module._parameters.items()
+    }
+    vars(twin).update({**vars(module), "_parameters": parameters, "training": training})
+    x = torch.ones((2, 3, *twin.normalized_shape), dtype=dtype)
+    for cast in (False, True):
+        made = []
+        for forward in (base.forward, type(twin).forward):
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast), _Calls() as calls:
+                returned = forward(twin, x)
+            if len(calls.made) != 1 or returned is not calls.result:
+                return False
+            made += calls.made
+        if made[0] != made[1]:
+            return False
+    return True
+
+
+class _Calls(TorchFunctionMode):
+    """Which of torch's functions are called, and with what; tensors go by their identity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[Any, list[Any]]] = []
+        self.result: Any = None
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [*args, *(kwargs[name] for name in sorted(kwargs))]
+        self.made.append((function, [id(each) if isinstance(each, torch.Tensor) else each for each in given]))
+        self.result = function(*args, **kwargs)
+        return self.result
 
 
 def formula_of(module: torch.nn.Module) -> Formula:
@@ -287,4 +344,5 @@ _FORMULAS: dict[CastOrder, Callable[[torch.Tensor, torch.Tensor, float], torch.T
     CastOrder.TO_INPUT_BEFORE_WEIGHT: lambda x, weight, eps: weight * _normalised(x, eps).to(x.dtype),
     CastOrder.TO_WEIGHT_BEFORE_WEIGHT: lambda x, weight, eps: weight * _normalised(x, eps).to(weight.dtype),
     CastOrder.AFTER_WEIGHT: lambda x, weight, eps: (weight.float() * _normalised(x, eps)).to(x.dtype),
+    CastOrder.AFTER_OFFSET_WEIGHT: lambda x, weight, eps: ((1 + weight.float()) * _normalised(x, eps)).to(x.dtype),
 }

@@ -21,6 +21,7 @@ _FORMULAS = {
     CastOrder.TO_INPUT_BEFORE_WEIGHT: "`weight * cast(h)`, cast to x's dtype",
     CastOrder.TO_WEIGHT_BEFORE_WEIGHT: "`weight * cast(h)`, cast to the weight's dtype",
     CastOrder.AFTER_WEIGHT: "`cast(weight * h)`",
+    CastOrder.AFTER_OFFSET_WEIGHT: "`cast((1 + weight) * h)`",
 }
 
 

@@ -17,7 +17,7 @@ def test_classes_are_sorted_by_what_patch_makes_of_them() -> None:
         def __init__(self, n: int) -> None:
             super().__init__()
 
-    class Gemma(models.GemmaRMSNorm):
+    class Gemma(models.HalfOffsetRMSNorm):
         def __init__(self, n: int) -> None:
             super().__init__()
 

@@ -109,10 +109,24 @@ class EpsRMSNorm(torch.nn.Module):
 
 
 class GemmaRMSNorm(_Weighted):
-    """Multiplies by 1 + weight: of the same build as Llama's, and another formula."""
+    """Multiplies by 1 + weight in fp32, then rounds."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.factor(x) * (1 + self.weight.float())).to(x.dtype)
+
+
+class HalfOffsetRMSNorm(_Weighted):
+    """Adds something else than 1 to its weight: of the same build, and another formula."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.factor(x) * (0.5 + self.weight.float())).to(x.dtype)
+
+
+class RoundedOffsetRMSNorm(_Weighted):
+    """Adds 1 in the weight's own type, which rounds."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.factor(x) * (1 + self.weight)).to(x.dtype)
 
 
 class MisplacedEpsilonRMSNorm(_Weighted):
@@ -266,6 +280,32 @@ class NamelessEpsilonRMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight * x * (x.pow(2).mean(-1, keepdim=True) + self.epsilon).rsqrt()
+
+
+class RenamedLayerNorm(torch.nn.LayerNorm):
+    """A subclass that calls what torch's does, as model libraries have them."""
+
+    fast = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fast:
+            return x
+        return functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class WideLayerNorm(torch.nn.LayerNorm):
+    """Computes in fp32 also where autocast would have it return fp32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = functional.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
+        return wide.to(x.dtype)
+
+
+class FixedLayerNorm(torch.nn.LayerNorm):
+    """Has an epsilon that is not its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, 1e-3)
 
 
 class ScaledLayerNorm(torch.nn.LayerNorm):

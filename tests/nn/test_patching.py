@@ -26,7 +26,10 @@ from . import models
 from .models import WIDTH, Transformer
 from .oracle import backward, each_device
 
-HUGGING_FACE = (models.LlamaRMSNorm, models.T5LayerNorm, models.Olmo2RMSNorm, models.Qwen2RMSNorm)
+HUGGING_FACE = (
+    *(models.LlamaRMSNorm, models.T5LayerNorm, models.Olmo2RMSNorm),
+    *(models.Qwen2RMSNorm, models.GemmaRMSNorm),
+)
 
 each_hugging_face = pytest.mark.parametrize("cls", HUGGING_FACE, ids=lambda cls: cls.__name__)
 
@@ -204,7 +207,8 @@ def test_one_rounding_if_asked_for(cls: Callable[[], torch.nn.Module]) -> None:
     eps, weight = 1e-6, module.get_parameter("weight")
     normforge.patch(module, cast_before_weight=False)
     x = torch.randn(64, WIDTH).bfloat16()
-    assert torch.equal(module(x), normforge.rms_norm(x, (WIDTH,), weight, eps))
+    offset = 1.0 if cls is models.GemmaRMSNorm else 0.0
+    assert torch.equal(module(x), normforge.rms_norm(x, (WIDTH,), weight, eps, weight_offset=offset))
 
 
 @pytest.mark.parametrize("make", [models.LlamaRMSNorm, models.NoisyRMSNorm], ids=["Llama", "noisy"])
@@ -217,6 +221,17 @@ def test_looking_at_a_module_leaves_no_trace(make: Callable[[], torch.nn.Module]
     normforge.patch(module)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(module.get_parameter("weight"), weight)
+
+
+@pytest.mark.parametrize("shape", [WIDTH, (2, WIDTH)], ids=str)
+def test_a_subclass_whose_forward_is_torchs_call(shape: Any) -> None:
+    module = models.RenamedLayerNorm(shape)
+    x = torch.randn(3, 2, WIDTH)
+    wanted = module(x)
+    assert [each.new for each in normforge.patch(module).swapped] == [normforge.LayerNorm]
+    torch.testing.assert_close(module(x), wanted)
+    normforge.unpatch(module)
+    assert type(module) is models.RenamedLayerNorm
 
 
 def test_a_model_on_meta() -> None:
@@ -379,7 +394,8 @@ def lazy() -> torch.nn.Module:
 
 
 SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
-    "weight offset": (models.GemmaRMSNorm, "computes something else"),
+    "weight offset": (models.HalfOffsetRMSNorm, "computes something else"),
+    "rounded offset": (models.RoundedOffsetRMSNorm, "computes something else"),
     "eps elsewhere": (models.MisplacedEpsilonRMSNorm, "computes something else"),
     "rounded twice": (models.TwiceRoundedRMSNorm, "computes something else"),
     "two inputs": (models.GatedRMSNorm, "its forward takes (x"),
@@ -398,6 +414,8 @@ SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "bias": (models.BiasedRMSNorm, "lacks a 1-D weight as its only parameter"),
     "eps unnamed": (models.NamelessEpsilonRMSNorm, "variance_epsilon or eps"),
     "subclass": (lambda: models.ScaledLayerNorm(WIDTH), "ScaledLayerNorm is a subclass of torch's"),
+    "in fp32": (lambda: models.WideLayerNorm(WIDTH), "WideLayerNorm is a subclass of torch's"),
+    "fixed epsilon": (lambda: models.FixedLayerNorm(WIDTH), "FixedLayerNorm is a subclass of torch's"),
     "own class": (models.OwnLayerNorm, "OwnLayerNorm is no class that patch knows"),
     "own forward": (overridden, "overridden on the instance"),
     "double": (lambda: torch.nn.RMSNorm(WIDTH, dtype=torch.float64), "parameters in torch.float64"),
