@@ -16,7 +16,7 @@ from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import dispatch_modes
 from . import torch_instead
 from .backend import intercepted
-from .double_backward import refuse_double_backward
+from .double_backward import differentiated
 from .first import launched, launched_backward, resolved
 from .functional import (
     BACKWARD_OF,
@@ -226,19 +226,33 @@ def rounded_to(gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tenso
 
 
 class _Gradients(torch.autograd.Function):
-    """The backward pass as a function of its own, so that differentiating it is an error rather than a zero."""
+    """The backward pass as a function of its own, which torch's operators differentiate."""
 
     @staticmethod
     def forward(ctx: Any, options: BackwardOptions, *operands: Any) -> tuple[torch.Tensor | None, ...]:
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*operands)
         # Not a named tuple, of which autograd makes no tuple.
         return tuple(gradients_of(options, *operands))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        refuse_double_backward(ctx, *gradients)
+        def compute(*operands: Any) -> NormGradients:
+            return torch_instead.gradients_of_recorded(operands, ctx.options)
+
+        return None, *differentiated(compute, ctx.saved_tensors, ctx.needs_input_grad[1:], gradients)
 
 
-differentiable_gradients_of = applied(_Gradients)
+_applied = applied(_Gradients)
+
+
+def differentiable_gradients_of(options: BackwardOptions, *operands: Any) -> Any:
+    """`gradients_of` where a gradient of the gradient could be asked for."""
+    if _arrived_in_memory(operands) or is_dynamo_compiling() or dispatch_modes():
+        return _applied(options, *operands)
+    # Of what has none autograd records what torch's operators do, and not what is done within them.
+    return torch_instead.gradients_of_recorded(operands, options)
 
 
 def gradients_of(options: BackwardOptions, *operands: Any) -> NormGradients:
@@ -251,11 +265,12 @@ def gradients_of(options: BackwardOptions, *operands: Any) -> NormGradients:
         return found
     if dispatch_modes():
         return gradients_by_operator(operands, options)
+    if not _arrived_in_memory(operands):
+        return torch_instead.gradients_of_recorded(operands, options)
     given = backward_named(operands, options)
-    arrived = [name for name in ("dy", "dresidual_out") if given[name] is not None]
-    if not all(_addressed(given[name]) for name in arrived):
-        return _gradients_by_torch(operands, options)
-    for name in arrived:
+    for name in ("dy", "dresidual_out"):
+        if given[name] is None:
+            continue
         gradient, given[name] = given[name], walkable(given[name])
         if given[name] is not gradient:
             key = None
@@ -278,29 +293,12 @@ def gradients_by_operator(operands: BackwardOperands, options: BackwardOptions) 
     return NormGradients(*[next(found) if name in wants else None for name in NormGradients._fields])
 
 
-def _addressed(gradient: torch.Tensor) -> bool:
-    """Whether there is memory to read: not of several gradients at once, as autograd's is_grads_batched brings."""
+def _arrived_in_memory(operands: BackwardOperands) -> bool:
+    """Whether gradients can be read: not several at once, as autograd's is_grads_batched brings them."""
     try:
-        return gradient.__class__ in PLAIN and (gradient.data_ptr() != 0 or gradient.numel() == 0)
+        return all(
+            gradient is None or (gradient.__class__ in PLAIN and (gradient.data_ptr() != 0 or gradient.numel() == 0))
+            for gradient in (operands[0], operands[-1])
+        )
     except RuntimeError:
         return False
-
-
-def _gradients_by_torch(operands: BackwardOperands, options: BackwardOptions) -> NormGradients:
-    """`gradients_of` of what has no memory and may be followed by somebody, in torch's operators."""
-    dy, x, weight, statistics, x_bias, dresidual_out = operands
-    *_, dx_dtype, bias_dtype, wants = options
-    mean, rstd = unpacked(statistics, x.numel() // x.shape[-1])
-    exact = torch_instead.gradients((dy, x, weight, rstd, x_bias, dresidual_out), mean, options)
-    dtypes = (
-        dx_dtype or x.dtype,
-        None if weight is None else weight.dtype,
-        bias_dtype,
-        None if x_bias is None else x_bias.dtype,
-    )
-    return NormGradients(
-        *[
-            gradient.to(dtype) if name in wants else None
-            for name, gradient, dtype in zip(NormGradients._fields, exact, dtypes, strict=True)
-        ]
-    )

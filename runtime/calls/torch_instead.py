@@ -11,6 +11,7 @@ from torch.nn import functional
 from ..codegen.model import Cast
 from ..dtypes import HALVES
 from ..mode_words import word
+from .outputs import NormGradients, unpacked
 from .straight import BackwardOperands, BackwardOptions, Operands, Options
 
 
@@ -72,19 +73,27 @@ def _operator(
     return functional.layer_norm(x, list(shape), weight, bias, eps)
 
 
-def gradients(
-    operands: BackwardOperands, mean: torch.Tensor | None, options: BackwardOptions
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All that `recorded` may be asked for, by torch and not yet rounded to any type: dx, dweight, dbias and dx_bias.
+def gradients_of_recorded(operands: BackwardOperands, options: BackwardOptions) -> NormGradients:
+    """What a backward call of the functional API returns, the means in rstd if there are any."""
+    dy, x, weight, statistics, x_bias, dresidual_out = operands
+    mean, rstd = unpacked(statistics, x.numel() // x.shape[-1])
+    return gradients((dy, x, weight, rstd, x_bias, dresidual_out), mean, options)
 
-    mean is None for RMSNorm. rstd holds nothing else here, and there is a dy.
+
+def gradients(operands: BackwardOperands, mean: torch.Tensor | None, options: BackwardOptions) -> NormGradients:
+    """What a backward call returns of a dy, or of none where dx is all that is wanted; differentiable.
+
+    mean is None for RMSNorm. rstd holds nothing else here.
     """
     dy, x, weight, rstd, x_bias, dresidual_out = operands
-    _, weight_offset, cast, *_ = options
-    assert dy is not None
+    _, weight_offset, cast, dx_dtype, bias_dtype, wants = options
     rstd = rstd.view(*x.shape[:-1], 1)
+    mean = None if mean is None else mean.view(rstd.shape)
     s = x.float() if x_bias is None else x.float() + x_bias.float()
-    h = s * rstd if mean is None else (s - mean.view(rstd.shape)) * rstd
+    if torch.is_grad_enabled() and s.requires_grad:
+        mean, rstd = _depending(s, mean, rstd)
+    h = s * rstd if mean is None else (s - mean) * rstd
+    dy = torch.zeros_like(x) if dy is None else dy
     to = rounded_to(word(Cast, "cast", cast), dy.dtype, x.dtype)
     weighted = h if to is None else h.to(to).float()
     dy = dy.float()
@@ -95,7 +104,30 @@ def gradients(
     dx = dx * rstd
     if dresidual_out is not None:
         dx = dx + dresidual_out.float()
-    return dx, over_rows(dy * weighted), over_rows(dy), over_rows(dx)
+    # One rounding each.
+    exact = (
+        ("dx", dx, dx_dtype or x.dtype),
+        ("dweight", dy * weighted, None if weight is None else weight.dtype),
+        ("dbias", dy, bias_dtype),
+        ("dx_bias", dx, None if x_bias is None else x_bias.dtype),
+    )
+    found = {
+        name: (rows if name == "dx" else over_rows(rows)).to(dtype) for name, rows, dtype in exact if name in wants
+    }
+    return NormGradients(*[found.get(name) for name in NormGradients._fields])
+
+
+def _depending(
+    s: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Statistics as functions of the rows, with the same values; eps is what these say it was."""
+    if mean is None:
+        square = s.square().mean(-1, keepdim=True)
+    else:
+        centre = s.mean(-1, keepdim=True)
+        mean = mean + (centre - centre.detach())
+        square = (s - centre).square().mean(-1, keepdim=True)
+    return mean, (rstd.pow(-2) + (square - square.detach())).rsqrt()
 
 
 def over_rows(gradient: torch.Tensor) -> torch.Tensor:

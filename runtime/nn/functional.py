@@ -42,8 +42,8 @@ def layer_norm(
     """LayerNorm over x's last dimensions, as `torch.nn.functional.layer_norm`.
 
     y = (s - mean) / sqrt(var + eps) * (weight + weight_offset) + bias of s = x + x_bias, with the biased variance (Ba
-    et al., 2016). Differentiable once. For the backward pass x is kept, and a mean and rstd a row; nothing where no
-    gradient is due.
+    et al., 2016). For the backward pass x is kept, and a mean and rstd a row; nothing where no gradient is due. A
+    gradient of the gradient is computed by torch's operators, from the same formula.
 
     Where kernels cannot, torch's own operator runs, on a GPU too: in transforms of torch.func, for tensors that carry a
     tangent of forward-mode AD, in what torch.jit.trace records, where anything is float64 (which is logged once), and
@@ -79,7 +79,6 @@ def layer_norm(
         DeviceError: tensors are on several devices or meshes, or some are DTensors and others plain tensors.
         LayoutError: a tensor is sparse or nested.
         ConflictError: eps is no number of at least 0, weight_offset none at all, or has no weight to be added to.
-        GradientError: the gradient is differentiated; raised by that backward pass.
         NormforgeError: whatever else `layernorm2d_fwd` raises.
     """
     operands, options = (x, weight, bias, None, x_bias), ("layer", eps, weight_offset, None, cast)
@@ -145,7 +144,7 @@ def add_layer_norm(
     """Add a residual, and LayerNorm of the sum over its last dimension, in one kernel.
 
     residual_out = x + x_bias + residual, and y is its LayerNorm, computed from the sum in fp32, before it is rounded to
-    be stored. Differentiable once, through both outputs; residual_out is what is kept for the backward pass, with a
+    be stored. Differentiable through both outputs; residual_out is what is kept for the backward pass, with a
     mean and rstd a row.
 
     Args:
@@ -256,7 +255,8 @@ def _first(operands: Operands, normalized_shape: Sequence[int] | None, options: 
     if normalized_shape is None:
         check_tensor("x", operands[0])
         check_tensor("residual", operands[3])
-        normalized_shape = operands[0].shape[-1:]
+        with unrecorded():
+            normalized_shape = operands[0].shape[-1:]
     norm, eps, *others = options
     if norm == "layer" and others[0] != 0.0:
         return normalise(*_offset(operands, normalized_shape, options))

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..calls.double_backward import refuse_double_backward
+from ..calls import torch_instead
+from ..calls.double_backward import differentiated
 from ..calls.functions import FUNCTIONS
 from ..calls.outputs import dtype_of_all
 from ..calls.row_layout import walkable
@@ -90,7 +91,36 @@ def register(library: torch.library.Library, namespace: str, forward: str, backw
         return tuple([due.get(name) for name in takes.passed])
 
     torch.library.register_autograd(f"{namespace}::{forward}", differentiate, setup_context=keep, lib=library)
-    torch.library.register_autograd(f"{namespace}::{backward}", refuse_double_backward, lib=library)
+    _register_second(library, namespace, backward)
+
+
+def _register_second(library: torch.library.Library, namespace: str, backward: str) -> None:
+    """Give a backward operator what differentiates it, which torch's operators do."""
+    computes = FUNCTIONS[backward]
+    tensors = [name for name, _, _ in computes.tensors]
+    # RMSNorm's has neither, and LayerNorm's no offset.
+    absent = {"mean": None, "weight_offset": 0.0, "bias_dtype": None}
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+        given = dict(zip(computes.passed, inputs, strict=True))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*[given[name] for name in tensors])
+        ctx.told = {name: value for name, value in given.items() if name not in tensors}
+
+    def differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        def compute(*operands: Any) -> list[torch.Tensor]:
+            given = absent | ctx.told | dict(zip(tensors, operands, strict=True))
+            operands = tuple(given[name] for name in ("dy", "x", "weight", "rstd", "x_bias", "dresidual_out"))
+            options = tuple(given[name] for name in ("weight_offset", "cast", "dx_dtype", "bias_dtype", "wants"))
+            found = torch_instead.gradients(operands, given["mean"], (computes.norm.value, *options))
+            return [getattr(found, name) for name in given["wants"]]
+
+        due = dict(zip(computes.passed, ctx.needs_input_grad, strict=True))
+        found = differentiated(compute, ctx.saved_tensors, [due[name] for name in tensors], arrived)
+        by_name = dict(zip(tensors, found, strict=True))
+        return tuple([by_name.get(name) for name in computes.passed])
+
+    torch.library.register_autograd(f"{namespace}::{backward}", differentiate, setup_context=keep, lib=library)
 
 
 def _compute(

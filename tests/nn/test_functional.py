@@ -262,18 +262,6 @@ def test_gradcheck(norm: str, n: int) -> None:
     assert torch.autograd.gradcheck(function, tensors, eps=1e-2, atol=2e-2, rtol=2e-2, nondet_tol=0.0, fast_mode=n > 5)
 
 
-@each_device
-@each_function
-def test_a_double_backward_is_refused(norm: str, device: str) -> None:
-    given = operands(norm, (3, 64), torch.float32, device=device)
-    inputs = list(given.present().values())
-    first = torch.autograd.grad(call(norm, given)[0].square().sum(), inputs, create_graph=True)
-    for gradient in first:
-        with pytest.raises(normforge.errors.NormforgeError, match=r"double backward.*torch.nn.functional") as raised:
-            torch.autograd.grad(gradient.sum(), given.x, retain_graph=True)
-        assert isinstance(raised.value, RuntimeError)
-
-
 def test_a_graph_of_gradients_may_be_asked_for_and_not_used() -> None:
     given = operands("layer", (3, 64), torch.float32)
     plain = torch.autograd.grad(call("layer", given)[0].square().sum(), given.x)

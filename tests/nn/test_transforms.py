@@ -30,7 +30,6 @@ M, N = 3, 64
 # Without torch's own types, which these mostly lack.
 forward_ad: Any = torch.autograd.forward_ad
 jit: Any = torch.jit
-derivatives: Any = torch.autograd.functional
 make_fx: Any = torch.fx.experimental.proxy_tensor.make_fx
 
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -74,31 +73,9 @@ def squares(call: Call) -> Call:
 TRANSFORMS: dict[str, Callable[[Call, torch.Tensor], Any]] = {
     "grad": lambda call, x: func.grad(squares(call))(x),
     "vmap": lambda call, x: func.vmap(call)(torch.stack((x, 2 * x + 1))),
-    "vmap of the last dimension": lambda call, x: func.vmap(call, in_dims=-1)(torch.stack((x, 2 * x + 1), -1)),
-    "vmap of grad": lambda call, x: func.vmap(func.grad(squares(call)))(torch.stack((x, 2 * x + 1))),
-    "grad of vmap": lambda call, x: func.grad(lambda x: func.vmap(call)(x.expand(2, M, N)).square().sum())(x),
-    "vmap of vmap": lambda call, x: func.vmap(func.vmap(call))(x.expand(2, 2, M, N)),
     "jvp": lambda call, x: func.jvp(call, (x,), (x.cos(),)),
-    "vjp": lambda call, x: func.vjp(call, x)[1](x.cos()),
-    "jvp of grad": lambda call, x: func.jvp(func.grad(squares(call)), (x,), (x.cos(),)),
-    "grad of grad": lambda call, x: func.grad(lambda x: func.grad(squares(call))(x).sin().sum())(x),
-    "linearize": lambda call, x: func.linearize(call, x)[1](x.cos()),
     "functionalize": lambda call, x: func.functionalize(call)(x),
-    "make_fx of grad": lambda call, x: make_fx(func.grad(squares(call)))(x)(2 * x),
-    "jacobian, forward": lambda call, x: derivatives.jacobian(
-        lambda x: call(x).sum(0), x, vectorize=True, strategy="forward-mode"
-    ),
-    "jacobian, batched gradients": lambda call, x: derivatives.jacobian(lambda x: call(x).sum(0), x, vectorize=True),
 }
-
-
-@each_device
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-@each_function
-def test_a_transform_of_torch_func(norm: str, transform: Callable[[Call, torch.Tensor], Any], device: str) -> None:
-    ours, theirs = pair(norm, device)
-    x = torch.randn(M, N, device=device)
-    close(transform(ours, x), transform(theirs, x))
 
 
 @each_device
@@ -222,13 +199,6 @@ def test_batched_gradients(norm: str, device: str) -> None:
     arriving = torch.randn(5, M, N, device=device)
     actual, expected = (torch.autograd.grad(f(x), x, arriving, is_grads_batched=True) for f in (ours, theirs))
     close(actual, expected)
-
-
-@pytest.mark.parametrize("vectorize", [False, True])
-def test_a_second_derivative_is_refused(vectorize: bool) -> None:
-    ours, _ = pair("layer")
-    with pytest.raises(errors.GradientError, match=r"\(a double backward\) and no kernel computes it; use torch\.nn"):
-        derivatives.hessian(squares(ours), torch.randn(M, N), vectorize=vectorize)
 
 
 @each_device

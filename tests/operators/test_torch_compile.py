@@ -322,14 +322,6 @@ def test_export(strict: bool) -> None:
     assert all(same_bits(a, b) for a, b in zip(program.module()(x), model(x), strict=True))
 
 
-def test_a_double_backward_is_refused_as_by_an_eager_call() -> None:
-    function, _ = compiled(lambda x: normforge.layer_norm(x, (N,)), backend="eager")
-    x = torch.randn(5, N, requires_grad=True)
-    (dx,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
-    with pytest.raises(errors.GradientError, match=r"\(a double backward\) and no kernel computes it"):
-        backward(dx.sum())
-
-
 # One of each kind, from the tables of all calls that eager calls refuse.
 BAD = {
     "weight too short": "shape",

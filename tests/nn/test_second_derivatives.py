@@ -1,0 +1,157 @@
+"""Gradients of gradients, which torch's operators compute from the formula of the kernels, held against fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import normforge
+
+from .oracle import EPS, close, each_device, each_function, each_norm
+from .test_options import TOLERANCES, call, exact, tensors
+
+
+def second(outputs: Any, leaves: list[torch.Tensor], arriving: list[torch.Tensor], also: list[torch.Tensor]) -> Any:
+    """The gradients, and those of one sum of all of them, of leaves and of what arrived."""
+    first = torch.autograd.grad(outputs, leaves, arriving, create_graph=True)
+    weights = torch.Generator().manual_seed(1)
+    totals = [
+        (gradient.double() * torch.randn(gradient.shape, generator=weights).double().to(gradient.device)).sum()
+        for gradient in first
+    ]
+    return first, torch.autograd.grad(totals, [*leaves, *also], allow_unused=True)
+
+
+@each_device
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_function
+def test_of_every_operand_and_of_what_arrives(norm: str, dtype: torch.dtype, offset: float, device: str) -> None:
+    given = tensors(norm, dtype, device)
+    if dtype is torch.float32:
+        # What arrives at a bf16 gradient would be rounded to it.
+        given["x_bias"] = given["x_bias"].detach().float().requires_grad_()
+    wide, wanted = exact(norm, given, offset)
+    outputs = call(norm, given, weight_offset=offset)
+    arriving = [torch.randn_like(output).detach().requires_grad_() for output in outputs]
+    exactly = [dy.detach().double().requires_grad_() for dy in arriving]
+    first, found = second(outputs, list(given.values()), arriving, arriving)
+    assert all(gradient.requires_grad for gradient in first if gradient.dtype is dtype)
+    _, expected = second(wanted, list(wide.values()), exactly, exactly)
+    names = [*given, *[f"dy {place}" for place in range(len(arriving))]]
+    operands = [*given.values(), *arriving]
+    for name, operand, gradient, wish in zip(names, operands, found, expected, strict=True):
+        if gradient is None or wish is None:
+            # Nothing depends on the sum's gradient but dx, whose gradient is constant in it; zeros either way.
+            assert not any(each.any() for each in (gradient, wish) if each is not None), name
+            continue
+        assert (gradient.dtype, gradient.shape) == (operand.dtype, operand.shape), name
+        close(name, gradient, wish, TOLERANCES[dtype])
+
+
+@each_norm
+def test_a_third_derivative(norm: str) -> None:
+    """Held against the formula: torch 2.13's of its own layer_norm is another, in fp64 too."""
+    function: Any = getattr(normforge, f"{norm}_norm")
+    x, directions = torch.randn(3, 24), torch.randn(3, 3, 24)
+
+    def formula(s: torch.Tensor, shape: Any, eps: float) -> torch.Tensor:
+        centred = s - s.mean(-1, keepdim=True) if norm == "layer" else s
+        return centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+    def third(call: Any, leaf: torch.Tensor) -> torch.Tensor:
+        gradient = call(leaf, (24,), eps=EPS).square()
+        for step, direction in enumerate(directions.to(leaf.dtype)):
+            (gradient,) = torch.autograd.grad((gradient * direction).sum(), leaf, create_graph=step < 2)
+        assert isinstance(gradient, torch.Tensor)
+        return gradient
+
+    found = third(function, x.clone().requires_grad_())
+    assert not found.requires_grad
+    close("third derivative", found, third(formula, x.double().requires_grad_()), 1e-4)
+
+
+@each_norm
+def test_a_gradient_penalty_trains_the_parameters(norm: str) -> None:
+    def gradients(module: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        y = module(x)
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        torch.autograd.backward([y.sum() + dx.square().sum()])
+        return [x.grad, *[parameter.grad for parameter in module.parameters()]]  # type: ignore[list-item]  # all are there
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(24, 24), getattr(torch.nn, {"layer": "LayerNorm", "rms": "RMSNorm"}[norm])(24)
+    )
+    x = torch.randn(5, 24)
+    expected = gradients(model, x.clone().requires_grad_())
+    model.zero_grad()
+    normforge.patch(model)
+    found = gradients(model, x.clone().requires_grad_())
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@each_norm
+def test_rows_that_are_rounded_before_the_weight(norm: str) -> None:
+    """A rounding has the gradient 1, as where torch rounds."""
+    function: Any = getattr(normforge, f"{norm}_norm")
+    x, weight = torch.randn(4, 24).bfloat16().requires_grad_(), torch.randn(24).requires_grad_()
+
+    def theirs() -> Any:
+        return function(x.float(), (24,), eps=EPS).to(torch.bfloat16).float() * weight
+
+    def penalty(y: torch.Tensor) -> Any:
+        gradients = torch.autograd.grad(y.float().square().sum(), (x, weight), create_graph=True)
+        return torch.autograd.grad([gradient.float().square().sum() for gradient in gradients], (x, weight))
+
+    found, expected = penalty(function(x, (24,), weight, eps=EPS, cast="before_weight")), penalty(theirs())
+    for a, b in zip(found, expected, strict=True):
+        close("second derivative", a, b.double(), 5e-2)
+
+
+@pytest.mark.parametrize("how", ["compiled", "checkpoint", "operator"])
+@each_norm
+def test_of_a_call_that_somebody_follows(norm: str, how: str) -> None:
+    function: Any = getattr(normforge, f"{norm}_norm")
+    theirs: Any = getattr(functional, f"{norm}_norm")
+    x, weight = torch.randn(4, 24), torch.randn(24)
+
+    def norm_of(leaf: torch.Tensor) -> torch.Tensor:
+        return function(leaf, (24,), weight, eps=EPS)  # type: ignore[no-any-return]  # a tensor
+
+    def followed(leaf: torch.Tensor) -> Any:
+        if how == "checkpoint":
+            return checkpoint(norm_of, leaf, use_reentrant=False)
+        if how == "operator":
+            forward: Any = getattr(normforge, f"{norm}norm2d_fwd").__name__
+            bias = (None,) if norm == "layer" else ()
+            offset = () if norm == "layer" else (0.0,)
+            others = (None, "none", None, "none", None, None, torch.float32, True, "nearest", "after_weight")
+            return getattr(torch.ops.normforge, forward)(leaf, weight, *bias, EPS, *offset, *others)[0]
+        torch._dynamo.reset()
+        return torch.compile(norm_of, backend="eager", fullgraph=True)(leaf)
+
+    def twice(call: Any) -> torch.Tensor:
+        leaf = x.clone().requires_grad_()
+        (dx,) = torch.autograd.grad(call(leaf).square().sum(), leaf, create_graph=True)
+        (found,) = torch.autograd.grad(dx.sin().sum(), leaf)
+        return found
+
+    torch.testing.assert_close(
+        twice(followed), twice(lambda leaf: theirs(leaf, (24,), weight, eps=EPS)), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_a_change_between_the_passes_is_noticed() -> None:
+    weight = torch.randn(24, requires_grad=True)
+    x = torch.randn(3, 24, requires_grad=True)
+    (dx,) = torch.autograd.grad(normforge.rms_norm(x, (24,), weight).square().sum(), x, create_graph=True)
+    with torch.no_grad():
+        weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(dx.sum(), x)

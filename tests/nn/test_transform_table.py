@@ -1,0 +1,289 @@
+"""What torch can do with its own norms, done with these: one table, each row beside torch's own result."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.fx.experimental.proxy_tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import normforge
+
+from ..thorough import THOROUGH
+from .oracle import EPS, each_device
+
+M, N = 3, 16
+
+# Without torch's own types, which these mostly lack.
+func: Any = torch.func
+derivatives: Any = torch.autograd.functional
+jit: Any = torch.jit
+fx: Any = torch.fx
+make_fx: Any = torch.fx.experimental.proxy_tensor.make_fx
+
+# y of x, and of what else may be followed: the weight, and what is added to x.
+Call = Callable[..., torch.Tensor]
+Transform = Callable[[Call, torch.Tensor, torch.Tensor], Any]
+
+NORMS = ("layer", "rms", "add_layer", "add_rms")
+
+
+def pair(norm: str, device: str) -> tuple[Call, Call]:
+    """A function by normforge, known already, and the same by torch's operators."""
+    weight, bias = torch.randn(N, device=device), torch.randn(N, device=device)
+    added = torch.randn(M, N, device=device)
+
+    def theirs(x: torch.Tensor, w: torch.Tensor = weight, r: torch.Tensor = added) -> torch.Tensor:
+        total = x + r if norm.startswith("add") else x
+        if norm.endswith("rms"):
+            y = functional.rms_norm(total, (N,), w, EPS)
+        else:
+            y = functional.layer_norm(total, (N,), w, bias, EPS)
+        return y * total if norm.startswith("add") else y
+
+    def ours(x: torch.Tensor, w: torch.Tensor = weight, r: torch.Tensor = added) -> torch.Tensor:
+        function: Any = getattr(normforge, f"{norm}_norm")
+        first = r if norm.startswith("add") else (N,)
+        made = function(x, first, w, EPS) if norm.endswith("rms") else function(x, first, w, bias, EPS)
+        return made[0] * made[1] if norm.startswith("add") else made  # type: ignore[no-any-return]  # a tensor
+
+    ours(torch.randn(M, N, device=device))
+    return ours, theirs
+
+
+def squares(f: Call) -> Call:
+    return lambda *operands: f(*operands).square().sum()
+
+
+def leaf(x: torch.Tensor) -> torch.Tensor:
+    return x.clone().requires_grad_()
+
+
+def both(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return torch.stack((x, t))
+
+
+def of_one(f: Call) -> Call:
+    """As make_fx and others want a function: of one argument, without defaults."""
+    return lambda x: f(x)
+
+
+def second(f: Call, x: torch.Tensor, t: torch.Tensor) -> Any:
+    a, w = leaf(x), leaf(t[0])
+    first = torch.autograd.grad(squares(f)(a, w), (a, w), create_graph=True)
+    return torch.autograd.grad([gradient.sin().sum() for gradient in first], (a, w))
+
+
+def penalty(f: Call, x: torch.Tensor, t: torch.Tensor) -> Any:
+    a = leaf(x)
+    y = f(a)
+    (gradient,) = torch.autograd.grad(y, a, t, create_graph=True)
+    torch.autograd.backward([y.sum() + gradient.square().sum()])
+    return a.grad
+
+
+def batched(f: Call, x: torch.Tensor, t: torch.Tensor) -> Any:
+    a = leaf(x)
+    (gradients,) = torch.autograd.grad(f(a), a, both(x, t), is_grads_batched=True, create_graph=True)
+    return gradients, torch.autograd.grad(gradients.sin().sum(), a)
+
+
+def checkpointed_twice(f: Call, x: torch.Tensor, t: torch.Tensor) -> Any:
+    a = leaf(x)
+    (gradient,) = torch.autograd.grad(checkpoint(f, a, use_reentrant=False).square().sum(), a, create_graph=True)
+    return torch.autograd.grad(gradient.sin().sum(), a)
+
+
+def compiled(f: Call, *operands: torch.Tensor) -> Any:
+    torch._dynamo.reset()
+    try:
+        return torch.compile(f, backend="aot_eager", fullgraph=True)(*operands)
+    finally:
+        torch._dynamo.reset()
+
+
+VMAP: dict[str, Transform] = {
+    "vmap": lambda f, x, t: func.vmap(f)(both(x, t)),
+    "vmap, out_dims": lambda f, x, t: func.vmap(f, out_dims=1)(both(x, t)),
+    "vmap, in_dims of the last": lambda f, x, t: func.vmap(f, in_dims=-1, out_dims=-1)(torch.stack((x, t), -1)),
+    "vmap of the weight": lambda f, x, t: func.vmap(f, in_dims=(None, 0))(x, t[:2]),
+    "vmap of x and the weight": lambda f, x, t: func.vmap(f)(both(x, t), t[:2]),
+    "vmap of the residual": lambda f, x, t: func.vmap(lambda r: f(x, r=r))(both(x, t)),
+    "vmap, randomness": lambda f, x, t: func.vmap(lambda a: f(functional.dropout(a, 0.0)), randomness="different")(
+        both(x, t)
+    ),
+    "vmap, chunk_size": lambda f, x, t: func.vmap(f, chunk_size=1)(both(x, t)),
+    "vmap of vmap": lambda f, x, t: func.vmap(func.vmap(f))(x.expand(2, 2, M, N)),
+    "vmap of grad": lambda f, x, t: func.vmap(func.grad(squares(f)))(both(x, t)),
+    "vmap of grad of x and the weight": lambda f, x, t: func.vmap(
+        func.grad(squares(f), argnums=(0, 1)), in_dims=(0, None)
+    )(both(x, t), t[0]),
+    "vmap of jvp": lambda f, x, t: func.vmap(lambda a: func.jvp(f, (x,), (a,))[1])(both(x, t)),
+}
+GRAD: dict[str, Transform] = {
+    "grad": lambda f, x, t: func.grad(squares(f))(x),
+    "grad of x and the weight": lambda f, x, t: func.grad(squares(f), argnums=(0, 1))(x, t[0]),
+    "grad_and_value": lambda f, x, t: func.grad_and_value(squares(f))(x),
+    "grad under no_grad": lambda f, x, t: torch.no_grad()(func.grad(squares(f)))(x),
+    "grad of vmap": lambda f, x, t: func.grad(lambda a: func.vmap(f)(a.expand(2, M, N)).square().sum())(x),
+    "grad of grad": lambda f, x, t: func.grad(lambda a: func.grad(squares(f))(a).sin().sum())(x),
+    "grad of jvp": lambda f, x, t: func.grad(lambda a: func.jvp(f, (a,), (t,))[1].square().sum())(x),
+    "vjp": lambda f, x, t: func.vjp(f, x)[1](t),
+    "jvp": lambda f, x, t: func.jvp(f, (x,), (t,)),
+    "jvp of x and the weight": lambda f, x, t: func.jvp(f, (x, t[0]), (t, t[1])),
+    "jvp of jvp": lambda f, x, t: func.jvp(lambda a: func.jvp(f, (a,), (t,))[1], (x,), (t,)),
+    "jvp of grad": lambda f, x, t: func.jvp(func.grad(squares(f)), (x,), (t,)),
+    "jacrev": lambda f, x, t: func.jacrev(f)(x),
+    "jacfwd": lambda f, x, t: func.jacfwd(f)(x),
+    "jacrev of jacrev": lambda f, x, t: func.jacrev(func.jacrev(lambda a: f(a).sum(0)))(x),
+    "hessian": lambda f, x, t: func.hessian(squares(f))(x),
+    "linearize": lambda f, x, t: func.linearize(f, x)[1](t),
+    "functionalize": lambda f, x, t: func.functionalize(f)(x),
+    "functionalize of grad": lambda f, x, t: func.functionalize(func.grad(squares(f)))(x),
+}
+AUTOGRAD: dict[str, Transform] = {
+    "functional.jvp": lambda f, x, t: derivatives.jvp(f, x, t),
+    "functional.jvp, create_graph": lambda f, x, t: derivatives.jvp(f, leaf(x), t, create_graph=True),
+    "functional.vjp": lambda f, x, t: derivatives.vjp(f, x, t),
+    "functional.vjp, create_graph": lambda f, x, t: derivatives.vjp(f, leaf(x), t, create_graph=True),
+    "functional.jacobian": lambda f, x, t: derivatives.jacobian(f, x),
+    "functional.jacobian, create_graph": lambda f, x, t: derivatives.jacobian(f, leaf(x), create_graph=True),
+    "functional.jacobian, vectorised": lambda f, x, t: derivatives.jacobian(f, x, vectorize=True),
+    "functional.jacobian, forward": lambda f, x, t: derivatives.jacobian(f, x, vectorize=True, strategy="forward-mode"),
+    "functional.hessian": lambda f, x, t: derivatives.hessian(squares(f), x),
+    "functional.hessian, vectorised": lambda f, x, t: derivatives.hessian(squares(f), x, vectorize=True),
+    "functional.hessian, forward": lambda f, x, t: derivatives.hessian(
+        squares(f), x, vectorize=True, outer_jacobian_strategy="forward-mode"
+    ),
+    "functional.hvp": lambda f, x, t: derivatives.hvp(squares(f), x, t),
+    "functional.vhp": lambda f, x, t: derivatives.vhp(squares(f), x, t),
+    "double backward": second,
+    "gradient penalty": penalty,
+    "batched gradients, differentiated": batched,
+    "double backward of a checkpoint": checkpointed_twice,
+}
+GRAPHS: dict[str, Transform] = {
+    "make_fx": lambda f, x, t: make_fx(of_one(f))(x)(t),
+    "make_fx of vmap": lambda f, x, t: make_fx(func.vmap(of_one(f)))(both(x, t))(both(t, x)),
+    "make_fx of vmap of grad": lambda f, x, t: make_fx(func.vmap(func.grad(squares(of_one(f)))))(both(x, t))(
+        both(t, x)
+    ),
+    "make_fx of jvp": lambda f, x, t: make_fx(lambda a: func.jvp(f, (a,), (a,)))(x)(t),
+    "make_fx of hessian": lambda f, x, t: make_fx(lambda a: func.hessian(squares(of_one(f)))(a))(x)(t),
+    "jit.trace": lambda f, x, t: jit.trace(of_one(f), x, check_trace=True)(t),
+    "jit.trace of vmap": lambda f, x, t: jit.trace(lambda a: func.vmap(of_one(f))(a), both(x, t))(both(t, x)),
+    "fx.symbolic_trace": lambda f, x, t: fx.symbolic_trace(of_one(f))(t),
+    "vmap of fx.symbolic_trace": lambda f, x, t: func.vmap(fx.symbolic_trace(of_one(f)))(both(x, t)),
+    "compiled": lambda f, x, t: compiled(f, x),
+    "compiled vmap": lambda f, x, t: compiled(lambda a: func.vmap(f)(a), both(x, t)),
+    "compiled grad": lambda f, x, t: compiled(lambda a: func.grad(squares(f))(a), x),
+    "compiled vmap of grad": lambda f, x, t: compiled(lambda a: func.vmap(func.grad(squares(f)))(a), both(x, t)),
+    "compiled jacrev": lambda f, x, t: compiled(lambda a: func.jacrev(f)(a), x),
+}
+
+# Seconds each.
+_LONG = {"compiled", "compiled vmap", "compiled grad", "compiled jacrev", "make_fx of hessian", "functional.hessian"}
+
+# By default one function stands for all four, another for each row.
+CASES = [
+    pytest.param(
+        *(transform, norm),
+        id=f"{name}-{norm}",
+        marks=[] if place % 4 == NORMS.index(norm) and name not in _LONG else [THOROUGH],
+    )
+    for place, (name, transform) in enumerate((VMAP | GRAD | AUTOGRAD | GRAPHS).items())
+    for norm in NORMS
+]
+
+
+@each_device
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(("transform", "norm"), CASES)
+def test_a_function(transform: Transform, norm: str, device: str) -> None:
+    ours, theirs = pair(norm, device)
+    x, t = torch.randn(M, N, device=device), torch.randn(M, N, device=device)
+    leaves = torch.utils._pytree.tree_leaves
+    actual, expected = leaves(transform(ours, x, t)), leaves(transform(theirs, x, t))
+    assert len(actual) == len(expected) > 0
+    for a, b in zip(actual, expected, strict=True):
+        assert (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * max(1.0, b.abs().max().item()))
+
+
+def model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.LayerNorm(N), torch.nn.Linear(N, N), torch.nn.RMSNorm(N))
+
+
+def _per_sample(module: torch.nn.Module, x: torch.Tensor) -> Any:
+    """The gradients of each sample's loss, as differential privacy wants them."""
+    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+    def loss(parameters: dict[str, torch.Tensor], sample: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = func.functional_call(module, parameters, (sample,))
+        return y.square().sum()
+
+    return func.vmap(func.grad(loss), in_dims=(None, 0))(parameters, x)
+
+
+def _ensemble(module: torch.nn.Module, x: torch.Tensor) -> Any:
+    others = [module, copy.deepcopy(module)]
+    with torch.no_grad():
+        for parameter in others[1].parameters():
+            parameter.mul_(0.5)
+    parameters, buffers = func.stack_module_state(others)
+    return func.vmap(lambda p, b, a: func.functional_call(module, (p, b), (a,)), in_dims=(0, 0, None))(
+        parameters, buffers, x
+    )
+
+
+def _exported(strict: bool) -> Callable[[torch.nn.Module, torch.Tensor], Any]:
+    return lambda module, x: torch.export.export(module, (x,), strict=strict).module()(2 * x)
+
+
+def _parameters(call: Callable[..., torch.Tensor], module: torch.nn.Module, x: torch.Tensor) -> Any:
+    y = call(x)
+    return y, torch.autograd.grad(y.square().sum(), list(module.parameters()))
+
+
+MODELS: dict[str, Callable[[torch.nn.Module, torch.Tensor], Any]] = {
+    "per-sample gradients": _per_sample,
+    "an ensemble": _ensemble,
+    "jacrev of functional_call": lambda module, x: func.jacrev(lambda p: func.functional_call(module, p, (x,)).sum(0))(
+        dict(module.named_parameters())
+    ),
+    "fx.symbolic_trace": lambda module, x: _parameters(fx.symbolic_trace(module), module, x),
+    "jit.trace": lambda module, x: _parameters(jit.trace(module, x, check_trace=True), module, 2 * x),
+    "export, strict": _exported(strict=True),
+    "export, not strict": _exported(strict=False),
+    "make_fx": lambda module, x: make_fx(lambda a: module(a))(x)(2 * x),
+    "functionalize": lambda module, x: func.functionalize(module)(x),
+}
+
+
+@each_device
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("transform", MODELS.values(), ids=MODELS)
+def test_a_patched_model(transform: Callable[[torch.nn.Module, torch.Tensor], Any], device: str) -> None:
+    theirs = model().to(device)
+    ours = copy.deepcopy(theirs)
+    assert len(normforge.patch(ours).swapped) == 2
+    x = torch.randn(4, N, device=device)
+    ours(x)
+    leaves = torch.utils._pytree.tree_leaves
+    for a, b in zip(leaves(transform(ours, x)), leaves(transform(theirs, x)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_what_make_fx_records_is_written(norm: str) -> None:
+    """Of a call that is known, in the mode that runs what it records: an operator, and no memory that it only made."""
+    ours, _ = pair(norm, "cpu")
+    x = torch.randn(M, N)
+    operators = [str(node.target) for node in make_fx(of_one(ours))(x).graph.nodes if node.op == "call_function"]
+    assert any("normforge" in operator for operator in operators)
+    assert not any("empty" in operator for operator in operators)
