@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import normforge
 from normforge import errors, gradient_reference
 from normforge.calls import check, first
+from normforge.calls.overlap import extent_of
 from normforge.calls.row_layout import row_stride
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.kernels.pipelines import row_alignment
 from normforge.kernels.row_walk import RowWalk
 from normforge.tools.compare import compare_gradients
 
@@ -353,3 +355,45 @@ def test_arguments_of_a_walk_lead_to_every_row() -> None:
     assert walk.reach == 2 * 7 + 3 * 13
     assert walk.types("i64")[1::4] == ("i64", "i64")
     assert RowWalk((1, 2**33), (5,)).types("i32") == ("i64", "i32", "i64", "i32", "i64")
+
+
+def test_every_stride_counts_for_alignment() -> None:
+    """A vector may start where all strides let rows start at one, and nowhere else."""
+    assert row_alignment(RowWalk((24, 16), (3,)), 32) == 8
+    assert row_alignment(RowWalk((16, 24), (3,)), 32) == 8
+    assert row_alignment(RowWalk((48, 32, 5), (3, 2))) == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.replace(" ", "_"))
+def test_extents_hold_every_row(layout: str) -> None:
+    """Known calls tell by a range of bytes what lies apart: it reaches the last row of any number of tokens."""
+    x = LAYOUTS[layout][0](9)
+    row, step = extent_of(row_stride("x", x), 9, x.element_size())
+    for tokens in range(1, len(x) + 1):
+        part = x[:tokens]
+        sizes = zip(part.shape, part.stride(), strict=True)
+        last = sum((size - 1) * stride for size, stride in sizes) + 1
+        assert row + step * (part[..., 0].numel() - 1) >= last * x.element_size()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [64, 128, 256, 99, 1500, 33000])
+@each_norm
+def test_heads_on_a_gpu(norm: str, n: int) -> None:
+    """Forward, in place and backward, of few tokens and of many; nothing beside the heads is read or written."""
+    for tokens in (3, 1025 if n <= 256 else 9):
+        packed = torch.full((tokens, 6, n), float("nan"), dtype=torch.bfloat16, device="cuda")
+        x = packed[:, :4].copy_(torch.randn(tokens, 4, n, device="cuda"))
+        residual, weight = torch.randn_like(x.transpose(0, 1)).transpose(0, 1), torch.randn(n, device="cuda")
+        given = {"residual": residual, "fadd": "pre_add_store", "save_mv": True}
+        agree(FORWARD[norm](x, weight, **given), ORACLE[norm](x, weight, **given))
+        saved, dy = FORWARD[norm](x, weight, save_mv=True), torch.randn_like(residual)
+        kept = {"rstd": saved.rstd} | ({"mean": saved.mean} if norm == "layer" else {})
+        for gradient, other in ((dy, residual), (dy.transpose(0, 1).contiguous().transpose(0, 1), dy)):
+            found = BACKWARD[norm](gradient, x, weight=weight, **kept, dresidual_out=other, wants=("dx", "dweight"))
+            expected = REFERENCE[norm](gradient, x, weight=weight, **kept, dresidual_out=other)
+            wrong = [finding for finding in compare_gradients(found, expected) if not finding.ok]
+            assert not wrong, wrong
+        FORWARD[norm](x, weight, out=x)
+        assert same_bits(x, saved.y)
+        assert packed[:, 4:].isnan().all()

@@ -31,6 +31,7 @@ _RUNTIME = (
     "kernels/launcher",
     "kernels/obtain",
     "kernels/pipelines",
+    "kernels/row_walk",
     "kernels/tile_choice",
     "nn/functional",
     "nn/patching",

@@ -8,6 +8,7 @@ _KNOWN = "tests/calls/test_known_calls.py"
 _KINDS = "tests/calls/test_kinds_of_call.py"
 _TABLE = "tests/selection/test_table.py"
 _LOAD = "tests/selection/test_load_instances.py"
+_HEADS = "tests/calls/test_heads.py"
 _ALIGNMENT = "tests/kernels/test_alignment.py"
 _RULES = "tests/kernels/test_pipelines.py"
 _WARMUP = "tests/ahead_of_time/test_compile_keys.py"
@@ -191,6 +192,46 @@ MUTANTS = (
         "for strides in row_strides for stride in strides_of(strides)]",
         "for strides in row_strides[:1] for stride in strides_of(strides)]",
         (f"{_ALIGNMENT}::test_alignment",),
+    ),
+    Mutant(
+        "heads-group-jumps-once",
+        "of rows on three strides, the outermost is left out",
+        "templates/primitives.py.j2",
+        "for at in tl.static_range(1, len(row_stride), 4):",
+        "for at in tl.static_range(1, 5, 4):",
+        (f"{_HEADS}::test_layouts",),
+    ),
+    Mutant(
+        "heads-reciprocal-is-cut",
+        "the reciprocal that rows on several strides are grouped by is cut and not rounded up",
+        "runtime/kernels/row_walk.py",
+        "return -(-(1 << (_BITS + bits)) // every), bits - 1",
+        "return (1 << (_BITS + bits)) // every, bits - 1",
+        (f"{_HEADS}::test_the_reciprocal_is_exact_for_all_rows_that_an_i32_counts",),
+    ),
+    Mutant(
+        "heads-of-most-rows-are-multiplied",
+        "rows beyond an i32 are grouped by the reciprocal, which is exact below that alone",
+        "runtime/kernels/row_walk.py",
+        "words[1::_VALUES] = [rows] * len(self.sizes)",
+        'words[1::_VALUES] = ["i32"] * len(self.sizes)',
+        (f"{_HEADS}::test_arguments_of_a_walk_lead_to_every_row",),
+    ),
+    Mutant(
+        "heads-of-the-outermost-size",
+        "a kind of call on several strides is learnt for one number of tokens",
+        "runtime/calls/first.py",
+        "        leading = min(leading, 1)\n",
+        "        leading = 0\n",
+        (f"{_HEADS}::test_calls_of_other_numbers_of_tokens_are_known",),
+    ),
+    Mutant(
+        "heads-alignment-of-the-inner-stride",
+        "kernels are told that rows on several strides start as the innermost divides",
+        "runtime/kernels/row_walk.py",
+        "    return stride.strides if isinstance(stride, RowWalk) else (stride,)\n",
+        "    return stride.strides[-1:] if isinstance(stride, RowWalk) else (stride,)\n",
+        (f"{_HEADS}::test_every_stride_counts_for_alignment",),
     ),
     Mutant(
         "statistics-change-places",

@@ -222,6 +222,22 @@ MUTANTS = (
         ("tests/calls/test_overlap.py::test_out_that_overlaps_an_input_elsewhere_than_exactly",),
     ),
     Mutant(
+        "overlap-of-heads-ends-early",
+        "where the rows of heads end is guessed from one stride, so that outputs among others' heads are not looked at",
+        _OVERLAP,
+        "    return (n + stride.reach - outer + step) * itemsize, step * itemsize\n",
+        "    return n * itemsize, step * itemsize\n",
+        ("tests/calls/test_heads.py::test_extents_hold_every_row",),
+    ),
+    Mutant(
+        "overlap-within-one-output-of-heads",
+        "an output whose heads overlap one another is written to",
+        _OVERLAP,
+        "                span += (size - 1) * shorter\n",
+        "                pass\n",
+        ("tests/calls/test_overlap.py::test_rows_of_one_tensor_overlap",),
+    ),
+    Mutant(
         "rows-that-do-not-collapse-are-walked",
         "leading dimensions without one common stride are read at the last one's",
         "runtime/calls/row_layout.py",
