@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import normforge
@@ -635,6 +638,43 @@ def test_torchs_own_layers(joined: Joined) -> None:
             each.eval()
         with torch.no_grad():
             torch.testing.assert_close(patched(x), model(x))
+
+
+@THOROUGH
+def test_layers_under_fully_shard(mesh: DeviceMesh, joined: Joined) -> None:
+    """Sums are joined within the layers, whose norms are gathered with them; and the layers stay sharded unpatched."""
+    model = made("Llama")
+    patched = copy.deepcopy(model)
+    normforge.patch(patched)
+    for layer in patched.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(patched, mesh=mesh)
+    for _ in range(3):
+        losses = [loss_of(each, tokens()) for each in (model, patched)]
+        torch.testing.assert_close(*losses)
+        for loss in losses:
+            backward(loss)
+        whole = {name: each.full_tensor() for name, each in gradients(patched).items() if isinstance(each, DTensor)}
+        assert_near(whole, gradients(model), 1e-4)
+    made_ahead, taken = joined.counts()
+    assert made_ahead == taken >= 3 * 2
+    normforge.unpatch(patched)
+    assert [type(layer).__bases__ for layer in patched.layers] == [(FSDPModule, LlamaLayer)] * 2
+    torch.testing.assert_close(loss_of(patched, tokens()), losses[0])
+    assert joined.counts() == (0, 0)
+
+
+@THOROUGH
+def test_distributed_data_parallel(mesh: DeviceMesh, joined: Joined) -> None:
+    model = made("Llama")
+    patched = copy.deepcopy(model)
+    normforge.patch(patched)
+    parallel = torch.nn.parallel.DistributedDataParallel(patched)
+    for _ in range(3):
+        for each in (model, parallel):
+            backward(loss_of(each, tokens()))
+        assert_near(gradients(patched), gradients(model), 1e-4)
+    assert joined.counts()[1] >= 3 * 2
 
 
 def test_what_patch_did_is_a_table() -> None:

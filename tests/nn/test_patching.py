@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import distributed
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
 from torch.nn.utils import parametrize
@@ -485,16 +483,6 @@ def test_parametrising_a_patched_norm(make: Callable[[], torch.nn.Module], unpat
     assert type(model[0]) is cls
     assert torch.equal(model(x), wanted)
     assert sorted(model.state_dict()) == sorted(keys)
-
-
-@pytest.fixture
-def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
-    """One process that is a group by itself."""
-    distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        distributed.destroy_process_group()
 
 
 def test_unpatching_leaves_fully_shard_in_place(mesh: DeviceMesh) -> None:
