@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..compiled import switch
 from ..dtypes import FLOATS
 from ..errors import PatchError
 from .blocks import FusedBlock, fusible, may_be_block
@@ -170,7 +171,9 @@ class _Original:
 _lock = threading.RLock()
 
 
-def patch(model: torch.nn.Module, *, cast_before_weight: bool = True, fuse: bool = True) -> Patch:
+def patch(
+    model: torch.nn.Module, *, cast_before_weight: bool = True, fuse: bool = True, compile_passes: bool = True
+) -> Patch:
     """Swap every norm in a model that normforge computes for `LayerNorm` or `RMSNorm`, in place, and fuse adds with it.
 
     A module keeps its identity and everything in it: only its class changes. So parameters stay the same objects
@@ -201,6 +204,8 @@ def patch(model: torch.nn.Module, *, cast_before_weight: bool = True, fuse: bool
             so. False has the kernel multiply in fp32 and round once: less time and memory, and results that differ
             by a rounding; a Llama norm then returns its input's dtype.
         fuse: whether residual adds are fused with the norms behind them, wherever torch.compile does not trace.
+        compile_passes: whether they are where it does, in every model of the process: `normforge.compile_passes` is
+            switched on if a norm was swapped. False leaves it as it is.
 
     Returns:
         What was swapped, skipped and fused, and what may pass its norms by; `print` shows it as a table.
@@ -230,6 +235,8 @@ def patch(model: torch.nn.Module, *, cast_before_weight: bool = True, fuse: bool
             for path, module in model.named_modules()
             if _bypasses(module)
         )
+        if compile_passes and swapped:
+            switch.compile_passes()
         return Patch(tuple(swapped), tuple(skipped), tuple(bypassed), fused, unfused)
 
 

@@ -19,6 +19,7 @@ from normforge.upstream import torch_inductor
 from normforge.upstream.torch_inductor import installed
 
 from ..calling import printed
+from ..thorough import THOROUGH
 from .graphs import ADD
 from .models import WIDTH, Stack, gradients
 
@@ -75,6 +76,14 @@ def test_it_holds_until_a_with_ends_and_leaves_what_was_there() -> None:
                 assert isinstance(installed(), FuseNeighbours)
             assert installed() is before
     assert installed() is None
+
+
+def test_patch_switches_it_on_unless_told_otherwise() -> None:
+    assert not normforge.patch(torch.nn.Sequential(torch.nn.ReLU())).swapped
+    normforge.patch(torch.nn.Sequential(torch.nn.LayerNorm(8)), compile_passes=False)
+    assert installed() is None
+    normforge.patch(torch.nn.Sequential(torch.nn.LayerNorm(8)))
+    assert isinstance(installed(), FuseNeighbours)
 
 
 def test_a_pass_that_came_afterwards_is_taken_along_by_another_call() -> None:
@@ -142,3 +151,37 @@ import torch._inductor.config as inductor
 print(before, type(inductor.post_grad_custom_pre_pass).__name__)
 """
     assert printed(code) == "False FuseNeighbours"
+
+
+SHARDED = """
+import torch, normforge, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from tests.compiled.models import Stack, WIDTH
+torch._inductor.config.compile_threads = 1
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+losses = []
+for enabled in (False, True):
+    torch._dynamo.reset()
+    normforge.compile_passes(enabled)
+    torch.manual_seed(0)
+    model = Stack()
+    for block in list(model)[:2]:
+        fully_shard(block, mesh=init_device_mesh("cpu", (1,)))
+        block.compile()
+    optimiser = torch.optim.SGD(model.parameters(), 0.1)
+    x = torch.randn(2, 3, WIDTH)
+    for _ in range(3):
+        loss = (model(x) * torch.linspace(-1, 1, WIDTH)).sum()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    losses.append(loss.item())
+print(losses[0] != 0 and abs(losses[0] - losses[1]) < 1e-4 * abs(losses[0]))
+dist.destroy_process_group()
+"""
+
+
+@THOROUGH
+def test_blocks_under_fsdp() -> None:
+    assert printed(SHARDED).endswith("True")

@@ -115,8 +115,15 @@ def added_in_place(p: Parameters, x: torch.Tensor, residual: torch.Tensor) -> to
 
 def copied_out(p: Parameters, x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     total = x + residual
+    y = norm(total)
     out.copy_(total)
-    return norm(total)
+    return y
+
+
+def written_afterwards(p: Parameters, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    y = norm(x + residual)
+    x.mul_(2)
+    return y
 
 
 def behind_a_long_kernel(
@@ -160,6 +167,7 @@ NOT_SUMS: dict[str, tuple[Function, list[torch.Tensor]]] = {
         [rows(), rows()],
     ),
     "in place": (added_in_place, [rows(), rows()]),
+    "an operand that is written to afterwards": (written_afterwards, [rows(), rows()]),
     "copied out": (copied_out, [rows(), rows(), rows()]),
     "behind a long kernel": (behind_a_long_kernel, [rows(), rows(), rows(N, N)]),
     "a weight of the sum": (with_a_weight_of_the_sum, [rows(), rows()]),
