@@ -294,6 +294,10 @@ def parts_of_any_strides() -> None:
     assert not cut.to_local().is_contiguous()
     same(normforge.rms_norm(cut, (N,)), expected, Shard(0))
     same(normforge.rms_norm(placed(base, Shard(1)).transpose(0, 1), (N,)), expected, Shard(0))
+    # A part whose columns are apart, of a whole that is said to be contiguous.
+    apart = cut.to_local().contiguous().transpose(1, 2).contiguous().transpose(1, 2)
+    odd = DTensor.from_local(apart, mesh(), [Shard(0)], run_check=False, shape=x.shape, stride=(5 * N, N, 1))
+    same(normforge.rmsnorm2d_fwd(odd, eps=torch.finfo(torch.float32).eps).y, expected, Shard(0))
 
 
 @case
