@@ -100,6 +100,33 @@ def run(
     return outputs
 
 
+def run_alone(
+    plan: Plan,
+    addresses: tuple[int, ...],
+    tensors: Tensors,
+    shape: torch.Size,
+    m: int,
+    eps: float,
+    weight_offset: float,
+) -> torch.Tensor:
+    """The same of a call that returns y alone, 0.2 us sooner."""
+    if len(shape) == 2:
+        y = plan.empty((m, plan.n), (plan.n, 1), plan.y_dtype)
+    else:
+        size = tuple(shape)
+        y = plan.empty(size, contiguous_strides(size), plan.y_dtype)
+    if m:
+        ready = plan.prepared(m)
+        launch = ready.launch
+        if launch is None:
+            outputs = make_output(LayerNormOutput, (y, None, None, None, None))
+            written = (y.data_ptr(), 0, 0, 0, 0)
+            launch_otherwise(plan, m, addresses, tensors, written, outputs, (eps, weight_offset))
+        else:
+            launch(ready.grid(m), (*addresses, y.data_ptr(), 0, 0, 0, 0, 0, m, eps, weight_offset))
+    return y
+
+
 def run_recorded(
     plan: Plan,
     addresses: tuple[int, ...],

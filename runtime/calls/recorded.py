@@ -27,7 +27,7 @@ from .functional import (
     forward_given,
 )
 from .known import PLAIN, Found, Key
-from .launch import run, run_recorded
+from .launch import run, run_alone, run_recorded
 from .outputs import LayerNormOutput, NormGradients, dtype_of_all, packed_of, unpacked
 from .row_layout import walkable
 from .straight import BackwardOperands, BackwardOptions, Operands, Options, find_gradients, find_recorded
@@ -48,25 +48,15 @@ def normalise_known(operands: Operands, normalized_shape: Sequence[int] | None, 
     # A proxy of torch.fx records whatever it is asked.
     if operands[0].__class__ not in PLAIN:
         return None
-    if normalized_shape is not None:
-        # The class of each, because 64.0 is equal to 64, and a dictionary has a length too.
-        if normalized_shape.__class__ not in _SHAPES or len(normalized_shape) != 1:
-            return None
-        n = normalized_shape[0]
-        if n.__class__ is not int:
-            return None
-    _, records, found = find_recorded(operands, options)
-    if found is None or (normalized_shape is not None and n != found[0].n):
+    _, records, found = find_recorded(operands, options, normalized_shape)
+    if found is None:
         return None
     if operands[3] is not None:
         return _apply_add((options, found, None), *operands) if records else run(*found)[:2]
     if not records:
-        return run(*found)[0]
+        return run_alone(*found)
     x, weight, bias, _, x_bias = operands
     return _apply((options, found, None), x, weight, bias, x_bias)
-
-
-_SHAPES = frozenset((tuple, torch.Size, list))
 
 
 @eager_only

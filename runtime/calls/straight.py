@@ -8,7 +8,7 @@ which checks it and says what is wrong with it, or launches it and makes its kin
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch.autograd import forward_ad
@@ -654,12 +654,18 @@ def rmsnorm2d_bwd(
 Operands = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 Options = tuple[str, float | None, float | None, torch.dtype | None, str | Cast]
 
+_SHAPES = frozenset((tuple, torch.Size, list))
+
 # What None stands for there.
 DEFAULT_EPS = torch.finfo(torch.float32).eps
 
 
-def find_recorded(operands: Operands, options: Options) -> tuple[Key | None, bool, Found | None]:
+def find_recorded(
+    operands: Operands, options: Options, normalized_shape: Sequence[int] | None = None
+) -> tuple[Key | None, bool, Found | None]:
     """What a call of the functional API comes to, which autograd may record: one that has no output to write to.
+
+    A normalized_shape of None is x's last dimension, and what is none is of no call that is known.
 
     Returns:
         What such a call is known by, or None if it cannot be; whether a gradient is due; and what `run_recorded` is to
@@ -674,6 +680,13 @@ def find_recorded(operands: Operands, options: Options) -> tuple[Key | None, boo
     try:
         shape = x.shape
         n = shape[-1]
+        # The class of each, because 64.0 is equal to 64, and a dictionary has a length too.
+        if normalized_shape is not None and not (
+            normalized_shape.__class__ in _SHAPES
+            and len(normalized_shape) == 1
+            and normalized_shape[0].__class__ is int
+        ):
+            return None, False, None
         records = is_grad_enabled()
         tensors = (x, weight, bias, residual, None, x_bias)
         key = (
@@ -704,6 +717,7 @@ def find_recorded(operands: Operands, options: Options) -> tuple[Key | None, boo
         and weight_offset.__class__ is float
         and (weight_offset == 0.0 or (weight is not None and norm == "rms" and abs(weight_offset) <= LARGEST_FP32))
         and (residual is None or residual.shape == shape)
+        and (normalized_shape is None or normalized_shape[0] == n)
     ):
         x_at = x.data_ptr() or NOWHERE
         weight_at = 0 if weight is None else weight.data_ptr() or NOWHERE

@@ -6,11 +6,23 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from ..codegen.model import Cast
 from ..errors import ConflictError, TransformError
 from ..mode_words import word
 from .functional import add_normalise, normalise, normalise_cast_before_weight
+
+
+def _own(module: torch.nn.Module, name: str) -> Any:
+    """A parameter, from where torch.nn.Module keeps it: Python looks for an attribute everywhere else first, 0.3 us.
+
+    What parametrisations and FSDP put in its place is an attribute, and of attributes TorchDynamo knows which are
+    parameters.
+    """
+    if not is_dynamo_compiling() and name in module._parameters:
+        return module._parameters[name]
+    return getattr(module, name)
 
 
 class _Norm(torch.nn.Module):
@@ -130,7 +142,7 @@ class LayerNorm(_LayerNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise input: (..., *normalized_shape), fp16, bf16 or fp32; returns its shape and dtype."""
-        operands = (input, self.weight, self.bias, None, self.x_bias if self._has_x_bias else None)
+        operands = (input, _own(self, "weight"), _own(self, "bias"), None, self.x_bias if self._has_x_bias else None)
         options = ("layer", self.eps, self.weight_offset, None, self.cast)
         y: torch.Tensor = normalise(operands, self.normalized_shape, options)
         return y
@@ -188,9 +200,10 @@ class RMSNorm(_RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise x: (..., *normalized_shape), fp16, bf16 or fp32; returns its shape."""
-        operands = (x, self.weight, None, None, self.x_bias if self._has_x_bias else None)
+        weight = _own(self, "weight")
+        operands = (x, weight, None, None, self.x_bias if self._has_x_bias else None)
         y: torch.Tensor
-        if self.cast_before_weight and operands[1] is not None:
+        if self.cast_before_weight and weight is not None:
             options = ("rms", self.eps, self.weight_offset, None, "before_weight")
             y = normalise_cast_before_weight(operands, self.normalized_shape, options)
         else:
@@ -210,7 +223,7 @@ class AddLayerNorm(_LayerNorm):
         self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm of x + residual, in x's dtype, and that sum, in residual's; both of x's shape."""
-        operands = (x, self.weight, self.bias, residual, self.x_bias if self._has_x_bias else None)
+        operands = (x, _own(self, "weight"), _own(self, "bias"), residual, self.x_bias if self._has_x_bias else None)
         options = ("layer", self.eps, self.weight_offset, None, self.cast)
         both: tuple[torch.Tensor, torch.Tensor] = add_normalise(operands, self.normalized_shape, options)
         return both
@@ -224,7 +237,7 @@ class AddRMSNorm(_RMSNorm):
         self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm of x + residual, in x's dtype, and that sum, in residual's; both of x's shape."""
-        operands = (x, self.weight, None, residual, self.x_bias if self._has_x_bias else None)
+        operands = (x, _own(self, "weight"), None, residual, self.x_bias if self._has_x_bias else None)
         options = ("rms", self.eps, self.weight_offset, None, self.cast)
         both: tuple[torch.Tensor, torch.Tensor] = add_normalise(operands, self.normalized_shape, options)
         return both

@@ -143,8 +143,8 @@ MUTANTS = (
     Mutant(
         "any-iterable-is-a-shape",
         "a set or a dictionary is taken for normalized_shape in a call that is known",
-        _AUTOGRAD,
-        "normalized_shape.__class__ not in _SHAPES or len",
+        "templates/calls.py.j2",
+        "normalized_shape.__class__ in _SHAPES\n            and len",
         "len",
         (f"{_FUNCTIONAL}::test_what_only_resembles_a_shape_is_refused_again",),
     ),
