@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,6 +152,43 @@ import torch._inductor.config as inductor
 print(before, type(inductor.post_grad_custom_pre_pass).__name__)
 """
     assert printed(code) == "False FuseNeighbours"
+
+
+CACHED = """
+import sys, torch, normforge
+from torch._dynamo.utils import counters
+from tests.compiled.models import Stack, gradients, WIDTH
+torch._inductor.config.compile_threads = 1
+torch.manual_seed(0)
+model, x = Stack(), torch.randn(2, WIDTH, requires_grad=True)
+normforge.compile_passes(sys.argv[1] == "on")
+y = torch.compile(model)(x)
+gradients(model, x, y)
+print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"], end=" ")
+"""
+
+
+@THOROUGH
+def test_graphs_in_caches_are_told_apart(tmp_path: Path) -> None:
+    def counted(word: str) -> str:
+        code = CACHED.replace("sys.argv[1]", repr(word))
+        local = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
+        return printed(code, **local).strip()
+
+    assert [counted(word) for word in ("on", "off", "on", "off")] == ["0 2", "0 2", "2 0", "2 0"]
+
+
+@THOROUGH
+def test_reduce_overhead() -> None:
+    model, seen = Stack(), Seen()
+    x = torch.randn(2, 3, WIDTH, requires_grad=True)
+    with inductor.patch(post_grad_custom_pre_pass=seen, force_disable_caches=True), normforge.compile_passes():
+        actual = torch.compile(model, fullgraph=True, mode="reduce-overhead")(x)
+        ours = gradients(model, x, actual)
+    expected = model(x)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, gradients(model, x, expected), rtol=1e-4, atol=1e-4)
+    assert seen.count(ADD) == [0, 0]
 
 
 SHARDED = """
