@@ -192,7 +192,8 @@ def test_a_hook_on_a_hidden_state_may_change_its_gradient() -> None:
 
 
 def written(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-    (output if isinstance(output, torch.Tensor) else output[0]).mul_(2)
+    # Not by a factor, which an RMSNorm takes off again.
+    (output if isinstance(output, torch.Tensor) else output[0]).add_(1)
 
 
 HOOKS: dict[str, Callable[[torch.nn.Module, list[Any]], Any]] = {
@@ -204,10 +205,10 @@ HOOKS: dict[str, Callable[[torch.nn.Module, list[Any]], Any]] = {
         lambda m, dinputs, doutputs: seen.extend([*dinputs, *doutputs])
     ),
     "changing input": lambda module, seen: module.register_forward_pre_hook(
-        lambda m, inputs: (2 * inputs[0], *inputs[1:]) if inputs else None
+        lambda m, inputs: (1 + inputs[0], *inputs[1:]) if inputs else None
     ),
     "changing output": lambda module, seen: module.register_forward_hook(
-        lambda m, inputs, output: 2 * output if isinstance(output, torch.Tensor) else (2 * output[0], *output[1:])
+        lambda m, inputs, output: 1 + output if isinstance(output, torch.Tensor) else (1 + output[0], *output[1:])
     ),
     "writing to the output": lambda module, seen: module.register_forward_hook(written),
 }
