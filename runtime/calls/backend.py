@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..kernels import gpu
 from ..upstream.torch_dynamo import constant_in_traces
-from ..upstream.torch_internals import dispatch_modes, has_tangent, jit_tracing, transforming, transforms
+from ..upstream.torch_internals import dispatch_modes, has_tangent, jit_tracing, transforming
 
 logger = logging.getLogger("normforge")
 
@@ -61,7 +61,7 @@ def left_to_torch(operands: tuple[torch.Tensor | None, ...]) -> bool:
         if not is_dynamo_compiling():
             _say_once_of_float64()
         return True
-    followed = transforms() > 0 if is_dynamo_compiling() else _followed(tensors)
+    followed = transforming() if is_dynamo_compiling() else _followed(tensors)
     return followed or _has_no_columns(tensors)
 
 

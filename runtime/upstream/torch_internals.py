@@ -8,11 +8,8 @@ import torch
 from torch.autograd import forward_ad
 
 # Whether code runs within a transform of torch.func, or one built on the same: autograd's batched gradients.
+# TorchDynamo takes this question in every release from 2.11; that for the number of transforms it refuses in 2.11.
 transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
-
-# How many transforms surround what runs, or what TorchDynamo traces, which enters them as it does and takes no other
-# question.
-transforms: Callable[[], int] = torch._C._functorch.get_dynamic_layer_stack_depth
 
 # How many modes see each operator: those of make_fx, torch.export and FakeTensorMode among others.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
