@@ -71,7 +71,9 @@ def join_cast(graph: Graph, node: Node) -> bool:
     for each in passed[1:]:
         each.meta["val"] = value(each).to(given["out_dtype"])
     for cast in casts:
-        cast.replace_all_uses_with(cast.args[0])  # type: ignore[arg-type]  # a node
+        narrow = cast.args[0]
+        assert isinstance(narrow, Node)
+        cast.replace_all_uses_with(narrow)
         graph.erase_node(cast)
     return True
 

@@ -48,8 +48,9 @@ class FusedBlock:
     @classmethod
     def fused_class(cls) -> type[torch.nn.Module]:
         """The class that `fusible` made, of one that may be derived from it."""
-        made: Any = next(base for base in cls.__mro__ if "_normforge_made" in vars(base))
-        return made  # type: ignore[no-any-return]  # a module's class, and a FusedBlock's
+        # A module's class, and a FusedBlock's.
+        made: type[Any] = next(base for base in cls.__mro__ if "_normforge_made" in vars(base))
+        return made
 
     @classmethod
     def unfused_class(cls) -> type[torch.nn.Module]:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from .torch_autograd import applied
+
 
 def assembled(part: torch.Tensor, like: Any, shape: torch.Size, placements: Sequence[Any]) -> torch.Tensor:
     """The DTensor that this rank has a part of; its gradient is that of the part.
@@ -21,10 +23,11 @@ def assembled(part: torch.Tensor, like: Any, shape: torch.Size, placements: Sequ
     """
     if is_dynamo_compiling() or not _is_like(part, like, shape, placements):
         described = {"run_check": False, "shape": shape, "stride": _contiguous(shape)}
-        return type(like).from_local(part, like.device_mesh, placements, **described)  # type: ignore[no-any-return]
+        made: torch.Tensor = type(like).from_local(part, like.device_mesh, placements, **described)
+        return made
     if not part.requires_grad:
         return _wrapped(part, like)
-    whole: torch.Tensor = _Assembled.apply(part, like)  # type: ignore[no-untyped-call]  # torch declares no types for it
+    whole: torch.Tensor = applied(_Assembled)(part, like)
     return whole
 
 

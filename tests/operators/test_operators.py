@@ -182,8 +182,7 @@ def test_a_traced_gradient_is_what_an_eager_one_is(norm: str) -> None:
 
 
 def test_any_mode_sees_the_operator_of_a_call() -> None:
-    # torch declares no types for it.
-    class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for it
         names: tuple[str, ...] = ()
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -192,7 +191,7 @@ def test_any_mode_sees_the_operator_of_a_call() -> None:
 
     x = torch.randn(M, N)
     expected = normforge.layer_norm(x, (N,))
-    with Seen() as seen:  # type: ignore[no-untyped-call]
+    with Seen() as seen:  # type: ignore[no-untyped-call]  # likewise
         assert same_bits(normforge.layer_norm(x, (N,)), expected)
     assert "normforge.layernorm2d_fwd.default" in seen.names
 

@@ -58,7 +58,8 @@ class Attention(torch.nn.Module):
         """Attend."""
         q, k, v = (each(x).unflatten(-1, (-1, 8)).transpose(1, 2) for each in (self.q, self.k, self.v))
         y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        attended: torch.Tensor = self.o(y.transpose(1, 2).flatten(2))
+        return attended
 
 
 class Layer(torch.nn.Module):
@@ -73,7 +74,8 @@ class Layer(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Attend, and think."""
         x = x + self.attention(self.norm_1(x))
-        return x + self.down(torch.nn.functional.silu(self.up(self.norm_2(x))))  # type: ignore[no-any-return]
+        thought: torch.Tensor = self.down(torch.nn.functional.silu(self.up(self.norm_2(x))))
+        return x + thought
 
 
 class Llama(torch.nn.Module):
@@ -88,7 +90,8 @@ class Llama(torch.nn.Module):
         """Run all layers."""
         for layer in self.layers:
             x = layer(x)
-        return self.norm(x)  # type: ignore[no-any-return]
+        y: torch.Tensor = self.norm(x)
+        return y
 
 
 def tensor_parallel(model: Llama, over: DeviceMesh) -> None:

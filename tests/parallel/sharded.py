@@ -341,7 +341,8 @@ class Block(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h, residual = self.first(x, residual=residual)
-        return self.second(self.down(torch.nn.functional.silu(self.up(h))), residual)  # type: ignore[no-any-return]
+        y, residual = self.second(self.down(torch.nn.functional.silu(self.up(h))), residual)
+        return y, residual
 
 
 def parallel_block(local: bool = False) -> tuple[Block, torch.nn.Module]:

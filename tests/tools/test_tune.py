@@ -74,7 +74,7 @@ def test_the_present_tile_stays_unless_another_is_clearly_faster(clock: Callable
     case = Case(PLAIN, N128, few=False)
     present, other, *_ = case.tiles(CARD.device, case.rows(SIZES))
     for ms, expected in ((0.995, present), (0.98, other)):
-        clock(lambda tile, ms=ms: {present: 1.0, other: ms}.get(tile, 2.0))  # type: ignore[misc]
+        clock(lambda tile, ms=ms: {present: 1.0, other: ms}.get(tile, 2.0))  # type: ignore[misc]  # a default binds it
         outcome = tile_trials.decide(case, CARD.device, SIZES, lambda: None)
         assert outcome is not None
         assert (outcome.best, outcome.present, outcome.present_ms) == (expected, present, 1.0)
