@@ -106,7 +106,7 @@ MUTANTS = (
         "dynamo-enters-a-transform-unseen",
         "what TorchDynamo traces within a transform of torch.func meets kernels",
         "runtime/calls/backend.py",
-        "followed = transforms() > 0 if is_dynamo_compiling() else _followed(tensors)",
+        "followed = transforming() if is_dynamo_compiling() else _followed(tensors)",
         "followed = not is_dynamo_compiling() and _followed(tensors)",
         ("tests/nn/test_transform_table.py::test_a_function",),
     ),
