@@ -16,6 +16,7 @@ import normforge
 from normforge import errors, reference
 
 from .calling import printed, python
+from .thorough import THOROUGH
 
 # What only a call (triton), only the generator (jinja2, yaml) or only a miss (platformdirs) needs.
 LATE = ("triton", "jinja2", "yaml", "platformdirs", "tabulate")
@@ -42,6 +43,7 @@ def test_import_brings_no_tool_and_nothing_that_probes_or_compiles_ahead() -> No
     assert [name for name in brought if name.startswith(late)] == []
 
 
+@THOROUGH
 @pytest.mark.parametrize("first", ["normforge", "torch.distributed.tensor"])
 def test_import_leaves_dtensor_to_others_and_operators_have_rules_when_it_is_there(first: str) -> None:
     """It takes a second, and whichever is imported first, nothing waits for the other afterwards."""

@@ -395,6 +395,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     return done
 
 
+@THOROUGH
 def test_the_command_fails_for_a_wrong_row(
     toy: Spec,
     in_process: list[Job],

@@ -35,6 +35,8 @@ from normforge.calls.known import all_plans
 from normforge.calls.plan import Plan, Prepared
 from normforge.selection import dispatch
 
+from ..thorough import THOROUGH
+
 M, N = 2, 64
 
 
@@ -49,6 +51,7 @@ def _read(folder: Path) -> tuple[list[str], list[dict[str, str]]]:
     return header, list(csv.DictReader(lines[len(header) :]))
 
 
+@THOROUGH
 def test_the_command_measures_all_but_launches_in_the_interpreter(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +92,7 @@ def test_a_card_launches_and_the_parts_add_up(tmp_path: Path) -> None:
         assert figures[group, SUM] == pytest.approx(figures[group, THE_WHOLE], rel=0.1)
 
 
+@THOROUGH
 def test_another_revision_is_timed_beside_this_one(tmp_path: Path) -> None:
     tree = Path(__file__).resolve().parents[2]
     given = ["--seconds", "0", "--beside", str(tree), "--beside-revision", "another", "--out", str(tmp_path)]

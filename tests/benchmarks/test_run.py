@@ -19,6 +19,7 @@ from benchmarks.results import Results, load
 from benchmarks.runner import run_suite
 from benchmarks.timing import summarise
 
+from ..thorough import THOROUGH
 from .small import CELLS, HEADER, SUITE, plan, provider, torch_norm
 
 
@@ -72,6 +73,7 @@ def test_what_is_measured_is_not_measured_again(tmp_path: Path) -> None:
     assert len(found.rows) == 4
 
 
+@THOROUGH
 def test_failures_are_tried_again_only_when_asked(tmp_path: Path) -> None:
     results = Results("forward", HEADER)
     run_suite(SUITE, CELLS, results, plan(tmp_path, provider("peer", _raise)))
@@ -207,6 +209,7 @@ def _share(text: str, folder: Path, *options: str) -> int:
     return cli.main([*command, *options])
 
 
+@THOROUGH
 @pytest.mark.usefixtures("shared")
 def test_shares_take_turns_on_the_cells_and_leave_none_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead: list[list[int]] = []

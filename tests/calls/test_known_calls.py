@@ -248,6 +248,7 @@ def launchers() -> list[Launcher]:
     return [launcher for plan in plans for ready in plan._prepared if ready is not None for launcher in ready.launchers]
 
 
+@THOROUGH
 @pytest.mark.parametrize(
     "modes",
     [{}, pytest.param({"save_mv": True}, marks=THOROUGH), pytest.param({"fquant": 2}, marks=THOROUGH)],

@@ -141,6 +141,7 @@ def test_this_torch_is_known_where_it_is_listed() -> None:
     assert (torch_inductor.reason_against() is None) == (release in torch_inductor.KNOWN)
 
 
+@THOROUGH
 def test_whoever_compiles_nothing_does_not_import_inductor() -> None:
     code = """
 import sys, normforge

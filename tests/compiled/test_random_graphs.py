@@ -103,6 +103,7 @@ STEPS |= {"norm of a sum": _norm_of_a_sum, "sum of gradients": _sum_of_gradients
 WORDS = (*STEPS, *["norm of a sum", "sum of gradients"] * 5)
 
 
+@THOROUGH
 @pytest.mark.parametrize("many", [False, pytest.param(True, marks=THOROUGH)])
 def test_random_graphs(many: bool) -> None:
     joined = 0

@@ -14,6 +14,7 @@ import torch
 import normforge
 
 from ..calling import printed
+from ..thorough import THOROUGH
 from .oracle import backward, each_device
 
 PAIRS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
@@ -129,6 +130,7 @@ def test_pickles_and_copies(theirs: type[torch.nn.Module], ours: type[torch.nn.M
         torch.testing.assert_close(other(*arguments), module(*arguments), rtol=0, atol=0)
 
 
+@THOROUGH
 def test_casting_before_the_weight() -> None:
     """Hugging Face's order, to the bit: the row is rounded, and the product is rounded again."""
     x = torch.randn(64, 64).bfloat16()
@@ -203,6 +205,7 @@ print(json.dumps(report))
 """
 
 
+@THOROUGH
 def test_a_cpu_without_the_interpreter_runs_torchs_operators() -> None:
     code = "import sys, torch; brought = set(sys.modules)\n" + FALLBACK
     report = json.loads(printed(code, TRITON_INTERPRET=None))

@@ -21,6 +21,7 @@ from normforge.nn import functional
 from normforge.operators import registered
 
 from ..calling import FORWARD, each_norm, printed, same_bits
+from ..thorough import THOROUGH
 
 M, N = 3, 64
 
@@ -229,6 +230,7 @@ def test_fake_tensors() -> None:
     assert normforge.layer_norm(x, (N,)).shape == (M, N)
 
 
+@THOROUGH
 def test_registered_by_importing_without_torchdynamo() -> None:
     code = """
 import json, sys, torch, normforge

@@ -77,6 +77,7 @@ def test_a_sweep_over_m_compiles_once_and_agrees_with_eager(norm: str) -> None:
     assert counter.frame_count == compilations
 
 
+@THOROUGH
 def test_m_that_changes_unannounced_is_compiled_for_all_at_its_second_value() -> None:
     function, counter = compiled(lambda x: normforge.layer_norm(x, (N,)))
     for m in (5, 6, 7, 1000):
@@ -85,6 +86,7 @@ def test_m_that_changes_unannounced_is_compiled_for_all_at_its_second_value() ->
     assert counter.frame_count == 2
 
 
+@THOROUGH
 def test_rows_of_several_dimensions_marked_dynamic() -> None:
     def call(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return normforge.add_rms_norm(x, residual)
@@ -98,6 +100,7 @@ def test_rows_of_several_dimensions_marked_dynamic() -> None:
     assert counter.frame_count == 1
 
 
+@THOROUGH
 def test_as_many_rows_as_the_data_says() -> None:
     """What experts are given of a batch: a number of rows that is not known while tracing."""
 
@@ -113,6 +116,7 @@ def test_as_many_rows_as_the_data_says() -> None:
     assert counter.frame_count == 1
 
 
+@THOROUGH
 @each_norm
 def test_rows_that_have_to_be_copied(norm: str) -> None:
     call = functional_call(norm)
@@ -151,6 +155,7 @@ def test_every_output_of_the_forward_functions(norm: str) -> None:
     assert counter.frame_count == compilations
 
 
+@THOROUGH
 def test_the_backward_functions() -> None:
     def call(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:
         layer = normforge.layernorm2d_fwd(x, weight, save_mv=True)
@@ -166,6 +171,7 @@ def test_the_backward_functions() -> None:
     assert all(same_bits(a, b) for a, b in zip(function(*given), call(*given), strict=True))
 
 
+@THOROUGH
 @pytest.mark.parametrize("name", ["x", "weight"])
 def test_forward_functions_have_no_gradient_in_a_graph_either(name: str) -> None:
     given: dict[str, Any] = {"x": torch.randn(5, N), "weight": torch.ones(N)}
@@ -249,6 +255,7 @@ def trained(model: torch.nn.Module, call: Callable[..., torch.Tensor]) -> list[t
     return [logits.detach(), *(gradient.clone() for gradient in gradients if gradient is not None)]
 
 
+@THOROUGH
 def test_a_patched_model() -> None:
     model = Transformer()
     original = trained(model, model)

@@ -43,6 +43,7 @@ def test_a_backward_call_has_the_gradients_of_its_formula_and_touches_no_operand
     call.run(torch.device(device))
 
 
+@THOROUGH
 @each_device
 @examples(20)
 @given(data=st.data())

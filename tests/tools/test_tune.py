@@ -23,6 +23,8 @@ from normforge.tools.compare import Finding
 from normforge.tools.machine import Machine
 from normforge.tools.tile_trials import Case, Sizes, Trial
 
+from ..thorough import THOROUGH
+
 CARD = Machine(torch.device("cpu"), "a card", interpreted=False)
 SIZES = Sizes(bytes=2**10, few=2, checked=3)
 N128 = standard_ladder()[0]
@@ -108,6 +110,7 @@ def out_of_registers() -> tuple[Any, ...]:
     raise RuntimeError("out of registers\nand more")
 
 
+@THOROUGH
 def test_trials_are_compiled_in_processes_of_their_own() -> None:
     """In the interpreter they run there; one that fails stops nothing."""
     case = Case(PLAIN, N128, few=True)
