@@ -238,6 +238,7 @@ def test_no_variant_is_begun_once_the_time_is_up(toy: Spec, tmp_path: Path) -> N
     assert _rows(tmp_path) == {}
 
 
+@THOROUGH
 def test_what_compiles_ahead_does_so_behind_what_runs_eagerly(
     toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ def _memory(inputs: Inputs) -> torch.Tensor:
     raise torch.OutOfMemoryError("tried to allocate 1000 GiB")
 
 
+@THOROUGH
 def test_failures_are_recorded_and_the_run_goes_on(tmp_path: Path) -> None:
     providers = (
         provider("broken", _raise),

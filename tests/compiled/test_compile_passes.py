@@ -50,6 +50,7 @@ class Seen(CustomGraphPass):
         return [sum(target in each for each in targets) for targets in self.targets]
 
 
+@THOROUGH
 def test_inductor_runs_it_forward_and_backward_with_what_was_there() -> None:
     model, seen = Stack(), Seen()
     x = torch.randn(2, 3, WIDTH, requires_grad=True)

@@ -101,6 +101,7 @@ def test_processes_answer_for_every_case() -> None:
     assert [str(outcome) for outcome in outcomes if not outcome.ok] == []
 
 
+@THOROUGH
 def test_a_process_that_ends_takes_one_case_along(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = _short_cases()
     monkeypatch.setattr(pool, "work", _ends_at_the_first)

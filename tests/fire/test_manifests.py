@@ -15,11 +15,13 @@ import normforge
 from normforge.codegen.model import DType
 from normforge.dtypes import TORCH_DTYPES
 
+from ..thorough import THOROUGH
 from .documents import NAMES, manifests, quoted
 from .examples import fire
 from .world import CANARY, command, generate, new_world, refused, snapshot, whole
 
 
+@THOROUGH
 @fire(250)
 @given(manifests())
 def test_a_manifest(data: bytes) -> None:

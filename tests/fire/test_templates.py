@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from normforge.codegen import emit
 
+from ..thorough import THOROUGH
 from .examples import fire
 from .world import command, refused, snapshot
 
@@ -103,6 +104,7 @@ def spoilt(draw: st.DrawFn) -> tuple[str, str | None]:
     )
 
 
+@THOROUGH
 @fire(60)
 @given(spoilt())
 def test_a_template(templates: Path, broken: tuple[str, str | None]) -> None:

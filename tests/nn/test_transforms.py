@@ -23,6 +23,7 @@ import normforge
 from normforge import errors
 
 from ..calling import printed, python, same_bits
+from ..thorough import THOROUGH
 from .oracle import EPS, each_device, each_function
 
 M, N = 3, 64
@@ -476,6 +477,7 @@ for _ in range(3):
     ]
 
 
+@THOROUGH
 def test_sequence_parallel() -> None:
     """Rows of a sharded tensor, forward and backward, in one process of a group of its own."""
     code = """

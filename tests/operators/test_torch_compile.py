@@ -284,6 +284,7 @@ def test_a_patched_hugging_face_norm(cls: Callable[..., torch.nn.Module], weight
     torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2)
 
 
+@THOROUGH
 def test_autocast() -> None:
     model = Transformer()
     normforge.patch(model)
@@ -383,6 +384,7 @@ def test_a_gradient_of_a_quantised_output_is_refused() -> None:
         assert same_bits(function(x), normforge.layernorm2d_fwd(x, fquant="dynamic").y)
 
 
+@THOROUGH
 def test_a_cpu_without_the_interpreter_traces_torchs_operators() -> None:
     code = """
 import json, torch, normforge

@@ -120,6 +120,7 @@ def test_trials_are_compiled_in_processes_of_their_own() -> None:
     assert len(done) == 2
 
 
+@THOROUGH
 def test_winners_are_written_and_read_back(
     clock: Callable[[Clock], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
