@@ -436,14 +436,16 @@ def test_a_sum_that_is_held_holds_no_more_than_itself() -> None:
     patched = made("Llama")
     normforge.patch(patched)
     given = tokens()
+    # Tensors of a test before this one may still live, in the traceback of an error that it expected.
+    before = set(sums._waiting)
     patched(given)
     patched.layers[0](torch.randn(1, 3, WIDTH, requires_grad=True))
-    assert not sums._waiting
+    assert set(sums._waiting) <= before
     patched.layers[1].register_forward_pre_hook(out_of_memory)
     with pytest.raises(MemoryError):
         patched(given)
     gc.collect()
-    assert not sums._waiting
+    assert set(sums._waiting) <= before
 
 
 def out_of_memory(*_: Any) -> None:
