@@ -31,7 +31,7 @@ _RULES: tuple[Callable[..., bool], ...] = (
 _BASE: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_graph_pass.CustomGraphPass)
 
 
-class FuseNeighbours(_BASE):  # type: ignore[misc]  # torch's releases have different ones
+class FuseNeighbours(_BASE):  # type: ignore[misc]  # which base depends on the release
     """Joins normforge's operators with their neighbours, and then runs the passes that were there before."""
 
     def __init__(self, before: Any = None) -> None:

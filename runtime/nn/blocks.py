@@ -66,7 +66,8 @@ class FusedBlock:
 
     def extra_repr(self) -> str:
         """The block's own, and which sums are fused."""
-        own: str = super().extra_repr()  # type: ignore[misc]  # torch.nn.Module's
+        block: Any = super()
+        own: str = block.extra_repr()
         sites: tuple[Site, ...] = self.__dict__.get(SITES, ())
         said = ", ".join(f"sum -> {site.inner or 'the norm behind it'}" for site in sites)
         return f"{own}{', ' if own and said else ''}{said}"

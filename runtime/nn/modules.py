@@ -60,7 +60,9 @@ class _Norm(torch.nn.Module):
 
     def reset_parameters(self) -> None:
         """torch's, where weight and weight_offset together are 1, and x_bias 0."""
-        super().reset_parameters()  # type: ignore[misc]  # of the norm that this stands before
+        # Torch's norm, which follows in the order of each module's bases.
+        norm: Any = super()
+        norm.reset_parameters()
         if self.weight_offset and self.weight is not None:
             torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
         if self._has_x_bias and self.x_bias is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -49,9 +49,10 @@ class Following(torch.nn.Module):
         parameters = self._parameters
         return parameters["weight"], parameters.get("bias")
 
-    def options_for(self, total: torch.dtype, on: torch.Tensor) -> Options:
-        """What it would compute of a sum of a dtype, where a tensor lies."""
-        raise NotImplementedError
+    if TYPE_CHECKING:
+
+        def options_for(self, total: torch.dtype, on: torch.Tensor) -> Options:
+            """What it would compute of a sum of a dtype, where a tensor lies; each norm that follows has its own."""
 
 
 class Site:
@@ -245,7 +246,9 @@ class _Total(weakref.ref[torch.Tensor]):
         return super().__new__(cls, total, _forget)
 
     def __init__(self, total: torch.Tensor) -> None:
-        super().__init__(total, _forget)  # type: ignore[call-arg]  # as weakref.ref has it
+        # Typeshed gives the constructor of weakref.ref no second argument, which that of a subclass is handed too.
+        reference: Any = super()
+        reference.__init__(total, _forget)
         self.key = id(total)
 
 

@@ -38,8 +38,9 @@ from . import gradients, sharding
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 _NAMESPACE = "normforge"
-# torch declares no types for its methods.
-_library: Any = torch.library.Library(_NAMESPACE, "DEF")  # type: ignore[no-untyped-call]  # nor for what makes one
+# torch declares no types for it.
+_Library: Any = torch.library.Library
+_library = _Library(_NAMESPACE, "DEF")
 
 _STRAIGHT: dict[str, Callable[..., Any]] = {
     function.__name__: function for function in (layernorm2d_fwd, rmsnorm2d_fwd, layernorm2d_bwd, rmsnorm2d_bwd)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..errors import DeviceError
 from ..upstream.torch_dispatcher import Kernel, kernel_of
 from .served import serving
 
@@ -23,7 +24,8 @@ def standalone(operator: str) -> Callable[..., Any]:
         operator: one of `served.OPERATORS`.
 
     Returns:
-        A function of the operator's arguments, in the order of its schema.
+        A function of the operator's arguments, in the order of its schema. It raises a DeviceError for tensors on a
+        device that torch has no kernel of the operator for.
     """
     torchs = {device: kernel_of(operator, key) for device, key in _KEYS.items()}
     serves = {device: _serving(operator, device, kernel) for device, kernel in torchs.items() if kernel is not None}
@@ -31,7 +33,7 @@ def standalone(operator: str) -> Callable[..., Any]:
     def call(x: torch.Tensor, *others: Any) -> Any:
         serve = serves.get(x.device.type)
         if serve is None:
-            raise NotImplementedError(
+            raise DeviceError(
                 f"aten::{operator} was given a tensor on {x.device}; this torch has kernels of it for "
                 f"{' and '.join(serves)}: move the tensor there"
             )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from normforge.errors import DeviceError
 from normforge.override.served import OPERATORS
 from normforge.tools.cli import main
 
@@ -136,5 +137,5 @@ def test_another_file_in_the_way_is_refused(
 
 
 def test_another_device_is_refused(folder: Path) -> None:
-    with pytest.raises(NotImplementedError, match=r"a tensor on meta; this torch has kernels of it for cpu"):
+    with pytest.raises(DeviceError, match=r"a tensor on meta; this torch has kernels of it for cpu"):
         loaded(folder)["native_layer_norm"](torch.randn(3, N, device="meta"), (N,), None, None, 1e-5)
