@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 import normforge
 from normforge.parallel import split_layer_norm, split_rms_norm
 
+from .ranks import DEVICE
 from .sharded import N, communicates, mesh, placed, same
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -147,7 +148,7 @@ def a_patched_llama_under_tensor_parallelism() -> None:
 def a_patched_llama_under_fsdp_and_tensor_parallelism() -> None:
     """On a mesh of two dimensions, each rank of the first with rows of its own."""
     world = dist.get_world_size()
-    both = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+    both = init_device_mesh(DEVICE, (2, world // 2), mesh_dim_names=("dp", "tp"))
     model, twin = models()
     tensor_parallel(twin, both["tp"])
     for layer in twin.layers:

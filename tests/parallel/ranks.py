@@ -17,11 +17,18 @@ import torch.distributed as dist
 # Whether cases run all they have, or what finds faults soonest.
 THOROUGHLY = "THOROUGHLY" in os.environ
 
+# Where the ranks' tensors are: each rank of "cuda" has a card of its own.
+DEVICE = os.environ.get("RANKS_DEVICE", "cpu")
+
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
 # Of a rank that waits for another, which failed.
 WAIT = datetime.timedelta(seconds=60)
 
 
-def run(world: int, modules: list[str], folder: Path, *, thoroughly: bool, limit: float) -> dict[str, str]:
+def run(
+    world: int, modules: list[str], folder: Path, *, thoroughly: bool, limit: float, device: str = "cpu"
+) -> dict[str, str]:
     """What became of each case, in a group of so many processes: "" if it passed on every rank, else an error.
 
     Args:
@@ -30,8 +37,10 @@ def run(world: int, modules: list[str], folder: Path, *, thoroughly: bool, limit
         folder: where the processes meet; an empty one.
         thoroughly: whether they run all they have.
         limit: seconds, after which they are ended.
+        device: `cpu`, where kernels are interpreted, or `cuda`.
     """
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "WORLD_SIZE": str(world)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world), "RANKS_DEVICE": device}
+    environment |= {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
     environment |= {"THOROUGHLY": "1"} if thoroughly else {}
     command = [sys.executable, "-m", __name__, str(folder / "store"), *modules]
     processes = [
@@ -55,7 +64,12 @@ def run(world: int, modules: list[str], folder: Path, *, thoroughly: bool, limit
 def main(store: str, modules: list[str]) -> None:
     """Join the group, and print a line for each case: its name, and its error or nothing."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=_rank(), world_size=_world(), timeout=WAIT)
+    if DEVICE != "cpu":
+        torch.cuda.set_device(_rank())
+        torch.set_default_device(torch.device(DEVICE, _rank()))
+    dist.init_process_group(
+        _BACKENDS[DEVICE], init_method=f"file://{store}", rank=_rank(), world_size=_world(), timeout=WAIT
+    )
     # What is printed besides is not to be read as a case.
     lines, sys.stdout = sys.stdout, sys.stderr
     for module in modules:

@@ -22,7 +22,7 @@ from normforge.calls.functions import FUNCTIONS
 from normforge.calls.traced import operated
 from normforge.codegen.families import Kind
 
-from .ranks import THOROUGHLY
+from .ranks import DEVICE, THOROUGHLY
 
 CASES: dict[str, Callable[[], None]] = {}
 N = 32
@@ -43,7 +43,7 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
 
 def mesh() -> DeviceMesh:
     """All ranks in a row."""
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return init_device_mesh(DEVICE, (dist.get_world_size(),))
 
 
 @contextmanager
@@ -308,7 +308,7 @@ def mixtures_are_refused() -> None:
     )
     refused("x is a plain tensor", lambda: normforge.rms_norm(x, (N,), placed(weight, Replicate())), errors.DeviceError)
     refused("weight is a plain", lambda: normforge.rmsnorm2d_fwd(placed(x, Shard(0)), weight), errors.DeviceError)
-    other = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("a", "b"))
+    other = init_device_mesh(DEVICE, (dist.get_world_size(), 1), mesh_dim_names=("a", "b"))
     elsewhere = distribute_tensor(weight, other, [Replicate(), Replicate()])
     refused("redistribute one", lambda: normforge.rms_norm(placed(x, Shard(0)), (N,), elsewhere), errors.DeviceError)
     refused(

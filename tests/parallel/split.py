@@ -15,6 +15,7 @@ import normforge
 from normforge import errors
 from normforge.parallel import split_layer_norm, split_rms_norm
 
+from .ranks import DEVICE
 from .sharded import communicates, mesh, placed, refused, same
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -139,7 +140,7 @@ def dtensors_lie_as_they_did() -> None:
 def rows_that_are_sharded_and_split() -> None:
     """On two dimensions of a mesh: weights have partial gradients of each rank's rows."""
     world = dist.get_world_size()
-    both = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("rows", "columns"))
+    both = init_device_mesh(DEVICE, (world // 2, 2), mesh_dim_names=("rows", "columns"))
     x, weight = torch.randn(4, M, N, requires_grad=True), torch.randn(N, requires_grad=True)
     y = whole(False, x, weight, None, 1e-6)
     gradients = torch.autograd.grad(y.sum(), (x, weight))

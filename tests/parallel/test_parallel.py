@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ..thorough import THOROUGH
@@ -20,7 +21,16 @@ MODULES = {"sharded": sharded, "split": split, "models": models}
 @THOROUGH
 @pytest.mark.parametrize("world", [2, 4], ids=["two", "four"])
 def test_ranks_agree_with_whole_tensors(world: int, tmp_path: Path) -> None:
-    found = run(world, list(MODULES), tmp_path, thoroughly=True, limit=300 * world)
+    _check(run(world, list(MODULES), tmp_path, thoroughly=True, limit=300 * world))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
+def test_cards_agree_with_whole_tensors(tmp_path: Path) -> None:
+    _check(run(2, list(MODULES), tmp_path, thoroughly=True, limit=300, device="cuda"))
+
+
+def _check(found: dict[str, str]) -> None:
     wrong = [f"{name}: {error}" for name, error in found.items() if error]
     assert not wrong, "\n".join(wrong)
     # One that failed, or took too long, ends the others.
