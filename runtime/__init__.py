@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from .kernels.binaries import load_aot
     from .nn.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
     from .nn.modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
-    from .nn.patching import Patch, patch, unpatch
+    from .nn.patching import patch, unpatch
+    from .nn.report import Patch
     from .override.switch import TorchOverride, override_torch, restore_torch
     from .selection.dispatch import instances, load_instances
     from .selection.recording import record
@@ -82,7 +83,8 @@ _HOMES = {
 _LATE = {
     "ahead_of_time.compile_keys": ("compile_keys",),
     "ahead_of_time.warmup": ("warmup",),
-    "nn.patching": ("Patch", "patch", "unpatch"),
+    "nn.patching": ("patch", "unpatch"),
+    "nn.report": ("Patch",),
     "override.switch": ("TorchOverride", "override_torch", "restore_torch"),
     "parallel": ("parallel",),
     "selection.recording": ("record",),

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,109 +19,10 @@ from .following import FOLLOWING, may_follow
 from .huggingface import CastOrder, HuggingFaceRMSNorm, T5RMSNorm
 from .modules import LayerNorm, RMSNorm
 from .probing import UnlikeError, calls_only, formula_of
-from .report import Row, table
+from .report import Bypassed, Fused, Patch, Skipped, Swapped, Unfused
 from .sums import SITES, Following
 
-__all__ = ["Bypassed", "Fused", "Patch", "Skipped", "Swapped", "Unfused", "patch", "unpatch"]
-
-
-class Swapped(NamedTuple):
-    """A module whose class was changed.
-
-    Attributes:
-        path: where it stands in the model; for a module that stands in several places, the first.
-        old: the class it had.
-        new: the class it has.
-    """
-
-    path: str
-    old: type[torch.nn.Module]
-    new: type[torch.nn.Module]
-
-
-class Skipped(NamedTuple):
-    """A norm that was left as it is.
-
-    Attributes:
-        path: where it stands in the model; the first of several places.
-        cls: its class.
-        reason: why it was not swapped.
-    """
-
-    path: str
-    cls: type[torch.nn.Module]
-    reason: str
-
-
-class Bypassed(NamedTuple):
-    """A module that does not always call its norms.
-
-    Attributes:
-        path: where it stands in the model; the first of several places.
-        cls: its class.
-        reason: when it calls none, and what to do about it.
-    """
-
-    path: str
-    cls: type[torch.nn.Module]
-    reason: str
-
-
-class Fused(NamedTuple):
-    """A block whose residual adds are computed together with the norms behind them.
-
-    Attributes:
-        path: where it stands in the model; the first of several places.
-        cls: its class, from which the one that it has now is derived.
-        norms: of each of these sums, the name of the block's own norm that it is computed with; None for a sum that
-            the block returns: that is computed with the norm that is called with it, from the second call on.
-    """
-
-    path: str
-    cls: type[torch.nn.Module]
-    norms: tuple[str | None, ...]
-
-
-class Unfused(NamedTuple):
-    """A block that adds as it did, although it holds norms of ours.
-
-    Attributes:
-        path: where it stands in the model; the first of several places.
-        cls: its class.
-        reason: why none of its sums was fused.
-    """
-
-    path: str
-    cls: type[torch.nn.Module]
-    reason: str
-
-
-class Patch(NamedTuple):
-    """What `patch` did; as a string, a table.
-
-    Attributes:
-        swapped: the modules that are ours now.
-        skipped: the modules that look like norms and are not ours.
-        bypassed: the modules that hold norms of ours and compute them without a call in some modes: encoder layers,
-            by torch's fast path.
-        fused: the blocks whose residual adds are fused with norms.
-        unfused: the blocks that were left alone in this.
-    """
-
-    swapped: tuple[Swapped, ...]
-    skipped: tuple[Skipped, ...]
-    bypassed: tuple[Bypassed, ...] = ()
-    fused: tuple[Fused, ...] = ()
-    unfused: tuple[Unfused, ...] = ()
-
-    def __str__(self) -> str:
-        rows = [Row("swapped", each.path, each.old.__name__, f"-> {each.new.__name__}") for each in self.swapped]
-        for each in self.fused:
-            norms = ", ".join(norm or "the norm behind the block" for norm in each.norms)
-            rows.append(Row("fused", each.path, each.cls.__name__, f"sums with {norms}"))
-        for state, left in (("skipped", self.skipped), ("unfused", self.unfused), ("bypassed", self.bypassed)):
-            rows += [Row(state, each.path, each.cls.__name__, each.reason) for each in left]
-        return table(rows) or "nothing to swap or to fuse"
+__all__ = ["patch", "unpatch"]
 
 
 # Where a swapped module keeps what unpatch needs; deep copies and pickles carry it along.

@@ -1,12 +1,113 @@
-"""What `patch` did, as a table: a line for modules that fared alike."""
+"""What `patch` did to a model, and that as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
 
-class Row(NamedTuple):
+
+class Swapped(NamedTuple):
+    """A module whose class was changed.
+
+    Attributes:
+        path: where it stands in the model; for a module that stands in several places, the first.
+        old: the class it had.
+        new: the class it has.
+    """
+
+    path: str
+    old: type[torch.nn.Module]
+    new: type[torch.nn.Module]
+
+
+class Skipped(NamedTuple):
+    """A norm that was left as it is.
+
+    Attributes:
+        path: where it stands in the model; the first of several places.
+        cls: its class.
+        reason: why it was not swapped.
+    """
+
+    path: str
+    cls: type[torch.nn.Module]
+    reason: str
+
+
+class Bypassed(NamedTuple):
+    """A module that does not always call its norms.
+
+    Attributes:
+        path: where it stands in the model; the first of several places.
+        cls: its class.
+        reason: when it calls none, and what to do about it.
+    """
+
+    path: str
+    cls: type[torch.nn.Module]
+    reason: str
+
+
+class Fused(NamedTuple):
+    """A block whose residual adds are computed together with the norms behind them.
+
+    Attributes:
+        path: where it stands in the model; the first of several places.
+        cls: its class, from which the one that it has now is derived.
+        norms: of each of these sums, the name of the block's own norm that it is computed with; None for a sum that
+            the block returns: that is computed with the norm that is called with it, from the second call on.
+    """
+
+    path: str
+    cls: type[torch.nn.Module]
+    norms: tuple[str | None, ...]
+
+
+class Unfused(NamedTuple):
+    """A block that adds as it did, although it holds norms of ours.
+
+    Attributes:
+        path: where it stands in the model; the first of several places.
+        cls: its class.
+        reason: why none of its sums was fused.
+    """
+
+    path: str
+    cls: type[torch.nn.Module]
+    reason: str
+
+
+class Patch(NamedTuple):
+    """What `patch` did; as a string, a table.
+
+    Attributes:
+        swapped: the modules that are ours now.
+        skipped: the modules that look like norms and are not ours.
+        bypassed: the modules that hold norms of ours and compute them without a call in some modes: encoder layers,
+            by torch's fast path.
+        fused: the blocks whose residual adds are fused with norms.
+        unfused: the blocks that were left alone in this.
+    """
+
+    swapped: tuple[Swapped, ...]
+    skipped: tuple[Skipped, ...]
+    bypassed: tuple[Bypassed, ...] = ()
+    fused: tuple[Fused, ...] = ()
+    unfused: tuple[Unfused, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [_Row("swapped", each.path, each.old.__name__, f"-> {each.new.__name__}") for each in self.swapped]
+        for each in self.fused:
+            norms = ", ".join(norm or "the norm behind the block" for norm in each.norms)
+            rows.append(_Row("fused", each.path, each.cls.__name__, f"sums with {norms}"))
+        for state, left in (("skipped", self.skipped), ("unfused", self.unfused), ("bypassed", self.bypassed)):
+            rows += [_Row(state, each.path, each.cls.__name__, each.reason) for each in left]
+        return _table(rows) or "nothing to swap or to fuse"
+
+
+class _Row(NamedTuple):
     """What became of one module.
 
     Attributes:
@@ -22,7 +123,7 @@ class Row(NamedTuple):
     what: str
 
 
-def table(rows: Iterable[Row]) -> str:
+def _table(rows: Iterable[_Row]) -> str:
     """A line for all rows that differ in their paths alone, with the first path, in the order in which they come."""
     paths: dict[tuple[str, str, str], list[str]] = {}
     for state, path, cls, what in rows:
