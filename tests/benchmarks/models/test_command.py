@@ -1,0 +1,252 @@
+"""The command that times models: what becomes of rows, of jobs, and of what fails."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import cli
+from benchmarks.errors import UsageError
+from benchmarks.models import command, worker
+from benchmarks.models.names import ABSENT, AUTOCAST, BF16, COMPILE, EAGER, FAILS, GRAPHS, NOTHING, TRAIN, Key
+from benchmarks.models.specs import SPECS, Spec
+from benchmarks.models.table import Row, Table, load, render
+from benchmarks.models.variants import NotOfferedError
+from benchmarks.models.worker import Job, read_job, work
+
+from ...thorough import THOROUGH
+from .toy import BROKEN, HEADER, INSTALL, add_variant, job_of, of_norm, rows_of
+
+
+def _call(function: Callable[[], object], model: Any) -> None:
+    function()
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """Jobs of the command are done in this process; the list is of those that were."""
+    done: list[Job] = []
+
+    def launch(job: Job) -> int:
+        done.append(job)
+        work(job)
+        return 0
+
+    monkeypatch.setattr(command, "launch", launch)
+    return done
+
+
+def test_what_the_table_holds_is_not_run_again(toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[str] = []
+    for name in ("one", "two", "three"):
+        add_variant(monkeypatch, name, partial(_call, partial(runs.append, name)))
+    work(job_of(tmp_path, variants=("one", "two")))
+    first = rows_of(tmp_path)
+    assert runs == ["one", "two"]
+    work(job_of(tmp_path, variants=("one", "two", "three")))
+    assert runs == ["one", "two", "three"]
+    assert {name: rows_of(tmp_path)[name] for name in first} == first
+    with pytest.raises(UsageError, match=r"revision none there, another now.*--fresh"):
+        work(replace(job_of(tmp_path), header={**HEADER, "revision": "another"}))
+
+
+def test_what_fails_is_a_row_and_the_others_go_on(toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(error: Exception) -> Callable[[Any], None]:
+        def change(model: Any) -> None:
+            raise error
+
+        return change
+
+    failing = {
+        "breaks": (ValueError("no such kernel"), f"{FAILS}: ValueError: no such kernel"),
+        "lacks": (ModuleNotFoundError("No module named 'nobody'"), f"{ABSENT}: ModuleNotFoundError: No module named"),
+        "memory": (torch.OutOfMemoryError("Tried to allocate"), f"{FAILS}: out of memory"),
+        "unlike": (NotOfferedError("it has no norms"), f"{NOTHING}: it has no norms"),
+    }
+    for name, (error, _) in failing.items():
+        add_variant(monkeypatch, name, raises(error))
+    work(job_of(tmp_path, variants=(*failing, "torch")))
+    rows = rows_of(tmp_path)
+    for name, (_, status) in failing.items():
+        assert rows[name].status.startswith(status)
+    assert rows["torch"].ok
+    # What was not here may be, next time.
+    table = load(tmp_path)
+    assert table is not None
+    assert [key.variant for key in table.due(job_of(tmp_path, variants=(*failing, "torch")).keys)] == ["lacks"]
+
+
+def test_a_model_whose_package_is_missing_is_so_in_every_row(
+    toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SPECS, "far", replace(toy, name="far", package="nobody_has_this"))
+    work(job_of(tmp_path, "far"))
+    statuses = {row.status for row in rows_of(tmp_path).values()}
+    assert statuses == {f"{ABSENT}: ModuleNotFoundError: No module named 'nobody_has_this'"}
+    table = load(tmp_path)
+    assert table is not None
+    assert "not here" in render(table)
+
+
+def test_no_variant_is_begun_once_the_time_is_up(toy: Spec, tmp_path: Path) -> None:
+    assert work(job_of(tmp_path, deadline=0.0)) == 2
+    assert rows_of(tmp_path) == {}
+
+
+@THOROUGH
+def test_what_compiles_ahead_does_so_behind_what_runs_eagerly(
+    toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[str, str, bool]] = []
+
+    def launch(job: Job) -> int:
+        done.append((job.dtype, job.runs[0], job.ahead))
+        table = load(tmp_path) or Table(job.header)
+        for key in () if job.ahead else job.keys:
+            table.add(Row(*key, "ok", ms=1.0))
+        table.save(tmp_path)
+        return 0
+
+    monkeypatch.setattr(command, "launch", launch)
+    given = ["models", "--models", "toy", "--variants", "torch", "--jobs", "2", "--out", str(tmp_path)]
+    late = [*given, "--minutes", "0"]
+    assert cli.main(late) == 0
+    assert done == []
+    assert cli.main(given) == 0
+    each = [(EAGER, False), (COMPILE, True), (COMPILE, False)]
+    assert done == [(dtype, run, ahead) for dtype in (BF16, AUTOCAST) for run, ahead in each]
+    done.clear()
+    assert cli.main(given) == 0
+    assert done == []
+
+
+def test_what_compiles_ahead_leaves_no_row(toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_variant(monkeypatch, "breaks", lambda model: 1 / 0)
+    assert work(job_of(tmp_path, variants=("torch", "breaks"), ahead=True)) == 0
+    assert load(tmp_path) is None
+
+
+def test_a_job_is_text_and_back(tmp_path: Path) -> None:
+    job = job_of(tmp_path, deadline=1.5)
+    assert read_job(job.text()) == job
+
+
+@THOROUGH
+def test_the_command_fails_for_a_wrong_row(
+    toy: Spec,
+    in_process: list[Job],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["models", "--models", "toy", "--runs", "eager", "--revision", "r", "--rounds", "1", "--out", str(tmp_path)]
+    assert cli.main([*given, "--variants", "t*h", "patch"]) == 0
+    assert set(rows_of(tmp_path)) == {"torch", "patch"}
+    assert [(job.dtype, job.runs) for job in in_process] == [(BF16, (EAGER,)), (AUTOCAST, (EAGER,))]
+    said = capsys.readouterr().out
+    assert "**Training step, fp32 under bf16 autocast**" in said
+    assert f"drawn: {tmp_path / 'models.png'}" in said
+    assert (tmp_path / "models.csv").read_text().startswith("# device: Triton's CPU interpreter\n")
+    in_process.clear()
+    assert cli.main([*given, "--variants", "torch", "patch"]) == 0
+    assert in_process == []
+    add_variant(monkeypatch, "broken", partial(of_norm, function=BROKEN["scaled"]))
+    assert cli.main([*given, "--variants", "broken", "--dtypes", "bf16"]) == command.SHORT
+    assert "toy/bf16/train/eager/broken is wrong: " in capsys.readouterr().err
+    document = json.loads((tmp_path / "models.json").read_text())
+    assert document["header"]["size"] == "tiny"
+
+
+def test_a_process_that_dies_costs_its_row_and_no_other(
+    toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Job] = []
+
+    def launch(job: Job) -> int:
+        started.append(job)
+        if len(started) == 1:
+            job.mark.write_text(json.dumps(Key("toy", BF16, "train", EAGER, "patch")))
+            return -11
+        work(job)
+        return 0
+
+    monkeypatch.setattr(command, "launch", launch)
+    given = ["models", "--models", "toy", "--runs", "eager", "--dtypes", "bf16", "--variants", "torch", "patch"]
+    assert cli.main([*given, "--revision", "r", "--out", str(tmp_path)]) == 0
+    rows = rows_of(tmp_path)
+    assert rows["patch"].status == f"{FAILS}: the process died with status -11 while this ran"
+    assert rows["torch"].ok
+    assert len(started) == 2
+
+
+def test_a_process_that_breaks_without_a_row_is_no_loop(
+    toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "launch", lambda job: 1)
+    given = ["models", "--models", "toy", "--runs", "eager", "--dtypes", "bf16", "--variants", "torch"]
+    assert cli.main([*given, "--out", str(tmp_path)]) == command.SHORT
+    assert "error: the process of toy in bf16, eager, ended with 1" in capsys.readouterr().err
+
+
+def test_the_most_worth_comes_first(tmp_path: Path, in_process: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "work", lambda job: 0)
+    monkeypatch.setitem(globals(), "work", lambda job: 0)
+    assert cli.main(["models", "--out", str(tmp_path), "--minutes", "1"]) == 0
+    order = [(job.dtype, job.runs[0]) for job in in_process]
+    ways = [(BF16, EAGER), (BF16, COMPILE), (AUTOCAST, EAGER), (AUTOCAST, COMPILE)]
+    assert order == [way for way in ways for _ in SPECS]
+    assert [job.model for job in in_process[: len(SPECS)]] == [
+        "llama",
+        "qwen3",
+        "gemma",
+        "gpt2",
+        "vit",
+        "bert",
+        "t5",
+        "dit",
+    ]
+
+
+@pytest.mark.parametrize("option", ["--models", "--variants"])
+def test_a_name_that_nothing_has_is_refused(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["models", option, "nobody", "--out", str(tmp_path)]) == cli.USAGE
+    assert f"error: {option} nobody names nothing; there are " in capsys.readouterr().err
+
+
+@THOROUGH
+def test_the_command_runs_a_process_for_each_model(tmp_path: Path) -> None:
+    given = ["models", "--models", "dit", "--variants", "torch", "patch", "--dtypes", "bf16", "--jobs", "1"]
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    assert cli.main([*given, "--revision", "r", "--rounds", "1", "--out", str(tmp_path)]) == 0
+    table = load(tmp_path)
+    assert table is not None
+    assert [(key.run, key.variant, row.ok) for key, row in table.rows.items()] == [
+        (EAGER, "torch", True),
+        (EAGER, "patch", True),
+        (COMPILE, "torch", True),
+        (COMPILE, "patch", True),
+    ]
+    assert not (tmp_path / "models.running").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["dit", "llama"])
+def test_a_card_times_each_way_of_running(name: str, tmp_path: Path) -> None:
+    pytest.importorskip(SPECS[name].package, reason=INSTALL)
+    given = ["models", "--models", name, "--variants", "torch", "patch", "--quick", "--rounds", "1"]
+    assert cli.main([*given, "--out", str(tmp_path)]) == 0
+    table = load(tmp_path)
+    assert table is not None
+    runs = {EAGER, COMPILE, GRAPHS} if SPECS[name].decoding else {EAGER, COMPILE}
+    assert {key.run for key in table.rows} == runs
+    for key, row in table.rows.items():
+        assert row.ok, row
+        assert (row.memory_gib is not None) == (key.step == TRAIN)
