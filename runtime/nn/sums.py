@@ -6,6 +6,8 @@ takes what waits; called with anything else, or after anything was changed, it c
 depends on a guess, and hooks run as they did. A guess that failed costs a norm's time, and a few of them end it.
 
 The norm behind a sum that leaves its block is learned: the norm that is called with it the first time.
+
+A sum of few elements is added alone: it takes the host longer to join the two than the GPU to read the sum once more.
 """
 
 from __future__ import annotations
@@ -31,6 +33,10 @@ SITES = "_normforge_sites"
 # How often in a row a norm that was computed ahead may go unused, and how often the norm behind a sum is looked for.
 _MOST_MISSES = 3
 _MOST_LOOKS = 16
+
+# The fewest elements of a sum that is made together with its norm. Joined, a training step saves the GPU three passes
+# over them and costs the host some 30 us. Below this many a decoder layer is bound by the host, a token's each.
+LEAST_ELEMENTS = 4 * 2**20
 
 
 class Following(torch.nn.Module):
@@ -160,9 +166,10 @@ def add(block: torch.nn.Module, index: int, a: Any, b: Any) -> Any:
         b: likewise.
     """
     # Under torch.compile the graph is to show the sum, for whoever fuses there.
-    sites: Any = None if is_dynamo_compiling() else block.__dict__.get(SITES)
-    plain = sites is not None and {a.__class__, b.__class__} <= PLAIN
-    return sites[index].add(block, a, b) if plain else a + b
+    if is_dynamo_compiling() or a.__class__ not in PLAIN or b.__class__ not in PLAIN or a.numel() < LEAST_ELEMENTS:
+        return a + b
+    sites: Any = block.__dict__.get(SITES)
+    return a + b if sites is None else sites[index].add(block, a, b)
 
 
 def taken(norm: Following, x: Any) -> torch.Tensor | None:

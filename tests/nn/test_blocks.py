@@ -40,6 +40,12 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Join sums as small as these are."""
+    monkeypatch.setattr(sums, "LEAST_ELEMENTS", 0)
+
+
 def tokens(device: str = "cpu", batch: int = 2, length: int = 3) -> torch.Tensor:
     return torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1)).to(device)
 
@@ -90,6 +96,18 @@ class Joined:
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> Joined:
     return Joined(monkeypatch)
+
+
+def test_a_small_sum_is_added_alone(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made("Llama")
+    normforge.patch(model)
+    given = tokens()
+    # A layer has two sums; what follows its second is learned in the first call.
+    elements = given.numel() * WIDTH
+    for least, expected in ((0, 2), (elements, 4), (elements + 1, 0)):
+        monkeypatch.setattr(sums, "LEAST_ELEMENTS", least)
+        model(given)
+        assert joined.counts() == (expected, expected)
 
 
 @each_family
