@@ -105,7 +105,7 @@ def row_group(rows, every, multiplier, shift):
     if every.dtype == tl.int64:
         group = rows // every
     else:
-        group = (tl.umulhi(rows.to(tl.uint32), multiplier.to(tl.uint32)) >> shift).to(tl.int64)
+        group = (tl.umulhi(tl.cast(rows, tl.uint32), multiplier.to(tl.uint32)) >> shift).to(tl.int64)
     return group
 
 

@@ -106,6 +106,15 @@ def test_gradients_of_heads(norm: str, n: int) -> None:
     assert packed.is_nan_but_for(packed.queries)
 
 
+@pytest.mark.parametrize("n", [LENGTHS["one_pass"], pytest.param(LENGTHS["two_pass"], marks=THOROUGH)])
+def test_gradients_of_sums_arrive_on_heads_of_long_rows(n: int) -> None:
+    """Rows that a program takes one after another: the interpreter counts them by Python's own numbers."""
+    others = Packed(n, queries=3).filled("queries")
+    check_gradients(
+        "rms", Packed(n, queries=2).filled("queries").queries, torch.randn(TOKENS, 2, n), others.queries[:, 1:]
+    )
+
+
 def _within(size: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
     """Random numbers within memory of some size, whose other elements are NaN."""
     view = torch.full(size, float("nan"))[tuple(slice(length) for length in shape)]
