@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from itertools import product
 
 import torch
 
 from normforge.codegen.instance import ANY, Tile
-from normforge.codegen.model import Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Pipeline
+from normforge.codegen.model import Cast, Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Pipeline
 from normforge.kernels.gpu import target_of
 from normforge.kernels.tile_choice import choose
 from normforge.selection import on_demand
@@ -21,6 +22,10 @@ INT8, FP8 = DType.INT8, DType.FP8_E4M3FN
 _FORWARD_DTYPES = ((FP16, FP16), (BF16, BF16), (FP32, FP32), (FP16, FP32), (BF16, FP32))
 _QUANTISED = ((FP16, FP8), (BF16, INT8), (FP32, INT8))
 _BACKWARD_DTYPES = (FP16, BF16, FP32)
+# What is rounded before the weight: Llama's rows to x's type, of a weight in that or in fp32; T5's fp32 rows to their
+# weight's, which is y's.
+_CAST_DTYPES = ((FP16, FP16), (BF16, BF16), (BF16, FP32), (FP32, BF16))
+_CAST_QUANTISED = ((FP16, FP8), (BF16, INT8))
 
 FORWARD_MODES = tuple(
     mode
@@ -35,6 +40,43 @@ BACKWARD_MODES = tuple(
     Mode(norm, dtype, dtype, direction=Direction.BACKWARD) for norm, dtype in product(Norm, _BACKWARD_DTYPES)
 )
 
+# What follows is measured with the tiles of each pipeline alone: it changes none of them.
+_CAST = Cast.BEFORE_WEIGHT
+CAST_MODES = {
+    Direction.FORWARD: tuple(
+        mode
+        for norm in Norm
+        for mode in (
+            *(Mode(norm, dtype, out, save_mv=True, cast=_CAST) for dtype, out in _CAST_DTYPES),
+            Mode(norm, BF16, BF16, FusedAdd.PRE_ADD_STORE, save_mv=True, cast=_CAST),
+            *(Mode(norm, dtype, out, fquant=FusedQuant.DYNAMIC, cast=_CAST) for dtype, out in _CAST_QUANTISED),
+        )
+    ),
+    Direction.BACKWARD: tuple(
+        Mode(norm, dtype, dtype, direction=Direction.BACKWARD, cast=_CAST)
+        for norm, dtype in product(Norm, (FP16, BF16))
+    ),
+}
+_HEAD_MODES = {
+    Direction.FORWARD: tuple(Mode(norm, dtype, dtype, save_mv=True) for norm, dtype in product(Norm, (BF16, FP32))),
+    Direction.BACKWARD: tuple(
+        Mode(norm, dtype, dtype, direction=Direction.BACKWARD) for norm, dtype in product(Norm, (BF16, FP32))
+    ),
+}
+
+
+class Layout(Enum):
+    """How rows lie in memory; the value is what names and reports call it."""
+
+    ADJOINING = ""
+    HEADS = "heads"
+    HEADS_IN_PLACE = "heads in place"
+
+
+_HEAD_LAYOUTS = {
+    Direction.FORWARD: (Layout.HEADS, Layout.HEADS_IN_PLACE),
+    Direction.BACKWARD: (Layout.HEADS,),
+}
 
 # One row's error is luck, ours and torch's: the ratio of the largest of four moves by a half from seed to
 # seed, of one row's by four. Where a card makes them cheap there are more, together still a few rows to a tile.
@@ -55,16 +97,19 @@ class Case:
         mode: what is computed.
         n: row length.
         tile: how; it serves every M, so that few rows can be measured with a tile for many.
+        layout: how rows of x lie, and backward those of dy.
     """
 
     mode: Mode
     n: int
     tile: Tile
+    layout: Layout = Layout.ADJOINING
 
     @property
     def name(self) -> str:
-        """For messages: the mode, N and the tile."""
-        return f"{self.mode.name} N={self.n} {' '.join(str(value) for value in self.tile.row)}"
+        """For messages: the mode, N, the tile and the layout."""
+        tile = " ".join(str(value) for value in self.tile.row)
+        return f"{self.mode.name} N={self.n} {tile} {self.layout.value}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -129,11 +174,11 @@ def cases(device: torch.device) -> list[Case]:
 
 
 def _interpreted() -> Iterator[Case]:
-    yield from _forced(INTERPRETED)
+    yield from forced(INTERPRETED)
 
 
 def _compiled(device: torch.device) -> Iterator[Case]:
-    yield from _forced(COMPILED)
+    yield from forced(COMPILED)
     target = target_of(device)
     for mode, n in product((*FORWARD_MODES, *BACKWARD_MODES), LENGTHS):
         entry = on_demand.plan(mode, n)
@@ -145,12 +190,15 @@ def _compiled(device: torch.device) -> Iterator[Case]:
             yield Case(mode, n, generic if is_left else tile)
 
 
-def _forced(variants: dict[Direction, tuple[Variant, ...]]) -> Iterator[Case]:
+def forced(variants: dict[Direction, tuple[Variant, ...]]) -> Iterator[Case]:
+    """Every mode and layout with every tile that there is a kernel for."""
     modes = {Direction.FORWARD: FORWARD_MODES, Direction.BACKWARD: BACKWARD_MODES}
     for direction, some in variants.items():
-        for mode, variant in product(modes[direction], some):
+        adjoining = product((*modes[direction], *CAST_MODES[direction]), (Layout.ADJOINING,))
+        heads = product(_HEAD_MODES[direction], _HEAD_LAYOUTS[direction])
+        for (mode, layout), variant in product((*adjoining, *heads), some):
             if runs(mode, variant.tile):
-                yield from (Case(mode, n, variant.tile) for n in variant.lengths)
+                yield from (Case(mode, n, variant.tile, layout) for n in variant.lengths)
 
 
 def runs(mode: Mode, tile: Tile) -> bool:

@@ -13,18 +13,18 @@ import torch
 
 import normforge
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
-from normforge.codegen.model import Mode, Part, Pipeline
+from normforge.codegen.model import DType, Mode, Part, Pipeline
 from normforge.dtypes import TORCH_DTYPES
 from normforge.kernels.gpu import interpreting
 from normforge.selection import dispatch, on_demand
 from normforge.selection.table import Entry, RetiledTable
 
 from . import peer
-from .cases import Case, rows_of_a_kind
+from .cases import Case, Layout, rows_of_a_kind
 from .interpreter import adding_by_halves
 from .peer import EPS
 from .rows import KINDS
-from .units import MOST, Error, error, median, ratio
+from .units import MOST, Error, Exact, median, ratio, rounded
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ def measure(case: Case, device: torch.device, seed: int) -> list[Cell]:
     """Every cell of a case."""
     dtype = TORCH_DTYPES[case.mode.dtype_in]
     kinds = [name for name, kind in KINDS.items() if dtype in kind.dtypes]
-    if device.type == "cpu" and dtype == torch.bfloat16:
-        kinds.remove("denormal")  # Triton's interpreter reads bf16 below the smallest normal number as 0
+    if device.type == "cpu" and DType.BF16 in (case.mode.dtype_in, case.mode.dtype_out):
+        kinds.remove("denormal")  # Triton's interpreter reads and writes bf16 below the smallest normal number wrongly
     operands = _draw(case, kinds, device, seed)
     with _tiled(case) as loaded:
         run = _backward if case.mode.is_backward else _forward
@@ -102,6 +102,10 @@ def _cell(case: Case, pipeline: str, kind: str, output: str, dtype: torch.dtype,
     dtypes = mode.dtype_in.value if same else f"{mode.dtype_in.value} → {mode.dtype_out.value}"
     if mode.fadd.adds:
         dtypes = f"{dtypes}, add"
+    if mode.cast.comes_first:
+        dtypes = f"{dtypes}, rounded first"
+    if case.layout is not Layout.ADJOINING:
+        dtypes = f"{dtypes}, {case.layout.value}"
     tile = " ".join(str(value) for value in case.tile.row)
     direction = "bwd" if mode.is_backward else "fwd"
     return Cell(
@@ -157,9 +161,11 @@ def _draw(case: Case, kinds: list[str], device: torch.device, seed: int) -> Oper
 
     # A bias would hide errors of what is small beside it: only calls that add have one.
     has_bias = mode.norm.centres and mode.fadd.adds
+    # T5's and Llama's y has the type that weight and rounded row have together.
+    is_of_y = mode.cast.comes_first and not mode.fquant.quantises
     return Operands(
         x=rows("x"),
-        weight=(1 + 0.1 * normal("weight", n)).to(dtype),
+        weight=(1 + 0.1 * normal("weight", n)).to(TORCH_DTYPES[mode.dtype_out] if is_of_y else dtype),
         bias=(0.01 * normal("bias", n)).to(dtype) if has_bias else None,
         residual=rows("residual") if mode.fadd.adds else None,
         dy=normal("dy", len(kinds) * count, n).to(dtype) if mode.is_backward else None,
@@ -173,57 +179,90 @@ def _parts(kinds: list[str], operands: Operands) -> Iterator[tuple[str, slice]]:
 
 
 def _forward(case: Case, kinds: list[str], operands: Operands) -> Iterator[Found]:
-    actual = _ours(case.mode, operands)
+    actual = _ours(case, operands)
     for kind, part in _parts(kinds, operands):
         rows = operands.of(part)
         theirs = _theirs(case.mode, rows)
-        for name, (exact, typical) in _exact(case.mode, rows).items():
+        for name, exact in _exact(case.mode, rows).items():
             ours = actual[name][part]
-            yield kind, name, ours.dtype, error(ours, exact, typical), error(theirs[name], exact, typical)
+            yield kind, name, ours.dtype, exact.error_of(ours), exact.error_of(theirs[name])
 
 
-def _ours(mode: Mode, operands: Operands) -> dict[str, torch.Tensor]:
-    keywords: dict[str, Any] = {"eps": EPS, "save_mv": mode.save_mv, "fquant": mode.fquant}
+# Of a packed tensor: so many that are normalised, and as many behind them that are not.
+_HEADS = 2
+
+
+def _laid(rows: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """(M, N) rows as a call takes them; what lies between heads and is none of them is NaN."""
+    if layout is Layout.ADJOINING:
+        return rows
+    heads = rows.view(-1, _HEADS, rows.shape[-1])
+    return torch.cat((heads, torch.full_like(heads, torch.nan)), 1)[:, :_HEADS]
+
+
+def _ours(case: Case, operands: Operands) -> dict[str, torch.Tensor]:
+    mode, x = case.mode, _laid(operands.x, case.layout)
+    keywords: dict[str, Any] = {"eps": EPS, "save_mv": mode.save_mv, "fquant": mode.fquant, "cast": mode.cast}
     keywords |= {"out_dtype": TORCH_DTYPES[mode.dtype_out]}
     if operands.residual is not None:
         keywords |= {"residual": operands.residual, "fadd": mode.fadd}
+    if case.layout is Layout.HEADS_IN_PLACE:
+        keywords["out"] = x
     if mode.norm.centres:
-        output = normforge.layernorm2d_fwd(operands.x, operands.weight, operands.bias, **keywords)
+        output = normforge.layernorm2d_fwd(x, operands.weight, operands.bias, **keywords)
     else:
-        output = normforge.rmsnorm2d_fwd(operands.x, operands.weight, **keywords)
-    return {name: tensor for name, tensor in output._asdict().items() if tensor is not None}
+        output = normforge.rmsnorm2d_fwd(x, operands.weight, **keywords)
+    leading = x.dim() - 1
+    return {name: tensor.flatten(0, leading - 1) for name, tensor in output._asdict().items() if tensor is not None}
+
+
+def _first_rounded_to(mode: Mode) -> torch.dtype | None:
+    """The 16-bit type that rows are rounded to before the weight, if they are: y's, or else x's."""
+    if not mode.cast.comes_first:
+        return None
+    return next(TORCH_DTYPES[dtype] for dtype in (mode.dtype_out, mode.dtype_in) if dtype.itemsize == 2)
 
 
 def _theirs(mode: Mode, rows: Operands) -> dict[str, torch.Tensor]:
     x, weight, bias = rows.x, rows.weight, rows.bias
-    out = TORCH_DTYPES[mode.dtype_out]
+    out, half = TORCH_DTYPES[mode.dtype_out], _first_rounded_to(mode)
     if out != x.dtype or rows.residual is not None:
         x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
     if rows.residual is not None:
         x = x + rows.residual.float()
-    found = peer.forward(mode.norm.centres, x, weight, bias)
+    if half is None:
+        found = peer.forward(mode.norm.centres, x, weight, bias)
+    else:
+        found = peer.forward_rounding_first(mode.norm.centres, x, weight, bias, half)
     if mode.fquant.quantises:
         return {"y_scale": found["y"].abs().amax(-1) / mode.dtype_out.qmax}
     return found | {"y": found["y"].to(out)}
 
 
-def _exact(mode: Mode, rows: Operands) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Each output in fp64, and the magnitude whose unit is the least that its errors are counted in."""
+def _exact(mode: Mode, rows: Operands) -> dict[str, Exact]:
     s = rows.x.double()
     if rows.residual is not None:
         # The sum is defined in fp32, and is what both are given.
         s = (rows.x.float() + rows.residual.float()).double()
     mean = s.mean(-1, keepdim=True) if mode.norm.centres else torch.zeros_like(s[:, :1])
     rstd = ((s - mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
-    y = (s - mean) * rstd * rows.weight.double()
+    half = _first_rounded_to(mode)
+    h = (s - mean) * rstd
+    h, either = (h, torch.zeros_like(h)) if half is None else rounded(h, half)
+    y, either = h * rows.weight.double(), either * rows.weight.double().abs()
     if rows.bias is not None:
         y += rows.bias.double()
     if mode.fquant.quantises:
-        y_scale = y.abs().amax(-1) / mode.dtype_out.qmax
-        return {"y_scale": (y_scale, torch.zeros_like(y_scale))}
-    found = {"y": (y, median(y)), "rstd": (rstd[:, 0], torch.zeros_like(rstd[:, 0]))}
+        low, y_scale, high = (
+            magnitude.amax(-1) / mode.dtype_out.qmax for magnitude in (y.abs() - either, y.abs(), y.abs() + either)
+        )
+        return {"y_scale": Exact(y_scale, torch.zeros_like(y_scale), torch.maximum(high - y_scale, y_scale - low))}
+    found = {
+        "y": Exact(y, median(y), None if half is None else either),
+        "rstd": Exact(rstd[:, 0], torch.zeros_like(rstd[:, 0])),
+    }
     if mode.norm.centres:
-        found["mean"] = mean[:, 0], s.abs().mean(-1)
+        found["mean"] = Exact(mean[:, 0], s.abs().mean(-1))
     return found
 
 
@@ -237,12 +276,31 @@ def _backward(case: Case, kinds: list[str], operands: Operands) -> Iterator[Foun
         mean = s.mean(-1) if centres else torch.zeros_like(s[:, 0])
         rstd = ((s - mean.unsqueeze(-1)).square().mean(-1) + EPS).rsqrt()
         statistics = {"rstd": rstd.float()} | ({"mean": mean.float()} if centres else {})
-        run: Any = layernorm2d_bwd if centres else rmsnorm2d_bwd
         wants = ("dx", "dweight", "dbias") if centres else ("dx", "dweight")
-        actual = run(rows.dy, rows.x, rows.weight, **statistics, wants=wants)
+        actual = _our_gradients(case, rows, statistics, wants)
         theirs = peer.backward(centres, rows.dy, rows.x, rows.weight, statistics)
         oracle: Any = normforge.reference.layernorm2d_bwd if centres else normforge.reference.rmsnorm2d_bwd
         expected = oracle(rows.dy, rows.x, rows.weight, **statistics)
+        exact = {name: Exact(getattr(expected, name), expected.magnitudes[name]) for name in wants}
+        half = _first_rounded_to(case.mode)
+        if half is not None:
+            theirs["dweight"] = peer.dweight_rounding_first(rows.dy, rows.x, statistics, half)
+            h, either = rounded(
+                (s - statistics.get("mean", mean).unsqueeze(-1)) * statistics["rstd"].unsqueeze(-1), half
+            )
+            dy = rows.dy.double()
+            exact["dweight"] = Exact((dy * h).sum(0), expected.magnitudes["dweight"], (dy.abs() * either).sum(0))
         for name in wants:
-            ours, exact, typical = getattr(actual, name), getattr(expected, name), expected.magnitudes[name]
-            yield kind, name, ours.dtype, error(ours, exact, typical), error(theirs[name], exact, typical)
+            ours = actual[name]
+            yield kind, name, ours.dtype, exact[name].error_of(ours), exact[name].error_of(theirs[name])
+
+
+def _our_gradients(
+    case: Case, rows: Operands, statistics: dict[str, torch.Tensor], wants: tuple[str, ...]
+) -> dict[str, torch.Tensor]:
+    assert rows.dy is not None
+    dy, x = (_laid(tensor, case.layout) for tensor in (rows.dy, rows.x))
+    saved = {name: value.view(x.shape[:-1]) for name, value in statistics.items()}
+    run: Any = layernorm2d_bwd if case.mode.norm.centres else rmsnorm2d_bwd
+    found = run(dy, x, rows.weight, **saved, wants=wants, cast=case.mode.cast)
+    return {name: getattr(found, name).view(-1, x.shape[-1]).squeeze(0) for name in wants}

@@ -3,7 +3,8 @@
 They are the operators behind `torch.nn.functional.layer_norm` and `rms_norm`, called by name because they also return
 their statistics. They take operands of x's dtype, as all are here. Where ours returns fp32 of 16-bit rows, adds a
 residual, or quantises, torch is given the operands in fp32, which loses nothing: its best way to the same result. Saved
-statistics, which it returns in 16 bits on a CPU, are those of such a call too.
+statistics, which it returns in 16 bits on a CPU, are those of such a call too. Rows that are rounded before the weight
+are those of its operator without a weight, in fp32, rounded, and multiplied in fp32.
 """
 
 from __future__ import annotations
@@ -24,8 +25,18 @@ def forward(centres: bool, x: torch.Tensor, weight: torch.Tensor, bias: torch.Te
     return {"y": y} | {name: value.flatten() for name, value in statistics.items()}
 
 
+def forward_rounding_first(
+    centres: bool, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, half: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The same of rows that are rounded to a 16-bit type before they are multiplied by the weight; y is fp32."""
+    y, statistics = _run(centres, x.float(), None, None)
+    y = y.to(half).float() * weight.float()
+    y = y if bias is None else y + bias.float()
+    return {"y": y} | {name: value.flatten() for name, value in statistics.items()}
+
+
 def _run(
-    centres: bool, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    centres: bool, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     shape = [x.shape[-1]]
     if centres:
@@ -55,3 +66,14 @@ def backward(
         gradients = torch.autograd.grad(y, leaves, dy.float())
     names = ("dx", "dweight", "dbias") if centres else ("dx", "dweight")
     return {name: gradient.detach().to(dtype) for name, gradient in zip(names, gradients, strict=True)}
+
+
+def dweight_rounding_first(
+    dy: torch.Tensor, x: torch.Tensor, statistics: dict[str, torch.Tensor], half: torch.dtype
+) -> torch.Tensor:
+    """The gradient of a weight that rows were rounded before, in x's dtype: torch has no operator for that."""
+    h = x.float()
+    if "mean" in statistics:
+        h = h - statistics["mean"].unsqueeze(-1)
+    h = (h * statistics["rstd"].unsqueeze(-1)).to(half).float()
+    return (dy.float() * h).sum(0).to(x.dtype)

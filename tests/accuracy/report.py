@@ -84,6 +84,9 @@ def markdown(outcome: Outcome, header: Mapping[str, str], command: str) -> str:
         else "",
         "`head` stands behind pipelines whose pivot is the mean of a row's first eight values; `row_terms` belongs to "
         "the backward `two_pass`.",
+        "`rounded first` are rows that are rounded before the weight (`cast`), torch's likewise: its operator without "
+        "a weight in fp32, rounded and multiplied. `heads` are two of four in a packed tensor, whose rows are on two "
+        "strides, NaN beside them; `in place`, y is written over them.",
         kinds,
         "## The unit",
         UNIT,

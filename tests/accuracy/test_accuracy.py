@@ -5,16 +5,29 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from normforge.codegen.model import Direction, Part, Pipeline
+from normforge.codegen.model import Direction, Norm, Part, Pipeline
 from normforge.tools.machine import find_machine
 from tests.accuracy.__main__ import main
-from tests.accuracy.cases import BACKWARD_MODES, COMPILED, FORWARD_MODES, INTERPRETED, Case, Variant, cases, runs
+from tests.accuracy.cases import (
+    BACKWARD_MODES,
+    CAST_MODES,
+    COMPILED,
+    FORWARD_MODES,
+    INTERPRETED,
+    Case,
+    Layout,
+    Variant,
+    cases,
+    forced,
+    runs,
+)
 from tests.accuracy.measure import Cell, measure
 from tests.accuracy.rows import KINDS
 from tests.accuracy.run import attempt, run
@@ -36,11 +49,17 @@ SLICE = (
     "ln_bwd_bf16",
     "ln_bwd_fp32",
     "rms_bwd_fp32",
+    "ln_fwd_fp16_cbw_mv",
+    "ln_fwd_bf16_int8_cbw_dq",
+    "rms_fwd_bf16_fp32_cbw_mv",
+    "rms_fwd_bf16_addst_cbw_mv",
+    "rms_fwd_fp32_bf16_cbw_mv",
+    "rms_bwd_bf16_cbw",
 )
 
 
 def slice_of(device: torch.device) -> list[Case]:
-    return [case for case in cases(device) if case.mode.name in SLICE]
+    return [case for case in cases(device) if case.mode.name in SLICE or case.layout is not Layout.ADJOINING]
 
 
 def told(cells: list[Cell]) -> str:
@@ -51,8 +70,14 @@ def told(cells: list[Cell]) -> str:
     )
 
 
-# Each tile of each direction first: what the types change is little.
-ONE_A_TILE = first_of_each(slice_of(CPU), lambda case: (case.mode.direction, case.tile, case.n), lambda case: case.name)
+def kind_of(case: Case) -> Hashable:
+    """Each tile of each direction, for what the types change is little; roundings and layouts at one length."""
+    if case.mode.cast.comes_first or case.layout is not Layout.ADJOINING:
+        return (case.mode, case.layout) if case.n == 100 else None
+    return case.mode.direction, case.tile, case.n
+
+
+ONE_A_TILE = first_of_each(slice_of(CPU), kind_of, lambda case: case.name)
 
 
 @interpreted
@@ -82,7 +107,7 @@ def test_every_pipeline_is_measured_in_both_directions_and_every_dtype(
 ) -> None:
     modes = {Direction.FORWARD: FORWARD_MODES, Direction.BACKWARD: BACKWARD_MODES}
     for direction, some in modes.items():
-        for mode in some:
+        for mode in (*some, *CAST_MODES[direction]):
             measured = {variant.tile.pipeline for variant in table[direction] if runs(mode, variant.tile)}
             # Programs that share a row exchange fp32 means, too coarse for fp32 rows: no table may spread them.
             spreads = mode.is_backward or (mode.streams and mode.dtype_in.itemsize == 2)
@@ -92,6 +117,7 @@ def test_every_pipeline_is_measured_in_both_directions_and_every_dtype(
 @interpreted
 def test_rows_that_no_vector_starts_take_the_window_kernel() -> None:
     odd = [case for case in slice_of(CPU) if case.mode.has_window and case.n == 1001]
+    odd = [case for case in odd if case.layout is Layout.ADJOINING and not case.mode.cast.comes_first]
     assert odd
     for case in odd:
         assert {cell.pipeline for cell in measure(case, CPU, SEED)} == {Part.WINDOW.value}
@@ -114,6 +140,51 @@ def test_a_kernel_that_is_off_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = {cell.kind for cell in found if cell.output == "y" and cell.ratio > MOST}
     # Of rows whose squares overflow nothing is left to spoil.
     assert wrong == {cell.kind for cell in found} - {"huge"}
+
+
+@interpreted
+@pytest.mark.parametrize("said", [None, torch.float16], ids=["not at all", "to another type"])
+@pytest.mark.parametrize(
+    ("name", "output"),
+    [("rms_fwd_bf16_fp32_cbw_mv", "y"), ("ln_fwd_fp32_bf16_cbw_mv", "y"), ("rms_bwd_bf16_cbw", "dweight")],
+)
+def test_rows_that_are_rounded_otherwise_than_they_should_be_are_told(
+    name: str, output: str, said: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel rounds to bf16, and what it is held against does not."""
+    import tests.accuracy.measure as module
+
+    case = next(case for case in cases(CPU) if case.mode.name == name and case.n == 100)
+    monkeypatch.setattr(module, "_first_rounded_to", lambda mode: said)
+    found = [cell for cell in measure(case, CPU, SEED) if cell.kind in ("random", "outlier")]
+    assert {cell.output for cell in found if not cell.ok} == {output}
+
+
+@pytest.mark.parametrize("table", [INTERPRETED, COMPILED], ids=["interpreted", "compiled"])
+def test_heads_are_measured_in_both_directions_and_in_place(table: dict[Direction, tuple[Variant, ...]]) -> None:
+    for pipeline in (Pipeline.ROWS, Pipeline.ONE_PASS, Pipeline.TWO_PASS, Pipeline.SPREAD):
+        some = [case for case in forced(table) if case.tile.pipeline is pipeline]
+        found = {(case.mode.direction, case.mode.norm, case.layout) for case in some}
+        for norm in Norm:
+            assert (Direction.BACKWARD, norm, Layout.HEADS) in found
+            assert {(Direction.FORWARD, norm, layout) for layout in Layout} <= found
+
+
+@interpreted
+def test_heads_that_are_read_one_further_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the heads of a token lies what is NaN."""
+    import tests.accuracy.measure as module
+
+    laid = module._laid
+
+    def further(rows: torch.Tensor, layout: Layout) -> torch.Tensor:
+        heads = laid(rows, layout)
+        return heads.as_strided(heads.shape, heads.stride(), heads.shape[-1])
+
+    monkeypatch.setattr(module, "_laid", further)
+    for name, outputs in (("rms_fwd_bf16_mv", {"y", "rstd"}), ("rms_bwd_bf16", {"dx", "dweight"})):
+        case = next(c for c in cases(CPU) if c.mode.name == name and c.n == 100 and c.layout is Layout.HEADS)
+        assert {cell.output for cell in measure(case, CPU, SEED) if not cell.ok} == outputs
 
 
 def test_a_case_that_cannot_run_is_told() -> None:

@@ -7,7 +7,7 @@ import torch
 from tests.accuracy.measure import Cell
 from tests.accuracy.report import Outcome, markdown, text
 from tests.accuracy.rows import KINDS
-from tests.accuracy.units import Error, error, floor_of, median, ratio, ulp
+from tests.accuracy.units import Error, Exact, error, floor_of, median, ratio, rounded, ulp
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -53,6 +53,24 @@ def test_errors_below_the_floor_are_equal_and_above_it_compared() -> None:
         assert ratio(Error(0.5 + 5 * floor, 0.3), Error(0.2, 0.3), dtype) > 4
         assert ratio(Error(0.5 + 9 * floor, 0.3), Error(0.5 + 3 * floor, 0.3), dtype) < 4
         assert ratio(Error(0.5, 4 * (0.3 + floor) + 0.1), Error(0.5, 0.2), dtype) > 2.5
+
+
+def test_what_is_rounded_on_the_way_may_go_either_way_at_a_tie_and_nowhere_else() -> None:
+    tie = 1 + 2.0**-8  # of bf16, whose neighbours of 1 are 2**-7 apart
+    rows = torch.tensor([[tie, tie + 15 * 2.0**-23, tie + 17 * 2.0**-23, 1.0]], dtype=torch.float64)
+    nearest, either = rounded(rows, torch.bfloat16)
+    assert nearest.tolist() == [[1.0, 1 + 2.0**-7, 1 + 2.0**-7, 1.0]]
+    assert either.tolist() == [[2.0**-7, 2.0**-7, 0.0, 0.0]]
+    exact = Exact(nearest, median(nearest), either)
+    assert exact.error_of(torch.tensor([[1 + 2.0**-7, 1.0, 1 + 2.0**-7, 1.0]])).largest == 0
+    assert exact.error_of(torch.tensor([[1.0, 1.0, 1.0, 1.0]])).largest == 2.0**-7 / 2.0**-23
+    assert exact.error_of(torch.tensor([[1.0, 1.0, float("nan"), 1.0]])).largest == 2.0**23
+
+
+def test_little_is_open() -> None:
+    rows = torch.randn(8, 4096, dtype=torch.float64)
+    for dtype, share in ((torch.float16, 0.02), (torch.bfloat16, 0.003)):
+        assert 0 < (rounded(rows, dtype)[1] > 0).double().mean() < share
 
 
 def cell(ours: float, theirs: float) -> Cell:

@@ -22,12 +22,16 @@ _FP32_FLOOR = 1.0
 # A 16-bit result is rounded wrongly if fp32 errors carry it over a tie, and which values are that near is chance:
 # errors of so many units of fp32 count alike.
 _FLOOR_16_BITS = 8.0
+# A row that is rounded on its way is fp32 until then, and no nearer to fp64 than any: ours are up to 12 units off, and
+# torch's up to 35, where they are fp32 to the end. What lies so near to a tie may be rounded either way.
+_OPEN = 16.0
 
 RULE = f"""\
 Correct rounding leaves half a unit, so what counts is the largest error beyond that. Ours is at most {MOST:.0f} times
 torch's in every cell, and at most torch's in most; the root mean square of the whole error likewise. Below a floor
 errors are equal: {_FP32_FLOOR:.0f} unit beyond correct rounding in fp32, {_FLOOR_16_BITS:.0f} units of fp32 beyond it
-in 16 bits; root mean squares as much above 0.3, where correct rounding leaves 0.29."""
+in 16 bits; root mean squares as much above 0.3, where correct rounding leaves 0.29. Of rows that are rounded before the
+weight, a value within {_OPEN:.0f} units of fp32 of the middle between two of 16 bits may be either."""
 _RMS_FLOOR = 0.3
 
 
@@ -75,6 +79,36 @@ def error(actual: torch.Tensor, exact: torch.Tensor, typical: torch.Tensor) -> E
     same = actual == exact.to(dtype)
     units = torch.where(same & exact.to(dtype).isinf(), 0.0, units).nan_to_num(worst).clamp(max=worst)
     return Error(float(units.max()), float(units.square().mean().sqrt()))
+
+
+@dataclass(frozen=True)
+class Exact:
+    """What an output should be.
+
+    Attributes:
+        value: fp64.
+        typical: fp64, broadcast to that: the magnitude whose unit is the least that counts.
+        open: how far off an output may be because arithmetic in fp32 leaves open which way a value was rounded on its
+            way to it; None where nothing is rounded on the way.
+    """
+
+    value: torch.Tensor
+    typical: torch.Tensor
+    open: torch.Tensor | None = None
+
+    def error_of(self, actual: torch.Tensor) -> Error:
+        """How far off an output is beyond what is open."""
+        if self.open is None:
+            return error(actual, self.value, self.typical)
+        nearest = actual.double().clamp(self.value - self.open, self.value + self.open)
+        return error(actual, nearest, self.typical)
+
+
+def rounded(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp64 rows rounded to a 16-bit type, and by how much more where fp32 leaves open which way; both fp64."""
+    apart = _OPEN * ulp(torch.maximum(rows.abs(), median(rows)), torch.float32)
+    low, nearest, high = ((rows + shift * apart).to(dtype).double() for shift in (-1, 0, 1))
+    return nearest, torch.maximum(high - nearest, nearest - low)
 
 
 def median(rows: torch.Tensor) -> torch.Tensor:
