@@ -286,7 +286,7 @@ class Mode:
             )
         if self.is_backward:
             self._check_backward()
-        elif self.cast is not self.cast.of(self.dtype_out, self.dtype_in):
+        elif self.cast.comes_first and 2 not in (self.dtype_out.itemsize, self.dtype_in.itemsize):
             raise IllegalCombinationError(
                 f"cast {self.cast.value} rounds to 16 bits first, and neither dtype_in {self.dtype_in.value} nor "
                 f"dtype_out {self.dtype_out.value} has so many; leave cast out, or use fp16 or bf16 for one of them"

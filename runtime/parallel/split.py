@@ -140,7 +140,7 @@ def _of_dtensors(x: Any, vectors: dict[str, Any], eps: float, centres: bool) -> 
         )
     as_columns: list[Placement] = [Replicate() for _ in x.placements]
     # A vector's gradient is summed over rows, wherever those are sharded.
-    of_sums: list[Placement] = [Partial() if hasattr(placement, "dim") else Replicate() for placement in x.placements]
+    of_sums: list[Placement] = [Replicate() if placement.is_replicate() else Partial() for placement in x.placements]
     as_columns[over[0]] = of_sums[over[0]] = Shard(0)
     parts = []
     for vector in vectors.values():
@@ -167,7 +167,9 @@ class _Normalise(torch.autograd.Function):
         y = h if weight is None else h * weight.to(h.dtype)
         ctx.told, ctx.bias_dtype = told, None if bias is None else bias.dtype
         ctx.save_for_backward(x, weight, mean, rstd, count)
-        return (y if bias is None else y + bias.to(h.dtype)).to(x.dtype)
+        y = y if bias is None else y + bias.to(h.dtype)
+        # TorchDynamo of torch 2.11 has no gradient pass a conversion that converts nothing at a function's end.
+        return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

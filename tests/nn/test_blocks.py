@@ -36,11 +36,6 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-
-
-@pytest.fixture(autouse=True)
 def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Join sums as small as these are."""
     monkeypatch.setattr(sums, "LEAST_ELEMENTS", 0)
