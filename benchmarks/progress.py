@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NoReturn, TypeVar
 
 from tqdm import tqdm
@@ -13,9 +13,9 @@ T = TypeVar("T")
 _SECONDS_BETWEEN_LINES = 10.0
 
 
-def progress_over(items: Sequence[T], *, what: str, unit: str) -> tqdm[T]:
-    """A bar that moves as items are taken."""
-    return tqdm(items, desc=what, unit=unit, dynamic_ncols=True, mininterval=_interval())
+def progress_over(items: Iterable[T], *, what: str, unit: str, total: int | None = None) -> tqdm[T]:
+    """A bar that moves as items are taken; total says how many there are where they do not."""
+    return tqdm(items, total=total, desc=what, unit=unit, dynamic_ncols=True, mininterval=_interval())
 
 
 def progress_to(total: int, *, what: str, unit: str) -> tqdm[NoReturn]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import groupby
+from itertools import cycle, groupby
 from pathlib import Path
+from queue import SimpleQueue
+
+import torch
 
 from normforge.errors import DeviceError
 from normforge.tools.machine import Machine, find_machine
@@ -24,14 +28,12 @@ from ..progress import progress_over
 from .names import COMPILE, DTYPES, EAGER, FAILS, GRAPHS, SUITE, WRONG, Key
 from .picture import draw
 from .specs import SPECS
-from .table import Row, Table, load, render
+from .table import Row, Table, extend, load, render
 from .variants import VARIANTS, versions
 from .worker import Job
 
 # The command's status where a row is wrong, or a process broke.
 SHORT = 1
-
-Launch = Callable[[Job], int]
 
 
 def models(options: argparse.Namespace, _: list[str]) -> int:
@@ -56,12 +58,13 @@ def models(options: argparse.Namespace, _: list[str]) -> int:
     table = _open(out, header, fresh=options.fresh, retry=options.retry)
     jobs = _jobs(options, machine, size, out, header, deadline)
     broken = []
+    gpus = _gpus(machine)
     # What is compiled ahead waits for what needs no compiling: the time may be up before it is done.
     for _dtype_and_runs, block in groupby(jobs, lambda job: (job.dtype, job.runs)):
         together = list(block)
         if options.jobs > 0:
-            _prepare(together, load(out, header) or table, options.jobs, launch)
-        broken += _run(together, out, header, launch)
+            _prepare(together, load(out, header) or table, options.jobs, gpus)
+        broken += _run(together, out, header, gpus)
     table = load(out, header) or table
     _report(table, jobs, out)
     wrong = [row for row in table.rows.values() if row.status.startswith(WRONG)]
@@ -75,7 +78,16 @@ def models(options: argparse.Namespace, _: list[str]) -> int:
 def launch(job: Job) -> int:
     """Do a job in a process of its own; the result is its exit status."""
     command = (sys.executable, "-m", "benchmarks.models.worker", job.text())
-    return subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": job.gpu} if job.gpu else {})
+    return subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=False).returncode
+
+
+def _gpus(machine: Machine) -> list[str]:
+    """The GPUs that jobs are shared among, one job on each at a time."""
+    if machine.device.type == "cpu":
+        return [""]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return [name for name in visible.split(",") if name] or [str(index) for index in range(torch.cuda.device_count())]
 
 
 def _open(out: Path, header: dict[str, str], *, fresh: bool, retry: bool) -> Table:
@@ -83,7 +95,8 @@ def _open(out: Path, header: dict[str, str], *, fresh: bool, retry: bool) -> Tab
         for ending in ("csv", "json", "png"):
             (out / f"{SUITE}.{ending}").unlink(missing_ok=True)
     # Of a command that was killed: what it was at is due, and nobody's fault.
-    (out / f"{SUITE}.running").unlink(missing_ok=True)
+    for mark in out.glob(f"{SUITE}.*.running"):
+        mark.unlink(missing_ok=True)
     table = load(out, header) or Table(header)
     if retry:
         table.rows = {key: row for key, row in table.rows.items() if row.ok}
@@ -129,37 +142,50 @@ def _chosen(option: str, given: Sequence[str], names: Collection[str]) -> tuple[
     return tuple(name for name in names if not given or any(fnmatch.fnmatchcase(name, pattern) for pattern in given))
 
 
-def _prepare(jobs: Sequence[Job], table: Table, processes: int, start: Launch) -> None:
+def _prepare(jobs: Sequence[Job], table: Table, processes: int, gpus: Sequence[str]) -> None:
     """Compile what the compiled jobs need, several at once, into the caches on disk."""
-    due = [replace(job, ahead=True) for job in jobs if EAGER not in job.runs and not job.late and table.due(job.keys)]
+    waiting = [job for job in jobs if EAGER not in job.runs and not job.late and table.due(job.keys)]
+    due = [replace(job, ahead=True, gpu=gpu) for job, gpu in zip(waiting, cycle(gpus), strict=False)]
     with ThreadPoolExecutor(processes) as pool:
-        for job, status in zip(due, pool.map(start, due), strict=True):
+        for job, status in zip(due, pool.map(launch, due), strict=True):
             if status:
                 print(f"compiling {job.model} in {job.dtype} ahead ended with status {status}", file=sys.stderr)
 
 
-def _run(jobs: Sequence[Job], out: Path, header: dict[str, str], start: Launch) -> list[str]:
-    """Run the jobs that have rows due, one after the other; the result says which broke without a row to blame."""
-    broken = []
+def _run(jobs: Sequence[Job], out: Path, header: dict[str, str], gpus: Sequence[str]) -> list[str]:
+    """Run the jobs that have rows due, one after the other on each GPU; the result says which broke without a blame."""
+    free: SimpleQueue[str] = SimpleQueue()
+    for gpu in gpus:
+        free.put(gpu)
+
+    def run(job: Job) -> str | None:
+        gpu = free.get()
+        try:
+            return _run_job(replace(job, gpu=gpu), out, header)
+        finally:
+            free.put(gpu)
+
     what = f"{jobs[0].dtype}, {' and '.join(jobs[0].runs)}"
-    for job in progress_over(jobs, what=what, unit="model"):
-        while not job.late and (load(out, header) or Table(header)).due(job.keys):
-            before = _rows(out, header)
-            status = start(job)
-            if status == 0:
-                break
-            _blame(job, status)
-            if _rows(out, header) == before:
-                broken.append(
-                    f"the process of {job.model} in {job.dtype}, {' and '.join(job.runs)}, ended with {status}"
-                )
-                break
-    return broken
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        ended = progress_over(pool.map(run, jobs), what=what, unit="model", total=len(jobs))
+        return [said for said in ended if said is not None]
 
 
-def _rows(out: Path, header: dict[str, str]) -> dict[Key, Row]:
-    found = load(out, header)
-    return {} if found is None else found.rows
+def _run_job(job: Job, out: Path, header: dict[str, str]) -> str | None:
+    while not job.late and (load(out, header) or Table(header)).due(job.keys):
+        before = _rows(out, job)
+        status = launch(job)
+        if status == 0:
+            break
+        _blame(job, status)
+        if _rows(out, job) == before:
+            return f"the process of {job.model} in {job.dtype}, {' and '.join(job.runs)}, ended with {status}"
+    return None
+
+
+def _rows(out: Path, job: Job) -> dict[Key, Row]:
+    found = load(out, job.header)
+    return {} if found is None else {key: row for key, row in found.rows.items() if key in job.keys}
 
 
 def _blame(job: Job, status: int) -> None:
@@ -168,10 +194,7 @@ def _blame(job: Job, status: int) -> None:
         return
     key = Key(*json.loads(job.mark.read_text()))
     job.mark.unlink()
-    out = Path(job.out)
-    table = load(out, job.header) or Table(job.header)
-    table.add(Row(*key, f"{FAILS}: the process died with status {status} while this ran"))
-    table.save(out)
+    extend(Path(job.out), job.header, [Row(*key, f"{FAILS}: the process died with status {status} while this ran")])
 
 
 def _report(table: Table, jobs: Sequence[Job], out: Path) -> None:

@@ -314,7 +314,7 @@ SPECS = {
         Spec(
             "llama",
             "transformers",
-            Shape(8, 2048, 32, 8192, batch=4, tokens=2048, kv_heads=8),
+            Shape(4, 2048, 32, 8192, batch=4, tokens=2048, kv_heads=8),
             partial(_causal, "LlamaConfig", "LlamaForCausalLM", _llama_like),
             _causal_language,
             _causal_decoding,
@@ -323,7 +323,7 @@ SPECS = {
         Spec(
             "qwen3",
             "transformers",
-            Shape(12, 1024, 16, 3072, batch=4, tokens=2048, kv_heads=8, head_dim=128),
+            Shape(6, 1024, 16, 3072, batch=4, tokens=2048, kv_heads=8, head_dim=128),
             partial(_causal, "Qwen3Config", "Qwen3ForCausalLM", _llama_like),
             _causal_language,
             _causal_decoding,
@@ -332,7 +332,7 @@ SPECS = {
         Spec(
             "gemma",
             "transformers",
-            Shape(6, 2048, 8, 16384, batch=4, tokens=2048, kv_heads=1, head_dim=256),
+            Shape(4, 2048, 8, 16384, batch=4, tokens=2048, kv_heads=1, head_dim=256),
             partial(_causal, "GemmaConfig", "GemmaForCausalLM", _llama_like),
             _causal_language,
             _causal_decoding,
@@ -341,21 +341,21 @@ SPECS = {
         Spec(
             "gpt2",
             "transformers",
-            Shape(12, 1024, 16, 4096, batch=16, tokens=1024, vocabulary=50304),
+            Shape(6, 1024, 16, 4096, batch=16, tokens=1024, vocabulary=50304),
             partial(_causal, "GPT2Config", "GPT2LMHeadModel", _gpt2),
             _causal_language,
             _causal_decoding,
         ),
-        Spec("vit", "timm", Shape(24, 1024, 16, 4096, batch=64, vocabulary=1000), _vit, _classes),
-        Spec("bert", "transformers", Shape(12, 1024, 16, 4096, batch=32, tokens=512), _bert, _masked_language),
+        Spec("vit", "timm", Shape(8, 1024, 16, 4096, batch=64, vocabulary=1000), _vit, _classes),
+        Spec("bert", "transformers", Shape(6, 1024, 16, 4096, batch=32, tokens=512), _bert, _masked_language),
         Spec(
             "t5",
             "transformers",
-            Shape(8, 1024, 16, 4096, batch=16, tokens=512),
+            Shape(4, 1024, 16, 4096, batch=16, tokens=512),
             _t5,
             _translation,
             _translating,
         ),
-        Spec("dit", "torch", Shape(12, 1152, 16, 4608, batch=32, tokens=256), _dit, _denoising),
+        Spec("dit", "torch", Shape(6, 1152, 16, 4608, batch=32, tokens=256), _dit, _denoising),
     )
 }

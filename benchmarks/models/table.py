@@ -10,8 +10,11 @@ from typing import Any
 
 from tabulate import tabulate
 
+from normforge.codegen.locking import locked
+
 from ..results import OK, read, require_header, write
 from .names import ABSENT, AUTOCAST, BF16, COMPILE, DECODE, EAGER, GRAPHS, NOTHING, SUITE, TRAIN, Key
+from .specs import SPECS
 from .variants import TORCH, VARIANTS
 
 _STEPS = {TRAIN: "Training step", DECODE: "Decode step"}
@@ -103,6 +106,24 @@ class Table:
     def save(self, folder: Path) -> None:
         """Write `models.csv` and `models.json`; a reader finds the old files or the new ones."""
         write(folder, SUITE, self.header, _COLUMNS, [asdict(row) for row in self.rows.values()])
+
+
+def extend(folder: Path, header: Mapping[str, str], rows: Iterable[Row]) -> Table:
+    """Add rows to the table in a folder, which other processes may be adding to.
+
+    Raises:
+        UsageError: as `load` does.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / f"{SUITE}.lock"):
+        table = load(folder, header) or Table(dict(header))
+        for row in rows:
+            table.add(row)
+        # Whichever process was the first to end.
+        order = {name: place for place, name in enumerate(SPECS)}
+        table.rows = dict(sorted(table.rows.items(), key=lambda item: order.get(item[0].model, len(order))))
+        table.save(folder)
+    return table
 
 
 def load(folder: Path, header: Mapping[str, str] | None = None) -> Table | None:

@@ -31,7 +31,7 @@ from .check import Off, Outcome, Yardstick, check, make_yardstick
 from .names import ABSENT, BF16, COMPILE, DECODE, EAGER, FAILS, GRAPHS, NOTHING, SUITE, TRAIN, WRONG, Key
 from .specs import SPECS, Shape, Spec, make
 from .steps import DecodeStep, Step, TrainStep, graphs_made, graphs_skipped, made_to_run, peak_gib, time_turn
-from .table import Row, Table, load
+from .table import Row, Table, extend, load
 from .variants import VARIANTS, NotOfferedError, Varied, vary
 
 # The exit status of a process that the GPU answers no more.
@@ -61,6 +61,7 @@ class Job:
         rounds: turns of each variant.
         deadline: of `time.time()`: no variant is begun after it; None is no limit.
         ahead: whether to prepare only, so that what is compiled lies in the caches of a process that times.
+        gpu: which GPU it is done on, as CUDA_VISIBLE_DEVICES names it; empty is the first that is visible.
     """
 
     model: str
@@ -75,6 +76,7 @@ class Job:
     rounds: int = 5
     deadline: float | None = None
     ahead: bool = False
+    gpu: str = ""
 
     @property
     def groups(self) -> list[tuple[str, str]]:
@@ -99,7 +101,7 @@ class Job:
     @property
     def mark(self) -> Path:
         """The file that says which row is being worked on; it outlives a process that crashes."""
-        return Path(self.out) / f"{SUITE}.running"
+        return Path(self.out) / f"{SUITE}.{self.model}.running"
 
     def text(self) -> str:
         """The job as JSON."""
@@ -200,14 +202,14 @@ def work(job: Job) -> int:
         for kind, run in job.groups:
             keys = [key for key in table.due(job.keys) if (key.step, key.run) == (kind, run)]
             if keys:
-                left += _run_group(session, kind, run, keys, table)
+                left += _run_group(session, kind, run, keys)
     finally:
         if not job.ahead:
             job.mark.unlink(missing_ok=True)
     return left
 
 
-def _run_group(session: Session, kind: str, run: str, keys: list[Key], table: Table) -> int:
+def _run_group(session: Session, kind: str, run: str, keys: list[Key]) -> int:
     job, device = session.job, session.device
     ready: dict[Key, _Ready] = {}
     begun = []
@@ -215,7 +217,7 @@ def _run_group(session: Session, kind: str, run: str, keys: list[Key], table: Ta
         if job.late:
             break
         begun.append(key)
-        with _recording(key, session, table):
+        with _recording(key, session):
             if job.ahead:
                 _compile(session, key)
             else:
@@ -225,16 +227,14 @@ def _run_group(session: Session, kind: str, run: str, keys: list[Key], table: Ta
     for _ in range(job.rounds):
         for key in list(ready):
             one = ready.pop(key)
-            with _recording(key, session, table):
+            with _recording(key, session):
                 step = session.step(kind)
                 step.begin(one.varied.model)
                 with one.varied.within():
                     one.times += time_turn(one.call, kind, device)
                 ready[key] = one
     expected = session.yardstick(kind).expected.loss if ready else None
-    for key, one in ready.items():
-        table.add(_row(key, one, expected))
-    table.save(Path(job.out))
+    extend(Path(job.out), job.header, [_row(key, one, expected) for key, one in ready.items()])
     release(device)
     return len(keys) - len(begun)
 
@@ -298,7 +298,7 @@ def _row(key: Key, one: _Ready, torch_loss: float | None) -> Row:
 
 
 @contextmanager
-def _recording(key: Key, session: Session, table: Table) -> Iterator[None]:
+def _recording(key: Key, session: Session) -> Iterator[None]:
     """Turn what goes wrong with a variant into its row, and go on with the others."""
     job = session.job
     # Several processes compile ahead at once, and what fails there fails again.
@@ -309,8 +309,7 @@ def _recording(key: Key, session: Session, table: Table) -> Iterator[None]:
         yield
     except Exception as error:
         if not job.ahead:
-            table.add(Row(*key, _status(error)))
-            table.save(Path(job.out))
+            extend(Path(job.out), job.header, [Row(*key, _status(error))])
         # The traceback holds on to the tensors of the frames it names.
         error.__traceback__ = None
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,7 @@ from benchmarks.errors import UsageError
 from benchmarks.models import command, worker
 from benchmarks.models.names import ABSENT, AUTOCAST, BF16, COMPILE, EAGER, FAILS, GRAPHS, NOTHING, TRAIN, Key
 from benchmarks.models.specs import SPECS, Spec
-from benchmarks.models.table import Row, Table, load, render
+from benchmarks.models.table import Row, Table, extend, load, render
 from benchmarks.models.variants import NotOfferedError
 from benchmarks.models.worker import Job, read_job, work
 
@@ -196,6 +197,34 @@ def test_a_process_that_breaks_without_a_row_is_no_loop(
     assert "error: the process of toy in bf16, eager, ended with 1" in capsys.readouterr().err
 
 
+def test_each_gpu_does_one_model_at_a_time(
+    toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    busy: list[str] = []
+    done: list[str] = []
+    both = threading.Barrier(2, timeout=20)
+
+    def launch(job: Job) -> int:
+        assert job.gpu not in busy
+        busy.append(job.gpu)
+        # Neither goes on before the other has begun.
+        both.wait()
+        extend(Path(job.out), job.header, [Row(*key, FAILS) for key in job.keys])
+        done.append(job.gpu)
+        busy.remove(job.gpu)
+        return 0
+
+    monkeypatch.setattr(command, "launch", launch)
+    monkeypatch.setattr(command, "_gpus", lambda machine: ["3", "GPU-b"])
+    given = ["models", "--models", "llama", "vit", "bert", "dit", "--runs", "eager", "--dtypes", "bf16"]
+    assert cli.main([*given, "--steps", "train", "--variants", "torch", "--out", str(tmp_path)]) == 0
+    assert sorted(done) == ["3", "3", "GPU-b", "GPU-b"]
+    # No row is lost, and they are in the models' order.
+    table = load(tmp_path)
+    assert table is not None
+    assert [key.model for key in table.rows] == ["llama", "vit", "bert", "dit"]
+
+
 def test_the_most_worth_comes_first(tmp_path: Path, in_process: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "work", lambda job: 0)
     monkeypatch.setitem(globals(), "work", lambda job: 0)
@@ -234,7 +263,7 @@ def test_the_command_runs_a_process_for_each_model(tmp_path: Path) -> None:
         (COMPILE, "torch", True),
         (COMPILE, "patch", True),
     ]
-    assert not (tmp_path / "models.running").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["models.csv", "models.json", "models.png"]
 
 
 @pytest.mark.gpu
