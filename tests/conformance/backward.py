@@ -58,12 +58,13 @@ def judge(case: Case, given: Tensors, book: Book) -> None:
     to_the_bit = ExactTally(device)
     rows = flat(case, given)
     sums: dict[str, dict[str, torch.Tensor]] = {key: {} for key in ("suite", "own", "magnitudes")}
+    open_dweight: torch.Tensor | float = 0.0
     for part in blocks(case):
         want = exact(case, given, rows, part)
         if has["y"]:
             ours = rows_of(got["y"], case.n)[part]
-            _add(suite["y"], ours, want.z, theirs, "y", part, case.n)
-            own["y"].add(ours, want.z)
+            _add(suite["y"], ours, want.z, theirs, "y", part, case.n, want.open)
+            own["y"].add(ours, want.z, want.open)
         s = want.s
         if want.residual_out is not None and has["residual_out"]:
             to_the_bit.add(rows_of(got["residual_out"], case.n)[part], want.residual_out)
@@ -74,6 +75,7 @@ def judge(case: Case, given: Tensors, book: Book) -> None:
                 ours = rows_of(got[name], case.n)[part]
                 _add(suite[name], ours, at_sum.dx, theirs, name, part, case.n)
                 own[name].add(ours, at_stored.dx, OWN_SUM * at_stored.magnitudes["dx"])
+        open_dweight = open_dweight + at_stored.open
         for name in _SUMMED:
             for key, term in (
                 ("suite", getattr(at_sum, name)),
@@ -86,8 +88,9 @@ def judge(case: Case, given: Tensors, book: Book) -> None:
         if has.get(name):
             zero = torch.zeros(case.n, dtype=torch.float64, device=device)
             of_suite, of_own, magnitudes = (sums[key].get(name, zero) for key in ("suite", "own", "magnitudes"))
-            _add(suite[name], got[name], of_suite, theirs, name, slice(None), case.n)
-            own[name].add(got[name], of_own, OWN_SUM * magnitudes)
+            either = open_dweight if name == "dweight" else 0.0
+            _add(suite[name], got[name], of_suite, theirs, name, slice(None), case.n, either)
+            own[name].add(got[name], of_own, OWN_SUM * magnitudes + either)
     for name in suite:
         if has[name]:
             book.open(name, suite[name], own[name])
@@ -103,9 +106,10 @@ def _add(
     name: str,
     part: slice,
     n: int,
+    extra: torch.Tensor | float = 0.0,
 ) -> None:
     if isinstance(tally, CloseTally):
-        tally.add(ours, want)
+        tally.add(ours, want, extra)
     else:
         tally.add(ours, want, theirs[name] if theirs[name].dim() == 1 else rows_of(theirs[name], n)[part])
 
@@ -122,12 +126,13 @@ def _oracle_backward(
         dresidual_out=rows["dresidual_out"][part] if "dresidual_out" in rows else None,
         weight=given.get("weight"),
         weight_offset=case.weight_offset,
+        rounds_first=case.rounds_first,
     )
 
 
 def _is_direct(case: Case) -> bool:
-    """Whether autograd has no door to the call: it casts dy to y's dtype, and its functions have no weight_offset."""
-    return bool(case.weight_offset) or case.dy not in (None, case.y)
+    """Whether autograd has no door to the call: it casts dy to y's dtype, and its functions return x's."""
+    return case.y is not case.x or case.dy not in (None, case.y)
 
 
 def _direct(case: Case, given: Tensors) -> tuple[Tensors, Tensors]:
@@ -138,9 +143,11 @@ def _direct(case: Case, given: Tensors) -> tuple[Tensors, Tensors]:
     dy, x, weight = given["dy"], given["x"], given.get("weight")
     if case.norm is Norm.LAYER:
         assert saved.mean is not None
-        found = layernorm2d_bwd(dy, x, weight, mean=saved.mean, rstd=saved.rstd, wants=wants)
+        found = layernorm2d_bwd(dy, x, weight, mean=saved.mean, rstd=saved.rstd, cast=case.cast, wants=wants)
     else:
-        found = rmsnorm2d_bwd(dy, x, weight, rstd=saved.rstd, weight_offset=case.weight_offset, wants=wants)
+        found = rmsnorm2d_bwd(
+            dy, x, weight, rstd=saved.rstd, weight_offset=case.weight_offset, cast=case.cast, wants=wants
+        )
     return {"y": saved.y}, {name: getattr(found, name) for name in wants}
 
 
@@ -149,11 +156,12 @@ def autograd(case: Case, given: Tensors) -> tuple[Tensors, Tensors]:
     leaves = {name: given[name].detach().requires_grad_() for name in names}
     parameters = [leaves.get("weight"), *([leaves.get("bias")] if case.norm is Norm.LAYER else [])]
     outputs: Tensors = {}
+    more = {"cast": case.cast, "weight_offset": case.weight_offset}
     if case.residual is None:
-        outputs["y"] = _PLAIN[case.norm](leaves["x"], (case.n,), *parameters, case.eps)
+        outputs["y"] = _PLAIN[case.norm](leaves["x"], (case.n,), *parameters, case.eps, **more)
     else:
         rows = (leaves["x"], leaves["residual"])
-        outputs["y"], outputs["residual_out"] = _ADDING[case.norm](*rows, *parameters, case.eps)
+        outputs["y"], outputs["residual_out"] = _ADDING[case.norm](*rows, *parameters, case.eps, **more)
     roots = [outputs[name] for name in case.arriving]
     arriving = [given[{Y: "dy", RESIDUAL_OUT: "dresidual_out"}[name]] for name in case.arriving]
     unused = Y not in case.arriving

@@ -125,6 +125,7 @@ class Case:
         save_mv: likewise.
         eps: likewise.
         weight_offset: likewise.
+        cast: likewise.
         row_stride: elements from row to row of x, residual and dy; None is N.
         offset: elements before the first row in memory.
         arriving: the outputs of which a gradient arrives; none is a forward call.
@@ -150,6 +151,7 @@ class Case:
     save_mv: bool = False
     eps: float = 1e-5
     weight_offset: float = 0.0
+    cast: str = "after_weight"
     row_stride: int | None = None
     offset: int = 0
     arriving: tuple[str, ...] = ()
@@ -176,6 +178,13 @@ class Case:
         return self.fquant != "none"
 
     @property
+    def rounds_first(self) -> torch.dtype | None:
+        """The 16-bit type that rows are rounded to before the weight, if they are: y's, or else x's."""
+        if self.cast == "after_weight":
+            return None
+        return next(dtype for dtype in (self.y, self.x) if dtype in (FP16, BF16))
+
+    @property
     def mode(self) -> Mode:
         """The line of the report that the case counts in."""
         adds = "" if self.residual is None else f" {WORDS[self.residual]}"
@@ -184,7 +193,7 @@ class Case:
         return Mode(
             self.norm.value,
             "backward" if self.arriving else "forward",
-            f"{WORDS[self.x]} → {WORDS[self.y]}",
+            f"{WORDS[self.x]} → {WORDS[self.y]}{'' if self.rounds_first is None else ', rounded first'}",
             "-" if self.fadd == "none" else self.fadd + adds,
             "-" if not self.quantises else ", ".join([self.fquant, *extras]),
         )
@@ -210,7 +219,7 @@ class Case:
         return (
             *(self.norm.value, self.n, bool(self.arriving)),
             *(str(dtype) for dtype in (self.x, self.y, self.weight, self.bias, self.residual, self.smooth_scale)),
-            *(self.fadd, self.fquant, self.save_mv, str(self.scale), self.rounding),
+            *(self.fadd, self.fquant, self.cast, self.save_mv, str(self.scale), self.rounding),
         )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import torch
 
 from . import tolerances
-from .case import BF16, E4M3FNUZ, E5M2, FP16, FP32, INT8, Case, Norm, Y
+from .case import BF16, E4M3FN, E4M3FNUZ, E5M2, FP16, FP32, INT8, Case, Norm, Y
 from .suites import BOTH, CK_TILE_FADD, CK_TILE_INPUTS, CK_TILE_SHAPES, EACH_WAY, FLOATS, QUACK_INPUTS
 
 # One length or more of each way to walk a row.
@@ -29,6 +30,7 @@ def normforge() -> Iterator[Case]:
         yield from _quantised(norm)
         yield from _layouts(norm)
         yield from _lengths(norm)
+        yield from _rounded_first(norm)
 
 
 def _quantised(norm: Norm) -> Iterator[Case]:
@@ -96,3 +98,31 @@ def _lengths(norm: Norm) -> Iterator[Case]:
                 fadd="pre_add_store",
                 arriving=BOTH,
             )
+
+
+# x's type, weight's and y's: Llama's, its weight in fp32, and T5's, whose rows are fp32 and take their weight's type.
+_CASTS = ((FP16, FP16, FP16), (BF16, BF16, BF16), (BF16, FP32, FP32), (FP32, BF16, BF16))
+_CAST_LENGTHS = (7, 100, 769, 1500, 4096, 4099, 20000, 65537)
+
+
+def _rounded_first(norm: Norm) -> Iterator[Case]:
+    """Rows that are rounded before the weight, alone, with adds and quantised, and their gradients."""
+
+    def case(m: int, n: int, x: torch.dtype, weight: torch.dtype, out: torch.dtype, **more: Any) -> Case:
+        # Gradients are held to what the coarsest of these types allows.
+        coarsest = BF16 if BF16 in (x, weight) else FP16
+        least = out if out in FLOATS and "arriving" not in more else coarsest
+        tolerance = tolerances.quack(least, m, weight)
+        bias = weight if norm is Norm.LAYER else None
+        given: dict[str, Any] = {"weight": weight, "bias": bias, "cast": "before_weight", **more}
+        return Case("normforge", norm, (m, n), x, QUACK_INPUTS, tolerance, out=None if out is x else out, **given)
+
+    for n, m, types in product(_CAST_LENGTHS, _ROWS, _CASTS):
+        yield case(m, n, *types, save_mv=True)
+        yield case(m, n, *types, arriving=(Y,))
+    for n, m in product(_CAST_LENGTHS, _ROWS):
+        yield case(m, n, BF16, BF16, BF16, residual=BF16, fadd="pre_add_store")
+        yield case(m, n, BF16, BF16, BF16, residual=BF16, fadd="pre_add")
+        yield case(m, n, BF16, BF16, BF16, residual=FP32, fadd="pre_add_store", arriving=BOTH)
+        yield case(m, n, BF16, BF16, INT8, smooth_scale=FP32, fquant="smooth_dynamic")
+        yield case(m, n, FP16, FP16, E4M3FN, residual=FP16, fadd="pre_add_store", fquant="dynamic")

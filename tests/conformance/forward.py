@@ -27,7 +27,7 @@ def call(case: Case, given: Tensors, **keywords: Any) -> LayerNormOutput:
     arguments: dict[str, Any] = {name: given[name] for name in names if name in given}
     if case.weight_offset:
         arguments["weight_offset"] = case.weight_offset
-    arguments |= {"eps": case.eps, "fadd": case.fadd, "fquant": case.fquant, "save_mv": case.save_mv}
+    arguments |= {"eps": case.eps, "cast": case.cast, "fadd": case.fadd, "fquant": case.fquant, "save_mv": case.save_mv}
     if case.quantises:
         arguments |= {"scale_dtype": case.scale, "rounding": case.rounding}
     if case.out is not None:
@@ -63,13 +63,13 @@ def judge(case: Case, given: Tensors, got: LayerNormOutput, book: Book) -> None:
         want = exact(case, given, rows, part)
         if has["y"] and quantised is None:
             for tally in y_tallies:
-                tally.add(rows_of(got.y, case.n)[part], want.z)
+                tally.add(rows_of(got.y, case.n)[part], want.z, want.open)
         if has["y"] and has["y_scale"] and quantised is not None and got.y_scale is not None:
-            quantised.add(rows_of(got.y, case.n)[part], want.z, got.y_scale.reshape(-1)[part])
+            quantised.add(rows_of(got.y, case.n)[part], want.z, got.y_scale.reshape(-1)[part], want.open)
         if has["residual_out"] and got.residual_out is not None and want.residual_out is not None:
             to_the_bit.add(rows_of(got.residual_out, case.n)[part], want.residual_out)
         if has["y_scale"] and got.y_scale is not None and want.y_scale is not None:
-            scales.add(got.y_scale.reshape(-1)[part], want.y_scale.double())
+            scales.add(got.y_scale.reshape(-1)[part], want.y_scale.double(), want.scale_open)
         for name, moment, exactly in (("mean", got.mean, want.mean), ("rstd", got.rstd, want.rstd)):
             if has[name] and moment is not None:
                 for tally in moments[name]:

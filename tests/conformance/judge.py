@@ -25,7 +25,7 @@ TIE = 5e-7
 OWN = {
     torch.float16: Close(2e-5, 1e-3),
     torch.bfloat16: Close(2e-5, 8e-3),
-    torch.float32: Close(2e-5, 1e-5),
+    torch.float32: Close(*oracle.FP32_ERROR),
 }
 OWN_STATISTICS = Close(1e-5, 1e-5)
 # An fp32 sum's rounding errors, in units of what its terms add up to without their signs.
@@ -106,15 +106,19 @@ class QuantisedTally(Tally):
         self._worst = torch.zeros((), dtype=torch.float64, device=device)
         self._off, self._unexplained, self._count = self._worst, self._worst, 0
 
-    def add(self, got: torch.Tensor, z: torch.Tensor, y_scale: torch.Tensor) -> None:
-        """Count a block: what was stored, and what it stands for beside the scale that was stored."""
+    def add(self, got: torch.Tensor, z: torch.Tensor, y_scale: torch.Tensor, extra: torch.Tensor | float = 0.0) -> None:
+        """Count a block: what was stored, and what it stands for beside the scale that was stored.
+
+        z may be off by `extra`, which is less than a step.
+        """
         if not got.numel():
             return
         # A row without a finite scale holds no values to compare.
         finite = y_scale.isfinite().unsqueeze(-1)
         ratio = torch.where(finite, z / y_scale.double().unsqueeze(-1), 0.0)
-        slack = SLACK * oracle.QMAX[self._dtype]
-        tie = TIE * oracle.QMAX[self._dtype]
+        open_steps = torch.where(finite, extra / y_scale.double().unsqueeze(-1), 0.0)
+        slack = SLACK * oracle.QMAX[self._dtype] + open_steps
+        tie = TIE * oracle.QMAX[self._dtype] + open_steps
         low, tied_low, best, tied_high, high = (
             steps(oracle.quantise(ratio + shift, self._dtype, self._rounding))
             for shift in (-slack, -tie, 0.0, tie, slack)

@@ -14,6 +14,9 @@ import torch
 # The largest value of each type that a row is scaled to.
 QMAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 240.0, torch.float8_e5m2: 57344.0}
 
+# How far off fp32 arithmetic may leave a normalised value: so much, and so much of itself.
+FP32_ERROR = (2e-5, 1e-5)
+
 
 class Forward(NamedTuple):
     """What a forward call should return, in fp64 where it is rounded once more.
@@ -25,6 +28,8 @@ class Forward(NamedTuple):
         rstd: (m, 1).
         residual_out: (m, N), in residual's dtype, or None.
         y_scale: (m,), in the scale's dtype, or None.
+        open: (m, N): how far off z may be where fp32 leaves open which way a row is rounded before the weight.
+        scale_open: (m,): likewise of y_scale.
     """
 
     s: torch.Tensor
@@ -33,6 +38,18 @@ class Forward(NamedTuple):
     rstd: torch.Tensor
     residual_out: torch.Tensor | None
     y_scale: torch.Tensor | None
+    open: torch.Tensor | float = 0.0
+    scale_open: torch.Tensor | float = 0.0
+
+
+def first_rounded(h: torch.Tensor, dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """A normalised row in a 16-bit type, in fp64 again, and how far off it may be for an error of fp32 near a tie."""
+    if dtype is None:
+        return h, 0.0
+    absolute, relative = FP32_ERROR
+    error = absolute + relative * h.abs()
+    low, nearest, high = ((h + shift * error).to(dtype).double() for shift in (-1, 0, 1))
+    return nearest, torch.maximum(high - nearest, nearest - low)
 
 
 def forward(
@@ -48,21 +65,26 @@ def forward(
     smooth_scale: torch.Tensor | None = None,
     quantised: torch.dtype | None = None,
     scale_dtype: torch.dtype = torch.float32,
+    rounds_first: torch.dtype | None = None,
 ) -> Forward:
-    """What a call of x, (m, N), and these operands should return; `centres` is LayerNorm."""
+    """What a call of x, (m, N), and these operands should return; `centres` is LayerNorm.
+
+    With `rounds_first` rows are rounded to it before the weight, as Hugging Face's Llama and T5 have it.
+    """
     added = [tensor for tensor in (x_bias, residual) if tensor is not None]
     s = x.double()
     for tensor in added:
         s = s + tensor.double()
     mean = s.mean(-1, keepdim=True) if centres else torch.zeros_like(s[..., :1])
     rstd = ((s - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
-    z = (s - mean) * rstd
+    z, either = first_rounded((s - mean) * rstd, rounds_first)
     if weight is not None:
-        z = z * (weight.double() + weight_offset)
+        factor = weight.double() + weight_offset
+        z, either = z * factor, either * factor.abs()
     if bias is not None:
         z = z + bias.double()
     if smooth_scale is not None:
-        z = z * smooth_scale.double()
+        z, either = z * smooth_scale.double(), either * smooth_scale.double().abs()
     residual_out = None
     if residual is not None:
         # What is stored is defined in fp32, and has to be equal to the bit.
@@ -71,13 +93,16 @@ def forward(
             total = total + tensor.float()
         residual_out = total.to(residual.dtype)
     y_scale = None
+    scale_open: torch.Tensor | float = 0.0
     if quantised is not None:
+        low, amax, high = ((z.abs() + shift * either).amax(-1) for shift in (-1, 0, 1))
+        scale_open = torch.maximum(high - amax, amax - low) / QMAX[quantised]
         scale = z.abs().amax(-1) / QMAX[quantised]
         if scale_dtype is torch.float16:
             # A multiple of its smallest number that is no less, so that z / y_scale is no more than qmax.
             scale = torch.where(scale < 2.0**-14, torch.ceil(scale * 2.0**24) / 2.0**24, scale)
         y_scale = torch.where(scale == 0, 1.0, scale).to(scale_dtype)
-    return Forward(s, z, mean, rstd, residual_out, y_scale)
+    return Forward(s, z, mean, rstd, residual_out, y_scale, either, scale_open)
 
 
 def quantise(ratio: torch.Tensor, dtype: torch.dtype, rounding: str = "nearest") -> torch.Tensor:
@@ -96,12 +121,14 @@ class Backward(NamedTuple):
         dweight: (N,): summed over these rows.
         dbias: (N,): likewise.
         magnitudes: by name.
+        open: (N,): how far off dweight may be where fp32 leaves open which way h is rounded before the weight.
     """
 
     dx: torch.Tensor
     dweight: torch.Tensor
     dbias: torch.Tensor
     magnitudes: dict[str, torch.Tensor]
+    open: torch.Tensor
 
 
 def backward(
@@ -114,8 +141,12 @@ def backward(
     dresidual_out: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     weight_offset: float = 0.0,
+    rounds_first: torch.dtype | None = None,
 ) -> Backward:
-    """The gradients of a call that normalised s, (m, N), by mean and rstd, (m, 1); see `Forward`."""
+    """The gradients of a call that normalised s, (m, N), by mean and rstd, (m, 1); see `Forward`.
+
+    A rounding before the weight is no change to dx, as it is none to autograd.
+    """
     h = (s - mean) * rstd
     dy = torch.zeros_like(s) if dy is None else dy.double()
     g = dy if weight is None else dy * (weight.double() + weight_offset)
@@ -130,4 +161,5 @@ def backward(
     # h is the difference of s and a mean, each rounded: what it may be off by does not shrink with it.
     rounded = h.abs() + 1 + mean.abs() * rstd
     magnitudes = {"dx": terms, "dweight": (dy.abs() * rounded).sum(0), "dbias": dy.abs().sum(0)}
-    return Backward(dx, (dy * h).sum(0), dy.sum(0), magnitudes)
+    weighted, either = first_rounded(h, rounds_first)
+    return Backward(dx, (dy * weighted).sum(0), dy.sum(0), magnitudes, (dy.abs() * either).sum(0))

@@ -38,6 +38,7 @@ def exact(case: Case, given: Tensors, rows: Tensors, part: slice) -> oracle.Forw
         residual=rows["residual"][part] if "residual" in rows else None,
         quantised=case.y if case.quantises else None,
         scale_dtype=case.scale,
+        rounds_first=case.rounds_first,
         **columns,
     )
 

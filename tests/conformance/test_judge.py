@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from normforge import LayerNormOutput, reference
+from normforge import LayerNormOutput, layernorm2d_bwd, reference
 
 from . import backward, forward, oracle, tolerances
 from .case import BF16, E5M2, FP16, FP32, INT8, Case, Norm, Y
@@ -98,6 +98,31 @@ def test_what_is_wrong_fails(case: Case, name: str, change: Any, monkeypatch: py
     outcome = _judged(monkeypatch, case, _changed(name, change))
     assert not outcome.ok
     assert name in str(outcome)
+
+
+_LLAMA = replace(_PLAIN, x=BF16, weight=FP32, bias=FP32, out=FP32, cast="before_weight", shape=(20, 100))
+_CAST = [_LLAMA, replace(_LLAMA, out=INT8, fquant="dynamic", save_mv=False)]
+
+
+@pytest.mark.parametrize("case", _CAST, ids=["plain", "int8"])
+@pytest.mark.parametrize("cast", ["before_weight", "after_weight"])
+def test_rows_that_are_not_rounded_before_the_weight_fail(
+    case: Case, cast: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = _stand_in(lambda output: output)
+    monkeypatch.setattr(forward, "FORWARD", {Norm.LAYER: lambda **given: call(**given | {"cast": cast})})
+    outcome = run(case, torch.device("cpu"), 0)
+    assert [finding.output for finding in outcome.findings if not finding.ok] == (["y"] if cast != case.cast else [])
+
+
+@pytest.mark.parametrize("cast", ["before_weight", "after_weight"])
+def test_a_weights_gradient_of_rows_that_were_not_rounded_fails(cast: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = layernorm2d_bwd
+    monkeypatch.setattr(backward, "layernorm2d_bwd", lambda *given, **more: usual(*given, **more | {"cast": cast}))
+    case = replace(_BACKWARD, out=FP32, cast="before_weight")
+    outcome = run(case, torch.device("cpu"), 0)
+    wrong = ["dweight"] if cast != case.cast else []
+    assert [finding.output for finding in outcome.findings if not finding.ok] == wrong
 
 
 @pytest.mark.parametrize(("shift", "ok"), [(0.0, True), (1e-5, True), (1.26e-3, False)])

@@ -12,7 +12,9 @@ from torch.nn import functional
 from normforge import reference
 
 from . import oracle
-from .case import E4M3FN, E4M3FNUZ, E5M2, FP16, FP32, INT8
+from .case import BF16, E4M3FN, E4M3FNUZ, E5M2, FP16, FP32, INT8, Case, Norm
+from .suites import QUACK_INPUTS
+from .tolerances import CK_TILE
 
 _M, _N = 5, 37
 
@@ -76,6 +78,32 @@ def test_it_is_the_reference_of_normforge(centres: bool, out: torch.dtype, scale
     torch.testing.assert_close(got.rstd.squeeze(-1).float(), want.rstd)
     q = oracle.quantise(got.z / got.y_scale.double().unsqueeze(-1), out)
     assert torch.equal(q.float(), want.y.float())
+
+
+@each_norm
+@pytest.mark.parametrize(("x", "weight", "y"), [(BF16, FP32, FP32), (FP32, BF16, BF16)], ids=["Llama", "T5"])
+def test_rows_are_rounded_before_the_weight_as_models_do(
+    centres: bool, x: torch.dtype, weight: torch.dtype, y: torch.dtype
+) -> None:
+    """As `weight * h.to(dtype)`, with autograd through it; h is fp64 here."""
+    half = BF16
+    leaf, factor = torch.randn(_M, _N).to(x).double().requires_grad_(), torch.randn(_N).to(weight).double()
+    factor.requires_grad_()
+    mean = leaf.mean(-1, keepdim=True) if centres else torch.zeros(_M, 1)
+    h = (leaf - mean) * ((leaf - mean).square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    dy = torch.randn(_M, _N, dtype=torch.float64)
+    expected = factor * h.to(half).double()
+    dx, dfactor = torch.autograd.grad(expected, (leaf, factor), dy)
+
+    given: dict[str, Any] = {"centres": centres, "weight": factor.detach(), "rounds_first": half}
+    found = oracle.forward(leaf.detach(), eps=1e-5, **given)
+    _same(found.z, expected)
+    back = oracle.backward(found.s, found.mean, found.rstd, dy=dy, **given)
+    # Autograd casts the gradient of h to 16 bits on its way back.
+    torch.testing.assert_close(back.dx, dx, rtol=0.02, atol=0.02)
+    _same(back.dweight, dfactor)
+    case = Case("any", Norm.RMS, (_M, _N), x, QUACK_INPUTS, CK_TILE, weight=weight, out=y, cast="before_weight")
+    assert case.rounds_first is half
 
 
 def test_rows_of_zeros_have_a_scale_of_1() -> None:
