@@ -207,8 +207,8 @@ def markdown(outcomes: Sequence[Outcome], header: Mapping[str, str]) -> str:
         "## What is called",
         f"The calls are made from the table of `{ARCH}`: a short row for each kernel text, each kernel with each type "
         "of x, and each class of tiles (for few rows or many, on their way to shared memory, kept, several programs a "
-        "multiprocessor). Rows of odd lengths, strides and starts follow, whose last element is the last of its "
-        "allocation.",
+        "multiprocessor). Rows of odd lengths, strides and starts follow, and heads of packed tensors, in place too, "
+        "whose last element is the last of its allocation.",
         names,
     )
     return "\n\n".join(parts) + "\n"

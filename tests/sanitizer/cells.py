@@ -25,8 +25,10 @@ class Cell:
         mode: what is computed.
         m: rows.
         n: row length.
-        stride: elements from row to row of what is read; None is n.
+        stride: elements from row to row of what is read; None is n. Of heads, from token to token.
         offset: elements of memory ahead of the first row of what is read.
+        heads: how many rows lie side by side, n apart, in each token of a packed tensor; 0 is rows on one stride.
+        in_place: whether y is written over x.
     """
 
     mode: Mode
@@ -34,13 +36,28 @@ class Cell:
     n: int
     stride: int | None = None
     offset: int = 0
+    heads: int = 0
+    in_place: bool = False
 
     @property
     def name(self) -> str:
         """One word for tables and logs."""
         stride = "" if self.stride is None else f"_stride{self.stride}"
         offset = f"_offset{self.offset}" if self.offset else ""
-        return f"{self.mode.name}_{self.m}x{self.n}{stride}{offset}"
+        heads = f"_heads{self.heads}" if self.heads else ""
+        in_place = "_in_place" if self.in_place else ""
+        return f"{self.mode.name}_{self.m}x{self.n}{stride}{offset}{heads}{in_place}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What is read: (m, n), or (tokens, heads, n)."""
+        return (self.m // self.heads, self.heads, self.n) if self.heads else (self.m, self.n)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Its strides."""
+        stride = self.n if self.stride is None else self.stride
+        return (stride, self.n, 1) if self.heads else (stride, 1)
 
 
 @dataclass(frozen=True)
@@ -163,12 +180,30 @@ _EDGES = (
     (3, 70000, 70002, 2),
 )
 
+# (m, n, stride from token to token, offset, heads): of a packed qkv and of what a head fills alone, of even lengths and
+# of those that start no vector, on so many programs that some take several rows.
+_HEADS = (
+    (12, 64, 512, 0, 4),
+    (12, 128, 768, 256, 2),
+    (771, 129, 520, 1, 3),
+    (6, 1001, 3003, 1001, 2),
+    (600, 1024, 3072, 1024, 3),
+    (6, 4099, 8198, 0, 2),
+    (6, 12289, 40000, 1, 3),
+    (258, 8194, 16400, 0, 2),
+    (4, 70001, 140002, 0, 2),
+    (4, 70000, 140008, 8, 2),
+)
+
 
 def edges() -> Iterator[Cell]:
-    """Shapes and strides at which reads of whole vectors may leave what is x's."""
+    """Shapes and strides at which reads of whole vectors may leave what is x's, and writes what is y's."""
     for mode in (_LAYER, _RMS_MV, _LAYER_FP32, _LAYER_BWD, _RMS_BWD_FP32):
         for m, n, stride, offset in _EDGES:
             yield Cell(mode, m, n, stride, offset)
+        for m, n, stride, offset, heads in _HEADS:
+            for in_place in (False,) if mode.is_backward else (False, True):
+                yield Cell(mode, m, n, stride, offset, heads, in_place)
 
 
 def share(all_cells: list[Cell], part: int, parts: int) -> list[Cell]:

@@ -12,10 +12,13 @@ import torch
 
 import normforge
 from normforge.ahead_of_time.compile_keys import CompileKey
+from normforge.calls.check import check
+from normforge.calls.row_layout import row_stride
 from normforge.codegen import emit
 from normforge.codegen.model import Direction, Mode, Part, Pipeline
+from normforge.kernels.row_walk import RowWalk
 from tests.sanitizer.cells import ARCH, Cell, TileKind, cells, edges, kind_of, share, text_of
-from tests.sanitizer.worker import call
+from tests.sanitizer.worker import call, call_of
 
 # Templates that hold no kernel: frames of files, and device functions.
 FRAMES = {"calls.py.j2", "dispatch.py.j2", "module.py.j2", "package.py.j2", "primitives.py.j2"}
@@ -26,8 +29,9 @@ FINALISER = "sum_partials"
 def compiled(cell: Cell) -> tuple[CompileKey, ...]:
     """What a call comes to on the architecture, by the planning of real calls."""
     few = cell.m <= next(iter(normforge.instances())).small_m
+    strides = (cell.strides[0], cell.heads, cell.n) if cell.heads else cell.stride
     keys = normforge.compile_keys(
-        [cell.n], [cell.mode], arch=ARCH, rows=["few" if few else "many"], row_strides=[cell.stride]
+        [cell.n], [cell.mode], arch=ARCH, rows=["few" if few else "many"], row_strides=[strides]
     )
     return tuple(keys)
 
@@ -108,3 +112,26 @@ SMALL = [cell for cell in cells() if cell.m * cell.n < 200 and cell.m < 9]
 @pytest.mark.parametrize("cell", SMALL, ids=lambda cell: cell.name)
 def test_the_calls_are_legal(cell: Cell) -> None:
     call(cell, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("cell", [cell for cell in cells() if cell.m * cell.n < 10000], ids=lambda cell: cell.name)
+def test_the_calls_are_of_the_modes_that_they_are_named_after(cell: Cell) -> None:
+    """And their rows lie as the name says, up to the last element of their memory."""
+    function, arguments = call_of(cell, torch.device("cpu"))
+    assert check(function, arguments).mode == cell.mode
+    x = arguments["x"]
+    assert isinstance(row_stride("x", x), RowWalk) == bool(cell.heads)
+    last = x[(-1,) * x.dim()]
+    assert last.storage_offset() + 1 == x.untyped_storage().nbytes() // x.element_size()
+    assert (arguments.get("out") is x) == cell.in_place
+
+
+def test_heads_are_read_and_written_in_place_by_each_pipeline_in_both_directions() -> None:
+    some = [cell for cell in cells() if cell.heads]
+    touched = {
+        (cell.mode.direction, key.key.symbol.split(f"{cell.mode.name}_")[-1]) for cell in some for key in compiled(cell)
+    }
+    assert {direction for direction, _ in touched} == set(Direction)
+    for direction in Direction:
+        assert {word for each, word in touched if each is direction} >= {pipeline.value for pipeline in Pipeline}
+    assert {cell.in_place for cell in some} == {False, True}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-import normforge
-from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
 from normforge.codegen.model import Mode
+from normforge.codegen.parameters import BACKWARD, FORWARD
 from normforge.dtypes import TORCH_DTYPES
 
 from .cells import Cell, cells, share
@@ -21,40 +21,54 @@ STARTS, BROKEN, DONE = "sanitizer cell:", "sanitizer broken:", "sanitizer done:"
 
 def call(cell: Cell, device: torch.device) -> None:
     """Make a cell's call."""
+    function, arguments = call_of(cell, device)
+    _FUNCTIONS[function](**arguments)
+
+
+_FUNCTIONS: dict[str, Callable[..., object]] = {
+    function.__name__: function for function in (layernorm2d_fwd, rmsnorm2d_fwd, layernorm2d_bwd, rmsnorm2d_bwd)
+}
+
+
+def call_of(cell: Cell, device: torch.device) -> tuple[str, dict[str, Any]]:
+    """The function of a cell's call, and the call's arguments."""
     mode = cell.mode
-    if mode.is_backward:
-        _backward(cell, device)
-        return
-    keywords: dict[str, Any] = {
+    family = BACKWARD if mode.is_backward else FORWARD
+    arguments: dict[str, Any] = {"x": _rows(cell, device), "weight": _vector(cell, device), "cast": mode.cast}
+    if mode.x_bias:
+        arguments["x_bias"] = _vector(cell, device)
+    arguments |= (_gradients if mode.is_backward else _outputs)(cell, device)
+    if cell.in_place:
+        arguments["out"] = arguments["x"]
+    return family.functions[mode.norm], arguments
+
+
+def _outputs(cell: Cell, device: torch.device) -> dict[str, Any]:
+    mode = cell.mode
+    found: dict[str, Any] = {
         "fquant": mode.fquant,
         "save_mv": mode.save_mv,
         "scale_dtype": TORCH_DTYPES[mode.scale_dtype],
+        "out_dtype": TORCH_DTYPES[mode.dtype_out],
+        "rounding": mode.rounding,
     }
-    keywords |= {"out_dtype": TORCH_DTYPES[mode.dtype_out], "rounding": mode.rounding}
     if mode.fadd.adds:
-        keywords |= {"fadd": mode.fadd, "residual": _rows(cell, device)}
+        found |= {"fadd": mode.fadd, "residual": _rows(cell, device)}
     if mode.fquant.smooths:
-        keywords["smooth_scale"] = _vector(cell, device)
-    if mode.x_bias:
-        keywords["x_bias"] = _vector(cell, device)
+        found["smooth_scale"] = _vector(cell, device)
     if mode.norm.centres:
-        normforge.layernorm2d_fwd(_rows(cell, device), _vector(cell, device), _vector(cell, device), **keywords)
-    else:
-        normforge.rmsnorm2d_fwd(_rows(cell, device), _vector(cell, device), **keywords)
+        found["bias"] = _vector(cell, device)
+    return found
 
 
-def _backward(cell: Cell, device: torch.device) -> None:
-    mode = cell.mode
-    mean, rstd = torch.zeros(cell.m, device=device), torch.ones(cell.m, device=device)
-    keywords: dict[str, Any] = {"dresidual_out": _rows(cell, device)} if mode.fadd.stores else {}
-    wants = wanted(mode)
-    if mode.x_bias:
-        keywords["x_bias"] = _vector(cell, device)
-    dy, x, weight = _rows(cell, device), _rows(cell, device), _vector(cell, device)
+def _gradients(cell: Cell, device: torch.device) -> dict[str, Any]:
+    mode, leading = cell.mode, cell.shape[:-1]
+    found: dict[str, Any] = {"dy": _rows(cell, device), "rstd": torch.ones(leading, device=device)}
     if mode.norm.centres:
-        layernorm2d_bwd(dy, x, weight, mean=mean, rstd=rstd, wants=wants, **keywords)
-    else:
-        rmsnorm2d_bwd(dy, x, weight, rstd=rstd, wants=wants, **keywords)
+        found["mean"] = torch.zeros(leading, device=device)
+    if mode.fadd.stores:
+        found["dresidual_out"] = _rows(cell, device)
+    return found | {"wants": wanted(mode)}
 
 
 def wanted(mode: Mode) -> tuple[str, ...]:
@@ -63,13 +77,13 @@ def wanted(mode: Mode) -> tuple[str, ...]:
 
 
 def _rows(cell: Cell, device: torch.device) -> torch.Tensor:
-    """(m, n) whose last element is the last of its memory; what is ahead of the first and between is not written."""
-    stride = cell.n if cell.stride is None else cell.stride
+    """Rows whose last element is the last of their memory; what is ahead of the first and between is not written."""
+    last = sum((size - 1) * stride for size, stride in zip(cell.shape, cell.strides, strict=True))
     dtype = TORCH_DTYPES[cell.mode.dtype_in]
-    memory = torch.empty(cell.offset + (cell.m - 1) * stride + cell.n, dtype=dtype, device=device)
-    rows = memory.as_strided((cell.m, cell.n), (stride, 1), cell.offset)
+    memory = torch.empty(cell.offset + last + 1, dtype=dtype, device=device)
+    rows = memory.as_strided(cell.shape, cell.strides, cell.offset)
     # By copies alone: what a kernel of torch's reads is not what is looked for.
-    return rows.copy_(torch.linspace(-1, 1, cell.n).to(dtype).expand(cell.m, cell.n))
+    return rows.copy_(torch.linspace(-1, 1, cell.n).to(dtype).expand(cell.shape))
 
 
 def _vector(cell: Cell, device: torch.device) -> torch.Tensor:
