@@ -125,7 +125,7 @@ def _prepare_forward(problem: Problem, device: torch.device) -> Run[LayerNormOut
 def _validate(
     problem: Problem, oracle: _Oracle, arguments: dict[str, Any], result: LayerNormOutput
 ) -> tuple[Finding, ...]:
-    """The worst finding of each output, over slices of rows that the reference can hold in memory."""
+    """The worst finding of each output, over slices of rows, or tokens, that the reference can hold in memory."""
     worst: dict[str, Finding] = {}
     for rows in _row_slices(problem):
         sliced = arguments | {name: arguments[name][rows] for name in _ROW_ARGUMENTS if name in arguments}
@@ -144,9 +144,9 @@ def _validate(
 
 
 def _row_slices(problem: Problem) -> Iterator[slice]:
-    rows = max(1, REFERENCE_ELEMENTS // problem.n)
-    for first in range(0, problem.m, rows):
-        yield slice(first, first + rows)
+    tokens = max(1, REFERENCE_ELEMENTS // (problem.heads * problem.n))
+    for first in range(0, problem.tokens, tokens):
+        yield slice(first, first + tokens)
 
 
 def _prepare_backward(problem: Problem, device: torch.device) -> Run[NormGradients]:
@@ -180,7 +180,7 @@ def _prepare_backward(problem: Problem, device: torch.device) -> Run[NormGradien
         gradients = run(**operands, wants=wants, dx_dtype=torch.float32)
         dx, dtype = gradients.dx, arguments["x_bias"].dtype
         assert dx is not None
-        return gradients._replace(dx=dx.to(dtype), dx_bias=dx.sum(0).to(dtype))
+        return gradients._replace(dx=dx.to(dtype), dx_bias=dx.flatten(0, -2).sum(0).to(dtype))
 
     oracle = reference.layernorm2d_bwd if is_layer else reference.rmsnorm2d_bwd
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ from ..mode_arguments import arguments_of
 
 SEED = 11939
 
+# Queries, keys and values: where heads of x lie, unless a stride says otherwise.
+PACKED = 3
+
 # The API's, and for LayerNorm ck_tile's too.
 DEFAULT_EPS: dict[Norm, float] = {norm: float(default) for norm, default in FORWARD["eps"].default.items()}
 
@@ -26,7 +29,7 @@ WORDS = {"dtype_in": "prec_i", "dtype_out": "prec_o", "scale_dtype": "prec_sy"}
 
 @dataclass(frozen=True)
 class Strides:
-    """Elements from row to row of each tensor of M rows."""
+    """Elements from row to row of each tensor of M rows; of heads, from token to token."""
 
     x: int
     residual: int
@@ -37,6 +40,12 @@ class Strides:
     def all(cls, stride: int) -> Strides:
         """The same stride for every tensor."""
         return cls(stride, stride, stride, stride)
+
+    @classmethod
+    def usual(cls, n: int, heads: int) -> Strides:
+        """Rows that adjoin; heads of x are the queries of a packed qkv, which has as many keys and values."""
+        adjoining = cls.all(heads * n)
+        return replace(adjoining, x=PACKED * heads * n) if heads > 1 else adjoining
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,8 @@ class Problem:
         backward: whether its gradients are computed instead.
         prec_sm: smooth_scale's type.
         eps: None becomes the norm's default.
-        strides: None becomes n for each tensor.
+        strides: None becomes what `Strides.usual` says.
+        heads: how many rows lie side by side in each token, for m rows; 1 is rows on one stride.
     """
 
     m: int
@@ -60,6 +70,7 @@ class Problem:
     prec_sm: DType = DType.FP32
     eps: float | None = None
     strides: Strides | None = None
+    heads: int = 1
 
     def __post_init__(self) -> None:
         if self.eps is None:
@@ -67,8 +78,18 @@ class Problem:
 
     @property
     def row_strides(self) -> Strides:
-        """The strides, which are n where none were given."""
-        return self.strides or Strides.all(self.n)
+        """The strides, which are the usual ones where none were given."""
+        return self.strides or Strides.usual(self.n, self.heads)
+
+    @property
+    def tokens(self) -> int:
+        """How many rows there are, or groups of heads that lie side by side."""
+        return self.m // self.heads
+
+    def rows_in(self, memory: torch.Tensor) -> torch.Tensor:
+        """The (m, n) rows, or (tokens, heads, n), at the start of each row of a tensor."""
+        rows = memory[:, : self.heads * self.n]
+        return rows.view(-1, self.heads, self.n) if self.heads > 1 else rows
 
     @property
     def words(self) -> dict[str, Any]:
@@ -77,6 +98,7 @@ class Problem:
         return {
             "m": self.m,
             "n": self.n,
+            "heads": self.heads,
             **{WORDS.get(axis.name, axis.name): _word(axis, self.mode) for axis in axes},
             "prec_sm": self.prec_sm.value,
             "backward": self.backward,
@@ -107,7 +129,7 @@ def poisoned_outputs(problem: Problem, device: torch.device) -> dict[str, torch.
 
     def poisoned(stride: int, dtype: DType) -> torch.Tensor:
         poison = torch.tensor(-128 if dtype.is_int else float("nan"), device=device).to(TORCH_DTYPES[dtype])
-        return poison.repeat(problem.m, stride)[:, : problem.n]
+        return problem.rows_in(poison.repeat(problem.tokens, stride))
 
     strides, mode = problem.row_strides, problem.mode
     outputs = {"out": poisoned(strides.y, mode.dtype_out)}
@@ -128,10 +150,10 @@ def _drawer(problem: Problem, device: torch.device, seed: int) -> Callable[[Para
         is_smooth = name == "smooth_scale"
         bound = 1.0 if is_smooth else 0.5
         dtype = problem.prec_sm if is_smooth else problem.mode.dtype_in
-        shape: tuple[int, ...] = (n,)
-        if parameter.kind is Kind.ROWS:
-            shape = (problem.m, getattr(problem.row_strides, _STRIDE_OF.get(name, name)))
-        values = torch.empty(shape, device=device).uniform_(-bound, bound, generator=generator)
-        return values.to(TORCH_DTYPES[dtype])[..., :n]
+        is_rows = parameter.kind is Kind.ROWS
+        stride = getattr(problem.row_strides, _STRIDE_OF.get(name, name)) if is_rows else n
+        shape = (problem.tokens, stride) if is_rows else (n,)
+        values = torch.empty(shape, device=device).uniform_(-bound, bound, generator=generator).to(TORCH_DTYPES[dtype])
+        return problem.rows_in(values) if is_rows else values
 
     return draw

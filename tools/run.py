@@ -55,7 +55,7 @@ def _report(request: Request, machine: Machine, result: Result) -> str:
     lines = [
         (
             "problem",
-            f"{problem.mode.norm.title} {_what(problem)}, m={problem.m} n={problem.n}",
+            f"{problem.mode.norm.title} {_what(problem)}, m={problem.m} n={problem.n}{_heads(problem)}",
         )
     ]
     if request.print_names:
@@ -72,6 +72,10 @@ def _report(request: Request, machine: Machine, result: Result) -> str:
         lines.append(("rate", f"{result.gb_per_s:.1f} GB/s"))
     lines.append(("valid", _verdict(request, result)))
     return "\n".join(f"{name:<14}{text}" for name, text in lines)
+
+
+def _heads(problem: Problem) -> str:
+    return "" if problem.heads == 1 else f" heads={problem.heads}, strides {problem.row_strides.x} and {problem.n}"
 
 
 def _what(problem: Problem) -> str:

@@ -36,6 +36,7 @@ _OWN: dict[str, dict[str, Any]] = {
     if row.words is not None and not row.takes_codes
 }
 _FLAG = {0: False, 1: True}
+_STRIDES = {"x": "x_stride", "residual": "xr_stride", "y": "y_stride", "residual_out": "yr_stride"}
 
 
 class Option(NamedTuple):
@@ -60,7 +61,16 @@ class Option(NamedTuple):
 OPTIONS = (
     Option("m", int, 3328, None, "rows"),
     Option("n", int, 4096, None, "row length"),
-    Option("stride", int, -1, None, "row stride of every tensor, in elements; -1: n"),
+    Option(
+        "heads",
+        int,
+        1,
+        None,
+        "x is (m / heads, heads, n), the front of a packed tensor; strides are then from token to token",
+    ),
+    Option(
+        "stride", int, -1, None, "row stride of every tensor, in elements; -1: rows adjoin, heads of x are in a qkv"
+    ),
     Option("x_stride", int, -1, None, "row stride of x; -1: what -stride says"),
     Option("xr_stride", int, -1, None, "row stride of the residual; -1: what -stride says"),
     Option("y_stride", int, -1, None, "row stride of y; -1: what -stride says"),
@@ -169,6 +179,7 @@ def _resolve(given: argparse.Namespace) -> Request:
         scale_dtype=DType.FP32 if given.prec_sy == AUTO else _FLOATS[given.prec_sy],
         **{name: words[getattr(given, name)] for name, words in _OWN.items()},
     )
+    usual = Strides.usual(given.n, given.heads)
     problem = Problem(
         given.m,
         given.n,
@@ -176,7 +187,8 @@ def _resolve(given: argparse.Namespace) -> Request:
         backward=_FLAG[given.bwd],
         prec_sm=DType.FP32 if given.prec_sm == AUTO else _FLOATS[given.prec_sm],
         eps=given.e,
-        strides=Strides(*(_stride(given, name) for name in ("x_stride", "xr_stride", "y_stride", "yr_stride"))),
+        strides=Strides(**{name: _stride(given, option, getattr(usual, name)) for name, option in _STRIDES.items()}),
+        heads=given.heads,
     )
     return Request(
         problem,
@@ -198,10 +210,15 @@ def _writable(path: Path) -> Path:
 
 
 def _check_sizes(given: argparse.Namespace) -> None:
-    for name, least in (("m", 1), ("n", 1), ("warmup", 0), ("repeat", 1), ("e", 0.0)):
+    for name, least in (("m", 1), ("n", 1), ("heads", 1), ("warmup", 0), ("repeat", 1), ("e", 0.0)):
         value = getattr(given, name)
         if value is not None and not least <= value < float("inf"):
             raise ValueError(f"-{name} {value} will not do; it takes a finite number of at least {least:g}")
+    if given.m % given.heads:
+        raise ValueError(
+            f"-m {given.m} rows are no whole number of tokens with -heads {given.heads} each; "
+            f"pass a multiple, {given.m + -given.m % given.heads} say"
+        )
 
 
 def _check_backward(given: argparse.Namespace) -> None:
@@ -235,14 +252,15 @@ def _output(word: str, prec_i: DType, fquant: FusedQuant) -> DType:
     return dtype
 
 
-def _stride(given: argparse.Namespace, name: str) -> int:
+def _stride(given: argparse.Namespace, name: str, usual: int) -> int:
     own = getattr(given, name)
     option, stride = ("stride", given.stride) if own == -1 else (name, own)
     if stride == -1:
-        return int(given.n)
-    if stride < given.n:
+        return usual
+    least = given.heads * given.n
+    if stride < least:
+        row = f"a row (-n {given.n})" if given.heads == 1 else f"a token's rows (-heads {given.heads} of -n {given.n})"
         raise ValueError(
-            f"-{option} {stride} is shorter than a row (-n {given.n}), so rows would overlap; "
-            f"pass at least {given.n}, or -1"
+            f"-{option} {stride} is shorter than {row}, so rows would overlap; pass at least {least}, or -1"
         )
     return int(stride)

@@ -17,13 +17,15 @@ import torch
 
 import normforge
 from normforge.calls.outputs import LayerNormOutput
+from normforge.calls.row_layout import row_stride
 from normforge.codegen import cli as generator
 from normforge.codegen.model import Cast, DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
+from normforge.kernels.row_walk import RowWalk
 from normforge.tools import checked_run, list_instances, run
 from normforge.tools.checked_run import Result, solve
 from normforge.tools.cli import VERBS, main
 from normforge.tools.machine import Machine
-from normforge.tools.problem import Problem, Strides
+from normforge.tools.problem import Problem, Strides, gradients_in, inputs, poisoned_outputs
 from normforge.tools.run_options import parse
 
 _FP16 = Mode(Norm.LAYER, DType.FP16, DType.FP16)
@@ -91,6 +93,8 @@ def _pairs(spaced: str) -> list[str]:
         ("-n 64 -stride 80", {"strides": Strides.all(80)}),
         ("-n 64 -fadd 1 -stride 80 -y_stride 96", {"strides": Strides(x=80, residual=80, y=96, residual_out=80)}),
         ("-n 64 -fadd 1 -xr_stride 70 -yr_stride 72", {"strides": Strides(x=64, residual=70, y=64, residual_out=72)}),
+        ("-m 12 -n 64 -heads 4", {"heads": 4, "strides": Strides(x=768, residual=256, y=256, residual_out=256)}),
+        ("-m 12 -n 64 -heads 4 -stride 300 -x_stride 256", {"strides": replace(Strides.all(300), x=256)}),
         ("-norm rms", {"eps": 1e-6}),
         ("-norm rms -e 1e-5", {"eps": 1e-5}),
         ("-norm rms -save_mv 1 -xbias 1", {"norm": Norm.RMS, "save_mv": True, "x_bias": True}),
@@ -116,6 +120,9 @@ def test_arguments_resolve_to_a_problem(argv: str, expected: dict[str, Any]) -> 
         ("run -e nan", ["-e nan", "finite"]),
         ("run -n 64 -stride 48", ["-stride 48", "-n 64", "at least 64"]),
         ("run -n 64 -y_stride 0", ["-y_stride 0", "-n 64"]),
+        ("run -heads 0", ["-heads 0", "at least 1"]),
+        ("run -m 10 -heads 4", ["-m 10", "-heads 4", "a multiple, 12 say"]),
+        ("run -m 8 -n 64 -heads 4 -x_stride 255", ["-x_stride 255", "-heads 4 of -n 64", "at least 256"]),
         ("run -prec_sm fp16", ["-prec_sm fp16 would be ignored", "-fquant 1"]),
         ("run -fquant 2 -prec_sm fp16", ["-prec_sm fp16 would be ignored"]),
         ("run -prec_sy fp32", ["-prec_sy fp32 would be ignored"]),
@@ -179,6 +186,49 @@ def test_a_run_agrees_with_the_reference(argv: str, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.split()[-1] == "yes"
 
 
+HEADS = ["run", "-m", "9", "-n", "48", "-heads", "3"]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "-norm rms -prec_i bf16 -save_mv 1",
+        "-fadd 1 -fquant 1 -xr_stride 200 -y_stride 150",
+        "-fadd 1 -xbias 1 -bwd 1",
+        "-norm rms -xbias 1 -y_stride 190 -bwd 1",
+    ],
+)
+def test_a_run_of_heads_agrees_with_the_reference(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(*HEADS, *argv.split()) == 0
+    printed = capsys.readouterr().out
+    assert "m=9 n=48 heads=3, strides 432 and 48" in printed
+    assert printed.split()[-1] == "yes"
+
+
+def test_heads_are_of_a_packed_tensor() -> None:
+    """Queries with as many keys and values behind them, on two strides; what is written adjoins."""
+    request = parse(["-m", "12", "-n", "48", "-heads", "4", "-fadd", "1"], "run")
+    cpu = torch.device("cpu")
+    given, places = inputs(request.problem, cpu), poisoned_outputs(request.problem, cpu)
+    assert row_stride("x", given["x"]) == RowWalk((3 * 4 * 48, 48), (4,))
+    others = {"residual": given["residual"], **places, **gradients_in(request.problem, cpu)}
+    for name, tensor in others.items():
+        assert tensor.shape == (3, 4, 48), name
+        assert row_stride(name, tensor) == 48
+
+
+def test_a_kernel_that_takes_other_rows_for_heads_is_told(
+    replace_forward: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ours(x: torch.Tensor, *given: Any, **more: Any) -> LayerNormOutput:
+        adjoining = x.as_strided(x.shape, (x.shape[1] * x.shape[2], x.shape[2], 1))
+        return normforge.layernorm2d_fwd(adjoining, *given, **more)
+
+    replace_forward(ours)
+    assert status(*HEADS) == 1
+    assert "no: y differ from the reference" in capsys.readouterr().out
+
+
 def test_ck_tiles_other_spellings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = tmp_path / "records.json"
     for json_option in ("-json=1", "-json"):
@@ -206,6 +256,7 @@ def test_json_is_one_line_with_everything_a_script_needs(capsys: pytest.CaptureF
         "norm": "layer",
         "m": 3,
         "n": 48,
+        "heads": 1,
         "strides": {"x": 48, "residual": 48, "y": 64, "residual_out": 48},
         "eps": 1e-5,
         "prec_i": "fp16",
