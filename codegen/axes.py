@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from .model import INPUT_DTYPES, Cast, Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
+from .model import FP8_INPUT_DTYPES, INPUT_DTYPES, Cast, Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
 
 SAME = "same"
 
@@ -45,7 +45,7 @@ def _words(values: Iterable[Enum]) -> dict[str, Any]:
 AXES = (
     Axis("direction", _words(Direction), default="fwd"),
     Axis("norm", _words(Norm)),
-    Axis("dtype_in", _words(INPUT_DTYPES)),
+    Axis("dtype_in", _words((*INPUT_DTYPES, *FP8_INPUT_DTYPES))),
     Axis("dtype_out", {SAME: None, **_words(DType)}, default=SAME),
     Axis("fadd", _words(FusedAdd), default="none"),
     Axis("fquant", _words(FusedQuant), default="none"),

@@ -21,6 +21,7 @@ class Kind(Enum):
     ROWS = "rows"
     VECTOR = "vector"
     PER_ROW = "per_row"
+    SCALE = "scale"
     NUMBER = "number"
     WORD = "word"
     FLAG = "flag"
@@ -31,7 +32,7 @@ class Kind(Enum):
     @property
     def is_tensor(self) -> bool:
         """Whether it has an address."""
-        return self in (Kind.ROWS, Kind.VECTOR, Kind.PER_ROW, Kind.PLACE)
+        return self in (Kind.ROWS, Kind.VECTOR, Kind.PER_ROW, Kind.SCALE, Kind.PLACE)
 
     @property
     def has_row_stride(self) -> bool:
@@ -59,6 +60,8 @@ KINDS: Mapping[Kind, KindRow] = {
     Kind.VECTOR: KindRow("torch.Tensor", "Tensor"),
     # x's shape without the last dimension, fp32.
     Kind.PER_ROW: KindRow("torch.Tensor", "Tensor"),
+    # One value a row, x's shape without the last dimension or with one of 1 there, or one for all, of any shape; fp32.
+    Kind.SCALE: KindRow("torch.Tensor", "Tensor"),
     Kind.NUMBER: KindRow("float", "float"),
     # The word of an enum's member, or the member.
     Kind.WORD: KindRow("str", "str"),
@@ -146,6 +149,16 @@ class Parameter:
     def row_stride_slot(self) -> str | None:
         """The kernels' name for how far its rows are apart."""
         return f"{self.result or self.name}_row_stride" if self.kind.has_row_stride else None
+
+    @property
+    def is_read_in_vectors(self) -> bool:
+        """Whether kernels are compiled for where it lies; scales are read one by one, and may be slices of a tensor."""
+        return self.kind is not Kind.SCALE
+
+    @property
+    def scale_stride_slot(self) -> str | None:
+        """The kernels' name for how far a row's value is from the next one's, 0 where there is one for all."""
+        return f"{self.name}_stride" if self.kind is Kind.SCALE else None
 
     def is_wanted(self, axes: Any) -> bool:
         """Whether calls of a mode, or of anything else that has its axes, read it."""

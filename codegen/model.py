@@ -79,8 +79,13 @@ class DType(Enum):
 
     @property
     def is_quantised(self) -> bool:
-        """Whether this type only comes out of a quantising kernel."""
+        """Whether y has this type from a quantising kernel alone."""
         return self in _QMAX
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether elements are small floats, which say little without a scale."""
+        return self.is_quantised and not self.is_int
 
     @property
     def is_int(self) -> bool:
@@ -208,6 +213,8 @@ class Part(Enum):
 
 
 INPUT_DTYPES = (DType.FP16, DType.BF16, DType.FP32)
+# What x may be besides in forward kernels, times an x_scale. e4m3fnuz comes out of kernels alone: no format of OCP.
+FP8_INPUT_DTYPES = (DType.FP8_E4M3FN, DType.FP8_E5M2)
 QUANTISED_DTYPES = (DType.INT8, DType.FP8_E4M3FN, DType.FP8_E4M3FNUZ, DType.FP8_E5M2)
 
 # What stands in a mode's name behind its types, in this order: by field, the value that says nothing first.
@@ -258,7 +265,7 @@ class Mode:
     def __post_init__(self) -> None:
         floats = ", ".join(d.value for d in INPUT_DTYPES)
         if self.dtype_in not in INPUT_DTYPES:
-            raise IllegalCombinationError(f"dtype_in {self.dtype_in.value} cannot be normalised; use one of {floats}")
+            self._check_small_input(floats)
         if self.scale_dtype not in INPUT_DTYPES:
             raise IllegalCombinationError(
                 f"scale_dtype {self.scale_dtype.value} cannot hold a row's scale; use one of {floats}"
@@ -292,6 +299,17 @@ class Mode:
                 f"dtype_out {self.dtype_out.value} has so many; leave cast out, or use fp16 or bf16 for one of them"
             )
 
+    def _check_small_input(self, floats: str) -> None:
+        if self.dtype_in not in FP8_INPUT_DTYPES:
+            small = ", ".join(d.value for d in FP8_INPUT_DTYPES)
+            raise IllegalCombinationError(
+                f"dtype_in {self.dtype_in.value} cannot be normalised; use one of {floats}, or forward {small}"
+            )
+        if self.is_backward:
+            raise IllegalCombinationError(
+                f"dtype_in {self.dtype_in.value} has no gradient; use one of {floats} with direction bwd"
+            )
+
     def _check_backward(self) -> None:
         if self.fquant.quantises:
             raise IllegalCombinationError(
@@ -317,8 +335,8 @@ class Mode:
 
     @property
     def streams(self) -> bool:
-        """Whether a forward kernel reads and writes nothing of x's size but x and y."""
-        return not (self.is_backward or self.fadd.adds or self.fquant.quantises or self.x_bias)
+        """Whether a forward kernel reads and writes nothing of x's size but x and y, and takes x as it is."""
+        return not (self.is_backward or self.fadd.adds or self.fquant.quantises or self.x_bias or self.dtype_in.is_fp8)
 
     @property
     def pipelines(self) -> tuple[Pipeline, ...]:
@@ -329,6 +347,13 @@ class Mode:
     def has_window(self) -> bool:
         """Whether a kernel for rows that start anywhere stands beside one_pass: 16-bit ones are slow to read singly."""
         return self.streams and self.dtype_in.itemsize == 2
+
+    @property
+    def operand_dtype(self) -> DType:
+        """What weight, residual and the like are where nothing says so: x's type, or beside an fp8 x y's or bf16."""
+        if not self.dtype_in.is_fp8:
+            return self.dtype_in
+        return DType.BF16 if self.dtype_out.is_quantised else self.dtype_out
 
     @cached_property
     def name(self) -> str:
@@ -378,6 +403,8 @@ class Mode:
         if self.is_backward:
             return self._backward_features
         steps = []
+        if self.dtype_in.is_fp8:
+            steps.append("x multiplied by its scale")
         if self.x_bias:
             steps.append("x bias added")
         if self.fadd.stores:
@@ -413,6 +440,11 @@ class Mode:
         """The device function that rounds to this mode's quantised output."""
         truncated = "_truncated" if self.rounding.truncates else ""
         return f"to_{self.dtype_out.value}{truncated}"
+
+    @property
+    def decoder(self) -> str:
+        """The device function that makes fp32 of this mode's fp8 x."""
+        return f"from_{self.dtype_in.value}"
 
     def kernel(self, part: Pipeline | Part) -> str:
         """The kernel's symbol: what a profiler shows."""

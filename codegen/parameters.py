@@ -28,9 +28,9 @@ FORWARD = Family(
             default=_each(REQUIRED),
             meaning={
                 Norm.LAYER: (
-                    "(..., N), fp16, bf16 or fp32; rows on any stride, or on two (heads of a packed qkv) or three, the "
-                    "last dimension contiguous, on a GPU (or anywhere under TRITON_INTERPRET=1). M, the number of "
-                    "rows, may be 0."
+                    "(..., N), fp16, bf16 or fp32, or float8_e4m3fn or float8_e5m2 with x_scale; rows on any stride, "
+                    "or on two (heads of a packed qkv) or three, the last dimension contiguous, on a GPU (or anywhere "
+                    "under TRITON_INTERPRET=1). M, the number of rows, may be 0."
                 ),
                 Norm.RMS: "see `layernorm2d_fwd`, as for every argument not listed here.",
             },
@@ -128,10 +128,28 @@ FORWARD = Family(
             functional=True,
         ),
         Parameter(
+            "x_scale",
+            Kind.SCALE,
+            default=_each("None"),
+            meaning=_first(
+                "what an fp8 x is multiplied by, in fp32, before anything else: fp32 on x's device, one a row (x's "
+                "shape without the last dimension, or with one of 1 there) or one for all (one element)."
+            ),
+            wanted="dtype_in.is_fp8",
+            absent=(
+                "x is fp8, whose values are x * x_scale, and no x_scale was passed; pass it, one a row or one for all, "
+                "or torch.ones(1, device=x.device)"
+            ),
+            unused="x_scale was passed and goes with an fp8 x alone; multiply x by it, or leave x_scale out",
+        ),
+        Parameter(
             "out_dtype",
             Kind.DTYPE,
             default=_each("None"),
-            meaning=_first("y's dtype; None is x's dtype, or int8 when quantised, or that of `out`."),
+            meaning=_first(
+                "y's dtype; None is x's dtype, or int8 when quantised, or that of `out`. An fp8 x needs one of these "
+                "two, or out_dtype."
+            ),
             axis="dtype_out",
             functional=True,
         ),

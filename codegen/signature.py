@@ -36,6 +36,7 @@ _PDL = _Row(
 
 _FORWARD = (
     _Row("x_ptr", "(M, N) {dtype_in}"),
+    _Row("x_scale_ptr", "(M,) fp32, or one value", lambda m, p: m.dtype_in.is_fp8),
     _Row("x_bias_ptr", "(N,)", lambda m, p: m.x_bias),
     _Row("residual_ptr", "(M, N)", lambda m, p: m.fadd.adds),
     _Row("weight_ptr", "(N,) or None"),
@@ -49,6 +50,7 @@ _FORWARD = (
     _Row("exchange_ptr", "(M, slices) int64, -1", lambda m, p: p is Pipeline.SPREAD),
     _Row("row_stride", "elements, of x and y", lambda m, p: p is Part.WINDOW),
     _Row("x_row_stride", "elements", lambda m, p: p is not Part.WINDOW),
+    _Row("x_scale_stride", "1, or 0 where one value serves all rows", lambda m, p: m.dtype_in.is_fp8),
     _Row("residual_row_stride", "elements", lambda m, p: m.fadd.adds),
     _Row("y_row_stride", "elements", lambda m, p: p is not Part.WINDOW),
     _Row("residual_out_row_stride", "elements", lambda m, p: m.fadd.stores),

@@ -64,21 +64,27 @@ class TileClass:
         return replace(self, rms=False)
 
 
+_LEAST_ITEMSIZE = 2
+
 CLASSES = tuple(
     TileClass(direction, itemsize, load, rms)
     for direction, loads in ((Direction.FORWARD, tuple(Load)), (Direction.BACKWARD, (Load.PLAIN, Load.ADD)))
-    for itemsize, load, rms in product((2, 4), loads, (False, True))
+    for itemsize, load, rms in product((_LEAST_ITEMSIZE, 4), loads, (False, True))
 )
 
 
 def class_of(mode: Mode) -> TileClass:
-    """The class of a mode; with quantisation, a fused add makes no further difference."""
+    """The class of a mode; with quantisation, a fused add makes no further difference.
+
+    Rows of fp8 are cut as those of 16 bits, which is what becomes of them: a thread that stores 16 bytes of y at once
+    loads 8 of x. They are not of those that stream, whose tables have pipelines that take x as it is.
+    """
     load = Load.PLAIN
     if mode.fquant.quantises:
         load = Load.QUANT
     elif mode.fadd.stores if mode.is_backward else not mode.streams:
         load = Load.ADD
-    return TileClass(mode.direction, mode.dtype_in.itemsize, load, mode.norm is Norm.RMS)
+    return TileClass(mode.direction, max(mode.dtype_in.itemsize, _LEAST_ITEMSIZE), load, mode.norm is Norm.RMS)
 
 
 def standard_ladder() -> tuple[Bucket, ...]:

@@ -12,6 +12,7 @@ UNSPECIALISED = (
     "M",
     "row_stride",
     "x_row_stride",
+    "x_scale_stride",
     "residual_row_stride",
     "y_row_stride",
     "residual_out_row_stride",
@@ -471,6 +472,62 @@ def to_fp8_e4m3fnuz(q, dtype: tl.constexpr):
     """Saturate at 240 and convert in integer arithmetic; what would be negative zero is NaN, so zero has no sign."""
     code = fp8_byte(tl.minimum(tl.maximum(q, -240.0), 240.0), 3, 8)
     return tl.where(code == 0x80, 0, code).to(dtype)
+
+
+@triton.jit
+def load_codes(ptr, offsets, mask, EVICTION: tl.constexpr):
+    """Read fp8 values as they are stored, bytes where `ptr` is to such; masked lanes read 0."""
+    if mask is None:
+        codes = tl.load(ptr + offsets, eviction_policy=EVICTION)
+    else:
+        codes = tl.load(ptr + offsets, mask=mask, other=0.0, eviction_policy=EVICTION)
+    return codes
+
+
+@triton.jit
+def from_fp8_byte(codes, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    """Decode sign, exponent and MANTISSA bits as fp32, exactly, for any target: what undoes `fp8_byte`.
+
+    Subnormal values are read off an fp32 number whose last bit weighs as much as the format's smallest step: none is
+    subnormal on its way, which hardware may flush. Codes above that of the LARGEST number are infinity and NaN, and get
+    fp32's exponent of those.
+    """
+    codes = codes.to(tl.int32)
+    magnitude = codes & 0x7F
+    dropped: tl.constexpr = 23 - MANTISSA
+    normal = (magnitude << dropped) + ((127 - BIAS) << 23)
+    step_bits: tl.constexpr = (127 + 1 - BIAS + dropped) << 23
+    step: tl.constexpr = 2.0 ** (1 - BIAS + dropped)
+    subnormal = (magnitude + step_bits).to(tl.float32, bitcast=True) - step
+    bits = tl.where(magnitude < (1 << MANTISSA), subnormal.to(tl.int32, bitcast=True), normal)
+    bits = tl.where(magnitude > LARGEST, normal | 0x7F800000, bits)
+    return (bits | ((codes & 0x80) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def from_fp8_e4m3fn(codes):
+    """Convert to fp32: by instruction from an fp8 type, in integer arithmetic from bytes."""
+    return from_fp8_byte(codes, 3, 7, 0x7E) if codes.dtype == tl.uint8 else codes.to(tl.float32)
+
+
+@triton.jit
+def from_fp8_e5m2(codes):
+    """Convert to fp32: by instruction from an fp8 type, in integer arithmetic from bytes."""
+    return from_fp8_byte(codes, 2, 15, 0x7B) if codes.dtype == tl.uint8 else codes.to(tl.float32)
+
+
+@triton.jit
+def load_column(ptr, rows, stride, row_mask):
+    """Read a value for each row of a tile: as a column at once, a thread loads it anew for each value of the row."""
+    ROWS: tl.constexpr = rows.shape[0]
+    mask = tl.reshape(row_mask, (ROWS,))
+    return tl.load(ptr + tl.reshape(rows, (ROWS,)) * stride, mask=mask, other=0.0)[:, None]
+
+
+@triton.jit
+def scaled(values, scale):
+    """Multiply, rounded by itself: a compiler makes one rounding of a product and the sum that it is a term of."""
+    return tl.fma(values, scale, 0.0)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .codegen.model import DType
+from .codegen.model import FP8_INPUT_DTYPES, DType
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.FP16: torch.float16,
@@ -20,3 +20,5 @@ DTYPES: dict[torch.dtype, DType] = {value: key for key, value in TORCH_DTYPES.it
 
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+# What x may be besides, with an x_scale, in forward calls.
+FP8_INPUTS = tuple(TORCH_DTYPES[dtype] for dtype in FP8_INPUT_DTYPES)

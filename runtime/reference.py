@@ -73,6 +73,7 @@ def layernorm2d_fwd(
     smooth_scale: torch.Tensor | None = None,
     fquant: str | int | FusedQuant = "none",
     x_bias: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     scale_dtype: torch.dtype = torch.float32,
     save_mv: bool = False,
@@ -84,7 +85,7 @@ def layernorm2d_fwd(
 
     The arithmetic is done in `dtype`; in float64 its rounding errors are negligible beside a kernel's.
     """
-    s, residual_out = _sum(x, x_bias, residual, word(FusedAdd, "fadd", fadd), dtype)
+    s, residual_out = _sum(_value(x, x_scale), x_bias, residual, word(FusedAdd, "fadd", fadd), dtype)
     mean = s.mean(-1, keepdim=True)
     rstd = ((s - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
     y, either = rounded_first((s - mean) * rstd, word(Cast, "cast", cast), out_dtype or x.dtype, x.dtype)
@@ -108,6 +109,7 @@ def rmsnorm2d_fwd(
     smooth_scale: torch.Tensor | None = None,
     fquant: str | int | FusedQuant = "none",
     x_bias: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     scale_dtype: torch.dtype = torch.float32,
     save_mv: bool = False,
@@ -116,7 +118,7 @@ def rmsnorm2d_fwd(
     dtype: torch.dtype = torch.float64,
 ) -> ReferenceOutput:
     """Compute what `normforge.rmsnorm2d_fwd` of the same arguments should return; see `layernorm2d_fwd`."""
-    s, residual_out = _sum(x, x_bias, residual, word(FusedAdd, "fadd", fadd), dtype)
+    s, residual_out = _sum(_value(x, x_scale), x_bias, residual, word(FusedAdd, "fadd", fadd), dtype)
     rstd = (s.square().mean(-1, keepdim=True) + eps).rsqrt()
     y, either = rounded_first(s * rstd, word(Cast, "cast", cast), out_dtype or x.dtype, x.dtype)
     if weight is not None:
@@ -124,6 +126,13 @@ def rmsnorm2d_fwd(
         either = either if either is None else either * (weight.to(dtype) + weight_offset).abs()
     asked = _asked(smooth_scale, fquant, out_dtype, scale_dtype, rounding)
     return _finish(_Normalised(y, either, None, rstd), asked, x.dtype, residual_out, save_mv)
+
+
+def _value(x: torch.Tensor, x_scale: torch.Tensor | None) -> torch.Tensor:
+    """What x stands for: fp8 times its scale is an fp32 number, whatever the arithmetic behind it."""
+    if x_scale is None:
+        return x
+    return x.float() * (x_scale.reshape(()) if x_scale.numel() == 1 else x_scale.reshape(*x.shape[:-1], 1))
 
 
 def _sum(

@@ -79,7 +79,7 @@ _FORWARD: dict[Norm, tuple[_Forward, _Oracle]] = {
 REFERENCE_ELEMENTS = 2**26
 
 # The arguments that have a row for each row of x; every other tensor is one row long and shared.
-_ROW_ARGUMENTS = ("x", "residual")
+_ROW_ARGUMENTS = ("x", "residual", "x_scale")
 
 
 def solve(problem: Problem, machine: Machine, *, validate: bool, warmup: int, repeat: int) -> Result:

@@ -55,7 +55,7 @@ class Problem:
     Attributes:
         m: rows.
         n: row length.
-        mode: what is computed, forward; every tensor is of dtype_in that is of no type of its own.
+        mode: what is computed, forward; every tensor besides x is of its operand_dtype that is of no type of its own.
         backward: whether its gradients are computed instead.
         prec_sm: smooth_scale's type.
         eps: None becomes the norm's default.
@@ -134,7 +134,7 @@ def poisoned_outputs(problem: Problem, device: torch.device) -> dict[str, torch.
     strides, mode = problem.row_strides, problem.mode
     outputs = {"out": poisoned(strides.y, mode.dtype_out)}
     if mode.fadd.stores:
-        outputs["residual_out"] = poisoned(strides.residual_out, mode.dtype_in)
+        outputs["residual_out"] = poisoned(strides.residual_out, mode.operand_dtype)
     return outputs
 
 
@@ -149,7 +149,13 @@ def _drawer(problem: Problem, device: torch.device, seed: int) -> Callable[[Para
         name, n = parameter.name, problem.n
         is_smooth = name == "smooth_scale"
         bound = 1.0 if is_smooth else 0.5
-        dtype = problem.prec_sm if is_smooth else problem.mode.dtype_in
+        dtype = problem.mode.dtype_in if name == "x" else problem.mode.operand_dtype
+        if is_smooth:
+            dtype = problem.prec_sm
+        if parameter.kind is Kind.SCALE:
+            # One a row, and none so small that rows vanish beside eps.
+            leading = (problem.tokens, problem.heads) if problem.heads > 1 else (problem.m,)
+            return torch.empty(leading, device=device).uniform_(bound, 2 * bound, generator=generator)
         is_rows = parameter.kind is Kind.ROWS
         stride = getattr(problem.row_strides, _STRIDE_OF.get(name, name)) if is_rows else n
         shape = (problem.tokens, stride) if is_rows else (n,)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..codegen.command import refuse_twice
-from ..codegen.model import DType, FusedAdd, FusedQuant, Mode, Norm
+from ..codegen.model import FP8_INPUT_DTYPES, DType, FusedAdd, FusedQuant, Mode, Norm
 from ..codegen.parameters import FORWARD
 from .problem import DEFAULT_EPS, Problem, Strides
 
@@ -19,6 +19,7 @@ AUTO = "auto"
 
 # ck_tile's words and the manifest's; its fp8 is the OCP format on every GPU.
 _FLOATS = {dtype.value: dtype for dtype in (DType.FP16, DType.BF16, DType.FP32)}
+_INPUTS = _FLOATS | {"fp8": DType.FP8_E4M3FN, **{dtype.value: dtype for dtype in FP8_INPUT_DTYPES}}
 _OUTPUTS = _FLOATS | {
     "int8": DType.INT8,
     "fp8": DType.FP8_E4M3FN,
@@ -85,8 +86,20 @@ OPTIONS = (
     Option("save_mv", int, 0, tuple(_FLAG), "save mean and rstd (rms: rstd)"),
     Option("v", int, 1, tuple(_FLAG), "validate against the fp64 reference"),
     Option("kname", int, 1, tuple(_FLAG), "print the instance's and the kernel's name"),
-    Option("prec_i", str, "fp16", tuple(_FLOATS), "dtype of x, weights and residual"),
-    Option("prec_o", str, AUTO, (AUTO, *_OUTPUTS), "dtype of y; auto: prec_i, or int8 if quantised; fp8: fp8_e4m3fn"),
+    Option(
+        "prec_i",
+        str,
+        "fp16",
+        tuple(_INPUTS),
+        "dtype of x, weights and residual; fp8 (fp8_e4m3fn): x has a scale a row, and those are as y or bf16",
+    ),
+    Option(
+        "prec_o",
+        str,
+        AUTO,
+        (AUTO, *_OUTPUTS),
+        "dtype of y; auto: prec_i (fp8: bf16), or int8 if quantised; fp8: fp8_e4m3fn",
+    ),
     Option("prec_sm", str, AUTO, (AUTO, *_FLOATS), "dtype of the smooth scale, for -fquant 1; auto: fp32", "prec_sx"),
     Option("prec_sy", str, AUTO, (AUTO, *_FLOATS), "dtype of y's scale, for -fquant 1 and 2; auto: fp32"),
     Option("xbias", int, 0, tuple(_FLAG), "add a bias to x first"),
@@ -167,7 +180,7 @@ def _resolve(given: argparse.Namespace) -> Request:
     _check_used("xr_stride", given.xr_stride, -1, fadd.adds, "only -fadd 1 and 2 read a residual")
     _check_used("yr_stride", given.yr_stride, -1, fadd.stores, "only -fadd 1 stores the sum")
     _check_backward(given)
-    prec_i = _FLOATS[given.prec_i]
+    prec_i = _INPUTS[given.prec_i]
     mode = Mode(
         _NORMS[given.norm],
         prec_i,
@@ -226,6 +239,7 @@ def _check_backward(given: argparse.Namespace) -> None:
         return
     for name, value, reason in (
         ("fquant", given.fquant, "quantised outputs have no gradient"),
+        ("prec_i", "" if given.prec_i in _FLOATS else given.prec_i, "norms of fp8 have no gradient"),
         ("save_mv", given.save_mv, "mean and rstd are always saved for it"),
         ("fadd", given.fadd if given.fadd == FusedAdd.PRE_ADD.code else 0, "its sum is not stored; use -fadd 1"),
         ("prec_o", 0 if given.prec_o == AUTO else given.prec_o, "gradients are of the types of what they belong to"),
@@ -241,7 +255,7 @@ def _check_used(name: str, value: Any, unset: Any, used: bool, reason: str) -> N
 
 def _output(word: str, prec_i: DType, fquant: FusedQuant) -> DType:
     if word == AUTO:
-        return DType.INT8 if fquant.quantises else prec_i
+        return DType.INT8 if fquant.quantises else DType.BF16 if prec_i.is_fp8 else prec_i
     dtype = _OUTPUTS[word]
     if dtype.is_quantised != fquant.quantises:
         fits = [name for name, other in _OUTPUTS.items() if other.is_quantised == fquant.quantises]

@@ -78,7 +78,8 @@ def compile_keys(
         arch: what to compile for, "sm_90" or "gfx942" say; no GPU need be here. None is that of device.
         multiprocessors: of such a GPU, if they are not the usual number.
         device: the GPU, if not the current one.
-        weight_dtypes: weight's: dtypes, "same" for x's, None for no weight.
+        weight_dtypes: weight's: dtypes, "same" for x's (beside an fp8 x y's, or bf16 where y is quantised), None for no
+            weight.
         bias_dtypes: bias's, likewise; None is weight's. RMSNorm has none.
         residual_dtypes: residual's: dtypes, or "same".
         smooth_dtypes: smooth_scale's, likewise.

@@ -21,7 +21,8 @@ from ..kernels.gpu import Target
 from ..mode_arguments import arguments_of
 from .row_places import Asked, RowPlaces
 
-# What `compile_keys` takes for a tensor's type: a dtype, x's, or, where a tensor may be left out, that it is.
+# What `compile_keys` takes for a tensor's type: a dtype, x's (`Mode.operand_dtype`), or, where it may be left out, that
+# it is.
 Kind = torch.dtype | str | None
 
 # Classes of M, each with the tile that it runs on: up to the table's SMALL_M, up to what an i32 counts, and beyond.
@@ -143,10 +144,12 @@ def _dy_kinds(mode: Mode, deployment: Deployment) -> list[Kind]:
 
 
 def _maker(mode: Mode, rows: RowPlaces, kinds: Mapping[str, Kind]) -> Callable[[Parameter], torch.Tensor | None]:
-    """What makes an operand: of x's type, or of the one that `kinds` has, where None is no operand."""
+    """What makes an operand: x, one of its type, or of the one that `kinds` has, where None is no operand."""
 
     def make(parameter: Parameter) -> torch.Tensor | None:
-        kind = kinds.get(parameter.name, torch.float32 if parameter.kind is Shape.PER_ROW else SAME)
+        if parameter.name == "x":
+            return rows.empty("x", TORCH_DTYPES[mode.dtype_in])
+        kind = kinds.get(parameter.name, torch.float32 if parameter.kind in (Shape.PER_ROW, Shape.SCALE) else SAME)
         if kind is None:
             return None
         if parameter.kind.has_row_stride:
@@ -159,4 +162,4 @@ def _maker(mode: Mode, rows: RowPlaces, kinds: Mapping[str, Kind]) -> Callable[[
 
 
 def _dtype(kind: Kind, mode: Mode) -> torch.dtype:
-    return kind if isinstance(kind, torch.dtype) else TORCH_DTYPES[mode.dtype_in]
+    return kind if isinstance(kind, torch.dtype) else TORCH_DTYPES[mode.operand_dtype]

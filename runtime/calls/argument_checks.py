@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from ..dtypes import DTYPES, FLOATS
+from ..dtypes import DTYPES, FLOATS, FP8_INPUTS
 from ..errors import ConflictError, DeviceError, DTypeError, GradientError, LayoutError, ShapeError, TransformError
 from ..kernels.row_walk import RowStride, RowWalk, strides_of
 from ..upstream.torch_internals import has_tangent, jit_tracing
@@ -20,8 +20,8 @@ from .row_layout import row_stride
 LARGEST_FP32 = torch.finfo(torch.float32).max
 
 
-def check_x(x: torch.Tensor) -> int:
-    """Check what is normalised, and return N."""
+def check_x(x: torch.Tensor, *, scaled: bool) -> int:
+    """Check what is normalised, and return N; if `scaled`, it may be fp8, with a scale of its own."""
     check_tensor("x", x)
     if jit_tracing():
         raise TransformError(
@@ -30,10 +30,38 @@ def check_x(x: torch.Tensor) -> int:
         )
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ShapeError(f"x has shape {tuple(x.shape)}; it takes (..., N) with N >= 1")
-    check_dtype("x", x, FLOATS)
+    if not scaled:
+        refuse_fp8(x, "which has no gradient")
+    check_dtype("x", x, (*FLOATS, *FP8_INPUTS) if scaled else FLOATS)
     if x.is_meta:
         raise DeviceError("x is on meta, where tensors hold no data; it takes a tensor on a GPU")
     return x.shape[-1]
+
+
+def refuse_fp8(x: torch.Tensor, reason: str) -> None:
+    """Refuse an fp8 x where there is no kernel that takes one.
+
+    Raises:
+        DTypeError: it is one.
+    """
+    if x.dtype in FP8_INPUTS:
+        raise DTypeError(f"x has dtype {x.dtype}, {reason}; pass what it stands for, (x.float() * x_scale).bfloat16()")
+
+
+def check_scale(name: str, scale: torch.Tensor, x: torch.Tensor) -> None:
+    """Check what x is multiplied by: one value for each row, or one for all. It is not read."""
+    check_tensor(name, scale)
+    leading = tuple(x.shape[:-1])
+    # By shape first: how many elements there are may depend on data.
+    if tuple(scale.shape) not in (leading, (*leading, 1)) and scale.numel() != 1:
+        raise ShapeError(
+            f"{name} has shape {tuple(scale.shape)}; it takes one value a row, {leading} or {(*leading, 1)}, "
+            "or one for all, (1,)"
+        )
+    check_dtype(name, scale, (torch.float32,))
+    check_device(name, scale, x)
+    if not scale.is_contiguous():
+        raise LayoutError(f"{name} has strides {scale.stride()}; pass {name}.contiguous()")
 
 
 def check_vector(name: str, vector: torch.Tensor, x: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from ..codegen.families import Kind
 from ..codegen.model import Direction, DType, Mode
-from ..dtypes import DTYPES, FLOATS, TORCH_DTYPES
+from ..dtypes import DTYPES, FLOATS, FP8_INPUTS, TORCH_DTYPES
 from ..errors import ConflictError, DTypeError, IllegalCombinationError, ShapeError
 from ..mode_words import word
 from .argument_checks import (
@@ -28,16 +28,27 @@ from .argument_checks import (
     check_number,
     check_output,
     check_rows,
+    check_scale,
     check_statistic,
     check_tensor,
     check_vector,
     check_x,
+    refuse_fp8,
 )
 from .functions import FUNCTIONS, Function, completed
+from .row_layout import row_stride
 
 _NOT_DIFFERENTIABLE = (
     "the forward functions compute none; call normforge.layer_norm, rms_norm, add_layer_norm or add_rms_norm, which do"
 )
+
+FP8_HAS_NO_GRADIENT = (
+    "no kernel computes one of a norm of fp8; call normforge.layer_norm or rms_norm of what x stands for, "
+    "(x.float() * x_scale).bfloat16()"
+)
+
+# What the functional API, which has no x_scale, says of an fp8 x.
+TAKEN_WITH_ITS_SCALE = "and is taken with its scale by normforge.{}(x, x_scale=x_scale, ...), which has no gradient"
 
 # What torch's operators normalise, and the kernels do not.
 _DOUBLE = (*FLOATS, torch.float64)
@@ -47,6 +58,7 @@ _CHECKS: Mapping[Kind, Callable[[str, Any, torch.Tensor], object]] = {
     Kind.ROWS: check_rows,
     Kind.VECTOR: check_vector,
     Kind.PER_ROW: check_statistic,
+    Kind.SCALE: check_scale,
 }
 
 
@@ -118,9 +130,11 @@ def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, pa
         else:
             check_gradient_dtype(name, said[name])
     x = said["x"]
-    n = check_x(x)
+    n = check_x(x, scaled=takes.direction is Direction.FORWARD)
     for name, kind, optional in takes.tensors:
-        if not (optional and said[name] is None) and not (packed and kind is Kind.PER_ROW):
+        if name == "x":
+            row_stride(name, x)
+        elif not (optional and said[name] is None) and not (packed and kind is Kind.PER_ROW):
             _CHECKS[kind](name, said[name], x)
     for name, axis in takes.by_dtype:
         axes[axis] = DTYPES[said[name].dtype]
@@ -149,6 +163,8 @@ def refuse_gradient(call: Call) -> None:
         reason = "no kernel computes a gradient's gradient"
     elif call.mode.fquant.quantises:
         reason = "a quantised output has none"
+    elif call.mode.dtype_in.is_fp8:
+        reason = FP8_HAS_NO_GRADIENT
     check_no_gradient(reason, **{name: call.given[name] for name, _, _ in call.function.tensors})
 
 
@@ -158,7 +174,13 @@ def _output_dtype(said: Mapping[str, Any], axes: Mapping[str, Any]) -> DType:
     if out is not None:
         check_dtype("out", check_tensor("out", out), tuple(DTYPES))
         return DTYPES[out.dtype]
-    return DType.INT8 if "fquant" in axes and axes["fquant"].quantises else DTYPES[said["x"].dtype]
+    x = said["x"]
+    if x.dtype in FP8_INPUTS and not axes["fquant"].quantises:
+        raise ConflictError(
+            f"x has dtype {x.dtype}, which y cannot have without a scale, and no out_dtype was passed; pass "
+            "out_dtype=torch.bfloat16, say, or fquant='dynamic'"
+        )
+    return DType.INT8 if "fquant" in axes and axes["fquant"].quantises else DTYPES[x.dtype]
 
 
 def _mode(axes: Mapping[str, Any]) -> Mode:
@@ -240,7 +262,9 @@ def check_normalised(
         ConflictError: eps is no number of at least 0, or weight_offset none that is added to a weight.
     """
     x, dtypes = given["x"], FLOATS if kernel else _DOUBLE
-    check_dtype("x", check_tensor("x", x), dtypes)
+    check_tensor("x", x)
+    refuse_fp8(x, TAKEN_WITH_ITS_SCALE.format(function))
+    check_dtype("x", x, dtypes)
     shape = _dimensions(normalized_shape)
     if not shape or tuple(x.shape[-len(shape) :]) != shape:
         raise ShapeError(

@@ -16,7 +16,7 @@ from ..codegen.parameters import FAMILIES
 _CLASSES = get_type_hints(Mode)
 
 # The tensors that are read.
-_OPERANDS = (Kind.ROWS, Kind.VECTOR, Kind.PER_ROW)
+_OPERANDS = (Kind.ROWS, Kind.VECTOR, Kind.PER_ROW, Kind.SCALE)
 
 # The default that is no literal.
 _NOT_LITERAL: Mapping[str, Any] = {REQUIRED: None, "torch.float32": torch.float32}

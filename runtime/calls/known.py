@@ -102,7 +102,7 @@ def remember(
         key: what the call was looked up by.
         tensors: all that it could bring, None for those that are not there.
         free: of each, how many of its leading sizes may be any.
-        addresses: of each, 0 for those that are not there.
+        addresses: of each that is read in vectors, 0 for those that are not there.
         plan: what it came to.
     """
     kinds: tuple[Known, ...] = among.get(key, ())

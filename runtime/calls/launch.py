@@ -241,10 +241,11 @@ def _as_tensors(plan: Plan, m: int, tensors: Tensors, results: Tensors) -> tuple
     family = FAMILY_OF[plan.mode.direction]
     by_name = {row.name: tensor for row, tensor in zip(family.inputs, tensors, strict=True)}
     by_name |= {row.name: tensor for row, tensor in zip(family.results, results, strict=True)}
-    rstd, y = by_name["rstd"], by_name.get("y")
+    rstd = by_name["rstd"]
     if by_name["mean"] is None and rstd is not None:
         by_name["mean"], by_name["rstd"] = unpacked(rstd, m)
-    if plan.y_bytes and y is not None:
-        by_name["y"] = y.view(torch.uint8)
+    for name in plan.as_bytes:
+        tensor = by_name[name]
+        by_name[name] = None if tensor is None else tensor.view(torch.uint8)
     found = tuple(by_name.values())
     return found[: len(tensors)], found[len(tensors) :]

@@ -158,7 +158,7 @@ _MOST_GROUPS = 8
 def _steps(tensor: torch.Tensor) -> tuple[_Steps, int]:
     """A (..., N) tensor as the bytes that it takes without a gap, and the steps by which they are repeated."""
     itemsize = tensor.element_size()
-    width = tensor.shape[-1] * itemsize
+    width = (tensor.shape[-1] if tensor.dim() else 1) * itemsize
     dimensions = zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
     steps: _Steps = []
     for stride, size in sorted([(stride * itemsize, size) for stride, size in dimensions if size > 1 and stride > 0]):

@@ -135,7 +135,7 @@ class Plan:
         y_dtype: y's, forward.
         sum_dtypes: those of `SUMS`; empty forward.
         saves_mean: whether the rows' means are returned.
-        y_bytes: whether kernels are handed y as bytes.
+        as_bytes: which of x and y kernels are handed as bytes.
         extents: where the tensors lie that outputs must not meet.
         layout: from M to the `Layout` of a backward call's launches.
     """
@@ -169,31 +169,35 @@ class Plan:
         self.y_dtype = TORCH_DTYPES[mode.dtype_out]
         self.sum_dtypes = tuple(dtype for row, dtype in results.items() if row.name in SUMS)
         self.saves_mean = any(row.name == "mean" and dtype is not None for row, dtype in results.items())
-        self.y_bytes = _encodes_in_software(mode.dtype_out, self._target)
+        fp8 = {"x": mode.dtype_in, "y": mode.dtype_out}
+        self.as_bytes = frozenset(name for name, dtype in fp8.items() if _in_software(dtype, self._target))
 
-        self._misaligned = misaligned
+        anywhere = {row.slot for row in family.inputs if not row.is_read_in_vectors}
+        self._misaligned = misaligned = {*misaligned} - anywhere
         self._itemsizes = [d.itemsize for row, d in inputs.items() if row.kind is Kind.ROWS and d is not None]
         self._numbers = dict.fromkeys((row.slot for row in family.parameters if row.kind is Kind.NUMBER), "fp32")
         self._strides = _row_strides(family, call)
         self._alignment = row_alignment(*self._strides.values())
-        dtypes = {row.slot: dtype for row, dtype in inputs.items()}
+        self._scale_strides = _scale_strides(family, call)
+        dtypes = {row.slot: self._handed(row.name, dtype) for row, dtype in inputs.items()}
         dtypes |= {row.slot: self._handed(row.name, dtype) for row, dtype in results.items()}
         self._pointers = {
-            name: None if dtype is None else pointer_type(dtype, aligned=name not in misaligned)
+            name: None if dtype is None else pointer_type(dtype, aligned=name not in {*misaligned, *anywhere})
             for name, dtype in dtypes.items()
         }
-        self.extents = _extents(inputs, results, self._strides, n) if family.places else Extents()
+        steps = {**self._strides, **self._scale_strides}
+        self.extents = _extents(inputs, results, steps, n) if family.places else Extents()
 
     def prepared(self, m: int) -> Prepared:
         """The kernels for m rows; the first call of each class of M compiles them."""
         size = 0 if m <= self._small_m else 1 if m <= MOST_ROWS_IN_I32 else 2
         return self._prepared[size] or self._prepare(size, m)
 
-    def _handed(self, result: str, dtype: torch.dtype | None) -> torch.dtype | None:
-        """The type by which the kernels that walk the rows know a result."""
-        if dtype is not None and result in SUMS:
+    def _handed(self, name: str, dtype: torch.dtype | None) -> torch.dtype | None:
+        """The type by which the kernels that walk the rows know a tensor."""
+        if dtype is not None and name in SUMS:
             return torch.float32
-        return torch.uint8 if result == "y" and self.y_bytes else dtype
+        return torch.uint8 if name in self.as_bytes else dtype
 
     def _prepare(self, size: int, m: int) -> Prepared:
         mode, n, target = self.mode, self.n, self._target
@@ -214,6 +218,7 @@ class Plan:
             "M": row_count_type(m),
             **self._numbers,
         }
+        strides = {**strides, **self._scale_strides}
         walkers = [self._launcher(step, row, tile, types, strides) for step in row.steps]
         finisher = self._finisher() if any(self.sum_dtypes) else None
         by_address = all(launcher.launch for launcher in (*walkers, finisher) if launcher is not None)
@@ -322,6 +327,12 @@ def _row_strides(family: Family, call: Call) -> dict[str, RowStride]:
     return strides
 
 
+def _scale_strides(family: Family, call: Call) -> dict[str, int]:
+    """How far a row's value is from the next one's, by slots, of what has one a row or one for all."""
+    scales = [(row.scale_stride_slot, getattr(call, row.name)) for row in family.inputs if row.kind is Kind.SCALE]
+    return {slot: int(scale.numel() != 1) for slot, scale in scales if slot is not None and scale is not None}
+
+
 def _extents(
     inputs: Mapping[Parameter, torch.dtype | None],
     results: Mapping[Result, torch.dtype | None],
@@ -329,6 +340,8 @@ def _extents(
     n: int,
 ) -> Extents:
     def extent(row: Parameter | Result, dtype: torch.dtype) -> Extent:
+        if isinstance(row, Parameter) and row.scale_stride_slot is not None:
+            return extent_of(strides[row.scale_stride_slot], 1, dtype.itemsize)
         return extent_of(strides.get(row.row_stride_slot or "", 0), n, dtype.itemsize)
 
     written = {row.name: extent(row, dtype) for row, dtype in results.items() if dtype is not None}
@@ -343,12 +356,10 @@ def _extents(
     )
 
 
-# Formats that NVIDIA hardware of compute capability 8.9 and up converts to in one rounding. Everywhere else, and in
-# the interpreter, kernels are handed bytes and encode in integer arithmetic.
+# Formats that NVIDIA hardware of compute capability 8.9 and up converts to in one rounding, and from. Everywhere else,
+# and in the interpreter, kernels are handed bytes, and encode and decode in integer arithmetic.
 _HARDWARE_FP8 = (DType.FP8_E4M3FN, DType.FP8_E5M2)
 
 
-def _encodes_in_software(dtype: DType, target: Target) -> bool:
-    if not dtype.is_quantised or dtype.is_int:
-        return False
-    return not (dtype in _HARDWARE_FP8 and target.converts_to_fp8)
+def _in_software(dtype: DType, target: Target) -> bool:
+    return dtype.is_fp8 and not (dtype in _HARDWARE_FP8 and target.converts_to_fp8)

@@ -71,7 +71,9 @@ class Frame:
         """A rank's part of an operand, with a gradient that is one of the operand's; None of one that is not there."""
         if tensor is None:
             return None
-        placements = self.of_vectors if kind is Kind.VECTOR else self.of_rows
+        # Of a scale there may be one for all rows.
+        is_one = kind is Kind.SCALE and tensor.numel() == 1
+        placements = self.of_vectors if kind is Kind.VECTOR or is_one else self.of_rows
         whole: Any = tensor
         if whole.placements != placements:
             whole = whole.redistribute(placements=placements)

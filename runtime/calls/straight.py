@@ -50,6 +50,7 @@ def layernorm2d_fwd(
     smooth_scale: torch.Tensor | None = None,
     fquant: str | int | FusedQuant = "none",
     x_bias: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     scale_dtype: torch.dtype = torch.float32,
     save_mv: bool = False,
@@ -72,8 +73,9 @@ def layernorm2d_fwd(
     `add_layer_norm` and `add_rms_norm` compute one. To autograd out and residual_out are modified in place.
 
     Args:
-        x: (..., N), fp16, bf16 or fp32; rows on any stride, or on two (heads of a packed qkv) or three, the last
-            dimension contiguous, on a GPU (or anywhere under TRITON_INTERPRET=1). M, the number of rows, may be 0.
+        x: (..., N), fp16, bf16 or fp32, or float8_e4m3fn or float8_e5m2 with x_scale; rows on any stride, or on two
+            (heads of a packed qkv) or three, the last dimension contiguous, on a GPU (or anywhere under
+            TRITON_INTERPRET=1). M, the number of rows, may be 0.
         weight: (N,), fp16, bf16 or fp32, or None for 1.
         bias: (N,), likewise, or None for 0.
         eps: added to the variance.
@@ -82,7 +84,10 @@ def layernorm2d_fwd(
         smooth_scale: (N,), fp16, bf16 or fp32, of any sign; goes with fquant "smooth_dynamic".
         fquant: "none" (0), "smooth_dynamic" (1) or "dynamic" (2).
         x_bias: (N,), added to every row of x before anything else, or None.
-        out_dtype: y's dtype; None is x's dtype, or int8 when quantised, or that of `out`.
+        x_scale: what an fp8 x is multiplied by, in fp32, before anything else: fp32 on x's device, one a row (x's shape
+            without the last dimension, or with one of 1 there) or one for all (one element).
+        out_dtype: y's dtype; None is x's dtype, or int8 when quantised, or that of `out`. An fp8 x needs one of these
+            two, or out_dtype.
         scale_dtype: y_scale's dtype: float32, float16 or bfloat16. y is divided by the scale as stored.
         save_mv: return mean and rstd.
         rounding: int8 only: "nearest" (even) or "truncate" (toward zero, as ck_tile does).
@@ -111,13 +116,14 @@ def layernorm2d_fwd(
         try:
             shape = x.shape
             n = shape[-1]
-            tensors = (x, weight, bias, residual, smooth_scale, x_bias, out, residual_out)
+            tensors = (x, weight, bias, residual, smooth_scale, x_bias, x_scale, out, residual_out)
             if (
                 residual is None
                 and fadd is _NONE
                 and smooth_scale is None
                 and fquant is _NONE
                 and x_bias is None
+                and x_scale is None
                 and out_dtype is None
                 and scale_dtype is torch.float32
                 and (save_mv is False or save_mv is True)
@@ -130,8 +136,9 @@ def layernorm2d_fwd(
             else:
                 key = (
                     "layernorm2d_fwd", n, weight is None, bias is None, residual is None, smooth_scale is None,
-                    x_bias is None, out is None, residual_out is None, fadd, fadd.__class__, fquant, fquant.__class__,
-                    out_dtype, scale_dtype, save_mv, save_mv.__class__, rounding, cast,
+                    x_bias is None, None if x_scale is None else (x_scale.numel() == 1, x_scale.data_ptr() == 0),
+                    out is None, residual_out is None, fadd, fadd.__class__, fquant, fquant.__class__, out_dtype,
+                    scale_dtype, save_mv, save_mv.__class__, rounding, cast,
                 )  # fmt: skip
             if len(shape) == 2:
                 m = shape[0]
@@ -140,6 +147,7 @@ def layernorm2d_fwd(
                 if not (
                     x.is_contiguous()
                     and (residual is None or residual.is_contiguous())
+                    and (x_scale is None or x_scale.is_contiguous())
                     and (out is None or out.is_contiguous())
                     and (residual_out is None or residual_out.is_contiguous())
                 ):
@@ -159,6 +167,7 @@ def layernorm2d_fwd(
             and eps.__class__ is float
             and 0.0 <= eps <= LARGEST_FP32
             and (residual is None or residual.shape == shape)
+            and (x_scale is None or x_scale.numel() == 1 or x_scale.shape[: len(shape) - 1] == shape[:-1])
             and (out is None or out.shape == shape)
             and (residual_out is None or residual_out.shape == shape)
         ):
@@ -168,6 +177,7 @@ def layernorm2d_fwd(
             residual_at = 0 if residual is None else residual.data_ptr() or NOWHERE
             smooth_scale_at = 0 if smooth_scale is None else smooth_scale.data_ptr() or NOWHERE
             x_bias_at = 0 if x_bias is None else x_bias.data_ptr() or NOWHERE
+            x_scale_at = 0 if x_scale is None else x_scale.data_ptr() or NOWHERE
             out_at = 0 if out is None else out.data_ptr() or NOWHERE
             residual_out_at = 0 if residual_out is None else residual_out.data_ptr() or NOWHERE
             plan = known.plan
@@ -178,7 +188,7 @@ def layernorm2d_fwd(
                     x_at, weight_at, bias_at, residual_at, smooth_scale_at, x_bias_at, out_at, residual_out_at
                 )
             if plan is not None and not (out is None and residual_out is None):
-                addresses = (x_at, weight_at, bias_at, residual_at, smooth_scale_at, x_bias_at)
+                addresses = (x_at, weight_at, bias_at, residual_at, smooth_scale_at, x_bias_at, x_scale_at)
                 if not may_write(plan.extents, addresses, tensors, m, out, residual_out):
                     plan = None
             if plan is not None:
@@ -218,13 +228,13 @@ def layernorm2d_fwd(
                         mean_at = mean.data_ptr()
                 outputs = make_output(LayerNormOutput, (y, total, y_scale, mean, rstd))
                 if ready.launch is None:
-                    addresses = (x_at, weight_at, bias_at, residual_at, smooth_scale_at, x_bias_at)
+                    addresses = (x_at, weight_at, bias_at, residual_at, smooth_scale_at, x_bias_at, x_scale_at)
                     written = (out_at, residual_out_at, y_scale_at, mean_at, rstd_at)
-                    launch_otherwise(plan, m, addresses, tensors[:6], written, outputs, (eps, 0.0))
+                    launch_otherwise(plan, m, addresses, tensors[:7], written, outputs, (eps, 0.0))
                 else:
                     values = (
-                        x_at, weight_at, bias_at, residual_at, smooth_scale_at, x_bias_at, out_at, residual_out_at,
-                        y_scale_at, mean_at, rstd_at, 0, m, eps, 0.0,
+                        x_at, weight_at, bias_at, residual_at, smooth_scale_at, x_bias_at, x_scale_at, out_at,
+                        residual_out_at, y_scale_at, mean_at, rstd_at, 0, m, eps, 0.0,
                     )  # fmt: skip
                     ready.launch(ready.grid(m), values)
                 return outputs
@@ -238,6 +248,7 @@ def layernorm2d_fwd(
         "smooth_scale": smooth_scale,
         "fquant": fquant,
         "x_bias": x_bias,
+        "x_scale": x_scale,
         "out_dtype": out_dtype,
         "scale_dtype": scale_dtype,
         "save_mv": save_mv,
@@ -261,6 +272,7 @@ def rmsnorm2d_fwd(
     smooth_scale: torch.Tensor | None = None,
     fquant: str | int | FusedQuant = "none",
     x_bias: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     scale_dtype: torch.dtype = torch.float32,
     save_mv: bool = False,
@@ -284,6 +296,7 @@ def rmsnorm2d_fwd(
         smooth_scale: see `layernorm2d_fwd`.
         fquant: see `layernorm2d_fwd`.
         x_bias: see `layernorm2d_fwd`.
+        x_scale: see `layernorm2d_fwd`.
         out_dtype: see `layernorm2d_fwd`.
         scale_dtype: see `layernorm2d_fwd`.
         save_mv: return rstd; mean is always None.
@@ -304,13 +317,14 @@ def rmsnorm2d_fwd(
         try:
             shape = x.shape
             n = shape[-1]
-            tensors = (x, weight, None, residual, smooth_scale, x_bias, out, residual_out)
+            tensors = (x, weight, None, residual, smooth_scale, x_bias, x_scale, out, residual_out)
             if (
                 residual is None
                 and fadd is _NONE
                 and smooth_scale is None
                 and fquant is _NONE
                 and x_bias is None
+                and x_scale is None
                 and out_dtype is None
                 and scale_dtype is torch.float32
                 and (save_mv is False or save_mv is True)
@@ -323,8 +337,9 @@ def rmsnorm2d_fwd(
             else:
                 key = (
                     "rmsnorm2d_fwd", n, weight is None, residual is None, smooth_scale is None, x_bias is None,
-                    out is None, residual_out is None, fadd, fadd.__class__, fquant, fquant.__class__, out_dtype,
-                    scale_dtype, save_mv, save_mv.__class__, rounding, cast,
+                    None if x_scale is None else (x_scale.numel() == 1, x_scale.data_ptr() == 0), out is None,
+                    residual_out is None, fadd, fadd.__class__, fquant, fquant.__class__, out_dtype, scale_dtype,
+                    save_mv, save_mv.__class__, rounding, cast,
                 )  # fmt: skip
             if len(shape) == 2:
                 m = shape[0]
@@ -333,6 +348,7 @@ def rmsnorm2d_fwd(
                 if not (
                     x.is_contiguous()
                     and (residual is None or residual.is_contiguous())
+                    and (x_scale is None or x_scale.is_contiguous())
                     and (out is None or out.is_contiguous())
                     and (residual_out is None or residual_out.is_contiguous())
                 ):
@@ -355,6 +371,7 @@ def rmsnorm2d_fwd(
             and -LARGEST_FP32 <= weight_offset <= LARGEST_FP32
             and (weight is not None or weight_offset == 0.0)
             and (residual is None or residual.shape == shape)
+            and (x_scale is None or x_scale.numel() == 1 or x_scale.shape[: len(shape) - 1] == shape[:-1])
             and (out is None or out.shape == shape)
             and (residual_out is None or residual_out.shape == shape)
         ):
@@ -363,6 +380,7 @@ def rmsnorm2d_fwd(
             residual_at = 0 if residual is None else residual.data_ptr() or NOWHERE
             smooth_scale_at = 0 if smooth_scale is None else smooth_scale.data_ptr() or NOWHERE
             x_bias_at = 0 if x_bias is None else x_bias.data_ptr() or NOWHERE
+            x_scale_at = 0 if x_scale is None else x_scale.data_ptr() or NOWHERE
             out_at = 0 if out is None else out.data_ptr() or NOWHERE
             residual_out_at = 0 if residual_out is None else residual_out.data_ptr() or NOWHERE
             plan = known.plan
@@ -371,7 +389,7 @@ def rmsnorm2d_fwd(
                     x_at, weight_at, 0, residual_at, smooth_scale_at, x_bias_at, out_at, residual_out_at
                 )
             if plan is not None and not (out is None and residual_out is None):
-                addresses = (x_at, weight_at, 0, residual_at, smooth_scale_at, x_bias_at)
+                addresses = (x_at, weight_at, 0, residual_at, smooth_scale_at, x_bias_at, x_scale_at)
                 if not may_write(plan.extents, addresses, tensors, m, out, residual_out):
                     plan = None
             if plan is not None:
@@ -409,13 +427,13 @@ def rmsnorm2d_fwd(
                         rstd_at = rstd.data_ptr()
                 outputs = make_output(LayerNormOutput, (y, total, y_scale, mean, rstd))
                 if ready.launch is None:
-                    addresses = (x_at, weight_at, 0, residual_at, smooth_scale_at, x_bias_at)
+                    addresses = (x_at, weight_at, 0, residual_at, smooth_scale_at, x_bias_at, x_scale_at)
                     written = (out_at, residual_out_at, y_scale_at, mean_at, rstd_at)
-                    launch_otherwise(plan, m, addresses, tensors[:6], written, outputs, (eps, weight_offset))
+                    launch_otherwise(plan, m, addresses, tensors[:7], written, outputs, (eps, weight_offset))
                 else:
                     values = (
-                        x_at, weight_at, 0, residual_at, smooth_scale_at, x_bias_at, out_at, residual_out_at,
-                        y_scale_at, mean_at, rstd_at, 0, m, eps, weight_offset,
+                        x_at, weight_at, 0, residual_at, smooth_scale_at, x_bias_at, x_scale_at, out_at,
+                        residual_out_at, y_scale_at, mean_at, rstd_at, 0, m, eps, weight_offset,
                     )  # fmt: skip
                     ready.launch(ready.grid(m), values)
                 return outputs
@@ -429,6 +447,7 @@ def rmsnorm2d_fwd(
         "smooth_scale": smooth_scale,
         "fquant": fquant,
         "x_bias": x_bias,
+        "x_scale": x_scale,
         "out_dtype": out_dtype,
         "scale_dtype": scale_dtype,
         "save_mv": save_mv,
@@ -688,7 +707,7 @@ def find_recorded(
         ):
             return None, False, None
         records = is_grad_enabled()
-        tensors = (x, weight, bias, residual, None, x_bias)
+        tensors = (x, weight, bias, residual, None, x_bias, None)
         key = (
             "recorded", norm, n, records, weight is None, bias is None, residual is None, x_bias is None, out_dtype,
             cast,
@@ -727,7 +746,7 @@ def find_recorded(
         plan = known.plan
         if (x_at | weight_at | bias_at | residual_at | x_bias_at) & MISALIGNED:
             plan = known.plan_at(x_at, weight_at, bias_at, residual_at, 0, x_bias_at, 0, 0)
-        addresses = (x_at, weight_at, bias_at, residual_at, 0, x_bias_at)
+        addresses = (x_at, weight_at, bias_at, residual_at, 0, x_bias_at, 0)
         if plan is not None:
             return key, records and known.trains, (plan, addresses, tensors, shape, m, eps, weight_offset)
     return key, False, None

@@ -10,8 +10,9 @@ from ..codegen.model import Norm
 from ..codegen.parameters import FORWARD
 from ..mode_words import word
 from ..selection import dispatch
+from .argument_checks import refuse_fp8
 from .backend import backend
-from .check import check, refuse_gradient
+from .check import TAKEN_WITH_ITS_SCALE, check, refuse_gradient
 from .straight import layernorm2d_fwd, rmsnorm2d_fwd
 
 _FORWARD: dict[Norm, Callable[..., Any]] = {Norm.LAYER: layernorm2d_fwd, Norm.RMS: rmsnorm2d_fwd}
@@ -39,6 +40,8 @@ def which(*arguments: Any, norm: str | Norm = "layer", functional: bool = False,
     call = check(FORWARD.functions[kind], bound.arguments)
     if not functional:
         refuse_gradient(call)
-    elif backend(call.x) == "torch":
-        return "torch"
+    else:
+        refuse_fp8(call.x, TAKEN_WITH_ITS_SCALE.format(FORWARD.functions[kind]))
+        if backend(call.x) == "torch":
+            return "torch"
     return dispatch.name_of(call.mode, call.n)

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from ..calls import torch_instead
+from ..calls.check import FP8_HAS_NO_GRADIENT
 from ..calls.double_backward import differentiated
 from ..calls.functions import FUNCTIONS
 from ..calls.outputs import dtype_of_all
 from ..calls.row_layout import walkable
 from ..calls.traced import operated
 from ..codegen.families import Kind
+from ..dtypes import FP8_INPUTS
 from ..errors import GradientError
 
 
@@ -53,6 +55,10 @@ def register(library: torch.library.Library, namespace: str, forward: str, backw
         if given["fquant"] != "none":
             raise GradientError(
                 "a tensor requires a gradient and a quantised output has none; call under torch.no_grad(), or detach it"
+            )
+        if given["x"].dtype in FP8_INPUTS:
+            raise GradientError(
+                f"a tensor requires a gradient and {FP8_HAS_NO_GRADIENT}; or call under torch.no_grad()"
             )
         if given["x"].dtype is output[0].dtype is torch.float32:
             # Of fp32 alone nothing is rounded first, whatever the sum is stored in.

@@ -89,6 +89,14 @@ def quantised(m: int) -> None:
     )
 
 
+def scaled(m: int) -> None:
+    x = rows(m).to(torch.float8_e4m3fn)
+    given: dict[str, Any] = {"out_dtype": torch.bfloat16, "residual": rows(m), "fadd": "pre_add_store"}
+    normforge.rmsnorm2d_fwd(x, ones(), x_scale=torch.ones(m, 1), **given)
+    # Wherever a scale is, and whether there is one for all rows, makes no other kernel.
+    normforge.rmsnorm2d_fwd(x, ones(), x_scale=torch.ones(9)[5], **given)
+
+
 def trained(m: int) -> None:
     x, weight, bias = rows(m, requires_grad=True), ones(requires_grad=True), ones(requires_grad=True)
     torch.autograd.backward(normforge.layer_norm(x, (N,), weight, bias), rows(m))
@@ -114,6 +122,7 @@ def biased_and_trained(m: int) -> None:
     [
         (plain, ["ln_fwd_bf16"]),
         (quantised, ["rms_fwd_bf16_fp8_e4m3fn_addst_sdq"]),
+        (scaled, ["rms_fwd_fp8_e4m3fn_bf16_addst"]),
         (trained, ["ln_fwd_bf16_mv", "ln_bwd_bf16"]),
         (added_and_trained, ["rms_fwd_bf16_addst_mv", "rms_bwd_bf16_addst"]),
         (biased_and_trained, ["ln_fwd_bf16_xb_mv", "ln_bwd_bf16_xb"]),
@@ -289,6 +298,9 @@ def test_an_architecture_decides_tiles_types_and_options() -> None:
     fp8 = "rms_fwd_bf16_fp8_e4m3fn_dq"
     kinds = {arch: dict(one(fp8, 4096, arch=arch).arguments)["y_ptr"] for arch in ("sm_80", "sm_90", "gfx942")}
     assert kinds == {"sm_80": "*u8:16", "sm_90": "*fp8e4nv:16", "gfx942": "*u8:16"}
+    scaled = {arch: dict(one("ln_fwd_fp8_e5m2_bf16", 4096, arch=arch).arguments) for arch in ("sm_80", "sm_90")}
+    assert [arguments["x_ptr"] for arguments in scaled.values()] == ["*u8:16", "*fp8e5:16"]
+    assert {arguments["x_scale_ptr"] for arguments in scaled.values()} == {"*fp32"}
     # Its warps are of 64 threads.
     warps = [dict(one("ln_fwd_bf16", 33000, arch=arch).options)["num_warps"] for arch in ("sm_80", "gfx942")]
     assert warps[0] == 2 * warps[1]

@@ -49,7 +49,7 @@ CASES = {
     ),
     "no_dtype_in": (
         "groups:\n  a:\n    norm: rms\n",
-        "2: group a: dtype_in is missing; add dtype_in: [fp16, bf16, fp32] or one of them",
+        "2: group a: dtype_in is missing; add dtype_in: [fp16, bf16, fp32, fp8_e4m3fn, fp8_e5m2] or one of them",
     ),
     "unknown_axis": (
         GROUP + "    fad: none\n",
@@ -73,7 +73,7 @@ CASES = {
     ),
     "quantised_input": (
         "groups:\n  a:\n    norm: rms\n    dtype_in: int8\n",
-        "4: group a: unknown dtype_in 'int8'; use one of fp16, bf16, fp32",
+        "4: group a: unknown dtype_in 'int8'; use one of fp16, bf16, fp32, fp8_e4m3fn, fp8_e5m2",
     ),
     "unknown_bucket": (
         GROUP + "    n: n4095\n",
@@ -236,7 +236,8 @@ CASES |= {
     ),
     "a_name_of_several_lines": (
         'groups:\n  "a\\nb\\e[31m": {norm: layer}\n',
-        "2: group a\\nb\\x1b[31m: dtype_in is missing; add dtype_in: [fp16, bf16, fp32] or one of them",
+        "2: group a\\nb\\x1b[31m: dtype_in is missing; add dtype_in: [fp16, bf16, fp32, fp8_e4m3fn, fp8_e5m2] "
+        "or one of them",
     ),
     "a_long_word": (
         GROUP + f"    fadd: {'x' * 1000}\n",

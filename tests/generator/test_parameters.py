@@ -54,7 +54,7 @@ def modes(family: Family, norm: Norm) -> tuple[Mode, ...]:
     add, quant = FusedAdd.PRE_ADD_STORE, FusedQuant.SMOOTH_DYNAMIC
     return (
         Mode(norm, DType.BF16, DType.BF16),
-        Mode(norm, DType.BF16, DType.INT8, add, quant, save_mv=True, x_bias=True),
+        Mode(norm, DType.FP8_E5M2, DType.INT8, add, quant, save_mv=True, x_bias=True),
     )
 
 

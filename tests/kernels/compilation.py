@@ -156,11 +156,11 @@ def _type(name: str, instance: Instance, target: Target, constants: dict[str, in
         return "i32"
     if name in _OTHERS:
         return _OTHERS[name]
-    if name == "y_ptr":
-        is_fp8 = mode.dtype_out.is_quantised and not mode.dtype_out.is_int
-        by_instruction = target.converts_fp8 and mode.dtype_out in _POINTERS
-        return "*u8" if is_fp8 and not by_instruction else _POINTERS[mode.dtype_out]
+    if name in ("x_ptr", "y_ptr"):
+        dtype = mode.dtype_in if name == "x_ptr" else mode.dtype_out
+        by_instruction = target.converts_fp8 and dtype in _POINTERS
+        return "*u8" if dtype.is_fp8 and not by_instruction else _POINTERS[dtype]
     if name in _OPERANDS:
         return _POINTERS[operands]
-    own = {"x_ptr": mode.dtype_in, "dx_ptr": mode.dtype_in, "dy_ptr": DType.BF16, "y_scale_ptr": mode.scale_dtype}
+    own = {"dx_ptr": mode.dtype_in, "dy_ptr": DType.BF16, "y_scale_ptr": mode.scale_dtype}
     return _POINTERS[own.get(name, DType.FP32)]

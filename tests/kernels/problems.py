@@ -61,7 +61,10 @@ class Problem:
             name = parameter.name
             if name in self.absent:
                 return None
-            dtype = TORCH_DTYPES[self.dtypes.get(name, mode.dtype_in)]
+            if parameter.kind is Kind.SCALE:
+                # One a row.
+                return torch.rand(self.shape[:-1], generator=generator, device=device) + 0.5
+            dtype = TORCH_DTYPES[self.dtypes.get(name, mode.dtype_in if name == "x" else mode.operand_dtype)]
             is_rows, width = parameter.kind is Kind.ROWS, 2.0 if name == "smooth_scale" else 1.0
             shape = (*self.shape[:-1], self.row_stride or n) if is_rows else (n,)
             uniform = torch.rand(shape, generator=generator, device=device, dtype=torch.float32)
@@ -79,7 +82,7 @@ class Problem:
 
 def mixed_dtypes(mode: Mode, salt: int) -> dict[str, DType]:
     """An element type for every tensor whose type is free, another mix for every salt."""
-    names = [row.name for row in FORWARD.inputs if row.name != "x"]
+    names = [row.name for row in FORWARD.inputs if row.name != "x" and row.kind is not Kind.SCALE]
     return {name: INPUT_DTYPES[(salt + index) % len(INPUT_DTYPES)] for index, name in enumerate(names)}
 
 
@@ -88,6 +91,8 @@ def _check_against_oracle(problem: Problem, arguments: dict[str, Any], actual: L
     rows = arguments["x"].numel() // n
     block = max(1, _ORACLE_ELEMENTS // n)
     flat = {name: _rows_of(tensor, n) for name, tensor in arguments.items() if name in ("x", "residual")}
+    if "x_scale" in arguments:
+        flat["x_scale"] = arguments["x_scale"].reshape(-1)
     for start in range(0, rows, block):
         part = slice(start, start + block)
         expected = _REFERENCE[problem.mode.norm](**arguments | {name: rows[part] for name, rows in flat.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -236,6 +237,43 @@ def test_as_many_programs_fit_a_multiprocessor_as_the_tile_says(backward: tuple[
         assert taken.registers <= register_cap(tile)
         assert taken.local == 0
         assert taken.stack <= PREFERRED_SPILLS.get((mode.norm, n), MOST_SPILLED[mode.fadd])
+
+
+FP8_SUM = Mode(Norm.RMS, DType.FP8_E4M3FN, DType.BF16, FusedAdd.PRE_ADD_STORE)
+
+
+@pytest.mark.parametrize("dtype", [DType.FP8_E4M3FN, DType.FP8_E5M2], ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_an_fp8_x_is_read_by_8_bytes_a_thread_and_decoded(target: Target, dtype: DType, package: Path) -> None:
+    """By instruction where there is one; a thread has as many values of it as 16 bytes of y."""
+    mode = replace(FP8_SUM, dtype_in=dtype)
+    instance = instance_of(mode, 4096)
+    compiled = compile_kernel(kernel_of(package, mode, instance.tile.pipeline), instance, 4096, target)
+    assert compiled.asm[target.binary]
+    if target.backend == "cuda":
+        ptx = compiled.asm["ptx"]
+        assert (f"cvt.rn.f16x2.{dtype.value.removeprefix('fp8_').removesuffix('fn')}x2" in ptx) is target.converts_fp8
+        assert ptx.count("ld.global.v2.b32") == 4096 // instance.tile.block
+        assert usage(compiled).local == usage(compiled).stack == 0
+
+
+def test_an_fp8_x_is_multiplied_before_it_is_added(package: Path) -> None:
+    """Each product by itself, plus zero: left as a product, it and the residual would be rounded once."""
+    instance = instance_of(FP8_SUM, 4096)
+    kernel = kernel_of(package, FP8_SUM, instance.tile.pipeline)
+    ptx = compile_kernel(kernel, instance, 4096, SM_90).asm["ptx"]
+    products = re.findall(r"fma\.rn\.f32\s+%r\d+, (%r\d+), (%r\d+), 0f00000000;", ptx)
+    # Of the squares the first of each sum are added to zero as well.
+    assert sum(value != scale for value, scale in products) == 4096 // (instance.tile.warps * 32)
+
+
+@pytest.mark.parametrize("n", [128, 768])
+def test_each_thread_reads_the_scales_of_its_rows_once(n: int, package: Path) -> None:
+    """Of a column a thread would read one for each value of the row that it holds: 16."""
+    mode = replace(FP8_SUM, fadd=FusedAdd.NONE)
+    instance = instance_of(mode, n)
+    ptx = compile_kernel(kernel_of(package, mode, Pipeline.ROWS), instance, n, SM_90, Pipeline.ROWS).asm["ptx"]
+    assert ptx.count("ld.global.b32") <= instance.tile.rows
 
 
 def test_fp8_is_converted_by_instruction_where_there_is_one(package: Path) -> None:

@@ -350,8 +350,8 @@ def test_a_gradient_of_a_gradient_is_an_eager_calls(norm: str) -> None:
 
 
 _FORWARD_SCHEMA = (
-    "Tensor? residual, str fadd, Tensor? smooth_scale, str fquant, Tensor? x_bias, ScalarType? out_dtype, "
-    "ScalarType scale_dtype, bool save_mv, str rounding, str cast"
+    "Tensor? residual, str fadd, Tensor? smooth_scale, str fquant, Tensor? x_bias, Tensor? x_scale, "
+    "ScalarType? out_dtype, ScalarType scale_dtype, bool save_mv, str rounding, str cast"
 )
 _WRITTEN_SCHEMA = "Tensor(a!) out, Tensor(b!)? residual_out) -> (Tensor y_scale, Tensor mean, Tensor rstd)"
 SCHEMAS = {

@@ -91,6 +91,8 @@ FORWARD_MODES: tuple[dict[str, Any], ...] = (
     {"weight": 1, "residual": 1, "fadd": "pre_add", "x_bias": 1},
     {"weight": 1, "smooth_scale": 1, "fquant": "smooth_dynamic", "save_mv": True},
     {"weight": 1, "residual": 1, "fadd": "pre_add_store", "fquant": "dynamic", "out_dtype": torch.float8_e4m3fn},
+    {"weight": 1, "x_scale": 1, "out_dtype": torch.bfloat16},
+    {"x_scale": 0, "out_dtype": torch.float32, "save_mv": True},
 )
 BACKWARD_MODES: tuple[dict[str, Any], ...] = (
     {"dy": 1, "rstd": 1, "mean": 1, "wants": ("dx",)},
@@ -105,12 +107,17 @@ def operator_calls(name: str) -> Iterator[tuple[dict[str, Any], dict[str, Kind]]
     """The arguments of some calls of a function, and of what kind its tensors are."""
     takes = FUNCTIONS[name]
     kinds = {parameter: kind for parameter, kind, _ in takes.tensors}
-    shapes = {Kind.ROWS: SHAPE, Kind.VECTOR: (N,), Kind.PER_ROW: SHAPE[:-1]}
+    shapes = {Kind.ROWS: SHAPE, Kind.VECTOR: (N,), Kind.PER_ROW: SHAPE[:-1], Kind.SCALE: SHAPE[:-1]}
     modes = FORWARD_MODES if takes.places else BACKWARD_MODES
     for mode in modes:
         given: dict[str, Any] = {"x": torch.randn(SHAPE)}
+        if "x_scale" in mode:
+            given["x"] = given["x"].to(torch.float8_e4m3fn)
         for parameter, value in mode.items():
-            if parameter in kinds:
+            if parameter == "x_scale" and not value:
+                # One for all rows, which each rank has.
+                given[parameter] = torch.rand(1)
+            elif parameter in kinds:
                 given[parameter] = torch.rand(shapes[kinds[parameter]]) + 0.5
             elif parameter in takes.passed:
                 given[parameter] = value
@@ -132,7 +139,9 @@ def each_operator_with_each_tensor() -> None:
             expected = function(**given)
             for rows in ROWS:
                 sharded = {
-                    key: placed(value, Replicate() if kinds[key] is Kind.VECTOR else rows) if key in kinds else value
+                    key: placed(value, Replicate() if kinds[key] is Kind.VECTOR or value.numel() == 1 else rows)
+                    if key in kinds
+                    else value
                     for key, value in given.items()
                     if value is not None or key not in kinds
                 } | ({"dy": None} if "dy" in given and given["dy"] is None else {})

@@ -1,11 +1,13 @@
-"""Quantised outputs: scales, saturation, rounding, the fp8 encoders."""
+"""Quantised outputs: scales, saturation, rounding, the fp8 encoders. And fp8 inputs: their scales, the decoders."""
 
 from __future__ import annotations
 
-from ..mutant import Mutant
+from ..mutant import Mutant, Suite
 
 _QUANTISATION = "tests/calls/test_quantisation.py"
 _ENCODERS = "tests/kernels/test_encoders.py"
+_DECODERS = "tests/kernels/test_decoders.py"
+_FP8_INPUTS = "tests/calls/test_fp8_inputs.py"
 _PRIMITIVES = "templates/primitives.py.j2"
 _QUANTISED = "templates/quantised.j2"
 
@@ -167,8 +169,73 @@ MUTANTS = (
         "fp8-encoded-in-software-for-hardware",
         "sm_90 does not use its fp8 instruction",
         "runtime/calls/plan.py",
-        "return not (dtype in _HARDWARE_FP8 and target.converts_to_fp8)",
-        "return True",
+        "return dtype.is_fp8 and not (dtype in _HARDWARE_FP8 and target.converts_to_fp8)",
+        "return dtype.is_fp8",
         ("tests/ahead_of_time/test_compile_keys.py::test_an_architecture_decides_tiles_types_and_options",),
+    ),
+    Mutant(
+        "fp8-nan-is-a-number",
+        "fp8 inputs: NaN and infinity are read as large numbers",
+        _PRIMITIVES,
+        "bits = tl.where(magnitude > LARGEST, normal | 0x7F800000, bits)",
+        "bits = tl.where(magnitude > 0x7F, normal | 0x7F800000, bits)",
+        (f"{_DECODERS}::test_every_byte",),
+    ),
+    Mutant(
+        "fp8-subnormals-are-normal",
+        "fp8 inputs: the smallest values are read as larger ones",
+        _PRIMITIVES,
+        "bits = tl.where(magnitude < (1 << MANTISSA), subnormal.to(tl.int32, bitcast=True), normal)",
+        "bits = tl.where(magnitude < 1, subnormal.to(tl.int32, bitcast=True), normal)",
+        (f"{_DECODERS}::test_every_byte",),
+    ),
+    Mutant(
+        "fp8-decoder-drops-the-sign",
+        "fp8 inputs: negative values are read as positive ones",
+        _PRIMITIVES,
+        "return (bits | ((codes & 0x80) << 24)).to(tl.float32, bitcast=True)",
+        "return bits.to(tl.float32, bitcast=True)",
+        (f"{_DECODERS}::test_every_byte",),
+    ),
+    Mutant(
+        "product-and-sum-are-rounded-once",
+        "fp8 inputs: the stored sum is not that of what x stands for",
+        _PRIMITIVES,
+        "return tl.fma(values, scale, 0.0)",
+        "return values * scale",
+        ("tests/kernels/test_compile.py::test_an_fp8_x_is_multiplied_before_it_is_added",),
+        Suite.COMPILE,
+    ),
+    Mutant(
+        "one-scale-is-one-a-row",
+        "fp8 inputs: behind one scale for all rows others are read",
+        "runtime/calls/plan.py",
+        "int(scale.numel() != 1)",
+        "1",
+        (f"{_FP8_INPUTS}::test_what_x_stands_for_is_normalised[rms-to_bf16-one_pass]",),
+    ),
+    Mutant(
+        "known-calls-do-not-look-at-scales",
+        "fp8 inputs: a call with fewer scales than rows reads beyond them",
+        "templates/calls.py.j2",
+        " or {{ p.name }}.shape[: len(shape) - 1] == shape[:-1])",
+        " or True)",
+        (f"{_FP8_INPUTS}::test_refused[layer-shape-True]",),
+    ),
+    Mutant(
+        "one-scale-is-known-as-one-a-row",
+        "fp8 inputs: calls with one scale for all rows are taken for those with one a row",
+        "templates/calls.py.j2",
+        "({{ p.name }}.numel() == 1, {{ p.name }}.data_ptr() == 0)",
+        "({{ p.name }}.data_ptr() == 0)",
+        (f"{_FP8_INPUTS}::test_calls_that_differ_in_the_scale_alone_are_told_apart",),
+    ),
+    Mutant(
+        "scales-are-no-rows",
+        "fp8 inputs: y is written over the scales that are still to be read",
+        "runtime/calls/plan.py",
+        "return extent_of(strides[row.scale_stride_slot], 1, dtype.itemsize)",
+        "return 0, 0",
+        (f"{_FP8_INPUTS}::test_outputs_may_not_lie_where_scales_do",),
     ),
 )

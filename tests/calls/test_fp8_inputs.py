@@ -1,0 +1,353 @@
+"""x of fp8, times a scale of each row or of all: what calls compute, what they refuse, and which of them are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge import errors
+from normforge.calls import check as checking
+from normforge.calls import first
+from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.selection import dispatch
+
+from ..calling import FORWARD, LENGTHS, ORACLE, agree, check, each_norm, same_bits
+from ..nn.oracle import each_device
+from ..thorough import THOROUGH, first_of_each
+
+M = 5
+FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+each_format = pytest.mark.parametrize("dtype", FORMATS, ids=str)
+SCALES = ("row", "column", "one", "number")
+BF16: dict[str, Any] = {"out_dtype": torch.bfloat16}
+
+
+def rows(dtype: torch.dtype, *shape: int, device: str = "cpu") -> torch.Tensor:
+    """Random rows of fp8."""
+    return (8 * torch.randn(shape, device=device)).to(dtype)
+
+
+def scale_of(x: torch.Tensor, form: str) -> torch.Tensor:
+    """A scale for x, in one of the forms that it may have."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "row": x.shape[:-1],
+        "column": (*x.shape[:-1], 1),
+        "one": (1,),
+        "number": (),
+    }
+    return torch.rand(shapes[form], device=x.device) + 0.1
+
+
+@pytest.fixture
+def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "plans", {})
+
+
+def kinds(n: int) -> dict[str, dict[str, Any]]:
+    """What may be fused with a norm of fp8, for rows of n."""
+    vectors = {name: torch.randn(n) for name in ("weight", "x_bias")}
+    residual = torch.randn(M, n)
+    return {
+        "to_bf16": {**BF16, **vectors},
+        "to_fp32": {"out_dtype": torch.float32, "weight": vectors["weight"].half(), "save_mv": True},
+        "sum_stored": {**BF16, "residual": residual.bfloat16(), "fadd": "pre_add_store", "weight": vectors["weight"]},
+        "sum_of_32_bits": {"out_dtype": torch.float16, "residual": residual, "fadd": "pre_add_store", "save_mv": True},
+        "sum": {**BF16, **vectors, "residual": residual.half(), "fadd": "pre_add"},
+        "to_int8": {"fquant": "dynamic", "weight": vectors["weight"]},
+        "to_fp8": {"fquant": "dynamic", "out_dtype": torch.float8_e5m2, "residual": residual, "fadd": "pre_add_store"},
+        "smooth": {"fquant": "smooth_dynamic", "out_dtype": torch.float8_e4m3fn, "smooth_scale": vectors["weight"]},
+        "cast": {**BF16, "weight": vectors["weight"], "cast": "before_weight"},
+    }
+
+
+CASES = first_of_each(
+    [
+        (norm, kind, pipeline)
+        for at, kind in enumerate(kinds(1))
+        for pipeline in ("one_pass", "rows", "two_pass")
+        for norm in (("layer", "rms") if at % 2 else ("rms", "layer"))
+    ],
+    lambda case: case[1] if case[2] == "one_pass" else (case[2] if case[1] in ("to_bf16", "to_fp8") else None),
+    lambda case: "-".join(case),
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_x_stands_for_is_normalised(case: tuple[str, str, str]) -> None:
+    norm, kind, pipeline = case
+    n = LENGTHS[pipeline]
+    for at, dtype in enumerate(FORMATS):
+        x = rows(dtype, M, n)
+        given = kinds(n)[kind]
+        if norm == "layer":
+            given["bias"] = torch.randn(n)
+        # Rows of one length differ in no more than their scales: two forms of them with each type.
+        for form in SCALES[2 * at : 2 * at + 2]:
+            check(norm, x, x_scale=scale_of(x, form), **given)
+
+
+@each_device
+@pytest.mark.parametrize("pipeline", LENGTHS)
+@each_format
+def test_every_byte_times_its_scale_is_an_fp32_number_before_it_is_added(
+    dtype: torch.dtype, pipeline: str, device: str
+) -> None:
+    """To the bit: a compiler left to itself rounds a product and the sum that it is a term of once."""
+    n = LENGTHS[pipeline]
+    codes = torch.arange(256, device=device).to(torch.uint8).repeat(-(-n // 64))
+    x = codes[: 4 * n].view(4, n).view(dtype)
+    x_scale = torch.tensor([1.0, 0.1, 3e-30, 7e30], device=device)
+    values = x.float() * x_scale.unsqueeze(-1)
+    residual = torch.randn(4, n, device=device) * x_scale.unsqueeze(-1)
+    found = normforge.rmsnorm2d_fwd(x, x_scale=x_scale, residual=residual, fadd="pre_add_store", **BF16).residual_out
+    assert found is not None
+    # Every byte is in every row but those of `rows`, which are shorter.
+    assert n < 256 or len(set(x[0].view(torch.uint8).tolist())) == 256
+    torch.testing.assert_close(found, values + residual, rtol=0, atol=0, equal_nan=True)
+
+
+@each_device
+@each_format
+def test_a_nan_and_an_infinity_stay_in_their_rows(dtype: torch.dtype, device: str) -> None:
+    x = rows(dtype, 4, 1500, device=device)
+    x[1, 3] = float("nan")
+    given: dict[str, Any] = {"x_scale": torch.tensor(0.5, device=device), "fquant": "dynamic"}
+    out = normforge.layernorm2d_fwd(x, **given)
+    assert out.y_scale is not None
+    assert out.y_scale.isnan().tolist() == [False, True, False, False]
+    if dtype is torch.float8_e5m2:
+        x[2, 5] = float("inf")
+        y = normforge.layernorm2d_fwd(x, x_scale=given["x_scale"], **BF16).y
+        assert y.isnan().any(-1).tolist() == [False, True, True, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [128, 1000, 1001, 4096, 8192, 40000])
+@each_norm
+def test_what_x_stands_for_is_normalised_on_a_card(norm: str, n: int) -> None:
+    for dtype in FORMATS:
+        x = rows(dtype, 300, n, device="cuda")
+        weight = torch.randn(n, device="cuda")
+        for form in ("row", "one"):
+            given: dict[str, Any] = {"x_scale": scale_of(x, form), **BF16, "save_mv": True}
+            agree(FORWARD[norm](x, weight, **given), ORACLE[norm](x, weight, **given))
+
+
+@pytest.mark.usefixtures("_nothing_known")
+@pytest.mark.parametrize("form", SCALES)
+def test_a_call_like_one_before_is_known_whatever_m_is(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+
+    def noted(*given: Any, **keywords: Any) -> Any:
+        checked.append(given)
+        return checking.check(*given, **keywords)
+
+    monkeypatch.setattr(first, "check", noted)
+    for m in (3, 7, 2):
+        x = rows(FORMATS[0], m, 64)
+        check("rms", x, x_scale=scale_of(x, form), **BF16)
+    # Wherever a scale is, it is read alone.
+    x = rows(FORMATS[0], 3, 64)
+    scales = torch.rand(9)
+    if form == "row":
+        check("rms", x, x_scale=scales[5:8], **BF16)
+    if form == "one":
+        check("rms", x, x_scale=scales[5:6], **BF16)
+    assert len(checked) == 1
+
+
+@pytest.mark.usefixtures("_nothing_known")
+def test_calls_that_differ_in_the_scale_alone_are_told_apart() -> None:
+    x = rows(FORMATS[0], M, 64)
+    bf16 = x.bfloat16()
+    for _ in range(2):
+        for form in SCALES:
+            check("layer", x, x_scale=scale_of(x, form), **BF16)
+        check("layer", x.view(torch.float8_e5m2), x_scale=scale_of(x, "row"), **BF16)
+        check("layer", bf16, **BF16)
+        # One row has one scale, and so may have any number of rows.
+        check("layer", x[:1], x_scale=torch.rand(1), **BF16)
+        check("layer", x, x_scale=torch.rand(1), **BF16)
+
+
+@pytest.mark.usefixtures("_nothing_known")
+def test_rows_in_several_dimensions_have_scales_in_as_many() -> None:
+    x = rows(FORMATS[0], 2, 3, 64)
+    for _ in range(2):
+        for form in SCALES:
+            check("rms", x, x_scale=scale_of(x, form), **BF16)
+        check("rms", x.transpose(0, 1), x_scale=torch.rand(3, 2), **BF16)
+    with pytest.raises(errors.ShapeError, match=r"^x_scale has shape \(3, 2\); it takes one value a row, \(2, 3\) or"):
+        normforge.rmsnorm2d_fwd(x, x_scale=torch.rand(3, 2), **BF16)
+    with pytest.raises(errors.LayoutError, match=r"^x_scale has strides \(1, 2\); pass x_scale.contiguous\(\)"):
+        normforge.rmsnorm2d_fwd(x, x_scale=torch.rand(3, 2).T, **BF16)
+
+
+def test_no_rows_need_no_scales() -> None:
+    assert normforge.rmsnorm2d_fwd(rows(FORMATS[0], 0, 64), x_scale=torch.rand(0), **BF16).y.shape == (0, 64)
+
+
+def test_y_may_take_the_place_of_x() -> None:
+    x = rows(FORMATS[0], M, 64)
+    given: dict[str, Any] = {"x_scale": torch.rand(M), "fquant": "dynamic", "out_dtype": FORMATS[0]}
+    expected = normforge.rmsnorm2d_fwd(x, **given)
+    del given["out_dtype"]
+    for _ in range(2):
+        place = x.clone()
+        found = normforge.rmsnorm2d_fwd(place, **given, out=place)
+        assert found.y is place
+        assert same_bits(place, expected.y)
+        assert same_bits(found.y_scale, expected.y_scale)
+
+
+@pytest.mark.usefixtures("_nothing_known")
+def test_outputs_may_not_lie_where_scales_do() -> None:
+    x = rows(FORMATS[0], 4, 64)
+    memory = torch.rand(4 * 64 + 4)
+    given: dict[str, Any] = {"out_dtype": None, "out": memory[: 4 * 64].view(4, 64)}
+    for x_scale in (memory[-5:-1], memory[0], memory[9:10], memory[100:104].view(4, 1)):
+        # Known from a scale that lies elsewhere.
+        normforge.rmsnorm2d_fwd(x, x_scale=x_scale.clone(), **given)
+        with pytest.raises(errors.LayoutError, match=r"^out overlaps x_scale in memory; pass memory of its own"):
+            normforge.rmsnorm2d_fwd(x, x_scale=x_scale, **given)
+    # Right behind it is not within it.
+    normforge.rmsnorm2d_fwd(x, x_scale=memory[-4:], **given)
+
+
+X, ROW = rows(FORMATS[0], 3, 64), torch.rand(3)
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "missing": ({"x": X, **BF16}, errors.ConflictError, "^x is fp8, .* and no x_scale was passed; pass it, one a row"),
+    "of_floats": (
+        {"x": X.float(), "x_scale": ROW},
+        errors.ConflictError,
+        "^x_scale was passed and goes with an fp8 x alone; multiply x by it, or leave x_scale out",
+    ),
+    "shape": (
+        {"x": X, "x_scale": torch.rand(2), **BF16},
+        errors.ShapeError,
+        r"^x_scale has shape \(2,\); it takes one value a row, \(3,\) or \(3, 1\), or one for all, \(1,\)",
+    ),
+    "columns": ({"x": X, "x_scale": torch.rand(64), **BF16}, errors.ShapeError, r"^x_scale has shape \(64,\)"),
+    "dtype": (
+        {"x": X, "x_scale": ROW.half(), **BF16},
+        errors.DTypeError,
+        "^x_scale has dtype torch.float16; it takes torch.float32",
+    ),
+    "number": ({"x": X, "x_scale": 0.5, **BF16}, errors.DTypeError, "^x_scale is a float; it takes a torch.Tensor"),
+    "device": (
+        {"x": X, "x_scale": ROW.to("meta"), **BF16},
+        errors.DeviceError,
+        "^x_scale is on meta and x on cpu; move one to the other's device",
+    ),
+    "layout": (
+        {"x": X, "x_scale": torch.rand(6)[::2], **BF16},
+        errors.LayoutError,
+        r"^x_scale has strides \(2,\); pass x_scale.contiguous\(\)",
+    ),
+    "no_type": (
+        {"x": X, "x_scale": ROW},
+        errors.ConflictError,
+        "^x has dtype torch.float8_e4m3fn, which y cannot have .* pass out_dtype=torch.bfloat16, say, or fquant='dyn",
+    ),
+    "unscaled_y": (
+        {"x": X, "x_scale": ROW, "out_dtype": torch.float8_e4m3fn},
+        errors.IllegalCombinationError,
+        "^out_dtype fp8_e4m3fn needs a scale for each row, and fquant none computes none",
+    ),
+    "format": (
+        {"x": X.view(torch.uint8).view(torch.float8_e4m3fnuz), "x_scale": ROW, **BF16},
+        errors.DTypeError,
+        "^x has dtype torch.float8_e4m3fnuz; it takes torch.float16 or .* torch.float8_e4m3fn or torch.float8_e5m2$",
+    ),
+    "residual": (
+        {"x": X, "x_scale": ROW, "residual": X, "fadd": "pre_add", **BF16},
+        errors.DTypeError,
+        "^residual has dtype torch.float8_e4m3fn; it takes torch.float16 or torch.bfloat16 or torch.float32$",
+    ),
+    "gradient": (
+        {"x": X, "x_scale": ROW, "weight": torch.ones(64, requires_grad=True), **BF16},
+        errors.GradientError,
+        r"^weight requires a gradient and no kernel computes one of a norm of fp8; call normforge.layer_norm or "
+        r"rms_norm of what x stands for, \(x.float\(\) \* x_scale\).bfloat16\(\); call under torch.no_grad\(\)",
+    ),
+    "gradient_of_the_scale": (
+        {"x": X, "x_scale": torch.ones(3, requires_grad=True), **BF16},
+        errors.GradientError,
+        "^x_scale requires a gradient and no kernel computes one of a norm of fp8",
+    ),
+}
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("case", REFUSED)
+@each_norm
+def test_refused(norm: str, case: str, known: bool) -> None:
+    given, error, message = REFUSED[case]
+    if known:
+        FORWARD[norm](X, x_scale=ROW, **BF16)
+        FORWARD[norm](X.float())
+    with pytest.raises(error, match=message):
+        FORWARD[norm](**given)
+
+
+@pytest.mark.usefixtures("_nothing_known")
+def test_a_scale_without_memory_is_refused_by_a_call_that_is_known_too() -> None:
+    x_scale = torch.rand(3)
+    normforge.rmsnorm2d_fwd(X, x_scale=x_scale, **BF16)
+    x_scale.untyped_storage().resize_(0)
+    with pytest.raises(errors.LayoutError, match=r"^x_scale .* has no memory that a kernel could use"):
+        normforge.rmsnorm2d_fwd(X, x_scale=x_scale, **BF16)
+
+
+@each_norm
+def test_the_functional_api_says_what_takes_fp8(norm: str) -> None:
+    name = {"layer": "layer_norm", "rms": "rms_norm"}[norm]
+    message = (
+        rf"^x has dtype torch.float8_e4m3fn, and is taken with its scale by "
+        rf"normforge.{FORWARD[norm].__name__}\(x, x_scale=x_scale, ...\), which has no gradient; pass what it stands "
+        r"for, \(x.float\(\) \* x_scale\).bfloat16\(\)"
+    )
+    with pytest.raises(errors.DTypeError, match=message):
+        getattr(normforge, name)(X, (64,))
+    with pytest.raises(errors.DTypeError, match=message):
+        getattr(normforge, f"add_{name}")(X, torch.zeros(3, 64))
+    with pytest.raises(errors.DTypeError, match=message):
+        normforge.which(X, x_scale=ROW, norm=norm, functional=True, **BF16)
+    assert normforge.which(X, x_scale=ROW, norm=norm, **BF16).endswith("_fwd_fp8_e4m3fn_bf16_n128")
+
+
+def test_a_backward_call_takes_what_x_stands_for() -> None:
+    rstd = torch.ones(3)
+    message = r"^x has dtype torch.float8_e4m3fn, which has no gradient; pass what it stands for, \(x.float\(\) \* x_sc"
+    with pytest.raises(errors.DTypeError, match=message):
+        rmsnorm2d_bwd(torch.randn(3, 64), X, rstd=rstd)
+    with pytest.raises(errors.DTypeError, match=message):
+        layernorm2d_bwd(torch.randn(3, 64), X, mean=rstd, rstd=rstd)
+
+
+@pytest.mark.parametrize("norm", ["layer", pytest.param("rms", marks=THOROUGH)])
+def test_a_traced_call_is_an_operator(norm: str) -> None:
+    def run(x: torch.Tensor, x_scale: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = FORWARD[norm](x, x_scale=x_scale, residual=residual, fadd="pre_add_store", fquant="dynamic")
+        assert out.residual_out is not None
+        assert out.y_scale is not None
+        return out.y, out.residual_out, out.y_scale
+
+    x, residual = rows(FORMATS[1], M, 64), torch.randn(M, 64)
+    compiled = torch.compile(run, backend="eager", fullgraph=True)
+    for form in SCALES:
+        x_scale = scale_of(x, form)
+        for one, other in zip(compiled(x, x_scale, residual), run(x, x_scale, residual), strict=True):
+            assert same_bits(one, other)
+    x.requires_grad_(False)
+    operator = torch.ops.normforge.rmsnorm2d_fwd.default
+    weight = torch.ones(64, requires_grad=True)
+    said = {"eps": 1e-6, "weight_offset": 0.0, "fadd": "none", "fquant": "none", "scale_dtype": torch.float32}
+    said |= {"save_mv": True, "rounding": "nearest", "cast": "after_weight", "out_dtype": torch.bfloat16}
+    names = [argument.name for argument in operator._schema.arguments]
+    given = {**dict.fromkeys(names), **said, "x": x, "weight": weight, "x_scale": scale_of(x, "row")}
+    with pytest.raises(errors.GradientError, match="a tensor requires a gradient and no kernel computes one of a norm"):
+        operator(**given)
