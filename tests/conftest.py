@@ -26,9 +26,18 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         # The oracle's tensors are small here: a second thread only waits, and takes a core from another worker.
         torch.set_num_threads(1)
+        _hurry_the_interpreter()
     # Workers inherit the controller's folder, so that they race for it as processes of a user's would.
     os.environ.setdefault("NORMFORGE_CACHE", tempfile.mkdtemp(prefix="normforge-tests-"))
     seed.settle(config, looks="gpu" in asked)
+
+
+def _hurry_the_interpreter() -> None:
+    from triton.runtime import interpreter
+
+    from . import quick_interpreter
+
+    quick_interpreter.install(interpreter)
 
 
 @pytest.hookimpl(tryfirst=True)
