@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from . import covering
+from . import covering, thorough
 from .properties import seed
 
 _COMPILED = ("compile", "gpu")
+# What a file with tests that are compiled has in it.
+_COMPILED_TEXT = "pytest.mark.compile"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,9 +42,21 @@ def _hurry_the_interpreter() -> None:
     quick_interpreter.install(interpreter)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import nothing without compiled tests where a run takes no others: that was 10 seconds of each worker."""
+    if not thorough.compiles_alone(config) or not collection_path.match("test_*.py"):
+        return None
+    named = {Path(argument.partition("::")[0]).resolve() for argument in config.args}
+    return None if collection_path in named or _COMPILED_TEXT in collection_path.read_text() else True
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Settle what is thorough where a run asks which is."""
+    """Settle what is thorough where a run asks which is, and hold that what is compiled is found by its file's text."""
+    unseen = {item.path for item in items if item.get_closest_marker("compile")}
+    unseen = {path for path in unseen if _COMPILED_TEXT not in path.read_text()}
+    if unseen:
+        raise pytest.UsageError(f"a run of what is compiled looks for {_COMPILED_TEXT!r}; write it out in {unseen}")
     if "thorough" in config.option.markexpr:
         covering.leave_to_thorough_runs(items)
 

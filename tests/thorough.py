@@ -21,6 +21,12 @@ def is_asked_for(config: pytest.Config) -> bool:
     return "not thorough" not in config.option.markexpr
 
 
+def compiles_alone(config: pytest.Config) -> bool:
+    """Whether a run takes nothing but what is compiled."""
+    chosen = config.option.markexpr
+    return "compile" in chosen and "not compile" not in chosen and " or " not in chosen
+
+
 def is_run(metafunc: pytest.Metafunc) -> bool:
     """Whether a run may take a test at all, as far as compiling goes."""
     chosen = metafunc.config.option.markexpr
