@@ -285,4 +285,20 @@ MUTANTS = (
         "return self",
         (f"{_CAST}::test_of_fp32_alone_nothing_is_rounded_and_the_usual_kernel_serves",),
     ),
+    Mutant(
+        "a-stored-sum-gives-the-bias-no-gradient",
+        "x_bias of a fused add is never trained",
+        "runtime/calls/recorded.py",
+        "nothing = total.new_zeros(total.shape[-1:], dtype=x_bias_dtype) if for_x_bias else None",
+        "nothing = None",
+        (f"{_OPTIONS}::test_an_offset_and_a_bias_of_x",),
+    ),
+    Mutant(
+        "the-bias-of-an-unread-y-has-no-gradient",
+        "x_bias is not trained where the stored sum alone is used",
+        "runtime/calls/recorded.py",
+        "dx_bias = torch_instead.over_rows(dresidual_out).to(x_bias_dtype)",
+        "dx_bias = None",
+        (f"{_OPTIONS}::test_the_gradient_of_x_bias_through_either_output",),
+    ),
 )
