@@ -168,7 +168,7 @@ class Backward:
 
     def draw(self) -> dict[str, torch.Tensor]:
         dtype = TORCH_DTYPES[self.mode.dtype_in]
-        # A multiple of 2 between rows where they are read in pairs.
+        # A multiple of 2 between rows where they are read in pairs, and another for each tensor.
         apart = self.n + (4 if self.paired else 3)
         tensors = {"x": torch.randn(self.m, apart).to(dtype)[:, : self.n], "dy": torch.randn(self.m, self.n)}
         if self.paired:
@@ -178,7 +178,7 @@ class Backward:
         if self.mode.x_bias:
             tensors["x_bias"] = torch.randn(self.n)
         if self.mode.fadd.stores:
-            tensors["dresidual_out"] = torch.randn(self.m, apart).bfloat16()[:, : self.n]
+            tensors["dresidual_out"] = torch.randn(self.m, apart + 2).bfloat16()[:, : self.n]
         return tensors
 
     def published(

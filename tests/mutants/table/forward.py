@@ -338,4 +338,12 @@ MUTANTS = (
         (f"{_CAST}::test_a_row_is_rounded_before_it_is_quantised",),
         which=1,
     ),
+    Mutant(
+        "y-of-spread-takes-the-row-stride-of-x",
+        "spread: y's row stride is dropped",
+        "templates/spread.py.j2",
+        "row_offset(row, y_row_stride, ",
+        "row_offset(row, x_row_stride, ",
+        (f"{_SPREAD}::test_a_program_alone_in_its_team",),
+    ),
 )

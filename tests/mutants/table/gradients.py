@@ -406,4 +406,28 @@ MUTANTS = (
         "dy_ptr + row_offset(row, x_row_stride, ",
         (f"{_HEADS}::test_gradients_of_sums_arrive_on_heads_of_long_rows",),
     ),
+    Mutant(
+        "dy-of-teams-takes-the-row-stride-of-x",
+        "backward spread: dy's row stride is dropped",
+        "templates/backward.j2",
+        "load_rows(dy_ptr, {{ tile }}, dy_row_stride,",
+        "load_rows(dy_ptr, {{ tile }}, x_row_stride,",
+        (f"{_SPREAD}::test_a_program_alone_takes_tiles_of_rows",),
+    ),
+    Mutant(
+        "dresidual-out-of-teams-takes-the-row-stride-of-x",
+        "backward spread: dresidual_out's row stride is dropped",
+        "templates/backward.j2",
+        "dresidual_out_ptr, tile, dresidual_out_row_stride,",
+        "dresidual_out_ptr, tile, x_row_stride,",
+        (f"{_SPREAD}::test_a_program_alone_takes_tiles_of_rows",),
+    ),
+    Mutant(
+        "dresidual-out-of-tiles-takes-the-row-stride-of-x",
+        "backward rows and two_pass: dresidual_out's row stride is dropped",
+        "templates/backward.j2",
+        "load_chunk(dresidual_out_ptr + row_offset({{ at }}, dresidual_out_row_stride, ",
+        "load_chunk(dresidual_out_ptr + row_offset({{ at }}, x_row_stride, ",
+        (f"{_HEADS}::test_gradients_of_heads",),
+    ),
 )
