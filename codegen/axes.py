@@ -54,6 +54,8 @@ AXES = (
     Axis("scale_dtype", _words(INPUT_DTYPES), default="fp32"),
     Axis("rounding", _words(Rounding), default="nearest"),
     Axis("cast", _words(Cast), default="after_weight"),
+    Axis("modulated", BOOLEANS, default="false"),
+    Axis("x_gate", BOOLEANS, default="false"),
 )
 
 

@@ -12,7 +12,7 @@ from . import emit
 from .errors import FolderError
 from .families import Family, Kind, Parameter
 from .model import Norm
-from .parameters import BACKWARD, FORWARD
+from .parameters import BACKWARD, FORWARD, MODULATED
 
 # From the repository's root.
 PATH = "runtime/calls/straight.py"
@@ -84,7 +84,8 @@ def render_calls() -> str:
     Raises:
         TemplateError: the template is missing or cannot be rendered.
     """
-    return emit.render(_TEMPLATE, forward=FORWARD, backward=BACKWARD, norms=tuple(Norm), **_HELPERS)
+    families = {"forward": FORWARD, "backward": BACKWARD, "modulated": MODULATED}
+    return emit.render(_TEMPLATE, **families, norms=tuple(Norm), **_HELPERS)
 
 
 def _paragraph(text: str, indent: int) -> str:

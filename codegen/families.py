@@ -19,6 +19,7 @@ class Kind(Enum):
     """What a parameter or a result is; the value names the macro that reads it."""
 
     ROWS = "rows"
+    SAMPLES = "samples"
     VECTOR = "vector"
     PER_ROW = "per_row"
     SCALE = "scale"
@@ -32,12 +33,12 @@ class Kind(Enum):
     @property
     def is_tensor(self) -> bool:
         """Whether it has an address."""
-        return self in (Kind.ROWS, Kind.VECTOR, Kind.PER_ROW, Kind.SCALE, Kind.PLACE)
+        return self in (Kind.ROWS, Kind.SAMPLES, Kind.VECTOR, Kind.PER_ROW, Kind.SCALE, Kind.PLACE)
 
     @property
     def has_row_stride(self) -> bool:
-        """Whether it is (..., N), and kernels are told how far its rows are apart."""
-        return self in (Kind.ROWS, Kind.PLACE)
+        """Whether it has a row for each of x's, and kernels are told how far they are apart."""
+        return self in (Kind.ROWS, Kind.SAMPLES, Kind.PLACE)
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class KindRow:
 KINDS: Mapping[Kind, KindRow] = {
     # (..., N), of x's shape.
     Kind.ROWS: KindRow("torch.Tensor", "Tensor"),
+    # (B, N) where x is (B, ..., N), one a sample; of x's shape, one a row; or (N,), one for all.
+    Kind.SAMPLES: KindRow("torch.Tensor", "Tensor"),
     # (N,).
     Kind.VECTOR: KindRow("torch.Tensor", "Tensor"),
     # x's shape without the last dimension, fp32.
@@ -211,12 +214,14 @@ class Family:
         functions: their names, by norm; the first is the one that the others' docstrings refer to.
         parameters: in the order of signatures and schemas.
         results: what they return, in order.
+        modulated: whether it is of modulated norms.
     """
 
     direction: Direction
     functions: Mapping[Norm, str] = field(hash=False)
     parameters: tuple[Parameter, ...]
     results: tuple[Result, ...]
+    modulated: bool = False
 
     def of(self, norm: Norm) -> tuple[Parameter, ...]:
         """The parameters of a norm's function."""

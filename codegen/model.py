@@ -9,7 +9,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache, cached_property
 from typing import Any
@@ -220,8 +220,10 @@ QUANTISED_DTYPES = (DType.INT8, DType.FP8_E4M3FN, DType.FP8_E4M3FNUZ, DType.FP8_
 # What stands in a mode's name behind its types, in this order: by field, the value that says nothing first.
 _SUFFIXES: dict[str, dict[Any, str]] = {
     "x_bias": {False: "", True: "_xb"},
+    "x_gate": {False: "", True: "_xg"},
     "fadd": {FusedAdd.NONE: "", FusedAdd.PRE_ADD_STORE: "_addst", FusedAdd.PRE_ADD: "_add"},
     "cast": {Cast.AFTER_WEIGHT: "", Cast.BEFORE_WEIGHT: "_cbw"},
+    "modulated": {False: "", True: "_mod"},
     "fquant": {FusedQuant.NONE: "", FusedQuant.SMOOTH_DYNAMIC: "_sdq", FusedQuant.DYNAMIC: "_dq"},
     "rounding": {Rounding.NEAREST: "", Rounding.TRUNCATE: "_trunc"},
     "scale_dtype": {DType.FP32: "", DType.FP16: "_sfp16", DType.BF16: "_sbf16"},
@@ -261,6 +263,8 @@ class Mode:
     rounding: Rounding = Rounding.NEAREST
     direction: Direction = Direction.FORWARD
     cast: Cast = Cast.AFTER_WEIGHT
+    modulated: bool = False
+    x_gate: bool = False
 
     def __post_init__(self) -> None:
         floats = ", ".join(d.value for d in INPUT_DTYPES)
@@ -298,6 +302,34 @@ class Mode:
                 f"cast {self.cast.value} rounds to 16 bits first, and neither dtype_in {self.dtype_in.value} nor "
                 f"dtype_out {self.dtype_out.value} has so many; leave cast out, or use fp16 or bf16 for one of them"
             )
+        if self.modulated or self.x_gate:
+            self._check_modulated()
+
+    def _check_modulated(self) -> None:
+        if not self.modulated:
+            raise IllegalCombinationError("x_gate is of modulated norms; use modulated true, or leave x_gate out")
+        if self.is_backward:
+            raise IllegalCombinationError(
+                "modulated norms have no kernels of direction bwd, torch's operators compute their gradients; "
+                "leave direction or modulated out"
+            )
+        if self.x_gate and not self.fadd.stores:
+            raise IllegalCombinationError(
+                f"x_gate scales x before a residual is added to it, and fadd is {self.fadd.value}; "
+                "use fadd pre_add_store, or leave x_gate out"
+            )
+        for name, said, plain in (
+            ("dtype_in", self.dtype_in, not self.dtype_in.is_fp8),
+            ("fadd", self.fadd, self.fadd is not FusedAdd.PRE_ADD),
+            ("fquant", self.fquant, not self.fquant.quantises),
+            ("cast", self.cast, not self.cast.comes_first),
+        ):
+            if not plain:
+                raise IllegalCombinationError(
+                    f"modulated norms have no {name} {said.value}; use another {name}, or leave modulated out"
+                )
+        if self.x_bias:
+            raise IllegalCombinationError("modulated norms have no x_bias; leave x_bias or modulated out")
 
     def _check_small_input(self, floats: str) -> None:
         if self.dtype_in not in FP8_INPUT_DTYPES:
@@ -336,7 +368,8 @@ class Mode:
     @property
     def streams(self) -> bool:
         """Whether a forward kernel reads and writes nothing of x's size but x and y, and takes x as it is."""
-        return not (self.is_backward or self.fadd.adds or self.fquant.quantises or self.x_bias or self.dtype_in.is_fp8)
+        further = self.fadd.adds or self.fquant.quantises or self.x_bias or self.modulated
+        return not (self.is_backward or further or self.dtype_in.is_fp8)
 
     @property
     def pipelines(self) -> tuple[Pipeline, ...]:
@@ -407,12 +440,16 @@ class Mode:
             steps.append("x multiplied by its scale")
         if self.x_bias:
             steps.append("x bias added")
+        if self.x_gate:
+            steps.append("x gated")
         if self.fadd.stores:
             steps.append("residual added and the sum stored")
         elif self.fadd.adds:
             steps.append("residual added")
         if self.cast.comes_first:
             steps.append("rounded before the weight")
+        if self.modulated:
+            steps.append("modulated")
         if self.fquant.quantises:
             smooth = "smooth " if self.fquant.smooths else ""
             rounding = ", truncating" if self.rounding is Rounding.TRUNCATE else ""
@@ -452,11 +489,16 @@ class Mode:
 
 
 def legal_modes() -> Iterator[Mode]:
-    """Every combination of axes that `Mode` accepts."""
+    """Every combination of axes that `Mode` accepts, in the order of its fields."""
     bools = (False, True)
     # Typed, because mypy gives a product of more than ten up.
     axes: tuple[Iterable[Any], ...] = (Norm, DType, DType, FusedAdd, FusedQuant, bools, bools, INPUT_DTYPES)
     axes = (*axes, Rounding, Direction, Cast)
     for values in itertools.product(*axes):
         with suppress(IllegalCombinationError):
-            yield Mode(*values)
+            mode = Mode(*values)
+            yield mode
+            # None of them is legal where the same mode without modulation is not.
+            for gated in bools:
+                with suppress(IllegalCombinationError):
+                    yield replace(mode, modulated=True, x_gate=gated)

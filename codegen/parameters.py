@@ -6,8 +6,10 @@ schemas, stand-ins and kernels' slots are looped from them. What a call costs is
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .families import REQUIRED, Family, Kind, Parameter, Result
-from .model import Cast, Direction, FusedAdd, FusedQuant, Norm, Rounding
+from .model import Cast, Direction, FusedAdd, FusedQuant, Mode, Norm, Rounding
 
 
 def _each(default: str) -> dict[Norm, str]:
@@ -318,4 +320,60 @@ BACKWARD = Family(
     ),
 )
 
-FAMILIES = (FORWARD, BACKWARD)
+MODULATED = Family(
+    direction=Direction.FORWARD,
+    modulated=True,
+    functions={Norm.LAYER: "modulated_layer_norm", Norm.RMS: "modulated_rms_norm"},
+    parameters=(
+        replace(FORWARD["x"], gradient=""),
+        Parameter(
+            "scale",
+            Kind.SAMPLES,
+            default=_each(REQUIRED),
+            meaning=_first("(B, N), x's shape or (N,), fp16, bf16 or fp32: rows are multiplied by 1 + scale."),
+            positional=True,
+            functional=True,
+        ),
+        Parameter(
+            "shift",
+            Kind.SAMPLES,
+            default=_each(REQUIRED),
+            meaning=_first("likewise, added behind that."),
+            positional=True,
+            functional=True,
+        ),
+        Parameter(
+            "gate",
+            Kind.SAMPLES,
+            default=_each("None"),
+            meaning=_first("likewise: x is multiplied by it before residual is added."),
+            axis="x_gate",
+            wanted="x_gate",
+            functional=True,
+        ),
+        Parameter(
+            "residual",
+            Kind.ROWS,
+            default=_each("None"),
+            meaning=_first("x's shape, fp16, bf16 or fp32."),
+            axis="fadd",
+            wanted="fadd.stores",
+            functional=True,
+        ),
+        replace(FORWARD["weight"], positional=False, gradient=""),
+        replace(FORWARD["bias"], positional=False, gradient=""),
+        replace(FORWARD["eps"], torchs={}),
+        FORWARD["weight_offset"],
+        FORWARD["out_dtype"],
+        replace(FORWARD["save_mv"], functional=True),
+    ),
+    # Those of the forward functions, which launches bring in the same order.
+    results=FORWARD.results,
+)
+
+FAMILIES = (FORWARD, BACKWARD, MODULATED)
+
+
+def family_of(mode: Mode) -> Family:
+    """The functions that calls of a mode are made to."""
+    return next(row for row in FAMILIES if (row.direction, row.modulated) == (mode.direction, mode.modulated))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .compiled.switch import compile_passes
     from .kernels.binaries import load_aot
     from .nn.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+    from .nn.modulation import modulated_layer_norm, modulated_rms_norm
     from .nn.modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
     from .nn.patching import patch, unpatch
     from .nn.report import Patch
@@ -53,6 +54,8 @@ __all__ = [
     "layernorm2d_fwd",
     "load_aot",
     "load_instances",
+    "modulated_layer_norm",
+    "modulated_rms_norm",
     "override_torch",
     "parallel",
     "patch",
@@ -77,6 +80,7 @@ _HOMES = {
     "compiled.switch": ("compile_passes",),
     "kernels.binaries": ("load_aot",),
     "nn.functional": ("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"),
+    "nn.modulation": ("modulated_layer_norm", "modulated_rms_norm"),
     "nn.modules": ("AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"),
     "selection.dispatch": ("instances", "load_instances"),
 }

@@ -7,15 +7,10 @@ from typing import Any
 
 import torch
 
-from .codegen.families import Family, Kind, Parameter
+from .codegen.families import Kind, Parameter
 from .codegen.model import Mode
-from .codegen.parameters import FAMILIES
+from .codegen.parameters import family_of
 from .dtypes import TORCH_DTYPES
-
-
-def family_of(mode: Mode) -> Family:
-    """The functions that calls of a mode are made to."""
-    return next(family for family in FAMILIES if family.direction is mode.direction)
 
 
 def arguments_of(mode: Mode, make: Callable[[Parameter], torch.Tensor | None]) -> dict[str, Any]:

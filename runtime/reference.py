@@ -32,6 +32,7 @@ class ReferenceOutput(NamedTuple):
         z: what y was before it was quantised or rounded, in the arithmetic dtype.
         open: with cast "before_weight", how far off z may be where fp32 leaves open which way a row is rounded; else
             None.
+        sums: the least and the largest that residual_out may be, where fp32 leaves that open; else None.
     """
 
     y: torch.Tensor
@@ -41,6 +42,7 @@ class ReferenceOutput(NamedTuple):
     rstd: torch.Tensor | None
     z: torch.Tensor
     open: torch.Tensor | None = None
+    sums: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class _Normalised(NamedTuple):

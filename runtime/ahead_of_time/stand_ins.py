@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -14,7 +14,7 @@ from ..codegen.axes import SAME
 from ..codegen.families import Kind as Shape
 from ..codegen.families import Parameter
 from ..codegen.model import Mode
-from ..codegen.parameters import BACKWARD, FAMILIES, FORWARD
+from ..codegen.parameters import BACKWARD, FAMILIES, family_of
 from ..dtypes import DTYPES, FLOATS, TORCH_DTYPES
 from ..errors import ConflictError
 from ..kernels.gpu import Target
@@ -77,6 +77,9 @@ def plans(mode: Mode, n: int, target: Target, deployment: Deployment) -> Iterato
     biases = (None,) if not mode.norm.centres else deployment.bias_dtypes
     for weight, stride, names in product(deployment.weight_dtypes, deployment.row_strides, deployment.misaligned):
         rows = RowPlaces.of(stride, n)
+        if mode.modulated and len(rows.shape) == 2:
+            # Several rows to a sample.
+            rows = replace(rows, shape=(rows.shape[0], *rows.shape))
         misaligned = [_POINTERS[name] for name in names]
         for bias in (weight,) if biases is None else biases:
             kinds = {"weight": weight, "bias": bias}
@@ -98,11 +101,11 @@ def _forward(
     smooths = deployment.smooth_dtypes if mode.fquant.smooths else (None,)
     for residual, smooth in product(residuals, smooths):
         arguments = arguments_of(mode, _maker(mode, rows, {**kinds, "residual": residual, "smooth_scale": smooth}))
-        if "out" in rows.steps:
+        if "out" in rows.steps and not mode.modulated:
             arguments["out"] = rows.empty("out", TORCH_DTYPES[mode.dtype_out])
-        if "residual_out" in rows.steps and mode.fadd.stores:
+        if "residual_out" in rows.steps and mode.fadd.stores and not mode.modulated:
             arguments["residual_out"] = rows.empty("residual_out", arguments["residual"].dtype)
-        yield Plan(check(FORWARD.functions[mode.norm], arguments), misaligned, target)
+        yield Plan(check(family_of(mode).functions[mode.norm], arguments), misaligned, target)
 
 
 def _backward(
@@ -152,9 +155,10 @@ def _maker(mode: Mode, rows: RowPlaces, kinds: Mapping[str, Kind]) -> Callable[[
         kind = kinds.get(parameter.name, torch.float32 if parameter.kind in (Shape.PER_ROW, Shape.SCALE) else SAME)
         if kind is None:
             return None
-        if parameter.kind.has_row_stride:
+        if parameter.kind.has_row_stride and (parameter.kind is not Shape.SAMPLES or parameter.name in rows.steps):
             return rows.empty(parameter.name, _dtype(kind, mode))
-        shape = rows.shape[-1:] if parameter.kind is Shape.VECTOR else rows.shape[:-1]
+        shapes = {Shape.VECTOR: rows.shape[-1:], Shape.SAMPLES: (rows.shape[0], rows.shape[-1])}
+        shape = shapes.get(parameter.kind, rows.shape[:-1])
         # Wherever the caller's default device is: planning takes no tensor without memory.
         return torch.empty(shape, dtype=_dtype(kind, mode), device="cpu")
 

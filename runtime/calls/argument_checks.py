@@ -86,6 +86,27 @@ def check_rows(name: str, tensor: torch.Tensor, x: torch.Tensor, dtypes: tuple[t
     return row_stride(name, tensor)
 
 
+def check_samples(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
+    """Check an operand that has a row for each of x's samples, for each of its rows, or for all."""
+    check_tensor(name, tensor)
+    check_sample_shape(name, tensor, x)
+    check_dtype(name, tensor, FLOATS)
+    check_device(name, tensor, x)
+    row_stride(name, tensor)
+
+
+def check_sample_shape(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
+    """Check the shape of such an operand."""
+    shapes = [tuple(x.shape), tuple(x.shape[-1:])]
+    if x.dim() > 2:
+        shapes.insert(0, (x.shape[0], x.shape[-1]))
+    if all(tuple(tensor.shape) != shape for shape in shapes):
+        raise ShapeError(
+            f"{name} has shape {tuple(tensor.shape)} and x {tuple(x.shape)}; it takes {' or '.join(map(str, shapes))}: "
+            "one for each sample (x's first dimension), for each row, or for all"
+        )
+
+
 def check_statistic(name: str, statistic: object, x: torch.Tensor) -> None:
     """Check what a forward call saved of each row of x."""
     if not isinstance(statistic, torch.Tensor) or statistic.dtype != torch.float32:

@@ -28,6 +28,8 @@ from .argument_checks import (
     check_number,
     check_output,
     check_rows,
+    check_sample_shape,
+    check_samples,
     check_scale,
     check_statistic,
     check_tensor,
@@ -56,6 +58,7 @@ _DOUBLE = (*FLOATS, torch.float64)
 # How each kind of tensor that is read is checked.
 _CHECKS: Mapping[Kind, Callable[[str, Any, torch.Tensor], object]] = {
     Kind.ROWS: check_rows,
+    Kind.SAMPLES: check_samples,
     Kind.VECTOR: check_vector,
     Kind.PER_ROW: check_statistic,
     Kind.SCALE: check_scale,
@@ -115,7 +118,7 @@ def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, pa
         packed: whether rstd holds the means too, as `outputs` has them, and is not checked: no caller makes it.
     """
     takes, said = FUNCTIONS[function], completed(function, given)
-    axes: dict[str, Any] = {"norm": takes.norm, "direction": takes.direction}
+    axes: dict[str, Any] = {"norm": takes.norm, "direction": takes.direction, "modulated": takes.modulated}
     for name, words, axis in takes.words:
         said[name] = axes[axis] = word(words, name, said[name])
     for name, least in takes.numbers:
@@ -130,7 +133,7 @@ def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, pa
         else:
             check_gradient_dtype(name, said[name])
     x = said["x"]
-    n = check_x(x, scaled=takes.direction is Direction.FORWARD)
+    n = check_x(x, scaled=takes.direction is Direction.FORWARD and not takes.modulated)
     for name, kind, optional in takes.tensors:
         if name == "x":
             row_stride(name, x)
@@ -144,7 +147,8 @@ def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, pa
         axes["dtype_out"] = _output_dtype(said, axes)
     # Where there are no 16 bits to round to, y's or dy's, rows are rounded once.
     dy = said.get("dy")
-    axes["cast"] = axes["cast"].of(axes["dtype_out"] if dy is None else DTYPES[dy.dtype], axes["dtype_in"])
+    if "cast" in axes:
+        axes["cast"] = axes["cast"].of(axes["dtype_out"] if dy is None else DTYPES[dy.dtype], axes["dtype_in"])
     mode = _mode(axes)
     _check_presence(takes, mode, said)
     call = Call(takes, mode, x.numel() // n, n, _wants(takes, mode, said), said)
@@ -263,7 +267,8 @@ def check_normalised(
     """
     x, dtypes = given["x"], FLOATS if kernel else _DOUBLE
     check_tensor("x", x)
-    refuse_fp8(x, TAKEN_WITH_ITS_SCALE.format(function))
+    takes = FUNCTIONS[function]
+    refuse_fp8(x, "which has no modulated norm" if takes.modulated else TAKEN_WITH_ITS_SCALE.format(function))
     check_dtype("x", x, dtypes)
     shape = _dimensions(normalized_shape)
     if not shape or tuple(x.shape[-len(shape) :]) != shape:
@@ -271,13 +276,14 @@ def check_normalised(
             f"normalized_shape is {shape} and x has shape {tuple(x.shape)}; "
             "it takes the last dimensions of x, one or more"
         )
-    takes = FUNCTIONS[function]
     for name, kind, _ in takes.tensors:
         operand = given.get(name)
         if operand is not None:
             wanted, its = (shape, "normalized_shape") if kind is Kind.VECTOR else (tuple(x.shape), "x's shape")
             check_tensor(name, operand)
-            if tuple(operand.shape) != wanted:
+            if kind is Kind.SAMPLES:
+                check_sample_shape(name, operand, x)
+            elif tuple(operand.shape) != wanted:
                 raise ShapeError(f"{name} has shape {tuple(operand.shape)}; it takes {wanted}, {its}")
             check_dtype(name, operand, dtypes)
             check_device(name, operand, x)

@@ -16,7 +16,7 @@ from ..codegen.parameters import FAMILIES
 _CLASSES = get_type_hints(Mode)
 
 # The tensors that are read.
-_OPERANDS = (Kind.ROWS, Kind.VECTOR, Kind.PER_ROW, Kind.SCALE)
+_OPERANDS = (Kind.ROWS, Kind.SAMPLES, Kind.VECTOR, Kind.PER_ROW, Kind.SCALE)
 
 # The default that is no literal.
 _NOT_LITERAL: Mapping[str, Any] = {REQUIRED: None, "torch.float32": torch.float32}
@@ -42,6 +42,7 @@ class Function(NamedTuple):
         family: that it is of.
         norm: its.
         direction: whether it computes gradients.
+        modulated: whether its rows are modulated.
         defaults: what it is given where nothing is passed, by name, for all parameters of its family.
         passed: the names of its own, but for the places; in their order, which is that of the operator's schema.
         words: names, with the enums of their members and the axes that they decide.
@@ -62,6 +63,7 @@ class Function(NamedTuple):
     family: Family
     norm: Norm
     direction: Direction
+    modulated: bool
     defaults: tuple[tuple[str, Any], ...]
     passed: tuple[str, ...]
     words: tuple[tuple[str, type[Enum], str], ...]
@@ -86,6 +88,7 @@ def _function(family: Family, norm: Norm) -> Function:
         family=family,
         norm=norm,
         direction=family.direction,
+        modulated=family.modulated,
         defaults=tuple((row.name, _default(row, norm)) for row in family.parameters),
         passed=tuple(row.name for row in rows if row.kind is not Kind.PLACE),
         words=tuple((row.name, row.words, row.axis) for row in rows if row.words is not None),

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from ..codegen.parameters import family_of
 from ..kernels.pipelines import new_exchange
 from ..upstream.torch_allocator import contiguous_strides
 from .check import Call
-from .outputs import FAMILY_OF, LayerNormOutput, NormGradients, pack, results_of, unpacked
+from .outputs import LayerNormOutput, NormGradients, pack, results_of, unpacked
 from .plan import SUMS, Plan
 
 # Without the Python function that a named tuple's constructor is: 0.2 us of every call.
@@ -238,7 +239,7 @@ def launch_otherwise(
 
 def _as_tensors(plan: Plan, m: int, tensors: Tensors, results: Tensors) -> tuple[Tensors, Tensors]:
     """What is read and what is returned, as kernels that take tensors know them."""
-    family = FAMILY_OF[plan.mode.direction]
+    family = family_of(plan.mode)
     by_name = {row.name: tensor for row, tensor in zip(family.inputs, tensors, strict=True)}
     by_name |= {row.name: tensor for row, tensor in zip(family.results, results, strict=True)}
     rstd = by_name["rstd"]

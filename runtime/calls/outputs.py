@@ -12,13 +12,9 @@ from typing import NamedTuple
 import torch
 
 from ..codegen.families import Kind
-from ..codegen.parameters import FAMILIES
 from ..kernels.key import ALIGNMENT
 from ..upstream.torch_allocator import Empty
 from .check import Call
-
-# The rows that calls of a direction are described by. Launches bring its inputs and its results in their order.
-FAMILY_OF = {family.direction: family for family in FAMILIES}
 
 # From a shape and a dtype to a tensor.
 Make = Callable[..., torch.Tensor]

@@ -30,9 +30,9 @@ from ..selection import dispatch
 from ..upstream.torch_allocator import allocator
 from ..upstream.triton_launcher import Grid, Launch
 from .check import Call
-from .outputs import FAMILY_OF, aligned_length
+from .outputs import aligned_length
 from .overlap import REPLACEABLE, Extent, Extents, extent_of
-from .row_layout import row_stride
+from .row_layout import row_stride, sample_stride
 
 # The gradients that are sums over rows: programs leave partial sums of each, and a last kernel adds them up.
 SUMS = tuple(row.name for row in BACKWARD.results if row.kind is Kind.VECTOR)
@@ -162,7 +162,7 @@ class Plan:
         self.layout = lru_cache(_LAYOUTS)(self._lay_out)
         self.empty = allocator(call.x.device)
 
-        family = FAMILY_OF[mode.direction]
+        family = call.function.family
         inputs = {row: _dtype_of_input(row, call) for row in family.inputs}
         results = {row: call.dtype_of(row.name) for row in family.results}
         self.dtypes = tuple(results.values())
@@ -316,6 +316,7 @@ def _dtype_of_input(row: Parameter, call: Call) -> torch.dtype | None:
 def _row_strides(family: Family, call: Call) -> dict[str, RowStride]:
     """The strides of rows by their slots; 0 of what is not there, and N of what is new."""
     places = {row.result: row.name for row in family.places}
+    samples = {row.name for row in family.inputs if row.kind is Kind.SAMPLES}
     slots = [(row.row_stride_slot, row.name, 0) for row in family.inputs]
     for row in family.results:
         slots.append((row.row_stride_slot, places.get(row.name, ""), call.n if row.is_wanted(call.mode) else 0))
@@ -324,6 +325,8 @@ def _row_strides(family: Family, call: Call) -> dict[str, RowStride]:
         if slot is not None:
             tensor: torch.Tensor | None = getattr(call, name, None)
             strides[slot] = absent if tensor is None else row_stride(name, tensor)
+            if tensor is not None and name in samples:
+                strides[slot] = sample_stride(name, tensor, call.x)
     return strides
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ..errors import LayoutError
@@ -37,6 +39,20 @@ def row_stride(name: str, tensor: torch.Tensor) -> RowStride:
             f"collapse to {MOST_STRIDES} row strides or fewer; pass {name}.contiguous()"
         )
     return RowWalk(tuple([stride for _, stride in leading]), tuple([size for size, _ in leading[1:]]))
+
+
+def sample_stride(name: str, tensor: torch.Tensor, x: torch.Tensor) -> RowStride:
+    """The same of what has a row for each of x's, one for each of its samples, or one for all.
+
+    Of samples always on two strides, so that the kernel of one sample is that of several.
+    """
+    stride = row_stride(name, tensor)
+    if tensor.shape == x.shape:
+        return stride
+    if tensor.dim() == 1:
+        return 0
+    rows = math.prod(x.shape[1:-1])
+    return RowWalk((tensor.stride(0), 0), (rows,)) if rows > 1 else tensor.stride(0)
 
 
 def _collapsed(tensor: torch.Tensor) -> list[tuple[int, int]]:

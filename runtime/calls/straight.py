@@ -818,3 +818,76 @@ def find_gradients(operands: BackwardOperands, options: BackwardOptions) -> tupl
             addresses = (dy_at, x_at, weight_at, mean_at, rstd_at, x_bias_at, dresidual_out_at)
             return key, run_backward(plan, addresses, tensors, shape, m, weight_offset)
     return key, None
+
+
+# A call of modulated norms: its tensors, in the order in which launches bring them, and what else it is told.
+ModulatedOperands = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None,
+    torch.Tensor | None,
+]  # fmt: skip
+ModulatedOptions = tuple[str, float, float, torch.dtype | None, bool]
+
+
+@eager_only
+def find_modulated(operands: ModulatedOperands, options: ModulatedOptions) -> tuple[Key | None, Found | None]:
+    """What a call of modulated norms comes to.
+
+    Returns:
+        What such a call is known by, or None if it cannot be; and what `launch.run` and `run_recorded` are to be given,
+        or None if no call like it is known.
+    """
+    x, scale, shift, gate, residual, weight, bias = operands
+    norm, eps, weight_offset, out_dtype, save_mv = options
+    key: Key | None = None
+    known: Known | None = None
+    try:
+        shape = x.shape
+        n = shape[-1]
+        tensors = operands
+        # Of all sizes but the first, because rows a sample are part of what a plan is.
+        key = (
+            "modulated", norm, n, shape[1:], gate is None, residual is None, weight is None, bias is None, out_dtype,
+            save_mv, save_mv.__class__,
+        )  # fmt: skip
+        if len(shape) == 2:
+            m = shape[0]
+        else:
+            m = x.numel() // n
+            if not (x.is_contiguous() and (residual is None or residual.is_contiguous())):
+                # Row strides are then found from all sizes but the first, and strides, together.
+                key = (*key, shape[1:])
+        for kind in dispatch.plans.get(key, ()):
+            if kind.fits(*kind.present(tensors)):
+                known = kind
+                break
+    except UNREADABLE:
+        key = None
+    if (
+        known is not None
+        and forward_ad._current_level < 0
+        and not dispatch_modes()
+        and eps is not None
+        and eps.__class__ is float
+        and 0.0 <= eps <= LARGEST_FP32
+        and weight_offset is not None
+        and weight_offset.__class__ is float
+        and (weight_offset == 0.0 or (weight is not None and norm == "rms" and abs(weight_offset) <= LARGEST_FP32))
+        and (residual is None or residual.shape == shape)
+        and (scale.dim() == 1 or scale.shape[0] == shape[0])
+        and (shift.dim() == 1 or shift.shape[0] == shape[0])
+        and (gate is None or gate.dim() == 1 or gate.shape[0] == shape[0])
+    ):
+        x_at = x.data_ptr() or NOWHERE
+        scale_at = scale.data_ptr() or NOWHERE
+        shift_at = shift.data_ptr() or NOWHERE
+        gate_at = 0 if gate is None else gate.data_ptr() or NOWHERE
+        residual_at = 0 if residual is None else residual.data_ptr() or NOWHERE
+        weight_at = 0 if weight is None else weight.data_ptr() or NOWHERE
+        bias_at = 0 if bias is None else bias.data_ptr() or NOWHERE
+        plan = known.plan
+        if (x_at | scale_at | shift_at | gate_at | residual_at | weight_at | bias_at) & MISALIGNED:
+            plan = known.plan_at(x_at, scale_at, shift_at, gate_at, residual_at, weight_at, bias_at)
+        if plan is not None:
+            addresses = (x_at, scale_at, shift_at, gate_at, residual_at, weight_at, bias_at)
+            return key, (plan, addresses, tensors, shape, m, eps, weight_offset)
+    return key, None

@@ -21,14 +21,14 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options) -> A
     norm, eps, weight_offset, out_dtype, cast = options
     to = rounded_to(word(Cast, "cast", cast), out_dtype or x.dtype, x.dtype)
     if weight is not None and weight_offset:
-        weight = _widened(weight) + weight_offset
+        weight = widened(weight) + weight_offset
     added = [operand for operand in (x_bias, residual) if operand is not None]
     if not added and out_dtype is None and to is None:
         return _operator(norm, x, shape, weight, bias, eps)
     # As in the kernels, the norm is of the sum before it is rounded to residual's dtype.
-    total = _widened(x)
+    total = widened(x)
     for operand in added:
-        total = total + _widened(operand)
+        total = total + widened(operand)
     if to is None:
         y = _operator(norm, total, shape, weight, bias, eps)
     else:
@@ -37,7 +37,8 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options) -> A
     return y if residual is None else (y, total.to(residual.dtype))
 
 
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in the type of arithmetic: fp32, or fp64 of fp64."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -91,7 +92,7 @@ def gradients(operands: BackwardOperands, mean: torch.Tensor | None, options: Ba
     mean = None if mean is None else mean.view(rstd.shape)
     s = x.float() if x_bias is None else x.float() + x_bias.float()
     if torch.is_grad_enabled() and s.requires_grad:
-        mean, rstd = _depending(s, mean, rstd)
+        mean, rstd = depending(s, mean, rstd)
     h = s * rstd if mean is None else (s - mean) * rstd
     dy = torch.zeros_like(x) if dy is None else dy
     to = rounded_to(word(Cast, "cast", cast), dy.dtype, x.dtype)
@@ -117,7 +118,7 @@ def gradients(operands: BackwardOperands, mean: torch.Tensor | None, options: Ba
     return NormGradients(*[found.get(name) for name in NormGradients._fields])
 
 
-def _depending(
+def depending(
     s: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Statistics as functions of the rows, with the same values; eps is what these say it was."""

@@ -17,7 +17,7 @@ from normforge.calls.outputs import LayerNormOutput, NormGradients
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.families import REQUIRED, Family, Kind, Parameter, Result
 from normforge.codegen.model import Direction, DType, FusedAdd, FusedQuant, Mode, Norm
-from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD
+from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD, MODULATED
 from normforge.codegen.signature import params
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -25,10 +25,15 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     for function in (normforge.layernorm2d_fwd, normforge.rmsnorm2d_fwd, layernorm2d_bwd, rmsnorm2d_bwd)
 }
 
-each_function = pytest.mark.parametrize(
-    ("family", "norm"),
-    [pytest.param(family, norm, id=family.functions[norm]) for family in FAMILIES for norm in Norm],
-)
+
+def functions_of(families: tuple[Family, ...]) -> pytest.MarkDecorator:
+    cases = [pytest.param(family, norm, id=family.functions[norm]) for family in families for norm in Norm]
+    return pytest.mark.parametrize(("family", "norm"), cases)
+
+
+each_function = functions_of(FAMILIES)
+# Those that are emitted; the others' public functions are written by hand, as the functional API's are.
+each_emitted_function = functions_of((FORWARD, BACKWARD))
 
 
 def rows_of(family: Family) -> list[Parameter | Result]:
@@ -51,6 +56,12 @@ def modes(family: Family, norm: Norm) -> tuple[Mode, ...]:
         bare = Mode(norm, DType.BF16, DType.BF16, direction=Direction.BACKWARD)
         full = Mode(norm, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE, x_bias=True, direction=Direction.BACKWARD)
         return bare, full
+    if family is MODULATED:
+        add = FusedAdd.PRE_ADD_STORE
+        return (
+            Mode(norm, DType.BF16, DType.BF16, modulated=True),
+            Mode(norm, DType.BF16, DType.FP16, add, save_mv=True, modulated=True, x_gate=True),
+        )
     add, quant = FusedAdd.PRE_ADD_STORE, FusedQuant.SMOOTH_DYNAMIC
     return (
         Mode(norm, DType.BF16, DType.BF16),
@@ -62,7 +73,7 @@ def in_one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-@each_function
+@each_emitted_function
 def test_the_function_has_the_signature_of_its_rows(family: Family, norm: Norm) -> None:
     signature = inspect.signature(FUNCTIONS[family.functions[norm]])
     rows = family.of(norm)
@@ -76,7 +87,7 @@ def test_the_function_has_the_signature_of_its_rows(family: Family, norm: Norm) 
             assert written == str(parameter.default) or ast.literal_eval(written) == parameter.default
 
 
-@each_function
+@each_emitted_function
 def test_the_docstring_says_what_the_rows_say(family: Family, norm: Norm) -> None:
     said = in_one_line(inspect.getdoc(FUNCTIONS[family.functions[norm]]) or "")
     if "Args:" not in said:
@@ -84,6 +95,20 @@ def test_the_docstring_says_what_the_rows_say(family: Family, norm: Norm) -> Non
         return
     for row in family.of(norm):
         assert f"{row.name}: {family.meaning(row, norm)}" in said
+
+
+@pytest.mark.parametrize("norm", Norm, ids=str)
+def test_modulated_functions_take_what_their_rows_say(norm: Norm) -> None:
+    """All but what autograd decides and what follows from x; with the rows' defaults."""
+    signature = inspect.signature(getattr(normforge, MODULATED.functions[norm]))
+    rows = {row.name: row for row in MODULATED.of(norm) if row.name not in ("out_dtype", "save_mv")}
+    assert set(signature.parameters) == set(rows)
+    for name, parameter in signature.parameters.items():
+        assert parameter.annotation == rows[name].annotation
+        assert (parameter.kind is parameter.KEYWORD_ONLY) == (not rows[name].positional)
+        written = rows[name].default[norm]
+        assert (parameter.default is parameter.empty) == (written == REQUIRED)
+        assert written == REQUIRED or ast.literal_eval(written) == parameter.default
 
 
 def test_the_results_are_what_is_returned() -> None:
@@ -107,9 +132,10 @@ def test_kernels_have_the_slots_of_what_is_wanted(family: Family, norm: Norm) ->
 
 
 def test_every_axis_is_decided_by_a_parameter() -> None:
-    """Of the forward functions; which norm and which direction is which function."""
+    """Of the forward functions; which norm, which direction and whether modulated is which function."""
     axes = {field.name for field in fields(Mode)}
-    assert {row.axis for row in FORWARD.parameters} - {""} == axes - {"norm", "direction"}
+    decided = {row.axis for family in (FORWARD, MODULATED) for row in family.parameters} - {""}
+    assert decided == axes - {"norm", "direction", "modulated"}
     assert {row.axis for row in BACKWARD.parameters} - {""} <= axes
 
 

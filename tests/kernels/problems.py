@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 import normforge
-from normforge import LayerNormOutput, reference
+from normforge import LayerNormOutput, modulation_reference, reference
+from normforge.calls.functions import FUNCTIONS, completed
 from normforge.codegen.families import Kind, Parameter
 from normforge.codegen.model import INPUT_DTYPES, DType, Mode, Norm
-from normforge.codegen.parameters import FORWARD
+from normforge.codegen.parameters import family_of
 from normforge.dtypes import TORCH_DTYPES
 from normforge.mode_arguments import arguments_of
+from normforge.operators import modulated
 from normforge.reference import ReferenceOutput
 from normforge.tools.compare import compare
 
@@ -27,6 +29,14 @@ _REFERENCE: dict[Norm, Callable[..., ReferenceOutput]] = {
     Norm.LAYER: reference.layernorm2d_fwd,
     Norm.RMS: reference.rmsnorm2d_fwd,
 }
+
+_MODULATED: dict[Norm, Callable[..., ReferenceOutput]] = {
+    Norm.LAYER: modulation_reference.modulated_layer_norm,
+    Norm.RMS: modulation_reference.modulated_rms_norm,
+}
+
+# The arguments that `Problem` draws a row of for each of x's.
+_ROWS = ("x", "residual", "scale", "gate")
 
 # The oracle holds a few fp64 copies of what it is given; rows are independent, so it takes them in blocks.
 _ORACLE_ELEMENTS = 1 << 26
@@ -65,7 +75,9 @@ class Problem:
                 # One a row.
                 return torch.rand(self.shape[:-1], generator=generator, device=device) + 0.5
             dtype = TORCH_DTYPES[self.dtypes.get(name, mode.dtype_in if name == "x" else mode.operand_dtype)]
-            is_rows, width = parameter.kind is Kind.ROWS, 2.0 if name == "smooth_scale" else 1.0
+            # A shift for all rows, and a scale and a gate for each.
+            is_rows = parameter.kind is Kind.ROWS or (parameter.kind is Kind.SAMPLES and name != "shift")
+            width = 2.0 if name == "smooth_scale" else 1.0
             shape = (*self.shape[:-1], self.row_stride or n) if is_rows else (n,)
             uniform = torch.rand(shape, generator=generator, device=device, dtype=torch.float32)
             return uniform.sub_(0.5).mul_(width).to(dtype)[..., :n]
@@ -75,14 +87,23 @@ class Problem:
     def check(self, device: str) -> LayerNormOutput:
         """Run the call and hold every output of every row against the oracle."""
         arguments = self.arguments(device)
-        actual = _FORWARD[self.mode.norm](**arguments)
+        actual = _modulated(self.mode, arguments) if self.mode.modulated else _FORWARD[self.mode.norm](**arguments)
         _check_against_oracle(self, arguments, actual)
         return actual
 
 
+def _modulated(mode: Mode, arguments: dict[str, Any]) -> LayerNormOutput:
+    """A call of modulated norms, which have no public function that returns statistics."""
+    function = family_of(mode).functions[mode.norm]
+    given = {
+        name: value for name, value in completed(function, arguments).items() if name in FUNCTIONS[function].passed
+    }
+    return modulated.run(function, given)
+
+
 def mixed_dtypes(mode: Mode, salt: int) -> dict[str, DType]:
     """An element type for every tensor whose type is free, another mix for every salt."""
-    names = [row.name for row in FORWARD.inputs if row.name != "x" and row.kind is not Kind.SCALE]
+    names = [row.name for row in family_of(mode).inputs if row.name != "x" and row.kind is not Kind.SCALE]
     return {name: INPUT_DTYPES[(salt + index) % len(INPUT_DTYPES)] for index, name in enumerate(names)}
 
 
@@ -90,12 +111,13 @@ def _check_against_oracle(problem: Problem, arguments: dict[str, Any], actual: L
     n = problem.shape[-1]
     rows = arguments["x"].numel() // n
     block = max(1, _ORACLE_ELEMENTS // n)
-    flat = {name: _rows_of(tensor, n) for name, tensor in arguments.items() if name in ("x", "residual")}
+    oracle = (_MODULATED if problem.mode.modulated else _REFERENCE)[problem.mode.norm]
+    flat = {name: _rows_of(tensor, n) for name, tensor in arguments.items() if name in _ROWS}
     if "x_scale" in arguments:
         flat["x_scale"] = arguments["x_scale"].reshape(-1)
     for start in range(0, rows, block):
         part = slice(start, start + block)
-        expected = _REFERENCE[problem.mode.norm](**arguments | {name: rows[part] for name, rows in flat.items()})
+        expected = oracle(**arguments | {name: rows[part] for name, rows in flat.items()})
         findings = compare(_slice(actual, part, n), expected, problem.mode.rounding)
         wrong = [finding for finding in findings if not finding.ok]
         assert not wrong, f"{problem}\nrows {part.start}..{part.stop}: {wrong}"

@@ -269,6 +269,8 @@ def test_json_is_one_line_with_everything_a_script_needs(capsys: pytest.CaptureF
         "save_mv": False,
         "rounding": "nearest",
         "cast": "after_weight",
+        "modulated": False,
+        "x_gate": False,
         "backward": False,
         "v": 1,
         "warmup": 5,

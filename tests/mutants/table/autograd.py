@@ -273,8 +273,8 @@ MUTANTS = (
         "torchs-operators-add-no-offset",
         "where torch's own operators run, weight_offset is ignored",
         "runtime/calls/torch_instead.py",
-        "weight = _widened(weight) + weight_offset",
-        "weight = _widened(weight)",
+        "weight = widened(weight) + weight_offset",
+        "weight = widened(weight)",
         (f"{_OPTIONS}::test_torchs_operators_compute_the_same",),
     ),
     Mutant(

@@ -1,0 +1,198 @@
+"""Differentiable norms that are modulated by sample, as transformers for diffusion condition them (AdaLN)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch.overrides import handle_torch_function, has_torch_function
+
+from ..calls import modulated, modulated_instead
+from ..calls.argument_checks import check_tensor
+from ..calls.backend import backend, left_to_torch
+from ..calls.check import check_normalised
+from ..calls.known import PLAIN
+from ..calls.sharded import is_sharded
+from ..calls.straight import ModulatedOperands, ModulatedOptions
+from ..calls.traced import intercepted, is_dynamo_compiling, keeps_for_recomputation, result_dtype, unrecorded
+from ..compiled.rules import is_left_to_inductor
+from ..errors import ConflictError
+
+
+@overload
+def modulated_layer_norm(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    *,
+    gate: torch.Tensor | None = None,
+    residual: None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor: ...
+
+
+@overload
+def modulated_layer_norm(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    *,
+    gate: torch.Tensor | None = None,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def modulated_layer_norm(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    *,
+    gate: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """LayerNorm over x's last dimension, scaled and shifted by sample: the AdaLN of DiT (Peebles and Xie, 2022).
+
+    y = LayerNorm(s) * (1 + scale) + shift of s = x, or s = residual + x * gate, all in fp32, rounded once. scale, shift
+    and gate are mostly chunks of one (B, 6 * N) tensor, which the kernel reads where they are.
+
+    Differentiable in every tensor. Kept for the backward pass are s as it is stored (x, or residual_out), x where it is
+    gated, the small operands, and a mean and rstd a row; it is computed by torch's operators, as a gradient of the
+    gradient is, with sums in an order that does not change from run to run.
+
+    Where kernels cannot run, torch's operators compute the same: see `layer_norm`; of DTensors too. Under
+    torch.autocast y has the dtype that it has there.
+
+    Args:
+        x: (B, ..., N), fp16, bf16, fp32 or fp64. What kernels cannot walk is copied once.
+        scale: (B, N), one for each sample; x's shape, one for each row; or (N,), one for all. fp16, bf16, fp32 or fp64,
+            rows on any stride.
+        shift: likewise, of any of these shapes.
+        gate: likewise, or None for 1; goes with residual.
+        residual: x's shape, or None for 0.
+        weight: (N,), or None for 1.
+        bias: (N,), or None for 0.
+        eps: added to the variance.
+
+    Returns:
+        y: x's shape and dtype. With a residual, y and residual_out: s, in residual's dtype.
+
+    Raises:
+        ShapeError: a tensor's shape does not fit x's.
+        DTypeError: a tensor is of a type that cannot be normalised.
+        DeviceError: tensors are on several devices.
+        LayoutError: a tensor is sparse or nested.
+        ConflictError: there is a gate and no residual; or eps is no number of at least 0.
+        NormforgeError: whatever else `layernorm2d_fwd` raises.
+    """
+    operands = (x, scale, shift, gate, residual, weight, bias)
+    found: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    found = _normalise(operands, ("layer", eps, 0.0, None, modulated.records(operands)))
+    return found
+
+
+@overload
+def modulated_rms_norm(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    *,
+    gate: torch.Tensor | None = None,
+    residual: None = None,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+) -> torch.Tensor: ...
+
+
+@overload
+def modulated_rms_norm(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    *,
+    gate: torch.Tensor | None = None,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def modulated_rms_norm(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    *,
+    gate: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm over x's last dimension, scaled and shifted by sample; see `modulated_layer_norm`, also for errors.
+
+    Args:
+        x: see `modulated_layer_norm`, as for every argument not described here.
+        scale: see `modulated_layer_norm`.
+        shift: see `modulated_layer_norm`.
+        gate: see `modulated_layer_norm`.
+        residual: see `modulated_layer_norm`.
+        weight: see `modulated_layer_norm`.
+        eps: added to the mean square.
+        weight_offset: added to every weight, in fp32.
+    """
+    operands = (x, scale, shift, gate, residual, weight, None)
+    found: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    found = _normalise(operands, ("rms", eps, weight_offset, None, modulated.records(operands)))
+    return found
+
+
+def _normalise(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
+    found = None if is_dynamo_compiling() else modulated.normalise_known(operands, options)
+    return _first(operands, options) if found is None else found
+
+
+def _first(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
+    """A call that is like none before."""
+    if any(type(operand) not in PLAIN for operand in operands if operand is not None) and has_torch_function(operands):
+        return _handed_on(operands, options)
+    norm, eps, weight_offset, _, saves = options
+    x, _, _, gate, residual, _, _ = operands
+    kernel = isinstance(x, torch.Tensor) and backend(x) == "kernel"
+    left = left_to_torch(operands) or is_sharded(*operands)
+    check_tensor("x", x)
+    with unrecorded():
+        given = modulated.named(operands, options)
+        shape = check_normalised(modulated.FUNCTION_OF[norm], given, x.shape[-1:], kernel=kernel and not left)
+    if gate is not None and residual is None:
+        raise ConflictError("gate scales x before residual is added to it, and none was passed; pass residual")
+    traced = is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation())
+    said = (norm, float(eps), float(weight_offset), result_dtype(norm, x), saves)
+    if not kernel or left or (traced and is_left_to_inductor(norm, x, shape)):
+        return modulated_instead.normalise(operands, said)
+    # What is known is known by what was passed, and by what surrounds it.
+    said = (*said[:3], None, saves)
+    return (modulated.normalise_traced if traced else modulated.normalise)(operands, said)
+
+
+def _handed_on(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
+    """What the class of an operand makes of a call (`__torch_function__`), as torch.fx's proxies do."""
+    given = modulated.named(operands, options)
+    function = _PUBLIC[options[0]]
+    x, scale, shift = operands[:3]
+    others = {name: given[name] for name in list(inspect.signature(function).parameters)[3:]}
+    return handle_torch_function(function, operands, x, scale, shift, **others)
+
+
+# By the norm's word.
+_PUBLIC: dict[str, Callable[..., Any]] = {"layer": modulated_layer_norm, "rms": modulated_rms_norm}
