@@ -73,4 +73,20 @@ MUTANTS = (
         'files[f"{mode.name}.py"] = render_module(mode, [p for p in Pipeline if p in wanted][:1])',
         ("tests/selection/test_table.py::test_every_kernel_exists_in_its_module",),
     ),
+    Mutant(
+        "a-cast-of-fp32-alone-is-legal",
+        "rows of fp32 have a kernel of their own that rounds them to fp32",
+        "codegen/model.py",
+        "elif self.cast.comes_first and 2 not in (self.dtype_out.itemsize, self.dtype_in.itemsize):",
+        "elif False:",
+        (f"{_MANIFEST_ERRORS}",),
+    ),
+    Mutant(
+        "a-name-leaves-cast-out",
+        "modes that round before the weight and behind it share a name, and a module",
+        "codegen/model.py",
+        '    "cast": {Cast.AFTER_WEIGHT: "", Cast.BEFORE_WEIGHT: "_cbw"},\n',
+        "",
+        ("tests/calls/test_cast.py::test_two_roundings_to_the_bit_and_the_weights_gradient_of_the_first",),
+    ),
 )
