@@ -72,9 +72,10 @@ def told(cells: list[Cell]) -> str:
 
 def kind_of(case: Case) -> Hashable:
     """Each tile of each direction, for what the types change is little; roundings and layouts at one length."""
-    if case.mode.cast.comes_first or case.layout is not Layout.ADJOINING:
-        return (case.mode, case.layout) if case.n == 100 else None
-    return case.mode.direction, case.tile, case.n
+    mode = case.mode
+    if mode.cast.comes_first or case.layout is not Layout.ADJOINING:
+        return (mode.direction, mode.fquant, mode.cast, case.layout) if case.n == 100 else None
+    return mode.direction, case.tile, case.n
 
 
 ONE_A_TILE = first_of_each(slice_of(CPU), kind_of, lambda case: case.name)
