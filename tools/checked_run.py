@@ -9,14 +9,15 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from .. import reference
-from ..calls import straight
+from .. import modulation_reference, reference
+from ..calls import modulated, straight
 from ..calls.check import check
+from ..calls.functions import completed
 from ..calls.outputs import LayerNormOutput, NormGradients
 from ..calls.which import which
 from ..codegen.families import Kind
 from ..codegen.model import Norm
-from ..codegen.parameters import BACKWARD
+from ..codegen.parameters import BACKWARD, family_of
 from ..kernels.gpu import architecture
 from ..selection import dispatch
 from ..selection.table import Entry
@@ -78,8 +79,8 @@ _FORWARD: dict[Norm, tuple[_Forward, _Oracle]] = {
 # Elements the reference works on at once: in fp64, with its temporaries, a few gigabytes.
 REFERENCE_ELEMENTS = 2**26
 
-# The arguments that have a row for each row of x; every other tensor is one row long and shared.
-_ROW_ARGUMENTS = ("x", "residual", "x_scale")
+# The arguments that have a row for each row of x, or for each sample; every other tensor is one row long and shared.
+_ROW_ARGUMENTS = ("x", "residual", "x_scale", "scale", "shift", "gate")
 
 
 def solve(problem: Problem, machine: Machine, *, validate: bool, warmup: int, repeat: int) -> Result:
@@ -106,6 +107,8 @@ def prepare(problem: Problem, device: torch.device) -> Run[Any]:
     Raises:
         NormforgeError: no kernel serves the problem.
     """
+    if problem.mode.modulated:
+        return _prepare_modulated(problem, device)
     return _prepare_backward(problem, device) if problem.backward else _prepare_forward(problem, device)
 
 
@@ -122,10 +125,25 @@ def _prepare_forward(problem: Problem, device: torch.device) -> Run[LayerNormOut
     )
 
 
+def _prepare_modulated(problem: Problem, device: torch.device) -> Run[LayerNormOutput]:
+    mode, arguments = problem.mode, inputs(problem, device)
+    function = family_of(mode).functions[mode.norm]
+    oracle: _Oracle = getattr(modulation_reference, function)
+    given = completed(function, arguments)
+    operands = modulated.operands_of(given)
+    options = (mode.norm.value, *[given[name] for name in modulated.OPTIONS])
+    return Run(
+        entry=lambda: dispatch.find(mode, problem.n),
+        call=lambda: modulated.launched(operands, options),
+        validate=lambda result: _validate(problem, oracle, arguments, result),
+        operands=tuple(arguments.values()),
+    )
+
+
 def _validate(
     problem: Problem, oracle: _Oracle, arguments: dict[str, Any], result: LayerNormOutput
 ) -> tuple[Finding, ...]:
-    """The worst finding of each output, over slices of rows, or tokens, that the reference can hold in memory."""
+    """The worst finding of each output, over slices of rows, tokens or samples that the reference holds in memory."""
     worst: dict[str, Finding] = {}
     for rows in _row_slices(problem):
         sliced = arguments | {name: arguments[name][rows] for name in _ROW_ARGUMENTS if name in arguments}
@@ -144,9 +162,12 @@ def _validate(
 
 
 def _row_slices(problem: Problem) -> Iterator[slice]:
-    tokens = max(1, REFERENCE_ELEMENTS // (problem.heads * problem.n))
-    for first in range(0, problem.tokens, tokens):
-        yield slice(first, first + tokens)
+    together, groups = problem.heads, problem.tokens
+    if problem.samples:
+        together, groups = problem.m // problem.samples, problem.samples
+    some = max(1, REFERENCE_ELEMENTS // (together * problem.n))
+    for first in range(0, groups, some):
+        yield slice(first, first + some)
 
 
 def _prepare_backward(problem: Problem, device: torch.device) -> Run[NormGradients]:

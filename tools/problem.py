@@ -61,6 +61,7 @@ class Problem:
         eps: None becomes the norm's default.
         strides: None becomes what `Strides.usual` says.
         heads: how many rows lie side by side in each token, for m rows; 1 is rows on one stride.
+        samples: how many there are of m rows, where they are modulated by sample: 0 becomes 1 there.
     """
 
     m: int
@@ -71,10 +72,13 @@ class Problem:
     eps: float | None = None
     strides: Strides | None = None
     heads: int = 1
+    samples: int = 0
 
     def __post_init__(self) -> None:
         if self.eps is None:
             object.__setattr__(self, "eps", DEFAULT_EPS[self.mode.norm])
+        if self.mode.modulated and not self.samples:
+            object.__setattr__(self, "samples", 1)
 
     @property
     def row_strides(self) -> Strides:
@@ -87,7 +91,9 @@ class Problem:
         return self.m // self.heads
 
     def rows_in(self, memory: torch.Tensor) -> torch.Tensor:
-        """The (m, n) rows, or (tokens, heads, n), at the start of each row of a tensor."""
+        """The (m, n) rows, or (tokens, heads, n) or (samples, rows, n), at the start of each row of a tensor."""
+        if self.samples:
+            return memory[:, : self.n].view(self.samples, -1, self.n)
         rows = memory[:, : self.heads * self.n]
         return rows.view(-1, self.heads, self.n) if self.heads > 1 else rows
 
@@ -99,6 +105,7 @@ class Problem:
             "m": self.m,
             "n": self.n,
             "heads": self.heads,
+            "samples": self.samples,
             **{WORDS.get(axis.name, axis.name): _word(axis, self.mode) for axis in axes},
             "prec_sm": self.prec_sm.value,
             "backward": self.backward,
@@ -157,6 +164,9 @@ def _drawer(problem: Problem, device: torch.device, seed: int) -> Callable[[Para
             leading = (problem.tokens, problem.heads) if problem.heads > 1 else (problem.m,)
             return torch.empty(leading, device=device).uniform_(bound, 2 * bound, generator=generator)
         is_rows = parameter.kind is Kind.ROWS
+        if parameter.kind is Kind.SAMPLES:
+            values = torch.empty((problem.samples, n), device=device).uniform_(-bound, bound, generator=generator)
+            return values.to(TORCH_DTYPES[dtype])
         stride = getattr(problem.row_strides, _STRIDE_OF.get(name, name)) if is_rows else n
         shape = (problem.tokens, stride) if is_rows else (n,)
         values = torch.empty(shape, device=device).uniform_(-bound, bound, generator=generator).to(TORCH_DTYPES[dtype])

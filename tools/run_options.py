@@ -103,6 +103,8 @@ OPTIONS = (
     Option("prec_sm", str, AUTO, (AUTO, *_FLOATS), "dtype of the smooth scale, for -fquant 1; auto: fp32", "prec_sx"),
     Option("prec_sy", str, AUTO, (AUTO, *_FLOATS), "dtype of y's scale, for -fquant 1 and 2; auto: fp32"),
     Option("xbias", int, 0, tuple(_FLAG), "add a bias to x first"),
+    Option("samples", int, 0, None, "rows are scaled and shifted by sample, of so many; 0: they are not"),
+    Option("xgate", int, 0, tuple(_FLAG), "with -samples and -fadd 1, gate x by sample before the residual is added"),
     Option("fadd", int, 0, tuple(_FADDS), "0: none, 1: add a residual and store the sum, 2: add a residual"),
     Option("fquant", int, 0, tuple(_FQUANTS), "0: none, 1: smooth dynamic quantisation, 2: dynamic quantisation"),
     Option("warmup", int, 5, None, "runs that are not counted; a number of runs, not milliseconds"),
@@ -180,6 +182,7 @@ def _resolve(given: argparse.Namespace) -> Request:
     _check_used("xr_stride", given.xr_stride, -1, fadd.adds, "only -fadd 1 and 2 read a residual")
     _check_used("yr_stride", given.yr_stride, -1, fadd.stores, "only -fadd 1 stores the sum")
     _check_backward(given)
+    _check_samples(given)
     prec_i = _INPUTS[given.prec_i]
     mode = Mode(
         _NORMS[given.norm],
@@ -189,6 +192,8 @@ def _resolve(given: argparse.Namespace) -> Request:
         fquant=fquant,
         x_bias=_FLAG[given.xbias],
         save_mv=_FLAG[given.save_mv],
+        modulated=given.samples > 0,
+        x_gate=_FLAG[given.xgate],
         scale_dtype=DType.FP32 if given.prec_sy == AUTO else _FLOATS[given.prec_sy],
         **{name: words[getattr(given, name)] for name, words in _OWN.items()},
     )
@@ -202,6 +207,7 @@ def _resolve(given: argparse.Namespace) -> Request:
         eps=given.e,
         strides=Strides(**{name: _stride(given, option, getattr(usual, name)) for name, option in _STRIDES.items()}),
         heads=given.heads,
+        samples=given.samples,
     )
     return Request(
         problem,
@@ -232,6 +238,22 @@ def _check_sizes(given: argparse.Namespace) -> None:
             f"-m {given.m} rows are no whole number of tokens with -heads {given.heads} each; "
             f"pass a multiple, {given.m + -given.m % given.heads} say"
         )
+
+
+def _check_samples(given: argparse.Namespace) -> None:
+    if not given.samples:
+        _check_used("xgate", given.xgate, 0, False, "only rows of -samples are gated")
+        return
+    if given.samples < 0 or given.m % given.samples:
+        raise ValueError(f"-m {given.m} rows are no whole number of rows a sample with -samples {given.samples}")
+    for name, value, unset, reason in (
+        ("heads", given.heads, 1, "samples are of rows that adjoin"),
+        ("bwd", given.bwd, 0, "torch's operators compute the gradients of modulated norms"),
+        ("y_stride", given.y_stride, -1, "they write where they allocate"),
+        ("yr_stride", given.yr_stride, -1, "they write where they allocate"),
+    ):
+        if value != unset:
+            raise ValueError(f"-{name} {value} does not go with -samples {given.samples}: {reason}")
 
 
 def _check_backward(given: argparse.Namespace) -> None:

@@ -30,13 +30,14 @@ from .traced import operated, result_dtype
 # By the norm's word, because torch 2.11's TorchDynamo can make no enum of it.
 FUNCTION_OF = {norm.value: name for norm, name in MODULATED.functions.items()}
 
-_OPTIONS = tuple(row.name for row in MODULATED.parameters if row.functional and not row.kind.is_tensor)
+# Behind the norm.
+OPTIONS = tuple(row.name for row in MODULATED.parameters if row.functional and not row.kind.is_tensor)
 
 
 def named(operands: ModulatedOperands, options: ModulatedOptions) -> dict[str, Any]:
     """What a call is given, but for the norm, by the names of its rows."""
     given: dict[str, Any] = {row.name: operand for row, operand in zip(MODULATED.inputs, operands, strict=True)}
-    given.update(zip(_OPTIONS, options[1:], strict=True))
+    given.update(zip(OPTIONS, options[1:], strict=True))
     if options[0] == Norm.LAYER.value:
         # Kernels of LayerNorm add nothing to weights, and have no such parameter.
         del given["weight_offset"]

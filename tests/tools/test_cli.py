@@ -186,6 +186,36 @@ def test_a_run_agrees_with_the_reference(argv: str, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.split()[-1] == "yes"
 
 
+SAMPLES = ["run", "-m", "6", "-n", "48", "-samples", "2"]
+
+
+@pytest.mark.parametrize(
+    "argv", ["", "-norm rms -prec_i bf16 -save_mv 1 -x_stride 60", "-fadd 1 -xgate 1 -prec_o fp32 -xr_stride 50"]
+)
+def test_a_run_of_modulated_rows_agrees_with_the_reference(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(*SAMPLES, *argv.split()) == 0
+    printed = capsys.readouterr().out
+    assert "_mod" in printed
+    assert printed.split()[-1] == "yes"
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        ("-samples 4", "-m 6 rows are no whole number of rows a sample with -samples 4"),
+        ("-samples 2 -bwd 1", "-bwd 1 does not go with -samples 2: torch's operators compute the gradients"),
+        ("-samples 2 -heads 3", "-heads 3 does not go with -samples 2"),
+        ("-samples 2 -y_stride 60", "-y_stride 60 does not go with -samples 2: they write where they allocate"),
+        ("-xgate 1", "-xgate 1 would be ignored: only rows of -samples are gated"),
+        ("-samples 2 -xgate 1", "x_gate scales x before a residual is added to it, and fadd is none"),
+        ("-samples 2 -fquant 2", "modulated norms have no fquant dynamic"),
+    ],
+)
+def test_what_samples_do_not_go_with(argv: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("run", "-m", "6", "-n", "48", *argv.split()) == 2
+    assert problem in " ".join(capsys.readouterr().err.split())
+
+
 HEADS = ["run", "-m", "9", "-n", "48", "-heads", "3"]
 
 
@@ -257,6 +287,7 @@ def test_json_is_one_line_with_everything_a_script_needs(capsys: pytest.CaptureF
         "m": 3,
         "n": 48,
         "heads": 1,
+        "samples": 0,
         "strides": {"x": 48, "residual": 48, "y": 64, "residual_out": 48},
         "eps": 1e-5,
         "prec_i": "fp16",
