@@ -30,6 +30,11 @@ class CastOrder(Enum):
         return 1.0 if self is CastOrder.AFTER_OFFSET_WEIGHT else 0.0
 
 
+# Where an epsilon is kept that is called eps, as the property here is: TorchDynamo of torch 2.11 takes an entry of
+# `__dict__` for the attribute of its name, and follows the property from itself into itself.
+EPSILON = "_epsilon"
+
+
 class HuggingFaceRMSNorm(RMSNorm):
     """RMSNorm as Hugging Face's `LlamaRMSNorm`, `Olmo2RMSNorm` and `GemmaRMSNorm`, for modules made by such a class.
 
@@ -37,7 +42,7 @@ class HuggingFaceRMSNorm(RMSNorm):
     module's own epsilon is read in each call, so that it may be changed.
 
     Attributes:
-        epsilon_name: the attribute that epsilon is under.
+        epsilon_name: the attribute that epsilon is under; never "eps", see `EPSILON`.
         input_name: what the input is called where it is passed by keyword.
     """
 
@@ -52,7 +57,9 @@ class HuggingFaceRMSNorm(RMSNorm):
 
     @eps.setter
     def eps(self, value: float) -> None:
-        self.__dict__[self.epsilon_name] = value
+        # Under its own name too, for when patch is undone.
+        for name in {self.epsilon_name, *(["eps"] if "eps" in self.__dict__ else [])}:
+            self.__dict__[name] = value
 
     def forward(self, x: torch.Tensor | None = None, **named: torch.Tensor) -> torch.Tensor:
         """Normalise x: (..., *normalized_shape), fp16, bf16 or fp32; returns its shape.

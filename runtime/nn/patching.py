@@ -16,7 +16,7 @@ from ..dtypes import FLOATS
 from ..errors import PatchError
 from .blocks import FusedBlock, fusible, may_be_block
 from .following import FOLLOWING, may_follow
-from .huggingface import CastOrder, HuggingFaceRMSNorm, T5RMSNorm
+from .huggingface import EPSILON, CastOrder, HuggingFaceRMSNorm, T5RMSNorm
 from .modules import LayerNorm, RMSNorm
 from .probing import UnlikeError, calls_only, formula_of
 from .report import Bypassed, Fused, Patch, Skipped, Swapped, Unfused
@@ -330,6 +330,8 @@ def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacem
         "epsilon_name": formula.epsilon_name,
         "input_name": formula.input_name,
     }
+    if formula.epsilon_name == "eps":
+        attributes |= {"epsilon_name": EPSILON, EPSILON: vars(module)["eps"]}
     return _Replacement(_HUGGING_FACE[formula.order], attributes)
 
 

@@ -306,6 +306,16 @@ def test_compiled_with_its_own_name_and_a_changed_epsilon() -> None:
         torch.testing.assert_close(compiled(hidden_states=x), module(x))
 
 
+def test_compiled_with_an_epsilon_called_eps() -> None:
+    module = randomised(models.EpsRMSNorm())
+    normforge.patch(module)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    x = torch.randn(2, WIDTH)
+    for epsilon in (1e-6, 0.5):
+        module.eps = epsilon
+        torch.testing.assert_close(compiled(x), module(x))
+
+
 def test_looking_at_a_compiled_forward_compiles_nothing() -> None:
     compiled: list[torch.fx.GraphModule] = []
 
