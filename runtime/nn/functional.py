@@ -274,7 +274,7 @@ def _first(operands: Operands, normalized_shape: Sequence[int] | None, options: 
         return torch_instead.normalise(operands, shape, options)
     said: Any = (norm, DEFAULT_EPS if eps is None else float(eps), *others)
     traced = is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation())
-    if left or (traced and is_left_to_inductor(norm, x, shape)):
+    if left or (traced and is_left_to_inductor(norm, x, shape, scaled=operands[1] is not None)):
         *_, out_dtype, cast = said
         return torch_instead.normalise(operands, shape, (*said[:-2], out_dtype or result_dtype(norm, x), cast))
     return (normalise_traced if traced else recorded.normalise)(operands, shape, said)

@@ -17,7 +17,6 @@ from ..calls.known import PLAIN
 from ..calls.sharded import is_sharded
 from ..calls.straight import ModulatedOperands, ModulatedOptions
 from ..calls.traced import intercepted, is_dynamo_compiling, keeps_for_recomputation, result_dtype, unrecorded
-from ..compiled.rules import is_left_to_inductor
 from ..errors import ConflictError
 
 
@@ -173,12 +172,12 @@ def _first(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
     check_tensor("x", x)
     with unrecorded():
         given = modulated.named(operands, options)
-        shape = check_normalised(modulated.FUNCTION_OF[norm], given, x.shape[-1:], kernel=kernel and not left)
+        check_normalised(modulated.FUNCTION_OF[norm], given, x.shape[-1:], kernel=kernel and not left)
     if gate is not None and residual is None:
         raise ConflictError("gate scales x before residual is added to it, and none was passed; pass residual")
     traced = is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation())
     said = (norm, float(eps), float(weight_offset), result_dtype(norm, x), saves)
-    if not kernel or left or (traced and is_left_to_inductor(norm, x, shape)):
+    if not kernel or left:
         return modulated_instead.normalise(operands, said)
     # What is known is known by what was passed, and by what surrounds it.
     said = (*said[:3], None, saves)

@@ -189,18 +189,28 @@ def test_dropout_stays_in_the_kernel_of_its_addition() -> None:
 
 
 @THOROUGH
-def test_what_the_rules_leave_is_torchs_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = rules.Left("rms", torch.float32, 1, 64, recorded=True)
+@pytest.mark.parametrize(("scaled", "norms"), [(True, 1), (False, 5)])
+def test_what_the_rules_leave_is_torchs_operator(scaled: bool, norms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = rules.Left("rms", torch.float32, 1, 64, scaled=scaled, recorded=True)
     monkeypatch.setattr(rules, "LEFT_TO_INDUCTOR", (left,))
     model, x = Stack(), rows()
-    for enabled, norms in ((False, 5), (True, 1)):
+    for enabled, ours in ((False, 5), (True, norms)):
         torch._dynamo.reset()
         with normforge.compile_passes(enabled):
             function = Compiled(model)
             y, expected = function(x), model(x)
             agree([y, *gradients(model, x, y)], [expected, *gradients(model, x, expected)])
-        assert function.count("norm2d_fwd") == norms
+        assert function.count("norm2d_fwd") == ours
 
 
-def test_no_norm_is_left_to_inductor_before_one_was_measured() -> None:
-    assert rules.LEFT_TO_INDUCTOR == ()
+@pytest.mark.parametrize(
+    ("n", "scaled", "enabled", "left"),
+    [(2048, True, True, True), (2048, True, False, False), (2056, True, True, False), (2048, False, True, False)],
+)
+def test_the_rules_are_of_what_was_measured(n: int, scaled: bool, enabled: bool, left: bool) -> None:
+    x = torch.empty(3, n, dtype=torch.bfloat16)
+    with normforge.compile_passes(enabled):
+        assert rules.is_left_to_inductor("rms", x, (n,), scaled=scaled) == left
+        assert not rules.is_left_to_inductor("rms", x.float(), (n,), scaled=scaled)
+        with torch.no_grad():
+            assert not rules.is_left_to_inductor("rms", x, (n,), scaled=scaled)
