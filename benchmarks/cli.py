@@ -154,7 +154,8 @@ def _report_models(options: argparse.Namespace, table: Table) -> int:
         return 0
     if picture := picture_for(options.into, options.results, f"{SUITE}.png"):
         parts.insert(1, f"![Times the speed of eager torch, by model and variant]({picture})")
-    put_into(options.into, "\n\n".join(parts), SUITE)
+    # A page may hold the tables of several folders, `h200-models` and `h200-models-compiled`, each between its markers.
+    put_into(options.into, "\n\n".join(parts), options.results.resolve().name.partition("-")[2] or SUITE)
     print(f"the tables in {options.into} are those of {options.results}")
     return 0
 
