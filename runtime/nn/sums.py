@@ -35,9 +35,9 @@ _MOST_MISSES = 3
 _MOST_LOOKS = 16
 
 # The fewest elements of a sum that is made together with its norm. Joined, a training step saves the GPU three passes
-# over them, and costs the host some 50 us. Of the models of `python -m benchmarks models`, on an H200 at 2baeb10: at 8 Mi
-# elements T5 and DiT gained 0.5 %, and Qwen3 under autocast, which is bound by the host, lost 9 %; at 12.3 Mi and more
-# ViT gained 3 and 4 %, and others up to 2 %.
+# over them, and costs the host some 50 us. Of the models of `python -m benchmarks models`, on an H200 at 2baeb10: at
+# 8 Mi elements T5 and DiT gained 0.5 %, and Qwen3 under autocast, which is bound by the host, lost 9 %; at 12.3 Mi and
+# more ViT gained 3 and 4 %, and others up to 2 %.
 LEAST_ELEMENTS = 12 * 2**20
 
 
