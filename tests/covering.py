@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
+from functools import cache
 from importlib.util import find_spec
 from itertools import combinations
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from normforge.codegen.model import Mode
+from normforge.codegen.model import Mode, legal_modes
 
 from . import thorough
 
@@ -26,6 +27,12 @@ T = TypeVar("T")
 _Columns = tuple[int, ...]
 # For each combination of some columns' values, by their places: whether a row has it.
 _Seen = npt.NDArray[np.bool_]
+
+
+@cache
+def every_mode() -> tuple[Mode, ...]:
+    """Every legal mode, listed once for all that a process covers: each time takes half a second."""
+    return tuple(legal_modes())
 
 
 def axes_of(mode: Mode) -> tuple[Any, ...]:

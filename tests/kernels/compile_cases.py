@@ -15,10 +15,10 @@ from typing import Any
 
 import normforge
 from normforge.codegen.instance import Tile
-from normforge.codegen.model import Direction, Mode, Part, Pipeline, legal_modes
+from normforge.codegen.model import Direction, Mode, Part, Pipeline
 from normforge.kernels.tile_choice import window_tile
 
-from ..covering import axes_of, covering
+from ..covering import axes_of, covering, every_mode
 from .compilation import TARGETS, Target, instance_of
 
 # For each kernel a row length that takes it by rule, and leaves a ragged chunk to mask.
@@ -83,7 +83,7 @@ def every_case() -> tuple[Case, ...]:
     """The whole space: each kernel of each legal mode, for each architecture that has it."""
     return tuple(
         Case(mode, part, target)
-        for mode in legal_modes()
+        for mode in every_mode()
         for part in parts_of(mode)
         for target in TARGETS
         if target.has(part)

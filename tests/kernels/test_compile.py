@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from normforge.codegen.instance import Instance, Tile
-from normforge.codegen.model import Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Part, Pipeline, legal_modes
+from normforge.codegen.model import Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Part, Pipeline
 from normforge.kernels.tile_choice import window_tile
 
-from ..covering import parametrize, uncovered
+from ..covering import every_mode, parametrize, uncovered
 from ..thorough import THOROUGH, first_of_each
 from . import compile_cases
 from .compilation import TARGETS, Target, compile_kernel, instance_of, register_cap, usage
@@ -56,7 +56,7 @@ def test_a_length_takes_the_kernel_that_it_stands_for() -> None:
     expected: dict[Pipeline | Part, Pipeline] = {part: part for part in Pipeline}
     expected |= {Part.WINDOW: Pipeline.ONE_PASS, Part.ROW_TERMS: Pipeline.TWO_PASS}
     for part in {case.part for case in compile_cases.every_case()}:
-        modes = [mode for mode in legal_modes() if part in compile_cases.parts_of(mode)]
+        modes = [mode for mode in every_mode() if part in compile_cases.parts_of(mode)]
         assert {Case(mode, part, SM_90).tile.pipeline for mode in modes} == {expected[part]}
     assert set(LENGTHS) == {*Pipeline, *Part}
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import pytest
 
 import normforge
 from normforge.codegen.instance import Tile
-from normforge.codegen.model import DType, Mode, Pipeline, legal_modes
+from normforge.codegen.model import DType, Mode, Pipeline
 from normforge.selection import dispatch
 from normforge.selection.table import Entry, RetiledTable
 
@@ -18,7 +19,8 @@ from ..thorough import first_of_each
 from .gradients import GradientProblem
 from .problems import Problem, mixed_dtypes
 
-MODES = {mode.name: mode for mode in legal_modes()}
+# A table grows while tests run: what they call that it lacks is added.
+mode_of = cache(Mode.from_name)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 # A bucket without a cap is tried at a prime that is no multiple of anything.
@@ -27,7 +29,7 @@ LONG_PRIME = 140009
 
 def problems(entry: Entry, rows: int) -> list[Problem]:
     """Both edges of the bucket and an odd length between; one row, several, and rows with a stride of their own."""
-    mode: Mode = MODES[entry.mode]
+    mode: Mode = mode_of(entry.mode)
     first, last = entry.first, entry.last or LONG_PRIME
     middle = (first + last) // 2 | 1
     several = (rows + 1,)
@@ -40,7 +42,7 @@ def problems(entry: Entry, rows: int) -> list[Problem]:
 
 def gradient_problems(entry: Entry, tile: Tile) -> list[GradientProblem]:
     """The same lengths; more tiles of rows than there are programs in the interpreter, and a row alone."""
-    mode: Mode = MODES[entry.mode]
+    mode: Mode = mode_of(entry.mode)
     first, last = entry.first, entry.last or LONG_PRIME
     middle = (first + last) // 2 | 1
     several = (2 if tile.pipeline is Pipeline.TWO_PASS else 4) * tile.rows + 1
@@ -87,7 +89,7 @@ class Share:
             return None
         if self.entry.first <= _LONGEST_QUICK:
             return self.entry.name
-        return MODES[self.entry.mode].direction, frozenset(tile.pipeline for tile in self.entry.distinct_tiles())
+        return mode_of(self.entry.mode).direction, frozenset(tile.pipeline for tile in self.entry.distinct_tiles())
 
     def turns(self, device: str) -> list[tuple[int, Tile]]:
         """Which problem with which tile, in order."""
@@ -102,7 +104,7 @@ _LONGEST_QUICK = 8192
 
 def shares(*, backward: bool) -> list[Any]:
     """Each instance of a direction, in two shares."""
-    entries = enumerate(entry for entry in normforge.instances() if MODES[entry.mode].is_backward is backward)
+    entries = enumerate(entry for entry in normforge.instances() if mode_of(entry.mode).is_backward is backward)
     both = [Share(entry, place, is_first) for place, entry in entries for is_first in (True, False)]
     return first_of_each(both, lambda share: share.kind, lambda share: share.name)
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from normforge.codegen.instance import Tile
-from normforge.codegen.model import Mode, Part, Pipeline, legal_modes
+from normforge.codegen.model import Mode, Part, Pipeline
 from normforge.selection import dispatch
 from normforge.selection.table import RetiledTable
 
-from ..covering import axes_of, covering, parametrize, uncovered
+from ..covering import axes_of, covering, every_mode, parametrize, uncovered
 from ..thorough import THOROUGH
 from .gradients import GradientProblem
 from .problems import Problem, mixed_dtypes
@@ -56,7 +56,7 @@ def every_case() -> tuple[Case, ...]:
     """In the interpreter programs cannot wait for one another, so that `spread` is left out."""
     return tuple(
         Case(mode, part)
-        for mode in legal_modes()
+        for mode in every_mode()
         for part in CALLS
         if part in mode.pipelines or (part is Part.WINDOW and mode.has_window)
     )
