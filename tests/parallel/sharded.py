@@ -58,7 +58,9 @@ def communicates(**counts: int) -> Iterator[None]:
 
 def placed(tensor: torch.Tensor, *placements: Placement) -> DTensor:
     """A tensor that every rank has, as a DTensor that may require a gradient of its own."""
-    whole = distribute_tensor(tensor.detach(), mesh(), placements)
+    # Gloo sends no eight-bit floats; what these hold exactly, others do too.
+    wide = tensor.detach() if tensor.dtype.itemsize > 1 else tensor.detach().float()
+    whole = cast(distribute_tensor(wide, mesh(), placements), tensor.dtype)
     whole.requires_grad_(tensor.requires_grad)
     return whole
 
@@ -68,18 +70,21 @@ def same(found: object, expected: torch.Tensor, *placements: Placement) -> None:
     assert isinstance(found, DTensor)
     assert found.placements == placements, found.placements
     assert found.dtype == expected.dtype
-    # Gloo sends no eight-bit floats; what these hold exactly, others do too.
-    whole = (found if expected.dtype.itemsize > 1 else _widened(found)).full_tensor().detach()
+    # As in `placed`.
+    whole = (found if expected.dtype.itemsize > 1 else cast(found, torch.float32)).full_tensor().detach()
     assert whole.shape == expected.shape
     # Sums of other parts differ in their last bits.
     tolerance = {torch.float32: 2e-5, torch.bfloat16: 2e-2}.get(expected.dtype, 0)
     torch.testing.assert_close(whole.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
-def _widened(found: DTensor) -> DTensor:
-    wide = found.to_local().float()
+def cast(tensor: DTensor, dtype: torch.dtype) -> DTensor:
+    """A DTensor with parts in another dtype; itself if they have that."""
+    if tensor.dtype == dtype:
+        return tensor
+    part = tensor.to_local().to(dtype)
     return DTensor.from_local(
-        wide, found.device_mesh, found.placements, run_check=False, shape=found.shape, stride=found.stride()
+        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
 
 
