@@ -308,12 +308,7 @@ class Mode:
     def _check_modulated(self) -> None:
         if not self.modulated:
             raise IllegalCombinationError("x_gate is of modulated norms; use modulated true, or leave x_gate out")
-        if self.is_backward:
-            raise IllegalCombinationError(
-                "modulated norms have no kernels of direction bwd, torch's operators compute their gradients; "
-                "leave direction or modulated out"
-            )
-        if self.x_gate and not self.fadd.stores:
+        if self.x_gate and not (self.fadd.stores or self.is_backward):
             raise IllegalCombinationError(
                 f"x_gate scales x before a residual is added to it, and fadd is {self.fadd.value}; "
                 "use fadd pre_add_store, or leave x_gate out"
@@ -374,7 +369,8 @@ class Mode:
     @property
     def pipelines(self) -> tuple[Pipeline, ...]:
         """The pipelines that there are kernels for."""
-        return tuple(p for p in Pipeline if p is not Pipeline.SPREAD or self.streams or self.is_backward)
+        spreads = self.streams or (self.is_backward and not self.modulated)
+        return tuple(p for p in Pipeline if p is not Pipeline.SPREAD or spreads)
 
     @property
     def has_window(self) -> bool:
@@ -465,7 +461,8 @@ class Mode:
     def _backward_features(self) -> tuple[str, ...]:
         x_bias = ("x bias added and its gradient summed",) if self.x_bias else ()
         cast = ("rows rounded before the weight",) if self.cast.comes_first else ()
-        return x_bias + (("gradient of the stored sum added",) if self.fadd.stores else ()) + cast
+        modulated = ("modulated", *(("x gated",) if self.x_gate else ())) if self.modulated else ()
+        return x_bias + (("gradient of the stored sum added",) if self.fadd.stores else ()) + cast + modulated
 
     @cached_property
     def summary(self) -> str:

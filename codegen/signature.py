@@ -83,6 +83,9 @@ _BACKWARD = (
     _Row("x_ptr", "(M, N) {dtype_in}"),
     _Row("x_bias_ptr", "(N,)", lambda m, p: m.x_bias),
     _Row("weight_ptr", "(N,) or None"),
+    _Row("scale_ptr", "(samples, N)", lambda m, p: m.modulated),
+    _Row("gate_ptr", "(samples, N)", lambda m, p: m.x_gate and p is not Part.ROW_TERMS),
+    _Row("gated_ptr", "(M, N), what was gated", lambda m, p: m.x_gate and p is not Part.ROW_TERMS),
     _Row("mean_ptr", "(M,) fp32", lambda m, p: m.norm.centres),
     _Row("rstd_ptr", "(M,) fp32"),
     _Row("gh_mean_ptr", "(M,) fp32, the mean of g * h", lambda m, p: p in (Pipeline.TWO_PASS, Part.ROW_TERMS)),
@@ -90,14 +93,25 @@ _BACKWARD = (
     _Row("exchange_ptr", "(tiles, slices, ROWS) int64, -1", lambda m, p: p is Pipeline.SPREAD),
     _Row("dresidual_out_ptr", "(M, N)", lambda m, p: m.fadd.stores and p is not Part.ROW_TERMS),
     _Row("dx_ptr", "(M, N) or None", lambda m, p: p is not Part.ROW_TERMS),
+    _Row("dgated_ptr", "(M, N) or None", lambda m, p: m.x_gate and p is not Part.ROW_TERMS),
     _Row("dweight_ptr", "(programs, N) fp32 or None", lambda m, p: p is not Part.ROW_TERMS),
-    _Row("dbias_ptr", "(programs, N) fp32 or None", lambda m, p: m.norm.centres and p is not Part.ROW_TERMS),
+    _Row(
+        "dbias_ptr",
+        "(programs, N) fp32 or None",
+        lambda m, p: (m.norm.centres or m.modulated) and p is not Part.ROW_TERMS,
+    ),
+    _Row("dgate_ptr", "(programs, N) fp32 or None", lambda m, p: m.x_gate and p is not Part.ROW_TERMS),
     _Row("dx_bias_ptr", "(programs, N) fp32 or None", lambda m, p: m.x_bias and p is not Part.ROW_TERMS),
     _Row("dy_row_stride", "elements"),
     _Row("x_row_stride", "elements"),
+    _Row("scale_row_stride", "elements", lambda m, p: m.modulated),
+    _Row("gate_row_stride", "elements", lambda m, p: m.x_gate and p is not Part.ROW_TERMS),
+    _Row("gated_row_stride", "elements", lambda m, p: m.x_gate and p is not Part.ROW_TERMS),
     _Row("dresidual_out_row_stride", "elements", lambda m, p: m.fadd.stores and p is not Part.ROW_TERMS),
     _Row("dx_row_stride", "elements", lambda m, p: p is not Part.ROW_TERMS),
+    _Row("dgated_row_stride", "elements", lambda m, p: m.x_gate and p is not Part.ROW_TERMS),
     _Row("M", "rows", lambda m, p: p is not Part.ROW_TERMS),
+    _Row("sample_rows", "rows of each sample", lambda m, p: m.modulated),
     _Row("weight_offset", "fp32, added to every weight", lambda m, p: not m.norm.centres),
     _Row("N: tl.constexpr", "columns, exact"),
     _ALIGNMENT,
@@ -144,8 +158,10 @@ def summary(mode: Mode, part: Pipeline | Part) -> str:
 def column_sums(mode: Mode) -> list[tuple[str, str]]:
     """The gradients that a backward kernel sums over rows: name, and what a row adds."""
     sums = [("dweight", f"dy * {'rounded_first(h, dy_ptr, x_ptr)' if mode.cast.comes_first else 'h'}")]
-    if mode.norm.centres:
+    if mode.norm.centres or mode.modulated:
         sums.append(("dbias", "dy"))
     if mode.x_bias:
         sums.append(("dx_bias", "dx"))
+    if mode.x_gate:
+        sums.append(("dgate", "dx * gated"))
     return sums

@@ -68,6 +68,9 @@ def tiles_of(
     kind = class_of(mode)
     generic = generic_tiles(kind, bucket)
     known = own_tables() if tables is None else tables
+    if mode.is_backward and mode.modulated:
+        # Nobody measured them, and what was measured of others spreads rows, which these do not.
+        return ((ANY, generic), *((arch, generic) for arch in known))
     return ((ANY, generic), *((arch, table.find(kind, bucket) or generic) for arch, table in known.items()))
 
 

@@ -22,6 +22,9 @@ UNSPECIALISED = (
     "dy_row_stride",
     "dresidual_out_row_stride",
     "dx_row_stride",
+    "gated_row_stride",
+    "dgated_row_stride",
+    "sample_rows",
 )
 
 

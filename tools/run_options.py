@@ -248,7 +248,7 @@ def _check_samples(given: argparse.Namespace) -> None:
         raise ValueError(f"-m {given.m} rows are no whole number of rows a sample with -samples {given.samples}")
     for name, value, unset, reason in (
         ("heads", given.heads, 1, "samples are of rows that adjoin"),
-        ("bwd", given.bwd, 0, "torch's operators compute the gradients of modulated norms"),
+        ("bwd", given.bwd, 0, "the backward pass of modulated norms is autograd's alone"),
         ("y_stride", given.y_stride, -1, "they write where they allocate"),
         ("yr_stride", given.yr_stride, -1, "they write where they allocate"),
     ):

@@ -67,9 +67,10 @@ def compile_keys(
     """List every compilation that calls of some modes and row lengths come to, whatever their number of rows.
 
     The defaults are the common deployment: weight and bias in x's dtype, rows that adjoin, tensors that start at
-    multiples of 16 bytes, as torch allocates them. Where there are several values, there is a key for each
-    combination. x_bias, dx and dresidual_out have x's dtype. Nothing is compiled; an instance that the table lacks is
-    generated, as by a call.
+    multiples of 16 bytes, as torch allocates them. Where there are several values, there is a key for each combination.
+    x_bias, dx and dresidual_out have x's dtype, and so have scale, shift and gate of modulated norms, which are one for
+    each sample of several rows, or for each row where row_strides names them. Nothing is compiled; an instance that the
+    table lacks is generated, as by a call.
 
     Args:
         n: row lengths.

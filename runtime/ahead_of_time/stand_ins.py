@@ -9,6 +9,7 @@ from itertools import product
 import torch
 
 from ..calls.check import check
+from ..calls.modulated_backward import GradientPlan, stand_in
 from ..calls.plan import Plan
 from ..codegen.axes import SAME
 from ..codegen.families import Kind as Shape
@@ -72,7 +73,7 @@ _GRADIENTS = tuple(result.name for result in BACKWARD.results)
 _POINTERS = {row.name: row.slot for family in FAMILIES for row in (*family.inputs, *family.places)}
 
 
-def plans(mode: Mode, n: int, target: Target, deployment: Deployment) -> Iterator[Plan]:
+def plans(mode: Mode, n: int, target: Target, deployment: Deployment) -> Iterator[Plan | GradientPlan]:
     """What calls of a mode come to, one for each combination of what they may bring."""
     biases = (None,) if not mode.norm.centres else deployment.bias_dtypes
     for weight, stride, names in product(deployment.weight_dtypes, deployment.row_strides, deployment.misaligned):
@@ -83,7 +84,9 @@ def plans(mode: Mode, n: int, target: Target, deployment: Deployment) -> Iterato
         misaligned = [_POINTERS[name] for name in names]
         for bias in (weight,) if biases is None else biases:
             kinds = {"weight": weight, "bias": bias}
-            if mode.is_backward:
+            if mode.is_backward and mode.modulated:
+                yield from _modulated_backward(mode, n, target, deployment, weight, misaligned)
+            elif mode.is_backward:
                 yield from _backward(mode, rows, target, deployment, kinds, misaligned)
             else:
                 yield from _forward(mode, rows, target, deployment, kinds, misaligned)
@@ -128,6 +131,15 @@ def _backward(
         arguments = {**arguments_of(mode, _maker(mode, rows, {**kinds, "dy": dy})), "wants": wants}
         arguments["bias_dtype"] = None if bias is None else _dtype(bias, mode)
         yield Plan(check(BACKWARD.functions[mode.norm], arguments), misaligned, target)
+
+
+def _modulated_backward(
+    mode: Mode, n: int, target: Target, deployment: Deployment, weight: Kind, misaligned: Collection[str]
+) -> Iterator[GradientPlan]:
+    """Of modulated rows that adjoin, where all that is summed is wanted; what has no type here is of x's."""
+    for dy in _dy_kinds(mode, deployment):
+        dtypes = {"dy": _dtype(dy, mode), "weight": None if weight is None else _dtype(weight, mode)}
+        yield GradientPlan(stand_in(mode, n, TORCH_DTYPES[mode.dtype_in], dtypes, misaligned), target, None)
 
 
 def _dy_kinds(mode: Mode, deployment: Deployment) -> list[Kind]:

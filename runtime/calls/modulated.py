@@ -1,10 +1,8 @@
-"""Calls of modulated norms: known or checked, launched, and recorded by autograd.
-
-Their backward pass is torch's operators', of the statistics that the kernel saved.
-"""
+"""Calls of modulated norms: known or checked, launched, and recorded by autograd."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from ..kernels.gpu import require_device
 from ..selection import dispatch
 from ..upstream.torch_autograd import applied, applied_at_once
 from ..upstream.torch_dynamo import eager_only
-from . import modulated_instead
+from . import modulated_backward, modulated_instead
 from .check import check
 from .first import address_of, resolved
 from .known import MISALIGNED, PLAIN, Found, Key, remember
@@ -25,7 +23,7 @@ from .outputs import LayerNormOutput, unpacked
 from .plan import Plan
 from .row_layout import walkable
 from .straight import ModulatedOperands, ModulatedOptions, find_modulated
-from .traced import operated, result_dtype
+from .traced import dispatch_modes, is_dynamo_compiling, operated, result_dtype
 
 # By the norm's word, because torch 2.11's TorchDynamo can make no enum of it.
 FUNCTION_OF = {norm.value: name for norm, name in MODULATED.functions.items()}
@@ -180,7 +178,21 @@ class _Modulate(torch.autograd.Function):
         statistics = unpacked(statistics, rows.numel() // rows.shape[-1])
         kept = modulated_instead.Kept(*(*saved, *statistics))
         dy, dresidual_out = arrived[0], arrived[1] if len(arrived) > 1 else None
-        return None, *modulated_instead.gradients(kept, ctx.told, dy, dresidual_out, ctx.needs_input_grad[1:])
+        return None, *gradients_of(kept, ctx.told, dy, dresidual_out, ctx.needs_input_grad[1:])
+
+
+def gradients_of(
+    kept: modulated_instead.Kept,
+    told: modulated_instead.Told,
+    dy: torch.Tensor | None,
+    dresidual_out: torch.Tensor | None,
+    due: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """The gradients of a call's operands that are due: by kernels, unless a gradient of them could be asked for."""
+    seen = torch.is_grad_enabled() or is_dynamo_compiling() or dispatch_modes() > 0
+    if dy is None or seen or not modulated_backward.takes(kept, dy, dresidual_out):
+        return modulated_instead.gradients(kept, told, dy, dresidual_out, due)
+    return modulated_backward.gradients(kept, told, dy, dresidual_out, due)
 
 
 _recorded, _apply = applied(_Modulate), applied_at_once(_Modulate)

@@ -1,4 +1,4 @@
-"""Modulated norms by torch's operators: where no kernel runs, and their backward pass."""
+"""Modulated norms by torch's operators, forward and backward: where no kernel runs."""
 
 from __future__ import annotations
 
@@ -83,6 +83,8 @@ def gradients(
     due: Sequence[bool],
 ) -> list[torch.Tensor | None]:
     """The gradients of a call's operands that are due, differentiable: each rounded once, sums in a fixed order.
+
+    What `modulated_backward` computes by kernels where nobody can ask for a gradient of them.
 
     With h the normalised rows, a = h * weight + bias and g = dy * (1 + scale) * weight: ds is what the norm's backward
     pass makes of g, and the gradient that arrives for the sum; dx = ds * gate, dgate = ds * x, dscale = dy * a and

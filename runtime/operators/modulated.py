@@ -1,4 +1,4 @@
-"""Modulated norms as operators, whose backward pass torch's operators compute."""
+"""Modulated norms as operators; the backward pass of those in a traced graph is torch's operators."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def register(library: torch.library.Library, namespace: str, function: str) -> N
         due = dict(zip(takes.passed, ctx.needs_input_grad, strict=True))
         dresidual_out = arrived[1] if ctx.adds else None
         wanted = [due.get(name, False) for name in operands]
-        found = modulated_instead.gradients(kept, ctx.told, arrived[0], dresidual_out, wanted)
+        found = modulated.gradients_of(kept, ctx.told, arrived[0], dresidual_out, wanted)
         by_name = dict(zip(operands, found, strict=True))
         return tuple([by_name.get(name) for name in takes.passed])
 

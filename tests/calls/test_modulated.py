@@ -9,6 +9,7 @@ import torch
 
 import normforge
 from normforge.calls import known, modulated
+from normforge.calls.modulated_backward import GradientPlan
 from normforge.codegen.model import DType, Mode, Norm
 from normforge.selection import dispatch
 
@@ -121,6 +122,23 @@ def test_a_call_of_today_asks_for_nothing_new() -> None:
     (plan,) = known.all_plans()
     assert plan.mode == Mode(Norm.LAYER, DType.FP32, DType.FP32)
     assert not any("scale" in name or "shift" in name for name in plan.prepared(3).steps[0].launcher.kernel.arg_names)
+
+
+@each_device
+def test_kernels_of_a_backward_pass_are_listed_before(device: str) -> None:
+    """`compile_keys` has what a backward pass of rows that adjoin launches."""
+    shape = (2, 8, N)
+    leaves = [torch.randn(size, device=device, requires_grad=True) for size in (shape, (2, N), (2, N), (2, N), shape)]
+    x, scale, shift, gate, residual = leaves
+    y, total = normforge.modulated_layer_norm(x, scale, shift, gate=gate, residual=residual)
+    torch.autograd.grad((y.sum() + total.sum()), leaves)
+    (plan,) = [plan for plan in known.all_plans() if isinstance(plan, GradientPlan)]
+    listed = normforge.compile_keys(
+        n=[N], modes=[plan.kind.mode.name], arch="sm_90", weight_dtypes=[None], dy_dtypes=[torch.float32]
+    )
+    types = dict(plan.prepared(16).launchers[0].key.arguments)
+    names = [name for name, word in dict(listed[0].key.arguments).items() if isinstance(word, str)]
+    assert {name: types[name] for name in names} == {name: dict(listed[0].key.arguments)[name] for name in names}
 
 
 @pytest.mark.parametrize("misaligned", [(), ("scale",)])

@@ -60,6 +60,15 @@ MODES = (
     Mode(Norm.RMS, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE, save_mv=True, cast=Cast.BEFORE_WEIGHT),
     Mode(Norm.RMS, DType.BF16, DType.BF16, direction=Direction.BACKWARD, cast=Cast.BEFORE_WEIGHT),
     Mode(Norm.LAYER, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE, save_mv=True, modulated=True, x_gate=True),
+    Mode(
+        Norm.LAYER,
+        DType.BF16,
+        DType.BF16,
+        FusedAdd.PRE_ADD_STORE,
+        direction=Direction.BACKWARD,
+        modulated=True,
+        x_gate=True,
+    ),
 )
 
 # Not the committed tables: those change with every measurement, and this shows every field of a tile.

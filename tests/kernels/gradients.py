@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from normforge import reference
+from normforge.calls import modulated_backward
+from normforge.calls.modulated_instead import Kept, Told
 from normforge.calls.outputs import NormGradients
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.model import DType, Mode
@@ -43,6 +45,9 @@ class GradientProblem:
 
     def check(self, device: str) -> None:
         """Run the call and hold every gradient against the oracle's."""
+        if self.mode.modulated:
+            check_modulated(self.mode, self.shape, self.dtypes, device)
+            return
         tensors = self._draw(device)
         before = {name: tensor.clone() for name, tensor in tensors.items()}
         expected, scales, mean, rstd = self._oracle(tensors)
@@ -132,6 +137,75 @@ class GradientProblem:
         }
         mean = output.mean if output.mean is not None else output.rstd
         return gradients, scales, mean.detach(), output.rstd.detach()
+
+
+def check_modulated(mode: Mode, shape: tuple[int, ...], dtypes: dict[str, DType], device: str) -> None:
+    """Run the kernels of modulated rows, of two samples that each have so many, and hold every gradient to fp64."""
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{mode.name}{shape}".encode()))
+    rows, n = max(8, shape[0]), shape[-1]
+
+    def draw(name: str, *size: int) -> torch.Tensor:
+        dtype = TORCH_DTYPES[dtypes.get(name, mode.dtype_in)]
+        return torch.randn(size, generator=generator, device=device).to(dtype)
+
+    # What is normalised is of the mode's type: x itself, or a sum that was stored.
+    x, dy = draw("x", 2, rows, n), draw("dy", 2, rows, n)
+    scale, shift, gate = draw("scale", 2, n), draw("shift", 2, n), draw("gate", 2, n)
+    weight, bias = draw("weight", n), draw("bias", n) if mode.norm.centres else None
+    gated = draw("gated", 2, rows, n)
+    dsum = draw("dresidual_out", 2, rows, n) if mode.fadd.stores else None
+    s = x.double()
+    mean = s.mean(-1).float() if mode.norm.centres else None
+    centre = 0 if mean is None else s.mean(-1, keepdim=True)
+    rstd = ((s - centre).square().mean(-1) + EPS).rsqrt().float()
+    gates = mode.x_gate
+    kept = Kept(
+        x, scale, shift, gate if gates else None, gated if gates else None, weight, bias,
+        None if mean is None else mean.flatten(), rstd.flatten(),
+    )  # fmt: skip
+    of_x = gated.dtype if gates else x.dtype
+    types = (of_x, scale.dtype, shift.dtype, gate.dtype, x.dtype, weight.dtype, None if bias is None else bias.dtype)
+    due = (True, True, True, gates, True, True, bias is not None)
+    told = Told(mode.norm.value, 0.0, types)
+    assert modulated_backward.takes(kept, dy, dsum)
+    found = modulated_backward.gradients(kept, told, dy, dsum, due)
+    exact_kept = Kept(*[None if tensor is None else tensor.double() for tensor in kept])  # type: ignore[arg-type] # tensors
+    exact_told = told._replace(dtypes=(torch.float64,) * len(types))
+    wanted = exactly(exact_kept, exact_told, dy.double(), None if dsum is None else dsum.double())
+    for name, got, want in zip(
+        ("x", "scale", "shift", "gate", "residual", "weight", "bias"), found, wanted, strict=True
+    ):
+        assert (got is None) == (want is None or not due[_PLACES.index(name)]), name
+        if got is not None and want is not None:
+            tolerance = TOLERANCES[got.dtype]
+            allowed = tolerance.rtol * want.abs() + 1e-4 * max(1.0, float(want.abs().max()))
+            error = (got.double() - want).abs()
+            assert got.shape == want.shape, name
+            assert bool((error <= allowed).all()), f"gradient of {name} is off by {float(error.max()):.3g}: {mode.name}"
+
+
+_PLACES = ("x", "scale", "shift", "gate", "residual", "weight", "bias")
+
+
+def exactly(kept: Kept, told: Told, dy: torch.Tensor, dsum: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """The gradients by autograd in fp64, of a norm written out."""
+    leaves = [None if t is None else t.clone().requires_grad_() for t in kept[:7]]
+    s, scale, shift, gate, gated, weight, bias = leaves
+    assert s is not None
+    assert scale is not None
+    assert shift is not None
+    centre = s.mean(-1, keepdim=True) if told.norm == "layer" else 0
+    h = (s - centre) * ((s - centre).square().mean(-1, keepdim=True) + EPS).rsqrt()
+    a = h if weight is None else h * weight
+    a = a if bias is None else a + bias
+    y = a * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+    loss = (y * dy).sum() + (0 if dsum is None else (s * dsum).sum())
+    there = [t for t in (scale, shift, s, weight, bias) if t is not None]
+    of = dict(zip(map(id, there), torch.autograd.grad(loss, there), strict=True))
+    ds = of[id(s)]
+    dx = ds if gate is None else ds * gate.detach().unsqueeze(1)
+    dgate = None if gated is None else (ds * gated.detach()).sum(1)
+    return [dx, of[id(scale)], of[id(shift)], dgate, ds, of.get(id(weight)), of.get(id(bias))]
 
 
 def _either(dy: torch.Tensor, either: torch.Tensor | None) -> torch.Tensor | float:

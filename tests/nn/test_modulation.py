@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 import normforge
+from normforge.calls import modulated_backward
 from normforge.errors import ConflictError, DTypeError, ShapeError
 
 from .oracle import backward, close, coarser, each_device, each_float, each_norm
@@ -21,7 +22,7 @@ _FORWARD = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 2e-5}
 _BACKWARD = {torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 # (B, T, N): several rows a sample.
-SHAPE = (3, 2, 40)
+SHAPE = (3, 9, 40)
 
 FUNCTIONS: dict[str, Any] = {"layer": normforge.modulated_layer_norm, "rms": normforge.modulated_rms_norm}
 
@@ -140,7 +141,16 @@ def test_every_type_is_rounded_once(norm: str, dtype: torch.dtype, device: str) 
 
 @each_device
 @pytest.mark.parametrize(
-    "kinds", [("sample", "all", "row"), ("row", "sample", "all"), ("all", "row", "sample")], ids=str
+    "kinds",
+    [
+        ("sample", "all", "row"),
+        ("row", "sample", "all"),
+        ("all", "row", "sample"),
+        ("sample", "all", "sample"),
+        ("all", "sample", "all"),
+        ("all", "all", "sample"),
+    ],
+    ids=str,
 )
 def test_modulations_may_be_of_several_kinds(kinds: tuple[str, str, str], device: str) -> None:
     check("layer", operands("layer", kinds, device=device))
@@ -194,6 +204,63 @@ def test_only_what_asks_for_a_gradient_has_one(device: str) -> None:
         assert outputs[1].requires_grad == (name in ("x", "gate", "residual"))
         backward(outputs[0].square().sum())
         assert [other for other, tensor in given.present().items() if tensor.grad is not None] == [name]
+
+
+@pytest.fixture
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """What is added to at each backward pass: whether kernels computed it."""
+    found: list[bool] = []
+    takes = modulated_backward.takes
+
+    def told(*given: Any) -> bool:
+        found.append(takes(*given))
+        return found[-1]
+
+    monkeypatch.setattr(modulated_backward, "takes", told)
+    return found
+
+
+@each_device
+@pytest.mark.parametrize(
+    ("kind", "rows", "kernels"), [("sample", 9, True), ("sample", 7, False), ("all", 3, True), ("row", 9, False)]
+)
+def test_which_backward_passes_are_kernels(
+    kind: str, rows: int, kernels: bool, device: str, by_kernels: list[bool]
+) -> None:
+    """Of eight rows a sample and more."""
+    check("rms", operands("rms", (kind,) * 3, shape=(3, rows, 40), device=device))
+    assert by_kernels == [kernels]
+
+
+@each_device
+@pytest.mark.parametrize("lies", ["transposed", "expanded", "wider", "misaligned", "negated"])
+def test_a_gradient_that_arrives_may_lie_anyhow(lies: str, device: str, by_kernels: list[bool]) -> None:
+    """As attention leaves it, as a sum does, in a wider one, at no multiple of 16 bytes, or as its negative."""
+    shape = (2, 8, 40)
+    arrived = {
+        "transposed": torch.randn(8, 2, 40, device=device).transpose(0, 1),
+        "expanded": torch.randn((), device=device).expand(shape),
+        "wider": torch.randn(2, 8, 80, device=device)[..., :40],
+        "misaligned": torch.randn(2 * 8 * 40 + 1, device=device)[1:].view(shape),
+        "negated": torch.randn(shape, dtype=torch.complex64, device=device).conj().imag,
+    }[lies]
+    given = operands("layer", ("sample",) * 3, shape=shape, device=device)
+    exact, wanted = expected("layer", given)
+    outputs = call("layer", given)
+    torch.autograd.backward(outputs, [arrived, arrived])
+    torch.autograd.backward(wanted, [arrived.double(), arrived.double()])
+    for name, tensor in given.present().items():
+        assert tensor.grad is not None
+        close(f"gradient of {name}", tensor.grad, vars(exact)[name].grad, 1e-4)
+    assert by_kernels == [lies != "negated"]
+
+
+@each_device
+@pytest.mark.parametrize("n", [700, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1500, 9000))])
+@each_norm
+def test_gradients_in_each_pipeline(norm: str, n: int, device: str, by_kernels: list[bool]) -> None:
+    check(norm, operands(norm, ("sample",) * 3, shape=(2, 8, n), dtype=torch.bfloat16, device=device))
+    assert by_kernels == [True]
 
 
 def test_a_gradient_of_the_sum_alone() -> None:

@@ -210,7 +210,10 @@ def test_a_run_of_modulated_rows_agrees_with_the_reference(argv: str, capsys: py
     ("argv", "problem"),
     [
         ("-samples 4", "-m 6 rows are no whole number of rows a sample with -samples 4"),
-        ("-samples 2 -bwd 1", "-bwd 1 does not go with -samples 2: torch's operators compute the gradients"),
+        (
+            "-samples 2 -bwd 1",
+            "-bwd 1 does not go with -samples 2: the backward pass of modulated norms is autograd's alone",
+        ),
         ("-samples 2 -heads 3", "-heads 3 does not go with -samples 2"),
         ("-samples 2 -y_stride 60", "-y_stride 60 does not go with -samples 2: they write where they allocate"),
         ("-xgate 1", "-xgate 1 would be ignored: only rows of -samples are gated"),
