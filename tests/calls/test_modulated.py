@@ -75,16 +75,19 @@ def test_a_known_kind_has_the_same_way_of_sharing(device: str, monkeypatch: pyte
 
 
 def test_a_known_call_whose_samples_do_not_fit_is_refused() -> None:
-    x, scale = torch.randn(2, 3, N), torch.randn(2, N)
-    normforge.modulated_layer_norm(x, scale, scale)
+    # Not one tensor for several operands, which is a kind of its own.
+    x, scale, shift, gate, residual = torch.randn(2, 3, N), *torch.randn(3, 2, N), torch.randn(2, 3, N)
+    for _ in range(2):
+        normforge.modulated_layer_norm(x, scale, shift)
+        normforge.modulated_layer_norm(x, scale, shift, gate=gate, residual=residual)
     for wrong in (torch.randn(3, N), torch.randn(1, N)):
-        for given in ((wrong, scale), (scale, wrong)):
+        for given in ((wrong, shift), (scale, wrong)):
             with pytest.raises(normforge.errors.ShapeError):
                 normforge.modulated_layer_norm(x, *given)
         with pytest.raises(normforge.errors.ShapeError):
-            normforge.modulated_layer_norm(x, scale, scale, gate=wrong, residual=x)
+            normforge.modulated_layer_norm(x, scale, shift, gate=wrong, residual=residual)
     with pytest.raises(normforge.errors.ConflictError):
-        normforge.modulated_layer_norm(x, scale, scale, eps=float("nan"))
+        normforge.modulated_layer_norm(x, scale, shift, eps=float("nan"))
 
 
 @each_device

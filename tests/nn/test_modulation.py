@@ -187,6 +187,17 @@ def test_chunks_of_one_tensor_are_read_where_they_are(n: int, device: str) -> No
         close("output", output, its, 2e-5)
 
 
+@each_device
+@each_norm
+def test_many_short_rows(norm: str, device: str) -> None:
+    """So many that a program takes several, and samples end within one."""
+    given = operands(norm, ("sample",) * 3, shape=(3, 101, 24), device=device)
+    with torch.no_grad():
+        outputs = call(norm, given)
+    for output, its in zip(outputs, expected(norm, given)[1], strict=True):
+        close("output", output, its, 2e-5)
+
+
 def test_what_kernels_cannot_walk_is_copied() -> None:
     x, scale, shift = torch.randn(40, 3, 2).transpose(0, 2), torch.randn(40, 2).T, torch.randn(80)[::2]
     y = normforge.modulated_rms_norm(x, scale, shift)

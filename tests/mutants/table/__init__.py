@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from . import autograd, deployment, dispatch, forward, generator, gradients, keys, primitives, quantisation, tracing
+from . import (
+    autograd,
+    deployment,
+    dispatch,
+    forward,
+    generator,
+    gradients,
+    keys,
+    modulation,
+    primitives,
+    quantisation,
+    tracing,
+)
 
 MUTANTS = (
     *forward.MUTANTS,
@@ -15,4 +27,5 @@ MUTANTS = (
     *tracing.MUTANTS,
     *deployment.MUTANTS,
     *generator.MUTANTS,
+    *modulation.MUTANTS,
 )

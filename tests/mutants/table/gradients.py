@@ -90,7 +90,7 @@ MUTANTS = (
         "two-pass-backward-skips-tiles",
         "backward two_pass: programs leave tiles out",
         "templates/bwd_two_pass.py.j2",
-        "for tile in range(program, tl.cdiv(M, ROWS), tl.num_programs(1)):",
+        'for tile in range(program, tl.cdiv(M, ROWS), {{ backward.others(m, "tl.num_programs(1)") }}):',
         "for tile in range(program, M // ROWS, tl.num_programs(1)):",
         (
             f"{_INSTANCES}::test_gradient_instance[rms_bwd_fp32_nbig-cpu]",

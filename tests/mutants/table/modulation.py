@@ -1,0 +1,91 @@
+"""Modulated norms: stages of kernels, how samples share rows, what calls are known by, and gradients."""
+
+from __future__ import annotations
+
+from ..mutant import Mutant
+
+_FORMULA = "tests/nn/test_modulation.py::test_outputs_and_gradients_are_those_of_fp64"
+_CALLS = "tests/calls/test_modulated.py"
+
+MUTANTS = (
+    Mutant(
+        "modulation-forgets-the-one",
+        "modulated: rows are multiplied by scale, and not by 1 + scale",
+        "templates/kernel.j2",
+        "y = y * (1.0 + load_chunk(scale_ptr, cols, {{ mask }}))",
+        "y = y * (load_chunk(scale_ptr, cols, {{ mask }}))",
+        ("tests/nn/test_modulation.py::test_many_short_rows",),
+    ),
+    Mutant(
+        "modulated-chunk-forgets-the-one",
+        "one_pass modulated: rows are multiplied by scale, and not by 1 + scale",
+        "templates/kernel.j2",
+        "y *= 1.0 + operand_chunk(scale_ptr, scale_row, start, N, BLOCK)",
+        "y *= operand_chunk(scale_ptr, scale_row, start, N, BLOCK)",
+        (_FORMULA,),
+    ),
+    Mutant(
+        "modulation-forgets-the-gate",
+        "modulated: x is not gated",
+        "templates/kernel.j2",
+        "s *= load_chunk(gate_ptr, cols, {{ mask }})\n",
+        "",
+        (_FORMULA,),
+    ),
+    Mutant(
+        "samples-are-rows",
+        "each row is modulated as if it were a sample",
+        "runtime/calls/row_layout.py",
+        "return RowWalk((tensor.stride(0), 0), (rows,)) if rows > 1 else tensor.stride(0)",
+        "return tensor.stride(0)",
+        (_FORMULA,),
+    ),
+    Mutant(
+        "known-samples-need-not-fit",
+        "a known modulated call does not look at how many samples its operands have",
+        "templates/calls.py.j2",
+        "{{ p.name }}.dim() == 1 or {{ p.name }}.shape[0] == shape[0])",
+        "{{ p.name }}.dim() == 1 or {{ p.name }}.shape[0] > 0)",
+        (f"{_CALLS}::test_a_known_call_whose_samples_do_not_fit_is_refused",),
+    ),
+    Mutant(
+        "modulated-backward-forgets-the-scale",
+        "backward modulated: dy is not multiplied by 1 + scale",
+        "templates/backward.j2",
+        "g *= 1.0 + {{ scale }}\n",
+        "g *= 1.0\n",
+        (_FORMULA,),
+    ),
+    Mutant(
+        "modulated-backward-takes-the-first-sample",
+        "backward modulated: all programs take the rows of the first sample",
+        "templates/backward.j2",
+        "first_row = (sample * M).to(tl.int64)",
+        "first_row = (sample * 0).to(tl.int64)",
+        (_FORMULA,),
+    ),
+    Mutant(
+        "modulated-backward-leaves-sums-in-one-place",
+        "backward modulated: programs of all samples leave their sums in the same places",
+        "templates/backward.j2",
+        '{{ "leaving" if m.modulated else "program" }}',
+        '{{ "program" if m.modulated else "program" }}',
+        (_FORMULA,),
+    ),
+    Mutant(
+        "modulated-gradient-forgets-the-bias",
+        "backward modulated: dscale leaves the bias out",
+        "runtime/calls/modulated_backward.py",
+        "_shared(dscale if kept.bias is None else dscale + dy * kept.bias.float(), kept.scale)",
+        "_shared(dscale, kept.scale)",
+        (_FORMULA,),
+    ),
+    Mutant(
+        "modulated-gradient-of-a-negative",
+        "backward modulated: a gradient that is a view of its negative is read as it lies in memory",
+        "runtime/calls/modulated_backward.py",
+        " and not tensor.is_neg() for tensor in tensors",
+        " for tensor in tensors",
+        ("tests/nn/test_modulation.py::test_a_gradient_that_arrives_may_lie_anyhow",),
+    ),
+)
