@@ -6,14 +6,17 @@ import csv
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 
 import normforge
 from benchmarks.cells import Task
 from benchmarks.chosen import RESULTS
+from benchmarks.models.table import load as load_models
+from benchmarks.models.table import render as render_models
 from benchmarks.providers import every_provider
-from benchmarks.report import BEGIN, END, picture_for, render
+from benchmarks.report import BEGIN, END, markers, picture_for, render, where
 from benchmarks.results import CEILING, PROJECT, Results, Row, load
 from benchmarks.suites import SUITES
 
@@ -286,3 +289,55 @@ def test_calls_since_then_are_those_of_their_results() -> None:
         torchs = us["whole calls", of]
         ours, before = (us[group, call] / torchs for group in ("whole calls", "whole calls, of the tree beside"))
         assert re.search(rf"{ours:.2f} (of torch's time )?\({before:.2f}\)", text), (call, ours, before)
+
+
+def gains(folder: str, step: str, dtype: str, run: str, variant: str, of: str = "torch") -> dict[str, float]:
+    """How many times the speed of another variant one has, by model."""
+    table = load_models(RESULTS / folder)
+    assert table is not None
+    ms = {
+        (row.model, row.variant): row.ms for row in table.rows.values() if row.key[1:4] == (dtype, step, run) and row.ms
+    }
+    return {model: ms[model, of] / time for (model, name), time in ms.items() if name == variant and (model, of) in ms}
+
+
+def test_what_models_gain_is_that_of_the_results() -> None:
+    trained = gains("h200-models", "train", "bf16", "eager", "patch")
+    assert min(trained, key=trained.__getitem__) == "dit"
+    assert max(trained, key=trained.__getitem__) == "qwen3"
+    least, most, mean = (f"{gain:.2f}" for gain in (trained["dit"], trained["qwen3"], geometric_mean(trained.values())))
+    span = f"{least} (DiT) to {most} (Qwen3) times torch's speed"
+    assert f"{span}, {mean} in the geometric mean" in said(README)
+    assert f"{span} in bf16, {mean} in the geometric mean" in said(BENCHMARKS)
+    for dtype in ("bf16", "autocast"):
+        beside_liger = gains("h200-models", "train", dtype, "eager", "patch", of="liger")
+        assert min(gains("h200-models", "train", dtype, "eager", "patch").values()) > 1
+        assert min(beside_liger.values()) > 1
+    autocast = gains("h200-models", "train", "autocast", "eager", "patch").values()
+    assert f"{min(autocast):.2f} to {max(autocast):.2f} under autocast" in said(BENCHMARKS)
+
+
+def test_what_decoding_gains_is_that_of_the_results() -> None:
+    decoded = gains("h200-models", "decode", "bf16", "eager", "patch")
+    of_gpt2 = decoded.pop("gpt2")
+    span = f"{min(decoded.values()):.2f} to {max(decoded.values()):.2f}"
+    assert f"{span} times torch's speed where norms are RMSNorms, and {of_gpt2:.2f} in GPT-2" in said(BENCHMARKS)
+    assert f"RMSNorm models gain {span}" in said(README)
+
+
+def test_what_compiled_models_gain_is_that_of_the_results() -> None:
+    compiled = gains("h200-models-compiled", "train", "bf16", "compile", "patch-passes")
+    assert len(compiled) == 5
+    span = f"{min(compiled.values()):.2f} to {max(compiled.values()):.2f}"
+    assert f"of five models, patched ones train at {span} times the speed of unpatched ones" in said(README)
+    assert all(abs(gain - 1) < 0.025 for gain in compiled.values())
+
+
+@pytest.mark.parametrize("folder", ["h200-models", "h200-models-compiled"])
+def test_the_tables_of_models_are_those_of_the_results(folder: str) -> None:
+    table = load_models(RESULTS / folder)
+    assert table is not None
+    first, last = markers(folder.partition("-")[2])
+    between = BENCHMARKS.read_text().partition(first)[2].partition(last)[0]
+    assert between.strip().endswith(render_models(table))
+    assert where(table.header) in between

@@ -159,6 +159,7 @@ def test_torchs_checks_of_operators(norm: str) -> None:
         None,
         "dynamic",
         None,
+        None,
         torch.float8_e4m3fn,
         torch.float32,
         True,
@@ -166,7 +167,7 @@ def test_torchs_checks_of_operators(norm: str) -> None:
         "after_weight",
     )
     torch.library.opcheck(registered.FORWARD[norm], (*first, *fp8))
-    plain = (None, "none", None, "none", None, None, torch.float32, True, "nearest", "after_weight")
+    plain = (None, "none", None, "none", None, None, None, torch.float32, True, "nearest", "after_weight")
     differentiated = [t.detach().requires_grad_() if isinstance(t, torch.Tensor) else t for t in first]
     torch.library.opcheck(registered.FORWARD[norm], (*differentiated, *plain))
     _, *statistics = registered.FORWARD[norm](*first, *plain)

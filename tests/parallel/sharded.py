@@ -108,6 +108,10 @@ BACKWARD_MODES: tuple[dict[str, Any], ...] = (
 )
 
 
+# What has sharding rules; the others are torch's operators where there are DTensors.
+_OF_RULES = {name: takes for name, takes in FUNCTIONS.items() if not takes.modulated}
+
+
 def operator_calls(name: str) -> Iterator[tuple[dict[str, Any], dict[str, Kind]]]:
     """The arguments of some calls of a function, and of what kind its tensors are."""
     takes = FUNCTIONS[name]
@@ -138,7 +142,7 @@ def operator_calls(name: str) -> Iterator[tuple[dict[str, Any], dict[str, Kind]]
 def each_operator_with_each_tensor() -> None:
     """Whatever is passed and returned, with no communication."""
     seen = set()
-    for name in FUNCTIONS:
+    for name, takes in _OF_RULES.items():
         function = getattr(normforge, name)
         for given, kinds in operator_calls(name):
             expected = function(**given)
@@ -153,15 +157,30 @@ def each_operator_with_each_tensor() -> None:
                 with communicates():
                     found = function(**sharded)
                 sums = Replicate() if rows == Replicate() else Partial()
-                for row, one, other in zip(FUNCTIONS[name].family.results, found, expected, strict=True):
+                for row, one, other in zip(takes.family.results, found, expected, strict=True):
                     assert (one is None) is (other is None)
                     if one is not None:
                         seen.add(row.name)
                         same(one, other, sums if row.kind is Kind.VECTOR else rows)
             seen |= given.keys() & kinds.keys()
-    of_tables = {name for takes in FUNCTIONS.values() for name, _, _ in takes.tensors}
-    of_tables |= {result.name for takes in FUNCTIONS.values() for result in takes.results}
+    of_tables = {name for takes in _OF_RULES.values() for name, _, _ in takes.tensors}
+    of_tables |= {result.name for takes in _OF_RULES.values() for result in takes.results}
     assert seen == of_tables, f"no case has {of_tables - seen}"
+
+
+@case
+def modulated_norms_are_torchs_operators() -> None:
+    """Samples are sharded with their rows, or rows of a sample and not its modulation."""
+    whole = [torch.randn(shape, requires_grad=True) for shape in (SHAPE, (SHAPE[0], N), (SHAPE[0], N))]
+    expected = normforge.modulated_layer_norm(*whole)
+    gradients = torch.autograd.grad(expected.square().sum(), whole)
+    for of_rows, of_samples in ((Shard(0), Shard(0)), (Shard(1), Replicate())):
+        parts = [placed(each, of_rows if each.dim() == len(SHAPE) else of_samples) for each in whole]
+        found = normforge.modulated_layer_norm(*parts)
+        same(found, expected, of_rows)
+        for one, other in zip(torch.autograd.grad(found.square().sum(), parts), gradients, strict=True):
+            assert isinstance(one, DTensor)
+            torch.testing.assert_close(one.full_tensor(), other, rtol=1e-4, atol=1e-4)
 
 
 @case
