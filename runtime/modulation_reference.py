@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .reference import ReferenceOutput, layernorm2d_fwd, rmsnorm2d_fwd
@@ -14,19 +16,15 @@ def modulated_layer_norm(
     *,
     gate: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
     out_dtype: torch.dtype | None = None,
-    save_mv: bool = False,
+    **others: Any,
 ) -> ReferenceOutput:
     """Compute in fp64 what the kernel of `normforge.modulated_layer_norm` should return (Peebles and Xie, 2022).
 
-    Statistics are returned as by `layernorm2d_fwd`.
+    Statistics are returned as by `layernorm2d_fwd`, which takes all other arguments.
     """
     s = _sum(x, gate, residual)
-    rows = layernorm2d_fwd(s, weight, bias, eps=eps, save_mv=save_mv)
-    return _modulated(rows, scale, shift, s, residual, out_dtype or x.dtype)
+    return _modulated(layernorm2d_fwd(s, **others), scale, shift, s, residual, out_dtype or x.dtype)
 
 
 def modulated_rms_norm(
@@ -36,16 +34,12 @@ def modulated_rms_norm(
     *,
     gate: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None,
-    save_mv: bool = False,
+    **others: Any,
 ) -> ReferenceOutput:
-    """The same of `normforge.modulated_rms_norm`."""
+    """The same of `normforge.modulated_rms_norm` and `rmsnorm2d_fwd`."""
     s = _sum(x, gate, residual)
-    rows = rmsnorm2d_fwd(s, weight, eps=eps, weight_offset=weight_offset, save_mv=save_mv)
-    return _modulated(rows, scale, shift, s, residual, out_dtype or x.dtype)
+    return _modulated(rmsnorm2d_fwd(s, **others), scale, shift, s, residual, out_dtype or x.dtype)
 
 
 def _sum(x: torch.Tensor, gate: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor:
