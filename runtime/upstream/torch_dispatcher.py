@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,10 +15,12 @@ import torch
 # A kernel of an operator: given the dispatch keys that are left, and the operator's arguments.
 Kernel = Callable[..., Any]
 
-# Replaced kernels that are kept alive, in case another thread is in a call of one: torch frees them beneath it. Of
-# switches a second apart, 64 last longer than any call.
-_MOST_RETIRED = 64
-_retired: deque[object] = deque(maxlen=_MOST_RETIRED)
+# Replaced kernels, and since when they are, oldest first. They are kept alive for longer than a call lasts, because
+# another thread may be in one of theirs, and torch frees them beneath it. By time and not by number: of switches that
+# followed each other at once, 64 were over before a thread that waited for a core was.
+_retired: deque[tuple[float, object]] = deque()
+_KEPT_SECONDS = 60.0
+_retiring = threading.Lock()
 
 
 def kernel_of(operator: str, key: str) -> Kernel | None:
@@ -56,7 +60,12 @@ class Replacement:
 
     def remove(self) -> None:
         """Put back what was there. Calls that another thread is in end as they began."""
-        _retired.append([torch.library.get_kernel(f"aten::{operator}", self._key) for operator in self._operators])
+        kernels = [torch.library.get_kernel(f"aten::{operator}", self._key) for operator in self._operators]
+        now = time.monotonic()
+        with _retiring:
+            _retired.append((now, kernels))
+            while _retired[0][0] < now - _KEPT_SECONDS:
+                _retired.popleft()
         self._library._destroy()
 
 
