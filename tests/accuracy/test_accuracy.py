@@ -219,7 +219,7 @@ def test_the_command_measures_in_several_processes(repository: Path) -> None:
     command = (sys.executable, "-m", "tests.accuracy", "rms_bwd_fp32", "N=100 ", "--jobs", "2")
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "24 of 24 cells" in done.stdout
+    assert "48 of 48 cells" in done.stdout
 
 
 def test_words_that_name_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

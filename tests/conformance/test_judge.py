@@ -112,7 +112,9 @@ def test_rows_that_are_not_rounded_before_the_weight_fail(
     call = _stand_in(lambda output: output)
     monkeypatch.setattr(forward, "FORWARD", {Norm.LAYER: lambda **given: call(**given | {"cast": cast})})
     outcome = run(case, torch.device("cpu"), 0)
-    assert [finding.output for finding in outcome.findings if not finding.ok] == (["y"] if cast != case.cast else [])
+    failing = [finding.output for finding in outcome.findings if not finding.ok]
+    # A row's scale may show it too, if its amax is rounded.
+    assert "y" in failing if cast != case.cast else not failing
 
 
 @pytest.mark.parametrize("cast", ["before_weight", "after_weight"])

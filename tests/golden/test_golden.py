@@ -128,7 +128,7 @@ def test_every_macro_is_in_a_golden_file(monkeypatch: pytest.MonkeyPatch) -> Non
     """Each macro, its body replaced by a mark, changes one of the texts."""
     for template in sorted(emit.TEMPLATES.glob("*.j2")):
         source = template.read_text()
-        for macro in re.finditer(r"{% macro (\w+)\(.*?%}\n(.*?){% endmacro %}", source, re.DOTALL):
+        for macro in re.finditer(r"{% macro (\w+)\(.*?%}\n?(.*?){% endmacro %}", source, re.DOTALL):
             marked = source[: macro.start(2)] + _mark(macro[2]) + source[macro.end(2) :]
             assert _changes(template.name, marked, monkeypatch), f"no golden file shows {macro[1]} of {template.name}"
 

@@ -177,8 +177,9 @@ def modulated_norms_are_torchs_operators() -> None:
     for of_rows, of_samples in ((Shard(0), Shard(0)), (Shard(1), Replicate())):
         parts = [placed(each, of_rows if each.dim() == len(SHAPE) else of_samples) for each in whole]
         found = normforge.modulated_layer_norm(*parts)
-        same(found, expected, of_rows)
-        for one, other in zip(torch.autograd.grad(found.square().sum(), parts), gradients, strict=True):
+        # Of fewer samples than ranks torch's operators make replicas.
+        made = (found, *torch.autograd.grad(found.square().sum(), parts))
+        for one, other in zip(made, (expected, *gradients), strict=True):
             assert isinstance(one, DTensor)
             torch.testing.assert_close(one.full_tensor(), other, rtol=1e-4, atol=1e-4)
 
