@@ -15,6 +15,8 @@ from .variants import VARIANTS
 
 _PANEL = (7.0, 2.6)
 _DPI = 110
+# Entries in a line of the legend: six are wider than a panel.
+_LEGEND = 3
 _COLOURS = {
     "torch": "grey",
     "patch": "crimson",
@@ -54,7 +56,7 @@ def picture(table: Table) -> Figure | None:
     handles = {
         label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=_LEGEND)
     figure.suptitle(
         f"Times the speed of eager torch, {table.header['device']}, revision {table.header['revision']}", fontsize=10
     )
