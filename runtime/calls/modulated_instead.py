@@ -104,12 +104,7 @@ def gradients(
     dy = dy.float()
     dz = dy * (1 + _beside(kept.scale, rows))
     g = dz if factor is None else dz * factor
-    ds = g - h * (g * h).mean(-1, keepdim=True)
-    if mean is not None:
-        ds = ds - g.mean(-1, keepdim=True)
-    ds = ds * rstd
-    if dresidual_out is not None:
-        ds = ds + dresidual_out.float()
+    ds = torch_instead.through_rows(g, h, rstd, mean is not None, dresidual_out)
     found = _of_sum(kept, ds, due)
     _, for_scale, for_shift, _, _, for_weight, for_bias = due
     if for_scale:

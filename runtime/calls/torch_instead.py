@@ -99,12 +99,7 @@ def gradients(operands: BackwardOperands, mean: torch.Tensor | None, options: Ba
     weighted = h if to is None else h.to(to).float()
     dy = dy.float()
     g = dy if weight is None else dy * (weight.float() + weight_offset)
-    dx = g - h * (g * h).mean(-1, keepdim=True)
-    if mean is not None:
-        dx = dx - g.mean(-1, keepdim=True)
-    dx = dx * rstd
-    if dresidual_out is not None:
-        dx = dx + dresidual_out.float()
+    dx = through_rows(g, h, rstd, mean is not None, dresidual_out)
     # One rounding each.
     exact = (
         ("dx", dx, dx_dtype or x.dtype),
@@ -116,6 +111,17 @@ def gradients(operands: BackwardOperands, mean: torch.Tensor | None, options: Ba
         name: (rows if name == "dx" else over_rows(rows)).to(dtype) for name, rows, dtype in exact if name in wants
     }
     return NormGradients(*[found.get(name) for name in NormGradients._fields])
+
+
+def through_rows(
+    g: torch.Tensor, h: torch.Tensor, rstd: torch.Tensor, centres: bool, dresidual_out: torch.Tensor | None
+) -> torch.Tensor:
+    """The gradient of rows by g, that of what they are normalised to (h), and by that of the stored sum."""
+    dx = g - h * (g * h).mean(-1, keepdim=True)
+    if centres:
+        dx = dx - g.mean(-1, keepdim=True)
+    dx = dx * rstd
+    return dx if dresidual_out is None else dx + dresidual_out.float()
 
 
 def depending(

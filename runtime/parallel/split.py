@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -119,14 +120,15 @@ def _split(
         if tensor is not None and tuple(tensor.shape) != tuple(x.shape[-1:]):
             raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; it takes {tuple(x.shape[-1:])}, x's last")
     if not sharded:
-        told = _Told(eps, centres, group)
-        y: torch.Tensor = _Normalise.apply(told, x, weight, bias)  # type: ignore[no-untyped-call]  # torch declares none
-        return y
+        return _normalise(_Told(eps, centres, group), x, weight, bias)
+    meshes = []
     for name, tensor in given.items():
         if tensor is not None and not isinstance(tensor, DTensor):
             raise DeviceError(f"{name} is a plain tensor and {sharded[0]} a DTensor; pass DTensors alone, or parts")
-        if tensor is not None and tensor.device_mesh != x.device_mesh:  # type: ignore[attr-defined]  # both have one
-            raise DeviceError(f"{name} is on another mesh than x; redistribute one to the other's")
+        if tensor is not None:
+            meshes.append(tensor.device_mesh)
+            if meshes[-1] != meshes[0]:
+                raise DeviceError(f"{name} is on another mesh than x; redistribute one to the other's")
     return _of_dtensors(x, vectors, eps, centres)
 
 
@@ -150,8 +152,7 @@ def _of_dtensors(x: Any, vectors: dict[str, Any], eps: float, centres: bool) -> 
         parts.append(None if vector is None else vector.to_local(grad_placements=of_sums))
     told = _Told(eps, centres, x.device_mesh.get_group(over[0]))
     part = x.to_local(grad_placements=x.placements)
-    y: torch.Tensor = _Normalise.apply(told, part, *parts)  # type: ignore[no-untyped-call]  # torch declares none
-    return assembled(y, x, x.shape, x.placements)
+    return assembled(_normalise(told, part, *parts), x, x.shape, x.placements)
 
 
 class _Normalise(torch.autograd.Function):
@@ -178,6 +179,10 @@ class _Normalise(torch.autograd.Function):
         # Recorded only where a gradient of the gradient could be asked for.
         compute = _Gradients.apply if torch.is_grad_enabled() else _gradients
         return None, *compute(told, dy, *ctx.saved_tensors)
+
+
+# Torch declares no types for apply.
+_normalise: Callable[..., torch.Tensor] = _Normalise.apply
 
 
 class _Gradients(torch.autograd.Function):
