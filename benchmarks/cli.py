@@ -120,7 +120,7 @@ def _compare(options: argparse.Namespace, _: list[str]) -> int:
 def _report(options: argparse.Namespace, _: list[str]) -> int:
     from .models.table import load as load_models
     from .pictures import draw_all
-    from .report import picture_for, put_into, render
+    from .report import WHAT, picture_for, put_into, render
     from .results import load
     from .suites import SUITES
 
@@ -135,7 +135,7 @@ def _report(options: argparse.Namespace, _: list[str]) -> int:
     if options.into is None:
         print(render(found))
         return 0
-    put_into(options.into, render(found, picture_for(options.into, options.results)))
+    put_into(options.into, render(found, picture_for(options.into, options.results)), options.between or WHAT)
     print(f"the tables in {options.into} are those of {options.results}")
     return 0
 
@@ -155,7 +155,8 @@ def _report_models(options: argparse.Namespace, table: Table) -> int:
     if picture := picture_for(options.into, options.results, f"{SUITE}.png"):
         parts.insert(1, f"![Times the speed of eager torch, by model and variant]({picture})")
     # A page may hold the tables of several folders, `h200-models` and `h200-models-compiled`, each between its markers.
-    put_into(options.into, "\n\n".join(parts), options.results.resolve().name.partition("-")[2] or SUITE)
+    own = options.results.resolve().name.partition("-")[2] or SUITE
+    put_into(options.into, "\n\n".join(parts), options.between or own)
     print(f"the tables in {options.into} are those of {options.results}")
     return 0
 
@@ -281,6 +282,11 @@ def _add_reading(verbs: Verbs) -> None:
     report.add_argument("--results", type=Path, default=RESULTS / "h200", help="folder of the results (%(default)s)")
     report.add_argument(
         "--into", type=Path, help="put the tables between this file's markers instead, and the picture above them"
+    )
+    report.add_argument(
+        "--between",
+        metavar="NAME",
+        help="which markers, of several pairs; default: benchmarks, or a models folder's own",
     )
     report.add_argument("--pictures", action="store_true", help="draw the pictures again")
     report.set_defaults(verb=_report)

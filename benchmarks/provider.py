@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ class Provider:
         builders: for a task and a norm, what makes a call of a cell's tensors. What is not in here is not offered.
         reset: called before each cell.
         compiles: whether its first call in a process may compile.
+        allowances: how many times the oracle's tolerance an output may be off by, where that is not once.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Provider:
     distribution: str = ""
     reset: Callable[[], None] | None = None
     compiles: bool = True
+    allowances: Mapping[str, float] = field(default_factory=dict)
 
     def load(self) -> None:
         """Import the peer.

@@ -22,7 +22,8 @@ def markers(what: str) -> tuple[str, str]:
     return f"<!-- {what}: begin -->", f"<!-- {what}: end -->"
 
 
-BEGIN, END = markers("benchmarks")
+WHAT = "benchmarks"
+BEGIN, END = markers(WHAT)
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ _FORWARD_LENGTHS = (1024, 4096, 5120, 8192, 16384, 32768, 65536, 131072)
 _BACKWARD_LENGTHS = (1024, 4096, 5120, 8192, 16384, 32768)
 _BACKWARD_GROUPS = ("256 MiB", "M = 4096")
 _QUANT_LENGTHS = (1024, 4096, 16384)
+_CK_TILE_LENGTHS = (80, 128, 256, 512, 1024, 1996, 4080)
 
 _TASKS = {
     Task.ADD_QUANT.value: "add + quant",
@@ -81,6 +83,9 @@ TABLES = (
     ),
     Table("LayerNorm decode, CUDA graph", "decode", "*/ln_bf16/*", ("*",), "µs", (4096, 8192), (1, 16, 256)),
     Table("RMSNorm of 32 of 48 heads, bf16", "heads", "*/rms_bf16_h*", ("*",), lengths=(128,), label="{task}, {m}×{n}"),
+    Table(
+        "LayerNorm of ck_tile's shapes, CUDA graph", "ck_tile", "*/ln_bf16/*", ("700 rows*",), "µs", _CK_TILE_LENGTHS
+    ),
     Table("Triton's tutorial, fp16", "tutorial", "*", ("*",), lengths=(1024, 4096, 15872), label="{task}, {m}×{n}"),
     Table("Host time of one LayerNorm call, 16×4096 bf16", "host", "*/ln_*", ("*",), "µs", label="{task}"),
 )
@@ -103,7 +108,7 @@ def render(found: Sequence[Results], picture: str | None = None) -> str:
     return "\n\n".join(parts)
 
 
-def put_into(readme: Path, text: str, what: str = "benchmarks") -> None:
+def put_into(readme: Path, text: str, what: str = WHAT) -> None:
     """Replace what is between a file's two markers.
 
     Raises:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..cells import Suite
-from . import backward, decode, forward, heads, host, quant, tutorial
+from . import backward, ck_tile, decode, forward, heads, host, quant, tutorial
 
 SUITES: dict[str, Suite] = {
-    module.SUITE.name: module.SUITE for module in (forward, backward, quant, decode, heads, tutorial, host)
+    module.SUITE.name: module.SUITE for module in (forward, backward, quant, decode, heads, ck_tile, tutorial, host)
 }

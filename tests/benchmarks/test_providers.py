@@ -72,6 +72,18 @@ def test_a_quantised_value_two_steps_off_is_found() -> None:
         check({"y": y, "y_scale": scale}, expected, inputs)
 
 
+def test_a_peer_may_be_allowed_more_of_some_outputs() -> None:
+    inputs = make_inputs(Cell(Task.BACKWARD, Norm.LAYER, 5, 96, "fp16"), CPU)
+    expected = expect(inputs)
+    outputs = {name: value.to(torch.float16) for name, value in expected.items()}
+    outputs["dweight"] += 0.01 * expected["dweight"].square().mean().sqrt()
+    with pytest.raises(WrongOutputError, match="dweight is wrong"):
+        check(outputs, expected, inputs)
+    check(outputs, expected, inputs, {"dweight": 8.0})
+    with pytest.raises(WrongOutputError, match="dweight is wrong"):
+        check(outputs, expected, inputs, {"dbias": 8.0})
+
+
 def test_peers_are_found_by_import_and_named_when_absent() -> None:
     present, absent = find_providers([])
     assert {"eager", "copy", "normforge"} <= present.keys()

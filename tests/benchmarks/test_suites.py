@@ -107,6 +107,14 @@ def test_each_table_has_rows(table: Table) -> None:
     assert any(table.holds(make_row(cell, "normforge", "ok")) for cell in SUITES[table.suite].cells)
 
 
+def test_ck_tiles_list_is_its_scripts() -> None:
+    one, *cells = SUITES["ck_tile"].cells
+    assert (one.m, one.n, one.dtype) == (1, 1, "bf16")
+    assert {(cell.m, cell.task, cell.norm) for cell in cells} == {(700, Task.FORWARD, Norm.LAYER)}
+    lengths = [80, 128, 144, 168, 184, 256, 288, 344, 376, 448, 512, 924, 1024, 1078, 1996, 4080]
+    assert [(cell.dtype, cell.n) for cell in cells] == [(dtype, n) for dtype in ("bf16", "fp16") for n in lengths]
+
+
 def test_the_tutorial_is_the_tutorials() -> None:
     cells = SUITES["tutorial"].cells
     assert {cell.m for cell in cells} == {4096}

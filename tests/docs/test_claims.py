@@ -178,6 +178,15 @@ def test_the_tables_are_those_of_the_results() -> None:
     assert tables == render([results(name) for name in MEASURED], picture_for(BENCHMARKS, H200))
 
 
+def test_the_tables_of_the_tutorial_are_those_of_the_results() -> None:
+    """Before it has been measured there is nothing between the markers."""
+    folder = RESULTS / "h200-tutorial"
+    found = [one for suite in SUITES if (one := load(folder, suite)) is not None]
+    first, last = markers("tutorial")
+    between = BENCHMARKS.read_text().partition(first)[2].partition(last)[0].strip()
+    assert between == (render(found, picture_for(BENCHMARKS, folder)) if found else "")
+
+
 def test_revisions_and_versions_are_those_of_the_results() -> None:
     header = results("forward").header
     place = f"{header['device']} with torch {header['torch'].partition('+')[0]} and Triton {header['triton']}"
