@@ -89,6 +89,12 @@ def _models(options: argparse.Namespace, given: list[str]) -> int:
     return models(options, given)
 
 
+def _model_kernels(options: argparse.Namespace, given: list[str]) -> int:
+    from .models.profile import model_kernels
+
+    return model_kernels(options, given)
+
+
 def _profile(options: argparse.Namespace, given: list[str]) -> int:
     from .profile import profile
 
@@ -238,7 +244,7 @@ def _add_measuring(verbs: Verbs) -> None:
 
 
 def _add_models(verbs: Verbs) -> None:
-    from .models.names import DTYPES, RUNS, STEPS
+    from .models.names import BF16, COMPILE, DTYPES, EAGER, RUNS, STEPS, TRAIN
 
     models = verbs.add_parser(
         "models",
@@ -261,6 +267,22 @@ def _add_models(verbs: Verbs) -> None:
     models.add_argument("--retry", action="store_true", help="run again what has no time")
     models.add_argument("--revision", help="what the header states; default: git's")
     models.set_defaults(verb=_models)
+
+    kernels = verbs.add_parser(
+        "model-kernels",
+        help="show which kernels a model's step spends its time in, and the bytes they move",
+        description="Run one step of each variant under Nsight Compute (ncu), and sum its kernels by whose they are.",
+    )
+    kernels.add_argument("--models", nargs="+", default=[], metavar="NAME", help="names or patterns; default: all")
+    kernels.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="likewise")
+    kernels.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[BF16], help="default: bf16")
+    kernels.add_argument("--steps", nargs="+", choices=STEPS, default=[TRAIN], help="default: train")
+    kernels.add_argument("--runs", nargs="+", choices=(EAGER, COMPILE), default=[EAGER, COMPILE], help="default: both")
+    kernels.add_argument("--quick", action="store_true", help="two layers and few tokens, to try it out")
+    kernels.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>-models")
+    kernels.add_argument("--fresh", action="store_true", help="begin the table anew instead of going on with it")
+    kernels.add_argument("--revision", help="what the header states; default: git's")
+    kernels.set_defaults(verb=_model_kernels)
 
 
 def _add_reading(verbs: Verbs) -> None:

@@ -58,7 +58,7 @@ def models(options: argparse.Namespace, _: list[str]) -> int:
     table = _open(out, header, fresh=options.fresh, retry=options.retry)
     jobs = _jobs(options, machine, size, out, header, deadline)
     broken = []
-    gpus = _gpus(machine)
+    gpus = gpus_of(machine)
     # What is compiled ahead waits for what needs no compiling: the time may be up before it is done.
     for _dtype_and_runs, block in groupby(jobs, lambda job: (job.dtype, job.runs)):
         together = list(block)
@@ -82,7 +82,7 @@ def launch(job: Job) -> int:
     return subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=False).returncode
 
 
-def _gpus(machine: Machine) -> list[str]:
+def gpus_of(machine: Machine) -> list[str]:
     """The GPUs that jobs are shared among, one job on each at a time."""
     if machine.device.type == "cpu":
         return [""]
@@ -108,8 +108,8 @@ def _jobs(
     options: argparse.Namespace, machine: Machine, size: str, out: Path, header: dict[str, str], deadline: float | None
 ) -> list[Job]:
     """The jobs, those worth most first: bf16 before autocast, eager before compiled, models in the order of `SPECS`."""
-    chosen = _chosen("--models", options.models, SPECS)
-    variants = _chosen("--variants", options.variants, VARIANTS)
+    chosen = chosen_names("--models", options.models, SPECS)
+    variants = chosen_names("--variants", options.variants, VARIANTS)
     # There are no CUDA graphs in the interpreter.
     compiled = (COMPILE,) if machine.interpreted else (COMPILE, GRAPHS)
     runs = [tuple(run for run in runs if run in options.runs) for runs in ((EAGER,), compiled)]
@@ -135,7 +135,12 @@ def _jobs(
     return [job for job in jobs if job.keys]
 
 
-def _chosen(option: str, given: Sequence[str], names: Collection[str]) -> tuple[str, ...]:
+def chosen_names(option: str, given: Sequence[str], names: Collection[str]) -> tuple[str, ...]:
+    """Those of the names that a pattern matches, in their order; all of them without a pattern.
+
+    Raises:
+        UsageError: a pattern matches none.
+    """
     missed = [pattern for pattern in given if not fnmatch.filter(names, pattern)]
     if missed:
         raise UsageError(f"{option} {' '.join(missed)} names nothing; there are {', '.join(names)}")

@@ -314,7 +314,7 @@ SPECS = {
         Spec(
             "llama",
             "transformers",
-            Shape(4, 2048, 32, 8192, batch=4, tokens=2048, kv_heads=8),
+            Shape(8, 2048, 32, 8192, batch=4, tokens=2048, kv_heads=8),
             partial(_causal, "LlamaConfig", "LlamaForCausalLM", _llama_like),
             _causal_language,
             _causal_decoding,
@@ -323,7 +323,7 @@ SPECS = {
         Spec(
             "qwen3",
             "transformers",
-            Shape(6, 1024, 16, 3072, batch=4, tokens=2048, kv_heads=8, head_dim=128),
+            Shape(12, 1024, 16, 3072, batch=4, tokens=2048, kv_heads=8, head_dim=128),
             partial(_causal, "Qwen3Config", "Qwen3ForCausalLM", _llama_like),
             _causal_language,
             _causal_decoding,
@@ -332,7 +332,7 @@ SPECS = {
         Spec(
             "gemma",
             "transformers",
-            Shape(4, 2048, 8, 16384, batch=4, tokens=2048, kv_heads=1, head_dim=256),
+            Shape(8, 2048, 8, 16384, batch=4, tokens=2048, kv_heads=1, head_dim=256),
             partial(_causal, "GemmaConfig", "GemmaForCausalLM", _llama_like),
             _causal_language,
             _causal_decoding,

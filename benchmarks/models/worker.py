@@ -225,7 +225,8 @@ def _run_group(session: Session, kind: str, run: str, keys: list[Key]) -> int:
     if job.ahead:
         return len(keys) - len(begun)
     for _ in range(job.rounds):
-        for key in list(ready):
+        # To and fro, since each goes to the end: a card that warms up would be the same variants' loss each time.
+        for key in reversed(list(ready)):
             one = ready.pop(key)
             with _recording(key, session):
                 step = session.step(kind)
@@ -234,7 +235,7 @@ def _run_group(session: Session, kind: str, run: str, keys: list[Key]) -> int:
                     one.times += time_turn(one.call, kind, device)
                 ready[key] = one
     expected = session.yardstick(kind).expected.loss if ready else None
-    extend(Path(job.out), job.header, [_row(key, one, expected) for key, one in ready.items()])
+    extend(Path(job.out), job.header, [_row(key, ready[key], expected) for key in keys if key in ready])
     release(device)
     return len(keys) - len(begun)
 

@@ -215,7 +215,7 @@ def test_each_gpu_does_one_model_at_a_time(
         return 0
 
     monkeypatch.setattr(command, "launch", launch)
-    monkeypatch.setattr(command, "_gpus", lambda machine: ["3", "GPU-b"])
+    monkeypatch.setattr(command, "gpus_of", lambda machine: ["3", "GPU-b"])
     given = ["models", "--models", "llama", "vit", "bert", "dit", "--runs", "eager", "--dtypes", "bf16"]
     assert cli.main([*given, "--steps", "train", "--variants", "torch", "--out", str(tmp_path)]) == 0
     assert sorted(done) == ["3", "3", "GPU-b", "GPU-b"]
