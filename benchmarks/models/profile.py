@@ -63,16 +63,17 @@ def model_kernels(options: argparse.Namespace, _: list[str]) -> int:
     variants = chosen_names("--variants", options.variants, VARIANTS)
     size = "quick" if options.quick else "full"
     jobs = [
-        Job(model, dtype, tuple(options.runs), (step,), variants, size, machine.device.type, str(out.resolve()), header)
+        Job(model, dtype, (run,), (step,), variants, size, machine.device.type, str(out.resolve()), header)
         for model in models
         for dtype in options.dtypes
         for step in options.steps
-        if offered(model, dtype, step, EAGER)
+        for run in options.runs
+        if offered(model, dtype, step, run)
     ]
     done = load(out)
     rows = [] if done is None or options.fresh or done[0] != header else done[1]
-    profiled = {(row.model, row.dtype, row.step) for row in rows}
-    due = [job for job in jobs if (job.model, job.dtype, *job.steps) not in profiled]
+    profiled = {(row.model, row.dtype, row.step, row.run) for row in rows}
+    due = [job for job in jobs if (job.model, job.dtype, *job.steps, *job.runs) not in profiled]
     free: SimpleQueue[str] = SimpleQueue()
     gpus = gpus_of(machine)
     for gpu in gpus:
@@ -89,7 +90,7 @@ def model_kernels(options: argparse.Namespace, _: list[str]) -> int:
     with ThreadPoolExecutor(len(gpus)) as pool:
         for job, found in zip(due, pool.map(run, due), strict=True):
             if isinstance(found, str):
-                failed.append(f"{job.model}, {job.dtype}, {job.steps[0]}: {found}")
+                failed.append(f"{', '.join((job.model, job.dtype, *job.steps, *job.runs))}: {found}")
             else:
                 rows += found
                 save(out, header, rows)
@@ -122,7 +123,7 @@ def _profiled(profiler: str, job: Job) -> list[Row] | str:
             steps = launches_in(log.read_text())
         except UsageError as error:
             return str(error)
-        about = [(job.model, job.dtype, *job.steps, *line.split()) for line in order.read_text().splitlines()]
+        about = [(job.model, job.dtype, *job.steps, *job.runs, name) for name in order.read_text().splitlines()]
         if len(steps) != len(about):
             return f"{len(about)} steps were run, and the profiler saw {len(steps)}"
         return [row for one, launches in zip(about, steps, strict=True) for row in summed(one, launches)]
@@ -131,26 +132,25 @@ def _profiled(profiler: str, job: Job) -> list[Row] | str:
 def show_steps(job: Job, order: Path) -> None:
     """Run each variant of the job's step once where the profiler looks, behind a mark, and write their order down."""
     session = Session(job)
-    (kind,) = job.steps
+    ((kind, run),) = job.groups
     step = session.step(kind)
     shown = []
-    for run in job.runs:
-        for name in job.variants:
-            if run == EAGER and VARIANTS[name].passes:
-                continue
-            try:
-                varied = session.varied(name)
-            except (NotOfferedError, ImportError) as missing:
-                print(f"{_SKIPPED} {job.model}, {run}, {name}: {missing}", file=sys.stderr)
-                continue
-            model = made_to_run(varied.model, run, session.device)
-            step.begin(varied.model)
-            with varied.within():
-                for _ in range(_WARM_UP):
-                    step.step(model)
-                with _seen():
-                    step.step(model)
-            shown.append(f"{run} {name}")
+    for name in job.variants:
+        if run == EAGER and VARIANTS[name].passes:
+            continue
+        try:
+            varied = session.varied(name)
+        except (NotOfferedError, ImportError) as missing:
+            print(f"{_SKIPPED} {job.model}, {run}, {name}: {missing}", file=sys.stderr)
+            continue
+        model = made_to_run(varied.model, run, session.device)
+        step.begin(varied.model)
+        with varied.within():
+            for _ in range(_WARM_UP):
+                step.step(model)
+            with _seen():
+                step.step(model)
+        shown.append(name)
     order.write_text("\n".join(shown))
 
 

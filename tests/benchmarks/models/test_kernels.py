@@ -92,7 +92,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f'cp {printed} "$2"\n'
         'while [ "$1" != benchmarks.models.profile ]; do shift; done\n'
         f'echo "$2" > {folder}/job\n'
-        'echo "eager patch" > "$3"\n'
+        'echo patch > "$3"\n'
     )
     script.chmod(script.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
@@ -135,7 +135,7 @@ def test_a_step_that_fails_is_reported(
     (stand_in / "ncu").write_text("#!/bin/sh\necho out of memory >&2\nexit 9\n")
     monkeypatch.setattr(profile, "_require_gpu", lambda: Machine(CPU, "a test", False))
     assert profile.model_kernels(given(tmp_path / "out"), []) == 1
-    assert "llama, bf16, train: ended with status 9: out of memory" in capsys.readouterr().err
+    assert "llama, bf16, train, eager: ended with status 9: out of memory" in capsys.readouterr().err
 
 
 def test_steps_that_the_profiler_missed_are_reported(
@@ -155,7 +155,7 @@ def test_each_variant_is_run_once_behind_a_mark(toy: object, tmp_path: Path, mon
     job = Job(TOY.name, BF16, (EAGER,), (TRAIN,), variants, "full", "cpu", str(tmp_path), HEADER)
     profile.show_steps(job, tmp_path / "order")
     assert [name for name in seen if name != "synchronize"] == ["profiler.start", "_sleep", "profiler.stop"] * 2
-    assert (tmp_path / "order").read_text().splitlines() == ["eager torch", "eager patch"]
+    assert (tmp_path / "order").read_text().splitlines() == ["torch", "patch"]
 
 
 def test_groups_do_not_share_a_name() -> None:
