@@ -14,11 +14,12 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..codegen.parameters import family_of
-from ..kernels.pipelines import new_exchange
+from ..kernels.assembly import SUMS
+from ..kernels.exchange import new_exchange
 from ..upstream.torch_allocator import contiguous_strides
 from .check import Call
 from .outputs import LayerNormOutput, NormGradients, pack, results_of, unpacked
-from .plan import SUMS, Plan
+from .plan import Plan
 
 # Without the Python function that a named tuple's constructor is: 0.2 us of every call.
 make_output = tuple.__new__

@@ -8,24 +8,20 @@ from the rows of `codegen.parameters`; which kernels run, with what grids and co
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
 from ..codegen.families import Family, Kind, Parameter, Result
-from ..codegen.instance import Tile
 from ..codegen.model import DType
-from ..codegen.parameters import BACKWARD
 from ..dtypes import TORCH_DTYPES
 from ..kernels import pipelines
+from ..kernels.assembly import SUMS, Facts, Recipe, assemble
 from ..kernels.gpu import Target, target_of
-from ..kernels.key import MOST_ROWS_IN_I32, integer_type, pointer_type, row_count_type
+from ..kernels.key import MOST_ROWS_IN_I32, pointer_type
 from ..kernels.launcher import Launcher
-from ..kernels.pipelines import row_alignment
 from ..kernels.row_walk import RowStride
-from ..kernels.tile_choice import choose, staged, takes_window, window_tile
 from ..selection import dispatch
 from ..upstream.torch_allocator import allocator
 from ..upstream.triton_launcher import Grid, Launch
@@ -34,29 +30,8 @@ from .outputs import aligned_length
 from .overlap import REPLACEABLE, Extent, Extents, extent_of
 from .row_layout import row_stride, sample_stride
 
-# The gradients that are sums over rows: programs leave partial sums of each, and a last kernel adds them up.
-SUMS = tuple(row.name for row in BACKWARD.results if row.kind is Kind.VECTOR)
-
-
-class Summing(NamedTuple):
-    """How partial sums are added up: how many rows of them at a time, columns a program, and warps."""
-
-    rows: int
-    block: int
-    warps: int
-
-
-# 16 values a thread, and narrow, so that few columns are shared by many programs: 4096x1024 takes an H200 18 us in all,
-# and 29 with 16 rows of 128 columns. The interpreter takes as long for a program of few columns as for one of many, and
-# 25 s for a row of 17000 in narrow ones.
-_SUMMING = Summing(rows=128, block=16, warps=4)
-_INTERPRETED_SUMMING = Summing(rows=16, block=1024, warps=4)
-
 # How many M a plan keeps the layouts of.
 _LAYOUTS = 64
-
-# What kernels leave for one another.
-_PARTIAL = pointer_type(torch.float32, aligned=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,20 +148,29 @@ class Plan:
         self.as_bytes = frozenset(name for name, dtype in fp8.items() if _in_software(dtype, self._target))
 
         anywhere = {row.slot for row in family.inputs if not row.is_read_in_vectors}
-        self._misaligned = misaligned = {*misaligned} - anywhere
-        self._itemsizes = [d.itemsize for row, d in inputs.items() if row.kind is Kind.ROWS and d is not None]
-        self._numbers = dict.fromkeys((row.slot for row in family.parameters if row.kind is Kind.NUMBER), "fp32")
-        self._strides = _row_strides(family, call)
-        self._alignment = row_alignment(*self._strides.values())
-        self._scale_strides = _scale_strides(family, call)
         dtypes = {row.slot: self._handed(row.name, dtype) for row, dtype in inputs.items()}
         dtypes |= {row.slot: self._handed(row.name, dtype) for row, dtype in results.items()}
-        self._pointers = {
-            name: None if dtype is None else pointer_type(dtype, aligned=name not in {*misaligned, *anywhere})
-            for name, dtype in dtypes.items()
-        }
-        steps = {**self._strides, **self._scale_strides}
-        self.extents = _extents(inputs, results, steps, n) if family.places else Extents()
+        strides, further = _row_strides(family, call), _scale_strides(family, call)
+        self._facts = Facts(
+            mode=mode,
+            n=n,
+            target=self._target,
+            types={
+                name: None if dtype is None else pointer_type(dtype, aligned=name not in {*misaligned, *anywhere})
+                for name, dtype in dtypes.items()
+            },
+            numbers=dict.fromkeys((row.slot for row in family.parameters if row.kind is Kind.NUMBER), "fp32"),
+            strides=strides,
+            further=further,
+            misaligned={*misaligned} - anywhere,
+            itemsizes=[d.itemsize for row, d in inputs.items() if row.kind is Kind.ROWS and d is not None],
+            sums={
+                row.name: None if dtype is None else pointer_type(dtype, aligned=True)
+                for row, dtype in results.items()
+                if row.name in SUMS
+            },
+        )
+        self.extents = _extents(inputs, results, {**strides, **further}, n) if family.places else Extents()
 
     def prepared(self, m: int) -> Prepared:
         """The kernels for m rows; the first call of each class of M compiles them."""
@@ -200,40 +184,18 @@ class Plan:
         return torch.uint8 if name in self.as_bytes else dtype
 
     def _prepare(self, size: int, m: int) -> Prepared:
-        mode, n, target = self.mode, self.n, self._target
-        choices = self._entry.choices(m, target.arch)
-        tile, strides = choose(mode, choices, n, target), self._strides
-        if mode.is_backward:
-            is_paired = pipelines.is_paired(n, self._alignment, self._misaligned)
-            tile = staged(tile, choices[-1], n, self._itemsizes, is_paired, target)
-        row = pipelines.row_of(mode, tile.pipeline)
-        if takes_window(mode, tile, n, strides, self._misaligned):
-            row, strides = pipelines.WINDOW, {"row_stride": strides["x_row_stride"]}
-            tile = window_tile(mode, tile, n, few=size == 0)
-        exchange = None if row.exchange is None else row.exchange(tile, n)
-        types = {
-            **self._pointers,
-            **dict.fromkeys(row.row_terms, _PARTIAL),
-            "exchange_ptr": None if exchange is None else pointer_type(torch.int64, aligned=True),
-            "M": row_count_type(m),
-            **self._numbers,
-        }
-        strides = {**strides, **self._scale_strides}
-        walkers = [self._launcher(step, row, tile, types, strides) for step in row.steps]
-        finisher = self._finisher() if any(self.sum_dtypes) else None
-        by_address = all(launcher.launch for launcher in (*walkers, finisher) if launcher is not None)
-        most, rows = row.programs(tile, n, target), tile.rows
-        steps = tuple(
-            Step(walker, _launch(walker, by_address), step.grid(tile, n, target))
-            for walker, step in zip(walkers, row.steps, strict=True)
-        )
-        alone = by_address and finisher is None and exchange is None and len(steps) == 1
+        made = assemble(self._facts, self._entry.choices(m, self._target.arch), m, few=size == 0)
+        walkers = [(self._launcher(recipe), recipe) for recipe in made.walkers]
+        finisher = None if made.finisher is None else (self._launcher(made.finisher), made.finisher)
+        by_address = all(launcher.launch for launcher, _ in (*walkers, *([finisher] if finisher else ())))
+        steps = tuple([_step(*walker, by_address) for walker in walkers])
+        alone = by_address and finisher is None and made.exchange is None and len(steps) == 1
         found = Prepared(
             steps=steps,
-            finish=None if finisher is None else Step(finisher, _launch(finisher, by_address), self._columns),
-            programs=lambda m: min(most, -(-m // rows)),
-            row_terms=len(row.row_terms),
-            exchange=exchange,
+            finish=None if finisher is None else _step(*finisher, by_address),
+            programs=made.programs,
+            row_terms=len(made.row_terms),
+            exchange=made.exchange,
             by_address=by_address,
             grid=steps[0].grid,
             launch=steps[0].launch if alone else None,
@@ -241,41 +203,18 @@ class Plan:
         self._prepared[size] = found
         return found
 
-    def _launcher(
-        self,
-        step: pipelines.Step,
-        row: pipelines.Row,
-        tile: Tile,
-        types: Mapping[str, str | None],
-        strides: Mapping[str, RowStride],
-    ) -> Launcher:
-        chunked = replace(tile, block=step.block(tile))
-        constants = {
-            **pipelines.constants(chunked, self.n, self._alignment, self._misaligned, self._target),
-            **row.constants(tile, self.n),
-        }
-        options = pipelines.compiler_options(row.options, tile, self._target)
-        kernel = self._entry.load(step.part or tile.pipeline)
-        return Launcher(kernel, types, strides, constants, tile.warps, options, self._target, self._launches_on)
-
-    @property
-    def _summing(self) -> Summing:
-        return _SUMMING if self._target.compiles else _INTERPRETED_SUMMING
-
-    def _columns(self, m: int, programs: int = 1) -> Grid:
-        return -(-self.n // self._summing.block), len(SUMS), 1
-
-    def _finisher(self) -> Launcher:
-        wanted = tuple(zip(SUMS, self.sum_dtypes, strict=True))
-        partials = {f"{name}_partials_ptr": None if dtype is None else _PARTIAL for name, dtype in wanted}
-        gradients = {
-            f"{name}_ptr": None if dtype is None else pointer_type(dtype, aligned=True) for name, dtype in wanted
-        }
-        summing, target = self._summing, self._target
-        constants = {"N": self.n, "ROWS": summing.rows, "BLOCK": summing.block, "PDL": target.launches_early}
-        types = {**partials, **gradients, "programs": integer_type(0)}
-        kernel = self._entry.load_finaliser()
-        return Launcher(kernel, types, {}, constants, summing.warps, {}, target, self._launches_on)
+    def _launcher(self, recipe: Recipe) -> Launcher:
+        kernel = self._entry.load_finaliser() if recipe.part is None else self._entry.load(recipe.part)
+        return Launcher(
+            kernel,
+            recipe.types,
+            recipe.strides,
+            recipe.constants,
+            recipe.warps,
+            recipe.options,
+            self._target,
+            self._launches_on,
+        )
 
     def _lay_out(self, m: int) -> Layout:
         ready = self.prepared(m)
@@ -301,8 +240,9 @@ class Plan:
         )
 
 
-def _launch(launcher: Launcher, by_address: bool) -> Launch:
-    return launcher.launch if by_address and launcher.launch is not None else launcher.launch_tensors
+def _step(launcher: Launcher, recipe: Recipe, by_address: bool) -> Step:
+    launch = launcher.launch if by_address and launcher.launch is not None else launcher.launch_tensors
+    return Step(launcher, launch, recipe.grid)
 
 
 def _dtype_of_input(row: Parameter, call: Call) -> torch.dtype | None:

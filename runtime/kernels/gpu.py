@@ -9,11 +9,14 @@ import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-
-import torch
+from typing import TYPE_CHECKING
 
 from ..codegen.tiling import WARP
 from ..errors import DeviceError, TargetError
+
+# Imported where a device is asked, for kernels may be chosen without torch: see `normforge.jax`.
+if TYPE_CHECKING:
+    import torch
 
 # The interpreter has none; one stands for few programs, so that a handful of rows makes each take several in turn.
 _INTERPRETED_MULTIPROCESSORS = 1
@@ -33,12 +36,15 @@ class Target:
         warp_size: threads of a warp; in the interpreter, those that tiles are made of.
         multiprocessors: how many it has.
         compiles: whether kernels are compiled for it, rather than interpreted.
+        plainly: whether kernels are launched in turn and no more is asked of a launch, as jaxlib launches them: none
+            before the one ahead has ended, and none whose programs all have to run at once.
     """
 
     arch: str
     warp_size: int
     multiprocessors: int
     compiles: bool = True
+    plainly: bool = False
 
     @property
     def is_nvidia(self) -> bool:
@@ -53,7 +59,7 @@ class Target:
     @property
     def launches_early(self) -> bool:
         """Whether a kernel may be launched before the one ahead of it has ended: programmatic dependent launch."""
-        return self._is_from(_FIRST_WITH_PDL)
+        return self._is_from(_FIRST_WITH_PDL) and not self.plainly
 
     def _is_from(self, first: int) -> bool:
         return self.compiles and self.is_nvidia and int(self.arch[3:]) >= first
@@ -110,6 +116,8 @@ def architecture(device: torch.device) -> str:
     """A device's architecture as tables of tiles name it: "sm_90" or "gfx942", say; "cpu" for the interpreter."""
     if device.type == "cpu":
         return "cpu"
+    import torch
+
     if torch.version.hip is not None:
         # What follows the colon says which features are switched on.
         return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
@@ -123,6 +131,8 @@ def target_of(device: torch.device) -> Target:
     arch = architecture(device)
     if device.type != "cuda":
         return Target(arch, WARP, _INTERPRETED_MULTIPROCESSORS, compiles=False)
+    import torch
+
     properties = torch.cuda.get_device_properties(device)
     return Target(arch, int(properties.warp_size), int(properties.multi_processor_count), compiles=not interpreting())
 
@@ -158,6 +168,8 @@ def require_device(x: torch.Tensor) -> None:
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """A context in which a device is the current one."""
+    import torch
+
     if device.type == "cuda" and torch.cuda.current_device() != device.index:
         return torch.cuda.device(device)
     return nullcontext()

@@ -6,18 +6,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-
-# Triton's words for the types of pointers, by what they point to.
-POINTERS: dict[torch.dtype, str] = {
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-    torch.int64: "*i64",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.float8_e5m2: "*fp8e5",
+# Triton's words for the types of pointers, by what they point to: torch's names for types, and JAX's.
+POINTERS = {
+    "float16": "*fp16",
+    "bfloat16": "*bf16",
+    "float32": "*fp32",
+    "int8": "*i8",
+    "uint8": "*u8",
+    "int64": "*i64",
+    "float8_e4m3fn": "*fp8e4nv",
+    "float8_e5m2": "*fp8e5",
 }
 
 # Bytes. Triton compiles a pointer that is a multiple of it into wide loads, which fault on any other.
@@ -30,9 +28,14 @@ LARGEST_I32 = 2**31 - 1
 MOST_ROWS_IN_I32 = 2**31 - 2**20
 
 
-def pointer_type(dtype: torch.dtype, *, aligned: bool) -> str:
-    """Triton's word for a pointer to elements of a type, with ":16" behind it if its address is a multiple of that."""
-    return POINTERS[dtype] + (_ALIGNED if aligned else "")
+def pointer_type(dtype: object, *, aligned: bool) -> str:
+    """Triton's word for a pointer to elements of a type, with ":16" behind it if its address is a multiple of that.
+
+    Args:
+        dtype: torch's, numpy's, or its name.
+        aligned: whether the address is such a multiple.
+    """
+    return POINTERS[str(dtype).removeprefix("torch.")] + (_ALIGNED if aligned else "")
 
 
 def integer_type(largest: int) -> str:

@@ -14,8 +14,8 @@ from ..errors import DeviceError
 from ..upstream import triton_launcher
 from ..upstream.torch_allocator import current_device
 from ..upstream.triton_launcher import Grid
-from .gpu import Target, interpreting, on_device, scale_warps
-from .key import KernelKey, Word, integer_type
+from .assembly import key_of, options_of
+from .gpu import Target, interpreting, on_device
 from .obtain import obtain
 from .row_walk import RowStride, RowWalk
 
@@ -61,18 +61,9 @@ class Launcher:
         names = (*types, *strides, *constants)
         # One call in C puts a launch's values into the kernel's order.
         self._arrange: Callable[[tuple[Any, ...]], tuple[Any, ...]] = itemgetter(*map(names.index, kernel.arg_names))
-        self._options = {"num_warps": scale_warps(warps, target.warp_size), **options}
-        if "PDL" in kernel.arg_names and constants["PDL"]:
-            # Asked of none but kernels that wait by that constant: any other would read what is not yet written.
-            self._options["launch_pdl"] = True
-        words: dict[str, Word] = {**types, **constants}
-        for name, stride in strides.items():
-            words[name] = stride.types(str(types["M"])) if isinstance(stride, RowWalk) else integer_type(stride)
-        self.key = KernelKey(
-            f"{kernel.fn.__module__}:{kernel.fn.__name__}",
-            tuple((name, words[name]) for name in kernel.arg_names),
-            tuple(self._options.items()),
-        )
+        self._options = options_of(kernel.arg_names, constants, warps, options, target)
+        name = f"{kernel.fn.__module__}:{kernel.fn.__name__}"
+        self.key = key_of(name, kernel.arg_names, types, strides, constants, self._options)
         self._compiled: Any = None
         self.launch: triton_launcher.Launch | None = None
         if device is not None and target.compiles:

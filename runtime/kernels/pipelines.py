@@ -6,17 +6,16 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from functools import reduce
 from operator import or_
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..codegen.instance import Tile
 from ..codegen.model import Mode, Part, Pipeline
 from ..codegen.tiling import WARP, power_of_two
-from ..upstream.torch_allocator import Empty
-from ..upstream.triton_launcher import Grid
 from .gpu import Target
 from .row_walk import RowStride, strides_of
+
+if TYPE_CHECKING:
+    from ..upstream.triton_launcher import Grid
 
 # Elements that a thread moves at once where rows start anywhere: 16 bytes of the 16-bit types.
 VECTOR = 8
@@ -221,8 +220,3 @@ def row_alignment(*row_strides: RowStride) -> int:
 def is_paired(n: int, row_alignment: int, misaligned: Collection[str]) -> bool:
     """Whether 16-bit values may be read in pairs; the arguments are those of `constants`."""
     return n % 2 == 0 and row_alignment % 2 == 0 and not misaligned
-
-
-def new_exchange(empty: Empty, count: int) -> torch.Tensor:
-    """Memory for programs to exchange values through; -1 is what none leaves there."""
-    return empty((count,), (1,), torch.int64).fill_(-1)

@@ -18,13 +18,18 @@ from .row_walk import RowStride
 def choose(mode: Mode, tiles: Iterable[Tile], n: int, target: Target) -> Tile:
     """The first of some tiles that a GPU can run: it has to hold all the programs that wait for one another.
 
+    Where launches are plain none may wait.
+
     Raises:
         DeviceError: it can run none of them.
     """
     for tile in tiles:
         # The interpreter runs one program after another.
         held = target.multiprocessors * tile.resident if target.compiles else 1
-        waiting = row_of(mode, tile.pipeline).waiting(tile, n)
+        row = row_of(mode, tile.pipeline)
+        if target.plainly and row.exchange is not None:
+            held = 0
+        waiting = row.waiting(tile, n)
         if waiting <= held:
             return tile
     raise DeviceError(

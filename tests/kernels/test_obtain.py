@@ -146,7 +146,7 @@ def test_integers_have_the_type_that_triton_gives_them(largest: int, word: str) 
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("dtype", POINTERS, ids=str)
+@pytest.mark.parametrize("dtype", [getattr(torch, name) for name in POINTERS], ids=str)
 def test_pointers_have_the_type_that_triton_gives_a_tensor(dtype: torch.dtype, aligned: bool) -> None:
     memory = torch.zeros(64, dtype=torch.uint8)
     tensor = memory[memory.data_ptr() % 16 + (0 if aligned else dtype.itemsize) :][: 4 * dtype.itemsize].view(dtype)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from normforge.codegen import model
 from normforge.codegen.instance import Tile
-from normforge.codegen.model import Pipeline
+from normforge.codegen.model import Mode, Pipeline
+from normforge.errors import DeviceError
 from normforge.kernels import pipelines
+from normforge.kernels.exchange import new_exchange
 from normforge.kernels.gpu import named_target
-from normforge.kernels.tile_choice import takes_window
+from normforge.kernels.tile_choice import choose, takes_window
+from normforge.selection import dispatch
 from normforge.upstream.torch_allocator import allocator
 
 H200 = named_target("sm_90")
@@ -34,7 +39,7 @@ def test_every_slot_of_an_exchange_is_there(n: int, m: int) -> None:
 
 def test_an_exchange_starts_empty() -> None:
     """A slot that holds -1 is waited for; anything else would be taken for what a program found."""
-    exchange = pipelines.new_exchange(allocator(torch.device("cpu")), 5)
+    exchange = new_exchange(allocator(torch.device("cpu")), 5)
     assert exchange.dtype == torch.int64
     assert exchange.tolist() == [-1] * 5
 
@@ -61,3 +66,17 @@ def test_a_window_needs_rows_of_x_and_y_that_start_alike(
     mode = model.Mode(model.Norm.LAYER, model.DType.BF16, model.DType.BF16)
     pointers = [f"{name}_ptr" for name in misaligned]
     assert takes_window(mode, tile(Pipeline.ONE_PASS), 4099, strides, pointers) == window
+
+
+@pytest.mark.parametrize("mode", ["ln_fwd_bf16", "ln_bwd_bf16"])
+def test_where_launches_are_plain_no_program_waits_for_another(mode: str) -> None:
+    """Neither for the kernel ahead, nor for the others of its launch: the tile for any GPU is taken instead."""
+    target = named_target("sm_90")
+    plain = replace(target, plainly=True)
+    entry = dispatch.find(Mode.from_name(mode), 131072)
+    choices = entry.choices(1024, "sm_90")
+    assert choose(Mode.from_name(mode), choices, 131072, target).pipeline is Pipeline.SPREAD
+    assert choose(Mode.from_name(mode), choices, 131072, plain).pipeline is Pipeline.TWO_PASS
+    assert (target.launches_early, plain.launches_early) == (True, False)
+    with pytest.raises(DeviceError, match="holds 0 at once"):
+        choose(Mode.from_name(mode), choices[:1], 131072, plain)

@@ -100,8 +100,8 @@ MUTANTS = (
         "every-pointer-is-aligned",
         "kernels for misaligned tensors are compiled with wide loads",
         "runtime/kernels/key.py",
-        'return POINTERS[dtype] + (_ALIGNED if aligned else "")',
-        "return POINTERS[dtype] + _ALIGNED",
+        'return POINTERS[str(dtype).removeprefix("torch.")] + (_ALIGNED if aligned else "")',
+        'return POINTERS[str(dtype).removeprefix("torch.")] + _ALIGNED',
         ("tests/kernels/test_obtain.py::test_pointers_have_the_type_that_triton_gives_a_tensor",),
     ),
     Mutant(

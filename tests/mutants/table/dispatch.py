@@ -164,7 +164,7 @@ MUTANTS = (
     Mutant(
         "exchange-starts-at-zero",
         "slots look published before they are",
-        "runtime/kernels/pipelines.py",
+        "runtime/kernels/exchange.py",
         "return empty((count,), (1,), torch.int64).fill_(-1)",
         "return empty((count,), (1,), torch.int64).fill_(0)",
         (f"{_RULES}::test_an_exchange_starts_empty",),
@@ -303,8 +303,8 @@ MUTANTS = (
     Mutant(
         "launched-early-without-waiting",
         "a kernel that does not wait is launched before the one ahead has ended",
-        "runtime/kernels/launcher.py",
-        'if "PDL" in kernel.arg_names and constants["PDL"]:',
+        "runtime/kernels/assembly.py",
+        'if "PDL" in parameters and constants["PDL"]:',
         'if constants["PDL"]:',
         ("tests/kernels/test_early_launches.py::test_a_kernel_is_launched_early_if_and_only_if_it_waits",),
     ),

@@ -1,0 +1,228 @@
+"""Which kernels serve a call, with what constants and grids, from its types and strides alone.
+
+Nothing here knows a tensor, or imports torch or triton: calls from PyTorch and from JAX are assembled alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..codegen.families import Kind
+from ..codegen.instance import Tile
+from ..codegen.model import Mode, Part, Pipeline
+from ..codegen.parameters import BACKWARD
+from . import pipelines
+from .gpu import Target, scale_warps
+from .key import KernelKey, Word, integer_type, pointer_type, row_count_type
+from .row_walk import RowStride, RowWalk
+from .tile_choice import choose, staged, takes_window, window_tile
+
+if TYPE_CHECKING:
+    from ..upstream.triton_launcher import Grid
+
+# The gradients that are sums over rows: programs leave partial sums of each, and a last kernel adds them up.
+SUMS = tuple(row.name for row in BACKWARD.results if row.kind is Kind.VECTOR)
+
+
+class Summing(NamedTuple):
+    """How partial sums are added up: how many rows of them at a time, columns a program, and warps."""
+
+    rows: int
+    block: int
+    warps: int
+
+
+# 16 values a thread, and narrow, so that few columns are shared by many programs: 4096x1024 takes an H200 18 us in all,
+# and 29 with 16 rows of 128 columns. The interpreter takes as long for a program of few columns as for one of many, and
+# 25 s for a row of 17000 in narrow ones.
+_SUMMING = Summing(rows=128, block=16, warps=4)
+_INTERPRETED_SUMMING = Summing(rows=16, block=1024, warps=4)
+
+# What kernels leave for one another.
+_PARTIAL = pointer_type("float32", aligned=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What kernels of a call are chosen by, besides M.
+
+    Attributes:
+        mode: the call's.
+        n: row length.
+        target: the GPU.
+        types: pointers and numbers that launches bring, in order, in Triton's words; None for an absent pointer.
+        strides: of rows, by their slots.
+        further: other arguments that are the same at every launch, by their slots.
+        misaligned: pointers at no multiple of 16 bytes.
+        itemsizes: bytes of an element of each tensor whose rows are read.
+        sums: by the names of `SUMS`, the pointers to what programs' partial sums are added up into; None for what is
+            not wanted. Empty forward.
+    """
+
+    mode: Mode
+    n: int
+    target: Target
+    types: Mapping[str, str | None]
+    numbers: Mapping[str, str]
+    strides: Mapping[str, RowStride]
+    further: Mapping[str, int] = field(default_factory=dict)
+    misaligned: Collection[str] = ()
+    itemsizes: Collection[int]
+    sums: Mapping[str, str | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One kernel of a call: what it is compiled from, and how it is launched.
+
+    Attributes:
+        part: which; None is the one that adds up partial sums.
+        types: the slots, in the order in which a launch brings them, in Triton's words; None for an absent pointer.
+        strides: arguments that are the same at every launch.
+        constants: compile-time constants.
+        warps: warps a program, of 32 threads.
+        options: what else the compiler is told.
+        grid: from M and the programs that share the rows to programs in each dimension.
+    """
+
+    part: Pipeline | Part | None
+    types: Mapping[str, str | None]
+    strides: Mapping[str, RowStride]
+    constants: Mapping[str, int]
+    warps: int
+    options: Mapping[str, Any]
+    grid: pipelines.Programs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """The kernels for one class of M.
+
+    Attributes:
+        walkers: those that walk the rows, in order.
+        finisher: the one that adds up their partial sums; None where there are none.
+        programs: from M to how many programs share the rows, each with partial sums of its own.
+        row_terms: what the first walker leaves for the next: pointers to one fp32 value a row.
+        exchange: from M to how many int64 the programs exchange values through; None where they do not.
+    """
+
+    walkers: tuple[Recipe, ...]
+    finisher: Recipe | None
+    programs: Callable[[int], int]
+    row_terms: tuple[str, ...]
+    exchange: Callable[[int], int] | None
+
+
+def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> Assembly:
+    """The kernels for m rows.
+
+    Args:
+        facts: what is known of the call.
+        choices: the table's tile for so many rows, and the one for any GPU.
+        m: rows; what counts is the type that counts them.
+        few: whether the table calls them few.
+
+    Raises:
+        DeviceError: the GPU can run neither tile.
+    """
+    mode, n, target, strides = facts.mode, facts.n, facts.target, facts.strides
+    alignment = pipelines.row_alignment(*strides.values())
+    tile = choose(mode, choices, n, target)
+    if mode.is_backward:
+        is_paired = pipelines.is_paired(n, alignment, facts.misaligned)
+        tile = staged(tile, choices[-1], n, facts.itemsizes, is_paired, target)
+    row = pipelines.row_of(mode, tile.pipeline)
+    if takes_window(mode, tile, n, strides, facts.misaligned):
+        row, strides = pipelines.WINDOW, {"row_stride": strides["x_row_stride"]}
+        tile = window_tile(mode, tile, n, few=few)
+    exchange = None if row.exchange is None else row.exchange(tile, n)
+    types = {
+        **facts.types,
+        **dict.fromkeys(row.row_terms, _PARTIAL),
+        "exchange_ptr": None if exchange is None else pointer_type("int64", aligned=True),
+        "M": row_count_type(m),
+        **facts.numbers,
+    }
+    walkers = tuple(
+        Recipe(
+            part=step.part or tile.pipeline,
+            types=types,
+            strides={**strides, **facts.further},
+            constants={
+                **pipelines.constants(replace(tile, block=step.block(tile)), n, alignment, facts.misaligned, target),
+                **row.constants(tile, n),
+            },
+            warps=tile.warps,
+            options=pipelines.compiler_options(row.options, tile, target),
+            grid=step.grid(tile, n, target),
+        )
+        for step in row.steps
+    )
+    most, rows = row.programs(tile, n, target), tile.rows
+    return Assembly(
+        walkers=walkers,
+        finisher=_finisher(facts) if any(facts.sums.values()) else None,
+        programs=lambda m: min(most, -(-m // rows)),
+        row_terms=row.row_terms,
+        exchange=exchange,
+    )
+
+
+def _finisher(facts: Facts) -> Recipe:
+    n, target = facts.n, facts.target
+    summing = _SUMMING if target.compiles else _INTERPRETED_SUMMING
+    partials = {f"{name}_partials_ptr": None if word is None else _PARTIAL for name, word in facts.sums.items()}
+
+    def columns(m: int, programs: int = 1) -> Grid:
+        return -(-n // summing.block), len(SUMS), 1
+
+    return Recipe(
+        part=None,
+        types={
+            **partials,
+            **{f"{name}_ptr": word for name, word in facts.sums.items()},
+            "programs": integer_type(0),
+        },
+        strides={},
+        constants={"N": n, "ROWS": summing.rows, "BLOCK": summing.block, "PDL": target.launches_early},
+        warps=summing.warps,
+        options={},
+        grid=columns,
+    )
+
+
+def options_of(
+    parameters: Sequence[str], constants: Mapping[str, int], warps: int, options: Mapping[str, Any], target: Target
+) -> dict[str, Any]:
+    """What the compiler is told of a kernel with these parameters."""
+    found = {"num_warps": scale_warps(warps, target.warp_size), **options}
+    if "PDL" in parameters and constants["PDL"]:
+        # Asked of none but kernels that wait by that constant: any other would read what is not yet written.
+        found["launch_pdl"] = True
+    return found
+
+
+def key_of(
+    kernel: str,
+    parameters: Sequence[str],
+    types: Mapping[str, str | None],
+    strides: Mapping[str, RowStride],
+    constants: Mapping[str, int],
+    options: Mapping[str, Any],
+) -> KernelKey:
+    """The compilation of a kernel.
+
+    Args:
+        kernel: its module and symbol, joined by a colon.
+        parameters: what it takes, in order; some of the arguments that follow.
+        types: of what launches bring, in Triton's words.
+        strides: arguments that are the same at every launch.
+        constants: compile-time constants.
+        options: those of `options_of`.
+    """
+    words: dict[str, Word] = {**types, **constants}
+    for name, stride in strides.items():
+        words[name] = stride.types(str(types["M"])) if isinstance(stride, RowWalk) else integer_type(stride)
+    return KernelKey(kernel, tuple((name, words[name]) for name in parameters), tuple(options.items()))
