@@ -129,6 +129,7 @@ class Suite:
         cells: in the order they are run.
         along: which of m and n its pictures have on the horizontal axis.
         unit: what its pictures have on the vertical one.
+        sweeps: whether its cells are many sizes of one problem, to be drawn as lines.
     """
 
     name: str
@@ -137,6 +138,7 @@ class Suite:
     cells: tuple[Cell, ...]
     along: Literal["m", "n"] = "n"
     unit: Literal["GB/s", "µs"] = "GB/s"
+    sweeps: bool = True
 
     @property
     def has_ceiling(self) -> bool:

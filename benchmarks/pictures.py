@@ -37,7 +37,7 @@ def draw_all(found: Sequence[Results], folder: Path) -> Iterator[Path]:
     for results in found:
         panels = _panels(results)
         lines = {key: rows for key, rows in panels.items() if len({_position(results, row) for row in rows}) > 1}
-        if lines:
+        if lines and SUITES[results.suite].sweeps:
             yield _save(_lines(results, lines), folder / f"{results.suite}.png")
         if _with_ratios(panels):
             yield _save(heat_map(results), folder / f"{results.suite}-ratios.png")
@@ -115,7 +115,7 @@ def _add_legend(figure: Figure, columns: int) -> None:
 
 def _draw_lines(axes: Axes, results: Results, rows: Sequence[Row]) -> None:
     # A provider has one colour in every panel, whoever else is in it. C3 is too near to the project's.
-    order = [name for name in every_provider() if name not in (CEILING, PROJECT)]
+    order = [name for name, peer in every_provider().items() if name not in (CEILING, PROJECT) and not peer.groups]
     colours = {name: f"C{position + (position >= 3)}" for position, name in enumerate(order)}
     for name, label in _labels(rows):
         points = sorted((_position(results, row), _value(results, row)) for row in rows if row.provider == name)

@@ -46,6 +46,7 @@ class Provider:
         builders: for a task and a norm, what makes a call of a cell's tensors. What is not in here is not offered.
         reset: called before each cell.
         compiles: whether its first call in a process may compile.
+        groups: of cells that it is for; empty for one that is timed on all that it has a builder for.
         allowances: how many times the oracle's tolerance an output may be off by, where that is not once.
     """
 
@@ -56,6 +57,7 @@ class Provider:
     distribution: str = ""
     reset: Callable[[], None] | None = None
     compiles: bool = True
+    groups: tuple[str, ...] = ()
     allowances: Mapping[str, float] = field(default_factory=dict)
 
     def load(self) -> None:
@@ -76,7 +78,7 @@ class Provider:
 
     def builder(self, cell: Cell) -> Builder | None:
         """What makes a call of the cell's tensors, or None where the peer offers no such thing."""
-        return self.builders.get((cell.task, cell.norm))
+        return None if self.groups and cell.group not in self.groups else self.builders.get((cell.task, cell.norm))
 
 
 def load(module: str) -> Any:

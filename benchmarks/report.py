@@ -39,6 +39,7 @@ class Table:
         lengths: which n, or empty for all.
         rows: which m, or empty for all.
         label: what a line is called, a format of a row's attributes; `{task}` is in words.
+        turned: whether providers are lines, and cells columns.
     """
 
     title: str
@@ -49,6 +50,7 @@ class Table:
     lengths: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
     label: str = "{m}×{n}"
+    turned: bool = False
 
     def holds(self, row: Row) -> bool:
         """Whether a row's cell is in the table."""
@@ -66,6 +68,12 @@ _TASKS = {
     Task.ADD_QUANT.value: "add + quant",
     Task.GRAD_FORWARD.value: "forward, recorded",
     Task.GRAD_BOTH.value: "forward and backward",
+}
+
+# Shown above tables, and what they show.
+_PICTURES = {
+    "forward.png": "Throughput of the forward pass over N",
+    "steps-ratios.png": "Throughput of each step over that of a copy, by shape",
 }
 
 # A few lines of every suite: the README shows them all.
@@ -87,6 +95,8 @@ TABLES = (
         "LayerNorm of ck_tile's shapes, CUDA graph", "ck_tile", "*/ln_bf16/*", ("700 rows*",), "µs", _CK_TILE_LENGTHS
     ),
     Table("Triton's tutorial, fp16", "tutorial", "*", ("*",), lengths=(1024, 4096, 15872), label="{task}, {m}×{n}"),
+    Table("Forward, bf16", "steps", "forward/*", ("steps*",), turned=True),
+    Table("Backward, bf16", "steps", "backward/*", ("steps*",), turned=True),
     Table("Host time of one LayerNorm call, 16×4096 bf16", "host", "*/ln_*", ("*",), "µs", label="{task}"),
 )
 
@@ -101,7 +111,7 @@ def render(found: Sequence[Results], picture: str | None = None) -> str:
     by_suite = {results.suite: results for results in found}
     parts = [_where(found)]
     if picture is not None:
-        parts.append(f"![Throughput of the forward pass over N]({picture})")
+        parts.append(f"![{_PICTURES[Path(picture).name]}]({picture})")
     for table in TABLES:
         if table.suite in by_suite:
             parts += _render(table, by_suite[table.suite])
@@ -123,10 +133,14 @@ def put_into(readme: Path, text: str, what: str = WHAT) -> None:
     readme.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
 
 
-def picture_for(readme: Path, results: Path, name: str = "forward.png") -> str | None:
-    """The path of the one picture that a README shows, as seen from it, or None where it was not drawn."""
-    path = results / name
-    return Path(os.path.relpath(path, readme.resolve().parent)).as_posix() if path.exists() else None
+def picture_for(readme: Path, results: Path, name: str | None = None) -> str | None:
+    """The path of the one picture that a README shows, as seen from it, or None where it was not drawn.
+
+    Without a name, the first of those that tables are shown with.
+    """
+    paths = [results / each for each in (_PICTURES if name is None else (name,))]
+    found = next((path for path in paths if path.exists()), None)
+    return None if found is None else Path(os.path.relpath(found, readme.resolve().parent)).as_posix()
 
 
 def where(header: Mapping[str, str]) -> str:
@@ -159,8 +173,10 @@ def _render(table: Table, results: Results) -> list[str]:
         (_label(table, row), *(_figure(table, results.of(cell).get(name)) for name, _ in providers))
         for cell, row in cells.items()
     ]
-    heads = [table.unit, *(label for _, label in providers)]
-    align = ("left", *("right" for _ in providers))
+    heads = (table.unit, *(label for _, label in providers))
+    if table.turned:
+        heads, *lines = zip(heads, *lines, strict=True)
+    align = ("left", *("right" for _ in heads[1:]))
     text = tabulate(lines, heads, tablefmt="github", disable_numparse=True, colalign=align)
     return [f"**{table.title}**", text]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ..cells import Suite
-from . import backward, ck_tile, decode, forward, heads, host, quant, tutorial
+from . import backward, ck_tile, decode, forward, heads, host, quant, steps, tutorial
 
 SUITES: dict[str, Suite] = {
-    module.SUITE.name: module.SUITE for module in (forward, backward, quant, decode, heads, ck_tile, tutorial, host)
+    module.SUITE.name: module.SUITE
+    for module in (forward, backward, quant, decode, heads, ck_tile, tutorial, steps, host)
 }

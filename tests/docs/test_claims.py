@@ -20,7 +20,7 @@ from benchmarks.report import BEGIN, END, markers, picture_for, render, where
 from benchmarks.results import CEILING, PROJECT, Results, Row, load
 from benchmarks.suites import SUITES
 
-from .pages import PAGES, ROOT, WRITTEN, prose
+from .pages import PAGES, ROOT, WRITTEN, blocks, prose
 
 H200 = RESULTS / "h200"
 README = ROOT / "README.md"
@@ -178,13 +178,26 @@ def test_the_tables_are_those_of_the_results() -> None:
     assert tables == render([results(name) for name in MEASURED], picture_for(BENCHMARKS, H200))
 
 
-def test_the_tables_of_the_tutorial_are_those_of_the_results() -> None:
+@pytest.mark.parametrize(("what", "name"), [("tutorial", "benchmarks"), ("steps", "from_tutorial")])
+def test_tables_of_a_folder_of_their_own_are_those_of_its_results(what: str, name: str) -> None:
     """Before it has been measured there is nothing between the markers."""
-    folder = RESULTS / "h200-tutorial"
+    folder, page = RESULTS / f"h200-{what}", ROOT / "docs" / f"{name}.md"
     found = [one for suite in SUITES if (one := load(folder, suite)) is not None]
-    first, last = markers("tutorial")
-    between = BENCHMARKS.read_text().partition(first)[2].partition(last)[0].strip()
-    assert between == (render(found, picture_for(BENCHMARKS, folder)) if found else "")
+    first, last = markers(what)
+    between = page.read_text().partition(first)[2].partition(last)[0].strip()
+    assert between == (render(found, picture_for(page, folder)) if found else "")
+
+
+def test_the_steps_on_the_page_are_those_that_are_timed() -> None:
+    """Every function of `benchmarks/steps/`, to the letter, and no other code that launches a kernel."""
+    shown = [block.text for block in blocks(ROOT / "docs" / "from_tutorial.md") if block.language == "python"]
+    texts = [(ROOT / "benchmarks" / "steps" / f"{name}.py").read_text() for name in ("forward", "backward")]
+    quoted = [block.strip() for block in shown if "@triton.jit" in block or "_ptr" in block or "num_warps" in block]
+    functions = [re.findall(r"^def (\w+)", text, re.MULTILINE) for text in texts]
+    assert all(any(f"def {name}(" in block for block in shown) for names in functions for name in names)
+    pieces = [piece for block in quoted for piece in block.split("\n\n\n")]
+    assert len(pieces) > 15
+    assert [piece for piece in pieces if not any(f"{piece}\n" in text for text in texts)] == []
 
 
 def test_revisions_and_versions_are_those_of_the_results() -> None:

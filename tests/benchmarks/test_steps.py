@@ -1,0 +1,123 @@
+"""The steps from the tutorial's form to an emitted kernel: what they compute, and that they compile."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.cells import Cell, Norm, Task
+from benchmarks.inputs import make_inputs
+from benchmarks.oracle import expect
+from benchmarks.provider import Provider
+from benchmarks.providers.steps import BACKWARD as BACKWARD_STEPS
+from benchmarks.providers.steps import FORWARD as FORWARD_STEPS
+from benchmarks.providers.steps import PROVIDERS
+from benchmarks.runner import prepare
+from benchmarks.steps import backward, forward
+from benchmarks.suites.steps import SUITE
+
+from ..stand_in_driver import driving
+
+FORWARD, BACKWARD = (
+    [provider for provider in PROVIDERS if (task, Norm.LAYER) in provider.builders]
+    for task in (Task.FORWARD, Task.BACKWARD)
+)
+
+
+# Bytes that a thread moves at once of x and y, and of weight and bias, where a row of 1000 bf16 columns is compiled.
+WIDTHS = {
+    "three sweeps": (2, 2),
+    "held": (2, 2),
+    "pivot": (2, 2),
+    "exact N": (2, 16),
+    "alignment": (16, 16),
+    "several rows": (16, 16),
+    "emitted": (16, 16),
+}
+
+
+def named(provider: Provider) -> str:
+    return provider.name
+
+
+# A row of one chunk, one whose stride only 8 divides, and one of two chunks of which the last is masked.
+@pytest.mark.parametrize("n", [96, 1000, 1032])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("provider", FORWARD, ids=named)
+def test_forward_steps_agree_with_the_oracle(provider: Provider, dtype: str, n: int) -> None:
+    inputs = make_inputs(Cell(Task.FORWARD, Norm.LAYER, 3, n, dtype, group="steps, forward"), torch.device("cpu"))
+    prepare(provider, [inputs], expect(inputs))
+
+
+@pytest.mark.parametrize("n", [96, 1032])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("provider", BACKWARD, ids=named)
+def test_backward_steps_agree_with_the_oracle(provider: Provider, dtype: str, n: int) -> None:
+    inputs = make_inputs(Cell(Task.BACKWARD, Norm.LAYER, 7, n, dtype, group="steps, backward"), torch.device("cpu"))
+    prepare(provider, [inputs], expect(inputs))
+
+
+def test_a_pivot_is_what_rows_far_from_zero_need() -> None:
+    torch.manual_seed(0)
+    x, weight, bias = 1e4 + 1e-2 * torch.randn(3, 200), torch.ones(200), torch.zeros(200)
+    wanted = torch.nn.functional.layer_norm(x.double(), (200,), eps=1e-5)
+    off = [(step(x, weight, bias, 1e-5) - wanted).abs().max().item() for step in (forward.held, forward.pivoted)]
+    assert off[0] > 0.01
+    assert off[1] < 1e-5
+
+
+def test_steps_are_timed_on_their_own_cells_alone() -> None:
+    plain = Cell(Task.FORWARD, Norm.LAYER, 32768, 4096, group="256 MiB")
+    assert not any(provider.builder(plain) for provider in PROVIDERS)
+    for cell in SUITE.cells:
+        assert [p.name for p in PROVIDERS if p.builder(cell)] == [
+            p.name for p in (FORWARD if cell.task is Task.FORWARD else BACKWARD)
+        ]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", FORWARD_STEPS)
+def test_loads_are_as_wide_as_the_page_says(name: str, ptx_of: Callable[[Callable[[], object]], str]) -> None:
+    x, weight, bias = (torch.randn(*shape, 1000).bfloat16() for shape in ((8,), (), ()))
+    ptx = ptx_of(lambda: FORWARD_STEPS[name](x, weight, bias, 1e-5))
+    loads, stores = (re.findall(rf"\b{kind}\.global\.(?:v(\d)\.)?b(\d+)", ptx) for kind in ("ld", "st"))
+    of_rows, of_operands = WIDTHS[name]
+    assert {_bytes(found) for found in loads} == {of_rows, of_operands}
+    assert {_bytes(found) for found in stores} == {of_rows}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", BACKWARD_STEPS)
+def test_gradients_compile(name: str, ptx_of: Callable[[Callable[[], object]], str]) -> None:
+    x, weight, mean, rstd = torch.randn(8, 1032).bfloat16(), torch.randn(1032).bfloat16(), *torch.ones(2, 8)
+    ptx = ptx_of(lambda: BACKWARD_STEPS[name](x, x, weight, mean, rstd))
+    assert ("atom" in ptx) == (name == "locks")
+    # Rows go to shared memory where two are ahead.
+    assert ("cp.async" in ptx) == (name in ("rows ahead", "emitted"))
+
+
+def _bytes(found: tuple[str, str]) -> int:
+    vector, bits = found
+    return int(vector or 1) * int(bits) // 8
+
+
+@pytest.fixture
+def ptx_of(tmp_path: Path) -> Iterator[Callable[[Callable[[], object]], str]]:
+    """From what launches kernels to their PTX for an H200."""
+    import triton
+
+    def compiled(launch: Callable[[], object]) -> str:
+        for kernel in (*vars(forward).values(), *vars(backward).values()):
+            if isinstance(kernel, triton.JITFunction):
+                kernel.device_caches.clear()
+        with driving():
+            launch()
+        return "".join(path.read_text() for path in tmp_path.rglob("*.ptx"))
+
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path)
+        yield compiled
