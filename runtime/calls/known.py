@@ -39,6 +39,9 @@ _MOST_KINDS = 16
 Key = tuple[Any, ...]
 Addresses = tuple[int, ...]
 Tensors = tuple["torch.Tensor | None", ...]
+# Sizes and strides of a tensor, None for those that may be others in a call of the same kind.
+Pattern = tuple[list["int | None"], list["int | None"]]
+Patterns = list[Pattern]
 # A plan, the addresses of what is read, these tensors, x's shape and its rows, eps and weight_offset.
 Found = tuple[Any, Addresses, Tensors, torch.Size, int, float, float]
 
@@ -49,23 +52,25 @@ class Known:
     Attributes:
         fits: whether the tensors that are there are like those of this kind.
         present: picks them from all that there could be.
+        patterns: their sizes and strides, as far as they are settled.
         trains: whether one of them requires a gradient, be gradients enabled or not.
         plan: what calls come to whose addresses are all aligned, or None.
     """
 
-    __slots__ = ("_misaligned", "fits", "plan", "present", "trains")
+    __slots__ = ("_misaligned", "fits", "patterns", "plan", "present", "trains")
 
-    def __init__(self, tensors: Tensors, free: Sequence[int]) -> None:
+    def __init__(self, tensors: Tensors, patterns: Patterns) -> None:
         """See what some tensors are like.
 
         Args:
             tensors: all that there could be, None for those that are not there.
-            free: of each, how many of its leading sizes may be any.
+            patterns: of those that are there.
         """
         places = [place for place, tensor in enumerate(tensors) if tensor is not None]
         there = [tensor for tensor in tensors if tensor is not None]
         self.present: Callable[[Any], Any] = _picking(places)
-        self.fits = _guard(there, [free[place] for place in places])
+        self.fits = _guard(there, patterns)
+        self.patterns = patterns
         self.trains = any(tensor.requires_grad for tensor in there)
         self.plan: Any = None
         self._misaligned: dict[tuple[bool, ...], Any] = {}
@@ -106,11 +111,14 @@ def remember(
         plan: what it came to.
     """
     kinds: tuple[Known, ...] = among.get(key, ())
-    kind = next((kind for kind in kinds if kind.fits(*kind.present(tensors))), None)
-    if kind is None:
-        kind = Known(tensors, free)
-        dispatch.remember(among, key, (kind, *kinds[: _MOST_KINDS - 1]))
+    patterns = [_pattern(tensor, any_) for tensor, any_ in zip(tensors, free, strict=True) if tensor is not None]
+    # A single row fits a kind of many. Its stride means nothing, so that its plan is none for them.
+    kind = next((one for one in kinds if one.patterns == patterns and one.fits(*one.present(tensors))), None)
+    others = [one for one in kinds if one is not kind]
+    kind = kind or Known(tensors, patterns)
     kind.learn(addresses, plan)
+    # The first one that fits is taken.
+    dispatch.remember(among, key, (kind, *others[: _MOST_KINDS - 1]))
 
 
 def _alignment(addresses: Addresses) -> tuple[bool, ...]:
@@ -122,11 +130,10 @@ def _picking(places: Sequence[int]) -> Callable[[Any], Any]:
     return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
 
 
-def _guard(tensors: Sequence[torch.Tensor], free: Sequence[int]) -> Fits:
+def _guard(tensors: Sequence[torch.Tensor], patterns: Patterns) -> Fits:
     first = [next(place for place, other in enumerate(tensors) if other is tensor) for tensor in tensors]
     once = sorted(set(first))
-    patterns = [_pattern(tensors[place], free[place]) for place in once]
-    fits = guard([tensors[place] for place in once], *zip(*patterns, strict=True))
+    fits = guard([tensors[place] for place in once], *zip(*[patterns[place] for place in once], strict=True))
     if len(once) == len(tensors):
         return fits
     # An output that is an input, say: a guard takes no tensor twice.
@@ -139,11 +146,8 @@ def _guard(tensors: Sequence[torch.Tensor], free: Sequence[int]) -> Fits:
     return fits_twice
 
 
-_Sizes = list["int | None"]
-
-
-def _pattern(tensor: torch.Tensor, free: int) -> tuple[_Sizes, _Sizes]:
-    """Its sizes and strides, None for those that may be others in a call of the same kind."""
+def _pattern(tensor: torch.Tensor, free: int) -> Pattern:
+    """A tensor's, of which so many leading sizes may be any."""
     shape, strides = tuple(tensor.shape), tensor.stride()
     if strides == contiguous_strides(shape):
         # How far apart dimensions are depends on the sizes of those behind them.

@@ -242,6 +242,58 @@ def test_a_misaligned_tensor_is_another_kind_of_call() -> None:
     assert len(told) == len({(x, weight) for x in (True, False) for weight in (True, False)})
 
 
+def _differentiated(x: torch.Tensor) -> torch.Tensor:
+    leaf = x.detach().requires_grad_()
+    y = normforge.layer_norm(leaf, (x.shape[-1],))
+    (dx,) = torch.autograd.grad(y, leaf, torch.ones_like(y) + x.detach())
+    return dx
+
+
+def _with_residual(x: torch.Tensor) -> torch.Tensor:
+    plain = torch.ones(x.shape, dtype=x.dtype)
+    return normforge.rmsnorm2d_fwd(plain, residual=x, fadd="pre_add").y
+
+
+def _heads(x: torch.Tensor) -> torch.Tensor:
+    return normforge.layernorm2d_fwd(x.unsqueeze(1).expand(-1, 2, -1)).y.flatten(0, 1)[::2]
+
+
+ROWS_APART: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "forward": lambda x: normforge.layernorm2d_fwd(x).y,
+    # A call whose eps is no float is checked though its kind is known.
+    "checked again": lambda x: normforge.layernorm2d_fwd(x, eps=1 if len(x) == 1 else 1.0).y,
+    "quantised": lambda x: normforge.rmsnorm2d_fwd(x, fquant="dynamic").y,
+    "differentiated": _differentiated,
+    "backward": lambda x: checked_gradient(rmsnorm2d_bwd(x, x, rstd=torch.ones(len(x)), wants=("dx",))),
+    "residual": _with_residual,
+    "two strides": _heads,
+}
+
+
+def checked_gradient(gradients: NormGradients) -> torch.Tensor:
+    assert gradients.dx is not None
+    return gradients.dx
+
+
+@pytest.mark.parametrize("name", ROWS_APART)
+def test_one_row_tells_nothing_of_the_stride_of_several(name: str) -> None:
+    """The stride of a single row is any, and a call of it fits the kind that rows of the same stride made known."""
+    rows = torch.randn(9, 3, 65)
+    rows[:, 1:] = torch.nan
+    apart, call = rows[:, 0], ROWS_APART[name]
+    # From the second row on addresses are no multiples of 16 bytes, and the first call with them is of one row.
+    for x in (apart, apart[1:2], apart[1:6], apart[1:2], apart[2:3], apart[2:]):
+        assert same_bits(call(x), call(x.clone()))
+
+
+def test_a_kind_of_one_row_stays_known_beside_that_of_several(checked: list[str]) -> None:
+    apart = torch.randn(9, 3, 65)[:, 0]
+    for _ in range(3):
+        for x in (apart, apart[1:2], apart[1:6], apart[1:2]):
+            normforge.layernorm2d_fwd(x)
+    assert checked == ["check"] * 3
+
+
 def launchers() -> list[Launcher]:
     """Everything made ready for the forward calls that are known."""
     plans = [plan for plan in all_plans() if not plan.mode.is_backward]
