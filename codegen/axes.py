@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
+from .errors import IllegalCombinationError
+from .groups import GROUP, Activation, AnyMode, GroupMode
 from .model import FP8_INPUT_DTYPES, INPUT_DTYPES, Cast, Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
 
 SAME = "same"
@@ -32,8 +34,13 @@ class Axis:
         """Whether a manifest writes this axis with YAML's booleans."""
         return self.values is BOOLEANS
 
-    def word_of(self, mode: Mode) -> str:
-        """The word for what a mode has on this axis; dtype_out is spelled out, never `same`."""
+    def word_of(self, mode: AnyMode) -> str:
+        """The word for what a mode has on this axis, the default where it has no such; dtype_out is spelled out."""
+        if self.name == "norm" and isinstance(mode, GroupMode):
+            return GROUP
+        if not hasattr(mode, self.name):
+            assert self.default is not None
+            return self.default
         value = getattr(mode, self.name)
         return str(value).lower() if self.is_boolean else str(value.value)
 
@@ -44,7 +51,7 @@ def _words(values: Iterable[Enum]) -> dict[str, Any]:
 
 AXES = (
     Axis("direction", _words(Direction), default="fwd"),
-    Axis("norm", _words(Norm)),
+    Axis("norm", {**_words(Norm), GROUP: GroupMode}),
     Axis("dtype_in", _words((*INPUT_DTYPES, *FP8_INPUT_DTYPES))),
     Axis("dtype_out", {SAME: None, **_words(DType)}, default=SAME),
     Axis("fadd", _words(FusedAdd), default="none"),
@@ -56,16 +63,36 @@ AXES = (
     Axis("cast", _words(Cast), default="after_weight"),
     Axis("modulated", BOOLEANS, default="false"),
     Axis("x_gate", BOOLEANS, default="false"),
+    Axis("activation", _words(Activation), default="none"),
+    Axis("channels_last", BOOLEANS, default="false"),
 )
 
 
-def mode_of(words: Mapping[str, str]) -> Mode:
+# Those that norms of rows have, and those that GroupNorm has; the norm says which they are of.
+_ROW_AXES = frozenset(field.name for field in fields(Mode)) - {"norm"}
+_GROUP_AXES = frozenset(field.name for field in fields(GroupMode))
+
+
+def mode_of(words: Mapping[str, str]) -> AnyMode:
     """The mode that one word for each axis describes.
 
     Raises:
         IllegalCombinationError: no kernel can have this combination.
     """
-    values = {axis.name: axis.values[words[axis.name]] for axis in AXES}
+    grouped = words["norm"] == GROUP
+    own = _GROUP_AXES if grouped else _ROW_AXES
+    values = {axis.name: axis.values[words[axis.name]] for axis in AXES if axis.name in own}
+    for axis in AXES:
+        word = words[axis.name]
+        if axis.name in own or axis.name == "norm" or word == axis.default:
+            continue
+        if axis.name == "dtype_out" and word == words["dtype_in"]:
+            continue
+        raise IllegalCombinationError(
+            f"norm {words['norm']} has no {axis.name} {word}; leave {axis.name} out, or use another norm"
+        )
+    if grouped:
+        return GroupMode(**values)
     if words["dtype_out"] == SAME:
         values["dtype_out"] = values["dtype_in"]
-    return Mode(**values)
+    return Mode(Norm(words["norm"]), **values)

@@ -16,8 +16,9 @@ from pathlib import Path
 import jinja2
 
 from .errors import IllegalCombinationError, NormforgeError, TemplateError
+from .groups import AnyMode, GroupMode, group_params, group_summary, mode_named
 from .instance import ANY, Instance, Tile
-from .model import Mode, Part, Pipeline
+from .model import Part, Pipeline
 from .signature import column_sums, params, summary
 from .tiling import SMALL_M
 
@@ -46,18 +47,23 @@ def render_folder(instances: Sequence[Instance]) -> dict[str, str]:
     Raises:
         TemplateError: a template is missing or cannot be rendered.
     """
-    by_mode: dict[Mode, list[Instance]] = {}
+    by_mode: dict[AnyMode, list[Instance]] = {}
     for instance in instances:
         by_mode.setdefault(instance.mode, []).append(instance)
-    files = shared_files(backward=any(mode.is_backward for mode in by_mode))
+    files = shared_files(
+        backward=any(mode.is_backward for mode in by_mode), groups=any(isinstance(mode, GroupMode) for mode in by_mode)
+    )
     for mode, served in by_mode.items():
         wanted = frozenset[Pipeline]().union(*(instance.pipelines for instance in served))
+        if isinstance(mode, GroupMode):
+            # What stands in where a group does not fit, or a GPU holds too few programs.
+            wanted |= {Pipeline.TWO_PASS}
         files[f"{mode.name}.py"] = render_module(mode, [p for p in Pipeline if p in wanted])
     files["dispatch.py"] = _render_dispatch(by_mode)
     return files
 
 
-def shared_files(*, backward: bool) -> dict[str, str]:
+def shared_files(*, backward: bool, groups: bool = False) -> dict[str, str]:
     """Render what an output folder holds beside its modules and its table: file name to text.
 
     Raises:
@@ -66,10 +72,12 @@ def shared_files(*, backward: bool) -> dict[str, str]:
     files = {"__init__.py": render("package.py.j2"), "primitives.py": render("primitives.py.j2")}
     if backward:
         files["finalise.py"] = render("finalise.py.j2")
+    if groups:
+        files["group_primitives.py"] = render("group_primitives.py.j2")
     return files
 
 
-def render_module(mode: Mode, pipelines: Iterable[Pipeline]) -> str:
+def render_module(mode: AnyMode, pipelines: Iterable[Pipeline]) -> str:
     """Render the module that holds a mode's kernels, one for each pipeline asked.
 
     Raises:
@@ -84,14 +92,16 @@ def render_module(mode: Mode, pipelines: Iterable[Pipeline]) -> str:
 def render_every_kernel(name: str) -> str | None:
     """Render the module of the mode of a name with every kernel there is, or None if no mode is called so."""
     try:
-        mode = Mode.from_name(name)
+        mode = mode_named(name)
     except IllegalCombinationError:
         return None
     return render_module(mode, mode.pipelines)
 
 
-def parts(mode: Mode, pipeline: Pipeline) -> tuple[Pipeline | Part, ...]:
+def parts(mode: AnyMode, pipeline: Pipeline) -> tuple[Pipeline | Part, ...]:
     """The kernels that serve a mode in a pipeline: the pipeline's own, and what it needs beside it."""
+    if isinstance(mode, GroupMode):
+        return mode.parts(pipeline)
     if mode.is_backward and pipeline is Pipeline.TWO_PASS:
         return (Part.ROW_TERMS, pipeline)
     # Where rows start anywhere, it stands in for either: see `takes_window` in runtime/kernels/tile_choice.py.
@@ -100,19 +110,22 @@ def parts(mode: Mode, pipeline: Pipeline) -> tuple[Pipeline | Part, ...]:
     return (pipeline,)
 
 
-def _render_kernel(mode: Mode, part: Pipeline | Part) -> str:
-    prefix = "bwd_" if mode.is_backward else ""
-    text = _template(f"{prefix}{part.value}.py.j2").render(
-        m=mode,
-        part=part,
-        norm=_macros(f"{mode.norm.value}.j2"),
-        output=_macros("quantised.j2" if mode.fquant.quantises else "plain.j2"),
-    )
+def _render_kernel(mode: AnyMode, part: Pipeline | Part) -> str:
+    if isinstance(mode, GroupMode):
+        text = _template(f"gn_{mode.direction.value}_{part.value}.py.j2").render(m=mode, part=part)
+    else:
+        prefix = "bwd_" if mode.is_backward else ""
+        text = _template(f"{prefix}{part.value}.py.j2").render(
+            m=mode,
+            part=part,
+            norm=_macros(f"{mode.norm.value}.j2"),
+            output=_macros("quantised.j2" if mode.fquant.quantises else "plain.j2"),
+        )
     staged = _BLANK_BEFORE_STAGE.sub("\n\0", text)
     return _BLANK_LINES.sub("\n", staged).replace("\0", "\n").strip("\n")
 
 
-def _docstring(mode: Mode) -> str:
+def _docstring(mode: AnyMode) -> str:
     if not mode.features:
         return f'"""{mode.title}."""'
     features = ", ".join(mode.features)
@@ -122,19 +135,24 @@ def _docstring(mode: Mode) -> str:
 
 def _imports(source: str) -> str:
     # Functions where they are called, constants wherever they stand.
-    names = sorted(_primitives() & set(re.findall(r"\b(?:\w+(?=\()|[A-Z_]+\b)", source)))
-    line = f"from .primitives import {', '.join(names)}"
+    called = set(re.findall(r"\b(?:\w+(?=\()|[A-Z_]+\b)", source))
+    imports = ((module, sorted(_functions(module) & called)) for module in ("group_primitives", "primitives"))
+    return "\n".join(_import(module, names) for module, names in imports if names)
+
+
+def _import(module: str, names: Sequence[str]) -> str:
+    line = f"from .{module} import {', '.join(names)}"
     if len(line) <= LINE_LENGTH:
         return line
-    return "from .primitives import (\n" + "".join(f"    {name},\n" for name in names) + ")"
+    return f"from .{module} import (\n" + "".join(f"    {name},\n" for name in names) + ")"
 
 
 @cache
-def _primitives() -> frozenset[str]:
-    return frozenset(re.findall(r"^(?:def (?=\w)|(?=[A-Z_]+ =))(\w+)", render("primitives.py.j2"), re.MULTILINE))
+def _functions(module: str) -> frozenset[str]:
+    return frozenset(re.findall(r"^(?:def (?=\w)|(?=[A-Z_]+ =))(\w+)", render(f"{module}.py.j2"), re.MULTILINE))
 
 
-def _render_dispatch(by_mode: dict[Mode, list[Instance]]) -> str:
+def _render_dispatch(by_mode: dict[AnyMode, list[Instance]]) -> str:
     # Modes that are served alike share their ladders: 48 modes make a page, not a phone book.
     ladders: dict[str, str] = {}
     shared: dict[str, str] = {}
@@ -194,7 +212,9 @@ def environment() -> jinja2.Environment:
         autoescape=False,
     )
     jinja.filters["body"] = _body
-    jinja.globals |= {function.__name__: function for function in (params, summary, column_sums)}
+    jinja.globals |= {
+        function.__name__: function for function in (params, summary, column_sums, group_params, group_summary)
+    }
     jinja.globals["marker"] = MARKER
     jinja.tests["has"] = operator.contains
     return jinja
@@ -202,7 +222,7 @@ def environment() -> jinja2.Environment:
 
 def clear_caches() -> None:
     """Forget every template read, so that the next rendering reads them anew."""
-    for cached in (environment, _template, _macros, _primitives):
+    for cached in (environment, _template, _macros, _functions):
         cached.cache_clear()
 
 

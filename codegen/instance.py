@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
-from .model import Mode, Pipeline
+from .groups import AnyMode
+from .model import Pipeline
 
 # The architecture whose tiles serve every other that has none of its own.
 ANY = "any"
@@ -60,7 +61,7 @@ class Tiles:
 class Instance:
     """One row of the dispatch table: a mode over a bucket of row lengths, with its tiles by architecture, ANY first."""
 
-    mode: Mode
+    mode: AnyMode
     bucket: Bucket
     tiles: tuple[tuple[str, Tiles], ...]
 

@@ -13,9 +13,9 @@ from yaml.nodes import Node
 from .axes import AXES, BOOLEANS, mode_of
 from .document import Pair, Section, compose, line_of
 from .errors import IllegalCombinationError, ManifestError, NormforgeError
+from .groups import AnyMode
 from .instance import Bucket, Instance
 from .ladder import ALL, read_ladder, read_served
-from .model import Mode
 from .tile_tables import TileTable, tiles_of
 from .tiling import class_of, standard_ladder
 from .words import unknown
@@ -156,7 +156,7 @@ def _read_words(section: Section, node: Node, buckets: tuple[Bucket, ...]) -> _W
 def _expand(
     groups: list[_Group], buckets: tuple[Bucket, ...], tables: Mapping[str, TileTable] | None
 ) -> tuple[Entry, ...]:
-    makers: dict[Mode, dict[Bucket, _Group]] = {}
+    makers: dict[AnyMode, dict[Bucket, _Group]] = {}
     for group in groups:
         for mode in _modes(group):
             served = makers.setdefault(mode, {})
@@ -177,7 +177,7 @@ def _expand(
     )
 
 
-def _modes(group: _Group) -> Iterator[Mode]:
+def _modes(group: _Group) -> Iterator[AnyMode]:
     for combination in product(*(group.words[axis.name] for axis in AXES)):
         words = dict(zip(_AXIS_NAMES, combination, strict=True))
         try:

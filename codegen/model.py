@@ -210,6 +210,9 @@ class Part(Enum):
 
     ROW_TERMS = "row_terms"
     WINDOW = "window"
+    # Of GroupNorm, forward and backward.
+    MOMENTS = "moments"
+    TERMS = "terms"
 
 
 INPUT_DTYPES = (DType.FP16, DType.BF16, DType.FP32)

@@ -12,9 +12,9 @@ from heapq import nlargest
 
 from .axes import AXES, SAME, Axis
 from .errors import SelectionError
+from .groups import AnyMode
 from .instance import Bucket
 from .manifest import Entry, Manifest
-from .model import Mode
 from .words import unknown
 
 _N = "n"
@@ -159,7 +159,7 @@ def _on_mode(text: str, comparison: str, axis: Axis, words: Sequence[str]) -> Ca
     return met_by
 
 
-def _is(mode: Mode, axis: Axis, word: str) -> bool:
+def _is(mode: AnyMode, axis: Axis, word: str) -> bool:
     if word == SAME:
         return mode.dtype_out is mode.dtype_in
     return axis.word_of(mode) == word

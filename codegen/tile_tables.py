@@ -14,11 +14,12 @@ from yaml.nodes import Node
 
 from .document import DocumentKind, Section, compose
 from .errors import TileTableError
+from .groups import AnyMode, GroupMode
 from .instance import ANY, Bucket, Tile, Tiles
 from .ladder import read_range
-from .model import Direction, Mode, Pipeline
+from .model import Direction, Pipeline
 from .staging import copies, most_stages
-from .tiling import CLASSES, MOST_RESIDENT_WARPS, MOST_WARPS, WARP, Load, TileClass, class_of, generic_tiles
+from .tiling import EVERY_CLASS, MOST_RESIDENT_WARPS, MOST_WARPS, WARP, Load, TileClass, class_of, generic_tiles
 from .words import unknown
 
 FOLDER = Path(__file__).resolve().parent / "tiles"
@@ -31,7 +32,7 @@ _DOCUMENT = DocumentKind(
 )
 # As `architecture` in runtime/kernels/gpu.py names them.
 _ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}|gfx[0-9a-f]{3,4}")
-_CLASS_OF = {kind.name: kind for kind in CLASSES}
+_CLASS_OF = {kind.name: kind for kind in EVERY_CLASS}
 _PIPELINES = tuple(pipeline.value for pipeline in Pipeline)
 _SIZES = tuple(field.name for field in fields(Tiles))
 _FIELDS = {field.name: field for field in fields(Tile)}
@@ -56,7 +57,7 @@ class TileTable:
 
 
 def tiles_of(
-    mode: Mode, bucket: Bucket, tables: Mapping[str, TileTable] | None = None
+    mode: AnyMode, bucket: Bucket, tables: Mapping[str, TileTable] | None = None
 ) -> tuple[tuple[str, Tiles], ...]:
     """The tiles for every N of an instance's bucket, by architecture: the generic ones first, under ANY.
 
@@ -68,7 +69,7 @@ def tiles_of(
     kind = class_of(mode)
     generic = generic_tiles(kind, bucket)
     known = own_tables() if tables is None else tables
-    if mode.is_backward and mode.modulated:
+    if not isinstance(mode, GroupMode) and mode.is_backward and mode.modulated:
         # Nobody measured them, and what was measured of others spreads rows, which these do not.
         if mode.x_gate and bucket.last is not None:
             # A thread holds a third row and a third sum: with tiles of their own length they spill 112 to 248 bytes.
@@ -182,11 +183,36 @@ def why_not(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> str | Non
             f"resident is {tile.resident} programs of {tile.warps} warps; "
             f"a multiprocessor holds 1 to {MOST_RESIDENT_WARPS // tile.warps}"
         )
+    if kind.is_grouped:
+        return _why_not_of_groups(kind, tile)
     return (
         _why_not_walked(kind, bucket, tile)
         or _why_not_sized(kind, bucket, tile)
         or (_why_not_staged(kind, bucket, tile, arch) if tile.stages != 1 else None)
     )
+
+
+def _why_not_of_groups(kind: TileClass, tile: Tile) -> str | None:
+    """Why no kernel of GroupNorm can take tiles so; whether a group fits in registers depends on its shape too."""
+    if tile.pipeline is Pipeline.ROWS or tile.rows != 1:
+        return (
+            f"pipeline {tile.pipeline.value} with rows {tile.rows} is of no group; take one_pass or two_pass, rows: 1"
+        )
+    is_whole = tile.pipeline is Pipeline.ONE_PASS
+    if is_whole == bool(tile.held):
+        return f"held is {tile.held}: one_pass holds all of a group, and others so many tiles a program, from 1"
+    if tile.held & (tile.held - 1):
+        return f"held is {tile.held}; it takes a power of two"
+    if tile.pipeline is Pipeline.SPREAD and kind.direction is Direction.BACKWARD:
+        return "pipeline spread is of forward groups; take two_pass"
+    if tile.pipeline is Pipeline.SPREAD and kind.itemsize > _MOST_SPREAD_BYTES:
+        return "pipeline spread exchanges means as fp32, too coarse for fp32 groups; take two_pass"
+    if tile.stages != 1 and tile.pipeline is not Pipeline.SPREAD:
+        return f"stages is {tile.stages}, and only spread has a loop over groups; leave stages out"
+    values = tile.block * max(tile.held, 1) * (2 if kind.direction is Direction.BACKWARD else 1)
+    if values > _MOST_VALUES * WARP * tile.warps:
+        return f"a program would hold {values} values on {tile.warps} warps; write a smaller block, held, or more warps"
+    return None
 
 
 def _why_not_walked(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:
@@ -298,7 +324,7 @@ def write_table(table: TileTable, remark: str) -> str:
         remark: on what; one line.
     """
     lines = [f"# {remark}"]
-    for kind in CLASSES:
+    for kind in EVERY_CLASS:
         if kind in table.rows:
             lines += ["", f"{kind.name}:"]
             for bucket, tiles in table.rows[kind]:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import product
 
+from .groups import AnyMode, GroupMode
 from .instance import Bucket, Tile, Tiles
-from .model import Direction, Mode, Norm, Pipeline
+from .model import Direction, Norm, Pipeline
 
 # The last length of each bucket: hidden sizes that models use, so that a row fills its chunks.
 STANDARD_LENGTHS = (
@@ -46,17 +47,25 @@ class TileClass:
         load: what moves besides.
         rms: whether RMSNorm alone. Where a table has no tiles for it alone, it takes those that it shares with
             LayerNorm, whose kernels they were measured with.
+        layout: of GroupNorm, where positions or channels are innermost; "" of norms of rows.
     """
 
     direction: Direction
     itemsize: int
     load: Load = Load.PLAIN
     rms: bool = False
+    layout: str = ""
 
     @property
     def name(self) -> str:
         """The word for this class in tables of tiles and on the command line."""
-        return f"{self.direction.value}_{8 * self.itemsize}bit{self.load.value}{'_rms' if self.rms else ''}"
+        rms = "_rms" if self.rms else ""
+        return f"{self.layout}{self.direction.value}_{8 * self.itemsize}bit{self.load.value}{rms}"
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether rows are groups of channels."""
+        return bool(self.layout)
 
     @property
     def shared(self) -> TileClass:
@@ -66,19 +75,29 @@ class TileClass:
 
 _LEAST_ITEMSIZE = 2
 
+# What the names of GroupNorm's classes begin with, of positions innermost and of channels.
+GROUP_LAYOUTS = ("group_", "group_last_")
+
 CLASSES = tuple(
     TileClass(direction, itemsize, load, rms)
     for direction, loads in ((Direction.FORWARD, tuple(Load)), (Direction.BACKWARD, (Load.PLAIN, Load.ADD)))
     for itemsize, load, rms in product((_LEAST_ITEMSIZE, 4), loads, (False, True))
 )
+GROUP_CLASSES = tuple(
+    TileClass(direction, itemsize, layout=layout)
+    for direction, itemsize, layout in product(Direction, (_LEAST_ITEMSIZE, 4), GROUP_LAYOUTS)
+)
+EVERY_CLASS = (*CLASSES, *GROUP_CLASSES)
 
 
-def class_of(mode: Mode) -> TileClass:
+def class_of(mode: AnyMode) -> TileClass:
     """The class of a mode; with quantisation, a fused add makes no further difference.
 
     Rows of fp8 are cut as those of 16 bits, which is what becomes of them: a thread that stores 16 bytes of y at once
     loads 8 of x. They are not of those that stream, whose tables have pipelines that take x as it is.
     """
+    if isinstance(mode, GroupMode):
+        return TileClass(mode.direction, mode.dtype_in.itemsize, layout=GROUP_LAYOUTS[mode.channels_last])
     load = Load.PLAIN
     if mode.fquant.quantises:
         load = Load.QUANT
@@ -104,6 +123,8 @@ def ladder_of(lengths: tuple[int | None, ...]) -> tuple[Bucket, ...]:
 
 def generic_tiles(kind: TileClass, bucket: Bucket) -> Tiles:
     """The tiles for every N of a bucket on any architecture, chosen by its longest row."""
+    if kind.is_grouped:
+        return Tiles(_group(kind, bucket.last, few=False), _group(kind, bucket.last, few=True))
     if kind.direction is Direction.BACKWARD:
         tile = _backward(bucket.last, kind.itemsize)
         return Tiles(tile, tile)
@@ -186,3 +207,20 @@ def _backward(last: int | None, itemsize: int) -> Tile:
         if last is not None and last <= longest:
             return Tile(Pipeline.ONE_PASS, 1, warps * WARP * load // itemsize, warps, resident)
     return _BWD_TWO_PASS_TILE
+
+
+# Groups, by (the longest that one program holds, warps), where they are many and where they are a few: 32 values a
+# thread, or with dy 16 of each. Tiles are padded up to powers of two, so that a group may not fit; the runtime then
+# takes the tile below.
+_GROUP_TILES = {False: ((2048, 2), (4096, 4), (8192, 8)), True: ((1024, 2), (2048, 4), (4096, 8))}
+# Of longer groups, over several programs each.
+GROUP_PARTS = Tile(Pipeline.TWO_PASS, rows=1, block=2048, warps=8, held=4)
+GROUP_PARTS_BACKWARD = Tile(Pipeline.TWO_PASS, rows=1, block=2048, warps=8, held=2)
+
+
+def _group(kind: TileClass, last: int | None, *, few: bool) -> Tile:
+    is_backward = kind.direction is Direction.BACKWARD
+    for longest, warps in _GROUP_TILES[few]:
+        if last is not None and last <= longest:
+            return Tile(Pipeline.ONE_PASS, 1, min(power_of_two(last), 1024), warps * 2 if is_backward else warps)
+    return GROUP_PARTS_BACKWARD if is_backward else GROUP_PARTS

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..codegen.axes import SAME
+from ..codegen.groups import mode_named
 from ..codegen.model import Mode, legal_modes
 from ..errors import ConflictError, DeviceError, IllegalCombinationError, MissingInstanceError, ShapeError
 from ..kernels.gpu import Target, named_target, target_of
@@ -195,7 +196,9 @@ def pairs_of(n: Iterable[int], modes: Iterable[str | Mode] | None) -> Iterator[t
     lengths = _lengths(n)
     if modes is None:
         for length in lengths:
-            yield from ((Mode.from_name(entry.mode), length) for entry in dispatch.loaded() if entry.serves(length))
+            served = (mode_named(entry.mode) for entry in dispatch.loaded() if entry.serves(length))
+            # GroupNorm's kernels depend on more of a shape than how long groups are.
+            yield from ((mode, length) for mode in served if isinstance(mode, Mode))
         return
     yield from product(_named(_listed("modes", modes)), lengths)
 
@@ -210,7 +213,14 @@ def _named(modes: Iterable[str | Mode]) -> tuple[Mode, ...]:
         # A name that is none of the table's is generated on demand, or refused, as for a call.
         matching = [name for name in present if fnmatchcase(name, mode)] or [mode]
         try:
-            found.update(dict.fromkeys(map(Mode.from_name, matching)))
+            named = list(map(mode_named, matching))
+            if rows := [each for each in named if isinstance(each, Mode)]:
+                found.update(dict.fromkeys(rows))
+            else:
+                raise ConflictError(
+                    f"modes has {mode!r}, and kernels of GroupNorm depend on channels and positions, which no row "
+                    "length says; call normforge.group_norm once on a tensor of each shape instead"
+                )
         except IllegalCombinationError as error:
             near = difflib.get_close_matches(mode, [legal.name for legal in legal_modes()], n=3, cutoff=0.0)
             raise MissingInstanceError(

@@ -163,17 +163,17 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
     most, rows = row.programs(tile, n, target), tile.rows
     return Assembly(
         walkers=walkers,
-        finisher=_finisher(facts) if any(facts.sums.values()) else None,
+        finisher=finisher_of(n, facts.sums, target) if any(facts.sums.values()) else None,
         programs=lambda m: min(most, -(-m // rows)),
         row_terms=row.row_terms,
         exchange=exchange,
     )
 
 
-def _finisher(facts: Facts) -> Recipe:
-    n, target = facts.n, facts.target
+def finisher_of(n: int, sums: Mapping[str, str | None], target: Target) -> Recipe:
+    """The kernel that adds up partial sums of n columns; `sums` as `Facts` has them."""
     summing = _SUMMING if target.compiles else _INTERPRETED_SUMMING
-    partials = {f"{name}_partials_ptr": None if word is None else _PARTIAL for name, word in facts.sums.items()}
+    partials = {f"{name}_partials_ptr": None if word is None else _PARTIAL for name, word in sums.items()}
 
     def columns(m: int, programs: int = 1) -> Grid:
         return -(-n // summing.block), len(SUMS), 1
@@ -182,7 +182,7 @@ def _finisher(facts: Facts) -> Recipe:
         part=None,
         types={
             **partials,
-            **{f"{name}_ptr": word for name, word in facts.sums.items()},
+            **{f"{name}_ptr": word for name, word in sums.items()},
             "programs": integer_type(0),
         },
         strides={},

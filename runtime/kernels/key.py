@@ -81,10 +81,10 @@ class KernelKey:
         return self.kernel.rpartition(":")[2]
 
     @property
-    def n(self) -> int:
-        """The row length that it is compiled for."""
-        n = dict(self.arguments)["N"]
-        assert isinstance(n, int)
+    def n(self) -> int | None:
+        """The row length that it is compiled for; None of GroupNorm's kernels, which serve many."""
+        n = dict(self.arguments).get("N")
+        assert n is None or isinstance(n, int)
         return n
 
     def source(self, function: Any) -> Any:

@@ -119,10 +119,15 @@ def compile_for(key: KernelKey, function: Any, target: Target) -> Any:
 def _refuse(key: KernelKey, target: Target, *_: Any, **__: Any) -> NoReturn:
     folder = binaries.loaded()
     elsewhere = "" if folder is None else f", and neither does {folder.path}"
+    how = (
+        f"with normforge.warmup, `normforge warmup` or `normforge aot` and N = {key.n} "
+        "(normforge.compile_keys lists what they compile)"
+    )
+    if key.n is None:
+        how = "by a call like this one without NORMFORGE_FROZEN, which leaves it in Triton's cache"
     raise FrozenError(
         f"NORMFORGE_FROZEN=1 forbids compiling {key} for {target.arch}, and Triton's cache does not hold it"
-        f"{elsewhere}; compile it before with normforge.warmup, `normforge warmup` or `normforge aot` and N = {key.n} "
-        "(normforge.compile_keys lists what they compile), or unset NORMFORGE_FROZEN"
+        f"{elsewhere}; compile it before {how}, or unset NORMFORGE_FROZEN"
     )
 
 

@@ -136,7 +136,7 @@ def _peers(programs: int) -> dict[str, int]:
 
 
 # Programs that wait for one another all have to run at once, which a cooperative launch sees to.
-_COOPERATIVE = {"launch_cooperative_grid": True}
+COOPERATIVE = {"launch_cooperative_grid": True}
 
 FORWARD: dict[Pipeline, Row] = {
     **dict.fromkeys((Pipeline.ROWS, Pipeline.ONE_PASS, Pipeline.TWO_PASS), Row(steps=(Step(grid=_tiles_of_rows),))),
@@ -145,7 +145,7 @@ FORWARD: dict[Pipeline, Row] = {
         columns=_slices,
         exchange=_slot_a_slice,
         constants=lambda tile, n: _peers(_slices(tile, n)),
-        options=_COOPERATIVE,
+        options=COOPERATIVE,
     ),
 }
 
@@ -168,7 +168,7 @@ BACKWARD: dict[Pipeline, Row] = {
         columns=column_blocks,
         exchange=_slot_a_row_and_block,
         constants=lambda tile, n: _peers(column_blocks(tile, n)),
-        options=_COOPERATIVE,
+        options=COOPERATIVE,
     ),
 }
 

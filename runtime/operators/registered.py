@@ -32,7 +32,7 @@ from ..compiled.switch import settle
 from ..upstream.imports import when_imported
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import dispatch_modes
-from . import gradients, modulated, sharding
+from . import gradients, grouped, modulated, sharding
 
 # The compiler keeps strides as they were traced: fake kernels refuse rows that kernels cannot walk, and no others come.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -154,5 +154,6 @@ for _norm in Norm:
 for _name in parameters.MODULATED.functions.values():
     _register(_name)
     modulated.register(_library, _NAMESPACE, _name)
+grouped.register(_library, _NAMESPACE, _TAGS)
 # Who has no DTensors does not wait for them to be imported, which takes a second.
 when_imported("torch.distributed.tensor", partial(sharding.register, _library, _NAMESPACE, _STRAIGHT))

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from .. import settings
-from ..codegen.model import Mode
+from ..codegen.groups import AnyMode
 from ..errors import TableError
 from ..paths import named
 from .table import Entry, Table, load_folder, table_of
@@ -21,7 +21,7 @@ _loaded: Table | None = None
 _generated: dict[str, tuple[Entry, ...]] = {}
 
 # Told of every instance that a call asks for, with the loaded table, before it is looked for.
-Observer = Callable[[Mode, int, Table], None]
+Observer = Callable[[AnyMode, int, Table], None]
 _observers: tuple[Observer, ...] = ()
 
 # What checked calls came to, by their keys: see `forward` and `backward`. Another table starts another dictionary, so
@@ -106,7 +106,7 @@ def _own() -> Table:
     return table_of("normforge.generated", "normforge's own generated/ folder")
 
 
-def find(mode: Mode, n: int) -> Entry:
+def find(mode: AnyMode, n: int) -> Entry:
     """The instance that serves rows of n elements, generated now if need be.
 
     Raises:
@@ -117,13 +117,13 @@ def find(mode: Mode, n: int) -> Entry:
     return loaded().find(mode.name, n) or _on_miss(mode, n, generate=True)
 
 
-def name_of(mode: Mode, n: int) -> str:
+def name_of(mode: AnyMode, n: int) -> str:
     """The name of the instance that `find` would take; nothing is generated."""
     entry = loaded().find(mode.name, n) or _on_miss(mode, n, generate=False)
     return entry.name
 
 
-def _on_miss(mode: Mode, n: int, *, generate: bool) -> Entry:
+def _on_miss(mode: AnyMode, n: int, *, generate: bool) -> Entry:
     if not settings.generates():
         from .missing import missing_instance
 
@@ -145,5 +145,5 @@ def _on_miss(mode: Mode, n: int, *, generate: bool) -> Entry:
         return entry
 
 
-def _made(mode: Mode, n: int) -> Entry | None:
+def _made(mode: AnyMode, n: int) -> Entry | None:
     return next((made for made in _generated.get(mode.name, ()) if made.serves(n)), None)

@@ -6,13 +6,13 @@ from contextlib import suppress
 
 from ..codegen import tiling
 from ..codegen.axes import AXES, SAME, Axis
+from ..codegen.groups import AnyMode, mode_named
 from ..codegen.instance import Bucket
-from ..codegen.model import Mode
 from ..errors import IllegalCombinationError, MissingInstanceError
 from .table import Entry, Table
 
 
-def missing_instance(mode: Mode, n: int, table: Table) -> MissingInstanceError:
+def missing_instance(mode: AnyMode, n: int, table: Table) -> MissingInstanceError:
     """The error for a legal call that a table cannot serve."""
     return MissingInstanceError(
         f"no instance of {table.where} serves {mode.name} with N = {n}, and NORMFORGE_ON_MISS=error forbids "
@@ -23,7 +23,7 @@ def missing_instance(mode: Mode, n: int, table: Table) -> MissingInstanceError:
     )
 
 
-def group(mode: Mode, n: str) -> str:
+def group(mode: AnyMode, n: str) -> str:
     """The lines of a manifest's group that makes one mode, called after it, over the buckets that n says."""
     words = [f"    {axis.name}: {axis.word_of(mode)}\n" for axis in AXES if _must_be_said(mode, axis)]
     return f"  {mode.name}:\n{''.join(words)}    n: {n}\n"
@@ -36,12 +36,12 @@ def bucket_of(n: int, table: Table) -> Bucket:
     return next(named, None) or next(bucket for bucket in tiling.standard_ladder() if n in bucket)
 
 
-def _nearest(mode: Mode, n: int, table: Table) -> str:
-    modes: dict[str, Mode] = {}
+def _nearest(mode: AnyMode, n: int, table: Table) -> str:
+    modes: dict[str, AnyMode] = {}
     for name in {entry.mode for entry in table}:
         # What a folder holds besides is near nothing that can be asked for.
         with suppress(IllegalCombinationError):
-            modes[name] = Mode.from_name(name)
+            modes[name] = mode_named(name)
     entries = [entry for entry in table if entry.mode in modes]
     if not entries:
         return "That table holds no instance at all."
@@ -52,7 +52,7 @@ def _nearest(mode: Mode, n: int, table: Table) -> str:
     return f"The nearest instance it holds is {best.name}; it differs in {', '.join(differences)}."
 
 
-def _differences(asked: Mode, other: Mode) -> list[str]:
+def _differences(asked: AnyMode, other: AnyMode) -> list[str]:
     return [
         f"{axis.name} (it has {axis.word_of(other)}, asked {axis.word_of(asked)})"
         for axis in AXES
@@ -64,6 +64,6 @@ def _distance(entry: Entry, n: int) -> int:
     return max(entry.first - n, 0 if entry.last is None else n - entry.last, 0)
 
 
-def _must_be_said(mode: Mode, axis: Axis) -> bool:
+def _must_be_said(mode: AnyMode, axis: Axis) -> bool:
     default = mode.dtype_in.value if axis.default == SAME else axis.default
     return axis.word_of(mode) != default

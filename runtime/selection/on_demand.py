@@ -17,8 +17,8 @@ from pathlib import Path
 from .. import settings
 from .._version import __version__
 from ..codegen import emit, tiling
+from ..codegen.groups import AnyMode
 from ..codegen.instance import Instance
-from ..codegen.model import Mode
 from ..codegen.tile_tables import tiles_of
 from ..errors import CacheError
 from .table import Entry, import_folder
@@ -30,7 +30,7 @@ _FOLDER_MODE, _FILE_MODE = 0o775, 0o664
 _ROOT = 0
 
 
-def plan(mode: Mode, n: int, package: str = "") -> Entry:
+def plan(mode: AnyMode, n: int, package: str = "") -> Entry:
     """The entry that `generate` would make, over the standard ladder."""
     bucket = next(bucket for bucket in tiling.standard_ladder() if n in bucket)
     instance = Instance(mode, bucket, tiles_of(mode, bucket))
@@ -46,7 +46,7 @@ def plan(mode: Mode, n: int, package: str = "") -> Entry:
     )
 
 
-def generate(mode: Mode, n: int, table: str) -> Entry:
+def generate(mode: AnyMode, n: int, table: str) -> Entry:
     """Write the module of a mode into the cache, if it is not there, and return the entry that serves n.
 
     Several processes may do this at once: each file is replaced whole, and all write the same bytes. The folder is
@@ -69,7 +69,7 @@ def generate(mode: Mode, n: int, table: str) -> Entry:
         folder.parent.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
         folder.mkdir(mode=_FOLDER_MODE, exist_ok=True)
         _refuse_open(folder)
-        for name, text in emit.shared_files(backward=True).items():
+        for name, text in emit.shared_files(backward=True, groups=True).items():
             _replace(folder / name, text)
         is_new = _replace(folder / f"{mode.name}.py", module)
     except CacheError:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from .. import settings
 from ..codegen.errors import NormforgeError
+from ..codegen.groups import AnyMode
 from ..codegen.instance import Bucket
 from ..codegen.locking import locked
-from ..codegen.model import Mode
 from ..codegen.tiling import ladder_of, standard_ladder
 from ..errors import RecordError
 from ..paths import contents, named
@@ -88,14 +88,14 @@ def _end(recording: ExitStack) -> None:
         os._exit(1)
 
 
-def manifest_of(asked: Iterable[tuple[Mode, Bucket]]) -> str:
+def manifest_of(asked: Iterable[tuple[AnyMode, Bucket]]) -> str:
     """A manifest of these instances, in an order that does not depend on theirs.
 
     It is over the standard ladder, if that has all their buckets. If not, it has buckets of its own, which end
     wherever one of theirs does; where some overlap, because they come from tables with several ladders, each is made
     in the parts that others cut it into, and the same row lengths are served.
     """
-    served: dict[Mode, set[Bucket]] = {}
+    served: dict[AnyMode, set[Bucket]] = {}
     for mode, bucket in asked:
         served.setdefault(mode, set()).add(bucket)
     buckets = {bucket for of_mode in served.values() for bucket in of_mode}
@@ -122,10 +122,10 @@ class _Recording:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._asked: frozenset[tuple[Mode, Bucket]] = frozenset()
+        self._asked: frozenset[tuple[AnyMode, Bucket]] = frozenset()
         # What the file held when this process looked last, and what that means.
         self._text = b""
-        self._found: frozenset[tuple[Mode, Bucket]] = frozenset()
+        self._found: frozenset[tuple[AnyMode, Bucket]] = frozenset()
         self._is_saved = True
         self._lock = threading.Lock()
         try:
@@ -138,7 +138,7 @@ class _Recording:
         except OSError as error:
             raise self._unwritable(error) from error
 
-    def note(self, mode: Mode, n: int, table: Table) -> None:
+    def note(self, mode: AnyMode, n: int, table: Table) -> None:
         """Add the instance for rows of n elements, and write the file if it is another one."""
         entry = table.find(mode.name, n)
         bucket = bucket_of(n, table) if entry is None else Bucket(entry.bucket, entry.first, entry.last)
@@ -203,7 +203,7 @@ class _Recording:
     def _is_free(self) -> bool:
         return self._path.is_file() or not os.path.lexists(self._path)
 
-    def _instances(self) -> frozenset[tuple[Mode, Bucket]]:
+    def _instances(self) -> frozenset[tuple[AnyMode, Bucket]]:
         from ..codegen.manifest import load
 
         try:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from normforge.codegen.groups import AnyMode
 from normforge.codegen.manifest import Manifest, load
 from normforge.codegen.model import DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
 from normforge.codegen.tile_tables import tiles_of
@@ -36,7 +37,8 @@ def test_a_group_is_the_cross_product_of_its_lists_in_order(two_groups: Manifest
 
 def test_every_instance_remembers_its_group_and_line(two_groups: Manifest) -> None:
     assert {(entry.group, entry.line) for entry in two_groups.entries} == {("plain", 5), ("quantised", 8)}
-    assert all(entry.instance.mode.fquant.quantises == (entry.group == "quantised") for entry in two_groups.entries)
+    modes = [(entry.instance.mode, entry.group) for entry in two_groups.entries]
+    assert all(isinstance(mode, Mode) and mode.fquant.quantises == (group == "quantised") for mode, group in modes)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,7 @@ def test_the_tiles_are_those_of_the_bucket_and_class(expand: Callable[[str], Man
 
 def test_the_default_set_is_what_most_models_need(repository: Path) -> None:
     manifest = load(repository / "instances.yaml")
-    by_group: dict[str, set[Mode]] = {}
+    by_group: dict[str, set[AnyMode]] = {}
     for entry in manifest.entries:
         by_group.setdefault(entry.group, set()).add(entry.instance.mode)
     sizes = {
@@ -148,6 +150,6 @@ def test_the_default_set_is_what_most_models_need(repository: Path) -> None:
     assert {group: len(by_group[group]) for group in sizes} == sizes
     assert manifest.buckets == standard_ladder()
     assert sum(entry.group in sizes for entry in manifest.entries) == 48 * len(standard_ladder())
-    assert all(mode.save_mv for mode in by_group["training"] | by_group["residual_training"])
+    assert all(isinstance(mode, Mode) and mode.save_mv for mode in by_group["training"] | by_group["residual_training"])
     assert all(mode.is_backward for mode in by_group["gradients"] | by_group["residual_gradients"])
     assert {mode.dtype_out for mode in by_group["quantisation"]} == {DType.INT8, DType.FP8_E4M3FN}

@@ -17,7 +17,7 @@ GROUP = "groups:\n  a:\n    norm: layer\n    dtype_in: fp16\n"
 FADD = "one of none, pre_add_store, pre_add"
 AXES = (
     "direction, norm, dtype_in, dtype_out, fadd, fquant, save_mv, x_bias, scale_dtype, rounding, cast, modulated, "
-    "x_gate, n"
+    "x_gate, activation, channels_last, n"
 )
 N = (
     "all, n128, n256, n512, n768, n1024, n1536, n2048, n3072, n4096, n5120, n6144, n7168, n8192, n12288, n16384, "
@@ -48,7 +48,7 @@ CASES = {
     ),
     "no_norm": (
         "groups:\n  a:\n    dtype_in: fp16\n",
-        "2: group a: norm is missing; add norm: [layer, rms] or one of them",
+        "2: group a: norm is missing; add norm: [layer, rms, group] or one of them",
     ),
     "no_dtype_in": (
         "groups:\n  a:\n    norm: rms\n",
@@ -68,11 +68,11 @@ CASES = {
     ),
     "value_in_capitals": (
         "groups:\n  a:\n    norm: LAYER\n",
-        "3: group a: unknown norm 'LAYER'; did you mean layer? Use one of layer, rms",
+        "3: group a: unknown norm 'LAYER'; did you mean layer? Use one of layer, rms, group",
     ),
     "unknown_value_in_defaults": (
         GROUP + "defaults:\n  norm: rmss\n",
-        "6: defaults: unknown norm 'rmss'; did you mean rms? Use one of layer, rms",
+        "6: defaults: unknown norm 'rmss'; did you mean rms? Use one of layer, rms, group",
     ),
     "quantised_input": (
         "groups:\n  a:\n    norm: rms\n    dtype_in: int8\n",
@@ -235,7 +235,7 @@ CASES |= {
     ),
     "a_tagged_list": (
         "groups:\n  a: {norm: !!set [layer], dtype_in: fp16}\n",
-        "2: group a: norm takes one of layer, rms, not a list tagged tag:yaml.org,2002:set",
+        "2: group a: norm takes one of layer, rms, group, not a list tagged tag:yaml.org,2002:set",
     ),
     "a_name_of_several_lines": (
         'groups:\n  "a\\nb\\e[31m": {norm: layer}\n',

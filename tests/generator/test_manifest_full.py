@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 from normforge.codegen.errors import IllegalCombinationError
+from normforge.codegen.groups import group_modes
 from normforge.codegen.manifest import load
 from normforge.codegen.model import Mode, legal_modes
 from normforge.codegen.tiling import standard_ladder
@@ -30,7 +31,8 @@ def test_legal_modes_are_every_mode_that_can_be_made() -> None:
 
 def test_full_holds_every_legal_mode_over_every_bucket(repository: Path) -> None:
     manifest = load(repository / "manifests" / "full.yaml")
-    expected = {(mode, bucket) for mode in every_legal_mode() for bucket in standard_ladder()}
+    modes = [*every_legal_mode(), *group_modes()]
+    expected = {(mode, bucket) for mode in modes for bucket in standard_ladder()}
     assert {(instance.mode, instance.bucket) for instance in manifest.instances} == expected
     assert len(manifest.instances) == len(expected)
 

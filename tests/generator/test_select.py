@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from normforge.codegen.axes import AXES
 from normforge.codegen.errors import SelectionError
+from normforge.codegen.groups import Activation
 from normforge.codegen.instance import Instance
 from normforge.codegen.manifest import Manifest, load
+from normforge.codegen.model import Mode
 from normforge.codegen.select import parse_where, select
 
 LENGTHS = st.integers(1, 100_000)
@@ -72,7 +74,7 @@ def test_where_not(several: Manifest) -> None:
 
 def test_where_same_means_dtype_in(several: Manifest) -> None:
     chosen = select(several, None, "dtype_out=same").instances
-    assert chosen == tuple(i for i in several.instances if not i.mode.fquant.quantises)
+    assert chosen == tuple(i for i in several.instances if not (isinstance(i.mode, Mode) and i.mode.fquant.quantises))
 
 
 def test_filter_and_where_both_hold(several: Manifest) -> None:
@@ -130,7 +132,8 @@ class Typed(NamedTuple):
     wanted: bool
 
     def met_by(self, instance: Instance) -> bool:
-        value = getattr(instance.mode, self.axis)
+        default = {"activation": Activation.NONE, "channels_last": False}.get(self.axis)
+        value: Any = getattr(instance.mode, self.axis, default)
         spelled = {str(value).lower() if isinstance(value, bool) else value.value}
         if self.axis == "dtype_out" and value is instance.mode.dtype_in:
             spelled.add("same")
@@ -216,7 +219,8 @@ def test_where_that_leaves_nothing_shows_what_was_there(several: Manifest) -> No
         (
             "dtype=bf16",
             "--where 'dtype=bf16': unknown axis 'dtype'; did you mean dtype_in? Use one of direction, norm, dtype_in, "
-            "dtype_out, fadd, fquant, save_mv, x_bias, scale_dtype, rounding, cast, modulated, x_gate, n",
+            "dtype_out, fadd, fquant, save_mv, x_bias, scale_dtype, rounding, cast, modulated, x_gate, activation, "
+            "channels_last, n",
         ),
         (
             "fquant=dynamik",

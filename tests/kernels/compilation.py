@@ -129,6 +129,7 @@ def compile_kernel(
         "PDL": target.launches_early,
         "VECTOR": LOAD_BYTES // instance.mode.dtype_in.itemsize,
     }
+    assert isinstance(instance.mode, Mode)
     constants |= row_of(instance.mode, tile.pipeline).constants(tile, n)
     signature = {name: _type(name, instance, target, constants, operands) for name in kernel.arg_names}
     pointers = [index for index, kind in enumerate(signature.values()) if kind.startswith("*")]
@@ -150,6 +151,7 @@ def compile_kernel(
 
 def _type(name: str, instance: Instance, target: Target, constants: dict[str, int], operands: DType) -> str:
     mode = instance.mode
+    assert isinstance(mode, Mode)
     if name in constants:
         return "constexpr"
     if name.endswith("_stride"):

@@ -230,6 +230,7 @@ def test_as_many_programs_fit_a_multiprocessor_as_the_tile_says(backward: tuple[
     """Within the registers that leaves each thread, backward kernels spill next to nothing: by rule and as measured."""
     instance, n = backward
     mode = instance.mode
+    assert isinstance(mode, Mode)
     tiles = dict(instance.tiles)
     for tile in {instance.tile, tiles[SM_90.name].large}:
         compiled = compile_kernel(kernel_of(package, mode, tile.pipeline), instance, n, SM_90, tile.pipeline, tile)

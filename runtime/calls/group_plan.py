@@ -1,0 +1,232 @@
+"""The kernels of GroupNorm, forward and backward, for a kind of call: made ready once, and launched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..codegen.groups import GroupMode
+from ..codegen.instance import Tile
+from ..codegen.model import Pipeline
+from ..codegen.tiling import WARP, power_of_two
+from ..kernels import pipelines
+from ..kernels.assembly import SUMS, Recipe, finisher_of
+from ..kernels.exchange import new_exchange
+from ..kernels.gpu import Target, target_of
+from ..kernels.group_tiles import Cut, Shape, choose
+from ..kernels.key import integer_type, pointer_type
+from ..kernels.launcher import Launcher
+from ..selection import dispatch
+from ..upstream.torch_allocator import Empty, allocator
+
+# Pointers, in the order in which launches bring them; then numbers.
+FORWARD = ("x", "weight", "bias", "y", "mean", "rstd", "partials", "exchange")
+BACKWARD = ("dy", "x", "weight", "bias", "mean", "rstd", "dx", "dweight", "dbias", "partials")
+# What kernels leave for one another, or for sums.
+_WORK = {"partials": torch.float32, "exchange": torch.int64, "dweight": torch.float32, "dbias": torch.float32}
+_KINDS = {False: 4, True: 2}
+# Of a grid's first dimension.
+_MOST_ITEMS = 2**31 - 1
+# Of what is read twice: less than half of an H200's L2, which also takes what is written meanwhile.
+_CACHED_BYTES = 20 << 20
+
+Dtypes = tuple["torch.dtype | None", ...]
+
+
+class Kind(NamedTuple):
+    """What launches that share their kernels are alike in.
+
+    Attributes:
+        mode: theirs.
+        channels: of x.
+        groups: of a sample.
+        positions: of a channel.
+        dtypes: of the tensors in the order of `FORWARD` or `BACKWARD`, None of those that are not there.
+        misaligned: which pointers, by their slots, are at no multiple of 16 bytes.
+    """
+
+    mode: GroupMode
+    channels: int
+    groups: int
+    positions: int
+    dtypes: Dtypes
+    misaligned: frozenset[str]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those of the tensors."""
+        return BACKWARD if self.mode.is_backward else FORWARD
+
+    @property
+    def shape(self) -> Shape:
+        """What counts for tiles."""
+        return Shape(self.channels, self.groups, self.positions, self.mode.dtype_in.itemsize)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The kernels for a few groups, or for many.
+
+    Attributes:
+        tile: how they run.
+        cut: how x is cut.
+        launchers: in order.
+        by_address: whether launches take addresses, and not tensors.
+        teams: how many share the items; 0 where none wait for one another.
+        at_once: items a launch.
+    """
+
+    tile: Tile
+    cut: Cut
+    launchers: tuple[Launcher, ...]
+    by_address: bool
+    teams: int
+    at_once: int
+
+
+class GroupPlan:
+    """The kernels of a kind of launches."""
+
+    def __init__(self, kind: Kind, target: Target, device: torch.device | None) -> None:
+        """Find the instance that serves a kind; with no device, kernels are known and not compiled."""
+        self.kind, self.target, self._device = kind, target, device
+        self.shape = kind.shape
+        self.entry = dispatch.find(kind.mode, self.shape.group_length)
+        self.empty: Empty = allocator(device or torch.device("cpu"))
+        self._prepared: dict[bool, Prepared] = {}
+        self._finishers: dict[Dtypes, tuple[Launcher, Recipe]] = {}
+
+    def prepared(self, samples: int) -> Prepared:
+        """The kernels for so many samples."""
+        few = samples * self.kind.groups <= self.entry.small_m
+        if few not in self._prepared:
+            self._prepared[few] = self._prepare(samples)
+        return self._prepared[few]
+
+    def _prepare(self, samples: int) -> Prepared:
+        kind, shape, target = self.kind, self.shape, self.target
+        choices = self.entry.choices(samples * kind.groups, target.arch)
+        tile, cut = choose(kind.mode, shape, choices, target)
+        alignment = 1 if kind.mode.channels_last else pipelines.row_alignment(shape.positions)
+        types: dict[str, str | None] = {
+            f"{name}_ptr": None if dtype is None else pointer_type(dtype, aligned=f"{name}_ptr" not in kind.misaligned)
+            for name, dtype in zip(kind.names, kind.dtypes, strict=True)
+        }
+        for name in ("partials", "exchange"):
+            if name in kind.names:
+                types[f"{name}_ptr"] = pointer_type(_WORK[name], aligned=True)
+        types["units"] = integer_type(shape.positions)
+        types |= {"first_item": "i32", "part_tiles": "i32", "items": "i32", "eps": "fp32"}
+        constants = {
+            "C": kind.channels,
+            "CHANNELS": shape.group_channels,
+            "WIDTH": cut.width,
+            "BLOCK_C": cut.block_c,
+            "BLOCK_S": cut.block_s,
+            "HELD": cut.held,
+            "ALIGNMENT": alignment,
+            "PEERS": max(WARP, power_of_two(cut.parts)),
+            "STAGES": tile.stages,
+            "PDL": target.launches_early,
+        }
+        spreads = tile.pipeline is Pipeline.SPREAD
+        options = pipelines.compiler_options(pipelines.COOPERATIVE if spreads else {}, tile, target)
+        launchers = tuple(
+            Launcher(self.entry.load(part), types, {}, constants, tile.warps, options, target, self._device)
+            for part in kind.mode.parts(tile.pipeline)
+        )
+        by_address = all(launcher.launch is not None for launcher in launchers)
+        teams = max(1, target.multiprocessors * tile.resident // cut.parts) if spreads else 0
+        at_once = _MOST_ITEMS
+        if len(launchers) > 1:
+            # What is read again by the second kernel is in L2 still.
+            read = cut.width * shape.positions * shape.itemsize * (2 if kind.mode.is_backward else 1)
+            at_once = max(1, _CACHED_BYTES // read)
+        return Prepared(tile, cut, launchers, by_address, teams, at_once)
+
+    def launch(self, samples: int, tensors: Mapping[str, torch.Tensor | None], eps: float) -> None:
+        """Launch the kernels on tensors by name; work is allocated here, but for sums of channels."""
+        ready, kind = self.prepared(samples), self.kind
+        cut, groups = ready.cut, samples * kind.groups
+        work: dict[str, torch.Tensor] = {}
+        if ready.tile.pipeline is Pipeline.TWO_PASS:
+            size = groups * _KINDS[kind.mode.is_backward] * cut.parts
+            work["partials"] = self.empty((size,), (1,), torch.float32)
+        elif ready.teams:
+            work["exchange"] = new_exchange(self.empty, groups * cut.parts)
+        values: Sequence[Any] = [work.get(name, tensors.get(name)) for name in kind.names]
+        if ready.by_address:
+            values = [0 if tensor is None else tensor.data_ptr() for tensor in values]
+        else:
+            # Stands for what a kernel does not name.
+            spare = tensors["x"]
+            values = [
+                spare if tensor is None and name in _WORK and name not in ("dweight", "dbias") else tensor
+                for name, tensor in zip(kind.names, values, strict=True)
+            ]
+        items = samples * kind.channels // cut.width
+        alignment = 1 if kind.mode.channels_last else pipelines.row_alignment(self.shape.positions)
+        units = self.shape.positions // alignment
+        launches = [
+            launcher.launch if ready.by_address and launcher.launch is not None else launcher.launch_tensors
+            for launcher in ready.launchers
+        ]
+        if ready.teams:
+            launches[0]((cut.parts, min(ready.teams, items), 1), (*values, units, 0, 0, items, eps))
+            return
+        for first in range(0, items, ready.at_once):
+            grid = (min(ready.at_once, items - first), cut.parts, 1)
+            for launch in launches:
+                launch(grid, (*values, units, first, cut.part_tiles, 0, eps))
+
+    def sums_rows(self, samples: int) -> int:
+        """How many rows of partial sums of channels a backward launch leaves."""
+        cut = self.prepared(samples).cut
+        if cut.width > cut.block_c:
+            return samples * -(-self.shape.positions // cut.block_s)
+        return samples * cut.parts * (cut.part_tiles // cut.held)
+
+    def finish(
+        self, rows: int, partials: Mapping[str, torch.Tensor | None], gradients: Mapping[str, torch.Tensor | None]
+    ) -> None:
+        """Add up what a backward launch left of "dweight" and "dbias", in a fixed order."""
+        key = tuple([None if tensor is None else tensor.dtype for tensor in map(gradients.get, SUMS)])
+        if key not in self._finishers:
+            self._finishers[key] = self._finisher(key)
+        launcher, recipe = self._finishers[key]
+        tensors = [*[partials.get(name) for name in SUMS], *[gradients.get(name) for name in SUMS]]
+        grid = recipe.grid(rows)
+        if launcher.launch is not None:
+            launcher.launch(grid, (*[0 if tensor is None else tensor.data_ptr() for tensor in tensors], rows))
+        else:
+            launcher.launch_tensors(grid, (*tensors, rows))
+
+    def _finisher(self, dtypes: Dtypes) -> tuple[Launcher, Recipe]:
+        sums = {
+            name: None if dtype is None else pointer_type(dtype, aligned=True)
+            for name, dtype in zip(SUMS, dtypes, strict=True)
+        }
+        recipe, target = finisher_of(self.kind.channels, sums, self.target), self.target
+        kernel = self.entry.load_finaliser()
+        launcher = Launcher(
+            kernel, recipe.types, {}, recipe.constants, recipe.warps, recipe.options, target, self._device
+        )
+        return launcher, recipe
+
+    @property
+    def plans(self) -> list[GroupPlan]:
+        """Itself, as the one plan of a kind of call that is known."""
+        return [self]
+
+
+def plan_of(kind: Kind, device: torch.device) -> GroupPlan:
+    """The plan of a kind of launches on a device."""
+    plans, key = dispatch.plans, ("group", kind, device)
+    found: tuple[GroupPlan, ...] = plans.get(key, ())
+    if not found:
+        found = (GroupPlan(kind, target_of(device), device),)
+        dispatch.remember(plans, key, found)
+    return found[0]

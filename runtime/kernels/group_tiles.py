@@ -1,0 +1,133 @@
+"""How a program's tiles lie in x of GroupNorm, and which tile of the table a launch takes: one that fits its groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..codegen.groups import GroupMode
+from ..codegen.instance import Tile
+from ..codegen.model import Pipeline
+from ..codegen.tiling import GROUP_PARTS, GROUP_PARTS_BACKWARD, WARP, power_of_two
+from .gpu import Target
+
+# Of channels that are innermost, a program reads so many bytes in a row, if groups are not longer: two sectors, which
+# memory hands out together.
+_LEAST_RUN = 64
+# Values of x that a thread holds as fp32; backward there are as many of dy.
+_MOST_VALUES = 64
+# What a program that merges parts reads of them.
+_MOST_PARTS = 1024
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What counts of x for its tiles.
+
+    Attributes:
+        channels: in all.
+        groups: of a sample.
+        positions: of a channel.
+        itemsize: bytes of an element.
+    """
+
+    channels: int
+    groups: int
+    positions: int
+    itemsize: int
+
+    @property
+    def group_channels(self) -> int:
+        """Channels of a group."""
+        return self.channels // self.groups
+
+    @property
+    def group_length(self) -> int:
+        """Elements of a group: the row length of tables."""
+        return self.group_channels * self.positions
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a launch cuts x.
+
+    Attributes:
+        width: channels of a program, whole groups.
+        block_c: channels of a tile.
+        block_s: positions of a tile.
+        tiles: how many a program's channels have.
+        held: how many it has in registers.
+        parts: how many programs share the tiles.
+        part_tiles: tiles of each.
+    """
+
+    width: int
+    block_c: int
+    block_s: int
+    tiles: int
+    held: int
+    parts: int
+    part_tiles: int
+
+
+def cut(mode: GroupMode, shape: Shape, tile: Tile) -> Cut:
+    """How a tile of the table cuts x: a function of its shape but for how many samples it has."""
+    width, block_c, block_s = (_channels_innermost if mode.channels_last else _positions_innermost)(shape, tile.block)
+    tiles = -(-width // block_c) * -(-shape.positions // block_s)
+    if tile.pipeline is Pipeline.ONE_PASS:
+        return Cut(width, block_c, block_s, tiles, tiles, 1, tiles)
+    held = min(tile.held, power_of_two(tiles))
+    most = max(1, _MOST_PARTS // power_of_two(width // shape.group_channels))
+    rounds = 1 if tile.pipeline is Pipeline.SPREAD else -(-tiles // (held * most))
+    return Cut(width, block_c, block_s, tiles, held, -(-tiles // (held * rounds)), held * rounds)
+
+
+def _positions_innermost(shape: Shape, block: int) -> tuple[int, int, int]:
+    channels = shape.group_channels
+    block_s = min(block, power_of_two(shape.positions))
+    room = block // block_s
+    if power_of_two(channels) > room:
+        return channels, room, block_s
+    # Small groups are taken several at a time.
+    width = max(channels * groups for groups in _divisors(shape.groups) if power_of_two(channels * groups) <= room)
+    return width, power_of_two(width), block_s
+
+
+def _channels_innermost(shape: Shape, block: int) -> tuple[int, int, int]:
+    channels = shape.group_channels
+
+    def merit(width: int) -> tuple[int, float, int]:
+        # Reads that fill sectors, then tiles that are full of channels, then programs that are many.
+        return min(width * shape.itemsize, _LEAST_RUN), width / power_of_two(width), -width
+
+    widths = [channels * groups for groups in _divisors(shape.groups)]
+    width = max((width for width in widths if power_of_two(width) <= block), key=merit, default=channels)
+    block_c = min(power_of_two(width), block)
+    return width, block_c, min(block // block_c, power_of_two(shape.positions))
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def choose(mode: GroupMode, shape: Shape, tiles: Iterable[Tile], target: Target) -> tuple[Tile, Cut]:
+    """The first of some tiles that fits a launch: its groups in registers, or programs that wait on the GPU.
+
+    Where none does, groups go over several programs that do not wait.
+    """
+    for tile in tiles:
+        found = cut(mode, shape, tile)
+        if _fits(tile, found, target):
+            return tile, found
+    tile = GROUP_PARTS_BACKWARD if mode.is_backward else GROUP_PARTS
+    return tile, cut(mode, shape, tile)
+
+
+def _fits(tile: Tile, found: Cut, target: Target) -> bool:
+    if tile.pipeline is Pipeline.ONE_PASS:
+        return found.tiles * found.block_c * found.block_s <= _MOST_VALUES * WARP * tile.warps
+    if tile.pipeline is not Pipeline.SPREAD:
+        return True
+    # The interpreter runs one program after another.
+    held = target.multiprocessors * tile.resident if target.compiles else 1
+    return found.parts <= held and (target.is_nvidia or not target.compiles)

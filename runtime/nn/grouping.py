@@ -1,0 +1,182 @@
+"""Differentiable GroupNorm, alone or with the SiLU behind it, and the module of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import handle_torch_function, has_torch_function
+
+from ..calls import group, group_instead
+from ..calls.argument_checks import check_device, check_dtype, check_number, check_tensor
+from ..calls.backend import backend, left_to_torch
+from ..calls.group_instead import Options
+from ..calls.known import PLAIN
+from ..calls.sharded import Frame, is_sharded
+from ..calls.traced import intercepted, is_dynamo_compiling, keeps_for_recomputation, result_dtype, unrecorded
+from ..codegen.families import Kind
+from ..codegen.groups import Activation
+from ..dtypes import FLOATS
+from ..errors import ShapeError
+from ..mode_words import word
+
+_DTYPES = (*FLOATS, torch.float64)
+
+
+def group_norm(
+    x: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str | Activation | None = None,
+) -> torch.Tensor:
+    """GroupNorm, as `torch.nn.functional.group_norm`, with the SiLU behind it in the same kernel if asked.
+
+    y = act((x - mean) / sqrt(var + eps) * weight + bias), all in fp32 and rounded once, with the mean and the biased
+    variance of each group: C / num_groups channels of one sample at all positions (Wu and He, 2018). With num_groups =
+    C it is InstanceNorm.
+
+    x is read where it lies, with positions innermost (contiguous) or channels (torch.channels_last,
+    torch.channels_last_3d), and y lies as x does; any other layout is copied once. Long groups are shared by several
+    programs, whose moments are merged in a fixed order: two runs give the same bits, forward and backward.
+
+    Differentiable in x, weight and bias. Kept for the backward pass are x, and a mean and rstd a group; what the
+    activation is applied to is computed again. Torch's operators compute a gradient of the gradient.
+
+    Where kernels cannot run, torch's own operators do: see `layer_norm`. Of DTensors each rank normalises its samples,
+    with nothing communicated where x is sharded along B and weight and bias are replicated; y is contiguous then. Under
+    torch.autocast y is fp32 on a GPU, as torch's.
+
+    Args:
+        x: (B, C, ...), fp16, bf16, fp32 or fp64.
+        num_groups: groups of each sample; it divides C.
+        weight: (C,), fp16, bf16, fp32 or fp64, or None for 1.
+        bias: likewise, or None for 0.
+        eps: added to the variance.
+        activation: "silu", or None (or "none") for none.
+
+    Returns:
+        y: x's shape and dtype.
+
+    Raises:
+        ShapeError: x has no channels, num_groups does not divide them, or weight or bias is not (C,).
+        DTypeError: a tensor is of a type that cannot be normalised.
+        DeviceError: tensors are on several devices.
+        LayoutError: a tensor is sparse or nested.
+        ConflictError: eps is no number of at least 0, or activation no such word.
+    """
+    operands = (x, weight, bias)
+    if any(type(operand) not in PLAIN for operand in operands if operand is not None) and has_torch_function(operands):
+        y: torch.Tensor = handle_torch_function(
+            group_norm, operands, x, num_groups, weight, bias, eps, activation=activation
+        )
+        return y
+    check_tensor("x", x)
+    said = _word(activation)
+    with unrecorded():
+        _check(x, num_groups, weight, bias)
+    eps = check_number("eps", eps, least=0.0)
+    options = Options(num_groups, eps, said, result_dtype("group", x))
+    if is_sharded(*operands):
+        return _by_parts(operands, options)
+    if backend(x) != "kernel" or left_to_torch(operands) or 0 in x.shape:
+        return group_instead.normalise(x, weight, bias, options)
+    traced = is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation())
+    return (group.normalise_traced if traced else group.normalise)(x, weight, bias, options)
+
+
+_WORDS = tuple(activation.value for activation in Activation)
+
+
+def _word(activation: str | Activation | None) -> str:
+    # torch 2.11's TorchDynamo can make no enum of a word.
+    if activation is None:
+        return _WORDS[0]
+    if isinstance(activation, str) and activation in _WORDS:
+        return activation
+    return word(Activation, "activation", activation).value
+
+
+def _by_parts(operands: tuple[torch.Tensor | None, ...], options: Options) -> torch.Tensor:
+    """A call of DTensors: each rank normalises its samples, as the call of plain tensors that it then is."""
+    names = ("x", "weight", "bias")
+    x, *vectors = operands
+    assert x is not None
+    frame = Frame("group_norm", dict(zip(names, operands, strict=True)), x.dim() - 1)
+    weight, bias = (frame.part(Kind.VECTOR, vector) for vector in vectors)
+    num_groups, eps, activation, _ = options
+    y = group_norm(frame.part(Kind.ROWS, x), num_groups, weight, bias, eps, activation=activation)
+    return frame.whole(Kind.ROWS, y.contiguous())
+
+
+def _check(x: torch.Tensor, num_groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+    check_dtype("x", x, _DTYPES)
+    if x.dim() < 2:
+        raise ShapeError(f"x has shape {tuple(x.shape)}; it takes (B, C, ...), at least 2 dimensions")
+    if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 1:
+        raise ShapeError(f"num_groups is {num_groups!r}; it takes a whole number from 1 that divides the channels")
+    channels = x.shape[1]
+    if channels % num_groups:
+        raise ShapeError(
+            "Expected number of channels in input to be divisible by num_groups, but got input of shape "
+            f"{list(x.shape)} and num_groups={num_groups}; pass a divisor of {channels}"
+        )
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is None:
+            continue
+        check_tensor(name, vector)
+        if tuple(vector.shape) != (channels,):
+            raise ShapeError(f"{name} has shape {tuple(vector.shape)}; it takes ({channels},), the channels of x")
+        check_dtype(name, vector, _DTYPES)
+        check_device(name, vector, x)
+
+
+class GroupNorm(torch.nn.GroupNorm):
+    """`torch.nn.GroupNorm` with its forward and backward passes in generated kernels; see `group_norm`.
+
+    The constructor, parameters and state_dict are torch's, but for the activation, which is off by default.
+
+    Args:
+        num_groups: groups of each sample; it divides num_channels.
+        num_channels: channels of the input.
+        eps: added to the variance.
+        affine: whether there are weight and bias.
+        device: the parameters'.
+        dtype: the parameters'.
+        bias: whether there is a bias beside the weight.
+        activation: "silu", or None for none; see `group_norm`.
+
+    Raises:
+        ConflictError: activation is no such word.
+    """
+
+    # At class level for instances that `patch` made of torch's, which have none of their own.
+    activation: str | None = None
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        activation: str | Activation | None = None,
+    ) -> None:
+        super().__init__(num_groups, num_channels, eps, affine, device=device, dtype=dtype)
+        if not bias:
+            # torch's own takes the argument since 2.13.
+            self.register_parameter("bias", None)
+        self.activation = None if activation is None else _word(activation)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalise input: (B, num_channels, ...), fp16, bf16, fp32 or fp64; returns its shape and dtype."""
+        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps, activation=self.activation)
+
+    def extra_repr(self) -> str:
+        """torch's, and the activation if there is one."""
+        return super().extra_repr() + ("" if self.activation is None else f", activation={self.activation}")

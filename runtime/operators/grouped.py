@@ -1,0 +1,125 @@
+"""GroupNorm as operators, forward and backward; torch's operators differentiate the second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..calls import group, group_instead
+from ..calls.double_backward import differentiated
+from ..calls.group_instead import Gradients, Options
+from ..errors import GradientError, LayoutError
+from ..upstream.torch_dynamo import eager_only
+
+FORWARD, BACKWARD = group.FORWARD_OPERATOR, group.BACKWARD_OPERATOR
+_SCHEMAS = {
+    FORWARD: (
+        "(Tensor x, Tensor? weight, Tensor? bias, int num_groups, float eps, str activation, ScalarType? out_dtype, "
+        "bool save_mv) -> Tensor[]"
+    ),
+    BACKWARD: (
+        "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, int num_groups, float eps, "
+        "str activation, str[] wants) -> Tensor[]"
+    ),
+}
+
+
+def register(library: Any, namespace: str, tags: tuple[torch.Tag, ...]) -> None:
+    """Define both operators in a `torch.library.Library`: a kernel for all devices, a fake one, and gradients."""
+    for name, run, fake, keep, differentiate in (
+        (FORWARD, _run, _fake, _keep, _differentiate),
+        (BACKWARD, _run_backward, _fake_backward, _keep_backward, _differentiate_backward),
+    ):
+        library.define(f"{name}{_SCHEMAS[name]}", tags=tags)
+        library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+        torch.library.register_autograd(f"{namespace}::{name}", differentiate, setup_context=keep, lib=library)
+
+
+def _require_layout(x: torch.Tensor) -> None:
+    if group.are_channels_last(x) is None:
+        raise LayoutError(
+            f"x has shape {tuple(x.shape)} and strides {x.stride()}; this operator takes positions or channels "
+            "innermost, without gaps: pass x.contiguous(), or call normforge.group_norm"
+        )
+
+
+@eager_only
+def _run(*given: Any) -> list[torch.Tensor]:
+    x, weight, bias, *told, saves = given
+    _require_layout(x)
+    found = group.launched(x, weight, bias, Options(*told), saves=saves)
+    return [tensor for tensor in found if tensor is not None]
+
+
+@eager_only
+def _fake(*given: Any) -> list[torch.Tensor]:
+    x, _, _, *told, saves = given
+    _require_layout(x)
+    options = Options(*told)
+    y = x.new_empty_strided(x.shape, x.stride(), dtype=options.out_dtype or x.dtype)
+    shape = (x.shape[0], options.num_groups)
+    return [y, *[x.new_empty(shape, dtype=torch.float32) for _ in range(2 if saves else 0)]]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    x, weight, bias, *told, saves = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.options = Options(*told)
+    ctx.saves = saves
+    if saves:
+        ctx.save_for_backward(x, weight, bias, *output[1:])
+
+
+def _differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    if not ctx.saves:
+        raise GradientError(
+            "a gradient was asked of a call that kept too little for one: mean and rstd were not saved; pass "
+            "save_mv=True"
+        )
+    none = (None,) * 5
+    if arrived[0] is None:
+        return None, None, None, *none
+    x, weight, bias, mean, rstd = ctx.saved_tensors
+    wants = [name for name, due in zip(Gradients._fields, ctx.needs_input_grad, strict=False) if due]
+    found = group.operated_backward(arrived[0], x, weight, bias, (mean, rstd), ctx.options, wants)
+    return *found, *none
+
+
+@eager_only
+def _run_backward(*given: Any) -> list[torch.Tensor]:
+    dy, x, weight, bias, mean, rstd, *told, wants = given
+    _require_layout(x)
+    found = group.launched_backward(dy, x, weight, bias, (mean, rstd), Options(*(*told, None)), wants)
+    return [gradient for gradient in found if gradient is not None]
+
+
+@eager_only
+def _fake_backward(*given: Any) -> list[torch.Tensor]:
+    _, x, weight, bias, *_, wants = given
+    found = [x.new_empty_strided(x.shape, x.stride())] if "dx" in wants else []
+    for name, vector in (("dweight", weight), ("dbias", bias)):
+        if name in wants and vector is not None:
+            found.append(vector.new_empty(vector.shape))
+    return found
+
+
+def _keep_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    tensors, (*told, wants) = inputs[:6], inputs[6:]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
+    ctx.told = Options(*(*told, None)), wants
+
+
+def _differentiate_backward(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    options, wants = ctx.told
+
+    def compute(*operands: Any) -> list[torch.Tensor]:
+        dy, x, weight, bias, mean, rstd = operands
+        found = group_instead.gradients(dy, x, weight, bias, (mean, rstd), options, wants)
+        return [gradient for gradient in found if gradient is not None]
+
+    found = differentiated(compute, ctx.saved_tensors, ctx.needs_input_grad[:6], arrived)
+    return *found, None, None, None, None

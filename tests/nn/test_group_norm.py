@@ -1,0 +1,327 @@
+"""GroupNorm's functional form and module: what torch computes, in both layouts, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import normforge
+from normforge import errors
+from normforge.codegen.groups import Activation, GroupMode
+from normforge.codegen.instance import Tile
+from normforge.codegen.model import Direction, DType, Pipeline
+
+from ..thorough import THOROUGH
+from .groups import Problem, double, expected, innermost, require, results, tiled
+
+SHAPES = {
+    "positions of a power of two": ((2, 8, 4, 4), 4),
+    "odd positions": ((2, 6, 5, 7), 3),
+    "one position": ((3, 12), 4),
+    "a sequence": ((2, 20, 3), 10),
+    "a volume": ((1, 8, 3, 4, 5), 2),
+    "one group": ((2, 6, 9), 1),
+    "a channel a group": ((2, 6, 8, 8), 6),
+    "one element a group": ((2, 4, 1, 1), 4),
+    "tiles of several blocks of channels": ((1, 40, 8, 8), 2),
+    "several programs a group": ((1, 64, 20, 21), 2),
+    "wide groups of one position": ((2, 5000), 1),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_results(shape: str, channels_last: bool, activation: str | None) -> None:
+    sizes, groups = SHAPES[shape]
+    problem = Problem(sizes, groups, channels_last=channels_last, activation=activation)
+    found, wanted = results(problem)
+    require(found, wanted, torch.float32)
+    assert found["y"].stride() == found["dx"].stride() == problem.x().stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_sixteen_bits(dtype: torch.dtype, channels_last: bool) -> None:
+    found, wanted = results(Problem((2, 12, 7, 5), 3, dtype, channels_last, "silu"))
+    require(found, wanted, dtype)
+    assert {found[name].dtype for name in ("y", "dx")} == {dtype}
+    assert {found[name].dtype for name in ("dweight", "dbias")} == {torch.float32}
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_no_weight_and_no_bias(activation: str | None) -> None:
+    found, wanted = results(Problem((2, 6, 5), 2, activation=activation, affine=False))
+    require(found, wanted, torch.float32)
+
+
+TILES = {
+    "in registers": Tile(Pipeline.ONE_PASS, 1, 16, 1),
+    "in registers, several blocks": Tile(Pipeline.ONE_PASS, 1, 64, 4),
+    "parts of a tile": Tile(Pipeline.TWO_PASS, 1, 16, 1, held=1),
+    "parts of several": Tile(Pipeline.TWO_PASS, 1, 32, 1, held=4),
+}
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("direction", list(Direction))
+def test_tiles(tile: str, channels_last: bool, direction: Direction) -> None:
+    """However groups are cut, whole or in parts, with tiles that reach beyond their channels and positions."""
+    problem = Problem((2, 12, 5, 9), 2, channels_last=channels_last, activation="silu")
+    mode = GroupMode(DType.FP32, direction, Activation.SILU, channels_last)
+    with tiled(mode, 6 * 45, TILES[tile]):
+        found, wanted = results(problem)
+    require(found, wanted, torch.float32)
+
+
+def test_parts_of_several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a part has that registers do not hold at once, and groups that are launched a few at a time."""
+    from normforge.calls import group_plan
+    from normforge.kernels import group_tiles
+
+    monkeypatch.setattr(group_tiles, "_MOST_PARTS", 2)
+    monkeypatch.setattr(group_plan, "_CACHED_BYTES", 4000)
+    for channels_last, direction in product((False, True), Direction):
+        mode = GroupMode(DType.FP32, direction, Activation.NONE, channels_last)
+        with tiled(mode, 6 * 45, Tile(Pipeline.TWO_PASS, 1, 16, 1, held=2)):
+            found, wanted = results(Problem((2, 12, 5, 9), 2, channels_last=channels_last))
+        require(found, wanted, torch.float32)
+
+
+def test_parts_are_added_in_one_order() -> None:
+    problem = Problem((1, 8, 20, 20), 2, torch.bfloat16, activation="silu")
+    torch.manual_seed(1)
+    first, _ = results(problem)
+    torch.manual_seed(1)
+    second, _ = results(problem)
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("pipeline", [Pipeline.ONE_PASS, Pipeline.TWO_PASS])
+def test_a_large_mean_beside_a_small_deviation(channels_last: bool, pipeline: Pipeline) -> None:
+    """1e4 with deviations of 1e-2, of which E[x**2] - E[x]**2 leaves nothing."""
+    x = torch.randn(2, 8, 12, 11) * 1e-2 + 1e4
+    x = innermost(x) if channels_last else x
+    mode = GroupMode(DType.FP32, Direction.FORWARD, Activation.NONE, channels_last)
+    tile = Tile(pipeline, 1, 64, 8, held=0 if pipeline is Pipeline.ONE_PASS else 1)
+    with tiled(mode, 4 * 132, tile):
+        y = normforge.group_norm(x, 2, eps=1e-12)
+    torch.testing.assert_close(y.double(), expected(x.double(), 2, None, None, 1e-12), rtol=1e-3, atol=1e-4)
+
+
+def test_constant_groups_are_the_bias() -> None:
+    x = torch.full((2, 4, 3, 3), 777.0)
+    bias = torch.randn(4)
+    y = normforge.group_norm(x, 2, torch.randn(4), bias)
+    assert torch.equal(y, bias[:, None, None].expand_as(x))
+
+
+def test_what_is_not_finite_stays_in_its_group() -> None:
+    for channels_last in (False, True):
+        x = torch.randn(2, 8, 3, 3)
+        want = functional.group_norm(x, 4)
+        x[0, 2, 1, 1] = float("nan")
+        x[1, 7, 0, 0] = float("inf")
+        y = normforge.group_norm(innermost(x) if channels_last else x, 4)
+        hit = torch.zeros(2, 8, dtype=torch.bool)
+        hit[0, 2:4] = hit[1, 6:8] = True
+        assert y[hit].isnan().all()
+        torch.testing.assert_close(y[~hit], want[~hit])
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda x: x[:, 2:6],
+        lambda x: x[:, :, 1:5, ::2],
+        lambda x: x.transpose(2, 3),
+        lambda x: x[:1].expand(3, -1, -1, -1),
+        lambda x: x.flip(0)[1:],
+        lambda x: innermost(x)[:, :4],
+        lambda x: torch._neg_view(x),
+    ],
+)
+def test_other_layouts_work(cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = cut(torch.randn(2, 8, 6, 6))
+    leaf = x.detach().requires_grad_()
+    y = normforge.group_norm(leaf, 2)
+    (dx,) = torch.autograd.grad(y.square().sum() + y.sum(), leaf)
+    exact = double(x)
+    assert exact is not None
+    want = expected(exact, 2, None, None)
+    (dwant,) = torch.autograd.grad(want.square().sum() + want.sum(), exact)
+    torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dx.double(), dwant, rtol=1e-4, atol=1e-4)
+
+
+def test_channels_that_are_almost_innermost_stay_so() -> None:
+    y = normforge.group_norm(innermost(torch.randn(2, 8, 6, 6))[:, :4], 2)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("memory_format", "shape"),
+    [(torch.channels_last, (2, 4, 3, 5)), (torch.channels_last_3d, (2, 4, 3, 2, 5))],
+)
+def test_torchs_memory_formats(memory_format: torch.memory_format, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape).to(memory_format=memory_format)
+    y = normforge.group_norm(x, 2)
+    assert y.is_contiguous(memory_format=memory_format)
+    torch.testing.assert_close(y, functional.group_norm(x, 2))
+
+
+def test_misaligned_memory() -> None:
+    flat = torch.randn(2 * 8 * 16 + 1)
+    x = flat[1:].view(2, 8, 4, 4)
+    torch.testing.assert_close(normforge.group_norm(x, 4), functional.group_norm(x, 4))
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 4, 4), (2, 8, 0)])
+def test_nothing_to_normalise(shape: tuple[int, ...]) -> None:
+    x, weight, bias = torch.randn(shape, requires_grad=True), torch.randn(8), torch.randn(8)
+    weight.requires_grad_(), bias.requires_grad_()
+    y = normforge.group_norm(x, 4, weight, bias)
+    assert y.shape == shape
+    dx, dweight, dbias = torch.autograd.grad(y.sum(), (x, weight, bias))
+    assert dx.shape == shape
+    want = torch.autograd.grad(functional.group_norm(x, 4, weight, bias).sum(), (weight, bias))
+    torch.testing.assert_close((dweight, dbias), want, equal_nan=True)
+
+
+def test_instance_norm_is_one_channel_a_group() -> None:
+    x, weight, bias = torch.randn(3, 6, 7, 5), torch.randn(6), torch.randn(6)
+    torch.testing.assert_close(
+        normforge.group_norm(x, 6, weight, bias), functional.instance_norm(x, weight=weight, bias=bias)
+    )
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
+def test_some_gradients_alone(wanted: tuple[int, ...]) -> None:
+    tensors = [torch.randn(2, 8, 5, 5), torch.randn(8), torch.randn(8)]
+    for place in wanted:
+        tensors[place].requires_grad_()
+    y = normforge.group_norm(tensors[0], 2, tensors[1], tensors[2], activation="silu")
+    leaves = [tensors[place] for place in wanted]
+    found = torch.autograd.grad(y, leaves, torch.ones_like(y))
+    want = functional.silu(functional.group_norm(tensors[0], 2, tensors[1], tensors[2]))
+    for got, exact in zip(found, torch.autograd.grad(want, leaves, torch.ones_like(y)), strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-4)
+
+
+def test_a_gradient_that_lies_otherwise() -> None:
+    x = innermost(torch.randn(2, 8, 5, 6)).requires_grad_()
+    dy = torch.randn(2, 8, 6, 5).transpose(2, 3)
+    (dx,) = torch.autograd.grad(normforge.group_norm(x, 2), x, dy)
+    (want,) = torch.autograd.grad(functional.group_norm(x, 2), x, dy)
+    torch.testing.assert_close(dx, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_second_derivatives(activation: str | None) -> None:
+    tensors = [torch.randn(2, 4, 3, 2), torch.randn(4), torch.randn(4)]
+
+    def penalty(ours: bool) -> list[torch.Tensor]:
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+        if ours:
+            y = normforge.group_norm(leaves[0], 2, leaves[1], leaves[2], activation=activation)
+        else:
+            y = expected(leaves[0], 2, leaves[1], leaves[2], activation=activation)
+        (dx,) = torch.autograd.grad(y.pow(3).sum(), leaves[0], create_graph=True)
+        return list(torch.autograd.grad(dx.square().sum(), leaves))
+
+    for got, want in zip(penalty(True), penalty(False), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * want.abs().max().item())
+
+
+def test_float64_is_left_to_torch() -> None:
+    x = torch.randn(2, 4, 3, dtype=torch.float64)
+    y = normforge.group_norm(x, 2, activation="silu")
+    assert y.dtype is torch.float64
+    torch.testing.assert_close(y, functional.silu(functional.group_norm(x, 2)))
+
+
+ERRORS: dict[str, tuple[type[Exception], str, Callable[[Any], object]]] = {
+    "channels that groups do not divide": (
+        errors.ShapeError,
+        "Expected number of channels in input to be divisible by num_groups, but got input of shape",
+        lambda x: normforge.group_norm(x, 3),
+    ),
+    "no groups": (errors.ShapeError, "num_groups is 0", lambda x: normforge.group_norm(x, 0)),
+    "a weight of another length": (
+        errors.ShapeError,
+        r"weight has shape \(7,\); it takes \(8,\)",
+        lambda x: normforge.group_norm(x, 2, torch.ones(7)),
+    ),
+    "a bias of another length": (
+        errors.ShapeError,
+        r"bias has shape \(1, 8\); it takes \(8,\)",
+        lambda x: normforge.group_norm(x, 2, None, torch.ones(1, 8)),
+    ),
+    "one dimension": (errors.ShapeError, "at least 2 dimensions", lambda x: normforge.group_norm(x[0, :, 0, 0], 2)),
+    "integers": (errors.DTypeError, "x has dtype torch.int64", lambda x: normforge.group_norm(x.long(), 2)),
+    "no tensor": (errors.DTypeError, "x is a list", lambda x: normforge.group_norm(x.tolist(), 2)),
+    "a word that is none": (
+        errors.ConflictError,
+        "activation='gelu' is no mode; it takes 'none', 'silu'",
+        lambda x: normforge.group_norm(x, 2, activation="gelu"),
+    ),
+    "a negative eps": (errors.ConflictError, "eps=-1", lambda x: normforge.group_norm(x, 2, eps=-1.0)),
+    "another device": (
+        errors.DeviceError,
+        "weight is on meta and x on cpu",
+        lambda x: normforge.group_norm(x, 2, torch.ones(8, device="meta")),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_is_refused(case: str) -> None:
+    kind, says, call = ERRORS[case]
+    with pytest.raises(kind, match=says):
+        call(torch.randn(2, 8, 3, 3))
+
+
+def test_torch_raises_the_same_kind_where_groups_do_not_divide() -> None:
+    x = torch.randn(2, 8, 3, 3)
+    with pytest.raises(RuntimeError, match="Expected number of channels in input to be divisible by num_groups"):
+        functional.group_norm(x, 3)
+
+
+def test_the_module_is_torchs() -> None:
+    ours, theirs = normforge.GroupNorm(4, 8, eps=1e-3), torch.nn.GroupNorm(4, 8, eps=1e-3)
+    torch.nn.init.normal_(theirs.weight)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 8, 5)
+    torch.testing.assert_close(ours(x), theirs(x))
+    assert isinstance(ours, torch.nn.GroupNorm)
+    assert str(ours) == str(theirs)
+    assert (
+        str(normforge.GroupNorm(4, 8, activation="silu")) == str(torch.nn.GroupNorm(4, 8))[:-1] + ", activation=silu)"
+    )
+    assert normforge.GroupNorm(4, 8, bias=False).bias is None
+    assert normforge.GroupNorm(4, 8, affine=False)(x).shape == x.shape
+    with pytest.raises(errors.ConflictError, match="activation='relu'"):
+        normforge.GroupNorm(4, 8, activation="relu")
+
+
+@THOROUGH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("tile", [Tile(Pipeline.TWO_PASS, 1, 64, 2, held=2), Tile(Pipeline.ONE_PASS, 1, 64, 16)])
+def test_every_mode(dtype: torch.dtype, channels_last: bool, activation: str | None, tile: Tile) -> None:
+    from normforge.dtypes import DTYPES
+
+    word = Activation.NONE if activation is None else Activation.SILU
+    for direction in Direction:
+        with tiled(GroupMode(DTYPES[dtype], direction, word, channels_last), 5 * 99, tile):
+            found, wanted = results(Problem((3, 20, 9, 11), 4, dtype, channels_last, activation))
+        require(found, wanted, dtype)

@@ -1,0 +1,119 @@
+"""GroupNorm on a card: shapes of UNets and VAEs for diffusion, every pipeline, both layouts and directions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+import normforge
+from normforge.codegen.groups import Activation, GroupMode
+from normforge.codegen.instance import Tile
+from normforge.codegen.model import Direction, DType, Pipeline
+
+from .groups import Problem, expected, innermost, require, results, tiled
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {
+    "unet 64": (2, 320, 64, 64),
+    "unet 16": (2, 1280, 16, 16),
+    "unet 8": (2, 1280, 8, 8),
+    "unet 8, trained": (32, 1280, 8, 8),
+    "unet, odd": (2, 960, 33, 31),
+    "vae 64": (1, 512, 64, 64),
+    "vae 256": (1, 256, 256, 256),
+    "video": (1, 128, 5, 64, 64),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_results(shape: str, dtype: torch.dtype, channels_last: bool, activation: str | None) -> None:
+    problem = Problem(SHAPES[shape], 32, dtype, channels_last, activation, device="cuda")
+    found, wanted = results(problem)
+    # Sums of a million terms.
+    require({name: found[name] for name in ("y", "dx")}, {name: wanted[name] for name in ("y", "dx")}, dtype)
+    for name in ("dweight", "dbias"):
+        scale = wanted[name].abs().mean().item()
+        torch.testing.assert_close(found[name].double(), wanted[name], rtol=1e-3, atol=1e-3 * scale)
+
+
+SPREAD = [
+    Tile(Pipeline.SPREAD, 1, 2048, 8, 2, 4),
+    Tile(Pipeline.SPREAD, 1, 4096, 8, 2, 4, 2),
+    Tile(Pipeline.SPREAD, 1, 4096, 16, 1, 4, 2),
+]
+
+
+@pytest.mark.parametrize("tile", SPREAD, ids=str)
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("shape", [(2, 320, 64, 64), (3, 128, 100, 101), (1, 512, 128, 128)])
+def test_groups_over_programs_that_wait(tile: Tile, channels_last: bool, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16) + 3
+    x = innermost(x) if channels_last else x
+    mode = GroupMode(DType.BF16, Direction.FORWARD, Activation.SILU, channels_last)
+    with tiled(mode, x.numel() // shape[0] // 32, tile):
+        for _ in range(5):
+            y = normforge.group_norm(x, 32, activation="silu")
+            require({"y": y}, {"y": expected(x.double(), 32, None, None, activation="silu")}, torch.bfloat16)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_two_runs_give_the_same_bits(channels_last: bool) -> None:
+    problem = Problem((2, 256, 96, 96), 32, torch.bfloat16, channels_last, "silu", device="cuda")
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        runs.append(results(problem)[0])
+    for name, tensor in runs[0].items():
+        assert torch.equal(tensor, runs[1][name]), name
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_large_mean_beside_a_small_deviation(channels_last: bool) -> None:
+    x = torch.randn(2, 64, 96, 96, device="cuda") * 1e-2 + 1e4
+    x = innermost(x) if channels_last else x
+    y = normforge.group_norm(x, 32, eps=1e-12)
+    torch.testing.assert_close(y.double(), expected(x.double(), 32, None, None, 1e-12), rtol=1e-3, atol=1e-4)
+
+
+def test_autocast_is_torchs() -> None:
+    x = torch.randn(2, 8, 6, 6, device="cuda", dtype=torch.bfloat16)
+    with torch.autocast("cuda", torch.bfloat16):
+        y, want = normforge.group_norm(x, 2), functional.group_norm(x, 2)
+    assert y.dtype is want.dtype
+    torch.testing.assert_close(y, want)
+
+
+def test_a_cuda_graph() -> None:
+    x = torch.randn(2, 320, 32, 32, device="cuda", dtype=torch.bfloat16)
+    normforge.group_norm(x, 32)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = normforge.group_norm(x, 32)
+    x.copy_(torch.randn_like(x) + 1)
+    graph.replay()
+    torch.testing.assert_close(y, functional.group_norm(x, 32), rtol=1.6e-2, atol=1.6e-2)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("fullgraph", [True])
+def test_torch_compile(channels_last: bool, fullgraph: bool) -> None:
+    problem = Problem((2, 64, 17, 16), 32, torch.bfloat16, channels_last, "silu", device="cuda")
+    x = problem.x().requires_grad_()
+    module = normforge.GroupNorm(32, 64, activation="silu", device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(module, fullgraph=fullgraph)
+    y, want = compiled(x), functional.silu(functional.group_norm(x.float(), 32))
+    assert y.stride() == x.stride()
+    torch.testing.assert_close(y.float(), want, rtol=1.6e-2, atol=1.6e-2)
+    torch.autograd.grad(y.sum(), (x, *module.parameters()))
+
+
+def test_more_than_an_i32_counts() -> None:
+    """Elements of a tensor, 4.5 GiB."""
+    x = torch.randn(9, 256, 1024, 1024, device="cuda", dtype=torch.bfloat16)
+    y = normforge.group_norm(x, 32)
+    torch.testing.assert_close(y[-1:], functional.group_norm(x[-1:], 32), rtol=1.6e-2, atol=1.6e-2)
