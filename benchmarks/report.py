@@ -14,7 +14,7 @@ from tabulate import tabulate
 from .cells import Task
 from .errors import UsageError
 from .providers import every_provider
-from .results import CEILING, Results, Row
+from .results import CEILING, PROJECT, Results, Row
 
 
 def markers(what: str) -> tuple[str, str]:
@@ -40,6 +40,7 @@ class Table:
         rows: which m, or empty for all.
         label: what a line is called, a format of a row's attributes; `{task}` is in words.
         turned: whether providers are lines, and cells columns.
+        beside: a provider over whose speed the project's is said below the table, for all cells of the suite.
     """
 
     title: str
@@ -51,6 +52,7 @@ class Table:
     rows: tuple[int, ...] = ()
     label: str = "{m}×{n}"
     turned: bool = False
+    beside: str = ""
 
     def holds(self, row: Row) -> bool:
         """Whether a row's cell is in the table."""
@@ -94,7 +96,15 @@ TABLES = (
     Table(
         "LayerNorm of ck_tile's shapes, CUDA graph", "ck_tile", "*/ln_bf16/*", ("700 rows*",), "µs", _CK_TILE_LENGTHS
     ),
-    Table("Triton's tutorial, fp16", "tutorial", "*", ("*",), lengths=(1024, 4096, 15872), label="{task}, {m}×{n}"),
+    Table(
+        "Triton's tutorial, fp16",
+        "tutorial",
+        "*",
+        ("*",),
+        lengths=(1024, 4096, 15872),
+        label="{task}, {m}×{n}",
+        beside="tutorial05",
+    ),
     Table("Forward, bf16", "steps", "forward/*", ("steps*",), turned=True),
     Table("Backward, bf16", "steps", "backward/*", ("steps*",), turned=True),
     Table("Host time of one LayerNorm call, 16×4096 bf16", "host", "*/ln_*", ("*",), "µs", label="{task}"),
@@ -178,7 +188,24 @@ def _render(table: Table, results: Results) -> list[str]:
         heads, *lines = zip(heads, *lines, strict=True)
     align = ("left", *("right" for _ in heads[1:]))
     text = tabulate(lines, heads, tablefmt="github", disable_numparse=True, colalign=align)
-    return [f"**{table.title}**", text]
+    return [f"**{table.title}**", text, *_said_beside(table, results)]
+
+
+def _said_beside(table: Table, results: Results) -> list[str]:
+    """How many times a peer's speed the project has, by task; nothing where the two were not timed together."""
+    ratios: dict[str, list[tuple[int, float]]] = {}
+    for cell in results.cells():
+        rows = results.of(cell)
+        own, peer = rows.get(PROJECT), rows.get(table.beside)
+        if own is not None and peer is not None and own.ok and peer.ok:
+            ratios.setdefault(own.task, []).append((own.n, peer.us / own.us))
+    label = every_provider()[table.beside].label if ratios else ""
+    spans = (
+        f"{_TASKS.get(task, task)} {min(ratio for _, ratio in found):.2f} to {max(ratio for _, ratio in found):.2f} "
+        f"(N from {min(found)[0]} to {max(found)[0]})"
+        for task, found in ratios.items()
+    )
+    return [f"normforge over {label}, times the speed: {', '.join(spans)}."] if ratios else []
 
 
 def _label(table: Table, row: Row) -> str:

@@ -118,6 +118,19 @@ def test_a_table_may_have_its_cells_for_columns() -> None:
     assert lines[2][1:] == ["5.37", "5.37"]
 
 
+def test_the_speed_beside_the_tutorial_is_said() -> None:
+    cells = {n: Cell(Task.FORWARD, Norm.LAYER, 4096, n, "fp16", group="forward") for n in (1024, 1536, 4096)}
+    figures = [(cells[1024], 10.0, 15.0), (cells[1536], 10.0, 30.0), (cells[4096], 10.0, 0.0)]
+    made = [
+        (cell, name, us)
+        for cell, *times in figures
+        for name, us in zip(("normforge", "tutorial05"), times, strict=True)
+    ]
+    text = render([results("tutorial", *made)])
+    assert "normforge over Triton's tutorial, times the speed: forward 1.50 to 3.00 (N from 1024 to 1536)." in text
+    assert "times the speed" not in render([results("tutorial", *(one for one in made if one[1] == "normforge"))])
+
+
 def test_the_picture_above_tables_is_what_there_is(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     assert picture_for(page, tmp_path) is None
