@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,7 @@ class Installed:
     environment: Path
     packages: Path
     added: set[str]
+    wheel: Path
 
     def run(self, *argv: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run the installed `normforge` command outside the repository."""
@@ -80,7 +82,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     )
     added = _names(packages) - before
     (packages / "dependencies.pth").write_text(str(Path(torch.__file__).parent.parent) + "\n")
-    return Installed(environment, packages, added)
+    return Installed(environment, packages, added, wheel)
 
 
 def _names(folder: Path) -> set[str]:
@@ -94,6 +96,12 @@ def _python(*command: str | Path) -> None:
 
 def test_only_normforge_lands_in_site_packages(installed: Installed) -> None:
     assert installed.added == {"normforge", f"normforge-{normforge.__version__}.dist-info"}
+
+
+def test_its_size_is_what_the_readme_says(installed: Installed) -> None:
+    said = re.search(r"normforge is ([\d.]+) MB", (ROOT / "README.md").read_text())
+    assert said is not None
+    assert abs(installed.wheel.stat().st_size / 1e6 - float(said[1])) <= 0.1
 
 
 @pytest.mark.parametrize(
