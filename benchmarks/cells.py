@@ -35,6 +35,8 @@ class Task(Enum):
     BACKWARD = "backward"  # dx, dweight and, for LayerNorm, dbias; nothing of the forward pass
     GRAD_FORWARD = "grad_forward"  # y, recorded for a backward pass
     GRAD_BOTH = "grad_both"  # that, and the backward pass
+    GROUP = "group"  # y of GroupNorm
+    GROUP_BACKWARD = "group_backward"  # its dx, dweight and dbias
 
     @property
     def adds(self) -> bool:
@@ -49,7 +51,7 @@ class Task(Enum):
     @property
     def differentiates(self) -> bool:
         """Whether gradients come out."""
-        return self in (Task.BACKWARD, Task.GRAD_BOTH)
+        return self in (Task.BACKWARD, Task.GRAD_BOTH, Task.GROUP_BACKWARD)
 
 
 class Method(Enum):
@@ -107,7 +109,9 @@ class Cell:
     @property
     def bytes_moved(self) -> int:
         """Bytes that have to be read and written: whole (m, n) tensors only, each once."""
-        whole = {Task.BACKWARD: 3, Task.GRAD_BOTH: 5}.get(self.task, 2) + (2 if self.task.adds else 0)
+        whole = {Task.BACKWARD: 3, Task.GRAD_BOTH: 5, Task.GROUP_BACKWARD: 3}.get(self.task, 2) + (
+            2 if self.task.adds else 0
+        )
         size = DTYPES[self.dtype].itemsize
         out = DTYPES[self.out_dtype].itemsize if self.task.quantises else size
         return self.m * self.n * (size * (whole - 1) + out)

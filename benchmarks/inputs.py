@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from .cells import DTYPES, Cell, Norm
+from .group_cells import GroupCell
 
 EPS = {Norm.LAYER: 1e-5, Norm.RMS: 1e-6}
 
@@ -49,6 +50,8 @@ class Inputs:
 
 def make_inputs(cell: Cell, device: torch.device, copy: int = 0) -> Inputs:
     """Draw a cell's tensors; the same ones for the same cell and copy."""
+    if isinstance(cell, GroupCell):
+        return _group_inputs(cell, device, copy)
     dtype, shape = DTYPES[cell.dtype], (*cell.leading, cell.n)
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{cell.id} {copy}".encode()))
 
@@ -73,6 +76,19 @@ def make_inputs(cell: Cell, device: torch.device, copy: int = 0) -> Inputs:
         mean=mean,
         rstd=rstd,
     )
+
+
+def _group_inputs(cell: GroupCell, device: torch.device, copy: int) -> Inputs:
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{cell.id} {copy}".encode()))
+
+    def normal(*size: int) -> torch.Tensor:
+        drawn = torch.randn(size, dtype=DTYPES[cell.dtype], device=device, generator=generator)
+        return drawn.movedim(1, -1).contiguous().movedim(-1, 1) if cell.channels_last else drawn
+
+    channels = cell.shape[1]
+    dy = normal(*cell.sizes) if cell.task.differentiates else None
+    weight, bias = (normal(1, channels)[0] for _ in range(2))
+    return Inputs(cell, normal(*cell.sizes), weight + 1, bias, None, None, dy, None, None)
 
 
 def statistics(x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor | None, torch.Tensor]:

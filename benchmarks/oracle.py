@@ -11,7 +11,9 @@ from types import MappingProxyType
 
 import torch
 
+from . import groups
 from .cells import Norm
+from .group_cells import GroupCell
 from .inputs import Inputs, chunks
 
 # Of each value, and of the root mean square of the tensor it is in: about two roundings of the type.
@@ -29,6 +31,8 @@ class WrongOutputError(Exception):
 
 def expect(inputs: Inputs) -> dict[str, torch.Tensor]:
     """Every output of the cell's task: values in fp32, y before it is quantised."""
+    if isinstance(inputs.cell, GroupCell):
+        return groups.expect(inputs)
     return _gradients(inputs) if inputs.dy is not None else _values(inputs)
 
 

@@ -116,6 +116,8 @@ def candidates(
         few: whether for a few rows, or for many.
         rules: what to choose from.
     """
+    if kind.is_grouped:
+        return [tile for tile in group_candidates(kind, n, few=few) if why_not(kind, bucket, tile, arch) is None]
     allowed = (
         tile
         for rule in rules
@@ -123,3 +125,30 @@ def candidates(
         for tile in rule.tiles(n, kind.itemsize)
     )
     return [tile for tile in dict.fromkeys(allowed) if why_not(kind, bucket, tile, arch) is None]
+
+
+# Of GroupNorm: the longest group that one program may hold, and the shortest that is worth several.
+_LONGEST_WHOLE_GROUP, _SHORTEST_IN_PARTS = 32768, 2048
+# Values that a thread holds of x; of dy backward as many again.
+_GROUP_VALUES = (8, 32)
+
+
+def group_candidates(kind: TileClass, n: int, *, few: bool) -> list[Tile]:
+    """Tiles to measure for groups of n elements: whole ones, parts of them, and parts whose programs wait."""
+    is_forward = kind.direction is _FORWARD
+    least, most = _GROUP_VALUES if is_forward else (_GROUP_VALUES[0] // 2, _GROUP_VALUES[1] // 2)
+    found = []
+    for warps, most_block in product((1, 2, 4, 8, 16, 32), (512, 2048)):
+        threads, block = warps * WARP, min(most_block, power_of_two(n))
+        if n <= _LONGEST_WHOLE_GROUP and min(least * threads, 32 * warps) <= n <= 2 * most * threads:
+            found.append(Tile(_ONE_PASS, 1, block, warps))
+    for warps, block, held in product((4, 8), (2048, 4096), (1, 2, 4)):
+        values = block * held
+        if n >= _SHORTEST_IN_PARTS and values <= n and 8 * warps * WARP <= block and values <= most * warps * WARP:
+            found.append(Tile(_TWO_PASS, 1, block, warps, held=held))
+    spreads = is_forward and n >= _SHORTEST_IN_PARTS
+    for block, held, resident, stages in product((2048, 4096), (2, 4), (2, 4), (1, 2)):
+        # A few groups are one for each team: nothing is on its way meanwhile.
+        if spreads and block * held <= n and not (few and stages > 1):
+            found.append(Tile(_SPREAD, 1, block, 8, resident, held, stages))
+    return list(dict.fromkeys(found))

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from ..codegen.candidates import candidates
+from ..codegen.groups import Activation, AnyMode, GroupMode
 from ..codegen.instance import Bucket, Tile
 from ..codegen.model import Direction, DType, FusedAdd, FusedQuant, Mode, Norm
-from ..codegen.tiling import Load, TileClass
-from ..kernels.gpu import architecture
+from ..codegen.tiling import GROUP_LAYOUTS, Load, TileClass
+from ..kernels.gpu import architecture, target_of
 from ..selection import dispatch, on_demand
 from ..selection.table import Entry, RetiledTable
+from . import group_run
 from .checked_run import Run, prepare
 from .problem import Problem
 from .timing import graph_ms, median_ms
@@ -72,8 +74,10 @@ class Case:
         return self.bucket.last or max(UNCAPPED_LENGTH, self.bucket.first)
 
     @cached_property
-    def mode(self) -> Mode:
+    def mode(self) -> AnyMode:
         """The mode that stands for the class."""
+        if self.kind.is_grouped:
+            return self._group_mode
         dtype = DType.BF16 if self.kind.itemsize == DType.BF16.itemsize else DType.FP32
         norm = Norm.RMS if self.kind.rms else Norm.LAYER
         return Mode(
@@ -84,9 +88,18 @@ class Case:
         """How many rows are timed."""
         return sizes.few if self.few else max(1, sizes.bytes // (self.n * self.kind.itemsize))
 
-    def problem(self, m: int) -> Problem:
-        """The case as a problem of m rows."""
-        return Problem(m, self.n, replace(self.mode, direction=Direction.FORWARD), backward=self.mode.is_backward)
+    @property
+    def _group_mode(self) -> GroupMode:
+        dtype = DType.BF16 if self.kind.itemsize == DType.BF16.itemsize else DType.FP32
+        return GroupMode(dtype, self.kind.direction, Activation.SILU, self.kind.layout == GROUP_LAYOUTS[True])
+
+    def run(self, m: int, device: torch.device) -> Run[Any]:
+        """The case on tensors of m rows."""
+        mode = self.mode
+        if isinstance(mode, GroupMode):
+            return group_run.prepare(mode, self.n, m, device)
+        forward = replace(mode, direction=Direction.FORWARD)
+        return prepare(Problem(m, self.n, forward, backward=mode.is_backward), device)
 
     def entry(self) -> Entry:
         """The instance, from a module that holds every pipeline."""
@@ -96,11 +109,15 @@ class Case:
         """The tile in use, then those that may be better."""
         arch = architecture(device)
         present = self.entry().tile(rows, arch)
-        return list(dict.fromkeys((present, *candidates(self.kind, self.bucket, self.n, arch, few=self.few))))
+        found = candidates(self.kind, self.bucket, self.n, arch, few=self.few)
+        mode = self.mode
+        if isinstance(mode, GroupMode):
+            found = [tile for tile in found if group_run.fits(mode, self.n, tile, target_of(device))]
+        return list(dict.fromkeys((present, *found)))
 
 
 @cache
-def _entry(mode: Mode, n: int) -> Entry:
+def _entry(mode: AnyMode, n: int) -> Entry:
     return on_demand.generate(mode, n, "a table of candidates")
 
 
@@ -168,7 +185,7 @@ def compile_all(trials: Sequence[Trial], device: torch.device, jobs: int, advanc
 
 def _compile(trial: Trial, device: torch.device) -> None:
     with tiled(trial):
-        prepare(trial.case.problem(1), device).call()
+        trial.case.run(1, device).call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -188,8 +205,8 @@ def decide(case: Case, device: torch.device, sizes: Sizes, advance: Callable[[],
     rows = case.rows(sizes)
     times: dict[Tile, float] = {}
     refused = []
-    run = prepare(case.problem(rows), device)
-    checked = prepare(case.problem(sizes.checked), device)
+    run = case.run(rows, device)
+    checked = case.run(sizes.checked, device)
     present, *others = case.tiles(device, rows)
     for tile in (present, *others):
         trial = Trial(case, tile)

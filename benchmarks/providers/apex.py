@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from ..cells import Norm, Task
+from ..groups import apexs
 from ..inputs import Inputs
 from ..provider import Builder, Prepared, Provider, load, named
 
-_FAST, _FUSED = "apex.contrib.layer_norm", "apex.normalization"
+_FAST, _FUSED, _GROUP = "apex.contrib.layer_norm", "apex.normalization", "apex.contrib.group_norm"
 
 
 def _module(inputs: Inputs, module: str, name: str) -> Any:
@@ -68,5 +69,14 @@ PROVIDERS = (
         _builders(_FUSED, "FusedLayerNorm", Norm.LAYER) | _builders(_FUSED, "FusedRMSNorm", Norm.RMS),
         distribution="apex",
         compiles=False,
+    ),
+    Provider(
+        "apex-group",
+        "apex GroupNorm",
+        (_GROUP,),
+        apexs(_GROUP),
+        distribution="apex",
+        compiles=False,
+        groups=("forward, channels last", "backward, channels last"),
     ),
 )

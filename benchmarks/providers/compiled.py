@@ -11,6 +11,7 @@ import torch._dynamo
 import torch._functorch.config
 
 from ..expressions import Transform, torch_builders
+from ..groups import torchs
 from ..provider import Provider
 
 
@@ -30,7 +31,7 @@ def _compile(mode: str) -> Transform:
 
 
 PROVIDERS = tuple(
-    Provider(name, label, ("torch._inductor",), torch_builders(_compile(mode)), reset=_reset)
+    Provider(name, label, ("torch._inductor",), torch_builders(_compile(mode)) | torchs(_compile(mode)), reset=_reset)
     for name, label, mode in (
         ("compile", "torch.compile", "default"),
         ("max-autotune", "torch.compile max-autotune", "max-autotune-no-cudagraphs"),

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from ..expressions import torch_builders
+from ..groups import torchs
 from ..provider import Provider
 
-PROVIDERS = (Provider("eager", "torch", ("torch",), torch_builders(lambda function: function), compiles=False),)
+
+def _eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+PROVIDERS = (Provider("eager", "torch", ("torch",), torch_builders(_eagerly) | torchs(_eagerly), compiles=False),)

@@ -12,6 +12,8 @@ import normforge
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 
 from ..cells import Norm, Task
+from ..group_cells import GroupCell
+from ..groups import EPS, Function, builders
 from ..inputs import Inputs
 from ..provider import Builder, Prepared, Provider, named
 
@@ -58,6 +60,11 @@ def _grad_both(inputs: Inputs) -> Prepared:
     return Prepared(lambda: torch.autograd.grad(run(), leaves, inputs.dy), named("dx", "dweight", "dbias"))
 
 
+def _grouped(cell: GroupCell) -> Function:
+    activation = "silu" if cell.silu else None
+    return lambda x, weight, bias: normforge.group_norm(x, cell.groups, weight, bias, EPS, activation=activation)
+
+
 _BUILDERS: dict[Task, Builder] = {
     Task.FORWARD: _forward,
     Task.ADD: _forward,
@@ -73,6 +80,6 @@ PROVIDERS = (
         "normforge",
         "normforge",
         ("normforge",),
-        {(task, norm): builder for (task, builder), norm in product(_BUILDERS.items(), Norm)},
+        {(task, norm): builder for (task, builder), norm in product(_BUILDERS.items(), Norm)} | builders(_grouped),
     ),
 )

@@ -14,7 +14,8 @@ from normforge.codegen import tile_tables
 from normforge.codegen.errors import TileTableError
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Direction, Pipeline
-from normforge.codegen.tiling import CLASSES, TileClass, standard_ladder
+from normforge.codegen.tiling import CLASSES, EVERY_CLASS, GROUP_CLASSES, TileClass, standard_ladder
+from normforge.kernels.gpu import named_target
 from normforge.selection import dispatch
 from normforge.tools import tile_trials, tune
 from normforge.tools.checked_run import Run
@@ -57,7 +58,13 @@ def run(*argv: str) -> int:
     return tune.main([*argv, "--jobs", "0"], "normforge tune", SIZES)
 
 
-@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *[pytest.param(kind, id=kind.name) for kind in CLASSES],
+        *[pytest.param(kind, id=kind.name, marks=[THOROUGH] if kind.itemsize > 2 else []) for kind in GROUP_CLASSES],
+    ],
+)
 def test_every_class_is_tuned_with_kernels_that_agree_with_the_reference(
     kind: TileClass, clock: Callable[[Clock], None]
 ) -> None:
@@ -204,7 +211,8 @@ MOST_TILES = 32
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 def test_candidates_are_few_and_each_can_serve_its_bucket(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tile_trials, "architecture", lambda device: arch)
-    for kind in CLASSES:
+    monkeypatch.setattr(tile_trials, "target_of", lambda device: named_target(arch))
+    for kind in EVERY_CLASS:
         for bucket in standard_ladder():
             for few in (False, True):
                 tiles = Case(kind, bucket, few).tiles(CARD.device, 1 if few else 10**6)

@@ -1,0 +1,32 @@
+"""GroupNorm of 32 groups, as UNets and VAEs for diffusion have it, alone or with SiLU behind it, in both layouts."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from ..cells import Method, Suite, Task
+from ..group_cells import GroupCell, cell_of
+
+# Of a UNet at 64 by 64, guided and so of two samples, at each of its resolutions; of one that is trained.
+_UNET = ((2, 320, 64, 64), (2, 640, 32, 32), (2, 1280, 16, 16), (2, 1280, 8, 8), (16, 320, 64, 64))
+# Of a VAE's decoder, from the latent picture to the one that it makes, and of one for video.
+_VAE = ((1, 512, 64, 64), (1, 512, 256, 256), (1, 256, 512, 512), (1, 128, 512, 512), (1, 128, 20, 256, 256))
+_ALONE = (_UNET[0], _UNET[4], _VAE[3])
+_TRAINED = (_UNET[0], _UNET[2], _UNET[4], _VAE[1])
+
+
+def _cells(task: Task, shapes: tuple[tuple[int, ...], ...], silu: bool) -> list[GroupCell]:
+    return [cell_of(task, shape, channels_last=last, silu=silu) for last, shape in product((False, True), shapes)]
+
+
+SUITE = Suite(
+    "groupnorm",
+    "GroupNorm",
+    Method.COLD,
+    (
+        *_cells(Task.GROUP, (*_UNET, *_VAE), silu=True),
+        *_cells(Task.GROUP, _ALONE, silu=False),
+        *_cells(Task.GROUP_BACKWARD, _TRAINED, silu=True),
+    ),
+    sweeps=False,
+)
