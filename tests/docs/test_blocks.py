@@ -39,7 +39,7 @@ class Page:
 
 def _run_python(block: Block, page: Page) -> None:
     # Line numbers are the page's.
-    code = compile("\n" * (block.line - 1) + block.text, str(block.page), "exec")
+    code = compile("\n" * (block.line - 1) + block.text, str(block.page), "exec", dont_inherit=True)
     exec(code, page.names)
 
 
