@@ -20,7 +20,6 @@ class Kind(Enum):
 
     ROWS = "rows"
     SAMPLES = "samples"
-    GROUPS = "groups"
     VECTOR = "vector"
     PER_ROW = "per_row"
     SCALE = "scale"
@@ -34,20 +33,12 @@ class Kind(Enum):
     @property
     def is_tensor(self) -> bool:
         """Whether it has an address."""
-        return self in (*_OF_ROWS, Kind.VECTOR, Kind.PER_ROW, Kind.SCALE)
+        return self in (Kind.ROWS, Kind.SAMPLES, Kind.VECTOR, Kind.PER_ROW, Kind.SCALE, Kind.PLACE)
 
     @property
     def has_row_stride(self) -> bool:
         """Whether it has a row for each of x's, and kernels are told how far they are apart."""
-        return self in _OF_ROWS
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether all rows share it, or all of a group's."""
-        return self in (Kind.VECTOR, Kind.GROUPS)
-
-
-_OF_ROWS = (Kind.ROWS, Kind.SAMPLES, Kind.GROUPS, Kind.PLACE)
+        return self in (Kind.ROWS, Kind.SAMPLES, Kind.PLACE)
 
 
 @dataclass(frozen=True)
@@ -68,8 +59,6 @@ KINDS: Mapping[Kind, KindRow] = {
     Kind.ROWS: KindRow("torch.Tensor", "Tensor"),
     # (B, N) where x is (B, ..., N), one a sample; of x's shape, one a row; or (N,), one for all.
     Kind.SAMPLES: KindRow("torch.Tensor", "Tensor"),
-    # (G, N) where x is (..., G, N), one a group of columns; or (N,), one for all.
-    Kind.GROUPS: KindRow("torch.Tensor", "Tensor"),
     # (N,).
     Kind.VECTOR: KindRow("torch.Tensor", "Tensor"),
     # x's shape without the last dimension, fp32.
@@ -101,8 +90,7 @@ class Parameter:
         optional: whether None may be passed; a default of None says so by itself.
         words: of a `Kind.WORD`: the enum.
         least: of a `Kind.NUMBER`: the least that is taken.
-        axis: the field of `Mode` that it decides: by its value, by a tensor's dtype, by being there, or, of a
-            `Kind.GROUPS`, by being one a group.
+        axis: the field of `Mode` that it decides: by its value, by a tensor's dtype, or by being there.
         wanted: the attribute of a mode that is true where it is read, "fadd.adds" say; "" where no axis says so.
         absent: the error if it is wanted and was not passed, formatted with the words of the modes.
         unused: the error if it was passed and is not wanted, likewise.
@@ -226,14 +214,14 @@ class Family:
         functions: their names, by norm; the first is the one that the others' docstrings refer to.
         parameters: in the order of signatures and schemas.
         results: what they return, in order.
-        neighbour: what stands beside the norm, "modulated" or "gated"; "" of the norms alone.
+        modulated: whether it is of modulated norms.
     """
 
     direction: Direction
     functions: Mapping[Norm, str] = field(hash=False)
     parameters: tuple[Parameter, ...]
     results: tuple[Result, ...]
-    neighbour: str = ""
+    modulated: bool = False
 
     def of(self, norm: Norm) -> tuple[Parameter, ...]:
         """The parameters of a norm's function."""
@@ -243,6 +231,11 @@ class Family:
     def inputs(self) -> tuple[Parameter, ...]:
         """The tensors that are read, in the order in which launches bring them."""
         return tuple(p for p in self.parameters if p.kind.is_tensor and p.kind is not Kind.PLACE)
+
+    @property
+    def tensors(self) -> tuple[Parameter | Result, ...]:
+        """The tensors that are read, and then those that are returned."""
+        return (*self.inputs, *self.results)
 
     @property
     def places(self) -> tuple[Parameter, ...]:

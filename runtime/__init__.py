@@ -2,11 +2,13 @@
 
 `layer_norm`, `rms_norm` and their fused-add forms are differentiable, with torch's signatures; `LayerNorm`, `RMSNorm`,
 `AddLayerNorm` and `AddRMSNorm` are modules of them, and `patch` swaps a model's norms for those. `layernorm2d_fwd` and
-`rmsnorm2d_fwd` run every mode of the forward kernels; `reference` holds the plain-torch oracle.
+`rmsnorm2d_fwd` run every mode of the forward kernels; `reference` holds the plain-torch oracle. `normforge.jax`, which
+has to be imported, has norms of JAX arrays.
 """
 
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from .compiled.switch import compile_passes
     from .kernels.binaries import load_aot
     from .nn.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-    from .nn.gating import gated_layer_norm, gated_rms_norm
     from .nn.grouping import GroupNorm, group_norm
     from .nn.modulation import modulated_layer_norm, modulated_rms_norm
     from .nn.modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
@@ -51,8 +52,6 @@ __all__ = [
     "compile_keys",
     "compile_passes",
     "errors",
-    "gated_layer_norm",
-    "gated_rms_norm",
     "group_norm",
     "instances",
     "layer_norm",
@@ -86,7 +85,6 @@ _HOMES = {
     "compiled.switch": ("compile_passes",),
     "kernels.binaries": ("load_aot",),
     "nn.functional": ("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"),
-    "nn.gating": ("gated_layer_norm", "gated_rms_norm"),
     "nn.grouping": ("GroupNorm", "group_norm"),
     "nn.modulation": ("modulated_layer_norm", "modulated_rms_norm"),
     "nn.modules": ("AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"),
@@ -107,6 +105,9 @@ if not TYPE_CHECKING:
     def __getattr__(name):
         for home, names in (_HOMES | _LATE).items():
             if name in names:
+                if not _is_command():
+                    # Should this be the first that needs it in a program of JAX's, `start` runs now.
+                    import_module("torch")
                 module = import_module(f".{home}", __name__)
                 globals()[name] = module if home == name else getattr(module, name)
                 return globals()[name]
@@ -116,8 +117,17 @@ if not TYPE_CHECKING:
         return sorted({*globals(), *__all__})
 
 
+_is_started = False
+
+
 def start() -> None:
     """Make calls ready: what they need is imported, torch's operators registered, a recording begun if one is asked."""
+    global _is_started
+    # Which may bring `_start_late` here before this goes on.
+    import_module("torch")
+    if _is_started:
+        return
+    _is_started = True
     from . import operators as operators
 
     for home, names in _HOMES.items():
@@ -137,5 +147,24 @@ def _is_command() -> bool:
     return Path(next(iter(sys.argv), "")).stem == __name__
 
 
-if not _is_command():
+def _is_for_jax() -> bool:
+    """Whether this process uses JAX and has no torch yet, which then is not imported for calls that may never come."""
+    return sys.modules.get("torch") is None and ("jax" in sys.modules or find_spec("torch") is None)
+
+
+def _start_late() -> None:
+    """The same at the end of torch's import, unless a module of normforge's is what imports it."""
+    modules = [(name, module) for name, module in sys.modules.items() if name.startswith(f"{__name__}.")]
+    halfway = [name for name, module in modules if getattr(module.__spec__, "_initializing", False)]
+    if halfway:
+        raise ImportError(f"{halfway[0]} needs torch, which a program of JAX's has to import first: import torch")
     start()
+
+
+if not _is_command():
+    if _is_for_jax():
+        from .upstream.imports import when_imported
+
+        when_imported("torch", _start_late)
+    else:
+        start()

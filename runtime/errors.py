@@ -15,6 +15,7 @@ __all__ = [
     "FrozenError",
     "GradientError",
     "IllegalCombinationError",
+    "JaxError",
     "LayoutError",
     "MissingInstanceError",
     "NormforgeError",
@@ -90,6 +91,10 @@ class FrozenError(NormforgeError, RuntimeError):
 
 class AotError(NormforgeError, RuntimeError):
     """A folder of kernels compiled ahead of time that does not fit what is here, or that cannot be made."""
+
+
+class JaxError(NormforgeError, ImportError):
+    """A release of JAX that normforge.jax cannot launch kernels through, or none."""
 
 
 class TargetError(NormforgeError, ValueError):

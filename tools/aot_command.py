@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..ahead_of_time.build import build
 from ..codegen.command import Parser
-from ..errors import AotError
+from ..errors import AotError, ConflictError
 from ..kernels.gpu import ARCHITECTURES, interpreting, named_target
 from .compile_options import add_key_arguments, keys_for
 
@@ -23,6 +24,7 @@ _EPILOG = """\
 examples:
   {prog} --arch sm_90 --n 4096,8192 --out kernels_sm90
   {prog} --arch gfx942 --n 5120 --manifest needed.yaml --out kernels_gfx942
+  {prog} --for jax --arch sm_90 --n 4096 --out kernels_jax 'ln_*wd_bf16*'
 """
 
 
@@ -44,12 +46,24 @@ def main(argv: Sequence[str], prog: str) -> int:
         metavar="COUNT",
         help="of the GPU, if not the usual: tiles whose programs wait for one another are chosen by it",
     )
+    parser.add_argument(
+        "--for",
+        dest="framework",
+        choices=("torch", "jax"),
+        default="torch",
+        help="what launches the kernels; for jax they wait for no other kernel, and their PTX is kept beside the "
+        "binaries (default: torch)",
+    )
     given = parser.parse_args(argv)
     if interpreting():
         raise AotError("TRITON_INTERPRET=1 has kernels interpreted, and nothing can be compiled; unset it")
     target = named_target(given.arch, given.multiprocessors)
+    for_jax = given.framework == "jax"
+    if for_jax and not target.is_nvidia:
+        raise ConflictError(f"--for jax launches PTX, and {target.arch} runs none; name an NVIDIA GPU: --arch sm_90")
+    target = replace(target, plainly=for_jax)
     keys = keys_for(parser, given, target)
-    built = build(keys, target, given.out.expanduser().resolve(), jobs=given.jobs, progress=True)
+    built = build(keys, target, given.out.expanduser().resolve(), jobs=given.jobs, progress=True, ptx=for_jax)
     print(
         f"{len(keys)} kernels for {target.arch} in {given.out}: {built.compiled} compiled, {built.kept} unchanged, "
         f"{built.removed} removed"

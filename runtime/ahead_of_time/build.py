@@ -17,7 +17,7 @@ from .compile_keys import CompileKey
 from .parallel import for_each
 
 # What `_compile` calls its files, and what a process that was killed may have left of them.
-_OURS = re.compile(r".+-[0-9a-f]{16}\.(?:cubin|hsaco|json)(?:\.\d+\.part)?")
+_OURS = re.compile(r".+-[0-9a-f]{16}\.(?:cubin|hsaco|json|ptx)(?:\.\d+\.part)?")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,9 @@ class Built:
     removed: int
 
 
-def build(keys: Sequence[CompileKey], target: Target, out: Path, *, jobs: int | None, progress: bool) -> Built:
+def build(
+    keys: Sequence[CompileKey], target: Target, out: Path, *, jobs: int | None, progress: bool, ptx: bool = False
+) -> Built:
     """Compile kernels into a folder, which then holds exactly these.
 
     Those that it holds already, from the same source and the same release of Triton, are kept; files of others are
@@ -42,6 +44,7 @@ def build(keys: Sequence[CompileKey], target: Target, out: Path, *, jobs: int | 
         out: the folder; made if it is not there.
         jobs: threads that compile at once; None is one for each core, up to 8.
         progress: whether to show a progress bar on standard error.
+        ptx: whether to keep the PTX beside each binary, which is what JAX launches.
 
     Raises:
         AotError: the folder holds something else, or kernels for another architecture, or cannot be written.
@@ -54,9 +57,10 @@ def build(keys: Sequence[CompileKey], target: Target, out: Path, *, jobs: int | 
     def row_of(key: CompileKey) -> Row:
         source = source_digest(key.function)
         row = known.get(key.key.portable)
-        if row is not None and old is not None and row.source_sha256 == source and old.holds(row):
+        fits = row is not None and row.source_sha256 == source and (bool(row.ptx_sha256) or not ptx)
+        if row is not None and old is not None and fits and old.holds(row):
             return row
-        return _compile(key, target, out, source)
+        return _compile(key, target, out, source, ptx)
 
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -93,15 +97,16 @@ def _present(out: Path, target: Target) -> Folder | None:
     return old
 
 
-def _compile(key: CompileKey, target: Target, out: Path, source: str) -> Row:
+def _compile(key: CompileKey, target: Target, out: Path, source: str, ptx: bool) -> Row:
     kernel = compile_for(key.key, key.function, target)
     binary = "cubin" if target.is_nvidia else "hsaco"
     metadata = next(Path(path) for name, path in kernel.metadata_group.items() if name.endswith(".json")).read_bytes()
-    of_binary, of_metadata = (hashlib.sha256(data).hexdigest() for data in (kernel.asm[binary], metadata))
+    text = kernel.asm["ptx"].encode() if ptx else b""
+    of_binary, of_metadata, of_ptx = (hashlib.sha256(data).hexdigest() for data in (kernel.asm[binary], metadata, text))
     # Another name for another content: an index that still stands never names a file that was replaced.
     content = hashlib.sha256(" ".join((key.key.portable, of_binary, of_metadata)).encode()).hexdigest()
     name = f"{key.key.symbol}-{content[:16]}"
-    row = Row(key.key.portable, name, binary, of_binary, of_metadata, source)
-    for file, data in zip(row.files, (kernel.asm[binary], metadata), strict=True):
+    row = Row(key.key.portable, name, binary, of_binary, of_metadata, of_ptx if ptx else "", source)
+    for file, data in zip(row.files, (kernel.asm[binary], metadata, text), strict=False):
         write(out / file, data)
     return row

@@ -14,12 +14,11 @@ from functools import lru_cache
 import torch
 
 from ..codegen.families import Family, Kind, Parameter, Result
-from ..codegen.model import DType
 from ..dtypes import TORCH_DTYPES
 from ..kernels import pipelines
-from ..kernels.assembly import SUMS, Facts, Recipe, assemble
+from ..kernels.assembly import SUMS, Facts, Recipe, assemble, in_software
 from ..kernels.gpu import Target, target_of
-from ..kernels.key import MOST_ROWS_IN_I32, pointer_type
+from ..kernels.key import MOST_ROWS_IN_I32
 from ..kernels.launcher import Launcher
 from ..kernels.row_walk import RowStride
 from ..selection import dispatch
@@ -28,7 +27,7 @@ from ..upstream.triton_launcher import Grid, Launch
 from .check import Call
 from .outputs import aligned_length
 from .overlap import REPLACEABLE, Extent, Extents, extent_of
-from .row_layout import group_stride, row_stride, sample_stride
+from .row_layout import row_stride, sample_stride
 
 # How many M a plan keeps the layouts of.
 _LAYOUTS = 64
@@ -145,43 +144,18 @@ class Plan:
         self.sum_dtypes = tuple(dtype for row, dtype in results.items() if row.name in SUMS)
         self.saves_mean = any(row.name == "mean" and dtype is not None for row, dtype in results.items())
         fp8 = {"x": mode.dtype_in, "y": mode.dtype_out}
-        self.as_bytes = frozenset(name for name, dtype in fp8.items() if _in_software(dtype, self._target))
+        self.as_bytes = frozenset(name for name, dtype in fp8.items() if in_software(dtype, self._target))
 
-        anywhere = {row.slot for row in family.inputs if not row.is_read_in_vectors}
-        dtypes = {row.slot: self._handed(row.name, dtype) for row, dtype in inputs.items()}
-        dtypes |= {row.slot: self._handed(row.name, dtype) for row, dtype in results.items()}
+        dtypes = {row.name: dtype for row, dtype in inputs.items()}
+        dtypes |= {row.name: dtype for row, dtype in results.items()}
         strides, further = _row_strides(family, call), _scale_strides(family, call)
-        self._facts = Facts(
-            mode=mode,
-            n=n,
-            target=self._target,
-            types={
-                name: None if dtype is None else pointer_type(dtype, aligned=name not in {*misaligned, *anywhere})
-                for name, dtype in dtypes.items()
-            },
-            numbers=dict.fromkeys((row.slot for row in family.parameters if row.kind is Kind.NUMBER), "fp32"),
-            strides=strides,
-            further=further,
-            misaligned={*misaligned} - anywhere,
-            itemsizes=[d.itemsize for row, d in inputs.items() if row.kind is Kind.ROWS and d is not None],
-            sums={
-                row.name: None if dtype is None else pointer_type(dtype, aligned=True)
-                for row, dtype in results.items()
-                if row.name in SUMS
-            },
-        )
+        self._facts = Facts.of(family, mode, n, self._target, dtypes, strides, further, misaligned)
         self.extents = _extents(inputs, results, {**strides, **further}, n) if family.places else Extents()
 
     def prepared(self, m: int) -> Prepared:
         """The kernels for m rows; the first call of each class of M compiles them."""
         size = 0 if m <= self._small_m else 1 if m <= MOST_ROWS_IN_I32 else 2
         return self._prepared[size] or self._prepare(size, m)
-
-    def _handed(self, name: str, dtype: torch.dtype | None) -> torch.dtype | None:
-        """The type by which the kernels that walk the rows know a tensor."""
-        if dtype is not None and name in SUMS:
-            return torch.float32
-        return torch.uint8 if name in self.as_bytes else dtype
 
     def _prepare(self, size: int, m: int) -> Prepared:
         made = assemble(self._facts, self._entry.choices(m, self._target.arch), m, few=size == 0)
@@ -256,7 +230,7 @@ def _dtype_of_input(row: Parameter, call: Call) -> torch.dtype | None:
 def _row_strides(family: Family, call: Call) -> dict[str, RowStride]:
     """The strides of rows by their slots; 0 of what is not there, and N of what is new."""
     places = {row.result: row.name for row in family.places}
-    kinds = {row.name: row.kind for row in family.inputs}
+    samples = {row.name for row in family.inputs if row.kind is Kind.SAMPLES}
     slots = [(row.row_stride_slot, row.name, 0) for row in family.inputs]
     for row in family.results:
         slots.append((row.row_stride_slot, places.get(row.name, ""), call.n if row.is_wanted(call.mode) else 0))
@@ -265,10 +239,8 @@ def _row_strides(family: Family, call: Call) -> dict[str, RowStride]:
         if slot is not None:
             tensor: torch.Tensor | None = getattr(call, name, None)
             strides[slot] = absent if tensor is None else row_stride(name, tensor)
-            if tensor is not None and kinds.get(name) is Kind.SAMPLES:
+            if tensor is not None and name in samples:
                 strides[slot] = sample_stride(name, tensor, call.x)
-            elif tensor is not None and kinds.get(name) is Kind.GROUPS:
-                strides[slot] = group_stride(name, tensor)
     return strides
 
 
@@ -299,12 +271,3 @@ def _extents(
         y=written["y"],
         total=written.get("residual_out", (0, 0)),
     )
-
-
-# Formats that NVIDIA hardware of compute capability 8.9 and up converts to in one rounding, and from. Everywhere else,
-# and in the interpreter, kernels are handed bytes, and encode and decode in integer arithmetic.
-_HARDWARE_FP8 = (DType.FP8_E4M3FN, DType.FP8_E5M2)
-
-
-def _in_software(dtype: DType, target: Target) -> bool:
-    return dtype.is_fp8 and not (dtype in _HARDWARE_FP8 and target.converts_to_fp8)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..codegen.families import Kind
+from ..codegen.families import Family, Kind, Parameter, Result
 from ..codegen.instance import Tile
-from ..codegen.model import Mode, Part, Pipeline
+from ..codegen.model import DType, Mode, Part, Pipeline
 from ..codegen.parameters import BACKWARD
 from . import pipelines
 from .gpu import Target, scale_warps
@@ -39,6 +39,16 @@ class Summing(NamedTuple):
 # 25 s for a row of 17000 in narrow ones.
 _SUMMING = Summing(rows=128, block=16, warps=4)
 _INTERPRETED_SUMMING = Summing(rows=16, block=1024, warps=4)
+
+# Formats that NVIDIA hardware of compute capability 8.9 and up converts to in one rounding, and from. Everywhere else,
+# and in the interpreter, kernels are handed bytes, and encode and decode in integer arithmetic.
+_HARDWARE_FP8 = (DType.FP8_E4M3FN, DType.FP8_E5M2)
+
+
+def in_software(dtype: DType, target: Target) -> bool:
+    """Whether kernels for a GPU are handed the bytes of a type."""
+    return dtype.is_fp8 and not (dtype in _HARDWARE_FP8 and target.converts_to_fp8)
+
 
 # What kernels leave for one another.
 _PARTIAL = pointer_type("float32", aligned=True)
@@ -71,6 +81,63 @@ class Facts:
     misaligned: Collection[str] = ()
     itemsizes: Collection[int]
     sums: Mapping[str, str | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        family: Family,
+        mode: Mode,
+        n: int,
+        target: Target,
+        dtypes: Mapping[str, Any],
+        strides: Mapping[str, RowStride],
+        further: Mapping[str, int],
+        misaligned: Collection[str],
+    ) -> Facts:
+        """What follows from the types of a family's tensors.
+
+        Args:
+            family: the functions that the call is one of.
+            mode: the call's.
+            n: row length.
+            target: the GPU.
+            dtypes: torch's or numpy's, of its inputs and results by name; None of what is not there.
+            strides: see `Facts`.
+            further: likewise.
+            misaligned: pointers at no multiple of 16 bytes, by their slots.
+        """
+        anywhere = {row.slot for row in family.inputs if not row.is_read_in_vectors}
+        own = {"x": mode.dtype_in, "y": mode.dtype_out}
+
+        def handed(row: Parameter | Result) -> str | None:
+            dtype = dtypes[row.name]
+            if dtype is None:
+                return None
+            # Programs leave partial sums of some, and of what hardware does not convert to they write bytes.
+            if row.name in SUMS:
+                dtype = "float32"
+            elif row.name in own and in_software(own[row.name], target):
+                dtype = "uint8"
+            return pointer_type(dtype, aligned=row.slot not in {*misaligned, *anywhere})
+
+        return cls(
+            mode=mode,
+            n=n,
+            target=target,
+            types={row.slot: handed(row) for row in family.tensors},
+            numbers=dict.fromkeys((row.slot for row in family.parameters if row.kind is Kind.NUMBER), "fp32"),
+            strides=strides,
+            further=further,
+            misaligned={*misaligned} - anywhere,
+            itemsizes=[
+                dtypes[row.name].itemsize for row in family.inputs if row.kind is Kind.ROWS and dtypes[row.name]
+            ],
+            sums={
+                row.name: None if dtypes[row.name] is None else pointer_type(dtypes[row.name], aligned=True)
+                for row in family.results
+                if row.name in SUMS
+            },
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

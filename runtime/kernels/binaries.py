@@ -24,7 +24,7 @@ from .gpu import Target
 from .key import KernelKey
 
 # The layout of the index; one of another is refused.
-FORMAT = 1
+FORMAT = 2
 INDEX = "index.json"
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -34,6 +34,7 @@ _FIELDS = {
     "binary": re.compile(r"cubin|hsaco"),
     "binary_sha256": _DIGEST,
     "metadata_sha256": _DIGEST,
+    "ptx_sha256": re.compile(rf"(?:{_DIGEST.pattern})?"),
     "source_sha256": _DIGEST,
 }
 
@@ -51,6 +52,7 @@ class Row:
         binary: the end of the binary's name: cubin or hsaco.
         binary_sha256: of the binary.
         metadata_sha256: of what Triton says of it.
+        ptx_sha256: of the PTX that the binary was assembled from, which JAX launches; "" where the folder has none.
         source_sha256: of the kernel's source, as `source_digest` has it.
     """
 
@@ -59,12 +61,28 @@ class Row:
     binary: str
     binary_sha256: str
     metadata_sha256: str
+    ptx_sha256: str
     source_sha256: str
 
     @property
+    def metadata(self) -> str:
+        """The name of the file of what Triton says of it."""
+        return f"{self.file}.json"
+
+    @property
+    def ptx(self) -> str:
+        """The name of the file of its PTX."""
+        return f"{self.file}.ptx"
+
+    @property
+    def loaded(self) -> dict[str, str]:
+        """The names of the files that Triton loads, with their digests."""
+        return {f"{self.file}.{self.binary}": self.binary_sha256, self.metadata: self.metadata_sha256}
+
+    @property
     def files(self) -> dict[str, str]:
-        """The names of its files, with their digests."""
-        return {f"{self.file}.{self.binary}": self.binary_sha256, f"{self.file}.json": self.metadata_sha256}
+        """The names of all its files, likewise."""
+        return {**self.loaded, **({self.ptx: self.ptx_sha256} if self.ptx_sha256 else {})}
 
 
 @dataclass(frozen=True)
@@ -92,26 +110,53 @@ class Folder:
             AotError: the folder is for another architecture, or the kernel's files are missing or damaged, or its
                 source is not what was compiled.
         """
+        row = self._row(key, source_digest(function), target)
+        if row is None:
+            return None
+        for name, digest in row.loaded.items():
+            self._verify(name, digest)
+        try:
+            return _assembled(key, function, {name: str(self.path / name) for name in row.loaded})
+        except Exception as error:
+            raise AotError(
+                f"{self.path} holds {key.symbol} in files that Triton cannot read ({error}); {self._again}"
+            ) from error
+
+    def find_ptx(self, key: KernelKey, source_sha256: str, target: Target) -> tuple[str, dict[str, Any]] | None:
+        """The PTX of a key and what Triton says of it; None if the folder does not hold the kernel.
+
+        Args:
+            key: which compilation.
+            source_sha256: `digest_of` the kernel's source.
+            target: the GPU.
+
+        Raises:
+            AotError: as from `find`, or the folder has no PTX of the kernel.
+        """
+        row = self._row(key, source_sha256, target)
+        if row is None:
+            return None
+        if not row.ptx_sha256:
+            raise AotError(
+                f"{self.path} holds {key.symbol} without the PTX that JAX launches; compile it again: "
+                f"normforge aot --for jax --arch {self.arch} ... --out {self.path}"
+            )
+        text, told = self._verify(row.ptx, row.ptx_sha256), self._verify(row.metadata, row.metadata_sha256)
+        return text.decode(), json.loads(told)
+
+    def _row(self, key: KernelKey, source_sha256: str, target: Target) -> Row | None:
+        """What the index says of a key, if this GPU may run it."""
         if target.arch != self.arch:
             raise AotError(
                 f"{self.path} holds kernels for {self.arch}, and this GPU is {target.arch}; compile for it, into "
                 f"another folder: normforge aot --arch {target.arch} ... --out DIR, or do without: unset NORMFORGE_AOT"
             )
         row = self.rows.get(key.portable)
-        if row is None:
-            return None
-        if row.source_sha256 != source_digest(function):
+        if row is not None and row.source_sha256 != source_sha256:
             raise AotError(
                 f"{self.path} holds {key.symbol} compiled from another source than {key.kernel} has now; {self._again}"
             )
-        for name, digest in row.files.items():
-            self._verify(name, digest)
-        try:
-            return _assembled(key, function, {name: str(self.path / name) for name in row.files})
-        except Exception as error:
-            raise AotError(
-                f"{self.path} holds {key.symbol} in files that Triton cannot read ({error}); {self._again}"
-            ) from error
+        return row
 
     def holds(self, row: Row) -> bool:
         """Whether it has a kernel's files, and they are what its index says."""
@@ -128,13 +173,16 @@ class Folder:
         document = {"format": FORMAT, **about, "kernels": [asdict(row) for row in self.rows.values()]}
         write(self.path / INDEX, (json.dumps(document, indent=1) + "\n").encode())
 
-    def _verify(self, name: str, digest: str) -> None:
+    def _verify(self, name: str, digest: str) -> bytes:
+        """The bytes of a file of this digest."""
         try:
-            found = hashlib.sha256(contents(self.path / name)).hexdigest()
+            data = contents(self.path / name)
+            found = hashlib.sha256(data).hexdigest()
         except OSError as error:
             raise AotError(f"{self.path / name} cannot be read ({error.strerror}); {self._again}") from error
         if found != digest:
             raise AotError(f"{self.path / name} is damaged: it is not what {INDEX} says; {self._again}")
+        return data
 
     @property
     def _again(self) -> str:
@@ -248,11 +296,12 @@ def triton_version() -> str:
 
 def source_digest(function: Any) -> str:
     """A digest of the module of a `triton.JITFunction`, and of the device functions beside it that it calls."""
-    return _digest(Path(function.fn.__code__.co_filename))
+    return digest_of(Path(function.fn.__code__.co_filename))
 
 
 @cache
-def _digest(module: Path) -> str:
+def digest_of(module: Path) -> str:
+    """The same of the module's file."""
     digest = hashlib.sha256(module.read_bytes())
     shared = module.with_name("primitives.py")
     if shared.is_file():

@@ -20,6 +20,9 @@ from ..errors import TableError
 # The table layout this runtime reads; the generator writes the same number as FORMAT.
 FORMAT = 5
 
+# The module and the symbol of the kernel that adds up what a backward kernel leaves.
+FINALISER = ("finalise", "sum_partials")
+
 _PIPELINES = tuple(pipeline.value for pipeline in Pipeline)
 
 # As dispatch.py writes a tile: the word for its pipeline, then the other fields of `codegen.model.Tile` in order.
@@ -89,7 +92,7 @@ class Entry:
 
     def load_finaliser(self) -> Any:
         """The kernel that adds up what a backward kernel leaves."""
-        return self._load("finalise", "sum_partials")
+        return self._load(*FINALISER)
 
     def _load(self, module: str, symbol: str) -> Any:
         try:

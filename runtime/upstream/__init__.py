@@ -1,1 +1,1 @@
-"""Private interfaces of torch and Triton, each with the public way beside it. Stands on nothing."""
+"""Private interfaces of torch, Triton and jaxlib, each with the public way beside it. Stands on nothing."""

@@ -17,7 +17,8 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
         name: the module's.
         action: called without arguments, once.
     """
-    if name in sys.modules:
+    # None is there of what may not be imported.
+    if sys.modules.get(name) is not None:
         action()
     else:
         sys.meta_path.insert(0, _Awaiting(name, action))

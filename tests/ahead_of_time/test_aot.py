@@ -251,6 +251,7 @@ ROW = {
     "binary": "cubin",
     "binary_sha256": "0" * 64,
     "metadata_sha256": "0" * 64,
+    "ptx_sha256": "",
     "source_sha256": "0" * 64,
 }
 MALFORMED: dict[str, str] = {

@@ -25,6 +25,7 @@ ROW = {
     "binary": "cubin",
     "binary_sha256": "0" * 64,
     "metadata_sha256": "1" * 64,
+    "ptx_sha256": "",
     "source_sha256": "2" * 64,
 }
 INDEX: dict[str, Any] = {

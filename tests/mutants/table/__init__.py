@@ -7,7 +7,6 @@ from . import (
     deployment,
     dispatch,
     forward,
-    gating,
     generator,
     gradients,
     keys,
@@ -29,5 +28,4 @@ MUTANTS = (
     *deployment.MUTANTS,
     *generator.MUTANTS,
     *modulation.MUTANTS,
-    *gating.MUTANTS,
 )

@@ -168,7 +168,7 @@ MUTANTS = (
     Mutant(
         "fp8-encoded-in-software-for-hardware",
         "sm_90 does not use its fp8 instruction",
-        "runtime/calls/plan.py",
+        "runtime/kernels/assembly.py",
         "return dtype.is_fp8 and not (dtype in _HARDWARE_FP8 and target.converts_to_fp8)",
         "return dtype.is_fp8",
         ("tests/ahead_of_time/test_compile_keys.py::test_an_architecture_decides_tiles_types_and_options",),

@@ -1,0 +1,40 @@
+"""Norms of JAX arrays on the same kernels. Importing it imports JAX, and neither torch nor Triton.
+
+Stands on codegen/, kernels/, selection/ and upstream/.
+"""
+
+from ..errors import JaxError
+from ..upstream.jaxlib_triton import RANGE
+
+try:
+    from .functions import (
+        Quantised,
+        add_layer_norm,
+        add_rms_norm,
+        layer_norm,
+        quantised_layer_norm,
+        quantised_rms_norm,
+        rms_norm,
+    )
+except ImportError as error:
+    if isinstance(error, JaxError):
+        raise
+    raise JaxError(
+        f"normforge.jax needs jax{RANGE}, and what it imports of it is not there ({error}): "
+        "pip install 'normforge[jax]', with Python 3.11 or newer"
+    ) from error
+
+from .code import load_aot
+from .device import lower_for
+
+__all__ = [
+    "Quantised",
+    "add_layer_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "load_aot",
+    "lower_for",
+    "quantised_layer_norm",
+    "quantised_rms_norm",
+    "rms_norm",
+]

@@ -1,0 +1,70 @@
+"""The same norms and gradients in jax.numpy: what runs where kernels do not, and what they are differentiated by.
+
+Arithmetic is fp32, or fp64 if any operand is, with one rounding at the end, as docs/numerics.md has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from .operation import NAMES, Operation
+
+
+def computed(op: Operation, *operands: jax.Array) -> list[jax.Array]:
+    """The results of an operation."""
+    given = {row.name: _widened(operand) for row, operand in zip(op.inputs, operands, strict=True)}
+    made = _gradients(op, given) if op.mode.is_backward else _outputs(op, given)
+    return [made[name].astype(dtype) for name, dtype in op.results]
+
+
+def _widened(operand: jax.Array) -> jax.Array:
+    return operand.astype(jnp.promote_types(operand.dtype, jnp.float32))
+
+
+def _outputs(op: Operation, given: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    total = given["x"]
+    if "residual" in given:
+        total = total + given["residual"]
+    made = {"residual_out": total}
+    centred = total
+    if op.mode.norm.centres:
+        made["mean"] = mean = jnp.mean(total, axis=-1)
+        centred = total - mean[..., None]
+    made["rstd"] = rstd = 1 / jnp.sqrt(jnp.mean(centred * centred, axis=-1) + op.eps)
+    y = _scaled(op, centred * rstd[..., None], given)
+    if op.mode.fquant.quantises:
+        y, made["y_scale"] = _quantised(op, y * given["smooth_scale"] if "smooth_scale" in given else y)
+    return {**made, "y": y}
+
+
+def _scaled(op: Operation, h: jax.Array, given: Mapping[str, jax.Array]) -> jax.Array:
+    if "weight" in given:
+        h = h * (given["weight"] + op.weight_offset)
+    return h + given["bias"] if "bias" in given else h
+
+
+def _gradients(op: Operation, given: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    dy, rstd = given["dy"], given["rstd"][..., None]
+    h = given["x"] - given["mean"][..., None] if op.mode.norm.centres else given["x"]
+    h = h * rstd
+    g = dy * (given["weight"] + op.weight_offset) if "weight" in given else dy
+    dx = g - h * jnp.mean(g * h, axis=-1, keepdims=True)
+    if op.mode.norm.centres:
+        dx = dx - jnp.mean(g, axis=-1, keepdims=True)
+    dx = dx * rstd
+    if "dresidual_out" in given:
+        dx = dx + given["dresidual_out"]
+    rows = tuple(range(dy.ndim - 1))
+    return {"dx": dx, "dweight": jnp.sum(dy * h, axis=rows), "dbias": jnp.sum(dy, axis=rows)}
+
+
+def _quantised(op: Operation, z: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rows divided by the scale that is stored of each, saturated, of integers rounded to even; and the scales."""
+    dtype = op.mode.dtype_out
+    amax = jnp.max(jnp.abs(z), axis=-1)
+    scale = jnp.where(amax == 0, 1, amax / dtype.qmax).astype(NAMES[op.mode.scale_dtype])
+    q = jnp.clip(z / scale.astype(z.dtype)[..., None], -dtype.qmax, dtype.qmax)
+    return jnp.round(jnp.nan_to_num(q)) if dtype.is_int else q, scale

@@ -1,0 +1,113 @@
+"""One norm, or its gradient, as a primitive of JAX knows it: hashable, and made of words and numbers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from ..codegen.families import Family, Kind, Parameter, Result
+from ..codegen.model import Direction, DType, Mode
+from ..codegen.parameters import family_of
+from ..kernels.assembly import SUMS
+
+# numpy's names of types, by the manifest's words.
+NAMES = {
+    DType.FP16: "float16",
+    DType.BF16: "bfloat16",
+    DType.FP32: "float32",
+    DType.INT8: "int8",
+    DType.FP8_E4M3FN: "float8_e4m3fn",
+    DType.FP8_E4M3FNUZ: "float8_e4m3fnuz",
+    DType.FP8_E5M2: "float8_e5m2",
+}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is computed of which operands.
+
+    Attributes:
+        mode: which kernels.
+        operands: the names of the tensors that there are, of the family's inputs and in their order.
+        results: the names of what is returned, in the family's order, with numpy's names of their types.
+        eps: added to the variance; nothing backward.
+        weight_offset: added to weight.
+    """
+
+    mode: Mode
+    operands: tuple[str, ...]
+    results: tuple[tuple[str, str], ...]
+    eps: float = 0.0
+    weight_offset: float = 0.0
+
+    @property
+    def family(self) -> Family:
+        """The functions whose rows say what operands and results are."""
+        return family_of(self.mode)
+
+    @cached_property
+    def inputs(self) -> tuple[Parameter, ...]:
+        """The rows of its operands."""
+        return tuple(row for row in self.family.inputs if row.name in self.operands)
+
+    @cached_property
+    def outputs(self) -> tuple[Result, ...]:
+        """The rows of its results."""
+        dtypes = dict(self.results)
+        return tuple(row for row in self.family.results if row.name in dtypes)
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Those of its results that are sums over rows."""
+        return tuple(name for name, _ in self.results if name in SUMS)
+
+    @property
+    def numbers(self) -> Mapping[str, float]:
+        """Numbers by kernels' slots."""
+        return {"eps": self.eps, "weight_offset": self.weight_offset}
+
+    def shape_of(self, row: Parameter | Result, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of an operand or a result where x has this one."""
+        return tuple({Kind.ROWS: shape, Kind.VECTOR: shape[-1:], Kind.PER_ROW: shape[:-1]}[row.kind])
+
+    def shape_in(self, operands: Sequence[Any]) -> tuple[int, ...]:
+        """The shape of the rows among some operands, or what stands for them."""
+        at = next(at for at, row in enumerate(self.inputs) if row.kind is Kind.ROWS)
+        return tuple(operands[at].shape)
+
+    def with_sums_in(self, dtype: str) -> Operation:
+        """The same with sums over rows in another type."""
+        return replace(self, results=tuple((name, dtype if name in SUMS else own) for name, own in self.results))
+
+    def without(self, names: Sequence[str]) -> Operation:
+        """The same that returns less."""
+        return replace(self, results=tuple(result for result in self.results if result[0] not in names))
+
+
+def gradient_of(forward: Operation, dtypes: Mapping[str, str], dx: str, adds: bool) -> Operation:
+    """The operation that computes a forward operation's gradients.
+
+    Args:
+        forward: what was computed.
+        dtypes: the types of its operands, and of what was normalised as "rows".
+        dx: the type of the gradient of x and of a residual.
+        adds: whether residual_out has a gradient.
+    """
+    own = DTYPES[dtypes["rows"]]
+    mode = Mode(forward.mode.norm, own, own, direction=Direction.BACKWARD)
+    if adds:
+        mode = replace(mode, fadd=forward.mode.fadd)
+    there = {"dy", "x", "rstd", *(("mean",) if mode.norm.centres else ()), *(("dresidual_out",) if adds else ())}
+    there |= {"weight"} & {*forward.operands}
+    family = family_of(mode)
+    sums = {f"d{name}": dtypes[name] for name in ("weight", "bias") if name in forward.operands}
+    found = {"dx": dx, **sums}
+    return Operation(
+        mode,
+        tuple(row.name for row in family.inputs if row.name in there),
+        tuple((row.name, found[row.name]) for row in family.results if row.name in found),
+        weight_offset=forward.weight_offset,
+    )

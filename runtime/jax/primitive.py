@@ -1,0 +1,184 @@
+"""A primitive for each side of a norm: one that JAX transforms and partitions, and one that becomes kernels.
+
+Of the first, vmap joins rows, a partitioner splits them, and a derivative of a derivative is that of the formula. It
+is lowered to the second on what one device holds: kernels on CUDA, the formula anywhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..codegen.families import Kind
+from ..errors import GradientError
+from ..upstream.jax_internals import needs_devices
+from .formulas import computed
+from .launches import launched
+from .operation import Operation
+
+_norm = Primitive("normforge_norm")
+_kernels = Primitive("normforge_kernels")
+
+
+def apply(op: Operation, *operands: jax.Array) -> list[jax.Array]:
+    """The results of an operation."""
+    return list(_norm.bind(*operands, op=op))
+
+
+def _abstract(*avals: Any, op: Operation) -> list[Any]:
+    rows = avals[next(at for at, row in enumerate(op.inputs) if row.kind is Kind.ROWS)]
+    made = []
+    for row, (_, dtype) in zip(op.outputs, op.results, strict=True):
+        shape = op.shape_of(row, rows.shape)
+        spec = (*rows.sharding.spec, *[None] * (rows.ndim - len(rows.sharding.spec)))
+        kept = {Kind.ROWS: spec, Kind.VECTOR: (None,), Kind.PER_ROW: spec[:-1]}[row.kind]
+        sharding = rows.sharding.update(spec=PartitionSpec(*kept))
+        made.append(rows.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding))
+    return made
+
+
+@cache
+def _compiled(op: Operation) -> Any:
+    return jax.jit(partial(apply, op))
+
+
+def _on_kernels(op: Operation, *operands: jax.Array) -> list[jax.Array]:
+    # No launch has no programs.
+    if 0 in op.shape_in(operands):
+        return computed(op, *operands)
+    return list(_kernels.bind(*operands, op=op))
+
+
+@cache
+def _partitioned(op: Operation) -> Any:
+    """The operation on arrays that lie on several devices: each takes its rows, and sums are added up over all."""
+    function = custom_partitioning(partial(_on_kernels, op))
+    letters = {Kind.ROWS: "... n", Kind.VECTOR: "n", Kind.PER_ROW: "..."}
+    rule = " -> ".join(", ".join(letters[row.kind] for row in side) for side in (op.inputs, op.outputs))
+    at = next(at for at, row in enumerate(op.inputs) if row.kind is Kind.ROWS)
+
+    def shardings(
+        mesh: Any, arguments: Sequence[Any]
+    ) -> tuple[Sequence[Any], list[NamedSharding], list[NamedSharding]]:
+        rows = arguments[at]
+        leading = tuple(rows.sharding.spec)[: len(rows.shape) - 1]
+        leading += (None,) * (len(rows.shape) - 1 - len(leading))
+        specs = {Kind.ROWS: (*leading, None), Kind.VECTOR: (None,), Kind.PER_ROW: leading}
+        given, made = (
+            [NamedSharding(mesh, PartitionSpec(*specs[row.kind])) for row in side] for side in (op.inputs, op.outputs)
+        )
+        return leading, given, made
+
+    def partition(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
+        leading, given, made = shardings(mesh, arguments)
+        return mesh, partial(_of_shard, op, _axes(leading)), made, tuple(given)
+
+    def infer(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
+        return shardings(mesh, arguments)[2]
+
+    function.def_partition(
+        partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule, need_replication_factors=("n",)
+    )
+    return function
+
+
+def _axes(leading: Sequence[Any]) -> tuple[str, ...]:
+    """The axes of a mesh that rows are split over."""
+    axes: list[str] = []
+    for entry in leading:
+        axes += entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+    return tuple(axes)
+
+
+def _of_shard(op: Operation, axes: tuple[str, ...], *operands: jax.Array) -> list[jax.Array]:
+    """What one device computes; its partial sums are rounded once, when those of all are added up."""
+    if not axes or not op.sums:
+        return _on_kernels(op, *operands)
+    parts = _on_kernels(op.with_sums_in("float32"), *operands)
+    return [
+        jax.lax.psum(part, axes).astype(dtype) if name in op.sums else part
+        for part, (name, dtype) in zip(parts, op.results, strict=True)
+    ]
+
+
+def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, op: Operation) -> tuple[Any, Any]:
+    """Rows of all members of a batch are those of one call."""
+    size = next(operand.shape[axis] for operand, axis in zip(operands, axes, strict=True) if axis is not None)
+    shared = [
+        operand if axis is None else jnp.moveaxis(operand, axis, 0)
+        for operand, axis in zip(operands, axes, strict=True)
+    ]
+    by_member = [axis is not None for axis in axes]
+    vectors = [there for there, row in zip(by_member, op.inputs, strict=True) if row.kind is Kind.VECTOR]
+    if any(vectors):
+        # A launch has one weight: one for each member.
+        results = jax.lax.map(partial(_of_member, op, by_member, shared), jnp.arange(size))
+        return results, [0] * len(results)
+    joined = [
+        operand if there or row.kind is Kind.VECTOR else jnp.broadcast_to(operand[None], (size, *operand.shape))
+        for operand, there, row in zip(shared, by_member, op.inputs, strict=True)
+    ]
+    if not op.sums:
+        results = apply(op, *joined)
+        return results, [0] * len(results)
+    made = dict(
+        zip([name for name, _ in op.results if name not in op.sums], apply(op.without(op.sums), *joined), strict=True)
+    )
+    alone = op.without([name for name, _ in op.results if name not in op.sums])
+    axes_in = [None if row.kind is Kind.VECTOR else 0 for row in op.inputs]
+    made |= zip(op.sums, jax.vmap(partial(computed, alone), axes_in)(*joined), strict=True)
+    return [made[name] for name, _ in op.results], [0] * len(op.results)
+
+
+def _of_member(
+    op: Operation, by_member: Sequence[bool], operands: Sequence[jax.Array], at: jax.Array
+) -> list[jax.Array]:
+    return apply(op, *[operand[at] if there else operand for operand, there in zip(operands, by_member, strict=True)])
+
+
+def _differentiated(primals: Sequence[Any], tangents: Sequence[Any], *, op: Operation) -> tuple[Any, Any]:
+    if op.mode.fquant.quantises:
+        raise GradientError(
+            "a quantised norm has no gradient; differentiate normforge.jax.layer_norm or rms_norm, or put "
+            "jax.lax.stop_gradient around its operands"
+        )
+    results: tuple[Any, Any] = jax.jvp(
+        partial(computed, op), tuple(primals), tuple(map(ad.instantiate_zeros, tangents))
+    )
+    return results
+
+
+def _lowered_to_kernels(context: Any, *operands: Any, op: Operation) -> Any:
+    return mlir.lower_fun(partial(launched, op), multiple_results=True)(context, *operands)
+
+
+def _lowered_to_formula(context: Any, *operands: Any, op: Operation) -> Any:
+    return mlir.lower_fun(partial(computed, op), multiple_results=True)(context, *operands)
+
+
+def _lowered_by_shards(context: Any, *operands: Any, op: Operation) -> Any:
+    return mlir.lower_fun(_partitioned(op), multiple_results=True)(context, *operands)
+
+
+def _register() -> None:
+    for primitive in (_norm, _kernels):
+        primitive.multiple_results = True
+        primitive.def_abstract_eval(_abstract)
+    needs_devices(_norm)
+    _norm.def_impl(lambda *operands, op: _compiled(op)(*operands))
+    batching.primitive_batchers[_norm] = _batched
+    ad.primitive_jvps[_norm] = _differentiated
+    mlir.register_lowering(_norm, _lowered_by_shards)
+    mlir.register_lowering(_kernels, _lowered_to_formula)
+    mlir.register_lowering(_kernels, _lowered_to_kernels, platform="cuda")
+
+
+_register()

@@ -1,0 +1,30 @@
+"""What of JAX has no public name: of arrays inside `jax.shard_map`, and of primitives that are split over devices."""
+
+from __future__ import annotations
+
+import jax
+from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax.extend.core import Primitive
+
+
+def needs_devices(primitive: Primitive) -> None:
+    """Have JAX say on which devices a program lies when it lowers a primitive, as `custom_partitioning` asks."""
+    prim_requires_devices_during_lowering.add(primitive)
+
+
+def varying(*arrays: jax.Array) -> list[jax.Array]:
+    """Arrays that vary over the same axes: those that any does.
+
+    A gradient of what was the same everywhere is then summed over these axes, by the rule of the cast.
+    """
+    axes = [_axes(array) for array in arrays]
+    every = frozenset().union(*axes)
+    return [
+        jax.lax.pcast(array, tuple(sorted(every - own)), to="varying") if every - own else array
+        for array, own in zip(arrays, axes, strict=True)
+    ]
+
+
+def _axes(array: jax.Array) -> frozenset[str]:
+    kind = getattr(jax.typeof(array), "mat", None)
+    return frozenset(getattr(kind, "varying", ()))

@@ -1,0 +1,105 @@
+"""jaxlib's launch of Triton's kernels, `jax._src.lib.gpu_triton`: private, with no public way beside it.
+
+It is what Pallas launches by, and what TransformerEngine and jax-triton use: PTX goes into the program, in a message
+that jaxlib's custom call reads, and is assembled when that first runs.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from ..errors import JaxError
+
+# What normforge[jax] installs, in pyproject.toml.
+RANGE = ">=0.10.1,<0.13"
+# The custom call's name.
+TARGET = "triton_kernel_call_ffi"
+
+# What no array has to be a multiple of, and bytes to clear before a launch.
+_ALIGNMENT = 16
+_CLEARED = 0
+
+# A number and its type, "i32" say, or None for the next array.
+Parameter = tuple[float | int, str] | None
+# What compiled kernels take behind that: memory of Triton's own, global and for profiles. jaxlib hands over what its
+# release knows of; these stand in front of it, so that none is read that is not there.
+_SCRATCH: Sequence[Parameter] = ((0, "u64"), (0, "u64"))
+
+
+def message(
+    name: str, ptx: str, warps: int, shared: int, capability: int, grid: Sequence[int], parameters: Sequence[Parameter]
+) -> bytes:
+    """What the custom call reads: a kernel and one launch of it.
+
+    Args:
+        name: the kernel's symbol in its PTX.
+        ptx: the kernel.
+        warps: warps a program.
+        shared: bytes of shared memory.
+        capability: 90 of sm_90.
+        grid: programs in each dimension.
+        parameters: what the kernel takes, in order; arrays are the call's operands, and then its results.
+
+    Raises:
+        JaxError: jaxlib has no such module, or another.
+    """
+    library = _library()
+    return _message(library, name, ptx, warps, shared, capability, grid, parameters)
+
+
+def _message(
+    library: Any,
+    name: str,
+    ptx: str,
+    warps: int,
+    shared: int,
+    capability: int,
+    grid: Sequence[int],
+    parameters: Sequence[Parameter],
+) -> bytes:
+    kernel = library.TritonKernel(name, warps, 1, shared, ptx, "", capability)
+    told = [
+        library.create_array_parameter(_CLEARED, _ALIGNMENT)
+        if parameter is None
+        else library.create_scalar_parameter(*parameter)
+        for parameter in (*parameters, *_SCRATCH)
+    ]
+    call = library.TritonKernelCall(kernel, *grid, told)
+    return zlib.compress(call.to_proto(name, b""))
+
+
+@cache
+def _library() -> Any:
+    """The module, if it is one that normforge knows: it is tried on a kernel that does nothing."""
+    try:
+        from jax._src.lib import gpu_triton
+
+        _message(gpu_triton, "nothing", "", 1, 0, 90, (1, 1, 1), (None, (1, "i32"), (1, "i64"), (1.0, "fp32")))
+        known = list(gpu_triton._cuda_triton.registrations())
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise _unknown(f"{type(error).__name__}: {error}") from error
+    if TARGET not in known:
+        raise _unknown(f"it registers {', '.join(known) or 'nothing'}, and not {TARGET}")
+    return gpu_triton
+
+
+def _unknown(why: str) -> JaxError:
+    return JaxError(
+        f"kernels are launched through jax._src.lib.gpu_triton, which jax's plugin for CUDA brings, and the one of "
+        f"{_installed()} is none that normforge knows ({why}); install jax{RANGE} with it: "
+        f"pip install 'normforge[jax]' 'jax[cuda13]{RANGE}'"
+    )
+
+
+def _installed() -> str:
+    found = []
+    for name in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)

@@ -1,0 +1,189 @@
+"""Norms of JAX arrays and their gradients, held against torch in fp64: on a CPU, the formula in place of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from normforge import reference
+
+from .settled import jax  # first, since it skips
+
+import normforge.jax as norms  # isort: skip
+from normforge.errors import ConflictError, DTypeError, GradientError, ShapeError
+
+from ..thorough import THOROUGH
+from .operations import arrays
+
+jnp = jax.numpy
+
+FLOATS = ("float32", "bfloat16", "float16")
+# Of a rounding to the type, and of fp32 sums.
+_FIRST = (("layer", True, "bfloat16"), ("rms", False, "float32"))
+ATOL = {"float32": 2e-5, "bfloat16": 4e-2, "float16": 5e-3}
+
+
+def double(array: Any) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(array, np.float64))
+
+
+def agree(actual: Any, expected: torch.Tensor | None, dtype: str = "float32", scale: float = 1.0) -> None:
+    assert expected is not None
+    wanted = expected.detach().double().numpy()
+    np.testing.assert_allclose(np.asarray(actual, np.float64), wanted, atol=scale * ATOL[dtype], rtol=ATOL[dtype])
+
+
+def normalised(norm: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    shape = x.shape[-1:]
+    if norm == "layer":
+        return torch.nn.functional.layer_norm(x, shape, weight, bias, 1e-5)
+    return torch.nn.functional.rms_norm(x, shape, weight + 1, 1e-5)
+
+
+def called(norm: str, adds: bool, x: Any, residual: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
+    """The norm and the sum, x itself without a residual."""
+    if norm == "layer":
+        if adds:
+            return norms.add_layer_norm(x, residual, weight, bias, 1e-5)
+        return norms.layer_norm(x, weight, bias, 1e-5), x
+    if adds:
+        return norms.add_rms_norm(x, residual, weight, 1e-5, weight_offset=1.0)
+    return norms.rms_norm(x, weight, 1e-5, weight_offset=1.0), x
+
+
+CASES = [
+    pytest.param(norm, adds, dtype, marks=[] if (norm, adds, dtype) in _FIRST else [THOROUGH])
+    for norm, adds, dtype in product(("layer", "rms"), (False, True), FLOATS)
+]
+
+
+@pytest.mark.parametrize(("norm", "adds", "dtype"), CASES)
+def test_values_and_gradients(norm: str, adds: bool, dtype: str) -> None:
+    """Of a loss that takes the sum in as well; each gradient has its operand's type."""
+    x, residual, dy, dsum = arrays(1, (3, 4, 48), dtype, 4)
+    weight, bias = arrays(2, (48,), "float32", 2)
+
+    def loss(*operands: Any) -> Any:
+        y, total = called(norm, adds, *operands)
+        return jnp.sum(y.astype("float32") * dy) + jnp.sum(total.astype("float32") * dsum)
+
+    operands = (x, residual, weight, bias)
+    y, total = called(norm, adds, *operands)
+    assert (y.dtype.name, total.dtype.name, y.shape) == (dtype, dtype, x.shape)
+    found = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*operands)
+    assert [gradient.dtype for gradient in found] == [operand.dtype for operand in operands]
+
+    leaves = [double(operand).requires_grad_() for operand in operands]
+    s = leaves[0] + leaves[1] if adds else leaves[0]
+    expected = normalised(norm, s, leaves[2], leaves[3])
+    agree(y, expected, dtype)
+    agree(total, s, dtype)
+    torch.autograd.backward((expected * double(dy)).sum() + (s * double(dsum)).sum())
+    for gradient, leaf in zip(found, leaves, strict=True):
+        agree(gradient, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, dtype, scale=4)
+
+
+def test_types_of_each_operand() -> None:
+    """A weight and a residual have types of their own, and their gradients too."""
+    x, residual = arrays(1, (4, 32), "bfloat16")[0], arrays(2, (4, 32))[0]
+    weight = arrays(3, (32,), "float16")[0]
+    y, total = norms.add_rms_norm(x, residual, weight)
+    assert (y.dtype.name, total.dtype.name) == ("bfloat16", "float32")
+    found = jax.grad(lambda *operands: norms.add_rms_norm(*operands)[0].astype("float32").sum(), (0, 1, 2))(
+        x, residual, weight
+    )
+    assert [gradient.dtype.name for gradient in found] == ["bfloat16", "float32", "float16"]
+
+
+@pytest.mark.parametrize(
+    ("norm", "out_dtype"),
+    [
+        ("layer", "float8_e4m3fn"),
+        pytest.param("rms", "int8", marks=THOROUGH),
+        pytest.param("rms", "float8_e4m3fnuz", marks=THOROUGH),
+        pytest.param("layer", "float8_e5m2", marks=THOROUGH),
+    ],
+)
+def test_quantised(norm: str, out_dtype: str) -> None:
+    x, residual = arrays(1, (5, 64), "bfloat16", 2)
+    # Of rows of zeros the scale is 1.
+    x, residual = x.at[2].set(0), residual.at[2].set(0)
+    weight, smooth = arrays(2, (64,), "float32", 2)
+    oracle: Callable[..., Any]
+    if norm == "layer":
+        made = norms.quantised_layer_norm(x, weight, residual=residual, smooth_scale=smooth, out_dtype=out_dtype)
+        oracle = reference.layernorm2d_fwd
+    else:
+        made = norms.quantised_rms_norm(x, weight, 1e-5, residual=residual, smooth_scale=smooth, out_dtype=out_dtype)
+        oracle = reference.rmsnorm2d_fwd
+    expected = oracle(
+        double(x).bfloat16(),
+        double(weight).float(),
+        eps=1e-5,
+        residual=double(residual).bfloat16(),
+        fadd="pre_add_store",
+        smooth_scale=double(smooth).float(),
+        fquant="smooth_dynamic",
+        out_dtype=getattr(torch, out_dtype),
+    )
+    assert (made.y.dtype.name, made.y_scale.dtype.name, made.y_scale.shape) == (out_dtype, "float32", (5,))
+    assert made.y_scale[2] == 1
+    agree(made.residual_out, expected.residual_out, "bfloat16")
+    agree(made.y_scale, expected.y_scale)
+    # One step, where the last bit of a sum decides.
+    steps = np.abs(np.asarray(made.y, np.float32) - expected.y.float().numpy())
+    assert (steps > (1 if out_dtype == "int8" else 0.13 * np.abs(expected.y.float().numpy()))).sum() == 0
+    assert (steps > 0).mean() < 0.01
+
+
+@THOROUGH
+def test_a_row_with_nan_leaves_the_others_alone() -> None:
+    (x,) = arrays(1, (3, 16))
+    made = norms.quantised_rms_norm(x.at[1, 3].set(jnp.nan))
+    whole = norms.quantised_rms_norm(x)
+    assert np.isnan(made.y_scale[1])
+    assert (made.y[jnp.array([0, 2])] == whole.y[jnp.array([0, 2])]).all()
+
+
+def test_no_rows() -> None:
+    weight = jnp.ones(16)
+    y, gradient = jax.value_and_grad(lambda w: norms.layer_norm(jnp.zeros((0, 16)), w).sum())(weight)
+    assert (float(y), gradient.tolist()) == (0.0, [0.0] * 16)
+
+
+def test_one_row_without_leading_dimensions() -> None:
+    (x,) = arrays(1, (16,))
+    agree(norms.rms_norm(x), torch.nn.functional.rms_norm(double(x), (16,), eps=1e-6))
+
+
+X = np.ones((2, 8), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: norms.layer_norm(X.astype(np.int32)), DTypeError, "x has dtype int32; it takes float16"),
+        (lambda: norms.layer_norm("x"), DTypeError, "x is of str; it takes an array"),
+        (lambda: norms.layer_norm(X[:, :0]), ShapeError, r"x has shape \(2, 0\); it takes \(..., N\)"),
+        (lambda: norms.layer_norm(X, X[0, :4]), ShapeError, r"weight has shape \(4,\); it takes \(8,\)"),
+        (lambda: norms.add_rms_norm(X, X[0]), ShapeError, r"residual has shape \(8,\); it takes \(2, 8\), x's shape"),
+        (lambda: norms.rms_norm(X, eps=-1.0), ConflictError, "eps is -1.0; it takes a number of at least 0"),
+        (lambda: jax.jit(lambda e: norms.rms_norm(X, eps=e))(1e-5), ConflictError, "known when the call is traced"),
+        (lambda: norms.rms_norm(X, weight_offset=1.0), ConflictError, "weight_offset=1.0 is added to weight"),
+        (lambda: norms.quantised_rms_norm(X, out_dtype="bfloat16"), DTypeError, "out_dtype is bfloat16; it takes int8"),
+        (lambda: norms.quantised_rms_norm(X, scale_dtype=int), DTypeError, "scale_dtype is int64; it takes float16"),
+        (
+            lambda: jax.grad(lambda x: norms.quantised_rms_norm(x).y_scale.sum())(X),
+            GradientError,
+            "a quantised norm has no gradient",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()

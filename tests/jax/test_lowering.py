@@ -1,0 +1,283 @@
+"""What programs for an NVIDIA GPU hold, lowered on a machine that has none, and where its kernels come from."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from normforge.errors import AotError, CompileError, DeviceError, FrozenError, JaxError, TargetError
+from normforge.kernels.binaries import read
+from normforge.tools import cli
+
+from .settled import jax  # first, since it skips
+
+import normforge.jax as norms  # isort: skip
+from normforge.jax import code
+from normforge.upstream import jaxlib_triton
+
+from ..calling import printed
+
+jnp = jax.numpy
+ROOT = Path(__file__).resolve().parents[2]
+
+MODES = ("ln_fwd_bf16", "ln_fwd_bf16_mv", "ln_bwd_bf16", "rms_fwd_bf16_addst_mv", "rms_bwd_bf16_addst")
+X = jax.ShapeDtypeStruct((4, 128, 1024), jnp.bfloat16)
+WEIGHT = jax.ShapeDtypeStruct((1024,), jnp.float32)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "_folder", None)
+    monkeypatch.setattr(code, "_codes", {})
+    for variable in ("NORMFORGE_FROZEN", "NORMFORGE_AOT"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def make(out: Path, framework: str = "jax", *modes: str) -> Path:
+    asked = ["--for", framework, "--arch", "sm_90", "--n", "1024", "--weight", "fp32", "--out", str(out)]
+    # By one thread: JAX has Python do other work while it collects garbage, and Python 3.11.7 parses in one at a time.
+    assert cli.main(["aot", *asked, "--rows", "many", "--jobs", "1", *(modes or MODES)]) == 0
+    return out
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of kernels that JAX launches, made once."""
+    return make(tmp_path_factory.mktemp("aot") / "jax")
+
+
+def loss(x: Any, weight: Any, bias: Any) -> Any:
+    return jnp.sum(norms.layer_norm(x, weight, bias) ** 2)
+
+
+def lowered(function: Any, *operands: Any, arch: str = "sm_90") -> str:
+    with norms.lower_for(arch):
+        text = jax.jit(lambda *o: function(*o)).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert isinstance(text, str)
+    return text
+
+
+_CALL = re.compile(rf"custom_call @{jaxlib_triton.TARGET}\((?P<operands>[^)]*)\) \{{(?P<about>.*?)\}} : (?P<types>.*)")
+_NAME = re.compile(r'name = "(\w+)"')
+
+
+def calls(text: str) -> list[tuple[str, str, str]]:
+    """Of each launch: its kernel, its attributes without the message, and its types."""
+    found = []
+    for line in text.splitlines():
+        match = _CALL.search(re.sub(r'opaque = "(?:[^"\\]|\\.)*"', "opaque", line))
+        if match:
+            name = _NAME.search(match["about"])
+            assert name is not None
+            found.append((name[1], match["about"], match["types"]))
+    return found
+
+
+@pytest.mark.compile
+def test_a_program_of_a_folder_takes_neither_torch_nor_triton(folder: Path) -> None:
+    """Forward and backward, from a process that can import neither, and serialised."""
+    lines = printed(
+        f"""
+import sys
+sys.modules["torch"] = sys.modules["triton"] = None  # Importing either now fails.
+import jax, jax.numpy as jnp
+import normforge.jax as norms
+from jax import export
+norms.load_aot({str(folder)!r})
+x = jax.ShapeDtypeStruct((4, 128, 1024), jnp.bfloat16)
+w = jax.ShapeDtypeStruct((1024,), jnp.float32)
+loss = lambda x, w, b: jnp.sum(norms.layer_norm(x, w, b) ** 2)
+with norms.lower_for("sm_90"):
+    made = export.export(
+        jax.jit(jax.grad(loss, (0, 1, 2))),
+        platforms=["cuda"],
+        disabled_checks=[export.DisabledSafetyCheck.custom_call("{jaxlib_triton.TARGET}")],
+    )(x, w, w)
+print(made.mlir_module().count("{jaxlib_triton.TARGET}"), len(export.deserialize(made.serialize()).out_avals))
+print(sorted(name for name in ("torch", "triton", "jinja2", "yaml") if sys.modules.get(name)))
+""",
+        JAX_PLATFORMS="cpu",
+    ).splitlines()
+    assert lines == ["3 3", "[]"]
+
+
+@pytest.mark.compile
+def test_calls_read_and_write_what_kernels_do(folder: Path) -> None:
+    """Rows that adjoin, of any leading dimensions; nothing is written in place."""
+    norms.load_aot(folder)
+    found = calls(lowered(jax.grad(loss, (0, 1, 2)), X, WEIGHT, WEIGHT))
+    rows, vector, column = "tensor<512x1024xbf16>", "tensor<1024xf32>", "tensor<512xf32>"
+    forward, backward, finish = found
+    assert forward[0].startswith("ln_fwd_bf16_mv_")
+    assert forward[2] == f"({rows}, {vector}, {vector}) -> ({rows}, {column}, {column})"
+    assert backward[0].startswith("ln_bwd_bf16_")
+    read, _, written = backward[2].partition(" -> ")
+    assert read == f"({rows}, {rows}, {vector}, {column}, {column})"
+    dx, dweight, dbias = re.findall(r"tensor<[^>]*>", written)
+    assert (dx, dweight) == (rows, dbias)
+    # As many rows of partial sums as programs share the rows.
+    assert re.fullmatch(r"tensor<\d+x1024xf32>", dweight)
+    assert finish == ("sum_partials", finish[1], f"({dweight}, {dbias}) -> ({vector}, {vector})")
+    for _, about, types in found:
+        assert "alias" not in about
+        ranks = [len(shape.split("x")) - 1 for shape in re.findall(r"tensor<([^>]*)>", types)]
+        layouts = re.findall(r"dense<(\[1, 0\]|0)>", about)
+        assert [2 if layout == "[1, 0]" else 1 for layout in layouts] == ranks
+
+
+@pytest.mark.compile
+def test_a_sum_that_is_stored_is_what_the_gradient_reads(folder: Path) -> None:
+    norms.load_aot(folder)
+    text = lowered(
+        jax.grad(lambda *o: sum(jnp.sum(each**2) for each in norms.add_rms_norm(*o)), (0, 1, 2)), X, X, WEIGHT
+    )
+    names = [name for name, _, _ in calls(text)]
+    assert names[0].startswith("rms_fwd_bf16_addst_mv_")
+    assert names[1].startswith("rms_bwd_bf16_addst_")
+    made = re.findall(rf"(%\d+):\d+ = stablehlo.custom_call @{jaxlib_triton.TARGET}\(([^)]*)\)", text)
+    reshaped = dict(re.findall(r"(%\d+) = stablehlo.reshape (%\d+(?:#\d+)?)", text))
+    (forward, _), (_, backward) = made[:2]
+    x_of_backward = backward.split(", ")[1]
+    while x_of_backward in reshaped:
+        x_of_backward = reshaped[x_of_backward]
+    assert x_of_backward == f"{forward}#1"
+
+
+@pytest.mark.compile
+def test_the_message_has_the_folders_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PTX is the folder's, to the byte; it neither waits for a launch ahead nor has to run all at once."""
+    told: list[bytes] = []
+    made = jaxlib_triton.message
+
+    def overheard(*about: Any) -> bytes:
+        told.append(made(*about))
+        return told[-1]
+
+    monkeypatch.setattr(jaxlib_triton, "message", overheard)
+    norms.load_aot(folder)
+    lowered(jax.grad(loss, (0, 1, 2)), X, WEIGHT, WEIGHT)
+    texts = [path.read_bytes() for path in folder.glob("*.ptx")]
+    assert len(told) == 3
+    for message in told:
+        assert sum(text in zlib.decompress(message) for text in texts) == 1
+    assert all(b"griddepcontrol" not in text for text in texts)
+    for path in folder.glob("*-*.json"):
+        about = json.loads(path.read_text())
+        assert not about["launch_pdl"]
+        assert not about["launch_cooperative_grid"]
+
+
+@pytest.mark.compile
+def test_what_a_folder_lacks_is_compiled_or_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    norms.load_aot(folder)
+    assert [name for name, _, _ in calls(lowered(norms.rms_norm, X, WEIGHT))] != []
+    monkeypatch.setattr(code, "_codes", {})
+    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+    with pytest.raises(FrozenError, match=r"forbids compiling .*rms_fwd_bf16_\w+\(.* not in .*normforge aot --for jax"):
+        lowered(norms.rms_norm, X, WEIGHT)
+    monkeypatch.delenv("NORMFORGE_FROZEN")
+    monkeypatch.setattr(code, "find_spec", lambda name: None)
+    with pytest.raises(CompileError, match="Triton, which compiles it, is not installed; install it, or compile it"):
+        lowered(norms.rms_norm, X, WEIGHT)
+
+
+@pytest.mark.compile
+def test_a_folder_that_does_not_fit_is_refused(folder: Path, tmp_path: Path) -> None:
+    norms.load_aot(make(tmp_path / "torch", "torch", "ln_fwd_bf16"))
+    # On sm_90 kernels wait for those ahead of them, but for JAX; so these are others, and compiled.
+    assert calls(lowered(norms.layer_norm, X, WEIGHT, WEIGHT))
+    norms.load_aot(folder)
+    with pytest.raises(AotError, match="holds kernels for sm_90, and this GPU is sm_80; compile for it"):
+        lowered(norms.layer_norm, X, WEIGHT, WEIGHT, arch="sm_80")
+    for path in folder.glob("ln_fwd_bf16_*.ptx"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    damaged = make(tmp_path / "damaged", "jax", "ln_fwd_bf16")
+    for path in damaged.glob("*.ptx"):
+        path.write_text("//" + path.read_text())
+    norms.load_aot(damaged)
+    with pytest.raises(AotError, match=r"\.ptx is damaged: it is not what index\.json says"):
+        lowered(norms.layer_norm, X, WEIGHT, WEIGHT)
+
+
+@pytest.mark.compile
+def test_ptx_is_added_to_a_folder_that_has_none(tmp_path: Path) -> None:
+    """Of an architecture whose kernels are the same for both."""
+    asked = ["--arch", "sm_80", "--n", "1024", "--rows", "many", "--jobs", "1", "--weight", "fp32"]
+    asked += ["--out", str(tmp_path / "aot")]
+    assert cli.main(["aot", *asked, "ln_fwd_bf16"]) == 0
+    norms.load_aot(tmp_path / "aot")
+    with pytest.raises(AotError, match=r"without the PTX that JAX launches; compile it again: normforge aot --for jax"):
+        lowered(norms.layer_norm, X, WEIGHT, WEIGHT, arch="sm_80")
+    assert cli.main(["aot", "--for", "jax", *asked, "ln_fwd_bf16"]) == 0
+    assert all(row.ptx_sha256 for row in read(tmp_path / "aot").rows.values())
+    norms.load_aot(tmp_path / "aot")
+    assert calls(lowered(norms.layer_norm, X, WEIGHT, WEIGHT, arch="sm_80"))
+
+
+@pytest.mark.compile
+def test_ptx_is_nvidias(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    asked = ["aot", "--for", "jax", "--arch", "gfx942", "--n", "64", "--out", str(tmp_path / "aot"), "ln_fwd_bf16"]
+    assert cli.main(asked) != 0
+    assert "--for jax launches PTX, and gfx942 runs none" in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there_has_to_be_named() -> None:
+    with pytest.raises(DeviceError, match=r"finds no NVIDIA GPU .* with normforge\.jax\.lower_for\('sm_90'\)"):
+        jax.jit(norms.rms_norm).trace(X).lower(lowering_platforms=("cuda",))
+    with pytest.raises(DeviceError, match="arch is 'gfx942', and JAX launches PTX"), norms.lower_for("gfx942"):
+        pass
+    with pytest.raises(TargetError, match="arch 'sm_9000' is no architecture"), norms.lower_for("sm_9000"):
+        pass
+
+
+@pytest.mark.parametrize("missing", ["TritonKernel", "create_scalar_parameter", "_cuda_triton"])
+def test_another_jaxlib_is_refused_with_what_would_do(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src.lib import gpu_triton
+
+    monkeypatch.delattr(gpu_triton, missing)
+    jaxlib_triton._library.cache_clear()
+    try:
+        with pytest.raises(
+            JaxError, match=rf"jax {re.escape(jax.__version__)}.* is none that normforge knows \(Attr"
+        ) as error:
+            jaxlib_triton.message("k", "", 1, 0, 90, (1, 1, 1), ())
+        assert jaxlib_triton.RANGE in str(error.value)
+    finally:
+        jaxlib_triton._library.cache_clear()
+
+
+def test_the_range_is_what_is_installed() -> None:
+    assert f'jax = ["jax{jaxlib_triton.RANGE};' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_without_jax_the_import_says_what_to_install() -> None:
+    message = printed(
+        """
+import sys
+sys.modules["jax"] = None
+import normforge
+try:
+    import normforge.jax
+except normforge.errors.JaxError as error:
+    print(error)
+"""
+    )
+    assert message.startswith(f"normforge.jax needs jax{jaxlib_triton.RANGE}, and ")
+    assert "pip install 'normforge[jax]'" in message
+
+
+def test_a_program_of_jaxs_imports_torch_when_it_needs_it() -> None:
+    """And then has torch's operators."""
+    code = """
+import sys, jax, normforge.jax
+print("torch" in sys.modules, "triton" in sys.modules)
+normforge.layer_norm
+import torch
+print(torch.ops.normforge.rmsnorm2d_fwd)
+"""
+    assert printed(code).splitlines() == ["False False", "normforge.rmsnorm2d_fwd"]
