@@ -68,9 +68,10 @@ AXES = (
 )
 
 
-# Those that norms of rows have, and those that GroupNorm has; the norm says which they are of.
-_ROW_AXES = frozenset(field.name for field in fields(Mode)) - {"norm"}
-_GROUP_AXES = frozenset(field.name for field in fields(GroupMode))
+# Those that norms of rows have; the norm says which they are of.
+ROW_AXES = tuple(axis for axis in AXES if axis.name in {field.name for field in fields(Mode)})
+_OF_ROWS = frozenset(axis.name for axis in ROW_AXES) - {"norm"}
+_OF_GROUPS = frozenset(field.name for field in fields(GroupMode))
 
 
 def mode_of(words: Mapping[str, str]) -> AnyMode:
@@ -80,7 +81,7 @@ def mode_of(words: Mapping[str, str]) -> AnyMode:
         IllegalCombinationError: no kernel can have this combination.
     """
     grouped = words["norm"] == GROUP
-    own = _GROUP_AXES if grouped else _ROW_AXES
+    own = _OF_GROUPS if grouped else _OF_ROWS
     values = {axis.name: axis.values[words[axis.name]] for axis in AXES if axis.name in own}
     for axis in AXES:
         word = words[axis.name]

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from normforge.codegen.axes import AXES
+from normforge.codegen.axes import ROW_AXES
 from normforge.codegen.model import Mode
 
 from .covering import axes_of, covering, every_mode, uncovered
@@ -28,8 +28,8 @@ def test_what_is_uncovered_is_found() -> None:
 
 
 def test_each_axis_is_a_column() -> None:
-    assert {field.name for field in fields(Mode)} == {axis.name for axis in AXES}
-    assert len(axes_of(every_mode()[0])) == len(AXES)
+    assert {field.name for field in fields(Mode)} == {axis.name for axis in ROW_AXES}
+    assert len(axes_of(every_mode()[0])) == len(ROW_AXES)
 
 
 @pytest.mark.parametrize(

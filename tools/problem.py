@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..codegen.axes import AXES, Axis
+from ..codegen.axes import ROW_AXES, Axis
 from ..codegen.families import Kind, Parameter
 from ..codegen.model import DType, Mode, Norm
 from ..codegen.parameters import BACKWARD, FORWARD
@@ -100,7 +100,7 @@ class Problem:
     @property
     def words(self) -> dict[str, Any]:
         """The problem as JSON has it: each axis of its mode by ck_tile's word, and the sizes."""
-        axes = [axis for axis in AXES if axis.name != "direction"]
+        axes = [axis for axis in ROW_AXES if axis.name != "direction"]
         return {
             "m": self.m,
             "n": self.n,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
+from typing import Any, NoReturn
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
@@ -17,8 +18,9 @@ from ..calls.traced import intercepted, is_dynamo_compiling, keeps_for_recomputa
 from ..codegen.families import Kind
 from ..codegen.groups import Activation
 from ..dtypes import FLOATS
-from ..errors import ShapeError
+from ..errors import ShapeError, TransformError
 from ..mode_words import word
+from .modules import unscriptable
 
 _DTYPES = (*FLOATS, torch.float64)
 
@@ -177,6 +179,48 @@ class GroupNorm(torch.nn.GroupNorm):
         """Normalise input: (B, num_channels, ...), fp16, bf16, fp32 or fp64; returns its shape and dtype."""
         return group_norm(input, self.num_groups, self.weight, self.bias, self.eps, activation=self.activation)
 
+    # torch.jit asks a module for this before it compiles it.
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise TransformError(unscriptable("GroupNorm"))
+
     def extra_repr(self) -> str:
         """torch's, and the activation if there is one."""
         return super().extra_repr() + ("" if self.activation is None else f", activation={self.activation}")
+
+
+class GroupNormSequential(torch.nn.Sequential):
+    """`torch.nn.Sequential`, but for a SiLU right behind a `GroupNorm`: one kernel computes both.
+
+    The modules stay what they are, for whoever calls one of them. Where either has a hook, or a forward on the
+    instance, both are called.
+    """
+
+    def forward(self, input: Any) -> Any:
+        """Call the modules in turn."""
+        modules = list(self)
+        skips = False
+        for module, behind in zip(modules, [*modules[1:], None], strict=True):
+            if skips:
+                skips = False
+            elif behind is not None and _are_one(module, behind):
+                skips = True
+                assert isinstance(module, GroupNorm)
+                input = group_norm(input, module.num_groups, module.weight, module.bias, module.eps, activation="silu")
+            else:
+                input = module(input)
+        return input
+
+
+def has_activated_norm(modules: torch.nn.Sequential) -> bool:
+    """Whether a SiLU stands right behind one of our GroupNorms."""
+    return any(type(norm) is GroupNorm and type(silu) is torch.nn.SiLU for norm, silu in pairwise(modules))
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _are_one(norm: torch.nn.Module, silu: torch.nn.Module) -> bool:
+    """Whether calling both is nothing but a GroupNorm and SiLU of what it returns."""
+    if type(norm) is not GroupNorm or type(silu) is not torch.nn.SiLU or norm.activation is not None:
+        return False
+    return not any("forward" in vars(each) or any(vars(each)[name] for name in _HOOKS) for each in (norm, silu))

@@ -25,6 +25,14 @@ def _own(module: torch.nn.Module, name: str) -> Any:
     return getattr(module, name)
 
 
+def unscriptable(name: str) -> str:
+    """Why torch.jit.script compiles no module of ours, and what to do instead."""
+    return (
+        f"torch.jit.script cannot compile normforge.{name}; use torch.compile or torch.export, or torch.jit.trace, or "
+        "script the model with torch's own norms (normforge.unpatch(model) restores them)"
+    )
+
+
 class _Norm(torch.nn.Module):
     """What the modules have beside torch's: options of the functional API, and none of torch.jit.script."""
 
@@ -80,10 +88,7 @@ class _Norm(torch.nn.Module):
 
     # torch.jit asks a module for this before it compiles it.
     def __prepare_scriptable__(self) -> NoReturn:
-        raise TransformError(
-            f"torch.jit.script cannot compile normforge.{type(self).__name__}; use torch.compile or torch.export, or "
-            "torch.jit.trace, or script the model with torch's own norms (normforge.unpatch(model) restores them)"
-        )
+        raise TransformError(unscriptable(type(self).__name__))
 
 
 class _LayerNorm(_Norm, torch.nn.LayerNorm):

@@ -16,6 +16,7 @@ from ..dtypes import FLOATS
 from ..errors import PatchError
 from .blocks import FusedBlock, fusible, may_be_block
 from .following import FOLLOWING, may_follow
+from .grouping import GroupNorm, GroupNormSequential, has_activated_norm
 from .huggingface import EPSILON, CastOrder, HuggingFaceRMSNorm, T5RMSNorm
 from .modules import LayerNorm, RMSNorm
 from .probing import UnlikeError, calls_only, formula_of
@@ -31,6 +32,7 @@ _ORIGINAL = "_normforge_original"
 _TORCH: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     torch.nn.LayerNorm: LayerNorm,
     torch.nn.RMSNorm: RMSNorm,
+    torch.nn.GroupNorm: GroupNorm,
 }
 
 _HUGGING_FACE: dict[CastOrder, type[RMSNorm]] = {
@@ -75,16 +77,16 @@ _lock = threading.RLock()
 def patch(
     model: torch.nn.Module, *, cast_before_weight: bool = True, fuse: bool = True, compile_passes: bool = True
 ) -> Patch:
-    """Swap every norm in a model that normforge computes for `LayerNorm` or `RMSNorm`, in place, and fuse adds with it.
+    """Swap every norm in a model that normforge computes for one of its modules, in place, and fuse adds with it.
 
     A module keeps its identity and everything in it: only its class changes. So parameters stay the same objects
     (optimisers keep working), hooks stay registered, a module shared by several parents is swapped for all of them,
     and state_dicts do not change.
 
-    Swapped are `torch.nn.LayerNorm` and `torch.nn.RMSNorm`; subclasses of them whose forward is the one call that
-    torch's is, as timm's; and classes whose name ends in RMSNorm or T5LayerNorm, with a 1-D weight, no bias, and
-    `variance_epsilon` or `eps`, if their forward takes one tensor and computes one of Hugging Face's formulas: as
-    `LlamaRMSNorm`, `T5LayerNorm`, `Olmo2RMSNorm` or `GemmaRMSNorm`. Which one is found by trying copies on random
+    Swapped are `torch.nn.LayerNorm`, `torch.nn.RMSNorm` and `torch.nn.GroupNorm`; subclasses of them whose forward is
+    the one call that torch's is, as timm's; and classes whose name ends in RMSNorm or T5LayerNorm, with a 1-D weight,
+    no bias, and `variance_epsilon` or `eps`, if their forward takes one tensor and computes one of Hugging Face's
+    formulas: as `LlamaRMSNorm`, `T5LayerNorm`, `Olmo2RMSNorm` or `GemmaRMSNorm`. Which one is found by trying copies on random
     numbers, in training and in evaluation; epsilon may be changed afterwards, under its own name, and the input may be
     passed by keyword, as before. Anything else that looks like a norm, a subclass with a forward of its
     own, say, is left alone and reported.
@@ -95,6 +97,10 @@ def patch(
     the norm is that of the unrounded sum, within a rounding of what it was. Where a norm is not called with the very
     sum, or anything changed in between, the norm is computed in its call, as without this; hooks run as they did.
 
+    A `torch.nn.Sequential` in which a `torch.nn.SiLU` follows a GroupNorm becomes a `GroupNormSequential`, which
+    computes both in one kernel. Wherever else a model applies SiLU behind a GroupNorm, in a forward of its own, it does
+    so still; `GroupNorm(..., activation="silu")` is for those.
+
     Norms that nothing calls are not computed by kernels: in evaluation without gradients a
     `torch.nn.TransformerEncoderLayer` with batch_first may run as one operator of torch's own. Such layers are
     reported as well; `torch.backends.mha.set_fastpath_enabled(False)` has them call their norms.
@@ -104,7 +110,8 @@ def patch(
         cast_before_weight: whether norms that round before they multiply by the weight (Llama's and T5's) keep doing
             so. False has the kernel multiply in fp32 and round once: less time and memory, and results that differ
             by a rounding; a Llama norm then returns its input's dtype.
-        fuse: whether residual adds are fused with the norms behind them, wherever torch.compile does not trace.
+        fuse: whether residual adds are fused with the norms behind them, wherever torch.compile does not trace; and
+            SiLU with the GroupNorm before it.
         compile_passes: whether they are where it does, in every model of the process: `normforge.compile_passes` is
             switched on if a norm was swapped. False leaves it as it is.
 
@@ -127,6 +134,12 @@ def patch(
             else:
                 _swap(module, replacement, cast_before_weight)
                 swapped.append(Swapped(path, old, replacement.cls))
+        if fuse:
+            for path, module in model.named_modules():
+                # Its very class, whose forward is known.
+                if type(module) is torch.nn.Sequential and "forward" not in vars(module) and has_activated_norm(module):
+                    _swap(module, _Replacement(GroupNormSequential, {}), cast_before_weight)
+                    swapped.append(Swapped(path, torch.nn.Sequential, GroupNormSequential))
         fused, unfused = _fuse(model) if fuse else ((), ())
         if fused:
             now = {path: type(module) for path, module in model.named_modules()}
@@ -274,7 +287,9 @@ def _looks_like_a_norm(module: torch.nn.Module) -> bool:
     cls = type(module)
     if any(base.__module__.partition(".")[0] == __name__.partition(".")[0] for base in cls.__mro__):
         return False
-    return isinstance(module, tuple(_TORCH)) or any(name in cls.__name__ for name in ("RMSNorm", "LayerNorm"))
+    return isinstance(module, tuple(_TORCH)) or any(
+        name in cls.__name__ for name in ("RMSNorm", "LayerNorm", "GroupNorm")
+    )
 
 
 _FAST_PATH = (

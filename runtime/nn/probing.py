@@ -71,7 +71,8 @@ def _calls_alike(module: torch.nn.Module, base: type[torch.nn.Module], training:
         for name, each in module._parameters.items()
     }
     vars(twin).update({**vars(module), "_parameters": parameters, "training": training})
-    x = torch.ones((2, 3, *twin.normalized_shape), dtype=dtype)
+    grouped = isinstance(module, torch.nn.GroupNorm)
+    x = torch.ones((2, twin.num_channels, 3) if grouped else (2, 3, *twin.normalized_shape), dtype=dtype)
     for cast in (False, True):
         made = []
         for forward in (base.forward, type(twin).forward):

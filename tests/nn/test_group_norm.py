@@ -325,3 +325,93 @@ def test_every_mode(dtype: torch.dtype, channels_last: bool, activation: str | N
         with tiled(GroupMode(DTYPES[dtype], direction, word, channels_last), 5 * 99, tile):
             found, wanted = results(Problem((3, 20, 9, 11), 4, dtype, channels_last, activation))
         require(found, wanted, dtype)
+
+
+class Block(torch.nn.Module):
+    """As UNets have them: GroupNorm and SiLU in a Sequential, and once more in a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Sequential(torch.nn.GroupNorm(2, 8), torch.nn.SiLU(), torch.nn.Conv2d(8, 8, 1))
+        self.norm = torch.nn.GroupNorm(4, 8, eps=1e-3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """X and what two convolutions' worth of norms make of it."""
+        y: torch.Tensor = x + functional.silu(self.norm(self.first(x)))
+        return y
+
+
+class Subclass(torch.nn.GroupNorm):
+    """timm's has a forward like this."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Torch's one call."""
+        return functional.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+
+class Upcast(torch.nn.GroupNorm):
+    """Guided diffusion's has a forward like this."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """More than torch's one call."""
+        return super().forward(x.float()).type(x.dtype)
+
+
+def test_patch_takes_group_norms_and_the_silu_behind_them() -> None:
+    model, x = Block(), torch.randn(2, 8, 4, 4)
+    parameters, state = list(model.parameters()), {name: each.clone() for name, each in model.state_dict().items()}
+    want = model(x)
+    done = normforge.patch(model)
+    assert [(each.path, each.new.__name__) for each in done.swapped] == [
+        ("first.0", "GroupNorm"),
+        ("norm", "GroupNorm"),
+        ("first", "GroupNormSequential"),
+    ]
+    torch.testing.assert_close(model(x), want, rtol=1e-4, atol=1e-5)
+    assert all(ours is theirs for ours, theirs in zip(model.parameters(), parameters, strict=True))
+    assert list(model.state_dict()) == list(state)
+    assert normforge.patch(model).swapped == ()
+    # Each module alone is what it was.
+    torch.testing.assert_close(model.first[0](x), functional.group_norm(x, 2, *list(model.first[0].parameters())))
+    normforge.unpatch(model)
+    assert {type(each) for each in model.modules()} == {type(each) for each in Block().modules()}
+    assert torch.equal(model(x), want)
+
+
+def test_hooks_between_a_norm_and_its_silu_run() -> None:
+    model, x = torch.nn.Sequential(torch.nn.GroupNorm(2, 8), torch.nn.SiLU()), torch.randn(2, 8, 5)
+    normforge.patch(model)
+    seen: list[torch.Tensor] = []
+    handle = model[0].register_forward_hook(lambda module, args, y: seen.append(y))
+    torch.testing.assert_close(model(x), functional.silu(functional.group_norm(x, 2)))
+    torch.testing.assert_close(seen, [functional.group_norm(x, 2)])
+    handle.remove()
+    torch.testing.assert_close(model(x), functional.silu(functional.group_norm(x, 2)))
+    assert len(seen) == 1
+
+
+def test_silu_is_computed_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = torch.nn.Sequential(torch.nn.GroupNorm(2, 8), torch.nn.SiLU()), torch.randn(2, 8, 5)
+    normforge.patch(model)
+    monkeypatch.setattr(torch.nn.SiLU, "forward", lambda self, x: pytest.fail("SiLU was called"))
+    torch.testing.assert_close(model(x), functional.silu(functional.group_norm(x, 2)))
+
+
+def test_patch_tells_subclasses_apart() -> None:
+    done = normforge.patch(torch.nn.ModuleList([Subclass(2, 8), Upcast(2, 8)]))
+    assert [each.old for each in done.swapped] == [Subclass]
+    assert [(each.cls, each.reason) for each in done.skipped] == [
+        (Upcast, "Upcast is a subclass of torch's, and its forward may be its own")
+    ]
+
+
+def test_fuse_false_leaves_silu_alone() -> None:
+    model = torch.nn.Sequential(torch.nn.GroupNorm(2, 8), torch.nn.SiLU())
+    assert [each.new for each in normforge.patch(model, fuse=False).swapped] == [normforge.GroupNorm]
+    assert type(model) is torch.nn.Sequential
+
+
+def test_a_script_is_refused() -> None:
+    jit: Any = torch.jit
+    with pytest.raises(errors.TransformError, match=r"torch\.jit\.script cannot compile normforge\.GroupNorm"):
+        jit.script(normforge.GroupNorm(2, 8))

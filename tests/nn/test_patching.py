@@ -449,7 +449,7 @@ def test_what_is_not_known_is_left_alone_and_reported(case: tuple[Callable[[], t
 
 
 def test_what_is_no_norm_is_not_reported() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GroupNorm(2, 4), torch.nn.BatchNorm1d(4))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.InstanceNorm1d(4), torch.nn.BatchNorm1d(4))
     assert normforge.patch(model) == normforge.Patch((), ())
 
 
