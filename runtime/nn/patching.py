@@ -86,10 +86,10 @@ def patch(
     Swapped are `torch.nn.LayerNorm`, `torch.nn.RMSNorm` and `torch.nn.GroupNorm`; subclasses of them whose forward is
     the one call that torch's is, as timm's; and classes whose name ends in RMSNorm or T5LayerNorm, with a 1-D weight,
     no bias, and `variance_epsilon` or `eps`, if their forward takes one tensor and computes one of Hugging Face's
-    formulas: as `LlamaRMSNorm`, `T5LayerNorm`, `Olmo2RMSNorm` or `GemmaRMSNorm`. Which one is found by trying copies on random
-    numbers, in training and in evaluation; epsilon may be changed afterwards, under its own name, and the input may be
-    passed by keyword, as before. Anything else that looks like a norm, a subclass with a forward of its
-    own, say, is left alone and reported.
+    formulas: as `LlamaRMSNorm`, `T5LayerNorm`, `Olmo2RMSNorm` or `GemmaRMSNorm`. Which one is found by trying copies on
+    random numbers, in training and in evaluation; epsilon may be changed afterwards, under its own name, and the input
+    may be passed by keyword, as before. Anything else that looks like a norm, a subclass with a forward of its own,
+    say, is left alone and reported.
 
     Fused are blocks, Hugging Face's decoder layers, timm's, torch's or anybody's, that add in their forward and call a
     norm of theirs with the sum, or return it: one kernel then makes the sum and its norm. Which sums those are is found

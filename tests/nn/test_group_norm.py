@@ -372,7 +372,8 @@ def test_patch_takes_group_norms_and_the_silu_behind_them() -> None:
     assert list(model.state_dict()) == list(state)
     assert normforge.patch(model).swapped == ()
     # Each module alone is what it was.
-    torch.testing.assert_close(model.first[0](x), functional.group_norm(x, 2, *list(model.first[0].parameters())))
+    weight, bias = model.first[0].parameters()
+    torch.testing.assert_close(model.first[0](x), functional.group_norm(x, 2, weight, bias))
     normforge.unpatch(model)
     assert {type(each) for each in model.modules()} == {type(each) for each in Block().modules()}
     assert torch.equal(model(x), want)
