@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -227,20 +228,25 @@ class Family:
         """The parameters of a norm's function."""
         return tuple(parameter for parameter in self.parameters if norm in parameter.default)
 
-    @property
+    @cached_property
+    def operands(self) -> tuple[Parameter, ...]:
+        """The tensors that are passed, read or written."""
+        return tuple(parameter for parameter in self.parameters if parameter.kind.is_tensor)
+
+    @cached_property
     def inputs(self) -> tuple[Parameter, ...]:
         """The tensors that are read, in the order in which launches bring them."""
-        return tuple(p for p in self.parameters if p.kind.is_tensor and p.kind is not Kind.PLACE)
+        return tuple(parameter for parameter in self.operands if parameter.kind is not Kind.PLACE)
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[Parameter | Result, ...]:
         """The tensors that are read, and then those that are returned."""
         return (*self.inputs, *self.results)
 
-    @property
+    @cached_property
     def places(self) -> tuple[Parameter, ...]:
         """The tensors that are written."""
-        return tuple(p for p in self.parameters if p.kind is Kind.PLACE)
+        return tuple(parameter for parameter in self.operands if parameter.kind is Kind.PLACE)
 
     def meaning(self, parameter: Parameter, norm: Norm) -> str:
         """What the docstring of a norm's function says of a parameter."""

@@ -42,6 +42,14 @@ def _hurry_the_interpreter() -> None:
     quick_interpreter.install(interpreter)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_norm_is_small() -> None:
+    """Have compiled norms of a few elements, which these tests are of, take the kernels that large ones take."""
+    from normforge.compiled import rules
+
+    rules.LEAST_ELEMENTS = 0
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Import nothing without compiled tests where a run takes no others: that was 10 seconds of each worker."""
     if not thorough.compiles_alone(config) or not collection_path.match("test_*.py"):

@@ -104,16 +104,16 @@ def refuse_foreign(family: Family, given: Given) -> None:
     Raises:
         DTypeError: there is one.
     """
-    for row in family.parameters:
+    for row in family.operands:
         tensor = given.get(row.name)
-        if row.kind.is_tensor and sees_operators(tensor):
+        if tensor is not None and sees_operators(tensor):
             raise DTypeError(
                 f"{row.name} is a {type(tensor).__name__}, and kernels read memory; pass the tensor that it stands for"
             )
 
 
 def _is_foreign(family: Family, given: Given) -> bool:
-    return any(row.kind.is_tensor and sees_operators(given.get(row.name)) for row in family.parameters)
+    return any(sees_operators(given.get(row.name)) for row in family.operands)
 
 
 def resolved(tensor: Any) -> Any:

@@ -36,6 +36,14 @@ def eager_only(function: F) -> F:
     return _marked(function, "SKIP")
 
 
+def known_to_hold(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds whatever those are that vary; TorchDynamo guards on nothing for it."""
+    # It imports sympy, which whoever traces has. To TorchDynamo such a condition is an instance of bool too.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
 def _marked(function: F, action: str) -> F:
     frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     if all(hasattr(frames, name) for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")):

@@ -148,7 +148,8 @@ def test_whoever_compiles_nothing_does_not_import_inductor() -> None:
 import sys, normforge
 normforge.compile_passes()
 before = "torch._inductor" in sys.modules
-import torch
+import torch, normforge.compiled.rules
+normforge.compiled.rules.LEAST_ELEMENTS = 0
 torch.compile(normforge.RMSNorm(8), backend="eager")(torch.randn(2, 8))
 import torch._inductor.config as inductor
 print(before, type(inductor.post_grad_custom_pre_pass).__name__)
@@ -159,7 +160,9 @@ print(before, type(inductor.post_grad_custom_pre_pass).__name__)
 CACHED = """
 import sys, torch, normforge
 from torch._dynamo.utils import counters
+from normforge.compiled import rules
 from tests.compiled.models import Stack, gradients, WIDTH
+rules.LEAST_ELEMENTS = 0
 torch._inductor.config.compile_threads = 1
 torch.manual_seed(0)
 model, x = Stack(), torch.randn(2, WIDTH, requires_grad=True)
@@ -197,7 +200,9 @@ SHARDED = """
 import torch, normforge, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.device_mesh import init_device_mesh
+from normforge.compiled import rules
 from tests.compiled.models import Stack, WIDTH
+rules.LEAST_ELEMENTS = 0
 torch._inductor.config.compile_threads = 1
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 losses = []

@@ -203,6 +203,21 @@ def test_what_the_rules_leave_is_torchs_operator(scaled: bool, norms: int, monke
         assert function.count("norm2d_fwd") == ours
 
 
+@THOROUGH
+def test_small_norms_are_left_and_those_of_a_size_that_varies_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Stack(), rows()
+    for least, dynamic, ours in ((x.numel(), False, 5), (x.numel() + 1, False, 0), (x.numel() + 1, True, 5)):
+        monkeypatch.setattr(rules, "LEAST_ELEMENTS", least)
+        torch._dynamo.reset()
+        with normforge.compile_passes():
+            function = Compiled(model, dynamic=dynamic)
+            y, expected = function(x), model(x)
+            agree([y, *gradients(model, x, y)], [expected, *gradients(model, x, expected)])
+            assert function.count("norm2d_fwd") == ours
+            function(rows(8, 3))
+            assert len(function.graphs) == (2 if dynamic else 3)
+
+
 @pytest.mark.parametrize(
     ("n", "scaled", "enabled", "left"),
     [(2048, True, True, True), (2048, True, False, False), (2056, True, True, False), (2048, False, True, False)],
