@@ -9,7 +9,20 @@ from typing import Any
 
 from .errors import IllegalCombinationError
 from .groups import GROUP, Activation, AnyMode, GroupMode
-from .model import FP8_INPUT_DTYPES, INPUT_DTYPES, Cast, Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
+from .model import (
+    FP8_INPUT_DTYPES,
+    INPUT_DTYPES,
+    Cast,
+    Direction,
+    DType,
+    FusedAdd,
+    FusedQuant,
+    GateActivation,
+    Gating,
+    Mode,
+    Norm,
+    Rounding,
+)
 
 SAME = "same"
 
@@ -63,6 +76,9 @@ AXES = (
     Axis("cast", _words(Cast), default="after_weight"),
     Axis("modulated", BOOLEANS, default="false"),
     Axis("x_gate", BOOLEANS, default="false"),
+    Axis("gating", _words(Gating), default="none"),
+    Axis("gate_activation", _words(GateActivation), default="silu"),
+    Axis("grouped", BOOLEANS, default="false"),
     Axis("activation", _words(Activation), default="none"),
     Axis("channels_last", BOOLEANS, default="false"),
 )

@@ -12,7 +12,7 @@ from . import emit
 from .errors import FolderError
 from .families import Family, Kind, Parameter
 from .model import Norm
-from .parameters import BACKWARD, FORWARD, MODULATED
+from .parameters import BACKWARD, FORWARD, GATED, MODULATED
 
 # From the repository's root.
 PATH = "runtime/calls/straight.py"
@@ -84,7 +84,7 @@ def render_calls() -> str:
     Raises:
         TemplateError: the template is missing or cannot be rendered.
     """
-    families = {"forward": FORWARD, "backward": BACKWARD, "modulated": MODULATED}
+    families = {"forward": FORWARD, "backward": BACKWARD, "modulated": MODULATED, "gated": GATED}
     return emit.render(_TEMPLATE, **families, norms=tuple(Norm), **_HELPERS)
 
 
@@ -122,9 +122,10 @@ def _constants(family: Family) -> dict[str, str]:
     return {_constant(word): word for word in dict.fromkeys(words)}
 
 
-def _enums(family: Family) -> str:
-    """The names of the enums whose members a family takes."""
-    return ", ".join(sorted({row.words.__name__ for row in family.parameters if row.words is not None}))
+def _enums(*families: Family) -> str:
+    """The names of the enums whose members families take."""
+    rows = [row for family in families for row in family.parameters]
+    return ", ".join(sorted({row.words.__name__ for row in rows if row.words is not None}))
 
 
 def _has_class(row: Parameter) -> bool:

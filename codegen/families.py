@@ -21,6 +21,7 @@ class Kind(Enum):
 
     ROWS = "rows"
     SAMPLES = "samples"
+    GROUPS = "groups"
     VECTOR = "vector"
     PER_ROW = "per_row"
     SCALE = "scale"
@@ -34,12 +35,20 @@ class Kind(Enum):
     @property
     def is_tensor(self) -> bool:
         """Whether it has an address."""
-        return self in (Kind.ROWS, Kind.SAMPLES, Kind.VECTOR, Kind.PER_ROW, Kind.SCALE, Kind.PLACE)
+        return self in (*_OF_ROWS, Kind.VECTOR, Kind.PER_ROW, Kind.SCALE)
 
     @property
     def has_row_stride(self) -> bool:
         """Whether it has a row for each of x's, and kernels are told how far they are apart."""
-        return self in (Kind.ROWS, Kind.SAMPLES, Kind.PLACE)
+        return self in _OF_ROWS
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all rows share it, or all of a group's."""
+        return self in (Kind.VECTOR, Kind.GROUPS)
+
+
+_OF_ROWS = (Kind.ROWS, Kind.SAMPLES, Kind.GROUPS, Kind.PLACE)
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,8 @@ KINDS: Mapping[Kind, KindRow] = {
     Kind.ROWS: KindRow("torch.Tensor", "Tensor"),
     # (B, N) where x is (B, ..., N), one a sample; of x's shape, one a row; or (N,), one for all.
     Kind.SAMPLES: KindRow("torch.Tensor", "Tensor"),
+    # (G, N) where x is (..., G, N), one a group of columns; or (N,), one for all.
+    Kind.GROUPS: KindRow("torch.Tensor", "Tensor"),
     # (N,).
     Kind.VECTOR: KindRow("torch.Tensor", "Tensor"),
     # x's shape without the last dimension, fp32.
@@ -91,7 +102,8 @@ class Parameter:
         optional: whether None may be passed; a default of None says so by itself.
         words: of a `Kind.WORD`: the enum.
         least: of a `Kind.NUMBER`: the least that is taken.
-        axis: the field of `Mode` that it decides: by its value, by a tensor's dtype, or by being there.
+        axis: the field of `Mode` that it decides: by its value, by a tensor's dtype, by being there, or, of a
+            `Kind.GROUPS`, by being one a group.
         wanted: the attribute of a mode that is true where it is read, "fadd.adds" say; "" where no axis says so.
         absent: the error if it is wanted and was not passed, formatted with the words of the modes.
         unused: the error if it was passed and is not wanted, likewise.
@@ -215,14 +227,14 @@ class Family:
         functions: their names, by norm; the first is the one that the others' docstrings refer to.
         parameters: in the order of signatures and schemas.
         results: what they return, in order.
-        modulated: whether it is of modulated norms.
+        neighbour: what stands beside the norm, "modulated" or "gated"; "" of the norms alone.
     """
 
     direction: Direction
     functions: Mapping[Norm, str] = field(hash=False)
     parameters: tuple[Parameter, ...]
     results: tuple[Result, ...]
-    modulated: bool = False
+    neighbour: str = ""
 
     def of(self, norm: Norm) -> tuple[Parameter, ...]:
         """The parameters of a norm's function."""

@@ -178,6 +178,41 @@ class Cast(Enum):
         return self if any(dtype.itemsize == 2 for dtype in dtypes) else Cast.AFTER_WEIGHT
 
 
+class Gating(Enum):
+    """Whether rows are multiplied by an activated gate of their own shape, and on which side of the norm."""
+
+    NONE = "none"
+    AFTER_NORM = "after_norm"
+    BEFORE_NORM = "before_norm"
+
+    @property
+    def gates(self) -> bool:
+        """Whether there is a gate."""
+        return self is not Gating.NONE
+
+    @property
+    def is_after(self) -> bool:
+        """Whether the gate comes behind weight and bias."""
+        return self is Gating.AFTER_NORM
+
+    @property
+    def is_before(self) -> bool:
+        """Whether what is normalised was gated."""
+        return self is Gating.BEFORE_NORM
+
+
+class GateActivation(Enum):
+    """What becomes of a gate before rows are multiplied by it; the value is the device function's name too."""
+
+    SILU = "silu"
+    SIGMOID = "sigmoid"
+
+    @property
+    def slope(self) -> str:
+        """The device function of its derivative."""
+        return f"{self.value}_slope"
+
+
 class Pipeline(Enum):
     """How a kernel walks a row; the value is also the kernel's suffix and its template's name."""
 
@@ -227,6 +262,9 @@ _SUFFIXES: dict[str, dict[Any, str]] = {
     "fadd": {FusedAdd.NONE: "", FusedAdd.PRE_ADD_STORE: "_addst", FusedAdd.PRE_ADD: "_add"},
     "cast": {Cast.AFTER_WEIGHT: "", Cast.BEFORE_WEIGHT: "_cbw"},
     "modulated": {False: "", True: "_mod"},
+    "gating": {Gating.NONE: "", Gating.AFTER_NORM: "_ga", Gating.BEFORE_NORM: "_gb"},
+    "gate_activation": {GateActivation.SILU: "", GateActivation.SIGMOID: "_sig"},
+    "grouped": {False: "", True: "_grp"},
     "fquant": {FusedQuant.NONE: "", FusedQuant.SMOOTH_DYNAMIC: "_sdq", FusedQuant.DYNAMIC: "_dq"},
     "rounding": {Rounding.NEAREST: "", Rounding.TRUNCATE: "_trunc"},
     "scale_dtype": {DType.FP32: "", DType.FP16: "_sfp16", DType.BF16: "_sbf16"},
@@ -268,6 +306,9 @@ class Mode:
     cast: Cast = Cast.AFTER_WEIGHT
     modulated: bool = False
     x_gate: bool = False
+    gating: Gating = Gating.NONE
+    gate_activation: GateActivation = GateActivation.SILU
+    grouped: bool = False
 
     def __post_init__(self) -> None:
         floats = ", ".join(d.value for d in INPUT_DTYPES)
@@ -307,6 +348,28 @@ class Mode:
             )
         if self.modulated or self.x_gate:
             self._check_modulated()
+        if self.gating.gates or self.gate_activation is not GateActivation.SILU or self.grouped:
+            self._check_gated()
+
+    def _check_gated(self) -> None:
+        if not self.gating.gates:
+            raise IllegalCombinationError(
+                "gate_activation and grouped go with a gate; use gating after_norm or before_norm, or leave them out"
+            )
+        for name, said, fits in (
+            ("dtype_in", self.dtype_in.value, not self.dtype_in.is_fp8),
+            ("fadd", self.fadd.value, not self.fadd.adds),
+            ("fquant", self.fquant.value, not self.fquant.smooths),
+            ("scale_dtype", self.scale_dtype.value, self.scale_dtype is DType.FP32),
+            ("rounding", self.rounding.value, not self.rounding.truncates),
+            ("cast", self.cast.value, not self.cast.comes_first),
+            ("x_bias", "true", not self.x_bias),
+            ("modulated", "true", not self.modulated),
+        ):
+            if not fits:
+                raise IllegalCombinationError(
+                    f"gated norms have no {name} {said}; use another {name}, or leave gating out"
+                )
 
     def _check_modulated(self) -> None:
         if not self.modulated:
@@ -366,14 +429,29 @@ class Mode:
     @property
     def streams(self) -> bool:
         """Whether a forward kernel reads and writes nothing of x's size but x and y, and takes x as it is."""
-        further = self.fadd.adds or self.fquant.quantises or self.x_bias or self.modulated
+        further = self.fadd.adds or self.fquant.quantises or self.x_bias or self.modulated or self.gating.gates
         return not (self.is_backward or further or self.dtype_in.is_fp8)
 
     @property
     def pipelines(self) -> tuple[Pipeline, ...]:
         """The pipelines that there are kernels for."""
-        spreads = self.streams or (self.is_backward and not self.modulated)
+        spreads = self.streams or (self.is_backward and not self.shares)
         return tuple(p for p in Pipeline if p is not Pipeline.SPREAD or spreads)
+
+    @property
+    def shares(self) -> bool:
+        """Whether, backward, programs take rows of one sample or columns of one group, and torch adds up their sums."""
+        return self.modulated or self.gating.gates
+
+    @property
+    def takes_x_as_read(self) -> bool:
+        """Whether what is normalised is x itself, and has no more bits than it."""
+        return not (self.fadd.adds or self.x_bias or self.gating.is_before)
+
+    @property
+    def reads_gate(self) -> bool:
+        """Whether a kernel has a gate's row beside each of x's."""
+        return self.x_gate or self.gating.gates
 
     @property
     def has_window(self) -> bool:
@@ -445,10 +523,16 @@ class Mode:
             steps.append("residual added and the sum stored")
         elif self.fadd.adds:
             steps.append("residual added")
+        if self.gating.is_before:
+            steps.append(self._gated)
         if self.cast.comes_first:
             steps.append("rounded before the weight")
+        if self.grouped:
+            steps.append("a weight for each group of columns")
         if self.modulated:
             steps.append("modulated")
+        if self.gating.is_after:
+            steps.append(self._gated)
         if self.fquant.quantises:
             smooth = "smooth " if self.fquant.smooths else ""
             rounding = ", truncating" if self.rounding is Rounding.TRUNCATE else ""
@@ -461,11 +545,19 @@ class Mode:
         return tuple(steps)
 
     @property
+    def _gated(self) -> str:
+        where = "x" if self.gating.is_before else "y"
+        return f"{where} gated by {self.gate_activation.value}"
+
+    @property
     def _backward_features(self) -> tuple[str, ...]:
         x_bias = ("x bias added and its gradient summed",) if self.x_bias else ()
         cast = ("rows rounded before the weight",) if self.cast.comes_first else ()
         modulated = ("modulated", *(("x gated",) if self.x_gate else ())) if self.modulated else ()
-        return x_bias + (("gradient of the stored sum added",) if self.fadd.stores else ()) + cast + modulated
+        gated = (self._gated,) if self.gating.gates else ()
+        grouped = ("a weight for each group of columns",) if self.grouped else ()
+        added = ("gradient of the stored sum added",) if self.fadd.stores else ()
+        return (*x_bias, *added, *cast, *modulated, *gated, *grouped)
 
     @cached_property
     def summary(self) -> str:
@@ -498,7 +590,16 @@ def legal_modes() -> Iterator[Mode]:
         with suppress(IllegalCombinationError):
             mode = Mode(*values)
             yield mode
+            yield from _gated(mode)
             # None of them is legal where the same mode without modulation is not.
             for gated in bools:
                 with suppress(IllegalCombinationError):
                     yield replace(mode, modulated=True, x_gate=gated)
+
+
+def _gated(mode: Mode) -> Iterator[Mode]:
+    """The gated forms of a mode, which are all legal if one is."""
+    forms = itertools.product((Gating.AFTER_NORM, Gating.BEFORE_NORM), GateActivation, (False, True))
+    with suppress(IllegalCombinationError):
+        for gating, activation, grouped in forms:
+            yield replace(mode, gating=gating, gate_activation=activation, grouped=grouped)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .families import REQUIRED, Family, Kind, Parameter, Result
-from .model import Cast, Direction, FusedAdd, FusedQuant, Mode, Norm, Rounding
+from .model import Cast, Direction, FusedAdd, FusedQuant, GateActivation, Gating, Mode, Norm, Rounding
 
 
 def _each(default: str) -> dict[Norm, str]:
@@ -322,7 +322,7 @@ BACKWARD = Family(
 
 MODULATED = Family(
     direction=Direction.FORWARD,
-    modulated=True,
+    neighbour="modulated",
     functions={Norm.LAYER: "modulated_layer_norm", Norm.RMS: "modulated_rms_norm"},
     parameters=(
         replace(FORWARD["x"], gradient=""),
@@ -371,11 +371,73 @@ MODULATED = Family(
     results=FORWARD.results,
 )
 
-FAMILIES = (FORWARD, BACKWARD, MODULATED)
+GATED = Family(
+    direction=Direction.FORWARD,
+    neighbour="gated",
+    functions={Norm.LAYER: "gated_layer_norm", Norm.RMS: "gated_rms_norm"},
+    parameters=(
+        replace(FORWARD["x"], gradient=""),
+        Parameter(
+            "gate",
+            Kind.ROWS,
+            default=_each(REQUIRED),
+            meaning=_first("x's shape, fp16, bf16 or fp32, rows on strides of their own."),
+            positional=True,
+            wanted="gating.gates",
+            unused="gate was passed and gating {gating!r} would ignore it; pass gating='after_norm' or 'before_norm'",
+            functional=True,
+        ),
+        Parameter(
+            "weight",
+            Kind.GROUPS,
+            default=_each("None"),
+            meaning=_first("(N,), or (G, N) where x is (..., G, N); fp16, bf16 or fp32, or None for 1."),
+            axis="grouped",
+            functional=True,
+        ),
+        Parameter(
+            "bias",
+            Kind.GROUPS,
+            default={Norm.LAYER: "None"},
+            meaning=_first("likewise, or None for 0."),
+            axis="grouped",
+            functional=True,
+        ),
+        Parameter(
+            "gating",
+            Kind.WORD,
+            default=_each('"after_norm"'),
+            meaning=_first('"after_norm" or "before_norm": where rows are multiplied by the activated gate.'),
+            words=Gating,
+            axis="gating",
+            functional=True,
+        ),
+        Parameter(
+            "activation",
+            Kind.WORD,
+            default=_each('"silu"'),
+            meaning=_first('"silu" or "sigmoid".'),
+            words=GateActivation,
+            axis="gate_activation",
+            functional=True,
+        ),
+        replace(FORWARD["eps"], torchs={}),
+        FORWARD["weight_offset"],
+        replace(FORWARD["fquant"], functional=True),
+        replace(FORWARD["out_dtype"], functional=True),
+        replace(FORWARD["save_mv"], functional=True),
+    ),
+    # A sum is none of a gated norm's, but launches bring the same results in the same order.
+    results=tuple(replace(row, like=()) for row in FORWARD.results),
+)
+
+FAMILIES = (FORWARD, BACKWARD, MODULATED, GATED)
 
 
 def family_of(mode: Mode) -> Family:
-    """The functions that calls of a mode are made to; gradients of modulated norms are autograd's of theirs."""
+    """The functions that calls of a mode are made to; gradients of what has a neighbour are autograd's of theirs."""
     if mode.modulated:
         return MODULATED
+    if mode.gating.gates:
+        return GATED
     return BACKWARD if mode.is_backward else FORWARD

@@ -69,9 +69,9 @@ def tiles_of(
     kind = class_of(mode)
     generic = generic_tiles(kind, bucket)
     known = own_tables() if tables is None else tables
-    if not isinstance(mode, GroupMode) and mode.is_backward and mode.modulated:
+    if not isinstance(mode, GroupMode) and mode.is_backward and mode.shares:
         # Nobody measured them, and what was measured of others spreads rows, which these do not.
-        if mode.x_gate and bucket.last is not None:
+        if mode.reads_gate and bucket.last is not None:
             # A thread holds a third row and a third sum: with tiles of their own length they spill 112 to 248 bytes.
             generic = generic_tiles(kind, replace(bucket, last=bucket.last * 3 // 2))
         return ((ANY, generic), *((arch, generic) for arch in known))

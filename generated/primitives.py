@@ -537,6 +537,32 @@ def scaled(values, scale):
 
 
 @triton.jit
+def sigmoid(z):
+    """1 / (1 + exp(-z)); a gate so far below 0 that exp overflows is 0."""
+    return 1.0 / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def sigmoid_slope(z):
+    """The derivative of `sigmoid`."""
+    rising = sigmoid(z)
+    return rising * (1.0 - rising)
+
+
+@triton.jit
+def silu(z):
+    """The gate times its sigmoid (Elfwing et al., 2018)."""
+    return z * sigmoid(z)
+
+
+@triton.jit
+def silu_slope(z):
+    """The derivative of `silu`."""
+    rising = sigmoid(z)
+    return rising * (1.0 + z * (1.0 - rising))
+
+
+@triton.jit
 def load_row(ptr, N: tl.constexpr, BLOCK: tl.constexpr):
     """Start loading a row, in chunks that keep its element type."""
     chunks = ()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .compiled.switch import compile_passes
     from .kernels.binaries import load_aot
     from .nn.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+    from .nn.gating import gated_layer_norm, gated_rms_norm
     from .nn.grouping import GroupNorm, group_norm
     from .nn.modulation import modulated_layer_norm, modulated_rms_norm
     from .nn.modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
@@ -52,6 +53,8 @@ __all__ = [
     "compile_keys",
     "compile_passes",
     "errors",
+    "gated_layer_norm",
+    "gated_rms_norm",
     "group_norm",
     "instances",
     "layer_norm",
@@ -85,6 +88,7 @@ _HOMES = {
     "compiled.switch": ("compile_passes",),
     "kernels.binaries": ("load_aot",),
     "nn.functional": ("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"),
+    "nn.gating": ("gated_layer_norm", "gated_rms_norm"),
     "nn.grouping": ("GroupNorm", "group_norm"),
     "nn.modulation": ("modulated_layer_norm", "modulated_rms_norm"),
     "nn.modules": ("AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"),

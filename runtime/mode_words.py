@@ -6,14 +6,15 @@ from enum import Enum
 from typing import TypeVar
 
 from .codegen.groups import Activation
-from .codegen.model import Cast, FusedAdd, FusedQuant, Norm, Rounding
+from .codegen.model import Cast, FusedAdd, FusedQuant, GateActivation, Gating, Norm, Rounding
 from .errors import ConflictError
 
 E = TypeVar("E", bound=Enum)
 
 # By what may stand for a member: TorchDynamo traces a look-up here, where torch 2.11's cannot go through an enum.
 _WORDS: dict[type[Enum], dict[str, Enum]] = {
-    kind: {member.value: member for member in kind} for kind in (Norm, FusedAdd, FusedQuant, Rounding, Cast, Activation)
+    kind: {member.value: member for member in kind}
+    for kind in (Norm, FusedAdd, FusedQuant, Rounding, Cast, Activation, Gating, GateActivation)
 }
 _CODES: dict[type[Enum], dict[int, Enum]] = {
     kind: {member.code: member for member in kind} for kind in (FusedAdd, FusedQuant)

@@ -9,10 +9,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from .. import modulation_reference, reference
-from ..calls import modulated, straight
+from .. import gating_reference, modulation_reference, reference
+from ..calls import neighbours, straight
 from ..calls.check import check
 from ..calls.functions import completed
+from ..calls.neighbour_rows import CALLS
 from ..calls.outputs import LayerNormOutput, NormGradients
 from ..calls.which import which
 from ..codegen.families import Kind
@@ -76,6 +77,9 @@ _FORWARD: dict[Norm, tuple[_Forward, _Oracle]] = {
     Norm.RMS: (straight.rmsnorm2d_fwd, reference.rmsnorm2d_fwd),
 }
 
+# By the family's word.
+_BESIDE = {"modulated": modulation_reference, "gated": gating_reference}
+
 # Elements the reference works on at once: in fp64, with its temporaries, a few gigabytes.
 REFERENCE_ELEMENTS = 2**26
 
@@ -96,7 +100,7 @@ def solve(problem: Problem, machine: Machine, *, validate: bool, warmup: int, re
     findings = run.validate(outputs) if validate else ()
     ms = interpreted_ms if machine.interpreted else median_ms(run.call, warmup=warmup, repeat=repeat)
     entry = run.entry()
-    tile = entry.tile(problem.m, architecture(machine.device))
+    tile = entry.tile(problem.rows, architecture(machine.device))
     rate = None if machine.interpreted else run.moved(outputs) / ms / 1e6
     return Result(entry.name, entry.kernel(tile.pipeline), findings, ms, rate)
 
@@ -107,8 +111,8 @@ def prepare(problem: Problem, device: torch.device) -> Run[Any]:
     Raises:
         NormforgeError: no kernel serves the problem.
     """
-    if problem.mode.modulated:
-        return _prepare_modulated(problem, device)
+    if family_of(problem.mode).neighbour:
+        return _prepare_beside(problem, device)
     return _prepare_backward(problem, device) if problem.backward else _prepare_forward(problem, device)
 
 
@@ -125,16 +129,17 @@ def _prepare_forward(problem: Problem, device: torch.device) -> Run[LayerNormOut
     )
 
 
-def _prepare_modulated(problem: Problem, device: torch.device) -> Run[LayerNormOutput]:
+def _prepare_beside(problem: Problem, device: torch.device) -> Run[LayerNormOutput]:
     mode, arguments = problem.mode, inputs(problem, device)
-    function = family_of(mode).functions[mode.norm]
-    oracle: _Oracle = getattr(modulation_reference, function)
-    given = completed(function, arguments)
-    operands = modulated.operands_of(given)
-    options = (mode.norm.value, *[given[name] for name in modulated.OPTIONS])
+    family = family_of(mode)
+    function = family.functions[mode.norm]
+    oracle: _Oracle = getattr(_BESIDE[family.neighbour], function)
+    given, calls = completed(function, arguments), CALLS[family.neighbour]
+    operands = neighbours.operands_of(calls, given)
+    options = neighbours.options_of(calls, mode.norm.value, given)
     return Run(
-        entry=lambda: dispatch.find(mode, problem.n),
-        call=lambda: modulated.launched(operands, options),
+        entry=lambda: dispatch.find(mode, problem.row_length),
+        call=lambda: neighbours.launched(calls, operands, options),
         validate=lambda result: _validate(problem, oracle, arguments, result),
         operands=tuple(arguments.values()),
     )

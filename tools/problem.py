@@ -62,6 +62,7 @@ class Problem:
         strides: None becomes what `Strides.usual` says.
         heads: how many rows lie side by side in each token, for m rows; 1 is rows on one stride.
         samples: how many there are of m rows, where they are modulated by sample: 0 becomes 1 there.
+        group: columns that are normalised together, each such group of a row by itself; 0 is all.
     """
 
     m: int
@@ -73,6 +74,7 @@ class Problem:
     strides: Strides | None = None
     heads: int = 1
     samples: int = 0
+    group: int = 0
 
     def __post_init__(self) -> None:
         if self.eps is None:
@@ -86,6 +88,16 @@ class Problem:
         return self.strides or Strides.usual(self.n, self.heads)
 
     @property
+    def row_length(self) -> int:
+        """How long the rows are that kernels see."""
+        return self.group or self.n
+
+    @property
+    def rows(self) -> int:
+        """How many of those there are."""
+        return self.m * self.n // self.row_length
+
+    @property
     def tokens(self) -> int:
         """How many rows there are, or groups of heads that lie side by side."""
         return self.m // self.heads
@@ -95,6 +107,8 @@ class Problem:
         if self.samples:
             return memory[:, : self.n].view(self.samples, -1, self.n)
         rows = memory[:, : self.heads * self.n]
+        if self.group:
+            return rows.view(-1, self.n // self.group, self.group)
         return rows.view(-1, self.heads, self.n) if self.heads > 1 else rows
 
     @property
@@ -106,6 +120,7 @@ class Problem:
             "n": self.n,
             "heads": self.heads,
             "samples": self.samples,
+            "group": self.group,
             **{WORDS.get(axis.name, axis.name): _word(axis, self.mode) for axis in axes},
             "prec_sm": self.prec_sm.value,
             "backward": self.backward,
@@ -145,8 +160,8 @@ def poisoned_outputs(problem: Problem, device: torch.device) -> dict[str, torch.
     return outputs
 
 
-# Whose stride the gradients of y and of the sum have: that of what they are of.
-_STRIDE_OF = {"dy": "y", "dresidual_out": "residual_out"}
+# Whose stride the gradients of y and of the sum have: that of what they are of. A gate lies as x does.
+_STRIDE_OF = {"dy": "y", "dresidual_out": "residual_out", "gate": "x"}
 
 
 def _drawer(problem: Problem, device: torch.device, seed: int) -> Callable[[Parameter], torch.Tensor]:
@@ -170,6 +185,8 @@ def _drawer(problem: Problem, device: torch.device, seed: int) -> Callable[[Para
         stride = getattr(problem.row_strides, _STRIDE_OF.get(name, name)) if is_rows else n
         shape = (problem.tokens, stride) if is_rows else (n,)
         values = torch.empty(shape, device=device).uniform_(-bound, bound, generator=generator).to(TORCH_DTYPES[dtype])
+        if parameter.kind is Kind.GROUPS and problem.group:
+            return values.view(-1, problem.group)
         return problem.rows_in(values) if is_rows else values
 
     return draw

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..codegen.command import refuse_twice
-from ..codegen.model import FP8_INPUT_DTYPES, DType, FusedAdd, FusedQuant, Mode, Norm
+from ..codegen.model import FP8_INPUT_DTYPES, DType, FusedAdd, FusedQuant, GateActivation, Gating, Mode, Norm
 from ..codegen.parameters import FORWARD
 from .problem import DEFAULT_EPS, Problem, Strides
 
@@ -30,6 +30,8 @@ _OUTPUTS = _FLOATS | {
 _FADDS = {mode.code: mode for mode in FusedAdd}
 _FQUANTS = {mode.code: mode for mode in FusedQuant}
 _NORMS = {norm.value: norm for norm in Norm}
+_GATINGS = {gating.value: gating for gating in Gating}
+_ACTIVATIONS = {activation.value: activation for activation in GateActivation}
 # The modes of calls that ck_tile's example has no option for.
 _OWN: dict[str, dict[str, Any]] = {
     row.name: {member.value: member for member in row.words}
@@ -105,6 +107,9 @@ OPTIONS = (
     Option("xbias", int, 0, tuple(_FLAG), "add a bias to x first"),
     Option("samples", int, 0, None, "rows are scaled and shifted by sample, of so many; 0: they are not"),
     Option("xgate", int, 0, tuple(_FLAG), "with -samples and -fadd 1, gate x by sample before the residual is added"),
+    Option("gate", str, "none", tuple(_GATINGS), "multiply rows by an activated gate, behind the norm or before it"),
+    Option("activation", str, "silu", tuple(_ACTIVATIONS), "what becomes of the gate first"),
+    Option("group", int, 0, None, "with -gate, columns that are normalised together, a divisor of n; 0: all"),
     Option("fadd", int, 0, tuple(_FADDS), "0: none, 1: add a residual and store the sum, 2: add a residual"),
     Option("fquant", int, 0, tuple(_FQUANTS), "0: none, 1: smooth dynamic quantisation, 2: dynamic quantisation"),
     Option("warmup", int, 5, None, "runs that are not counted; a number of runs, not milliseconds"),
@@ -183,6 +188,7 @@ def _resolve(given: argparse.Namespace) -> Request:
     _check_used("yr_stride", given.yr_stride, -1, fadd.stores, "only -fadd 1 stores the sum")
     _check_backward(given)
     _check_samples(given)
+    _check_gate(given)
     prec_i = _INPUTS[given.prec_i]
     mode = Mode(
         _NORMS[given.norm],
@@ -194,6 +200,9 @@ def _resolve(given: argparse.Namespace) -> Request:
         save_mv=_FLAG[given.save_mv],
         modulated=given.samples > 0,
         x_gate=_FLAG[given.xgate],
+        gating=_GATINGS[given.gate],
+        gate_activation=_ACTIVATIONS[given.activation],
+        grouped=given.group > 0,
         scale_dtype=DType.FP32 if given.prec_sy == AUTO else _FLOATS[given.prec_sy],
         **{name: words[getattr(given, name)] for name, words in _OWN.items()},
     )
@@ -208,6 +217,7 @@ def _resolve(given: argparse.Namespace) -> Request:
         strides=Strides(**{name: _stride(given, option, getattr(usual, name)) for name, option in _STRIDES.items()}),
         heads=given.heads,
         samples=given.samples,
+        group=given.group,
     )
     return Request(
         problem,
@@ -246,14 +256,38 @@ def _check_samples(given: argparse.Namespace) -> None:
         return
     if given.samples < 0 or given.m % given.samples:
         raise ValueError(f"-m {given.m} rows are no whole number of rows a sample with -samples {given.samples}")
-    for name, value, unset, reason in (
-        ("heads", given.heads, 1, "samples are of rows that adjoin"),
-        ("bwd", given.bwd, 0, "the backward pass of modulated norms is autograd's alone"),
-        ("y_stride", given.y_stride, -1, "they write where they allocate"),
-        ("yr_stride", given.yr_stride, -1, "they write where they allocate"),
-    ):
+    _check_beside(
+        given,
+        f"-samples {given.samples}",
+        ("heads", 1, "samples are of rows that adjoin"),
+        ("bwd", 0, "the backward pass of modulated norms is autograd's alone"),
+    )
+
+
+def _check_gate(given: argparse.Namespace) -> None:
+    gates = _GATINGS[given.gate].gates
+    _check_used("activation", given.activation, "silu", gates, "only a -gate is activated")
+    _check_used("group", given.group, 0, gates, "only rows with a -gate are in groups")
+    if given.group < 0 or (given.group and given.n % given.group):
+        raise ValueError(f"-group {given.group} does not divide -n {given.n}")
+    if gates:
+        with_heads = [("heads", 1, "groups are of rows of one stride")] if given.group else []
+        _check_beside(
+            given,
+            f"-gate {given.gate}",
+            ("samples", 0, "a norm has one neighbour"),
+            ("bwd", 0, "the backward pass of gated norms is autograd's alone"),
+            *with_heads,
+        )
+
+
+def _check_beside(given: argparse.Namespace, option: str, *own: tuple[str, int, str]) -> None:
+    """Refuse what norms with a neighbour do not do: options, their values where they are not used, and reasons."""
+    places = [(name, -1, "they write where they allocate") for name in ("y_stride", "yr_stride")]
+    for name, unset, reason in (*own, *places):
+        value = getattr(given, name)
         if value != unset:
-            raise ValueError(f"-{name} {value} does not go with -samples {given.samples}: {reason}")
+            raise ValueError(f"-{name} {value} does not go with {option}: {reason}")
 
 
 def _check_backward(given: argparse.Namespace) -> None:

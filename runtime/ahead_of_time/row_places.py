@@ -18,7 +18,14 @@ Steps = int | tuple[int, ...]
 Asked = Steps | Mapping[str, Steps] | None
 
 # The arguments that have rows.
-NAMES = tuple(dict.fromkeys(row.name for family in FAMILIES for row in family.parameters if row.kind.has_row_stride))
+NAMES = tuple(
+    dict.fromkeys(
+        row.name
+        for family in FAMILIES
+        for row in family.parameters
+        if row.kind.has_row_stride and not row.kind.is_shared
+    )
+)
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from itertools import product
 
 import torch
 
+from ..calls import gated_backward, modulated_backward
 from ..calls.check import check
-from ..calls.modulated_backward import GradientPlan, stand_in
 from ..calls.plan import Plan
+from ..calls.row_gradients import GradientPlan
 from ..codegen.axes import SAME
 from ..codegen.families import Kind as Shape
 from ..codegen.families import Parameter
@@ -78,14 +79,14 @@ def plans(mode: Mode, n: int, target: Target, deployment: Deployment) -> Iterato
     biases = (None,) if not mode.norm.centres else deployment.bias_dtypes
     for weight, stride, names in product(deployment.weight_dtypes, deployment.row_strides, deployment.misaligned):
         rows = RowPlaces.of(stride, n)
-        if mode.modulated and len(rows.shape) == 2:
-            # Several rows to a sample.
+        if (mode.modulated or mode.grouped) and len(rows.shape) == 2:
+            # Several rows to a sample, or groups to a token.
             rows = replace(rows, shape=(rows.shape[0], *rows.shape))
         misaligned = [_POINTERS[name] for name in names]
         for bias in (weight,) if biases is None else biases:
             kinds = {"weight": weight, "bias": bias}
-            if mode.is_backward and mode.modulated:
-                yield from _modulated_backward(mode, n, target, deployment, weight, misaligned)
+            if mode.is_backward and mode.shares:
+                yield from _sharing_backward(mode, n, target, deployment, kinds, misaligned)
             elif mode.is_backward:
                 yield from _backward(mode, rows, target, deployment, kinds, misaligned)
             else:
@@ -104,9 +105,9 @@ def _forward(
     smooths = deployment.smooth_dtypes if mode.fquant.smooths else (None,)
     for residual, smooth in product(residuals, smooths):
         arguments = arguments_of(mode, _maker(mode, rows, {**kinds, "residual": residual, "smooth_scale": smooth}))
-        if "out" in rows.steps and not mode.modulated:
+        if "out" in rows.steps and not mode.shares:
             arguments["out"] = rows.empty("out", TORCH_DTYPES[mode.dtype_out])
-        if "residual_out" in rows.steps and mode.fadd.stores and not mode.modulated:
+        if "residual_out" in rows.steps and mode.fadd.stores and not mode.shares:
             arguments["residual_out"] = rows.empty("residual_out", arguments["residual"].dtype)
         yield Plan(check(family_of(mode).functions[mode.norm], arguments), misaligned, target)
 
@@ -133,12 +134,20 @@ def _backward(
         yield Plan(check(BACKWARD.functions[mode.norm], arguments), misaligned, target)
 
 
-def _modulated_backward(
-    mode: Mode, n: int, target: Target, deployment: Deployment, weight: Kind, misaligned: Collection[str]
+def _sharing_backward(
+    mode: Mode,
+    n: int,
+    target: Target,
+    deployment: Deployment,
+    kinds: Mapping[str, Kind],
+    misaligned: Collection[str],
 ) -> Iterator[GradientPlan]:
-    """Of modulated rows that adjoin, where all that is summed is wanted; what has no type here is of x's."""
+    """Of modulated or gated rows that adjoin, where all that is summed is wanted; what has no type here is of x's."""
+    stand_in = (modulated_backward if mode.modulated else gated_backward).stand_in
+    names = ("weight",) if mode.modulated else ("weight", "bias")
+    given = {name: None if kinds[name] is None else _dtype(kinds[name], mode) for name in names}
     for dy in _dy_kinds(mode, deployment):
-        dtypes = {"dy": _dtype(dy, mode), "weight": None if weight is None else _dtype(weight, mode)}
+        dtypes = {"dy": _dtype(dy, mode), **given}
         yield GradientPlan(stand_in(mode, n, TORCH_DTYPES[mode.dtype_in], dtypes, misaligned), target, None)
 
 
@@ -167,9 +176,13 @@ def _maker(mode: Mode, rows: RowPlaces, kinds: Mapping[str, Kind]) -> Callable[[
         kind = kinds.get(parameter.name, torch.float32 if parameter.kind in (Shape.PER_ROW, Shape.SCALE) else SAME)
         if kind is None:
             return None
-        if parameter.kind.has_row_stride and (parameter.kind is not Shape.SAMPLES or parameter.name in rows.steps):
+        if parameter.kind is Shape.ROWS or (parameter.kind is Shape.SAMPLES and parameter.name in rows.steps):
             return rows.empty(parameter.name, _dtype(kind, mode))
-        shapes = {Shape.VECTOR: rows.shape[-1:], Shape.SAMPLES: (rows.shape[0], rows.shape[-1])}
+        shapes = {
+            Shape.VECTOR: rows.shape[-1:],
+            Shape.GROUPS: rows.shape[-2 if mode.grouped else -1 :],
+            Shape.SAMPLES: (rows.shape[0], rows.shape[-1]),
+        }
         shape = shapes.get(parameter.kind, rows.shape[:-1])
         # Wherever the caller's default device is: planning takes no tensor without memory.
         return torch.empty(shape, dtype=_dtype(kind, mode), device="cpu")

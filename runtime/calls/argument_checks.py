@@ -107,6 +107,25 @@ def check_sample_shape(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None
         )
 
 
+def check_groups(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
+    """Check an operand that has a row for each group of x's columns, or one for all rows."""
+    check_tensor(name, tensor)
+    check_group_shape(name, tensor, x)
+    check_dtype(name, tensor, FLOATS)
+    check_device(name, tensor, x)
+    row_stride(name, tensor)
+
+
+def check_group_shape(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
+    """Check the shape of such an operand."""
+    shapes = [tuple(x.shape[-1:]), tuple(x.shape[-2:])]
+    if all(tuple(tensor.shape) != shape for shape in shapes):
+        raise ShapeError(
+            f"{name} has shape {tuple(tensor.shape)} and x {tuple(x.shape)}; it takes {' or '.join(map(str, shapes))}: "
+            "one for all rows, or for each group"
+        )
+
+
 def check_statistic(name: str, statistic: object, x: torch.Tensor) -> None:
     """Check what a forward call saved of each row of x."""
     if not isinstance(statistic, torch.Tensor) or statistic.dtype != torch.float32:

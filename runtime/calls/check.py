@@ -23,6 +23,8 @@ from .argument_checks import (
     check_dtype,
     check_flag,
     check_gradient_dtype,
+    check_group_shape,
+    check_groups,
     check_mode_dtype,
     check_no_gradient,
     check_number,
@@ -59,6 +61,7 @@ _DOUBLE = (*FLOATS, torch.float64)
 _CHECKS: Mapping[Kind, Callable[[str, Any, torch.Tensor], object]] = {
     Kind.ROWS: check_rows,
     Kind.SAMPLES: check_samples,
+    Kind.GROUPS: check_groups,
     Kind.VECTOR: check_vector,
     Kind.PER_ROW: check_statistic,
     Kind.SCALE: check_scale,
@@ -118,7 +121,8 @@ def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, pa
         packed: whether rstd holds the means too, as `outputs` has them, and is not checked: no caller makes it.
     """
     takes, said = FUNCTIONS[function], completed(function, given)
-    axes: dict[str, Any] = {"norm": takes.norm, "direction": takes.direction, "modulated": takes.modulated}
+    modulated = takes.neighbour == "modulated"
+    axes: dict[str, Any] = {"norm": takes.norm, "direction": takes.direction, "modulated": modulated}
     for name, words, axis in takes.words:
         said[name] = axes[axis] = word(words, name, said[name])
     for name, least in takes.numbers:
@@ -133,7 +137,7 @@ def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, pa
         else:
             check_gradient_dtype(name, said[name])
     x = said["x"]
-    n = check_x(x, scaled=takes.direction is Direction.FORWARD and not takes.modulated)
+    n = check_x(x, scaled=takes.direction is Direction.FORWARD and not takes.neighbour)
     for name, kind, optional in takes.tensors:
         if name == "x":
             row_stride(name, x)
@@ -143,6 +147,8 @@ def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, pa
         axes[axis] = DTYPES[said[name].dtype]
     for name, axis, without, there in takes.by_presence:
         axes[axis] = without if said[name] is None else there
+    for name, axis in takes.by_groups:
+        axes[axis] = axes.get(axis, False) or (said[name] is not None and said[name].dim() > 1)
     if "dtype_out" not in axes:
         axes["dtype_out"] = _output_dtype(said, axes)
     # Where there are no 16 bits to round to, y's or dy's, rows are rounded once.
@@ -268,7 +274,8 @@ def check_normalised(
     x, dtypes = given["x"], FLOATS if kernel else _DOUBLE
     check_tensor("x", x)
     takes = FUNCTIONS[function]
-    refuse_fp8(x, "which has no modulated norm" if takes.modulated else TAKEN_WITH_ITS_SCALE.format(function))
+    other = f"which has no {takes.neighbour} norm"
+    refuse_fp8(x, other if takes.neighbour else TAKEN_WITH_ITS_SCALE.format(function))
     check_dtype("x", x, dtypes)
     shape = _dimensions(normalized_shape)
     if not shape or tuple(x.shape[-len(shape) :]) != shape:
@@ -283,6 +290,8 @@ def check_normalised(
             check_tensor(name, operand)
             if kind is Kind.SAMPLES:
                 check_sample_shape(name, operand, x)
+            elif kind is Kind.GROUPS:
+                check_group_shape(name, operand, x)
             elif tuple(operand.shape) != wanted:
                 raise ShapeError(f"{name} has shape {tuple(operand.shape)}; it takes {wanted}, {its}")
             check_dtype(name, operand, dtypes)

@@ -16,7 +16,7 @@ from ..codegen.parameters import FAMILIES
 _CLASSES = get_type_hints(Mode)
 
 # The tensors that are read.
-_OPERANDS = (Kind.ROWS, Kind.SAMPLES, Kind.VECTOR, Kind.PER_ROW, Kind.SCALE)
+_OPERANDS = (Kind.ROWS, Kind.SAMPLES, Kind.GROUPS, Kind.VECTOR, Kind.PER_ROW, Kind.SCALE)
 
 # The default that is no literal.
 _NOT_LITERAL: Mapping[str, Any] = {REQUIRED: None, "torch.float32": torch.float32}
@@ -42,7 +42,7 @@ class Function(NamedTuple):
         family: that it is of.
         norm: its.
         direction: whether it computes gradients.
-        modulated: whether its rows are modulated.
+        neighbour: what stands beside the norm, by its family's word.
         defaults: what it is given where nothing is passed, by name, for all parameters of its family.
         passed: the names of its own, but for the places; in their order, which is that of the operator's schema.
         words: names, with the enums of their members and the axes that they decide.
@@ -52,6 +52,7 @@ class Function(NamedTuple):
         tensors: the names of what is read, with its kind, and whether None may be passed.
         by_dtype: names of tensors whose dtype decides an axis, with that.
         by_presence: names of those that decide one by being there, with that and its values without and with them.
+        by_groups: names of those that decide one by being one a group, with that.
         needs: names of numbers, with what has to be there unless they are 0, and the error if it is not.
         conditions: names, with the attributes of a mode that lead to whether it reads them, and the errors if it does
             and they were not passed, and the other way round.
@@ -63,7 +64,7 @@ class Function(NamedTuple):
     family: Family
     norm: Norm
     direction: Direction
-    modulated: bool
+    neighbour: str
     defaults: tuple[tuple[str, Any], ...]
     passed: tuple[str, ...]
     words: tuple[tuple[str, type[Enum], str], ...]
@@ -73,6 +74,7 @@ class Function(NamedTuple):
     tensors: tuple[tuple[str, Kind, bool], ...]
     by_dtype: tuple[tuple[str, str], ...]
     by_presence: tuple[tuple[str, str, Any, Any], ...]
+    by_groups: tuple[tuple[str, str], ...]
     needs: tuple[tuple[str, str, str], ...]
     conditions: tuple[tuple[str, tuple[str, ...], str, str], ...]
     places: tuple[tuple[str, str], ...]
@@ -83,12 +85,12 @@ class Function(NamedTuple):
 def _function(family: Family, norm: Norm) -> Function:
     rows = family.of(norm)
     read = [row for row in rows if row.kind in _OPERANDS]
-    deciding = [(row, _CLASSES[row.axis]) for row in read if row.axis]
+    deciding = [(row, _CLASSES[row.axis]) for row in read if row.axis and row.kind is not Kind.GROUPS]
     return Function(
         family=family,
         norm=norm,
         direction=family.direction,
-        modulated=family.modulated,
+        neighbour=family.neighbour,
         defaults=tuple((row.name, _default(row, norm)) for row in family.parameters),
         passed=tuple(row.name for row in rows if row.kind is not Kind.PLACE),
         words=tuple((row.name, row.words, row.axis) for row in rows if row.words is not None),
@@ -100,6 +102,7 @@ def _function(family: Family, norm: Norm) -> Function:
         by_presence=tuple(
             (row.name, row.axis, *_without_and_with(row, kind)) for row, kind in deciding if kind is not DType
         ),
+        by_groups=tuple((row.name, row.axis) for row in read if row.kind is Kind.GROUPS),
         needs=tuple((row.name, row.needs, row.absent) for row in rows if row.needs),
         conditions=tuple((row.name, _path(row.wanted), row.absent, row.unused) for row in rows if row.wanted),
         places=tuple((row.name, row.result) for row in rows if row.kind is Kind.PLACE),

@@ -8,24 +8,15 @@ sample and leave sums of their own, which are added up in a fixed order.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
 import torch
 
-from ..codegen.instance import Tile
 from ..codegen.model import Direction, FusedAdd, Mode, Norm
-from ..dtypes import DTYPES, FLOATS
-from ..kernels import pipelines
-from ..kernels.gpu import Target, target_of
-from ..kernels.key import MOST_ROWS_IN_I32, pointer_type, row_count_type
-from ..kernels.launcher import Launcher
-from ..kernels.tile_choice import choose
-from ..selection import dispatch
+from ..dtypes import DTYPES
 from ..upstream.torch_dynamo import eager_only
-from .known import MISALIGNED, PLAIN
 from .modulated_instead import Kept, Told
 from .outputs import dtype_of_all
+from .row_gradients import Kind, Tensors, in_memory, kind_of, plan_of
 from .row_layout import row_stride
 
 # Of fewer rows than that a sample, programs would leave about as much as they read.
@@ -33,114 +24,13 @@ _LEAST_ROWS = 8
 # Each has a program or more, and the second dimension of a grid takes 65535.
 _MOST_SAMPLES = 2**15
 
-# What kernels leave for each program: sum(dy * h), sum(dy) and the gate's gradient.
-SUMS = ("dweight", "dbias", "dgate")
-_TERMS = ("gh_mean", "g_mean")
-# In the order in which launches bring them.
-_TENSORS = ("dy", "x", "weight", "scale", "gate", "gated", "mean", "rstd", "dresidual_out", "dx", "dgated")
-_WITH_ROWS = ("dy", "x", "scale", "gate", "gated", "dresidual_out", "dx", "dgated")
-
-Dtypes = tuple["torch.dtype | None", ...]
-
-
-class Kind(NamedTuple):
-    """What launches that share their kernels are alike in.
-
-    Attributes:
-        mode: theirs.
-        n: row length.
-        dtypes: of the tensors, None of those that are not there; then of `SUMS`.
-        strides: of those that have rows, in elements; 0 where there are none.
-        misaligned: which pointers, by their slots, are at no multiple of 16 bytes.
-    """
-
-    mode: Mode
-    n: int
-    dtypes: Dtypes
-    strides: tuple[int, ...]
-    misaligned: frozenset[str]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """The kernels for one class of M, in order."""
-
-    row: pipelines.Row
-    tile: Tile
-    launchers: tuple[Launcher, ...]
-
-
-class GradientPlan:
-    """The kernels of a kind of launches, for each class of M."""
-
-    def __init__(self, kind: Kind, target: Target, device: torch.device | None) -> None:
-        """Find the instance that serves a kind; with no device, kernels are known and not compiled."""
-        self.kind, self._target, self._device = kind, target, device
-        self._entry = dispatch.find(kind.mode, kind.n)
-        self._prepared: dict[int, Prepared] = {}
-
-    def prepared(self, m: int) -> Prepared:
-        """The kernels for m rows."""
-        size = 0 if m <= self._entry.small_m else 1 if m <= MOST_ROWS_IN_I32 else 2
-        if size not in self._prepared:
-            self._prepared[size] = self._prepare(m)
-        return self._prepared[size]
-
-    def _prepare(self, m: int) -> Prepared:
-        (mode, n, dtypes, strides, misaligned), target = self.kind, self._target
-        tile = choose(mode, self._entry.choices(m, target.arch), n, target)
-        row = pipelines.row_of(mode, tile.pipeline)
-        alignment = pipelines.row_alignment(*strides)
-        types: dict[str, str | None] = {
-            f"{name}_ptr": None if dtype is None else pointer_type(dtype, aligned=f"{name}_ptr" not in misaligned)
-            for name, dtype in zip((*_TENSORS, *SUMS), dtypes, strict=True)
-        }
-        term = pointer_type(torch.float32, aligned=True)
-        types |= {f"{name}_ptr": term for name in _TERMS}
-        types |= dict.fromkeys(("M", "sample_rows"), row_count_type(m))
-        types["weight_offset"] = "fp32"
-        named = {f"{name}_row_stride": stride for name, stride in zip(_WITH_ROWS, strides, strict=True)}
-        launchers = []
-        for step in row.steps:
-            chunked = replace(tile, block=step.block(tile))
-            constants = pipelines.constants(chunked, n, alignment, misaligned, target)
-            options = pipelines.compiler_options(row.options, tile, target)
-            kernel = self._entry.load(step.part or tile.pipeline)
-            launchers.append(Launcher(kernel, types, named, constants, tile.warps, options, target, self._device))
-        return Prepared(row, tile, tuple(launchers))
-
-    def programs(self, m: int, samples: int) -> int:
-        """How many programs share the rows of m, as many for each sample: a function of M only up to a sample's."""
-        ready = self.prepared(m)
-        most = ready.row.programs(ready.tile, self.kind.n, self._target)
-        rows = m // samples
-        return samples * max(1, min(-(-most // samples), -(-rows // ready.tile.rows)))
-
-    def launch(self, m: int, samples: int, programs: int, values: Sequence[Any], weight_offset: float) -> None:
-        """Launch the kernels, given the tensors and memory for sums and terms, None for those that are not there."""
-        ready = self.prepared(m)
-        given: Sequence[Any] = values
-        by_address = all(launcher.launch is not None for launcher in ready.launchers)
-        if by_address:
-            given = [0 if tensor is None else tensor.data_ptr() for tensor in values]
-        for step, launcher in zip(ready.row.steps, ready.launchers, strict=True):
-            grid = step.grid(ready.tile, self.kind.n, self._target)(m, programs)
-            launch = launcher.launch if by_address and launcher.launch is not None else launcher.launch_tensors
-            launch(grid, (*given, m, m // samples, weight_offset))
-
-    @property
-    def plans(self) -> list[GradientPlan]:
-        """Itself, as the one plan of a kind of call that is known."""
-        return [self]
-
-
-def _plan_of(kind: Kind, device: torch.device) -> GradientPlan:
-    plans, key = dispatch.plans, ("modulated bwd", kind, device)
-    found: tuple[GradientPlan, ...] = plans.get(key, ())
-    if not found:
-        found = (GradientPlan(kind, target_of(device), device),)
-        dispatch.remember(plans, key, found)
-    return found[0]
+# Sums are sum(dy * h), sum(dy) and the gate's gradient.
+TENSORS = Tensors(
+    names=("dy", "x", "weight", "scale", "gate", "gated", "mean", "rstd", "dresidual_out", "dx", "dgated"),
+    with_rows=("dy", "x", "scale", "gate", "gated", "dresidual_out", "dx", "dgated"),
+    sums=("dweight", "dbias", "dgate"),
+    shared="sample_rows",
+)
 
 
 def mode_of(norm: Norm, dtype: torch.dtype, adds: bool, gates: bool) -> Mode:
@@ -148,21 +38,6 @@ def mode_of(norm: Norm, dtype: torch.dtype, adds: bool, gates: bool) -> Mode:
     fadd = FusedAdd.PRE_ADD_STORE if adds else FusedAdd.NONE
     own = DTYPES[dtype]
     return Mode(norm, own, own, fadd, direction=Direction.BACKWARD, modulated=True, x_gate=gates)
-
-
-def kind_of(
-    mode: Mode, n: int, tensors: Mapping[str, torch.Tensor | None], strides: Mapping[str, int], sums: Collection[str]
-) -> Kind:
-    """What launches with some tensors are alike in."""
-    found = [tensors.get(name) for name in _TENSORS]
-    dtypes = [None if tensor is None else tensor.dtype for tensor in found]
-    dtypes += [torch.float32 if name in sums else None for name in SUMS]
-    misaligned = [
-        f"{name}_ptr"
-        for name, tensor in zip(_TENSORS, found, strict=True)
-        if tensor is not None and tensor.data_ptr() & MISALIGNED
-    ]
-    return Kind(mode, n, tuple(dtypes), tuple([strides.get(name, 0) for name in _WITH_ROWS]), frozenset(misaligned))
 
 
 def stand_in(
@@ -174,13 +49,18 @@ def stand_in(
 ) -> Kind:
     """What launches are alike in whose rows adjoin, whose tensors are of a type of their own, and that sum all."""
     single = torch.float32
-    found = {**dict.fromkeys(_TENSORS, own), "mean": single if mode.norm.centres else None, "rstd": single, **dtypes}
+    found = {
+        **dict.fromkeys(TENSORS.names, own),
+        "mean": single if mode.norm.centres else None,
+        "rstd": single,
+        **dtypes,
+    }
     for name, there in (("gate", mode.x_gate), ("gated", mode.x_gate), ("dresidual_out", mode.fadd.stores)):
         found[name] = own if there else None
     found["dgated"] = found["gated"]
-    left = [single if name != "dgate" or mode.x_gate else None for name in SUMS]
-    strides = tuple([0 if found[name] is None else n for name in _WITH_ROWS])
-    return Kind(mode, n, (*[found[name] for name in _TENSORS], *left), strides, frozenset(misaligned))
+    left = [single if name != "dgate" or mode.x_gate else None for name in TENSORS.sums]
+    strides = tuple([0 if found[name] is None else n for name in TENSORS.with_rows])
+    return Kind(mode, TENSORS, n, (*[found[name] for name in TENSORS.names], *left), strides, frozenset(misaligned))
 
 
 def rows_a_sample(kept: Kept) -> int:
@@ -196,14 +76,7 @@ def rows_a_sample(kept: Kept) -> int:
 
 def takes(kept: Kept, *arrived: torch.Tensor | None) -> bool:
     """Whether kernels compute the gradients of a call: of tensors in memory, and of several rows a sample."""
-    tensors = [tensor for tensor in (*kept, *arrived) if tensor is not None]
-    if not all(tensor.__class__ in PLAIN and tensor.dtype in FLOATS and not tensor.is_neg() for tensor in tensors):
-        return False
-    try:
-        in_memory = all(tensor.data_ptr() != 0 for tensor in tensors)
-    except RuntimeError:
-        return False
-    if not in_memory or kept.rows.numel() == 0:
+    if not in_memory((*kept, *arrived)) or kept.rows.numel() == 0:
         return False
     each = rows_a_sample(kept)
     return each >= _LEAST_ROWS and kept.rows.numel() // kept.rows.shape[-1] // each <= _MOST_SAMPLES
@@ -237,14 +110,13 @@ def gradients(
     }
     wanted = {"dweight": for_scale or for_weight, "dbias": for_scale or for_shift or for_bias, "dgate": for_gate}
     sums = [name for name, needed in wanted.items() if needed]
-    strides = {name: _stride(tensors[name], samples if name in ("scale", "gate") else m) for name in _WITH_ROWS}
+    strides = {name: _stride(tensors[name], samples if name in ("scale", "gate") else m) for name in TENSORS.with_rows}
     mode = mode_of(Norm(told.norm), rows.dtype, dresidual_out is not None, gates)
-    plan = _plan_of(kind_of(mode, n, tensors, strides, sums), rows.device)
+    plan = plan_of(kind_of(mode, TENSORS, n, tensors, strides, sums), rows.device)
     programs = plan.programs(m, samples)
     left = {name: rows.new_empty((programs, n), dtype=torch.float32) for name in sums}
-    terms = [rows.new_empty(m, dtype=torch.float32) for _ in _TERMS]
-    values = [*[tensors[name] for name in _TENSORS], *[left.get(name) for name in SUMS], *terms]
-    plan.launch(m, samples, programs, values, told.weight_offset)
+    values = [*[tensors[name] for name in TENSORS.names], *[left.get(name) for name in TENSORS.sums]]
+    plan.launch(m, m // samples, programs, values, told.weight_offset)
     totals = {name: left[name].view(samples, -1, n).sum(1) for name in sums}
     found = _of_samples_sums(kept, told, totals, due)
     found[0] = tensors["dgated"] if gates else tensors["dx"]

@@ -27,7 +27,7 @@ from ..upstream.triton_launcher import Grid, Launch
 from .check import Call
 from .outputs import aligned_length
 from .overlap import REPLACEABLE, Extent, Extents, extent_of
-from .row_layout import row_stride, sample_stride
+from .row_layout import group_stride, row_stride, sample_stride
 
 # How many M a plan keeps the layouts of.
 _LAYOUTS = 64
@@ -230,7 +230,7 @@ def _dtype_of_input(row: Parameter, call: Call) -> torch.dtype | None:
 def _row_strides(family: Family, call: Call) -> dict[str, RowStride]:
     """The strides of rows by their slots; 0 of what is not there, and N of what is new."""
     places = {row.result: row.name for row in family.places}
-    samples = {row.name for row in family.inputs if row.kind is Kind.SAMPLES}
+    kinds = {row.name: row.kind for row in family.inputs}
     slots = [(row.row_stride_slot, row.name, 0) for row in family.inputs]
     for row in family.results:
         slots.append((row.row_stride_slot, places.get(row.name, ""), call.n if row.is_wanted(call.mode) else 0))
@@ -239,8 +239,10 @@ def _row_strides(family: Family, call: Call) -> dict[str, RowStride]:
         if slot is not None:
             tensor: torch.Tensor | None = getattr(call, name, None)
             strides[slot] = absent if tensor is None else row_stride(name, tensor)
-            if tensor is not None and name in samples:
+            if tensor is not None and kinds.get(name) is Kind.SAMPLES:
                 strides[slot] = sample_stride(name, tensor, call.x)
+            elif tensor is not None and kinds.get(name) is Kind.GROUPS:
+                strides[slot] = group_stride(name, tensor)
     return strides
 
 

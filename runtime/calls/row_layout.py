@@ -55,6 +55,13 @@ def sample_stride(name: str, tensor: torch.Tensor, x: torch.Tensor) -> RowStride
     return RowWalk((tensor.stride(0), 0), (rows,)) if rows > 1 else tensor.stride(0)
 
 
+def group_stride(name: str, tensor: torch.Tensor) -> RowStride:
+    """The same of what has a row for each of the groups that x's rows are in turn, or one for all."""
+    row_stride(name, tensor)
+    groups = tensor.shape[0] if tensor.dim() > 1 else 1
+    return RowWalk((0, tensor.stride(0)), (groups,)) if groups > 1 else 0
+
+
 def _collapsed(tensor: torch.Tensor) -> list[tuple[int, int]]:
     """Sizes and strides of the leading dimensions, where neighbours that one stride walks are one."""
     found: list[tuple[int, int]] = []

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 
-from ..codegen.model import Cast, FusedAdd, FusedQuant, Rounding
+from ..codegen.model import Cast, FusedAdd, FusedQuant, GateActivation, Gating, Rounding
 from ..selection import dispatch
 from ..upstream.torch_allocator import contiguous_strides
 from ..upstream.torch_dynamo import eager_below, eager_only
@@ -889,5 +889,72 @@ def find_modulated(operands: ModulatedOperands, options: ModulatedOptions) -> tu
             plan = known.plan_at(x_at, scale_at, shift_at, gate_at, residual_at, weight_at, bias_at)
         if plan is not None:
             addresses = (x_at, scale_at, shift_at, gate_at, residual_at, weight_at, bias_at)
+            return key, (plan, addresses, tensors, shape, m, eps, weight_offset)
+    return key, None
+
+
+# A call of gated norms: its tensors, in the order in which launches bring them, and what else it is told.
+GatedOperands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+GatedOptions = tuple[
+    str, str | Gating, str | GateActivation, float, float, str | int | FusedQuant, torch.dtype | None, bool
+]
+
+
+@eager_only
+def find_gated(operands: GatedOperands, options: GatedOptions) -> tuple[Key | None, Found | None]:
+    """What a call of gated norms comes to.
+
+    Returns:
+        What such a call is known by, or None if it cannot be; and what `launch.run` and `run_recorded` are to be given,
+        or None if no call like it is known.
+    """
+    x, gate, weight, bias = operands
+    norm, gating, activation, eps, weight_offset, fquant, out_dtype, save_mv = options
+    key: Key | None = None
+    known: Known | None = None
+    try:
+        shape = x.shape
+        n = shape[-1]
+        tensors = operands
+        key = (
+            "gated", norm, n, weight is None, bias is None, gating, activation, fquant, fquant.__class__, out_dtype,
+            save_mv, save_mv.__class__,
+        )  # fmt: skip
+        if len(shape) == 2:
+            m = shape[0]
+        else:
+            m = x.numel() // n
+            if not (x.is_contiguous() and gate.is_contiguous()):
+                # Row strides are then found from all sizes but the first, and strides, together.
+                key = (*key, shape[1:])
+        for kind in dispatch.plans.get(key, ()):
+            if kind.fits(*kind.present(tensors)):
+                known = kind
+                break
+    except UNREADABLE:
+        key = None
+    if (
+        known is not None
+        and forward_ad._current_level < 0
+        and not dispatch_modes()
+        and eps is not None
+        and eps.__class__ is float
+        and 0.0 <= eps <= LARGEST_FP32
+        and weight_offset is not None
+        and weight_offset.__class__ is float
+        and (weight_offset == 0.0 or (weight is not None and norm == "rms" and abs(weight_offset) <= LARGEST_FP32))
+        and gate.shape == shape
+        and (weight is None or weight.dim() == 1 or weight.shape[0] == shape[-2])
+        and (bias is None or bias.dim() == 1 or bias.shape[0] == shape[-2])
+    ):
+        x_at = x.data_ptr() or NOWHERE
+        gate_at = gate.data_ptr() or NOWHERE
+        weight_at = 0 if weight is None else weight.data_ptr() or NOWHERE
+        bias_at = 0 if bias is None else bias.data_ptr() or NOWHERE
+        plan = known.plan
+        if (x_at | gate_at | weight_at | bias_at) & MISALIGNED:
+            plan = known.plan_at(x_at, gate_at, weight_at, bias_at)
+        if plan is not None:
+            addresses = (x_at, gate_at, weight_at, bias_at)
             return key, (plan, addresses, tensors, shape, m, eps, weight_offset)
     return key, None

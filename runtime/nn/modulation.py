@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, overload
 
 import torch
-from torch.overrides import handle_torch_function, has_torch_function
 
 from ..calls import modulated, modulated_instead
-from ..calls.argument_checks import check_tensor
-from ..calls.backend import backend, left_to_torch
-from ..calls.check import check_normalised
-from ..calls.known import PLAIN
-from ..calls.sharded import is_sharded
+from ..calls import neighbours as calls
 from ..calls.straight import ModulatedOperands, ModulatedOptions
-from ..calls.traced import intercepted, is_dynamo_compiling, keeps_for_recomputation, result_dtype, unrecorded
+from ..calls.traced import is_dynamo_compiling, result_dtype
 from ..errors import ConflictError
+from . import neighbours
 
 
 @overload
@@ -96,7 +91,7 @@ def modulated_layer_norm(
     """
     operands = (x, scale, shift, gate, residual, weight, bias)
     found: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-    found = _normalise(operands, ("layer", eps, 0.0, None, modulated.records(operands)))
+    found = _normalise(operands, ("layer", eps, 0.0, None, calls.records(operands)))
     return found
 
 
@@ -153,45 +148,30 @@ def modulated_rms_norm(
     """
     operands = (x, scale, shift, gate, residual, weight, None)
     found: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-    found = _normalise(operands, ("rms", eps, weight_offset, None, modulated.records(operands)))
+    found = _normalise(operands, ("rms", eps, weight_offset, None, calls.records(operands)))
     return found
 
 
 def _normalise(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
-    found = None if is_dynamo_compiling() else modulated.normalise_known(operands, options)
+    found = None if is_dynamo_compiling() else calls.normalise_known(modulated.CALLS, operands, options)
     return _first(operands, options) if found is None else found
 
 
 def _first(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
     """A call that is like none before."""
-    if any(type(operand) not in PLAIN for operand in operands if operand is not None) and has_torch_function(operands):
-        return _handed_on(operands, options)
-    norm, eps, weight_offset, _, saves = options
-    x, _, _, gate, residual, _, _ = operands
-    kernel = isinstance(x, torch.Tensor) and backend(x) == "kernel"
-    left = left_to_torch(operands) or is_sharded(*operands)
-    check_tensor("x", x)
-    with unrecorded():
-        given = modulated.named(operands, options)
-        check_normalised(modulated.FUNCTION_OF[norm], given, x.shape[-1:], kernel=kernel and not left)
+    if neighbours.is_handed_on(operands):
+        given = calls.named(modulated.CALLS, operands, options)
+        return neighbours.handed_on(_PUBLIC[options[0]], operands, given, positional=3)
+    _, _, _, gate, residual, _, _ = operands
     if gate is not None and residual is None:
         raise ConflictError("gate scales x before residual is added to it, and none was passed; pass residual")
-    traced = is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation())
-    said = (norm, float(eps), float(weight_offset), result_dtype(norm, x), saves)
-    if not kernel or left:
-        return modulated_instead.normalise(operands, said)
-    # What is known is known by what was passed, and by what surrounds it.
-    said = (*said[:3], None, saves)
-    return (modulated.normalise_traced if traced else modulated.normalise)(operands, said)
+    return neighbours.normalise(modulated.CALLS, _by_torch, operands, options)
 
 
-def _handed_on(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
-    """What the class of an operand makes of a call (`__torch_function__`), as torch.fx's proxies do."""
-    given = modulated.named(operands, options)
-    function = _PUBLIC[options[0]]
-    x, scale, shift = operands[:3]
-    others = {name: given[name] for name in list(inspect.signature(function).parameters)[3:]}
-    return handle_torch_function(function, operands, x, scale, shift, **others)
+def _by_torch(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
+    norm, eps, weight_offset, out_dtype, saves = options
+    said = (norm, eps, weight_offset, out_dtype or result_dtype(norm, operands[0]), saves)
+    return modulated_instead.normalise(operands, said)
 
 
 # By the norm's word.

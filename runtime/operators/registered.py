@@ -32,7 +32,7 @@ from ..compiled.switch import settle
 from ..upstream.imports import when_imported
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import dispatch_modes
-from . import gradients, grouped, modulated, sharding
+from . import gradients, grouped, neighbours, sharding
 
 # The compiler keeps strides as they were traced: fake kernels refuse rows that kernels cannot walk, and no others come.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -85,8 +85,8 @@ def _not_written(function: str, results: Any) -> tuple[torch.Tensor, ...]:
 
 def _run(function: str, arguments: tuple[Any, ...]) -> Any:
     given, takes = _named(function, arguments), FUNCTIONS[function]
-    if takes.modulated:
-        return modulated.run(function, given)
+    if takes.neighbour:
+        return neighbours.run(function, given)
     refuse_foreign(takes.family, given)
     if not dispatch_modes():
         return _STRAIGHT[function](**given)
@@ -151,9 +151,9 @@ BACKWARD = {norm.value: _register(name) for norm, name in _BACKWARD.items()}
 for _norm in Norm:
     _count_writes(f"{_FORWARD[_norm]}_into", FORWARD_INTO[_norm.value])
     gradients.register(_library, _NAMESPACE, _FORWARD[_norm], _BACKWARD[_norm])
-for _name in parameters.MODULATED.functions.values():
+for _name in (*parameters.MODULATED.functions.values(), *parameters.GATED.functions.values()):
     _register(_name)
-    modulated.register(_library, _NAMESPACE, _name)
+    neighbours.register(_library, _NAMESPACE, _name)
 grouped.register(_library, _NAMESPACE, _TAGS)
 # Who has no DTensors does not wait for them to be imported, which takes a second.
 when_imported("torch.distributed.tensor", partial(sharding.register, _library, _NAMESPACE, _STRAIGHT))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls import known, modulated
-from normforge.calls.modulated_backward import GradientPlan
+from normforge.calls import known, neighbours
+from normforge.calls.row_gradients import GradientPlan
 from normforge.codegen.model import DType, Mode, Norm
 from normforge.selection import dispatch
 
@@ -36,13 +36,13 @@ def exact(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Te
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """What is added to at each call that is checked."""
     checked: list[None] = []
-    check: Callable[..., object] = vars(modulated)["check"]
+    check: Callable[..., object] = vars(neighbours)["check"]
 
     def counted(*arguments: object) -> object:
         checked.append(None)
         return check(*arguments)
 
-    monkeypatch.setattr(modulated, "check", counted)
+    monkeypatch.setattr(neighbours, "check", counted)
     return checked
 
 

@@ -16,8 +16,8 @@ import normforge
 from normforge.calls.outputs import LayerNormOutput, NormGradients
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.families import REQUIRED, Family, Kind, Parameter, Result
-from normforge.codegen.model import Direction, DType, FusedAdd, FusedQuant, Mode, Norm
-from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD, MODULATED
+from normforge.codegen.model import Direction, DType, FusedAdd, FusedQuant, Gating, Mode, Norm
+from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD, GATED, MODULATED
 from normforge.codegen.signature import params
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -61,6 +61,12 @@ def modes(family: Family, norm: Norm) -> tuple[Mode, ...]:
         return (
             Mode(norm, DType.BF16, DType.BF16, modulated=True),
             Mode(norm, DType.BF16, DType.FP16, add, save_mv=True, modulated=True, x_gate=True),
+        )
+    if family is GATED:
+        before, dynamic = Gating.BEFORE_NORM, FusedQuant.DYNAMIC
+        return (
+            Mode(norm, DType.BF16, DType.BF16, gating=Gating.AFTER_NORM),
+            Mode(norm, DType.BF16, DType.INT8, fquant=dynamic, save_mv=True, gating=before, grouped=True),
         )
     add, quant = FusedAdd.PRE_ADD_STORE, FusedQuant.SMOOTH_DYNAMIC
     return (
@@ -111,6 +117,20 @@ def test_modulated_functions_take_what_their_rows_say(norm: Norm) -> None:
         assert written == REQUIRED or ast.literal_eval(written) == parameter.default
 
 
+@pytest.mark.parametrize("norm", Norm, ids=str)
+def test_gated_functions_take_what_their_rows_say(norm: Norm) -> None:
+    """All but what autograd decides and what follows from x; gating and groups in the words of Mamba2."""
+    signature = inspect.signature(getattr(normforge, GATED.functions[norm]))
+    left = ("weight_offset", "fquant", "out_dtype", "save_mv", "gating")
+    rows = {row.name: row for row in GATED.of(norm) if row.name not in left}
+    assert set(signature.parameters) == {*rows, "norm_before_gate", "group_size"}
+    for name, row in rows.items():
+        parameter, written = signature.parameters[name], row.default[norm]
+        assert parameter.annotation == row.annotation
+        assert (parameter.default is parameter.empty) == (written == REQUIRED)
+        assert written == REQUIRED or ast.literal_eval(written) == parameter.default
+
+
 def test_the_results_are_what_is_returned() -> None:
     assert tuple(result.name for result in FORWARD.results) == LayerNormOutput._fields
     assert tuple(result.name for result in BACKWARD.results) == NormGradients._fields
@@ -125,7 +145,8 @@ def test_kernels_have_the_slots_of_what_is_wanted(family: Family, norm: Norm) ->
         # The values that programs exchange, and the means that one kernel leaves for the next.
         inner = {"exchange_ptr", "gh_mean_ptr", "g_mean_ptr"}
         assert pointers == {name for name in declared if name.endswith("_ptr")} - inner
-        strides = {row.row_stride_slot for row in tensors if row.is_wanted(mode)} - {None}
+        walked = [row for row in tensors if row.kind is not Kind.GROUPS or mode.grouped]
+        strides = {row.row_stride_slot for row in walked if row.is_wanted(mode)} - {None}
         assert strides == {name for name in declared if name.endswith("_row_stride")}
         numbers = {row.slot for row in family.of(norm) if row.kind is Kind.NUMBER}
         assert numbers <= declared
@@ -134,7 +155,7 @@ def test_kernels_have_the_slots_of_what_is_wanted(family: Family, norm: Norm) ->
 def test_every_axis_is_decided_by_a_parameter() -> None:
     """Of the forward functions; which norm, which direction and whether modulated is which function."""
     axes = {field.name for field in fields(Mode)}
-    decided = {row.axis for family in (FORWARD, MODULATED) for row in family.parameters} - {""}
+    decided = {row.axis for family in (FORWARD, MODULATED, GATED) for row in family.parameters} - {""}
     assert decided == axes - {"norm", "direction", "modulated"}
     assert {row.axis for row in BACKWARD.parameters} - {""} <= axes
 

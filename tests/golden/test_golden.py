@@ -15,7 +15,19 @@ import pytest
 
 from normforge.codegen import calls, emit, tiling
 from normforge.codegen.instance import Bucket, Instance, Tile, Tiles
-from normforge.codegen.model import Cast, Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Pipeline, Rounding
+from normforge.codegen.model import (
+    Cast,
+    Direction,
+    DType,
+    FusedAdd,
+    FusedQuant,
+    GateActivation,
+    Gating,
+    Mode,
+    Norm,
+    Pipeline,
+    Rounding,
+)
 from normforge.codegen.tile_tables import TileTable, tiles_of
 
 from ..thorough import THOROUGH
@@ -69,6 +81,18 @@ MODES = (
         modulated=True,
         x_gate=True,
     ),
+    Mode(Norm.LAYER, DType.BF16, DType.BF16, gating=Gating.AFTER_NORM, grouped=True),
+    Mode(
+        Norm.RMS,
+        DType.BF16,
+        DType.INT8,
+        fquant=FusedQuant.DYNAMIC,
+        gating=Gating.BEFORE_NORM,
+        gate_activation=GateActivation.SIGMOID,
+    ),
+    Mode(Norm.LAYER, DType.BF16, DType.BF16, direction=Direction.BACKWARD, gating=Gating.AFTER_NORM, grouped=True),
+    Mode(Norm.LAYER, DType.FP16, DType.FP16, direction=Direction.BACKWARD, gating=Gating.BEFORE_NORM),
+    Mode(Norm.RMS, DType.FP32, DType.FP32, direction=Direction.BACKWARD, gating=Gating.AFTER_NORM),
 )
 
 # Not the committed tables: those change with every measurement, and this shows every field of a tile.

@@ -49,7 +49,14 @@ _POINTERS = {
     DType.FP8_E5M2: "*fp8e5",
 }
 _OPERANDS = ("weight_ptr", "bias_ptr", "x_bias_ptr", "smooth_scale_ptr")
-_OTHERS = {"exchange_ptr": "*i64", "M": "i32", "sample_rows": "i32", "eps": "fp32", "weight_offset": "fp32"}
+_OTHERS = {
+    "exchange_ptr": "*i64",
+    "M": "i32",
+    "sample_rows": "i32",
+    "groups": "i32",
+    "eps": "fp32",
+    "weight_offset": "fp32",
+}
 
 _REGISTERS = 65536
 _MOST_REGISTERS = 255

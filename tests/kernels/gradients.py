@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from normforge import reference
-from normforge.calls import modulated_backward
+from normforge.calls import gated_backward, gated_instead, modulated_backward
 from normforge.calls.modulated_instead import Kept, Told
 from normforge.calls.outputs import NormGradients
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
@@ -47,6 +47,9 @@ class GradientProblem:
         """Run the call and hold every gradient against the oracle's."""
         if self.mode.modulated:
             check_modulated(self.mode, self.shape, self.dtypes, device)
+            return
+        if self.mode.gating.gates:
+            check_gated(self.mode, self.shape, self.dtypes, device)
             return
         tensors = self._draw(device)
         before = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -182,6 +185,48 @@ def check_modulated(mode: Mode, shape: tuple[int, ...], dtypes: dict[str, DType]
             error = (got.double() - want).abs()
             assert got.shape == want.shape, name
             assert bool((error <= allowed).all()), f"gradient of {name} is off by {float(error.max()):.3g}: {mode.name}"
+
+
+def check_gated(mode: Mode, shape: tuple[int, ...], dtypes: dict[str, DType], device: str) -> None:
+    """Run the kernels of gated rows, of groups if the mode has them, and hold every gradient to fp64."""
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{mode.name}{shape}".encode()))
+    groups, n = 3, shape[-1]
+
+    def draw(name: str, *size: int) -> torch.Tensor:
+        dtype = TORCH_DTYPES[dtypes.get(name, mode.dtype_in)]
+        return torch.randn(size, generator=generator, device=device).to(dtype)
+
+    x, gate, dy = (draw(name, shape[0], groups, n) for name in ("x", "gate", "dy"))
+    x = x.to(TORCH_DTYPES[mode.dtype_in])
+    of_vectors = (groups, n) if mode.grouped else (n,)
+    weight, bias = draw("weight", *of_vectors), draw("bias", *of_vectors) if mode.norm.centres else None
+    act = torch.nn.functional.silu if mode.gate_activation.value == "silu" else torch.sigmoid
+    s = x.double() * act(gate.double()) if mode.gating.is_before else x.double()
+    centre = s.mean(-1, keepdim=True) if mode.norm.centres else torch.zeros_like(s[..., :1])
+    rstd = ((s - centre).square().mean(-1) + EPS).rsqrt()
+    mean = centre.squeeze(-1).float() if mode.norm.centres else None
+    kept = gated_instead.Kept(x, gate, weight, bias, mean, rstd.float())
+    leaves = [tensor for tensor in (x, gate, weight, bias) if tensor is not None]
+    types = tuple([None if tensor is None else tensor.dtype for tensor in (x, gate, weight, bias)])
+    told = gated_instead.Told(mode.norm.value, mode.gating, mode.gate_activation, 0.0, types)
+    assert gated_backward.takes(kept, dy)
+    found = gated_backward.gradients(kept, told, dy, (True, True, True, bias is not None))
+
+    exact = [tensor.double().requires_grad_() for tensor in leaves]
+    factor = act(exact[1])
+    total = exact[0] * factor if mode.gating.is_before else exact[0]
+    centred = total - total.mean(-1, keepdim=True) if mode.norm.centres else total
+    y = centred * (centred.square().mean(-1, keepdim=True) + EPS).rsqrt() * exact[2]
+    y = y + exact[3] if bias is not None else y
+    y = y if mode.gating.is_before else y * factor
+    wanted = torch.autograd.grad((y * dy.double()).sum(), exact)
+    assert [gradient is not None for gradient in found] == [True, True, True, bias is not None]
+    for name, got, want in zip(("x", "gate", "weight", "bias"), found, wanted, strict=False):
+        assert got is not None
+        allowed = TOLERANCES[got.dtype].rtol * want.abs() + 1e-4 * max(1.0, float(want.abs().max()))
+        error = (got.double() - want).abs()
+        assert got.shape == want.shape, name
+        assert bool((error <= allowed).all()), f"gradient of {name} is off by {float(error.max()):.3g}: {mode.name}"
 
 
 _PLACES = ("x", "scale", "shift", "gate", "residual", "weight", "bias")

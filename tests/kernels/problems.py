@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 import normforge
-from normforge import LayerNormOutput, modulation_reference, reference
+from normforge import LayerNormOutput, gating_reference, modulation_reference, reference
 from normforge.calls.functions import FUNCTIONS, completed
 from normforge.codegen.families import Kind, Parameter
 from normforge.codegen.model import INPUT_DTYPES, DType, Mode, Norm
 from normforge.codegen.parameters import family_of
 from normforge.dtypes import TORCH_DTYPES
 from normforge.mode_arguments import arguments_of
-from normforge.operators import modulated
+from normforge.operators import neighbours
 from normforge.reference import ReferenceOutput
 from normforge.tools.compare import compare
 
@@ -34,6 +34,14 @@ _MODULATED: dict[Norm, Callable[..., ReferenceOutput]] = {
     Norm.LAYER: modulation_reference.modulated_layer_norm,
     Norm.RMS: modulation_reference.modulated_rms_norm,
 }
+_GATED: dict[Norm, Callable[..., ReferenceOutput]] = {
+    Norm.LAYER: gating_reference.gated_layer_norm,
+    Norm.RMS: gating_reference.gated_rms_norm,
+}
+_ORACLES = {"": _REFERENCE, "modulated": _MODULATED, "gated": _GATED}
+
+# How many tokens there are of a shape's rows, where these are the groups of one.
+_TOKENS = 2
 
 # The arguments that `Problem` draws a row of for each of x's.
 _ROWS = ("x", "residual", "scale", "gate")
@@ -78,7 +86,9 @@ class Problem:
             # A shift for all rows, and a scale and a gate for each.
             is_rows = parameter.kind is Kind.ROWS or (parameter.kind is Kind.SAMPLES and name != "shift")
             width = 2.0 if name == "smooth_scale" else 1.0
-            shape = (*self.shape[:-1], self.row_stride or n) if is_rows else (n,)
+            of_groups = mode.grouped and parameter.kind is Kind.GROUPS
+            shape = (*self.shape[:-1], self.row_stride or n) if is_rows or of_groups else (n,)
+            shape = (_TOKENS, *shape) if is_rows and mode.grouped else shape
             uniform = torch.rand(shape, generator=generator, device=device, dtype=torch.float32)
             return uniform.sub_(0.5).mul_(width).to(dtype)[..., :n]
 
@@ -87,18 +97,19 @@ class Problem:
     def check(self, device: str) -> LayerNormOutput:
         """Run the call and hold every output of every row against the oracle."""
         arguments = self.arguments(device)
-        actual = _modulated(self.mode, arguments) if self.mode.modulated else _FORWARD[self.mode.norm](**arguments)
+        beside = family_of(self.mode).neighbour
+        actual = _beside(self.mode, arguments) if beside else _FORWARD[self.mode.norm](**arguments)
         _check_against_oracle(self, arguments, actual)
         return actual
 
 
-def _modulated(mode: Mode, arguments: dict[str, Any]) -> LayerNormOutput:
-    """A call of modulated norms, which have no public function that returns statistics."""
+def _beside(mode: Mode, arguments: dict[str, Any]) -> LayerNormOutput:
+    """A call of norms with a neighbour, as their operator makes it."""
     function = family_of(mode).functions[mode.norm]
     given = {
         name: value for name, value in completed(function, arguments).items() if name in FUNCTIONS[function].passed
     }
-    return modulated.run(function, given)
+    return neighbours.run(function, given)
 
 
 def mixed_dtypes(mode: Mode, salt: int) -> dict[str, DType]:
@@ -109,12 +120,16 @@ def mixed_dtypes(mode: Mode, salt: int) -> dict[str, DType]:
 
 def _check_against_oracle(problem: Problem, arguments: dict[str, Any], actual: LayerNormOutput) -> None:
     n = problem.shape[-1]
-    rows = arguments["x"].numel() // n
+    x = arguments["x"]
+    rows = x.numel() // n
     block = max(1, _ORACLE_ELEMENTS // n)
-    oracle = (_MODULATED if problem.mode.modulated else _REFERENCE)[problem.mode.norm]
+    oracle = _ORACLES[family_of(problem.mode).neighbour][problem.mode.norm]
     flat = {name: _rows_of(tensor, n) for name, tensor in arguments.items() if name in _ROWS}
     if "x_scale" in arguments:
         flat["x_scale"] = arguments["x_scale"].reshape(-1)
+    if problem.mode.grouped:
+        shared = {name: arguments[name] for name in ("weight", "bias") if name in arguments}
+        flat |= {name: vector.expand(x.shape).reshape(-1, n) for name, vector in shared.items()}
     for start in range(0, rows, block):
         part = slice(start, start + block)
         expected = oracle(**arguments | {name: rows[part] for name, rows in flat.items()})

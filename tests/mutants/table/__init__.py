@@ -7,6 +7,7 @@ from . import (
     deployment,
     dispatch,
     forward,
+    gating,
     generator,
     gradients,
     keys,
@@ -28,4 +29,5 @@ MUTANTS = (
     *deployment.MUTANTS,
     *generator.MUTANTS,
     *modulation.MUTANTS,
+    *gating.MUTANTS,
 )

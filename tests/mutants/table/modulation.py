@@ -68,8 +68,8 @@ MUTANTS = (
         "modulated-backward-leaves-sums-in-one-place",
         "backward modulated: programs of all samples leave their sums in the same places",
         "templates/backward.j2",
-        '{{ "leaving" if m.modulated else "program" }}',
-        '{{ "program" if m.modulated else "program" }}',
+        '{{ "leaving" if m.modulated or m.grouped else "program" }}',
+        '{{ "leaving" if m.grouped else "program" }}',
         (_FORMULA,),
     ),
     Mutant(
@@ -83,9 +83,9 @@ MUTANTS = (
     Mutant(
         "modulated-gradient-of-a-negative",
         "backward modulated: a gradient that is a view of its negative is read as it lies in memory",
-        "runtime/calls/modulated_backward.py",
-        " and not tensor.is_neg() for tensor in tensors",
-        " for tensor in tensors",
+        "runtime/calls/row_gradients.py",
+        " and not tensor.is_neg() for tensor in there",
+        " for tensor in there",
         ("tests/nn/test_modulation.py::test_a_gradient_that_arrives_may_lie_anyhow",),
     ),
 )

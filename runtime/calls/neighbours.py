@@ -1,0 +1,248 @@
+"""Calls of norms with a neighbour, a modulation or a gate: known or checked, launched, and recorded by autograd.
+
+What one family has of its own is a row of data, a `Neighbour`: see `modulated` and `gated`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..codegen.families import Family, Kind, Parameter
+from ..codegen.model import FusedQuant, Norm
+from ..kernels.gpu import require_device
+from ..mode_words import word
+from ..selection import dispatch
+from ..upstream.torch_autograd import applied, applied_at_once
+from ..upstream.torch_dynamo import eager_only
+from .check import check
+from .first import address_of, resolved
+from .known import MISALIGNED, PLAIN, Found, Key, remember
+from .launch import run, run_alone, run_recorded
+from .outputs import LayerNormOutput, unpacked
+from .plan import Plan
+from .row_layout import walkable
+from .traced import operated, result_dtype
+
+# The tensors of a call, in the order in which launches bring them, None for those that are not there.
+Operands = tuple[Any, ...]
+# The norm's word, and what else a call is told, in the order of the rows; whether statistics are saved comes last.
+Options = tuple[Any, ...]
+Gradients = list["torch.Tensor | None"]
+
+
+class Neighbour(NamedTuple):
+    """What calls of one family have of their own.
+
+    Plain values, because TorchDynamo follows what reads them.
+
+    Attributes:
+        functions: the names of the family's, by the norm's word: torch 2.11's TorchDynamo can make no enum of that.
+        rows: of the tensors.
+        inputs: their names.
+        options: the names of what else a call is told, behind the norm.
+        sums: the places of the tensors that the stored sum is of; none where nothing is stored.
+        find: what a call comes to that is known: see `find_modulated`.
+        kept: from the tensors, and the sum if one was stored, to what a backward pass needs of them, the first of x's
+            shape.
+        told: from the options and the tensors' dtypes to what it needs besides.
+        gradients: from all of that, with mean and rstd behind what was kept, dy and the gradient of the sum, to the
+            gradients of the tensors that are due.
+    """
+
+    functions: Mapping[str, str]
+    rows: tuple[Parameter, ...]
+    inputs: tuple[str, ...]
+    options: tuple[str, ...]
+    sums: tuple[int, ...]
+    find: Callable[[Any, Any], tuple[Key | None, Found | None]]
+    kept: Callable[[Operands, torch.Tensor | None], tuple[torch.Tensor | None, ...]]
+    told: Callable[[Options, tuple[torch.dtype | None, ...]], Any]
+    gradients: Callable[..., Gradients]
+
+
+def neighbour_of(family: Family, **own: Any) -> Neighbour:
+    """The row of a family, with what its parameters do not say."""
+    return Neighbour(
+        # By the word.
+        functions={norm.value: name for norm, name in family.functions.items()},
+        rows=family.inputs,
+        inputs=tuple([row.name for row in family.inputs]),
+        options=tuple([row.name for row in family.parameters if row.functional and not row.kind.is_tensor]),
+        **own,
+    )
+
+
+def named(neighbour: Neighbour, operands: Operands, options: Options) -> dict[str, Any]:
+    """What a call is given, but for the norm, by the names of its rows."""
+    given: dict[str, Any] = dict(zip(neighbour.inputs, operands, strict=True))
+    given.update(zip(neighbour.options, options[1:], strict=True))
+    if options[0] == Norm.LAYER.value:
+        # Kernels of LayerNorm add nothing to weights, and have no such parameter.
+        del given["weight_offset"]
+    return given
+
+
+def operands_of(neighbour: Neighbour, given: Mapping[str, Any]) -> Operands:
+    """The tensors of a call, from its arguments by name."""
+    return tuple([given.get(name) for name in neighbour.inputs])
+
+
+def options_of(neighbour: Neighbour, norm: str, given: Mapping[str, Any]) -> Options:
+    """The options of a call, likewise; of a norm that lacks a number 0."""
+    return (norm, *[given.get(name, 0.0) for name in neighbour.options])
+
+
+def as_operands(operands: Operands) -> Operands:
+    """Operands that kernels can walk; what they cannot is copied once."""
+    return tuple([None if operand is None else walkable(operand) for operand in operands])
+
+
+def records(operands: Operands) -> bool:
+    """Whether a gradient is due."""
+    return torch.is_grad_enabled() and any(
+        # A proxy of torch.fx is neither true nor false, and what is no tensor is refused later.
+        getattr(operand, "requires_grad", False) is True
+        for operand in operands
+    )
+
+
+def normalise_known(neighbour: Neighbour, operands: Operands, options: Options) -> Any:
+    """What `normalise` returns of arguments like those of a call before; None where there was none."""
+    # A proxy of torch.fx records whatever it is asked.
+    if operands[0].__class__ not in PLAIN:
+        return None
+    _, found = neighbour.find(operands, options)
+    if found is None:
+        return None
+    if options[-1]:
+        return _apply((neighbour, options, found), *operands)
+    # Of a sum that is stored there is a dtype.
+    return run_alone(*found) if found[0].dtypes[1] is None else run(*found)[:2]
+
+
+def normalise(neighbour: Neighbour, operands: Operands, options: Options) -> Any:
+    """Launch the kernel that serves arguments which were checked, recording it where `options` ask for statistics.
+
+    Returns:
+        y, and residual_out where there is a residual.
+    """
+    given: Any = tuple(map(resolved, operands))
+    rows = as_operands(given)
+    # Known is only what was launched as it was passed.
+    as_passed = all(row is operand for row, operand in zip(rows, operands, strict=True))
+    found = prepared(neighbour, rows, options, neighbour.find(rows, options)[0] if as_passed else None)
+    if options[-1]:
+        return _recorded((neighbour, options, found), *rows)
+    y, total = run(*found)[:2]
+    return y if total is None else (y, total)
+
+
+def normalise_traced(neighbour: Neighbour, operands: Operands, options: Options) -> Any:
+    """The same as one operator, and the copies before it."""
+    given = named(neighbour, as_operands(operands), options)
+    given["out_dtype"] = _out_dtype(options[0], given)
+    y, *others = operated(neighbour.functions[options[0]], given)
+    return y if given.get("residual") is None else (y, others[0])
+
+
+def _out_dtype(norm: str, given: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype that y is to have, which autocast has a say in unless y is quantised."""
+    quantises = word(FusedQuant, "fquant", given.get("fquant", FusedQuant.NONE)).quantises
+    dtype: torch.dtype | None = given["out_dtype"]
+    return dtype if dtype is not None or quantises else result_dtype(norm, given["x"])
+
+
+@eager_only
+def prepared(neighbour: Neighbour, operands: Operands, options: Options, key: Key | None) -> Found:
+    """Check a call, make its kind known, and return what `launch.run` and `run_recorded` are to be given.
+
+    Args:
+        neighbour: its family's row.
+        operands: its tensors.
+        options: what else it is told.
+        key: what it was looked up by; None if it cannot be known.
+
+    Raises:
+        NormforgeError: as `layernorm2d_fwd` lists them.
+    """
+    given = named(neighbour, operands, options)
+    given["out_dtype"] = _out_dtype(options[0], given)
+    call = check(neighbour.functions[options[0]], given)
+    require_device(call.x)
+    plans, rows = dispatch.plans, neighbour.rows
+    addresses = tuple(address_of(row.name, tensor) for row, tensor in zip(rows, operands, strict=True))
+    plan = Plan(call, [row.slot for row, at in zip(rows, addresses, strict=True) if at & MISALIGNED])
+    there: list[torch.Tensor] = [operand for operand in operands if operand is not None]
+    plain = all(operand.__class__ in PLAIN and not operand.is_neg() for operand in there)
+    if key is not None and call.m and plain:
+        remember(plans, key, operands, _free(rows, operands), addresses, plan)
+    return plan, addresses, operands, call.x.shape, call.m, call.eps, call.weight_offset
+
+
+def launched(neighbour: Neighbour, operands: Operands, options: Options) -> LayerNormOutput:
+    """A call that autograd does not see, known or not."""
+    key, found = neighbour.find(operands, options)
+    return run(*(found or prepared(neighbour, operands, options, key)))
+
+
+def _free(rows: Sequence[Parameter], operands: Operands) -> list[int]:
+    """Of each tensor, how many of its leading sizes may be any in a call of the same kind.
+
+    Of samples how many there are; and where tensors are not contiguous the first. The key holds the other sizes.
+    """
+    leading = operands[0].dim() - 1
+    of_rows = [
+        (row, tensor)
+        for row, tensor in zip(rows, operands, strict=True)
+        if tensor is not None and not row.kind.is_shared
+    ]
+    if any(row.kind is Kind.SAMPLES or not tensor.is_contiguous() for row, tensor in of_rows):
+        leading = min(leading, 1)
+    return [
+        0 if tensor is None or row.kind.is_shared else min(leading, tensor.dim() - 1)
+        for row, tensor in zip(rows, operands, strict=True)
+    ]
+
+
+class _Record(torch.autograd.Function):
+    """y, and residual_out where there is a residual; see `normalise`.
+
+    Kept for the backward pass: what the family says, and a mean and rstd a row.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: tuple[Neighbour, Options, Found], *operands: Any) -> Any:
+        neighbour, options, found = call
+        y, total, _, _, statistics = run_recorded(*found)
+        ctx.neighbour = neighbour
+        ctx.told = neighbour.told(options, dtypes_of(operands))
+        # A gradient that did not arrive stays None, rather than becoming M×N zeros.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*neighbour.kept(operands, total), statistics)
+        if total is None:
+            return y
+        if not any(
+            operand is not None and operand.requires_grad for operand in (operands[at] for at in neighbour.sums)
+        ):
+            ctx.mark_non_differentiable(total)
+        return y, total
+
+    @staticmethod
+    def backward(ctx: Any, *arrived: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        *kept, statistics = ctx.saved_tensors
+        rows = kept[0]
+        statistics = unpacked(statistics, rows.numel() // rows.shape[-1])
+        dy, dresidual_out = arrived[0], arrived[1] if len(arrived) > 1 else None
+        due = ctx.needs_input_grad[1:]
+        return None, *ctx.neighbour.gradients((*kept, *statistics), ctx.told, dy, dresidual_out, due)
+
+
+def dtypes_of(operands: Operands) -> tuple[torch.dtype | None, ...]:
+    """The tensors' dtypes, None of those that are not there."""
+    return tuple([None if operand is None else operand.dtype for operand in operands])
+
+
+_recorded, _apply = applied(_Record), applied_at_once(_Record)

@@ -1,0 +1,51 @@
+"""The oracle of gated norms, in plain torch; see `gated_rms_norm` for the formula's source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .codegen.model import FusedQuant, GateActivation, Gating
+from .mode_words import word
+from .reference import ReferenceOutput, layernorm2d_fwd, rmsnorm2d_fwd
+
+
+def gated_layer_norm(x: torch.Tensor, gate: torch.Tensor, **others: Any) -> ReferenceOutput:
+    """Compute in fp64 what the kernel of `normforge.gated_layer_norm` should return (Dao and Gu, 2024).
+
+    Of groups of columns x is (..., G, N), and weight and bias may be (G, N). Other arguments are those of the family.
+    """
+    return _gated(layernorm2d_fwd, x, gate, **others)
+
+
+def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, **others: Any) -> ReferenceOutput:
+    """The same of `normforge.gated_rms_norm`."""
+    return _gated(rmsnorm2d_fwd, x, gate, **others)
+
+
+def _gated(
+    norm: Callable[..., ReferenceOutput],
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    *,
+    gating: str | Gating = "after_norm",
+    activation: str | GateActivation = "silu",
+    fquant: str | int | FusedQuant = "none",
+    out_dtype: torch.dtype | None = None,
+    **others: Any,
+) -> ReferenceOutput:
+    z = gate.double()
+    factor = 1 / (1 + (-z).exp())
+    if word(GateActivation, "activation", activation) is GateActivation.SILU:
+        factor = z * factor
+    quantises = word(FusedQuant, "fquant", fquant).quantises
+    out_dtype = out_dtype or (torch.int8 if quantises else x.dtype)
+    if word(Gating, "gating", gating).is_before:
+        return norm(x.double() * factor, fquant=fquant, out_dtype=out_dtype, **others)
+    if quantises:
+        # What is behind the norm and in front of the quantisation.
+        return norm(x, fquant="smooth_dynamic", smooth_scale=factor, out_dtype=out_dtype, **others)
+    rows = norm(x, **others)
+    return rows._replace(y=(rows.z * factor).to(out_dtype), z=rows.z * factor)

@@ -1,0 +1,170 @@
+"""Differentiable norms times an activated gate, as state-space models and linear attention have them (Mamba2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..calls import gated, gated_instead
+from ..calls import neighbours as calls
+from ..calls.argument_checks import check_flag, check_tensor
+from ..calls.straight import GatedOperands, GatedOptions
+from ..calls.traced import is_dynamo_compiling, result_dtype
+from ..codegen.model import GateActivation, Gating
+from ..errors import ShapeError
+from . import neighbours
+
+
+def gated_layer_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | GateActivation = "silu",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """LayerNorm over x's last dimension, times an activated gate; see `gated_rms_norm`, also for errors.
+
+    Args:
+        x: see `gated_rms_norm`, as for every argument not described here.
+        gate: see `gated_rms_norm`.
+        weight: see `gated_rms_norm`.
+        bias: (N,), or None for 0; a gate behind the norm multiplies it too.
+        activation: see `gated_rms_norm`.
+        norm_before_gate: see `gated_rms_norm`.
+        group_size: see `gated_rms_norm`.
+        eps: added to the variance.
+    """
+    operands = (x, gate, weight, bias)
+    options = _options("layer", activation, norm_before_gate, eps, calls.records(operands))
+    y: torch.Tensor = _normalise(operands, options, group_size)
+    return y
+
+
+def gated_rms_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    activation: str | GateActivation = "silu",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """RMSNorm over x's last dimension, times an activated gate: the RMSNormGated of Mamba2 (Dao and Gu, 2024).
+
+    y = RMSNorm(x) * weight * activation(gate), as Gated DeltaNet has it too (Yang et al., 2024); or, with
+    norm_before_gate=False, y = RMSNorm(x * activation(gate)) * weight, as Mamba2 has it. All in fp32, rounded once. The
+    gate is mostly a part of a wider projection, which the kernel reads where it is.
+
+    Differentiable in every tensor. Kept for the backward pass are the tensors themselves, and an rstd (and of LayerNorm
+    a mean) a row. Sums are in an order that does not change from run to run. Torch's operators compute a gradient of
+    the gradient, and the backward pass in a traced graph.
+
+    Where kernels cannot run, torch's operators compute the same: see `layer_norm`; of DTensors too. Under
+    torch.autocast y has the dtype that it has there.
+
+    Args:
+        x: (..., N), fp16, bf16, fp32 or fp64; rows on any strides. What kernels cannot walk is copied once.
+        gate: x's shape, of any of these types, on strides of its own.
+        weight: (N,), or None for 1.
+        activation: "silu", gate * sigmoid(gate), or "sigmoid".
+        norm_before_gate: whether the gate comes behind the norm.
+        group_size: how many neighbouring columns are normalised together, each such group of a row by itself; a
+            divisor of N. None is N.
+        eps: added to the mean square.
+
+    Returns:
+        y: x's shape and dtype.
+
+    Raises:
+        ShapeError: a tensor's shape does not fit x's, or group_size does not divide N.
+        DTypeError: a tensor is of a type that cannot be normalised.
+        DeviceError: tensors are on several devices.
+        LayoutError: a tensor is sparse or nested.
+        ConflictError: activation is no such word; norm_before_gate is no flag; or eps is no number of at least 0.
+        NormforgeError: whatever else `layernorm2d_fwd` raises.
+    """
+    operands = (x, gate, weight, None)
+    options = _options("rms", activation, norm_before_gate, eps, calls.records(operands))
+    y: torch.Tensor = _normalise(operands, options, group_size)
+    return y
+
+
+# By norm_before_gate.
+_GATING = {True: Gating.AFTER_NORM.value, False: Gating.BEFORE_NORM.value}
+
+
+def _options(norm: str, activation: Any, norm_before_gate: Any, eps: Any, saves: bool) -> GatedOptions:
+    if norm_before_gate.__class__ is not bool:
+        norm_before_gate = check_flag("norm_before_gate", norm_before_gate)
+    # An enum's member is no word of a schema.
+    activation = activation.value if isinstance(activation, GateActivation) else activation
+    return norm, _GATING[norm_before_gate], activation, eps, 0.0, "none", None, saves
+
+
+def _normalise(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
+    if group_size is None:
+        found = None if is_dynamo_compiling() else calls.normalise_known(gated.CALLS, operands, options)
+        return _first(operands, options, None) if found is None else found
+    return _first(operands, options, group_size)
+
+
+def _first(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
+    """A call that is like none before, or one of groups."""
+    if neighbours.is_handed_on(operands):
+        return _handed_on(operands, options, group_size)
+    if group_size is None:
+        return neighbours.normalise(gated.CALLS, _by_torch, operands, options)
+    return _normalise(in_groups(operands, group_size), options, None).flatten(-2)
+
+
+def in_groups(operands: GatedOperands, group_size: object) -> GatedOperands:
+    """The tensors of a call as (..., G, group_size), and (G, group_size).
+
+    Raises:
+        ShapeError: they are not G * group_size long.
+    """
+    x, gate, weight, bias = operands
+    check_tensor("x", x)
+    n = x.shape[-1] if x.dim() else 0
+    if not isinstance(group_size, int) or isinstance(group_size, bool) or group_size < 1 or n % group_size or not n:
+        raise ShapeError(f"group_size={group_size!r} and x has shape {tuple(x.shape)}; it takes a divisor of N, {n}")
+    found: list[Any] = [x.view(*x.shape[:-1], n // group_size, group_size)]
+    for name, tensor, shape in (
+        ("gate", gate, x.shape),
+        ("weight", weight, x.shape[-1:]),
+        ("bias", bias, x.shape[-1:]),
+    ):
+        if tensor is None and name != "gate":
+            found.append(None)
+            continue
+        tensor = check_tensor(name, tensor)
+        if tensor.shape != shape:
+            raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; it takes {tuple(shape)}")
+        found.append(tensor.view(*shape[:-1], n // group_size, group_size))
+    rows: Any = tuple(found)
+    grouped: GatedOperands = rows
+    return grouped
+
+
+def _by_torch(operands: GatedOperands, options: GatedOptions) -> Any:
+    *said, out_dtype, saves = options
+    return gated_instead.normalise(operands, (*said, out_dtype or result_dtype(options[0], operands[0]), saves))
+
+
+def _handed_on(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
+    """What the class of an operand makes of a call (`__torch_function__`), as torch.fx's proxies do."""
+    given = calls.named(gated.CALLS, operands, options)
+    given["norm_before_gate"] = given["gating"] == _GATING[True]
+    given["group_size"] = group_size
+    return neighbours.handed_on(_PUBLIC[options[0]], operands, given, positional=2)
+
+
+# By the norm's word.
+_PUBLIC: dict[str, Callable[..., Any]] = {"layer": gated_layer_norm, "rms": gated_rms_norm}

@@ -1,0 +1,60 @@
+"""Norms with a neighbour as operators; the backward pass of those in a traced graph is torch's operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..calls import neighbours
+from ..calls.first import refuse_foreign
+from ..calls.functions import FUNCTIONS
+from ..calls.neighbour_rows import CALLS
+from ..calls.outputs import LayerNormOutput
+from ..errors import GradientError
+
+
+def run(function: str, given: dict[str, Any]) -> LayerNormOutput:
+    """What an operator computes of its arguments by name."""
+    takes = FUNCTIONS[function]
+    refuse_foreign(takes.family, given)
+    calls = CALLS[takes.neighbour]
+    options = neighbours.options_of(calls, takes.norm.value, given)
+    return neighbours.launched(calls, neighbours.operands_of(calls, given), options)
+
+
+def register(library: torch.library.Library, namespace: str, function: str) -> None:
+    """Give a norm's operator what differentiates it."""
+    takes = FUNCTIONS[function]
+    calls = CALLS[takes.neighbour]
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+        given = dict(zip(takes.passed, inputs, strict=True))
+        ctx.set_materialize_grads(False)
+        operands = neighbours.operands_of(calls, given)
+        options = neighbours.options_of(calls, takes.norm.value, given)
+        ctx.saves, ctx.adds = given["save_mv"], given.get("residual") is not None
+        ctx.told = calls.told(options, neighbours.dtypes_of(operands))
+        summed = [operands[at] for at in calls.sums]
+        sum_is_due = ctx.adds and any(tensor is not None and tensor.requires_grad for tensor in summed)
+        differentiable = 2 if sum_is_due else 1
+        ctx.mark_non_differentiable(*output[differentiable if output[0].is_floating_point() else 0 :])
+        if ctx.saves:
+            *mean, rstd = output[-2 if takes.norm.centres else -1 :]
+            kept = calls.kept(operands, output[1] if ctx.adds else None)
+            ctx.save_for_backward(*kept, *(mean or (None,)), rstd)
+
+    def differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        if not ctx.saves:
+            raise GradientError(
+                "a gradient was asked of a call that kept too little for one: mean and rstd were not saved; pass "
+                "save_mv=True"
+            )
+        due = dict(zip(takes.passed, ctx.needs_input_grad, strict=True))
+        dresidual_out = arrived[1] if ctx.adds else None
+        wanted = [due.get(name, False) for name in calls.inputs]
+        found = calls.gradients(ctx.saved_tensors, ctx.told, arrived[0], dresidual_out, wanted)
+        by_name = dict(zip(calls.inputs, found, strict=True))
+        return tuple([by_name.get(name) for name in takes.passed])
+
+    torch.library.register_autograd(f"{namespace}::{function}", differentiate, setup_context=keep, lib=library)
