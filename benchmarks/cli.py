@@ -101,6 +101,12 @@ def _profile(options: argparse.Namespace, given: list[str]) -> int:
     return profile(options, given)
 
 
+def _jax(options: argparse.Namespace, given: list[str]) -> int:
+    from .jax_calls import jax_calls
+
+    return jax_calls(options, given)
+
+
 def _merge(options: argparse.Namespace, _: list[str]) -> int:
     from .merge import merge, warnings
     from .pictures import draw_all
@@ -241,6 +247,11 @@ def _add_measuring(verbs: Verbs) -> None:
     profile.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>")
     profile.add_argument("--revision", help="what the header states; default: git's")
     profile.set_defaults(verb=_profile)
+
+    jax = verbs.add_parser("jax", help="time kernels called from JAX, from torch, and XLA's own")
+    jax.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>")
+    jax.add_argument("--revision", help="what the header states; default: git's")
+    jax.set_defaults(verb=_jax)
 
 
 def _add_models(verbs: Verbs) -> None:

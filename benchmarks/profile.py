@@ -43,7 +43,7 @@ from .timing import Call, summarise
 
 SUITE = "profile"
 
-_MARK = "benchmarks.profile: one call"
+MARK = "benchmarks.profile: one call"
 _WARM_UP, _CALLS = 3, 5
 # Columns of a table; the files hold names as long as they are.
 _LONGEST_NAME = 60
@@ -104,7 +104,7 @@ def profile(options: argparse.Namespace, _: list[str]) -> int:
     """
     chosen = _choose(options.suite, options.only)
     present, absent = find_providers(options.providers)
-    machine = _find_gpu()
+    machine = find_gpu(SUITE)
     for name, reason in absent.items():
         print(f"skipped: {name} is not here ({reason})", file=sys.stderr)
     work = [(suite, cell, p) for suite, cell in chosen for p in present.values() if p.builder(cell) is not None]
@@ -133,24 +133,24 @@ def profile_cell(suite: str, inputs: Inputs, provider: Provider, before: Call) -
         if provider.reset is not None:
             provider.reset()
         (call,) = prepare(provider, [inputs], None)
-        calls = calls_in(record(call, before), _MARK)
+        calls = calls_in(record(call, before), MARK)
         return kernel_rows(suite, cell, provider.name, calls)
     except Exception as error:  # what a peer raises is a result, as it is for `run`
         failed = make_row(cell, provider.name, f"fails: {first_line(error)}")
         return [Row(suite, cell.id, provider.name, failed.status, failed.bytes)]
 
 
-def record(call: Call, before: Call) -> Any:
-    """Run a call some times under the profiler, in ranges named `_MARK`; the result is the parsed trace."""
+def record(call: Call, before: Call, calls: int = _CALLS) -> Any:
+    """Run a call some times under the profiler, in ranges named `MARK`; the result is the parsed trace."""
     for _ in range(_WARM_UP):
         call()
     # What began before the profiler would end in its trace with nobody who had asked for it.
     torch.cuda.synchronize()
     activities = (profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA)
     with profiler.profile(activities=activities) as profiled:
-        for _ in range(_CALLS):
+        for _ in range(calls):
             before()
-            with profiler.record_function(_MARK):
+            with profiler.record_function(MARK):
                 # The driver's clock may be some us off the profiler's; waits keep the call away from the range's ends.
                 torch.cuda.synchronize()
                 call()
@@ -254,15 +254,20 @@ def _choose(names: Sequence[str], patterns: Sequence[str]) -> list[tuple[str, Ce
     return chosen
 
 
-def _find_gpu() -> Machine:
+def find_gpu(verb: str) -> Machine:
+    """The GPU that kernels run on.
+
+    Raises:
+        UsageError: there is none, or they are interpreted.
+    """
     if not torch.cuda.is_available():
         raise UsageError(
-            "profile shows what ran on a GPU, and torch finds none here; run it on a machine that has one, with a "
+            f"{verb} shows what ran on a GPU, and torch finds none here; run it on a machine that has one, with a "
             "build of torch for it"
         )
     machine = find_machine()
     if machine.interpreted:
-        raise UsageError("profile shows what ran on a GPU, and TRITON_INTERPRET keeps kernels off it; unset it")
+        raise UsageError(f"{verb} shows what ran on a GPU, and TRITON_INTERPRET keeps kernels off it; unset it")
     return machine
 
 

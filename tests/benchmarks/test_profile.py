@@ -143,7 +143,7 @@ def test_torchs_own_trace_holds_the_marked_calls(monkeypatch: pytest.MonkeyPatch
         trace = profile.record(lambda: order.append("call"), lambda: order.append("clear"))
     assert order == ["call"] * 3 + ["wait"] + ["clear", "wait", "call", "wait"] * 5
     with pytest.raises(TraceError, match="something run in 0 of 5 calls"):
-        calls_in(trace, profile._MARK)
+        calls_in(trace, profile.MARK)
 
 
 def test_rows_are_medians_and_their_sum_is_the_calls() -> None:
@@ -226,8 +226,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     suites = {"forward": SUITE, "decode": Suite("decode", "Decode", Method.GRAPH, CELLS[:1])}
     monkeypatch.setattr(profile, "SUITES", suites)
     monkeypatch.setattr(profile, "FLUSH_BYTES", 1)
-    monkeypatch.setattr(profile, "_MARK", MARK)
-    monkeypatch.setattr(profile, "_find_gpu", lambda: Machine(torch.device("cpu"), "a test", interpreted=False))
+    monkeypatch.setattr(profile, "MARK", MARK)
+    monkeypatch.setattr(profile, "find_gpu", lambda verb: Machine(torch.device("cpu"), "a test", interpreted=False))
     monkeypatch.setattr(profile, "record", record)
     found = {each.name: each for each in (provider("broken", _raise), provider("right", torch_norm))}
     monkeypatch.setattr(profile, "find_providers", lambda _: (found, {"gone": "No module named 'gone'"}))
@@ -305,7 +305,7 @@ def test_interpreted_kernels_are_nothing_to_profile(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(profile, "find_machine", lambda: Machine(torch.device("cpu"), "a test", interpreted=True))
     with pytest.raises(UsageError, match="TRITON_INTERPRET keeps kernels off it; unset it"):
-        profile._find_gpu()
+        profile.find_gpu("profile")
 
 
 def test_a_suite_is_one_of_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
