@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from .ahead_of_time.compile_keys import compile_keys
     from .ahead_of_time.warmup import warmup
     from .calls.backend import backend
+    from .calls.gated_2d import gated_layernorm2d_fwd, gated_rmsnorm2d_fwd
     from .calls.outputs import LayerNormOutput
     from .calls.straight import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
     from .calls.which import which
     from .compiled.switch import compile_passes
     from .kernels.binaries import load_aot
     from .nn.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+    from .nn.gated_modules import GatedLayerNorm, GatedRMSNorm
     from .nn.gating import gated_layer_norm, gated_rms_norm
     from .nn.grouping import GroupNorm, group_norm
     from .nn.modulation import modulated_layer_norm, modulated_rms_norm
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AddLayerNorm",
     "AddRMSNorm",
+    "GatedLayerNorm",
+    "GatedRMSNorm",
     "GroupNorm",
     "LayerNorm",
     "LayerNormOutput",
@@ -54,7 +58,9 @@ __all__ = [
     "compile_passes",
     "errors",
     "gated_layer_norm",
+    "gated_layernorm2d_fwd",
     "gated_rms_norm",
+    "gated_rmsnorm2d_fwd",
     "group_norm",
     "instances",
     "layer_norm",
@@ -82,12 +88,14 @@ __all__ = [
 _HOMES = {
     "reference": ("reference",),
     "calls.backend": ("backend",),
+    "calls.gated_2d": ("gated_layernorm2d_fwd", "gated_rmsnorm2d_fwd"),
     "calls.outputs": ("LayerNormOutput",),
     "calls.straight": ("layernorm2d_bwd", "layernorm2d_fwd", "rmsnorm2d_bwd", "rmsnorm2d_fwd"),
     "calls.which": ("which",),
     "compiled.switch": ("compile_passes",),
     "kernels.binaries": ("load_aot",),
     "nn.functional": ("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"),
+    "nn.gated_modules": ("GatedLayerNorm", "GatedRMSNorm"),
     "nn.gating": ("gated_layer_norm", "gated_rms_norm"),
     "nn.grouping": ("GroupNorm", "group_norm"),
     "nn.modulation": ("modulated_layer_norm", "modulated_rms_norm"),

@@ -173,6 +173,8 @@ def refuse_gradient(call: Call) -> None:
         reason = "no kernel computes a gradient's gradient"
     elif call.mode.fquant.quantises:
         reason = "a quantised output has none"
+    elif call.function.neighbour:
+        reason = f"the 2d functions compute none; call normforge.{call.function.family.functions[call.mode.norm]}"
     elif call.mode.dtype_in.is_fp8:
         reason = FP8_HAS_NO_GRADIENT
     check_no_gradient(reason, **{name: call.given[name] for name, _, _ in call.function.tensors})

@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 
+from ..codegen.model import GateActivation, Gating
 from ..codegen.parameters import GATED
+from ..errors import ShapeError
 from . import gated_backward, gated_instead
+from .argument_checks import check_flag, check_tensor
 from .neighbours import Operands, Options, neighbour_of
-from .straight import find_gated
+from .straight import GatedOperands, find_gated
 from .traced import dispatch_modes, is_dynamo_compiling
 
 
@@ -41,3 +44,59 @@ def _gradients(
 
 
 CALLS = neighbour_of(GATED, sums=(), find=find_gated, kept=_kept, told=_told, gradients=_gradients)
+
+# By norm_before_gate.
+GATING = {True: Gating.AFTER_NORM.value, False: Gating.BEFORE_NORM.value}
+
+
+def words(activation: Any, norm_before_gate: Any) -> tuple[str, str]:
+    """Those of the rows for what callers say: gating, and the activation, which is checked later."""
+    if norm_before_gate.__class__ is not bool:
+        norm_before_gate = checked_flag(norm_before_gate)
+    # An enum's member is no word of a schema.
+    return GATING[norm_before_gate], activation.value if isinstance(activation, GateActivation) else activation
+
+
+def checked_flag(norm_before_gate: object) -> bool:
+    """What a caller said, True or False.
+
+    Raises:
+        ConflictError: it is neither.
+    """
+    return check_flag("norm_before_gate", norm_before_gate)
+
+
+def divides(group_size: object, n: int) -> bool:
+    """Whether groups of so many columns make up n."""
+    return (
+        isinstance(group_size, int) and not isinstance(group_size, bool) and 0 < group_size <= n and n % group_size == 0
+    )
+
+
+def in_groups(operands: GatedOperands, group_size: object) -> GatedOperands:
+    """The tensors of a call as (..., G, group_size), and (G, group_size).
+
+    Raises:
+        ShapeError: they are not G * group_size long.
+    """
+    x, gate, weight, bias = operands
+    check_tensor("x", x)
+    n = x.shape[-1] if x.dim() else 0
+    if not isinstance(group_size, int) or not divides(group_size, n):
+        raise ShapeError(f"group_size={group_size!r} and x has shape {tuple(x.shape)}; it takes a divisor of N, {n}")
+    found: list[Any] = [x.view(*x.shape[:-1], n // group_size, group_size)]
+    for name, tensor, shape in (
+        ("gate", gate, x.shape),
+        ("weight", weight, x.shape[-1:]),
+        ("bias", bias, x.shape[-1:]),
+    ):
+        if tensor is None and name != "gate":
+            found.append(None)
+            continue
+        tensor = check_tensor(name, tensor)
+        if tensor.shape != shape:
+            raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; it takes {tuple(shape)}")
+        found.append(tensor.view(*shape[:-1], n // group_size, group_size))
+    rows: Any = tuple(found)
+    grouped: GatedOperands = rows
+    return grouped

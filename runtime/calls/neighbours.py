@@ -17,14 +17,14 @@ from ..mode_words import word
 from ..selection import dispatch
 from ..upstream.torch_autograd import applied, applied_at_once
 from ..upstream.torch_dynamo import eager_only
-from .check import check
+from .check import check, refuse_gradient
 from .first import address_of, resolved
 from .known import MISALIGNED, PLAIN, Found, Key, remember
 from .launch import run, run_alone, run_recorded
 from .outputs import LayerNormOutput, unpacked
 from .plan import Plan
 from .row_layout import walkable
-from .traced import operated, result_dtype
+from .traced import intercepted, is_dynamo_compiling, operated, result_dtype, said_of
 
 # The tensors of a call, in the order in which launches bring them, None for those that are not there.
 Operands = tuple[Any, ...]
@@ -186,6 +186,28 @@ def launched(neighbour: Neighbour, operands: Operands, options: Options) -> Laye
     """A call that autograd does not see, known or not."""
     key, found = neighbour.find(operands, options)
     return run(*(found or prepared(neighbour, operands, options, key)))
+
+
+def launched_2d(neighbour: Neighbour, operands: Operands, options: Options) -> LayerNormOutput:
+    """A call that has no gradient and returns all its outputs: an operator if somebody is to see one, or launched.
+
+    Raises:
+        NormforgeError: as `layernorm2d_fwd` lists them.
+    """
+    function, given = neighbour.functions[options[0]], named(neighbour, operands, options)
+    if is_dynamo_compiling() or intercepted(*operands):
+        call = check(function, given, addressed=False)
+        refuse_gradient(call)
+        made = iter(operated(function, said_of(call)))
+        results: Any = [next(made) if name in call.wants else None for name in LayerNormOutput._fields]
+        return LayerNormOutput(*results)
+    key, found = neighbour.find(operands, options)
+    if found is None or records(operands):
+        refuse_gradient(check(function, given))
+        rows = tuple(map(resolved, operands))
+        as_passed = all(row is operand for row, operand in zip(rows, operands, strict=True))
+        found = prepared(neighbour, rows, options, key if as_passed else None)
+    return run(*found)
 
 
 def _free(rows: Sequence[Parameter], operands: Operands) -> list[int]:

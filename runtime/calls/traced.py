@@ -34,6 +34,7 @@ __all__ = [
     "operated",
     "operator",
     "result_dtype",
+    "said_of",
     "saved_tensors_hooks",
     "unrecorded",
 ]
@@ -72,7 +73,7 @@ def forward_traced(norm: str, given: Mapping[str, Any]) -> LayerNormOutput:
     function = FORWARD.functions[Norm(norm)]
     call = check(function, given, addressed=False)
     refuse_gradient(call)
-    said = _said(call)
+    said = said_of(call)
     places = call.function.places
     results: dict[str, Any]
     if all(call.given[name] is None for name, _ in places):
@@ -98,11 +99,11 @@ def backward_traced(norm: str, given: Mapping[str, Any]) -> NormGradients:
     function = BACKWARD.functions[Norm(norm)]
     call = check(function, given, addressed=False)
     refuse_gradient(call)
-    made = iter(operated(function, _said(call)))
+    made = iter(operated(function, said_of(call)))
     return NormGradients(*[next(made) if name in call.wants else None for name in NormGradients._fields])
 
 
-def _said(call: Call) -> dict[str, Any]:
+def said_of(call: Call) -> dict[str, Any]:
     """What a call was given, as operators take it."""
     said = dict(call.given)
     for name, _, _ in call.function.words:

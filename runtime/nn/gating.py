@@ -9,11 +9,9 @@ import torch
 
 from ..calls import gated, gated_instead
 from ..calls import neighbours as calls
-from ..calls.argument_checks import check_flag, check_tensor
 from ..calls.straight import GatedOperands, GatedOptions
 from ..calls.traced import is_dynamo_compiling, result_dtype
-from ..codegen.model import GateActivation, Gating
-from ..errors import ShapeError
+from ..codegen.model import GateActivation
 from . import neighbours
 
 
@@ -96,16 +94,8 @@ def gated_rms_norm(
     return y
 
 
-# By norm_before_gate.
-_GATING = {True: Gating.AFTER_NORM.value, False: Gating.BEFORE_NORM.value}
-
-
 def _options(norm: str, activation: Any, norm_before_gate: Any, eps: Any, saves: bool) -> GatedOptions:
-    if norm_before_gate.__class__ is not bool:
-        norm_before_gate = check_flag("norm_before_gate", norm_before_gate)
-    # An enum's member is no word of a schema.
-    activation = activation.value if isinstance(activation, GateActivation) else activation
-    return norm, _GATING[norm_before_gate], activation, eps, 0.0, "none", None, saves
+    return norm, *gated.words(activation, norm_before_gate), eps, 0.0, "none", None, saves
 
 
 def _normalise(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
@@ -121,36 +111,7 @@ def _first(operands: GatedOperands, options: GatedOptions, group_size: int | Non
         return _handed_on(operands, options, group_size)
     if group_size is None:
         return neighbours.normalise(gated.CALLS, _by_torch, operands, options)
-    return _normalise(in_groups(operands, group_size), options, None).flatten(-2)
-
-
-def in_groups(operands: GatedOperands, group_size: object) -> GatedOperands:
-    """The tensors of a call as (..., G, group_size), and (G, group_size).
-
-    Raises:
-        ShapeError: they are not G * group_size long.
-    """
-    x, gate, weight, bias = operands
-    check_tensor("x", x)
-    n = x.shape[-1] if x.dim() else 0
-    if not isinstance(group_size, int) or isinstance(group_size, bool) or group_size < 1 or n % group_size or not n:
-        raise ShapeError(f"group_size={group_size!r} and x has shape {tuple(x.shape)}; it takes a divisor of N, {n}")
-    found: list[Any] = [x.view(*x.shape[:-1], n // group_size, group_size)]
-    for name, tensor, shape in (
-        ("gate", gate, x.shape),
-        ("weight", weight, x.shape[-1:]),
-        ("bias", bias, x.shape[-1:]),
-    ):
-        if tensor is None and name != "gate":
-            found.append(None)
-            continue
-        tensor = check_tensor(name, tensor)
-        if tensor.shape != shape:
-            raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; it takes {tuple(shape)}")
-        found.append(tensor.view(*shape[:-1], n // group_size, group_size))
-    rows: Any = tuple(found)
-    grouped: GatedOperands = rows
-    return grouped
+    return _normalise(gated.in_groups(operands, group_size), options, None).flatten(-2)
 
 
 def _by_torch(operands: GatedOperands, options: GatedOptions) -> Any:
@@ -161,7 +122,7 @@ def _by_torch(operands: GatedOperands, options: GatedOptions) -> Any:
 def _handed_on(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
     """What the class of an operand makes of a call (`__torch_function__`), as torch.fx's proxies do."""
     given = calls.named(gated.CALLS, operands, options)
-    given["norm_before_gate"] = given["gating"] == _GATING[True]
+    given["norm_before_gate"] = given["gating"] == gated.GATING[True]
     given["group_size"] = group_size
     return neighbours.handed_on(_PUBLIC[options[0]], operands, given, positional=2)
 

@@ -375,3 +375,35 @@ def test_autocast_gives_the_type_that_torch_gives(norm: str) -> None:
     with torch.autocast("cuda", dtype=torch.bfloat16):
         for _ in range(2):
             assert FUNCTIONS[norm](x, gate).dtype is plain(x, (64,)).dtype
+
+
+@each_norm
+def test_modules_are_the_functions_with_parameters(norm: str) -> None:
+    x, gate = torch.randn(2, 3, 48).chunk(2, -1)
+    options: dict[str, Any] = {"activation": "sigmoid", "norm_before_gate": False, "group_size": 8, "eps": 1e-3}
+    made: Any = normforge.GatedLayerNorm if norm == "layer" else normforge.GatedRMSNorm
+    module = made(24, **options)
+    assert torch.equal(module.weight, torch.ones(24))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    assert torch.equal(module(x, gate), FUNCTIONS[norm](x, gate, *module.parameters(), **options))
+    assert repr(module).endswith("Norm(24, eps=0.001, group_size=8, norm_before_gate=False, activation='sigmoid')")
+
+
+def test_modules_have_the_names_of_the_fields_own() -> None:
+    """Of mamba_ssm's RMSNormGated, whose state dicts are loaded: a weight and nothing else."""
+    assert [name for name, _ in normforge.GatedRMSNorm(24).named_parameters()] == ["weight"]
+    assert [name for name, _ in normforge.GatedLayerNorm(24).named_parameters()] == ["weight", "bias"]
+    assert [name for name, _ in normforge.GatedLayerNorm(24, bias=False).named_parameters()] == ["weight"]
+    assert repr(normforge.GatedRMSNorm(24)) == "GatedRMSNorm(24, eps=1e-06)"
+    assert normforge.GatedRMSNorm(24, dtype=torch.float16, device="meta").weight.is_meta
+
+
+def test_a_module_of_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ShapeError, match="group_size=7 and hidden_size=24; it takes a divisor of that"):
+        normforge.GatedRMSNorm(24, group_size=7)
+    with pytest.raises(ConflictError, match="activation='gelu'"):
+        normforge.GatedLayerNorm(24, activation="gelu")
+    with pytest.raises(ConflictError, match="norm_before_gate=2"):
+        normforge.GatedRMSNorm(24, norm_before_gate=2)  # type: ignore[arg-type]  # what is refused

@@ -1,0 +1,140 @@
+"""Modules of gated norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..calls import gated
+from ..codegen.model import GateActivation
+from ..errors import ShapeError
+from ..mode_words import word
+from .gating import gated_layer_norm, gated_rms_norm
+
+
+class _GatedNorm(torch.nn.Module):
+    """What both modules have: a weight of ones, and the options of the function."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float,
+        group_size: int | None,
+        norm_before_gate: bool,
+        activation: str | GateActivation,
+        device: Any,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.eps, self.group_size = hidden_size, eps, group_size
+        self.norm_before_gate = gated.checked_flag(norm_before_gate)
+        self.activation = word(GateActivation, "activation", activation).value
+        if group_size is not None and not gated.divides(group_size, hidden_size):
+            raise ShapeError(f"group_size={group_size!r} and hidden_size={hidden_size}; it takes a divisor of that")
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        """Weight to ones."""
+        torch.nn.init.ones_(self.weight)
+
+    def extra_repr(self) -> str:
+        """The size, epsilon, and the options that are not the default."""
+        said = [f"{self.hidden_size}", f"eps={self.eps}"]
+        said += [] if self.group_size is None else [f"group_size={self.group_size}"]
+        said += [] if self.norm_before_gate else ["norm_before_gate=False"]
+        said += [] if self.activation == "silu" else [f"activation={self.activation!r}"]
+        return ", ".join(said)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {
+            "activation": self.activation,
+            "norm_before_gate": self.norm_before_gate,
+            "group_size": self.group_size,
+            "eps": self.eps,
+        }
+
+
+class GatedRMSNorm(_GatedNorm):
+    """`gated_rms_norm` with a weight: the RMSNormGated of Mamba2 and Gated DeltaNet, whose state dicts it loads.
+
+    Args:
+        hidden_size: N.
+        eps: added to the mean square; Mamba2 has 1e-5.
+        group_size: see `gated_rms_norm`.
+        norm_before_gate: see `gated_rms_norm`; Mamba2 has False.
+        activation: see `gated_rms_norm`.
+        device: the weight's.
+        dtype: the weight's.
+
+    Raises:
+        ShapeError: group_size does not divide hidden_size.
+        ConflictError: activation is no such word, or norm_before_gate no flag.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        *,
+        activation: str | GateActivation = "silu",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps, group_size, norm_before_gate, activation, device, dtype)
+        self.reset_parameters()
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Normalise x and multiply it by the activated gate, in that order or the other: both (..., hidden_size)."""
+        return gated_rms_norm(x, gate, self.weight, **self._options)
+
+
+class GatedLayerNorm(_GatedNorm):
+    """`gated_layer_norm` with a weight and, unless it is left out, a bias.
+
+    Args:
+        hidden_size: N.
+        eps: added to the variance.
+        group_size: see `gated_rms_norm`.
+        norm_before_gate: see `gated_rms_norm`.
+        bias: whether there is one.
+        activation: see `gated_rms_norm`.
+        device: the parameters'.
+        dtype: the parameters'.
+
+    Raises:
+        ShapeError: group_size does not divide hidden_size.
+        ConflictError: activation is no such word, or norm_before_gate no flag.
+    """
+
+    bias: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        *,
+        bias: bool = True,
+        activation: str | GateActivation = "silu",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps, group_size, norm_before_gate, activation, device, dtype)
+        vector = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", vector)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weight to ones, bias to zeros."""
+        super().reset_parameters()
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Normalise x and multiply it by the activated gate, in that order or the other: both (..., hidden_size)."""
+        return gated_layer_norm(x, gate, self.weight, self.bias, **self._options)
