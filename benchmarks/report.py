@@ -38,7 +38,7 @@ class Table:
         unit: of the figures.
         lengths: which n, or empty for all.
         rows: which m, or empty for all.
-        label: what a line is called, a format of a row's attributes; `{task}` is in words.
+        label: what a line is called, a format of a row's attributes; `{task}` is in words, `{shape}` the cell's own.
         turned: whether providers are lines, and cells columns.
         beside: a provider over whose speed the project's is said below the table, for all cells of the suite.
     """
@@ -93,6 +93,8 @@ TABLES = (
     ),
     Table("LayerNorm decode, CUDA graph", "decode", "*/ln_bf16/*", ("*",), "µs", (4096, 8192), (1, 16, 256)),
     Table("RMSNorm of 32 of 48 heads, bf16", "heads", "*/rms_bf16_h*", ("*",), lengths=(128,), label="{task}, {m}×{n}"),
+    Table("GroupNorm and SiLU, bf16", "groupnorm", "group/gn_bf16_silu*", ("*",), label="{shape}, {group}"),
+    Table("GroupNorm and SiLU backward, bf16", "groupnorm", "group_backward/*", ("*",), label="{shape}, {group}"),
     Table(
         "LayerNorm of ck_tile's shapes, CUDA graph", "ck_tile", "*/ln_bf16/*", ("700 rows*",), "µs", _CK_TILE_LENGTHS
     ),
@@ -209,7 +211,8 @@ def _said_beside(table: Table, results: Results) -> list[str]:
 
 
 def _label(table: Table, row: Row) -> str:
-    return table.label.format(**asdict(row) | {"task": _TASKS.get(row.task, row.task)})
+    shape = row.cell.rpartition("/")[2].replace("x", "×")
+    return table.label.format(**asdict(row) | {"task": _TASKS.get(row.task, row.task), "shape": shape})
 
 
 def _figure(table: Table, row: Row | None) -> str:
