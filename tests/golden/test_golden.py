@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from normforge.codegen import calls, emit, tiling
+from normforge.codegen.groups import Activation, GroupMode
 from normforge.codegen.instance import Bucket, Instance, Tile, Tiles
 from normforge.codegen.model import (
     Cast,
@@ -95,6 +96,11 @@ MODES = (
     Mode(Norm.RMS, DType.FP32, DType.FP32, direction=Direction.BACKWARD, gating=Gating.AFTER_NORM),
 )
 
+GROUP_MODES = (
+    GroupMode(DType.BF16, activation=Activation.SILU, channels_last=True),
+    GroupMode(DType.BF16, Direction.BACKWARD, Activation.SILU),
+)
+
 # Not the committed tables: those change with every measurement, and this shows every field of a tile.
 _SPREAD = Tile(Pipeline.SPREAD, 1, 4096, 16, resident=1, held=4)
 _SPREAD_BACK = Tile(Pipeline.SPREAD, 4, 1024, 4, resident=3)
@@ -112,7 +118,7 @@ TABLES = {
 
 def _texts() -> Iterator[tuple[str, str]]:
     """Each file's name and text, made as they are asked for."""
-    for mode in MODES:
+    for mode in (*MODES, *GROUP_MODES):
         yield f"{mode.name}.py", emit.render_module(mode, mode.pipelines)
     ladder = tiling.standard_ladder()
     instances = [
@@ -120,10 +126,15 @@ def _texts() -> Iterator[tuple[str, str]]:
         for mode in MODES
         for bucket in (ladder if mode.norm is Norm.LAYER else ladder[:4])
     ]
+    instances += [
+        Instance(mode, bucket, tiles_of(mode, bucket, TABLES)) for mode in GROUP_MODES for bucket in ladder[:4]
+    ]
     folder = emit.render_folder(instances)
-    yield from ((name, folder[name]) for name in ("primitives.py", "finalise.py", "dispatch.py", "__init__.py"))
+    yield from ((name, folder[name]) for name in _SHARED)
     yield STRAIGHT, calls.render_calls()
 
+
+_SHARED = ("primitives.py", "group_primitives.py", "finalise.py", "dispatch.py", "__init__.py")
 
 TEXTS = dict(_texts())
 

@@ -1,0 +1,72 @@
+"""GroupNorm's kernels for GPUs that need not be here: each is compiled, and none spills."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from normforge.calls.group_plan import BACKWARD, FORWARD, GroupPlan, Kind
+from normforge.codegen.groups import GroupMode, group_modes
+from normforge.codegen.instance import Tile
+from normforge.codegen.model import Pipeline
+from normforge.dtypes import TORCH_DTYPES
+from normforge.kernels.gpu import named_target
+from normforge.kernels.obtain import compile_for
+from normforge.selection import dispatch, on_demand
+from normforge.selection.table import RetiledTable
+
+from ..thorough import first_of_each
+
+pytestmark = pytest.mark.compile
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
+TILES = {
+    Pipeline.ONE_PASS: Tile(Pipeline.ONE_PASS, 1, 2048, 8),
+    Pipeline.TWO_PASS: Tile(Pipeline.TWO_PASS, 1, 2048, 8, held=2),
+    Pipeline.SPREAD: Tile(Pipeline.SPREAD, 1, 2048, 8, 2, 4, 2),
+}
+CHANNELS, GROUPS, POSITIONS = 320, 32, 256
+
+CASES = [
+    (mode, pipeline, arch)
+    for mode in group_modes()
+    for pipeline in mode.pipelines
+    for arch in ARCHITECTURES
+    if pipeline is not Pipeline.SPREAD or (arch.startswith("sm_") and mode.dtype_in.itemsize == 2)
+]
+
+
+def kind_of(mode: GroupMode) -> Kind:
+    """Launches of tensors in x's dtype, with everything that there can be."""
+    own, names = TORCH_DTYPES[mode.dtype_in], BACKWARD if mode.is_backward else FORWARD
+    of: dict[str, Any] = dict.fromkeys(("x", "dy", "dx", "y", "weight", "bias"), own)
+    of |= dict.fromkeys(("mean", "rstd", "dweight", "dbias"), torch.float32)
+    return Kind(mode, CHANNELS, GROUPS, POSITIONS, tuple([of.get(name) for name in names]), frozenset())
+
+
+@pytest.mark.parametrize(
+    "case",
+    first_of_each(
+        CASES,
+        lambda case: (
+            (case[0].direction, case[0].channels_last, case[1], case[2] == "gfx942")
+            if case[0].activation.is_applied and case[0].dtype_in.value == "bf16" and case[2] in ("sm_90", "gfx942")
+            else None
+        ),
+        lambda case: f"{case[0].kernel(case[1])}-{case[2]}",
+    ),
+)
+def test_kernels_compile(case: tuple[GroupMode, Pipeline, str]) -> None:
+    mode, pipeline, arch = case
+    target = named_target(arch)
+    n = CHANNELS // GROUPS * POSITIONS
+    with dispatch.using(RetiledTable(dispatch.loaded(), on_demand.generate(mode, n, "a test"), TILES[pipeline])):
+        ready = GroupPlan(kind_of(mode), target, None).prepared(2)
+        assert ready.tile.pipeline is pipeline
+        for launcher in ready.launchers:
+            compiled = compile_for(launcher.key, launcher.kernel, target)
+            if target.is_nvidia:
+                assert ".local " not in compiled.asm["ptx"]
+                assert "ld.global.v4" in compiled.asm["ptx"] or "cp.async" in compiled.asm["ptx"]
