@@ -81,6 +81,7 @@ AXES = (
     Axis("grouped", BOOLEANS, default="false"),
     Axis("activation", _words(Activation), default="none"),
     Axis("channels_last", BOOLEANS, default="false"),
+    Axis("dropout", BOOLEANS, default="false"),
 )
 
 

@@ -25,6 +25,7 @@ class Kind(Enum):
     VECTOR = "vector"
     PER_ROW = "per_row"
     SCALE = "scale"
+    RANDOM = "random"
     NUMBER = "number"
     WORD = "word"
     FLAG = "flag"
@@ -35,7 +36,7 @@ class Kind(Enum):
     @property
     def is_tensor(self) -> bool:
         """Whether it has an address."""
-        return self in (*_OF_ROWS, Kind.VECTOR, Kind.PER_ROW, Kind.SCALE)
+        return self in (*_OF_ROWS, Kind.VECTOR, Kind.PER_ROW, Kind.SCALE, Kind.RANDOM)
 
     @property
     def has_row_stride(self) -> bool:
@@ -77,6 +78,8 @@ KINDS: Mapping[Kind, KindRow] = {
     Kind.PER_ROW: KindRow("torch.Tensor", "Tensor"),
     # One value a row, x's shape without the last dimension or with one of 1 there, or one for all, of any shape; fp32.
     Kind.SCALE: KindRow("torch.Tensor", "Tensor"),
+    # (2,), int64: the seed and the offset that random numbers follow from; or what they are made from.
+    Kind.RANDOM: KindRow("torch.Tensor | tuple[int, int] | torch.Generator", "Tensor"),
     Kind.NUMBER: KindRow("float", "float"),
     # The word of an enum's member, or the member.
     Kind.WORD: KindRow("str", "str"),
@@ -102,6 +105,7 @@ class Parameter:
         optional: whether None may be passed; a default of None says so by itself.
         words: of a `Kind.WORD`: the enum.
         least: of a `Kind.NUMBER`: the least that is taken.
+        most: likewise the most; infinity stands for the largest that fp32 holds.
         axis: the field of `Mode` that it decides: by its value, by a tensor's dtype, by being there, or, of a
             `Kind.GROUPS`, by being one a group.
         wanted: the attribute of a mode that is true where it is read, "fadd.adds" say; "" where no axis says so.
@@ -123,6 +127,7 @@ class Parameter:
     optional: bool = False
     words: type[Enum] | None = None
     least: float = -math.inf
+    most: float = math.inf
     axis: str = ""
     wanted: str = ""
     absent: str = ""
@@ -168,17 +173,21 @@ class Parameter:
 
     @property
     def is_read_in_vectors(self) -> bool:
-        """Whether kernels are compiled for where it lies; scales are read one by one, and may be slices of a tensor."""
-        return self.kind is not Kind.SCALE
+        """Whether kernels are compiled for where it lies; others are read one by one, and may be slices of a tensor."""
+        return self.kind not in (Kind.SCALE, Kind.RANDOM)
 
     @property
     def scale_stride_slot(self) -> str | None:
         """The kernels' name for how far a row's value is from the next one's, 0 where there is one for all."""
         return f"{self.name}_stride" if self.kind is Kind.SCALE else None
 
+    def is_asked_for(self, axes: Any) -> bool:
+        """Whether a mode's axes, whatever its norm, are such that it is read."""
+        return not self.wanted or bool(attrgetter(self.wanted)(axes))
+
     def is_wanted(self, axes: Any) -> bool:
         """Whether calls of a mode, or of anything else that has its axes, read it."""
-        return axes.norm in self.default and (not self.wanted or bool(attrgetter(self.wanted)(axes)))
+        return axes.norm in self.default and self.is_asked_for(axes)
 
 
 @dataclass(frozen=True)

@@ -259,6 +259,7 @@ QUANTISED_DTYPES = (DType.INT8, DType.FP8_E4M3FN, DType.FP8_E4M3FNUZ, DType.FP8_
 _SUFFIXES: dict[str, dict[Any, str]] = {
     "x_bias": {False: "", True: "_xb"},
     "x_gate": {False: "", True: "_xg"},
+    "dropout": {False: "", True: "_drop"},
     "fadd": {FusedAdd.NONE: "", FusedAdd.PRE_ADD_STORE: "_addst", FusedAdd.PRE_ADD: "_add"},
     "cast": {Cast.AFTER_WEIGHT: "", Cast.BEFORE_WEIGHT: "_cbw"},
     "modulated": {False: "", True: "_mod"},
@@ -309,6 +310,7 @@ class Mode:
     gating: Gating = Gating.NONE
     gate_activation: GateActivation = GateActivation.SILU
     grouped: bool = False
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         floats = ", ".join(d.value for d in INPUT_DTYPES)
@@ -350,6 +352,11 @@ class Mode:
             self._check_modulated()
         if self.gating.gates or self.gate_activation is not GateActivation.SILU or self.grouped:
             self._check_gated()
+        if self.dropout and not (self.fadd.adds or self.is_backward):
+            raise IllegalCombinationError(
+                f"dropout is of x before a residual is added to it, and fadd is {self.fadd.value}; "
+                "use fadd pre_add_store or pre_add, or leave dropout out"
+            )
 
     def _check_gated(self) -> None:
         if not self.gating.gates:
@@ -365,6 +372,7 @@ class Mode:
             ("cast", self.cast.value, not self.cast.comes_first),
             ("x_bias", "true", not self.x_bias),
             ("modulated", "true", not self.modulated),
+            ("dropout", "true", not self.dropout),
         ):
             if not fits:
                 raise IllegalCombinationError(
@@ -389,8 +397,9 @@ class Mode:
                 raise IllegalCombinationError(
                     f"modulated norms have no {name} {said.value}; use another {name}, or leave modulated out"
                 )
-        if self.x_bias:
-            raise IllegalCombinationError("modulated norms have no x_bias; leave x_bias or modulated out")
+        for name in ("x_bias", "dropout"):
+            if getattr(self, name):
+                raise IllegalCombinationError(f"modulated norms have no {name}; leave {name} or modulated out")
 
     def _check_small_input(self, floats: str) -> None:
         if self.dtype_in not in FP8_INPUT_DTYPES:
@@ -435,7 +444,7 @@ class Mode:
     @property
     def pipelines(self) -> tuple[Pipeline, ...]:
         """The pipelines that there are kernels for."""
-        spreads = self.streams or (self.is_backward and not self.shares)
+        spreads = self.streams or (self.is_backward and not (self.shares or self.dropout))
         return tuple(p for p in Pipeline if p is not Pipeline.SPREAD or spreads)
 
     @property
@@ -519,6 +528,8 @@ class Mode:
             steps.append("x bias added")
         if self.x_gate:
             steps.append("x gated")
+        if self.dropout:
+            steps.append("dropout")
         if self.fadd.stores:
             steps.append("residual added and the sum stored")
         elif self.fadd.adds:
@@ -553,11 +564,12 @@ class Mode:
     def _backward_features(self) -> tuple[str, ...]:
         x_bias = ("x bias added and its gradient summed",) if self.x_bias else ()
         cast = ("rows rounded before the weight",) if self.cast.comes_first else ()
+        dropout = ("dropout",) if self.dropout else ()
         modulated = ("modulated", *(("x gated",) if self.x_gate else ())) if self.modulated else ()
         gated = (self._gated,) if self.gating.gates else ()
         grouped = ("a weight for each group of columns",) if self.grouped else ()
         added = ("gradient of the stored sum added",) if self.fadd.stores else ()
-        return (*x_bias, *added, *cast, *modulated, *gated, *grouped)
+        return (*x_bias, *dropout, *added, *cast, *modulated, *gated, *grouped)
 
     @cached_property
     def summary(self) -> str:
@@ -590,8 +602,10 @@ def legal_modes() -> Iterator[Mode]:
         with suppress(IllegalCombinationError):
             mode = Mode(*values)
             yield mode
+            # None of them is legal where the same mode without is not.
+            with suppress(IllegalCombinationError):
+                yield replace(mode, dropout=True)
             yield from _gated(mode)
-            # None of them is legal where the same mode without modulation is not.
             for gated in bools:
                 with suppress(IllegalCombinationError):
                     yield replace(mode, modulated=True, x_gate=gated)

@@ -20,6 +20,10 @@ def _first(meaning: str) -> dict[Norm, str]:
     return {Norm.LAYER: meaning}
 
 
+# The largest that is not 1 in fp32.
+_LARGEST_P = 1 - 2.0**-24
+
+
 FORWARD = Family(
     direction=Direction.FORWARD,
     functions={Norm.LAYER: "layernorm2d_fwd", Norm.RMS: "rmsnorm2d_fwd"},
@@ -143,6 +147,32 @@ FORWARD = Family(
                 "or torch.ones(1, device=x.device)"
             ),
             unused="x_scale was passed and goes with an fp8 x alone; multiply x by it, or leave x_scale out",
+        ),
+        Parameter(
+            "dropout_p",
+            Kind.NUMBER,
+            default=_each("0.0"),
+            meaning=_first(
+                "how likely each element of x, behind x_bias, is dropped before residual is added; those that are kept "
+                "are divided by 1 - dropout_p. 0 <= dropout_p < 1; goes with fadd."
+            ),
+            least=0.0,
+            most=_LARGEST_P,
+            wanted="dropout",
+            needs="dropout_rng",
+            absent="dropout_p={dropout_p} drops elements by a dropout_rng and none was passed; pass it",
+        ),
+        Parameter(
+            "dropout_rng",
+            Kind.RANDOM,
+            default=_each("None"),
+            meaning=_first(
+                "what the mask follows from, with an element's row and column: (seed, offset), or the same as an int64 "
+                "tensor of two on x's device; a torch.Generator to draw them from; or None for torch's default one. "
+                "`dropout_mask` has the formula."
+            ),
+            axis="dropout",
+            wanted="dropout",
         ),
         Parameter(
             "out_dtype",
@@ -285,6 +315,15 @@ BACKWARD = Family(
             wanted="fadd.stores",
             functional=True,
         ),
+        replace(
+            FORWARD["dropout_p"],
+            meaning=_first("as the forward call was given it; x is then residual_out."),
+            absent=(
+                "dropout_p={dropout_p} dropped elements by a dropout_rng and none was passed; pass the seed and offset "
+                "that the forward call was given"
+            ),
+        ),
+        replace(FORWARD["dropout_rng"], meaning=_first("the seed and offset that the forward call was given.")),
         Parameter(
             "cast",
             Kind.WORD,
@@ -305,10 +344,19 @@ BACKWARD = Family(
             functional=True,
         ),
         Parameter(
+            "dropped_dtype",
+            Kind.DTYPE,
+            default=_each("None"),
+            meaning=_first("ddropped's dtype; None is x's."),
+        ),
+        Parameter(
             "wants",
             Kind.NAMES,
             default=_each('("dx",)'),
-            meaning=_first('which of "dx", "dweight", "dbias" and "dx_bias" to compute; nothing else is.'),
+            meaning=_first(
+                'which of "dx", "dweight", "dbias", "dx_bias" and, with dropout_p, "ddropped" to compute; nothing else '
+                "is."
+            ),
             functional=True,
         ),
     ),
@@ -317,6 +365,7 @@ BACKWARD = Family(
         Result("dweight", Kind.VECTOR, like=("weight",)),
         Result("dbias", Kind.VECTOR, norms=(Norm.LAYER,), told="bias_dtype", like=("weight", "x")),
         Result("dx_bias", Kind.VECTOR, wanted="x_bias", like=("x_bias",)),
+        Result("ddropped", Kind.ROWS, wanted="dropout", told="dropped_dtype", like=("x",)),
     ),
 )
 

@@ -40,6 +40,7 @@ _FORWARD = (
     _Row("x_bias_ptr", "(N,)", lambda m, p: m.x_bias),
     _Row("gate_ptr", "a row for each of x's, some of them the same", lambda m, p: m.x_gate),
     _Row("gate_ptr", "(M, N)", lambda m, p: m.gating.gates),
+    _Row("dropout_rng_ptr", "(2,) int64, seed and offset", lambda m, p: m.dropout),
     _Row("residual_ptr", "(M, N)", lambda m, p: m.fadd.adds),
     _Row("weight_ptr", "(N,) or None", lambda m, p: not m.grouped),
     _Row("bias_ptr", "(N,) or None", lambda m, p: m.norm.centres and not m.grouped),
@@ -68,6 +69,7 @@ _FORWARD = (
     _Row("M", "rows", lambda m, p: p in (Pipeline.ROWS, Pipeline.SPREAD, Part.WINDOW)),
     _Row("eps", "fp32"),
     _Row("weight_offset", "fp32, added to every weight", lambda m, p: not m.norm.centres),
+    _Row("dropout_p", "fp32, from 0 to below 1", lambda m, p: m.dropout),
     _Row("N: tl.constexpr", "columns, exact"),
     _Row(_ALIGNMENT.declaration, _ALIGNMENT.comment, lambda m, p: p is not Part.WINDOW),
     _Row("ROWS: tl.constexpr", "rows a program", lambda m, p: p is Pipeline.ROWS),
@@ -94,6 +96,7 @@ _BACKWARD = (
     _Row("gate_ptr", "(samples, N)", lambda m, p: m.x_gate and p is not Part.ROW_TERMS),
     _Row("gate_ptr", "(M, N)", lambda m, p: m.gating.gates),
     _Row("gated_ptr", "(M, N), what was gated", lambda m, p: m.x_gate and p is not Part.ROW_TERMS),
+    _Row("dropout_rng_ptr", "(2,) int64, seed and offset", lambda m, p: m.dropout and p is not Part.ROW_TERMS),
     _Row("mean_ptr", "(M,) fp32", lambda m, p: m.norm.centres),
     _Row("rstd_ptr", "(M,) fp32"),
     _Row("gh_mean_ptr", "(M,) fp32, the mean of g * h", lambda m, p: p in (Pipeline.TWO_PASS, Part.ROW_TERMS)),
@@ -103,6 +106,7 @@ _BACKWARD = (
     _Row("dx_ptr", "(M, N) or None", lambda m, p: p is not Part.ROW_TERMS),
     _Row("dgated_ptr", "(M, N) or None", lambda m, p: m.x_gate and p is not Part.ROW_TERMS),
     _Row("dgate_ptr", "(M, N) or None", lambda m, p: m.gating.gates and p is not Part.ROW_TERMS),
+    _Row("ddropped_ptr", "(M, N) or None", lambda m, p: m.dropout and p is not Part.ROW_TERMS),
     _Row("dweight_ptr", "(programs, N) fp32 or None", lambda m, p: p is not Part.ROW_TERMS),
     _Row(
         "dbias_ptr",
@@ -120,10 +124,12 @@ _BACKWARD = (
     _Row("dx_row_stride", "elements", lambda m, p: p is not Part.ROW_TERMS),
     _Row("dgated_row_stride", "elements", lambda m, p: m.x_gate and p is not Part.ROW_TERMS),
     _Row("dgate_row_stride", "elements", lambda m, p: m.gating.gates and p is not Part.ROW_TERMS),
+    _Row("ddropped_row_stride", "elements", lambda m, p: m.dropout and p is not Part.ROW_TERMS),
     _Row("M", "rows", lambda m, p: p is not Part.ROW_TERMS),
     _Row("sample_rows", "rows of each sample", lambda m, p: m.modulated),
     _Row("groups", "of N columns side by side, each a row of M", lambda m, p: m.grouped),
     _Row("weight_offset", "fp32, added to every weight", lambda m, p: not m.norm.centres),
+    _Row("dropout_p", "fp32, from 0 to below 1", lambda m, p: m.dropout and p is not Part.ROW_TERMS),
     _Row("N: tl.constexpr", "columns, exact"),
     _ALIGNMENT,
     _Row("ROWS: tl.constexpr", "rows at a time", lambda m, p: p not in (Pipeline.ONE_PASS, Part.ROW_TERMS)),
@@ -172,7 +178,7 @@ def column_sums(mode: Mode) -> list[tuple[str, str]]:
     if mode.norm.centres or mode.modulated:
         sums.append(("dbias", "dy"))
     if mode.x_bias:
-        sums.append(("dx_bias", "dx"))
+        sums.append(("dx_bias", "ddropped" if mode.dropout else "dx"))
     if mode.x_gate:
         sums.append(("dgate", "dx * gated"))
     return sums

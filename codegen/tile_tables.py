@@ -75,7 +75,17 @@ def tiles_of(
             # A thread holds a third row and a third sum: with tiles of their own length they spill 112 to 248 bytes.
             generic = generic_tiles(kind, replace(bucket, last=bucket.last * 3 // 2))
         return ((ANY, generic), *((arch, generic) for arch in known))
-    return ((ANY, generic), *((arch, table.find(kind, bucket) or generic) for arch, table in known.items()))
+    return (
+        (ANY, generic),
+        *((arch, _fitting(mode, table.find(kind, bucket) or generic, generic)) for arch, table in known.items()),
+    )
+
+
+def _fitting(mode: AnyMode, measured: Tiles, generic: Tiles) -> Tiles:
+    """Tiles as measured, but for those that a mode has no kernel for: with dropout no rows are spread."""
+    sizes = (field.name for field in fields(Tiles))
+    found = {size: (getattr(measured, size), getattr(generic, size)) for size in sizes}
+    return Tiles(**{size: own if own.pipeline in mode.pipelines else rule for size, (own, rule) in found.items()})
 
 
 @cache

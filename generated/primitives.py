@@ -24,6 +24,7 @@ UNSPECIALISED = (
     "dx_row_stride",
     "gated_row_stride",
     "dgated_row_stride",
+    "ddropped_row_stride",
     "sample_rows",
 )
 
@@ -45,6 +46,9 @@ HEAD = tl.constexpr(8)
 # Values of a row that are added up before others join them, where a thread holds more than eight of one.
 FOUR = tl.constexpr(4)
 LONG = tl.constexpr(1024)
+
+# Values that share the random bits of one Philox.
+EIGHT = tl.constexpr(8)
 
 # Values that a thread loads at once: they share a pivot, so that it keeps one sum of each kind and not eight.
 GROUP = tl.constexpr(8)
@@ -534,6 +538,64 @@ def load_column(ptr, rows, stride, row_mask):
 def scaled(values, scale):
     """Multiply, rounded by itself: a compiler makes one rounding of a product and the sum that it is a term of."""
     return tl.fma(values, scale, 0.0)
+
+
+@triton.jit
+def load_dropout(rng_ptr, p):
+    """What `drop` needs besides where values are: seed, offset, the least bits of values that are kept, 1 / (1 - p)."""
+    p = tl.cast(p, tl.float32)  # a number of Python's in the interpreter
+    least = (p * 4294967296.0).to(tl.int64).to(tl.uint32)
+    return tl.load(rng_ptr), tl.load(rng_ptr + 1), least, tl.div_rn(1.0, 1.0 - p)
+
+
+@triton.jit
+def drop(values, dropout, rows, start, N: tl.constexpr):
+    """Set values to 0 or divide them by 1 - p, each by bits that follow from seed, offset, row, column and N alone.
+
+    Args:
+        values: of one row, or of a tile of rows.
+        dropout: from `load_dropout`.
+        rows: the row, or the column of rows.
+        start: the column of the first value, a multiple of eight, or of as many values as there are.
+        N: columns.
+    """
+    seed, offset, least, kept = dropout
+    bits = random_bits(seed, offset, rows, start, N, values.shape)
+    return tl.where(bits >= least, scaled(values, kept), 0.0)
+
+
+@triton.jit
+def random_bits(seed, offset, rows, start, N: tl.constexpr, SHAPE: tl.constexpr):
+    """32 random bits for each value: eight neighbours share the 128 of one Philox-4x32-10 (Salmon et al., 2011).
+
+    Of two neighbours the second has the bits of the first with their halves swapped: where they are compared with a
+    threshold the upper half decides, unless it is the threshold's own, so that half the work serves.
+    """
+    BLOCK: tl.constexpr = SHAPE[len(SHAPE) - 1]
+    groups = start // EIGHT + tl.arange(0, (BLOCK + EIGHT - 1) // EIGHT)
+    within = (start + tl.arange(0, BLOCK)) % EIGHT
+    if len(SHAPE) == 2:
+        groups = groups[None, :]
+        within = within[None, :]
+    counter = tl.cast(rows, tl.int64) * ((N + EIGHT - 1) // EIGHT) + groups
+    low = counter.to(tl.uint32)
+    high = (counter >> 32).to(tl.uint32)
+    offset_low = tl.zeros_like(low) + offset.to(tl.uint32)
+    offset_high = tl.zeros_like(low) + (offset >> 32).to(tl.uint32)
+    first, second, third, fourth = tl.philox(seed, low, high, offset_low, offset_high)
+    if BLOCK < EIGHT:
+        bits = tl.where(within < 4, tl.where(within < 2, first, second), tl.where(within < 6, third, fourth))
+        bits = tl.where(within % 2 == 0, bits, with_halves_swapped(bits))
+    else:
+        bits = tl.join(tl.join(first, third), tl.join(second, fourth))
+        bits = tl.reshape(tl.join(bits, with_halves_swapped(bits)), SHAPE)
+    return bits
+
+
+@triton.jit
+def with_halves_swapped(bits):
+    """The upper 16 of 32 bits below the lower."""
+    return (bits << 16) | (bits >> 16)
 
 
 @triton.jit

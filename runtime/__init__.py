@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .nn.patching import patch, unpatch
     from .nn.report import Patch
     from .override.switch import TorchOverride, override_torch, restore_torch
+    from .random_mask import dropout_mask
     from .selection.dispatch import instances, load_instances
     from .selection.recording import record
 
@@ -56,6 +57,7 @@ __all__ = [
     "backend",
     "compile_keys",
     "compile_passes",
+    "dropout_mask",
     "errors",
     "gated_layer_norm",
     "gated_layernorm2d_fwd",
@@ -99,6 +101,7 @@ _HOMES = {
     "nn.gating": ("gated_layer_norm", "gated_rms_norm"),
     "nn.grouping": ("GroupNorm", "group_norm"),
     "nn.modulation": ("modulated_layer_norm", "modulated_rms_norm"),
+    "random_mask": ("dropout_mask",),
     "nn.modules": ("AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"),
     "selection.dispatch": ("instances", "load_instances"),
 }

@@ -9,6 +9,7 @@ import torch
 from .codegen.model import Cast
 from .dtypes import HALVES
 from .mode_words import word
+from .random_mask import dropout_mask, kept_factor
 
 # How far a row that was normalised in fp32 may be off, beside 1 and beside its values.
 _NORMALISED = 1e-5
@@ -21,11 +22,12 @@ class ReferenceGradients(NamedTuple):
         dx: x's shape.
         dweight: (N,).
         dbias: (N,); None for RMSNorm.
-        dx_bias: (N,): dx summed over rows.
+        dx_bias: (N,): dx summed over rows, or ddropped.
         magnitudes: gradient name to a tensor of its shape: what its terms add up to without their signs, which is
             what the rounding errors of fp32 sums are proportional to.
         open: with cast "before_weight", how far off dweight may be because fp32 leaves open which way some of h is
             rounded; else None.
+        ddropped: x's shape, of what a dropout was applied to; None where there was none.
     """
 
     dx: torch.Tensor
@@ -34,6 +36,7 @@ class ReferenceGradients(NamedTuple):
     dx_bias: torch.Tensor
     magnitudes: dict[str, torch.Tensor]
     open: torch.Tensor | None = None
+    ddropped: torch.Tensor | None = None
 
 
 def layernorm2d_bwd(
@@ -45,6 +48,8 @@ def layernorm2d_bwd(
     rstd: torch.Tensor,
     x_bias: torch.Tensor | None = None,
     dresidual_out: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_rng: torch.Tensor | None = None,
     cast: str | Cast = "after_weight",
     dtype: torch.dtype = torch.float64,
 ) -> ReferenceGradients:
@@ -57,7 +62,8 @@ def layernorm2d_bwd(
     g = dy.to(dtype) if weight is None else dy.to(dtype) * weight.to(dtype)
     dx = (g - h * (g * h).mean(-1, keepdim=True) - g.mean(-1, keepdim=True)) * rstd.to(dtype).unsqueeze(-1)
     cast_to = (word(Cast, "cast", cast), dy.dtype, x.dtype)
-    return _finish(dy.to(dtype), dx, h, g, rstd.to(dtype), dresidual_out, cast_to, has_bias=True)
+    kept = _kept(x, dropout_p, dropout_rng)
+    return _finish(dy.to(dtype), dx, h, g, rstd.to(dtype), dresidual_out, cast_to, kept, has_bias=True)
 
 
 def rmsnorm2d_bwd(
@@ -69,6 +75,8 @@ def rmsnorm2d_bwd(
     weight_offset: float = 0.0,
     x_bias: torch.Tensor | None = None,
     dresidual_out: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_rng: torch.Tensor | None = None,
     cast: str | Cast = "after_weight",
     dtype: torch.dtype = torch.float64,
 ) -> ReferenceGradients:
@@ -77,7 +85,8 @@ def rmsnorm2d_bwd(
     g = dy.to(dtype) if weight is None else dy.to(dtype) * (weight.to(dtype) + weight_offset)
     dx = (g - h * (g * h).mean(-1, keepdim=True)) * rstd.to(dtype).unsqueeze(-1)
     cast_to = (word(Cast, "cast", cast), dy.dtype, x.dtype)
-    return _finish(dy.to(dtype), dx, h, g, rstd.to(dtype), dresidual_out, cast_to, has_bias=False)
+    kept = _kept(x, dropout_p, dropout_rng)
+    return _finish(dy.to(dtype), dx, h, g, rstd.to(dtype), dresidual_out, cast_to, kept, has_bias=False)
 
 
 def rounded_first(
@@ -125,6 +134,7 @@ def _finish(
     rstd: torch.Tensor,
     dresidual_out: torch.Tensor | None,
     cast_to: tuple[Cast, torch.dtype, torch.dtype],
+    kept: torch.Tensor | None,
     *,
     has_bias: bool,
 ) -> ReferenceGradients:
@@ -135,19 +145,30 @@ def _finish(
         dx = dx + dresidual_out.to(dx.dtype)
         terms = terms + dresidual_out.to(dx.dtype).abs()
     weighted, either = rounded_first(h, *cast_to)
+    ddropped = None if kept is None else dx * kept
+    of_ddropped = terms if kept is None else terms * kept
     return ReferenceGradients(
         dx=dx,
         dweight=_over_rows(dy * weighted),
         dbias=_over_rows(dy) if has_bias else None,
-        dx_bias=_over_rows(dx),
+        dx_bias=_over_rows(dx if ddropped is None else ddropped),
         magnitudes={
             "dx": terms,
             "dweight": _over_rows((dy * h).abs()),
             "dbias": _over_rows(dy.abs()),
-            "dx_bias": _over_rows(terms),
+            "dx_bias": _over_rows(of_ddropped),
+            "ddropped": of_ddropped,
         },
         open=None if either is None else _over_rows(dy.abs() * either),
+        ddropped=ddropped,
     )
+
+
+def _kept(x: torch.Tensor, dropout_p: float, dropout_rng: torch.Tensor | None) -> torch.Tensor | None:
+    """What each element of what was dropped was multiplied by: 0 or 1 / (1 - p)."""
+    if dropout_rng is None:
+        return None
+    return dropout_mask(x.shape, dropout_p, dropout_rng).double() * kept_factor(dropout_p, x.device)
 
 
 def _over_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from .codegen.model import Cast, DType, FusedAdd, FusedQuant, Rounding
 from .dtypes import DTYPES, TORCH_DTYPES
 from .gradient_reference import ReferenceGradients, layernorm2d_bwd, rmsnorm2d_bwd, rounded_first
 from .mode_words import word
+from .random_mask import dropout_mask, kept_factor
 
 __all__ = [
     "ReferenceGradients",
@@ -64,6 +65,14 @@ class _Asked(NamedTuple):
     rounding: Rounding
 
 
+class _Dropout(NamedTuple):
+    """What elements of x are dropped by."""
+
+    p: float
+    rng: torch.Tensor
+    first_row: int
+
+
 def layernorm2d_fwd(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -76,6 +85,9 @@ def layernorm2d_fwd(
     fquant: str | int | FusedQuant = "none",
     x_bias: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_rng: torch.Tensor | None = None,
+    first_row: int = 0,
     out_dtype: torch.dtype | None = None,
     scale_dtype: torch.dtype = torch.float32,
     save_mv: bool = False,
@@ -85,9 +97,11 @@ def layernorm2d_fwd(
 ) -> ReferenceOutput:
     """Compute what `normforge.layernorm2d_fwd` of the same arguments should return, in the dtypes it returns.
 
-    The arithmetic is done in `dtype`; in float64 its rounding errors are negligible beside a kernel's.
+    The arithmetic is done in `dtype`; in float64 its rounding errors are negligible beside a kernel's. first_row is the
+    number of x's first row, of which dropouts make a difference, where x is a part of a call's.
     """
-    s, residual_out = _sum(_value(x, x_scale), x_bias, residual, word(FusedAdd, "fadd", fadd), dtype)
+    dropout = None if dropout_rng is None else _Dropout(dropout_p, dropout_rng, first_row)
+    s, residual_out = _sum(_value(x, x_scale), x_bias, dropout, residual, word(FusedAdd, "fadd", fadd), dtype)
     mean = s.mean(-1, keepdim=True)
     rstd = ((s - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
     y, either = rounded_first((s - mean) * rstd, word(Cast, "cast", cast), out_dtype or x.dtype, x.dtype)
@@ -112,6 +126,9 @@ def rmsnorm2d_fwd(
     fquant: str | int | FusedQuant = "none",
     x_bias: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_rng: torch.Tensor | None = None,
+    first_row: int = 0,
     out_dtype: torch.dtype | None = None,
     scale_dtype: torch.dtype = torch.float32,
     save_mv: bool = False,
@@ -120,7 +137,8 @@ def rmsnorm2d_fwd(
     dtype: torch.dtype = torch.float64,
 ) -> ReferenceOutput:
     """Compute what `normforge.rmsnorm2d_fwd` of the same arguments should return; see `layernorm2d_fwd`."""
-    s, residual_out = _sum(_value(x, x_scale), x_bias, residual, word(FusedAdd, "fadd", fadd), dtype)
+    dropout = None if dropout_rng is None else _Dropout(dropout_p, dropout_rng, first_row)
+    s, residual_out = _sum(_value(x, x_scale), x_bias, dropout, residual, word(FusedAdd, "fadd", fadd), dtype)
     rstd = (s.square().mean(-1, keepdim=True) + eps).rsqrt()
     y, either = rounded_first(s * rstd, word(Cast, "cast", cast), out_dtype or x.dtype, x.dtype)
     if weight is not None:
@@ -140,21 +158,33 @@ def _value(x: torch.Tensor, x_scale: torch.Tensor | None) -> torch.Tensor:
 def _sum(
     x: torch.Tensor,
     x_bias: torch.Tensor | None,
+    dropout: _Dropout | None,
     residual: torch.Tensor | None,
     fadd: FusedAdd,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    terms = [term for term in (x, x_bias, residual if fadd.adds else None) if term is not None]
-    total = terms[0].to(dtype)
-    for term in terms[1:]:
-        total = total + term.to(dtype)
+    added = residual if fadd.adds else None
+    total = _sum_in(dtype, x, x_bias, dropout, added)
     if not fadd.stores or residual is None:
         return total, None
     # The stored sum is defined in fp32, whatever the arithmetic here: it must match to the bit.
-    stored = terms[0].float()
-    for term in terms[1:]:
-        stored = stored + term.float()
-    return total, stored.to(residual.dtype)
+    return total, _sum_in(torch.float32, x, x_bias, dropout, added).to(residual.dtype)
+
+
+def _sum_in(
+    dtype: torch.dtype,
+    x: torch.Tensor,
+    x_bias: torch.Tensor | None,
+    dropout: _Dropout | None,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    total = x.to(dtype)
+    if x_bias is not None:
+        total = total + x_bias.to(dtype)
+    if dropout is not None:
+        keep = dropout_mask(x.shape, dropout.p, dropout.rng, first_row=dropout.first_row)
+        total = torch.where(keep, total * kept_factor(dropout.p, x.device).to(dtype), 0.0)
+    return total if residual is None else total + residual.to(dtype)
 
 
 def _asked(

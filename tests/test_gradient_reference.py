@@ -106,7 +106,8 @@ def test_x_and_x_bias_are_added_in_fp32() -> None:
 def test_a_gradient_that_is_off_is_told(name: str, dtype: torch.dtype) -> None:
     x, dy = torch.randn(M, N), torch.randn(M, N)
     mean, rstd = x.mean(-1), (x.var(-1, correction=0) + EPS).rsqrt()
-    expected = reference.layernorm2d_bwd(dy, x, torch.randn(N), mean=mean, rstd=rstd, x_bias=torch.zeros(N))
+    given: dict[str, Any] = {"x_bias": torch.zeros(N), "dropout_p": 0.25, "dropout_rng": torch.tensor([1, 2])}
+    expected = reference.layernorm2d_bwd(dy, x, torch.randn(N), mean=mean, rstd=rstd, **given)
     perfect = NormGradients(*(getattr(expected, field).to(dtype) for field in NormGradients._fields))
     assert all(finding.ok for finding in compare_gradients(perfect, expected))
     spoilt = getattr(perfect, name).clone()

@@ -195,4 +195,8 @@ def test_the_oracle_takes_what_the_call_takes(forward: object, oracle: object) -
     ours = dict(inspect.signature(forward).parameters)
     theirs = dict(inspect.signature(oracle).parameters)
     assert theirs.pop("dtype").default == torch.float64
+    # Of a part of a call's rows; and what is drawn it takes as it was drawn.
+    assert theirs.pop("first_row").default == 0
+    assert theirs["dropout_rng"].default is None
+    theirs["dropout_rng"] = ours["dropout_rng"]
     assert {name: parameter for name, parameter in ours.items() if name not in ("out", "residual_out")} == theirs

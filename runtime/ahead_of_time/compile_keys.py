@@ -86,8 +86,9 @@ def compile_keys(
         residual_dtypes: residual's: dtypes, or "same".
         smooth_dtypes: smooth_scale's, likewise.
         dy_dtypes: of the gradient that a backward pass is given, likewise.
-        wants: which gradients are asked of a backward pass, of "dx", "dweight", "dbias" and "dx_bias"; those that the
-            call has no tensor for are left out. None is all, as autograd asks where everything is trained.
+        wants: which gradients are asked of a backward pass, of "dx", "dweight", "dbias", "dx_bias" and "ddropped";
+            those that the call has no tensor for are left out. None is all, as autograd asks where everything is
+            trained.
         row_strides: elements from one row of x to the next; None is N. Of rows on several strides, these with the
             rows between them: (6144, 32, 128) of 32 heads of 48. Of other arguments ("dy", "out", ...) too: a mapping
             from their names to such; rows of those that are not named adjoin.

@@ -123,6 +123,7 @@ def _backward(
     due = ["dx"]
     due += [f"d{name}" for name, kind in kinds.items() if kind is not None]
     due += ["dx_bias"] if mode.x_bias else []
+    due += ["ddropped"] if mode.dropout else []
     asked = (due,) if deployment.wants is None else deployment.wants
     bias = kinds["bias"]
     for dy, names in product(_dy_kinds(mode, deployment), asked):
@@ -173,6 +174,8 @@ def _maker(mode: Mode, rows: RowPlaces, kinds: Mapping[str, Kind]) -> Callable[[
     def make(parameter: Parameter) -> torch.Tensor | None:
         if parameter.name == "x":
             return rows.empty("x", TORCH_DTYPES[mode.dtype_in])
+        if parameter.kind is Shape.RANDOM:
+            return torch.empty(2, dtype=torch.int64, device="cpu")
         kind = kinds.get(parameter.name, torch.float32 if parameter.kind in (Shape.PER_ROW, Shape.SCALE) else SAME)
         if kind is None:
             return None

@@ -211,11 +211,13 @@ def check_flag(name: str, value: object) -> bool:
     return bool(value)
 
 
-def check_number(name: str, value: object, *, least: float) -> float:
-    """Check that an argument is a number of at least `least` that fp32 can hold, and return it."""
-    smallest = max(least, -LARGEST_FP32)
+def check_number(name: str, value: object, *, least: float, most: float = math.inf) -> float:
+    """Check that an argument is a number of at least `least` that fp32 can hold, at most `most`, and return it."""
+    smallest, largest = max(least, -LARGEST_FP32), min(most, LARGEST_FP32)
     # The comparison also fails for NaN.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not smallest <= value <= LARGEST_FP32:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not smallest <= value <= largest:
+        if most < math.inf:
+            raise ConflictError(f"{name}={value!r} will not do; it takes a number from {least:g} to at most {most!r}")
         at_least = f" of at least {least:g}" if math.isfinite(least) else ""
         raise ConflictError(f"{name}={value!r} will not do; it takes a number{at_least} that is finite in fp32")
     return float(value)

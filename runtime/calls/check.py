@@ -40,6 +40,7 @@ from .argument_checks import (
     refuse_fp8,
 )
 from .functions import FUNCTIONS, Function, completed
+from .randomness import check_random
 from .row_layout import row_stride
 
 _NOT_DIFFERENTIABLE = (
@@ -65,6 +66,7 @@ _CHECKS: Mapping[Kind, Callable[[str, Any, torch.Tensor], object]] = {
     Kind.VECTOR: check_vector,
     Kind.PER_ROW: check_statistic,
     Kind.SCALE: check_scale,
+    Kind.RANDOM: check_random,
 }
 
 
@@ -125,8 +127,8 @@ def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, pa
     axes: dict[str, Any] = {"norm": takes.norm, "direction": takes.direction, "modulated": modulated}
     for name, words, axis in takes.words:
         said[name] = axes[axis] = word(words, name, said[name])
-    for name, least in takes.numbers:
-        said[name] = check_number(name, said[name], least=least)
+    for name, least, most in takes.numbers:
+        said[name] = check_number(name, said[name], least=least, most=most)
     for name, axis in takes.flags:
         said[name] = axes[axis] = check_flag(name, said[name])
     for name, axis, optional in takes.dtypes:
@@ -236,8 +238,12 @@ def _wants(takes: Function, mode: Mode, said: Mapping[str, Any]) -> tuple[str, .
         if name not in known:
             raise ConflictError(f"wants has {name!r}; it takes some of {', '.join(known)}")
     for result in takes.results:
-        if result.name in names and all(said[name] is None for name in result.like):
-            name, missing = result.name, result.like[0]
+        if result.name not in names:
+            continue
+        name, missing = result.name, result.like[0] if all(said[like] is None for like in result.like) else ""
+        if not _asks(mode, result.wanted):
+            missing = missing or "dropout_p"
+        if missing:
             raise ConflictError(f"wants has {name!r} and no {missing} was passed; pass it, or leave {name!r} out")
     return names
 
@@ -301,8 +307,8 @@ def check_normalised(
     said = completed(function, given)
     for name, words, _ in takes.words:
         word(words, name, said[name])
-    for name, least in takes.numbers:
-        check_number(name, said[name], least=least)
+    for name, least, most in takes.numbers:
+        check_number(name, said[name], least=least, most=most)
     _check_needs(takes, said)
     return shape
 

@@ -71,7 +71,7 @@ def launched(norm: str, key: Key | None, given: Given, *, packed: bool = False) 
         remember(plans, key, tensors, _free(_ROWS, tensors, call.x), vectors, plan)
     inputs = len(FORWARD.inputs)
     shared = (plan, addresses[:inputs], tensors[:inputs], call.x.shape, call.m, call.eps, call.weight_offset)
-    return run_recorded(*shared) if packed else run(*shared, call.out, call.residual_out)
+    return run_recorded(*shared) if packed else run(*shared, call.out, call.residual_out, call.dropout_p)
 
 
 @eager_only
@@ -95,7 +95,7 @@ def launched_backward(norm: str, key: Key | None, given: Given, *, packed: bool 
     plan = Plan(call, [row.slot for row, at in zip(BACKWARD.inputs, addresses, strict=True) if at & MISALIGNED])
     if key is not None and dy is not None and _can_be_known(BACKWARD, given):
         remember(plans, key, passed, _free(BACKWARD.inputs, passed, x), addresses, plan)
-    return run_backward(plan, addresses, tensors, x.shape, call.m, float(call.weight_offset))
+    return run_backward(plan, addresses, tensors, x.shape, call.m, float(call.weight_offset), call.dropout_p)
 
 
 def refuse_foreign(family: Family, given: Given) -> None:
@@ -135,16 +135,18 @@ def _can_be_known(family: Family, given: Given) -> bool:
 def _free(rows: tuple[Parameter, ...], tensors: Tensors, x: torch.Tensor) -> list[int]:
     """Of each tensor, how many of its leading sizes may be any in a call of the same kind."""
     leading = x.dim() - 1
-    of_rows = [
-        tensor for row, tensor in zip(rows, tensors, strict=True) if tensor is not None and row.kind is not Kind.VECTOR
-    ]
+    of_rows = [tensor for row, tensor in zip(rows, tensors, strict=True) if tensor is not None and _has_rows(row)]
     if not all(tensor.is_contiguous() for tensor in of_rows):
         # The key holds the other sizes then.
         leading = min(leading, 1)
     return [
-        min(leading, tensor.dim()) if tensor is not None and row.kind is not Kind.VECTOR else 0
+        min(leading, tensor.dim()) if tensor is not None and _has_rows(row) else 0
         for row, tensor in zip(rows, tensors, strict=True)
     ]
+
+
+def _has_rows(row: Parameter) -> bool:
+    return row.kind not in (Kind.VECTOR, Kind.RANDOM)
 
 
 def address_of(name: str, tensor: torch.Tensor | None) -> int:

@@ -13,6 +13,7 @@ from ..codegen.families import Kind
 from ..codegen.model import Cast
 from ..codegen.parameters import BACKWARD, FORWARD
 from ..mode_words import word
+from .functions import FUNCTIONS
 from .row_layout import as_rows
 from .straight import BackwardOperands, BackwardOptions, Operands, Options
 from .traced import operated, result_dtype
@@ -73,10 +74,30 @@ def forward_given(rows: Operands, options: Options, save_mv: bool) -> dict[str, 
     return given
 
 
-def normalise_traced(operands: Operands, shape: tuple[int, ...], options: Options) -> Any:
-    """What `recorded.normalise` is, as one operator and the views and copies before it."""
+def taken(function: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Of arguments by name those that a function takes."""
+    takes = FUNCTIONS[function].passed
+    return {name: value for name, value in given.items() if name in takes}
+
+
+def normalise_traced(
+    operands: Operands,
+    shape: tuple[int, ...],
+    options: Options,
+    dropout: tuple[float, torch.Tensor | None] = (0.0, None),
+) -> Any:
+    """What `recorded.normalise` is, as one operator and the views and copies before it.
+
+    Args:
+        operands: see `recorded.normalise`.
+        shape: likewise.
+        options: likewise.
+        dropout: what is dropped of x before a residual is added, by what seed and offset.
+    """
     rows = as_operands(operands, len(shape))
     recorded = torch.is_grad_enabled() and any_requires_gradient(rows)
-    y, *others = operated(FORWARD_OF[options[0]], forward_given(rows, options, recorded))
+    given = forward_given(rows, options, recorded)
+    given["dropout_p"], given["dropout_rng"] = dropout
+    y, *others = operated(FORWARD_OF[options[0]], given)
     x, _, _, residual, _ = operands
     return y.view(x.shape) if residual is None else (y.view(x.shape), others[0].view(x.shape))

@@ -16,7 +16,7 @@ from ..codegen.parameters import FAMILIES
 _CLASSES = get_type_hints(Mode)
 
 # The tensors that are read.
-_OPERANDS = (Kind.ROWS, Kind.SAMPLES, Kind.GROUPS, Kind.VECTOR, Kind.PER_ROW, Kind.SCALE)
+_OPERANDS = (Kind.ROWS, Kind.SAMPLES, Kind.GROUPS, Kind.VECTOR, Kind.PER_ROW, Kind.SCALE, Kind.RANDOM)
 
 # The default that is no literal.
 _NOT_LITERAL: Mapping[str, Any] = {REQUIRED: None, "torch.float32": torch.float32}
@@ -46,7 +46,7 @@ class Function(NamedTuple):
         defaults: what it is given where nothing is passed, by name, for all parameters of its family.
         passed: the names of its own, but for the places; in their order, which is that of the operator's schema.
         words: names, with the enums of their members and the axes that they decide.
-        numbers: names, with the least that each takes.
+        numbers: names, with the least and the most that each takes.
         flags: names, with the axes that they decide.
         dtypes: likewise, and whether None may be passed.
         tensors: the names of what is read, with its kind, and whether None may be passed.
@@ -68,7 +68,7 @@ class Function(NamedTuple):
     defaults: tuple[tuple[str, Any], ...]
     passed: tuple[str, ...]
     words: tuple[tuple[str, type[Enum], str], ...]
-    numbers: tuple[tuple[str, float], ...]
+    numbers: tuple[tuple[str, float, float], ...]
     flags: tuple[tuple[str, str], ...]
     dtypes: tuple[tuple[str, str, bool], ...]
     tensors: tuple[tuple[str, Kind, bool], ...]
@@ -94,7 +94,7 @@ def _function(family: Family, norm: Norm) -> Function:
         defaults=tuple((row.name, _default(row, norm)) for row in family.parameters),
         passed=tuple(row.name for row in rows if row.kind is not Kind.PLACE),
         words=tuple((row.name, row.words, row.axis) for row in rows if row.words is not None),
-        numbers=tuple((row.name, row.least) for row in rows if row.kind is Kind.NUMBER),
+        numbers=tuple((row.name, row.least, row.most) for row in rows if row.kind is Kind.NUMBER),
         flags=tuple((row.name, row.axis) for row in rows if row.kind is Kind.FLAG),
         dtypes=tuple((row.name, row.axis, row.is_optional) for row in rows if row.kind is Kind.DTYPE),
         tensors=tuple((row.name, row.kind, row.is_optional) for row in read),

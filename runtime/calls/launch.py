@@ -37,6 +37,7 @@ def run(
     weight_offset: float,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> LayerNormOutput:
     """Allocate what a forward call returns and launch the kernel of its plan, unless there are no rows.
 
@@ -50,6 +51,7 @@ def run(
         weight_offset: added to weight.
         out: where y goes, or None for a new tensor.
         residual_out: likewise.
+        dropout_p: of a plan with dropout.
     """
     empty, n = plan.empty, plan.n
     _, sum_dtype, scale_dtype, mean_dtype, rstd_dtype = plan.dtypes
@@ -93,12 +95,12 @@ def run(
     launch = ready.launch
     if launch is None:
         written = (y.data_ptr(), total_at, y_scale_at, mean_at, rstd_at)
-        launch_otherwise(plan, m, addresses, tensors, written, outputs, (eps, weight_offset))
+        launch_otherwise(plan, m, addresses, tensors, written, outputs, (eps, weight_offset), dropout_p)
     else:
         values = (
             *addresses, y.data_ptr(), total_at, y_scale_at, mean_at, rstd_at, 0, m, eps, weight_offset,
         )  # fmt: skip
-        launch(ready.grid(m), values)
+        launch(ready.grid(m), (*values, dropout_p) if dropout_p else values)
     return outputs
 
 
@@ -162,7 +164,13 @@ def run_recorded(
 
 
 def run_backward(
-    plan: Plan, addresses: tuple[int, ...], tensors: Tensors, shape: torch.Size, m: int, weight_offset: float
+    plan: Plan,
+    addresses: tuple[int, ...],
+    tensors: Tensors,
+    shape: torch.Size,
+    m: int,
+    weight_offset: float,
+    dropout_p: float = 0.0,
 ) -> NormGradients:
     """Allocate what a backward call of some rows returns and launch the kernels of its plan.
 
@@ -177,7 +185,11 @@ def run_backward(
             size = tuple(shape)
             dx = empty(size, contiguous_strides(size), dx_dtype)
     sums = [None if dtype is None else empty((n,), (1,), dtype) for dtype in plan.sum_dtypes]
-    gradients = make_output(NormGradients, (dx, *sums))
+    ddropped = None
+    if dropout_p and plan.dtypes[-1] is not None:
+        size = tuple(shape)
+        ddropped = empty(size, contiguous_strides(size), plan.dtypes[-1])
+    gradients = make_output(NormGradients, (dx, *sums, ddropped))
     work = empty((layout.length,), (1,), torch.float32) if layout.length else None
     exchange = new_exchange(empty, layout.exchange) if layout.exchange else None
     given: tuple[Any, ...] = addresses
@@ -193,11 +205,13 @@ def run_backward(
         pieces.append(exchange)
         given, made = _as_tensors(plan, m, tensors, gradients)
     values = (*given, made[0], *pieces, m, weight_offset)
+    if dropout_p:
+        values += (dropout_p, made[-1])
     for launch, grid in layout.steps:
         launch(grid, values)
     if layout.finish is not None:
         launch, grid = layout.finish
-        launch(grid, (*pieces[: len(SUMS)], *made[1:], layout.programs))
+        launch(grid, (*pieces[: len(SUMS)], *made[1:-1], layout.programs))
     return gradients
 
 
@@ -214,6 +228,7 @@ def launch_otherwise(
     written: tuple[int, ...],
     outputs: LayerNormOutput,
     numbers: tuple[float, float],
+    dropout_p: float = 0.0,
 ) -> None:
     """Launch a forward kernel that takes tensors, or whose programs exchange values.
 
@@ -225,6 +240,7 @@ def launch_otherwise(
         written: the addresses of what is returned.
         outputs: these themselves.
         numbers: eps and weight_offset.
+        dropout_p: of a plan with dropout.
     """
     ready = plan.prepared(m)
     exchange = None if ready.exchange is None else new_exchange(plan.empty, ready.exchange(m))
@@ -235,7 +251,8 @@ def launch_otherwise(
         given, made = _as_tensors(plan, m, tensors, outputs)
         values = (*given, *made, exchange)
     (step,) = ready.steps
-    step.launch(step.grid(m), (*values, m, *numbers))
+    values = (*values, m, *numbers)
+    step.launch(step.grid(m), (*values, dropout_p) if dropout_p else values)
 
 
 def _as_tensors(plan: Plan, m: int, tensors: Tensors, results: Tensors) -> tuple[Tensors, Tensors]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,16 +45,19 @@ class NormGradients(NamedTuple):
     """What a backward call returns; None where a gradient was not asked for.
 
     Attributes:
-        dx: x's shape; also the gradient of a residual that was added to x.
+        dx: x's shape, of what was normalised; also the gradient of a residual that was added to x.
         dweight: (N,), in weight's dtype.
         dbias: (N,); LayerNorm only.
         dx_bias: (N,), in x_bias's dtype.
+        ddropped: x's shape, of what a dropout was applied to before the residual was added: dx where an element was
+            kept, divided by 1 - dropout_p, and 0 where it was dropped.
     """
 
     dx: torch.Tensor | None
     dweight: torch.Tensor | None
     dbias: torch.Tensor | None
     dx_bias: torch.Tensor | None
+    ddropped: torch.Tensor | None = None
 
 
 def dtype_of_all(dtypes: Iterable[torch.dtype]) -> torch.dtype:
@@ -94,6 +97,11 @@ def packed_of(*statistics: torch.Tensor) -> torch.Tensor:
     *means, rstd = (statistic.flatten() for statistic in statistics)
     padded = [torch.nn.functional.pad(mean, (0, aligned_length(mean.shape[0]) - mean.shape[0])) for mean in means]
     return torch.cat([*padded, rstd])
+
+
+def unflattened(rows: Any, shape: tuple[int, ...]) -> Any:
+    """Rows whose last dimension stands for those of a shape, with these."""
+    return rows if len(shape) == 1 else rows.view(*rows.shape[:-1], *shape)
 
 
 def results_of(call: Call, make: Make) -> tuple[torch.Tensor | None, ...]:

@@ -261,6 +261,8 @@ def _extents(
     def extent(row: Parameter | Result, dtype: torch.dtype) -> Extent:
         if isinstance(row, Parameter) and row.scale_stride_slot is not None:
             return extent_of(strides[row.scale_stride_slot], 1, dtype.itemsize)
+        if row.kind is Kind.RANDOM:
+            return extent_of(0, 2, dtype.itemsize)
         return extent_of(strides.get(row.row_stride_slot or "", 0), n, dtype.itemsize)
 
     written = {row.name: extent(row, dtype) for row, dtype in results.items() if dtype is not None}

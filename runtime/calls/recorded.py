@@ -26,9 +26,9 @@ from .functional import (
     backward_named,
     forward_given,
 )
-from .known import PLAIN, Found, Key
+from .known import PLAIN, Found, Key, Tensors
 from .launch import run, run_alone, run_recorded
-from .outputs import LayerNormOutput, NormGradients, dtype_of_all, packed_of, unpacked
+from .outputs import LayerNormOutput, NormGradients, dtype_of_all, packed_of, unflattened, unpacked
 from .row_layout import walkable
 from .straight import BackwardOperands, BackwardOptions, Operands, Options, find_gradients, find_recorded
 from .traced import operated
@@ -86,8 +86,8 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options) -> A
         y = _recorded(told, x, weight, bias, x_bias)
     else:
         y, total = _recorded_add(told, *rows)
-    y = _unflattened(y, shape)
-    return y if total is None else (y, _unflattened(total, shape))
+    y = unflattened(y, shape)
+    return y if total is None else (y, unflattened(total, shape))
 
 
 def computed(told: Told, save_mv: bool, rows: Operands) -> LayerNormOutput:
@@ -101,10 +101,6 @@ def computed(told: Told, save_mv: bool, rows: Operands) -> LayerNormOutput:
     y, *others = operated(FORWARD_OF[options[0]], given)
     total = None if given["residual"] is None else others.pop(0)
     return LayerNormOutput(y, total, None, None, packed_of(*others) if save_mv else None)
-
-
-def _unflattened(rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return rows if len(shape) == 1 else rows.view(*rows.shape[:-1], *shape)
 
 
 class _Normalise(torch.autograd.Function):
@@ -137,7 +133,7 @@ class _Normalise(torch.autograd.Function):
         options = (norm, weight_offset, cast, None, bias_dtype, WANTS[ctx.needs_input_grad[1:]])
         # Recorded only where a gradient of the gradient could be asked for.
         compute = differentiable_gradients_of if torch.is_grad_enabled() else gradients_of
-        return None, *compute(options, dy, *ctx.saved_tensors, None)
+        return None, *compute(options, dy, *ctx.saved_tensors, None)[:-1]
 
 
 class _AddNormalise(torch.autograd.Function):
@@ -187,7 +183,7 @@ class _AddNormalise(torch.autograd.Function):
             nothing = total.new_zeros(total.shape[-1:], dtype=x_bias_dtype) if for_x_bias else None
             compute = differentiable_gradients_of if torch.is_grad_enabled() else gradients_of
             options = (norm, weight_offset, cast, dx_dtype, bias_dtype, wants)
-            dx, dweight, dbias, dx_bias = compute(options, dy, total, weight, statistics, nothing, dresidual_out)
+            dx, dweight, dbias, dx_bias, _ = compute(options, dy, total, weight, statistics, nothing, dresidual_out)
         elif dresidual_out is not None and for_x_bias:
             dx_bias = torch_instead.over_rows(dresidual_out).to(x_bias_dtype)
         return (
@@ -203,10 +199,10 @@ class _AddNormalise(torch.autograd.Function):
 _recorded, _recorded_add = applied(_Normalise), applied(_AddNormalise)
 _apply, _apply_add = applied_at_once(_Normalise), applied_at_once(_AddNormalise)
 
-# Which gradients are due, from whether those of x (or residual), weight, bias and x_bias are.
+# Which gradients are due, from whether those of x (or residual), weight, bias and x_bias are. Nothing is dropped here.
 WANTS: dict[tuple[bool, ...], tuple[str, ...]] = {
     due: tuple(compress(NormGradients._fields, due))
-    for due in product((False, True), repeat=len(NormGradients._fields))
+    for due in product((False, True), repeat=len(NormGradients._fields) - 1)
 }
 
 
@@ -239,7 +235,7 @@ _applied = applied(_Gradients)
 
 def differentiable_gradients_of(options: BackwardOptions, *operands: Any) -> Any:
     """`gradients_of` where a gradient of the gradient could be asked for."""
-    if _arrived_in_memory(operands) or is_dynamo_compiling() or dispatch_modes():
+    if arrived_in_memory((operands[0], operands[-1])) or is_dynamo_compiling() or dispatch_modes():
         return _applied(options, *operands)
     # Of what has none autograd records what torch's operators do, and not what is done within them.
     return torch_instead.gradients_of_recorded(operands, options)
@@ -255,7 +251,7 @@ def gradients_of(options: BackwardOptions, *operands: Any) -> NormGradients:
         return found
     if dispatch_modes():
         return gradients_by_operator(operands, options)
-    if not _arrived_in_memory(operands):
+    if not arrived_in_memory((operands[0], operands[-1])):
         return torch_instead.gradients_of_recorded(operands, options)
     given = backward_named(operands, options)
     for name in ("dy", "dresidual_out"):
@@ -283,12 +279,12 @@ def gradients_by_operator(operands: BackwardOperands, options: BackwardOptions) 
     return NormGradients(*[next(found) if name in wants else None for name in NormGradients._fields])
 
 
-def _arrived_in_memory(operands: BackwardOperands) -> bool:
+def arrived_in_memory(arrived: Tensors) -> bool:
     """Whether gradients can be read: not several at once, as autograd's is_grads_batched brings them."""
     try:
         return all(
             gradient is None or (gradient.__class__ in PLAIN and (gradient.data_ptr() != 0 or gradient.numel() == 0))
-            for gradient in (operands[0], operands[-1])
+            for gradient in arrived
         )
     except RuntimeError:
         return False

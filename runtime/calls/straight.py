@@ -26,6 +26,7 @@ from .known import MISALIGNED, NOWHERE, UNREADABLE, Found, Key, Known
 from .launch import launch_otherwise, make_output, run_backward
 from .outputs import LayerNormOutput, NormGradients, rstd_address
 from .overlap import may_write
+from .randomness import settled
 
 Sizes = tuple[int, ...]
 
@@ -51,6 +52,8 @@ def layernorm2d_fwd(
     fquant: str | int | FusedQuant = "none",
     x_bias: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_rng: torch.Tensor | tuple[int, int] | torch.Generator | None = None,
     out_dtype: torch.dtype | None = None,
     scale_dtype: torch.dtype = torch.float32,
     save_mv: bool = False,
@@ -86,6 +89,11 @@ def layernorm2d_fwd(
         x_bias: (N,), added to every row of x before anything else, or None.
         x_scale: what an fp8 x is multiplied by, in fp32, before anything else: fp32 on x's device, one a row (x's shape
             without the last dimension, or with one of 1 there) or one for all (one element).
+        dropout_p: how likely each element of x, behind x_bias, is dropped before residual is added; those that are kept
+            are divided by 1 - dropout_p. 0 <= dropout_p < 1; goes with fadd.
+        dropout_rng: what the mask follows from, with an element's row and column: (seed, offset), or the same as an
+            int64 tensor of two on x's device; a torch.Generator to draw them from; or None for torch's default one.
+            `dropout_mask` has the formula.
         out_dtype: y's dtype; None is x's dtype, or int8 when quantised, or that of `out`. An fp8 x needs one of these
             two, or out_dtype.
         scale_dtype: y_scale's dtype: float32, float16 or bfloat16. y is divided by the scale as stored.
@@ -110,13 +118,15 @@ def layernorm2d_fwd(
         IllegalCombinationError: no kernel can exist for the combination asked.
         MissingInstanceError: the table lacks the instance, under NORMFORGE_ON_MISS=error.
     """
+    if dropout_p != 0.0 or dropout_rng is not None:
+        dropout_p, dropout_rng = settled(dropout_p, dropout_rng, x)
     key: Key | None = None
     if not is_dynamo_compiling():
         known: Known | None = None
         try:
             shape = x.shape
             n = shape[-1]
-            tensors = (x, weight, bias, residual, smooth_scale, x_bias, x_scale, out, residual_out)
+            tensors = (x, weight, bias, residual, smooth_scale, x_bias, x_scale, dropout_rng, out, residual_out)
             if (
                 residual is None
                 and fadd is _NONE
@@ -124,6 +134,7 @@ def layernorm2d_fwd(
                 and fquant is _NONE
                 and x_bias is None
                 and x_scale is None
+                and dropout_rng is None
                 and out_dtype is None
                 and scale_dtype is torch.float32
                 and (save_mv is False or save_mv is True)
@@ -137,8 +148,8 @@ def layernorm2d_fwd(
                 key = (
                     "layernorm2d_fwd", n, weight is None, bias is None, residual is None, smooth_scale is None,
                     x_bias is None, None if x_scale is None else (x_scale.numel() == 1, x_scale.data_ptr() == 0),
-                    out is None, residual_out is None, fadd, fadd.__class__, fquant, fquant.__class__, out_dtype,
-                    scale_dtype, save_mv, save_mv.__class__, rounding, cast,
+                    dropout_rng is None, out is None, residual_out is None, fadd, fadd.__class__, fquant,
+                    fquant.__class__, out_dtype, scale_dtype, save_mv, save_mv.__class__, rounding, cast,
                 )  # fmt: skip
             if len(shape) == 2:
                 m = shape[0]
@@ -178,6 +189,7 @@ def layernorm2d_fwd(
             smooth_scale_at = 0 if smooth_scale is None else smooth_scale.data_ptr() or NOWHERE
             x_bias_at = 0 if x_bias is None else x_bias.data_ptr() or NOWHERE
             x_scale_at = 0 if x_scale is None else x_scale.data_ptr() or NOWHERE
+            dropout_rng_at = 0 if dropout_rng is None else dropout_rng.data_ptr() or NOWHERE
             out_at = 0 if out is None else out.data_ptr() or NOWHERE
             residual_out_at = 0 if residual_out is None else residual_out.data_ptr() or NOWHERE
             plan = known.plan
@@ -188,7 +200,9 @@ def layernorm2d_fwd(
                     x_at, weight_at, bias_at, residual_at, smooth_scale_at, x_bias_at, out_at, residual_out_at
                 )
             if plan is not None and not (out is None and residual_out is None):
-                addresses = (x_at, weight_at, bias_at, residual_at, smooth_scale_at, x_bias_at, x_scale_at)
+                addresses = (
+                    x_at, weight_at, bias_at, residual_at, smooth_scale_at, x_bias_at, x_scale_at, dropout_rng_at,
+                )  # fmt: skip
                 if not may_write(plan.extents, addresses, tensors, m, out, residual_out):
                     plan = None
             if plan is not None:
@@ -228,15 +242,17 @@ def layernorm2d_fwd(
                         mean_at = mean.data_ptr()
                 outputs = make_output(LayerNormOutput, (y, total, y_scale, mean, rstd))
                 if ready.launch is None:
-                    addresses = (x_at, weight_at, bias_at, residual_at, smooth_scale_at, x_bias_at, x_scale_at)
+                    addresses = (
+                        x_at, weight_at, bias_at, residual_at, smooth_scale_at, x_bias_at, x_scale_at, dropout_rng_at,
+                    )  # fmt: skip
                     written = (out_at, residual_out_at, y_scale_at, mean_at, rstd_at)
-                    launch_otherwise(plan, m, addresses, tensors[:7], written, outputs, (eps, 0.0))
+                    launch_otherwise(plan, m, addresses, tensors[:8], written, outputs, (eps, 0.0), dropout_p)
                 else:
                     values = (
-                        x_at, weight_at, bias_at, residual_at, smooth_scale_at, x_bias_at, x_scale_at, out_at,
-                        residual_out_at, y_scale_at, mean_at, rstd_at, 0, m, eps, 0.0,
+                        x_at, weight_at, bias_at, residual_at, smooth_scale_at, x_bias_at, x_scale_at, dropout_rng_at,
+                        out_at, residual_out_at, y_scale_at, mean_at, rstd_at, 0, m, eps, 0.0,
                     )  # fmt: skip
-                    ready.launch(ready.grid(m), values)
+                    ready.launch(ready.grid(m), values if dropout_rng is None else (*values, dropout_p))
                 return outputs
     given = {
         "x": x,
@@ -249,6 +265,8 @@ def layernorm2d_fwd(
         "fquant": fquant,
         "x_bias": x_bias,
         "x_scale": x_scale,
+        "dropout_p": dropout_p,
+        "dropout_rng": dropout_rng,
         "out_dtype": out_dtype,
         "scale_dtype": scale_dtype,
         "save_mv": save_mv,
@@ -273,6 +291,8 @@ def rmsnorm2d_fwd(
     fquant: str | int | FusedQuant = "none",
     x_bias: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_rng: torch.Tensor | tuple[int, int] | torch.Generator | None = None,
     out_dtype: torch.dtype | None = None,
     scale_dtype: torch.dtype = torch.float32,
     save_mv: bool = False,
@@ -297,6 +317,8 @@ def rmsnorm2d_fwd(
         fquant: see `layernorm2d_fwd`.
         x_bias: see `layernorm2d_fwd`.
         x_scale: see `layernorm2d_fwd`.
+        dropout_p: see `layernorm2d_fwd`.
+        dropout_rng: see `layernorm2d_fwd`.
         out_dtype: see `layernorm2d_fwd`.
         scale_dtype: see `layernorm2d_fwd`.
         save_mv: return rstd; mean is always None.
@@ -311,13 +333,15 @@ def rmsnorm2d_fwd(
     Raises:
         NormforgeError: one of those that `layernorm2d_fwd` lists.
     """
+    if dropout_p != 0.0 or dropout_rng is not None:
+        dropout_p, dropout_rng = settled(dropout_p, dropout_rng, x)
     key: Key | None = None
     if not is_dynamo_compiling():
         known: Known | None = None
         try:
             shape = x.shape
             n = shape[-1]
-            tensors = (x, weight, None, residual, smooth_scale, x_bias, x_scale, out, residual_out)
+            tensors = (x, weight, None, residual, smooth_scale, x_bias, x_scale, dropout_rng, out, residual_out)
             if (
                 residual is None
                 and fadd is _NONE
@@ -325,6 +349,7 @@ def rmsnorm2d_fwd(
                 and fquant is _NONE
                 and x_bias is None
                 and x_scale is None
+                and dropout_rng is None
                 and out_dtype is None
                 and scale_dtype is torch.float32
                 and (save_mv is False or save_mv is True)
@@ -337,9 +362,9 @@ def rmsnorm2d_fwd(
             else:
                 key = (
                     "rmsnorm2d_fwd", n, weight is None, residual is None, smooth_scale is None, x_bias is None,
-                    None if x_scale is None else (x_scale.numel() == 1, x_scale.data_ptr() == 0), out is None,
-                    residual_out is None, fadd, fadd.__class__, fquant, fquant.__class__, out_dtype, scale_dtype,
-                    save_mv, save_mv.__class__, rounding, cast,
+                    None if x_scale is None else (x_scale.numel() == 1, x_scale.data_ptr() == 0), dropout_rng is None,
+                    out is None, residual_out is None, fadd, fadd.__class__, fquant, fquant.__class__, out_dtype,
+                    scale_dtype, save_mv, save_mv.__class__, rounding, cast,
                 )  # fmt: skip
             if len(shape) == 2:
                 m = shape[0]
@@ -381,6 +406,7 @@ def rmsnorm2d_fwd(
             smooth_scale_at = 0 if smooth_scale is None else smooth_scale.data_ptr() or NOWHERE
             x_bias_at = 0 if x_bias is None else x_bias.data_ptr() or NOWHERE
             x_scale_at = 0 if x_scale is None else x_scale.data_ptr() or NOWHERE
+            dropout_rng_at = 0 if dropout_rng is None else dropout_rng.data_ptr() or NOWHERE
             out_at = 0 if out is None else out.data_ptr() or NOWHERE
             residual_out_at = 0 if residual_out is None else residual_out.data_ptr() or NOWHERE
             plan = known.plan
@@ -389,7 +415,7 @@ def rmsnorm2d_fwd(
                     x_at, weight_at, 0, residual_at, smooth_scale_at, x_bias_at, out_at, residual_out_at
                 )
             if plan is not None and not (out is None and residual_out is None):
-                addresses = (x_at, weight_at, 0, residual_at, smooth_scale_at, x_bias_at, x_scale_at)
+                addresses = (x_at, weight_at, 0, residual_at, smooth_scale_at, x_bias_at, x_scale_at, dropout_rng_at)
                 if not may_write(plan.extents, addresses, tensors, m, out, residual_out):
                     plan = None
             if plan is not None:
@@ -427,15 +453,17 @@ def rmsnorm2d_fwd(
                         rstd_at = rstd.data_ptr()
                 outputs = make_output(LayerNormOutput, (y, total, y_scale, mean, rstd))
                 if ready.launch is None:
-                    addresses = (x_at, weight_at, 0, residual_at, smooth_scale_at, x_bias_at, x_scale_at)
+                    addresses = (
+                        x_at, weight_at, 0, residual_at, smooth_scale_at, x_bias_at, x_scale_at, dropout_rng_at,
+                    )  # fmt: skip
                     written = (out_at, residual_out_at, y_scale_at, mean_at, rstd_at)
-                    launch_otherwise(plan, m, addresses, tensors[:7], written, outputs, (eps, weight_offset))
+                    launch_otherwise(plan, m, addresses, tensors[:8], written, outputs, (eps, weight_offset), dropout_p)
                 else:
                     values = (
-                        x_at, weight_at, 0, residual_at, smooth_scale_at, x_bias_at, x_scale_at, out_at,
+                        x_at, weight_at, 0, residual_at, smooth_scale_at, x_bias_at, x_scale_at, dropout_rng_at, out_at,
                         residual_out_at, y_scale_at, mean_at, rstd_at, 0, m, eps, weight_offset,
                     )  # fmt: skip
-                    ready.launch(ready.grid(m), values)
+                    ready.launch(ready.grid(m), values if dropout_rng is None else (*values, dropout_p))
                 return outputs
     given = {
         "x": x,
@@ -448,6 +476,8 @@ def rmsnorm2d_fwd(
         "fquant": fquant,
         "x_bias": x_bias,
         "x_scale": x_scale,
+        "dropout_p": dropout_p,
+        "dropout_rng": dropout_rng,
         "out_dtype": out_dtype,
         "scale_dtype": scale_dtype,
         "save_mv": save_mv,
@@ -469,9 +499,12 @@ def layernorm2d_bwd(
     rstd: torch.Tensor,
     x_bias: torch.Tensor | None = None,
     dresidual_out: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_rng: torch.Tensor | tuple[int, int] | torch.Generator | None = None,
     cast: str | Cast = "after_weight",
     dx_dtype: torch.dtype | None = None,
     bias_dtype: torch.dtype | None = None,
+    dropped_dtype: torch.dtype | None = None,
     wants: Collection[str] = ("dx",),
 ) -> NormGradients:
     """Compute the gradients of `layernorm2d_fwd`; two calls of the same arguments return the same bits.
@@ -488,10 +521,13 @@ def layernorm2d_bwd(
         rstd: likewise.
         x_bias: (N,), if the forward call added one to x; leave it out where x is residual_out.
         dresidual_out: x's shape: the gradient of residual_out, added to dx before it is rounded.
+        dropout_p: as the forward call was given it; x is then residual_out.
+        dropout_rng: the seed and offset that the forward call was given.
         cast: as the forward call was given it; dweight is then of the rounded rows.
         dx_dtype: dx's dtype; None is x's.
         bias_dtype: dbias's dtype; None is weight's, or x's without a weight.
-        wants: which of "dx", "dweight", "dbias" and "dx_bias" to compute; nothing else is.
+        dropped_dtype: ddropped's dtype; None is x's.
+        wants: which of "dx", "dweight", "dbias", "dx_bias" and, with dropout_p, "ddropped" to compute; nothing else is.
 
     Returns:
         `NormGradients`. dy is never written to.
@@ -500,18 +536,20 @@ def layernorm2d_bwd(
         GradientError: a tensor requires a gradient, with gradients enabled: no kernel computes a gradient's gradient.
         NormforgeError: as `layernorm2d_fwd` does for its arguments.
     """
+    if dropout_p != 0.0 or dropout_rng is not None:
+        dropout_p, dropout_rng = settled(dropout_p, dropout_rng, x, draws=False)
     key: Key | None = None
     if not is_dynamo_compiling():
         known: Known | None = None
         try:
             shape = x.shape
             n = shape[-1]
-            tensors = (dy, x, weight, mean, rstd, x_bias, dresidual_out)
+            tensors = (dy, x, weight, mean, rstd, x_bias, dresidual_out, dropout_rng)
             if wants.__class__ is list:
                 wants = tuple(wants)
             key = (
-                "layernorm2d_bwd", n, dy is None, weight is None, x_bias is None, dresidual_out is None, cast, dx_dtype,
-                bias_dtype, wants,
+                "layernorm2d_bwd", n, dy is None, weight is None, x_bias is None, dresidual_out is None,
+                dropout_rng is None, cast, dx_dtype, bias_dtype, dropped_dtype, wants,
             )  # fmt: skip
             if len(shape) == 2:
                 m = shape[0]
@@ -549,12 +587,13 @@ def layernorm2d_bwd(
             rstd_at = rstd.data_ptr() or NOWHERE
             x_bias_at = 0 if x_bias is None else x_bias.data_ptr() or NOWHERE
             dresidual_out_at = 0 if dresidual_out is None else dresidual_out.data_ptr() or NOWHERE
+            dropout_rng_at = 0 if dropout_rng is None else dropout_rng.data_ptr() or NOWHERE
             plan = known.plan
             if (dy_at | x_at | weight_at | mean_at | rstd_at | x_bias_at | dresidual_out_at) & MISALIGNED:
                 plan = known.plan_at(dy_at, x_at, weight_at, mean_at, rstd_at, x_bias_at, dresidual_out_at)
             if plan is not None:
-                addresses = (dy_at, x_at, weight_at, mean_at, rstd_at, x_bias_at, dresidual_out_at)
-                return run_backward(plan, addresses, tensors, shape, m, 0.0)
+                addresses = (dy_at, x_at, weight_at, mean_at, rstd_at, x_bias_at, dresidual_out_at, dropout_rng_at)
+                return run_backward(plan, addresses, tensors, shape, m, 0.0, dropout_p)
     given = {
         "dy": dy,
         "x": x,
@@ -563,9 +602,12 @@ def layernorm2d_bwd(
         "rstd": rstd,
         "x_bias": x_bias,
         "dresidual_out": dresidual_out,
+        "dropout_p": dropout_p,
+        "dropout_rng": dropout_rng,
         "cast": cast,
         "dx_dtype": dx_dtype,
         "bias_dtype": bias_dtype,
+        "dropped_dtype": dropped_dtype,
         "wants": wants,
     }
     return first.backward("layer", key, given)
@@ -581,8 +623,11 @@ def rmsnorm2d_bwd(
     weight_offset: float = 0.0,
     x_bias: torch.Tensor | None = None,
     dresidual_out: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_rng: torch.Tensor | tuple[int, int] | torch.Generator | None = None,
     cast: str | Cast = "after_weight",
     dx_dtype: torch.dtype | None = None,
+    dropped_dtype: torch.dtype | None = None,
     wants: Collection[str] = ("dx",),
 ) -> NormGradients:
     """Compute the gradients of `rmsnorm2d_fwd`; see `layernorm2d_bwd`, also for errors.
@@ -595,22 +640,27 @@ def rmsnorm2d_bwd(
         weight_offset: as the forward call was given it.
         x_bias: see `layernorm2d_bwd`.
         dresidual_out: see `layernorm2d_bwd`.
+        dropout_p: see `layernorm2d_bwd`.
+        dropout_rng: see `layernorm2d_bwd`.
         cast: see `layernorm2d_bwd`.
         dx_dtype: see `layernorm2d_bwd`.
+        dropped_dtype: see `layernorm2d_bwd`.
         wants: see `layernorm2d_bwd`.
     """
+    if dropout_p != 0.0 or dropout_rng is not None:
+        dropout_p, dropout_rng = settled(dropout_p, dropout_rng, x, draws=False)
     key: Key | None = None
     if not is_dynamo_compiling():
         known: Known | None = None
         try:
             shape = x.shape
             n = shape[-1]
-            tensors = (dy, x, weight, None, rstd, x_bias, dresidual_out)
+            tensors = (dy, x, weight, None, rstd, x_bias, dresidual_out, dropout_rng)
             if wants.__class__ is list:
                 wants = tuple(wants)
             key = (
-                "rmsnorm2d_bwd", n, dy is None, weight is None, x_bias is None, dresidual_out is None, cast, dx_dtype,
-                wants,
+                "rmsnorm2d_bwd", n, dy is None, weight is None, x_bias is None, dresidual_out is None,
+                dropout_rng is None, cast, dx_dtype, dropped_dtype, wants,
             )  # fmt: skip
             if len(shape) == 2:
                 m = shape[0]
@@ -648,12 +698,13 @@ def rmsnorm2d_bwd(
             rstd_at = rstd.data_ptr() or NOWHERE
             x_bias_at = 0 if x_bias is None else x_bias.data_ptr() or NOWHERE
             dresidual_out_at = 0 if dresidual_out is None else dresidual_out.data_ptr() or NOWHERE
+            dropout_rng_at = 0 if dropout_rng is None else dropout_rng.data_ptr() or NOWHERE
             plan = known.plan
             if (dy_at | x_at | weight_at | rstd_at | x_bias_at | dresidual_out_at) & MISALIGNED:
                 plan = known.plan_at(dy_at, x_at, weight_at, 0, rstd_at, x_bias_at, dresidual_out_at)
             if plan is not None:
-                addresses = (dy_at, x_at, weight_at, 0, rstd_at, x_bias_at, dresidual_out_at)
-                return run_backward(plan, addresses, tensors, shape, m, weight_offset)
+                addresses = (dy_at, x_at, weight_at, 0, rstd_at, x_bias_at, dresidual_out_at, dropout_rng_at)
+                return run_backward(plan, addresses, tensors, shape, m, weight_offset, dropout_p)
     given = {
         "dy": dy,
         "x": x,
@@ -662,8 +713,11 @@ def rmsnorm2d_bwd(
         "weight_offset": weight_offset,
         "x_bias": x_bias,
         "dresidual_out": dresidual_out,
+        "dropout_p": dropout_p,
+        "dropout_rng": dropout_rng,
         "cast": cast,
         "dx_dtype": dx_dtype,
+        "dropped_dtype": dropped_dtype,
         "wants": wants,
     }
     return first.backward("rms", key, given)
@@ -707,7 +761,7 @@ def find_recorded(
         ):
             return None, False, None
         records = is_grad_enabled()
-        tensors = (x, weight, bias, residual, None, x_bias, None)
+        tensors = (x, weight, bias, residual, None, x_bias, None, None)
         key = (
             "recorded", norm, n, records, weight is None, bias is None, residual is None, x_bias is None, out_dtype,
             cast,
@@ -746,7 +800,7 @@ def find_recorded(
         plan = known.plan
         if (x_at | weight_at | bias_at | residual_at | x_bias_at) & MISALIGNED:
             plan = known.plan_at(x_at, weight_at, bias_at, residual_at, 0, x_bias_at, 0, 0)
-        addresses = (x_at, weight_at, bias_at, residual_at, 0, x_bias_at, 0)
+        addresses = (x_at, weight_at, bias_at, residual_at, 0, x_bias_at, 0, 0)
         if plan is not None:
             return key, records and known.trains, (plan, addresses, tensors, shape, m, eps, weight_offset)
     return key, False, None
@@ -773,7 +827,7 @@ def find_gradients(operands: BackwardOperands, options: BackwardOptions) -> tupl
     try:
         shape = x.shape
         n = shape[-1]
-        tensors = (dy, x, weight, None, rstd, x_bias, dresidual_out)
+        tensors = (dy, x, weight, None, rstd, x_bias, dresidual_out, None)
         key = (
             "recorded bwd", norm, n, dy is None, weight is None, x_bias is None, dresidual_out is None, cast, dx_dtype,
             bias_dtype, wants,
@@ -815,7 +869,7 @@ def find_gradients(operands: BackwardOperands, options: BackwardOptions) -> tupl
         if norm == "layer":
             mean_at, rstd_at = rstd_at, rstd_address(rstd_at, m)
         if plan is not None:
-            addresses = (dy_at, x_at, weight_at, mean_at, rstd_at, x_bias_at, dresidual_out_at)
+            addresses = (dy_at, x_at, weight_at, mean_at, rstd_at, x_bias_at, dresidual_out_at, 0)
             return key, run_backward(plan, addresses, tensors, shape, m, weight_offset)
     return key, None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -11,24 +11,37 @@ from torch.nn import functional
 from ..codegen.model import Cast
 from ..dtypes import HALVES
 from ..mode_words import word
+from ..random_mask import dropped
 from .outputs import NormGradients, unpacked
 from .straight import BackwardOperands, BackwardOptions, Operands, Options
 
 
-def normalise(operands: Operands, shape: tuple[int, ...], options: Options) -> Any:
-    """What `recorded.normalise` returns of the same arguments, computed by torch, whose own eps stands for None."""
+class Dropout(NamedTuple):
+    """How likely elements are dropped, the seed and offset that say which, and the dtype of what was."""
+
+    p: float
+    rng: torch.Tensor
+    dtype: torch.dtype | None = None
+
+
+def normalise(operands: Operands, shape: tuple[int, ...], options: Options, dropout: Dropout | None = None) -> Any:
+    """What `recorded.normalise` returns of the same arguments, computed by torch, whose own eps stands for None.
+
+    What is dropped is of x, behind x_bias.
+    """
     x, weight, bias, residual, x_bias = operands
     norm, eps, weight_offset, out_dtype, cast = options
     to = rounded_to(word(Cast, "cast", cast), out_dtype or x.dtype, x.dtype)
     if weight is not None and weight_offset:
         weight = widened(weight) + weight_offset
-    added = [operand for operand in (x_bias, residual) if operand is not None]
-    if not added and out_dtype is None and to is None:
+    if x_bias is None and residual is None and out_dtype is None and to is None:
         return _operator(norm, x, shape, weight, bias, eps)
     # As in the kernels, the norm is of the sum before it is rounded to residual's dtype.
-    total = widened(x)
-    for operand in added:
-        total = total + widened(operand)
+    total = widened(x) if x_bias is None else widened(x) + widened(x_bias)
+    if dropout is not None:
+        total = dropped(total, dropout.p, dropout.rng)
+    if residual is not None:
+        total = total + widened(residual)
     if to is None:
         y = _operator(norm, total, shape, weight, bias, eps)
     else:
@@ -81,7 +94,12 @@ def gradients_of_recorded(operands: BackwardOperands, options: BackwardOptions) 
     return gradients((dy, x, weight, rstd, x_bias, dresidual_out), mean, options)
 
 
-def gradients(operands: BackwardOperands, mean: torch.Tensor | None, options: BackwardOptions) -> NormGradients:
+def gradients(
+    operands: BackwardOperands,
+    mean: torch.Tensor | None,
+    options: BackwardOptions,
+    dropout: Dropout | None = None,
+) -> NormGradients:
     """What a backward call returns of a dy, or of none where dx is all that is wanted; differentiable.
 
     mean is None for RMSNorm. rstd holds nothing else here.
@@ -100,15 +118,19 @@ def gradients(operands: BackwardOperands, mean: torch.Tensor | None, options: Ba
     dy = dy.float()
     g = dy if weight is None else dy * (weight.float() + weight_offset)
     dx = through_rows(g, h, rstd, mean is not None, dresidual_out)
+    ddropped = dx if dropout is None else dropped(dx, dropout.p, dropout.rng)
     # One rounding each.
     exact = (
         ("dx", dx, dx_dtype or x.dtype),
         ("dweight", dy * weighted, None if weight is None else weight.dtype),
         ("dbias", dy, bias_dtype),
-        ("dx_bias", dx, None if x_bias is None else x_bias.dtype),
+        ("dx_bias", ddropped, None if x_bias is None else x_bias.dtype),
+        ("ddropped", ddropped, (None if dropout is None else dropout.dtype) or x.dtype),
     )
     found = {
-        name: (rows if name == "dx" else over_rows(rows)).to(dtype) for name, rows, dtype in exact if name in wants
+        name: (rows if name in ("dx", "ddropped") else over_rows(rows)).to(dtype)
+        for name, rows, dtype in exact
+        if name in wants
     }
     return NormGradients(*[found.get(name) for name in NormGradients._fields])
 

@@ -13,6 +13,7 @@ from ..selection import dispatch
 from .argument_checks import refuse_fp8
 from .backend import backend
 from .check import TAKEN_WITH_ITS_SCALE, check, refuse_gradient
+from .randomness import described
 from .straight import layernorm2d_fwd, rmsnorm2d_fwd
 
 _FORWARD: dict[Norm, Callable[..., Any]] = {Norm.LAYER: layernorm2d_fwd, Norm.RMS: rmsnorm2d_fwd}
@@ -37,7 +38,9 @@ def which(*arguments: Any, norm: str | Norm = "layer", functional: bool = False,
     kind = word(Norm, "norm", norm)
     bound = inspect.signature(_FORWARD[kind]).bind(*arguments, **keywords)
     bound.apply_defaults()
-    call = check(FORWARD.functions[kind], bound.arguments)
+    given = bound.arguments
+    given["dropout_p"], given["dropout_rng"] = described(given["dropout_p"], given["dropout_rng"], given["x"])
+    call = check(FORWARD.functions[kind], given)
     if not functional:
         refuse_gradient(call)
     else:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 # The gradients that are sums over rows: programs leave partial sums of each, and a last kernel adds them up.
 SUMS = tuple(row.name for row in BACKWARD.results if row.kind is Kind.VECTOR)
 
+# Of the backward family: what is dropped has a gradient beside dx.
+_DROPPED = "ddropped_ptr"
+
 
 class Summing(NamedTuple):
     """How partial sums are added up: how many rows of them at a time, columns a program, and warps."""
@@ -75,7 +78,7 @@ class Facts:
     n: int
     target: Target
     types: Mapping[str, str | None]
-    numbers: Mapping[str, str]
+    numbers: Mapping[str, str | None]
     strides: Mapping[str, RowStride]
     further: Mapping[str, int] = field(default_factory=dict)
     misaligned: Collection[str] = ()
@@ -120,12 +123,17 @@ class Facts:
                 dtype = "uint8"
             return pointer_type(dtype, aligned=row.slot not in {*misaligned, *anywhere})
 
+        types = {row.slot: handed(row) for row in family.tensors}
+        numbers = (row.slot for row in family.parameters if row.kind is Kind.NUMBER and row.is_asked_for(mode))
+        # Launches of dropout bring it behind all else, and others do not.
+        ddropped = types.pop(_DROPPED, None)
+        dropped = {_DROPPED: ddropped} if mode.dropout and mode.is_backward else {}
         return cls(
             mode=mode,
             n=n,
             target=target,
-            types={row.slot: handed(row) for row in family.tensors},
-            numbers=dict.fromkeys((row.slot for row in family.parameters if row.kind is Kind.NUMBER), "fp32"),
+            types=types,
+            numbers={**dict.fromkeys(numbers, "fp32"), **dropped},
             strides=strides,
             further=further,
             misaligned={*misaligned} - anywhere,

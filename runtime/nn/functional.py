@@ -10,15 +10,17 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..calls import recorded, torch_instead
+from ..calls import dropout, recorded, torch_instead
 from ..calls.argument_checks import check_dtype, check_number, check_tensor
 from ..calls.backend import backend, left_to_torch
 from ..calls.check import check_normalised
 from ..calls.functional import FORWARD_OF, OPERANDS, named, normalise_traced
 from ..calls.known import PLAIN
+from ..calls.randomness import settled
 from ..calls.recorded import normalise_known
 from ..calls.sharded import Frame, is_sharded
 from ..calls.straight import DEFAULT_EPS, Operands, Options
+from ..calls.torch_instead import Dropout
 from ..calls.traced import intercepted, is_dynamo_compiling, keeps_for_recomputation, result_dtype, unrecorded
 from ..codegen.families import Kind
 from ..codegen.model import Cast
@@ -26,6 +28,7 @@ from ..codegen.parameters import FORWARD
 from ..compiled.rules import is_left_to_inductor
 from ..dtypes import FLOATS
 from ..errors import ConflictError
+from ..random_mask import dropout_mask
 
 
 def layer_norm(
@@ -140,12 +143,15 @@ def add_layer_norm(
     cast: str | Cast = "after_weight",
     weight_offset: float = 0.0,
     x_bias: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_rng: torch.Tensor | tuple[int, int] | torch.Generator | None = None,
+    return_mask: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add a residual, and LayerNorm of the sum over its last dimension, in one kernel.
 
-    residual_out = x + x_bias + residual, and y is its LayerNorm, computed from the sum in fp32, before it is rounded to
-    be stored. Differentiable through both outputs; residual_out is what is kept for the backward pass, with a
-    mean and rstd a row.
+    residual_out = dropout(x + x_bias) + residual, and y is its LayerNorm, computed from the sum in fp32, before it is
+    rounded to be stored. Differentiable through both outputs; residual_out is what is kept for the backward pass, with
+    a mean and rstd a row.
 
     Args:
         x: (..., N); see `layer_norm`.
@@ -156,15 +162,29 @@ def add_layer_norm(
         cast: see `layer_norm`.
         weight_offset: see `layer_norm`.
         x_bias: (N,); see `layer_norm`. It is part of the sum that is stored.
+        dropout_p: how likely each element of x + x_bias is dropped before residual is added; the others are divided by
+            1 - dropout_p. 0 <= dropout_p < 1; pass `p if module.training else 0.0`.
+        dropout_rng: what decides which, with an element's row and column: (seed, offset), or the same as an int64
+            tensor of two on x's device; a torch.Generator of that device to draw them from; or None for torch's default
+            one. Drawing advances the generator, in a CUDA graph at each replay. The backward pass draws the mask once
+            more, by the same seed and offset; `dropout_mask` computes it.
+        return_mask: whether to return the mask as well, which torch's operators compute apart.
 
     Returns:
         y: x's shape and dtype (under autocast as in `layer_norm`).
         residual_out: x's shape, in residual's dtype; the residual of the next block.
+        mask: with return_mask alone, which is for tests, so that the annotation leaves it out: x's shape, bool, True
+            where an element was kept.
 
     Raises:
-        NormforgeError: one of those that `layer_norm` lists; also for a residual that is not of x's shape.
+        NormforgeError: one of those that `layer_norm` lists; also for a residual that is not of x's shape, a dropout_p
+            that is none, and a dropout of DTensors.
     """
     operands, options = (x, weight, bias, residual, x_bias), ("layer", eps, weight_offset, None, cast)
+    if dropout_p != 0.0 or dropout_rng is not None or return_mask:
+        asked = (dropout_p, dropout_rng, return_mask)
+        dropped: tuple[torch.Tensor, torch.Tensor] = dropped_add_normalise(operands, None, options, asked)
+        return dropped
     both: tuple[torch.Tensor, torch.Tensor] | None = None
     if not is_dynamo_compiling() and residual.__class__ in PLAIN:
         both = normalise_known(operands, None, options)
@@ -182,6 +202,9 @@ def add_rms_norm(
     cast: str | Cast = "after_weight",
     weight_offset: float = 0.0,
     x_bias: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_rng: torch.Tensor | tuple[int, int] | torch.Generator | None = None,
+    return_mask: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add a residual, and RMSNorm of the sum over its last dimension, in one kernel.
 
@@ -193,14 +216,21 @@ def add_rms_norm(
         cast: see `layer_norm`.
         weight_offset: see `rms_norm`.
         x_bias: (N,); see `layer_norm`. It is part of the sum that is stored.
+        dropout_p: see `add_layer_norm`.
+        dropout_rng: see `add_layer_norm`.
+        return_mask: see `add_layer_norm`.
 
     Returns:
-        y and residual_out, as `add_layer_norm` does.
+        y and residual_out, and the mask if it is asked for, as `add_layer_norm` does.
 
     Raises:
         NormforgeError: one of those that `add_layer_norm` lists.
     """
     operands, options = (x, weight, None, residual, x_bias), ("rms", eps, weight_offset, None, cast)
+    if dropout_p != 0.0 or dropout_rng is not None or return_mask:
+        asked = (dropout_p, dropout_rng, return_mask)
+        dropped: tuple[torch.Tensor, torch.Tensor] = dropped_add_normalise(operands, None, options, asked)
+        return dropped
     both: tuple[torch.Tensor, torch.Tensor] | None = None
     if not is_dynamo_compiling() and residual.__class__ in PLAIN:
         both = normalise_known(operands, None, options)
@@ -219,6 +249,45 @@ def add_normalise(operands: Operands, normalized_shape: Sequence[int], options: 
     if not _overridden(operands):
         check_tensor("residual", operands[3])
     return _first(operands, normalized_shape, options)
+
+
+def dropped_add_normalise(
+    operands: Operands, normalized_shape: Sequence[int] | None, options: Options, asked: tuple[Any, Any, bool]
+) -> Any:
+    """The same with a dropout of x before: `asked` is dropout_p, dropout_rng, and whether the mask is returned."""
+    if _overridden(operands):
+        return handle_torch_function(dropped_add_normalise, operands, operands, normalized_shape, options, asked)
+    x, _ = (check_tensor(name, operands[at]) for name, at in (("x", 0), ("residual", 3)))
+    if normalized_shape is None:
+        normalized_shape = x.shape[-1:]
+    if options[0] == "layer" and options[2] != 0.0:
+        operands, normalized_shape, options = _offset(operands, normalized_shape, options)
+    kernel, left = backend(x) == "kernel", left_to_torch(operands)
+    norm, eps, *others = options
+    given = named(operands, options)
+    if eps is None and norm == "rms":
+        del given["eps"]
+    with unrecorded():
+        shape = check_normalised(FORWARD_OF[norm], given, normalized_shape, kernel=kernel and not left)
+    # Drawn once nothing else can be refused.
+    dropout_p, rng = settled(*asked[:2], x)
+    if rng is None:
+        found = normalise(operands, normalized_shape, options)
+        return (*found, torch.ones(x.shape, dtype=torch.bool, device=x.device)) if asked[2] else found
+    said: Any = (norm, DEFAULT_EPS if eps is None and kernel else eps, *others)
+    if not kernel or left:
+        y_dtype = result_dtype(norm, x) if kernel else None
+        found = torch_instead.normalise(
+            operands, shape, (*said[:-2], y_dtype or said[-2], said[-1]), Dropout(dropout_p, rng)
+        )
+    elif is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation()):
+        found = normalise_traced(operands, shape, said, (dropout_p, rng))
+    else:
+        found = dropout.normalise(operands, shape, said, Dropout(dropout_p, rng))
+    if not asked[2]:
+        return found
+    rows = (*x.shape[: -len(shape)], math.prod(shape))
+    return (*found, dropout_mask(rows, dropout_p, rng).view(x.shape))
 
 
 def normalise(operands: Operands, normalized_shape: Sequence[int], options: Options) -> Any:
@@ -324,7 +393,9 @@ def _handed_on(operands: Operands, normalized_shape: Sequence[int] | None, optio
         return handle_torch_function(normalise, operands, operands, normalized_shape, options)
     function = _PUBLIC[options[0], adds]
     first, second, *others = inspect.signature(function).parameters
-    return handle_torch_function(function, operands, said[first], said[second], **{name: said[name] for name in others})
+    return handle_torch_function(
+        function, operands, said[first], said[second], **{name: said[name] for name in others if name in said}
+    )
 
 
 # By the norm's word, and whether a residual is added.

@@ -8,10 +8,13 @@ from typing import Any, NoReturn
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..calls.argument_checks import check_number
+from ..calls.straight import Operands, Options
 from ..codegen.model import Cast
+from ..codegen.parameters import FORWARD
 from ..errors import ConflictError, TransformError
 from ..mode_words import word
-from .functional import add_normalise, normalise, normalise_cast_before_weight
+from .functional import add_normalise, dropped_add_normalise, normalise, normalise_cast_before_weight
 
 
 def _own(module: torch.nn.Module, name: str) -> Any:
@@ -222,8 +225,35 @@ class RMSNorm(_RMSNorm):
         return super().extra_repr() + (", cast_before_weight=True" if self.cast_before_weight else "")
 
 
-class AddLayerNorm(_LayerNorm):
-    """A residual add and LayerNorm in one kernel: `add_layer_norm` with `LayerNorm`'s parameters and options."""
+class _Adds(_Norm):
+    """What modules have whose rows are added to a residual: a dropout before that, while they train."""
+
+    dropout_p = 0.0
+
+    def __init__(self, *arguments: Any, dropout_p: float = 0.0, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        row = FORWARD["dropout_p"]
+        self.dropout_p = check_number(row.name, dropout_p, least=row.least, most=row.most)
+
+    def _add(self, operands: Operands, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+        both: tuple[torch.Tensor, torch.Tensor]
+        if self.dropout_p and self.training:
+            asked = (self.dropout_p, None, False)
+            both = dropped_add_normalise(operands, self.normalized_shape, options, asked)
+        else:
+            both = add_normalise(operands, self.normalized_shape, options)
+        return both
+
+    def extra_repr(self) -> str:
+        """torch's, and the options that are on."""
+        return super().extra_repr() + (f", dropout_p={self.dropout_p}" if self.dropout_p else "")
+
+
+class AddLayerNorm(_Adds, _LayerNorm):
+    """A residual add and LayerNorm in one kernel: `add_layer_norm` with `LayerNorm`'s parameters and options.
+
+    Further, dropout_p: while it trains, of x, by torch's default generator; see `add_layer_norm`.
+    """
 
     # It is a torch.nn.LayerNorm so that what goes by that type (initialisation, weight decay) finds it.
     def forward(  # type: ignore[override]  # a residual comes in, and its sum goes out
@@ -231,13 +261,14 @@ class AddLayerNorm(_LayerNorm):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm of x + residual, in x's dtype, and that sum, in residual's; both of x's shape."""
         operands = (x, _own(self, "weight"), _own(self, "bias"), residual, self.x_bias if self._has_x_bias else None)
-        options = ("layer", self.eps, self.weight_offset, None, self.cast)
-        both: tuple[torch.Tensor, torch.Tensor] = add_normalise(operands, self.normalized_shape, options)
-        return both
+        return self._add(operands, ("layer", self.eps, self.weight_offset, None, self.cast))
 
 
-class AddRMSNorm(_RMSNorm):
-    """A residual add and RMSNorm in one kernel: `add_rms_norm` with `RMSNorm`'s parameters and options."""
+class AddRMSNorm(_Adds, _RMSNorm):
+    """A residual add and RMSNorm in one kernel: `add_rms_norm` with `RMSNorm`'s parameters and options.
+
+    Further, dropout_p, as `AddLayerNorm` has it.
+    """
 
     # It is a torch.nn.RMSNorm for the same reason.
     def forward(  # type: ignore[override]  # a residual comes in, and its sum goes out
@@ -245,6 +276,4 @@ class AddRMSNorm(_RMSNorm):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm of x + residual, in x's dtype, and that sum, in residual's; both of x's shape."""
         operands = (x, _own(self, "weight"), None, residual, self.x_bias if self._has_x_bias else None)
-        options = ("rms", self.eps, self.weight_offset, None, self.cast)
-        both: tuple[torch.Tensor, torch.Tensor] = add_normalise(operands, self.normalized_shape, options)
-        return both
+        return self._add(operands, ("rms", self.eps, self.weight_offset, None, self.cast))

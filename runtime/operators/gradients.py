@@ -47,7 +47,7 @@ def register(library: torch.library.Library, namespace: str, forward: str, backw
     """
     takes, computes = FUNCTIONS[forward], FUNCTIONS[backward]
     # The backward function is told them again.
-    told_again = {name for name, _ in computes.numbers} | {name for name, _, _ in computes.words}
+    told_again = {name for name, _, _ in computes.numbers} | {name for name, _, _ in computes.words}
     shared = [name for name in takes.passed if name in told_again]
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
@@ -85,7 +85,7 @@ def register(library: torch.library.Library, namespace: str, forward: str, backw
         if refusal is None:
             # The sum holds x_bias already.
             normalised = (output[1], None) if stores else (given["x"], given["x_bias"])
-            ctx.save_for_backward(*normalised, given["weight"], *statistics)
+            ctx.save_for_backward(*normalised, given["weight"], given["dropout_rng"], *statistics)
 
     def differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         told: _Told = ctx.told
@@ -118,7 +118,10 @@ def _register_second(library: torch.library.Library, namespace: str, backward: s
             given = absent | ctx.told | dict(zip(tensors, operands, strict=True))
             operands = tuple(given[name] for name in ("dy", "x", "weight", "rstd", "x_bias", "dresidual_out"))
             options = tuple(given[name] for name in ("weight_offset", "cast", "dx_dtype", "bias_dtype", "wants"))
-            found = torch_instead.gradients(operands, given["mean"], (computes.norm.value, *options))
+            dropout = None
+            if given["dropout_rng"] is not None:
+                dropout = torch_instead.Dropout(given["dropout_p"], given["dropout_rng"], given["dropped_dtype"])
+            found = torch_instead.gradients(operands, given["mean"], (computes.norm.value, *options), dropout)
             return [getattr(found, name) for name in given["wants"]]
 
         due = dict(zip(computes.passed, ctx.needs_input_grad, strict=True))
@@ -141,8 +144,10 @@ def _compute(
     """The gradients that are due, by the names of what they are of."""
     if dy is None and dresidual_out is None:
         return {}
-    x, x_bias, weight, *statistics = saved
+    x, x_bias, weight, dropout_rng, *statistics = saved
     gradients = dict(FUNCTIONS[forward].gradients)
+    if dropout_rng is not None:
+        gradients["x"] = "ddropped"
     if told.stores and "x_bias" in needed and x is not None:
         # The sum holds it already. Given as zeros, it has the kernel add up dx before that is rounded.
         x_bias = x.new_zeros(x.shape[-1:], dtype=told.dtypes["x_bias"])
@@ -161,7 +166,9 @@ def _compute(
         "weight": weight,
         "x_bias": x_bias,
         "dresidual_out": None if dresidual_out is None else walkable(dresidual_out),
+        "dropout_rng": dropout_rng,
         "dx_dtype": dtype_of_all(types) if types else None,
+        "dropped_dtype": told.dtypes["x"],
         "bias_dtype": told.dtypes.get("bias"),
         "wants": wants,
     }

@@ -345,7 +345,14 @@ def test_a_traced_call_is_an_operator(norm: str) -> None:
     x.requires_grad_(False)
     operator = torch.ops.normforge.rmsnorm2d_fwd.default
     weight = torch.ones(64, requires_grad=True)
-    said = {"eps": 1e-6, "weight_offset": 0.0, "fadd": "none", "fquant": "none", "scale_dtype": torch.float32}
+    said = {
+        "eps": 1e-6,
+        "weight_offset": 0.0,
+        "fadd": "none",
+        "fquant": "none",
+        "scale_dtype": torch.float32,
+        "dropout_p": 0.0,
+    }
     said |= {"save_mv": True, "rounding": "nearest", "cast": "after_weight", "out_dtype": torch.bfloat16}
     names = [argument.name for argument in operator._schema.arguments]
     given = {**dict.fromkeys(names), **said, "x": x, "weight": weight, "x_scale": scale_of(x, "row")}

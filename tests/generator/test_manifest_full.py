@@ -18,7 +18,7 @@ from normforge.codegen.tiling import standard_ladder
 from ..thorough import THOROUGH
 
 # The axes that say what stands beside a norm; all of them together take two minutes.
-BESIDE = ("modulated", "x_gate", "gating", "gate_activation", "grouped")
+BESIDE = ("modulated", "x_gate", "gating", "gate_activation", "grouped", "dropout")
 
 
 def made(values: tuple[Any, ...]) -> list[Mode]:

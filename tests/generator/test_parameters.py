@@ -54,8 +54,8 @@ def modes(family: Family, norm: Norm) -> tuple[Mode, ...]:
     """One that has nothing, and one that has everything."""
     if family is BACKWARD:
         bare = Mode(norm, DType.BF16, DType.BF16, direction=Direction.BACKWARD)
-        full = Mode(norm, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE, x_bias=True, direction=Direction.BACKWARD)
-        return bare, full
+        dropped: dict[str, Any] = {"direction": Direction.BACKWARD, "x_bias": True, "dropout": True}
+        return bare, Mode(norm, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE, **dropped)
     if family is MODULATED:
         add = FusedAdd.PRE_ADD_STORE
         return (
@@ -71,7 +71,7 @@ def modes(family: Family, norm: Norm) -> tuple[Mode, ...]:
     add, quant = FusedAdd.PRE_ADD_STORE, FusedQuant.SMOOTH_DYNAMIC
     return (
         Mode(norm, DType.BF16, DType.BF16),
-        Mode(norm, DType.FP8_E5M2, DType.INT8, add, quant, save_mv=True, x_bias=True),
+        Mode(norm, DType.FP8_E5M2, DType.INT8, add, quant, save_mv=True, x_bias=True, dropout=True),
     )
 
 
@@ -148,7 +148,7 @@ def test_kernels_have_the_slots_of_what_is_wanted(family: Family, norm: Norm) ->
         walked = [row for row in tensors if row.kind is not Kind.GROUPS or mode.grouped]
         strides = {row.row_stride_slot for row in walked if row.is_wanted(mode)} - {None}
         assert strides == {name for name in declared if name.endswith("_row_stride")}
-        numbers = {row.slot for row in family.of(norm) if row.kind is Kind.NUMBER}
+        numbers = {row.slot for row in family.of(norm) if row.kind is Kind.NUMBER and row.is_wanted(mode)}
         assert numbers <= declared
 
 
@@ -178,6 +178,7 @@ def test_a_row_speaks_of_what_there_is(family: Family, row: Parameter | Result) 
     for sentence in (row.absent, row.unused):
         asked = {field for _, field, _, _ in Formatter().parse(sentence) if field}
         assert asked <= ({row.name} if row.needs else words)
-    # What a mode lets be read or not is an error otherwise, unless being there is what decides the axis.
-    assert not row.wanted or row.unused or row.axis
+    # What a mode lets be read or not is an error otherwise, unless being there is what decides the axis, or what it
+    # needs does.
+    assert not row.wanted or row.unused or row.axis or family[row.needs].axis
     assert (row.words is not None) == (row.kind is Kind.WORD)

@@ -94,6 +94,16 @@ MODES = (
     Mode(Norm.LAYER, DType.BF16, DType.BF16, direction=Direction.BACKWARD, gating=Gating.AFTER_NORM, grouped=True),
     Mode(Norm.LAYER, DType.FP16, DType.FP16, direction=Direction.BACKWARD, gating=Gating.BEFORE_NORM),
     Mode(Norm.RMS, DType.FP32, DType.FP32, direction=Direction.BACKWARD, gating=Gating.AFTER_NORM),
+    Mode(Norm.LAYER, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE, save_mv=True, dropout=True),
+    Mode(
+        Norm.RMS,
+        DType.BF16,
+        DType.BF16,
+        FusedAdd.PRE_ADD_STORE,
+        x_bias=True,
+        direction=Direction.BACKWARD,
+        dropout=True,
+    ),
 )
 
 GROUP_MODES = (

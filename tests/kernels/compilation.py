@@ -51,6 +51,8 @@ _POINTERS = {
 _OPERANDS = ("weight_ptr", "bias_ptr", "x_bias_ptr", "smooth_scale_ptr")
 _OTHERS = {
     "exchange_ptr": "*i64",
+    "dropout_rng_ptr": "*i64",
+    "dropout_p": "fp32",
     "M": "i32",
     "sample_rows": "i32",
     "groups": "i32",
@@ -171,5 +173,10 @@ def _type(name: str, instance: Instance, target: Target, constants: dict[str, in
         return "*u8" if dtype.is_fp8 and not by_instruction else _POINTERS[dtype]
     if name in _OPERANDS:
         return _POINTERS[operands]
-    own = {"dx_ptr": mode.dtype_in, "dy_ptr": DType.BF16, "y_scale_ptr": mode.scale_dtype}
+    own = {
+        "dx_ptr": mode.dtype_in,
+        "ddropped_ptr": mode.dtype_in,
+        "dy_ptr": DType.BF16,
+        "y_scale_ptr": mode.scale_dtype,
+    }
     return _POINTERS[own.get(name, DType.FP32)]

@@ -15,9 +15,11 @@ from normforge.calls.outputs import NormGradients
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.model import DType, Mode
 from normforge.dtypes import TORCH_DTYPES
+from normforge.random_mask import dropout_mask, kept_factor
 from normforge.tools.compare import TOLERANCES
 
 EPS = 1e-5
+DROPOUT_P = 0.3
 
 # fp32 sums of a few thousand terms: rounding errors in units of the sum of the terms' magnitudes.
 SUM_ERROR = 2e-6
@@ -71,6 +73,7 @@ class GradientProblem:
         names += ["dweight"] if self.has_weight else []
         names += ["dbias"] if self.mode.norm.centres else []
         names += ["dx_bias"] if self.mode.x_bias else []
+        names += ["ddropped"] if self.mode.dropout else []
         return tuple(names)
 
     def _draw(self, device: str) -> dict[str, torch.Tensor]:
@@ -91,10 +94,14 @@ class GradientProblem:
             tensors["x_bias"] = draw("x_bias", (n,))
         if self.mode.fadd.stores:
             tensors["dresidual_out"] = draw_rows("dresidual_out")
+        if self.mode.dropout:
+            tensors["dropout_rng"] = torch.randint(2**63 - 1, (2,), generator=generator, device=device)
         return tensors
 
     def _run(self, tensors: dict[str, torch.Tensor], mean: torch.Tensor, rstd: torch.Tensor) -> NormGradients:
         operands: dict[str, Any] = {**tensors, "cast": self.mode.cast}
+        if self.mode.dropout:
+            operands["dropout_p"] = DROPOUT_P
         if self.mode.norm.centres:
             return layernorm2d_bwd(**operands, mean=mean, rstd=rstd, wants=self.wants())
         return rmsnorm2d_bwd(**operands, rstd=rstd, weight_offset=self.weight_offset, wants=self.wants())
@@ -103,7 +110,8 @@ class GradientProblem:
         self, tensors: dict[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
         """Gradients in fp64, the error that fp32 sums may have in each, and the statistics a forward call saves."""
-        exact = {name: tensor.double().requires_grad_() for name, tensor in tensors.items()}
+        rng = tensors.get("dropout_rng")
+        exact = {name: tensor.double().requires_grad_() for name, tensor in tensors.items() if tensor is not rng}
         x, weight, x_bias = exact["x"], exact.get("weight"), exact.get("x_bias")
         bias = torch.zeros_like(x[..., 0, :] if x.dim() > 1 else x).reshape(-1)[: x.shape[-1]].requires_grad_()
         asked: dict[str, Any] = {"eps": EPS, "x_bias": x_bias, "save_mv": True}
@@ -122,8 +130,14 @@ class GradientProblem:
             total = x if x_bias is None else x + x_bias
             loss = loss + (total * exact["dresidual_out"].detach()).sum()
         leaves = {"dx": x, "dweight": weight, "dbias": bias, "dx_bias": x_bias}
-        wanted = {name: leaf for name in self.wants() if (leaf := leaves[name]) is not None}
+        wanted = {name: leaf for name in self.wants() if (leaf := leaves.get(name)) is not None}
         gradients = dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values())), strict=True))
+        kept = torch.ones_like(x)
+        if rng is not None:
+            kept = dropout_mask(x.shape, DROPOUT_P, rng) * kept_factor(DROPOUT_P, x.device).double()
+            gradients["ddropped"] = gradients["dx"] * kept
+            if x_bias is not None:
+                gradients["dx_bias"] = gradients["ddropped"].reshape(-1, x.shape[-1]).sum(0)
 
         dy = exact["dy"].detach().abs()
         g = dy if weight is None else dy * (weight.detach().abs() + abs(self.weight_offset))
@@ -136,7 +150,8 @@ class GradientProblem:
             "dx": SUM_ERROR * rows,
             "dweight": SUM_ERROR * columns * h + _either(dy, unweighted.open),
             "dbias": SUM_ERROR * columns,
-            "dx_bias": SUM_ERROR * (rows * torch.ones_like(dy)).flatten(0, -2).sum(0) if dy.dim() > 1 else rows,
+            "dx_bias": SUM_ERROR * (rows * kept).flatten(0, -2).sum(0) if dy.dim() > 1 else rows,
+            "ddropped": SUM_ERROR * rows * kept,
         }
         mean = output.mean if output.mean is not None else output.rstd
         return gradients, scales, mean.detach(), output.rstd.detach()

@@ -79,6 +79,8 @@ class Problem:
             name = parameter.name
             if name in self.absent:
                 return None
+            if parameter.kind is Kind.RANDOM:
+                return torch.randint(2**63 - 1, (2,), generator=generator, device=device)
             if parameter.kind is Kind.SCALE:
                 # One a row.
                 return torch.rand(self.shape[:-1], generator=generator, device=device) + 0.5
@@ -114,7 +116,9 @@ def _beside(mode: Mode, arguments: dict[str, Any]) -> LayerNormOutput:
 
 def mixed_dtypes(mode: Mode, salt: int) -> dict[str, DType]:
     """An element type for every tensor whose type is free, another mix for every salt."""
-    names = [row.name for row in family_of(mode).inputs if row.name != "x" and row.kind is not Kind.SCALE]
+    names = [
+        row.name for row in family_of(mode).inputs if row.name != "x" and row.kind not in (Kind.SCALE, Kind.RANDOM)
+    ]
     return {name: INPUT_DTYPES[(salt + index) % len(INPUT_DTYPES)] for index, name in enumerate(names)}
 
 
@@ -132,7 +136,8 @@ def _check_against_oracle(problem: Problem, arguments: dict[str, Any], actual: L
         flat |= {name: vector.expand(x.shape).reshape(-1, n) for name, vector in shared.items()}
     for start in range(0, rows, block):
         part = slice(start, start + block)
-        expected = oracle(**arguments | {name: rows[part] for name, rows in flat.items()})
+        whole = {"first_row": start} if problem.mode.dropout else {}
+        expected = oracle(**arguments | whole | {name: rows[part] for name, rows in flat.items()})
         findings = compare(_slice(actual, part, n), expected, problem.mode.rounding)
         wrong = [finding for finding in findings if not finding.ok]
         assert not wrong, f"{problem}\nrows {part.start}..{part.stop}: {wrong}"

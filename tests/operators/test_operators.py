@@ -43,6 +43,14 @@ MODES: dict[str, dict[str, Any]] = {
         "residual": "rows",
         "fadd": "pre_add_store",
     },
+    "dropout": {
+        "residual": "rows",
+        "fadd": "pre_add_store",
+        "dropout_p": 0.25,
+        "dropout_rng": "state",
+        "x_bias": "vector",
+        "save_mv": True,
+    },
 }
 each_mode = pytest.mark.parametrize("modes", MODES.values(), ids=[name.replace(" ", "_") for name in MODES])
 
@@ -50,6 +58,7 @@ _SHAPES: dict[str, Callable[[], torch.Tensor]] = {
     "vector": lambda: torch.randn(N),
     "rows": lambda: torch.randn(M, N),
     "halves": lambda: torch.randn(M, N).half(),
+    "state": lambda: torch.tensor([3, 4]),
 }
 
 BACKWARD: dict[str, Callable[..., NormGradients]] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
@@ -67,6 +76,7 @@ def arguments(norm: str, modes: dict[str, Any]) -> tuple[Any, ...]:
         "bias": torch.randn(N),
         "eps": 1e-5,
         "weight_offset": 1.0,
+        "dropout_p": 0.0,
         "out_dtype": None,
         "scale_dtype": torch.float32,
         "save_mv": False,
@@ -95,6 +105,7 @@ def gradient_arguments(norm: str, **others: Any) -> tuple[Any, ...]:
         "mean": saved.mean,
         "rstd": saved.rstd,
         "weight_offset": 1.0,
+        "dropout_p": 0.0,
         "cast": "before_weight",
         "wants": ["dx", "dweight", "dbias"] if norm == "layer" else ["dx", "dweight"],
         **others,
@@ -109,13 +120,15 @@ def test_torchs_checks_of_a_forward_operator(norm: str, modes: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(
-    "modes", [MODES["saved"], MODES["add and store"], MODES["cast first"]], ids=["plain", "add", "cast"]
+    "modes",
+    [MODES["saved"], MODES["add and store"], MODES["cast first"], MODES["dropout"]],
+    ids=["plain", "add", "cast", "dropout"],
 )
 @each_norm
 def test_torchs_checks_of_a_differentiated_operator(norm: str, modes: dict[str, Any]) -> None:
     values = arguments(norm, made(modes))
     for value in values:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
             value.requires_grad_()
     torch.library.opcheck(registered.FORWARD[norm], values)
 
@@ -136,8 +149,9 @@ def test_torchs_checks_of_an_operator_that_writes(norm: str, modes: dict[str, An
         {"dresidual_out": torch.ones(M, N), "dx_dtype": torch.float16, "wants": ["dx"]},
         {"dy": None, "x_bias": torch.ones(N).half(), "dresidual_out": torch.ones(M, N), "wants": ["dx_bias", "dx"]},
         {"weight": None, "weight_offset": 0.0, "wants": ["dx"]},
+        {"dropout_p": 0.25, "dropout_rng": torch.tensor([3, 4]), "wants": ["dx", "ddropped"]},
     ],
-    ids=["all", "residual", "x_bias", "unweighted"],
+    ids=["all", "residual", "x_bias", "unweighted", "dropout"],
 )
 @each_norm
 def test_torchs_checks_of_a_backward_operator(norm: str, others: dict[str, Any]) -> None:
@@ -350,8 +364,8 @@ def test_a_gradient_of_a_gradient_is_an_eager_calls(norm: str) -> None:
 
 
 _FORWARD_SCHEMA = (
-    "Tensor? residual, str fadd, Tensor? smooth_scale, str fquant, Tensor? x_bias, Tensor? x_scale, "
-    "ScalarType? out_dtype, ScalarType scale_dtype, bool save_mv, str rounding, str cast"
+    "Tensor? residual, str fadd, Tensor? smooth_scale, str fquant, Tensor? x_bias, Tensor? x_scale, float dropout_p, "
+    "Tensor? dropout_rng, ScalarType? out_dtype, ScalarType scale_dtype, bool save_mv, str rounding, str cast"
 )
 _WRITTEN_SCHEMA = "Tensor(a!) out, Tensor(b!)? residual_out) -> (Tensor y_scale, Tensor mean, Tensor rstd)"
 SCHEMAS = {
@@ -359,7 +373,8 @@ SCHEMAS = {
     "layernorm2d_fwd_into": f"(Tensor x, Tensor? weight, Tensor? bias, float eps, {_FORWARD_SCHEMA}, {_WRITTEN_SCHEMA}",
     "layernorm2d_bwd": (
         "(Tensor? dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, Tensor? x_bias, Tensor? dresidual_out, "
-        "str cast, ScalarType? dx_dtype, ScalarType? bias_dtype, str[] wants) -> Tensor[]"
+        "float dropout_p, Tensor? dropout_rng, str cast, ScalarType? dx_dtype, ScalarType? bias_dtype, "
+        "ScalarType? dropped_dtype, str[] wants) -> Tensor[]"
     ),
     "rmsnorm2d_fwd": f"(Tensor x, Tensor? weight, float eps, float weight_offset, {_FORWARD_SCHEMA}) -> Tensor[]",
     "rmsnorm2d_fwd_into": (
@@ -367,7 +382,8 @@ SCHEMAS = {
     ),
     "rmsnorm2d_bwd": (
         "(Tensor? dy, Tensor x, Tensor? weight, Tensor rstd, float weight_offset, Tensor? x_bias, "
-        "Tensor? dresidual_out, str cast, ScalarType? dx_dtype, str[] wants) -> Tensor[]"
+        "Tensor? dresidual_out, float dropout_p, Tensor? dropout_rng, str cast, ScalarType? dx_dtype, "
+        "ScalarType? dropped_dtype, str[] wants) -> Tensor[]"
     ),
 }
 

@@ -1,0 +1,112 @@
+"""What a dropout's mask follows from, settled before a call is looked up: a seed and an offset on x's device, or none.
+
+Where the caller brings none they are drawn there by torch's generator, as torch's own dropout draws: its state goes on,
+a CUDA graph draws anew at each replay, and a call that checkpoint makes again draws the same. Nothing waits for the
+GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..codegen.parameters import FORWARD
+from ..errors import ConflictError, DeviceError, DTypeError, LayoutError, ShapeError
+from .argument_checks import check_number
+from .sharded import is_sharded
+
+_P = FORWARD["dropout_p"]
+_LARGEST_I64 = 2**63 - 1
+
+
+def settled(dropout_p: Any, dropout_rng: Any, x: Any, *, draws: bool = True) -> tuple[float, torch.Tensor | None]:
+    """Settle what a call was given: 0.0 and None if it drops nothing, so that it is a call without dropout.
+
+    Args:
+        dropout_p: how likely an element is dropped.
+        dropout_rng: seed and offset, a generator to draw them from, or None.
+        x: what is normalised.
+        draws: whether to draw them where they are not given.
+
+    Raises:
+        ConflictError: dropout_p is no number from 0 to below 1, or dropout_rng no integers of 64 bits.
+        DTypeError, ShapeError, LayoutError, DeviceError: dropout_rng is none of what it takes, or x a DTensor.
+    """
+    dropout_p = check_number("dropout_p", dropout_p, least=_P.least, most=_P.most)
+    if dropout_rng is None:
+        if dropout_p and draws and isinstance(x, torch.Tensor):
+            return dropout_p, drawn(x)
+        return dropout_p, None
+    state = _state(dropout_rng, x, draws=draws and dropout_p > 0.0)
+    return (dropout_p, state) if dropout_p else (0.0, None)
+
+
+def described(dropout_p: Any, dropout_rng: Any, x: Any) -> tuple[float, torch.Tensor | None]:
+    """The same where nothing is to be computed: what would be drawn is any seed and offset."""
+    dropout_p, dropout_rng = settled(dropout_p, dropout_rng, x, draws=False)
+    if dropout_p and dropout_rng is None and isinstance(x, torch.Tensor):
+        dropout_rng = torch.empty(2, dtype=torch.int64, device=x.device)
+    return dropout_p, dropout_rng
+
+
+def drawn(x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """A seed and an offset from a generator of x's device, torch's default one if None."""
+    _refuse_sharded(x)
+    return torch.randint(0, _LARGEST_I64, (2,), dtype=torch.int64, device=x.device, generator=generator)
+
+
+def _state(given: Any, x: Any, *, draws: bool) -> Any:
+    if not isinstance(x, torch.Tensor):
+        return given
+    if isinstance(given, torch.Tensor):
+        check_random("dropout_rng", given, x)
+        return given
+    _refuse_sharded(x)
+    if isinstance(given, torch.Generator):
+        if given.device.type != x.device.type:
+            raise DeviceError(
+                f"dropout_rng is a generator of {given.device} and x on {x.device}; pass one of x's device, "
+                f"torch.Generator({str(x.device)!r})"
+            )
+        return drawn(x, given) if draws else None
+    if not isinstance(given, tuple) or len(given) != 2 or not all(type(number) is int for number in given):
+        raise DTypeError(
+            f"dropout_rng is {given!r}; it takes (seed, offset), an int64 tensor of the two, or a torch.Generator"
+        )
+    for name, number in zip(("seed", "offset"), given, strict=True):
+        if not -(2**63) <= number < 2**64:
+            raise ConflictError(f"dropout_rng has {name} {number}; it takes 64 bits")
+    # Filled on the device: a copy from the host would be waited for, and cannot be captured in a CUDA graph.
+    state = torch.empty(2, dtype=torch.int64, device=x.device)
+    for place, number in enumerate(given):
+        state[place] = number - 2**64 if number > _LARGEST_I64 else number
+    return state
+
+
+def check_random(name: str, state: Any, x: torch.Tensor) -> None:
+    """Check a seed and an offset, which are not read.
+
+    Raises:
+        ArgumentError: one of its kinds.
+    """
+    if not isinstance(state, torch.Tensor):
+        raise DTypeError(f"{name} is a {type(state).__name__}; it takes an int64 tensor of seed and offset")
+    _refuse_sharded(x, state)
+    if state.dtype != torch.int64:
+        raise DTypeError(f"{name} has dtype {state.dtype}; it takes torch.int64")
+    if tuple(state.shape) != (2,):
+        raise ShapeError(f"{name} has shape {tuple(state.shape)}; it takes (2,), seed and offset")
+    if state.device != x.device:
+        raise DeviceError(f"{name} is on {state.device} and x on {x.device}; move one to the other's device")
+    if not state.is_contiguous():
+        raise LayoutError(f"{name} has strides {state.stride()}; pass {name}.contiguous()")
+
+
+def _refuse_sharded(*tensors: object) -> None:
+    if is_sharded(*tensors):
+        raise DeviceError(
+            "dropout_p was passed with a DTensor, of whose rows no rank knows the numbers that the mask follows from; "
+            "pass the to_local() of each tensor, with a dropout_rng that differs from rank to rank, or call "
+            "torch.nn.functional.dropout before the norm"
+        )

@@ -1,0 +1,405 @@
+"""Dropout before a fused add: which elements are dropped, to the bit and by chance, and what calls take and refuse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import normforge
+from normforge import errors, reference
+from normforge.calls import first
+from normforge.calls.outputs import NormGradients
+from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.codegen.instance import Tile
+from normforge.codegen.model import Mode, Pipeline
+from normforge.random_mask import dropout_mask
+from normforge.selection import dispatch
+from normforge.selection.table import RetiledTable
+
+from .. import philox
+from ..calling import FORWARD, check, each_norm, same_bits
+from ..nn.oracle import each_device
+
+BACKWARD: dict[str, Callable[..., NormGradients]] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
+REFERENCE: dict[str, Callable[..., reference.ReferenceGradients]] = {
+    "layer": reference.layernorm2d_bwd,
+    "rms": reference.rmsnorm2d_bwd,
+}
+P = 0.3
+RNG = (7, 9)
+
+# Seeds and offsets of one word, of two, and of all 64 bits.
+STATES = [(0, 0), (1, 5), (2**32 + 3, 2**40 + 1), (2**64 - 1, 2**63 + 12345), (-5, -(2**63))]
+
+# By what a tile of each pipeline holds, rows that fit and rows that do not; the shortest are shorter than what shares
+# its random numbers.
+TILES = {
+    "rows": (Tile(Pipeline.ROWS, 4, 128, 1), (1, 3, 8, 101, 128)),
+    "rows-short": (Tile(Pipeline.ROWS, 2, 4, 1), (3, 4)),
+    "one_pass": (Tile(Pipeline.ONE_PASS, 1, 256, 1), (100, 601)),
+    "one_pass-short": (Tile(Pipeline.ONE_PASS, 1, 4, 1), (2, 13)),
+    "two_pass": (Tile(Pipeline.TWO_PASS, 1, 256, 1), (600,)),
+}
+
+
+# Untyped, as everything generated.
+primitives = import_module("normforge.generated.primitives")
+drop, load_dropout = primitives.drop, primitives.load_dropout
+
+
+def _draw(out_ptr, rng_ptr, row, N: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton's compiler takes no Any
+    values = drop(tl.zeros((N,), tl.float32) + 1.0, load_dropout(rng_ptr, 0.5), row, 0, N)
+    tl.store(out_ptr + tl.arange(0, N), values)
+
+
+draw_kernel: Any = triton.jit(_draw)
+
+
+def at(mode: str, n: int, tile: Tile) -> RetiledTable:
+    return RetiledTable(dispatch.loaded(), dispatch.find(Mode.from_name(mode), n), tile)
+
+
+def added(x: torch.Tensor, residual: torch.Tensor | None = None, **given: Any) -> torch.Tensor:
+    """The sum that a call stores."""
+    residual = torch.zeros_like(x) if residual is None else residual
+    given = {"dropout_p": P, "dropout_rng": RNG, "norm": "rms", **given}
+    total = FORWARD[given.pop("norm")](x, residual=residual, fadd="pre_add_store", **given).residual_out
+    assert total is not None
+    return total
+
+
+def signed(seed: int, offset: int) -> torch.Tensor:
+    """Both as int64, which has the same bits."""
+    return torch.tensor([number - 2**64 if number >= 2**63 else number for number in (seed, offset)])
+
+
+def test_the_oracle_is_philox() -> None:
+    """The known answers that Random123 is published with (kat_vectors, philox4x32 10)."""
+    for counter, key, answer in (
+        ([0] * 4, (0, 0), [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 4, (0xFFFFFFFF, 0xFFFFFFFF), [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            (0xA4093822, 0x299F31D0),
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ):
+        words = philox.philox([np.array([word], np.uint64) for word in counter], key)
+        assert [int(word[0]) for word in words] == answer
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_kernels_drop_what_the_formula_says(name: str) -> None:
+    tile, lengths = TILES[name]
+    for n, (seed, offset) in zip(lengths, STATES * 2, strict=False):
+        x = torch.ones(2 * tile.rows + 1, n)
+        kept = torch.from_numpy(philox.mask(np.arange(len(x)), n, P, seed, offset))
+        with dispatch.using(at("rms_fwd_fp32_drop_addst", n, tile)):
+            total = added(x, dropout_rng=(seed, offset))
+        # 1 / (1 - p) in fp32, from p in fp32.
+        factor = np.float32(1) / (np.float32(1) - np.float32(P))
+        assert torch.equal(total, kept * torch.tensor(factor))
+        if tile.pipeline is Pipeline.TWO_PASS:
+            tile = Tile(Pipeline.TWO_PASS, 2, 256, 1)
+        with dispatch.using(at("rms_bwd_fp32_drop_addst", n, tile)):
+            found = rmsnorm2d_bwd(
+                torch.zeros_like(x), x, rstd=torch.ones(len(x)), dresidual_out=x, dropout_p=P,
+                dropout_rng=(seed, offset), wants=("dx", "ddropped"),
+            )  # fmt: skip
+        assert found.dx is not None
+        assert torch.equal(found.dx, x)
+        assert found.ddropped is not None
+        assert torch.equal(found.ddropped, total)
+
+
+@pytest.mark.parametrize(("seed", "offset"), STATES)
+def test_the_mask_is_a_function_of_its_own(seed: int, offset: int) -> None:
+    for row in (0, 2**31 - 1, 2**32 - 1, 2**33 + 7, 2**40):
+        for n in (1, 9, 4096):
+            expected = philox.mask(np.arange(row, row + 2), n, 0.5, seed, offset)
+            assert np.array_equal(dropout_mask((2, n), 0.5, signed(seed, offset), first_row=row).numpy(), expected)
+
+
+@each_device
+def test_kernels_count_rows_beyond_32_bits(device: str) -> None:
+    """What kernels draw by, of rows that no tensor of a test has."""
+    state = torch.tensor([123, 456], device=device)
+    for row in (0, 2**31, 2**33 + 7):
+        out = torch.empty(64, device=device)
+        draw_kernel[(1,)](out, state, row, 64)
+        assert np.array_equal(out.cpu().numpy() != 0, philox.mask(np.array([row]), 64, 0.5, 123, 456)[0])
+
+
+@pytest.mark.parametrize("p", [1e-4, 0.1, 0.5, 0.9, 1 - 2**-24])
+def test_p_is_how_many_are_dropped(p: float) -> None:
+    """Over five thousand rows and columns the number of those dropped is within five standard deviations."""
+    mask = dropout_mask((5000, 1000), p, torch.tensor([3, 4]))
+    dropped, expected = float((~mask).sum()), p * mask.numel()
+    assert abs(dropped - expected) <= 5 * (mask.numel() * p * (1 - p)) ** 0.5 + 1
+
+
+def test_rows_and_columns_are_dropped_alike() -> None:
+    """Each row's and column's count is binomial: the sum of squared deviations is a chi-squared one's, both ways."""
+    p, m, n = 0.3, 2000, 1000
+    dropped = (~dropout_mask((m, n), p, torch.tensor([5, 6]))).double()
+    for counts, each in ((dropped.sum(0), m), (dropped.sum(1), n)):
+        squared = float(((counts - each * p) ** 2 / (each * p * (1 - p))).sum())
+        assert abs(squared - len(counts)) <= 5 * (2 * len(counts)) ** 0.5
+
+
+def correlation(a: torch.Tensor, b: torch.Tensor, p: float) -> float:
+    """Of two masks, in standard deviations of that of independent ones."""
+    a, b = a.double() - (1 - p), b.double() - (1 - p)
+    return float((a * b).mean() / (p * (1 - p)) * math.sqrt(a.numel()))
+
+
+def test_elements_are_dropped_independently() -> None:
+    p, n = 0.4, 1024
+    mask = dropout_mask((1024, n), p, torch.tensor([11, 12]))
+    lags = [correlation(mask[:, lag:], mask[:, :-lag], p) for lag in (*range(1, 18), 64, 512)]
+    rows = [correlation(mask[lag:], mask[:-lag], p) for lag in (1, 2, 3, 8, 512)]
+    # Within the eight that share one draw, each pair by itself.
+    eights = mask.view(-1, 8)
+    pairs = [correlation(eights[:, i], eights[:, j], p) for i in range(8) for j in range(i)]
+    others = [
+        correlation(mask, dropout_mask((1024, n), p, torch.tensor(state)), p)
+        for state in ([12, 12], [10, 12], [11, 13], [11, 11], [12, 11], [11 + 2**32, 12], [11, 12 + 2**32])
+    ]
+    assert max(map(abs, (*lags, *rows, *pairs, *others))) < 5.0
+
+
+@each_norm
+def test_bits_repeat_whatever_m_and_the_tile_are(norm: str) -> None:
+    x = torch.randn(9, 600)
+    prefix = {"layer": "ln", "rms": "rms"}[norm]
+    whole = added(x, norm=norm)
+    for tile, m in ((TILES["one_pass"][0], 3), (TILES["two_pass"][0], 9), (Tile(Pipeline.ROWS, 8, 1024, 1), 7)):
+        with dispatch.using(at(f"{prefix}_fwd_fp32_drop_addst", 600, tile)):
+            assert same_bits(added(x[:m].clone(), norm=norm), whole[:m])
+    assert same_bits(added(x.view(3, 3, 600), norm=norm).view(9, 600), whole)
+    wide = torch.randn(9, 700)
+    wide[:, :600] = x
+    assert same_bits(added(wide[:, :600], norm=norm), whole)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"x_bias": torch.randn(100), "weight": torch.randn(100), "save_mv": True},
+    "sum": {"fadd": "pre_add"},
+    "int8": {"fquant": "dynamic", "weight": torch.randn(100), "x_bias": torch.randn(100)},
+    "smooth": {"fquant": "smooth_dynamic", "smooth_scale": torch.rand(100), "out_dtype": torch.float8_e4m3fn},
+    "cast": {"cast": "before_weight", "weight": torch.randn(100).bfloat16(), "out_dtype": torch.bfloat16},
+}
+
+
+@each_norm
+@pytest.mark.parametrize("name", CASES)
+def test_dropout_goes_with_what_else_is_fused(norm: str, name: str) -> None:
+    x = torch.randn(5, 100)
+    given: dict[str, Any] = {"residual": torch.randn(5, 100), "fadd": "pre_add_store", "dropout_p": 0.4, **CASES[name]}
+    weight = given.pop("weight", None)
+    state = torch.tensor([21, 22])
+    once = check(norm, x, weight, dropout_rng=state, **given)
+    # The second call is of a kind that is known.
+    again = FORWARD[norm](x, weight, dropout_rng=state, **given)
+    assert all(same_bits(a, b) for a, b in zip(once, again, strict=True))
+    check(norm, x, weight, dropout_rng=state, **{**given, "dropout_p": 0.7})
+
+
+def test_fp8_is_dropped_behind_its_scale() -> None:
+    x, scale = torch.randn(5, 100).to(torch.float8_e4m3fn), torch.rand(5) + 0.5
+    given: dict[str, Any] = {"residual": torch.randn(5, 100), "fadd": "pre_add_store", "out_dtype": torch.bfloat16}
+    check("layer", x, x_scale=scale, dropout_p=P, dropout_rng=torch.tensor(RNG), **given)
+
+
+@each_norm
+def test_a_p_of_zero_is_the_call_without(norm: str) -> None:
+    x, residual = torch.randn(5, 100), torch.randn(5, 100)
+    given: dict[str, Any] = {"residual": residual, "fadd": "pre_add_store"}
+    plain = FORWARD[norm](x, **given)
+    generator = torch.Generator().manual_seed(1)
+    before, default = generator.get_state(), torch.get_rng_state()
+    for rng in (None, RNG, torch.tensor(RNG), generator):
+        found = FORWARD[norm](x, **given, dropout_p=0.0, dropout_rng=rng)
+        assert all(same_bits(a, b) for a, b in zip(found, plain, strict=True))
+    assert torch.equal(generator.get_state(), before)
+    assert torch.equal(torch.get_rng_state(), default)
+    # What is not fused drops nothing either.
+    assert same_bits(FORWARD[norm](x, dropout_p=0.0, dropout_rng=RNG).y, FORWARD[norm](x).y)
+    assert normforge.which(x, **given, norm=norm) == normforge.which(
+        x, **given, norm=norm, dropout_p=0, dropout_rng=RNG
+    )
+    assert "_drop_addst" in normforge.which(x, **given, norm=norm, dropout_p=P)
+
+
+def test_known_calls_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "plans", {})
+    x, residual = torch.randn(5, 100), torch.randn(5, 100)
+    given: dict[str, Any] = {"residual": residual, "fadd": "pre_add_store", "save_mv": True}
+    found = normforge.layernorm2d_fwd(x, **given, dropout_p=P)
+    back: dict[str, Any] = {
+        "mean": found.mean,
+        "rstd": found.rstd,
+        "wants": ("dx", "ddropped"),
+        "dropout_rng": torch.tensor(RNG),
+    }
+    layernorm2d_bwd(x, x, **back, dropout_p=P)
+
+    def refuse(*arguments: object, **keywords: object) -> None:
+        raise AssertionError("checked again")
+
+    monkeypatch.setattr(first, "launched", refuse)
+    monkeypatch.setattr(first, "launched_backward", refuse)
+    for p, rng in ((P, None), (0.9, RNG), (1e-9, torch.Generator())):
+        normforge.layernorm2d_fwd(x, **given, dropout_p=p, dropout_rng=rng)
+    normforge.layernorm2d_fwd(torch.randn(8, 100), **{**given, "residual": torch.randn(8, 100)}, dropout_p=P)
+    layernorm2d_bwd(x, x, **back, dropout_p=0.6)
+    with pytest.raises(AssertionError, match="checked again"):
+        normforge.layernorm2d_fwd(x, **given)
+
+
+@each_device
+def test_what_is_drawn_goes_on_and_comes_back_with_its_state(device: str) -> None:
+    x = torch.ones(4, 512, device=device)
+    torch.manual_seed(3)
+    one, two = added(x, dropout_rng=None), added(x, dropout_rng=None)
+    assert not torch.equal(one, two)
+    torch.manual_seed(3)
+    assert torch.equal(added(x, dropout_rng=None), one)
+    assert torch.equal(added(x, dropout_rng=None), two)
+    generator = torch.Generator(device).manual_seed(3)
+    before = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
+    assert torch.equal(added(x, dropout_rng=generator), one)
+    assert torch.equal(added(x, dropout_rng=generator), two)
+    after = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
+    assert torch.equal(before, after)
+
+
+@each_device
+def test_a_seed_and_an_offset_are_the_same_as_numbers_and_as_a_tensor(device: str) -> None:
+    x = torch.randn(3, 100, device=device)
+    for seed, offset in STATES:
+        state = signed(seed, offset).to(device)
+        assert torch.equal(added(x, dropout_rng=(seed, offset)), added(x, dropout_rng=state))
+        # A part of a larger tensor, wherever that lies.
+        assert torch.equal(added(x, dropout_rng=torch.stack((state, state)).flatten()[2:]), added(x, dropout_rng=state))
+
+
+X = torch.randn(3, 64)
+ADD: dict[str, Any] = {"residual": torch.randn(3, 64), "fadd": "pre_add_store"}
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "one": (
+        {"dropout_p": 1.0},
+        errors.ConflictError,
+        "^dropout_p=1.0 will not do; it takes a number from 0 to at most",
+    ),
+    "more": ({"dropout_p": 1.5}, errors.ConflictError, "^dropout_p=1.5 will not do"),
+    "less": ({"dropout_p": -0.1}, errors.ConflictError, "^dropout_p=-0.1 will not do"),
+    "nan": ({"dropout_p": float("nan")}, errors.ConflictError, "^dropout_p=nan will not do"),
+    "rounds_to_one": ({"dropout_p": 1 - 1e-9}, errors.ConflictError, "^dropout_p=0.999999999 will not do"),
+    "word": ({"dropout_p": "half"}, errors.ConflictError, "^dropout_p='half' will not do"),
+    "flag": ({"dropout_p": True}, errors.ConflictError, "^dropout_p=True will not do"),
+    "zero_and_nonsense": (
+        {"dropout_p": 0.0, "dropout_rng": 5},
+        errors.DTypeError,
+        r"^dropout_rng is 5; it takes \(seed, offset\), an int64 tensor of the two, or a torch.Generator",
+    ),
+    "seed_alone": ({"dropout_rng": (5,)}, errors.DTypeError, r"^dropout_rng is \(5,\); it takes \(seed, offset\)"),
+    "floats": ({"dropout_rng": (5.0, 1)}, errors.DTypeError, r"^dropout_rng is \(5.0, 1\)"),
+    "too_large": ({"dropout_rng": (2**64, 1)}, errors.ConflictError, "^dropout_rng has seed 18446744073709551616; it"),
+    "types": ({"dropout_rng": torch.zeros(2)}, errors.DTypeError, "^dropout_rng has dtype torch.float32; it takes"),
+    "shape": (
+        {"dropout_rng": torch.zeros(3, dtype=torch.int64)},
+        errors.ShapeError,
+        r"^dropout_rng has shape \(3,\); it takes \(2,\), seed and offset",
+    ),
+    "strides": (
+        {"dropout_rng": torch.zeros(4, dtype=torch.int64)[::2]},
+        errors.LayoutError,
+        r"^dropout_rng has strides \(2,\); pass dropout_rng.contiguous\(\)",
+    ),
+    "device": (
+        {"dropout_rng": torch.zeros(2, dtype=torch.int64, device="meta")},
+        errors.DeviceError,
+        "^dropout_rng is on meta and x on cpu",
+    ),
+    "no_residual": (
+        {"residual": None, "fadd": "none"},
+        errors.IllegalCombinationError,
+        "^dropout is of x before a residual is added to it, and fadd is none; use fadd pre_add_store",
+    ),
+    "gradient": ({"weight": torch.ones(64, requires_grad=True)}, errors.GradientError, "^weight requires a gradient"),
+}
+
+
+@each_norm
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_says_why(norm: str, case: str) -> None:
+    given, error, message = REFUSED[case]
+    # Whether a call like it is known, or none.
+    FORWARD[norm](X, **ADD, dropout_p=0.5)
+    with pytest.raises(error, match=message):
+        FORWARD[norm](X, **{**ADD, "dropout_p": 0.5, **given})
+
+
+BACK_REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "nothing_to_draw_by": (
+        {"dropout_rng": None},
+        errors.ConflictError,
+        "^dropout_p=0.5 dropped elements by a dropout_rng and none was passed; pass the seed and offset that",
+    ),
+    "generator": (
+        {"dropout_rng": torch.Generator()},
+        errors.ConflictError,
+        "^dropout_p=0.5 dropped elements by a dropout_rng and none was passed",
+    ),
+    "nothing_dropped": (
+        {"dropout_p": 0.0},
+        errors.ConflictError,
+        "^wants has 'ddropped' and no dropout_p was passed; pass it, or leave 'ddropped' out",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BACK_REFUSED)
+def test_what_is_refused_backward_says_why(case: str) -> None:
+    given, error, message = BACK_REFUSED[case]
+    said = {"dropout_p": 0.5, "dropout_rng": RNG, "wants": ("ddropped",), **given}
+    with pytest.raises(error, match=message):
+        rmsnorm2d_bwd(X, X, rstd=torch.ones(3), **said)
+
+
+@each_norm
+def test_gradients_are_each_in_their_own_type(norm: str) -> None:
+    x, dy = torch.randn(6, 100), torch.randn(6, 100).half()
+    statistics = {"rstd": torch.rand(6) + 0.5} | ({"mean": x.mean(-1)} if norm == "layer" else {})
+    given: dict[str, Any] = {"dropout_p": P, "dropout_rng": torch.tensor(RNG), **statistics}
+    found = BACKWARD[norm](
+        dy, x, **given, dx_dtype=torch.bfloat16, dropped_dtype=torch.float16, wants=("dx", "ddropped")
+    )
+    oracle = REFERENCE[norm](dy, x, **given)
+    for got, want, dtype in ((found.dx, oracle.dx, torch.bfloat16), (found.ddropped, oracle.ddropped, torch.float16)):
+        assert got is not None
+        assert want is not None
+        torch.testing.assert_close(got, want.to(dtype), atol=1e-5, rtol=1e-2)
+    alone = BACKWARD[norm](dy, x, **given, dropped_dtype=torch.float16, wants=("ddropped",))
+    assert alone.dx is None
+    assert same_bits(alone.ddropped, found.ddropped)
+
+
+def test_no_rows_are_dropped_from_none() -> None:
+    x = torch.empty(0, 64)
+    given: dict[str, Any] = {"dropout_p": P, "dropout_rng": RNG}
+    assert normforge.rmsnorm2d_fwd(x, residual=x, fadd="pre_add_store", **given).y.shape == (0, 64)
+    found = rmsnorm2d_bwd(x, x, rstd=torch.empty(0), **given, wants=("dx", "ddropped"))
+    assert found.ddropped is not None
+    assert found.ddropped.shape == (0, 64)
+    assert dropout_mask((0, 64), P, torch.tensor(RNG)).shape == (0, 64)

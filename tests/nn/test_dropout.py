@@ -1,0 +1,343 @@
+"""Dropout, add and norm in the functional API and its modules: gradients, what is drawn, and who else sees the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import normforge
+from normforge import errors
+from normforge.calls import torch_instead
+from normforge.random_mask import dropout_mask, dropped
+
+from ..calling import same_bits
+from ..thorough import THOROUGH
+from .oracle import each_device
+
+N = 96
+P = 0.3
+STATE = (3, 2**63 + 4)
+SIGNED = torch.tensor([3, 4 - 2**63])
+
+Leaves = dict[str, torch.Tensor]
+ADD: dict[str, Callable[..., Any]] = {"layer": normforge.add_layer_norm, "rms": normforge.add_rms_norm}
+each_add = pytest.mark.parametrize("norm", ADD)
+
+
+def leaves(norm: str, *leading: int, device: str = "cpu", **dtypes: torch.dtype) -> Leaves:
+    """Fresh operands that require gradients."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "x": (*leading, N), "residual": (*leading, N), "weight": (N,), "bias": (N,), "x_bias": (N,),
+    }  # fmt: skip
+    if norm == "rms":
+        del shapes["bias"]
+    made = {name: torch.randn(shape, device=device).to(dtypes.get(name)) for name, shape in shapes.items()}
+    return {name: tensor.requires_grad_() for name, tensor in made.items()}
+
+
+def expected(norm: str, given: Leaves, p: float, rng: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What torch's operators make of them, in fp64."""
+    wide = {name: tensor.double() for name, tensor in given.items()}
+    x = wide["x"] + wide["x_bias"] if "x_bias" in wide else wide["x"]
+    total = dropped(x, p, rng) + wide["residual"]
+    if norm == "layer":
+        return torch.nn.functional.layer_norm(total, (N,), wide["weight"], wide["bias"], 1e-5), total
+    return torch.nn.functional.rms_norm(total, (N,), wide["weight"], 1e-5), total
+
+
+def gradients(loss: torch.Tensor, given: Leaves) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(loss, list(given.values()), create_graph=False)
+
+
+def loss_of(both: Any, weights: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    loss: torch.Tensor = sum((out * weight).sum() for out, weight in zip(both, weights, strict=True))
+    return loss
+
+
+@each_device
+@each_add
+@pytest.mark.parametrize("leading", [(5,), (2, 3)], ids=str)
+def test_gradients_are_those_of_torchs_operators(norm: str, leading: tuple[int, ...], device: str) -> None:
+    given = leaves(norm, *leading, device=device)
+    rng = SIGNED.to(device)
+    both = ADD[norm](**given, eps=1e-5, dropout_p=P, dropout_rng=STATE)
+    want = expected(norm, given, P, rng)
+    for got, exact in zip(both, want, strict=True):
+        torch.testing.assert_close(got, exact.float(), atol=1e-5, rtol=1e-5)
+    weights = torch.randn_like(both[0]), torch.randn_like(both[0])
+    found = gradients(loss_of(both, weights), given)
+    for name, got, exact in zip(given, found, gradients(loss_of(want, weights), given), strict=True):
+        torch.testing.assert_close(got, exact, atol=1e-4, rtol=1e-4, msg=name)
+
+
+@each_add
+@pytest.mark.parametrize("of", ["y", "total"])
+def test_one_of_the_two_gradients_may_be_all_there_is(norm: str, of: str) -> None:
+    given = leaves(norm, 4)
+    at = int(of == "total")
+    found = ADD[norm](**given, eps=1e-5, dropout_p=P, dropout_rng=STATE)[at].square().sum()
+    want = expected(norm, given, P, SIGNED)[at].square().sum()
+    names = list(given) if of == "y" else ["x", "residual", "x_bias"]
+    some = {name: given[name] for name in names}
+    for got, exact in zip(gradients(found, some), gradients(want, some), strict=True):
+        torch.testing.assert_close(got, exact, atol=1e-4, rtol=1e-4)
+
+
+@each_add
+def test_gradients_have_the_types_of_what_they_are_of(norm: str) -> None:
+    given = leaves(norm, 4, x=torch.bfloat16, residual=torch.float32, weight=torch.float16, x_bias=torch.float16)
+    y, total = ADD[norm](**given, eps=1e-5, dropout_p=P, dropout_rng=STATE)
+    assert (y.dtype, total.dtype) == (torch.bfloat16, torch.float32)
+    found = gradients(loss_of((y, total), (torch.ones_like(y), torch.ones_like(total))), given)
+    assert [gradient.dtype for gradient in found] == [tensor.dtype for tensor in given.values()]
+    # dx is rounded once, of the very elements that are kept.
+    keep = dropout_mask((4, N), P, SIGNED)
+    assert torch.equal(found[0] != 0, keep & (found[0] != 0))
+    exact = gradients(loss_of(expected(norm, given, P, SIGNED), (torch.ones(4, N), torch.ones(4, N))), given)
+    torch.testing.assert_close(found[1], exact[1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found[0], exact[0], atol=1e-2, rtol=1e-2)
+
+
+@each_add
+def test_what_needs_no_gradient_gets_none(norm: str) -> None:
+    for alone in ("x", "residual", "weight"):
+        given = {name: tensor.detach().requires_grad_(name == alone) for name, tensor in leaves(norm, 3).items()}
+        y, _ = ADD[norm](**given, eps=1e-5, dropout_p=P, dropout_rng=STATE)
+        y.square().sum().backward()
+        assert [name for name, tensor in given.items() if tensor.grad is not None] == [alone]
+        (exact,) = gradients(expected(norm, given, P, SIGNED)[0].square().sum(), {alone: given[alone]})
+        torch.testing.assert_close(given[alone].grad, exact, atol=1e-4, rtol=1e-4)
+
+
+@each_add
+def test_gradients_of_gradients(norm: str) -> None:
+    given = {name: tensor for name, tensor in leaves(norm, 3).items() if name != "x_bias"}
+    inputs = [given["x"], given["residual"], given["weight"]]
+
+    def second(both: Any) -> tuple[torch.Tensor, ...]:
+        first = torch.autograd.grad(both[0].square().sum() + both[1].sin().sum(), inputs, create_graph=True)
+        return torch.autograd.grad(torch.stack([each.sin().sum() for each in first]).sum(), inputs)
+
+    found = second(ADD[norm](**given, eps=1e-5, dropout_p=P, dropout_rng=STATE))
+    for got, exact in zip(found, second(expected(norm, given, P, SIGNED)), strict=True):
+        torch.testing.assert_close(got, exact, atol=1e-3, rtol=1e-3)
+
+
+@each_add
+def test_several_gradients_at_once(norm: str) -> None:
+    given = leaves(norm, 3)
+    y, _ = ADD[norm](**given, eps=1e-5, dropout_p=P, dropout_rng=STATE)
+    several = torch.randn(2, *y.shape)
+    (found,) = torch.autograd.grad(y, given["x"], several, is_grads_batched=True, retain_graph=True)
+    for one, dy in zip(found, several, strict=True):
+        (exact,) = torch.autograd.grad(y, given["x"], dy, retain_graph=True)
+        torch.testing.assert_close(one, exact, atol=1e-5, rtol=1e-5)
+
+
+@each_device
+@each_add
+def test_the_mask_is_what_was_drawn(norm: str, device: str) -> None:
+    given = {name: tensor.detach() for name, tensor in leaves(norm, 2, 3, device=device).items()}
+    given["residual"] = torch.zeros_like(given["x"])
+    for rng in (None, STATE, torch.Generator(device)):
+        _, total, mask = ADD[norm](**given, dropout_p=0.5, dropout_rng=rng, return_mask=True)
+        assert mask.dtype is torch.bool
+        assert torch.equal(total != 0, mask)
+    y, total, mask = ADD[norm](**given, return_mask=True)
+    assert mask.all()
+    assert same_bits(y, ADD[norm](**given)[0])
+
+
+@each_device
+@each_add
+def test_checkpoint_drops_the_same_again(norm: str, device: str) -> None:
+    given = leaves(norm, 4, device=device)
+
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        y, total = ADD[norm](**dict(zip(given, tensors, strict=True)), dropout_p=P)
+        loss: torch.Tensor = (y * total).sum()
+        return loss
+
+    torch.manual_seed(5)
+    want = gradients(run(*given.values()), given)
+    for reentrant in (False, True):
+        torch.manual_seed(5)
+        loss = checkpoint(run, *given.values(), use_reentrant=reentrant)
+        # What is drawn between has no part in it.
+        torch.rand(7, device=device)
+        loss.backward()
+        for tensor, exact in zip(given.values(), want, strict=True):
+            assert tensor.grad is not None
+            assert same_bits(tensor.grad, exact)
+            tensor.grad = None
+
+
+@each_add
+def test_where_no_kernel_runs_the_bits_are_the_same(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {name: tensor.detach() for name, tensor in leaves(norm, 4).items()}
+    _, total = ADD[norm](**given, dropout_p=P, dropout_rng=STATE)
+    launched: list[str] = []
+
+    def counted(*given: Any) -> torch.Tensor:
+        launched.append("torch")
+        return dropped(*given)
+
+    monkeypatch.setattr(torch_instead, "dropped", counted)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    y, instead = ADD[norm](**given, dropout_p=P, dropout_rng=STATE)
+    assert launched == ["torch"]
+    assert same_bits(instead, total)
+    # In fp64 too, which no kernel takes.
+    wide = {name: tensor.double() for name, tensor in given.items()}
+    _, exact = ADD[norm](**wide, dropout_p=P, dropout_rng=STATE)
+    torch.testing.assert_close(exact.float(), total)
+    torch.testing.assert_close(y, ADD[norm](**given, dropout_p=P, dropout_rng=STATE)[0])
+
+
+@each_add
+def test_transforms_of_torch_func(norm: str) -> None:
+    given = {name: tensor.detach() for name, tensor in leaves(norm, 4).items()}
+    others = {name: tensor for name, tensor in given.items() if name != "x"}
+
+    def loss(x: torch.Tensor, rng: Any = STATE) -> torch.Tensor:
+        y, total = ADD[norm](x, **others, eps=1e-5, dropout_p=P, dropout_rng=rng)
+        value: torch.Tensor = (y * total).sum()
+        return value
+
+    x = given["x"].clone().requires_grad_()
+    (eager,) = torch.autograd.grad(loss(x), x)
+    torch.testing.assert_close(torch.func.grad(loss)(given["x"]), eager, atol=1e-4, rtol=1e-4)
+    along: Any = torch.func.jvp(loss, (given["x"],), (torch.ones_like(given["x"]),))[1]
+    torch.testing.assert_close(along, eager.sum(), atol=1e-3, rtol=1e-3)
+    several = torch.stack((given["x"], given["x"]))
+    same = torch.vmap(loss)(several)
+    torch.testing.assert_close(same[0], loss(given["x"]), atol=1e-3, rtol=1e-3)
+    assert same[0] == same[1]
+
+    def drawn(x: torch.Tensor) -> torch.Tensor:
+        return loss(x, None)
+
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.vmap(drawn)(several)
+    apart = torch.vmap(drawn, randomness="different")(several)
+    assert apart[0] != apart[1]
+    together = torch.vmap(drawn, randomness="same")(several)
+    assert together[0] == together[1]
+
+
+@THOROUGH
+@each_add
+def test_compiled_calls_draw_anew(norm: str) -> None:
+    given = leaves(norm, 4)
+
+    def run(rng: Any, **operands: torch.Tensor) -> Any:
+        return ADD[norm](**operands, eps=1e-5, dropout_p=P, dropout_rng=rng, return_mask=True)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    y, total, mask = compiled(None, **given)
+    again = compiled(None, **given)
+    assert not torch.equal(mask, again[2])
+    # What is returned was drawn by the same seed as what is computed, forward and backward.
+    torch.testing.assert_close(total - given["residual"], (given["x"] + given["x_bias"]) * mask / (1 - P))
+    (dx,) = torch.autograd.grad(total.sum() + y.square().sum(), given["x"])
+    assert torch.equal(dx != 0, mask)
+    eager = run(SIGNED, **given)
+    for got, want in zip(compiled(SIGNED, **given), eager, strict=True):
+        torch.testing.assert_close(got, want)
+    weights = y.detach(), total.detach()
+    found = gradients(loss_of(compiled(SIGNED, **given)[:2], weights), given)
+    for got, want in zip(found, gradients(loss_of(eager[:2], weights), given), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@THOROUGH
+@each_add
+def test_inductor_draws_anew(norm: str) -> None:
+    given = {name: tensor.detach() for name, tensor in leaves(norm, 4).items()}
+
+    def run(**operands: torch.Tensor) -> Any:
+        return ADD[norm](**operands, dropout_p=P, return_mask=True)
+
+    compiled = torch.compile(run, fullgraph=True)
+    masks = []
+    for _ in range(3):
+        _, total, mask = compiled(**given)
+        torch.testing.assert_close(total - given["residual"], (given["x"] + given["x_bias"]) * mask / (1 - P))
+        masks.append(mask)
+    assert not torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[1], masks[2])
+
+
+@pytest.mark.gpu
+@each_add
+def test_each_replay_of_a_graph_draws_anew(norm: str) -> None:
+    given = leaves(norm, 64, device="cuda")
+    zero = torch.zeros_like(given["x"], requires_grad=True)
+    one = torch.ones_like(given["x"], requires_grad=True)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        _, total = ADD[norm](one, zero, dropout_p=P)
+        (dx,) = torch.autograd.grad(total.sum(), one)
+        return total.detach(), dx
+
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's is untyped
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        total, dx = run()
+        # Numbers are filled in on the device.
+        told = ADD[norm](one.detach(), zero.detach(), dropout_p=P, dropout_rng=STATE)[1]
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(total != 0, dx != 0)
+        seen.append(total.clone())
+        assert torch.equal((told != 0).cpu(), dropout_mask(told.shape, P, SIGNED))
+    assert not torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
+    # Eagerly the generator goes on from there.
+    assert not torch.equal(run()[0], seen[2])
+
+
+@each_add
+def test_modules_drop_while_they_train(norm: str) -> None:
+    kind: Any = {"layer": normforge.AddLayerNorm, "rms": normforge.AddRMSNorm}[norm]
+    module = kind(N, dropout_p=P)
+    assert "dropout_p=0.3" in repr(module)
+    assert "dropout" not in repr(kind(N))
+    x, residual = torch.ones(4, N), torch.zeros(4, N)
+    torch.manual_seed(1)
+    _, total = module(x, residual)
+    torch.manual_seed(1)
+    assert same_bits(total, ADD[norm](x, residual, dropout_p=P)[1])
+    module.eval()
+    assert same_bits(module(x, residual)[1], x)
+    wide = kind((4, N // 4), dropout_p=P)
+    total = wide(x.view(4, 4, N // 4), residual.view(4, 4, N // 4))[1]
+    assert 0 < int((total == 0).sum()) < total.numel()
+    for p in (1.0, -0.1, "half"):
+        with pytest.raises(errors.ConflictError, match=r"^dropout_p=.* will not do; it takes a number from 0 to"):
+            kind(N, dropout_p=p)
+
+
+@each_add
+def test_what_is_refused_says_why(norm: str) -> None:
+    x = torch.randn(3, N)
+    with pytest.raises(errors.ConflictError, match=r"^dropout_p=1.0 will not do"):
+        ADD[norm](x, x, dropout_p=1.0)
+    with pytest.raises(errors.DTypeError, match=r"^dropout_rng is 5; it takes"):
+        ADD[norm](x, x, dropout_p=P, dropout_rng=5)
+    with pytest.raises(errors.ShapeError, match=r"^residual has shape"):
+        ADD[norm](x, x[:2], dropout_p=P)
+    with pytest.raises(errors.DTypeError, match=r"^residual is a NoneType"):
+        ADD[norm](x, None, dropout_p=P)
+    before = torch.get_rng_state()
+    with pytest.raises(errors.ShapeError, match=r"^weight has shape"):
+        ADD[norm](x, x, torch.ones(3), dropout_p=P)
+    assert torch.equal(torch.get_rng_state(), before)
