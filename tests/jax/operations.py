@@ -27,6 +27,7 @@ def forward(
     dtype: DType = DType.FP32,
     *,
     affine: bool = True,
+    biased: bool = True,
     adds: bool = False,
     quantised: DType | None = None,
     smooths: bool = False,
@@ -39,7 +40,7 @@ def forward(
         "x": x,
         "residual": residual if adds else None,
         "weight": weight if affine else None,
-        "bias": bias if affine and norm.centres else None,
+        "bias": bias if affine and biased and norm.centres else None,
         "smooth_scale": smooth if smooths else None,
     }
     fquant = FusedQuant.NONE if quantised is None else FusedQuant.SMOOTH_DYNAMIC if smooths else FusedQuant.DYNAMIC
@@ -50,10 +51,16 @@ def forward(
 
 
 def backward(
-    norm: Norm, shape: tuple[int, ...], dtype: DType = DType.FP32, *, affine: bool = True, adds: bool = False
+    norm: Norm,
+    shape: tuple[int, ...],
+    dtype: DType = DType.FP32,
+    *,
+    affine: bool = True,
+    biased: bool = True,
+    adds: bool = False,
 ) -> tuple[Operation, list[Any]]:
     """A gradient's operation and operands of it."""
-    op, operands = forward(norm, shape, dtype, affine=affine, adds=adds)
+    op, operands = forward(norm, shape, dtype, affine=affine, biased=biased, adds=adds)
     types = {name: operand.dtype.name for name, operand in zip(op.operands, operands, strict=True)}
     gradient = gradient_of(op, {**types, "rows": types["x"]}, types["x"], adds)
     x, dy, dresidual_out = arrays(3, shape, NAMES[dtype], 3)

@@ -19,6 +19,7 @@ from normforge.jax.code import Code
 from normforge.jax.formulas import computed
 from normforge.jax.launches import launched
 from normforge.jax.operation import Operation
+from normforge.kernels.assembly import assemble
 from normforge.kernels.gpu import Target
 from normforge.kernels.key import KernelKey
 from normforge.kernels.launcher import run_public
@@ -135,6 +136,38 @@ def test_gradients(norm: Norm, shape: tuple[int, ...], interpreter: Interpreter)
     assert interpreter.ran[-1] != "sum_partials"
 
 
+@THOROUGH
+def test_gradients_of_some_operands(interpreter: Interpreter) -> None:
+    agree(*backward(Norm.LAYER, (5, 64), biased=False), atol=1e-4)
+    assert interpreter.ran[-1] == "sum_partials"
+    agree(*backward(Norm.LAYER, (5, 64), DType.BF16, adds=True), atol=4e-2, rtol=1e-2)
+
+
+@THOROUGH
+def test_rows_that_start_anywhere(interpreter: Interpreter) -> None:
+    """Rows of 16 bits that no vector starts have a kernel of their own, which has one stride for x and y."""
+    agree(*forward(Norm.RMS, (3, 1501), DType.BF16), atol=4e-2, rtol=1e-2)
+    assert interpreter.ran[-1].endswith("_window")
+
+
 def test_programs_share_rows_as_many_as_the_gpu_runs(interpreter: Interpreter) -> None:
     """More rows than programs: each leaves one row of partial sums, and the last kernel adds them up."""
     agree(*backward(Norm.RMS, (40, 64)), atol=1e-4)
+
+
+@THOROUGH
+@pytest.mark.parametrize(("m", "few"), [(256, True), (257, False)])
+def test_a_window_of_few_rows_keeps_its_warps(
+    m: int, few: bool, interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the table calls them few."""
+    asked: list[bool] = []
+
+    def heard(*arguments: Any, few: bool) -> Any:
+        asked.append(few)
+        return assemble(*arguments, few=few)
+
+    monkeypatch.setattr(launches, "assemble", heard)
+    op, operands = forward(Norm.RMS, (m, 8), DType.BF16)
+    launched(op, *operands)
+    assert asked == [few]

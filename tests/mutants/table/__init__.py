@@ -10,6 +10,7 @@ from . import (
     gating,
     generator,
     gradients,
+    jax,
     keys,
     modulation,
     primitives,
@@ -30,4 +31,5 @@ MUTANTS = (
     *generator.MUTANTS,
     *modulation.MUTANTS,
     *gating.MUTANTS,
+    *jax.MUTANTS,
 )
