@@ -37,6 +37,8 @@ class Task(Enum):
     GRAD_BOTH = "grad_both"  # that, and the backward pass
     GROUP = "group"  # y of GroupNorm
     GROUP_BACKWARD = "group_backward"  # its dx, dweight and dbias
+    GATED = "gated"  # y of a norm times an activated gate
+    GATED_BACKWARD = "gated_backward"  # its dx, dgate, dweight and, for LayerNorm, dbias
 
     @property
     def adds(self) -> bool:
@@ -51,7 +53,11 @@ class Task(Enum):
     @property
     def differentiates(self) -> bool:
         """Whether gradients come out."""
-        return self in (Task.BACKWARD, Task.GRAD_BOTH, Task.GROUP_BACKWARD)
+        return self in (Task.BACKWARD, Task.GRAD_BOTH, Task.GROUP_BACKWARD, Task.GATED_BACKWARD)
+
+
+# Tensors of x's size that a task has to read and write, where they are not two.
+_WHOLE = {Task.BACKWARD: 3, Task.GRAD_BOTH: 5, Task.GROUP_BACKWARD: 3, Task.GATED: 3, Task.GATED_BACKWARD: 5}
 
 
 class Method(Enum):
@@ -109,9 +115,7 @@ class Cell:
     @property
     def bytes_moved(self) -> int:
         """Bytes that have to be read and written: whole (m, n) tensors only, each once."""
-        whole = {Task.BACKWARD: 3, Task.GRAD_BOTH: 5, Task.GROUP_BACKWARD: 3}.get(self.task, 2) + (
-            2 if self.task.adds else 0
-        )
+        whole = _WHOLE.get(self.task, 2) + (2 if self.task.adds else 0)
         size = DTYPES[self.dtype].itemsize
         out = DTYPES[self.out_dtype].itemsize if self.task.quantises else size
         return self.m * self.n * (size * (whole - 1) + out)

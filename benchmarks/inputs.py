@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from .cells import DTYPES, Cell, Norm
+from .gated_cells import GatedCell
 from .group_cells import GroupCell
 
 EPS = {Norm.LAYER: 1e-5, Norm.RMS: 1e-6}
@@ -31,6 +32,7 @@ class Inputs:
     dy: torch.Tensor | None
     mean: torch.Tensor | None
     rstd: torch.Tensor | None
+    gate: torch.Tensor | None = None
 
     @property
     def eps(self) -> float:
@@ -42,10 +44,13 @@ class Inputs:
         """The dtype of y."""
         return DTYPES[self.cell.out_dtype or self.cell.dtype]
 
+    def operands(self) -> tuple[torch.Tensor, ...]:
+        """x, the gate if there is one, weight, and bias if there is one."""
+        return tuple(tensor for tensor in (self.x, self.gate, self.weight, self.bias) if tensor is not None)
+
     def leaves(self) -> tuple[torch.Tensor, ...]:
-        """x, weight and bias, if there is one, as leaves of a new autograd graph, over the same memory."""
-        tensors = (self.x, self.weight, self.bias)
-        return tuple(tensor.detach().requires_grad_() for tensor in tensors if tensor is not None)
+        """These as leaves of a new autograd graph, over the same memory."""
+        return tuple(tensor.detach().requires_grad_() for tensor in self.operands())
 
 
 def make_inputs(cell: Cell, device: torch.device, copy: int = 0) -> Inputs:
@@ -64,7 +69,13 @@ def make_inputs(cell: Cell, device: torch.device, copy: int = 0) -> Inputs:
     x = normal(*shape)
     if cell.heads[0]:
         x = normal(shape[0], cell.heads[1], cell.n)[:, : cell.heads[0]]
-    mean, rstd = statistics(x, cell.norm) if cell.task.differentiates else (None, None)
+    gate = None
+    if isinstance(cell, GatedCell):
+        gate = normal(*shape)
+        if cell.projected:
+            x, gate = normal(*cell.leading, 2 * cell.n).chunk(2, -1)
+    saved = cell.task.differentiates and gate is None
+    mean, rstd = statistics(x, cell.norm) if saved else (None, None)
     return Inputs(
         cell,
         x,
@@ -75,6 +86,7 @@ def make_inputs(cell: Cell, device: torch.device, copy: int = 0) -> Inputs:
         dy=normal(*shape) if cell.task.differentiates else None,
         mean=mean,
         rstd=rstd,
+        gate=gate,
     )
 
 

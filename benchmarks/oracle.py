@@ -11,8 +11,9 @@ from types import MappingProxyType
 
 import torch
 
-from . import groups
+from . import gates, groups
 from .cells import Norm
+from .gated_cells import GatedCell
 from .group_cells import GroupCell
 from .inputs import Inputs, chunks
 
@@ -33,6 +34,8 @@ def expect(inputs: Inputs) -> dict[str, torch.Tensor]:
     """Every output of the cell's task: values in fp32, y before it is quantised."""
     if isinstance(inputs.cell, GroupCell):
         return groups.expect(inputs)
+    if isinstance(inputs.cell, GatedCell):
+        return gates.expect(inputs)
     return _gradients(inputs) if inputs.dy is not None else _values(inputs)
 
 

@@ -10,9 +10,10 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 
+from .. import gates, groups
+from ..cells import Norm, Task
 from ..expressions import Transform, torch_builders
-from ..groups import torchs
-from ..provider import Provider
+from ..provider import Builder, Provider
 
 
 def _reset() -> None:
@@ -30,8 +31,13 @@ def _compile(mode: str) -> Transform:
     return transform
 
 
+def _builders(mode: str) -> dict[tuple[Task, Norm], Builder]:
+    transform = _compile(mode)
+    return torch_builders(transform) | groups.torchs(transform) | gates.torchs(transform)
+
+
 PROVIDERS = tuple(
-    Provider(name, label, ("torch._inductor",), torch_builders(_compile(mode)) | torchs(_compile(mode)), reset=_reset)
+    Provider(name, label, ("torch._inductor",), _builders(mode), reset=_reset)
     for name, label, mode in (
         ("compile", "torch.compile", "default"),
         ("max-autotune", "torch.compile max-autotune", "max-autotune-no-cudagraphs"),

@@ -16,7 +16,7 @@ def _copy(inputs: Inputs) -> Prepared:
     return Prepared(lambda: target.copy_(inputs.x), lambda _: {})
 
 
-_TASKS = (Task.FORWARD, Task.ADD, Task.QUANT, Task.ADD_QUANT, Task.BACKWARD, Task.GROUP, Task.GROUP_BACKWARD)
+_TASKS = set(Task) - {Task.GRAD_FORWARD, Task.GRAD_BOTH}
 
 PROVIDERS = (
     Provider(

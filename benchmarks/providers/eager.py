@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .. import gates, groups
 from ..expressions import torch_builders
-from ..groups import torchs
 from ..provider import Provider
 
 
@@ -14,4 +14,6 @@ def _eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-PROVIDERS = (Provider("eager", "torch", ("torch",), torch_builders(_eagerly) | torchs(_eagerly), compiles=False),)
+_BUILDERS = torch_builders(_eagerly) | groups.torchs(_eagerly) | gates.torchs(_eagerly)
+
+PROVIDERS = (Provider("eager", "torch", ("torch",), _BUILDERS, compiles=False),)

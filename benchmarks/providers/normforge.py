@@ -11,7 +11,9 @@ import torch
 import normforge
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 
+from .. import gates
 from ..cells import Norm, Task
+from ..gated_cells import GatedCell
 from ..group_cells import GroupCell
 from ..groups import EPS, Function, builders
 from ..inputs import Inputs
@@ -65,6 +67,11 @@ def _grouped(cell: GroupCell) -> Function:
     return lambda x, weight, bias: normforge.group_norm(x, cell.groups, weight, bias, EPS, activation=activation)
 
 
+def _gated(cell: GatedCell, eps: float) -> Function:
+    function: Any = normforge.gated_layer_norm if cell.norm is Norm.LAYER else normforge.gated_rms_norm
+    return partial(function, norm_before_gate=not cell.gate_first, group_size=cell.columns or None, eps=eps)
+
+
 _BUILDERS: dict[Task, Builder] = {
     Task.FORWARD: _forward,
     Task.ADD: _forward,
@@ -80,6 +87,8 @@ PROVIDERS = (
         "normforge",
         "normforge",
         ("normforge",),
-        {(task, norm): builder for (task, builder), norm in product(_BUILDERS.items(), Norm)} | builders(_grouped),
+        {(task, norm): builder for (task, builder), norm in product(_BUILDERS.items(), Norm)}
+        | builders(_grouped)
+        | gates.builders(_gated),
     ),
 )

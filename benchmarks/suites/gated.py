@@ -1,0 +1,32 @@
+"""Gated norms: heads of linear attention, short rows by the hundred thousand, and Mamba2's groups of a long row."""
+
+from __future__ import annotations
+
+from ..cells import Method, Norm, Suite, Task
+from ..gated_cells import GatedCell
+
+_ROWS = 262144
+# Mamba2's inner width and groups, of as many tokens as make x 128 MiB.
+_TOKENS, _WIDE, _COLUMNS = 16384, 4096, 1024
+
+
+def _cells(task: Task) -> tuple[GatedCell, ...]:
+    part = "backward" if task is Task.GATED_BACKWARD else "forward"
+    heads = tuple(GatedCell(task, Norm.RMS, _ROWS, n, group=part) for n in (64, 128, 256))
+    return (
+        *heads,
+        GatedCell(task, Norm.LAYER, _ROWS, 128, group=part),
+        GatedCell(task, Norm.RMS, _ROWS, 128, group=f"{part}, gate first", gate_first=True),
+        GatedCell(task, Norm.RMS, _ROWS, 128, group=f"{part}, projected", projected=True),
+        GatedCell(task, Norm.RMS, _TOKENS, _WIDE, group=f"{part}, groups", gate_first=True, columns=_COLUMNS),
+        GatedCell(task, Norm.RMS, _TOKENS, _WIDE, group=f"{part}, gate first", gate_first=True),
+    )
+
+
+SUITE = Suite(
+    "gated",
+    "Gated norms",
+    Method.COLD,
+    (*_cells(Task.GATED), *_cells(Task.GATED_BACKWARD)),
+    sweeps=False,
+)
