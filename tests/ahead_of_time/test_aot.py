@@ -19,7 +19,7 @@ from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
 from normforge.errors import AotError, FrozenError
 from normforge.kernels import binaries
 from normforge.kernels import obtain as obtaining
-from normforge.kernels.binaries import INDEX, Folder, read, source_digest, triton_version
+from normforge.kernels.binaries import FORMAT, INDEX, Folder, read, source_digest, triton_version
 from normforge.kernels.gpu import named_target
 from normforge.kernels.obtain import compile_for, obtain
 from normforge.selection import dispatch
@@ -218,8 +218,8 @@ def lacking_index(folder: Path) -> str:
 
 
 def another_format(folder: Path) -> str:
-    change(folder, format=2)
-    return f"{folder} has format 2 and this normforge reads 1; remove it and make one: normforge aot"
+    change(folder, format=FORMAT + 1)
+    return f"{folder} has format {FORMAT + 1} and this normforge reads {FORMAT}; remove it and make one: normforge aot"
 
 
 def another_triton(folder: Path) -> str:
