@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,17 +12,27 @@ from ..codegen.model import Direction
 from ..dtypes import DTYPES
 from ..kernels.gpu import require_device
 from ..kernels.key import ALIGNMENT
-from ..upstream.torch_autograd import applied
+from ..selection import dispatch
+from ..upstream.torch_autograd import applied, applied_at_once
 from ..upstream.torch_dynamo import eager_only
 from . import group_instead
 from .group_instead import Gradients, Options
-from .group_plan import BACKWARD, FORWARD, Kind, plan_of
+from .group_plan import BACKWARD, FORWARD, GroupPlan, Kind, plan_of
+from .known import MISALIGNED, PLAIN, UNREADABLE, Known, Tensors, remember
 from .traced import dispatch_modes, is_dynamo_compiling, operator
 
-# y, and a mean and rstd of each group, (samples, groups) fp32.
-Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
 FORWARD_OPERATOR, BACKWARD_OPERATOR = "group_norm", "group_norm_backward"
+
+_Vector = torch.Tensor | None
+
+
+class Found(NamedTuple):
+    """What a call that is known comes to: its plan, what it is told, y's dtype, and whether statistics are saved."""
+
+    plan: GroupPlan
+    options: Options
+    y_dtype: torch.dtype
+    saves: bool
 
 
 def are_channels_last(x: torch.Tensor) -> bool | None:
@@ -48,24 +58,50 @@ def _with_channels(x: torch.Tensor, *, last: bool | None) -> torch.Tensor:
 
 
 def _vector(vector: torch.Tensor | None) -> torch.Tensor | None:
-    return None if vector is None else vector.detach().contiguous().resolve_neg()
+    return vector if vector is None or vector.is_contiguous() else vector.contiguous()
 
 
 @eager_only
 def launched(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: Options, *, saves: bool
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """A checked call of a tensor that is laid out; a mean and rstd of each group if it `saves` them."""
+    x: torch.Tensor, weight: _Vector, bias: _Vector, options: Options, *, saves: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A checked call of a tensor that is laid out: y, and if it `saves` them a mean and rstd of each group.
+
+    The statistics are one tensor, (2, samples, groups), fp32.
+    """
     require_device(x)
-    x = x.detach().resolve_neg()
+    x, weight, bias = x.resolve_neg(), _vector(weight), _vector(bias)
+    if not x.numel():
+        statistics = x.new_zeros((2, x.shape[0], options.num_groups), dtype=torch.float32) if saves else None
+        return torch.empty_like(x, dtype=options.out_dtype or x.dtype), statistics
+    return run(_find(x, weight, bias, options, saves), x, weight, bias)
+
+
+def _find(x: torch.Tensor, weight: _Vector, bias: _Vector, options: Options, saves: bool) -> Found:
+    y_dtype = options.out_dtype or x.dtype
+    mode = GroupMode(DTYPES[x.dtype], Direction.FORWARD, Activation(options.activation), bool(are_channels_last(x)))
+    dtypes = {"y": y_dtype} | dict.fromkeys(("mean", "rstd") if saves else (), torch.float32)
+    kind = _kind(mode, x, options, FORWARD, {"x": x, "weight": weight, "bias": bias}, dtypes)
+    return Found(plan_of(kind, x.device), options, y_dtype, saves)
+
+
+def run(found: Found, x: torch.Tensor, weight: _Vector, bias: _Vector) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Allocate and launch; see `launched`."""
+    plan, options, y_dtype, saves = found
     samples, groups = x.shape[0], options.num_groups
-    y = torch.empty_strided(x.shape, x.stride(), dtype=options.out_dtype or x.dtype, device=x.device)
-    mean, rstd = (x.new_zeros((samples, groups), dtype=torch.float32) if saves else None for _ in range(2))
-    if x.numel():
-        tensors = {"x": x, "weight": _vector(weight), "bias": _vector(bias), "y": y, "mean": mean, "rstd": rstd}
-        mode = _mode(x, Direction.FORWARD, options)
-        plan_of(_kind(mode, x, options, FORWARD, tensors), x.device).launch(samples, tensors, options.eps)
-    return y, mean, rstd
+    y = plan.empty(tuple(x.shape), x.stride(), y_dtype)
+    if not saves:
+        plan.launch(samples, (x, weight, bias, y, None, None), options.eps)
+        return y, None
+    statistics = plan.empty((2, samples, groups), (samples * groups, groups, 1), torch.float32)
+    if plan.prepared(samples).by_address:
+        vectors = (0 if weight is None else weight.data_ptr(), 0 if bias is None else bias.data_ptr())
+        mean = statistics.data_ptr()
+        rstd = mean + samples * groups * statistics.itemsize
+        plan.launch_at(samples, (x.data_ptr(), *vectors, y.data_ptr(), mean, rstd), options.eps)
+    else:
+        plan.launch(samples, (x, weight, bias, y, *statistics), options.eps)
+    return y, statistics
 
 
 @eager_only
@@ -74,44 +110,34 @@ def launched_backward(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    statistics: tuple[torch.Tensor, torch.Tensor],
+    statistics: torch.Tensor,
     options: Options,
     wants: Collection[str],
 ) -> Gradients:
     """The gradients that are wanted, by kernels; dy is copied where it does not lie as x does."""
     require_device(x)
-    x = x.detach().resolve_neg()
-    dy = _with_channels(dy.detach(), last=are_channels_last(x)).resolve_neg()
+    x, weight, bias = x.resolve_neg(), _vector(weight), _vector(bias)
+    dy = _with_channels(dy, last=are_channels_last(x)).resolve_neg()
     vectors = {"dweight": weight, "dbias": bias}
     due = {name: vector for name, vector in vectors.items() if vector is not None and name in wants}
     if not x.numel():
         found = {name: torch.zeros_like(vector) for name, vector in due.items()}
         return Gradients(torch.empty_like(x) if "dx" in wants else None, found.get("dweight"), found.get("dbias"))
-    mean, rstd = statistics
-    dx = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    tensors = {
-        "dy": dy,
-        "x": x,
-        "weight": _vector(weight),
-        "bias": _vector(bias) if options.activation != "none" else None,
-        "mean": mean,
-        "rstd": rstd,
-        "dx": dx,
-    }
-    mode = _mode(x, Direction.BACKWARD, options)
-    kind = _kind(mode, x, options, BACKWARD, {**tensors, **dict.fromkeys(due, mean)})
+    # Where y is not activated, bias is of no use.
+    shifts = bias if options.activation != "none" else None
+    mode = GroupMode(DTYPES[x.dtype], Direction.BACKWARD, Activation(options.activation), bool(are_channels_last(x)))
+    dtypes = {"dx": x.dtype} | dict.fromkeys(("mean", "rstd", *due), torch.float32)
+    kind = _kind(mode, x, options, BACKWARD, {"dy": dy, "x": x, "weight": weight, "bias": shifts}, dtypes)
     plan, samples = plan_of(kind, x.device), x.shape[0]
     rows = plan.sums_rows(samples)
-    partials = {name: x.new_empty((rows, x.shape[1]), dtype=torch.float32) for name in due}
-    plan.launch(samples, {**tensors, **partials}, 0.0)
-    found = {name: torch.empty_like(vector, memory_format=torch.contiguous_format) for name, vector in due.items()}
+    dx = plan.empty(tuple(x.shape), x.stride(), x.dtype)
+    partials = {name: plan.empty((rows, x.shape[1]), (x.shape[1], 1), torch.float32) for name in due}
+    sums = (partials.get("dweight"), partials.get("dbias"))
+    plan.launch(samples, (dy, x, weight, shifts, *statistics, dx, *sums), 0.0)
+    found = {name: plan.empty((x.shape[1],), (1,), vector.dtype) for name, vector in due.items()}
     if due:
         plan.finish(rows, partials, found)
     return Gradients(dx if "dx" in wants else None, found.get("dweight"), found.get("dbias"))
-
-
-def _mode(x: torch.Tensor, direction: Direction, options: Options) -> GroupMode:
-    return GroupMode(DTYPES[x.dtype], direction, Activation(options.activation), bool(are_channels_last(x)))
 
 
 def _kind(
@@ -120,39 +146,92 @@ def _kind(
     options: Options,
     names: tuple[str, ...],
     tensors: Mapping[str, torch.Tensor | None],
+    dtypes: Mapping[str, torch.dtype],
 ) -> Kind:
-    found = [tensors.get(name) for name in names]
-    misaligned = [
-        f"{name}_ptr"
-        for name, tensor in zip(names, found, strict=True)
-        if tensor is not None and tensor.data_ptr() % ALIGNMENT
-    ]
+    """What launches are alike in that read some tensors, and write others of some types, which are new."""
+    there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    found = {name: tensor.dtype for name, tensor in there.items()} | dict(dtypes)
+    misaligned = [f"{name}_ptr" for name, tensor in there.items() if tensor.data_ptr() % ALIGNMENT]
     channels = x.shape[1]
+    # It starts behind the means of all groups.
+    misaligned.append("rstd_ptr")
     positions = x.numel() // (x.shape[0] * channels)
-    dtypes = tuple([None if tensor is None else tensor.dtype for tensor in found])
-    return Kind(mode, channels, options.num_groups, positions, dtypes, frozenset(misaligned))
+    ordered = tuple([found.get(name) for name in names])
+    return Kind(mode, channels, options.num_groups, positions, ordered, frozenset(misaligned))
+
+
+def _records(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(
+        # A proxy of torch.fx is neither true nor false.
+        getattr(tensor, "requires_grad", False) is True
+        for tensor in tensors
+    )
+
+
+def _key(x: torch.Tensor, weight: _Vector, bias: _Vector, told: tuple[int, float, object]) -> tuple[Any, ...]:
+    there = weight is None, bias is None, torch.is_grad_enabled()
+    return ("group", *told, *there, *x.shape[1:])
+
+
+def normalise_known(
+    x: torch.Tensor, weight: _Vector, bias: _Vector, told: tuple[int, float, object]
+) -> torch.Tensor | None:
+    """What `normalise` returns of arguments like those of a call before; None where there was none.
+
+    Args:
+        x: as the call was passed it, like the others.
+        weight: likewise.
+        bias: likewise.
+        told: num_groups, eps and activation, likewise.
+    """
+    tensors = (x, weight, bias)
+    try:
+        kinds: tuple[Known, ...] = dispatch.plans.get(_key(x, weight, bias, told), ())
+    except UNREADABLE:
+        return None
+    for kind in kinds:
+        if kind.fits(*kind.present(tensors)):
+            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+            found: Found | None = kind.plan
+            if found is None or x.shape[0] == 0 or (addresses[0] | addresses[1] | addresses[2]) & MISALIGNED:
+                return None
+            if found.saves:
+                recorded: torch.Tensor = _apply(found, x, weight, bias)
+                return recorded
+            return run(found, x, weight, bias)[0]
+    return None
 
 
 def normalise(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: Options
+    x: torch.Tensor, weight: _Vector, bias: _Vector, options: Options, told: tuple[int, float, object] | None = None
 ) -> torch.Tensor:
-    """A checked call: by kernels, recorded where a gradient is due."""
-    x = laid_out(x)
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)):
-        recorded: torch.Tensor = _recorded(options, x, weight, bias)
+    """A checked call: by kernels, recorded where a gradient is due, and known from then on by what it was `told`."""
+    given = (x, weight, bias)
+    x, weight, bias = laid_out(x).resolve_neg(), _vector(weight), _vector(bias)
+    saves = _records(x, weight, bias)
+    found = _find(x, weight, bias, options, saves)
+    as_passed = x is given[0] and weight is given[1] and bias is given[2]
+    if told is not None and as_passed and all(each is None or each.__class__ in PLAIN for each in given):
+        addresses = tuple([0 if each is None else each.data_ptr() for each in given])
+        _remember(_key(x, weight, bias, told), given, addresses, found)
+    if saves:
+        recorded: torch.Tensor = _recorded(found, x, weight, bias)
         return recorded
-    return launched(x, weight, bias, options, saves=False)[0]
+    return run(found, x, weight, bias)[0]
+
+
+@eager_only
+def _remember(key: tuple[Any, ...], tensors: Tensors, addresses: tuple[int, ...], found: Found) -> None:
+    # How many samples there are is no part of a plan.
+    free = [0 if each is None or each.dim() < 2 else 1 for each in tensors]
+    remember(dispatch.plans, key, tensors, free, addresses, found)
 
 
 def normalise_traced(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: Options
 ) -> torch.Tensor:
     """The same as one operator, and the copy before it."""
-    saves = torch.is_grad_enabled() and any(
-        # A proxy of torch.fx is neither true nor false.
-        getattr(tensor, "requires_grad", False) is True
-        for tensor in (x, weight, bias)
-    )
+    saves = _records(x, weight, bias)
     found: list[torch.Tensor] = operator(FORWARD_OPERATOR)(laid_out(x), weight, bias, *options, saves)
     return found[0]
 
@@ -162,7 +241,7 @@ def operated_backward(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    statistics: tuple[torch.Tensor, torch.Tensor],
+    statistics: torch.Tensor,
     options: Options,
     wants: Collection[str],
 ) -> Gradients:
@@ -171,7 +250,7 @@ def operated_backward(
     asked = [name for name in wants if name == "dx" or vectors[name] is not None]
     num_groups, eps, activation, _ = options
     told = (num_groups, eps, activation, asked)
-    found = dict(zip(asked, operator(BACKWARD_OPERATOR)(dy, x, weight, bias, *statistics, *told), strict=True))
+    found = dict(zip(asked, operator(BACKWARD_OPERATOR)(dy, x, weight, bias, statistics, *told), strict=True))
     return Gradients(*[found.get(name) for name in Gradients._fields])
 
 
@@ -179,22 +258,20 @@ class _GroupNorm(torch.autograd.Function):
     """y; kept for the backward pass are its operands, and a mean and rstd a group."""
 
     @staticmethod
-    def forward(
-        ctx: Any, options: Options, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        y, mean, rstd = launched(x, weight, bias, options, saves=True)
-        ctx.options = options
+    def forward(ctx: Any, found: Found, x: torch.Tensor, weight: _Vector, bias: _Vector) -> torch.Tensor:
+        y, statistics = run(found, x, weight, bias)
+        ctx.options = found.options
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.save_for_backward(x, weight, bias, statistics)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if dy is None:
             return None, None, None, None
-        x, weight, bias, mean, rstd = ctx.saved_tensors
+        x, weight, bias, statistics = ctx.saved_tensors
         wants = [name for name, due in zip(Gradients._fields, ctx.needs_input_grad[1:], strict=True) if due]
-        return None, *gradients_of(dy, x, weight, bias, (mean, rstd), ctx.options, wants)
+        return None, *gradients_of(dy, x, weight, bias, statistics, ctx.options, wants)
 
 
 def gradients_of(
@@ -202,7 +279,7 @@ def gradients_of(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    statistics: tuple[torch.Tensor, torch.Tensor],
+    statistics: torch.Tensor,
     options: Options,
     wants: Collection[str],
 ) -> Gradients:
@@ -212,4 +289,4 @@ def gradients_of(
     return compute(dy, x, weight, bias, statistics, options, wants)
 
 
-_recorded = applied(_GroupNorm)
+_recorded, _apply = applied(_GroupNorm), applied_at_once(_GroupNorm)

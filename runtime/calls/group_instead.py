@@ -56,11 +56,11 @@ def gradients(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    statistics: tuple[torch.Tensor, torch.Tensor],
+    statistics: torch.Tensor,
     options: Options,
     wants: Collection[str],
 ) -> Gradients:
-    """What a backward call returns, differentiable; the statistics are (samples, groups), fp32."""
+    """What a backward call returns, differentiable; the statistics are (2, samples, groups)."""
     # Of a group's elements side by side.
     s = torch_instead.widened(x).reshape(x.shape[0], options.num_groups, -1)
     mean, rstd = (statistic.to(s.dtype).unsqueeze(-1) for statistic in statistics)

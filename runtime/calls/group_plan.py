@@ -21,8 +21,9 @@ from ..kernels.key import integer_type, pointer_type
 from ..kernels.launcher import Launcher
 from ..selection import dispatch
 from ..upstream.torch_allocator import Empty, allocator
+from ..upstream.triton_launcher import Launch
 
-# Pointers, in the order in which launches bring them; then numbers.
+# Pointers, in the order in which launches bring them; then numbers. The last are what kernels leave for one another.
 FORWARD = ("x", "weight", "bias", "y", "mean", "rstd", "partials", "exchange")
 BACKWARD = ("dy", "x", "weight", "bias", "mean", "rstd", "dx", "dweight", "dbias", "partials")
 # What kernels leave for one another, or for sums.
@@ -77,6 +78,8 @@ class Prepared:
         by_address: whether launches take addresses, and not tensors.
         teams: how many share the items; 0 where none wait for one another.
         at_once: items a launch.
+        units: what kernels are told of the positions.
+        launches: how the launchers are.
     """
 
     tile: Tile
@@ -85,6 +88,12 @@ class Prepared:
     by_address: bool
     teams: int
     at_once: int
+    units: int
+    launches: tuple[Launch, ...]
+
+
+def _launch(launcher: Launcher, by_address: bool) -> Launch:
+    return launcher.launch if by_address and launcher.launch is not None else launcher.launch_tensors
 
 
 class GroupPlan:
@@ -145,42 +154,44 @@ class GroupPlan:
             # What is read again by the second kernel is in L2 still.
             read = cut.width * shape.positions * shape.itemsize * (2 if kind.mode.is_backward else 1)
             at_once = max(1, _CACHED_BYTES // read)
-        return Prepared(tile, cut, launchers, by_address, teams, at_once)
+        launches = tuple([_launch(launcher, by_address) for launcher in launchers])
+        units = shape.positions // alignment
+        return Prepared(tile, cut, launchers, by_address, teams, at_once, units, launches)
 
-    def launch(self, samples: int, tensors: Mapping[str, torch.Tensor | None], eps: float) -> None:
-        """Launch the kernels on tensors by name; work is allocated here, but for sums of channels."""
+    def launch(self, samples: int, tensors: Sequence[torch.Tensor | None], eps: float) -> None:
+        """Launch the kernels on tensors in the order of `FORWARD` or `BACKWARD`, but for the last of them."""
+        if not self.prepared(samples).by_address:
+            self._launch(samples, tuple(tensors), eps)
+            return
+        self.launch_at(samples, tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors]), eps)
+
+    def launch_at(self, samples: int, addresses: tuple[int, ...], eps: float) -> None:
+        """The same, given addresses, where launches take those."""
+        self._launch(samples, addresses, eps)
+
+    def _launch(self, samples: int, values: tuple[Any, ...], eps: float) -> None:
         ready, kind = self.prepared(samples), self.kind
         cut, groups = ready.cut, samples * kind.groups
-        work: dict[str, torch.Tensor] = {}
-        if ready.tile.pipeline is Pipeline.TWO_PASS:
-            size = groups * _KINDS[kind.mode.is_backward] * cut.parts
-            work["partials"] = self.empty((size,), (1,), torch.float32)
-        elif ready.teams:
-            work["exchange"] = new_exchange(self.empty, groups * cut.parts)
-        values: Sequence[Any] = [work.get(name, tensors.get(name)) for name in kind.names]
-        if ready.by_address:
-            values = [0 if tensor is None else tensor.data_ptr() for tensor in values]
-        else:
-            # Stands for what a kernel does not name.
-            spare = tensors["x"]
-            values = [
-                spare if tensor is None and name in _WORK and name not in ("dweight", "dbias") else tensor
-                for name, tensor in zip(kind.names, values, strict=True)
-            ]
         items = samples * kind.channels // cut.width
-        alignment = 1 if kind.mode.channels_last else pipelines.row_alignment(self.shape.positions)
-        units = self.shape.positions // alignment
-        launches = [
-            launcher.launch if ready.by_address and launcher.launch is not None else launcher.launch_tensors
-            for launcher in ready.launchers
-        ]
+        # Allocated until the launches are in the stream, whose order keeps the memory until they have run.
+        work = None
+        if ready.tile.pipeline is Pipeline.TWO_PASS:
+            work = self.empty((groups * _KINDS[kind.mode.is_backward] * cut.parts,), (1,), torch.float32)
+        elif ready.teams:
+            work = new_exchange(self.empty, groups * cut.parts)
+        shared: Any = 0 if work is None else work.data_ptr()
+        if not ready.by_address:
+            # Stands for what a kernel does not name.
+            shared = values[0] if work is None else work
+        # Of the two, forward, a pipeline has one.
+        values = (*values, shared) if kind.mode.is_backward else (*values, shared, shared)
         if ready.teams:
-            launches[0]((cut.parts, min(ready.teams, items), 1), (*values, units, 0, 0, items, eps))
+            ready.launches[0]((cut.parts, min(ready.teams, items), 1), (*values, ready.units, 0, 0, items, eps))
             return
         for first in range(0, items, ready.at_once):
             grid = (min(ready.at_once, items - first), cut.parts, 1)
-            for launch in launches:
-                launch(grid, (*values, units, first, cut.part_tiles, 0, eps))
+            for launch in ready.launches:
+                launch(grid, (*values, ready.units, first, cut.part_tiles, 0, eps))
 
     def sums_rows(self, samples: int) -> int:
         """How many rows of partial sums of channels a backward launch leaves."""

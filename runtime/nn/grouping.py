@@ -70,6 +70,10 @@ def group_norm(
         ConflictError: eps is no number of at least 0, or activation no such word.
     """
     operands = (x, weight, bias)
+    if not is_dynamo_compiling() and x.__class__ in PLAIN:
+        known = group.normalise_known(x, weight, bias, (num_groups, eps, activation))
+        if known is not None:
+            return known
     if any(type(operand) not in PLAIN for operand in operands if operand is not None) and has_torch_function(operands):
         y: torch.Tensor = handle_torch_function(
             group_norm, operands, x, num_groups, weight, bias, eps, activation=activation
@@ -85,8 +89,11 @@ def group_norm(
         return _by_parts(operands, options)
     if backend(x) != "kernel" or left_to_torch(operands) or 0 in x.shape:
         return group_instead.normalise(x, weight, bias, options)
+    told = (num_groups, eps, activation)
     traced = is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation())
-    return (group.normalise_traced if traced else group.normalise)(x, weight, bias, options)
+    if traced:
+        return group.normalise_traced(x, weight, bias, options)
+    return group.normalise(x, weight, bias, options, told)
 
 
 _WORDS = tuple(activation.value for activation in Activation)

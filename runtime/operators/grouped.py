@@ -19,7 +19,7 @@ _SCHEMAS = {
         "bool save_mv) -> Tensor[]"
     ),
     BACKWARD: (
-        "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, int num_groups, float eps, "
+        "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, int num_groups, float eps, "
         "str activation, str[] wants) -> Tensor[]"
     ),
 }
@@ -59,8 +59,8 @@ def _fake(*given: Any) -> list[torch.Tensor]:
     _require_layout(x)
     options = Options(*told)
     y = x.new_empty_strided(x.shape, x.stride(), dtype=options.out_dtype or x.dtype)
-    shape = (x.shape[0], options.num_groups)
-    return [y, *[x.new_empty(shape, dtype=torch.float32) for _ in range(2 if saves else 0)]]
+    shape = (2, x.shape[0], options.num_groups)
+    return [y, x.new_empty(shape, dtype=torch.float32)] if saves else [y]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
@@ -82,17 +82,17 @@ def _differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.
     none = (None,) * 5
     if arrived[0] is None:
         return None, None, None, *none
-    x, weight, bias, mean, rstd = ctx.saved_tensors
+    x, weight, bias, statistics = ctx.saved_tensors
     wants = [name for name, due in zip(Gradients._fields, ctx.needs_input_grad, strict=False) if due]
-    found = group.operated_backward(arrived[0], x, weight, bias, (mean, rstd), ctx.options, wants)
+    found = group.operated_backward(arrived[0], x, weight, bias, statistics, ctx.options, wants)
     return *found, *none
 
 
 @eager_only
 def _run_backward(*given: Any) -> list[torch.Tensor]:
-    dy, x, weight, bias, mean, rstd, *told, wants = given
+    dy, x, weight, bias, statistics, *told, wants = given
     _require_layout(x)
-    found = group.launched_backward(dy, x, weight, bias, (mean, rstd), Options(*(*told, None)), wants)
+    found = group.launched_backward(dy, x, weight, bias, statistics, Options(*(*told, None)), wants)
     return [gradient for gradient in found if gradient is not None]
 
 
@@ -107,7 +107,7 @@ def _fake_backward(*given: Any) -> list[torch.Tensor]:
 
 
 def _keep_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    tensors, (*told, wants) = inputs[:6], inputs[6:]
+    tensors, (*told, wants) = inputs[:5], inputs[5:]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
     ctx.told = Options(*(*told, None)), wants
@@ -117,9 +117,9 @@ def _differentiate_backward(ctx: Any, arrived: list[torch.Tensor | None]) -> tup
     options, wants = ctx.told
 
     def compute(*operands: Any) -> list[torch.Tensor]:
-        dy, x, weight, bias, mean, rstd = operands
-        found = group_instead.gradients(dy, x, weight, bias, (mean, rstd), options, wants)
+        dy, x, weight, bias, statistics = operands
+        found = group_instead.gradients(dy, x, weight, bias, statistics, options, wants)
         return [gradient for gradient in found if gradient is not None]
 
-    found = differentiated(compute, ctx.saved_tensors, ctx.needs_input_grad[:6], arrived)
+    found = differentiated(compute, ctx.saved_tensors, ctx.needs_input_grad[:5], arrived)
     return *found, None, None, None, None

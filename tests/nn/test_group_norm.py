@@ -439,3 +439,50 @@ def test_a_script_is_refused() -> None:
     jit: Any = torch.jit
     with pytest.raises(errors.TransformError, match=r"torch\.jit\.script cannot compile normforge\.GroupNorm"):
         jit.script(normforge.GroupNorm(2, 8))
+
+
+def test_known_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like one before but for samples, they are looked up; anything else is checked."""
+    from normforge.calls import group
+
+    weight, bias = torch.randn(8), torch.randn(8)
+
+    def call(x: torch.Tensor, groups: int = 2, eps: float = 1e-5) -> torch.Tensor:
+        y = normforge.group_norm(x, groups, weight, bias, eps)
+        torch.testing.assert_close(y, functional.group_norm(x, groups, weight, bias, eps), rtol=1e-4, atol=1e-5)
+        return y
+
+    call(torch.randn(2, 8, 5))
+    call(innermost(torch.randn(2, 8, 5)))
+    checked: list[object] = []
+    find = group._find
+
+    def noted(*given: Any) -> Any:
+        checked.append(given)
+        return find(*given)
+
+    monkeypatch.setattr(group, "_find", noted)
+    for x in (torch.randn(3, 8, 5), torch.randn(7, 8, 5), innermost(torch.randn(2, 8, 5))):
+        call(x)
+    assert checked == []
+    others = (
+        torch.randn(2, 8, 6),
+        torch.randn(2, 8, 5, 1),
+        torch.randn(4, 8, 5)[::2],
+        torch.randn(81)[1:].view(2, 8, 5),
+    )
+    for number, x in enumerate(others, start=1):
+        call(x)
+        assert len(checked) == number
+    call(torch.randn(2, 8, 5), eps=1e-2)
+    call(torch.randn(2, 8, 5), groups=4)
+    assert len(checked) == len(others) + 2
+    leaf = torch.randn(2, 8, 5, requires_grad=True)
+    for _ in range(2):
+        torch.autograd.grad(call(leaf).sum(), leaf)
+    assert len(checked) == len(others) + 3
+    with torch.no_grad():
+        assert not call(leaf).requires_grad
+    assert normforge.group_norm(torch.randn(0, 8, 5), 2, weight, bias).shape == (0, 8, 5)
+    with pytest.raises(errors.ShapeError):
+        normforge.group_norm(torch.randn(2, 8, 5), 2, torch.randn(7), bias)
