@@ -30,6 +30,7 @@ class Task(Enum):
 
     FORWARD = "forward"  # y
     ADD = "add"  # residual_out = x + residual, and y of the sum
+    DROP_ADD = "drop_add"  # the same of what a dropout leaves of x
     QUANT = "quant"  # y quantised, with a scale a row
     ADD_QUANT = "add_quant"  # both
     BACKWARD = "backward"  # dx, dweight and, for LayerNorm, dbias; nothing of the forward pass
@@ -43,7 +44,7 @@ class Task(Enum):
     @property
     def adds(self) -> bool:
         """Whether a residual is added and the sum stored."""
-        return self in (Task.ADD, Task.ADD_QUANT)
+        return self in (Task.ADD, Task.DROP_ADD, Task.ADD_QUANT)
 
     @property
     def quantises(self) -> bool:

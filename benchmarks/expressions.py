@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from .cells import Norm, Task
-from .inputs import Inputs
+from .inputs import DROPOUT_P, Inputs
 from .oracle import QMAX
 from .provider import Builder, Prepared, named
 
@@ -30,6 +30,13 @@ def add(
     """Add the residual and normalise the rounded sum, as a model written in torch does."""
     residual_out = x + residual
     return normalise(residual_out, weight, bias, eps), residual_out
+
+
+def drop_add(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of what a dropout leaves of x."""
+    return add(F.dropout(x, DROPOUT_P), residual, weight, bias, eps)
 
 
 def quantise(
@@ -79,6 +86,10 @@ def torch_builders(transform: Transform) -> dict[tuple[Task, Norm], Builder]:
         run, arguments = transform(add), (inputs.x, inputs.residual, inputs.weight, inputs.bias, inputs.eps)
         return Prepared(lambda: run(*arguments), named("y", "residual_out"))
 
+    def dropped(inputs: Inputs) -> Prepared:
+        run, arguments = transform(drop_add), (inputs.x, inputs.residual, inputs.weight, inputs.bias, inputs.eps)
+        return Prepared(lambda: run(*arguments), named("y", "residual_out"))
+
     def quantised(inputs: Inputs) -> Prepared:
         run, arguments = transform(quantise), (inputs.x, *_quantisation(inputs))
         return Prepared(lambda: run(*arguments), named("y", "y_scale"))
@@ -108,6 +119,7 @@ def torch_builders(transform: Transform) -> dict[tuple[Task, Norm], Builder]:
     builders: dict[Task, Builder] = {
         Task.FORWARD: forward,
         Task.ADD: added,
+        Task.DROP_ADD: dropped,
         Task.QUANT: quantised,
         Task.ADD_QUANT: added_and_quantised,
         Task.GRAD_FORWARD: recorded,

@@ -15,6 +15,9 @@ from .group_cells import GroupCell
 
 EPS = {Norm.LAYER: 1e-5, Norm.RMS: 1e-6}
 
+# How likely elements are dropped where any are.
+DROPOUT_P = 0.1
+
 # Elements that are converted to fp64 at once: 256 MiB of them.
 _CHUNK = 2**25
 

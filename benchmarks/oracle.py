@@ -7,15 +7,16 @@ are those of a usable result; the test suite holds normforge itself to tighter o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
 
 from . import gates, groups
-from .cells import Norm
+from .cells import Norm, Task
 from .gated_cells import GatedCell
 from .group_cells import GroupCell
-from .inputs import Inputs, chunks
+from .inputs import DROPOUT_P, Inputs, chunks
 
 # Of each value, and of the root mean square of the tensor it is in: about two roundings of the type.
 TOLERANCES = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 1e-4}
@@ -56,6 +57,8 @@ def check(
     Raises:
         WrongOutputError: an output is missing, of another shape or dtype, or further off than its tolerance.
     """
+    if inputs.cell.task is Task.DROP_ADD:
+        expected = _of_the_mask(outputs, inputs)
     for name, want in expected.items():
         got = outputs.get(name)
         dtype = inputs.out_dtype if name == "y" else inputs.x.dtype
@@ -66,6 +69,23 @@ def check(
             _check_quantised(got, outputs, want)
         else:
             _check_close(name, got, want, allowances.get(name, 1.0))
+
+
+def _of_the_mask(outputs: Mapping[str, torch.Tensor], inputs: Inputs) -> dict[str, torch.Tensor]:
+    """What `_values` are of the mask that a provider drew: a sum without x where that is nearer than one with it."""
+    got, residual = outputs.get("residual_out"), inputs.residual
+    assert residual is not None
+    if got is None or got.shape != residual.shape:
+        raise WrongOutputError("residual_out is missing, or not of residual's shape")
+    kept = inputs.x.float() / (1 - DROPOUT_P)
+    mask = (got.float() - residual.float() - kept).abs() < (got.float() - residual.float()).abs()
+    # What is next to 0 is as near to either; five standard deviations beside that.
+    small = float((kept.abs() < 0.01).float().mean())
+    rate = 1 - float(mask.float().mean())
+    slack = small + 5 * (DROPOUT_P / mask.numel()) ** 0.5
+    if abs(rate - DROPOUT_P) > slack:
+        raise WrongOutputError(f"a share of {rate:.4f} is dropped, not {DROPOUT_P}")
+    return _values(replace(inputs, x=kept * mask))
 
 
 def _values(inputs: Inputs) -> dict[str, torch.Tensor]:

@@ -152,6 +152,9 @@ def _validate(
     worst: dict[str, Finding] = {}
     for rows in _row_slices(problem):
         sliced = arguments | {name: arguments[name][rows] for name in _ROW_ARGUMENTS if name in arguments}
+        if problem.mode.dropout:
+            # The mask is one of all rows.
+            sliced["first_row"] = rows.start * problem.heads
         outputs = result._replace(
             **{name: value[rows] for name, value in result._asdict().items() if value is not None}
         )
@@ -198,15 +201,21 @@ def _prepare_backward(problem: Problem, device: torch.device) -> Run[NormGradien
     operands |= gradients_in(problem, device)
     operands |= {row.name: getattr(mode, row.axis) for row in BACKWARD.parameters if row.kind is Kind.WORD}
     wants = ["dx", "dweight", *(["dbias"] if is_layer else []), *(["dx_bias"] if "x_bias" in operands else [])]
+    if mode.dropout:
+        operands |= {name: arguments[name] for name in ("dropout_p", "dropout_rng")}
+        wants.append("ddropped")
     run = straight.layernorm2d_bwd if is_layer else straight.rmsnorm2d_bwd
 
     def call() -> NormGradients:
         if not (mode.fadd.stores and mode.x_bias):
             return run(**operands, wants=wants)
-        gradients = run(**operands, wants=wants, dx_dtype=torch.float32)
-        dx, dtype = gradients.dx, arguments["x_bias"].dtype
-        assert dx is not None
-        return gradients._replace(dx=dx.to(dtype), dx_bias=dx.flatten(0, -2).sum(0).to(dtype))
+        gradients = run(**operands, wants=wants, dx_dtype=torch.float32, dropped_dtype=torch.float32)
+        dtype = arguments["x_bias"].dtype
+        wide = {
+            name: rows for name, rows in (("dx", gradients.dx), ("ddropped", gradients.ddropped)) if rows is not None
+        }
+        summed = wide.get("ddropped", wide["dx"]).flatten(0, -2).sum(0)
+        return gradients._replace(**{name: rows.to(dtype) for name, rows in wide.items()}, dx_bias=summed.to(dtype))
 
     oracle = reference.layernorm2d_bwd if is_layer else reference.rmsnorm2d_bwd
 

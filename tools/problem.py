@@ -63,6 +63,7 @@ class Problem:
         heads: how many rows lie side by side in each token, for m rows; 1 is rows on one stride.
         samples: how many there are of m rows, where they are modulated by sample: 0 becomes 1 there.
         group: columns that are normalised together, each such group of a row by itself; 0 is all.
+        dropout_p: how likely elements of x are dropped, where the mode drops any.
     """
 
     m: int
@@ -75,6 +76,7 @@ class Problem:
     heads: int = 1
     samples: int = 0
     group: int = 0
+    dropout_p: float = 0.0
 
     def __post_init__(self) -> None:
         if self.eps is None:
@@ -121,6 +123,7 @@ class Problem:
             "heads": self.heads,
             "samples": self.samples,
             "group": self.group,
+            "dropout_p": self.dropout_p,
             **{WORDS.get(axis.name, axis.name): _word(axis, self.mode) for axis in axes},
             "prec_sm": self.prec_sm.value,
             "backward": self.backward,
@@ -136,7 +139,8 @@ def _word(axis: Axis, mode: Mode) -> str | bool:
 def inputs(problem: Problem, device: torch.device) -> dict[str, Any]:
     """The arguments of the forward call, with ck_tile's inputs: uniform in ±0.5, and the smooth scale in ±1."""
     draw = _drawer(problem, device, SEED)
-    return {**arguments_of(problem.mode, draw), "eps": problem.eps}
+    dropped = {"dropout_p": problem.dropout_p} if problem.mode.dropout else {}
+    return {**arguments_of(problem.mode, draw), "eps": problem.eps, **dropped}
 
 
 def gradients_in(problem: Problem, device: torch.device) -> dict[str, torch.Tensor]:
@@ -174,6 +178,8 @@ def _drawer(problem: Problem, device: torch.device, seed: int) -> Callable[[Para
         dtype = problem.mode.dtype_in if name == "x" else problem.mode.operand_dtype
         if is_smooth:
             dtype = problem.prec_sm
+        if parameter.kind is Kind.RANDOM:
+            return torch.randint(2**63 - 1, (2,), device=device, generator=generator)
         if parameter.kind is Kind.SCALE:
             # One a row, and none so small that rows vanish beside eps.
             leading = (problem.tokens, problem.heads) if problem.heads > 1 else (problem.m,)

@@ -105,6 +105,7 @@ OPTIONS = (
     Option("prec_sm", str, AUTO, (AUTO, *_FLOATS), "dtype of the smooth scale, for -fquant 1; auto: fp32", "prec_sx"),
     Option("prec_sy", str, AUTO, (AUTO, *_FLOATS), "dtype of y's scale, for -fquant 1 and 2; auto: fp32"),
     Option("xbias", int, 0, tuple(_FLAG), "add a bias to x first"),
+    Option("dropout", float, 0.0, None, "with -fadd 1 and 2, how likely elements of x are dropped before the add"),
     Option("samples", int, 0, None, "rows are scaled and shifted by sample, of so many; 0: they are not"),
     Option("xgate", int, 0, tuple(_FLAG), "with -samples and -fadd 1, gate x by sample before the residual is added"),
     Option("gate", str, "none", tuple(_GATINGS), "multiply rows by an activated gate, behind the norm or before it"),
@@ -203,6 +204,7 @@ def _resolve(given: argparse.Namespace) -> Request:
         gating=_GATINGS[given.gate],
         gate_activation=_ACTIVATIONS[given.activation],
         grouped=given.group > 0,
+        dropout=given.dropout > 0.0,
         scale_dtype=DType.FP32 if given.prec_sy == AUTO else _FLOATS[given.prec_sy],
         **{name: words[getattr(given, name)] for name, words in _OWN.items()},
     )
@@ -218,6 +220,7 @@ def _resolve(given: argparse.Namespace) -> Request:
         heads=given.heads,
         samples=given.samples,
         group=given.group,
+        dropout_p=given.dropout,
     )
     return Request(
         problem,
@@ -243,6 +246,9 @@ def _check_sizes(given: argparse.Namespace) -> None:
         value = getattr(given, name)
         if value is not None and not least <= value < float("inf"):
             raise ValueError(f"-{name} {value} will not do; it takes a finite number of at least {least:g}")
+    row = FORWARD["dropout_p"]
+    if not row.least <= given.dropout <= row.most:
+        raise ValueError(f"-dropout {given.dropout} will not do; it takes a number from 0 to below 1")
     if given.m % given.heads:
         raise ValueError(
             f"-m {given.m} rows are no whole number of tokens with -heads {given.heads} each; "

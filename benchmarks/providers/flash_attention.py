@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..cells import Norm, Task
-from ..inputs import Inputs
+from ..inputs import DROPOUT_P, Inputs
 from ..provider import Builder, Prepared, Provider, load, named
 
 _MODULE = "flash_attn.ops.triton.layer_norm"
@@ -29,6 +29,19 @@ def _forward(inputs: Inputs) -> Prepared:
 def _add(inputs: Inputs) -> Prepared:
     tensors = (inputs.x, inputs.weight, inputs.bias)
     return Prepared(_norm(inputs, tensors, residual=inputs.residual, prenorm=True), named("y", "residual_out"))
+
+
+def _drop_add(inputs: Inputs) -> Prepared:
+    tensors = (inputs.x, inputs.weight, inputs.bias)
+    options = {"residual": inputs.residual, "prenorm": True, "dropout_p": DROPOUT_P}
+    return Prepared(_norm(inputs, tensors, **options), named("y", "residual_out"))
+
+
+def _drop_add_cuda(inputs: Inputs) -> Prepared:
+    name = {Norm.LAYER: "layer", Norm.RMS: "rms"}[inputs.cell.norm]
+    run = getattr(load(f"flash_attn.ops.{name}_norm"), f"dropout_add_{name}_norm")
+    arguments = (inputs.x, inputs.residual, inputs.weight, inputs.bias, DROPOUT_P, inputs.eps)
+    return Prepared(lambda: run(*arguments, prenorm=True), named("y", "residual_out"))
 
 
 def _grad_forward(inputs: Inputs) -> Prepared:
@@ -52,6 +65,7 @@ def _grad_both(inputs: Inputs) -> Prepared:
 _BUILDERS: dict[Task, Builder] = {
     Task.FORWARD: _forward,
     Task.ADD: _add,
+    Task.DROP_ADD: _drop_add,
     Task.BACKWARD: _backward,
     Task.GRAD_FORWARD: _grad_forward,
     Task.GRAD_BOTH: _grad_both,
@@ -63,6 +77,14 @@ PROVIDERS = (
         "flash-attention",
         (_MODULE,),
         {(task, norm): builder for (task, builder), norm in product(_BUILDERS.items(), Norm)},
+        distribution="flash-attn",
+    ),
+    # An extension of its own, which is built beside the package.
+    Provider(
+        "flash-attn-cuda",
+        "flash-attention's dropout_layer_norm",
+        ("dropout_layer_norm", "flash_attn.ops.layer_norm"),
+        {(Task.DROP_ADD, norm): _drop_add_cuda for norm in Norm},
         distribution="flash-attn",
     ),
 )

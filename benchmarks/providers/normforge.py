@@ -16,7 +16,7 @@ from ..cells import Norm, Task
 from ..gated_cells import GatedCell
 from ..group_cells import GroupCell
 from ..groups import EPS, Function, builders
-from ..inputs import Inputs
+from ..inputs import DROPOUT_P, Inputs
 from ..provider import Builder, Prepared, Provider, named
 
 
@@ -25,6 +25,9 @@ def _forward(inputs: Inputs) -> Prepared:
     task = inputs.cell.task
     if task.adds:
         options |= {"residual": inputs.residual, "fadd": "pre_add_store"}
+    if task is Task.DROP_ADD:
+        # By torch's generator, as a step of training: what draws the seed is timed too.
+        options["dropout_p"] = DROPOUT_P
     if task.quantises:
         options |= {"fquant": "dynamic", "out_dtype": inputs.out_dtype}
     if inputs.cell.smooth:
@@ -75,6 +78,7 @@ def _gated(cell: GatedCell, eps: float) -> Function:
 _BUILDERS: dict[Task, Builder] = {
     Task.FORWARD: _forward,
     Task.ADD: _forward,
+    Task.DROP_ADD: _forward,
     Task.QUANT: _forward,
     Task.ADD_QUANT: _forward,
     Task.BACKWARD: _backward,

@@ -52,7 +52,7 @@ def described(dropout_p: Any, dropout_rng: Any, x: Any) -> tuple[float, torch.Te
 
 def drawn(x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
     """A seed and an offset from a generator of x's device, torch's default one if None."""
-    _refuse_sharded(x)
+    refuse_sharded(x)
     return torch.randint(0, _LARGEST_I64, (2,), dtype=torch.int64, device=x.device, generator=generator)
 
 
@@ -62,7 +62,7 @@ def _state(given: Any, x: Any, *, draws: bool) -> Any:
     if isinstance(given, torch.Tensor):
         check_random("dropout_rng", given, x)
         return given
-    _refuse_sharded(x)
+    refuse_sharded(x)
     if isinstance(given, torch.Generator):
         if given.device.type != x.device.type:
             raise DeviceError(
@@ -92,7 +92,7 @@ def check_random(name: str, state: Any, x: torch.Tensor) -> None:
     """
     if not isinstance(state, torch.Tensor):
         raise DTypeError(f"{name} is a {type(state).__name__}; it takes an int64 tensor of seed and offset")
-    _refuse_sharded(x, state)
+    refuse_sharded(x, state)
     if state.dtype != torch.int64:
         raise DTypeError(f"{name} has dtype {state.dtype}; it takes torch.int64")
     if tuple(state.shape) != (2,):
@@ -103,7 +103,12 @@ def check_random(name: str, state: Any, x: torch.Tensor) -> None:
         raise LayoutError(f"{name} has strides {state.stride()}; pass {name}.contiguous()")
 
 
-def _refuse_sharded(*tensors: object) -> None:
+def refuse_sharded(*tensors: object) -> None:
+    """Refuse a dropout of rows that are dealt out over ranks.
+
+    Raises:
+        DeviceError: a tensor is a DTensor.
+    """
     if is_sharded(*tensors):
         raise DeviceError(
             "dropout_p was passed with a DTensor, of whose rows no rank knows the numbers that the mask follows from; "

@@ -228,10 +228,10 @@ class RMSNorm(_RMSNorm):
 class _Adds(_Norm):
     """What modules have whose rows are added to a residual: a dropout before that, while they train."""
 
+    # At class level for the same reason as `_Norm`'s.
     dropout_p = 0.0
 
-    def __init__(self, *arguments: Any, dropout_p: float = 0.0, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def _drop(self, dropout_p: float) -> None:
         row = FORWARD["dropout_p"]
         self.dropout_p = check_number(row.name, dropout_p, least=row.least, most=row.most)
 
@@ -255,6 +255,24 @@ class AddLayerNorm(_Adds, _LayerNorm):
     Further, dropout_p: while it trains, of x, by torch's default generator; see `add_layer_norm`.
     """
 
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        cast: str | Cast = "after_weight",
+        weight_offset: float = 0.0,
+        x_bias: bool = False,
+        dropout_p: float = 0.0,
+    ) -> None:
+        options: dict[str, Any] = {"cast": cast, "weight_offset": weight_offset, "x_bias": x_bias}
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype, **options)
+        self._drop(dropout_p)
+
     # It is a torch.nn.LayerNorm so that what goes by that type (initialisation, weight decay) finds it.
     def forward(  # type: ignore[override]  # a residual comes in, and its sum goes out
         self, x: torch.Tensor, residual: torch.Tensor
@@ -269,6 +287,23 @@ class AddRMSNorm(_Adds, _RMSNorm):
 
     Further, dropout_p, as `AddLayerNorm` has it.
     """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        cast: str | Cast = "after_weight",
+        weight_offset: float = 0.0,
+        x_bias: bool = False,
+        dropout_p: float = 0.0,
+    ) -> None:
+        options: dict[str, Any] = {"cast": cast, "weight_offset": weight_offset, "x_bias": x_bias}
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, **options)
+        self._drop(dropout_p)
 
     # It is a torch.nn.RMSNorm for the same reason.
     def forward(  # type: ignore[override]  # a residual comes in, and its sum goes out

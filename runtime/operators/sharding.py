@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..calls.functions import FUNCTIONS, Function
+from ..calls.randomness import refuse_sharded
 from ..calls.row_layout import walkable
 from ..calls.sharded import Frame
 from ..codegen.families import Kind
@@ -84,6 +85,8 @@ def _sharded_into(
 
 
 def _frame(operator: Any, given: Mapping[str, Any]) -> Frame:
+    if given.get("dropout_rng") is not None:
+        refuse_sharded(given["x"])
     return Frame(str(operator), {name: each for name, each in given.items() if isinstance(each, torch.Tensor)})
 
 

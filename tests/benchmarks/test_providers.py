@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 FLOAT = [
     Cell(task, norm, 5, 96)
     for norm in Norm
-    for task in (Task.FORWARD, Task.ADD, Task.BACKWARD, Task.GRAD_FORWARD, Task.GRAD_BOTH)
+    for task in (Task.FORWARD, Task.ADD, Task.DROP_ADD, Task.BACKWARD, Task.GRAD_FORWARD, Task.GRAD_BOTH)
 ]
 QUANTISED = [
     Cell(task, Norm.LAYER, 5, 96, "fp16", out, smooth)
@@ -70,6 +70,26 @@ def test_a_quantised_value_two_steps_off_is_found() -> None:
     y[1, 1] += 2 if y[1, 1] < 0 else -2
     with pytest.raises(WrongOutputError, match="y is wrong"):
         check({"y": y, "y_scale": scale}, expected, inputs)
+
+
+def test_a_dropout_is_held_to_the_mask_that_it_drew() -> None:
+    inputs = make_inputs(Cell(Task.DROP_ADD, Norm.LAYER, 64, 96), CPU)
+    assert inputs.residual is not None
+
+    def outputs(p: float, factor: float) -> dict[str, torch.Tensor]:
+        assert inputs.residual is not None
+        total = torch.nn.functional.dropout(inputs.x, p) * factor + inputs.residual
+        y = torch.nn.functional.layer_norm(total, (96,), inputs.weight, inputs.bias, inputs.eps)
+        return {"y": y, "residual_out": total}
+
+    expected = expect(inputs)
+    check(outputs(0.1, 1.0), expected, inputs)
+    with pytest.raises(WrongOutputError, match=r"a share of 0\.\d+ is dropped, not 0\.1"):
+        check(outputs(0.3, 0.7 / 0.9), expected, inputs)
+    with pytest.raises(WrongOutputError, match=r"^(y|residual_out) is wrong"):
+        check(outputs(0.1, 0.9), expected, inputs)
+    with pytest.raises(WrongOutputError, match="residual_out is missing"):
+        check({}, expected, inputs)
 
 
 def test_a_peer_may_be_allowed_more_of_some_outputs() -> None:

@@ -45,6 +45,7 @@ def test_shapes_of_a_power_of_two_fill_the_size() -> None:
     [
         (Task.FORWARD, "", False, 4),
         (Task.ADD, "", False, 8),
+        (Task.DROP_ADD, "", False, 8),
         (Task.QUANT, "int8", False, 3),
         (Task.ADD_QUANT, "fp8", True, 7),
         (Task.BACKWARD, "", False, 6),

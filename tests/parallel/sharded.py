@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -348,6 +349,23 @@ def mixtures_are_refused() -> None:
     refused(
         "x's shape", lambda: normforge.add_rms_norm(placed(x, Shard(0)), placed(x[:, :4], Shard(0))), errors.ShapeError
     )
+
+
+@case
+def a_dropout_is_refused() -> None:
+    """No rank knows which rows of the whole it has, which is what a mask follows from."""
+    rows, residual = placed(torch.randn(SHAPE), Shard(0)), placed(torch.randn(SHAPE), Shard(0))
+    state = placed(torch.tensor([1, 2]), Replicate())
+    added: dict[str, Any] = {"residual": residual, "fadd": "pre_add_store"}
+    text = "dropout_p was passed with a DTensor"
+    for rng in (None, (1, 2), state):
+        drops: dict[str, Any] = {"dropout_p": 0.5, "dropout_rng": rng}
+        refused(text, partial(normforge.add_layer_norm, rows, residual, **drops), errors.DeviceError)
+        refused(text, partial(normforge.rmsnorm2d_fwd, rows, **added, **drops), errors.DeviceError)
+    arguments = {"x": rows, **added, "dropout_p": 0.5, "dropout_rng": state}
+    refused(text, lambda: operated("rmsnorm2d_fwd", arguments), errors.DeviceError)
+    # Each rank's part by itself is a call like any other.
+    normforge.add_rms_norm(rows.to_local(), residual.to_local(), dropout_p=0.5, dropout_rng=(1, mesh().get_rank()))
 
 
 @case

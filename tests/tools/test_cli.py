@@ -317,6 +317,8 @@ def test_json_is_one_line_with_everything_a_script_needs(capsys: pytest.CaptureF
         "gate_activation": "silu",
         "grouped": False,
         "group": 0,
+        "dropout": False,
+        "dropout_p": 0.0,
         "backward": False,
         "v": 1,
         "warmup": 5,

@@ -23,6 +23,12 @@ SMALL = ["run", "-m=5", "-n=130", "-bwd=1"]
         (["-xbias=1", "-norm=rms"], "rms_bwd_fp16_xb_n256", {"dx", "dweight", "dx_bias"}),
         (["-xbias=1", "-fadd=1"], "ln_bwd_fp16_addst_n256", {"dx", "dweight", "dbias", "dx_bias"}),
         (["-xbias=1", "-fadd=1", "-norm=rms"], "rms_bwd_fp16_addst_n256", {"dx", "dweight", "dx_bias"}),
+        (["-dropout=0.3", "-fadd=1"], "ln_bwd_fp16_drop_addst_n256", {"dx", "dweight", "dbias", "ddropped"}),
+        (
+            ["-dropout=0.3", "-fadd=1", "-xbias=1", "-norm=rms"],
+            "rms_bwd_fp16_drop_addst_n256",
+            {"dx", "dweight", "dx_bias", "ddropped"},
+        ),
         (["-x_stride=150", "-y_stride=140"], "ln_bwd_fp16_n256", {"dx", "dweight", "dbias"}),
     ],
 )
