@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.cells import Cell, Norm, Task
+from benchmarks.group_cells import cell_of
 from benchmarks.inputs import make_inputs
 from benchmarks.oracle import WrongOutputError, check, expect
 from benchmarks.providers import every_provider, find_providers
@@ -29,7 +30,18 @@ QUANTISED = [
 ]
 
 
-@pytest.mark.parametrize("cell", FLOAT + QUANTISED, ids=lambda cell: cell.id)
+GROUPED: list[Cell] = [
+    cell_of(task, (2, 64, 3, 4), channels_last=last, silu=silu)
+    for task, last, silu in (
+        (Task.GROUP, False, False),
+        (Task.GROUP, True, True),
+        (Task.GROUP_BACKWARD, False, True),
+        (Task.GROUP_BACKWARD, True, False),
+    )
+]
+
+
+@pytest.mark.parametrize("cell", FLOAT + QUANTISED + GROUPED, ids=lambda cell: cell.id)
 @pytest.mark.parametrize("name", ["eager", "normforge"])
 def test_outputs_agree_with_the_oracle(name: str, cell: Cell) -> None:
     inputs = make_inputs(cell, CPU)

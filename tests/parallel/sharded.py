@@ -471,3 +471,21 @@ def torchs_own_style_of_one_input() -> None:
         same(y, cls(N)(x), Shard(1))
         assert isinstance(norm.weight.grad, DTensor)
         assert norm.weight.grad.placements == (Partial(),)
+
+
+@case
+def samples_of_group_norm_are_sharded() -> None:
+    """Each rank normalises its samples; what lies otherwise becomes whole."""
+    whole = [torch.randn(shape, requires_grad=True) for shape in ((4, 8, 3), (8,), (8,))]
+    expected = normforge.group_norm(whole[0], 2, whole[1], whole[2], activation="silu")
+    gradients = torch.autograd.grad(expected.square().sum(), whole)
+    for of_x in (Shard(0), Shard(1), Replicate()):
+        parts = [placed(whole[0], of_x), *[placed(each, Replicate()) for each in whole[1:]]]
+        found = normforge.group_norm(parts[0], 2, parts[1], parts[2], activation="silu")
+        assert isinstance(found, DTensor)
+        assert found.placements == ((Shard(0),) if of_x == Shard(0) else (Replicate(),))
+        for one, other in zip(
+            (found, *torch.autograd.grad(found.square().sum(), parts)), (expected, *gradients), strict=True
+        ):
+            assert isinstance(one, DTensor)
+            torch.testing.assert_close(one.full_tensor(), other, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,81 @@
+"""The oracle of GroupNorm, forward and backward, in plain torch and by its formulas (Wu and He, 2018)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class GroupOutput(NamedTuple):
+    """What a forward call should return, and the statistics that it saves, (samples, groups)."""
+
+    y: torch.Tensor
+    mean: torch.Tensor
+    rstd: torch.Tensor
+
+
+class GroupGradients(NamedTuple):
+    """What a backward call should return; None where there is no such operand."""
+
+    dx: torch.Tensor
+    dweight: torch.Tensor | None
+    dbias: torch.Tensor | None
+
+
+def group_norm(
+    x: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str | None = None,
+) -> GroupOutput:
+    """Compute in fp64 what `normforge.group_norm` should return, unrounded."""
+    h, mean, rstd = _normalised(x, num_groups, eps)
+    z = _affine(h, weight, bias)
+    y = z * torch.sigmoid(z) if activation == "silu" else z
+    return GroupOutput(y, mean.squeeze(-1), rstd.squeeze(-1))
+
+
+def group_norm_bwd(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: str | None = None,
+) -> GroupGradients:
+    """Compute in fp64 what its gradients should be, unrounded."""
+    h, _, rstd = _normalised(x, num_groups, eps)
+    dz = dy.double()
+    if activation == "silu":
+        z = _affine(h, weight, bias)
+        sigmoid = torch.sigmoid(z)
+        dz = dz * (sigmoid + z * sigmoid * (1 - sigmoid))
+    g = _affine(dz, weight, None).reshape(x.shape[0], num_groups, -1)
+    rows = h.reshape(g.shape)
+    dx = (g - rows * (g * rows).mean(-1, keepdim=True) - g.mean(-1, keepdim=True)) * rstd
+    others = [dim for dim in range(x.dim()) if dim != 1]
+    return GroupGradients(
+        dx.reshape(x.shape),
+        None if weight is None else (dz * h).sum(others),
+        None if bias is None else dz.sum(others),
+    )
+
+
+def _normalised(x: torch.Tensor, num_groups: int, eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The normalised values in x's shape, and a mean and rstd of each group, (samples, groups, 1)."""
+    groups = x.double().reshape(x.shape[0], num_groups, -1)
+    mean = groups.mean(-1, keepdim=True)
+    rstd = ((groups - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
+    return ((groups - mean) * rstd).reshape(x.shape), mean, rstd
+
+
+def _affine(values: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    shape = (-1, *[1] * (values.dim() - 2))
+    scaled = values if weight is None else values * weight.double().reshape(shape)
+    return scaled if bias is None else scaled + bias.double().reshape(shape)
