@@ -153,14 +153,18 @@ def _report(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _report_models(options: argparse.Namespace, table: Table) -> int:
+    from .models import kernels
     from .models.names import SUITE
     from .models.picture import draw
+    from .models.specs import SPECS
     from .models.table import render
     from .report import picture_for, put_into, where
 
     if options.pictures and (drawn := draw(table, options.results)):
         print(f"drawn: {drawn}", file=sys.stderr)
     parts = [where(table.header), render(table)]
+    if (profiled := kernels.load(options.results)) is not None:
+        parts.append(kernels.render(profiled[1], [*SPECS]))
     if options.into is None:
         print("\n\n".join(parts))
         return 0

@@ -13,6 +13,7 @@ from tabulate import tabulate
 
 from ..errors import UsageError
 from ..results import read, write
+from .table import title_of
 
 SUITE = "kernels"
 
@@ -54,7 +55,7 @@ GROUPS = (
     Group("cuBLAS", "matrix products", r"gemm|cutlass|nvjet|xmma|cublas|splitK|gemv"),
     Group("torch", "norms", r"layer_?norm|LayerNorm|GammaBeta|rms_?norm|RowwiseMoments"),
     Group("torch", "the loss", r"[Ss]oft[Mm]ax|nll_loss"),
-    Group("torch", "embeddings, copies of memory", r"embedding|index|[Mm]emcpy|[Mm]emset|CatArray"),
+    Group("torch", "embeddings, copies of memory", r"embedding|scatter|index|[Mm]emcpy|[Mm]emset|CatArray"),
     Group("torch", "elementwise and sums", r"elementwise|reduce_kernel|at::native"),
 )
 
@@ -208,8 +209,8 @@ def _grid(model: str, rows: Sequence[Row]) -> str:
             lines.append((owner, what, *map(_cell, cells)))
     totals = [[row for row in rows if (row.run, row.variant) == column] for column in columns]
     lines.append(("", "all", *(_figures(own) for own in totals)))
-    title = f"**{model}, {rows[0].step}, {rows[0].dtype}**: ms, GB moved, launches"
-    headers = ["whose", "what", *(f"{variant}, {run}" for run, variant in columns)]
+    title = f"**Kernels of a {rows[0].step} step of {model}, {rows[0].dtype}**: ms, GB moved to and from DRAM, launches"
+    headers = ["whose", "what", *(title_of(run, variant) for run, variant in columns)]
     return title + "\n\n" + tabulate(lines, headers, tablefmt="github", disable_numparse=True)
 
 

@@ -220,7 +220,13 @@ def test_small_norms_are_left_and_those_of_a_size_that_varies_are_not(monkeypatc
 
 @pytest.mark.parametrize(
     ("n", "scaled", "enabled", "left"),
-    [(2048, True, True, True), (2048, True, False, False), (2056, True, True, False), (2048, False, True, False)],
+    [
+        (2048, True, True, True),
+        (1024, True, True, True),
+        (2048, True, False, False),
+        (2056, True, True, False),
+        (2048, False, True, False),
+    ],
 )
 def test_the_rules_are_of_what_was_measured(n: int, scaled: bool, enabled: bool, left: bool) -> None:
     x = torch.empty(3, n, dtype=torch.bfloat16)
