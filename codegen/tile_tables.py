@@ -69,9 +69,9 @@ def tiles_of(
     kind = class_of(mode)
     generic = generic_tiles(kind, bucket)
     known = own_tables() if tables is None else tables
-    if not isinstance(mode, GroupMode) and mode.is_backward and mode.shares:
+    if not isinstance(mode, GroupMode) and mode.is_backward and mode.modulated:
         # Nobody measured them, and what was measured of others spreads rows, which these do not.
-        if mode.reads_gate and bucket.last is not None:
+        if mode.x_gate and bucket.last is not None:
             # A thread holds a third row and a third sum: with tiles of their own length they spill 112 to 248 bytes.
             generic = generic_tiles(kind, replace(bucket, last=bucket.last * 3 // 2))
         return ((ANY, generic), *((arch, generic) for arch in known))
@@ -276,6 +276,8 @@ def _why_not_staged(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> s
             f"stages is {tile.stages}; forward spread and backward one_pass have 1 stage or more, and others 1; "
             "leave stages out"
         )
+    if kind.load is Load.GATE:
+        return f"stages is {tile.stages}, and kernels with a gate have 1; leave stages out"
     if not copies(arch):
         return f"stages is {tile.stages}, and {arch} copies nothing to shared memory by itself; leave stages out"
     most = most_stages(arch, tile.resident, _round_bytes(kind, bucket, tile))
@@ -293,6 +295,8 @@ def _round_bytes(kind: TileClass, bucket: Bucket, tile: Tile) -> int:
 
 
 def _why_not_spread(kind: TileClass, tile: Tile) -> str | None:
+    if kind.load is Load.GATE:
+        return "pipeline spread is for norms without a gate; take two_pass"
     if kind.direction is Direction.BACKWARD:
         fits = tile.rows in (2, 4) and not tile.held
         return None if fits else "pipeline spread, backward, takes rows: 2 or 4 and no held"

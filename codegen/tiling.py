@@ -29,12 +29,14 @@ LOAD_BYTES = 16
 class Load(Enum):
     """What a kernel has to move and hold, as far as its tile depends on it; the value stands in names of classes.
 
-    PLAIN is x and y alone, ADD more than that; backward, ADD is the gradient of a stored sum besides dy and x.
+    PLAIN is x and y alone, ADD more than that; backward, ADD is the gradient of a stored sum besides dy and x. GATE is
+    a gate of x's shape, whose activation takes registers and time.
     """
 
     PLAIN = ""
     ADD = "_add"
     QUANT = "_quant"
+    GATE = "_gate"
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ GROUP_LAYOUTS = ("group_", "group_last_")
 
 CLASSES = tuple(
     TileClass(direction, itemsize, load, rms)
-    for direction, loads in ((Direction.FORWARD, tuple(Load)), (Direction.BACKWARD, (Load.PLAIN, Load.ADD)))
+    for direction, loads in ((Direction.FORWARD, tuple(Load)), (Direction.BACKWARD, (Load.PLAIN, Load.ADD, Load.GATE)))
     for itemsize, load, rms in product((_LEAST_ITEMSIZE, 4), loads, (False, True))
 )
 GROUP_CLASSES = tuple(
@@ -101,6 +103,8 @@ def class_of(mode: AnyMode) -> TileClass:
     load = Load.PLAIN
     if mode.fquant.quantises:
         load = Load.QUANT
+    elif mode.gating.gates:
+        load = Load.GATE
     elif mode.fadd.stores if mode.is_backward else not mode.streams:
         load = Load.ADD
     return TileClass(mode.direction, max(mode.dtype_in.itemsize, _LEAST_ITEMSIZE), load, mode.norm is Norm.RMS)
@@ -125,10 +129,12 @@ def generic_tiles(kind: TileClass, bucket: Bucket) -> Tiles:
     """The tiles for every N of a bucket on any architecture, chosen by its longest row."""
     if kind.is_grouped:
         return Tiles(_group(kind, bucket.last, few=False), _group(kind, bucket.last, few=True))
+    is_gated = kind.load is Load.GATE
     if kind.direction is Direction.BACKWARD:
-        tile = _backward(bucket.last, kind.itemsize)
+        tile = (_GATED_BACKWARD if is_gated else _BACKWARD).tile(bucket.last, kind.itemsize)
         return Tiles(tile, tile)
-    return Tiles(_forward(bucket.last, kind.itemsize), _forward_small(bucket.last, kind.itemsize))
+    tile = (_gated_forward if is_gated else _forward)(bucket.last, kind.itemsize)
+    return Tiles(tile, _forward_small(bucket.last, kind.itemsize))
 
 
 def chunk(warps: int, itemsize: int) -> int:
@@ -157,6 +163,17 @@ def _forward(last: int | None, itemsize: int) -> Tile:
             return Tile(Pipeline.ROWS, rows, longest, warps)
     warps = next(warps for most, warps in _ONE_PASS_TILES if last * itemsize <= most)
     return Tile(Pipeline.ONE_PASS, 1, chunk(warps, itemsize), warps)
+
+
+# With a gate a thread holds half as many values, in 80 registers; of 32 it takes 157.
+_GATED_ROWS_TILES = ((128, 4, 1), (256, 2, 1), (512, 2, 2), (1024, 2, 4))
+
+
+def _gated_forward(last: int | None, itemsize: int) -> Tile:
+    for longest, rows, warps in _GATED_ROWS_TILES:
+        if last is not None and last <= longest:
+            return Tile(Pipeline.ROWS, rows, longest, warps)
+    return _forward(last, itemsize)
 
 
 def _two_pass(last: int | None, itemsize: int) -> Tile:
@@ -199,14 +216,33 @@ _BWD_ONE_PASS_TILES = (
 _BWD_TWO_PASS_TILE = Tile(Pipeline.TWO_PASS, rows=2, block=2048, warps=8, resident=2)
 
 
-def _backward(last: int | None, itemsize: int) -> Tile:
-    for longest, rows, warps, resident in _BWD_ROWS_TILES:
-        if last is not None and last <= longest:
-            return Tile(Pipeline.ROWS, rows, longest, warps, resident)
-    for longest, warps, load, resident in _BWD_ONE_PASS_TILES:
-        if last is not None and last <= longest:
-            return Tile(Pipeline.ONE_PASS, 1, warps * WARP * load // itemsize, warps, resident)
-    return _BWD_TWO_PASS_TILE
+@dataclass(frozen=True)
+class _Backward:
+    """A rule for tiles of backward kernels: those of rows and of one_pass by the longest N, and that for all others."""
+
+    rows: tuple[tuple[int, int, int, int], ...]
+    one_pass: tuple[tuple[int, int, int, int], ...]
+    two_pass: Tile
+
+    def tile(self, last: int | None, itemsize: int) -> Tile:
+        """The tile for every N of a bucket."""
+        for longest, rows, warps, resident in self.rows:
+            if last is not None and last <= longest:
+                return Tile(Pipeline.ROWS, rows, longest, warps, resident)
+        for longest, warps, load, resident in self.one_pass:
+            if last is not None and last <= longest:
+                return Tile(Pipeline.ONE_PASS, 1, warps * WARP * load // itemsize, warps, resident)
+        return self.two_pass
+
+
+_BACKWARD = _Backward(_BWD_ROWS_TILES, _BWD_ONE_PASS_TILES, _BWD_TWO_PASS_TILE)
+# With a gate: a third row of each, and of the next, in 193 to 255 registers; with more values to a thread, or more
+# programs, they spill.
+_GATED_BACKWARD = _Backward(
+    rows=((128, 8, 2, 4), (256, 4, 2, 4), (512, 2, 2, 4), (1024, 2, 4, 2)),
+    one_pass=((2048, 4, 16, 2), (3072, 8, 16, 2), (4096, 16, 8, 1)),
+    two_pass=replace(_BWD_TWO_PASS_TILE, resident=1),
+)
 
 
 # Groups, by (the longest that one program holds, warps), where they are many and where they are a few: 32 values a

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,3 +49,45 @@ def _gated(
         return norm(x, fquant="smooth_dynamic", smooth_scale=factor, out_dtype=out_dtype, **others)
     rows = norm(x, **others)
     return rows._replace(y=(rows.z * factor).to(out_dtype), z=rows.z * factor)
+
+
+class ReferenceGatedGradients(NamedTuple):
+    """Gradients in fp64, and for each the magnitudes it is a sum of; see `gradient_reference.ReferenceGradients`."""
+
+    dx: torch.Tensor
+    dgate: torch.Tensor
+    dweight: torch.Tensor
+    dbias: torch.Tensor | None
+    magnitudes: dict[str, torch.Tensor]
+    open: torch.Tensor | None = None
+
+
+def gradients(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    gating: str | Gating = "after_norm",
+    activation: str | GateActivation = "silu",
+    eps: float,
+) -> ReferenceGatedGradients:
+    """Every gradient of a gated norm, LayerNorm's where there is a bias, by autograd in fp64."""
+    rows = [tensor.double().requires_grad_() for tensor in (x, gate)]
+    vectors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    given = {name: vector.double().requires_grad_() for name, vector in vectors.items()}
+    norm = gated_rms_norm if bias is None else gated_layer_norm
+    said: dict[str, Any] = {"gating": gating, "activation": activation, "eps": eps}
+    d = dy.double()
+    dx, dgate, *sums = torch.autograd.grad(norm(rows[0], rows[1], **given, **said).z, (*rows, *given.values()), d)
+    magnitudes = {
+        name: gradient.abs() + gradient.abs().mean(-1, keepdim=True)
+        for name, gradient in (("dx", dx), ("dgate", dgate))
+    }
+    # Whatever signs the rows' shares have.
+    ones = {name: torch.ones_like(vector) for name, vector in given.items()}
+    with torch.no_grad():
+        whole = norm(rows[0], rows[1], **ones, **said).z.abs() + 1
+    magnitudes |= {f"d{name}": (d.abs() * whole).sum_to_size(vector.shape) for name, vector in given.items()}
+    return ReferenceGatedGradients(dx, dgate, sums[0], sums[1] if bias is not None else None, magnitudes)

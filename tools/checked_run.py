@@ -10,11 +10,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from .. import gating_reference, modulation_reference, reference
-from ..calls import neighbours, straight
+from ..calls import gated_backward, gated_instead, neighbours, straight
 from ..calls.check import check
 from ..calls.functions import completed
 from ..calls.neighbour_rows import CALLS
-from ..calls.outputs import LayerNormOutput, NormGradients
+from ..calls.outputs import GatedGradients, LayerNormOutput, NormGradients
 from ..calls.which import which
 from ..codegen.families import Kind
 from ..codegen.model import Norm
@@ -111,6 +111,8 @@ def prepare(problem: Problem, device: torch.device) -> Run[Any]:
     Raises:
         NormforgeError: no kernel serves the problem.
     """
+    if problem.backward and problem.mode.gating.gates:
+        return _prepare_gated_backward(problem, device)
     if family_of(problem.mode).neighbour:
         return _prepare_beside(problem, device)
     return _prepare_backward(problem, device) if problem.backward else _prepare_forward(problem, device)
@@ -142,6 +144,33 @@ def _prepare_beside(problem: Problem, device: torch.device) -> Run[LayerNormOutp
         call=lambda: neighbours.launched(calls, operands, options),
         validate=lambda result: _validate(problem, oracle, arguments, result),
         operands=tuple(arguments.values()),
+    )
+
+
+def _prepare_gated_backward(problem: Problem, device: torch.device) -> Run[GatedGradients]:
+    """Run a problem forward for its statistics, and make the gradients that autograd would compute ready."""
+    mode, arguments = problem.mode, inputs(problem, device)
+    given = completed(family_of(mode).functions[mode.norm], arguments | {"save_mv": True})
+    calls = CALLS["gated"]
+    operands = neighbours.operands_of(calls, given)
+    options = neighbours.options_of(calls, mode.norm.value, given)
+    forward = neighbours.launched(calls, operands, options)
+    assert forward.rstd is not None
+    x, gate, weight, bias = operands
+    kept = gated_instead.Kept(x, gate, weight, bias, forward.mean, forward.rstd)
+    told = calls.told(options, neighbours.dtypes_of(operands))
+    dy, due = gradients_in(problem, device)["dy"], [operand is not None for operand in operands]
+    exact: dict[str, Any] = {"gating": mode.gating, "activation": mode.gate_activation, "eps": problem.eps}
+    taken = gated_backward.mode_of(told, operands[0].dtype, mode.grouped)
+
+    def validate(found: GatedGradients) -> tuple[Finding, ...]:
+        return tuple(compare_gradients(found, gating_reference.gradients(dy, x, gate, weight, bias, **exact)))
+
+    return Run(
+        entry=lambda: dispatch.find(taken, problem.row_length),
+        call=lambda: GatedGradients(*gated_backward.gradients(kept, told, dy, due)),
+        validate=validate,
+        operands=(dy, *operands, forward.mean, forward.rstd),
     )
 
 

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..calls.outputs import LayerNormOutput, NormGradients
+from ..calls.outputs import GatedGradients, LayerNormOutput, NormGradients
 from ..codegen.model import Rounding
 from ..dtypes import DTYPES
+from ..gating_reference import ReferenceGatedGradients
 from ..gradient_reference import ReferenceGradients
 from ..reference import ReferenceOutput, quantise
 
@@ -92,13 +93,15 @@ def _tolerance(name: str, dtype: torch.dtype) -> Tolerance:
 SUM_ERROR = 2e-6
 
 
-def compare_gradients(actual: NormGradients, expected: ReferenceGradients) -> list[Finding]:
+def compare_gradients(
+    actual: NormGradients | GatedGradients, expected: ReferenceGradients | ReferenceGatedGradients
+) -> list[Finding]:
     """Hold every gradient that was computed against the oracle's.
 
     Each may be off by `SUM_ERROR` of the magnitudes it is a sum of, and by the rounding of its dtype.
 
     Returns:
-        A finding for each gradient there is, in the order of `NormGradients`.
+        A finding for each gradient there is, in their order.
     """
     findings = []
     for name, got in actual._asdict().items():

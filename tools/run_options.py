@@ -282,7 +282,6 @@ def _check_gate(given: argparse.Namespace) -> None:
             given,
             f"-gate {given.gate}",
             ("samples", 0, "a norm has one neighbour"),
-            ("bwd", 0, "the backward pass of gated norms is autograd's alone"),
             *with_heads,
         )
 

@@ -15,7 +15,7 @@ import torch
 from ..codegen.candidates import candidates
 from ..codegen.groups import Activation, AnyMode, GroupMode
 from ..codegen.instance import Bucket, Tile
-from ..codegen.model import Direction, DType, FusedAdd, FusedQuant, Mode, Norm
+from ..codegen.model import Direction, DType, FusedAdd, FusedQuant, Gating, Mode, Norm
 from ..codegen.tiling import GROUP_LAYOUTS, Load, TileClass
 from ..kernels.gpu import architecture, target_of
 from ..selection import dispatch, on_demand
@@ -42,6 +42,7 @@ _LOADS: dict[Load, dict[str, Any]] = {
         "fquant": FusedQuant.SMOOTH_DYNAMIC,
         "dtype_out": DType.INT8,
     },
+    Load.GATE: {"gating": Gating.AFTER_NORM},
 }
 
 

@@ -20,7 +20,7 @@ from ..kernels.gpu import Target, target_of
 from ..kernels.key import MOST_ROWS_IN_I32, pointer_type, row_count_type
 from ..kernels.launcher import Launcher
 from ..kernels.row_walk import RowStride
-from ..kernels.tile_choice import choose
+from ..kernels.tile_choice import choose, narrowed
 from ..selection import dispatch
 from .known import MISALIGNED, PLAIN
 
@@ -92,7 +92,7 @@ class GradientPlan:
 
     def _prepare(self, m: int) -> Prepared:
         (mode, tensors, n, dtypes, strides, misaligned), target = self.kind, self._target
-        tile = choose(mode, self._entry.choices(m, target.arch), n, target)
+        tile = narrowed(mode, choose(mode, self._entry.choices(m, target.arch), n, target), n)
         row = pipelines.row_of(mode, tile.pipeline)
         alignment = pipelines.row_alignment(*strides)
         types: dict[str, str | None] = {

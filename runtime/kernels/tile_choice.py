@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..codegen.instance import Tile
 from ..codegen.model import Mode, Norm, Pipeline
 from ..codegen.staging import most_stages
-from ..codegen.tiling import WARP
+from ..codegen.tiling import WARP, power_of_two
 from ..errors import DeviceError
 from .gpu import Target
 from .pipelines import REGISTERS, VECTOR, column_blocks, row_of
@@ -37,6 +37,22 @@ def choose(mode: Mode, tiles: Iterable[Tile], n: int, target: Target) -> Tile:
         f"with {target.multiprocessors} multiprocessors holds {held} at once; give N = {n} another pipeline in the "
         "table of tiles: normforge tune"
     )
+
+
+# Columns of a tile of several rows: a warp of fewer a row adds up more rows than it has lanes.
+_NARROWEST = 16
+
+
+def narrowed(mode: Mode, tile: Tile, n: int) -> Tile:
+    """A tile of several rows, as wide as these are, and of as many more of them: of rows of 64 in a bucket of 128 say.
+
+    Half the lanes of the wider one are idle, and an activation costs each about what the rest of a norm does. It is of
+    gated norms alone: others were measured without.
+    """
+    block = max(_NARROWEST, power_of_two(n))
+    if not mode.gating.gates or tile.pipeline is not Pipeline.ROWS or block >= tile.block:
+        return tile
+    return replace(tile, rows=tile.rows * tile.block // block, block=block)
 
 
 # The least that hardware copies to shared memory at once, in bytes.

@@ -153,3 +153,23 @@ def test_kernels_of_calls_are_listed_before(norm: str, group: int | None, device
         assert its.keys() == types.keys()
         names = [name for name in its if name.endswith(("_ptr", "_stride"))]
         assert {name: types[name] for name in names} == {name: its[name] for name in names}
+
+
+@each_device
+@pytest.mark.parametrize(("n", "rows", "block"), [(64, 8, 64), (33, 8, 64), (65, 4, 128), (3, 32, 16)])
+def test_tiles_of_short_rows_are_no_wider_than_those(n: int, rows: int, block: int, device: str) -> None:
+    """By the tiles of 128 columns, with 4 rows forward and 8 backward; the last tile has a few rows."""
+    leaves = [torch.randn(size, device=device, requires_grad=True) for size in ((300, n), (300, n), (n,))]
+    x, gate, weight = leaves
+    y = normforge.gated_rms_norm(x, gate, weight)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    wanted = exact(wide[0], wide[1], wide[2], n)
+    torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-5)
+    dy = torch.randn_like(y)
+    found = torch.autograd.grad(y, leaves, dy)
+    for got, its in zip(found, torch.autograd.grad(wanted, wide, dy.double()), strict=True):
+        torch.testing.assert_close(got.double(), its, rtol=1e-4, atol=1e-4)
+    for plan in known.all_plans():
+        constants = dict(plan.prepared(300).launchers[0].key.arguments)
+        factor = 2 if isinstance(plan, GradientPlan) else 1
+        assert (constants["ROWS"], constants["BLOCK"]) == (rows * factor, block)

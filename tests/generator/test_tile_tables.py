@@ -265,6 +265,14 @@ WRONG = {
         one("{pipeline: spread, rows: 8, block: 512, warps: 4}", kind="bwd_32bit"),
         "3: bwd_32bit: pipeline spread, backward, takes rows: 2 or 4 and no held",
     ),
+    "spread_gated": (
+        one("{pipeline: spread, rows: 2, block: 512, warps: 4}", kind="bwd_16bit_gate"),
+        "3: bwd_16bit_gate: pipeline spread is for norms without a gate; take two_pass",
+    ),
+    "stages_gated": (
+        one("{pipeline: one_pass, rows: 1, block: 512, warps: 4, stages: 3}", kind="bwd_16bit_gate"),
+        "3: bwd_16bit_gate: stages is 3, and kernels with a gate have 1; leave stages out",
+    ),
     "spread_backward_holds": (
         one("{pipeline: spread, rows: 2, block: 512, warps: 4, held: 1}", kind="bwd_16bit"),
         "3: bwd_16bit: pipeline spread, backward, takes rows: 2 or 4 and no held",
