@@ -287,9 +287,8 @@ def _looks_like_a_norm(module: torch.nn.Module) -> bool:
     cls = type(module)
     if any(base.__module__.partition(".")[0] == __name__.partition(".")[0] for base in cls.__mro__):
         return False
-    return isinstance(module, tuple(_TORCH)) or any(
-        name in cls.__name__ for name in ("RMSNorm", "LayerNorm", "GroupNorm")
-    )
+    # Of other classes the name GroupNorm says little: Wav2Vec2GroupNormConvLayer is a layer with one.
+    return isinstance(module, tuple(_TORCH)) or any(name in cls.__name__ for name in ("RMSNorm", "LayerNorm"))
 
 
 _FAST_PATH = (
