@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ..random_mask import dropped
-from ..upstream.torch_autograd import applied
-from . import torch_instead
+from ..upstream.torch_autograd import applied, applied_at_once
+from ..upstream.torch_dynamo import eager_only
+from ..upstream.torch_internals import dispatch_modes
+from . import known, torch_instead
 from .first import resolved
 from .functional import (
     BACKWARD_OF,
@@ -20,14 +23,69 @@ from .functional import (
     forward_given,
     taken,
 )
+from .known import PLAIN, UNREADABLE
 from .outputs import LayerNormOutput, NormGradients, unflattened
 from .recorded import arrived_in_memory, rounded_to
 from .row_layout import walkable
-from .straight import Operands, Options, layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
+from .straight import DEFAULT_EPS, Operands, Options, layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
 from .torch_instead import Dropout
 
 _FORWARD: dict[str, Callable[..., LayerNormOutput]] = {"layer": layernorm2d_fwd, "rms": rmsnorm2d_fwd}
 _BACKWARD: dict[str, Callable[..., NormGradients]] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
+
+
+# By what calls are looked up by, those kinds that were checked before.
+_checked: dict[Hashable, Any] = {}
+
+
+@eager_only
+def was_checked(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Options | None:
+    """The options of a call, None's stead taken, if one like it was checked before: nothing of it is refused or copied.
+
+    None if there was none.
+    """
+    if options[1] is None and options[0] == "rms":
+        options = (options[0], DEFAULT_EPS, *options[2:])
+    try:
+        x, residual = operands[0], operands[3]
+        is_known = (
+            residual is not None
+            and (normalized_shape is None or normalized_shape == x.shape[-1:])
+            and any(kind.fits(*kind.present(operands)) for kind in _checked.get((x.shape[-1], *options), ()))
+            and x.shape == residual.shape
+            and x.is_contiguous()
+            and residual.is_contiguous()
+            and forward_ad._current_level < 0
+            and not dispatch_modes()
+            and options[1].__class__ is float
+        )
+    except UNREADABLE:
+        return None
+    return options if is_known else None
+
+
+def remember(operands: Operands, options: Options) -> None:
+    """Have `was_checked` know calls like one that was checked, if its tensors are launched as they are."""
+    x, residual = operands[0], operands[3]
+    rows = [operand is x or operand is residual for operand in operands]
+    for operand, is_rows in zip(operands, rows, strict=True):
+        if operand is not None and not (
+            operand.__class__ in PLAIN
+            and not operand.is_neg()
+            and operand.is_contiguous()
+            and (is_rows or operand.dim() == 1)
+        ):
+            return
+    known.remember(
+        _checked, (x.shape[-1], *options), operands, [x.dim() - 1 if is_rows else 0 for is_rows in rows], (), True
+    )
+
+
+def normalise_checked(operands: Operands, options: Options, dropout: Dropout) -> Any:
+    """What `normalise` returns of a call of which `was_checked` is true."""
+    if torch.is_grad_enabled() and any_requires_gradient(operands):
+        return _apply((options, dropout.p), *operands, dropout.rng)
+    return _launched(operands, options, dropout, save_mv=False)[:2]
 
 
 def normalise(operands: Operands, shape: tuple[int, ...], options: Options, dropout: Dropout) -> Any:
@@ -101,7 +159,7 @@ class _DropAddNormalise(torch.autograd.Function):
         )
 
 
-_recorded = applied(_DropAddNormalise)
+_recorded, _apply = applied(_DropAddNormalise), applied_at_once(_DropAddNormalise)
 
 
 def _gradients(ctx: Any, dy: torch.Tensor | None, dresidual_out: torch.Tensor | None) -> NormGradients:

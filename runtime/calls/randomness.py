@@ -80,7 +80,7 @@ def _state(given: Any, x: Any, *, draws: bool) -> Any:
     # Filled on the device: a copy from the host would be waited for, and cannot be captured in a CUDA graph.
     state = torch.empty(2, dtype=torch.int64, device=x.device)
     for place, number in enumerate(given):
-        state[place] = number - 2**64 if number > _LARGEST_I64 else number
+        state[place].fill_(number - 2**64 if number > _LARGEST_I64 else number)
     return state
 
 

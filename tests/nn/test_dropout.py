@@ -11,7 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import normforge
 from normforge import errors
+from normforge.calls import check as checking
+from normforge.calls import dropout as known_calls
 from normforge.calls import torch_instead
+from normforge.nn import functional
 from normforge.random_mask import dropout_mask, dropped
 
 from ..calling import same_bits
@@ -188,6 +191,8 @@ def test_where_no_kernel_runs_the_bits_are_the_same(norm: str, monkeypatch: pyte
 
     monkeypatch.setattr(torch_instead, "dropped", counted)
     monkeypatch.delenv("TRITON_INTERPRET")
+    # Where kernels run is asked of a kind of call once.
+    monkeypatch.setattr(known_calls, "_checked", {})
     y, instead = ADD[norm](**given, dropout_p=P, dropout_rng=STATE)
     assert launched == ["torch"]
     assert same_bits(instead, total)
@@ -324,6 +329,49 @@ def test_modules_drop_while_they_train(norm: str) -> None:
     for p in (1.0, -0.1, "half"):
         with pytest.raises(errors.ConflictError, match=r"^dropout_p=.* will not do; it takes a number from 0 to"):
             kind(N, dropout_p=p)
+
+
+@each_add
+def test_calls_that_are_known_are_like_first_ones(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = leaves(norm, 2, 4)
+    first = ADD[norm](**given, dropout_p=P, dropout_rng=STATE)
+    checked: list[str] = []
+    honest = checking.check_normalised
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        checked.append("checked")
+        return honest(*arguments, **keywords)
+
+    monkeypatch.setattr(functional, "check_normalised", counted)
+    again = ADD[norm](**given, dropout_p=P, dropout_rng=STATE)
+    assert checked == []
+    weights = torch.ones_like(first[0]), torch.ones_like(first[0])
+    for a, b in zip(
+        (*again, *gradients(loss_of(again, weights), given)),
+        (*first, *gradients(loss_of(first, weights), given)),
+        strict=True,
+    ):
+        assert same_bits(a, b)
+    # Other rows, another p, and where no gradient is due.
+    more = {name: tensor.detach() for name, tensor in leaves(norm, 5, 4).items()}
+    _, total = ADD[norm](**more, dropout_p=0.6, dropout_rng=STATE)
+    assert torch.equal(total, ADD[norm](**{**more, "weight": None}, dropout_p=0.6, dropout_rng=STATE)[1])
+    # What is unlike is checked, and refused or copied as ever.
+    wide = torch.randn(N, 2, 4).permute(1, 2, 0)
+    apart = ADD[norm](**{**given, "x": wide}, dropout_p=P, dropout_rng=STATE)
+    assert same_bits(apart[1], ADD[norm](**{**given, "x": wide.contiguous()}, dropout_p=P, dropout_rng=STATE)[1])
+    for name, other, error in (
+        ("residual", torch.randn(2, 3, N), errors.ShapeError),
+        ("weight", torch.ones(N - 1), errors.ShapeError),
+        ("x", torch.ones(2, 4, N, dtype=torch.int64), errors.DTypeError),
+        ("eps", -1.0, errors.ConflictError),
+        ("dropout_p", 1.0, errors.ConflictError),
+        ("dropout_rng", (1,), errors.DTypeError),
+        ("residual", None, errors.DTypeError),
+    ):
+        asked: dict[str, Any] = {**given, "dropout_p": P, "dropout_rng": STATE, name: other}
+        with pytest.raises(error):
+            ADD[norm](**asked)
 
 
 @each_add
