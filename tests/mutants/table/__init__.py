@@ -10,6 +10,7 @@ from . import (
     gating,
     generator,
     gradients,
+    grouping,
     jax,
     keys,
     modulation,
@@ -31,5 +32,6 @@ MUTANTS = (
     *generator.MUTANTS,
     *modulation.MUTANTS,
     *gating.MUTANTS,
+    *grouping.MUTANTS,
     *jax.MUTANTS,
 )

@@ -1,0 +1,90 @@
+"""How x of GroupNorm is cut: every element once, whatever the shape, and a tile that fits."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from normforge.codegen.groups import GroupMode
+from normforge.codegen.instance import Tile
+from normforge.codegen.model import Direction, DType, Pipeline
+from normforge.codegen.tile_tables import tiles_of, why_not
+from normforge.codegen.tiling import GROUP_CLASSES, GROUP_PARTS, power_of_two, standard_ladder
+from normforge.kernels.gpu import named_target
+from normforge.kernels.group_tiles import Shape, choose, cut
+
+SHAPES = st.builds(
+    lambda channels, groups, positions: Shape(channels * groups, groups, positions, 2),
+    st.integers(1, 200),
+    st.integers(1, 64),
+    st.integers(1, 10**6),
+)
+TILES = st.builds(
+    lambda pipeline, block, held: Tile(pipeline, 1, block, 8, held=0 if pipeline is Pipeline.ONE_PASS else held),
+    st.sampled_from((Pipeline.ONE_PASS, Pipeline.TWO_PASS, Pipeline.SPREAD)),
+    st.sampled_from((16, 1024, 4096)),
+    st.sampled_from((1, 2, 8)),
+)
+
+
+@given(SHAPES, TILES, st.booleans())
+def test_tiles_have_every_element_and_programs_every_tile(shape: Shape, tile: Tile, channels_last: bool) -> None:
+    found = cut(GroupMode(DType.BF16, channels_last=channels_last), shape, tile)
+    assert shape.channels % found.width == 0
+    assert found.width % shape.group_channels == 0
+    assert found.tiles == -(-found.width // found.block_c) * -(-shape.positions // found.block_s)
+    assert found.block_c * found.block_s <= tile.block
+    assert found.block_c == power_of_two(found.block_c)
+    assert found.block_s == power_of_two(found.block_s)
+    # Several groups share no tile with channels of theirs in another.
+    assert found.width == shape.group_channels or found.width <= found.block_c
+    assert found.parts * found.part_tiles >= found.tiles
+    assert found.part_tiles % found.held == 0
+    assert (found.parts - 1) * found.part_tiles < found.tiles
+
+
+def test_groups_that_do_not_fit_go_by_parts() -> None:
+    tile, mode, target = Tile(Pipeline.ONE_PASS, 1, 1024, 2), GroupMode(DType.BF16), named_target("sm_90")
+    assert choose(mode, Shape(64, 32, 1024, 2), (tile,), target)[0] == tile
+    # 4100 positions are three tiles of channels of 2048 or so, the third next to empty.
+    assert choose(mode, Shape(64, 32, 4100, 2), (tile,), target)[0] == GROUP_PARTS
+
+
+def test_programs_that_wait_fit_the_gpu() -> None:
+    tile, mode = Tile(Pipeline.SPREAD, 1, 2048, 8, 2, 4), GroupMode(DType.BF16)
+    long = Shape(128, 32, 20 * 256 * 256, 2)
+    assert choose(mode, Shape(128, 32, 256 * 256, 2), (tile,), named_target("sm_90"))[0] == tile
+    assert choose(mode, long, (tile,), named_target("sm_90"))[0] == GROUP_PARTS
+    assert choose(mode, Shape(128, 32, 256 * 256, 2), (tile,), named_target("gfx942"))[0] == GROUP_PARTS
+
+
+def test_rules_give_tiles_that_kernels_can_take() -> None:
+    for dtype, direction, last in product((DType.BF16, DType.FP32), Direction, (False, True)):
+        mode = GroupMode(dtype, direction, channels_last=last)
+        for bucket in standard_ladder():
+            ((_, tiles), *_) = tiles_of(mode, bucket, {})
+            kind = next(
+                kind
+                for kind in GROUP_CLASSES
+                if (kind.direction, kind.itemsize) == (direction, dtype.itemsize) and ("last" in kind.layout) == last
+            )
+            for tile in (tiles.large, tiles.small):
+                assert why_not(kind, bucket, tile, "sm_90") is None
+
+
+@pytest.mark.parametrize(
+    ("tile", "says"),
+    [
+        (Tile(Pipeline.ROWS, 4, 128, 1), "pipeline rows with rows 4 is of no group"),
+        (Tile(Pipeline.ONE_PASS, 1, 128, 1, held=2), "held is 2: one_pass holds all of a group"),
+        (Tile(Pipeline.TWO_PASS, 1, 128, 1), "held is 0"),
+        (Tile(Pipeline.TWO_PASS, 1, 128, 1, held=3), "held is 3; it takes a power of two"),
+        (Tile(Pipeline.TWO_PASS, 1, 128, 1, held=2, stages=2), "only spread has a loop over groups"),
+        (Tile(Pipeline.TWO_PASS, 1, 16384, 1, held=2), "a program would hold 32768 values on 1 warps"),
+    ],
+)
+def test_tiles_that_no_kernel_takes(tile: Tile, says: str) -> None:
+    assert says in (why_not(GROUP_CLASSES[0], standard_ladder()[5], tile, "sm_90") or "")

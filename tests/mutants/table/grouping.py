@@ -1,0 +1,147 @@
+"""GroupNorm: how groups are cut, what parts leave for one another, gradients, and what calls are known by."""
+
+from __future__ import annotations
+
+from ..mutant import Mutant
+
+_NUMBERS = "tests/nn/test_group_norm.py"
+_RESULTS, _TILES = f"{_NUMBERS}::test_results", f"{_NUMBERS}::test_tiles"
+
+MUTANTS = (
+    Mutant(
+        "groups-forget-the-activation",
+        "forward GroupNorm: SiLU is left out",
+        "templates/group.j2",
+        "y = {{ m.activation.value }}(y)\n",
+        "y += 0.0\n",
+        (_RESULTS,),
+    ),
+    Mutant(
+        "whole-groups-miscount",
+        "one_pass GroupNorm: the variance is over the values that tiles have room for",
+        "templates/gn_fwd_one_pass.py.j2",
+        "rstd = tl.rsqrt(square / count + eps)",
+        "rstd = tl.rsqrt(square / (HELD * BLOCK_C * BLOCK_S // GROUPS) + eps)",
+        (_RESULTS,),
+    ),
+    Mutant(
+        "a-part-forgets-its-first-tiles",
+        "two_pass GroupNorm: of a part in several rounds the last one's moments are left",
+        "templates/gn_fwd_moments.py.j2",
+        "moments = add_moments(moments, more)",
+        "moments = more",
+        (f"{_NUMBERS}::test_parts_of_several_rounds",),
+    ),
+    Mutant(
+        "parts-normalise-alone",
+        "two_pass GroupNorm: eps is added twice where parts are merged",
+        "templates/gn_fwd_two_pass.py.j2",
+        "rstd = tl.rsqrt(variance + eps)",
+        "rstd = tl.rsqrt(variance * 1.001 + eps)",
+        (_TILES,),
+    ),
+    Mutant(
+        "teams-add-squares-of-none",
+        "spread GroupNorm: slots of programs that there are none of count",
+        "templates/gn_fwd_spread.py.j2",
+        "squares = tl.where(counts > 0.0, squares, 0.0)\n",
+        "",
+        (f"{_NUMBERS}::test_programs_that_wait_for_one_another",),
+    ),
+    Mutant(
+        "whole-groups-forget-a-mean",
+        "backward one_pass GroupNorm: the mean of g is that of g * h",
+        "templates/gn_bwd_one_pass.py.j2",
+        "g_total = group_sums(g_sums, CHANNELS, WIDTH, BLOCK_C, LAST)",
+        "g_total = gh_total",
+        (_RESULTS,),
+    ),
+    Mutant(
+        "parts-share-a-row-of-sums",
+        "backward two_pass GroupNorm: parts write their channels' sums over one another's",
+        "templates/gn_bwd_terms.py.j2",
+        "runs = tl.num_programs(1) * (part_tiles // HELD)",
+        "runs = 0",
+        (_TILES, f"{_NUMBERS}::test_results"),
+    ),
+    Mutant(
+        "parts-take-the-first-ones-terms",
+        "backward two_pass GroupNorm: the mean of g is that of g * h",
+        "templates/gn_bwd_two_pass.py.j2",
+        "num_programs(1), 1, TERMS, GROUPS, PEERS), axis=1)",
+        "num_programs(1), 0, TERMS, GROUPS, PEERS), axis=1)",
+        (_TILES,),
+    ),
+    Mutant(
+        "merged-parts-forget-their-distance",
+        "GroupNorm: parts' squares are merged without the distances of their means",
+        "templates/group_primitives.py.j2",
+        "mean_square = tl.sum(squares + counts * distances * distances, axis=1) / total",
+        "mean_square = tl.sum(squares, axis=1) / total",
+        (_TILES,),
+    ),
+    Mutant(
+        "pivots-are-means",
+        "GroupNorm: what a rounded mean is off by is left out",
+        "templates/group_primitives.py.j2",
+        "    shift = deviation / divisor\n",
+        "    shift = deviation * 0.0\n",
+        (f"{_NUMBERS}::test_a_large_mean_beside_a_small_deviation",),
+    ),
+    Mutant(
+        "groups-see-their-neighbours",
+        "GroupNorm of several groups a program: what is not finite in one reaches the others",
+        "templates/group_primitives.py.j2",
+        "sums = tl.sum(tl.where(is_of_group(CHANNELS, WIDTH, BLOCK_C), by_channel[None, :], 0.0), axis=1)",
+        "sums = tl.sum(is_of_group(CHANNELS, WIDTH, BLOCK_C).to(tl.float32) * by_channel[None, :], axis=1)",
+        (f"{_NUMBERS}::test_what_is_not_finite_stays_in_its_group",),
+    ),
+    Mutant(
+        "tiles-too-large-are-held",
+        "a table's one_pass tile serves groups that registers do not hold",
+        "runtime/kernels/group_tiles.py",
+        "return found.tiles * found.block_c * found.block_s <= _MOST_VALUES * WARP * tile.warps",
+        "return True",
+        ("tests/kernels/test_group_tiles.py::test_groups_that_do_not_fit_go_by_parts",),
+    ),
+    Mutant(
+        "group-launches-forget-where-they-begin",
+        "of groups that are launched a few at a time, each launch takes the first",
+        "runtime/calls/group_plan.py",
+        "launch(grid, (*values, ready.units, first, cut.part_tiles, 0, eps))",
+        "launch(grid, (*values, ready.units, 0, cut.part_tiles, 0, eps))",
+        (f"{_NUMBERS}::test_parts_of_several_rounds",),
+    ),
+    Mutant(
+        "any-group-norm-is-known",
+        "a known GroupNorm serves calls with another eps",
+        "runtime/calls/group.py",
+        'return ("group", *told, *there, *x.shape[1:])',
+        'return ("group", told[0], told[2], *there, *x.shape[1:])',
+        (f"{_NUMBERS}::test_known_calls",),
+    ),
+    Mutant(
+        "silu-is-computed-whatever-hooks-there-are",
+        "patched: hooks between a GroupNorm and its SiLU do not run",
+        "runtime/nn/grouping.py",
+        'return not any("forward" in vars(each) or any(vars(each)[name] for name in _HOOKS) for each in (norm, silu))',
+        "return True",
+        (f"{_NUMBERS}::test_hooks_between_a_norm_and_its_silu_run",),
+    ),
+    Mutant(
+        "group-operators-forget-the-layout",
+        "traced GroupNorm: y is contiguous whatever x is",
+        "runtime/operators/grouped.py",
+        "y = x.new_empty_strided(x.shape, x.stride(), dtype=options.out_dtype or x.dtype)",
+        "y = x.new_empty(x.shape, dtype=options.out_dtype or x.dtype)",
+        ("tests/operators/test_grouped.py::test_operators_are_what_torch_wants",),
+    ),
+    Mutant(
+        "second-derivatives-forget-statistics",
+        "GroupNorm's double backward takes mean and rstd for constants",
+        "runtime/calls/group_instead.py",
+        "if torch.is_grad_enabled() and s.requires_grad:",
+        "if False:",
+        (f"{_NUMBERS}::test_second_derivatives",),
+    ),
+)
