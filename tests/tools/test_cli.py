@@ -226,6 +226,47 @@ def test_what_samples_do_not_go_with(argv: str, problem: str, capsys: pytest.Cap
     assert problem in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    ("argv", "instance"),
+    [
+        ("-gate after_norm", "ln_fwd_fp16_ga_n128"),
+        ("-gate before_norm -norm rms -prec_i bf16 -save_mv 1 -group 16", "rms_fwd_bf16_gb_grp_mv_n128"),
+        ("-gate after_norm -activation sigmoid -fquant 2 -x_stride 60", "ln_fwd_fp16_int8_ga_sig_dq_n128"),
+        ("-gate after_norm -heads 3 -norm rms", "rms_fwd_fp16_ga_n128"),
+        ("-gate after_norm -bwd 1 -group 24", "ln_bwd_fp16_ga_grp_n128"),
+        ("-gate before_norm -bwd 1 -norm rms -activation sigmoid -prec_i bf16", "rms_bwd_bf16_gb_sig_n128"),
+    ],
+)
+def test_a_run_of_gated_rows_agrees_with_the_reference(
+    argv: str, instance: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status("run", "-m", "6", "-n", "48", *argv.split()) == 0
+    printed = capsys.readouterr().out
+    assert f" {instance}\n" in printed
+    assert printed.split()[-1] == "yes"
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        ("-gate after_norm -group 7", "-group 7 does not divide -n 48"),
+        (
+            "-gate after_norm -group 16 -heads 3",
+            "-heads 3 does not go with -gate after_norm: groups are of rows of one",
+        ),
+        ("-gate after_norm -samples 2", "-samples 2 does not go with -gate after_norm: a norm has one neighbour"),
+        ("-gate after_norm -y_stride 60", "-y_stride 60 does not go with -gate after_norm: they write where"),
+        ("-gate after_norm -fadd 1", "gated norms have no fadd pre_add_store; use another fadd, or leave gating out"),
+        ("-gate after_norm -xbias 1", "gated norms have no x_bias true"),
+        ("-group 16", "-group 16 would be ignored: only rows with a -gate are in groups"),
+        ("-activation sigmoid", "-activation sigmoid would be ignored: only a -gate is activated"),
+    ],
+)
+def test_what_a_gate_does_not_go_with(argv: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("run", "-m", "6", "-n", "48", *argv.split()) == 2
+    assert problem in " ".join(capsys.readouterr().err.split())
+
+
 HEADS = ["run", "-m", "9", "-n", "48", "-heads", "3"]
 
 
