@@ -73,11 +73,11 @@ class Frame:
             return None
         # Of a scale there may be one for all rows.
         is_one = kind is Kind.SCALE and tensor.numel() == 1
-        placements = self.of_vectors if kind is Kind.VECTOR or is_one else self.of_rows
+        placements = self.of_vectors if kind.is_shared or is_one else self.of_rows
         whole: Any = tensor
         if whole.placements != placements:
             whole = whole.redistribute(placements=placements)
-        return whole.to_local(grad_placements=self.of_sums if kind is Kind.VECTOR else self.of_rows)
+        return whole.to_local(grad_placements=self.of_sums if kind.is_shared else self.of_rows)
 
     def whole(self, kind: Kind, part: torch.Tensor) -> torch.Tensor:
         """What a rank's part of a result is of."""

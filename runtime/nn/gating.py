@@ -9,8 +9,12 @@ import torch
 
 from ..calls import gated, gated_instead
 from ..calls import neighbours as calls
+from ..calls.backend import backend
+from ..calls.check import check_normalised
+from ..calls.sharded import Frame, is_sharded
 from ..calls.straight import GatedOperands, GatedOptions
 from ..calls.traced import is_dynamo_compiling, result_dtype
+from ..codegen.families import Kind
 from ..codegen.model import GateActivation
 from . import neighbours
 
@@ -64,8 +68,8 @@ def gated_rms_norm(
     a mean) a row. Sums are in an order that does not change from run to run. Torch's operators compute a gradient of
     the gradient, and the backward pass in a traced graph.
 
-    Where kernels cannot run, torch's operators compute the same: see `layer_norm`; of DTensors too. Under
-    torch.autocast y has the dtype that it has there.
+    Where kernels cannot run, torch's operators compute the same: see `layer_norm`. Of DTensors each rank normalises its
+    rows. Under torch.autocast y has the dtype that it has there.
 
     Args:
         x: (..., N), fp16, bf16, fp32 or fp64; rows on any strides. What kernels cannot walk is copied once.
@@ -109,9 +113,22 @@ def _first(operands: GatedOperands, options: GatedOptions, group_size: int | Non
     """A call that is like none before, or one of groups."""
     if neighbours.is_handed_on(operands):
         return _handed_on(operands, options, group_size)
+    if is_sharded(*operands):
+        return _by_parts(operands, options, group_size)
     if group_size is None:
         return neighbours.normalise(gated.CALLS, _by_torch, operands, options)
     return _normalise(gated.in_groups(operands, group_size), options, None).flatten(-2)
+
+
+def _by_parts(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
+    """A call of DTensors: each rank normalises its rows, as the call of plain tensors that it then is."""
+    x, *_ = operands
+    function, given = gated.CALLS.functions[options[0]], calls.named(gated.CALLS, operands, options)
+    # The parts may be alike on one rank and not on another, which would wait for it.
+    check_normalised(function, given, x.shape[-1:], kernel=backend(x) == "kernel")
+    frame = Frame(function, dict(zip(gated.CALLS.inputs, operands, strict=True)))
+    parts: Any = tuple([frame.part(row.kind, part) for row, part in zip(gated.CALLS.rows, operands, strict=True)])
+    return frame.whole(Kind.ROWS, _normalise(parts, options, group_size))
 
 
 def _by_torch(operands: GatedOperands, options: GatedOptions) -> Any:

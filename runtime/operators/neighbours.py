@@ -23,6 +23,11 @@ def run(function: str, given: dict[str, Any]) -> LayerNormOutput:
     return neighbours.launched(calls, neighbours.operands_of(calls, given), options)
 
 
+def run_named(*, function: str, **given: Any) -> LayerNormOutput:
+    """The same of arguments that are passed by name."""
+    return run(function, given)
+
+
 def register(library: torch.library.Library, namespace: str, function: str) -> None:
     """Give a norm's operator what differentiates it."""
     takes = FUNCTIONS[function]

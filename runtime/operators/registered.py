@@ -155,5 +155,8 @@ for _name in (*parameters.MODULATED.functions.values(), *parameters.GATED.functi
     _register(_name)
     neighbours.register(_library, _NAMESPACE, _name)
 grouped.register(_library, _NAMESPACE, _TAGS)
+_RULED = _STRAIGHT | {
+    name: partial(neighbours.run_named, function=name) for name in parameters.GATED.functions.values()
+}
 # Who has no DTensors does not wait for them to be imported, which takes a second.
-when_imported("torch.distributed.tensor", partial(sharding.register, _library, _NAMESPACE, _STRAIGHT))
+when_imported("torch.distributed.tensor", partial(sharding.register, _library, _NAMESPACE, _RULED))

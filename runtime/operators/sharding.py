@@ -55,7 +55,7 @@ def _sharded(
 ) -> list[torch.Tensor]:
     """What an operator returns of DTensors; `args` are all its arguments, in order."""
     given = dict(zip(takes.passed, args, strict=True))
-    frame = _frame(operator, given)
+    frame = _frame(operator, given, takes)
     results = function(**_parts(frame, takes, given))
     kinds = [row.kind for row in takes.family.results]
     return [frame.whole(kind, part) for kind, part in zip(kinds, results, strict=True) if part is not None]
@@ -74,7 +74,7 @@ def _sharded_into(
     """Likewise what one returns that writes where it is told, of no elements where there is nothing to return."""
     places = dict(takes.places)
     given = dict(zip((*takes.passed, *places), args, strict=True))
-    frame = _frame(operator, given)
+    frame = _frame(operator, given, takes)
     written = {place: _written(frame, place, given[place]) for place in places if given[place] is not None}
     results = function(**_parts(frame, takes, given), **written)
     returned = []
@@ -84,10 +84,13 @@ def _sharded_into(
     return tuple(returned)
 
 
-def _frame(operator: Any, given: Mapping[str, Any]) -> Frame:
+def _frame(operator: Any, given: Mapping[str, Any], takes: Function) -> Frame:
     if given.get("dropout_rng") is not None:
         refuse_sharded(given["x"])
-    return Frame(str(operator), {name: each for name, each in given.items() if isinstance(each, torch.Tensor)})
+    tensors = {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
+    # The groups of a row are together, as what they have of their own is.
+    grouped = any(name in tensors and tensors[name].dim() > 1 for name, _ in takes.by_groups)
+    return Frame(str(operator), tensors, 2 if grouped else 1)
 
 
 def _parts(frame: Frame, takes: Function, given: Mapping[str, Any]) -> dict[str, Any]:

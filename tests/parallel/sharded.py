@@ -186,6 +186,38 @@ def modulated_norms_are_torchs_operators() -> None:
 
 
 @case
+def gated_norms_are_of_each_ranks_rows() -> None:
+    """With no communication; groups are within rows, whose gate lies as they do."""
+    whole = [torch.randn(shape, requires_grad=True) for shape in (SHAPE, SHAPE, (N,), (N,))]
+    for group_size in (None, N // 2):
+        options: dict[str, Any] = {"group_size": group_size, "norm_before_gate": group_size is None}
+        expected = normforge.gated_layer_norm(*whole, **options)
+        gradients = torch.autograd.grad(expected.square().sum(), whole)
+        for rows in (Shard(0), Shard(1), Replicate()):
+            parts = [placed(each, rows if each.dim() > 1 else Replicate()) for each in whole]
+            with communicates():
+                found = normforge.gated_layer_norm(*parts, **options)
+                made = torch.autograd.grad(found, parts, 2 * found.detach())
+            same(found, expected, rows)
+            sums = Replicate() if rows == Replicate() else Partial()
+            for one, other in zip(made, gradients, strict=True):
+                same(one, other, rows if other.dim() > 1 else sums)
+        x, gate, *vectors = [each.detach() for each in whole]
+        if group_size is not None:
+            x, gate = (each.view(*each.shape[:-1], -1, group_size) for each in (x, gate))
+            vectors = [each.view(-1, group_size) for each in vectors]
+        tensors = {"x": x, "gate": gate, "weight": vectors[0], "bias": vectors[1]}
+        sharded = {
+            name: placed(each, Shard(0) if each.shape == x.shape else Replicate()) for name, each in tensors.items()
+        }
+        options = {"fquant": "dynamic", "out_dtype": torch.int8}
+        with communicates():
+            found_all = operated("gated_layer_norm", sharded | options)
+        for one, other in zip(found_all, operated("gated_layer_norm", tensors | options), strict=True):
+            same(one, other, Shard(0))
+
+
+@case
 def operators_have_gradients_of_dtensors() -> None:
     """As traced calls have, and x_bias too, whose gradient is a sum over rows that lie in two dimensions."""
     tensors = {"x": SHAPE, "residual": SHAPE, "weight": (N,), "bias": (N,), "x_bias": (N,)}
