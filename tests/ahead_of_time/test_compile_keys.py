@@ -108,6 +108,15 @@ def added_and_trained(m: int) -> None:
     torch.autograd.backward((y, total), (rows(m), rows(m)))
 
 
+def dropped_and_trained(m: int) -> None:
+    x, residual, weight = rows(m, requires_grad=True), rows(m, requires_grad=True), ones(requires_grad=True)
+    # Whatever p is, and wherever the seed, there is one kernel.
+    for drops in ({"dropout_p": 0.1}, {"dropout_p": 0.9, "dropout_rng": torch.arange(3)[1:]}):
+        options: dict[str, Any] = {**drops}
+        y, total = normforge.add_rms_norm(x, residual, weight, **options)
+        torch.autograd.backward((y, total), (rows(m), rows(m)))
+
+
 def biased_and_trained(m: int) -> None:
     x, x_bias, weight = rows(m), ones(), ones()
     out = normforge.layernorm2d_fwd(x, weight, ones(), x_bias=x_bias, save_mv=True)
@@ -125,6 +134,7 @@ def biased_and_trained(m: int) -> None:
         (scaled, ["rms_fwd_fp8_e4m3fn_bf16_addst"]),
         (trained, ["ln_fwd_bf16_mv", "ln_bwd_bf16"]),
         (added_and_trained, ["rms_fwd_bf16_addst_mv", "rms_bwd_bf16_addst"]),
+        (dropped_and_trained, ["rms_fwd_bf16_drop_addst_mv", "rms_bwd_bf16_drop_addst"]),
         (biased_and_trained, ["ln_fwd_bf16_xb_mv", "ln_bwd_bf16_xb"]),
     ],
 )

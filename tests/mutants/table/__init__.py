@@ -6,6 +6,7 @@ from . import (
     autograd,
     deployment,
     dispatch,
+    dropout,
     forward,
     gating,
     generator,
@@ -33,5 +34,6 @@ MUTANTS = (
     *modulation.MUTANTS,
     *gating.MUTANTS,
     *grouping.MUTANTS,
+    *dropout.MUTANTS,
     *jax.MUTANTS,
 )

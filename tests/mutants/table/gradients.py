@@ -314,7 +314,7 @@ MUTANTS = (
         "dx-bias-sums-the-wrong-term",
         "dx_bias is computed as dbias",
         "codegen/signature.py",
-        'sums.append(("dx_bias", "dx"))',
+        'sums.append(("dx_bias", "ddropped" if mode.dropout else "dx"))',
         'sums.append(("dx_bias", "dy"))',
         (f"{_ONE_PASS}::test_rows_in_turn",),
     ),

@@ -168,7 +168,7 @@ MUTANTS = (
         "wrappers-are-let-through",
         "an operand of a wrapper class, a DTensor say, is launched with the address of nothing",
         _FIRST,
-        "    return any(row.kind.is_tensor and sees_operators(given.get(row.name)) for row in family.parameters)\n",
+        "    return any(sees_operators(given.get(row.name)) for row in family.operands)\n",
         "    return False\n",
         (f"{_FOREIGN}::test_each_operand_of_a_forward_function",),
     ),

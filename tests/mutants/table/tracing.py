@@ -133,5 +133,6 @@ MUTANTS = (
         "(intercepted(*operands) and not keeps_for_recomputation())",
         "intercepted(*operands)",
         (f"{_TRANSFORMS}::test_a_mode_around_a_part_of_a_checkpoint",),
+        which=1,
     ),
 )
