@@ -40,6 +40,8 @@ class Task(Enum):
     GROUP_BACKWARD = "group_backward"  # its dx, dweight and dbias
     GATED = "gated"  # y of a norm times an activated gate
     GATED_BACKWARD = "gated_backward"  # its dx, dgate, dweight and, for LayerNorm, dbias
+    MODULATED = "modulated"  # y of a norm scaled and shifted by sample
+    MODULATED_BACKWARD = "modulated_backward"  # its dx, dscale, dshift and, where x is gated, dgate and dresidual
 
     @property
     def adds(self) -> bool:
@@ -54,7 +56,13 @@ class Task(Enum):
     @property
     def differentiates(self) -> bool:
         """Whether gradients come out."""
-        return self in (Task.BACKWARD, Task.GRAD_BOTH, Task.GROUP_BACKWARD, Task.GATED_BACKWARD)
+        return self in (
+            Task.BACKWARD,
+            Task.GRAD_BOTH,
+            Task.GROUP_BACKWARD,
+            Task.GATED_BACKWARD,
+            Task.MODULATED_BACKWARD,
+        )
 
 
 # Tensors of x's size that a task has to read and write, where they are not two.

@@ -12,6 +12,7 @@ import torch
 from .cells import DTYPES, Cell, Norm
 from .gated_cells import GatedCell
 from .group_cells import GroupCell
+from .modulated_cells import ModulatedCell
 
 EPS = {Norm.LAYER: 1e-5, Norm.RMS: 1e-6}
 
@@ -36,6 +37,7 @@ class Inputs:
     mean: torch.Tensor | None
     rstd: torch.Tensor | None
     gate: torch.Tensor | None = None
+    modulation: tuple[torch.Tensor, ...] = ()
 
     @property
     def eps(self) -> float:
@@ -60,6 +62,8 @@ def make_inputs(cell: Cell, device: torch.device, copy: int = 0) -> Inputs:
     """Draw a cell's tensors; the same ones for the same cell and copy."""
     if isinstance(cell, GroupCell):
         return _group_inputs(cell, device, copy)
+    if isinstance(cell, ModulatedCell):
+        return _modulated_inputs(cell, device, copy)
     dtype, shape = DTYPES[cell.dtype], (*cell.leading, cell.n)
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{cell.id} {copy}".encode()))
 
@@ -104,6 +108,29 @@ def _group_inputs(cell: GroupCell, device: torch.device, copy: int) -> Inputs:
     dy = normal(*cell.sizes) if cell.task.differentiates else None
     weight, bias = (normal(1, channels)[0] for _ in range(2))
     return Inputs(cell, normal(*cell.sizes), weight + 1, bias, None, None, dy, None, None)
+
+
+def _modulated_inputs(cell: ModulatedCell, device: torch.device, copy: int) -> Inputs:
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{cell.id} {copy}".encode()))
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, dtype=DTYPES[cell.dtype], device=device, generator=generator)
+
+    shape = (*cell.leading, cell.n)
+    # Scale, shift and gate are chunks of what a linear layer makes of a sample's condition.
+    scale, shift, gate = normal(shape[0], 6 * cell.n).chunk(6, -1)[:3]
+    return Inputs(
+        cell,
+        normal(*shape),
+        weight=torch.ones(cell.n, device=device),
+        bias=None,
+        residual=normal(*shape) if cell.gated else None,
+        smooth_scale=None,
+        dy=normal(*shape) if cell.task.differentiates else None,
+        mean=None,
+        rstd=None,
+        modulation=(scale, shift, gate) if cell.gated else (scale, shift),
+    )
 
 
 def statistics(x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor | None, torch.Tensor]:

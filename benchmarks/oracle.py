@@ -12,11 +12,12 @@ from types import MappingProxyType
 
 import torch
 
-from . import gates, groups
+from . import gates, groups, modulations
 from .cells import Norm, Task
 from .gated_cells import GatedCell
 from .group_cells import GroupCell
 from .inputs import DROPOUT_P, Inputs, chunks
+from .modulated_cells import ModulatedCell
 
 # Of each value, and of the root mean square of the tensor it is in: about two roundings of the type.
 TOLERANCES = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 1e-4}
@@ -37,6 +38,8 @@ def expect(inputs: Inputs) -> dict[str, torch.Tensor]:
         return groups.expect(inputs)
     if isinstance(inputs.cell, GatedCell):
         return gates.expect(inputs)
+    if isinstance(inputs.cell, ModulatedCell):
+        return modulations.expect(inputs)
     return _gradients(inputs) if inputs.dy is not None else _values(inputs)
 
 

@@ -66,6 +66,8 @@ _BACKWARD_GROUPS = ("256 MiB", "M = 4096")
 _QUANT_LENGTHS = (1024, 4096, 16384)
 _CK_TILE_LENGTHS = (80, 128, 256, 512, 1024, 1996, 4080)
 
+_OF_GROUP = "{group}, {m}×{n}"
+
 _TASKS = {
     Task.ADD_QUANT.value: "add + quant",
     Task.GRAD_FORWARD.value: "forward, recorded",
@@ -93,6 +95,9 @@ TABLES = (
     ),
     Table("LayerNorm decode, CUDA graph", "decode", "*/ln_bf16/*", ("*",), "µs", (4096, 8192), (1, 16, 256)),
     Table("RMSNorm of 32 of 48 heads, bf16", "heads", "*/rms_bf16_h*", ("*",), lengths=(128,), label="{task}, {m}×{n}"),
+    Table("Residual add and LayerNorm, with a dropout and without", "dropout", "*/ln_bf16/*", ("*",), label=_OF_GROUP),
+    Table("Gated norms, bf16", "gated", "*", ("*",), label="{kind}, {group}, {m}×{n}"),
+    Table("Modulated LayerNorm, bf16", "modulated", "*/ln_*", ("*",), label=_OF_GROUP),
     Table("GroupNorm and SiLU, bf16", "groupnorm", "group/gn_bf16_silu*", ("*",), label="{shape}, {group}"),
     Table("GroupNorm and SiLU backward, bf16", "groupnorm", "group_backward/*", ("*",), label="{shape}, {group}"),
     Table(

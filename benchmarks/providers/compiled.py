@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 
-from .. import gates, groups
+from .. import gates, groups, modulations
 from ..cells import Norm, Task
 from ..expressions import Transform, torch_builders
 from ..provider import Builder, Provider
@@ -33,7 +34,8 @@ def _compile(mode: str) -> Transform:
 
 def _builders(mode: str) -> dict[tuple[Task, Norm], Builder]:
     transform = _compile(mode)
-    return torch_builders(transform) | groups.torchs(transform) | gates.torchs(transform)
+    made = (groups.torchs(transform), gates.torchs(transform), modulations.torchs(transform))
+    return functools.reduce(operator.or_, made, torch_builders(transform))
 
 
 PROVIDERS = tuple(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .. import gates, groups
+from .. import gates, groups, modulations
 from ..expressions import torch_builders
 from ..provider import Provider
 
@@ -14,6 +14,6 @@ def _eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-_BUILDERS = torch_builders(_eagerly) | groups.torchs(_eagerly) | gates.torchs(_eagerly)
+_BUILDERS = torch_builders(_eagerly) | groups.torchs(_eagerly) | gates.torchs(_eagerly) | modulations.torchs(_eagerly)
 
 PROVIDERS = (Provider("eager", "torch", ("torch",), _BUILDERS, compiles=False),)

@@ -11,12 +11,13 @@ import torch
 import normforge
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 
-from .. import gates
+from .. import gates, modulations
 from ..cells import Norm, Task
 from ..gated_cells import GatedCell
 from ..group_cells import GroupCell
 from ..groups import EPS, Function, builders
 from ..inputs import DROPOUT_P, Inputs
+from ..modulated_cells import ModulatedCell
 from ..provider import Builder, Prepared, Provider, named
 
 
@@ -75,6 +76,15 @@ def _gated(cell: GatedCell, eps: float) -> Function:
     return partial(function, norm_before_gate=not cell.gate_first, group_size=cell.columns or None, eps=eps)
 
 
+def _modulated(cell: ModulatedCell, eps: float) -> modulations.Function:
+    function: Any = normforge.modulated_layer_norm if cell.norm is Norm.LAYER else normforge.modulated_rms_norm
+
+    def run(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, *others: torch.Tensor) -> Any:
+        return function(x, scale, shift, eps=eps, **dict(zip(("gate", "residual"), others, strict=False)))
+
+    return run
+
+
 _BUILDERS: dict[Task, Builder] = {
     Task.FORWARD: _forward,
     Task.ADD: _forward,
@@ -93,6 +103,7 @@ PROVIDERS = (
         ("normforge",),
         {(task, norm): builder for (task, builder), norm in product(_BUILDERS.items(), Norm)}
         | builders(_grouped)
-        | gates.builders(_gated),
+        | gates.builders(_gated)
+        | modulations.builders(_modulated),
     ),
 )

@@ -3,9 +3,37 @@
 from __future__ import annotations
 
 from ..cells import Suite
-from . import backward, ck_tile, decode, dropout, forward, gated, groupnorm, heads, host, quant, steps, tutorial
+from . import (
+    backward,
+    ck_tile,
+    decode,
+    dropout,
+    forward,
+    gated,
+    groupnorm,
+    heads,
+    host,
+    modulated,
+    quant,
+    steps,
+    tutorial,
+)
 
 SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
-    for module in (forward, backward, quant, dropout, decode, heads, gated, groupnorm, ck_tile, tutorial, steps, host)
+    for module in (
+        forward,
+        backward,
+        quant,
+        dropout,
+        decode,
+        heads,
+        gated,
+        modulated,
+        groupnorm,
+        ck_tile,
+        tutorial,
+        steps,
+        host,
+    )
 }

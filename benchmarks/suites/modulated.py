@@ -1,0 +1,26 @@
+"""Modulated norms of transformers for diffusion: 32 samples, before attention and behind a gated branch."""
+
+from __future__ import annotations
+
+from ..cells import Method, Norm, Suite, Task
+from ..modulated_cells import ModulatedCell
+
+# 1152 is DiT-XL's, 3072 Flux's.
+_ROWS, _LENGTHS = 32768, (1152, 3072, 4096)
+
+
+def _cells(task: Task, part: str) -> tuple[ModulatedCell, ...]:
+    return (
+        *(ModulatedCell(task, Norm.LAYER, _ROWS, n, group=part) for n in _LENGTHS),
+        *(ModulatedCell(task, Norm.LAYER, _ROWS, n, group=f"{part}, gated", gated=True) for n in _LENGTHS),
+        ModulatedCell(task, Norm.RMS, _ROWS, 3072, group=part),
+    )
+
+
+SUITE = Suite(
+    "modulated",
+    "Modulated norms",
+    Method.COLD,
+    (*_cells(Task.MODULATED, "forward"), *_cells(Task.MODULATED_BACKWARD, "backward")),
+    sweeps=False,
+)
