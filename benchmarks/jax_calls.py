@@ -150,8 +150,13 @@ def ways(case: Case, device: torch.device) -> dict[str, Call]:
         },
     }
     expected = [tensor.double() for tensor in found["torch"]()]
+    if device.type == "cuda":
+        # JAX has streams of its own.
+        torch.cuda.synchronize()
     for way in ("jax", "xla"):
-        for one, other in zip(map(torch.utils.dlpack.from_dlpack, found[way]()), expected, strict=True):
+        for one, other in zip(
+            map(torch.utils.dlpack.from_dlpack, jax.block_until_ready(found[way]())), expected, strict=True
+        ):
             off = ((one.double() - other).abs().max() / other.abs().max()).item()
             if not off <= _TOLERANCE[case.dtype]:
                 raise UsageError(f"{case} by {way} is {off:.1e} off what torch's call computes; nothing was timed")
