@@ -73,10 +73,14 @@ class Operation:
         """The shape of an operand or a result where x has this one."""
         return tuple({Kind.ROWS: shape, Kind.VECTOR: shape[-1:], Kind.PER_ROW: shape[:-1]}[row.kind])
 
+    @property
+    def rows_at(self) -> int:
+        """Which operand is the first that has rows."""
+        return next(at for at, row in enumerate(self.inputs) if row.kind is Kind.ROWS)
+
     def shape_in(self, operands: Sequence[Any]) -> tuple[int, ...]:
         """The shape of the rows among some operands, or what stands for them."""
-        at = next(at for at, row in enumerate(self.inputs) if row.kind is Kind.ROWS)
-        return tuple(operands[at].shape)
+        return tuple(operands[self.rows_at].shape)
 
     def with_sums_in(self, dtype: str) -> Operation:
         """The same with sums over rows in another type."""

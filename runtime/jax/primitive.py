@@ -34,7 +34,7 @@ def apply(op: Operation, *operands: jax.Array) -> list[jax.Array]:
 
 
 def _abstract(*avals: Any, op: Operation) -> list[Any]:
-    rows = avals[next(at for at, row in enumerate(op.inputs) if row.kind is Kind.ROWS)]
+    rows = avals[op.rows_at]
     made = []
     for row, (_, dtype) in zip(op.outputs, op.results, strict=True):
         shape = op.shape_of(row, rows.shape)
@@ -63,18 +63,10 @@ def _partitioned(op: Operation) -> Any:
     function = custom_partitioning(partial(_on_kernels, op))
     letters = {Kind.ROWS: "... n", Kind.VECTOR: "n", Kind.PER_ROW: "..."}
     rule = " -> ".join(", ".join(letters[row.kind] for row in side) for side in (op.inputs, op.outputs))
-    at = next(at for at, row in enumerate(op.inputs) if row.kind is Kind.ROWS)
 
-    def shardings(
-        mesh: Any, arguments: Sequence[Any]
-    ) -> tuple[Sequence[Any], list[NamedSharding], list[NamedSharding]]:
-        rows = arguments[at]
-        leading = tuple(rows.sharding.spec)[: len(rows.shape) - 1]
-        leading += (None,) * (len(rows.shape) - 1 - len(leading))
-        specs = {Kind.ROWS: (*leading, None), Kind.VECTOR: (None,), Kind.PER_ROW: leading}
-        given, made = (
-            [NamedSharding(mesh, PartitionSpec(*specs[row.kind])) for row in side] for side in (op.inputs, op.outputs)
-        )
+    def shardings(mesh: Any, arguments: Sequence[Any]) -> tuple[Sequence[Any], list[Any], list[Any]]:
+        leading = _leading(arguments[op.rows_at])
+        given, made = ([NamedSharding(mesh, spec) for spec in specs] for specs in _specs(op, leading))
         return leading, given, made
 
     def partition(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
@@ -88,6 +80,20 @@ def _partitioned(op: Operation) -> Any:
         partition=partition, infer_sharding_from_operands=infer, sharding_rule=rule, need_replication_factors=("n",)
     )
     return function
+
+
+def _leading(rows: Any) -> tuple[Any, ...]:
+    """How an array's rows lie, by its leading dimensions."""
+    count = len(rows.shape) - 1
+    spec = tuple(rows.sharding.spec)[:count]
+    return (*spec, *[None] * (count - len(spec)))
+
+
+def _specs(op: Operation, leading: Sequence[Any]) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
+    """How operands and results lie where rows do so."""
+    specs = {Kind.ROWS: (*leading, None), Kind.VECTOR: (None,), Kind.PER_ROW: tuple(leading)}
+    given, made = ([PartitionSpec(*specs[row.kind]) for row in side] for side in (op.inputs, op.outputs))
+    return given, made
 
 
 def _axes(leading: Sequence[Any]) -> tuple[str, ...]:
@@ -165,7 +171,28 @@ def _lowered_to_formula(context: Any, *operands: Any, op: Operation) -> Any:
 
 
 def _lowered_by_shards(context: Any, *operands: Any, op: Operation) -> Any:
-    return mlir.lower_fun(_partitioned(op), multiple_results=True)(context, *operands)
+    mesh = context.avals_in[op.rows_at].sharding.mesh
+    shards = _partitioned(op)
+    if not mesh.empty and mesh.are_all_axes_explicit:
+        shards = partial(_of_explicit_shards, op, mesh, context.avals_in, context.avals_out)
+    return mlir.lower_fun(shards, multiple_results=True)(context, *operands)
+
+
+def _of_explicit_shards(
+    op: Operation, mesh: Any, avals_in: Sequence[Any], avals_out: Sequence[Any], *operands: jax.Array
+) -> list[jax.Array]:
+    """The same where types say how arrays lie: a partitioner would give what it makes for a shard the whole's types."""
+    leading = _leading(avals_in[op.rows_at])
+    given, made = _specs(op, leading)
+    with jax.sharding.use_abstract_mesh(mesh):
+        mapped = jax.shard_map(
+            partial(_of_shard, op, _axes(leading)), mesh=mesh, in_specs=tuple(given), out_specs=made, check_vma=False
+        )
+        lying = [jax.sharding.reshard(operand, spec) for operand, spec in zip(operands, given, strict=True)]
+        return [
+            jax.sharding.reshard(result, aval.sharding.spec)
+            for result, aval in zip(mapped(*lying), avals_out, strict=True)
+        ]
 
 
 def _register() -> None:

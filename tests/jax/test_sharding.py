@@ -92,12 +92,18 @@ def test_in_an_explicit_mesh_types_say_where_results_lie() -> None:
     x, weight, bias = operands()
     explicit = mesh("Explicit")
     lying = jax.device_put(x, jax.sharding.NamedSharding(explicit, P("a", "b")))
+    cut = jax.device_put(x, jax.sharding.NamedSharding(explicit, P("a", None, "b")))
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
     with jax.set_mesh(explicit):
         made = jax.jit(lambda *o: norms.quantised_layer_norm(*o))(lying, weight, bias)
-        found = jax.jit(jax.grad(loss, (0, 1, 2)))(lying, weight, bias)
+        found, gathered = gradient(lying, weight, bias), gradient(cut, weight, bias)
+        assert set(communicated(gradient.lower(lying, weight, bias).compile())) == {"all-reduce"}
     assert made.y.sharding.spec == P("a", "b", None)
     assert made.y_scale.sharding.spec == P("a", "b")
-    close(found, jax.grad(loss, (0, 1, 2))(x, weight, bias))
+    assert gathered[0].sharding.spec == P("a", None, "b")
+    expected = jax.grad(loss, (0, 1, 2))(x, weight, bias)
+    close(found, expected)
+    close(gathered, expected)
 
 
 @pytest.mark.parametrize("checked", [True, pytest.param(False, marks=THOROUGH)])
