@@ -168,6 +168,14 @@ def test_what_a_mask_hides_is_said(name: str) -> None:
     assert [load for load in masked if "other=" not in load] == []
 
 
+def test_no_device_function_has_two_homes() -> None:
+    """A module that calls it would import both, of which a folder need not have the second."""
+    homes = [
+        set(re.findall(r"^def (\w+)", TEXTS[f"{name}.py"], re.MULTILINE)) for name in ("primitives", "group_primitives")
+    ]
+    assert homes[0] & homes[1] == set()
+
+
 @THOROUGH
 def test_every_macro_is_in_a_golden_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each macro, its body replaced by a mark, changes one of the texts."""
