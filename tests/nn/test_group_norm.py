@@ -29,7 +29,7 @@ SHAPES = {
     "a channel a group": ((2, 6, 8, 8), 6),
     "one element a group": ((2, 4, 1, 1), 4),
     "tiles of several blocks of channels": ((1, 40, 8, 8), 2),
-    "several programs a group": ((1, 16, 23, 24), 1),
+    "several programs a group": ((2, 16, 17, 24), 1),
     "wide groups of one position": ((2, 5000), 1),
 }
 
