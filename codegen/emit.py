@@ -16,7 +16,8 @@ from pathlib import Path
 import jinja2
 
 from .errors import IllegalCombinationError, NormforgeError, TemplateError
-from .groups import AnyMode, GroupMode, group_params, group_summary, mode_named
+from .group_signature import group_params, group_summary
+from .groups import AnyMode, GroupMode, mode_named
 from .instance import ANY, Instance, Tile
 from .model import Part, Pipeline
 from .signature import column_sums, params, summary
