@@ -70,10 +70,10 @@ def _that_computes(node: Node) -> Operator | None:
     if not has_one_user([dx, *chain]) or dx.target is not operator.getitem:
         return None
     norm = read(dx.args[0])
-    # dx_bias would be the sum of what is added to dx, too.
-    if norm is None or not norm.is_backward or norm.call.mode.x_bias or norm.results.get("dx") is not dx:
+    if norm is None or not norm.is_backward or norm.results.get("dx") is not dx:
         return None
-    return norm
+    # dx_bias would be the sum of what is added to dx, too, and ddropped would have it.
+    return None if norm.call.mode.x_bias or norm.call.mode.dropout else norm
 
 
 def _first_of(last: Operator) -> Operator | None:

@@ -341,6 +341,13 @@ NOT_GRADIENTS: dict[str, tuple[Function, list[torch.Tensor]]] = {
         lambda p, dy, x, g: ((d := backward(p, dy, x, x_bias=p.bias, wants=("dx", "dx_bias"))).dx + g, d.dx_bias),
         [rows(), rows(), rows()],
     ),
+    "dx of which some is dropped": (
+        lambda p, dy, x, g, rng: (
+            (d := backward(p, dy, x, dropout_p=0.5, dropout_rng=rng, wants=("dx", "ddropped"))).dx + g,
+            d.ddropped,
+        ),
+        [rows(), rows(), rows(), torch.tensor([5, 6])],
+    ),
     "doubles": (lambda p, dy, x, g: dx(p, dy, x) + g, [rows(), rows(), rows(dtype=torch.float64)]),
     "integers": (lambda p, dy, x, g: dx(p, dy, x) + g, [rows(), rows(), torch.ones(M, N, dtype=torch.int32)]),
     "a transposed gradient": (lambda p, dy, x, g: dx(p, dy, x) + g, [rows(), rows(), rows(N, M).t()]),
