@@ -53,7 +53,8 @@ def described(dropout_p: Any, dropout_rng: Any, x: Any) -> tuple[float, torch.Te
 def drawn(x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
     """A seed and an offset from a generator of x's device, torch's default one if None."""
     refuse_sharded(x)
-    return torch.randint(0, _LARGEST_I64, (2,), dtype=torch.int64, device=x.device, generator=generator)
+    told: dict[str, Any] = {} if generator is None else {"generator": generator}
+    return torch.randint(0, _LARGEST_I64, (2,), dtype=torch.int64, device=x.device, **told)
 
 
 def _state(given: Any, x: Any, *, draws: bool) -> Any:

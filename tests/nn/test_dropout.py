@@ -260,6 +260,24 @@ def test_compiled_calls_draw_anew(norm: str) -> None:
 
 
 @THOROUGH
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])
+def test_two_dropouts_of_one_graph_differ(backend: str) -> None:
+    """As do their gradients, each of its own mask."""
+    given = {name: tensor for name, tensor in leaves("rms", 4).items() if name != "x_bias"}
+
+    def run(**operands: torch.Tensor) -> Any:
+        both = [ADD["rms"](**operands, dropout_p=0.5, return_mask=True) for _ in range(2)]
+        return [part for three in both for part in three]
+
+    y, total, mask, other_y, other_total, other_mask = torch.compile(run, fullgraph=True, backend=backend)(**given)
+    assert not torch.equal(mask, other_mask)
+    for out, summed, kept in ((y, total, mask), (other_y, other_total, other_mask)):
+        loss = (out * torch.arange(4.0 * N).view(4, N)).sum() + summed.sum()
+        (dx,) = torch.autograd.grad(loss, given["x"], retain_graph=True)
+        assert torch.equal(dx != 0, kept)
+
+
+@THOROUGH
 @each_add
 def test_inductor_draws_anew(norm: str) -> None:
     given = {name: tensor.detach() for name, tensor in leaves(norm, 4).items()}

@@ -97,8 +97,8 @@ MUTANTS = (
         "the-default-generator-draws",
         "a generator that was passed is left alone",
         "runtime/calls/randomness.py",
-        "device=x.device, generator=generator)",
-        "device=x.device)",
+        '{} if generator is None else {"generator": generator}',
+        "{}",
         (_DRAWN,),
     ),
     Mutant(
