@@ -70,7 +70,8 @@ def compile_keys(
     The defaults are the common deployment: weight and bias in x's dtype, rows that adjoin, tensors that start at
     multiples of 16 bytes, as torch allocates them. Where there are several values, there is a key for each combination.
     x_bias, dx and dresidual_out have x's dtype, and so have scale, shift and gate of modulated norms, which are one for
-    each sample of several rows, or for each row where row_strides names them. Nothing is compiled; an instance that the
+    each sample of several rows, or for each row where row_strides names them; of grouped norms rows are the groups of a
+    token, and N is their length. Nothing is compiled; an instance that the
     table lacks is generated, as by a call.
 
     Args:

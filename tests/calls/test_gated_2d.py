@@ -108,7 +108,7 @@ def test_known_calls_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     normforge.gated_rmsnorm2d_fwd(given["x"][:2], given["gate"][:2], given["weight"], fquant=2)
 
 
-@each_norm
+@pytest.mark.parametrize("norm", [pytest.param("layer", marks=pytest.mark.thorough), "rms"])
 def test_a_compiled_call_is_the_eager_one(norm: str) -> None:
     given = operands(norm)
 
