@@ -307,15 +307,19 @@ def test_each_replay_of_a_graph_draws_anew(norm: str) -> None:
         (dx,) = torch.autograd.grad(total.sum(), one)
         return total.detach(), dx
 
+    def by_numbers() -> Any:
+        return ADD[norm](one.detach(), zero.detach(), dropout_p=P, dropout_rng=STATE)[1]
+
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's is untyped
     with torch.cuda.stream(stream):
         run()
+        by_numbers()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         total, dx = run()
         # Numbers are filled in on the device.
-        told = ADD[norm](one.detach(), zero.detach(), dropout_p=P, dropout_rng=STATE)[1]
+        told = by_numbers()
     seen = []
     for _ in range(3):
         graph.replay()
