@@ -14,7 +14,7 @@ from . import gated_backward, gated_instead
 from .argument_checks import check_flag, check_tensor
 from .neighbours import Operands, Options, neighbour_of
 from .straight import GatedOperands, find_gated
-from .traced import dispatch_modes, is_dynamo_compiling
+from .traced import dispatch_modes, is_dynamo_compiling, unrecorded
 
 
 def _kept(operands: Operands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -79,24 +79,20 @@ def in_groups(operands: GatedOperands, group_size: object) -> GatedOperands:
     Raises:
         ShapeError: they are not G * group_size long.
     """
-    x, gate, weight, bias = operands
+    x, *others = operands
     check_tensor("x", x)
-    n = x.shape[-1] if x.dim() else 0
-    if not isinstance(group_size, int) or not divides(group_size, n):
-        raise ShapeError(f"group_size={group_size!r} and x has shape {tuple(x.shape)}; it takes a divisor of N, {n}")
-    found: list[Any] = [x.view(*x.shape[:-1], n // group_size, group_size)]
-    for name, tensor, shape in (
-        ("gate", gate, x.shape),
-        ("weight", weight, x.shape[-1:]),
-        ("bias", bias, x.shape[-1:]),
-    ):
-        if tensor is None and name != "gate":
-            found.append(None)
-            continue
-        tensor = check_tensor(name, tensor)
-        if tensor.shape != shape:
-            raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; it takes {tuple(shape)}")
-        found.append(tensor.view(*shape[:-1], n // group_size, group_size))
-    rows: Any = tuple(found)
-    grouped: GatedOperands = rows
+    with unrecorded():
+        n = x.shape[-1] if x.dim() else 0
+        if not isinstance(group_size, int) or not divides(group_size, n):
+            raise ShapeError(
+                f"group_size={group_size!r} and x has shape {tuple(x.shape)}; it takes a divisor of N, {n}"
+            )
+        for name, tensor, shape in zip(CALLS.inputs[1:], others, (x.shape, x.shape[-1:], x.shape[-1:]), strict=True):
+            has = tuple(check_tensor(name, tensor).shape) if tensor is not None or name == "gate" else tuple(shape)
+            if has != tuple(shape):
+                raise ShapeError(f"{name} has shape {has}; it takes {tuple(shape)}")
+    found: Any = [
+        None if each is None else each.view(*each.shape[:-1], n // group_size, group_size) for each in operands
+    ]
+    grouped: GatedOperands = tuple(found)
     return grouped

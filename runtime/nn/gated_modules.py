@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from ..calls import gated
 from ..codegen.model import GateActivation
-from ..errors import ShapeError
+from ..errors import ShapeError, TransformError
 from ..mode_words import word
 from .gating import gated_layer_norm, gated_rms_norm
+from .modules import unscriptable
 
 
 class _GatedNorm(torch.nn.Module):
@@ -37,6 +38,10 @@ class _GatedNorm(torch.nn.Module):
     def reset_parameters(self) -> None:
         """Weight to ones."""
         torch.nn.init.ones_(self.weight)
+
+    # torch.jit asks a module for this before it compiles it.
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise TransformError(unscriptable(type(self).__name__))
 
     def extra_repr(self) -> str:
         """The size, epsilon, and the options that are not the default."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 import normforge
 from normforge.calls import gated_backward, neighbours
-from normforge.errors import ConflictError, DTypeError, ShapeError
+from normforge.errors import ConflictError, DTypeError, ShapeError, TransformError
 
 from .oracle import backward, close, coarser, each_device, each_float, each_norm
 
@@ -407,3 +408,17 @@ def test_a_module_of_what_does_not_fit_is_refused() -> None:
         normforge.GatedLayerNorm(24, activation="gelu")
     with pytest.raises(ConflictError, match="norm_before_gate=2"):
         normforge.GatedRMSNorm(24, norm_before_gate=2)  # type: ignore[arg-type]  # what is refused
+
+
+def test_what_torch_jit_makes_of_modules() -> None:
+    """A trace is of torch's operators, for any number of rows and without a warning; a script there is none."""
+    module = normforge.GatedRMSNorm(24, group_size=8)
+    x, gate = torch.randn(3, 48).chunk(2, -1)
+    jit: Any = torch.jit
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", jit.TracerWarning)
+        traced = jit.trace(module, (x, gate))
+    more = torch.randn(5, 24), torch.randn(5, 24)
+    torch.testing.assert_close(traced(*more), module(*more), rtol=1e-5, atol=1e-5)
+    with pytest.raises(TransformError, match=r"cannot compile normforge\.GatedRMSNorm"):
+        jit.script(module)
