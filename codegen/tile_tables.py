@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class TileTable:
 
     def find(self, kind: TileClass, bucket: Bucket) -> Tiles | None:
         """The tiles of the range that holds a bucket's longest row, a norm's own before those of both; or None."""
-        for measured, tiles in (*self.rows.get(kind, ()), *self.rows.get(kind.shared, ())):
+        for measured, tiles in chain.from_iterable(self.rows.get(alike, ()) for alike in kind.alike):
             if measured.last is None if bucket.last is None else bucket.last in measured:
                 return tiles
         return None
@@ -297,6 +297,8 @@ def _round_bytes(kind: TileClass, bucket: Bucket, tile: Tile) -> int:
 def _why_not_spread(kind: TileClass, tile: Tile) -> str | None:
     if kind.load is Load.GATE:
         return "pipeline spread is for norms without a gate; take two_pass"
+    if kind.load is Load.DROP:
+        return "pipeline spread is for norms without a dropout; take two_pass"
     if kind.direction is Direction.BACKWARD:
         fits = tile.rows in (2, 4) and not tile.held
         return None if fits else "pipeline spread, backward, takes rows: 2 or 4 and no held"

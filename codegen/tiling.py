@@ -30,13 +30,15 @@ class Load(Enum):
     """What a kernel has to move and hold, as far as its tile depends on it; the value stands in names of classes.
 
     PLAIN is x and y alone, ADD more than that; backward, ADD is the gradient of a stored sum besides dy and x. GATE is
-    a gate of x's shape, whose activation takes registers and time.
+    a gate of x's shape, whose activation takes registers and time. DROP is ADD with a dropout, whose mask takes time
+    wherever x is read; where a table has no tiles for it, it takes ADD's.
     """
 
     PLAIN = ""
     ADD = "_add"
     QUANT = "_quant"
     GATE = "_gate"
+    DROP = "_drop"
 
 
 @dataclass(frozen=True)
@@ -74,15 +76,22 @@ class TileClass:
         """The class of both norms."""
         return replace(self, rms=False)
 
+    @property
+    def alike(self) -> tuple[TileClass, ...]:
+        """The classes whose tiles serve it, its own first."""
+        own = (self, self.shared)
+        return (*own, *replace(self, load=Load.ADD).alike) if self.load is Load.DROP else own
+
 
 _LEAST_ITEMSIZE = 2
 
 # What the names of GroupNorm's classes begin with, of positions innermost and of channels.
 GROUP_LAYOUTS = ("group_", "group_last_")
 
+_BACKWARD_LOADS = (Load.PLAIN, Load.ADD, Load.GATE, Load.DROP)
 CLASSES = tuple(
     TileClass(direction, itemsize, load, rms)
-    for direction, loads in ((Direction.FORWARD, tuple(Load)), (Direction.BACKWARD, (Load.PLAIN, Load.ADD, Load.GATE)))
+    for direction, loads in ((Direction.FORWARD, tuple(Load)), (Direction.BACKWARD, _BACKWARD_LOADS))
     for itemsize, load, rms in product((_LEAST_ITEMSIZE, 4), loads, (False, True))
 )
 GROUP_CLASSES = tuple(
@@ -105,6 +114,8 @@ def class_of(mode: AnyMode) -> TileClass:
         load = Load.QUANT
     elif mode.gating.gates:
         load = Load.GATE
+    elif mode.dropout:
+        load = Load.DROP
     elif mode.fadd.stores if mode.is_backward else not mode.streams:
         load = Load.ADD
     return TileClass(mode.direction, max(mode.dtype_in.itemsize, _LEAST_ITEMSIZE), load, mode.norm is Norm.RMS)

@@ -63,7 +63,7 @@ class Problem:
         heads: how many rows lie side by side in each token, for m rows; 1 is rows on one stride.
         samples: how many there are of m rows, where they are modulated by sample: 0 becomes 1 there.
         group: columns that are normalised together, each such group of a row by itself; 0 is all.
-        dropout_p: how likely elements of x are dropped, where the mode drops any.
+        dropout_p: how likely elements of x are dropped, where the mode drops any: 0 becomes 0.1 there.
     """
 
     m: int
@@ -83,6 +83,8 @@ class Problem:
             object.__setattr__(self, "eps", DEFAULT_EPS[self.mode.norm])
         if self.mode.modulated and not self.samples:
             object.__setattr__(self, "samples", 1)
+        if self.mode.dropout and not self.dropout_p:
+            object.__setattr__(self, "dropout_p", 0.1)
 
     @property
     def row_strides(self) -> Strides:

@@ -43,6 +43,7 @@ _LOADS: dict[Load, dict[str, Any]] = {
         "dtype_out": DType.INT8,
     },
     Load.GATE: {"gating": Gating.AFTER_NORM},
+    Load.DROP: {"fadd": FusedAdd.PRE_ADD_STORE, "dropout": True},
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,9 @@ from normforge.codegen import emit, tile_tables
 from normforge.codegen.errors import TileTableError
 from normforge.codegen.instance import ANY, Bucket, Tile, Tiles
 from normforge.codegen.manifest import load
-from normforge.codegen.model import Direction, DType, Mode, Norm, Pipeline
+from normforge.codegen.model import Direction, DType, FusedAdd, Mode, Norm, Pipeline
 from normforge.codegen.tile_tables import TileTable, merge, read_table, tiles_of, why_not, write_table
-from normforge.codegen.tiling import CLASSES, TileClass, class_of, generic_tiles, standard_ladder
+from normforge.codegen.tiling import CLASSES, Load, TileClass, class_of, generic_tiles, standard_ladder
 
 from ..thorough import THOROUGH
 
@@ -269,6 +270,10 @@ WRONG = {
         one("{pipeline: spread, rows: 2, block: 512, warps: 4}", kind="bwd_16bit_gate"),
         "3: bwd_16bit_gate: pipeline spread is for norms without a gate; take two_pass",
     ),
+    "spread_dropped": (
+        one("{pipeline: spread, rows: 2, block: 512, warps: 4}", kind="bwd_16bit_drop"),
+        "3: bwd_16bit_drop: pipeline spread is for norms without a dropout; take two_pass",
+    ),
     "stages_gated": (
         one("{pipeline: one_pass, rows: 1, block: 512, warps: 4, stages: 3}", kind="bwd_16bit_gate"),
         "3: bwd_16bit_gate: stages is 3, and kernels with a gate have 1; leave stages out",
@@ -393,3 +398,19 @@ def test_merging_keeps_what_was_not_measured_again() -> None:
     merged = merge(merge(old, table(PLAIN, 2, Bucket("", 15, 25))), table(BACKWARD, 4, Bucket("", 1, 10)))
     assert [(str(bucket), pair.large.warps) for bucket, pair in merged.rows[PLAIN]] == [("1..10", 1), ("15..25", 2)]
     assert [(str(bucket), pair.large.warps) for bucket, pair in merged.rows[BACKWARD]] == [("1..10", 4)]
+
+
+def test_with_a_dropout_the_adds_tiles_serve_where_none_were_measured() -> None:
+    """A norm's own before those of both, and none that spread rows."""
+    add, bucket, spread = Load.ADD, Bucket("n12288", 8193, 12288), Tile(Pipeline.SPREAD, 2, 1024, 4)
+    few = Tile(Pipeline.TWO_PASS, 2, 1024, 8)
+    table = {TileClass(Direction.BACKWARD, 2, add): ((bucket, Tiles(spread, few)),)}
+    mode = Mode(Norm.RMS, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE, direction=Direction.BACKWARD)
+    generic = generic_tiles(class_of(mode), bucket)
+    for tables in (table, table | {TileClass(Direction.BACKWARD, 2, Load.DROP, rms=True): ((bucket, generic),)}):
+        found = [
+            dict(tiles_of(each, bucket, {"sm_90": TileTable(tables)}))["sm_90"]
+            for each in (mode, replace(mode, dropout=True))
+        ]
+        assert found[0] == Tiles(spread, few)
+        assert found[1] == (Tiles(generic.large, few) if tables is table else generic)
