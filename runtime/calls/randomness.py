@@ -7,9 +7,11 @@ GPU.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from ..codegen.parameters import FORWARD
 from ..errors import ConflictError, DeviceError, DTypeError, LayoutError, ShapeError
@@ -54,7 +56,8 @@ def drawn(x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Te
     """A seed and an offset from a generator of x's device, torch's default one if None."""
     refuse_sharded(x)
     told: dict[str, Any] = {} if generator is None else {"generator": generator}
-    return torch.randint(0, _LARGEST_I64, (2,), dtype=torch.int64, device=x.device, **told)
+    with _beside(x):
+        return torch.randint(0, _LARGEST_I64, (2,), dtype=torch.int64, device=x.device, **told)
 
 
 def _state(given: Any, x: Any, *, draws: bool) -> Any:
@@ -79,10 +82,17 @@ def _state(given: Any, x: Any, *, draws: bool) -> Any:
         if not -(2**63) <= number < 2**64:
             raise ConflictError(f"dropout_rng has {name} {number}; it takes 64 bits")
     # Filled on the device: a copy from the host would be waited for, and cannot be captured in a CUDA graph.
-    state = torch.empty(2, dtype=torch.int64, device=x.device)
+    with _beside(x):
+        state = torch.empty(2, dtype=torch.int64, device=x.device)
     for place, number in enumerate(given):
         state[place].fill_(number - 2**64 if number > _LARGEST_I64 else number)
     return state
+
+
+def _beside(x: torch.Tensor) -> AbstractContextManager[object]:
+    """What has tensors made as x is: a fake tensor takes fake ones alone, outside of its mode too."""
+    mode = None if is_dynamo_compiling() else getattr(x, "fake_mode", None)
+    return nullcontext() if mode is None else mode
 
 
 def check_random(name: str, state: Any, x: torch.Tensor) -> None:

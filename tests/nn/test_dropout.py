@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import normforge
@@ -330,6 +332,35 @@ def test_each_replay_of_a_graph_draws_anew(norm: str) -> None:
     assert not torch.equal(seen[1], seen[2])
     # Eagerly the generator goes on from there.
     assert not torch.equal(run()[0], seen[2])
+
+
+@each_add
+def test_fake_tensors_and_recorded_programs(norm: str) -> None:
+    given = {name: tensor.detach() for name, tensor in leaves(norm, 4).items()}
+    mode = FakeTensorMode()
+    fake = {name: mode.from_tensor(tensor) for name, tensor in given.items()}
+    for rng in (None, STATE):
+        y, total = ADD[norm](**fake, dropout_p=P, dropout_rng=rng)
+        assert (type(y), y.shape, total.dtype) == (FakeTensor, given["x"].shape, torch.float32)
+
+    def told(x: torch.Tensor, residual: torch.Tensor) -> Any:
+        return ADD[norm](x, residual, dropout_p=P, dropout_rng=STATE)
+
+    def draws(x: torch.Tensor, residual: torch.Tensor) -> Any:
+        return ADD[norm](x, residual, dropout_p=P)
+
+    rows = given["x"], given["residual"]
+    # Which torch declares no types for.
+    trace: Any = torch.jit.trace
+    for record in (
+        lambda function: trace(function, rows, check_trace=False),
+        lambda function: make_fx(function)(*rows),
+        torch.fx.symbolic_trace,
+    ):
+        again: Any = record(told)
+        assert torch.equal(again(*rows)[1], told(*rows)[1])
+        drawn: Any = record(draws)
+        assert not torch.equal(drawn(*rows)[1], drawn(*rows)[1])
 
 
 @each_add
