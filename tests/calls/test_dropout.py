@@ -27,6 +27,7 @@ from normforge.selection.table import RetiledTable
 from .. import philox
 from ..calling import FORWARD, check, each_norm, same_bits
 from ..nn.oracle import each_device
+from ..thorough import THOROUGH
 
 BACKWARD: dict[str, Callable[..., NormGradients]] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
 REFERENCE: dict[str, Callable[..., reference.ReferenceGradients]] = {
@@ -138,7 +139,7 @@ def test_kernels_count_rows_beyond_32_bits(device: str) -> None:
         assert np.array_equal(out.cpu().numpy() != 0, philox.mask(np.array([row]), 64, 0.5, 123, 456)[0])
 
 
-@pytest.mark.parametrize("p", [1e-4, 0.1, 0.5, 0.9, 1 - 2**-24])
+@pytest.mark.parametrize("p", [0.1, *(pytest.param(p, marks=THOROUGH) for p in (1e-4, 0.5, 0.9, 1 - 2**-24))])
 def test_p_is_how_many_are_dropped(p: float) -> None:
     """Over five thousand rows and columns the number of those dropped is within five standard deviations."""
     mask = dropout_mask((5000, 1000), p, torch.tensor([3, 4]))
@@ -176,7 +177,7 @@ def test_elements_are_dropped_independently() -> None:
     assert max(map(abs, (*lags, *rows, *pairs, *others))) < 5.0
 
 
-@each_norm
+@pytest.mark.parametrize("norm", ["rms", pytest.param("layer", marks=THOROUGH)])
 def test_bits_repeat_whatever_m_and_the_tile_are(norm: str) -> None:
     x = torch.randn(9, 600)
     prefix = {"layer": "ln", "rms": "rms"}[norm]

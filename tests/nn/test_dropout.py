@@ -31,6 +31,8 @@ SIGNED = torch.tensor([3, 4 - 2**63])
 Leaves = dict[str, torch.Tensor]
 ADD: dict[str, Callable[..., Any]] = {"layer": normforge.add_layer_norm, "rms": normforge.add_rms_norm}
 each_add = pytest.mark.parametrize("norm", ADD)
+# Where what is tested is written once for both.
+either_add = pytest.mark.parametrize("norm", ["rms", pytest.param("layer", marks=THOROUGH)])
 
 
 def leaves(norm: str, *leading: int, device: str = "cpu", **dtypes: torch.dtype) -> Leaves:
@@ -132,7 +134,7 @@ def test_gradients_of_gradients(norm: str) -> None:
         torch.testing.assert_close(got, exact, atol=1e-3, rtol=1e-3)
 
 
-@each_add
+@either_add
 def test_several_gradients_at_once(norm: str) -> None:
     given = leaves(norm, 3)
     y, _ = ADD[norm](**given, eps=1e-5, dropout_p=P, dropout_rng=STATE)
@@ -144,7 +146,7 @@ def test_several_gradients_at_once(norm: str) -> None:
 
 
 @each_device
-@each_add
+@either_add
 def test_the_mask_is_what_was_drawn(norm: str, device: str) -> None:
     given = {name: tensor.detach() for name, tensor in leaves(norm, 2, 3, device=device).items()}
     given["residual"] = torch.zeros_like(given["x"])
@@ -158,7 +160,7 @@ def test_the_mask_is_what_was_drawn(norm: str, device: str) -> None:
 
 
 @each_device
-@each_add
+@either_add
 def test_checkpoint_drops_the_same_again(norm: str, device: str) -> None:
     given = leaves(norm, 4, device=device)
 
@@ -205,7 +207,7 @@ def test_where_no_kernel_runs_the_bits_are_the_same(norm: str, monkeypatch: pyte
     torch.testing.assert_close(y, ADD[norm](**given, dropout_p=P, dropout_rng=STATE)[0])
 
 
-@each_add
+@either_add
 def test_transforms_of_torch_func(norm: str) -> None:
     given = {name: tensor.detach() for name, tensor in leaves(norm, 4).items()}
     others = {name: tensor for name, tensor in given.items() if name != "x"}
@@ -334,6 +336,7 @@ def test_each_replay_of_a_graph_draws_anew(norm: str) -> None:
     assert not torch.equal(run()[0], seen[2])
 
 
+@THOROUGH
 @each_add
 def test_fake_tensors_and_recorded_programs(norm: str) -> None:
     given = {name: tensor.detach() for name, tensor in leaves(norm, 4).items()}
@@ -363,7 +366,7 @@ def test_fake_tensors_and_recorded_programs(norm: str) -> None:
         assert not torch.equal(drawn(*rows)[1], drawn(*rows)[1])
 
 
-@each_add
+@either_add
 def test_modules_drop_while_they_train(norm: str) -> None:
     kind: Any = {"layer": normforge.AddLayerNorm, "rms": normforge.AddRMSNorm}[norm]
     module = kind(N, dropout_p=P)
@@ -384,7 +387,7 @@ def test_modules_drop_while_they_train(norm: str) -> None:
             kind(N, dropout_p=p)
 
 
-@each_add
+@either_add
 def test_calls_that_are_known_are_like_first_ones(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = leaves(norm, 2, 4)
     first = ADD[norm](**given, dropout_p=P, dropout_rng=STATE)
