@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import pytest
@@ -46,6 +48,12 @@ def kind_of(mode: GroupMode) -> Kind:
     return Kind(mode, CHANNELS, GROUPS, POSITIONS, tuple([of.get(name) for name in names]), frozenset())
 
 
+def _tiles_that_change_threads(text: str) -> list[str]:
+    """Tiles that go through shared memory to other threads: the statistics did, spread over a tile by all of them."""
+    moved = re.findall(r"convert_layout .* : tensor<((?:\d+x)+)", text)
+    return [shape for shape in moved if math.prod(map(int, shape.split("x")[:-1])) >= 1024]
+
+
 @pytest.mark.parametrize(
     "case",
     first_of_each(
@@ -67,6 +75,7 @@ def test_kernels_compile(case: tuple[GroupMode, Pipeline, str]) -> None:
         assert ready.tile.pipeline is pipeline
         for launcher in ready.launchers:
             compiled = compile_for(launcher.key, launcher.kernel, target)
+            assert not _tiles_that_change_threads(compiled.asm["ttgir"])
             if target.is_nvidia:
                 assert ".local " not in compiled.asm["ptx"]
                 assert "ld.global.v4" in compiled.asm["ptx"] or "cp.async" in compiled.asm["ptx"]
