@@ -14,6 +14,7 @@ from normforge.calls import plan
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Pipeline
+from normforge.kernels import assembly
 from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
 
@@ -91,7 +92,7 @@ def test_forward_into_others(launched: Launched) -> None:
 def test_programs_that_wait_for_one_another_have_memory_to_do_it_by(
     launched: Launched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "choose", lambda *_: Tile(Pipeline.SPREAD, 1, 1024, 4, held=2))
+    monkeypatch.setattr(assembly, "choose", lambda *_: Tile(Pipeline.SPREAD, 1, 1024, 4, held=2))
     operands = forward_operands(70000, "x", "weight")
     for _ in ("first", "known"):
         launched.clear()
@@ -169,7 +170,7 @@ def test_backward(n: int, wants: tuple[str, ...], launched: Launched) -> None:
 
 
 def test_backward_programs_that_wait_for_one_another(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "choose", lambda *_: Tile(Pipeline.SPREAD, 2, 1024, 4))
+    monkeypatch.setattr(assembly, "choose", lambda *_: Tile(Pipeline.SPREAD, 2, 1024, 4))
     given = forward_operands(2048, "x") | {"dy": torch.randn(M, 2048).bfloat16(), "rstd": torch.ones(M)}
     for _ in ("first", "known"):
         launched.clear()
@@ -178,3 +179,32 @@ def test_backward_programs_that_wait_for_one_another(launched: Launched, monkeyp
         own = addresses(given | {"dx": dx})
         assert values == own | {"exchange_ptr": values["exchange_ptr"], "M": M, "weight_offset": 0.0}
         assert values["exchange_ptr"] not in {0, *own.values()}
+
+
+@each_length
+def test_dropout(n: int, launched: Launched) -> None:
+    """What it is given is behind all else, forward and backward; calls without have none of it."""
+    operands = forward_operands(n, "x", "weight", "bias", "residual", "x_bias")
+    drops: dict[str, Any] = {"dropout_p": 0.25, "dropout_rng": torch.tensor([1, 2, 3])[1:]}
+    random = {"dropout_rng_ptr": drops["dropout_rng"].data_ptr(), "dropout_p": 0.25}
+    for _ in ("first", "known"):
+        launched.clear()
+        outputs = normforge.layernorm2d_fwd(**operands, **drops, eps=0.5, fadd="pre_add_store", save_mv=True)
+        ((_, values),) = launched
+        numbers = {"M": M, "eps": 0.5, "weight_offset": 0.0}
+        assert values == addresses(operands) | addresses(outputs._asdict()) | numbers | random
+    assert outputs.mean is not None
+    given = {"dy": operands["residual"], "x": operands["x"], "weight": operands["weight"], "mean": outputs.mean}
+    given |= {"rstd": outputs.rstd, "dresidual_out": operands["residual"]}
+    for wants in (("ddropped",), ("dx", "ddropped"), ("dx",), ("dweight", "ddropped")):
+        for _ in ("first", "known"):
+            launched.clear()
+            found = layernorm2d_bwd(**given, **drops, wants=wants)
+            assert tuple(name for name, gradient in found._asdict().items() if gradient is not None) == wants
+            for symbol, values in launched:
+                if symbol != "sum_partials":
+                    inner = {slot: values.pop(slot) for slot in ("gh_mean_ptr", "g_mean_ptr") if slot in values}
+                    assert len(inner) == 2 * (n == LENGTHS["two_pass"])
+                    values.pop("dweight_ptr", None)
+                    rows = addresses({"dx": found.dx, "ddropped": found.ddropped})
+                    assert values == addresses(given) | rows | {"M": M, "weight_offset": 0.0} | random
