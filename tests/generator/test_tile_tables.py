@@ -414,3 +414,15 @@ def test_with_a_dropout_the_adds_tiles_serve_where_none_were_measured() -> None:
         ]
         assert found[0] == Tiles(spread, few)
         assert found[1] == (Tiles(generic.large, few) if tables is table else generic)
+
+
+def test_forward_a_dropout_takes_tiles_that_read_rows_once() -> None:
+    bucket, whole = Bucket("n4096", 3073, 4096), Tile(Pipeline.ONE_PASS, 1, 1024, 8)
+    twice = Tile(Pipeline.TWO_PASS, 1, 2048, 16)
+    table = {
+        TileClass(Direction.FORWARD, 2, Load.ADD, rms=True): ((bucket, Tiles(twice, twice)),),
+        TileClass(Direction.FORWARD, 2, Load.QUANT): ((bucket, Tiles(whole, whole)),),
+    }
+    mode = Mode(Norm.RMS, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE)
+    for each, expected in ((mode, twice), (replace(mode, dropout=True), whole)):
+        assert dict(tiles_of(each, bucket, {"sm_90": TileTable(table)}))["sm_90"].large == expected
