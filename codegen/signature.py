@@ -25,11 +25,7 @@ class _Row:
 
 _ALIGNMENT = _Row("ROW_ALIGNMENT: tl.constexpr", "elements; every row stride is a multiple of it")
 _PAIRED = _Row("PAIRED: tl.constexpr", "whether 16-bit values may be read in pairs", lambda m, p: p is Pipeline.SPREAD)
-_PTX = _Row(
-    "PTX: tl.constexpr",
-    "whether the target runs PTX",
-    lambda m, p: p in (Pipeline.SPREAD, Part.WINDOW) or m.gating.gates,
-)
+_PTX = _Row("PTX: tl.constexpr", "whether the target runs PTX", lambda m, p: p in (Pipeline.SPREAD, Part.WINDOW))
 _STAGES = _Row(
     "STAGES: tl.constexpr", "of the loop over rows; more than 1 go by shared memory", lambda m, p: p is Pipeline.SPREAD
 )
@@ -141,7 +137,7 @@ _BACKWARD = (
     _Row(_STAGES.declaration, _STAGES.comment, lambda m, p: p is Pipeline.ONE_PASS),
     _Row("PEERS: tl.constexpr", "programs a row, up to a power of two", lambda m, p: p is Pipeline.SPREAD),
     _Row(_PAIRED.declaration, _PAIRED.comment, lambda m, p: p in (Pipeline.ONE_PASS, Pipeline.SPREAD)),
-    _Row(_PTX.declaration, _PTX.comment, lambda m, p: p is Pipeline.ONE_PASS or m.gating.gates),
+    _Row(_PTX.declaration, _PTX.comment, lambda m, p: p is Pipeline.ONE_PASS),
     _PDL,
 )
 

@@ -40,13 +40,6 @@ WIDEN_FP16 = tl.constexpr(
     "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
 )
 
-# 1 / (1 + 2**(-z * log2(e))), without what exp and a division do for subnormal values, which are 0 beside 1, or of rows
-# that are closed: five instructions instead of fourteen, of 29 that a value of a gated norm took.
-RISE = tl.constexpr(
-    "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000; "
-    "rcp.approx.ftz.f32 $0, e; }"
-)
-
 # Values whose mean is the pivot of a row or a slice that is read once.
 HEAD = tl.constexpr(8)
 
@@ -606,32 +599,28 @@ def with_halves_swapped(bits):
 
 
 @triton.jit
-def sigmoid(z, PTX: tl.constexpr):
+def sigmoid(z):
     """1 / (1 + exp(-z)); a gate so far below 0 that exp overflows is 0."""
-    if PTX:
-        rising = tl.inline_asm_elementwise(RISE, "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        rising = 1.0 / (1.0 + tl.exp(-z))
-    return rising
+    return 1.0 / (1.0 + tl.exp(-z))
 
 
 @triton.jit
-def sigmoid_slope(z, PTX: tl.constexpr):
+def sigmoid_slope(z):
     """The derivative of `sigmoid`."""
-    rising = sigmoid(z, PTX)
+    rising = sigmoid(z)
     return rising * (1.0 - rising)
 
 
 @triton.jit
-def silu(z, PTX: tl.constexpr = False):
+def silu(z):
     """The gate times its sigmoid (Elfwing et al., 2018)."""
-    return z * sigmoid(z, PTX)
+    return z * sigmoid(z)
 
 
 @triton.jit
-def silu_slope(z, PTX: tl.constexpr):
+def silu_slope(z):
     """The derivative of `silu`."""
-    rising = sigmoid(z, PTX)
+    rising = sigmoid(z)
     return rising * (1.0 + z * (1.0 - rising))
 
 
