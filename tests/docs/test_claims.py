@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -181,7 +182,9 @@ def test_the_tables_are_those_of_the_results() -> None:
     assert tables == render([results(name) for name in MEASURED], picture_for(BENCHMARKS, H200))
 
 
-@pytest.mark.parametrize(("what", "name"), [("tutorial", "benchmarks"), ("steps", "from_tutorial")])
+@pytest.mark.parametrize(
+    ("what", "name"), [("tutorial", "benchmarks"), ("steps", "from_tutorial"), ("family", "benchmarks")]
+)
 def test_tables_of_a_folder_of_their_own_are_those_of_its_results(what: str, name: str) -> None:
     """Before it has been measured there is nothing between the markers."""
     folder, page = RESULTS / f"h200-{what}", ROOT / "docs" / f"{name}.md"
@@ -189,6 +192,70 @@ def test_tables_of_a_folder_of_their_own_are_those_of_its_results(what: str, nam
     first, last = markers(what)
     between = page.read_text().partition(first)[2].partition(last)[0].strip()
     assert between == (render(found, picture_for(page, folder)) if found else "")
+
+
+def times_of(suite: str) -> dict[str, dict[str, Row]]:
+    """Of a suite of the family's folder: by cell and provider, those with a time."""
+    found = load(RESULTS / "h200-family", suite)
+    assert found is not None
+    return {cell: {name: row for name, row in found.of(cell).items() if row.ok} for cell in found.cells()}
+
+
+def span(figures: list[float], form: str = ".0f") -> str:
+    return f"{min(figures):{form}} to {max(figures):{form}}"
+
+
+def shares(suite: str, cells: str, but: str = "") -> list[float]:
+    """Percent of a copy's throughput."""
+    found = load(RESULTS / "h200-family", suite)
+    assert found is not None
+    chosen = [of[PROJECT] for cell, of in times_of(suite).items() if fnmatch(cell, cells) and not fnmatch(cell, but)]
+    return [100 * ratio for row in chosen if (ratio := found.ratio_to_copy(row)) is not None]
+
+
+def over_torch(suite: str, cells: str) -> list[float]:
+    """Times eager torch's speed, where that has a time."""
+    found = [of for cell, of in times_of(suite).items() if fnmatch(cell, cells) and "eager" in of]
+    return [of["eager"].us / of[PROJECT].us for of in found]
+
+
+def test_what_stands_around_a_norm_is_as_fast_as_the_results_say() -> None:
+    text = said(BENCHMARKS)
+    forward, backward = (shares("gated", f"{task}/rms*", "*projected*") for task in ("gated", "gated_backward"))
+    assert f"forward at {span(forward)} % of a copy's throughput, backward at {span(backward)} %" in text
+    forward, backward = (shares("gated", f"{task}/ln*") for task in ("gated", "gated_backward"))
+    assert f"gated LayerNorm with N = 128 at {forward[0]:.0f} and {backward[0]:.0f} %" in text
+    assert f"{span(over_torch('gated', '*x128'))} times eager torch at N = 128" in text
+    forward, backward = (shares("modulated", f"{task}/*") for task in ("modulated", "modulated_backward"))
+    assert f"{span(forward)} % forward and {span(backward)} % backward" in text
+    assert f"{span(over_torch('modulated', '*'))} times eager torch" in text
+    assert f"{span(over_torch('groupnorm', '*_last/*'))} times as fast as eager torch with channels_last" in text
+
+
+def test_what_dropout_and_groups_cost_is_what_the_results_say() -> None:
+    text, dropout = said(BENCHMARKS), times_of("dropout")
+    added = {
+        cell: of[PROJECT].us / dropout[cell.replace("drop_add/", "add/")][PROJECT].us
+        for cell, of in dropout.items()
+        if cell.startswith("drop_add/")
+    }
+    whole = [100 * (added[f"drop_add/rms_bf16/{shape}"] - 1) for shape in ("131072x1024", "16384x8192")]
+    assert f"{whole[0]:.0f} and {whole[1]:.0f} % longer than the add and norm alone" in text
+    assert f"up to {max(added.values()):.1f} times as long" in text
+    slow = times_of("groupnorm")["group/gn_bf16_silu/16x320x64x64"]
+    assert f"took {slow[PROJECT].us:.0f} µs, torch {slow['eager'].us:.0f}" in text
+
+
+def test_the_table_of_jax_is_that_of_the_results() -> None:
+    lines = [line for line in (RESULTS / "h200-family/jax.csv").read_text().splitlines() if line[0] != "#"]
+    us: dict[str, dict[str, float]] = {}
+    for row in csv.DictReader(lines):
+        us.setdefault(row["case"], {})[row["way"]] = float(row["us"])
+    page = said(ROOT / "docs" / "jax.md")
+    for case, ways in us.items():
+        figures = " | ".join(f"{ways[way]:.1f}" for way in ("jax", "torch", "xla"))
+        assert f"| {case.replace('x', '×', 1)} | {figures} |" in page
+        assert abs(ways["jax"] / ways["torch"] - 1) < 0.02
 
 
 def test_the_steps_on_the_page_are_those_that_are_timed() -> None:
