@@ -117,10 +117,19 @@ except normforge.errors.MissingInstanceError:
     assert printed(code, NORMFORGE_ON_MISS="error") == "strict"
 
 
-def test_import_takes_under_a_fifth_of_a_second_beyond_torch() -> None:
-    """Of a core's time, at one of five tries: waiting for a core is not import's, and what else runs slows any one."""
-    code = "import time, torch; start = time.process_time(); import normforge; print(time.process_time() - start)"
-    assert any(float(printed(code)) < 0.2 for _ in range(5))
+def test_import_adds_little_to_torchs() -> None:
+    """Of a core's time, at one of five tries: waiting for a core is not import's, and what else runs slows any one.
+
+    Nor is a collection of garbage. It takes another 0.1 s, looks at what torch made, and comes when enough was made.
+    """
+    code = """
+import gc, time, torch
+gc.disable()
+start = time.process_time()
+import normforge
+print(time.process_time() - start)
+"""
+    assert any(float(printed(code)) < 0.15 for _ in range(5))
 
 
 @pytest.mark.parametrize("value", [None, "", "0"])

@@ -131,7 +131,21 @@ def test_of_a_call_that_somebody_follows(norm: str, how: str) -> None:
             forward: Any = getattr(normforge, f"{norm}norm2d_fwd").__name__
             bias = (None,) if norm == "layer" else ()
             offset = () if norm == "layer" else (0.0,)
-            others = (None, "none", None, "none", None, None, None, torch.float32, True, "nearest", "after_weight")
+            others = (
+                None,
+                "none",
+                None,
+                "none",
+                None,
+                None,
+                0.0,
+                None,
+                None,
+                torch.float32,
+                True,
+                "nearest",
+                "after_weight",
+            )
             return getattr(torch.ops.normforge, forward)(leaf, weight, *bias, EPS, *offset, *others)[0]
         torch._dynamo.reset()
         return torch.compile(norm_of, backend="eager", fullgraph=True)(leaf)

@@ -167,7 +167,7 @@ def test_the_forward_functions_refuse_a_tangent(carrier: str, fused: dict[str, A
 
 def test_the_operators_refuse_a_tangent() -> None:
     x, weight = torch.randn(M, N), torch.randn(N)
-    modes = (None, "none", None, "none", None, None, None, torch.float32, False, "nearest", "after_weight")
+    modes = (None, "none", None, "none", None, None, 0.0, None, None, torch.float32, False, "nearest", "after_weight")
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x, x.cos())
         with pytest.raises(errors.GradientError, match=r"^x carries a tangent"):

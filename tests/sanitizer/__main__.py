@@ -190,7 +190,8 @@ def markdown(outcomes: Sequence[Outcome], header: Mapping[str, str]) -> str:
     found = [f"- {outcome.tool}: {line}" for outcome in outcomes for line in outcome.found]
     parts = (
         "# Sanitizer",
-        "Read this to know what NVIDIA's compute-sanitizer says of every kernel. `make sanitize` runs it and writes "
+        "Read this to know what NVIDIA's compute-sanitizer says of every kernel of the committed table, "
+        "which holds none of GroupNorm. `make sanitize` runs it and writes "
         "this file.",
         "Run on " + ", ".join(f"{name} {value}" for name, value in header.items()) + ".",
         _table(outcomes, "github"),

@@ -62,7 +62,10 @@ def run(*argv: str) -> int:
     "kind",
     [
         *[pytest.param(kind, id=kind.name) for kind in CLASSES],
-        *[pytest.param(kind, id=kind.name, marks=[THOROUGH] if kind.itemsize > 2 else []) for kind in GROUP_CLASSES],
+        *[
+            pytest.param(kind, id=kind.name, marks=[THOROUGH] if kind.itemsize > 2 or "last" in kind.name else [])
+            for kind in GROUP_CLASSES
+        ],
     ],
 )
 def test_every_class_is_tuned_with_kernels_that_agree_with_the_reference(
