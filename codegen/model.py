@@ -249,6 +249,11 @@ class Part(Enum):
     MOMENTS = "moments"
     TERMS = "terms"
 
+    @property
+    def is_of_groups(self) -> bool:
+        """Whether it is GroupNorm's, of which the committed table holds nothing."""
+        return self in (Part.MOMENTS, Part.TERMS)
+
 
 INPUT_DTYPES = (DType.FP16, DType.BF16, DType.FP32)
 # What x may be besides in forward kernels, times an x_scale. e4m3fnuz comes out of kernels alone: no format of OCP.
