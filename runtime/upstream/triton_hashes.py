@@ -3,20 +3,23 @@
 Triton's cache on disk knows a kernel by a hash that takes in the constants of the device functions it calls, but only
 of those that were hashed before it: `DependenciesFinder._update_hash` asks a function for its constants first, and for
 its hash, which finds them, afterwards (Triton 3.6 and 3.7). A kernel that warm-up had compiled was then not found by a
-process that asked for kernels in another order.
+process that asked for kernels in another order, nor one whose kernel Triton's own launch had hashed.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from typing import Any
 
 _lock = threading.Lock()
+# By id, because Triton hashes a function by the very hash that is to be settled.
+_settled: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def settle(function: Any) -> None:
-    """Have Triton hash all device functions of a kernel's folder, in the order in which they stand, before the kernel.
+    """Have Triton hash all device functions of a kernel's folder, in the order in which they stand, and then the kernel.
 
     Args:
         function: a `triton.JITFunction` of a generated module.
@@ -24,6 +27,11 @@ def settle(function: Any) -> None:
     package = function.__module__.rpartition(".")[0]
     primitives = vars(sys.modules[f"{package}.primitives"])
     with _lock:
-        for value in primitives.values():
+        for value in (*primitives.values(), function):
             # Whatever is no device function has none.
-            _ = getattr(value, "cache_key", None)
+            if not hasattr(type(value), "cache_key") or _settled.get(id(value)) is value:
+                continue
+            # What Triton may have made of it before it knew all constants.
+            value.hash = None
+            _ = value.cache_key
+            _settled[id(value)] = value
