@@ -34,6 +34,7 @@ class ReferenceOutput(NamedTuple):
         open: with cast "before_weight", how far off z may be where fp32 leaves open which way a row is rounded; else
             None.
         sums: the least and the largest that residual_out may be, where fp32 leaves that open; else None.
+        terms: what the terms that z is the sum of add up to without their signs, where y is quantised; else None.
     """
 
     y: torch.Tensor
@@ -44,12 +45,14 @@ class ReferenceOutput(NamedTuple):
     z: torch.Tensor
     open: torch.Tensor | None = None
     sums: tuple[torch.Tensor, torch.Tensor] | None = None
+    terms: torch.Tensor | None = None
 
 
 class _Normalised(NamedTuple):
     """Rows in the arithmetic dtype, weight and bias applied, with their statistics; see `ReferenceOutput`."""
 
     y: torch.Tensor
+    terms: torch.Tensor
     open: torch.Tensor | None
     mean: torch.Tensor | None
     rstd: torch.Tensor
@@ -101,17 +104,18 @@ def layernorm2d_fwd(
     number of x's first row, of which dropouts make a difference, where x is a part of a call's.
     """
     dropout = None if dropout_rng is None else _Dropout(dropout_p, dropout_rng, first_row)
-    s, residual_out = _sum(_value(x, x_scale), x_bias, dropout, residual, word(FusedAdd, "fadd", fadd), dtype)
+    s, terms, residual_out = _sum(_value(x, x_scale), x_bias, dropout, residual, word(FusedAdd, "fadd", fadd), dtype)
     mean = s.mean(-1, keepdim=True)
     rstd = ((s - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
     y, either = rounded_first((s - mean) * rstd, word(Cast, "cast", cast), out_dtype or x.dtype, x.dtype)
+    terms = (terms + mean.abs()) * rstd
     if weight is not None:
-        y = y * weight.to(dtype)
+        y, terms = y * weight.to(dtype), terms * weight.to(dtype).abs()
         either = either if either is None else either * weight.to(dtype).abs()
     if bias is not None:
-        y = y + bias.to(dtype)
+        y, terms = y + bias.to(dtype), terms + bias.to(dtype).abs()
     asked = _asked(smooth_scale, fquant, out_dtype, scale_dtype, rounding)
-    return _finish(_Normalised(y, either, mean, rstd), asked, x.dtype, residual_out, save_mv)
+    return _finish(_Normalised(y, terms, either, mean, rstd), asked, x.dtype, residual_out, save_mv)
 
 
 def rmsnorm2d_fwd(
@@ -138,14 +142,16 @@ def rmsnorm2d_fwd(
 ) -> ReferenceOutput:
     """Compute what `normforge.rmsnorm2d_fwd` of the same arguments should return; see `layernorm2d_fwd`."""
     dropout = None if dropout_rng is None else _Dropout(dropout_p, dropout_rng, first_row)
-    s, residual_out = _sum(_value(x, x_scale), x_bias, dropout, residual, word(FusedAdd, "fadd", fadd), dtype)
+    s, terms, residual_out = _sum(_value(x, x_scale), x_bias, dropout, residual, word(FusedAdd, "fadd", fadd), dtype)
     rstd = (s.square().mean(-1, keepdim=True) + eps).rsqrt()
     y, either = rounded_first(s * rstd, word(Cast, "cast", cast), out_dtype or x.dtype, x.dtype)
+    terms = terms * rstd
     if weight is not None:
-        y = y * (weight.to(dtype) + weight_offset)
-        either = either if either is None else either * (weight.to(dtype) + weight_offset).abs()
+        factor = weight.to(dtype) + weight_offset
+        y, terms = y * factor, terms * factor.abs()
+        either = either if either is None else either * factor.abs()
     asked = _asked(smooth_scale, fquant, out_dtype, scale_dtype, rounding)
-    return _finish(_Normalised(y, either, None, rstd), asked, x.dtype, residual_out, save_mv)
+    return _finish(_Normalised(y, terms, either, None, rstd), asked, x.dtype, residual_out, save_mv)
 
 
 def _value(x: torch.Tensor, x_scale: torch.Tensor | None) -> torch.Tensor:
@@ -162,13 +168,16 @@ def _sum(
     residual: torch.Tensor | None,
     fadd: FusedAdd,
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The rows that are normalised, what their terms add up to without their signs, and what is stored of them."""
     added = residual if fadd.adds else None
     total = _sum_in(dtype, x, x_bias, dropout, added)
+    unsigned = [None if term is None else term.abs() for term in (x_bias, added)]
+    terms = _sum_in(dtype, x.abs(), unsigned[0], dropout, unsigned[1])
     if not fadd.stores or residual is None:
-        return total, None
+        return total, terms, None
     # The stored sum is defined in fp32, whatever the arithmetic here: it must match to the bit.
-    return total, _sum_in(torch.float32, x, x_bias, dropout, added).to(residual.dtype)
+    return total, terms, _sum_in(torch.float32, x, x_bias, dropout, added).to(residual.dtype)
 
 
 def _sum_in(
@@ -201,21 +210,23 @@ def _asked(
 def _finish(
     rows: _Normalised, asked: _Asked, x_dtype: torch.dtype, residual_out: torch.Tensor | None, save_mv: bool
 ) -> ReferenceOutput:
-    y, either, mean, rstd = rows
+    y, terms, either, mean, rstd = rows
     smooth_scale, fquant, out_dtype, scale_dtype, rounding = asked
     saved_mean = mean.squeeze(-1).float() if save_mv and mean is not None else None
     saved_rstd = rstd.squeeze(-1).float() if save_mv else None
     if not fquant.quantises:
         return ReferenceOutput(y.to(out_dtype or x_dtype), residual_out, None, saved_mean, saved_rstd, y, either)
-    z = y * smooth_scale.to(y.dtype) if smooth_scale is not None else y
-    if either is not None and smooth_scale is not None:
-        either = either * smooth_scale.to(y.dtype).abs()
+    z = y
+    if smooth_scale is not None:
+        factor = smooth_scale.to(y.dtype)
+        z, terms = y * factor, terms * factor.abs()
+        either = either if either is None else either * factor.abs()
     out = DTYPES[out_dtype or torch.int8]
     y_scale = _rounded_scale(z.abs().amax(-1, keepdim=True) / out.qmax, scale_dtype)
     # What is left of a row of zeros, and what fp32 cannot invert, is no scale.
     y_scale = torch.where(y_scale.float() < torch.finfo(torch.float32).smallest_normal, 1.0, y_scale)
     q = quantise(z / y_scale.to(z.dtype), out, rounding)
-    return ReferenceOutput(q, residual_out, y_scale.squeeze(-1), saved_mean, saved_rstd, z, either)
+    return ReferenceOutput(q, residual_out, y_scale.squeeze(-1), saved_mean, saved_rstd, z, either, terms=terms)
 
 
 def _rounded_scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

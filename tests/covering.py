@@ -6,11 +6,11 @@ modes there are, and an axis that `Mode` gains is covered without a word here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from functools import cache
-from importlib.util import find_spec
 from itertools import combinations
+from math import comb, prod
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,11 +22,6 @@ from normforge.codegen.model import Mode, legal_modes
 from . import thorough
 
 T = TypeVar("T")
-
-
-_Columns = tuple[int, ...]
-# For each combination of some columns' values, by their places: whether a row has it.
-_Seen = npt.NDArray[np.bool_]
 
 
 @cache
@@ -47,23 +42,29 @@ def covering(space: Sequence[T], columns: Callable[[T], tuple[Any, ...]], streng
         space: every legal member.
         columns: a member's values, hashable and as many for each; no two members have all the same.
         strength: 1 for values, 2 for pairs, 3 for triples.
-    """
-    # Here, because nothing that runs on a GPU alone needs it.
-    from covertable import make
 
-    table = _Table([columns(member) for member in space])
-    by_row = dict(zip(map(tuple, table.rows.tolist()), space, strict=True))
-    rules = list(table.rules())
-    # The last rule is all there is to know, and doubles the time: no rule of `Mode` is about more than three axes.
-    for known in (rules[:-1], rules):
-        rows = make(
-            [list(range(size)) for size in table.sizes],
-            strength=strength,
-            constraints=[_constraint(*rule) for rule in known],
-        )
-        if all(tuple(row) in by_row for row in rows):
-            break
-    return [by_row[tuple(row)] for row in rows]
+    Greedy, and exact about what a member adds: of test_modes' 31,332 kernels it takes 188 for triples, in 2 seconds,
+    where covertable, which is told rules and not members, takes 797 in 125.
+    """
+    rows = _places([columns(member) for member in space])
+    # [combination of columns][row]: which combination of values, numbered through all of them.
+    codes = np.empty((comb(rows.shape[1], strength), len(space)), dtype=np.int32)
+    count = 0
+    for code, chosen in zip(codes, combinations(rows.T, strength), strict=True):
+        shape = [column.max() + 1 for column in chosen]
+        code[:] = np.ravel_multi_index(chosen, shape) + count
+        count += prod(shape)
+    wanted = np.ones(count, dtype=np.bool_)
+    # Of each row, how many combinations nothing chosen has: the row of most is chosen next.
+    lacking = np.full(len(space), len(codes))
+    taken = []
+    while lacking.any():
+        row = int(lacking.argmax())
+        taken.append(space[row])
+        for code in codes[wanted[codes[:, row]]]:
+            lacking -= code == code[row]
+            wanted[code[row]] = False
+    return taken
 
 
 def uncovered(
@@ -88,10 +89,6 @@ def parametrize(
     """Give a test the first cases, and the rest as thorough ones; neither is listed for a run that does not want it."""
     if not thorough.is_run(metafunc):
         metafunc.parametrize(name, [])
-        return
-    if find_spec("covertable") is None:
-        missing = pytest.mark.skip(reason="covertable, which lists the cases, is missing: pip install '.[test]'")
-        metafunc.parametrize(name, [pytest.param(None, marks=missing)])
         return
     quick = dict.fromkeys(first())
     more = (case for case in rest() if case not in quick) if thorough.is_asked_for(metafunc.config) else ()
@@ -129,36 +126,7 @@ def _column(items: Iterable[pytest.Function], names: Iterable[str]) -> tuple[int
     return tuple(places.setdefault(value, len(places)) for value in values)
 
 
-class _Table:
-    """A space as an array: each value by its place among its column's."""
-
-    def __init__(self, rows: Sequence[tuple[Any, ...]]) -> None:
-        values = [dict.fromkeys(column) for column in zip(*rows, strict=True)]
-        places = [{value: place for place, value in enumerate(column)} for column in values]
-        self.sizes = [len(column) for column in values]
-        self.rows = np.array([[place[value] for place, value in zip(places, row, strict=True)] for row in rows])
-
-    def rules(self) -> Iterator[tuple[_Columns, _Seen]]:
-        """What rows may have in two columns together, in three where two do not say it, and in all."""
-        every = range(len(self.sizes))
-        pairs = {pair: self._seen(pair) for pair in combinations(every, 2)}
-        yield from ((pair, seen) for pair, seen in pairs.items() if not seen.all())
-        for i, j, k in combinations(every, 3):
-            seen = self._seen((i, j, k))
-            if (seen != pairs[i, j][:, :, None] & pairs[i, k][:, None, :] & pairs[j, k][None, :, :]).any():
-                yield (i, j, k), seen
-        yield tuple(every), self._seen(tuple(every))
-
-    def _seen(self, columns: _Columns) -> _Seen:
-        seen = np.zeros([self.sizes[column] for column in columns], dtype=np.bool_)
-        seen[tuple(self.rows[:, column] for column in columns)] = True
-        return seen
-
-
-def _constraint(columns: _Columns, seen: _Seen) -> dict[str, Any]:
-    """A rule as covertable takes it."""
-    return {
-        "operator": "fn",
-        "requires": list(columns),
-        "evaluate": lambda row: bool(seen[tuple(row[column] for column in columns)]),
-    }
+def _places(rows: Sequence[tuple[Any, ...]]) -> npt.NDArray[np.intp]:
+    """Rows as an array: each value by its place among its column's."""
+    values = [{value: place for place, value in enumerate(dict.fromkeys(column))} for column in zip(*rows, strict=True)]
+    return np.array([[place[value] for place, value in zip(values, row, strict=True)] for row in rows])

@@ -43,15 +43,19 @@ STATISTICS = Tolerance(1e-5, 1e-5)
 # either way.
 QUANTISATION_SLACK = 1e-5
 
+# How far off fp32's z may be, in units of what its terms add up to without their signs: four roundings. Where terms
+# cancel, that is several of e5m2's steps, the finest of which is 2**-32 of a row's largest value.
+VALUE_ERROR = 2.0**-22
+
 
 def compare(actual: LayerNormOutput, expected: ReferenceOutput, rounding: Rounding = Rounding.NEAREST) -> list[Finding]:
     """Hold every output of a call against the oracle's.
 
     Floats are held to `TOLERANCES` of their dtype. `residual_out` must be equal to the bit, or what the oracle leaves
-    open. Quantised values are
-    held to the scale that was stored: each must be at most one step from, and the rounding of a value within
-    `QUANTISATION_SLACK` of, z / y_scale. A row whose oracle is not finite must not be finite either. An output that
-    is missing, was not asked for, or is of another shape or dtype is infinitely wrong.
+    open. Quantised values are held to the scale that was stored: each must be at most one step from z / y_scale, or
+    from what fp32 may take for it (`VALUE_ERROR`), and the rounding of a value within `QUANTISATION_SLACK` of it. A row
+    whose oracle is not finite must not be finite either. An output that is missing, was not asked for, or is of another
+    shape or dtype is infinitely wrong.
 
     Returns:
         A finding for each output there is, in the order of `LayerNormOutput`; `error` is in units of the
@@ -134,26 +138,30 @@ def _close(name: str, actual: torch.Tensor, expected: torch.Tensor, either: torc
 
 
 def _quantised(actual: LayerNormOutput, expected: ReferenceOutput, rounding: Rounding) -> Finding:
-    if expected.y_scale is None or actual.y_scale is None or actual.y_scale.shape != expected.y_scale.shape:
+    if expected.y_scale is None or expected.terms is None:
+        return Finding("y", math.inf, 1.0, ok=False)
+    if actual.y_scale is None or actual.y_scale.shape != expected.y_scale.shape:
         return Finding("y", math.inf, 1.0, ok=False)
     out = DTYPES[expected.y.dtype]
     # Rows without a finite scale hold no values to compare; y_scale's own finding covers them.
     finite = expected.y_scale.isfinite()
-    ratio = expected.z[finite] / actual.y_scale[finite].to(expected.z.dtype).unsqueeze(-1)
+    scale = actual.y_scale[finite].to(expected.z.dtype).unsqueeze(-1)
+    ratio, error = expected.z[finite] / scale, VALUE_ERROR * expected.terms[finite] / scale
     slack: torch.Tensor | float = QUANTISATION_SLACK * out.qmax
     if expected.open is not None:
-        slack = slack + expected.open[finite] / actual.y_scale[finite].to(expected.z.dtype).unsqueeze(-1)
-    got, low, best, high = (
+        slack = slack + expected.open[finite] / scale
+    got, low, least, most, high = (
         _steps(q)
         for q in (
             actual.y[finite],
             quantise(ratio - slack, out, rounding),
-            quantise(ratio, out, rounding),
+            quantise(ratio - error, out, rounding),
+            quantise(ratio + error, out, rounding),
             quantise(ratio + slack, out, rounding),
         )
     )
-    error = _worst((got - best).abs())
-    return Finding("y", error, 1.0, error <= 1 and bool(((low <= got) & (got <= high)).all()))
+    steps = _worst(torch.maximum(least - got, got - most).clamp_min(0))
+    return Finding("y", steps, 1.0, steps <= 1 and bool(((low <= got) & (got <= high)).all()))
 
 
 def _steps(q: torch.Tensor) -> torch.Tensor:

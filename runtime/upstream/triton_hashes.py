@@ -19,7 +19,7 @@ _settled: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def settle(function: Any) -> None:
-    """Have Triton hash all device functions of a kernel's folder, in the order in which they stand, and then the kernel.
+    """Have Triton hash all device functions of a kernel's folder, in the order in which they stand, then the kernel.
 
     Args:
         function: a `triton.JITFunction` of a generated module.
