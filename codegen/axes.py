@@ -9,7 +9,8 @@ from typing import Any
 
 from .errors import IllegalCombinationError
 from .groups import GROUP, Activation, AnyMode, GroupMode
-from .model import (
+from .model import Mode
+from .values import (
     FP8_INPUT_DTYPES,
     INPUT_DTYPES,
     Cast,
@@ -19,7 +20,6 @@ from .model import (
     FusedQuant,
     GateActivation,
     Gating,
-    Mode,
     Norm,
     Rounding,
 )

@@ -11,8 +11,8 @@ from pathlib import Path
 from . import emit
 from .errors import FolderError
 from .families import Family, Kind, Parameter
-from .model import Norm
 from .parameters import BACKWARD, FORWARD, GATED, MODULATED
+from .values import Norm
 
 # From the repository's root.
 PATH = "runtime/calls/straight.py"

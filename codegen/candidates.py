@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import product
 
 from .instance import Bucket, Tile
-from .model import Direction, Pipeline
 from .tile_tables import why_not
 from .tiling import WARP, TileClass, power_of_two
+from .values import Direction, Pipeline
 
 
 @dataclass(frozen=True)

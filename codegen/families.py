@@ -10,7 +10,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
-from .model import Direction, Norm
+from .values import Direction, Norm
 
 # The default of what has to be passed.
 REQUIRED = ""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .groups import GroupMode
-from .model import Direction, Part, Pipeline
+from .values import Direction, Part, Pipeline
 
 
 @dataclass(frozen=True)

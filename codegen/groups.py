@@ -8,7 +8,8 @@ from functools import cached_property
 from itertools import product
 
 from .errors import IllegalCombinationError
-from .model import INPUT_DTYPES, Direction, DType, Mode, Part, Pipeline
+from .model import Mode
+from .values import INPUT_DTYPES, Direction, DType, Part, Pipeline
 
 # The manifest's word on the axis `norm`, and how names of these modes start.
 GROUP = "group"

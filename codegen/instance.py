@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 from .groups import AnyMode
-from .model import Pipeline
+from .values import Pipeline
 
 # The architecture whose tiles serve every other that has none of its own.
 ANY = "any"

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .families import REQUIRED, Family, Kind, Parameter, Result
-from .model import Cast, Direction, FusedAdd, FusedQuant, GateActivation, Gating, Mode, Norm, Rounding
+from .model import Mode
+from .values import Cast, Direction, FusedAdd, FusedQuant, GateActivation, Gating, Norm, Rounding
 
 
 def _each(default: str) -> dict[Norm, str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .model import Mode, Part, Pipeline
+from .model import Mode
+from .values import Part, Pipeline
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from .errors import TileTableError
 from .groups import AnyMode, GroupMode
 from .instance import ANY, Bucket, Tile, Tiles
 from .ladder import read_range
-from .model import Direction, Pipeline
 from .staging import copies, most_stages
 from .tiling import EVERY_CLASS, MOST_RESIDENT_WARPS, MOST_WARPS, WARP, Load, TileClass, class_of, generic_tiles
+from .values import Direction, Pipeline
 from .words import unknown
 
 FOLDER = Path(__file__).resolve().parent / "tiles"

@@ -8,7 +8,7 @@ from itertools import product
 
 from .groups import AnyMode, GroupMode
 from .instance import Bucket, Tile, Tiles
-from .model import Direction, Norm, Pipeline
+from .values import Direction, Norm, Pipeline
 
 # The last length of each bucket: hidden sizes that models use, so that a row fills its chunks.
 STANDARD_LENGTHS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .codegen.model import FP8_INPUT_DTYPES, DType
+from .codegen.values import FP8_INPUT_DTYPES, DType
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.FP16: torch.float16,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .codegen.model import FusedQuant, GateActivation, Gating
+from .codegen.values import FusedQuant, GateActivation, Gating
 from .mode_words import word
 from .reference import ReferenceOutput, layernorm2d_fwd, rmsnorm2d_fwd
 

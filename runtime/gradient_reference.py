@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from .codegen.model import Cast
+from .codegen.values import Cast
 from .dtypes import HALVES
 from .mode_words import word
 from .random_mask import dropout_mask, kept_factor

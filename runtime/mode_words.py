@@ -6,7 +6,7 @@ from enum import Enum
 from typing import TypeVar
 
 from .codegen.groups import Activation
-from .codegen.model import Cast, FusedAdd, FusedQuant, GateActivation, Gating, Norm, Rounding
+from .codegen.values import Cast, FusedAdd, FusedQuant, GateActivation, Gating, Norm, Rounding
 from .errors import ConflictError
 
 E = TypeVar("E", bound=Enum)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .codegen.model import Cast, DType, FusedAdd, FusedQuant, Rounding
+from .codegen.values import Cast, DType, FusedAdd, FusedQuant, Rounding
 from .dtypes import DTYPES, TORCH_DTYPES
 from .gradient_reference import ReferenceGradients, layernorm2d_bwd, rmsnorm2d_bwd, rounded_first
 from .mode_words import word

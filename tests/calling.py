@@ -13,7 +13,7 @@ import torch
 
 import normforge
 from normforge import LayerNormOutput, reference
-from normforge.codegen.model import FusedQuant, Rounding
+from normforge.codegen.values import FusedQuant, Rounding
 from normforge.tools.compare import compare
 
 # A row length that each pipeline serves, with a ragged last chunk where there are several.

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from normforge.codegen.emit import render_folder
 from normforge.codegen.instance import ANY, Instance, Tile, Tiles
-from normforge.codegen.model import DType, Mode, Norm
+from normforge.codegen.model import Mode
 from normforge.codegen.tile_tables import tiles_of
 from normforge.codegen.tiling import standard_ladder
+from normforge.codegen.values import DType, Norm
 
 PLAIN = Mode(Norm.LAYER, DType.FP32, DType.FP32)
 RMS = Mode(Norm.RMS, DType.FP32, DType.FP32)

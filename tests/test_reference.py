@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import layer_norm, rms_norm
 
 from normforge import reference
-from normforge.codegen.model import DType, Rounding
+from normforge.codegen.values import DType, Rounding
 from normforge.dtypes import TORCH_DTYPES
 from normforge.reference import quantise
 

@@ -17,8 +17,8 @@ from ..calls.neighbour_rows import CALLS
 from ..calls.outputs import GatedGradients, LayerNormOutput, NormGradients
 from ..calls.which import which
 from ..codegen.families import Kind
-from ..codegen.model import Norm
 from ..codegen.parameters import BACKWARD, family_of
+from ..codegen.values import Norm
 from ..kernels.gpu import architecture
 from ..selection import dispatch
 from ..selection.table import Entry

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..calls.outputs import GatedGradients, LayerNormOutput, NormGradients
-from ..codegen.model import Rounding
+from ..codegen.values import Rounding
 from ..dtypes import DTYPES
 from ..gating_reference import ReferenceGatedGradients
 from ..gradient_reference import ReferenceGradients

@@ -14,7 +14,8 @@ from ..ahead_of_time.compile_keys import CompileKey, keys_of, pairs_of
 from ..ahead_of_time.row_places import Asked, Steps
 from ..ahead_of_time.stand_ins import FEW, MANY, ROWS, Deployment, Kind
 from ..codegen.axes import SAME
-from ..codegen.model import INPUT_DTYPES, Mode
+from ..codegen.model import Mode
+from ..codegen.values import INPUT_DTYPES
 from ..dtypes import TORCH_DTYPES
 from ..errors import MissingInstanceError
 from ..kernels.gpu import Target

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from tabulate import tabulate
 
-from ..codegen.model import DType, FusedAdd, FusedQuant, Mode, Norm
+from ..codegen.model import Mode
+from ..codegen.values import DType, FusedAdd, FusedQuant, Norm
 from .checked_run import Result, solve
 from .machine import find_machine
 from .problem import Problem, Strides

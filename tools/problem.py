@@ -10,8 +10,9 @@ import torch
 
 from ..codegen.axes import ROW_AXES, Axis
 from ..codegen.families import Kind, Parameter
-from ..codegen.model import DType, Mode, Norm
+from ..codegen.model import Mode
 from ..codegen.parameters import BACKWARD, FORWARD
+from ..codegen.values import DType, Norm
 from ..dtypes import TORCH_DTYPES
 from ..mode_arguments import arguments_of
 

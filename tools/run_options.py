@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..codegen.command import refuse_twice
-from ..codegen.model import FP8_INPUT_DTYPES, DType, FusedAdd, FusedQuant, GateActivation, Gating, Mode, Norm
+from ..codegen.model import Mode
 from ..codegen.parameters import FORWARD
+from ..codegen.values import FP8_INPUT_DTYPES, DType, FusedAdd, FusedQuant, GateActivation, Gating, Norm
 from .problem import DEFAULT_EPS, Problem, Strides
 
 AUTO = "auto"

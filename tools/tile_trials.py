@@ -15,8 +15,9 @@ import torch
 from ..codegen.candidates import candidates
 from ..codegen.groups import Activation, AnyMode, GroupMode
 from ..codegen.instance import Bucket, Tile
-from ..codegen.model import Direction, DType, FusedAdd, FusedQuant, Gating, Mode, Norm
+from ..codegen.model import Mode
 from ..codegen.tiling import GROUP_LAYOUTS, Load, TileClass
+from ..codegen.values import Direction, DType, FusedAdd, FusedQuant, Gating, Norm
 from ..kernels.gpu import architecture, target_of
 from ..selection import dispatch, on_demand
 from ..selection.table import Entry, RetiledTable

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ..codegen.families import Kind
-from ..codegen.model import Direction, DType, Mode
+from ..codegen.model import Mode
+from ..codegen.values import Direction, DType
 from ..dtypes import DTYPES, FLOATS, FP8_INPUTS, TORCH_DTYPES
 from ..errors import ConflictError, DTypeError, IllegalCombinationError, ShapeError
 from ..mode_words import word

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..codegen.families import Family, Kind, Parameter
-from ..codegen.model import Norm
 from ..codegen.parameters import BACKWARD, FORWARD
+from ..codegen.values import Norm
 from ..errors import DTypeError, LayoutError
 from ..kernels.gpu import require_device
 from ..selection import dispatch

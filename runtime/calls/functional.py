@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 
 from ..codegen.families import Kind
-from ..codegen.model import Cast
 from ..codegen.parameters import BACKWARD, FORWARD
+from ..codegen.values import Cast
 from ..mode_words import word
 from .functions import FUNCTIONS
 from .row_layout import as_rows

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 
 from ..codegen.families import REQUIRED, Family, Kind, Parameter
-from ..codegen.model import Direction, DType, Mode, Norm
+from ..codegen.model import Mode
 from ..codegen.parameters import FAMILIES
+from ..codegen.values import Direction, DType, Norm
 
 _CLASSES = get_type_hints(Mode)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..codegen.model import GateActivation, Gating
 from ..codegen.parameters import GATED
+from ..codegen.values import GateActivation, Gating
 from ..errors import ShapeError
 from . import gated_backward, gated_instead
 from .argument_checks import check_flag, check_tensor

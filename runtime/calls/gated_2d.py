@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..codegen.model import FusedQuant, GateActivation
+from ..codegen.values import FusedQuant, GateActivation
 from ..mode_words import word
 from . import gated, neighbours
 from .outputs import LayerNormOutput

@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from ..codegen.model import Direction, GateActivation, Gating, Mode, Norm
+from ..codegen.model import Mode
+from ..codegen.values import Direction, GateActivation, Gating, Norm
 from ..dtypes import DTYPES
 from ..kernels.row_walk import RowStride
 from ..mode_words import word

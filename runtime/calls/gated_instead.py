@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..codegen.model import GateActivation, Gating
+from ..codegen.values import GateActivation, Gating
 from ..mode_words import word
 from . import torch_instead
 

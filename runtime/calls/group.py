@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..codegen.groups import Activation, GroupMode
-from ..codegen.model import Direction
+from ..codegen.values import Direction
 from ..dtypes import DTYPES
 from ..kernels.gpu import require_device
 from ..kernels.key import ALIGNMENT

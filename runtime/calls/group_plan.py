@@ -10,8 +10,8 @@ import torch
 
 from ..codegen.groups import GroupMode
 from ..codegen.instance import Tile
-from ..codegen.model import Pipeline
 from ..codegen.tiling import WARP, power_of_two
+from ..codegen.values import Pipeline
 from ..kernels import pipelines
 from ..kernels.assembly import SUMS, Recipe, finisher_of
 from ..kernels.exchange import new_exchange

@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from ..codegen.model import Direction, FusedAdd, Mode, Norm
+from ..codegen.model import Mode
+from ..codegen.values import Direction, FusedAdd, Norm
 from ..dtypes import DTYPES
 from ..upstream.torch_dynamo import eager_only
 from .modulated_instead import Kept, Told

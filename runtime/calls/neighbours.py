@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..codegen.families import Family, Kind, Parameter
-from ..codegen.model import FusedQuant, Norm
+from ..codegen.values import FusedQuant, Norm
 from ..kernels.gpu import require_device
 from ..mode_words import word
 from ..selection import dispatch

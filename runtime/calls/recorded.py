@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..codegen.model import Cast
+from ..codegen.values import Cast
 from ..mode_words import word
 from ..upstream.torch_autograd import applied, applied_at_once
 from ..upstream.torch_dynamo import eager_only

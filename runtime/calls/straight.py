@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 
-from ..codegen.model import Cast, FusedAdd, FusedQuant, GateActivation, Gating, Rounding
+from ..codegen.values import Cast, FusedAdd, FusedQuant, GateActivation, Gating, Rounding
 from ..selection import dispatch
 from ..upstream.torch_allocator import contiguous_strides
 from ..upstream.torch_dynamo import eager_below, eager_only

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from ..codegen.model import Cast
+from ..codegen.values import Cast
 from ..dtypes import HALVES
 from ..mode_words import word
 from ..random_mask import dropped

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..codegen.model import Norm
 from ..codegen.parameters import BACKWARD, FORWARD
+from ..codegen.values import Norm
 from ..upstream.torch_dynamo import constant_in_traces
 from ..upstream.torch_internals import dispatch_modes, jit_tracing, saved_tensors_hooks
 from .backend import intercepted

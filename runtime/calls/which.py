@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from ..codegen.model import Norm
 from ..codegen.parameters import FORWARD
+from ..codegen.values import Norm
 from ..mode_words import word
 from ..selection import dispatch
 from .argument_checks import refuse_fp8

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..codegen.model import FusedAdd, FusedQuant, Mode, Norm
+from ..codegen.model import Mode
+from ..codegen.values import FusedAdd, FusedQuant, Norm
 from ..errors import ConflictError, DTypeError
 from ..upstream.jax_internals import varying
 from .checks import FLOATS, number_of, rows_of, vector_of

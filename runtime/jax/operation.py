@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from ..codegen.families import Family, Kind, Parameter, Result
-from ..codegen.model import Direction, DType, Mode
+from ..codegen.model import Mode
 from ..codegen.parameters import family_of
+from ..codegen.values import Direction, DType
 from ..kernels.assembly import SUMS
 
 # numpy's names of types, by the manifest's words.

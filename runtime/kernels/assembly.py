@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..codegen.families import Family, Kind, Parameter, Result
 from ..codegen.instance import Tile
-from ..codegen.model import DType, Mode, Part, Pipeline
+from ..codegen.model import Mode
 from ..codegen.parameters import BACKWARD
+from ..codegen.values import DType, Part, Pipeline
 from . import pipelines
 from .gpu import Target, scale_warps
 from .key import KernelKey, Word, integer_type, pointer_type, row_count_type

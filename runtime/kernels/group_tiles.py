@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ..codegen.groups import GroupMode
 from ..codegen.instance import Tile
-from ..codegen.model import Pipeline
 from ..codegen.tiling import GROUP_PARTS, GROUP_PARTS_BACKWARD, WARP, power_of_two
+from ..codegen.values import Pipeline
 from .gpu import Target
 
 # Of channels that are innermost, a program reads so many bytes in a row, if groups are not longer: two sectors, which

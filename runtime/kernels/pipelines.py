@@ -9,8 +9,9 @@ from operator import or_
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..codegen.instance import Tile
-from ..codegen.model import Mode, Part, Pipeline
+from ..codegen.model import Mode
 from ..codegen.tiling import WARP, power_of_two
+from ..codegen.values import Part, Pipeline
 from .gpu import Target
 from .row_walk import RowStride, strides_of
 

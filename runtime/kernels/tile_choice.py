@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ..codegen.instance import Tile
-from ..codegen.model import Mode, Norm, Pipeline
+from ..codegen.model import Mode
 from ..codegen.staging import most_stages
 from ..codegen.tiling import WARP, power_of_two
+from ..codegen.values import Norm, Pipeline
 from ..errors import DeviceError
 from .gpu import Target
 from .pipelines import REGISTERS, VECTOR, column_blocks, row_of

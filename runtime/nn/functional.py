@@ -23,8 +23,8 @@ from ..calls.straight import DEFAULT_EPS, Operands, Options
 from ..calls.torch_instead import Dropout
 from ..calls.traced import intercepted, is_dynamo_compiling, keeps_for_recomputation, result_dtype, unrecorded
 from ..codegen.families import Kind
-from ..codegen.model import Cast
 from ..codegen.parameters import FORWARD
+from ..codegen.values import Cast
 from ..compiled.rules import is_left_to_inductor
 from ..dtypes import FLOATS
 from ..errors import ConflictError

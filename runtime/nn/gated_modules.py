@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..calls import gated
-from ..codegen.model import GateActivation
+from ..codegen.values import GateActivation
 from ..errors import ShapeError, TransformError
 from ..mode_words import word
 from .gating import gated_layer_norm, gated_rms_norm

@@ -15,7 +15,7 @@ from ..calls.sharded import Frame, is_sharded
 from ..calls.straight import GatedOperands, GatedOptions
 from ..calls.traced import is_dynamo_compiling, result_dtype
 from ..codegen.families import Kind
-from ..codegen.model import GateActivation
+from ..codegen.values import GateActivation
 from . import neighbours
 
 

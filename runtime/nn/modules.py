@@ -10,8 +10,8 @@ from torch.compiler import is_dynamo_compiling
 
 from ..calls.argument_checks import check_number
 from ..calls.straight import Operands, Options
-from ..codegen.model import Cast
 from ..codegen.parameters import FORWARD
+from ..codegen.values import Cast
 from ..errors import ConflictError, TransformError
 from ..mode_words import word
 from .functional import add_normalise, dropped_add_normalise, normalise, normalise_cast_before_weight

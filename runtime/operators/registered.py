@@ -27,7 +27,7 @@ from ..calls.functions import FUNCTIONS
 from ..calls.outputs import results_of
 from ..calls.straight import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
 from ..codegen import parameters
-from ..codegen.model import Norm
+from ..codegen.values import Norm
 from ..compiled.switch import settle
 from ..upstream.imports import when_imported
 from ..upstream.torch_dynamo import eager_only

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..codegen.model import Part, Pipeline
+from ..codegen.values import Part, Pipeline
 from ..errors import TableError
 from .table import FINALISER, Entry
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..codegen.instance import ANY, Tile
-from ..codegen.model import Part, Pipeline
+from ..codegen.values import Part, Pipeline
 from ..errors import TableError
 
 # The table layout this runtime reads; the generator writes the same number as FORMAT.
@@ -25,7 +25,7 @@ FINALISER = ("finalise", "sum_partials")
 
 _PIPELINES = tuple(pipeline.value for pipeline in Pipeline)
 
-# As dispatch.py writes a tile: the word for its pipeline, then the other fields of `codegen.model.Tile` in order.
+# As dispatch.py writes a tile: the word for its pipeline, then the other fields of `codegen.instance.Tile` in order.
 _TileRow = tuple[Any, ...]
 # (first, last, bucket, tile for many rows, tile for a few)
 _Row = tuple[int, "int | None", str, _TileRow, _TileRow]

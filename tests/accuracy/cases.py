@@ -10,7 +10,8 @@ from itertools import product
 import torch
 
 from normforge.codegen.instance import ANY, Tile
-from normforge.codegen.model import Cast, Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Pipeline
+from normforge.codegen.model import Mode
+from normforge.codegen.values import Cast, Direction, DType, FusedAdd, FusedQuant, Norm, Pipeline
 from normforge.kernels.gpu import target_of
 from normforge.kernels.tile_choice import choose
 from normforge.selection import on_demand

@@ -13,7 +13,8 @@ import torch
 
 import normforge
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
-from normforge.codegen.model import DType, Mode, Part, Pipeline
+from normforge.codegen.model import Mode
+from normforge.codegen.values import DType, Part, Pipeline
 from normforge.dtypes import TORCH_DTYPES
 from normforge.kernels.gpu import interpreting
 from normforge.selection import dispatch, on_demand

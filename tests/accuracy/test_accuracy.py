@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from normforge.codegen.model import Direction, Norm, Part, Pipeline
+from normforge.codegen.values import Direction, Norm, Part, Pipeline
 from normforge.tools.machine import find_machine
 from tests.accuracy.__main__ import main
 from tests.accuracy.cases import (

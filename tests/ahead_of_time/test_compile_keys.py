@@ -14,7 +14,8 @@ from normforge.ahead_of_time import compile_keys as keys
 from normforge.ahead_of_time.compile_keys import compile_keys
 from normforge.calls import plan
 from normforge.calls.straight import layernorm2d_bwd
-from normforge.codegen.model import DType, Mode, Norm
+from normforge.codegen.model import Mode
+from normforge.codegen.values import DType, Norm
 from normforge.errors import (
     ConflictError,
     MissingInstanceError,

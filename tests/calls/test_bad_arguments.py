@@ -11,7 +11,7 @@ import torch
 
 import normforge
 from normforge import errors
-from normforge.codegen.model import FusedAdd, FusedQuant
+from normforge.codegen.values import FusedAdd, FusedQuant
 
 from ..calling import FORWARD, same_bits
 

@@ -10,7 +10,7 @@ import torch
 
 import normforge
 from normforge import errors, reference
-from normforge.codegen.model import Cast
+from normforge.codegen.values import Cast
 from normforge.nn import functional
 
 from ..nn import models

@@ -19,7 +19,8 @@ from normforge.calls import first
 from normforge.calls.outputs import NormGradients
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.instance import Tile
-from normforge.codegen.model import Mode, Pipeline
+from normforge.codegen.model import Mode
+from normforge.codegen.values import Pipeline
 from normforge.random_mask import dropout_mask
 from normforge.selection import dispatch
 from normforge.selection.table import RetiledTable

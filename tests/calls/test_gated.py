@@ -11,7 +11,8 @@ import torch
 import normforge
 from normforge.calls import gated, known, neighbours
 from normforge.calls.row_gradients import GradientPlan
-from normforge.codegen.model import DType, Mode, Norm
+from normforge.codegen.model import Mode
+from normforge.codegen.values import DType, Norm
 from normforge.selection import dispatch
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

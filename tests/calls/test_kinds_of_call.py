@@ -11,8 +11,9 @@ import torch
 import normforge
 from normforge.calls.outputs import NormGradients
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
-from normforge.codegen.model import DType, Mode, Norm, Rounding
+from normforge.codegen.model import Mode
 from normforge.codegen.tiling import SMALL_M
+from normforge.codegen.values import DType, Norm, Rounding
 from normforge.errors import LayoutError
 from normforge.gradient_reference import ReferenceGradients
 from normforge.kernels.key import pointer_type

@@ -13,7 +13,7 @@ import normforge
 from normforge.calls import plan
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.instance import Tile
-from normforge.codegen.model import Pipeline
+from normforge.codegen.values import Pipeline
 from normforge.kernels import assembly
 from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch

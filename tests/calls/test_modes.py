@@ -9,7 +9,7 @@ import torch
 
 import normforge
 from normforge import LayerNormOutput
-from normforge.codegen.model import Cast, FusedAdd, FusedQuant, Norm, Rounding
+from normforge.codegen.values import Cast, FusedAdd, FusedQuant, Norm, Rounding
 
 from ..calling import FORWARD, each_norm, same_bits
 

@@ -10,7 +10,8 @@ import torch
 import normforge
 from normforge.calls import known, neighbours
 from normforge.calls.row_gradients import GradientPlan
-from normforge.codegen.model import DType, Mode, Norm
+from normforge.codegen.model import Mode
+from normforge.codegen.values import DType, Norm
 from normforge.selection import dispatch
 
 from ..calling import same_bits

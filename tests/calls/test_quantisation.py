@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from normforge.codegen.model import DType
+from normforge.codegen.values import DType
 from normforge.dtypes import DTYPES, TORCH_DTYPES
 
 from ..calling import FORWARD, ORACLE, QUANTISED, check, each_norm, each_pipeline, each_quantised, same_bits

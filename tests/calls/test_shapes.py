@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from normforge.codegen.model import DType, FusedAdd, FusedQuant, Mode, Norm
+from normforge.codegen.model import Mode
+from normforge.codegen.values import DType, FusedAdd, FusedQuant, Norm
 from normforge.selection import dispatch
 
 from ..calling import FORWARD, ORACLE, agree, check, each_norm, each_pipeline

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from normforge.codegen.axes import AXES
 from normforge.codegen.instance import Tile
-from normforge.codegen.model import Pipeline
 from normforge.codegen.tile_tables import own_tables
 from normforge.codegen.tiling import STANDARD_LENGTHS
+from normforge.codegen.values import Pipeline
 
 from .world import CANARY
 

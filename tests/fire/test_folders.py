@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 import normforge
 from normforge.codegen.emit import render_folder
-from normforge.codegen.model import DType, Mode, Norm
+from normforge.codegen.model import Mode
 from normforge.codegen.tiling import standard_ladder
+from normforge.codegen.values import DType, Norm
 from normforge.errors import MissingInstanceError, TableError
 from normforge.selection import dispatch
 

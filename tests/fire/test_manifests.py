@@ -12,7 +12,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 import normforge
-from normforge.codegen.model import DType
+from normforge.codegen.values import DType
 from normforge.dtypes import TORCH_DTYPES
 
 from ..thorough import THOROUGH

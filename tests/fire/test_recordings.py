@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 import normforge
 from normforge.codegen import manifest
 from normforge.codegen.instance import Bucket
-from normforge.codegen.model import DType, Mode, Norm
+from normforge.codegen.model import Mode
 from normforge.codegen.tiling import standard_ladder
+from normforge.codegen.values import DType, Norm
 from normforge.errors import RecordError
 from normforge.selection import recording
 

@@ -15,9 +15,10 @@ import normforge
 from normforge.codegen.emit import parts
 from normforge.codegen.errors import TileTableError
 from normforge.codegen.instance import ANY, Bucket, Instance, Tile, Tiles
-from normforge.codegen.model import Direction, DType, Mode, Norm, Part, Pipeline
+from normforge.codegen.model import Mode
 from normforge.codegen.tile_tables import read_table
 from normforge.codegen.tiling import class_of
+from normforge.codegen.values import Direction, DType, Norm, Part, Pipeline
 from normforge.selection import dispatch
 from normforge.selection.table import RetiledTable, load_folder
 

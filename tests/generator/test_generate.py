@@ -16,7 +16,7 @@ import pytest
 from normforge.codegen import calls, cli
 from normforge.codegen.emit import render_folder
 from normforge.codegen.manifest import Manifest, load
-from normforge.codegen.model import Norm
+from normforge.codegen.values import Norm
 
 from .conftest import TWO_GROUPS
 

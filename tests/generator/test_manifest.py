@@ -9,9 +9,10 @@ import pytest
 
 from normforge.codegen.groups import AnyMode
 from normforge.codegen.manifest import Manifest, load
-from normforge.codegen.model import DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
+from normforge.codegen.model import Mode
 from normforge.codegen.tile_tables import tiles_of
 from normforge.codegen.tiling import standard_ladder
+from normforge.codegen.values import DType, FusedAdd, FusedQuant, Norm, Rounding
 
 
 def names(manifest: Manifest) -> list[str]:

@@ -16,9 +16,10 @@ import normforge
 from normforge.calls.outputs import LayerNormOutput, NormGradients
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.families import REQUIRED, Family, Kind, Parameter, Result
-from normforge.codegen.model import Direction, DType, FusedAdd, FusedQuant, Gating, Mode, Norm
+from normforge.codegen.model import Mode
 from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD, GATED, MODULATED
 from normforge.codegen.signature import params
+from normforge.codegen.values import Direction, DType, FusedAdd, FusedQuant, Gating, Norm
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function

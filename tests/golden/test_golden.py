@@ -16,7 +16,9 @@ import pytest
 from normforge.codegen import calls, emit, tiling
 from normforge.codegen.groups import Activation, GroupMode
 from normforge.codegen.instance import Bucket, Instance, Tile, Tiles
-from normforge.codegen.model import (
+from normforge.codegen.model import Mode
+from normforge.codegen.tile_tables import TileTable, tiles_of
+from normforge.codegen.values import (
     Cast,
     Direction,
     DType,
@@ -24,12 +26,10 @@ from normforge.codegen.model import (
     FusedQuant,
     GateActivation,
     Gating,
-    Mode,
     Norm,
     Pipeline,
     Rounding,
 )
-from normforge.codegen.tile_tables import TileTable, tiles_of
 
 from ..thorough import THOROUGH
 

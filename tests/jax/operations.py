@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from normforge.codegen.model import DType, FusedAdd, FusedQuant, Mode, Norm
+from normforge.codegen.model import Mode
+from normforge.codegen.values import DType, FusedAdd, FusedQuant, Norm
 from normforge.jax.functions import _checked, _operation
 from normforge.jax.operation import NAMES, Operation, gradient_of
 

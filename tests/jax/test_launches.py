@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from normforge.codegen.model import DType, Norm
+from normforge.codegen.values import DType, Norm
 
 from .settled import jax  # first, since it skips
 

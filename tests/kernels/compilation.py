@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from normforge.codegen.instance import Instance, Tile
-from normforge.codegen.model import DType, Mode, Part, Pipeline
+from normforge.codegen.model import Mode
 from normforge.codegen.tile_tables import tiles_of
 from normforge.codegen.tiling import LOAD_BYTES, WARP, standard_ladder
+from normforge.codegen.values import DType, Part, Pipeline
 from normforge.kernels.gpu import scale_warps
 from normforge.kernels.pipelines import row_alignment, row_of
 

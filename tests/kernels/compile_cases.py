@@ -15,7 +15,8 @@ from typing import Any
 
 import normforge
 from normforge.codegen.instance import Tile
-from normforge.codegen.model import Direction, Mode, Part, Pipeline
+from normforge.codegen.model import Mode
+from normforge.codegen.values import Direction, Part, Pipeline
 from normforge.kernels.tile_choice import window_tile
 
 from ..covering import axes_of, covering, every_mode

@@ -13,7 +13,8 @@ from normforge.calls import gated_backward, gated_instead, modulated_backward
 from normforge.calls.modulated_instead import Kept, Told
 from normforge.calls.outputs import NormGradients
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
-from normforge.codegen.model import DType, Mode
+from normforge.codegen.model import Mode
+from normforge.codegen.values import DType
 from normforge.dtypes import TORCH_DTYPES
 from normforge.random_mask import dropout_mask, kept_factor
 from normforge.tools.compare import TOLERANCES

@@ -13,8 +13,9 @@ import normforge
 from normforge import LayerNormOutput, gating_reference, modulation_reference, reference
 from normforge.calls.functions import FUNCTIONS, completed
 from normforge.codegen.families import Kind, Parameter
-from normforge.codegen.model import INPUT_DTYPES, DType, Mode, Norm
+from normforge.codegen.model import Mode
 from normforge.codegen.parameters import family_of
+from normforge.codegen.values import INPUT_DTYPES, DType, Norm
 from normforge.dtypes import TORCH_DTYPES
 from normforge.mode_arguments import arguments_of
 from normforge.operators import neighbours

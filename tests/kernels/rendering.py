@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from normforge.codegen import emit
-from normforge.codegen.model import Mode, Part, Pipeline
+from normforge.codegen.model import Mode
+from normforge.codegen.values import Part, Pipeline
 
 
 def kernel_of(package: Path, mode: Mode, part: Pipeline | Part) -> Any:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from normforge.codegen.model import Direction, DType, FusedAdd, Mode, Norm, Pipeline
+from normforge.codegen.model import Mode
+from normforge.codegen.values import Direction, DType, FusedAdd, Norm, Pipeline
 from normforge.dtypes import TORCH_DTYPES
 
 from .bare import check_gradients, run_backward, saved

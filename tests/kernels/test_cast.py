@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from normforge import LayerNormOutput, reference
-from normforge.codegen.model import Cast, Direction, DType, FusedQuant, Mode, Norm, Part, Pipeline
+from normforge.codegen.model import Mode
+from normforge.codegen.values import Cast, Direction, DType, FusedQuant, Norm, Part, Pipeline
 from normforge.dtypes import TORCH_DTYPES
 
 from .bare import EPS, OFFSET, check_forward, check_gradients, outputs, run, run_backward, saved

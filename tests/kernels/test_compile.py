@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from normforge.codegen.instance import Instance, Tile
-from normforge.codegen.model import Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Part, Pipeline
+from normforge.codegen.model import Mode
+from normforge.codegen.values import Direction, DType, FusedAdd, FusedQuant, Norm, Part, Pipeline
 from normforge.kernels.tile_choice import window_tile
 
 from ..covering import every_mode, parametrize, uncovered

@@ -12,7 +12,7 @@ import torch
 from normforge.calls.group_plan import BACKWARD, FORWARD, GroupPlan, Kind
 from normforge.codegen.groups import GroupMode, group_modes
 from normforge.codegen.instance import Tile
-from normforge.codegen.model import Pipeline
+from normforge.codegen.values import Pipeline
 from normforge.dtypes import TORCH_DTYPES
 from normforge.kernels.gpu import named_target
 from normforge.kernels.obtain import compile_for

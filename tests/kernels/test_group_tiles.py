@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from normforge.codegen.groups import GroupMode
 from normforge.codegen.instance import Tile
-from normforge.codegen.model import Direction, DType, Pipeline
 from normforge.codegen.tile_tables import tiles_of, why_not
 from normforge.codegen.tiling import GROUP_CLASSES, GROUP_PARTS, power_of_two, standard_ladder
+from normforge.codegen.values import Direction, DType, Pipeline
 from normforge.kernels.gpu import named_target
 from normforge.kernels.group_tiles import Shape, choose, cut
 

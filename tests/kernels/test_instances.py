@@ -11,7 +11,8 @@ import pytest
 
 import normforge
 from normforge.codegen.instance import Tile
-from normforge.codegen.model import DType, Mode, Pipeline
+from normforge.codegen.model import Mode
+from normforge.codegen.values import DType, Pipeline
 from normforge.selection import dispatch
 from normforge.selection.table import Entry, RetiledTable
 

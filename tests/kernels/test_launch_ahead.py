@@ -10,7 +10,8 @@ import pytest
 from normforge.ahead_of_time.compile_keys import compile_keys
 from normforge.codegen import emit
 from normforge.codegen.instance import ANY, Bucket, Instance, Tile, Tiles
-from normforge.codegen.model import Direction, DType, FusedAdd, FusedQuant, Mode, Norm, Part, Pipeline
+from normforge.codegen.model import Mode
+from normforge.codegen.values import Direction, DType, FusedAdd, FusedQuant, Norm, Part, Pipeline
 from normforge.kernels.gpu import named_target
 from normforge.kernels.obtain import compile_for
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from normforge.codegen.instance import Tile
-from normforge.codegen.model import Mode, Part, Pipeline
+from normforge.codegen.model import Mode
+from normforge.codegen.values import Part, Pipeline
 from normforge.selection import dispatch
 from normforge.selection.table import RetiledTable
 

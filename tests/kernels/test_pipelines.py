@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from normforge.codegen import model
 from normforge.codegen.instance import Tile
-from normforge.codegen.model import Mode, Pipeline
+from normforge.codegen.model import Mode
+from normforge.codegen.values import DType, Norm, Pipeline
 from normforge.errors import DeviceError
 from normforge.kernels import pipelines
 from normforge.kernels.exchange import new_exchange
@@ -63,7 +63,7 @@ def test_a_window_needs_rows_of_x_and_y_that_start_alike(
     misaligned: tuple[str, ...], row_stride: int, window: bool
 ) -> None:
     strides = {"x_row_stride": row_stride, "y_row_stride": 4099}
-    mode = model.Mode(model.Norm.LAYER, model.DType.BF16, model.DType.BF16)
+    mode = Mode(Norm.LAYER, DType.BF16, DType.BF16)
     pointers = [f"{name}_ptr" for name in misaligned]
     assert takes_window(mode, tile(Pipeline.ONE_PASS), 4099, strides, pointers) == window
 

@@ -11,7 +11,7 @@ import torch
 import normforge
 from normforge import LayerNormOutput, reference
 from normforge.codegen.instance import Tile
-from normforge.codegen.model import Pipeline
+from normforge.codegen.values import Pipeline
 from normforge.selection import dispatch
 from normforge.selection.table import RetiledTable
 from normforge.tools.compare import compare

@@ -7,7 +7,8 @@ import torch
 
 import normforge
 from normforge import LayerNormOutput, reference
-from normforge.codegen.model import Direction, DType, FusedAdd, Mode, Norm
+from normforge.codegen.model import Mode
+from normforge.codegen.values import Direction, DType, FusedAdd, Norm
 from normforge.tools.compare import compare
 
 from .gradients import GradientProblem

@@ -19,8 +19,9 @@ import triton.language as tl
 
 from normforge import LayerNormOutput
 from normforge.calls.outputs import NormGradients
-from normforge.codegen.model import Direction, DType, FusedAdd, Mode, Norm, Pipeline
+from normforge.codegen.model import Mode
 from normforge.codegen.tiling import power_of_two
+from normforge.codegen.values import Direction, DType, FusedAdd, Norm, Pipeline
 from normforge.dtypes import TORCH_DTYPES
 
 from .bare import OFFSET, check_forward, check_gradients, outputs, run, run_backward, saved

@@ -10,7 +10,7 @@ import torch
 
 import normforge
 from normforge.codegen.instance import Tile
-from normforge.codegen.model import Pipeline
+from normforge.codegen.values import Pipeline
 from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.tile_choice import staged
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from normforge import reference
-from normforge.codegen.model import DType, Mode, Norm, Part
+from normforge.codegen.model import Mode
+from normforge.codegen.values import DType, Norm, Part
 from normforge.dtypes import TORCH_DTYPES
 
 from .bare import EPS, check_forward, outputs, run

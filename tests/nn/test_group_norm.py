@@ -14,7 +14,7 @@ import normforge
 from normforge import errors
 from normforge.codegen.groups import Activation, GroupMode
 from normforge.codegen.instance import Tile
-from normforge.codegen.model import Direction, DType, Pipeline
+from normforge.codegen.values import Direction, DType, Pipeline
 
 from ..thorough import THOROUGH
 from .groups import Problem, double, expected, innermost, require, results, tiled

@@ -9,7 +9,7 @@ from torch.nn import functional
 import normforge
 from normforge.codegen.groups import Activation, GroupMode
 from normforge.codegen.instance import Tile
-from normforge.codegen.model import Direction, DType, Pipeline
+from normforge.codegen.values import Direction, DType, Pipeline
 
 from .groups import Problem, expected, innermost, require, results, tiled
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import normforge
 from normforge.codegen.instance import Tile
-from normforge.codegen.model import Direction, DType, Mode, Norm, Part, Pipeline
+from normforge.codegen.model import Mode
+from normforge.codegen.values import Direction, DType, Norm, Part, Pipeline
 from normforge.selection.table import Entry
 
 # Whose tiles are sanitised.

@@ -15,7 +15,8 @@ from normforge.ahead_of_time.compile_keys import CompileKey
 from normforge.calls.check import check
 from normforge.calls.row_layout import row_stride
 from normforge.codegen import emit
-from normforge.codegen.model import Direction, Mode, Part, Pipeline
+from normforge.codegen.model import Mode
+from normforge.codegen.values import Direction, Part, Pipeline
 from normforge.kernels.row_walk import RowWalk
 from tests.sanitizer.cells import ARCH, Cell, TileKind, cells, edges, kind_of, share, text_of
 from tests.sanitizer.worker import call, call_of

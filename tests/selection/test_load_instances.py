@@ -13,7 +13,7 @@ import torch
 
 import normforge
 from normforge.codegen.instance import Tile
-from normforge.codegen.model import Pipeline
+from normforge.codegen.values import Pipeline
 from normforge.errors import MissingInstanceError, TableError
 from normforge.selection import dispatch
 from normforge.selection.table import FORMAT

@@ -10,7 +10,8 @@ import torch
 
 import normforge
 from normforge.codegen import manifest
-from normforge.codegen.model import DType, FusedQuant, Mode, Norm
+from normforge.codegen.model import Mode
+from normforge.codegen.values import DType, FusedQuant, Norm
 from normforge.errors import MissingInstanceError
 
 from ..calling import check

@@ -18,7 +18,8 @@ import torch
 
 import normforge
 from normforge.codegen import emit
-from normforge.codegen.model import DType, Mode, Norm
+from normforge.codegen.model import Mode
+from normforge.codegen.values import DType, Norm
 from normforge.errors import CacheError, IllegalCombinationError, MissingInstanceError, SettingError
 from normforge.selection import dispatch, on_demand
 

@@ -10,7 +10,8 @@ import torch
 
 import normforge
 from normforge.codegen.instance import ANY, Tile
-from normforge.codegen.model import Part, Pipeline, legal_modes
+from normforge.codegen.model import legal_modes
+from normforge.codegen.values import Part, Pipeline
 from normforge.errors import TableError
 from normforge.selection import dispatch
 from normforge.selection.table import Entry, RetiledTable, Table

@@ -19,7 +19,8 @@ import normforge
 from normforge.calls.outputs import LayerNormOutput
 from normforge.calls.row_layout import row_stride
 from normforge.codegen import cli as generator
-from normforge.codegen.model import Cast, DType, FusedAdd, FusedQuant, Mode, Norm, Rounding
+from normforge.codegen.model import Mode
+from normforge.codegen.values import Cast, DType, FusedAdd, FusedQuant, Norm, Rounding
 from normforge.kernels.row_walk import RowWalk
 from normforge.tools import checked_run, list_instances, run
 from normforge.tools.checked_run import Result, solve

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from normforge import LayerNormOutput, reference
-from normforge.codegen.model import DType, Rounding
+from normforge.codegen.values import DType, Rounding
 from normforge.reference import ReferenceOutput, quantise
 from normforge.tools.compare import compare
 

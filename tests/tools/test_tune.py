@@ -13,8 +13,8 @@ import torch
 from normforge.codegen import tile_tables
 from normforge.codegen.errors import TileTableError
 from normforge.codegen.instance import Tile
-from normforge.codegen.model import Direction, Pipeline
 from normforge.codegen.tiling import CLASSES, EVERY_CLASS, GROUP_CLASSES, TileClass, standard_ladder
+from normforge.codegen.values import Direction, Pipeline
 from normforge.kernels.gpu import named_target
 from normforge.selection import dispatch
 from normforge.tools import tile_trials, tune

@@ -280,7 +280,7 @@ MUTANTS = (
     Mutant(
         "fp32-takes-a-kernel-of-its-own",
         "a cast that rounds nothing misses the table",
-        "codegen/model.py",
+        "codegen/values.py",
         "return self if any(dtype.itemsize == 2 for dtype in dtypes) else Cast.AFTER_WEIGHT",
         "return self",
         (f"{_CAST}::test_of_fp32_alone_nothing_is_rounded_and_the_usual_kernel_serves",),

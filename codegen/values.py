@@ -1,0 +1,252 @@
+"""What the axes of a mode may be: an enum each, whose values are the manifest's words and stand in names.
+
+Beside them how kernels walk a row (`Pipeline`, `Part`), which no manifest says.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Norm(Enum):
+    """Which normalisation; the value is the manifest's word."""
+
+    LAYER = "layer"
+    RMS = "rms"
+
+    @property
+    def prefix(self) -> str:
+        """How names of this norm start."""
+        return {Norm.LAYER: "ln", Norm.RMS: "rms"}[self]
+
+    @property
+    def title(self) -> str:
+        """The norm's name in prose."""
+        return {Norm.LAYER: "LayerNorm", Norm.RMS: "RMSNorm"}[self]
+
+    @property
+    def centres(self) -> bool:
+        """Whether the row's mean is subtracted (and may be saved)."""
+        return self is Norm.LAYER
+
+
+class Direction(Enum):
+    """Whether a kernel computes outputs or gradients; the value is the manifest's word and stands in names."""
+
+    FORWARD = "fwd"
+    BACKWARD = "bwd"
+
+    @property
+    def title(self) -> str:
+        """The direction in prose."""
+        return self.name.lower()
+
+
+class DType(Enum):
+    """Element types; the value is the manifest's word and the suffix in names."""
+
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP32 = "fp32"
+    INT8 = "int8"
+    FP8_E4M3FN = "fp8_e4m3fn"
+    FP8_E4M3FNUZ = "fp8_e4m3fnuz"
+    FP8_E5M2 = "fp8_e5m2"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element."""
+        return {DType.FP32: 4, DType.FP16: 2, DType.BF16: 2}.get(self, 1)
+
+    @property
+    def triton(self) -> str:
+        """The type in Triton source, for the types a row's scale is stored in."""
+        return {DType.FP16: "tl.float16", DType.BF16: "tl.bfloat16", DType.FP32: "tl.float32"}[self]
+
+    @property
+    def qmax(self) -> float:
+        """The largest magnitude a quantised element takes: a row's amax maps to it."""
+        return _QMAX[self]
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether y has this type from a quantising kernel alone."""
+        return self in _QMAX
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether elements are small floats, which say little without a scale."""
+        return self.is_quantised and not self.is_int
+
+    @property
+    def is_int(self) -> bool:
+        """Whether quantised values are integers rather than small floats."""
+        return self is DType.INT8
+
+
+_QMAX = {
+    DType.INT8: 127.0,
+    DType.FP8_E4M3FN: 448.0,
+    DType.FP8_E4M3FNUZ: 240.0,
+    DType.FP8_E5M2: 57344.0,
+}
+
+
+class FusedAdd(Enum):
+    """Whether a residual is added before the norm, and whether the sum is stored."""
+
+    NONE = "none"
+    PRE_ADD_STORE = "pre_add_store"
+    PRE_ADD = "pre_add"
+
+    @property
+    def code(self) -> int:
+        """ck_tile's integer for this mode."""
+        return {FusedAdd.NONE: 0, FusedAdd.PRE_ADD_STORE: 1, FusedAdd.PRE_ADD: 2}[self]
+
+    @property
+    def adds(self) -> bool:
+        """Whether a residual is read."""
+        return self is not FusedAdd.NONE
+
+    @property
+    def stores(self) -> bool:
+        """Whether the sum is written back."""
+        return self is FusedAdd.PRE_ADD_STORE
+
+
+class FusedQuant(Enum):
+    """Whether a row is quantised by its own amax, and whether a smooth scale is applied first."""
+
+    NONE = "none"
+    SMOOTH_DYNAMIC = "smooth_dynamic"
+    DYNAMIC = "dynamic"
+
+    @property
+    def code(self) -> int:
+        """ck_tile's integer for this mode."""
+        return {FusedQuant.NONE: 0, FusedQuant.SMOOTH_DYNAMIC: 1, FusedQuant.DYNAMIC: 2}[self]
+
+    @property
+    def quantises(self) -> bool:
+        """Whether the output is quantised."""
+        return self is not FusedQuant.NONE
+
+    @property
+    def smooths(self) -> bool:
+        """Whether a smooth scale is read."""
+        return self is FusedQuant.SMOOTH_DYNAMIC
+
+
+class Rounding(Enum):
+    """How int8 values are rounded: to nearest even, or toward zero as ck_tile does."""
+
+    NEAREST = "nearest"
+    TRUNCATE = "truncate"
+
+    @property
+    def truncates(self) -> bool:
+        """Whether values are rounded toward zero."""
+        return self is Rounding.TRUNCATE
+
+
+class Cast(Enum):
+    """Whether the normalised row is rounded once, after weight and bias, or to 16 bits before the weight as well."""
+
+    AFTER_WEIGHT = "after_weight"
+    BEFORE_WEIGHT = "before_weight"
+
+    @property
+    def comes_first(self) -> bool:
+        """Whether rows are rounded before they are multiplied by the weight."""
+        return self is Cast.BEFORE_WEIGHT
+
+    def of(self, *dtypes: DType) -> Cast:
+        """What this comes to where y (or dy) and x are of these types: one of 16 bits has to be among them.
+
+        Where there is none, rows would be rounded to the fp32 that they are in.
+        """
+        return self if any(dtype.itemsize == 2 for dtype in dtypes) else Cast.AFTER_WEIGHT
+
+
+class Gating(Enum):
+    """Whether rows are multiplied by an activated gate of their own shape, and on which side of the norm."""
+
+    NONE = "none"
+    AFTER_NORM = "after_norm"
+    BEFORE_NORM = "before_norm"
+
+    @property
+    def gates(self) -> bool:
+        """Whether there is a gate."""
+        return self is not Gating.NONE
+
+    @property
+    def is_after(self) -> bool:
+        """Whether the gate comes behind weight and bias."""
+        return self is Gating.AFTER_NORM
+
+    @property
+    def is_before(self) -> bool:
+        """Whether what is normalised was gated."""
+        return self is Gating.BEFORE_NORM
+
+
+class GateActivation(Enum):
+    """What becomes of a gate before rows are multiplied by it; the value is the device function's name too."""
+
+    SILU = "silu"
+    SIGMOID = "sigmoid"
+
+    @property
+    def slope(self) -> str:
+        """The device function of its derivative."""
+        return f"{self.value}_slope"
+
+
+class Pipeline(Enum):
+    """How a kernel walks a row; the value is also the kernel's suffix and its template's name."""
+
+    ROWS = "rows"
+    ONE_PASS = "one_pass"
+    TWO_PASS = "two_pass"
+    SPREAD = "spread"
+
+    @property
+    def summary(self) -> str:
+        """What sets this pipeline apart, for headers and listings."""
+        return {
+            Pipeline.ROWS: "several rows a program",
+            Pipeline.ONE_PASS: "one row a program, held in registers",
+            Pipeline.TWO_PASS: "one row a program, read again to write it",
+            Pipeline.SPREAD: "a row over several programs that exchange its statistics",
+        }[self]
+
+    def runs_on(self, arch: str) -> bool:
+        """Whether kernels that walk rows so can be compiled for an architecture: sm_90 or gfx942, say.
+
+        Programs that share a row wait for one another in PTX (`gather` in templates/primitives.py.j2), which is
+        NVIDIA's; in the interpreter the first would wait for ever.
+        """
+        return self is not Pipeline.SPREAD or arch.startswith("sm_")
+
+
+class Part(Enum):
+    """Kernels that a pipeline needs beside the one that carries its name."""
+
+    ROW_TERMS = "row_terms"
+    WINDOW = "window"
+    # Of GroupNorm, forward and backward.
+    MOMENTS = "moments"
+    TERMS = "terms"
+
+    @property
+    def is_of_groups(self) -> bool:
+        """Whether it is GroupNorm's, of which the committed table holds nothing."""
+        return self in (Part.MOMENTS, Part.TERMS)
+
+
+INPUT_DTYPES = (DType.FP16, DType.BF16, DType.FP32)
+# What x may be besides in forward kernels, times an x_scale. e4m3fnuz comes out of kernels alone: no format of OCP.
+FP8_INPUT_DTYPES = (DType.FP8_E4M3FN, DType.FP8_E5M2)
+QUANTISED_DTYPES = (DType.INT8, DType.FP8_E4M3FN, DType.FP8_E4M3FNUZ, DType.FP8_E5M2)
