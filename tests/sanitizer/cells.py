@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-import normforge
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.values import Direction, DType, Norm, Part, Pipeline
+from normforge.selection import dispatch
 from normforge.selection.table import Entry
 
 # Whose tiles are sanitised.
@@ -107,8 +107,8 @@ def text_of(mode: Mode) -> Mode:
 
 
 def cells() -> list[Cell]:
-    """Every call: what covers the table, then the edges."""
-    return list(dict.fromkeys((*covering(normforge.instances()), *edges())))
+    """Every call: what covers the table, without what the process has generated on demand, then the edges."""
+    return list(dict.fromkeys((*covering(dispatch.loaded()), *edges())))
 
 
 def covering(entries: Iterable[Entry]) -> Iterator[Cell]:

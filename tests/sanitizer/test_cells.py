@@ -18,6 +18,7 @@ from normforge.codegen import emit
 from normforge.codegen.model import Mode
 from normforge.codegen.values import Direction, Part, Pipeline
 from normforge.kernels.row_walk import RowWalk
+from normforge.selection import dispatch
 from tests.sanitizer.cells import ARCH, Cell, TileKind, cells, edges, kind_of, share, text_of
 from tests.sanitizer.worker import call, call_of
 
@@ -29,7 +30,7 @@ FINALISER = "sum_partials"
 @cache
 def compiled(cell: Cell) -> tuple[CompileKey, ...]:
     """What a call comes to on the architecture, by the planning of real calls."""
-    few = cell.m <= next(iter(normforge.instances())).small_m
+    few = cell.m <= next(iter(dispatch.loaded())).small_m
     strides = (cell.strides[0], cell.heads, cell.n) if cell.heads else cell.stride
     keys = normforge.compile_keys(
         [cell.n], [cell.mode], arch=ARCH, rows=["few" if few else "many"], row_strides=[strides]
@@ -55,7 +56,7 @@ def test_every_template_of_a_kernel_is_touched(repository: Path) -> None:
 
 
 def test_every_pipeline_and_part_is_touched_in_each_direction_that_has_it() -> None:
-    some = [Mode.from_name(entry.mode) for entry in normforge.instances()]
+    some = [Mode.from_name(entry.mode) for entry in dispatch.loaded()]
     expected = {
         (mode.direction, part) for mode in some for pipeline in mode.pipelines for part in emit.parts(mode, pipeline)
     }
@@ -66,7 +67,7 @@ def test_every_pipeline_and_part_is_touched_in_each_direction_that_has_it() -> N
 
 def test_every_kernel_text_of_the_table_is_touched() -> None:
     expected = set()
-    for entry in normforge.instances():
+    for entry in dispatch.loaded():
         mode = Mode.from_name(entry.mode)
         for tile in entry.tiles_on(ARCH):
             # A backward sweep has two kernels; window has rows of its own.
@@ -78,7 +79,7 @@ def test_every_class_of_tiles_is_touched() -> None:
     touched: set[TileKind] = set()
     expected: set[TileKind] = set()
     for cell in cells():
-        entry = next(e for e in normforge.instances() if e.mode == cell.mode.name and e.serves(cell.n))
+        entry = next(e for e in dispatch.loaded() if e.mode == cell.mode.name and e.serves(cell.n))
         few = cell.m <= entry.small_m
         kind = kind_of(cell.mode.direction, entry.tile(cell.m, ARCH), few=few)
         ran = {key.key.symbol.removeprefix(f"{cell.mode.name}_") for key in compiled(cell)}
@@ -86,7 +87,7 @@ def test_every_class_of_tiles_is_touched() -> None:
         stages = {dict(key.key.arguments).get("STAGES", 1) for key in compiled(cell)}
         if kind.pipeline.value in ran and (not kind.staged or stages - {1}):
             touched.add(kind)
-    for entry, few in product(normforge.instances(), (True, False)):
+    for entry, few in product(dispatch.loaded(), (True, False)):
         tile = entry.tile(1 if few else entry.small_m + 1, ARCH)
         expected.add(kind_of(Mode.from_name(entry.mode).direction, tile, few=few))
     assert touched == expected
