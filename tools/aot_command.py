@@ -10,10 +10,10 @@ from ..ahead_of_time.build import build
 from ..codegen.command import Parser
 from ..errors import AotError, ConflictError
 from ..kernels.gpu import ARCHITECTURES, interpreting, named_target
-from .compile_options import add_key_arguments, keys_for
+from .compile_options import add_key_arguments, keys_for, parse_keys
 
 _DESCRIPTION = """\
-Compile everything that calls of some modes and row lengths come to into a folder; no GPU is needed.
+Compile everything that calls of some modes and sizes come to into a folder; no GPU is needed.
 
 A process loads it with normforge.load_aot("DIR") or NORMFORGE_AOT=DIR, under the same release of Triton, and launches
 its kernels without Triton's compiler. What the folder lacks is compiled then, or refused under NORMFORGE_FROZEN=1.
@@ -24,6 +24,7 @@ _EPILOG = """\
 examples:
   {prog} --arch sm_90 --n 4096,8192 --out kernels_sm90
   {prog} --arch gfx942 --n 5120 --manifest needed.yaml --out kernels_gfx942
+  {prog} --arch sm_90 --shape '*x320x64x64/32' --out kernels_unet 'gn_*wd_bf16_silu'
   {prog} --for jax --arch sm_90 --n 4096 --out kernels_jax 'ln_*wd_bf16*'
 """
 
@@ -54,7 +55,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         help="what launches the kernels; for jax they wait for no other kernel, and their PTX is kept beside the "
         "binaries (default: torch)",
     )
-    given = parser.parse_args(argv)
+    given = parse_keys(parser, argv)
     if interpreting():
         raise AotError("TRITON_INTERPRET=1 has kernels interpreted, and nothing can be compiled; unset it")
     target = named_target(given.arch, given.multiprocessors)
@@ -62,7 +63,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     if for_jax and not target.is_nvidia:
         raise ConflictError(f"--for jax launches PTX, and {target.arch} runs none; name an NVIDIA GPU: --arch sm_90")
     target = replace(target, plainly=for_jax)
-    keys = keys_for(parser, given, target)
+    keys = keys_for(given, target)
     built = build(keys, target, given.out.expanduser().resolve(), jobs=given.jobs, progress=True, ptx=for_jax)
     print(
         f"{len(keys)} kernels for {target.arch} in {given.out}: {built.compiled} compiled, {built.kept} unchanged, "

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
-from ..ahead_of_time.compile_keys import CompileKey, keys_of, pairs_of
+from ..ahead_of_time.compile_keys import CompileKey, Pair, keys_of, pairs_of, pairs_served
+from ..ahead_of_time.group_shapes import GroupShape
 from ..ahead_of_time.row_places import Asked, Steps
 from ..ahead_of_time.stand_ins import FEW, MANY, ROWS, Deployment, Kind
 from ..codegen.axes import SAME
@@ -40,7 +41,14 @@ def add_key_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODE",
         help="names of modes, as instances begin (ln_fwd_bf16), or globs of such; default: every mode that serves N",
     )
-    parser.add_argument("--n", required=True, type=_lengths, metavar="N[,N]", help="row lengths")
+    parser.add_argument("--n", type=_lengths, default=(), metavar="N[,N]", help="row lengths")
+    parser.add_argument(
+        "--shape",
+        type=_shapes,
+        default=(),
+        metavar="SHAPE[,SHAPE]",
+        help="of GroupNorm, x's with how many groups a sample has: 2x320x64x64/32; *x320x64x64/32 for any batch",
+    )
     parser.add_argument("--manifest", type=Path, metavar="FILE", help="take the modes of this manifest instead")
     parser.add_argument(
         "--instances",
@@ -58,6 +66,7 @@ def add_key_arguments(parser: argparse.ArgumentParser) -> None:
     add("--residual", type=partial(_kinds, present), default=SAME, help=f"residual's (default: {SAME})")
     add("--smooth", type=partial(_kinds, present), default="fp32", help="smooth_scale's (default: fp32)")
     add("--dy", type=partial(_kinds, present), default=SAME, help=f"the incoming gradient's (default: {SAME})")
+    add("--y", type=partial(_kinds, present), default=SAME, help=f"GroupNorm's y's (default: {SAME})")
     kinds.add_argument(
         "--row-stride",
         type=_strides,
@@ -70,19 +79,28 @@ def add_key_arguments(parser: argparse.ArgumentParser) -> None:
         type=partial(_words, ROWS),
         default=f"{FEW},{MANY}",
         metavar="CLASS[,CLASS]",
-        help=f"numbers of rows: {', '.join(ROWS)}, the last more than an i32 counts (default: {FEW},{MANY})",
+        help=f"numbers of rows, or of groups: {', '.join(ROWS)}, the last more than an i32 counts "
+        f"(default: {FEW},{MANY})",
     )
     parser.add_argument("--jobs", type=_jobs, metavar="J", help="threads that compile (default: one a core, up to 8)")
 
 
-def keys_for(parser: argparse.ArgumentParser, given: argparse.Namespace, target: Target) -> list[CompileKey]:
+def parse_keys(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line with those arguments, or print what is wrong with it and exit with status 2."""
+    given = parser.parse_args(argv)
+    if given.manifest is not None and given.modes:
+        parser.error("modes are named, and --manifest too; leave one of them out")
+    if not (given.n or given.shape):
+        parser.error("there are no sizes; pass row lengths, --n 4096 say, or --shape 2x320x64x64/32 of GroupNorm")
+    return given
+
+
+def keys_for(given: argparse.Namespace, target: Target) -> list[CompileKey]:
     """The compilations that parsed arguments ask for.
 
     Raises:
         NormforgeError: there is no such table, manifest or mode.
     """
-    if given.manifest is not None and given.modes:
-        parser.error("modes are named, and --manifest too; leave one of them out")
     if given.instances is not None:
         dispatch.load_instances(given.instances)
     deployment = Deployment(
@@ -95,8 +113,12 @@ def keys_for(parser: argparse.ArgumentParser, given: argparse.Namespace, target:
         row_strides=(None, *(given.row_stride or ())),
         misaligned=((),),
         rows=given.rows,
+        y_dtypes=given.y,
     )
-    pairs = pairs_of(given.n, given.modes or None) if given.manifest is None else _manifest(given.manifest, given.n)
+    if given.manifest is None:
+        pairs = pairs_of(given.n, given.modes or None, given.shape)
+    else:
+        pairs = _manifest(given.manifest, given.n, tuple(map(GroupShape.parse, given.shape)))
     return keys_of(pairs, target, deployment)
 
 
@@ -130,19 +152,18 @@ def _constants(key: KernelKey) -> str:
     return " ".join(f"{name}={value}" for name, value in (*constants, *key.options))
 
 
-def _manifest(path: Path, lengths: Sequence[int]) -> Iterator[tuple[Mode, int]]:
+def _manifest(path: Path, lengths: Sequence[int], shapes: Sequence[GroupShape]) -> list[Pair]:
     # Of the commands that name no manifest, none needs its parser.
     from ..codegen.manifest import load
 
     instances = load(path).instances
     for n in lengths:
-        serving = [instance for instance in instances if n in instance.bucket]
-        if not serving:
+        if not any(n in instance.bucket for instance in instances if isinstance(instance.mode, Mode)):
             raise MissingInstanceError(
                 f"no instance of {path} serves N = {n}; leave it out of --n, or add its bucket to the manifest"
             )
-        # GroupNorm's kernels depend on more of a shape than how long groups are: calls make them.
-        yield from ((instance.mode, n) for instance in serving if isinstance(instance.mode, Mode))
+    modes = [(instance.mode, instance.bucket.__contains__) for instance in instances]
+    return pairs_served(modes, lengths, shapes, str(path))
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -150,6 +171,10 @@ def _lengths(text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers from 1, separated by commas")
     return tuple(dict.fromkeys(map(int, parts)))
+
+
+def _shapes(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(","))
 
 
 def _strides(text: str) -> tuple[Asked, ...]:

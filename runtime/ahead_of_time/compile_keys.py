@@ -6,7 +6,7 @@ They are derived by the code that derives those of calls: each is the key of a c
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import product
@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from ..codegen.axes import SAME
-from ..codegen.groups import mode_named
+from ..codegen.groups import AnyMode, GroupMode, group_modes, mode_named
 from ..codegen.model import Mode, legal_modes
 from ..errors import ConflictError, DeviceError, IllegalCombinationError, MissingInstanceError, ShapeError
 from ..kernels.gpu import Target, named_target, target_of
 from ..kernels.key import MOST_ROWS_IN_I32, KernelKey
 from ..kernels.launcher import Launcher
 from ..selection import dispatch
+from .group_shapes import GroupShape, fitting, launches, trained
 from .row_places import Asked
 from .stand_ins import FEW, MANY, MOST, Deployment, Kind, plans
 
@@ -32,9 +33,9 @@ class CompileKey:
 
     Attributes:
         key: all that it depends on besides the GPU.
-        n: row length.
+        n: row length; of GroupNorm, how many elements a group has.
         instances: those that launch it; several share the kernel that adds up partial sums.
-        rows: for which numbers of rows: "few", "many" or "most".
+        rows: for which numbers of rows, or of groups: "few", "many" or "most".
         function: the `triton.JITFunction` that is compiled.
     """
 
@@ -49,9 +50,10 @@ class CompileKey:
 
 
 def compile_keys(
-    n: Iterable[int],
-    modes: Iterable[str | Mode] | None = None,
+    n: Iterable[int] = (),
+    modes: Iterable[str | AnyMode] | None = None,
     *,
+    shapes: Iterable[str] = (),
     arch: str | None = None,
     multiprocessors: int | None = None,
     device: torch.device | str | int | None = None,
@@ -64,6 +66,7 @@ def compile_keys(
     row_strides: Iterable[Asked] = (None,),
     misaligned: Iterable[Collection[str]] = ((),),
     rows: Iterable[str] = (FEW, MANY),
+    y_dtypes: Iterable[Kind] = (SAME,),
 ) -> list[CompileKey]:
     """List every compilation that calls of some modes and row lengths come to, whatever their number of rows.
 
@@ -74,10 +77,16 @@ def compile_keys(
     token, and N is their length. Nothing is compiled; an instance that the
     table lacks is generated, as by a call.
 
+    Kernels of GroupNorm depend on channels, groups and positions, which no row length says: its modes (`gn_fwd_bf16`)
+    are listed for shapes. Where a backward mode is asked for too, its forward mode comes with the kernels that save
+    statistics.
+
     Args:
         n: row lengths.
         modes: names of modes, as instances begin (`ln_fwd_bf16`), globs of such, and `Mode`s. None is every mode of
-            the table in use that serves n.
+            the table in use that serves n, or one of the shapes.
+        shapes: of GroupNorm, those of x with how many groups a sample has: "2x320x64x64/32". Of an x of any number
+            of samples "*x320x64x64/32", which stands for one of each class of `rows`: of groups in all samples.
         arch: what to compile for, "sm_90" or "gfx942" say; no GPU need be here. None is that of device.
         multiprocessors: of such a GPU, if they are not the usual number.
         device: the GPU, if not the current one.
@@ -87,6 +96,7 @@ def compile_keys(
         residual_dtypes: residual's: dtypes, or "same".
         smooth_dtypes: smooth_scale's, likewise.
         dy_dtypes: of the gradient that a backward pass is given, likewise.
+        y_dtypes: of GroupNorm's y, likewise: fp32 under torch.autocast.
         wants: which gradients are asked of a backward pass, of "dx", "dweight", "dbias", "dx_bias" and "ddropped";
             those that the call has no tensor for are left out. None is all, as autograd asks where everything is
             trained.
@@ -100,8 +110,8 @@ def compile_keys(
         The keys, each once, in the order of modes and lengths.
 
     Raises:
-        ConflictError: an argument that has a word it does not take, or is empty.
-        ShapeError: n has what is no row length.
+        ConflictError: an argument that has a word it does not take, or is empty; or modes and sizes do not go together.
+        ShapeError: n has what is no row length, or shapes what is none.
         MissingInstanceError: there is no such mode, or the table lacks it under NORMFORGE_ON_MISS=error.
         TargetError: there is no such architecture.
         DeviceError: there is no GPU, and arch does not say what to compile for.
@@ -116,8 +126,9 @@ def compile_keys(
         row_strides=_listed("row_strides", row_strides),
         misaligned=_listed("misaligned", misaligned),
         rows=_listed("rows", rows),
+        y_dtypes=_listed("y_dtypes", y_dtypes),
     )
-    return keys_of(pairs_of(n, modes), find_target(arch, multiprocessors, device), deployment)
+    return keys_of(pairs_of(n, modes, shapes), find_target(arch, multiprocessors, device), deployment)
 
 
 def find_target(
@@ -153,16 +164,30 @@ def gpu(device: torch.device | str | int | None) -> torch.device:
     return found
 
 
-def keys_of(pairs: Iterable[tuple[Mode, int]], target: Target, deployment: Deployment) -> list[CompileKey]:
-    """The keys of modes at row lengths; see `compile_keys`."""
+# A mode of rows with their length, or GroupNorm's with a shape.
+Pair = tuple[Mode, int] | tuple[GroupMode, GroupShape]
+
+
+def keys_of(pairs: Iterable[Pair], target: Target, deployment: Deployment) -> list[CompileKey]:
+    """The keys of modes at row lengths and shapes; see `compile_keys`."""
     found: dict[KernelKey, CompileKey] = {}
-    for mode, n in pairs:
-        entry = dispatch.find(mode, n)
+    listed = list(pairs)
+    saving = trained(mode for mode, _ in listed if isinstance(mode, GroupMode))
+    for mode, size in listed:
+        if isinstance(mode, GroupMode):
+            assert isinstance(size, GroupShape)
+            if target.plainly:
+                raise ConflictError(f"{mode.name} is GroupNorm's, which normforge.jax has not; leave it out of modes")
+            for instance, word, launcher in launches(mode, size, target, deployment, trained=mode in saving):
+                _add(found, launcher, size.n, instance, word)
+            continue
+        assert isinstance(size, int)
+        entry = dispatch.find(mode, size)
         ms = {FEW: 1, MANY: entry.small_m + 1, MOST: MOST_ROWS_IN_I32 + 1}
-        for plan in plans(mode, n, target, deployment):
+        for plan in plans(mode, size, target, deployment):
             for word in deployment.rows:
                 for launcher in plan.prepared(ms[word]).launchers:
-                    _add(found, launcher, n, entry.name, word)
+                    _add(found, launcher, size, entry.name, word)
     return list(found.values())
 
 
@@ -186,47 +211,90 @@ def _listed(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _lengths(n: Iterable[int]) -> tuple[int, ...]:
-    lengths = _listed("n", n)
+    lengths = tuple(n)
     for length in lengths:
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise ShapeError(f"n has {length!r}, which is no row length; it takes whole numbers from 1")
     return tuple(dict.fromkeys(lengths))
 
 
-def pairs_of(n: Iterable[int], modes: Iterable[str | Mode] | None) -> Iterator[tuple[Mode, int]]:
-    """Modes at row lengths; see `compile_keys`."""
-    lengths = _lengths(n)
+def pairs_of(n: Iterable[int], modes: Iterable[str | AnyMode] | None, shapes: Iterable[str] = ()) -> list[Pair]:
+    """Modes at row lengths, and GroupNorm's at shapes; see `compile_keys`."""
+    lengths, sizes = _lengths(n), tuple(dict.fromkeys(map(GroupShape.parse, shapes)))
+    if not lengths and not sizes:
+        raise ConflictError(
+            "n is empty, which leaves no call to compile for; pass row lengths, or shapes of GroupNorm's x"
+        )
     if modes is None:
-        for length in lengths:
-            served = (mode_named(entry.mode) for entry in dispatch.loaded() if entry.serves(length))
-            # GroupNorm's kernels depend on more of a shape than how long groups are.
-            yield from ((mode, length) for mode in served if isinstance(mode, Mode))
-        return
-    yield from product(_named(_listed("modes", modes)), lengths)
+        return pairs_served([(mode_named(entry.mode), entry.serves) for entry in dispatch.loaded()], lengths, sizes)
+    named = _named(_listed("modes", modes), bool(lengths), bool(sizes))
+    rows = [mode for mode in named if isinstance(mode, Mode)]
+    groups = [mode for mode in named if isinstance(mode, GroupMode)]
+    for given, there, what in ((lengths, rows, "n has row lengths"), (sizes, groups, "shapes has those of GroupNorm")):
+        if given and not there:
+            raise ConflictError(f"{what}, and modes has none of those; leave it out, or name such modes")
+    return [*product(rows, lengths), *fitting(groups, sizes)]
 
 
-def _named(modes: Iterable[str | Mode]) -> tuple[Mode, ...]:
-    present = dict.fromkeys(entry.mode for entry in dispatch.loaded())
-    found: dict[Mode, None] = {}
+def pairs_served(
+    modes: Iterable[tuple[AnyMode, Callable[[int], bool]]],
+    lengths: Iterable[int],
+    shapes: Iterable[GroupShape],
+    where: str = "",
+) -> list[Pair]:
+    """Modes, of which it is known what lengths they serve, at those of some lengths and shapes.
+
+    Raises:
+        MissingInstanceError: none serves one of the shapes.
+    """
+    known = list(modes)
+    found: list[Pair] = [
+        (mode, length) for length in lengths for mode, serves in known if isinstance(mode, Mode) and serves(length)
+    ]
+    for shape in shapes:
+        serving = [mode for mode, serves in known if isinstance(mode, GroupMode) and serves(shape.n)]
+        if not serving:
+            raise MissingInstanceError(
+                f"no instance of {where or dispatch.loaded().where} is GroupNorm's of groups of {shape.n} elements, "
+                f"as {shape} has; name modes, gn_fwd_bf16 say, or leave it out"
+            )
+        found += fitting(serving, [shape])
+    return found
+
+
+def _named(modes: Iterable[str | AnyMode], has_lengths: bool, has_shapes: bool) -> tuple[AnyMode, ...]:
+    found: dict[AnyMode, None] = {}
     for mode in modes:
-        if isinstance(mode, Mode):
-            found[mode] = None
-            continue
-        # A name that is none of the table's is generated on demand, or refused, as for a call.
-        matching = [name for name in present if fnmatchcase(name, mode)] or [mode]
         try:
-            named = list(map(mode_named, matching))
-            if rows := [each for each in named if isinstance(each, Mode)]:
-                found.update(dict.fromkeys(rows))
-            else:
-                raise ConflictError(
-                    f"modes has {mode!r}, and kernels of GroupNorm depend on channels and positions, which no row "
-                    "length says; call normforge.group_norm once on a tensor of each shape instead"
-                )
+            named: list[AnyMode] = [mode_named(name) for name in _matching(mode)] if isinstance(mode, str) else [mode]
         except IllegalCombinationError as error:
-            near = difflib.get_close_matches(mode, [legal.name for legal in legal_modes()], n=3, cutoff=0.0)
+            near = difflib.get_close_matches(str(mode), _legal(), n=3, cutoff=0.0)
             raise MissingInstanceError(
                 f"modes has {mode!r}, and no mode of {dispatch.loaded().where} is called so; the nearest are "
                 f"{', '.join(near)}, and normforge list prints instances: a mode and a bucket of row lengths"
             ) from error
+        asked = mode if isinstance(mode, str) else mode.name
+        # Of a glob that names both, those count of which sizes are given.
+        if not has_shapes and all(isinstance(each, GroupMode) for each in named):
+            raise ConflictError(
+                f"modes has {asked!r}, and kernels of GroupNorm depend on channels and positions, which no row length "
+                "says; pass x's shape and groups: shapes=['2x320x64x64/32'], or --shape 2x320x64x64/32"
+            )
+        if not has_lengths and all(isinstance(each, Mode) for each in named):
+            raise ConflictError(f"modes has {asked!r}, of rows, and n no length of those; pass n=[4096], or --n 4096")
+        found.update(dict.fromkeys(named))
     return tuple(found)
+
+
+def _matching(name: str) -> list[str]:
+    """The names that a name or a glob stands for: of the table in use, or of GroupNorm, of which that has no mode."""
+    present = dict.fromkeys(entry.mode for entry in dispatch.loaded())
+    for names in (present, [mode.name for mode in group_modes()]):
+        if found := [each for each in names if fnmatchcase(each, name)]:
+            return found
+    # A name that is none of the table's is generated on demand, or refused, as for a call.
+    return [name]
+
+
+def _legal() -> list[str]:
+    return [*(mode.name for mode in legal_modes()), *(mode.name for mode in group_modes())]

@@ -45,9 +45,10 @@ class Deployment:
     row_strides: Sequence[Asked]
     misaligned: Sequence[Collection[str]]
     rows: Sequence[str]
+    y_dtypes: Sequence[Kind] = (SAME,)
 
     def __post_init__(self) -> None:
-        for name in ("weight_dtypes", "bias_dtypes", "residual_dtypes", "smooth_dtypes", "dy_dtypes"):
+        for name in ("weight_dtypes", "bias_dtypes", "residual_dtypes", "smooth_dtypes", "dy_dtypes", "y_dtypes"):
             kinds = getattr(self, name) or ()
             absent = " or None (no such tensor)" if name in ("weight_dtypes", "bias_dtypes") else ""
             for kind in kinds:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..codegen.model import Mode
+from ..codegen.groups import AnyMode
 from ..errors import ConflictError
 from ..kernels.gpu import on_device, target_of
 from ..kernels.obtain import obtain
@@ -16,15 +16,15 @@ from .parallel import for_each
 
 
 def warmup(
-    n: Iterable[int],
-    modes: Iterable[str | Mode] | None = None,
+    n: Iterable[int] = (),
+    modes: Iterable[str | AnyMode] | None = None,
     *,
     device: torch.device | str | int | None = None,
     jobs: int | None = None,
     progress: bool = True,
     **options: Any,
 ) -> list[CompileKey]:
-    """Compile everything that calls of some modes and row lengths come to, and load it onto a GPU.
+    """Compile everything that calls of some modes and sizes come to, and load it onto a GPU.
 
     After it such calls compile nothing, in this process or, because Triton keeps what it compiled on disk, in another
     on the same machine; NORMFORGE_FROZEN=1 makes sure of it. Where a folder compiled ahead of time is in use, its
@@ -37,7 +37,8 @@ def warmup(
         device: the GPU; None is the current one.
         jobs: threads that compile at once; None is one for each core, up to 8.
         progress: whether to show a progress bar on standard error.
-        **options: what else `compile_keys` takes, but for arch and multiprocessors: what calls bring.
+        **options: what else `compile_keys` takes, but for arch and multiprocessors: shapes of GroupNorm, and what calls
+            bring.
 
     Returns:
         What was compiled or loaded, as `compile_keys` lists it.

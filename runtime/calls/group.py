@@ -17,7 +17,7 @@ from ..upstream.torch_autograd import applied, applied_at_once
 from ..upstream.torch_dynamo import eager_only
 from . import group_instead
 from .group_instead import Gradients, Options
-from .group_plan import BACKWARD, FORWARD, GroupPlan, Kind, plan_of
+from .group_plan import GroupPlan, Kind, plan_of
 from .known import MISALIGNED, PLAIN, UNREADABLE, Known, Tensors, remember
 from .traced import dispatch_modes, is_dynamo_compiling, operator
 
@@ -80,8 +80,8 @@ def launched(
 def _find(x: torch.Tensor, weight: _Vector, bias: _Vector, options: Options, saves: bool) -> Found:
     y_dtype = options.out_dtype or x.dtype
     mode = GroupMode(DTYPES[x.dtype], Direction.FORWARD, Activation(options.activation), bool(are_channels_last(x)))
-    dtypes = {"y": y_dtype} | dict.fromkeys(("mean", "rstd") if saves else (), torch.float32)
-    kind = _kind(mode, x, options, FORWARD, {"x": x, "weight": weight, "bias": bias}, dtypes)
+    tensors = {"x": x, "weight": weight, "bias": bias}
+    kind = Kind.forward(mode, _size(x, options), _types(tensors), y_dtype, _misaligned(tensors), saves=saves)
     return Found(plan_of(kind, x.device), options, y_dtype, saves)
 
 
@@ -123,16 +123,15 @@ def launched_backward(
     if not x.numel():
         found = {name: torch.zeros_like(vector) for name, vector in due.items()}
         return Gradients(torch.empty_like(x) if "dx" in wants else None, found.get("dweight"), found.get("dbias"))
-    # Where y is not activated, bias is of no use.
-    shifts = bias if options.activation != "none" else None
     mode = GroupMode(DTYPES[x.dtype], Direction.BACKWARD, Activation(options.activation), bool(are_channels_last(x)))
-    dtypes = {"dx": x.dtype} | dict.fromkeys(("mean", "rstd", *due), torch.float32)
-    kind = _kind(mode, x, options, BACKWARD, {"dy": dy, "x": x, "weight": weight, "bias": shifts}, dtypes)
+    tensors = {"dy": dy, "x": x, "weight": weight, "bias": bias}
+    kind = Kind.backward(mode, _size(x, options), _types(tensors), due, _misaligned(tensors))
     plan, samples = plan_of(kind, x.device), x.shape[0]
     rows = plan.sums_rows(samples)
     dx = plan.empty(tuple(x.shape), x.stride(), x.dtype)
     partials = {name: plan.empty((rows, x.shape[1]), (x.shape[1], 1), torch.float32) for name in due}
     sums = (partials.get("dweight"), partials.get("dbias"))
+    shifts = bias if mode.activation.is_applied else None
     plan.launch(samples, (dy, x, weight, shifts, *statistics, dx, *sums), 0.0)
     found = {name: plan.empty((x.shape[1],), (1,), vector.dtype) for name, vector in due.items()}
     if due:
@@ -140,24 +139,17 @@ def launched_backward(
     return Gradients(dx if "dx" in wants else None, found.get("dweight"), found.get("dbias"))
 
 
-def _kind(
-    mode: GroupMode,
-    x: torch.Tensor,
-    options: Options,
-    names: tuple[str, ...],
-    tensors: Mapping[str, torch.Tensor | None],
-    dtypes: Mapping[str, torch.dtype],
-) -> Kind:
-    """What launches are alike in that read some tensors, and write others of some types, which are new."""
-    there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    found = {name: tensor.dtype for name, tensor in there.items()} | dict(dtypes)
-    misaligned = [f"{name}_ptr" for name, tensor in there.items() if tensor.data_ptr() % ALIGNMENT]
-    channels = x.shape[1]
-    # It starts behind the means of all groups.
-    misaligned.append("rstd_ptr")
-    positions = x.numel() // (x.shape[0] * channels)
-    ordered = tuple([found.get(name) for name in names])
-    return Kind(mode, channels, options.num_groups, positions, ordered, frozenset(misaligned))
+def _size(x: torch.Tensor, options: Options) -> tuple[int, int, int]:
+    """Channels, groups and positions."""
+    return x.shape[1], options.num_groups, x.numel() // (x.shape[0] * x.shape[1])
+
+
+def _types(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.dtype | None]:
+    return {name: None if tensor is None else tensor.dtype for name, tensor in tensors.items()}
+
+
+def _misaligned(tensors: Mapping[str, torch.Tensor | None]) -> list[str]:
+    return [name for name, tensor in tensors.items() if tensor is not None and tensor.data_ptr() % ALIGNMENT]
 
 
 def _records(*tensors: torch.Tensor | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ BACKWARD = ("dy", "x", "weight", "bias", "mean", "rstd", "dx", "dweight", "dbias
 # What kernels leave for one another, or for sums.
 _WORK = {"partials": torch.float32, "exchange": torch.int64, "dweight": torch.float32, "dbias": torch.float32}
 _KINDS = {False: 4, True: 2}
+_STATISTICS = ("mean", "rstd")
 # Of a grid's first dimension.
 _MOST_ITEMS = 2**31 - 1
 # Of what is read twice: less than half of an H200's L2, which also takes what is written meanwhile.
@@ -55,6 +56,52 @@ class Kind(NamedTuple):
     positions: int
     dtypes: Dtypes
     misaligned: frozenset[str]
+
+    @classmethod
+    def forward(
+        cls,
+        mode: GroupMode,
+        size: tuple[int, int, int],
+        dtypes: Mapping[str, torch.dtype | None],
+        y_dtype: torch.dtype,
+        misaligned: Collection[str],
+        *,
+        saves: bool,
+    ) -> Kind:
+        """Of calls with "x", "weight" and "bias" of some types, some of them misaligned, that save statistics or not.
+
+        The size is channels, groups and positions.
+        """
+        saved = dict.fromkeys(_STATISTICS if saves else (), torch.float32)
+        return cls._of(mode, size, {**dtypes, "y": y_dtype, **saved}, misaligned)
+
+    @classmethod
+    def backward(
+        cls,
+        mode: GroupMode,
+        size: tuple[int, int, int],
+        dtypes: Mapping[str, torch.dtype | None],
+        due: Collection[str],
+        misaligned: Collection[str],
+    ) -> Kind:
+        """Likewise, with "dy", where dx and those of "dweight" and "dbias" that are `due` are computed."""
+        # Where y is not activated, bias is of no use.
+        read = {name: dtype for name, dtype in dtypes.items() if name != "bias" or mode.activation.is_applied}
+        written = {"dx": dtypes["x"], **dict.fromkeys((*_STATISTICS, *due), torch.float32)}
+        return cls._of(mode, size, read | written, [name for name in misaligned if name in read])
+
+    @classmethod
+    def _of(
+        cls,
+        mode: GroupMode,
+        size: tuple[int, int, int],
+        dtypes: Mapping[str, torch.dtype | None],
+        misaligned: Collection[str],
+    ) -> Kind:
+        ordered = tuple([dtypes.get(name) for name in (BACKWARD if mode.is_backward else FORWARD)])
+        # rstd starts behind the means of all groups.
+        slots = frozenset([f"{name}_ptr" for name in (*misaligned, "rstd")])
+        return cls(mode, *size, ordered, slots)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -204,16 +251,21 @@ class GroupPlan:
         self, rows: int, partials: Mapping[str, torch.Tensor | None], gradients: Mapping[str, torch.Tensor | None]
     ) -> None:
         """Add up what a backward launch left of "dweight" and "dbias", in a fixed order."""
-        key = tuple([None if tensor is None else tensor.dtype for tensor in map(gradients.get, SUMS)])
-        if key not in self._finishers:
-            self._finishers[key] = self._finisher(key)
-        launcher, recipe = self._finishers[key]
+        launcher, recipe = self.finisher(
+            tuple([None if tensor is None else tensor.dtype for tensor in map(gradients.get, SUMS)])
+        )
         tensors = [*[partials.get(name) for name in SUMS], *[gradients.get(name) for name in SUMS]]
         grid = recipe.grid(rows)
         if launcher.launch is not None:
             launcher.launch(grid, (*[0 if tensor is None else tensor.data_ptr() for tensor in tensors], rows))
         else:
             launcher.launch_tensors(grid, (*tensors, rows))
+
+    def finisher(self, dtypes: Dtypes) -> tuple[Launcher, Recipe]:
+        """The kernel that adds up partial sums of gradients of some types, in the order of `SUMS`."""
+        if dtypes not in self._finishers:
+            self._finishers[dtypes] = self._finisher(dtypes)
+        return self._finishers[dtypes]
 
     def _finisher(self, dtypes: Dtypes) -> tuple[Launcher, Recipe]:
         sums = {

@@ -124,7 +124,10 @@ def _refuse(key: KernelKey, target: Target, *_: Any, **__: Any) -> NoReturn:
         "(normforge.compile_keys lists what they compile)"
     )
     if key.n is None:
-        how = "by a call like this one without NORMFORGE_FROZEN, which leaves it in Triton's cache"
+        how = (
+            "with normforge.warmup(shapes=...), `normforge warmup --shape` or `normforge aot --shape`, and x's shape "
+            "with how many groups a sample has: 2x320x64x64/32"
+        )
     raise FrozenError(
         f"NORMFORGE_FROZEN=1 forbids compiling {key} for {target.arch}, and Triton's cache does not hold it"
         f"{elsewhere}; compile it before {how}, or unset NORMFORGE_FROZEN"

@@ -112,6 +112,41 @@ def test_a_folder_compiled_ahead_of_time_runs_without_the_compiler(ahead: Path, 
     assert printed(code, **environment) == "done"
 
 
+# Both layouts, groups that a program holds and groups in parts, few and many, trained and not.
+GROUP_CALLS = """
+import torch, normforge
+from torch.nn import functional
+def run():
+    for shape in ((2, 64, 5, 7), (300, 64, 5, 7), (2, 64, 96, 96)):
+        for memory_format in (torch.contiguous_format, torch.channels_last):
+            x = torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(memory_format=memory_format).requires_grad_()
+            weight, bias = (torch.randn(64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+            y = normforge.group_norm(x, 32, weight, bias, activation="silu")
+            with torch.no_grad():
+                assert torch.equal(normforge.group_norm(x, 32, weight, bias, activation="silu"), y)
+            expected = functional.silu(functional.group_norm(x.float(), 32, weight.float(), bias.float()))
+            torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
+            dy = torch.randn_like(y)
+            ours = torch.autograd.grad(y, (x, weight, bias), dy)
+            theirs = torch.autograd.grad(expected, (x, weight, bias), dy.float())
+            for our, their in zip(ours, theirs):
+                torch.testing.assert_close(our.float(), their.float(), rtol=2e-2, atol=2e-2 * float(their.abs().max()))
+    torch.cuda.synchronize()
+"""
+
+
+def test_groups_of_shapes_that_were_named_run_without_the_compiler(tmp_path: Path) -> None:
+    out, shapes = str(tmp_path / "kernels"), "*x64x5x7/32,2x64x96x96/32"
+    argv = ("aot", "--arch", architecture(torch.device("cuda", 0)), "--shape", shapes, "--out", out)
+    printed(command(*argv, "gn_?wd_bf16_silu*"), CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path / "triton"))
+    environment = {"NORMFORGE_AOT": out, "NORMFORGE_FROZEN": "1", "TRITON_CACHE_DIR": str(tmp_path / "other")}
+    assert printed(f"{GROUP_CALLS}{NO_COMPILER}{LISTENER}run()\nprint('done')", **environment) == "done"
+    other = python(f"{GROUP_CALLS}normforge.group_norm(torch.ones(1, 32, 9, device='cuda'), 4)", **environment)
+    assert other.returncode != 0
+    assert "FrozenError: NORMFORGE_FROZEN=1 forbids compiling" in other.stderr
+    assert "normforge aot --shape" in other.stderr
+
+
 def test_a_damaged_binary_is_never_run(ahead: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(ahead, tmp_path / "kernels"))
     for binary in folder.glob("*.cubin"):

@@ -79,8 +79,3 @@ def test_axes_of_groups_are_refused_of_rows(tmp_path: Path, capsys: pytest.Captu
     manifest.write_text("groups: {a: {norm: rms, dtype_in: bf16, channels_last: true}}\n")
     assert main(["generate", "--manifest", str(manifest), "--out", str(tmp_path / "kernels")]) == 2
     assert "norm rms has no channels_last true; leave channels_last out, or use another norm" in capsys.readouterr().err
-
-
-def test_compile_keys_say_why_there_are_none() -> None:
-    with pytest.raises(errors.ConflictError, match="kernels of GroupNorm depend on channels and positions"):
-        normforge.compile_keys([4096], ["gn_fwd_bf16"], arch="sm_90")

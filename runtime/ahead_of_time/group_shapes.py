@@ -1,0 +1,170 @@
+"""Calls of GroupNorm that a deployment makes, by the shapes of x: what they launch, without tensors or a GPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+
+import torch
+
+from ..calls.group_plan import GroupPlan, Kind
+from ..codegen.axes import SAME
+from ..codegen.groups import GroupMode
+from ..codegen.values import Direction
+from ..dtypes import TORCH_DTYPES
+from ..errors import ConflictError, ShapeError
+from ..kernels.assembly import SUMS
+from ..kernels.gpu import Target
+from ..kernels.launcher import Launcher
+from .stand_ins import FEW, MANY, MOST, Deployment
+from .stand_ins import Kind as Asked
+
+_WRITTEN = re.compile(r"(\*|[1-9]\d*)((?:x[1-9]\d*)+)/([1-9]\d*)")
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """A shape of x, and its groups.
+
+    Attributes:
+        samples: how many there are; None is any number.
+        channels: of x.
+        space: the sizes of what follows: none of (B, C).
+        groups: of a sample.
+    """
+
+    samples: int | None
+    channels: int
+    space: tuple[int, ...]
+    groups: int
+
+    @classmethod
+    def parse(cls, text: object) -> GroupShape:
+        """What is written as 2x320x64x64/32, or as *x320x64x64/32 for any number of samples.
+
+        Raises:
+            ShapeError: it is written otherwise, or the groups do not divide the channels.
+        """
+        found = _WRITTEN.fullmatch(text) if isinstance(text, str) else None
+        if found is None:
+            raise ShapeError(
+                f"shapes has {text!r}; it takes x's shape and how many groups a sample has, '2x320x64x64/32' say, or "
+                "'*x320x64x64/32' for any number of samples"
+            )
+        samples, sizes, groups = found[1], [int(size) for size in found[2][1:].split("x")], int(found[3])
+        if sizes[0] % groups:
+            raise ShapeError(f"shapes has {text!r}, and {groups} groups do not divide {sizes[0]} channels")
+        return cls(None if samples == "*" else int(samples), sizes[0], tuple(sizes[1:]), groups)
+
+    def __str__(self) -> str:
+        sizes = "x".join(map(str, ("*" if self.samples is None else self.samples, self.channels, *self.space)))
+        return f"{sizes}/{self.groups}"
+
+    @property
+    def positions(self) -> int:
+        """Of a channel."""
+        return prod(self.space)
+
+    @property
+    def n(self) -> int:
+        """How many elements a group has."""
+        return self.channels // self.groups * self.positions
+
+    def lies_as(self, mode: GroupMode) -> bool:
+        """Whether calls of a mode have such an x: where one layout is the other, a call is of one of the two."""
+        if not self.space:
+            return mode.channels_last
+        return not mode.channels_last or (self.channels > 1 and self.positions > 1)
+
+    def batches(self, small_m: int, asked: Collection[str]) -> dict[str, int]:
+        """A number of samples for each class of so many groups that is asked for and can be.
+
+        Raises:
+            ConflictError: there is none.
+        """
+        many = small_m // self.groups + 1
+        if self.samples is not None:
+            found = {FEW if self.samples < many else MANY: self.samples}
+        else:
+            found = {FEW: 1, MANY: many, MOST: many} if many > 1 else {MANY: 1, MOST: 1}
+        taken = {word: found[word] for word in asked if word in found}
+        if not taken:
+            raise ConflictError(
+                f"shapes has {str(self)!r}, whose groups in all samples are {' or '.join(found)} ({FEW} is up to "
+                f"{small_m}), and rows has {', '.join(asked)} alone; add {next(iter(found))!r} to it"
+            )
+        return taken
+
+
+def fitting(modes: Collection[GroupMode], shapes: Iterable[GroupShape]) -> Iterator[tuple[GroupMode, GroupShape]]:
+    """Each shape with the modes that calls of it have.
+
+    Raises:
+        ConflictError: there are none of a shape.
+    """
+    for shape in shapes:
+        found = [mode for mode in modes if shape.lies_as(mode)]
+        if not found:
+            other = "without channels_last" if shape.space else "of channels_last"
+            raise ConflictError(
+                f"shapes has {str(shape)!r}, and modes has {', '.join(mode.name for mode in modes)}; such an x lies as "
+                f"modes {other} have it: name one of those"
+            )
+        yield from ((mode, shape) for mode in found)
+
+
+def launches(
+    mode: GroupMode, shape: GroupShape, target: Target, deployment: Deployment, *, trained: bool
+) -> Iterator[tuple[str, str, Launcher]]:
+    """What calls of a mode launch: the instance, the class of how many groups there are, and a launcher.
+
+    Args:
+        mode: theirs.
+        shape: of their x.
+        target: the GPU.
+        deployment: what else they bring.
+        trained: whether some of a forward mode save statistics, for a backward pass.
+    """
+    for plan, finals in _plans(mode, shape, target, deployment, trained=trained):
+        for word, samples in shape.batches(plan.entry.small_m, deployment.rows).items():
+            finishers = [plan.finisher(finals)[0]] if any(finals) else []
+            for launcher in (*plan.prepared(samples).launchers, *finishers):
+                yield plan.entry.name, word, launcher
+
+
+_Finals = tuple[torch.dtype | None, ...]
+
+
+def _plans(
+    mode: GroupMode, shape: GroupShape, target: Target, deployment: Deployment, *, trained: bool
+) -> Iterator[tuple[GroupPlan, _Finals]]:
+    """Plans, each with the types of the gradients that it adds up."""
+    size, own = (shape.channels, shape.groups, shape.positions), TORCH_DTYPES[mode.dtype_in]
+
+    def dtype(kind: Asked) -> torch.dtype | None:
+        return own if kind == SAME else kind if isinstance(kind, torch.dtype) else None
+
+    for weight, names in product(map(dtype, deployment.weight_dtypes), deployment.misaligned):
+        for bias in [weight] if deployment.bias_dtypes is None else map(dtype, deployment.bias_dtypes):
+            dtypes = {"x": own, "weight": weight, "bias": bias}
+            there = [name for name in ("dy", *dtypes) if name in names and (name == "dy" or dtypes[name] is not None)]
+            if mode.is_backward:
+                vectors = {"dweight": weight, "dbias": bias}
+                for dy, wants in product(map(dtype, deployment.dy_dtypes), deployment.wants or (("dx", *SUMS),)):
+                    due = {name: kind for name, kind in vectors.items() if kind is not None and name in wants}
+                    if due or "dx" in wants:
+                        kind = Kind.backward(mode, size, {"dy": dy, **dtypes}, due, there)
+                        yield GroupPlan(kind, target, None), tuple([due.get(name) for name in SUMS])
+                continue
+            for y, saves in product(map(dtype, deployment.y_dtypes), (False, True) if trained else (False,)):
+                assert y is not None
+                kind = Kind.forward(mode, size, dtypes, y, [name for name in there if name != "dy"], saves=saves)
+                yield GroupPlan(kind, target, None), ()
+
+
+def trained(modes: Iterable[GroupMode]) -> frozenset[GroupMode]:
+    """The forward modes of the backward ones among some."""
+    return frozenset(replace(mode, direction=Direction.FORWARD) for mode in modes if mode.is_backward)

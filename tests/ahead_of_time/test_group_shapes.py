@@ -1,0 +1,283 @@
+"""What is listed of GroupNorm for a shape is what calls of it launch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge.ahead_of_time import compile_keys as keys
+from normforge.ahead_of_time.build import Built, build
+from normforge.ahead_of_time.compile_keys import compile_keys
+from normforge.calls import group, group_plan
+from normforge.calls.group_instead import Options
+from normforge.errors import ConflictError, FrozenError, MissingInstanceError, NormforgeError, ShapeError
+from normforge.kernels import binaries
+from normforge.kernels import obtain as obtaining
+from normforge.kernels.binaries import read
+from normforge.kernels.gpu import named_target, target_of
+from normforge.kernels.key import KernelKey
+from normforge.kernels.launcher import Launcher
+from normforge.kernels.obtain import obtain
+from normforge.selection import dispatch
+from normforge.tools import cli
+
+from ..nn.groups import innermost
+from ..stand_in_driver import driving
+
+CPU = torch.device("cpu")
+C, GROUPS = 8, 4
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "plans", {})
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> set[KernelKey]:
+    """The keys of the kernels that calls launch."""
+    met: set[KernelKey] = set()
+
+    class Noting(Launcher):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            met.add(self.key)
+
+    monkeypatch.setattr(group_plan, "Launcher", Noting)
+    return met
+
+
+def listed(shape: str, *modes: str, **options: Any) -> set[KernelKey]:
+    """What `compile_keys` lists for the interpreter, where calls can be run."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(keys, "find_target", lambda *_: target_of(CPU))
+        return {key.key for key in compile_keys(modes=modes, shapes=[shape], **options)}
+
+
+def of(samples: int, *space: int, **options: Any) -> torch.Tensor:
+    return torch.randn(samples, C, *space, dtype=torch.bfloat16, **options)
+
+
+def vector(dtype: torch.dtype = torch.bfloat16, **options: Any) -> torch.Tensor:
+    return torch.ones(C, dtype=dtype, **options)
+
+
+def trained(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, activation: str = "none") -> None:
+    """A training step, and the same call without a gradient."""
+    y = normforge.group_norm(x, GROUPS, weight, bias, activation=activation)
+    torch.autograd.backward(y, torch.ones_like(y))
+    with torch.no_grad():
+        normforge.group_norm(x, GROUPS, weight, bias, activation=activation)
+
+
+def wide(x: torch.Tensor) -> None:
+    """As under torch.autocast on a GPU."""
+    group.normalise(x, vector(torch.float32), None, Options(GROUPS, 1e-5, "none", torch.float32))
+
+
+def unaligned() -> torch.Tensor:
+    return torch.zeros(C * 6 + 1, dtype=torch.bfloat16)[1:].view(1, C, 6)
+
+
+CALLS: dict[str, tuple[Callable[[], object], str, tuple[str, ...], dict[str, Any]]] = {
+    "plain": (
+        lambda: normforge.group_norm(of(2, 5, 6), GROUPS, vector(), vector()),
+        "2x8x5x6/4",
+        ("gn_fwd_bf16",),
+        {},
+    ),
+    "silu, channels last": (
+        lambda: normforge.group_norm(innermost(of(1, 16)), GROUPS, vector(), vector(), activation="silu"),
+        "1x8x16/4",
+        ("gn_fwd_bf16_silu_cl",),
+        {},
+    ),
+    "of two dimensions": (
+        lambda: normforge.group_norm(of(3), GROUPS, vector(), vector()),
+        "3x8/4",
+        ("gn_fwd_bf16_cl",),
+        {},
+    ),
+    "a training step": (
+        lambda: trained(of(2, 33, requires_grad=True), vector(requires_grad=True), vector(requires_grad=True), "silu"),
+        "2x8x33/4",
+        ("gn_?wd_bf16_silu",),
+        {},
+    ),
+    "of frozen vectors": (
+        lambda: trained(of(2, 9, requires_grad=True), vector(), vector()),
+        "2x8x9/4",
+        ("gn_?wd_bf16",),
+        {"wants": [("dx",)]},
+    ),
+    "without bias": (
+        lambda: trained(of(2, 9, requires_grad=True), vector(torch.float32, requires_grad=True), None),
+        "2x8x9/4",
+        ("gn_?wd_bf16",),
+        {"weight_dtypes": [torch.float32], "bias_dtypes": [None]},
+    ),
+    "of fp32 y": (
+        lambda: wide(of(2, 9)),
+        "2x8x9/4",
+        ("gn_fwd_bf16",),
+        {"weight_dtypes": [torch.float32], "bias_dtypes": [None], "y_dtypes": [torch.float32]},
+    ),
+    "misaligned": (
+        lambda: normforge.group_norm(unaligned(), GROUPS),
+        "1x8x6/4",
+        ("gn_fwd_bf16",),
+        {"weight_dtypes": [None], "misaligned": [("x",)]},
+    ),
+    "of many groups": (
+        lambda: normforge.group_norm(of(65, 3), GROUPS, vector(), vector()),
+        "65x8x3/4",
+        ("gn_fwd_bf16",),
+        {"rows": ["many"]},
+    ),
+    "in parts": (
+        lambda: normforge.group_norm(of(1, 1000), 1, vector(), vector()),
+        "1x8x1000/1",
+        ("gn_fwd_bf16",),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CALLS.values(), ids=CALLS)
+def test_what_is_listed_is_what_calls_launch(
+    case: tuple[Callable[[], object], str, tuple[str, ...], dict[str, Any]], called: set[KernelKey]
+) -> None:
+    call, shape, modes, options = case
+    call()
+    met = frozenset(called)
+    assert met == listed(shape, *modes, **options)
+    assert met <= listed(re.sub(r"^\d+", "*", shape), *modes, **options)
+
+
+def test_any_number_of_samples_is_one_of_each_class() -> None:
+    def told(shape: str, **options: Any) -> list[tuple[str, ...]]:
+        return [key.rows for key in compile_keys(modes=["gn_fwd_bf16"], shapes=[shape], arch="sm_90", **options)]
+
+    few = dispatch.loaded().small_m
+    assert told("*x64x9/32") == [("few", "many")]
+    assert told(f"{few // 32}x64x9/32") == [("few",)]
+    assert told(f"{few // 32 + 1}x64x9/32") == [("many",)]
+    # InstanceNorm: one sample has many groups.
+    assert told(f"*x{few + 1}x9/{few + 1}") == [("many",)]
+    assert told("*x64x9/32", rows=["few", "many", "most"]) == [("few", "many", "most")]
+
+
+def test_rows_and_shapes_are_listed_together() -> None:
+    modes = ["ln_fwd_bf16", "gn_fwd_bf16_silu"]
+    found = compile_keys([64], modes, shapes=["2x64x8x8/32", "2x64x8x8/32"], arch="sm_90", rows=["few"])
+    assert [(key.instances, key.n) for key in found] == [(("ln_fwd_bf16_n128",), 64), (("gn_fwd_bf16_silu_n128",), 128)]
+
+
+BAD: dict[str, tuple[dict[str, Any], type[NormforgeError], str]] = {
+    "nothing": ({"shapes": []}, ConflictError, "n is empty, which leaves no call to compile for; pass row lengths, or"),
+    "no shapes": ({"shapes": [], "n": [64]}, ConflictError, r"depend on channels and .*shapes=\['2x320x64x64/32'\]"),
+    "lengths": ({"n": [64]}, ConflictError, "n has row lengths, and modes has none of those"),
+    "modes": ({"modes": ["ln_fwd_bf16"]}, ConflictError, "modes has 'ln_fwd_bf16', of rows, and n no length"),
+    "shapes": ({"n": [64], "modes": ["ln_fwd_bf16"]}, ConflictError, "shapes has those of GroupNorm, and modes has no"),
+    "no mode": ({"modes": None}, MissingInstanceError, "GroupNorm's of groups of 128 elements, as 2x64x64/32 has"),
+    "name": ({"modes": ["gn_fwd_bf61"]}, MissingInstanceError, "modes has 'gn_fwd_bf61'.* nearest are gn_fwd_bf16,"),
+    "text": ({"shapes": ["2x64x64"]}, ShapeError, r"shapes has '2x64x64'; it takes x's shape and how many groups"),
+    "tuple": ({"shapes": [(2, 64, 64)]}, ShapeError, r"shapes has \(2, 64, 64\); it takes x's shape"),
+    "zero": ({"shapes": ["2x64x0/32"]}, ShapeError, "shapes has '2x64x0/32'; it takes x's shape"),
+    "groups": ({"shapes": ["2x64x64/48"]}, ShapeError, "48 groups do not divide 64 channels"),
+    "flat": ({"shapes": ["2x64/32"]}, ConflictError, "'2x64/32', and modes has gn_fwd_bf16; .* of channels_last have"),
+    "no space": (
+        {"shapes": ["2x64x1x1/32"], "modes": ["gn_fwd_bf16_cl"]},
+        ConflictError,
+        "such an x lies as modes without channels_last have it",
+    ),
+    "rows": ({"rows": ["many"]}, ConflictError, "groups in all samples are few .* and rows has many alone; add 'few'"),
+    "y": ({"y_dtypes": [None]}, ConflictError, "y_dtypes has None"),
+}
+
+
+@pytest.mark.parametrize("case", BAD.values(), ids=BAD)
+def test_what_is_refused(case: tuple[dict[str, Any], type[NormforgeError], str]) -> None:
+    changed, kind, message = case
+    with pytest.raises(kind, match=message):
+        compile_keys(**{"modes": ["gn_fwd_bf16"], "shapes": ["2x64x64/32"], "arch": "sm_90"} | changed)
+
+
+MANIFEST = """
+buckets: {n64: 1..64, nbig: 65..}
+groups:
+  unet: {norm: group, direction: [fwd, bwd], dtype_in: bf16, channels_last: [false, true], n: nbig}
+  rows: {norm: layer, dtype_in: bf16, n: n64}
+"""
+
+
+def test_the_command_takes_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = tmp_path / "needed.yaml"
+    manifest.write_text(MANIFEST)
+    listing = ["warmup", "--list", "--arch", "sm_90"]
+    assert cli.main([*listing, "--shape", "2x64x8x8/32,*x64x16x16/32", "--y", "same,fp32", "gn_fwd_bf16"]) == 0
+    told = capsys.readouterr().out
+    assert "x bf16, weight bf16, bias bf16, y fp32" in told
+    of_manifest = [*listing, "--manifest", str(manifest)]
+    assert cli.main([*of_manifest, "--shape", "2x64x8x8/32", "--n", "64", "--rows", "few"]) == 0
+    instances = {line.split()[0] for line in capsys.readouterr().out.splitlines()[2:-2]}
+    assert instances == {
+        "ln_fwd_bf16_n128",
+        *(f"gn_{way}_bf16{lies}_n128" for way in ("fwd", "bwd") for lies in ("", "_cl")),
+    }
+    assert cli.main([*of_manifest, "--shape", "2x64/32"]) == 2
+    assert f"no instance of {manifest} is GroupNorm's of groups of 2 elements" in capsys.readouterr().err
+    assert cli.main([*of_manifest, "--n", "4096"]) == 2
+    assert f"no instance of {manifest} serves N = 4096" in capsys.readouterr().err
+    assert cli.main([*listing, "--shape", "64", "gn_fwd_bf16"]) == 2
+    assert "shapes has '64'; it takes x's shape" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("fresh_table")
+def test_without_modes_it_is_the_tables_that_serve_a_shape(tmp_path: Path) -> None:
+    manifest, folder = tmp_path / "needed.yaml", tmp_path / "kernels"
+    manifest.write_text(MANIFEST)
+    assert cli.main(["generate", "--manifest", str(manifest), "--out", str(folder)]) == 0
+    normforge.load_instances(folder)
+    found = compile_keys(shapes=["2x64x8x8/32"], arch="sm_90")
+    assert {name for key in found for name in key.instances} == {
+        f"gn_{way}_bf16{lies}_nbig" for way in ("fwd", "bwd") for lies in ("", "_cl")
+    }
+
+
+def test_jax_has_no_such_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("normforge.tools.aot_command.interpreting", lambda: False)
+    out = str(tmp_path / "kernels")
+    argv = ["aot", "--for", "jax", "--arch", "sm_90", "--shape", "2x64x8x8/32", "--out", out, "gn_fwd_bf16"]
+    assert cli.main(argv) == 2
+    assert "gn_fwd_bf16 is GroupNorm's, which normforge.jax has not" in capsys.readouterr().err
+
+
+@pytest.mark.compile
+def test_a_folder_serves_frozen_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(obtaining, "_compiled", {})
+    monkeypatch.setattr(binaries, "_folder", None)
+    target, out = named_target("sm_90"), tmp_path / "kernels"
+    asked: dict[str, Any] = {"modes": ["gn_?wd_bf16_silu_cl"], "arch": "sm_90"}
+    found = compile_keys(shapes=["1x64x8x8/32"], **asked)
+    made = Built(compiled=len(found), kept=0, removed=0)
+    assert build(found, target, out, jobs=1, progress=False) == made
+    normforge.load_aot(out)
+    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    with driving() as driver:
+        for key in found:
+            obtain(key.key, key.function, target, 0)
+        assert [name for name, *_ in driver.loaded] == [key.key.symbol for key in found]
+        assert set(read(out).rows) == {key.key.portable for key in found}
+        other = compile_keys(shapes=["1x128x8x8/32"], **asked)[0]
+        with pytest.raises(FrozenError, match=r"C=128.* and neither does .*aot --shape`, and x's shape with how many"):
+            obtain(other.key, other.function, target, 0)
