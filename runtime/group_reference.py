@@ -16,11 +16,13 @@ class GroupOutput(NamedTuple):
 
 
 class GroupGradients(NamedTuple):
-    """What a backward call should return; None where there is no such operand."""
+    """What a backward call should return, None where there is no such operand; magnitudes as `ReferenceGradients`'."""
 
     dx: torch.Tensor
     dweight: torch.Tensor | None
     dbias: torch.Tensor | None
+    magnitudes: dict[str, torch.Tensor]
+    open: torch.Tensor | None = None
 
 
 def group_norm(
@@ -52,18 +54,28 @@ def group_norm_bwd(
     """Compute in fp64 what its gradients should be, unrounded."""
     h, _, rstd = _normalised(x, num_groups, eps)
     dz = dy.double()
+    terms = dz.abs()
     if activation == "silu":
         z = _affine(h, weight, bias)
         sigmoid = torch.sigmoid(z)
         dz = dz * (sigmoid + z * sigmoid * (1 - sigmoid))
+        terms = terms * (sigmoid + z.abs() * sigmoid * (1 - sigmoid))
     g = _affine(dz, weight, None).reshape(x.shape[0], num_groups, -1)
+    of_g = _affine(terms, None if weight is None else weight.abs(), None).reshape(g.shape)
     rows = h.reshape(g.shape)
     dx = (g - rows * (g * rows).mean(-1, keepdim=True) - g.mean(-1, keepdim=True)) * rstd
+    size = rows.abs()
+    of_dx = (of_g + size * (of_g * size).mean(-1, keepdim=True) + of_g.mean(-1, keepdim=True)) * rstd
     others = [dim for dim in range(x.dim()) if dim != 1]
     return GroupGradients(
         dx.reshape(x.shape),
         None if weight is None else (dz * h).sum(others),
         None if bias is None else dz.sum(others),
+        {
+            "dx": of_dx.reshape(x.shape),
+            "dweight": (terms * h.abs()).sum(others),
+            "dbias": terms.sum(others),
+        },
     )
 
 

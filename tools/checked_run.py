@@ -18,11 +18,11 @@ from ..calls.outputs import GatedGradients, LayerNormOutput, NormGradients
 from ..calls.which import which
 from ..codegen.families import Kind
 from ..codegen.parameters import BACKWARD, family_of
-from ..codegen.values import Norm
+from ..codegen.values import Norm, Pipeline
 from ..kernels.gpu import architecture
 from ..selection import dispatch
 from ..selection.table import Entry
-from .compare import Finding, compare, compare_gradients
+from .compare import Finding, compare, compare_gradients, worst_of
 from .machine import Machine
 from .problem import Problem, gradients_in, inputs, poisoned_outputs
 from .timing import median_ms
@@ -94,15 +94,31 @@ def solve(problem: Problem, machine: Machine, *, validate: bool, warmup: int, re
         NormforgeError: whatever the call raises; an axis combination that no kernel serves, say.
     """
     run = prepare(problem, machine.device)
+
+    def pipeline() -> Pipeline:
+        return run.entry().tile(problem.rows, architecture(machine.device)).pipeline
+
+    return measured(run, pipeline, machine, validate=validate, warmup=warmup, repeat=repeat)
+
+
+def measured(
+    run: Run[Any],
+    pipeline: Callable[[], Pipeline],
+    machine: Machine,
+    *,
+    validate: bool,
+    warmup: int,
+    repeat: int,
+) -> Result:
+    """Call a run, validate it, and time it; the pipeline is asked for once it has been called."""
     begin = time.perf_counter()
     outputs = run.call()
     interpreted_ms = (time.perf_counter() - begin) * 1e3
     findings = run.validate(outputs) if validate else ()
     ms = interpreted_ms if machine.interpreted else median_ms(run.call, warmup=warmup, repeat=repeat)
     entry = run.entry()
-    tile = entry.tile(problem.rows, architecture(machine.device))
     rate = None if machine.interpreted else run.moved(outputs) / ms / 1e6
-    return Result(entry.name, entry.kernel(tile.pipeline), findings, ms, rate)
+    return Result(entry.name, entry.kernel(pipeline()), findings, ms, rate)
 
 
 def prepare(problem: Problem, device: torch.device) -> Run[Any]:
@@ -178,7 +194,7 @@ def _validate(
     problem: Problem, oracle: _Oracle, arguments: dict[str, Any], result: LayerNormOutput
 ) -> tuple[Finding, ...]:
     """The worst finding of each output, over slices of rows, tokens or samples that the reference holds in memory."""
-    worst: dict[str, Finding] = {}
+    found: list[Finding] = []
     for rows in _row_slices(problem):
         sliced = arguments | {name: arguments[name][rows] for name in _ROW_ARGUMENTS if name in arguments}
         if problem.mode.dropout:
@@ -187,15 +203,8 @@ def _validate(
         outputs = result._replace(
             **{name: value[rows] for name, value in result._asdict().items() if value is not None}
         )
-        for found in compare(outputs, oracle(**sliced), problem.mode.rounding):
-            so_far = worst.setdefault(found.name, found)
-            worst[found.name] = Finding(
-                found.name,
-                max(so_far.error, found.error),
-                max(so_far.tolerance, found.tolerance),
-                so_far.ok and found.ok,
-            )
-    return tuple(worst.values())
+        found += compare(outputs, oracle(**sliced), problem.mode.rounding)
+    return worst_of(found)
 
 
 def _row_slices(problem: Problem) -> Iterator[slice]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
+from ..calls.group_instead import Gradients
 from ..calls.outputs import GatedGradients, LayerNormOutput, NormGradients
 from ..codegen.values import Rounding
 from ..dtypes import DTYPES
 from ..gating_reference import ReferenceGatedGradients
 from ..gradient_reference import ReferenceGradients
+from ..group_reference import GroupGradients
 from ..reference import ReferenceOutput, quantise
 
 
@@ -29,6 +32,17 @@ class Tolerance(NamedTuple):
 
     atol: float
     rtol: float
+
+
+def worst_of(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """One finding of each output, from those of its parts."""
+    worst: dict[str, Finding] = {}
+    for found in findings:
+        so_far = worst.setdefault(found.name, found)
+        worst[found.name] = Finding(
+            found.name, max(so_far.error, found.error), max(so_far.tolerance, found.tolerance), so_far.ok and found.ok
+        )
+    return tuple(worst.values())
 
 
 # Half a unit in the last place of the stored type is due to the oracle's own rounding, half to the kernel's.
@@ -98,7 +112,8 @@ SUM_ERROR = 2e-6
 
 
 def compare_gradients(
-    actual: NormGradients | GatedGradients, expected: ReferenceGradients | ReferenceGatedGradients
+    actual: NormGradients | GatedGradients | Gradients,
+    expected: ReferenceGradients | ReferenceGatedGradients | GroupGradients,
 ) -> list[Finding]:
     """Hold every gradient that was computed against the oracle's.
 

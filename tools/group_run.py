@@ -1,83 +1,193 @@
-"""GroupNorm of groups of some length on random tensors, to be called again and again: what tiles are tried with."""
+"""One problem of GroupNorm on random tensors: its kernel, held against the fp64 reference and timed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 
+from .. import group_reference
 from ..calls import group
 from ..calls.group_instead import Gradients, Options
-from ..codegen.groups import GroupMode
+from ..calls.outputs import LayerNormOutput
+from ..codegen.groups import GROUP, GroupMode
 from ..codegen.instance import Tile
+from ..codegen.values import DType, Pipeline
 from ..dtypes import TORCH_DTYPES
-from ..group_reference import group_norm, group_norm_bwd
-from ..kernels.gpu import Target
+from ..group_reference import GroupGradients
+from ..kernels.gpu import Target, target_of
 from ..kernels.group_tiles import Shape, choose
+from ..reference import ReferenceOutput
 from ..selection import dispatch
-from .checked_run import Run
-from .compare import Finding
+from .checked_run import REFERENCE_ELEMENTS, Result, Run, measured
+from .compare import Finding, compare, compare_gradients, worst_of
+from .machine import Machine
+from .problem import SEED, WORDS
 
-_GROUPS = 32
-_EPS = 1e-5
-# Of a value, and of the mean magnitude of its tensor: two roundings of 16 bits, and sums of fp32.
-_TOLERANCES = {2: 1.6e-2, 4: 1e-4}
+DEFAULT_EPS = 1e-5
+
+# Where nothing else is asked for: of a Stable Diffusion UNet, and how many groups those have.
+SHAPE, GROUPS = (2, 320, 64, 64), 32
 
 
-def group_channels(n: int) -> int:
+@dataclass(frozen=True)
+class GroupProblem:
+    """What to run.
+
+    Attributes:
+        mode: what is computed; weight and bias are of its dtype_in.
+        shape: x's.
+        groups: of a sample.
+        eps: added to the variance.
+        dtype_out: y's; None is x's.
+    """
+
+    mode: GroupMode
+    shape: tuple[int, ...] = SHAPE
+    groups: int = GROUPS
+    eps: float = DEFAULT_EPS
+    dtype_out: DType | None = None
+
+    @classmethod
+    def of_length(cls, mode: GroupMode, n: int, m: int) -> GroupProblem:
+        """About m groups of n elements."""
+        each = _channels(n)
+        return cls(mode, (max(1, m // GROUPS), GROUPS * each, n // each))
+
+    @property
+    def size(self) -> Shape:
+        """What counts for tiles."""
+        return Shape(self.shape[1], self.groups, prod(self.shape[2:]), self.mode.dtype_in.itemsize)
+
+    @property
+    def rows(self) -> int:
+        """How many groups there are in all samples."""
+        return self.shape[0] * self.groups
+
+    @property
+    def sizes(self) -> str:
+        """The shape, in prose."""
+        return "x".join(map(str, self.shape))
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """The problem as JSON has it."""
+        return {
+            "norm": GROUP,
+            "shape": list(self.shape),
+            "groups": self.groups,
+            "channels_last": self.mode.channels_last,
+            "activation": self.mode.activation.value,
+            WORDS["dtype_in"]: self.mode.dtype_in.value,
+            WORDS["dtype_out"]: (self.dtype_out or self.mode.dtype_in).value,
+            "backward": self.mode.is_backward,
+            "eps": self.eps,
+        }
+
+
+def _channels(n: int) -> int:
     """How many channels groups of n elements have here: as UNets' and VAEs', fewer where pictures are large."""
     return next(channels for channels in (4 if n > 2**17 else 8, 4, 2, 1) if n % channels == 0)
 
 
 def fits(mode: GroupMode, n: int, tile: Tile, target: Target) -> bool:
-    """Whether calls of such groups take a tile, rather than the one that stands in for it."""
-    each = group_channels(n)
-    shape = Shape(_GROUPS * each, _GROUPS, n // each, mode.dtype_in.itemsize)
-    return choose(mode, shape, (tile,), target)[0] == tile
+    """Whether calls of groups of n elements take a tile, rather than the one that stands in for it."""
+    return choose(mode, GroupProblem.of_length(mode, n, 1).size, (tile,), target)[0] == tile
 
 
-def prepare(mode: GroupMode, n: int, m: int, device: torch.device) -> Run[tuple[torch.Tensor | None, ...]]:
-    """Make tensors of about m groups of n elements."""
-    dtype, each = TORCH_DTYPES[mode.dtype_in], group_channels(n)
-    shape = (max(1, m // _GROUPS), _GROUPS * each, n // each)
+def solve(problem: GroupProblem, machine: Machine, *, validate: bool, warmup: int, repeat: int) -> Result:
+    """Run a problem's kernels on random tensors, hold them against the fp64 reference, and time them.
 
-    def draw() -> torch.Tensor:
-        made = torch.randn(shape, dtype=dtype, device=device)
-        return made.movedim(1, -1).contiguous().movedim(-1, 1) if mode.channels_last else made
+    Raises:
+        NormforgeError: no kernel serves the problem.
+    """
 
-    x, dy = draw(), draw()
-    weight, bias = (torch.randn(shape[1], dtype=dtype, device=device) for _ in range(2))
-    options = Options(_GROUPS, _EPS, mode.activation.value, None)
-    said: dict[str, Any] = {"eps": _EPS, "activation": mode.activation.value}
+    def pipeline() -> Pipeline:
+        target = target_of(machine.device)
+        entry = dispatch.find(problem.mode, problem.size.group_length)
+        tile, _ = choose(problem.mode, problem.size, entry.choices(problem.rows, target.arch), target)
+        return tile.pipeline
+
+    run = prepare(problem, machine.device)
+    return measured(run, pipeline, machine, validate=validate, warmup=warmup, repeat=repeat)
+
+
+def prepare(problem: GroupProblem, device: torch.device) -> Run[tuple[torch.Tensor | None, ...]]:
+    """Make a problem's tensors, so that it can be run on a device."""
+    mode, dtype = problem.mode, TORCH_DTYPES[problem.mode.dtype_in]
+    generator = torch.Generator(device).manual_seed(SEED)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float32, device=device, generator=generator).to(dtype)
+
+    def rows() -> torch.Tensor:
+        if not mode.channels_last or len(problem.shape) == 2:
+            return draw(*problem.shape)
+        samples, channels, *space = problem.shape
+        return draw(samples, *space, channels).movedim(-1, 1)
+
+    x, dy = rows(), rows()
+    weight, bias = draw(problem.shape[1]), draw(problem.shape[1])
+    out = None if problem.dtype_out is None else TORCH_DTYPES[problem.dtype_out]
+    options = Options(problem.groups, problem.eps, mode.activation.value, out)
+    said: dict[str, Any] = {"eps": problem.eps, "activation": mode.activation.value}
+
+    def check(outputs: tuple[torch.Tensor | None, ...]) -> tuple[Finding, ...]:
+        (y,) = outputs
+        assert y is not None
+        found = []
+        for some in _slices(problem):
+            want = group_reference.group_norm(x[some], problem.groups, weight, bias, **said).y
+            got = LayerNormOutput(y[some], None, None, None, None)
+            found += compare(got, ReferenceOutput(want.to(out or dtype), None, None, None, None, want))
+        return worst_of(found)
+
     if not mode.is_backward:
         return Run(
-            entry=lambda: dispatch.find(mode, n),
+            entry=lambda: dispatch.find(mode, problem.size.group_length),
             call=lambda: group.launched(x, weight, bias, options, saves=False)[:1],
-            validate=lambda outputs: _compare(("y",), outputs, group_norm(x, _GROUPS, weight, bias, **said)),
+            validate=check,
             operands=(x, weight, bias),
         )
     _, statistics = group.launched(x, weight, bias, options, saves=True)
     assert statistics is not None
+
+    def check_gradients(found: tuple[torch.Tensor | None, ...]) -> tuple[Finding, ...]:
+        parts = (
+            group_reference.group_norm_bwd(dy[some], x[some], problem.groups, weight, bias, **said)
+            for some in _slices(problem)
+        )
+        return tuple(compare_gradients(Gradients(*found), _together(parts)))
+
     return Run(
-        entry=lambda: dispatch.find(mode, n),
+        entry=lambda: dispatch.find(mode, problem.size.group_length),
         call=lambda: group.launched_backward(dy, x, weight, bias, statistics, options, Gradients._fields),
-        validate=lambda gradients: _compare(
-            Gradients._fields, gradients, group_norm_bwd(dy, x, _GROUPS, weight, bias, **said)
-        ),
-        operands=(x, dy, weight, bias),
+        validate=check_gradients,
+        operands=(x, dy, weight, bias, statistics),
     )
 
 
-def _compare(
-    names: tuple[str, ...], outputs: tuple[torch.Tensor | None, ...], expected: tuple[torch.Tensor | None, ...]
-) -> tuple[Finding, ...]:
-    found = []
-    for name, got, want in zip(names, outputs, expected, strict=False):
-        assert got is not None
-        assert want is not None
-        tolerance = _TOLERANCES[got.element_size()]
-        allowed = tolerance * (want.abs() + want.abs().mean())
-        error = (got.double() - want).abs()
-        # Written so that a NaN fails.
-        found.append(Finding(name, float(error.max()), float(allowed.max()), bool((error <= allowed).all())))
-    return tuple(found)
+def _slices(problem: GroupProblem) -> Iterator[slice]:
+    """Samples that the reference holds in memory."""
+    some = max(1, REFERENCE_ELEMENTS // prod(problem.shape[1:]))
+    for first in range(0, problem.shape[0], some):
+        yield slice(first, first + some)
+
+
+def _together(parts: Iterable[GroupGradients]) -> GroupGradients:
+    """The gradients of all samples, from those of some each; what is one a channel is summed."""
+    first, *others = parts
+    magnitudes = dict(first.magnitudes)
+    dx, of_dx = [first.dx], [first.magnitudes["dx"]]
+    sums = {"dweight": first.dweight, "dbias": first.dbias}
+    for part in others:
+        dx.append(part.dx)
+        of_dx.append(part.magnitudes["dx"])
+        for name, so_far in sums.items():
+            more = getattr(part, name)
+            assert so_far is not None
+            sums[name], magnitudes[name] = so_far + more, magnitudes[name] + part.magnitudes[name]
+    return GroupGradients(torch.cat(dx), sums["dweight"], sums["dbias"], magnitudes | {"dx": torch.cat(of_dx)})

@@ -7,11 +7,16 @@ import platform
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from math import prod
+from typing import Any
 
 import torch
 
 from .._version import __version__
+from ..codegen.groups import GROUP
+from . import group_run
 from .checked_run import Result, solve
+from .group_run import GroupProblem
 from .machine import Machine, find_machine
 from .problem import Problem
 from .run_options import Request, parse
@@ -27,7 +32,11 @@ def main(argv: Sequence[str], prog: str) -> int:
     machine = find_machine()
     if machine.interpreted:
         _announce_a_long_wait(request.problem)
-    result = solve(request.problem, machine, validate=request.validate, warmup=request.warmup, repeat=request.repeat)
+    counts: dict[str, Any] = {"validate": request.validate, "warmup": request.warmup, "repeat": request.repeat}
+    if isinstance(request.problem, GroupProblem):
+        result = group_run.solve(request.problem, machine, **counts)
+    else:
+        result = solve(request.problem, machine, **counts)
     line = _json_line(request, machine, result)
     if request.json_file is not None:
         with request.json_file.open("a", encoding="utf-8") as records:
@@ -40,11 +49,15 @@ def main(argv: Sequence[str], prog: str) -> int:
 _LONG_WAIT_ELEMENTS = 2**19
 
 
-def _announce_a_long_wait(problem: Problem) -> None:
-    if problem.m * problem.n > _LONG_WAIT_ELEMENTS:
+def _announce_a_long_wait(problem: Problem | GroupProblem) -> None:
+    if isinstance(problem, GroupProblem):
+        elements, smaller = prod(problem.shape), "-shape (-shape 1x64x16x16, say)"
+    else:
+        elements, smaller = problem.m * problem.n, "-m (-m 64, say)"
+    if elements > _LONG_WAIT_ELEMENTS:
         print(
-            f"interpreting m={problem.m} n={problem.n}, which prints nothing until it is done: a row of 4096 takes "
-            "some 15 ms there, and 3328 of them a minute; a smaller -m (-m 64, say) is done sooner",
+            f"interpreting {_size(problem)}, which prints nothing until it is done: a row of 4096 takes "
+            f"some 15 ms there, and 3328 of them a minute; a smaller {smaller} is done sooner",
             file=sys.stderr,
         )
 
@@ -52,12 +65,8 @@ def _announce_a_long_wait(problem: Problem) -> None:
 def _report(request: Request, machine: Machine, result: Result) -> str:
     problem = request.problem
     timed = "one run" if machine.interpreted else f"median of {request.repeat}, L2 cold"
-    lines = [
-        (
-            "problem",
-            f"{problem.mode.norm.title} {_what(problem)}, m={problem.m} n={problem.n}{_heads(problem)}",
-        )
-    ]
+    title = f"{GROUP.title()}Norm" if isinstance(problem, GroupProblem) else problem.mode.norm.title
+    lines = [("problem", f"{title} {_what(problem)}, {_size(problem)}{_further(problem)}")]
     if request.print_names:
         lines += [("instance", result.instance), ("kernel", result.kernel)]
     lines += [
@@ -74,13 +83,22 @@ def _report(request: Request, machine: Machine, result: Result) -> str:
     return "\n".join(f"{name:<14}{text}" for name, text in lines)
 
 
-def _heads(problem: Problem) -> str:
+def _size(problem: Problem | GroupProblem) -> str:
+    return problem.sizes if isinstance(problem, GroupProblem) else f"m={problem.m} n={problem.n}"
+
+
+def _further(problem: Problem | GroupProblem) -> str:
+    if isinstance(problem, GroupProblem):
+        return ", ".join((f" in {problem.groups} groups", *problem.mode.features))
     return "" if problem.heads == 1 else f" heads={problem.heads}, strides {problem.row_strides.x} and {problem.n}"
 
 
-def _what(problem: Problem) -> str:
-    mode = problem.mode
-    return f"{mode.dtype_in.value} " + ("backward" if problem.backward else f"-> {mode.dtype_out.value}")
+def _what(problem: Problem | GroupProblem) -> str:
+    if isinstance(problem, GroupProblem):
+        backward, out = problem.mode.is_backward, problem.dtype_out or problem.mode.dtype_in
+    else:
+        backward, out = problem.backward, problem.mode.dtype_out
+    return f"{problem.mode.dtype_in.value} " + ("backward" if backward else f"-> {out.value}")
 
 
 def _verdict(request: Request, result: Result) -> str:

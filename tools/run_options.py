@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..codegen.command import refuse_twice
+from ..codegen.groups import GROUP
+from ..codegen.groups import Activation as GroupActivation
 from ..codegen.model import Mode
 from ..codegen.parameters import FORWARD
 from ..codegen.values import FP8_INPUT_DTYPES, DType, FusedAdd, FusedQuant, GateActivation, Gating, Norm
+from . import group_options, group_run
+from .group_run import GroupProblem
 from .problem import DEFAULT_EPS, Problem, Strides
 
 AUTO = "auto"
@@ -31,6 +35,7 @@ _OUTPUTS = _FLOATS | {
 _FADDS = {mode.code: mode for mode in FusedAdd}
 _FQUANTS = {mode.code: mode for mode in FusedQuant}
 _NORMS = {norm.value: norm for norm in Norm}
+_EPS = {**{norm.value: eps for norm, eps in DEFAULT_EPS.items()}, GROUP: group_run.DEFAULT_EPS}
 _GATINGS = {gating.value: gating for gating in Gating}
 _ACTIVATIONS = {activation.value: activation for activation in GateActivation}
 # The modes of calls that ck_tile's example has no option for.
@@ -84,7 +89,7 @@ OPTIONS = (
         float,
         None,
         None,
-        f"epsilon (default: {', '.join(f'{eps:g} with -norm {norm.value}' for norm, eps in DEFAULT_EPS.items())})",
+        f"epsilon (default: {', '.join(f'{eps:g} with -norm {norm}' for norm, eps in _EPS.items())})",
     ),
     Option("save_mv", int, 0, tuple(_FLAG), "save mean and rstd (rms: rstd)"),
     Option("v", int, 1, tuple(_FLAG), "validate against the fp64 reference"),
@@ -110,14 +115,25 @@ OPTIONS = (
     Option("samples", int, 0, None, "rows are scaled and shifted by sample, of so many; 0: they are not"),
     Option("xgate", int, 0, tuple(_FLAG), "with -samples and -fadd 1, gate x by sample before the residual is added"),
     Option("gate", str, "none", tuple(_GATINGS), "multiply rows by an activated gate, behind the norm or before it"),
-    Option("activation", str, "silu", tuple(_ACTIVATIONS), "what becomes of the gate first"),
+    Option(
+        "activation",
+        str,
+        AUTO,
+        tuple(dict.fromkeys((AUTO, *(activation.value for activation in GroupActivation), *_ACTIVATIONS))),
+        "what becomes of the gate first, or with -norm group of y; auto: silu of a gate, none of y",
+    ),
     Option("group", int, 0, None, "with -gate, columns that are normalised together, a divisor of n; 0: all"),
     Option("fadd", int, 0, tuple(_FADDS), "0: none, 1: add a residual and store the sum, 2: add a residual"),
     Option("fquant", int, 0, tuple(_FQUANTS), "0: none, 1: smooth dynamic quantisation, 2: dynamic quantisation"),
     Option("warmup", int, 5, None, "runs that are not counted; a number of runs, not milliseconds"),
     Option("repeat", int, 20, None, "runs that are timed, each with a cold L2 cache; the median is reported"),
     Option("bwd", int, 0, tuple(_FLAG), "1: time and check the backward pass; with -fadd 1 the sum has a gradient too"),
-    Option("norm", str, "layer", tuple(_NORMS), "which normalisation"),
+    Option("norm", str, "layer", (*_NORMS, GROUP), "which normalisation"),
+    Option("shape", str, "x".join(map(str, group_run.SHAPE)), None, "with -norm group, x's"),
+    Option("groups", int, group_run.GROUPS, None, "with -norm group, how many a sample has; they divide the channels"),
+    Option(
+        "layout", str, next(iter(group_options.LAYOUTS)), tuple(group_options.LAYOUTS), "with -norm group, how x lies"
+    ),
     *(
         Option(name, str, next(iter(words)), tuple(words), FORWARD[name].meaning[Norm.LAYER].rstrip("."))
         for name, words in _OWN.items()
@@ -131,7 +147,7 @@ OPTIONS = (
 class Request:
     """A resolved command line."""
 
-    problem: Problem
+    problem: Problem | GroupProblem
     validate: bool
     print_names: bool
     warmup: int
@@ -182,8 +198,27 @@ def _refuse_unknown(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Non
 
 
 def _resolve(given: argparse.Namespace) -> Request:
-    fadd, fquant = _FADDS[given.fadd], _FQUANTS[given.fquant]
     _check_sizes(given)
+    return Request(
+        _group_problem(given) if given.norm == GROUP else _problem(given),
+        _FLAG[given.v],
+        _FLAG[given.kname],
+        given.warmup,
+        given.repeat,
+        _FLAG[given.json],
+        None if given.jsonfile is None else _writable(Path(given.jsonfile)),
+    )
+
+
+def _group_problem(given: argparse.Namespace) -> GroupProblem:
+    defaults = {option.name: option.default for option in OPTIONS}
+    return group_options.group_problem(given, defaults, _FLOATS, AUTO)
+
+
+def _problem(given: argparse.Namespace) -> Problem:
+    own = {option.name: option.default for option in OPTIONS if option.name in group_options.OWN}
+    group_options.refuse_unread(given, own, (), f"only -norm {GROUP} reads it")
+    fadd, fquant = _FADDS[given.fadd], _FQUANTS[given.fquant]
     _check_used("prec_sm", given.prec_sm, AUTO, fquant.smooths, "only -fquant 1 reads a smooth scale")
     _check_used("prec_sy", given.prec_sy, AUTO, fquant.quantises, "only -fquant 1 and 2 write a scale")
     _check_used("xr_stride", given.xr_stride, -1, fadd.adds, "only -fadd 1 and 2 read a residual")
@@ -203,14 +238,14 @@ def _resolve(given: argparse.Namespace) -> Request:
         modulated=given.samples > 0,
         x_gate=_FLAG[given.xgate],
         gating=_GATINGS[given.gate],
-        gate_activation=_ACTIVATIONS[given.activation],
+        gate_activation=_gate_activation(given.activation),
         grouped=given.group > 0,
         dropout=given.dropout > 0.0,
         scale_dtype=DType.FP32 if given.prec_sy == AUTO else _FLOATS[given.prec_sy],
         **{name: words[getattr(given, name)] for name, words in _OWN.items()},
     )
     usual = Strides.usual(given.n, given.heads)
-    problem = Problem(
+    return Problem(
         given.m,
         given.n,
         mode,
@@ -223,15 +258,14 @@ def _resolve(given: argparse.Namespace) -> Request:
         group=given.group,
         dropout_p=given.dropout,
     )
-    return Request(
-        problem,
-        _FLAG[given.v],
-        _FLAG[given.kname],
-        given.warmup,
-        given.repeat,
-        _FLAG[given.json],
-        None if given.jsonfile is None else _writable(Path(given.jsonfile)),
-    )
+
+
+def _gate_activation(word: str) -> GateActivation:
+    if word == AUTO:
+        return GateActivation.SILU
+    if word not in _ACTIVATIONS:
+        raise ValueError(f"-activation {word} is none of a gate; pass one of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[word]
 
 
 def _writable(path: Path) -> Path:
@@ -273,7 +307,7 @@ def _check_samples(given: argparse.Namespace) -> None:
 
 def _check_gate(given: argparse.Namespace) -> None:
     gates = _GATINGS[given.gate].gates
-    _check_used("activation", given.activation, "silu", gates, "only a -gate is activated")
+    _check_used("activation", given.activation, AUTO, gates, f"only a -gate and -norm {GROUP} are activated")
     _check_used("group", given.group, 0, gates, "only rows with a -gate are in groups")
     if given.group < 0 or (given.group and given.n % given.group):
         raise ValueError(f"-group {given.group} does not divide -n {given.n}")

@@ -23,6 +23,7 @@ from ..selection import dispatch, on_demand
 from ..selection.table import Entry, RetiledTable
 from . import group_run
 from .checked_run import Run, prepare
+from .group_run import GroupProblem
 from .problem import Problem
 from .timing import graph_ms, median_ms
 
@@ -100,7 +101,7 @@ class Case:
         """The case on tensors of m rows."""
         mode = self.mode
         if isinstance(mode, GroupMode):
-            return group_run.prepare(mode, self.n, m, device)
+            return group_run.prepare(GroupProblem.of_length(mode, self.n, m), device)
         forward = replace(mode, direction=Direction.FORWARD)
         return prepare(Problem(m, self.n, forward, backward=mode.is_backward), device)
 

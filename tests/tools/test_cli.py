@@ -260,7 +260,7 @@ def test_a_run_of_gated_rows_agrees_with_the_reference(
         ("-gate after_norm -fadd 1", "gated norms have no fadd pre_add_store; use another fadd, or leave gating out"),
         ("-gate after_norm -xbias 1", "gated norms have no x_bias true"),
         ("-group 16", "-group 16 would be ignored: only rows with a -gate are in groups"),
-        ("-activation sigmoid", "-activation sigmoid would be ignored: only a -gate is activated"),
+        ("-activation sigmoid", "-activation sigmoid would be ignored: only a -gate and -norm group are"),
     ],
 )
 def test_what_a_gate_does_not_go_with(argv: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,11 +290,12 @@ def test_a_run_of_heads_agrees_with_the_reference(argv: str, capsys: pytest.Capt
 
 def test_heads_are_of_a_packed_tensor() -> None:
     """Queries with as many keys and values behind them, on two strides; what is written adjoins."""
-    request = parse(["-m", "12", "-n", "48", "-heads", "4", "-fadd", "1"], "run")
+    problem = parse(["-m", "12", "-n", "48", "-heads", "4", "-fadd", "1"], "run").problem
+    assert isinstance(problem, Problem)
     cpu = torch.device("cpu")
-    given, places = inputs(request.problem, cpu), poisoned_outputs(request.problem, cpu)
+    given, places = inputs(problem, cpu), poisoned_outputs(problem, cpu)
     assert row_stride("x", given["x"]) == RowWalk((3 * 4 * 48, 48), (4,))
-    others = {"residual": given["residual"], **places, **gradients_in(request.problem, cpu)}
+    others = {"residual": given["residual"], **places, **gradients_in(problem, cpu)}
     for name, tensor in others.items():
         assert tensor.shape == (3, 4, 48), name
         assert row_stride(name, tensor) == 48
