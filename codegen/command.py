@@ -55,6 +55,11 @@ def refuse_twice(parser: argparse.ArgumentParser) -> None:
         parser.register("action", name, _Once)
 
 
+def options_given(namespace: argparse.Namespace) -> frozenset[str]:
+    """Which options that take a value a `Parser` was given, and did not have by default."""
+    return frozenset(getattr(namespace, "_given", ()))
+
+
 def run(prog: str, command: Callable[[], int]) -> int:
     """Run a command and return its exit status; what it cannot do is said in one message on standard error.
 

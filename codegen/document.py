@@ -54,13 +54,18 @@ class Pair(NamedTuple):
     value: Node
 
 
-def compose(path: Path, kind: DocumentKind = MANIFEST) -> Node | None:
+def compose(path: Path, kind: DocumentKind = MANIFEST, text: str | None = None) -> Node | None:
     """Read a YAML file as nodes; None if there is nothing in it.
+
+    Args:
+        path: the file.
+        kind: what it is.
+        text: what it holds, if that is known and not to be read.
 
     Raises:
         NormforgeError: the kind's error; the file cannot be read, or is not YAML.
     """
-    text = _read(path, kind)
+    text = _read(path, kind) if text is None else text
     try:
         # Not libyaml: it saves a millisecond, names fewer causes, and crashes on deep nesting.
         return yaml.compose(text, Loader=yaml.SafeLoader)

@@ -22,6 +22,8 @@ from .words import unknown
 
 _Words = dict[str, tuple[str, ...]]
 
+# What recordings keep beside the groups, for `normforge warmup` and `aot`: no instance follows from it.
+_CALLS = "calls"
 _SECTIONS = ("buckets", "defaults", "groups")
 _N = "n"
 _AXIS_NAMES = tuple(axis.name for axis in AXES)
@@ -68,23 +70,24 @@ class _Group:
         return line_of(self.at)
 
 
-def load(path: Path, tables: Mapping[str, TileTable] | None = None) -> Manifest:
+def load(path: Path, tables: Mapping[str, TileTable] | None = None, text: str | None = None) -> Manifest:
     """Read and expand a manifest.
 
     Args:
         path: the file.
         tables: measured tiles by architecture; None takes what comes with the generator.
+        text: what the file holds, if that is known and not to be read.
 
     Raises:
         ManifestError: the file cannot be used; the message names file, line, group and the fix.
     """
-    root = compose(path)
+    root = compose(path, text=text)
     top = Section(path)
     if root is None:
         raise ManifestError(f"{path}:1: the manifest is empty; it needs groups, each with a norm and a dtype_in")
     sections = top.mapping(root, f"the sections {', '.join(_SECTIONS)}")
     for name, pair in sections.items():
-        if name not in _SECTIONS:
+        if name not in (*_SECTIONS, _CALLS):
             raise top.error(pair.key, unknown("section", name, _SECTIONS))
     if "groups" not in sections:
         raise top.error(root, "there are no groups, so no instances; add groups, each with a norm and a dtype_in")

@@ -18,7 +18,7 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from . import parallel, reference
-    from .ahead_of_time.compile_keys import compile_keys
+    from .ahead_of_time.compile_keys import compile_keys, recorded_keys
     from .ahead_of_time.warmup import warmup
     from .calls.backend import backend
     from .calls.gated_2d import gated_layernorm2d_fwd, gated_rmsnorm2d_fwd
@@ -76,6 +76,7 @@ __all__ = [
     "parallel",
     "patch",
     "record",
+    "recorded_keys",
     "reference",
     "restore_torch",
     "rms_norm",
@@ -106,7 +107,7 @@ _HOMES = {
     "selection.dispatch": ("instances", "load_instances"),
 }
 _LATE = {
-    "ahead_of_time.compile_keys": ("compile_keys",),
+    "ahead_of_time.compile_keys": ("compile_keys", "recorded_keys"),
     "ahead_of_time.warmup": ("warmup",),
     "nn.patching": ("patch", "unpatch"),
     "nn.report": ("Patch",),

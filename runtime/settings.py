@@ -6,6 +6,7 @@ Each is read where it matters and not before, so that a program may set it once 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from .errors import AotError, CacheError, NormforgeError, RecordError, SettingError, TableError
@@ -34,8 +35,31 @@ def cache() -> Path | None:
 
 
 def recording() -> Path | None:
-    """NORMFORGE_RECORD: the manifest that the instances which the process asks for are written to."""
-    return _path("NORMFORGE_RECORD", RecordError)
+    """NORMFORGE_RECORD: the file that what the process asks for is written to, with %p and %r in its name replaced.
+
+    Raises:
+        RecordError: there can be no such path, or something else follows a %, or RANK is asked for and not set.
+    """
+    return _path("NORMFORGE_RECORD", RecordError, _PLACEHOLDER.sub(_of_process, os.environ.get("NORMFORGE_RECORD", "")))
+
+
+_PLACEHOLDER = re.compile(r"%(.?)", re.DOTALL)
+
+
+def _of_process(placeholder: re.Match[str]) -> str:
+    """What a letter behind a % in NORMFORGE_RECORD stands for."""
+    letter, name = placeholder[1], os.environ["NORMFORGE_RECORD"]
+    found = {"p": str(os.getpid()), "r": os.environ.get("RANK"), "%": "%"}
+    if letter not in found:
+        raise RecordError(
+            f"NORMFORGE_RECORD={name!r} has {placeholder[0]!r}; it takes %p (the process's id), %r (its RANK) and %%"
+        )
+    value = found[letter]
+    if not value:
+        raise RecordError(
+            f"NORMFORGE_RECORD={name!r} has '%r', and RANK, which torchrun sets, is not set; write %p, the process's id"
+        )
+    return value.replace("/", "_")
 
 
 def compiled_ahead() -> Path | None:
@@ -59,15 +83,15 @@ def frozen() -> bool:
     return setting == "1"
 
 
-def _path(variable: str, error: type[NormforgeError]) -> Path | None:
-    """The path in a variable, None if it is unset or empty.
+def _path(variable: str, error: type[NormforgeError], replaced: str | None = None) -> Path | None:
+    """The path in a variable, or what that was replaced by, None if it is unset or empty.
 
     A relative one is held against the folder in which normforge was imported, not where the process has gone since.
 
     Raises:
         NormforgeError: the given error; there can be no such path.
     """
-    given = os.environ.get(variable)
+    given = os.environ.get(variable) if replaced is None else replaced
     if not given:
         return None
     # An absolute or a home's path is what joining gives back.

@@ -23,6 +23,7 @@ Afterwards it holds exactly what this command asked for; what it held already is
 _EPILOG = """\
 examples:
   {prog} --arch sm_90 --n 4096,8192 --out kernels_sm90
+  {prog} --arch sm_90 --recorded needed.yaml --out kernels_sm90
   {prog} --arch gfx942 --n 5120 --manifest needed.yaml --out kernels_gfx942
   {prog} --arch sm_90 --shape '*x320x64x64/32' --out kernels_unet 'gn_*wd_bf16_silu'
   {prog} --for jax --arch sm_90 --n 4096 --out kernels_jax 'ln_*wd_bf16*'

@@ -10,11 +10,12 @@ from typing import Any
 
 from tabulate import tabulate
 
-from ..ahead_of_time.compile_keys import CompileKey, Pair, keys_of, pairs_of, pairs_served
+from ..ahead_of_time.compile_keys import CompileKey, Pair, keys_of, pairs_of, pairs_served, recorded_keys_for
 from ..ahead_of_time.group_shapes import GroupShape
 from ..ahead_of_time.row_places import Asked, Steps
 from ..ahead_of_time.stand_ins import FEW, MANY, ROWS, Deployment, Kind
 from ..codegen.axes import SAME
+from ..codegen.command import options_given
 from ..codegen.model import Mode
 from ..codegen.values import INPUT_DTYPES
 from ..dtypes import TORCH_DTYPES
@@ -49,6 +50,14 @@ def add_key_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHAPE[,SHAPE]",
         help="of GroupNorm, x's with how many groups a sample has: 2x320x64x64/32; *x320x64x64/32 for any batch",
     )
+    parser.add_argument(
+        "--recorded",
+        action="append",
+        type=Path,
+        metavar="FILE",
+        help="instead of modes, sizes and what calls bring: the kernels of the calls that NORMFORGE_RECORD wrote here; "
+        "may be given several times",
+    )
     parser.add_argument("--manifest", type=Path, metavar="FILE", help="take the modes of this manifest instead")
     parser.add_argument(
         "--instances",
@@ -77,21 +86,32 @@ def add_key_arguments(parser: argparse.ArgumentParser) -> None:
     kinds.add_argument(
         "--rows",
         type=partial(_words, ROWS),
-        default=f"{FEW},{MANY}",
         metavar="CLASS[,CLASS]",
         help=f"numbers of rows, or of groups: {', '.join(ROWS)}, the last more than an i32 counts "
-        f"(default: {FEW},{MANY})",
+        f"(default: {FEW},{MANY}, or those at which calls were recorded)",
     )
     parser.add_argument("--jobs", type=_jobs, metavar="J", help="threads that compile (default: one a core, up to 8)")
+
+
+# What goes with recorded calls: where kernels come from and go to, and not what calls bring.
+_BESIDE_RECORDED = {"instances", "rows", "jobs", "arch", "out", "multiprocessors", "framework"}
 
 
 def parse_keys(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse a command line with those arguments, or print what is wrong with it and exit with status 2."""
     given = parser.parse_args(argv)
+    if given.recorded is not None:
+        beside = [f"--{name.replace('_', '-')} is" for name in sorted(options_given(given) - _BESIDE_RECORDED)]
+        beside += ["modes are"] if given.modes else []
+        if beside:
+            parser.error(f"{beside[0]} given beside --recorded, and recordings say what calls bring; leave one out")
+        return given
     if given.manifest is not None and given.modes:
         parser.error("modes are named, and --manifest too; leave one of them out")
     if not (given.n or given.shape):
-        parser.error("there are no sizes; pass row lengths, --n 4096 say, or --shape 2x320x64x64/32 of GroupNorm")
+        parser.error(
+            "there are no sizes; pass row lengths, --n 4096 say, --shape 2x320x64x64/32 of GroupNorm, or --recorded"
+        )
     return given
 
 
@@ -103,6 +123,8 @@ def keys_for(given: argparse.Namespace, target: Target) -> list[CompileKey]:
     """
     if given.instances is not None:
         dispatch.load_instances(given.instances)
+    if given.recorded is not None:
+        return recorded_keys_for(given.recorded, target, given.rows)
     deployment = Deployment(
         weight_dtypes=given.weight,
         bias_dtypes=given.bias,
@@ -112,7 +134,7 @@ def keys_for(given: argparse.Namespace, target: Target) -> list[CompileKey]:
         wants=None,
         row_strides=(None, *(given.row_stride or ())),
         misaligned=((),),
-        rows=given.rows,
+        rows=given.rows or (FEW, MANY),
         y_dtypes=given.y,
     )
     if given.manifest is None:

@@ -21,6 +21,7 @@ _EPILOG = """\
 examples:
   {prog} --n 4096,8192
   {prog} --n 4096 --weight fp32 'rms_fwd_bf16*' 'rms_bwd_bf16*'
+  {prog} --recorded needed.yaml
   {prog} --manifest needed.yaml --instances my_kernels --n 5120
   {prog} --list --arch sm_90 --n 4096 ln_fwd_bf16
   {prog} --shape 2x320x64x64/32,2x640x32x32/32 gn_fwd_bf16_silu_cl

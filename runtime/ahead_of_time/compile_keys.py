@@ -6,6 +6,7 @@ They are derived by the code that derives those of calls: each is the key of a c
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -23,8 +24,9 @@ from ..kernels.key import MOST_ROWS_IN_I32, KernelKey
 from ..kernels.launcher import Launcher
 from ..selection import dispatch
 from .group_shapes import GroupShape, fitting, launches, trained
+from .recorded import launchers_of, recorded_kinds
 from .row_places import Asked
-from .stand_ins import FEW, MANY, MOST, Deployment, Kind, plans
+from .stand_ins import FEW, MANY, MOST, Deployment, Kind, classes_of_rows, plans
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,54 @@ def keys_of(pairs: Iterable[Pair], target: Target, deployment: Deployment) -> li
     return list(found.values())
 
 
+def recorded_keys(
+    recorded: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    *,
+    arch: str | None = None,
+    multiprocessors: int | None = None,
+    device: torch.device | str | int | None = None,
+    rows: Iterable[str] | None = None,
+) -> list[CompileKey]:
+    """List every compilation that the calls come to which a program was recorded to make.
+
+    They are the kernels that the program launched, and where another GPU is compiled for, those that it would launch
+    there: tiles are chosen anew. All that calls bring is in the recording. Nothing is compiled; an instance that the
+    table lacks is generated, as by a call.
+
+    Args:
+        recorded: what `normforge.record` or NORMFORGE_RECORD wrote, a file or several.
+        arch: see `compile_keys`.
+        multiprocessors: see `compile_keys`.
+        device: see `compile_keys`.
+        rows: classes of M, as of `compile_keys`, to have every recorded call at each of them. None is those at which
+            it was recorded: a program that was recorded with batches of 3 rows launches other kernels for 3000.
+
+    Returns:
+        The keys, each once, in an order that does not depend on that of the calls.
+
+    Raises:
+        RecordError: a recording cannot be read, keeps no call, or was written by a version that kept none.
+        ConflictError: rows has a word that it does not take, or is empty.
+        MissingInstanceError: the table lacks an instance under NORMFORGE_ON_MISS=error.
+        TargetError: there is no such architecture.
+        DeviceError: there is no GPU, and arch does not say what to compile for.
+    """
+    return recorded_keys_for(recorded, find_target(arch, multiprocessors, device), rows)
+
+
+def recorded_keys_for(
+    recorded: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], target: Target, rows: Iterable[str] | None
+) -> list[CompileKey]:
+    """The same for a GPU that is known; see `recorded_keys`."""
+    files = [recorded] if isinstance(recorded, (str, os.PathLike)) else recorded
+    classes = None if rows is None else classes_of_rows(_listed("rows", rows))
+    found: dict[KernelKey, CompileKey] = {}
+    for kind in recorded_kinds(_listed("recorded", files), classes):
+        for entry, launcher in launchers_of(kind, target):
+            _add(found, launcher, kind.n, entry.name, kind.rows)
+    return list(found.values())
+
+
 def _add(found: dict[KernelKey, CompileKey], launcher: Launcher, n: int, instance: str, rows: str) -> None:
     known = found.get(launcher.key)
     instances, classes = ((), ()) if known is None else (known.instances, known.rows)
@@ -198,7 +248,7 @@ def _add(found: dict[KernelKey, CompileKey], launcher: Launcher, n: int, instanc
         launcher.key,
         n,
         tuple(dict.fromkeys((*instances, instance))),
-        tuple(dict.fromkeys((*classes, rows))),
+        tuple(dict.fromkeys((*classes, *([rows] if rows else ())))),
         launcher.kernel,
     )
 

@@ -8,6 +8,7 @@ from itertools import product
 
 import torch
 
+from .. import call_kinds
 from ..calls import gated_backward, modulated_backward
 from ..calls.check import check
 from ..calls.plan import Plan
@@ -27,9 +28,20 @@ from .row_places import Asked, RowPlaces
 # it is.
 Kind = torch.dtype | str | None
 
-# Classes of M, each with the tile that it runs on: up to the table's SMALL_M, up to what an i32 counts, and beyond.
-FEW, MANY, MOST = "few", "many", "most"
-ROWS = (FEW, MANY, MOST)
+# Classes of M.
+FEW, MANY, MOST = ROWS = call_kinds.ROWS
+
+
+def classes_of_rows(words: Sequence[str]) -> Sequence[str]:
+    """The same classes of M.
+
+    Raises:
+        ConflictError: a word is none.
+    """
+    for word in words:
+        if word not in ROWS:
+            raise ConflictError(f"rows has {word!r}; it takes some of {', '.join(ROWS)}")
+    return words
 
 
 @dataclass(frozen=True)
@@ -56,9 +68,7 @@ class Deployment:
                     raise ConflictError(
                         f"{name} has {kind!r}; it takes {', '.join(map(str, FLOATS))}, {SAME!r} (x's dtype){absent}"
                     )
-        for word in self.rows:
-            if word not in ROWS:
-                raise ConflictError(f"rows has {word!r}; it takes some of {', '.join(ROWS)}")
+        classes_of_rows(self.rows)
         for names in self.wants or ():
             for name in names:
                 if name not in _GRADIENTS:

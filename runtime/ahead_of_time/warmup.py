@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ from ..codegen.groups import AnyMode
 from ..errors import ConflictError
 from ..kernels.gpu import on_device, target_of
 from ..kernels.obtain import obtain
-from .compile_keys import CompileKey, compile_keys, gpu
+from .compile_keys import CompileKey, compile_keys, gpu, recorded_keys
 from .parallel import for_each
 
 
@@ -19,12 +20,13 @@ def warmup(
     n: Iterable[int] = (),
     modes: Iterable[str | AnyMode] | None = None,
     *,
+    recorded: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
     device: torch.device | str | int | None = None,
     jobs: int | None = None,
     progress: bool = True,
     **options: Any,
 ) -> list[CompileKey]:
-    """Compile everything that calls of some modes and sizes come to, and load it onto a GPU.
+    """Compile everything that calls of some modes and sizes come to, or recorded ones, and load it onto a GPU.
 
     After it such calls compile nothing, in this process or, because Triton keeps what it compiled on disk, in another
     on the same machine; NORMFORGE_FROZEN=1 makes sure of it. Where a folder compiled ahead of time is in use, its
@@ -34,6 +36,8 @@ def warmup(
     Args:
         n: row lengths; see `compile_keys`.
         modes: see `compile_keys`.
+        recorded: what `normforge.record` or NORMFORGE_RECORD wrote, a file or several, instead of n and modes: the
+            kernels of the program that was recorded; see `recorded_keys`. Of options it goes with `rows` alone.
         device: the GPU; None is the current one.
         jobs: threads that compile at once; None is one for each core, up to 8.
         progress: whether to show a progress bar on standard error.
@@ -48,12 +52,24 @@ def warmup(
         CompileError: Triton refuses a kernel.
         FrozenError: a kernel would have to be compiled, and NORMFORGE_FROZEN is 1.
         AotError: the folder of kernels compiled ahead of time does not fit.
-        NormforgeError: one of those that `compile_keys` lists.
+        NormforgeError: one of those that `compile_keys` lists, or `recorded_keys`.
     """
+    if n != ():
+        options["n"] = n
+    if modes is not None:
+        options["modes"] = modes
     foreign = [name for name in ("arch", "multiprocessors") if name in options]
     if foreign:
         raise ConflictError(f"{foreign[0]} was passed, and warmup compiles for a GPU that is here; see normforge aot")
-    keys = compile_keys(n, modes, device=device, **options)
+    if recorded is None:
+        keys = compile_keys(options.pop("n", ()), options.pop("modes", None), device=device, **options)
+    else:
+        beside = [name for name in options if name != "rows"]
+        if beside:
+            raise ConflictError(
+                f"{beside[0]} was passed beside recorded, and recordings say what calls bring; leave one of them out"
+            )
+        keys = recorded_keys(recorded, device=device, **options)
     return load(keys, gpu(device), jobs=jobs, progress=progress)
 
 

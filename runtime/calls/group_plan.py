@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
+from ..call_kinds import CallKind
 from ..codegen.groups import GroupMode
 from ..codegen.instance import Tile
 from ..codegen.tiling import WARP, power_of_two
@@ -18,6 +19,7 @@ from ..kernels.exchange import new_exchange
 from ..kernels.gpu import Target, target_of
 from ..kernels.group_tiles import Cut, Shape, choose
 from ..kernels.key import integer_type, pointer_type
+from ..kernels.kinds import kind_of
 from ..kernels.launcher import Launcher
 from ..selection import dispatch
 from ..upstream.torch_allocator import Empty, allocator
@@ -113,6 +115,12 @@ class Kind(NamedTuple):
         """What counts for tiles."""
         return Shape(self.channels, self.groups, self.positions, self.mode.dtype_in.itemsize)
 
+    def told(self, many: bool) -> CallKind:
+        """The kind of call of a few groups, or of many, in plain words."""
+        sizes = {"channels": self.channels, "groups": self.groups, "positions": self.positions}
+        dtypes = dict(zip(self.names, self.dtypes, strict=True))
+        return kind_of(self.mode.name, sizes, int(many), dtypes, {}, self.misaligned)
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -166,6 +174,8 @@ class GroupPlan:
         kind, shape, target = self.kind, self.shape, self.target
         choices = self.entry.choices(samples * kind.groups, target.arch)
         tile, cut = choose(kind.mode, shape, choices, target)
+        if self._device is not None:
+            dispatch.tell(lambda: kind.told(samples * kind.groups > self.entry.small_m))
         alignment = 1 if kind.mode.channels_last else pipelines.row_alignment(shape.positions)
         types: dict[str, str | None] = {
             f"{name}_ptr": None if dtype is None else pointer_type(dtype, aligned=f"{name}_ptr" not in kind.misaligned)
@@ -273,6 +283,9 @@ class GroupPlan:
             for name, dtype in zip(SUMS, dtypes, strict=True)
         }
         recipe, target = finisher_of(self.kind.channels, sums, self.target), self.target
+        if self._device is not None:
+            words = {name: str(dtype).removeprefix("torch.") for name, dtype in zip(SUMS, dtypes, strict=True) if dtype}
+            dispatch.tell(lambda: replace(self.kind.told(many=False), rows="", sums=tuple(words.items())))
         kernel = self.entry.load_finaliser()
         launcher = Launcher(
             kernel, recipe.types, {}, recipe.constants, recipe.warps, recipe.options, target, self._device

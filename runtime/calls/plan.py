@@ -19,9 +19,11 @@ from ..kernels import pipelines
 from ..kernels.assembly import SUMS, Facts, Recipe, assemble, in_software
 from ..kernels.gpu import Target, target_of
 from ..kernels.key import MOST_ROWS_IN_I32
+from ..kernels.kinds import kind_of
 from ..kernels.launcher import Launcher
 from ..kernels.row_walk import RowStride
 from ..selection import dispatch
+from ..selection.table import Entry
 from ..upstream.torch_allocator import allocator
 from ..upstream.triton_launcher import Grid, Launch
 from .check import Call
@@ -148,6 +150,7 @@ class Plan:
 
         dtypes = {row.name: dtype for row, dtype in inputs.items()}
         dtypes |= {row.name: dtype for row, dtype in results.items()}
+        self._dtypes = dtypes
         strides, further = _row_strides(family, call), _scale_strides(family, call)
         self._facts = Facts.of(family, mode, n, self._target, dtypes, strides, further, misaligned)
         self.extents = _extents(inputs, results, {**strides, **further}, n) if family.places else Extents()
@@ -158,7 +161,11 @@ class Plan:
         return self._prepared[size] or self._prepare(size, m)
 
     def _prepare(self, size: int, m: int) -> Prepared:
-        made = assemble(self._facts, self._entry.choices(m, self._target.arch), m, few=size == 0)
+        facts, on = self._facts, self._launches_on
+        made = assemble(facts, self._entry.choices(m, self._target.arch), m, few=size == 0)
+        if on is not None:
+            sizes, name = {"n": self.n}, self.mode.name
+            dispatch.tell(lambda: kind_of(name, sizes, size, self._dtypes, facts.strides, facts.misaligned))
         walkers = [(self._launcher(recipe), recipe) for recipe in made.walkers]
         finisher = None if made.finisher is None else (self._launcher(made.finisher), made.finisher)
         by_address = all(launcher.launch for launcher, _ in (*walkers, *([finisher] if finisher else ())))
@@ -178,17 +185,7 @@ class Plan:
         return found
 
     def _launcher(self, recipe: Recipe) -> Launcher:
-        kernel = self._entry.load_finaliser() if recipe.part is None else self._entry.load(recipe.part)
-        return Launcher(
-            kernel,
-            recipe.types,
-            recipe.strides,
-            recipe.constants,
-            recipe.warps,
-            recipe.options,
-            self._target,
-            self._launches_on,
-        )
+        return launcher_of(self._entry, recipe, self._target, self._launches_on)
 
     def _lay_out(self, m: int) -> Layout:
         ready = self.prepared(m)
@@ -212,6 +209,14 @@ class Plan:
             exchange=0 if ready.exchange is None else ready.exchange(m),
             by_address=ready.by_address,
         )
+
+
+def launcher_of(entry: Entry, recipe: Recipe, target: Target, device: torch.device | None) -> Launcher:
+    """A kernel of an instance; with no device, it is known and not compiled."""
+    kernel = entry.load_finaliser() if recipe.part is None else entry.load(recipe.part)
+    return Launcher(
+        kernel, recipe.types, recipe.strides, recipe.constants, recipe.warps, recipe.options, target, device
+    )
 
 
 def _step(launcher: Launcher, recipe: Recipe, by_address: bool) -> Step:

@@ -18,6 +18,7 @@ from ..dtypes import FLOATS
 from ..kernels import pipelines
 from ..kernels.gpu import Target, target_of
 from ..kernels.key import MOST_ROWS_IN_I32, pointer_type, row_count_type
+from ..kernels.kinds import kind_of as call_kind_of
 from ..kernels.launcher import Launcher
 from ..kernels.row_walk import RowStride
 from ..kernels.tile_choice import choose, narrowed
@@ -87,10 +88,10 @@ class GradientPlan:
         """The kernels for m rows."""
         size = 0 if m <= self._entry.small_m else 1 if m <= MOST_ROWS_IN_I32 else 2
         if size not in self._prepared:
-            self._prepared[size] = self._prepare(m)
+            self._prepared[size] = self._prepare(size, m)
         return self._prepared[size]
 
-    def _prepare(self, m: int) -> Prepared:
+    def _prepare(self, size: int, m: int) -> Prepared:
         (mode, tensors, n, dtypes, strides, misaligned), target = self.kind, self._target
         tile = narrowed(mode, choose(mode, self._entry.choices(m, target.arch), n, target), n)
         row = pipelines.row_of(mode, tile.pipeline)
@@ -104,6 +105,9 @@ class GradientPlan:
         types |= dict.fromkeys(("M", tensors.shared), row_count_type(m))
         types["weight_offset"] = "fp32"
         named = {f"{name}_row_stride": stride for name, stride in zip(tensors.with_rows, strides, strict=True)}
+        if self._device is not None:
+            told = dict(zip((*tensors.names, *tensors.sums), dtypes, strict=True))
+            dispatch.tell(lambda: call_kind_of(mode.name, {"n": n}, size, told, named, misaligned))
         launchers = []
         for step in row.steps:
             chunked = replace(tile, block=step.block(tile))

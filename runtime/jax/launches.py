@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 from ..kernels.assembly import SUMS, Assembly, Facts, Recipe, assemble, in_software, key_of, options_of
 from ..kernels.gpu import Target
+from ..kernels.key import MOST_ROWS_IN_I32
+from ..kernels.kinds import kind_of
 from ..kernels.row_walk import RowWalk
 from ..selection import dispatch
 from ..selection.sources import source_of
@@ -52,6 +54,8 @@ class _Launches:
         self._dtypes = {row.slot: jnp.dtype(dtype) for row, (_, dtype) in zip(op.outputs, op.results, strict=True)}
         facts = _facts(op, operands, n, target)
         few = m <= self._entry.small_m
+        size = 0 if few else 1 if m <= MOST_ROWS_IN_I32 else 2
+        dispatch.tell(lambda: kind_of(op.mode.name, {"n": n}, size, _dtypes(op, operands), facts.strides, ()))
         self._made: Assembly = assemble(facts, self._entry.choices(m, target.arch), m, few=few)
         self._programs = self._made.programs(m)
         # y as bytes, where kernels encode fp8 themselves.
@@ -110,9 +114,13 @@ class _Launches:
 
 def _facts(op: Operation, given: Sequence[jax.Array], n: int, target: Target) -> Facts:
     """What the kernels are chosen by: rows adjoin, and all arrays are aligned, as XLA allocates them."""
-    rows = op.family.tensors
-    dtypes: dict[str, Any] = dict.fromkeys([row.name for row in rows])
-    dtypes |= {row.name: operand.dtype for row, operand in zip(op.inputs, given, strict=True)}
-    dtypes |= {name: jnp.dtype(dtype) for name, dtype in op.results}
+    rows, dtypes = op.family.tensors, _dtypes(op, given)
     strides = {row.row_stride_slot: n if dtypes[row.name] else 0 for row in rows if row.row_stride_slot is not None}
     return Facts.of(op.family, op.mode, n, target, dtypes, strides, {}, ())
+
+
+def _dtypes(op: Operation, given: Sequence[jax.Array]) -> dict[str, Any]:
+    """The types of all tensors that there could be, by name; None of what is not there."""
+    dtypes: dict[str, Any] = dict.fromkeys([row.name for row in op.family.tensors])
+    dtypes |= {row.name: operand.dtype for row, operand in zip(op.inputs, given, strict=True)}
+    return dtypes | {name: jnp.dtype(dtype) for name, dtype in op.results}

@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 from .. import settings
+from ..call_kinds import CallKind
 from ..codegen.groups import AnyMode
 from ..errors import TableError
 from ..paths import named
@@ -20,8 +21,17 @@ _loaded: Table | None = None
 # By mode; a mode's entries are replaced together, so that readers need no lock.
 _generated: dict[str, tuple[Entry, ...]] = {}
 
-# Told of every instance that a call asks for, with the loaded table, before it is looked for.
-Observer = Callable[[AnyMode, int, Table], None]
+
+class Observer(Protocol):
+    """Who is told what calls ask for."""
+
+    def note(self, mode: AnyMode, n: int, table: Table) -> None:
+        """The instance for rows of n elements is asked for of the loaded table, and is looked for next."""
+
+    def note_call(self, kind: CallKind) -> None:
+        """The kernels of a kind of call are chosen, and are made ready next."""
+
+
 _observers: tuple[Observer, ...] = ()
 
 # What checked calls came to, by their keys: see `forward` and `backward`. Another table starts another dictionary, so
@@ -67,7 +77,7 @@ def using(table: Table) -> Iterator[None]:
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Tell an observer what calls within ask for, in whichever thread: once for each plan, not for each call."""
+    """Tell an observer what calls within ask for, in whichever thread: once for each plan and class of M of it."""
     global _observers, plans
     with _lock:
         # Calls that were checked before have to ask again. In this order: who finds the new plans finds the observer.
@@ -113,8 +123,16 @@ def find(mode: AnyMode, n: int) -> Entry:
         MissingInstanceError: the table lacks it and NORMFORGE_ON_MISS is "error".
     """
     for observer in _observers:
-        observer(mode, n, loaded())
+        observer.note(mode, n, loaded())
     return loaded().find(mode.name, n) or _on_miss(mode, n, generate=True)
+
+
+def tell(make: Callable[[], CallKind]) -> None:
+    """Tell observers, if there are any, of which kind a call is whose kernels are chosen."""
+    if _observers:
+        kind = make()
+        for observer in _observers:
+            observer.note_call(kind)
 
 
 def name_of(mode: AnyMode, n: int) -> str:

@@ -1,4 +1,4 @@
-"""The instances that a program asks for, written as a manifest that makes exactly those."""
+"""What a program asks for, written while it runs: instances as a manifest that makes exactly those, and its calls."""
 
 from __future__ import annotations
 
@@ -9,52 +9,52 @@ import secrets
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from .. import settings
-from ..codegen.errors import NormforgeError
+from ..call_kinds import CallKind
 from ..codegen.groups import AnyMode
 from ..codegen.instance import Bucket
 from ..codegen.locking import locked
-from ..codegen.tiling import ladder_of, standard_ladder
 from ..errors import RecordError
 from ..paths import contents, named
 from . import dispatch
-from .missing import bucket_of, group
+from .missing import bucket_of
+from .recorded import MARKER as _MARKER
+from .recorded import Recorded, manifest_of, read
 from .table import Table
 
 logger = logging.getLogger("normforge")
 
-_MARKER = "# Recorded by normforge"
-_HEAD = f"""{_MARKER}: the instances that a program asked for. To build them, with this file as FILE:
-# python generate.py --manifest FILE --out DIR, or normforge generate --manifest FILE --out DIR
-"""
-
 
 @contextmanager
 def record(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Write the instances that calls within ask for, in whichever thread, as a manifest that makes exactly those.
+    """Write what calls within ask for, in whichever thread: instances, as a manifest of these, and kinds of call.
 
-    They are those of the loaded table, those generated on demand, and those missing under NORMFORGE_ON_MISS=error;
-    forward and backward. `which` asks for none. Each is added to the file when it is asked for first, so that a program
-    that is killed leaves a valid one. What a recording finds there, of this program, of another that runs at the same
-    time, or of an earlier one, it keeps: remove the file to begin anew. Where none is asked for, nothing is written,
-    since a manifest has at least one group, and a warning says so. Recordings may be nested, and each holds all that
-    was asked for within it.
+    Instances are those of the loaded table, those generated on demand, and those missing under NORMFORGE_ON_MISS=error;
+    forward and backward. `which` asks for none. Kinds of call are what `warmup(recorded=FILE)`, `compile_keys` and
+    `normforge aot --recorded FILE` compile for, on any GPU: modes, row lengths, types, what row strides and addresses
+    are multiples of, and classes of M; no tensor's values, address or number of rows. Each is added to the file when it
+    is asked for first, so that a program that is killed leaves a valid one. What a recording finds there, of this
+    program, of another that runs at the same time, or of an earlier one, it keeps: remove the file to begin anew. Where
+    none is asked for, nothing is written, since a manifest has at least one group, and a warning says so. Recordings
+    may be nested, and each holds all that was asked for within it.
 
     Args:
         path: the manifest, in a folder that exists; new, or one that an earlier recording wrote. The environment
-            variable NORMFORGE_RECORD names such a file for the whole process and those it starts. If that cannot be
-            written at its end either, the process says so on standard error, and its exit status is 1.
+            variable NORMFORGE_RECORD names such a file for the whole process and those it starts; in it %p stands for
+            the process's id, %r for its RANK, and %% for %. If that cannot be written at its end either, the process
+            says so on standard error, and its exit status is 1.
 
     Raises:
-        RecordError: it cannot be written, or is a file that no recording wrote; on entry, or, should it become so
-            later, by the call that asks for another instance, and at the end, if it is so still.
+        RecordError: it cannot be written, or is a file that no recording wrote, or one of a version that kept no
+            calls; on entry, or, should it become so later, by the call that asks for another kernel, and at the end,
+            if it is so still.
     """
     recording = _Recording(named(path, RecordError))
-    with dispatch.observed(recording.note):
+    with dispatch.observed(recording):
         try:
             yield
         except BaseException as error:
@@ -88,44 +88,16 @@ def _end(recording: ExitStack) -> None:
         os._exit(1)
 
 
-def manifest_of(asked: Iterable[tuple[AnyMode, Bucket]]) -> str:
-    """A manifest of these instances, in an order that does not depend on theirs.
-
-    It is over the standard ladder, if that has all their buckets. If not, it has buckets of its own, which end
-    wherever one of theirs does; where some overlap, because they come from tables with several ladders, each is made
-    in the parts that others cut it into, and the same row lengths are served.
-    """
-    served: dict[AnyMode, set[Bucket]] = {}
-    for mode, bucket in asked:
-        served.setdefault(mode, set()).add(bucket)
-    buckets = {bucket for of_mode in served.values() for bucket in of_mode}
-    standard = standard_ladder()
-    ladder = standard if buckets.issubset(standard) else _ladder(buckets)
-    lines = [_HEAD]
-    if ladder is not standard:
-        lines += ["buckets:\n", *(f"  {bucket.name}: {bucket}\n" for bucket in ladder)]
-    lines.append("groups:\n")
-    for mode in sorted(served, key=lambda mode: mode.name):
-        # No part of a ladder that ends wherever they do is but partly in one of them.
-        names = [part.name for part in ladder if any(part.first in bucket for bucket in served[mode])]
-        lines.append(group(mode, f"[{', '.join(names)}]"))
-    return "".join(lines)
-
-
-def _ladder(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
-    ends = {end for bucket in buckets for end in (bucket.first - 1, bucket.last) if end}
-    return ladder_of((*sorted(ends), None))
-
-
 class _Recording:
     """A file, and what has been asked for since it was named."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._asked: frozenset[tuple[AnyMode, Bucket]] = frozenset()
+        self._calls: frozenset[CallKind] = frozenset()
         # What the file held when this process looked last, and what that means.
         self._text = b""
-        self._found: frozenset[tuple[AnyMode, Bucket]] = frozenset()
+        self._found = Recorded()
         self._is_saved = True
         self._lock = threading.Lock()
         try:
@@ -145,6 +117,14 @@ class _Recording:
         with self._lock:
             if (mode, bucket) not in self._asked or not self._is_saved:
                 self._asked |= {(mode, bucket)}
+                self._is_saved = False
+                self._save()
+
+    def note_call(self, kind: CallKind) -> None:
+        """Add a kind of call, and write the file if it is another one."""
+        with self._lock:
+            if kind not in self._calls or not self._is_saved:
+                self._calls |= {kind}
                 self._is_saved = False
                 self._save()
 
@@ -170,8 +150,8 @@ class _Recording:
         try:
             with locked(self._path.with_name(f".{self._path.name}.lock")):
                 self._look()
-                asked = self._found | self._asked
-                text = manifest_of(asked).encode()
+                asked = self._found | Recorded(self._asked, self._calls)
+                text = manifest_of(asked.instances, asked.calls).encode()
                 if text != self._text:
                     try:
                         temporary.write_bytes(text)
@@ -198,17 +178,15 @@ class _Recording:
             )
         if text == self._text:
             return
-        self._text, self._found = text, self._instances() if text else frozenset()
+        self._text, self._found = text, self._read(text) if text else Recorded()
 
     def _is_free(self) -> bool:
         return self._path.is_file() or not os.path.lexists(self._path)
 
-    def _instances(self) -> frozenset[tuple[AnyMode, Bucket]]:
-        from ..codegen.manifest import load
-
+    def _read(self, text: bytes) -> Recorded:
         try:
-            return frozenset((instance.mode, instance.bucket) for instance in load(self._path, {}).instances)
-        except NormforgeError as error:
+            return read(self._path, text)
+        except ValueError as error:
             raise RecordError(
                 f"{self._path} is there already and cannot be added to: {error}; remove it, or name another file: "
                 "NORMFORGE_RECORD=FILE, or normforge.record(FILE)"

@@ -22,7 +22,7 @@ from normforge.codegen.instance import Bucket
 from normforge.codegen.model import legal_modes
 from normforge.codegen.tiling import ladder_of
 from normforge.errors import MissingInstanceError, RecordError
-from normforge.selection import dispatch, recording
+from normforge.selection import dispatch, recorded, recording
 
 from ..calling import check, printed, python
 from ..folders import PLAIN, RMS, instance, write
@@ -119,6 +119,12 @@ def test_the_file_reads_as_one_that_people_write(tmp_path: Path) -> None:
         "    fadd: pre_add_store\n"
         "    fquant: smooth_dynamic\n"
         "    n: [n1536]\n"
+        "calls:\n"
+        '  - {"mode": "ln_fwd_fp32", "n": 64, "rows": ["few"], "dtypes": '
+        '{"bias": "float32", "weight": "float32", "x": "float32", "y": "float32"}}\n'
+        '  - {"mode": "ln_fwd_fp32", "n": 200, "rows": ["few"], "dtypes": {"x": "float32", "y": "float32"}}\n'
+        '  - {"mode": "rms_fwd_bf16_int8_addst_sdq", "n": 1500, "rows": ["few"], "dtypes": {"residual": "bfloat16", '
+        '"residual_out": "bfloat16", "smooth_scale": "float32", "x": "bfloat16", "y": "int8", "y_scale": "float32"}}\n'
     )
 
 
@@ -220,7 +226,7 @@ def test_the_buckets_of_the_loaded_table(tmp_path: Path, monkeypatch: pytest.Mon
 def test_buckets_of_several_ladders_are_made_in_parts(tmp_path: Path) -> None:
     wide, narrow, long = (Bucket("n4096", 1, 4096), Bucket("n256", 129, 256), Bucket("nbig", 5121, None))
     path = tmp_path / "needed.yaml"
-    path.write_text(recording.manifest_of([(PLAIN, wide), (RMS, narrow), (RMS, long)]))
+    path.write_text(recorded.manifest_of([(PLAIN, wide), (RMS, narrow), (RMS, long)]))
     found = manifest.load(path)
     assert found.buckets == ladder_of((128, 256, 4096, 5120, None))
     assert names(path) == [
@@ -232,7 +238,7 @@ def test_buckets_of_several_ladders_are_made_in_parts(tmp_path: Path) -> None:
 @THOROUGH
 def test_every_legal_mode_can_be_written(tmp_path: Path) -> None:
     path, modes = tmp_path / "needed.yaml", tuple(legal_modes())
-    path.write_text(recording.manifest_of((mode, instance(mode, 64).bucket) for mode in modes))
+    path.write_text(recorded.manifest_of((mode, instance(mode, 64).bucket) for mode in modes))
     assert sorted(names(path)) == sorted(f"{mode.name}_n128" for mode in modes)
 
 
@@ -256,7 +262,7 @@ def test_an_earlier_recording_is_added_to(tmp_path: Path) -> None:
 
 def test_a_recording_of_another_ladder_is_added_to(tmp_path: Path) -> None:
     path, wide = tmp_path / "needed.yaml", Bucket("n4096", 1, 4096)
-    path.write_text(recording.manifest_of([(PLAIN, wide)]))
+    path.write_text(recorded.manifest_of([(PLAIN, wide)]))
     with normforge.record(path):
         check("rms", torch.randn(2, 200))
     assert names(path) == [

@@ -1,0 +1,143 @@
+"""The kernels of what was recorded: chosen for a GPU from each kind of call as they would be in a call of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+import torch
+
+from ..call_kinds import FEW, MANY, CallKind
+from ..calls import gated_backward, modulated_backward
+from ..calls.group_plan import GroupPlan
+from ..calls.group_plan import Kind as GroupKind
+from ..calls.plan import launcher_of
+from ..calls.row_gradients import GradientPlan, Kind
+from ..codegen.families import Kind as Shape
+from ..codegen.groups import GroupMode, mode_named
+from ..codegen.model import Mode
+from ..codegen.parameters import family_of
+from ..errors import ConflictError, RecordError
+from ..kernels.assembly import SUMS, Facts, assemble
+from ..kernels.gpu import Target
+from ..kernels.key import MOST_ROWS_IN_I32, POINTERS
+from ..kernels.kinds import misaligned_of_kind, strides_of_kind
+from ..kernels.launcher import Launcher
+from ..selection import dispatch
+from ..selection.recorded import recordings
+from ..selection.table import Entry
+
+
+def recorded_kinds(paths: Iterable[str | os.PathLike[str]], rows: Collection[str] | None = None) -> list[CallKind]:
+    """The kinds of call that some recordings keep, in an order that does not depend on theirs.
+
+    Args:
+        paths: the files.
+        rows: classes of M, to have each kind of call at all of these; None is those at which it was recorded.
+
+    Raises:
+        RecordError: a file cannot be read, or keeps no call.
+    """
+    listed = list(paths)
+    kinds = recordings(listed).calls
+    if not kinds:
+        raise RecordError(
+            f"{' and '.join(str(path) for path in listed)} keeps no call: nothing was launched while it was recorded; "
+            "record a program that calls kernels: NORMFORGE_RECORD=FILE, or normforge.record(FILE)"
+        )
+    if rows is not None:
+        kinds = frozenset(at for kind in kinds for at in kind.at(rows))
+    return sorted(kinds)
+
+
+def launchers_of(kind: CallKind, target: Target) -> Iterator[tuple[Entry, Launcher]]:
+    """The kernels that a kind of call comes to on a GPU, each with the instance that it is of.
+
+    Raises:
+        RecordError: no call is of such a kind.
+        ConflictError: no kernels of it can be launched as the target says.
+        MissingInstanceError: nothing serves it, and nothing may be generated.
+    """
+    mode = mode_named(kind.mode)
+    if isinstance(mode, GroupMode):
+        yield from _of_groups(kind, mode, target)
+    elif mode.is_backward and mode.shares:
+        yield from _of_shared_rows(kind, mode, target)
+    else:
+        yield from _of_rows(kind, mode, target)
+
+
+def _of_rows(kind: CallKind, mode: Mode, target: Target) -> Iterator[tuple[Entry, Launcher]]:
+    family, n = family_of(mode), kind.size["n"]
+    dtypes = _dtypes(kind, [row.name for row in family.tensors])
+    strides = strides_of_kind(kind, [row.row_stride_slot for row in family.tensors if row.row_stride_slot is not None])
+    scales = {row.name: row.scale_stride_slot for row in family.inputs if row.kind is Shape.SCALE}
+    # Of one for all or of one a row, compilations are the same.
+    further = {slot: 1 for name, slot in scales.items() if slot is not None and dtypes[name] is not None}
+    facts = Facts.of(family, mode, n, target, dtypes, strides, further, misaligned_of_kind(kind))
+    entry, few = dispatch.find(mode, n), kind.rows == FEW
+    m = _rows(kind, entry)
+    made = assemble(facts, entry.choices(m, target.arch), m, few=few)
+    for recipe in (*made.walkers, *([made.finisher] if made.finisher else ())):
+        yield entry, launcher_of(entry, recipe, target, None)
+
+
+def _of_shared_rows(kind: CallKind, mode: Mode, target: Target) -> Iterator[tuple[Entry, Launcher]]:
+    _refuse_plain(kind, target)
+    tensors = (modulated_backward if mode.modulated else gated_backward).TENSORS
+    n, names = kind.size["n"], (*tensors.names, *tensors.sums)
+    dtypes = tuple(_dtypes(kind, names).values())
+    strides = tuple(strides_of_kind(kind, [f"{name}_row_stride" for name in tensors.with_rows]).values())
+    entry = dispatch.find(mode, n)
+    plan = GradientPlan(Kind(mode, tensors, n, dtypes, strides, misaligned_of_kind(kind)), target, None)
+    for launcher in plan.prepared(_rows(kind, entry)).launchers:
+        yield entry, launcher
+
+
+def _of_groups(kind: CallKind, mode: GroupMode, target: Target) -> Iterator[tuple[Entry, Launcher]]:
+    _refuse_plain(kind, target)
+    sizes = channels, groups, _ = kind.size["channels"], kind.size["groups"], kind.size["positions"]
+    if channels % groups:
+        raise RecordError(f"{kind} is no kind of call: {groups} groups do not divide {channels} channels; {_ANEW}")
+    names = GroupKind(mode, *sizes, (), frozenset()).names
+    dtypes = tuple(_dtypes(kind, names).values())
+    plan = GroupPlan(GroupKind(mode, *sizes, dtypes, misaligned_of_kind(kind)), target, None)
+    if kind.sums:
+        sums = dict(kind.sums)
+        yield plan.entry, plan.finisher(tuple([_dtype(kind, sums[name]) if name in sums else None for name in SUMS]))[0]
+    if kind.rows:
+        # As many samples as make the groups a few, if one does, or else many.
+        few = kind.rows == FEW
+        if few and groups > plan.entry.small_m:
+            raise RecordError(f"{kind} is no kind of call: a sample has {groups} groups; {_ANEW}")
+        for launcher in plan.prepared(1 if few else plan.entry.small_m // groups + 1).launchers:
+            yield plan.entry, launcher
+
+
+def _refuse_plain(kind: CallKind, target: Target) -> None:
+    if target.plainly:
+        raise ConflictError(f"{kind.mode} was recorded and is none of normforge.jax's; leave out --for jax")
+
+
+def _rows(kind: CallKind, entry: Entry) -> int:
+    """A number of rows of the class that calls of a kind have."""
+    return 1 if kind.rows == FEW else entry.small_m + 1 if kind.rows == MANY else MOST_ROWS_IN_I32 + 1
+
+
+_ANEW = "the recording was changed, or written by another version of normforge; record anew"
+
+
+def _dtypes(kind: CallKind, names: Sequence[str]) -> dict[str, torch.dtype | None]:
+    """The types of some tensors by name, None of those that a kind of call has not; it has no others."""
+    told = dict(kind.dtypes)
+    foreign = [name for name in (*told, *dict(kind.strides), *kind.misaligned) if name not in names]
+    if foreign:
+        raise RecordError(f"{kind} is no kind of call: it has no {foreign[0]!r}; {_ANEW}")
+    return {name: _dtype(kind, told[name]) if name in told else None for name in names}
+
+
+def _dtype(kind: CallKind, word: str) -> torch.dtype:
+    dtype = getattr(torch, word, None)
+    if not isinstance(dtype, torch.dtype) or word not in POINTERS:
+        raise RecordError(f"{kind} is no kind of call: no tensor of it is of {word!r}; {_ANEW}")
+    return dtype

@@ -1,0 +1,143 @@
+"""Kinds of call in plain words, as recordings keep them: what decides which kernels serve, on whatever GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import groupby
+from typing import Any
+
+from .codegen.errors import IllegalCombinationError
+from .codegen.groups import GroupMode, mode_named
+
+# Classes of M, each with the tile that it runs on: up to the table's SMALL_M, up to what an i32 counts, and beyond.
+ROWS = FEW, MANY, MOST = ("few", "many", "most")
+
+# What the sizes are called of rows, and of GroupNorm.
+ROW_SIZES, GROUP_SIZES = ("n",), ("channels", "groups", "positions")
+
+_NAME = re.compile(r"\w+", re.ASCII)
+_STRIDES = re.compile(r"\d{1,18}(?:x\d{1,18}x\d{1,18})*", re.ASCII)
+_LARGEST = 10**18
+
+Words = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, order=True)
+class CallKind:
+    """What calls are alike in that share their kernels, on any GPU: no addresses, and of M its class alone.
+
+    Attributes:
+        mode: the mode's name.
+        sizes: the row length, "n"; of GroupNorm "channels", "groups" and "positions".
+        dtypes: of the tensors that are read and written, by the kernels' names for them: torch's names of types.
+        strides: of rows that do not adjoin, likewise: elements from row to row, and of rows on several strides these
+            with the sizes between them, "6144x32x128". They are the smallest that no kernel can tell from the call's.
+        misaligned: the tensors that start at no multiple of 16 bytes.
+        sums: of GroupNorm, the types of the gradients that partial sums are added up into, where that is all.
+        rows: the class of M, one of `ROWS`; "" where M does not count.
+    """
+
+    mode: str
+    sizes: tuple[tuple[str, int], ...]
+    dtypes: Words = ()
+    strides: Words = ()
+    misaligned: tuple[str, ...] = ()
+    sums: Words = ()
+    rows: str = ""
+
+    @property
+    def size(self) -> dict[str, int]:
+        """The sizes by name."""
+        return dict(self.sizes)
+
+    @property
+    def n(self) -> int:
+        """The row length; of GroupNorm, how many elements a group has."""
+        size = self.size
+        return size["n"] if "n" in size else size["channels"] // size["groups"] * size["positions"]
+
+    def at(self, rows: Iterable[str]) -> list[CallKind]:
+        """The same at some classes of M; itself where M does not count."""
+        return [replace(self, rows=word) for word in rows] if self.rows else [self]
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name} = {size}" for name, size in self.sizes)
+        return f"{self.mode} with {sizes} and {self.rows or 'any number of'} rows"
+
+
+def lines_of(kinds: Iterable[CallKind]) -> list[str]:
+    """A line of JSON for each kind, with all its classes of rows, in an order that does not depend on theirs."""
+
+    def apart_from_rows(kind: CallKind) -> tuple[Any, ...]:
+        return tuple(getattr(kind, each.name) for each in fields(kind) if each.name != "rows")
+
+    ordered = sorted(set(kinds), key=apart_from_rows)
+    return [json.dumps(_document(list(alike))) for _, alike in groupby(ordered, apart_from_rows)]
+
+
+def _document(alike: list[CallKind]) -> dict[str, Any]:
+    first, classes = alike[0], {kind.rows for kind in alike}
+    found: dict[str, Any] = {"mode": first.mode, **first.size, "rows": [word for word in ROWS if word in classes]}
+    for name in ("dtypes", "strides", "sums"):
+        if getattr(first, name):
+            found[name] = dict(getattr(first, name))
+    return {**found, "misaligned": list(first.misaligned)} if first.misaligned else found
+
+
+def read_line(line: str) -> Iterator[CallKind]:
+    """The kinds of a line that `lines_of` wrote, or that somebody has changed since.
+
+    Raises:
+        ValueError: it is no such line; the message says why.
+    """
+    try:
+        document = json.loads(line)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(document, dict) or not isinstance(document.get("mode"), str):
+        raise ValueError("it names no mode")
+    try:
+        names = GROUP_SIZES if isinstance(mode_named(document["mode"]), GroupMode) else ROW_SIZES
+    except IllegalCombinationError as error:
+        raise ValueError(str(error)) from error
+    known = ("mode", *names, "rows", "dtypes", "strides", "sums", "misaligned")
+    unknown = [key for key in document if key not in known]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is none of {', '.join(known)}")
+    rows = document.get("rows")
+    if not isinstance(rows, list) or not all(word in ROWS for word in rows) or not (rows or document.get("sums")):
+        raise ValueError(f"rows is {rows!r}, and takes some of {', '.join(ROWS)}")
+    misaligned = document.get("misaligned", [])
+    if not isinstance(misaligned, list) or not all(_is(_NAME, name) for name in misaligned):
+        raise ValueError(f"misaligned is {misaligned!r}, and takes names of tensors")
+    for word in dict.fromkeys(rows) or ("",):
+        yield CallKind(
+            mode=document["mode"],
+            sizes=tuple([(name, _size(document, name)) for name in names]),
+            dtypes=_words(document, "dtypes", _NAME),
+            strides=_words(document, "strides", _STRIDES),
+            misaligned=tuple(sorted(set(misaligned))),
+            sums=_words(document, "sums", _NAME),
+            rows=word,
+        )
+
+
+def _size(document: Mapping[str, Any], name: str) -> int:
+    size = document.get(name)
+    if type(size) is not int or not 1 <= size <= _LARGEST:
+        raise ValueError(f"{name} is {size!r}, and takes a whole number from 1")
+    return size
+
+
+def _words(document: Mapping[str, Any], name: str, legal: re.Pattern[str]) -> Words:
+    found = document.get(name, {})
+    if not isinstance(found, dict) or not all(_is(_NAME, key) and _is(legal, word) for key, word in found.items()):
+        raise ValueError(f"{name} is {found!r}, and takes words by the names of tensors")
+    return tuple(sorted(found.items()))
+
+
+def _is(legal: re.Pattern[str], word: object) -> bool:
+    return isinstance(word, str) and legal.fullmatch(word) is not None
