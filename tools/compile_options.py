@@ -110,7 +110,8 @@ def parse_keys(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
         parser.error("modes are named, and --manifest too; leave one of them out")
     if not (given.n or given.shape):
         parser.error(
-            "there are no sizes; pass row lengths, --n 4096 say, --shape 2x320x64x64/32 of GroupNorm, or --recorded"
+            "there are no sizes; pass row lengths, --n 4096 say, or --shape 2x320x64x64/32 of GroupNorm, or what was "
+            "recorded: --recorded FILE"
         )
     return given
 

@@ -12,10 +12,16 @@ import torch
 import normforge
 from normforge.ahead_of_time.compile_keys import recorded_keys_for
 from normforge.calls import group_plan, plan, row_gradients
+from normforge.errors import ConflictError, RecordError
 from normforge.kernels.gpu import target_of
-from normforge.kernels.key import KernelKey
+from normforge.kernels.key import KernelKey, integer_type
+from normforge.kernels.kinds import kind_of, strides_of_kind
 from normforge.kernels.launcher import Launcher
+from normforge.kernels.pipelines import row_alignment
+from normforge.kernels.row_walk import RowStride, RowWalk
 from normforge.selection import dispatch
+from normforge.selection.recorded import read
+from normforge.tools import cli
 
 N, BF16 = 32, torch.bfloat16
 CPU = torch.device("cpu")
@@ -162,3 +168,185 @@ def test_the_kernels_are_those_that_were_launched(
     launched = {key.portable for key in called}
     found = {key.key.portable for key in recorded_keys_for(path, target_of(CPU), None)}
     assert found == launched
+
+
+STRIDES: dict[str, tuple[RowStride, ...]] = {
+    "adjoining": (4096,),
+    "even": (4098, 5002),
+    "a pair of four": (4100, 12292),
+    "whole vectors": (4104,),
+    "aligned": (4112, 6144, 3 * 4096),
+    "one for all": (0,),
+    "beyond an i32": (2**31, 2**31 + 16, 2**33),
+    "odd and beyond": (2**31 + 1, 2**32 + 7),
+    "heads": (RowWalk((6144, 128), (32,)), RowWalk((8192, 256), (7,))),
+    "heads of odd": (RowWalk((6141, 127), (32,)), RowWalk((639, 129), (4,))),
+    "transposed": (RowWalk((1 << 20, 128, 4096), (32, 5)), RowWalk((2048, 256, 512), (2, 3))),
+    "jumps beyond an i32": (RowWalk((2**34, 128), (32,)), RowWalk((2**40, 4096), (9,))),
+    "of samples": (RowWalk((4096, 0), (9,)), RowWalk((8192, 0), (257,))),
+    "of groups": (RowWalk((0, 4096), (4,)), RowWalk((0, 128), (64,))),
+}
+
+
+@pytest.mark.parametrize("alike", STRIDES.values(), ids=STRIDES)
+def test_strides_are_told_by_what_compilations_depend_on(alike: tuple[RowStride, ...]) -> None:
+    """Alignment, 32 bits or 64 and how many there are: no more, so that recordings do not grow with batches."""
+
+    def seen(stride: RowStride) -> tuple[object, ...]:
+        types = stride.types("i32") if isinstance(stride, RowWalk) else integer_type(stride)
+        return row_alignment(stride), types
+
+    kinds = set()
+    for stride in alike:
+        kind = kind_of("ln_fwd_bf16", {"n": 4096}, 0, {"x": BF16, "y": BF16}, {"x_row_stride": stride}, ())
+        kinds.add(kind)
+        assert seen(strides_of_kind(kind, ["x_row_stride"])["x_row_stride"]) == seen(stride)
+    assert len(kinds) == 1
+
+
+def test_a_recording_says_nothing_of_m_but_its_class(tmp_path: Path) -> None:
+    path = tmp_path / "needed.yaml"
+    for m, heads in ((1, 2), (3, 4), (200, 8)):
+        with normforge.record(path):
+            packed = torch.zeros(m, heads * 2, N, dtype=BF16)
+            normforge.rmsnorm2d_fwd(packed[:, :heads])
+            normforge.rmsnorm2d_fwd(packed.flatten(0, 1))
+    assert len(read(path, path.read_bytes()).calls) == 2
+
+
+def test_another_architecture_gets_its_own_tiles(tmp_path: Path) -> None:
+    """And types: what one encodes itself another is handed as it is."""
+    path = tmp_path / "needed.yaml"
+    with normforge.record(path):
+        the_first_program()
+        trained(normforge.layer_norm(leaf(), (N,), ones(requires_grad=True)))
+    listed = {arch: normforge.recorded_keys(path, arch=arch) for arch in ("sm_80", "sm_90", "gfx942")}
+    assert {len(keys) for keys in listed.values()} == {4}
+    kinds = {arch: dict(keys[-1].key.arguments)["y_ptr"] for arch, keys in listed.items()}
+    assert kinds == {"sm_80": "*u8:16", "sm_90": "*fp8e4nv:16", "gfx942": "*u8:16"}
+    modes = ["rms_fwd_bf16_fp8_e4m3fn_addst_dq"]
+    by_hand = {
+        arch: normforge.compile_keys([N], modes, arch=arch, weight_dtypes=[torch.float32], rows=["few"])
+        for arch in listed
+    }
+    assert {arch: keys[-1].key for arch, keys in listed.items()} == {
+        arch: keys[0].key for arch, keys in by_hand.items()
+    }
+
+
+def test_classes_of_rows_that_were_not_met(tmp_path: Path) -> None:
+    path = tmp_path / "needed.yaml"
+    with normforge.record(path):
+        normforge.rmsnorm2d_fwd(rows(), ones())
+    assert [key.rows for key in normforge.recorded_keys(path, arch="sm_90")] == [("few",)]
+    both = normforge.recorded_keys(path, arch="sm_90", rows=["few", "many"])
+    assert {key.key for key in both} == {key.key for key in normforge.compile_keys([N], ["rms_fwd_bf16"], arch="sm_90")}
+    with pytest.raises(ConflictError, match="rows has 'all'; it takes some of few, many, most"):
+        normforge.recorded_keys(path, arch="sm_90", rows=["all"])
+
+
+def test_recordings_are_taken_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [tmp_path / "0.yaml", tmp_path / "1.yaml"]
+    for path, dtype in zip(files, (BF16, torch.float16), strict=True):
+        with normforge.record(path):
+            normforge.rmsnorm2d_fwd(rows(dtype=dtype))
+            normforge.rmsnorm2d_fwd(rows(dtype=torch.float32))
+    assert len(normforge.recorded_keys(files, arch="sm_90")) == 3
+    assert cli.main(["warmup", "--list", "--arch", "sm_90", *[f"--recorded={path}" for path in files]]) == 0
+    assert capsys.readouterr().out.endswith("\n3 compilations\n")
+
+
+OLD = """# Recorded by normforge: the instances that a program asked for. To build them, with this file as FILE:
+# python generate.py --manifest FILE --out DIR, or normforge generate --manifest FILE --out DIR
+groups:
+  rms_fwd_fp32:
+    norm: rms
+    dtype_in: fp32
+    n: [n128]
+"""
+
+
+def changed(line: str) -> str:
+    return f"{OLD}calls:\n  - {line}\n"
+
+
+DAMAGED = {
+    "an old one": (
+        OLD,
+        "written by a version of normforge that kept instances and no calls; remove it, and record anew",
+    ),
+    "a manifest": (OLD.partition("DIR\n")[2], "is no recording .*; record a program: NORMFORGE_RECORD=FILE"),
+    "nothing launched": (f"{OLD}calls: []\n", "keeps no call: nothing was launched while it was recorded"),
+    "no json": (changed("{"), "line 9 is no call"),
+    "no item": (f"{OLD}calls:\n- 1\n", "line 9 is no call .it does not start with '  - '"),
+    "no mode": (changed("{}"), "line 9 is no call .it names no mode"),
+    "mode": (changed('{"mode": "rms_fwd_fp33"}'), "line 9 is no call .*rms_fwd_fp33"),
+    "no length": (changed('{"mode": "rms_fwd_fp32", "rows": ["few"]}'), "n is None, and takes a whole number from 1"),
+    "rows": (changed('{"mode": "rms_fwd_fp32", "n": 64, "rows": []}'), r"rows is \[\], and takes some of few, many"),
+    "a later one": (changed('{"mode": "rms_fwd_fp32", "n": 64, "rows": ["few"], "b": 1}'), "'b' is none of mode, n"),
+    "dtype": (
+        changed('{"mode": "rms_fwd_fp32", "n": 64, "rows": ["few"], "dtypes": {"x": "float7"}}'),
+        "no tensor of it is of 'float7'; the recording was changed",
+    ),
+    "tensor": (
+        changed('{"mode": "rms_fwd_fp32", "n": 64, "rows": ["few"], "dtypes": {"xx": "float32"}}'),
+        "it has no 'xx'; the recording was changed",
+    ),
+    "strides": (
+        changed('{"mode": "rms_fwd_fp32", "n": 64, "rows": ["few"], "strides": {"x": "5x5"}}'),
+        "strides is .*, and takes words by the names of tensors",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), DAMAGED.values(), ids=DAMAGED)
+def test_a_file_that_tells_no_calls_is_refused(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "needed.yaml"
+    path.write_text(text)
+    with pytest.raises(RecordError, match=message) as raised:
+        normforge.recorded_keys(path, arch="sm_90")
+    assert str(path) in str(raised.value) or "is no kind of call" in str(raised.value)
+    assert cli.main(["warmup", "--list", "--arch", "sm_90", "--recorded", str(path)]) == 2
+    assert str(raised.value) in capsys.readouterr().err
+
+
+def test_an_old_recording_is_not_added_to(tmp_path: Path) -> None:
+    """It would look like one that holds the calls of all its instances."""
+    path = tmp_path / "needed.yaml"
+    path.write_text(OLD)
+    with (
+        pytest.raises(RecordError, match="kept instances and no calls; remove it, or name another file"),
+        normforge.record(path),
+    ):
+        raise AssertionError("entered")
+    assert path.read_text() == OLD
+
+
+def test_there_is_no_such_recording(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"no\.yaml cannot be read \(No such file or directory\); record a program"):
+        normforge.recorded_keys(tmp_path / "no.yaml", arch="sm_90")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--n", "64"], "--n is given beside --recorded, and recordings say what calls bring; leave one out"),
+        (["--weight", "fp32"], "--weight is given beside --recorded"),
+        (["--manifest", "m.yaml"], "--manifest is given beside --recorded"),
+        (["ln_fwd_bf16"], "modes are given beside --recorded"),
+    ],
+)
+def test_recordings_say_what_calls_bring(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["warmup", "--list", "--arch", "sm_90", "--recorded", "r.yaml", *argv])
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_warmup_takes_recordings_alone() -> None:
+    with pytest.raises(ConflictError, match="n was passed beside recorded, and recordings say what calls bring"):
+        normforge.warmup([64], recorded="needed.yaml")
+    with pytest.raises(ConflictError, match="weight_dtypes was passed beside recorded"):
+        normforge.warmup(recorded="needed.yaml", weight_dtypes=[None])
