@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
+import torch
+
+from normforge.ahead_of_time import compile_keys, warmup
 from normforge.calls import backend, first, group, group_plan, neighbours, plan, row_gradients
-from normforge.kernels import gpu
 from normforge.kernels.gpu import named_target
 
 from .stand_in_driver import Driver, driving
@@ -21,9 +23,15 @@ def on_an_h200() -> Iterator[Driver]:
     """
     target = named_target("sm_90")
     with ExitStack() as patches:
-        for module in (gpu, plan, row_gradients, group_plan):
-            patches.enter_context(mock.patch.object(module, "target_of", return_value=target))
+
+        def put(place: object, name: str, value: object) -> None:
+            patches.enter_context(mock.patch.object(place, name, return_value=value))
+
+        for module in (plan, row_gradients, group_plan, compile_keys, warmup):
+            put(module, "target_of", target)
         for module in (first, group, neighbours):
-            patches.enter_context(mock.patch.object(module, "require_device"))
-        patches.enter_context(mock.patch.object(backend, "_interpreting", return_value=True))
+            put(module, "require_device", None)
+        for module in (compile_keys, warmup):
+            put(module, "gpu", torch.device("cpu"))
+        put(backend, "_interpreting", True)
         yield patches.enter_context(driving())

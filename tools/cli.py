@@ -27,6 +27,7 @@ VERBS = {
     "tune": Verb(".tune", "measure which tiles suit this GPU, and write them down"),
     "warmup": Verb(".warmup_command", "compile ahead what a deployment touches, for the GPU that is here"),
     "aot": Verb(".aot_command", "compile it into a folder, for a GPU that need not be here"),
+    "merge": Verb(".merge_command", "add up recordings of several processes", makes_calls=False),
     "backendbench": Verb(
         ".backendbench", "write torch's norms as operators that BackendBench tests", makes_calls=False
     ),

@@ -63,6 +63,16 @@ def record(path: str | os.PathLike[str]) -> Iterator[None]:
         recording.close()
 
 
+def add(path: str | os.PathLike[str], recorded: Recorded) -> Recorded:
+    """Add to a recording, which is made if it is not there, what others hold; returns all that it holds then.
+
+    Raises:
+        RecordError: see `record`.
+    """
+    recording = _Recording(named(path, RecordError))
+    return recording.add(recorded)
+
+
 def record_process() -> None:
     """Record from now on until the process ends, if NORMFORGE_RECORD says where.
 
@@ -127,6 +137,14 @@ class _Recording:
                 self._calls |= {kind}
                 self._is_saved = False
                 self._save()
+
+    def add(self, recorded: Recorded) -> Recorded:
+        """Add what others hold, and return all that the file holds then."""
+        with self._lock:
+            self._asked |= recorded.instances
+            self._calls |= recorded.calls
+            self._save()
+            return self._found
 
     def close(self, error: BaseException | None = None) -> None:
         """Write what could not be written before; warn if there was nothing to write.

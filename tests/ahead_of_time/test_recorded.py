@@ -206,7 +206,7 @@ def test_strides_are_told_by_what_compilations_depend_on(alike: tuple[RowStride,
 
 def test_a_recording_says_nothing_of_m_but_its_class(tmp_path: Path) -> None:
     path = tmp_path / "needed.yaml"
-    for m, heads in ((1, 2), (3, 4), (200, 8)):
+    for m, heads in ((2, 2), (3, 4), (9, 3)):
         with normforge.record(path):
             packed = torch.zeros(m, heads * 2, N, dtype=BF16)
             normforge.rmsnorm2d_fwd(packed[:, :heads])

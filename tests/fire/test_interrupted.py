@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import normforge
+from normforge.call_kinds import CallKind
 from normforge.codegen import cli, manifest
 from normforge.errors import CacheError, RecordError, TableError
-from normforge.selection import on_demand
+from normforge.selection import dispatch, on_demand
+from normforge.selection.recorded import read
 from normforge.selection.table import load_folder
 
 from ..thorough import THOROUGH
@@ -227,6 +229,7 @@ def record(path: Path) -> Callable[[], int]:
             with normforge.record(path):
                 for n in (64, 200, 300):
                     normforge.layernorm2d_fwd(torch.empty(0, n))
+                    dispatch.tell(lambda n=n: CallKind("ln_fwd_fp32", (("n", n),), rows="few"))  # type: ignore[misc]  # mypy cannot type a default of a lambda
         except RecordError:
             return 2
         return 0
@@ -246,7 +249,11 @@ def test_a_recording_that_meets_a_fault_at_any_step(fault: str, world: Path) -> 
         if path.exists():
             found = [instance.name for instance in manifest.load(path).instances]
             assert found == everything[: len(found)]
+            # Each call comes behind its instance.
+            kept = {kind.n for kind in read(path, path.read_bytes()).calls}
+            assert kept in (set((64, 200, 300)[:count]) for count in (len(found) - 1, len(found)))
         assert ended(child(record(path))) == 0
         assert [instance.name for instance in manifest.load(path).instances] == everything
+        assert {kind.n for kind in read(path, path.read_bytes()).calls} == {64, 200, 300}
         path.unlink()
     assert step > 5

@@ -17,12 +17,15 @@ import pytest
 import torch
 
 import normforge
+from normforge import settings
+from normforge.call_kinds import CallKind
 from normforge.codegen import cli, manifest
 from normforge.codegen.instance import Bucket
 from normforge.codegen.model import legal_modes
 from normforge.codegen.tiling import ladder_of
 from normforge.errors import MissingInstanceError, RecordError
 from normforge.selection import dispatch, recorded, recording
+from normforge.tools.cli import main as normforge_command
 
 from ..calling import check, printed, python
 from ..folders import PLAIN, RMS, instance, write
@@ -38,6 +41,11 @@ ASK: dict[str, Any] = {"fquant": "dynamic", "rounding": "truncate"}
 def names(path: Path) -> list[str]:
     """The instances that a manifest makes."""
     return [instance.name for instance in manifest.load(path).instances]
+
+
+def calls(path: Path) -> frozenset[CallKind]:
+    """The kinds of call that a recording keeps."""
+    return recorded.read(path, path.read_bytes()).calls
 
 
 def forward() -> None:
@@ -362,13 +370,18 @@ def test_a_process_with_a_bad_path_ends_at_its_start(tmp_path: Path) -> None:
 
 AT_ONCE = """
 import os, sys, time, pathlib, torch, normforge
+from normforge.call_kinds import CallKind
 from normforge.codegen.model import Mode
 pathlib.Path(f"ready{sys.argv[1]}").touch()
 while len(list(pathlib.Path().glob("ready*"))) < 4:
     time.sleep(0.001)
 for n in (64, 200, 300, 600, 1500, 2500, 3500, 5000):
     normforge.selection.dispatch.find(Mode.from_name(sys.argv[2]), n)
+    normforge.selection.dispatch.tell(lambda: CallKind(sys.argv[2], (("n", n),), rows="few"))
 """
+
+
+LENGTHS = (64, 200, 300, 600, 1500, 2500, 3500, 5000)
 
 
 @THOROUGH
@@ -383,6 +396,7 @@ def test_processes_that_record_at_once_lose_nothing(tmp_path: Path) -> None:
     assert [process.wait() for process in processes] == [0] * 4
     buckets = (128, 256, 512, 768, 1536, 3072, 4096, 5120)
     assert names(path) == [f"{mode}_n{last}" for mode in modes for last in buckets]
+    assert {(kind.mode, kind.n) for kind in calls(path)} == {(mode, n) for mode in modes for n in LENGTHS}
     assert {left.name for left in tmp_path.iterdir()} == {"needed.yaml", *(f"ready{index}" for index in range(4))}
 
 
@@ -411,3 +425,78 @@ except normforge.errors.RecordError:
     assert process.stderr.splitlines()[-1].startswith(
         "normforge: error: the instances that are asked for cannot be recorded to"
     )
+
+
+def test_a_process_of_several_names_its_own_file(tmp_path: Path) -> None:
+    """The id is that of the process which imported normforge; children of it that were forked add to its file."""
+    code = f"import os\n{PROGRAM}\nprint(os.getpid())"
+    pid = printed(code, NORMFORGE_RECORD=str(tmp_path / "needed.%r.%p.100%%.yaml"), RANK="3")
+    assert [path.name for path in tmp_path.iterdir()] == [f"needed.3.{pid}.100%.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("needed.%d.yaml", "has '%d'; it takes %p (the process's id), %r (its RANK) and %%"),
+        ("needed%", "has '%'; it takes %p"),
+        ("needed.%r.yaml", "has '%r', and RANK, which torchrun sets, is not set; write %p, the process's id"),
+    ],
+)
+def test_names_that_no_process_has(name: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NORMFORGE_RECORD", name)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(RecordError) as raised:
+        settings.recording()
+    assert f"NORMFORGE_RECORD={name!r} {said}" in str(raised.value)
+
+
+def test_a_group_call_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "needed.yaml"
+    with normforge.record(path):
+        normforge.group_norm(torch.randn(2, 8, 3, 3), 4)
+    (kind,) = calls(path)
+    assert (kind.mode, kind.size, kind.rows) == ("gn_fwd_fp32", {"channels": 8, "groups": 4, "positions": 9}, "few")
+
+
+@pytest.fixture
+def of_two(tmp_path: Path) -> list[Path]:
+    """Recordings of two processes, which share one call of two each."""
+    paths = [tmp_path / "needed.1.yaml", tmp_path / "needed.2.yaml"]
+    for path, n in zip(paths, (64, 200), strict=True):
+        with normforge.record(path):
+            forward()
+            check("rms", torch.randn(2, n))
+    return paths
+
+
+def merged(out: Path, *paths: Path) -> int:
+    return normforge_command(["merge", "--out", str(out), *map(str, paths)])
+
+
+def test_recordings_are_merged(of_two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "needed.yaml"
+    for _ in range(2):
+        assert merged(out, *of_two) == 0
+        assert capsys.readouterr().out == f"3 instances and 3 kinds of call in {out}\n"
+    assert names(out) == ["ln_fwd_fp32_n128", "rms_fwd_fp32_n128", "rms_fwd_fp32_n256"]
+    assert calls(out) == calls(of_two[0]) | calls(of_two[1])
+    # Whichever comes first, and into one of them too.
+    assert merged(tmp_path / "other.yaml", *reversed(of_two)) == 0
+    assert merged(of_two[0], of_two[1], of_two[0]) == 0
+    assert (tmp_path / "other.yaml").read_text() == out.read_text() == of_two[0].read_text()
+
+
+def test_a_merge_that_fails_leaves_the_output(
+    of_two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = of_two[0].read_text()
+    of_two[1].write_text(of_two[1].read_text()[:-20])
+    assert merged(of_two[0], of_two[1]) == 2
+    assert f"{of_two[1]} cannot be read: line " in capsys.readouterr().err
+    assert of_two[0].read_text() == before
+    (tmp_path / "mine.yaml").write_text("groups: {}\n")
+    assert merged(tmp_path / "mine.yaml", of_two[0]) == 2
+    assert "was not written by a recording" in capsys.readouterr().err
+    assert (tmp_path / "mine.yaml").read_text() == "groups: {}\n"
+    assert merged(tmp_path / "out.yaml", tmp_path / "none.yaml") == 2
+    assert "none.yaml cannot be read (No such file or directory)" in capsys.readouterr().err
