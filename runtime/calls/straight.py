@@ -9,6 +9,8 @@ which checks it and says what is wrong with it, or launches it and makes its kin
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from sys import intern
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -721,6 +723,67 @@ def rmsnorm2d_bwd(
         "wants": wants,
     }
     return first.backward("rms", key, given)
+
+
+@eager_only
+def layernorm2d_fwd_in_order(*arguments: Any) -> list[torch.Tensor]:
+    """What the operator returns of its arguments, in their order."""
+    (
+        x, weight, bias, eps, residual, fadd, smooth_scale, fquant, x_bias, x_scale, dropout_p, dropout_rng, out_dtype,
+        scale_dtype, save_mv, rounding, cast,
+    ) = arguments  # fmt: skip
+    results = layernorm2d_fwd(
+        x, weight, bias, eps=eps, residual=residual, fadd=intern(fadd), smooth_scale=smooth_scale,
+        fquant=intern(fquant), x_bias=x_bias, x_scale=x_scale, dropout_p=dropout_p, dropout_rng=dropout_rng,
+        out_dtype=out_dtype, scale_dtype=scale_dtype, save_mv=save_mv, rounding=intern(rounding), cast=intern(cast),
+    )  # fmt: skip
+    return [result for result in results if result is not None]
+
+
+@eager_only
+def rmsnorm2d_fwd_in_order(*arguments: Any) -> list[torch.Tensor]:
+    """What the operator returns of its arguments, in their order."""
+    (
+        x, weight, eps, weight_offset, residual, fadd, smooth_scale, fquant, x_bias, x_scale, dropout_p, dropout_rng,
+        out_dtype, scale_dtype, save_mv, rounding, cast,
+    ) = arguments  # fmt: skip
+    results = rmsnorm2d_fwd(
+        x, weight, eps=eps, weight_offset=weight_offset, residual=residual, fadd=intern(fadd),
+        smooth_scale=smooth_scale, fquant=intern(fquant), x_bias=x_bias, x_scale=x_scale, dropout_p=dropout_p,
+        dropout_rng=dropout_rng, out_dtype=out_dtype, scale_dtype=scale_dtype, save_mv=save_mv,
+        rounding=intern(rounding), cast=intern(cast),
+    )  # fmt: skip
+    return [result for result in results if result is not None]
+
+
+@eager_only
+def layernorm2d_bwd_in_order(*arguments: Any) -> list[torch.Tensor]:
+    """What the operator returns of its arguments, in their order."""
+    (
+        dy, x, weight, mean, rstd, x_bias, dresidual_out, dropout_p, dropout_rng, cast, dx_dtype, bias_dtype,
+        dropped_dtype, wants,
+    ) = arguments  # fmt: skip
+    results = layernorm2d_bwd(
+        dy, x, weight, mean=mean, rstd=rstd, x_bias=x_bias, dresidual_out=dresidual_out, dropout_p=dropout_p,
+        dropout_rng=dropout_rng, cast=intern(cast), dx_dtype=dx_dtype, bias_dtype=bias_dtype,
+        dropped_dtype=dropped_dtype, wants=wants,
+    )  # fmt: skip
+    return [result for result in results if result is not None]
+
+
+@eager_only
+def rmsnorm2d_bwd_in_order(*arguments: Any) -> list[torch.Tensor]:
+    """What the operator returns of its arguments, in their order."""
+    (
+        dy, x, weight, rstd, weight_offset, x_bias, dresidual_out, dropout_p, dropout_rng, cast, dx_dtype,
+        dropped_dtype, wants,
+    ) = arguments  # fmt: skip
+    results = rmsnorm2d_bwd(
+        dy, x, weight, rstd=rstd, weight_offset=weight_offset, x_bias=x_bias, dresidual_out=dresidual_out,
+        dropout_p=dropout_p, dropout_rng=dropout_rng, cast=intern(cast), dx_dtype=dx_dtype, dropped_dtype=dropped_dtype,
+        wants=wants,
+    )  # fmt: skip
+    return [result for result in results if result is not None]
 
 
 # A call of the functional API: its tensors, and the norm and what else it is told, in the order of the rows.

@@ -11,6 +11,7 @@ from ..calls.double_backward import differentiated
 from ..calls.group_instead import Gradients, Options
 from ..errors import GradientError, LayoutError
 from ..upstream.torch_dynamo import eager_only
+from .shortcuts import Kernel, Recording, at_once
 
 FORWARD, BACKWARD = group.FORWARD_OPERATOR, group.BACKWARD_OPERATOR
 _SCHEMAS = {
@@ -25,8 +26,13 @@ _SCHEMAS = {
 }
 
 
-def register(library: Any, namespace: str, tags: tuple[torch.Tag, ...]) -> None:
-    """Define both operators in a `torch.library.Library`: a kernel for all devices, a fake one, and gradients."""
+def register(library: Any, namespace: str, tags: tuple[torch.Tag, ...]) -> dict[Any, Kernel]:
+    """Define both operators in a `torch.library.Library`: a kernel for all devices, a fake one, and gradients.
+
+    Returns:
+        What Inductor's code is to call in place of each.
+    """
+    called = {}
     for name, run, fake, keep, differentiate in (
         (FORWARD, _run, _fake, _keep, _differentiate),
         (BACKWARD, _run_backward, _fake_backward, _keep_backward, _differentiate_backward),
@@ -34,7 +40,11 @@ def register(library: Any, namespace: str, tags: tuple[torch.Tag, ...]) -> None:
         library.define(f"{name}{_SCHEMAS[name]}", tags=tags)
         library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
-        torch.library.register_autograd(f"{namespace}::{name}", differentiate, setup_context=keep, lib=library)
+        recording: Any = Recording(library, {name: run})
+        torch.library.register_autograd(f"{namespace}::{name}", differentiate, setup_context=keep, lib=recording)
+        operator = getattr(getattr(torch.ops, namespace), name).default
+        called[operator] = at_once(operator, run)
+    return called
 
 
 def _require_layout(x: torch.Tensor) -> None:

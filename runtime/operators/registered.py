@@ -1,9 +1,9 @@
 """The forward and backward functions as operators of torch's dispatcher: what a traced graph holds of them.
 
 torch.compile, torch.export and make_fx record operators, and learn what they return from fake kernels. Eager calls do
-not come here: the dispatcher alone takes 6 us. An operator returns the outputs that were asked for, in the order of
-`LayerNormOutput` or `NormGradients`, and nothing in place of the others. Its schema has no defaults, so that its
-kernels are given every argument.
+not come here: the dispatcher alone takes 6 us, and Inductor's code goes past it too (`shortcuts`). An operator returns
+the outputs that were asked for, in the order of `LayerNormOutput` or `NormGradients`, and nothing in place of the
+others. Its schema has no defaults, so that its kernels are given every argument.
 
 Where a caller says where outputs go, another operator (`..._into`) writes y and the sum there. A copy after the
 functional one would move as many bytes again as its kernel does. It returns y_scale, mean and rstd, of no elements
@@ -21,32 +21,43 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from ..calls import straight
 from ..calls.check import check, refuse_gradient
 from ..calls.first import launched, launched_backward, refuse_foreign
 from ..calls.functions import FUNCTIONS
 from ..calls.outputs import results_of
-from ..calls.straight import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
 from ..codegen import parameters
 from ..codegen.values import Norm
 from ..compiled.switch import settle
 from ..upstream.imports import when_imported
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import dispatch_modes
+from ..upstream.torch_lowering import called_at_once
 from . import gradients, grouped, neighbours, sharding
+from .shortcuts import Recording, at_once, of_plain_tensors
 
 # The compiler keeps strides as they were traced: fake kernels refuse rows that kernels cannot walk, and no others come.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+Tensors = list[torch.Tensor]
 
 _NAMESPACE = "normforge"
 # torch declares no types for it.
 _Library: Any = torch.library.Library
 _library = _Library(_NAMESPACE, "DEF")
+# Of operators, by name.
+_kernels: dict[str, Callable[..., Any]] = {}
+_recording: Any = Recording(_library, _kernels)
+# What Inductor's code calls in place of operators.
+_at_once: dict[Any, Callable[..., Any]] = {}
 
 _STRAIGHT: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (layernorm2d_fwd, rmsnorm2d_fwd, layernorm2d_bwd, rmsnorm2d_bwd)
+    name: getattr(straight, name)
+    for family in (parameters.FORWARD, parameters.BACKWARD)
+    for name in family.functions.values()
 }
-
-Tensors = list[torch.Tensor]
+# From an operator's arguments, in their order, to what it returns.
+_IN_ORDER: dict[str, Callable[..., Tensors]] = {name: getattr(straight, f"{name}_in_order") for name in _STRAIGHT}
 
 
 def _schema(name: str, into: bool) -> str:
@@ -122,11 +133,17 @@ def _fake_into(function: str, *arguments: Any) -> tuple[torch.Tensor, ...]:
 def _register(name: str, into: bool = False) -> torch._ops.OpOverload[Any, Any]:
     """Define a function's operator, or that which writes, with one kernel for all devices and a fake one."""
     run, fake = (_returned_into, _fake_into) if into else (_returned, _fake)
+    kernel: Callable[..., Any] = partial(run, name)
+    in_order = None if into else _IN_ORDER.get(name)
+    if in_order is not None:
+        kernel = of_plain_tensors(in_order, kernel)
     _library.define(_schema(name, into), tags=_TAGS)
     defined = f"{name}_into" if into else name
-    _library.impl(defined, partial(run, name), "CompositeExplicitAutograd")
+    _library.impl(defined, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAMESPACE}::{defined}", partial(fake, name), lib=_library)
     operator: torch._ops.OpOverload[Any, Any] = getattr(torch.ops.normforge, defined).default
+    _kernels[defined] = kernel
+    _at_once[operator] = at_once(operator, in_order or kernel)
     return operator
 
 
@@ -150,11 +167,12 @@ FORWARD_INTO = {norm.value: _register(name, into=True) for norm, name in _FORWAR
 BACKWARD = {norm.value: _register(name) for norm, name in _BACKWARD.items()}
 for _norm in Norm:
     _count_writes(f"{_FORWARD[_norm]}_into", FORWARD_INTO[_norm.value])
-    gradients.register(_library, _NAMESPACE, _FORWARD[_norm], _BACKWARD[_norm])
+    gradients.register(_recording, _NAMESPACE, _FORWARD[_norm], _BACKWARD[_norm])
 for _name in (*parameters.MODULATED.functions.values(), *parameters.GATED.functions.values()):
     _register(_name)
-    neighbours.register(_library, _NAMESPACE, _name)
-grouped.register(_library, _NAMESPACE, _TAGS)
+    neighbours.register(_recording, _NAMESPACE, _name)
+_at_once |= grouped.register(_library, _NAMESPACE, _TAGS)
+called_at_once(_at_once)
 _RULED = _STRAIGHT | {
     name: partial(neighbours.run_named, function=name) for name in parameters.GATED.functions.values()
 }

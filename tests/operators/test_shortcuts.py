@@ -1,0 +1,197 @@
+"""What an operator's call goes through on the host, in eager code and in Inductor's, and who sees it still."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config
+from torch._inductor.utils import run_and_get_code
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import normforge
+from normforge.operators import registered
+
+from ..calling import FORWARD, each_norm, same_bits
+from ..thorough import THOROUGH
+from .test_operators import arguments
+
+M, N = 3, 64
+
+
+def given(norm: str, **others: Any) -> tuple[Any, ...]:
+    vectors = {"weight": torch.randn(N), "bias": torch.randn(N) if norm == "layer" else None}
+    return arguments(norm, {"x": torch.randn(M, N), **vectors, "residual": None, "x_bias": None, **others})
+
+
+def at_once(norm: str) -> Callable[..., Any]:
+    operator: Any = registered.FORWARD[norm]
+    function: Callable[..., Any] = operator.at_once
+    return function
+
+
+def python_calls(call: Callable[[], object]) -> int:
+    """How many functions in Python a call comes to, once its kind is known."""
+    count = 0
+
+    def see(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    call()
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+@each_norm
+def test_a_call_runs_hardly_more_python_than_the_functions(norm: str) -> None:
+    """One that autograd records nothing of: torch's kernel in Python for autograd has no part in it."""
+    x, weight = torch.randn(M, N), torch.randn(N)
+    values = given(norm, x=x, weight=weight, bias=None, weight_offset=0.0)
+    function, operator, by_inductor = FORWARD[norm], registered.FORWARD[norm], at_once(norm)
+    with torch.no_grad():
+        alone = python_calls(lambda: function(x, weight))
+        # What looks whether anyone is to see the operator, what names its arguments, and what leaves out results.
+        assert python_calls(lambda: by_inductor(*values)) <= alone + 3
+        # Those, torch's own function, and one that looks at dispatch keys, with another.
+        assert python_calls(lambda: operator(*values)) <= alone + 6
+
+
+@each_norm
+def test_every_way_returns_the_same_bits(norm: str) -> None:
+    values = given(norm, residual=torch.randn(M, N), fadd="pre_add_store", save_mv=True)
+    with torch.no_grad():
+        expected = [each for each in FORWARD[norm](**by_name(norm, values)) if each is not None]
+        for way in (registered.FORWARD[norm], at_once(norm)):
+            assert all(map(same_bits, way(*values), expected))
+    with torch.inference_mode():
+        inside = tuple(each.clone() if isinstance(each, torch.Tensor) else each for each in values)
+        assert all(map(same_bits, registered.FORWARD[norm](*inside), expected))
+
+
+def by_name(norm: str, values: tuple[Any, ...]) -> dict[str, Any]:
+    names = [argument.name for argument in registered.FORWARD[norm]._schema.arguments]
+    return dict(zip(names, values, strict=True))
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch declares none
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("way", ["operator", "at once"])
+@each_norm
+def test_who_sees_operators_sees_them(norm: str, way: str) -> None:
+    run = registered.FORWARD[norm] if way == "operator" else at_once(norm)
+    values = given(norm)
+    with torch.no_grad():
+        run(*values)
+        with _Seen() as mode:
+            run(*values)
+        assert str(registered.FORWARD[norm]) in mode.names
+        with FakeTensorMode() as fake:
+            twins = [fake.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in values]
+            (y,) = run(*twins)
+        assert type(y) is type(twins[0])
+        # Outside its mode too, a fake tensor is one.
+        (y,) = run(*twins)
+        assert type(y) is type(twins[0])
+        function: Any = torch.func.functionalize
+        assert all(map(same_bits, function(run)(*values), run(*values)))
+
+
+@pytest.mark.parametrize("way", ["operator", "at once"])
+@each_norm
+def test_a_gradient_is_recorded_where_it_is_due(norm: str, way: str) -> None:
+    run = registered.FORWARD[norm] if way == "operator" else at_once(norm)
+    values = given(norm, save_mv=True)
+    run(*values)
+    assert not run(*values)[0].requires_grad
+    x = values[0].requires_grad_()
+    y = run(*values)[0]
+    (dx,) = torch.autograd.grad(y.square().sum(), x)
+    expected = x.detach().requires_grad_()
+    weight, bias = values[1], values[2] if norm == "layer" else None
+    again: Any = normforge.layer_norm if norm == "layer" else normforge.rms_norm
+    eps = by_name(norm, values)["eps"]
+    vectors = (weight, bias) if norm == "layer" else (weight + by_name(norm, values)["weight_offset"],)
+    (wanted,) = torch.autograd.grad(again(expected, (N,), *vectors, eps).square().sum(), expected)
+    torch.testing.assert_close(dx, wanted)
+    with torch.no_grad():
+        assert not run(*values)[0].requires_grad
+
+
+@each_norm
+def test_the_negative_of_a_tensors_memory_is_normalised_as_what_it_stands_for(norm: str) -> None:
+    negated = torch._neg_view(torch.randn(M, N))
+    values = given(norm, x=negated)
+    with torch.no_grad():
+        plain = (negated.clone().resolve_neg(), *values[1:])
+        expected = registered.FORWARD[norm](*plain)
+        for way in (registered.FORWARD[norm], at_once(norm)):
+            assert all(map(same_bits, way(*values), expected))
+
+
+@pytest.fixture
+def _nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(compile_threads=1, fx_graph_cache=False):
+        yield
+    torch._dynamo.reset()
+
+
+def block(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return normforge.rms_norm(normforge.layer_norm(x, (N,), weight), (N,), weight)
+
+
+def at_once_alone(code: str) -> bool:
+    """Whether Inductor's code calls what stands for operators, and no operators."""
+    called = [line for line in code.splitlines() if "= torch.ops.normforge." in line]
+    return bool(called) and all(".default.at_once(" in line for line in called)
+
+
+@pytest.mark.usefixtures("_nothing_compiled")
+def test_inductors_code_calls_no_operator() -> None:
+    x, weight = torch.randn(M, N), torch.randn(N)
+    with torch.no_grad():
+        y, (code,) = run_and_get_code(torch.compile(block, dynamic=True, fullgraph=True), x, weight)
+        assert same_bits(y, block(x, weight))
+    assert at_once_alone(code)
+
+
+@THOROUGH
+@pytest.mark.usefixtures("_nothing_compiled")
+def test_inductors_code_of_a_backward_pass_calls_no_operator() -> None:
+    x, weight = torch.randn(M, N, requires_grad=True), torch.randn(N, requires_grad=True)
+    compiled = torch.compile(block, dynamic=True, fullgraph=True)
+    gradients, codes = run_and_get_code(lambda: torch.autograd.grad(compiled(x, weight).sum(), (x, weight)))
+    assert all(map(same_bits, gradients, torch.autograd.grad(block(x, weight).sum(), (x, weight))))
+    assert [at_once_alone(code) for code in codes] == [True, True]
+
+
+@THOROUGH
+@pytest.mark.usefixtures("_nothing_compiled")
+def test_inductors_code_that_says_where_to_write_calls_no_operator() -> None:
+    def written(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        normforge.rmsnorm2d_fwd(x, weight, out=out)
+        return out
+
+    x, weight, out = torch.randn(M, N), torch.randn(N), torch.empty(M, N)
+    with torch.no_grad():
+        _, (code,) = run_and_get_code(torch.compile(written, fullgraph=True), x, weight, out)
+        assert same_bits(out, normforge.rmsnorm2d_fwd(x, weight).y)
+    assert at_once_alone(code)
