@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from .cells import ARCH, cells
+from .cells import ARCH, every
 from .log import Log, read
 
 TOOLS = {
@@ -62,7 +62,7 @@ class Outcome:
     @property
     def clean(self) -> bool:
         """Whether every call was watched and nothing was found."""
-        return self.made == len(cells()) and not self.found
+        return self.made == len(every()) and not self.found
 
     @property
     def others(self) -> int:
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     if options.list:
-        print("\n".join(cell.name for cell in cells()))
+        print("\n".join(cell.name for cell in every()))
         return 0
     sanitizer = _find()
     if sanitizer is None:
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     runs = _Runs(options.device, options.jobs, options.log)
     # Compiled now, without a tool, kernels are found in Triton's cache on disk.
-    print(f"compiling what {len(cells())} calls take", file=sys.stderr)
+    print(f"compiling what {len(every())} calls take", file=sys.stderr)
     plain = runs.all("plain", ())
     problems = [why for log in plain for why in log.broken]
     if problems or not all(log.ended for log in plain):
@@ -186,13 +186,12 @@ def _table(outcomes: Sequence[Outcome], style: str) -> str:
 def markdown(outcomes: Sequence[Outcome], header: Mapping[str, str]) -> str:
     """The document."""
     tools = tabulate([(tool, TOOLS[tool]) for tool in TOOLS], ("tool", "looks for"), "github")
-    names = "\n".join(f"- `{cell.name}`" for cell in cells())
+    names = "\n".join(f"- `{cell.name}`" for cell in every())
     found = [f"- {outcome.tool}: {line}" for outcome in outcomes for line in outcome.found]
     parts = (
         "# Sanitizer",
-        "Read this to know what NVIDIA's compute-sanitizer says of every kernel of the committed table, "
-        "which holds none of GroupNorm. `make sanitize` runs it and writes "
-        "this file.",
+        "Read this to know what NVIDIA's compute-sanitizer says of every kernel of the committed table, and of "
+        "kernels beside it: dropout, modulation, gates and GroupNorm. `make sanitize` runs it and writes this file.",
         "Run on " + ", ".join(f"{name} {value}" for name, value in header.items()) + ".",
         _table(outcomes, "github"),
         *(["## What was found", "\n".join(found)] if found else []),
@@ -209,7 +208,9 @@ def markdown(outcomes: Sequence[Outcome], header: Mapping[str, str]) -> str:
         f"The calls are made from the table of `{ARCH}`: a short row for each kernel text, each kernel with each type "
         "of x, and each class of tiles (for few rows or many, on their way to shared memory, kept, several programs a "
         "multiprocessor). Rows of odd lengths, strides and starts follow, and heads of packed tensors, in place too, "
-        "whose last element is the last of its allocation.",
+        "whose last element is the last of its allocation. Calls named `layer_…`, `rms_…` and `group_…` are "
+        "those of the functional API with their gradients, of each pipeline that its kernels have without a table of "
+        "tiles.",
         names,
     )
     return "\n\n".join(parts) + "\n"

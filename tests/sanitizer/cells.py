@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from normforge.codegen.instance import Tile
@@ -10,6 +10,8 @@ from normforge.codegen.model import Mode
 from normforge.codegen.values import Direction, DType, Norm, Part, Pipeline
 from normforge.selection import dispatch
 from normforge.selection.table import Entry
+
+from .beside import Beside, beside
 
 # Whose tiles are sanitised.
 ARCH = "sm_90"
@@ -207,6 +209,11 @@ def edges() -> Iterator[Cell]:
                 yield Cell(mode, m, n, stride, offset, heads, in_place)
 
 
-def share(all_cells: list[Cell], part: int, parts: int) -> list[Cell]:
+def every() -> list[Cell | Beside]:
+    """Those, and the calls of kernels that the table lacks."""
+    return [*cells(), *beside()]
+
+
+def share(all_cells: Sequence[Cell | Beside], part: int, parts: int) -> list[Cell | Beside]:
     """One of several parts of the cells, counted from 1; each is about as much work."""
     return sorted(all_cells, key=lambda cell: -cell.m * cell.n)[part - 1 :: parts]

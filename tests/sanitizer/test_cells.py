@@ -15,12 +15,38 @@ from normforge.ahead_of_time.compile_keys import CompileKey
 from normforge.calls.check import check
 from normforge.calls.row_layout import row_stride
 from normforge.codegen import emit
+from normforge.codegen.groups import AnyMode, group_modes
 from normforge.codegen.model import Mode
-from normforge.codegen.values import Direction, Part, Pipeline
+from normforge.codegen.values import Direction, DType, FusedAdd, FusedQuant, Gating, Norm, Part, Pipeline
+from normforge.dtypes import DTYPES
 from normforge.kernels.row_walk import RowWalk
 from normforge.selection import dispatch
-from tests.sanitizer.cells import ARCH, Cell, TileKind, cells, edges, kind_of, share, text_of
+from tests.sanitizer.beside import Beside, beside
+from tests.sanitizer.cells import ARCH, Cell, TileKind, cells, edges, every, kind_of, share, text_of
 from tests.sanitizer.worker import call, call_of
+from tests.thorough import first_of_each
+
+_BF16 = DType.BF16
+_WAYS = {"save_mv": True}, {"direction": Direction.BACKWARD}
+# What calls beside the table come to, in bf16, by norm and step.
+MODES: dict[tuple[str, str], list[AnyMode]] = {
+    **{
+        (norm.value, step): [Mode(norm, _BF16, _BF16, **axes, **way) for axes in each for way in ways]
+        for norm in Norm
+        for step, each, ways in (
+            ("dropped", ({"dropout": True, "fadd": FusedAdd.PRE_ADD_STORE},), _WAYS),
+            ("modulated", ({"modulated": True},), _WAYS),
+            ("gated", ({"gating": Gating.AFTER_NORM}, {"gating": Gating.BEFORE_NORM}), _WAYS),
+        )
+    },
+    **{
+        (norm.value, "gated_quantised"): [
+            Mode(norm, _BF16, DType.INT8, gating=Gating.AFTER_NORM, fquant=FusedQuant.DYNAMIC, save_mv=True)
+        ]
+        for norm in Norm
+    },
+    ("group", "grouped"): [mode for mode in group_modes() if mode.dtype_in is _BF16],
+}
 
 # Templates that hold no kernel: frames of files, and device functions.
 FRAMES = {"calls.py.j2", "dispatch.py.j2", "module.py.j2", "package.py.j2", "primitives.py.j2"}
@@ -103,19 +129,48 @@ def test_rows_that_start_anywhere_are_read_by_window_and_end_with_their_memory()
 
 
 def test_shares_are_every_cell_once() -> None:
-    every = cells()
+    all_of_them = every()
     for parts in (1, 3, 8):
-        some = [cell for part in range(parts) for cell in share(every, part + 1, parts)]
-        assert sorted(cell.name for cell in some) == sorted(cell.name for cell in every)
-    assert len({cell.name for cell in every}) == len(every)
+        some = [cell for part in range(parts) for cell in share(all_of_them, part + 1, parts)]
+        assert sorted(cell.name for cell in some) == sorted(cell.name for cell in all_of_them)
+    assert len({cell.name for cell in all_of_them}) == len(all_of_them)
 
 
-SMALL = [cell for cell in cells() if cell.m * cell.n < 200 and cell.m < 9]
+SMALL: list[Cell | Beside] = [cell for cell in cells() if cell.m * cell.n < 200 and cell.m < 9]
+# One of each kind, and the others where there is time.
+BESIDE = first_of_each(
+    [cell for cell in beside() if cell.m * cell.n < 700],
+    lambda cell: (cell.step, cell.last) if cell.norm != "rms" else None,
+    lambda cell: cell.name,
+)
 
 
-@pytest.mark.parametrize("cell", SMALL, ids=lambda cell: cell.name)
-def test_the_calls_are_legal(cell: Cell) -> None:
+@pytest.mark.parametrize("cell", [*(pytest.param(cell, id=cell.name) for cell in SMALL), *BESIDE])
+def test_the_calls_are_legal(cell: Cell | Beside) -> None:
     call(cell, torch.device("cpu"))
+
+
+def test_what_the_table_lacks_is_called_in_every_pipeline() -> None:
+    """Of the calls' row lengths, on the architecture; GroupNorm's spread is a table's, which there is none of."""
+    touched: set[tuple[str, Direction, Pipeline | Part]] = set()
+    for cell in beside():
+        modes = [mode for mode in MODES[cell.norm, cell.step] if mode.dtype_in is DTYPES[cell.dtype]]
+        for mode in modes:
+            few = "few" if cell.m <= dispatch.loaded().small_m else "many"
+            if isinstance(mode, Mode):
+                found = normforge.compile_keys([cell.shape[-1]], [mode], arch=ARCH, rows=[few])
+            elif mode.channels_last is cell.last:
+                shape = f"{'x'.join(map(str, cell.shape))}/{dict(cell.options)['num_groups']}"
+                found = normforge.compile_keys(modes=[mode], shapes=[shape], arch=ARCH)
+            else:
+                continue
+            words = {key.key.symbol.removeprefix(f"{mode.name}_") for key in found} - {FINALISER}
+            parts = (next(part for part in (*Pipeline, *Part) if part.value == word) for word in words)
+            touched |= {(cell.step, mode.direction, part) for part in parts}
+    for step, mode in {(step, mode) for (_, step), modes in MODES.items() for mode in modes}:
+        wanted = {part for pipeline in mode.pipelines for part in emit.parts(mode, pipeline)}
+        wanted -= {Pipeline.SPREAD, Part.WINDOW}
+        assert {part for each, way, part in touched if (each, way) == (step, mode.direction)} >= wanted
 
 
 @pytest.mark.parametrize("cell", [cell for cell in cells() if cell.m * cell.n < 10000], ids=lambda cell: cell.name)

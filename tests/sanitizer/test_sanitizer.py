@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.sanitizer.__main__ import main
-from tests.sanitizer.cells import cells
+from tests.sanitizer.cells import every
 from tests.sanitizer.log import read
 
 OUT_OF_BOUNDS = """\
@@ -111,7 +111,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repository: Path) -> P
     monkeypatch.setenv("FAKE_REPORT", str(tmp_path / "report"))
     (tmp_path / "report").write_text(OUT_OF_BOUNDS)
     monkeypatch.setenv("FAKE_CALLS", str(tmp_path / "calls"))
-    (tmp_path / "calls").write_text("".join(f"sanitizer cell: {cell.name}\n" for cell in cells()))
+    (tmp_path / "calls").write_text("".join(f"sanitizer cell: {cell.name}\n" for cell in every()))
     # Without a tool the calls are made for Triton's cache alone, and take minutes in the interpreter.
     stand_in = (str(sanitizer), "--tool", "none", "-m", "tests.sanitizer.worker")
     monkeypatch.setattr(runner, "_WORKER", stand_in)
@@ -126,7 +126,7 @@ def test_clean_is_0_and_writes_the_document(fake: Path, capsys: pytest.CaptureFi
     assert "clean" in capsys.readouterr().out
     written = document.read_text()
     assert "revision abc, compute-sanitizer 2025.3.1" in written
-    assert all(cell.name in written for cell in cells())
+    assert all(cell.name in written for cell in every())
     assert {path.name for path in (fake / "log").iterdir()} == {"plain_1.log", "memcheck_1.log"}
 
 

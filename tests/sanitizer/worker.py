@@ -14,13 +14,17 @@ from normforge.codegen.model import Mode
 from normforge.codegen.parameters import BACKWARD, FORWARD
 from normforge.dtypes import TORCH_DTYPES
 
-from .cells import Cell, cells, share
+from .beside import Beside
+from .cells import Cell, every, share
 
 STARTS, BROKEN, DONE = "sanitizer cell:", "sanitizer broken:", "sanitizer done:"
 
 
-def call(cell: Cell, device: torch.device) -> None:
+def call(cell: Cell | Beside, device: torch.device) -> None:
     """Make a cell's call."""
+    if isinstance(cell, Beside):
+        cell.call(device)
+        return
     function, arguments = call_of(cell, device)
     _FUNCTIONS[function](**arguments)
 
@@ -98,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     part, parts = map(int, options.share.split("/"))
     device, made = torch.device(options.device), 0
-    for cell in share(cells(), part, parts):
+    for cell in share(every(), part, parts):
         print(STARTS, cell.name, flush=True)
         try:
             call(cell, device)
