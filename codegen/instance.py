@@ -51,10 +51,28 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The two tiles of an instance: many rows fill a GPU by themselves, a few want more warps each."""
+    """The tiles of an instance: many rows fill a GPU by themselves, a few want more warps each.
+
+    Attributes:
+        large: for many rows.
+        small: for a few.
+        invariant: for every M, where the bits of a row may not depend on it; None takes the one for many.
+    """
 
     large: Tile
     small: Tile
+    invariant: Tile | None = None
+
+    @property
+    def for_every_m(self) -> Tile:
+        """The tile under batch invariance."""
+        return self.invariant or self.large
+
+    @property
+    def row(self) -> tuple[tuple[str | int, ...], ...]:
+        """The tiles as tables have them, the last one left out where it is the first."""
+        pair = self.large.row, self.small.row
+        return pair if self.for_every_m == self.large else (*pair, self.for_every_m.row)
 
 
 @dataclass(frozen=True)
@@ -78,7 +96,8 @@ class Instance:
     @property
     def pipelines(self) -> frozenset[Pipeline]:
         """Every pipeline that serves this instance, on whichever architecture."""
-        return frozenset(tile.pipeline for _, tiles in self.tiles for tile in (tiles.large, tiles.small))
+        by_arch = [(tiles.large, tiles.small, tiles.for_every_m) for _, tiles in self.tiles]
+        return frozenset(tile.pipeline for tiles in by_arch for tile in tiles)
 
     @property
     def summary(self) -> str:

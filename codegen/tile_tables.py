@@ -26,7 +26,7 @@ FOLDER = Path(__file__).resolve().parent / "tiles"
 
 _DOCUMENT = DocumentKind(
     "table of tiles",
-    "a table of tiles is classes of first..last: {large: tile, small: tile}",
+    "a table of tiles is classes of first..last: {large: tile, small: tile, invariant: tile or left out}",
     "measure one with normforge tune --out FILE",
     TileTableError,
 )
@@ -35,6 +35,7 @@ _ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}|gfx[0-9a-f]{3,4}")
 _CLASS_OF = {kind.name: kind for kind in EVERY_CLASS}
 _PIPELINES = tuple(pipeline.value for pipeline in Pipeline)
 _SIZES = tuple(field.name for field in fields(Tiles))
+_REQUIRED_SIZES = tuple(field.name for field in fields(Tiles) if field.default is MISSING)
 _FIELDS = {field.name: field for field in fields(Tile)}
 _WHOLE = "a whole number"
 # Programs that share a row exchange its means rounded to fp32. At 1e4 that is off by 5e-4, below any noise that 16 bits
@@ -81,11 +82,21 @@ def tiles_of(
     )
 
 
+def invariant_tile(measured: Tiles, generic: Tiles) -> Tile:
+    """The tile for every M: as measured, or that for many rows, or where that spreads them the rule's."""
+    tile = measured.for_every_m
+    return tile if tile.pipeline.takes_rows_alike else generic.large
+
+
 def _fitting(mode: AnyMode, measured: Tiles, generic: Tiles) -> Tiles:
     """Tiles as measured, but for those that a mode has no kernel for: with dropout no rows are spread."""
-    sizes = (field.name for field in fields(Tiles))
-    found = {size: (getattr(measured, size), getattr(generic, size)) for size in sizes}
-    return Tiles(**{size: own if own.pipeline in mode.pipelines else rule for size, (own, rule) in found.items()})
+
+    def fitting(own: Tile, rule: Tile) -> Tile:
+        return own if own.pipeline in mode.pipelines else rule
+
+    large = fitting(measured.large, generic.large)
+    invariant = fitting(invariant_tile(measured, generic), generic.large)
+    return Tiles(large, fitting(measured.small, generic.small), None if invariant == large else invariant)
 
 
 @cache
@@ -130,10 +141,16 @@ def _read_class(section: Section, kind: TileClass, arch: str, node: Node) -> tup
         for size, given in sizes.items():
             if size not in _SIZES:
                 raise section.error(given.key, unknown("size of M", size, _SIZES))
-        for size in _SIZES:
+        for size in _REQUIRED_SIZES:
             if size not in sizes:
                 raise section.error(pair.key, f"{text} has no tile for {size} M; add {size}: {{pipeline: ...}}")
         tiles = {size: _read_tile(section, kind, arch, bucket, given.value) for size, given in sizes.items()}
+        if "invariant" in tiles and not tiles["invariant"].pipeline.takes_rows_alike:
+            raise section.error(
+                sizes["invariant"].value,
+                f"the tile for every M has pipeline {tiles['invariant'].pipeline.value}, with which a row's bits "
+                "depend on where it stands in a batch; take two_pass, or leave invariant out",
+            )
         rows.append((pair.key, bucket, Tiles(**tiles)))
     for (_, before, _), (at, bucket, _) in pairwise(rows):
         if before.last is None or bucket.first <= before.last:
@@ -345,7 +362,8 @@ def write_table(table: TileTable, remark: str) -> str:
             lines += ["", f"{kind.name}:"]
             for bucket, tiles in table.rows[kind]:
                 lines += [f"  {bucket}:"]
-                lines += [f"    {size}: {_flow(getattr(tiles, size))}" for size in _SIZES]
+                given = [(size, getattr(tiles, size)) for size in _SIZES]
+                lines += [f"    {size}: {_flow(tile)}" for size, tile in given if tile is not None]
     return "\n".join((*lines, ""))
 
 

@@ -222,6 +222,14 @@ class Pipeline(Enum):
             Pipeline.SPREAD: "a row over several programs that exchange its statistics",
         }[self]
 
+    @property
+    def takes_rows_alike(self) -> bool:
+        """Whether all rows go through the same code, so that the bits of none depend on M or on where it stands.
+
+        A team that shares rows has the statistics of its first one from other code than those of the next.
+        """
+        return self is not Pipeline.SPREAD
+
     def runs_on(self, arch: str) -> bool:
         """Whether kernels that walk rows so can be compiled for an architecture: sm_90 or gfx942, say.
 

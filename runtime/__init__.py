@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .nn.report import Patch
     from .override.switch import TorchOverride, override_torch, restore_torch
     from .random_mask import dropout_mask
+    from .selection.batch import batch_invariant
     from .selection.dispatch import instances, load_instances
     from .selection.recording import record
 
@@ -55,6 +56,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "backend",
+    "batch_invariant",
     "compile_keys",
     "compile_passes",
     "dropout_mask",
@@ -104,6 +106,7 @@ _HOMES = {
     "nn.modulation": ("modulated_layer_norm", "modulated_rms_norm"),
     "random_mask": ("dropout_mask",),
     "nn.modules": ("AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"),
+    "selection.batch": ("batch_invariant",),
     "selection.dispatch": ("instances", "load_instances"),
 }
 _LATE = {

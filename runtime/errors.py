@@ -61,6 +61,10 @@ class TransformError(NormforgeError, RuntimeError):
     """A call that a program transformation of torch's (torch.func, torch.jit) is to follow, and cannot."""
 
 
+class InvarianceError(NormforgeError, RuntimeError):
+    """A call under batch invariance whose rows' bits would depend on the batch, or be computed by somebody else."""
+
+
 class MissingInstanceError(NormforgeError, LookupError):
     """A legal combination that the loaded table does not hold, under NORMFORGE_ON_MISS=error."""
 

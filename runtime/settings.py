@@ -77,9 +77,18 @@ def generates() -> bool:
 
 def frozen() -> bool:
     """NORMFORGE_FROZEN: whether nothing may be compiled."""
-    setting = os.environ.get("NORMFORGE_FROZEN") or "0"
+    return _is_on("NORMFORGE_FROZEN", "compile nothing")
+
+
+def batch_invariant() -> bool:
+    """NORMFORGE_BATCH_INVARIANT: whether a row's bits may depend on no other row, nor on how many there are."""
+    return _is_on("NORMFORGE_BATCH_INVARIANT", "the bits of a row depend on no batch")
+
+
+def _is_on(variable: str, meaning: str) -> bool:
+    setting = os.environ.get(variable) or "0"
     if setting not in ("0", "1"):
-        raise SettingError(f"NORMFORGE_FROZEN={setting!r} is neither 1 (compile nothing) nor 0; set it to one of them")
+        raise SettingError(f"{variable}={setting!r} is neither 1 ({meaning}) nor 0; set it to one of them")
     return setting == "1"
 
 

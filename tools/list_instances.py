@@ -34,15 +34,15 @@ def main(argv: Sequence[str], prog: str) -> int:
             near = difflib.get_close_matches(glob, [entry.name for entry in entries], n=3, cutoff=0.0)
             parser.error(f"no instance matches {glob!r}; the nearest are {', '.join(near)}")
     shown = [entry for entry in entries if not globs or any(fnmatchcase(entry.name, glob) for glob in globs)]
-    headers = ["instance", "N", f"more than {entries[0].small_m} rows", f"{entries[0].small_m} rows or fewer"]
+    few = entries[0].small_m
+    headers = ["instance", "N", f"more than {few} rows", f"{few} rows or fewer", "batch invariant"]
     print(tabulate([_row(entry, arch) for entry in shown], headers, disable_numparse=True))
     print(f"\n{len(shown)} of {len(entries)} instances")
     return 0
 
 
-def _row(entry: Entry, arch: str) -> tuple[str, str, str, str]:
-    large, small = entry.tiles_on(arch)
-    return entry.name, f"{entry.first}..{entry.last or ''}", _tile(large), _tile(small)
+def _row(entry: Entry, arch: str) -> tuple[str, ...]:
+    return entry.name, f"{entry.first}..{entry.last or ''}", *map(_tile, entry.tiles_on(arch))
 
 
 def _tile(tile: Tile) -> str:

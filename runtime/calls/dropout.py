@@ -9,6 +9,8 @@ import torch
 from torch.autograd import forward_ad
 
 from ..random_mask import dropped
+from ..selection.batch import batch_invariant
+from ..selection.invariance import is_on
 from ..upstream.torch_autograd import applied, applied_at_once
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import dispatch_modes
@@ -133,6 +135,7 @@ class _DropAddNormalise(torch.autograd.Function):
         norm, _, weight_offset, _, cast = options
         cast = "after_weight" if x.dtype is y.dtype is torch.float32 else cast
         ctx.told = norm, weight_offset, cast, p
+        ctx.is_invariant = is_on()
         ctx.dtypes = [None if operand is None else operand.dtype for operand in (x, bias, residual, x_bias)]
         # A gradient that did not arrive stays None, rather than becoming M×N zeros.
         ctx.set_materialize_grads(False)
@@ -145,6 +148,9 @@ class _DropAddNormalise(torch.autograd.Function):
     def backward(
         ctx: Any, dy: torch.Tensor | None, dresidual_out: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
+        if ctx.is_invariant and not is_on():
+            with batch_invariant():
+                return _DropAddNormalise.backward(ctx, dy, dresidual_out)
         found = _gradients(ctx, dy, dresidual_out)
         _, for_x, _, _, for_residual, _, _ = ctx.needs_input_grad
         x_dtype, _, residual_dtype, _ = ctx.dtypes

@@ -12,11 +12,12 @@ from ..codegen.parameters import BACKWARD, FORWARD
 from ..codegen.values import Norm
 from ..errors import DTypeError, LayoutError
 from ..kernels.gpu import require_device
-from ..selection import dispatch
+from ..selection import dispatch, invariance
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import dispatch_modes
 from .backend import sees_operators
-from .check import check, refuse_gradient
+from .canonical import settled
+from .check import Call, check, refuse_gradient
 from .known import MISALIGNED, PLAIN, Key, Tensors, remember
 from .launch import of_no_rows, run, run_backward, run_recorded
 from .outputs import LayerNormOutput, NormGradients, unpacked
@@ -62,6 +63,23 @@ def launched(norm: str, key: Key | None, given: Given, *, packed: bool = False) 
     call = check(FORWARD.functions[Norm(norm)], _resolved(FORWARD, given))
     refuse_gradient(call)
     require_device(call.x)
+    if invariance.is_on() and call.m:
+        passed, call = call, settled(call, _ROWS)
+        if call is not passed:
+            return _landed(passed, _launched(call, None, given, packed))
+    return _launched(call, key, given, packed)
+
+
+def _landed(passed: Call, results: LayerNormOutput) -> LayerNormOutput:
+    """What a call of copies returns, where its own outputs are."""
+    for place, result in passed.function.places:
+        own, made = passed.given[place], getattr(results, result)
+        if own is not None and own is not made:
+            results = results._replace(**{result: own.copy_(made)})
+    return results
+
+
+def _launched(call: Call, key: Key | None, given: Given, packed: bool) -> LayerNormOutput:
     plans = dispatch.plans
     tensors = tuple(getattr(call, row.name) for row in _ROWS)
     addresses = tuple(address_of(row.name, tensor) for row, tensor in zip(_ROWS, tensors, strict=True))
@@ -90,6 +108,9 @@ def launched_backward(norm: str, key: Key | None, given: Given, *, packed: bool 
     if packed:
         mean, rstd = unpacked(call.rstd, call.m)
         call = call.given_with(mean=mean, rstd=rstd)
+    if invariance.is_on():
+        whole, call = call, settled(call, BACKWARD.inputs)
+        key = key if call is whole else None
     tensors = tuple(getattr(call, row.name) for row in BACKWARD.inputs)
     addresses = tuple(address_of(row.name, tensor) for row, tensor in zip(BACKWARD.inputs, tensors, strict=True))
     plan = Plan(call, [row.slot for row, at in zip(BACKWARD.inputs, addresses, strict=True) if at & MISALIGNED])

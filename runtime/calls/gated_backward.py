@@ -15,6 +15,7 @@ from ..dtypes import DTYPES
 from ..kernels.row_walk import RowStride
 from ..mode_words import word
 from ..upstream.torch_dynamo import eager_only
+from .canonical import in_place_of
 from .gated_instead import Kept, Told
 from .row_gradients import Kind, Tensors, in_memory, kind_of, plan_of
 from .row_layout import row_stride, walkable
@@ -96,6 +97,7 @@ def gradients(kept: Kept, told: Told, dy: torch.Tensor, due: Sequence[bool]) -> 
         "mean": kept.mean,
         "rstd": kept.rstd,
     }
+    tensors = in_place_of(tensors, n, TENSORS.with_rows)
     strides = {name: _stride(tensors[name]) for name in TENSORS.with_rows}
     sums = [name for name, needed in zip(TENSORS.sums, (for_weight, for_bias), strict=True) if needed]
     plan = plan_of(kind_of(mode, TENSORS, n, tensors, strides, sums), x.device)

@@ -13,6 +13,8 @@ from ..dtypes import DTYPES
 from ..kernels.gpu import require_device
 from ..kernels.key import ALIGNMENT
 from ..selection import dispatch
+from ..selection.batch import batch_invariant
+from ..selection.invariance import is_on
 from ..upstream.torch_autograd import applied, applied_at_once
 from ..upstream.torch_dynamo import eager_only
 from . import group_instead
@@ -61,6 +63,11 @@ def _vector(vector: torch.Tensor | None) -> torch.Tensor | None:
     return vector if vector is None or vector.is_contiguous() else vector.contiguous()
 
 
+def _aligned(tensor: _Vector) -> _Vector:
+    """A tensor for the kernel that all samples share under batch invariance, of which one may start anywhere."""
+    return tensor.clone() if tensor is not None and is_on() and tensor.data_ptr() % ALIGNMENT else tensor
+
+
 @eager_only
 def launched(
     x: torch.Tensor, weight: _Vector, bias: _Vector, options: Options, *, saves: bool
@@ -74,6 +81,8 @@ def launched(
     if not x.numel():
         statistics = x.new_zeros((2, x.shape[0], options.num_groups), dtype=torch.float32) if saves else None
         return torch.empty_like(x, dtype=options.out_dtype or x.dtype), statistics
+    whole: Any = map(_aligned, (x, weight, bias))
+    x, weight, bias = whole
     return run(_find(x, weight, bias, options, saves), x, weight, bias)
 
 
@@ -118,6 +127,8 @@ def launched_backward(
     require_device(x)
     x, weight, bias = x.resolve_neg(), _vector(weight), _vector(bias)
     dy = _with_channels(dy, last=are_channels_last(x)).resolve_neg()
+    whole: Any = map(_aligned, (dy, x, weight, bias))
+    dy, x, weight, bias = whole
     vectors = {"dweight": weight, "dbias": bias}
     due = {name: vector for name, vector in vectors.items() if vector is not None and name in wants}
     if not x.numel():
@@ -199,7 +210,8 @@ def normalise(
 ) -> torch.Tensor:
     """A checked call: by kernels, recorded where a gradient is due, and known from then on by what it was `told`."""
     given = (x, weight, bias)
-    x, weight, bias = laid_out(x).resolve_neg(), _vector(weight), _vector(bias)
+    whole: Any = map(_aligned, (laid_out(x).resolve_neg(), _vector(weight), _vector(bias)))
+    x, weight, bias = whole
     saves = _records(x, weight, bias)
     found = _find(x, weight, bias, options, saves)
     as_passed = x is given[0] and weight is given[1] and bias is given[2]
@@ -252,7 +264,7 @@ class _GroupNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, found: Found, x: torch.Tensor, weight: _Vector, bias: _Vector) -> torch.Tensor:
         y, statistics = run(found, x, weight, bias)
-        ctx.options = found.options
+        ctx.options, ctx.is_invariant = found.options, found.plan.entry.is_invariant
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, bias, statistics)
         return y
@@ -261,6 +273,9 @@ class _GroupNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if dy is None:
             return None, None, None, None
+        if ctx.is_invariant and not is_on():
+            with batch_invariant():
+                return _GroupNorm.backward(ctx, dy)
         x, weight, bias, statistics = ctx.saved_tensors
         wants = [name for name, due in zip(Gradients._fields, ctx.needs_input_grad[1:], strict=True) if due]
         return None, *gradients_of(dy, x, weight, bias, statistics, ctx.options, wants)

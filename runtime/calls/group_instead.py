@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from ..selection.invariance import refuse_torch
 from . import torch_instead
 
 
@@ -39,6 +40,8 @@ def normalise(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: Options
 ) -> torch.Tensor:
     """What `group.normalise` returns of the same arguments."""
+    if x.device.type != "meta" and 0 not in x.shape:
+        refuse_torch(f"a GroupNorm of {x.dtype} on {x.device}")
     dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
     if len(dtypes) == 1 and options.activation == "none" and options.out_dtype in (None, x.dtype):
         return torch.group_norm(x, options.num_groups, weight, bias, options.eps)

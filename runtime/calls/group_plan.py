@@ -21,6 +21,7 @@ from ..kernels.group_tiles import Cut, Shape, choose
 from ..kernels.key import integer_type, pointer_type
 from ..kernels.kinds import kind_of
 from ..kernels.launcher import Launcher
+from ..kernels.tile_choice import refuse_variant
 from ..selection import dispatch
 from ..upstream.torch_allocator import Empty, allocator
 from ..upstream.triton_launcher import Launch
@@ -174,6 +175,8 @@ class GroupPlan:
         kind, shape, target = self.kind, self.shape, self.target
         choices = self.entry.choices(samples * kind.groups, target.arch)
         tile, cut = choose(kind.mode, shape, choices, target)
+        if self.entry.is_invariant:
+            refuse_variant(kind.mode, tile, shape.group_length, samples * kind.groups)
         if self._device is not None:
             dispatch.tell(lambda: kind.told(samples * kind.groups > self.entry.small_m))
         alignment = 1 if kind.mode.channels_last else pipelines.row_alignment(shape.positions)

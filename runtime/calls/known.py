@@ -9,7 +9,7 @@ outputs overlap anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -98,7 +98,7 @@ def all_plans() -> list[Any]:
 
 
 def remember(
-    among: dict[Hashable, Any], key: Key, tensors: Tensors, free: Sequence[int], addresses: Addresses, plan: object
+    among: dispatch.Plans, key: Key, tensors: Tensors, free: Sequence[int], addresses: Addresses, plan: object
 ) -> None:
     """Make calls known that are like one that was checked.
 

@@ -15,6 +15,7 @@ from ..codegen.model import Mode
 from ..codegen.values import Direction, FusedAdd, Norm
 from ..dtypes import DTYPES
 from ..upstream.torch_dynamo import eager_only
+from .canonical import in_place_of
 from .modulated_instead import Kept, Told
 from .outputs import dtype_of_all
 from .row_gradients import Kind, Tensors, in_memory, kind_of, plan_of
@@ -111,6 +112,7 @@ def gradients(
     }
     wanted = {"dweight": for_scale or for_weight, "dbias": for_scale or for_shift or for_bias, "dgate": for_gate}
     sums = [name for name, needed in wanted.items() if needed]
+    tensors = in_place_of(tensors, n, TENSORS.with_rows)
     strides = {name: _stride(tensors[name], samples if name in ("scale", "gate") else m) for name in TENSORS.with_rows}
     mode = mode_of(Norm(told.norm), rows.dtype, dresidual_out is not None, gates)
     plan = plan_of(kind_of(mode, TENSORS, n, tensors, strides, sums), rows.device)

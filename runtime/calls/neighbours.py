@@ -14,9 +14,11 @@ from ..codegen.families import Family, Kind, Parameter
 from ..codegen.values import FusedQuant, Norm
 from ..kernels.gpu import require_device
 from ..mode_words import word
-from ..selection import dispatch
+from ..selection import dispatch, invariance
+from ..selection.batch import batch_invariant
 from ..upstream.torch_autograd import applied, applied_at_once
 from ..upstream.torch_dynamo import eager_only
+from .canonical import settled
 from .check import check, refuse_gradient
 from .first import address_of, resolved
 from .known import MISALIGNED, PLAIN, Found, Key, remember
@@ -173,6 +175,10 @@ def prepared(neighbour: Neighbour, operands: Operands, options: Options, key: Ke
     call = check(neighbour.functions[options[0]], given)
     require_device(call.x)
     plans, rows = dispatch.plans, neighbour.rows
+    if invariance.is_on() and call.m:
+        passed, call = call, settled(call, rows)
+        if call is not passed:
+            key, operands = None, operands_of(neighbour, call.given)
     addresses = tuple(address_of(row.name, tensor) for row, tensor in zip(rows, operands, strict=True))
     plan = Plan(call, [row.slot for row, at in zip(rows, addresses, strict=True) if at & MISALIGNED])
     there: list[torch.Tensor] = [operand for operand in operands if operand is not None]
@@ -239,7 +245,7 @@ class _Record(torch.autograd.Function):
     def forward(ctx: Any, call: tuple[Neighbour, Options, Found], *operands: Any) -> Any:
         neighbour, options, found = call
         y, total, _, _, statistics = run_recorded(*found)
-        ctx.neighbour = neighbour
+        ctx.neighbour, ctx.is_invariant = neighbour, found[0].is_invariant
         ctx.told = neighbour.told(options, dtypes_of(operands))
         # A gradient that did not arrive stays None, rather than becoming M×N zeros.
         ctx.set_materialize_grads(False)
@@ -254,6 +260,9 @@ class _Record(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *arrived: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if ctx.is_invariant and not invariance.is_on():
+            with batch_invariant():
+                return _Record.backward(ctx, *arrived)
         *kept, statistics = ctx.saved_tensors
         rows = kept[0]
         statistics = unpacked(statistics, rows.numel() // rows.shape[-1])

@@ -152,7 +152,10 @@ class Plan:
         dtypes |= {row.name: dtype for row, dtype in results.items()}
         self._dtypes = dtypes
         strides, further = _row_strides(family, call), _scale_strides(family, call)
-        self._facts = Facts.of(family, mode, n, self._target, dtypes, strides, further, misaligned)
+        self.is_invariant = self._entry.is_invariant
+        self._facts = Facts.of(
+            family, mode, n, self._target, dtypes, strides, further, misaligned, invariant=self.is_invariant
+        )
         self.extents = _extents(inputs, results, {**strides, **further}, n) if family.places else Extents()
 
     def prepared(self, m: int) -> Prepared:

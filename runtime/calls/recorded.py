@@ -11,6 +11,8 @@ from torch.compiler import is_dynamo_compiling
 
 from ..codegen.values import Cast
 from ..mode_words import word
+from ..selection.batch import batch_invariant
+from ..selection.invariance import is_on
 from ..upstream.torch_autograd import applied, applied_at_once
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import dispatch_modes
@@ -121,14 +123,19 @@ class _Normalise(torch.autograd.Function):
         found = told[1]
         if found is None:
             y, _, _, _, statistics = computed(told, True, (x, weight, bias, None, x_bias))
+            ctx.is_invariant = is_on()
         else:
             y, _, _, _, statistics = run_recorded(*found)
+            ctx.is_invariant = found[0].is_invariant
         ctx.told = told[0], None if bias is None else bias.dtype
         ctx.save_for_backward(x, weight, statistics, x_bias)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.is_invariant and not is_on():
+            with batch_invariant():
+                return _Normalise.backward(ctx, dy)
         (norm, _, weight_offset, _, cast), bias_dtype = ctx.told
         options = (norm, weight_offset, cast, None, bias_dtype, WANTS[ctx.needs_input_grad[1:]])
         # Recorded only where a gradient of the gradient could be asked for.
@@ -153,6 +160,8 @@ class _AddNormalise(torch.autograd.Function):
         x_bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         y, total, _, _, statistics = computed(told, True, (x, weight, bias, residual, x_bias))
+        found = told[1]
+        ctx.is_invariant = is_on() if found is None else found[0].is_invariant
         # Of fp32 alone nothing was rounded first, whatever the sum is stored in.
         norm, _, weight_offset, _, cast = told[0]
         cast = "after_weight" if x.dtype is y.dtype is torch.float32 else cast
@@ -169,6 +178,9 @@ class _AddNormalise(torch.autograd.Function):
     def backward(
         ctx: Any, dy: torch.Tensor | None, dresidual_out: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
+        if ctx.is_invariant and not is_on():
+            with batch_invariant():
+                return _AddNormalise.backward(ctx, dy, dresidual_out)
         _, for_x, for_weight, for_bias, for_residual, for_x_bias = ctx.needs_input_grad
         norm, weight_offset, cast, x_dtype, bias_dtype, residual_dtype, x_bias_dtype = ctx.told
         dx, dweight, dbias, dx_bias = dresidual_out, None, None, None
@@ -217,6 +229,7 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: BackwardOptions, *operands: Any) -> tuple[torch.Tensor | None, ...]:
         ctx.options = options
+        ctx.is_invariant = is_on()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*operands)
         # Not a named tuple, of which autograd makes no tuple.
@@ -224,6 +237,10 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if ctx.is_invariant and not is_on():
+            with batch_invariant():
+                return _Gradients.backward(ctx, *gradients)
+
         def compute(*operands: Any) -> NormGradients:
             return torch_instead.gradients_of_recorded(operands, ctx.options)
 

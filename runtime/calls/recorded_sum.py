@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from ..dtypes import FLOATS
+from ..selection.batch import batch_invariant
+from ..selection.invariance import is_on
 from ..upstream.torch_autograd import applied_at_once
 from .backend import backend, intercepted, left_to_torch
 from .functional import any_requires_gradient, as_operands
@@ -125,6 +127,7 @@ class _NormOfSum(torch.autograd.Function):
         bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         options, (y, statistics) = told
+        ctx.is_invariant = is_on()
         # Of one memory and one version with total: what is written to either is found out of both.
         again = total.detach()
         ctx.told = options, None if bias is None else bias.dtype
@@ -139,6 +142,9 @@ class _NormOfSum(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor | None, dagain: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if dy is None:
             return None, dagain, None, None
+        if ctx.is_invariant and not is_on():
+            with batch_invariant():
+                return _NormOfSum.backward(ctx, dy, dagain)
         (norm, _, weight_offset, _, cast), bias_dtype = ctx.told
         due = (*ctx.needs_input_grad[1:], False)
         options = (norm, weight_offset, cast, None, bias_dtype, WANTS[due])

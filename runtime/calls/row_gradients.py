@@ -21,7 +21,7 @@ from ..kernels.key import MOST_ROWS_IN_I32, pointer_type, row_count_type
 from ..kernels.kinds import kind_of as call_kind_of
 from ..kernels.launcher import Launcher
 from ..kernels.row_walk import RowStride
-from ..kernels.tile_choice import choose, narrowed
+from ..kernels.tile_choice import choose, narrowed, refuse_variant
 from ..selection import dispatch
 from .known import MISALIGNED, PLAIN
 
@@ -95,7 +95,11 @@ class GradientPlan:
         (mode, tensors, n, dtypes, strides, misaligned), target = self.kind, self._target
         tile = narrowed(mode, choose(mode, self._entry.choices(m, target.arch), n, target), n)
         row = pipelines.row_of(mode, tile.pipeline)
-        alignment = pipelines.row_alignment(*strides)
+        invariant = self._entry.is_invariant
+        alignment = pipelines.row_alignment(*([n] if invariant else strides))
+        if invariant:
+            refuse_variant(mode, tile, n, m)
+            misaligned = frozenset(() if pipelines.starts_aligned(n) else [f"{name}_ptr" for name in tensors.with_rows])
         types: dict[str, str | None] = {
             f"{name}_ptr": None if dtype is None else pointer_type(dtype, aligned=f"{name}_ptr" not in misaligned)
             for name, dtype in zip((*tensors.names, *tensors.sums), dtypes, strict=True)

@@ -12,6 +12,7 @@ from ..codegen.values import Cast
 from ..dtypes import HALVES
 from ..mode_words import word
 from ..random_mask import dropped
+from ..selection.invariance import refuse_torch
 from .outputs import NormGradients, unpacked
 from .straight import BackwardOperands, BackwardOptions, Operands, Options
 
@@ -75,6 +76,8 @@ def _operator(
     bias: torch.Tensor | None,
     eps: float | None,
 ) -> torch.Tensor:
+    if x.device.type != "meta" and 0 not in x.shape:
+        refuse_torch(f"a norm of {x.dtype} on {x.device}")
     dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
     if len(dtypes) > 1:
         # Which types go together depends on the device and on the transform, and the kernels take any.
@@ -139,6 +142,8 @@ def through_rows(
     g: torch.Tensor, h: torch.Tensor, rstd: torch.Tensor, centres: bool, dresidual_out: torch.Tensor | None
 ) -> torch.Tensor:
     """The gradient of rows by g, that of what they are normalised to (h), and by that of the stored sum."""
+    if 0 not in g.shape:
+        refuse_torch(f"a norm's gradient on {g.device}")
     dx = g - h * (g * h).mean(-1, keepdim=True)
     if centres:
         dx = dx - g.mean(-1, keepdim=True)

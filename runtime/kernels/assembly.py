@@ -18,7 +18,7 @@ from . import pipelines
 from .gpu import Target, scale_warps
 from .key import KernelKey, Word, integer_type, pointer_type, row_count_type
 from .row_walk import RowStride, RowWalk
-from .tile_choice import choose, narrowed, staged, takes_window, window_tile
+from .tile_choice import choose, narrowed, refuse_variant, staged, takes_window, window_tile
 
 if TYPE_CHECKING:
     from ..upstream.triton_launcher import Grid
@@ -73,6 +73,7 @@ class Facts:
         itemsizes: bytes of an element of each tensor whose rows are read.
         sums: by the names of `SUMS`, the pointers to what programs' partial sums are added up into; None for what is
             not wanted. Empty forward.
+        invariant: whether rows are read as N alone has them lie, so that one kernel serves them wherever they do.
     """
 
     mode: Mode
@@ -85,6 +86,7 @@ class Facts:
     misaligned: Collection[str] = ()
     itemsizes: Collection[int]
     sums: Mapping[str, str | None] = field(default_factory=dict)
+    invariant: bool = False
 
     @classmethod
     def of(
@@ -97,6 +99,8 @@ class Facts:
         strides: Mapping[str, RowStride],
         further: Mapping[str, int],
         misaligned: Collection[str],
+        *,
+        invariant: bool = False,
     ) -> Facts:
         """What follows from the types of a family's tensors.
 
@@ -109,7 +113,11 @@ class Facts:
             strides: see `Facts`.
             further: likewise.
             misaligned: pointers at no multiple of 16 bytes, by their slots.
+            invariant: see `Facts`; what is misaligned then follows from N.
         """
+        if invariant:
+            rows = [row.slot for row in family.tensors if row.row_stride_slot is not None]
+            misaligned = () if pipelines.starts_aligned(n) else rows
         anywhere = {row.slot for row in family.inputs if not row.is_read_in_vectors}
         own = {"x": mode.dtype_in, "y": mode.dtype_out}
 
@@ -146,6 +154,7 @@ class Facts:
                 for row in family.results
                 if row.name in SUMS
             },
+            invariant=invariant,
         )
 
 
@@ -202,15 +211,18 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
 
     Raises:
         DeviceError: the GPU can run neither tile.
+        InvarianceError: what is to be batch invariant cannot be with that tile, or with so many rows.
     """
     mode, n, target, strides = facts.mode, facts.n, facts.target, facts.strides
-    alignment = pipelines.row_alignment(*strides.values())
+    alignment = pipelines.row_alignment(*([n] if facts.invariant else strides.values()))
     tile = narrowed(mode, choose(mode, choices, n, target), n)
     if mode.is_backward:
         is_paired = pipelines.is_paired(n, alignment, facts.misaligned)
         tile = staged(tile, choices[-1], n, facts.itemsizes, is_paired, target)
     row = pipelines.row_of(mode, tile.pipeline)
-    if takes_window(mode, tile, n, strides, facts.misaligned):
+    if facts.invariant:
+        refuse_variant(mode, tile, n, m)
+    elif takes_window(mode, tile, n, strides, facts.misaligned):
         row, strides = pipelines.WINDOW, {"row_stride": strides["x_row_stride"]}
         tile = window_tile(mode, tile, n, few=few)
     exchange = None if row.exchange is None else row.exchange(tile, n)

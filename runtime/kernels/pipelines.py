@@ -218,6 +218,15 @@ def row_alignment(*row_strides: RowStride) -> int:
     return bits & -bits
 
 
+def starts_aligned(n: int) -> bool:
+    """Whether rows of n elements that adjoin start at multiples of something, so that vectors of them can be read.
+
+    Under batch invariance N alone says so: rows of an even N are read by what divides it, and have to lie so; those of
+    an odd one element by element, and may lie anywhere.
+    """
+    return row_alignment(n) > 1
+
+
 def is_paired(n: int, row_alignment: int, misaligned: Collection[str]) -> bool:
     """Whether 16-bit values may be read in pairs; the arguments are those of `constants`."""
     return n % 2 == 0 and row_alignment % 2 == 0 and not misaligned

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from ..codegen.groups import AnyMode
 from ..codegen.instance import Tile
 from ..codegen.model import Mode
 from ..codegen.staging import most_stages
 from ..codegen.tiling import WARP, power_of_two
 from ..codegen.values import Norm, Pipeline
-from ..errors import DeviceError
+from ..errors import DeviceError, InvarianceError
 from .gpu import Target
+from .key import MOST_ROWS_IN_I32
 from .pipelines import REGISTERS, VECTOR, column_blocks, row_of
 from .row_walk import RowStride
 
@@ -38,6 +40,24 @@ def choose(mode: Mode, tiles: Iterable[Tile], n: int, target: Target) -> Tile:
         f"with {target.multiprocessors} multiprocessors holds {held} at once; give N = {n} another pipeline in the "
         "table of tiles: normforge tune"
     )
+
+
+def refuse_variant(mode: AnyMode, tile: Tile, n: int, m: int) -> None:
+    """Refuse what would make the bits of a row depend on its batch.
+
+    Raises:
+        InvarianceError: rows are spread, or are more than kernels for fewer can count.
+    """
+    asked = f"{mode.name} at N = {n} is to be batch invariant (NORMFORGE_BATCH_INVARIANT, or batch_invariant)"
+    if not tile.pipeline.takes_rows_alike:
+        raise InvarianceError(
+            f"{asked}, and its tile for every M has pipeline {tile.pipeline.value}, with which a row's bits depend on "
+            "where it stands; generate the folder anew, or give the class an invariant tile in its table"
+        )
+    if m > MOST_ROWS_IN_I32:
+        raise InvarianceError(
+            f"{asked}, and its kernels count {MOST_ROWS_IN_I32} rows, not {m}; split the batch, which changes no bits"
+        )
 
 
 # Columns of a tile of several rows: a warp of fewer a row adds up more rows than it has lanes.

@@ -20,8 +20,9 @@ from ..calls.known import PLAIN
 from ..calls.row_layout import as_rows
 from ..calls.straight import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
 from ..dtypes import FLOATS
-from ..errors import NormforgeError
+from ..errors import InvarianceError, NormforgeError
 from ..kernels.obtain import only_compiled
+from ..selection import invariance
 from ..upstream.torch_dispatcher import Kernel
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import dispatch_modes, is_copied_on_write, set_grad_enabled
@@ -124,7 +125,35 @@ OPERATORS = tuple(_SERVED)
 
 def serving(operator: str, torchs: Kernel) -> Kernel:
     """What stands in an operator's place, given torch's kernel, which serves what it does not."""
-    return partial(_SERVED[operator], torchs)
+
+    def others(keys: torch.DispatchKeySet, x: torch.Tensor, *arguments: Any) -> Any:
+        if not dispatch_modes() and x.numel():
+            invariance.refuse_torch(f"aten.{operator} of {x.dtype} on {x.device}")
+        return torchs(keys, x, *arguments)
+
+    served = partial(_SERVED[operator], others)
+
+    @eager_only
+    def serve(*arguments: Any) -> Any:
+        if invariance.anywhere:
+            _refuse_recorded(operator, arguments)
+        return served(*arguments)
+
+    return serve
+
+
+def _refuse_recorded(operator: str, arguments: tuple[Any, ...]) -> None:
+    """Refuse a call that is invariant here alone, and whose backward pass torch will make in a thread of its own.
+
+    Raises:
+        InvarianceError: it is one.
+    """
+    records = torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) is True for each in arguments)
+    if records and invariance.is_on() and not invariance.by_default():
+        raise InvarianceError(
+            f"aten.{operator} is to be batch invariant (batch_invariant) and records a gradient, and torch's own "
+            "backward pass does not know of it; set NORMFORGE_BATCH_INVARIANT=1 for the process, or patch the model"
+        )
 
 
 def _fits(x: torch.Tensor, shape: Sequence[int], *parameters: torch.Tensor | None) -> bool:

@@ -1,6 +1,6 @@
 """Norms of sharded models: a parallel style, and rows that are split over ranks. Importing it imports DTensor.
 
-Stands on calls/ and upstream/.
+Stands on calls/, selection/ and upstream/.
 """
 
 from .sequence import SequenceParallel

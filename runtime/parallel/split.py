@@ -13,6 +13,7 @@ from ..calls.argument_checks import check_dtype, check_number, check_tensor
 from ..calls.double_backward import refuse_double_backward
 from ..dtypes import FLOATS
 from ..errors import DeviceError, LayoutError, ShapeError
+from ..selection.invariance import refuse_torch
 from ..upstream.torch_dtensor import assembled
 
 if TYPE_CHECKING:
@@ -162,6 +163,7 @@ class _Normalise(torch.autograd.Function):
     def forward(
         ctx: Any, told: _Told, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
     ) -> torch.Tensor:
+        refuse_torch(f"a norm of rows of {x.dtype} split over ranks")
         wide = _wide(x)
         mean, rstd, count = _merged(wide, told)
         h = _normalised(wide, mean, rstd)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from ..call_kinds import CallKind
 from ..codegen.groups import AnyMode
 from ..errors import TableError
 from ..paths import named
+from . import invariance
 from .table import Entry, Table, load_folder, table_of
 
 _lock = threading.RLock()
@@ -34,9 +35,46 @@ class Observer(Protocol):
 
 _observers: tuple[Observer, ...] = ()
 
+Plans = MutableMapping[Hashable, Any]
+
+
+class _PlansByCaller(Plans):
+    """Plans of two kinds, where callers differ in whether they ask for batch invariance: each sees its own."""
+
+    def __init__(self, by_default: Plans, otherwise: Plans) -> None:
+        self._by_default, self._otherwise = by_default, otherwise
+
+    def mine(self) -> Plans:
+        """Those of the calling thread."""
+        return self._by_default if invariance.is_on() is invariance.by_default() else self._otherwise
+
+    def get(self, key: Hashable, default: Any = None) -> Any:
+        # Hot, and without the try of the one that is inherited.
+        return self.mine().get(key, default)
+
+    def __getitem__(self, key: Hashable) -> Any:
+        return self.mine()[key]
+
+    def __setitem__(self, key: Hashable, plan: Any) -> None:
+        self.mine()[key] = plan
+
+    def __delitem__(self, key: Hashable) -> None:
+        del self.mine()[key]
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self.mine())
+
+    def __len__(self) -> int:
+        return len(self.mine())
+
+
 # What checked calls came to, by their keys: see `forward` and `backward`. Another table starts another dictionary, so
-# that a call which was checked under the last one and is still on its way leaves nothing in this one.
-plans: dict[Hashable, Any] = {}
+# that a call which was checked under the last one and is still on its way leaves nothing in this one. A dictionary of
+# one kind's alone while all callers are alike: a call that looks it up asks nobody which kind it is of.
+plans: Plans = {}
+# Those of callers who ask for what holds by default, and of those who ask for the other.
+_kinds: tuple[Plans, Plans] = plans, {}
+_tells_apart = False
 
 # Keys of tensors with several leading strides depend on M, and could grow in number without end.
 _MOST_PLANS = 4096
@@ -55,34 +93,37 @@ def load_instances(folder: str | os.PathLike[str] | None = None) -> None:
     Raises:
         TableError: the folder holds no table that this version reads. The table in use stays in use.
     """
-    global _loaded, _generated, plans
+    global _loaded, _generated
     table = _own() if folder is None else load_folder(named(folder, TableError))
     with _lock:
-        _loaded, _generated, plans = table, {}, {}
+        _loaded, _generated = table, {}
+        _take(({}, {}))
 
 
 @contextmanager
 def using(table: Table) -> Iterator[None]:
     """Make every call within, in whichever thread, use another table: one that is retiled, to time or test a tile."""
-    global _loaded, plans
+    global _loaded
     with _lock:
-        before = loaded(), plans
-        _loaded, plans = table, {}
+        before, kinds = loaded(), _kinds
+        _loaded = table
+        _take(({}, {}))
     try:
         yield
     finally:
         with _lock:
-            _loaded, plans = before
+            _loaded = before
+            _take(kinds)
 
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
     """Tell an observer what calls within ask for, in whichever thread: once for each plan and class of M of it."""
-    global _observers, plans
+    global _observers
     with _lock:
         # Calls that were checked before have to ask again. In this order: who finds the new plans finds the observer.
         _observers = (*_observers, observer)
-        plans = {}
+        _take(({}, {}))
     try:
         yield
     finally:
@@ -90,7 +131,21 @@ def observed(observer: Observer) -> Iterator[None]:
             _observers = tuple(other for other in _observers if other is not observer)
 
 
-def remember(among: dict[Hashable, Any], key: Hashable, plan: object) -> None:
+def tell_callers_apart(apart: bool) -> None:
+    """Have each call see plans of its own kind, from when on one may be batch invariant and another not; or not so."""
+    global _tells_apart
+    with _lock:
+        _tells_apart = apart
+        _take(_kinds)
+
+
+def _take(kinds: tuple[Plans, Plans]) -> None:
+    global plans, _kinds
+    _kinds = kinds
+    plans = _PlansByCaller(*kinds) if _tells_apart else kinds[0]
+
+
+def remember(among: Plans, key: Hashable, plan: object) -> None:
     """Add to the `plans` that were in use when a call set out."""
     if len(among) >= _MOST_PLANS:
         among.clear()
@@ -117,14 +172,15 @@ def _own() -> Table:
 
 
 def find(mode: AnyMode, n: int) -> Entry:
-    """The instance that serves rows of n elements, generated now if need be.
+    """The instance that serves rows of n elements, generated now if need be; under batch invariance, as it does then.
 
     Raises:
         MissingInstanceError: the table lacks it and NORMFORGE_ON_MISS is "error".
     """
     for observer in _observers:
         observer.note(mode, n, loaded())
-    return loaded().find(mode.name, n) or _on_miss(mode, n, generate=True)
+    entry = loaded().find(mode.name, n) or _on_miss(mode, n, generate=True)
+    return entry.invariant if invariance.is_on() else entry
 
 
 def tell(make: Callable[[], CallKind]) -> None:

@@ -40,7 +40,7 @@ def plan(mode: AnyMode, n: int, package: str = "") -> Entry:
         first=bucket.first,
         last=bucket.last,
         bucket=bucket.name,
-        tiles=tuple((arch, (tiles.large, tiles.small)) for arch, tiles in instance.tiles),
+        tiles=tuple((arch, (tiles.large, tiles.small, tiles.for_every_m)) for arch, tiles in instance.tiles),
         small_m=tiling.SMALL_M,
         package=package,
     )

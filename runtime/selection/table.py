@@ -9,7 +9,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..codegen.values import Part, Pipeline
 from ..errors import TableError
 
 # The table layout this runtime reads; the generator writes the same number as FORMAT.
-FORMAT = 5
+FORMAT = 6
 
 # The module and the symbol of the kernel that adds up what a backward kernel leaves.
 FINALISER = ("finalise", "sum_partials")
@@ -27,8 +27,8 @@ _PIPELINES = tuple(pipeline.value for pipeline in Pipeline)
 
 # As dispatch.py writes a tile: the word for its pipeline, then the other fields of `codegen.instance.Tile` in order.
 _TileRow = tuple[Any, ...]
-# (first, last, bucket, tile for many rows, tile for a few)
-_Row = tuple[int, "int | None", str, _TileRow, _TileRow]
+# (first, last, bucket, tile for many rows, tile for a few, and that for every M if it is not the first)
+_Row = tuple[Any, ...]
 _Ladder = tuple[_Row, ...]
 
 
@@ -42,9 +42,11 @@ class Entry:
         first: the shortest row served.
         last: the longest row served; None has no cap.
         bucket: the bucket's name.
-        tiles: by architecture, `ANY` first: the tile for more than small_m rows, and the one for small_m or fewer.
+        tiles: by architecture, `ANY` first: the tile for more than small_m rows, the one for small_m or fewer, and the
+            one for every M under batch invariance.
         small_m: see tiles.
         package: the package that holds the module.
+        is_invariant: whether calls that it serves keep the bits of a row whatever M is. All its tiles are the third.
     """
 
     name: str
@@ -52,9 +54,16 @@ class Entry:
     first: int
     last: int | None
     bucket: str
-    tiles: tuple[tuple[str, tuple[Tile, Tile]], ...]
+    tiles: tuple[tuple[str, tuple[Tile, Tile, Tile]], ...]
     small_m: int
     package: str
+    is_invariant: bool = False
+
+    @cached_property
+    def invariant(self) -> Entry:
+        """This instance as it serves calls under batch invariance: one tile on an architecture, and no row is few."""
+        tiles = tuple((arch, (tile, tile, tile)) for arch, (_, _, tile) in self.tiles)
+        return replace(self, tiles=tiles, small_m=0, is_invariant=True)
 
     def serves(self, n: int) -> bool:
         """Whether rows of n elements are within first..last."""
@@ -67,20 +76,20 @@ class Entry:
             m: rows; all that counts is whether they are more than small_m.
             arch: "sm_90" or "gfx942", say; one without tiles of its own takes those of `ANY`.
         """
-        large, small = self.tiles_on(arch)
+        large, small, _ = self.tiles_on(arch)
         return large if m > self.small_m else small
 
     def choices(self, m: int, arch: str) -> tuple[Tile, Tile]:
         """The tile for m rows on an architecture, and, should the GPU be too small for it, the one for `ANY`."""
         return self.tile(m, arch), self.tile(m, ANY)
 
-    def tiles_on(self, arch: str) -> tuple[Tile, Tile]:
-        """The tiles for many rows and for a few on an architecture."""
+    def tiles_on(self, arch: str) -> tuple[Tile, Tile, Tile]:
+        """The tiles for many rows, for a few and for every M on an architecture."""
         return next((tiles for name, tiles in self.tiles if name == arch), self.tiles[0][1])
 
     def distinct_tiles(self) -> tuple[Tile, ...]:
         """Every tile that this instance may run with, on whichever architecture, each once."""
-        return tuple(dict.fromkeys(tile for _, pair in self.tiles for tile in pair))
+        return tuple(dict.fromkeys(tile for _, tiles in self.tiles for tile in tiles))
 
     def kernel(self, part: Pipeline | Part) -> str:
         """The symbol of a pipeline's kernel, or of one that it needs beside that; as `Mode.kernel`."""
@@ -159,9 +168,9 @@ class Table:
         return made
 
 
-def _tiles(row: _Row) -> tuple[Tile, Tile]:
-    large, small = (Tile(Pipeline(word), *values) for word, *values in row[3:])
-    return large, small
+def _tiles(row: _Row) -> tuple[Tile, Tile, Tile]:
+    large, small, *own = (Tile(Pipeline(word), *values) for word, *values in row[3:])
+    return large, small, own[0] if own else large
 
 
 class RetiledTable(Table):
@@ -170,7 +179,7 @@ class RetiledTable(Table):
     def __init__(self, table: Table, entry: Entry, tile: Tile) -> None:
         super().__init__(table.package, {}, table.small_m, table.where)
         self._table = table
-        self._entry_retiled = replace(entry, tiles=((ANY, (tile, tile)),))
+        self._entry_retiled = replace(entry, tiles=((ANY, (tile, tile, tile)),))
 
     def find(self, mode: str, n: int) -> Entry | None:
         """The retiled entry if it serves the rows, else the other table's."""
@@ -271,7 +280,7 @@ def _is_ladder(ladder: Any) -> bool:
 
 
 def _is_row(row: Any) -> bool:
-    if not isinstance(row, tuple) or len(row) != 5:
+    if not isinstance(row, tuple) or len(row) not in (5, 6):
         return False
     first, last, bucket, *tiles = row
     is_range = _is_count(first) and (last is None or (_is_count(last) and first <= last))

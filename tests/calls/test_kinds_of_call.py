@@ -263,6 +263,6 @@ def test_as_many_rows_as_a_table_calls_few_take_its_kernel_for_few(mode: str, mo
 def test_the_table_calls_as_many_rows_few_as_tiles_were_chosen_for() -> None:
     """Up to SMALL_M rows: `normforge tune` times the tile for a few at 64 of them, and the rule's is made for those."""
     entry = dispatch.find(Mode(Norm.LAYER, DType.FP32, DType.FP32), N)
-    large, small = entry.tiles_on("any")
+    large, small, _ = entry.tiles_on("any")
     assert large != small
     assert [entry.tile(m, "any") for m in (SMALL_M, SMALL_M + 1)] == [small, large]

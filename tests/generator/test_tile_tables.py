@@ -353,7 +353,8 @@ def test_the_committed_tables_can_be_read() -> None:
 def test_the_rule_gives_tiles_that_can_serve_their_buckets() -> None:
     for kind in CLASSES:
         for bucket in (*standard_ladder(), Bucket("n1", 1, 1), Bucket("nbig", 1, None), Bucket("n700", 1, 700)):
-            for tile in vars(generic_tiles(kind, bucket)).values():
+            tiles = generic_tiles(kind, bucket)
+            for tile in (tiles.large, tiles.small, tiles.for_every_m):
                 assert why_not(kind, bucket, tile, ANY) is None
 
 
@@ -413,7 +414,7 @@ def test_with_a_dropout_the_adds_tiles_serve_where_none_were_measured() -> None:
             dict(tiles_of(each, bucket, {"sm_90": TileTable(tables)}))["sm_90"]
             for each in (mode, replace(mode, dropout=True))
         ]
-        assert found[0] == Tiles(spread, few)
+        assert found[0] == Tiles(spread, few, generic.large)
         assert found[1] == (Tiles(generic.large, few) if tables is table else generic)
 
 

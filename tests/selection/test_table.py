@@ -41,10 +41,11 @@ def test_every_entry_is_its_row() -> None:
         for row in ladder
     }
     for entry in committed():
-        for arch, (large, small) in entry.tiles:
+        for arch, (large, small, invariant) in entry.tiles:
             mode, row = rows.pop((entry.name, arch))
             assert (entry.mode, entry.kernel(large.pipeline)) == (mode, f"{mode}_{large.pipeline.value}")
-            assert (entry.first, entry.last, entry.bucket, large.row, small.row) == row
+            own = () if invariant == large else (invariant.row,)
+            assert (entry.first, entry.last, entry.bucket, large.row, small.row, *own) == row
     assert not rows
 
 

@@ -1,0 +1,65 @@
+"""The `with` that makes calls batch invariant."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+from torch.compiler import is_dynamo_compiling
+
+from ..errors import ConflictError
+from ..upstream.torch_dynamo import constant_in_traces
+from . import dispatch, invariance
+
+invariance.is_traced = is_dynamo_compiling
+constant_in_traces(invariance.by_default)
+
+_lock = threading.RLock()
+_entered = 0
+
+
+class batch_invariant:
+    """Have a row's results not depend on the batch that it is in, within a `with`.
+
+    y, residual_out, y_scale, mean, rstd and dx of a row then have the same bits for every M, wherever the row stands in
+    the batch and however it lies in memory, whether a call is eager, compiled or in a CUDA graph: all kernels come from
+    one ladder of tiles, which does not look at M. NORMFORGE_BATCH_INVARIANT=1 does the same for a whole process.
+
+    It holds for the thread, or the asynchronous task, that enters it. The backward pass of what is recorded within it
+    is invariant too, wherever it runs. What torch.compile traces while any thread is within it is invariant for good,
+    and what it compiled before is compiled once more; enter it around compiled functions, not in them.
+
+    Args:
+        enabled: False has eager calls within depend on the batch again, where they would not.
+
+    Raises:
+        InvarianceError: from calls within, where a row's bits would depend on the batch, or a norm would be left to
+            torch's own operators.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        if not isinstance(enabled, bool):
+            raise ConflictError(f"enabled is {enabled!r}; batch_invariant takes True or False")
+        self._enabled = enabled
+
+    def __enter__(self) -> None:
+        global _entered
+        # A setting that is none is refused here, and not at some call.
+        invariance.by_default()
+        with _lock:
+            _entered += 1
+            if _entered == 1:
+                invariance.anywhere = True
+                dispatch.tell_callers_apart(True)
+        invariance.asked.set((*invariance.asked.get(), self._enabled))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        global _entered
+        invariance.asked.set(invariance.asked.get()[:-1])
+        with _lock:
+            _entered -= 1
+            if _entered == 0:
+                invariance.anywhere = invariance.by_default()
+                dispatch.tell_callers_apart(False)

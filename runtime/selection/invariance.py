@@ -1,0 +1,57 @@
+"""Whether a call is to be batch invariant: served so that the bits of a row depend on nothing but that row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+
+from .. import settings
+from ..errors import InvarianceError
+
+# What was entered last stands last; nothing outside of any `batch_invariant`.
+asked: ContextVar[tuple[bool, ...]] = ContextVar("normforge_batch_invariant", default=())
+
+# What NORMFORGE_BATCH_INVARIANT says; None until somebody asks.
+_process: bool | None = None
+
+# Whether some thread may be asking for it. TorchDynamo follows no context variable: it guards on this.
+anywhere = False
+
+# Whether it is TorchDynamo that asks, which `batch` knows: programs of JAX's need no torch.
+is_traced: Callable[[], bool] = bool
+
+
+def is_on() -> bool:
+    """Whether a call that is made here and now is to be batch invariant; in a trace, whether any thread's is."""
+    if is_traced():
+        by_default()
+        return anywhere
+    entered = asked.get()
+    return entered[-1] if entered else by_default()
+
+
+def refuse_torch(what: str) -> None:
+    """Refuse to have torch's own operators compute something, whose bits nobody promises, in place of a kernel.
+
+    Raises:
+        InvarianceError: it is to be batch invariant.
+    """
+    if is_on():
+        raise InvarianceError(
+            f"{what} is to be batch invariant (NORMFORGE_BATCH_INVARIANT, or batch_invariant), and torch's own "
+            "operators would compute it, for no kernel takes it so (normforge.layer_norm's docstring says what kernels "
+            "take); call it on a GPU, in 16 or 32 bits, or leave it out: with normforge.batch_invariant(False)"
+        )
+
+
+def by_default() -> bool:
+    """What holds where nobody entered or left anything: that which NORMFORGE_BATCH_INVARIANT says at the first call.
+
+    Raises:
+        SettingError: it says neither 1 nor 0.
+    """
+    global _process, anywhere
+    if _process is None:
+        _process = settings.batch_invariant()
+        anywhere = anywhere or _process
+    return _process
