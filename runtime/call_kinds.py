@@ -38,6 +38,7 @@ class CallKind:
         misaligned: the tensors that start at no multiple of 16 bytes.
         sums: of GroupNorm, the types of the gradients that partial sums are added up into, where that is all.
         rows: the class of M, one of `ROWS`; "" where M does not count.
+        invariant: whether they are batch invariant.
     """
 
     mode: str
@@ -47,6 +48,7 @@ class CallKind:
     misaligned: tuple[str, ...] = ()
     sums: Words = ()
     rows: str = ""
+    invariant: bool = False
 
     @property
     def size(self) -> dict[str, int]:
@@ -84,7 +86,9 @@ def _document(alike: list[CallKind]) -> dict[str, Any]:
     for name in ("dtypes", "strides", "sums"):
         if getattr(first, name):
             found[name] = dict(getattr(first, name))
-    return {**found, "misaligned": list(first.misaligned)} if first.misaligned else found
+    if first.misaligned:
+        found["misaligned"] = list(first.misaligned)
+    return {**found, "invariant": True} if first.invariant else found
 
 
 def read_line(line: str) -> Iterator[CallKind]:
@@ -103,7 +107,7 @@ def read_line(line: str) -> Iterator[CallKind]:
         names = GROUP_SIZES if isinstance(mode_named(document["mode"]), GroupMode) else ROW_SIZES
     except IllegalCombinationError as error:
         raise ValueError(str(error)) from error
-    known = ("mode", *names, "rows", "dtypes", "strides", "sums", "misaligned")
+    known = ("mode", *names, "rows", "dtypes", "strides", "sums", "misaligned", "invariant")
     unknown = [key for key in document if key not in known]
     if unknown:
         raise ValueError(f"{unknown[0]!r} is none of {', '.join(known)}")
@@ -113,6 +117,9 @@ def read_line(line: str) -> Iterator[CallKind]:
     misaligned = document.get("misaligned", [])
     if not isinstance(misaligned, list) or not all(_is(_NAME, name) for name in misaligned):
         raise ValueError(f"misaligned is {misaligned!r}, and takes names of tensors")
+    invariant = document.get("invariant", False)
+    if not isinstance(invariant, bool):
+        raise ValueError(f"invariant is {invariant!r}, and takes true or false")
     for word in dict.fromkeys(rows) or ("",):
         yield CallKind(
             mode=document["mode"],
@@ -122,6 +129,7 @@ def read_line(line: str) -> Iterator[CallKind]:
             misaligned=tuple(sorted(set(misaligned))),
             sums=_words(document, "sums", _NAME),
             rows=word,
+            invariant=invariant,
         )
 
 

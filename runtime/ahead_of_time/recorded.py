@@ -24,6 +24,7 @@ from ..kernels.key import MOST_ROWS_IN_I32, POINTERS
 from ..kernels.kinds import misaligned_of_kind, strides_of_kind
 from ..kernels.launcher import Launcher
 from ..selection import dispatch
+from ..selection.batch import batch_invariant
 from ..selection.recorded import recordings
 from ..selection.table import Entry
 
@@ -58,6 +59,13 @@ def launchers_of(kind: CallKind, target: Target) -> Iterator[tuple[Entry, Launch
         ConflictError: no kernels of it can be launched as the target says.
         MissingInstanceError: nothing serves it, and nothing may be generated.
     """
+    # What is recorded is warmed, and not what this process would launch.
+    with batch_invariant(kind.invariant):
+        found = list(_launchers(kind, target))
+    yield from found
+
+
+def _launchers(kind: CallKind, target: Target) -> Iterator[tuple[Entry, Launcher]]:
     mode = mode_named(kind.mode)
     if isinstance(mode, GroupMode):
         yield from _of_groups(kind, mode, target)
@@ -74,7 +82,8 @@ def _of_rows(kind: CallKind, mode: Mode, target: Target) -> Iterator[tuple[Entry
     scales = {row.name: row.scale_stride_slot for row in family.inputs if row.kind is Shape.SCALE}
     # Of one for all or of one a row, compilations are the same.
     further = {slot: 1 for name, slot in scales.items() if slot is not None and dtypes[name] is not None}
-    facts = Facts.of(family, mode, n, target, dtypes, strides, further, misaligned_of_kind(kind))
+    misaligned = misaligned_of_kind(kind)
+    facts = Facts.of(family, mode, n, target, dtypes, strides, further, misaligned, invariant=kind.invariant)
     entry, few = dispatch.find(mode, n), kind.rows == FEW
     m = _rows(kind, entry)
     made = assemble(facts, entry.choices(m, target.arch), m, few=few)

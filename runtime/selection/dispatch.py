@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, MutableMapping
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol
 
@@ -186,7 +187,7 @@ def find(mode: AnyMode, n: int) -> Entry:
 def tell(make: Callable[[], CallKind]) -> None:
     """Tell observers, if there are any, of which kind a call is whose kernels are chosen."""
     if _observers:
-        kind = make()
+        kind = replace(make(), invariant=invariance.is_on())
         for observer in _observers:
             observer.note_call(kind)
 

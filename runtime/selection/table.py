@@ -61,9 +61,9 @@ class Entry:
 
     @cached_property
     def invariant(self) -> Entry:
-        """This instance as it serves calls under batch invariance: one tile on an architecture, and no row is few."""
+        """This instance as it serves calls under batch invariance: with one tile on an architecture."""
         tiles = tuple((arch, (tile, tile, tile)) for arch, (_, _, tile) in self.tiles)
-        return replace(self, tiles=tiles, small_m=0, is_invariant=True)
+        return replace(self, tiles=tiles, is_invariant=True)
 
     def serves(self, n: int) -> bool:
         """Whether rows of n elements are within first..last."""
