@@ -23,7 +23,7 @@ Afterwards it holds exactly what this command asked for; what it held already is
 _EPILOG = """\
 examples:
   {prog} --arch sm_90 --n 4096,8192 --out kernels_sm90
-  {prog} --arch sm_90 --recorded needed.yaml --out kernels_sm90
+  {prog} --arch sm_90 --arch gfx942 --recorded needed.yaml --out kernels
   {prog} --arch gfx942 --n 5120 --manifest needed.yaml --out kernels_gfx942
   {prog} --arch sm_90 --shape '*x320x64x64/32' --out kernels_unet 'gn_*wd_bf16_silu'
   {prog} --for jax --arch sm_90 --n 4096 --out kernels_jax 'ln_*wd_bf16*'
@@ -39,9 +39,15 @@ def main(argv: Sequence[str], prog: str) -> int:
     parser = Parser(prog, _DESCRIPTION, _EPILOG.format(prog=prog))
     add_key_arguments(parser)
     parser.add_argument(
-        "--arch", required=True, metavar="ARCH", help=f"what to compile for: {', '.join(ARCHITECTURES)} and others"
+        "--arch",
+        required=True,
+        action="append",
+        metavar="ARCH",
+        help=f"what to compile for: {', '.join(ARCHITECTURES)} and others; may be given several times",
     )
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the folder")
+    parser.add_argument(
+        "--out", required=True, type=Path, metavar="DIR", help="the folder; of several --arch each has its own in it"
+    )
     parser.add_argument(
         "--multiprocessors",
         type=int,
@@ -59,15 +65,20 @@ def main(argv: Sequence[str], prog: str) -> int:
     given = parse_keys(parser, argv)
     if interpreting():
         raise AotError("TRITON_INTERPRET=1 has kernels interpreted, and nothing can be compiled; unset it")
-    target = named_target(given.arch, given.multiprocessors)
+    architectures = tuple(dict.fromkeys(given.arch))
+    if len(architectures) > 1 and given.multiprocessors is not None:
+        parser.error("--multiprocessors is of one GPU, and --arch names several; compile for them one by one")
     for_jax = given.framework == "jax"
-    if for_jax and not target.is_nvidia:
-        raise ConflictError(f"--for jax launches PTX, and {target.arch} runs none; name an NVIDIA GPU: --arch sm_90")
-    target = replace(target, plainly=for_jax)
-    keys = keys_for(given, target)
-    built = build(keys, target, given.out.expanduser().resolve(), jobs=given.jobs, progress=True, ptx=for_jax)
-    print(
-        f"{len(keys)} kernels for {target.arch} in {given.out}: {built.compiled} compiled, {built.kept} unchanged, "
-        f"{built.removed} removed"
-    )
+    targets = [replace(named_target(arch, given.multiprocessors), plainly=for_jax) for arch in architectures]
+    for target in targets:
+        if for_jax and not target.is_nvidia:
+            raise ConflictError(f"--for jax launches PTX, and {target.arch} runs none; name NVIDIA's: --arch sm_90")
+    for target in targets:
+        keys = keys_for(given, target)
+        out: Path = given.out / target.arch if len(targets) > 1 else given.out
+        built = build(keys, target, out.expanduser().resolve(), jobs=given.jobs, progress=True, ptx=for_jax)
+        print(
+            f"{len(keys)} kernels for {target.arch} in {out}: {built.compiled} compiled, {built.kept} unchanged, "
+            f"{built.removed} removed"
+        )
     return 0

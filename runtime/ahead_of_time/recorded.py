@@ -20,7 +20,7 @@ from ..codegen.parameters import family_of
 from ..errors import ConflictError, RecordError
 from ..kernels.assembly import SUMS, Facts, assemble
 from ..kernels.gpu import Target
-from ..kernels.key import MOST_ROWS_IN_I32, POINTERS
+from ..kernels.key import MOST_ROWS_IN_I32
 from ..kernels.kinds import misaligned_of_kind, strides_of_kind
 from ..kernels.launcher import Launcher
 from ..selection import dispatch
@@ -67,12 +67,15 @@ def launchers_of(kind: CallKind, target: Target) -> Iterator[tuple[Entry, Launch
 
 def _launchers(kind: CallKind, target: Target) -> Iterator[tuple[Entry, Launcher]]:
     mode = mode_named(kind.mode)
-    if isinstance(mode, GroupMode):
-        yield from _of_groups(kind, mode, target)
-    elif mode.is_backward and mode.shares:
-        yield from _of_shared_rows(kind, mode, target)
-    else:
-        yield from _of_rows(kind, mode, target)
+    try:
+        if isinstance(mode, GroupMode):
+            yield from _of_groups(kind, mode, target)
+        elif mode.is_backward and mode.shares:
+            yield from _of_shared_rows(kind, mode, target)
+        else:
+            yield from _of_rows(kind, mode, target)
+    except KeyError as error:
+        raise RecordError(f"{kind} is no kind of call: no kernel takes {error}; {_ANEW}") from error
 
 
 def _of_rows(kind: CallKind, mode: Mode, target: Target) -> Iterator[tuple[Entry, Launcher]]:
@@ -147,6 +150,6 @@ def _dtypes(kind: CallKind, names: Sequence[str]) -> dict[str, torch.dtype | Non
 
 def _dtype(kind: CallKind, word: str) -> torch.dtype:
     dtype = getattr(torch, word, None)
-    if not isinstance(dtype, torch.dtype) or word not in POINTERS:
+    if not isinstance(dtype, torch.dtype):
         raise RecordError(f"{kind} is no kind of call: no tensor of it is of {word!r}; {_ANEW}")
     return dtype

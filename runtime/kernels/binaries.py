@@ -240,6 +240,9 @@ def read(path: Path) -> Folder:
     try:
         document = json.loads(contents(path / INDEX))
     except OSError as error:
+        within = sorted(index.parent.name for index in path.glob(f"*/{INDEX}"))
+        if within:
+            make = f"name the folder in it that is for the GPU: {', '.join(within)}"
         raise AotError(f"{path} holds no compiled kernels: no {INDEX} ({error.strerror}); {make}") from error
     except (ValueError, RecursionError) as error:
         raise AotError(f"{path / INDEX} is damaged ({error}); remove {path} and {make}") from error

@@ -130,7 +130,8 @@ def _refuse(key: KernelKey, target: Target, *_: Any, **__: Any) -> NoReturn:
         )
     raise FrozenError(
         f"NORMFORGE_FROZEN=1 forbids compiling {key} for {target.arch}, and Triton's cache does not hold it"
-        f"{elsewhere}; compile it before {how}, or unset NORMFORGE_FROZEN"
+        f"{elsewhere}; compile it before {how}, or of calls that were recorded, `normforge aot --recorded FILE`, or "
+        "unset NORMFORGE_FROZEN"
     )
 
 

@@ -12,7 +12,8 @@ import torch
 import normforge
 from normforge.ahead_of_time.compile_keys import recorded_keys_for
 from normforge.calls import group_plan, plan, row_gradients
-from normforge.errors import ConflictError, RecordError
+from normforge.errors import AotError, ConflictError, RecordError
+from normforge.kernels import binaries
 from normforge.kernels.gpu import target_of
 from normforge.kernels.key import KernelKey, integer_type
 from normforge.kernels.kinds import kind_of, strides_of_kind
@@ -80,6 +81,10 @@ def scaled() -> None:
     x = rows().to(torch.float8_e4m3fn)
     normforge.rmsnorm2d_fwd(x, ones(), x_scale=torch.ones(3, 1), out_dtype=BF16)
     normforge.rmsnorm2d_fwd(x, None, x_scale=torch.ones(9)[5], out_dtype=BF16)
+
+
+def encoded_in_software() -> None:
+    normforge.rmsnorm2d_fwd(rows(), ones(), fquant="dynamic", out_dtype=torch.float8_e4m3fnuz)
 
 
 def dropped() -> None:
@@ -152,7 +157,17 @@ def by_an_operator() -> None:
 
 
 CALLS = (
-    *(the_first_program, a_patched_model, scaled, dropped, heads, with_gaps, rows_of_any_start, frozen_weights),
+    *(
+        the_first_program,
+        a_patched_model,
+        scaled,
+        encoded_in_software,
+        dropped,
+        heads,
+        with_gaps,
+        rows_of_any_start,
+        frozen_weights,
+    ),
     *(modulated, gated, grouped, both_classes, by_an_operator),
 )
 
@@ -256,6 +271,26 @@ def test_recordings_are_taken_together(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.endswith("\n3 compilations\n")
 
 
+@pytest.mark.compile
+def test_several_architectures_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "needed.yaml", tmp_path / "kernels"
+    path.write_text(
+        changed('{"mode": "rms_fwd_fp32", "n": 64, "rows": ["few"], "dtypes": {"x": "float32", "y": "float32"}}')
+    )
+    command = ["aot", "--recorded", str(path), "--out", str(out), "--arch", "sm_90", "--arch", "gfx942"]
+    assert cli.main(command) == 0
+    for arch in ("sm_90", "gfx942"):
+        (row,) = binaries.read(out / arch).rows.values()
+        (key,) = normforge.recorded_keys(path, arch=arch)
+        assert row.key == key.key.portable
+        assert f"1 kernels for {arch} in {out / arch}: 1 compiled" in capsys.readouterr().out or arch == "gfx942"
+    with pytest.raises(AotError, match=r"no index\.json .*; name the folder in it that is for the GPU: gfx942, sm_90"):
+        normforge.load_aot(out)
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--multiprocessors", "3"])
+    assert "--multiprocessors is of one GPU" in capsys.readouterr().err
+
+
 OLD = """# Recorded by normforge: the instances that a program asked for. To build them, with this file as FILE:
 # python generate.py --manifest FILE --out DIR, or normforge generate --manifest FILE --out DIR
 groups:
@@ -287,6 +322,10 @@ DAMAGED = {
     "dtype": (
         changed('{"mode": "rms_fwd_fp32", "n": 64, "rows": ["few"], "dtypes": {"x": "float7"}}'),
         "no tensor of it is of 'float7'; the recording was changed",
+    ),
+    "type": (
+        changed('{"mode": "rms_fwd_fp32", "n": 64, "rows": ["few"], "dtypes": {"x": "complex64"}}'),
+        "no kernel takes 'complex64'; the recording was changed",
     ),
     "tensor": (
         changed('{"mode": "rms_fwd_fp32", "n": 64, "rows": ["few"], "dtypes": {"xx": "float32"}}'),
