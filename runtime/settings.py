@@ -92,6 +92,11 @@ def _is_on(variable: str, meaning: str) -> bool:
     return setting == "1"
 
 
+def lists_us(variable: str) -> bool:
+    """SGLANG_PLUGINS or VLLM_PLUGINS: whether an engine's own list of plugins names normforge."""
+    return "normforge" in (name.strip() for name in os.environ.get(variable, "").split(","))
+
+
 def _path(variable: str, error: type[NormforgeError], replaced: str | None = None) -> Path | None:
     """The path in a variable, or what that was replaced by, None if it is unset or empty.
 

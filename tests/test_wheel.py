@@ -186,6 +186,18 @@ def test_the_kernels_it_came_with_run(installed: Installed, tmp_path: Path) -> N
     assert "ln_fwd_fp16_n128" in ran.stdout
 
 
+def test_engines_find_their_plugs(installed: Installed, tmp_path: Path) -> None:
+    """Loaded as engines load them, where no engine is: what is registered is theirs to say, later."""
+    code = """
+from importlib.metadata import entry_points
+for group in ("vllm.general_plugins", "sglang.srt.plugins"):
+    (plug,) = [each for each in entry_points(group=group) if each.name == "normforge"]
+    print(plug.load().__module__)
+"""
+    found = installed.python(code, cwd=tmp_path)
+    assert found.stdout.split() == ["normforge.integrations.vllm", "normforge.integrations.sglang"], found.stderr
+
+
 @THOROUGH
 def test_an_instance_is_generated_on_demand(installed: Installed, tmp_path: Path) -> None:
     ran = installed.run("run", "-m", "4", "-n", "64", "-xbias", "1", cwd=tmp_path, NORMFORGE_CACHE=str(tmp_path))

@@ -6,7 +6,6 @@ own kernel, which also raises what torch raises.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import compress, product
@@ -16,18 +15,16 @@ import torch
 from torch.autograd import forward_ad
 
 from ..calls.argument_checks import LARGEST_FP32
+from ..calls.attempt import attempted
 from ..calls.known import PLAIN
 from ..calls.row_layout import as_rows
 from ..calls.straight import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
 from ..dtypes import FLOATS
-from ..errors import InvarianceError, NormforgeError
-from ..kernels.obtain import only_compiled
+from ..errors import InvarianceError
 from ..selection import invariance
 from ..upstream.torch_dispatcher import Kernel
 from ..upstream.torch_dynamo import eager_only
-from ..upstream.torch_internals import dispatch_modes, is_copied_on_write, set_grad_enabled
-
-logger = logging.getLogger("normforge")
+from ..upstream.torch_internals import dispatch_modes, is_copied_on_write
 
 # What torch adds where RMSNorm's eps is None: that of the type it computes in.
 _DEFAULT_EPS = torch.finfo(torch.float32).eps
@@ -220,37 +217,9 @@ def _readable(tensor: torch.Tensor) -> bool:
     return tensor.__class__ in PLAIN and not is_copied_on_write(tensor)
 
 
-def _tried(run: Callable[..., Tensors], *arguments: Any) -> Tensors | None:
+def _tried(run: Callable[..., Tensors], x: torch.Tensor, *others: Any) -> Tensors | None:
     """What serves a call returns; None if no kernel does after all."""
-    recording = torch.is_grad_enabled()
-    # Autograd has recorded the call already, and its tensors still say that they require a gradient.
-    if recording:
-        set_grad_enabled(False)
-    try:
-        if _captured(arguments[0]):
-            with only_compiled():
-                return run(*arguments)
-        return run(*arguments)
-    except NormforgeError as error:
-        _say_once(run.__name__, error)
-        return None
-    finally:
-        if recording:
-            set_grad_enabled(True)
-
-
-def _captured(x: torch.Tensor) -> bool:
-    """Whether a CUDA graph is captured of what runs on x's device."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-_said: set[tuple[str, type[NormforgeError]]] = set()
-
-
-def _say_once(where: str, error: NormforgeError) -> None:
-    if (where, type(error)) not in _said:
-        _said.add((where, type(error)))
-        logger.warning("override_torch leaves calls to torch's own kernel: %s", error)
+    return attempted("override_torch leaves calls to torch's own kernel", run, x, *others)
 
 
 def _layer(x: torch.Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Tensors:

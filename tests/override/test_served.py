@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import normforge
+from normforge.calls import attempt
 from normforge.errors import FrozenError
 from normforge.kernels import obtain
 from normforge.override import served
@@ -275,7 +276,7 @@ def test_a_kernel_that_there_is_none_of_is_said_once(
     """NORMFORGE_FROZEN and NORMFORGE_ON_MISS forbid a kernel: torch's serves, forward and backward."""
     for name in ("layernorm2d_fwd", "layernorm2d_bwd", "rmsnorm2d_fwd", "rmsnorm2d_bwd"):
         monkeypatch.setattr(served, name, _refuse)
-    monkeypatch.setattr(served, "_said", set())
+    monkeypatch.setattr(attempt, "_said", set())
     x = torch.randn(3, 16, requires_grad=True)
     expected = with_gradients(norm, x, (16,))
     with override():
@@ -293,12 +294,12 @@ def test_only_what_is_loaded_runs_while_a_graph_is_captured(monkeypatch: pytest.
         loads.append(not obtain._this_thread.only_compiled)
         return _refuse()
 
-    monkeypatch.setattr(served, "_captured", lambda x: True)
+    monkeypatch.setattr(attempt, "_captured", lambda x: True)
     monkeypatch.setattr(served, "layernorm2d_fwd", layernorm2d_fwd)
     expected = functional.layer_norm(x, (16,))
     with override():
         torch.testing.assert_close(functional.layer_norm(x, (16,)), expected, rtol=0, atol=0)
-        monkeypatch.setattr(served, "_captured", lambda x: False)
+        monkeypatch.setattr(attempt, "_captured", lambda x: False)
         functional.layer_norm(x, (16,))
     assert loads == [False, True]
 

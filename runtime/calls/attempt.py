@@ -1,0 +1,57 @@
+"""Calls made in somebody else's place: theirs is to serve what no kernel does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from ..errors import NormforgeError
+from ..kernels.obtain import only_compiled
+from ..upstream.torch_internals import set_grad_enabled
+
+logger = logging.getLogger("normforge")
+
+T = TypeVar("T")
+
+
+def attempted(whose: str, run: Callable[..., T], x: torch.Tensor, *others: Any) -> T | None:
+    """What a function that calls kernels returns; None if no kernel serves the call after all.
+
+    Args:
+        whose: what leaves such a call to others, for the word about it that is said once of each kind of error.
+        run: the function.
+        x: its first argument. While a CUDA graph is captured on its device, only kernels that are loaded serve.
+        others: its other arguments.
+    """
+    recording = torch.is_grad_enabled()
+    # Tensors may require a gradient that is somebody else's to record.
+    if recording:
+        set_grad_enabled(False)
+    try:
+        if _captured(x):
+            with only_compiled():
+                return run(x, *others)
+        return run(x, *others)
+    except NormforgeError as error:
+        _say_once(whose, run.__name__, error)
+        return None
+    finally:
+        if recording:
+            set_grad_enabled(True)
+
+
+def _captured(x: torch.Tensor) -> bool:
+    """Whether a CUDA graph is captured of what runs on x's device."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+_said: set[tuple[str, str, type[NormforgeError]]] = set()
+
+
+def _say_once(whose: str, where: str, error: NormforgeError) -> None:
+    if (whose, where, type(error)) not in _said:
+        _said.add((whose, where, type(error)))
+        logger.warning("%s: %s", whose, error)

@@ -1,0 +1,124 @@
+"""SGLang: hooks around the norms of `sglang.srt.layers.layernorm`, which pass on what they do not serve.
+
+The entry point `sglang.srt.plugins` has every process of SGLang's call `register`.
+"""
+
+from __future__ import annotations
+
+import logging
+import pkgutil
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from ..settings import lists_us
+from .serving import Found, fits, layer, rms
+
+logger = logging.getLogger("normforge")
+
+# SGLang's own list of the plugins that are to run; without one, all run.
+VARIABLE = "SGLANG_PLUGINS"
+
+_LAYERS = "sglang.srt.layers.layernorm"
+
+Norm = Callable[..., Found | None]
+
+
+def register() -> None:
+    """Register the hooks, if SGLANG_PLUGINS names normforge; SGLang applies them next.
+
+    Without the name nothing changes: normforge may be installed for another purpose.
+    """
+    if not lists_us(VARIABLE):
+        logger.info("normforge is installed and serves no norm of SGLang's: %s does not name it", VARIABLE)
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    served = []
+    for name, serve in _SERVED.items():
+        target = f"{_LAYERS}.{name}.forward_cuda"
+        if _is_there(target):
+            HookRegistry.register(target, partial(_around, serve), HookType.AROUND)
+            served.append(name)
+    logger.info("normforge serves in SGLang: %s", ", ".join(served) or "nothing, none of its norms is there")
+
+
+def _is_there(target: str) -> bool:
+    try:
+        return callable(pkgutil.resolve_name(target))
+    except (ImportError, AttributeError):
+        return False
+
+
+def _around(serve: Norm, original: Callable[..., Any], norm: Any, *arguments: Any, **named: Any) -> Any:
+    """A call of a norm's forward_cuda, by a kernel or else by the original, which gets what this got."""
+    # What torch.compile traces there are SGLang's own operators, which its passes know.
+    if not is_dynamo_compiling() and not _is_batch_invariant():
+        found = _served(serve, norm, *arguments, **named)
+        if found is not None:
+            return found
+    return original(norm, *arguments, **named)
+
+
+def _served(
+    serve: Norm,
+    norm: Any,
+    x: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    *others: Any,
+    **named: Any,
+) -> Found | None:
+    if x.numel() == 0 or any(other is not None for other in (*others, *named.values())):
+        return None
+    return serve(norm, x, residual)
+
+
+def _is_batch_invariant() -> bool:
+    asked = getattr(sys.modules.get(_LAYERS), "is_batch_invariant_mode_enabled", None)
+    return asked is not None and bool(asked())
+
+
+# Attributes that not every release has, and the values under which a norm is the plain one.
+_PLAIN = {"variance_size_override": None, "fp32_residual": False, "override_orig_dtype": None, "_quant_linear": None}
+
+
+def _rms(norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> Found | None:
+    weight = norm.weight.data if getattr(norm, "has_weight", True) else None
+    rounds_first = getattr(norm, "cast_x_before_out_mul", False)
+    if any(getattr(norm, name, plain) is not plain for name, plain in _PLAIN.items()) or not fits(
+        x, weight, residual=residual
+    ):
+        return None
+    # A product of a rounded row and a wider weight has the weight's dtype.
+    if rounds_first and weight is not None and weight.dtype is not x.dtype:
+        return None
+    cast = "before_weight" if rounds_first and weight is not None and x.dtype is not torch.float32 else "after_weight"
+    return rms("SGLang", x, weight, residual, norm.variance_epsilon, cast=cast)
+
+
+def _gemma(eps: str, norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> Found | None:
+    weight = norm.weight.data
+    if not fits(x, weight, residual=residual):
+        return None
+    return rms("SGLang", x, weight, residual, getattr(norm, eps), weight_offset=1.0)
+
+
+def _layer(norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> Found | None:
+    weight = norm.weight.data if norm.elementwise_affine else None
+    bias = norm.bias.data if norm.use_bias else None
+    # It computes in its own dtype, which rounds x if that is the narrower.
+    if norm.dtype not in (x.dtype, torch.float32) or residual is not None or not fits(x, weight, bias):
+        return None
+    return layer("SGLang", x, weight, bias, norm.variance_epsilon)
+
+
+_SERVED: dict[str, Norm] = {
+    "RMSNorm": _rms,
+    "GemmaRMSNorm": partial(_gemma, "variance_epsilon"),
+    "Gemma3RMSNorm": partial(_gemma, "eps"),
+    "LayerNorm": _layer,
+}

@@ -1,0 +1,62 @@
+"""TorchTitan: overrides of its norms' configurations, for `--override.imports`.
+
+Importing this module registers them; TorchTitan applies those that its command line names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torchtitan.config import derive
+from torchtitan.config import override as _override
+from torchtitan.models.common import nn_modules
+
+from ..nn.functional import layer_norm as _layer_norm
+from ..nn.functional import rms_norm as _rms_norm
+
+
+class RMSNorm(nn_modules.RMSNorm):  # type: ignore[misc]  # TorchTitan is not there where types are checked
+    """TorchTitan's RMSNorm on generated kernels, forward and backward."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(nn_modules.RMSNorm.Config):  # type: ignore[misc]  # likewise
+        """The fields are those of TorchTitan's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """RMSNorm of x: (..., *normalized_shape); see `normforge.rms_norm`."""
+        return _rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+class LayerNorm(nn_modules.LayerNorm):  # type: ignore[misc]  # likewise
+    """TorchTitan's LayerNorm on generated kernels, forward and backward."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(nn_modules.LayerNorm.Config):  # type: ignore[misc]  # likewise
+        """The fields are those of TorchTitan's."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """LayerNorm of input: (..., *normalized_shape); see `normforge.layer_norm`."""
+        return _layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+def _registered(norm: Any, name: str) -> Callable[[Any], Any]:
+    """An override's factory, registered: of a configuration of TorchTitan's own norm, and no class derived from it."""
+    target = next(base.Config for base in norm.__mro__[1:] if "Config" in vars(base))
+
+    def factory(cfg: Any) -> Any:
+        return derive(cfg, norm.Config) if type(cfg) is target else cfg
+
+    # What it is listed by in --override.imports.
+    factory.__name__ = factory.__qualname__ = name
+    described = {"target": target, "description": f"{norm.__name__} by normforge's kernels"}
+    # Releases before 0.3 want a name of each override.
+    named = ("normforge_" + name,) if "name" in signature(_override).parameters else ()
+    return _override(*named, **described)(factory)  # type: ignore[no-any-return]  # likewise
+
+
+rms_norm = _registered(RMSNorm, "rms_norm")
+layer_norm = _registered(LayerNorm, "layer_norm")

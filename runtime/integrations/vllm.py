@@ -1,0 +1,222 @@
+"""For vLLM: providers of its IR's RMSNorms, its LayerNorm's class in our form, and norms that quantise for its linears.
+
+The entry point `vllm.general_plugins` has every process of vLLM's call `register`. Annotations are read when providers
+are registered, and so are no strings here.
+"""
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..calls.attempt import attempted
+from ..calls.backend import backend
+from ..calls.straight import layernorm2d_fwd, rmsnorm2d_fwd
+from ..settings import lists_us
+from ..upstream.imports import when_imported
+from .serving import fits, layer, rms
+
+__all__ = ["maybe_fused_norm_quant", "register"]
+
+# A child of vLLM's, whose handlers show it.
+logger = logging.getLogger("vllm.normforge")
+
+# What --kernel-config and --ir-op-priority call us.
+PROVIDER = "normforge"
+# vLLM's own list of the plugins that are to run; without one, all run.
+VARIABLE = "VLLM_PLUGINS"
+
+_LAYERS = "vllm.model_executor.layers.layernorm"
+
+
+def register() -> None:
+    """Offer what is there: providers, which serve once a priority names them, and LayerNorm, if VLLM_PLUGINS names us.
+
+    It may be called again; what is registered already is left.
+    """
+    offered = _offer()
+    if offered:
+        logger.info("normforge offers providers of vLLM IR's %s; a priority chooses them", " and ".join(offered))
+    else:
+        logger.info("normforge offers no providers: this vLLM has no IR of RMSNorm")
+    if lists_us(VARIABLE):
+        when_imported(_LAYERS, _swap_layer_norm)
+    else:
+        logger.info("normforge leaves vLLM's LayerNorm alone: %s does not name it", VARIABLE)
+
+
+# Providers
+
+
+def _offer() -> list[str]:
+    """Register the providers of the operators that are there; returns their names."""
+    try:
+        from vllm.ir import ops
+        from vllm.platforms import current_platform
+    except ImportError:
+        return []
+    offered = []
+    supported = current_platform.is_cuda_alike() or backend(torch.empty(0)) == "kernel"
+    for provide, supports in ((rms_norm, _supports), (fused_add_rms_norm, _supports_add)):
+        op = getattr(ops, provide.__name__, None)
+        if op is None:
+            continue
+        if PROVIDER not in op.impls:
+            try:
+                op.register_impl(PROVIDER, supported=supported, supports_args=supports)(provide)
+            except (AssertionError, TypeError, ValueError) as error:
+                # Another release's operator: vLLM has to start without us.
+                logger.warning("normforge provides no %s for this vLLM: %s", provide.__name__, error)
+                continue
+        offered.append(provide.__name__)
+    return offered
+
+
+def _supports(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+    return variance_size is None and fits(x, weight)
+
+
+def _supports_add(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> bool:
+    return variance_size is None and fits(x, weight, residual=x_residual)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+    """The `rms_norm` of vLLM's IR, of what `supports_args` takes; its native form where no kernel serves after all."""
+    found: Any = rms("vLLM", x, weight, None, epsilon, cast=_cast(x, weight))
+    y: Tensor = _native("rms_norm")(x, weight, epsilon, variance_size) if found is None else found
+    return y
+
+
+def fused_add_rms_norm(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Its `fused_add_rms_norm`, likewise; both results are new tensors."""
+    found: Any = rms("vLLM", x, weight, x_residual, epsilon, cast=_cast(x, weight))
+    if found is None:
+        found = _native("fused_add_rms_norm")(x, x_residual, weight, epsilon, variance_size)
+    both: tuple[Tensor, Tensor] = found
+    return both
+
+
+def _native(name: str) -> Callable[..., Any]:
+    from vllm.ir import ops
+
+    native: Callable[..., Any] = getattr(ops, name).impls["native"].impl_fn
+    return native
+
+
+def _cast(x: Tensor, weight: Tensor | None) -> str:
+    """Where vLLM rounds: to the weight's dtype, then multiplied, then to x's."""
+    narrow = weight is not None and weight.dtype is not torch.float32
+    return "before_weight" if narrow else "after_weight"
+
+
+# LayerNorm
+
+
+def _swap_layer_norm() -> None:
+    """Have vLLM make instances of a class of ours in place of its LayerNorm, which is not one of its IR's operators."""
+    from vllm.model_executor import custom_op
+
+    theirs: Any = getattr(sys.modules[_LAYERS], "LayerNorm", None)
+    if not (isinstance(theirs, type) and issubclass(theirs, custom_op.CustomOp)):
+        logger.info("normforge serves no LayerNorm: this vLLM's is none of its custom operators")
+        return
+    name = theirs.__name__
+    if name in custom_op.op_registry_oot:
+        other = custom_op.op_registry_oot[name]
+        if other.__module__ != __name__:
+            logger.warning("normforge serves no LayerNorm: %s.%s does", other.__module__, other.__name__)
+        return
+
+    class NormforgeLayerNorm(theirs):  # type: ignore[misc]  # a class of vLLM's, which is not there where types are
+        """Its LayerNorm on a generated kernel."""
+
+        def forward_cuda(self, x: Tensor) -> Tensor:
+            """LayerNorm of x: (..., hidden_size), as vLLM computes it where no kernel does."""
+            found: Any = layer("vLLM", x, self.weight, self.bias, self.eps) if fits(x, self.weight, self.bias) else None
+            y: Tensor = super().forward_cuda(x) if found is None else found
+            return y
+
+    ours: Any = custom_op.CustomOp.register_oot(name=name)(NormforgeLayerNorm)
+    # The word that switches it in --compilation-config; registering made it the class's.
+    ours.name = getattr(theirs, "name", name)
+    logger.info("normforge serves vLLM's LayerNorm")
+
+
+# Quantised producers
+
+
+def maybe_fused_norm_quant(norm: Any, x: Tensor, linear: Any, residual: Tensor | None = None) -> Any:
+    """A norm, with the quantisation of the linear layer behind it in the same kernel if that takes quantised rows.
+
+    For models written for vLLM, as its own `maybe_fused_act_quant` is: whatever the linear layer takes, it is right to
+    call. What is fused is fp8 with a scale a row (`kFp8DynamicTokenSym`), for vLLM's RMSNorm and LayerNorm.
+
+    Args:
+        norm: a vLLM RMSNorm or LayerNorm.
+        x: (..., hidden_size).
+        linear: the layer that gets the result alone.
+        residual: added to x first, for RMSNorm; of x's shape and dtype.
+
+    Returns:
+        What norm(x) or norm(x, residual) returns, with a `QuantizedActivation` in the place of the normalised rows
+        if they are quantised.
+    """
+    found = _quantised(norm, x, linear, residual)
+    if found is not None:
+        return found
+    return norm(x) if residual is None else norm(x, residual)
+
+
+def _quantised(norm: Any, x: Tensor, linear: Any, residual: Tensor | None) -> Any:
+    from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation, get_input_quant_key
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym
+
+    if get_input_quant_key(linear) != kFp8DynamicTokenSym:
+        return None
+    layers = sys.modules[_LAYERS]
+    if isinstance(norm, layers.RMSNorm):
+        weight = norm.weight.data if norm.has_weight else None
+        if norm.variance_size_override is not None or not fits(x, weight, residual=residual):
+            return None
+        out = attempted(_WHOSE, _rms_quantised, x, weight, residual, norm.variance_epsilon, kFp8DynamicTokenSym.dtype)
+    elif _is_layer_norm(norm, layers) and residual is None and fits(x, norm.weight, norm.bias):
+        out = attempted(_WHOSE, _layer_quantised, x, norm.weight, norm.bias, norm.eps, kFp8DynamicTokenSym.dtype)
+    else:
+        return None
+    if out is None:
+        return None
+    y, scale, summed = out
+    made = QuantizedActivation(y, scale.unsqueeze(-1), x.dtype, x.shape, kFp8DynamicTokenSym)
+    return made if residual is None else (made, summed)
+
+
+def _is_layer_norm(norm: Any, layers: Any) -> bool:
+    # Releases before 0.33 have none.
+    return isinstance(norm, getattr(layers, "LayerNorm", ()))
+
+
+_WHOSE = "normforge leaves a norm and its quantisation to vLLM"
+
+Quantised = tuple[Tensor, Any, Tensor | None]
+
+
+def _rms_quantised(
+    x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, dtype: torch.dtype
+) -> Quantised:
+    fadd = "none" if residual is None else "pre_add_store"
+    out = rmsnorm2d_fwd(x, weight, eps=eps, residual=residual, fadd=fadd, fquant="dynamic", out_dtype=dtype)
+    return out.y, out.y_scale, out.residual_out
+
+
+def _layer_quantised(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
+) -> Quantised:
+    out = layernorm2d_fwd(x, weight, bias, eps=eps, fquant="dynamic", out_dtype=dtype)
+    return out.y, out.y_scale, None

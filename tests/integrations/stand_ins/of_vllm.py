@@ -1,0 +1,223 @@
+"""The IR of vLLM, its custom operators, its norms, and the contract of quantised activations.
+
+After vllm/ir/op.py, vllm/ir/ops/layernorm.py, vllm/model_executor/custom_op.py, layers/layernorm.py and
+layers/fusion/quant_activation.py of vllm-project/vllm's release 0.33.0 (the first two were at
+fafeb7c0044d2ac93dc6741b188ff64317399e66 and e8757cc8804e8a2555a574a0efc6443ab509b191 before).
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import infer_schema
+from torch.nn import functional
+
+from . import install
+
+LAYERS = "vllm.model_executor.layers.layernorm"
+CUSTOM = "vllm.model_executor.custom_op"
+FUSION = "vllm.model_executor.layers.fusion.quant_activation"
+QUANT = "vllm.model_executor.layers.quantization.utils.quant_utils"
+
+RESERVED = ("native", "unfused")
+
+
+class Impl(NamedTuple):
+    """A provider's implementation."""
+
+    provider: str
+    impl_fn: Callable[..., Any]
+    supported: bool
+    supports_args: Callable[..., bool] | None
+
+
+class Op:
+    """An operator with providers, called in the order of a priority; checked as vLLM checks them."""
+
+    def __init__(self, native: Callable[..., Any], allow_inplace: bool) -> None:
+        self.native, self.allow_inplace = native, allow_inplace
+        self.schema = infer_schema(native, mutates_args=[])
+        self.impls = {"native": Impl("native", native, True, None)}
+        self.priority: list[Impl] = []
+
+    def register_impl(
+        self,
+        provider: str,
+        *,
+        supported: bool = True,
+        supports_args: Callable[..., bool] | None = None,
+        inplace: bool = False,
+    ) -> Callable[[Callable[..., Any]], Impl]:
+        assert provider not in RESERVED
+
+        def register(function: Callable[..., Any]) -> Impl:
+            assert provider not in self.impls
+            if infer_schema(function, mutates_args=[]) != self.schema:
+                raise ValueError(f"{provider} does not match the native schema {self.schema}")
+            if supports_args is not None:
+                own, given = (inspect.signature(each).parameters.values() for each in (self.native, supports_args))
+                if [(each.name, each.default) for each in own] != [(each.name, each.default) for each in given]:
+                    raise ValueError(f"supports_args of {provider} has other parameters")
+                assert all(each.kind is not each.KEYWORD_ONLY for each in given)
+            assert self.allow_inplace or not inplace
+            self.impls[provider] = Impl(provider, function, supported, supports_args)
+            return self.impls[provider]
+
+        return register
+
+    @contextlib.contextmanager
+    def set_priority(self, providers: list[str]) -> Iterator[None]:
+        before, self.priority = self.priority, [self.impls[each] for each in providers if self.impls[each].supported]
+        yield
+        self.priority = before
+
+    def __call__(self, *arguments: Any) -> Any:
+        chosen = next(each for each in self.priority if each.supports_args is None or each.supports_args(*arguments))
+        return chosen.impl_fn(*arguments)
+
+
+def _rows(rows: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None, dtype: torch.dtype) -> Tensor:
+    of = rows if variance_size is None else rows[..., :variance_size]
+    y = rows * torch.rsqrt(of.pow(2).mean(-1, keepdim=True) + epsilon)
+    return (y if weight is None else y.to(weight.dtype) * weight).to(dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+    """The native form."""
+    return _rows(x.float(), weight, epsilon, variance_size, x.dtype)
+
+
+def fused_add_rms_norm(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The native form."""
+    rows = x.float() + x_residual.float()
+    return _rows(rows, weight, epsilon, variance_size, x.dtype), rows.to(x.dtype)
+
+
+@dataclass
+class QuantizedActivation:
+    """A quantised activation with its scale."""
+
+    data: Tensor
+    scale: Tensor
+    orig_dtype: torch.dtype
+    orig_shape: torch.Size
+    quant_key: Any
+
+
+class QuantKey(NamedTuple):
+    """How values and scales are to be read."""
+
+    dtype: torch.dtype
+    scale: str
+
+
+KEYS = {
+    "kFp8DynamicTokenSym": QuantKey(torch.float8_e4m3fn, "per token"),
+    "kFp8StaticTensorSym": QuantKey(torch.float8_e4m3fn, "static"),
+}
+
+
+def _input_quant_key(layer: torch.nn.Module) -> Any:
+    return None if getattr(layer, "requires_unquantized_input", False) else getattr(layer, "_input_quant_key", None)
+
+
+def _norms() -> tuple[dict[str, Any], dict[str, type]]:
+    """The classes of norms, and the registry of classes that are made in their place."""
+    swapped: dict[str, type] = {}
+
+    class CustomOp(torch.nn.Module):
+        name: str
+        forward_cuda: Any
+
+        def __new__(cls, *arguments: Any, **named: Any) -> Any:
+            return super().__new__(swapped.get(cls.__name__, cls))
+
+        def forward(self, *arguments: Any, **named: Any) -> Any:
+            return self.forward_cuda(*arguments, **named)
+
+        @classmethod
+        def register_oot(cls, op_cls: type | None = None, name: str | None = None) -> Any:
+            def register(op_cls: Any) -> Any:
+                registered = name if name is not None else cls.__name__
+                assert registered not in swapped
+                op_cls.name = registered
+                swapped[registered] = op_cls
+                return op_cls
+
+            return register if op_cls is None else register(op_cls)
+
+    class RMSNorm(CustomOp):
+        name = "rms_norm"
+
+        def __init__(
+            self,
+            hidden_size: int,
+            eps: float = 1e-6,
+            var_hidden_size: int | None = None,
+            has_weight: bool = True,
+            dtype: torch.dtype | None = None,
+        ) -> None:
+            super().__init__()
+            self.hidden_size, self.variance_epsilon, self.has_weight = hidden_size, eps, has_weight
+            self.variance_size_override = None if var_hidden_size == hidden_size else var_hidden_size
+            self.weight: Any = torch.nn.Parameter(torch.ones(hidden_size, dtype=dtype))
+
+        def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
+            options = (self.weight.data if self.has_weight else None, self.variance_epsilon)
+            override = self.variance_size_override
+            return rms_norm(x, *options, override) if residual is None else fused_add_rms_norm(x, residual, *options)
+
+    class LayerNorm(CustomOp):
+        name = "layer_norm"
+
+        def __init__(
+            self,
+            hidden_size: int,
+            eps: float = 1e-5,
+            elementwise_affine: bool = True,
+            bias: bool = True,
+            dtype: torch.dtype | None = None,
+        ) -> None:
+            super().__init__()
+            self.normalized_shape, self.eps = (hidden_size,), eps
+            self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=dtype)) if elementwise_affine else None
+            has_bias = elementwise_affine and bias
+            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=dtype)) if has_bias else None
+
+        def forward_cuda(self, x: Tensor) -> Tensor:
+            wide = x.dtype if self.weight is None else torch.promote_types(x.dtype, self.weight.dtype)
+            return functional.layer_norm(x.to(wide), self.normalized_shape, self.weight, self.bias, self.eps).type_as(x)
+
+    return {"CustomOp": CustomOp, "RMSNorm": RMSNorm, "LayerNorm": LayerNorm}, swapped
+
+
+class Platform:
+    """A CPU's."""
+
+    @staticmethod
+    def is_cuda_alike() -> bool:
+        return False
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have these be vLLM."""
+    norms, swapped = _norms()
+    ops = {"rms_norm": Op(rms_norm, False), "fused_add_rms_norm": Op(fused_add_rms_norm, True)}
+    install(
+        monkeypatch,
+        {
+            "vllm.ir.ops": dict(ops),
+            "vllm.platforms": {"current_platform": Platform},
+            CUSTOM: {"CustomOp": norms["CustomOp"], "op_registry_oot": swapped},
+            LAYERS: norms,
+            FUSION: {"QuantizedActivation": QuantizedActivation, "get_input_quant_key": _input_quant_key},
+            QUANT: KEYS,
+        },
+    )

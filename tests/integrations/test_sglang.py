@@ -1,0 +1,193 @@
+"""The plug of SGLang, beside a stand-in of its registry and norms: what it serves, and that it passes on the rest.
+
+SGLang's norms import its kernels, which want a GPU, and so are stood in for; its registry is its own where SGLang is
+installed (`test_the_registry_of_sglangs_own`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from normforge.calls import attempt
+from normforge.errors import FrozenError
+from normforge.integrations import serving
+from normforge.integrations import sglang as plug
+
+from .stand_ins import of_sglang
+
+N = 48
+
+
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's module of norms, hooks applied."""
+    of_sglang.stand_in(monkeypatch)
+    monkeypatch.setenv("SGLANG_PLUGINS", "another, normforge")
+    plug.register()
+    sys.modules["sglang.srt.plugins.hook_registry"].HookRegistry.apply_hooks()
+    return sys.modules[of_sglang.LAYERS]
+
+
+def plain(norm: str, **options: Any) -> Any:
+    """A norm as it is without hooks."""
+    return of_sglang.modules()[of_sglang.LAYERS][norm](N, **options)
+
+
+def rows(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return (3 * torch.randn(2, 3, N) + 1).to(dtype)
+
+
+def twins(layers: Any, norm: str, **options: Any) -> tuple[Any, Any]:
+    """A norm under hooks and one without, of the same random parameters."""
+    hooked, bare = getattr(layers, norm)(N, **options), plain(norm, **options)
+    for parameter, other in zip(hooked.parameters(), bare.parameters(), strict=True):
+        parameter.data = other.data = torch.randn_like(parameter)
+    return hooked, bare
+
+
+def alike(actual: Any, expected: Any) -> None:
+    for one, other in zip(
+        *((each if isinstance(each, tuple) else (each,)) for each in (actual, expected)), strict=True
+    ):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+RMS = [{}, {"has_weight": False}, {"cast_x_before_out_mul": True, "weight_dtype": torch.bfloat16}]
+
+
+@pytest.mark.parametrize("options", RMS, ids=["plain", "weightless", "rounded"])
+def test_an_rms_norm_is_served(layers: Any, ran: list[str], options: dict[str, Any]) -> None:
+    hooked, bare = twins(layers, "RMSNorm", **options)
+    x, residual = rows(), rows()
+    with torch.inference_mode():
+        alike(hooked(x), bare(x))
+        alike(hooked(x, residual=residual), bare(x, residual))
+    assert ran == ["rmsnorm2d_fwd"] * 2
+
+
+def test_gemmas_and_layer_norms_are_served(layers: Any, ran: list[str]) -> None:
+    x, residual = rows(), rows()
+    for norm, options in (
+        ("GemmaRMSNorm", {}),
+        ("Gemma3RMSNorm", {}),
+        ("LayerNorm", {}),
+        ("LayerNorm", {"bias": False, "dtype": torch.bfloat16}),
+        ("LayerNorm", {"elementwise_affine": False, "bias": False}),
+    ):
+        hooked, bare = twins(layers, norm, **options)
+        with torch.inference_mode():
+            alike(hooked(x), bare(x))
+            if norm == "GemmaRMSNorm":
+                alike(hooked(x, residual), bare(x, residual))
+    assert ran == ["rmsnorm2d_fwd"] * 3 + ["layernorm2d_fwd"] * 3
+
+
+def test_what_is_not_served_goes_to_the_original(layers: Any, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    x, residual = rows(), rows()
+    for options in (
+        {"var_hidden_size": N // 2},
+        {"fp32_residual": True},
+        {"cast_x_before_out_mul": True, "weight_dtype": torch.float32},
+    ):
+        hooked, bare = twins(layers, "RMSNorm", **options)
+        alike(hooked(x, residual), bare(x, residual))
+    hooked, bare = twins(layers, "RMSNorm")
+    alike(hooked(x, residual, x), bare(x, residual, x))
+    alike(hooked(x, residual, quant_linear=torch.nn.Linear(N, N)), bare(x, residual))
+    alike(hooked(x, residual.float()), bare(x, residual.float()))
+    assert hooked(x[:0]).shape == (0, 3, N)
+    hooked.double()
+    bare.double()
+    alike(hooked(x.double()), bare(x.double()))
+    # Its original takes nothing but x.
+    hooked, bare = (each.double() for each in twins(layers, "Gemma3RMSNorm"))
+    alike(hooked(x.double()), bare(x.double()))
+    layer, other = twins(layers, "LayerNorm", dtype=torch.bfloat16)
+    alike(layer(x.float()), other(x.float()))
+    with_gradient = rows(torch.float32).requires_grad_()
+    assert twins(layers, "RMSNorm")[0](with_gradient).requires_grad
+    monkeypatch.setattr(layers, "is_batch_invariant_mode_enabled", lambda: True)
+    twins(layers, "RMSNorm")[0](x)
+    assert ran == []
+
+
+def test_a_kernel_that_may_not_be_compiled_leaves_the_call_to_sglang(
+    layers: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise FrozenError("it would have to be compiled")
+
+    monkeypatch.setattr(serving, "rmsnorm2d_fwd", refuse)
+    monkeypatch.setattr(attempt, "_said", set())
+    hooked, bare = twins(layers, "RMSNorm")
+    x = rows()
+    for _ in range(3):
+        alike(hooked(x), bare(x))
+    says = [record.getMessage() for record in caplog.records]
+    assert says == ["normforge leaves calls to SGLang's own norms: it would have to be compiled"]
+
+
+@pytest.mark.parametrize("named", [None, "", "another"])
+def test_nothing_is_hooked_unless_sglangs_list_names_us(
+    named: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    of_sglang.stand_in(monkeypatch)
+    if named is None:
+        monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    else:
+        monkeypatch.setenv("SGLANG_PLUGINS", named)
+    with caplog.at_level(logging.INFO, "normforge"):
+        plug.register()
+    registry: Any = sys.modules["sglang.srt.plugins.hook_registry"]
+    assert registry.HookRegistry.hooks == {}
+    assert "SGLANG_PLUGINS does not name it" in caplog.text
+
+
+def test_a_release_without_a_norm_starts_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    of_sglang.stand_in(monkeypatch)
+    monkeypatch.setenv("SGLANG_PLUGINS", "normforge")
+    for norm in ("GemmaRMSNorm", "LayerNorm"):
+        monkeypatch.delattr(sys.modules[of_sglang.LAYERS], norm)
+    with caplog.at_level(logging.INFO, "normforge"):
+        plug.register()
+    registry: Any = sys.modules["sglang.srt.plugins.hook_registry"]
+    assert len(registry.HookRegistry.hooks) == 2
+    assert "normforge serves in SGLang: RMSNorm, Gemma3RMSNorm" in caplog.text
+
+
+@pytest.fixture
+def own_registry() -> Iterator[Any]:
+    """SGLang's own registry of hooks, empty before and after."""
+    module = pytest.importorskip("sglang.srt.plugins.hook_registry", reason="SGLang is not installed")
+    module.HookRegistry.reset()
+    yield module.HookRegistry
+    module.HookRegistry.reset()
+
+
+def test_the_registry_of_sglangs_own(own_registry: Any, monkeypatch: pytest.MonkeyPatch, ran: list[str]) -> None:
+    """The hooks, applied by SGLang's code to norms that stand in for its own: their imports want a GPU."""
+    for name, contents in of_sglang.modules().items():
+        if name == of_sglang.LAYERS:
+            module = type(sys)(name)
+            vars(module).update(contents)
+            monkeypatch.setitem(sys.modules, name, module)
+            monkeypatch.setattr(importlib.import_module("sglang.srt.layers"), "layernorm", module, raising=False)
+    monkeypatch.setenv("SGLANG_PLUGINS", "normforge")
+    plug.register()
+    own_registry.apply_hooks()
+    assert len(own_registry._patched) == 4
+    hooked, bare = twins(sys.modules[of_sglang.LAYERS], "RMSNorm")
+    x, residual = rows(), rows()
+    alike(hooked(x, residual), bare(x, residual))
+    alike(hooked(x, residual, x), bare(x, residual, x))
+    assert ran == ["rmsnorm2d_fwd"]

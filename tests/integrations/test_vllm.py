@@ -1,0 +1,244 @@
+"""The plug of vLLM, beside a stand-in of its registries and, where it is installed, beside vLLM.
+
+vLLM's wheel has no CUDA here; what it runs on a CPU is its IR, which is where providers are, and its registry of custom
+operators. Its norms as modules want its configuration, and are stood in for.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from normforge.calls import attempt
+from normforge.errors import FrozenError
+from normforge.integrations import serving
+from normforge.integrations import vllm as plug
+
+from .stand_ins import of_vllm
+
+N = 48
+EPS = 1e-5
+
+
+@pytest.fixture(params=["stand-in", "own"])
+def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of operators of vLLM's IR, providers registered."""
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if request.param == "stand-in":
+        of_vllm.stand_in(monkeypatch)
+    else:
+        pytest.importorskip("vllm.ir", reason="vLLM is not installed")
+    plug.register()
+    # Every process calls it, and some twice.
+    plug.register()
+    return sys.modules["vllm.ir.ops"]
+
+
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of vLLM's norms, with LayerNorm swapped."""
+    of_vllm.stand_in(monkeypatch)
+    monkeypatch.setenv("VLLM_PLUGINS", "normforge")
+    plug.register()
+    plug.register()
+    return sys.modules[of_vllm.LAYERS]
+
+
+def rows(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return (3 * torch.randn(2, 3, N) + 1).to(dtype)
+
+
+def alike(actual: Any, expected: Any) -> None:
+    for one, other in zip(
+        *((each if isinstance(each, tuple) else (each,)) for each in (actual, expected)), strict=True
+    ):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("weight", [None, torch.bfloat16, torch.float32], ids=str)
+def test_providers_compute_what_native_ones_do(ops: Any, ran: list[str], weight: torch.dtype | None) -> None:
+    x, residual = rows(), rows()
+    w = None if weight is None else torch.randn(N).to(weight)
+    for name, operands in (("rms_norm", (x,)), ("fused_add_rms_norm", (x, residual))):
+        op = getattr(ops, name)
+        before = [operand.clone() for operand in operands]
+        with op.set_priority(["normforge", "native"]):
+            alike(op(*operands, w, EPS), op.impls["native"].impl_fn(*operands, w, EPS))
+        # They write into no argument.
+        assert all(torch.equal(*pair) for pair in zip(operands, before, strict=True))
+    assert ran == ["rmsnorm2d_fwd"] * 2
+
+
+def test_what_providers_do_not_take_is_native(ops: Any, ran: list[str]) -> None:
+    x, w = rows(), torch.randn(N).bfloat16()
+    calls = [
+        ("rms_norm", (x, w, EPS, N // 2)),
+        ("rms_norm", (x, w.half(), EPS)),
+        ("rms_norm", (x.double(), w.double(), EPS)),
+        ("fused_add_rms_norm", (x, x.float(), w, EPS)),
+        ("fused_add_rms_norm", (x, x, w, EPS, N // 2)),
+    ]
+    for name, arguments in calls:
+        op = getattr(ops, name)
+        with op.set_priority(["normforge", "native"]):
+            alike(op(*arguments), op.impls["native"].impl_fn(*arguments))
+    assert ran == []
+
+
+def test_unchosen_providers_serve_nothing(ops: Any, ran: list[str]) -> None:
+    with ops.rms_norm.set_priority(["native"]):
+        ops.rms_norm(rows(), None, EPS)
+    assert ran == []
+
+
+def _with_eps(implementation: Any, *operands: torch.Tensor) -> Any:
+    return implementation(*operands, EPS)
+
+
+def test_a_provider_is_one_operator_where_vllm_lowers_a_graph(ops: Any) -> None:
+    """Where it lowers a graph, vLLM puts what an implementation does with fake tensors in the place of its own node."""
+    w = torch.randn(N).bfloat16()
+    for name, operands in (("rms_norm", (rows(), w)), ("fused_add_rms_norm", (rows(), rows(), w))):
+        implementation = getattr(ops, name).impls["normforge"].impl_fn
+        graph = make_fx(partial(_with_eps, implementation), tracing_mode="fake")(*operands).graph
+        targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+        assert "normforge.rmsnorm2d_fwd.default" in targets
+        assert not [target for target in targets if "rsqrt" in target]
+
+
+def test_a_kernel_that_may_not_be_compiled_leaves_the_call_to_vllm(
+    ops: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise FrozenError("it would have to be compiled")
+
+    monkeypatch.setattr(serving, "rmsnorm2d_fwd", refuse)
+    monkeypatch.setattr(attempt, "_said", set())
+    x = rows()
+    with ops.fused_add_rms_norm.set_priority(["normforge", "native"]):
+        for _ in range(2):
+            alike(
+                ops.fused_add_rms_norm(x, x, None, EPS),
+                ops.fused_add_rms_norm.impls["native"].impl_fn(x, x, None, EPS),
+            )
+    says = [record.getMessage() for record in caplog.records if record.name == "normforge"]
+    assert says == ["normforge leaves calls to vLLM's own norms: it would have to be compiled"]
+
+
+def test_vllm_starts_with_operators_of_another_release(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def other(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        return x
+
+    other.__annotations__ = {"x": torch.Tensor, "weight": torch.Tensor, "epsilon": float, "return": torch.Tensor}
+    of_vllm.stand_in(monkeypatch)
+    ops: Any = sys.modules["vllm.ir.ops"]
+    monkeypatch.setattr(ops, "rms_norm", of_vllm.Op(other, False))
+    with caplog.at_level(logging.INFO, "vllm.normforge"):
+        plug.register()
+    assert "normforge provides no rms_norm for this vLLM" in caplog.text
+    assert "offers providers of vLLM IR's fused_add_rms_norm;" in caplog.text
+
+    monkeypatch.delitem(sys.modules, "vllm.ir.ops")
+    monkeypatch.delattr(sys.modules["vllm.ir"], "ops")
+    with caplog.at_level(logging.INFO, "vllm.normforge"):
+        plug.register()
+    assert "this vLLM has no IR of RMSNorm" in caplog.text
+
+
+LAYER = [{}, {"bias": False, "dtype": torch.bfloat16}, {"elementwise_affine": False}]
+
+
+@pytest.mark.parametrize("options", LAYER, ids=["plain", "unbiased", "bare"])
+def test_layer_norms_are_made_of_our_class(layers: Any, ran: list[str], options: dict[str, Any]) -> None:
+    norm = layers.LayerNorm(N, **options)
+    assert isinstance(norm, layers.LayerNorm)
+    # The word that switches it in custom_ops.
+    assert norm.name == "layer_norm"
+    for parameter in norm.parameters():
+        parameter.data = torch.randn_like(parameter)
+    x = rows()
+    with torch.inference_mode():
+        alike(norm(x), layers.LayerNorm.forward_cuda(norm, x))
+        assert ran == ["layernorm2d_fwd"]
+        if norm.weight is not None:
+            # A product of fp64's dtype.
+            alike(norm.double()(x), layers.LayerNorm.forward_cuda(norm, x))
+    assert ran == ["layernorm2d_fwd"]
+
+
+def test_layer_norms_are_left_alone_unless_vllms_list_names_us(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    of_vllm.stand_in(monkeypatch)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    with caplog.at_level(logging.INFO, "vllm.normforge"):
+        plug.register()
+    registry: Any = sys.modules[of_vllm.CUSTOM]
+    assert registry.op_registry_oot == {}
+    assert "VLLM_PLUGINS does not name it" in caplog.text
+
+
+def test_a_class_that_another_plugin_put_there_stays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    of_vllm.stand_in(monkeypatch)
+    monkeypatch.setenv("VLLM_PLUGINS", "normforge")
+    registry: Any = sys.modules[of_vllm.CUSTOM]
+    other = registry.CustomOp.register_oot(name="LayerNorm")(type("Other", (registry.CustomOp,), {}))
+    plug.register()
+    assert registry.op_registry_oot == {"LayerNorm": other}
+    assert "normforge serves no LayerNorm" in caplog.text
+
+
+def linear(key: str | None) -> Any:
+    """A linear layer that takes activations quantised so."""
+    layer: Any = torch.nn.Linear(N, N)
+    if key is not None:
+        layer._input_quant_key = of_vllm.KEYS[key]
+    return layer
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_a_norm_quantises_for_the_linear_behind_it(layers: Any, ran: list[str], with_residual: bool) -> None:
+    norm, x = layers.RMSNorm(N), rows()
+    residual = rows() if with_residual else None
+    expected = norm(x) if residual is None else norm(x, residual)
+    found = plug.maybe_fused_norm_quant(norm, x, linear("kFp8DynamicTokenSym"), residual)
+    assert ran == ["rmsnorm2d_fwd"]
+    if residual is not None:
+        found, summed = found
+        expected, due = expected
+        torch.testing.assert_close(summed, due, rtol=0, atol=0)
+    assert (found.data.dtype, found.scale.dtype) == (torch.float8_e4m3fn, torch.float32)
+    assert (found.data.shape, found.scale.shape, found.orig_shape) == (x.shape, (2, 3, 1), x.shape)
+    assert (found.orig_dtype, found.quant_key) == (x.dtype, of_vllm.KEYS["kFp8DynamicTokenSym"])
+    # Three bits of mantissa.
+    torch.testing.assert_close(found.data.float() * found.scale, expected.float(), rtol=0.07, atol=0.02)
+    assert found.data.float().abs().amax(-1).eq(448).all()
+
+
+def test_a_layer_norm_quantises_too(layers: Any, ran: list[str]) -> None:
+    norm, x = layers.LayerNorm(N), rows()
+    found = plug.maybe_fused_norm_quant(norm, x, linear("kFp8DynamicTokenSym"))
+    torch.testing.assert_close(found.data.float() * found.scale, norm(x).float(), rtol=0.07, atol=0.02)
+    assert ran == ["layernorm2d_fwd"] * 2
+
+
+def test_a_linear_that_takes_other_rows_gets_the_norms_own(layers: Any) -> None:
+    norm, x = layers.RMSNorm(N), rows()
+    narrow = layers.RMSNorm(N, var_hidden_size=N // 2)
+    shared = linear("kFp8DynamicTokenSym")
+    shared.requires_unquantized_input = True
+    for key in (linear(None), linear("kFp8StaticTensorSym"), shared):
+        alike(plug.maybe_fused_norm_quant(norm, x, key), norm(x))
+        alike(plug.maybe_fused_norm_quant(norm, x, key, x), norm(x, x))
+    alike(plug.maybe_fused_norm_quant(narrow, x, linear("kFp8DynamicTokenSym")), narrow(x))
