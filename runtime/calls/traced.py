@@ -17,6 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..codegen.parameters import BACKWARD, FORWARD
 from ..codegen.values import Norm
+from ..selection.invariance import is_on
 from ..upstream.torch_dynamo import constant_in_traces
 from ..upstream.torch_internals import dispatch_modes, jit_tracing, saved_tensors_hooks
 from .backend import intercepted
@@ -57,9 +58,13 @@ def _paused() -> Iterator[None]:
         inner._set_tracing_state(state)
 
 
+# What the name of an operator ends in that is batch invariant wherever it runs.
+INVARIANT = "_invariant"
+
+
 def operator(name: str) -> Any:
-    """An operator, which `operators` registers: of a function's name, or that and "_into" if it writes."""
-    return getattr(torch.ops.normforge, name).default
+    """An operator, which `operators` registers: of a function's name, or that and "_into" if it writes; or its twin."""
+    return getattr(torch.ops.normforge, f"{name}{INVARIANT}" if is_on() else name).default
 
 
 def operated(function: str, given: Mapping[str, Any]) -> Any:

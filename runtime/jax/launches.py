@@ -52,7 +52,7 @@ class _Launches:
         self._entry: Entry = dispatch.find(op.mode, n)
         self._shapes = {row.slot: op.shape_of(row, (m, n)) for row in op.outputs}
         self._dtypes = {row.slot: jnp.dtype(dtype) for row, (_, dtype) in zip(op.outputs, op.results, strict=True)}
-        facts = _facts(op, operands, n, target)
+        facts = _facts(op, operands, n, target, invariant=self._entry.is_invariant)
         few = m <= self._entry.small_m
         size = 0 if few else 1 if m <= MOST_ROWS_IN_I32 else 2
         dispatch.tell(lambda: kind_of(op.mode.name, {"n": n}, size, _dtypes(op, operands), facts.strides, ()))
@@ -112,11 +112,11 @@ class _Launches:
         return whole[name] if name in whole else float(self._numbers[name])
 
 
-def _facts(op: Operation, given: Sequence[jax.Array], n: int, target: Target) -> Facts:
+def _facts(op: Operation, given: Sequence[jax.Array], n: int, target: Target, *, invariant: bool) -> Facts:
     """What the kernels are chosen by: rows adjoin, and all arrays are aligned, as XLA allocates them."""
     rows, dtypes = op.family.tensors, _dtypes(op, given)
     strides = {row.row_stride_slot: n if dtypes[row.name] else 0 for row in rows if row.row_stride_slot is not None}
-    return Facts.of(op.family, op.mode, n, target, dtypes, strides, {}, ())
+    return Facts.of(op.family, op.mode, n, target, dtypes, strides, {}, (), invariant=invariant)
 
 
 def _dtypes(op: Operation, given: Sequence[jax.Array]) -> dict[str, Any]:

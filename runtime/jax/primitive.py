@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..codegen.families import Kind
 from ..errors import GradientError
+from ..selection.invariance import refuse_others
 from ..upstream.jax_internals import needs_devices
 from .formulas import computed
 from .launches import launched
@@ -167,6 +168,7 @@ def _lowered_to_kernels(context: Any, *operands: Any, op: Operation) -> Any:
 
 
 def _lowered_to_formula(context: Any, *operands: Any, op: Operation) -> Any:
+    refuse_others(op.mode.name, "XLA", "lower it for a GPU")
     return mlir.lower_fun(partial(computed, op), multiple_results=True)(context, *operands)
 
 

@@ -1,1 +1,4 @@
-"""What models are made of: differentiable functions, modules, and `patch`. Stands on calls/, codegen/ and compiled/."""
+"""What models are made of: differentiable functions, modules, and `patch`.
+
+Stands on calls/, selection/, codegen/ and compiled/.
+"""

@@ -24,6 +24,7 @@ from ..calls.recorded_sum import Ahead, add_ahead, norm_of_sum
 from ..calls.straight import Operands, Options
 from ..calls.traced import saved_tensors_hooks
 from ..errors import NormforgeError
+from ..selection.invariance import is_on
 
 logger = logging.getLogger("normforge")
 
@@ -168,7 +169,8 @@ def add(block: torch.nn.Module, index: int, a: Any, b: Any) -> Any:
         b: likewise.
     """
     # Under torch.compile the graph is to show the sum, for whoever fuses there.
-    if is_dynamo_compiling() or not {a.__class__, b.__class__} <= PLAIN or a.numel() < LEAST_ELEMENTS:
+    if is_dynamo_compiling() or not {a.__class__, b.__class__} <= PLAIN or a.numel() < LEAST_ELEMENTS or is_on():
+        # Joined, a norm is of the sum before it is rounded: under batch invariance none is, be there many rows or few.
         return a + b
     sites: Any = block.__dict__.get(SITES)
     return a + b if sites is None else sites[index].add(block, a, b)

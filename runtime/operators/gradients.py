@@ -17,6 +17,7 @@ from ..calls.traced import operated
 from ..codegen.families import Kind
 from ..dtypes import FP8_INPUTS
 from ..errors import GradientError
+from .twins import register_autograd
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def register(library: torch.library.Library, namespace: str, forward: str, backw
         due = _compute(forward, backward, told, needed, dy, dresidual_out, ctx.saved_tensors)
         return tuple([due.get(name) for name in takes.passed])
 
-    torch.library.register_autograd(f"{namespace}::{forward}", differentiate, setup_context=keep, lib=library)
+    register_autograd(namespace, forward, differentiate, keep, library)
     _register_second(library, namespace, backward)
 
 
@@ -129,7 +130,7 @@ def _register_second(library: torch.library.Library, namespace: str, backward: s
         by_name = dict(zip(tensors, found, strict=True))
         return tuple([by_name.get(name) for name in computes.passed])
 
-    torch.library.register_autograd(f"{namespace}::{backward}", differentiate, setup_context=keep, lib=library)
+    register_autograd(namespace, backward, differentiate, keep, library)
 
 
 def _compute(

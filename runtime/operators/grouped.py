@@ -12,6 +12,7 @@ from ..calls.group_instead import Gradients, Options
 from ..errors import GradientError, LayoutError
 from ..upstream.torch_dynamo import eager_only
 from .shortcuts import Kernel, Recording, at_once
+from .twins import both, register_autograd
 
 FORWARD, BACKWARD = group.FORWARD_OPERATOR, group.BACKWARD_OPERATOR
 _SCHEMAS = {
@@ -37,13 +38,15 @@ def register(library: Any, namespace: str, tags: tuple[torch.Tag, ...]) -> dict[
         (FORWARD, _run, _fake, _keep, _differentiate),
         (BACKWARD, _run_backward, _fake_backward, _keep_backward, _differentiate_backward),
     ):
-        library.define(f"{name}{_SCHEMAS[name]}", tags=tags)
-        library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
-        recording: Any = Recording(library, {name: run})
-        torch.library.register_autograd(f"{namespace}::{name}", differentiate, setup_context=keep, lib=recording)
-        operator = getattr(getattr(torch.ops, namespace), name).default
-        called[operator] = at_once(operator, run)
+        kernels = both(name, run)
+        for defined, kernel in kernels.items():
+            library.define(f"{defined}{_SCHEMAS[name]}", tags=tags)
+            library.impl(defined, kernel, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"{namespace}::{defined}", fake, lib=library)
+            operator = getattr(getattr(torch.ops, namespace), defined).default
+            called[operator] = at_once(operator, kernel)
+        recording: Any = Recording(library, kernels)
+        register_autograd(namespace, name, differentiate, keep, recording)
     return called
 
 

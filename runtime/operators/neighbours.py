@@ -12,6 +12,7 @@ from ..calls.functions import FUNCTIONS
 from ..calls.neighbour_rows import CALLS
 from ..calls.outputs import LayerNormOutput
 from ..errors import GradientError
+from .twins import register_autograd
 
 
 def run(function: str, given: dict[str, Any]) -> LayerNormOutput:
@@ -62,4 +63,4 @@ def register(library: torch.library.Library, namespace: str, function: str) -> N
         by_name = dict(zip(calls.inputs, found, strict=True))
         return tuple([by_name.get(name) for name in takes.passed])
 
-    torch.library.register_autograd(f"{namespace}::{function}", differentiate, setup_context=keep, lib=library)
+    register_autograd(namespace, function, differentiate, keep, library)

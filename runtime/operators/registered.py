@@ -35,6 +35,7 @@ from ..upstream.torch_internals import dispatch_modes
 from ..upstream.torch_lowering import called_at_once
 from . import gradients, grouped, neighbours, sharding
 from .shortcuts import Recording, at_once, of_plain_tensors
+from .twins import both
 
 # The compiler keeps strides as they were traced: fake kernels refuse rows that kernels cannot walk, and no others come.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -60,20 +61,20 @@ _STRAIGHT: dict[str, Callable[..., Any]] = {
 _IN_ORDER: dict[str, Callable[..., Tensors]] = {name: getattr(straight, f"{name}_in_order") for name in _STRAIGHT}
 
 
-def _schema(name: str, into: bool) -> str:
-    """The schema of a function's operator, or of that which writes where it is told."""
+def _schema(name: str, into: bool, defined: str) -> str:
+    """The schema of a function's operator, or of that which writes where it is told, by the name that it has."""
     takes = FUNCTIONS[name]
     rows = [row for row in takes.family.of(takes.norm) if row.name in takes.passed]
     declared = [f"{row.schema} {row.name}" for row in rows]
     if not into:
-        return f"{name}({', '.join(declared)}) -> Tensor[]"
+        return f"{defined}({', '.join(declared)}) -> Tensor[]"
     # y is always written to somewhere, the others where they are asked for.
     for alias, (place, result) in zip("abcdefgh", takes.places, strict=False):
         always = not next(row.wanted for row in takes.family.results if row.name == result)
         declared.append(f"Tensor({alias}!){'' if always else '?'} {place}")
     written = {result for _, result in takes.places}
     returned = [f"Tensor {row.name}" for row in takes.family.results if row.name not in written]
-    return f"{name}_into({', '.join(declared)}) -> ({', '.join(returned)})"
+    return f"{defined}({', '.join(declared)}) -> ({', '.join(returned)})"
 
 
 def _named(function: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
@@ -130,20 +131,31 @@ def _fake_into(function: str, *arguments: Any) -> tuple[torch.Tensor, ...]:
     return _not_written(function, results_of(call, call.x.new_empty))
 
 
-def _register(name: str, into: bool = False) -> torch._ops.OpOverload[Any, Any]:
-    """Define a function's operator, or that which writes, with one kernel for all devices and a fake one."""
+def _register(name: str, into: bool = False) -> None:
+    """Define a function's operator, or that which writes, with one kernel for all devices and a fake one; and its twin.
+
+    The twin is the same, batch invariant.
+    """
     run, fake = (_returned_into, _fake_into) if into else (_returned, _fake)
     kernel: Callable[..., Any] = partial(run, name)
     in_order = None if into else _IN_ORDER.get(name)
     if in_order is not None:
         kernel = of_plain_tensors(in_order, kernel)
-    _library.define(_schema(name, into), tags=_TAGS)
-    defined = f"{name}_into" if into else name
-    _library.impl(defined, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{_NAMESPACE}::{defined}", partial(fake, name), lib=_library)
-    operator: torch._ops.OpOverload[Any, Any] = getattr(torch.ops.normforge, defined).default
-    _kernels[defined] = kernel
-    _at_once[operator] = at_once(operator, in_order or kernel)
+    own = f"{name}_into" if into else name
+    shortest = both(own, in_order or kernel)
+    for defined, each in both(own, kernel).items():
+        _library.define(_schema(name, into, defined), tags=_TAGS)
+        _library.impl(defined, each, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{_NAMESPACE}::{defined}", partial(fake, name), lib=_library)
+        operator = _operator(defined)
+        _kernels[defined] = each
+        _at_once[operator] = at_once(operator, shortest[defined])
+        if into:
+            _count_writes(defined, operator)
+
+
+def _operator(name: str) -> torch._ops.OpOverload[Any, Any]:
+    operator: torch._ops.OpOverload[Any, Any] = getattr(torch.ops.normforge, name).default
     return operator
 
 
@@ -161,13 +173,15 @@ def _count_writes(name: str, operator: torch._ops.OpOverload[Any, Any]) -> None:
 
 _FORWARD, _BACKWARD = parameters.FORWARD.functions, parameters.BACKWARD.functions
 
-# By the norm's word.
-FORWARD = {norm.value: _register(name) for norm, name in _FORWARD.items()}
-FORWARD_INTO = {norm.value: _register(name, into=True) for norm, name in _FORWARD.items()}
-BACKWARD = {norm.value: _register(name) for norm, name in _BACKWARD.items()}
 for _norm in Norm:
-    _count_writes(f"{_FORWARD[_norm]}_into", FORWARD_INTO[_norm.value])
+    _register(_FORWARD[_norm])
+    _register(_FORWARD[_norm], into=True)
+    _register(_BACKWARD[_norm])
     gradients.register(_recording, _NAMESPACE, _FORWARD[_norm], _BACKWARD[_norm])
+# By the norm's word.
+FORWARD = {norm.value: _operator(name) for norm, name in _FORWARD.items()}
+FORWARD_INTO = {norm.value: _operator(f"{name}_into") for norm, name in _FORWARD.items()}
+BACKWARD = {norm.value: _operator(name) for norm, name in _BACKWARD.items()}
 for _name in (*parameters.MODULATED.functions.values(), *parameters.GATED.functions.values()):
     _register(_name)
     neighbours.register(_recording, _NAMESPACE, _name)

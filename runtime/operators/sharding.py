@@ -20,6 +20,7 @@ from ..calls.sharded import Frame
 from ..codegen.families import Kind
 from ..errors import LayoutError
 from ..upstream.torch_dtensor import assembled
+from .twins import both
 
 Straight = Mapping[str, Callable[..., Any]]
 
@@ -38,9 +39,10 @@ def register(library: torch.library.Library, namespace: str, straight: Straight)
         rules: dict[str, Callable[..., Any]] = {name: _sharded}
         if FUNCTIONS[name].places:
             rules[f"{name}_into"] = _sharded_into
-        for defined, rule in rules.items():
-            bound = partial(rule, FUNCTIONS[name], function)
-            torch.library.register_torch_dispatch(f"{namespace}::{defined}", DTensor, bound, lib=library)
+        for own, rule in rules.items():
+            for defined, compute in both(own, function).items():
+                bound = partial(rule, FUNCTIONS[name], compute)
+                torch.library.register_torch_dispatch(f"{namespace}::{defined}", DTensor, bound, lib=library)
 
 
 @torch.no_grad()

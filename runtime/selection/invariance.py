@@ -31,16 +31,27 @@ def is_on() -> bool:
 
 
 def refuse_torch(what: str) -> None:
-    """Refuse to have torch's own operators compute something, whose bits nobody promises, in place of a kernel.
+    """Refuse to have torch's own operators compute something in place of a kernel, where it is to be batch invariant.
 
     Raises:
-        InvarianceError: it is to be batch invariant.
+        InvarianceError: it is to be.
+    """
+    kernels = "normforge.layer_norm's docstring says what kernels take"
+    refuse_others(what, "torch's own operators", f"call it on a GPU, in 16 or 32 bits ({kernels})")
+
+
+def refuse_others(what: str, whose: str, instead: str) -> None:
+    """The same of others, whose bits nobody promises.
+
+    Args:
+        what: they would compute.
+        whose: who they are.
+        instead: what to do.
     """
     if is_on():
         raise InvarianceError(
-            f"{what} is to be batch invariant (NORMFORGE_BATCH_INVARIANT, or batch_invariant), and torch's own "
-            "operators would compute it, for no kernel takes it so (normforge.layer_norm's docstring says what kernels "
-            "take); call it on a GPU, in 16 or 32 bits, or leave it out: with normforge.batch_invariant(False)"
+            f"{what} is to be batch invariant (NORMFORGE_BATCH_INVARIANT, or batch_invariant), and {whose} would "
+            f"compute it, whose bits may depend on the batch; {instead}, or leave it out: with batch_invariant(False)"
         )
 
 

@@ -103,6 +103,11 @@ def test_a_small_sum_is_added_alone(joined: Joined, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(sums, "LEAST_ELEMENTS", least)
         model(given)
         assert joined.counts() == (expected, expected)
+    monkeypatch.setattr(sums, "LEAST_ELEMENTS", 0)
+    with normforge.batch_invariant():
+        # So that rows do not differ by how many there are.
+        model(given)
+        assert joined.counts() == (0, 0)
 
 
 @each_family

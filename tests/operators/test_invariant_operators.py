@@ -1,0 +1,159 @@
+"""Under batch invariance what is compiled stays invariant, whoever runs it, and nothing is left to Inductor."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge.calls.traced import INVARIANT
+from normforge.compiled import rules
+from normforge.errors import InvarianceError
+
+N = 131
+
+
+def rows(m: int) -> torch.Tensor:
+    return torch.randn(m, N, generator=torch.Generator().manual_seed(7)) + 100.0
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs(made: list[torch.fx.GraphModule]) -> Callable[..., Any]:
+    """A backend that runs what it is given, and keeps it."""
+
+    def compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        made.append(graph)
+        return graph.forward
+
+    return compile_graph
+
+
+def operators(graph: torch.fx.GraphModule) -> list[str]:
+    names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    return [name for name in names if "normforge" in name or "norm" in name]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_calls_have_the_bits_of_eager_ones(dynamic: bool) -> None:
+    """For every M, of a fixed size and of one that varies; outside they are of another graph."""
+    weight = torch.ones(N)
+
+    @torch.compile(backend="aot_eager", dynamic=dynamic, fullgraph=True)
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return normforge.layer_norm(x, (N,), weight)
+
+    x = rows(257)
+    outside = program(x)
+    with normforge.batch_invariant():
+        batch = normforge.layer_norm(x, (N,), weight)
+        for first, last in ((0, 257), (3, 4), (5, 12)):
+            assert torch.equal(program(x[first:last]), batch[first:last])
+    assert torch.equal(program(x), outside)
+    assert torch.equal(outside, normforge.layer_norm(x, (N,), weight))
+
+
+def test_a_compiled_gradient_is_invariant_wherever_it_runs() -> None:
+    """Autograd's threads know nothing of a `with`, and here it is over, too."""
+    weight = torch.linspace(0.5, 2.0, N, requires_grad=True)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def program(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return normforge.add_rms_norm(x, residual, weight)
+
+    def gradient(x: torch.Tensor, function: Callable[..., Any]) -> torch.Tensor:
+        leaf = x.clone().requires_grad_()
+        with normforge.batch_invariant():
+            y, total = function(leaf, x.flip(-1))
+        loss = (y * x.flip(-1)).sum() + total.sum()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    x = rows(257)
+    batch = gradient(x, program)
+    assert torch.equal(gradient(x[3:12], program), batch[3:12])
+    assert torch.equal(gradient(x, lambda x, residual: normforge.add_rms_norm(x, residual, weight)), batch)
+
+
+def test_a_graph_holds_twins_and_another_thread_runs_them() -> None:
+    """What was traced is invariant for good: a CUDA graph of it may be captured by anybody."""
+    made: list[torch.fx.GraphModule] = []
+
+    @torch.compile(backend=graphs(made), fullgraph=True)
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return normforge.rms_norm(x, (N,))
+
+    x = rows(3)
+    with normforge.batch_invariant():
+        program(x)
+        found: list[torch.Tensor] = []
+        thread = threading.Thread(target=lambda: found.append(program(x)))
+        thread.start()
+        thread.join()
+    program(x)
+    inside, outside = map(operators, made)
+    assert inside == [f"normforge.rmsnorm2d_fwd{INVARIANT}.default"]
+    assert outside == ["normforge.rmsnorm2d_fwd.default"]
+
+
+def test_nothing_is_left_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose norms are of blocks that follow from M; outside a norm of so few elements is."""
+    monkeypatch.setattr(rules, "LEAST_ELEMENTS", 1 << 22)
+    made: list[torch.fx.GraphModule] = []
+
+    @torch.compile(backend=graphs(made), fullgraph=True)
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return normforge.rms_norm(x, (N,))
+
+    with normforge.compile_passes():
+        program(rows(3))
+        with normforge.batch_invariant():
+            program(rows(3))
+    outside, inside = map(operators, made)
+    assert not any("normforge" in name for name in outside)
+    assert inside == [f"normforge.rmsnorm2d_fwd{INVARIANT}.default"]
+
+
+def test_an_exported_program_stays_invariant() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return normforge.rms_norm(x, (N,))
+
+    x = rows(257)
+    with normforge.batch_invariant():
+        batch = normforge.rms_norm(x, (N,))
+        rows_of_any_number = {"x": {0: torch.export.Dim("m", min=2, max=1000)}}
+        program = torch.export.export(Module(), (x,), dynamic_shapes=rows_of_any_number)
+    assert torch.equal(program.module()(x[3:12]), batch[3:12])
+
+
+def test_what_torch_would_compute_is_refused_in_a_trace_too() -> None:
+    @torch.compile(backend="aot_eager")
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return normforge.layer_norm(x, (N,))
+
+    with normforge.batch_invariant(), pytest.raises(InvarianceError, match="float64"):
+        program(rows(3).double())
+
+
+def test_group_norm() -> None:
+    x = torch.randn(9, 8, 5, 5, generator=torch.Generator().manual_seed(3))
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return normforge.group_norm(x, 2)
+
+    with normforge.batch_invariant():
+        batch = normforge.group_norm(x, 2)
+        assert torch.equal(program(x), batch)
+        assert torch.equal(program(x[3:4]), batch[3:4])
