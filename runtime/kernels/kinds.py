@@ -72,9 +72,8 @@ def _told_apart(strides: Mapping[str, RowStride], n: int) -> dict[str, RowStride
         found[slot] = _walk(stride) if isinstance(stride, RowWalk) else _like(stride, n)
     x, y = "x_row_stride", "y_row_stride"
     # Kernels of rows that start anywhere take those of y that start as x's do.
-    if found.get(x) == found.get(y) and strides.get(x) != strides.get(y):
-        stride = found[y]
-        assert isinstance(stride, int)
+    stride = found.get(y)
+    if isinstance(stride, int) and found.get(x) == stride and strides[x] != strides[y]:
         found[y] = stride + MOST_ALIGNED
     return found
 
