@@ -72,9 +72,9 @@ def _told_apart(strides: Mapping[str, RowStride], n: int) -> dict[str, RowStride
         found[slot] = _walk(stride) if isinstance(stride, RowWalk) else _like(stride, n)
     x, y = "x_row_stride", "y_row_stride"
     # Kernels of rows that start anywhere take those of y that start as x's do.
-    stride = found.get(y)
-    if isinstance(stride, int) and found.get(x) == stride and strides[x] != strides[y]:
-        found[y] = stride + MOST_ALIGNED
+    of_y = found.get(y)
+    if isinstance(of_y, int) and found.get(x) == of_y and strides[x] != strides[y]:
+        found[y] = of_y + MOST_ALIGNED
     return found
 
 

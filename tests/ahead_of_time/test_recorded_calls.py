@@ -20,7 +20,7 @@ from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.launcher import Launcher
 from normforge.upstream import triton_launcher
 
-from ..calling import FLOATS, QUANTISED
+from ..calling import FLOATS, FORWARD, QUANTISED
 from ..thorough import first_of_each
 
 Shape = tuple[int, ...]
@@ -126,8 +126,7 @@ def forward(draw: Draw) -> None:
     elif draw.often(0.4):
         options["out"] = draw.place(shape, options.get("out_dtype", dtype))
         options["out_dtype"] = options["out"].dtype
-    function: Callable[..., object] = {"layer": normforge.layernorm2d_fwd, "rms": normforge.rmsnorm2d_fwd}[norm]
-    function(x, *weights, **options)
+    FORWARD[norm](x, *weights, **options)
 
 
 def recorded(draw: Draw) -> None:
