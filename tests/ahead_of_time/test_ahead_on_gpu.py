@@ -147,6 +147,25 @@ def test_groups_of_shapes_that_were_named_run_without_the_compiler(tmp_path: Pat
     assert "normforge aot --shape" in other.stderr
 
 
+def test_what_was_recorded_runs_without_the_compiler(tmp_path: Path) -> None:
+    """The kernels that ran while it was recorded, and no others, whatever the types and classes of rows are."""
+    recording, out = str(tmp_path / "needed.yaml"), str(tmp_path / "kernels")
+    program = f"{CALLS}{GROUP_CALLS.replace('def run()', 'def run_groups()')}run(dtype=torch.float32)\nrun_groups()\n"
+    listed = """
+from normforge.kernels.obtain import obtained
+print(*sorted({key.portable for key, _ in obtained()}), sep="\\n")
+"""
+    launched = printed(program + listed, NORMFORGE_RECORD=recording, TRITON_CACHE_DIR=str(tmp_path / "first"))
+    here = torch.cuda.get_device_properties(0).multi_processor_count
+    argv = ("aot", "--arch", architecture(torch.device("cuda", 0)), "--multiprocessors", str(here), "--out", out)
+    said = printed(
+        command(*argv, "--recorded", recording), CUDA_VISIBLE_DEVICES="", TRITON_CACHE_DIR=str(tmp_path / "triton")
+    )
+    assert said.startswith(f"{len(launched.splitlines())} kernels for ")
+    environment = {"NORMFORGE_AOT": out, "NORMFORGE_FROZEN": "1", "TRITON_CACHE_DIR": str(tmp_path / "other")}
+    assert printed(program.replace("import torch", f"{NO_COMPILER}import torch", 1) + listed, **environment) == launched
+
+
 def test_a_damaged_binary_is_never_run(ahead: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(ahead, tmp_path / "kernels"))
     for binary in folder.glob("*.cubin"):

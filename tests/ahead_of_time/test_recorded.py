@@ -12,7 +12,7 @@ import torch
 import normforge
 from normforge.ahead_of_time.compile_keys import recorded_keys_for
 from normforge.calls import group_plan, plan, row_gradients
-from normforge.errors import AotError, ConflictError, RecordError
+from normforge.errors import AotError, ConflictError, FrozenError, RecordError
 from normforge.kernels import binaries
 from normforge.kernels.gpu import target_of
 from normforge.kernels.key import KernelKey, integer_type
@@ -235,6 +235,29 @@ def test_a_recording_says_nothing_of_m_but_its_class(tmp_path: Path) -> None:
             normforge.rmsnorm2d_fwd(packed[:, :heads])
             normforge.rmsnorm2d_fwd(packed.flatten(0, 1))
     assert len(read(path, path.read_bytes()).calls) == 2
+
+
+def test_a_call_that_is_refused_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what a frozen server met can be compiled for the next one."""
+
+    def refuse(*_: object) -> None:
+        raise FrozenError("refused")
+
+    monkeypatch.setattr(plan, "Launcher", refuse)
+    path = tmp_path / "needed.yaml"
+    with normforge.record(path), pytest.raises(FrozenError):
+        normforge.rmsnorm2d_fwd(rows())
+    monkeypatch.undo()
+    assert len(normforge.recorded_keys(path, arch="sm_90")) == 1
+
+
+def test_classes_of_rows_that_share_a_weight(tmp_path: Path) -> None:
+    path = tmp_path / "needed.yaml"
+    with normforge.record(path):
+        for m in (3, dispatch.loaded().small_m + 1):
+            trained(normforge.gated_rms_norm(leaf(m), leaf(m), ones(requires_grad=True)))
+    met = {(kind.mode, kind.rows) for kind in read(path, path.read_bytes()).calls}
+    assert met == {(mode, word) for mode in ("rms_bwd_bf16_ga", "rms_fwd_bf16_ga_mv") for word in ("few", "many")}
 
 
 def test_another_architecture_gets_its_own_tiles(tmp_path: Path) -> None:
