@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import Enum
 from itertools import product
+from typing import Any
 
 import torch
 
 from normforge.codegen.instance import ANY, Tile
 from normforge.codegen.model import Mode
-from normforge.codegen.values import Cast, Direction, DType, FusedAdd, FusedQuant, Norm, Pipeline
+from normforge.codegen.values import (
+    Cast,
+    Direction,
+    DType,
+    FusedAdd,
+    FusedQuant,
+    GateActivation,
+    Gating,
+    Norm,
+    Pipeline,
+)
 from normforge.kernels.gpu import target_of
 from normforge.kernels.tile_choice import choose
 from normforge.selection import on_demand
+
+from .groups import GroupCase, group_cases
+from .layouts import Layout
 
 FP16, BF16, FP32 = DType.FP16, DType.BF16, DType.FP32
 INT8, FP8 = DType.INT8, DType.FP8_E4M3FN
@@ -58,20 +71,35 @@ CAST_MODES = {
         for norm, dtype in product(Norm, (FP16, BF16))
     ),
 }
+_GATINGS = (Gating.AFTER_NORM, Gating.BEFORE_NORM)
+_BACKWARD_AXES: tuple[dict[str, Any], ...] = ({"dropout": True}, *({"gating": gating} for gating in _GATINGS))
+# Dropout before an add, and rows with a gate behind the norm or before it.
+BESIDE_MODES = {
+    Direction.FORWARD: tuple(
+        mode
+        for norm in Norm
+        for mode in (
+            *(Mode(norm, dtype, dtype, FusedAdd.PRE_ADD_STORE, dropout=True, save_mv=True) for dtype in (BF16, FP32)),
+            *(
+                Mode(norm, dtype, dtype, gating=gating, save_mv=True)
+                for gating, dtype in product(_GATINGS, (FP16, BF16, FP32))
+            ),
+            Mode(norm, BF16, FP32, gating=Gating.AFTER_NORM, gate_activation=GateActivation.SIGMOID, save_mv=True),
+            Mode(norm, BF16, INT8, gating=Gating.AFTER_NORM, fquant=FusedQuant.DYNAMIC),
+        )
+    ),
+    Direction.BACKWARD: tuple(
+        Mode(norm, dtype, dtype, direction=Direction.BACKWARD, **axes)
+        for norm, dtype in product(Norm, (BF16, FP32))
+        for axes in _BACKWARD_AXES
+    ),
+}
 _HEAD_MODES = {
     Direction.FORWARD: tuple(Mode(norm, dtype, dtype, save_mv=True) for norm, dtype in product(Norm, (BF16, FP32))),
     Direction.BACKWARD: tuple(
         Mode(norm, dtype, dtype, direction=Direction.BACKWARD) for norm, dtype in product(Norm, (BF16, FP32))
     ),
 }
-
-
-class Layout(Enum):
-    """How rows lie in memory; the value is what names and reports call it."""
-
-    ADJOINING = ""
-    HEADS = "heads"
-    HEADS_IN_PLACE = "heads in place"
 
 
 _HEAD_LAYOUTS = {
@@ -111,6 +139,9 @@ class Case:
         """For messages: the mode, N, the tile and the layout."""
         tile = " ".join(str(value) for value in self.tile.row)
         return f"{self.mode.name} N={self.n} {tile} {self.layout.value}".rstrip()
+
+
+AnyCase = Case | GroupCase
 
 
 @dataclass(frozen=True)
@@ -168,10 +199,10 @@ COMPILED = {
 LENGTHS = (100, 1024, 4096, 5137, 16384, 65536, 262144, 4194304)
 
 
-def cases(device: torch.device) -> list[Case]:
+def cases(device: torch.device) -> list[AnyCase]:
     """Every case that a device runs."""
-    found = _compiled(device) if device.type == "cuda" else _interpreted()
-    return list(dict.fromkeys(found))
+    compiles = device.type == "cuda"
+    return list(dict.fromkeys((*(_compiled(device) if compiles else _interpreted()), *group_cases(compiles))))
 
 
 def _interpreted() -> Iterator[Case]:
@@ -195,7 +226,7 @@ def forced(variants: dict[Direction, tuple[Variant, ...]]) -> Iterator[Case]:
     """Every mode and layout with every tile that there is a kernel for."""
     modes = {Direction.FORWARD: FORWARD_MODES, Direction.BACKWARD: BACKWARD_MODES}
     for direction, some in variants.items():
-        adjoining = product((*modes[direction], *CAST_MODES[direction]), (Layout.ADJOINING,))
+        adjoining = product((*modes[direction], *CAST_MODES[direction], *BESIDE_MODES[direction]), (Layout.ADJOINING,))
         heads = product(_HEAD_MODES[direction], _HEAD_LAYOUTS[direction])
         for (mode, layout), variant in product((*adjoining, *heads), some):
             if runs(mode, variant.tile):
@@ -210,7 +241,7 @@ def runs(mode: Mode, tile: Tile) -> bool:
     return tile.pipeline in mode.pipelines and (tile.pipeline is not SPREAD or mode.is_backward or is_short)
 
 
-def matching(some: Iterable[Case], words: Iterable[str]) -> list[Case]:
+def matching(some: Iterable[AnyCase], words: Iterable[str]) -> list[AnyCase]:
     """The cases whose names hold every word."""
     wanted = tuple(words)
     return [case for case in some if all(word in case.name for word in wanted)]

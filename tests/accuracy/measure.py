@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -17,12 +17,15 @@ from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, Part, Pipeline
 from normforge.dtypes import TORCH_DTYPES
 from normforge.kernels.gpu import interpreting
+from normforge.random_mask import dropout_mask
 from normforge.selection import dispatch, on_demand
 from normforge.selection.table import Entry, RetiledTable
 
-from . import peer
-from .cases import Case, Layout, rows_of_a_kind
+from . import gates, groups, peer
+from .cases import Case, rows_of_a_kind
+from .groups import GROUPS, GroupCase
 from .interpreter import adding_by_halves
+from .layouts import Layout
 from .peer import EPS
 from .rows import KINDS
 from .units import MOST, Error, Exact, median, ratio, rounded
@@ -73,25 +76,86 @@ class Operands:
     bias: torch.Tensor | None
     residual: torch.Tensor | None
     dy: torch.Tensor | None
+    gate: torch.Tensor | None = None
+    keep: torch.Tensor | None = None
 
     def of(self, part: slice) -> Operands:
         """The same of some rows."""
-        residual, dy = (None if t is None else t[part] for t in (self.residual, self.dy))
-        return Operands(self.x[part], self.weight, self.bias, residual, dy)
+        tensors = (self.residual, self.dy, self.gate, self.keep)
+        residual, dy, gate, keep = (None if tensor is None else tensor[part] for tensor in tensors)
+        return Operands(self.x[part], self.weight, self.bias, residual, dy, gate, keep)
+
+    @property
+    def kept(self) -> Operands:
+        """The same with x as a dropout leaves it."""
+        return self if self.keep is None else replace(self, x=dropped(self.x.float(), self.keep))
 
 
-def measure(case: Case, device: torch.device, seed: int) -> list[Cell]:
+# Half of the elements, so that others are doubled, which is exact.
+_DROPOUT_P, _DROPOUT_RNG = 0.5, (11939, 3)
+
+
+def dropped(rows: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """What a dropout leaves of rows."""
+    return torch.where(keep, 2 * rows, 0.0)
+
+
+def _dropout(device: torch.device) -> dict[str, Any]:
+    return {"dropout_p": _DROPOUT_P, "dropout_rng": torch.tensor(_DROPOUT_RNG, device=device)}
+
+
+def measure(case: Case | GroupCase, device: torch.device, seed: int) -> list[Cell]:
     """Every cell of a case."""
+    if isinstance(case, GroupCase):
+        return _measure_groups(case, device, seed)
     dtype = TORCH_DTYPES[case.mode.dtype_in]
-    kinds = [name for name, kind in KINDS.items() if dtype in kind.dtypes]
-    if device.type == "cpu" and DType.BF16 in (case.mode.dtype_in, case.mode.dtype_out):
-        kinds.remove("denormal")  # Triton's interpreter reads and writes bf16 below the smallest normal number wrongly
+    kinds = _kinds(dtype, device, (case.mode.dtype_in, case.mode.dtype_out))
     operands = _draw(case, kinds, device, seed)
     with _tiled(case) as loaded:
         run = _backward if case.mode.is_backward else _forward
         cells = list(run(case, kinds, operands))
     pipeline = _label(case, loaded)
     return [_cell(case, pipeline, *cell) for cell in cells]
+
+
+def _kinds(dtype: torch.dtype, device: torch.device, dtypes: Collection[DType]) -> list[str]:
+    kinds = [name for name, kind in KINDS.items() if dtype in kind.dtypes]
+    if device.type == "cpu" and DType.BF16 in dtypes:
+        kinds.remove("denormal")  # Triton's interpreter reads and writes bf16 below the smallest normal number wrongly
+    return kinds
+
+
+def _measure_groups(case: GroupCase, device: torch.device, seed: int) -> list[Cell]:
+    mode, dtype = case.mode, TORCH_DTYPES[case.mode.dtype_in]
+    direction = "bwd" if mode.is_backward else "fwd"
+    count, tile = rows_of_a_kind(case.n, device), " ".join(str(value) for value in case.tile.row)
+    cells = []
+    channels = GROUPS * case.channels
+    weight = (1 + 0.1 * _normal(_generator(case, device, seed, "weight"), channels)).to(dtype)
+    with _tiled(case) as loaded:
+        for kind in _kinds(dtype, device, (mode.dtype_in,)):
+            rows = KINDS[kind].rows(count, case.n, dtype, _generator(case, device, seed, f"x {kind}"))
+            if mode.is_backward:
+                dy = _normal(_generator(case, device, seed, f"dy {kind}"), count, case.n).to(dtype)
+                found = groups.backward(case, rows, dy, weight)
+            else:
+                found = groups.forward(case, rows, weight)
+            for output, of, exact, our, their in found:
+                ours, theirs = exact.error_of(our), exact.error_of(their)
+                told = (direction, mode.name, case.dtypes, case.n, tile, kind, output)
+                cells.append(Cell(case.tile.pipeline.value, *told, ours, theirs, ratio(ours, theirs, of)))
+    expected = {part.value for part in mode.parts(case.tile.pipeline)}
+    if set(loaded) != expected:
+        raise AssertionError(f"{case.name}: {sorted(set(loaded))} ran where {sorted(expected)} should have")
+    return cells
+
+
+def _generator(case: Case | GroupCase, device: torch.device, seed: int, name: str) -> torch.Generator:
+    return torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name} {case.n} {case.mode.dtype_in}".encode()))
+
+
+def _normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device)
 
 
 Found = tuple[str, str, torch.dtype, Error, Error]
@@ -101,8 +165,13 @@ def _cell(case: Case, pipeline: str, kind: str, output: str, dtype: torch.dtype,
     mode = case.mode
     same = mode.dtype_out is mode.dtype_in
     dtypes = mode.dtype_in.value if same else f"{mode.dtype_in.value} → {mode.dtype_out.value}"
+    if mode.dropout:
+        dtypes = f"{dtypes}, dropout"
     if mode.fadd.adds:
         dtypes = f"{dtypes}, add"
+    if mode.gating.gates:
+        word = mode.gate_activation.value
+        dtypes = f"{dtypes}, {word} gate before" if mode.gating.is_before else f"{dtypes}, {word} gate"
     if mode.cast.comes_first:
         dtypes = f"{dtypes}, rounded first"
     if case.layout is not Layout.ADJOINING:
@@ -115,7 +184,7 @@ def _cell(case: Case, pipeline: str, kind: str, output: str, dtype: torch.dtype,
 
 
 @contextmanager
-def _tiled(case: Case) -> Iterator[list[str]]:
+def _tiled(case: Case | GroupCase) -> Iterator[list[str]]:
     """Make calls of a case's mode and length take its tile, and note which kernels are loaded."""
     entry = on_demand.generate(case.mode, case.n, "a table of tiles to measure")
     loaded: list[str] = []
@@ -151,17 +220,16 @@ def _draw(case: Case, kinds: list[str], device: torch.device, seed: int) -> Oper
     dtype = TORCH_DTYPES[mode.dtype_in]
     count = rows_of_a_kind(n, device)
 
-    def generator(name: str) -> torch.Generator:
-        return torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name} {n} {mode.dtype_in}".encode()))
-
     def rows(name: str) -> torch.Tensor:
-        return torch.cat([KINDS[kind].rows(count, n, dtype, generator(f"{name} {kind}")) for kind in kinds])
+        drawn = [(KINDS[kind], _generator(case, device, seed, f"{name} {kind}")) for kind in kinds]
+        return torch.cat([kind.rows(count, n, dtype, generator) for kind, generator in drawn])
 
     def normal(name: str, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator(name), dtype=torch.float64, device=device)
+        return _normal(_generator(case, device, seed, name), *shape)
 
     # A bias would hide errors of what is small beside it: only calls that add have one.
     has_bias = mode.norm.centres and mode.fadd.adds
+    m = len(kinds) * count
     # T5's and Llama's y has the type that weight and rounded row have together.
     is_of_y = mode.cast.comes_first and not mode.fquant.quantises
     return Operands(
@@ -169,8 +237,14 @@ def _draw(case: Case, kinds: list[str], device: torch.device, seed: int) -> Oper
         weight=(1 + 0.1 * normal("weight", n)).to(TORCH_DTYPES[mode.dtype_out] if is_of_y else dtype),
         bias=(0.01 * normal("bias", n)).to(dtype) if has_bias else None,
         residual=rows("residual") if mode.fadd.adds else None,
-        dy=normal("dy", len(kinds) * count, n).to(dtype) if mode.is_backward else None,
+        dy=normal("dy", m, n).to(dtype) if mode.is_backward else None,
+        gate=(2 * normal("gate", m, n)).to(dtype) if mode.gating.gates else None,
+        keep=_mask((m, n), device) if mode.dropout else None,
     )
+
+
+def _mask(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return dropout_mask(shape, **_dropout(device))
 
 
 def _parts(kinds: list[str], operands: Operands) -> Iterator[tuple[str, slice]]:
@@ -182,7 +256,7 @@ def _parts(kinds: list[str], operands: Operands) -> Iterator[tuple[str, slice]]:
 def _forward(case: Case, kinds: list[str], operands: Operands) -> Iterator[Found]:
     actual = _ours(case, operands)
     for kind, part in _parts(kinds, operands):
-        rows = operands.of(part)
+        rows = operands.of(part).kept
         theirs = _theirs(case.mode, rows)
         for name, exact in _exact(case.mode, rows).items():
             ours = actual[name][part]
@@ -203,10 +277,14 @@ def _laid(rows: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def _ours(case: Case, operands: Operands) -> dict[str, torch.Tensor]:
     mode, x = case.mode, _laid(operands.x, case.layout)
+    if operands.gate is not None:
+        return gates.forward(mode, x, operands.gate, operands.weight)
     keywords: dict[str, Any] = {"eps": EPS, "save_mv": mode.save_mv, "fquant": mode.fquant, "cast": mode.cast}
     keywords |= {"out_dtype": TORCH_DTYPES[mode.dtype_out]}
     if operands.residual is not None:
         keywords |= {"residual": operands.residual, "fadd": mode.fadd}
+    if mode.dropout:
+        keywords |= _dropout(x.device)
     if case.layout is Layout.HEADS_IN_PLACE:
         keywords["out"] = x
     if mode.norm.centres:
@@ -231,7 +309,9 @@ def _theirs(mode: Mode, rows: Operands) -> dict[str, torch.Tensor]:
         x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
     if rows.residual is not None:
         x = x + rows.residual.float()
-    if half is None:
+    if rows.gate is not None:
+        found = gates.torchs(mode, rows.x, rows.gate, rows.weight)
+    elif half is None:
         found = peer.forward(mode.norm.centres, x, weight, bias)
     else:
         found = peer.forward_rounding_first(mode.norm.centres, x, weight, bias, half)
@@ -242,6 +322,9 @@ def _theirs(mode: Mode, rows: Operands) -> dict[str, torch.Tensor]:
 
 def _exact(mode: Mode, rows: Operands) -> dict[str, Exact]:
     s = rows.x.double()
+    factor = None if rows.gate is None else gates.activated(mode, rows.gate.double())
+    if factor is not None and mode.gating.is_before:
+        s = s * factor
     if rows.residual is not None:
         # The sum is defined in fp32, and is what both are given.
         s = (rows.x.float() + rows.residual.float()).double()
@@ -253,6 +336,8 @@ def _exact(mode: Mode, rows: Operands) -> dict[str, Exact]:
     y, either = h * rows.weight.double(), either * rows.weight.double().abs()
     if rows.bias is not None:
         y += rows.bias.double()
+    if factor is not None and not mode.gating.is_before:
+        y *= factor
     if mode.fquant.quantises:
         low, y_scale, high = (
             magnitude.amax(-1) / mode.dtype_out.qmax for magnitude in (y.abs() - either, y.abs(), y.abs() + either)
@@ -273,15 +358,23 @@ def _backward(case: Case, kinds: list[str], operands: Operands) -> Iterator[Foun
     for kind, part in _parts(kinds, operands):
         rows = operands.of(part)
         assert rows.dy is not None
+        if rows.gate is not None:
+            yield from _gated_backward(case.mode, kind, rows)
+            continue
         s = rows.x.double()
         mean = s.mean(-1) if centres else torch.zeros_like(s[:, 0])
         rstd = ((s - mean.unsqueeze(-1)).square().mean(-1) + EPS).rsqrt()
         statistics = {"rstd": rstd.float()} | ({"mean": mean.float()} if centres else {})
         wants = ("dx", "dweight", "dbias") if centres else ("dx", "dweight")
-        actual = _our_gradients(case, rows, statistics, wants)
         theirs = peer.backward(centres, rows.dy, rows.x, rows.weight, statistics)
         oracle: Any = normforge.reference.layernorm2d_bwd if centres else normforge.reference.rmsnorm2d_bwd
-        expected = oracle(rows.dy, rows.x, rows.weight, **statistics)
+        more: dict[str, Any] = {}
+        if rows.keep is not None:
+            # Of a call's rows, which are these alone.
+            more, wants = _dropout(rows.x.device), (*wants, "ddropped")
+            theirs["ddropped"] = dropped(theirs["dx"], _mask(tuple(rows.x.shape), rows.x.device))
+        expected = oracle(rows.dy, rows.x, rows.weight, **statistics, **more)
+        actual = _our_gradients(case, rows, statistics, wants)
         exact = {name: Exact(getattr(expected, name), expected.magnitudes[name]) for name in wants}
         half = _first_rounded_to(case.mode)
         if half is not None:
@@ -296,6 +389,24 @@ def _backward(case: Case, kinds: list[str], operands: Operands) -> Iterator[Foun
             yield kind, name, ours.dtype, exact[name].error_of(ours), exact[name].error_of(theirs[name])
 
 
+def _gated_backward(mode: Mode, kind: str, rows: Operands) -> Iterator[Found]:
+    """Ours is given fp64's statistics of what is normalised, in fp32."""
+    assert rows.dy is not None
+    assert rows.gate is not None
+    s = rows.x.double()
+    s = s * gates.activated(mode, rows.gate.double()) if mode.gating.is_before else s
+    mean = s.mean(-1) if mode.norm.centres else torch.zeros_like(s[:, 0])
+    statistics = {"rstd": ((s - mean.unsqueeze(-1)).square().mean(-1) + EPS).rsqrt().float()}
+    if mode.norm.centres:
+        statistics["mean"] = mean.float()
+    given = (rows.dy, rows.x, rows.gate, rows.weight)
+    ours, theirs = gates.backward(mode, *given, statistics), gates.torchs_gradients(mode, *given)
+    values, magnitudes = gates.exact_gradients(mode, *given)
+    for name, our in ours.items():
+        exact = Exact(values[name], magnitudes[name])
+        yield kind, name, our.dtype, exact.error_of(our), exact.error_of(theirs[name])
+
+
 def _our_gradients(
     case: Case, rows: Operands, statistics: dict[str, torch.Tensor], wants: tuple[str, ...]
 ) -> dict[str, torch.Tensor]:
@@ -303,5 +414,6 @@ def _our_gradients(
     dy, x = (_laid(tensor, case.layout) for tensor in (rows.dy, rows.x))
     saved = {name: value.view(x.shape[:-1]) for name, value in statistics.items()}
     run: Any = layernorm2d_bwd if case.mode.norm.centres else rmsnorm2d_bwd
-    found = run(dy, x, rows.weight, **saved, wants=wants, cast=case.mode.cast)
+    more = _dropout(x.device) if case.mode.dropout else {}
+    found = run(dy, x, rows.weight, **saved, wants=wants, cast=case.mode.cast, **more)
     return {name: getattr(found, name).view(-1, x.shape[-1]).squeeze(0) for name in wants}

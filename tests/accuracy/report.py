@@ -12,7 +12,7 @@ from .rows import KINDS
 from .units import MOST, RULE, UNIT
 
 _DIRECTIONS = {"fwd": "Forward", "bwd": "Backward"}
-_NORMS = {"ln": "LayerNorm", "rms": "RMSNorm"}
+_NORMS = {"ln": "LayerNorm", "rms": "RMSNorm", "gn": "GroupNorm"}
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ def markdown(outcome: Outcome, header: Mapping[str, str], command: str) -> str:
         "`rounded first` are rows that are rounded before the weight (`cast`), torch's likewise: its operator without "
         "a weight in fp32, rounded and multiplied. `heads` are two of four in a packed tensor, whose rows are on two "
         "strides, NaN beside them; `in place`, y is written over them.",
+        "With `dropout` torch is given what is kept, doubled. `gate` is act(z) behind the norm, or before it, torch's "
+        "composed of its operators in fp32; so is GroupNorm with SiLU, whose rows are groups of 1, 2, 4 or 8 channels.",
         kinds,
         "## The unit",
         UNIT,

@@ -12,15 +12,15 @@ from tqdm import tqdm
 
 from normforge.tools.machine import Machine
 
-from .cases import Case
+from .cases import AnyCase
 from .measure import Cell, measure
 from .report import Outcome
 
 
-def run(chosen: Sequence[Case], machine: Machine, seed: int, jobs: int) -> Outcome:
+def run(chosen: Sequence[AnyCase], machine: Machine, seed: int, jobs: int) -> Outcome:
     """Measure cases, in as many processes."""
-    cells: dict[Case, list[Cell]] = {}
-    broken: dict[Case, str] = {}
+    cells: dict[AnyCase, list[Cell]] = {}
+    broken: dict[AnyCase, str] = {}
     for case, found in tqdm(_each(chosen, machine, seed, jobs), total=len(chosen), unit=" cases", file=sys.stderr):
         if isinstance(found, str):
             broken[case] = f"{case.name}: {found}"
@@ -32,7 +32,9 @@ def run(chosen: Sequence[Case], machine: Machine, seed: int, jobs: int) -> Outco
     )
 
 
-def _each(chosen: Sequence[Case], machine: Machine, seed: int, jobs: int) -> Iterator[tuple[Case, list[Cell] | str]]:
+def _each(
+    chosen: Sequence[AnyCase], machine: Machine, seed: int, jobs: int
+) -> Iterator[tuple[AnyCase, list[Cell] | str]]:
     if jobs == 1:
         for case in chosen:
             yield case, attempt(case, machine.device, seed)
@@ -45,7 +47,7 @@ def _each(chosen: Sequence[Case], machine: Machine, seed: int, jobs: int) -> Ite
             yield pending[done], done.result() if problem is None else f"{type(problem).__name__}: {problem}"
 
 
-def attempt(case: Case, device: torch.device, seed: int) -> list[Cell] | str:
+def attempt(case: AnyCase, device: torch.device, seed: int) -> list[Cell] | str:
     """A case's cells, or why it did not run."""
     try:
         return measure(case, device, seed)

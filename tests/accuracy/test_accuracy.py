@@ -7,13 +7,14 @@ import subprocess
 import sys
 from collections.abc import Hashable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from normforge.codegen.values import Direction, Norm, Part, Pipeline
+from normforge.codegen.values import Direction, DType, Norm, Part, Pipeline
 from normforge.tools.machine import find_machine
 from tests.accuracy.__main__ import main
 from tests.accuracy.cases import (
@@ -22,13 +23,15 @@ from tests.accuracy.cases import (
     COMPILED,
     FORWARD_MODES,
     INTERPRETED,
+    AnyCase,
     Case,
-    Layout,
     Variant,
     cases,
     forced,
     runs,
 )
+from tests.accuracy.groups import GroupCase
+from tests.accuracy.layouts import Layout
 from tests.accuracy.measure import Cell, measure
 from tests.accuracy.rows import KINDS
 from tests.accuracy.run import attempt, run
@@ -56,11 +59,23 @@ SLICE = (
     "rms_fwd_bf16_addst_cbw_mv",
     "rms_fwd_fp32_bf16_cbw_mv",
     "rms_bwd_bf16_cbw",
+    "ln_fwd_fp32_drop_addst_mv",
+    "rms_bwd_fp32_drop",
+    "rms_fwd_fp32_ga_mv",
+    "ln_fwd_fp32_gb_mv",
+    "ln_fwd_bf16_int8_ga_dq",
+    "rms_fwd_bf16_fp32_ga_sig_mv",
+    "rms_bwd_fp32_ga",
+    "ln_bwd_bf16_gb",
 )
 
 
 def slice_of(device: torch.device) -> list[Case]:
-    return [case for case in cases(device) if case.mode.name in SLICE or case.layout is not Layout.ADJOINING]
+    rows = [case for case in cases(device) if isinstance(case, Case)]
+    return [case for case in rows if case.mode.name in SLICE or case.layout is not Layout.ADJOINING]
+
+
+GROUPS = [case for case in cases(CPU) if isinstance(case, GroupCase)]
 
 
 def told(cells: list[Cell]) -> str:
@@ -74,17 +89,26 @@ def told(cells: list[Cell]) -> str:
 def kind_of(case: Case) -> Hashable:
     """Each tile of each direction, for what the types change is little; roundings and layouts at one length."""
     mode = case.mode
+    if mode.dropout or mode.gating.gates:
+        return (mode.direction, mode.fquant, mode.dropout, mode.gating) if case.n == 100 else None
     if mode.cast.comes_first or case.layout is not Layout.ADJOINING:
         return (mode.direction, mode.fquant, mode.cast, case.layout) if case.n == 100 else None
     return mode.direction, case.tile, case.n
 
 
 ONE_A_TILE = first_of_each(slice_of(CPU), kind_of, lambda case: case.name)
+ONE_OF_GROUPS = first_of_each(
+    GROUPS,
+    lambda case: (
+        (case.mode.direction, case.mode.activation) if case.n == 104 and case.mode.dtype_in is DType.FP32 else None
+    ),
+    lambda case: case.name,
+)
 
 
 @interpreted
-@pytest.mark.parametrize("case", ONE_A_TILE)
-def test_no_error_is_over_four_times_torchs(case: Case) -> None:
+@pytest.mark.parametrize("case", [*ONE_A_TILE, *ONE_OF_GROUPS])
+def test_no_error_is_over_four_times_torchs(case: AnyCase) -> None:
     found = measure(case, CPU, SEED)
     assert all(cell.ok for cell in found), told(found)
 
@@ -226,3 +250,30 @@ def test_the_command_measures_in_several_processes(repository: Path) -> None:
 def test_words_that_name_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["nonsense"]) == 2
     assert "'nonsense'" in capsys.readouterr().err
+
+
+def spoil(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {name: value * (1 + 1e-4) for name, value in values.items()}
+    return values * (1 + 1e-4)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("name", "output", "module", "function"),
+    [
+        ("rms_fwd_fp32_drop_addst_mv", "y", "measure", "dropped"),
+        ("rms_bwd_fp32_drop", "ddropped", "measure", "_our_gradients"),
+        ("rms_fwd_fp32_ga_mv", "y", "gates", "activated"),
+        ("rms_bwd_fp32_ga", "dgate", "gates", "backward"),
+    ],
+)
+def test_a_dropout_or_a_gate_that_is_off_is_told(
+    name: str, output: str, module: str, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By 1e-4: what is computed, or what both it and torch's are held against."""
+    place = import_module(f"tests.accuracy.{module}")
+    honest = getattr(place, function)
+    monkeypatch.setattr(place, function, lambda *given: spoil(honest(*given)))
+    case = next(case for case in cases(CPU) if case.mode.name == name and case.n == 100)
+    assert output in {cell.output for cell in measure(case, CPU, SEED) if not cell.ok and cell.kind == "random"}

@@ -1,0 +1,153 @@
+"""GroupNorm, measured: each row of a kind is a group, its channels and positions side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch.nn import functional
+
+from normforge.calls import group
+from normforge.calls.group_instead import Gradients, Options
+from normforge.codegen.groups import Activation, GroupMode
+from normforge.codegen.instance import Tile
+from normforge.codegen.values import Direction, DType, Pipeline
+from normforge.group_reference import group_norm_bwd
+from normforge.kernels.gpu import named_target
+from normforge.kernels.group_tiles import Shape, choose
+
+from .layouts import Layout
+from .peer import EPS
+from .units import Exact, median
+
+# Of a sample; rows of a kind come in multiples of it.
+GROUPS = 4
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class GroupCase:
+    """One launch to measure; n is how many elements a group has."""
+
+    mode: GroupMode
+    n: int
+    tile: Tile
+    layout: Layout = Layout.ADJOINING
+
+    @property
+    def name(self) -> str:
+        """For messages: the mode, N and the tile."""
+        return f"{self.mode.name} N={self.n} {' '.join(str(value) for value in self.tile.row)}"
+
+    @property
+    def dtypes(self) -> str:
+        """X's type, and what else there is, in words."""
+        return ", ".join((self.mode.dtype_in.value, *self.mode.features))
+
+    @property
+    def channels(self) -> int:
+        """Of a group."""
+        return next(channels for channels in (8, 4, 2, 1) if self.n % channels == 0)
+
+    def shaped(self, rows: torch.Tensor) -> torch.Tensor:
+        """(M, N) rows as x: (samples, channels, positions)."""
+        x = rows.view(-1, GROUPS * self.channels, self.n // self.channels)
+        return x.movedim(1, -1).contiguous().movedim(-1, 1) if self.mode.channels_last else x
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """X's shape back to (M, N)."""
+        return x.reshape(-1, self.n)
+
+    @property
+    def options(self) -> Options:
+        """What calls are told."""
+        return Options(GROUPS, EPS, self.mode.activation.value, None)
+
+
+Found = tuple[str, torch.dtype, Exact, torch.Tensor, torch.Tensor]
+
+
+def forward(case: GroupCase, rows: torch.Tensor, weight: torch.Tensor) -> Iterator[Found]:
+    """Each output: its name and type, what is exact, ours and torch's."""
+    x, silu = case.shaped(rows), case.mode.activation.is_applied
+    ours, statistics = group.launched(x, weight, None, case.options, saves=True)
+    assert statistics is not None
+    s = rows.double()
+    mean = s.mean(-1, keepdim=True)
+    rstd = ((s - mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
+    z = case.rows(case.shaped((s - mean) * rstd) * weight.double().view(-1, 1))
+    y = functional.silu(z) if silu else z
+    size = x.shape[0], x.shape[1], x.shape[2]
+    plain = x.contiguous()
+    theirs, *_ = _aten.native_group_norm(
+        plain.float() if silu else plain, weight.float() if silu else weight, None, *size, GROUPS, EPS
+    )
+    theirs = functional.silu(theirs).to(x.dtype) if silu else theirs
+    _, their_mean, their_rstd = _aten.native_group_norm(plain.float(), weight.float(), None, *size, GROUPS, EPS)
+    yield "y", ours.dtype, Exact(y, median(y)), case.rows(ours), case.rows(theirs)
+    yield "mean", torch.float32, Exact(mean[:, 0], s.abs().mean(-1)), statistics[0].flatten(), their_mean.flatten()
+    zero = torch.zeros_like(rstd[:, 0])
+    yield "rstd", torch.float32, Exact(rstd[:, 0], zero), statistics[1].flatten(), their_rstd.flatten()
+
+
+def backward(case: GroupCase, rows: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor) -> Iterator[Found]:
+    """Each gradient, likewise; ours from fp64's statistics in fp32."""
+    x, given, silu = case.shaped(rows), case.shaped(dy), case.mode.activation.is_applied
+    bias = torch.zeros_like(weight)
+    s = rows.double()
+    mean = s.mean(-1)
+    rstd = ((s - mean.unsqueeze(-1)).square().mean(-1) + EPS).rsqrt()
+    statistics = torch.stack((mean, rstd)).float().view(2, x.shape[0], GROUPS)
+    ours = group.launched_backward(given, x, weight, bias, statistics, case.options, Gradients._fields)
+    activation = "silu" if silu else None
+    exact = group_norm_bwd(given, x, GROUPS, weight, bias, EPS, activation=activation)
+    leaves = tuple(tensor.detach().contiguous().float().requires_grad_() for tensor in (x, weight, bias))
+    z = functional.group_norm(leaves[0], GROUPS, leaves[1], leaves[2], EPS)
+    theirs = torch.autograd.grad(functional.silu(z) if silu else z, leaves, given.float())
+    for name, our, their in zip(Gradients._fields, ours, theirs, strict=True):
+        assert our is not None
+        want = Exact(getattr(exact, name), exact.magnitudes[name])
+        yield name, our.dtype, want, our, their.to(x.dtype)
+
+
+_BF16, _FP32, _FP16 = DType.BF16, DType.FP32, DType.FP16
+MODES = tuple(
+    GroupMode(dtype, direction, activation, last)
+    for direction in Direction
+    for dtype, activation, last in (
+        (_FP16, Activation.NONE, False),
+        (_BF16, Activation.NONE, False),
+        (_FP32, Activation.NONE, False),
+        (_FP32, Activation.NONE, True),
+        (_BF16, Activation.SILU, True),
+        (_FP32, Activation.SILU, False),
+    )
+)
+_ONE_PASS, _TWO_PASS = Pipeline.ONE_PASS, Pipeline.TWO_PASS
+# Groups of one program and in parts, whose last is ragged; by whether kernels are compiled.
+VARIANTS: dict[bool, tuple[tuple[Tile, tuple[int, ...]], ...]] = {
+    False: (
+        (Tile(_ONE_PASS, 1, 512, 4), (104, 1000)),
+        (Tile(_TWO_PASS, 1, 256, 4, held=1), (1000, 4104)),
+    ),
+    True: (
+        (Tile(_ONE_PASS, 1, 2048, 8), (104, 1000, 8192)),
+        (Tile(_TWO_PASS, 1, 2048, 8, held=2), (1000, 40960, 262144)),
+        (Tile(Pipeline.SPREAD, 1, 2048, 8, 2, 4, 2), (40960,)),
+    ),
+}
+
+
+def group_cases(compiles: bool) -> Iterator[GroupCase]:
+    """Every mode with every tile that there is a kernel for and that its groups fit."""
+    target = named_target("sm_90")
+    for mode, (tile, lengths) in product(MODES, VARIANTS[compiles]):
+        if tile.pipeline not in mode.pipelines or (tile.pipeline is Pipeline.SPREAD and mode.dtype_in.itemsize > 2):
+            continue
+        for n in lengths:
+            case = GroupCase(mode, n, tile)
+            shape = Shape(GROUPS * case.channels, GROUPS, n // case.channels, mode.dtype_in.itemsize)
+            if choose(mode, shape, (tile,), target)[0] == tile:
+                yield case
