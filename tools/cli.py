@@ -31,6 +31,7 @@ VERBS = {
     "backendbench": Verb(
         ".backendbench", "write torch's norms as operators that BackendBench tests", makes_calls=False
     ),
+    "hub": Verb(".hub_command", "write norms as a repository for Hugging Face's kernels", makes_calls=False),
     "demo": Verb(".demo", "run a handful of modes and print a table"),
 }
 

@@ -28,7 +28,7 @@ from .pages import ROOT
 _COPIED = ("codegen", "templates", "generated", "manifests", "instances.yaml", "generate.py", "Makefile")
 
 # Verbs of `normforge` that take seconds and no GPU.
-_RUN_VERBS = ("backendbench", "generate", "list", "merge", "run", "--version")
+_RUN_VERBS = ("backendbench", "generate", "hub", "list", "merge", "run", "--version")
 
 # A user's own program in the examples.
 PROGRAM = "serve.py"

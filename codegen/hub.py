@@ -1,0 +1,129 @@
+"""A repository for Hugging Face's `kernels`: emitted modules and what launches them, with nothing of ours to import."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .emit import render, render_folder
+from .instance import ANY, Instance, Tile, Tiles
+from .manifest import load
+from .values import Pipeline
+
+NAME = "normforge-norms"
+PACKAGE = NAME.replace("-", "_")
+VERSION = 0
+# Backends of torch that Triton compiles for here; each has a folder of its own, of the same files.
+BACKENDS = ("cuda", "rocm")
+
+MARK = "# Written by `normforge hub`."
+
+# What the layers launch: forward with the statistics that gradients want, and those.
+_MODES = """\
+groups:
+  plain:
+    norm: [layer, rms]
+    dtype_in: [fp16, bf16, fp32]
+    save_mv: true
+  plain_gradients:
+    direction: bwd
+    norm: [layer, rms]
+    dtype_in: [fp16, bf16, fp32]
+  rounded:
+    norm: rms
+    dtype_in: [fp16, bf16]
+    cast: before_weight
+    save_mv: true
+  rounded_gradients:
+    direction: bwd
+    norm: rms
+    dtype_in: [fp16, bf16]
+    cast: before_weight
+"""
+
+_OWN = ("launch", "layers", "norms")
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository's files.
+
+    Attributes:
+        name: what it is called on the Hub, `owner/name`.
+        files: text by path.
+    """
+
+    name: str
+    files: Mapping[str, str]
+
+
+def repository(owner: str) -> Repository:
+    """Render a repository: its sources, as `kernel-builder` takes them, and what it would build of them.
+
+    Nothing is compiled in building a `torch-noarch` kernel, so its variants are copies of the sources with metadata.
+
+    Args:
+        owner: the user or organisation on the Hub.
+    """
+    named = f"{owner}/{NAME}"
+    package = _package()
+    # Of the files, so that two repositories' operators never share a name.
+    digest = hashlib.sha256("".join(f"{path}\n{text}" for path, text in sorted(package.items())).encode()).hexdigest()
+    values = {"mark": MARK, "title": NAME, "version": VERSION, "backends": BACKENDS, "repository": named}
+    files = {file: render(f"hub/{file}.j2", **values) for file in ("build.toml", "flake.nix")}
+    files |= {f"torch-ext/{PACKAGE}/{path}": text for path, text in package.items()}
+    for backend in BACKENDS:
+        variant = f"build/torch-{backend}"
+        unique = f"_{PACKAGE}_{backend}_{digest[:7]}"
+        built = {**package, "_ops.py": render("hub/ops.py.j2", mark=MARK, id=unique)}
+        files |= {f"{variant}/{path}": text for path, text in built.items()}
+        files[f"{variant}/metadata.json"] = _metadata(unique, backend, built)
+    return Repository(named, files)
+
+
+def _package() -> dict[str, str]:
+    """The files of the Python package, but for `_ops.py`, which a build adds."""
+    kernels = render_folder(_instances())
+    modes = sorted(path.removesuffix(".py") for path in kernels if "_fwd_" in path or "_bwd_" in path)
+    values = {"mark": MARK, "modes": modes, "modules": sorted([*modes, "dispatch", "finalise"])}
+    package = {"__init__.py": render("hub/package.py.j2", mark=MARK)}
+    package |= {f"{name}.py": render(f"hub/{name}.py.j2", **values) for name in _OWN}
+    return package | {f"kernels/{path}": text for path, text in kernels.items()}
+
+
+def _instances() -> list[Instance]:
+    return [_alone(entry.instance) for entry in load(Path("hub.yaml"), text=_MODES).entries]
+
+
+def _alone(instance: Instance) -> Instance:
+    """An instance whose programs wait for none: where they would, it has the tile of any architecture."""
+    others = dict(instance.tiles)[ANY]
+
+    def alone(tile: Tile, other: Tile) -> Tile:
+        return other if tile.pipeline is Pipeline.SPREAD else tile
+
+    tiles = tuple(
+        (arch, Tiles(alone(these.large, others.large), alone(these.small, others.small)))
+        for arch, these in instance.tiles
+    )
+    return replace(instance, tiles=tiles)
+
+
+def _metadata(unique: str, backend: str, files: Mapping[str, str]) -> str:
+    digests = {
+        path: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for path, text in sorted(files.items())
+    }
+    said = {
+        "name": NAME,
+        "id": unique,
+        "version": VERSION,
+        "license": "MIT",
+        "python-depends": [],
+        "backend": {"type": backend},
+        "digest": {"algorithm": "sha256", "files": digests},
+    }
+    return json.dumps(said, indent=2) + "\n"

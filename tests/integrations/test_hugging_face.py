@@ -1,0 +1,125 @@
+"""The repository that `normforge hub` writes, in Hugging Face's `kernels`, with a model of transformers'."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from normforge.tools.cli import main
+
+kernels = pytest.importorskip("kernels", reason="Hugging Face's kernels is not installed")
+
+WIDTH = 48
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("hub") / "norms"
+    assert main(["hub", str(made)]) == 0
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _unmarked() -> Iterator[None]:
+    """What marks torch's classes for `kernels` is undone."""
+    yield
+    for cls in (torch.nn.LayerNorm, torch.nn.RMSNorm):
+        for name in ("kernel_layer_name", "kernel_condition"):
+            if name in vars(cls):
+                delattr(cls, name)
+
+
+def mapping(path: Path, device: str, layers: dict[str, str]) -> Any:
+    """Layers of the repository at a path, by the names that classes are marked with."""
+    return {name: {device: kernels.LocalLayerRepository(path, layer_name=layer)} for name, layer in layers.items()}
+
+
+def kernelised(model: Any, path: Path, device: str, layers: dict[str, str]) -> Any:
+    """A copy of a model in which `kernels` replaced forwards; it raises where it would fall back."""
+    made = copy.deepcopy(model)
+    with kernels.use_kernel_mapping(mapping(path, device, layers), inherit_mapping=False):
+        mode = kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE
+        return kernels.kernelize(made, mode=mode, device=device, use_fallback=False)
+
+
+def replaced(model: torch.nn.Module) -> int:
+    """How many modules have a forward of the repository's."""
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    return sum(
+        isinstance(each, types.MethodType) and "normforge_norms" in each.__func__.__module__ for each in forwards
+    )
+
+
+def trained(model: Any, *given: Any) -> list[torch.Tensor]:
+    """What a model returns, and its parameters' gradients."""
+    y = model(*given)
+    y = getattr(y, "logits", y)
+    y.square().mean().backward()
+    return [y, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def alike(found: list[torch.Tensor], due: list[torch.Tensor]) -> None:
+    assert len(found) == len(due)
+    for one, other in zip(found, due, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def norms() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, WIDTH), torch.nn.RMSNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
+    )
+
+
+TORCHS = {"LayerNorm": "LayerNorm", "TorchRMSNorm": "TorchRMSNorm"}
+
+
+def test_torchs_norms_are_replaced(folder: Path) -> None:
+    kernels.replace_kernel_forward_from_hub(torch.nn.LayerNorm, "LayerNorm")
+    kernels.replace_kernel_forward_from_hub(torch.nn.RMSNorm, "TorchRMSNorm")
+    model, x = norms(), torch.randn(2, 3, WIDTH)
+    # The variant for CUDA itself: for a CPU, where kernels are interpreted, there is none to be chosen.
+    ours = kernelised(model, folder / "build" / "torch-cuda", "cpu", TORCHS)
+    assert replaced(ours) == 3
+    alike(trained(ours, x), trained(model, x))
+
+
+def test_a_model_of_transformers_takes_them(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama", reason="transformers is not installed")
+    config = transformers.LlamaConfig(
+        vocab_size=31,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation="eager",
+    )
+    model = transformers.LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    kernels.replace_kernel_forward_from_hub(llama.LlamaRMSNorm, "RMSNorm")
+    ours = kernelised(model, folder / "build" / "torch-cuda", "cpu", {"RMSNorm": "RMSNorm"})
+    assert replaced(ours) == 5
+    tokens = torch.randint(31, (2, 5))
+    alike(trained(ours, tokens), trained(model, tokens))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_folder_itself_is_taken(folder: Path) -> None:
+    kernels.replace_kernel_forward_from_hub(torch.nn.LayerNorm, "LayerNorm")
+    kernels.replace_kernel_forward_from_hub(torch.nn.RMSNorm, "TorchRMSNorm")
+    model, x = norms().cuda(), torch.randn(2, 300, WIDTH, device="cuda")
+    device = "cuda" if torch.version.hip is None else "rocm"
+    ours = kernelised(model, folder, device, TORCHS)
+    assert replaced(ours) == 3
+    alike(trained(ours, x), trained(model, x))
+    ours.zero_grad()
+    model.zero_grad()
+    alike(trained(torch.compile(ours, fullgraph=True), x), trained(model, x))

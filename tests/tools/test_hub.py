@@ -1,0 +1,328 @@
+"""`normforge hub`: what it writes, imported as Hugging Face's `kernels` imports it, and what the layers compute."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import hashlib
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from normforge.codegen.hub import _instances
+from normforge.codegen.parameters import BACKWARD, FORWARD
+from normforge.kernels.assembly import Facts, assemble, options_of
+from normforge.kernels.gpu import ARCHITECTURES, Target
+from normforge.selection import dispatch
+from normforge.selection.sources import source_of
+from normforge.tools.cli import main
+
+from ..thorough import THOROUGH
+
+VARIANT = Path("build", "torch-cuda")
+EPS = 1e-5
+
+Described = list[tuple[str, dict[str, Any], tuple[int, ...]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("hub") / "norms"
+    assert main(["hub", str(made), "--owner", "someone"]) == 0
+    return made
+
+
+@pytest.fixture(scope="module")
+def package(folder: Path) -> Iterator[Any]:
+    """The package of a variant, imported as kernels 0.17's importer does it: by its metadata's id."""
+    name = json.loads((folder / VARIANT / "metadata.json").read_text())["id"]
+    spec = importlib.util.spec_from_file_location(name, folder / VARIANT / "__init__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    for each in [each for each in sys.modules if each.partition(".")[0] == name]:
+        del sys.modules[each]
+
+
+def test_a_repository_is_laid_out_as_kernel_builder_takes_it(folder: Path) -> None:
+    """After docs/source/builder/writing-kernels.md of huggingface/kernels, 8ac69fc542a4306eade0759ef7c45b4f2ae57df0."""
+    build = (folder / "build.toml").read_text()
+    for line in ('name = "normforge-norms"', "edition = 5", 'repo-id = "someone/normforge-norms"', "[torch-noarch]"):
+        assert line in build.splitlines()
+    here = folder / "torch-ext" / "normforge_norms"
+    sources = {path.relative_to(here) for path in here.rglob("*.py")}
+    assert {Path("__init__.py"), Path("layers.py")} <= sources
+    for backend in re.findall(r'^    "(\w+)",$', build, re.MULTILINE):
+        variant = folder / "build" / f"torch-{backend}"
+        built = {path.relative_to(variant) for path in variant.rglob("*.py") if "__pycache__" not in path.parts}
+        # A build adds the names of operators.
+        assert built == {*sources, Path("_ops.py")}
+        assert all((variant / path).read_bytes() == (here / path).read_bytes() for path in sources)
+        metadata = json.loads((variant / "metadata.json").read_text())
+        assert (metadata["name"], metadata["backend"]) == ("normforge-norms", {"type": backend})
+        assert re.fullmatch(rf"_normforge_norms_{backend}_[0-9a-f]{{7}}", metadata["id"])
+        assert f'"{metadata["id"]}::' in (variant / "_ops.py").read_text()
+        for path, digest in metadata["digest"]["files"].items():
+            assert base64.b64decode(digest) == hashlib.sha256((variant / path).read_bytes()).digest()
+        assert {Path(path) for path in metadata["digest"]["files"]} == built
+
+
+def test_it_imports_nothing_but_torch_and_triton(folder: Path) -> None:
+    for path in (folder / VARIANT).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            own = {name.partition(".")[0] for name in names}
+            assert own <= {"torch", "triton", *sys.stdlib_module_names}, path
+
+
+def test_layers_are_what_kernels_takes(package: Any) -> None:
+    """After `_validate_layer` of kernels 0.17.2: no constructor, and no members but a forward and two flags."""
+    members = set(dir(torch.nn.Module))
+    for name in ("LayerNorm", "TorchRMSNorm", "RMSNorm", "GemmaRMSNorm"):
+        layer = getattr(package.layers, name)
+        assert issubclass(layer, torch.nn.Module)
+        assert layer.__init__ is torch.nn.Module.__init__
+        assert set(dir(layer)) - members == {"has_backward", "can_torch_compile"}
+        assert layer.has_backward
+        assert layer.can_torch_compile
+
+
+def test_a_folder_is_brought_up_to_date_and_others_files_are_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["hub", str(tmp_path)])
+    once = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    source = tmp_path / "torch-ext" / "normforge_norms"
+    (source / "kernels" / "old.py").write_text("# Generated by normforge from an earlier template\n")
+    (source / "theirs.py").write_text("import torch\n")
+    main(["hub", str(tmp_path)])
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == {
+        **once,
+        source / "theirs.py": b"import torch\n",
+    }
+    (source / "layers.py").write_text("mine = True\n")
+    (tmp_path / "build.toml").unlink()
+    with pytest.raises(SystemExit):
+        main(["hub", str(tmp_path)])
+    assert "layers.py is there already and normforge did not write it" in capsys.readouterr().err
+    assert not (tmp_path / "build.toml").exists()
+    with pytest.raises(SystemExit):
+        main(["hub", str(tmp_path), "--owner", "a/b"])
+    assert "is no name on the Hub" in capsys.readouterr().err
+
+
+# Layers' numbers
+
+
+class Module(torch.nn.Module):
+    """What a layer's forward is given to: parameters and an epsilon under every name that a layer reads."""
+
+    def __init__(self, layer: type[torch.nn.Module], shape: tuple[int, ...], dtype: torch.dtype, affine: bool) -> None:
+        super().__init__()
+        self.normalized_shape = shape
+        self.eps = self.variance_epsilon = EPS
+        self.weight = torch.nn.Parameter(torch.randn(shape).to(dtype)) if affine else None
+        self.bias = torch.nn.Parameter(torch.randn(shape).to(dtype)) if affine else None
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer.forward(self, x)
+        return y
+
+
+def expected(name: str, x: Any, weight: Any, bias: Any, dimensions: int) -> Any:
+    """A layer's formula in fp64, rounded nowhere."""
+    over = tuple(range(-dimensions, 0))
+    rows = x if name != "LayerNorm" else x - x.mean(over, keepdim=True)
+    y = rows * torch.rsqrt(rows.pow(2).mean(over, keepdim=True) + EPS)
+    y = y if weight is None else y * (weight + (name == "GemmaRMSNorm"))
+    return y if bias is None or name != "LayerNorm" else y + bias
+
+
+# Of a value, beside the largest of its tensor; rounding before the weight too is another rounding.
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 2e-6}
+
+NAMES = ("LayerNorm", "TorchRMSNorm", "RMSNorm", "GemmaRMSNorm")
+
+
+def check(
+    package: Any, name: str, dtype: torch.dtype, rows: tuple[int, ...], shape: tuple[int, ...], affine: bool
+) -> None:
+    module = Module(getattr(package.layers, name), shape, dtype, affine)
+    # Rows that lie apart, and start where no vector does.
+    x = (3 * torch.randn(*rows, *shape[:-1], shape[-1] + 1) + 1).to(dtype)[..., 1:].requires_grad_()
+    used = [module.weight, module.bias] if name == "LayerNorm" else [module.weight]
+    wide = [
+        None if each is None else each.detach().double().requires_grad_() for each in (x, module.weight, module.bias)
+    ]
+    y, due = module(x), expected(name, *wide, len(shape))
+    dy = torch.randn_like(y)
+    leaves = [x, *[each for each in used if each is not None]]
+    wides = [each for each in wide[: 1 + len(used)] if each is not None]
+    found = [y, *torch.autograd.grad(y, leaves, dy)]
+    wanted = [due, *torch.autograd.grad(due, wides, dy.double())]
+    assert y.dtype is dtype
+    for one, other in zip(found, wanted, strict=True):
+        error = (one.double() - other).abs().max() / other.abs().max()
+        assert error <= TOLERANCE[dtype], (name, dtype, rows, shape)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_computes_its_formula_and_its_gradients(package: Any, name: str) -> None:
+    check(package, name, torch.bfloat16, (2, 3), (40,), True)
+    check(package, name, torch.float32, (5,), (1500,), True)
+
+
+@THOROUGH
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_it_does_at_every_length(package: Any, name: str, dtype: torch.dtype) -> None:
+    for n in (5, 129, 771, 4099, 17000):
+        check(package, name, dtype, (3,), (n,), True)
+    check(package, name, dtype, (300,), (96,), True)
+    if name in ("LayerNorm", "TorchRMSNorm"):
+        check(package, name, dtype, (2, 3), (4, 10), True)
+        check(package, name, dtype, (2, 3), (40,), False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_no_kernel_takes_is_torchs(package: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    monkeypatch.setattr(package.layers.norms.launch, "_launch", lambda mode, *_: launched.append(mode))
+    layer = getattr(package.layers, name)
+    x = torch.randn(2, 40)
+    cases = [(torch.float64, torch.float64)]
+    # Gemma's formula takes a weight of any type; of the others, a weight of another type is torch's to say.
+    cases += [] if name == "GemmaRMSNorm" else [(torch.bfloat16, torch.float32)]
+    for of_x, of_weight in cases:
+        module = Module(layer, (40,), of_weight, True)
+        due = expected(name, x.to(of_x).double(), module.weight, module.bias, 1)
+        torch.testing.assert_close(module(x.to(of_x)).double(), due.double(), rtol=3e-2, atol=3e-2)
+    assert launched == []
+    assert Module(layer, (40,), torch.float32, True)(x[:0]).shape == (0, 40)
+    with pytest.raises(RuntimeError):
+        Module(layer, (40,), torch.float32, True)(torch.randn(2, 39))
+    assert launched == []
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_torch_compile_breaks_no_graph(package: Any, name: str) -> None:
+    module = Module(getattr(package.layers, name), (40,), torch.float32, True)
+    x = torch.randn(6, 40, requires_grad=True)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    (found,), (due,) = (torch.autograd.grad(each(x).square().sum(), x) for each in (compiled, module))
+    torch.testing.assert_close(found, due)
+
+
+def test_operators_are_ones_that_torch_knows(package: Any) -> None:
+    norms = package.layers.norms
+    x, weight = torch.randn(3, 40, requires_grad=True), torch.randn(40, requires_grad=True)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(norms._layer_norm, (x, weight, None, EPS), test_utils=tests)
+    torch.library.opcheck(norms._rms_norm, (x, weight, EPS, 0.0, True), test_utils=tests)
+
+
+# Launches
+
+
+def of_runtime(mode: Any, m: int, n: int, target: Target) -> Described:
+    """The launches that the runtime comes to: symbols, constants and options, grids."""
+    family = BACKWARD if mode.is_backward else FORWARD
+    named = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[mode.dtype_in.value]
+    rows, sums = (("dy", "x", "dx"), ("dweight", "dbias")) if mode.is_backward else (("x", "y"), ())
+    layer = mode.norm.value == "layer"
+    dtypes: dict[str, Any] = dict.fromkeys(row.name for row in family.tensors)
+    dtypes |= dict.fromkeys([*rows, "weight"], named) | {"rstd": torch.float32}
+    dtypes |= {"mean": torch.float32} if layer else {}
+    dtypes |= dict.fromkeys(sums if layer else sums[:1], named)
+    dtypes |= {"bias": named} if layer and not mode.is_backward else {}
+    strides = {row.row_stride_slot: n if dtypes[row.name] else 0 for row in family.tensors if row.row_stride_slot}
+    entry = dispatch.find(mode, n)
+    facts = Facts.of(family, mode, n, target, dtypes, strides, {}, ())
+    few = m <= entry.small_m
+    made = assemble(facts, entry.choices(m, target.arch), m, few=few)
+    found = []
+    for recipe in (*made.walkers, *([made.finisher] if made.finisher else [])):
+        source = source_of(entry, recipe.part)
+        options = options_of(source.parameters, recipe.constants, recipe.warps, recipe.options, target)
+        told = {name: value for name, value in recipe.constants.items() if name in source.parameters}
+        found.append((source.symbol, {**told, **options}, recipe.grid(m, made.programs(m))))
+    return found
+
+
+def of_repository(
+    package: Any, mode: Any, m: int, n: int, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> Described:
+    """The launches that the package makes on such a GPU."""
+    launch = package.layers.norms.launch
+    found: Described = []
+
+    class Kernel:
+        def __init__(self, symbol: str, names: tuple[str, ...]) -> None:
+            self.symbol, self.names = symbol, names
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def record(**given: Any) -> None:
+                options = {name for name in given if name not in self.names}
+                told = {name: given[name] for name in self.names if name.isupper() and name != "M"}
+                found.append((self.symbol, {**told, **{name: given[name] for name in options}}, grid))
+
+            return record
+
+    def kernel(mode: str, part: str) -> Any:
+        _, names = original(mode, part)
+        return Kernel(f"{mode}_{part}", names), names
+
+    original = launch._kernel
+    finaliser = launch.finalise.sum_partials
+    summing = (
+        tuple(finaliser.arg_names) if hasattr(finaliser, "arg_names") else tuple(finaliser.fn.__code__.co_varnames)
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "_kernel", kernel)
+        patch.setattr(launch.finalise, "sum_partials", Kernel("sum_partials", summing))
+        patch.setattr(launch, "_device", lambda _: (target.arch, target.warp_size, target.multiprocessors))
+        patch.setattr(launch, "INTERPRETED", False)
+        dtype = {word: dtype for dtype, word in launch.DTYPES.items()}[mode.dtype_in.value]
+        x, vector, statistic = (torch.empty(*size, dtype=dtype, device="meta") for size in ((m, n), (n,), (m,)))
+        layer = mode.norm.value == "layer"
+        tensors = {"weight": vector, "rstd": statistic, **({"mean": statistic} if layer else {})}
+        if mode.is_backward:
+            sums = {"dweight": vector, **({"dbias": vector} if layer else {})}
+            launch.backward(mode.name, x, x, sums, {"weight_offset": 0.0}, dx=x, **tensors)
+        else:
+            given = {**tensors, **({"bias": vector} if layer else {}), "y": x}
+            launch.forward(mode.name, x, {"eps": EPS, "weight_offset": 0.0}, **given)
+    return found
+
+
+# Lengths of every bucket, whose rows start where vectors do: others the runtime reads by windows.
+LENGTHS = (64, 200, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384, 20000, 65536)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+def test_launches_are_the_runtimes(package: Any, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is launched early and no programs wait for one another, as in programs of JAX's."""
+    target = replace(ARCHITECTURES[arch], plainly=True)
+    modes = list(dict.fromkeys(instance.mode for instance in _instances()))
+    assert len(modes) == 16
+    compared = 0
+    for mode in modes:
+        for n in LENGTHS:
+            for m in (1, 256, 5000):
+                expected_launches = of_runtime(mode, m, n, target)
+                assert of_repository(package, mode, m, n, target, monkeypatch) == expected_launches, (mode.name, m, n)
+                compared += len(expected_launches)
+    assert compared > 1000
