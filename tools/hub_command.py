@@ -37,8 +37,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     for path, text in made.files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
-    for path in stale:
-        path.unlink()
+    for old in stale:
+        old.unlink()
     print(f"{made.name}: {len(made.files)} files in {folder}; layers: {', '.join(_layers(made))}")
     return DONE
 

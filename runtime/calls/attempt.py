@@ -17,7 +17,7 @@ logger = logging.getLogger("normforge")
 T = TypeVar("T")
 
 
-def attempted(whose: str, run: Callable[..., T], x: torch.Tensor, *others: Any) -> T | None:
+def attempted(whose: str, run: Callable[..., T], x: torch.Tensor, *others: Any, **named: Any) -> T | None:
     """What a function that calls kernels returns; None if no kernel serves the call after all.
 
     Args:
@@ -25,6 +25,7 @@ def attempted(whose: str, run: Callable[..., T], x: torch.Tensor, *others: Any) 
         run: the function.
         x: its first argument. While a CUDA graph is captured on its device, only kernels that are loaded serve.
         others: its other arguments.
+        named: those that it takes by name.
     """
     recording = torch.is_grad_enabled()
     # Tensors may require a gradient that is somebody else's to record.
@@ -33,8 +34,8 @@ def attempted(whose: str, run: Callable[..., T], x: torch.Tensor, *others: Any) 
     try:
         if _captured(x):
             with only_compiled():
-                return run(x, *others)
-        return run(x, *others)
+                return run(x, *others, **named)
+        return run(x, *others, **named)
     except NormforgeError as error:
         _say_once(whose, run.__name__, error)
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.compiler import is_dynamo_compiling
 
@@ -10,8 +12,6 @@ from ..calls.straight import layernorm2d_fwd, rmsnorm2d_fwd
 from ..dtypes import FLOATS
 
 _FLOATS = frozenset(FLOATS)
-
-Found = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def fits(
@@ -33,51 +33,31 @@ def fits(
     )
 
 
-def rms(
-    engine: str,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    eps: float,
-    *,
-    weight_offset: float = 0.0,
-    cast: str = "after_weight",
-) -> Found | None:
-    """RMSNorm of x, or of x + residual with that sum beside it; None if the engine has to compute it itself."""
+def rms(engine: str, x: torch.Tensor, weight: torch.Tensor | None, **options: Any) -> Any:
+    """RMSNorm of x by `rmsnorm2d_fwd`, or of x + residual with that sum beside it.
+
+    None if the engine has to compute it itself.
+    """
     if is_dynamo_compiling():
-        return _rms(x, weight, residual, eps, weight_offset, cast)
-    return attempted(_leaves(engine), _rms, x, weight, residual, eps, weight_offset, cast)
+        return _rms(x, weight, **options)
+    return attempted(_LEAVES.format(engine), _rms, x, weight, **options)
 
 
-def layer(
-    engine: str, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> torch.Tensor | None:
-    """LayerNorm of x; None if the engine has to compute it itself."""
+def layer(engine: str, x: torch.Tensor, *vectors: torch.Tensor | None, eps: float) -> torch.Tensor | None:
+    """LayerNorm of x with a weight and a bias; None if the engine has to compute it itself."""
     if is_dynamo_compiling():
-        return _layer(x, weight, bias, eps)
-    return attempted(_leaves(engine), _layer, x, weight, bias, eps)
+        return _layer(x, *vectors, eps=eps)
+    return attempted(_LEAVES.format(engine), _layer, x, *vectors, eps=eps)
 
 
-def _leaves(engine: str) -> str:
-    return f"normforge leaves calls to {engine}'s own norms"
+_LEAVES = "normforge leaves calls to {}'s own norms"
 
 
-def _rms(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    cast: str,
-) -> Found:
-    if residual is None:
-        return rmsnorm2d_fwd(x, weight, eps=eps, weight_offset=weight_offset, cast=cast).y
-    out = rmsnorm2d_fwd(
-        x, weight, eps=eps, weight_offset=weight_offset, cast=cast, residual=residual, fadd="pre_add_store"
-    )
-    assert out.residual_out is not None
-    return out.y, out.residual_out
+def _rms(x: torch.Tensor, weight: torch.Tensor | None, **options: Any) -> Any:
+    adds = options.get("residual") is not None
+    out = rmsnorm2d_fwd(x, weight, fadd="pre_add_store" if adds else "none", **options)
+    return (out.y, out.residual_out) if adds else out.y
 
 
-def _layer(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-    return layernorm2d_fwd(x, weight, bias, eps=eps).y
+def _layer(x: torch.Tensor, *vectors: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return layernorm2d_fwd(x, *vectors, eps=eps).y

@@ -16,7 +16,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..settings import lists_us
-from .serving import Found, fits, layer, rms
+from .serving import fits, layer, rms
 
 logger = logging.getLogger("normforge")
 
@@ -25,7 +25,7 @@ VARIABLE = "SGLANG_PLUGINS"
 
 _LAYERS = "sglang.srt.layers.layernorm"
 
-Norm = Callable[..., Found | None]
+Norm = Callable[..., Any]
 
 
 def register() -> None:
@@ -71,7 +71,7 @@ def _served(
     residual: torch.Tensor | None = None,
     *others: Any,
     **named: Any,
-) -> Found | None:
+) -> Any:
     if x.numel() == 0 or any(other is not None for other in (*others, *named.values())):
         return None
     return serve(norm, x, residual)
@@ -86,7 +86,7 @@ def _is_batch_invariant() -> bool:
 _PLAIN = {"variance_size_override": None, "fp32_residual": False, "override_orig_dtype": None, "_quant_linear": None}
 
 
-def _rms(norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> Found | None:
+def _rms(norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> Any:
     weight = norm.weight.data if getattr(norm, "has_weight", True) else None
     rounds_first = getattr(norm, "cast_x_before_out_mul", False)
     if any(getattr(norm, name, plain) is not plain for name, plain in _PLAIN.items()) or not fits(
@@ -97,23 +97,23 @@ def _rms(norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> Found | N
     if rounds_first and weight is not None and weight.dtype is not x.dtype:
         return None
     cast = "before_weight" if rounds_first and weight is not None and x.dtype is not torch.float32 else "after_weight"
-    return rms("SGLang", x, weight, residual, norm.variance_epsilon, cast=cast)
+    return rms("SGLang", x, weight, residual=residual, eps=norm.variance_epsilon, cast=cast)
 
 
-def _gemma(eps: str, norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> Found | None:
+def _gemma(eps: str, norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> Any:
     weight = norm.weight.data
     if not fits(x, weight, residual=residual):
         return None
-    return rms("SGLang", x, weight, residual, getattr(norm, eps), weight_offset=1.0)
+    return rms("SGLang", x, weight, residual=residual, eps=getattr(norm, eps), weight_offset=1.0)
 
 
-def _layer(norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> Found | None:
+def _layer(norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> Any:
     weight = norm.weight.data if norm.elementwise_affine else None
     bias = norm.bias.data if norm.use_bias else None
     # It computes in its own dtype, which rounds x if that is the narrower.
     if norm.dtype not in (x.dtype, torch.float32) or residual is not None or not fits(x, weight, bias):
         return None
-    return layer("SGLang", x, weight, bias, norm.variance_epsilon)
+    return layer("SGLang", x, weight, bias, eps=norm.variance_epsilon)
 
 
 _SERVED: dict[str, Norm] = {

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..calls.attempt import attempted
 from ..calls.backend import backend
+from ..calls.outputs import LayerNormOutput
 from ..calls.straight import layernorm2d_fwd, rmsnorm2d_fwd
 from ..settings import lists_us
 from ..upstream.imports import when_imported
@@ -87,7 +88,7 @@ def _supports_add(
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
     """The `rms_norm` of vLLM's IR, of what `supports_args` takes; its native form where no kernel serves after all."""
-    found: Any = rms("vLLM", x, weight, None, epsilon, cast=_cast(x, weight))
+    found: Any = rms("vLLM", x, weight, eps=epsilon, cast=_cast(weight))
     y: Tensor = _native("rms_norm")(x, weight, epsilon, variance_size) if found is None else found
     return y
 
@@ -96,7 +97,7 @@ def fused_add_rms_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Its `fused_add_rms_norm`, likewise; both results are new tensors."""
-    found: Any = rms("vLLM", x, weight, x_residual, epsilon, cast=_cast(x, weight))
+    found: Any = rms("vLLM", x, weight, residual=x_residual, eps=epsilon, cast=_cast(weight))
     if found is None:
         found = _native("fused_add_rms_norm")(x, x_residual, weight, epsilon, variance_size)
     both: tuple[Tensor, Tensor] = found
@@ -110,7 +111,7 @@ def _native(name: str) -> Callable[..., Any]:
     return native
 
 
-def _cast(x: Tensor, weight: Tensor | None) -> str:
+def _cast(weight: Tensor | None) -> str:
     """Where vLLM rounds: to the weight's dtype, then multiplied, then to x's."""
     narrow = weight is not None and weight.dtype is not torch.float32
     return "before_weight" if narrow else "after_weight"
@@ -139,7 +140,9 @@ def _swap_layer_norm() -> None:
 
         def forward_cuda(self, x: Tensor) -> Tensor:
             """LayerNorm of x: (..., hidden_size), as vLLM computes it where no kernel does."""
-            found: Any = layer("vLLM", x, self.weight, self.bias, self.eps) if fits(x, self.weight, self.bias) else None
+            found: Any = (
+                layer("vLLM", x, self.weight, self.bias, eps=self.eps) if fits(x, self.weight, self.bias) else None
+            )
             y: Tensor = super().forward_cuda(x) if found is None else found
             return y
 
@@ -180,21 +183,23 @@ def _quantised(norm: Any, x: Tensor, linear: Any, residual: Tensor | None) -> An
 
     if get_input_quant_key(linear) != kFp8DynamicTokenSym:
         return None
+    options: dict[str, Any] = {"out_dtype": kFp8DynamicTokenSym.dtype}
     layers = sys.modules[_LAYERS]
     if isinstance(norm, layers.RMSNorm):
         weight = norm.weight.data if norm.has_weight else None
         if norm.variance_size_override is not None or not fits(x, weight, residual=residual):
             return None
-        out = attempted(_WHOSE, _rms_quantised, x, weight, residual, norm.variance_epsilon, kFp8DynamicTokenSym.dtype)
+        adds = {} if residual is None else {"residual": residual, "fadd": "pre_add_store"}
+        out = attempted(_WHOSE, _rms_quantised, x, weight, eps=norm.variance_epsilon, **adds, **options)
     elif _is_layer_norm(norm, layers) and residual is None and fits(x, norm.weight, norm.bias):
-        out = attempted(_WHOSE, _layer_quantised, x, norm.weight, norm.bias, norm.eps, kFp8DynamicTokenSym.dtype)
+        out = attempted(_WHOSE, _layer_quantised, x, norm.weight, norm.bias, eps=norm.eps, **options)
     else:
         return None
     if out is None:
         return None
-    y, scale, summed = out
-    made = QuantizedActivation(y, scale.unsqueeze(-1), x.dtype, x.shape, kFp8DynamicTokenSym)
-    return made if residual is None else (made, summed)
+    assert out.y_scale is not None
+    made = QuantizedActivation(out.y, out.y_scale.unsqueeze(-1), x.dtype, x.shape, kFp8DynamicTokenSym)
+    return made if residual is None else (made, out.residual_out)
 
 
 def _is_layer_norm(norm: Any, layers: Any) -> bool:
@@ -204,19 +209,10 @@ def _is_layer_norm(norm: Any, layers: Any) -> bool:
 
 _WHOSE = "normforge leaves a norm and its quantisation to vLLM"
 
-Quantised = tuple[Tensor, Any, Tensor | None]
+
+def _rms_quantised(x: Tensor, *vectors: Tensor | None, **options: Any) -> LayerNormOutput:
+    return rmsnorm2d_fwd(x, *vectors, fquant="dynamic", **options)
 
 
-def _rms_quantised(
-    x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float, dtype: torch.dtype
-) -> Quantised:
-    fadd = "none" if residual is None else "pre_add_store"
-    out = rmsnorm2d_fwd(x, weight, eps=eps, residual=residual, fadd=fadd, fquant="dynamic", out_dtype=dtype)
-    return out.y, out.y_scale, out.residual_out
-
-
-def _layer_quantised(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
-) -> Quantised:
-    out = layernorm2d_fwd(x, weight, bias, eps=eps, fquant="dynamic", out_dtype=dtype)
-    return out.y, out.y_scale, None
+def _layer_quantised(x: Tensor, *vectors: Tensor | None, **options: Any) -> LayerNormOutput:
+    return layernorm2d_fwd(x, *vectors, fquant="dynamic", **options)

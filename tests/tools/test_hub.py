@@ -167,7 +167,7 @@ def check(
     wide = [
         None if each is None else each.detach().double().requires_grad_() for each in (x, module.weight, module.bias)
     ]
-    y, due = module(x), expected(name, *wide, len(shape))
+    y, due = module(x), expected(name, wide[0], wide[1], wide[2], len(shape))
     dy = torch.randn_like(y)
     leaves = [x, *[each for each in used if each is not None]]
     wides = [each for each in wide[: 1 + len(used)] if each is not None]
@@ -253,7 +253,7 @@ def of_runtime(mode: Any, m: int, n: int, target: Target) -> Described:
     facts = Facts.of(family, mode, n, target, dtypes, strides, {}, ())
     few = m <= entry.small_m
     made = assemble(facts, entry.choices(m, target.arch), m, few=few)
-    found = []
+    found: Described = []
     for recipe in (*made.walkers, *([made.finisher] if made.finisher else [])):
         source = source_of(entry, recipe.part)
         options = options_of(source.parameters, recipe.constants, recipe.warps, recipe.options, target)
