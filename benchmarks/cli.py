@@ -77,6 +77,12 @@ def _startup(options: argparse.Namespace, given: list[str]) -> int:
     return startup(options, given)
 
 
+def _operators(options: argparse.Namespace, given: list[str]) -> int:
+    from .operator_calls import operators
+
+    return operators(options, given)
+
+
 def _parts(options: argparse.Namespace, given: list[str]) -> int:
     from .parts import parts
 
@@ -231,6 +237,11 @@ def _add_measuring(verbs: Verbs) -> None:
     parts.add_argument("--beside", type=Path, metavar="TREE", help="a checkout of another revision, timed in turn")
     parts.add_argument("--beside-revision", help="what the header states of it; default: git's")
     parts.set_defaults(verb=_parts)
+
+    operators = verbs.add_parser("operators", help="time operators on the host, eager and in compiled graphs")
+    operators.add_argument("--seconds", type=_seconds, default=20.0, metavar="S", help="for all passes (%(default)s)")
+    operators.add_argument("--revision", help="what is stated; default: git's")
+    operators.set_defaults(verb=_operators)
 
     _add_models(verbs)
 

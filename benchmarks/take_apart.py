@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -137,6 +139,26 @@ def take_apart(call: Call, m: int, interpreted: bool) -> Taken:
             "benchmarks/take_apart.py has to follow normforge.calls.launch"
         )
     return taken
+
+
+@contextmanager
+def launching_nothing() -> Iterator[None]:
+    """Have all calls that are known launch nothing meanwhile; a backward call's are none of them."""
+    kinds = [kind for kinds in dispatch.plans.values() for kind in kinds if kind.plan is not None]
+    plans = [kind.plan for kind in kinds]
+    for kind in kinds:
+        kind.plan = _launching_nothing(kind.plan)
+    try:
+        yield
+    finally:
+        for kind, plan in zip(kinds, plans, strict=True):
+            kind.plan = plan
+
+
+def _launching_nothing(plan: Any) -> Any:
+    stand_in = SimpleNamespace(**vars(plan))
+    stand_in.prepared = cache(lambda m: replace(plan.prepared(m), launch=nothing))
+    return stand_in
 
 
 def without(function: Any, **instead: Callable[..., Any] | SimpleNamespace) -> Callable[..., Any]:
