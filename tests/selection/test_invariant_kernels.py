@@ -33,12 +33,12 @@ ARCHES = ("sm_80", "sm_90", "sm_100", "gfx942")
 # Around SMALL_M, and up to rows of many programs.
 MS = (1, 2, 3, 7, 255, 256, 257, 1000, 4096)
 # Each bucket's neighbourhood: whole vectors, pairs, odd ones, and rows that other tables spread.
-NS = (1, 7, 64, 127, 128, 129, 1000, 1023, 4096, 4097, 4100, 5120, 8191, 16384, 40000, 70001, 140000)
+NS = (1, 7, 64, 100, 127, 128, 129, 1000, 1023, 4096, 4097, 4100, 5120, 8191, 16384, 40000, 70001, 140000)
 
 MODES = sorted({entry.mode for entry in normforge.instances()})
 
 # Elements between rows beside N, and from an aligned address to the first row.
-LAYOUTS = ((0, 0), (0, 1), (0, 8), (1, 0), (8, 0), (16, 0), (3, 5))
+LAYOUTS = ((0, 0), (0, 1), (0, 8), (1, 0), (8, 0), (12, 0), (16, 0), (3, 5))
 
 
 def laid_out(m: int, n: int, dtype: torch.dtype, beside: int, ahead: int) -> torch.Tensor:
@@ -69,7 +69,9 @@ def call_of(mode: Mode, m: int, n: int, beside: int = 0, ahead: int = 0) -> tupl
         given["bias_dtype"] = own if mode.norm.centres else None
     else:
         given |= {"fadd": mode.fadd, "fquant": mode.fquant, "save_mv": mode.save_mv, "rounding": mode.rounding}
-        given["out_dtype"] = TORCH_DTYPES[mode.dtype_out]
+        given["out"] = laid_out(m, n, TORCH_DTYPES[mode.dtype_out], beside, ahead)
+        if mode.fadd.stores:
+            given["residual_out"] = laid_out(m, n, own, beside, ahead)
     if mode.dropout:
         given["dropout_p"] = 0.5
     given["cast"] = mode.cast
@@ -84,13 +86,22 @@ def fits(gradient: str, mode: Mode) -> bool:
 
 def compiled(call: Call, family: Family, target: Target) -> list[str]:
     """What the kernels of a call are compiled from, as text, but for the types of row strides."""
-    call = settled(call, (*family.inputs, *family.places))
-    tensors = [(row, getattr(call, row.name, None)) for row in family.inputs]
+    operands = (*family.inputs, *family.places)
+    call = settled(call, operands)
+    tensors = [(row, getattr(call, row.name, None)) for row in operands]
     misaligned = [row.slot for row, tensor in tensors if address_of(row.name, tensor) & MISALIGNED]
-    ready = Plan(call, misaligned, target).prepared(call.m)
+    keys = [launcher.key for launcher in Plan(call, misaligned, target).prepared(call.m).launchers]
+    for key in keys:
+        told = dict(key.arguments)
+        for row, tensor in tensors:
+            # What a kernel is told of addresses has to hold of those that it is brought.
+            if tensor is not None and str(told.get(row.slot)).endswith(":16"):
+                assert tensor.data_ptr() % 16 == 0, (row.name, key)
+            if tensor is not None and row.kind.has_row_stride and row.row_stride_slot in told:
+                assert call.m == 1 or tensor.stride(0) % int(str(told["ROW_ALIGNMENT"])) == 0, (row.name, key)
     return [
         str((key.kernel, [pair for pair in key.arguments if not pair[0].endswith("row_stride")], key.options))
-        for key in (launcher.key for launcher in ready.launchers)
+        for key in keys
     ]
 
 
@@ -106,7 +117,7 @@ def test_a_mode_and_n_have_one_kernel_for_every_m_and_place(arch: str) -> None:
     with normforge.batch_invariant():
         for name in pick.sample(MODES, 12):
             mode = Mode.from_name(name)
-            for n in pick.sample(NS, 3):
+            for n in (100, *pick.sample(NS, 3)):
                 found = {}
                 for m in MS:
                     if m * n <= 1 << 26:

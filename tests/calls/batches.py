@@ -1,0 +1,94 @@
+"""Calls whose rows' results are compared between batches, and rows that are hard to add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+import normforge
+
+Results = dict[str, torch.Tensor]
+Call = Callable[[torch.Tensor], Results]
+
+
+def rows(m: int, n: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    """Noise, and among it what makes sums cancel: a large mean, an outlier, values of all sizes."""
+    generator = torch.Generator(device).manual_seed(n)
+    x = torch.randn(m, n, generator=generator, device=device)
+    x[1::5] += 1000.0
+    x[2::5, 0] = 3e4
+    x[3::5] *= torch.logspace(-6, 3, n, device=device)
+    return x.to(dtype)
+
+
+def vector(seed: int, like: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator(like.device).manual_seed(seed)
+    return torch.randn(like.shape[-1], generator=generator, device=like.device).to(like.dtype)
+
+
+def named(results: Any) -> Results:
+    return {name: tensor for name, tensor in results._asdict().items() if tensor is not None}
+
+
+def plain(x: torch.Tensor) -> Results:
+    return named(normforge.layernorm2d_fwd(x, vector(1, x), vector(2, x), save_mv=True))
+
+
+def root_mean_square(x: torch.Tensor) -> Results:
+    return named(normforge.rmsnorm2d_fwd(x, vector(1, x), save_mv=True))
+
+
+def added(x: torch.Tensor) -> Results:
+    return named(normforge.layernorm2d_fwd(x, vector(1, x), residual=x.flip(-1), fadd="pre_add_store"))
+
+
+def quantised(x: torch.Tensor) -> Results:
+    smooth: Any = {"fquant": "smooth_dynamic", "smooth_scale": vector(3, x).float()}
+    return named(normforge.rmsnorm2d_fwd(x, vector(1, x), residual=x.flip(-1), fadd="pre_add_store", **smooth))
+
+
+def as_fp8(x: torch.Tensor) -> Results:
+    return named(normforge.rmsnorm2d_fwd(x, vector(1, x), fquant="dynamic", out_dtype=torch.float8_e4m3fn))
+
+
+def backward(x: torch.Tensor) -> Results:
+    _, _, _, mean, rstd = normforge.layernorm2d_fwd(x, vector(1, x), save_mv=True)
+    assert mean is not None
+    assert rstd is not None
+    return {"dx": gradient(normforge.layernorm2d_bwd(x.flip(-1), x, vector(1, x), mean=mean, rstd=rstd))}
+
+
+def added_backward(x: torch.Tensor) -> Results:
+    rstd = normforge.rmsnorm2d_fwd(x, save_mv=True).rstd
+    assert rstd is not None
+    return {"dx": gradient(normforge.rmsnorm2d_bwd(x.flip(-1), x, vector(1, x), rstd=rstd, dresidual_out=x))}
+
+
+def gradient(found: Any) -> torch.Tensor:
+    assert isinstance(found.dx, torch.Tensor)
+    return found.dx
+
+
+def gated(x: torch.Tensor) -> Results:
+    leaf, gate = x.detach().requires_grad_(), x.flip(-1).clamp(-50, 50).requires_grad_()
+    y = normforge.gated_rms_norm(leaf, gate, vector(1, x))
+    dx, dgate = torch.autograd.grad(y, (leaf, gate), x.flip(-1).contiguous())
+    return {"y": y.detach(), "dx": dx, "dgate": dgate}
+
+
+CALLS: Mapping[str, Call] = {
+    call.__name__: call for call in (plain, root_mean_square, added, quantised, as_fp8, backward, added_backward, gated)
+}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def assert_same(results: Results, batch: Results, at: slice) -> None:
+    """Each result has the bits that some rows of a batch have."""
+    assert results.keys() == batch.keys()
+    for name, tensor in results.items():
+        assert torch.equal(bits(tensor), bits(batch[name][at])), name

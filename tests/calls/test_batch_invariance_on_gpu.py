@@ -1,0 +1,133 @@
+"""On a card a row's results have the same bits in every batch: eager, compiled and in CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import normforge
+
+from .batches import CALLS, Call, assert_same, rows, vector
+
+pytestmark = pytest.mark.gpu
+
+MS = (1, 2, 3, 7, 255, 256, 257, 1000, 4096)
+# A row length or two of each pipeline, forward and backward, and what divides them into vectors, pairs or nothing.
+NS = (64, 128, 129, 500, 1000, 1024, 2048, 4096, 4097, 4100, 5120, 8192, 12288, 16384, 20000, 40000, 131072)
+MOST = MS[-1]
+# Elements of a batch: 1 GiB of 16 bits.
+MOST_ELEMENTS = 1 << 29
+
+
+@pytest.fixture(autouse=True)
+def within() -> Iterator[None]:
+    torch._dynamo.reset()
+    with normforge.batch_invariant():
+        yield
+    torch._dynamo.reset()
+
+
+each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+each_type = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+
+
+def batch_of(n: int, dtype: torch.dtype) -> torch.Tensor:
+    return rows(min(MOST, MOST_ELEMENTS // n), n, dtype, "cuda")
+
+
+@each_call
+@each_type
+@pytest.mark.parametrize("n", NS)
+def test_a_row_has_the_same_bits_for_every_m(call: Call, dtype: torch.dtype, n: int) -> None:
+    """At either end of a batch, and where no tile of rows begins."""
+    x = batch_of(n, dtype)
+    batch = call(x)
+    for m in MS:
+        for first in {0, 5, x.shape[0] - m}:
+            if first >= 0 and first + m <= x.shape[0]:
+                assert_same(call(x[first : first + m]), batch, slice(first, first + m))
+
+
+@each_call
+@pytest.mark.parametrize("n", [128, 129, 1000, 4096, 4097, 8192])
+def test_a_row_has_the_same_bits_wherever_it_lies(call: Call, n: int) -> None:
+    """Between other columns, between other rows, as heads, and at every address that an element can have."""
+    x = rows(64, n, torch.bfloat16, "cuda")
+    batch = call(x)
+    for beside in (1, 8, 16, 24):
+        wide = torch.zeros(64, n + beside, dtype=x.dtype, device="cuda")
+        wide[:, :n] = x
+        assert_same(call(wide[:, :n]), batch, slice(None))
+    heads = torch.zeros(16, 6, n, dtype=x.dtype, device="cuda")
+    heads[:, :4] = x.view(16, 4, n)
+    found = {name: each.reshape(64, *each.shape[2:]) for name, each in call(heads[:, :4]).items()}
+    assert_same(found, batch, slice(None))
+    for ahead in range(1, 9):
+        moved = torch.zeros(64 * n + ahead, dtype=x.dtype, device="cuda")[ahead:].view(64, n).copy_(x)
+        assert_same(call(moved), batch, slice(None))
+
+
+@each_call
+@pytest.mark.parametrize("n", [1024, 4096, 20000])
+def test_a_cuda_graph_has_the_bits_of_eager_calls(call: Call, n: int) -> None:
+    """Captured within, replayed outside."""
+    x = rows(1000, n, torch.bfloat16, "cuda")
+    batch = call(x)
+    part = x[300:307].clone()
+    call(part)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call(part)
+    with normforge.batch_invariant(False):
+        graph.replay()
+    assert_same(found, batch, slice(300, 307))
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("n", [1024, 4096])
+def test_compiled_training_has_the_bits_of_eager_calls(mode: str, n: int) -> None:
+    """Of every M, with the passes on, which join nothing and leave nothing to Inductor; backward() runs outside."""
+    weight = vector(1, rows(1, n, torch.bfloat16, "cuda")).requires_grad_()
+
+    def block(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return normforge.rms_norm(x + residual, (n,), weight)
+
+    compiled = torch.compile(block, dynamic=True, mode=mode)
+
+    def trained(function: object, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        assert callable(function)
+        y = function(leaf, x.flip(-1))
+        with normforge.batch_invariant(False):
+            y.backward(x)
+        assert leaf.grad is not None
+        return {"y": y.detach().clone(), "dx": leaf.grad.clone()}
+
+    with normforge.compile_passes():
+        x = batch_of(n, torch.bfloat16)
+        batch = trained(block, x)
+        for m in MS:
+            torch.compiler.cudagraph_mark_step_begin()
+            assert_same(trained(compiled, x[5 : 5 + m]), batch, slice(5, min(5 + m, x.shape[0])))
+
+
+@each_type
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("shape", [(32, 8, 8), (320, 64, 64), (64, 33, 31), (128, 128, 128)])
+def test_a_sample_of_group_norm(dtype: torch.dtype, channels_last: bool, shape: tuple[int, ...]) -> None:
+    """Groups that a program holds, and those that several share."""
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    x = torch.randn(17, *shape, device="cuda", dtype=dtype).to(memory_format=memory_format)
+
+    def both(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        leaf = x.detach().requires_grad_()
+        y = normforge.group_norm(leaf, 16, activation="silu")
+        y.backward(x)
+        assert leaf.grad is not None
+        return {"y": y.detach(), "dx": leaf.grad}
+
+    batch = both(x)
+    for first, last in ((0, 1), (16, 17), (3, 5), (1, 17)):
+        assert_same(both(x[first:last]), batch, slice(first, last))
