@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,6 +36,10 @@ MARGIN = 1.01
 # Those that came out fastest are timed again, longer, beside the present one.
 _FINALISTS = 3
 
+# So much longer than the fastest of many rows the tile for every M may take, if it is faster of a few: beyond SMALL_M
+# rows, batch invariance is not to cost more than 3 %.
+MOST_SLOWER = 1.03
+
 _LOADS: dict[Load, dict[str, Any]] = {
     Load.PLAIN: {},
     Load.ADD: {"fadd": FusedAdd.PRE_ADD_STORE},
@@ -66,11 +70,11 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Case:
-    """What one tile is sought for: a class of modes, a bucket, and whether rows are few."""
+    """What one tile is sought for: a class of modes, a bucket, and whether rows are few; None is of every M."""
 
     kind: TileClass
     bucket: Bucket
-    few: bool
+    few: bool | None
 
     @property
     def n(self) -> int:
@@ -112,8 +116,12 @@ class Case:
     def tiles(self, device: torch.device, rows: int) -> list[Tile]:
         """The tile in use, then those that may be better."""
         arch = architecture(device)
-        present = self.entry().tile(rows, arch)
-        found = candidates(self.kind, self.bucket, self.n, arch, few=self.few)
+        entry = self.entry() if self.few is not None else self.entry().invariant
+        present = entry.tile(rows, arch)
+        asked = (False, True) if self.few is None else (self.few,)
+        found = [tile for few in asked for tile in candidates(self.kind, self.bucket, self.n, arch, few=few)]
+        if self.few is None:
+            found = [tile for tile in found if tile.pipeline.takes_rows_alike]
         mode = self.mode
         if isinstance(mode, GroupMode):
             found = [tile for tile in found if group_run.fits(mode, self.n, tile, target_of(device))]
@@ -197,6 +205,8 @@ def _compile(trial: Trial, device: torch.device) -> None:
 def decide(case: Case, device: torch.device, sizes: Sizes, advance: Callable[[], object]) -> Outcome | None:
     """Try every tile of a case and take the fastest whose outputs are right.
 
+    Of those for every M, whatever takes little longer than the fastest of many rows is sought for a few.
+
     Args:
         case: what a tile is sought for.
         device: the GPU.
@@ -222,15 +232,24 @@ def decide(case: Case, device: torch.device, sizes: Sizes, advance: Callable[[],
         advance()
     if not times:
         return None
-    finalists = {*sorted(times, key=times.__getitem__)[:_FINALISTS], *({present} & times.keys())}
+    most = 3 * _FINALISTS if case.few is None else _FINALISTS
+    finalists = {*sorted(times, key=times.__getitem__)[:most], *({present} & times.keys())}
     final = {tile: _time(Trial(case, tile), run, repeat=50) for tile in finalists}
-    best = min(final, key=final.__getitem__)
-    if present in final and final[present] <= final[best] * MARGIN:
-        best = present
+    best = _best(final, present)
+    if case.few is None:
+        near = [tile for tile in final if final[tile] <= final[best] * MOST_SLOWER]
+        few = case.run(sizes.few, device)
+        best = _best({tile: _time(Trial(replace(case, few=True), tile), few, repeat=50) for tile in near}, present)
     with tiled(Trial(case, best)):
         moved = run.moved(run.call())
     rate = moved / final[best] / 1e6
     return Outcome(case, rows, present, final.get(present), best, final[best], rate, len(times), tuple(refused))
+
+
+def _best(times: Mapping[Tile, float], present: Tile) -> Tile:
+    """The fastest of some tiles, or the present one if it takes hardly longer."""
+    best = min(times, key=times.__getitem__)
+    return present if present in times and times[present] <= times[best] * MARGIN else best
 
 
 def _why_not(trial: Trial, run: Run[Any]) -> str | None:

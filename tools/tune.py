@@ -76,7 +76,7 @@ def main(argv: Sequence[str], prog: str, sizes: Sizes | None = None) -> int:
 def _measure(
     kinds: Sequence[TileClass], buckets: Sequence[Bucket], machine: Machine, sizes: Sizes, jobs: int
 ) -> tuple[list[Outcome], list[Case]]:
-    cases = [Case(kind, bucket, few) for kind in kinds for bucket in buckets for few in (False, True)]
+    cases = [Case(kind, bucket, few) for kind in kinds for bucket in buckets for few in (False, True, None)]
     trials = [Trial(case, tile) for case in cases for tile in case.tiles(machine.device, case.rows(sizes))]
     # A tile is compiled once, whether for few rows or for many.
     distinct = list({(trial.case.kind, trial.case.n, trial.tile): trial for trial in trials}.values())
@@ -102,8 +102,9 @@ def _table(outcomes: Sequence[Outcome]) -> TileTable:
     rows: dict[TileClass, tuple[tuple[Bucket, Tiles], ...]] = {}
     for kind, bucket, few in best:
         small = best.get((kind, bucket, True))
-        if not few and small is not None:
-            rows[kind] = (*rows.get(kind, ()), (bucket, Tiles(best[kind, bucket, False], small)))
+        if few is False and small is not None:
+            large, own = best[kind, bucket, False], best.get((kind, bucket, None))
+            rows[kind] = (*rows.get(kind, ()), (bucket, Tiles(large, small, None if own == large else own)))
     return TileTable(rows)
 
 
@@ -113,7 +114,7 @@ def _report(outcomes: Sequence[Outcome]) -> str:
         [
             outcome.case.kind.name,
             outcome.case.n,
-            outcome.rows,
+            f"{outcome.rows}{', for every M' if outcome.case.few is None else ''}",
             _shown(outcome.present),
             "fails" if outcome.present_ms is None else f"{outcome.present_ms * 1e3:.2f}",
             "the same" if outcome.best == outcome.present else _shown(outcome.best),

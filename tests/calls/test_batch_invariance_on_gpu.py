@@ -109,7 +109,7 @@ def test_compiled_training_has_the_bits_of_eager_calls(mode: str, n: int) -> Non
         x = batch_of(n, torch.bfloat16)
         batch = trained(block, x)
         for m in MS:
-            torch.compiler.cudagraph_mark_step_begin()
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]  # as torch declares it
             assert_same(trained(compiled, x[5 : 5 + m]), batch, slice(5, min(5 + m, x.shape[0])))
 
 
@@ -124,9 +124,8 @@ def test_a_sample_of_group_norm(dtype: torch.dtype, channels_last: bool, shape: 
     def both(x: torch.Tensor) -> dict[str, torch.Tensor]:
         leaf = x.detach().requires_grad_()
         y = normforge.group_norm(leaf, 16, activation="silu")
-        y.backward(x)
-        assert leaf.grad is not None
-        return {"y": y.detach(), "dx": leaf.grad}
+        (dx,) = torch.autograd.grad(y, leaf, x)
+        return {"y": y.detach(), "dx": dx}
 
     batch = both(x)
     for first, last in ((0, 1), (16, 17), (3, 5), (1, 17)):

@@ -92,6 +92,30 @@ def test_the_present_tile_stays_unless_another_is_clearly_faster(clock: Callable
         assert (outcome.best, outcome.present, outcome.present_ms) == (expected, present, 1.0)
 
 
+def test_the_tile_for_every_m_is_fast_for_many_rows_and_the_fastest_of_those_for_a_few(
+    clock: Callable[[Clock], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And spreads no rows, however fast that is."""
+    case = Case(PLAIN, N128, few=None)
+    present, other, third, *_ = case.tiles(CARD.device, case.rows(SIZES))
+    for many, few, expected in (
+        ({present: 1.0, other: 1.02, third: 1.05}, {present: 1.0, other: 0.9, third: 0.1}, other),
+        ({present: 1.0, other: 1.02, third: 1.05}, {present: 1.0, other: 0.995, third: 0.1}, present),
+        ({present: 1.2, other: 1.02, third: 1.0}, {present: 0.1, other: 0.9, third: 0.8}, third),
+    ):
+        clock(lambda tile, few=few: few.get(tile, 2.0))  # type: ignore[misc]  # a default binds it
+        of_few = vars(tile_trials)["graph_ms"]
+        clock(lambda tile, many=many: many.get(tile, 2.0))  # type: ignore[misc]  # likewise
+        monkeypatch.setattr(tile_trials, "graph_ms", of_few)
+        outcome = tile_trials.decide(case, CARD.device, SIZES, lambda: None)
+        assert outcome is not None
+        assert (outcome.best, outcome.best_ms) == (expected, many[expected])
+    monkeypatch.setattr(tile_trials, "architecture", lambda device: "sm_90")
+    long = Case(PLAIN, standard_ladder()[-1], few=None)
+    assert not any(tile.pipeline is Pipeline.SPREAD for tile in long.tiles(CARD.device, 1))
+    assert any(tile.pipeline is Pipeline.SPREAD for tile in replace(long, few=False).tiles(CARD.device, 1))
+
+
 def test_a_tile_whose_kernel_fails_or_is_wrong_cannot_win(
     clock: Callable[[Clock], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +203,7 @@ def test_a_case_without_a_tile_is_reported(
     monkeypatch.setattr(tile_trials, "_why_not", lambda trial, run: "it does not fit")
     out = tmp_path / "sm_90.yaml"
     assert run("--only", "fwd_16bit", "--n", "100", "--out", str(out)) == 1
-    assert capsys.readouterr().out.count("no tile runs here for fwd_16bit, N = 1..128") == 2
+    assert capsys.readouterr().out.count("no tile runs here for fwd_16bit, N = 1..128") == 3
     assert not out.exists()
 
 
