@@ -100,6 +100,8 @@ TABLES = (
     Table("Modulated LayerNorm, bf16", "modulated", "*/ln_*", ("*",), label=_OF_GROUP),
     Table("GroupNorm and SiLU, bf16", "groupnorm", "group/gn_bf16_silu*", ("*",), label="{shape}, {group}"),
     Table("GroupNorm and SiLU backward, bf16", "groupnorm", "group_backward/*", ("*",), label="{shape}, {group}"),
+    Table("Batch invariance, few rows", "batch-invariant", "*/ln_bf16/*", ("*",), "µs", (4096, 8192), (1, 16, 256)),
+    Table("Batch invariance", "batch-invariant-many", "forward/ln_*", ("*",), lengths=(1024, 4096, 8192), rows=(4096,)),
     Table(
         "LayerNorm of ck_tile's shapes, CUDA graph", "ck_tile", "*/ln_bf16/*", ("700 rows*",), "µs", _CK_TILE_LENGTHS
     ),

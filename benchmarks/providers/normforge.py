@@ -19,6 +19,7 @@ from ..groups import EPS, Function, builders
 from ..inputs import DROPOUT_P, Inputs
 from ..modulated_cells import ModulatedCell
 from ..provider import Builder, Prepared, Provider, named
+from ..suites.batch_invariant import GROUPS
 
 
 def _forward(inputs: Inputs) -> Prepared:
@@ -85,6 +86,21 @@ def _modulated(cell: ModulatedCell, eps: float) -> modulations.Function:
     return run
 
 
+def _invariant(builder: Builder) -> Builder:
+    """The same under batch invariance, which a call enters: a few microseconds of the host's."""
+
+    def build(inputs: Inputs) -> Prepared:
+        prepared = builder(inputs)
+
+        def call() -> Any:
+            with normforge.batch_invariant():
+                return prepared.call()
+
+        return Prepared(call, prepared.outputs)
+
+    return build
+
+
 _BUILDERS: dict[Task, Builder] = {
     Task.FORWARD: _forward,
     Task.ADD: _forward,
@@ -105,5 +121,12 @@ PROVIDERS = (
         | builders(_grouped)
         | gates.builders(_gated)
         | modulations.builders(_modulated),
+    ),
+    Provider(
+        "normforge-batch-invariant",
+        "normforge batch-invariant",
+        ("normforge",),
+        {(task, norm): _invariant(builder) for (task, builder), norm in product(_BUILDERS.items(), Norm)},
+        groups=GROUPS,
     ),
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from ..cells import Suite
 from . import (
     backward,
+    batch_invariant,
+    batch_invariant_many,
     ck_tile,
     decode,
     dropout,
@@ -31,6 +33,8 @@ SUITES: dict[str, Suite] = {
         gated,
         modulated,
         groupnorm,
+        batch_invariant,
+        batch_invariant_many,
         ck_tile,
         tutorial,
         steps,
