@@ -67,6 +67,7 @@ class Inputs:
     smooth_scale: Draw = NORMAL
     dy: Draw = NORMAL
     dresidual_out: Draw = NORMAL
+    gate: Draw = NORMAL
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,12 @@ class Case:
         offset: elements before the first row in memory.
         arriving: the outputs of which a gradient arrives; none is a forward call.
         dy: the dtype of y's gradient; None is y's.
+        gate: the dtype of what rows are gated by; None is a norm without.
+        activation: what becomes of the gate, or with `groups` of y.
+        gate_first: whether rows are gated before they are normalised.
+        dropout_p: how likely elements of x are dropped before residual is added.
+        channels_per_group: of GroupNorm, whose shape is (samples, groups, n); 0 is another norm.
+        channels_last: of GroupNorm, whether channels are innermost in memory.
     """
 
     suite: str
@@ -156,6 +163,27 @@ class Case:
     offset: int = 0
     arriving: tuple[str, ...] = ()
     dy: torch.dtype | None = None
+    gate: torch.dtype | None = None
+    activation: str = "none"
+    gate_first: bool = False
+    dropout_p: float = 0.0
+    channels_per_group: int = 0
+    channels_last: bool = False
+
+    @property
+    def groups(self) -> int:
+        """Of a sample, of GroupNorm; 0 of another norm."""
+        return self.shape[1] if self.channels_per_group else 0
+
+    @property
+    def channels(self) -> int:
+        """Of x, likewise."""
+        return self.groups * self.channels_per_group
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it is GroupNorm, or has a gate or a dropout."""
+        return bool(self.channels_per_group or self.gate or self.dropout_p)
 
     @property
     def n(self) -> int:
@@ -190,10 +218,16 @@ class Case:
         adds = "" if self.residual is None else f" {WORDS[self.residual]}"
         extras = [f"scale {WORDS[self.scale]}"] if self.scale is not FP32 else []
         extras += [self.rounding] if self.rounding != "nearest" else []
+        gate = "gate" if self.gate is not None and not self.gate_first else "gate before"
+        beside = [f"{self.activation} {gate}"] if self.gate is not None else []
+        beside += ["dropout"] if self.dropout_p else []
+        beside += [self.activation] if self.channels_per_group and self.activation != "none" else []
+        beside += ["channels last"] if self.channels_last else []
         return Mode(
-            self.norm.value,
+            "GroupNorm" if self.channels_per_group else self.norm.value,
             "backward" if self.arriving else "forward",
-            f"{WORDS[self.x]} → {WORDS[self.y]}{'' if self.rounds_first is None else ', rounded first'}",
+            f"{WORDS[self.x]} → {WORDS[self.y]}{'' if self.rounds_first is None else ', rounded first'}"
+            + "".join(f", {word}" for word in beside),
             "-" if self.fadd == "none" else self.fadd + adds,
             "-" if not self.quantises else ", ".join([self.fquant, *extras]),
         )
@@ -220,6 +254,7 @@ class Case:
             *(self.norm.value, self.n, bool(self.arriving)),
             *(str(dtype) for dtype in (self.x, self.y, self.weight, self.bias, self.residual, self.smooth_scale)),
             *(self.fadd, self.fquant, self.cast, self.save_mv, str(self.scale), self.rounding),
+            *(str(self.gate), self.activation, self.gate_first, self.dropout_p, self.channels, self.channels_last),
         )
 
 

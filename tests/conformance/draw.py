@@ -20,6 +20,7 @@ def operands(case: Case, device: torch.device, seed: int) -> dict[str, torch.Ten
     rows: dict[str, torch.dtype | None] = {
         "x": case.x,
         "residual": case.residual,
+        "gate": case.gate,
         "dy": (case.dy or case.y) if Y in case.arriving else None,
         "dresidual_out": case.residual if RESIDUAL_OUT in case.arriving else None,
     }
@@ -42,7 +43,7 @@ def operands(case: Case, device: torch.device, seed: int) -> dict[str, torch.Ten
             drawn[name] = tensor
     for name, dtype in columns.items():
         if dtype is not None:
-            tensor = torch.empty(1, case.n, dtype=dtype, device=device)
+            tensor = torch.empty(1, case.channels or case.n, dtype=dtype, device=device)
             _fill(tensor, getattr(case.inputs, name), generator(name))
             drawn[name] = tensor[0]
     return drawn

@@ -31,6 +31,8 @@ def normforge() -> Iterator[Case]:
         yield from _layouts(norm)
         yield from _lengths(norm)
         yield from _rounded_first(norm)
+        yield from _beside(norm)
+    yield from _groups()
 
 
 def _quantised(norm: Norm) -> Iterator[Case]:
@@ -126,3 +128,38 @@ def _rounded_first(norm: Norm) -> Iterator[Case]:
         yield case(m, n, BF16, BF16, BF16, residual=FP32, fadd="pre_add_store", arriving=BOTH)
         yield case(m, n, BF16, BF16, INT8, smooth_scale=FP32, fquant="smooth_dynamic")
         yield case(m, n, FP16, FP16, E4M3FN, residual=FP16, fadd="pre_add_store", fquant="dynamic")
+
+
+_BESIDE_LENGTHS = (7, 100, 769, 4096, 4099, 20000)
+
+
+def _beside(norm: Norm) -> Iterator[Case]:
+    """Rows with a gate, behind the norm and before it, and rows of which some is dropped before an add."""
+    for n, m, x in product(_BESIDE_LENGTHS, _ROWS, FLOATS):
+        tolerance = tolerances.quack(x, m, x)
+        common: dict[str, Any] = {"weight": x, "bias": x if norm is Norm.LAYER else None, "arriving": (Y,)}
+        for activation, first in product(("silu", "sigmoid"), (False, True)):
+            gated: dict[str, Any] = {"gate": x, "activation": activation, "gate_first": first}
+            yield Case("normforge", norm, (m, n), x, QUACK_INPUTS, tolerance, **common, **gated)
+        added: dict[str, Any] = {"residual": x, "fadd": "pre_add_store", "dropout_p": 0.3}
+        yield Case("normforge", norm, (m, n), x, QUACK_INPUTS, tolerance, **common, **added)
+
+
+# Elements of a group and its channels: of one program and in parts.
+_GROUPS = ((104, 8), (1000, 4), (1001, 7), (4104, 2), (40960, 10), (20001, 1))
+
+
+def _groups() -> Iterator[Case]:
+    """GroupNorm in either layout, with SiLU and without, of few groups and many."""
+    for (n, channels), samples, x, activation, last in product(
+        _GROUPS, (2, 80), FLOATS, ("none", "silu"), (False, True)
+    ):
+        yield Case(
+            *("normforge", Norm.LAYER, (samples, 4, n), x, QUACK_INPUTS, tolerances.quack(x, samples * n, x)),
+            weight=x,
+            bias=x,
+            arriving=(Y,),
+            activation=activation,
+            channels_per_group=channels,
+            channels_last=last,
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import backward, forward
+from . import backward, beside, forward
 from .case import Case
 from .draw import operands
 from .judge import ExactTally
@@ -29,7 +29,9 @@ def _findings(case: Case, device: torch.device, seed: int) -> tuple[Finding, ...
     small = case.rows * case.n <= _KEPT
     before = {name: tensor.clone() for name, tensor in given.items()} if small else {}
     book = Book()
-    if case.arriving:
+    if case.is_beside:
+        beside.judge(case, given, book)
+    elif case.arriving:
         backward.judge(case, given, book)
     else:
         forward.judge(case, given, forward.call(case, given), book)

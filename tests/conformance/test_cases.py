@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
+from typing import Any
 
 import pytest
 import torch
 
 from ..thorough import first_of_each
+from . import beside
 from .case import Case, Mode
 from .pool import run_group
 from .table import SUITES, cases, interpreted
@@ -34,14 +37,35 @@ def test_on_a_gpu(line: str) -> None:
     assert [str(outcome) for outcome in outcomes if not outcome.ok] == []
 
 
-# A case of each mode first, whatever its weight's type, row length and suite.
-ONE_A_MODE = first_of_each(interpreted(), lambda case: (case.mode, bool(case.arriving)), lambda case: case.id)
+def kind_of(case: Case) -> Hashable:
+    """A mode, whatever its weight's type, row length and suite; beside a norm, what there is, whatever types are."""
+    if case.is_beside:
+        return (bool(case.groups), case.gate is not None, case.gate_first, case.dropout_p) if case.n < 1000 else None
+    return case.mode, bool(case.arriving)
+
+
+ONE_A_MODE = first_of_each(interpreted(), kind_of, lambda case: case.id)
 
 
 @pytest.mark.parametrize("case", ONE_A_MODE)
 def test_in_the_interpreter(case: Case) -> None:
     for outcome in run_group((case,), torch.device("cpu"), SEED):
         assert outcome.ok, str(outcome)
+
+
+@pytest.mark.parametrize("what", ["gate", "dropout_p", "channels_per_group"])
+def test_what_is_off_beside_a_norm_is_told(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = beside._call
+
+    def spoilt(*given: Any) -> Any:
+        y, keep = honest(*given)
+        return y * 1.05, keep
+
+    monkeypatch.setattr(beside, "_call", spoilt)
+    case = next(case for case in interpreted() if getattr(case, what) and case.n < 1000)
+    (outcome,) = run_group((case,), torch.device("cpu"), SEED)
+    wrong = {finding.output for finding in outcome.findings if not finding.ok}
+    assert wrong >= {"y", "dx", "dweight"}
 
 
 def test_each_case_has_a_name_of_its_own() -> None:
