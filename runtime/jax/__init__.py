@@ -3,6 +3,7 @@
 Stands on codegen/, kernels/, selection/ and upstream/.
 """
 
+from .. import settings
 from ..errors import JaxError
 from ..upstream.jaxlib_triton import RANGE
 
@@ -26,6 +27,11 @@ except ImportError as error:
 
 from .code import load_aot
 from .device import lower_for
+
+if settings.recording() is not None:
+    from ..selection.recording import record_process
+
+    record_process()
 
 __all__ = [
     "Quantised",

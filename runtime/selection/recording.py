@@ -73,14 +73,20 @@ def add(path: str | os.PathLike[str], recorded: Recorded) -> Recorded:
     return recording.add(recorded)
 
 
+_records = False
+
+
 def record_process() -> None:
     """Record from now on until the process ends, if NORMFORGE_RECORD says where.
 
     Raises:
         RecordError: see `record`.
     """
+    global _records
     path = settings.recording()
-    if path is not None:
+    # With PyTorch and with JAX a process starts twice.
+    if path is not None and not _records:
+        _records = True
         whole = ExitStack()
         whole.enter_context(record(path))
         atexit.register(_end, whole)

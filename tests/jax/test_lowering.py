@@ -18,6 +18,7 @@ from .settled import jax  # first, since it skips
 
 import normforge.jax as norms  # isort: skip
 from normforge.jax import code
+from normforge.selection import recorded, recording
 from normforge.upstream import jaxlib_triton
 
 from ..calling import printed
@@ -281,3 +282,35 @@ import torch
 print(torch.ops.normforge.rmsnorm2d_fwd)
 """
     assert printed(code).splitlines() == ["False False", "normforge.rmsnorm2d_fwd"]
+
+
+@pytest.mark.compile
+def test_a_program_that_was_recorded_is_compiled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels and no others: nothing is left to compile."""
+    path, out = tmp_path / "needed.yaml", tmp_path / "kernels"
+    with recording.record(path):
+        before = lowered(jax.grad(loss, (0, 1, 2)), X, WEIGHT, WEIGHT)
+    launched = {key.portable for key, _ in code._codes}
+    assert len(launched) == 3
+    command = ["aot", "--for", "jax", "--arch", "sm_90", "--recorded", str(path), "--out", str(out), "--jobs", "1"]
+    assert cli.main(command) == 0
+    assert set(read(out).rows) == launched
+    monkeypatch.setattr(code, "_codes", {})
+    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+    norms.load_aot(out)
+    assert calls(lowered(jax.grad(loss, (0, 1, 2)), X, WEIGHT, WEIGHT)) == calls(before)
+
+
+@pytest.mark.compile
+def test_a_process_of_jax_alone_records(tmp_path: Path) -> None:
+    path = tmp_path / "needed.yaml"
+    program = """
+import jax, jax.numpy as jnp
+import normforge.jax as norms
+x = jax.ShapeDtypeStruct((4, 1024), jnp.bfloat16)
+with norms.lower_for("sm_90"):
+    jax.jit(norms.rms_norm).trace(x).lower(lowering_platforms=("cuda",))
+"""
+    printed(program, JAX_PLATFORMS="cpu", NORMFORGE_RECORD=str(path))
+    (call,) = recorded.read(path, path.read_bytes()).calls
+    assert (call.mode, call.size, call.rows) == ("rms_fwd_bf16", {"n": 1024}, "few")
