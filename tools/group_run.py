@@ -11,7 +11,7 @@ import torch
 
 from .. import group_reference
 from ..calls import group
-from ..calls.group_instead import Gradients, Options
+from ..calls.group_instead import Arrived, Gradients, Options
 from ..calls.outputs import LayerNormOutput
 from ..codegen.groups import GROUP, GroupMode
 from ..codegen.instance import Tile
@@ -164,7 +164,7 @@ def prepare(problem: GroupProblem, device: torch.device) -> Run[tuple[torch.Tens
 
     return Run(
         entry=lambda: dispatch.find(mode, problem.size.group_length),
-        call=lambda: group.launched_backward(dy, x, weight, bias, statistics, options, Gradients._fields),
+        call=lambda: group.launched_backward(Arrived(dy, x, weight, bias, statistics, options, Gradients._fields)),
         validate=check_gradients,
         operands=(x, dy, weight, bias, statistics),
     )

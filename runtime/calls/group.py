@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from ..selection.invariance import is_on
 from ..upstream.torch_autograd import applied, applied_at_once
 from ..upstream.torch_dynamo import eager_only
 from . import group_instead
-from .group_instead import Gradients, Options
+from .group_instead import Arrived, Gradients, Options
 from .group_plan import GroupPlan, Kind, plan_of
 from .known import MISALIGNED, PLAIN, UNREADABLE, Known, Tensors, remember
 from .traced import dispatch_modes, is_dynamo_compiling, operator
@@ -114,16 +114,9 @@ def run(found: Found, x: torch.Tensor, weight: _Vector, bias: _Vector) -> tuple[
 
 
 @eager_only
-def launched_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    statistics: torch.Tensor,
-    options: Options,
-    wants: Collection[str],
-) -> Gradients:
+def launched_backward(arrived: Arrived) -> Gradients:
     """The gradients that are wanted, by kernels; dy is copied where it does not lie as x does."""
+    dy, x, weight, bias, statistics, options, wants = arrived
     require_device(x)
     x, weight, bias = x.resolve_neg(), _vector(weight), _vector(bias)
     dy = _with_channels(dy, last=are_channels_last(x)).resolve_neg()
@@ -240,16 +233,9 @@ def normalise_traced(
     return found[0]
 
 
-def operated_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    statistics: torch.Tensor,
-    options: Options,
-    wants: Collection[str],
-) -> Gradients:
+def operated_backward(arrived: Arrived) -> Gradients:
     """The gradients that are wanted, as one operator."""
+    dy, x, weight, bias, statistics, options, wants = arrived
     vectors = {"dweight": weight, "dbias": bias}
     asked = [name for name in wants if name == "dx" or vectors[name] is not None]
     num_groups, eps, activation, _ = options
@@ -278,22 +264,14 @@ class _GroupNorm(torch.autograd.Function):
                 return _GroupNorm.backward(ctx, dy)
         x, weight, bias, statistics = ctx.saved_tensors
         wants = [name for name, due in zip(Gradients._fields, ctx.needs_input_grad[1:], strict=True) if due]
-        return None, *gradients_of(dy, x, weight, bias, statistics, ctx.options, wants)
+        return None, *gradients_of(Arrived(dy, x, weight, bias, statistics, ctx.options, wants))
 
 
-def gradients_of(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    statistics: torch.Tensor,
-    options: Options,
-    wants: Collection[str],
-) -> Gradients:
+def gradients_of(arrived: Arrived) -> Gradients:
     """The gradients that are wanted: by kernels, unless a gradient of them could be asked for, or somebody looks on."""
     seen = torch.is_grad_enabled() or is_dynamo_compiling() or dispatch_modes() > 0
     compute = group_instead.gradients if seen else launched_backward
-    return compute(dy, x, weight, bias, statistics, options, wants)
+    return compute(arrived)
 
 
 _recorded, _apply = applied(_GroupNorm), applied_at_once(_GroupNorm)

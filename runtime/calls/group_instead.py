@@ -28,6 +28,28 @@ class Options(NamedTuple):
     out_dtype: torch.dtype | None
 
 
+class Arrived(NamedTuple):
+    """A backward call.
+
+    Attributes:
+        dy: the gradient that arrives, of x's shape.
+        x: what was normalised.
+        weight: (C,), or None.
+        bias: likewise.
+        statistics: a mean and rstd of each group, (2, samples, groups), fp32.
+        options: what the forward call was told.
+        wants: the names of `Gradients` that are asked for.
+    """
+
+    dy: torch.Tensor
+    x: torch.Tensor
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    statistics: torch.Tensor
+    options: Options
+    wants: Collection[str]
+
+
 class Gradients(NamedTuple):
     """The gradients of a call's tensors; None of what was not asked for."""
 
@@ -54,16 +76,9 @@ def normalise(
     return y.to(options.out_dtype or x.dtype)
 
 
-def gradients(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    statistics: torch.Tensor,
-    options: Options,
-    wants: Collection[str],
-) -> Gradients:
-    """What a backward call returns, differentiable; the statistics are (2, samples, groups)."""
+def gradients(arrived: Arrived) -> Gradients:
+    """What a backward call returns, differentiable."""
+    dy, x, weight, bias, statistics, options, wants = arrived
     # Of a group's elements side by side.
     s = torch_instead.widened(x).reshape(x.shape[0], options.num_groups, -1)
     mean, rstd = (statistic.to(s.dtype).unsqueeze(-1) for statistic in statistics)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
@@ -133,6 +133,40 @@ def rms_norm(
     return y
 
 
+@overload
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    cast: str | Cast = "after_weight",
+    weight_offset: float = 0.0,
+    x_bias: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_rng: torch.Tensor | tuple[int, int] | torch.Generator | None = None,
+    return_mask: Literal[False] = False,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    cast: str | Cast = "after_weight",
+    weight_offset: float = 0.0,
+    x_bias: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_rng: torch.Tensor | tuple[int, int] | torch.Generator | None = None,
+    return_mask: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
 def add_layer_norm(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -146,7 +180,7 @@ def add_layer_norm(
     dropout_p: float = 0.0,
     dropout_rng: torch.Tensor | tuple[int, int] | torch.Generator | None = None,
     return_mask: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Add a residual, and LayerNorm of the sum over its last dimension, in one kernel.
 
     residual_out = dropout(x + x_bias) + residual, and y is its LayerNorm, computed from the sum in fp32, before it is
@@ -173,8 +207,7 @@ def add_layer_norm(
     Returns:
         y: x's shape and dtype (under autocast as in `layer_norm`).
         residual_out: x's shape, in residual's dtype; the residual of the next block.
-        mask: with return_mask alone, which is for tests, so that the annotation leaves it out: x's shape, bool, True
-            where an element was kept.
+        mask: with return_mask alone: x's shape, bool, True where an element was kept.
 
     Raises:
         NormforgeError: one of those that `layer_norm` lists; also for a residual that is not of x's shape, a dropout_p
@@ -193,6 +226,38 @@ def add_layer_norm(
     return both
 
 
+@overload
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    *,
+    cast: str | Cast = "after_weight",
+    weight_offset: float = 0.0,
+    x_bias: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_rng: torch.Tensor | tuple[int, int] | torch.Generator | None = None,
+    return_mask: Literal[False] = False,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    *,
+    cast: str | Cast = "after_weight",
+    weight_offset: float = 0.0,
+    x_bias: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_rng: torch.Tensor | tuple[int, int] | torch.Generator | None = None,
+    return_mask: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
 def add_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -205,7 +270,7 @@ def add_rms_norm(
     dropout_p: float = 0.0,
     dropout_rng: torch.Tensor | tuple[int, int] | torch.Generator | None = None,
     return_mask: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Add a residual, and RMSNorm of the sum over its last dimension, in one kernel.
 
     Args:

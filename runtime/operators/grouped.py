@@ -8,7 +8,7 @@ import torch
 
 from ..calls import group, group_instead
 from ..calls.double_backward import differentiated
-from ..calls.group_instead import Gradients, Options
+from ..calls.group_instead import Arrived, Gradients, Options
 from ..errors import GradientError, LayoutError
 from ..upstream.torch_dynamo import eager_only
 from .shortcuts import Kernel, Recording, at_once
@@ -97,7 +97,7 @@ def _differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.
         return None, None, None, *none
     x, weight, bias, statistics = ctx.saved_tensors
     wants = [name for name, due in zip(Gradients._fields, ctx.needs_input_grad, strict=False) if due]
-    found = group.operated_backward(arrived[0], x, weight, bias, statistics, ctx.options, wants)
+    found = group.operated_backward(Arrived(arrived[0], x, weight, bias, statistics, ctx.options, wants))
     return *found, *none
 
 
@@ -105,7 +105,7 @@ def _differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.
 def _run_backward(*given: Any) -> list[torch.Tensor]:
     dy, x, weight, bias, statistics, *told, wants = given
     _require_layout(x)
-    found = group.launched_backward(dy, x, weight, bias, statistics, Options(*(*told, None)), wants)
+    found = group.launched_backward(Arrived(dy, x, weight, bias, statistics, Options(*(*told, None)), wants))
     return [gradient for gradient in found if gradient is not None]
 
 
@@ -131,7 +131,7 @@ def _differentiate_backward(ctx: Any, arrived: list[torch.Tensor | None]) -> tup
 
     def compute(*operands: Any) -> list[torch.Tensor]:
         dy, x, weight, bias, statistics = operands
-        found = group_instead.gradients(dy, x, weight, bias, statistics, options, wants)
+        found = group_instead.gradients(Arrived(dy, x, weight, bias, statistics, options, wants))
         return [gradient for gradient in found if gradient is not None]
 
     found = differentiated(compute, ctx.saved_tensors, ctx.needs_input_grad[:5], arrived)

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from normforge.calls import group
-from normforge.calls.group_instead import Gradients, Options
+from normforge.calls.group_instead import Arrived, Gradients, Options
 from normforge.codegen.groups import Activation, GroupMode
 from normforge.codegen.instance import Tile
 from normforge.codegen.values import Direction, DType, Pipeline
@@ -100,7 +100,7 @@ def backward(case: GroupCase, rows: torch.Tensor, dy: torch.Tensor, weight: torc
     mean = s.mean(-1)
     rstd = ((s - mean.unsqueeze(-1)).square().mean(-1) + EPS).rsqrt()
     statistics = torch.stack((mean, rstd)).float().view(2, x.shape[0], GROUPS)
-    ours = group.launched_backward(given, x, weight, bias, statistics, case.options, Gradients._fields)
+    ours = group.launched_backward(Arrived(given, x, weight, bias, statistics, case.options, Gradients._fields))
     activation = "silu" if silu else None
     exact = group_norm_bwd(given, x, GROUPS, weight, bias, EPS, activation=activation)
     leaves = tuple(tensor.detach().contiguous().float().requires_grad_() for tensor in (x, weight, bias))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..mutant import Mutant
 
 _NUMBERS = "tests/nn/test_group_norm.py"
+_SHAPES = "tests/ahead_of_time/test_group_shapes.py"
 _RESULTS, _TILES = f"{_NUMBERS}::test_results", f"{_NUMBERS}::test_tiles"
 
 MUTANTS = (
@@ -143,5 +144,37 @@ MUTANTS = (
         "if torch.is_grad_enabled() and s.requires_grad:",
         "if False:",
         (f"{_NUMBERS}::test_second_derivatives",),
+    ),
+    Mutant(
+        "listed-groups-are-never-trained",
+        "compile_keys: kernels of GroupNorm that save statistics are not listed",
+        "runtime/ahead_of_time/group_shapes.py",
+        "(False, True) if trained else (False,)",
+        "(False,)",
+        (f"{_SHAPES}::test_what_is_listed_is_what_calls_launch",),
+    ),
+    Mutant(
+        "listed-groups-leave-sums-where-they-are",
+        "compile_keys: the kernel that adds up GroupNorm's partial sums is not listed",
+        "runtime/ahead_of_time/group_shapes.py",
+        "finishers = [plan.finisher(finals)[0]] if any(finals) else []",
+        "finishers = []",
+        (f"{_SHAPES}::test_what_is_listed_is_what_calls_launch",),
+    ),
+    Mutant(
+        "listed-groups-are-few",
+        "compile_keys: any number of GroupNorm's samples is taken for few",
+        "runtime/ahead_of_time/group_shapes.py",
+        "many = small_m // self.groups + 1",
+        "many = small_m + 1",
+        (f"{_SHAPES}::test_any_number_of_samples_is_one_of_each_class",),
+    ),
+    Mutant(
+        "groups-of-some-samples-are-checked",
+        "normforge run -norm group: gradients are held against those of the first samples",
+        "tools/group_run.py",
+        "sums[name], magnitudes[name] = so_far + more,",
+        "sums[name], magnitudes[name] = so_far,",
+        ("tests/tools/test_run_groups.py::test_checks_reach_every_sample",),
     ),
 )
