@@ -198,6 +198,13 @@ for group in ("vllm.general_plugins", "sglang.srt.plugins"):
     assert found.stdout.split() == ["normforge.integrations.vllm", "normforge.integrations.sglang"], found.stderr
 
 
+def test_a_repository_for_hugging_face_is_written(installed: Installed, tmp_path: Path) -> None:
+    wrote = installed.run("hub", "norms", cwd=tmp_path)
+    assert wrote.returncode == 0, wrote.stderr
+    for name in ("build.toml", "flake.nix", "torch-ext/normforge_norms/layers.py", "build/torch-cuda/metadata.json"):
+        assert (tmp_path / "norms" / name).is_file()
+
+
 @THOROUGH
 def test_an_instance_is_generated_on_demand(installed: Installed, tmp_path: Path) -> None:
     ran = installed.run("run", "-m", "4", "-n", "64", "-xbias", "1", cwd=tmp_path, NORMFORGE_CACHE=str(tmp_path))

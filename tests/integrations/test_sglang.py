@@ -1,12 +1,10 @@
-"""The plug of SGLang, beside a stand-in of its registry and norms: what it serves, and that it passes on the rest.
+"""The plug of SGLang, beside a stand-in of its registry and norms and, where it is installed, beside SGLang's own.
 
-SGLang's norms import its kernels, which want a GPU, and so are stood in for; its registry is its own where SGLang is
-installed (`test_the_registry_of_sglangs_own`).
+What SGLang's CUDA forwards call wants a GPU; where the plug serves, they are not called.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import sys
 from collections.abc import Iterator
@@ -52,12 +50,14 @@ def twins(layers: Any, norm: str, **options: Any) -> tuple[Any, Any]:
     return hooked, bare
 
 
-def alike(actual: Any, expected: Any) -> None:
+def alike(actual: Any, expected: Any, bits: float = 0.97) -> None:
     for one, other in zip(
         *((each if isinstance(each, tuple) else (each,)) for each in (actual, expected)), strict=True
     ):
         assert one.dtype == other.dtype
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+        # Rounded elsewhere, one of five would have another last bit.
+        assert (one == other).double().mean() >= bits
 
 
 RMS = [{}, {"has_weight": False}, {"cast_x_before_out_mul": True, "weight_dtype": torch.bfloat16}]
@@ -166,28 +166,38 @@ def test_a_release_without_a_norm_starts_all_the_same(
 
 
 @pytest.fixture
-def own_registry() -> Iterator[Any]:
-    """SGLang's own registry of hooks, empty before and after."""
-    module = pytest.importorskip("sglang.srt.plugins.hook_registry", reason="SGLang is not installed")
-    module.HookRegistry.reset()
-    yield module.HookRegistry
-    module.HookRegistry.reset()
-
-
-def test_the_registry_of_sglangs_own(own_registry: Any, monkeypatch: pytest.MonkeyPatch, ran: list[str]) -> None:
-    """The hooks, applied by SGLang's code to norms that stand in for its own: their imports want a GPU."""
-    for name, contents in of_sglang.modules().items():
-        if name == of_sglang.LAYERS:
-            module = type(sys)(name)
-            vars(module).update(contents)
-            monkeypatch.setitem(sys.modules, name, module)
-            monkeypatch.setattr(importlib.import_module("sglang.srt.layers"), "layernorm", module, raising=False)
+def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """SGLang's own module of norms, hooked by its own registry."""
+    registry = pytest.importorskip("sglang.srt.plugins.hook_registry", reason="SGLang is not installed").HookRegistry
+    module = pytest.importorskip(of_sglang.LAYERS, reason="SGLang is not installed")
+    classes = [getattr(module, name) for name in ("RMSNorm", "GemmaRMSNorm", "Gemma3RMSNorm", "LayerNorm")]
+    before = [vars(cls)["forward_cuda"] for cls in classes]
+    registry.reset()
     monkeypatch.setenv("SGLANG_PLUGINS", "normforge")
     plug.register()
-    own_registry.apply_hooks()
-    assert len(own_registry._patched) == 4
-    hooked, bare = twins(sys.modules[of_sglang.LAYERS], "RMSNorm")
+    registry.apply_hooks()
+    assert len(registry._patched) == 4
+    yield module
+    registry.reset()
+    for cls, forward in zip(classes, before, strict=True):
+        cls.forward_cuda = forward
+
+
+def test_sglangs_own_norms_are_hooked_by_its_own_registry(own: Any, ran: list[str]) -> None:
     x, residual = rows(), rows()
-    alike(hooked(x, residual), bare(x, residual))
-    alike(hooked(x, residual, x), bare(x, residual, x))
-    assert ran == ["rmsnorm2d_fwd"]
+    with torch.inference_mode():
+        for norm in (own.RMSNorm(N), own.GemmaRMSNorm(N), own.Gemma3RMSNorm(N)):
+            norm.weight.data = torch.randn(N)
+            alike(norm.forward_cuda(x), norm.forward_native(x))
+            # Gemma's native forms round the sum before they normalise it, as its CUDA forms do not.
+            bits = 0.97 if isinstance(norm, own.RMSNorm) else 0.0
+            alike(norm.forward_cuda(x, residual), norm.forward_native(x, residual), bits)
+        rounded = own.RMSNorm(N, cast_x_before_out_mul=True, weight_dtype=x.dtype)
+        alike(rounded.forward_cuda(x), rounded.forward_native(x))
+        layer = own.LayerNorm(N)
+        alike(layer.forward_cuda(x), layer.forward_native(x))
+        assert ran == ["rmsnorm2d_fwd"] * 7 + ["layernorm2d_fwd"]
+        # Which the original hands to its native form.
+        narrow = own.RMSNorm(N, var_hidden_size=N // 2)
+        alike(narrow.forward_cuda(x, residual, x), narrow.forward_native(x, residual, x))
+    assert len(ran) == 8

@@ -1,18 +1,21 @@
 """The plug of vLLM, beside a stand-in of its registries and, where it is installed, beside vLLM.
 
-vLLM's wheel has no CUDA here; what it runs on a CPU is its IR, which is where providers are, and its registry of custom
-operators. Its norms as modules want its configuration, and are stood in for.
+vLLM's wheel is CUDA's. What runs of it on a CPU, and is run here, is its IR, where providers are, its norms as modules,
+its registry of their classes, and its pass that lowers a graph to providers.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from normforge.calls import attempt
@@ -60,6 +63,8 @@ def alike(actual: Any, expected: Any) -> None:
     ):
         assert one.dtype == other.dtype
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+        # Rounded elsewhere, one of five would have another last bit.
+        assert (one == other).double().mean() > 0.97
 
 
 @pytest.mark.parametrize("weight", [None, torch.bfloat16, torch.float32], ids=str)
@@ -242,3 +247,58 @@ def test_a_linear_that_takes_other_rows_gets_the_norms_own(layers: Any) -> None:
         alike(plug.maybe_fused_norm_quant(norm, x, key), norm(x))
         alike(plug.maybe_fused_norm_quant(norm, x, key, x), norm(x, x))
     alike(plug.maybe_fused_norm_quant(narrow, x, linear("kFp8DynamicTokenSym")), narrow(x))
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module of vLLM's own norms, imported when the plug is registered already, in a configuration of vLLM's."""
+    config = pytest.importorskip("vllm.config", reason="vLLM is not installed")
+    monkeypatch.setenv("VLLM_PLUGINS", "normforge")
+    plug.register()
+    layers = importlib.import_module(of_vllm.LAYERS)
+    made = config.VllmConfig(device_config=config.DeviceConfig("cpu"))
+    with config.set_current_vllm_config(made):
+        yield layers
+
+
+def test_vllms_own_norms_are_served(own: Any, ran: list[str]) -> None:
+    ir = importlib.import_module("vllm.ir")
+    quant = importlib.import_module(of_vllm.QUANT)
+    x, residual = rows(), rows()
+    norm, layer = own.RMSNorm(N, dtype=x.dtype), own.LayerNorm(N)
+    due = norm(x), norm(x, residual), layer.forward_native(x)
+    assert ran == []
+    assert layer.name == "layer_norm"
+    with (
+        torch.inference_mode(),
+        ir.ops.rms_norm.set_priority(["normforge", "native"]),
+        ir.ops.fused_add_rms_norm.set_priority(["normforge", "native"]),
+    ):
+        alike((norm(x), *norm(x, residual), layer.forward_cuda(x)), (due[0], *due[1], due[2]))
+    assert ran == ["rmsnorm2d_fwd", "rmsnorm2d_fwd", "layernorm2d_fwd"]
+    behind = torch.nn.Module()
+    behind._input_quant_key = quant.kFp8DynamicTokenSym
+    found = plug.maybe_fused_norm_quant(norm, x, behind)
+    torch.testing.assert_close(found.data.float() * found.scale, due[0].float(), rtol=0.07, atol=0.02)
+    assert found.quant_key == quant.kFp8DynamicTokenSym
+
+
+def test_vllms_own_pass_lowers_to_one_operator(own: Any) -> None:
+    ir = importlib.import_module("vllm.ir")
+    lowering = importlib.import_module("vllm.compilation.passes.ir.lowering_pass")
+    config = importlib.import_module("vllm.config")
+
+    def both(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        return ir.ops.rms_norm(x, weight, EPS), ir.ops.fused_add_rms_norm(x, x, weight, EPS)
+
+    graph = make_fx(both, tracing_mode="fake")(rows(), torch.randn(N).bfloat16()).graph
+    mode = next(node.meta["val"].fake_mode for node in graph.nodes if node.op == "placeholder")
+    with (
+        ir.ops.rms_norm.set_priority(["normforge", "native"]),
+        ir.ops.fused_add_rms_norm.set_priority(["normforge", "native"]),
+        mode,
+        V.set_fake_mode(mode),
+    ):
+        lowering.VllmIRLoweringPass(config.get_current_vllm_config())(graph)
+    called = [str(node.target) for node in graph.nodes if node.op == "call_function" and "getitem" not in str(node)]
+    assert called == ["normforge.rmsnorm2d_fwd.default"] * 2

@@ -185,6 +185,17 @@ def test_a_layer_computes_its_formula_and_its_gradients(package: Any, name: str)
     check(package, name, torch.float32, (5,), (1500,), True)
 
 
+def test_rows_are_rounded_where_the_replaced_layer_rounds_them(package: Any) -> None:
+    x = torch.randn(8, 40).bfloat16()
+    for name, rounds in (("RMSNorm", True), ("TorchRMSNorm", False)):
+        module = Module(getattr(package.layers, name), (40,), torch.bfloat16, True)
+        assert module.weight is not None
+        row = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + EPS)
+        due = module.weight * row.bfloat16() if rounds else (module.weight.float() * row).bfloat16()
+        # Rounded elsewhere, one of five would have another last bit.
+        assert (module(x) == due).double().mean() > 0.97
+
+
 @THOROUGH
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", NAMES)
