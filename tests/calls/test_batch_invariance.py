@@ -39,7 +39,7 @@ def within() -> Iterator[None]:
 
 
 @each_call
-@pytest.mark.parametrize("n", [64, N, pytest.param(1030, marks=THOROUGH)])
+@pytest.mark.parametrize("n", [N, *[pytest.param(n, marks=THOROUGH) for n in (64, 1030)]])
 def test_a_row_has_the_same_bits_in_every_batch(call: Call, n: int) -> None:
     """Tiles of several rows, rows in chunks that fill them or do not, and rows that no vector starts."""
     x = rows(257, n)
@@ -70,6 +70,31 @@ def test_a_row_has_the_same_bits_wherever_it_lies(call: Call, n: int) -> None:
     assert_same(call(x[3:4].expand(5, n)), repeated, slice(None))
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("shape", [(32, 2, 2), pytest.param((32, 30, 30), marks=THOROUGH)])
+def test_a_sample_of_group_norm_has_the_same_bits_in_every_batch(shape: tuple[int, ...], channels_last: bool) -> None:
+    """Of 288 groups and of a few, at an address that is a multiple of no vector."""
+    x = torch.randn(18, *shape, generator=torch.Generator().manual_seed(5)) + 10.0
+    x = x.to(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+
+    def both(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        leaf = x.detach().requires_grad_()
+        y = normforge.group_norm(leaf, 16, activation="silu")
+        (dx,) = torch.autograd.grad(y, leaf, x.flip(0))
+        return {"y": y.detach(), "dx": dx}
+
+    def of_few(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"y": normforge.group_norm(x, 16, activation="silu")}
+
+    batch = both(torch.cat([x[:9], x[:9]]))
+    for first, last in ((0, 1), (7, 9)):
+        assert_same(of_few(x[first:last]), {"y": batch["y"]}, slice(first, last))
+    # The dy of the fifth of either nine is that sample itself, and so is it alone.
+    assert torch.equal(both(x[4:5])["dx"], batch["dx"][4:5])
+    moved = torch.empty(x[4:5].numel() + 1)[1:].as_strided(x[4:5].shape, x[4:5].stride()).copy_(x[4:5])
+    assert_same(of_few(moved), {"y": batch["y"]}, slice(4, 5))
+
+
 def test_outputs_that_lie_otherwise_are_written_where_they_are() -> None:
     """A kernel writes elsewhere then, and what it wrote is copied: into x itself, too."""
     n = 128
@@ -86,6 +111,24 @@ def test_outputs_that_lie_otherwise_are_written_where_they_are() -> None:
     own = torch.zeros(8 * n + 1)[1:].view(8, n).copy_(x)
     assert normforge.rmsnorm2d_fwd(own, weight, out=own).y is own
     assert torch.equal(own, normforge.rmsnorm2d_fwd(x, weight).y)
+
+
+def test_modulated_rows_have_the_same_bits_in_every_batch() -> None:
+    """Forward and backward; of samples of so few rows that torch's operators would compute gradients, none are."""
+    x = rows(2 * 130, N).view(2, 130, N)
+    scale, shift = (vector(seed, x).expand(2, N).contiguous() for seed in (4, 5))
+
+    def both(x: torch.Tensor, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = x.detach().requires_grad_()
+        y = normforge.modulated_layer_norm(leaf, scale[:samples], shift[:samples], eps=1e-6)
+        return y.detach(), torch.autograd.grad(y, leaf, x.flip(-1))[0]
+
+    for found, expected in zip(both(x[:1], 1), both(x, 2), strict=True):
+        assert torch.equal(found, expected[:1])
+    for found, expected in zip(both(x[:, :9], 2), both(x, 2), strict=True):
+        assert torch.equal(found, expected[:, :9])
+    with pytest.raises(InvarianceError, match="gradient"):
+        both(x[:, :3], 2)
 
 
 def test_no_rows() -> None:

@@ -19,7 +19,7 @@ from normforge.calls.first import address_of
 from normforge.calls.known import MISALIGNED
 from normforge.calls.plan import Plan
 from normforge.codegen.families import Family, Kind
-from normforge.codegen.model import Mode
+from normforge.codegen.model import Mode, legal_modes
 from normforge.codegen.parameters import family_of
 from normforge.codegen.values import Direction, Pipeline
 from normforge.dtypes import TORCH_DTYPES
@@ -28,6 +28,8 @@ from normforge.kernels.gpu import ARCHITECTURES, Target
 from normforge.kernels.key import MOST_ROWS_IN_I32
 from normforge.selection import dispatch
 from normforge.selection.table import RetiledTable
+
+from ..thorough import THOROUGH
 
 ARCHES = ("sm_80", "sm_90", "sm_100", "gfx942")
 # Around SMALL_M, and up to rows of many programs.
@@ -110,7 +112,12 @@ def layouts(n: int) -> Iterator[tuple[int, int]]:
     yield from LAYOUTS if n <= 8192 else LAYOUTS[:2]
 
 
-@pytest.mark.parametrize("arch", ARCHES)
+each_arch = pytest.mark.parametrize(
+    "arch", [pytest.param(arch, marks=[] if arch == "sm_90" else THOROUGH) for arch in ARCHES]
+)
+
+
+@each_arch
 def test_a_mode_and_n_have_one_kernel_for_every_m_and_place(arch: str) -> None:
     """Of each architecture a sample of modes and N, and of each of those every M and way to lie in memory."""
     target, pick = ARCHITECTURES[arch], random.Random(arch)
@@ -136,6 +143,24 @@ def test_no_tile_for_every_m_spreads_rows(arch: str) -> None:
         assert large is small is invariant
         assert invariant.pipeline is not Pipeline.SPREAD
         assert entry.invariant.choices(1, arch) == entry.invariant.choices(1 << 20, arch)
+
+
+@each_arch
+def test_any_mode_has_one_kernel(arch: str) -> None:
+    """Of gated, grouped and modulated norms too, backward as forward, whose kernels are made ready by others."""
+    pick = random.Random(f"any {arch}")
+    shared = [mode for mode in legal_modes() if mode.shares or mode.modulated or mode.gating.gates]
+    modes = [*pick.sample(shared, 4), *pick.sample([mode for mode in shared if mode.is_backward], 2)]
+    for mode in modes:
+        for n in pick.sample(NS, 2):
+            with normforge.batch_invariant():
+                keys = [
+                    [key.key for key in normforge.compile_keys([n], [mode], arch=arch, rows=[word], misaligned=[names])]
+                    for word, names in (("few", ()), ("many", ()), ("many", ("x",)))
+                ]
+            assert keys[0] == keys[1] == keys[2], (mode.name, n)
+            by_m = [normforge.compile_keys([n], [mode], arch=arch, misaligned=[names]) for names in ((), ("x",))]
+            assert by_m[0] != by_m[1]
 
 
 @pytest.mark.parametrize("n", [4096, 4097, 96])
