@@ -18,15 +18,19 @@ from .pages import ROOT, links
 PAGE = ROOT / "docs" / "derivations.md"
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("derivations", ROOT / "examples" / "derivations.py")
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["derivations"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load("derivations")
 
 
 @pytest.mark.parametrize("name", ["variances", "sums"])
@@ -51,25 +55,27 @@ def test_welford_is_right_where_rounding_is_small(script: ModuleType) -> None:
 def test_models_of_programs_take_every_row_once_and_hold_a_lock_alone(script: ModuleType) -> None:
     locked, kept = script.with_locks(), script.with_partial_sums()
     for spans in (locked, kept):
-        assert sum(span.what == "row" for span in spans) == script._TOTAL_ROWS
-        for program in range(script._SLOTS):
+        assert sum(span.what == "row" for span in spans) == script.TOTAL_ROWS
+        for program in range(script.SLOTS):
             own = sorted((span.start, span.start + span.length) for span in spans if span.program == program)
             assert all(end <= begin + 1e-9 for (_, end), (begin, _) in pairwise(own))
     adding = sorted(span.start for span in locked if span.what == "add")
-    assert len(adding) == script._TOTAL_ROWS
+    assert len(adding) == script.TOTAL_ROWS
     # No more additions at a time than there are locks.
-    behind = zip(adding, adding[script._LOCKS :], strict=False)
-    assert all(later - earlier >= script._ADD_TIME - 1e-9 for earlier, later in behind)
+    behind = zip(adding, adding[script.LOCKS :], strict=False)
+    assert all(later - earlier >= script.ADD_TIME - 1e-9 for earlier, later in behind)
 
 
 @THOROUGH
 def test_the_pictures_of_the_page_are_drawn(script: ModuleType, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(PAGE.read_text())
-    script.main(["--into", str(page), "--pictures", str(tmp_path)])
+    script.main(["--into", str(page)])
+    pictures = load("derivation_pictures")
+    pictures.main([str(tmp_path)])
     assert page.read_text() == PAGE.read_text()
     shown = {Path(link).name for link in links(PAGE) if link.endswith(".png")}
-    assert shown == {path.name for path in tmp_path.glob("*.png")} == {f"{name}.png" for name in script.PICTURES}
+    assert shown == {path.name for path in tmp_path.glob("*.png")} == {f"{name}.png" for name in pictures.PICTURES}
 
 
 def test_a_page_without_markers_is_left_alone(script: ModuleType, tmp_path: Path) -> None:
