@@ -135,6 +135,24 @@ def test_a_kernel_that_may_not_be_compiled_leaves_the_call_to_sglang(
     assert says == ["normforge leaves calls to SGLang's own norms: it would have to be compiled"]
 
 
+@pytest.mark.gpu
+def test_a_captured_graph_holds_kernels_that_were_loaded_before(layers: Any, ran: list[str]) -> None:
+    hooked, bare = (each.cuda() for each in twins(layers, "RMSNorm"))
+    x, residual = rows().cuda(), rows().cuda()
+    with torch.inference_mode():
+        hooked(x, residual)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            both = hooked(x, residual)
+        # Of this one no kernel was loaded: SGLang's own is captured.
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            hooked(x)
+        assert ran == ["rmsnorm2d_fwd"] * 2
+        x.copy_(rows())
+        graph.replay()
+        alike(both, bare(x, residual))
+
+
 @pytest.mark.parametrize("named", [None, "", "another"])
 def test_nothing_is_hooked_unless_sglangs_list_names_us(
     named: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
