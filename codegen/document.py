@@ -186,7 +186,9 @@ class Section:
         return int(node.value)
 
     def word(self, node: Node, what: str, legal: Sequence[str]) -> str:
-        """One of the legal words."""
+        """One of the legal words; of those that are numbers, quoted or not."""
+        if self.is_number(node) and node.value in legal:
+            return str(node.value)
         word = self.string(node, what, one_of(legal), _meant(node, legal))
         if word not in legal:
             raise self.error(node, unknown(what, word, legal))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from normforge.codegen.document import Section, compose
 from normforge.codegen.errors import ManifestError
 from normforge.codegen.manifest import load
 
@@ -310,3 +311,14 @@ def test_a_manifest_that_another_process_hands_over() -> None:
         file.write(GROUP)
         file.close()
         assert len(load(Path(f"/dev/fd/{read}")).instances) == 19
+
+
+def test_words_that_are_numbers_need_no_quotes(tmp_path: Path) -> None:
+    """As recordings, and the group that the error of a missing instance says, have them."""
+    path = tmp_path / "words.yaml"
+    path.write_text('[128, "64", none]\n')
+    node = compose(path)
+    assert node is not None
+    assert Section(path).words(node, "size", ("none", "64", "128")) == ("128", "64", "none")
+    with pytest.raises(ManifestError, match="size takes one of none, 64, not the whole number 128"):
+        Section(path).words(node, "size", ("none", "64"))
