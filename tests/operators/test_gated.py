@@ -1,4 +1,4 @@
-"""torch.ops.normforge.gated_layer_norm and gated_rms_norm, and what torch.compile makes of gated norms."""
+"""What torch.compile makes of gated norms, and their operators that quantise."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import normforge
-from normforge.errors import GradientError
+
+from .neighbours import OPERATORS, arguments
 
 N = 32
 
 FUNCTIONS: dict[str, Any] = {"layer": normforge.gated_layer_norm, "rms": normforge.gated_rms_norm}
-OPERATORS: dict[str, Any] = {norm: getattr(torch.ops.normforge, f"gated_{norm}_norm").default for norm in FUNCTIONS}
 
 each_norm = pytest.mark.parametrize("norm", FUNCTIONS)
 
@@ -47,64 +47,10 @@ def test_a_compiled_block_is_the_eager_one(norm: str, backend: str) -> None:
     torch._dynamo.reset()
 
 
-def arguments(norm: str, *, groups: bool, grad: bool, save_mv: bool = True, **others: Any) -> tuple[Any, ...]:
-    """A call of an operator, in the order of its schema."""
-    gate, x = torch.randn(3, 2, 2 * N).chunk(2, -1)
-    weight = torch.randn(2, N) if groups else torch.randn(N)
-    vectors = (weight, weight.clone()) if norm == "layer" else (weight,)
-    tensors = [tensor.detach().requires_grad_(grad) for tensor in (x, gate, *vectors)]
-    offset = () if norm == "layer" else (0.5,)
-    words = (others.get("gating", "after_norm"), others.get("activation", "silu"), 1e-5, *offset)
-    return (*tensors, *words, others.get("fquant", "none"), others.get("out_dtype"), save_mv)
-
-
-@each_norm
-@pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize("grad", [False, True])
-def test_operators_are_what_torch_wants(norm: str, groups: bool, grad: bool) -> None:
-    torch.library.opcheck(OPERATORS[norm], arguments(norm, groups=groups, grad=grad))
-
-
 @each_norm
 def test_a_quantising_operator_is_what_torch_wants(norm: str) -> None:
-    given = arguments(norm, groups=True, grad=False, save_mv=False, fquant="dynamic", out_dtype=torch.int8)
-    torch.library.opcheck(OPERATORS[norm], given)
-    y, y_scale = OPERATORS[norm](*given)
+    operator = OPERATORS[f"gated_{norm}"]
+    given = arguments(f"gated_{norm}", full=True, save_mv=False, fquant="dynamic", out_dtype=torch.int8)
+    torch.library.opcheck(operator, given)
+    y, y_scale = operator(*given)
     assert (y.dtype, y_scale.dtype, y_scale.shape) == (torch.int8, torch.float32, y.shape[:-1])
-
-
-@each_norm
-def test_an_operator_returns_what_is_asked_for(norm: str) -> None:
-    assert len(OPERATORS[norm](*arguments(norm, groups=True, grad=False))) == (3 if norm == "layer" else 2)
-    assert len(OPERATORS[norm](*arguments(norm, groups=False, grad=False, save_mv=False))) == 1
-
-
-@each_norm
-def test_a_gradient_needs_statistics(norm: str) -> None:
-    y = OPERATORS[norm](*arguments(norm, groups=False, grad=True, save_mv=False))[0]
-    with pytest.raises(GradientError, match="mean and rstd were not saved; pass save_mv=True"):
-        y.sum().backward()
-
-
-@each_norm
-def test_an_exported_program_holds_the_operator(norm: str) -> None:
-    class Model(torch.nn.Module):
-        def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = FUNCTIONS[norm](x, gate, group_size=16)
-            return found
-
-    given = torch.randn(2, 3, N), torch.randn(2, 3, N)
-    program = torch.export.export(Model(), given)
-    assert OPERATORS[norm] in [node.target for node in program.graph.nodes]
-    assert torch.equal(program.module()(*given), Model()(*given))
-
-
-@each_norm
-def test_symbolic_tracing_records_the_public_function(norm: str) -> None:
-    graph = torch.fx.symbolic_trace(
-        lambda x, gate: FUNCTIONS[norm](x, gate, group_size=8, eps=1e-3, norm_before_gate=False)
-    )
-    assert FUNCTIONS[norm] in [node.target for node in graph.graph.nodes]
-    x, gate = torch.randn(2, 3, N), torch.randn(2, 3, N)
-    wanted = FUNCTIONS[norm](x, gate, group_size=8, eps=1e-3, norm_before_gate=False)
-    assert torch.equal(graph(x, gate), wanted)

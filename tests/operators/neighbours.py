@@ -1,0 +1,57 @@
+"""Calls of operators of norms with a neighbour: modulated and gated ones, which the same is said of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+
+N = 32
+
+FUNCTIONS: dict[str, Any] = {
+    f"{family}_{norm}": getattr(normforge, f"{family}_{norm}_norm")
+    for family in ("gated", "modulated")
+    for norm in ("layer", "rms")
+}
+OPERATORS: dict[str, Any] = {name: getattr(torch.ops.normforge, f"{name}_norm").default for name in FUNCTIONS}
+
+each_norm = pytest.mark.parametrize("name", FUNCTIONS)
+
+# What a call is told besides tensors, where a test does not say otherwise.
+_TOLD: dict[str, Any] = {
+    "eps": 1e-5,
+    "weight_offset": 0.5,
+    "gating": "after_norm",
+    "activation": "silu",
+    "fquant": "none",
+    "out_dtype": None,
+    "save_mv": True,
+}
+
+
+def arguments(name: str, *, full: bool, grad: bool = False, **told: Any) -> tuple[Any, ...]:
+    """A call of an operator, in the order of its schema.
+
+    Args:
+        name: of `OPERATORS`.
+        full: of groups of columns, or with x's gate and a residual; or else without.
+        grad: whether gradients are due.
+        told: what is told otherwise than usual.
+    """
+    rows = 2, 3, N
+    shapes: dict[str, tuple[int, ...] | None]
+    if name.startswith("gated"):
+        vector = (2, N) if full else (N,)
+        shapes = {"x": (3, 2, N), "gate": (3, 2, N), "weight": vector, "bias": vector}
+    else:
+        sample = (2, N)
+        shapes = {"x": rows, "scale": sample, "shift": sample, "weight": (N,), "bias": None}
+        shapes |= {"gate": sample, "residual": rows} if full else {"gate": None, "residual": None}
+    tensors = {
+        each: None if shape is None else torch.randn(shape).requires_grad_(grad) for each, shape in shapes.items()
+    }
+    given = tensors | _TOLD | told
+    return tuple(given[argument.name] for argument in OPERATORS[name]._schema.arguments)
