@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 import normforge
+from normforge.errors import InvarianceError
 from normforge.override.served import OPERATORS
 from normforge.override.switch import Switch, TorchOverride
 
@@ -173,3 +174,15 @@ def test_torchs_own_override_is_switched_within(torchs_own: Any, ran: list[str])
     finally:
         torchs_own.enable_operations("_fused_rms_norm")
     assert is_torchs_own(x)
+
+
+def test_under_batch_invariance_nothing_is_left_to_torch() -> None:
+    """Nor does torch's own backward pass, which no `with` reaches, stand behind a forward pass that is invariant."""
+    x = torch.randn(257, 131, generator=torch.Generator().manual_seed(2)) + 100.0
+    with override(), normforge.batch_invariant():
+        batch = functional.layer_norm(x, (131,))
+        assert torch.equal(functional.layer_norm(x[3:12], (131,)), batch[3:12])
+        with pytest.raises(InvarianceError, match="float64"):
+            functional.layer_norm(x.double(), (131,))
+        with pytest.raises(InvarianceError, match="NORMFORGE_BATCH_INVARIANT=1"):
+            functional.layer_norm(x.clone().requires_grad_(), (131,))
