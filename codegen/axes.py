@@ -22,6 +22,8 @@ from .values import (
     Gating,
     Norm,
     Rounding,
+    ScaleFormat,
+    ScaleGroup,
 )
 
 SAME = "same"
@@ -71,6 +73,11 @@ AXES = (
     Axis("fquant", _words(FusedQuant), default="none"),
     Axis("save_mv", BOOLEANS, default="false"),
     Axis("x_bias", BOOLEANS, default="false"),
+    Axis("group_size", _words(ScaleGroup), default="none"),
+    Axis("scale_format", _words(ScaleFormat), default="float"),
+    Axis("scale_ub", BOOLEANS, default="false"),
+    Axis("quantise_rounded", BOOLEANS, default="false"),
+    Axis("save_unquant", BOOLEANS, default="false"),
     Axis("scale_dtype", _words(INPUT_DTYPES), default="fp32"),
     Axis("rounding", _words(Rounding), default="nearest"),
     Axis("cast", _words(Cast), default="after_weight"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from . import emit
 from .errors import FolderError
 from .families import Family, Kind, Parameter
-from .parameters import BACKWARD, FORWARD, GATED, MODULATED
+from .parameters import BACKWARD, FORWARD, GATED, MODULATED, QUANTISED
 from .values import Norm
 
 # From the repository's root.
@@ -84,7 +84,13 @@ def render_calls() -> str:
     Raises:
         TemplateError: the template is missing or cannot be rendered.
     """
-    families = {"forward": FORWARD, "backward": BACKWARD, "modulated": MODULATED, "gated": GATED}
+    families = {
+        "forward": FORWARD,
+        "backward": BACKWARD,
+        "modulated": MODULATED,
+        "gated": GATED,
+        "quantised": QUANTISED,
+    }
     return emit.render(_TEMPLATE, **families, norms=tuple(Norm), **_HELPERS)
 
 

@@ -19,6 +19,7 @@ from .errors import IllegalCombinationError, NormforgeError, TemplateError
 from .group_signature import group_params, group_summary
 from .groups import AnyMode, GroupMode, mode_named
 from .instance import ANY, Instance, Tile
+from .model import Mode
 from .signature import column_sums, params, summary
 from .tiling import SMALL_M
 from .values import Part, Pipeline
@@ -120,10 +121,17 @@ def _render_kernel(mode: AnyMode, part: Pipeline | Part) -> str:
             m=mode,
             part=part,
             norm=_macros(f"{mode.norm.value}.j2"),
-            output=_macros("quantised.j2" if mode.fquant.quantises else "plain.j2"),
+            output=_macros(f"{_output_of(mode)}.j2"),
         )
     staged = _BLANK_BEFORE_STAGE.sub("\n\0", text)
     return _BLANK_LINES.sub("\n", staged).replace("\0", "\n").strip("\n")
+
+
+def _output_of(mode: Mode) -> str:
+    """The template of what becomes of a normalised row."""
+    if mode.scales_locally:
+        return "scaled"
+    return "quantised" if mode.fquant.quantises else "plain"
 
 
 def _docstring(mode: AnyMode) -> str:

@@ -25,6 +25,7 @@ class Kind(Enum):
     VECTOR = "vector"
     PER_ROW = "per_row"
     SCALE = "scale"
+    VALUE = "value"
     RANDOM = "random"
     NUMBER = "number"
     WORD = "word"
@@ -36,7 +37,7 @@ class Kind(Enum):
     @property
     def is_tensor(self) -> bool:
         """Whether it has an address."""
-        return self in (*_OF_ROWS, Kind.VECTOR, Kind.PER_ROW, Kind.SCALE, Kind.RANDOM)
+        return self in (*_OF_ROWS, Kind.VECTOR, Kind.PER_ROW, Kind.SCALE, Kind.VALUE, Kind.RANDOM)
 
     @property
     def has_row_stride(self) -> bool:
@@ -46,7 +47,7 @@ class Kind(Enum):
     @property
     def is_shared(self) -> bool:
         """Whether all rows share it, or all of a group's."""
-        return self in (Kind.VECTOR, Kind.GROUPS)
+        return self in (Kind.VECTOR, Kind.GROUPS, Kind.VALUE)
 
 
 _OF_ROWS = (Kind.ROWS, Kind.SAMPLES, Kind.GROUPS, Kind.PLACE)
@@ -78,6 +79,8 @@ KINDS: Mapping[Kind, KindRow] = {
     Kind.PER_ROW: KindRow("torch.Tensor", "Tensor"),
     # One value a row, x's shape without the last dimension or with one of 1 there, or one for all, of any shape; fp32.
     Kind.SCALE: KindRow("torch.Tensor", "Tensor"),
+    # One fp32 value, of any shape, that the host does not read.
+    Kind.VALUE: KindRow("torch.Tensor", "Tensor"),
     # (2,), int64: the seed and the offset that random numbers follow from; or what they are made from.
     Kind.RANDOM: KindRow("torch.Tensor | tuple[int, int] | torch.Generator", "Tensor"),
     Kind.NUMBER: KindRow("float", "float"),
@@ -174,7 +177,7 @@ class Parameter:
     @property
     def is_read_in_vectors(self) -> bool:
         """Whether kernels are compiled for where it lies; others are read one by one, and may be slices of a tensor."""
-        return self.kind not in (Kind.SCALE, Kind.RANDOM)
+        return self.kind not in (Kind.SCALE, Kind.VALUE, Kind.RANDOM)
 
     @property
     def scale_stride_slot(self) -> str | None:
@@ -236,7 +239,7 @@ class Family:
         functions: their names, by norm; the first is the one that the others' docstrings refer to.
         parameters: in the order of signatures and schemas.
         results: what they return, in order.
-        neighbour: what stands beside the norm, "modulated" or "gated"; "" of the norms alone.
+        neighbour: what stands beside the norm, "modulated", "gated" or "quantised"; "" of the norms alone.
     """
 
     direction: Direction

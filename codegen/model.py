@@ -18,6 +18,7 @@ from .values import (
     FP8_INPUT_DTYPES,
     INPUT_DTYPES,
     QUANTISED_DTYPES,
+    SERVED_DTYPES,
     Cast,
     Direction,
     DType,
@@ -29,6 +30,8 @@ from .values import (
     Part,
     Pipeline,
     Rounding,
+    ScaleFormat,
+    ScaleGroup,
 )
 
 # What stands in a mode's name behind its types, in this order: by field, the value that says nothing first.
@@ -42,7 +45,23 @@ _SUFFIXES: dict[str, dict[Any, str]] = {
     "gating": {Gating.NONE: "", Gating.AFTER_NORM: "_ga", Gating.BEFORE_NORM: "_gb"},
     "gate_activation": {GateActivation.SILU: "", GateActivation.SIGMOID: "_sig"},
     "grouped": {False: "", True: "_grp"},
-    "fquant": {FusedQuant.NONE: "", FusedQuant.SMOOTH_DYNAMIC: "_sdq", FusedQuant.DYNAMIC: "_dq"},
+    "fquant": {
+        FusedQuant.NONE: "",
+        FusedQuant.SMOOTH_DYNAMIC: "_sdq",
+        FusedQuant.DYNAMIC: "_dq",
+        FusedQuant.STATIC: "_sq",
+        FusedQuant.STATIC_COLUMN: "_scq",
+    },
+    "group_size": {ScaleGroup.NONE: "", ScaleGroup.G32: "_g32", ScaleGroup.G64: "_g64", ScaleGroup.G128: "_g128"},
+    "scale_format": {
+        ScaleFormat.FLOAT: "",
+        ScaleFormat.UE8M0_FLOAT: "_ue8m0f",
+        ScaleFormat.UE8M0: "_ue8m0",
+        ScaleFormat.UE8M0_PACKED: "_ue8m0p",
+    },
+    "scale_ub": {False: "", True: "_ub"},
+    "quantise_rounded": {False: "", True: "_qr"},
+    "save_unquant": {False: "", True: "_uq"},
     "rounding": {Rounding.NEAREST: "", Rounding.TRUNCATE: "_trunc"},
     "scale_dtype": {DType.FP32: "", DType.FP16: "_sfp16", DType.BF16: "_sbf16"},
     "save_mv": {False: "", True: "_mv"},
@@ -87,6 +106,11 @@ class Mode:
     gate_activation: GateActivation = GateActivation.SILU
     grouped: bool = False
     dropout: bool = False
+    group_size: ScaleGroup = ScaleGroup.NONE
+    scale_format: ScaleFormat = ScaleFormat.FLOAT
+    scale_ub: bool = False
+    quantise_rounded: bool = False
+    save_unquant: bool = False
 
     def __post_init__(self) -> None:
         floats = ", ".join(d.value for d in INPUT_DTYPES)
@@ -132,6 +156,49 @@ class Mode:
             raise IllegalCombinationError(
                 f"dropout is of x before a residual is added to it, and fadd is {self.fadd.value}; "
                 "use fadd pre_add_store or pre_add, or leave dropout out"
+            )
+        if self.serves:
+            self._check_served()
+
+    def _check_served(self) -> None:
+        """What inference engines ask of quantisation is not made for all that kernels do besides."""
+        for name, said, fits in (
+            ("fquant", self.fquant.value, self.fquant.quantises),
+            ("dtype_in", self.dtype_in.value, not self.dtype_in.is_fp8),
+            ("dtype_out", self.dtype_out.value, self.dtype_out in SERVED_DTYPES),
+            ("fadd", self.fadd.value, self.fadd is not FusedAdd.PRE_ADD),
+            ("scale_dtype", self.scale_dtype.value, self.scale_dtype is DType.FP32),
+            ("rounding", self.rounding.value, not self.rounding.truncates),
+            ("save_mv", "true", not self.save_mv),
+            ("modulated", "true", not self.modulated),
+            ("gating", self.gating.value, not self.gating.gates),
+            ("dropout", "true", not self.dropout),
+        ):
+            if not fits:
+                raise IllegalCombinationError(
+                    f"{', '.join(self._served)} and {name} {said} do not go together; use another {name}, or leave "
+                    f"{'it' if len(self._served) == 1 else 'them'} out"
+                )
+        if self.scale_format.rounds_up and not (self.group_size.code and self.dtype_out.is_fp8):
+            raise IllegalCombinationError(
+                f"scale_format {self.scale_format.value} is of groups of fp8, and group_size is "
+                f"{self.group_size.value}, dtype_out {self.dtype_out.value}; use group_size 32, 64 or 128 with fp8, or "
+                "scale_format float"
+            )
+        if self.fquant.is_static and (self.group_size.code or self.scale_ub):
+            raise IllegalCombinationError(
+                f"fquant {self.fquant.value} is given its scales, and group_size and scale_ub are of those that are "
+                "computed; use fquant dynamic or smooth_dynamic, or leave them out"
+            )
+        if self.scale_ub and (self.scale_format.rounds_up or not self.dtype_out.is_fp8):
+            raise IllegalCombinationError(
+                f"scale_ub bounds scales of fp8 that are floats, and scale_format is {self.scale_format.value}, "
+                f"dtype_out {self.dtype_out.value}; use scale_format float with fp8, or leave scale_ub out"
+            )
+        if self.quantise_rounded and self.dtype_in.itemsize != 2:
+            raise IllegalCombinationError(
+                f"quantise_rounded rounds y to x's 16 bits first, and dtype_in {self.dtype_in.value} has "
+                f"{8 * self.dtype_in.itemsize}; use fp16 or bf16, or leave quantise_rounded out"
             )
 
     def _check_gated(self) -> None:
@@ -210,6 +277,35 @@ class Mode:
     def is_backward(self) -> bool:
         """Whether gradients are computed."""
         return self.direction is Direction.BACKWARD
+
+    @property
+    def serves(self) -> bool:
+        """Whether quantisation is more than one scale a row, computed and returned: what inference engines ask for."""
+        floats = self.group_size is ScaleGroup.NONE and self.scale_format is ScaleFormat.FLOAT
+        return self.fquant.is_static or not floats or self.scale_ub or self.quantise_rounded or self.save_unquant
+
+    @property
+    def has_float_groups(self) -> bool:
+        """Whether groups of a row have scales that are floats, be they powers of two."""
+        return bool(self.group_size.code) and not self.scale_format.stores_exponents
+
+    @property
+    def scales_locally(self) -> bool:
+        """Whether an element's scale follows from fewer than its row: its group's, or one that is given."""
+        return self.fquant.is_static or bool(self.group_size.code)
+
+    @property
+    def _served(self) -> list[str]:
+        """The words that say so."""
+        said = {
+            f"fquant {self.fquant.value}": self.fquant.is_static,
+            f"group_size {self.group_size.value}": bool(self.group_size.code),
+            f"scale_format {self.scale_format.value}": self.scale_format.rounds_up,
+            "scale_ub": self.scale_ub,
+            "quantise_rounded": self.quantise_rounded,
+            "save_unquant": self.save_unquant,
+        }
+        return [word for word, there in said.items() if there]
 
     @property
     def streams(self) -> bool:
@@ -324,12 +420,30 @@ class Mode:
             smooth = "smooth " if self.fquant.smooths else ""
             rounding = ", truncating" if self.rounding is Rounding.TRUNCATE else ""
             scale = "" if self.scale_dtype is DType.FP32 else f" with {self.scale_dtype.value} scales"
-            steps.append(f"{smooth}dynamic {self.dtype_out.value} output{scale}{rounding}")
+            if self.save_unquant:
+                steps.append("y stored unquantised too")
+            if self.quantise_rounded:
+                steps.append("rounded before it is quantised")
+            steps.append(f"{smooth}{self._scaled} {self.dtype_out.value} output{scale}{rounding}")
         elif self.dtype_out is not self.dtype_in:
             steps.append(f"{self.dtype_out.value} output")
         if self.save_mv:
             steps.append("mean and rstd saved" if self.norm.centres else "rstd saved")
         return tuple(steps)
+
+    @property
+    def _scaled(self) -> str:
+        """How y is scaled, in prose."""
+        if self.fquant.is_static:
+            return "statically scaled by column" if self.fquant.takes_column_scales else "statically scaled"
+        words = ["bounded"] if self.scale_ub else []
+        words.append("dynamic")
+        if self.group_size.code:
+            words.append(f"by groups of {self.group_size.value}")
+        if self.scale_format.rounds_up:
+            packed = ", packed" if self.scale_format.packs > 1 else ""
+            words.append(f"with {'fp32 ' if not self.scale_format.stores_exponents else ''}powers of two{packed}")
+        return " ".join(words)
 
     @property
     def _gated(self) -> str:
@@ -382,6 +496,7 @@ def legal_modes() -> Iterator[Mode]:
             with suppress(IllegalCombinationError):
                 yield replace(mode, dropout=True)
             yield from _gated(mode)
+            yield from _served(mode)
             for gated in bools:
                 with suppress(IllegalCombinationError):
                     yield replace(mode, modulated=True, x_gate=gated)
@@ -393,3 +508,28 @@ def _gated(mode: Mode) -> Iterator[Mode]:
     with suppress(IllegalCombinationError):
         for gating, activation, grouped in forms:
             yield replace(mode, gating=gating, gate_activation=activation, grouped=grouped)
+
+
+def _served(mode: Mode) -> Iterator[Mode]:
+    """The forms of a mode that inference engines ask for."""
+    if mode.fquant.quantises:
+        # None of them is legal where a second output is not.
+        with suppress(IllegalCombinationError):
+            kind = replace(mode, save_unquant=True, fadd=FusedAdd.NONE, x_bias=False, cast=Cast.AFTER_WEIGHT)
+            if not mode.fadd.adds or mode.fadd.stores:
+                yield from (replace(mode, **form) for form in _forms(kind))
+
+
+@cache
+def _forms(kind: Mode) -> tuple[dict[str, Any], ...]:
+    """What may be asked besides of modes that differ from one in the sum, x's bias or the cast alone."""
+    bools = (False, True)
+    forms = []
+    for values in itertools.product(ScaleGroup, ScaleFormat, bools, bools, bools):
+        names = ("group_size", "scale_format", "scale_ub", "quantise_rounded", "save_unquant")
+        form: dict[str, Any] = dict(zip(names, values, strict=True))
+        with suppress(IllegalCombinationError):
+            # What is as it was is yielded as the mode itself.
+            if replace(kind, **form) != replace(kind, save_unquant=False):
+                forms.append(form)
+    return tuple(forms)

@@ -10,7 +10,19 @@ from dataclasses import replace
 
 from .families import REQUIRED, Family, Kind, Parameter, Result
 from .model import Mode
-from .values import Cast, Direction, FusedAdd, FusedQuant, GateActivation, Gating, Norm, Rounding
+from .values import (
+    Cast,
+    Direction,
+    FusedAdd,
+    FusedQuant,
+    GateActivation,
+    Gating,
+    Norm,
+    Rounding,
+    ScaleFormat,
+    ScaleGroup,
+    ScaleLayout,
+)
 
 
 def _each(default: str) -> dict[Norm, str]:
@@ -481,7 +493,111 @@ GATED = Family(
     results=tuple(replace(row, like=()) for row in FORWARD.results),
 )
 
-FAMILIES = (FORWARD, BACKWARD, MODULATED, GATED)
+QUANTISED = Family(
+    direction=Direction.FORWARD,
+    neighbour="quantised",
+    functions={Norm.LAYER: "quantised_layer_norm", Norm.RMS: "quantised_rms_norm"},
+    parameters=(
+        replace(FORWARD["x"], gradient=""),
+        replace(FORWARD["weight"], gradient=""),
+        replace(FORWARD["bias"], gradient=""),
+        replace(FORWARD["eps"], torchs={}),
+        FORWARD["weight_offset"],
+        Parameter(
+            "residual",
+            Kind.ROWS,
+            default=_each("None"),
+            meaning=_first("x's shape, fp16, bf16 or fp32: added to x; the sum is returned as residual_out."),
+            axis="fadd",
+            wanted="fadd.stores",
+            functional=True,
+        ),
+        replace(FORWARD["x_bias"], gradient=""),
+        replace(FORWARD["smooth_scale"], functional=True),
+        Parameter(
+            "static_scale",
+            Kind.VALUE,
+            default=_each("None"),
+            meaning=_first('one fp32 value on x\'s device, which y is divided by; goes with fquant "static".'),
+            wanted="fquant.takes_scale",
+            absent="fquant 'static' divides y by a y_scale of one value and none was passed; pass it",
+            unused="a y_scale of one value was passed and fquant {fquant!r} reads none; pass fquant='static'",
+            functional=True,
+        ),
+        Parameter(
+            "column_scale",
+            Kind.VECTOR,
+            default=_each("None"),
+            meaning=_first('(N,), which the columns of y are divided by; goes with fquant "static_column".'),
+            wanted="fquant.takes_column_scales",
+            absent="fquant 'static_column' divides y by a y_scale of N values and none was passed; pass it",
+            unused="a y_scale of N values was passed and fquant {fquant!r} reads none; pass fquant='static'",
+            functional=True,
+        ),
+        Parameter(
+            "scale_ub",
+            Kind.VALUE,
+            default=_each("None"),
+            meaning=_first("one fp32 value on x's device: the most that max|y| counts as."),
+            axis="scale_ub",
+            wanted="scale_ub",
+            functional=True,
+        ),
+        replace(FORWARD["fquant"], default=_each('"dynamic"'), functional=True),
+        replace(FORWARD["out_dtype"], functional=True),
+        replace(FORWARD["cast"], functional=True),
+        Parameter(
+            "group_size",
+            Kind.WORD,
+            default=_each('"none"'),
+            meaning=_first('"none" (0), "32", "64" or "128": how many neighbours of a row share a scale.'),
+            words=ScaleGroup,
+            axis="group_size",
+            functional=True,
+        ),
+        Parameter(
+            "scale_format",
+            Kind.WORD,
+            default=_each('"float"'),
+            meaning=_first('"float", or powers of two: "ue8m0_float", "ue8m0" or "ue8m0_packed".'),
+            words=ScaleFormat,
+            axis="scale_format",
+            functional=True,
+        ),
+        Parameter(
+            "scale_layout",
+            Kind.WORD,
+            default=_each('"row_major"'),
+            meaning=_first('"row_major", or "column_major": scales of one group side by side, as TMA copies them.'),
+            words=ScaleLayout,
+            functional=True,
+        ),
+        Parameter(
+            "quantise_rounded",
+            Kind.FLAG,
+            default=_each("False"),
+            meaning=_first("whether y is rounded to x's dtype before it is quantised."),
+            axis="quantise_rounded",
+            functional=True,
+        ),
+        Parameter(
+            "save_unquant",
+            Kind.FLAG,
+            default=_each("False"),
+            meaning=_first("whether y is returned in x's dtype too, as it is before smooth_scale."),
+            axis="save_unquant",
+            functional=True,
+        ),
+    ),
+    results=(
+        Result("y", Kind.ROWS, axis="dtype_out"),
+        Result("residual_out", Kind.ROWS, wanted="fadd.stores", like=("residual",)),
+        Result("y_scale", Kind.PER_ROW, wanted="fquant.measures", axis="scale_format"),
+        Result("unquantised", Kind.ROWS, wanted="save_unquant", like=("x",)),
+    ),
+)
+
+FAMILIES = (FORWARD, BACKWARD, MODULATED, GATED, QUANTISED)
 
 
 def family_of(mode: Mode) -> Family:
@@ -490,4 +606,6 @@ def family_of(mode: Mode) -> Family:
         return MODULATED
     if mode.gating.gates:
         return GATED
+    if mode.serves:
+        return QUANTISED
     return BACKWARD if mode.is_backward else FORWARD

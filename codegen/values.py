@@ -116,16 +116,18 @@ class FusedAdd(Enum):
 
 
 class FusedQuant(Enum):
-    """Whether a row is quantised by its own amax, and whether a smooth scale is applied first."""
+    """Whether a row is quantised: by its own amax, behind a smooth scale or not, or by a scale that is given."""
 
     NONE = "none"
     SMOOTH_DYNAMIC = "smooth_dynamic"
     DYNAMIC = "dynamic"
+    STATIC = "static"
+    STATIC_COLUMN = "static_column"
 
     @property
     def code(self) -> int:
-        """ck_tile's integer for this mode."""
-        return {FusedQuant.NONE: 0, FusedQuant.SMOOTH_DYNAMIC: 1, FusedQuant.DYNAMIC: 2}[self]
+        """ck_tile's integer for this mode, and two more for what it lacks."""
+        return tuple(FusedQuant).index(self)
 
     @property
     def quantises(self) -> bool:
@@ -136,6 +138,71 @@ class FusedQuant(Enum):
     def smooths(self) -> bool:
         """Whether a smooth scale is read."""
         return self is FusedQuant.SMOOTH_DYNAMIC
+
+    @property
+    def measures(self) -> bool:
+        """Whether scales are computed, and returned."""
+        return self in (FusedQuant.DYNAMIC, FusedQuant.SMOOTH_DYNAMIC)
+
+    @property
+    def takes_scale(self) -> bool:
+        """Whether one scale is given for all that is written."""
+        return self is FusedQuant.STATIC
+
+    @property
+    def takes_column_scales(self) -> bool:
+        """Whether a scale is given for each column."""
+        return self is FusedQuant.STATIC_COLUMN
+
+    @property
+    def is_static(self) -> bool:
+        """Whether scales are given."""
+        return self.takes_scale or self.takes_column_scales
+
+
+class ScaleGroup(Enum):
+    """How many neighbours of a row share a scale: all of them, or so many, the last group being what is left."""
+
+    NONE = "none"
+    G32 = "32"
+    G64 = "64"
+    G128 = "128"
+
+    @property
+    def code(self) -> int:
+        """The size as a number; 0 for whole rows."""
+        return 0 if self is ScaleGroup.NONE else int(self.value)
+
+
+class ScaleFormat(Enum):
+    """What scales of groups are stored as: floats, or powers of two of which the exponent alone may be stored."""
+
+    FLOAT = "float"
+    UE8M0_FLOAT = "ue8m0_float"
+    UE8M0 = "ue8m0"
+    UE8M0_PACKED = "ue8m0_packed"
+
+    @property
+    def rounds_up(self) -> bool:
+        """Whether scales are rounded up to powers of two."""
+        return self is not ScaleFormat.FLOAT
+
+    @property
+    def stores_exponents(self) -> bool:
+        """Whether a scale is a byte."""
+        return self in (ScaleFormat.UE8M0, ScaleFormat.UE8M0_PACKED)
+
+    @property
+    def packs(self) -> int:
+        """How many neighbouring scales make one element of what is stored."""
+        return 4 if self is ScaleFormat.UE8M0_PACKED else 1
+
+
+class ScaleLayout(Enum):
+    """Whether scales of a row's groups lie side by side, or those of a group's rows, padded to 16 bytes."""
+
+    ROW_MAJOR = "row_major"
+    COLUMN_MAJOR = "column_major"
 
 
 class Rounding(Enum):
@@ -258,3 +325,5 @@ INPUT_DTYPES = (DType.FP16, DType.BF16, DType.FP32)
 # What x may be besides in forward kernels, times an x_scale. e4m3fnuz comes out of kernels alone: no format of OCP.
 FP8_INPUT_DTYPES = (DType.FP8_E4M3FN, DType.FP8_E5M2)
 QUANTISED_DTYPES = (DType.INT8, DType.FP8_E4M3FN, DType.FP8_E4M3FNUZ, DType.FP8_E5M2)
+# What engines scale by groups, by given scales or with a second output; e4m3fnuz is of ROCm's older GPUs alone.
+SERVED_DTYPES = (DType.INT8, DType.FP8_E4M3FN, DType.FP8_E5M2)

@@ -25,7 +25,10 @@ UNSPECIALISED = (
     "gated_row_stride",
     "dgated_row_stride",
     "ddropped_row_stride",
+    "unquantised_row_stride",
     "sample_rows",
+    "y_scale_row_stride",
+    "y_scale_group_stride",
 )
 
 
@@ -412,6 +415,73 @@ def row_scale(amax_bits, QMAX: tl.constexpr, dtype: tl.constexpr):
         y_scale = tl.where(y_scale < 2.0**-14, tl.ceil(y_scale * 2.0**24) * 2.0**-24, y_scale)
     y_scale = round_to(y_scale, dtype).to(tl.float32)
     return tl.where(y_scale < 2.0**-126, 1.0, y_scale)
+
+
+@triton.jit
+def bounded(amax_bits, scale_ub):
+    """The smaller of amax and a bound, as bits; a NaN stays one."""
+    bound = scale_ub.to(tl.int32, bitcast=True)
+    return tl.where(amax_bits > 0x7F800000, amax_bits, tl.minimum(amax_bits, bound))
+
+
+@triton.jit
+def in_groups(values, SIZE: tl.constexpr):
+    """Values with a last dimension of SIZE neighbours, or of all where there are fewer."""
+    width: tl.constexpr = values.shape[len(values.shape) - 1]
+    tl.static_assert(width <= SIZE or width % SIZE == 0)
+    size: tl.constexpr = width if width < SIZE else SIZE
+    if len(values.shape) == 1:
+        groups = tl.reshape(values, (width // size, size))
+    else:
+        groups = tl.reshape(values, (values.shape[0], width // size, size))
+    return groups
+
+
+@triton.jit
+def amax_of_groups(bits, SIZE: tl.constexpr):
+    """The maximum of each group's `magnitude_bits`."""
+    groups = in_groups(bits, SIZE)
+    return tl.max(groups, axis=len(groups.shape) - 1)
+
+
+@triton.jit
+def spread(values, SIZE: tl.constexpr, shape: tl.constexpr):
+    """A value a group as one for each of its elements."""
+    width: tl.constexpr = shape[len(shape) - 1]
+    size: tl.constexpr = width if width < SIZE else SIZE
+    if len(shape) == 1:
+        wide = tl.broadcast_to(values[:, None], (width // size, size))
+    else:
+        wide = tl.broadcast_to(values[:, :, None], (shape[0], width // size, size))
+    return tl.reshape(wide, shape)
+
+
+@triton.jit
+def exponent_above(scale):
+    """The exponents of the least powers of two that are no less than scales, biased by 127 as in fp32 and in UE8M0."""
+    bits = scale.to(tl.int32, bitcast=True)
+    # Of infinity and NaN it is 255, which is UE8M0's NaN.
+    return tl.where(bits >= 0x7F000000, 255, (bits + 0x7FFFFF) >> 23)
+
+
+@triton.jit
+def power_of_two(exponents):
+    """The fp32 value of a biased exponent; NaN of 255."""
+    return tl.where(exponents == 255, 0x7FC00000, exponents << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_scales(
+    ptr, scales, start, group_stride, row_mask, N: tl.constexpr, SIZE: tl.constexpr, PACKS: tl.constexpr
+):
+    """Write the scales of the groups from column `start` on, those of PACKS neighbours side by side."""
+    count: tl.constexpr = scales.shape[len(scales.shape) - 1]
+    groups = (start // SIZE + tl.arange(0, count)).to(tl.int64)
+    mask = groups * SIZE < N
+    if row_mask is not None:
+        groups = groups[None, :]
+        mask = row_mask & mask[None, :]
+    tl.store(ptr + groups // PACKS * group_stride + groups % PACKS, scales, mask=mask)
 
 
 @triton.jit

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from .ahead_of_time.warmup import warmup
     from .calls.backend import backend
     from .calls.gated_2d import gated_layernorm2d_fwd, gated_rmsnorm2d_fwd
-    from .calls.outputs import LayerNormOutput
+    from .calls.outputs import LayerNormOutput, QuantisedOutput
+    from .calls.quantised import quantised_layer_norm, quantised_rms_norm
     from .calls.straight import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
     from .calls.which import which
     from .compiled.switch import compile_passes
@@ -50,6 +51,7 @@ __all__ = [
     "LayerNorm",
     "LayerNormOutput",
     "Patch",
+    "QuantisedOutput",
     "RMSNorm",
     "TorchOverride",
     "__version__",
@@ -77,6 +79,8 @@ __all__ = [
     "override_torch",
     "parallel",
     "patch",
+    "quantised_layer_norm",
+    "quantised_rms_norm",
     "record",
     "recorded_keys",
     "reference",
@@ -94,7 +98,8 @@ _HOMES = {
     "reference": ("reference",),
     "calls.backend": ("backend",),
     "calls.gated_2d": ("gated_layernorm2d_fwd", "gated_rmsnorm2d_fwd"),
-    "calls.outputs": ("LayerNormOutput",),
+    "calls.outputs": ("LayerNormOutput", "QuantisedOutput"),
+    "calls.quantised": ("quantised_layer_norm", "quantised_rms_norm"),
     "calls.straight": ("layernorm2d_bwd", "layernorm2d_fwd", "rmsnorm2d_bwd", "rmsnorm2d_fwd"),
     "calls.which": ("which",),
     "compiled.switch": ("compile_passes",),

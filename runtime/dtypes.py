@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .codegen.values import FP8_INPUT_DTYPES, DType
+from .codegen.values import FP8_INPUT_DTYPES, DType, ScaleFormat
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.FP16: torch.float16,
@@ -16,9 +16,22 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.FP8_E5M2: torch.float8_e5m2,
 }
 
+# What scales of groups are stored in.
+SCALE_DTYPES: dict[ScaleFormat, torch.dtype] = {
+    ScaleFormat.FLOAT: torch.float32,
+    ScaleFormat.UE8M0_FLOAT: torch.float32,
+    ScaleFormat.UE8M0: torch.float8_e8m0fnu,
+    ScaleFormat.UE8M0_PACKED: torch.int32,
+}
+
 DTYPES: dict[torch.dtype, DType] = {value: key for key, value in TORCH_DTYPES.items()}
 
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # What x may be besides, with an x_scale, in forward calls.
 FP8_INPUTS = tuple(TORCH_DTYPES[dtype] for dtype in FP8_INPUT_DTYPES)
+
+
+def stored_dtype(kind: DType | ScaleFormat) -> torch.dtype:
+    """What stands in memory of a type that a mode names."""
+    return SCALE_DTYPES[kind] if isinstance(kind, ScaleFormat) else TORCH_DTYPES[kind]

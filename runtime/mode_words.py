@@ -6,7 +6,18 @@ from enum import Enum
 from typing import TypeVar
 
 from .codegen.groups import Activation
-from .codegen.values import Cast, FusedAdd, FusedQuant, GateActivation, Gating, Norm, Rounding
+from .codegen.values import (
+    Cast,
+    FusedAdd,
+    FusedQuant,
+    GateActivation,
+    Gating,
+    Norm,
+    Rounding,
+    ScaleFormat,
+    ScaleGroup,
+    ScaleLayout,
+)
 from .errors import ConflictError
 
 E = TypeVar("E", bound=Enum)
@@ -14,15 +25,27 @@ E = TypeVar("E", bound=Enum)
 # By what may stand for a member: TorchDynamo traces a look-up here, where torch 2.11's cannot go through an enum.
 _WORDS: dict[type[Enum], dict[str, Enum]] = {
     kind: {member.value: member for member in kind}
-    for kind in (Norm, FusedAdd, FusedQuant, Rounding, Cast, Activation, Gating, GateActivation)
+    for kind in (
+        Norm,
+        FusedAdd,
+        FusedQuant,
+        Rounding,
+        Cast,
+        Activation,
+        Gating,
+        GateActivation,
+        ScaleGroup,
+        ScaleFormat,
+        ScaleLayout,
+    )
 }
 _CODES: dict[type[Enum], dict[int, Enum]] = {
-    kind: {member.code: member for member in kind} for kind in (FusedAdd, FusedQuant)
+    kind: {member.code: member for member in kind} for kind in (FusedAdd, FusedQuant, ScaleGroup)
 }
 
 
 def word(kind: type[E], argument: str, value: object) -> E:
-    """The member of `kind` that a caller means: the member itself, its word, or ck_tile's integer.
+    """The member of `kind` that a caller means: the member itself, its word, or its integer: ck_tile's, or a size.
 
     Raises:
         ConflictError: the value is none of them.

@@ -34,7 +34,7 @@ class ReferenceOutput(NamedTuple):
         open: with cast "before_weight", how far off z may be where fp32 leaves open which way a row is rounded; else
             None.
         sums: the least and the largest that residual_out may be, where fp32 leaves that open; else None.
-        terms: what the terms that z is the sum of add up to without their signs, where y is quantised; else None.
+        terms: what the terms that z is the sum of add up to without their signs; None where nobody asks.
     """
 
     y: torch.Tensor
@@ -215,7 +215,8 @@ def _finish(
     saved_mean = mean.squeeze(-1).float() if save_mv and mean is not None else None
     saved_rstd = rstd.squeeze(-1).float() if save_mv else None
     if not fquant.quantises:
-        return ReferenceOutput(y.to(out_dtype or x_dtype), residual_out, None, saved_mean, saved_rstd, y, either)
+        stored = y.to(out_dtype or x_dtype)
+        return ReferenceOutput(stored, residual_out, None, saved_mean, saved_rstd, y, either, terms=terms)
     z = y
     if smooth_scale is not None:
         factor = smooth_scale.to(y.dtype)

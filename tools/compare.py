@@ -9,12 +9,13 @@ from typing import NamedTuple
 import torch
 
 from ..calls.group_instead import Gradients
-from ..calls.outputs import GatedGradients, LayerNormOutput, NormGradients
+from ..calls.outputs import GatedGradients, LayerNormOutput, NormGradients, QuantisedOutput
 from ..codegen.values import Rounding
 from ..dtypes import DTYPES
 from ..gating_reference import ReferenceGatedGradients
 from ..gradient_reference import ReferenceGradients
 from ..group_reference import GroupGradients
+from ..quantisation_reference import ReferenceQuantised, next_power_of_two
 from ..reference import ReferenceOutput, quantise
 
 
@@ -90,6 +91,67 @@ def compare(actual: LayerNormOutput, expected: ReferenceOutput, rounding: Roundi
         else:
             findings.append(_close(name, got, want, _open(name, expected)))
     return findings
+
+
+def compare_quantised(
+    actual: QuantisedOutput, scale: torch.Tensor | None, expected: ReferenceQuantised
+) -> list[Finding]:
+    """Hold every output of a call of `quantised_layer_norm` or `quantised_rms_norm` against the oracle's.
+
+    As `compare` does. A scale that is a power of two may be the next one where fp32 leaves that open.
+
+    Args:
+        actual: what was returned.
+        scale: of each group the scale that was stored, as a number, (..., G); None where it was given.
+        expected: what should have been.
+    """
+    findings = [] if scale is None else [_scales(actual, scale, expected)]
+    wide = expected.scale if scale is None else expected.spread(scale)
+    findings.append(_within_a_step(actual.y, expected, wide))
+    for name, want in (("residual_out", expected.residual_out), ("unquantised", expected.unquantised)):
+        got = getattr(actual, name)
+        if got is None:
+            continue
+        if want is None or got.shape != want.shape or got.dtype != want.dtype:
+            findings.append(Finding(name, math.inf, 0.0, ok=False))
+        elif name == "residual_out":
+            findings.append(Finding(name, _differing(got, want), 0.0, _differing(got, want) == 0))
+        else:
+            findings.append(_close("y", got, want, expected.unquantised_open)._replace(name=name))
+    return findings
+
+
+def _scales(actual: QuantisedOutput, scale: torch.Tensor, expected: ReferenceQuantised) -> Finding:
+    amax, qmax = expected.amax, DTYPES[actual.y.dtype].qmax
+    slack = _scale_tolerance(torch.float32).rtol * amax
+    slack += expected.largest(expected.open + VALUE_ERROR * expected.terms)
+    least, most = ((amax + sign * slack).clamp_min(0) / qmax for sign in (-1, 1))
+    # What is too small to be inverted is stored as 1.
+    is_none = (scale == 1) & (least <= torch.finfo(torch.float32).smallest_normal)
+    if expected.kind.rounds_up:
+        least, most = next_power_of_two(least), next_power_of_two(most)
+    error = torch.where(is_none | ~amax.isfinite(), 0.0, torch.maximum(least - scale, scale - most).clamp_min(0))
+    fits = torch.where(amax.isfinite(), is_none | (error == 0), ~scale.isfinite())
+    return Finding("y_scale", _worst(error), 0.0, bool(fits.all()))
+
+
+def _within_a_step(y: torch.Tensor, expected: ReferenceQuantised, scale: torch.Tensor) -> Finding:
+    """See `_quantised`."""
+    if y.shape != expected.z.shape or y.dtype != expected.y.dtype:
+        return Finding("y", math.inf, 1.0, ok=False)
+    finite = scale.isfinite() & expected.z.isfinite()
+    out, scale = DTYPES[y.dtype], scale[finite]
+    ratio, error = expected.z[finite] / scale, (VALUE_ERROR * expected.terms[finite] + expected.open[finite]) / scale
+    slack = QUANTISATION_SLACK * out.qmax + error
+    got, low, least, most, high = (
+        _steps(value)
+        for value in (
+            y[finite],
+            *[quantise(value, out) for value in (ratio - slack, ratio - error, ratio + error, ratio + slack)],
+        )
+    )
+    steps = _worst(torch.maximum(least - got, got - most).clamp_min(0))
+    return Finding("y", steps, 1.0, steps <= 1 and bool(((low <= got) & (got <= high)).all()))
 
 
 def _open(name: str, expected: ReferenceOutput) -> torch.Tensor | float:

@@ -64,6 +64,15 @@ def check_scale(name: str, scale: torch.Tensor, x: torch.Tensor) -> None:
         raise LayoutError(f"{name} has strides {scale.stride()}; pass {name}.contiguous()")
 
 
+def check_value(name: str, value: torch.Tensor, x: torch.Tensor) -> None:
+    """Check one fp32 value on x's device. It is not read."""
+    check_tensor(name, value)
+    if value.numel() != 1:
+        raise ShapeError(f"{name} has shape {tuple(value.shape)}; it takes one value, (1,)")
+    check_dtype(name, value, (torch.float32,))
+    check_device(name, value, x)
+
+
 def check_vector(name: str, vector: torch.Tensor, x: torch.Tensor) -> None:
     """Check an (N,) operand of x."""
     check_tensor(name, vector)

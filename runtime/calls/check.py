@@ -16,7 +16,7 @@ import torch
 from ..codegen.families import Kind
 from ..codegen.model import Mode
 from ..codegen.values import Direction, DType
-from ..dtypes import DTYPES, FLOATS, FP8_INPUTS, TORCH_DTYPES
+from ..dtypes import DTYPES, FLOATS, FP8_INPUTS, stored_dtype
 from ..errors import ConflictError, DTypeError, IllegalCombinationError, ShapeError
 from ..mode_words import word
 from .argument_checks import (
@@ -36,6 +36,7 @@ from .argument_checks import (
     check_scale,
     check_statistic,
     check_tensor,
+    check_value,
     check_vector,
     check_x,
     refuse_fp8,
@@ -67,6 +68,7 @@ _CHECKS: Mapping[Kind, Callable[[str, Any, torch.Tensor], object]] = {
     Kind.VECTOR: check_vector,
     Kind.PER_ROW: check_statistic,
     Kind.SCALE: check_scale,
+    Kind.VALUE: check_value,
     Kind.RANDOM: check_random,
 }
 
@@ -107,7 +109,7 @@ class Call:
         for result in self.function.results:
             if result.name == name and name in self.wants:
                 if result.axis:
-                    return TORCH_DTYPES[getattr(self.mode, result.axis)]
+                    return stored_dtype(getattr(self.mode, result.axis))
                 told: torch.dtype | None = self.given[result.told] if result.told else None
                 like = [self.given[operand].dtype for operand in result.like if self.given[operand] is not None]
                 return told or (like[0] if like else torch.float32)
@@ -127,7 +129,9 @@ def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, pa
     modulated = takes.neighbour == "modulated"
     axes: dict[str, Any] = {"norm": takes.norm, "direction": takes.direction, "modulated": modulated}
     for name, words, axis in takes.words:
-        said[name] = axes[axis] = word(words, name, said[name])
+        said[name] = word(words, name, said[name])
+        if axis:
+            axes[axis] = said[name]
     for name, least, most in takes.numbers:
         said[name] = check_number(name, said[name], least=least, most=most)
     for name, axis in takes.flags:
@@ -159,6 +163,11 @@ def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, pa
     if "cast" in axes:
         axes["cast"] = axes["cast"].of(axes["dtype_out"] if dy is None else DTYPES[dy.dtype], axes["dtype_in"])
     mode = _mode(axes)
+    if mode.serves and takes.neighbour != "quantised":
+        raise ConflictError(
+            f"{function} takes no fquant {mode.fquant.value!r}; call normforge.quantised_layer_norm or "
+            "quantised_rms_norm, which do, or pass 'dynamic' or 'smooth_dynamic'"
+        )
     _check_presence(takes, mode, said)
     call = Call(takes, mode, x.numel() // n, n, _wants(takes, mode, said), said)
     _check_places(call, addressed)
@@ -211,7 +220,9 @@ def _check_presence(takes: Function, mode: Mode, said: Mapping[str, Any]) -> Non
     for name, wanted, absent, unused in takes.conditions:
         error = absent if _asks(mode, wanted) else unused
         if error and (said[name] is None) is (error is absent):
-            raise ConflictError(error.format(**{axis: said[argument].value for argument, _, axis in takes.words}))
+            raise ConflictError(
+                error.format(**{axis: said[argument].value for argument, _, axis in takes.words if axis})
+            )
     _check_needs(takes, said)
 
 

@@ -17,7 +17,7 @@ from ..codegen.values import Direction, DType, Norm
 _CLASSES = get_type_hints(Mode)
 
 # The tensors that are read.
-_OPERANDS = (Kind.ROWS, Kind.SAMPLES, Kind.GROUPS, Kind.VECTOR, Kind.PER_ROW, Kind.SCALE, Kind.RANDOM)
+_OPERANDS = (Kind.ROWS, Kind.SAMPLES, Kind.GROUPS, Kind.VECTOR, Kind.PER_ROW, Kind.SCALE, Kind.VALUE, Kind.RANDOM)
 
 # The default that is no literal.
 _NOT_LITERAL: Mapping[str, Any] = {REQUIRED: None, "torch.float32": torch.float32}

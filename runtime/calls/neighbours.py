@@ -6,7 +6,7 @@ What one family has of its own is a row of data, a `Neighbour`: see `modulated` 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -35,6 +35,11 @@ Options = tuple[Any, ...]
 Gradients = list["torch.Tensor | None"]
 
 
+def _nothing(*_: Any) -> NoReturn:
+    """Stands for what a family without gradients has not."""
+    raise AssertionError("calls without gradients are never recorded")
+
+
 class Neighbour(NamedTuple):
     """What calls of one family have of their own.
 
@@ -45,8 +50,8 @@ class Neighbour(NamedTuple):
         rows: of the tensors.
         inputs: their names.
         options: the names of what else a call is told, behind the norm.
-        sums: the places of the tensors that the stored sum is of; none where nothing is stored.
         find: what a call comes to that is known: see `find_modulated`.
+        sums: the places of the tensors that the stored sum is of; none where nothing is stored.
         kept: from the tensors, and the sum if one was stored, to what a backward pass needs of them, the first of x's
             shape.
         told: from the options and the tensors' dtypes to what it needs besides.
@@ -58,11 +63,11 @@ class Neighbour(NamedTuple):
     rows: tuple[Parameter, ...]
     inputs: tuple[str, ...]
     options: tuple[str, ...]
-    sums: tuple[int, ...]
     find: Callable[[Any, Any], tuple[Key | None, Found | None]]
-    kept: Callable[[Operands, torch.Tensor | None], tuple[torch.Tensor | None, ...]]
-    told: Callable[[Options, tuple[torch.dtype | None, ...]], Any]
-    gradients: Callable[..., Gradients]
+    sums: tuple[int, ...] = ()
+    kept: Callable[[Operands, torch.Tensor | None], tuple[torch.Tensor | None, ...]] = _nothing
+    told: Callable[[Options, tuple[torch.dtype | None, ...]], Any] = _nothing
+    gradients: Callable[..., Gradients] = _nothing
 
 
 def neighbour_of(family: Family, **own: Any) -> Neighbour:

@@ -5,13 +5,15 @@ Kernels are compiled for pointers at multiples of 16 bytes, so that is where eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 
 from ..codegen.families import Kind
+from ..codegen.model import Mode
+from ..codegen.values import ScaleLayout
 from ..kernels.key import ALIGNMENT
 from ..upstream.torch_allocator import Empty
 from .check import Call
@@ -39,6 +41,23 @@ class LayerNormOutput(NamedTuple):
     y_scale: torch.Tensor | None
     mean: torch.Tensor | None
     rstd: torch.Tensor | None
+
+
+class QuantisedOutput(NamedTuple):
+    """What a call of `quantised_layer_norm` or `quantised_rms_norm` returns; None where one was not asked for.
+
+    Attributes:
+        y: x's shape, in out_dtype.
+        residual_out: x's shape, in residual's dtype: x + x_bias + residual, rounded once.
+        y_scale: x's shape without the last dimension; of groups with one of G = ceil(N / group_size) in its place, or,
+            packed, of ceil(G / 4). None with a scale that was given.
+        unquantised: x's shape, in x's dtype: y as it is before smooth_scale.
+    """
+
+    y: torch.Tensor
+    residual_out: torch.Tensor | None
+    y_scale: torch.Tensor | None
+    unquantised: torch.Tensor | None
 
 
 class NormGradients(NamedTuple):
@@ -113,8 +132,35 @@ def unflattened(rows: Any, shape: tuple[int, ...]) -> Any:
     return rows if len(shape) == 1 else rows.view(*rows.shape[:-1], *shape)
 
 
+# Of scales in column-major order, each group's start at a multiple of so many bytes: what TMA asks for.
+_TMA = 16
+
+
+def group_scales(
+    make: Make, leading: Sequence[int], m: int, columns: int, dtype: torch.dtype, layout: ScaleLayout
+) -> Any:
+    """Memory for the scales of groups, (*leading, columns), where leading sizes are m in all."""
+    if layout is ScaleLayout.ROW_MAJOR:
+        return make((*leading, columns), dtype=dtype)
+    step = _TMA // dtype.itemsize
+    padded = make((columns, -(-m // step) * step), dtype=dtype)
+    # What rows are padded by is no part of it.
+    return padded[:, :m].t().view(*leading, columns)
+
+
+def scale_columns(mode: Mode, n: int) -> int:
+    """How many elements of y_scale a row of n elements has, of a mode of groups."""
+    return -(-n // (mode.group_size.code * mode.scale_format.packs))
+
+
 def results_of(call: Call, make: Make) -> tuple[torch.Tensor | None, ...]:
     """What a call returns, made by something else than its kernels; None for what it does not."""
     shapes = {Kind.ROWS: call.x.shape, Kind.VECTOR: call.x.shape[-1:], Kind.PER_ROW: call.x.shape[:-1]}
     dtypes = [(row.kind, call.dtype_of(row.name)) for row in call.function.family.results]
-    return tuple(None if dtype is None else make(shapes[kind], dtype=dtype) for kind, dtype in dtypes)
+    made = [None if dtype is None else make(shapes[kind], dtype=dtype) for kind, dtype in dtypes]
+    scale_dtype = call.dtype_of("y_scale")
+    if call.mode.group_size.code and scale_dtype is not None:
+        columns = scale_columns(call.mode, call.n)
+        scale = group_scales(make, call.x.shape[:-1], call.m, columns, scale_dtype, call.scale_layout)
+        made[QuantisedOutput._fields.index("y_scale")] = scale
+    return tuple(made)

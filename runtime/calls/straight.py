@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 
-from ..codegen.values import Cast, FusedAdd, FusedQuant, GateActivation, Gating, Rounding
+from ..codegen.values import Cast, FusedAdd, FusedQuant, GateActivation, Gating, Rounding, ScaleFormat, ScaleGroup, ScaleLayout
 from ..selection import dispatch
 from ..upstream.torch_allocator import contiguous_strides
 from ..upstream.torch_dynamo import eager_below, eager_only
@@ -1073,5 +1073,87 @@ def find_gated(operands: GatedOperands, options: GatedOptions) -> tuple[Key | No
             plan = known.plan_at(x_at, gate_at, weight_at, bias_at)
         if plan is not None:
             addresses = (x_at, gate_at, weight_at, bias_at)
+            return key, (plan, addresses, tensors, shape, m, eps, weight_offset)
+    return key, None
+
+
+# A call of quantised norms: its tensors, in the order in which launches bring them, and what else it is told.
+QuantisedOperands = tuple[
+    torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None,
+    torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None,
+]  # fmt: skip
+QuantisedOptions = tuple[
+    str, float, float, str | int | FusedQuant, torch.dtype | None, str | Cast, str | int | ScaleGroup,
+    str | ScaleFormat, str | ScaleLayout, bool, bool,
+]  # fmt: skip
+
+
+@eager_only
+def find_quantised(operands: QuantisedOperands, options: QuantisedOptions) -> tuple[Key | None, Found | None]:
+    """What a call of quantised norms comes to.
+
+    Returns:
+        What such a call is known by, or None if it cannot be; and what `launch.run` and `run_recorded` are to be given,
+        or None if no call like it is known.
+    """
+    x, weight, bias, residual, x_bias, smooth_scale, static_scale, column_scale, scale_ub = operands
+    (
+        norm, eps, weight_offset, fquant, out_dtype, cast, group_size, scale_format, scale_layout, quantise_rounded,
+        save_unquant,
+    ) = options  # fmt: skip
+    key: Key | None = None
+    known: Known | None = None
+    try:
+        shape = x.shape
+        n = shape[-1]
+        tensors = operands
+        key = (
+            "quantised", norm, n, weight is None, bias is None, residual is None, x_bias is None, smooth_scale is None,
+            static_scale is None, column_scale is None, scale_ub is None, fquant, fquant.__class__, out_dtype, cast,
+            group_size, group_size.__class__, scale_format, scale_layout, quantise_rounded, quantise_rounded.__class__,
+            save_unquant, save_unquant.__class__,
+        )  # fmt: skip
+        if len(shape) == 2:
+            m = shape[0]
+        else:
+            m = x.numel() // n
+            if not (x.is_contiguous() and (residual is None or residual.is_contiguous())):
+                # Row strides are then found from all sizes but the first, and strides, together.
+                key = (*key, shape[1:])
+        for kind in dispatch.plans.get(key, ()):
+            if kind.fits(*kind.present(tensors)):
+                known = kind
+                break
+    except UNREADABLE:
+        key = None
+    if (
+        known is not None
+        and forward_ad._current_level < 0
+        and not dispatch_modes()
+        and eps is not None
+        and eps.__class__ is float
+        and 0.0 <= eps <= LARGEST_FP32
+        and weight_offset is not None
+        and weight_offset.__class__ is float
+        and (weight_offset == 0.0 or (weight is not None and norm == "rms" and abs(weight_offset) <= LARGEST_FP32))
+        and (residual is None or residual.shape == shape)
+    ):
+        x_at = x.data_ptr() or NOWHERE
+        weight_at = 0 if weight is None else weight.data_ptr() or NOWHERE
+        bias_at = 0 if bias is None else bias.data_ptr() or NOWHERE
+        residual_at = 0 if residual is None else residual.data_ptr() or NOWHERE
+        x_bias_at = 0 if x_bias is None else x_bias.data_ptr() or NOWHERE
+        smooth_scale_at = 0 if smooth_scale is None else smooth_scale.data_ptr() or NOWHERE
+        static_scale_at = 0 if static_scale is None else static_scale.data_ptr() or NOWHERE
+        column_scale_at = 0 if column_scale is None else column_scale.data_ptr() or NOWHERE
+        scale_ub_at = 0 if scale_ub is None else scale_ub.data_ptr() or NOWHERE
+        plan = known.plan
+        if (x_at | weight_at | bias_at | residual_at | x_bias_at | smooth_scale_at | column_scale_at) & MISALIGNED:
+            plan = known.plan_at(x_at, weight_at, bias_at, residual_at, x_bias_at, smooth_scale_at, column_scale_at)
+        if plan is not None:
+            addresses = (
+                x_at, weight_at, bias_at, residual_at, x_bias_at, smooth_scale_at, static_scale_at, column_scale_at,
+                scale_ub_at,
+            )  # fmt: skip
             return key, (plan, addresses, tensors, shape, m, eps, weight_offset)
     return key, None

@@ -29,6 +29,10 @@ SUMS = tuple(row.name for row in BACKWARD.results if row.kind is Kind.VECTOR)
 # Of the backward family: what is dropped has a gradient beside dx.
 _DROPPED = "ddropped_ptr"
 
+# Of scales that are powers of two the exponents are stored, whatever type holds them.
+_EXPONENTS = "y_scale_ptr"
+_SCALE_STRIDES = ("y_scale_row_stride", "y_scale_group_stride")
+
 
 class Summing(NamedTuple):
     """How partial sums are added up: how many rows of them at a time, columns a program, and warps."""
@@ -128,7 +132,9 @@ class Facts:
             # Programs leave partial sums of some, and of what hardware does not convert to they write bytes.
             if row.name in SUMS:
                 dtype = "float32"
-            elif row.name in own and in_software(own[row.name], target):
+            elif (row.name in own and in_software(own[row.name], target)) or (
+                row.slot == _EXPONENTS and mode.scale_format.stores_exponents
+            ):
                 dtype = "uint8"
             return pointer_type(dtype, aligned=row.slot not in {*misaligned, *anywhere})
 
@@ -137,12 +143,14 @@ class Facts:
         # Launches of dropout bring it behind all else, and others do not.
         ddropped = types.pop(_DROPPED, None)
         dropped = {_DROPPED: ddropped} if mode.dropout and mode.is_backward else {}
+        # Of scales of groups how far they are apart, which may follow from M.
+        groups = dict.fromkeys(_SCALE_STRIDES, "i64") if mode.group_size.code else {}
         return cls(
             mode=mode,
             n=n,
             target=target,
             types=types,
-            numbers={**dict.fromkeys(numbers, "fp32"), **dropped},
+            numbers={**dict.fromkeys(numbers, "fp32"), **dropped, **groups},
             strides=strides,
             further=further,
             misaligned={*misaligned} - anywhere,

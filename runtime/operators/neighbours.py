@@ -6,25 +6,27 @@ from typing import Any
 
 import torch
 
-from ..calls import neighbours
+from ..calls import neighbours, quantised
 from ..calls.first import refuse_foreign
 from ..calls.functions import FUNCTIONS
 from ..calls.neighbour_rows import CALLS
-from ..calls.outputs import LayerNormOutput
+from ..calls.outputs import LayerNormOutput, QuantisedOutput
 from ..errors import GradientError
 from .twins import register_autograd
 
 
-def run(function: str, given: dict[str, Any]) -> LayerNormOutput:
+def run(function: str, given: dict[str, Any]) -> LayerNormOutput | QuantisedOutput:
     """What an operator computes of its arguments by name."""
     takes = FUNCTIONS[function]
     refuse_foreign(takes.family, given)
+    if takes.neighbour == "quantised":
+        return quantised.launched(takes.norm.value, given)
     calls = CALLS[takes.neighbour]
     options = neighbours.options_of(calls, takes.norm.value, given)
     return neighbours.launched(calls, neighbours.operands_of(calls, given), options)
 
 
-def run_named(*, function: str, **given: Any) -> LayerNormOutput:
+def run_named(*, function: str, **given: Any) -> LayerNormOutput | QuantisedOutput:
     """The same of arguments that are passed by name."""
     return run(function, given)
 

@@ -185,6 +185,9 @@ BACKWARD = {norm.value: _operator(name) for norm, name in _BACKWARD.items()}
 for _name in (*parameters.MODULATED.functions.values(), *parameters.GATED.functions.values()):
     _register(_name)
     neighbours.register(_recording, _NAMESPACE, _name)
+for _name in parameters.QUANTISED.functions.values():
+    # What is quantised has no gradient.
+    _register(_name)
 _at_once |= grouped.register(_library, _NAMESPACE, _TAGS)
 called_at_once(_at_once)
 _RULED = _STRAIGHT | {

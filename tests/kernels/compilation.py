@@ -49,11 +49,15 @@ _POINTERS = {
     DType.FP8_E4M3FN: "*fp8e4nv",
     DType.FP8_E5M2: "*fp8e5",
 }
-_OPERANDS = ("weight_ptr", "bias_ptr", "x_bias_ptr", "smooth_scale_ptr")
+_OPERANDS = ("weight_ptr", "bias_ptr", "x_bias_ptr", "smooth_scale_ptr", "column_scale_ptr")
 _OTHERS = {
     "exchange_ptr": "*i64",
     "dropout_rng_ptr": "*i64",
     "dropout_p": "fp32",
+    "static_scale_ptr": "*fp32",
+    "scale_ub_ptr": "*fp32",
+    "y_scale_row_stride": "i64",
+    "y_scale_group_stride": "i64",
     "M": "i32",
     "sample_rows": "i32",
     "groups": "i32",
@@ -174,7 +178,10 @@ def _type(name: str, instance: Instance, target: Target, constants: dict[str, in
         return "*u8" if dtype.is_fp8 and not by_instruction else _POINTERS[dtype]
     if name in _OPERANDS:
         return _POINTERS[operands]
+    if name == "y_scale_ptr" and mode.scale_format.stores_exponents:
+        return "*u8"
     own = {
+        "unquantised_ptr": mode.dtype_in,
         "dx_ptr": mode.dtype_in,
         "ddropped_ptr": mode.dtype_in,
         "dy_ptr": DType.BF16,

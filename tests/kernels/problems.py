@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import normforge
-from normforge import LayerNormOutput, gating_reference, modulation_reference, reference
+from normforge import (
+    LayerNormOutput,
+    QuantisedOutput,
+    gating_reference,
+    modulation_reference,
+    quantisation_reference,
+    reference,
+)
 from normforge.calls.functions import FUNCTIONS, completed
 from normforge.codegen.families import Kind, Parameter
 from normforge.codegen.model import Mode
@@ -19,8 +26,9 @@ from normforge.codegen.values import INPUT_DTYPES, DType, Norm
 from normforge.dtypes import TORCH_DTYPES
 from normforge.mode_arguments import arguments_of
 from normforge.operators import neighbours
+from normforge.quantisation_reference import ReferenceQuantised
 from normforge.reference import ReferenceOutput
-from normforge.tools.compare import compare
+from normforge.tools.compare import compare, compare_quantised
 
 _FORWARD: dict[Norm, Callable[..., LayerNormOutput]] = {
     Norm.LAYER: normforge.layernorm2d_fwd,
@@ -39,13 +47,25 @@ _GATED: dict[Norm, Callable[..., ReferenceOutput]] = {
     Norm.LAYER: gating_reference.gated_layer_norm,
     Norm.RMS: gating_reference.gated_rms_norm,
 }
-_ORACLES = {"": _REFERENCE, "modulated": _MODULATED, "gated": _GATED}
+_QUANTISED: dict[Norm, Callable[..., ReferenceQuantised]] = {
+    Norm.LAYER: quantisation_reference.quantised_layer_norm,
+    Norm.RMS: quantisation_reference.quantised_rms_norm,
+}
+_ORACLES: dict[str, Mapping[Norm, Callable[..., Any]]] = {
+    "": _REFERENCE,
+    "modulated": _MODULATED,
+    "gated": _GATED,
+    "quantised": _QUANTISED,
+}
 
 # How many tokens there are of a shape's rows, where these are the groups of one.
 _TOKENS = 2
 
 # The arguments that `Problem` draws a row of for each of x's.
 _ROWS = ("x", "residual", "scale", "gate")
+
+# What is drawn from (0, 1) is divided by it, so that scales that are given cut off some of y, and not most.
+_NARROW = {"static_scale": 100.0, "column_scale": 100.0, "scale_ub": 1.0}
 
 # The oracle holds a few fp64 copies of what it is given; rows are independent, so it takes them in blocks.
 _ORACLE_ELEMENTS = 1 << 26
@@ -85,6 +105,8 @@ class Problem:
             if parameter.kind is Kind.SCALE:
                 # One a row.
                 return torch.rand(self.shape[:-1], generator=generator, device=device) + 0.5
+            if parameter.kind is Kind.VALUE:
+                return torch.rand(1, generator=generator, device=device).div(_NARROW[name]).add(1e-3)
             dtype = TORCH_DTYPES[self.dtypes.get(name, mode.dtype_in if name == "x" else mode.operand_dtype)]
             # A shift for all rows, and a scale and a gate for each.
             is_rows = parameter.kind is Kind.ROWS or (parameter.kind is Kind.SAMPLES and name != "shift")
@@ -93,14 +115,20 @@ class Problem:
             shape = (*self.shape[:-1], self.row_stride or n) if is_rows or of_groups else (n,)
             shape = (_TOKENS, *shape) if is_rows and mode.grouped else shape
             uniform = torch.rand(shape, generator=generator, device=device, dtype=torch.float32)
+            if name == "column_scale":
+                return uniform.add_(0.5).div_(_NARROW[name]).to(dtype)
             return uniform.sub_(0.5).mul_(width).to(dtype)[..., :n]
 
         return {**arguments_of(mode, draw), **self.keywords}
 
-    def check(self, device: str) -> LayerNormOutput:
+    def check(self, device: str) -> LayerNormOutput | QuantisedOutput:
         """Run the call and hold every output of every row against the oracle."""
         arguments = self.arguments(device)
         beside = family_of(self.mode).neighbour
+        if beside == "quantised":
+            quantised = neighbours.run(*_operated(self.mode, arguments))
+            assert isinstance(quantised, QuantisedOutput)
+            return check_quantised(self.mode, arguments, quantised)
         actual = _beside(self.mode, arguments) if beside else _FORWARD[self.mode.norm](**arguments)
         _check_against_oracle(self, arguments, actual)
         return actual
@@ -108,17 +136,43 @@ class Problem:
 
 def _beside(mode: Mode, arguments: dict[str, Any]) -> LayerNormOutput:
     """A call of norms with a neighbour, as their operator makes it."""
+    found = neighbours.run(*_operated(mode, arguments))
+    assert isinstance(found, LayerNormOutput)
+    return found
+
+
+def _operated(mode: Mode, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The name of an operator, and what it is given."""
     function = family_of(mode).functions[mode.norm]
-    given = {
-        name: value for name, value in completed(function, arguments).items() if name in FUNCTIONS[function].passed
-    }
-    return neighbours.run(function, given)
+    passed = FUNCTIONS[function].passed
+    return function, {name: value for name, value in completed(function, arguments).items() if name in passed}
+
+
+def check_quantised(mode: Mode, arguments: dict[str, Any], actual: QuantisedOutput) -> QuantisedOutput:
+    """Hold every output of a call of quantised norms against the oracle, and return it."""
+    expected = _QUANTISED[mode.norm](**arguments)
+    scale = None if actual.y_scale is None else numbers_of(actual.y_scale, mode, expected.amax.shape[-1])
+    wrong = [finding for finding in compare_quantised(actual, scale, expected) if not finding.ok]
+    assert not wrong, f"{mode.name}: {wrong}"
+    return actual
+
+
+def numbers_of(scale: torch.Tensor, mode: Mode, groups: int) -> torch.Tensor:
+    """Scales as numbers, (..., G), whatever they are stored as."""
+    if not mode.group_size.code:
+        return scale.double().unsqueeze(-1)
+    if not mode.scale_format.stores_exponents:
+        return scale.double()
+    codes = scale.contiguous().view(torch.uint8)[..., :groups].int()
+    return torch.where(codes == 255, torch.nan, torch.exp2(codes.double() - 127))
 
 
 def mixed_dtypes(mode: Mode, salt: int) -> dict[str, DType]:
     """An element type for every tensor whose type is free, another mix for every salt."""
     names = [
-        row.name for row in family_of(mode).inputs if row.name != "x" and row.kind not in (Kind.SCALE, Kind.RANDOM)
+        row.name
+        for row in family_of(mode).inputs
+        if row.name != "x" and row.kind not in (Kind.SCALE, Kind.VALUE, Kind.RANDOM)
     ]
     return {name: INPUT_DTYPES[(salt + index) % len(INPUT_DTYPES)] for index, name in enumerate(names)}
 

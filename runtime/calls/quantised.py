@@ -1,0 +1,338 @@
+"""Norms whose output is quantised as inference engines have it: by groups, by scales that are given, in two forms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from ..codegen.parameters import QUANTISED
+from ..codegen.values import Cast, FusedQuant, ScaleFormat, ScaleGroup, ScaleLayout
+from ..errors import ConflictError, LayoutError, ShapeError
+from ..mode_words import word
+from . import neighbours
+from .argument_checks import check_device, check_dtype, check_output, check_tensor
+from .check import Call, check, refuse_gradient
+from .first import resolved
+from .known import Found
+from .neighbours import neighbour_of
+from .outputs import QuantisedOutput, group_scales, scale_columns
+from .straight import QuantisedOperands, QuantisedOptions, find_quantised
+from .traced import intercepted, is_dynamo_compiling, operated, said_of
+
+CALLS = neighbour_of(QUANTISED, find=find_quantised)
+
+# Where outputs go, by their names, and None for new tensors.
+Places = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
+
+
+def quantised_layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: torch.Tensor | None = None,
+    x_bias: torch.Tensor | None = None,
+    smooth_scale: torch.Tensor | None = None,
+    fquant: str | int | FusedQuant = "dynamic",
+    out_dtype: torch.dtype | None = None,
+    cast: str | Cast = "after_weight",
+    group_size: int | str | ScaleGroup | None = None,
+    scale_format: str | ScaleFormat = "float",
+    scale_layout: str | ScaleLayout = "row_major",
+    scale_ub: torch.Tensor | None = None,
+    quantise_rounded: bool = False,
+    save_unquant: bool = False,
+    y_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> QuantisedOutput:
+    """LayerNorm of x + x_bias + residual, quantised with a scale a row, a group of a row, or one that is given.
+
+    y is multiplied by smooth_scale, then divided by a scale, rounded to nearest even and saturated at qmax: 127 for
+    int8, 448 for float8_e4m3fn, 57344 for float8_e5m2. The scale of a row, or of a group of neighbours, the last of
+    which may be shorter, is max|y| / qmax (as DeepSeek-V3's activations, 2024, in groups of 128); one that is
+    no normal fp32 number, of zeros say, is 1. What holds a NaN or Inf has a scale that is none.
+
+    Not differentiable.
+
+    Args:
+        x: (..., N), fp16, bf16 or fp32, on a GPU (or anywhere under TRITON_INTERPRET=1); rows on up to three strides.
+        weight: (N,), fp16, bf16 or fp32, or None for 1.
+        bias: (N,), likewise, or None for 0.
+        eps: added to the variance.
+        residual: x's shape, fp16, bf16 or fp32: added to x, and the sum is returned as residual_out.
+        x_bias: (N,), added to every row of x before anything else, or None.
+        smooth_scale: (N,), fp16, bf16 or fp32, of any sign; goes with fquant "smooth_dynamic".
+        fquant: "dynamic" (2), "smooth_dynamic" (1) or "static" (3): by the scale that y_scale is.
+        out_dtype: torch.int8 (also where None), torch.float8_e4m3fn or torch.float8_e5m2. With a scale a row and
+            nothing else asked for float8_e4m3fnuz too.
+        cast: see `layernorm2d_fwd`.
+        group_size: 32, 64 or 128 neighbours share a scale; None for whole rows.
+        scale_format: of groups of fp8: "float"; or powers of two, rounded up: as fp32 ("ue8m0_float"), as
+            float8_e8m0fnu ("ue8m0"), or as its bytes, four groups to an int32 ("ue8m0_packed").
+        scale_layout: of groups: "row_major", or "column_major": scales of one group side by side, each group's at a
+            multiple of 16 bytes, as DeepGEMM copies them on sm_90.
+        scale_ub: one fp32 value on x's device: the most that max|y| counts as. Goes with fp8 and scales that are
+            computed and floats.
+        quantise_rounded: quantise y as it is once rounded to x's 16 bits, before smooth_scale: what a kernel that reads
+            a stored y computes. False quantises it as it is in fp32.
+        save_unquant: return y in x's dtype too, as it is before smooth_scale.
+        y_scale: with fquant "static" what y is divided by: one fp32 value on x's device, which the host does not read,
+            or (N,), one a column, fp16, bf16 or fp32. Otherwise where scales go, or None for a new tensor: in their
+            shape and dtype, or (..., 1) for a scale a row; of two dimensions on any strides, or contiguous.
+        out: where y goes, contiguous, or None for a new tensor.
+        residual_out: where the sum goes, contiguous, in residual's dtype; may be residual or x itself.
+
+    Returns:
+        `QuantisedOutput`, with None for what was not asked.
+
+    Raises:
+        ConflictError: an argument that goes with another one that was not passed.
+        NormforgeError: one of those that `layernorm2d_fwd` lists.
+    """
+    asked = ScaleGroup.NONE.value if group_size is None else group_size
+    said = (eps, 0.0, fquant, out_dtype, cast, asked, scale_format, scale_layout, quantise_rounded, save_unquant)
+    tensors = (x, weight, bias, residual, x_bias, smooth_scale)
+    return _normalise("layer", tensors, scale_ub, said, (out, residual_out, y_scale))
+
+
+def quantised_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    residual: torch.Tensor | None = None,
+    x_bias: torch.Tensor | None = None,
+    smooth_scale: torch.Tensor | None = None,
+    fquant: str | int | FusedQuant = "dynamic",
+    out_dtype: torch.dtype | None = None,
+    cast: str | Cast = "after_weight",
+    group_size: int | str | ScaleGroup | None = None,
+    scale_format: str | ScaleFormat = "float",
+    scale_layout: str | ScaleLayout = "row_major",
+    scale_ub: torch.Tensor | None = None,
+    quantise_rounded: bool = False,
+    save_unquant: bool = False,
+    y_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> QuantisedOutput:
+    """The same of RMSNorm; see `quantised_layer_norm`, also for what is not described here.
+
+    Args:
+        x: see `quantised_layer_norm`.
+        weight: see `quantised_layer_norm`.
+        eps: added to the mean square.
+        weight_offset: added to every weight, in fp32.
+        residual: see `quantised_layer_norm`.
+        x_bias: see `quantised_layer_norm`.
+        smooth_scale: see `quantised_layer_norm`.
+        fquant: see `quantised_layer_norm`.
+        out_dtype: see `quantised_layer_norm`.
+        cast: see `layernorm2d_fwd`.
+        group_size: see `quantised_layer_norm`.
+        scale_format: see `quantised_layer_norm`.
+        scale_layout: see `quantised_layer_norm`.
+        scale_ub: see `quantised_layer_norm`.
+        quantise_rounded: see `quantised_layer_norm`.
+        save_unquant: see `quantised_layer_norm`.
+        y_scale: see `quantised_layer_norm`.
+        out: see `quantised_layer_norm`.
+        residual_out: see `quantised_layer_norm`.
+    """
+    asked = ScaleGroup.NONE.value if group_size is None else group_size
+    said = (eps, weight_offset, fquant, out_dtype, cast, asked, scale_format, scale_layout, quantise_rounded)
+    tensors = (x, weight, None, residual, x_bias, smooth_scale)
+    return _normalise("rms", tensors, scale_ub, (*said, save_unquant), (out, residual_out, y_scale))
+
+
+def _normalise(
+    norm: str, tensors: tuple[Any, ...], scale_ub: torch.Tensor | None, said: tuple[Any, ...], places: Places
+) -> QuantisedOutput:
+    eps, weight_offset, fquant, *others = said
+    out, residual_out, y_scale = places
+    quantisation = word(FusedQuant, "fquant", fquant)
+    given: tuple[Any, Any] = (None, None)
+    if quantisation.is_static:
+        quantisation, given = _given_scale(tensors[0], y_scale)
+        places = (out, residual_out, None)
+    operands: QuantisedOperands = (*tensors, *given, scale_ub)
+    options: QuantisedOptions = (norm, eps, weight_offset, quantisation.value, *others)
+    return launched_2d(operands, options, places)
+
+
+def _given_scale(x: torch.Tensor, y_scale: torch.Tensor | None) -> tuple[FusedQuant, tuple[Any, Any]]:
+    """What a static y_scale is: one value, or one a column."""
+    if y_scale is None:
+        raise ConflictError(
+            "fquant 'static' divides y by a y_scale and none was passed; pass one fp32 value on x's device, or (N,) of "
+            "them, or fquant='dynamic'"
+        )
+    check_tensor("y_scale", y_scale)
+    if y_scale.numel() == 1:
+        return FusedQuant.STATIC, (y_scale, None)
+    if x.dim() == 0 or tuple(y_scale.shape) != tuple(x.shape[-1:]):
+        raise ShapeError(
+            f"y_scale has shape {tuple(y_scale.shape)} and x {tuple(x.shape)}; with fquant 'static' it takes one "
+            "value, or one a column, (N,)"
+        )
+    return FusedQuant.STATIC_COLUMN, (None, y_scale)
+
+
+def launched_2d(operands: QuantisedOperands, options: QuantisedOptions, places: Places) -> QuantisedOutput:
+    """A call of a family's tensors and options, in its order: an operator if somebody is to see one, or launched.
+
+    Raises:
+        NormforgeError: as `quantised_layer_norm` lists them.
+    """
+    function, given = CALLS.functions[options[0]], neighbours.named(CALLS, operands, options)
+    if is_dynamo_compiling() or intercepted(*operands, *places):
+        return _traced(function, given, places)
+    key, found = find_quantised(operands, options)
+    if found is None or neighbours.records(operands) or any(place is not None for place in places):
+        _check(function, given, places, addressed=True)
+    if found is None:
+        rows: Any = tuple(map(resolved, operands))
+        as_passed = all(row is operand for row, operand in zip(rows, operands, strict=True))
+        found = neighbours.prepared(CALLS, rows, options, key if as_passed else None)
+    return _run(found, word(ScaleLayout, "scale_layout", given["scale_layout"]), places)
+
+
+def launched(norm: str, given: Mapping[str, Any]) -> QuantisedOutput:
+    """The same as an operator computes it, of its arguments by name."""
+    operands: Any = neighbours.operands_of(CALLS, given)
+    options: Any = neighbours.options_of(CALLS, norm, given)
+    key, found = find_quantised(operands, options)
+    found = found or neighbours.prepared(CALLS, operands, options, key)
+    return _run(found, word(ScaleLayout, "scale_layout", given["scale_layout"]), (None, None, None))
+
+
+def _check(function: str, given: Mapping[str, Any], places: Places, *, addressed: bool) -> Call:
+    """Check all that a call was given, and where its outputs go."""
+    call = check(function, given, addressed=addressed)
+    refuse_gradient(call)
+    if call.scale_layout is not ScaleLayout.ROW_MAJOR and not call.mode.group_size.code:
+        raise ConflictError(
+            f"scale_layout {call.scale_layout.value!r} is of scales of groups, and there are none; pass "
+            "group_size=128, say, or leave scale_layout out"
+        )
+    others = {name: call.given[name] for name, _, _ in call.function.tensors if call.given[name] is not None}
+    for name, result, place in zip(("out", "residual_out"), ("y", "residual_out"), places[:2], strict=True):
+        dtype = call.dtype_of(result)
+        if place is None:
+            continue
+        if dtype is None:
+            raise ConflictError(f"{name} was passed and no residual is added; pass residual, or leave {name} out")
+        check_output(name, place, call.x, dtype, others, addressed)
+        if not place.is_contiguous():
+            raise LayoutError(f"{name} has strides {place.stride()}; it takes a contiguous tensor")
+        others[name] = place
+    if places[2] is not None:
+        _check_scale_place(call, places[2], others, addressed)
+    return call
+
+
+def _check_scale_place(call: Call, place: torch.Tensor, others: Mapping[str, torch.Tensor], addressed: bool) -> None:
+    dtype, leading = call.dtype_of("y_scale"), tuple(call.x.shape[:-1])
+    if dtype is None:
+        raise ConflictError("y_scale was passed and fquant 'none' computes none; pass fquant='dynamic'")
+    check_tensor("y_scale", place)
+    shapes = [leading, (*leading, 1)]
+    if call.mode.group_size.code:
+        shapes = [(*leading, scale_columns(call.mode, call.n))]
+    if tuple(place.shape) not in shapes:
+        raise ShapeError(f"y_scale has shape {tuple(place.shape)}; it takes {' or '.join(map(str, shapes))}")
+    check_dtype("y_scale", place, (dtype,))
+    check_device("y_scale", place, call.x)
+    strided = place.dim() == 2 and bool(call.mode.group_size.code)
+    if not place.is_contiguous() and not (strided and place.stride(0) > 0 and place.stride(1) > 0):
+        raise LayoutError(f"y_scale has strides {place.stride()}; pass a contiguous tensor")
+    if not addressed:
+        return
+    start, end = _span(place)
+    for name, other in others.items():
+        at, behind = _span(other)
+        if start < behind and at < end:
+            raise LayoutError(f"y_scale overlaps {name} in memory; pass memory of its own")
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """From the first byte of a tensor to behind its last; of none there is no span."""
+    if tensor.numel() == 0:
+        return 0, 0
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+
+def _run(found: Found, layout: ScaleLayout, places: Places) -> QuantisedOutput:
+    """Allocate what a call returns, where it has no place, and launch the kernel of its plan."""
+    plan, addresses, tensors, shape, m, eps, weight_offset = found
+    leading, out, residual_out, y_scale = shape[:-1], *places
+    make = partial(torch.empty, device=tensors[0].device)  # type: ignore[union-attr] # x is always there
+    _, sum_dtype, scale_dtype, unquantised_dtype = plan.dtypes
+    scale_strides: tuple[int, ...] = ()
+    if scale_dtype is not None:
+        groups = bool(plan.mode.group_size.code)
+        if y_scale is None and groups:
+            columns, packs = scale_columns(plan.mode, plan.n), plan.mode.scale_format.packs
+            # Bytes of groups that a row has not are 0.
+            is_whole = plan.n > (columns * packs - 1) * plan.mode.group_size.code
+            filled = make if is_whole else partial(torch.zeros, device=tensors[0].device)  # type: ignore[union-attr]
+            y_scale = group_scales(filled, leading, m, columns, scale_dtype, layout)
+        elif y_scale is None:
+            y_scale = make(leading, dtype=scale_dtype)
+        if groups:
+            scale_strides = _scale_strides(plan.mode.scale_format, y_scale)
+    outputs = QuantisedOutput(
+        make(shape, dtype=plan.y_dtype) if out is None else out,
+        residual_out if sum_dtype is None or residual_out is not None else make(shape, dtype=sum_dtype),
+        y_scale,
+        None if unquantised_dtype is None else make(shape, dtype=unquantised_dtype),
+    )
+    # What autograd kept of them is no longer what it was, and it finds out by this.
+    increment_version([place for place in places if place is not None])
+    if m:
+        ready = plan.prepared(m)
+        (step,) = ready.steps
+        written: tuple[Any, ...]
+        if ready.by_address:
+            read: tuple[Any, ...] = addresses
+            written = (*[0 if output is None else output.data_ptr() for output in outputs], 0)
+        else:
+            of_bytes = (*plan.as_bytes, *(("y_scale",) if plan.mode.scale_format.stores_exponents else ()))
+            read = tensors
+            results = outputs._asdict().items()
+            written = (*[_bytes_of(output) if name in of_bytes else output for name, output in results], None)
+        step.launch(step.grid(m), (*read, *written, m, eps, weight_offset, *scale_strides))
+    return outputs
+
+
+def _bytes_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The same memory, as kernels know it that write bytes: where it starts is all that they are told."""
+    return None if tensor is None else tensor.as_strided((1,), (1,)).view(torch.uint8)
+
+
+def _scale_strides(kind: ScaleFormat, scale: torch.Tensor) -> tuple[int, int]:
+    """From one row's scales to the next one's, and from one group's to the next one's, as kernels count them."""
+    # Of four groups in an int32 in bytes.
+    unit = scale.element_size() if kind.stores_exponents else 1
+    row = scale.stride(-2) if scale.dim() > 1 else 0
+    return row * unit, scale.stride(-1) * unit
+
+
+def _traced(function: str, given: Mapping[str, Any], places: Places) -> QuantisedOutput:
+    """A call as one operator, and copies to where its outputs are to go."""
+    call = _check(function, given, places, addressed=False)
+    made = iter(operated(function, said_of(call)))
+    results: list[Any] = [next(made) if name in call.wants else None for name in QuantisedOutput._fields]
+    for at, place in enumerate(places):
+        result = results[at]
+        if place is not None and result is not None:
+            results[at] = place.copy_(result.view(place.shape))
+    return QuantisedOutput(*results)

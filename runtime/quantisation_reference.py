@@ -1,0 +1,121 @@
+"""The oracle of norms quantised as inference engines have it, in plain torch; see `quantised_layer_norm`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from .codegen.values import FusedQuant, ScaleFormat, ScaleGroup
+from .dtypes import DTYPES
+from .mode_words import word
+from .reference import ReferenceOutput, layernorm2d_fwd, quantise, rmsnorm2d_fwd
+
+
+class ReferenceQuantised(NamedTuple):
+    """What a call should return, scales as fp64 numbers whatever they are stored as, and what tells how far off it is.
+
+    Attributes:
+        y: quantised by `scale`.
+        residual_out: the stored sum, if there is a residual.
+        scale: of each element, x's shape.
+        unquantised: y before it was quantised, in x's dtype.
+        z: what is divided by the scale.
+        amax: the largest |z| of each group, (..., G), what is above a bound cut off.
+        open: how far off z may be, because fp32 leaves open which way something is rounded before.
+        unquantised_open: likewise of what is stored in x's dtype.
+        terms: see `ReferenceOutput`; of z.
+        size: neighbours that share a scale.
+        kind: what scales are stored as.
+    """
+
+    y: torch.Tensor
+    residual_out: torch.Tensor | None
+    scale: torch.Tensor
+    unquantised: torch.Tensor
+    z: torch.Tensor
+    amax: torch.Tensor
+    open: torch.Tensor
+    unquantised_open: torch.Tensor
+    terms: torch.Tensor
+    size: int
+    kind: ScaleFormat
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """A value a group as one an element."""
+        return values.repeat_interleave(self.size, -1)[..., : self.z.shape[-1]]
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest of each group's values, none of which is negative."""
+        return _in_groups(values, self.size).amax(-1)
+
+
+def quantised_layer_norm(x: torch.Tensor, weight: Any = None, bias: Any = None, **others: Any) -> ReferenceQuantised:
+    """Compute in fp64 what `normforge.quantised_layer_norm` of the operator's arguments should return."""
+    return _quantised(layernorm2d_fwd, x, weight, others, bias=bias)
+
+
+def quantised_rms_norm(x: torch.Tensor, weight: Any = None, **others: Any) -> ReferenceQuantised:
+    """The same of `normforge.quantised_rms_norm`."""
+    return _quantised(rmsnorm2d_fwd, x, weight, others)
+
+
+# fp32's errors before a rounding, in units of what the terms add up to.
+_VALUE_ERROR = 2.0**-22
+
+
+def _quantised(
+    norm: Callable[..., ReferenceOutput],
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    asked: Mapping[str, Any],
+    **bias: Any,
+) -> ReferenceQuantised:
+    passed = {name: asked[name] for name in ("eps", "weight_offset", "x_bias", "cast") if name in asked}
+    if asked.get("residual") is not None:
+        passed |= {"residual": asked["residual"], "fadd": "pre_add_store"}
+    # Rows that are rounded first are rounded to x's 16 bits: y has fewer.
+    rows = norm(x, weight, **bias, **passed, out_dtype=x.dtype)
+    assert rows.terms is not None
+    z, terms = rows.z, rows.terms
+    unsure = unquantised_open = torch.zeros_like(z) if rows.open is None else rows.open
+    if asked.get("quantise_rounded"):
+        error = _VALUE_ERROR * terms + unsure
+        nearest = z.to(x.dtype).double()
+        unsure = torch.maximum((z + error).to(x.dtype).double() - nearest, nearest - (z - error).to(x.dtype).double())
+        z = nearest
+    if asked.get("smooth_scale") is not None:
+        smooth = asked["smooth_scale"].double()
+        z, terms, unsure = z * smooth, terms * smooth.abs(), unsure * smooth.abs()
+    out, kind = DTYPES[asked.get("out_dtype") or torch.int8], word(ScaleFormat, "", asked.get("scale_format", "float"))
+    size = word(ScaleGroup, "group_size", asked.get("group_size", "none")).code or z.shape[-1]
+    amax = _in_groups(z.abs(), size).amax(-1)
+    if asked.get("scale_ub") is not None:
+        amax = torch.where(amax.isnan(), amax, torch.minimum(amax, asked["scale_ub"].double()))
+    scale = scale_of(amax, out.qmax, kind).repeat_interleave(size, -1)[..., : z.shape[-1]]
+    if word(FusedQuant, "fquant", asked.get("fquant", "dynamic")).is_static:
+        given = asked["column_scale"] if asked.get("static_scale") is None else asked["static_scale"]
+        scale = given.double().expand(z.shape)
+    y, unquantised = quantise(z / scale, out), rows.z.to(x.dtype)
+    return ReferenceQuantised(
+        y, rows.residual_out, scale, unquantised, z, amax, unsure, unquantised_open, terms, size, kind
+    )
+
+
+def _in_groups(values: torch.Tensor, size: int) -> torch.Tensor:
+    """Values with a last dimension of neighbours, zeros behind the last."""
+    return torch.nn.functional.pad(values, (0, -values.shape[-1] % size)).unflatten(-1, (-1, size))
+
+
+def scale_of(amax: torch.Tensor, qmax: float, kind: ScaleFormat) -> torch.Tensor:
+    """The scales of some maxima, in fp32 and as they are stored."""
+    scale = (amax / qmax).float()
+    # What is left of zeros, and what fp32 cannot invert, is no scale.
+    scale = torch.where(scale < torch.finfo(torch.float32).smallest_normal, 1.0, scale).double()
+    return next_power_of_two(scale) if kind.rounds_up else scale
+
+
+def next_power_of_two(scale: torch.Tensor) -> torch.Tensor:
+    """The least power of two that is no less than a scale; NaN of what is not finite."""
+    return torch.where(scale.isfinite(), torch.exp2(scale.log2().ceil()), torch.nan)
