@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..codegen.parameters import QUANTISED
-from ..codegen.values import Cast, FusedQuant, ScaleFormat, ScaleGroup, ScaleLayout
+from ..codegen.values import Cast, FusedQuant, Norm, ScaleFormat, ScaleGroup, ScaleLayout
 from ..errors import ConflictError, LayoutError, ShapeError
 from ..mode_words import word
 from . import neighbours
@@ -24,6 +24,9 @@ from .straight import QuantisedOperands, QuantisedOptions, find_quantised
 from .traced import intercepted, is_dynamo_compiling, operated, said_of
 
 CALLS = neighbour_of(QUANTISED, find=find_quantised)
+
+# What returns y as it is.
+_UNQUANTISED = {Norm.LAYER: "layernorm2d_fwd", Norm.RMS: "rmsnorm2d_fwd"}
 
 # Where outputs go, by their names, and None for new tensors.
 Places = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
@@ -217,12 +220,18 @@ def _check(function: str, given: Mapping[str, Any], places: Places, *, addressed
     """Check all that a call was given, and where its outputs go."""
     call = check(function, given, addressed=addressed)
     refuse_gradient(call)
+    if not call.mode.fquant.quantises:
+        raise ConflictError(
+            f"fquant 'none' quantises nothing; call normforge.{_UNQUANTISED[call.mode.norm]}, or pass fquant='dynamic'"
+        )
     if call.scale_layout is not ScaleLayout.ROW_MAJOR and not call.mode.group_size.code:
         raise ConflictError(
             f"scale_layout {call.scale_layout.value!r} is of scales of groups, and there are none; pass "
             "group_size=128, say, or leave scale_layout out"
         )
-    others = {name: call.given[name] for name, _, _ in call.function.tensors if call.given[name] is not None}
+    others: dict[str, torch.Tensor] = {}
+    if addressed:
+        others = {name: call.given[name] for name, _, _ in call.function.tensors if call.given[name] is not None}
     for name, result, place in zip(("out", "residual_out"), ("y", "residual_out"), places[:2], strict=True):
         dtype = call.dtype_of(result)
         if place is None:
@@ -232,7 +241,8 @@ def _check(function: str, given: Mapping[str, Any], places: Places, *, addressed
         check_output(name, place, call.x, dtype, others, addressed)
         if not place.is_contiguous():
             raise LayoutError(f"{name} has strides {place.stride()}; it takes a contiguous tensor")
-        others[name] = place
+        if addressed:
+            others[name] = place
     if places[2] is not None:
         _check_scale_place(call, places[2], others, addressed)
     return call
@@ -240,8 +250,8 @@ def _check(function: str, given: Mapping[str, Any], places: Places, *, addressed
 
 def _check_scale_place(call: Call, place: torch.Tensor, others: Mapping[str, torch.Tensor], addressed: bool) -> None:
     dtype, leading = call.dtype_of("y_scale"), tuple(call.x.shape[:-1])
-    if dtype is None:
-        raise ConflictError("y_scale was passed and fquant 'none' computes none; pass fquant='dynamic'")
+    # Of scales that are given there are none to store, and they are no place.
+    assert dtype is not None
     check_tensor("y_scale", place)
     shapes = [leading, (*leading, 1)]
     if call.mode.group_size.code:

@@ -163,7 +163,7 @@ def numbers_of(scale: torch.Tensor, mode: Mode, groups: int) -> torch.Tensor:
         return scale.double().unsqueeze(-1)
     if not mode.scale_format.stores_exponents:
         return scale.double()
-    codes = scale.contiguous().view(torch.uint8)[..., :groups].int()
+    codes = scale.clone(memory_format=torch.contiguous_format).view(torch.uint8)[..., :groups].int()
     return torch.where(codes == 255, torch.nan, torch.exp2(codes.double() - 127))
 
 

@@ -1,0 +1,297 @@
+"""Norms quantised by groups, by given scales, bounded, rounded first and stored twice, against the fp64 oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge import QuantisedOutput
+from normforge.calls.functions import FUNCTIONS
+from normforge.codegen.model import Mode
+from normforge.codegen.values import FusedAdd, FusedQuant, Norm, ScaleFormat, ScaleGroup
+from normforge.dtypes import DTYPES
+from normforge.errors import (
+    ConflictError,
+    DTypeError,
+    GradientError,
+    IllegalCombinationError,
+    LayoutError,
+    NormforgeError,
+    ShapeError,
+)
+
+from ..calling import each_norm, same_bits
+from ..kernels.problems import check_quantised
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FUNCTION: dict[str, Callable[..., QuantisedOutput]] = {
+    "layer": normforge.quantised_layer_norm,
+    "rms": normforge.quantised_rms_norm,
+}
+# Three short chunks of one_pass, of which the last group is short too.
+N = 300
+
+
+def check(norm: str, x: torch.Tensor, *args: Any, **asked: Any) -> QuantisedOutput:
+    """Make a call, and hold what it returns against the oracle."""
+    actual = FUNCTION[norm](x, *args, **asked)
+    out = DTYPES[asked.get("out_dtype") or torch.int8]
+    given = {name: value for name, value in asked.items() if name not in ("y_scale", "out", "residual_out")}
+    fquant = FusedQuant(given.pop("fquant", "dynamic"))
+    if fquant is FusedQuant.STATIC:
+        name = "static_scale" if asked["y_scale"].numel() == 1 else "column_scale"
+        given[name] = asked["y_scale"]
+        fquant = FusedQuant.STATIC if name == "static_scale" else FusedQuant.STATIC_COLUMN
+    size = given.pop("group_size", None)
+    group = ScaleGroup(str(size or "none"))
+    mode = Mode(
+        Norm(norm),
+        DTYPES[x.dtype],
+        out,
+        fadd=FusedAdd.PRE_ADD_STORE if "residual" in asked else FusedAdd.NONE,
+        fquant=fquant,
+        group_size=group,
+        scale_format=ScaleFormat(asked.get("scale_format", "float")),
+    )
+    names = FUNCTIONS["quantised_layer_norm"].passed
+    arguments = {"x": x, **dict(zip(names[1:], args, strict=False)), **given, "fquant": fquant, "group_size": group}
+    returned = (
+        actual
+        if actual.y_scale is None or actual.y_scale.dim() < x.dim() or size
+        else actual._replace(y_scale=actual.y_scale.squeeze(-1))
+    )
+    check_quantised(mode, arguments, returned)
+    return actual
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+@each_norm
+@pytest.mark.parametrize("size", [32, 64, 128])
+@pytest.mark.parametrize("layout", ["row_major", "column_major"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "packs"),
+    [("float", torch.float32, 1), ("ue8m0_float", torch.float32, 1), ("ue8m0", torch.float8_e8m0fnu, 1)]
+    + [("ue8m0_packed", torch.int32, 4)],
+)
+def test_groups(norm: str, size: int, layout: str, kind: str, dtype: torch.dtype, packs: int) -> None:
+    """Also of what their scales look like in memory."""
+    x, asked = rows(2, 3, N), {"group_size": size, "scale_layout": layout, "scale_format": kind, "out_dtype": E4M3}
+    scale = check(norm, x, rows(N), **asked).y_scale
+    assert scale is not None and scale.dtype == dtype
+    columns = -(-N // (size * packs))
+    assert tuple(scale.shape) == (2, 3, columns)
+    padded = 16 // dtype.itemsize * -(-6 // (16 // dtype.itemsize))
+    assert scale.stride() == ((3, 1, padded) if layout == "column_major" else (3 * columns, columns, 1))
+
+
+@each_norm
+@pytest.mark.parametrize("out_dtype", [torch.int8, E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("n", [1, 31, 128, 129, 5000])
+def test_groups_of_rows_of_any_length(norm: str, out_dtype: torch.dtype, n: int) -> None:
+    asked: dict[str, Any] = {"residual": rows(4, n), "x_bias": rows(n), "smooth_scale": rows(n)}
+    check(norm, rows(4, n), rows(n), **asked, fquant="smooth_dynamic", group_size=64, out_dtype=out_dtype)
+
+
+@each_norm
+def test_a_given_scale_of_one_value_or_one_a_column(norm: str) -> None:
+    x, weight = rows(3, N), rows(N)
+    for scale in (torch.tensor([0.02]), torch.tensor(0.02), torch.rand(N) * 0.02 + 0.01):
+        made = check(norm, x, weight, fquant="static", y_scale=scale, out_dtype=E4M3, residual=rows(3, N))
+        assert made.y_scale is None
+    # A slice of all layers' scales lies anywhere.
+    scales = torch.rand(7) + 0.5
+    check(norm, x, weight, fquant="static", y_scale=scales[3:4])
+
+
+@each_norm
+def test_y_in_xs_dtype_too(norm: str) -> None:
+    """And before a smooth scale; the same bits whether y is quantised or not, but for a fused multiplication."""
+    x, weight, smooth = rows(3, N), rows(N), rows(N)
+    made = check(norm, x, weight, save_unquant=True, smooth_scale=smooth, fquant="smooth_dynamic")
+    plain = (normforge.layer_norm if norm == "layer" else normforge.rms_norm)(x, (N,), weight, eps=1e-5)
+    other = FUNCTION[norm](x, weight, save_unquant=True, eps=1e-5)
+    assert made.unquantised is not None and other.unquantised is not None
+    assert other.unquantised.dtype == x.dtype
+    torch.testing.assert_close(other.unquantised, plain, rtol=2**-7, atol=0.0)
+
+
+@pytest.mark.parametrize("size", [None, 64])
+def test_what_is_rounded_first_is_what_a_reader_of_y_would_quantise(size: int | None) -> None:
+    """To the bit: from the y that was stored, in fp32."""
+    made = check("rms", rows(4, N), rows(N), group_size=size, quantise_rounded=True, save_unquant=True, out_dtype=E4M3)
+    assert made.unquantised is not None and made.y_scale is not None
+    width = size or N
+    y = torch.nn.functional.pad(made.unquantised.float(), (0, -N % width)).unflatten(-1, (-1, width))
+    scale = y.abs().amax(-1) / 448.0
+    assert torch.equal(made.y_scale.reshape(scale.shape), scale)
+    q = (y * (1 / scale).unsqueeze(-1)).clamp(-448, 448).to(E4M3).flatten(-2)[..., :N]
+    assert same_bits(made.y, q.contiguous())
+
+
+def test_what_is_above_a_bound_saturates() -> None:
+    x = rows(4, N)
+    bound = torch.tensor([1.0])
+    made = check("rms", x, scale_ub=bound, out_dtype=E4M3)
+    assert made.y_scale is not None
+    assert (made.y_scale == 1.0 / 448.0).all()
+    assert (made.y.float().abs() == 448.0).sum() > 4
+    check("rms", x, scale_ub=bound, out_dtype=E4M3, group_size=128)
+    high = check("rms", x, scale_ub=torch.tensor([1e6]), out_dtype=E4M3)
+    assert same_bits(high.y_scale, FUNCTION["rms"](x, out_dtype=E4M3).y_scale)
+
+
+def of_weight(weight: list[float], **asked: Any) -> QuantisedOutput:
+    """The RMSNorm of ones without epsilon is its weight."""
+    return check("rms", torch.ones(1, len(weight)), torch.tensor(weight), eps=0.0, **asked)
+
+
+def test_powers_of_two_are_rounded_up_and_exact() -> None:
+    for largest, exponent in ((448.0, 127), (448.5, 128), (896.0, 128), (1e-30, 127 - 108), (0.0, 127)):
+        made = of_weight([largest] + [0.0] * 31, group_size=32, scale_format="ue8m0", out_dtype=E4M3)
+        assert made.y_scale is not None
+        assert made.y_scale.view(torch.uint8).tolist() == [[exponent]]
+
+
+def test_what_is_no_number_stays_in_its_group() -> None:
+    for spoilt in (float("nan"), float("inf")):
+        weight = [1.0] * 96
+        weight[40] = spoilt
+        for kind, code in (("ue8m0", 255), ("ue8m0_packed", 255)):
+            asked = {"eps": 0.0, "group_size": 32, "out_dtype": E4M3, "scale_format": kind}
+            made = normforge.quantised_rms_norm(torch.ones(1, 96), torch.tensor(weight), **asked)
+            assert made.y_scale is not None
+            codes = made.y_scale.view(torch.uint8).flatten().tolist()
+            # 1 / 448 is rounded up to 2**-8. Bytes of groups that there are none of are 0.
+            assert codes[:3] == [119, code, 119] and codes[3:] in ([], [0])
+        made = normforge.quantised_rms_norm(torch.ones(1, 96), torch.tensor(weight), eps=0.0, group_size=32)
+        assert made.y_scale is not None
+        assert made.y_scale.isfinite().tolist() == [[True, False, True]]
+        assert (made.y[0, :32] == 127).all() and (made.y[0, 64:] == 127).all()
+
+
+def test_a_group_of_zeros() -> None:
+    made = of_weight([0.0] * 64 + [2.0] * 64, group_size=64)
+    assert made.y_scale is not None
+    assert made.y_scale[0, 0] == 1.0
+    assert (made.y[0, :64] == 0).all()
+
+
+@each_norm
+@pytest.mark.parametrize("size", [None, 128])
+def test_outputs_of_the_callers(norm: str, size: int | None) -> None:
+    x, weight, residual = rows(5, N), rows(N), rows(5, N)
+    wanted = FUNCTION[norm](x, weight, residual=residual, group_size=size, out_dtype=E4M3)
+    groups = 1 if size is None else 3
+    for scale in (torch.empty(5, groups), torch.empty(groups, 8).t()[:5] if size else torch.empty(5)):
+        total = residual.clone()
+        out = torch.empty(5, N, dtype=E4M3)
+        given: dict[str, Any] = {"residual": total, "residual_out": total, "out": out, "y_scale": scale}
+        version = out._version
+        made = FUNCTION[norm](x, weight, group_size=size, out_dtype=E4M3, **given)
+        assert made.y is out and made.residual_out is total and made.y_scale is scale
+        assert out._version > version
+        assert same_bits(out, wanted.y) and same_bits(total, wanted.residual_out)
+        assert wanted.y_scale is not None
+        assert torch.equal(scale.reshape(wanted.y_scale.shape), wanted.y_scale)
+
+
+def test_rows_on_two_strides_and_none_at_all() -> None:
+    qkv = rows(3, 4, 128)
+    check("rms", qkv[:, 1:3, :64], rows(64), group_size=32, out_dtype=E4M3)
+    made = normforge.quantised_layer_norm(rows(0, 64), group_size=32, scale_layout="column_major")
+    assert made.y_scale is not None
+    assert tuple(made.y.shape) == (0, 64) and tuple(made.y_scale.shape) == (0, 2)
+
+
+@each_norm
+def test_a_call_that_is_known_is_what_it_was(norm: str) -> None:
+    """Of other rows too, and of ones that start elsewhere."""
+    weight = rows(N)
+    for m, offset in ((3, 0), (7, 0), (3, 1), (2, 1), (3, 0)):
+        x = rows(m * N + offset)[offset:].view(m, N)
+        check(norm, x, weight, group_size=64, scale_layout="column_major", out_dtype=E4M3, save_unquant=True)
+
+
+@each_norm
+def test_a_scale_a_row_and_no_more_is_the_call_that_there_was(norm: str) -> None:
+    x, weight = rows(3, N), rows(N)
+    function = normforge.layernorm2d_fwd if norm == "layer" else normforge.rmsnorm2d_fwd
+    made, was = FUNCTION[norm](x, weight, out_dtype=E4M3), function(x, weight, fquant="dynamic", out_dtype=E4M3)
+    assert same_bits(made.y, was.y) and same_bits(made.y_scale, was.y_scale)
+
+
+@each_norm
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"group_size": 64, "scale_layout": "column_major", "scale_format": "ue8m0_packed", "out_dtype": E4M3},
+        {"fquant": "static", "y_scale": torch.tensor([0.02]), "save_unquant": True},
+        {"group_size": "32", "quantise_rounded": True, "residual": rows(4, N)},
+    ],
+    ids=["packed", "static", "rounded"],
+)
+def test_a_traced_call_is_the_same(norm: str, asked: dict[str, Any]) -> None:
+    x, weight = rows(4, N), rows(N)
+    expected = FUNCTION[norm](x, weight, **asked)
+    compiled = torch.compile(FUNCTION[norm], backend="aot_eager", fullgraph=True)
+    for actual in (compiled(x, weight, **asked), compiled(x, weight, **asked, out=torch.empty_like(expected.y))):
+        for got, want in zip(actual, expected, strict=True):
+            assert same_bits(got, want)
+            assert got is None or got.stride() == want.stride()
+
+
+X = torch.ones(2, 64, dtype=torch.bfloat16)
+ONE = torch.ones(1)
+REFUSED: list[tuple[dict[str, Any], type[NormforgeError], str]] = [
+    ({"group_size": 48}, ConflictError, "group_size=48 is no mode; it takes 'none' (0), '32' (32)"),
+    ({"scale_format": "ue8m0", "out_dtype": E4M3}, IllegalCombinationError, "use group_size 32, 64 or 128 with fp8"),
+    ({"scale_format": "ue8m0", "group_size": 32}, IllegalCombinationError, "is of groups of fp8"),
+    ({"scale_layout": "column_major"}, ConflictError, "is of scales of groups, and there are none"),
+    ({"fquant": "static"}, ConflictError, "divides y by a y_scale and none was passed"),
+    ({"fquant": "static", "y_scale": torch.ones(3)}, ShapeError, "one value, or one a column, (N,)"),
+    ({"fquant": "static", "y_scale": ONE.half()}, DTypeError, "static_scale has dtype torch.float16"),
+    ({"fquant": "static", "y_scale": ONE, "group_size": 32}, IllegalCombinationError, "is given its scales"),
+    ({"fquant": "none"}, ConflictError, "fquant 'none' quantises nothing"),
+    ({"scale_ub": ONE}, IllegalCombinationError, "scale_ub bounds scales of fp8"),
+    ({"scale_ub": torch.ones(2), "out_dtype": E4M3}, ShapeError, "it takes one value, (1,)"),
+    ({"out_dtype": torch.bfloat16}, IllegalCombinationError, "is not a quantised type"),
+    ({"group_size": 32, "out_dtype": torch.float8_e4m3fnuz}, IllegalCombinationError, "use another out_dtype"),
+    ({"smooth_scale": torch.ones(64)}, ConflictError, "pass fquant='smooth_dynamic'"),
+    ({"out": torch.empty(2, 128, dtype=torch.int8)[:, :64]}, LayoutError, "it takes a contiguous tensor"),
+    ({"residual_out": X.clone()}, ConflictError, "no residual is added"),
+    ({"y_scale": torch.empty(3)}, ShapeError, "y_scale has shape (3,); it takes (2,) or (2, 1)"),
+    ({"y_scale": torch.empty(2).half()}, DTypeError, "y_scale has dtype torch.float16"),
+    ({"group_size": 32, "y_scale": torch.empty(1, 2).expand(2, 2)}, LayoutError, "y_scale has strides (0, 1)"),
+]
+
+
+@pytest.mark.parametrize(("asked", "error", "message"), REFUSED)
+def test_refused(asked: dict[str, Any], error: type[NormforgeError], message: str) -> None:
+    with pytest.raises(error) as raised:
+        normforge.quantised_layer_norm(X, **asked)
+    assert message in str(raised.value)
+
+
+def test_scales_over_what_is_read_are_refused() -> None:
+    memory = torch.ones(2 * 64 + 2)
+    x = memory[: 2 * 64].view(2, 64)
+    with pytest.raises(LayoutError, match="y_scale overlaps x in memory"):
+        normforge.quantised_rms_norm(x, y_scale=memory[126:128])
+    normforge.quantised_rms_norm(x, y_scale=memory[128:130])
+
+
+def test_no_gradient() -> None:
+    with pytest.raises(GradientError, match="a quantised output has none"):
+        normforge.quantised_rms_norm(X.float().requires_grad_(), group_size=32)
+
+
+def test_the_functions_without_a_given_scale_name_the_one_that_takes_it() -> None:
+    with pytest.raises(ConflictError, match="call normforge.quantised_layer_norm or quantised_rms_norm"):
+        normforge.layernorm2d_fwd(X, fquant="static", out_dtype=torch.int8)
