@@ -77,14 +77,19 @@ def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 @pytest.mark.parametrize("layout", ["row_major", "column_major"])
 @pytest.mark.parametrize(
     ("kind", "dtype", "packs"),
-    [("float", torch.float32, 1), ("ue8m0_float", torch.float32, 1), ("ue8m0", torch.float8_e8m0fnu, 1)]
-    + [("ue8m0_packed", torch.int32, 4)],
+    [
+        ("float", torch.float32, 1),
+        ("ue8m0_float", torch.float32, 1),
+        ("ue8m0", torch.float8_e8m0fnu, 1),
+        ("ue8m0_packed", torch.int32, 4),
+    ],
 )
 def test_groups(norm: str, size: int, layout: str, kind: str, dtype: torch.dtype, packs: int) -> None:
     """Also of what their scales look like in memory."""
     x, asked = rows(2, 3, N), {"group_size": size, "scale_layout": layout, "scale_format": kind, "out_dtype": E4M3}
     scale = check(norm, x, rows(N), **asked).y_scale
-    assert scale is not None and scale.dtype == dtype
+    assert scale is not None
+    assert scale.dtype == dtype
     columns = -(-N // (size * packs))
     assert tuple(scale.shape) == (2, 3, columns)
     padded = 16 // dtype.itemsize * -(-6 // (16 // dtype.itemsize))
@@ -117,7 +122,8 @@ def test_y_in_xs_dtype_too(norm: str) -> None:
     made = check(norm, x, weight, save_unquant=True, smooth_scale=smooth, fquant="smooth_dynamic")
     plain = (normforge.layer_norm if norm == "layer" else normforge.rms_norm)(x, (N,), weight, eps=1e-5)
     other = FUNCTION[norm](x, weight, save_unquant=True, eps=1e-5)
-    assert made.unquantised is not None and other.unquantised is not None
+    assert made.unquantised is not None
+    assert other.unquantised is not None
     assert other.unquantised.dtype == x.dtype
     torch.testing.assert_close(other.unquantised, plain, rtol=2**-7, atol=0.0)
 
@@ -126,7 +132,8 @@ def test_y_in_xs_dtype_too(norm: str) -> None:
 def test_what_is_rounded_first_is_what_a_reader_of_y_would_quantise(size: int | None) -> None:
     """To the bit: from the y that was stored, in fp32."""
     made = check("rms", rows(4, N), rows(N), group_size=size, quantise_rounded=True, save_unquant=True, out_dtype=E4M3)
-    assert made.unquantised is not None and made.y_scale is not None
+    assert made.unquantised is not None
+    assert made.y_scale is not None
     width = size or N
     y = torch.nn.functional.pad(made.unquantised.float(), (0, -N % width)).unflatten(-1, (-1, width))
     scale = y.abs().amax(-1) / 448.0
@@ -164,16 +171,18 @@ def test_what_is_no_number_stays_in_its_group() -> None:
         weight = [1.0] * 96
         weight[40] = spoilt
         for kind, code in (("ue8m0", 255), ("ue8m0_packed", 255)):
-            asked = {"eps": 0.0, "group_size": 32, "out_dtype": E4M3, "scale_format": kind}
+            asked: dict[str, Any] = {"eps": 0.0, "group_size": 32, "out_dtype": E4M3, "scale_format": kind}
             made = normforge.quantised_rms_norm(torch.ones(1, 96), torch.tensor(weight), **asked)
             assert made.y_scale is not None
             codes = made.y_scale.view(torch.uint8).flatten().tolist()
             # 1 / 448 is rounded up to 2**-8. Bytes of groups that there are none of are 0.
-            assert codes[:3] == [119, code, 119] and codes[3:] in ([], [0])
+            assert codes[:3] == [119, code, 119]
+            assert codes[3:] in ([], [0])
         made = normforge.quantised_rms_norm(torch.ones(1, 96), torch.tensor(weight), eps=0.0, group_size=32)
         assert made.y_scale is not None
         assert made.y_scale.isfinite().tolist() == [[True, False, True]]
-        assert (made.y[0, :32] == 127).all() and (made.y[0, 64:] == 127).all()
+        assert (made.y[0, :32] == 127).all()
+        assert (made.y[0, 64:] == 127).all()
 
 
 def test_a_group_of_zeros() -> None:
@@ -195,9 +204,12 @@ def test_outputs_of_the_callers(norm: str, size: int | None) -> None:
         given: dict[str, Any] = {"residual": total, "residual_out": total, "out": out, "y_scale": scale}
         version = out._version
         made = FUNCTION[norm](x, weight, group_size=size, out_dtype=E4M3, **given)
-        assert made.y is out and made.residual_out is total and made.y_scale is scale
+        assert made.y is out
+        assert made.residual_out is total
+        assert made.y_scale is scale
         assert out._version > version
-        assert same_bits(out, wanted.y) and same_bits(total, wanted.residual_out)
+        assert same_bits(out, wanted.y)
+        assert same_bits(total, wanted.residual_out)
         assert wanted.y_scale is not None
         assert torch.equal(scale.reshape(wanted.y_scale.shape), wanted.y_scale)
 
@@ -207,7 +219,8 @@ def test_rows_on_two_strides_and_none_at_all() -> None:
     check("rms", qkv[:, 1:3, :64], rows(64), group_size=32, out_dtype=E4M3)
     made = normforge.quantised_layer_norm(rows(0, 64), group_size=32, scale_layout="column_major")
     assert made.y_scale is not None
-    assert tuple(made.y.shape) == (0, 64) and tuple(made.y_scale.shape) == (0, 2)
+    assert tuple(made.y.shape) == (0, 64)
+    assert tuple(made.y_scale.shape) == (0, 2)
 
 
 @each_norm
@@ -224,7 +237,8 @@ def test_a_scale_a_row_and_no_more_is_the_call_that_there_was(norm: str) -> None
     x, weight = rows(3, N), rows(N)
     function = normforge.layernorm2d_fwd if norm == "layer" else normforge.rmsnorm2d_fwd
     made, was = FUNCTION[norm](x, weight, out_dtype=E4M3), function(x, weight, fquant="dynamic", out_dtype=E4M3)
-    assert same_bits(made.y, was.y) and same_bits(made.y_scale, was.y_scale)
+    assert same_bits(made.y, was.y)
+    assert same_bits(made.y_scale, was.y_scale)
 
 
 @each_norm
@@ -244,7 +258,7 @@ def test_a_traced_call_is_the_same(norm: str, asked: dict[str, Any]) -> None:
     for actual in (compiled(x, weight, **asked), compiled(x, weight, **asked, out=torch.empty_like(expected.y))):
         for got, want in zip(actual, expected, strict=True):
             assert same_bits(got, want)
-            assert got is None or got.stride() == want.stride()
+            assert want is None or got.stride() == want.stride()
 
 
 X = torch.ones(2, 64, dtype=torch.bfloat16)
@@ -293,5 +307,5 @@ def test_no_gradient() -> None:
 
 
 def test_the_functions_without_a_given_scale_name_the_one_that_takes_it() -> None:
-    with pytest.raises(ConflictError, match="call normforge.quantised_layer_norm or quantised_rms_norm"):
+    with pytest.raises(ConflictError, match=r"call normforge\.quantised_layer_norm or quantised_rms_norm"):
         normforge.layernorm2d_fwd(X, fquant="static", out_dtype=torch.int8)
