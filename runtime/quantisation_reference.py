@@ -105,7 +105,8 @@ def _quantised(
 
 def _in_groups(values: torch.Tensor, size: int) -> torch.Tensor:
     """Values with a last dimension of neighbours, zeros behind the last."""
-    return torch.nn.functional.pad(values, (0, -values.shape[-1] % size)).unflatten(-1, (-1, size))
+    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % size))
+    return padded.reshape(*values.shape[:-1], -1, size)
 
 
 def scale_of(amax: torch.Tensor, qmax: float, kind: ScaleFormat) -> torch.Tensor:

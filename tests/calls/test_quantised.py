@@ -135,7 +135,7 @@ def test_what_is_rounded_first_is_what_a_reader_of_y_would_quantise(size: int | 
     assert made.unquantised is not None
     assert made.y_scale is not None
     width = size or N
-    y = torch.nn.functional.pad(made.unquantised.float(), (0, -N % width)).unflatten(-1, (-1, width))
+    y = torch.nn.functional.pad(made.unquantised.float(), (0, -N % width)).view(4, -1, width)
     scale = y.abs().amax(-1) / 448.0
     assert torch.equal(made.y_scale.reshape(scale.shape), scale)
     q = (y * (1 / scale).unsqueeze(-1)).clamp(-448, 448).to(E4M3).flatten(-2)[..., :N]
@@ -258,7 +258,7 @@ def test_a_traced_call_is_the_same(norm: str, asked: dict[str, Any]) -> None:
     for actual in (compiled(x, weight, **asked), compiled(x, weight, **asked, out=torch.empty_like(expected.y))):
         for got, want in zip(actual, expected, strict=True):
             assert same_bits(got, want)
-            assert want is None or got.stride() == want.stride()
+            assert got is None or want is None or got.stride() == want.stride()
 
 
 X = torch.ones(2, 64, dtype=torch.bfloat16)
