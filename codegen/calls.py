@@ -128,10 +128,14 @@ def _constants(family: Family) -> dict[str, str]:
     return {_constant(word): word for word in dict.fromkeys(words)}
 
 
-def _enums(*families: Family) -> str:
-    """The names of the enums whose members families take."""
+def _import_enums(*families: Family) -> str:
+    """The import of the enums whose members families take."""
     rows = [row for family in families for row in family.parameters]
-    return ", ".join(sorted({row.words.__name__ for row in rows if row.words is not None}))
+    names = sorted({row.words.__name__ for row in rows if row.words is not None})
+    line = f"from ..codegen.values import {', '.join(names)}"
+    if len(line) <= emit.LINE_LENGTH:
+        return line
+    return "from ..codegen.values import (\n" + "".join(f"    {name},\n" for name in names) + ")"
 
 
 def _has_class(row: Parameter) -> bool:
@@ -196,6 +200,6 @@ _HELPERS = {
     "fitted": _fitted,
     "constant": _constant,
     "constants": _constants,
-    "enums": _enums,
+    "import_enums": _import_enums,
     "has_class": _has_class,
 }

@@ -471,9 +471,7 @@ def power_of_two(exponents):
 
 
 @triton.jit
-def store_scales(
-    ptr, scales, start, group_stride, row_mask, N: tl.constexpr, SIZE: tl.constexpr, PACKS: tl.constexpr
-):
+def store_scales(ptr, scales, start, group_stride, row_mask, N: tl.constexpr, SIZE: tl.constexpr, PACKS: tl.constexpr):
     """Write the scales of the groups from column `start` on, those of PACKS neighbours side by side."""
     count: tl.constexpr = scales.shape[len(scales.shape) - 1]
     groups = (start // SIZE + tl.arange(0, count)).to(tl.int64)

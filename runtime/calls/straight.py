@@ -17,7 +17,17 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 
-from ..codegen.values import Cast, FusedAdd, FusedQuant, GateActivation, Gating, Rounding, ScaleFormat, ScaleGroup, ScaleLayout
+from ..codegen.values import (
+    Cast,
+    FusedAdd,
+    FusedQuant,
+    GateActivation,
+    Gating,
+    Rounding,
+    ScaleFormat,
+    ScaleGroup,
+    ScaleLayout,
+)
 from ..selection import dispatch
 from ..upstream.torch_allocator import contiguous_strides
 from ..upstream.torch_dynamo import eager_below, eager_only

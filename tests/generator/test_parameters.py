@@ -17,9 +17,9 @@ from normforge.calls.outputs import LayerNormOutput, NormGradients
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.families import REQUIRED, Family, Kind, Parameter, Result
 from normforge.codegen.model import Mode
-from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD, GATED, MODULATED
+from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD, GATED, MODULATED, QUANTISED
 from normforge.codegen.signature import params
-from normforge.codegen.values import Direction, DType, FusedAdd, FusedQuant, Gating, Norm
+from normforge.codegen.values import Direction, DType, FusedAdd, FusedQuant, Gating, Norm, ScaleGroup
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
@@ -70,6 +70,12 @@ def modes(family: Family, norm: Norm) -> tuple[Mode, ...]:
             Mode(norm, DType.BF16, DType.INT8, fquant=dynamic, save_mv=True, gating=before, grouped=True),
         )
     add, quant = FusedAdd.PRE_ADD_STORE, FusedQuant.SMOOTH_DYNAMIC
+    if family is QUANTISED:
+        served: dict[str, Any] = {"scale_ub": True, "group_size": ScaleGroup.G64, "save_unquant": True, "x_bias": True}
+        return (
+            Mode(norm, DType.BF16, DType.INT8, fquant=FusedQuant.STATIC_COLUMN),
+            Mode(norm, DType.BF16, DType.FP8_E5M2, add, quant, **served),
+        )
     return (
         Mode(norm, DType.BF16, DType.BF16),
         Mode(norm, DType.FP8_E5M2, DType.INT8, add, quant, save_mv=True, x_bias=True, dropout=True),
@@ -148,7 +154,8 @@ def test_kernels_have_the_slots_of_what_is_wanted(family: Family, norm: Norm) ->
         assert pointers == {name for name in declared if name.endswith("_ptr")} - inner
         walked = [row for row in tensors if row.kind is not Kind.GROUPS or mode.grouped]
         strides = {row.row_stride_slot for row in walked if row.is_wanted(mode)} - {None}
-        assert strides == {name for name in declared if name.endswith("_row_stride")}
+        of_scales = {"y_scale_row_stride"} if mode.group_size.code else set()
+        assert strides | of_scales == {name for name in declared if name.endswith("_row_stride")}
         numbers = {row.slot for row in family.of(norm) if row.kind is Kind.NUMBER and row.is_wanted(mode)}
         assert numbers <= declared
 
@@ -156,7 +163,7 @@ def test_kernels_have_the_slots_of_what_is_wanted(family: Family, norm: Norm) ->
 def test_every_axis_is_decided_by_a_parameter() -> None:
     """Of the forward functions; which norm, which direction and whether modulated is which function."""
     axes = {field.name for field in fields(Mode)}
-    decided = {row.axis for family in (FORWARD, MODULATED, GATED) for row in family.parameters} - {""}
+    decided = {row.axis for family in (FORWARD, MODULATED, GATED, QUANTISED) for row in family.parameters} - {""}
     assert decided == axes - {"norm", "direction", "modulated"}
     assert {row.axis for row in BACKWARD.parameters} - {""} <= axes
 

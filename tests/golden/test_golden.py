@@ -29,6 +29,8 @@ from normforge.codegen.values import (
     Norm,
     Pipeline,
     Rounding,
+    ScaleFormat,
+    ScaleGroup,
 )
 
 from ..thorough import THOROUGH
@@ -72,6 +74,27 @@ MODES = (
     Mode(Norm.RMS, DType.FP32, DType.FP32, direction=Direction.BACKWARD),
     Mode(Norm.RMS, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE, save_mv=True, cast=Cast.BEFORE_WEIGHT),
     Mode(Norm.RMS, DType.BF16, DType.BF16, direction=Direction.BACKWARD, cast=Cast.BEFORE_WEIGHT),
+    Mode(
+        Norm.RMS,
+        DType.BF16,
+        DType.FP8_E4M3FN,
+        FusedAdd.PRE_ADD_STORE,
+        FusedQuant.DYNAMIC,
+        group_size=ScaleGroup.G128,
+        scale_format=ScaleFormat.UE8M0_PACKED,
+        save_unquant=True,
+    ),
+    Mode(Norm.LAYER, DType.FP16, DType.INT8, fquant=FusedQuant.STATIC_COLUMN, quantise_rounded=True),
+    Mode(Norm.RMS, DType.BF16, DType.FP8_E5M2, fquant=FusedQuant.STATIC),
+    Mode(
+        Norm.RMS,
+        DType.BF16,
+        DType.FP8_E4M3FN,
+        fquant=FusedQuant.SMOOTH_DYNAMIC,
+        scale_ub=True,
+        quantise_rounded=True,
+        save_unquant=True,
+    ),
     Mode(Norm.LAYER, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE, save_mv=True, modulated=True, x_gate=True),
     Mode(
         Norm.LAYER,
