@@ -25,7 +25,7 @@ FOLDERS = {
 DOORS = ("normforge", "normforge.__main__")
 
 # By hand, docstrings included.
-MOST_LINES = 20960
+MOST_LINES = 21000
 # Of a function, its docstring aside.
 LONGEST_FUNCTION = 80
 
@@ -144,7 +144,7 @@ def test_an_import_that_goes_up_is_told() -> None:
     assert beyond(up) == ["normforge.kernels.launcher imports normforge.calls.plan"]
     assert ["normforge.kernels.launcher", "normforge.calls.plan", "normforge.kernels.launcher"] in circles(up)
     assert beyond({"normforge.errors": {"normforge.selection.table"}})
-    assert beyond({"benchmarks.run": {"normforge.operators.registered"}})
+    assert beyond({"benchmarks.run": {"normforge.compiled.rules"}})
     assert not beyond({"normforge.calls.plan": {"normforge.errors", "normforge.kernels.launcher"}})
 
 
