@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 import normforge
 from normforge.errors import DeviceError
-from normforge.operators import registered
 from normforge.tools.machine import find_machine
 
 from .call_parts import Part
@@ -67,7 +66,7 @@ def ways(shape: tuple[int, int], device: torch.device) -> list[Part]:
     n = shape[-1]
     x, residual = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
     weight = torch.randn(n, device=device, dtype=torch.bfloat16)
-    operator = registered.FORWARD["rms"]
+    operator = torch.ops.normforge.rmsnorm2d_fwd.default
     names = [argument.name for argument in operator._schema.arguments]
     plain = {**dict.fromkeys(names), "eps": _EPS, "weight_offset": 0.0, "dropout_p": 0.0, "save_mv": False}
     plain |= {"x": x, "weight": weight, "fadd": "none", "fquant": "none", "scale_dtype": torch.float32}
