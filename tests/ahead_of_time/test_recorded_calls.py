@@ -129,6 +129,25 @@ def forward(draw: Draw) -> None:
     FORWARD[norm](x, *weights, **options)
 
 
+def quantised(draw: Draw) -> None:
+    """Scales of rows or of groups, in every format, given ones, and y in 16 bits beside."""
+    n, dtype = draw.one_of((100, 1024, 4096)), draw.one_of(FLOATS[:2])
+    shape = (*draw.one_of(LEADING), n)
+    options: dict[str, Any] = {"out_dtype": draw.one_of((torch.int8, torch.float8_e4m3fn, torch.float8_e5m2))}
+    options["residual"] = draw.rows(shape, dtype) if draw.often() else None
+    kind = draw.one_of(("rows", "groups", "static"))
+    if kind == "groups":
+        options |= {"group_size": draw.one_of((32, 64, 128)), "scale_format": draw.one_of(("float", "ue8m0"))}
+        options["scale_layout"] = draw.one_of(("row_major", "column_major"))
+    elif kind == "static":
+        options |= {"fquant": "static", "y_scale": torch.ones(draw.one_of((1, n)))}
+    else:
+        bounded = options["out_dtype"] is not torch.int8 and draw.often()
+        options |= {"save_unquant": draw.often(), "scale_ub": torch.ones(1) if bounded else None}
+    weight = draw.vector(n) if draw.often(0.8) else None
+    normforge.quantised_rms_norm(draw.rows(shape, dtype), weight, **options)
+
+
 def recorded(draw: Draw) -> None:
     """One of the functions that autograd records, and its gradients."""
     n, dtype = draw.one_of(LENGTHS[:6]), draw.one_of(FLOATS)
@@ -170,7 +189,7 @@ def of_groups(draw: Draw) -> None:
     draw.trained(normforge.group_norm(draw.leaf(x), draw.one_of((2, 4)), weight, bias, activation=activation))
 
 
-KINDS = (forward, recorded, neighbouring, of_groups)
+KINDS = (forward, quantised, recorded, neighbouring, of_groups)
 CASES = first_of_each(
     [(arch, seed) for arch in ("sm_90", "sm_80", "sm_100", "gfx942") for seed in range(4)],
     lambda case: "one" if case[0] in ("sm_90", "gfx942") else None,
