@@ -187,13 +187,15 @@ def _maker(mode: Mode, rows: RowPlaces, kinds: Mapping[str, Kind]) -> Callable[[
             return rows.empty("x", TORCH_DTYPES[mode.dtype_in])
         if parameter.kind is Shape.RANDOM:
             return torch.empty(2, dtype=torch.int64, device="cpu")
-        kind = kinds.get(parameter.name, torch.float32 if parameter.kind in (Shape.PER_ROW, Shape.SCALE) else SAME)
+        is_fp32 = parameter.kind in (Shape.PER_ROW, Shape.SCALE, Shape.VALUE)
+        kind = kinds.get(parameter.name, torch.float32 if is_fp32 else SAME)
         if kind is None:
             return None
         if parameter.kind is Shape.ROWS or (parameter.kind is Shape.SAMPLES and parameter.name in rows.steps):
             return rows.empty(parameter.name, _dtype(kind, mode))
         shapes = {
             Shape.VECTOR: rows.shape[-1:],
+            Shape.VALUE: (1,),
             Shape.GROUPS: rows.shape[-2 if mode.grouped else -1 :],
             Shape.SAMPLES: (rows.shape[0], rows.shape[-1]),
         }

@@ -12,12 +12,13 @@ from torch.autograd.graph import increment_version
 from ..codegen.parameters import QUANTISED
 from ..codegen.values import Cast, FusedQuant, Norm, ScaleFormat, ScaleGroup, ScaleLayout
 from ..errors import ConflictError, LayoutError, ShapeError
+from ..kernels.key import ALIGNMENT
 from ..mode_words import word
 from . import neighbours
 from .argument_checks import check_device, check_dtype, check_output, check_tensor
 from .check import Call, check, refuse_gradient
 from .first import resolved
-from .known import Found
+from .known import MISALIGNED, Found
 from .neighbours import neighbour_of
 from .outputs import QuantisedOutput, group_scales, scale_columns
 from .straight import QuantisedOperands, QuantisedOptions, find_quantised
@@ -242,6 +243,8 @@ def _check(function: str, given: Mapping[str, Any], places: Places, *, addressed
         if not place.is_contiguous():
             raise LayoutError(f"{name} has strides {place.stride()}; it takes a contiguous tensor")
         if addressed:
+            if place.data_ptr() & MISALIGNED:
+                raise LayoutError(f"{name} starts at no multiple of {ALIGNMENT} bytes; pass a tensor that does")
             others[name] = place
     if places[2] is not None:
         _check_scale_place(call, places[2], others, addressed)

@@ -29,8 +29,8 @@ SUMS = tuple(row.name for row in BACKWARD.results if row.kind is Kind.VECTOR)
 # Of the backward family: what is dropped has a gradient beside dx.
 _DROPPED = "ddropped_ptr"
 
-# Of scales that are powers of two the exponents are stored, whatever type holds them.
-_EXPONENTS = "y_scale_ptr"
+# Of the quantised family. Of scales that are powers of two the exponents are stored, whatever type holds them.
+_Y_SCALE = "y_scale_ptr"
 _SCALE_STRIDES = ("y_scale_row_stride", "y_scale_group_stride")
 
 
@@ -123,6 +123,9 @@ class Facts:
             rows = [row.slot for row in family.tensors if row.row_stride_slot is not None]
             misaligned = () if pipelines.starts_aligned(n) else rows
         anywhere = {row.slot for row in family.inputs if not row.is_read_in_vectors}
+        if family.neighbour == "quantised":
+            # Scales may be written to a slice of the caller's.
+            anywhere.add(_Y_SCALE)
         own = {"x": mode.dtype_in, "y": mode.dtype_out}
 
         def handed(row: Parameter | Result) -> str | None:
@@ -133,7 +136,7 @@ class Facts:
             if row.name in SUMS:
                 dtype = "float32"
             elif (row.name in own and in_software(own[row.name], target)) or (
-                row.slot == _EXPONENTS and mode.scale_format.stores_exponents
+                row.slot == _Y_SCALE and mode.scale_format.stores_exponents
             ):
                 dtype = "uint8"
             return pointer_type(dtype, aligned=row.slot not in {*misaligned, *anywhere})

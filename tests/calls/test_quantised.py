@@ -154,6 +154,14 @@ def test_what_is_above_a_bound_saturates() -> None:
     assert same_bits(high.y_scale, FUNCTION["rms"](x, out_dtype=E4M3).y_scale)
 
 
+def test_a_bound_hides_no_nan() -> None:
+    x = rows(2, N)
+    x[1, 5] = float("nan")
+    made = normforge.quantised_rms_norm(x, scale_ub=torch.ones(1), out_dtype=E4M3)
+    assert made.y_scale is not None
+    assert made.y_scale.isfinite().tolist() == [True, False]
+
+
 def of_weight(weight: list[float], **asked: Any) -> QuantisedOutput:
     """The RMSNorm of ones without epsilon is its weight."""
     return check("rms", torch.ones(1, len(weight)), torch.tensor(weight), eps=0.0, **asked)
@@ -299,6 +307,37 @@ def test_scales_over_what_is_read_are_refused() -> None:
     with pytest.raises(LayoutError, match="y_scale overlaps x in memory"):
         normforge.quantised_rms_norm(x, y_scale=memory[126:128])
     normforge.quantised_rms_norm(x, y_scale=memory[128:130])
+
+
+def test_outputs_at_odd_addresses() -> None:
+    """Kernels are compiled for rows that start where vectors do; scales may lie anywhere."""
+    x = rows(4, 64)
+    memory, scales = torch.empty(4 * 64 + 16, dtype=torch.int8), torch.empty(9)
+    with pytest.raises(LayoutError, match="out starts at no multiple of 16 bytes"):
+        normforge.quantised_rms_norm(x, out=memory[1 : 1 + 4 * 64].view(4, 64))
+    made = check("rms", x, y_scale=scales[1:9].view(4, 2), group_size=32)
+    assert made.y_scale is not None
+    assert made.y_scale.data_ptr() == scales[1:].data_ptr()
+    (key, *_) = normforge.compile_keys([4096], ["rms_fwd_bf16_int8_dq_g32"], arch="sm_90")
+    assert dict(key.key.arguments)["y_scale_ptr"] == "*fp32"
+
+
+@pytest.mark.parametrize("mode", ["ln_fwd_bf16_int8_sq", "rms_fwd_bf16_fp8_e4m3fn_addst_sdq_g128_ub_uq"])
+def test_modes_are_compiled_ahead(mode: str) -> None:
+    keys = normforge.compile_keys([4096], [mode], arch="sm_90")
+    assert {key.key.symbol for key in keys} == {f"{mode}_one_pass"}
+
+
+def test_under_batch_invariance_a_rows_bits_depend_on_no_batch() -> None:
+    x, weight = rows(9, 100), rows(100)
+    asked: dict[str, Any] = {"group_size": 32, "out_dtype": E4M3, "save_unquant": True}
+    with normforge.batch_invariant():
+        whole = check("rms", x, weight, **asked)
+        for first in range(9):
+            # Rows of 200 bytes start at multiples of 8.
+            part = normforge.quantised_rms_norm(x[first:], weight, **asked)
+            for got, want in zip(part, whole, strict=True):
+                assert got is None or want is None or same_bits(got, want[first:])
 
 
 def test_no_gradient() -> None:

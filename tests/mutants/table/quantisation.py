@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..mutant import Mutant, Suite
 
 _QUANTISATION = "tests/calls/test_quantisation.py"
+_GROUPS = "tests/calls/test_quantised.py"
 _ENCODERS = "tests/kernels/test_encoders.py"
 _DECODERS = "tests/kernels/test_decoders.py"
 _FP8_INPUTS = "tests/calls/test_fp8_inputs.py"
@@ -237,5 +238,51 @@ MUTANTS = (
         "return extent_of(strides[row.scale_stride_slot], 1, dtype.itemsize)",
         "return 0, 0",
         (f"{_FP8_INPUTS}::test_outputs_may_not_lie_where_scales_do",),
+    ),
+    Mutant(
+        "groups-take-the-scale-of-the-first",
+        "each group of a chunk is scaled as the one before it",
+        "templates/scaled.j2",
+        '{{ kernel.local_scales(m, "start", "mask", "row") }}',
+        '{{ kernel.local_scales(m, "0", "mask", "row") }}',
+        (f"{_GROUPS}::test_groups_of_rows_of_any_length",),
+    ),
+    Mutant(
+        "a-bound-swallows-what-is-no-number",
+        "a row with a NaN gets a finite scale where amax is bounded",
+        _PRIMITIVES,
+        "    return tl.where(amax_bits > 0x7F800000, amax_bits, tl.minimum(amax_bits, bound))",
+        "    return tl.minimum(amax_bits, bound)",
+        (f"{_GROUPS}::test_a_bound_hides_no_nan",),
+    ),
+    Mutant(
+        "powers-of-two-are-rounded-down",
+        "the largest value of a group is cut off",
+        _PRIMITIVES,
+        "(bits + 0x7FFFFF) >> 23)",
+        "bits >> 23)",
+        (f"{_GROUPS}::test_powers_of_two_are_rounded_up_and_exact",),
+    ),
+    Mutant(
+        "packed-scales-lie-apart",
+        "four groups' exponents do not share an int32",
+        "runtime/calls/quantised.py",
+        "unit = scale.element_size() if kind.stores_exponents else 1",
+        "unit = 1",
+        (f"{_GROUPS}::test_groups",),
+    ),
+    Mutant(
+        "what-is-stored-is-smoothed",
+        "the second output is multiplied by the smooth scale",
+        _QUANTISED,
+        """{{ kernel.round_before(m) }}
+{{ kernel.store_unquantised(m, "mask") }}
+{{ kernel.smooth_chunk(m) }}
+""",
+        """{{ kernel.round_before(m) }}
+{{ kernel.smooth_chunk(m) }}
+{{ kernel.store_unquantised(m, "mask") }}
+""",
+        (f"{_GROUPS}::test_y_in_xs_dtype_too",),
     ),
 )
