@@ -144,7 +144,9 @@ def take_apart(call: Call, m: int, interpreted: bool) -> Taken:
 @contextmanager
 def launching_nothing() -> Iterator[None]:
     """Have all calls that are known launch nothing meanwhile; a backward call's are none of them."""
-    kinds = [kind for kinds in dispatch.plans.values() for kind in kinds if kind.plan is not None]
+    kinds = [
+        kind for kinds in dispatch.plans.values() for kind in kinds if isinstance(kind, Known) and kind.plan is not None
+    ]
     plans = [kind.plan for kind in kinds]
     for kind in kinds:
         kind.plan = _launching_nothing(kind.plan)

@@ -88,7 +88,8 @@ def quantised_layer_norm(
         save_unquant: return y in x's dtype too, as it is before smooth_scale.
         y_scale: with fquant "static" what y is divided by: one fp32 value on x's device, which the host does not read,
             or (N,), one a column, fp16, bf16 or fp32. Otherwise where scales go, or None for a new tensor: in their
-            shape and dtype, or (..., 1) for a scale a row; of two dimensions on any strides, or contiguous.
+            shape and dtype, or (..., 1) for a scale a row; of two dimensions on any strides, or contiguous;
+            a scale a row starts at a multiple of 16 bytes.
         out: where y goes, contiguous, or None for a new tensor.
         residual_out: where the sum goes, contiguous, in residual's dtype; may be residual or x itself.
 
@@ -273,6 +274,9 @@ def _check_scale_place(call: Call, place: torch.Tensor, others: Mapping[str, tor
         at, behind = _span(other)
         if start < behind and at < end:
             raise LayoutError(f"y_scale overlaps {name} in memory; pass memory of its own")
+    if not call.mode.serves and place.data_ptr() & MISALIGNED:
+        # The kernel is that of `layernorm2d_fwd`, which allocates them.
+        raise LayoutError(f"y_scale starts at no multiple of {ALIGNMENT} bytes; pass a tensor that does")
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

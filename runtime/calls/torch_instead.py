@@ -13,6 +13,7 @@ from ..dtypes import HALVES
 from ..mode_words import word
 from ..random_mask import dropped
 from ..selection.invariance import refuse_torch
+from ..upstream.torch_internals import jit_tracing
 from .outputs import NormGradients, unpacked
 from .straight import BackwardOperands, BackwardOptions, Operands, Options
 
@@ -76,7 +77,8 @@ def _operator(
     bias: torch.Tensor | None,
     eps: float | None,
 ) -> torch.Tensor:
-    if x.device.type != "meta" and 0 not in x.shape:
+    # Sizes are tensors where torch.jit.trace records them, and none is compared.
+    if x.device.type != "meta" and (jit_tracing() or 0 not in x.shape):
         refuse_torch(f"a norm of {x.dtype} on {x.device}")
     dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
     if len(dtypes) > 1:

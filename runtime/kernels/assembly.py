@@ -123,7 +123,7 @@ class Facts:
             rows = [row.slot for row in family.tensors if row.row_stride_slot is not None]
             misaligned = () if pipelines.starts_aligned(n) else rows
         anywhere = {row.slot for row in family.inputs if not row.is_read_in_vectors}
-        if family.neighbour == "quantised":
+        if mode.serves:
             # Scales may be written to a slice of the caller's.
             anywhere.add(_Y_SCALE)
         own = {"x": mode.dtype_in, "y": mode.dtype_out}

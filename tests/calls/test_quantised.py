@@ -318,6 +318,8 @@ def test_outputs_at_odd_addresses() -> None:
     made = check("rms", x, y_scale=scales[1:9].view(4, 2), group_size=32)
     assert made.y_scale is not None
     assert made.y_scale.data_ptr() == scales[1:].data_ptr()
+    with pytest.raises(LayoutError, match="y_scale starts at no multiple of 16 bytes"):
+        normforge.quantised_rms_norm(x, y_scale=scales[1:5])
     (key, *_) = normforge.compile_keys([4096], ["rms_fwd_bf16_int8_dq_g32"], arch="sm_90")
     assert dict(key.key.arguments)["y_scale_ptr"] == "*fp32"
 

@@ -105,7 +105,7 @@ _LONGEST_QUICK = 8192
 
 def shares(*, backward: bool) -> list[Any]:
     """Each instance of a direction, in two shares."""
-    entries = enumerate(entry for entry in normforge.instances() if mode_of(entry.mode).is_backward is backward)
+    entries = enumerate(entry for entry in dispatch.loaded() if mode_of(entry.mode).is_backward is backward)
     both = [Share(entry, place, is_first) for place, entry in entries for is_first in (True, False)]
     return first_of_each(both, lambda share: share.kind, lambda share: share.name)
 
