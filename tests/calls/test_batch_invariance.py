@@ -229,3 +229,5 @@ def test_the_environment_speaks_for_the_process(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(invariance, "anywhere", False)
     assert invariance.by_default()
     assert invariance.anywhere
+    # Before the `with` of all these tests is left, which asks once more.
+    monkeypatch.undo()
