@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Hashable
@@ -244,7 +245,9 @@ def test_the_command_measures_in_several_processes(repository: Path) -> None:
     command = (sys.executable, "-m", "tests.accuracy", "rms_bwd_fp32", "N=100 ", "--jobs", "2")
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "48 of 48 cells" in done.stdout
+    found = re.search(r"^(\d+) of \1 cells are within", done.stdout, re.MULTILINE)
+    assert found is not None, done.stdout
+    assert int(found[1]) >= 48
 
 
 def test_words_that_name_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from normforge.tools import cli
 # In names and values that are never to reach an emitted file, and what such a one might make if it were run.
 CANARY = "INJECTED"
 
-_NAMES = re.compile(r"(?:__init__|primitives|dispatch|finalise|(?:ln|rms)_(?:fwd|bwd)_\w+)\.py", re.ASCII)
+_NAMES = re.compile(r"(?:__init__|(?:group_)?primitives|dispatch|finalise|(?:ln|rms|gn)_(?:fwd|bwd)_\w+)\.py", re.ASCII)
 # What is nobody's: Python's cache, and the lock that a killed run leaves.
 PASSING = ("__pycache__", ".normforge-lock")
 _KERNEL = re.compile(r"^def (\w+)\(", re.MULTILINE)
