@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from normforge.codegen.model import Mode, legal_modes
+from normforge.codegen.legal import legal_modes
+from normforge.codegen.model import Mode
 
 from . import thorough
 

@@ -17,7 +17,8 @@ import torch
 
 from ..codegen.axes import SAME
 from ..codegen.groups import AnyMode, GroupMode, group_modes, mode_named
-from ..codegen.model import Mode, legal_modes
+from ..codegen.legal import legal_modes
+from ..codegen.model import Mode
 from ..errors import ConflictError, DeviceError, IllegalCombinationError, MissingInstanceError, ShapeError
 from ..kernels.gpu import Target, named_target, target_of
 from ..kernels.key import MOST_ROWS_IN_I32, KernelKey

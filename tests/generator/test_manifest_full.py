@@ -10,8 +10,9 @@ from typing import Any, get_type_hints
 
 from normforge.codegen.errors import IllegalCombinationError
 from normforge.codegen.groups import group_modes
+from normforge.codegen.legal import legal_modes
 from normforge.codegen.manifest import load
-from normforge.codegen.model import Mode, legal_modes
+from normforge.codegen.model import Mode
 from normforge.codegen.tiling import standard_ladder
 
 from ..thorough import THOROUGH

@@ -7,7 +7,8 @@ import time
 import pytest
 
 from normforge.codegen.errors import IllegalCombinationError
-from normforge.codegen.model import Mode, legal_modes
+from normforge.codegen.legal import legal_modes
+from normforge.codegen.model import Mode
 
 
 def test_every_legal_mode_is_read_from_its_name() -> None:

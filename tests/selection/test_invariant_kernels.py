@@ -19,7 +19,8 @@ from normforge.calls.first import address_of
 from normforge.calls.known import MISALIGNED
 from normforge.calls.plan import Plan
 from normforge.codegen.families import Family, Kind
-from normforge.codegen.model import Mode, legal_modes
+from normforge.codegen.legal import legal_modes
+from normforge.codegen.model import Mode
 from normforge.codegen.parameters import family_of
 from normforge.codegen.values import Direction, Pipeline
 from normforge.dtypes import TORCH_DTYPES

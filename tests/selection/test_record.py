@@ -21,7 +21,7 @@ from normforge import settings
 from normforge.call_kinds import CallKind
 from normforge.codegen import cli, manifest
 from normforge.codegen.instance import Bucket
-from normforge.codegen.model import legal_modes
+from normforge.codegen.legal import legal_modes
 from normforge.codegen.tiling import ladder_of
 from normforge.errors import MissingInstanceError, RecordError
 from normforge.selection import dispatch, recorded, recording

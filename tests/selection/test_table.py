@@ -10,7 +10,7 @@ import torch
 
 import normforge
 from normforge.codegen.instance import ANY, Tile
-from normforge.codegen.model import legal_modes
+from normforge.codegen.legal import legal_modes
 from normforge.codegen.values import Part, Pipeline
 from normforge.errors import TableError
 from normforge.selection import dispatch

@@ -1,0 +1,80 @@
+"""Every combination of axes that `Mode` accepts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from .errors import IllegalCombinationError
+from .model import Mode
+from .values import (
+    INPUT_DTYPES,
+    Cast,
+    Direction,
+    DType,
+    FusedAdd,
+    FusedQuant,
+    GateActivation,
+    Gating,
+    Norm,
+    Rounding,
+    ScaleFormat,
+    ScaleGroup,
+)
+
+
+def legal_modes() -> Iterator[Mode]:
+    """Every combination of axes that `Mode` accepts, in the order of its fields."""
+    bools = (False, True)
+    # Typed, because mypy gives a product of more than ten up.
+    axes: tuple[Iterable[Any], ...] = (Norm, DType, DType, FusedAdd, FusedQuant, bools, bools, INPUT_DTYPES)
+    axes = (*axes, Rounding, Direction, Cast)
+    for values in itertools.product(*axes):
+        with suppress(IllegalCombinationError):
+            mode = Mode(*values)
+            yield mode
+            # None of them is legal where the same mode without is not.
+            with suppress(IllegalCombinationError):
+                yield replace(mode, dropout=True)
+            yield from _gated(mode)
+            yield from _served(mode)
+            for gated in bools:
+                with suppress(IllegalCombinationError):
+                    yield replace(mode, modulated=True, x_gate=gated)
+
+
+def _gated(mode: Mode) -> Iterator[Mode]:
+    """The gated forms of a mode, which are all legal if one is."""
+    forms = itertools.product((Gating.AFTER_NORM, Gating.BEFORE_NORM), GateActivation, (False, True))
+    with suppress(IllegalCombinationError):
+        for gating, activation, grouped in forms:
+            yield replace(mode, gating=gating, gate_activation=activation, grouped=grouped)
+
+
+def _served(mode: Mode) -> Iterator[Mode]:
+    """The forms of a mode that inference engines ask for."""
+    if mode.fquant.quantises:
+        # None of them is legal where a second output is not.
+        with suppress(IllegalCombinationError):
+            kind = replace(mode, save_unquant=True, fadd=FusedAdd.NONE, x_bias=False, cast=Cast.AFTER_WEIGHT)
+            if not mode.fadd.adds or mode.fadd.stores:
+                yield from (replace(mode, **form) for form in _forms(kind))
+
+
+@cache
+def _forms(kind: Mode) -> tuple[dict[str, Any], ...]:
+    """What may be asked besides of modes that differ from one in the sum, x's bias or the cast alone."""
+    bools = (False, True)
+    forms = []
+    for values in itertools.product(ScaleGroup, ScaleFormat, bools, bools, bools):
+        names = ("group_size", "scale_format", "scale_ub", "quantise_rounded", "save_unquant")
+        form: dict[str, Any] = dict(zip(names, values, strict=True))
+        with suppress(IllegalCombinationError):
+            # What is as it was is yielded as the mode itself.
+            if replace(kind, **form) != replace(kind, save_unquant=False):
+                forms.append(form)
+    return tuple(forms)
