@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from . import gated, modulated
+from . import gated, modulated, quantised
 
-CALLS = {"modulated": modulated.CALLS, "gated": gated.CALLS}
+CALLS = {"modulated": modulated.CALLS, "gated": gated.CALLS, "quantised": quantised.CALLS}

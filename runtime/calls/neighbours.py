@@ -35,6 +35,10 @@ Options = tuple[Any, ...]
 Gradients = list["torch.Tensor | None"]
 
 
+def _launch(found: Found, options: Options) -> LayerNormOutput:
+    return run(*found)
+
+
 def _nothing(*_: Any) -> NoReturn:
     """Stands for what a family without gradients has not."""
     raise AssertionError("calls without gradients are never recorded")
@@ -51,6 +55,7 @@ class Neighbour(NamedTuple):
         inputs: their names.
         options: the names of what else a call is told, behind the norm.
         find: what a call comes to that is known: see `find_modulated`.
+        launch: from that and the options to all that a call returns.
         sums: the places of the tensors that the stored sum is of; none where nothing is stored.
         kept: from the tensors, and the sum if one was stored, to what a backward pass needs of them, the first of x's
             shape.
@@ -64,6 +69,7 @@ class Neighbour(NamedTuple):
     inputs: tuple[str, ...]
     options: tuple[str, ...]
     find: Callable[[Any, Any], tuple[Key | None, Found | None]]
+    launch: Callable[[Found, Options], Any] = _launch
     sums: tuple[int, ...] = ()
     kept: Callable[[Operands, torch.Tensor | None], tuple[torch.Tensor | None, ...]] = _nothing
     told: Callable[[Options, tuple[torch.dtype | None, ...]], Any] = _nothing
@@ -193,10 +199,10 @@ def prepared(neighbour: Neighbour, operands: Operands, options: Options, key: Ke
     return plan, addresses, operands, call.x.shape, call.m, call.eps, call.weight_offset
 
 
-def launched(neighbour: Neighbour, operands: Operands, options: Options) -> LayerNormOutput:
-    """A call that autograd does not see, known or not."""
+def launched(neighbour: Neighbour, operands: Operands, options: Options) -> Any:
+    """All outputs of a call that autograd does not see, known or not."""
     key, found = neighbour.find(operands, options)
-    return run(*(found or prepared(neighbour, operands, options, key)))
+    return neighbour.launch(found or prepared(neighbour, operands, options, key), options)
 
 
 def launched_2d(neighbour: Neighbour, operands: Operands, options: Options) -> LayerNormOutput:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,17 +14,24 @@ from ..codegen.values import Cast, FusedQuant, Norm, ScaleFormat, ScaleGroup, Sc
 from ..errors import ConflictError, LayoutError, ShapeError
 from ..kernels.key import ALIGNMENT
 from ..mode_words import word
+from ..upstream.torch_allocator import Empty, contiguous_strides
 from . import neighbours
 from .argument_checks import check_device, check_dtype, check_output, check_tensor
 from .check import Call, check, refuse_gradient
 from .first import resolved
 from .known import MISALIGNED, Found
-from .neighbours import neighbour_of
+from .neighbours import Options, neighbour_of
 from .outputs import QuantisedOutput, group_scales, scale_columns
 from .straight import QuantisedOperands, QuantisedOptions, find_quantised
 from .traced import intercepted, is_dynamo_compiling, operated, said_of
 
-CALLS = neighbour_of(QUANTISED, find=find_quantised)
+
+def _launch(found: Found, options: Options) -> QuantisedOutput:
+    layout = options[1 + CALLS.options.index("scale_layout")]
+    return _run(found, word(ScaleLayout, "scale_layout", layout), (None, None, None))
+
+
+CALLS = neighbour_of(QUANTISED, find=find_quantised, launch=_launch)
 
 # What returns y as it is.
 _UNQUANTISED = {Norm.LAYER: "layernorm2d_fwd", Norm.RMS: "rmsnorm2d_fwd"}
@@ -209,15 +216,6 @@ def launched_2d(operands: QuantisedOperands, options: QuantisedOptions, places: 
     return _run(found, word(ScaleLayout, "scale_layout", given["scale_layout"]), places)
 
 
-def launched(norm: str, given: Mapping[str, Any]) -> QuantisedOutput:
-    """The same as an operator computes it, of its arguments by name."""
-    operands: Any = neighbours.operands_of(CALLS, given)
-    options: Any = neighbours.options_of(CALLS, norm, given)
-    key, found = find_quantised(operands, options)
-    found = found or neighbours.prepared(CALLS, operands, options, key)
-    return _run(found, word(ScaleLayout, "scale_layout", given["scale_layout"]), (None, None, None))
-
-
 def _check(function: str, given: Mapping[str, Any], places: Places, *, addressed: bool) -> Call:
     """Check all that a call was given, and where its outputs go."""
     call = check(function, given, addressed=addressed)
@@ -291,7 +289,7 @@ def _run(found: Found, layout: ScaleLayout, places: Places) -> QuantisedOutput:
     """Allocate what a call returns, where it has no place, and launch the kernel of its plan."""
     plan, addresses, tensors, shape, m, eps, weight_offset = found
     leading, out, residual_out, y_scale = shape[:-1], *places
-    make = partial(torch.empty, device=tensors[0].device)  # type: ignore[union-attr] # x is always there
+    make = partial(_new, plan.empty)
     _, sum_dtype, scale_dtype, unquantised_dtype = plan.dtypes
     scale_strides: tuple[int, ...] = ()
     if scale_dtype is not None:
@@ -300,7 +298,7 @@ def _run(found: Found, layout: ScaleLayout, places: Places) -> QuantisedOutput:
             columns, packs = scale_columns(plan.mode, plan.n), plan.mode.scale_format.packs
             # Bytes of groups that a row has not are 0.
             is_whole = plan.n > (columns * packs - 1) * plan.mode.group_size.code
-            filled = make if is_whole else partial(torch.zeros, device=tensors[0].device)  # type: ignore[union-attr]
+            filled = make if is_whole else partial(_zeros, plan.empty)
             y_scale = group_scales(filled, leading, m, columns, scale_dtype, layout)
         elif y_scale is None:
             y_scale = make(leading, dtype=scale_dtype)
@@ -328,6 +326,16 @@ def _run(found: Found, layout: ScaleLayout, places: Places) -> QuantisedOutput:
             written = (*[_bytes_of(output) if name in of_bytes else output for name, output in results], None)
         step.launch(step.grid(m), (*read, *written, m, eps, weight_offset, *scale_strides))
     return outputs
+
+
+def _new(empty: Empty, shape: Sequence[int], *, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without values or gaps."""
+    sizes = tuple(shape)
+    return empty(sizes, contiguous_strides(sizes), dtype)
+
+
+def _zeros(empty: Empty, shape: Sequence[int], *, dtype: torch.dtype) -> torch.Tensor:
+    return _new(empty, shape, dtype=dtype).zero_()
 
 
 def _bytes_of(tensor: torch.Tensor | None) -> torch.Tensor | None:

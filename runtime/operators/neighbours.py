@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..calls import neighbours, quantised
+from ..calls import neighbours
 from ..calls.first import refuse_foreign
 from ..calls.functions import FUNCTIONS
 from ..calls.neighbour_rows import CALLS
@@ -19,11 +19,10 @@ def run(function: str, given: dict[str, Any]) -> LayerNormOutput | QuantisedOutp
     """What an operator computes of its arguments by name."""
     takes = FUNCTIONS[function]
     refuse_foreign(takes.family, given)
-    if takes.neighbour == "quantised":
-        return quantised.launched(takes.norm.value, given)
     calls = CALLS[takes.neighbour]
     options = neighbours.options_of(calls, takes.norm.value, given)
-    return neighbours.launched(calls, neighbours.operands_of(calls, given), options)
+    found: LayerNormOutput | QuantisedOutput = neighbours.launched(calls, neighbours.operands_of(calls, given), options)
+    return found
 
 
 def run_named(*, function: str, **given: Any) -> LayerNormOutput | QuantisedOutput:
