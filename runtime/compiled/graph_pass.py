@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch._inductor import custom_graph_pass
 from torch.fx import Graph
@@ -27,11 +27,14 @@ _RULES: tuple[Callable[..., bool], ...] = (
     backward.join_gradient,
 )
 
-# Since torch 2.13 some passes are told whether a graph is one of inference. This one hands it on to them.
-_BASE: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_graph_pass.CustomGraphPass)
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomGraphPass as _Base
+else:
+    # Since torch 2.13 some passes are told whether a graph is one of inference. This one hands it on to them.
+    _Base = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_graph_pass.CustomGraphPass)
 
 
-class FuseNeighbours(_BASE):  # type: ignore[misc]  # which base depends on the release
+class FuseNeighbours(_Base):
     """Joins normforge's operators with their neighbours, and then runs the passes that were there before."""
 
     def __init__(self, before: Any = None) -> None:
