@@ -61,8 +61,9 @@ def quantised_rms_norm(x: torch.Tensor, weight: Any = None, **others: Any) -> Re
     return _quantised(rmsnorm2d_fwd, x, weight, others)
 
 
-# fp32's errors before a rounding, in units of what the terms add up to.
-_VALUE_ERROR = 2.0**-22
+# How far off fp32's z may be, in units of what its terms add up to without their signs: four roundings. Where terms
+# cancel, that is several of e5m2's steps, the finest of which is 2**-32 of a row's largest value.
+VALUE_ERROR = 2.0**-22
 
 
 def _quantised(
@@ -81,7 +82,7 @@ def _quantised(
     z, terms = rows.z, rows.terms
     unsure = unquantised_open = torch.zeros_like(z) if rows.open is None else rows.open
     if asked.get("quantise_rounded"):
-        error = _VALUE_ERROR * terms + unsure
+        error = VALUE_ERROR * terms + unsure
         nearest = z.to(x.dtype).double()
         unsure = torch.maximum((z + error).to(x.dtype).double() - nearest, nearest - (z - error).to(x.dtype).double())
         z = nearest

@@ -15,7 +15,7 @@ from ..dtypes import DTYPES
 from ..gating_reference import ReferenceGatedGradients
 from ..gradient_reference import ReferenceGradients
 from ..group_reference import GroupGradients
-from ..quantisation_reference import ReferenceQuantised, next_power_of_two
+from ..quantisation_reference import VALUE_ERROR, ReferenceQuantised, next_power_of_two
 from ..reference import ReferenceOutput, quantise
 
 
@@ -57,10 +57,6 @@ STATISTICS = Tolerance(1e-5, 1e-5)
 # y_scale is held to 1e-5, so z / y_scale is known to that much of qmax: a value so near a rounding boundary may fall
 # either way.
 QUANTISATION_SLACK = 1e-5
-
-# How far off fp32's z may be, in units of what its terms add up to without their signs: four roundings. Where terms
-# cancel, that is several of e5m2's steps, the finest of which is 2**-32 of a row's largest value.
-VALUE_ERROR = 2.0**-22
 
 
 def compare(actual: LayerNormOutput, expected: ReferenceOutput, rounding: Rounding = Rounding.NEAREST) -> list[Finding]:

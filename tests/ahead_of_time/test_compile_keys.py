@@ -12,7 +12,6 @@ import torch
 import normforge
 from normforge.ahead_of_time import compile_keys as keys
 from normforge.ahead_of_time.compile_keys import compile_keys
-from normforge.calls import plan
 from normforge.calls.straight import layernorm2d_bwd
 from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, Norm
@@ -24,7 +23,6 @@ from normforge.errors import (
 )
 from normforge.kernels.gpu import Target, named_target, target_of
 from normforge.kernels.key import KernelKey
-from normforge.kernels.launcher import Launcher
 from normforge.nn import functional
 from normforge.selection import dispatch
 
@@ -33,25 +31,6 @@ from ..folders import PLAIN, RMS, instance, write
 
 N = 32
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "plans", {})
-
-
-@pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch) -> set[KernelKey]:
-    """The keys of the kernels that calls launch."""
-    met: set[KernelKey] = set()
-
-    class Noting(Launcher):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            met.add(self.key)
-
-    monkeypatch.setattr(plan, "Launcher", Noting)
-    return met
 
 
 def listed(*modes: str, n: int = N, **options: Any) -> set[KernelKey]:

@@ -14,7 +14,7 @@ import normforge
 from normforge.ahead_of_time import compile_keys as keys
 from normforge.ahead_of_time.build import Built, build
 from normforge.ahead_of_time.compile_keys import compile_keys
-from normforge.calls import group, group_plan
+from normforge.calls import group
 from normforge.calls.group_instead import Options
 from normforge.errors import ConflictError, FrozenError, MissingInstanceError, NormforgeError, ShapeError
 from normforge.kernels import binaries
@@ -22,7 +22,6 @@ from normforge.kernels import obtain as obtaining
 from normforge.kernels.binaries import read
 from normforge.kernels.gpu import named_target, target_of
 from normforge.kernels.key import KernelKey
-from normforge.kernels.launcher import Launcher
 from normforge.kernels.obtain import obtain
 from normforge.selection import dispatch
 from normforge.tools import cli
@@ -32,25 +31,6 @@ from ..stand_in_driver import driving
 
 CPU = torch.device("cpu")
 C, GROUPS = 8, 4
-
-
-@pytest.fixture(autouse=True)
-def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "plans", {})
-
-
-@pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch) -> set[KernelKey]:
-    """The keys of the kernels that calls launch."""
-    met: set[KernelKey] = set()
-
-    class Noting(Launcher):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            met.add(self.key)
-
-    monkeypatch.setattr(group_plan, "Launcher", Noting)
-    return met
 
 
 def listed(shape: str, *modes: str, **options: Any) -> set[KernelKey]:

@@ -11,13 +11,12 @@ import torch
 
 import normforge
 from normforge.ahead_of_time.compile_keys import recorded_keys_for
-from normforge.calls import group_plan, plan, row_gradients
+from normforge.calls import plan
 from normforge.errors import AotError, ConflictError, FrozenError, RecordError
 from normforge.kernels import binaries
 from normforge.kernels.gpu import target_of
 from normforge.kernels.key import KernelKey, integer_type
 from normforge.kernels.kinds import kind_of, strides_of_kind
-from normforge.kernels.launcher import Launcher
 from normforge.kernels.pipelines import row_alignment
 from normforge.kernels.row_walk import RowStride, RowWalk
 from normforge.selection import dispatch
@@ -26,27 +25,6 @@ from normforge.tools import cli
 
 N, BF16 = 32, torch.bfloat16
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "plans", {})
-
-
-@pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch) -> set[KernelKey]:
-    """The keys of the kernels that calls launch."""
-    met: set[KernelKey] = set()
-
-    class Noting(Launcher):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            if given[-1] is not None:
-                met.add(self.key)
-
-    for module in (plan, row_gradients, group_plan):
-        monkeypatch.setattr(module, "Launcher", Noting)
-    return met
 
 
 def rows(*sizes: int, dtype: torch.dtype = BF16, **options: Any) -> torch.Tensor:

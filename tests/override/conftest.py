@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from normforge.override import served
 from normforge.override.switch import Switch, TorchOverride
+
+from ..counting import counted
 
 # On a CPU kernels run in Triton's interpreter; there `override_torch` itself replaces nothing.
 _SWITCHES = {"cpu": Switch("CPU"), "cuda": Switch("CUDA")}
@@ -39,15 +40,6 @@ def override(device: str = "cpu") -> TorchOverride:
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The functions that served calls of torch's, in the order in which they ended."""
     names: list[str] = []
-
-    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def count(*arguments: Any, **keywords: Any) -> Any:
-            result = function(*arguments, **keywords)
-            names.append(name)
-            return result
-
-        return count
-
     for name in KERNELS:
-        monkeypatch.setattr(served, name, counted(name, getattr(served, name)))
+        monkeypatch.setattr(served, name, counted(names, name, getattr(served, name)))
     return names

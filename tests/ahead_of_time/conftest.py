@@ -1,0 +1,33 @@
+"""What calls launch, by their keys, and that nothing is known from another test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from normforge.calls import group_plan, plan, row_gradients
+from normforge.kernels.key import KernelKey
+from normforge.kernels.launcher import Launcher
+from normforge.selection import dispatch
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "plans", {})
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> set[KernelKey]:
+    """The keys of the kernels that calls launch; stand-ins for calls have no device."""
+    met: set[KernelKey] = set()
+
+    class Noting(Launcher):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            if given[-1] is not None:
+                met.add(self.key)
+
+    for module in (plan, row_gradients, group_plan):
+        monkeypatch.setattr(module, "Launcher", Noting)
+    return met
