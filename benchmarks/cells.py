@@ -33,6 +33,8 @@ class Task(Enum):
     DROP_ADD = "drop_add"  # the same of what a dropout leaves of x
     QUANT = "quant"  # y quantised, with a scale a row
     ADD_QUANT = "add_quant"  # both
+    QUANTISED = "quantised"  # y quantised as engines have it
+    ADD_QUANTISED = "add_quantised"  # both
     BACKWARD = "backward"  # dx, dweight and, for LayerNorm, dbias; nothing of the forward pass
     GRAD_FORWARD = "grad_forward"  # y, recorded for a backward pass
     GRAD_BOTH = "grad_both"  # that, and the backward pass
@@ -46,12 +48,12 @@ class Task(Enum):
     @property
     def adds(self) -> bool:
         """Whether a residual is added and the sum stored."""
-        return self in (Task.ADD, Task.DROP_ADD, Task.ADD_QUANT)
+        return self in (Task.ADD, Task.DROP_ADD, Task.ADD_QUANT, Task.ADD_QUANTISED)
 
     @property
     def quantises(self) -> bool:
         """Whether y is quantised."""
-        return self in (Task.QUANT, Task.ADD_QUANT)
+        return self in (Task.QUANT, Task.ADD_QUANT, Task.QUANTISED, Task.ADD_QUANTISED)
 
     @property
     def differentiates(self) -> bool:

@@ -13,11 +13,15 @@ from .cells import DTYPES, Cell, Norm
 from .gated_cells import GatedCell
 from .group_cells import GroupCell
 from .modulated_cells import ModulatedCell
+from .quantised_cells import QuantisedCell
 
 EPS = {Norm.LAYER: 1e-5, Norm.RMS: 1e-6}
 
 # How likely elements are dropped where any are.
 DROPOUT_P = 0.1
+
+# What all of y is divided by where a scale is given: little reaches 448 times this.
+_GIVEN_SCALE = 1 / 32
 
 # Elements that are converted to fp64 at once: 256 MiB of them.
 _CHUNK = 2**25
@@ -38,6 +42,7 @@ class Inputs:
     rstd: torch.Tensor | None
     gate: torch.Tensor | None = None
     modulation: tuple[torch.Tensor, ...] = ()
+    y_scale: torch.Tensor | None = None
 
     @property
     def eps(self) -> float:
@@ -81,6 +86,7 @@ def make_inputs(cell: Cell, device: torch.device, copy: int = 0) -> Inputs:
         gate = normal(*shape)
         if cell.projected:
             x, gate = normal(*cell.leading, 2 * cell.n).chunk(2, -1)
+    given = isinstance(cell, QuantisedCell) and cell.static
     saved = cell.task.differentiates and gate is None
     mean, rstd = statistics(x, cell.norm) if saved else (None, None)
     return Inputs(
@@ -94,6 +100,7 @@ def make_inputs(cell: Cell, device: torch.device, copy: int = 0) -> Inputs:
         mean=mean,
         rstd=rstd,
         gate=gate,
+        y_scale=torch.full((1,), _GIVEN_SCALE, device=device) if given else None,
     )
 
 

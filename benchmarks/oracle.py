@@ -18,6 +18,7 @@ from .gated_cells import GatedCell
 from .group_cells import GroupCell
 from .inputs import DROPOUT_P, Inputs, chunks
 from .modulated_cells import ModulatedCell
+from .quantised_cells import QuantisedCell
 
 # Of each value, and of the root mean square of the tensor it is in: about two roundings of the type.
 TOLERANCES = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 1e-4}
@@ -40,7 +41,12 @@ def expect(inputs: Inputs) -> dict[str, torch.Tensor]:
         return gates.expect(inputs)
     if isinstance(inputs.cell, ModulatedCell):
         return modulations.expect(inputs)
-    return _gradients(inputs) if inputs.dy is not None else _values(inputs)
+    if inputs.dy is not None:
+        return _gradients(inputs)
+    values = _values(inputs)
+    if isinstance(inputs.cell, QuantisedCell) and inputs.cell.unquantised:
+        values["unquantised"] = values["y"]
+    return values
 
 
 def check(
@@ -69,7 +75,7 @@ def check(
             what = "missing" if got is None else f"{tuple(got.shape)} {got.dtype}"
             raise WrongOutputError(f"{name} is {what}, not {tuple(want.shape)} {dtype}")
         if name == "y" and inputs.cell.task.quantises:
-            _check_quantised(got, outputs, want)
+            _check_quantised(got, outputs, want, inputs)
         else:
             _check_close(name, got, want, allowances.get(name, 1.0))
 
@@ -133,15 +139,41 @@ def _check_close(name: str, got: torch.Tensor, want: torch.Tensor, allowance: fl
     _require(name, (got.float() - want).abs_() - tolerance * want.abs() - floor, floor)
 
 
-def _check_quantised(got: torch.Tensor, outputs: Mapping[str, torch.Tensor], want: torch.Tensor) -> None:
-    y_scale = outputs.get("y_scale")
-    if y_scale is None or y_scale.numel() != want.shape[0]:
-        raise WrongOutputError("y_scale is missing, or not one value a row")
-    scale = y_scale.reshape(-1, 1).float()
-    amax = want.abs().amax(-1, keepdim=True) / QMAX[got.dtype]
-    _require("y_scale", (scale - amax).abs() - 1e-2 * amax, amax.mean())
+def _check_quantised(
+    got: torch.Tensor, outputs: Mapping[str, torch.Tensor], want: torch.Tensor, inputs: Inputs
+) -> None:
+    qmax = QMAX[got.dtype]
+    if inputs.y_scale is not None:
+        scale = inputs.y_scale
+        want = want.clamp(-qmax * scale, qmax * scale)
+    else:
+        columns = inputs.cell.group_columns if isinstance(inputs.cell, QuantisedCell) else want.shape[-1]
+        got, want = (tensor.reshape(want.shape[0], -1, columns) for tensor in (got, want))
+        scale = _scales(outputs, want.shape[:2], inputs).unsqueeze(-1)
+        amax = want.abs().amax(-1, keepdim=True) / qmax
+        # Powers of two are up to twice as large.
+        most = 2 * amax if isinstance(inputs.cell, QuantisedCell) and inputs.cell.packed else amax
+        _require("y_scale", torch.maximum(amax - scale, scale - most) - 1e-2 * amax, amax.mean())
     relative, step = _STEPS[got.dtype]
     _require("y", (got.float() * scale - want).abs_() - relative * want.abs() - step * scale, scale.mean())
+
+
+def _scales(outputs: Mapping[str, torch.Tensor], shape: torch.Size, inputs: Inputs) -> torch.Tensor:
+    """The scales that a provider returned as they multiply, in the shape (rows, groups)."""
+    cell, y_scale = inputs.cell, outputs.get("y_scale")
+    if not isinstance(cell, QuantisedCell) or not cell.columns:
+        if y_scale is None or y_scale.numel() != shape[0]:
+            raise WrongOutputError("y_scale is missing, or not one value a row")
+        return y_scale.reshape(shape).float()
+    stored = torch.Size((shape[0], shape[1] // 4)) if cell.packed else shape
+    dtype = torch.int32 if cell.packed else torch.float32
+    if y_scale is None or y_scale.shape != stored or y_scale.dtype != dtype:
+        what = "missing" if y_scale is None else f"{tuple(y_scale.shape)} {y_scale.dtype}"
+        raise WrongOutputError(f"y_scale is {what}, not {tuple(stored)} {dtype}")
+    side_by_side = 0 if cell.column_major else 1
+    if y_scale.shape[side_by_side] > 1 and y_scale.stride(side_by_side) != 1:
+        raise WrongOutputError(f"y_scale has strides {y_scale.stride()}, which is the other layout")
+    return (y_scale.flatten().view(torch.uint8).view(shape).float() - 127).exp2() if cell.packed else y_scale
 
 
 def _require(name: str, excess: torch.Tensor, unit: torch.Tensor) -> None:

@@ -28,9 +28,11 @@ class Rule:
         most_n: the longest.
         copy: the least ratio to the throughput of a copy of x, or None.
         peer: the least ratio of the best peer's time to this project's, or None.
-        peers: which peers count; none named means all.
+        peers: which peers count; none named means all. The project is one only where it is named.
         against: the cell whose peers count; empty means the same one.
+        instead: what of a cell's id is to be replaced to name the cell whose peers count, and by what.
         share: of the cells, how many have to reach it.
+        least_m: the fewest rows that it is about.
     """
 
     title: str
@@ -43,12 +45,19 @@ class Rule:
     peer: float | None = None
     peers: tuple[str, ...] = ()
     against: str = ""
+    instead: tuple[str, str] = ("", "")
     share: float = 1.0
+    least_m: int = 1
 
     def covers(self, row: Row) -> bool:
         """Whether the goal is about a row's cell."""
         named = fnmatch(row.cell, self.cells) and fnmatch(row.group, self.group)
-        return named and self.least_n <= row.n <= self.most_n
+        return named and row.m >= self.least_m and self.least_n <= row.n <= self.most_n
+
+    def other_cell(self, row: Row) -> str:
+        """The cell whose peers a row is held against."""
+        old, new = self.instead
+        return self.against or (row.cell.replace(old, new) if old else row.cell)
 
 
 def _layer_forward(title: str, least_n: int, most_n: int, copy: float) -> Rule:
@@ -57,6 +66,18 @@ def _layer_forward(title: str, least_n: int, most_n: int, copy: float) -> Rule:
 
 def _layer_backward(title: str, least_n: int, most_n: int, copy: float, peer: float) -> Rule:
     return Rule(f"backward LN, {title}", "backward", "*/ln_bf16/*", "256 MiB", least_n, most_n, copy, peer)
+
+
+def _beside_rows(title: str, kind: str) -> Rule:
+    # No more than 5 % slower.
+    return Rule(
+        title,
+        "quantised-decode",
+        f"*_{kind}/*",
+        peer=1 / 1.05,
+        peers=(PROJECT,),
+        instead=(f"_{kind}/", "_row/"),
+    )
 
 
 _RMS = ("forward", "*/rms_bf16/*", "256 MiB", 768, 131072)
@@ -78,6 +99,20 @@ RULES = (
     _layer_backward("N = 32768", 32768, 32768, 0.65, 1.0),
     Rule("backward at M = 4096", "backward", group="M = 4096", peer=1.0),
     Rule("decode, CUDA graph", "decode", peer=1 / 1.02),
+    Rule(
+        "quantised in groups, added, M from 4096",
+        "quantised",
+        "add_quantised/*",
+        "groups*",
+        least_m=4096,
+        copy=0.90,
+        peer=1.0,
+    ),
+    Rule("quantised in groups, added, M = 1024", "quantised", "add_quantised/*/1024x*", "groups*", peer=1.0),
+    Rule("quantised in groups, added, M 16…256", "quantised-decode", "add_quantised/*", "groups*", peer=1.0),
+    Rule("quantised, two outputs, M from 4096", "quantised", "*", "two outputs", least_m=4096, copy=0.95, peer=1.0),
+    _beside_rows("quantised in groups, M 16…256, a scale a row", "g128"),
+    _beside_rows("quantised in groups, column-major, M 16…256, a scale a row", "g128_column"),
     Rule("RMS of heads in a packed qkv", "heads", "*/rms_bf16_h*", copy=0.90, peer=1.0),
     Rule("host, plain call, torch", "host", _PLAIN_CALL, peer=1.0, peers=("eager",)),
     Rule(
@@ -137,8 +172,8 @@ def _findings(rule: Rule, results: Results) -> Iterator[Finding]:
 def _best_peer(rule: Rule, results: Results, row: Row) -> tuple[float | None, str]:
     peers = [
         peer
-        for name, peer in results.of(rule.against or row.cell).items()
-        if name not in (PROJECT, CEILING) and (not rule.peers or name in rule.peers)
+        for name, peer in results.of(rule.other_cell(row)).items()
+        if (name in rule.peers if rule.peers else name not in (PROJECT, CEILING))
     ]
     timed = [peer for peer in peers if peer.ok]
     if not peers or not row.ok:

@@ -67,6 +67,8 @@ _QUANT_LENGTHS = (1024, 4096, 16384)
 _CK_TILE_LENGTHS = (80, 128, 256, 512, 1024, 1996, 4080)
 
 _OF_GROUP = "{group}, {m}×{n}"
+_OF_KIND = "{kind}, {m}×{n}"
+_ADDED, _ADDED_RMS = "add_quantised/*", "add_quantised/rms_*"
 
 _TASKS = {
     Task.ADD_QUANT.value: "add + quant",
@@ -92,6 +94,17 @@ TABLES = (
     ),
     Table(
         "ck_tile's default, fp16 to smooth int8", "quant", "*_sdq/*", ("ck_tile's default",), label="{task}, {m}×{n}"
+    ),
+    Table("Add and norm, fp8 in groups of 128", "quantised", _ADDED, ("groups",), rows=(16384,), label=_OF_KIND),
+    Table("Add and RMSNorm, fp8", "quantised", _ADDED_RMS, ("*",), lengths=(4096,), rows=(16384,), label=_OF_GROUP),
+    Table(
+        "Add and RMSNorm, fp8, CUDA graph",
+        "quantised-decode",
+        _ADDED_RMS,
+        ("groups", "a scale a row"),
+        "µs",
+        (4096,),
+        label=_OF_GROUP,
     ),
     Table("LayerNorm decode, CUDA graph", "decode", "*/ln_bf16/*", ("*",), "µs", (4096, 8192), (1, 16, 256)),
     Table("RMSNorm of 32 of 48 heads, bf16", "heads", "*/rms_bf16_h*", ("*",), lengths=(128,), label="{task}, {m}×{n}"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
-from .. import gates, groups, modulations
+from .. import gates, groups, modulations, quantisations
 from ..expressions import torch_builders
 from ..provider import Provider
 
@@ -14,6 +16,7 @@ def _eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-_BUILDERS = torch_builders(_eagerly) | groups.torchs(_eagerly) | gates.torchs(_eagerly) | modulations.torchs(_eagerly)
+_FAMILIES = (groups, gates, modulations, quantisations)
+_BUILDERS = functools.reduce(operator.or_, (family.torchs(_eagerly) for family in _FAMILIES), torch_builders(_eagerly))
 
 PROVIDERS = (Provider("eager", "torch", ("torch",), _BUILDERS, compiles=False),)

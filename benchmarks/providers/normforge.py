@@ -11,7 +11,7 @@ import torch
 import normforge
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 
-from .. import gates, modulations
+from .. import gates, modulations, quantisations
 from ..cells import Norm, Task
 from ..gated_cells import GatedCell
 from ..group_cells import GroupCell
@@ -19,6 +19,7 @@ from ..groups import EPS, Function, builders
 from ..inputs import DROPOUT_P, Inputs
 from ..modulated_cells import ModulatedCell
 from ..provider import Builder, Prepared, Provider, named
+from ..quantised_cells import QuantisedCell
 from ..suites.batch_invariant import GROUPS
 
 
@@ -86,6 +87,26 @@ def _modulated(cell: ModulatedCell, eps: float) -> modulations.Function:
     return run
 
 
+def _quantised(cell: QuantisedCell, eps: float) -> quantisations.Function:
+    options: dict[str, Any] = {"eps": eps, "out_dtype": torch.float8_e4m3fn, "save_unquant": cell.unquantised}
+    if cell.static:
+        options["fquant"] = "static"
+    if cell.columns:
+        options["group_size"] = cell.columns
+        options["scale_layout"] = "column_major" if cell.column_major else "row_major"
+        options["scale_format"] = "ue8m0_packed" if cell.packed else "float"
+    function: Any = normforge.quantised_rms_norm
+    if cell.norm is Norm.LAYER:
+        function = normforge.quantised_layer_norm
+
+    def run(x: torch.Tensor, weight: torch.Tensor, bias: Any, residual: Any, given: Any) -> dict[str, torch.Tensor]:
+        biased = (weight,) if bias is None else (weight, bias)
+        made: dict[str, torch.Tensor] = function(x, *biased, residual=residual, y_scale=given, **options)._asdict()
+        return made
+
+    return run
+
+
 def _invariant(builder: Builder) -> Builder:
     """The same under batch invariance, which a call enters: a few microseconds of the host's."""
 
@@ -120,7 +141,8 @@ PROVIDERS = (
         {(task, norm): builder for (task, builder), norm in product(_BUILDERS.items(), Norm)}
         | builders(_grouped)
         | gates.builders(_gated)
-        | modulations.builders(_modulated),
+        | modulations.builders(_modulated)
+        | quantisations.builders(_quantised),
     ),
     Provider(
         "normforge-batch-invariant",

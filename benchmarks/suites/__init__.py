@@ -17,6 +17,8 @@ from . import (
     host,
     modulated,
     quant,
+    quantised,
+    quantised_decode,
     steps,
     tutorial,
 )
@@ -27,6 +29,8 @@ SUITES: dict[str, Suite] = {
         forward,
         backward,
         quant,
+        quantised,
+        quantised_decode,
         dropout,
         decode,
         heads,
