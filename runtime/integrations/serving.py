@@ -33,6 +33,12 @@ def fits(
     )
 
 
+def cast_of(weight: torch.Tensor | None) -> str:
+    """Where vLLM rounds, and what is written like it: to the weight's dtype, then multiplied, then to x's."""
+    narrow = weight is not None and weight.dtype is not torch.float32
+    return "before_weight" if narrow else "after_weight"
+
+
 def rms(engine: str, x: torch.Tensor, weight: torch.Tensor | None, **options: Any) -> Any:
     """RMSNorm of x by `rmsnorm2d_fwd`, or of x + residual with that sum beside it.
 

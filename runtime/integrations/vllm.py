@@ -1,4 +1,4 @@
-"""For vLLM: providers of its IR's RMSNorms, its LayerNorm's class in our form, and norms that quantise for its linears.
+"""For vLLM: providers of its IR's RMSNorms, its LayerNorm's class in our form; `vllm_quantised` has what quantises.
 
 The entry point `vllm.general_plugins` has every process of vLLM's call `register`. Annotations are read when providers
 are registered, and so are no strings here.
@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls.attempt import attempted
 from ..calls.backend import backend
-from ..calls.outputs import LayerNormOutput
-from ..calls.straight import layernorm2d_fwd, rmsnorm2d_fwd
 from ..settings import lists_us
 from ..upstream.imports import when_imported
-from .serving import fits, layer, rms
+from .serving import cast_of, fits, layer, rms
+from .vllm_quantised import maybe_fused_norm_quant
 
 __all__ = ["maybe_fused_norm_quant", "register"]
 
@@ -88,7 +86,7 @@ def _supports_add(
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
     """The `rms_norm` of vLLM's IR, of what `supports_args` takes; its native form where no kernel serves after all."""
-    found: Any = rms("vLLM", x, weight, eps=epsilon, cast=_cast(weight))
+    found: Any = rms("vLLM", x, weight, eps=epsilon, cast=cast_of(weight))
     y: Tensor = _native("rms_norm")(x, weight, epsilon, variance_size) if found is None else found
     return y
 
@@ -97,7 +95,7 @@ def fused_add_rms_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Its `fused_add_rms_norm`, likewise; both results are new tensors."""
-    found: Any = rms("vLLM", x, weight, residual=x_residual, eps=epsilon, cast=_cast(weight))
+    found: Any = rms("vLLM", x, weight, residual=x_residual, eps=epsilon, cast=cast_of(weight))
     if found is None:
         found = _native("fused_add_rms_norm")(x, x_residual, weight, epsilon, variance_size)
     both: tuple[Tensor, Tensor] = found
@@ -109,12 +107,6 @@ def _native(name: str) -> Callable[..., Any]:
 
     native: Callable[..., Any] = getattr(ops, name).impls["native"].impl_fn
     return native
-
-
-def _cast(weight: Tensor | None) -> str:
-    """Where vLLM rounds: to the weight's dtype, then multiplied, then to x's."""
-    narrow = weight is not None and weight.dtype is not torch.float32
-    return "before_weight" if narrow else "after_weight"
 
 
 # LayerNorm
@@ -150,69 +142,3 @@ def _swap_layer_norm() -> None:
     # The word that switches it in --compilation-config; registering made it the class's.
     ours.name = getattr(theirs, "name", name)
     logger.info("normforge serves vLLM's LayerNorm")
-
-
-# Quantised producers
-
-
-def maybe_fused_norm_quant(norm: Any, x: Tensor, linear: Any, residual: Tensor | None = None) -> Any:
-    """A norm, with the quantisation of the linear layer behind it in the same kernel if that takes quantised rows.
-
-    For models written for vLLM, as its own `maybe_fused_act_quant` is: whatever the linear layer takes, it is right to
-    call. What is fused is fp8 with a scale a row (`kFp8DynamicTokenSym`), for vLLM's RMSNorm and LayerNorm.
-
-    Args:
-        norm: a vLLM RMSNorm or LayerNorm.
-        x: (..., hidden_size).
-        linear: the layer that gets the result alone.
-        residual: added to x first, for RMSNorm; of x's shape and dtype.
-
-    Returns:
-        What norm(x) or norm(x, residual) returns, with a `QuantizedActivation` in the place of the normalised rows
-        if they are quantised.
-    """
-    found = _quantised(norm, x, linear, residual)
-    if found is not None:
-        return found
-    return norm(x) if residual is None else norm(x, residual)
-
-
-def _quantised(norm: Any, x: Tensor, linear: Any, residual: Tensor | None) -> Any:
-    from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation, get_input_quant_key
-    from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym
-
-    if get_input_quant_key(linear) != kFp8DynamicTokenSym:
-        return None
-    options: dict[str, Any] = {"out_dtype": kFp8DynamicTokenSym.dtype}
-    layers = sys.modules[_LAYERS]
-    if isinstance(norm, layers.RMSNorm):
-        weight = norm.weight.data if norm.has_weight else None
-        if norm.variance_size_override is not None or not fits(x, weight, residual=residual):
-            return None
-        adds = {} if residual is None else {"residual": residual, "fadd": "pre_add_store"}
-        out = attempted(_WHOSE, _rms_quantised, x, weight, eps=norm.variance_epsilon, **adds, **options)
-    elif _is_layer_norm(norm, layers) and residual is None and fits(x, norm.weight, norm.bias):
-        out = attempted(_WHOSE, _layer_quantised, x, norm.weight, norm.bias, eps=norm.eps, **options)
-    else:
-        return None
-    if out is None:
-        return None
-    assert out.y_scale is not None
-    made = QuantizedActivation(out.y, out.y_scale.unsqueeze(-1), x.dtype, x.shape, kFp8DynamicTokenSym)
-    return made if residual is None else (made, out.residual_out)
-
-
-def _is_layer_norm(norm: Any, layers: Any) -> bool:
-    # Releases before 0.33 have none.
-    return isinstance(norm, getattr(layers, "LayerNorm", ()))
-
-
-_WHOSE = "normforge leaves a norm and its quantisation to vLLM"
-
-
-def _rms_quantised(x: Tensor, *vectors: Tensor | None, **options: Any) -> LayerNormOutput:
-    return rmsnorm2d_fwd(x, *vectors, fquant="dynamic", **options)
-
-
-def _layer_quantised(x: Tensor, *vectors: Tensor | None, **options: Any) -> LayerNormOutput:
-    return layernorm2d_fwd(x, *vectors, fquant="dynamic", **options)

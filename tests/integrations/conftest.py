@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from normforge.integrations import serving
-from normforge.integrations import vllm as plug_of_vllm
+from normforge.integrations import serving, vllm_quantised
 
 from ..counting import counted
 
@@ -14,7 +13,10 @@ from ..counting import counted
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The functions that served calls, in the order in which they ended."""
     names: list[str] = []
-    for module in (serving, plug_of_vllm):
-        for name in ("layernorm2d_fwd", "rmsnorm2d_fwd"):
+    for module, functions in (
+        (serving, ("layernorm2d_fwd", "rmsnorm2d_fwd")),
+        (vllm_quantised, ("quantised_layer_norm", "quantised_rms_norm")),
+    ):
+        for name in functions:
             monkeypatch.setattr(module, name, counted(names, name, getattr(module, name)))
     return names

@@ -204,51 +204,6 @@ def test_a_class_that_another_plugin_put_there_stays(
     assert "normforge serves no LayerNorm" in caplog.text
 
 
-def linear(key: str | None) -> Any:
-    """A linear layer that takes activations quantised so."""
-    layer: Any = torch.nn.Linear(N, N)
-    if key is not None:
-        layer._input_quant_key = of_vllm.KEYS[key]
-    return layer
-
-
-@pytest.mark.parametrize("with_residual", [False, True])
-def test_a_norm_quantises_for_the_linear_behind_it(layers: Any, ran: list[str], with_residual: bool) -> None:
-    norm, x = layers.RMSNorm(N), rows()
-    residual = rows() if with_residual else None
-    expected = norm(x) if residual is None else norm(x, residual)
-    found = plug.maybe_fused_norm_quant(norm, x, linear("kFp8DynamicTokenSym"), residual)
-    assert ran == ["rmsnorm2d_fwd"]
-    if residual is not None:
-        found, summed = found
-        expected, due = expected
-        torch.testing.assert_close(summed, due, rtol=0, atol=0)
-    assert (found.data.dtype, found.scale.dtype) == (torch.float8_e4m3fn, torch.float32)
-    assert (found.data.shape, found.scale.shape, found.orig_shape) == (x.shape, (2, 3, 1), x.shape)
-    assert (found.orig_dtype, found.quant_key) == (x.dtype, of_vllm.KEYS["kFp8DynamicTokenSym"])
-    # Three bits of mantissa.
-    torch.testing.assert_close(found.data.float() * found.scale, expected.float(), rtol=0.07, atol=0.02)
-    assert found.data.float().abs().amax(-1).eq(448).all()
-
-
-def test_a_layer_norm_quantises_too(layers: Any, ran: list[str]) -> None:
-    norm, x = layers.LayerNorm(N), rows()
-    found = plug.maybe_fused_norm_quant(norm, x, linear("kFp8DynamicTokenSym"))
-    torch.testing.assert_close(found.data.float() * found.scale, norm(x).float(), rtol=0.07, atol=0.02)
-    assert ran == ["layernorm2d_fwd"] * 2
-
-
-def test_a_linear_that_takes_other_rows_gets_the_norms_own(layers: Any) -> None:
-    norm, x = layers.RMSNorm(N), rows()
-    narrow = layers.RMSNorm(N, var_hidden_size=N // 2)
-    shared = linear("kFp8DynamicTokenSym")
-    shared.requires_unquantized_input = True
-    for key in (linear(None), linear("kFp8StaticTensorSym"), shared):
-        alike(plug.maybe_fused_norm_quant(norm, x, key), norm(x))
-        alike(plug.maybe_fused_norm_quant(norm, x, key, x), norm(x, x))
-    alike(plug.maybe_fused_norm_quant(narrow, x, linear("kFp8DynamicTokenSym")), narrow(x))
-
-
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module of vLLM's own norms, imported when the plug is registered already, in a configuration of vLLM's."""
@@ -263,7 +218,6 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def test_vllms_own_norms_are_served(own: Any, ran: list[str]) -> None:
     ir = importlib.import_module("vllm.ir")
-    quant = importlib.import_module(of_vllm.QUANT)
     x, residual = rows(), rows()
     norm, layer = own.RMSNorm(N, dtype=x.dtype), own.LayerNorm(N)
     due = norm(x), norm(x, residual), layer.forward_native(x)
@@ -276,11 +230,6 @@ def test_vllms_own_norms_are_served(own: Any, ran: list[str]) -> None:
     ):
         alike((norm(x), *norm(x, residual), layer.forward_cuda(x)), (due[0], *due[1], due[2]))
     assert ran == ["rmsnorm2d_fwd", "rmsnorm2d_fwd", "layernorm2d_fwd"]
-    behind = torch.nn.Module()
-    behind._input_quant_key = quant.kFp8DynamicTokenSym
-    found = plug.maybe_fused_norm_quant(norm, x, behind)
-    torch.testing.assert_close(found.data.float() * found.scale, due[0].float(), rtol=0.07, atol=0.02)
-    assert found.quant_key == quant.kFp8DynamicTokenSym
 
 
 def test_vllms_own_pass_lowers_to_one_operator(own: Any) -> None:

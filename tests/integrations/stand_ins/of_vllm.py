@@ -1,7 +1,8 @@
 """The IR of vLLM, its custom operators, its norms, and the contract of quantised activations.
 
-After vllm/ir/op.py, vllm/ir/ops/layernorm.py, vllm/model_executor/custom_op.py, layers/layernorm.py and
-layers/fusion/quant_activation.py of vllm-project/vllm's release 0.33.0 (the first two were at
+After vllm/ir/op.py, vllm/ir/ops/layernorm.py, vllm/model_executor/custom_op.py, layers/layernorm.py,
+layers/fusion/quant_activation.py and layers/quantization/input_quant_fp8.py of vllm-project/vllm's release 0.33.0 (the
+first two were at
 fafeb7c0044d2ac93dc6741b188ff64317399e66 and e8757cc8804e8a2555a574a0efc6443ab509b191 before).
 """
 
@@ -9,6 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,6 +25,8 @@ LAYERS = "vllm.model_executor.layers.layernorm"
 CUSTOM = "vllm.model_executor.custom_op"
 FUSION = "vllm.model_executor.layers.fusion.quant_activation"
 QUANT = "vllm.model_executor.layers.quantization.utils.quant_utils"
+QUANTISER = "vllm.model_executor.layers.quantization.input_quant_fp8"
+DEEP_GEMM = "vllm.utils.deep_gemm"
 
 RESERVED = ("native", "unfused")
 
@@ -121,7 +125,71 @@ class QuantKey(NamedTuple):
 KEYS = {
     "kFp8DynamicTokenSym": QuantKey(torch.float8_e4m3fn, "per token"),
     "kFp8StaticTensorSym": QuantKey(torch.float8_e4m3fn, "static"),
+    "kFp8Dynamic128Sym": QuantKey(torch.float8_e4m3fn, "groups of 128"),
+    "kNvfp4Dynamic": QuantKey(torch.uint8, "groups of 16"),
 }
+
+
+class GroupShape(NamedTuple):
+    """Rows and columns that share a scale, -1 for all."""
+
+    row: int
+    col: int
+
+
+PER_TENSOR, PER_TOKEN = GroupShape(-1, -1), GroupShape(1, -1)
+PER_GROUP = GroupShape(1, 128)
+QMAX = 448.0
+LEAST = 1.0 / (QMAX * 512.0)
+
+
+class QuantFP8:
+    """Quantises matrices, in the form that is made of torch's operators."""
+
+    def __init__(
+        self,
+        static: bool,
+        group_shape: GroupShape,
+        num_token_padding: int | None = None,
+        column_major_scales: bool = False,
+        tma_aligned_scales: bool = False,
+        use_ue8m0: bool = False,
+    ) -> None:
+        self.static, self.group_shape, self.num_token_padding = static, group_shape, num_token_padding
+        self.column_major_scales, self.tma_aligned_scales = column_major_scales, tma_aligned_scales
+        self.use_ue8m0, self.use_deep_gemm_supported, self.use_aiter = use_ue8m0, False, False
+
+    def forward_native(
+        self, x: Tensor, scale: Tensor | None = None, scale_ub: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if self.group_shape.col > 0:
+            return self._by_groups(x)
+        if scale is None:
+            amax = x.abs().amax(-1, keepdim=True).float()
+            scale = ((amax if scale_ub is None else amax.clamp(max=scale_ub)) / QMAX).clamp(min=LEAST)
+        return (x.float() * scale.reciprocal()).clamp(-QMAX, QMAX).to(torch.float8_e4m3fn), scale
+
+    def _by_groups(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        size = self.group_shape.col
+        padded = functional.pad(x, (0, -x.shape[-1] % size)).view(x.shape[0], -1, size).float()
+        scale = (padded.abs().amax(-1, keepdim=True) / QMAX).clamp(min=LEAST)
+        if self.use_ue8m0:
+            scale = torch.exp2(torch.ceil(torch.log2(scale)))
+        q = (padded / scale).clamp(-QMAX, QMAX).to(torch.float8_e4m3fn).view(x.shape[0], -1)
+        scale = scale.squeeze(-1)
+        return q[:, : x.shape[-1]], scale.t().contiguous().t() if self.column_major_scales else scale
+
+
+class DeepGemmQuantScaleFMT(Enum):
+    """How DeepGEMM wants scales of this machine's kind."""
+
+    FLOAT32 = 0
+    FLOAT32_CEIL_UE8M0 = 1
+    UE8M0 = 2
+
+    @classmethod
+    def from_oracle(cls) -> "DeepGemmQuantScaleFMT":
+        return cls.FLOAT32
 
 
 def _input_quant_key(layer: torch.nn.Module) -> Any:
@@ -218,6 +286,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
             CUSTOM: {"CustomOp": norms["CustomOp"], "op_registry_oot": swapped},
             LAYERS: norms,
             FUSION: {"QuantizedActivation": QuantizedActivation, "get_input_quant_key": _input_quant_key},
-            QUANT: KEYS,
+            QUANT: KEYS | {"GroupShape": GroupShape},
+            QUANTISER: {"QuantFP8": QuantFP8},
+            DEEP_GEMM: {"DeepGemmQuantScaleFMT": DeepGemmQuantScaleFMT},
         },
     )

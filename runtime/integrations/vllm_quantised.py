@@ -1,0 +1,192 @@
+"""For vLLM: norms that quantise for the linear layer behind them, as vLLM's own operators do it one after the other.
+
+Between norm and quantisation vLLM has rows of 16 bits, in memory or in the registers of its fused kernels: rows are
+rounded before the weight and again before they are quantised, and so are these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from ..calls.attempt import attempted
+from ..calls.outputs import QuantisedOutput
+from ..calls.quantised import quantised_layer_norm, quantised_rms_norm
+from .serving import cast_of, fits
+
+_WHOSE = "normforge leaves a norm and its quantisation to vLLM"
+
+Options = dict[str, Any]
+Vectors = tuple[Tensor | None, ...]
+Quantises = Callable[..., QuantisedOutput]
+
+
+def maybe_fused_norm_quant(norm: Any, x: Tensor, linear: Any, residual: Tensor | None = None) -> Any:
+    """A norm, with the quantisation of the linear layer behind it in the same kernel if that takes quantised rows.
+
+    For models written for vLLM, as its own `maybe_fused_act_quant` is: whatever the linear layer takes, it is right to
+    call. What is fused is fp8 with a scale a row (`kFp8DynamicTokenSym`, bounded by the layer's `input_scale_ub` if it
+    has one), with the layer's `input_scale` (`kFp8StaticTensorSym`), or with a scale for each 128 neighbours
+    (`kFp8Dynamic128Sym`), for vLLM's RMSNorm and LayerNorm. Scales of groups lie as the quantisation of the layer's
+    kernel has them, its `quant_fp8`: by rows, by columns, by columns that start at multiples of 16 bytes, as powers of
+    two, or as those packed for DeepGEMM; and by rows, as vLLM's activations return them, where it has none.
+
+    Args:
+        norm: a vLLM RMSNorm or LayerNorm.
+        x: (..., hidden_size).
+        linear: the layer that gets the result alone.
+        residual: added to x first, for RMSNorm; of x's shape and dtype.
+
+    Returns:
+        What norm(x) or norm(x, residual) returns, with a `QuantizedActivation` in the place of the normalised rows
+        if they are quantised. Its scale is x's shape with one in the place of hidden_size, or the number of groups; of
+        two dimensions by columns; or the layer's own `input_scale`.
+    """
+    found = _quantised(norm, x, linear, residual)
+    if found is not None:
+        return found
+    return norm(x) if residual is None else norm(x, residual)
+
+
+def _quantised(norm: Any, x: Tensor, linear: Any, residual: Tensor | None) -> Any:
+    from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation, get_input_quant_key
+
+    key = get_input_quant_key(linear)
+    asks = _asks(key)
+    if asks is None:
+        return None
+    normalise = _normalises(norm, x, residual)
+    asked = None if normalise is None else asks(linear, x)
+    if normalise is None or asked is None:
+        return None
+    function, vectors, options = normalise
+    options |= asked
+    options["out_dtype"] = key.dtype
+    # Scales by columns are those of the rows of a matrix.
+    flat = options.get("scale_layout") == "column_major" and x.dim() != 2
+    rows = x.reshape(-1, x.shape[-1]) if flat else x
+    if residual is not None:
+        options["residual"] = residual.reshape(rows.shape)
+    if x.element_size() != 2 or key.dtype is torch.float8_e4m3fnuz:
+        # fp32 is not rounded, and the fp8 of ROCm's older GPUs is quantised as it is in fp32.
+        options |= {"cast": "after_weight", "quantise_rounded": False}
+    if is_dynamo_compiling():
+        out: QuantisedOutput | None = function(rows, *vectors, **options)
+    else:
+        out = attempted(_WHOSE, function, rows, *vectors, **options)
+    if out is None:
+        return None
+    made = QuantizedActivation(out.y.view(x.shape), _scale(out, linear, asked), x.dtype, x.shape, key)
+    if out.residual_out is None:
+        return made
+    return made, out.residual_out.view(x.shape)
+
+
+def _scale(out: QuantisedOutput, linear: Any, asked: Options) -> Any:
+    if out.y_scale is None:
+        return linear.input_scale
+    return out.y_scale if "group_size" in asked else out.y_scale.unsqueeze(-1)
+
+
+def _normalises(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Quantises, Vectors, Options] | None:
+    """The function that a norm is, its vectors and its options; None for what no kernel serves."""
+    from vllm.model_executor.layers import layernorm as layers
+
+    if isinstance(norm, layers.RMSNorm):
+        weight = norm.weight.data if norm.has_weight else None
+        if norm.variance_size_override is not None or not fits(x, weight, residual=residual):
+            return None
+        options = {"eps": norm.variance_epsilon, "cast": cast_of(weight), "quantise_rounded": True}
+        return quantised_rms_norm, (weight,), options
+    # Releases before 0.33 have no LayerNorm.
+    if not isinstance(norm, getattr(layers, "LayerNorm", ())) or residual is not None:
+        return None
+    if not fits(x, norm.weight, norm.bias):
+        return None
+    vectors = tuple([None if vector is None else vector.data for vector in (norm.weight, norm.bias)])
+    return quantised_layer_norm, vectors, {"eps": norm.eps, "quantise_rounded": True}
+
+
+# What a linear layer asks for
+
+
+def _asks(key: Any) -> Callable[[Any, Tensor], Options | None] | None:
+    """What looks up how a layer that takes rows of a key wants them; None for a key that is not served."""
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    if key is None:
+        return None
+    # Not all releases have all.
+    return next((asks for name, asks in _SERVED.items() if key == getattr(quant_utils, name, None)), None)
+
+
+def _by_rows(linear: Any, x: Tensor) -> Options | None:
+    bound = getattr(linear, "input_scale_ub", None)
+    if bound is None:
+        return {"fquant": "dynamic"}
+    return {"fquant": "dynamic", "scale_ub": bound.data} if _is_one(bound, x) else None
+
+
+def _static(linear: Any, x: Tensor) -> Options | None:
+    scale = getattr(linear, "input_scale", None)
+    return {"fquant": "static", "y_scale": scale.data} if _is_one(scale, x) else None
+
+
+def _is_one(scale: Any, x: Tensor) -> bool:
+    """Whether something is one fp32 value where x is."""
+    is_tensor = isinstance(scale, Tensor)
+    return is_tensor and scale.dtype is torch.float32 and scale.numel() == 1 and scale.device == x.device
+
+
+def _by_groups(linear: Any, x: Tensor) -> Options | None:
+    asked: Options = {"fquant": "dynamic", "group_size": _GROUP}
+    quantiser = _quantiser(linear)
+    if quantiser is None:
+        return asked
+    # AITER's layouts are its own.
+    if tuple(quantiser.group_shape) != (1, _GROUP) or quantiser.static or getattr(quantiser, "use_aiter", False):
+        return None
+    if quantiser.num_token_padding is not None:
+        return None
+    if quantiser.use_ue8m0:
+        asked["scale_format"] = "ue8m0_packed" if _packs(quantiser) else "ue8m0_float"
+    if quantiser.column_major_scales or asked.get("scale_format") == "ue8m0_packed":
+        asked["scale_layout"] = "column_major"
+        if not (quantiser.tma_aligned_scales or asked.get("scale_format") == "ue8m0_packed"):
+            columns, m = -(-x.shape[-1] // _GROUP), x.numel() // x.shape[-1]
+            # Columns side by side, without the gaps that TMA asks for.
+            asked["y_scale"] = x.new_empty((columns, m), dtype=torch.float32).t()
+    return asked
+
+
+_GROUP = 128
+
+
+def _quantiser(linear: Any) -> Any:
+    """The `QuantFP8` of the kernel behind a layer, which quantises rows that come in 16 bits; None without one."""
+    for name in ("scheme", "quant_method"):
+        kernel = getattr(getattr(linear, name, None), "fp8_linear", None)
+        found = getattr(kernel, "quant_fp8", None)
+        if found is not None:
+            return found
+    return None
+
+
+def _packs(quantiser: Any) -> bool:
+    """Whether it returns powers of two as their exponents, four to an int32."""
+    from vllm.utils.deep_gemm import DeepGemmQuantScaleFMT
+
+    oracle: Any = DeepGemmQuantScaleFMT
+    return bool(quantiser.use_deep_gemm_supported) and oracle.from_oracle() == oracle.UE8M0
+
+
+# By the names of vLLM's keys.
+_SERVED: Mapping[str, Callable[[Any, Tensor], Options | None]] = {
+    "kFp8DynamicTokenSym": _by_rows,
+    "kFp8StaticTensorSym": _static,
+    "kFp8Dynamic128Sym": _by_groups,
+}

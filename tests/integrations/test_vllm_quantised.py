@@ -1,0 +1,275 @@
+"""Norms that quantise for vLLM's linear layers, beside vLLM's norm and its quantisation one after the other.
+
+Beside a stand-in of both and, where it is installed, vLLM's own, in the form that is made of torch's operators: its
+kernels are CUDA's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from normforge.calls import attempt
+from normforge.errors import FrozenError
+from normforge.integrations import vllm as plug
+from normforge.integrations import vllm_quantised
+
+from .stand_ins import of_vllm
+
+# Two groups of 128 and a short one.
+N = 320
+EPS = 1e-5
+
+
+@pytest.fixture(params=["stand-in", "own"])
+def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module of vLLM's norms, the plug registered."""
+    monkeypatch.setenv("VLLM_PLUGINS", "normforge")
+    if request.param == "stand-in":
+        of_vllm.stand_in(monkeypatch)
+        plug.register()
+        yield sys.modules[of_vllm.LAYERS]
+        return
+    config = pytest.importorskip("vllm.config", reason="vLLM is not installed")
+    plug.register()
+    with config.set_current_vllm_config(config.VllmConfig(device_config=config.DeviceConfig("cpu"))):
+        yield importlib.import_module(of_vllm.LAYERS)
+
+
+def rows(dtype: torch.dtype = torch.bfloat16, m: tuple[int, ...] = (2, 3)) -> torch.Tensor:
+    return (3 * torch.randn(*m, N) + 1).to(dtype)
+
+
+def key(name: str) -> Any:
+    return getattr(sys.modules[of_vllm.QUANT], name)
+
+
+def linear(name: str | None, kernel: Any = None, **attributes: Any) -> Any:
+    """A linear layer that takes activations quantised so, by a kernel whose own quantisation is given."""
+    layer: Any = torch.nn.Linear(N, N)
+    if name is not None:
+        layer._input_quant_key = key(name)
+    for attribute, value in attributes.items():
+        setattr(layer, attribute, torch.nn.Parameter(value, requires_grad=False))
+    if kernel is not None:
+        layer.scheme = SimpleNamespace(fp8_linear=SimpleNamespace(quant_fp8=kernel))
+    return layer
+
+
+def quantiser(shape: tuple[int, int], *, static: bool = False, **options: Any) -> Any:
+    """The quantisation of matrices that vLLM has."""
+    module = importlib.import_module(of_vllm.QUANTISER)
+    options.setdefault("use_ue8m0", False)
+    return module.QuantFP8(static, sys.modules[of_vllm.QUANT].GroupShape(*shape), **options)
+
+
+def normalised(norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the providers of vLLM's IR compute, to the bit what kernels quantise."""
+    if residual is None:
+        return plug.rms_norm(x, norm.weight.data, norm.variance_epsilon), None
+    return plug.fused_add_rms_norm(x, residual, norm.weight.data, norm.variance_epsilon)
+
+
+def fused(norm: Any, x: torch.Tensor, layer: Any, residual: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
+    found = plug.maybe_fused_norm_quant(norm, x, layer, residual)
+    return (found, None) if residual is None else found
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten().view(torch.uint8)
+
+
+class Case(NamedTuple):
+    """A key, vLLM's own quantisation for it, and what that and the layer have besides."""
+
+    key: str
+    shape: tuple[int, int]
+    layer: dict[str, torch.Tensor]
+    options: dict[str, Any]
+
+
+CASES = {
+    "row": Case("kFp8DynamicTokenSym", of_vllm.PER_TOKEN, {}, {}),
+    "bounded": Case("kFp8DynamicTokenSym", of_vllm.PER_TOKEN, {"input_scale_ub": torch.tensor(1.5)}, {}),
+    "static": Case("kFp8StaticTensorSym", of_vllm.PER_TENSOR, {"input_scale": torch.tensor(0.013)}, {"static": True}),
+    "groups": Case("kFp8Dynamic128Sym", of_vllm.PER_GROUP, {}, {}),
+    "columns": Case("kFp8Dynamic128Sym", of_vllm.PER_GROUP, {}, {"column_major_scales": True}),
+    "powers": Case("kFp8Dynamic128Sym", of_vllm.PER_GROUP, {}, {"column_major_scales": True, "use_ue8m0": True}),
+}
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["", "adds"])
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_a_norm_quantises_as_vllm_does_after_it(layers: Any, ran: list[str], case: Case, adds: bool) -> None:
+    norm, x, residual = layers.RMSNorm(N, dtype=torch.bfloat16), rows(), rows() if adds else None
+    norm.weight.data = torch.randn(N).bfloat16()
+    own = quantiser(case.shape, **case.options)
+    layer = linear(case.key, own, **case.layer)
+    y, due = normalised(norm, x, residual)
+    ran.clear()
+
+    found, summed = fused(norm, x, layer, residual)
+
+    assert ran == ["quantised_rms_norm"]
+    torch.testing.assert_close(summed, due, rtol=0, atol=0)
+    data, scale = own.forward_native(
+        y.view(-1, N), case.layer.get("input_scale"), *[case.layer[name] for name in case.layer if name[-2:] == "ub"]
+    )
+    assert (found.data.dtype, found.data.shape, found.data.is_contiguous()) == (torch.float8_e4m3fn, x.shape, True)
+    assert (found.orig_dtype, found.orig_shape, found.quant_key) == (x.dtype, x.shape, key(case.key))
+    torch.testing.assert_close(found.scale.reshape(scale.shape), scale, rtol=0, atol=0)
+    if case.shape == of_vllm.PER_GROUP:
+        # vLLM divides groups by their scales; multiplied by the inverse some ties go to the other neighbour.
+        other = bytes_of(found.data).int() - bytes_of(data).int()
+        assert other.abs().max() <= 1
+        assert (other == 0).double().mean() > 0.99
+    else:
+        assert torch.equal(bytes_of(found.data), bytes_of(data))
+
+
+def test_a_static_scale_is_the_layers_own(layers: Any) -> None:
+    layer = linear("kFp8StaticTensorSym", input_scale=torch.tensor(0.013))
+    found = plug.maybe_fused_norm_quant(layers.RMSNorm(N), rows(), layer)
+    assert found.scale is layer.input_scale
+
+
+# What vLLM's quantisation of a matrix of 6 rows returns, by its options.
+LAYOUTS = {
+    "row_major": ({}, (3, 1)),
+    "by_columns": ({"column_major_scales": True}, (1, 6)),
+    "aligned": ({"column_major_scales": True, "tma_aligned_scales": True}, (1, 8)),
+    "powers_by_rows": ({"use_ue8m0": True}, (3, 1)),
+}
+
+
+@pytest.mark.parametrize(("options", "strides"), LAYOUTS.values(), ids=list(LAYOUTS))
+def test_scales_of_groups_lie_as_the_layers_kernel_has_them(
+    layers: Any, options: dict[str, Any], strides: tuple[int, int]
+) -> None:
+    norm, layer = layers.RMSNorm(N), linear("kFp8Dynamic128Sym", quantiser(of_vllm.PER_GROUP, **options))
+    for m in ((6,), (2, 3)):
+        scale = plug.maybe_fused_norm_quant(norm, rows(m=m), layer).scale
+        shape = (6, 3) if options.get("column_major_scales") else (*m, 3)
+        assert (scale.shape, scale.dtype, scale.stride()[-2:]) == (shape, torch.float32, strides)
+        assert torch.equal(scale, scale.log2().round().exp2()) is options.get("use_ue8m0", False)
+
+
+def test_powers_of_two_are_packed_where_vllm_packs_them(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    norm, x = layers.RMSNorm(N), rows()
+    own = quantiser(of_vllm.PER_GROUP, use_ue8m0=True, column_major_scales=True)
+    layer = linear("kFp8Dynamic128Sym", own)
+    plain = plug.maybe_fused_norm_quant(norm, x, layer)
+    oracle = importlib.import_module(of_vllm.DEEP_GEMM).DeepGemmQuantScaleFMT
+    monkeypatch.setattr(oracle, "from_oracle", classmethod(lambda cls: cls.UE8M0))
+    own.use_deep_gemm_supported = True
+    packed = plug.maybe_fused_norm_quant(norm, x, layer)
+    assert (packed.scale.dtype, packed.scale.shape, packed.scale.stride()) == (torch.int32, (6, 1), (1, 8))
+    exponents = torch.stack([packed.scale[:, 0] >> 8 * byte & 255 for byte in range(4)], -1)
+    torch.testing.assert_close(torch.exp2(exponents[:, :3].float() - 127), plain.scale, rtol=0, atol=0)
+    assert exponents[:, 3].eq(0).all()
+    assert torch.equal(bytes_of(packed.data), bytes_of(plain.data))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_a_layer_norm_quantises_too(layers: Any, ran: list[str], case: Case) -> None:
+    norm, x = layers.LayerNorm(N), rows()
+    norm.bias.data = torch.randn(N)
+    layer = linear(case.key, quantiser(case.shape, **case.options), **case.layer)
+    with torch.inference_mode():
+        y = norm.forward_cuda(x)
+        data, scale = layer.scheme.fp8_linear.quant_fp8.forward_native(
+            y.view(-1, N), case.layer.get("input_scale"), *[case.layer[name] for name in case.layer if "ub" in name]
+        )
+    found = plug.maybe_fused_norm_quant(norm, x, layer)
+    torch.testing.assert_close(found.scale.reshape(scale.shape), scale, rtol=0, atol=0)
+    assert (bytes_of(found.data) == bytes_of(data)).double().mean() > 0.99
+    assert ran == ["layernorm2d_fwd", "quantised_layer_norm"]
+
+
+def test_rows_of_fp32_are_quantised_as_they_are(layers: Any) -> None:
+    norm, x = layers.RMSNorm(N), rows(torch.float32)
+    for name in ("kFp8DynamicTokenSym", "kFp8Dynamic128Sym"):
+        found = plug.maybe_fused_norm_quant(norm, x, linear(name))
+        scale = found.scale.repeat_interleave(128, -1)[..., :N] if found.scale.shape[-1] > 1 else found.scale
+        torch.testing.assert_close(found.data.float() * scale, norm(x), rtol=0.07, atol=0.02)
+
+
+@pytest.mark.parametrize("layers", ["stand-in"], indirect=True)
+def test_the_fp8_of_rocms_older_gpus_is_served_by_rows(layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    norm, x = layers.RMSNorm(N, dtype=torch.bfloat16), rows()
+    for name, is_served in (("kFp8DynamicTokenSym", True), ("kFp8Dynamic128Sym", False)):
+        narrow = of_vllm.QuantKey(torch.float8_e4m3fnuz, name)
+        monkeypatch.setattr(sys.modules[of_vllm.QUANT], name, narrow)
+        found = plug.maybe_fused_norm_quant(norm, x, linear(name))
+        if is_served:
+            assert found.data.dtype is torch.float8_e4m3fnuz
+            found = found.data.float() * found.scale
+        torch.testing.assert_close(found.float(), norm(x).float(), rtol=0.07, atol=0.02)
+
+
+def test_a_linear_that_takes_other_rows_gets_the_norms_own(layers: Any, ran: list[str]) -> None:
+    norm, x = layers.RMSNorm(N), rows()
+    narrow = layers.RMSNorm(N, var_hidden_size=N // 2)
+    shared = linear("kFp8DynamicTokenSym")
+    shared.requires_unquantized_input = True
+    groups = "kFp8Dynamic128Sym"
+    for layer in (
+        linear(None),
+        linear("kNvfp4Dynamic"),
+        shared,
+        # No scale, two, or one elsewhere or of another type.
+        linear("kFp8StaticTensorSym"),
+        linear("kFp8StaticTensorSym", input_scale=torch.ones(2)),
+        linear("kFp8StaticTensorSym", input_scale=torch.ones((), device="meta")),
+        linear("kFp8StaticTensorSym", input_scale=torch.ones((), dtype=torch.float64)),
+        linear("kFp8DynamicTokenSym", input_scale_ub=torch.ones(2)),
+        linear(groups, quantiser((1, 64))),
+        linear(groups, quantiser(of_vllm.PER_GROUP, num_token_padding=17)),
+    ):
+        torch.testing.assert_close(plug.maybe_fused_norm_quant(norm, x, layer), norm(x), rtol=0, atol=0)
+        torch.testing.assert_close(plug.maybe_fused_norm_quant(norm, x, layer, x), norm(x, x), rtol=0, atol=0)
+    token = linear("kFp8DynamicTokenSym")
+    torch.testing.assert_close(plug.maybe_fused_norm_quant(narrow, x, token), narrow(x), rtol=0, atol=0)
+    assert ran == []
+
+
+def test_a_kernel_that_may_not_be_compiled_leaves_both_to_vllm(
+    layers: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise FrozenError("it would have to be compiled")
+
+    monkeypatch.setattr(vllm_quantised, "quantised_rms_norm", refuse)
+    monkeypatch.setattr(attempt, "_said", set())
+    norm, x = layers.RMSNorm(N), rows()
+    for _ in range(2):
+        found = plug.maybe_fused_norm_quant(norm, x, linear("kFp8DynamicTokenSym"))
+        torch.testing.assert_close(found, norm(x), rtol=0, atol=0)
+    says = [record.getMessage() for record in caplog.records if record.name == "normforge"]
+    assert says == ["normforge leaves a norm and its quantisation to vLLM: it would have to be compiled"]
+
+
+# TorchDynamo keeps the modules that it saw imported: in a process with stand-ins it has no use for others.
+@pytest.mark.parametrize("layers", ["stand-in"], indirect=True)
+def test_a_compiled_model_quantises_without_a_break(layers: Any) -> None:
+    norm, x, residual = layers.RMSNorm(N), rows(), rows()
+    torch._dynamo.reset()
+    for case in (CASES["static"], CASES["columns"]):
+        layer = linear(case.key, quantiser(case.shape, **case.options), **case.layer)
+        step = partial(_step, norm, layer)
+        due, found = (each(x, residual) for each in (step, torch.compile(step, backend="aot_eager", fullgraph=True)))
+        for one, other in zip(found, due, strict=True):
+            assert one.stride() == other.stride()
+            assert torch.equal(bytes_of(one), bytes_of(other))
+
+
+def _step(norm: Any, layer: Any, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    found, summed = plug.maybe_fused_norm_quant(norm, x, layer, residual)
+    return found.data, found.scale, summed
