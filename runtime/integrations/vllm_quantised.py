@@ -103,9 +103,8 @@ def _normalises(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Quantise
         options = {"eps": norm.variance_epsilon, "cast": cast_of(weight), "quantise_rounded": True}
         return quantised_rms_norm, (weight,), options
     # Releases before 0.33 have no LayerNorm.
-    if not isinstance(norm, getattr(layers, "LayerNorm", ())) or residual is not None:
-        return None
-    if not fits(x, norm.weight, norm.bias):
+    kind: type[Any] | tuple[()] = getattr(layers, "LayerNorm", ())
+    if not isinstance(norm, kind) or residual is not None or not fits(x, norm.weight, norm.bias):
         return None
     vectors = tuple([None if vector is None else vector.data for vector in (norm.weight, norm.bias)])
     return quantised_layer_norm, vectors, {"eps": norm.eps, "quantise_rounded": True}
@@ -132,7 +131,7 @@ def _by_rows(linear: Any, x: Tensor) -> Options | None:
 
 
 def _static(linear: Any, x: Tensor) -> Options | None:
-    scale = getattr(linear, "input_scale", None)
+    scale: Any = getattr(linear, "input_scale", None)
     return {"fquant": "static", "y_scale": scale.data} if _is_one(scale, x) else None
 
 
