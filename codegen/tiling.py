@@ -29,14 +29,16 @@ LOAD_BYTES = 16
 class Load(Enum):
     """What a kernel has to move and hold, as far as its tile depends on it; the value stands in names of classes.
 
-    PLAIN is x and y alone, ADD more than that; backward, ADD is the gradient of a stored sum besides dy and x. GATE is
+    PLAIN is x and y alone, ADD more than that; backward, ADD is the gradient of a stored sum besides dy and x. QUANT is
+    y with a scale a row, SCALED with one a group or a given one, for which no row is held or read once more. GATE is
     a gate of x's shape, whose activation takes registers and time. DROP is ADD with a dropout, whose mask takes time
-    wherever x is read; where a table has no tiles for it, it takes those of `TileClass.alike`.
+    wherever x is read. Where a table has no tiles for SCALED or DROP, they take those of `TileClass.alike`.
     """
 
     PLAIN = ""
     ADD = "_add"
     QUANT = "_quant"
+    SCALED = "_scaled"
     GATE = "_gate"
     DROP = "_drop"
 
@@ -80,6 +82,9 @@ class TileClass:
     def alike(self) -> tuple[TileClass, ...]:
         """The classes whose tiles serve it, its own first."""
         own = (self, self.shared)
+        if self.load is Load.SCALED:
+            # What holds a row for its scale serves one that needs it for nothing.
+            return (*own, *replace(self, load=Load.QUANT).alike)
         if self.load is not Load.DROP:
             return own
         # Forward a mask is drawn whenever x is read, and tiles of QUANT read it once: with ADD's, which read long rows
@@ -116,7 +121,7 @@ def class_of(mode: AnyMode) -> TileClass:
         return TileClass(mode.direction, mode.dtype_in.itemsize, layout=GROUP_LAYOUTS[mode.channels_last])
     load = Load.PLAIN
     if mode.fquant.quantises:
-        load = Load.QUANT
+        load = Load.SCALED if mode.scales_locally else Load.QUANT
     elif mode.gating.gates:
         load = Load.GATE
     elif mode.dropout:

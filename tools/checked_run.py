@@ -9,20 +9,20 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from .. import gating_reference, modulation_reference, reference
+from .. import gating_reference, modulation_reference, quantisation_reference, reference
 from ..calls import gated_backward, gated_instead, neighbours, straight
 from ..calls.check import check
 from ..calls.functions import completed
 from ..calls.neighbour_rows import CALLS
-from ..calls.outputs import GatedGradients, LayerNormOutput, NormGradients
+from ..calls.outputs import GatedGradients, LayerNormOutput, NormGradients, QuantisedOutput
 from ..calls.which import which
 from ..codegen.families import Kind
-from ..codegen.parameters import BACKWARD, family_of
+from ..codegen.parameters import BACKWARD, QUANTISED, family_of
 from ..codegen.values import Norm, Pipeline
 from ..kernels.gpu import architecture
 from ..selection import dispatch
 from ..selection.table import Entry
-from .compare import Finding, compare, compare_gradients, worst_of
+from .compare import Finding, compare, compare_gradients, compare_quantised, numbers_of, worst_of
 from .machine import Machine
 from .problem import Problem, gradients_in, inputs, poisoned_outputs
 from .timing import median_ms
@@ -78,7 +78,7 @@ _FORWARD: dict[Norm, tuple[_Forward, _Oracle]] = {
 }
 
 # By the family's word.
-_BESIDE = {"modulated": modulation_reference, "gated": gating_reference}
+_BESIDE = {"modulated": modulation_reference, "gated": gating_reference, "quantised": quantisation_reference}
 
 # Elements the reference works on at once: in fp64, with its temporaries, a few gigabytes.
 REFERENCE_ELEMENTS = 2**26
@@ -147,18 +147,19 @@ def _prepare_forward(problem: Problem, device: torch.device) -> Run[LayerNormOut
     )
 
 
-def _prepare_beside(problem: Problem, device: torch.device) -> Run[LayerNormOutput]:
+def _prepare_beside(problem: Problem, device: torch.device) -> Run[Any]:
     mode, arguments = problem.mode, inputs(problem, device)
     family = family_of(mode)
     function = family.functions[mode.norm]
-    oracle: _Oracle = getattr(_BESIDE[family.neighbour], function)
+    oracle: Callable[..., Any] = getattr(_BESIDE[family.neighbour], function)
+    validate: Callable[..., tuple[Finding, ...]] = _validate_quantised if family is QUANTISED else _validate
     given, calls = completed(function, arguments), CALLS[family.neighbour]
     operands = neighbours.operands_of(calls, given)
     options = neighbours.options_of(calls, mode.norm.value, given)
     return Run(
         entry=lambda: dispatch.find(mode, problem.row_length),
         call=lambda: neighbours.launched(calls, operands, options),
-        validate=lambda result: _validate(problem, oracle, arguments, result),
+        validate=lambda result: validate(problem, oracle, arguments, result),
         operands=tuple(arguments.values()),
     )
 
@@ -204,6 +205,26 @@ def _validate(
             **{name: value[rows] for name, value in result._asdict().items() if value is not None}
         )
         found += compare(outputs, oracle(**sliced), problem.mode.rounding)
+    return worst_of(found)
+
+
+def _validate_quantised(
+    problem: Problem,
+    oracle: Callable[..., quantisation_reference.ReferenceQuantised],
+    arguments: dict[str, Any],
+    result: QuantisedOutput,
+) -> tuple[Finding, ...]:
+    """The same of quantised norms, whose scales are read as they are stored."""
+    found: list[Finding] = []
+    scale, leading = result.y_scale, arguments["x"].shape[:-1]
+    if scale is not None:
+        size = problem.mode.group_size.code or problem.n
+        scale = numbers_of(scale, problem.mode, torch.Size((*leading, -(-problem.n // size))))
+    for rows in _row_slices(problem):
+        sliced = arguments | {name: arguments[name][rows] for name in _ROW_ARGUMENTS if name in arguments}
+        parts = {name: value[rows] for name, value in result._asdict().items() if value is not None}
+        outputs = result._replace(**parts)
+        found += compare_quantised(outputs, None if scale is None else scale[rows], oracle(**sliced))
     return worst_of(found)
 
 

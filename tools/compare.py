@@ -10,6 +10,7 @@ import torch
 
 from ..calls.group_instead import Gradients
 from ..calls.outputs import GatedGradients, LayerNormOutput, NormGradients, QuantisedOutput
+from ..codegen.model import Mode
 from ..codegen.values import Rounding
 from ..dtypes import DTYPES
 from ..gating_reference import ReferenceGatedGradients
@@ -87,6 +88,16 @@ def compare(actual: LayerNormOutput, expected: ReferenceOutput, rounding: Roundi
         else:
             findings.append(_close(name, got, want, _open(name, expected)))
     return findings
+
+
+def numbers_of(scale: torch.Tensor, mode: Mode, shape: torch.Size) -> torch.Tensor:
+    """Scales of a call of quantised norms as numbers, of a shape (..., G), whatever they are stored as."""
+    if not mode.group_size.code:
+        return scale.double().reshape(shape)
+    if not mode.scale_format.stores_exponents:
+        return scale.double()
+    codes = scale.clone(memory_format=torch.contiguous_format).view(torch.uint8)[..., : shape[-1]].int()
+    return torch.where(codes == 255, torch.nan, torch.exp2(codes.double() - 127))
 
 
 def compare_quantised(

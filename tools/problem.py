@@ -11,8 +11,8 @@ import torch
 from ..codegen.axes import ROW_AXES, Axis
 from ..codegen.families import Kind, Parameter
 from ..codegen.model import Mode
-from ..codegen.parameters import BACKWARD, FORWARD
-from ..codegen.values import DType, Norm
+from ..codegen.parameters import BACKWARD, FORWARD, QUANTISED, family_of
+from ..codegen.values import DType, Norm, ScaleLayout
 from ..dtypes import TORCH_DTYPES
 from ..mode_arguments import arguments_of
 
@@ -65,6 +65,8 @@ class Problem:
         samples: how many there are of m rows, where they are modulated by sample: 0 becomes 1 there.
         group: columns that are normalised together, each such group of a row by itself; 0 is all.
         dropout_p: how likely elements of x are dropped, where the mode drops any: 0 becomes 0.1 there.
+        scale_layout: how scales of groups lie.
+        scale_ub: the most that max|y| counts as, where the mode bounds it: 0 becomes 0.5 there.
     """
 
     m: int
@@ -78,6 +80,8 @@ class Problem:
     samples: int = 0
     group: int = 0
     dropout_p: float = 0.0
+    scale_layout: ScaleLayout = ScaleLayout.ROW_MAJOR
+    scale_ub: float = 0.0
 
     def __post_init__(self) -> None:
         if self.eps is None:
@@ -86,6 +90,8 @@ class Problem:
             object.__setattr__(self, "samples", 1)
         if self.mode.dropout and not self.dropout_p:
             object.__setattr__(self, "dropout_p", 0.1)
+        if self.mode.scale_ub and not self.scale_ub:
+            object.__setattr__(self, "scale_ub", 0.5)
 
     @property
     def row_strides(self) -> Strides:
@@ -128,6 +134,8 @@ class Problem:
             "group": self.group,
             "dropout_p": self.dropout_p,
             **{WORDS.get(axis.name, axis.name): _word(axis, self.mode) for axis in axes},
+            "scale_layout": self.scale_layout.value,
+            "scale_ub": self.scale_ub,
             "prec_sm": self.prec_sm.value,
             "backward": self.backward,
             "eps": self.eps,
@@ -143,7 +151,8 @@ def inputs(problem: Problem, device: torch.device) -> dict[str, Any]:
     """The arguments of the forward call, with ck_tile's inputs: uniform in ±0.5, and the smooth scale in ±1."""
     draw = _drawer(problem, device, SEED)
     dropped = {"dropout_p": problem.dropout_p} if problem.mode.dropout else {}
-    return {**arguments_of(problem.mode, draw), "eps": problem.eps, **dropped}
+    laid = {"scale_layout": problem.scale_layout} if family_of(problem.mode) is QUANTISED else {}
+    return {**arguments_of(problem.mode, draw), "eps": problem.eps, **dropped, **laid}
 
 
 def gradients_in(problem: Problem, device: torch.device) -> dict[str, torch.Tensor]:
@@ -183,6 +192,13 @@ def _drawer(problem: Problem, device: torch.device, seed: int) -> Callable[[Para
             dtype = problem.prec_sm
         if parameter.kind is Kind.RANDOM:
             return torch.randint(2**63 - 1, (2,), device=device, generator=generator)
+        if parameter.kind is Kind.VALUE:
+            value = problem.scale_ub if name == "scale_ub" else 1 / problem.mode.dtype_out.qmax
+            return torch.full((1,), value, device=device)
+        if name == "column_scale":
+            # None that divides by nothing; a little of y is cut off.
+            values = torch.empty(n, device=device).uniform_(bound, 2 * bound, generator=generator)
+            return (values / problem.mode.dtype_out.qmax).to(TORCH_DTYPES[dtype])
         if parameter.kind is Kind.SCALE:
             # One a row, and none so small that rows vanish beside eps.
             leading = (problem.tokens, problem.heads) if problem.heads > 1 else (problem.m,)

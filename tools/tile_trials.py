@@ -17,7 +17,7 @@ from ..codegen.groups import Activation, AnyMode, GroupMode
 from ..codegen.instance import Bucket, Tile
 from ..codegen.model import Mode
 from ..codegen.tiling import GROUP_LAYOUTS, Load, TileClass
-from ..codegen.values import Direction, DType, FusedAdd, FusedQuant, Gating, Norm
+from ..codegen.values import Direction, DType, FusedAdd, FusedQuant, Gating, Norm, ScaleGroup
 from ..kernels.gpu import architecture, target_of
 from ..selection import dispatch, on_demand
 from ..selection.table import Entry, RetiledTable
@@ -47,6 +47,12 @@ _LOADS: dict[Load, dict[str, Any]] = {
         "fadd": FusedAdd.PRE_ADD_STORE,
         "fquant": FusedQuant.SMOOTH_DYNAMIC,
         "dtype_out": DType.INT8,
+    },
+    Load.SCALED: {
+        "fadd": FusedAdd.PRE_ADD_STORE,
+        "fquant": FusedQuant.DYNAMIC,
+        "group_size": ScaleGroup.G128,
+        "dtype_out": DType.FP8_E4M3FN,
     },
     Load.GATE: {"gating": Gating.AFTER_NORM},
     Load.DROP: {"fadd": FusedAdd.PRE_ADD_STORE, "dropout": True},

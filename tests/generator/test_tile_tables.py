@@ -17,7 +17,7 @@ from normforge.codegen.manifest import load
 from normforge.codegen.model import Mode
 from normforge.codegen.tile_tables import TileTable, merge, read_table, tiles_of, why_not, write_table
 from normforge.codegen.tiling import CLASSES, Load, TileClass, class_of, generic_tiles, standard_ladder
-from normforge.codegen.values import Direction, DType, FusedAdd, Norm, Pipeline
+from normforge.codegen.values import Direction, DType, FusedAdd, FusedQuant, Norm, Pipeline, ScaleGroup
 
 from ..thorough import THOROUGH
 
@@ -428,3 +428,22 @@ def test_forward_a_dropout_takes_tiles_that_read_rows_once() -> None:
     mode = Mode(Norm.RMS, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE)
     for each, expected in ((mode, twice), (replace(mode, dropout=True), whole)):
         assert dict(tiles_of(each, bucket, {"sm_90": TileTable(table)}))["sm_90"].large == expected
+
+
+def test_what_is_scaled_by_less_than_a_row_takes_quants_tiles_where_none_were_measured() -> None:
+    """Its own before those, and of its own those of its norm."""
+    bucket = Bucket("n4096", 3073, 4096)
+    rows, own, of_rms = (
+        Tiles(tile, tile) for tile in (Tile(Pipeline.ONE_PASS, 1, 1024, warps) for warps in (4, 8, 16))
+    )
+    table = {TileClass(Direction.FORWARD, 2, Load.QUANT): ((bucket, rows),)}
+    measured = table | {TileClass(Direction.FORWARD, 2, Load.SCALED): ((bucket, own),)}
+    both = measured | {TileClass(Direction.FORWARD, 2, Load.SCALED, rms=True): ((bucket, of_rms),)}
+    of_rows = Mode(Norm.RMS, DType.BF16, DType.FP8_E4M3FN, fquant=FusedQuant.DYNAMIC, save_unquant=True)
+    for mode, expected in (
+        (of_rows, (rows, rows, rows)),
+        (replace(of_rows, group_size=ScaleGroup.G128), (rows, own, of_rms)),
+        (replace(of_rows, fquant=FusedQuant.STATIC, norm=Norm.LAYER), (rows, own, own)),
+    ):
+        found = [dict(tiles_of(mode, bucket, {"sm_90": TileTable(each)}))["sm_90"] for each in (table, measured, both)]
+        assert [tiles.large for tiles in found] == [tiles.large for tiles in expected]
