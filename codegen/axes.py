@@ -24,6 +24,7 @@ from .values import (
     Rounding,
     ScaleFormat,
     ScaleGroup,
+    ScaleLayout,
 )
 
 SAME = "same"
@@ -75,6 +76,7 @@ AXES = (
     Axis("x_bias", BOOLEANS, default="false"),
     Axis("group_size", _words(ScaleGroup), default="none"),
     Axis("scale_format", _words(ScaleFormat), default="float"),
+    Axis("scale_layout", _words(layout for layout in ScaleLayout if layout is layout.of_kernels), default="row_major"),
     Axis("scale_ub", BOOLEANS, default="false"),
     Axis("quantise_rounded", BOOLEANS, default="false"),
     Axis("save_unquant", BOOLEANS, default="false"),

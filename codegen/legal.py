@@ -24,6 +24,7 @@ from .values import (
     Rounding,
     ScaleFormat,
     ScaleGroup,
+    ScaleLayout,
 )
 
 
@@ -70,8 +71,8 @@ def _forms(kind: Mode) -> tuple[dict[str, Any], ...]:
     """What may be asked besides of modes that differ from one in the sum, x's bias or the cast alone."""
     bools = (False, True)
     forms = []
-    for values in itertools.product(ScaleGroup, ScaleFormat, bools, bools, bools):
-        names = ("group_size", "scale_format", "scale_ub", "quantise_rounded", "save_unquant")
+    for values in itertools.product(ScaleGroup, ScaleFormat, ScaleLayout, bools, bools, bools):
+        names = ("group_size", "scale_format", "scale_layout", "scale_ub", "quantise_rounded", "save_unquant")
         form: dict[str, Any] = dict(zip(names, values, strict=True))
         with suppress(IllegalCombinationError):
             # What is as it was is yielded as the mode itself.

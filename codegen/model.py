@@ -30,6 +30,7 @@ from .values import (
     Rounding,
     ScaleFormat,
     ScaleGroup,
+    ScaleLayout,
 )
 
 # What stands in a mode's name behind its types, in this order: by field, the value that says nothing first.
@@ -57,6 +58,7 @@ _SUFFIXES: dict[str, dict[Any, str]] = {
         ScaleFormat.UE8M0: "_ue8m0",
         ScaleFormat.UE8M0_PACKED: "_ue8m0p",
     },
+    "scale_layout": {ScaleLayout.ROW_MAJOR: "", ScaleLayout.SWIZZLED_128X4: "_swz"},
     "scale_ub": {False: "", True: "_ub"},
     "quantise_rounded": {False: "", True: "_qr"},
     "save_unquant": {False: "", True: "_uq"},
@@ -106,6 +108,7 @@ class Mode:
     dropout: bool = False
     group_size: ScaleGroup = ScaleGroup.NONE
     scale_format: ScaleFormat = ScaleFormat.FLOAT
+    scale_layout: ScaleLayout = ScaleLayout.ROW_MAJOR
     scale_ub: bool = False
     quantise_rounded: bool = False
     save_unquant: bool = False
@@ -155,6 +158,11 @@ class Mode:
                 f"dropout is of x before a residual is added to it, and fadd is {self.fadd.value}; "
                 "use fadd pre_add_store or pre_add, or leave dropout out"
             )
+        if self.scale_layout is not self.scale_layout.of_kernels:
+            raise IllegalCombinationError(
+                f"scale_layout {self.scale_layout.value} has the kernels of {self.scale_layout.of_kernels.value}, "
+                "which calls tell strides; use that, and pass the layout to the call"
+            )
         if self.serves:
             self._check_served()
 
@@ -182,6 +190,14 @@ class Mode:
                 f"scale_format {self.scale_format.value} is of groups of fp8, and group_size is "
                 f"{self.group_size.value}, dtype_out {self.dtype_out.value}; use group_size 32, 64 or 128 with fp8, or "
                 "scale_format float"
+            )
+        if self.scale_layout.swizzles and not (
+            self.group_size is ScaleGroup.G32 and self.scale_format is ScaleFormat.UE8M0
+        ):
+            raise IllegalCombinationError(
+                f"scale_layout {self.scale_layout.value} is of MXFP8's scales, and group_size is "
+                f"{self.group_size.value}, scale_format {self.scale_format.value}; use group_size 32 with scale_format "
+                "ue8m0, or leave scale_layout out"
             )
         if self.fquant.is_static and (self.group_size.code or self.scale_ub):
             raise IllegalCombinationError(
@@ -280,12 +296,18 @@ class Mode:
     def serves(self) -> bool:
         """Whether quantisation is more than one scale a row, computed and returned: what inference engines ask for."""
         floats = self.group_size is ScaleGroup.NONE and self.scale_format is ScaleFormat.FLOAT
-        return self.fquant.is_static or not floats or self.scale_ub or self.quantise_rounded or self.save_unquant
+        plain = floats and not self.scale_layout.swizzles
+        return self.fquant.is_static or not plain or self.scale_ub or self.quantise_rounded or self.save_unquant
 
     @property
     def has_float_groups(self) -> bool:
         """Whether groups of a row have scales that are floats, be they powers of two."""
         return bool(self.group_size.code) and not self.scale_format.stores_exponents
+
+    @property
+    def has_scale_strides(self) -> bool:
+        """Whether kernels are told how far scales of groups are apart."""
+        return bool(self.group_size.code) and not self.scale_layout.swizzles
 
     @property
     def scales_locally(self) -> bool:
@@ -299,6 +321,7 @@ class Mode:
             f"fquant {self.fquant.value}": self.fquant.is_static,
             f"group_size {self.group_size.value}": bool(self.group_size.code),
             f"scale_format {self.scale_format.value}": self.scale_format.rounds_up,
+            f"scale_layout {self.scale_layout.value}": self.scale_layout.swizzles,
             "scale_ub": self.scale_ub,
             "quantise_rounded": self.quantise_rounded,
             "save_unquant": self.save_unquant,
@@ -441,6 +464,8 @@ class Mode:
         if self.scale_format.rounds_up:
             packed = ", packed" if self.scale_format.packs > 1 else ""
             words.append(f"with {'fp32 ' if not self.scale_format.stores_exponents else ''}powers of two{packed}")
+        if self.scale_layout.swizzles:
+            words.append("in tiles of 128x4")
         return " ".join(words)
 
     @property

@@ -568,8 +568,12 @@ QUANTISED = Family(
             "scale_layout",
             Kind.WORD,
             default=_each('"row_major"'),
-            meaning=_first('"row_major", or "column_major": scales of one group side by side, as TMA copies them.'),
+            meaning=_first(
+                '"row_major"; "column_major": scales of one group side by side, as TMA copies them; or '
+                '"swizzled_128x4": in cuBLAS\'s tiles.'
+            ),
             words=ScaleLayout,
+            axis="scale_layout",
             functional=True,
         ),
         Parameter(

@@ -199,10 +199,25 @@ class ScaleFormat(Enum):
 
 
 class ScaleLayout(Enum):
-    """Whether scales of a row's groups lie side by side, or those of a group's rows, padded to 16 bytes."""
+    """Whether scales of a row's groups lie side by side, those of a group's rows, padded to 16 bytes, or tiles of both.
+
+    Tiles are of 128 rows by 4 groups, as block-scaled matrix multiplications of cuBLAS read them: https://docs.nvidia.com
+    /cuda/cublas/index.html#d-block-scaling-factors-layout.
+    """
 
     ROW_MAJOR = "row_major"
     COLUMN_MAJOR = "column_major"
+    SWIZZLED_128X4 = "swizzled_128x4"
+
+    @property
+    def swizzles(self) -> bool:
+        """Whether scales lie in tiles."""
+        return self is ScaleLayout.SWIZZLED_128X4
+
+    @property
+    def of_kernels(self) -> ScaleLayout:
+        """What kernels are made for: where the order is a matter of strides, one writes either."""
+        return self if self.swizzles else ScaleLayout.ROW_MAJOR
 
 
 class Rounding(Enum):

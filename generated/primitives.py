@@ -483,6 +483,25 @@ def store_scales(ptr, scales, start, group_stride, row_mask, N: tl.constexpr, SI
 
 
 @triton.jit
+def swizzle_scales(ptr, codes, rows, start, row_mask, N: tl.constexpr, SIZE: tl.constexpr):
+    """Write bytes of scales, those of the groups from column `start` on, into tiles of 128 rows by 4 groups.
+
+    Tiles stand row by row, each of 512 bytes: row r's four are at 16 * (r % 32) + 4 * (r // 32), as cuBLAS reads them
+    (https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout).
+    """
+    count: tl.constexpr = codes.shape[len(codes.shape) - 1]
+    tiles: tl.constexpr = (N + 4 * SIZE - 1) // (4 * SIZE)
+    groups = start // SIZE + tl.arange(0, count)
+    mask = groups * SIZE < N
+    if row_mask is not None:
+        groups = groups[None, :]
+        mask = row_mask & mask[None, :]
+    tile = rows // 128 * tiles + groups // 4
+    within = rows % 32 * 16 + rows % 128 // 32 * 4 + groups % 4
+    tl.store(ptr + tile * 512 + within, codes, mask=mask)
+
+
+@triton.jit
 def quotient(z, y_scale, inverse_scale):
     """Divide by a scale, rounded to nearest: truncation makes a whole step of the rounding that z * inverse_scale adds.
 

@@ -118,6 +118,17 @@ def scale_of(amax: torch.Tensor, qmax: float, kind: ScaleFormat) -> torch.Tensor
     return next_power_of_two(scale) if kind.rounds_up else scale
 
 
+def unswizzled(scale: torch.Tensor, m: int, groups: int) -> torch.Tensor:
+    """What stands in tiles of 128 rows by 4 groups as (m, groups); see `quantised_layer_norm`.
+
+    By where each is, rather than by moving dimensions, as torch's own tests swizzle them.
+    """
+    tiles = -(-groups // 4)
+    row, group = torch.arange(m)[:, None], torch.arange(groups)[None, :]
+    place = 512 * (row // 128 * tiles + group // 4) + 16 * (row % 32) + 4 * (row % 128 // 32) + group % 4
+    return scale.flatten()[place.to(scale.device)]
+
+
 def next_power_of_two(scale: torch.Tensor) -> torch.Tensor:
     """The least power of two that is no less than a scale; NaN of what is not finite."""
     return torch.where(scale.isfinite(), torch.exp2(scale.log2().ceil()), torch.nan)

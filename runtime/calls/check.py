@@ -158,6 +158,8 @@ def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, pa
         axes[axis] = axes.get(axis, False) or (said[name] is not None and said[name].dim() > 1)
     if "dtype_out" not in axes:
         axes["dtype_out"] = _output_dtype(said, axes)
+    if "scale_layout" in axes:
+        axes["scale_layout"] = axes["scale_layout"].of_kernels
     # Where there are no 16 bits to round to, y's or dy's, rows are rounded once.
     dy = said.get("dy")
     if "cast" in axes:

@@ -50,7 +50,8 @@ class QuantisedOutput(NamedTuple):
         y: x's shape, in out_dtype.
         residual_out: x's shape, in residual's dtype: x + x_bias + residual, rounded once.
         y_scale: x's shape without the last dimension; of groups with one of G = ceil(N / group_size) in its place, or,
-            packed, of ceil(G / 4). None with a scale that was given.
+            packed, of ceil(G / 4); swizzled, of two dimensions, x's rows in multiples of 128 and G in multiples of 4.
+            None with a scale that was given.
         unquantised: x's shape, in x's dtype: y as it is before smooth_scale.
     """
 
@@ -135,17 +136,28 @@ def unflattened(rows: Any, shape: tuple[int, ...]) -> Any:
 # Of scales in column-major order, each group's start at a multiple of so many bytes: what TMA asks for.
 _TMA = 16
 
+# Rows and groups of a tile of scales.
+_TILE = (128, 4)
+
 
 def group_scales(
     make: Make, leading: Sequence[int], m: int, columns: int, dtype: torch.dtype, layout: ScaleLayout
 ) -> Any:
-    """Memory for the scales of groups, (*leading, columns), where leading sizes are m in all."""
+    """Memory for the scales of groups, (*leading, columns), where leading sizes are m in all, or for tiles of them."""
+    if layout.swizzles:
+        return make(tiled_shape(m, columns), dtype=dtype)
     if layout is ScaleLayout.ROW_MAJOR:
         return make((*leading, columns), dtype=dtype)
     step = _TMA // dtype.itemsize
     padded = make((columns, -(-m // step) * step), dtype=dtype)
     # What rows are padded by is no part of it.
     return padded[:, :m].t().view(*leading, columns)
+
+
+def tiled_shape(m: int, columns: int) -> tuple[int, int]:
+    """How many rows and groups there are of scales in tiles, those that the last tiles are filled up with too."""
+    rows, groups = _TILE
+    return -(-m // rows) * rows, -(-columns // groups) * groups
 
 
 def scale_columns(mode: Mode, n: int) -> int:

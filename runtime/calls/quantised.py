@@ -21,7 +21,7 @@ from .check import Call, check, refuse_gradient
 from .first import resolved
 from .known import MISALIGNED, Found
 from .neighbours import Options, neighbour_of
-from .outputs import QuantisedOutput, group_scales, scale_columns
+from .outputs import QuantisedOutput, group_scales, scale_columns, tiled_shape
 from .straight import QuantisedOperands, QuantisedOptions, find_quantised
 from .traced import intercepted, is_dynamo_compiling, operated, said_of
 
@@ -86,8 +86,12 @@ def quantised_layer_norm(
         group_size: 32, 64 or 128 neighbours share a scale; None for whole rows.
         scale_format: of groups of fp8: "float"; or powers of two, rounded up: as fp32 ("ue8m0_float"), as
             float8_e8m0fnu ("ue8m0"), or as its bytes, four groups to an int32 ("ue8m0_packed").
-        scale_layout: of groups: "row_major", or "column_major": scales of one group side by side, each group's at a
-            multiple of 16 bytes, as DeepGEMM copies them on sm_90.
+        scale_layout: of groups: "row_major"; "column_major": scales of one group side by side, each group's at a
+            multiple of 16 bytes, as DeepGEMM copies them on sm_90; or, of MXFP8, "swizzled_128x4": in tiles of 128
+            rows by 4 groups, one behind another, those of the same rows first, zeros where there is no row or group.
+            Scale (r, g) is byte 16 (r mod 32) + 4 (r mod 128 div 32) + g mod 4 of its tile, as torch.nn.functional's
+            scaled_mm (SWIZZLE_32_4_4) and cuBLAS take it
+            (https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout).
         scale_ub: one fp32 value on x's device: the most that max|y| counts as. Goes with fp8 and scales that are
             computed and floats.
         quantise_rounded: quantise y as it is once rounded to x's 16 bits, before smooth_scale: what a kernel that reads
@@ -95,8 +99,8 @@ def quantised_layer_norm(
         save_unquant: return y in x's dtype too, as it is before smooth_scale.
         y_scale: with fquant "static" what y is divided by: one fp32 value on x's device, which the host does not read,
             or (N,), one a column, fp16, bf16 or fp32. Otherwise where scales go, or None for a new tensor: in their
-            shape and dtype, or (..., 1) for a scale a row; of two dimensions on any strides, or contiguous;
-            a scale a row starts at a multiple of 16 bytes.
+            shape and dtype, or (..., 1) for a scale a row; of two dimensions on any strides, or contiguous, as
+            swizzled ones are, which may be flat; a scale a row starts at a multiple of 16 bytes.
         out: where y goes, contiguous, or None for a new tensor.
         residual_out: where the sum goes, contiguous, in residual's dtype; may be residual or x itself.
 
@@ -256,13 +260,16 @@ def _check_scale_place(call: Call, place: torch.Tensor, others: Mapping[str, tor
     assert dtype is not None
     check_tensor("y_scale", place)
     shapes = [leading, (*leading, 1)]
-    if call.mode.group_size.code:
+    if call.mode.scale_layout.swizzles:
+        tiles = tiled_shape(call.m, scale_columns(call.mode, call.n))
+        shapes = [tiles, (tiles[0] * tiles[1],)]
+    elif call.mode.group_size.code:
         shapes = [(*leading, scale_columns(call.mode, call.n))]
     if tuple(place.shape) not in shapes:
         raise ShapeError(f"y_scale has shape {tuple(place.shape)}; it takes {' or '.join(map(str, shapes))}")
     check_dtype("y_scale", place, (dtype,))
     check_device("y_scale", place, call.x)
-    strided = place.dim() == 2 and bool(call.mode.group_size.code)
+    strided = place.dim() == 2 and call.mode.has_scale_strides
     if not place.is_contiguous() and not (strided and place.stride(0) > 0 and place.stride(1) > 0):
         raise LayoutError(f"y_scale has strides {place.stride()}; pass a contiguous tensor")
     if not addressed:
@@ -302,7 +309,9 @@ def _run(found: Found, layout: ScaleLayout, places: Places) -> QuantisedOutput:
             y_scale = group_scales(filled, leading, m, columns, scale_dtype, layout)
         elif y_scale is None:
             y_scale = make(leading, dtype=scale_dtype)
-        if groups:
+        if plan.mode.scale_layout.swizzles:
+            _clear_padding(y_scale, m, scale_columns(plan.mode, plan.n))
+        elif groups:
             scale_strides = _scale_strides(plan.mode.scale_format, y_scale)
     outputs = QuantisedOutput(
         make(shape, dtype=plan.y_dtype) if out is None else out,
@@ -341,6 +350,12 @@ def _zeros(empty: Empty, shape: Sequence[int], *, dtype: torch.dtype) -> torch.T
 def _bytes_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """The same memory, as kernels know it that write bytes: where it starts is all that they are told."""
     return None if tensor is None else tensor.as_strided((1,), (1,)).view(torch.uint8)
+
+
+def _clear_padding(scale: torch.Tensor, m: int, columns: int) -> None:
+    """Have zeros where tiles have rows or groups that there are none of."""
+    if scale.numel() != m * columns:
+        scale.view(torch.uint8).zero_()
 
 
 def _scale_strides(kind: ScaleFormat, scale: torch.Tensor) -> tuple[int, int]:

@@ -147,7 +147,7 @@ class Facts:
         ddropped = types.pop(_DROPPED, None)
         dropped = {_DROPPED: ddropped} if mode.dropout and mode.is_backward else {}
         # Of scales of groups how far they are apart, which may follow from M.
-        groups = dict.fromkeys(_SCALE_STRIDES, "i64") if mode.group_size.code else {}
+        groups = dict.fromkeys(_SCALE_STRIDES, "i64") if mode.has_scale_strides else {}
         return cls(
             mode=mode,
             n=n,

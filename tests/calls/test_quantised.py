@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import normforge
-from normforge import QuantisedOutput
+from normforge import QuantisedOutput, quantisation_reference
 from normforge.calls.functions import FUNCTIONS
 from normforge.codegen.model import Mode
-from normforge.codegen.values import FusedAdd, FusedQuant, Norm, ScaleFormat, ScaleGroup
+from normforge.codegen.values import FusedAdd, FusedQuant, Norm, ScaleFormat, ScaleGroup, ScaleLayout
 from normforge.dtypes import DTYPES
 from normforge.errors import (
     ConflictError,
@@ -56,6 +56,7 @@ def check(norm: str, x: torch.Tensor, *args: Any, **asked: Any) -> QuantisedOutp
         fquant=fquant,
         group_size=group,
         scale_format=ScaleFormat(asked.get("scale_format", "float")),
+        scale_layout=ScaleLayout(asked.get("scale_layout", "row_major")).of_kernels,
     )
     names = FUNCTIONS["quantised_layer_norm"].passed
     arguments = {"x": x, **dict(zip(names[1:], args, strict=False)), **given, "fquant": fquant, "group_size": group}
@@ -94,6 +95,67 @@ def test_groups(norm: str, size: int, layout: str, kind: str, dtype: torch.dtype
     assert tuple(scale.shape) == (2, 3, columns)
     padded = 16 // dtype.itemsize * -(-6 // (16 // dtype.itemsize))
     assert scale.stride() == ((3, 1, padded) if layout == "column_major" else (3 * columns, columns, 1))
+
+
+def blocked(scales: torch.Tensor) -> torch.Tensor:
+    """Bytes of scales, (M, G), as torch's and torchao's `to_blocked` lay them out for block-scaled products, flat."""
+    m, groups = scales.shape
+    rows, columns = -(-m // 128), -(-groups // 4)
+    padded = torch.zeros(128 * rows, 4 * columns, dtype=torch.uint8)
+    padded[:m, :groups] = scales
+    tiles = padded.view(rows, 128, columns, 4).permute(0, 2, 1, 3)
+    return tiles.reshape(-1, 4, 32, 4).transpose(1, 2).reshape(-1)
+
+
+SWIZZLED: dict[str, Any] = {
+    "group_size": 32,
+    "scale_format": "ue8m0",
+    "scale_layout": "swizzled_128x4",
+    "out_dtype": E4M3,
+}
+
+
+@each_norm
+@pytest.mark.parametrize(("m", "n"), [(3, 300), (128, 128), (130, 33), (261, 1)])
+def test_swizzled_scales_are_those_of_rows_in_tiles(norm: str, m: int, n: int) -> None:
+    """Byte for byte, zeros where a tile has no row or no group."""
+    # Each group of each row has another scale.
+    x = torch.randn(m, n) * torch.exp2(torch.randint(-20, 20, (m, n)))
+    linear = FUNCTION[norm](x, **{**SWIZZLED, "scale_layout": "row_major"})
+    made = check(norm, x, **SWIZZLED)
+    assert linear.y_scale is not None
+    assert made.y_scale is not None
+    assert made.y_scale.dtype == torch.float8_e8m0fnu
+    groups = -(-n // 32)
+    assert tuple(made.y_scale.shape) == (-(-m // 128) * 128, -(-groups // 4) * 4)
+    assert torch.equal(made.y_scale.view(torch.uint8).flatten(), blocked(linear.y_scale.view(torch.uint8)))
+    assert same_bits(made.y, linear.y)
+
+
+@pytest.mark.parametrize("shape", [(5, 12), (5 * 128 + 1, 4), (1, 3)])
+def test_scale_of_a_row_and_a_group_is_where_cublas_says(shape: tuple[int, int]) -> None:
+    """The oracle's places are those of the tiles that `blocked` makes."""
+    scales = torch.randint(256, shape).to(torch.uint8)
+    assert torch.equal(quantisation_reference.unswizzled(blocked(scales), *shape), scales)
+
+
+@each_norm
+def test_swizzled_scales_in_the_callers_memory(norm: str) -> None:
+    """Of rows in several dimensions, flat or not, whatever stood there."""
+    x, residual = rows(2, 3, 160), rows(2, 3, 160)
+    wanted = check(norm, x, residual=residual, **SWIZZLED)
+    assert wanted.y_scale is not None
+    for place in (torch.empty(128, 8, dtype=torch.uint8), torch.empty(1024, dtype=torch.uint8)):
+        scale = place.fill_(0xAA).view(torch.float8_e8m0fnu)
+        made = FUNCTION[norm](x, residual=residual, y_scale=scale, **SWIZZLED)
+        assert made.y_scale is scale
+        assert same_bits(scale.flatten(), wanted.y_scale.flatten())
+
+
+def test_swizzled_scales_of_no_rows() -> None:
+    made = normforge.quantised_rms_norm(rows(0, 64), **SWIZZLED)
+    assert made.y_scale is not None
+    assert tuple(made.y_scale.shape) == (0, 4)
 
 
 @each_norm
@@ -256,8 +318,9 @@ def test_a_scale_a_row_and_no_more_is_the_call_that_there_was(norm: str) -> None
         {"group_size": 64, "scale_layout": "column_major", "scale_format": "ue8m0_packed", "out_dtype": E4M3},
         {"fquant": "static", "y_scale": torch.tensor([0.02]), "save_unquant": True},
         {"group_size": "32", "quantise_rounded": True, "residual": rows(4, N)},
+        SWIZZLED,
     ],
-    ids=["packed", "static", "rounded"],
+    ids=["packed", "static", "rounded", "swizzled"],
 )
 def test_a_traced_call_is_the_same(norm: str, asked: dict[str, Any]) -> None:
     x, weight = rows(4, N), rows(N)
@@ -276,6 +339,10 @@ REFUSED: list[tuple[dict[str, Any], type[NormforgeError], str]] = [
     ({"scale_format": "ue8m0", "out_dtype": E4M3}, IllegalCombinationError, "use group_size 32, 64 or 128 with fp8"),
     ({"scale_format": "ue8m0", "group_size": 32}, IllegalCombinationError, "is of groups of fp8"),
     ({"scale_layout": "column_major"}, ConflictError, "is of scales of groups, and there are none"),
+    ({"scale_layout": "swizzled_128x4"}, IllegalCombinationError, "is of MXFP8's scales, and group_size is none"),
+    ({**SWIZZLED, "group_size": 64}, IllegalCombinationError, "use group_size 32 with scale_format ue8m0"),
+    ({**SWIZZLED, "scale_format": "float"}, IllegalCombinationError, "use group_size 32 with scale_format ue8m0"),
+    ({**SWIZZLED, "y_scale": torch.empty(2, 2).to(torch.float8_e8m0fnu)}, ShapeError, "it takes (128, 4) or (512,)"),
     ({"fquant": "static"}, ConflictError, "divides y by a y_scale and none was passed"),
     ({"fquant": "static", "y_scale": torch.ones(3)}, ShapeError, "one value, or one a column, (N,)"),
     ({"fquant": "static", "y_scale": ONE.half()}, DTypeError, "static_scale has dtype torch.float16"),
@@ -324,7 +391,14 @@ def test_outputs_at_odd_addresses() -> None:
     assert dict(key.key.arguments)["y_scale_ptr"] == "*fp32"
 
 
-@pytest.mark.parametrize("mode", ["ln_fwd_bf16_int8_sq", "rms_fwd_bf16_fp8_e4m3fn_addst_sdq_g128_ub_uq"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "ln_fwd_bf16_int8_sq",
+        "rms_fwd_bf16_fp8_e4m3fn_addst_sdq_g128_ub_uq",
+        "ln_fwd_bf16_fp8_e4m3fn_dq_g32_ue8m0_swz",
+    ],
+)
 def test_modes_are_compiled_ahead(mode: str) -> None:
     keys = normforge.compile_keys([4096], [mode], arch="sm_90")
     assert {key.key.symbol for key in keys} == {f"{mode}_one_pass"}

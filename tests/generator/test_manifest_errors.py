@@ -17,9 +17,9 @@ GROUP = "groups:\n  a:\n    norm: layer\n    dtype_in: fp16\n"
 
 FADD = "one of none, pre_add_store, pre_add"
 AXES = (
-    "direction, norm, dtype_in, dtype_out, fadd, fquant, save_mv, x_bias, group_size, scale_format, scale_ub, "
-    "quantise_rounded, save_unquant, scale_dtype, rounding, cast, modulated, x_gate, gating, gate_activation, grouped, "
-    "activation, channels_last, dropout, n"
+    "direction, norm, dtype_in, dtype_out, fadd, fquant, save_mv, x_bias, group_size, scale_format, scale_layout, "
+    "scale_ub, quantise_rounded, save_unquant, scale_dtype, rounding, cast, modulated, x_gate, gating, "
+    "gate_activation, grouped, activation, channels_last, dropout, n"
 )
 N = (
     "all, n128, n256, n512, n768, n1024, n1536, n2048, n3072, n4096, n5120, n6144, n7168, n8192, n12288, n16384, "

@@ -21,7 +21,7 @@ from ..thorough import THOROUGH
 # is tried whole, with the other's defaults, and both together with one mode in so many; beside what is not, each
 # value of either by itself.
 BESIDE = ("modulated", "x_gate", "gating", "gate_activation", "grouped", "dropout")
-SERVED = ("group_size", "scale_format", "scale_ub", "quantise_rounded", "save_unquant")
+SERVED = ("group_size", "scale_format", "scale_layout", "scale_ub", "quantise_rounded", "save_unquant")
 TOGETHER = 97
 
 

@@ -154,7 +154,7 @@ def test_kernels_have_the_slots_of_what_is_wanted(family: Family, norm: Norm) ->
         assert pointers == {name for name in declared if name.endswith("_ptr")} - inner
         walked = [row for row in tensors if row.kind is not Kind.GROUPS or mode.grouped]
         strides = {row.row_stride_slot for row in walked if row.is_wanted(mode)} - {None}
-        of_scales = {"y_scale_row_stride"} if mode.group_size.code else set()
+        of_scales = {"y_scale_row_stride"} if mode.has_scale_strides else set()
         assert strides | of_scales == {name for name in declared if name.endswith("_row_stride")}
         numbers = {row.slot for row in family.of(norm) if row.kind is Kind.NUMBER and row.is_wanted(mode)}
         assert numbers <= declared

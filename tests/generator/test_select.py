@@ -219,9 +219,9 @@ def test_where_that_leaves_nothing_shows_what_was_there(several: Manifest) -> No
         (
             "dtype=bf16",
             "--where 'dtype=bf16': unknown axis 'dtype'; did you mean dtype_in? Use one of direction, norm, dtype_in, "
-            "dtype_out, fadd, fquant, save_mv, x_bias, group_size, scale_format, scale_ub, quantise_rounded, "
-            "save_unquant, scale_dtype, rounding, cast, modulated, x_gate, gating, gate_activation, grouped, "
-            "activation, channels_last, dropout, n",
+            "dtype_out, fadd, fquant, save_mv, x_bias, group_size, scale_format, scale_layout, scale_ub, "
+            "quantise_rounded, save_unquant, scale_dtype, rounding, cast, modulated, x_gate, gating, gate_activation, "
+            "grouped, activation, channels_last, dropout, n",
         ),
         (
             "fquant=dynamik",

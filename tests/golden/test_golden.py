@@ -31,6 +31,7 @@ from normforge.codegen.values import (
     Rounding,
     ScaleFormat,
     ScaleGroup,
+    ScaleLayout,
 )
 
 from ..thorough import THOROUGH
@@ -83,6 +84,15 @@ MODES = (
         group_size=ScaleGroup.G128,
         scale_format=ScaleFormat.UE8M0_PACKED,
         save_unquant=True,
+    ),
+    Mode(
+        Norm.LAYER,
+        DType.BF16,
+        DType.FP8_E4M3FN,
+        fquant=FusedQuant.DYNAMIC,
+        group_size=ScaleGroup.G32,
+        scale_format=ScaleFormat.UE8M0,
+        scale_layout=ScaleLayout.SWIZZLED_128X4,
     ),
     Mode(Norm.LAYER, DType.FP16, DType.INT8, fquant=FusedQuant.STATIC_COLUMN, quantise_rounded=True),
     Mode(Norm.RMS, DType.BF16, DType.FP8_E5M2, fquant=FusedQuant.STATIC),

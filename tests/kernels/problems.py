@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -151,19 +152,22 @@ def _operated(mode: Mode, arguments: dict[str, Any]) -> tuple[str, dict[str, Any
 def check_quantised(mode: Mode, arguments: dict[str, Any], actual: QuantisedOutput) -> QuantisedOutput:
     """Hold every output of a call of quantised norms against the oracle, and return it."""
     expected = _QUANTISED[mode.norm](**arguments)
-    scale = None if actual.y_scale is None else numbers_of(actual.y_scale, mode, expected.amax.shape[-1])
+    scale = None if actual.y_scale is None else numbers_of(actual.y_scale, mode, expected.amax.shape)
     wrong = [finding for finding in compare_quantised(actual, scale, expected) if not finding.ok]
     assert not wrong, f"{mode.name}: {wrong}"
     return actual
 
 
-def numbers_of(scale: torch.Tensor, mode: Mode, groups: int) -> torch.Tensor:
-    """Scales as numbers, (..., G), whatever they are stored as."""
+def numbers_of(scale: torch.Tensor, mode: Mode, shape: torch.Size) -> torch.Tensor:
+    """Scales as numbers, of a shape (..., G), whatever they are stored as."""
     if not mode.group_size.code:
         return scale.double().unsqueeze(-1)
     if not mode.scale_format.stores_exponents:
         return scale.double()
-    codes = scale.clone(memory_format=torch.contiguous_format).view(torch.uint8)[..., :groups].int()
+    codes = scale.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    if mode.scale_layout.swizzles:
+        codes = quantisation_reference.unswizzled(codes, math.prod(shape[:-1]), shape[-1]).view(shape)
+    codes = codes[..., : shape[-1]].int()
     return torch.where(codes == 255, torch.nan, torch.exp2(codes.double() - 127))
 
 

@@ -272,6 +272,22 @@ MUTANTS = (
         (f"{_GROUPS}::test_groups",),
     ),
     Mutant(
+        "tiles-of-scales-are-walked-row-by-row",
+        "within a tile scales of one row lie behind those of the row before it",
+        _PRIMITIVES,
+        "rows % 32 * 16 + rows % 128 // 32 * 4 + groups % 4",
+        "rows % 128 * 4 + groups % 4",
+        (f"{_GROUPS}::test_swizzled_scales_are_those_of_rows_in_tiles",),
+    ),
+    Mutant(
+        "tiles-of-scales-are-not-filled-up",
+        "where a tile has no row stands what stood in memory",
+        "runtime/calls/quantised.py",
+        "        scale.view(torch.uint8).zero_()",
+        "        pass",
+        (f"{_GROUPS}::test_swizzled_scales_in_the_callers_memory",),
+    ),
+    Mutant(
         "what-is-stored-is-smoothed",
         "the second output is multiplied by the smooth scale",
         _QUANTISED,
