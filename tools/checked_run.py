@@ -222,7 +222,9 @@ def _validate_quantised(
         scale = numbers_of(scale, problem.mode, torch.Size((*leading, -(-problem.n // size))))
     for rows in _row_slices(problem):
         sliced = arguments | {name: arguments[name][rows] for name in _ROW_ARGUMENTS if name in arguments}
-        parts = {name: value[rows] for name, value in result._asdict().items() if value is not None}
+        parts = {
+            name: value[rows] for name, value in result._replace(y_scale=None)._asdict().items() if value is not None
+        }
         outputs = result._replace(**parts)
         found += compare_quantised(outputs, None if scale is None else scale[rows], oracle(**sliced))
     return worst_of(found)

@@ -16,7 +16,7 @@ from ..dtypes import DTYPES
 from ..gating_reference import ReferenceGatedGradients
 from ..gradient_reference import ReferenceGradients
 from ..group_reference import GroupGradients
-from ..quantisation_reference import VALUE_ERROR, ReferenceQuantised, next_power_of_two
+from ..quantisation_reference import VALUE_ERROR, ReferenceQuantised, next_power_of_two, unswizzled
 from ..reference import ReferenceOutput, quantise
 
 
@@ -96,7 +96,10 @@ def numbers_of(scale: torch.Tensor, mode: Mode, shape: torch.Size) -> torch.Tens
         return scale.double().reshape(shape)
     if not mode.scale_format.stores_exponents:
         return scale.double()
-    codes = scale.clone(memory_format=torch.contiguous_format).view(torch.uint8)[..., : shape[-1]].int()
+    codes = scale.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    if mode.scale_layout.swizzles:
+        codes = unswizzled(codes, math.prod(shape[:-1]), shape[-1]).view(shape)
+    codes = codes[..., : shape[-1]].int()
     return torch.where(codes == 255, torch.nan, torch.exp2(codes.double() - 127))
 
 

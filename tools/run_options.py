@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..codegen.command import refuse_twice
+from ..codegen.families import Kind
 from ..codegen.groups import GROUP
 from ..codegen.groups import Activation as GroupActivation
 from ..codegen.model import Mode
-from ..codegen.parameters import FORWARD
+from ..codegen.parameters import FORWARD, QUANTISED, family_of
 from ..codegen.values import FP8_INPUT_DTYPES, DType, FusedAdd, FusedQuant, GateActivation, Gating, Norm
 from . import group_options, group_run
 from .group_run import GroupProblem
@@ -44,6 +45,12 @@ _OWN: dict[str, dict[str, Any]] = {
     for row in FORWARD.parameters
     if row.words is not None and not row.takes_codes
 }
+# What `quantised_layer_norm` takes besides.
+_QUANTISED = [row for row in QUANTISED.parameters if row.name not in {other.name for other in FORWARD.parameters}]
+_SERVED: dict[str, dict[str, Any]] = {
+    row.name: {member.value: member for member in row.words} for row in _QUANTISED if row.words is not None
+}
+_SERVED_FLAGS = tuple(row.name for row in _QUANTISED if row.kind is Kind.FLAG)
 _FLAG = {0: False, 1: True}
 _STRIDES = {"x": "x_stride", "residual": "xr_stride", "y": "y_stride", "residual_out": "yr_stride"}
 
@@ -124,7 +131,14 @@ OPTIONS = (
     ),
     Option("group", int, 0, None, "with -gate, columns that are normalised together, a divisor of n; 0: all"),
     Option("fadd", int, 0, tuple(_FADDS), "0: none, 1: add a residual and store the sum, 2: add a residual"),
-    Option("fquant", int, 0, tuple(_FQUANTS), "0: none, 1: smooth dynamic quantisation, 2: dynamic quantisation"),
+    Option(
+        "fquant",
+        int,
+        0,
+        tuple(_FQUANTS),
+        "0: none, 1: smooth dynamic quantisation, 2: dynamic quantisation, 3: by a given scale, 4: by one a column",
+    ),
+    Option("scale_ub", float, 0.0, None, "with -fquant 1 and 2 to fp8, the most that max|y| counts as; 0: no bound"),
     Option("warmup", int, 5, None, "runs that are not counted; a number of runs, not milliseconds"),
     Option("repeat", int, 20, None, "runs that are timed, each with a cold L2 cache; the median is reported"),
     Option("bwd", int, 0, tuple(_FLAG), "1: time and check the backward pass; with -fadd 1 the sum has a gradient too"),
@@ -138,6 +152,11 @@ OPTIONS = (
         Option(name, str, next(iter(words)), tuple(words), FORWARD[name].meaning[Norm.LAYER].rstrip("."))
         for name, words in _OWN.items()
     ),
+    *(
+        Option(name, str, next(iter(words)), tuple(words), QUANTISED[name].meaning[Norm.LAYER].rstrip("."))
+        for name, words in _SERVED.items()
+    ),
+    *(Option(name, int, 0, tuple(_FLAG), QUANTISED[name].meaning[Norm.LAYER].rstrip(".")) for name in _SERVED_FLAGS),
     Option("json", int, 0, tuple(_FLAG), "1, or nothing after it: print one line of JSON and nothing else", bare=1),
     Option("jsonfile", str, None, None, "a file to add that line to, beside what is printed"),
 )
@@ -220,7 +239,8 @@ def _problem(given: argparse.Namespace) -> Problem:
     group_options.refuse_unread(given, own, (), f"only -norm {GROUP} reads it")
     fadd, fquant = _FADDS[given.fadd], _FQUANTS[given.fquant]
     _check_used("prec_sm", given.prec_sm, AUTO, fquant.smooths, "only -fquant 1 reads a smooth scale")
-    _check_used("prec_sy", given.prec_sy, AUTO, fquant.quantises, "only -fquant 1 and 2 write a scale")
+    _check_used("prec_sy", given.prec_sy, AUTO, fquant.measures, "only -fquant 1 and 2 write a scale")
+    _check_layout(given)
     _check_used("xr_stride", given.xr_stride, -1, fadd.adds, "only -fadd 1 and 2 read a residual")
     _check_used("yr_stride", given.yr_stride, -1, fadd.stores, "only -fadd 1 stores the sum")
     _check_backward(given)
@@ -242,8 +262,12 @@ def _problem(given: argparse.Namespace) -> Problem:
         grouped=given.group > 0,
         dropout=given.dropout > 0.0,
         scale_dtype=DType.FP32 if given.prec_sy == AUTO else _FLOATS[given.prec_sy],
+        scale_ub=given.scale_ub > 0.0,
         **{name: words[getattr(given, name)] for name, words in _OWN.items()},
+        **_served(given),
     )
+    if family_of(mode) is QUANTISED:
+        _check_beside(given, f"norms of {QUANTISED.functions[mode.norm]}")
     usual = Strides.usual(given.n, given.heads)
     return Problem(
         given.m,
@@ -257,7 +281,16 @@ def _problem(given: argparse.Namespace) -> Problem:
         samples=given.samples,
         group=given.group,
         dropout_p=given.dropout,
+        scale_layout=_SERVED["scale_layout"][given.scale_layout],
+        scale_ub=given.scale_ub,
     )
+
+
+def _served(given: argparse.Namespace) -> dict[str, Any]:
+    """The axes that `quantised_layer_norm` has besides."""
+    words = {name: words[getattr(given, name)] for name, words in _SERVED.items()}
+    words["scale_layout"] = words["scale_layout"].of_kernels
+    return words | {name: _FLAG[getattr(given, name)] for name in _SERVED_FLAGS}
 
 
 def _gate_activation(word: str) -> GateActivation:
@@ -289,6 +322,13 @@ def _check_sizes(given: argparse.Namespace) -> None:
             f"-m {given.m} rows are no whole number of tokens with -heads {given.heads} each; "
             f"pass a multiple, {given.m + -given.m % given.heads} say"
         )
+
+
+def _check_layout(given: argparse.Namespace) -> None:
+    unset, in_groups = next(iter(_SERVED["scale_layout"])), given.group_size != next(iter(_SERVED["group_size"]))
+    _check_used("scale_layout", given.scale_layout, unset, in_groups, "only scales of -group_size lie in an order")
+    if not 0.0 <= given.scale_ub < float("inf"):
+        raise ValueError(f"-scale_ub {given.scale_ub} will not do; it takes a finite number above 0, or 0 for no bound")
 
 
 def _check_samples(given: argparse.Namespace) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from normforge.mode_arguments import arguments_of
 from normforge.operators import neighbours
 from normforge.quantisation_reference import ReferenceQuantised
 from normforge.reference import ReferenceOutput
-from normforge.tools.compare import compare, compare_quantised
+from normforge.tools.compare import compare, compare_quantised, numbers_of
 
 _FORWARD: dict[Norm, Callable[..., LayerNormOutput]] = {
     Norm.LAYER: normforge.layernorm2d_fwd,
@@ -156,19 +155,6 @@ def check_quantised(mode: Mode, arguments: dict[str, Any], actual: QuantisedOutp
     wrong = [finding for finding in compare_quantised(actual, scale, expected) if not finding.ok]
     assert not wrong, f"{mode.name}: {wrong}"
     return actual
-
-
-def numbers_of(scale: torch.Tensor, mode: Mode, shape: torch.Size) -> torch.Tensor:
-    """Scales as numbers, of a shape (..., G), whatever they are stored as."""
-    if not mode.group_size.code:
-        return scale.double().unsqueeze(-1)
-    if not mode.scale_format.stores_exponents:
-        return scale.double()
-    codes = scale.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-    if mode.scale_layout.swizzles:
-        codes = quantisation_reference.unswizzled(codes, math.prod(shape[:-1]), shape[-1]).view(shape)
-    codes = codes[..., : shape[-1]].int()
-    return torch.where(codes == 255, torch.nan, torch.exp2(codes.double() - 127))
 
 
 def mixed_dtypes(mode: Mode, salt: int) -> dict[str, DType]:
