@@ -85,6 +85,11 @@ def batch_invariant() -> bool:
     return _is_on("NORMFORGE_BATCH_INVARIANT", "the bits of a row depend on no batch")
 
 
+def engine_is_invariant(variable: str) -> bool:
+    """VLLM_BATCH_INVARIANT: whether an engine's own switch asks for the same; the engine refuses what is no number."""
+    return (os.environ.get(variable) or "0") != "0"
+
+
 def _is_on(variable: str, meaning: str) -> bool:
     setting = os.environ.get(variable) or "0"
     if setting not in ("0", "1"):

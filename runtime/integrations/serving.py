@@ -10,6 +10,9 @@ from torch.compiler import is_dynamo_compiling
 from ..calls.attempt import attempted
 from ..calls.straight import layernorm2d_fwd, rmsnorm2d_fwd
 from ..dtypes import FLOATS
+from ..selection.batch import follow
+from ..settings import engine_is_invariant
+from ..upstream.torch_dynamo import constant_in_traces
 
 _FLOATS = frozenset(FLOATS)
 
@@ -31,6 +34,19 @@ def fits(
             for vector in (weight, bias)
         )
     )
+
+
+@constant_in_traces
+def follow_switch(variable: str) -> bool:
+    """Have kernels be batch invariant from here on if an engine's own switch asks it of the process.
+
+    Returns:
+        Whether it does.
+    """
+    asks = engine_is_invariant(variable)
+    if asks:
+        follow(variable)
+    return asks
 
 
 def cast_of(weight: torch.Tensor | None) -> str:

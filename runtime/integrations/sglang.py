@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..selection.batch import follow
 from ..settings import lists_us
 from .serving import fits, layer, rms
 
@@ -22,6 +23,8 @@ logger = logging.getLogger("normforge")
 
 # SGLang's own list of the plugins that are to run; without one, all run.
 VARIABLE = "SGLANG_PLUGINS"
+# What turns its batch-invariant mode on, once models are made.
+SWITCH = "--enable-deterministic-inference"
 
 _LAYERS = "sglang.srt.layers.layernorm"
 
@@ -57,7 +60,7 @@ def _is_there(target: str) -> bool:
 def _around(serve: Norm, original: Callable[..., Any], norm: Any, *arguments: Any, **named: Any) -> Any:
     """A call of a norm's forward_cuda, by a kernel or else by the original, which gets what this got."""
     # What torch.compile traces there are SGLang's own operators, which its passes know.
-    if not is_dynamo_compiling() and not _is_batch_invariant():
+    if not is_dynamo_compiling() and _serves_as_asked():
         found = _served(serve, norm, *arguments, **named)
         if found is not None:
             return found
@@ -77,9 +80,22 @@ def _served(
     return serve(norm, x, residual)
 
 
-def _is_batch_invariant() -> bool:
-    asked = getattr(sys.modules.get(_LAYERS), "is_batch_invariant_mode_enabled", None)
-    return asked is not None and bool(asked())
+def _serves_as_asked() -> bool:
+    """Whether kernels return the bits that SGLang asks for: in its batch-invariant mode they are such from here on."""
+    layers: Any = sys.modules.get(_LAYERS)
+    asked = getattr(layers, "is_batch_invariant_mode_enabled", None)
+    if asked is None or not asked():
+        return True
+    try:
+        trainer = layers.get_exec().deterministic.rl_on_policy_target
+    except (AttributeError, ValueError):
+        # Releases that say it elsewhere, and processes in which nothing is said.
+        return False
+    if trainer is not None:
+        # Those of a trainer's norms.
+        return False
+    follow(SWITCH)
+    return True
 
 
 # Attributes that not every release has, and the values under which a norm is the plain one.

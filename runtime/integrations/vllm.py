@@ -15,8 +15,8 @@ from torch import Tensor
 from ..calls.backend import backend
 from ..settings import lists_us
 from ..upstream.imports import when_imported
-from .serving import cast_of, fits, layer, rms
-from .vllm_quantised import maybe_fused_norm_quant
+from .serving import cast_of, fits, follow_switch, layer, rms
+from .vllm_quantised import SWITCH, maybe_fused_norm_quant
 
 __all__ = ["maybe_fused_norm_quant", "register"]
 
@@ -34,8 +34,11 @@ _LAYERS = "vllm.model_executor.layers.layernorm"
 def register() -> None:
     """Offer what is there: providers, which serve once a priority names them, and LayerNorm, if VLLM_PLUGINS names us.
 
-    It may be called again; what is registered already is left.
+    It may be called again; what is registered already is left. Under VLLM_BATCH_INVARIANT all kernels of the process
+    are batch invariant from here on.
     """
+    if follow_switch(SWITCH):
+        logger.info("normforge's kernels are batch invariant: %s is on", SWITCH)
     offered = _offer()
     if offered:
         logger.info("normforge offers providers of vLLM IR's %s; a priority chooses them", " and ".join(offered))

@@ -16,7 +16,10 @@ from torch.compiler import is_dynamo_compiling
 from ..calls.attempt import attempted
 from ..calls.outputs import QuantisedOutput
 from ..calls.quantised import quantised_layer_norm, quantised_rms_norm
-from .serving import cast_of, fits
+from .serving import cast_of, fits, follow_switch
+
+# vLLM's own switch of batch invariance.
+SWITCH = "VLLM_BATCH_INVARIANT"
 
 _WHOSE = "normforge leaves a norm and its quantisation to vLLM"
 
@@ -59,6 +62,8 @@ def _quantised(norm: Any, x: Tensor, linear: Any, residual: Tensor | None) -> An
     asks = _asks(key)
     if asks is None:
         return None
+    # A model may call this where VLLM_PLUGINS has the plug not registered.
+    follow_switch(SWITCH)
     normalise = _normalises(norm, x, residual)
     asked = None if normalise is None else asks(linear, x)
     if normalise is None or asked is None:

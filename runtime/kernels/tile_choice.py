@@ -48,7 +48,10 @@ def refuse_variant(mode: AnyMode, tile: Tile, n: int, m: int) -> None:
     Raises:
         InvarianceError: rows are spread, or are more than kernels for fewer can count.
     """
-    asked = f"{mode.name} at N = {n} is to be batch invariant (NORMFORGE_BATCH_INVARIANT, or batch_invariant)"
+    asked = (
+        f"{mode.name} at N = {n} is to be batch invariant (NORMFORGE_BATCH_INVARIANT, an engine's switch, or "
+        "batch_invariant)"
+    )
     if not tile.pipeline.takes_rows_alike:
         raise InvarianceError(
             f"{asked}, and its tile for every M has pipeline {tile.pipeline.value}, with which a row's bits depend on "

@@ -1,4 +1,4 @@
-"""The `with` that makes calls batch invariant."""
+"""What makes calls batch invariant: a `with`, and the switches of engines."""
 
 from __future__ import annotations
 
@@ -63,3 +63,18 @@ class batch_invariant:
             if _entered == 0:
                 invariance.anywhere = invariance.by_default()
                 dispatch.tell_callers_apart(False)
+
+
+def follow(switch: str) -> None:
+    """Have all calls be batch invariant, as NORMFORGE_BATCH_INVARIANT=1 does, because a switch of an engine's is on.
+
+    For the process and for good: kernels that calls chose before are forgotten, and what torch.compile traced before is
+    traced once more. `batch_invariant(False)` still leaves it out.
+
+    Args:
+        switch: its name, for errors.
+    """
+    with _lock:
+        if switch not in invariance.followed:
+            invariance.insist(switch)
+            dispatch.forget()

@@ -140,6 +140,12 @@ def tell_callers_apart(apart: bool) -> None:
         _take(_kinds)
 
 
+def forget() -> None:
+    """Have calls that were checked before ask again."""
+    with _lock:
+        _take(({}, {}))
+
+
 def _take(kinds: tuple[Plans, Plans]) -> None:
     global plans, _kinds
     _kinds = kinds

@@ -14,6 +14,9 @@ asked: ContextVar[tuple[bool, ...]] = ContextVar("normforge_batch_invariant", de
 # What NORMFORGE_BATCH_INVARIANT says; None until somebody asks.
 _process: bool | None = None
 
+# The switches of engines that have it on for the process.
+followed: frozenset[str] = frozenset()
+
 # Whether some thread may be asking for it. TorchDynamo follows no context variable: it guards on this.
 anywhere = False
 
@@ -49,8 +52,9 @@ def refuse_others(what: str, whose: str, instead: str) -> None:
         instead: what to do.
     """
     if is_on():
+        asked = ", ".join(["NORMFORGE_BATCH_INVARIANT", *sorted(followed)])
         raise InvarianceError(
-            f"{what} is to be batch invariant (NORMFORGE_BATCH_INVARIANT, or batch_invariant), and {whose} would "
+            f"{what} is to be batch invariant ({asked}, or batch_invariant), and {whose} would "
             f"compute it, whose bits may depend on the batch; {instead}, or leave it out: with batch_invariant(False)"
         )
 
@@ -66,3 +70,11 @@ def by_default() -> bool:
         _process = settings.batch_invariant()
         anywhere = anywhere or _process
     return _process
+
+
+def insist(switch: str) -> None:
+    """Have it hold where nobody entered or left anything, for good: a switch of an engine's is on."""
+    global _process, anywhere, followed
+    by_default()
+    followed |= {switch}
+    _process = anywhere = True

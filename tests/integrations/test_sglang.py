@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from normforge.calls import attempt
 from normforge.errors import FrozenError
 from normforge.integrations import serving
 from normforge.integrations import sglang as plug
+from normforge.selection import invariance
 
 from .stand_ins import of_sglang
 
@@ -114,9 +116,14 @@ def test_what_is_not_served_goes_to_the_original(layers: Any, ran: list[str], mo
     alike(layer(x.float()), other(x.float()))
     with_gradient = rows(torch.float32).requires_grad_()
     assert twins(layers, "RMSNorm")[0](with_gradient).requires_grad
+    # Rows are to have the bits of a trainer's, or nobody says of what.
     monkeypatch.setattr(layers, "is_batch_invariant_mode_enabled", lambda: True)
+    monkeypatch.setattr(layers, "get_exec", partial(of_sglang.executed, "fsdp"))
+    twins(layers, "RMSNorm")[0](x)
+    monkeypatch.delattr(layers, "get_exec")
     twins(layers, "RMSNorm")[0](x)
     assert ran == []
+    assert not invariance.is_on()
 
 
 def test_a_kernel_that_may_not_be_compiled_leaves_the_call_to_sglang(

@@ -10,6 +10,7 @@ import functools
 import pkgutil
 from collections.abc import Callable
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,8 +143,13 @@ def modules() -> dict[str, dict[str, Any]]:
     norms = {cls.__name__: cls for cls in (RMSNorm, GemmaRMSNorm, Gemma3RMSNorm, LayerNorm)}
     return {
         "sglang.srt.plugins.hook_registry": {"HookRegistry": registry, "HookType": HookType},
-        LAYERS: {**norms, "is_batch_invariant_mode_enabled": lambda: False},
+        LAYERS: {**norms, "is_batch_invariant_mode_enabled": lambda: False, "get_exec": executed},
     }
+
+
+def executed(trainer: str | None = None) -> Any:
+    """What a server was told of how it executes."""
+    return SimpleNamespace(deterministic=SimpleNamespace(rl_on_policy_target=trainer))
 
 
 def _gemma(weight: Any, eps: float, x: Any, residual: Any) -> Any:
