@@ -123,7 +123,9 @@ def run():
             weight, bias = (torch.randn(64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
             y = normforge.group_norm(x, 32, weight, bias, activation="silu")
             with torch.no_grad():
-                assert torch.equal(normforge.group_norm(x, 32, weight, bias, activation="silu"), y)
+                # Kernels that save no statistics contract other products into sums: some values round the other way.
+                alone = normforge.group_norm(x, 32, weight, bias, activation="silu")
+                torch.testing.assert_close(alone.float(), y.float(), rtol=2**-7, atol=2**-12)
             expected = functional.silu(functional.group_norm(x.float(), 32, weight.float(), bias.float()))
             torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
             dy = torch.randn_like(y)

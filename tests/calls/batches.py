@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,8 +25,14 @@ def rows(m: int, n: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
 
 
 def vector(seed: int, like: torch.Tensor) -> torch.Tensor:
-    generator = torch.Generator(like.device).manual_seed(seed)
-    return torch.randn(like.shape[-1], generator=generator, device=like.device).to(like.dtype)
+    return _vector(seed, like.shape[-1], like.dtype, like.device)
+
+
+# Drawn once: no generator can be made while a CUDA graph is captured.
+@cache
+def _vector(seed: int, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(n, generator=generator, device=device).to(dtype)
 
 
 def named(results: Any) -> Results:

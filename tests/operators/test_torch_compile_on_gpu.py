@@ -16,6 +16,7 @@ from ..calling import FORWARD, same_bits
 from ..nn import models
 from ..nn.models import WIDTH, Transformer
 from ..nn.oracle import backward, each_function, each_norm
+from .test_operators import MODES, arguments, gradient_arguments, made
 from .test_torch_compile import N, compiled, flat, functional_call, pieces
 
 pytestmark = pytest.mark.gpu
@@ -151,27 +152,13 @@ def test_a_patched_hugging_face_norm() -> None:
 
 @each_norm
 def test_torchs_checks_of_operators(norm: str) -> None:
-    x, residual, weight = rows(3), rows(3), torch.randn(N, device="cuda")
-    first = (x, weight, None, 1e-5) if norm == "layer" else (x, weight, 1e-6, 0.0)
-    fp8 = (
-        residual,
-        "pre_add_store",
-        None,
-        "dynamic",
-        None,
-        None,
-        torch.float8_e4m3fn,
-        torch.float32,
-        True,
-        "nearest",
-        "after_weight",
-    )
-    torch.library.opcheck(registered.FORWARD[norm], (*first, *fp8))
-    plain = (None, "none", None, "none", None, None, None, torch.float32, True, "nearest", "after_weight")
-    differentiated = [t.detach().requires_grad_() if isinstance(t, torch.Tensor) else t for t in first]
-    torch.library.opcheck(registered.FORWARD[norm], (*differentiated, *plain))
-    _, *statistics = registered.FORWARD[norm](*first, *plain)
-    dy, wants = rows(3), ["dx", "dweight"]
-    cast = "after_weight"
-    last = (None, None, cast, None, None, wants) if norm == "layer" else (0.0, None, None, cast, None, wants)
-    torch.library.opcheck(registered.BACKWARD[norm], (dy, x, weight, *statistics, *last))
+    with torch.device("cuda"):
+        for modes in MODES.values():
+            torch.library.opcheck(registered.FORWARD[norm], arguments(norm, made(modes)))
+        differentiated = [leaf(value) for value in arguments(norm, MODES["saved"])]
+        torch.library.opcheck(registered.FORWARD[norm], tuple(differentiated))
+        torch.library.opcheck(registered.BACKWARD[norm], gradient_arguments(norm))
+
+
+def leaf(value: Any) -> Any:
+    return value.requires_grad_() if isinstance(value, torch.Tensor) else value
