@@ -8,7 +8,7 @@ from itertools import product
 
 from .instance import Bucket, Tile
 from .tile_tables import why_not
-from .tiling import WARP, TileClass, power_of_two
+from .tiling import GROUP_LAYOUTS, WARP, TileClass, power_of_two
 from .values import Direction, Pipeline
 
 
@@ -131,16 +131,21 @@ def candidates(
 _LONGEST_WHOLE_GROUP, _SHORTEST_IN_PARTS = 32768, 2048
 # Values that a thread holds of x; of dy backward as many again.
 _GROUP_VALUES = (8, 32)
+# Tiles of a group that one program holds, channels innermost or not. Each is written out, and Triton takes 20 s for 8
+# of the former, 57 s for 64 of the latter.
+_MOST_TILES = {True: 4, False: 8}
 
 
 def group_candidates(kind: TileClass, n: int, *, few: bool) -> list[Tile]:
     """Tiles to measure for groups of n elements: whole ones, parts of them, and parts whose programs wait."""
     is_forward = kind.direction is _FORWARD
     least, most = _GROUP_VALUES if is_forward else (_GROUP_VALUES[0] // 2, _GROUP_VALUES[1] // 2)
+    most_tiles = _MOST_TILES[kind.layout == GROUP_LAYOUTS[True]]
     found = []
     for warps, most_block in product((1, 2, 4, 8, 16, 32), (512, 2048)):
         threads, block = warps * WARP, min(most_block, power_of_two(n))
-        if n <= _LONGEST_WHOLE_GROUP and min(least * threads, 32 * warps) <= n <= 2 * most * threads:
+        is_short = n <= min(_LONGEST_WHOLE_GROUP, most_tiles * block)
+        if is_short and min(least * threads, 32 * warps) <= n <= 2 * most * threads:
             found.append(Tile(_ONE_PASS, 1, block, warps))
     for warps, block, held in product((4, 8), (2048, 4096), (1, 2, 4)):
         values = block * held
