@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -34,6 +34,13 @@ FUNCTION: dict[str, Callable[..., QuantisedOutput]] = {
 }
 # Three short chunks of one_pass, of which the last group is short too.
 N = 300
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True)
+def _device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where the tensors of a test are made: every one of them."""
+    with torch.device(request.param):
+        yield
 
 
 def check(norm: str, x: torch.Tensor, *args: Any, **asked: Any) -> QuantisedOutput:
