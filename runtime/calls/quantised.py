@@ -362,7 +362,11 @@ def _scale_strides(kind: ScaleFormat, scale: torch.Tensor) -> tuple[int, int]:
     """From one row's scales to the next one's, and from one group's to the next one's, as kernels count them."""
     # Of four groups in an int32 in bytes.
     unit = scale.element_size() if kind.stores_exponents else 1
-    row = scale.stride(-2) if scale.dim() > 1 else 0
+    # A dimension of one row may have any stride.
+    at = scale.dim() - 2
+    while at > 0 and scale.shape[at] == 1:
+        at -= 1
+    row = scale.stride(at) if at >= 0 else 0
     return row * unit, scale.stride(-1) * unit
 
 

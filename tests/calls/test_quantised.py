@@ -291,6 +291,23 @@ def test_outputs_of_the_callers(norm: str, size: int | None) -> None:
         assert torch.equal(scale.reshape(wanted.y_scale.shape), wanted.y_scale)
 
 
+@pytest.mark.parametrize("shape", [(2, 1), (3, 2, 1, 1), (1, 1)])
+def test_scales_of_groups_where_a_dimension_is_of_one_row(shape: tuple[int, ...]) -> None:
+    """Its stride says nothing: of scales by columns, and of the caller's, which are contiguous whatever it is."""
+    x, asked = rows(*shape, 160), {"group_size": 64, "out_dtype": E4M3}
+    expected = normforge.quantised_rms_norm(x.view(-1, 160), **asked).y_scale  # type: ignore[arg-type]
+    assert expected is not None
+    found = normforge.quantised_rms_norm(x, **asked, scale_layout="column_major").y_scale  # type: ignore[arg-type]
+    assert found is not None
+    assert torch.equal(found.reshape(-1, 3), expected)
+    strides = [*torch.empty(*shape, 3).stride()]
+    strides[-2] = 999
+    place = torch.zeros(4096).as_strided((*shape, 3), strides)
+    assert place.is_contiguous()
+    normforge.quantised_rms_norm(x, **asked, y_scale=place)  # type: ignore[arg-type]
+    assert torch.equal(place.reshape(-1, 3), expected)
+
+
 def test_rows_on_two_strides_and_none_at_all() -> None:
     qkv = rows(3, 4, 128)
     check("rms", qkv[:, 1:3, :64], rows(64), group_size=32, out_dtype=E4M3)
