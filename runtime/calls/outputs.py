@@ -148,10 +148,26 @@ def group_scales(
         return make(tiled_shape(m, columns), dtype=dtype)
     if layout is ScaleLayout.ROW_MAJOR:
         return make((*leading, columns), dtype=dtype)
-    step = _TMA // dtype.itemsize
-    padded = make((columns, -(-m // step) * step), dtype=dtype)
+    padded = make((columns, _padded(m, dtype)), dtype=dtype)
     # What rows are padded by is no part of it.
     return padded[:, :m].t().view(*leading, columns)
+
+
+def group_strides(
+    leading: Sequence[int], m: int, columns: int, dtype: torch.dtype, layout: ScaleLayout
+) -> tuple[int, ...]:
+    """The strides of what `group_scales` returns of scales that are in no tiles."""
+    innermost, outermost = (columns, 1) if layout is ScaleLayout.ROW_MAJOR else (1, _padded(m, dtype))
+    strides = [innermost]
+    for size in reversed(leading[1:]):
+        strides.append(strides[-1] * size)
+    return (*reversed(strides[: len(leading)]), outermost)
+
+
+def _padded(m: int, dtype: torch.dtype) -> int:
+    """From one group's scales to the next one's in column-major order."""
+    step = _TMA // dtype.itemsize
+    return -(-m // step) * step
 
 
 def tiled_shape(m: int, columns: int) -> tuple[int, int]:

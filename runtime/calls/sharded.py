@@ -71,13 +71,36 @@ class Frame:
         """A rank's part of an operand, with a gradient that is one of the operand's; None of one that is not there."""
         if tensor is None:
             return None
-        # Of a scale there may be one for all rows.
-        is_one = kind is Kind.SCALE and tensor.numel() == 1
-        placements = self.of_vectors if kind.is_shared or is_one else self.of_rows
+        placements, of_gradient = self._lies(kind, tensor)
         whole: Any = tensor
         if whole.placements != placements:
             whole = whole.redistribute(placements=placements)
-        return whole.to_local(grad_placements=self.of_sums if kind.is_shared else self.of_rows)
+        return whole.to_local(grad_placements=of_gradient)
+
+    def _lies(self, kind: Kind, tensor: torch.Tensor) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
+        """The placements that an operand is to have, and those of its gradient."""
+        if kind is Kind.SAMPLES and tensor.dim() < self.like.dim():
+            return self._of_samples(tensor.dim() == 1)
+        if kind.is_shared:
+            return self.of_vectors, self.of_sums
+        # Of a scale there may be one for all rows.
+        is_one = kind is Kind.SCALE and tensor.numel() == 1
+        return self.of_vectors if is_one else self.of_rows, self.of_rows
+
+    def _of_samples(self, is_one: bool) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
+        """The same of one vector a sample, or one for all: dealt out where samples are, not where their rows are."""
+        both = zip(self.of_rows, self.of_vectors, self.of_sums, strict=True)
+        lies = [
+            (row, row) if getattr(row, "dim", None) == 0 and not is_one else (vector, total)
+            for row, vector, total in both
+        ]
+        placements, of_gradient = zip(*lies, strict=True)
+        return placements, of_gradient
+
+    @property
+    def deals(self) -> bool:
+        """Whether ranks have rows of their own."""
+        return self.of_rows != self.of_vectors
 
     def whole(self, kind: Kind, part: torch.Tensor) -> torch.Tensor:
         """What a rank's part of a result is of."""

@@ -191,7 +191,10 @@ for _name in parameters.QUANTISED.functions.values():
 _at_once |= grouped.register(_library, _NAMESPACE, _TAGS)
 called_at_once(_at_once)
 _RULED = _STRAIGHT | {
-    name: partial(neighbours.run_named, function=name) for name in parameters.GATED.functions.values()
+    name: partial(neighbours.run_named, function=name)
+    for family in parameters.FAMILIES
+    if family.neighbour
+    for name in family.functions.values()
 }
 # Who has no DTensors does not wait for them to be imported, which takes a second.
 when_imported("torch.distributed.tensor", partial(sharding.register, _library, _NAMESPACE, _RULED))

@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 
+from ..calls import group
 from ..calls.functions import FUNCTIONS, Function
+from ..calls.outputs import group_strides
 from ..calls.randomness import refuse_sharded
 from ..calls.row_layout import walkable
 from ..calls.sharded import Frame
 from ..codegen.families import Kind
+from ..codegen.values import ScaleLayout
 from ..errors import LayoutError
 from ..upstream.torch_dtensor import assembled
 from .twins import both
@@ -26,7 +29,7 @@ Straight = Mapping[str, Callable[..., Any]]
 
 
 def register(library: torch.library.Library, namespace: str, straight: Straight) -> None:
-    """Give every operator its rule. This imports DTensor.
+    """Give every operator of `FUNCTIONS` and GroupNorm's their rules. This imports DTensor.
 
     Args:
         library: where they are defined.
@@ -43,6 +46,15 @@ def register(library: torch.library.Library, namespace: str, straight: Straight)
             for defined, compute in both(own, function).items():
                 bound = partial(rule, FUNCTIONS[name], compute)
                 torch.library.register_torch_dispatch(f"{namespace}::{defined}", DTensor, bound, lib=library)
+    for name, group_rule in (
+        (group.FORWARD_OPERATOR, _sharded_group),
+        (group.BACKWARD_OPERATOR, _sharded_group_backward),
+    ):
+        for defined in both(name, group_rule):
+            # Each rank computes its samples by the operator itself, or its twin.
+            compute = getattr(getattr(torch.ops, namespace), defined).default
+            bound = partial(group_rule, compute)
+            torch.library.register_torch_dispatch(f"{namespace}::{defined}", DTensor, bound, lib=library)
 
 
 @torch.no_grad()
@@ -59,8 +71,13 @@ def _sharded(
     given = dict(zip(takes.passed, args, strict=True))
     frame = _frame(operator, given, takes)
     results = function(**_parts(frame, takes, given))
-    kinds = [row.kind for row in takes.family.results]
-    return [frame.whole(kind, part) for kind, part in zip(kinds, results, strict=True) if part is not None]
+    return [
+        _scales(frame, part, given)
+        if row.name == "y_scale" and "scale_layout" in given
+        else frame.whole(row.kind, part)
+        for row, part in zip(takes.family.results, results, strict=True)
+        if part is not None
+    ]
 
 
 @torch.no_grad()
@@ -101,8 +118,30 @@ def _parts(frame: Frame, takes: Function, given: Mapping[str, Any]) -> dict[str,
     for name, kind, _ in takes.tensors:
         part = frame.part(kind, given[name])
         # The whole has strides that a kernel can walk, and a part that was cut out of one need not have them.
-        parts[name] = walkable(part) if part is not None and kind is Kind.ROWS else part
+        parts[name] = walkable(part) if part is not None and kind.has_row_stride else part
     return parts
+
+
+def _scales(frame: Frame, part: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
+    """What a rank's scales are of, one a row or one a group: dealt out as the rows are, in the layout of each part.
+
+    Raises:
+        LayoutError: they are in tiles, and the rows of a tile are on several ranks.
+    """
+    x, layout = frame.like, ScaleLayout(given["scale_layout"])
+    columns = part.shape[x.dim() - 1 :]
+    if layout.swizzles:
+        if frame.deals:
+            raise LayoutError(
+                "scale_layout 'swizzled_128x4' was passed with rows that are sharded, and a tile has 128 rows of one "
+                "rank; pass each rank's part, x.to_local(), or another scale_layout"
+            )
+        return assembled(part, x, part.shape, frame.of_vectors)
+    if not columns:
+        return frame.whole(Kind.PER_ROW, part)
+    shape = torch.Size((*x.shape[:-1], *columns))
+    strides = group_strides(x.shape[:-1], x.numel() // x.shape[-1], columns[0], part.dtype, layout)
+    return assembled(part, x, shape, frame.of_rows, strides)
 
 
 def _written(frame: Frame, name: str, whole: Any) -> torch.Tensor:
@@ -120,3 +159,59 @@ def _nothing(frame: Frame) -> torch.Tensor:
     """What is returned in place of a result that was not asked for."""
     x = frame.like
     return assembled(x.to_local().new_empty(0), x, torch.Size([0]), frame.of_vectors)
+
+
+@torch.no_grad()
+def _sharded_group(
+    compute: Callable[..., Any], cls: type, operator: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
+) -> list[torch.Tensor]:
+    """What GroupNorm's operator returns of DTensors: each rank has samples, and statistics of those."""
+    x, weight, bias, *told = args
+    frame = Frame(str(operator), {"x": x, "weight": weight, "bias": bias}, x.dim() - 1)
+    vectors = [frame.part(Kind.VECTOR, vector) for vector in (weight, bias)]
+    y, *statistics = compute(_samples(frame, x), *vectors, *told)
+    found = [frame.whole(Kind.ROWS, y.contiguous())]
+    for part in statistics:
+        shape = torch.Size((part.shape[0], x.shape[0], part.shape[2]))
+        found.append(assembled(part, x, shape, _of_statistics(frame)))
+    return found
+
+
+@torch.no_grad()
+def _sharded_group_backward(
+    compute: Callable[..., Any], cls: type, operator: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
+) -> list[torch.Tensor]:
+    """What its backward operator returns, in the order in which gradients are listed; those of vectors are sums."""
+    dy, x, weight, bias, statistics, *told, wants = args
+    tensors = {"x": x, "dy": dy, "weight": weight, "bias": bias, "statistics": statistics}
+    frame = Frame(str(operator), tensors, x.dim() - 1)
+    rows = [_samples(frame, each) for each in (dy, x)]
+    vectors = [frame.part(Kind.VECTOR, vector) for vector in (weight, bias)]
+    lies = _of_statistics(frame)
+    whole = statistics if statistics.placements == lies else statistics.redistribute(placements=lies)
+    found = compute(*rows, *vectors, whole.to_local(), *told, wants)
+    shapes = {"dx": None, "dweight": weight, "dbias": bias}
+    due = [name for name, like in shapes.items() if name in wants and (name == "dx" or like is not None)]
+    made = []
+    for name, part in zip(due, found, strict=True):
+        like: Any = shapes[name]
+        if like is None:
+            made.append(frame.whole(Kind.ROWS, part.contiguous()))
+        else:
+            made.append(assembled(part, x, like.shape, frame.of_sums))
+    return made
+
+
+def _samples(frame: Frame, whole: torch.Tensor) -> torch.Tensor:
+    """A rank's samples, as the operator takes them."""
+    part: torch.Tensor = frame.part(Kind.ROWS, whole)
+    return part.contiguous() if group.are_channels_last(part) is None else part
+
+
+def _of_statistics(frame: Frame) -> tuple[Any, ...]:
+    """The placements of (2, B, groups), where samples are dealt out."""
+    from torch.distributed.tensor import Shard
+
+    return tuple(
+        [Shard(1) if row != vector else vector for row, vector in zip(frame.of_rows, frame.of_vectors, strict=True)]
+    )

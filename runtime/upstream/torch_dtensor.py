@@ -12,17 +12,20 @@ from torch.compiler import is_dynamo_compiling
 from .torch_autograd import applied
 
 
-def assembled(part: torch.Tensor, like: Any, shape: torch.Size, placements: Sequence[Any]) -> torch.Tensor:
+def assembled(
+    part: torch.Tensor, like: Any, shape: torch.Size, placements: Sequence[Any], strides: tuple[int, ...] | None = None
+) -> torch.Tensor:
     """The DTensor that this rank has a part of; its gradient is that of the part.
 
     Args:
-        part: contiguous.
+        part: contiguous, if no strides are given.
         like: a DTensor on the same mesh.
         shape: of the whole.
         placements: of the whole.
+        strides: of the whole; None if it is contiguous.
     """
-    if is_dynamo_compiling() or not _is_like(part, like, shape, placements):
-        described = {"run_check": False, "shape": shape, "stride": _contiguous(shape)}
+    if strides is not None or is_dynamo_compiling() or not _is_like(part, like, shape, placements):
+        described = {"run_check": False, "shape": shape, "stride": strides or _contiguous(shape)}
         made: torch.Tensor = type(like).from_local(part, like.device_mesh, placements, **described)
         return made
     if not part.requires_grad:

@@ -294,17 +294,18 @@ def test_outputs_of_the_callers(norm: str, size: int | None) -> None:
 @pytest.mark.parametrize("shape", [(2, 1), (3, 2, 1, 1), (1, 1)])
 def test_scales_of_groups_where_a_dimension_is_of_one_row(shape: tuple[int, ...]) -> None:
     """Its stride says nothing: of scales by columns, and of the caller's, which are contiguous whatever it is."""
-    x, asked = rows(*shape, 160), {"group_size": 64, "out_dtype": E4M3}
-    expected = normforge.quantised_rms_norm(x.view(-1, 160), **asked).y_scale  # type: ignore[arg-type]
+    x = rows(*shape, 160)
+    asked: dict[str, Any] = {"group_size": 64, "out_dtype": E4M3}
+    expected = normforge.quantised_rms_norm(x.view(-1, 160), **asked).y_scale
     assert expected is not None
-    found = normforge.quantised_rms_norm(x, **asked, scale_layout="column_major").y_scale  # type: ignore[arg-type]
+    found = normforge.quantised_rms_norm(x, **asked, scale_layout="column_major").y_scale
     assert found is not None
     assert torch.equal(found.reshape(-1, 3), expected)
     strides = [*torch.empty(*shape, 3).stride()]
     strides[-2] = 999
     place = torch.zeros(4096).as_strided((*shape, 3), strides)
     assert place.is_contiguous()
-    normforge.quantised_rms_norm(x, **asked, y_scale=place)  # type: ignore[arg-type]
+    normforge.quantised_rms_norm(x, **asked, y_scale=place)
     assert torch.equal(place.reshape(-1, 3), expected)
 
 

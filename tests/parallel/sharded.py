@@ -219,6 +219,131 @@ def gated_norms_are_of_each_ranks_rows() -> None:
             same(one, other, Shard(0))
 
 
+SAVES = {"save_mv": True}
+# How one vector a sample lies, and one a row, by how rows do; one for all is everywhere.
+SAMPLES: dict[tuple[int, ...], dict[Placement, Placement]] = {
+    (SHAPE[0], N): {Shard(0): Shard(0), Shard(1): Replicate()},
+    SHAPE: {Shard(0): Shard(0), Shard(1): Shard(1)},
+}
+
+
+@case
+def modulated_operators_are_of_each_ranks_rows() -> None:
+    """With no communication, be a modulation of samples that are sharded, of samples whose rows are, or of rows."""
+    rows = {"x": torch.randn(SHAPE), "residual": torch.randn(SHAPE)}
+    for shape in ((SHAPE[0], N), SHAPE, (N,)):
+        whole = rows | {name: torch.randn(shape) for name in ("scale", "shift", "gate")}
+        whole = {name: each.requires_grad_() for name, each in whole.items()}
+        for name in ("modulated_layer_norm", "modulated_rms_norm"):
+            expected = operated(name, whole | SAVES)
+            gradients = torch.autograd.grad(expected[0].square().sum() + expected[1].sum(), list(whole.values()))
+            for of_rows in (Shard(0), Shard(1), Replicate()):
+                of_samples = SAMPLES.get(shape, {}).get(of_rows, Replicate())
+                parts = {key: placed(each, of_rows if key in rows else of_samples) for key, each in whole.items()}
+                with communicates():
+                    found = operated(name, parts | SAVES)
+                for one, other in zip(found, expected, strict=True):
+                    same(one, other, of_rows)
+                made = torch.autograd.grad(found[0].square().sum() + found[1].sum(), list(parts.values()))
+                for one, other in zip(made, gradients, strict=True):
+                    assert isinstance(one, DTensor)
+                    torch.testing.assert_close(one.full_tensor(), other, rtol=1e-4, atol=1e-4)
+
+
+# What the quantised norms are called with; of vectors the name and a scale.
+_WIDE = 160
+QUANTISED: tuple[dict[str, Any], ...] = (
+    {"fquant": "static", "y_scale": 1},
+    {"fquant": "static", "y_scale": _WIDE, "residual": 1, "save_unquant": True, "out_dtype": torch.int8},
+    {"scale_ub": 1, "x_bias": _WIDE, "residual": 1},
+    {"fquant": "smooth_dynamic", "smooth_scale": _WIDE, "save_unquant": True},
+    {"group_size": 64, "residual": 1, "save_unquant": True},
+    {"group_size": 64, "scale_layout": "column_major"},
+    {"group_size": 64, "scale_format": "ue8m0_packed", "scale_layout": "column_major", "residual": 1},
+    {"group_size": 32, "scale_format": "ue8m0"},
+)
+
+
+@case
+def quantised_norms_are_of_each_ranks_rows() -> None:
+    """With no communication; scales lie with their rows, in the layout that each part would have by itself."""
+    shape = (2, 5, _WIDE)
+    for options in QUANTISED:
+        for name in ("quantised_layer_norm", "quantised_rms_norm"):
+            function = getattr(normforge, name)
+            kept = {"out_dtype": torch.float8_e4m3fn} | options
+            given: dict[str, Any] = {"weight": torch.rand(_WIDE) + 0.5} | {
+                vector: torch.rand(kept.pop(vector)) + 0.5
+                for vector in ("y_scale", "scale_ub", "x_bias", "smooth_scale")
+                if vector in kept
+            }
+            whole = {"x": torch.randn(shape)} | ({"residual": torch.randn(shape)} if kept.pop("residual", 0) else {})
+            expected = function(**whole, **given, **kept)
+            for rows in (Shard(0), Shard(1), Replicate()):
+                parts = {key: placed(each, rows) for key, each in whole.items()}
+                vectors = {key: placed(each, Replicate()) for key, each in given.items()}
+                with communicates():
+                    found = function(**parts, **vectors, **kept)
+                local = function(**{key: each.to_local() for key, each in parts.items()}, **given, **kept)
+                for one, other, alone in zip(found, expected, local, strict=True):
+                    assert (one is None) is (other is None)
+                    if one is not None:
+                        same(one, other, rows)
+                        assert one.stride() == other.stride()
+                        assert one.to_local().stride() == alone.stride()
+
+
+@case
+def quantised_outputs_go_where_they_are_told() -> None:
+    """Rows, their sum and their scales, each on its rank."""
+    x, residual = torch.randn(SHAPE), torch.randn(SHAPE)
+    by_columns: dict[str, Any] = {"group_size": 32, "scale_layout": "column_major"}
+    modes: tuple[dict[str, Any], ...] = ({}, by_columns)
+    for options in modes:
+        expected = normforge.quantised_rms_norm(x, residual=residual, **options)
+        rows = placed(x, Shard(1))
+        places: dict[str, Any] = {
+            "out": placed(torch.zeros(SHAPE, dtype=torch.int8), Shard(1)),
+            "residual_out": placed(residual, Shard(1)),
+            "y_scale": placed(torch.zeros(*SHAPE[:-1], 1), Shard(1)),
+        }
+        with communicates():
+            found = normforge.quantised_rms_norm(rows, residual=places["residual_out"], **options, **places)
+        assert expected.y_scale is not None
+        assert expected.residual_out is not None
+        assert (found.y, found.y_scale) == (places["out"], places["y_scale"])
+        same(found.y, expected.y, Shard(1))
+        same(found.residual_out, expected.residual_out, Shard(1))
+        same(found.y_scale, expected.y_scale.view(*SHAPE[:-1], 1), Shard(1))
+
+
+@case
+def quantised_norms_are_traced_with_dtensors() -> None:
+    x, weight = torch.randn(SHAPE), torch.rand(N)
+    options: dict[str, Any] = {"group_size": 32, "scale_layout": "column_major", "out_dtype": torch.float8_e4m3fn}
+    expected = normforge.quantised_rms_norm(x, weight, **options)
+    call = torch.compile(partial(normforge.quantised_rms_norm, **options), backend="aot_eager", fullgraph=True)
+    for rows in ROWS:
+        found = call(placed(x, rows), placed(weight, Replicate()))
+        assert expected.y_scale is not None
+        same(found.y, expected.y, rows)
+        same(found.y_scale, expected.y_scale, rows)
+
+
+@case
+def scales_in_tiles_are_of_rows_that_are_whole() -> None:
+    """A tile has 128 rows, and is of no rank's rows alone."""
+    x = torch.randn(2, 5, N)
+    options: dict[str, Any] = {"out_dtype": torch.float8_e4m3fn, "group_size": 32, "scale_format": "ue8m0"}
+    options["scale_layout"] = "swizzled_128x4"
+    expected = normforge.quantised_rms_norm(x, **options)
+    found = normforge.quantised_rms_norm(placed(x, Replicate()), **options)
+    assert expected.y_scale is not None
+    same(found.y, expected.y, Replicate())
+    same(found.y_scale, expected.y_scale, Replicate())
+    refused("to_local()", lambda: normforge.quantised_rms_norm(placed(x, Shard(1)), **options), errors.LayoutError)
+
+
 @case
 def operators_have_gradients_of_dtensors() -> None:
     """As traced calls have, and x_bias too, whose gradient is a sum over rows that lie in two dimensions."""
@@ -505,6 +630,28 @@ def torchs_own_style_of_one_input() -> None:
         same(y, cls(N)(x), Shard(1))
         assert isinstance(norm.weight.grad, DTensor)
         assert norm.weight.grad.placements == (Partial(),)
+
+
+@case
+def operators_of_group_norm_are_of_each_ranks_samples() -> None:
+    """With no communication, statistics and gradients too, and positions or channels innermost."""
+    for shape, memory in (((4, 8, 3), torch.contiguous_format), ((4, 8, 3, 2), torch.channels_last)):
+        x, dy = (torch.randn(shape).contiguous(memory_format=memory) for _ in range(2))
+        vectors = [torch.randn(8), torch.randn(8)]
+        told = (2, 1e-5, "silu")
+        expected = torch.ops.normforge.group_norm(x, *vectors, *told, None, True)
+        wants = ["dx", "dweight", "dbias"]
+        theirs = torch.ops.normforge.group_norm_backward(dy, x, *vectors, expected[1], *told, wants)
+        for of_x, of_statistics in ((Shard(0), Shard(1)), (Replicate(), Replicate())):
+            rows, whole = [placed(each, of_x) for each in (x, dy)], [placed(each, Replicate()) for each in vectors]
+            with communicates():
+                found = torch.ops.normforge.group_norm(rows[0], *whole, *told, None, True)
+                made = torch.ops.normforge.group_norm_backward(rows[1], rows[0], *whole, found[1], *told, wants)
+            same(found[0], expected[0], of_x)
+            same(found[1], expected[1], of_statistics)
+            sums = Replicate() if of_x == Replicate() else Partial()
+            for one, other, lies in zip(made, theirs, (of_x, sums, sums), strict=True):
+                same(one, other, lies)
 
 
 @case

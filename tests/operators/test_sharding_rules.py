@@ -1,0 +1,25 @@
+"""Every operator says what it does with DTensors; what the rules say is held by `tests.parallel`, on several ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._library.simple_registry import singleton
+
+from normforge.operators import registered
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
+
+# Operators without a rule, and why none can be kept.
+UNRULED: dict[str, str] = {}
+
+
+def test_every_operator_has_a_sharding_rule() -> None:
+    from torch.distributed.tensor import DTensor
+
+    assert registered.FORWARD
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("normforge::")]
+    assert len(names) > 20
+    unruled = {name for name in names if singleton.find(name).torch_dispatch_rules.find(DTensor) is None}
+    assert unruled == UNRULED.keys()
