@@ -43,6 +43,11 @@ WIDEN_FP16 = tl.constexpr(
     "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
 )
 
+# Write 32 bits or 8 where a predicate is, in PTX: each thread what it has, however many have the same. A store of
+# Triton's moves a chunk's scales between warps first, through shared memory and two barriers.
+PUT_32 = tl.constexpr("{ .reg .pred there; setp.ne.s32 there, $3, 0; @there st.global.b32 [$1], $2; mov.b32 $0, 0; }")
+PUT_8 = tl.constexpr("{ .reg .pred there; setp.ne.s32 there, $3, 0; @there st.global.b8 [$1], $2; mov.b32 $0, 0; }")
+
 # Values whose mean is the pivot of a row or a slice that is read once.
 HEAD = tl.constexpr(8)
 
@@ -471,15 +476,41 @@ def power_of_two(exponents):
 
 
 @triton.jit
-def store_scales(ptr, scales, start, group_stride, row_mask, N: tl.constexpr, SIZE: tl.constexpr, PACKS: tl.constexpr):
-    """Write the scales of the groups from column `start` on, those of PACKS neighbours side by side."""
+def store_scales(
+    ptr,
+    scales,
+    start,
+    group_stride,
+    row_mask,
+    N: tl.constexpr,
+    SIZE: tl.constexpr,
+    PACKS: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Write the scales of the groups from column `start` on, those of PACKS neighbours side by side.
+
+    With PTX each thread writes what it has, and threads that have the same the same.
+    """
     count: tl.constexpr = scales.shape[len(scales.shape) - 1]
     groups = (start // SIZE + tl.arange(0, count)).to(tl.int64)
     mask = groups * SIZE < N
     if row_mask is not None:
         groups = groups[None, :]
         mask = row_mask & mask[None, :]
-    tl.store(ptr + groups // PACKS * group_stride + groups % PACKS, scales, mask=mask)
+    places = ptr + groups // PACKS * group_stride + groups % PACKS
+    if PTX:
+        if scales.dtype == tl.float32:
+            bits = scales.to(tl.int32, bitcast=True)
+            text: tl.constexpr = PUT_32
+        else:
+            bits = scales.to(tl.int32)
+            text: tl.constexpr = PUT_8
+        there = mask.to(tl.int32)
+        tl.inline_asm_elementwise(
+            text, "=r,l,r,r", [places.to(tl.int64), bits, there], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        tl.store(places, scales, mask=mask)
 
 
 @triton.jit

@@ -10,7 +10,17 @@ import pytest
 
 from normforge.codegen.instance import Instance, Tile
 from normforge.codegen.model import Mode
-from normforge.codegen.values import Direction, DType, FusedAdd, FusedQuant, Norm, Part, Pipeline
+from normforge.codegen.values import (
+    Direction,
+    DType,
+    FusedAdd,
+    FusedQuant,
+    Norm,
+    Part,
+    Pipeline,
+    ScaleFormat,
+    ScaleGroup,
+)
 from normforge.kernels.tile_choice import window_tile
 
 from ..covering import every_mode, parametrize, uncovered
@@ -291,3 +301,18 @@ def test_fp8_is_converted_by_instruction_where_there_is_one(package: Path) -> No
     }
     instruction = "cvt.rn.satfinite.e4m3x2.f32"
     assert {name: instruction in ptx for name, ptx in texts.items()} == {"sm_80": False, "sm_90": True, "sm_100": True}
+
+
+@pytest.mark.parametrize("kind", [ScaleFormat.FLOAT, ScaleFormat.UE8M0, ScaleFormat.UE8M0_PACKED])
+def test_scales_of_groups_are_stored_by_threads_that_have_them(kind: ScaleFormat, package: Path) -> None:
+    """No barrier beyond those of a kernel whose scale is given: a warp of this tile has a group of each chunk."""
+    static = Mode(Norm.RMS, DType.BF16, DType.FP8_E4M3FN, FusedAdd.PRE_ADD_STORE, FusedQuant.STATIC)
+    grouped = replace(static, fquant=FusedQuant.DYNAMIC, group_size=ScaleGroup.G128, scale_format=kind)
+    tile = Tile(Pipeline.ONE_PASS, 1, 1024, 8)
+
+    def barriers(mode: Mode) -> int:
+        kernel = kernel_of(package, mode, tile.pipeline)
+        ptx = compile_kernel(kernel, instance_of(mode, 4096), 4096, SM_90, tile=tile).asm["ptx"]
+        return len(re.findall(r"bar\.sync", str(ptx)))
+
+    assert barriers(grouped) == barriers(static)
