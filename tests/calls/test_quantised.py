@@ -205,7 +205,8 @@ def test_what_is_rounded_first_is_what_a_reader_of_y_would_quantise(size: int | 
     assert made.y_scale is not None
     width = size or N
     y = torch.nn.functional.pad(made.unquantised.float(), (0, -N % width)).view(4, -1, width)
-    scale = y.abs().amax(-1) / 448.0
+    # A tensor, since on a card torch multiplies by a number's reciprocal.
+    scale = y.abs().amax(-1) / torch.full((), 448.0)
     assert torch.equal(made.y_scale.reshape(scale.shape), scale)
     q = (y * (1 / scale).unsqueeze(-1)).clamp(-448, 448).to(E4M3).flatten(-2)[..., :N]
     assert same_bits(made.y, q.contiguous())
@@ -341,14 +342,15 @@ def test_a_scale_a_row_and_no_more_is_the_call_that_there_was(norm: str) -> None
     "asked",
     [
         {"group_size": 64, "scale_layout": "column_major", "scale_format": "ue8m0_packed", "out_dtype": E4M3},
-        {"fquant": "static", "y_scale": torch.tensor([0.02]), "save_unquant": True},
-        {"group_size": "32", "quantise_rounded": True, "residual": rows(4, N)},
+        {"fquant": "static", "y_scale": lambda: torch.tensor([0.02]), "save_unquant": True},
+        {"group_size": "32", "quantise_rounded": True, "residual": lambda: rows(4, N)},
         SWIZZLED,
     ],
     ids=["packed", "static", "rounded", "swizzled"],
 )
 def test_a_traced_call_is_the_same(norm: str, asked: dict[str, Any]) -> None:
     x, weight = rows(4, N), rows(N)
+    asked = {name: value() if callable(value) else value for name, value in asked.items()}
     expected = FUNCTION[norm](x, weight, **asked)
     compiled = torch.compile(FUNCTION[norm], backend="aot_eager", fullgraph=True)
     for actual in (compiled(x, weight, **asked), compiled(x, weight, **asked, out=torch.empty_like(expected.y))):
