@@ -64,7 +64,7 @@ def modulated_layer_norm(
     Torch's operators compute a gradient of the gradient, the backward pass in a traced graph, and that of fewer than
     eight rows to a modulation.
 
-    Where kernels cannot run, torch's operators compute the same: see `layer_norm`; of DTensors too. Under
+    Where kernels cannot run, torch's operators compute the same: see `layer_norm`. Under
     torch.autocast y has the dtype that it has there.
 
     Args:

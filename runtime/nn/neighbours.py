@@ -14,8 +14,9 @@ from ..calls.backend import backend, left_to_torch
 from ..calls.check import check_normalised
 from ..calls.known import PLAIN
 from ..calls.neighbours import Neighbour, Operands, Options
-from ..calls.sharded import is_sharded
+from ..calls.sharded import Frame, is_sharded
 from ..calls.traced import intercepted, is_dynamo_compiling, keeps_for_recomputation, unrecorded
+from ..codegen.families import Kind
 
 # Torch's operators, given the tensors and the options.
 Instead = Callable[[Any, Any], Any]
@@ -33,7 +34,7 @@ def normalise(calls: Neighbour, instead: Instead, operands: Operands, options: O
     x = operands[0]
     check_tensor("x", x)
     kernel = backend(x) == "kernel"
-    left = left_to_torch(operands) or is_sharded(*operands)
+    left = left_to_torch(operands)
     with unrecorded():
         given = neighbours.named(calls, operands, options)
         check_normalised(calls.functions[options[0]], given, x.shape[-1:], kernel=kernel and not left)
@@ -42,9 +43,21 @@ def normalise(calls: Neighbour, instead: Instead, operands: Operands, options: O
     said = (options[0], *[float(value) if name in numbers else value for name, value in told])
     if not kernel or left:
         return instead(operands, said)
+    if is_sharded(*operands):
+        return _by_parts(calls, instead, operands, said)
     traced = is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation())
     # What is known is known by what was passed, and by what surrounds it.
     return (neighbours.normalise_traced if traced else neighbours.normalise)(calls, operands, said)
+
+
+def _by_parts(calls: Neighbour, instead: Instead, operands: Operands, options: Options) -> Any:
+    """A call of DTensors: each rank normalises its rows, as the call of plain tensors that it then is."""
+    frame = Frame(calls.functions[options[0]], dict(zip(calls.inputs, operands, strict=True)))
+    parts = tuple([frame.part(row.kind, part) for row, part in zip(calls.rows, operands, strict=True)])
+    made = normalise(calls, instead, parts, options)
+    if isinstance(made, tuple):
+        return tuple([frame.whole(Kind.ROWS, each) for each in made])
+    return frame.whole(Kind.ROWS, made)
 
 
 def is_handed_on(operands: Operands) -> bool:

@@ -172,19 +172,26 @@ def each_operator_with_each_tensor() -> None:
 
 
 @case
-def modulated_norms_are_torchs_operators() -> None:
-    """Samples are sharded with their rows, or rows of a sample and not its modulation."""
-    whole = [torch.randn(shape, requires_grad=True) for shape in (SHAPE, (SHAPE[0], N), (SHAPE[0], N))]
-    expected = normforge.modulated_layer_norm(*whole)
-    gradients = torch.autograd.grad(expected.square().sum(), whole)
-    for of_rows, of_samples in ((Shard(0), Shard(0)), (Shard(1), Replicate())):
-        parts = [placed(each, of_rows if each.dim() == len(SHAPE) else of_samples) for each in whole]
-        found = normforge.modulated_layer_norm(*parts)
-        # Of fewer samples than ranks torch's operators make replicas.
-        made = (found, *torch.autograd.grad(found.square().sum(), parts))
-        for one, other in zip(made, (expected, *gradients), strict=True):
-            assert isinstance(one, DTensor)
-            torch.testing.assert_close(one.full_tensor(), other, rtol=1e-4, atol=1e-4)
+def modulated_norms_are_of_each_ranks_rows() -> None:
+    """With no communication: samples are sharded with their rows, or rows of a sample and not its modulation."""
+    shapes = (SHAPE, (SHAPE[0], N), (SHAPE[0], N), (SHAPE[0], N), SHAPE)
+    whole = [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+    def both(tensors: list[Any]) -> list[Any]:
+        *operands, gate, residual = tensors
+        y = normforge.modulated_rms_norm(*operands)
+        outs = [y, *normforge.modulated_layer_norm(*operands, gate=gate, residual=residual)]
+        return [*outs, *torch.autograd.grad(outs, tensors, [2 * out.detach() for out in outs])]
+
+    expected = both(whole)
+    for of_rows, of_samples in ((Shard(0), Shard(0)), (Shard(1), Replicate()), (Replicate(), Replicate())):
+        lies = [of_rows if each.dim() == len(SHAPE) else of_samples for each in whole]
+        parts = [placed(each, placement) for each, placement in zip(whole, lies, strict=True)]
+        with communicates():
+            found = both(parts)
+        sums = [Partial() if of_rows == Shard(1) and each == of_samples else each for each in lies]
+        for one, other, placement in zip(found, expected, [of_rows] * 3 + sums, strict=True):
+            same(one, other, placement)
 
 
 @case
