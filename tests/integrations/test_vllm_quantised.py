@@ -256,6 +256,38 @@ def test_a_kernel_that_may_not_be_compiled_leaves_both_to_vllm(
     assert says == ["normforge leaves a norm and its quantisation to vLLM: it would have to be compiled"]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("layers", ["stand-in"], indirect=True)
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_on_a_card_and_in_a_captured_graph(layers: Any, case: Case) -> None:
+    """The kernels of norm and of both may have other tiles, whose sums differ in their last bits."""
+    norm, x, residual = layers.RMSNorm(N, dtype=torch.bfloat16).cuda(), rows(m=(300,)).cuda(), rows(m=(300,)).cuda()
+    own = quantiser(case.shape, **case.options)
+    given = {name: value.cuda() for name, value in case.layer.items()}
+    layer = linear(case.key, own, **given)
+    with torch.inference_mode():
+        plug.maybe_fused_norm_quant(norm, x, layer, residual)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found, summed = plug.maybe_fused_norm_quant(norm, x, layer, residual)
+        x.copy_(rows(m=(300,)))
+        graph.replay()
+        y, due = normalised(norm, x, residual)
+        data, scale = own.forward_native(y, given.get("input_scale"), *[given[name] for name in given if "ub" in name])
+    torch.testing.assert_close(summed, due, rtol=0, atol=0)
+    # A step of 16 bits at the greatest, behind which may be the next power of two.
+    tolerance = 1.0 if case.options.get("use_ue8m0") else 8e-3
+    torch.testing.assert_close(found.scale.reshape(scale.shape), scale, rtol=tolerance, atol=0)
+    near = (found.data.float() * _wide(found.scale)).sub(data.float() * _wide(scale)).abs()
+    assert (near <= 0.13 * data.float().abs() * _wide(scale) + 2e-3).double().mean() > 0.99
+
+
+def _wide(scale: torch.Tensor) -> torch.Tensor:
+    """As wide as rows are, where there is one a group."""
+    is_of_groups = scale.dim() > 1 and scale.shape[-1] > 1
+    return scale.repeat_interleave(128, -1)[..., :N] if is_of_groups else scale
+
+
 # TorchDynamo keeps the modules that it saw imported: in a process with stand-ins it has no use for others.
 @pytest.mark.parametrize("layers", ["stand-in"], indirect=True)
 def test_a_compiled_model_quantises_without_a_break(layers: Any) -> None:
