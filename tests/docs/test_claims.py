@@ -183,7 +183,14 @@ def test_the_tables_are_those_of_the_results() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "name"), [("tutorial", "benchmarks"), ("steps", "from_tutorial"), ("family", "benchmarks")]
+    ("what", "name"),
+    [
+        ("tutorial", "benchmarks"),
+        ("steps", "from_tutorial"),
+        ("family", "benchmarks"),
+        ("heads", "benchmarks"),
+        ("quantised", "benchmarks"),
+    ],
 )
 def test_tables_of_a_folder_of_their_own_are_those_of_its_results(what: str, name: str) -> None:
     """Before it has been measured there is nothing between the markers."""
@@ -194,9 +201,9 @@ def test_tables_of_a_folder_of_their_own_are_those_of_its_results(what: str, nam
     assert between == (render(found, picture_for(page, folder)) if found else "")
 
 
-def times_of(suite: str) -> dict[str, dict[str, Row]]:
-    """Of a suite of the family's folder: by cell and provider, those with a time."""
-    found = load(RESULTS / "h200-family", suite)
+def times_of(suite: str, folder: str = "family") -> dict[str, dict[str, Row]]:
+    """Of a suite of a folder: by cell and provider, those with a time."""
+    found = load(RESULTS / f"h200-{folder}", suite)
     assert found is not None
     return {cell: {name: row for name, row in found.of(cell).items() if row.ok} for cell in found.cells()}
 
@@ -214,40 +221,73 @@ def shares(suite: str, cells: str, but: str = "") -> list[float]:
 
 
 def over_torch(suite: str, cells: str) -> list[float]:
-    """Times eager torch's speed, where that has a time."""
-    found = [of for cell, of in times_of(suite).items() if fnmatch(cell, cells) and "eager" in of]
-    return [of["eager"].us / of[PROJECT].us for of in found]
+    """Times eager torch's speed, where that has a time, of a run of its own."""
+    torchs = times_of(suite, "family-torch")
+    found = [(of, torchs[cell]) for cell, of in times_of(suite).items() if fnmatch(cell, cells)]
+    return [theirs["eager"].us / of[PROJECT].us for of, theirs in found if "eager" in theirs]
 
 
 def test_what_stands_around_a_norm_is_as_fast_as_the_results_say() -> None:
     text = said(BENCHMARKS)
     forward, backward = (shares("gated", f"{task}/rms*", "*projected*") for task in ("gated", "gated_backward"))
     assert f"forward at {span(forward)} % of a copy's throughput, backward at {span(backward)} %" in text
-    forward, backward = (shares("gated", f"{task}/ln*") for task in ("gated", "gated_backward"))
-    assert f"gated LayerNorm with N = 128 at {forward[0]:.0f} and {backward[0]:.0f} %" in text
-    assert f"{span(over_torch('gated', '*x128'))} times eager torch at N = 128" in text
+    assert f"gated LayerNorm with N = 128 forward at {shares('gated', 'gated/ln*')[0]:.0f} %" in text
+    assert f"{span(over_torch('gated', 'gated/*x128'))} times eager torch, forward at N = 128" in text
     forward, backward = (shares("modulated", f"{task}/*") for task in ("modulated", "modulated_backward"))
-    assert f"{span(forward)} % forward and {span(backward)} % backward" in text
-    assert f"{span(over_torch('modulated', '*'))} times eager torch" in text
-    assert f"{span(over_torch('groupnorm', '*_last/*'))} times as fast as eager torch with channels_last" in text
+    times = span(over_torch("modulated", "modulated/*"))
+    assert f"{span(forward)} % forward, {times} times eager torch, and up to {max(backward):.0f} % backward" in text
+    forward, last = shares("groupnorm", "group/*", "*_last/*"), shares("groupnorm", "group/*_last/*")
+    assert f"{span(forward)} % of a copy with positions innermost, {span(last)} % with channels_last" in text
+    assert f"{span(over_torch('groupnorm', 'group/*'))} times as fast as eager torch" in text
 
 
-def test_what_dropout_and_groups_cost_is_what_the_results_say() -> None:
-    text, dropout = said(BENCHMARKS), times_of("dropout")
-    added = {
-        cell: of[PROJECT].us / dropout[cell.replace("drop_add/", "add/")][PROJECT].us
+def test_cells_that_waited_for_the_host_are_named() -> None:
+    text, gated, modulated = said(BENCHMARKS), times_of("gated"), times_of("modulated")
+    for times, cell, form in (
+        (gated, "gated_backward/ln_bf16/262144x128", "{:.0f} to {:.0f} µs between the fifths"),
+        (modulated, "modulated_backward/ln_bf16/32768x1152", "modulation 32768×1152 {:.0f} to {:.0f}"),
+        (modulated, "modulated_backward/ln_bf16_gated/32768x1152", "and {:.0f} to {:.0f} with a gate"),
+    ):
+        row = times[cell][PROJECT]
+        assert form.format(row.us_p20, row.us_p80) in text
+
+
+def test_what_a_dropout_costs_is_what_the_results_say() -> None:
+    dropout = times_of("dropout")
+    longer = [
+        100 * (of[PROJECT].us / dropout[cell.replace("drop_add/", "add/")][PROJECT].us - 1)
         for cell, of in dropout.items()
         if cell.startswith("drop_add/")
-    }
-    whole = [100 * (added[f"drop_add/rms_bf16/{shape}"] - 1) for shape in ("131072x1024", "16384x8192")]
-    assert f"{whole[0]:.0f} and {whole[1]:.0f} % longer than the add and norm alone" in text
-    assert f"up to {max(added.values()):.1f} times as long" in text
-    slow = times_of("groupnorm")["group/gn_bf16_silu/16x320x64x64"]
-    assert f"took {slow[PROJECT].us:.0f} µs, torch {slow['eager'].us:.0f}" in text
+    ]
+    assert f"{span(longer)} % longer than the add and norm alone" in said(BENCHMARKS)
+
+
+def test_what_engines_have_quantised_is_as_fast_as_the_results_say() -> None:
+    text, found = said(BENCHMARKS), load(RESULTS / "h200-quantised", "quantised")
+    assert found is not None
+    for cells, form in (("*_g128/*", "{} % of a copy's throughput"), ("*_two/*", "With y in bf16 as well {} %")):
+        ours = [found.of(cell)[PROJECT] for cell in found.cells() if fnmatch(cell, cells)]
+        assert form.format(span([100 * (found.ratio_to_copy(row) or 0) for row in ours])) in text
+    many, few = times_of("quantised", "quantised"), times_of("quantised-decode", "quantised")
+    for times, form in ((many, "{} times torch.compile"), (few, "{} times as fast as torch.compile")):
+        lead = [of["compile"].us / of[PROJECT].us for cell, of in times.items() if "_g128/" in cell]
+        assert form.format(span(lead, ".1f")) in text
+    longer = [100 * (of[PROJECT].us / few[cell.replace("g128", "row")][PROJECT].us - 1) for cell, of in few.items()]
+    assert f"{span([one for one in longer if one])} % longer than with a scale a row" in text
+
+
+def test_an_operators_cost_is_what_the_results_say() -> None:
+    table = (RESULTS / "h200-operators/operators.txt").read_text()
+    cells = [[cell.strip() for cell in line.split("|")[1:4]] for line in table.splitlines() if line.startswith("| a")]
+    us = {name: found for _, name, found in cells}
+    text = said(ROOT / "docs" / "design.md")
+    assert f"takes {us['M fixed']} µs, {us['M varies']} where M varies" in text
+    assert f"`rmsnorm2d_fwd` {us['rmsnorm2d_fwd']} and `F.rms_norm` {us['F.rms_norm']}" in text
+    assert f"the operator itself takes {us['operator']}." in text
 
 
 def test_the_table_of_jax_is_that_of_the_results() -> None:
-    lines = [line for line in (RESULTS / "h200-family/jax.csv").read_text().splitlines() if line[0] != "#"]
+    lines = [line for line in (RESULTS / "h200-jax/jax.csv").read_text().splitlines() if line[0] != "#"]
     us: dict[str, dict[str, float]] = {}
     for row in csv.DictReader(lines):
         us.setdefault(row["case"], {})[row["way"]] = float(row["us"])
