@@ -71,11 +71,18 @@ def _forms(kind: Mode) -> tuple[dict[str, Any], ...]:
     """What may be asked besides of modes that differ from one in the sum, x's bias or the cast alone."""
     bools = (False, True)
     forms = []
-    for values in itertools.product(ScaleGroup, ScaleFormat, ScaleLayout, bools, bools, bools):
-        names = ("group_size", "scale_format", "scale_layout", "scale_ub", "quantise_rounded", "save_unquant")
-        form: dict[str, Any] = dict(zip(names, values, strict=True))
+    # What is fp4 has no plain form; its forms stand with those of one fp8.
+    dtypes = (kind.dtype_out, *((DType.FP4_E2M1FN,) if kind.dtype_out is DType.FP8_E4M3FN else ()))
+    scales = ("dtype_out", "group_size", "scale_format", "scale_layout")
+    for values in itertools.product(dtypes, ScaleGroup, ScaleFormat, ScaleLayout):
+        scaled: dict[str, Any] = dict(zip(scales, values, strict=True))
         with suppress(IllegalCombinationError):
-            # What is as it was is yielded as the mode itself.
-            if replace(kind, **form) != replace(kind, save_unquant=False):
-                forms.append(form)
+            # None of its forms is legal where this is not.
+            replace(kind, **scaled)
+            for bound, rounded, unquantised in itertools.product(bools, bools, bools):
+                form = scaled | {"scale_ub": bound, "quantise_rounded": rounded, "save_unquant": unquantised}
+                with suppress(IllegalCombinationError):
+                    # What is as it was is yielded as the mode itself.
+                    if replace(kind, **form) != replace(kind, save_unquant=False):
+                        forms.append(form)
     return tuple(forms)

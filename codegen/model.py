@@ -51,12 +51,13 @@ _SUFFIXES: dict[str, dict[Any, str]] = {
         FusedQuant.STATIC: "_sq",
         FusedQuant.STATIC_COLUMN: "_scq",
     },
-    "group_size": {ScaleGroup.NONE: "", ScaleGroup.G32: "_g32", ScaleGroup.G64: "_g64", ScaleGroup.G128: "_g128"},
+    "group_size": {size: f"_g{size.value}" if size.code else "" for size in ScaleGroup},
     "scale_format": {
         ScaleFormat.FLOAT: "",
         ScaleFormat.UE8M0_FLOAT: "_ue8m0f",
         ScaleFormat.UE8M0: "_ue8m0",
         ScaleFormat.UE8M0_PACKED: "_ue8m0p",
+        ScaleFormat.E4M3: "_e4m3",
     },
     "scale_layout": {ScaleLayout.ROW_MAJOR: "", ScaleLayout.SWIZZLED_128X4: "_swz"},
     "scale_ub": {False: "", True: "_ub"},
@@ -66,6 +67,10 @@ _SUFFIXES: dict[str, dict[Any, str]] = {
     "scale_dtype": {DType.FP32: "", DType.FP16: "_sfp16", DType.BF16: "_sbf16"},
     "save_mv": {False: "", True: "_mv"},
 }
+
+
+# What block-scaled products read in tiles: MXFP8 and NVFP4.
+_SWIZZLED = ((ScaleGroup.G32, ScaleFormat.UE8M0), (ScaleGroup.G16, ScaleFormat.E4M3))
 
 
 @cache
@@ -158,6 +163,13 @@ class Mode:
                 f"dropout is of x before a residual is added to it, and fadd is {self.fadd.value}; "
                 "use fadd pre_add_store or pre_add, or leave dropout out"
             )
+        nvfp4 = (self.dtype_out.is_fp4, self.group_size is ScaleGroup.G16, self.scale_format.takes_global)
+        if any(nvfp4) and not all(nvfp4):
+            raise IllegalCombinationError(
+                f"dtype_out {self.dtype_out.value}, group_size {self.group_size.value} and scale_format "
+                f"{self.scale_format.value} do not go together; use fp4_e2m1fn, 16 and e4m3, which are NVFP4, or none "
+                "of those"
+            )
         if self.scale_layout is not self.scale_layout.of_kernels:
             raise IllegalCombinationError(
                 f"scale_layout {self.scale_layout.value} has the kernels of {self.scale_layout.of_kernels.value}, "
@@ -191,13 +203,11 @@ class Mode:
                 f"{self.group_size.value}, dtype_out {self.dtype_out.value}; use group_size 32, 64 or 128 with fp8, or "
                 "scale_format float"
             )
-        if self.scale_layout.swizzles and not (
-            self.group_size is ScaleGroup.G32 and self.scale_format is ScaleFormat.UE8M0
-        ):
+        if self.scale_layout.swizzles and (self.group_size, self.scale_format) not in _SWIZZLED:
             raise IllegalCombinationError(
-                f"scale_layout {self.scale_layout.value} is of MXFP8's scales, and group_size is "
+                f"scale_layout {self.scale_layout.value} is of the scales of MXFP8 and NVFP4, and group_size is "
                 f"{self.group_size.value}, scale_format {self.scale_format.value}; use group_size 32 with scale_format "
-                "ue8m0, or leave scale_layout out"
+                "ue8m0, or 16 with e4m3, or leave scale_layout out"
             )
         if self.fquant.is_static and (self.group_size.code or self.scale_ub):
             raise IllegalCombinationError(
@@ -302,7 +312,7 @@ class Mode:
     @property
     def has_float_groups(self) -> bool:
         """Whether groups of a row have scales that are floats, be they powers of two."""
-        return bool(self.group_size.code) and not self.scale_format.stores_exponents
+        return bool(self.group_size.code) and not self.scale_format.stores_bytes
 
     @property
     def has_scale_strides(self) -> bool:
@@ -464,6 +474,8 @@ class Mode:
         if self.scale_format.rounds_up:
             packed = ", packed" if self.scale_format.packs > 1 else ""
             words.append(f"with {'fp32 ' if not self.scale_format.stores_exponents else ''}powers of two{packed}")
+        if self.scale_format.takes_global:
+            words.append("with e4m3 scales under a global one")
         if self.scale_layout.swizzles:
             words.append("in tiles of 128x4")
         return " ".join(words)

@@ -535,6 +535,18 @@ QUANTISED = Family(
             functional=True,
         ),
         Parameter(
+            "global_scale",
+            Kind.VALUE,
+            default=_each("None"),
+            meaning=_first(
+                "one fp32 value on x's device, which NVFP4's scales are multiplied by before they are rounded."
+            ),
+            wanted="scale_format.takes_global",
+            absent="scale_format 'e4m3' has scales under a global_scale and none was passed; pass one fp32 value",
+            unused="global_scale was passed and scale_format {scale_format!r} reads none; pass scale_format='e4m3'",
+            functional=True,
+        ),
+        Parameter(
             "scale_ub",
             Kind.VALUE,
             default=_each("None"),
@@ -550,7 +562,7 @@ QUANTISED = Family(
             "group_size",
             Kind.WORD,
             default=_each('"none"'),
-            meaning=_first('"none" (0), "32", "64" or "128": how many neighbours of a row share a scale.'),
+            meaning=_first('"none" (0), "16", "32", "64" or "128": how many neighbours of a row share a scale.'),
             words=ScaleGroup,
             axis="group_size",
             functional=True,
@@ -559,7 +571,7 @@ QUANTISED = Family(
             "scale_format",
             Kind.WORD,
             default=_each('"float"'),
-            meaning=_first('"float", or powers of two: "ue8m0_float", "ue8m0" or "ue8m0_packed".'),
+            meaning=_first('"float", powers of two ("ue8m0_float", "ue8m0" or "ue8m0_packed"), or "e4m3".'),
             words=ScaleFormat,
             axis="scale_format",
             functional=True,

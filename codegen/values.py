@@ -52,10 +52,11 @@ class DType(Enum):
     FP8_E4M3FN = "fp8_e4m3fn"
     FP8_E4M3FNUZ = "fp8_e4m3fnuz"
     FP8_E5M2 = "fp8_e5m2"
+    FP4_E2M1FN = "fp4_e2m1fn"
 
     @property
     def itemsize(self) -> int:
-        """Bytes an element."""
+        """Bytes an element, or as many as share a byte."""
         return {DType.FP32: 4, DType.FP16: 2, DType.BF16: 2}.get(self, 1)
 
     @property
@@ -75,8 +76,18 @@ class DType(Enum):
 
     @property
     def is_fp8(self) -> bool:
-        """Whether elements are small floats, which say little without a scale."""
-        return self.is_quantised and not self.is_int
+        """Whether elements are floats of 8 bits, which say little without a scale."""
+        return self.is_quantised and not (self.is_int or self.is_fp4)
+
+    @property
+    def is_fp4(self) -> bool:
+        """Whether elements are floats of 4 bits."""
+        return self is DType.FP4_E2M1FN
+
+    @property
+    def packs(self) -> int:
+        """How many neighbouring elements make one of what is stored."""
+        return 2 if self.is_fp4 else 1
 
     @property
     def is_int(self) -> bool:
@@ -89,6 +100,7 @@ _QMAX = {
     DType.FP8_E4M3FN: 448.0,
     DType.FP8_E4M3FNUZ: 240.0,
     DType.FP8_E5M2: 57344.0,
+    DType.FP4_E2M1FN: 6.0,
 }
 
 
@@ -164,6 +176,7 @@ class ScaleGroup(Enum):
     """How many neighbours of a row share a scale: all of them, or so many, the last group being what is left."""
 
     NONE = "none"
+    G16 = "16"
     G32 = "32"
     G64 = "64"
     G128 = "128"
@@ -175,22 +188,36 @@ class ScaleGroup(Enum):
 
 
 class ScaleFormat(Enum):
-    """What scales of groups are stored as: floats, or powers of two of which the exponent alone may be stored."""
+    """What scales of groups are stored as: floats, powers of two, of which the exponent alone may be stored, or e4m3.
+
+    Those are NVFP4's: of 8 bits, under one fp32 scale for all.
+    """
 
     FLOAT = "float"
     UE8M0_FLOAT = "ue8m0_float"
     UE8M0 = "ue8m0"
     UE8M0_PACKED = "ue8m0_packed"
+    E4M3 = "e4m3"
 
     @property
     def rounds_up(self) -> bool:
         """Whether scales are rounded up to powers of two."""
-        return self is not ScaleFormat.FLOAT
+        return self not in (ScaleFormat.FLOAT, ScaleFormat.E4M3)
 
     @property
     def stores_exponents(self) -> bool:
-        """Whether a scale is a byte."""
+        """Whether a scale is stored as an exponent."""
         return self in (ScaleFormat.UE8M0, ScaleFormat.UE8M0_PACKED)
+
+    @property
+    def takes_global(self) -> bool:
+        """Whether scales stand under one that is given."""
+        return self is ScaleFormat.E4M3
+
+    @property
+    def stores_bytes(self) -> bool:
+        """Whether a scale is a byte."""
+        return self.stores_exponents or self.takes_global
 
     @property
     def packs(self) -> int:
@@ -341,4 +368,4 @@ INPUT_DTYPES = (DType.FP16, DType.BF16, DType.FP32)
 FP8_INPUT_DTYPES = (DType.FP8_E4M3FN, DType.FP8_E5M2)
 QUANTISED_DTYPES = (DType.INT8, DType.FP8_E4M3FN, DType.FP8_E4M3FNUZ, DType.FP8_E5M2)
 # What engines scale by groups, by given scales or with a second output; e4m3fnuz is of ROCm's older GPUs alone.
-SERVED_DTYPES = (DType.INT8, DType.FP8_E4M3FN, DType.FP8_E5M2)
+SERVED_DTYPES = (DType.INT8, DType.FP8_E4M3FN, DType.FP8_E5M2, DType.FP4_E2M1FN)

@@ -115,6 +115,14 @@ def row_offset(rows, row_stride, ROW_ALIGNMENT: tl.constexpr):
 
 
 @triton.jit
+def pair_offset(rows, row_stride, ROW_ALIGNMENT: tl.constexpr):
+    """The same in bytes that hold two elements each."""
+    half: tl.constexpr = (ROW_ALIGNMENT + 1) // 2
+    offset = row_offset(rows, row_stride, ROW_ALIGNMENT) // 2
+    return tl.multiple_of(offset, (half, half) if len(offset.shape) == 2 else half)
+
+
+@triton.jit
 def row_group(rows, every, multiplier, shift):
     """In which group of `every` rows each row is.
 
@@ -476,28 +484,26 @@ def power_of_two(exponents):
 
 
 @triton.jit
-def store_scales(
-    ptr,
-    scales,
-    start,
-    group_stride,
-    row_mask,
-    N: tl.constexpr,
-    SIZE: tl.constexpr,
-    PACKS: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """Write the scales of the groups from column `start` on, those of PACKS neighbours side by side.
+def e4m3_under(global_scale, amax_bits, QMAX: tl.constexpr):
+    """The codes of amax / QMAX times a global scale in e4m3, saturated at 448; NaN where amax is no number."""
+    scale = tl.div_rn(amax_bits.to(tl.float32, bitcast=True), QMAX) * global_scale
+    is_none = (amax_bits >= 0x7F800000) | (scale != scale)
+    return tl.where(is_none, 0x7F, fp8_byte(tl.minimum(scale, 448.0), 3, 7))
 
-    With PTX each thread writes what it has, and threads that have the same the same.
+
+@triton.jit
+def inverse_under(global_scale, codes):
+    """What values are multiplied by: the global scale over that of e4m3 codes.
+
+    Where that is 0 no value is more than 6 * 2**-10 times the global scale's inverse, and 1 leaves 0 of it.
     """
-    count: tl.constexpr = scales.shape[len(scales.shape) - 1]
-    groups = (start // SIZE + tl.arange(0, count)).to(tl.int64)
-    mask = groups * SIZE < N
-    if row_mask is not None:
-        groups = groups[None, :]
-        mask = row_mask & mask[None, :]
-    places = ptr + groups // PACKS * group_stride + groups % PACKS
+    scale = from_fp8_byte(codes, 3, 7, 0x7E)
+    return tl.div_rn(global_scale, tl.where(scale == 0.0, 1.0, scale))
+
+
+@triton.jit
+def put(places, scales, mask, PTX: tl.constexpr):
+    """Write fp32 values or bytes; with PTX each thread what it has, and threads that have the same the same."""
     if PTX:
         if scales.dtype == tl.float32:
             bits = scales.to(tl.int32, bitcast=True)
@@ -514,8 +520,30 @@ def store_scales(
 
 
 @triton.jit
-def swizzle_scales(ptr, codes, rows, start, row_mask, N: tl.constexpr, SIZE: tl.constexpr):
-    """Write bytes of scales, those of the groups from column `start` on, into tiles of 128 rows by 4 groups.
+def store_scales(
+    ptr,
+    scales,
+    start,
+    group_stride,
+    row_mask,
+    N: tl.constexpr,
+    SIZE: tl.constexpr,
+    PACKS: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Write the scales of the groups from column `start` on, those of PACKS neighbours side by side; see `put`."""
+    count: tl.constexpr = scales.shape[len(scales.shape) - 1]
+    groups = (start // SIZE + tl.arange(0, count)).to(tl.int64)
+    mask = groups * SIZE < N
+    if row_mask is not None:
+        groups = groups[None, :]
+        mask = row_mask & mask[None, :]
+    put(ptr + groups // PACKS * group_stride + groups % PACKS, scales, mask, PTX)
+
+
+@triton.jit
+def swizzle_scales(ptr, codes, rows, start, row_mask, N: tl.constexpr, SIZE: tl.constexpr, PTX: tl.constexpr):
+    """Write bytes of scales, those of the groups from column `start` on, into tiles of 128 rows by 4 groups; see `put`.
 
     Tiles stand row by row, each of 512 bytes: row r's four are at 16 * (r % 32) + 4 * (r // 32), as cuBLAS reads them
     (https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout).
@@ -529,7 +557,7 @@ def swizzle_scales(ptr, codes, rows, start, row_mask, N: tl.constexpr, SIZE: tl.
         mask = row_mask & mask[None, :]
     tile = rows // 128 * tiles + groups // 4
     within = rows % 32 * 16 + rows % 128 // 32 * 4 + groups % 4
-    tl.store(ptr + tile * 512 + within, codes, mask=mask)
+    put(ptr + tile * 512 + within, codes, mask, PTX)
 
 
 @triton.jit
@@ -561,14 +589,13 @@ def to_int8_truncated(q, dtype: tl.constexpr):
 
 
 @triton.jit
-def fp8_byte(q, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """Encode finite, saturated values as sign, exponent and MANTISSA bits, rounded to nearest even, for any target.
+def magnitude_code(q, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """Encode finite, saturated |q| as an exponent and MANTISSA bits, rounded to nearest even, for any target.
 
     Normal values round by adding just under half of the last kept bit. Subnormal ones round in an fp32 addition to
     a power of two whose last bit weighs as much as the format's smallest step.
     """
-    bits = q.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
+    magnitude = q.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     dropped: tl.constexpr = 23 - MANTISSA
     half: tl.constexpr = (1 << (dropped - 1)) - 1
     normal = (magnitude + half + ((magnitude >> dropped) & 1)) >> dropped
@@ -577,8 +604,13 @@ def fp8_byte(q, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     step: tl.constexpr = 2.0 ** (1 - BIAS + dropped)
     subnormal = (tl.abs(q) + step).to(tl.int32, bitcast=True) - step_bits
     smallest_normal: tl.constexpr = (127 + 1 - BIAS) << 23
-    code = tl.where(magnitude < smallest_normal, subnormal, normal)
-    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return tl.where(magnitude < smallest_normal, subnormal, normal)
+
+
+@triton.jit
+def fp8_byte(q, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """The byte of a value's sign and `magnitude_code`."""
+    return (magnitude_code(q, MANTISSA, BIAS) | ((q.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
@@ -600,6 +632,28 @@ def to_fp8_e4m3fnuz(q, dtype: tl.constexpr):
     """Saturate at 240 and convert in integer arithmetic; what would be negative zero is NaN, so zero has no sign."""
     code = fp8_byte(tl.minimum(tl.maximum(q, -240.0), 240.0), 3, 8)
     return tl.where(code == 0x80, 0, code).to(dtype)
+
+
+@triton.jit
+def to_fp4_e2m1fn(q):
+    """Saturate at 6 and encode in integer arithmetic, as four bits."""
+    q = tl.minimum(tl.maximum(q, -6.0), 6.0)
+    return magnitude_code(q, 1, 1) | ((q.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def store_pairs(ptr, codes, start, mask, row_mask, N: tl.constexpr):
+    """Write four bits each from column `start` on, two neighbours to a byte, the first in its lower half."""
+    width: tl.constexpr = codes.shape[len(codes.shape) - 1]
+    pairs = start // 2 + tl.arange(0, width // 2)
+    if row_mask is None:
+        low, high = tl.split(tl.reshape(codes, (width // 2, 2)))
+        pair_mask = None if mask is None else pairs < N // 2
+    else:
+        low, high = tl.split(tl.reshape(codes, (codes.shape[0], width // 2, 2)))
+        pairs = pairs[None, :]
+        pair_mask = row_mask & (pairs < N // 2)
+    tl.store(ptr + pairs, (low | (high << 4)).to(tl.uint8), mask=pair_mask)
 
 
 @triton.jit

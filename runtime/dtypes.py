@@ -14,6 +14,7 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.FP8_E4M3FN: torch.float8_e4m3fn,
     DType.FP8_E4M3FNUZ: torch.float8_e4m3fnuz,
     DType.FP8_E5M2: torch.float8_e5m2,
+    DType.FP4_E2M1FN: torch.float4_e2m1fn_x2,
 }
 
 # What scales of groups are stored in.
@@ -22,6 +23,7 @@ SCALE_DTYPES: dict[ScaleFormat, torch.dtype] = {
     ScaleFormat.UE8M0_FLOAT: torch.float32,
     ScaleFormat.UE8M0: torch.float8_e8m0fnu,
     ScaleFormat.UE8M0_PACKED: torch.int32,
+    ScaleFormat.E4M3: torch.float8_e4m3fn,
 }
 
 DTYPES: dict[torch.dtype, DType] = {value: key for key, value in TORCH_DTYPES.items()}

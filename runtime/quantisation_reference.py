@@ -28,6 +28,7 @@ class ReferenceQuantised(NamedTuple):
         terms: see `ReferenceOutput`; of z.
         size: neighbours that share a scale.
         kind: what scales are stored as.
+        global_scale: what scales stand under, if they do.
     """
 
     y: torch.Tensor
@@ -41,6 +42,7 @@ class ReferenceQuantised(NamedTuple):
     terms: torch.Tensor
     size: int
     kind: ScaleFormat
+    global_scale: torch.Tensor | None = None
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """A value a group as one an element."""
@@ -60,6 +62,10 @@ def quantised_rms_norm(x: torch.Tensor, weight: Any = None, **others: Any) -> Re
     """The same of `normforge.quantised_rms_norm`."""
     return _quantised(rmsnorm2d_fwd, x, weight, others)
 
+
+# The largest number of scales in e4m3, and what leaves nothing of any value that is divided by it.
+E4M3_MAX = 448.0
+VANISHING = 2.0**1000
 
 # How far off fp32's z may be, in units of what its terms add up to without their signs: four roundings. Where terms
 # cancel, that is several of e5m2's steps, the finest of which is 2**-32 of a row's largest value.
@@ -94,13 +100,25 @@ def _quantised(
     amax = _in_groups(z.abs(), size).amax(-1)
     if asked.get("scale_ub") is not None:
         amax = torch.where(amax.isnan(), amax, torch.minimum(amax, asked["scale_ub"].double()))
-    scale = scale_of(amax, out.qmax, kind).repeat_interleave(size, -1)[..., : z.shape[-1]]
+    above = asked.get("global_scale")
+    scale = scale_of(amax, out.qmax, kind, above).repeat_interleave(size, -1)[..., : z.shape[-1]]
     if word(FusedQuant, "fquant", asked.get("fquant", "dynamic")).is_static:
         given = asked["column_scale"] if asked.get("static_scale") is None else asked["static_scale"]
         scale = given.double().expand(z.shape)
     y, unquantised = quantise(z / scale, out), rows.z.to(x.dtype)
     return ReferenceQuantised(
-        y, rows.residual_out, scale, unquantised, z, amax, unsure, unquantised_open, terms, size, kind
+        packed(y) if out.is_fp4 else y,
+        rows.residual_out,
+        scale,
+        unquantised,
+        z,
+        amax,
+        unsure,
+        unquantised_open,
+        terms,
+        size,
+        kind,
+        above,
     )
 
 
@@ -110,12 +128,33 @@ def _in_groups(values: torch.Tensor, size: int) -> torch.Tensor:
     return padded.reshape(*values.shape[:-1], -1, size)
 
 
-def scale_of(amax: torch.Tensor, qmax: float, kind: ScaleFormat) -> torch.Tensor:
-    """The scales of some maxima, in fp32 and as they are stored."""
+def scale_of(
+    amax: torch.Tensor, qmax: float, kind: ScaleFormat, global_scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The scales of some maxima, in fp32 and as they are stored; of those under a global one what they come to."""
+    if global_scale is not None:
+        stored = (amax / qmax * global_scale.double()).clamp(max=E4M3_MAX).float().to(torch.float8_e4m3fn)
+        return under(global_scale, torch.where(amax.isfinite(), stored.double(), torch.nan))
     scale = (amax / qmax).float()
     # What is left of zeros, and what fp32 cannot invert, is no scale.
     scale = torch.where(scale < torch.finfo(torch.float32).smallest_normal, 1.0, scale).double()
     return next_power_of_two(scale) if kind.rounds_up else scale
+
+
+def under(global_scale: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """What values are divided by, whose scale stands under a global one: `VANISHING` where it is 0."""
+    return torch.where(scale == 0, VANISHING, scale.double() / global_scale.double())
+
+
+def packed(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of fp4, one a byte, as torch has them: the first of two neighbours in a byte's lower half."""
+    return (codes[..., ::2] | (codes[..., 1::2] << 4)).view(torch.float4_e2m1fn_x2)
+
+
+def unpacked(y: torch.Tensor) -> torch.Tensor:
+    """What undoes `packed`."""
+    both = y.view(torch.uint8)
+    return torch.stack((both & 15, both >> 4), -1).flatten(-2)
 
 
 def unswizzled(scale: torch.Tensor, m: int, groups: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ quantisation scales a row by amax / qmax as ck_tile's `02_layernorm2d` does.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -248,10 +249,25 @@ def quantise(ratio: torch.Tensor, out: DType, rounding: Rounding = Rounding.NEAR
         rounding: int8 only.
 
     Returns:
-        A tensor of ratio's shape in that type; NaN becomes 0 in int8.
+        A tensor of ratio's shape in that type, of fp4 in bytes with a code each; NaN becomes 0 in int8.
     """
+    if out.is_fp4:
+        return _nearest_fp4(ratio)
     saturated = ratio.clamp(-out.qmax, out.qmax)
     if out.is_int:
         rounded = saturated.trunc() if rounding is Rounding.TRUNCATE else saturated.round()
         return rounded.nan_to_num(0.0).to(torch.int8)
     return saturated.to(TORCH_DTYPES[out])
+
+
+# What the codes of e2m1 without a sign stand for (OCP Microscaling Formats, 2023).
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def _nearest_fp4(ratio: torch.Tensor) -> torch.Tensor:
+    """The codes of the nearest values, of two as near the even one; NaN is 0."""
+    codes = torch.zeros(ratio.shape, dtype=torch.uint8, device=ratio.device)
+    for code, (below, above) in enumerate(pairwise(_FP4), start=1):
+        middle = (below + above) / 2
+        codes += (ratio.abs() > middle) if code % 2 else (ratio.abs() >= middle)
+    return codes + 8 * ratio.signbit().to(torch.uint8)

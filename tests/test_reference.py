@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import layer_norm, rms_norm
 
 from normforge import reference
-from normforge.codegen.values import DType, Rounding
+from normforge.codegen.values import QUANTISED_DTYPES, DType, Rounding
 from normforge.dtypes import TORCH_DTYPES
 from normforge.reference import quantise
 
@@ -129,7 +129,6 @@ def test_arithmetic_is_done_in_the_dtype_asked(dtype: torch.dtype) -> None:
     assert reference.layernorm2d_fwd(torch.randn(SHAPE).half(), dtype=dtype).z.dtype == dtype
 
 
-QUANTISED_DTYPES = [dtype for dtype in DType if dtype.is_quantised]
 LARGEST = {DType.INT8: 127.0, DType.FP8_E4M3FN: 448.0, DType.FP8_E4M3FNUZ: 240.0, DType.FP8_E5M2: 57344.0}
 
 

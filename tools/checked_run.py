@@ -219,7 +219,9 @@ def _validate_quantised(
     scale, leading = result.y_scale, arguments["x"].shape[:-1]
     if scale is not None:
         size = problem.mode.group_size.code or problem.n
-        scale = numbers_of(scale, problem.mode, torch.Size((*leading, -(-problem.n // size))))
+        scale = numbers_of(
+            scale, problem.mode, torch.Size((*leading, -(-problem.n // size))), arguments.get("global_scale")
+        )
     for rows in _row_slices(problem):
         sliced = arguments | {name: arguments[name][rows] for name in _ROW_ARGUMENTS if name in arguments}
         parts = {

@@ -16,7 +16,16 @@ from ..dtypes import DTYPES
 from ..gating_reference import ReferenceGatedGradients
 from ..gradient_reference import ReferenceGradients
 from ..group_reference import GroupGradients
-from ..quantisation_reference import VALUE_ERROR, ReferenceQuantised, next_power_of_two, unswizzled
+from ..quantisation_reference import (
+    VALUE_ERROR,
+    VANISHING,
+    ReferenceQuantised,
+    next_power_of_two,
+    scale_of,
+    under,
+    unpacked,
+    unswizzled,
+)
 from ..reference import ReferenceOutput, quantise
 
 
@@ -90,16 +99,28 @@ def compare(actual: LayerNormOutput, expected: ReferenceOutput, rounding: Roundi
     return findings
 
 
-def numbers_of(scale: torch.Tensor, mode: Mode, shape: torch.Size) -> torch.Tensor:
-    """Scales of a call of quantised norms as numbers, of a shape (..., G), whatever they are stored as."""
+def numbers_of(
+    scale: torch.Tensor, mode: Mode, shape: torch.Size, global_scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What values of a call of quantised norms are divided by, (..., G), of its scales, whatever they are stored as.
+
+    Args:
+        scale: as it was returned.
+        mode: the call's.
+        shape: of the numbers.
+        global_scale: what scales stand under, if they do.
+    """
     if not mode.group_size.code:
         return scale.double().reshape(shape)
-    if not mode.scale_format.stores_exponents:
+    if not mode.scale_format.stores_bytes:
         return scale.double()
     codes = scale.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if mode.scale_layout.swizzles:
         codes = unswizzled(codes, math.prod(shape[:-1]), shape[-1]).view(shape)
-    codes = codes[..., : shape[-1]].int()
+    codes = codes[..., : shape[-1]]
+    if global_scale is not None:
+        return under(global_scale, codes.contiguous().view(torch.float8_e4m3fn).double())
+    codes = codes.int()
     return torch.where(codes == 255, torch.nan, torch.exp2(codes.double() - 127))
 
 
@@ -138,7 +159,10 @@ def _scales(actual: QuantisedOutput, scale: torch.Tensor, expected: ReferenceQua
     least, most = ((amax + sign * slack).clamp_min(0) / qmax for sign in (-1, 1))
     # What is too small to be inverted is stored as 1.
     is_none = (scale == 1) & (least <= torch.finfo(torch.float32).smallest_normal)
-    if expected.kind.rounds_up:
+    if expected.global_scale is not None:
+        least, most = (scale_of(each * qmax, qmax, expected.kind, expected.global_scale) for each in (least, most))
+        scale, least, most = (torch.where(each == VANISHING, 0.0, each) for each in (scale, least, most))
+    elif expected.kind.rounds_up:
         least, most = next_power_of_two(least), next_power_of_two(most)
     error = torch.where(is_none | ~amax.isfinite(), 0.0, torch.maximum(least - scale, scale - most).clamp_min(0))
     fits = torch.where(amax.isfinite(), is_none | (error == 0), ~scale.isfinite())
@@ -147,16 +171,17 @@ def _scales(actual: QuantisedOutput, scale: torch.Tensor, expected: ReferenceQua
 
 def _within_a_step(y: torch.Tensor, expected: ReferenceQuantised, scale: torch.Tensor) -> Finding:
     """See `_quantised`."""
-    if y.shape != expected.z.shape or y.dtype != expected.y.dtype:
+    if y.shape != expected.y.shape or y.dtype != expected.y.dtype:
         return Finding("y", math.inf, 1.0, ok=False)
     finite = scale.isfinite() & expected.z.isfinite()
     out, scale = DTYPES[y.dtype], scale[finite]
     ratio, error = expected.z[finite] / scale, (VALUE_ERROR * expected.terms[finite] + expected.open[finite]) / scale
     slack = QUANTISATION_SLACK * out.qmax + error
+    elements = unpacked(y) if out.is_fp4 else y
     got, low, least, most, high = (
         _steps(value)
         for value in (
-            y[finite],
+            elements[finite],
             *[quantise(value, out) for value in (ratio - slack, ratio - error, ratio + error, ratio + slack)],
         )
     )
@@ -255,6 +280,9 @@ def _steps(q: torch.Tensor) -> torch.Tensor:
     """Number the values of a quantised type in ascending order: neighbours differ by 1, -0 is 0 and NaN is far."""
     if q.dtype == torch.int8:
         return q.to(torch.int32)
+    if q.dtype == torch.uint8:
+        # The codes of fp4, one a byte.
+        return torch.where(q >= 8, 8 - q.to(torch.int32), q.to(torch.int32))
     code = q.view(torch.uint8).to(torch.int32)
     return torch.where(q.float().isnan(), 1 << 15, torch.where(code >= 128, 128 - code, code))
 

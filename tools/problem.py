@@ -176,6 +176,9 @@ def poisoned_outputs(problem: Problem, device: torch.device) -> dict[str, torch.
     return outputs
 
 
+# So that none of the scales of y, which is below 2, is more than e4m3 holds.
+_GLOBAL_SCALE = 1024.0
+
 # Whose stride the gradients of y and of the sum have: that of what they are of. A gate lies as x does.
 _STRIDE_OF = {"dy": "y", "dresidual_out": "residual_out", "gate": "x"}
 
@@ -193,8 +196,8 @@ def _drawer(problem: Problem, device: torch.device, seed: int) -> Callable[[Para
         if parameter.kind is Kind.RANDOM:
             return torch.randint(2**63 - 1, (2,), device=device, generator=generator)
         if parameter.kind is Kind.VALUE:
-            value = problem.scale_ub if name == "scale_ub" else 1 / problem.mode.dtype_out.qmax
-            return torch.full((1,), value, device=device)
+            given = {"scale_ub": problem.scale_ub, "global_scale": _GLOBAL_SCALE}
+            return torch.full((1,), given.get(name, 1 / problem.mode.dtype_out.qmax), device=device)
         if name == "column_scale":
             # None that divides by nothing; a little of y is cut off.
             values = torch.empty(n, device=device).uniform_(bound, 2 * bound, generator=generator)

@@ -32,6 +32,7 @@ _OUTPUTS = _FLOATS | {
     "fp8_e4m3fn": DType.FP8_E4M3FN,
     "fp8_e4m3fnuz": DType.FP8_E4M3FNUZ,
     "fp8_e5m2": DType.FP8_E5M2,
+    "fp4_e2m1fn": DType.FP4_E2M1FN,
 }
 _FADDS = {mode.code: mode for mode in FusedAdd}
 _FQUANTS = {mode.code: mode for mode in FusedQuant}

@@ -165,6 +165,11 @@ def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, pa
     if "cast" in axes:
         axes["cast"] = axes["cast"].of(axes["dtype_out"] if dy is None else DTYPES[dy.dtype], axes["dtype_in"])
     mode = _mode(axes)
+    if n % mode.dtype_out.packs:
+        raise ShapeError(
+            f"x has shape {tuple(x.shape)}, and two neighbours of {mode.dtype_out.value} share a byte; "
+            "it takes an even N"
+        )
     if mode.serves and takes.neighbour != "quantised":
         raise ConflictError(
             f"{function} takes no fquant {mode.fquant.value!r}; call normforge.quantised_layer_norm or "

@@ -47,7 +47,7 @@ class QuantisedOutput(NamedTuple):
     """What a call of `quantised_layer_norm` or `quantised_rms_norm` returns; None where one was not asked for.
 
     Attributes:
-        y: x's shape, in out_dtype.
+        y: x's shape, in out_dtype; of fp4, whose elements lie two in one of torch's, (..., N / 2).
         residual_out: x's shape, in residual's dtype: x + x_bias + residual, rounded once.
         y_scale: x's shape without the last dimension; of groups with one of G = ceil(N / group_size) in its place, or,
             packed, of ceil(G / 4); swizzled, of two dimensions, x's rows in multiples of 128 and G in multiples of 4.
@@ -170,6 +170,11 @@ def _padded(m: int, dtype: torch.dtype) -> int:
     return -(-m // step) * step
 
 
+def y_shape(shape: Sequence[int], mode: Mode) -> tuple[int, ...]:
+    """The shape of y of x's, (..., N): in elements of torch's, of which one holds two of fp4."""
+    return *shape[:-1], shape[-1] // mode.dtype_out.packs
+
+
 def tiled_shape(m: int, columns: int) -> tuple[int, int]:
     """How many rows and groups there are of scales in tiles, those that the last tiles are filled up with too."""
     rows, groups = _TILE
@@ -186,6 +191,8 @@ def results_of(call: Call, make: Make) -> tuple[torch.Tensor | None, ...]:
     shapes = {Kind.ROWS: call.x.shape, Kind.VECTOR: call.x.shape[-1:], Kind.PER_ROW: call.x.shape[:-1]}
     dtypes = [(row.kind, call.dtype_of(row.name)) for row in call.function.family.results]
     made = [None if dtype is None else make(shapes[kind], dtype=dtype) for kind, dtype in dtypes]
+    if call.mode.dtype_out.packs > 1:
+        made[0] = make(y_shape(call.x.shape, call.mode), dtype=call.dtype_of("y"))
     scale_dtype = call.dtype_of("y_scale")
     if call.mode.group_size.code and scale_dtype is not None:
         columns = scale_columns(call.mode, call.n)

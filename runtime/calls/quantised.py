@@ -21,7 +21,7 @@ from .check import Call, check, refuse_gradient
 from .first import resolved
 from .known import MISALIGNED, Found
 from .neighbours import Options, neighbour_of
-from .outputs import QuantisedOutput, group_scales, scale_columns, tiled_shape
+from .outputs import QuantisedOutput, group_scales, scale_columns, tiled_shape, y_shape
 from .straight import QuantisedOperands, QuantisedOptions, find_quantised
 from .traced import intercepted, is_dynamo_compiling, operated, said_of
 
@@ -55,6 +55,7 @@ def quantised_layer_norm(
     group_size: int | str | ScaleGroup | None = None,
     scale_format: str | ScaleFormat = "float",
     scale_layout: str | ScaleLayout = "row_major",
+    global_scale: torch.Tensor | None = None,
     scale_ub: torch.Tensor | None = None,
     quantise_rounded: bool = False,
     save_unquant: bool = False,
@@ -81,17 +82,22 @@ def quantised_layer_norm(
         smooth_scale: (N,), fp16, bf16 or fp32, of any sign; goes with fquant "smooth_dynamic".
         fquant: "dynamic" (2), "smooth_dynamic" (1) or "static" (3): by the scale that y_scale is.
         out_dtype: torch.int8 (also where None), torch.float8_e4m3fn or torch.float8_e5m2. With a scale a row and
-            nothing else asked for float8_e4m3fnuz too.
+            nothing else asked for float8_e4m3fnuz too. torch.float4_e2m1fn_x2 is NVFP4, with group_size 16,
+            scale_format "e4m3" and an even N: y * global_scale / y_scale, to nearest even, at most 6, and 0 where
+            y_scale is 0; of two neighbours the first is the lower half of a byte.
         cast: see `layernorm2d_fwd`.
-        group_size: 32, 64 or 128 neighbours share a scale; None for whole rows.
+        group_size: 32, 64 or 128 neighbours share a scale, or of fp4 16; None for whole rows.
         scale_format: of groups of fp8: "float"; or powers of two, rounded up: as fp32 ("ue8m0_float"), as
-            float8_e8m0fnu ("ue8m0"), or as its bytes, four groups to an int32 ("ue8m0_packed").
+            float8_e8m0fnu ("ue8m0"), or as its bytes, four groups to an int32 ("ue8m0_packed"). Of fp4 "e4m3":
+            global_scale * max|y| / 6 in float8_e4m3fn, to nearest even, at most 448.
         scale_layout: of groups: "row_major"; "column_major": scales of one group side by side, each group's at a
-            multiple of 16 bytes, as DeepGEMM copies them on sm_90; or, of MXFP8, "swizzled_128x4": in tiles of 128
-            rows by 4 groups, one behind another, those of the same rows first, zeros where there is no row or group.
+            multiple of 16 bytes, as DeepGEMM copies them on sm_90; or, of MXFP8 and NVFP4, "swizzled_128x4": in tiles
+            of 128 rows by 4 groups, one behind another, those of the same rows first, zeros where there is none.
             Scale (r, g) is byte 16 (r mod 32) + 4 (r mod 128 div 32) + g mod 4 of its tile, as torch.nn.functional's
             scaled_mm (SWIZZLE_32_4_4) and cuBLAS take it
             (https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout).
+        global_scale: one fp32 value on x's device, above 0, which the host does not read: what scales of scale_format
+            "e4m3" are multiplied by before they are rounded, as a rule 448 * 6 / max|y| of what is calibrated with.
         scale_ub: one fp32 value on x's device: the most that max|y| counts as. Goes with fp8 and scales that are
             computed and floats.
         quantise_rounded: quantise y as it is once rounded to x's 16 bits, before smooth_scale: what a kernel that reads
@@ -101,7 +107,7 @@ def quantised_layer_norm(
             or (N,), one a column, fp16, bf16 or fp32. Otherwise where scales go, or None for a new tensor: in their
             shape and dtype, or (..., 1) for a scale a row; of two dimensions on any strides, or contiguous, as
             swizzled ones are, which may be flat; a scale a row starts at a multiple of 16 bytes.
-        out: where y goes, contiguous, or None for a new tensor.
+        out: where y goes, in its shape, contiguous, or None for a new tensor.
         residual_out: where the sum goes, contiguous, in residual's dtype; may be residual or x itself.
 
     Returns:
@@ -114,7 +120,7 @@ def quantised_layer_norm(
     asked = ScaleGroup.NONE.value if group_size is None else group_size
     said = (eps, 0.0, fquant, out_dtype, cast, asked, scale_format, scale_layout, quantise_rounded, save_unquant)
     tensors = (x, weight, bias, residual, x_bias, smooth_scale)
-    return _normalise("layer", tensors, scale_ub, said, (out, residual_out, y_scale))
+    return _normalise("layer", tensors, (global_scale, scale_ub), said, (out, residual_out, y_scale))
 
 
 def quantised_rms_norm(
@@ -132,6 +138,7 @@ def quantised_rms_norm(
     group_size: int | str | ScaleGroup | None = None,
     scale_format: str | ScaleFormat = "float",
     scale_layout: str | ScaleLayout = "row_major",
+    global_scale: torch.Tensor | None = None,
     scale_ub: torch.Tensor | None = None,
     quantise_rounded: bool = False,
     save_unquant: bool = False,
@@ -155,6 +162,7 @@ def quantised_rms_norm(
         group_size: see `quantised_layer_norm`.
         scale_format: see `quantised_layer_norm`.
         scale_layout: see `quantised_layer_norm`.
+        global_scale: see `quantised_layer_norm`.
         scale_ub: see `quantised_layer_norm`.
         quantise_rounded: see `quantised_layer_norm`.
         save_unquant: see `quantised_layer_norm`.
@@ -165,11 +173,11 @@ def quantised_rms_norm(
     asked = ScaleGroup.NONE.value if group_size is None else group_size
     said = (eps, weight_offset, fquant, out_dtype, cast, asked, scale_format, scale_layout, quantise_rounded)
     tensors = (x, weight, None, residual, x_bias, smooth_scale)
-    return _normalise("rms", tensors, scale_ub, (*said, save_unquant), (out, residual_out, y_scale))
+    return _normalise("rms", tensors, (global_scale, scale_ub), (*said, save_unquant), (out, residual_out, y_scale))
 
 
 def _normalise(
-    norm: str, tensors: tuple[Any, ...], scale_ub: torch.Tensor | None, said: tuple[Any, ...], places: Places
+    norm: str, tensors: tuple[Any, ...], values: tuple[Any, Any], said: tuple[Any, ...], places: Places
 ) -> QuantisedOutput:
     eps, weight_offset, fquant, *others = said
     out, residual_out, y_scale = places
@@ -178,7 +186,7 @@ def _normalise(
     if quantisation.is_static:
         quantisation, given = _given_scale(tensors[0], y_scale)
         places = (out, residual_out, None)
-    operands: QuantisedOperands = (*tensors, *given, scale_ub)
+    operands: QuantisedOperands = (*tensors, *given, *values)
     options: QuantisedOptions = (norm, eps, weight_offset, quantisation.value, *others)
     return launched_2d(operands, options, places)
 
@@ -242,7 +250,15 @@ def _check(function: str, given: Mapping[str, Any], places: Places, *, addressed
             continue
         if dtype is None:
             raise ConflictError(f"{name} was passed and no residual is added; pass residual, or leave {name} out")
-        check_output(name, place, call.x, dtype, others, addressed)
+        rows, packs = call.x, call.mode.dtype_out.packs
+        if result == "y" and packs > 1:
+            # Of as many elements as torch has for y.
+            rows = rows[..., ::packs]
+            if isinstance(place, torch.Tensor) and place.shape != rows.shape:
+                raise ShapeError(
+                    f"out has shape {tuple(place.shape)}; it takes {tuple(rows.shape)}, {packs} of y's elements in each"
+                )
+        check_output(name, place, rows, dtype, others, addressed)
         if not place.is_contiguous():
             raise LayoutError(f"{name} has strides {place.stride()}; it takes a contiguous tensor")
         if addressed:
@@ -314,7 +330,7 @@ def _run(found: Found, layout: ScaleLayout, places: Places) -> QuantisedOutput:
         elif groups:
             scale_strides = _scale_strides(plan.mode.scale_format, y_scale)
     outputs = QuantisedOutput(
-        make(shape, dtype=plan.y_dtype) if out is None else out,
+        make(y_shape(shape, plan.mode), dtype=plan.y_dtype) if out is None else out,
         residual_out if sum_dtype is None or residual_out is not None else make(shape, dtype=sum_dtype),
         y_scale,
         None if unquantised_dtype is None else make(shape, dtype=unquantised_dtype),
@@ -329,7 +345,7 @@ def _run(found: Found, layout: ScaleLayout, places: Places) -> QuantisedOutput:
             read: tuple[Any, ...] = addresses
             written = (*[0 if output is None else output.data_ptr() for output in outputs], 0)
         else:
-            of_bytes = (*plan.as_bytes, *(("y_scale",) if plan.mode.scale_format.stores_exponents else ()))
+            of_bytes = (*plan.as_bytes, *(("y_scale",) if plan.mode.scale_format.stores_bytes else ()))
             read = tensors
             results = outputs._asdict().items()
             written = (*[_bytes_of(output) if name in of_bytes else output for name, output in results], None)

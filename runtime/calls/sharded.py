@@ -106,7 +106,10 @@ class Frame:
         """What a rank's part of a result is of."""
         x = self.like
         if kind is Kind.ROWS:
-            return assembled(part, x, x.shape, self.of_rows)
+            n = part.shape[-1]
+            # Elements of fp4 are pairs: of y there are half as many.
+            shape = x.shape if n == x.shape[-1] else torch.Size((*x.shape[:-1], n))
+            return assembled(part, x, shape, self.of_rows)
         if kind is Kind.PER_ROW:
             return assembled(part, x, x.shape[:-1], self.of_rows)
         return assembled(part, x, x.shape[-1:], self.of_sums)

@@ -1090,7 +1090,7 @@ def find_gated(operands: GatedOperands, options: GatedOptions) -> tuple[Key | No
 # A call of quantised norms: its tensors, in the order in which launches bring them, and what else it is told.
 QuantisedOperands = tuple[
     torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None,
-    torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None,
+    torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None,
 ]  # fmt: skip
 QuantisedOptions = tuple[
     str, float, float, str | int | FusedQuant, torch.dtype | None, str | Cast, str | int | ScaleGroup,
@@ -1106,7 +1106,7 @@ def find_quantised(operands: QuantisedOperands, options: QuantisedOptions) -> tu
         What such a call is known by, or None if it cannot be; and what `launch.run` and `run_recorded` are to be given,
         or None if no call like it is known.
     """
-    x, weight, bias, residual, x_bias, smooth_scale, static_scale, column_scale, scale_ub = operands
+    x, weight, bias, residual, x_bias, smooth_scale, static_scale, column_scale, global_scale, scale_ub = operands
     (
         norm, eps, weight_offset, fquant, out_dtype, cast, group_size, scale_format, scale_layout, quantise_rounded,
         save_unquant,
@@ -1119,9 +1119,9 @@ def find_quantised(operands: QuantisedOperands, options: QuantisedOptions) -> tu
         tensors = operands
         key = (
             "quantised", norm, n, weight is None, bias is None, residual is None, x_bias is None, smooth_scale is None,
-            static_scale is None, column_scale is None, scale_ub is None, fquant, fquant.__class__, out_dtype, cast,
-            group_size, group_size.__class__, scale_format, scale_layout, quantise_rounded, quantise_rounded.__class__,
-            save_unquant, save_unquant.__class__,
+            static_scale is None, column_scale is None, global_scale is None, scale_ub is None, fquant,
+            fquant.__class__, out_dtype, cast, group_size, group_size.__class__, scale_format, scale_layout,
+            quantise_rounded, quantise_rounded.__class__, save_unquant, save_unquant.__class__,
         )  # fmt: skip
         if len(shape) == 2:
             m = shape[0]
@@ -1156,6 +1156,7 @@ def find_quantised(operands: QuantisedOperands, options: QuantisedOptions) -> tu
         smooth_scale_at = 0 if smooth_scale is None else smooth_scale.data_ptr() or NOWHERE
         static_scale_at = 0 if static_scale is None else static_scale.data_ptr() or NOWHERE
         column_scale_at = 0 if column_scale is None else column_scale.data_ptr() or NOWHERE
+        global_scale_at = 0 if global_scale is None else global_scale.data_ptr() or NOWHERE
         scale_ub_at = 0 if scale_ub is None else scale_ub.data_ptr() or NOWHERE
         plan = known.plan
         if (x_at | weight_at | bias_at | residual_at | x_bias_at | smooth_scale_at | column_scale_at) & MISALIGNED:
@@ -1163,7 +1164,7 @@ def find_quantised(operands: QuantisedOperands, options: QuantisedOptions) -> tu
         if plan is not None:
             addresses = (
                 x_at, weight_at, bias_at, residual_at, x_bias_at, smooth_scale_at, static_scale_at, column_scale_at,
-                scale_ub_at,
+                global_scale_at, scale_ub_at,
             )  # fmt: skip
             return key, (plan, addresses, tensors, shape, m, eps, weight_offset)
     return key, None

@@ -29,7 +29,8 @@ SUMS = tuple(row.name for row in BACKWARD.results if row.kind is Kind.VECTOR)
 # Of the backward family: what is dropped has a gradient beside dx.
 _DROPPED = "ddropped_ptr"
 
-# Of the quantised family. Of scales that are powers of two the exponents are stored, whatever type holds them.
+# Of the quantised family. Of scales that are powers of two the exponents are stored, whatever type holds them; e4m3 is
+# encoded in software.
 _Y_SCALE = "y_scale_ptr"
 _SCALE_STRIDES = ("y_scale_row_stride", "y_scale_group_stride")
 
@@ -55,7 +56,7 @@ _HARDWARE_FP8 = (DType.FP8_E4M3FN, DType.FP8_E5M2)
 
 def in_software(dtype: DType, target: Target) -> bool:
     """Whether kernels for a GPU are handed the bytes of a type."""
-    return dtype.is_fp8 and not (dtype in _HARDWARE_FP8 and target.converts_to_fp8)
+    return (dtype.is_fp8 or dtype.is_fp4) and not (dtype in _HARDWARE_FP8 and target.converts_to_fp8)
 
 
 # What kernels leave for one another.
@@ -136,7 +137,7 @@ class Facts:
             if row.name in SUMS:
                 dtype = "float32"
             elif (row.name in own and in_software(own[row.name], target)) or (
-                row.slot == _Y_SCALE and mode.scale_format.stores_exponents
+                row.slot == _Y_SCALE and mode.scale_format.stores_bytes
             ):
                 dtype = "uint8"
             return pointer_type(dtype, aligned=row.slot not in {*misaligned, *anywhere})

@@ -129,16 +129,31 @@ def forward(draw: Draw) -> None:
     FORWARD[norm](x, *weights, **options)
 
 
+# What block-scaled products take.
+_BLOCKS: dict[str, dict[str, Any]] = {
+    "mxfp8": {"group_size": 32, "scale_format": "ue8m0", "out_dtype": torch.float8_e4m3fn},
+    "nvfp4": {
+        "group_size": 16,
+        "scale_format": "e4m3",
+        "out_dtype": torch.float4_e2m1fn_x2,
+        "global_scale": torch.ones(1),
+    },
+}
+
+
 def quantised(draw: Draw) -> None:
     """Scales of rows or of groups, in every format, given ones, and y in 16 bits beside."""
     n, dtype = draw.one_of((100, 1024, 4096)), draw.one_of(FLOATS[:2])
     shape = (*draw.one_of(LEADING), n)
     options: dict[str, Any] = {"out_dtype": draw.one_of((torch.int8, torch.float8_e4m3fn, torch.float8_e5m2))}
     options["residual"] = draw.rows(shape, dtype) if draw.often() else None
-    kind = draw.one_of(("rows", "groups", "static"))
+    kind = draw.one_of(("rows", "groups", "static", "mxfp8", "nvfp4"))
     if kind == "groups":
-        options |= {"group_size": draw.one_of((32, 64, 128)), "scale_format": draw.one_of(("float", "ue8m0"))}
+        formats = ("float",) if options["out_dtype"] is torch.int8 else ("float", "ue8m0")
+        options |= {"group_size": draw.one_of((32, 64, 128)), "scale_format": draw.one_of(formats)}
         options["scale_layout"] = draw.one_of(("row_major", "column_major"))
+    elif kind in ("mxfp8", "nvfp4"):
+        options |= _BLOCKS[kind] | {"scale_layout": draw.one_of(("row_major", "swizzled_128x4"))}
     elif kind == "static":
         options |= {"fquant": "static", "y_scale": torch.ones(draw.one_of((1, n)))}
     else:

@@ -14,6 +14,7 @@ from normforge.codegen.legal import legal_modes
 from normforge.codegen.manifest import load
 from normforge.codegen.model import Mode
 from normforge.codegen.tiling import standard_ladder
+from normforge.codegen.values import DType
 
 from ..thorough import THOROUGH
 
@@ -60,7 +61,9 @@ def every_legal_mode() -> Iterator[Mode]:
     legal = count()
     for values in product(*others):
         further: Iterable[tuple[Any, ...]] = singly
-        if made((*values, *plain)):
+        # What is fp4 has no plain form, and is tried as one fp8 is.
+        alike = (*values[:2], DType.FP8_E4M3FN, *values[3:]) if values[2] is DType.FP4_E2M1FN else values
+        if made((*alike, *plain)):
             further = product(*beside, *served) if next(legal) % TOGETHER == 0 else apart
         for beside_it in further:
             yield from made((*values, *beside_it))

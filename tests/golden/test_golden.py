@@ -94,6 +94,15 @@ MODES = (
         scale_format=ScaleFormat.UE8M0,
         scale_layout=ScaleLayout.SWIZZLED_128X4,
     ),
+    Mode(
+        Norm.RMS,
+        DType.BF16,
+        DType.FP4_E2M1FN,
+        FusedAdd.PRE_ADD_STORE,
+        FusedQuant.SMOOTH_DYNAMIC,
+        group_size=ScaleGroup.G16,
+        scale_format=ScaleFormat.E4M3,
+    ),
     Mode(Norm.LAYER, DType.FP16, DType.INT8, fquant=FusedQuant.STATIC_COLUMN, quantise_rounded=True),
     Mode(Norm.RMS, DType.BF16, DType.FP8_E5M2, fquant=FusedQuant.STATIC),
     Mode(

@@ -55,6 +55,7 @@ _OTHERS = {
     "dropout_rng_ptr": "*i64",
     "dropout_p": "fp32",
     "static_scale_ptr": "*fp32",
+    "global_scale_ptr": "*fp32",
     "scale_ub_ptr": "*fp32",
     "y_scale_row_stride": "i64",
     "y_scale_group_stride": "i64",
@@ -175,10 +176,10 @@ def _type(name: str, instance: Instance, target: Target, constants: dict[str, in
     if name in ("x_ptr", "y_ptr"):
         dtype = mode.dtype_in if name == "x_ptr" else mode.dtype_out
         by_instruction = target.converts_fp8 and dtype in _POINTERS
-        return "*u8" if dtype.is_fp8 and not by_instruction else _POINTERS[dtype]
+        return "*u8" if (dtype.is_fp8 or dtype.is_fp4) and not by_instruction else _POINTERS[dtype]
     if name in _OPERANDS:
         return _POINTERS[operands]
-    if name == "y_scale_ptr" and mode.scale_format.stores_exponents:
+    if name == "y_scale_ptr" and mode.scale_format.stores_bytes:
         return "*u8"
     own = {
         "unquantised_ptr": mode.dtype_in,

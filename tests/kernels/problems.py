@@ -65,7 +65,7 @@ _TOKENS = 2
 _ROWS = ("x", "residual", "scale", "gate")
 
 # What is drawn from (0, 1) is divided by it, so that scales that are given cut off some of y, and not most.
-_NARROW = {"static_scale": 100.0, "column_scale": 100.0, "scale_ub": 1.0}
+_NARROW = {"static_scale": 100.0, "column_scale": 100.0, "scale_ub": 1.0, "global_scale": 5e-4}
 
 # The oracle holds a few fp64 copies of what it is given; rows are independent, so it takes them in blocks.
 _ORACLE_ELEMENTS = 1 << 26
@@ -151,7 +151,9 @@ def _operated(mode: Mode, arguments: dict[str, Any]) -> tuple[str, dict[str, Any
 def check_quantised(mode: Mode, arguments: dict[str, Any], actual: QuantisedOutput) -> QuantisedOutput:
     """Hold every output of a call of quantised norms against the oracle, and return it."""
     expected = _QUANTISED[mode.norm](**arguments)
-    scale = None if actual.y_scale is None else numbers_of(actual.y_scale, mode, expected.amax.shape)
+    scale = actual.y_scale
+    if scale is not None:
+        scale = numbers_of(scale, mode, expected.amax.shape, arguments.get("global_scale"))
     wrong = [finding for finding in compare_quantised(actual, scale, expected) if not finding.ok]
     assert not wrong, f"{mode.name}: {wrong}"
     return actual

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from normforge.codegen.values import (
     Pipeline,
     ScaleFormat,
     ScaleGroup,
+    ScaleLayout,
 )
 from normforge.kernels.tile_choice import window_tile
 
@@ -303,11 +305,31 @@ def test_fp8_is_converted_by_instruction_where_there_is_one(package: Path) -> No
     assert {name: instruction in ptx for name, ptx in texts.items()} == {"sm_80": False, "sm_90": True, "sm_100": True}
 
 
-@pytest.mark.parametrize("kind", [ScaleFormat.FLOAT, ScaleFormat.UE8M0, ScaleFormat.UE8M0_PACKED])
-def test_scales_of_groups_are_stored_by_threads_that_have_them(kind: ScaleFormat, package: Path) -> None:
+# Groups of a warp's width, and what block-scaled products take, in tiles.
+_SCALED: dict[str, dict[str, Any]] = {
+    **{
+        kind.value: {"group_size": ScaleGroup.G128, "scale_format": kind}
+        for kind in (ScaleFormat.FLOAT, ScaleFormat.UE8M0, ScaleFormat.UE8M0_PACKED)
+    },
+    "mxfp8": {
+        "group_size": ScaleGroup.G32,
+        "scale_format": ScaleFormat.UE8M0,
+        "scale_layout": ScaleLayout.SWIZZLED_128X4,
+    },
+    "nvfp4": {
+        "group_size": ScaleGroup.G16,
+        "scale_format": ScaleFormat.E4M3,
+        "scale_layout": ScaleLayout.SWIZZLED_128X4,
+        "dtype_out": DType.FP4_E2M1FN,
+    },
+}
+
+
+@pytest.mark.parametrize("scaled", _SCALED.values(), ids=_SCALED)
+def test_scales_of_groups_are_stored_by_threads_that_have_them(scaled: dict[str, Any], package: Path) -> None:
     """No barrier beyond those of a kernel whose scale is given: a warp of this tile has a group of each chunk."""
     static = Mode(Norm.RMS, DType.BF16, DType.FP8_E4M3FN, FusedAdd.PRE_ADD_STORE, FusedQuant.STATIC)
-    grouped = replace(static, fquant=FusedQuant.DYNAMIC, group_size=ScaleGroup.G128, scale_format=kind)
+    grouped = replace(static, fquant=FusedQuant.DYNAMIC, **scaled)
     tile = Tile(Pipeline.ONE_PASS, 1, 1024, 8)
 
     def barriers(mode: Mode) -> int:

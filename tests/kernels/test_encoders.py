@@ -19,6 +19,7 @@ ENCODERS = {
     torch.float8_e4m3fnuz: primitives.to_fp8_e4m3fnuz,
     torch.float8_e5m2: primitives.to_fp8_e5m2,
 }
+ENCODE_FP4 = primitives.to_fp4_e2m1fn
 each_format = pytest.mark.parametrize("dtype", ENCODERS, ids=str)
 
 
@@ -30,6 +31,16 @@ def _encode(values_ptr: Any, codes_ptr: Any, COUNT: Any, ENCODE: tl.constexpr, B
 
 
 encode_kernel: Any = triton.jit(_encode)
+
+
+def _encode_fp4(values_ptr: Any, codes_ptr: Any, COUNT: Any, BLOCK: tl.constexpr) -> None:
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < COUNT
+    codes = ENCODE_FP4(tl.load(values_ptr + offsets, mask=mask, other=0.0))
+    tl.store(codes_ptr + offsets, codes.to(tl.uint8), mask=mask)
+
+
+encode_fp4_kernel: Any = triton.jit(_encode_fp4)
 
 
 def encode(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -62,6 +73,22 @@ def representable(dtype: torch.dtype) -> torch.Tensor:
 def test_every_fp16_value(dtype: torch.dtype) -> None:
     values = torch.arange(1 << 16).to(torch.uint16).view(torch.float16).float()
     assert_encoded_as_torch_casts(values[values.isfinite()], dtype)
+
+
+def test_every_fp16_value_in_fp4() -> None:
+    """Against distances: torch has no cast."""
+    values = torch.arange(1 << 16).to(torch.uint16).view(torch.float16).float()
+    values = torch.cat((values, values / 3))
+    values = values[values.isfinite()]
+    codes = torch.full(values.shape, 0xAA, dtype=torch.uint8)
+    encode_fp4_kernel[(triton.cdiv(len(values), BLOCK),)](values, codes, len(values), BLOCK)
+    magnitudes = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), dtype=torch.float64)
+    distances = (values.abs().double().unsqueeze(-1) - magnitudes).abs()
+    least = distances.amin(-1, keepdim=True)
+    # The last of two as near is even where the first is not.
+    first, last = (distances == least).int().argmax(-1), 7 - (distances == least).flip(-1).int().argmax(-1)
+    expected = torch.where(first % 2 == 0, first, last) + 8 * values.signbit()
+    assert torch.equal(codes, expected.to(torch.uint8))
 
 
 @each_format

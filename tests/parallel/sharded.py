@@ -338,6 +338,23 @@ def quantised_norms_are_traced_with_dtensors() -> None:
 
 
 @case
+def pairs_of_fp4_are_half_as_many() -> None:
+    x, ones = torch.randn(2, 5, _WIDE), torch.ones(1)
+    options: dict[str, Any] = {"group_size": 16, "scale_format": "e4m3", "out_dtype": torch.float4_e2m1fn_x2}
+    expected = normforge.quantised_rms_norm(x, global_scale=ones, **options)
+    assert expected.y_scale is not None
+    for rows in (Shard(0), Shard(1), Replicate()):
+        part = placed(x, rows)
+        found = normforge.quantised_rms_norm(part, global_scale=placed(ones, Replicate()), **options)
+        alone = normforge.quantised_rms_norm(part.to_local(), global_scale=ones, **options)
+        assert isinstance(found.y, DTensor)
+        assert found.y.shape == expected.y.shape
+        assert found.y.placements == (rows,)
+        assert torch.equal(found.y.to_local().view(torch.uint8), alone.y.view(torch.uint8))
+        same(found.y_scale, expected.y_scale, rows)
+
+
+@case
 def scales_in_tiles_are_of_rows_that_are_whole() -> None:
     """A tile has 128 rows, and is of no rank's rows alone."""
     x = torch.randn(2, 5, N)

@@ -107,8 +107,8 @@ MUTANTS = (
         "y-takes-the-row-stride-of-x",
         "y's row stride is dropped",
         "templates/kernel.j2",
-        "y_ptr += row_offset({{ row }}, y_row_stride, ROW_ALIGNMENT)",
-        "y_ptr += row_offset({{ row }}, x_row_stride, ROW_ALIGNMENT)",
+        "_offset({{ row }}, y_row_stride, ROW_ALIGNMENT)",
+        "_offset({{ row }}, x_row_stride, ROW_ALIGNMENT)",
         (f"{_SHAPES}::test_every_tensor_has_a_row_stride_of_its_own[one_pass]",),
     ),
     Mutant(

@@ -6,6 +6,7 @@ from ..mutant import Mutant, Suite
 
 _QUANTISATION = "tests/calls/test_quantisation.py"
 _GROUPS = "tests/calls/test_quantised.py"
+_NVFP4 = "tests/calls/test_nvfp4.py"
 _ENCODERS = "tests/kernels/test_encoders.py"
 _DECODERS = "tests/kernels/test_decoders.py"
 _FP8_INPUTS = "tests/calls/test_fp8_inputs.py"
@@ -138,8 +139,8 @@ MUTANTS = (
         "fp8-loses-its-sign",
         "fp8: negative values come out positive",
         _PRIMITIVES,
-        "return (code | ((bits >> 24) & 0x80)).to(tl.uint8)",
-        "return code.to(tl.uint8)",
+        "return (magnitude_code(q, MANTISSA, BIAS) | ((q.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)",
+        "return magnitude_code(q, MANTISSA, BIAS).to(tl.uint8)",
         (f"{_QUANTISATION}::test_fp8_ties_go_to_even",),
     ),
     Mutant(
@@ -170,8 +171,8 @@ MUTANTS = (
         "fp8-encoded-in-software-for-hardware",
         "sm_90 does not use its fp8 instruction",
         "runtime/kernels/assembly.py",
-        "return dtype.is_fp8 and not (dtype in _HARDWARE_FP8 and target.converts_to_fp8)",
-        "return dtype.is_fp8",
+        "return (dtype.is_fp8 or dtype.is_fp4) and not (dtype in _HARDWARE_FP8 and target.converts_to_fp8)",
+        "return dtype.is_fp8 or dtype.is_fp4",
         ("tests/ahead_of_time/test_compile_keys.py::test_an_architecture_decides_tiles_types_and_options",),
     ),
     Mutant(
@@ -286,6 +287,46 @@ MUTANTS = (
         "        scale.view(torch.uint8).zero_()",
         "        pass",
         (f"{_GROUPS}::test_swizzled_scales_in_the_callers_memory",),
+    ),
+    Mutant(
+        "neighbours-change-places",
+        "the first of two fp4 values is the upper half of their byte",
+        _PRIMITIVES,
+        "(low | (high << 4))",
+        "(high | (low << 4))",
+        (f"{_NVFP4}::test_bytes_are_those_of_the_formula",),
+    ),
+    Mutant(
+        "fp4-is-divided-by-the-scale-before-it-was-rounded",
+        "values are multiplied by 6 / amax, and not by what the e4m3 scale comes to",
+        "templates/kernel.j2",
+        "inverse_scale = inverse_under(global_scale, codes)",
+        "inverse_scale = tl.div_rn(6.0, amax_bits.to(tl.float32, bitcast=True))",
+        (f"{_NVFP4}::test_bytes_are_those_of_the_formula",),
+    ),
+    Mutant(
+        "a-scale-of-0-divides",
+        "values of a group whose scale is rounded to 0 are divided by it",
+        _PRIMITIVES,
+        "return tl.div_rn(global_scale, tl.where(scale == 0.0, 1.0, scale))",
+        "return tl.div_rn(global_scale, scale)",
+        (f"{_NVFP4}::test_a_scale_too_small_for_e4m3_is_0_and_so_are_its_values",),
+    ),
+    Mutant(
+        "e4m3-hides-what-is-no-number",
+        "a group with an infinity gets the largest scale",
+        _PRIMITIVES,
+        "is_none = (amax_bits >= 0x7F800000) | (scale != scale)",
+        "is_none = amax_bits > 0x7F800000",
+        (f"{_NVFP4}::test_what_is_no_number_stays_in_its_group",),
+    ),
+    Mutant(
+        "fp4-rows-start-where-fp8-rows-would",
+        "rows of pairs lie a whole N apart",
+        "templates/kernel.j2",
+        """{{ "pair" if m.dtype_out.packs > 1 else "row" }}_offset({{ row }}, y_row""",
+        """row_offset({{ row }}, y_row""",
+        (f"{_NVFP4}::test_bytes_are_those_of_the_formula",),
     ),
     Mutant(
         "what-is-stored-is-smoothed",

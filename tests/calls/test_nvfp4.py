@@ -1,0 +1,254 @@
+"""NVFP4: two e2m1 values a byte, e4m3 scales of groups of 16 under a global one, byte for byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge import quantisation_reference
+from normforge.errors import (
+    ConflictError,
+    DTypeError,
+    IllegalCombinationError,
+    LayoutError,
+    NormforgeError,
+    ShapeError,
+)
+
+from ..calling import each_norm, same_bits
+from .test_quantised import FUNCTION, blocked, check, rows
+
+FP4 = torch.float4_e2m1fn_x2
+NVFP4: dict[str, Any] = {"group_size": 16, "scale_format": "e4m3", "out_dtype": FP4}
+# What the codes from 0 to 7 stand for; 8 to 15 are the same with a sign.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def scale_of(value: float) -> torch.Tensor:
+    return torch.tensor([value])
+
+
+def nearest(q: torch.Tensor) -> torch.Tensor:
+    """The codes of values by distance: of two as near the even one, and beyond 6 that of 6."""
+    distance = (q.abs().double().unsqueeze(-1) - torch.tensor(E2M1, dtype=torch.float64, device=q.device)).abs()
+    # An odd code is a little further off than an even one.
+    code = (distance + torch.arange(8, device=q.device) % 2 * 1e-12).argmin(-1)
+    return (code + 8 * q.signbit()).to(torch.uint8)
+
+
+def quantised(y: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes of y and of its scales by the formula, in fp32: what a second kernel would make of y."""
+    n = y.shape[-1]
+    groups = torch.nn.functional.pad(y, (0, -n % 16)).view(*y.shape[:-1], -1, 16)
+    scale = (groups.abs().amax(-1) / 6.0 * global_scale).clamp(max=448.0).to(torch.float8_e4m3fn)
+    stored = scale.float()
+    inverse = torch.where(stored == 0, 0.0, global_scale / stored)
+    codes = nearest((groups * inverse.unsqueeze(-1)).flatten(-2)[..., :n])
+    return codes[..., ::2] + 16 * codes[..., 1::2], scale.view(torch.uint8)
+
+
+def byte(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor.view(torch.uint8)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("norm", "n", "dtype"),
+    [
+        ("layer", 2, torch.float16),
+        ("rms", 64, torch.bfloat16),
+        ("layer", 300, torch.bfloat16),
+        ("rms", 2000, torch.float16),
+    ],
+)
+def test_bytes_are_those_of_the_formula(norm: str, n: int, dtype: torch.dtype, device: str) -> None:
+    """Of y as it is rounded and stored, which leaves nothing open; a few of the largest are cut off."""
+    weight, global_scale = rows(n, dtype=dtype).to(device), scale_of(900.0).to(device)
+    x = torch.randn(3, n, device=device).mul(torch.exp2(torch.randint(-9, 9, (3, n), device=device))).to(dtype)
+    asked: dict[str, Any] = {"quantise_rounded": True, "save_unquant": True, "global_scale": global_scale}
+    made = FUNCTION[norm](x, weight, residual=rows(3, n, dtype=dtype).to(device), **asked, **NVFP4)
+    assert made.y.dtype == FP4
+    assert tuple(made.y.shape) == (3, n // 2)
+    assert made.y_scale is not None
+    assert made.y_scale.dtype == torch.float8_e4m3fn
+    assert made.unquantised is not None
+    # On the CPU: a GPU's torch multiplies by 1 / 6.
+    y, scale = quantised(made.unquantised.float().cpu(), global_scale.cpu())
+    assert torch.equal(byte(made.y_scale).cpu(), scale)
+    assert torch.equal(byte(made.y).cpu(), y)
+
+
+@pytest.mark.parametrize(
+    ("norm", "layout"), [("rms", "row_major"), ("layer", "column_major"), ("layer", "swizzled_128x4")]
+)
+def test_scales_in_each_layout(norm: str, layout: str) -> None:
+    """With all that may be fused in front, in the pipelines of short and of long rows."""
+    for shape in ((2, 3, 96), (35, 20) if layout == "swizzled_128x4" else (3, 1250)):
+        n = shape[-1]
+        asked: dict[str, Any] = {"residual": rows(*shape), "x_bias": rows(n), "smooth_scale": rows(n)}
+        asked |= {"fquant": "smooth_dynamic", "global_scale": scale_of(300.0), "scale_layout": layout, **NVFP4}
+        x, weight = rows(*shape), rows(n)
+        made = check(norm, x, weight, **asked)
+        linear = FUNCTION[norm](x, weight, **{**asked, "scale_layout": "row_major"})
+        assert same_bits(byte(made.y), byte(linear.y))
+        assert made.y_scale is not None
+        groups = -(-n // 16)
+        if layout == "swizzled_128x4":
+            assert torch.equal(byte(made.y_scale).flatten(), blocked(byte(linear.y_scale).reshape(-1, groups)))
+        else:
+            assert tuple(made.y_scale.shape) == (*shape[:-1], groups)
+            assert torch.equal(byte(made.y_scale.contiguous()), byte(linear.y_scale))
+
+
+def of_weight(weight: list[float], global_scale: float) -> tuple[list[int], list[int]]:
+    """Codes and bytes of scales of some values: the RMSNorm of ones without epsilon is its weight."""
+    asked: dict[str, Any] = {"eps": 0.0, "global_scale": scale_of(global_scale)}
+    made = check("rms", torch.ones(1, len(weight)), torch.tensor(weight), **asked, **NVFP4)
+    return quantisation_reference.unpacked(made.y)[0].tolist(), byte(made.y_scale)[0].tolist()
+
+
+# In e4m3.
+ONE, LARGEST, NAN = 0x38, 0x7E, 0x7F
+
+
+def test_ties_go_to_the_even_code() -> None:
+    """Of each two neighbours; and what is next to a tie goes where it is nearer."""
+    ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
+    codes, scales = of_weight([6.0, *ties, *[-tie for tie in ties], 0.0], 1.0)
+    even = [0, 2, 2, 4, 4, 6, 6]
+    assert scales == [ONE]
+    assert codes == [7, *even, *[8 + code for code in even], 0]
+    for side, moved in ((torch.inf, [1, 2, 3, 4, 5, 6, 7]), (0.0, [0, 1, 2, 3, 4, 5, 6])):
+        near = torch.nextafter(torch.tensor(ties), torch.tensor(side)).tolist()
+        assert of_weight([6.0, *near, *[0.0] * 8], 1.0)[0][1:8] == moved
+
+
+def test_what_a_scale_that_was_rounded_down_leaves_above_6_is_6() -> None:
+    # amax / 6 is halfway between 1 and 1.125, and 1 is even.
+    assert of_weight([6.375, -6.375, 1.0, *[0.0] * 13], 1.0) == ([7, 15, 2, *[0] * 13], [ONE])
+
+
+def test_scales_end_at_448() -> None:
+    """Beyond that values are cut off, as they are where the global scale was calibrated with smaller ones."""
+    codes, scales = of_weight([6.0, 0.75, *[0.0] * 14, 1.0, *[0.0] * 15], 1792.0)
+    assert scales == [LARGEST, 0x79]
+    assert codes[:2] == [7, 5]
+    assert codes[16] == 7
+
+
+def test_a_scale_too_small_for_e4m3_is_0_and_so_are_its_values() -> None:
+    """The smallest is 2**-9, and half of that is rounded to 0, which divides nothing."""
+    half, above = 6 * 2.0**-10, 6 * 2.0**-10 * (1 + 2.0**-20)
+    zeros = [0.0] * 15
+    codes, scales = of_weight([half, *zeros, above, *zeros, -1e-30, *zeros, 0.0, *zeros], 1.0)
+    assert scales == [0, 1, 0, 0]
+    # A step is 2**-9, of which values here are half: 3.
+    assert [codes[at] for at in (0, 16, 32, 48)] == [0, 5, 8, 0]
+
+
+def test_what_is_no_number_stays_in_its_group() -> None:
+    for spoilt in (float("nan"), float("inf"), -float("inf")):
+        weight = [1.0] * 48
+        weight[20] = spoilt
+        asked: dict[str, Any] = {"eps": 0.0, "global_scale": scale_of(6.0)}
+        made = normforge.quantised_rms_norm(torch.ones(1, 48), torch.tensor(weight), **asked, **NVFP4)
+        assert byte(made.y_scale).tolist() == [[ONE, NAN, ONE]]
+        codes = quantisation_reference.unpacked(made.y)[0]
+        assert (codes[:16] == 7).all()
+        assert (codes[32:] == 7).all()
+
+
+@each_norm
+def test_outputs_of_the_callers(norm: str) -> None:
+    x, residual, asked = rows(5, 96), rows(5, 96), {"global_scale": scale_of(500.0), **NVFP4}
+    wanted = FUNCTION[norm](x, residual=residual, **asked)
+    out = torch.full((5, 48), 0xAA, dtype=torch.uint8).view(FP4)
+    scale = torch.full((6, 8), 0xAA, dtype=torch.uint8).view(torch.float8_e4m3fn).t()[:5, :6]
+    total = residual.clone()
+    made = FUNCTION[norm](x, residual=total, residual_out=total, out=out, y_scale=scale, **asked)
+    assert made.y is out
+    assert made.y_scale is scale
+    assert same_bits(byte(out), byte(wanted.y))
+    assert same_bits(scale.contiguous(), wanted.y_scale)
+    assert same_bits(total, wanted.residual_out)
+
+
+@pytest.mark.parametrize(("norm", "layout"), [("layer", "column_major"), ("rms", "swizzled_128x4")])
+def test_a_traced_call_is_the_same(norm: str, layout: str) -> None:
+    x, weight, asked = rows(4, 96), rows(96), {"global_scale": scale_of(500.0), "scale_layout": layout, **NVFP4}
+    expected = FUNCTION[norm](x, weight, **asked)
+    # There is a limit to how many traces of a function torch keeps.
+    torch.compiler.reset()
+    compiled = torch.compile(FUNCTION[norm], backend="aot_eager", fullgraph=True)
+    for actual in (compiled(x, weight, **asked), compiled(x, weight, **asked, out=torch.empty_like(expected.y))):
+        assert same_bits(byte(actual.y), byte(expected.y))
+        assert actual.y.shape == expected.y.shape
+        assert same_bits(actual.y_scale, expected.y_scale)
+        assert actual.y_scale is not None
+        assert expected.y_scale is not None
+        assert actual.y_scale.stride() == expected.y_scale.stride()
+
+
+def test_under_batch_invariance_a_rows_bits_depend_on_no_batch() -> None:
+    """Rows of 50 bytes start where bytes do, whatever rows of x start at."""
+    x, asked = rows(9, 100), {"global_scale": scale_of(500.0), **NVFP4}
+    with normforge.batch_invariant():
+        whole = check("layer", x, **asked)
+        for first in range(9):
+            part = normforge.quantised_layer_norm(x[first:], **asked)
+            assert same_bits(byte(part.y), byte(whole.y)[first:])
+            assert same_bits(byte(part.y_scale), byte(whole.y_scale)[first:])
+
+
+def test_no_rows() -> None:
+    made = normforge.quantised_rms_norm(rows(0, 64), global_scale=scale_of(1.0), **NVFP4)
+    assert tuple(made.y.shape) == (0, 32)
+    assert made.y_scale is not None
+    assert tuple(made.y_scale.shape) == (0, 4)
+
+
+@pytest.mark.parametrize(
+    "mode", ["ln_fwd_bf16_fp4_e2m1fn_addst_dq_g16_e4m3", "rms_fwd_fp32_fp4_e2m1fn_sdq_g16_e4m3_swz"]
+)
+def test_modes_are_compiled_ahead(mode: str) -> None:
+    """With y and its scales as bytes, whatever the GPU converts to."""
+    for arch in ("sm_80", "sm_90", "sm_100"):
+        (key, *_) = normforge.compile_keys([4096], [mode], arch=arch)
+        types = dict(key.key.arguments)
+        assert (types["y_ptr"], types["y_scale_ptr"], types["global_scale_ptr"]) == ("*u8:16", "*u8", "*fp32")
+
+
+X, GIVEN = torch.ones(2, 64, dtype=torch.bfloat16), {"global_scale": scale_of(1.0), **NVFP4}
+REFUSED: list[tuple[dict[str, Any], type[NormforgeError], str]] = [
+    ({**GIVEN, "x": torch.ones(2, 63)}, ShapeError, "two neighbours of fp4_e2m1fn share a byte; it takes an even N"),
+    ({"out_dtype": FP4}, IllegalCombinationError, "use fp4_e2m1fn, 16 and e4m3, which are NVFP4, or none of those"),
+    ({**GIVEN, "group_size": 32}, IllegalCombinationError, "group_size 32 and scale_format e4m3 do not go together"),
+    ({**GIVEN, "scale_format": "ue8m0"}, IllegalCombinationError, "scale_format ue8m0 do not go together"),
+    ({**GIVEN, "out_dtype": torch.float8_e4m3fn}, IllegalCombinationError, "out_dtype fp8_e4m3fn, group_size 16"),
+    (NVFP4, ConflictError, "has scales under a global_scale and none was passed; pass one fp32 value"),
+    ({"global_scale": scale_of(1.0)}, ConflictError, "scale_format 'float' reads none; pass scale_format='e4m3'"),
+    ({**NVFP4, "global_scale": torch.ones(2)}, ShapeError, "global_scale has shape (2,); it takes one value, (1,)"),
+    ({**NVFP4, "global_scale": torch.ones(1).half()}, DTypeError, "global_scale has dtype torch.float16"),
+    ({**GIVEN, "scale_ub": scale_of(1.0)}, IllegalCombinationError, "scale_ub bounds scales of fp8"),
+    ({**GIVEN, "fquant": "static", "y_scale": scale_of(1.0)}, IllegalCombinationError, "is given its scales"),
+    ({**GIVEN, "out": torch.empty(2, 64, dtype=FP4)}, ShapeError, "out has shape (2, 64); it takes (2, 32)"),
+    ({**GIVEN, "out": torch.empty(2, 64, dtype=FP4)[:, ::2]}, LayoutError, "out has"),
+    ({**GIVEN, "out": torch.empty(2, 32, dtype=torch.uint8)}, DTypeError, "it takes torch.float4_e2m1fn_x2"),
+    ({**GIVEN, "y_scale": torch.empty(2, 4)}, DTypeError, "y_scale has dtype torch.float32"),
+]
+
+
+@pytest.mark.parametrize(("asked", "error", "message"), REFUSED)
+def test_refused(asked: dict[str, Any], error: type[NormforgeError], message: str) -> None:
+    with pytest.raises(error) as raised:
+        normforge.quantised_layer_norm(**{"x": X, **asked})
+    assert message in str(raised.value)
+
+
+def test_the_functions_of_a_scale_a_row_make_none() -> None:
+    with pytest.raises(IllegalCombinationError, match="which are NVFP4"):
+        normforge.layernorm2d_fwd(X, fquant="dynamic", out_dtype=FP4)
