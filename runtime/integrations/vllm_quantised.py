@@ -7,7 +7,7 @@ rounded before the weight and again before they are quantised, and so are these.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,9 @@ def maybe_fused_norm_quant(norm: Any, x: Tensor, linear: Any, residual: Tensor |
     For models written for vLLM, as its own `maybe_fused_act_quant` is: whatever the linear layer takes, it is right to
     call. What is fused is fp8 with a scale a row (`kFp8DynamicTokenSym`, bounded by the layer's `input_scale_ub` if it
     has one), with the layer's `input_scale` (`kFp8StaticTensorSym`), or with a scale for each 128 neighbours
-    (`kFp8Dynamic128Sym`), for vLLM's RMSNorm and LayerNorm. Scales of groups lie as the quantisation of the layer's
+    (`kFp8Dynamic128Sym`); MXFP8 (`kMxfp8Dynamic`) for FlashInfer's linears; and NVFP4 (`kNvfp4Dynamic`) under the
+    layer's `input_global_scale_inv`; for vLLM's RMSNorm and LayerNorm. Scales of MXFP8 and NVFP4 lie in cuBLAS's tiles
+    of 128 rows by 4 groups, as those linears read them. Scales of 128 neighbours lie as the quantisation of the layer's
     kernel has them, its `quant_fp8`: by rows, by columns, by columns that start at multiples of 16 bytes, as powers of
     two, or as those packed for DeepGEMM; and by rows, as vLLM's activations return them, where it has none.
 
@@ -47,7 +49,7 @@ def maybe_fused_norm_quant(norm: Any, x: Tensor, linear: Any, residual: Tensor |
     Returns:
         What norm(x) or norm(x, residual) returns, with a `QuantizedActivation` in the place of the normalised rows
         if they are quantised. Its scale is x's shape with one in the place of hidden_size, or the number of groups; of
-        two dimensions by columns; or the layer's own `input_scale`.
+        two dimensions by columns and in NVFP4's tiles, of one in MXFP8's, as bytes; or the layer's own `input_scale`.
     """
     found = _quantised(norm, x, linear, residual)
     if found is not None:
@@ -59,18 +61,17 @@ def _quantised(norm: Any, x: Tensor, linear: Any, residual: Tensor | None) -> An
     from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation, get_input_quant_key
 
     key = get_input_quant_key(linear)
-    asks = _asks(key)
-    if asks is None:
+    form = _form(key)
+    if form is None:
         return None
     # A model may call this where VLLM_PLUGINS has the plug not registered.
     follow_switch(SWITCH)
     normalise = _normalises(norm, x, residual)
-    asked = None if normalise is None else asks(linear, x)
+    asked = None if normalise is None else form.asks(linear, x)
     if normalise is None or asked is None:
         return None
     function, vectors, options = normalise
-    options |= asked
-    options["out_dtype"] = key.dtype
+    options |= {"out_dtype": key.dtype} | asked
     # Scales by columns are those of the rows of a matrix.
     flat = options.get("scale_layout") == "column_major" and x.dim() != 2
     rows = x.reshape(-1, x.shape[-1]) if flat else x
@@ -85,16 +86,12 @@ def _quantised(norm: Any, x: Tensor, linear: Any, residual: Tensor | None) -> An
         out = attempted(_WHOSE, function, rows, *vectors, **options)
     if out is None:
         return None
-    made = QuantizedActivation(out.y.view(x.shape), _scale(out, linear, asked), x.dtype, x.shape, key)
+    # Two of NVFP4 are a byte.
+    data = out.y.view(key.dtype).view(*x.shape[:-1], -1)
+    made = QuantizedActivation(data, form.scale(out.y_scale, linear), x.dtype, x.shape, key)
     if out.residual_out is None:
         return made
     return made, out.residual_out.view(x.shape)
-
-
-def _scale(out: QuantisedOutput, linear: Any, asked: Options) -> Any:
-    if out.y_scale is None:
-        return linear.input_scale
-    return out.y_scale if "group_size" in asked else out.y_scale.unsqueeze(-1)
 
 
 def _normalises(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Quantises, Vectors, Options] | None:
@@ -118,14 +115,21 @@ def _normalises(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Quantise
 # What a linear layer asks for
 
 
-def _asks(key: Any) -> Callable[[Any, Tensor], Options | None] | None:
-    """What looks up how a layer that takes rows of a key wants them; None for a key that is not served."""
+class _Form(NamedTuple):
+    """How rows of a key are made: what a layer asks of a quantised norm, None for what is not served; and its scale."""
+
+    asks: Callable[[Any, Tensor], Options | None]
+    scale: Callable[[Any, Any], Any]
+
+
+def _form(key: Any) -> _Form | None:
+    """That of a key; None for a key that is not served."""
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
     if key is None:
         return None
     # Not all releases have all.
-    return next((asks for name, asks in _SERVED.items() if key == getattr(quant_utils, name, None)), None)
+    return next((form for name, form in _SERVED.items() if key == getattr(quant_utils, name, None)), None)
 
 
 def _by_rows(linear: Any, x: Tensor) -> Options | None:
@@ -188,9 +192,35 @@ def _packs(quantiser: Any) -> bool:
     return bool(quantiser.use_deep_gemm_supported) and oracle.from_oracle() == oracle.UE8M0
 
 
+# Those that read MXFP8's scales in tiles: its key does not say how they lie.
+_OF_TILES = ("FlashInferCutlassMxfp8LinearKernel", "FlashInferCutedslMxfp8LinearKernel")
+
+
+def _mxfp8(linear: Any, x: Tensor) -> Options | None:
+    kernel: Any = getattr(getattr(linear, "quant_method", None), "kernel", None)
+    if type(kernel).__name__ not in _OF_TILES or x.shape[-1] % 32:
+        return None
+    asked: Options = {"fquant": "dynamic", "group_size": 32, "scale_format": "ue8m0", "scale_layout": "swizzled_128x4"}
+    return asked
+
+
+def _nvfp4(linear: Any, x: Tensor) -> Options | None:
+    scale: Any = getattr(linear, "input_global_scale_inv", None)
+    if not _is_one(scale, x) or x.shape[-1] % 16:
+        return None
+    asked: Options = {"fquant": "dynamic", "group_size": 16, "scale_format": "e4m3", "scale_layout": "swizzled_128x4"}
+    return asked | {"global_scale": scale.data, "out_dtype": torch.float4_e2m1fn_x2}
+
+
+def _of_groups(scale: Any, linear: Any) -> Any:
+    return scale
+
+
 # By the names of vLLM's keys.
-_SERVED: Mapping[str, Callable[[Any, Tensor], Options | None]] = {
-    "kFp8DynamicTokenSym": _by_rows,
-    "kFp8StaticTensorSym": _static,
-    "kFp8Dynamic128Sym": _by_groups,
+_SERVED: Mapping[str, _Form] = {
+    "kFp8DynamicTokenSym": _Form(_by_rows, lambda scale, linear: scale.unsqueeze(-1)),
+    "kFp8StaticTensorSym": _Form(_static, lambda scale, linear: linear.input_scale),
+    "kFp8Dynamic128Sym": _Form(_by_groups, _of_groups),
+    "kMxfp8Dynamic": _Form(_mxfp8, lambda scale, linear: scale.view(torch.uint8).view(-1)),
+    "kNvfp4Dynamic": _Form(_nvfp4, _of_groups),
 }

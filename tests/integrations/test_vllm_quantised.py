@@ -134,6 +134,47 @@ def test_a_norm_quantises_as_vllm_does_after_it(layers: Any, ran: list[str], cas
         assert torch.equal(bytes_of(found.data), bytes_of(data))
 
 
+class FlashInferCutlassMxfp8LinearKernel:
+    """Named as vLLM's is, which reads scales in tiles."""
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["", "adds"])
+def test_mxfp8_is_that_of_vllm_to_the_byte(layers: Any, ran: list[str], adds: bool) -> None:
+    norm, x, residual = layers.RMSNorm(N, dtype=torch.bfloat16), rows(), rows() if adds else None
+    layer = linear("kMxfp8Dynamic")
+    layer.quant_method = SimpleNamespace(kernel=FlashInferCutlassMxfp8LinearKernel())
+    quantise = importlib.import_module(of_vllm.MXFP8)._mxfp8_e4m3_quantize_torch
+    y, _ = normalised(norm, x, residual)
+    data, scale = quantise(y.view(-1, N), True)
+    found, _ = fused(norm, x, layer, residual)
+    assert ran[-1] == "quantised_rms_norm"
+    assert (found.data.dtype, found.data.shape, found.orig_shape) == (torch.float8_e4m3fn, x.shape, x.shape)
+    assert torch.equal(bytes_of(found.data), bytes_of(data))
+    assert (found.scale.dtype, found.scale.shape) == (torch.uint8, scale.shape)
+    assert torch.equal(found.scale, scale)
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["", "adds"])
+def test_nvfp4_is_that_of_vllm(layers: Any, ran: list[str], adds: bool) -> None:
+    norm, x, residual = layers.RMSNorm(N, dtype=torch.bfloat16), rows(), rows() if adds else None
+    wide = torch.tensor(448 * 6 / 4.0)
+    y, _ = normalised(norm, x, residual)
+    values, scale = importlib.import_module(of_vllm.NVFP4).ref_nvfp4_quant(y.view(-1, N), wide, 16)
+    found, _ = fused(norm, x, linear("kNvfp4Dynamic", input_global_scale_inv=wide), residual)
+    assert ran[-1] == "quantised_rms_norm"
+    assert (found.data.dtype, found.data.shape, found.orig_shape) == (torch.uint8, (*x.shape[:-1], N // 2), x.shape)
+    # In tiles of 128 rows by 4 groups, of which the first 6 and 20 are.
+    assert (found.scale.dtype, found.scale.shape) == (torch.float8_e4m3fn, (128, 20))
+    tiles = found.scale.float().view(1, 5, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(128, 20)
+    torch.testing.assert_close(tiles[:6], scale.view(6, 20), rtol=0, atol=0)
+    halves = torch.stack([found.data & 15, found.data >> 4], -1).view(6, N)
+    steps = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    signed = steps[(halves & 7).long()] * torch.where(halves > 7, -1.0, 1.0)
+    # vLLM multiplies by a rounded inverse; a value that is halfway may get the other neighbour.
+    assert (signed == values).double().mean() > 0.99
+    assert (signed - values).abs().max() <= 2
+
+
 def test_a_static_scale_is_the_layers_own(layers: Any) -> None:
     layer = linear("kFp8StaticTensorSym", input_scale=torch.tensor(0.013))
     found = plug.maybe_fused_norm_quant(layers.RMSNorm(N), rows(), layer)
@@ -222,7 +263,10 @@ def test_a_linear_that_takes_other_rows_gets_the_norms_own(layers: Any, ran: lis
     groups = "kFp8Dynamic128Sym"
     for layer in (
         linear(None),
+        linear("kMxfp4Dynamic"),
+        # No global scale, and a kernel that may read scales elsewhere than in tiles.
         linear("kNvfp4Dynamic"),
+        linear("kMxfp8Dynamic"),
         shared,
         # No scale, two, or one elsewhere or of another type.
         linear("kFp8StaticTensorSym"),

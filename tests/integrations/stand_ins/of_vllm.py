@@ -27,6 +27,8 @@ FUSION = "vllm.model_executor.layers.fusion.quant_activation"
 QUANT = "vllm.model_executor.layers.quantization.utils.quant_utils"
 QUANTISER = "vllm.model_executor.layers.quantization.input_quant_fp8"
 DEEP_GEMM = "vllm.utils.deep_gemm"
+MXFP8 = "vllm.model_executor.layers.quantization.utils.mxfp8_utils"
+NVFP4 = "vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils"
 
 RESERVED = ("native", "unfused")
 
@@ -127,6 +129,8 @@ KEYS = {
     "kFp8StaticTensorSym": QuantKey(torch.float8_e4m3fn, "static"),
     "kFp8Dynamic128Sym": QuantKey(torch.float8_e4m3fn, "groups of 128"),
     "kNvfp4Dynamic": QuantKey(torch.uint8, "groups of 16"),
+    "kMxfp8Dynamic": QuantKey(torch.float8_e4m3fn, "groups of 32"),
+    "kMxfp4Dynamic": QuantKey(torch.uint8, "groups of 32"),
 }
 
 
@@ -178,6 +182,31 @@ class QuantFP8:
         q = (padded / scale).clamp(-QMAX, QMAX).to(torch.float8_e4m3fn).view(x.shape[0], -1)
         scale = scale.squeeze(-1)
         return q[:, : x.shape[-1]], scale.t().contiguous().t() if self.column_major_scales else scale
+
+
+def mxfp8(x: Tensor, is_sf_swizzled_layout: bool) -> tuple[Tensor, Tensor]:
+    """Rows in MXFP8, and their scales in tiles of 128 rows by 4 groups."""
+    assert is_sf_swizzled_layout
+    groups = x.float().view(x.shape[0], -1, 32)
+    exponent = (groups.abs().amax(-1) / QMAX).log2().ceil()
+    data = (groups * torch.exp2(-exponent).unsqueeze(-1)).to(torch.float8_e4m3fn)
+    scale = functional.pad((exponent + 127).to(torch.uint8), (0, -groups.shape[1] % 4, 0, -x.shape[0] % 128))
+    tiles = scale.view(-1, 4, 32, scale.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
+    return data.view(x.shape), tiles.flatten()
+
+
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def nvfp4(x: Tensor, global_scale: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Rows in NVFP4, both as fp32: ties go to the value whose last bit is 0."""
+    groups = x.float().view(x.shape[0], -1, block_size)
+    scale = (global_scale * (groups.abs().amax(-1) / 6)).clamp(max=QMAX).to(torch.float8_e4m3fn).float()
+    scaled = (groups * (global_scale / scale).unsqueeze(-1)).clamp(-6, 6).view(x.shape)
+    apart = (scaled.abs().unsqueeze(-1) - _E2M1).abs()
+    # Of two that are as near the one at an even place.
+    apart += torch.tensor([0.0, 1e-6]).repeat(4)
+    return _E2M1[apart.argmin(-1)] * scaled.sign(), scale
 
 
 class DeepGemmQuantScaleFMT(Enum):
@@ -288,6 +317,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
             FUSION: {"QuantizedActivation": QuantizedActivation, "get_input_quant_key": _input_quant_key},
             QUANT: KEYS | {"GroupShape": GroupShape},
             QUANTISER: {"QuantFP8": QuantFP8},
+            MXFP8: {"_mxfp8_e4m3_quantize_torch": mxfp8},
+            NVFP4: {"ref_nvfp4_quant": nvfp4},
             DEEP_GEMM: {"DeepGemmQuantScaleFMT": DeepGemmQuantScaleFMT},
         },
     )
