@@ -18,6 +18,7 @@ from normforge.integrations import sglang, vllm
 from normforge.kernels import tile_choice
 from normforge.selection import dispatch, invariance
 
+from ..thorough import THOROUGH
 from .stand_ins import of_sglang, of_vllm
 
 # Few rows of these and many have other tiles, and other bits, unless they are to have the same.
@@ -83,7 +84,7 @@ def test_a_switch_that_is_off_changes_nothing(layers: Any, monkeypatch: pytest.M
     assert not invariance.is_on()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=THOROUGH)])
 def test_what_quantises_follows_the_switch_where_nothing_was_registered(
     layers: Any, monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:

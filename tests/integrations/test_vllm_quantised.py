@@ -21,6 +21,7 @@ from normforge.errors import FrozenError
 from normforge.integrations import vllm as plug
 from normforge.integrations import vllm_quantised
 
+from ..thorough import THOROUGH
 from .stand_ins import of_vllm
 
 # Two groups of 128 and a short one.
@@ -218,7 +219,13 @@ def test_powers_of_two_are_packed_where_vllm_packs_them(layers: Any, monkeypatch
     assert torch.equal(bytes_of(packed.data), bytes_of(plain.data))
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[] if name in ("static", "columns") else THOROUGH)
+        for name, case in CASES.items()
+    ],
+)
 def test_a_layer_norm_quantises_too(layers: Any, ran: list[str], case: Case) -> None:
     norm, x = layers.LayerNorm(N), rows()
     norm.bias.data = torch.randn(N)
