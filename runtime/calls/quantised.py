@@ -325,12 +325,13 @@ def _run(found: Found, layout: ScaleLayout, places: Places) -> QuantisedOutput:
             y_scale = group_scales(filled, leading, m, columns, scale_dtype, layout)
         elif y_scale is None:
             y_scale = make(leading, dtype=scale_dtype)
-        if plan.mode.scale_layout.swizzles:
+        if layout is ScaleLayout.SWIZZLED_128X4:
             _clear_padding(y_scale, m, scale_columns(plan.mode, plan.n))
         elif groups:
             scale_strides = _scale_strides(plan.mode.scale_format, y_scale)
+    of_y = y_shape(shape, plan.mode) if plan.y_dtype is torch.float4_e2m1fn_x2 else shape
     outputs = QuantisedOutput(
-        make(y_shape(shape, plan.mode), dtype=plan.y_dtype) if out is None else out,
+        make(of_y, dtype=plan.y_dtype) if out is None else out,
         residual_out if sum_dtype is None or residual_out is not None else make(shape, dtype=sum_dtype),
         y_scale,
         None if unquantised_dtype is None else make(shape, dtype=unquantised_dtype),
