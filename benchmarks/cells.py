@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
@@ -149,6 +149,8 @@ class Suite:
         along: which of m and n its pictures have on the horizontal axis.
         unit: what its pictures have on the vertical one.
         sweeps: whether its cells are many sizes of one problem, to be drawn as lines.
+        draw: of a suite whose cells are drawn, the cells of a seed; None elsewhere.
+        seed: what its cells were drawn by; None where none are.
     """
 
     name: str
@@ -158,6 +160,15 @@ class Suite:
     along: Literal["m", "n"] = "n"
     unit: Literal["GB/s", "µs"] = "GB/s"
     sweeps: bool = True
+    draw: Callable[[int], tuple[Cell, ...]] | None = None
+    seed: int | None = None
+
+    def of_seed(self, seed: int | None) -> Suite:
+        """The suite with the cells of another seed; itself if that is None, or its cells are not drawn."""
+        if self.draw is None or seed in (None, self.seed):
+            return self
+        assert seed is not None
+        return replace(self, cells=self.draw(seed), seed=seed)
 
     @property
     def has_ceiling(self) -> bool:

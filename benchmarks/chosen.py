@@ -1,12 +1,30 @@
-"""What a command line names: which cells, and where results lie if it does not say."""
+"""What a command line names: which suites and cells, and where results lie if it does not say."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .errors import UsageError
+
+if TYPE_CHECKING:
+    from .cells import Suite
 
 RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def of_seed(suites: Sequence[Suite], seed: int | None) -> list[Suite]:
+    """The suites with the cells of a seed, where theirs are drawn; None leaves them as they are.
+
+    Raises:
+        UsageError: a seed is given, and no suite has anything to draw.
+    """
+    if seed is not None and not any(suite.draw for suite in suites):
+        names = " ".join(suite.name for suite in suites)
+        raise UsageError(f"--seed {seed} draws no cell of --suite {names}; leave it out, or add --suite sweep")
+    return [suite.of_seed(seed) for suite in suites]
 
 
 def matching(ids: Sequence[str], patterns: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from .chosen import RESULTS, matching
+from .chosen import RESULTS, matching, of_seed
 from .errors import UsageError
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ def _list(options: argparse.Namespace, _: list[str]) -> int:
     from .providers import find_providers
     from .suites import SUITES
 
-    for name in options.suite or SUITES:
-        cells = matching([cell.id for cell in SUITES[name].cells], options.only)
-        print(f"{name}: {SUITES[name].title}, {len(cells)} of {len(SUITES[name].cells)} cells")
+    for suite in of_seed([SUITES[name] for name in options.suite or SUITES], options.seed):
+        cells = matching([cell.id for cell in suite.cells], options.only)
+        print(f"{suite.name}: {suite.title}, {len(cells)} of {len(suite.cells)} cells")
         print("".join(f"  {cell}\n" for cell in cells), end="")
     present, absent = find_providers([])
     print(f"providers: {', '.join(present)}")
@@ -384,3 +384,6 @@ def _choose(parser: argparse.ArgumentParser, default: Sequence[str] = ()) -> Non
         help=f"{', '.join(SUITES)}; default: {' '.join(default) or 'all'}",
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="CELL", help="parts of cell ids, or shell patterns")
+    parser.add_argument(
+        "--seed", type=int, help="what the cells of the suite sweep are drawn by, any integer; default: 0"
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .errors import UsageError
-from .results import Results, load
+from .results import SEED, Results, load
 from .runner import running
 from .suites import SUITES
 
@@ -82,8 +82,9 @@ def _require_one_header(parts: Sequence[Part]) -> None:
     first = parts[0]
     for part in parts[1:]:
         ours, theirs = first.results.header, part.results.header
+        # A seed is a suite's own, and `_join` sees to it.
         for key in {**ours, **theirs}:
-            if ours.get(key) != theirs.get(key):
+            if key != SEED and ours.get(key) != theirs.get(key):
                 raise UsageError(
                     f"{key} is {ours.get(key, 'missing')} in {first.path} and {theirs.get(key, 'missing')} in "
                     f"{part.path}; only results of one run can be merged: leave one out, or measure it again"
@@ -96,6 +97,11 @@ def _join(parts: Sequence[Part]) -> Results | None:
     first = parts[0].results
     sources: dict[tuple[str, str], Path] = {}
     for part in parts:
+        if part.results.seed != first.seed:
+            raise UsageError(
+                f"{parts[0].path} was drawn by seed {first.seed}, and {part.path} by {part.results.seed}; only cells "
+                "of one seed can be merged: leave one out, or measure it again"
+            )
         for cell, provider in part.results.rows:
             if (cell, provider) in sources:
                 raise UsageError(
@@ -104,7 +110,7 @@ def _join(parts: Sequence[Part]) -> Results | None:
                 )
             sources[cell, provider] = part.path
     # Cells that the table has with more rows, as trials with --rows make them, come last.
-    position = {cell.id: index for index, cell in enumerate(SUITES[first.suite].cells)}
+    position = {cell.id: index for index, cell in enumerate(SUITES[first.suite].of_seed(first.seed).cells)}
     rows = [item for part in parts for item in part.results.rows.items()]
     rows.sort(key=lambda item: position.get(item[0][0], len(position)))
     return Results(first.suite, dict(first.header), dict(rows))

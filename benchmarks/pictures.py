@@ -16,6 +16,7 @@ from .cells import Method
 from .providers import every_provider
 from .results import CEILING, PROJECT, Results, Row
 from .suites import SUITES
+from .swept_map import swept_map
 
 _COLUMNS = 2
 _PANEL = (6.4, 3.6)
@@ -35,6 +36,10 @@ _SHOWN = ("ln_bf16", "256 MiB")
 def draw_all(found: Sequence[Results], folder: Path) -> Iterator[Path]:
     """Draw every suite's pictures into a folder, and name the files."""
     for results in found:
+        if SUITES[results.suite].draw is not None:
+            if figure := swept_map(results):
+                yield _save(figure, folder / f"{results.suite}.png")
+            continue
         panels = _panels(results)
         lines = {key: rows for key, rows in panels.items() if len({_position(results, row) for row in rows}) > 1}
         if lines and SUITES[results.suite].sweeps:

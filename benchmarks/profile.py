@@ -27,8 +27,8 @@ from normforge.kernels.obtain import obtain, obtained
 from normforge.tools.machine import Machine, find_machine
 from normforge.tools.timing import FLUSH_BYTES
 
-from .cells import Cell, Method
-from .chosen import RESULTS, matching
+from .cells import Cell, Method, Suite
+from .chosen import RESULTS, matching, of_seed
 from .device_trace import Kernel, Launch, TraceError, calls_in
 from .environment import describe, folder_name
 from .errors import UsageError
@@ -102,7 +102,7 @@ def profile(options: argparse.Namespace, _: list[str]) -> int:
     Raises:
         UsageError: there is no GPU or it was lost, or an option names nothing.
     """
-    chosen = _choose(options.suite, options.only)
+    chosen = _choose(of_seed([SUITES[name] for name in options.suite], options.seed), options.only)
     present, absent = find_providers(options.providers)
     machine = find_gpu(SUITE)
     for name, reason in absent.items():
@@ -242,15 +242,14 @@ def table(rows: Sequence[Row]) -> str:
     return tabulate(shown, headers, tablefmt="github", disable_numparse=True, colalign=aligned)
 
 
-def _choose(names: Sequence[str], patterns: Sequence[str]) -> list[tuple[str, Cell]]:
+def _choose(suites: Sequence[Suite], patterns: Sequence[str]) -> list[tuple[str, Cell]]:
     chosen = []
-    for name in names:
-        ids = set(matching([cell.id for cell in SUITES[name].cells], patterns))
-        chosen += [(name, cell) for cell in SUITES[name].cells if cell.id in ids]
+    for suite in suites:
+        ids = set(matching([cell.id for cell in suite.cells], patterns))
+        chosen += [(suite.name, cell) for cell in suite.cells if cell.id in ids]
     if not chosen:
-        raise UsageError(
-            f"--only {' '.join(patterns)} matches no cell of {', '.join(names)}; see `python -m benchmarks list`"
-        )
+        names = ", ".join(suite.name for suite in suites)
+        raise UsageError(f"--only {' '.join(patterns)} matches no cell of {names}; see `python -m benchmarks list`")
     return chosen
 
 

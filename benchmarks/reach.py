@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from statistics import geometric_mean
+from typing import Any
 
 from tabulate import tabulate
 
 from .results import CEILING, PROJECT, Results, Row
+from .suites.sweep import MOST_SOME
 
 _TORCH_COMPILE = ("compile", "max-autotune")
 _ANY = 1 << 62
@@ -33,6 +36,9 @@ class Rule:
         instead: what of a cell's id is to be replaced to name the cell whose peers count, and by what.
         share: of the cells, how many have to reach it.
         least_m: the fewest rows that it is about.
+        most_m: the most.
+        mean_peer: the least geometric mean, over its cells, of the best peer's time over this project's, or None.
+        least_cells: how many cells have to be measured before it can be reached.
     """
 
     title: str
@@ -48,11 +54,14 @@ class Rule:
     instead: tuple[str, str] = ("", "")
     share: float = 1.0
     least_m: int = 1
+    most_m: int = _ANY
+    mean_peer: float | None = None
+    least_cells: int = 1
 
     def covers(self, row: Row) -> bool:
         """Whether the goal is about a row's cell."""
         named = fnmatch(row.cell, self.cells) and fnmatch(row.group, self.group)
-        return named and row.m >= self.least_m and self.least_n <= row.n <= self.most_n
+        return named and self.least_m <= row.m <= self.most_m and self.least_n <= row.n <= self.most_n
 
     def other_cell(self, row: Row) -> str:
         """The cell whose peers a row is held against."""
@@ -81,6 +90,11 @@ def _beside_rows(title: str, kind: str) -> Rule:
 
 
 _RMS = ("forward", "*/rms_bf16/*", "256 MiB", 768, 131072)
+# Of the sweep: 95 % of fewer cells leave out less than two. Every task but backward is forward.
+_SWEPT: dict[str, Any] = {"suite": "sweep", "least_cells": 40}
+_MANY: dict[str, Any] = _SWEPT | {"least_m": MOST_SOME + 1}
+_SOME: dict[str, Any] = _SWEPT | {"most_m": MOST_SOME}
+_FORWARD, _BACKWARD = "[!b]*", "backward/*"
 _PLAIN_CALL = "forward/ln_bf16/16x4096"
 
 RULES = (
@@ -114,6 +128,13 @@ RULES = (
     _beside_rows("quantised in groups, M 16…256, a scale a row", "g128"),
     _beside_rows("quantised in groups, column-major, M 16…256, a scale a row", "g128_column"),
     Rule("RMS of heads in a packed qkv", "heads", "*/rms_bf16_h*", copy=0.90, peer=1.0),
+    Rule("sweep forward, many rows, copy", cells=_FORWARD, copy=0.92, share=0.95, **_MANY),
+    Rule("sweep forward, many rows, best peer", cells=_FORWARD, peer=1.0, share=0.95, **_MANY),
+    Rule("sweep forward, many rows, best peer in every cell", cells=_FORWARD, peer=0.95, **_MANY),
+    Rule("sweep forward, some rows, best peer", cells=_FORWARD, peer=1.0, share=0.95, **_SOME),
+    Rule("sweep backward, some rows, best peer", cells=_BACKWARD, peer=1.0, share=0.95, **_SOME),
+    Rule("sweep backward, many rows, copy", cells=_BACKWARD, copy=0.85, share=0.95, **_MANY),
+    Rule("sweep backward, many rows, best peer in the mean", cells=_BACKWARD, mean_peer=1.2, **_MANY),
     Rule("host, plain call, torch", "host", _PLAIN_CALL, peer=1.0, peers=("eager",)),
     Rule(
         "host, add + quant, torch's plain", "host", "add_quant/ln*", peer=1 / 1.1, peers=("eager",), against=_PLAIN_CALL
@@ -150,9 +171,33 @@ class Checked:
 
     @property
     def met(self) -> bool:
-        """Whether enough cells reach it, and there is one at all."""
+        """Whether enough cells are measured, enough of them reach it, and their mean does."""
         reached = sum(finding.met for finding in self.findings)
-        return bool(self.findings) and reached >= self.rule.share * len(self.findings)
+        return (
+            len(self.findings) >= max(1, self.rule.least_cells)
+            and reached >= self.rule.share * len(self.findings)
+            and _at_least(self.mean_to_peer, self.rule.mean_peer)
+        )
+
+    @property
+    def mean_to_peer(self) -> float | None:
+        """The geometric mean over cells where a peer was timed; None where none was."""
+        return mean_of(finding.to_peer for finding in self.findings)
+
+    @property
+    def outcome(self) -> str:
+        """Whether it is reached, in words."""
+        if not self.findings:
+            return "not measured"
+        if len(self.findings) < self.rule.least_cells:
+            return f"fewer than {self.rule.least_cells} cells measured"
+        return "reached" if self.met else "short"
+
+
+def mean_of(ratios: Iterable[float | None]) -> float | None:
+    """The geometric mean of the ratios that are known and finite; None where none is."""
+    known = [ratio for ratio in ratios if ratio is not None and math.isfinite(ratio)]
+    return geometric_mean(known) if known else None
 
 
 def check(rule: Rule, results: Results | None) -> Checked:
@@ -166,6 +211,8 @@ def _findings(rule: Rule, results: Results) -> Iterator[Finding]:
             to_copy = results.ratio_to_copy(row)
             to_peer, best_peer = _best_peer(rule, results, row)
             met = row.ok and _at_least(to_copy, rule.copy) and _at_least(to_peer, rule.peer)
+            # A mean of what some cells lack says nothing.
+            met = met and (rule.mean_peer is None or to_peer is not None)
             yield Finding(row, to_copy, to_peer, best_peer, met)
 
 
@@ -195,8 +242,8 @@ def describe(checked: list[Checked], *, every: bool) -> str:
             one.rule.title,
             f"{sum(finding.met for finding in one.findings)} of {len(one.findings)}",
             _least([finding.to_copy for finding in one.findings], one.rule.copy),
-            _least([finding.to_peer for finding in one.findings], one.rule.peer),
-            "reached" if one.met else "short" if one.findings else "not measured",
+            _to_peer(one),
+            one.outcome,
         )
         for one in checked
     ]
@@ -219,6 +266,11 @@ def describe(checked: list[Checked], *, every: bool) -> str:
         return text
     heads = ("goal", "cell", "GB/s", "µs", "to copy", "to best peer", "")
     return f"{text}\n\n{tabulate(cells, heads, disable_numparse=True)}"
+
+
+def _to_peer(one: Checked) -> str:
+    least = _least([finding.to_peer for finding in one.findings], one.rule.peer)
+    return least if one.rule.mean_peer is None else f"{_against(one.mean_to_peer, one.rule.mean_peer)} in the mean"
 
 
 def _least(ratios: list[float | None], goal: float | None) -> str:

@@ -14,7 +14,9 @@ from tabulate import tabulate
 from .cells import Task
 from .errors import UsageError
 from .providers import every_provider
-from .results import CEILING, PROJECT, Results, Row
+from .results import CEILING, PROJECT, SEED, Results, Row
+from .suites import SUITES
+from .swept import summary
 
 
 def markers(what: str) -> tuple[str, str]:
@@ -80,6 +82,7 @@ _TASKS = {
 _PICTURES = {
     "forward.png": "Throughput of the forward pass over N",
     "steps-ratios.png": "Throughput of each step over that of a copy, by shape",
+    "sweep.png": "Share of the copy's speed and lead over the best peer, by N and rows",
 }
 
 # A few lines of every suite: the README shows them all.
@@ -147,6 +150,9 @@ def render(found: Sequence[Results], picture: str | None = None) -> str:
     for table in TABLES:
         if table.suite in by_suite:
             parts += _render(table, by_suite[table.suite])
+    for results in found:
+        if SUITES[results.suite].draw is not None:
+            parts += [f"**{SUITES[results.suite].title}, seed {results.seed}, bf16**", summary(results)]
     return "\n\n".join(parts)
 
 
@@ -181,7 +187,9 @@ def where(header: Mapping[str, str]) -> str:
 
 
 def _line(header: Mapping[str, str]) -> str:
-    return ", ".join(value if key == "device" else f"{key} {value}" for key, value in header.items())
+    # A seed is a suite's own, and said above its table.
+    stated = {key: value for key, value in header.items() if key != SEED}
+    return ", ".join(value if key == "device" else f"{key} {value}" for key, value in stated.items())
 
 
 def _where(found: Sequence[Results]) -> str:

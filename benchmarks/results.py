@@ -17,6 +17,8 @@ from .timing import Spread
 OK = "ok"
 # The two providers that are not peers.
 PROJECT, CEILING = "normforge", "copy"
+# Of a header, what the cells of a suite were drawn by.
+SEED = "seed"
 _FLOATS = ("us", "us_p20", "us_p80", "gb_per_s")
 _INTEGERS = ("m", "n", "runs", "bytes", "copy_bytes")
 
@@ -92,18 +94,30 @@ class Results:
     suite: str
     header: dict[str, str]
     rows: dict[tuple[str, str], Row] = field(default_factory=dict)
+    _by_cell: dict[str, dict[str, Row]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._by_cell = {}
+        for row in self.rows.values():
+            self._by_cell.setdefault(row.cell, {})[row.provider] = row
 
     def add(self, row: Row) -> None:
         """Add a row, in place of an earlier one of the same cell and provider."""
         self.rows[row.cell, row.provider] = row
+        self._by_cell.setdefault(row.cell, {})[row.provider] = row
 
     def of(self, cell: str) -> dict[str, Row]:
         """A cell's rows by provider."""
-        return {provider: row for (key, provider), row in self.rows.items() if key == cell}
+        return dict(self._by_cell.get(cell, {}))
 
     def cells(self) -> Iterator[str]:
         """The cells, each once."""
         yield from dict.fromkeys(cell for cell, _ in self.rows)
+
+    @property
+    def seed(self) -> int | None:
+        """What the suite's cells were drawn by; None where they are not drawn."""
+        return int(self.header[SEED]) if SEED in self.header else None
 
     def ratio_to_copy(self, row: Row) -> float | None:
         """A row's throughput over that of the copy of x in the same cell, or None where either is missing."""

@@ -12,15 +12,18 @@ from normforge.errors import DeviceError
 from normforge.tools.machine import find_machine
 
 from .cells import Cell, Suite, at_most
-from .chosen import RESULTS, matching
+from .chosen import RESULTS, matching, of_seed
 from .compile_ahead import compile_ahead
 from .environment import describe, folder_name
 from .errors import UsageError
 from .pictures import draw_all
 from .providers import find_providers
-from .results import Results, load, require_header
-from .runner import ContextLostError, Plan, due, run_suite, running
+from .results import SEED, Results, load, require_header
+from .runner import ContextLostError, Plan, blame, due, run_suite, running
 from .suites import SUITES
+
+# Cells that are compiled ahead together under a deadline: of the suite `sweep`, a turn.
+_STAGE = 168
 
 
 def run(options: argparse.Namespace, given: list[str]) -> int:
@@ -58,12 +61,12 @@ def run(options: argparse.Namespace, given: list[str]) -> int:
     deadline = None if options.minutes is None else began + 60 * options.minutes
     plan = Plan(machine.device, present, out, options.budget_ms, options.rounds, options.retry, deadline)
     work = _select(options, header, out)
-    if options.jobs > 0:
+    if options.jobs > 0 and deadline is None:
         compile_ahead([one for each in work for one in due(*each, plan)], machine.device, options.jobs)
     finished = []
     for suite, cells, results in work:
         try:
-            left = run_suite(suite, cells, results, plan)
+            left = _run_in_stages(suite, cells, results, plan, options.jobs)
         except ContextLostError as error:
             print(f"the GPU was lost to {error}; beginning again after it", file=sys.stderr)
             _begin_again(given, deadline)
@@ -76,20 +79,36 @@ def run(options: argparse.Namespace, given: list[str]) -> int:
     return 0
 
 
+def _run_in_stages(suite: Suite, cells: tuple[Cell, ...], results: Results, plan: Plan, jobs: int) -> int:
+    """Run a suite, and return how many cells are left; under a deadline, compile no more ahead than may be begun."""
+    if plan.deadline is None:
+        return run_suite(suite, cells, results, plan)
+    left = 0
+    # The cell that a process died of may be of any stage.
+    blame(suite, cells, results, plan)
+    for start in range(0, len(cells), _STAGE):
+        stage = cells[start : start + _STAGE]
+        if jobs > 0 and time.monotonic() <= plan.deadline:
+            compile_ahead(due(suite, stage, results, plan), plan.device, jobs)
+        left += run_suite(suite, stage, results, plan)
+    return left
+
+
 def _select(
     options: argparse.Namespace, header: dict[str, str], out: Path
 ) -> list[tuple[Suite, tuple[Cell, ...], Results]]:
     chosen = []
-    for name in options.suite or SUITES:
-        cells = at_most(SUITES[name].cells, options.rows)
+    suites = {suite.name: suite for suite in of_seed([SUITES[name] for name in options.suite or SUITES], options.seed)}
+    for suite in suites.values():
+        cells = at_most(suite.cells, options.rows)
         ids = set(matching([cell.id for cell in cells], options.only))
-        chosen += [(name, cell) for cell in cells if cell.id in ids]
+        chosen += [(suite.name, cell) for cell in cells if cell.id in ids]
     if not chosen:
         raise UsageError(f"--only {' '.join(options.only)} matches no cell; see `python -m benchmarks list`")
     work: dict[str, list[Cell]] = {}
     for name, cell in _share(chosen, options.share):
         work.setdefault(name, []).append(cell)
-    return [(SUITES[name], tuple(cells), _open(name, header, out, options)) for name, cells in work.items()]
+    return [(suites[name], tuple(cells), _open(suites[name], header, out, options)) for name, cells in work.items()]
 
 
 def _share(chosen: list[tuple[str, Cell]], share: tuple[int, int] | None) -> list[tuple[str, Cell]]:
@@ -103,7 +122,10 @@ def _share(chosen: list[tuple[str, Cell]], share: tuple[int, int] | None) -> lis
     return taken
 
 
-def _open(name: str, header: dict[str, str], out: Path, options: argparse.Namespace) -> Results:
+def _open(suite: Suite, header: dict[str, str], out: Path, options: argparse.Namespace) -> Results:
+    name = suite.name
+    if suite.seed is not None:
+        header = header | {SEED: str(suite.seed)}
     if options.fresh:
         running(out, name).unlink(missing_ok=True)
     found = None if options.fresh else load(out, name)

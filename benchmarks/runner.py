@@ -73,7 +73,7 @@ def run_suite(suite: Suite, cells: Sequence[Cell], results: Results, plan: Plan)
     Raises:
         ContextLostError: a provider has made the GPU unusable for this process.
     """
-    _blame(suite, cells, results, plan)
+    blame(suite, cells, results, plan)
     left = due(suite, cells, results, plan)
     with progress_over(left, what=suite.name, unit="cell") as progress:
         for position, (cell, providers) in enumerate(progress):
@@ -125,7 +125,7 @@ def running(folder: Path, suite: str) -> Path:
     return folder / f"{suite}.running"
 
 
-def _blame(suite: Suite, cells: Sequence[Cell], results: Results, plan: Plan) -> None:
+def blame(suite: Suite, cells: Sequence[Cell], results: Results, plan: Plan) -> None:
     """Record the provider that the process before this one died of, so that this one does not die of it too."""
     plan.out.mkdir(parents=True, exist_ok=True)
     mark = running(plan.out, suite.name)

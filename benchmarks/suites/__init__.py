@@ -20,6 +20,7 @@ from . import (
     quantised,
     quantised_decode,
     steps,
+    sweep,
     tutorial,
 )
 
@@ -42,6 +43,7 @@ SUITES: dict[str, Suite] = {
         ck_tile,
         tutorial,
         steps,
+        sweep,
         host,
     )
 }

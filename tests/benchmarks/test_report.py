@@ -150,8 +150,8 @@ def test_the_readme_has_a_little_of_every_suite() -> None:
         results(suite.name, *((cell, name, 9.0) for cell in suite.cells for name in ("eager", "normforge", "copy")))
         for suite in SUITES.values()
     ]
-    assert {table.suite for table in TABLES} == SUITES.keys()
-    assert len(render(everything, "forward.png").splitlines()) <= 296
+    assert {table.suite for table in TABLES} == SUITES.keys() - {"sweep"}
+    assert len(render(everything, "forward.png").splitlines()) <= 318
 
 
 def test_the_readme_keeps_what_is_around_the_markers(forward: Results, tmp_path: Path) -> None:

@@ -190,6 +190,7 @@ def test_the_tables_are_those_of_the_results() -> None:
         ("family", "benchmarks"),
         ("heads", "benchmarks"),
         ("quantised", "benchmarks"),
+        ("sweep", "benchmarks"),
     ],
 )
 def test_tables_of_a_folder_of_their_own_are_those_of_its_results(what: str, name: str) -> None:
