@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +26,13 @@ FP4 = torch.float4_e2m1fn_x2
 NVFP4: dict[str, Any] = {"group_size": 16, "scale_format": "e4m3", "out_dtype": FP4}
 # What the codes from 0 to 7 stand for; 8 to 15 are the same with a sign.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True)
+def _device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where the tensors of a test are made."""
+    with torch.device(request.param):
+        yield
 
 
 def scale_of(value: float) -> torch.Tensor:
@@ -55,7 +63,6 @@ def byte(tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor.view(torch.uint8)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("norm", "n", "dtype"),
     [
@@ -65,12 +72,12 @@ def byte(tensor: torch.Tensor | None) -> torch.Tensor:
         ("rms", 2000, torch.float16),
     ],
 )
-def test_bytes_are_those_of_the_formula(norm: str, n: int, dtype: torch.dtype, device: str) -> None:
+def test_bytes_are_those_of_the_formula(norm: str, n: int, dtype: torch.dtype) -> None:
     """Of y as it is rounded and stored, which leaves nothing open; a few of the largest are cut off."""
-    weight, global_scale = rows(n, dtype=dtype).to(device), scale_of(900.0).to(device)
-    x = torch.randn(3, n, device=device).mul(torch.exp2(torch.randint(-9, 9, (3, n), device=device))).to(dtype)
+    weight, global_scale = rows(n, dtype=dtype), scale_of(900.0)
+    x = torch.randn(3, n).mul(torch.exp2(torch.randint(-9, 9, (3, n)))).to(dtype)
     asked: dict[str, Any] = {"quantise_rounded": True, "save_unquant": True, "global_scale": global_scale}
-    made = FUNCTION[norm](x, weight, residual=rows(3, n, dtype=dtype).to(device), **asked, **NVFP4)
+    made = FUNCTION[norm](x, weight, residual=rows(3, n, dtype=dtype), **asked, **NVFP4)
     assert made.y.dtype == FP4
     assert tuple(made.y.shape) == (3, n // 2)
     assert made.y_scale is not None
