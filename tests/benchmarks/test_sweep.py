@@ -135,9 +135,9 @@ def _computed(cell: Cell) -> tuple[Task, Norm]:
 
 # Of each kind of rows, a few cells.
 MANY = [cell for cell in draw(0) if cell.m > MOST_SOME and cell.task is not Task.BACKWARD][:100]
-MANY_BACKWARD = [cell for cell in draw(0) if cell.m > MOST_SOME and cell.task is Task.BACKWARD][:60]
+MANY_BACKWARD = [cell for cell in draw(0) if cell.m > MOST_SOME and cell.task is Task.BACKWARD][:90]
 SOME = [cell for cell in draw(0) if cell.m <= MOST_SOME and cell.task is not Task.BACKWARD][:100]
-SOME_BACKWARD = [cell for cell in draw(0) if cell.m <= MOST_SOME and cell.task is Task.BACKWARD][:60]
+SOME_BACKWARD = [cell for cell in draw(0) if cell.m <= MOST_SOME and cell.task is Task.BACKWARD][:90]
 
 
 def _judged(title: str, cells: list[Cell], shares: list[float], leads: list[float]) -> Checked:
@@ -156,8 +156,8 @@ def _judged(title: str, cells: list[Cell], shares: list[float], leads: list[floa
         ("forward, many rows, best peer", MANY, "lead", 5),
         ("forward, many rows, best peer in every cell", MANY, "lead", 0),
         ("forward, some rows, best peer", SOME, "lead", 5),
-        ("backward, some rows, best peer", SOME_BACKWARD, "lead", 3),
-        ("backward, many rows, copy", MANY_BACKWARD, "share", 3),
+        ("backward, some rows, best peer", SOME_BACKWARD, "lead", 4),
+        ("backward, many rows, copy", MANY_BACKWARD, "share", 4),
     ],
 )
 def test_a_goal_is_missed_by_one_cell(title: str, cells: list[Cell], ratio: str, misses: int) -> None:
