@@ -455,7 +455,7 @@ class Mode:
                 steps.append("y stored unquantised too")
             if self.quantise_rounded:
                 steps.append("rounded before it is quantised")
-            steps.append(f"{smooth}{self._scaled} {self.dtype_out.value} output{scale}{rounding}")
+            steps.append(f"{smooth}{self._scaled} {self.dtype_out.value} output{self._in_groups}{scale}{rounding}")
         elif self.dtype_out is not self.dtype_in:
             steps.append(f"{self.dtype_out.value} output")
         if self.save_mv:
@@ -467,13 +467,17 @@ class Mode:
         """How y is scaled, in prose."""
         if self.fquant.is_static:
             return "statically scaled by column" if self.fquant.takes_column_scales else "statically scaled"
-        words = ["bounded"] if self.scale_ub else []
-        words.append("dynamic")
-        if self.group_size.code:
-            words.append(f"by groups of {self.group_size.value}")
+        return "bounded dynamic" if self.scale_ub else "dynamic"
+
+    @property
+    def _in_groups(self) -> str:
+        """The scales of groups and where they lie, in prose."""
+        if not self.group_size.code:
+            return ""
+        words = [f" by groups of {self.group_size.value}"]
         if self.scale_format.rounds_up:
-            packed = ", packed" if self.scale_format.packs > 1 else ""
-            words.append(f"with {'fp32 ' if not self.scale_format.stores_exponents else ''}powers of two{packed}")
+            single = "" if self.scale_format.stores_exponents else "fp32 "
+            words.append(f"with {'packed ' if self.scale_format.packs > 1 else single}powers of two")
         if self.scale_format.takes_global:
             words.append("with e4m3 scales under a global one")
         if self.scale_layout.swizzles:
