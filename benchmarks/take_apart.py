@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from normforge.calls import group
 from normforge.calls.known import Known, all_plans
 from normforge.selection import dispatch
 
@@ -143,10 +144,9 @@ def take_apart(call: Call, m: int, interpreted: bool) -> Taken:
 
 @contextmanager
 def launching_nothing() -> Iterator[None]:
-    """Have all calls that are known launch nothing meanwhile; a backward call's are none of them."""
-    kinds = [
-        kind for kinds in dispatch.plans.values() for kind in kinds if isinstance(kind, Known) and kind.plan is not None
-    ]
+    """Have all known calls of LayerNorm and RMSNorm launch nothing meanwhile; a backward call is none of them."""
+    known = [kind for kinds in dispatch.plans.values() for kind in kinds if isinstance(kind, Known)]
+    kinds = [kind for kind in known if kind.plan is not None and not isinstance(kind.plan, group.Found)]
     plans = [kind.plan for kind in kinds]
     for kind in kinds:
         kind.plan = _launching_nothing(kind.plan)

@@ -31,6 +31,8 @@ def test_figures_are_less_what_is_timed_besides_and_of_one_norm() -> None:
 def test_known_calls_launch_nothing_meanwhile() -> None:
     x, other = torch.randn(2, 3, 64)
     normforge.rmsnorm2d_fwd(x)
+    # Known too, and of another plan.
+    normforge.group_norm(x, 4)
     with launching_nothing():
         # Of rows that nobody normalised before, whose y no memory holds.
         meanwhile = normforge.rmsnorm2d_fwd(other).y
