@@ -130,18 +130,17 @@ def _swap_layer_norm() -> None:
             logger.warning("normforge serves no LayerNorm: %s.%s does", other.__module__, other.__name__)
         return
 
-    class NormforgeLayerNorm(theirs):  # type: ignore[misc]  # a class of vLLM's, which is not there where types are
-        """Its LayerNorm on a generated kernel."""
+    # vLLM's class is not there where types are checked.
+    base: Any = theirs
 
-        def forward_cuda(self, x: Tensor) -> Tensor:
-            """LayerNorm of x: (..., hidden_size), as vLLM computes it where no kernel does."""
-            found: Any = (
-                layer("vLLM", x, self.weight, self.bias, eps=self.eps) if fits(x, self.weight, self.bias) else None
-            )
-            y: Tensor = super().forward_cuda(x) if found is None else found
-            return y
+    def forward_cuda(self: Any, x: Tensor) -> Tensor:
+        """LayerNorm of x: (..., hidden_size), as vLLM computes it where no kernel does."""
+        found: Any = layer("vLLM", x, self.weight, self.bias, eps=self.eps) if fits(x, self.weight, self.bias) else None
+        y: Tensor = base.forward_cuda(self, x) if found is None else found
+        return y
 
-    ours: Any = custom_op.CustomOp.register_oot(name=name)(NormforgeLayerNorm)
+    own = {"__module__": __name__, "__doc__": "Its LayerNorm on a generated kernel.", "forward_cuda": forward_cuda}
+    ours: Any = custom_op.CustomOp.register_oot(name=name)(type("NormforgeLayerNorm", (base,), own))
     # The word that switches it in --compilation-config; registering made it the class's.
     ours.name = getattr(theirs, "name", name)
     logger.info("normforge serves vLLM's LayerNorm")

@@ -274,7 +274,7 @@ class AddLayerNorm(_Adds, _LayerNorm):
         self._drop(dropout_p)
 
     # It is a torch.nn.LayerNorm so that what goes by that type (initialisation, weight decay) finds it.
-    def forward(  # type: ignore[override]  # a residual comes in, and its sum goes out
+    def forward(  # type: ignore[override]  # of another signature, and found by torch's type all the same: see above
         self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm of x + residual, in x's dtype, and that sum, in residual's; both of x's shape."""
@@ -305,8 +305,8 @@ class AddRMSNorm(_Adds, _RMSNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, **options)
         self._drop(dropout_p)
 
-    # It is a torch.nn.RMSNorm for the same reason.
-    def forward(  # type: ignore[override]  # a residual comes in, and its sum goes out
+    # It is a torch.nn.RMSNorm so that what goes by that type (initialisation, weight decay) finds it.
+    def forward(  # type: ignore[override]  # of another signature, and found by torch's type all the same: see above
         self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm of x + residual, in x's dtype, and that sum, in residual's; both of x's shape."""

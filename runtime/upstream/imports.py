@@ -50,6 +50,6 @@ class _Awaiting(MetaPathFinder):
                 sys.meta_path.remove(self)
                 self._action()
 
-            # The loader is this spec's alone.
-            spec.loader.exec_module = run_and_act  # type: ignore[method-assign]  # there is no hook for it
+            # The loader is this spec's alone; another in its place would hide the source and resources that it knows.
+            spec.loader.exec_module = run_and_act  # type: ignore[method-assign]  # the instance's own
         return spec

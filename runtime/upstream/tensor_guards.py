@@ -77,8 +77,8 @@ class _Subclass(torch.Tensor):
     pass
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types for what it calls
-    pass
+# Made by `type`, as torch declares no types of what a subclass's statement calls.
+_Mode: Callable[[], Any] = type("_Mode", (TorchDispatchMode,), {})
 
 
 @cache
@@ -118,7 +118,7 @@ def _is_right(make: Callable[..., Fits]) -> bool:
         found.append(not fits(usual, vector))
     with torch.autocast("cpu", torch.bfloat16):
         found.append(not fits(usual, vector))
-    with _Mode():  # type: ignore[no-untyped-call]  # likewise
+    with _Mode():
         found.append(not fits(usual, vector))
 
     def within(row: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -26,13 +27,14 @@ def jit_tracing() -> bool:
     return not torch.compiler.is_dynamo_compiling() and torch._C._get_tracing_state() is not None
 
 
+# Torch declares no types of it.
+_unpack_dual: Callable[[torch.Tensor], Any] = forward_ad.unpack_dual
+
+
 def has_tangent(tensors: list[torch.Tensor]) -> bool:
     """Whether forward-mode AD differentiates by any of some tensors."""
     # Outside every level there are none to ask for.
-    return forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]  # torch declares none
-        for tensor in tensors
-    )
+    return forward_ad._current_level >= 0 and any(_unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def saved_tensors_hooks() -> object:
