@@ -15,6 +15,7 @@ from pathlib import Path
 
 import jinja2
 
+from . import prose
 from .errors import IllegalCombinationError, NormforgeError, TemplateError
 from .group_signature import group_params, group_summary
 from .groups import AnyMode, GroupMode, mode_named
@@ -135,11 +136,11 @@ def _output_of(mode: Mode) -> str:
 
 
 def _docstring(mode: AnyMode) -> str:
-    if not mode.features:
-        return f'"""{mode.title}."""'
-    features = ", ".join(mode.features)
+    title, features = prose.title(mode), ", ".join(prose.features(mode))
+    if not features:
+        return f'"""{title}."""'
     wrapped = textwrap.fill(features[0].upper() + features[1:] + ".", LINE_LENGTH - 1)
-    return f'"""{mode.title}.\n\n{wrapped}\n"""'
+    return f'"""{title}.\n\n{wrapped}\n"""'
 
 
 def _imports(source: str) -> str:

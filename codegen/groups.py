@@ -77,22 +77,6 @@ class GroupMode:
         layout = "_cl" if self.channels_last else ""
         return f"{_PREFIX}_{self.direction.value}_{self.dtype_in.value}{activation}{layout}"
 
-    @property
-    def title(self) -> str:
-        """The norm and the input type, in prose."""
-        return f"{self.dtype_in.value} GroupNorm {self.direction.title}"
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """What this mode does beyond the bare norm, in prose."""
-        silu = ("through SiLU" if self.is_backward else "SiLU applied",) if self.activation.is_applied else ()
-        return (*silu, *(("channels last",) if self.channels_last else ()))
-
-    @property
-    def summary(self) -> str:
-        """One line of prose: what a kernel of this mode does."""
-        return ", ".join((self.title, *self.features))
-
     def kernel(self, part: Pipeline | Part) -> str:
         """The kernel's symbol: what a profiler shows."""
         return f"{self.name}_{part.value}"

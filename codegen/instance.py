@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
+from . import prose
 from .groups import AnyMode
 from .values import Pipeline
 
@@ -102,4 +103,4 @@ class Instance:
     @property
     def summary(self) -> str:
         """One line of prose: what it does, for which N, and how."""
-        return f"{self.mode.summary}; N = {self.bucket}; {self.tile.pipeline.summary}"
+        return f"{prose.summary(self.mode)}; N = {self.bucket}; {self.tile.pipeline.summary}"

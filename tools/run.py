@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .._version import __version__
+from ..codegen import prose
 from ..codegen.groups import GROUP
 from . import group_run
 from .checked_run import Result, solve
@@ -89,7 +90,7 @@ def _size(problem: Problem | GroupProblem) -> str:
 
 def _further(problem: Problem | GroupProblem) -> str:
     if isinstance(problem, GroupProblem):
-        return ", ".join((f" in {problem.groups} groups", *problem.mode.features))
+        return ", ".join((f" in {problem.groups} groups", *prose.features(problem.mode)))
     return "" if problem.heads == 1 else f" heads={problem.heads}, strides {problem.row_strides.x} and {problem.n}"
 
 

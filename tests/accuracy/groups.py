@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from normforge.calls import group
 from normforge.calls.group_instead import Arrived, Gradients, Options
+from normforge.codegen import prose
 from normforge.codegen.groups import Activation, GroupMode
 from normforge.codegen.instance import Tile
 from normforge.codegen.values import Direction, DType, Pipeline
@@ -44,7 +45,7 @@ class GroupCase:
     @property
     def dtypes(self) -> str:
         """X's type, and what else there is, in words."""
-        return ", ".join((self.mode.dtype_in.value, *self.mode.features))
+        return ", ".join((self.mode.dtype_in.value, *prose.features(self.mode)))
 
     @property
     def channels(self) -> int:

@@ -1,0 +1,123 @@
+"""What a mode is in words: of modules' docstrings, of lists of instances, and of what commands print."""
+
+from __future__ import annotations
+
+from .groups import AnyMode, GroupMode
+from .model import Mode
+from .values import DType, Rounding
+
+
+def summary(mode: AnyMode) -> str:
+    """One line: what a kernel of a mode does."""
+    return ", ".join((title(mode), *features(mode)))
+
+
+def title(mode: AnyMode) -> str:
+    """The norm and the input type."""
+    norm = "GroupNorm" if isinstance(mode, GroupMode) else mode.norm.title
+    return f"{mode.dtype_in.value} {norm} {mode.direction.title}"
+
+
+def features(mode: AnyMode) -> tuple[str, ...]:
+    """What a mode does beyond the bare norm, in the order in which it is done."""
+    if isinstance(mode, GroupMode):
+        return _of_groups(mode)
+    return _backward(mode) if mode.is_backward else _forward(mode)
+
+
+def _of_groups(mode: GroupMode) -> tuple[str, ...]:
+    silu = ("through SiLU" if mode.is_backward else "SiLU applied",) if mode.activation.is_applied else ()
+    return (*silu, *(("channels last",) if mode.channels_last else ()))
+
+
+def _forward(mode: Mode) -> tuple[str, ...]:
+    steps = []
+    if mode.dtype_in.is_fp8:
+        steps.append("x multiplied by its scale")
+    if mode.x_bias:
+        steps.append("x bias added")
+    if mode.x_gate:
+        steps.append("x gated")
+    if mode.dropout:
+        steps.append("dropout")
+    if mode.fadd.stores:
+        steps.append("residual added and the sum stored")
+    elif mode.fadd.adds:
+        steps.append("residual added")
+    if mode.gating.is_before:
+        steps.append(_gated(mode))
+    if mode.cast.comes_first:
+        steps.append("rounded before the weight")
+    if mode.grouped:
+        steps.append("a weight for each group of columns")
+    if mode.modulated:
+        steps.append("modulated")
+    if mode.gating.is_after:
+        steps.append(_gated(mode))
+    if mode.fquant.quantises:
+        steps += _quantised(mode)
+    elif mode.dtype_out is not mode.dtype_in:
+        steps.append(f"{mode.dtype_out.value} output")
+    if mode.save_mv:
+        steps.append("mean and rstd saved" if mode.norm.centres else "rstd saved")
+    return tuple(steps)
+
+
+def _backward(mode: Mode) -> tuple[str, ...]:
+    steps = []
+    if mode.x_bias:
+        steps.append("x bias added and its gradient summed")
+    if mode.dropout:
+        steps.append("dropout")
+    if mode.fadd.stores:
+        steps.append("gradient of the stored sum added")
+    if mode.cast.comes_first:
+        steps.append("rows rounded before the weight")
+    if mode.modulated:
+        steps.append("modulated")
+    if mode.x_gate:
+        steps.append("x gated")
+    if mode.gating.gates:
+        steps.append(_gated(mode))
+    if mode.grouped:
+        steps.append("a weight for each group of columns")
+    return tuple(steps)
+
+
+def _gated(mode: Mode) -> str:
+    return f"{'x' if mode.gating.is_before else 'y'} gated by {mode.gate_activation.value}"
+
+
+def _quantised(mode: Mode) -> list[str]:
+    steps = []
+    if mode.save_unquant:
+        steps.append("y stored unquantised too")
+    if mode.quantise_rounded:
+        steps.append("rounded before it is quantised")
+    smooth = "smooth " if mode.fquant.smooths else ""
+    scales = "" if mode.scale_dtype is DType.FP32 else f" with {mode.scale_dtype.value} scales"
+    rounding = ", truncating" if mode.rounding is Rounding.TRUNCATE else ""
+    steps.append(f"{smooth}{_scaled(mode)} {mode.dtype_out.value} output{_in_groups(mode)}{scales}{rounding}")
+    return steps
+
+
+def _scaled(mode: Mode) -> str:
+    """How y is scaled."""
+    if mode.fquant.is_static:
+        return "statically scaled by column" if mode.fquant.takes_column_scales else "statically scaled"
+    return "bounded dynamic" if mode.scale_ub else "dynamic"
+
+
+def _in_groups(mode: Mode) -> str:
+    """The scales of groups and where they lie."""
+    if not mode.group_size.code:
+        return ""
+    words = [f" by groups of {mode.group_size.value}"]
+    if mode.scale_format.rounds_up:
+        single = "" if mode.scale_format.stores_exponents else "fp32 "
+        words.append(f"with {'packed ' if mode.scale_format.packs > 1 else single}powers of two")
+    if mode.scale_format.takes_global:
+        words.append("with e4m3 scales under a global one")
+    if mode.scale_layout.swizzles:
+        words.append("in tiles of 128x4")
+    return " ".join(words)
