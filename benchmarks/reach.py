@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -12,10 +13,13 @@ from typing import Any
 from tabulate import tabulate
 
 from .results import CEILING, PROJECT, Results, Row
+from .suites import batch_invariant, batch_invariant_many
 from .suites.sweep import MOST_SOME
 
 _TORCH_COMPILE = ("compile", "max-autotune")
 _ANY = 1 << 62
+# Of rows, the most that a table's tile for a few serves.
+_MOST_FEW = 256
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Rule:
         most_m: the most.
         mean_peer: the least geometric mean, over its cells, of the best peer's time over this project's, or None.
         least_cells: how many cells have to be measured before it can be reached.
+        provider: whose rows are held to it.
     """
 
     title: str
@@ -57,6 +62,7 @@ class Rule:
     most_m: int = _ANY
     mean_peer: float | None = None
     least_cells: int = 1
+    provider: str = PROJECT
 
     def covers(self, row: Row) -> bool:
         """Whether the goal is about a row's cell."""
@@ -86,6 +92,25 @@ def _beside_rows(title: str, kind: str) -> Rule:
         peer=1 / 1.05,
         peers=(PROJECT,),
         instead=(f"_{kind}/", "_row/"),
+    )
+
+
+def _cost_of_invariance() -> tuple[Rule, ...]:
+    # No more than 3 % slower, and in every cell: the cells that cost are few.
+    cells = [cell for cell in batch_invariant_many.SUITE.cells if cell.m > _MOST_FEW]
+    groups = Counter(cell.group for cell in cells)
+    return tuple(
+        Rule(
+            f"{group}, M > {_MOST_FEW}, the default",
+            batch_invariant_many.SUITE.name,
+            group=group,
+            least_m=_MOST_FEW + 1,
+            peer=1 / 1.03,
+            peers=(PROJECT,),
+            least_cells=count,
+            provider=batch_invariant.PROVIDER,
+        )
+        for group, count in groups.items()
     )
 
 
@@ -135,6 +160,7 @@ RULES = (
     Rule("sweep backward, some rows, best peer", cells=_BACKWARD, peer=1.0, share=0.95, **_SOME),
     Rule("sweep backward, many rows, copy", cells=_BACKWARD, copy=0.85, share=0.95, **_MANY),
     Rule("sweep backward, many rows, best peer in the mean", cells=_BACKWARD, mean_peer=1.2, **_MANY),
+    *_cost_of_invariance(),
     Rule("host, plain call, torch", "host", _PLAIN_CALL, peer=1.0, peers=("eager",)),
     Rule(
         "host, add + quant, torch's plain", "host", "add_quant/ln*", peer=1 / 1.1, peers=("eager",), against=_PLAIN_CALL
@@ -148,7 +174,7 @@ class Finding:
     """How one cell stands against a goal.
 
     Attributes:
-        row: this project's row, timed or failed.
+        row: the row of the rule's provider, timed or failed.
         to_copy: its ratio to the copy; None where one of the two is missing.
         to_peer: the best peer's time over its own; None where no peer was measured, infinite where all of them fail.
         best_peer: which one that is.
@@ -207,7 +233,7 @@ def check(rule: Rule, results: Results | None) -> Checked:
 
 def _findings(rule: Rule, results: Results) -> Iterator[Finding]:
     for row in results.rows.values():
-        if row.provider == PROJECT and rule.covers(row):
+        if row.provider == rule.provider and rule.covers(row):
             to_copy = results.ratio_to_copy(row)
             to_peer, best_peer = _best_peer(rule, results, row)
             met = row.ok and _at_least(to_copy, rule.copy) and _at_least(to_peer, rule.peer)
@@ -220,7 +246,7 @@ def _best_peer(rule: Rule, results: Results, row: Row) -> tuple[float | None, st
     peers = [
         peer
         for name, peer in results.of(rule.other_cell(row)).items()
-        if (name in rule.peers if rule.peers else name not in (PROJECT, CEILING))
+        if (name in rule.peers if rule.peers else name not in (rule.provider, PROJECT, CEILING))
     ]
     timed = [peer for peer in peers if peer.ok]
     if not peers or not row.ok:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Literal
 
 from tabulate import tabulate
@@ -15,7 +16,7 @@ from .cells import Task
 from .errors import UsageError
 from .providers import every_provider
 from .results import CEILING, PROJECT, SEED, Results, Row
-from .suites import SUITES
+from .suites import SUITES, batch_invariant
 from .swept import summary
 
 
@@ -69,6 +70,7 @@ _QUANT_LENGTHS = (1024, 4096, 16384)
 _CK_TILE_LENGTHS = (80, 128, 256, 512, 1024, 1996, 4080)
 
 _OF_GROUP = "{group}, {m}×{n}"
+_OF_TASK = "{task}, {m}×{n}"
 _OF_KIND = "{kind}, {m}×{n}"
 _ADDED, _ADDED_RMS = "add_quantised/*", "add_quantised/rms_*"
 
@@ -95,9 +97,7 @@ TABLES = (
     Table(
         "Residual add, LayerNorm, smooth fp8", "quant", "*/ln_bf16_fp8_sdq/*", ("add + quant",), lengths=_QUANT_LENGTHS
     ),
-    Table(
-        "ck_tile's default, fp16 to smooth int8", "quant", "*_sdq/*", ("ck_tile's default",), label="{task}, {m}×{n}"
-    ),
+    Table("ck_tile's default, fp16 to smooth int8", "quant", "*_sdq/*", ("ck_tile's default",), label=_OF_TASK),
     Table("Add and norm, fp8 in groups of 128", "quantised", _ADDED, ("groups",), rows=(16384,), label=_OF_KIND),
     Table("Add and RMSNorm, fp8", "quantised", _ADDED_RMS, ("*",), lengths=(4096,), rows=(16384,), label=_OF_GROUP),
     Table(
@@ -110,14 +110,32 @@ TABLES = (
         label=_OF_GROUP,
     ),
     Table("LayerNorm decode, CUDA graph", "decode", "*/ln_bf16/*", ("*",), "µs", (4096, 8192), (1, 16, 256)),
-    Table("RMSNorm of 32 of 48 heads, bf16", "heads", "*/rms_bf16_h*", ("*",), lengths=(128,), label="{task}, {m}×{n}"),
+    Table("RMSNorm of 32 of 48 heads, bf16", "heads", "*/rms_bf16_h*", ("*",), lengths=(128,), label=_OF_TASK),
     Table("Residual add and LayerNorm, with a dropout and without", "dropout", "*/ln_bf16/*", ("*",), label=_OF_GROUP),
     Table("Gated norms, bf16", "gated", "*", ("*",), label="{kind}, {group}, {m}×{n}"),
     Table("Modulated LayerNorm, bf16", "modulated", "*/ln_*", ("*",), label=_OF_GROUP),
     Table("GroupNorm and SiLU, bf16", "groupnorm", "group/gn_bf16_silu*", ("*",), label="{shape}, {group}"),
     Table("GroupNorm and SiLU backward, bf16", "groupnorm", "group_backward/*", ("*",), label="{shape}, {group}"),
-    Table("Batch invariance, few rows", "batch-invariant", "*/ln_bf16/*", ("*",), "µs", (4096, 8192), (1, 16, 256)),
-    Table("Batch invariance", "batch-invariant-many", "forward/ln_*", ("*",), lengths=(1024, 4096, 8192), rows=(4096,)),
+    Table(
+        "LayerNorm, batch invariant and not, CUDA graph",
+        "batch-invariant",
+        "*/ln_*",
+        ("*",),
+        "µs",
+        (4096,),
+        label=_OF_TASK,
+        beside=batch_invariant.PROVIDER,
+    ),
+    Table(
+        "LayerNorm, batch invariant and not",
+        "batch-invariant-many",
+        "*/ln_*",
+        ("*",),
+        lengths=(4096, 4099, 65536),
+        rows=(4096,),
+        label=_OF_TASK,
+        beside=batch_invariant.PROVIDER,
+    ),
     Table(
         "LayerNorm of ck_tile's shapes, CUDA graph", "ck_tile", "*/ln_bf16/*", ("700 rows*",), "µs", _CK_TILE_LENGTHS
     ),
@@ -127,7 +145,7 @@ TABLES = (
         "*",
         ("*",),
         lengths=(1024, 4096, 15872),
-        label="{task}, {m}×{n}",
+        label=_OF_TASK,
         beside="tutorial05",
     ),
     Table("Forward, bf16", "steps", "forward/*", ("steps*",), turned=True),
@@ -231,11 +249,12 @@ def _said_beside(table: Table, results: Results) -> list[str]:
             ratios.setdefault(own.task, []).append((own.n, peer.us / own.us))
     label = every_provider()[table.beside].label if ratios else ""
     spans = (
-        f"{_TASKS.get(task, task)} {min(ratio for _, ratio in found):.2f} to {max(ratio for _, ratio in found):.2f} "
+        f"{_TASKS.get(task, task)} {min(ratio for _, ratio in found):.2f} to {max(ratio for _, ratio in found):.2f}, "
+        f"{geometric_mean(ratio for _, ratio in found):.2f} in the mean "
         f"(N from {min(found)[0]} to {max(found)[0]})"
         for task, found in ratios.items()
     )
-    return [f"normforge over {label}, times the speed: {', '.join(spans)}."] if ratios else []
+    return [f"normforge over {label}, times the speed: {'; '.join(spans)}."] if ratios else []
 
 
 def _label(table: Table, row: Row) -> str:

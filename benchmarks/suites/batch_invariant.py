@@ -2,23 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import product
 
 from ..cells import Cell, Method, Norm, Suite, Task
 
-_ROWS = (1, 16, 64, 256)
-_LENGTHS = (128, 1024, 2048, 4096, 4097, 5120, 8192, 16384, 65536)
+# The provider of the same calls under batch invariance.
+PROVIDER = "normforge-batch-invariant"
 
-# The groups of this suite and of `batch_invariant_many`, which are all that the provider is for.
-GROUPS = tuple(
-    f"batch invariance, {what}"
-    for what in ("decode", "decode, add + quant", "many rows", "many rows, add", "many rows, add + quant", "gradient")
+FEW, MANY = "few rows", "many rows"
+# Every kind of kernel, and what its cells are called.
+_TASKS = {
+    Task.FORWARD: "forward",
+    Task.ADD: "add",
+    Task.QUANT: "quant",
+    Task.ADD_QUANT: "add + quant",
+    Task.BACKWARD: "backward",
+}
+
+
+def group_of(rows: str, task: Task) -> str:
+    """The part of the two suites that cells of a task, with few rows or many, make."""
+    return f"batch invariance, {rows}, {_TASKS[task]}"
+
+
+# Of this suite and of `batch_invariant_many`: all that the provider is for.
+GROUPS = tuple(group_of(rows, task) for rows, task in product((FEW, MANY), _TASKS))
+
+
+def cells_of(
+    rows: str, lengths: Mapping[Task, tuple[int, ...]], ms: tuple[int, ...], most: int = 1 << 62
+) -> tuple[Cell, ...]:
+    """Both norms' cells of every length of a task with every number of rows, as many as make up to `most` elements."""
+    return tuple(
+        Cell(
+            task,
+            norm,
+            min(m, most // n),
+            n,
+            out_dtype="fp8" if task.quantises else "",
+            group=group_of(rows, task),
+        )
+        for task in _TASKS
+        for norm, n, m in product(Norm, lengths[task], ms)
+    )
+
+
+# Each length by itself has a tile, and so a cost; what is fused shows at two of them whether it costs more.
+_WIDTHS = (4096, 8192)
+_LENGTHS = dict.fromkeys(_TASKS, _WIDTHS) | {Task.FORWARD: (1024, 4096, 4099, 8192, 16384, 65536)}
+
+SUITE = Suite(
+    "batch-invariant",
+    "Batch invariance, few rows",
+    Method.GRAPH,
+    cells_of(FEW, _LENGTHS, (1, 16, 256)),
+    along="m",
+    unit="µs",
 )
-
-_PLAIN = tuple(Cell(Task.FORWARD, norm, m, n, group=GROUPS[0]) for norm, n, m in product(Norm, _LENGTHS, _ROWS))
-_FUSED = tuple(
-    Cell(Task.ADD_QUANT, Norm.RMS, m, n, out_dtype="fp8", group=GROUPS[1])
-    for n, m in product((2048, 4096, 5120, 7168, 8192), _ROWS)
-)
-
-SUITE = Suite("batch-invariant", "Batch invariance, few rows", Method.GRAPH, (*_PLAIN, *_FUSED), along="m", unit="µs")
