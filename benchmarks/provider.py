@@ -47,6 +47,7 @@ class Provider:
         reset: called before each cell.
         compiles: whether its first call in a process may compile.
         groups: of cells that it is for; empty for one that is timed on all that it has a builder for.
+        offers: whether it computes such a cell, where a task and a norm do not say it all.
         allowances: how many times the oracle's tolerance an output may be off by, where that is not once.
     """
 
@@ -58,6 +59,7 @@ class Provider:
     reset: Callable[[], None] | None = None
     compiles: bool = True
     groups: tuple[str, ...] = ()
+    offers: Callable[[Cell], bool] | None = None
     allowances: Mapping[str, float] = field(default_factory=dict)
 
     def load(self) -> None:
@@ -78,7 +80,11 @@ class Provider:
 
     def builder(self, cell: Cell) -> Builder | None:
         """What makes a call of the cell's tensors, or None where the peer offers no such thing."""
-        return None if self.groups and cell.group not in self.groups else self.builders.get((cell.task, cell.norm))
+        if self.groups and cell.group not in self.groups:
+            return None
+        if self.offers is not None and not self.offers(cell):
+            return None
+        return self.builders.get((cell.task, cell.norm))
 
 
 def load(module: str) -> Any:
