@@ -9,7 +9,7 @@ from .cells import Cell
 
 @dataclass(frozen=True)
 class GatedCell(Cell):
-    """A gated norm of bf16 rows, activated by SiLU.
+    """A gated norm, activated by SiLU.
 
     Attributes:
         gate_first: whether what is normalised was gated, as Mamba2 has it.

@@ -42,9 +42,11 @@ class GroupCell(Cell):
         return f"{self.task.value}/{self.kind}/{'x'.join(map(str, self.sizes))}"
 
 
-def cell_of(task: Task, shape: tuple[int, ...], *, channels_last: bool, silu: bool, groups: int = 32) -> GroupCell:
-    """A cell of bf16, in the part of its suite that its task and layout are."""
+def cell_of(
+    task: Task, shape: tuple[int, ...], *, channels_last: bool, silu: bool, groups: int = 32, dtype: str = "bf16"
+) -> GroupCell:
+    """A cell in the part of its suite that its task and layout are."""
     m = shape[0] * groups
     part = f"{'backward' if task is Task.GROUP_BACKWARD else 'forward'}{', channels last' if channels_last else ''}"
     options: dict[str, Any] = {"shape": shape, "groups": groups, "channels_last": channels_last, "silu": silu}
-    return GroupCell(task, Norm.LAYER, m, math.prod(shape) // m, group=part, **options)
+    return GroupCell(task, Norm.LAYER, m, math.prod(shape) // m, dtype, group=part, **options)

@@ -9,7 +9,7 @@ from .cells import DTYPES, Cell, Task
 
 @dataclass(frozen=True)
 class ModulatedCell(Cell):
-    """A modulated norm of bf16 rows without a weight, as DiT has it.
+    """A modulated norm without a weight, as DiT has it.
 
     Attributes:
         samples: of which the rows are, as many of each.

@@ -63,6 +63,9 @@ class Table:
         return named and row.n in (self.lengths or (row.n,)) and row.m in (self.rows or (row.m,))
 
 
+# Kinds of the dtypes that stand beside bf16, not quantised; and of their lengths those that tables have.
+_OTHER = "*_fp[13][62]*/*"
+_OTHER_LENGTHS = (4096, 8192)
 _FORWARD_LENGTHS = (1024, 4096, 5120, 8192, 16384, 32768, 65536, 131072)
 _BACKWARD_LENGTHS = (1024, 4096, 5120, 8192, 16384, 32768)
 _BACKWARD_GROUPS = ("256 MiB", "M = 4096")
@@ -72,6 +75,7 @@ _CK_TILE_LENGTHS = (80, 128, 256, 512, 1024, 1996, 4080)
 _OF_GROUP = "{group}, {m}×{n}"
 _OF_TASK = "{task}, {m}×{n}"
 _OF_KIND = "{kind}, {m}×{n}"
+_OF_KIND_AND_GROUP = "{kind}, {group}, {m}×{n}"
 _ADDED, _ADDED_RMS = "add_quantised/*", "add_quantised/rms_*"
 
 _TASKS = {
@@ -91,11 +95,20 @@ _PICTURES = {
 TABLES = (
     Table("LayerNorm, bf16", "forward", "*/ln_bf16/*", ("256 MiB",), lengths=_FORWARD_LENGTHS),
     Table("RMSNorm, bf16", "forward", "*/rms_bf16/*", ("256 MiB",), lengths=_FORWARD_LENGTHS),
-    Table("LayerNorm, odd rows and fp32", "forward", "*/ln_*", ("odd rows", "fp32"), label="{m}×{n}, {kind}"),
+    Table("LayerNorm, odd rows, bf16", "forward", "*/ln_*", ("odd rows",)),
+    Table("fp16 and fp32", "forward", _OTHER, ("fp32", "256 MiB"), lengths=_OTHER_LENGTHS, label=_OF_KIND),
     Table("LayerNorm backward, bf16", "backward", "*/ln_bf16/*", _BACKWARD_GROUPS, lengths=_BACKWARD_LENGTHS),
     Table("RMSNorm backward, bf16", "backward", "*/rms_bf16/*", ("256 MiB",), lengths=_BACKWARD_LENGTHS),
+    Table("fp16 and fp32, backward", "backward", _OTHER, ("fp32", "256 MiB"), lengths=_OTHER_LENGTHS, label=_OF_KIND),
     Table(
         "Residual add, LayerNorm, smooth fp8", "quant", "*/ln_bf16_fp8_sdq/*", ("add + quant",), lengths=_QUANT_LENGTHS
+    ),
+    Table(
+        "Residual add, LayerNorm, smooth fp8, of fp16 and fp32",
+        "quant",
+        "*/ln_fp??_fp8_sdq/*",
+        ("add + quant",),
+        label=_OF_KIND,
     ),
     Table("ck_tile's default, fp16 to smooth int8", "quant", "*_sdq/*", ("ck_tile's default",), label=_OF_TASK),
     Table("Add and norm, fp8 in groups of 128", "quantised", _ADDED, ("groups",), rows=(16384,), label=_OF_KIND),
@@ -110,12 +123,28 @@ TABLES = (
         label=_OF_GROUP,
     ),
     Table("LayerNorm decode, CUDA graph", "decode", "*/ln_bf16/*", ("*",), "µs", (4096, 8192), (1, 16, 256)),
+    Table("LayerNorm decode, fp16 and fp32, CUDA graph", "decode", "*/ln_fp*", ("*",), "µs", label=_OF_KIND),
     Table("RMSNorm of 32 of 48 heads, bf16", "heads", "*/rms_bf16_h*", ("*",), lengths=(128,), label=_OF_TASK),
     Table("Residual add and LayerNorm, with a dropout and without", "dropout", "*/ln_bf16/*", ("*",), label=_OF_GROUP),
-    Table("Gated norms, bf16", "gated", "*", ("*",), label="{kind}, {group}, {m}×{n}"),
-    Table("Modulated LayerNorm, bf16", "modulated", "*/ln_*", ("*",), label=_OF_GROUP),
+    Table(
+        "Residual add and LayerNorm, with a dropout and without, fp16 and fp32",
+        "dropout",
+        "*/ln_fp*",
+        ("*",),
+        lengths=(4096,),
+        label=_OF_KIND_AND_GROUP,
+    ),
+    Table("Gated norms, bf16", "gated", "*_bf16*", ("*",), label=_OF_KIND_AND_GROUP),
+    Table("Gated norms, fp16 and fp32", "gated", _OTHER, ("*",), lengths=(128,), label=_OF_KIND_AND_GROUP),
+    Table("Modulated LayerNorm, bf16", "modulated", "*/ln_bf16*", ("*",), label=_OF_GROUP),
+    Table("Modulated LayerNorm, fp16 and fp32", "modulated", "*/ln_fp??/*", ("*",), label=_OF_KIND_AND_GROUP),
     Table("GroupNorm and SiLU, bf16", "groupnorm", "group/gn_bf16_silu*", ("*",), label="{shape}, {group}"),
-    Table("GroupNorm and SiLU backward, bf16", "groupnorm", "group_backward/*", ("*",), label="{shape}, {group}"),
+    Table(
+        "GroupNorm and SiLU backward, bf16", "groupnorm", "group_backward/gn_bf16*", ("*",), label="{shape}, {group}"
+    ),
+    Table(
+        "GroupNorm and SiLU, fp16 and fp32", "groupnorm", f"group/{_OTHER}", ("*",), label="{kind}, {shape}, {group}"
+    ),
     Table(
         "LayerNorm, batch invariant and not, CUDA graph",
         "batch-invariant",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from ..cells import Cell, Method, Norm, Suite, Task
+from .shapes import OTHER_DTYPES
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _LENGTHS = (2048, 4096, 5120, 8192, 16384)
@@ -14,5 +15,10 @@ _FUSED = tuple(
     Cell(Task.ADD_QUANT, Norm.RMS, m, n, out_dtype="fp8", group=f"N = {n}, add + quant")
     for n, m in product((4096, 8192), (1, 16, 64, 256))
 )
+# Of so few rows a launch takes longer than the reading, whatever the dtype: one length, of one row to the most.
+_OTHERS = tuple(
+    Cell(Task.FORWARD, norm, m, 4096, dtype, group="N = 4096")
+    for norm, dtype, m in product(Norm, OTHER_DTYPES, (1, 16, 256))
+)
 
-SUITE = Suite("decode", "Decode, CUDA graph", Method.GRAPH, (*_PLAIN, *_FUSED), along="m", unit="µs")
+SUITE = Suite("decode", "Decode, CUDA graph", Method.GRAPH, (*_PLAIN, *_FUSED, *_OTHERS), along="m", unit="µs")

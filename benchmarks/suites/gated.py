@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..cells import Method, Norm, Suite, Task
 from ..gated_cells import GatedCell
+from .shapes import OTHER_DTYPES
 
 _ROWS = 262144
 # Mamba2's inner width and groups, of as many tokens as make x 128 MiB.
@@ -20,6 +21,15 @@ def _cells(task: Task) -> tuple[GatedCell, ...]:
         GatedCell(task, Norm.RMS, _ROWS, 128, group=f"{part}, projected", projected=True),
         GatedCell(task, Norm.RMS, _TOKENS, _WIDE, group=f"{part}, groups", gate_first=True, columns=_COLUMNS),
         GatedCell(task, Norm.RMS, _TOKENS, _WIDE, group=f"{part}, gate first", gate_first=True),
+        *(cell for dtype in OTHER_DTYPES for cell in _others(task, part, dtype)),
+    )
+
+
+def _others(task: Task, part: str, dtype: str) -> tuple[GatedCell, GatedCell]:
+    # Of other dtypes what two kinds of models have: a head of linear attention, and Mamba2's groups.
+    return (
+        GatedCell(task, Norm.RMS, _ROWS, 128, dtype, group=part),
+        GatedCell(task, Norm.RMS, _TOKENS, _WIDE, dtype, group=f"{part}, groups", gate_first=True, columns=_COLUMNS),
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from ..cells import Method, Norm, Suite, Task
 from ..modulated_cells import ModulatedCell
+from .shapes import OTHER_DTYPES
 
 # 1152 is DiT-XL's, 3072 Flux's.
 _ROWS, _LENGTHS = 32768, (1152, 3072, 4096)
@@ -14,6 +17,11 @@ def _cells(task: Task, part: str) -> tuple[ModulatedCell, ...]:
         *(ModulatedCell(task, Norm.LAYER, _ROWS, n, group=part) for n in _LENGTHS),
         *(ModulatedCell(task, Norm.LAYER, _ROWS, n, group=f"{part}, gated", gated=True) for n in _LENGTHS),
         ModulatedCell(task, Norm.RMS, _ROWS, 3072, group=part),
+        # Of other dtypes the length in the middle, as it is before attention and behind a branch.
+        *(
+            ModulatedCell(task, Norm.LAYER, _ROWS, 3072, dtype, group=f"{part}, gated" if gated else part, gated=gated)
+            for dtype, gated in product(OTHER_DTYPES, (False, True))
+        ),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from ..cells import Cell, Method, Norm, Suite, Task, rows_of
-from .shapes import LARGE
+from .shapes import LARGE, OTHER_DTYPES
 
 _LENGTHS = (1024, 2048, 4096, 5120, 8192, 16384)
 # 16384×8192 and 8192×16384 have 256 MiB of x and are among those above.
@@ -16,6 +16,21 @@ _FUSED = tuple(
     Cell(Task.ADD_QUANT, Norm.LAYER, m, n, out_dtype=out, smooth=smooth, group="add + quant")
     for smooth, out, (m, n) in product((True, False), ("int8", "fp8"), _SHAPES)
 )
+# Of other dtypes what is read differs, and what is written does not: one output, of a row that is held and of one that
+# is long. ck_tile's default is fp16.
+_OTHERS = tuple(
+    Cell(
+        Task.ADD_QUANT,
+        Norm.LAYER,
+        rows_of(LARGE, n, dtype),
+        n,
+        dtype,
+        out_dtype="fp8",
+        smooth=True,
+        group="add + quant",
+    )
+    for dtype, n in product(OTHER_DTYPES, (4096, 16384))
+)
 _PLAIN = tuple(
     Cell(task, Norm.LAYER, *_CK_TILE, dtype="fp16", group="ck_tile's default") for task in (Task.FORWARD, Task.ADD)
 )
@@ -24,4 +39,4 @@ _INT8 = tuple(
     for task, smooth in product((Task.QUANT, Task.ADD_QUANT), (True, False))
 )
 
-SUITE = Suite("quant", "Fused quantisation", Method.COLD, (*_FUSED, *_PLAIN, *_INT8))
+SUITE = Suite("quant", "Fused quantisation", Method.COLD, (*_FUSED, *_OTHERS, *_PLAIN, *_INT8))
