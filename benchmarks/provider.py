@@ -44,6 +44,7 @@ class Provider:
         modules: imported to see whether the peer is there.
         distribution: the package whose version the header states; empty for one that is stated anyway.
         builders: for a task and a norm, what makes a call of a cell's tensors. What is not in here is not offered.
+        library: what is stated beside that version, of a package that calls a library with a version of its own.
         reset: called before each cell.
         compiles: whether its first call in a process may compile.
         groups: of cells that it is for; empty for one that is timed on all that it has a builder for.
@@ -56,6 +57,7 @@ class Provider:
     modules: tuple[str, ...]
     builders: Mapping[tuple[Task, Norm], Builder]
     distribution: str = ""
+    library: Callable[[], str] | None = None
     reset: Callable[[], None] | None = None
     compiles: bool = True
     groups: tuple[str, ...] = ()
@@ -74,9 +76,10 @@ class Provider:
     def version(self) -> str:
         """The installed version, or what is known instead."""
         try:
-            return version(self.distribution)
+            installed = version(self.distribution)
         except PackageNotFoundError:
-            return "not stated by its package"
+            installed = "not stated by its package"
+        return installed if self.library is None else f"{installed} ({self.library()})"
 
     def builder(self, cell: Cell) -> Builder | None:
         """What makes a call of the cell's tensors, or None where the peer offers no such thing."""
