@@ -1,9 +1,10 @@
-"""One process at a time: a lock on what several may want to change at once."""
+"""What several processes may want to change at once: one at a time, by a lock, and never half of it."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,6 +30,21 @@ def locked(path: Path) -> Iterator[None]:
         with suppress(OSError):
             path.unlink()
         os.close(handle)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Give a file, or the one that a link stands for, another text: a reader finds the old one or the new one.
+
+    Raises:
+        OSError: it cannot be written, and is as it was.
+    """
+    path = path.resolve()
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        temporary.write_bytes(text.encode())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _acquire(path: Path) -> int:

@@ -32,6 +32,8 @@ _DOCUMENT = DocumentKind(
 )
 # As `architecture` in runtime/kernels/gpu.py names them.
 _ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}|gfx[0-9a-f]{3,4}")
+# No word of a table has a #.
+_COMMENT = re.compile(r"(?:^|\s)#")
 _CLASS_OF = {kind.name: kind for kind in EVERY_CLASS}
 _PIPELINES = tuple(pipeline.value for pipeline in Pipeline)
 _SIZES = tuple(field.name for field in fields(Tiles))
@@ -340,33 +342,60 @@ def merge(old: TileTable, new: TileTable) -> TileTable:
     """What was measured anew, and of the old table what it does not overlap."""
     rows = dict(old.rows)
     for kind, measured in new.rows.items():
-        kept = [row for row in old.rows.get(kind, ()) if not any(_overlap(row[0], bucket) for bucket, _ in measured)]
+        kept = [row for row in old.rows.get(kind, ()) if not any(overlap(row[0], bucket) for bucket, _ in measured)]
         rows[kind] = tuple(sorted((*kept, *measured), key=lambda row: row[0].first))
     return TileTable(rows)
 
 
-def _overlap(one: Bucket, other: Bucket) -> bool:
+def overlap(one: Bucket, other: Bucket) -> bool:
+    """Whether two ranges have a row length in common."""
     return one.first in other or other.first in one
 
 
-def write_table(table: TileTable, remark: str) -> str:
+def read_head(path: Path) -> str:
+    """The comments that a table's file begins with, as they stand there.
+
+    Raises:
+        TileTableError: there are others further down, for which a table that is written anew has no place.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    end = next((at for at, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), len(lines))
+    lost = next((at for at, line in enumerate(lines[end:], end + 1) if _COMMENT.search(line)), None)
+    if lost is not None:
+        raise TileTableError(
+            f"{path}:{lost}: a comment within the table would be lost when the table is written anew; "
+            "move it up, above the first class"
+        )
+    return "\n".join(lines[:end]).rstrip()
+
+
+def write_table(table: TileTable, head: str) -> str:
     """The text of a table's file.
 
     Args:
         table: what was measured.
-        remark: on what; one line.
+        head: on what: comments, each with its #.
     """
-    lines = [f"# {remark}"]
+    lines = [head]
     for kind in EVERY_CLASS:
         if kind in table.rows:
             lines += ["", f"{kind.name}:"]
             for bucket, tiles in table.rows[kind]:
                 lines += [f"  {bucket}:"]
-                given = [(size, getattr(tiles, size)) for size in _SIZES]
-                lines += [f"    {size}: {_flow(tile)}" for size, tile in given if tile is not None]
+                lines += [f"    {size}: {_flow(tile)}" for size, tile in tiles_by_size(tiles).items()]
     return "\n".join((*lines, ""))
 
 
+def tile_words(tile: Tile) -> dict[str, str | int]:
+    """A tile as tables have it: its fields by name, but for those at the end that have their default."""
+    return dict(zip(_FIELDS, tile.row, strict=False))
+
+
+def tiles_by_size(tiles: Tiles) -> dict[str, Tile]:
+    """The tiles of a range as tables have them: by size of M, those that there are."""
+    given = {size: getattr(tiles, size) for size in _SIZES}
+    return {size: tile for size, tile in given.items() if tile is not None}
+
+
 def _flow(tile: Tile) -> str:
-    pairs = (f"{name}: {value}" for name, value in zip(_FIELDS, tile.row, strict=False))
-    return f"{{{', '.join(pairs)}}}"
+    return f"{{{', '.join(f'{name}: {value}' for name, value in tile_words(tile).items())}}}"

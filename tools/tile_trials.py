@@ -1,10 +1,8 @@
-"""Tiles on trial: compiled side by side, held against the reference, and timed on the GPU that is here."""
+"""Tiles on trial: held against the reference, and timed on the GPU that is here."""
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -134,6 +132,41 @@ class Case:
         return list(dict.fromkeys((present, *found)))
 
 
+@dataclass(frozen=True)
+class Row:
+    """A row of a table of tiles: a class and a bucket, whose tiles for many, few and any rows are sought together."""
+
+    kind: TileClass
+    bucket: Bucket
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """What tiles are sought for: for many rows, for a few, and for every M: as `Tiles` has them."""
+        return tuple(Case(self.kind, self.bucket, few) for few in (False, True, None))
+
+    def trials(self, device: torch.device, sizes: Sizes) -> list[Trial]:
+        """Every kernel that has to be compiled: a tile is once, whether for few rows or for many."""
+        tiles = dict.fromkeys(tile for case in self.cases for tile in case.tiles(device, case.rows(sizes)))
+        return [Trial(self.cases[0], tile) for tile in tiles]
+
+
+def listed(rows: Iterable[Row]) -> str:
+    """Rows of a table in words, by class, those that adjoin as one: fwd_16bit 1..512 2049..3072, bwd_16bit 1.. ."""
+    by_class: dict[TileClass, list[Bucket]] = {}
+    for row in rows:
+        by_class.setdefault(row.kind, []).append(row.bucket)
+    words = []
+    for kind, buckets in by_class.items():
+        joined: list[Bucket] = []
+        for bucket in sorted(buckets, key=lambda bucket: bucket.first):
+            if joined and joined[-1].last == bucket.first - 1:
+                joined[-1] = replace(joined[-1], last=bucket.last)
+            else:
+                joined.append(bucket)
+        words.append(" ".join((kind.name, *map(str, joined))))
+    return ", ".join(words)
+
+
 @cache
 def _entry(mode: AnyMode, n: int) -> Entry:
     return on_demand.generate(mode, n, "a table of candidates")
@@ -148,6 +181,40 @@ class Trial:
 
 
 @dataclass(frozen=True)
+class Tried:
+    """What the trial of a tile came to; times are medians, in milliseconds.
+
+    Attributes:
+        tile: what was tried.
+        ms: of 10 calls; None if it does not run on this GPU, or is wrong.
+        final_ms: of 50, of those that were fastest and the present one.
+        few_ms: of 50 with few rows, of those that may serve every M.
+        problem: why it cannot win.
+    """
+
+    tile: Tile
+    ms: float | None
+    final_ms: float | None
+    few_ms: float | None
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Winner:
+    """The tile that a case gets.
+
+    Attributes:
+        tile: the fastest; the present one, unless another beats it by `MARGIN`.
+        ms: its time.
+        gb_per_s: bytes that it moves in that time.
+    """
+
+    tile: Tile
+    ms: float
+    gb_per_s: float
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What the trials of a case came to.
 
@@ -155,23 +222,26 @@ class Outcome:
         case: what a tile was sought for.
         rows: how many rows were timed.
         present: the tile in use until now.
-        present_ms: its time; None if it does not run on this GPU.
-        best: the fastest tile; the present one, unless another beats it by `MARGIN`.
-        best_ms: its time.
-        gb_per_s: bytes that it moves in that time.
-        tried: how many tiles ran.
-        refused: why others did not.
+        tried: every tile, the present one first.
+        winner: None if no tile runs here.
     """
 
     case: Case
     rows: int
     present: Tile
-    present_ms: float | None
-    best: Tile
-    best_ms: float
-    gb_per_s: float
-    tried: int
-    refused: tuple[str, ...]
+    tried: tuple[Tried, ...]
+    winner: Winner | None
+
+    @property
+    def present_ms(self) -> float | None:
+        """The present tile's time; None if it does not run on this GPU."""
+        return next(tried.final_ms for tried in self.tried if tried.tile == self.present)
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Which tiles cannot win, and why."""
+        name = f"{self.case.mode.name}, N = {self.case.n}"
+        return tuple(f"{name}, {tried.tile.row}: {tried.problem}" for tried in self.tried if tried.problem is not None)
 
 
 @contextmanager
@@ -181,34 +251,7 @@ def tiled(trial: Trial) -> Iterator[None]:
         yield
 
 
-def compile_all(trials: Sequence[Trial], device: torch.device, jobs: int, advance: Callable[[], object]) -> None:
-    """Compile the kernels of trials into Triton's cache, in processes of their own.
-
-    What fails here fails again, and is recorded, when its turn comes.
-
-    Args:
-        trials: what to compile.
-        device: what to compile for.
-        jobs: how many processes; 0 compiles nothing ahead.
-        advance: called when a trial is done.
-    """
-    if not jobs:
-        return
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        pending = [pool.submit(_compile, trial, device) for trial in trials]
-        for done in as_completed(pending):
-            done.exception()
-            advance()
-
-
-def _compile(trial: Trial, device: torch.device) -> None:
-    with tiled(trial):
-        trial.case.run(1, device).call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def decide(case: Case, device: torch.device, sizes: Sizes, advance: Callable[[], object]) -> Outcome | None:
+def decide(case: Case, device: torch.device, sizes: Sizes, advance: Callable[[], object]) -> Outcome:
     """Try every tile of a case and take the fastest whose outputs are right.
 
     Of those for every M, whatever takes little longer than the fastest of many rows is sought for a few.
@@ -218,42 +261,46 @@ def decide(case: Case, device: torch.device, sizes: Sizes, advance: Callable[[],
         device: the GPU.
         sizes: how many rows.
         advance: called when a tile has been tried.
-
-    Returns:
-        None if no tile runs here.
     """
     rows = case.rows(sizes)
     times: dict[Tile, float] = {}
-    refused = []
+    problems: dict[Tile, str] = {}
     run = case.run(rows, device)
     checked = case.run(sizes.checked, device)
-    present, *others = case.tiles(device, rows)
-    for tile in (present, *others):
+    tiles = case.tiles(device, rows)
+    for tile in tiles:
         trial = Trial(case, tile)
         problem = _why_not(trial, checked)
         if problem is None:
             times[tile] = _time(trial, run, repeat=10)
         else:
-            refused.append(f"{case.mode.name}, N = {case.n}, {tile.row}: {problem}")
+            problems[tile] = problem
         advance()
-    if not times:
-        return None
+    present = tiles[0]
     most = 3 * _FINALISTS if case.few is None else _FINALISTS
     finalists = {*sorted(times, key=times.__getitem__)[:most], *({present} & times.keys())}
     final = {tile: _time(Trial(case, tile), run, repeat=50) for tile in finalists}
     best = _best(final, present)
-    if case.few is None:
+    of_few: dict[Tile, float] = {}
+    if case.few is None and best is not None:
         near = [tile for tile in final if final[tile] <= final[best] * MOST_SLOWER]
         few = case.run(sizes.few, device)
-        best = _best({tile: _time(Trial(replace(case, few=True), tile), few, repeat=50) for tile in near}, present)
-    with tiled(Trial(case, best)):
+        of_few = {tile: _time(Trial(replace(case, few=True), tile), few, repeat=50) for tile in near}
+        best = _best(of_few, present)
+    tried = tuple(Tried(tile, times.get(tile), final.get(tile), of_few.get(tile), problems.get(tile)) for tile in tiles)
+    return Outcome(case, rows, present, tried, None if best is None else _winner(case, best, final[best], run))
+
+
+def _winner(case: Case, tile: Tile, ms: float, run: Run[Any]) -> Winner:
+    with tiled(Trial(case, tile)):
         moved = run.moved(run.call())
-    rate = moved / final[best] / 1e6
-    return Outcome(case, rows, present, final.get(present), best, final[best], rate, len(times), tuple(refused))
+    return Winner(tile, ms, moved / ms / 1e6)
 
 
-def _best(times: Mapping[Tile, float], present: Tile) -> Tile:
-    """The fastest of some tiles, or the present one if it takes hardly longer."""
+def _best(times: Mapping[Tile, float], present: Tile) -> Tile | None:
+    """The fastest of some tiles, or the present one if it takes hardly longer; None of none."""
+    if not times:
+        return None
     best = min(times, key=times.__getitem__)
     return present if present in times and times[present] <= times[best] * MARGIN else best
 

@@ -3,35 +3,49 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from ..codegen import tile_tables
 from ..codegen.command import Parser
 from ..codegen.errors import TileTableError
-from ..codegen.instance import Bucket, Tile, Tiles
-from ..codegen.tile_tables import TileTable
+from ..codegen.instance import Bucket, Tile
 from ..codegen.tiling import EVERY_CLASS, TileClass, standard_ladder
 from ..errors import DeviceError
 from ..kernels.gpu import architecture
+from ..selection.on_demand import cache_folder
+from .budget import Budget, OutOfTimeError
+from .environment import describe, revision_of
 from .machine import Machine, find_machine
-from .tile_trials import Case, Outcome, Sizes, Trial, compile_all, decide
+from .tile_compiler import Compiler
+from .tile_trials import Outcome, Row, Sizes, Trial, decide, listed
+from .tune_record import Record
+
+_ROOT = Path(__file__).resolve().parent.parent
 
 # What most models run; the other classes of rows take as long again.
 _ONLY = "fwd_16bit*,bwd_16bit*"
 _MOST_JOBS = 16
 
+# Kernels that are compiled before the first of them is timed, for each process that compiles: a row of a table has
+# about 20, and the last of a group keeps one process busy.
+_KERNELS_EACH = 4
+
 _DESCRIPTION = """\
 Measure candidate tiles on this GPU and print which won, beside the tile in use now. With --out, write the winners into
 a table, which a generator takes: python generate.py --tiles FILE, or by itself from codegen/tiles/ of a checkout.
-What the table holds of other classes and row lengths stays.
+What the table holds of other classes and row lengths stays, and so does the comment that it begins with.
+
+A row of the table, a class and a range of row lengths, is written when it has been measured, and every time with it in
+a report. A run that is interrupted, or has spent its --minutes, loses no row; the same command with --resume goes on.
+Classes and lengths are measured in the order in which --only and --n name them.
+Exit status: 0 done, 1 for some row no tile runs here or no time was left, 2 the request cannot be carried out.
 """
 
 
@@ -44,87 +58,137 @@ def main(argv: Sequence[str], prog: str, sizes: Sizes | None = None) -> int:
         sizes: how much to measure; by default what fills a data centre's GPU.
 
     Returns:
-        0, or 1 if for some case no tile runs here; the table then lacks that bucket.
+        0, or 1 if for some case no tile runs here, so that the table lacks that row, or if no time was left.
 
     Raises:
         DeviceError: there is no GPU.
-        TileTableError: --out names no architecture's table, or one that cannot be read.
+        TileTableError: --out names no architecture's table, or one that cannot be read or written; or a report.
     """
     parser = _parser(prog)
     arguments = parser.parse_args(argv)
-    kinds = _kinds(parser, arguments.only)
-    buckets = _buckets(parser, arguments.n)
+    budget = Budget(arguments.minutes)
+    asked = [Row(*pair) for pair in _asked(parser, arguments)]
     machine = find_machine()
     if machine.interpreted:
         raise DeviceError("tune compares times, and Triton's CPU interpreter has none to compare; run it on a GPU")
-    arch = architecture(machine.device)
-    old = None if arguments.out is None else _read(arguments.out, arch)
-    outcomes, lacking = _measure(kinds, buckets, machine, sizes or Sizes(), arguments.jobs)
-    print(_report(outcomes))
-    for case in lacking:
-        print(f"no tile runs here for {case.kind.name}, N = {case.bucket}")
-    won = _table(outcomes)
-    if arguments.out is not None and old is not None and won.rows:
-        table = tile_tables.merge(old, won)
-        remark = f"Measured by normforge tune on {machine.name}: torch {torch.__version__}, Triton {version('triton')}."
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(tile_tables.write_table(table, remark), encoding="utf-8")
-        print(f"\nwrote {arguments.out}; to use it: python generate.py --tiles {arguments.out}")
-    return 1 if lacking else 0
+    record = _record(arguments, machine)
+    rows = asked if record is None or not arguments.resume else _left(asked, record)
+    measured: dict[Row, list[Outcome]] = {}
+
+    def take(row: Row, outcomes: list[Outcome]) -> None:
+        if record is not None:
+            record.add(row, outcomes)
+        measured[row] = outcomes
+
+    try:
+        _measure(rows, machine.device, sizes or Sizes(), Compiler(machine.device, arguments.jobs), budget, take)
+    except OutOfTimeError:
+        pass
+    finally:
+        # Whatever ends the run: what it has found is what the next need not seek.
+        status = _say([outcome for outcomes in measured.values() for outcome in outcomes], record)
+    late = [row for row in rows if row not in measured]
+    if late:
+        on = "the same command with --resume goes on" if record is not None else "with --out FILE, --resume could go on"
+        print(f"not measured, for lack of time: {listed(late)}; {on}")
+    return 1 if late else status
+
+
+def _left(asked: Sequence[Row], record: Record) -> list[Row]:
+    """The rows that are to be measured; of the others it is said why not."""
+    resumed = record.resume(asked)
+    if resumed.kept:
+        print(f"measured already, by {record.report}: {listed(resumed.kept)}")
+    for sentence in resumed.again:
+        print(sentence)
+    return [row for row in asked if row not in resumed.kept]
 
 
 def _measure(
-    kinds: Sequence[TileClass], buckets: Sequence[Bucket], machine: Machine, sizes: Sizes, jobs: int
-) -> tuple[list[Outcome], list[Case]]:
-    cases = [Case(kind, bucket, few) for kind in kinds for bucket in buckets for few in (False, True, None)]
-    trials = [Trial(case, tile) for case in cases for tile in case.tiles(machine.device, case.rows(sizes))]
-    # A tile is compiled once, whether for few rows or for many.
-    distinct = list({(trial.case.kind, trial.case.n, trial.tile): trial for trial in trials}.values())
-    with tqdm(total=len(distinct) if jobs else 0, desc="compile", unit="kernel", disable=not jobs) as bar:
-        compile_all(distinct, machine.device, jobs, bar.update)
-    outcomes, lacking = [], []
-    with tqdm(total=len(trials), desc="measure", unit="tile") as bar:
-        for case in cases:
-            bar.set_postfix_str(f"{case.kind.name} N={case.n}")
-            outcome = decide(case, machine.device, sizes, bar.update)
-            if outcome is None:
-                lacking.append(case)
-            else:
-                outcomes.append(outcome)
-                for line in outcome.refused:
+    rows: Sequence[Row],
+    device: torch.device,
+    sizes: Sizes,
+    compiler: Compiler,
+    budget: Budget,
+    take: Callable[[Row, list[Outcome]], None],
+) -> None:
+    with compiler, tqdm(total=len(rows), unit="row") as bar:
+
+        def shown(what: str, of: int) -> Callable[[], None]:
+            done = 0
+
+            def advance() -> None:
+                nonlocal done
+                done += 1
+                bar.set_postfix_str(f"{what}: {done} of {of}")
+                budget.check()
+
+            return advance
+
+        for group, trials in _groups(rows, device, sizes, _KERNELS_EACH * compiler.jobs):
+            budget.check()
+            compiler.compile(trials, budget, shown("compile", len(trials)))
+            for row in group:
+                budget.check()
+                tiles = sum(len(case.tiles(device, case.rows(sizes))) for case in row.cases)
+                advance = shown(f"measure {listed([row])}", tiles)
+                outcomes = [decide(case, device, sizes, advance) for case in row.cases]
+                take(row, outcomes)
+                for line in (line for outcome in outcomes for line in outcome.refused):
                     bar.write(f"left out: {line}")
-    return outcomes, lacking
+                bar.update()
 
 
-def _table(outcomes: Sequence[Outcome]) -> TileTable:
-    """The winners, of the buckets for which there are both."""
-    best = {(outcome.case.kind, outcome.case.bucket, outcome.case.few): outcome.best for outcome in outcomes}
-    rows: dict[TileClass, tuple[tuple[Bucket, Tiles], ...]] = {}
-    for kind, bucket, few in best:
-        small = best.get((kind, bucket, True))
-        if few is False and small is not None:
-            large, own = best[kind, bucket, False], best.get((kind, bucket, None))
-            rows[kind] = (*rows.get(kind, ()), (bucket, Tiles(large, small, None if own == large else own)))
-    return TileTable(rows)
+def _groups(
+    rows: Sequence[Row], device: torch.device, sizes: Sizes, least: int
+) -> Iterator[tuple[list[Row], list[Trial]]]:
+    """Rows that are compiled together, with their trials: so many that every process has some, or what is left."""
+    group: list[Row] = []
+    trials: list[Trial] = []
+    for row in rows:
+        group.append(row)
+        trials += row.trials(device, sizes)
+        if len(trials) >= least:
+            yield group, trials
+            group, trials = [], []
+    if group:
+        yield group, trials
+
+
+def _say(outcomes: Sequence[Outcome], record: Record | None) -> int:
+    """Print what was found; 1 if a case has no tile."""
+    lacking = [outcome.case for outcome in outcomes if outcome.winner is None]
+    if outcomes:
+        print(_report(outcomes))
+    for case in lacking:
+        print(f"no tile runs here for {case.kind.name}, N = {case.bucket}")
+    if record is not None and outcomes:
+        if record.written:
+            print(f"\nwrote {record.table}; to use it: python generate.py --tiles {record.table}")
+        print(f"every time is in {record.report}")
+    return 1 if lacking else 0
 
 
 def _report(outcomes: Sequence[Outcome]) -> str:
     headers = ["class", "N", "rows", "present", "µs", "best", "µs", "faster", "GB/s", "of"]
-    rows = [
-        [
-            outcome.case.kind.name,
-            outcome.case.n,
-            f"{outcome.rows}{', for every M' if outcome.case.few is None else ''}",
-            _shown(outcome.present),
-            "fails" if outcome.present_ms is None else f"{outcome.present_ms * 1e3:.2f}",
-            "the same" if outcome.best == outcome.present else _shown(outcome.best),
-            f"{outcome.best_ms * 1e3:.2f}",
-            "" if outcome.present_ms is None else f"{outcome.present_ms / outcome.best_ms - 1:.1%}",
-            f"{outcome.gb_per_s:.0f}",
-            outcome.tried,
-        ]
-        for outcome in outcomes
-    ]
+    rows = []
+    for outcome in outcomes:
+        won, before = outcome.winner, outcome.present_ms
+        if won is not None:
+            rows.append(
+                [
+                    outcome.case.kind.name,
+                    outcome.case.n,
+                    f"{outcome.rows}{', for every M' if outcome.case.few is None else ''}",
+                    _shown(outcome.present),
+                    "fails" if before is None else f"{before * 1e3:.2f}",
+                    "the same" if won.tile == outcome.present else _shown(won.tile),
+                    f"{won.ms * 1e3:.2f}",
+                    "" if before is None else f"{before / won.ms - 1:.1%}",
+                    f"{won.gb_per_s:.0f}",
+                    sum(tried.ms is not None for tried in outcome.tried),
+                ]
+            )
     return tabulate(rows, headers, disable_numparse=True)
 
 
@@ -132,13 +196,33 @@ def _shown(tile: Tile) -> str:
     return " ".join(map(str, tile.row))
 
 
-def _read(out: Path, arch: str) -> TileTable:
-    if out.name != f"{arch}.yaml":
+def _record(arguments: argparse.Namespace, machine: Machine) -> Record | None:
+    out: Path | None = arguments.out
+    if out is None and arguments.report is None:
+        return None
+    arch = architecture(machine.device)
+    if out is not None and out.name != f"{arch}.yaml":
         raise TileTableError(
             f"--out {out}: a table is called after its architecture, and this GPU's is {arch}; "
             f"write --out {out.with_name(f'{arch}.yaml')}"
         )
-    return tile_tables.read_table(out) if out.exists() else TileTable({})
+    environment = describe(machine) | {
+        "architecture": arch,
+        "revision": arguments.revision or revision_of(_ROOT, "codegen/tiles"),
+        # Of templates and generator: what a revision "with changes" does not say.
+        "generator": cache_folder().name,
+    }
+    return Record(out, arguments.report, environment)
+
+
+def _asked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[tuple[TileClass, Bucket]]:
+    """What is to be measured, class by class, so that what there is no time for are whole classes and then rows."""
+    if arguments.minutes is not None and not (math.isfinite(arguments.minutes) and arguments.minutes > 0):
+        parser.error(f"--minutes {arguments.minutes} is no time; write a number above 0, 30 or 0.5, say")
+    if arguments.resume and arguments.out is None and arguments.report is None:
+        parser.error("--resume goes on with what a run wrote; name that with --out FILE, or with --report FILE")
+    buckets = _buckets(parser, arguments.n)
+    return [(kind, bucket) for kind in _kinds(parser, arguments.only) for bucket in buckets]
 
 
 def _kinds(parser: argparse.ArgumentParser, only: str) -> list[TileClass]:
@@ -146,7 +230,7 @@ def _kinds(parser: argparse.ArgumentParser, only: str) -> list[TileClass]:
     for glob in globs:
         if not any(fnmatchcase(kind.name, glob) for kind in EVERY_CLASS):
             parser.error(f"--only {glob!r} matches no class; they are {', '.join(kind.name for kind in EVERY_CLASS)}")
-    return [kind for kind in EVERY_CLASS if any(fnmatchcase(kind.name, glob) for glob in globs)]
+    return list(dict.fromkeys(kind for glob in globs for kind in EVERY_CLASS if fnmatchcase(kind.name, glob)))
 
 
 def _buckets(parser: argparse.ArgumentParser, lengths: str | None) -> list[Bucket]:
@@ -157,7 +241,7 @@ def _buckets(parser: argparse.ArgumentParser, lengths: str | None) -> list[Bucke
     for text in wanted:
         if not text.isdecimal() or int(text) < 1:
             parser.error(f"--n {text!r} is no row length; write whole numbers from 1, separated by commas")
-    return [bucket for bucket in ladder if any(int(text) in bucket for text in wanted)]
+    return list(dict.fromkeys(bucket for text in wanted for bucket in ladder if int(text) in bucket))
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -167,6 +251,21 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--only", default=_ONLY, metavar="GLOB[,GLOB]", help=f"classes to measure, '*' for all (default: {_ONLY})"
     )
     parser.add_argument("--n", metavar="N[,N]", help="measure only the buckets that serve these row lengths")
+    parser.add_argument(
+        "--minutes", type=float, metavar="M", help="stop after so long, compiling included, and say what is left"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="leave out what a run with this GPU, these versions and this revision wrote into --out or --report before",
+    )
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="where every time goes, a JSON object a row of the table (default: beside --out, ending in .jsonl)",
+    )
+    parser.add_argument("--revision", help="what is stated of this tree; default: git's")
     parser.add_argument(
         "--jobs",
         type=int,

@@ -18,10 +18,12 @@ from normforge.codegen.values import Direction, Pipeline
 from normforge.kernels.gpu import named_target
 from normforge.selection import dispatch
 from normforge.tools import tile_trials, tune
+from normforge.tools.budget import Budget
 from normforge.tools.checked_run import Run
 from normforge.tools.cli import main
 from normforge.tools.compare import Finding
 from normforge.tools.machine import Machine
+from normforge.tools.tile_compiler import Compiler
 from normforge.tools.tile_trials import Case, Sizes, Trial
 
 from ..thorough import THOROUGH
@@ -76,10 +78,11 @@ def test_every_class_is_tuned_with_kernels_that_agree_with_the_reference(
     clock(lambda tile: float(len(tiles) - tiles.index(tile)))
     tried = []
     outcome = tile_trials.decide(case, CARD.device, SIZES, lambda: tried.append(1))
-    assert outcome is not None
+    assert outcome.winner is not None
     assert outcome.refused == ()
-    assert outcome.tried == len(tried) == len(tiles)
-    assert outcome.best == tiles[-1] != outcome.present == tiles[0]
+    assert [each.tile for each in outcome.tried] == tiles
+    assert len(tried) == len(tiles)
+    assert outcome.winner.tile == tiles[-1] != outcome.present == tiles[0]
 
 
 def test_the_present_tile_stays_unless_another_is_clearly_faster(clock: Callable[[Clock], None]) -> None:
@@ -88,8 +91,8 @@ def test_the_present_tile_stays_unless_another_is_clearly_faster(clock: Callable
     for ms, expected in ((0.995, present), (0.98, other)):
         clock(lambda tile, ms=ms: {present: 1.0, other: ms}.get(tile, 2.0))  # type: ignore[misc]  # a default binds it
         outcome = tile_trials.decide(case, CARD.device, SIZES, lambda: None)
-        assert outcome is not None
-        assert (outcome.best, outcome.present, outcome.present_ms) == (expected, present, 1.0)
+        assert outcome.winner is not None
+        assert (outcome.winner.tile, outcome.present, outcome.present_ms) == (expected, present, 1.0)
 
 
 def test_the_tile_for_every_m_is_fast_for_many_rows_and_the_fastest_of_those_for_a_few(
@@ -108,8 +111,11 @@ def test_the_tile_for_every_m_is_fast_for_many_rows_and_the_fastest_of_those_for
         clock(lambda tile, many=many: many.get(tile, 2.0))  # type: ignore[misc]  # likewise
         monkeypatch.setattr(tile_trials, "graph_ms", of_few)
         outcome = tile_trials.decide(case, CARD.device, SIZES, lambda: None)
-        assert outcome is not None
-        assert (outcome.best, outcome.best_ms) == (expected, many[expected])
+        assert outcome.winner is not None
+        assert (outcome.winner.tile, outcome.winner.ms) == (expected, many[expected])
+        times = {each.tile: each.few_ms for each in outcome.tried if each.few_ms is not None}
+        assert expected in times
+        assert times.items() <= few.items()
     monkeypatch.setattr(tile_trials, "architecture", lambda device: "sm_90")
     long = Case(PLAIN, standard_ladder()[-1], few=None)
     assert not any(tile.pipeline is Pipeline.SPREAD for tile in long.tiles(CARD.device, 1))
@@ -133,7 +139,6 @@ def test_a_tile_whose_kernel_fails_or_is_wrong_cannot_win(
 
     monkeypatch.setattr(tile_trials, "_why_not", why_not)
     outcome = tile_trials.decide(case, CARD.device, SIZES, lambda: None)
-    assert outcome is not None
     assert [line.partition("): ")[2] for line in outcome.refused] == [
         "y differ from the reference",
         "RuntimeError: out of registers",
@@ -150,8 +155,10 @@ def test_trials_are_compiled_in_processes_of_their_own() -> None:
     case = Case(PLAIN, N128, few=True)
     fine, failing = Trial(case, case.tiles(CARD.device, 1)[0]), Trial(case, Tile(Pipeline.ROWS, 1, 100, 1))
     done: list[int] = []
-    tile_trials.compile_all([failing, fine], CARD.device, jobs=1, advance=lambda: done.append(1))
-    assert len(done) == 2
+    with Compiler(CARD.device, jobs=1) as compiler:
+        for _ in range(2):
+            compiler.compile([failing, fine], Budget(None), lambda: done.append(1))
+    assert len(done) == 4
 
 
 @THOROUGH

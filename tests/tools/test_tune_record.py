@@ -1,0 +1,400 @@
+"""What `normforge tune` writes while it measures, and how a run ends and goes on; what is measured is made up."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from normforge.codegen import tile_tables
+from normforge.codegen.errors import TileTableError
+from normforge.codegen.instance import Tile
+from normforge.codegen.locking import replace_text
+from normforge.codegen.tiling import CLASSES, standard_ladder
+from normforge.codegen.values import Pipeline
+from normforge.tools import budget, tile_compiler, tune
+from normforge.tools.budget import Budget, OutOfTimeError
+from normforge.tools.machine import Machine
+from normforge.tools.tile_compiler import Compiler
+from normforge.tools.tile_trials import Case, Outcome, Row, Sizes, Trial, Tried, Winner, listed
+from normforge.tools.tune_record import Record
+
+CARD = Machine(torch.device("cpu"), "a card", interpreted=False)
+HERE = {"device": "a card", "torch": "2.11.0", "triton": "3.6.0", "normforge": "0.1.0"}
+SIZES = Sizes(bytes=2**10, few=2, checked=3)
+PLAIN = CLASSES[0]
+SHORT = [Row(PLAIN, bucket) for bucket in standard_ladder()[:3]]
+THREE = ("--only", "fwd_16bit", "--n", "128,256,512")
+
+pytestmark = pytest.mark.usefixtures("fresh_table")
+
+Decide = Callable[[Case, torch.device, Sizes, Callable[[], object]], Outcome]
+
+
+class Bench:
+    """What stands in for a card: it takes so long for a case, and the last candidate always wins."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.seconds = 0.0
+        self.cases: list[Case] = []
+        self.ends_at: int | None = None
+        self.runs = True
+
+    def decide(self, case: Case, device: torch.device, sizes: Sizes, advance: Callable[[], object]) -> Outcome:
+        if len(self.cases) == self.ends_at:
+            raise KeyboardInterrupt
+        self.cases.append(case)
+        self.now += self.seconds
+        outcome = outcome_of(case, runs=self.runs)
+        for _ in outcome.tried:
+            advance()
+        return outcome
+
+    def rows(self) -> list[Row]:
+        return list(dict.fromkeys(Row(case.kind, case.bucket) for case in self.cases))
+
+
+def outcome_of(case: Case, *, runs: bool = True) -> Outcome:
+    present, *others = case.tiles(CARD.device, case.rows(SIZES))
+    best = (present, *others)[-1]
+    slower = tuple(Tried(tile, 2.0, None, None, None) for tile in others if tile != best)
+    if not runs:
+        return Outcome(case, 7, present, (Tried(present, None, None, None, "it does not fit"), *slower), None)
+    won = Tried(best, 1.0, 1.25, None, None)
+    return Outcome(case, 7, present, (Tried(present, 2.0, 2.0, None, None), *slower, won), Winner(best, 1.25, 3000.0))
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    made = Bench()
+    monkeypatch.setattr(tune, "find_machine", lambda: CARD)
+    monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(tune, "decide", made.decide)
+    monkeypatch.setattr(tune, "revision_of", lambda root, written: "abc1234")
+    monkeypatch.setattr(tune, "describe", lambda machine: HERE)
+    monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: made.now))
+    return made
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "tiles" / "sm_90.yaml"
+
+
+def run(*argv: str | Path) -> int:
+    return tune.main([*map(str, argv), "--jobs", "0"], "normforge tune", SIZES)
+
+
+def lengths(out: Path) -> list[str]:
+    return [str(bucket) for bucket, _ in tile_tables.read_table(out).rows[PLAIN]]
+
+
+def head(out: Path) -> list[str]:
+    return tile_tables.read_head(out).splitlines()
+
+
+def report(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.with_suffix(".jsonl").read_text().splitlines()]
+
+
+def test_what_there_is_no_time_for_is_said_and_what_there_was_is_whole_rows(
+    bench: Bench, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.seconds = 60
+    # A row takes three minutes, and the second is begun.
+    assert run("--out", out, *THREE, "--minutes", "5") == 1
+    assert lengths(out) == ["1..128"]
+    assert len(bench.cases) == 5
+    said = capsys.readouterr().out
+    assert "not measured, for lack of time: fwd_16bit 129..512; the same command with --resume goes on" in said
+
+    bench.cases.clear()
+    assert run("--out", out, *THREE, "--minutes", "7", "--resume") == 0
+    assert bench.rows() == SHORT[1:]
+    assert lengths(out) == ["1..128", "129..256", "257..512"]
+    assert "for lack of time" not in capsys.readouterr().out
+
+
+def test_without_a_table_no_time_says_how_a_run_could_go_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.seconds = 60
+    assert run(*THREE, "--minutes", "0.5") == 1
+    assert capsys.readouterr().out == (
+        "not measured, for lack of time: fwd_16bit 1..512; with --out FILE, --resume could go on\n"
+    )
+
+
+def test_classes_and_lengths_are_measured_as_they_are_named(bench: Bench) -> None:
+    assert run("--only", "bwd_16bit,fwd_16bit", "--n", "200,100") == 0
+    assert [(row.kind.name, str(row.bucket)) for row in bench.rows()] == [
+        ("bwd_16bit", "129..256"),
+        ("bwd_16bit", "1..128"),
+        ("fwd_16bit", "129..256"),
+        ("fwd_16bit", "1..128"),
+    ]
+
+
+def test_compiling_counts_and_what_waits_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+
+    def slow(trial: Trial, device: torch.device) -> None:
+        begun.append(trial)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(tile_compiler, "ProcessPoolExecutor", lambda jobs, mp_context: ThreadPoolExecutor(jobs))
+    monkeypatch.setattr(tile_compiler, "_compile", slow)
+    trials = SHORT[2].trials(CARD.device, Sizes())
+    assert len(trials) > 8
+    with pytest.raises(OutOfTimeError), Compiler(CARD.device, jobs=1) as compiler:
+        compiler.compile(trials, Budget(0.1 / 60), lambda: None)
+    assert 1 <= len(begun) <= 2
+
+
+def test_rows_are_compiled_in_groups_that_keep_every_process_busy() -> None:
+    trials = [len(row.trials(CARD.device, Sizes())) for row in SHORT]
+    groups = list(tune._groups(SHORT, CARD.device, Sizes(), trials[0] + 1))
+    assert [group for group, _ in groups] == [SHORT[:2], SHORT[2:]]
+    assert [len(each) for _, each in groups] == [sum(trials[:2]), trials[2]]
+    # Nothing is compiled ahead: each row by itself.
+    assert [group for group, _ in tune._groups(SHORT, CARD.device, Sizes(), 0)] == [[row] for row in SHORT]
+
+
+def test_an_interrupted_run_has_its_finished_rows_and_goes_on_behind_them(
+    bench: Bench, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.ends_at = 4
+    with pytest.raises(KeyboardInterrupt):
+        run("--out", out, *THREE)
+    assert lengths(out) == ["1..128"]
+    assert "\nwrote " in capsys.readouterr().out
+
+    bench.ends_at = None
+    bench.cases.clear()
+    assert run("--out", out, *THREE, "--resume") == 0
+    assert bench.rows() == SHORT[1:]
+    said = capsys.readouterr().out
+    assert f"measured already, by {out.with_suffix('.jsonl')}: fwd_16bit 1..128\n" in said
+    assert lengths(out) == ["1..128", "129..256", "257..512"]
+    # All is there: nothing is measured, and nothing is written.
+    before, text = list(bench.cases), out.read_text()
+    assert run("--out", out, *THREE, "--resume") == 0
+    assert (bench.cases, out.read_text()) == (before, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("device", "another card", "device a card (here another card)"),
+        ("torch", "2.12.0", "torch 2.11.0 (here 2.12.0)"),
+        ("triton", "3.7.0", "triton 3.6.0 (here 3.7.0)"),
+        ("driver", "570", "driver none (here 570)"),
+    ],
+)
+def test_figures_of_another_card_or_version_are_not_taken(
+    name: str, value: str, said: str, bench: Bench, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    assert run("--out", out, *THREE) == 0
+    bench.cases.clear()
+    monkeypatch.setattr(tune, "describe", lambda machine: HERE | {name: value})
+    assert run("--out", out, "--only", "fwd_16bit", "--n", "128", "--resume") == 0
+    assert bench.rows() == SHORT[:1]
+    assert f"measured again: fwd_16bit 1..128, measured before with {said}\n" in capsys.readouterr().out
+    # The report says of each row what it was measured with.
+    assert [line["environment"].get(name) for line in report(out)] == [HERE.get(name), HERE.get(name), value]
+
+
+@pytest.mark.parametrize(("changed", "to"), [("revision_of", "def5678"), ("cache_folder", Path("0.1.0-another"))])
+def test_figures_of_another_revision_are_not_taken(
+    changed: str, to: object, bench: Bench, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor of the same one, with other changes."""
+    assert run("--out", out, *THREE) == 0
+    monkeypatch.setattr(tune, changed, lambda *_: to)
+    bench.cases.clear()
+    assert run("--out", out, *THREE, "--resume") == 0
+    assert bench.rows() == SHORT
+
+
+def test_a_row_that_was_changed_by_hand_is_measured_again(
+    bench: Bench, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--out", out, *THREE) == 0
+    text = out.read_text()
+    at = text.index("257..512")
+    out.write_text(text[:at] + text[at:].replace("warps: ", "resident: 2, warps: ", 1))
+    bench.cases.clear()
+    assert run("--out", out, *THREE, "--resume") == 0
+    assert bench.rows() == SHORT[2:]
+    assert f"measured again: fwd_16bit 257..512, of which {out} has other tiles than" in capsys.readouterr().out
+    out.unlink()
+    bench.cases.clear()
+    assert run("--out", out, *THREE, "--resume") == 0
+    assert bench.rows() == SHORT
+
+
+def test_the_comment_at_a_tables_head_stays_and_another_follows(bench: Bench, out: Path) -> None:
+    old = ["# Measured by hand, on a Tuesday:", "#   the first line", "", "# and of another paragraph."]
+    out.parent.mkdir()
+    tile = "{pipeline: two_pass, rows: 1, block: 512, warps: 4}"
+    out.write_text("\n".join((*old, "", "fwd_32bit:", "  1..:", f"    large: {tile}", f"    small: {tile}", "")))
+    assert run("--out", out, *THREE) == 0
+    mine = "# Measured by normforge tune on a card: torch 2.11.0, Triton 3.6.0, revision abc1234: fwd_16bit 1..512."
+    assert head(out) == [*old, mine]
+    assert run("--out", out, "--only", "fwd_16bit", "--n", "128,512") == 0
+    assert head(out) == [*old, mine, mine.replace("1..512", "1..128 257..512")]
+    table = tile_tables.read_table(out)
+    assert [str(bucket) for bucket, _ in table.rows[PLAIN]] == [
+        "1..128",
+        "129..256",
+        "257..512",
+    ]
+    assert len(table.rows) == 2
+
+
+def test_a_long_remark_takes_several_lines_and_is_still_one(bench: Bench, out: Path) -> None:
+    assert (
+        run("--out", out, "--only", "fwd_16bit,fwd_16bit_rms", "--n", "128,512,1024,2048,4096,6144,8192,16384,65536")
+        == 0
+    )
+    lines = head(out)
+    assert len(lines) > 2
+    assert all(len(line) <= 120 for line in lines)
+    assert sum("Measured by" in line for line in lines) == 1
+
+
+def test_a_comment_that_would_be_lost_stops_a_run_before_it_measures(bench: Bench, out: Path) -> None:
+    assert run("--out", out, "--only", "fwd_16bit", "--n", "128") == 0
+    out.write_text(out.read_text().replace("  1..128:", "  # of a Tuesday\n  1..128:"))
+    bench.cases.clear()
+    with pytest.raises(TileTableError, match=r"sm_90\.yaml:4: a comment within the table would be lost .* move it up"):
+        run("--out", out, *THREE)
+    assert bench.cases == []
+
+
+def test_a_report_has_every_candidate_with_its_time(bench: Bench, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    assert run("--report", path, "--only", "fwd_16bit", "--n", "128") == 0
+    (line,) = [json.loads(text) for text in path.read_text().splitlines()]
+    assert line["environment"].items() >= (HERE | {"architecture": "sm_90", "revision": "abc1234"}).items()
+    assert (line["class"], line["first"], line["last"]) == ("fwd_16bit", 1, 128)
+    assert [(case["for"], case["m"], case["n"]) for case in line["cases"]] == [
+        ("large", 7, 128),
+        ("small", 7, 128),
+        ("invariant", 7, 128),
+    ]
+    for case, made in zip(line["cases"], SHORT[0].cases, strict=True):
+        tried = outcome_of(made).tried
+        assert [tile_of(each["tile"]) for each in case["candidates"]] == [each.tile for each in tried]
+        best = case["candidates"][-1]
+        assert (best["tile"], best["us"], best["final_us"]) == (case["best"], 1000.0, 1250.0)
+        assert case["gb_per_s"] == 3000.0
+    assert line["tiles"]["small"] == line["cases"][1]["best"]
+    bench.cases.clear()
+    assert run("--report", path, *THREE, "--resume") == 0
+    assert bench.rows() == SHORT[1:]
+
+
+def tile_of(words: dict[str, Any]) -> Tile:
+    return Tile(**(words | {"pipeline": Pipeline(words["pipeline"])}))
+
+
+def test_a_report_says_why_no_tile_runs_and_the_table_lacks_the_row(bench: Bench, out: Path) -> None:
+    bench.runs = False
+    assert run("--out", out, "--only", "fwd_16bit", "--n", "128") == 1
+    assert not out.exists()
+    (line,) = report(out)
+    assert line["tiles"] is None
+    assert line["cases"][0]["best"] is None
+    assert line["cases"][0]["candidates"][0]["problem"] == "it does not fit"
+    bench.cases.clear()
+    bench.runs = True
+    assert run("--out", out, "--only", "fwd_16bit", "--n", "128", "--resume") == 0
+    assert bench.rows() == SHORT[:1]
+
+
+@pytest.mark.parametrize("text", ["not JSON\n", "[1]\n", '{"format": 2}\n', "{}\n", "\n"])
+def test_a_file_that_is_no_report_is_left_alone(text: str, bench: Bench, out: Path) -> None:
+    path = out.with_suffix(".jsonl")
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(
+        TileTableError, match=r"sm_90\.jsonl:1: this is no line of a report .* name another with --repo"
+    ):
+        run("--out", out, *THREE)
+    assert bench.cases == []
+    assert path.read_text() == text
+
+
+def test_where_nothing_can_be_written_nothing_is_measured(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "a_file").write_text("")
+    with pytest.raises(TileTableError, match=r"sm_90\.yaml cannot be written: .* name another file"):
+        run("--out", tmp_path / "a_file" / "sm_90.yaml", *THREE)
+    assert bench.cases == []
+
+
+def test_several_write_one_table_at_once(out: Path) -> None:
+    rows = [Row(kind, bucket) for kind in CLASSES[:2] for bucket in standard_ladder()[:8]]
+    outcomes = {row: [outcome_of(case) for case in row.cases] for row in rows}
+    environment = HERE | {"revision": "abc1234"}
+    start = threading.Barrier(4)
+
+    def write(some: list[Row]) -> None:
+        record = Record(out, None, environment)
+        start.wait()
+        for row in some:
+            record.add(row, outcomes[row])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, [rows[at::4] for at in range(4)]))
+    table = tile_tables.read_table(out)
+    assert [len(table.rows[kind]) for kind in CLASSES[:2]] == [8, 8]
+    assert set(Record(out, None, environment).resume(rows).kept) == set(rows)
+    said = " ".join(head(out))
+    assert said.count("Measured by") == 4
+    assert sorted(path.name for path in out.parent.iterdir()) == ["sm_90.jsonl", "sm_90.yaml"]
+
+
+def test_a_text_that_cannot_be_replaced_stays_and_nothing_lies_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, link = tmp_path / "a", tmp_path / "link"
+    link.symlink_to("a")
+    replace_text(link, "old")
+    assert path.read_text() == "old"
+
+    def fail(self: Path, target: Path) -> None:
+        raise OSError("disk")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="disk"):
+        replace_text(path, "new")
+    assert path.read_text() == "old"
+    assert {each.name for each in tmp_path.iterdir()} == {"a", "link"}
+
+
+def test_rows_that_adjoin_are_listed_as_one() -> None:
+    ladder = standard_ladder()
+    rows = [Row(PLAIN, ladder[at]) for at in (3, 0, 1, -1)] + [Row(CLASSES[1], bucket) for bucket in ladder]
+    assert listed(rows) == "fwd_16bit 1..256 513..768 131073.., fwd_16bit_rms 1.."
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--minutes", "0"], "--minutes 0.0 is no time; write a number above 0, 30 or 0.5, say"),
+        (["--minutes", "nan"], "--minutes nan is no time"),
+        (["--resume"], "--resume goes on with what a run wrote; name that with --out FILE, or with --report FILE"),
+    ],
+)
+def test_a_bad_command_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tune.main(argv, "normforge tune")
+    assert message in capsys.readouterr().err

@@ -1,0 +1,261 @@
+"""What `normforge tune` has measured, written down row by row: winners in a table, every time in a report beside it."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..codegen import tile_tables
+from ..codegen.emit import LINE_LENGTH
+from ..codegen.errors import TileTableError
+from ..codegen.instance import Bucket, Tiles
+from ..codegen.locking import locked, replace_text
+from ..codegen.tile_tables import TileTable, tile_words, tiles_by_size
+from .environment import NOT_KNOWN
+from .tile_trials import Outcome, Row, Tried, listed
+
+# Of a line of a report; another where one cannot be read as it was.
+_FORMAT = 1
+_ENDING = ".jsonl"
+# As `Tiles` calls what a case is for.
+_SIZE = {False: "large", True: "small", None: "invariant"}
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What need not be measured again, and why other rows that are written down must be.
+
+    Attributes:
+        kept: rows that were measured by a run like this one.
+        again: sentences on the others.
+    """
+
+    kept: tuple[Row, ...]
+    again: tuple[str, ...]
+
+
+class Record:
+    """A table, a report, or both, which other processes may be adding to at the same time."""
+
+    def __init__(self, table: Path | None, report: Path | None, environment: Mapping[str, str]) -> None:
+        """Read what is there, and see that more can be written, before anything is measured.
+
+        Args:
+            table: the table of tiles to write, if any.
+            report: where every time goes; by default beside the table.
+            environment: with what is measured. Rows of another are not taken for this one's.
+
+        Raises:
+            TileTableError: a file cannot be read or written, or the report is something else.
+        """
+        if report is None:
+            if table is None:
+                raise ValueError("a record is a table, a report, or both")
+            report = table.with_suffix(_ENDING)
+        self.table, self.report = table, report
+        self._environment = dict(environment)
+        self._written: list[Row] = []
+        self._remark = ""
+        with self._writing():
+            self._lines()
+            self._rows_of_table()
+            if self.table is not None and self.table.exists():
+                tile_tables.read_head(self.table)
+
+    @property
+    def written(self) -> bool:
+        """Whether the table got a row."""
+        return bool(self._written)
+
+    def resume(self, asked: Iterable[Row]) -> Resumed:
+        """Which of some rows were measured with what is here, and stand in the table as they were measured.
+
+        Raises:
+            TileTableError: a file cannot be read.
+        """
+        table = self._rows_of_table()
+        lines = {(line["class"], line["first"], line["last"]): line for line in self._lines()}
+        kept, changed, elsewhere = [], [], dict[str, list[Row]]()
+        for row in asked:
+            line = lines.get(_key(row))
+            if line is None or line["tiles"] is None:
+                continue
+            if line["environment"] != self._environment:
+                elsewhere.setdefault(self._difference(line["environment"]), []).append(row)
+            elif self.table is not None and table.get(_key(row)) != line["tiles"]:
+                changed.append(row)
+            else:
+                kept.append(row)
+        again = [f"measured again: {listed(rows)}, measured before with {why}" for why, rows in elsewhere.items()]
+        if changed:
+            again.append(f"measured again: {listed(changed)}, of which {self.table} has other tiles than {self.report}")
+        return Resumed(tuple(kept), tuple(again))
+
+    def add(self, row: Row, outcomes: Sequence[Outcome]) -> None:
+        """Write a row: into the table if it has both its tiles, and into the report in any case.
+
+        Where a process ends between the two, the row is in the table alone, and is measured again.
+
+        Args:
+            row: what was measured.
+            outcomes: of its cases.
+
+        Raises:
+            TileTableError: a file cannot be written, or was made unreadable meanwhile.
+        """
+        won = winners(outcomes)
+        with self._writing():
+            if self.table is not None and won is not None:
+                self._write_table(self.table, row, won)
+            line = {
+                "format": _FORMAT,
+                "environment": self._environment,
+                "class": row.kind.name,
+                "first": row.bucket.first,
+                "last": row.bucket.last,
+                "tiles": None if won is None else _words(won),
+                "cases": [_case(outcome) for outcome in outcomes],
+            }
+            kept = [old for old in self._lines() if not _overlap(old, row)]
+            replace_text(self.report, "".join(f"{json.dumps(each)}\n" for each in (*kept, line)))
+
+    def _write_table(self, path: Path, row: Row, won: Tiles) -> None:
+        old, head = TileTable({}), ""
+        if path.exists():
+            old, head = tile_tables.read_table(path), tile_tables.read_head(path)
+        self._written.append(row)
+        remark = self._said()
+        # What this process said of the rows before; others' remarks stay as they are.
+        lines = f"\n{head}\n"
+        mine = f"\n{self._remark}\n"
+        if self._remark and mine in lines:
+            head = lines.replace(mine, f"\n{remark}\n", 1).strip("\n")
+        else:
+            head = f"{head}\n{remark}".strip("\n")
+        table = tile_tables.merge(old, TileTable({row.kind: ((row.bucket, won),)}))
+        replace_text(path, tile_tables.write_table(table, head))
+        self._remark = remark
+
+    def _said(self) -> str:
+        there = self._environment
+        known = there["revision"] != NOT_KNOWN
+        version = f"revision {there['revision']}" if known else f"normforge {there['normforge']}"
+        text = (
+            f"Measured by normforge tune on {there['device']}: torch {there['torch']}, Triton {there['triton']}, "
+            f"{version}: {listed(self._written)}."
+        )
+        return textwrap.fill(
+            text,
+            LINE_LENGTH,
+            initial_indent="# ",
+            subsequent_indent="# ",
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+
+    def _difference(self, environment: Mapping[str, str]) -> str:
+        names = dict.fromkeys((*self._environment, *environment))
+        pairs = [(name, environment.get(name, "none"), self._environment.get(name, "none")) for name in names]
+        return ", ".join(f"{name} {theirs} (here {mine})" for name, theirs, mine in pairs if theirs != mine)
+
+    def _rows_of_table(self) -> dict[tuple[str, int, int | None], dict[str, Any]]:
+        if self.table is None or not self.table.exists():
+            return {}
+        rows = tile_tables.read_table(self.table).rows
+        return {_key(Row(kind, bucket)): _words(tiles) for kind, own in rows.items() for bucket, tiles in own}
+
+    def _lines(self) -> list[dict[str, Any]]:
+        try:
+            text = self.report.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return []
+        except (OSError, UnicodeDecodeError) as error:
+            raise TileTableError(f"{self.report} cannot be read: {error}; name another with --report FILE") from error
+        return [self._line(at, line) for at, line in enumerate(text.splitlines(), 1)]
+
+    def _line(self, at: int, text: str) -> dict[str, Any]:
+        try:
+            line = json.loads(text)
+            fits = (
+                line["format"] == _FORMAT
+                and isinstance(line["class"], str)
+                and isinstance(line["environment"], dict)
+                and isinstance(line["first"], int)
+                and isinstance(line["last"], int | None)
+                and isinstance(line["tiles"], dict | None)
+            )
+        except (ValueError, LookupError, TypeError):
+            fits = False
+        if not fits:
+            raise TileTableError(
+                f"{self.report}:{at}: this is no line of a report that normforge tune of this version writes; "
+                "move the file elsewhere, or name another with --report FILE"
+            )
+        return dict(line)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Hold both files against others who write them."""
+        try:
+            for path in filter(None, (self.report, self.table)):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            with locked(_lock(self.report)), nullcontext() if self.table is None else locked(_lock(self.table)):
+                yield
+        except TileTableError:
+            raise
+        except OSError as error:
+            raise TileTableError(
+                f"{self.table or self.report} cannot be written: {error.strerror} ({error.filename}); "
+                "mend that and run again, or name another file"
+            ) from error
+
+
+def winners(outcomes: Sequence[Outcome]) -> Tiles | None:
+    """The tiles of a row from those of its cases; None if one for many rows or for a few is lacking."""
+    won = {outcome.case.few: outcome.winner.tile for outcome in outcomes if outcome.winner is not None}
+    if not {False, True} <= won.keys():
+        return None
+    invariant = won.get(None)
+    return Tiles(won[False], won[True], None if invariant == won[False] else invariant)
+
+
+def _lock(path: Path) -> Path:
+    path = path.resolve()
+    return path.with_name(f".{path.name}.lock")
+
+
+def _key(row: Row) -> tuple[str, int, int | None]:
+    return row.kind.name, row.bucket.first, row.bucket.last
+
+
+def _overlap(line: Mapping[str, Any], row: Row) -> bool:
+    return line["class"] == row.kind.name and tile_tables.overlap(Bucket("", line["first"], line["last"]), row.bucket)
+
+
+def _words(tiles: Tiles) -> dict[str, Any]:
+    return {size: tile_words(tile) for size, tile in tiles_by_size(tiles).items()}
+
+
+def _case(outcome: Outcome) -> dict[str, Any]:
+    won = outcome.winner
+    return {
+        "for": _SIZE[outcome.case.few],
+        "mode": outcome.case.mode.name,
+        "m": outcome.rows,
+        "n": outcome.case.n,
+        "present": tile_words(outcome.present),
+        "best": None if won is None else tile_words(won.tile),
+        "gb_per_s": None if won is None else round(won.gb_per_s, 1),
+        "candidates": [_candidate(tried) for tried in outcome.tried],
+    }
+
+
+def _candidate(tried: Tried) -> dict[str, Any]:
+    times = {"us": tried.ms, "final_us": tried.final_ms, "few_us": tried.few_ms}
+    said = {name: round(ms * 1e3, 3) for name, ms in times.items() if ms is not None}
+    return {"tile": tile_words(tried.tile), **said, **({"problem": tried.problem} if tried.problem else {})}
