@@ -14,6 +14,7 @@ from tabulate import tabulate
 
 from .cells import Task
 from .errors import UsageError
+from .footnotes import footnotes
 from .providers import every_provider
 from .results import CEILING, PROJECT, SEED, Results, Row
 from .suites import SUITES, batch_invariant
@@ -256,8 +257,13 @@ def _render(table: Table, results: Results) -> list[str]:
     providers = [(name, provider.label) for name, provider in every_provider().items() if name in measured]
     # A copy has nothing to say of a host's microseconds.
     providers = [one for one in providers if table.unit == "TB/s" or one[0] != CEILING]
+    shown = {name: every_provider()[name] for name, _ in providers}
+    marks, notes = footnotes([results.of(cell) for cell in cells], shown, results.header)
     lines = [
-        (_label(table, row), *(_figure(table, results.of(cell).get(name)) for name, _ in providers))
+        (
+            _label(table, row),
+            *(_figure(table, results.of(cell).get(name)) + marks.get((cell, name), "") for name, _ in providers),
+        )
         for cell, row in cells.items()
     ]
     heads = (table.unit, *(label for _, label in providers))
@@ -265,7 +271,7 @@ def _render(table: Table, results: Results) -> list[str]:
         heads, *lines = zip(heads, *lines, strict=True)
     align = ("left", *("right" for _ in heads[1:]))
     text = tabulate(lines, heads, tablefmt="github", disable_numparse=True, colalign=align)
-    return [f"**{table.title}**", text, *_said_beside(table, results)]
+    return [f"**{table.title}**", text, *_said_beside(table, results), *notes]
 
 
 def _said_beside(table: Table, results: Results) -> list[str]:

@@ -151,15 +151,15 @@ def test_parts_of_calls_are_those_of_the_results() -> None:
 
 
 def test_start_up_times_are_those_of_the_results() -> None:
-    seconds = {way: f"{float(norm):.1f} s" for way, _, _, _, norm, *_ in _records("startup")}
+    seconds = {way: f"{float(norm):.1f} s" for way, _, _, _, norm, *_ in _records("startup", RESULTS / "h200-startup")}
     text = said(ROOT / "docs" / "deploy.md")
     assert f"{seconds['cold']} with nothing compiled, {seconds['warm']} with Triton's cache filled" in text
     assert f"{seconds['aot']} ahead of time the first time on a machine and {seconds['aot-again']} from then on" in text
     assert f"torch's own operator takes {seconds['torch']}" in text
 
 
-def _records(name: str) -> list[list[str]]:
-    lines = [line for line in (H200 / f"{name}.csv").read_text().splitlines() if not line.startswith("#")]
+def _records(name: str, folder: Path = H200) -> list[list[str]]:
+    lines = [line for line in (folder / f"{name}.csv").read_text().splitlines() if not line.startswith("#")]
     return list(csv.reader(lines))[1:]
 
 
@@ -316,7 +316,7 @@ def test_revisions_and_versions_are_those_of_the_results() -> None:
     place = f"{header['device']} with torch {header['torch'].partition('+')[0]} and Triton {header['triton']}"
     assert f"{place} at revision {header['revision']}" in said(README)
     assert {results(name).header["revision"] for name in MEASURED} == {header["revision"]}
-    started = (H200 / "startup.csv").read_text()
+    started = (RESULTS / "h200-startup" / "startup.csv").read_text()
     (revision,) = re.findall(r"^# revision: (\w+)$", started, re.MULTILINE)
     assert f"(revision {revision}, " in said(ROOT / "docs" / "deploy.md")
 
