@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from normforge.tools import environment
 from normforge.tools.machine import Machine
@@ -16,8 +18,24 @@ ROOT = Path(__file__).resolve().parent.parent
 def describe(machine: Machine, providers: Iterable[Provider], revision: str | None) -> dict[str, str]:
     """The header: device, driver, versions, and the revision, from git unless it is given."""
     header = environment.describe(machine)
+    if kernels := rms_norm_kernels():
+        header["torch rms_norm"] = kernels
     header |= {provider.distribution: provider.version() for provider in providers if provider.distribution}
     return header | {"revision": revision or revision_of(ROOT)}
+
+
+def rms_norm_kernels() -> str:
+    """Whose kernels torch's RMSNorm takes on CUDA: from 2.13 on QuACK's, where a CuTe DSL that it knows is installed.
+
+    Returns:
+        Nothing of a torch that has no such choice.
+    """
+    try:
+        registry: Any = importlib.import_module("torch._native.registry")
+        overridden = registry.get_dsl_operations("cutedsl")
+    except (ImportError, AttributeError):
+        return ""
+    return "QuACK's" if "_fused_rms_norm" in overridden else "its own"
 
 
 def folder_name(machine: Machine) -> str:
