@@ -184,11 +184,13 @@ def _report_models(options: argparse.Namespace, table: Table) -> int:
 
 
 def _reach(options: argparse.Namespace, _: list[str]) -> int:
+    from . import jax_results
     from .reach import RULES, check, describe
     from .results import load
 
-    suites = dict.fromkeys(rule.suite for rule in RULES)
-    results = {name: found for name in suites if (found := load(options.results, name)) is not None}
+    suites = dict.fromkeys(rule.suite for rule in RULES if rule.suite != jax_results.SUITE)
+    results = {name: load(options.results, name) for name in suites}
+    results[jax_results.SUITE] = jax_results.load(options.results)
     checked = [check(rule, results.get(rule.suite)) for rule in RULES]
     print(describe(checked, every=options.all))
     return 0 if all(one.met for one in checked) else SHORT

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -22,12 +22,11 @@ from .chosen import RESULTS
 from .device_trace import Launch, calls_in
 from .environment import describe, folder_name
 from .errors import UsageError
+from .jax_results import CASES, SUITE, Case, Row
 from .profile import MARK, find_gpu, record
 from .progress import progress_over
 from .results import write
 from .timing import Call, summarise
-
-SUITE = "jax"
 
 # torch holds memory too, and kernels in a CUDA graph are not launched one by one.
 _SETTINGS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
@@ -35,47 +34,6 @@ _SETTINGS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": "--xla_gpu_e
 _TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 _CALLS = 40
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Case:
-    """LayerNorm of some rows, with or without its gradients."""
-
-    m: int
-    n: int
-    dtype: str
-    trains: bool
-
-    def __str__(self) -> str:
-        return f"LayerNorm {self.m}x{self.n} {self.dtype}{', gradients of all' if self.trains else ''}"
-
-
-CASES = tuple(
-    Case(*shape, trains) for shape in ((2048, 8192, "fp32"), (32768, 4096, "bf16")) for trains in (False, True)
-)
-
-
-@dataclass(frozen=True)
-class Row:
-    """What a case took one way.
-
-    Attributes:
-        case: which.
-        way: "torch" and "jax" for the kernels, by who called them, or "xla" for the formula.
-        us: what a call's kernels took together, the median of the calls, in microseconds.
-        us_p20: the 20th percentile.
-        us_p80: the 80th.
-        runs: calls.
-        kernels: their names, in order.
-    """
-
-    case: str
-    way: str
-    us: float
-    us_p20: float
-    us_p80: float
-    runs: int
-    kernels: str
 
 
 def jax_calls(options: argparse.Namespace, _: list[str]) -> int:

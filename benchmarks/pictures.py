@@ -38,16 +38,16 @@ def draw_all(found: Sequence[Results], folder: Path) -> Iterator[Path]:
     for results in found:
         if SUITES[results.suite].draw is not None:
             if figure := swept_map(results):
-                yield _save(figure, folder / f"{results.suite}.png")
+                yield save(figure, folder / f"{results.suite}.png")
             continue
         panels = _panels(results)
         lines = {key: rows for key, rows in panels.items() if len({_position(results, row) for row in rows}) > 1}
         if lines and SUITES[results.suite].sweeps:
-            yield _save(_lines(results, lines), folder / f"{results.suite}.png")
+            yield save(_lines(results, lines), folder / f"{results.suite}.png")
         if _with_ratios(panels):
-            yield _save(heat_map(results), folder / f"{results.suite}-ratios.png")
+            yield save(heat_map(results), folder / f"{results.suite}-ratios.png")
     if figure := overview(found):
-        yield _save(figure, folder / f"{OVERVIEW}.png")
+        yield save(figure, folder / f"{OVERVIEW}.png")
 
 
 def overview(found: Sequence[Results]) -> Figure | None:
@@ -202,7 +202,8 @@ def _labels(rows: Sequence[Row]) -> list[tuple[str, str]]:
     return [*known.items(), *((name, name) for name in sorted(names - known.keys()))]
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save(figure: Figure, path: Path) -> Path:
+    """Write a figure, and return where."""
     FigureCanvasAgg(figure)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Without the date and matplotlib's version the same results give the same bytes.

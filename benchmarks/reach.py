@@ -12,8 +12,9 @@ from typing import Any
 
 from tabulate import tabulate
 
+from . import jax_results
 from .results import CEILING, PROJECT, Results, Row
-from .suites import batch_invariant, batch_invariant_many
+from .suites import batch_invariant, batch_invariant_many, groupnorm
 from .suites.sweep import MOST_SOME
 
 _TORCH_COMPILE = ("compile", "max-autotune")
@@ -122,6 +123,27 @@ _SOME: dict[str, Any] = _SWEPT | {"most_m": MOST_SOME}
 _FORWARD, _BACKWARD = "[!b]*", "backward/*"
 _PLAIN_CALL = "forward/ln_bf16/16x4096"
 
+# What stands beside a plain norm.
+_FAMILY = (
+    Rule(
+        "dropout, add and LN, the add alone",
+        "dropout",
+        "drop_add/ln_*",
+        peer=1 / 1.05,
+        peers=(PROJECT,),
+        instead=("drop_add/", "add/"),
+    ),
+    Rule("modulated", "modulated", "modulated/*", copy=0.90),
+    Rule("modulated, backward", "modulated", "modulated_backward/*", copy=0.80),
+    Rule("gated, 262144×128", "gated", "gated/*/262144x128", copy=0.90),
+    Rule("gated, 262144×128, backward", "gated", "gated_backward/*/262144x128", copy=0.90),
+    *(
+        Rule(f"GroupNorm, {group}", "groupnorm", group=group, copy=0.80, peer=1.0)
+        for group in dict.fromkeys(cell.group for cell in groupnorm.SUITE.cells)
+    ),
+    Rule("kernels from JAX, from torch", jax_results.SUITE, peer=1 / 1.03, peers=("torch",), provider="jax"),
+)
+
 RULES = (
     _layer_forward("N 768…16384", 768, 16384, 0.94),
     _layer_forward("N = 32768", 32768, 32768, 0.90),
@@ -129,7 +151,7 @@ RULES = (
     _layer_forward("N from 131072", 131072, _ANY, 0.80),
     Rule("forward RMS, N 768…131072, QuACK in every cell", *_RMS, copy=0.95, peer=0.98, peers=("quack",)),
     Rule("forward RMS, N 768…131072, best peer in most", *_RMS, peer=1.0, share=0.5),
-    Rule("odd rows 1000, 4099, 5137", "forward", group="odd rows", copy=0.85, peer=2.0),
+    Rule("odd rows 1000, 4099, 5137", "forward", group="odd rows", copy=0.90, peer=2.0),
     Rule("fp32 2048×8192", "forward", group="fp32", copy=0.93, peer=1.5, peers=("eager",)),
     Rule(
         "fused add + quant, torch.compile",
@@ -142,8 +164,7 @@ RULES = (
     ),
     _layer_backward("N 2048…8192", 2048, 8192, 0.85, 1.05),
     _layer_backward("N = 1024", 1024, 1024, 0.70, 1.0),
-    _layer_backward("N = 16384", 16384, 16384, 0.75, 1.0),
-    _layer_backward("N = 32768", 32768, 32768, 0.65, 1.0),
+    Rule("backward, N from 12288", "backward", "*_bf16/*", "256 MiB", 12288, copy=0.85, peer=1.0),
     Rule("backward at M = 4096", "backward", group="M = 4096", peer=1.0),
     Rule("decode, CUDA graph", "decode", peer=1 / 1.02),
     Rule(
@@ -174,6 +195,8 @@ RULES = (
         "host, add + quant, torch's plain", "host", "add_quant/ln*", peer=1 / 1.1, peers=("eager",), against=_PLAIN_CALL
     ),
     Rule("host, with grad, torch", "host", "grad_forward/ln*", peer=1 / 1.2, peers=("eager",)),
+    Rule("host, forward and backward, torch", "host", "grad_both/ln*", peer=1.0, peers=("eager",)),
+    *_FAMILY,
 )
 
 

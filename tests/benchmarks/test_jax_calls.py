@@ -9,7 +9,8 @@ import torch
 
 from benchmarks import cli, jax_calls
 from benchmarks.errors import UsageError
-from benchmarks.jax_calls import CASES, Case, Row, measured, table, ways
+from benchmarks.jax_calls import measured, table, ways
+from benchmarks.jax_results import CASES, Case, Row
 from benchmarks.profile import MARK
 
 from ..jax import settled

@@ -1,0 +1,124 @@
+"""What `reach` makes of cells beside plain norms: a goal is met by a little, and missed by a little."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import cli, jax_results
+from benchmarks.cells import Cell
+from benchmarks.errors import UsageError
+from benchmarks.reach import RULES, Rule, check
+from benchmarks.results import make_row, write
+from benchmarks.suites import SUITES
+
+from .small import HEADER, results
+
+RULE = {rule.title: rule for rule in RULES}
+
+
+def _covered(rule: Rule) -> list[Cell]:
+    return [cell for cell in SUITES[rule.suite].cells if rule.covers(make_row(cell, rule.provider, "ok"))]
+
+
+def _met(rule: Rule, to_copy: float, to_peer: float = 2.0) -> bool:
+    """Whether it is where one cell has these ratios, and all others are as fast as may be."""
+    made: list[tuple[Cell, str, float]] = []
+    for position, cell in enumerate(_covered(rule)):
+        copy, peer = (to_copy, to_peer) if position == 0 else (9.0, 9.0)
+        own = 100.0
+        made += [
+            (cell, "normforge", own),
+            (cell, "eager", own * peer),
+            (cell, "compile", own * peer * 2),
+            (cell, "copy", own * copy * cell.copy_bytes / cell.bytes_moved),
+        ]
+    return check(rule, results(rule.suite, *made)).met
+
+
+@pytest.mark.parametrize(
+    ("title", "copy", "cells"),
+    [
+        ("modulated", 0.90, {(task, n) for task in ("modulated",) for n in (1152, 3072, 4096)}),
+        ("modulated, backward", 0.80, {("modulated_backward", n) for n in (1152, 3072, 4096)}),
+        ("gated, 262144×128", 0.90, {("gated", 128)}),
+        ("gated, 262144×128, backward", 0.90, {("gated_backward", 128)}),
+        ("odd rows 1000, 4099, 5137", 0.90, {("forward", n) for n in (1000, 4099, 5137)}),
+        (
+            "backward, N from 12288",
+            0.85,
+            {("backward", n) for n in (12288, 16384, 32768, 65536, 131072, 262144)},
+        ),
+    ],
+)
+def test_a_share_of_the_copys_speed(title: str, copy: float, cells: set[tuple[str, int]]) -> None:
+    rule = RULE[title]
+    assert {(cell.task.value, cell.n) for cell in _covered(rule)} == cells
+    assert _met(rule, copy + 0.001)
+    assert not _met(rule, copy - 0.001)
+
+
+@pytest.mark.parametrize("layout", ["", ", channels last"])
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_group_norm_is_ahead_of_every_peer_in_every_cell_of_both_layouts(part: str, layout: str) -> None:
+    rule = RULE[f"GroupNorm, {part}{layout}"]
+    assert {cell.dtype for cell in _covered(rule)} == {"bf16", "fp16", "fp32"}
+    assert _met(rule, 0.801, 1.001)
+    assert not _met(rule, 0.799, 1.001)
+    assert not _met(rule, 0.801, 0.999)
+
+
+def test_a_dropout_may_cost_5_percent_of_the_add_alone() -> None:
+    rule = RULE["dropout, add and LN, the add alone"]
+    cells = {cell.id: cell for cell in SUITES["dropout"].cells}
+    covered = _covered(rule)
+    assert covered
+
+    def met(cost: float) -> bool:
+        made = [(cell, "normforge", 100 * cost) for cell in covered]
+        made += [(cells[cell.id.removeprefix("drop_")], "normforge", 100.0) for cell in covered]
+        # What others take of either is nothing to it.
+        return check(rule, results("dropout", *made, *((cell, "eager", 1.0) for cell in cells.values()))).met
+
+    assert met(1.049)
+    assert not met(1.051)
+
+
+def test_forward_and_backward_take_no_longer_than_torchs() -> None:
+    rule = RULE["host, forward and backward, torch"]
+    (cell,) = _covered(rule)
+    for us, met in ((99.0, True), (101.0, False)):
+        found = results("host", (cell, "normforge", us), (cell, "eager", 100.0), (cell, "quack", 50.0))
+        assert check(rule, found).met is met
+
+
+def _wrote(folder: Path, us: float, case: str = str(jax_results.CASES[0])) -> None:
+    rows = [
+        {"case": case, "way": way, "us": time, "us_p20": time, "us_p80": time, "runs": 40, "kernels": "k"}
+        for way, time in (("torch", 100.0), ("jax", us), ("xla", 1.0))
+    ]
+    write(folder, jax_results.SUITE, HEADER, list(rows[0]), rows)
+
+
+def test_kernels_from_jax_may_take_3_percent_longer_than_from_torch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rule = RULE["kernels from JAX, from torch"]
+    assert jax_results.load(tmp_path) is None
+    for us, met in ((102.9, True), (103.1, False)):
+        _wrote(tmp_path, us)
+        checked = check(rule, jax_results.load(tmp_path))
+        assert [finding.best_peer for finding in checked.findings] == ["torch"]
+        assert checked.met is met
+    assert cli.main(["reach", "--results", str(tmp_path)]) == cli.SHORT
+    (line,) = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{rule.title}  ") and "of" in line
+    ]
+    assert "0.970 (≥ 0.971)" in line
+
+
+def test_a_case_that_is_no_longer_timed_is_not_judged(tmp_path: Path) -> None:
+    _wrote(tmp_path, 100.0, "LayerNorm 1x1 fp64")
+    with pytest.raises(UsageError, match="has a case 'LayerNorm 1x1 fp64', which is no longer timed"):
+        jax_results.load(tmp_path)
