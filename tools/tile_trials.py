@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -148,23 +148,6 @@ class Row:
         """Every kernel that has to be compiled: a tile is once, whether for few rows or for many."""
         tiles = dict.fromkeys(tile for case in self.cases for tile in case.tiles(device, case.rows(sizes)))
         return [Trial(self.cases[0], tile) for tile in tiles]
-
-
-def listed(rows: Iterable[Row]) -> str:
-    """Rows of a table in words, by class, those that adjoin as one: fwd_16bit 1..512 2049..3072, bwd_16bit 1.. ."""
-    by_class: dict[TileClass, list[Bucket]] = {}
-    for row in rows:
-        by_class.setdefault(row.kind, []).append(row.bucket)
-    words = []
-    for kind, buckets in by_class.items():
-        joined: list[Bucket] = []
-        for bucket in sorted(buckets, key=lambda bucket: bucket.first):
-            if joined and joined[-1].last == bucket.first - 1:
-                joined[-1] = replace(joined[-1], last=bucket.last)
-            else:
-                joined.append(bucket)
-        words.append(" ".join((kind.name, *map(str, joined))))
-    return ", ".join(words)
 
 
 @cache

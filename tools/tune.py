@@ -24,8 +24,9 @@ from .budget import Budget, OutOfTimeError
 from .environment import describe, revision_of
 from .machine import Machine, find_machine
 from .tile_compiler import Compiler
-from .tile_trials import Outcome, Row, Sizes, Trial, decide, listed
+from .tile_trials import Outcome, Row, Sizes, Trial, decide
 from .tune_record import Record
+from .tune_remark import listed
 
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -163,7 +164,7 @@ def _say(outcomes: Sequence[Outcome], record: Record | None) -> int:
     for case in lacking:
         print(f"no tile runs here for {case.kind.name}, N = {case.bucket}")
     if record is not None and outcomes:
-        if record.written:
+        if record.has_written:
             print(f"\nwrote {record.table}; to use it: python generate.py --tiles {record.table}")
         print(f"every time is in {record.report}")
     return 1 if lacking else 0

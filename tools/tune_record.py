@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ..codegen import tile_tables
-from ..codegen.emit import LINE_LENGTH
 from ..codegen.errors import TileTableError
 from ..codegen.instance import Bucket, Tiles
 from ..codegen.locking import locked, replace_text
 from ..codegen.tile_tables import TileTable, tile_words, tiles_by_size
 from .environment import NOT_KNOWN
-from .tile_trials import Outcome, Row, Tried, listed
+from .tile_trials import Outcome, Row, Tried
+from .tune_remark import add_remark, listed
 
 # Of a line of a report; another where one cannot be read as it was.
 _FORMAT = 1
@@ -59,18 +58,12 @@ class Record:
             report = table.with_suffix(_ENDING)
         self.table, self.report = table, report
         self._environment = dict(environment)
-        self._written: list[Row] = []
-        self._remark = ""
+        self.has_written = False
         with self._writing():
             self._lines()
             self._rows_of_table()
             if self.table is not None and self.table.exists():
                 tile_tables.read_head(self.table)
-
-    @property
-    def written(self) -> bool:
-        """Whether the table got a row."""
-        return bool(self._written)
 
     def resume(self, asked: Iterable[Row]) -> Resumed:
         """Which of some rows were measured with what is here, and stand in the table as they were measured.
@@ -128,35 +121,16 @@ class Record:
         old, head = TileTable({}), ""
         if path.exists():
             old, head = tile_tables.read_table(path), tile_tables.read_head(path)
-        self._written.append(row)
-        remark = self._said()
-        # What this process said of the rows before; others' remarks stay as they are.
-        lines = f"\n{head}\n"
-        mine = f"\n{self._remark}\n"
-        if self._remark and mine in lines:
-            head = lines.replace(mine, f"\n{remark}\n", 1).strip("\n")
-        else:
-            head = f"{head}\n{remark}".strip("\n")
         table = tile_tables.merge(old, TileTable({row.kind: ((row.bucket, won),)}))
-        replace_text(path, tile_tables.write_table(table, head))
-        self._remark = remark
+        replace_text(path, tile_tables.write_table(table, add_remark(head, self._told(), row)))
+        self.has_written = True
 
-    def _said(self) -> str:
+    def _told(self) -> str:
         there = self._environment
         known = there["revision"] != NOT_KNOWN
         version = f"revision {there['revision']}" if known else f"normforge {there['normforge']}"
-        text = (
-            f"Measured by normforge tune on {there['device']}: torch {there['torch']}, Triton {there['triton']}, "
-            f"{version}: {listed(self._written)}."
-        )
-        return textwrap.fill(
-            text,
-            LINE_LENGTH,
-            initial_indent="# ",
-            subsequent_indent="# ",
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
+        versions = f"torch {there['torch']}, Triton {there['triton']}, {version}"
+        return f"Measured by normforge tune on {there['device']}: {versions}"
 
     def _difference(self, environment: Mapping[str, str]) -> str:
         names = dict.fromkeys((*self._environment, *environment))

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +25,9 @@ from normforge.tools import budget, tile_compiler, tune
 from normforge.tools.budget import Budget, OutOfTimeError
 from normforge.tools.machine import Machine
 from normforge.tools.tile_compiler import Compiler
-from normforge.tools.tile_trials import Case, Outcome, Row, Sizes, Trial, Tried, Winner, listed
+from normforge.tools.tile_trials import Case, Outcome, Row, Sizes, Trial, Tried, Winner
 from normforge.tools.tune_record import Record
+from normforge.tools.tune_remark import add_remark, listed
 
 CARD = Machine(torch.device("cpu"), "a card", interpreted=False)
 HERE = {"device": "a card", "torch": "2.11.0", "triton": "3.6.0", "normforge": "0.1.0"}
@@ -102,6 +104,10 @@ def head(out: Path) -> list[str]:
     return tile_tables.read_head(out).splitlines()
 
 
+def joined(comments: list[str]) -> str:
+    return " ".join(line.removeprefix("# ") for line in comments)
+
+
 def report(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.with_suffix(".jsonl").read_text().splitlines()]
 
@@ -156,6 +162,31 @@ def test_compiling_counts_and_what_waits_is_not_begun(monkeypatch: pytest.Monkey
     with pytest.raises(OutOfTimeError), Compiler(CARD.device, jobs=1) as compiler:
         compiler.compile(trials, Budget(0.1 / 60), lambda: None)
     assert 1 <= len(begun) <= 2
+
+
+def test_where_a_compiler_crashes_the_next_group_has_processes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it took along is compiled in its turn."""
+
+    def crash(trial: Trial, device: torch.device) -> None:
+        raise BrokenProcessPool
+
+    started = []
+
+    def start(jobs: int, mp_context: object) -> ThreadPoolExecutor:
+        started.append(jobs)
+        return ThreadPoolExecutor(jobs)
+
+    monkeypatch.setattr(tile_compiler, "ProcessPoolExecutor", start)
+    monkeypatch.setattr(tile_compiler, "_compile", crash)
+    trials = SHORT[0].trials(CARD.device, Sizes())
+    done: list[int] = []
+    with Compiler(CARD.device, jobs=2) as compiler:
+        compiler.compile(trials, Budget(None), lambda: done.append(1))
+        assert done == []
+        monkeypatch.setattr(tile_compiler, "_compile", lambda trial, device: None)
+        for _ in range(2):
+            compiler.compile(trials, Budget(None), lambda: done.append(1))
+    assert (started, len(done)) == ([2, 2], 2 * len(trials))
 
 
 def test_rows_are_compiled_in_groups_that_keep_every_process_busy() -> None:
@@ -240,23 +271,29 @@ def test_a_row_that_was_changed_by_hand_is_measured_again(
     assert bench.rows() == SHORT
 
 
-def test_the_comment_at_a_tables_head_stays_and_another_follows(bench: Bench, out: Path) -> None:
+def test_the_comment_at_a_tables_head_stays_and_another_follows(
+    bench: Bench, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old = ["# Measured by hand, on a Tuesday:", "#   the first line", "", "# and of another paragraph."]
     out.parent.mkdir()
     tile = "{pipeline: two_pass, rows: 1, block: 512, warps: 4}"
     out.write_text("\n".join((*old, "", "fwd_32bit:", "  1..:", f"    large: {tile}", f"    small: {tile}", "")))
     assert run("--out", out, *THREE) == 0
-    mine = "# Measured by normforge tune on a card: torch 2.11.0, Triton 3.6.0, revision abc1234: fwd_16bit 1..512."
+    mine = "# Measured by normforge tune on a card: torch 2.11.0, Triton 3.6.0, revision abc1234: fwd_16bit 1..512"
     assert head(out) == [*old, mine]
     assert run("--out", out, "--only", "fwd_16bit", "--n", "128,512") == 0
-    assert head(out) == [*old, mine, mine.replace("1..512", "1..128 257..512")]
-    table = tile_tables.read_table(out)
-    assert [str(bucket) for bucket, _ in table.rows[PLAIN]] == [
-        "1..128",
-        "129..256",
-        "257..512",
-    ]
-    assert len(table.rows) == 2
+    assert head(out) == [*old, mine]
+    monkeypatch.setattr(tune, "revision_of", lambda root, written: "def5678")
+    assert run("--out", out, "--only", "fwd_16bit", "--n", "128,512") == 0
+    other = mine.replace("abc1234", "def5678").replace("1..512", "1..128 257..512")
+    assert head(out) == [*old, mine, other]
+    # A revision that had a remark has one.
+    monkeypatch.setattr(tune, "revision_of", lambda root, written: "abc1234")
+    assert run("--out", out, "--only", "fwd_16bit,bwd_16bit", "--n", "768") == 0
+    assert head(out)[:4] == old
+    assert joined(head(out)[4:]) == joined([mine.replace("1..512", "1..768, bwd_16bit 513..768"), other])
+    assert lengths(out) == ["1..128", "129..256", "257..512", "513..768"]
+    assert len(tile_tables.read_table(out).rows) == 3
 
 
 def test_a_long_remark_takes_several_lines_and_is_still_one(bench: Bench, out: Path) -> None:
@@ -357,8 +394,9 @@ def test_several_write_one_table_at_once(out: Path) -> None:
     table = tile_tables.read_table(out)
     assert [len(table.rows[kind]) for kind in CLASSES[:2]] == [8, 8]
     assert set(Record(out, None, environment).resume(rows).kept) == set(rows)
-    said = " ".join(head(out))
-    assert said.count("Measured by") == 4
+    said = joined(head(out))
+    assert said.count("Measured by") == 1
+    assert said.endswith(": fwd_16bit 1..3072, fwd_16bit_rms 1..3072")
     assert sorted(path.name for path in out.parent.iterdir()) == ["sm_90.jsonl", "sm_90.yaml"]
 
 
@@ -384,6 +422,21 @@ def test_rows_that_adjoin_are_listed_as_one() -> None:
     ladder = standard_ladder()
     rows = [Row(PLAIN, ladder[at]) for at in (3, 0, 1, -1)] + [Row(CLASSES[1], bucket) for bucket in ladder]
     assert listed(rows) == "fwd_16bit 1..256 513..768 131073.., fwd_16bit_rms 1.."
+
+
+def test_a_remark_of_many_lines_is_read_back_and_what_follows_it_is_not_its_own() -> None:
+    told = "Measured by normforge tune on a card (rev. 2): torch 2.11.0+cu130, Triton 3.6.0, revision abc1234"
+    rows = [Row(kind, bucket) for kind in CLASSES for bucket in standard_ladder()[::2]]
+    head = "# above\n# Measured by normforge tune on a card: torch 2.11.0, Triton 3.6.0."
+    for row in reversed(rows):
+        head = add_remark(head, told, row)
+        if row == rows[-1]:
+            head += "\n# bwd_16bit was another day's"
+    lines = head.splitlines()
+    assert lines[:2] == ["# above", "# Measured by normforge tune on a card: torch 2.11.0, Triton 3.6.0."]
+    assert lines[-1] == "# bwd_16bit was another day's"
+    assert joined(lines[2:-1]) == f"{told}: {listed(rows)}"
+    assert add_remark(head, told, rows[7]) == head
 
 
 @pytest.mark.parametrize(
