@@ -15,6 +15,7 @@ DTYPES = {
     "fp32": torch.float32,
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
 }
 
 
@@ -35,6 +36,7 @@ class Task(Enum):
     ADD_QUANT = "add_quant"  # both
     QUANTISED = "quantised"  # y quantised as engines have it
     ADD_QUANTISED = "add_quantised"  # both
+    SCALED = "scaled"  # y, in 16 bits, of an fp8 x times its scale
     BACKWARD = "backward"  # dx, dweight and, for LayerNorm, dbias; nothing of the forward pass
     GRAD_FORWARD = "grad_forward"  # y, recorded for a backward pass
     GRAD_BOTH = "grad_both"  # that, and the backward pass
@@ -89,7 +91,7 @@ class Cell:
         m: rows.
         n: columns.
         dtype: of x, weight, bias, residual and the gradients; a word of `DTYPES`.
-        out_dtype: of y where the task quantises; empty elsewhere.
+        out_dtype: of y where it is not x's; empty elsewhere.
         smooth: whether y is multiplied by a scale a column before it is quantised.
         group: which part of its suite the cell belongs to, for tables and pictures.
         heads: of x and dy, how many rows a token has, and how many there is room for in a packed tensor: x and dy are

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from .cells import DTYPES, Cell, Norm
+from .fp8_cells import Fp8Cell
 from .gated_cells import GatedCell
 from .group_cells import GroupCell
 from .modulated_cells import ModulatedCell
@@ -43,6 +44,7 @@ class Inputs:
     gate: torch.Tensor | None = None
     modulation: tuple[torch.Tensor, ...] = ()
     y_scale: torch.Tensor | None = None
+    x_scale: torch.Tensor | None = None
 
     @property
     def eps(self) -> float:
@@ -69,6 +71,8 @@ def make_inputs(cell: Cell, device: torch.device, copy: int = 0) -> Inputs:
         return _group_inputs(cell, device, copy)
     if isinstance(cell, ModulatedCell):
         return _modulated_inputs(cell, device, copy)
+    if isinstance(cell, Fp8Cell):
+        return _fp8_inputs(cell, device, copy)
     dtype, shape = DTYPES[cell.dtype], (*cell.leading, cell.n)
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{cell.id} {copy}".encode()))
 
@@ -137,6 +141,30 @@ def _modulated_inputs(cell: ModulatedCell, device: torch.device, copy: int) -> I
         mean=None,
         rstd=None,
         modulation=(scale, shift, gate) if cell.gated else (scale, shift),
+    )
+
+
+def _fp8_inputs(cell: Fp8Cell, device: torch.device, copy: int) -> Inputs:
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{cell.id} {copy}".encode()))
+    dtype = DTYPES[cell.out_dtype]
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, dtype=dtype, device=device, generator=generator)
+
+    def scale(*size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.rand(size, dtype=dtype, device=device, generator=generator) + 0.5
+
+    return Inputs(
+        cell,
+        normal(*cell.leading, cell.n).to(DTYPES[cell.dtype]),
+        weight=scale(cell.n, dtype=dtype),
+        bias=normal(cell.n) if cell.norm is Norm.LAYER else None,
+        residual=None,
+        smooth_scale=None,
+        dy=None,
+        mean=None,
+        rstd=None,
+        x_scale=scale(1 if cell.one_scale else cell.m, 1, dtype=torch.float32),
     )
 
 

@@ -43,6 +43,8 @@ def expect(inputs: Inputs) -> dict[str, torch.Tensor]:
         return modulations.expect(inputs)
     if inputs.dy is not None:
         return _gradients(inputs)
+    if inputs.x_scale is not None:
+        inputs = replace(inputs, x=inputs.x.float() * inputs.x_scale)
     values = _values(inputs)
     if isinstance(inputs.cell, QuantisedCell) and inputs.cell.unquantised:
         values["unquantised"] = values["y"]

@@ -141,6 +141,7 @@ _FAMILY = (
         Rule(f"GroupNorm, {group}", "groupnorm", group=group, copy=0.80, peer=1.0)
         for group in dict.fromkeys(cell.group for cell in groupnorm.SUITE.cells)
     ),
+    Rule("fp8 in, bf16 out", "fp8-inputs", copy=0.90),
     Rule("kernels from JAX, from torch", jax_results.SUITE, peer=1 / 1.03, peers=("torch",), provider="jax"),
 )
 

@@ -123,6 +123,7 @@ TABLES = (
         (4096,),
         label=_OF_GROUP,
     ),
+    Table("fp8 in, bf16 out", "fp8-inputs", "*", ("*",), lengths=(4096,), label=_OF_KIND),
     Table("LayerNorm decode, CUDA graph", "decode", "*/ln_bf16/*", ("*",), "µs", (4096, 8192), (1, 16, 256)),
     Table("LayerNorm decode, fp16 and fp32, CUDA graph", "decode", "*/ln_fp*", ("*",), "µs", label=_OF_KIND),
     Table("RMSNorm of 32 of 48 heads, bf16", "heads", "*/rms_bf16_h*", ("*",), lengths=(128,), label=_OF_TASK),

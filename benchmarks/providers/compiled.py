@@ -11,7 +11,7 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 
-from .. import gates, groups, modulations, quantisations
+from .. import fp8_inputs, gates, groups, modulations, quantisations
 from ..cells import Norm, Task
 from ..expressions import Transform, torch_builders
 from ..provider import Builder, Provider
@@ -34,7 +34,7 @@ def _compile(mode: str) -> Transform:
 
 def _builders(mode: str) -> dict[tuple[Task, Norm], Builder]:
     transform = _compile(mode)
-    made = (family.torchs(transform) for family in (groups, gates, modulations, quantisations))
+    made = (family.torchs(transform) for family in (fp8_inputs, groups, gates, modulations, quantisations))
     return functools.reduce(operator.or_, made, torch_builders(transform))
 
 

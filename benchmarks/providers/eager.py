@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from .. import gates, groups, modulations, quantisations
+from .. import fp8_inputs, gates, groups, modulations, quantisations
 from ..expressions import torch_builders
 from ..provider import Provider
 
@@ -16,7 +16,7 @@ def _eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-_FAMILIES = (groups, gates, modulations, quantisations)
+_FAMILIES = (fp8_inputs, groups, gates, modulations, quantisations)
 _BUILDERS = functools.reduce(operator.or_, (family.torchs(_eagerly) for family in _FAMILIES), torch_builders(_eagerly))
 
 PROVIDERS = (Provider("eager", "torch", ("torch",), _BUILDERS, compiles=False),)

@@ -11,8 +11,9 @@ import torch
 import normforge
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 
-from .. import gates, modulations, quantisations
-from ..cells import Norm, Task
+from .. import fp8_inputs, gates, modulations, quantisations
+from ..cells import DTYPES, Norm, Task
+from ..fp8_cells import Fp8Cell
 from ..gated_cells import GatedCell
 from ..group_cells import GroupCell
 from ..groups import EPS, Function, builders
@@ -71,6 +72,18 @@ def _grad_both(inputs: Inputs) -> Prepared:
 def _grouped(cell: GroupCell) -> Function:
     activation = "silu" if cell.silu else None
     return lambda x, weight, bias: normforge.group_norm(x, cell.groups, weight, bias, EPS, activation=activation)
+
+
+def _scaled(cell: Fp8Cell, eps: float) -> fp8_inputs.Function:
+    function: Any = normforge.layernorm2d_fwd if cell.norm is Norm.LAYER else normforge.rmsnorm2d_fwd
+    out_dtype = DTYPES[cell.out_dtype]
+
+    def run(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        biased = {} if bias is None else {"bias": bias}
+        y: torch.Tensor = function(x, weight, **biased, eps=eps, x_scale=x_scale, out_dtype=out_dtype).y
+        return y
+
+    return run
 
 
 def _gated(cell: GatedCell, eps: float) -> Function:
@@ -140,6 +153,7 @@ PROVIDERS = (
         ("normforge",),
         {(task, norm): builder for (task, builder), norm in product(_BUILDERS.items(), Norm)}
         | builders(_grouped)
+        | fp8_inputs.builders(_scaled)
         | gates.builders(_gated)
         | modulations.builders(_modulated)
         | quantisations.builders(_quantised),

@@ -40,6 +40,7 @@ def _met(rule: Rule, to_copy: float, to_peer: float = 2.0) -> bool:
 @pytest.mark.parametrize(
     ("title", "copy", "cells"),
     [
+        ("fp8 in, bf16 out", 0.90, {("scaled", n) for n in (1024, 4096, 8192, 16384)}),
         ("modulated", 0.90, {(task, n) for task in ("modulated",) for n in (1152, 3072, 4096)}),
         ("modulated, backward", 0.80, {("modulated_backward", n) for n in (1152, 3072, 4096)}),
         ("gated, 262144×128", 0.90, {("gated", 128)}),
