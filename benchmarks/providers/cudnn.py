@@ -124,6 +124,7 @@ PROVIDERS = (
             for (task, builder), norm in product(((Task.FORWARD, _forward), (Task.BACKWARD, _backward)), Norm)
         },
         distribution="nvidia-cudnn-frontend",
+        compiles=False,
         library=_library,
         offers=_offers,
     ),
