@@ -348,6 +348,8 @@ def test_a_file_is_called_after_an_architecture(tmp_path: Path) -> None:
 
 def test_the_committed_tables_can_be_read() -> None:
     assert {path.stem for path in tile_tables.FOLDER.glob("*.yaml")} == set(tile_tables.own_tables())
+    # And be measured again without losing a comment.
+    assert all(tile_tables.read_head(path).startswith("# ") for path in tile_tables.FOLDER.glob("*.yaml"))
 
 
 def test_the_rule_gives_tiles_that_can_serve_their_buckets() -> None:
