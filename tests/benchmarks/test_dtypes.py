@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -14,7 +15,8 @@ from benchmarks.group_cells import GroupCell, cell_of
 from benchmarks.inputs import make_inputs
 from benchmarks.oracle import TOLERANCES, expect
 from benchmarks.providers import every_provider
-from benchmarks.report import render
+from benchmarks.report import TABLES, Table, render
+from benchmarks.results import make_row
 from benchmarks.runner import prepare
 from benchmarks.suites import SUITES
 from benchmarks.suites.shapes import OTHER_DTYPES
@@ -83,3 +85,15 @@ def test_tables_have_them_once_measured_and_no_trace_of_them_before(name: str) -
     for dtype in OTHER_DTYPES:
         assert not any(dtype in line for line in before if "ck_tile" not in line)
         assert any(line.startswith("|") and f"_{dtype}" in line for line in new)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.title)
+def test_a_table_has_the_dtypes_that_its_title_says(table: Table) -> None:
+    cells = SUITES[table.suite].cells
+    held = {cell.dtype for cell in cells if table.holds(make_row(cell, "normforge", "ok"))}
+    said = set(re.findall(r"\b(?:bf16|fp16|fp32)\b", table.title))
+    if table.suite == "fp8-inputs":
+        assert held == {"fp8", "fp8_e5m2"}
+    else:
+        # A title that names none is of one.
+        assert held == said if said else len(held) == 1
