@@ -38,6 +38,7 @@ class Task(Enum):
     ADD_QUANTISED = "add_quantised"  # both
     SCALED = "scaled"  # y, in 16 bits, of an fp8 x times its scale
     BACKWARD = "backward"  # dx, dweight and, for LayerNorm, dbias; nothing of the forward pass
+    MODULE = "module"  # y of a module that is called under no_grad
     GRAD_FORWARD = "grad_forward"  # y, recorded for a backward pass
     GRAD_BOTH = "grad_both"  # that, and the backward pass
     GROUP = "group"  # y of GroupNorm

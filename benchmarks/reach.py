@@ -196,6 +196,7 @@ RULES = (
         "host, add + quant, torch's plain", "host", "add_quant/ln*", peer=1 / 1.1, peers=("eager",), against=_PLAIN_CALL
     ),
     Rule("host, with grad, torch", "host", "grad_forward/ln*", peer=1 / 1.2, peers=("eager",)),
+    Rule("host, module under no_grad, torch", "host", "module/ln*", peer=1 / 0.95, peers=("eager",)),
     Rule("host, forward and backward, torch", "host", "grad_both/ln*", peer=1.0, peers=("eager",)),
     *_FAMILY,
 )

@@ -81,6 +81,7 @@ _ADDED, _ADDED_RMS = "add_quantised/*", "add_quantised/rms_*"
 
 _TASKS = {
     Task.ADD_QUANT.value: "add + quant",
+    Task.MODULE.value: "module, no_grad",
     Task.GRAD_FORWARD.value: "forward, recorded",
     Task.GRAD_BOTH.value: "forward and backward",
 }

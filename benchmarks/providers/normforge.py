@@ -13,6 +13,7 @@ from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 
 from .. import fp8_inputs, gates, modulations, quantisations
 from ..cells import DTYPES, Norm, Task
+from ..expressions import module_builders
 from ..fp8_cells import Fp8Cell
 from ..gated_cells import GatedCell
 from ..group_cells import GroupCell
@@ -153,6 +154,7 @@ PROVIDERS = (
         ("normforge",),
         {(task, norm): builder for (task, builder), norm in product(_BUILDERS.items(), Norm)}
         | builders(_grouped)
+        | module_builders({Norm.LAYER: normforge.LayerNorm, Norm.RMS: normforge.RMSNorm})
         | fp8_inputs.builders(_scaled)
         | gates.builders(_gated)
         | modulations.builders(_modulated)

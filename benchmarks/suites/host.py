@@ -10,7 +10,7 @@ _SHAPE = (16, 4096)
 
 _FLOAT = tuple(
     Cell(task, norm, *_SHAPE, group=norm.value)
-    for norm, task in product(Norm, (Task.FORWARD, Task.ADD, Task.GRAD_FORWARD, Task.GRAD_BOTH))
+    for norm, task in product(Norm, (Task.FORWARD, Task.MODULE, Task.ADD, Task.GRAD_FORWARD, Task.GRAD_BOTH))
 )
 _QUANTISED = tuple(
     Cell(Task.ADD_QUANT, norm, *_SHAPE, out_dtype="int8", smooth=True, group=norm.value) for norm in Norm

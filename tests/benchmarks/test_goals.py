@@ -86,10 +86,13 @@ def test_a_dropout_may_cost_5_percent_of_the_add_alone() -> None:
     assert not met(1.051)
 
 
-def test_forward_and_backward_take_no_longer_than_torchs() -> None:
-    rule = RULE["host, forward and backward, torch"]
+@pytest.mark.parametrize(
+    ("title", "most"), [("host, forward and backward, torch", 100.0), ("host, module under no_grad, torch", 95.0)]
+)
+def test_calls_on_the_host_are_held_to_torchs(title: str, most: float) -> None:
+    rule = RULE[title]
     (cell,) = _covered(rule)
-    for us, met in ((99.0, True), (101.0, False)):
+    for us, met in ((most - 0.1, True), (most + 0.1, False)):
         found = results("host", (cell, "normforge", us), (cell, "eager", 100.0), (cell, "quack", 50.0))
         assert check(rule, found).met is met
 

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 FLOAT = [
     Cell(task, norm, 5, 96)
     for norm in Norm
-    for task in (Task.FORWARD, Task.ADD, Task.DROP_ADD, Task.BACKWARD, Task.GRAD_FORWARD, Task.GRAD_BOTH)
+    for task in (Task.FORWARD, Task.ADD, Task.DROP_ADD, Task.BACKWARD, Task.MODULE, Task.GRAD_FORWARD, Task.GRAD_BOTH)
 ]
 QUANTISED = [
     Cell(task, Norm.LAYER, 5, 96, "fp16", out, smooth)
