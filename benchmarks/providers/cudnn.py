@@ -3,22 +3,64 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from itertools import product
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..cells import Cell, Norm, Task
+from ..cells import DTYPES, Cell, Norm, Task
 from ..inputs import Inputs
 from ..provider import Prepared, Provider, load
 
 _MODULE = "cudnn"
 
-# A tensor of ours, its rows and its columns to a tensor of a graph, which it is bound to.
-Declare = Callable[[torch.Tensor, int, int], Any]
-# What a graph computes, given itself and that: by name, its tensors and those of ours that they are written to.
-Describe = Callable[[Any, Declare], dict[str, tuple[Any, torch.Tensor]]]
+
+@dataclass(frozen=True)
+class _Operation:
+    """One of the frontend's: its name, operands by their keywords, what it returns first, and what else it is told."""
+
+    name: str
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+_OPERATIONS = {
+    (Task.FORWARD, Norm.LAYER): _Operation("layernorm", ("input", "scale", "bias", "epsilon"), ("y",)),
+    (Task.FORWARD, Norm.RMS): _Operation("rmsnorm", ("input", "scale", "epsilon"), ("y",)),
+    (Task.BACKWARD, Norm.LAYER): _Operation(
+        "layernorm_backward", ("grad", "input", "scale", "mean", "inv_variance"), ("dx", "dweight", "dbias")
+    ),
+    (Task.BACKWARD, Norm.RMS): _Operation(
+        "rmsnorm_backward", ("grad", "input", "scale", "inv_variance"), ("dx", "dweight"), {"has_dbias": False}
+    ),
+}
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A graph that can be executed, and its tensors by the names of operands and results."""
+
+    graph: Any
+    nodes: dict[str, Any]
+
+
+def _sizes(cell: Cell, name: str) -> tuple[int, int]:
+    """Rows and columns of an operand or a result."""
+    whole, column, row = (cell.m, cell.n), (cell.m, 1), (1, cell.n)
+    return {
+        "input": whole,
+        "grad": whole,
+        "y": whole,
+        "dx": whole,
+        "mean": column,
+        "inv_variance": column,
+        "scale": row,
+        "bias": row,
+        "dweight": row,
+        "dbias": row,
+        "epsilon": (1, 1),
+    }[name]
 
 
 @functools.cache
@@ -26,84 +68,66 @@ def _handle() -> Any:
     return load(_MODULE).create_handle()
 
 
-def _prepare(inputs: Inputs, describe: Describe) -> Prepared:
-    """A call of the graph that is described.
+# Of one cell: its copies of inputs share a plan.
+@functools.lru_cache(maxsize=1)
+def _plan(cell: Cell) -> _Planned:
+    """Plan a cell's graph.
 
     Raises:
         cudnn.cudnnGraphNotSupportedError: cuDNN has no engine for it.
     """
-    cudnn, handle = load(_MODULE), _handle()
+    cudnn, operation, dtype = load(_MODULE), _OPERATIONS[cell.task, cell.norm], DTYPES[cell.dtype]
     single = cudnn.data_type.FLOAT
-    graph = cudnn.pygraph(intermediate_data_type=single, compute_data_type=single, handle=handle)
-    bound: dict[Any, torch.Tensor] = {}
-
-    def declare(tensor: torch.Tensor, rows: int, columns: int) -> Any:
-        # Rows are a batch, columns its channels; epsilon, a scalar on the CPU, is passed by value.
-        by_value = tensor.dim() == 0
-        dim, stride = [rows, columns, 1, 1], [columns, 1, 1, 1]
-        node = graph.tensor(dim=dim, stride=stride, data_type=tensor.dtype, is_pass_by_value=by_value)
-        bound[node] = tensor
-        return node
-
-    made = describe(graph, declare)
-    for node, buffer in made.values():
-        node.set_output(True).set_data_type(buffer.dtype)
-        bound[node] = buffer
+    graph = cudnn.pygraph(intermediate_data_type=single, compute_data_type=single, handle=_handle())
+    nodes: dict[str, Any] = {}
+    for name in operation.operands:
+        rows, columns = _sizes(cell, name)
+        nodes[name] = graph.tensor(
+            # Rows are a batch, columns its channels.
+            dim=[rows, columns, 1, 1],
+            stride=[columns, 1, 1, 1],
+            data_type=torch.float32 if name in ("mean", "inv_variance", "epsilon") else dtype,
+            is_pass_by_value=name == "epsilon",
+        )
+    options = dict(operation.options)
+    if cell.task is Task.FORWARD:
+        # Without statistics, as the others' forward passes here.
+        options["norm_forward_phase"] = cudnn.norm_forward_phase.INFERENCE
+    results = getattr(graph, operation.name)(**nodes, **options)
+    for name, node in zip(operation.results, results, strict=False):
+        node.set_output(True).set_data_type(dtype)
+        nodes[name] = node
     graph.validate()
     graph.build_operation_graph()
     graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
     graph.check_support()
     graph.build_plans()
-    workspace = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=inputs.x.device)
-    outputs = {name: buffer for name, (_, buffer) in made.items()}
+    return _Planned(graph, nodes)
+
+
+def _call(inputs: Inputs) -> Prepared:
+    cudnn, handle, planned = load(_MODULE), _handle(), _plan(inputs.cell)
+    operation = _OPERATIONS[inputs.cell.task, inputs.cell.norm]
+    given = {
+        "grad": inputs.dy,
+        "input": inputs.x,
+        "scale": inputs.weight,
+        "bias": inputs.bias,
+        "mean": inputs.mean,
+        "inv_variance": inputs.rstd,
+        "epsilon": torch.tensor(inputs.eps),
+    }
+    outputs = {name: torch.empty_like(inputs.x if name in ("y", "dx") else inputs.weight) for name in operation.results}
+    tensors = {name: given[name] for name in operation.operands} | outputs
+    bound = {planned.nodes[name]: tensor for name, tensor in tensors.items()}
+    workspace = torch.empty(planned.graph.get_workspace_size(), dtype=torch.uint8, device=inputs.x.device)
 
     def call() -> dict[str, torch.Tensor]:
         cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
-        graph.execute(bound, workspace, handle=handle)
+        planned.graph.execute(bound, workspace, handle=handle)
         return outputs
 
     return Prepared(call, lambda returned: returned)
-
-
-def _forward(inputs: Inputs) -> Prepared:
-    m, n = inputs.cell.m, inputs.cell.n
-
-    def describe(graph: Any, declare: Declare) -> dict[str, tuple[Any, torch.Tensor]]:
-        run = {Norm.LAYER: graph.layernorm, Norm.RMS: graph.rmsnorm}[inputs.cell.norm]
-        y, *_ = run(
-            # Without statistics, as the others' forward passes here.
-            norm_forward_phase=load(_MODULE).norm_forward_phase.INFERENCE,
-            input=declare(inputs.x, m, n),
-            scale=declare(inputs.weight, 1, n),
-            bias=None if inputs.bias is None else declare(inputs.bias, 1, n),
-            epsilon=declare(torch.tensor(inputs.eps), 1, 1),
-        )
-        return {"y": (y, torch.empty_like(inputs.x))}
-
-    return _prepare(inputs, describe)
-
-
-def _backward(inputs: Inputs) -> Prepared:
-    m, n = inputs.cell.m, inputs.cell.n
-    dy, mean, rstd = inputs.dy, inputs.mean, inputs.rstd
-    assert dy is not None
-    assert rstd is not None
-
-    def describe(graph: Any, declare: Declare) -> dict[str, tuple[Any, torch.Tensor]]:
-        given = {
-            "grad": declare(dy, m, n),
-            "input": declare(inputs.x, m, n),
-            "scale": declare(inputs.weight, 1, n),
-            "inv_variance": declare(rstd, m, 1),
-        }
-        if mean is None:
-            dx, dweight, _ = graph.rmsnorm_backward(**given, has_dbias=False)
-            return {"dx": (dx, torch.empty_like(dy)), "dweight": (dweight, torch.empty_like(inputs.weight))}
-        dx, *parameters = graph.layernorm_backward(**given, mean=declare(mean, m, 1))
-        buffers = [(node, torch.empty_like(inputs.weight)) for node in parameters]
-        return {"dx": (dx, torch.empty_like(dy)), **dict(zip(("dweight", "dbias"), buffers, strict=True))}
-
-    return _prepare(inputs, describe)
 
 
 def _library() -> str:
@@ -119,10 +143,7 @@ PROVIDERS = (
         "cudnn",
         "cuDNN",
         (_MODULE,),
-        {
-            (task, norm): builder
-            for (task, builder), norm in product(((Task.FORWARD, _forward), (Task.BACKWARD, _backward)), Norm)
-        },
+        dict.fromkeys(_OPERATIONS, _call),
         distribution="nvidia-cudnn-frontend",
         compiles=False,
         library=_library,

@@ -33,9 +33,8 @@ class Node:
         self.output = output
         return self
 
-    def set_data_type(self, dtype: torch.dtype) -> Node:
+    def set_data_type(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        return self
 
 
 class Graph:
@@ -140,9 +139,9 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     cudnn.backend_version_string = lambda: "9.20.0"
     monkeypatch.setitem(sys.modules, "cudnn", cudnn)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=STREAM))
-    provider._handle.cache_clear()
     yield cudnn
     provider._handle.cache_clear()
+    provider._plan.cache_clear()
 
 
 @pytest.mark.parametrize("task", [Task.FORWARD, Task.BACKWARD], ids=lambda task: task.value)
@@ -154,6 +153,25 @@ def test_its_graphs_compute_what_is_asked_of_them(package: Any, norm: Norm, task
         inputs = make_inputs(Cell(task, norm, m, 96), torch.device("cpu"))
         (call,) = prepare(present[PEER], [inputs], expect(inputs))
         call()
+
+
+def test_copies_of_a_cells_inputs_share_a_plan_and_no_tensor(package: Any) -> None:
+    cell, cpu = Cell(Task.FORWARD, Norm.LAYER, 5, 96), torch.device("cpu")
+    graphs: list[Graph] = []
+
+    def pygraph(**options: str) -> Graph:
+        graphs.append(Graph(**options))
+        return graphs[-1]
+
+    package.pygraph = pygraph
+    copies = [make_inputs(cell, cpu, copy) for copy in range(2)]
+    builder = every_provider()[PEER].builder(cell)
+    assert builder is not None
+    first, second = (builder(inputs).call()["y"] for inputs in copies)
+    assert len(graphs) == 1
+    for y, inputs in ((first, copies[0]), (second, copies[1])):
+        expected = torch.nn.functional.layer_norm(inputs.x, (96,), inputs.weight, inputs.bias, inputs.eps)
+        assert torch.equal(y, expected)
 
 
 def test_the_header_names_the_library_too(package: Any) -> None:
