@@ -129,6 +129,8 @@ def candidates(
 
 # Of GroupNorm: the longest group that one program may hold, and the shortest that is worth several.
 _LONGEST_WHOLE_GROUP, _SHORTEST_IN_PARTS = 32768, 2048
+# Runs of tiles a part: of a few groups, whose parts are to be many; of many, whose parts may be whole groups.
+_GROUP_RUNS = {True: (1, 2, 4), False: (1, 4, 16)}
 # Values that a thread holds of x; of dy backward as many again.
 _GROUP_VALUES = (8, 32)
 # Tiles of a group that one program holds, channels innermost or not. Each is written out, and Triton takes 20 s for 8
@@ -147,10 +149,11 @@ def group_candidates(kind: TileClass, n: int, *, few: bool) -> list[Tile]:
         is_short = n <= min(_LONGEST_WHOLE_GROUP, most_tiles * block)
         if is_short and min(least * threads, 32 * warps) <= n <= 2 * most * threads:
             found.append(Tile(_ONE_PASS, 1, block, warps))
-    for warps, block, held in product((4, 8), (2048, 4096), (1, 2, 4)):
+    for warps, block, held, runs in product((2, 4, 8, 16), (1024, 2048, 4096, 8192), (2, 4), _GROUP_RUNS[few]):
         values = block * held
-        if n >= _SHORTEST_IN_PARTS and values <= n and 8 * warps * WARP <= block and values <= most * warps * WARP:
-            found.append(Tile(_TWO_PASS, 1, block, warps, held=held))
+        fits = 2 * least * warps * WARP <= values <= most * warps * WARP
+        if n >= _SHORTEST_IN_PARTS and values * runs < 2 * n and fits:
+            found.append(Tile(_TWO_PASS, runs, block, warps, held=held))
     spreads = is_forward and n >= _SHORTEST_IN_PARTS
     for block, held, resident, stages in product((2048, 4096), (2, 4), (2, 4), (1, 2)):
         # A few groups are one for each team: nothing is on its way meanwhile.

@@ -30,7 +30,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Tile:
-    """How much one program takes: `rows` rows, in chunks of `block` columns, on `warps` warps of 32 threads."""
+    """How much one program takes: `rows` rows, in chunks of `block` columns, on `warps` warps of 32 threads.
+
+    Of GroupNorm's two_pass, `rows` are runs of `held` tiles of `block` elements, one after another.
+    """
 
     pipeline: Pipeline = field(metadata={"means": "pipeline"})
     rows: int = field(metadata={"means": "rows a program"})

@@ -193,6 +193,11 @@ _MOST_CHUNKS = 32
 # Of a thread, which addresses 255 registers.
 _MOST_VALUES = 256
 
+# Of GroupNorm. The last positions of a channel may be a tile of one; that of the next channel is full.
+_LEAST_PIVOT_TILES = 2
+# Of a first run that is far from all others, sums of 16 runs are at most 16 times the squares around their own mean.
+_MOST_RUNS = 16
+
 # What may have rows on their way to shared memory.
 _STAGED = ((Direction.FORWARD, Pipeline.SPREAD), (Direction.BACKWARD, Pipeline.ONE_PASS))
 
@@ -223,15 +228,26 @@ def why_not(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> str | Non
 
 def _why_not_of_groups(kind: TileClass, tile: Tile) -> str | None:
     """Why no kernel of GroupNorm can take tiles so; whether a group fits in registers depends on its shape too."""
-    if tile.pipeline is Pipeline.ROWS or tile.rows != 1:
+    if tile.pipeline is Pipeline.ROWS or (tile.rows != 1 and tile.pipeline is not Pipeline.TWO_PASS):
         return (
-            f"pipeline {tile.pipeline.value} with rows {tile.rows} is of no group; take one_pass or two_pass, rows: 1"
+            f"pipeline {tile.pipeline.value} with rows {tile.rows} is of no group; take one_pass, rows: 1, "
+            "or two_pass, whose rows are runs of held tiles a program"
         )
     is_whole = tile.pipeline is Pipeline.ONE_PASS
     if is_whole == bool(tile.held):
         return f"held is {tile.held}: one_pass holds all of a group, and others so many tiles a program, from 1"
     if tile.held & (tile.held - 1):
         return f"held is {tile.held}; it takes a power of two"
+    if tile.pipeline is Pipeline.TWO_PASS and tile.held < _LEAST_PIVOT_TILES:
+        return (
+            f"held is {tile.held}: a part is summed around the mean of the tiles held first, and a single one may "
+            f"be next to empty; write held: {_LEAST_PIVOT_TILES} or more"
+        )
+    if tile.rows > _MOST_RUNS:
+        return (
+            f"rows is {tile.rows}: sums around the mean of a part's first run are the coarser the more runs it has; "
+            f"write rows: {_MOST_RUNS} or less"
+        )
     if tile.pipeline is Pipeline.SPREAD and kind.direction is Direction.BACKWARD:
         return "pipeline spread is of forward groups; take two_pass"
     if tile.pipeline is Pipeline.SPREAD and kind.itemsize > _MOST_SPREAD_BYTES:

@@ -32,7 +32,8 @@ class Load(Enum):
     PLAIN is x and y alone, ADD more than that; backward, ADD is the gradient of a stored sum besides dy and x. QUANT is
     y with a scale a row, SCALED with one a group or a given one, for which no row is held or read once more. GATE is
     a gate of x's shape, whose activation takes registers and time. DROP is ADD with a dropout, whose mask takes time
-    wherever x is read. Where a table has no tiles for SCALED or DROP, they take those of `TileClass.alike`.
+    wherever x is read. MODULATE, forward alone, is ADD with a scale and a shift of each row's own. Where a table has no
+    tiles for SCALED, DROP or MODULATE, they take those of `TileClass.alike`.
     """
 
     PLAIN = ""
@@ -41,6 +42,7 @@ class Load(Enum):
     SCALED = "_scaled"
     GATE = "_gate"
     DROP = "_drop"
+    MODULATE = "_mod"
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ class TileClass:
         if self.load is Load.SCALED:
             # What holds a row for its scale serves one that needs it for nothing.
             return (*own, *replace(self, load=Load.QUANT).alike)
+        if self.load is Load.MODULATE:
+            return (*own, *replace(self, load=Load.ADD).alike)
         if self.load is not Load.DROP:
             return own
         # Forward a mask is drawn whenever x is read, and tiles of QUANT read it once: with ADD's, which read long rows
@@ -126,6 +130,8 @@ def class_of(mode: AnyMode) -> TileClass:
         load = Load.GATE
     elif mode.dropout:
         load = Load.DROP
+    elif mode.modulated and not mode.is_backward:
+        load = Load.MODULATE
     elif mode.fadd.stores if mode.is_backward else not mode.streams:
         load = Load.ADD
     return TileClass(mode.direction, max(mode.dtype_in.itemsize, _LEAST_ITEMSIZE), load, mode.norm is Norm.RMS)

@@ -54,6 +54,7 @@ _LOADS: dict[Load, dict[str, Any]] = {
     },
     Load.GATE: {"gating": Gating.AFTER_NORM},
     Load.DROP: {"fadd": FusedAdd.PRE_ADD_STORE, "dropout": True},
+    Load.MODULATE: {"modulated": True},
 }
 
 

@@ -179,6 +179,7 @@ class GroupPlan:
             refuse_variant(kind.mode, tile, shape.group_length, samples * kind.groups)
         if self._device is not None:
             dispatch.tell(lambda: kind.told(samples * kind.groups > self.entry.small_m))
+        alone = cut.parts == 1 and not kind.mode.is_backward
         alignment = 1 if kind.mode.channels_last else pipelines.row_alignment(shape.positions)
         types: dict[str, str | None] = {
             f"{name}_ptr": None if dtype is None else pointer_type(dtype, aligned=f"{name}_ptr" not in kind.misaligned)
@@ -197,15 +198,17 @@ class GroupPlan:
             "BLOCK_S": cut.block_s,
             "HELD": cut.held,
             "ALIGNMENT": alignment,
-            "PEERS": max(WARP, power_of_two(cut.parts)),
+            # A group of one part needs no other's moments.
+            "PEERS": 1 if alone else max(WARP, power_of_two(cut.parts)),
             "STAGES": tile.stages,
             "PDL": target.launches_early,
         }
         spreads = tile.pipeline is Pipeline.SPREAD
+        parts = kind.mode.parts(tile.pipeline)
         options = pipelines.compiler_options(pipelines.COOPERATIVE if spreads else {}, tile, target)
         launchers = tuple(
             Launcher(self.entry.load(part), types, {}, constants, tile.warps, options, target, self._device)
-            for part in kind.mode.parts(tile.pipeline)
+            for part in (parts[-1:] if alone else parts)
         )
         by_address = all(launcher.launch is not None for launcher in launchers)
         teams = max(1, target.multiprocessors * tile.resident // cut.parts) if spreads else 0
@@ -235,7 +238,7 @@ class GroupPlan:
         items = samples * kind.channels // cut.width
         # Allocated until the launches are in the stream, whose order keeps the memory until they have run.
         work = None
-        if ready.tile.pipeline is Pipeline.TWO_PASS:
+        if ready.tile.pipeline is Pipeline.TWO_PASS and len(ready.launches) > 1:
             work = self.empty((groups * _KINDS[kind.mode.is_backward] * cut.parts,), (1,), torch.float32)
         elif ready.teams:
             work = new_exchange(self.empty, groups * cut.parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import gcd
 
 from ..codegen.groups import GroupMode
 from ..codegen.instance import Tile
@@ -16,6 +17,8 @@ from .gpu import Target
 _LEAST_RUN = 64
 # Values of x that a thread holds as fp32; backward there are as many of dy.
 _MOST_VALUES = 64
+# Channels that a tile has side by side backward, where each is summed by itself: by fewer warps, then, or by one.
+_MOST_BESIDE = 8
 # What a program that merges parts reads of them.
 _MOST_PARTS = 1024
 
@@ -72,19 +75,23 @@ class Cut:
 
 def cut(mode: GroupMode, shape: Shape, tile: Tile) -> Cut:
     """How a tile of the table cuts x: a function of its shape but for how many samples it has."""
-    width, block_c, block_s = (_channels_innermost if mode.channels_last else _positions_innermost)(shape, tile.block)
+    if mode.channels_last:
+        width, block_c, block_s = _channels_innermost(shape, tile.block)
+    else:
+        beside = gcd(shape.group_channels, _MOST_BESIDE) if mode.is_backward else 1
+        width, block_c, block_s = _positions_innermost(shape, tile.block, min(beside, tile.block))
     tiles = -(-width // block_c) * -(-shape.positions // block_s)
     if tile.pipeline is Pipeline.ONE_PASS:
         return Cut(width, block_c, block_s, tiles, tiles, 1, tiles)
     held = min(tile.held, power_of_two(tiles))
-    most = max(1, _MOST_PARTS // power_of_two(width // shape.group_channels))
-    rounds = 1 if tile.pipeline is Pipeline.SPREAD else -(-tiles // (held * most))
-    return Cut(width, block_c, block_s, tiles, held, -(-tiles // (held * rounds)), held * rounds)
+    runs, most = -(-tiles // held), max(1, _MOST_PARTS // power_of_two(width // shape.group_channels))
+    each = 1 if tile.pipeline is Pipeline.SPREAD else min(max(tile.rows, -(-runs // most)), runs)
+    return Cut(width, block_c, block_s, tiles, held, -(-runs // each), held * each)
 
 
-def _positions_innermost(shape: Shape, block: int) -> tuple[int, int, int]:
+def _positions_innermost(shape: Shape, block: int, beside: int) -> tuple[int, int, int]:
     channels = shape.group_channels
-    block_s = min(block, power_of_two(shape.positions))
+    block_s = min(block // beside, power_of_two(shape.positions))
     room = block // block_s
     if power_of_two(channels) > room:
         return channels, room, block_s

@@ -27,10 +27,10 @@ MUTANTS = (
     ),
     Mutant(
         "a-part-forgets-its-first-tiles",
-        "two_pass GroupNorm: of a part in several rounds the last one's moments are left",
-        "templates/gn_fwd_moments.py.j2",
-        "moments = add_moments(moments, more)",
-        "moments = more",
+        "two_pass GroupNorm: of a part in several runs the last one's squares are left",
+        "templates/group_primitives.py.j2",
+        "            deviations, squares, tiles, beside, run, S,",
+        "            none, none, tiles, beside, run, S,",
         (f"{_NUMBERS}::test_parts_of_several_rounds",),
     ),
     Mutant(
@@ -39,6 +39,14 @@ MUTANTS = (
         "templates/gn_fwd_two_pass.py.j2",
         "rstd = tl.rsqrt(variance + eps)",
         "rstd = tl.rsqrt(variance * 1.001 + eps)",
+        (_TILES,),
+    ),
+    Mutant(
+        "a-whole-group-counts-its-first-run",
+        "two_pass GroupNorm of one part: the variance is over the values of its first run",
+        "templates/group_primitives.py.j2",
+        "        count += run_size(run, S, WIDTH, CHANNELS, BLOCK_C, BLOCK_S, HELD)\n",
+        "",
         (_TILES,),
     ),
     Mutant(
@@ -85,7 +93,7 @@ MUTANTS = (
         "pivots-are-means",
         "GroupNorm: what a rounded mean is off by is left out",
         "templates/group_primitives.py.j2",
-        "    shift = deviation / divisor\n",
+        "    shift = deviation / tl.maximum(count, 1.0)\n",
         "    shift = deviation * 0.0\n",
         (f"{_NUMBERS}::test_a_large_mean_beside_a_small_deviation",),
     ),
