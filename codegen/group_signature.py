@@ -32,6 +32,10 @@ def _spreads(mode: GroupMode, part: Pipeline | Part) -> bool:
     return part is Pipeline.SPREAD
 
 
+def _activates(mode: GroupMode, part: Pipeline | Part) -> bool:
+    return mode.activation.is_applied and part is not Part.MOMENTS
+
+
 _SHAPE = (
     _Row("units", "positions of a channel / ALIGNMENT"),
     _Row("first_item", "of this launch", lambda m, p: p is not Pipeline.SPREAD),
@@ -46,8 +50,10 @@ _CONSTANTS = (
     _Row("BLOCK_S: tl.constexpr", "positions a tile"),
     _Row("HELD: tl.constexpr", "tiles in registers"),
     _Row("ALIGNMENT: tl.constexpr", "divides the positions"),
+    _Row("FULL: tl.constexpr", "whether no tile has positions beyond the last"),
     _Row("PEERS: tl.constexpr", "parts, up to a power of two", lambda m, p: p in (Pipeline.TWO_PASS, Pipeline.SPREAD)),
     _Row("STAGES: tl.constexpr", "of the loop over items; more than 1 go by shared memory", _spreads),
+    _Row("PTX: tl.constexpr", "whether the target runs PTX", _activates),
     # A cooperative launch has to find room for all of its programs at once.
     _Row(
         "PDL: tl.constexpr",

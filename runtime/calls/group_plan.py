@@ -188,7 +188,7 @@ class GroupPlan:
         for name in ("partials", "exchange"):
             if name in kind.names:
                 types[f"{name}_ptr"] = pointer_type(_WORK[name], aligned=True)
-        types["units"] = integer_type(shape.positions)
+        types["units"] = integer_type(shape.group_length)
         types |= {"first_item": "i32", "part_tiles": "i32", "items": "i32", "eps": "fp32"}
         constants = {
             "C": kind.channels,
@@ -198,6 +198,8 @@ class GroupPlan:
             "BLOCK_S": cut.block_s,
             "HELD": cut.held,
             "ALIGNMENT": alignment,
+            "FULL": shape.positions % cut.block_s == 0 and cut.tiles % cut.held == 0,
+            "PTX": target.is_nvidia and target.compiles,
             # A group of one part needs no other's moments.
             "PEERS": 1 if alone else max(WARP, power_of_two(cut.parts)),
             "STAGES": tile.stages,
@@ -261,7 +263,7 @@ class GroupPlan:
         cut = self.prepared(samples).cut
         if cut.width > cut.block_c:
             return samples * -(-self.shape.positions // cut.block_s)
-        return samples * cut.parts * (cut.part_tiles // cut.held)
+        return samples * cut.parts
 
     def finish(
         self, rows: int, partials: Mapping[str, torch.Tensor | None], gradients: Mapping[str, torch.Tensor | None]
