@@ -133,6 +133,8 @@ _LONGEST_WHOLE_GROUP, _SHORTEST_IN_PARTS = 32768, 2048
 _GROUP_RUNS = {True: (1, 2, 4), False: (1, 4, 16)}
 # Values that a thread holds of x; of dy backward as many again.
 _GROUP_VALUES = (8, 32)
+# Channels innermost: as many at most as are 64 bytes of channels.
+_GROUPS_BESIDE = 8
 # Tiles of a group that one program holds, channels innermost or not. Each is written out, and Triton takes 20 s for 8
 # of the former, 57 s for 64 of the latter.
 _MOST_TILES = {True: 4, False: 8}
@@ -142,17 +144,20 @@ def group_candidates(kind: TileClass, n: int, *, few: bool) -> list[Tile]:
     """Tiles to measure for groups of n elements: whole ones, parts of them, and parts whose programs wait."""
     is_forward = kind.direction is _FORWARD
     least, most = _GROUP_VALUES if is_forward else (_GROUP_VALUES[0] // 2, _GROUP_VALUES[1] // 2)
-    most_tiles = _MOST_TILES[kind.layout == GROUP_LAYOUTS[True]]
+    is_last = kind.layout == GROUP_LAYOUTS[True]
+    most_tiles = _MOST_TILES[is_last]
     found = []
     for warps, most_block in product((1, 2, 4, 8, 16, 32), (512, 2048)):
         threads, block = warps * WARP, min(most_block, power_of_two(n))
         is_short = n <= min(_LONGEST_WHOLE_GROUP, most_tiles * block)
         if is_short and min(least * threads, 32 * warps) <= n <= 2 * most * threads:
             found.append(Tile(_ONE_PASS, 1, block, warps))
+    # Channels innermost, a program has several groups: channels of one do not fill what memory hands out at once.
+    longest = 2 * n * (_GROUPS_BESIDE if is_last else 1)
     for warps, block, held, runs in product((2, 4, 8, 16), (1024, 2048, 4096, 8192), (2, 4), _GROUP_RUNS[few]):
         values = block * held
         fits = 2 * least * warps * WARP <= values <= most * warps * WARP
-        if n >= _SHORTEST_IN_PARTS and values * runs < 2 * n and fits:
+        if n >= _SHORTEST_IN_PARTS and values * runs < longest and fits:
             found.append(Tile(_TWO_PASS, runs, block, warps, held=held))
     spreads = is_forward and n >= _SHORTEST_IN_PARTS
     for block, held, resident, stages in product((2048, 4096), (2, 4), (2, 4), (1, 2)):

@@ -24,10 +24,6 @@ def _writes(mode: GroupMode, part: Pipeline | Part) -> bool:
     return part not in (Part.MOMENTS, Part.TERMS)
 
 
-def _sums(mode: GroupMode, part: Pipeline | Part) -> bool:
-    return part in (Pipeline.ONE_PASS, Part.TERMS)
-
-
 def _spreads(mode: GroupMode, part: Pipeline | Part) -> bool:
     return part is Pipeline.SPREAD
 
@@ -50,7 +46,7 @@ _CONSTANTS = (
     _Row("BLOCK_S: tl.constexpr", "positions a tile"),
     _Row("HELD: tl.constexpr", "tiles in registers"),
     _Row("ALIGNMENT: tl.constexpr", "divides the positions"),
-    _Row("FULL: tl.constexpr", "whether no tile has positions beyond the last"),
+    _Row("FULL: tl.constexpr", "whether runs have no tile, and tiles no position, beyond the last"),
     _Row("PEERS: tl.constexpr", "parts, up to a power of two", lambda m, p: p in (Pipeline.TWO_PASS, Pipeline.SPREAD)),
     _Row("STAGES: tl.constexpr", "of the loop over items; more than 1 go by shared memory", _spreads),
     _Row("PTX: tl.constexpr", "whether the target runs PTX", _activates),
@@ -85,8 +81,8 @@ _BACKWARD = (
     _Row("rstd_ptr", "(groups,) fp32"),
     _Row("partials_ptr", "(groups, 2, parts) fp32", _in_parts),
     _Row("dx_ptr", "x's shape", _writes),
-    _Row("dweight_ptr", "(sums, C) fp32 or None", _sums),
-    _Row("dbias_ptr", "(sums, C) fp32 or None", _sums),
+    _Row("dweight_ptr", "(sums, C) fp32 or None"),
+    _Row("dbias_ptr", "(sums, C) fp32 or None"),
     *_SHAPE,
     *_CONSTANTS,
 )

@@ -179,7 +179,7 @@ class GroupPlan:
             refuse_variant(kind.mode, tile, shape.group_length, samples * kind.groups)
         if self._device is not None:
             dispatch.tell(lambda: kind.told(samples * kind.groups > self.entry.small_m))
-        alone = cut.parts == 1 and not kind.mode.is_backward
+        alone = cut.parts == 1
         alignment = 1 if kind.mode.channels_last else pipelines.row_alignment(shape.positions)
         types: dict[str, str | None] = {
             f"{name}_ptr": None if dtype is None else pointer_type(dtype, aligned=f"{name}_ptr" not in kind.misaligned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -73,12 +74,12 @@ TILES = {
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("direction", list(Direction))
 def test_tiles(tile: str, channels_last: bool, direction: Direction) -> None:
-    """However groups are cut, whole or in parts, with tiles that reach beyond their channels and positions."""
-    problem = Problem((1, 12, 3, 9), 2, channels_last=channels_last, activation="silu")
+    """However groups are cut, whole or in parts, with tiles that reach beyond their channels and positions, or runs."""
     mode = GroupMode(DType.FP32, direction, Activation.SILU, channels_last)
-    with tiled(mode, 6 * 27, TILES[tile]):
-        found, wanted = results(problem)
-    require(found, wanted, torch.float32)
+    for shape in ((1, 12, 3, 9), (1, 20, 4, 4)):
+        with tiled(mode, math.prod(shape) // 2, TILES[tile]):
+            found, wanted = results(Problem(shape, 2, channels_last=channels_last, activation="silu"))
+        require(found, wanted, torch.float32)
 
 
 def test_parts_of_several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,12 +50,12 @@ MUTANTS = (
         (_TILES,),
     ),
     Mutant(
-        "full-tiles-have-no-last-channel",
-        "GroupNorm: channels beyond a program's own count where positions fill tiles",
+        "runs-go-beyond-the-last-channel",
+        "GroupNorm: the tiles that a run has beyond a program's channels are written, over the next one's",
         "templates/group_primitives.py.j2",
+        "    if WIDTH % BLOCK_C != 0 or not FULL:\n",
         "    if WIDTH % BLOCK_C != 0:\n",
-        "    if WIDTH % BLOCK_C != 0 and not FULL:\n",
-        (_RESULTS,),
+        (_TILES,),
     ),
     Mutant(
         "parts-normalise-alone",
@@ -92,9 +92,9 @@ MUTANTS = (
     Mutant(
         "parts-share-a-row-of-sums",
         "backward two_pass GroupNorm: parts write their channels' sums over one another's",
-        "templates/gn_bwd_terms.py.j2",
-        "tl.num_programs(1) + part",
-        "tl.num_programs(1)",
+        "templates/group.j2",
+        "tl.num_programs(1) + part)",
+        "tl.num_programs(1))",
         (_TILES, f"{_NUMBERS}::test_results"),
     ),
     Mutant(
