@@ -24,6 +24,10 @@ def _writes(mode: GroupMode, part: Pipeline | Part) -> bool:
     return part not in (Part.MOMENTS, Part.TERMS)
 
 
+def _sums(mode: GroupMode, part: Pipeline | Part) -> bool:
+    return mode.is_backward
+
+
 def _spreads(mode: GroupMode, part: Pipeline | Part) -> bool:
     return part is Pipeline.SPREAD
 
@@ -47,6 +51,7 @@ _CONSTANTS = (
     _Row("HELD: tl.constexpr", "tiles in registers"),
     _Row("ALIGNMENT: tl.constexpr", "divides the positions"),
     _Row("FULL: tl.constexpr", "whether runs have no tile, and tiles no position, beyond the last"),
+    _Row("ALIKE: tl.constexpr", "whether the tiles of a run have the same channels", _sums),
     _Row("PEERS: tl.constexpr", "parts, up to a power of two", lambda m, p: p in (Pipeline.TWO_PASS, Pipeline.SPREAD)),
     _Row("STAGES: tl.constexpr", "of the loop over items; more than 1 go by shared memory", _spreads),
     _Row("PTX: tl.constexpr", "whether the target runs PTX", _activates),

@@ -83,7 +83,11 @@ class Case:
 
     @property
     def n(self) -> int:
-        """The row length that stands for the bucket: its longest."""
+        """The row length that stands for the bucket: its longest; of groups one that models have, if there is one."""
+        if self.kind.is_grouped:
+            for n in group_run.LENGTHS:
+                if n in self.bucket:
+                    return n
         return self.bucket.last or max(UNCAPPED_LENGTH, self.bucket.first)
 
     @cached_property

@@ -35,8 +35,6 @@ _KINDS = {False: 4, True: 2}
 _STATISTICS = ("mean", "rstd")
 # Of a grid's first dimension.
 _MOST_ITEMS = 2**31 - 1
-# Of what is read twice: less than half of an H200's L2, which also takes what is written meanwhile.
-_CACHED_BYTES = 20 << 20
 
 Dtypes = tuple["torch.dtype | None", ...]
 
@@ -133,7 +131,6 @@ class Prepared:
         launchers: in order.
         by_address: whether launches take addresses, and not tensors.
         teams: how many share the items; 0 where none wait for one another.
-        at_once: items a launch.
         units: what kernels are told of the positions.
         launches: how the launchers are.
     """
@@ -143,7 +140,6 @@ class Prepared:
     launchers: tuple[Launcher, ...]
     by_address: bool
     teams: int
-    at_once: int
     units: int
     launches: tuple[Launch, ...]
 
@@ -199,6 +195,7 @@ class GroupPlan:
             "HELD": cut.held,
             "ALIGNMENT": alignment,
             "FULL": shape.positions % cut.block_s == 0 and cut.tiles % cut.held == 0,
+            "ALIKE": cut.is_alike(shape.positions),
             "PTX": target.is_nvidia and target.compiles,
             # A group of one part needs no other's moments.
             "PEERS": 1 if alone else max(WARP, power_of_two(cut.parts)),
@@ -214,14 +211,9 @@ class GroupPlan:
         )
         by_address = all(launcher.launch is not None for launcher in launchers)
         teams = max(1, target.multiprocessors * tile.resident // cut.parts) if spreads else 0
-        at_once = _MOST_ITEMS
-        if len(launchers) > 1:
-            # What is read again by the second kernel is in L2 still.
-            read = cut.width * shape.positions * shape.itemsize * (2 if kind.mode.is_backward else 1)
-            at_once = max(1, _CACHED_BYTES // read)
         launches = tuple([_launch(launcher, by_address) for launcher in launchers])
         units = shape.positions // alignment
-        return Prepared(tile, cut, launchers, by_address, teams, at_once, units, launches)
+        return Prepared(tile, cut, launchers, by_address, teams, units, launches)
 
     def launch(self, samples: int, tensors: Sequence[torch.Tensor | None], eps: float) -> None:
         """Launch the kernels on tensors in the order of `FORWARD` or `BACKWARD`, but for the last of them."""
@@ -253,8 +245,8 @@ class GroupPlan:
         if ready.teams:
             ready.launches[0]((cut.parts, min(ready.teams, items), 1), (*values, ready.units, 0, 0, items, eps))
             return
-        for first in range(0, items, ready.at_once):
-            grid = (min(ready.at_once, items - first), cut.parts, 1)
+        for first in range(0, items, _MOST_ITEMS):
+            grid = (min(_MOST_ITEMS, items - first), cut.parts, 1)
             for launch in ready.launches:
                 launch(grid, (*values, ready.units, first, cut.part_tiles, 0, eps))
 
@@ -262,7 +254,8 @@ class GroupPlan:
         """How many rows of partial sums of channels a backward launch leaves."""
         cut = self.prepared(samples).cut
         if cut.width > cut.block_c:
-            return samples * -(-self.shape.positions // cut.block_s)
+            tiles = -(-self.shape.positions // cut.block_s)
+            return samples * (tiles // cut.held if cut.is_alike(self.shape.positions) else tiles)
         return samples * cut.parts
 
     def finish(

@@ -72,6 +72,10 @@ class Cut:
     parts: int
     part_tiles: int
 
+    def is_alike(self, positions: int) -> bool:
+        """Whether the tiles that a program has in registers are of the same channels."""
+        return positions % (self.block_s * self.held) == 0
+
 
 def cut(mode: GroupMode, shape: Shape, tile: Tile) -> Cut:
     """How a tile of the table cuts x: a function of its shape but for how many samples it has."""

@@ -88,7 +88,7 @@ def test_parts_of_several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     from normforge.kernels import group_tiles
 
     monkeypatch.setattr(group_tiles, "_MOST_PARTS", 2)
-    monkeypatch.setattr(group_plan, "_CACHED_BYTES", 700)
+    monkeypatch.setattr(group_plan, "_MOST_ITEMS", 1)
     for channels_last, direction in product((False, True), Direction):
         mode = GroupMode(DType.FP32, direction, Activation.NONE, channels_last)
         with tiled(mode, 6 * 27, Tile(Pipeline.TWO_PASS, 1, 16, 1, held=2)):

@@ -98,6 +98,14 @@ MUTANTS = (
         (_TILES, f"{_NUMBERS}::test_results"),
     ),
     Mutant(
+        "parts-leave-one-term-twice",
+        "backward two_pass GroupNorm: a part leaves its sum of g * h in place of that of g",
+        "templates/gn_bwd_terms.py.j2",
+        "(gh_total, g_total)",
+        "(gh_total, gh_total)",
+        (_TILES,),
+    ),
+    Mutant(
         "parts-take-the-first-ones-terms",
         "backward two_pass GroupNorm: the mean of g is that of g * h",
         "templates/gn_bwd_two_pass.py.j2",
