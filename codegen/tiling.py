@@ -276,9 +276,10 @@ _GATED_BACKWARD = _Backward(
 # thread, or with dy 16 of each. Tiles are padded up to powers of two, so that a group may not fit; the runtime then
 # takes the tile below.
 _GROUP_TILES = {False: ((2048, 2), (4096, 4), (8192, 8)), True: ((1024, 2), (2048, 4), (4096, 8))}
-# Of longer groups, over several programs each.
-GROUP_PARTS = Tile(Pipeline.TWO_PASS, rows=1, block=2048, warps=8, held=4)
-GROUP_PARTS_BACKWARD = Tile(Pipeline.TWO_PASS, rows=1, block=2048, warps=8, held=2)
+# Of longer groups, over several programs each; of many groups a program takes more, or all of one.
+GROUP_PARTS = Tile(Pipeline.TWO_PASS, rows=1, block=1024, warps=4, held=4)
+GROUP_PARTS_BACKWARD = Tile(Pipeline.TWO_PASS, rows=2, block=1024, warps=4, held=2)
+_RUNS_OF_MANY = 4
 
 
 def _group(kind: TileClass, last: int | None, *, few: bool) -> Tile:
@@ -286,4 +287,5 @@ def _group(kind: TileClass, last: int | None, *, few: bool) -> Tile:
     for longest, warps in _GROUP_TILES[few]:
         if last is not None and last <= longest:
             return Tile(Pipeline.ONE_PASS, 1, min(power_of_two(last), 1024), warps * 2 if is_backward else warps)
-    return GROUP_PARTS_BACKWARD if is_backward else GROUP_PARTS
+    parts = GROUP_PARTS_BACKWARD if is_backward else GROUP_PARTS
+    return parts if few else replace(parts, rows=_RUNS_OF_MANY)
