@@ -11,7 +11,9 @@ import torch
 import normforge
 from normforge import QuantisedOutput, quantisation_reference
 from normforge.calls.functions import FUNCTIONS
+from normforge.codegen import tile_tables
 from normforge.codegen.model import Mode
+from normforge.codegen.tiling import standard_ladder
 from normforge.codegen.values import FusedAdd, FusedQuant, Norm, ScaleFormat, ScaleGroup, ScaleLayout
 from normforge.dtypes import DTYPES
 from normforge.errors import (
@@ -435,7 +437,9 @@ def test_outputs_at_odd_addresses() -> None:
 )
 def test_modes_are_compiled_ahead(mode: str) -> None:
     keys = normforge.compile_keys([4096], [mode], arch="sm_90")
-    assert {key.key.symbol for key in keys} == {f"{mode}_one_pass"}
+    (bucket,) = [bucket for bucket in standard_ladder() if 4096 in bucket]
+    tiles = dict(tile_tables.tiles_of(Mode.from_name(mode), bucket))["sm_90"]
+    assert {key.key.symbol for key in keys} == {f"{mode}_{tile.pipeline.value}" for tile in (tiles.large, tiles.small)}
 
 
 def test_under_batch_invariance_a_rows_bits_depend_on_no_batch() -> None:
