@@ -28,6 +28,9 @@ from .timing import graph_ms, median_ms
 # A row length for the bucket that has no cap.
 UNCAPPED_LENGTH = 262144
 
+# Of modulated rows, where they are as many: a batch of pictures.
+_SAMPLES = 32
+
 # A tile must be so much faster than the present one to take its place: two runs of one tile differ by up to 1 %.
 MARGIN = 1.01
 
@@ -102,8 +105,17 @@ class Case:
         )
 
     def rows(self, sizes: Sizes) -> int:
-        """How many rows are timed."""
-        return sizes.few if self.few else max(1, sizes.bytes // (self.n * self.kind.itemsize))
+        """How many rows are timed; modulated ones are as many of each sample."""
+        if self.few:
+            return sizes.few
+        rows = max(1, sizes.bytes // (self.n * self.kind.itemsize))
+        return rows - rows % (self._samples(rows) or 1)
+
+    def _samples(self, rows: int) -> int:
+        """Of how many samples rows are, 0 of those that are of none: each has a scale and a shift, all have one L1."""
+        if self.kind.load is not Load.MODULATE:
+            return 0
+        return min(_SAMPLES, rows)
 
     @property
     def _group_mode(self) -> GroupMode:
@@ -116,7 +128,10 @@ class Case:
         if isinstance(mode, GroupMode):
             return group_run.prepare(GroupProblem.of_length(mode, self.n, m), device)
         forward = replace(mode, direction=Direction.FORWARD)
-        return prepare(Problem(m, self.n, forward, backward=mode.is_backward), device)
+        samples = self._samples(m)
+        if samples and m % samples:
+            samples = 1
+        return prepare(Problem(m, self.n, forward, backward=mode.is_backward, samples=samples), device)
 
     def entry(self) -> Entry:
         """The instance, from a module that holds every pipeline."""

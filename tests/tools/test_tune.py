@@ -238,6 +238,18 @@ def test_the_interpreter_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "has none to compare; run it on a GPU" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("itemsize", "n"), [(2, 3072), (4, 128)])
+def test_modulated_rows_are_of_many_samples(itemsize: int, n: int) -> None:
+    """One scale and one shift would stay in L1; those of a batch do not."""
+    kind = next(kind for kind in EVERY_CLASS if kind.name == f"fwd_{8 * itemsize}bit_mod")
+    (bucket,) = [bucket for bucket in standard_ladder() if n in bucket]
+    rows = Case(kind, bucket, False).rows(Sizes())
+    assert rows % 32 == 0
+    assert rows * n * itemsize > 0.99 * Sizes().bytes
+    outputs = Case(kind, bucket, False).run(64, torch.device("cpu")).call()
+    assert outputs.y.shape == (32, 2, bucket.last)
+
+
 # Two for each of the 16 processes that compile ahead: a case is compiled in a few seconds.
 MOST_TILES = 32
 
