@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from .instance import Bucket, Tile
-from .tile_tables import why_not
+from .tile_limits import why_not
 from .tiling import GROUP_LAYOUTS, WARP, TileClass, power_of_two
 from .values import Direction, Pipeline
 

@@ -17,9 +17,9 @@ from .errors import TileTableError
 from .groups import AnyMode, GroupMode
 from .instance import ANY, Bucket, Tile, Tiles
 from .ladder import read_range
-from .staging import copies, most_stages
-from .tiling import EVERY_CLASS, MOST_RESIDENT_WARPS, MOST_WARPS, WARP, Load, TileClass, class_of, generic_tiles
-from .values import Direction, Pipeline
+from .tile_limits import why_not
+from .tiling import EVERY_CLASS, TileClass, class_of, generic_tiles
+from .values import Pipeline
 from .words import unknown
 
 FOLDER = Path(__file__).resolve().parent / "tiles"
@@ -40,9 +40,6 @@ _SIZES = tuple(field.name for field in fields(Tiles))
 _REQUIRED_SIZES = tuple(field.name for field in fields(Tiles) if field.default is MISSING)
 _FIELDS = {field.name: field for field in fields(Tile)}
 _WHOLE = "a whole number"
-# Programs that share a row exchange its means rounded to fp32. At 1e4 that is off by 5e-4, below any noise that 16 bits
-# can hold there (fp16 steps by 8), but a twentieth of the 1e-2 that must still come out right of fp32 rows.
-_MOST_SPREAD_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -179,179 +176,6 @@ def _read_tile(section: Section, kind: TileClass, arch: str, bucket: Bucket, nod
     if problem is not None:
         raise section.error(node, problem)
     return tile
-
-
-# Narrower chunks no kernel is compiled for: eight neighbours share a pivot, and 16-bit values are read in pairs.
-_LEAST_BLOCKS = {
-    (Direction.FORWARD, Pipeline.TWO_PASS): 8,
-    (Direction.FORWARD, Pipeline.SPREAD): 2,
-    (Direction.BACKWARD, Pipeline.ONE_PASS): 2,
-    (Direction.BACKWARD, Pipeline.SPREAD): 2,
-}
-# Triton takes a minute for 64; measured tiles have 16 at most.
-_MOST_CHUNKS = 32
-# Of a thread, which addresses 255 registers.
-_MOST_VALUES = 256
-
-# Of GroupNorm. The last positions of a channel may be a tile of one; that of the next channel is full.
-_LEAST_PIVOT_TILES = 2
-# Of a first run that is far from all others, sums of 16 runs are at most 16 times the squares around their own mean.
-_MOST_RUNS = 16
-
-# What may have rows on their way to shared memory.
-_STAGED = ((Direction.FORWARD, Pipeline.SPREAD), (Direction.BACKWARD, Pipeline.ONE_PASS))
-
-
-def why_not(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> str | None:
-    """Why no kernel can serve a bucket with a tile on an architecture, or None if one can."""
-    if not tile.pipeline.runs_on(arch):
-        return f"pipeline {tile.pipeline.value} waits in PTX, which {arch} does not run; take two_pass"
-    for name in ("rows", "block", "warps"):
-        value = getattr(tile, name)
-        if value < 1 or value & (value - 1):
-            return f"{name} is {value}; it takes a power of two"
-    if tile.warps > MOST_WARPS:
-        return f"warps is {tile.warps}; a program has at most {MOST_WARPS}"
-    if not 1 <= tile.resident <= MOST_RESIDENT_WARPS // tile.warps:
-        return (
-            f"resident is {tile.resident} programs of {tile.warps} warps; "
-            f"a multiprocessor holds 1 to {MOST_RESIDENT_WARPS // tile.warps}"
-        )
-    if kind.is_grouped:
-        return _why_not_of_groups(kind, tile)
-    return (
-        _why_not_walked(kind, bucket, tile)
-        or _why_not_sized(kind, bucket, tile)
-        or (_why_not_staged(kind, bucket, tile, arch) if tile.stages != 1 else None)
-    )
-
-
-def _why_not_of_groups(kind: TileClass, tile: Tile) -> str | None:
-    """Why no kernel of GroupNorm can take tiles so; whether a group fits in registers depends on its shape too."""
-    if tile.pipeline is Pipeline.ROWS or (tile.rows != 1 and tile.pipeline is not Pipeline.TWO_PASS):
-        return (
-            f"pipeline {tile.pipeline.value} with rows {tile.rows} is of no group; take one_pass, rows: 1, "
-            "or two_pass, whose rows are runs of held tiles a program"
-        )
-    is_whole = tile.pipeline is Pipeline.ONE_PASS
-    if is_whole == bool(tile.held):
-        return f"held is {tile.held}: one_pass holds all of a group, and others so many tiles a program, from 1"
-    if tile.held & (tile.held - 1):
-        return f"held is {tile.held}; it takes a power of two"
-    if tile.pipeline is Pipeline.TWO_PASS and tile.held < _LEAST_PIVOT_TILES:
-        return (
-            f"held is {tile.held}: a part is summed around the mean of the tiles held first, and a single one may "
-            f"be next to empty; write held: {_LEAST_PIVOT_TILES} or more"
-        )
-    if tile.rows > _MOST_RUNS:
-        return (
-            f"rows is {tile.rows}: sums around the mean of a part's first run are the coarser the more runs it has; "
-            f"write rows: {_MOST_RUNS} or less"
-        )
-    if tile.pipeline is Pipeline.SPREAD and kind.direction is Direction.BACKWARD:
-        return "pipeline spread is of forward groups; take two_pass"
-    if tile.pipeline is Pipeline.SPREAD and kind.itemsize > _MOST_SPREAD_BYTES:
-        return "pipeline spread exchanges means as fp32, too coarse for fp32 groups; take two_pass"
-    if tile.stages != 1 and tile.pipeline is not Pipeline.SPREAD:
-        return f"stages is {tile.stages}, and only spread has a loop over groups; leave stages out"
-    values = tile.block * max(tile.held, 1) * (2 if kind.direction is Direction.BACKWARD else 1)
-    if values > _MOST_VALUES * WARP * tile.warps:
-        return f"a program would hold {values} values on {tile.warps} warps; write a smaller block, held, or more warps"
-    return None
-
-
-def _why_not_walked(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:
-    """Why a pipeline cannot take rows and chunks so."""
-    if tile.pipeline is Pipeline.SPREAD:
-        return _why_not_spread(kind, tile)
-    if tile.held and not _may_hold(kind, bucket, tile):
-        return (
-            f"held is {tile.held}; only forward two_pass of modes that move x and y alone keeps chunks, "
-            f"{tile.block} columns each, and no more than the shortest row of {bucket} has; leave held out"
-        )
-    if tile.pipeline is Pipeline.ROWS and (bucket.last is None or tile.block < bucket.last):
-        return f"pipeline rows takes whole rows: block is {tile.block} and rows are {bucket} long; take another"
-    if tile.pipeline is Pipeline.ONE_PASS and bucket.last is None:
-        return f"pipeline one_pass holds a row in registers and {bucket} has no cap; take two_pass"
-    is_tiled = tile.pipeline is Pipeline.TWO_PASS and kind.direction is Direction.BACKWARD
-    takes_rows = is_tiled or tile.pipeline is Pipeline.ROWS
-    if takes_rows and tile.rows == 1:
-        # Of a single row Triton 3.6 makes scalars, and cannot compile ROW_ALIGNMENT's hint on one.
-        instead = "write rows: 2" if is_tiled else "take one_pass"
-        return f"pipeline {tile.pipeline.value} takes several rows a program and rows is 1; {instead}"
-    if not takes_rows and tile.rows > 1:
-        return f"pipeline {tile.pipeline.value} takes one row a program and rows is {tile.rows}; write rows: 1"
-    return None
-
-
-def _why_not_sized(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:
-    """Why chunks are too narrow or too many for a kernel to be compiled."""
-    name = tile.pipeline.value
-    least = _LEAST_BLOCKS.get((kind.direction, tile.pipeline), 1)
-    if tile.block < least:
-        return f"block is {tile.block}; {kind.direction.title} {name} takes {least} columns or more"
-    chunks = max(tile.held, 1)
-    if tile.pipeline is Pipeline.ONE_PASS:
-        chunks = -(-(bucket.last or 1) // tile.block)
-    if chunks > _MOST_CHUNKS:
-        wider = "write a wider block" if tile.pipeline is Pipeline.ONE_PASS else f"write held: {_MOST_CHUNKS} or less"
-        return f"a program would hold {chunks} chunks, each written out in the machine code; {wider}"
-    values = tile.rows * tile.block * chunks
-    if values > _MOST_VALUES * WARP * tile.warps:
-        return (
-            f"a program would hold {values} values on {tile.warps} warps, whose registers hold "
-            f"{_MOST_VALUES * WARP * tile.warps}; write fewer rows, a narrower block or more warps"
-        )
-    return None
-
-
-def _why_not_staged(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> str | None:
-    if tile.stages < 1 or (kind.direction, tile.pipeline) not in _STAGED:
-        return (
-            f"stages is {tile.stages}; forward spread and backward one_pass have 1 stage or more, and others 1; "
-            "leave stages out"
-        )
-    if kind.load is Load.GATE:
-        return f"stages is {tile.stages}, and kernels with a gate have 1; leave stages out"
-    if not copies(arch):
-        return f"stages is {tile.stages}, and {arch} copies nothing to shared memory by itself; leave stages out"
-    most = most_stages(arch, tile.resident, _round_bytes(kind, bucket, tile))
-    if tile.stages > most:
-        return f"stages is {tile.stages}, and the shared memory of {arch} holds {most} of them; write stages: {most}"
-    return None
-
-
-def _round_bytes(kind: TileClass, bucket: Bucket, tile: Tile) -> int:
-    """What a program of a loop over rows reads in a round: its slice of x; or rows of x, dy and a sum's gradient."""
-    if kind.direction is Direction.FORWARD:
-        return tile.held * tile.block * kind.itemsize
-    longest = tile.block if bucket.last is None else bucket.last
-    return -(-longest // tile.block) * tile.block * kind.itemsize * (3 if kind.load is Load.ADD else 2)
-
-
-def _why_not_spread(kind: TileClass, tile: Tile) -> str | None:
-    if kind.load is Load.GATE:
-        return "pipeline spread is for norms without a gate; take two_pass"
-    if kind.load is Load.DROP:
-        return "pipeline spread is for norms without a dropout; take two_pass"
-    if kind.direction is Direction.BACKWARD:
-        fits = tile.rows in (2, 4) and not tile.held
-        return None if fits else "pipeline spread, backward, takes rows: 2 or 4 and no held"
-    if kind.load is not Load.PLAIN:
-        return "pipeline spread, forward, is for modes that move x and y alone; take two_pass"
-    if kind.itemsize > _MOST_SPREAD_BYTES:
-        return "pipeline spread, forward, exchanges means as fp32, too coarse for fp32 rows; take two_pass"
-    fits = tile.rows == 1 and tile.held > 0 and not tile.held & (tile.held - 1)
-    return None if fits else "pipeline spread, forward, takes rows: 1 and held, a program's chunks, as a power of two"
-
-
-def _may_hold(kind: TileClass, bucket: Bucket, tile: Tile) -> bool:
-    return (
-        tile.pipeline is Pipeline.TWO_PASS
-        and kind.direction is Direction.FORWARD
-        and kind.load is Load.PLAIN
-        and 0 < tile.held * tile.block <= bucket.first
-    )
 
 
 def merge(old: TileTable, new: TileTable) -> TileTable:

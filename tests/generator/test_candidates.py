@@ -6,7 +6,7 @@ import pytest
 
 from normforge.codegen.candidates import candidates
 from normforge.codegen.instance import Bucket, Tile
-from normforge.codegen.tile_tables import why_not
+from normforge.codegen.tile_limits import why_not
 from normforge.codegen.tiling import CLASSES, MOST_RESIDENT_WARPS, WARP, TileClass, standard_ladder
 from normforge.codegen.values import Direction, Pipeline
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from normforge.codegen.groups import GroupMode
 from normforge.codegen.instance import Tile
-from normforge.codegen.tile_tables import tiles_of, why_not
+from normforge.codegen.tile_limits import why_not
+from normforge.codegen.tile_tables import tiles_of
 from normforge.codegen.tiling import GROUP_CLASSES, GROUP_PARTS, power_of_two, standard_ladder
 from normforge.codegen.values import Direction, DType, Pipeline
 from normforge.kernels.gpu import named_target

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from normforge.codegen import tile_tables
+from normforge.codegen import tile_limits, tile_tables
 from normforge.codegen.errors import TileTableError
 from normforge.codegen.instance import Tile
 from normforge.codegen.tiling import CLASSES, EVERY_CLASS, GROUP_CLASSES, TileClass, standard_ladder
@@ -263,4 +263,4 @@ def test_candidates_are_few_and_each_can_serve_its_bucket(arch: str, monkeypatch
             for few in (False, True):
                 tiles = Case(kind, bucket, few).tiles(CARD.device, 1 if few else 10**6)
                 assert 1 <= len(tiles) <= MOST_TILES
-                assert all(tile_tables.why_not(kind, bucket, tile, arch) is None for tile in tiles)
+                assert all(tile_limits.why_not(kind, bucket, tile, arch) is None for tile in tiles)
