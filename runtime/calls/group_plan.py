@@ -194,10 +194,9 @@ class GroupPlan:
             "BLOCK_S": cut.block_s,
             "HELD": cut.held,
             "ALIGNMENT": alignment,
-            "FULL": shape.positions % cut.block_s == 0 and cut.tiles % cut.held == 0,
+            "FULL": cut.is_full(shape.positions),
             "ALIKE": cut.is_alike(shape.positions),
             "PTX": target.is_nvidia and target.compiles,
-            # A group of one part needs no other's moments.
             "PEERS": 1 if alone else max(WARP, power_of_two(cut.parts)),
             "STAGES": tile.stages,
             "PDL": target.launches_early,

@@ -72,6 +72,10 @@ class Cut:
     parts: int
     part_tiles: int
 
+    def is_full(self, positions: int) -> bool:
+        """Whether what a program has in registers at once is tiles that exist, and positions in each."""
+        return positions % self.block_s == 0 and self.tiles % self.held == 0
+
     def is_alike(self, positions: int) -> bool:
         """Whether the tiles that a program has in registers are of the same channels."""
         return positions % (self.block_s * self.held) == 0

@@ -28,8 +28,8 @@ MUTANTS = (
         "silu-is-sigmoid",
         "silu: the gate itself is left out",
         "templates/primitives.py.j2",
-        "return z * sigmoid(z)",
-        "return sigmoid(z)",
+        "return z * sigmoid(z, PTX)",
+        "return sigmoid(z, PTX)",
         (_FORMULA,),
     ),
     Mutant(

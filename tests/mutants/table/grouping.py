@@ -13,7 +13,7 @@ MUTANTS = (
         "groups-forget-the-activation",
         "forward GroupNorm: SiLU is left out",
         "templates/group.j2",
-        "y = {{ m.activation.value }}_of(y, PTX)\n",
+        "y = {{ m.activation.value }}(y, PTX)\n",
         "y += 0.0\n",
         (_RESULTS,),
     ),
