@@ -352,7 +352,7 @@ class Mode:
 
     @property
     def shares(self) -> bool:
-        """Whether, backward, programs take rows of one sample or columns of one group, and torch adds up their sums."""
+        """Whether, backward, programs take rows of one sample or columns of one group."""
         return self.modulated or self.gating.gates
 
     @property

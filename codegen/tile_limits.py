@@ -150,12 +150,16 @@ def _why_not_staged(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> s
     return None
 
 
+# Backward, besides x and dy: a sum's gradient, and what a gate of samples was multiplied by.
+_TENSORS_READ = {Load.ADD: 3, Load.MODULATE: 4}
+
+
 def _round_bytes(kind: TileClass, bucket: Bucket, tile: Tile) -> int:
-    """What a program of a loop over rows reads in a round: its slice of x; or rows of x, dy and a sum's gradient."""
+    """What a program of a loop over rows reads in a round: its slice of x; or, backward, a row of each tensor."""
     if kind.direction is Direction.FORWARD:
         return tile.held * tile.block * kind.itemsize
     longest = tile.block if bucket.last is None else bucket.last
-    return -(-longest // tile.block) * tile.block * kind.itemsize * (3 if kind.load is Load.ADD else 2)
+    return -(-longest // tile.block) * tile.block * kind.itemsize * _TENSORS_READ.get(kind.load, 2)
 
 
 def _why_not_spread(kind: TileClass, tile: Tile) -> str | None:
@@ -163,6 +167,8 @@ def _why_not_spread(kind: TileClass, tile: Tile) -> str | None:
         return "pipeline spread is for norms without a gate; take two_pass"
     if kind.load is Load.DROP:
         return "pipeline spread is for norms without a dropout; take two_pass"
+    if kind.load is Load.MODULATE:
+        return "pipeline spread is for norms without a modulation; take two_pass"
     if kind.direction is Direction.BACKWARD:
         fits = tile.rows in (2, 4) and not tile.held
         return None if fits else "pipeline spread, backward, takes rows: 2 or 4 and no held"

@@ -32,8 +32,8 @@ class Load(Enum):
     PLAIN is x and y alone, ADD more than that; backward, ADD is the gradient of a stored sum besides dy and x. QUANT is
     y with a scale a row, SCALED with one a group or a given one, for which no row is held or read once more. GATE is
     a gate of x's shape, whose activation takes registers and time. DROP is ADD with a dropout, whose mask takes time
-    wherever x is read. MODULATE, forward alone, is ADD with a scale and a shift of each row's own. Where a table has no
-    tiles for SCALED, DROP or MODULATE, they take those of `TileClass.alike`.
+    wherever x is read. MODULATE is ADD with a scale and a shift of each row's own; backward, rows lie in parts. Where a
+    table has no tiles for SCALED, DROP or MODULATE, they take those of `TileClass.alike`.
     """
 
     PLAIN = ""
@@ -102,7 +102,7 @@ _LEAST_ITEMSIZE = 2
 # What the names of GroupNorm's classes begin with, of positions innermost and of channels.
 GROUP_LAYOUTS = ("group_", "group_last_")
 
-_BACKWARD_LOADS = (Load.PLAIN, Load.ADD, Load.GATE, Load.DROP)
+_BACKWARD_LOADS = (Load.PLAIN, Load.ADD, Load.GATE, Load.DROP, Load.MODULATE)
 CLASSES = tuple(
     TileClass(direction, itemsize, load, rms)
     for direction, loads in ((Direction.FORWARD, tuple(Load)), (Direction.BACKWARD, _BACKWARD_LOADS))
@@ -130,7 +130,7 @@ def class_of(mode: AnyMode) -> TileClass:
         load = Load.GATE
     elif mode.dropout:
         load = Load.DROP
-    elif mode.modulated and not mode.is_backward:
+    elif mode.modulated:
         load = Load.MODULATE
     elif mode.fadd.stores if mode.is_backward else not mode.streams:
         load = Load.ADD

@@ -26,6 +26,7 @@ _MOST_GROUPS = 2**15
 TENSORS = Tensors(
     names=("dy", "x", "gate", "weight", "bias", "mean", "rstd", "dx", "dgate"),
     with_rows=("dy", "x", "gate", "dx", "dgate"),
+    read=("dy", "x", "gate"),
     sums=("dweight", "dbias"),
     shared="groups",
 )
@@ -56,7 +57,7 @@ def stand_in(
     single = torch.float32
     centre = single if mode.norm.centres else None
     found = {**dict.fromkeys(TENSORS.names, own), "mean": centre, "rstd": single, **dtypes}
-    left = [None if dtypes.get(name) is None else single for name in ("weight", "bias")]
+    left = [dtypes.get(name) for name in ("weight", "bias")]
     if not mode.norm.centres or not mode.gating.is_after:
         found["bias"] = None
     # Of groups rows lie a whole row of them apart, and how far that is no kernel is compiled for.
@@ -99,14 +100,16 @@ def gradients(kept: Kept, told: Told, dy: torch.Tensor, due: Sequence[bool]) -> 
     }
     tensors = in_place_of(tensors, n, TENSORS.with_rows)
     strides = {name: _stride(tensors[name]) for name in TENSORS.with_rows}
-    sums = [name for name, needed in zip(TENSORS.sums, (for_weight, for_bias), strict=True) if needed]
-    plan = plan_of(kind_of(mode, TENSORS, n, tensors, strides, sums), x.device)
     parts = groups or 1
-    programs = plan.programs(m, parts)
-    left = {name: x.new_empty((programs, n), dtype=torch.float32) for name in sums}
-    values = [*[tensors[name] for name in TENSORS.names], *[left.get(name) for name in TENSORS.sums]]
-    plan.launch(m, parts, programs, values, told.weight_offset)
-    totals = {name: left[name].view(parts, -1, n).sum(1) for name in sums}
+    shared = {"dweight": (kept.weight, for_weight), "dbias": (kept.bias, for_bias)}
+    # A vector for all of several groups is added up once more.
+    sums = {
+        name: vector.dtype if vector.numel() == parts * n else torch.float32
+        for name, (vector, needed) in shared.items()
+        if needed and vector is not None
+    }
+    plan = plan_of(kind_of(mode, TENSORS, n, tensors, strides, sums), x.device)
+    totals = plan.launch(m, parts, parts, tensors, told.weight_offset)
     found = [
         *[None if tensor is None else tensor.view(x.shape) for tensor in made],
         _shared(totals.get("dweight"), kept.weight),
@@ -129,7 +132,7 @@ def _shared(totals: torch.Tensor | None, operand: torch.Tensor | None) -> torch.
     """What an operand's rows add up to: those of groups, or one for all."""
     if totals is None or operand is None:
         return None
-    return totals.sum(0) if operand.dim() == 1 else totals
+    return totals.view(operand.shape) if totals.numel() == operand.numel() else totals.sum(0)
 
 
 def _stride(tensor: torch.Tensor | None) -> RowStride:

@@ -30,6 +30,7 @@ _MOST_SAMPLES = 2**15
 TENSORS = Tensors(
     names=("dy", "x", "weight", "scale", "gate", "gated", "mean", "rstd", "dresidual_out", "dx", "dgated"),
     with_rows=("dy", "x", "scale", "gate", "gated", "dresidual_out", "dx", "dgated"),
+    read=("dy", "x", "gated", "dresidual_out"),
     sums=("dweight", "dbias", "dgate"),
     shared="sample_rows",
 )
@@ -60,9 +61,12 @@ def stand_in(
     for name, there in (("gate", mode.x_gate), ("gated", mode.x_gate), ("dresidual_out", mode.fadd.stores)):
         found[name] = own if there else None
     found["dgated"] = found["gated"]
-    left = [single if name != "dgate" or mode.x_gate else None for name in TENSORS.sums]
+    # Without a weight, sums are the gradients of what samples have.
+    summed = single if found["weight"] is not None else own
+    left = {"dweight": summed, "dbias": summed, "dgate": own if mode.x_gate else None}
     strides = tuple([0 if found[name] is None else n for name in TENSORS.with_rows])
-    return Kind(mode, TENSORS, n, (*[found[name] for name in TENSORS.names], *left), strides, frozenset(misaligned))
+    types = (*[found[name] for name in TENSORS.names], *[left[name] for name in TENSORS.sums])
+    return Kind(mode, TENSORS, n, types, strides, frozenset(misaligned))
 
 
 def rows_a_sample(kept: Kept) -> int:
@@ -89,7 +93,7 @@ def gradients(
     kept: Kept, told: Told, dy: torch.Tensor, dresidual_out: torch.Tensor | None, due: Sequence[bool]
 ) -> list[torch.Tensor | None]:
     """What `modulated_instead.gradients` returns of the same arguments, where `takes` has passed them."""
-    for_x, for_scale, for_shift, for_gate, for_residual, for_weight, for_bias = due
+    for_x, *_, for_residual, _, _ = due
     rows, n = kept.rows, kept.rows.shape[-1]
     m = rows.numel() // n
     samples = m // rows_a_sample(kept)
@@ -110,17 +114,11 @@ def gradients(
         "dx": rows.new_empty(rows.shape, dtype=dtype_of_all(summed)) if summed else None,
         "dgated": rows.new_empty(rows.shape, dtype=x_dtype) if gates and for_x else None,
     }
-    wanted = {"dweight": for_scale or for_weight, "dbias": for_scale or for_shift or for_bias, "dgate": for_gate}
-    sums = [name for name, needed in wanted.items() if needed]
     tensors = in_place_of(tensors, n, TENSORS.with_rows)
     strides = {name: _stride(tensors[name], samples if name in ("scale", "gate") else m) for name in TENSORS.with_rows}
     mode = mode_of(Norm(told.norm), rows.dtype, dresidual_out is not None, gates)
-    plan = plan_of(kind_of(mode, TENSORS, n, tensors, strides, sums), rows.device)
-    programs = plan.programs(m, samples)
-    left = {name: rows.new_empty((programs, n), dtype=torch.float32) for name in sums}
-    values = [*[tensors[name] for name in TENSORS.names], *[left.get(name) for name in TENSORS.sums]]
-    plan.launch(m, m // samples, programs, values, told.weight_offset)
-    totals = {name: left[name].view(samples, -1, n).sum(1) for name in sums}
+    plan = plan_of(kind_of(mode, TENSORS, n, tensors, strides, _sums(kept, told, samples, due)), rows.device)
+    totals = plan.launch(m, samples, m // samples, tensors, told.weight_offset)
     found = _of_samples_sums(kept, told, totals, due)
     found[0] = tensors["dgated"] if gates else tensors["dx"]
     found[4] = tensors["dx"]
@@ -130,31 +128,51 @@ def gradients(
     ]
 
 
+def _sums(kept: Kept, told: Told, samples: int, due: Sequence[bool]) -> dict[str, torch.dtype]:
+    """Which sums are needed, and in which type: the gradient's that one is, or fp32 if there is more to be done."""
+    _, for_scale, for_shift, for_gate, _, for_weight, for_bias = due
+    affine = kept.weight is not None or kept.bias is not None
+    found = {}
+    if for_scale or for_weight:
+        found["dweight"] = torch.float32 if affine else _summed(kept.scale, samples)
+    if for_shift or for_bias or (for_scale and kept.bias is not None):
+        found["dbias"] = torch.float32 if affine else _summed(kept.shift, samples)
+    if for_gate and kept.gate is not None:
+        found["dgate"] = _summed(kept.gate, samples)
+    return found
+
+
+def _summed(operand: torch.Tensor, samples: int) -> torch.dtype:
+    """In which type to add up what each sample's rows leave of an operand."""
+    return operand.dtype if operand.numel() == samples * operand.shape[-1] else torch.float32
+
+
 def _of_samples_sums(
     kept: Kept, told: Told, totals: Mapping[str, torch.Tensor], due: Sequence[bool]
 ) -> list[torch.Tensor | None]:
-    """The gradients of what samples or all rows share, in fp32, from what each sample's rows add up to."""
+    """The gradients of what samples or all rows share, from what each sample's rows add up to: `_sums`."""
     _, for_scale, for_shift, for_gate, _, for_weight, for_bias = due
     found: list[torch.Tensor | None] = [None] * len(due)
     dy_h, dy = totals.get("dweight"), totals.get("dbias")
-    factor = 1 + kept.scale.float()
-    if for_scale and dy_h is not None and dy is not None:
+    if for_scale and dy_h is not None:
         dscale = dy_h if kept.weight is None else dy_h * (kept.weight.float() + told.weight_offset)
-        found[1] = _shared(dscale if kept.bias is None else dscale + dy * kept.bias.float(), kept.scale)
+        if kept.bias is not None and dy is not None:
+            dscale = dscale + dy * kept.bias.float()
+        found[1] = _shared(dscale, kept.scale)
     if for_shift and dy is not None:
         found[2] = _shared(dy, kept.shift)
     if for_gate and kept.gate is not None:
         found[3] = _shared(totals["dgate"], kept.gate)
     if for_weight and dy_h is not None:
-        found[5] = (dy_h * factor).sum(0)
+        found[5] = (dy_h * (1 + kept.scale.float())).sum(0)
     if for_bias and dy is not None:
-        found[6] = (dy * factor).sum(0)
+        found[6] = (dy * (1 + kept.scale.float())).sum(0)
     return found
 
 
 def _shared(totals: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
     """What an operand's rows add up to: those of samples, or one for all."""
-    return totals.sum(0) if operand.dim() == 1 else totals.view(operand.shape)
+    return totals.view(operand.shape) if totals.numel() == operand.numel() else totals.sum(0)
 
 
 def _of_samples(operand: torch.Tensor, samples: int) -> torch.Tensor:

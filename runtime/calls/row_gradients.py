@@ -1,13 +1,15 @@
-"""The kernels of a backward pass whose programs leave sums that torch's operators add up, in a fixed order.
+"""The kernels of a backward pass whose rows are in parts: of a sample, or of a group of columns.
 
-Of rows that share a modulation, or a group's weight, each program takes some, and leaves sums of its own. What one
-family of norms launches is a row of data, its `Tensors`: see `modulated_backward` and `gated_backward`.
+Rows of a part share a modulation, or a group's weight. Each program takes some of a part's, and leaves sums of its own,
+which a last kernel adds up in a fixed order. What one family of norms launches is a row of data, its `Tensors`: see
+`modulated_backward` and `gated_backward`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +18,13 @@ from ..codegen.instance import Tile
 from ..codegen.model import Mode
 from ..dtypes import FLOATS
 from ..kernels import pipelines
+from ..kernels.assembly import SUMS, finisher_of
 from ..kernels.gpu import Target, target_of
 from ..kernels.key import MOST_ROWS_IN_I32, pointer_type, row_count_type
 from ..kernels.kinds import kind_of as call_kind_of
 from ..kernels.launcher import Launcher
 from ..kernels.row_walk import RowStride
-from ..kernels.tile_choice import choose, narrowed, refuse_variant
+from ..kernels.tile_choice import choose, narrowed, refuse_variant, staged
 from ..selection import dispatch
 from .known import MISALIGNED, PLAIN
 
@@ -36,12 +39,14 @@ class Tensors(NamedTuple):
     Attributes:
         names: of the tensors, in order.
         with_rows: those that have rows.
-        sums: what kernels leave for each program.
+        read: of these, those that a loop over rows reads.
+        sums: what kernels leave for each program, three at most.
         shared: what kernels call the number that says which rows share a sum: rows a sample, or groups.
     """
 
     names: tuple[str, ...]
     with_rows: tuple[str, ...]
+    read: tuple[str, ...]
     sums: tuple[str, ...]
     shared: str
 
@@ -53,7 +58,7 @@ class Kind(NamedTuple):
         mode: theirs.
         tensors: what they bring.
         n: row length.
-        dtypes: of the tensors, None of those that are not there; then of the sums.
+        dtypes: of the tensors, None of those that are not there; then of what the sums add up to.
         strides: of those that have rows, in elements; 0 where there are none.
         misaligned: which pointers, by their slots, are at no multiple of 16 bytes.
     """
@@ -68,11 +73,26 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Prepared:
-    """The kernels for one class of M, in order."""
+    """The kernels for one class of M.
+
+    Attributes:
+        row: how they are launched.
+        tile: with which.
+        walkers: that take rows, in order.
+        finisher: that adds up what those leave, if they leave sums.
+        blocks: how many programs of that one share a row.
+    """
 
     row: pipelines.Row
     tile: Tile
-    launchers: tuple[Launcher, ...]
+    walkers: tuple[Launcher, ...]
+    finisher: Launcher | None
+    blocks: int
+
+    @property
+    def launchers(self) -> tuple[Launcher, ...]:
+        """All, in order."""
+        return self.walkers if self.finisher is None else (*self.walkers, self.finisher)
 
 
 class GradientPlan:
@@ -93,67 +113,132 @@ class GradientPlan:
 
     def _prepare(self, size: int, m: int) -> Prepared:
         (mode, tensors, n, dtypes, strides, misaligned), target = self.kind, self._target
-        tile = narrowed(mode, choose(mode, self._entry.choices(m, target.arch), n, target), n)
-        row = pipelines.row_of(mode, tile.pipeline)
-        invariant = self._entry.is_invariant
+        choices, invariant = self._entry.choices(m, target.arch), self._entry.is_invariant
+        if invariant:
+            misaligned = frozenset(() if pipelines.starts_aligned(n) else [f"{name}_ptr" for name in tensors.with_rows])
+        tile = narrowed(mode, choose(mode, choices, n, target), n)
         alignment = pipelines.row_alignment(*([n] if invariant else strides))
+        told = dict(zip((*tensors.names, *tensors.sums), dtypes, strict=True))
+        read = [dtype.itemsize for dtype in map(told.get, tensors.read) if dtype is not None]
+        is_paired = pipelines.is_paired(n, alignment, misaligned)
+        tile = staged(tile, choices[-1], n, read, is_paired, target)
+        row = pipelines.row_of(mode, tile.pipeline)
         if invariant:
             refuse_variant(mode, tile, n, m)
-            misaligned = frozenset(() if pipelines.starts_aligned(n) else [f"{name}_ptr" for name in tensors.with_rows])
+        single = pointer_type(torch.float32, aligned=True)
         types: dict[str, str | None] = {
             f"{name}_ptr": None if dtype is None else pointer_type(dtype, aligned=f"{name}_ptr" not in misaligned)
-            for name, dtype in zip((*tensors.names, *tensors.sums), dtypes, strict=True)
+            for name, dtype in zip(tensors.names, dtypes, strict=False)
         }
-        term = pointer_type(torch.float32, aligned=True)
-        types |= {f"{name}_ptr": term for name in _TERMS}
+        types |= {f"{name}_ptr": None if told[name] is None else single for name in tensors.sums}
+        types |= {f"{name}_ptr": single for name in _TERMS}
         types |= dict.fromkeys(("M", tensors.shared), row_count_type(m))
         types["weight_offset"] = "fp32"
         named = {f"{name}_row_stride": stride for name, stride in zip(tensors.with_rows, strides, strict=True)}
         if self._device is not None:
-            told = dict(zip((*tensors.names, *tensors.sums), dtypes, strict=True))
             dispatch.tell(lambda: call_kind_of(mode.name, {"n": n}, size, told, named, misaligned))
-        launchers = []
+        walkers = []
         for step in row.steps:
             chunked = replace(tile, block=step.block(tile))
             constants = pipelines.constants(chunked, n, alignment, misaligned, target)
             options = pipelines.compiler_options(row.options, tile, target)
             kernel = self._entry.load(step.part or tile.pipeline)
-            launchers.append(Launcher(kernel, types, named, constants, tile.warps, options, target, self._device))
-        return Prepared(row, tile, tuple(launchers))
+            walkers.append(Launcher(kernel, types, named, constants, tile.warps, options, target, self._device))
+        if not any(self._sums.values()):
+            return Prepared(row, tile, tuple(walkers), None, 0)
+        made = finisher_of(n, self._sums, target, of_parts=mode.modulated or mode.grouped)
+        kernel = self._entry.load_finaliser()
+        finisher = Launcher(kernel, made.types, {}, made.constants, made.warps, made.options, target, self._device)
+        return Prepared(row, tile, tuple(walkers), finisher, made.grid(m)[0])
 
-    def programs(self, m: int, parts: int) -> int:
-        """How many programs share the rows of m, as many for each sample or group: a function of M only up to its."""
-        ready = self.prepared(m)
-        most = ready.row.programs(ready.tile, self.kind.n, self._target)
-        rows = m // parts
-        return parts * max(1, min(-(-most // parts), -(-rows // ready.tile.rows)))
+    @property
+    def _sums(self) -> dict[str, str | None]:
+        """What the last kernel calls what sums add up to, and their types."""
+        dtypes = self.kind.dtypes[len(self.kind.tensors.names) :]
+        words = [None if dtype is None else pointer_type(dtype, aligned=True) for dtype in dtypes]
+        return {name: words[place] if place < len(words) else None for place, name in enumerate(SUMS)}
 
-    def launch(self, m: int, shared: int, programs: int, values: Sequence[Any], weight_offset: float) -> None:
-        """Launch the kernels, given the tensors and memory for sums, None for those that are not there.
+    def launch(
+        self,
+        m: int,
+        parts: int,
+        shared: int,
+        tensors: Mapping[str, torch.Tensor | None],
+        weight_offset: float,
+    ) -> dict[str, torch.Tensor]:
+        """Launch the kernels.
 
         Args:
             m: rows.
-            shared: which of them share a sum, as the kernels are told it.
-            programs: how many share the rows.
-            values: the tensors, in order, and where the sums go.
+            parts: how many share a sum.
+            shared: which do, as the kernels are told it.
+            tensors: by their names, None for those that are not there.
             weight_offset: added to weight.
+
+        Returns:
+            What the sums add up to, (parts, N), by their names.
         """
-        ready = self.prepared(m)
-        x = values[self.kind.tensors.names.index("x")]
-        given: Sequence[Any] = [*values, *[x.new_empty(m, dtype=torch.float32) for _ in _TERMS]]
-        values = given
+        ready, (_, brought, n, dtypes, *_) = self.prepared(m), self.kind
+        most = ready.row.programs(ready.tile, n, self._target)
+        each = programs_a_part(most, parts, -(-(m // parts) // ready.tile.rows))
+        x = tensors["x"]
+        assert x is not None
+        totals = [
+            None if dtype is None else x.new_empty((parts, n), dtype=dtype) for dtype in dtypes[len(brought.names) :]
+        ]
+        left = [None if total is None else x.new_empty((parts * each, n), dtype=torch.float32) for total in totals]
+        terms = [x.new_empty(m, dtype=torch.float32) for _ in _TERMS]
+        values: Sequence[Any] = [*[tensors[name] for name in brought.names], *left, *terms]
+        absent = [None] * (len(SUMS) - len(left))
+        finishing: Sequence[Any] = [*left, *absent, *totals, *absent]
         by_address = all(launcher.launch is not None for launcher in ready.launchers)
         if by_address:
-            given = [0 if tensor is None else tensor.data_ptr() for tensor in values]
-        for step, launcher in zip(ready.row.steps, ready.launchers, strict=True):
-            grid = step.grid(ready.tile, self.kind.n, self._target)(m, programs)
-            launch = launcher.launch if by_address and launcher.launch is not None else launcher.launch_tensors
-            launch(grid, (*given, m, shared, weight_offset))
+            values, finishing = map(_addresses, (values, finishing))
+        for step, walker in zip(ready.row.steps, ready.walkers, strict=True):
+            grid = step.grid(ready.tile, n, self._target)(m, parts * each)
+            _launch(walker, by_address)(grid, (*values, m, shared, weight_offset))
+        if ready.finisher is not None:
+            _launch(ready.finisher, by_address)((ready.blocks, len(left), parts), (*finishing, each))
+        return {name: total for name, total in zip(brought.sums, totals, strict=True) if total is not None}
 
     @property
     def plans(self) -> list[GradientPlan]:
         """Itself, as the one plan of a kind of call that is known."""
         return [self]
+
+
+# Twice as many programs as run at once leave twice the sums, and more than that gain next to nothing.
+_MOST_WAVES = 2
+
+
+@cache
+def programs_a_part(most: int, parts: int, tiles: int) -> int:
+    """How many programs share the tiles of a part.
+
+    Those that the GPU runs at once make a wave, and what counts is how many tiles each wave takes. One program more
+    than a wave's is another wave: with 17 for each of 32 samples where 528 run, 16 wait until all others have ended.
+
+    Args:
+        most: programs that run at once.
+        parts: of as many tiles each.
+        tiles: of a part.
+
+    Returns:
+        Those with which waves take the fewest tiles, the fewest of them.
+    """
+
+    def taken(each: int) -> int:
+        return -(-parts * each // most) * -(-tiles // each)
+
+    return min(range(1, max(1, min(_MOST_WAVES * most // parts, tiles)) + 1), key=taken)
+
+
+def _addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def _launch(launcher: Launcher, by_address: bool) -> Callable[[Any, tuple[Any, ...]], None]:
+    return launcher.launch if by_address and launcher.launch is not None else launcher.launch_tensors
 
 
 def plan_of(kind: Kind, device: torch.device) -> GradientPlan:
@@ -172,12 +257,12 @@ def kind_of(
     n: int,
     tensors: Mapping[str, torch.Tensor | None],
     strides: Mapping[str, RowStride],
-    sums: Collection[str],
+    sums: Mapping[str, torch.dtype],
 ) -> Kind:
-    """What launches with some tensors are alike in."""
+    """What launches with some tensors, and sums of these types, are alike in."""
     found = [tensors.get(name) for name in brought.names]
     dtypes = [None if tensor is None else tensor.dtype for tensor in found]
-    dtypes += [torch.float32 if name in sums else None for name in brought.sums]
+    dtypes += [sums.get(name) for name in brought.sums]
     misaligned = [
         f"{name}_ptr"
         for name, tensor in zip(brought.names, found, strict=True)

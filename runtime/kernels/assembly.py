@@ -47,6 +47,8 @@ class Summing(NamedTuple):
 # and 29 with 16 rows of 128 columns. The interpreter takes as long for a program of few columns as for one of many, and
 # 25 s for a row of 17000 in narrow ones.
 _SUMMING = Summing(rows=128, block=16, warps=4)
+# Of parts that share what they read, each was read by a few programs.
+_SUMMING_OF_PARTS = Summing(rows=32, block=64, warps=4)
 _INTERPRETED_SUMMING = Summing(rows=16, block=1024, warps=4)
 
 # Formats that NVIDIA hardware of compute capability 8.9 and up converts to in one rounding, and from. Everywhere else,
@@ -270,9 +272,12 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
     )
 
 
-def finisher_of(n: int, sums: Mapping[str, str | None], target: Target) -> Recipe:
-    """The kernel that adds up partial sums of n columns; `sums` as `Facts` has them."""
-    summing = _SUMMING if target.compiles else _INTERPRETED_SUMMING
+def finisher_of(n: int, sums: Mapping[str, str | None], target: Target, *, of_parts: bool = False) -> Recipe:
+    """The kernel that adds up partial sums of n columns; `sums` as `Facts` has them.
+
+    Its grid is that of one part. With `of_parts` there are several, in the third dimension.
+    """
+    summing = (_SUMMING_OF_PARTS if of_parts else _SUMMING) if target.compiles else _INTERPRETED_SUMMING
     partials = {f"{name}_partials_ptr": None if word is None else _PARTIAL for name, word in sums.items()}
 
     def columns(m: int, programs: int = 1) -> Grid:

@@ -276,6 +276,10 @@ WRONG = {
         one("{pipeline: spread, rows: 2, block: 512, warps: 4}", kind="bwd_16bit_drop"),
         "3: bwd_16bit_drop: pipeline spread is for norms without a dropout; take two_pass",
     ),
+    "spread_modulated": (
+        one("{pipeline: spread, rows: 2, block: 512, warps: 4}", kind="bwd_16bit_mod"),
+        "3: bwd_16bit_mod: pipeline spread is for norms without a modulation; take two_pass",
+    ),
     "stages_gated": (
         one("{pipeline: one_pass, rows: 1, block: 512, warps: 4, stages: 3}", kind="bwd_16bit_gate"),
         "3: bwd_16bit_gate: stages is 3, and kernels with a gate have 1; leave stages out",
