@@ -49,22 +49,25 @@ def _normalise(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, cell: 
 
 Function = Callable[..., torch.Tensor]
 
+# Torch rounds the norm before SiLU, and its gradient: dx was up to 1.7 tolerances off on an H200.
+_EXPRESSION_ALLOWANCE = 2.0
 
-def builders(function: Callable[[GroupCell], Function]) -> dict[tuple[Task, Norm], Builder]:
-    """Builders of both tasks, given what makes a function of x, weight and bias for a cell.
+
+def builders(function: Callable[[GroupCell], Function], allowance: float = 1.0) -> dict[tuple[Task, Norm], Builder]:
+    """Builders of both tasks, given what makes a function of x, weight and bias for a cell, and how far it may be off.
 
     Of the backward pass only autograd's engine is timed, on a graph that was recorded before and is kept.
     """
 
     def forward(inputs: Inputs) -> Prepared:
         run, operands = function(_cell(inputs)), _operands(inputs)
-        return Prepared(lambda: run(*operands), named("y"))
+        return Prepared(lambda: run(*operands), named("y"), allowance)
 
     def backward(inputs: Inputs) -> Prepared:
         leaves = inputs.leaves()
         y = function(_cell(inputs))(*leaves)
         names = named("dx", "dweight", "dbias")
-        return Prepared(lambda: torch.autograd.grad(y, leaves, inputs.dy, retain_graph=True), names)
+        return Prepared(lambda: torch.autograd.grad(y, leaves, inputs.dy, retain_graph=True), names, allowance)
 
     return {(Task.GROUP, Norm.LAYER): forward, (Task.GROUP_BACKWARD, Norm.LAYER): backward}
 
@@ -81,7 +84,7 @@ def torchs(transform: Callable[[Callable[..., Any]], Callable[..., Any]]) -> dic
         run = transform(_normalise)
         return lambda x, weight, bias: run(x, weight, bias, cell)
 
-    return builders(function)
+    return builders(function, _EXPRESSION_ALLOWANCE)
 
 
 def apexs(module: str) -> dict[tuple[Task, Norm], Builder]:

@@ -53,21 +53,25 @@ def composed(cell: ModulatedCell, eps: float) -> Function:
     return run
 
 
-def builders(function: Callable[[ModulatedCell, float], Function]) -> dict[tuple[Task, Norm], Builder]:
-    """Builders of both tasks, given what makes a function of a cell.
+def builders(
+    function: Callable[[ModulatedCell, float], Function], allowance: float = 1.0
+) -> dict[tuple[Task, Norm], Builder]:
+    """Builders of both tasks, given what makes a function of a cell, and how far that may be off.
 
     Of the backward pass only autograd's engine is timed, on a graph that was recorded before and is kept.
     """
 
     def forward(inputs: Inputs) -> Prepared:
         run, operands = function(_cell(inputs), inputs.eps), _operands(inputs)
-        return Prepared(lambda: run(*operands), lambda returned: dict(zip(_VALUES, _outputs(returned), strict=False)))
+        return Prepared(lambda: run(*operands), named(*_VALUES), allowance)
 
     def backward(inputs: Inputs) -> Prepared:
         leaves = [operand.detach().requires_grad_() for operand in _operands(inputs)]
         outputs = _outputs(function(_cell(inputs), inputs.eps)(*leaves))
         given = _given(inputs)
-        return Prepared(lambda: torch.autograd.grad(outputs, leaves, given, retain_graph=True), named(*_GRADIENTS))
+        return Prepared(
+            lambda: torch.autograd.grad(outputs, leaves, given, retain_graph=True), named(*_GRADIENTS), allowance
+        )
 
     made = {Task.MODULATED: forward, Task.MODULATED_BACKWARD: backward}
     return {(task, norm): builder for (task, builder), norm in product(made.items(), Norm)}
@@ -75,8 +79,12 @@ def builders(function: Callable[[ModulatedCell, float], Function]) -> dict[tuple
 
 def torchs(transform: Callable[[Callable[..., Any]], Callable[..., Any]]) -> dict[tuple[Task, Norm], Builder]:
     """Torch's operators, `transform`ed."""
-    return builders(lambda cell, eps: transform(composed(cell, eps)))
+    return builders(lambda cell, eps: transform(composed(cell, eps)), _EXPRESSION_ALLOWANCE)
 
+
+# Of torch's expression each operator rounds: a gate, the sum, the norm, 1 + scale, the product and y. Its y was up to
+# 1.7 tolerances off on an H200, its dx up to 3.2.
+_EXPRESSION_ALLOWANCE = 4.0
 
 _VALUES = ("y", "residual_out")
 _GRADIENTS = ("dx", "dscale", "dshift", "dgate", "dresidual")

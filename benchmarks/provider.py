@@ -15,10 +15,17 @@ from .inputs import Inputs
 
 
 class Prepared(NamedTuple):
-    """One call, ready to be timed, and how to name what it returns; the naming is not timed."""
+    """One call, ready to be timed.
+
+    Attributes:
+        call: what is timed.
+        outputs: how to name what it returns, which is not.
+        allowance: how many times the oracle's tolerance every output may be off by.
+    """
 
     call: Callable[[], Any]
     outputs: Callable[[Any], dict[str, torch.Tensor]]
+    allowance: float = 1.0
 
 
 Builder = Callable[[Inputs], Prepared]

@@ -170,7 +170,7 @@ def prepare(provider: Provider, inputs: Sequence[Inputs], expected: Mapping[str,
     for position, one in enumerate(prepared):
         outputs = one.outputs(one.call())
         if position == 0 and expected is not None and outputs:
-            check(outputs, expected, inputs[0], provider.allowances)
+            check(outputs, expected, inputs[0], dict.fromkeys(outputs, one.allowance) | dict(provider.allowances))
     return [one.call for one in prepared]
 
 
