@@ -150,8 +150,8 @@ def _why_not_staged(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> s
     return None
 
 
-# Backward, besides x and dy: a sum's gradient, and what a gate of samples was multiplied by.
-_TENSORS_READ = {Load.ADD: 3, Load.MODULATE: 4}
+# Backward, besides x and dy: a sum's gradient.
+_TENSORS_READ = {Load.ADD: 3, Load.MODULATE: 3}
 
 
 def _round_bytes(kind: TileClass, bucket: Bucket, tile: Tile) -> int:

@@ -69,10 +69,10 @@ def tiles_of(
     kind = class_of(mode)
     generic = generic_tiles(kind, bucket)
     known = own_tables() if tables is None else tables
-    if not isinstance(mode, GroupMode) and mode.is_backward and mode.modulated:
-        # Nobody measured them, and what was measured of others spreads rows, which these do not.
-        if mode.x_gate and bucket.last is not None:
-            # A thread holds a third row and a third sum: with tiles of their own length they spill 112 to 248 bytes.
+    if not isinstance(mode, GroupMode) and mode.is_backward and mode.x_gate:
+        # Measured are those without a gate of samples, of which a thread holds a third row and a third sum: with tiles
+        # of their own length they spill 112 to 248 bytes.
+        if bucket.last is not None:
             generic = generic_tiles(kind, replace(bucket, last=bucket.last * 3 // 2))
         return ((ANY, generic), *((arch, generic) for arch in known))
     return (

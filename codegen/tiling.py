@@ -32,8 +32,8 @@ class Load(Enum):
     PLAIN is x and y alone, ADD more than that; backward, ADD is the gradient of a stored sum besides dy and x. QUANT is
     y with a scale a row, SCALED with one a group or a given one, for which no row is held or read once more. GATE is
     a gate of x's shape, whose activation takes registers and time. DROP is ADD with a dropout, whose mask takes time
-    wherever x is read. MODULATE is ADD with a scale and a shift of each row's own; backward, rows lie in parts. Where a
-    table has no tiles for SCALED, DROP or MODULATE, they take those of `TileClass.alike`.
+    wherever x is read. MODULATE is ADD with a scale and a shift of each row's own. Where a table has no tiles
+    for SCALED, DROP or MODULATE, they take those of `TileClass.alike`.
     """
 
     PLAIN = ""
@@ -88,7 +88,8 @@ class TileClass:
             # What holds a row for its scale serves one that needs it for nothing.
             return (*own, *replace(self, load=Load.QUANT).alike)
         if self.load is Load.MODULATE:
-            return (*own, *replace(self, load=Load.ADD).alike)
+            # Backward, others' tiles spread rows, which these do not.
+            return own if self.direction is Direction.BACKWARD else (*own, *replace(self, load=Load.ADD).alike)
         if self.load is not Load.DROP:
             return own
         # Forward a mask is drawn whenever x is read, and tiles of QUANT read it once: with ADD's, which read long rows

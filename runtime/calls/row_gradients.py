@@ -207,15 +207,16 @@ class GradientPlan:
         return [self]
 
 
-# Twice as many programs as run at once leave twice the sums, and more than that gain next to nothing.
-_MOST_WAVES = 2
+# Each wave starts anew, and each program leaves sums, which takes it about as long as so many rows.
+_MOST_WAVES = 4
+_START = 4
 
 
 @cache
 def programs_a_part(most: int, parts: int, tiles: int) -> int:
     """How many programs share the tiles of a part.
 
-    Those that the GPU runs at once make a wave, and what counts is how many tiles each wave takes. One program more
+    Those that the GPU runs at once make a wave, and what counts is how many tiles waves take in turn. One program more
     than a wave's is another wave: with 17 for each of 32 samples where 528 run, 16 wait until all others have ended.
 
     Args:
@@ -224,11 +225,11 @@ def programs_a_part(most: int, parts: int, tiles: int) -> int:
         tiles: of a part.
 
     Returns:
-        Those with which waves take the fewest tiles, the fewest of them.
+        Those with which that is the least, the fewest of them.
     """
 
     def taken(each: int) -> int:
-        return -(-parts * each // most) * -(-tiles // each)
+        return -(-parts * each // most) * (-(-tiles // each) + _START)
 
     return min(range(1, max(1, min(_MOST_WAVES * most // parts, tiles)) + 1), key=taken)
 

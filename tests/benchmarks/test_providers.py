@@ -8,7 +8,8 @@ import torch
 from benchmarks.cells import Cell, Norm, Task
 from benchmarks.group_cells import cell_of
 from benchmarks.inputs import make_inputs
-from benchmarks.oracle import WrongOutputError, check, expect
+from benchmarks.oracle import TOLERANCES, WrongOutputError, check, expect
+from benchmarks.provider import Prepared, Provider, named
 from benchmarks.providers import every_provider, find_providers
 from benchmarks.runner import prepare
 
@@ -82,6 +83,20 @@ def test_a_quantised_value_two_steps_off_is_found() -> None:
     y[1, 1] += 2 if y[1, 1] < 0 else -2
     with pytest.raises(WrongOutputError, match="y is wrong"):
         check({"y": y, "y_scale": scale}, expected, inputs)
+
+
+@pytest.mark.parametrize(("times", "fails"), [(1.5, False), (2.5, True)])
+def test_an_expression_may_be_off_by_what_it_allows_itself(times: float, fails: bool) -> None:
+    inputs = make_inputs(Cell(Task.FORWARD, Norm.LAYER, 5, 96), CPU)
+    exact = expect(inputs)["y"]
+    tolerance = TOLERANCES[inputs.x.dtype] * (exact.abs() + exact.square().mean().sqrt())
+    y = (exact + times * tolerance).to(inputs.x.dtype)
+    one = Provider("one", "one", (), {(Task.FORWARD, Norm.LAYER): lambda _: Prepared(lambda: y, named("y"), 2.0)})
+    if not fails:
+        prepare(one, [inputs], {"y": exact})
+        return
+    with pytest.raises(WrongOutputError, match=r"y is wrong by 1\.[23]\d? times its tolerance"):
+        prepare(one, [inputs], {"y": exact})
 
 
 def test_a_dropout_is_held_to_the_mask_that_it_drew() -> None:

@@ -175,6 +175,22 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "every-part-takes-the-firsts-sums",
+        "a sample's gradients are made of the first sample's partial sums",
+        "templates/finalise.py.j2",
+        "        partials_ptr += part * programs * N\n",
+        "",
+        ("tests/calls/test_row_gradients.py::test_gradients_of_samples_are_each_rounded_once[torch.float32-cpu]",),
+    ),
+    Mutant(
+        "one-program-more-than-a-wave",
+        "programs of the last part wait until all others have ended",
+        "runtime/calls/row_gradients.py",
+        "return -(-parts * each // most) * (-(-tiles // each) + _START)",
+        "return -(-tiles // each)",
+        ("tests/calls/test_row_gradients.py::test_programs_fill_whole_waves[528-32-1024-16]",),
+    ),
+    Mutant(
         "finalise-does-not-wait",
         "partial sums are read before they are written",
         "templates/finalise.py.j2",

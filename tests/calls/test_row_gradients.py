@@ -1,0 +1,125 @@
+"""Backward passes of rows in parts: how many programs take them, what adds up their sums, and in which type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import profiler
+
+import normforge
+from normforge.calls import known
+from normforge.calls.row_gradients import GradientPlan, programs_a_part
+from normforge.selection import dispatch
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+each_device = pytest.mark.parametrize("device", DEVICES)
+
+N = 48
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "plans", {})
+
+
+@pytest.mark.parametrize(
+    ("most", "parts", "tiles", "expected"),
+    [
+        # One part takes what runs at once, but for those without which each takes no more, or as many as it has tiles.
+        (528, 1, 528 * 62, 528),
+        (528, 1, 32768, 521),
+        (528, 1, 100, 100),
+        # 17 for each of 32 would be 544.
+        (528, 32, 1024, 16),
+        (264, 32, 1024, 8),
+        (264, 132, 1000, 2),
+        # One wave of half the GPU takes 1000 tiles in turn, four that fill it 143 each.
+        (264, 133, 1000, 7),
+        (132, 4096, 8, 1),
+        # A part of 9 tiles in 8 programs is no faster than in 5.
+        (264, 32, 9, 5),
+    ],
+)
+def test_programs_fill_whole_waves(most: int, parts: int, tiles: int, expected: int) -> None:
+    assert programs_a_part(most, parts, tiles) == expected
+
+
+@given(most=st.integers(1, 2112), parts=st.integers(1, 300), tiles=st.integers(1, 5000))
+def test_programs_are_of_few_waves_and_a_part_waits_for_no_other(most: int, parts: int, tiles: int) -> None:
+    each = programs_a_part(most, parts, tiles)
+    assert 1 <= each <= tiles
+    assert each == 1 or parts * each <= 4 * most
+    waves = -(-parts * each // most)
+    # Those of fewer waves would take longer.
+    fewer = [other for other in range(1, each) if parts * other <= (waves - 1) * most]
+    assert not any(-(-tiles // other) * -(-parts * other // most) < waves * -(-tiles // each) for other in fewer)
+
+
+def modulated(device: str, dtype: torch.dtype, **affine: torch.Tensor) -> list[Any]:
+    leaves = [torch.randn(size, device=device).to(dtype).requires_grad_() for size in ((3, 9, N), (3, N), (3, N))]
+    y = normforge.modulated_layer_norm(*leaves, **affine)
+    return [y, leaves, torch.randn_like(y)]
+
+
+def names_of(call: Any) -> set[str]:
+    with profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return {event.key for event in profile.key_averages()}
+
+
+@each_device
+def test_one_kernel_makes_gradients_of_what_programs_leave(device: str) -> None:
+    """By torch's operators that was two sums and two casts, each a launch: 75 of 241 us, of 32768 rows of 3072."""
+    y, leaves, dy = modulated(device, torch.bfloat16)
+    found = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+    assert [gradient.dtype for gradient in found] == [torch.bfloat16] * 3
+    (plan,) = [plan for plan in known.all_plans() if isinstance(plan, GradientPlan)]
+    finisher = plan.prepared(27).finisher
+    assert finisher is not None
+    types = dict(finisher.key.arguments)
+    assert str(types["dweight_ptr"]).startswith("*bf16")
+    assert str(types["dweight_partials_ptr"]).startswith("*fp32")
+    assert "aten::sum" not in names_of(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True))
+
+
+@each_device
+def test_what_samples_share_with_others_is_added_up_in_fp32(device: str) -> None:
+    """Dscale is made of both sums and the bias, so that neither is rounded before."""
+    bias = torch.randn(N, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(N, device=device, dtype=torch.bfloat16, requires_grad=True)
+    y, leaves, dy = modulated(device, torch.bfloat16, weight=weight, bias=bias)
+    torch.autograd.grad(y, [*leaves, weight, bias], dy)
+    (plan,) = [plan for plan in known.all_plans() if isinstance(plan, GradientPlan)]
+    assert plan.kind.dtypes[-3:] == (torch.float32, torch.float32, None)
+
+
+@each_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_samples_are_each_rounded_once(dtype: torch.dtype, device: str) -> None:
+    y, leaves, dy = modulated(device, dtype)
+    found = torch.autograd.grad(y, leaves, dy)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    h = torch.nn.functional.layer_norm(wide[0], (N,))
+    exact = torch.autograd.grad(h * (1 + wide[1].unsqueeze(1)) + wide[2].unsqueeze(1), wide, dy.double())
+    step = torch.finfo(dtype).eps
+    for got, wanted in zip(found, exact, strict=True):
+        floor = 1e-6 * float(wanted.abs().max())
+        torch.testing.assert_close(got.double(), wanted, rtol=0.51 * step + 1e-6, atol=floor)
+
+
+@each_device
+@pytest.mark.parametrize("group", [None, 16])
+def test_the_kernels_that_add_up_are_listed_before(group: int | None, device: str) -> None:
+    leaves = [torch.randn(size, device=device, requires_grad=True) for size in ((8, N), (8, N), (N,))]
+    torch.autograd.grad(normforge.gated_rms_norm(*leaves, group_size=group).sum(), leaves)
+    (plan,) = [plan for plan in known.all_plans() if isinstance(plan, GradientPlan)]
+    listed = normforge.compile_keys(
+        n=[group or N], modes=[plan.kind.mode.name], arch="sm_90", dy_dtypes=[torch.float32], rows=["few"]
+    )
+    (its,) = [dict(key.key.arguments) for key in listed if key.key.symbol == "sum_partials"]
+    assert its["dweight_ptr"] == "*fp32:16"
+    assert its["dbias_ptr"] is None
