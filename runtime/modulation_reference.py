@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from .reference import ReferenceOutput, layernorm2d_fwd, rmsnorm2d_fwd
+from .reference import ReferenceOutput, layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
 
 
 def modulated_layer_norm(
@@ -73,3 +73,100 @@ def _modulated(
         error = 2.0**-23 * (s.abs() + (s - residual.double()).abs())
         sums = (s - error).to(residual.dtype), (s + error).to(residual.dtype)
     return rows._replace(y=z.to(dtype), residual_out=residual_out, z=z, sums=sums)
+
+
+class ReferenceModulatedGradients(NamedTuple):
+    """Gradients in fp64, and for each the magnitudes it is a sum of; see `gradient_reference.ReferenceGradients`.
+
+    Attributes:
+        dx: x's shape.
+        dscale: scale's shape.
+        dshift: shift's.
+        dgate: gate's; None without one.
+        dresidual: x's shape, of the sum: dx, where there is no gate.
+        dweight: (N,).
+        dbias: (N,); None for RMSNorm.
+        magnitudes: as there.
+        open: None; nothing is rounded before the weight.
+    """
+
+    dx: torch.Tensor
+    dscale: torch.Tensor
+    dshift: torch.Tensor
+    dgate: torch.Tensor | None
+    dresidual: torch.Tensor
+    dweight: torch.Tensor
+    dbias: torch.Tensor | None
+    magnitudes: dict[str, torch.Tensor]
+    open: torch.Tensor | None = None
+
+
+def gradients(
+    dy: torch.Tensor,
+    rows: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    gate: torch.Tensor | None = None,
+    gated: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    mean: torch.Tensor | None = None,
+    rstd: torch.Tensor,
+    dresidual_out: torch.Tensor | None = None,
+) -> ReferenceModulatedGradients:
+    """Compute every gradient of a modulated norm, LayerNorm's where there is a mean, from what its call returned.
+
+    The norm's are those of `layernorm2d_bwd` and `rmsnorm2d_bwd`, with dy * (1 + scale) in dy's place.
+
+    Args:
+        dy: the gradient of y.
+        rows: what was normalised: x, or residual_out.
+        scale: as the call was given it, like those that follow.
+        shift: likewise.
+        gate: likewise.
+        gated: x, where there is a gate.
+        weight: likewise.
+        bias: likewise.
+        mean: of each row.
+        rstd: of each row.
+        dresidual_out: the gradient of residual_out.
+    """
+    d, h = dy.double(), rows.double()
+    dz = d * (1 + _of_each_row(scale, rows))
+    if mean is None:
+        norm = rmsnorm2d_bwd(dz, rows, weight, rstd=rstd, dresidual_out=dresidual_out)
+    else:
+        norm = layernorm2d_bwd(dz, rows, weight, mean=mean, rstd=rstd, dresidual_out=dresidual_out)
+        h = h - mean.double().unsqueeze(-1)
+    h = h * rstd.double().unsqueeze(-1)
+    affine, of_affine = (h, h.abs()) if weight is None else (h * weight.double(), (h * weight.double()).abs())
+    if bias is not None:
+        affine, of_affine = affine + bias.double(), of_affine + bias.double().abs()
+    ds, of_ds = norm.dx, norm.magnitudes["dx"]
+    dx, of_dx = ds, of_ds
+    sums = {"dscale": (d * affine, d.abs() * of_affine, scale), "dshift": (d, d.abs(), shift)}
+    if gate is not None and gated is not None:
+        factor, x = _of_each_row(gate, rows), gated.double()
+        dx, of_dx = ds * factor, of_ds * factor.abs()
+        sums["dgate"] = (ds * x, of_ds * x.abs(), gate)
+    found = {name: _shared(each, operand) for name, (each, _, operand) in sums.items()}
+    magnitudes = {name: _shared(each, operand) for name, (_, each, operand) in sums.items()}
+    return ReferenceModulatedGradients(
+        dx,
+        found["dscale"],
+        found["dshift"],
+        found.get("dgate"),
+        ds,
+        norm.dweight,
+        norm.dbias,
+        norm.magnitudes | magnitudes | {"dx": of_dx, "dresidual": of_ds},
+    )
+
+
+def _shared(rows: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
+    """The sums of rows that share one of an operand's, in its shape."""
+    if operand.shape == rows.shape:
+        return rows
+    own = operand.dim() - 1
+    return rows.flatten(own, -2).sum(own)

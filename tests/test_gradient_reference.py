@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from normforge import reference
+from normforge import modulation_reference, reference
 from normforge.calls.outputs import NormGradients
 from normforge.reference import ReferenceGradients
 from normforge.tools.compare import compare_gradients
@@ -85,6 +85,57 @@ def test_gradients_are_autograd_s(norm: str, weighted: bool, x_biased: bool, sto
     for name, want in zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True):
         torch.testing.assert_close(getattr(actual, name), want, atol=1e-12, rtol=1e-12)
     assert (actual.dbias is None) == (norm == "rms")
+
+
+@pytest.mark.parametrize("kind", ["sample", "row", "all"])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_gradients_of_modulated_norms_are_autograd_s(norm: str, affine: bool, gated: bool, kind: str) -> None:
+    shape = (2, M, N)
+    size = {"sample": (2, N), "row": shape, "all": (N,)}[kind]
+    names = {"x": shape, "scale": size, "shift": size}
+    names |= {"gate": size, "residual": shape} if gated else {}
+    names |= {"weight": (N,), **({"bias": (N,)} if norm == "layer" else {})} if affine else {}
+    leaves = {name: fp64(*its).requires_grad_() for name, its in names.items()}
+    forward = getattr(modulation_reference, f"modulated_{norm}_norm")
+    x, scale, shift, *_ = leaves.values()
+    outputs = forward(**leaves, eps=EPS)
+    s = x if outputs.residual_out is None else outputs.residual_out
+    dy, ds = fp64(*shape), fp64(*shape)
+    loss = (outputs.y * dy).sum() + ((s * ds).sum() if gated else 0.0)
+    expected = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+    # Saved statistics are fp32.
+    rows = s.detach()
+    mean = rows.mean(-1) if norm == "layer" else None
+    spread = rows if mean is None else rows - mean.unsqueeze(-1)
+    actual = modulation_reference.gradients(
+        dy,
+        rows,
+        scale.detach(),
+        shift.detach(),
+        **{name: leaves[name].detach() for name in ("gate", "weight", "bias") if name in leaves},
+        gated=x.detach() if gated else None,
+        mean=mean,
+        rstd=(spread.square().mean(-1) + EPS).rsqrt(),
+        dresidual_out=ds if gated else None,
+    )
+    for name, want in expected.items():
+        torch.testing.assert_close(getattr(actual, f"d{name}"), want, atol=1e-12, rtol=1e-12)
+        magnitude = actual.magnitudes[f"d{name}"]
+        assert magnitude.shape == want.shape
+        assert bool((magnitude * (1 + 1e-12) >= want.abs()).all())
+    assert (actual.dgate is None) == (not gated)
+    assert (actual.dbias is None) == (norm == "rms")
+
+
+def test_a_gradient_that_fp16_holds_as_a_subnormal_is_rounded_to_its_step() -> None:
+    step, rows = 2.0**-24, fp64(M, N)
+    expected = reference.rmsnorm2d_bwd(torch.zeros(M, N), rows, rstd=torch.ones(M))
+    for off, ok in ((0.4, True), (0.6, False)):
+        found = NormGradients(torch.full((M, N), 5 * step, dtype=torch.float16), None, None, None)
+        (finding,) = compare_gradients(found, expected._replace(dx=torch.full_like(rows, (5 + off) * step)))
+        assert finding.ok == ok
 
 
 def test_x_and_x_bias_are_added_in_fp32() -> None:

@@ -9,13 +9,14 @@ from typing import NamedTuple
 import torch
 
 from ..calls.group_instead import Gradients
-from ..calls.outputs import GatedGradients, LayerNormOutput, NormGradients, QuantisedOutput
+from ..calls.outputs import GatedGradients, LayerNormOutput, ModulatedGradients, NormGradients, QuantisedOutput
 from ..codegen.model import Mode
 from ..codegen.values import Rounding
 from ..dtypes import DTYPES
 from ..gating_reference import ReferenceGatedGradients
 from ..gradient_reference import ReferenceGradients
 from ..group_reference import GroupGradients
+from ..modulation_reference import ReferenceModulatedGradients
 from ..quantisation_reference import (
     VALUE_ERROR,
     VANISHING,
@@ -209,8 +210,8 @@ SUM_ERROR = 2e-6
 
 
 def compare_gradients(
-    actual: NormGradients | GatedGradients | Gradients,
-    expected: ReferenceGradients | ReferenceGatedGradients | GroupGradients,
+    actual: NormGradients | GatedGradients | ModulatedGradients | Gradients,
+    expected: ReferenceGradients | ReferenceGatedGradients | ReferenceModulatedGradients | GroupGradients,
 ) -> list[Finding]:
     """Hold every gradient that was computed against the oracle's.
 
@@ -225,6 +226,7 @@ def compare_gradients(
         if got is None or want is None:
             continue
         allowed = TOLERANCES[got.dtype].rtol * want.abs() + SUM_ERROR * expected.magnitudes[name]
+        allowed = allowed + _subnormal_step(got.dtype) / 2
         if name == "dweight" and expected.open is not None:
             allowed = allowed + expected.open
         error = (got.double() - want).abs()
@@ -234,9 +236,12 @@ def compare_gradients(
 
 
 def _scale_tolerance(dtype: torch.dtype) -> Tolerance:
-    # fp16 scales may be subnormal, where one unit in the last place is 2**-24.
-    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    return Tolerance(smallest, max(torch.finfo(dtype).eps, 1e-5))
+    return Tolerance(_subnormal_step(dtype), max(torch.finfo(dtype).eps, 1e-5))
+
+
+def _subnormal_step(dtype: torch.dtype) -> float:
+    # What fp16 holds may be subnormal, where one unit in the last place is 2**-24 whatever the value.
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
 def _close(name: str, actual: torch.Tensor, expected: torch.Tensor, either: torch.Tensor | float) -> Finding:

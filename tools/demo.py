@@ -10,8 +10,9 @@ from tabulate import tabulate
 
 from ..codegen.model import Mode
 from ..codegen.values import DType, FusedAdd, FusedQuant, Norm
-from .checked_run import Result, solve
+from .checked_run import solve
 from .machine import find_machine
+from .measured_run import Result
 from .problem import Problem, Strides
 
 INTERPRETED_ROWS = 3

@@ -22,9 +22,10 @@ from ..kernels.gpu import Target, target_of
 from ..kernels.group_tiles import Shape, choose
 from ..reference import ReferenceOutput
 from ..selection import dispatch
-from .checked_run import REFERENCE_ELEMENTS, Result, Run, measured
+from .checked_run import REFERENCE_ELEMENTS
 from .compare import Finding, compare, compare_gradients, worst_of
 from .machine import Machine
+from .measured_run import Result, Run, measured
 from .problem import SEED, WORDS
 
 DEFAULT_EPS = 1e-5

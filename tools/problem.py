@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..calls.modulated_backward import LEAST_ROWS, MOST_SAMPLES
 from ..codegen.axes import ROW_AXES, Axis
 from ..codegen.families import Kind, Parameter
 from ..codegen.model import Mode
@@ -67,6 +68,9 @@ class Problem:
         dropout_p: how likely elements of x are dropped, where the mode drops any: 0 becomes 0.1 there.
         scale_layout: how scales of groups lie.
         scale_ub: the most that max|y| counts as, where the mode bounds it: 0 becomes 0.5 there.
+
+    Raises:
+        ValueError: no kernel computes the gradients of rows in such samples.
     """
 
     m: int
@@ -92,6 +96,20 @@ class Problem:
             object.__setattr__(self, "dropout_p", 0.1)
         if self.mode.scale_ub and not self.scale_ub:
             object.__setattr__(self, "scale_ub", 0.5)
+        if self.backward and self.samples:
+            self._check_samples()
+
+    def _check_samples(self) -> None:
+        if self.m < LEAST_ROWS * self.samples:
+            raise ValueError(
+                f"-m {self.m} with -samples {self.samples} is {self.m // self.samples} rows a sample, and the backward "
+                f"kernels take {LEAST_ROWS} or more; pass -m {LEAST_ROWS * self.samples}, say, or fewer samples"
+            )
+        if self.samples > MOST_SAMPLES:
+            raise ValueError(
+                f"-samples {self.samples} does not go with -bwd 1, whose kernels take {MOST_SAMPLES} at most; pass "
+                "fewer samples, of more rows each"
+            )
 
     @property
     def row_strides(self) -> Strides:

@@ -16,9 +16,10 @@ from .._version import __version__
 from ..codegen import prose
 from ..codegen.groups import GROUP
 from . import group_run
-from .checked_run import Result, solve
+from .checked_run import solve
 from .group_run import GroupProblem
 from .machine import Machine, find_machine
+from .measured_run import Result
 from .problem import Problem
 from .run_options import Request, parse
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..calls.modulated_backward import LEAST_ROWS
 from ..codegen.command import refuse_twice
 from ..codegen.families import Kind
 from ..codegen.groups import GROUP
@@ -120,7 +121,13 @@ OPTIONS = (
     Option("prec_sy", str, AUTO, (AUTO, *_FLOATS), "dtype of y's scale, for -fquant 1 and 2; auto: fp32"),
     Option("xbias", int, 0, tuple(_FLAG), "add a bias to x first"),
     Option("dropout", float, 0.0, None, "with -fadd 1 and 2, how likely elements of x are dropped before the add"),
-    Option("samples", int, 0, None, "rows are scaled and shifted by sample, of so many; 0: they are not"),
+    Option(
+        "samples",
+        int,
+        0,
+        None,
+        f"rows are scaled and shifted by sample, of so many, with -bwd 1 of {LEAST_ROWS} rows or more; 0: they are not",
+    ),
     Option("xgate", int, 0, tuple(_FLAG), "with -samples and -fadd 1, gate x by sample before the residual is added"),
     Option("gate", str, "none", tuple(_GATINGS), "multiply rows by an activated gate, behind the norm or before it"),
     Option(
@@ -342,7 +349,6 @@ def _check_samples(given: argparse.Namespace) -> None:
         given,
         f"-samples {given.samples}",
         ("heads", 1, "samples are of rows that adjoin"),
-        ("bwd", 0, "the backward pass of modulated norms is autograd's alone"),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..calls.modulated_backward import LEAST_ROWS
 from ..codegen.candidates import candidates
 from ..codegen.groups import Activation, AnyMode, GroupMode
 from ..codegen.instance import Bucket, Tile
@@ -20,8 +21,9 @@ from ..kernels.gpu import architecture, target_of
 from ..selection import dispatch, on_demand
 from ..selection.table import Entry, RetiledTable
 from . import group_run
-from .checked_run import Run, prepare
+from .checked_run import prepare
 from .group_run import GroupProblem
+from .measured_run import Run
 from .problem import Problem
 from .timing import graph_ms, median_ms
 
@@ -109,13 +111,16 @@ class Case:
         if self.few:
             return sizes.few
         rows = max(1, sizes.bytes // (self.n * self.kind.itemsize))
-        return rows - rows % (self._samples(rows) or 1)
+        return rows - rows % (self._most_samples(rows) or 1)
 
-    def _samples(self, rows: int) -> int:
-        """Of how many samples rows are, 0 of those that are of none: each has a scale and a shift, all have one L1."""
+    def _most_samples(self, rows: int) -> int:
+        """Of how many samples rows may be, 0 of those that are of none: each has a scale and a shift, all have one L1.
+
+        Backward, kernels take no fewer than `LEAST_ROWS` of each.
+        """
         if self.kind.load is not Load.MODULATE:
             return 0
-        return min(_SAMPLES, rows)
+        return min(_SAMPLES, max(1, rows // (LEAST_ROWS if self.mode.is_backward else 1)))
 
     @property
     def _group_mode(self) -> GroupMode:
@@ -128,9 +133,7 @@ class Case:
         if isinstance(mode, GroupMode):
             return group_run.prepare(GroupProblem.of_length(mode, self.n, m), device)
         forward = replace(mode, direction=Direction.FORWARD)
-        samples = self._samples(m)
-        if samples and m % samples:
-            samples = 1
+        samples = next((each for each in range(self._most_samples(m), 0, -1) if m % each == 0), 0)
         return prepare(Problem(m, self.n, forward, backward=mode.is_backward, samples=samples), device)
 
     def entry(self) -> Entry:

@@ -22,9 +22,9 @@ from .row_gradients import Kind, Tensors, in_memory, kind_of, plan_of
 from .row_layout import row_stride
 
 # Of fewer rows than that a sample, programs would leave about as much as they read.
-_LEAST_ROWS = 8
+LEAST_ROWS = 8
 # Each has a program or more, and the second dimension of a grid takes 65535.
-_MOST_SAMPLES = 2**15
+MOST_SAMPLES = 2**15
 
 # Sums are sum(dy * h), sum(dy) and the gate's gradient.
 TENSORS = Tensors(
@@ -85,7 +85,7 @@ def takes(kept: Kept, *arrived: torch.Tensor | None) -> bool:
     if not in_memory((*kept, *arrived)) or kept.rows.numel() == 0:
         return False
     each = rows_a_sample(kept)
-    return each >= _LEAST_ROWS and kept.rows.numel() // kept.rows.shape[-1] // each <= _MOST_SAMPLES
+    return each >= LEAST_ROWS and kept.rows.numel() // kept.rows.shape[-1] // each <= MOST_SAMPLES
 
 
 @eager_only

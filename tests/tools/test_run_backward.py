@@ -6,8 +6,11 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from normforge import reference
+from normforge.calls import modulated_backward
+from normforge.calls.outputs import ModulatedGradients
 from normforge.reference import ReferenceGradients
 from normforge.tools import cli
 
@@ -52,6 +55,67 @@ def test_a_wrong_gradient_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(reference, "layernorm2d_bwd", spoilt)
     assert cli.main(SMALL) == 1
     assert "no: dweight differ from the reference" in capsys.readouterr().out
+
+
+MODULATED = ["run", "-m=27", "-n=48", "-samples=3", "-bwd=1"]
+OF_MODULATION = {"dx", "dscale", "dshift", "dweight"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "instance", "others"),
+    [
+        ([], "ln_bwd_fp16_mod_n128", {"dbias"}),
+        (["-norm=rms", "-prec_i=bf16"], "rms_bwd_bf16_mod_n128", set()),
+        (["-norm=rms", "-fadd=1", "-stride=60"], "rms_bwd_fp16_addst_mod_n128", {"dresidual"}),
+        (
+            ["-fadd=1", "-xgate=1", "-prec_i=bf16", "-x_stride=56"],
+            "ln_bwd_bf16_xg_addst_mod_n128",
+            {"dbias", "dresidual", "dgate"},
+        ),
+        (["-fadd=1", "-xgate=1", "-norm=rms"], "rms_bwd_fp16_xg_addst_mod_n128", {"dresidual", "dgate"}),
+        (["-fadd=1", "-xgate=1", "-prec_i=fp32"], "ln_bwd_fp32_xg_addst_mod_n128", {"dbias", "dresidual", "dgate"}),
+    ],
+)
+def test_every_gradient_of_modulated_rows_is_checked(
+    arguments: list[str], instance: str, others: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*MODULATED, "-json", *arguments]) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert line["instance"] == instance
+    assert set(line["errors"]) == OF_MODULATION | others
+    assert line["valid"] is True
+
+
+@pytest.mark.parametrize("name", ModulatedGradients._fields)
+def test_a_wrong_gradient_of_modulated_rows_is_a_failure(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest, place = modulated_backward.gradients, ModulatedGradients._fields.index(name)
+
+    def spoilt(*given: Any) -> list[torch.Tensor | None]:
+        found = list(honest(*given))
+        gradient = found[place]
+        assert gradient is not None
+        found[place] = gradient.index_fill(-1, torch.tensor([5]), 0.0)
+        return found
+
+    monkeypatch.setattr(modulated_backward, "gradients", spoilt)
+    assert cli.main([*MODULATED, "-fadd=1", "-xgate=1"]) == 1
+    assert f"no: {name} differ from the reference" in capsys.readouterr().out
+
+
+def test_samples_are_of_as_many_rows_as_kernels_take(capsys: pytest.CaptureFixture[str]) -> None:
+    for sizes, problem in (
+        (
+            ["-m=21", "-samples=3"],
+            "-m 21 with -samples 3 is 7 rows a sample, and the backward kernels take 8 or more; pass -m 24, say",
+        ),
+        (["-m=262152", "-samples=32769"], "-samples 32769 does not go with -bwd 1, whose kernels take 32768 at most"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["run", "-n=48", "-bwd=1", *sizes])
+        assert stopped.value.code == 2
+        assert problem in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from normforge import group_reference
 from normforge.codegen.groups import GroupMode
 from normforge.codegen.values import DType
 from normforge.group_reference import GroupGradients, GroupOutput
-from normforge.tools import checked_run, group_run
+from normforge.tools import group_run, measured_run
 from normforge.tools.cli import main
 from normforge.tools.group_run import GroupProblem
 from normforge.tools.machine import Machine
@@ -95,7 +95,7 @@ def test_a_wrong_output_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_the_rate_counts_every_tensor_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checked_run, "median_ms", lambda call, **counts: 1.0)
+    monkeypatch.setattr(measured_run, "median_ms", lambda call, **counts: 1.0)
     card = Machine(torch.device("cpu"), "a card", interpreted=False)
     problem = GroupProblem(GroupMode(DType.FP16), (3, 8, 5, 6), 4, dtype_out=DType.FP32)
     result = group_run.solve(problem, card, validate=False, warmup=2, repeat=3)

@@ -10,19 +10,20 @@ from typing import Any
 import pytest
 import torch
 
+from normforge.calls.row_gradients import GradientPlan
 from normforge.codegen import tile_limits, tile_tables
 from normforge.codegen.errors import TileTableError
 from normforge.codegen.instance import Tile
-from normforge.codegen.tiling import CLASSES, EVERY_CLASS, GROUP_CLASSES, TileClass, standard_ladder
+from normforge.codegen.tiling import CLASSES, EVERY_CLASS, GROUP_CLASSES, Load, TileClass, standard_ladder
 from normforge.codegen.values import Direction, Pipeline
 from normforge.kernels.gpu import named_target
 from normforge.selection import dispatch
 from normforge.tools import tile_trials, tune
 from normforge.tools.budget import Budget
-from normforge.tools.checked_run import Run
 from normforge.tools.cli import main
 from normforge.tools.compare import Finding
 from normforge.tools.machine import Machine
+from normforge.tools.measured_run import Run
 from normforge.tools.tile_compiler import Compiler
 from normforge.tools.tile_trials import Case, Sizes, Trial
 
@@ -30,6 +31,8 @@ from ..thorough import THOROUGH
 
 CARD = Machine(torch.device("cpu"), "a card", interpreted=False)
 SIZES = Sizes(bytes=2**10, few=2, checked=3)
+# Of eight rows a sample, the fewest that kernels take backward, and of two samples.
+MODULATED_SIZES = Sizes(bytes=2**12, few=8, checked=18)
 N128 = standard_ladder()[0]
 PLAIN, BACKWARD = CLASSES[0], TileClass(Direction.BACKWARD, 2)
 
@@ -74,10 +77,11 @@ def test_every_class_is_tuned_with_kernels_that_agree_with_the_reference(
     kind: TileClass, clock: Callable[[Clock], None]
 ) -> None:
     case = Case(kind, N128, few=False)
-    tiles = case.tiles(CARD.device, case.rows(SIZES))
+    sizes = MODULATED_SIZES if kind.load is Load.MODULATE else SIZES
+    tiles = case.tiles(CARD.device, case.rows(sizes))
     clock(lambda tile: float(len(tiles) - tiles.index(tile)))
     tried = []
-    outcome = tile_trials.decide(case, CARD.device, SIZES, lambda: tried.append(1))
+    outcome = tile_trials.decide(case, CARD.device, sizes, lambda: tried.append(1))
     assert outcome.winner is not None
     assert outcome.refused == ()
     assert [each.tile for each in outcome.tried] == tiles
@@ -248,6 +252,32 @@ def test_modulated_rows_are_of_many_samples(itemsize: int, n: int) -> None:
     assert rows * n * itemsize > 0.99 * Sizes().bytes
     outputs = Case(kind, bucket, False).run(64, torch.device("cpu")).call()
     assert outputs.y.shape == (32, 2, bucket.last)
+
+
+@pytest.mark.parametrize("name", ["bwd_16bit_mod", "bwd_32bit_mod_rms"])
+def test_backward_modulated_rows_are_timed_backward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many samples as have eight rows, and by the tile that is on trial."""
+    kind = next(kind for kind in EVERY_CLASS if kind.name == name)
+    case = Case(kind, N128, few=False)
+    launched: list[tuple[Tile, int]] = []
+    launch = GradientPlan.launch
+
+    def told(plan: GradientPlan, m: int, parts: int, *others: Any) -> Any:
+        launched.append((plan.prepared(m).tile, parts))
+        return launch(plan, m, parts, *others)
+
+    monkeypatch.setattr(GradientPlan, "launch", told)
+    run, tile = case.run(70, CARD.device), case.tiles(CARD.device, 70)[-1]
+    with tile_trials.tiled(Trial(case, tile)):
+        assert run.entry().mode == case.mode.name
+        findings = run.validate(run.call())
+    assert launched == [(tile, 7)]
+    assert case.mode.is_backward
+    dy, *_ = run.operands
+    assert isinstance(dy, torch.Tensor)
+    assert dy.shape == (7, 10, 128)
+    wanted = {"dx", "dscale", "dshift", "dweight", *(["dbias"] if not kind.rms else [])}
+    assert {finding.name for finding in findings if finding.ok} == wanted
 
 
 # Two for each of the 16 processes that compile ahead: a case is compiled in a few seconds.

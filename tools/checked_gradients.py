@@ -1,0 +1,153 @@
+"""Backward passes of one problem, ready to be called: gradients of random tensors, held against the fp64 reference."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import gating_reference, modulation_reference, reference
+from ..calls import gated_backward, gated_instead, modulated_backward, modulated_instead, neighbours, straight
+from ..calls.check import check
+from ..calls.functions import completed
+from ..calls.neighbour_rows import CALLS
+from ..calls.outputs import GatedGradients, ModulatedGradients, NormGradients
+from ..codegen.families import Kind
+from ..codegen.parameters import BACKWARD, family_of
+from ..codegen.values import Norm
+from ..selection import dispatch
+from .compare import Finding, compare_gradients
+from .measured_run import Run
+from .problem import Problem, gradients_in, inputs
+
+
+def prepare(problem: Problem, device: torch.device) -> Run[Any]:
+    """Run a problem forward for its statistics, and make every gradient it has ready to be computed.
+
+    Raises:
+        NormforgeError: whatever the forward call raises, or no kernel serves the problem.
+    """
+    if problem.mode.modulated:
+        return _prepare_modulated(problem, device)
+    return (_prepare_gated if problem.mode.gating.gates else _prepare_plain)(problem, device)
+
+
+def _prepare_plain(problem: Problem, device: torch.device) -> Run[NormGradients]:
+    """Of norms without a neighbour.
+
+    The gradients of a fused add are those of the stored sum, which is what the backward kernel reads. That sum holds
+    x_bias already, so that its gradient is dx summed over rows, before dx is rounded, as autograd computes it.
+    """
+    arguments = inputs(problem, device)
+    mode = problem.mode
+    is_layer = mode.norm is Norm.LAYER
+    forward = (straight.layernorm2d_fwd if is_layer else straight.rmsnorm2d_fwd)(**arguments | {"save_mv": True})
+    operands: dict[str, Any] = {"x": arguments["x"], "weight": arguments["weight"], "rstd": forward.rstd}
+    if is_layer:
+        operands["mean"] = forward.mean
+    if mode.fadd.stores:
+        operands["x"] = forward.residual_out
+    elif mode.x_bias:
+        operands["x_bias"] = arguments["x_bias"]
+    operands |= gradients_in(problem, device)
+    operands |= {row.name: getattr(mode, row.axis) for row in BACKWARD.parameters if row.kind is Kind.WORD}
+    wants = ["dx", "dweight", *(["dbias"] if is_layer else []), *(["dx_bias"] if "x_bias" in operands else [])]
+    if mode.dropout:
+        operands |= {name: arguments[name] for name in ("dropout_p", "dropout_rng")}
+        wants.append("ddropped")
+    run = straight.layernorm2d_bwd if is_layer else straight.rmsnorm2d_bwd
+
+    def call() -> NormGradients:
+        if not (mode.fadd.stores and mode.x_bias):
+            return run(**operands, wants=wants)
+        gradients = run(**operands, wants=wants, dx_dtype=torch.float32, dropped_dtype=torch.float32)
+        dtype = arguments["x_bias"].dtype
+        wide = {
+            name: rows for name, rows in (("dx", gradients.dx), ("ddropped", gradients.ddropped)) if rows is not None
+        }
+        summed = wide.get("ddropped", wide["dx"]).flatten(0, -2).sum(0)
+        return gradients._replace(**{name: rows.to(dtype) for name, rows in wide.items()}, dx_bias=summed.to(dtype))
+
+    oracle = reference.layernorm2d_bwd if is_layer else reference.rmsnorm2d_bwd
+
+    def validate(gradients: NormGradients) -> tuple[Finding, ...]:
+        return tuple(compare_gradients(gradients, oracle(**operands)))
+
+    taken = check(BACKWARD.functions[mode.norm], operands).mode
+    return Run(
+        entry=lambda: dispatch.find(taken, problem.n),
+        call=call,
+        validate=validate,
+        operands=tuple(operands.values()),
+    )
+
+
+class _Forward(NamedTuple):
+    """A forward call of a norm with a neighbour, as autograd records it.
+
+    Attributes:
+        operands: its tensors.
+        kept: what its family keeps of them, then mean and rstd.
+        told: what the backward pass has to know besides.
+    """
+
+    operands: neighbours.Operands
+    kept: tuple[Any, ...]
+    told: Any
+
+    @property
+    def due(self) -> list[bool]:
+        """Which operands have a gradient: all that are there."""
+        return [operand is not None for operand in self.operands]
+
+
+def _forward(problem: Problem, device: torch.device) -> _Forward:
+    mode, family = problem.mode, family_of(problem.mode)
+    given = completed(family.functions[mode.norm], inputs(problem, device) | {"save_mv": True})
+    calls = CALLS[family.neighbour]
+    operands = neighbours.operands_of(calls, given)
+    options = neighbours.options_of(calls, mode.norm.value, given)
+    outputs = neighbours.launched(calls, operands, options)
+    kept = (*calls.kept(operands, outputs.residual_out), outputs.mean, outputs.rstd)
+    return _Forward(operands, kept, calls.told(options, neighbours.dtypes_of(operands)))
+
+
+def _prepare_gated(problem: Problem, device: torch.device) -> Run[GatedGradients]:
+    mode, forward = problem.mode, _forward(problem, device)
+    kept, dy = gated_instead.Kept(*forward.kept), gradients_in(problem, device)["dy"]
+    exact: dict[str, Any] = {"gating": mode.gating, "activation": mode.gate_activation, "eps": problem.eps}
+    taken = gated_backward.mode_of(forward.told, kept.x.dtype, mode.grouped)
+
+    def validate(found: GatedGradients) -> tuple[Finding, ...]:
+        return tuple(compare_gradients(found, gating_reference.gradients(dy, *forward.operands, **exact)))
+
+    return Run(
+        entry=lambda: dispatch.find(taken, problem.row_length),
+        call=lambda: GatedGradients(*gated_backward.gradients(kept, forward.told, dy, forward.due)),
+        validate=validate,
+        operands=(dy, *kept),
+    )
+
+
+def _prepare_modulated(problem: Problem, device: torch.device) -> Run[ModulatedGradients]:
+    """The same; `Problem` has seen to it that kernels take the call."""
+    forward, arrived = _forward(problem, device), gradients_in(problem, device)
+    kept = modulated_instead.Kept(*forward.kept)
+    dy, dresidual_out = arrived["dy"], arrived.get("dresidual_out")
+    gates = kept.gate is not None
+    taken = modulated_backward.mode_of(problem.mode.norm, kept.rows.dtype, dresidual_out is not None, gates)
+
+    def call() -> ModulatedGradients:
+        return ModulatedGradients(*modulated_backward.gradients(kept, forward.told, dy, dresidual_out, forward.due))
+
+    def validate(found: ModulatedGradients) -> tuple[Finding, ...]:
+        expected = modulation_reference.gradients(dy, **kept._asdict(), dresidual_out=dresidual_out)
+        return tuple(compare_gradients(found, expected))
+
+    return Run(
+        entry=lambda: dispatch.find(taken, problem.n),
+        call=call,
+        validate=validate,
+        # Of a shift the shape is all that counts.
+        operands=(dy, dresidual_out, *(tensor for tensor in kept if tensor is not kept.shift)),
+    )
