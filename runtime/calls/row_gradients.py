@@ -187,7 +187,7 @@ class GradientPlan:
             None if dtype is None else x.new_empty((parts, n), dtype=dtype) for dtype in dtypes[len(brought.names) :]
         ]
         left = [None if total is None else x.new_empty((parts * each, n), dtype=torch.float32) for total in totals]
-        terms = [x.new_empty(m, dtype=torch.float32) for _ in _TERMS]
+        terms = [x.new_empty(m, dtype=torch.float32) if ready.row.row_terms else None for _ in _TERMS]
         values: Sequence[Any] = [*[tensors[name] for name in brought.names], *left, *terms]
         absent = [None] * (len(SUMS) - len(left))
         finishing: Sequence[Any] = [*left, *absent, *totals, *absent]
@@ -198,7 +198,8 @@ class GradientPlan:
             grid = step.grid(ready.tile, n, self._target)(m, parts * each)
             _launch(walker, by_address)(grid, (*values, m, shared, weight_offset))
         if ready.finisher is not None:
-            _launch(ready.finisher, by_address)((ready.blocks, len(left), parts), (*finishing, each))
+            due = max(place for place, total in enumerate(totals) if total is not None) + 1
+            _launch(ready.finisher, by_address)((ready.blocks, due, parts), (*finishing, each))
         return {name: total for name, total in zip(brought.sums, totals, strict=True) if total is not None}
 
     @property

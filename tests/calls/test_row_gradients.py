@@ -59,7 +59,7 @@ def test_programs_are_of_few_waves_and_a_part_waits_for_no_other(most: int, part
     assert not any(-(-tiles // other) * -(-parts * other // most) < waves * -(-tiles // each) for other in fewer)
 
 
-def modulated(device: str, dtype: torch.dtype, **affine: torch.Tensor) -> list[Any]:
+def modulated(device: str, dtype: torch.dtype, **affine: Any) -> list[Any]:
     leaves = [torch.randn(size, device=device).to(dtype).requires_grad_() for size in ((3, 9, N), (3, N), (3, N))]
     y = normforge.modulated_layer_norm(*leaves, **affine)
     return [y, leaves, torch.randn_like(y)]
