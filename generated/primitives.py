@@ -801,9 +801,9 @@ def silu(z, PTX: tl.constexpr = False):
 
 
 @triton.jit
-def silu_slope(z, PTX: tl.constexpr = False):
+def silu_slope(z):
     """The derivative of `silu`."""
-    rising = sigmoid(z, PTX)
+    rising = sigmoid(z)
     return rising * (1.0 + z * (1.0 - rising))
 
 
