@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -213,7 +212,6 @@ _MOST_WAVES = 4
 _START = 4
 
 
-@cache
 def programs_a_part(most: int, parts: int, tiles: int) -> int:
     """How many programs share the tiles of a part.
 
@@ -229,10 +227,12 @@ def programs_a_part(most: int, parts: int, tiles: int) -> int:
         Those with which that is the least, the fewest of them.
     """
 
-    def taken(each: int) -> int:
-        return -(-parts * each // most) * (-(-tiles // each) + _START)
+    def taken(each: int) -> tuple[int, int]:
+        return -(-parts * each // most) * (-(-tiles // each) + _START), each
 
-    return min(range(1, max(1, min(_MOST_WAVES * most // parts, tiles)) + 1), key=taken)
+    # As many as fit into each number of waves, less those without which none takes more tiles.
+    most_of_each = [max(1, min(waves * most // parts, tiles)) for waves in range(1, _MOST_WAVES + 1)]
+    return min((-(-tiles // -(-tiles // each)) for each in most_of_each), key=taken)
 
 
 def _addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:

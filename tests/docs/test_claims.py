@@ -309,7 +309,9 @@ def test_what_engines_have_quantised_is_as_fast_as_the_results_say() -> None:
         if "_g128/" in cell
     ]
     within = sum(one <= 5 for one in longer)
-    assert f"takes up to 5 % longer than a scale a row in {within} of {len(longer)} cells, {max(longer):.0f} % at" in text
+    assert (
+        f"takes up to 5 % longer than a scale a row in {within} of {len(longer)} cells, {max(longer):.0f} % at" in text
+    )
 
 
 def test_what_batch_invariance_costs_is_what_the_results_say() -> None:

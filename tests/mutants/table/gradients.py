@@ -186,8 +186,8 @@ MUTANTS = (
         "one-program-more-than-a-wave",
         "programs of the last part wait until all others have ended",
         "runtime/calls/row_gradients.py",
-        "return -(-parts * each // most) * (-(-tiles // each) + _START)",
-        "return -(-tiles // each)",
+        "return -(-parts * each // most) * (-(-tiles // each) + _START), each",
+        "return -(-tiles // each), each",
         ("tests/calls/test_row_gradients.py::test_programs_fill_whole_waves[528-32-1024-16]",),
     ),
     Mutant(
