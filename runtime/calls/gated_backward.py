@@ -17,7 +17,7 @@ from ..mode_words import word
 from ..upstream.torch_dynamo import eager_only
 from .canonical import in_place_of
 from .gated_instead import Kept, Told
-from .row_gradients import Kind, Tensors, in_memory, kind_of, plan_of
+from .row_gradients import Kind, Tensors, in_memory, kind_of, plan_of, shared_sum, sum_dtype
 from .row_layout import row_stride, walkable
 
 # The second dimension of a grid takes 65535, and each group has a program or more.
@@ -104,9 +104,7 @@ def gradients(kept: Kept, told: Told, dy: torch.Tensor, due: Sequence[bool]) -> 
     shared = {"dweight": (kept.weight, for_weight), "dbias": (kept.bias, for_bias)}
     # A vector for all of several groups is added up once more.
     sums = {
-        name: vector.dtype if vector.numel() == parts * n else torch.float32
-        for name, (vector, needed) in shared.items()
-        if needed and vector is not None
+        name: sum_dtype(vector, parts) for name, (vector, needed) in shared.items() if needed and vector is not None
     }
     plan = plan_of(kind_of(mode, TENSORS, n, tensors, strides, sums), x.device)
     totals = plan.launch(m, parts, parts, tensors, told.weight_offset)
@@ -129,10 +127,10 @@ def _of_groups(vector: torch.Tensor | None, groups: int) -> torch.Tensor | None:
 
 
 def _shared(totals: torch.Tensor | None, operand: torch.Tensor | None) -> torch.Tensor | None:
-    """What an operand's rows add up to: those of groups, or one for all."""
+    """The same of what may not be there, or not be due."""
     if totals is None or operand is None:
         return None
-    return totals.view(operand.shape) if totals.numel() == operand.numel() else totals.sum(0)
+    return shared_sum(totals, operand)
 
 
 def _stride(tensor: torch.Tensor | None) -> RowStride:

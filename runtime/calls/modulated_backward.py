@@ -18,7 +18,7 @@ from ..upstream.torch_dynamo import eager_only
 from .canonical import in_place_of
 from .modulated_instead import Kept, Told
 from .outputs import dtype_of_all
-from .row_gradients import Kind, Tensors, in_memory, kind_of, plan_of
+from .row_gradients import Kind, Tensors, in_memory, kind_of, plan_of, shared_sum, sum_dtype
 from .row_layout import row_stride
 
 # Of fewer rows than that a sample, programs would leave about as much as they read.
@@ -117,7 +117,7 @@ def gradients(
     tensors = in_place_of(tensors, n, TENSORS.with_rows)
     strides = {name: _stride(tensors[name], samples if name in ("scale", "gate") else m) for name in TENSORS.with_rows}
     mode = mode_of(Norm(told.norm), rows.dtype, dresidual_out is not None, gates)
-    plan = plan_of(kind_of(mode, TENSORS, n, tensors, strides, _sums(kept, told, samples, due)), rows.device)
+    plan = plan_of(kind_of(mode, TENSORS, n, tensors, strides, _sums(kept, samples, due)), rows.device)
     totals = plan.launch(m, samples, m // samples, tensors, told.weight_offset)
     found = _of_samples_sums(kept, told, totals, due)
     found[0] = tensors["dgated"] if gates else tensors["dx"]
@@ -128,23 +128,18 @@ def gradients(
     ]
 
 
-def _sums(kept: Kept, told: Told, samples: int, due: Sequence[bool]) -> dict[str, torch.dtype]:
+def _sums(kept: Kept, samples: int, due: Sequence[bool]) -> dict[str, torch.dtype]:
     """Which sums are needed, and in which type: the gradient's that one is, or fp32 if there is more to be done."""
     _, for_scale, for_shift, for_gate, _, for_weight, for_bias = due
     affine = kept.weight is not None or kept.bias is not None
     found = {}
     if for_scale or for_weight:
-        found["dweight"] = torch.float32 if affine else _summed(kept.scale, samples)
+        found["dweight"] = torch.float32 if affine else sum_dtype(kept.scale, samples)
     if for_shift or for_bias or (for_scale and kept.bias is not None):
-        found["dbias"] = torch.float32 if affine else _summed(kept.shift, samples)
+        found["dbias"] = torch.float32 if affine else sum_dtype(kept.shift, samples)
     if for_gate and kept.gate is not None:
-        found["dgate"] = _summed(kept.gate, samples)
+        found["dgate"] = sum_dtype(kept.gate, samples)
     return found
-
-
-def _summed(operand: torch.Tensor, samples: int) -> torch.dtype:
-    """In which type to add up what each sample's rows leave of an operand."""
-    return operand.dtype if operand.numel() == samples * operand.shape[-1] else torch.float32
 
 
 def _of_samples_sums(
@@ -158,21 +153,16 @@ def _of_samples_sums(
         dscale = dy_h if kept.weight is None else dy_h * (kept.weight.float() + told.weight_offset)
         if kept.bias is not None and dy is not None:
             dscale = dscale + dy * kept.bias.float()
-        found[1] = _shared(dscale, kept.scale)
+        found[1] = shared_sum(dscale, kept.scale)
     if for_shift and dy is not None:
-        found[2] = _shared(dy, kept.shift)
+        found[2] = shared_sum(dy, kept.shift)
     if for_gate and kept.gate is not None:
-        found[3] = _shared(totals["dgate"], kept.gate)
+        found[3] = shared_sum(totals["dgate"], kept.gate)
     if for_weight and dy_h is not None:
         found[5] = (dy_h * (1 + kept.scale.float())).sum(0)
     if for_bias and dy is not None:
         found[6] = (dy * (1 + kept.scale.float())).sum(0)
     return found
-
-
-def _shared(totals: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
-    """What an operand's rows add up to: those of samples, or one for all."""
-    return totals.view(operand.shape) if totals.numel() == operand.numel() else totals.sum(0)
 
 
 def _of_samples(operand: torch.Tensor, samples: int) -> torch.Tensor:

@@ -235,6 +235,16 @@ def programs_a_part(most: int, parts: int, tiles: int) -> int:
     return min((-(-tiles // -(-tiles // each)) for each in most_of_each), key=taken)
 
 
+def sum_dtype(operand: torch.Tensor, parts: int) -> torch.dtype:
+    """In which type to add up what parts leave of an operand: its own, or fp32 if all parts share it and are added."""
+    return operand.dtype if operand.numel() == parts * operand.shape[-1] else torch.float32
+
+
+def shared_sum(totals: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
+    """The gradient of an operand that each part has a row of, or all share, from what parts add up to."""
+    return totals.view(operand.shape) if totals.numel() == operand.numel() else totals.sum(0)
+
+
 def _addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
