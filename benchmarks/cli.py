@@ -15,6 +15,7 @@ from .chosen import RESULTS, matching, of_seed
 from .errors import UsageError
 
 if TYPE_CHECKING:
+    from .models.kernels import Row as KernelRow
     from .models.table import Table
 
 # What `profile` shows by default: not the suite that times the host, nor another's shapes.
@@ -136,14 +137,16 @@ def _compare(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _report(options: argparse.Namespace, _: list[str]) -> int:
+    from .models import kernels
     from .models.table import load as load_models
     from .pictures import draw_all
     from .report import WHAT, picture_for, put_into, render
     from .results import load
     from .suites import SUITES
 
-    if (models := load_models(options.results)) is not None:
-        return _report_models(options, models)
+    models, profiled = load_models(options.results), kernels.load(options.results)
+    if models is not None or profiled is not None:
+        return _report_models(options, models, profiled)
     found = [results for name in SUITES if (results := load(options.results, name)) is not None]
     if not found:
         raise UsageError(f"no results are in {options.results}; make some with `python -m benchmarks run`")
@@ -158,7 +161,9 @@ def _report(options: argparse.Namespace, _: list[str]) -> int:
     return 0
 
 
-def _report_models(options: argparse.Namespace, table: Table) -> int:
+def _report_models(
+    options: argparse.Namespace, table: Table | None, profiled: tuple[dict[str, str], list[KernelRow]] | None
+) -> int:
     from .models import kernels
     from .models.names import SUITE
     from .models.picture import draw
@@ -166,17 +171,21 @@ def _report_models(options: argparse.Namespace, table: Table) -> int:
     from .models.table import render
     from .report import picture_for, put_into, where
 
-    if options.pictures and (drawn := draw(table, options.results)):
-        print(f"drawn: {drawn}", file=sys.stderr)
-    parts = [where(table.header), render(table)]
-    if (profiled := kernels.load(options.results)) is not None:
+    parts = []
+    if table is not None:
+        if options.pictures and (drawn := draw(table, options.results)):
+            print(f"drawn: {drawn}", file=sys.stderr)
+        parts += [where(table.header), render(table)]
+    elif profiled is not None:
+        parts.append(where(profiled[0]))
+    if profiled is not None:
         parts.append(kernels.render(profiled[1], [*SPECS]))
     if options.into is None:
         print("\n\n".join(parts))
         return 0
     if picture := picture_for(options.into, options.results, f"{SUITE}.png"):
         parts.insert(1, f"![Times the speed of eager torch, by model and variant]({picture})")
-    # A page may hold the tables of several folders, `h200-models` and `h200-models-compiled`, each between its markers.
+    # A page may hold the tables of several folders, `h200-models` and `h200-models-kernels`, each between its markers.
     own = options.results.resolve().name.partition("-")[2] or SUITE
     put_into(options.into, "\n\n".join(parts), options.between or own)
     print(f"the tables in {options.into} are those of {options.results}")

@@ -39,9 +39,10 @@ class Left(NamedTuple):
 
 
 # On an H200 with torch 2.11. Training Llama took 1.013 of the time that Inductor's norms took (2baeb10; left to it, at
-# f4997ac, 1.009, and at c074537 1.001). At N = 1024 T5 took 0.993 and then 1.007, Qwen3 1.001, 0.993 and 1.004
-# (2baeb10, f4997ac, c074537): nothing to be gained. Training DiT took 1.06 and more (2baeb10): its norms have no
-# weight, and Inductor makes one kernel of norm and modulation.
+# f4997ac, 1.009, at c074537 1.001 and at 8b22ad6 0.988). At N = 1024 T5 took 0.993 and then 1.007, Qwen3 1.001, 0.993
+# and 1.004 (2baeb10, f4997ac, c074537), and left to Inductor 0.999 and 1.014 (8b22ad6): nothing to be gained. Training
+# DiT took 1.06 and more (2baeb10), and left to it 0.995 (8b22ad6): its norms have no weight, and Inductor makes one
+# kernel of norm and modulation.
 LEFT_TO_INDUCTOR: tuple[Left, ...] = (
     Left("rms", torch.bfloat16, 1024, 1024, scaled=True, recorded=True),
     Left("rms", torch.bfloat16, 2048, 2048, scaled=True, recorded=True),
