@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from normforge.codegen.locking import replace_text
+
 from .cells import Cell
 from .errors import UsageError
 from .timing import Spread
@@ -143,8 +145,8 @@ def write(
     writer.writeheader()
     writer.writerows(records)
     document = {"suite": suite, "header": dict(header), "rows": list(records)}
-    _replace(folder / f"{suite}.csv", text.getvalue())
-    _replace(folder / f"{suite}.json", json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    replace_text(folder / f"{suite}.csv", text.getvalue())
+    replace_text(folder / f"{suite}.json", json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
 
 def load(folder: Path, suite: str) -> Results | None:
@@ -208,10 +210,3 @@ def _converted(column: str, text: str) -> Any:
     if column in _FLOATS:
         return float(text)
     return int(text) if column in _INTEGERS else text
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file; a reader finds the old one or the new one."""
-    partial = path.with_suffix(path.suffix + ".part")
-    partial.write_text(text)
-    partial.replace(path)

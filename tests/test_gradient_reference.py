@@ -163,5 +163,6 @@ def test_a_gradient_that_is_off_is_told(name: str, dtype: torch.dtype) -> None:
     assert all(finding.ok for finding in compare_gradients(perfect, expected))
     spoilt = getattr(perfect, name).clone()
     spoilt.view(-1)[5] += 0.02 * (1 + spoilt.view(-1)[5].abs())
-    findings = compare_gradients(perfect._replace(**{name: spoilt}), expected)
-    assert [finding.name for finding in findings if not finding.ok] == [name]
+    for wrong in (spoilt, None):
+        findings = compare_gradients(perfect._replace(**{name: wrong}), expected, due=NormGradients._fields)
+        assert [finding.name for finding in findings if not finding.ok] == [name]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +73,7 @@ def _prepare_plain(problem: Problem, device: torch.device) -> Run[NormGradients]
     oracle = reference.layernorm2d_bwd if is_layer else reference.rmsnorm2d_bwd
 
     def validate(gradients: NormGradients) -> tuple[Finding, ...]:
-        return tuple(compare_gradients(gradients, oracle(**operands)))
+        return tuple(compare_gradients(gradients, oracle(**operands), wants))
 
     taken = check(BACKWARD.functions[mode.norm], operands).mode
     return Run(
@@ -100,6 +102,10 @@ class _Forward(NamedTuple):
         """Which operands have a gradient: all that are there."""
         return [operand is not None for operand in self.operands]
 
+    def named(self, gradients: Sequence[str]) -> tuple[str, ...]:
+        """Those that are due of the names of all gradients, which are in the order of the operands."""
+        return tuple(compress(gradients, self.due))
+
 
 def _forward(problem: Problem, device: torch.device) -> _Forward:
     mode, family = problem.mode, family_of(problem.mode)
@@ -119,7 +125,8 @@ def _prepare_gated(problem: Problem, device: torch.device) -> Run[GatedGradients
     taken = gated_backward.mode_of(forward.told, kept.x.dtype, mode.grouped)
 
     def validate(found: GatedGradients) -> tuple[Finding, ...]:
-        return tuple(compare_gradients(found, gating_reference.gradients(dy, *forward.operands, **exact)))
+        expected = gating_reference.gradients(dy, *forward.operands, **exact)
+        return tuple(compare_gradients(found, expected, forward.named(GatedGradients._fields)))
 
     return Run(
         entry=lambda: dispatch.find(taken, problem.row_length),
@@ -142,7 +149,7 @@ def _prepare_modulated(problem: Problem, device: torch.device) -> Run[ModulatedG
 
     def validate(found: ModulatedGradients) -> tuple[Finding, ...]:
         expected = modulation_reference.gradients(dy, **kept._asdict(), dresidual_out=dresidual_out)
-        return tuple(compare_gradients(found, expected))
+        return tuple(compare_gradients(found, expected, forward.named(ModulatedGradients._fields)))
 
     return Run(
         entry=lambda: dispatch.find(taken, problem.n),

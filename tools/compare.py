@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
@@ -212,17 +212,25 @@ SUM_ERROR = 2e-6
 def compare_gradients(
     actual: NormGradients | GatedGradients | ModulatedGradients | Gradients,
     expected: ReferenceGradients | ReferenceGatedGradients | ReferenceModulatedGradients | GroupGradients,
+    due: Collection[str] = (),
 ) -> list[Finding]:
     """Hold every gradient that was computed against the oracle's.
 
     Each may be off by `SUM_ERROR` of the magnitudes it is a sum of, and by the rounding of its dtype.
 
+    Args:
+        actual: what was computed; None is a gradient that was not.
+        expected: the oracle's.
+        due: the gradients that were asked for.
+
     Returns:
-        A finding for each gradient there is, in their order.
+        A finding for each gradient there is, in their order. One that is due and not there is infinitely far off.
     """
     findings = []
     for name, got in actual._asdict().items():
         want = getattr(expected, name)
+        if got is None and name in due:
+            findings.append(Finding(name, math.inf, 0.0, False))
         if got is None or want is None:
             continue
         allowed = TOLERANCES[got.dtype].rtol * want.abs() + SUM_ERROR * expected.magnitudes[name]

@@ -166,7 +166,7 @@ def prepare(problem: GroupProblem, device: torch.device) -> Run[tuple[torch.Tens
             group_reference.group_norm_bwd(dy[some], x[some], problem.groups, weight, bias, **said)
             for some in _slices(problem)
         )
-        return tuple(compare_gradients(Gradients(*found), _together(parts)))
+        return tuple(compare_gradients(Gradients(*found), _together(parts), Gradients._fields))
 
     return Run(
         entry=lambda: dispatch.find(mode, problem.size.group_length),
