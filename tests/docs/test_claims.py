@@ -567,8 +567,12 @@ def test_what_decoding_gains_is_that_of_the_results() -> None:
     span = f"{min(decoded.values()):.2f} to {max(decoded.values()):.2f}"
     assert f"{span} times torch's speed where norms are RMSNorms, and {of_gpt2:.2f} in GPT-2" in said(BENCHMARKS)
     assert f"RMSNorm models gain {span}" in said(README)
+    unfused = gains("h200-models", "decode", "bf16", "eager", "patch-unfused")["gpt2"]
+    assert f"without fused adds (`fuse=False`) {unfused:.2f}" in said(BENCHMARKS)
     table = load_models(RESULTS / "h200-models")
     assert table is not None
+    gemma = table.rows[Key("gemma", "bf16", "decode", "eager", "patch")]
+    assert f"Gemma's fifths are at {gemma.ms_p20:.1f} and {gemma.ms_p80:.1f} ms" in said(BENCHMARKS)
     ours, torchs = (table.rows[Key("gpt2", "bf16", "decode", "eager", name)].ms for name in ("patch", "torch"))
     assert f"GPT-2 takes {ours:.1f} ms where torch takes {torchs:.1f}" in said(README)
 
