@@ -1,16 +1,18 @@
-"""Which sums of a block are followed by a norm, found by trying the block on random numbers.
+"""Which sums of a block are followed by a norm, found by trying the block on random numbers; which norms it modulates.
 
 A block is a module that holds norms of ours and adds tensors in its forward: a decoder layer, say. Its forward is
 called on a twin whose parts are stand-ins, in training and in evaluation, and each sum is watched: which norm is called
 with it, or whether it is returned. So attention's arguments, caches and masks need not be known. What is found is what
-is fused, and the twin with rewritten additions has to return what the original does, to the bit.
+is fused, and the twin with rewritten additions has to return what the original does, to the bit. What a block does with
+a norm's result is read from its text, and a function that modulates is tried by itself (`modulating`).
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -18,8 +20,10 @@ from typing import Any
 import torch
 
 from .following import may_follow
+from .modulating import formula_of, may_modulate, modulate
+from .modulation_text import Modulation
 from .probing import apart
-from .rewriting import ADD, Forward, UnreadableError, read, rewritten
+from .rewriting import ADD, MODULATE, Forward, UnreadableError, read, rewritten
 from .sums import SITES, Site, add
 
 
@@ -30,10 +34,14 @@ class Fusible:
     Attributes:
         cls: the class it is to have.
         inner: of each of its sums that are fused, the name of its own norm behind it; None for one that it returns.
+        modulated: the names of its norms that are computed together with their modulation.
+        unfused: why no sum is fused, None if some are or nobody would ask.
     """
 
     cls: type[torch.nn.Module]
     inner: tuple[str | None, ...]
+    modulated: tuple[str, ...] = ()
+    unfused: str | None = None
 
     def sites(self) -> tuple[Site, ...]:
         """The state of the sums of one block."""
@@ -43,7 +51,7 @@ class Fusible:
 class FusedBlock:
     """What every class made by `fusible` is besides."""
 
-    _normforge_made: tuple[type[torch.nn.Module], tuple[int, ...]]
+    _normforge_made: tuple[type[torch.nn.Module], tuple[int, ...], tuple[int, ...]]
 
     @classmethod
     def fused_class(cls) -> type[torch.nn.Module]:
@@ -65,19 +73,23 @@ class FusedBlock:
         return (_new, self._normforge_made, *reduced[2:])
 
     def extra_repr(self) -> str:
-        """The block's own, and which sums are fused."""
+        """The block's own, which sums are fused, and which norms are with their modulation."""
         block: Any = super()
         own: str = block.extra_repr()
         sites: tuple[Site, ...] = self.__dict__.get(SITES, ())
-        said = ", ".join(f"sum -> {site.inner or 'the norm behind it'}" for site in sites)
-        return f"{own}{', ' if own and said else ''}{said}"
+        cls, _, modulated = self._normforge_made
+        hashable: Any = cls
+        modulations = [read(hashable).modulations[which] for which in modulated]
+        said = [f"sum -> {site.inner or 'the norm behind it'}" for site in sites]
+        said += [f"{each.norm} -> its modulation" for each in modulations]
+        return ", ".join([own, *said] if own else said)
 
 
-def _new(cls: type[torch.nn.Module], chosen: tuple[int, ...]) -> torch.nn.Module:
-    """A module of a class that `fusible` made before, in another process maybe."""
+def _new(cls: type[torch.nn.Module], chosen: tuple[int, ...], modulated: tuple[int, ...] = ()) -> torch.nn.Module:
+    """A module of a class that `fusible` made before, in another process maybe, or in a release without the last."""
     try:
         found: Any = cls
-        made: type[torch.nn.Module] = _made(found, chosen)
+        made: type[torch.nn.Module] = _made(found, chosen, modulated)
     except UnreadableError:
         # Its text is another one now, or is not there: it adds as it always did.
         made = cls
@@ -85,12 +97,16 @@ def _new(cls: type[torch.nn.Module], chosen: tuple[int, ...]) -> torch.nn.Module
 
 
 def may_be_block(module: torch.nn.Module) -> bool:
-    """Whether a module holds a norm of ours and something else, and no list of modules that do."""
+    """Whether a module holds a norm of ours."""
+    return any(may_follow(child) for child in module._modules.values() if child is not None)
+
+
+def _may_add(module: torch.nn.Module) -> bool:
+    """Whether a module holds something else than norms too, and no list of modules that hold norms."""
     children = [child for child in module._modules.values() if child is not None]
-    norms = [child for child in children if may_follow(child)]
     lists = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
     holds_blocks = any(isinstance(child, lists) and _holds_norms(child) for child in children)
-    return bool(norms) and len(norms) < len(children) and not holds_blocks
+    return not holds_blocks and not all(map(may_follow, children))
 
 
 def _holds_norms(module: torch.nn.Module) -> bool:
@@ -98,48 +114,94 @@ def _holds_norms(module: torch.nn.Module) -> bool:
 
 
 def fusible(module: torch.nn.Module) -> Fusible | str | None:
-    """What becomes of a module that may be a block; why it is left alone; or None if it adds nothing that a norm takes.
+    """What becomes of a module that may be a block; why it is left alone; or None if it has nothing to fuse.
 
     The module is neither called nor changed, and no hook runs.
     """
     cls: Any = type(module)
+    adds = _may_add(module)
     try:
         forward = read(cls)
     except UnreadableError as unreadable:
-        return str(unreadable)
-    if not forward.additions:
+        return str(unreadable) if adds else None
+    modulated = _modulated(module, forward)
+    if not modulated and not (adds and forward.additions):
         return None
     if "forward" in vars(module):
         return "its forward is overridden on the instance"
     own = cls.__mro__[: cls.__mro__.index(torch.nn.Module)]
     if mixed := [base.__name__ for base in own if not issubclass(base, torch.nn.Module)]:
         return f"{cls.__name__} is also a {' and a '.join(mixed)}; patch before it is made one"
+    found = _sums(module, forward, modulated) if adds and forward.additions else {}
+    unfused = found if isinstance(found, str) else None
+    chosen = {} if isinstance(found, str) else found
+    if not chosen and not modulated:
+        return unfused
+    try:
+        made = _made(cls, tuple(chosen), modulated)
+    except UnreadableError as unreadable:
+        return str(unreadable)
+    norms = tuple(forward.modulations[which].norm for which in modulated)
+    return Fusible(made, tuple(follower or None for follower in chosen.values()), norms, unfused)
+
+
+def _modulated(module: torch.nn.Module, forward: Forward) -> tuple[int, ...]:
+    """Which modulations of a forward are computed together with their norms."""
+    return tuple(which for which, each in enumerate(forward.modulations) if _is_modulated(module, forward, each))
+
+
+def _is_modulated(module: torch.nn.Module, forward: Forward, modulation: Modulation) -> bool:
+    norm = module._modules.get(modulation.norm)
+    if norm is None or not may_modulate(norm):
+        return False
+    if modulation.function is None:
+        return True
+    function = _function(forward, modulation.function)
+    return formula_of(function, modulation.positional, modulation.named) is not None
+
+
+def _function(forward: Forward, dotted: str) -> Any:
+    """What a name in a forward stands for outside it; None if it is a variable of its own."""
+    first, *others = dotted.split(".")
+    if first in forward.function.__code__.co_varnames:
+        return None
+    names = inspect.getclosurevars(forward.function)
+    found = {**names.builtins, **names.globals, **names.nonlocals}.get(first)
+    for name in others:
+        found = getattr(found, name, None)
+    return found
+
+
+def _sums(module: torch.nn.Module, forward: Forward, modulated: tuple[int, ...]) -> dict[int, str] | str:
+    """The additions to fuse, each with the norm that is called with it, or _RETURNED; or why there is none."""
+    norms = {forward.modulations[which].norm for which in modulated}
+    spent = {addition for which in modulated for addition in forward.spent[which]}
     try:
         with apart():
             found = _followers(module, forward)
-            chosen = tuple(which for which, follower in found.items() if follower is not None)
-            if not chosen:
-                return "no norm is called with a sum of its forward, and none is returned"
-            made = _made(cls, chosen)
-            _check(module, forward)
+            # A norm with its modulation saves more than one with the sum before it, and is computed when it is called.
+            left = {which: each for which, each in found.items() if each is not None and each not in norms}
+            chosen = {which: each for which, each in left.items() if which not in spent}
+            if chosen or modulated:
+                _check(module, forward, chosen, modulated)
     except (UnreadableError, _UnlikeError) as unlike:
         return str(unlike)
     except Exception as error:  # Anything may come out of somebody's forward.
         return f"its forward could not be tried on random numbers ({type(error).__name__}: {error})"
-    inner = tuple(None if found[which] == _RETURNED else found[which] for which in chosen)
-    return Fusible(made, inner)
+    return chosen or "no norm is called with a sum of its forward, and none is returned"
 
 
 @cache
-def _made(cls: Any, chosen: tuple[int, ...]) -> type[torch.nn.Module]:
-    """The class whose forward fuses some additions; the same one for the same."""
+def _made(cls: Any, chosen: tuple[int, ...], modulated: tuple[int, ...]) -> type[torch.nn.Module]:
+    """The class whose forward fuses some additions and modulations; the same one for the same."""
     namespace = {
-        "forward": rewritten(cls, chosen),
+        "forward": rewritten(cls, chosen, modulated),
         ADD: add,
+        MODULATE: modulate,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        "_normforge_made": (cls, chosen),
+        "_normforge_made": (cls, chosen, modulated),
     }
     # Its name stays: by it accelerate and others know which modules not to split.
     metaclass: Callable[..., type[torch.nn.Module]] = type(cls)
@@ -168,9 +230,9 @@ def _followers(module: torch.nn.Module, forward: Forward) -> dict[int, str | Non
     return found
 
 
-def _check(module: torch.nn.Module, forward: Forward) -> None:
-    """Refuse a block that returns something else when its additions are calls."""
-    functions = (forward.function, forward.adding)
+def _check(module: torch.nn.Module, forward: Forward, added: Iterable[int], modulated: Iterable[int]) -> None:
+    """Refuse a block that returns something else when its additions and modulations are calls."""
+    functions = (forward.function, forward.changed(added, modulated))
     for training in (True, False):
         one, other = (_tensors(_Trial(module, function, training).run()) for function in functions)
         if len(one) != len(other) or not all(map(torch.equal, one, other)):
@@ -320,7 +382,7 @@ class _Trial:
             "_buffers": {name: None if each is None else _zeros(each) for name, each in module._buffers.items()},
             "_modules": {name: self._part(name, each) for name, each in module._modules.items()},
         }
-        vars(twin).update(held | {ADD: self.watch.add})
+        vars(twin).update(held | {ADD: self.watch.add, MODULATE: functools.partial(modulate, twin)})
         return twin
 
     def _part(self, name: str, part: torch.nn.Module | None) -> torch.nn.Module | None:

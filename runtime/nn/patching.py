@@ -97,6 +97,11 @@ def patch(
     the norm is that of the unrounded sum, within a rounding of what it was. Where a norm is not called with the very
     sum, or anything changed in between, the norm is computed in its call, as without this; hooks run as they did.
 
+    Fused are also norms whose result a module scales and shifts in its own forward, as transformers for diffusion do
+    (AdaLN): `self.norm(x) * (1 + scale) + shift`, or the same by a function, which is found by trying that on random
+    numbers. One kernel makes both, and rounds once; see `modulated_layer_norm`. Where it cannot, the norm is called and
+    what it returns is modulated, as without this: of x that is not (B, T, N), say, or where a hook is on the norm.
+
     A `torch.nn.Sequential` in which a `torch.nn.SiLU` follows a GroupNorm becomes a `GroupNormSequential`, which
     computes both in one kernel. Wherever else a model applies SiLU behind a GroupNorm, in a forward of its own, it does
     so still; `GroupNorm(..., activation="silu")` is for those.
@@ -110,8 +115,8 @@ def patch(
         cast_before_weight: whether norms that round before they multiply by the weight (Llama's and T5's) keep doing
             so. False has the kernel multiply in fp32 and round once: less time and memory, and results that differ
             by a rounding; a Llama norm then returns its input's dtype.
-        fuse: whether residual adds are fused with the norms behind them, wherever torch.compile does not trace; and
-            SiLU with the GroupNorm before it.
+        fuse: whether residual adds are fused with the norms behind them, and modulations with the norms before them,
+            wherever torch.compile does not trace; and SiLU with the GroupNorm before it.
         compile_passes: whether they are where it does, in every model of the process: `normforge.compile_passes` is
             switched on if a norm was swapped. False leaves it as it is.
 
@@ -155,7 +160,7 @@ def patch(
 
 
 def _fuse(model: torch.nn.Module) -> tuple[tuple[Fused, ...], tuple[Unfused, ...]]:
-    """Fuse the adds of a model's blocks, whose norms are ours already."""
+    """Fuse the adds and modulations of a model's blocks, whose norms are ours already."""
     fused, unfused = [], []
     for path, module in model.named_modules():
         if isinstance(module, FusedBlock):
@@ -166,11 +171,13 @@ def _fuse(model: torch.nn.Module) -> tuple[tuple[Fused, ...], tuple[Unfused, ...
         if isinstance(found, str):
             unfused.append(Unfused(path, type(module), found))
         elif found is not None:
-            fused.append(Fused(path, type(module), found.inner))
+            fused.append(Fused(path, type(module), found.inner, found.modulated))
+            if found.unfused is not None:
+                unfused.append(Unfused(path, type(module), found.unfused))
             vars(module)[SITES] = found.sites()
             module.__class__ = found.cls
     # A sum that leaves its block is followed by a norm of another, or of a module that holds blocks.
-    for path, _, _ in fused:
+    for path in [each.path for each in fused if each.norms]:
         above = path.split(".") if path else []
         for depth in range(len(above) + 1):
             for norm in model.get_submodule(".".join(above[:depth]))._modules.values():

@@ -51,18 +51,28 @@ class Bypassed(NamedTuple):
 
 
 class Fused(NamedTuple):
-    """A block whose residual adds are computed together with the norms behind them.
+    """A block whose residual adds are computed together with the norms behind them, or norms with their modulation.
 
     Attributes:
         path: where it stands in the model; the first of several places.
         cls: its class, from which the one that it has now is derived.
         norms: of each of these sums, the name of the block's own norm that it is computed with; None for a sum that
             the block returns: that is computed with the norm that is called with it, from the second call on.
+        modulated: the names of the block's own norms that it scales and shifts, and that are computed together with it.
     """
 
     path: str
     cls: type[torch.nn.Module]
     norms: tuple[str | None, ...]
+    modulated: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        said = []
+        if self.norms:
+            said.append(f"sums with {', '.join(norm or 'the norm behind the block' for norm in self.norms)}")
+        if self.modulated:
+            said.append(f"{', '.join(self.modulated)} with the modulation")
+        return "; ".join(said)
 
 
 class Unfused(NamedTuple):
@@ -87,8 +97,8 @@ class Patch(NamedTuple):
         skipped: the modules that look like norms and are not ours.
         bypassed: the modules that hold norms of ours and compute them without a call in some modes: encoder layers,
             by torch's fast path.
-        fused: the blocks whose residual adds are fused with norms.
-        unfused: the blocks that were left alone in this.
+        fused: the blocks whose residual adds, or modulations, are fused with norms.
+        unfused: the blocks whose adds were left alone.
     """
 
     swapped: tuple[Swapped, ...]
@@ -99,9 +109,7 @@ class Patch(NamedTuple):
 
     def __str__(self) -> str:
         rows = [_Row("swapped", each.path, each.old.__name__, f"-> {each.new.__name__}") for each in self.swapped]
-        for each in self.fused:
-            norms = ", ".join(norm or "the norm behind the block" for norm in each.norms)
-            rows.append(_Row("fused", each.path, each.cls.__name__, f"sums with {norms}"))
+        rows += [_Row("fused", each.path, each.cls.__name__, str(each)) for each in self.fused]
         for state, left in (("skipped", self.skipped), ("unfused", self.unfused), ("bypassed", self.bypassed)):
             rows += [_Row(state, each.path, each.cls.__name__, each.reason) for each in left]
         return _table(rows) or "nothing to swap or to fuse"

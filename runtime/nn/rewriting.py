@@ -1,7 +1,7 @@
-"""A forward that adds by a method of ours, made from the text of a class's own.
+"""A forward that adds and modulates by methods of ours, made from the text of a class's own.
 
-Only `a + b` is replaced; all else of the forward is what it was, with its decorators, defaults and closure. The text is
-taken only if compiling it gives what the class runs.
+Only `a + b` and what modulates a norm's result is replaced; all else of the forward is what it was, with its
+decorators, defaults and closure. The text is taken only if compiling it gives what the class runs.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import __future__
 import ast
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, reduce
 from operator import or_
 from typing import Any
 
+from .modulation_text import Modulation, Place, nodes_of, places_of
+
 # What a rewritten forward calls of its module in the place of `+`: with the index of the addition, and what is added.
 ADD = "_normforge_add"
 
-# From which a scope of its own begins, with other variables.
-_SCOPES = (
-    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef),
-    *(ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp),
-)
+# What it calls where a norm's result is modulated: with the function, None where it is written out, the norm, what that
+# is given, and the function's other arguments.
+MODULATE = "_normforge_modulate"
 
 
 class UnreadableError(Exception):
@@ -38,24 +38,33 @@ class Forward:
         function: the function itself, without decorators.
         text: the file that it is in.
         additions: how many `a + b` are in it, in the order of the text.
+        modulations: what it does with the results of norms.
+        spent: of each modulation, which additions are part of it.
     """
 
     function: types.FunctionType
     text: str
     additions: int
+    modulations: tuple[Modulation, ...]
+    spent: tuple[frozenset[int], ...]
 
     @cached_property
     def adding(self) -> types.FunctionType:
         """The function, with every addition made by the module's method ADD."""
-        return self.adding_some(range(self.additions))
+        return self.changed(range(self.additions), ())
 
-    def adding_some(self, chosen: Iterable[int]) -> types.FunctionType:
-        """The function, with some additions made by the module's method ADD, which is given an index into chosen."""
+    def changed(self, added: Iterable[int], modulated: Iterable[int]) -> types.FunctionType:
+        """The function, with some of what it does made by methods of its module's.
+
+        Args:
+            added: which additions ADD makes, which is given an index into these.
+            modulated: which modulations MODULATE makes.
+        """
         tree, definition = _parsed(self.text, self.function)
-        nodes = list(_additions(definition))
-        places = {id(nodes[which]): index for index, which in enumerate(chosen)}
-        replacing = _Replacing(definition.args.args[0].arg, places)
-        definition.body = [replacing.visit(statement) for statement in definition.body]
+        nodes, places = _additions(definition), places_of(definition)
+        sums = {id(nodes[which]): index for index, which in enumerate(added)}
+        replacing = _Replacing(definition.args.args[0].arg, sums, [places[which] for which in modulated])
+        definition.body = [made for made in map(replacing.visit, definition.body) if made is not None]
         old = self.function
         code = _compiled(tree, old)
         made = types.FunctionType(code, old.__globals__, old.__name__, old.__defaults__, old.__closure__)
@@ -83,34 +92,51 @@ def read(cls: Any) -> Forward:
     first = definition.args.args[0].arg if definition.args.args else None
     if first is None or any(isinstance(node, ast.Name) and _assigns(node, first) for node in ast.walk(definition)):
         raise UnreadableError("its forward has no first parameter that stays what it is")
-    return Forward(function, text, len(list(_additions(definition))))
+    additions, places = _additions(definition), places_of(definition)
+    spent = (frozenset(additions.index(node) for node in place.spent) for place in places)
+    return Forward(function, text, len(additions), tuple(place.modulation for place in places), tuple(spent))
 
 
-def rewritten(cls: Any, chosen: Iterable[int]) -> Callable[..., Any]:
-    """A class's forward with some of its additions made by the method ADD, decorated as it was.
+def rewritten(cls: Any, added: Iterable[int], modulated: Iterable[int]) -> Callable[..., Any]:
+    """A class's forward changed as `Forward.changed` says, decorated as it was.
 
     Raises:
         UnreadableError: it cannot be read, or a decorator keeps the function in a way that is not known.
     """
     forward = read(cls)
-    made: Callable[..., Any] = _decorated(cls.forward, forward.function, forward.adding_some(chosen))
+    made: Callable[..., Any] = _decorated(cls.forward, forward.function, forward.changed(added, modulated))
     return made
 
 
 class _Replacing(ast.NodeTransformer):
-    """Puts calls in the place of additions."""
+    """Puts calls in the place of additions and modulations."""
 
-    def __init__(self, first: str, places: dict[int, int]) -> None:
+    def __init__(self, first: str, sums: Mapping[int, int], places: Iterable[Place]) -> None:
         self._first = first
-        self._places = places
+        self._sums = sums
+        self._places = {id(place.node): place for place in places}
+        self._dropped = {id(place.before) for place in self._places.values() if place.before is not None}
 
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        index = self._places.get(id(node))
+    def visit(self, node: ast.AST) -> Any:
+        if id(node) in self._dropped:
+            return None
+        place, index = self._places.get(id(node)), self._sums.get(id(node))
+        if place is not None:
+            return ast.copy_location(self._modulated(place), node)
         self.generic_visit(node)
         if index is None:
             return node
-        method = ast.Attribute(ast.Name(self._first, ast.Load()), ADD, ast.Load())
-        return ast.copy_location(ast.Call(method, [ast.Constant(index), node.left, node.right], []), node)
+        assert isinstance(node, ast.BinOp)
+        return ast.copy_location(self._called(ADD, [ast.Constant(index), node.left, node.right]), node)
+
+    def _modulated(self, place: Place) -> ast.Call:
+        function = place.function or ast.Constant(None)
+        rows, *given = map(self.visit, (*place.call.args, *place.given))
+        named = [ast.keyword(keyword.arg, self.visit(keyword.value)) for keyword in place.named]
+        return self._called(MODULATE, [function, place.call.func, rows, *given], named)
+
+    def _called(self, name: str, given: list[ast.expr], named: Iterable[ast.keyword] = ()) -> ast.Call:
+        return ast.Call(ast.Attribute(ast.Name(self._first, ast.Load()), name, ast.Load()), given, list(named))
 
 
 def _parsed(text: str, function: types.FunctionType) -> tuple[ast.Module, ast.FunctionDef]:
@@ -131,15 +157,9 @@ def _assigns(node: ast.Name, name: str) -> bool:
     return node.id == name and not isinstance(node.ctx, ast.Load)
 
 
-def _additions(definition: ast.FunctionDef) -> Iterator[ast.BinOp]:
+def _additions(definition: ast.FunctionDef) -> list[ast.BinOp]:
     """The additions in a function, but for those in scopes within it."""
-    waiting: list[ast.AST] = list(reversed(definition.body))
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            yield node
-        if not isinstance(node, _SCOPES):
-            waiting += reversed(list(ast.iter_child_nodes(node)))
+    return [node for node in nodes_of(definition) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)]
 
 
 def _compiled(tree: ast.Module, function: types.FunctionType) -> types.CodeType:

@@ -185,6 +185,12 @@ def taken(norm: Following, x: Any) -> torch.Tensor | None:
     return None if waiting is None or total is None or total is not x else waiting.taken(norm, total)
 
 
+def is_waited_for(x: torch.Tensor) -> bool:
+    """Whether a norm of x is on its way to that norm's call."""
+    waiting = _waiting.get(id(x))
+    return waiting is not None and waiting.is_ahead and waiting.total() is x
+
+
 class _Waiting:
     """What is known of a sum while the tensor lives.
 
@@ -234,6 +240,11 @@ class _Waiting:
         self._ahead = None
         _waiting[self.total.key] = self
         return y
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a norm of the sum was made, and not taken yet."""
+        return self._ahead is not None
 
     def still(self) -> bool:
         """Whether the sum is what it was when its norm took it."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.nn.modules import module as modules
 
 # Whether code runs within a transform of torch.func, or one built on the same: autograd's batched gradients.
 # TorchDynamo takes this question in every release from 2.11; that for the number of transforms it refuses in 2.11.
@@ -20,6 +21,10 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 # Whether a tensor shares its memory until one of the two is written to; asking for its address copies it.
 is_copied_on_write: Callable[[torch.Tensor], bool] = getattr(torch._C, "_is_cow_tensor", lambda tensor: False)
+
+
+# Whether every module's call is watched, as torch.nn.modules.module.register_module_forward_hook does. Truthy if so.
+global_hooks: Callable[[], Any] = modules._has_any_global_hook
 
 
 def jit_tracing() -> bool:

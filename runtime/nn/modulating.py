@@ -1,0 +1,172 @@
+"""Norms that a model's own forward modulates, computed together with the modulation.
+
+A module that `patch` fused calls `modulate` where its forward scales and shifts what a norm of its own returned. There
+one kernel normalises and modulates, if the norm is ours and bare and the operands are as `modulated_layer_norm` takes
+them. Anywhere else the norm is called, and then what the text says. Neither is a guess: rows are not normalised twice.
+
+What a function like DiT's `modulate(x, shift, scale)` computes is found by calling it with random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from ..calls.backend import backend
+from ..calls.known import PLAIN
+from ..calls.straight import DEFAULT_EPS
+from ..calls.traced import result_dtype
+from ..upstream.torch_internals import global_hooks
+from .following import FollowingLayerNorm, FollowingRMSNorm
+from .modulation import modulated_layer_norm, modulated_rms_norm
+from .modules import LayerNorm, RMSNorm
+from .probing import apart
+from .sums import is_waited_for
+
+# By a norm's class the word of the norm. Hugging Face's round before the weight, which a modulated kernel does not.
+_WORDS: dict[type[torch.nn.Module], str] = {
+    LayerNorm: "layer",
+    FollowingLayerNorm: "layer",
+    RMSNorm: "rms",
+    FollowingRMSNorm: "rms",
+}
+
+# Functions that one process modulates by; a lambda in a forward is another in each call.
+_MOST_FUNCTIONS = 256
+
+
+@dataclass(frozen=True)
+class Formula:
+    """What a function computes of normalised rows y and two operands: y * (1 + scale) + shift.
+
+    Attributes:
+        scale: which of the two the scale is.
+        by_sample: whether they are (B, N), and the function puts them beside the rows of (B, T, N); otherwise they
+            broadcast as they are.
+    """
+
+    scale: int
+    by_sample: bool
+
+
+# What is written out in a forward broadcasts there.
+WRITTEN_OUT = Formula(scale=0, by_sample=False)
+
+
+def modulate(block: torch.nn.Module, function: Any, norm: Any, x: Any, /, *given: Any, **named: Any) -> Any:
+    """What stands in a fused module's forward for function(norm(x), *given, **named).
+
+    Args:
+        block: the module.
+        function: what modulates; None for `norm(x) * (1 + scale) + shift` of the two that are given.
+        norm: its norm.
+        x: what that is called with.
+        given: the function's other arguments.
+        named: likewise, by name.
+    """
+    if x.__class__ in PLAIN and norm.__class__ in _WORDS and not is_dynamo_compiling():
+        formula = WRITTEN_OUT if function is None else formula_of(function, len(given), tuple(named))
+        if formula is not None:
+            made = _fused(formula, norm, x, (*given, *named.values()))
+            if made is not None:
+                return made
+    y = norm(x)
+    if function is not None:
+        return function(y, *given, **named)
+    scale, shift = given
+    return y * (1 + scale) + shift
+
+
+def formula_of(function: Any, positional: int, named: tuple[str, ...]) -> Formula | None:
+    """What a function computes of normalised rows and two operands, None if it is no modulation.
+
+    Args:
+        function: anything.
+        positional: how many of the two it is given behind the rows.
+        named: the names of the others.
+    """
+    return _formula_of(function, positional, named) if function.__class__ is FunctionType else None
+
+
+@lru_cache(maxsize=_MOST_FUNCTIONS)
+def _formula_of(function: Callable[..., Any], positional: int, named: tuple[str, ...]) -> Formula | None:
+    def called(y: torch.Tensor, *operands: torch.Tensor) -> Any:
+        by_name: Mapping[str, torch.Tensor] = dict(zip(named, operands[positional:], strict=True))
+        return function(y, *operands[:positional], **by_name)
+
+    formulas = (Formula(scale, by_sample) for scale, by_sample in product((0, 1), (True, False)))
+    with apart():
+        return next((formula for formula in formulas if _computes(called, formula)), None)
+
+
+def _computes(called: Callable[..., Any], formula: Formula) -> bool:
+    # As many samples as tokens would let (B, N) pass for (T, N).
+    samples, tokens, width = 2, 3, 8
+    generator = torch.Generator("cpu").manual_seed(0)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 2e-2)):
+        y = torch.randn(samples, tokens, width, generator=generator, dtype=torch.float64).to(dtype)
+        beside = torch.randn(2, samples, 1, width, generator=generator, dtype=torch.float64).to(dtype)
+        wanted = y * (1 + beside[formula.scale]) + beside[1 - formula.scale]
+        operands = beside.squeeze(2) if formula.by_sample else beside
+        try:
+            made = called(y.clone(), *operands.clone())
+            torch.testing.assert_close(made, wanted, rtol=tolerance, atol=tolerance)
+        except Exception:  # Anything may come out of somebody's function.
+            return False
+    return True
+
+
+def may_modulate(norm: torch.nn.Module) -> bool:
+    """Whether a module is a norm that a modulation can be computed together with."""
+    word = _WORDS.get(type(norm))
+    return word is not None and _is_plain(norm, word) and "forward" not in vars(norm)
+
+
+def _is_plain(norm: Any, word: str) -> bool:
+    """Whether a norm of ours has none of the options that a modulated kernel lacks."""
+    options = norm._has_x_bias or norm.cast != "after_weight" or len(norm.normalized_shape) != 1
+    own = norm.weight_offset if word == "layer" else norm.cast_before_weight
+    return not (options or own)
+
+
+def _fused(formula: Formula, norm: Any, x: Any, operands: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+    """The modulated rows, or None where the kernel would compute something else than norm and modulation do."""
+    word = _WORDS[norm.__class__]
+    if any(operand.__class__ not in PLAIN for operand in operands) or not _is_plain(norm, word):
+        return None
+    # Whoever watches a norm is to see it called; and what is on its way for it is there already.
+    if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
+        return None
+    if "forward" in norm.__dict__ or global_hooks() or is_waited_for(x) or backend(x) != "kernel":
+        return None
+    shape = x.shape
+    if len(shape) != 3 or shape[2] != norm.normalized_shape[0]:
+        return None
+    y_dtype = result_dtype(word, x) or x.dtype
+    fitting = []
+    for operand in operands:
+        dtype, of = operand.dtype, operand.shape
+        if dtype is not y_dtype and torch.promote_types(dtype, y_dtype) is not y_dtype:
+            return None
+        if formula.by_sample and of == (shape[0], shape[2]):
+            fitting.append(operand)
+        elif formula.by_sample:
+            return None
+        elif of == (shape[0], 1, shape[2]):
+            fitting.append(operand.squeeze(1))
+        elif of in (shape, shape[2:]):
+            fitting.append(operand)
+        else:
+            return None
+    scale, shift = fitting[formula.scale], fitting[1 - formula.scale]
+    if word == "layer":
+        return modulated_layer_norm(x, scale, shift, weight=norm.weight, bias=norm.bias, eps=norm.eps)
+    eps = DEFAULT_EPS if norm.eps is None else norm.eps
+    return modulated_rms_norm(x, scale, shift, weight=norm.weight, eps=eps, weight_offset=norm.weight_offset)

@@ -1,0 +1,200 @@
+"""Where the text of a forward scales and shifts what a norm of its module returns.
+
+It is written in one of two ways: `self.norm(x) * (1 + scale) + shift`, or `modulate(self.norm(x), shift, scale)` by
+whatever function. The norm's result may have a name first, if the very next statement gives that name to what it makes.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+
+# From which a scope of its own begins, with other variables.
+_SCOPES = (
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef),
+    *(ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp),
+)
+
+# What makes up expressions that may be evaluated before the norm is called instead of after: it calls views alone.
+_QUIET = (
+    *(ast.Name, ast.Attribute, ast.Subscript, ast.Slice, ast.Tuple, ast.Constant, ast.BinOp, ast.UnaryOp),
+    *(ast.expr_context, ast.operator, ast.unaryop),
+)
+_VIEWS = frozenset(("unsqueeze", "squeeze", "view", "reshape", "chunk"))
+
+
+@dataclass(frozen=True)
+class Modulation:
+    """What a forward does with a norm's result.
+
+    Attributes:
+        norm: the name of the norm in its module.
+        function: the function that modulates, with dots; None where it is written out.
+        positional: how many arguments this is given besides; written out, the scale and the shift.
+        named: the names of those that it is given by name.
+    """
+
+    norm: str
+    function: str | None
+    positional: int
+    named: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where that stands.
+
+    Attributes:
+        modulation: what is done.
+        node: the expression that it is done by.
+        call: that calls the norm.
+        function: the function, None where it is written out.
+        given: what stands for its arguments besides.
+        named: likewise, of those by name.
+        spent: additions that are part of it.
+        before: the statement that only gives the norm's result its name.
+    """
+
+    modulation: Modulation
+    node: ast.expr
+    call: ast.Call
+    function: ast.expr | None
+    given: tuple[ast.expr, ...]
+    named: tuple[ast.keyword, ...] = ()
+    spent: tuple[ast.BinOp, ...] = ()
+    before: ast.stmt | None = None
+
+
+def nodes_of(definition: ast.FunctionDef) -> Iterator[ast.AST]:
+    """The nodes of a function, in the order of its text, but for those in scopes within it."""
+    waiting: list[ast.AST] = list(reversed(definition.body))
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, _SCOPES):
+            waiting += reversed(list(ast.iter_child_nodes(node)))
+
+
+def places_of(definition: ast.FunctionDef) -> list[Place]:
+    """The places in a method where a norm's result is modulated."""
+    first = definition.args.args[0].arg
+    found: list[Place] = []
+    for node in (definition, *nodes_of(definition)):
+        if isinstance(node, ast.expr):
+            found += _matched(node, lambda rows: _call_of_norm(rows, first))
+        # Of a scope within, a body is no list or somebody else's.
+        if node is definition or not isinstance(node, _SCOPES):
+            for _, statements in ast.iter_fields(node):
+                found += _named_first(statements, first) if isinstance(statements, list) else ()
+    return found
+
+
+def _named_first(statements: Iterable[ast.AST], first: str) -> Iterator[Place]:
+    """The places where the norm's result is given a name, and the next statement has it modulated."""
+    for before, after in pairwise(statements):
+        name = _assigned(before)
+        if name is None or name != _assigned(after):
+            continue
+        assert isinstance(before, ast.Assign)
+        assert isinstance(after, ast.Assign)
+        call = _call_of_norm(before.value, first)
+        loads = [node for node in ast.walk(after.value) if isinstance(node, ast.Name) and node.id == name]
+        if call is None or len(loads) != 1:
+            continue
+        for place in _matched(after.value, partial(_same, loads[0], call)):
+            yield replace(place, before=before)
+
+
+def _assigned(statement: ast.AST) -> str | None:
+    """The one name that a statement gives to a value."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target = statement.targets[0]
+        return target.id if isinstance(target, ast.Name) else None
+    return None
+
+
+def _call_of_norm(node: ast.expr, first: str) -> ast.Call | None:
+    """`self.norm(x)`, with one argument."""
+    if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1 or isinstance(node.args[0], ast.Starred):
+        return None
+    callee = node.func
+    own = isinstance(callee, ast.Attribute) and isinstance(callee.value, ast.Name) and callee.value.id == first
+    return node if own else None
+
+
+def _same(name: ast.expr, call: ast.Call, node: ast.expr) -> ast.Call | None:
+    """The call that a name stands for, if a node is that name."""
+    return call if node is name else None
+
+
+def _norm_of(call: ast.Call) -> str:
+    assert isinstance(call.func, ast.Attribute)
+    return call.func.attr
+
+
+def _matched(node: ast.expr, source: Callable[[ast.expr], ast.Call | None]) -> Iterator[Place]:
+    """The place that an expression is, if it is one.
+
+    Args:
+        node: the expression.
+        source: from an expression to the call of a norm that it stands for, if it stands for one.
+    """
+    if isinstance(node, ast.Call) and node.args:
+        call, function, given = source(node.args[0]), _dotted(node.func), node.args[1:]
+        named = tuple(keyword.arg for keyword in node.keywords if keyword.arg is not None)
+        beside = [*given, *(keyword.value for keyword in node.keywords if keyword.arg is not None)]
+        two = len(beside) == 2 == len(given) + len(node.keywords)
+        if call is not None and function and two and all(map(_is_quiet, beside)):
+            what = Modulation(_norm_of(call), function, len(given), named)
+            yield Place(what, node, call, node.func, tuple(given), tuple(node.keywords))
+    for product, shift in _terms(node, ast.Add):
+        for rows, factor in _terms(product, ast.Mult):
+            call, less = source(rows), _less_one(factor)
+            if call is not None and less is not None and _is_quiet(less[0]) and _is_quiet(shift):
+                scale, addition = less
+                assert isinstance(node, ast.BinOp)
+                what = Modulation(_norm_of(call), None, 2, ())
+                yield Place(what, node, call, None, (scale, shift), spent=(node, addition))
+                return
+
+
+def _terms(node: ast.expr, operator: type[ast.operator]) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Both terms of an operation, in either order."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, operator):
+        yield node.left, node.right
+        yield node.right, node.left
+
+
+def _less_one(factor: ast.expr) -> tuple[ast.expr, ast.BinOp] | None:
+    """What 1 is added to in a factor, and the addition; of `(1 + scale)[:, None]` it is `scale[:, None]`."""
+    for one, scale in _terms(factor, ast.Add):
+        if isinstance(one, ast.Constant) and type(one.value) in (int, float) and one.value == 1:
+            assert isinstance(factor, ast.BinOp)
+            return scale, factor
+    made: ast.expr | None = None
+    within: tuple[ast.expr, ast.BinOp] | None = None
+    if isinstance(factor, ast.Subscript):
+        within = _less_one(factor.value)
+        made = None if within is None else ast.Subscript(within[0], factor.slice, ast.Load())
+    elif isinstance(factor, ast.Call) and isinstance(factor.func, ast.Attribute) and factor.func.attr == "unsqueeze":
+        within = _less_one(factor.func.value)
+        callee = None if within is None else ast.Attribute(within[0], factor.func.attr, ast.Load())
+        made = None if callee is None else ast.Call(callee, factor.args, factor.keywords)
+    return None if within is None or made is None else (made, within[1])
+
+
+def _dotted(node: ast.expr) -> str | None:
+    """A name, with dots, if that is all that an expression is."""
+    if isinstance(node, ast.Attribute):
+        inner = _dotted(node.value)
+        return inner and f"{inner}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _is_quiet(node: ast.expr) -> bool:
+    calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
+    views = all(isinstance(call.func, ast.Attribute) and call.func.attr in _VIEWS for call in calls)
+    return views and all(isinstance(each, (*_QUIET, ast.Call)) for each in ast.walk(node))
