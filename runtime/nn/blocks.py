@@ -389,8 +389,10 @@ class _Trial:
         if part is None:
             return None
         held = next(part.parameters(), next(part.buffers(), None))
+        if held is not None or may_follow(part):
+            return _StandIn(name, part, self)
         # Dropout and activations are as good as any stand-in.
-        return _bare(part, self._training) if held is None else _StandIn(name, part, self)
+        return _bare(part, self._training)
 
 
 def _bare(module: torch.nn.Module, training: bool) -> torch.nn.Module:

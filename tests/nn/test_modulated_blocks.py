@@ -1,0 +1,577 @@
+"""`patch` computes norms together with the modulation that forwards write behind them, and nothing else so."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import normforge
+from normforge.nn import blocks, modulating
+
+from .oracle import backward, each_device
+
+WIDTH, SAMPLES, TOKENS = 32, 2, 9
+
+
+def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """DiT's."""
+    return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+def modulate_scale_first(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    return torch.addcmul(shift[:, None], x, scale[:, None] + 1)
+
+
+def modulate_beside(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Of operands that broadcast as they are."""
+    return x + x * scale + shift
+
+
+# What a module of functions is to a forward that imports it.
+functions = SimpleNamespace(modulate=modulate)
+
+
+class Modulated(torch.nn.Module):
+    """A norm whose result is scaled and shifted by what a condition says; subclasses write it down."""
+
+    def __init__(self, norm: torch.nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm = norm or torch.nn.LayerNorm(WIDTH, eps=1e-6, elementwise_affine=False)
+        self.linear = torch.nn.Linear(WIDTH, 2 * WIDTH)
+        self.last = torch.nn.Linear(WIDTH, WIDTH)
+
+    def said(self, c: torch.Tensor) -> Any:
+        return self.linear(c).chunk(2, dim=-1)
+
+
+class ByFunction(Modulated):
+    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
+        shift, scale = self.said(c)
+        return self.last(modulate(self.norm(x), shift, scale))
+
+
+class ByName(Modulated):
+    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
+        shift, scale = self.said(c)
+        return self.last(modulate(self.norm(x), scale=scale, shift=shift))
+
+
+class ByScaleFirst(Modulated):
+    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
+        shift, scale = self.said(c)
+        return self.last(modulate_scale_first(self.norm(x), scale, shift))
+
+
+class ByDots(Modulated):
+    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
+        shift, scale = self.said(c)
+        x = self.norm(x)
+        x = functions.modulate(x, shift, scale)
+        return self.last(x)
+
+
+class Beside(Modulated):
+    """As PixArt chunks a table: the operands are (B, 1, N)."""
+
+    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
+        shift, scale = self.said(c.unsqueeze(1))
+        return self.last(modulate_beside(self.norm(x), shift, scale))
+
+
+class WrittenOut(Modulated):
+    """As diffusers' AdaLayerNormZero, which returns it."""
+
+    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
+        shift, scale = self.said(c)
+        x = self.norm(x) * (1 + scale[:, None]) + shift[:, None]
+        return x  # noqa: RET504  as it is written there
+
+
+class OuterIndex(Modulated):
+    """As diffusers' AdaLayerNormContinuous."""
+
+    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
+        shift, scale = self.said(c)
+        return self.last(self.norm(x) * (1 + scale)[:, None, :] + shift[:, None, :])
+
+
+class OuterUnsqueeze(Modulated):
+    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
+        shift, scale = self.said(c)
+        return self.last(shift.unsqueeze(1) + (scale + 1.0).unsqueeze(1) * self.norm(x))
+
+
+class NamedFirst(Modulated):
+    """As diffusers' FluxTransformerBlock, in a branch."""
+
+    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
+        shift, scale = self.said(c)
+        if c is not None:
+            normed = self.norm(x)
+            normed = normed * (1 + scale[:, None]) + shift[:, None]
+        return self.last(normed) + x
+
+
+class OneForAll(Modulated):
+    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
+        shift, scale = self.said(c[0])
+        return self.last(self.norm(x) * (1 + scale) + shift)
+
+
+class OneARow(Modulated):
+    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
+        shift, scale = self.said(c.unsqueeze(1) + x)
+        return self.last(self.norm(x) * (1 + scale) + shift)
+
+
+MODULATED: list[type[Modulated]] = [
+    *(ByFunction, ByName, ByScaleFirst, ByDots, Beside, WrittenOut, OuterIndex, OuterUnsqueeze, NamedFirst, OneForAll),
+    OneARow,
+]
+
+each_form = pytest.mark.parametrize("cls", MODULATED)
+
+
+class Counted:
+    """How often a norm was computed together with its modulation."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made = 0
+        fused = modulating._fused
+
+        def counted(*args: Any) -> Any:
+            result = fused(*args)
+            self.made += result is not None
+            return result
+
+        monkeypatch.setattr(modulating, "_fused", counted)
+
+    def count(self) -> int:
+        """Since this was called last."""
+        found, self.made = self.made, 0
+        return found
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    return Counted(monkeypatch)
+
+
+def given(device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, TOKENS, WIDTH, generator=generator)
+    c = torch.randn(SAMPLES, WIDTH, generator=generator)
+    return x.to(device, dtype).requires_grad_(), c.to(device, dtype).requires_grad_()
+
+
+def run(model: torch.nn.Module, operands: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+    """y, and the gradients of operands and parameters."""
+    for tensor in (*operands, *model.parameters()):
+        tensor.grad = None
+    y = model(*operands)
+    backward((y.float() * torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape)).sum())
+    found = {name: each.grad for name, each in (*zip("xc", operands, strict=True), *model.named_parameters())}
+    return {"y": y.detach(), **{name: each for name, each in found.items() if each is not None}}
+
+
+def assert_near(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float = 2e-5) -> None:
+    assert actual.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(
+            actual[name].double(),
+            tensor.double(),
+            rtol=0,
+            atol=tolerance * max(1.0, tensor.abs().max().item()),
+            msg=name,
+        )
+
+
+@each_device
+@each_form
+def test_every_way_to_write_it(cls: type[Modulated], device: str, counted: Counted) -> None:
+    torch.manual_seed(0)
+    model = cls().to(device)
+    patched = copy.deepcopy(model)
+    (fused,) = normforge.patch(patched).fused
+    assert (fused.path, fused.cls, fused.modulated) == ("", cls, ("norm",))
+    operands = given(device)
+    wanted = run(model, operands)
+    assert counted.count() == 0
+    assert_near(run(patched, operands), wanted)
+    assert counted.count() == 1
+    with torch.inference_mode():
+        torch.testing.assert_close(patched(*operands), model(*operands), rtol=0, atol=1e-5)
+    assert counted.count() == 1
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        torch.nn.LayerNorm(WIDTH),
+        torch.nn.LayerNorm(WIDTH, bias=False),
+        torch.nn.RMSNorm(WIDTH),
+        torch.nn.RMSNorm(WIDTH, elementwise_affine=False, eps=1e-3),
+    ],
+    ids=str,
+)
+def test_norms_with_weights_of_their_own(norm: torch.nn.Module, counted: Counted) -> None:
+    torch.manual_seed(0)
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter)
+    model = ByFunction(copy.deepcopy(norm))
+    patched = copy.deepcopy(model)
+    normforge.patch(patched)
+    wanted = run(model, given())
+    assert_near(run(patched, given()), wanted)
+    assert counted.count() == 1
+
+
+def test_bf16_is_nearer_to_the_exact_result_than_three_operators() -> None:
+    torch.manual_seed(0)
+    model = WrittenOut()
+    exact = run(copy.deepcopy(model).double(), given(dtype=torch.float64))
+    model = model.bfloat16()
+    patched = copy.deepcopy(model)
+    normforge.patch(patched)
+    errors = [
+        (run(each, given(dtype=torch.bfloat16))["y"].double() - exact["y"]).abs().mean() for each in (model, patched)
+    ]
+    assert errors[1] < errors[0]
+
+
+class ScaleAlone(Modulated):
+    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
+        shift, scale = self.said(c)
+        return self.last(self.norm(x) * (1 + scale[:, None])) * shift[:, None]
+
+
+class OtherFormula(Modulated):
+    @staticmethod
+    def other(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x * scale.unsqueeze(1) + shift.unsqueeze(1)
+
+    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
+        shift, scale = self.said(c)
+        return self.last(OtherFormula.other(self.norm(x), shift, scale))
+
+
+class UsedAgain(Modulated):
+    """The norm's own result goes on."""
+
+    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
+        shift, scale = self.said(c)
+        normed = self.norm(x)
+        modulated = normed * (1 + scale[:, None]) + shift[:, None]
+        return self.last(modulated) * normed
+
+
+class UsedTwice(Modulated):
+    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
+        shift, scale = self.said(c)
+        x = self.norm(x)
+        x = x * (1 + scale[:, None]) + shift[:, None] * x
+        return self.last(x)
+
+
+class OfAnother(Modulated):
+    """Not the norm is modulated."""
+
+    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
+        shift, scale = self.said(c)
+        return self.norm(self.last(x) * (1 + scale[:, None]) + shift[:, None])
+
+
+class WithAnEffect(Modulated):
+    """What stands behind the norm runs behind it."""
+
+    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
+        shift, _ = self.said(c)
+        return self.last(self.norm(x) * (1 + self.linear(c)[:, None, :WIDTH]) + shift[:, None])
+
+
+class OfAVariable(Modulated):
+    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
+        shift, scale = self.said(c)
+        chosen = modulate
+        return self.last(chosen(self.norm(x), shift, scale))
+
+
+@pytest.mark.parametrize("cls", [ScaleAlone, OtherFormula, UsedAgain, UsedTwice, OfAnother, WithAnEffect, OfAVariable])
+def test_what_is_not_a_modulation_runs_as_it_did(cls: type[Modulated], counted: Counted) -> None:
+    torch.manual_seed(0)
+    model = cls()
+    patched = copy.deepcopy(model)
+    assert all(not each.modulated for each in normforge.patch(patched).fused)
+    wanted = run(model, given())
+    assert_near(run(patched, given()), wanted)
+    assert counted.count() == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "conditioning"),
+    [
+        ((SAMPLES, 3, 4, WIDTH), (SAMPLES, 1, WIDTH)),
+        ((TOKENS, WIDTH), (TOKENS, WIDTH)),
+        ((SAMPLES, 1, WIDTH), (SAMPLES, WIDTH)),
+    ],
+)
+def test_shapes(shape: tuple[int, ...], conditioning: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = WrittenOut()
+    patched = copy.deepcopy(model)
+    normforge.patch(patched)
+    operands = torch.randn(shape).requires_grad_(), torch.randn(conditioning).requires_grad_()
+    wanted = run(model, operands)
+    assert_near(run(patched, operands), wanted)
+
+
+def test_one_sample_whose_operands_serve_all(counted: Counted) -> None:
+    torch.manual_seed(0)
+    model = ByFunction()
+    patched = copy.deepcopy(model)
+    normforge.patch(patched)
+    x, c = given()
+    operands = x, c[:1].detach().requires_grad_()
+    wanted = run(model, operands)
+    assert_near(run(patched, operands), wanted)
+    assert counted.count() == 0
+
+
+def test_a_wider_modulation_makes_a_wider_result(counted: Counted) -> None:
+    torch.manual_seed(0)
+    model = WrittenOut()
+    patched = copy.deepcopy(model)
+    normforge.patch(patched)
+    x, c = given()
+    x = x.detach().bfloat16().requires_grad_()
+    wanted, found = run(model, (x, c)), run(patched, (x, c))
+    assert found["y"].dtype is wanted["y"].dtype is torch.float32
+    assert_near(found, wanted, 2e-2)
+    assert counted.count() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cls", [ByFunction, WrittenOut])
+def test_autocast(cls: type[Modulated], counted: Counted) -> None:
+    torch.manual_seed(0)
+    model = cls().to("cuda")
+    patched = copy.deepcopy(model)
+    normforge.patch(patched)
+    with torch.autocast("cuda", torch.bfloat16):
+        wanted, found = run(model, given("cuda")), run(patched, given("cuda"))
+    assert {name: each.dtype for name, each in found.items()} == {name: each.dtype for name, each in wanted.items()}
+    assert_near(found, wanted, 2e-2)
+    assert counted.count() == 1
+
+
+@contextmanager
+def everywhere(hook: Callable[..., None]) -> Iterator[None]:
+    handle = torch.nn.modules.module.register_module_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def test_hooks_on_the_norm_see_it_called(counted: Counted) -> None:
+    torch.manual_seed(0)
+    model = ByFunction()
+    patched = copy.deepcopy(model)
+    normforge.patch(patched)
+    operands = given()
+    wanted = run(model, operands)
+    norm = patched.norm
+    for register in (norm.register_forward_hook, norm.register_forward_pre_hook, norm.register_full_backward_hook):
+        seen: list[Any] = []
+        handle = register(lambda *args, seen=seen: seen.append(args) or None)
+        assert_near(run(patched, operands), wanted)
+        assert (len(seen), counted.count()) == (1, 0)
+        handle.remove()
+    seen = []
+    with everywhere(lambda module, *_: seen.append(module)):
+        assert_near(run(patched, operands), wanted)
+    assert any(module is norm for module in seen)
+    assert counted.count() == 0
+    run(patched, operands)
+    assert counted.count() == 1
+
+
+def test_a_norm_that_was_changed_since(counted: Counted) -> None:
+    """Replaced, given another forward, or parametrised: it is called."""
+    torch.manual_seed(0)
+    patched = ByFunction(torch.nn.LayerNorm(WIDTH))
+    normforge.patch(patched)
+    x, c = given()
+    patched.norm.forward = lambda x: x * 0
+    shift, scale = patched.said(c)
+    torch.testing.assert_close(patched(x, c), patched.last(modulate(x * 0, shift, scale)))
+    del patched.norm.forward
+    patched.norm = torch.nn.Identity()
+    torch.testing.assert_close(patched(x, c), patched.last(modulate(x, shift, scale)))
+    assert counted.count() == 0
+
+
+def test_a_function_that_was_replaced_since(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = ByFunction()
+    normforge.patch(model)
+    x, c = given()
+    shift, scale = model.said(c)
+    monkeypatch.setitem(globals(), "modulate", lambda x, shift, scale: x - shift[:, None] * scale[:, None])
+    torch.testing.assert_close(model(x, c), model.last(model.norm(x) - shift[:, None] * scale[:, None]))
+    assert counted.count() == 0
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant: bool, counted: Counted) -> None:
+    torch.manual_seed(0)
+    model = ByFunction()
+    patched = copy.deepcopy(model)
+    normforge.patch(patched)
+    wanted = run(model, given())
+
+    class Checkpointed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, child in patched.named_children():
+                self.add_module(name, child)
+
+        def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
+            return checkpoint(patched, x, c, use_reentrant=reentrant)
+
+    assert_near(run(Checkpointed(), given()), wanted)
+    assert counted.count() == 2
+
+
+def test_per_sample_gradients(counted: Counted) -> None:
+    torch.manual_seed(0)
+    model = ByFunction()
+    patched = copy.deepcopy(model)
+    normforge.patch(patched)
+    x, c = given()
+
+    def gradients(each: torch.nn.Module) -> Any:
+        def loss(parameters: dict[str, torch.Tensor], row: torch.Tensor, said: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = torch.func.functional_call(each, parameters, (row[None], said[None]))
+            return y.square().sum()
+
+        parameters = {name: parameter.detach() for name, parameter in each.named_parameters()}
+        return torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(parameters, x.detach(), c.detach())
+
+    for name, wanted in gradients(model).items():
+        torch.testing.assert_close(gradients(patched)[name], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_it_is_one_graph_of_torchs_operators(counted: Counted) -> None:
+    torch.manual_seed(0)
+    model = ByFunction()
+    patched = copy.deepcopy(model)
+    normforge.patch(patched)
+    wanted = run(model, given())
+    torch._dynamo.reset()
+    compiled = torch.compile(patched, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*given()), wanted["y"], rtol=0, atol=1e-5)
+    assert counted.count() == 0
+
+
+def test_copies_and_pickles_are_fused_and_can_be_unpatched(counted: Counted) -> None:
+    torch.manual_seed(0)
+    model = ByFunction()
+    normforge.patch(model)
+    wanted = model(*given())
+    counted.count()
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        assert type(other) is type(model)
+        assert torch.equal(other(*given()), wanted)
+        assert counted.count() == 1
+        normforge.unpatch(other)
+        assert (type(other), type(other.norm)) == (ByFunction, torch.nn.LayerNorm)
+        assert torch.equal(other(*given()), ByFunction.forward(other, *given()))
+        assert counted.count() == 0
+
+
+def test_a_pickle_of_a_release_without_modulations() -> None:
+    assert type(blocks._new(ByFunction, ())) is not ByFunction
+
+
+class Summed(Modulated):
+    """Adds before its modulated norm, and before one that is not modulated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = torch.nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor, c: Any = None) -> Any:
+        shift, scale = (self.last(x), x) if c is None else (part[:, None] for part in self.said(c))
+        x = x + self.last(x)
+        x = x + self.last(self.norm(x) * (1 + scale) + shift)
+        return self.last(self.second(x))
+
+
+def test_a_sum_is_left_to_the_norm_that_is_not_modulated(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("normforge.nn.sums.LEAST_ELEMENTS", 0)
+    torch.manual_seed(0)
+    model = Summed()
+    patched = copy.deepcopy(model)
+    (fused,) = normforge.patch(patched).fused
+    assert (fused.norms, fused.modulated) == (("second",), ("norm",))
+    wanted = run(model, given())
+    for _ in range(3):
+        assert_near(run(patched, given()), wanted)
+    assert counted.count() == 3
+    assert "sum -> second, norm -> its modulation" in repr(patched)
+
+
+class Passing(torch.nn.Module):
+    """Blocks that return sums to one another; the first norm of each is modulated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(ByReturnedSum() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, c: torch.Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x, c)
+        return x
+
+
+class ByReturnedSum(Modulated):
+    def forward(self, x: torch.Tensor, c: Any = None) -> Any:
+        scale = shift = x.mean(1)
+        return x + self.last(modulate(self.norm(x), shift, scale))
+
+
+def test_a_sum_that_leaves_its_block_for_a_modulated_norm(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("normforge.nn.sums.LEAST_ELEMENTS", 0)
+    torch.manual_seed(0)
+    model = Passing()
+    patched = copy.deepcopy(model)
+    assert [each.modulated for each in normforge.patch(patched).fused] == [("norm",), ("norm",)]
+    wanted = run(model, given())
+    for _ in range(3):
+        assert_near(run(patched, given()), wanted)
+    assert counted.count() == 6
+
+
+def test_what_patch_says_of_it() -> None:
+    model = torch.nn.ModuleList([ByFunction(), ByFunction(), Summed()])
+    assert str(normforge.patch(model)).splitlines() == [
+        "swapped  2 x LayerNorm   -> LayerNorm [0.norm]",
+        "swapped  2 x LayerNorm   -> FollowingLayerNorm [2.norm]",
+        "fused    2 x ByFunction  norm with the modulation [0]",
+        "fused    1 x Summed      sums with second; norm with the modulation [2]",
+    ]
+    assert "norm -> its modulation" in repr(model[0])
+    normforge.unpatch(model)
+    assert normforge.patch(model, fuse=False).fused == ()
