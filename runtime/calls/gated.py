@@ -13,6 +13,7 @@ from ..errors import ShapeError
 from . import gated_backward, gated_instead
 from .argument_checks import check_flag, check_tensor
 from .neighbours import Operands, Options, neighbour_of
+from .outputs import Statistics, unpacked_of
 from .straight import GatedOperands, find_gated
 from .traced import dispatch_modes, is_dynamo_compiling, unrecorded
 
@@ -28,6 +29,7 @@ def _told(options: Options, dtypes: tuple[torch.dtype | None, ...]) -> gated_ins
 
 def _gradients(
     kept: Sequence[Any],
+    statistics: Statistics,
     told: gated_instead.Told,
     dy: torch.Tensor | None,
     dresidual_out: torch.Tensor | None,
@@ -36,7 +38,7 @@ def _gradients(
     """By kernels, unless a gradient of them could be asked for."""
     if dy is None:
         return [None] * len(due)
-    known = gated_instead.Kept(*kept)
+    known = gated_instead.Kept(*[*kept, *unpacked_of(kept[0], statistics)])
     seen = torch.is_grad_enabled() or is_dynamo_compiling() or dispatch_modes() > 0
     if seen or not gated_backward.takes(known, dy):
         return gated_instead.gradients(known, told, dy, due)

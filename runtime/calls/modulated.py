@@ -10,6 +10,7 @@ import torch
 from ..codegen.parameters import MODULATED
 from . import modulated_backward, modulated_instead
 from .neighbours import Options, neighbour_of
+from .outputs import Statistics, unpacked_of
 from .straight import ModulatedOperands, find_modulated
 from .traced import dispatch_modes, is_dynamo_compiling
 
@@ -26,17 +27,25 @@ def _told(options: Options, dtypes: tuple[torch.dtype | None, ...]) -> modulated
 
 def _gradients(
     kept: Sequence[Any],
+    statistics: Statistics,
     told: modulated_instead.Told,
     dy: torch.Tensor | None,
     dresidual_out: torch.Tensor | None,
-    due: Sequence[bool],
+    due: tuple[bool, ...],
 ) -> list[torch.Tensor | None]:
     """By kernels, unless a gradient of them could be asked for."""
-    known = modulated_instead.Kept(*kept)
     seen = torch.is_grad_enabled() or is_dynamo_compiling() or dispatch_modes() > 0
+    learnt = None
+    if dy is not None and not seen and isinstance(statistics, torch.Tensor):
+        arrived = (dy, dresidual_out, *kept, statistics)
+        key, found = modulated_backward.gradients_known(arrived, told, due)
+        if found is not None:
+            return found
+        learnt = key, arrived
+    known = modulated_instead.Kept(*[*kept, *unpacked_of(kept[0], statistics)])
     if dy is None or seen or not modulated_backward.takes(known, dy, dresidual_out):
         return modulated_instead.gradients(known, told, dy, dresidual_out, due)
-    return modulated_backward.gradients(known, told, dy, dresidual_out, due)
+    return modulated_backward.gradients(known, told, dy, dresidual_out, due, learnt)
 
 
 # x, gate and residual make the sum.

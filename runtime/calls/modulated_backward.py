@@ -8,17 +8,32 @@ sample and leave sums of their own, which are added up in a fixed order.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from ..codegen.model import Mode
 from ..codegen.values import Direction, FusedAdd, Norm
 from ..dtypes import DTYPES
+from ..selection import dispatch, invariance
+from ..upstream.torch_allocator import contiguous_strides
 from ..upstream.torch_dynamo import eager_only
 from .canonical import in_place_of
+from .known import MISALIGNED, Key, Known, remember
 from .modulated_instead import Kept, Told
-from .outputs import dtype_of_all
-from .row_gradients import Kind, Tensors, in_memory, kind_of, plan_of, shared_sum, sum_dtype
+from .outputs import dtype_of_all, rstd_address, unpacked
+from .row_gradients import (
+    GradientPlan,
+    Kind,
+    Layout,
+    Tensors,
+    addresses_of,
+    in_memory,
+    kind_of,
+    plan_of,
+    shared_sum,
+    sum_dtype,
+)
 from .row_layout import row_stride
 
 # Of fewer rows than that a sample, programs would leave about as much as they read.
@@ -88,11 +103,108 @@ def takes(kept: Kept, *arrived: torch.Tensor | None) -> bool:
     return each >= LEAST_ROWS and kept.rows.numel() // kept.rows.shape[-1] // each <= MOST_SAMPLES
 
 
+# How to make a tensor: size, strides and dtype; None for one that is not due.
+_Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+class Ready(NamedTuple):
+    """What calls come to whose tensors are like those of one that was checked, all but where they lie.
+
+    Attributes:
+        plan: the kernels.
+        layout: how they are launched.
+        m: rows.
+        samples: how many parts they are in.
+        dx: of what is normalised.
+        dgated: of x, where there is a gate.
+        totals: of the gradients that sums are, in the order of the sums.
+        saves_mean: whether there are means.
+    """
+
+    plan: GradientPlan
+    layout: Layout
+    m: int
+    samples: int
+    dx: _Made | None
+    dgated: _Made | None
+    totals: tuple[_Made | None, ...]
+    saves_mean: bool
+
+
+# dy and the gradient of the sum, what a forward pass keeps, and statistics.
+Arrived = tuple["torch.Tensor | None", ...]
+
+
+@eager_only
+def gradients_known(
+    arrived: Arrived, told: Told, due: tuple[bool, ...]
+) -> tuple[Key, list[torch.Tensor | None] | None]:
+    """What `gradients` returns of tensors that are like those of a call before; None if there was none.
+
+    Returns:
+        What such a call is known by, and the gradients.
+    """
+    key = ("modulated bwd", told, due)
+    kind: Known
+    for kind in dispatch.plans.get(key, ()):
+        if kind.fits(*kind.present(arrived)):
+            addresses = addresses_of(arrived)
+            aligned = not any(address & MISALIGNED for address in addresses)
+            ready: Ready | None = kind.plan if aligned else kind.plan_at(*addresses)
+            return key, None if ready is None else _launched(ready, arrived, addresses, told.weight_offset, due)
+    return key, None
+
+
+def _launched(
+    ready: Ready, arrived: Arrived, addresses: Sequence[int], weight_offset: float, due: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    plan, layout, m, samples, dx_made, dgated_made, totals_made, saves_mean = ready
+    empty = plan.empty
+    dx = None if dx_made is None else empty(*dx_made)
+    dgated = None if dgated_made is None else empty(*dgated_made)
+    totals = [None if made is None else empty(*made) for made in totals_made]
+    values: Sequence[Any]
+    if layout.by_address:
+        dy, dresidual_out, rows, scale, _, gate, gated, weight, _, statistics = addresses
+        mean, rstd = (statistics, rstd_address(statistics, m)) if saves_mean else (0, statistics)
+        made = (0 if dx is None else dx.data_ptr(), 0 if dgated is None else dgated.data_ptr())
+        values = (dy, rows, weight, scale, gate, gated, mean, rstd, dresidual_out, *made)
+    else:
+        given = dict(zip(_ARRIVED, arrived, strict=True))
+        packed = given.pop("statistics")
+        assert packed is not None
+        given["mean"], given["rstd"] = unpacked(packed, m)
+        given |= {"dx": dx, "dgated": dgated}
+        values = [given[name] for name in TENSORS.names]
+    plan.run(layout, m, m // samples, values, totals, weight_offset)
+    for_x, *_, for_residual, _, _ = due
+    of_x = dx if dgated is None else dgated
+    return [of_x if for_x else None, *totals, dx if for_residual else None, None, None]
+
+
+# Named as kernels name them.
+_ARRIVED = ("dy", "dresidual_out", "x", "scale", "shift", "gate", "gated", "weight", "bias", "statistics")
+
+
 @eager_only
 def gradients(
-    kept: Kept, told: Told, dy: torch.Tensor, dresidual_out: torch.Tensor | None, due: Sequence[bool]
+    kept: Kept,
+    told: Told,
+    dy: torch.Tensor,
+    dresidual_out: torch.Tensor | None,
+    due: Sequence[bool],
+    learnt: tuple[Key, Arrived] | None = None,
 ) -> list[torch.Tensor | None]:
-    """What `modulated_instead.gradients` returns of the same arguments, where `takes` has passed them."""
+    """What `modulated_instead.gradients` returns of the same arguments, where `takes` has passed them.
+
+    Args:
+        kept: what the forward pass kept.
+        told: see `modulated_instead.gradients`.
+        dy: the gradient of y.
+        dresidual_out: that of the sum; None if none arrived.
+        due: which gradients are.
+        learnt: from `gradients_known`, to which calls like this one become known; None has them stay unknown.
+    """
     for_x, *_, for_residual, _, _ = due
     rows, n = kept.rows, kept.rows.shape[-1]
     m = rows.numel() // n
@@ -122,10 +234,62 @@ def gradients(
     found = _of_samples_sums(kept, told, totals, due)
     found[0] = tensors["dgated"] if gates else tensors["dx"]
     found[4] = tensors["dx"]
+    if learnt is not None:
+        ready = _ready(plan, m, samples, kept, told, tensors, totals, due)
+        rows_as_passed = (dy, rows, kept.gated, dresidual_out)
+        if ready is not None and all(map(_is, rows_as_passed, map(tensors.get, ("dy", "x", "gated", "dresidual_out")))):
+            key, arrived = learnt
+            # Another M is another kind: all sizes are settled.
+            remember(dispatch.plans, key, arrived, [0] * len(arrived), tuple(addresses_of(arrived)), ready)
     return [
         gradient.to(dtype) if needed and gradient is not None and dtype is not None else None
         for gradient, dtype, needed in zip(found, told.dtypes, due, strict=True)
     ]
+
+
+def _ready(
+    plan: GradientPlan,
+    m: int,
+    samples: int,
+    kept: Kept,
+    told: Told,
+    tensors: Mapping[str, torch.Tensor | None],
+    totals: Mapping[str, torch.Tensor],
+    due: Sequence[bool],
+) -> Ready | None:
+    """What calls like this one come to, None if kernels do not leave the very gradients that are due."""
+    for_x, *_, for_residual, _, _ = due
+    x_dtype, *_, residual_dtype, _, _ = told.dtypes
+    dx, dgated = tensors["dx"], tensors["dgated"]
+    of_rows = [(dx if dgated is None else dgated, x_dtype, for_x), (dx, residual_dtype, for_residual)]
+    operands = (kept.scale, kept.shift, kept.gate)
+    found = tuple([totals.get(name) for name in TENSORS.sums])
+    if kept.weight is not None or kept.bias is not None or invariance.is_on():
+        return None
+    if any(needed and made is not None and made.dtype is not dtype for made, dtype, needed in of_rows):
+        return None
+    for total, operand in zip(found, operands, strict=True):
+        if (
+            total is not None
+            and operand is not None
+            and (total.numel() != operand.numel() or total.dtype is not operand.dtype)
+        ):
+            return None
+    sums = [
+        None if total is None or operand is None else _made(operand.shape, total.dtype)
+        for total, operand in zip(found, operands, strict=True)
+    ]
+    of_dx, of_dgated = (None if each is None else _made(each.shape, each.dtype) for each in (dx, dgated))
+    return Ready(plan, plan.layout(m, samples), m, samples, of_dx, of_dgated, tuple(sums), kept.mean is not None)
+
+
+def _made(shape: torch.Size, dtype: torch.dtype) -> _Made:
+    size = tuple(shape)
+    return size, contiguous_strides(size), dtype
+
+
+def _is(a: object, b: object) -> bool:
+    return a is b
 
 
 def _sums(kept: Kept, samples: int, due: Sequence[bool]) -> dict[str, torch.dtype]:

@@ -23,7 +23,7 @@ from .check import check, refuse_gradient
 from .first import address_of, resolved
 from .known import MISALIGNED, PLAIN, Found, Key, remember
 from .launch import run, run_alone, run_recorded
-from .outputs import LayerNormOutput, unpacked
+from .outputs import LayerNormOutput
 from .plan import Plan
 from .row_layout import walkable
 from .traced import intercepted, is_dynamo_compiling, operated, result_dtype, said_of
@@ -60,7 +60,7 @@ class Neighbour(NamedTuple):
         kept: from the tensors, and the sum if one was stored, to what a backward pass needs of them, the first of x's
             shape.
         told: from the options and the tensors' dtypes to what it needs besides.
-        gradients: from all of that, with mean and rstd behind what was kept, dy and the gradient of the sum, to the
+        gradients: from what was kept, statistics, what is needed besides, dy and the gradient of the sum, to the
             gradients of the tensors that are due.
     """
 
@@ -275,11 +275,9 @@ class _Record(torch.autograd.Function):
             with batch_invariant():
                 return _Record.backward(ctx, *arrived)
         *kept, statistics = ctx.saved_tensors
-        rows = kept[0]
-        statistics = unpacked(statistics, rows.numel() // rows.shape[-1])
         dy, dresidual_out = arrived[0], arrived[1] if len(arrived) > 1 else None
         due = ctx.needs_input_grad[1:]
-        return None, *ctx.neighbour.gradients((*kept, *statistics), ctx.told, dy, dresidual_out, due)
+        return None, *ctx.neighbour.gradients(kept, statistics, ctx.told, dy, dresidual_out, due)
 
 
 def dtypes_of(operands: Operands) -> tuple[torch.dtype | None, ...]:

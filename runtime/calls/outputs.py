@@ -133,6 +133,15 @@ def unpacked(packed: torch.Tensor, m: int) -> tuple[torch.Tensor | None, torch.T
     return (None, packed) if packed.numel() == m else (packed[:m], packed[aligned_length(m) :])
 
 
+# The means of some rows, if there are any, and rstd: as `pack` lays them, or two tensors.
+Statistics = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor]
+
+
+def unpacked_of(rows: torch.Tensor, statistics: Statistics) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Two tensors, of statistics of the rows of a tensor, (..., N)."""
+    return statistics if isinstance(statistics, tuple) else unpacked(statistics, rows.numel() // rows.shape[-1])
+
+
 def packed_of(*statistics: torch.Tensor) -> torch.Tensor:
     """What `pack` makes room for, of the means, if there are any, and rstd."""
     *means, rstd = (statistic.flatten() for statistic in statistics)

@@ -7,8 +7,9 @@ which a last kernel adds up in a fixed order. What one family of norms launches 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +26,13 @@ from ..kernels.launcher import Launcher
 from ..kernels.row_walk import RowStride
 from ..kernels.tile_choice import choose, narrowed, refuse_variant, staged
 from ..selection import dispatch
+from ..upstream.torch_allocator import allocator
+from ..upstream.triton_launcher import Grid, Launch
 from .known import MISALIGNED, PLAIN
+from .outputs import aligned_length
 
 _TERMS = ("gh_mean", "g_mean")
+_ABSENT = (None,) * len(SUMS)
 
 Dtypes = tuple["torch.dtype | None", ...]
 
@@ -94,14 +99,50 @@ class Prepared:
         return self.walkers if self.finisher is None else (*self.walkers, self.finisher)
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the kernels are launched for one M and so many parts, and what lies where in the memory that they share.
+
+    Attributes:
+        steps: how the kernels that walk the rows are launched, in order, and their grids.
+        finish: the same of what adds up their partial sums; None where there are none.
+        programs: how many share the rows of a part.
+        starts: where the partial sums of each sum start, in fp32 elements, and then each of the values that the first
+            step leaves for the next; None of what is not wanted.
+        offsets: the same in bytes.
+        length: of that memory, in elements.
+        by_address: whether launches take addresses, and not tensors.
+    """
+
+    steps: tuple[tuple[Launch, Grid], ...]
+    finish: tuple[Launch, Grid] | None
+    programs: int
+    starts: tuple[int | None, ...]
+    offsets: tuple[int | None, ...]
+    length: int
+    by_address: bool
+
+
+# How many M, and numbers of parts, a plan keeps the layouts of.
+_LAYOUTS = 64
+
+
 class GradientPlan:
-    """The kernels of a kind of launches, for each class of M."""
+    """The kernels of a kind of launches, for each class of M.
+
+    Attributes:
+        kind: what launches are alike in.
+        empty: makes tensors on the device; a plan of kernels that are only known is not launched.
+        layout: from M and the number of parts to the `Layout` of launches.
+    """
 
     def __init__(self, kind: Kind, target: Target, device: torch.device | None) -> None:
         """Find the instance that serves a kind; with no device, kernels are known and not compiled."""
         self.kind, self._target, self._device = kind, target, device
         self._entry = dispatch.find(kind.mode, kind.n)
         self._prepared: dict[int, Prepared] = {}
+        self.empty = allocator(device or torch.device("meta"))
+        self.layout = lru_cache(_LAYOUTS)(self._lay_out)
 
     def prepared(self, m: int) -> Prepared:
         """The kernels for m rows."""
@@ -157,6 +198,35 @@ class GradientPlan:
         words = [None if dtype is None else pointer_type(dtype, aligned=True) for dtype in dtypes]
         return {name: words[place] if place < len(words) else None for place, name in enumerate(SUMS)}
 
+    def _lay_out(self, m: int, parts: int) -> Layout:
+        ready, (_, brought, n, dtypes, *_) = self.prepared(m), self.kind
+        most = ready.row.programs(ready.tile, n, self._target)
+        each = programs_a_part(most, parts, -(-(m // parts) // ready.tile.rows))
+        by_address = all(launcher.launch is not None for launcher in ready.launchers)
+        sums = dtypes[len(brought.names) :]
+        wanted = [*[dtype is not None for dtype in sums], *[bool(ready.row.row_terms) for _ in _TERMS]]
+        lengths = [*[parts * each * n for _ in sums], *[m for _ in _TERMS]]
+        starts: list[int | None] = []
+        length = 0
+        for is_wanted, its in zip(wanted, lengths, strict=True):
+            starts.append(length if is_wanted else None)
+            length += aligned_length(its) if is_wanted else 0
+        due = max((place for place, dtype in enumerate(sums) if dtype is not None), default=-1) + 1
+        finish = None if ready.finisher is None else (_launch(ready.finisher, by_address), (ready.blocks, due, parts))
+        steps = zip(ready.row.steps, ready.walkers, strict=True)
+        return Layout(
+            steps=tuple(
+                (_launch(walker, by_address), step.grid(ready.tile, n, self._target)(m, parts * each))
+                for step, walker in steps
+            ),
+            finish=finish,
+            programs=each,
+            starts=tuple(starts),
+            offsets=tuple(None if start is None else start * torch.float32.itemsize for start in starts),
+            length=length,
+            by_address=by_address,
+        )
+
     def launch(
         self,
         m: int,
@@ -177,29 +247,50 @@ class GradientPlan:
         Returns:
             What the sums add up to, (parts, N), by their names.
         """
-        ready, (_, brought, n, dtypes, *_) = self.prepared(m), self.kind
-        most = ready.row.programs(ready.tile, n, self._target)
-        each = programs_a_part(most, parts, -(-(m // parts) // ready.tile.rows))
-        x = tensors["x"]
-        assert x is not None
+        _, brought, n, dtypes, *_ = self.kind
         totals = [
-            None if dtype is None else x.new_empty((parts, n), dtype=dtype) for dtype in dtypes[len(brought.names) :]
+            None if dtype is None else self.empty((parts, n), (n, 1), dtype) for dtype in dtypes[len(brought.names) :]
         ]
-        left = [None if total is None else x.new_empty((parts * each, n), dtype=torch.float32) for total in totals]
-        terms = [x.new_empty(m, dtype=torch.float32) if ready.row.row_terms else None for _ in _TERMS]
-        values: Sequence[Any] = [*[tensors[name] for name in brought.names], *left, *terms]
-        absent = [None] * (len(SUMS) - len(left))
-        finishing: Sequence[Any] = [*left, *absent, *totals, *absent]
-        by_address = all(launcher.launch is not None for launcher in ready.launchers)
-        if by_address:
-            values, finishing = map(_addresses, (values, finishing))
-        for step, walker in zip(ready.row.steps, ready.walkers, strict=True):
-            grid = step.grid(ready.tile, n, self._target)(m, parts * each)
-            _launch(walker, by_address)(grid, (*values, m, shared, weight_offset))
-        if ready.finisher is not None:
-            due = max(place for place, total in enumerate(totals) if total is not None) + 1
-            _launch(ready.finisher, by_address)((ready.blocks, due, parts), (*finishing, each))
+        layout, values = self.layout(m, parts), [tensors[name] for name in brought.names]
+        self.run(layout, m, shared, addresses_of(values) if layout.by_address else values, totals, weight_offset)
         return {name: total for name, total in zip(brought.sums, totals, strict=True) if total is not None}
+
+    def run(
+        self,
+        layout: Layout,
+        m: int,
+        shared: int,
+        values: Sequence[Any],
+        totals: Sequence[torch.Tensor | None],
+        weight_offset: float,
+    ) -> None:
+        """Launch them on what is there already.
+
+        Args:
+            layout: that of m, and of the parts.
+            m: rows.
+            shared: see `launch`.
+            values: the tensors in the order of their names, as addresses if the layout says so.
+            totals: where sums go, in their order; None for those that are not due.
+            weight_offset: added to weight.
+        """
+        work = self.empty((layout.length,), (1,), torch.float32) if layout.length else None
+        pieces: list[Any]
+        made: Sequence[Any]
+        if layout.by_address:
+            base = 0 if work is None else work.data_ptr()
+            pieces = [0 if offset is None else base + offset for offset in layout.offsets]
+            made = addresses_of(totals)
+        else:
+            pieces = [None if start is None or work is None else work[start:] for start in layout.starts]
+            made = totals
+        for launch, grid in layout.steps:
+            launch(grid, (*values, *pieces, m, shared, weight_offset))
+        if layout.finish is not None:
+            launch, grid = layout.finish
+            count = len(totals)
+            absent = _ABSENT[count:]
+            launch(grid, (*pieces[:count], *absent, *made, *absent, layout.programs))
 
     @property
     def plans(self) -> list[GradientPlan]:
@@ -245,11 +336,12 @@ def shared_sum(totals: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
     return totals.view(operand.shape) if totals.numel() == operand.numel() else totals.sum(0)
 
 
-def _addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+def addresses_of(tensors: Iterable[torch.Tensor | None]) -> list[int]:
+    """Where tensors lie, 0 for those that are not there."""
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-def _launch(launcher: Launcher, by_address: bool) -> Callable[[Any, tuple[Any, ...]], None]:
+def _launch(launcher: Launcher, by_address: bool) -> Launch:
     return launcher.launch if by_address and launcher.launch is not None else launcher.launch_tensors
 
 

@@ -19,7 +19,7 @@ from ..codegen.parameters import BACKWARD, FORWARD
 from ..codegen.values import Norm
 from ..selection.invariance import is_on
 from ..upstream.torch_dynamo import constant_in_traces
-from ..upstream.torch_internals import dispatch_modes, jit_tracing, saved_tensors_hooks
+from ..upstream.torch_internals import dispatch_modes, global_hooks, jit_tracing, saved_tensors_hooks
 from .backend import intercepted
 from .check import Call, check, refuse_gradient
 from .functions import FUNCTIONS, completed
@@ -29,6 +29,7 @@ __all__ = [
     "backward_traced",
     "dispatch_modes",
     "forward_traced",
+    "global_hooks",
     "intercepted",
     "is_dynamo_compiling",
     "keeps_for_recomputation",

@@ -22,8 +22,7 @@ from torch.compiler import is_dynamo_compiling
 from ..calls.backend import backend
 from ..calls.known import PLAIN
 from ..calls.straight import DEFAULT_EPS
-from ..calls.traced import result_dtype
-from ..upstream.torch_internals import global_hooks
+from ..calls.traced import global_hooks, result_dtype
 from .following import FollowingLayerNorm, FollowingRMSNorm
 from .modulation import modulated_layer_norm, modulated_rms_norm
 from .modules import LayerNorm, RMSNorm

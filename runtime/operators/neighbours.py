@@ -68,7 +68,8 @@ def register(library: torch.library.Library, namespace: str, function: str) -> N
         due = dict(zip(takes.passed, ctx.needs_input_grad, strict=True))
         dresidual_out = arrived[1] if ctx.adds else None
         wanted = [due.get(name, False) for name in calls.inputs]
-        found = calls.gradients(ctx.saved_tensors, ctx.told, arrived[0], dresidual_out, wanted)
+        *kept, mean, rstd = ctx.saved_tensors
+        found = calls.gradients(kept, (mean, rstd), ctx.told, arrived[0], dresidual_out, wanted)
         by_name = dict(zip(calls.inputs, found, strict=True))
         return tuple([by_name.get(name) for name in takes.passed])
 
