@@ -156,7 +156,7 @@ class GradientPlan:
         choices, invariant = self._entry.choices(m, target.arch), self._entry.is_invariant
         if invariant:
             misaligned = frozenset(() if pipelines.starts_aligned(n) else [f"{name}_ptr" for name in tensors.with_rows])
-        tile = narrowed(mode, choose(mode, choices, n, target), n)
+        tile = narrowed(choose(mode, choices, n, target), n)
         alignment = pipelines.row_alignment(*([n] if invariant else strides))
         told = dict(zip((*tensors.names, *tensors.sums), dtypes, strict=True))
         read = [dtype.itemsize for dtype in map(told.get, tensors.read) if dtype is not None]

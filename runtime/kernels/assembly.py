@@ -229,7 +229,7 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
     """
     mode, n, target, strides = facts.mode, facts.n, facts.target, facts.strides
     alignment = pipelines.row_alignment(*([n] if facts.invariant else strides.values()))
-    tile = narrowed(mode, choose(mode, choices, n, target), n)
+    tile = narrowed(choose(mode, choices, n, target), n)
     if mode.is_backward:
         is_paired = pipelines.is_paired(n, alignment, facts.misaligned)
         tile = staged(tile, choices[-1], n, facts.itemsizes, is_paired, target)

@@ -67,14 +67,13 @@ def refuse_variant(mode: AnyMode, tile: Tile, n: int, m: int) -> None:
 _NARROWEST = 16
 
 
-def narrowed(mode: Mode, tile: Tile, n: int) -> Tile:
+def narrowed(tile: Tile, n: int) -> Tile:
     """A tile of several rows, as wide as these are, and of as many more of them: of rows of 64 in a bucket of 128 say.
 
-    Half the lanes of the wider one are idle, and an activation costs each about what the rest of a norm does. It is of
-    gated norms alone: others were measured without.
+    Half the lanes of the wider one are idle.
     """
     block = max(_NARROWEST, power_of_two(n))
-    if not mode.gating.gates or tile.pipeline is not Pipeline.ROWS or block >= tile.block:
+    if tile.pipeline is not Pipeline.ROWS or block >= tile.block:
         return tile
     return replace(tile, rows=tile.rows * tile.block // block, block=block)
 
