@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from normforge.calls import group
 from normforge.calls.known import Known, all_plans
+from normforge.calls.plan import Plan
 from normforge.selection import dispatch
 
 from .errors import UsageError
@@ -146,7 +146,7 @@ def take_apart(call: Call, m: int, interpreted: bool) -> Taken:
 def launching_nothing() -> Iterator[None]:
     """Have all known calls of LayerNorm and RMSNorm launch nothing meanwhile; a backward call is none of them."""
     known = [kind for kinds in dispatch.plans.values() for kind in kinds if isinstance(kind, Known)]
-    kinds = [kind for kind in known if kind.plan is not None and not isinstance(kind.plan, group.Found)]
+    kinds = [kind for kind in known if isinstance(kind.plan, Plan)]
     plans = [kind.plan for kind in kinds]
     for kind in kinds:
         kind.plan = _launching_nothing(kind.plan)
