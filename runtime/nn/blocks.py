@@ -132,7 +132,8 @@ def fusible(module: torch.nn.Module) -> Fusible | str | None:
     own = cls.__mro__[: cls.__mro__.index(torch.nn.Module)]
     if mixed := [base.__name__ for base in own if not issubclass(base, torch.nn.Module)]:
         return f"{cls.__name__} is also a {' and a '.join(mixed)}; patch before it is made one"
-    found = _sums(module, forward, modulated) if adds and forward.additions else {}
+    spent = {addition for which in modulated for addition in forward.spent[which]}
+    found = _sums(module, forward, modulated) if adds and forward.additions > len(spent) else {}
     unfused = found if isinstance(found, str) else None
     chosen = {} if isinstance(found, str) else found
     if not chosen and not modulated:

@@ -294,8 +294,14 @@ def _looks_like_a_norm(module: torch.nn.Module) -> bool:
     cls = type(module)
     if any(base.__module__.partition(".")[0] == __name__.partition(".")[0] for base in cls.__mro__):
         return False
-    # Of other classes the name GroupNorm says little: Wav2Vec2GroupNormConvLayer is a layer with one.
-    return isinstance(module, tuple(_TORCH)) or any(name in cls.__name__ for name in ("RMSNorm", "LayerNorm"))
+    # Of other classes the name GroupNorm says little: Wav2Vec2GroupNormConvLayer is a layer with one. And what holds a
+    # norm is none itself: diffusers' AdaLayerNormZero modulates one.
+    named = any(name in cls.__name__ for name in ("RMSNorm", "LayerNorm"))
+    return isinstance(module, tuple(_TORCH)) or (named and not any(map(_looks_like_a_norm_or_ours, module.children())))
+
+
+def _looks_like_a_norm_or_ours(module: torch.nn.Module) -> bool:
+    return isinstance(module, tuple(_TORCH)) or _looks_like_a_norm(module)
 
 
 _FAST_PATH = (
