@@ -143,6 +143,16 @@ def test_only_what_is_due_is_made(due: tuple[str, ...], device: str, looked: Loo
 
 
 @each_device
+def test_gradients_that_were_not_due_before(device: str, looked: Looked) -> None:
+    """Of the same tensors, which require them all: autograd asks for those that somebody asked it for."""
+    given = operands(device)
+    first = gradients(FUNCTIONS["layer"], given, ("x",))
+    second = gradients(FUNCTIONS["layer"], given)
+    assert torch.equal(first["x"], second["x"])
+    assert looked.counts() == (2, 0)
+
+
+@each_device
 def test_what_differs_is_looked_at(device: str, looked: Looked) -> None:
     function = normforge.modulated_layer_norm
     gradients(function, operands(device))

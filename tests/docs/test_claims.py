@@ -199,6 +199,7 @@ def test_the_tables_are_those_of_the_results() -> None:
         ("quantised-decode-peers", "benchmarks"),
         ("batch-invariance", "benchmarks"),
         ("sweep", "benchmarks"),
+        ("sweep-short", "benchmarks"),
     ],
 )
 def test_tables_of_a_folder_of_their_own_are_those_of_its_results(what: str, name: str) -> None:
@@ -505,6 +506,53 @@ def gains(folder: str, step: str, dtype: str, run: str, variant: str, of: str = 
     return {model: ms[model, of] / time for (model, name), time in ms.items() if name == variant and (model, of) in ms}
 
 
+def test_what_dit_gains_by_its_modulation_is_that_of_the_results() -> None:
+    table = load_models(RESULTS / "h200-models-dit")
+    assert table is not None
+    rows = [
+        [table.rows[Key("dit", dtype, "train", "eager", name)] for name in ("patch", "torch")]
+        for dtype in ("bf16", "autocast")
+    ]
+    (ours, torchs), (cast, torchs_cast) = rows
+    assert f"since then it takes {ours.ms:.1f} where torch takes {torchs.ms:.1f}" in said(README)
+    page, guide = said(BENCHMARKS), said(ROOT / "docs/models.md")
+    assert f"a step takes {ours.ms:.1f} ms where torch takes {torchs.ms:.1f}, and {cast.ms:.1f} where" in page
+    assert f"where torch takes {torchs_cast.ms:.1f} under autocast" in page
+    memory = [f"{each.memory_gib:.2f}" for pair in rows for each in reversed(pair)]
+    assert "memory falls from {} to {} GiB and from {} to {}".format(*memory) in page
+    assert (
+        f"bf16 {ours.ms:.1f} ms, eager torch {torchs.ms:.1f}; autocast {cast.ms:.1f}, torch {torchs_cast.ms:.1f}"
+        in guide
+    )
+    assert f"memory {memory[1]} GiB, torch {memory[0]}" in guide
+
+
+def test_what_the_sweep_says_is_that_of_the_results() -> None:
+    found = load(RESULTS / "h200-sweep", "sweep")
+    assert found is not None
+    leads = {}
+    for cell in found.cells():
+        times = {name: row.us for name, row in found.of(cell).items() if row.ok and name != "copy"}
+        ours = times.pop("normforge")
+        leads[cell] = min(times.values()) / ours
+    page = said(BENCHMARKS)
+    assert f"{len(leads)} cells of two turns" in page
+    assert f"ours are {geometric_mean(leads.values()):.2f} times as fast as the best of torch" in page
+    assert f"more than 1 % in {sum(lead < 0.99 for lead in leads.values())} cells" in page
+    odd = found.of("add/ln_bf16/10256x13081")["normforge"]
+    assert (
+        f"{found.ratio_to_copy(odd) or 0:.2f} of copy, {leads['add/ln_bf16/10256x13081']:.2f} of torch.compile" in page
+    )
+    again = load(RESULTS / "h200-sweep-short", "sweep")
+    assert again is not None
+    for cell, text in (
+        ("forward/ln_bf16/524288x64", "LayerNorm of 524288×64 takes {:.0f} µs, {:.0f} before"),
+        ("backward/rms_bf16/1048576x32", "RMSNorm backward of 1048576×32 takes {:.0f} µs, {:.0f} before"),
+        ("add_quant/ln_bf16_fp8_dq/512x40", "512×40 takes {:.1f} µs, {:.1f} before"),
+    ):
+        assert text.format(*[each.of(cell)["normforge"].us for each in (again, found)]) in page
+
+
 def test_what_models_gain_is_that_of_the_results() -> None:
     trained = gains("h200-models", "train", "bf16", "eager", "patch")
     autocast = gains("h200-models", "train", "autocast", "eager", "patch")
@@ -527,7 +575,9 @@ def test_what_models_gain_is_that_of_the_results() -> None:
         BENCHMARKS
     )
     ours, torchs = (table.rows[Key("dit", "bf16", "train", "eager", name)] for name in ("patch", "torch"))
-    assert f"DiT, patched, takes {ours.ms:.1f} ms where torch takes {torchs.ms:.1f}" in said(README)
+    assert f"before its modulation was fused ({ours.ms:.1f} ms, torch {torchs.ms:.1f})" in said(README)
+    ours, torchs = (table.rows[Key("dit", "bf16", "train", "compile", name)] for name in ("patch-passes", "torch"))
+    assert f"Compiled, torch takes {torchs.ms:.1f} and ours {ours.ms:.1f}" in said(README)
     for dtype, gained in (("bf16", trained), ("autocast", autocast)):
         assert min(gained.values()) > 1
         assert min(gains("h200-models", "train", dtype, "eager", "patch", of="liger").values()) > 1

@@ -575,3 +575,13 @@ def test_what_patch_says_of_it() -> None:
     assert "norm -> its modulation" in repr(model[0])
     normforge.unpatch(model)
     assert normforge.patch(model, fuse=False).fused == ()
+
+
+class AdaLayerNormZero(WrittenOut):
+    """Called a norm, it holds one; all that it adds is the modulation."""
+
+
+def test_what_holds_a_modulated_norm_is_no_norm_that_was_skipped() -> None:
+    done = normforge.patch(torch.nn.ModuleList([AdaLayerNormZero()]))
+    assert [each.modulated for each in done.fused] == [("norm",)]
+    assert (done.skipped, done.unfused) == ((), ())

@@ -6,6 +6,7 @@ from ..mutant import Mutant
 
 _FORMULA = "tests/nn/test_modulation.py::test_outputs_and_gradients_are_those_of_fp64"
 _CALLS = "tests/calls/test_modulated.py"
+_PATCHED = "tests/nn/test_modulated_blocks.py"
 
 MUTANTS = (
     Mutant(
@@ -87,5 +88,37 @@ MUTANTS = (
         " and not tensor.is_neg() for tensor in there",
         " for tensor in there",
         ("tests/nn/test_modulation.py::test_a_gradient_that_arrives_may_lie_anyhow",),
+    ),
+    Mutant(
+        "modulation-passes-hooks-by",
+        "patch: a norm that somebody watches is computed with its modulation, and nobody sees it called",
+        "runtime/nn/modulating.py",
+        "if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:",
+        "if norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:",
+        (f"{_PATCHED}::test_hooks_on_the_norm_see_it_called",),
+    ),
+    Mutant(
+        "modulation-of-another-order",
+        "patch: a function that takes the scale first is given the shift for it",
+        "runtime/nn/modulating.py",
+        "scale, shift = fitting[formula.scale], fitting[1 - formula.scale]",
+        "shift, scale = fitting",
+        (f"{_PATCHED}::test_every_way_to_write_it[ByScaleFirst-cpu]",),
+    ),
+    Mutant(
+        "modulation-of-a-name-that-goes-on",
+        "patch: a norm's result that is used beside its modulation is thought to be used in it alone",
+        "runtime/nn/modulation_text.py",
+        "if call is None or len(loads) != 1:",
+        "if call is None:",
+        (f"{_PATCHED}::test_what_is_not_a_modulation_runs_as_it_did[UsedTwice]",),
+    ),
+    Mutant(
+        "modulated-gradients-known-whatever-is-due",
+        "a backward pass that is known returns the gradients that were due before",
+        "runtime/calls/modulated_backward.py",
+        'key = ("modulated bwd", told, due)',
+        'key = ("modulated bwd", told)',
+        ("tests/calls/test_known_gradients.py::test_gradients_that_were_not_due_before[cpu]",),
     ),
 )
