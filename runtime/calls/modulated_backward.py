@@ -8,6 +8,8 @@ sample and leave sums of their own, which are added up in a fixed order.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import reduce
+from operator import is_, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -149,7 +151,7 @@ def gradients_known(
     for kind in dispatch.plans.get(key, ()):
         if kind.fits(*kind.present(arrived)):
             addresses = addresses_of(arrived)
-            aligned = not any(address & MISALIGNED for address in addresses)
+            aligned = not reduce(or_, addresses) & MISALIGNED
             ready: Ready | None = kind.plan if aligned else kind.plan_at(*addresses)
             return key, None if ready is None else _launched(ready, arrived, addresses, told.weight_offset, due)
     return key, None
@@ -205,6 +207,8 @@ def gradients(
         due: which gradients are.
         learnt: from `gradients_known`, to which calls like this one become known; None has them stay unknown.
     """
+    # Of another table, which may be loaded meanwhile, nothing is to be known.
+    plans = dispatch.plans
     for_x, *_, for_residual, _, _ = due
     rows, n = kept.rows, kept.rows.shape[-1]
     m = rows.numel() // n
@@ -237,10 +241,10 @@ def gradients(
     if learnt is not None:
         ready = _ready(plan, m, samples, kept, told, tensors, totals, due)
         rows_as_passed = (dy, rows, kept.gated, dresidual_out)
-        if ready is not None and all(map(_is, rows_as_passed, map(tensors.get, ("dy", "x", "gated", "dresidual_out")))):
+        if ready is not None and all(map(is_, rows_as_passed, map(tensors.get, ("dy", "x", "gated", "dresidual_out")))):
             key, arrived = learnt
             # Another M is another kind: all sizes are settled.
-            remember(dispatch.plans, key, arrived, [0] * len(arrived), tuple(addresses_of(arrived)), ready)
+            remember(plans, key, arrived, [0] * len(arrived), tuple(addresses_of(arrived)), ready)
     return [
         gradient.to(dtype) if needed and gradient is not None and dtype is not None else None
         for gradient, dtype, needed in zip(found, told.dtypes, due, strict=True)
@@ -286,10 +290,6 @@ def _ready(
 def _made(shape: torch.Size, dtype: torch.dtype) -> _Made:
     size = tuple(shape)
     return size, contiguous_strides(size), dtype
-
-
-def _is(a: object, b: object) -> bool:
-    return a is b
 
 
 def _sums(kept: Kept, samples: int, due: Sequence[bool]) -> dict[str, torch.dtype]:

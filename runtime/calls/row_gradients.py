@@ -32,7 +32,6 @@ from .known import MISALIGNED, PLAIN
 from .outputs import aligned_length
 
 _TERMS = ("gh_mean", "g_mean")
-_ABSENT = (None,) * len(SUMS)
 
 Dtypes = tuple["torch.dtype | None", ...]
 
@@ -277,20 +276,21 @@ class GradientPlan:
         work = self.empty((layout.length,), (1,), torch.float32) if layout.length else None
         pieces: list[Any]
         made: Sequence[Any]
+        absent: int | None
         if layout.by_address:
             base = 0 if work is None else work.data_ptr()
             pieces = [0 if offset is None else base + offset for offset in layout.offsets]
-            made = addresses_of(totals)
+            made, absent = addresses_of(totals), 0
         else:
             pieces = [None if start is None or work is None else work[start:] for start in layout.starts]
-            made = totals
+            made, absent = totals, None
         for launch, grid in layout.steps:
             launch(grid, (*values, *pieces, m, shared, weight_offset))
         if layout.finish is not None:
             launch, grid = layout.finish
             count = len(totals)
-            absent = _ABSENT[count:]
-            launch(grid, (*pieces[:count], *absent, *made, *absent, layout.programs))
+            others = (absent,) * (len(SUMS) - count)
+            launch(grid, (*pieces[:count], *others, *made, *others, layout.programs))
 
     @property
     def plans(self) -> list[GradientPlan]:

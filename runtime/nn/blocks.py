@@ -9,7 +9,7 @@ bit. What a block does with a norm's result is read from its text, and a functio
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -131,7 +131,7 @@ def fusible(module: torch.nn.Module) -> Fusible | str | None:
     if mixed := [base.__name__ for base in own if not issubclass(base, torch.nn.Module)]:
         return f"{cls.__name__} is also a {' and a '.join(mixed)}; patch before it is made one"
     spent = {addition for which in modulated for addition in forward.spent[which]}
-    found = _sums(module, forward, modulated) if adds and forward.additions > len(spent) else {}
+    found = _sums(module, forward, modulated, spent) if adds and forward.additions > len(spent) else {}
     unfused = found if isinstance(found, str) else None
     chosen = {} if isinstance(found, str) else found
     if not chosen and not modulated:
@@ -171,10 +171,11 @@ def _function(forward: Forward, dotted: str) -> Any:
     return found
 
 
-def _sums(module: torch.nn.Module, forward: Forward, modulated: tuple[int, ...]) -> dict[int, str] | str:
+def _sums(
+    module: torch.nn.Module, forward: Forward, modulated: tuple[int, ...], spent: Collection[int]
+) -> dict[int, str] | str:
     """The additions to fuse, each with the norm that is called with it, "" if it is returned; or why there is none."""
     norms = {forward.modulations[which].norm for which in modulated}
-    spent = {addition for which in modulated for addition in forward.spent[which]}
     try:
         with apart():
             found = followers(module, forward)

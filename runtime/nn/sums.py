@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -318,11 +319,7 @@ def _version(parameter: torch.nn.Parameter | None) -> int:
 
 def _same(before: tuple[Any, ...] | None, after: tuple[Any, ...]) -> bool:
     # Tensors are compared by identity: `==` of tuples would ask them, which is a kernel.
-    return before is not None and before[3:] == after[3:] and all(map(_is, before[:3], after[:3]))
-
-
-def _is(a: object, b: object) -> bool:
-    return a is b
+    return before is not None and before[3:] == after[3:] and all(map(is_, before[:3], after[:3]))
 
 
 def _callable_ahead(norm: Following) -> bool:
