@@ -170,9 +170,7 @@ def add(block: torch.nn.Module, index: int, a: Any, b: Any) -> Any:
         b: likewise.
     """
     # Under torch.compile the graph is to show the sum, for whoever fuses there.
-    if is_dynamo_compiling() or a.__class__ not in PLAIN or b.__class__ not in PLAIN or a.numel() < LEAST_ELEMENTS:
-        return a + b
-    if is_on():
+    if is_dynamo_compiling() or not {a.__class__, b.__class__} <= PLAIN or a.numel() < LEAST_ELEMENTS or is_on():
         # Joined, a norm is of the sum before it is rounded: under batch invariance none is, be there many rows or few.
         return a + b
     sites: Any = block.__dict__.get(SITES)
