@@ -32,8 +32,9 @@ class Load(Enum):
     PLAIN is x and y alone, ADD more than that; backward, ADD is the gradient of a stored sum besides dy and x. QUANT is
     y with a scale a row, SCALED with one a group or a given one, for which no row is held or read once more. GATE is
     a gate of x's shape, whose activation takes registers and time. DROP is ADD with a dropout, whose mask takes time
-    wherever x is read. MODULATE is ADD with a scale and a shift of each row's own. Where a table has no tiles
-    for SCALED, DROP or MODULATE, they take those of `TileClass.alike`.
+    wherever x is read. MODULATE is ADD with a scale and a shift of each row's own. FP8 is an x of 8 bits and a scale,
+    alone, of which 16 bits are made. Where a table has no tiles for SCALED, DROP, MODULATE or FP8, they take those of
+    `TileClass.alike`.
     """
 
     PLAIN = ""
@@ -43,6 +44,7 @@ class Load(Enum):
     GATE = "_gate"
     DROP = "_drop"
     MODULATE = "_mod"
+    FP8 = "_fp8"
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class TileClass:
         if self.load is Load.MODULATE:
             # Backward, others' tiles spread rows, which these do not.
             return own if self.direction is Direction.BACKWARD else (*own, *replace(self, load=Load.ADD).alike)
+        if self.load is Load.FP8:
+            return (*own, *replace(self, load=Load.ADD).alike)
         if self.load is not Load.DROP:
             return own
         # Forward a mask is drawn whenever x is read, and tiles of QUANT read it once: with ADD's, which read long rows
@@ -108,6 +112,7 @@ CLASSES = tuple(
     TileClass(direction, itemsize, load, rms)
     for direction, loads in ((Direction.FORWARD, tuple(Load)), (Direction.BACKWARD, _BACKWARD_LOADS))
     for itemsize, load, rms in product((_LEAST_ITEMSIZE, 4), loads, (False, True))
+    if load is not Load.FP8 or itemsize == _LEAST_ITEMSIZE
 )
 GROUP_CLASSES = tuple(
     TileClass(direction, itemsize, layout=layout)
@@ -133,6 +138,8 @@ def class_of(mode: AnyMode) -> TileClass:
         load = Load.DROP
     elif mode.modulated:
         load = Load.MODULATE
+    elif mode.dtype_in.is_fp8 and not mode.fadd.adds:
+        load = Load.FP8
     elif mode.fadd.stores if mode.is_backward else not mode.streams:
         load = Load.ADD
     return TileClass(mode.direction, max(mode.dtype_in.itemsize, _LEAST_ITEMSIZE), load, mode.norm is Norm.RMS)

@@ -60,6 +60,7 @@ _LOADS: dict[Load, dict[str, Any]] = {
     Load.GATE: {"gating": Gating.AFTER_NORM},
     Load.DROP: {"fadd": FusedAdd.PRE_ADD_STORE, "dropout": True},
     Load.MODULATE: {"modulated": True},
+    Load.FP8: {"dtype_in": DType.FP8_E4M3FN},
 }
 
 

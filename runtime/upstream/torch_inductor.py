@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 # The releases whose graphs the passes were tried on.
-KNOWN = ("2.11", "2.12", "2.13")
+KNOWN = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 _SETTING = "post_grad_custom_pre_pass"
 _CONFIG = "torch._inductor.config"
