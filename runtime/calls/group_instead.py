@@ -65,7 +65,7 @@ def normalise(
     if x.device.type != "meta" and 0 not in x.shape:
         refuse_torch(f"a GroupNorm of {x.dtype} on {x.device}")
     if weight is None and bias is not None:
-        # Without a weight torch's operator computes no gradient of its bias, and its process may crash (2.13, on a CPU).
+        # Without a weight torch computes no gradient of its bias, and its process may crash (2.13, on a CPU).
         weight = torch.ones_like(bias, requires_grad=False)
     dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
     if len(dtypes) == 1 and options.activation == "none" and options.out_dtype in (None, x.dtype):

@@ -297,8 +297,8 @@ def test_a_bias_without_a_weight_is_trained_where_torch_computes(activation: str
     found = torch.autograd.grad(y.square().sum(), (x, bias))
     exact = functional.group_norm(x, 4, torch.ones_like(bias), bias)
     exact = exact if activation is None else functional.silu(exact)
-    for gradient, expected in zip(found, torch.autograd.grad(exact.square().sum(), (x, bias)), strict=True):
-        torch.testing.assert_close(gradient, expected)
+    for gradient, wanted in zip(found, torch.autograd.grad(exact.square().sum(), (x, bias)), strict=True):
+        torch.testing.assert_close(gradient, wanted)
 
 
 def test_float64_is_left_to_torch() -> None:
