@@ -157,15 +157,7 @@ def check_output(
 ) -> None:
     """Check rows that are written to, and if they have addresses that they meet no other tensor."""
     stride = check_rows(name, output, x, (dtype,))
-    check_no_gradient("what is written to it has none", **{name: output})
-    if addressed and output.is_neg():
-        raise LayoutError(f"{name} is a view that negates its memory (torch.Tensor.is_neg); pass memory of its own")
-    # Of what a trace holds torch asks this itself.
-    if addressed and output.is_inference() and not torch.is_inference_mode_enabled():
-        raise GradientError(
-            f"{name} is an inference tensor, which is written to under torch.inference_mode() alone; "
-            f"call under that, or pass {name}.clone()"
-        )
+    check_written(name, output, addressed)
     overlap = rows_overlap(output) if isinstance(stride, RowWalk) else stride < x.shape[-1] < output.numel()
     if overlap:
         strides = ", ".join(map(str, strides_of(stride)))
@@ -175,6 +167,21 @@ def check_output(
         if spoils(output, other, may_replace):
             exact = " (the very same view would do)" if may_replace and output.dtype == other.dtype else ""
             raise LayoutError(f"{name} overlaps {other_name} in memory{exact}; pass memory of its own")
+
+
+def check_written(name: str, output: torch.Tensor, addressed: bool) -> None:
+    """Check that a tensor may be written to, as far as autograd and torch's views have a say."""
+    check_no_gradient("what is written to it has none", **{name: output})
+    # Of what a trace holds torch asks the rest itself.
+    if not addressed:
+        return
+    if output.is_neg():
+        raise LayoutError(f"{name} is a view that negates its memory (torch.Tensor.is_neg); pass memory of its own")
+    if output.is_inference() and not torch.is_inference_mode_enabled():
+        raise GradientError(
+            f"{name} is an inference tensor, which is written to under torch.inference_mode() alone; "
+            f"call under that, or pass {name}.clone()"
+        )
 
 
 def check_tensor(name: str, value: object) -> torch.Tensor:

@@ -190,7 +190,7 @@ def prepared(neighbour: Neighbour, operands: Operands, options: Options, key: Ke
         passed, call = call, settled(call, rows)
         if call is not passed:
             key, operands = None, operands_of(neighbour, call.given)
-    addresses = tuple(address_of(row.name, tensor) for row, tensor in zip(rows, operands, strict=True))
+    addresses = tuple(address_of(row.argument or row.name, tensor) for row, tensor in zip(rows, operands, strict=True))
     plan = Plan(call, [row.slot for row, at in zip(rows, addresses, strict=True) if at & MISALIGNED])
     there: list[torch.Tensor] = [operand for operand in operands if operand is not None]
     plain = all(operand.__class__ in PLAIN and not operand.is_neg() for operand in there)
