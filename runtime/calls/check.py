@@ -40,6 +40,7 @@ from .argument_checks import (
     check_vector,
     check_x,
     refuse_fp8,
+    refuse_transformed,
 )
 from .functions import FUNCTIONS, Function, completed
 from .randomness import check_random
@@ -132,6 +133,8 @@ def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, pa
         packed: whether rstd holds the means too, as `outputs` has them, and is not checked: no caller makes it.
     """
     takes, said = FUNCTIONS[function], completed(function, given)
+    if addressed:
+        refuse_transformed(**said)
     modulated = takes.neighbour == "modulated"
     axes: dict[str, Any] = {"norm": takes.norm, "direction": takes.direction, "modulated": modulated}
     for name, words, axis in takes.words:

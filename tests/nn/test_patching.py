@@ -638,6 +638,7 @@ def test_a_patched_norm_is_printed_as_ours() -> None:
 
     assert repr(Own(WIDTH)) == unpatched[0].replace("LayerNorm", "Own")
     # Of a graph it becomes a class's name, and of torch's errors a part.
-    assert model[0]._get_name() == "LayerNorm"
+    norm: Any = model[0]
+    assert norm._get_name() == "LayerNorm"
     normforge.unpatch(model)
     assert [repr(norm) for norm in model] == unpatched
