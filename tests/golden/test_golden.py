@@ -146,6 +146,7 @@ MODES = (
         direction=Direction.BACKWARD,
         dropout=True,
     ),
+    Mode(Norm.RMS, DType.FP8_E4M3FN, DType.BF16, FusedAdd.PRE_ADD_STORE),
 )
 
 GROUP_MODES = (

@@ -57,8 +57,8 @@ MUTANTS = (
         "a-row-backwards-has-another-mask",
         "two_pass: the last sweep draws the mask of other columns",
         "templates/kernel.j2",
-        '"evict_first", "LAST - back"',
-        '"evict_first", "back"',
+        '"LAST - back", "evict_first"',
+        '"back", "evict_first"',
         (_BITS,),
     ),
     Mutant(
@@ -80,9 +80,9 @@ MUTANTS = (
     Mutant(
         "dropped-behind-the-add",
         "the residual is dropped too",
-        "templates/kernel.j2",
-        "{{ drop(m, row, start) }}\n{{ residual(m, mask) }}",
-        "{{ residual(m, mask) }}\n{{ drop(m, row, start) }}",
+        "codegen/stages.py",
+        '    DROPOUT = "dropout"  # some of it dropped, the rest scaled\n    RESIDUAL = "residual"',
+        '    RESIDUAL = "residual"\n    DROPOUT = "dropout"',
         (_FUSED,),
     ),
     Mutant(
