@@ -431,7 +431,7 @@ class Mode:
         """How the row that is normalised comes to be, stage by stage."""
         has = {
             Stage.X: not self.dtype_in.is_fp8,
-            Stage.SCALED_X: self.dtype_in.is_fp8,
+            Stage.X_SCALE: self.dtype_in.is_fp8,
             Stage.X_BIAS: self.x_bias,
             Stage.X_GATE: self.x_gate,
             Stage.GATE_BEFORE: self.gating.is_before,

@@ -13,7 +13,7 @@ class Stage(Enum):
 
     # The prologue, which makes s, in templates/prologue.j2.
     X = "x"  # x, as it is read
-    SCALED_X = "scaled_x"  # x of 8 bits, times its scale
+    X_SCALE = "x_scale"  # or, if it is fp8, times its scale
     X_BIAS = "x_bias"  # plus a bias
     X_GATE = "x_gate"  # times a sample's gate
     GATE_BEFORE = "gate_before"  # times an activated gate of x's shape

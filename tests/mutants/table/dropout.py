@@ -64,8 +64,8 @@ MUTANTS = (
     Mutant(
         "what-was-dropped-has-the-sums-gradient",
         "backward: the mask is not drawn again",
-        "templates/backward.j2",
-        "ddropped = drop(dx, dropout, {{ at }}, {{ start }}, N)",
+        "templates/gradients.j2",
+        "ddropped = drop(dx, dropout, {{ at.row }}, {{ at.start }}, N)",
         "ddropped = dx",
         (_GRADIENTS,),
     ),

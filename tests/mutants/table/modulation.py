@@ -52,9 +52,9 @@ MUTANTS = (
     Mutant(
         "modulated-backward-forgets-the-scale",
         "backward modulated: dy is not multiplied by 1 + scale",
-        "templates/backward.j2",
-        "g *= 1.0 + {{ scale }}\n",
-        "g *= 1.0\n",
+        "templates/gradients.j2",
+        "g *= 1.0 + widened_here(scale_row[start // BLOCK], scale_ptr.dtype.element_ty, PTX)",
+        "g *= 1.0",
         (_FORMULA,),
     ),
     Mutant(
