@@ -8,7 +8,8 @@ from enum import Enum
 class Stage(Enum):
     """One step; the value is its macro's name, and the order here is that in which kernels take them.
 
-    Which of them a mode has is `Mode.prologue` and `Mode.epilogue`.
+    Which of them a mode has is `Mode.prologue` and `Mode.epilogue`. What they are to gradients is in
+    templates/gradients.j2.
     """
 
     # The prologue, which makes s, in templates/prologue.j2.

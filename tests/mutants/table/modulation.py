@@ -53,7 +53,7 @@ MUTANTS = (
         "modulated-backward-forgets-the-scale",
         "backward modulated: dy is not multiplied by 1 + scale",
         "templates/gradients.j2",
-        "g *= 1.0 + widened_here(scale_row[start // BLOCK], scale_ptr.dtype.element_ty, PTX)",
+        "g *= 1.0 + scale_vector.to(tl.float32)",
         "g *= 1.0",
         (_FORMULA,),
     ),
