@@ -118,6 +118,7 @@ class Parameter:
             is the error if it is not.
         gradient: the result of the backward family that is its gradient; "" if it has none.
         result: of a `Kind.PLACE`: the result that goes there.
+        argument: what errors call it, where callers pass it as another argument; "" where they do by its name.
         functional: whether calls of the functional API, which autograd records, have it.
         torchs: by norm, what None stands for there, as in the torch function of the same signature.
     """
@@ -138,6 +139,7 @@ class Parameter:
     needs: str = ""
     gradient: str = ""
     result: str = ""
+    argument: str = ""
     functional: bool = False
     torchs: Mapping[Norm, str] = field(default_factory=dict, hash=False)
 

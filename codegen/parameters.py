@@ -522,6 +522,7 @@ QUANTISED = Family(
             wanted="fquant.takes_scale",
             absent="fquant 'static' divides y by a y_scale of one value and none was passed; pass it",
             unused="a y_scale of one value was passed and fquant {fquant!r} reads none; pass fquant='static'",
+            argument="y_scale",
             functional=True,
         ),
         Parameter(
@@ -532,6 +533,7 @@ QUANTISED = Family(
             wanted="fquant.takes_column_scales",
             absent="fquant 'static_column' divides y by a y_scale of N values and none was passed; pass it",
             unused="a y_scale of N values was passed and fquant {fquant!r} reads none; pass fquant='static'",
+            argument="y_scale",
             functional=True,
         ),
         Parameter(

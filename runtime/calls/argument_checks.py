@@ -12,7 +12,7 @@ import torch
 from ..dtypes import DTYPES, FLOATS, FP8_INPUTS
 from ..errors import ConflictError, DeviceError, DTypeError, GradientError, LayoutError, ShapeError, TransformError
 from ..kernels.row_walk import RowStride, RowWalk, strides_of
-from ..upstream.torch_internals import has_tangent, jit_tracing
+from ..upstream.torch_internals import has_tangent, is_transformed, jit_tracing, transforming
 from .overlap import REPLACEABLE, rows_overlap, spoils
 from .row_layout import row_stride
 
@@ -157,15 +157,7 @@ def check_output(
 ) -> None:
     """Check rows that are written to, and if they have addresses that they meet no other tensor."""
     stride = check_rows(name, output, x, (dtype,))
-    check_no_gradient("what is written to it has none", **{name: output})
-    if addressed and output.is_neg():
-        raise LayoutError(f"{name} is a view that negates its memory (torch.Tensor.is_neg); pass memory of its own")
-    # Of what a trace holds torch asks this itself.
-    if addressed and output.is_inference() and not torch.is_inference_mode_enabled():
-        raise GradientError(
-            f"{name} is an inference tensor, which is written to under torch.inference_mode() alone; "
-            f"call under that, or pass {name}.clone()"
-        )
+    check_written(name, output, addressed)
     overlap = rows_overlap(output) if isinstance(stride, RowWalk) else stride < x.shape[-1] < output.numel()
     if overlap:
         strides = ", ".join(map(str, strides_of(stride)))
@@ -177,14 +169,56 @@ def check_output(
             raise LayoutError(f"{name} overlaps {other_name} in memory{exact}; pass memory of its own")
 
 
+def check_written(name: str, output: torch.Tensor, addressed: bool) -> None:
+    """Check that a tensor may be written to, as far as autograd and torch's views have a say."""
+    if addressed:
+        refuse_transformed(**{name: output})
+    check_no_gradient("what is written to it has none", **{name: output})
+    # Of what a trace holds torch asks the rest itself.
+    if not addressed:
+        return
+    if output.is_neg():
+        raise LayoutError(f"{name} is a view that negates its memory (torch.Tensor.is_neg); pass memory of its own")
+    if output.is_inference() and not torch.is_inference_mode_enabled():
+        raise GradientError(
+            f"{name} is an inference tensor, which is written to under torch.inference_mode() alone; "
+            f"call under that, or pass {name}.clone()"
+        )
+
+
 def check_tensor(name: str, value: object) -> torch.Tensor:
     """Check that an argument is a tensor, and return it."""
+    if isinstance(value, torch.fx.Proxy):
+        raise TransformError(
+            f"{name} is a {type(value).__name__}, and torch.fx.symbolic_trace records no kernel; call {_FOLLOWED}, "
+            "which it records as one call, or record with torch.export or make_fx"
+        )
     if not isinstance(value, torch.Tensor):
         raise DTypeError(f"{name} is a {type(value).__name__}; it takes a torch.Tensor")
     if value.layout is not torch.strided or value.is_nested:
         kind = "a nested tensor" if value.is_nested else f"in layout {value.layout}"
         raise LayoutError(f"{name} is {kind}; it takes a dense tensor (torch.strided)")
     return value
+
+
+# What transforms of torch's can follow.
+_FOLLOWED = "normforge.layer_norm, rms_norm or another differentiable function"
+
+
+def refuse_transformed(**given: object) -> None:
+    """Refuse tensors that a transform of torch.func wraps, which no kernel can read or write.
+
+    Raises:
+        TransformError: there is one.
+    """
+    if not transforming():
+        return
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) and is_transformed(value):
+            raise TransformError(
+                f"{name} is wrapped by a transform of torch.func (vmap, grad, jvp, functionalize), which follows no "
+                f"kernel; call {_FOLLOWED}, which run torch's own operators there, or make this call outside the transform"
+            )
 
 
 def check_dtype(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -40,6 +40,7 @@ from .argument_checks import (
     check_vector,
     check_x,
     refuse_fp8,
+    refuse_transformed,
 )
 from .functions import FUNCTIONS, Function, completed
 from .randomness import check_random
@@ -100,6 +101,12 @@ class Call:
             raise AttributeError(f"a call has no {name!r}")
         return given[name]
 
+    def tensors_read(self) -> dict[str, torch.Tensor]:
+        """The tensors that it was given to read, by what callers call them."""
+        takes = self.function
+        there = [(name, self.given[name]) for name, _, _ in takes.tensors if self.given[name] is not None]
+        return {takes.arguments.get(name, name): tensor for name, tensor in there}
+
     def given_with(self, **given: Any) -> Call:
         """A call that was given something else."""
         return replace(self, given={**self.given, **given})
@@ -126,6 +133,8 @@ def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, pa
         packed: whether rstd holds the means too, as `outputs` has them, and is not checked: no caller makes it.
     """
     takes, said = FUNCTIONS[function], completed(function, given)
+    if addressed:
+        refuse_transformed(**said)
     modulated = takes.neighbour == "modulated"
     axes: dict[str, Any] = {"norm": takes.norm, "direction": takes.direction, "modulated": modulated}
     for name, words, axis in takes.words:
@@ -149,7 +158,7 @@ def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, pa
         if name == "x":
             row_stride(name, x)
         elif not (optional and said[name] is None) and not (packed and kind is Kind.PER_ROW):
-            _CHECKS[kind](name, said[name], x)
+            _CHECKS[kind](takes.arguments.get(name, name), said[name], x)
     for name, axis in takes.by_dtype:
         axes[axis] = DTYPES[said[name].dtype]
     for name, axis, without, there in takes.by_presence:
@@ -196,7 +205,7 @@ def refuse_gradient(call: Call) -> None:
         reason = f"the 2d functions compute none; call normforge.{call.function.family.functions[call.mode.norm]}"
     elif call.mode.dtype_in.is_fp8:
         reason = FP8_HAS_NO_GRADIENT
-    check_no_gradient(reason, **{name: call.given[name] for name, _, _ in call.function.tensors})
+    check_no_gradient(reason, **call.tensors_read())
 
 
 def _output_dtype(said: Mapping[str, Any], axes: Mapping[str, Any]) -> DType:
@@ -269,9 +278,7 @@ def _wants(takes: Function, mode: Mode, said: Mapping[str, Any]) -> tuple[str, .
 
 def _check_places(call: Call, addressed: bool) -> None:
     """Check what is written to, against all that is read and what is written to besides."""
-    others = {}
-    if addressed:
-        others = {name: call.given[name] for name, _, _ in call.function.tensors if call.given[name] is not None}
+    others = call.tensors_read() if addressed else {}
     for name, result in call.function.places:
         output, dtype = call.given[name], call.dtype_of(result)
         if output is not None and dtype is not None:

@@ -160,10 +160,21 @@ def _free(rows: tuple[Parameter, ...], tensors: Tensors, x: torch.Tensor) -> lis
     if not all(tensor.is_contiguous() for tensor in of_rows):
         # The key holds the other sizes then.
         leading = min(leading, 1)
+    if any(row.kind is Kind.PLACE and _widens(tensor) for row, tensor in zip(rows, tensors, strict=True)):
+        # Rows that were checked lie apart, and more of them may not.
+        leading = 0
     return [
         min(leading, tensor.dim()) if tensor is not None and _has_rows(row) else 0
         for row, tensor in zip(rows, tensors, strict=True)
     ]
+
+
+def _widens(tensor: torch.Tensor | None) -> bool:
+    """Whether rows stand between those of the first dimension: as many as it has, and no more, fit there."""
+    if tensor is None or tensor.is_contiguous():
+        return False
+    first, *others = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    return any(size > 1 and stride > first[1] for size, stride in others)
 
 
 def _has_rows(row: Parameter) -> bool:

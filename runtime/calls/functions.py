@@ -51,6 +51,7 @@ class Function(NamedTuple):
         flags: names, with the axes that they decide.
         dtypes: likewise, and whether None may be passed.
         tensors: the names of what is read, with its kind, and whether None may be passed.
+        arguments: the names of those that callers pass as another argument, with what errors call them.
         by_dtype: names of tensors whose dtype decides an axis, with that.
         by_presence: names of those that decide one by being there, with that and its values without and with them.
         by_groups: names of those that decide one by being one a group, with that.
@@ -73,6 +74,7 @@ class Function(NamedTuple):
     flags: tuple[tuple[str, str], ...]
     dtypes: tuple[tuple[str, str, bool], ...]
     tensors: tuple[tuple[str, Kind, bool], ...]
+    arguments: Mapping[str, str]
     by_dtype: tuple[tuple[str, str], ...]
     by_presence: tuple[tuple[str, str, Any, Any], ...]
     by_groups: tuple[tuple[str, str], ...]
@@ -99,6 +101,7 @@ def _function(family: Family, norm: Norm) -> Function:
         flags=tuple((row.name, row.axis) for row in rows if row.kind is Kind.FLAG),
         dtypes=tuple((row.name, row.axis, row.is_optional) for row in rows if row.kind is Kind.DTYPE),
         tensors=tuple((row.name, row.kind, row.is_optional) for row in read),
+        arguments={row.name: row.argument for row in read if row.argument},
         by_dtype=tuple((row.name, row.axis) for row, kind in deciding if kind is DType),
         by_presence=tuple(
             (row.name, row.axis, *_without_and_with(row, kind)) for row, kind in deciding if kind is not DType

@@ -10,6 +10,7 @@ import torch
 from ..codegen.values import GateActivation, Gating
 from ..mode_words import word
 from . import torch_instead
+from .traced import unrecorded
 
 
 class Told(NamedTuple):
@@ -58,9 +59,9 @@ def normalise(operands: Sequence[Any], options: Sequence[Any]) -> Any:
     factor = _activated(activation, torch_instead.widened(gate))
     s = torch_instead.widened(x)
     s = s * factor if is_before else s
-    y = torch_instead.normalise(
-        (s, None, None, None, None), tuple(x.shape[-1:]), (norm, eps, 0.0, None, "after_weight")
-    )
+    with unrecorded():
+        shape = tuple(x.shape[-1:])
+    y = torch_instead.normalise((s, None, None, None, None), shape, (norm, eps, 0.0, None, "after_weight"))
     y = y if weight is None else y * (torch_instead.widened(weight) + weight_offset)
     y = y if bias is None else y + torch_instead.widened(bias)
     return (y if is_before else y * factor).to(out_dtype or x.dtype)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from ..codegen.groups import Activation, GroupMode
 from ..codegen.values import Direction
@@ -21,7 +22,8 @@ from . import group_instead
 from .group_instead import Arrived, Gradients, Options
 from .group_plan import GroupPlan, Kind, plan_of
 from .known import MISALIGNED, PLAIN, UNREADABLE, Known, Tensors, remember
-from .traced import dispatch_modes, is_dynamo_compiling, operator
+from .recorded import arrived_in_memory
+from .traced import dispatch_modes, intercepted, is_dynamo_compiling, operator
 
 FORWARD_OPERATOR, BACKWARD_OPERATOR = "group_norm", "group_norm_backward"
 
@@ -180,6 +182,9 @@ def normalise_known(
         bias: likewise.
         told: num_groups, eps and activation, likewise.
     """
+    # Neither is part of what a kind of call is like: make_fx, say, and forward-mode AD.
+    if dispatch_modes() or forward_ad._current_level >= 0:
+        return None
     tensors = (x, weight, bias)
     try:
         kinds: tuple[Known, ...] = dispatch.plans.get(_key(x, weight, bias, told), ())
@@ -201,11 +206,19 @@ def normalise_known(
 def normalise(
     x: torch.Tensor, weight: _Vector, bias: _Vector, options: Options, told: tuple[int, float, object] | None = None
 ) -> torch.Tensor:
-    """A checked call: by kernels, recorded where a gradient is due, and known from then on by what it was `told`."""
+    """A checked call: by kernels, recorded where a gradient is due, and known from then on by what it was `told`.
+
+    Where somebody sees operators it is one, and what is kept for the backward pass is the same.
+    """
     given = (x, weight, bias)
     whole: Any = map(_aligned, (laid_out(x).resolve_neg(), _vector(weight), _vector(bias)))
     x, weight, bias = whole
     saves = _records(x, weight, bias)
+    if intercepted(x, weight, bias):
+        seen: torch.Tensor = (
+            _recorded(options, x, weight, bias) if saves else normalise_traced(x, weight, bias, options)
+        )
+        return seen
     found = _find(x, weight, bias, options, saves)
     as_passed = x is given[0] and weight is given[1] and bias is given[2]
     if told is not None and as_passed and all(each is None or each.__class__ in PLAIN for each in given):
@@ -248,9 +261,13 @@ class _GroupNorm(torch.autograd.Function):
     """y; kept for the backward pass are its operands, and a mean and rstd a group."""
 
     @staticmethod
-    def forward(ctx: Any, found: Found, x: torch.Tensor, weight: _Vector, bias: _Vector) -> torch.Tensor:
-        y, statistics = run(found, x, weight, bias)
-        ctx.options, ctx.is_invariant = found.options, found.plan.entry.is_invariant
+    def forward(ctx: Any, call: Found | Options, x: torch.Tensor, weight: _Vector, bias: _Vector) -> torch.Tensor:
+        if isinstance(call, Found):
+            y, statistics = run(call, x, weight, bias)
+            ctx.options, ctx.is_invariant = call.options, call.plan.entry.is_invariant
+        else:
+            y, statistics = operator(FORWARD_OPERATOR)(x, weight, bias, *call, True)
+            ctx.options, ctx.is_invariant = call, is_on()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, bias, statistics)
         return y
@@ -270,8 +287,9 @@ class _GroupNorm(torch.autograd.Function):
 def gradients_of(arrived: Arrived) -> Gradients:
     """The gradients that are wanted: by kernels, unless a gradient of them could be asked for, or somebody looks on."""
     seen = torch.is_grad_enabled() or is_dynamo_compiling() or dispatch_modes() > 0
-    compute = group_instead.gradients if seen else launched_backward
-    return compute(arrived)
+    if seen or not arrived_in_memory((arrived.dy,)):
+        return group_instead.gradients(arrived)
+    return launched_backward(arrived)
 
 
 _recorded, _apply = applied(_GroupNorm), applied_at_once(_GroupNorm)

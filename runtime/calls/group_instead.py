@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from ..selection.invariance import refuse_torch
 from . import torch_instead
+from .traced import unrecorded
 
 
 class Options(NamedTuple):
@@ -62,8 +63,13 @@ def normalise(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: Options
 ) -> torch.Tensor:
     """What `group.normalise` returns of the same arguments."""
-    if x.device.type != "meta" and 0 not in x.shape:
+    with unrecorded():
+        has_memory = x.device.type != "meta" and 0 not in x.shape
+    if has_memory:
         refuse_torch(f"a GroupNorm of {x.dtype} on {x.device}")
+    if weight is None and bias is not None:
+        # Without a weight torch computes no gradient of its bias, and its process may crash (2.13, on a CPU).
+        weight = torch.ones_like(bias, requires_grad=False)
     dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
     if len(dtypes) == 1 and options.activation == "none" and options.out_dtype in (None, x.dtype):
         return torch.group_norm(x, options.num_groups, weight, bias, options.eps)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ..codegen.parameters import MODULATED
 from . import modulated_backward, modulated_instead
@@ -36,7 +37,9 @@ def _gradients(
     """By kernels, unless a gradient of them could be asked for."""
     seen = torch.is_grad_enabled() or is_dynamo_compiling() or dispatch_modes() > 0
     learnt = None
-    if dy is not None and not seen and isinstance(statistics, torch.Tensor):
+    # What is known does not look for a tangent of forward-mode AD.
+    unseen = not seen and forward_ad._current_level < 0
+    if dy is not None and unseen and isinstance(statistics, torch.Tensor):
         arrived = (dy, dresidual_out, *kept, statistics)
         key, found = modulated_backward.gradients_known(arrived, told, due)
         if found is not None:

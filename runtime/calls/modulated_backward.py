@@ -146,7 +146,8 @@ def gradients_known(
     Returns:
         What such a call is known by, and the gradients.
     """
-    key = ("modulated bwd", told, due)
+    # What else may be there or not follows from which types were told.
+    key = ("modulated bwd", told, due, arrived[1] is None)
     kind: Known
     for kind in dispatch.plans.get(key, ()):
         if kind.fits(*kind.present(arrived)):

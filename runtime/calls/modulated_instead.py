@@ -9,6 +9,7 @@ import torch
 
 from . import torch_instead
 from .straight import ModulatedOperands, ModulatedOptions
+from .traced import unrecorded
 
 
 class Told(NamedTuple):
@@ -61,7 +62,9 @@ def normalise(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
     if residual is not None:
         total = total + torch_instead.widened(residual)
     asked = (norm, eps, weight_offset, total.dtype, "after_weight")
-    y = torch_instead.normalise((total, weight, bias, None, None), tuple(x.shape[-1:]), asked)
+    with unrecorded():
+        shape = tuple(x.shape[-1:])
+    y = torch_instead.normalise((total, weight, bias, None, None), shape, asked)
     y = (y * (1 + _beside(scale, x)) + _beside(shift, x)).to(out_dtype or x.dtype)
     return y if residual is None else (y, total.to(residual.dtype))
 

@@ -23,7 +23,7 @@ from .check import check, refuse_gradient
 from .first import address_of, resolved
 from .known import MISALIGNED, PLAIN, Found, Key, remember
 from .launch import run, run_alone, run_recorded
-from .outputs import LayerNormOutput
+from .outputs import LayerNormOutput, packed_of
 from .plan import Plan
 from .row_layout import walkable
 from .traced import intercepted, is_dynamo_compiling, operated, result_dtype, said_of
@@ -139,11 +139,16 @@ def normalise_known(neighbour: Neighbour, operands: Operands, options: Options) 
 def normalise(neighbour: Neighbour, operands: Operands, options: Options) -> Any:
     """Launch the kernel that serves arguments which were checked, recording it where `options` ask for statistics.
 
+    Where somebody sees operators it is one, and what is kept for the backward pass is the same.
+
     Returns:
         y, and residual_out where there is a residual.
     """
     given: Any = tuple(map(resolved, operands))
     rows = as_operands(given)
+    if intercepted(*rows):
+        seen = _recorded((neighbour, options, None), *rows) if options[-1] else None
+        return normalise_traced(neighbour, rows, options) if seen is None else seen
     # Known is only what was launched as it was passed.
     as_passed = all(row is operand for row, operand in zip(rows, operands, strict=True))
     found = prepared(neighbour, rows, options, neighbour.find(rows, options)[0] if as_passed else None)
@@ -155,10 +160,18 @@ def normalise(neighbour: Neighbour, operands: Operands, options: Options) -> Any
 
 def normalise_traced(neighbour: Neighbour, operands: Operands, options: Options) -> Any:
     """The same as one operator, and the copies before it."""
-    given = named(neighbour, as_operands(operands), options)
+    y, total, _ = _operated(neighbour, as_operands(operands), options)
+    return y if total is None else (y, total)
+
+
+def _operated(
+    neighbour: Neighbour, operands: Operands, options: Options
+) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
+    """What an operator returns: y, the sum if there is one, and the statistics that were saved."""
+    given = named(neighbour, operands, options)
     given["out_dtype"] = _out_dtype(options[0], given)
     y, *others = operated(neighbour.functions[options[0]], given)
-    return y if given.get("residual") is None else (y, others[0])
+    return y, None if given.get("residual") is None else others.pop(0), others
 
 
 def _out_dtype(norm: str, given: Mapping[str, Any]) -> torch.dtype | None:
@@ -190,7 +203,7 @@ def prepared(neighbour: Neighbour, operands: Operands, options: Options, key: Ke
         passed, call = call, settled(call, rows)
         if call is not passed:
             key, operands = None, operands_of(neighbour, call.given)
-    addresses = tuple(address_of(row.name, tensor) for row, tensor in zip(rows, operands, strict=True))
+    addresses = tuple(address_of(row.argument or row.name, tensor) for row, tensor in zip(rows, operands, strict=True))
     plan = Plan(call, [row.slot for row, at in zip(rows, addresses, strict=True) if at & MISALIGNED])
     there: list[torch.Tensor] = [operand for operand in operands if operand is not None]
     plain = all(operand.__class__ in PLAIN and not operand.is_neg() for operand in there)
@@ -253,10 +266,16 @@ class _Record(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: tuple[Neighbour, Options, Found], *operands: Any) -> Any:
+    def forward(ctx: Any, call: tuple[Neighbour, Options, Found | None], *operands: Any) -> Any:
         neighbour, options, found = call
-        y, total, _, _, statistics = run_recorded(*found)
-        ctx.neighbour, ctx.is_invariant = neighbour, found[0].is_invariant
+        if found is not None:
+            y, total, _, _, statistics = run_recorded(*found)
+            ctx.is_invariant = found[0].is_invariant
+        else:
+            y, total, saved = _operated(neighbour, operands, options)
+            statistics = packed_of(*saved)
+            ctx.is_invariant = invariance.is_on()
+        ctx.neighbour = neighbour
         ctx.told = neighbour.told(options, dtypes_of(operands))
         # A gradient that did not arrive stays None, rather than becoming M×N zeros.
         ctx.set_materialize_grads(False)

@@ -142,6 +142,20 @@ def rows_overlap(tensor: torch.Tensor) -> bool:
     return False
 
 
+def elements_overlap(tensor: torch.Tensor) -> bool:
+    """Whether any two elements of a tensor of two dimensions, on strides above 0, are one."""
+    (rows, columns), (row, column) = tensor.shape, tensor.stride()
+    # Side by side, as they mostly are; in a trace sizes may be symbols, of which less is asked then.
+    if row >= columns * column or column >= rows * row:
+        return False
+    # The greatest common divisor of both strides, by hand: of symbols math.gcd knows none.
+    shared, rest = row, column
+    while rest:
+        shared, rest = rest, shared % rest
+    # The fewest steps along either dimension that come to the same place.
+    return column // shared < rows and row // shared < columns
+
+
 def _is_the_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Of two (..., N) tensors of one shape: whether all elements are where the other's are."""
     strides = zip(a.shape, a.stride(), b.stride(), strict=True)

@@ -16,12 +16,13 @@ from ..kernels.key import ALIGNMENT
 from ..mode_words import word
 from ..upstream.torch_allocator import Empty, contiguous_strides
 from . import neighbours
-from .argument_checks import check_device, check_dtype, check_output, check_tensor
+from .argument_checks import check_device, check_dtype, check_output, check_tensor, check_written
 from .check import Call, check, refuse_gradient
 from .first import resolved
 from .known import MISALIGNED, Found
 from .neighbours import Options, neighbour_of
 from .outputs import QuantisedOutput, group_scales, scale_columns, tiled_shape, y_shape
+from .overlap import elements_overlap
 from .straight import QuantisedOperands, QuantisedOptions, find_quantised
 from .traced import intercepted, is_dynamo_compiling, operated, said_of
 
@@ -105,8 +106,9 @@ def quantised_layer_norm(
         save_unquant: return y in x's dtype too, as it is before smooth_scale.
         y_scale: with fquant "static" what y is divided by: one fp32 value on x's device, which the host does not read,
             or (N,), one a column, fp16, bf16 or fp32. Otherwise where scales go, or None for a new tensor: in their
-            shape and dtype, or (..., 1) for a scale a row; of two dimensions on any strides, or contiguous, as
-            swizzled ones are, which may be flat; a scale a row starts at a multiple of 16 bytes.
+            shape and dtype, or (..., 1) for a scale a row. Contiguous; of groups, in two dimensions and not swizzled,
+            on any strides above 0 that keep them apart. Swizzled ones may be flat. A scale a row and no more is at a
+            multiple of 16 bytes.
         out: where y goes, in its shape, contiguous, or None for a new tensor.
         residual_out: where the sum goes, contiguous, in residual's dtype; may be residual or x itself.
 
@@ -201,6 +203,7 @@ def _given_scale(x: torch.Tensor, y_scale: torch.Tensor | None) -> tuple[FusedQu
     check_tensor("y_scale", y_scale)
     if y_scale.numel() == 1:
         return FusedQuant.STATIC, (y_scale, None)
+    check_tensor("x", x)
     if x.dim() == 0 or tuple(y_scale.shape) != tuple(x.shape[-1:]):
         raise ShapeError(
             f"y_scale has shape {tuple(y_scale.shape)} and x {tuple(x.shape)}; with fquant 'static' it takes one "
@@ -241,9 +244,7 @@ def _check(function: str, given: Mapping[str, Any], places: Places, *, addressed
             f"scale_layout {call.scale_layout.value!r} is of scales of groups, and there are none; pass "
             "group_size=128, say, or leave scale_layout out"
         )
-    others: dict[str, torch.Tensor] = {}
-    if addressed:
-        others = {name: call.given[name] for name, _, _ in call.function.tensors if call.given[name] is not None}
+    others = call.tensors_read() if addressed else {}
     for name, result, place in zip(("out", "residual_out"), ("y", "residual_out"), places[:2], strict=True):
         dtype = call.dtype_of(result)
         if place is None:
@@ -286,8 +287,15 @@ def _check_scale_place(call: Call, place: torch.Tensor, others: Mapping[str, tor
     check_dtype("y_scale", place, (dtype,))
     check_device("y_scale", place, call.x)
     strided = place.dim() == 2 and call.mode.has_scale_strides
-    if not place.is_contiguous() and not (strided and place.stride(0) > 0 and place.stride(1) > 0):
-        raise LayoutError(f"y_scale has strides {place.stride()}; pass a contiguous tensor")
+    if not place.is_contiguous():
+        if not (strided and place.stride(0) > 0 and place.stride(1) > 0):
+            raise LayoutError(f"y_scale has strides {place.stride()}; pass a contiguous tensor")
+        if elements_overlap(place):
+            raise LayoutError(
+                f"the elements of y_scale overlap (shape {tuple(place.shape)}, strides {place.stride()}); pass memory "
+                "for each, a contiguous tensor say, or leave y_scale out"
+            )
+    check_written("y_scale", place, addressed)
     if not addressed:
         return
     start, end = _span(place)
@@ -317,12 +325,15 @@ def _run(found: Found, layout: ScaleLayout, places: Places) -> QuantisedOutput:
     scale_strides: tuple[int, ...] = ()
     if scale_dtype is not None:
         groups = bool(plan.mode.group_size.code)
-        if y_scale is None and groups:
+        if groups:
             columns, packs = scale_columns(plan.mode, plan.n), plan.mode.scale_format.packs
             # Bytes of groups that a row has not are 0.
             is_whole = plan.n > (columns * packs - 1) * plan.mode.group_size.code
-            filled = make if is_whole else partial(_zeros, plan.empty)
-            y_scale = group_scales(filled, leading, m, columns, scale_dtype, layout)
+            if y_scale is None:
+                filled = make if is_whole else partial(_zeros, plan.empty)
+                y_scale = group_scales(filled, leading, m, columns, scale_dtype, layout)
+            elif not is_whole:
+                y_scale[..., -1].zero_()
         elif y_scale is None:
             y_scale = make(leading, dtype=scale_dtype)
         if layout is ScaleLayout.SWIZZLED_128X4:

@@ -15,7 +15,7 @@ from ..selection.batch import batch_invariant
 from ..selection.invariance import is_on
 from ..upstream.torch_autograd import applied, applied_at_once
 from ..upstream.torch_dynamo import eager_only
-from ..upstream.torch_internals import dispatch_modes
+from ..upstream.torch_internals import dispatch_modes, has_tangent
 from . import torch_instead
 from .backend import intercepted
 from .double_backward import differentiated
@@ -297,11 +297,14 @@ def gradients_by_operator(operands: BackwardOperands, options: BackwardOptions) 
 
 
 def arrived_in_memory(arrived: Tensors) -> bool:
-    """Whether gradients can be read: not several at once, as autograd's is_grads_batched brings them."""
+    """Whether gradients are all in what can be read.
+
+    Several at once are not, as autograd's is_grads_batched brings them, nor is a tangent of forward-mode AD.
+    """
+    there = [gradient for gradient in arrived if gradient is not None]
     try:
         return all(
-            gradient is None or (gradient.__class__ in PLAIN and (gradient.data_ptr() != 0 or gradient.numel() == 0))
-            for gradient in arrived
-        )
+            gradient.__class__ in PLAIN and (gradient.data_ptr() != 0 or gradient.numel() == 0) for gradient in there
+        ) and not has_tangent(there)
     except RuntimeError:
         return False

@@ -27,6 +27,7 @@ from ..kernels.row_walk import RowStride
 from ..kernels.tile_choice import choose, narrowed, refuse_variant, staged
 from ..selection import dispatch
 from ..upstream.torch_allocator import allocator
+from ..upstream.torch_internals import has_tangent
 from ..upstream.triton_launcher import Grid, Launch
 from .known import MISALIGNED, PLAIN
 from .outputs import aligned_length
@@ -377,11 +378,11 @@ def kind_of(
 
 
 def in_memory(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Whether kernels can read all tensors that there are, as they are."""
+    """Whether kernels can read all that there is of some tensors: of none a tangent of forward-mode AD."""
     there = [tensor for tensor in tensors if tensor is not None]
     if not all(tensor.__class__ in PLAIN and tensor.dtype in FLOATS and not tensor.is_neg() for tensor in there):
         return False
     try:
-        return all(tensor.data_ptr() != 0 for tensor in there)
+        return all(tensor.data_ptr() != 0 for tensor in there) and not has_tangent(there)
     except RuntimeError:
         return False

@@ -12,6 +12,7 @@ from ..errors import ShapeError, TransformError
 from ..mode_words import word
 from .gating import gated_layer_norm, gated_rms_norm
 from .modules import unscriptable
+from .report import repr_of
 
 
 class _GatedNorm(torch.nn.Module):
@@ -42,6 +43,9 @@ class _GatedNorm(torch.nn.Module):
     # torch.jit asks a module for this before it compiles it.
     def __prepare_scriptable__(self) -> NoReturn:
         raise TransformError(unscriptable(type(self).__name__))
+
+    def __repr__(self) -> str:
+        return repr_of(self, super().__repr__())
 
     def extra_repr(self) -> str:
         """The size, epsilon, and the options that are not the default."""

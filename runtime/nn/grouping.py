@@ -21,6 +21,7 @@ from ..dtypes import FLOATS
 from ..errors import ShapeError, TransformError
 from ..mode_words import word
 from .modules import unscriptable
+from .report import repr_of
 
 _DTYPES = (*FLOATS, torch.float64)
 
@@ -190,6 +191,9 @@ class GroupNorm(torch.nn.GroupNorm):
     def __prepare_scriptable__(self) -> NoReturn:
         raise TransformError(unscriptable("GroupNorm"))
 
+    def __repr__(self) -> str:
+        return repr_of(self, super().__repr__())
+
     def extra_repr(self) -> str:
         """torch's, and the activation if there is one."""
         return super().extra_repr() + ("" if self.activation is None else f", activation={self.activation}")
@@ -216,6 +220,9 @@ class GroupNormSequential(torch.nn.Sequential):
             else:
                 input = module(input)
         return input
+
+    def __repr__(self) -> str:
+        return repr_of(self, super().__repr__())
 
 
 def has_activated_norm(modules: torch.nn.Sequential) -> bool:

@@ -8,6 +8,17 @@ from typing import NamedTuple
 import torch
 
 
+def name_of(cls: type) -> str:
+    """A class's name as models and tables are printed: of ours, many of whose names are torch's, with normforge's."""
+    ours, _, _ = __name__.partition(".")
+    return f"{ours}.{cls.__name__}" if cls.__module__.partition(".")[0] == ours else cls.__name__
+
+
+def repr_of(module: torch.nn.Module, own: str) -> str:
+    """What a module of ours is printed as, given how torch prints it."""
+    return own.replace(type(module).__name__, name_of(type(module)), 1)
+
+
 class Swapped(NamedTuple):
     """A module whose class was changed.
 
@@ -108,7 +119,7 @@ class Patch(NamedTuple):
     unfused: tuple[Unfused, ...] = ()
 
     def __str__(self) -> str:
-        rows = [_Row("swapped", each.path, each.old.__name__, f"-> {each.new.__name__}") for each in self.swapped]
+        rows = [_Row("swapped", each.path, each.old.__name__, f"-> {name_of(each.new)}") for each in self.swapped]
         rows += [_Row("fused", each.path, each.cls.__name__, str(each)) for each in self.fused]
         for state, left in (("skipped", self.skipped), ("unfused", self.unfused), ("bypassed", self.bypassed)):
             rows += [_Row(state, each.path, each.cls.__name__, each.reason) for each in left]

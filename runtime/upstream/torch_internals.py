@@ -13,6 +13,12 @@ from torch.nn.modules import module as modules
 # TorchDynamo takes this question in every release from 2.11; that for the number of transforms it refuses in 2.11.
 transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
+# Whether a tensor stands for one within such a transform, with no memory of its own. Where torch lacks the question,
+# asking for the address fails.
+is_transformed: Callable[[torch.Tensor], bool] = getattr(
+    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda tensor: False
+)
+
 # How many modes see each operator: those of make_fx, torch.export and FakeTensorMode among others.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 

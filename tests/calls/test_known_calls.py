@@ -147,6 +147,26 @@ def test_outputs_that_overlap_are_refused_after_some_that_do_not() -> None:
             assert said == refusal(partial(normforge.which, x, **arguments))[1]
 
 
+@each_norm
+@pytest.mark.parametrize("name", ["out", "residual_out"])
+def test_rows_between_which_others_stand_are_no_more_than_fit_there(norm: str, name: str) -> None:
+    """Two rows and two stand side by side, and the third would be the first of the others."""
+    memory = torch.zeros(6 * 3 * 64)
+
+    def call(m: int, strides: tuple[int, int]) -> Any:
+        x = torch.randn(m, 3, 64)
+        store: dict[str, Any] = {"residual": torch.randn(m, 3, 64), "fadd": 1} if name == "residual_out" else {}
+        given = {**store, name: memory.as_strided((m, 3, 64), (*strides, 1))}
+        agree(FORWARD[norm](x, **given), ORACLE[norm](x, **store))
+
+    for _ in range(2):
+        call(2, (64, 128))
+        with pytest.raises(errors.LayoutError, match=rf"the rows of {name} overlap \(row stride 64, 128, N 64\)"):
+            call(6, (64, 128))
+    for m in (2, 6, 2):
+        call(m, (192, 64))
+
+
 @pytest.mark.parametrize("where", ["x", "residual", "the same memory as x"])
 def test_an_output_may_still_replace_an_input(where: str, checked: list[str]) -> None:
     for again in (False, True):

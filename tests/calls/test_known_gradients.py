@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -76,18 +77,18 @@ def gradients(
     return dict(zip(names, found, strict=True))
 
 
+def exactly(norm: str, x: Any, scale: Any, shift: Any, gate: Any = None, residual: Any = None) -> Any:
+    total = x if gate is None else x * gate[:, None]
+    total = total if residual is None else total + residual
+    centred = total - total.mean(-1, keepdim=True) if norm == "layer" else total
+    eps = 1e-5 if norm == "layer" else 1e-6
+    y = centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 + scale[:, None]) + shift[:, None]
+    return y if residual is None else (y, total)
+
+
 def exact(norm: str, given: dict[str, Any], dy: Any = None) -> dict[str, torch.Tensor]:
     wide = {name: tensor.detach().double().requires_grad_() for name, tensor in given.items()}
-
-    def function(x: Any, scale: Any, shift: Any, gate: Any = None, residual: Any = None) -> Any:
-        total = x if gate is None else x * gate[:, None]
-        total = total if residual is None else total + residual
-        centred = total - total.mean(-1, keepdim=True) if norm == "layer" else total
-        eps = 1e-5 if norm == "layer" else 1e-6
-        y = centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 + scale[:, None]) + shift[:, None]
-        return y if residual is None else (y, total)
-
-    return gradients(function, wide, dy=None if dy is None else dy.double())
+    return gradients(partial(exactly, norm), wide, dy=None if dy is None else dy.double())
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -153,6 +154,30 @@ def test_gradients_that_were_not_due_before(device: str, looked: Looked) -> None
     for name, gradient in second.items():
         torch.testing.assert_close(gradient.double(), wanted[name], rtol=1e-4, atol=1e-4, msg=name)
     assert sum(looked.counts()) == 2
+
+
+@each_device
+@pytest.mark.parametrize("others", [("residual",), ("gate", "residual")], ids=str)
+@pytest.mark.parametrize("first", ["y alone", "both"])
+def test_a_sum_that_is_read_or_not(first: str, others: tuple[str, ...], device: str, looked: Looked) -> None:
+    """Of a model's blocks the last one's sum is read by nobody, and its backward pass runs before all others'."""
+    function = FUNCTIONS["rms"]
+
+    def alone(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda **given: function(**given)[0]
+
+    ways: list[Callable[[Any], Any]] = [alone, lambda function: function]
+    for way in ways if first == "y alone" else reversed(ways):
+        given = operands(device, *others)
+        found = gradients(way(function), given)
+        assert looked.counts() == (1, 0)
+        wide = {name: tensor.detach().double().requires_grad_() for name, tensor in given.items()}
+        wanted = gradients(way(partial(exactly, "rms")), wide)
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient.double(), wanted[name], rtol=1e-4, atol=1e-4, msg=name)
+    for way in ways:
+        gradients(way(function), operands(device, *others))
+    assert looked.counts() == (0, 2)
 
 
 @each_device

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import Unsupported
 
 import normforge
 from normforge import QuantisedOutput, quantisation_reference
@@ -18,6 +19,7 @@ from normforge.codegen.values import FusedAdd, FusedQuant, Norm, ScaleFormat, Sc
 from normforge.dtypes import DTYPES
 from normforge.errors import (
     ConflictError,
+    DeviceError,
     DTypeError,
     GradientError,
     IllegalCombinationError,
@@ -366,6 +368,7 @@ def test_a_traced_call_is_the_same(norm: str, asked: dict[str, Any]) -> None:
 
 X = torch.ones(2, 64, dtype=torch.bfloat16)
 ONE = torch.ones(1)
+ROW = torch.zeros(128, dtype=torch.int8)
 REFUSED: list[tuple[dict[str, Any], type[NormforgeError], str]] = [
     ({"group_size": 48}, ConflictError, "group_size=48 is no mode; it takes 'none' (0), '16' (16), '32' (32)"),
     ({"scale_format": "ue8m0", "out_dtype": E4M3}, IllegalCombinationError, "use group_size 32, 64 or 128 with fp8"),
@@ -381,7 +384,22 @@ REFUSED: list[tuple[dict[str, Any], type[NormforgeError], str]] = [
     ({**SWIZZLED, "y_scale": torch.empty(2, 2).to(torch.float8_e8m0fnu)}, ShapeError, "it takes (128, 4) or (512,)"),
     ({"fquant": "static"}, ConflictError, "divides y by a y_scale and none was passed"),
     ({"fquant": "static", "y_scale": torch.ones(3)}, ShapeError, "one value, or one a column, (N,)"),
-    ({"fquant": "static", "y_scale": ONE.half()}, DTypeError, "static_scale has dtype torch.float16"),
+    (
+        {"fquant": "static", "y_scale": ONE.half()},
+        DTypeError,
+        "y_scale has dtype torch.float16; it takes torch.float32",
+    ),
+    ({"fquant": "static", "y_scale": torch.ones(64).double()}, DTypeError, "y_scale has dtype torch.float64"),
+    ({"fquant": "static", "y_scale": torch.ones(1, device="meta")}, DeviceError, "y_scale is on meta and x on cpu"),
+    ({"fquant": "static", "y_scale": torch.ones(64, device="meta")}, DeviceError, "y_scale is on meta and x on cpu"),
+    ({"fquant": "static", "y_scale": torch.ones(128)[::2]}, LayoutError, "pass y_scale.contiguous()"),
+    ({"fquant": "static", "y_scale": torch.ones(1).requires_grad_()}, GradientError, "or pass y_scale.detach()"),
+    ({"fquant": "static", "y_scale": torch.ones(64).requires_grad_()}, GradientError, "or pass y_scale.detach()"),
+    (
+        {"fquant": "static", "y_scale": ROW.view(torch.float32)[:1], "out": ROW.view(2, 64)},
+        LayoutError,
+        "out overlaps y_scale in memory",
+    ),
     ({"fquant": "static", "y_scale": ONE, "group_size": 32}, IllegalCombinationError, "is given its scales"),
     ({"fquant": "none"}, ConflictError, "fquant 'none' quantises nothing"),
     ({"scale_ub": ONE}, IllegalCombinationError, "scale_ub bounds scales of fp8"),
@@ -394,6 +412,9 @@ REFUSED: list[tuple[dict[str, Any], type[NormforgeError], str]] = [
     ({"y_scale": torch.empty(3)}, ShapeError, "y_scale has shape (3,); it takes (2,) or (2, 1)"),
     ({"y_scale": torch.empty(2).half()}, DTypeError, "y_scale has dtype torch.float16"),
     ({"group_size": 32, "y_scale": torch.empty(1, 2).expand(2, 2)}, LayoutError, "y_scale has strides (0, 1)"),
+    ({"y_scale": torch.empty(4)[::2]}, LayoutError, "y_scale has strides (2,); pass a contiguous tensor"),
+    ({"y_scale": torch.empty(2).requires_grad_()}, GradientError, "y_scale requires a gradient and what is written"),
+    ({"y_scale": torch._neg_view(torch.empty(2))}, LayoutError, "y_scale is a view that negates its memory"),
 ]
 
 
@@ -402,6 +423,75 @@ def test_refused(asked: dict[str, Any], error: type[NormforgeError], message: st
     with pytest.raises(error) as raised:
         normforge.quantised_layer_norm(X, **asked)
     assert message in str(raised.value)
+
+
+def test_what_is_no_tensor_beside_scales_of_columns_is_refused() -> None:
+    x: Any = [1.0]
+    with pytest.raises(DTypeError, match="x is a list"):
+        normforge.quantised_rms_norm(x, fquant="static", y_scale=torch.ones(64))
+
+
+@each_norm
+@pytest.mark.parametrize("strides", [(1, 1), (2, 3)])
+@pytest.mark.parametrize("layout", ["row_major", "column_major"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "columns"),
+    [("float", torch.float32, 10), ("ue8m0", torch.float8_e8m0fnu, 10), ("ue8m0_packed", torch.int32, 3)],
+)
+def test_scales_over_one_another_are_refused(
+    norm: str, strides: tuple[int, int], layout: str, kind: str, dtype: torch.dtype, columns: int
+) -> None:
+    """Two of them would be one; where so many rows and groups come to no common place, all are written."""
+    asked: dict[str, Any] = {"group_size": 32, "scale_format": kind, "scale_layout": layout, "out_dtype": E4M3}
+    x = rows(4, N)
+
+    def place(m: int, strides: tuple[int, int]) -> torch.Tensor:
+        return torch.zeros(100, dtype=torch.uint8).repeat(4).view(dtype).as_strided((m, columns), strides)
+
+    with pytest.raises(LayoutError) as raised:
+        FUNCTION[norm](x, **asked, y_scale=place(4, strides))
+    assert str(raised.value) == (
+        f"the elements of y_scale overlap (shape (4, {columns}), strides {strides}); pass memory for each, "
+        "a contiguous tensor say, or leave y_scale out"
+    )
+    for m, apart in ((2, (2, 5)), (4, (1, 4)), (4, (columns, 1)), (4, (2, 9)), (1, (1, 1))):
+        made = FUNCTION[norm](x[:m], **asked, y_scale=place(m, apart)).y_scale
+        assert made is not None
+        assert same_bits(made.contiguous(), FUNCTION[norm](x[:m], **asked).y_scale)
+
+
+def test_a_trace_refuses_scales_over_one_another_too() -> None:
+    """By sizes that are symbols; torch itself copies over such a tensor without a word."""
+    asked: dict[str, Any] = {"group_size": 64, "out_dtype": E4M3}
+    torch.compiler.reset()
+    compiled = torch.compile(normforge.quantised_rms_norm, backend="aot_eager", fullgraph=True, dynamic=True)
+    x = rows(4, N)
+    with pytest.raises(Unsupported, match="the elements of y_scale overlap"):
+        compiled(x, **asked, y_scale=torch.zeros(40).as_strided((4, 5), (2, 3)))
+    for apart in ((9, 1), (1, 4), (3, 7)):
+        scale = torch.zeros(40).as_strided((4, 5), apart)
+        assert compiled(x, **asked, y_scale=scale).y_scale is scale
+        assert same_bits(scale.contiguous(), normforge.quantised_rms_norm(x, **asked).y_scale)
+
+
+@pytest.mark.parametrize("layout", ["row_major", "column_major"])
+def test_bytes_of_groups_that_a_row_has_not_are_0_in_the_callers_memory(layout: str) -> None:
+    x = rows(4, N)
+    asked: dict[str, Any] = {"group_size": 64, "scale_format": "ue8m0_packed", "out_dtype": E4M3}
+    for scale in (torch.full((4, 2), -1, dtype=torch.int32), torch.full((2, 4), -1, dtype=torch.int32).t()):
+        made = check("rms", x, **asked, scale_layout=layout, y_scale=scale).y_scale
+        assert made is scale
+        # Five groups, and three that there are none of.
+        assert (scale.contiguous().view(torch.uint8)[:, 5:] == 0).all()
+        assert (scale.contiguous().view(torch.uint8)[:, :5] != 0).all()
+
+
+def test_scales_that_are_written_outside_of_inference_are_no_inference_tensors() -> None:
+    with torch.inference_mode():
+        scale = torch.zeros(2)
+        normforge.quantised_rms_norm(rows(2, N), y_scale=scale)
+    with pytest.raises(GradientError, match=r"y_scale is an inference tensor.* pass y_scale\.clone"):
+        normforge.quantised_rms_norm(rows(2, N), y_scale=scale)
 
 
 def test_scales_over_what_is_read_are_refused() -> None:

@@ -253,6 +253,13 @@ def test_what_stands_around_a_norm_is_as_fast_as_the_results_say() -> None:
     forward, last = shares("groupnorm", "group/*", "*_last/*"), shares("groupnorm", "group/*_last/*")
     assert f"{span(forward)} % of a copy with positions innermost, {span(last)} % with channels_last" in text
     assert f"{span(over_torch('groupnorm', 'group/*'))} times as fast as eager torch" in text
+    beside = times_of("groupnorm", "groupnorm")
+    for peer, form in (
+        ("compile", f"In all {len(beside)} cells, backward too, it is faster than torch.compile, {{}}"),
+        ("sglang", "take, {}"),
+    ):
+        lead = [of[peer].us / of[PROJECT].us for of in beside.values() if peer in of]
+        assert form.format(f"{span(lead, '.2f')} times") in text
     layer, rms = shares("fp8-inputs", "*/ln*"), shares("fp8-inputs", "*/rms*")
     assert f"LayerNorm {span(layer)} %, RMSNorm {span(rms)} %" in text
     for task, form in (("forward", "forward {} times"), ("backward", "backward {}.")):

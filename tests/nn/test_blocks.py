@@ -703,7 +703,7 @@ def test_what_patch_did_is_a_table() -> None:
     model.extra = models.BiasedRMSNorm()
     text = str(normforge.patch(model))
     assert text.splitlines() == [
-        "swapped  5 x LlamaRMSNorm   -> FollowingHuggingFaceRMSNorm [layers.0.input_layernorm]",
+        "swapped  5 x LlamaRMSNorm   -> normforge.FollowingHuggingFaceRMSNorm [layers.0.input_layernorm]",
         "fused    2 x LlamaLayer     sums with post_attention_layernorm, the norm behind the block [layers.0]",
         "skipped  1 x BiasedRMSNorm  it lacks a 1-D weight as its only parameter, or a number under variance_epsilon "
         "or eps [extra]",

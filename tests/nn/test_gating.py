@@ -397,7 +397,7 @@ def test_modules_have_the_names_of_the_fields_own() -> None:
     assert [name for name, _ in normforge.GatedRMSNorm(24).named_parameters()] == ["weight"]
     assert [name for name, _ in normforge.GatedLayerNorm(24).named_parameters()] == ["weight", "bias"]
     assert [name for name, _ in normforge.GatedLayerNorm(24, bias=False).named_parameters()] == ["weight"]
-    assert repr(normforge.GatedRMSNorm(24)) == "GatedRMSNorm(24, eps=1e-06)"
+    assert repr(normforge.GatedRMSNorm(24)) == "normforge.GatedRMSNorm(24, eps=1e-06)"
     assert normforge.GatedRMSNorm(24, dtype=torch.float16, device="meta").weight.is_meta
 
 

@@ -289,6 +289,18 @@ def test_second_derivatives(activation: str | None) -> None:
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * want.abs().max().item())
 
 
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_a_bias_without_a_weight_is_trained_where_torch_computes(activation: str | None) -> None:
+    """Torch's own operator computes no gradient of such a bias."""
+    x, bias = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 8, 5), (8,)))
+    y = normforge.group_norm(x, 4, None, bias, activation=activation)
+    found = torch.autograd.grad(y.square().sum(), (x, bias))
+    exact = functional.group_norm(x, 4, torch.ones_like(bias), bias)
+    exact = exact if activation is None else functional.silu(exact)
+    for gradient, wanted in zip(found, torch.autograd.grad(exact.square().sum(), (x, bias)), strict=True):
+        torch.testing.assert_close(gradient, wanted)
+
+
 def test_float64_is_left_to_torch() -> None:
     x = torch.randn(2, 4, 3, dtype=torch.float64)
     y = normforge.group_norm(x, 2, activation="silu")

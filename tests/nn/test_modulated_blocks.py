@@ -567,8 +567,8 @@ def test_a_sum_that_leaves_its_block_for_a_modulated_norm(counted: Counted, monk
 def test_what_patch_says_of_it() -> None:
     model = torch.nn.ModuleList([ByFunction(), ByFunction(), Summed()])
     assert str(normforge.patch(model)).splitlines() == [
-        "swapped  2 x LayerNorm   -> LayerNorm [0.norm]",
-        "swapped  2 x LayerNorm   -> FollowingLayerNorm [2.norm]",
+        "swapped  2 x LayerNorm   -> normforge.LayerNorm [0.norm]",
+        "swapped  2 x LayerNorm   -> normforge.FollowingLayerNorm [2.norm]",
         "fused    2 x ByFunction  norm with the modulation [0]",
         "fused    1 x Summed      sums with second; norm with the modulation [2]",
     ]

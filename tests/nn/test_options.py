@@ -328,7 +328,7 @@ def test_options_are_shown_and_may_be_changed(norm: str) -> None:
 def as_torchs(module: torch.nn.Module) -> str:
     """What torch's own module of the same class name shows, under the name of ours."""
     theirs = torch.nn.LayerNorm if isinstance(module, torch.nn.LayerNorm) else torch.nn.RMSNorm
-    return f"{type(module).__name__}({theirs(N, EPS).extra_repr()})"
+    return f"normforge.{type(module).__name__}({theirs(N, EPS).extra_repr()})"
 
 
 def test_a_patched_norm_takes_options_too() -> None:

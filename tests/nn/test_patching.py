@@ -621,3 +621,24 @@ def test_encoder_layers_that_pass_their_norms_by_are_reported(
         assert len(calls) == 2
     normforge.unpatch(model)
     assert normforge.unpatch(model) == ()
+
+
+def test_a_patched_norm_is_printed_as_ours() -> None:
+    """Else it would be torch's to the character, in models and in what patch returns."""
+    model = torch.nn.Sequential(torch.nn.LayerNorm(WIDTH), torch.nn.RMSNorm(WIDTH), torch.nn.GroupNorm(2, WIDTH))
+    unpatched = [repr(norm) for norm in model]
+    done = normforge.patch(model)
+    assert [repr(norm) for norm in model] == [f"normforge.{norm}" for norm in unpatched]
+    assert [line.split(" -> ")[1] for line in str(done).splitlines()] == [
+        f"normforge.{type(norm).__name__} [{at}]" for at, norm in enumerate(model)
+    ]
+
+    class Own(normforge.LayerNorm):
+        """A user's."""
+
+    assert repr(Own(WIDTH)) == unpatched[0].replace("LayerNorm", "Own")
+    # Of a graph it becomes a class's name, and of torch's errors a part.
+    norm: Any = model[0]
+    assert norm._get_name() == "LayerNorm"
+    normforge.unpatch(model)
+    assert [repr(norm) for norm in model] == unpatched

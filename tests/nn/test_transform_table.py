@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from .oracle import EPS, each_device
 M, N = 3, 16
 
 # Without torch's own types, which these mostly lack.
+forward_ad: Any = torch.autograd.forward_ad
 func: Any = torch.func
 derivatives: Any = torch.autograd.functional
 jit: Any = torch.jit
@@ -31,6 +33,9 @@ Call = Callable[..., torch.Tensor]
 Transform = Callable[[Call, torch.Tensor, torch.Tensor], Any]
 
 NORMS = ("layer", "rms", "add_layer", "add_rms")
+NEIGHBOURS = ("modulated", "gated")
+GROUPS = 4
+ALL = (*NORMS, "group", *NEIGHBOURS)
 
 
 def pair(norm: str, device: str) -> tuple[Call, Call]:
@@ -40,6 +45,13 @@ def pair(norm: str, device: str) -> tuple[Call, Call]:
 
     def theirs(x: torch.Tensor, w: torch.Tensor = weight, r: torch.Tensor = added) -> torch.Tensor:
         total = x + r if norm.startswith("add") else x
+        if norm == "group":
+            # Not torch.nn.functional's, which looks at sizes that torch.jit.trace of vmap has not.
+            return torch.group_norm(x, GROUPS, w, bias, EPS)
+        if norm == "modulated":
+            return functional.layer_norm(x, (N,), w, bias, EPS) * (1 + r) + bias
+        if norm == "gated":
+            return functional.rms_norm(x, (N,), w, EPS) * functional.silu(r)
         if norm.endswith("rms"):
             y = functional.rms_norm(total, (N,), w, EPS)
         else:
@@ -47,12 +59,23 @@ def pair(norm: str, device: str) -> tuple[Call, Call]:
         return y * total if norm.startswith("add") else y
 
     def ours(x: torch.Tensor, w: torch.Tensor = weight, r: torch.Tensor = added) -> torch.Tensor:
+        if norm == "group":
+            return normforge.group_norm(x, GROUPS, w, bias, EPS)
+        if norm == "modulated":
+            return normforge.modulated_layer_norm(x, r, bias, weight=w, bias=bias, eps=EPS)
+        if norm == "gated":
+            return normforge.gated_rms_norm(x, r, w, eps=EPS)
         function: Any = getattr(normforge, f"{norm}_norm")
         first = r if norm.startswith("add") else (N,)
         made = function(x, first, w, EPS) if norm.endswith("rms") else function(x, first, w, bias, EPS)
         return made[0] * made[1] if norm.startswith("add") else made  # type: ignore[no-any-return]  # a tensor
 
-    ours(torch.randn(M, N, device=device))
+    # Of each kind that the transforms come to: with no gradient, and with one of x, of weight, and of both.
+    for of_x, of_weight in product((False, True), repeat=2):
+        x, w = torch.randn(M, N, device=device), weight.clone()
+        y = ours(x.requires_grad_(of_x), w.requires_grad_(of_weight))
+        if y.requires_grad:
+            torch.autograd.backward([y.square().sum()])
     return ours, theirs
 
 
@@ -73,6 +96,11 @@ def of_one(f: Call) -> Call:
     return lambda x: f(x)
 
 
+def first_of(f: Call, x: torch.Tensor) -> Any:
+    a = leaf(x.detach())
+    return torch.autograd.grad(f(a).square().sum(), a)
+
+
 def second(f: Call, x: torch.Tensor, t: torch.Tensor) -> Any:
     a, w = leaf(x), leaf(t[0])
     first = torch.autograd.grad(squares(f)(a, w), (a, w), create_graph=True)
@@ -91,6 +119,22 @@ def batched(f: Call, x: torch.Tensor, t: torch.Tensor) -> Any:
     a = leaf(x)
     (gradients,) = torch.autograd.grad(f(a), a, both(x, t), is_grads_batched=True, create_graph=True)
     return gradients, torch.autograd.grad(gradients.sin().sum(), a)
+
+
+def along(f: Call, x: torch.Tensor, t: torch.Tensor, *, recorded: bool) -> Any:
+    """By forward-mode AD as it is, with nothing of torch.func around it."""
+    with torch.set_grad_enabled(recorded), forward_ad.dual_level():
+        y = forward_ad.unpack_dual(f(forward_ad.make_dual(x, t), leaf(t[0])))
+        return y.primal, y.tangent
+
+
+def along_what_arrives(f: Call, x: torch.Tensor, t: torch.Tensor, *, create_graph: bool = True) -> Any:
+    a = leaf(x)
+    y = f(a)
+    with forward_ad.dual_level():
+        dy = forward_ad.make_dual(t.sin(), t)
+        (gradient,) = torch.autograd.grad(y, a, dy, create_graph=create_graph)
+        return tuple(forward_ad.unpack_dual(gradient))
 
 
 def checkpointed_twice(f: Call, x: torch.Tensor, t: torch.Tensor) -> Any:
@@ -162,6 +206,9 @@ AUTOGRAD: dict[str, Transform] = {
     ),
     "functional.hvp": lambda f, x, t: derivatives.hvp(squares(f), x, t),
     "functional.vhp": lambda f, x, t: derivatives.vhp(squares(f), x, t),
+    "forward-mode": lambda f, x, t: along(f, x, t, recorded=False),
+    "forward-mode of what is recorded": lambda f, x, t: along(f, x, t, recorded=True),
+    "forward-mode of what arrives": along_what_arrives,
     "double backward": second,
     "gradient penalty": penalty,
     "batched gradients, differentiated": batched,
@@ -169,6 +216,9 @@ AUTOGRAD: dict[str, Transform] = {
 }
 GRAPHS: dict[str, Transform] = {
     "make_fx": lambda f, x, t: make_fx(of_one(f))(x)(t),
+    "make_fx under no_grad": lambda f, x, t: torch.no_grad()(lambda: make_fx(of_one(f))(x)(t))(),
+    "make_fx of backward": lambda f, x, t: make_fx(lambda a: first_of(f, a))(x)(t),
+    "make_fx of a checkpoint": lambda f, x, t: make_fx(lambda a: checkpoint(of_one(f), a, use_reentrant=False))(x)(t),
     "make_fx of vmap": lambda f, x, t: make_fx(func.vmap(of_one(f)))(both(x, t))(both(t, x)),
     "make_fx of vmap of grad": lambda f, x, t: make_fx(func.vmap(func.grad(squares(of_one(f)))))(both(x, t))(
         both(t, x)
@@ -189,15 +239,23 @@ GRAPHS: dict[str, Transform] = {
 # Seconds each.
 _LONG = {"compiled", "compiled vmap", "compiled grad", "compiled jacrev", "make_fx of hessian", "functional.hessian"}
 
-# By default one function stands for all four, another for each row.
+# Torch's own GroupNorm raises there (2.13): its backward pass takes several gradients at once for one of another shape.
+_NOT_TORCHS = {
+    ("functional.hessian, vectorised", "group"),
+    ("functional.hessian, forward", "group"),
+    ("batched gradients, differentiated", "group"),
+}
+
+# By default one function stands for four, another for each row.
 CASES = [
     pytest.param(
         *(transform, norm),
         id=f"{name}-{norm}",
-        marks=[] if place % 4 == NORMS.index(norm) and name not in _LONG else [THOROUGH],
+        marks=[] if norm in (NORMS[place % 4], "group") and name not in _LONG else [THOROUGH],
     )
     for place, (name, transform) in enumerate((VMAP | GRAD | AUTOGRAD | GRAPHS).items())
-    for norm in NORMS
+    for norm in ALL
+    if (name, norm) not in _NOT_TORCHS
 ]
 
 
@@ -213,6 +271,28 @@ def test_a_function(transform: Transform, norm: str, device: str) -> None:
     for a, b in zip(actual, expected, strict=True):
         assert (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * max(1.0, b.abs().max().item()))
+
+
+@each_device
+@pytest.mark.parametrize("norm", ALL)
+def test_several_gradients_at_once(norm: str, device: str) -> None:
+    ours, theirs = pair(norm, device)
+    x, arriving = torch.randn(M, N, device=device, requires_grad=True), torch.randn(2, M, N, device=device)
+    y = theirs(x)
+    (actual,) = torch.autograd.grad(ours(x), x, arriving, is_grads_batched=True)
+    expected = torch.stack([torch.autograd.grad(y, x, each, retain_graph=True)[0] for each in arriving])
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@each_device
+@pytest.mark.parametrize("norm", ALL)
+def test_a_tangent_arrives_at_a_backward_pass_that_is_not_recorded(norm: str, device: str) -> None:
+    """Of which torch's own GroupNorm and SiLU have no forward-mode AD, so that theirs is recorded."""
+    ours, theirs = pair(norm, device)
+    x, t = torch.randn(M, N, device=device), torch.randn(M, N, device=device)
+    actual, expected = along_what_arrives(ours, x, t, create_graph=False), along_what_arrives(theirs, x, t)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def model() -> torch.nn.Module:
@@ -279,11 +359,14 @@ def test_a_patched_model(transform: Callable[[torch.nn.Module, torch.Tensor], An
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("norm", NORMS)
-def test_what_make_fx_records_is_written(norm: str) -> None:
+@pytest.mark.parametrize("recorded", [False, True], ids=["alone", "recorded"])
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("norm", ALL)
+def test_what_make_fx_records_is_written(norm: str, checkpointed: bool, recorded: bool) -> None:
     """Of a call that is known, in the mode that runs what it records: an operator, and no memory that it only made."""
     ours, _ = pair(norm, "cpu")
-    x = torch.randn(M, N)
-    operators = [str(node.target) for node in make_fx(of_one(ours))(x).graph.nodes if node.op == "call_function"]
+    call = (lambda x: checkpoint(ours, x, use_reentrant=False)) if checkpointed else of_one(ours)
+    x = torch.randn(M, N, requires_grad=recorded)
+    operators = [str(node.target) for node in make_fx(call)(x).graph.nodes if node.op == "call_function"]
     assert any("normforge" in operator for operator in operators)
     assert not any("empty" in operator for operator in operators)

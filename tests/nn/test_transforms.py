@@ -89,15 +89,48 @@ def test_a_constant_within_a_transform(transform: str, device: str) -> None:
     close(within(lambda x: x * ours(constant), x), within(lambda x: x * theirs(constant), x))
 
 
-@pytest.mark.parametrize(
-    ("transform", "says"),
-    [("vmap", "has no memory"), ("functionalize", "has no memory"), ("jvp", "^x carries a tangent")],
-)
-def test_the_forward_functions_refuse_a_transform(transform: str, says: str) -> None:
+ONE, RSTD = torch.ones(M, N), torch.ones(M)
+
+# Functions that nothing follows, of what is transformed, and the argument that is.
+UNFOLLOWED: dict[str, tuple[str, Call]] = {
+    "rows": ("x", lambda x: normforge.rmsnorm2d_fwd(x).y),
+    "weight": ("weight", lambda x: normforge.rmsnorm2d_fwd(ONE, x.mean(0)).y),
+    "out": ("out", lambda x: x * normforge.layernorm2d_fwd(ONE, out=torch.empty_like(x)).y),
+    "rows beside an out": ("x", lambda x: normforge.layernorm2d_fwd(x, out=torch.empty(M, N)).y),
+    "quantised": ("x", lambda x: normforge.quantised_rms_norm(x).y.float()),
+    "out of quantised": (
+        "out",
+        lambda x: x * normforge.quantised_rms_norm(ONE, out=torch.empty_like(x, dtype=torch.int8)).y,
+    ),
+    "gated": ("gate", lambda x: normforge.gated_rmsnorm2d_fwd(ONE, x).y),
+    "backward": ("dy", lambda x: backward_of(x)),
+}
+
+
+def backward_of(dy: torch.Tensor) -> torch.Tensor:
+    dx = normforge.rmsnorm2d_bwd(dy, ONE, None, rstd=RSTD).dx
+    assert dx is not None
+    return dx
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", UNFOLLOWED)
+def test_the_forward_functions_refuse_a_transform(name: str, transform: str) -> None:
+    argument, call = UNFOLLOWED[name]
     x = torch.randn(M, N)
-    normforge.rmsnorm2d_fwd(x)
-    with pytest.raises(errors.NormforgeError, match=rf"{says} .* call normforge\.layer_norm"):
-        TRANSFORMS[transform](lambda x: normforge.rmsnorm2d_fwd(x).y, x)
+    call(x)
+    says = rf"^{argument} is wrapped by a transform of torch\.func .* call normforge\.layer_norm, rms_norm .* or make"
+    with pytest.raises(errors.TransformError, match=says):
+        TRANSFORMS[transform](call, x)
+
+
+@pytest.mark.parametrize("name", [name for name in UNFOLLOWED if name != "weight"])
+def test_the_forward_functions_refuse_proxies(name: str) -> None:
+    argument, call = UNFOLLOWED[name]
+    fx: Any = torch.fx
+    says = rf"^{argument} is a Proxy, and torch\.fx\.symbolic_trace records no kernel; call normforge\.layer_norm"
+    with pytest.raises(errors.TransformError, match=says):
+        fx.symbolic_trace(lambda x: call(x))
 
 
 @pytest.mark.parametrize("given", [{}, {"fquant": "dynamic"}], ids=["plain", "quantised"])

@@ -121,4 +121,12 @@ MUTANTS = (
         "ready: Ready | None = kind.plan",
         ("tests/calls/test_known_gradients.py::test_what_differs_is_looked_at[cpu]",),
     ),
+    Mutant(
+        "modulated-gradients-known-without-the-sums",
+        "a backward pass is known whether the sum's gradient arrived or not",
+        "runtime/calls/modulated_backward.py",
+        "key = (\"modulated bwd\", told, due, arrived[1] is None)",
+        "key = (\"modulated bwd\", told, due)",
+        ("tests/calls/test_known_gradients.py::test_a_sum_that_is_read_or_not[y alone-('residual',)-cpu]",),
+    ),
 )
