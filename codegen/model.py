@@ -258,7 +258,9 @@ class Mode:
         for name, said, plain in (
             ("dtype_in", self.dtype_in, not self.dtype_in.is_fp8),
             ("fadd", self.fadd, self.fadd is not FusedAdd.PRE_ADD),
-            ("fquant", self.fquant, not self.fquant.quantises),
+            ("fquant", self.fquant, self.fquant in (FusedQuant.NONE, FusedQuant.DYNAMIC)),
+            ("scale_dtype", self.scale_dtype, self.scale_dtype is DType.FP32),
+            ("rounding", self.rounding, not self.rounding.truncates),
             ("cast", self.cast, not self.cast.comes_first),
         ):
             if not plain:

@@ -124,6 +124,15 @@ MODES = (
         modulated=True,
         x_gate=True,
     ),
+    Mode(
+        Norm.LAYER,
+        DType.BF16,
+        DType.INT8,
+        FusedAdd.PRE_ADD_STORE,
+        FusedQuant.DYNAMIC,
+        modulated=True,
+        x_gate=True,
+    ),
     Mode(Norm.LAYER, DType.BF16, DType.BF16, gating=Gating.AFTER_NORM, grouped=True),
     Mode(
         Norm.RMS,

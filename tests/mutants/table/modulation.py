@@ -6,6 +6,7 @@ from ..mutant import Mutant
 
 _FORMULA = "tests/nn/test_modulation.py::test_outputs_and_gradients_are_those_of_fp64"
 _CALLS = "tests/calls/test_modulated.py"
+_QUANTISED = "tests/calls/test_modulated_2d.py"
 _PATCHED = "tests/nn/test_modulated_blocks.py"
 
 MUTANTS = (
@@ -32,6 +33,48 @@ MUTANTS = (
         "s *= load_chunk(gate_ptr, cols, {{ at.mask }})\n",
         "",
         (_FORMULA,),
+    ),
+    Mutant(
+        "quantised-tile-forgets-the-modulation",
+        "rows modulated and quantised: y is quantised as the norm left it",
+        "templates/quantised.j2",
+        '{{ kernel.modulate(m, "mask") }}\n',
+        "",
+        (f"{_QUANTISED}::test_rows_are_quantised_with_their_modulation",),
+    ),
+    Mutant(
+        "quantised-chunk-forgets-the-modulation",
+        "one_pass modulated and quantised: y is quantised as the norm left it",
+        "templates/quantised.j2",
+        "{{ kernel.modulate_chunk(m) }}\n",
+        "",
+        (f"{_QUANTISED}::test_long_rows_are_quantised",),
+    ),
+    Mutant(
+        "modulated-scale-is-the-norm-s",
+        "two_pass modulated and quantised: a row's scale is that of y as the norm left it",
+        "templates/quantised.j2",
+        "{{ kernel.modulate(m, mask) }}\n",
+        "",
+        (f"{_QUANTISED}::test_long_rows_are_quantised",),
+        which=0,
+    ),
+    Mutant(
+        "quantised-sweep-forgets-the-modulation",
+        "two_pass modulated and quantised: y is quantised as the norm left it, by a scale of what is modulated",
+        "templates/quantised.j2",
+        "{{ kernel.modulate(m, mask) }}\n",
+        "",
+        (f"{_QUANTISED}::test_long_rows_are_quantised",),
+        which=1,
+    ),
+    Mutant(
+        "modulated-places-are-anywhere",
+        "a modulated call writes y where another tensor of it lies",
+        "runtime/calls/neighbours.py",
+        "check_output(name, place, rows, dtype, others, addressed)",
+        "check_output(name, place, rows, dtype, {}, addressed)",
+        (f"{_QUANTISED}::test_outputs_overlap_nothing_else",),
     ),
     Mutant(
         "samples-are-rows",
@@ -125,8 +168,8 @@ MUTANTS = (
         "modulated-gradients-known-without-the-sums",
         "a backward pass is known whether the sum's gradient arrived or not",
         "runtime/calls/modulated_backward.py",
-        "key = (\"modulated bwd\", told, due, arrived[1] is None)",
-        "key = (\"modulated bwd\", told, due)",
+        'key = ("modulated bwd", told, due, arrived[1] is None)',
+        'key = ("modulated bwd", told, due)',
         ("tests/calls/test_known_gradients.py::test_a_sum_that_is_read_or_not[y alone-('residual',)-cpu]",),
     ),
 )
