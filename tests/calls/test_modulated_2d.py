@@ -40,10 +40,10 @@ each_norm = pytest.mark.parametrize("norm", FORWARD)
 
 N = 48
 # Of scale, shift and gate: one a sample, one a row and one for all.
-SHARED: dict[str, Callable[[int], tuple[int, ...]]] = {
-    "sample": lambda n: (2, n),
-    "row": lambda n: (2, 3, n),
-    "all": lambda n: (n,),
+SHARED: dict[str, Callable[[int, int], tuple[int, ...]]] = {
+    "sample": lambda rows, n: (2, n),
+    "row": lambda rows, n: (2, rows, n),
+    "all": lambda rows, n: (n,),
 }
 MIXES = [(kind, kind, kind) for kind in SHARED] + [("sample", "all", "row"), ("row", "sample", "all")]
 
@@ -54,14 +54,15 @@ def operands(
     n: int = N,
     dtype: torch.dtype = torch.bfloat16,
     mix: tuple[str, str, str] = ("sample", "sample", "sample"),
+    rows: int = 3,
 ) -> dict[str, torch.Tensor]:
-    """A whole call, of two samples of three rows: each row lies within a longer one."""
+    """A whole call, of two samples of a few rows: each row lies within a longer one."""
 
     def within(*shape: int) -> torch.Tensor:
         return torch.randn(*shape[:-1], 2 * shape[-1], device=device).to(dtype)[..., n:]
 
-    found = dict(zip(("scale", "shift", "gate"), (within(*SHARED[kind](n)) for kind in mix), strict=True))
-    found |= {"x": within(2, 3, n), "residual": torch.randn(2, 3, n, device=device)}
+    found = dict(zip(("scale", "shift", "gate"), (within(*SHARED[kind](rows, n)) for kind in mix), strict=True))
+    found |= {"x": within(2, rows, n), "residual": torch.randn(2, rows, n, device=device)}
     found["weight"] = torch.randn(n, device=device)
     return found | ({"bias": torch.randn(n, device=device)} if norm == "layer" else {})
 
@@ -107,6 +108,14 @@ def test_statistics_and_every_option(norm: str, device: str) -> None:
     check(norm, operands(norm, device, dtype=torch.float32), fquant="dynamic", out_dtype=torch.float8_e4m3fn)
     if norm == "rms":
         check(norm, given, fquant="dynamic", weight_offset=1.0)
+
+
+@each_device
+@pytest.mark.parametrize("mix", MIXES, ids="-".join)
+@each_norm
+def test_many_short_rows_are_quantised(norm: str, mix: tuple[str, str, str], device: str) -> None:
+    """So many that a program takes several, and samples end within one."""
+    check(norm, operands(norm, device, 24, mix=mix, rows=151), fquant="dynamic")
 
 
 # one_pass and two_pass.

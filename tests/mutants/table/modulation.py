@@ -40,7 +40,7 @@ MUTANTS = (
         "templates/quantised.j2",
         '{{ kernel.output(m, norm, norm.normalised("s"), "tile", "mask", "col_mask") }}',
         'y = {{ norm.normalised("s") }}',
-        (f"{_QUANTISED}::test_rows_are_quantised_with_their_modulation",),
+        (f"{_QUANTISED}::test_many_short_rows_are_quantised",),
     ),
     Mutant(
         "quantised-chunk-forgets-the-modulation",
