@@ -217,7 +217,8 @@ def refuse_transformed(**given: object) -> None:
         if isinstance(value, torch.Tensor) and is_transformed(value):
             raise TransformError(
                 f"{name} is wrapped by a transform of torch.func (vmap, grad, jvp, functionalize), which follows no "
-                f"kernel; call {_FOLLOWED}, which run torch's own operators there, or make this call outside the transform"
+                f"kernel; call {_FOLLOWED}, which run torch's own operators there, or make this call outside the "
+                "transform"
             )
 
 

@@ -4,14 +4,16 @@ A module that `patch` fused calls `modulate` where its forward scales and shifts
 one kernel normalises and modulates, if the norm is ours and bare and the operands are as `modulated_layer_norm` takes
 them. Anywhere else the norm is called, and then what the text says. Neither is a guess: rows are not normalised twice.
 
-What a function like DiT's `modulate(x, shift, scale)` computes is found by calling it with random numbers.
+What a function like DiT's `modulate(x, shift, scale)` computes is found by calling it with random numbers, of a few
+sizes, and found again when what it reads beside its arguments is another: see `function_state`. One that computes
+something else of other sizes alone, or by what torch is set to, passes for what it is of these.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 from types import FunctionType
 from typing import Any
@@ -24,10 +26,13 @@ from ..calls.known import PLAIN
 from ..calls.straight import DEFAULT_EPS
 from ..calls.traced import global_hooks, result_dtype
 from .following import FollowingLayerNorm, FollowingRMSNorm
+from .function_state import State
 from .modulation import modulated_layer_norm, modulated_rms_norm
 from .modules import LayerNorm, RMSNorm
 from .probing import apart
 from .sums import is_waited_for
+
+logger = logging.getLogger("normforge")
 
 # By a norm's class the word of the norm. Hugging Face's round before the weight, which a modulated kernel does not.
 _WORDS: dict[type[torch.nn.Module], str] = {
@@ -54,6 +59,8 @@ class Formula:
     scale: int
     by_sample: bool
 
+
+_TYPES = ((torch.float64, 1e-12), (torch.bfloat16, 2e-2))
 
 # What is written out in a forward broadcasts there.
 WRITTEN_OUT = Formula(scale=0, by_sample=False)
@@ -91,10 +98,30 @@ def formula_of(function: Any, positional: int, named: tuple[str, ...]) -> Formul
         positional: how many of the two it is given behind the rows.
         named: the names of the others.
     """
-    return _formula_of(function, positional, named) if function.__class__ is FunctionType else None
+    if function.__class__ is not FunctionType:
+        return None
+    key = (function, positional, named)
+    found = _found.get(key)
+    if found is not None and (found[0] is None or found[0].still()):
+        return found[1]
+    state: State | None = None
+    formula: Formula | None = None
+    try:
+        state = State(function)
+        formula = _formula_of(function, positional, named)
+    except ValueError as unlike:
+        logger.debug("%s is called, and not fused with the norm before it: %s", function.__name__, unlike)
+    # The oldest goes.
+    if len(_found) >= _MOST_FUNCTIONS:
+        _found.pop(next(iter(_found), key), None)
+    _found[key] = (state, formula)
+    return formula
 
 
-@lru_cache(maxsize=_MOST_FUNCTIONS)
+# With no state, functions that are never fused.
+_found: dict[tuple[FunctionType, int, tuple[str, ...]], tuple[State | None, Formula | None]] = {}
+
+
 def _formula_of(function: Callable[..., Any], positional: int, named: tuple[str, ...]) -> Formula | None:
     def called(y: torch.Tensor, *operands: torch.Tensor) -> Any:
         by_name: Mapping[str, torch.Tensor] = dict(zip(named, operands[positional:], strict=True))
@@ -105,11 +132,13 @@ def _formula_of(function: Callable[..., Any], positional: int, named: tuple[str,
         return next((formula for formula in formulas if _computes(called, formula)), None)
 
 
+# As many samples as tokens would let (B, N) pass for (T, N). And a model's own sizes, more or less.
+_SIZES = ((2, 3, 8), (3, 1, 16), (1, 260, 72))
+
+
 def _computes(called: Callable[..., Any], formula: Formula) -> bool:
-    # As many samples as tokens would let (B, N) pass for (T, N).
-    samples, tokens, width = 2, 3, 8
     generator = torch.Generator("cpu").manual_seed(0)
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 2e-2)):
+    for (samples, tokens, width), (dtype, tolerance) in product(_SIZES, _TYPES):
         y = torch.randn(samples, tokens, width, generator=generator, dtype=torch.float64).to(dtype)
         beside = torch.randn(2, samples, 1, width, generator=generator, dtype=torch.float64).to(dtype)
         wanted = y * (1 + beside[formula.scale]) + beside[1 - formula.scale]

@@ -35,6 +35,12 @@ def _vector(seed: int, n: int, dtype: torch.dtype, device: torch.device) -> torc
     return torch.randn(n, generator=generator, device=device).to(dtype)
 
 
+# Likewise, on a device.
+@cache
+def value(of: float, device: torch.device) -> torch.Tensor:
+    return torch.tensor([of], device=device)
+
+
 def named(results: Any) -> Results:
     return {name: tensor for name, tensor in results._asdict().items() if tensor is not None}
 
@@ -58,6 +64,28 @@ def quantised(x: torch.Tensor) -> Results:
 
 def as_fp8(x: torch.Tensor) -> Results:
     return named(normforge.rmsnorm2d_fwd(x, vector(1, x), fquant="dynamic", out_dtype=torch.float8_e4m3fn))
+
+
+def in_groups(x: torch.Tensor) -> Results:
+    fp8: Any = {"group_size": 64, "out_dtype": torch.float8_e4m3fn, "scale_layout": "column_major"}
+    return named(normforge.quantised_layer_norm(x, vector(1, x), residual=x.flip(-1), **fp8))
+
+
+def by_given_scale(x: torch.Tensor) -> Results:
+    scale = value(0.05, x.device)
+    return named(normforge.quantised_rms_norm(x, vector(1, x), fquant="static", y_scale=scale, save_unquant=True))
+
+
+def stored_twice(x: torch.Tensor) -> Results:
+    return named(normforge.quantised_rms_norm(x, vector(1, x), x_bias=vector(2, x), save_unquant=True))
+
+
+def as_nvfp4(x: torch.Tensor) -> Results:
+    """Of an even number of columns, and y as bytes: torch copies no fp4."""
+    x = x[..., : x.shape[-1] // 2 * 2]
+    fp4: Any = {"group_size": 16, "scale_format": "e4m3", "out_dtype": torch.float4_e2m1fn_x2, "save_unquant": True}
+    found = normforge.quantised_rms_norm(x, vector(1, x), global_scale=value(448.0, x.device), **fp4)
+    return named(found._replace(y=found.y.view(torch.uint8)))
 
 
 def backward(x: torch.Tensor) -> Results:
@@ -85,13 +113,18 @@ def gated(x: torch.Tensor) -> Results:
     return {"y": y.detach(), "dx": dx, "dgate": dgate}
 
 
+# What engines ask for; mostly with y in x's dtype too: few bits may hide that a row was added up otherwise.
+SERVING = (in_groups, by_given_scale, stored_twice, as_nvfp4)
 CALLS: Mapping[str, Call] = {
-    call.__name__: call for call in (plain, root_mean_square, added, quantised, as_fp8, backward, added_backward, gated)
+    call.__name__: call
+    for call in (plain, root_mean_square, added, quantised, as_fp8, *SERVING, backward, added_backward, gated)
 }
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    # A column of one row is contiguous whatever its strides, and has no view as bytes.
+    dense = tensor.contiguous() if tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
+    return dense.view(torch.uint8)
 
 
 def assert_same(results: Results, batch: Results, at: slice) -> None:

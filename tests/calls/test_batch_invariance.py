@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,13 +12,14 @@ import normforge
 from normforge.errors import ConflictError, InvarianceError, SettingError
 from normforge.selection import invariance
 
+from ..calling import FORWARD
 from ..thorough import THOROUGH
-from .batches import CALLS, Call, assert_same, rows, vector
+from .batches import CALLS, Call, Results, assert_same, named, rows, vector
 
 each_call = pytest.mark.parametrize(
     "call",
     [
-        pytest.param(call, id=name, marks=[] if name in ("quantised", "backward", "gated") else THOROUGH)
+        pytest.param(call, id=name, marks=[] if name in ("quantised", "in_groups", "backward", "gated") else THOROUGH)
         for name, call in CALLS.items()
     ],
 )
@@ -47,6 +48,46 @@ def test_a_row_has_the_same_bits_in_every_batch(call: Call, n: int) -> None:
     batch = call(x)
     for first, last in ((0, 1), (256, 257), (5, 7), (2, 5), (100, 107), *([(1, 257)] if n == N else [])):
         assert_same(call(x[first:last]), batch, slice(first, last))
+
+
+QUANTISED: dict[str, Callable[..., normforge.QuantisedOutput]] = {
+    "layer": normforge.quantised_layer_norm,
+    "rms": normforge.quantised_rms_norm,
+}
+# The last is the whole batch, which the others are held against.
+MS = (1, 2, 3, 7, 255, 256, 257, 1000, 4096)
+
+
+def computed(norm: str, what: str, x: torch.Tensor) -> Results:
+    weight, added = vector(1, x), {"residual": x.flip(-1), "fadd": "pre_add_store"}
+    if what == "forward":
+        return named(FORWARD[norm](x, weight, save_mv=True))
+    if what == "add":
+        return named(FORWARD[norm](x, weight, **added))
+    if what == "quant":
+        return named(FORWARD[norm](x, weight, fquant="dynamic", out_dtype=torch.float8_e4m3fn, save_mv=True))
+    if what == "quant in groups":
+        return named(QUANTISED[norm](x, weight, group_size=32, save_unquant=True))
+    leaf = x.detach().requires_grad_()
+    y = (normforge.layer_norm if norm == "layer" else normforge.rms_norm)(leaf, x.shape[-1:], weight)
+    return {"dx": torch.autograd.grad(y, leaf, x.flip(-1))[0]}
+
+
+# Short rows, several to a tile, and the shortest that tiles for few and for many would add up otherwise.
+EVERY_M = [
+    *[(36, norm, what) for norm in FORWARD for what in ("forward", "add", "quant", "quant in groups", "backward")],
+    *[(129, "rms", what) for what in ("forward", "quant in groups", "backward")],
+]
+
+
+@THOROUGH
+@pytest.mark.parametrize(("n", "norm", "what"), EVERY_M)
+def test_a_row_has_the_same_bits_for_every_m(n: int, norm: str, what: str) -> None:
+    """From a row on with which no tile of rows begins."""
+    x = rows(MS[-1], n)
+    batch = computed(norm, what, x)
+    for m in MS[:-1]:
+        assert_same(computed(norm, what, x[5 : 5 + m]), batch, slice(5, 5 + m))
 
 
 @each_call

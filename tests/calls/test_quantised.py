@@ -431,6 +431,13 @@ def test_what_is_no_tensor_beside_scales_of_columns_is_refused() -> None:
         normforge.quantised_rms_norm(x, fquant="static", y_scale=torch.ones(64))
 
 
+def test_a_given_scale_without_memory_is_refused_by_its_name() -> None:
+    scale = torch.ones(1)
+    scale.untyped_storage().resize_(0)
+    with pytest.raises(LayoutError, match=r"^y_scale \(shape \(1,\), Tensor\) has no memory that a kernel could use"):
+        normforge.quantised_rms_norm(rows(2, N), fquant="static", y_scale=scale)
+
+
 @each_norm
 @pytest.mark.parametrize("strides", [(1, 1), (2, 3)])
 @pytest.mark.parametrize("layout", ["row_major", "column_major"])

@@ -362,10 +362,9 @@ def test_the_module_is_torchs() -> None:
     x = torch.randn(2, 8, 5)
     torch.testing.assert_close(ours(x), theirs(x))
     assert isinstance(ours, torch.nn.GroupNorm)
-    assert str(ours) == str(theirs)
-    assert (
-        str(normforge.GroupNorm(4, 8, activation="silu")) == str(torch.nn.GroupNorm(4, 8))[:-1] + ", activation=silu)"
-    )
+    assert str(ours) == f"normforge.{theirs}"
+    activated = str(torch.nn.GroupNorm(4, 8))[:-1] + ", activation=silu)"
+    assert str(normforge.GroupNorm(4, 8, activation="silu")) == f"normforge.{activated}"
     assert normforge.GroupNorm(4, 8, bias=False).bias is None
     assert normforge.GroupNorm(4, 8, affine=False)(x).shape == x.shape
     with pytest.raises(errors.ConflictError, match="activation='relu'"):

@@ -430,6 +430,90 @@ def test_a_function_that_was_replaced_since(counted: Counted, monkeypatch: pytes
     assert counted.count() == 0
 
 
+FLAG = False
+
+
+def by_flag(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return modulate(x, scale, shift) if FLAG else modulate(x, shift, scale)
+
+
+def by_default(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, *, factor: float = 1.0) -> torch.Tensor:
+    return x * (factor + scale[:, None]) + shift[:, None]
+
+
+def calling(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return by_flag(x, shift, scale)
+
+
+def is_fused(function: Any) -> bool:
+    return modulating.formula_of(function, 2, ()) is not None
+
+
+def test_a_function_that_reads_what_is_set_otherwise_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own globals, those of a function that it calls, a default, its closure or its code."""
+    reversed_ = modulating.Formula(scale=0, by_sample=True)
+    for function in (by_flag, calling):
+        monkeypatch.setitem(globals(), "FLAG", False)
+        assert modulating.formula_of(function, 2, ()) == modulating.Formula(scale=1, by_sample=True)
+        monkeypatch.setitem(globals(), "FLAG", True)
+        assert modulating.formula_of(function, 2, ()) == reversed_
+    assert is_fused(by_default)
+    defaults: Any = by_default.__kwdefaults__
+    monkeypatch.setitem(defaults, "factor", 2.0)
+    assert not is_fused(by_default)
+    factor = 1.0
+
+    def enclosed(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x * (factor + scale[:, None]) + shift[:, None]
+
+    assert is_fused(enclosed)
+    factor = 2.0
+    assert not is_fused(enclosed)
+    monkeypatch.setattr(by_default, "__code__", modulate.__code__)
+    assert is_fused(by_default)
+
+
+whole: Any = blocks
+SETTINGS = {"factor": 1.0}
+CALLS = 0
+
+
+def of_a_dictionary(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x * (SETTINGS["factor"] + scale[:, None]) + shift[:, None]
+
+
+def of_a_module(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = x * (whole.FACTOR + scale[:, None]) + shift[:, None]
+    return y
+
+
+def of_its_own_attribute(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x * (1 + scale[:, None]) + shift[:, None]
+
+
+def counting(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    global CALLS
+    CALLS += 1
+    return modulate(x, shift, scale)
+
+
+def of_long_rows(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return modulate(x, shift, scale) if x.shape[1] < 200 else x
+
+
+def test_a_function_of_what_may_change_unseen_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "FACTOR", 1.0, raising=False)
+    monkeypatch.setattr(of_its_own_attribute, "factor", 1.0, raising=False)
+    bound = SETTINGS
+
+    def of_a_cell(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x * (bound["factor"] + scale[:, None]) + shift[:, None]
+
+    refused = (of_a_dictionary, of_a_module, of_its_own_attribute, counting, of_a_cell, of_long_rows)
+    assert [function for function in refused if is_fused(function)] == []
+    assert all(map(is_fused, (modulate, modulate_scale_first)))
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing(reentrant: bool, counted: Counted) -> None:
     torch.manual_seed(0)

@@ -148,12 +148,14 @@ def test_no_tile_for_every_m_spreads_rows(arch: str) -> None:
 
 @each_arch
 def test_any_mode_has_one_kernel(arch: str) -> None:
-    """Of gated, grouped and modulated norms too, backward as forward, whose kernels are made ready by others."""
+    """Of gated, grouped, modulated and served norms, backward as forward, whose kernels are made ready by others."""
     pick = random.Random(f"any {arch}")
-    shared = [mode for mode in legal_modes() if mode.shares or mode.modulated or mode.gating.gates]
-    modes = [*pick.sample(shared, 4), *pick.sample([mode for mode in shared if mode.is_backward], 2)]
-    for mode in modes:
-        for n in pick.sample(NS, 2):
+    legal = [*legal_modes()]
+    shared = [mode for mode in legal if mode.shares or mode.modulated or mode.gating.gates]
+    served = [mode for mode in legal if mode.serves]
+    backward = [mode for mode in shared if mode.is_backward]
+    for mode in (*pick.sample(shared, 4), *pick.sample(backward, 2), *pick.sample(served, 4)):
+        for n in pick.sample([n for n in NS if n % mode.dtype_out.packs == 0], 2):
             with normforge.batch_invariant():
                 keys = [
                     [key.key for key in normforge.compile_keys([n], [mode], arch=arch, rows=[word], misaligned=[names])]

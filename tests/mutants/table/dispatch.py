@@ -11,6 +11,8 @@ _LOAD = "tests/selection/test_load_instances.py"
 _HEADS = "tests/calls/test_heads.py"
 _ALIGNMENT = "tests/kernels/test_alignment.py"
 _RULES = "tests/kernels/test_pipelines.py"
+_INVARIANT = "tests/selection/test_invariant_kernels.py"
+_BATCHES = "tests/calls/test_batch_invariance.py"
 _WARMUP = "tests/ahead_of_time/test_compile_keys.py"
 
 MUTANTS = (
@@ -45,6 +47,33 @@ MUTANTS = (
         "(tiles for name, tiles in self.tiles if name == arch)",
         "(tiles for name, tiles in self.tiles)",
         (f"{_TABLE}::test_a_tile_depends_on_whether_m_is_large_and_on_the_architecture",),
+    ),
+    Mutant(
+        "batch-invariance-looks-at-m",
+        "batch invariant calls of few rows have other kernels than those of many",
+        "runtime/selection/dispatch.py",
+        "return entry.invariant if invariance.is_on() else entry",
+        "return replace(entry, is_invariant=True) if invariance.is_on() else entry",
+        (f"{_BATCHES}::test_a_row_has_the_same_bits_in_every_batch[131-quantised]", _INVARIANT),
+    ),
+    Mutant(
+        "served-modes-are-not-batch-invariant",
+        "batch invariant calls of group scales, given scales and two outputs have kernels that M says",
+        "runtime/selection/dispatch.py",
+        "return entry.invariant if invariance.is_on() else entry",
+        'return entry.invariant if invariance.is_on() and not getattr(mode, "serves", False) else entry',
+        (
+            f"{_BATCHES}::test_a_row_has_the_same_bits_in_every_batch[131-in_groups]",
+            f"{_INVARIANT}::test_any_mode_has_one_kernel",
+        ),
+    ),
+    Mutant(
+        "rows-between-others-are-any-number",
+        "more rows of an output than stand apart are written over one another once fewer have been",
+        "runtime/calls/first.py",
+        "        leading = 0\n",
+        "        leading = min(leading, 1)\n",
+        (f"{_KNOWN}::test_rows_between_which_others_stand_are_no_more_than_fit_there",),
     ),
     Mutant(
         "another-format-is-read",

@@ -335,4 +335,20 @@ MUTANTS = (
         '    SMOOTH = "smooth"\n    UNQUANTISED = "unquantised"',
         (f"{_GROUPS}::test_y_in_xs_dtype_too",),
     ),
+    Mutant(
+        "scales-over-one-another",
+        "a caller's y_scale takes several scales in one place",
+        "runtime/calls/quantised.py",
+        "if elements_overlap(place):",
+        "if False:",
+        (f"{_GROUPS}::test_scales_over_one_another_are_refused",),
+    ),
+    Mutant(
+        "bytes-of-groups-that-are-not-there",
+        "a caller's packed scales keep what stood where a row has no group",
+        "runtime/calls/quantised.py",
+        "            elif not is_whole:\n",
+        "            elif False:\n",
+        (f"{_GROUPS}::test_bytes_of_groups_that_a_row_has_not_are_0_in_the_callers_memory",),
+    ),
 )

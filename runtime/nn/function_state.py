@@ -1,0 +1,110 @@
+"""What a function computes depends on: its code, and what that reads beside its arguments. Compared, not computed.
+
+A function whose results are found out once by trying it may be another later: a flag among its module's globals was
+set, a cell of its closure was filled anew, its code was replaced. Whatever can change in place is not followed.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterator
+from operator import is_
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType
+from typing import Any
+
+import torch
+
+# Of these what is read by attribute, or called, is taken for what it was.
+_TRUSTED = frozenset(("torch", "math", "operator", "einops"))
+# What cannot change in place.
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_CALLED = (BuiltinFunctionType, MethodDescriptorType)
+
+# Stands for a global that is not there, one of Python's own functions, say, and for a cell that is empty.
+_ABSENT = object()
+
+_WRITES = frozenset(("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF", "IMPORT_NAME"))
+_READS = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
+
+
+class State:
+    """What a function was when it was looked at."""
+
+    __slots__ = ("_read", "_sources")
+
+    def __init__(self, function: FunctionType) -> None:
+        """Look at a function, and at those that it calls.
+
+        Raises:
+            ValueError: it reads or writes what may change without a trace.
+        """
+        self._sources: list[tuple[FunctionType, tuple[str, ...]]] = []
+        self._read: list[Any] = []
+        self._add(function)
+
+    def _add(self, function: FunctionType) -> None:
+        if any(function is other for other, _ in self._sources):
+            return
+        if vars(function):
+            raise ValueError(f"{function.__name__} has attributes")
+        names = tuple(sorted(set(_globals_of(function.__code__))))
+        self._sources.append((function, names))
+        read = _read_by(function, names)
+        self._read += read
+        for value in read[1:]:
+            self._look_at(value)
+
+    def _look_at(self, value: Any) -> None:
+        if isinstance(value, tuple):
+            for each in value:
+                self._look_at(each)
+        elif isinstance(value, FunctionType) and not _is_trusted(value.__module__):
+            self._add(value)
+        elif not (value is _ABSENT or isinstance(value, (*_CONSTANTS, *_CALLED)) or _is_known(value)):
+            raise ValueError(f"it reads a {type(value).__name__}")
+
+    def still(self) -> bool:
+        """Whether it is the same."""
+        now = [each for function, names in self._sources for each in _read_by(function, names)]
+        return len(now) == len(self._read) and all(map(is_, now, self._read))
+
+
+def _is_known(value: Any) -> bool:
+    if isinstance(value, ModuleType):
+        return _is_trusted(value.__name__)
+    return isinstance(value, (type, FunctionType)) and _is_trusted(value.__module__)
+
+
+def _is_trusted(module: str | None) -> bool:
+    return module is not None and module.partition(".")[0] in _TRUSTED
+
+
+def _globals_of(code: CodeType) -> Iterator[str]:
+    """The names of the globals that code reads, and the functions that it makes.
+
+    Raises:
+        ValueError: it writes what others read, or imports.
+    """
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _WRITES:
+            raise ValueError(f"it has {instruction.opname}")
+        if instruction.opname in _READS:
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals_of(constant)
+
+
+def _read_by(function: FunctionType, names: tuple[str, ...]) -> list[Any]:
+    """What a function is and reads now, its code first."""
+    found: list[Any] = [function.__code__, function.__defaults__]
+    if function.__kwdefaults__:
+        found += function.__kwdefaults__.values()
+    for name in names:
+        found.append(function.__globals__.get(name, _ABSENT))
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:
+            found.append(_ABSENT)
+    return found
