@@ -21,7 +21,7 @@ from .group_signature import group_params, group_summary
 from .groups import AnyMode, GroupMode, mode_named
 from .instance import ANY, Instance, Tile
 from .model import Mode
-from .signature import column_sums, params, summary
+from .signature import column_sums, params, row_tensors, summary
 from .tiling import SMALL_M
 from .values import Part, Pipeline
 
@@ -230,7 +230,8 @@ def environment() -> jinja2.Environment:
     )
     jinja.filters["body"] = _body
     jinja.globals |= {
-        function.__name__: function for function in (params, summary, column_sums, group_params, group_summary)
+        function.__name__: function
+        for function in (params, row_tensors, summary, column_sums, group_params, group_summary)
     }
     jinja.globals["marker"] = MARKER
     jinja.tests["has"] = operator.contains

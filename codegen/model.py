@@ -12,6 +12,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from .errors import IllegalCombinationError
+from .stages import Stage
 from .values import (
     FP8_INPUT_DTYPES,
     INPUT_DTYPES,
@@ -257,7 +258,9 @@ class Mode:
         for name, said, plain in (
             ("dtype_in", self.dtype_in, not self.dtype_in.is_fp8),
             ("fadd", self.fadd, self.fadd is not FusedAdd.PRE_ADD),
-            ("fquant", self.fquant, not self.fquant.quantises),
+            ("fquant", self.fquant, self.fquant in (FusedQuant.NONE, FusedQuant.DYNAMIC)),
+            ("scale_dtype", self.scale_dtype, self.scale_dtype is DType.FP32),
+            ("rounding", self.rounding, not self.rounding.truncates),
             ("cast", self.cast, not self.cast.comes_first),
         ):
             if not plain:
@@ -424,6 +427,34 @@ class Mode:
     def decoder(self) -> str:
         """The device function that makes fp32 of this mode's fp8 x."""
         return f"from_{self.dtype_in.value}"
+
+    @cached_property
+    def prologue(self) -> tuple[Stage, ...]:
+        """How the row that is normalised comes to be, stage by stage."""
+        has = {
+            Stage.X: not self.dtype_in.is_fp8,
+            Stage.X_SCALE: self.dtype_in.is_fp8,
+            Stage.X_BIAS: self.x_bias,
+            Stage.X_GATE: self.x_gate,
+            Stage.GATE_BEFORE: self.gating.is_before,
+            Stage.DROPOUT: self.dropout,
+            Stage.RESIDUAL: self.fadd.adds,
+        }
+        return tuple(stage for stage in Stage if has.get(stage))
+
+    @cached_property
+    def epilogue(self) -> tuple[Stage, ...]:
+        """What becomes of the normalised row before it is stored or quantised, stage by stage."""
+        has = {
+            Stage.CAST: self.cast.comes_first,
+            Stage.WEIGHT: True,
+            Stage.MODULATION: self.modulated,
+            Stage.GATE_AFTER: self.gating.is_after,
+            Stage.ROUNDING: self.quantise_rounded,
+            Stage.UNQUANTISED: self.save_unquant,
+            Stage.SMOOTH: self.fquant.smooths,
+        }
+        return tuple(stage for stage in Stage if has.get(stage))
 
     def kernel(self, part: Pipeline | Part) -> str:
         """The kernel's symbol: what a profiler shows."""

@@ -426,6 +426,7 @@ MODULATED = Family(
         replace(FORWARD["bias"], positional=False, gradient=""),
         replace(FORWARD["eps"], torchs={}),
         FORWARD["weight_offset"],
+        replace(FORWARD["fquant"], functional=True),
         FORWARD["out_dtype"],
         replace(FORWARD["save_mv"], functional=True),
     ),

@@ -169,6 +169,30 @@ def params(mode: Mode, part: Pipeline | Part) -> list[Param]:
     return [Param(row.declaration, row.comment.format(**words)) for row in table if row.wanted(mode, part)]
 
 
+@dataclass(frozen=True)
+class RowTensor:
+    """A tensor that a forward kernel points at its row: its name, what finds a row's place, whether it may be None."""
+
+    name: str
+    offset: str
+    is_optional: bool
+
+
+def row_tensors(mode: Mode, part: Pipeline | Part) -> list[RowTensor]:
+    """What a forward kernel points at its rows: all that it has a row stride of but scales, which say where they go."""
+    comments = {param.declaration: param.comment for param in params(mode, part)}
+    names = [name.removesuffix("_row_stride") for name in comments if name.endswith("_row_stride")]
+    return [
+        RowTensor(
+            name,
+            "pair_offset" if name == "y" and mode.dtype_out.packs > 1 else "row_offset",
+            comments[f"{name}_ptr"].endswith("or None"),
+        )
+        for name in names
+        if name != "y_scale"
+    ]
+
+
 _BACKWARD_SUMMARIES: dict[Pipeline | Part, str] = {
     Pipeline.ROWS: "Tiles of several rows in turn.",
     Pipeline.ONE_PASS: "Rows in turn, each held in registers.",

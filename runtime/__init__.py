@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .ahead_of_time.warmup import warmup
     from .calls.backend import backend
     from .calls.gated_2d import gated_layernorm2d_fwd, gated_rmsnorm2d_fwd
+    from .calls.modulated_2d import modulated_layernorm2d_fwd, modulated_rmsnorm2d_fwd
     from .calls.outputs import LayerNormOutput, QuantisedOutput
     from .calls.quantised import quantised_layer_norm, quantised_rms_norm
     from .calls.straight import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
@@ -75,7 +76,9 @@ __all__ = [
     "load_aot",
     "load_instances",
     "modulated_layer_norm",
+    "modulated_layernorm2d_fwd",
     "modulated_rms_norm",
+    "modulated_rmsnorm2d_fwd",
     "override_torch",
     "parallel",
     "patch",
@@ -98,6 +101,7 @@ _HOMES = {
     "reference": ("reference",),
     "calls.backend": ("backend",),
     "calls.gated_2d": ("gated_layernorm2d_fwd", "gated_rmsnorm2d_fwd"),
+    "calls.modulated_2d": ("modulated_layernorm2d_fwd", "modulated_rmsnorm2d_fwd"),
     "calls.outputs": ("LayerNormOutput", "QuantisedOutput"),
     "calls.quantised": ("quantised_layer_norm", "quantised_rms_norm"),
     "calls.straight": ("layernorm2d_bwd", "layernorm2d_fwd", "rmsnorm2d_bwd", "rmsnorm2d_fwd"),

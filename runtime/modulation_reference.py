@@ -2,51 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from .reference import ReferenceOutput, layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
+from .codegen.values import FusedQuant
+from .mode_words import word
+from .reference import (
+    ReferenceOutput,
+    layernorm2d_bwd,
+    layernorm2d_fwd,
+    quantised_rows,
+    rmsnorm2d_bwd,
+    rmsnorm2d_fwd,
+)
 
 
-def modulated_layer_norm(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    shift: torch.Tensor,
-    *,
-    gate: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    **others: Any,
-) -> ReferenceOutput:
+def modulated_layer_norm(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, **others: Any) -> ReferenceOutput:
     """Compute in fp64 what the kernel of `normforge.modulated_layer_norm` should return (Peebles and Xie, 2022).
 
-    Statistics are returned as by `layernorm2d_fwd`, which takes all other arguments.
+    Other arguments are those of the family. Statistics are returned as by `layernorm2d_fwd`.
     """
-    s = _sum(x, gate, residual)
-    return _modulated(layernorm2d_fwd(s, **others), scale, shift, s, residual, out_dtype or x.dtype)
+    return _modulated(layernorm2d_fwd, x, scale, shift, **others)
 
 
-def modulated_rms_norm(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    shift: torch.Tensor,
-    *,
-    gate: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    **others: Any,
-) -> ReferenceOutput:
+def modulated_rms_norm(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, **others: Any) -> ReferenceOutput:
     """The same of `normforge.modulated_rms_norm` and `rmsnorm2d_fwd`."""
-    s = _sum(x, gate, residual)
-    return _modulated(rmsnorm2d_fwd(s, **others), scale, shift, s, residual, out_dtype or x.dtype)
-
-
-def _sum(x: torch.Tensor, gate: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor:
-    s = x.double()
-    if gate is not None:
-        s = s * _of_each_row(gate, x)
-    return s if residual is None else s + residual.double()
+    return _modulated(rmsnorm2d_fwd, x, scale, shift, **others)
 
 
 def _of_each_row(operand: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -58,21 +41,37 @@ def _of_each_row(operand: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _modulated(
-    rows: ReferenceOutput,
+    norm: Callable[..., ReferenceOutput],
+    x: torch.Tensor,
     scale: torch.Tensor,
     shift: torch.Tensor,
-    s: torch.Tensor,
-    residual: torch.Tensor | None,
-    dtype: torch.dtype,
+    *,
+    gate: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    fquant: str | int | FusedQuant = "none",
+    out_dtype: torch.dtype | None = None,
+    **others: Any,
 ) -> ReferenceOutput:
-    z = rows.z * (1 + _of_each_row(scale, s)) + _of_each_row(shift, s)
+    s = x.double() if gate is None else x.double() * _of_each_row(gate, x)
     residual_out, sums = None, None
-    if residual is not None:
-        residual_out = s.to(residual.dtype)
+    if residual is None:
+        rows = norm(s, **others)
+    else:
+        rows = norm(s, residual=residual, fadd="pre_add", **others)
         # Of fp32 operands a fused multiplication and addition rounds once, and the two by themselves twice.
-        error = 2.0**-23 * (s.abs() + (s - residual.double()).abs())
-        sums = (s - error).to(residual.dtype), (s + error).to(residual.dtype)
-    return rows._replace(y=z.to(dtype), residual_out=residual_out, z=z, sums=sums)
+        error = 2.0**-23 * ((s + residual.double()).abs() + s.abs())
+        s = s + residual.double()
+        residual_out, sums = s.to(residual.dtype), ((s - error).to(residual.dtype), (s + error).to(residual.dtype))
+    assert rows.terms is not None
+    factor, added = 1 + _of_each_row(scale, x), _of_each_row(shift, x)
+    z = rows.z * factor + added
+    y_scale = None
+    if word(FusedQuant, "fquant", fquant).quantises:
+        y, y_scale = quantised_rows(z, out_dtype or torch.int8)
+    else:
+        y = z.to(out_dtype or x.dtype)
+    terms = rows.terms * factor.abs() + added.abs()
+    return rows._replace(y=y, residual_out=residual_out, y_scale=y_scale, z=z, sums=sums, terms=terms)
 
 
 class ReferenceModulatedGradients(NamedTuple):

@@ -223,12 +223,22 @@ def _finish(
         factor = smooth_scale.to(y.dtype)
         z, terms = y * factor, terms * factor.abs()
         either = either if either is None else either * factor.abs()
-    out = DTYPES[out_dtype or torch.int8]
+    q, y_scale = quantised_rows(z, out_dtype or torch.int8, scale_dtype, rounding)
+    return ReferenceOutput(q, residual_out, y_scale, saved_mean, saved_rstd, z, either, terms=terms)
+
+
+def quantised_rows(
+    z: torch.Tensor,
+    out_dtype: torch.dtype,
+    scale_dtype: torch.dtype = torch.float32,
+    rounding: Rounding = Rounding.NEAREST,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row quantised by its largest value, and the scales that the rows are divided by."""
+    out = DTYPES[out_dtype]
     y_scale = _rounded_scale(z.abs().amax(-1, keepdim=True) / out.qmax, scale_dtype)
     # What is left of a row of zeros, and what fp32 cannot invert, is no scale.
     y_scale = torch.where(y_scale.float() < torch.finfo(torch.float32).smallest_normal, 1.0, y_scale)
-    q = quantise(z / y_scale.to(z.dtype), out, rounding)
-    return ReferenceOutput(q, residual_out, y_scale.squeeze(-1), saved_mean, saved_rstd, z, either, terms=terms)
+    return quantise(z / y_scale.to(z.dtype), out, rounding), y_scale.squeeze(-1)
 
 
 def _rounded_scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

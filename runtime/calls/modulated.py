@@ -9,6 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..codegen.parameters import MODULATED
+from ..errors import ConflictError
 from . import modulated_backward, modulated_instead
 from .neighbours import Options, neighbour_of
 from .outputs import Statistics, unpacked_of
@@ -53,3 +54,14 @@ def _gradients(
 
 # x, gate and residual make the sum.
 CALLS = neighbour_of(MODULATED, sums=(0, 3, 4), find=find_modulated, kept=_kept, told=_told, gradients=_gradients)
+
+
+def check_gate(operands: ModulatedOperands) -> None:
+    """Refuse a gate of rows that nothing is added to.
+
+    Raises:
+        ConflictError: there is a gate and no residual.
+    """
+    _, _, _, gate, residual, _, _ = operands
+    if gate is not None and residual is None:
+        raise ConflictError("gate scales x before residual is added to it, and none was passed; pass residual")

@@ -55,7 +55,7 @@ class Kept(NamedTuple):
 def normalise(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
     """What `modulated.normalise` returns of the same arguments."""
     x, scale, shift, gate, residual, weight, bias = operands
-    norm, eps, weight_offset, out_dtype, _ = options
+    norm, eps, weight_offset, _, out_dtype, _ = options
     total = torch_instead.widened(x)
     if gate is not None:
         total = total * _beside(gate, x)

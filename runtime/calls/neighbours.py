@@ -12,14 +12,17 @@ import torch
 
 from ..codegen.families import Family, Kind, Parameter
 from ..codegen.values import FusedQuant, Norm
+from ..errors import ConflictError, LayoutError, ShapeError
 from ..kernels.gpu import require_device
+from ..kernels.key import ALIGNMENT
 from ..mode_words import word
 from ..selection import dispatch, invariance
 from ..selection.batch import batch_invariant
 from ..upstream.torch_autograd import applied, applied_at_once
 from ..upstream.torch_dynamo import eager_only
+from .argument_checks import check_output
 from .canonical import settled
-from .check import check, refuse_gradient
+from .check import Call, check, refuse_gradient
 from .first import address_of, resolved
 from .known import MISALIGNED, PLAIN, Found, Key, remember
 from .launch import run, run_alone, run_recorded
@@ -33,6 +36,8 @@ Operands = tuple[Any, ...]
 # The norm's word, and what else a call is told, in the order of the rows; whether statistics are saved comes last.
 Options = tuple[Any, ...]
 Gradients = list["torch.Tensor | None"]
+# Where y and the stored sum go, None for new tensors.
+Places = tuple["torch.Tensor | None", "torch.Tensor | None"]
 
 
 def _launch(found: Found, options: Options) -> LayerNormOutput:
@@ -218,26 +223,74 @@ def launched(neighbour: Neighbour, operands: Operands, options: Options) -> Any:
     return neighbour.launch(found or prepared(neighbour, operands, options, key), options)
 
 
-def launched_2d(neighbour: Neighbour, operands: Operands, options: Options) -> LayerNormOutput:
+def launched_2d(
+    neighbour: Neighbour, operands: Operands, options: Options, places: Places = (None, None)
+) -> LayerNormOutput:
     """A call that has no gradient and returns all its outputs: an operator if somebody is to see one, or launched.
+
+    Args:
+        neighbour: its family's row.
+        operands: its tensors.
+        options: what else it is told.
+        places: where y and the stored sum go, None for new tensors.
 
     Raises:
         NormforgeError: as `layernorm2d_fwd` lists them.
     """
     function, given = neighbour.functions[options[0]], named(neighbour, operands, options)
-    if is_dynamo_compiling() or intercepted(*operands):
+    if is_dynamo_compiling() or intercepted(*operands, *places):
         call = check(function, given, addressed=False)
         refuse_gradient(call)
+        check_places(call, places, addressed=False)
         made = iter(operated(function, said_of(call)))
         results: Any = [next(made) if name in call.wants else None for name in LayerNormOutput._fields]
+        for at, place in enumerate(places):
+            results[at] = results[at] if place is None else place.copy_(results[at])
         return LayerNormOutput(*results)
     key, found = neighbour.find(operands, options)
-    if found is None or records(operands):
-        refuse_gradient(check(function, given))
+    if found is None or records(operands) or any(place is not None for place in places):
+        call = check(function, given)
+        refuse_gradient(call)
+        check_places(call, places, addressed=True)
+    if found is None:
         rows = tuple(map(resolved, operands))
         as_passed = all(row is operand for row, operand in zip(rows, operands, strict=True))
         found = prepared(neighbour, rows, options, key if as_passed else None)
-    return run(*found)
+    return run(*found, *places)
+
+
+def check_places(call: Call, places: Places, addressed: bool) -> dict[str, torch.Tensor]:
+    """Check where y and the stored sum are to go, which plans take to adjoin and to be aligned.
+
+    Returns:
+        All that has an address by name, what is read and these.
+
+    Raises:
+        NormforgeError: as `layernorm2d_fwd` lists them.
+    """
+    others = call.tensors_read() if addressed else {}
+    for name, result, place in zip(("out", "residual_out"), ("y", "residual_out"), places, strict=True):
+        dtype = call.dtype_of(result)
+        if place is None:
+            continue
+        if dtype is None:
+            raise ConflictError(f"{name} was passed and no residual is added; pass residual, or leave {name} out")
+        rows, packs = call.x, call.mode.dtype_out.packs
+        if result == "y" and packs > 1:
+            # Of as many elements as torch has for y.
+            rows = rows[..., ::packs]
+            if isinstance(place, torch.Tensor) and place.shape != rows.shape:
+                raise ShapeError(
+                    f"out has shape {tuple(place.shape)}; it takes {tuple(rows.shape)}, {packs} of y's elements in each"
+                )
+        check_output(name, place, rows, dtype, others, addressed)
+        if not place.is_contiguous():
+            raise LayoutError(f"{name} has strides {place.stride()}; it takes a contiguous tensor")
+        if addressed:
+            if place.data_ptr() & MISALIGNED:
+                raise LayoutError(f"{name} starts at no multiple of {ALIGNMENT} bytes; pass a tensor that does")
+            others[name] = place
+    return others
 
 
 def _free(rows: Sequence[Parameter], operands: Operands) -> list[int]:

@@ -16,7 +16,7 @@ from ..kernels.key import ALIGNMENT
 from ..mode_words import word
 from ..upstream.torch_allocator import Empty, contiguous_strides
 from . import neighbours
-from .argument_checks import check_device, check_dtype, check_output, check_tensor, check_written
+from .argument_checks import check_device, check_dtype, check_tensor, check_written
 from .check import Call, check, refuse_gradient
 from .first import resolved
 from .known import MISALIGNED, Found
@@ -244,28 +244,7 @@ def _check(function: str, given: Mapping[str, Any], places: Places, *, addressed
             f"scale_layout {call.scale_layout.value!r} is of scales of groups, and there are none; pass "
             "group_size=128, say, or leave scale_layout out"
         )
-    others = call.tensors_read() if addressed else {}
-    for name, result, place in zip(("out", "residual_out"), ("y", "residual_out"), places[:2], strict=True):
-        dtype = call.dtype_of(result)
-        if place is None:
-            continue
-        if dtype is None:
-            raise ConflictError(f"{name} was passed and no residual is added; pass residual, or leave {name} out")
-        rows, packs = call.x, call.mode.dtype_out.packs
-        if result == "y" and packs > 1:
-            # Of as many elements as torch has for y.
-            rows = rows[..., ::packs]
-            if isinstance(place, torch.Tensor) and place.shape != rows.shape:
-                raise ShapeError(
-                    f"out has shape {tuple(place.shape)}; it takes {tuple(rows.shape)}, {packs} of y's elements in each"
-                )
-        check_output(name, place, rows, dtype, others, addressed)
-        if not place.is_contiguous():
-            raise LayoutError(f"{name} has strides {place.stride()}; it takes a contiguous tensor")
-        if addressed:
-            if place.data_ptr() & MISALIGNED:
-                raise LayoutError(f"{name} starts at no multiple of {ALIGNMENT} bytes; pass a tensor that does")
-            others[name] = place
+    others = neighbours.check_places(call, places[:2], addressed)
     if places[2] is not None:
         _check_scale_place(call, places[2], others, addressed)
     return call

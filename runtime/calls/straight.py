@@ -952,7 +952,7 @@ ModulatedOperands = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None,
     torch.Tensor | None,
 ]  # fmt: skip
-ModulatedOptions = tuple[str, float, float, torch.dtype | None, bool]
+ModulatedOptions = tuple[str, float, float, str | int | FusedQuant, torch.dtype | None, bool]
 
 
 @eager_only
@@ -964,7 +964,7 @@ def find_modulated(operands: ModulatedOperands, options: ModulatedOptions) -> tu
         or None if no call like it is known.
     """
     x, scale, shift, gate, residual, weight, bias = operands
-    norm, eps, weight_offset, out_dtype, save_mv = options
+    norm, eps, weight_offset, fquant, out_dtype, save_mv = options
     key: Key | None = None
     known: Known | None = None
     try:
@@ -973,8 +973,8 @@ def find_modulated(operands: ModulatedOperands, options: ModulatedOptions) -> tu
         tensors = operands
         # Of all sizes but the first, because rows a sample are part of what a plan is.
         key = (
-            "modulated", norm, n, shape[1:], gate is None, residual is None, weight is None, bias is None, out_dtype,
-            save_mv, save_mv.__class__,
+            "modulated", norm, n, shape[1:], gate is None, residual is None, weight is None, bias is None, fquant,
+            fquant.__class__, out_dtype, save_mv, save_mv.__class__,
         )  # fmt: skip
         if len(shape) == 2:
             m = shape[0]

@@ -11,7 +11,6 @@ from ..calls import modulated, modulated_instead
 from ..calls import neighbours as calls
 from ..calls.straight import ModulatedOperands, ModulatedOptions
 from ..calls.traced import is_dynamo_compiling, result_dtype
-from ..errors import ConflictError
 from . import neighbours
 
 
@@ -91,7 +90,7 @@ def modulated_layer_norm(
     """
     operands = (x, scale, shift, gate, residual, weight, bias)
     found: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-    found = _normalise(operands, ("layer", eps, 0.0, None, calls.records(operands)))
+    found = _normalise(operands, ("layer", eps, 0.0, "none", None, calls.records(operands)))
     return found
 
 
@@ -148,7 +147,7 @@ def modulated_rms_norm(
     """
     operands = (x, scale, shift, gate, residual, weight, None)
     found: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-    found = _normalise(operands, ("rms", eps, weight_offset, None, calls.records(operands)))
+    found = _normalise(operands, ("rms", eps, weight_offset, "none", None, calls.records(operands)))
     return found
 
 
@@ -162,15 +161,13 @@ def _first(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
     if neighbours.is_handed_on(operands):
         given = calls.named(modulated.CALLS, operands, options)
         return neighbours.handed_on(_PUBLIC[options[0]], operands, given, positional=3)
-    _, _, _, gate, residual, _, _ = operands
-    if gate is not None and residual is None:
-        raise ConflictError("gate scales x before residual is added to it, and none was passed; pass residual")
+    modulated.check_gate(operands)
     return neighbours.normalise(modulated.CALLS, _by_torch, operands, options)
 
 
 def _by_torch(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
-    norm, eps, weight_offset, out_dtype, saves = options
-    said = (norm, eps, weight_offset, out_dtype or result_dtype(norm, operands[0]), saves)
+    norm, eps, weight_offset, fquant, out_dtype, saves = options
+    said = (norm, eps, weight_offset, fquant, out_dtype or result_dtype(norm, operands[0]), saves)
     return modulated_instead.normalise(operands, said)
 
 

@@ -14,6 +14,7 @@ from ..calls.functions import FUNCTIONS
 from ..calls.neighbour_rows import CALLS
 from ..calls.outputs import LayerNormOutput, QuantisedOutput
 from ..calls.traced import intercepted, operated
+from ..dtypes import FLOATS
 from ..errors import GradientError
 from .twins import register_autograd
 
@@ -53,7 +54,8 @@ def register(library: torch.library.Library, namespace: str, function: str) -> N
         summed = [operands[at] for at in calls.sums]
         sum_is_due = ctx.adds and any(tensor is not None and tensor.requires_grad for tensor in summed)
         differentiable = 2 if sum_is_due else 1
-        ctx.mark_non_differentiable(*output[differentiable if output[0].is_floating_point() else 0 :])
+        # What is quantised has no gradient, though torch takes fp8 for floats.
+        ctx.mark_non_differentiable(*output[differentiable if output[0].dtype in FLOATS else 0 :])
         if ctx.saves:
             *mean, rstd = output[-2 if takes.norm.centres else -1 :]
             kept = calls.kept(operands, output[1] if ctx.adds else None)

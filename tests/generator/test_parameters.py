@@ -61,7 +61,7 @@ def modes(family: Family, norm: Norm) -> tuple[Mode, ...]:
         add = FusedAdd.PRE_ADD_STORE
         return (
             Mode(norm, DType.BF16, DType.BF16, modulated=True),
-            Mode(norm, DType.BF16, DType.FP16, add, save_mv=True, modulated=True, x_gate=True),
+            Mode(norm, DType.BF16, DType.INT8, add, FusedQuant.DYNAMIC, save_mv=True, modulated=True, x_gate=True),
         )
     if family is GATED:
         before, dynamic = Gating.BEFORE_NORM, FusedQuant.DYNAMIC
@@ -114,7 +114,7 @@ def test_the_docstring_says_what_the_rows_say(family: Family, norm: Norm) -> Non
 def test_modulated_functions_take_what_their_rows_say(norm: Norm) -> None:
     """All but what autograd decides and what follows from x; with the rows' defaults."""
     signature = inspect.signature(getattr(normforge, MODULATED.functions[norm]))
-    rows = {row.name: row for row in MODULATED.of(norm) if row.name not in ("out_dtype", "save_mv")}
+    rows = {row.name: row for row in MODULATED.of(norm) if row.name not in ("fquant", "out_dtype", "save_mv")}
     assert set(signature.parameters) == set(rows)
     for name, parameter in signature.parameters.items():
         assert parameter.annotation == rows[name].annotation

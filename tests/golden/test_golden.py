@@ -124,6 +124,15 @@ MODES = (
         modulated=True,
         x_gate=True,
     ),
+    Mode(
+        Norm.LAYER,
+        DType.BF16,
+        DType.INT8,
+        FusedAdd.PRE_ADD_STORE,
+        FusedQuant.DYNAMIC,
+        modulated=True,
+        x_gate=True,
+    ),
     Mode(Norm.LAYER, DType.BF16, DType.BF16, gating=Gating.AFTER_NORM, grouped=True),
     Mode(
         Norm.RMS,
@@ -146,6 +155,7 @@ MODES = (
         direction=Direction.BACKWARD,
         dropout=True,
     ),
+    Mode(Norm.RMS, DType.FP8_E4M3FN, DType.BF16, FusedAdd.PRE_ADD_STORE),
 )
 
 GROUP_MODES = (

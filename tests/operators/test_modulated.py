@@ -1,4 +1,4 @@
-"""What torch.compile makes of modulated norms."""
+"""What torch.compile makes of modulated norms, and their operators that quantise."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import normforge
+
+from .neighbours import OPERATORS, arguments
 
 N = 32
 
@@ -44,3 +46,14 @@ def test_a_compiled_block_is_the_eager_one(norm: str, backend: str) -> None:
         # Another number of samples, and then of rows, which is traced anew as a symbol.
         given = [torch.randn(3, *each.shape[1:]).requires_grad_() if each.dim() > 1 else each for each in given]
     torch._dynamo.reset()
+
+
+@each_norm
+@pytest.mark.parametrize("full", [False, True])
+def test_a_quantising_operator_is_what_torch_wants(norm: str, full: bool) -> None:
+    name = f"modulated_{norm}"
+    given = arguments(name, full=full, save_mv=False, fquant="dynamic", out_dtype=torch.int8)
+    torch.library.opcheck(OPERATORS[name], given)
+    y, *total, y_scale = OPERATORS[name](*given)
+    assert (y.dtype, y_scale.dtype, y_scale.shape) == (torch.int8, torch.float32, y.shape[:-1])
+    assert [each.shape for each in total] == [y.shape] * full

@@ -46,6 +46,13 @@ def test_a_gradient_needs_statistics(name: str) -> None:
 
 
 @each_norm
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_what_is_quantised_has_no_gradient(name: str, dtype: torch.dtype) -> None:
+    found = OPERATORS[name](*arguments(name, full=True, grad=True, fquant="dynamic", out_dtype=dtype))
+    assert not [each for each in found if each.requires_grad]
+
+
+@each_norm
 def test_an_exported_program_holds_the_operator(name: str) -> None:
     tensors, told = call(name)
 

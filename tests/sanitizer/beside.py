@@ -95,6 +95,14 @@ def _modulated(cell: Beside, device: torch.device) -> None:
     _differentiate(run(x, scale, shift, gate=gate, residual=residual), [x, residual, *of_samples])
 
 
+def _modulated_quantised(cell: Beside, device: torch.device) -> None:
+    x, residual = (cell.filled(device, *cell.shape) for _ in range(2))
+    scale, shift, gate = (cell.filled(device, cell.shape[0], cell.shape[-1]) for _ in range(3))
+    run: Any = normforge.modulated_rmsnorm2d_fwd if cell.norm == "rms" else normforge.modulated_layernorm2d_fwd
+    with torch.no_grad():
+        run(x, scale, shift, gate=gate, residual=residual, fquant="dynamic", save_mv=True, **dict(cell.options))
+
+
 def _gated(cell: Beside, device: torch.device) -> None:
     x, gate = (cell.filled(device, *cell.shape) for _ in range(2))
     vectors = _vectors(cell, device, _affine(cell))
@@ -120,6 +128,7 @@ def _grouped(cell: Beside, device: torch.device) -> None:
 _CALLS: dict[str, Callable[[Beside, torch.device], None]] = {
     "dropped": _dropped,
     "modulated": _modulated,
+    "modulated_quantised": _modulated_quantised,
     "gated": _gated,
     "gated_quantised": _gated_quantised,
     "grouped": _grouped,
@@ -170,6 +179,7 @@ def beside() -> Iterator[Beside]:
         yield Beside(norm, "gated_quantised", shape, options=(("out_dtype", torch.int8),))
     for norm, shape in product(("layer", "rms"), _SAMPLES):
         yield Beside(norm, "modulated", shape)
+        yield Beside(norm, "modulated_quantised", shape, options=(("out_dtype", torch.int8),))
     for norm, before in product(("layer", "rms"), (True, False)):
         told = (("norm_before_gate", before), ("group_size", 24))
         yield Beside(norm, "gated", (5, 96), options=told)

@@ -45,6 +45,21 @@ MODES: dict[tuple[str, str], list[AnyMode]] = {
         ]
         for norm in Norm
     },
+    **{
+        (norm.value, "modulated_quantised"): [
+            Mode(
+                norm,
+                _BF16,
+                DType.INT8,
+                FusedAdd.PRE_ADD_STORE,
+                FusedQuant.DYNAMIC,
+                save_mv=True,
+                modulated=True,
+                x_gate=True,
+            )
+        ]
+        for norm in Norm
+    },
     ("group", "grouped"): [mode for mode in group_modes() if mode.dtype_in is _BF16],
 }
 

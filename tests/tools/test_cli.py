@@ -199,7 +199,14 @@ SAMPLES = ["run", "-m", "6", "-n", "48", "-samples", "2"]
 
 
 @pytest.mark.parametrize(
-    "argv", ["", "-norm rms -prec_i bf16 -save_mv 1 -x_stride 60", "-fadd 1 -xgate 1 -prec_o fp32 -xr_stride 50"]
+    "argv",
+    [
+        "",
+        "-norm rms -prec_i bf16 -save_mv 1 -x_stride 60",
+        "-fadd 1 -xgate 1 -prec_o fp32 -xr_stride 50",
+        "-fquant 2 -save_mv 1",
+        "-norm rms -prec_i bf16 -fadd 1 -xgate 1 -fquant 2 -prec_o fp8",
+    ],
 )
 def test_a_run_of_modulated_rows_agrees_with_the_reference(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert status(*SAMPLES, *argv.split()) == 0
@@ -220,7 +227,9 @@ def test_a_run_of_modulated_rows_agrees_with_the_reference(argv: str, capsys: py
         ("-samples 2 -y_stride 60", "-y_stride 60 does not go with -samples 2: they write where they allocate"),
         ("-xgate 1", "-xgate 1 would be ignored: only rows of -samples are gated"),
         ("-samples 2 -xgate 1", "x_gate scales x before a residual is added to it, and fadd is none"),
-        ("-samples 2 -fquant 2", "modulated norms have no fquant dynamic"),
+        ("-samples 2 -fquant 1", "modulated norms have no fquant smooth_dynamic"),
+        ("-samples 2 -fquant 2 -prec_sy fp16", "modulated norms have no scale_dtype fp16"),
+        ("-samples 2 -fquant 2 -rounding truncate", "modulated norms have no rounding truncate"),
     ],
 )
 def test_what_samples_do_not_go_with(argv: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:

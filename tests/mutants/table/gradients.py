@@ -13,6 +13,7 @@ _KNOWN = "tests/calls/test_known_calls.py"
 _HEADS = "tests/calls/test_heads.py"
 _OPTIONS = "tests/nn/test_options.py"
 _PLAN = "runtime/calls/plan.py"
+_STAGES = "templates/gradients.j2"
 
 MUTANTS = (
     Mutant(
@@ -79,7 +80,7 @@ MUTANTS = (
         "row-terms-ignore-the-weight",
         "backward two_pass: the means along a row lack the weight",
         "templates/bwd_row_terms.py.j2",
-        '{{ norm.g("mask") }}',
+        "{{ backward.g(m, at) }}",
         "g = dy",
         (
             f"{_INSTANCES}::test_gradient_instance[rms_bwd_fp32_nbig-cpu]",
@@ -108,7 +109,7 @@ MUTANTS = (
     Mutant(
         "rows-beyond-the-last-count",
         "backward spread: a row that is not there is added to dx_bias",
-        "templates/backward.j2",
+        _STAGES,
         "dx = tl.where(row < M, dx, 0.0)",
         "dx = tl.where(row <= M, dx, 0.0)",
         (f"{_SPREAD}::test_a_program_alone_takes_tiles_of_rows",),
@@ -116,9 +117,9 @@ MUTANTS = (
     Mutant(
         "dresidual-out-not-added-to-tiles",
         "backward rows and two_pass: dresidual_out is ignored",
-        "templates/backward.j2",
-        "dx += load_chunk(dresidual_out_ptr + row_offset({{ at }}, dresidual_out_row_stride, ROW_ALIGNMENT), "
-        "cols, {{ mask }})",
+        _STAGES,
+        "dx += load_chunk(dresidual_out_ptr + row_offset({{ at.row }}, dresidual_out_row_stride, ROW_ALIGNMENT), "
+        "cols, {{ at.mask }})",
         "dx += 0.0",
         (
             f"{_INSTANCES}::test_gradient_instance[ln_bwd_bf16_addst_n256-cpu]",
@@ -128,7 +129,7 @@ MUTANTS = (
     Mutant(
         "dresidual-out-not-added-to-rows",
         "backward one_pass: dresidual_out is ignored",
-        "templates/backward.j2",
+        _STAGES,
         "dx += dresidual_row[start // BLOCK].to(tl.float32)",
         "dx += 0.0",
         (f"{_ONE_PASS}::test_rows_in_turn",),
@@ -136,7 +137,7 @@ MUTANTS = (
     Mutant(
         "dresidual-out-not-added-by-teams",
         "backward spread: dresidual_out is ignored",
-        "templates/backward.j2",
+        _STAGES,
         "dx += widened(dresiduals[r], dresidual_out_ptr.dtype.element_ty)",
         "dx += 0.0",
         (f"{_SPREAD}::test_a_program_alone_takes_tiles_of_rows",),
@@ -345,15 +346,15 @@ MUTANTS = (
     Mutant(
         "tiles-lack-the-bias-of-x",
         "backward rows and two_pass: gradients are of rows without x_bias",
-        "templates/backward.j2",
-        "s += load_chunk(x_bias_ptr, cols, {{ mask }})",
+        _STAGES,
+        "s += load_chunk(x_bias_ptr, cols, {{ at.col_mask }})",
         "s += 0.0",
         (f"{_OPTIONS}::test_an_offset_and_a_bias_of_x",),
     ),
     Mutant(
         "rows-lack-the-bias-of-x",
         "backward one_pass: gradients are of rows without x_bias",
-        "templates/backward.j2",
+        _STAGES,
         "s += widened_here(x_bias_row[start // BLOCK], x_bias_ptr.dtype.element_ty, PTX)",
         "s += 0.0",
         (f"{_ONE_PASS}::test_rows_in_turn",),
@@ -361,7 +362,7 @@ MUTANTS = (
     Mutant(
         "teams-lack-the-bias-of-x",
         "backward spread: gradients are of rows without x_bias",
-        "templates/backward.j2",
+        _STAGES,
         "s += x_bias.to(tl.float32)",
         "s += 0.0",
         (f"{_SPREAD}::test_a_program_alone_takes_tiles_of_rows",),
@@ -401,7 +402,7 @@ MUTANTS = (
     Mutant(
         "dresidual-out-of-rows-takes-the-row-stride-of-x",
         "backward one_pass: dresidual_out's row stride is dropped",
-        "templates/backward.j2",
+        _STAGES,
         "load_row(dresidual_out_ptr + row_offset(row, dresidual_out_row_stride, ",
         "load_row(dresidual_out_ptr + row_offset(row, x_row_stride, ",
         (f"{_HEADS}::test_gradients_of_sums_arrive_on_heads_of_long_rows",),
@@ -410,16 +411,16 @@ MUTANTS = (
         "dy-of-two-pass-takes-the-row-stride-of-x",
         "backward two_pass: dy's row stride is dropped",
         "templates/bwd_two_pass.py.j2",
-        "dy_ptr + row_offset(rows, dy_row_stride, ",
-        "dy_ptr + row_offset(rows, x_row_stride, ",
+        "row_offset(rows, %(of)s_row_stride, ",
+        "row_offset(rows, x_row_stride, ",
         (f"{_HEADS}::test_gradients_of_sums_arrive_on_heads_of_long_rows",),
     ),
     Mutant(
         "dy-of-row-terms-takes-the-row-stride-of-x",
         "backward two_pass: dy's row stride is dropped from means along a row",
         "templates/bwd_row_terms.py.j2",
-        "dy_ptr + row_offset(row, dy_row_stride, ",
-        "dy_ptr + row_offset(row, x_row_stride, ",
+        "row_offset(row, %(of)s_row_stride, ",
+        "row_offset(row, x_row_stride, ",
         (f"{_HEADS}::test_gradients_of_sums_arrive_on_heads_of_long_rows",),
     ),
     Mutant(
@@ -433,7 +434,7 @@ MUTANTS = (
     Mutant(
         "dresidual-out-of-teams-takes-the-row-stride-of-x",
         "backward spread: dresidual_out's row stride is dropped",
-        "templates/backward.j2",
+        _STAGES,
         "dresidual_out_ptr, tile, dresidual_out_row_stride,",
         "dresidual_out_ptr, tile, x_row_stride,",
         (f"{_SPREAD}::test_a_program_alone_takes_tiles_of_rows",),
@@ -441,9 +442,9 @@ MUTANTS = (
     Mutant(
         "dresidual-out-of-tiles-takes-the-row-stride-of-x",
         "backward rows and two_pass: dresidual_out's row stride is dropped",
-        "templates/backward.j2",
-        "load_chunk(dresidual_out_ptr + row_offset({{ at }}, dresidual_out_row_stride, ",
-        "load_chunk(dresidual_out_ptr + row_offset({{ at }}, x_row_stride, ",
+        _STAGES,
+        "load_chunk(dresidual_out_ptr + row_offset({{ at.row }}, dresidual_out_row_stride, ",
+        "load_chunk(dresidual_out_ptr + row_offset({{ at.row }}, x_row_stride, ",
         (f"{_HEADS}::test_gradients_of_heads",),
     ),
 )

@@ -6,21 +6,22 @@ from ..mutant import Mutant
 
 _FORMULA = "tests/nn/test_modulation.py::test_outputs_and_gradients_are_those_of_fp64"
 _CALLS = "tests/calls/test_modulated.py"
+_QUANTISED = "tests/calls/test_modulated_2d.py"
 _PATCHED = "tests/nn/test_modulated_blocks.py"
 
 MUTANTS = (
     Mutant(
         "modulation-forgets-the-one",
         "modulated: rows are multiplied by scale, and not by 1 + scale",
-        "templates/kernel.j2",
-        "y = y * (1.0 + load_chunk(scale_ptr, cols, {{ mask }}))",
-        "y = y * (load_chunk(scale_ptr, cols, {{ mask }}))",
+        "templates/epilogue.j2",
+        "y = y * (1.0 + load_chunk(scale_ptr, cols, {{ at.mask }}))",
+        "y = y * (load_chunk(scale_ptr, cols, {{ at.mask }}))",
         ("tests/nn/test_modulation.py::test_many_short_rows",),
     ),
     Mutant(
         "modulated-chunk-forgets-the-one",
         "one_pass modulated: rows are multiplied by scale, and not by 1 + scale",
-        "templates/kernel.j2",
+        "templates/epilogue.j2",
         "y *= 1.0 + operand_chunk(scale_ptr, scale_row, start, N, BLOCK)",
         "y *= operand_chunk(scale_ptr, scale_row, start, N, BLOCK)",
         (_FORMULA,),
@@ -28,10 +29,50 @@ MUTANTS = (
     Mutant(
         "modulation-forgets-the-gate",
         "modulated: x is not gated",
-        "templates/kernel.j2",
-        "s *= load_chunk(gate_ptr, cols, {{ mask }})\n",
+        "templates/prologue.j2",
+        "s *= load_chunk(gate_ptr, cols, {{ at.mask }})\n",
         "",
         (_FORMULA,),
+    ),
+    Mutant(
+        "quantised-tile-forgets-the-modulation",
+        "rows modulated and quantised: y is quantised as the norm left it",
+        "templates/quantised.j2",
+        '{{ kernel.output(m, norm, norm.normalised("s"), "tile", "mask", "col_mask") }}',
+        'y = {{ norm.normalised("s") }}',
+        (f"{_QUANTISED}::test_many_short_rows_are_quantised",),
+    ),
+    Mutant(
+        "quantised-chunk-forgets-the-modulation",
+        "one_pass modulated and quantised: y is quantised as the norm left it",
+        "templates/quantised.j2",
+        '{{ kernel.output(m, norm, norm.normalised("chunks[start // BLOCK]"), "chunk") }}',
+        'y = {{ norm.normalised("chunks[start // BLOCK]") }}',
+        (f"{_QUANTISED}::test_long_rows_are_quantised",),
+    ),
+    Mutant(
+        "modulated-scale-is-the-norm-s",
+        "two_pass modulated and quantised: a row's scale is that of y as the norm left it",
+        "templates/quantised.j2",
+        '{{ kernel.output(m, norm, norm.normalised("s"), "swept", mask, last=false) }}',
+        'y = {{ norm.normalised("s") }}',
+        (f"{_QUANTISED}::test_long_rows_are_quantised",),
+    ),
+    Mutant(
+        "quantised-sweep-forgets-the-modulation",
+        "two_pass modulated and quantised: y is quantised as the norm left it, by a scale of what is modulated",
+        "templates/quantised.j2",
+        '{{ kernel.output(m, norm, norm.normalised("s"), "swept", mask) }}',
+        'y = {{ norm.normalised("s") }}',
+        (f"{_QUANTISED}::test_long_rows_are_quantised",),
+    ),
+    Mutant(
+        "modulated-places-are-anywhere",
+        "a modulated call writes y where another tensor of it lies",
+        "runtime/calls/neighbours.py",
+        "check_output(name, place, rows, dtype, others, addressed)",
+        "check_output(name, place, rows, dtype, {}, addressed)",
+        (f"{_QUANTISED}::test_outputs_overlap_nothing_else",),
     ),
     Mutant(
         "samples-are-rows",
@@ -52,9 +93,9 @@ MUTANTS = (
     Mutant(
         "modulated-backward-forgets-the-scale",
         "backward modulated: dy is not multiplied by 1 + scale",
-        "templates/backward.j2",
-        "g *= 1.0 + {{ scale }}\n",
-        "g *= 1.0\n",
+        "templates/gradients.j2",
+        "g *= 1.0 + scale_vector.to(tl.float32)",
+        "g *= 1.0",
         (_FORMULA,),
     ),
     Mutant(
@@ -125,8 +166,8 @@ MUTANTS = (
         "modulated-gradients-known-without-the-sums",
         "a backward pass is known whether the sum's gradient arrived or not",
         "runtime/calls/modulated_backward.py",
-        "key = (\"modulated bwd\", told, due, arrived[1] is None)",
-        "key = (\"modulated bwd\", told, due)",
+        'key = ("modulated bwd", told, due, arrived[1] is None)',
+        'key = ("modulated bwd", told, due)',
         ("tests/calls/test_known_gradients.py::test_a_sum_that_is_read_or_not[y alone-('residual',)-cpu]",),
     ),
 )

@@ -25,26 +25,25 @@ MUTANTS = (
     Mutant(
         "smooth-scale-not-applied-to-chunks",
         "one_pass: smooth_scale is ignored",
-        _QUANTISED,
-        "{{ kernel.smooth_chunk(m) }}\n",
-        "",
+        "templates/epilogue.j2",
+        "y *= operand_chunk(smooth_scale_ptr, smooth_row, start, N, BLOCK)",
+        "y *= 1.0",
         (f"{_QUANTISATION}::test_smooth_scale_is_applied_after_the_bias[one_pass]",),
     ),
     Mutant(
         "smooth-scale-not-applied-the-second-time",
         "two_pass: values are scaled by smooth_scale for their amax and not for themselves",
-        _QUANTISED,
-        "{{ kernel.smooth(m, mask) }}\n",
-        "",
+        "templates/epilogue.j2",
+        "y *= load_chunk(smooth_scale_ptr, cols, {{ at.col_mask }})\n",
+        "{% if not at.last %}\ny *= load_chunk(smooth_scale_ptr, cols, {{ at.col_mask }})\n{% endif %}\n",
         (f"{_QUANTISATION}::test_smooth_scale_is_applied_after_the_bias[two_pass]",),
-        which=1,
     ),
     Mutant(
         "smooth-scale-divides",
         "rows: smooth_scale divides",
-        "templates/kernel.j2",
-        "y *= load_chunk(smooth_scale_ptr, cols, {{ mask }})",
-        "y /= load_chunk(smooth_scale_ptr, cols, {{ mask }})",
+        "templates/epilogue.j2",
+        "y *= load_chunk(smooth_scale_ptr, cols, {{ at.col_mask }})",
+        "y /= load_chunk(smooth_scale_ptr, cols, {{ at.col_mask }})",
         ("tests/kernels/test_rows.py::test_rms_norm_quantised",),
     ),
     Mutant(
@@ -323,23 +322,17 @@ MUTANTS = (
     Mutant(
         "fp4-rows-start-where-fp8-rows-would",
         "rows of pairs lie a whole N apart",
-        "templates/kernel.j2",
-        """{{ "pair" if m.dtype_out.packs > 1 else "row" }}_offset({{ row }}, y_row""",
-        """row_offset({{ row }}, y_row""",
+        "codegen/signature.py",
+        '"pair_offset" if name == "y" and mode.dtype_out.packs > 1 else "row_offset"',
+        '"row_offset"',
         (f"{_NVFP4}::test_bytes_are_those_of_the_formula",),
     ),
     Mutant(
         "what-is-stored-is-smoothed",
         "the second output is multiplied by the smooth scale",
-        _QUANTISED,
-        """{{ kernel.round_before(m) }}
-{{ kernel.store_unquantised(m, "mask") }}
-{{ kernel.smooth_chunk(m) }}
-""",
-        """{{ kernel.round_before(m) }}
-{{ kernel.smooth_chunk(m) }}
-{{ kernel.store_unquantised(m, "mask") }}
-""",
+        "codegen/stages.py",
+        '    UNQUANTISED = "unquantised"  # stored in x\'s type, beside what is quantised\n    SMOOTH = "smooth"',
+        '    SMOOTH = "smooth"\n    UNQUANTISED = "unquantised"',
         (f"{_GROUPS}::test_y_in_xs_dtype_too",),
     ),
     Mutant(
