@@ -179,7 +179,7 @@ def add(block: torch.nn.Module, index: int, a: Any, b: Any) -> Any:
 
 def taken(norm: Following, x: Any) -> torch.Tensor | None:
     """What was computed ahead of a norm's call with x, if it is what the call would compute; None if nothing was."""
-    if is_dynamo_compiling():
+    if is_dynamo_compiling() or not _waiting:
         return None
     waiting = _waiting.get(id(x))
     total = None if waiting is None else waiting.total()
