@@ -261,6 +261,12 @@ def test_what_stands_around_a_norm_is_as_fast_as_the_results_say() -> None:
         lead = [of[peer].us / of[PROJECT].us for of in beside.values() if peer in of]
         assert form.format(f"{span(lead, '.2f')} times") in text
     layer, rms = shares("fp8-inputs", "*/ln*"), shares("fp8-inputs", "*/rms*")
+    tuned = (RESULTS / "h200-tiles-fp8/tune.txt").read_text().splitlines()
+    speeds = []
+    for kind in ("fwd_16bit_fp8", "fwd_16bit_fp8_rms"):
+        rows = [line.split() for line in tuned if line.split()[:1] == [kind] and "every" not in line]
+        speeds.append(span([int(row[-2]) / 1000 for row in rows if int(row[2]) > 64], ".2f"))
+    assert "LayerNorm runs at {} TB/s, RMSNorm at {}".format(*speeds) in text
     assert f"LayerNorm {span(layer)} %, RMSNorm {span(rms)} %" in text
     for task, form in (("forward", "forward {} times"), ("backward", "backward {}.")):
         found = [of for cell, of in times_of("tutorial", "tutorial").items() if cell.startswith(f"{task}/")]
