@@ -106,11 +106,8 @@ def _alone(instance: Instance) -> Instance:
     def alone(tile: Tile, other: Tile) -> Tile:
         return other if tile.pipeline is Pipeline.SPREAD else tile
 
-    tiles = tuple(
-        (arch, Tiles(alone(these.large, others.large), alone(these.small, others.small)))
-        for arch, these in instance.tiles
-    )
-    return replace(instance, tiles=tiles)
+    by_rows = [(arch, map(alone, these.by_rows, others.by_rows)) for arch, these in instance.tiles]
+    return replace(instance, tiles=tuple((arch, Tiles(many, few, some=some)) for arch, (few, some, many) in by_rows))
 
 
 def _metadata(unique: str, backend: str, files: Mapping[str, str]) -> str:

@@ -61,11 +61,13 @@ class Tiles:
         large: for many rows.
         small: for a few.
         invariant: for every M, where the bits of a row may not depend on it; None takes the one for many.
+        some: for more than a few rows that hardly fill a GPU; None takes the one for many.
     """
 
     large: Tile
     small: Tile
     invariant: Tile | None = None
+    some: Tile | None = None
 
     @property
     def for_every_m(self) -> Tile:
@@ -73,10 +75,22 @@ class Tiles:
         return self.invariant or self.large
 
     @property
+    def by_rows(self) -> tuple[Tile, Tile, Tile]:
+        """The tiles for a few rows, for some and for many."""
+        return self.small, self.some or self.large, self.large
+
+    @property
+    def every(self) -> tuple[Tile, ...]:
+        """Each tile once."""
+        return tuple(dict.fromkeys((*self.by_rows, self.for_every_m)))
+
+    @property
     def row(self) -> tuple[tuple[str | int, ...], ...]:
-        """The tiles as tables have them, the last one left out where it is the first."""
-        pair = self.large.row, self.small.row
-        return pair if self.for_every_m == self.large else (*pair, self.for_every_m.row)
+        """The tiles as dispatch tables have them; of the last two, those at the end that are the first are left out."""
+        tiles = [self.large, self.small, self.for_every_m, self.some or self.large]
+        while len(tiles) > 2 and tiles[-1] == self.large:
+            tiles.pop()
+        return tuple(tile.row for tile in tiles)
 
 
 @dataclass(frozen=True)
@@ -100,8 +114,7 @@ class Instance:
     @property
     def pipelines(self) -> frozenset[Pipeline]:
         """Every pipeline that serves this instance, on whichever architecture."""
-        by_arch = [(tiles.large, tiles.small, tiles.for_every_m) for _, tiles in self.tiles]
-        return frozenset(tile.pipeline for tiles in by_arch for tile in tiles)
+        return frozenset(tile.pipeline for _, tiles in self.tiles for tile in tiles.every)
 
     @property
     def summary(self) -> str:

@@ -26,7 +26,7 @@ FOLDER = Path(__file__).resolve().parent / "tiles"
 
 _DOCUMENT = DocumentKind(
     "table of tiles",
-    "a table of tiles is classes of first..last: {large: tile, small: tile, invariant: tile or left out}",
+    "a table of tiles is classes of first..last: {large: tile, small: tile, invariant and some: tile or left out}",
     "measure one with normforge tune --out FILE",
     TileTableError,
 )
@@ -37,7 +37,8 @@ _COMMENT = re.compile(r"(?:^|\s)#")
 _CLASS_OF = {kind.name: kind for kind in EVERY_CLASS}
 _PIPELINES = tuple(pipeline.value for pipeline in Pipeline)
 _SIZES = tuple(field.name for field in fields(Tiles))
-_REQUIRED_SIZES = tuple(field.name for field in fields(Tiles) if field.default is MISSING)
+# Of M, those that no row of a table may lack.
+REQUIRED_SIZES = frozenset(field.name for field in fields(Tiles) if field.default is MISSING)
 _FIELDS = {field.name: field for field in fields(Tile)}
 _WHOLE = "a whole number"
 
@@ -51,7 +52,7 @@ class TileTable:
     def find(self, kind: TileClass, bucket: Bucket) -> Tiles | None:
         """The tiles of the range that holds a bucket's longest row, a norm's own before those of both; or None."""
         for measured, tiles in chain.from_iterable(self.rows.get(alike, ()) for alike in kind.alike):
-            if measured.last is None if bucket.last is None else bucket.last in measured:
+            if serves(measured, bucket):
                 return tiles
         return None
 
@@ -87,15 +88,21 @@ def invariant_tile(measured: Tiles, generic: Tiles) -> Tile:
     return tile if tile.pipeline.takes_rows_alike else generic.large
 
 
+def lean(tiles: Tiles) -> Tiles:
+    """The same without what is the tile for many rows."""
+    own = {size: tile for size, tile in tiles_by_size(tiles).items() if size in REQUIRED_SIZES or tile != tiles.large}
+    return Tiles(**own)
+
+
 def _fitting(mode: AnyMode, measured: Tiles, generic: Tiles) -> Tiles:
     """Tiles as measured, but for those that a mode has no kernel for: with dropout no rows are spread."""
 
     def fitting(own: Tile, rule: Tile) -> Tile:
         return own if own.pipeline in mode.pipelines else rule
 
-    large = fitting(measured.large, generic.large)
+    few, some, many = map(fitting, measured.by_rows, generic.by_rows)
     invariant = fitting(invariant_tile(measured, generic), generic.large)
-    return Tiles(large, fitting(measured.small, generic.small), None if invariant == large else invariant)
+    return lean(Tiles(many, few, invariant, some))
 
 
 @cache
@@ -140,7 +147,7 @@ def _read_class(section: Section, kind: TileClass, arch: str, node: Node) -> tup
         for size, given in sizes.items():
             if size not in _SIZES:
                 raise section.error(given.key, unknown("size of M", size, _SIZES))
-        for size in _REQUIRED_SIZES:
+        for size in (size for size in _SIZES if size in REQUIRED_SIZES):
             if size not in sizes:
                 raise section.error(pair.key, f"{text} has no tile for {size} M; add {size}: {{pipeline: ...}}")
         tiles = {size: _read_tile(section, kind, arch, bucket, given.value) for size, given in sizes.items()}
@@ -185,6 +192,11 @@ def merge(old: TileTable, new: TileTable) -> TileTable:
         kept = [row for row in old.rows.get(kind, ()) if not any(overlap(row[0], bucket) for bucket, _ in measured)]
         rows[kind] = tuple(sorted((*kept, *measured), key=lambda row: row[0].first))
     return TileTable(rows)
+
+
+def serves(measured: Bucket, bucket: Bucket) -> bool:
+    """Whether a range of a table has the tiles of a bucket: it holds its longest row."""
+    return measured.last is None if bucket.last is None else bucket.last in measured
 
 
 def overlap(one: Bucket, other: Bucket) -> bool:

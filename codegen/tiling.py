@@ -19,6 +19,9 @@ STANDARD_LENGTHS = (
 # Up to so many rows an instance takes its tile for a few, which is chosen at 64. The one for many is chosen at 512 of
 # the longest rows, 262144: those 512 take 159 us of an H200 with it, and 163 with the tile for a few.
 SMALL_M = 256
+# From there up to so many it takes the one for some, if it has one, which is chosen at 512. They are a wave of programs
+# or less, which with the one for many took up to 15 % longer than peers.
+SOME_M = 2048
 
 WARP = 32
 MOST_WARPS = 32

@@ -12,8 +12,12 @@ from typing import Any
 from .codegen.errors import IllegalCombinationError
 from .codegen.groups import GroupMode, mode_named
 
-# Classes of M, each with the tile that it runs on: up to the table's SMALL_M, up to what an i32 counts, and beyond.
-ROWS = FEW, MANY, MOST = ("few", "many", "most")
+# Classes of M, each with the tile that it runs on: up to the table's SMALL_M, up to its SOME_M, up to what an i32
+# counts, and beyond.
+ROWS = FEW, SOME, MANY, MOST = ("few", "some", "many", "most")
+# The largest M that kernels count rows up to as an i32: a loop over rows looks a few rounds beyond the last, and a
+# round has up to 8448 rows on an H200.
+MOST_ROWS_IN_I32 = 2**31 - 2**20
 
 # What the sizes are called of rows, and of GroupNorm.
 ROW_SIZES, GROUP_SIZES = ("n",), ("channels", "groups", "positions")

@@ -13,7 +13,7 @@ from tabulate import tabulate
 from ..ahead_of_time.compile_keys import CompileKey, Pair, keys_of, pairs_of, pairs_served, recorded_keys_for
 from ..ahead_of_time.group_shapes import GroupShape
 from ..ahead_of_time.row_places import Asked, Steps
-from ..ahead_of_time.stand_ins import FEW, MANY, ROWS, Deployment, Kind
+from ..ahead_of_time.stand_ins import ROWS, USUAL_ROWS, Deployment, Kind
 from ..codegen.axes import SAME
 from ..codegen.command import options_given
 from ..codegen.model import Mode
@@ -88,7 +88,7 @@ def add_key_arguments(parser: argparse.ArgumentParser) -> None:
         type=partial(_words, ROWS),
         metavar="CLASS[,CLASS]",
         help=f"numbers of rows, or of groups: {', '.join(ROWS)}, the last more than an i32 counts "
-        f"(default: {FEW},{MANY}, or those at which calls were recorded)",
+        f"(default: {','.join(USUAL_ROWS)}, or those at which calls were recorded)",
     )
     parser.add_argument("--jobs", type=_jobs, metavar="J", help="threads that compile (default: one a core, up to 8)")
 
@@ -135,7 +135,7 @@ def keys_for(given: argparse.Namespace, target: Target) -> list[CompileKey]:
         wants=None,
         row_strides=(None, *(given.row_stride or ())),
         misaligned=((),),
-        rows=given.rows or (FEW, MANY),
+        rows=given.rows or USUAL_ROWS,
         y_dtypes=given.y,
     )
     if given.manifest is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cache, cached_property
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from ..calls.modulated_backward import LEAST_ROWS
 from ..codegen.candidates import candidates
 from ..codegen.groups import Activation, AnyMode, GroupMode
-from ..codegen.instance import Bucket, Tile
+from ..codegen.instance import Bucket, Tile, Tiles
 from ..codegen.model import Mode
 from ..codegen.tiling import GROUP_LAYOUTS, Load, TileClass
 from ..codegen.values import Direction, DType, FusedAdd, FusedQuant, Gating, Norm, ScaleGroup
@@ -64,6 +65,20 @@ _LOADS: dict[Load, dict[str, Any]] = {
 }
 
 
+class Size(Enum):
+    """Sizes of M that a tile is sought for, as `Tiles` calls them."""
+
+    LARGE = "large"
+    SMALL = "small"
+    INVARIANT = "invariant"
+    SOME = "some"
+
+    @property
+    def candidates(self) -> tuple[bool, ...]:
+        """Whose candidates it has: those for few rows, or for many."""
+        return {Size.LARGE: (False,), Size.SMALL: (True,)}.get(self, (False, True))
+
+
 @dataclass(frozen=True)
 class Sizes:
     """How much is measured.
@@ -71,21 +86,23 @@ class Sizes:
     Attributes:
         bytes: of x, for many rows: more than any L2 cache holds.
         few: rows, where they are few.
+        some: rows, where they are more than that and hardly fill a GPU.
         checked: rows that a tile is held against the reference with.
     """
 
     bytes: int = 2**28
     few: int = 64
+    some: int = 512
     checked: int = 70
 
 
 @dataclass(frozen=True)
 class Case:
-    """What one tile is sought for: a class of modes, a bucket, and whether rows are few; None is of every M."""
+    """What one tile is sought for: a class of modes, a bucket, and a size of M."""
 
     kind: TileClass
     bucket: Bucket
-    few: bool | None
+    size: Size
 
     @property
     def n(self) -> int:
@@ -107,10 +124,15 @@ class Case:
             norm, **{"dtype_in": dtype, "dtype_out": dtype, "direction": self.kind.direction, **_LOADS[self.kind.load]}
         )
 
+    @property
+    def in_graphs(self) -> bool:
+        """Whether calls are timed in a CUDA graph, as launching so few rows takes longer than they do."""
+        return self.size in (Size.SMALL, Size.SOME)
+
     def rows(self, sizes: Sizes) -> int:
         """How many rows are timed; modulated ones are as many of each sample."""
-        if self.few:
-            return sizes.few
+        if self.in_graphs:
+            return sizes.few if self.size is Size.SMALL else sizes.some
         rows = max(1, sizes.bytes // (self.n * self.kind.itemsize))
         return rows - rows % (self._most_samples(rows) or 1)
 
@@ -141,37 +163,65 @@ class Case:
         """The instance, from a module that holds every pipeline."""
         return _entry(self.mode, self.n)
 
-    def tiles(self, device: torch.device, rows: int) -> list[Tile]:
-        """The tile in use, then those that may be better."""
+    def tiles(self, device: torch.device, many: Tile | None = None) -> list[Tile]:
+        """The tile in use, then the one for many rows, should that serve if no other does, then what may be better."""
         arch = architecture(device)
-        entry = self.entry() if self.few is not None else self.entry().invariant
-        present = entry.tile(rows, arch)
-        asked = (False, True) if self.few is None else (self.few,)
+        tiles = self.entry().tiles_on(arch)
+        few, some, large = tiles.by_rows
+        present = {Size.LARGE: large, Size.SMALL: few, Size.SOME: some, Size.INVARIANT: tiles.for_every_m}[self.size]
+        asked = self.size.candidates
         found = [tile for few in asked for tile in candidates(self.kind, self.bucket, self.n, arch, few=few)]
-        if self.few is None:
+        if self.size is Size.INVARIANT:
             found = [tile for tile in found if tile.pipeline.takes_rows_alike]
         mode = self.mode
         if isinstance(mode, GroupMode):
             found = [tile for tile in found if group_run.fits(mode, self.n, tile, target_of(device))]
-        return list(dict.fromkeys((present, *found)))
+        return list(dict.fromkeys((present, *([many] if many else []), *found)))
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table of tiles: a class and a bucket, whose tiles for many, few and any rows are sought together."""
+    """A row of a table of tiles: a class and a bucket, whose tiles for some sizes of M are sought together.
+
+    Attributes:
+        kind: the class of modes.
+        bucket: the row lengths.
+        sizes: which are sought, in the order of `Size`.
+        kept: the row as a table has it, whose tiles of other sizes stay; None if there are no others.
+    """
 
     kind: TileClass
     bucket: Bucket
+    sizes: tuple[Size, ...] = tuple(Size)
+    kept: Tiles | None = None
 
     @property
     def cases(self) -> tuple[Case, ...]:
-        """What tiles are sought for: for many rows, for a few, and for every M: as `Tiles` has them."""
-        return tuple(Case(self.kind, self.bucket, few) for few in (False, True, None))
+        """What tiles are sought for."""
+        return tuple(Case(self.kind, self.bucket, size) for size in self.sizes)
 
-    def trials(self, device: torch.device, sizes: Sizes) -> list[Trial]:
+    def trials(self, device: torch.device) -> list[Trial]:
         """Every kernel that has to be compiled: a tile is once, whether for few rows or for many."""
-        tiles = dict.fromkeys(tile for case in self.cases for tile in case.tiles(device, case.rows(sizes)))
-        return [Trial(self.cases[0], tile) for tile in tiles]
+        tiles = [tile for case in self.cases for tile in case.tiles(device, self._many(case, device, []))]
+        return [Trial(self.cases[0], tile) for tile in dict.fromkeys(tiles)]
+
+    def tries(self, device: torch.device) -> int:
+        """How many tiles are tried, unless another for many rows is found that some rows had none of."""
+        return sum(len(case.tiles(device, self._many(case, device, []))) for case in self.cases)
+
+    def decide(self, device: torch.device, sizes: Sizes, advance: Callable[[], object]) -> list[Outcome]:
+        """The outcome of each case; see `decide`."""
+        found: list[Outcome] = []
+        for case in self.cases:
+            found.append(decide(case, device, sizes, advance, self._many(case, device, found)))
+        return found
+
+    def _many(self, case: Case, device: torch.device, found: list[Outcome]) -> Tile | None:
+        """The tile for many rows, if a case is of some: as just found, as kept or as in use."""
+        if case.size is not Size.SOME:
+            return None
+        won = [each.winner.tile for each in found if each.case.size is Size.LARGE and each.winner is not None]
+        return won[0] if won else (self.kept or case.entry().tiles_on(architecture(device))).large
 
 
 @cache
@@ -258,23 +308,27 @@ def tiled(trial: Trial) -> Iterator[None]:
         yield
 
 
-def decide(case: Case, device: torch.device, sizes: Sizes, advance: Callable[[], object]) -> Outcome:
+def decide(
+    case: Case, device: torch.device, sizes: Sizes, advance: Callable[[], object], many: Tile | None = None
+) -> Outcome:
     """Try every tile of a case and take the fastest whose outputs are right.
 
-    Of those for every M, whatever takes little longer than the fastest of many rows is sought for a few.
+    Of those for every M, whatever takes little longer than the fastest of many rows is sought for a few. For some rows
+    it is the tile for many, unless another beats it by `MARGIN`.
 
     Args:
         case: what a tile is sought for.
         device: the GPU.
         sizes: how many rows.
         advance: called when a tile has been tried.
+        many: of some rows, the tile for many, which serves them if they get none.
     """
     rows = case.rows(sizes)
     times: dict[Tile, float] = {}
     problems: dict[Tile, str] = {}
     run = case.run(rows, device)
     checked = case.run(sizes.checked, device)
-    tiles = case.tiles(device, rows)
+    tiles = case.tiles(device, many)
     for tile in tiles:
         trial = Trial(case, tile)
         problem = _why_not(trial, checked)
@@ -284,15 +338,17 @@ def decide(case: Case, device: torch.device, sizes: Sizes, advance: Callable[[],
             problems[tile] = problem
         advance()
     present = tiles[0]
-    most = 3 * _FINALISTS if case.few is None else _FINALISTS
-    finalists = {*sorted(times, key=times.__getitem__)[:most], *({present} & times.keys())}
+    most = 3 * _FINALISTS if case.size is Size.INVARIANT else _FINALISTS
+    finalists = {*sorted(times, key=times.__getitem__)[:most], *(times.keys() & {present, many})}
     final = {tile: _time(Trial(case, tile), run, repeat=50) for tile in finalists}
     best = _best(final, present)
+    if many is not None and best is not None:
+        best = _best({tile: final[tile] for tile in (best, many) if tile in final}, many)
     of_few: dict[Tile, float] = {}
-    if case.few is None and best is not None:
+    if case.size is Size.INVARIANT and best is not None:
         near = [tile for tile in final if final[tile] <= final[best] * MOST_SLOWER]
         few = case.run(sizes.few, device)
-        of_few = {tile: _time(Trial(replace(case, few=True), tile), few, repeat=50) for tile in near}
+        of_few = {tile: _time(Trial(replace(case, size=Size.SMALL), tile), few, repeat=50) for tile in near}
         best = _best(of_few, present)
     tried = tuple(Tried(tile, times.get(tile), final.get(tile), of_few.get(tile), problems.get(tile)) for tile in tiles)
     return Outcome(case, rows, present, tried, None if best is None else _winner(case, best, final[best], run))
@@ -326,6 +382,6 @@ def _why_not(trial: Trial, run: Run[Any]) -> str | None:
 
 def _time(trial: Trial, run: Run[Any], repeat: int) -> float:
     with tiled(trial):
-        if trial.case.few:
+        if trial.case.in_graphs:
             return graph_ms(run.call, calls=20, repeat=repeat)
         return median_ms(run.call, warmup=2, repeat=repeat)

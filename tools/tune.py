@@ -24,7 +24,7 @@ from .budget import Budget, OutOfTimeError
 from .environment import describe, revision_of
 from .machine import Machine, find_machine
 from .tile_compiler import Compiler
-from .tile_trials import Outcome, Row, Sizes, Trial, decide
+from .tile_trials import Outcome, Row, Size, Sizes, Trial
 from .tune_record import Record
 from .tune_remark import listed
 
@@ -41,7 +41,8 @@ _KERNELS_EACH = 4
 _DESCRIPTION = """\
 Measure candidate tiles on this GPU and print which won, beside the tile in use now. With --out, write the winners into
 a table, which a generator takes: python generate.py --tiles FILE, or by itself from codegen/tiles/ of a checkout.
-What the table holds of other classes and row lengths stays, and so does the comment that it begins with.
+What the table holds of other classes and row lengths stays, and so does the comment that it begins with. With --sizes
+other tiles of its rows stay too, and only rows that it has are measured.
 
 A row of the table, a class and a range of row lengths, is written when it has been measured, and every time with it in
 a report. A run that is interrupted, or has spent its --minutes, loses no row; the same command with --resume goes on.
@@ -68,11 +69,17 @@ def main(argv: Sequence[str], prog: str, sizes: Sizes | None = None) -> int:
     parser = _parser(prog)
     arguments = parser.parse_args(argv)
     budget = Budget(arguments.minutes)
-    asked = [Row(*pair) for pair in _asked(parser, arguments)]
+    asked = _asked(parser, arguments)
     machine = find_machine()
     if machine.interpreted:
         raise DeviceError("tune compares times, and Triton's CPU interpreter has none to compare; run it on a GPU")
     record = _record(arguments, machine)
+    if record is not None and arguments.sizes is not None:
+        asked = record.held(asked)
+        if not asked:
+            parser.error(
+                f"{arguments.out} has no row of what --only and --n name, whose other tiles --sizes would keep"
+            )
     rows = asked if record is None or not arguments.resume else _left(asked, record)
     measured: dict[Row, list[Outcome]] = {}
 
@@ -126,29 +133,25 @@ def _measure(
 
             return advance
 
-        for group, trials in _groups(rows, device, sizes, _KERNELS_EACH * compiler.jobs):
+        for group, trials in _groups(rows, device, _KERNELS_EACH * compiler.jobs):
             budget.check()
             compiler.compile(trials, budget, shown("compile", len(trials)))
             for row in group:
                 budget.check()
-                tiles = sum(len(case.tiles(device, case.rows(sizes))) for case in row.cases)
-                advance = shown(f"measure {listed([row])}", tiles)
-                outcomes = [decide(case, device, sizes, advance) for case in row.cases]
+                outcomes = row.decide(device, sizes, shown(f"measure {listed([row])}", row.tries(device)))
                 take(row, outcomes)
                 for line in (line for outcome in outcomes for line in outcome.refused):
                     bar.write(f"left out: {line}")
                 bar.update()
 
 
-def _groups(
-    rows: Sequence[Row], device: torch.device, sizes: Sizes, least: int
-) -> Iterator[tuple[list[Row], list[Trial]]]:
+def _groups(rows: Sequence[Row], device: torch.device, least: int) -> Iterator[tuple[list[Row], list[Trial]]]:
     """Rows that are compiled together, with their trials: so many that every process has some, or what is left."""
     group: list[Row] = []
     trials: list[Trial] = []
     for row in rows:
         group.append(row)
-        trials += row.trials(device, sizes)
+        trials += row.trials(device)
         if len(trials) >= least:
             yield group, trials
             group, trials = [], []
@@ -180,7 +183,7 @@ def _report(outcomes: Sequence[Outcome]) -> str:
                 [
                     outcome.case.kind.name,
                     outcome.case.n,
-                    f"{outcome.rows}{', for every M' if outcome.case.few is None else ''}",
+                    f"{outcome.rows}{', for every M' if outcome.case.size is Size.INVARIANT else ''}",
                     _shown(outcome.present),
                     "fails" if before is None else f"{before * 1e3:.2f}",
                     "the same" if won.tile == outcome.present else _shown(won.tile),
@@ -216,14 +219,27 @@ def _record(arguments: argparse.Namespace, machine: Machine) -> Record | None:
     return Record(out, arguments.report, environment)
 
 
-def _asked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[tuple[TileClass, Bucket]]:
+def _asked(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[Row]:
     """What is to be measured, class by class, so that what there is no time for are whole classes and then rows."""
     if arguments.minutes is not None and not (math.isfinite(arguments.minutes) and arguments.minutes > 0):
         parser.error(f"--minutes {arguments.minutes} is no time; write a number above 0, 30 or 0.5, say")
     if arguments.resume and arguments.out is None and arguments.report is None:
         parser.error("--resume goes on with what a run wrote; name that with --out FILE, or with --report FILE")
     buckets = _buckets(parser, arguments.n)
-    return [(kind, bucket) for kind in _kinds(parser, arguments.only) for bucket in buckets]
+    sizes = _sizes(parser, arguments)
+    return [Row(kind, bucket, sizes) for kind in _kinds(parser, arguments.only) for bucket in buckets]
+
+
+def _sizes(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tuple[Size, ...]:
+    if arguments.sizes is None:
+        return tuple(Size)
+    asked, known = [word.strip() for word in arguments.sizes.split(",")], [size.value for size in Size]
+    for word in asked:
+        if word not in known:
+            parser.error(f"--sizes {word!r} is no size of M; they are {', '.join(known)}")
+    if arguments.out is None or not arguments.out.exists():
+        parser.error("--sizes keeps a table's other tiles; name one that is there with --out FILE")
+    return tuple(size for size in Size if size.value in asked)
 
 
 def _kinds(parser: argparse.ArgumentParser, only: str) -> list[TileClass]:
@@ -250,6 +266,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, metavar="FILE", help="the table to write, called after the architecture")
     parser.add_argument(
         "--only", default=_ONLY, metavar="GLOB[,GLOB]", help=f"classes to measure, '*' for all (default: {_ONLY})"
+    )
+    parser.add_argument(
+        "--sizes",
+        metavar="SIZE[,SIZE]",
+        help="measure only tiles for these sizes of M, of rows that --out has, and keep the others: "
+        f"{', '.join(size.value for size in Size)}",
     )
     parser.add_argument("--n", metavar="N[,N]", help="measure only the buckets that serve these row lengths")
     parser.add_argument(

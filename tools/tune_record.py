@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..codegen import tile_tables
 from ..codegen.errors import TileTableError
 from ..codegen.instance import Bucket, Tiles
 from ..codegen.locking import locked, replace_text
-from ..codegen.tile_tables import TileTable, tile_words, tiles_by_size
+from ..codegen.tile_tables import REQUIRED_SIZES, TileTable, lean, serves, tile_words, tiles_by_size
 from .environment import NOT_KNOWN
 from .tile_trials import Outcome, Row, Tried
 from .tune_remark import add_remark, listed
@@ -21,8 +21,6 @@ from .tune_remark import add_remark, listed
 # Of a line of a report; another where one cannot be read as it was.
 _FORMAT = 1
 _ENDING = ".jsonl"
-# As `Tiles` calls what a case is for.
-_SIZE = {False: "large", True: "small", None: "invariant"}
 
 
 @dataclass(frozen=True)
@@ -72,11 +70,11 @@ class Record:
             TileTableError: a file cannot be read.
         """
         table = self._rows_of_table()
-        lines = {(line["class"], line["first"], line["last"]): line for line in self._lines()}
+        lines = {_key_of(line): line for line in self._lines()}
         kept, changed, elsewhere = [], [], dict[str, list[Row]]()
         for row in asked:
             line = lines.get(_key(row))
-            if line is None or line["tiles"] is None:
+            if line is None or line["tiles"] is None or not {size.value for size in row.sizes} <= _sizes(line):
                 continue
             if line["environment"] != self._environment:
                 elsewhere.setdefault(self._difference(line["environment"]), []).append(row)
@@ -101,10 +99,15 @@ class Record:
         Raises:
             TileTableError: a file cannot be written, or was made unreadable meanwhile.
         """
-        won = winners(outcomes)
+        won = winners(row, outcomes)
         with self._writing():
             if self.table is not None and won is not None:
                 self._write_table(self.table, row, won)
+            lines = self._lines()
+            # Of other sizes what a run like this one wrote.
+            alike = (old for old in lines if _key_of(old) == _key(row) and old["environment"] == self._environment)
+            measured = {size.value for size in row.sizes}
+            before = [case for old in alike for case in old["cases"] if case["for"] not in measured]
             line = {
                 "format": _FORMAT,
                 "environment": self._environment,
@@ -112,9 +115,9 @@ class Record:
                 "first": row.bucket.first,
                 "last": row.bucket.last,
                 "tiles": None if won is None else _words(won),
-                "cases": [_case(outcome) for outcome in outcomes],
+                "cases": [*before, *map(_case, outcomes)],
             }
-            kept = [old for old in self._lines() if not _overlap(old, row)]
+            kept = [old for old in lines if not _overlap(old, row)]
             replace_text(self.report, "".join(f"{json.dumps(each)}\n" for each in (*kept, line)))
 
     def _write_table(self, path: Path, row: Row, won: Tiles) -> None:
@@ -122,25 +125,39 @@ class Record:
         if path.exists():
             old, head = tile_tables.read_table(path), tile_tables.read_head(path)
         table = tile_tables.merge(old, TileTable({row.kind: ((row.bucket, won),)}))
-        replace_text(path, tile_tables.write_table(table, add_remark(head, self._told(), row)))
+        replace_text(path, tile_tables.write_table(table, add_remark(head, self._told(row), row)))
         self.has_written = True
 
-    def _told(self) -> str:
+    def _told(self, row: Row) -> str:
         there = self._environment
         known = there["revision"] != NOT_KNOWN
         version = f"revision {there['revision']}" if known else f"normforge {there['normforge']}"
         versions = f"torch {there['torch']}, Triton {there['triton']}, {version}"
-        return f"Measured by normforge tune on {there['device']}: {versions}"
+        sizes = "" if row.kept is None else f", {' and '.join(size.value for size in row.sizes)} alone"
+        return f"Measured by normforge tune on {there['device']}: {versions}{sizes}"
 
     def _difference(self, environment: Mapping[str, str]) -> str:
         names = dict.fromkeys((*self._environment, *environment))
         pairs = [(name, environment.get(name, "none"), self._environment.get(name, "none")) for name in names]
         return ", ".join(f"{name} {theirs} (here {mine})" for name, theirs, mine in pairs if theirs != mine)
 
-    def _rows_of_table(self) -> dict[tuple[str, int, int | None], dict[str, Any]]:
+    def held(self, asked: Iterable[Row]) -> list[Row]:
+        """The table's rows that hold the longest row lengths of some, each once and with the tiles that it keeps."""
+        found = dict[Row, None]()
+        table = self._read_table()
+        for row in asked:
+            for bucket, tiles in table.rows.get(row.kind, ()):
+                if serves(bucket, row.bucket):
+                    found[replace(row, bucket=bucket, kept=tiles)] = None
+        return list(found)
+
+    def _read_table(self) -> TileTable:
         if self.table is None or not self.table.exists():
-            return {}
-        rows = tile_tables.read_table(self.table).rows
+            return TileTable({})
+        return tile_tables.read_table(self.table)
+
+    def _rows_of_table(self) -> dict[tuple[str, int, int | None], dict[str, Any]]:
+        rows = self._read_table().rows
         return {_key(Row(kind, bucket)): _words(tiles) for kind, own in rows.items() for bucket, tiles in own}
 
     def _lines(self) -> list[dict[str, Any]]:
@@ -162,6 +179,7 @@ class Record:
                 and isinstance(line["first"], int)
                 and isinstance(line["last"], int | None)
                 and isinstance(line["tiles"], dict | None)
+                and all(isinstance(case["for"], str) for case in line["cases"])
             )
         except (ValueError, LookupError, TypeError):
             fits = False
@@ -189,18 +207,26 @@ class Record:
             ) from error
 
 
-def winners(outcomes: Sequence[Outcome]) -> Tiles | None:
+def winners(row: Row, outcomes: Sequence[Outcome]) -> Tiles | None:
     """The tiles of a row from those of its cases; None if one for many rows or for a few is lacking."""
-    won = {outcome.case.few: outcome.winner.tile for outcome in outcomes if outcome.winner is not None}
-    if not {False, True} <= won.keys():
+    tiles = {} if row.kept is None else tiles_by_size(row.kept)
+    tiles |= {outcome.case.size.value: outcome.winner.tile for outcome in outcomes if outcome.winner is not None}
+    if not tiles.keys() >= REQUIRED_SIZES:
         return None
-    invariant = won.get(None)
-    return Tiles(won[False], won[True], None if invariant == won[False] else invariant)
+    return lean(Tiles(**tiles))
 
 
 def _lock(path: Path) -> Path:
     path = path.resolve()
     return path.with_name(f".{path.name}.lock")
+
+
+def _key_of(line: Mapping[str, Any]) -> tuple[str, int, int | None]:
+    return line["class"], line["first"], line["last"]
+
+
+def _sizes(line: Mapping[str, Any]) -> set[str]:
+    return {case["for"] for case in line["cases"]}
 
 
 def _key(row: Row) -> tuple[str, int, int | None]:
@@ -218,7 +244,7 @@ def _words(tiles: Tiles) -> dict[str, Any]:
 def _case(outcome: Outcome) -> dict[str, Any]:
     won = outcome.winner
     return {
-        "for": _SIZE[outcome.case.few],
+        "for": outcome.case.size.value,
         "mode": outcome.case.mode.name,
         "m": outcome.rows,
         "n": outcome.case.n,

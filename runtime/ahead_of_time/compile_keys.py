@@ -21,13 +21,13 @@ from ..codegen.legal import legal_modes
 from ..codegen.model import Mode
 from ..errors import ConflictError, DeviceError, IllegalCombinationError, MissingInstanceError, ShapeError
 from ..kernels.gpu import Target, named_target, target_of
-from ..kernels.key import MOST_ROWS_IN_I32, KernelKey
+from ..kernels.key import KernelKey
 from ..kernels.launcher import Launcher
 from ..selection import dispatch
 from .group_shapes import GroupShape, fitting, launches, trained
 from .recorded import launchers_of, recorded_kinds
 from .row_places import Asked
-from .stand_ins import FEW, MANY, MOST, Deployment, Kind, classes_of_rows, plans
+from .stand_ins import USUAL_ROWS, Deployment, Kind, classes_of_rows, plans
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class CompileKey:
         key: all that it depends on besides the GPU.
         n: row length; of GroupNorm, how many elements a group has.
         instances: those that launch it; several share the kernel that adds up partial sums.
-        rows: for which numbers of rows, or of groups: "few", "many" or "most".
+        rows: for which numbers of rows, or of groups: "few", "some", "many" or "most".
         function: the `triton.JITFunction` that is compiled.
     """
 
@@ -68,7 +68,7 @@ def compile_keys(
     wants: Iterable[Collection[str]] | None = None,
     row_strides: Iterable[Asked] = (None,),
     misaligned: Iterable[Collection[str]] = ((),),
-    rows: Iterable[str] = (FEW, MANY),
+    rows: Iterable[str] = USUAL_ROWS,
     y_dtypes: Iterable[Kind] = (SAME,),
 ) -> list[CompileKey]:
     """List every compilation that calls of some modes and row lengths come to, whatever their number of rows.
@@ -107,7 +107,8 @@ def compile_keys(
             rows between them: (6144, 32, 128) of 32 heads of 48. Of other arguments ("dy", "out", ...) too: a mapping
             from their names to such; rows of those that are not named adjoin.
         misaligned: the arguments that start at no multiple of 16 bytes, a collection a combination.
-        rows: classes of M: "few" (at most the table's SMALL_M), "many", and "most" (more than 2**31 - 1).
+        rows: classes of M: "few" (at most the table's SMALL_M), "some" (at most its SOME_M), "many", and "most" (more
+            than 2**31 - 2**20).
 
     Returns:
         The keys, each once, in the order of modes and lengths.
@@ -186,7 +187,7 @@ def keys_of(pairs: Iterable[Pair], target: Target, deployment: Deployment) -> li
             continue
         assert isinstance(size, int)
         entry = dispatch.find(mode, size)
-        ms = {FEW: 1, MANY: entry.small_m + 1, MOST: MOST_ROWS_IN_I32 + 1}
+        ms = entry.least_rows()
         for plan in plans(mode, size, target, deployment):
             for word in deployment.rows:
                 for launcher in plan.prepared(ms[word]).launchers:

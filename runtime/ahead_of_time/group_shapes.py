@@ -19,7 +19,8 @@ from ..errors import ConflictError, ShapeError
 from ..kernels.assembly import SUMS
 from ..kernels.gpu import Target
 from ..kernels.launcher import Launcher
-from .stand_ins import FEW, MANY, MOST, Deployment
+from ..selection.table import Entry
+from .stand_ins import FEW, MANY, MOST, ROWS, SOME, Deployment
 from .stand_ins import Kind as Asked
 
 _WRITTEN = re.compile(r"(\*|[1-9]\d*)((?:x[1-9]\d*)+)/([1-9]\d*)")
@@ -79,24 +80,29 @@ class GroupShape:
             return mode.channels_last
         return not mode.channels_last or (self.channels > 1 and self.positions > 1)
 
-    def batches(self, small_m: int, asked: Collection[str]) -> dict[str, int]:
+    def batches(self, entry: Entry, asked: Collection[str]) -> dict[str, int]:
         """A number of samples for each class of so many groups that is asked for and can be.
 
         Raises:
             ConflictError: there is none.
         """
-        many = small_m // self.groups + 1
+        found = samples_of(entry, self.groups)
         if self.samples is not None:
-            found = {FEW if self.samples < many else MANY: self.samples}
-        else:
-            found = {FEW: 1, MANY: many, MOST: many} if many > 1 else {MANY: 1, MOST: 1}
+            found = {ROWS[entry.size(self.samples * self.groups)]: self.samples}
         taken = {word: found[word] for word in asked if word in found}
         if not taken:
             raise ConflictError(
                 f"shapes has {str(self)!r}, whose groups in all samples are {' or '.join(found)} ({FEW} is up to "
-                f"{small_m}), and rows has {', '.join(asked)} alone; add {next(iter(found))!r} to it"
+                f"{entry.small_m}, {SOME} up to {entry.some_m}), and rows has {', '.join(asked)} alone; add "
+                f"{next(iter(found))!r} to it"
             )
         return taken
+
+
+def samples_of(entry: Entry, groups: int) -> dict[str, int]:
+    """The fewest samples of so many groups for each class of M that there are; more than many take many's kernels."""
+    found = {word: m // groups for word, m in entry.least_rows(groups).items()}
+    return found | {MOST: found.get(MANY, 1)}
 
 
 def fitting(modes: Collection[GroupMode], shapes: Iterable[GroupShape]) -> Iterator[tuple[GroupMode, GroupShape]]:
@@ -129,7 +135,7 @@ def launches(
         trained: whether some of a forward mode save statistics, for a backward pass.
     """
     for plan, finals in _plans(mode, shape, target, deployment, trained=trained):
-        for word, samples in shape.batches(plan.entry.small_m, deployment.rows).items():
+        for word, samples in shape.batches(plan.entry, deployment.rows).items():
             finishers = [plan.finisher(finals)[0]] if any(finals) else []
             for launcher in (*plan.prepared(samples).launchers, *finishers):
                 yield plan.entry.name, word, launcher

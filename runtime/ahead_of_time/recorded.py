@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 
-from ..call_kinds import FEW, MANY, CallKind
+from ..call_kinds import FEW, CallKind
 from ..calls import gated_backward, modulated_backward
 from ..calls.group_plan import GroupPlan
 from ..calls.group_plan import Kind as GroupKind
@@ -20,13 +20,13 @@ from ..codegen.parameters import family_of
 from ..errors import ConflictError, RecordError
 from ..kernels.assembly import SUMS, Facts, assemble
 from ..kernels.gpu import Target
-from ..kernels.key import MOST_ROWS_IN_I32
 from ..kernels.kinds import misaligned_of_kind, strides_of_kind
 from ..kernels.launcher import Launcher
 from ..selection import dispatch
 from ..selection.batch import batch_invariant
 from ..selection.recorded import recordings
 from ..selection.table import Entry
+from .group_shapes import samples_of
 
 
 def recorded_kinds(paths: Iterable[str | os.PathLike[str]], rows: Collection[str] | None = None) -> list[CallKind]:
@@ -87,9 +87,9 @@ def _of_rows(kind: CallKind, mode: Mode, target: Target) -> Iterator[tuple[Entry
     further = {slot: 1 for name, slot in scales.items() if slot is not None and dtypes[name] is not None}
     misaligned = misaligned_of_kind(kind)
     facts = Facts.of(family, mode, n, target, dtypes, strides, further, misaligned, invariant=kind.invariant)
-    entry, few = dispatch.find(mode, n), kind.rows == FEW
-    m = _rows(kind, entry)
-    made = assemble(facts, entry.choices(m, target.arch), m, few=few)
+    entry = dispatch.find(mode, n)
+    m = entry.least_rows()[kind.rows]
+    made = assemble(facts, entry.choices(m, target.arch), m, few=kind.rows == FEW)
     for recipe in (*made.walkers, *([made.finisher] if made.finisher else ())):
         yield entry, launcher_of(entry, recipe, target, None)
 
@@ -102,7 +102,7 @@ def _of_shared_rows(kind: CallKind, mode: Mode, target: Target) -> Iterator[tupl
     strides = tuple(strides_of_kind(kind, [f"{name}_row_stride" for name in tensors.with_rows]).values())
     entry = dispatch.find(mode, n)
     plan = GradientPlan(Kind(mode, tensors, n, dtypes, strides, misaligned_of_kind(kind)), target, None)
-    for launcher in plan.prepared(_rows(kind, entry)).launchers:
+    for launcher in plan.prepared(entry.least_rows()[kind.rows]).launchers:
         yield entry, launcher
 
 
@@ -118,22 +118,16 @@ def _of_groups(kind: CallKind, mode: GroupMode, target: Target) -> Iterator[tupl
         sums = dict(kind.sums)
         yield plan.entry, plan.finisher(tuple([_dtype(kind, sums[name]) if name in sums else None for name in SUMS]))[0]
     if kind.rows:
-        # As many samples as make the groups a few, if one does, or else many.
-        few = kind.rows == FEW
-        if few and groups > plan.entry.small_m:
+        samples = samples_of(plan.entry, groups).get(kind.rows)
+        if samples is None:
             raise RecordError(f"{kind} is no kind of call: a sample has {groups} groups; {_ANEW}")
-        for launcher in plan.prepared(1 if few else plan.entry.small_m // groups + 1).launchers:
+        for launcher in plan.prepared(samples).launchers:
             yield plan.entry, launcher
 
 
 def _refuse_plain(kind: CallKind, target: Target) -> None:
     if target.plainly:
         raise ConflictError(f"{kind.mode} was recorded and is none of normforge.jax's; leave out --for jax")
-
-
-def _rows(kind: CallKind, entry: Entry) -> int:
-    """A number of rows of the class that calls of a kind have."""
-    return 1 if kind.rows == FEW else entry.small_m + 1 if kind.rows == MANY else MOST_ROWS_IN_I32 + 1
 
 
 _ANEW = "the recording was changed, or written by another version of normforge; record anew"

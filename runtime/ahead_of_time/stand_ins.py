@@ -29,7 +29,9 @@ from .row_places import Asked, RowPlaces
 Kind = torch.dtype | str | None
 
 # Classes of M.
-FEW, MANY, MOST = ROWS = call_kinds.ROWS
+FEW, SOME, MANY, MOST = ROWS = call_kinds.ROWS
+# Those of common calls.
+USUAL_ROWS = FEW, SOME, MANY
 
 
 def classes_of_rows(words: Sequence[str]) -> Sequence[str]:

@@ -114,16 +114,16 @@ class Kind(NamedTuple):
         """What counts for tiles."""
         return Shape(self.channels, self.groups, self.positions, self.mode.dtype_in.itemsize)
 
-    def told(self, many: bool) -> CallKind:
-        """The kind of call of a few groups, or of many, in plain words."""
+    def told(self, size: int) -> CallKind:
+        """The kind of call, its groups of one of `ROWS`, in plain words."""
         sizes = {"channels": self.channels, "groups": self.groups, "positions": self.positions}
         dtypes = dict(zip(self.names, self.dtypes, strict=True))
-        return kind_of(self.mode.name, sizes, int(many), dtypes, {}, self.misaligned)
+        return kind_of(self.mode.name, sizes, size, dtypes, {}, self.misaligned)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The kernels for a few groups, or for many.
+    """The kernels for one class of how many groups there are.
 
     Attributes:
         tile: how they run.
@@ -157,24 +157,24 @@ class GroupPlan:
         self.shape = kind.shape
         self.entry = dispatch.find(kind.mode, self.shape.group_length)
         self.empty: Empty = allocator(device or torch.device("cpu"))
-        self._prepared: dict[bool, Prepared] = {}
+        self._prepared: dict[int, Prepared] = {}
         self._finishers: dict[Dtypes, tuple[Launcher, Recipe]] = {}
 
     def prepared(self, samples: int) -> Prepared:
         """The kernels for so many samples."""
-        few = samples * self.kind.groups <= self.entry.small_m
-        if few not in self._prepared:
-            self._prepared[few] = self._prepare(samples)
-        return self._prepared[few]
+        size = self.entry.size(samples * self.kind.groups)
+        if size not in self._prepared:
+            self._prepared[size] = self._prepare(size, samples)
+        return self._prepared[size]
 
-    def _prepare(self, samples: int) -> Prepared:
+    def _prepare(self, size: int, samples: int) -> Prepared:
         kind, shape, target = self.kind, self.shape, self.target
         choices = self.entry.choices(samples * kind.groups, target.arch)
         tile, cut = choose(kind.mode, shape, choices, target)
         if self.entry.is_invariant:
             refuse_variant(kind.mode, tile, shape.group_length, samples * kind.groups)
         if self._device is not None:
-            dispatch.tell(lambda: kind.told(samples * kind.groups > self.entry.small_m))
+            dispatch.tell(lambda: kind.told(size))
         alone = cut.parts == 1
         alignment = 1 if kind.mode.channels_last else pipelines.row_alignment(shape.positions)
         types: dict[str, str | None] = {
@@ -285,7 +285,7 @@ class GroupPlan:
         recipe, target = finisher_of(self.kind.channels, sums, self.target), self.target
         if self._device is not None:
             words = {name: str(dtype).removeprefix("torch.") for name, dtype in zip(SUMS, dtypes, strict=True) if dtype}
-            dispatch.tell(lambda: replace(self.kind.told(many=False), rows="", sums=tuple(words.items())))
+            dispatch.tell(lambda: replace(self.kind.told(0), rows="", sums=tuple(words.items())))
         kernel = self.entry.load_finaliser()
         launcher = Launcher(
             kernel, recipe.types, {}, recipe.constants, recipe.warps, recipe.options, target, self._device

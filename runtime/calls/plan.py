@@ -7,18 +7,19 @@ from the rows of `codegen.parameters`; which kernels run, with what grids and co
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
+from ..call_kinds import FEW, ROWS
 from ..codegen.families import Family, Kind, Parameter, Result
 from ..dtypes import TORCH_DTYPES
 from ..kernels import pipelines
 from ..kernels.assembly import SUMS, Facts, Recipe, assemble, in_software
 from ..kernels.gpu import Target, target_of
-from ..kernels.key import MOST_ROWS_IN_I32
 from ..kernels.kinds import kind_of
 from ..kernels.launcher import Launcher
 from ..kernels.row_walk import RowStride
@@ -130,11 +131,11 @@ class Plan:
         """
         self.mode, self.n = mode, n = call.mode, call.n
         self._entry = dispatch.find(mode, n)
-        self._small_m = self._entry.small_m
+        self._most_rows = self._entry.most_rows
         self._target = target or target_of(call.x.device)
         self._launches_on = call.x.device if target is None else None
-        # By class of M: for a few rows, for many, and for more than an i32 counts.
-        self._prepared: list[Prepared | None] = [None, None, None]
+        # By class of M.
+        self._prepared: list[Prepared | None] = [None] * len(ROWS)
         self.layout = lru_cache(_LAYOUTS)(self._lay_out)
         self.empty = allocator(call.x.device)
 
@@ -160,12 +161,12 @@ class Plan:
 
     def prepared(self, m: int) -> Prepared:
         """The kernels for m rows; the first call of each class of M compiles them."""
-        size = 0 if m <= self._small_m else 1 if m <= MOST_ROWS_IN_I32 else 2
+        size = bisect_left(self._most_rows, m)
         return self._prepared[size] or self._prepare(size, m)
 
     def _prepare(self, size: int, m: int) -> Prepared:
         facts, on = self._facts, self._launches_on
-        made = assemble(facts, self._entry.choices(m, self._target.arch), m, few=size == 0)
+        made = assemble(facts, self._entry.choices(m, self._target.arch), m, few=ROWS[size] == FEW)
         if on is not None:
             sizes, name = {"n": self.n}, self.mode.name
             dispatch.tell(lambda: kind_of(name, sizes, size, self._dtypes, facts.strides, facts.misaligned))

@@ -20,7 +20,7 @@ from ..dtypes import FLOATS
 from ..kernels import pipelines
 from ..kernels.assembly import SUMS, finisher_of
 from ..kernels.gpu import Target, target_of
-from ..kernels.key import MOST_ROWS_IN_I32, pointer_type, row_count_type
+from ..kernels.key import pointer_type, row_count_type
 from ..kernels.kinds import kind_of as call_kind_of
 from ..kernels.launcher import Launcher
 from ..kernels.row_walk import RowStride
@@ -146,7 +146,7 @@ class GradientPlan:
 
     def prepared(self, m: int) -> Prepared:
         """The kernels for m rows."""
-        size = 0 if m <= self._entry.small_m else 1 if m <= MOST_ROWS_IN_I32 else 2
+        size = self._entry.size(m)
         if size not in self._prepared:
             self._prepared[size] = self._prepare(size, m)
         return self._prepared[size]

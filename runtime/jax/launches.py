@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..call_kinds import FEW, ROWS
 from ..kernels.assembly import SUMS, Assembly, Facts, Recipe, assemble, in_software, key_of, options_of
 from ..kernels.gpu import Target
-from ..kernels.key import MOST_ROWS_IN_I32
 from ..kernels.kinds import kind_of
 from ..kernels.row_walk import RowWalk
 from ..selection import dispatch
@@ -53,10 +53,9 @@ class _Launches:
         self._shapes = {row.slot: op.shape_of(row, (m, n)) for row in op.outputs}
         self._dtypes = {row.slot: jnp.dtype(dtype) for row, (_, dtype) in zip(op.outputs, op.results, strict=True)}
         facts = _facts(op, operands, n, target, invariant=self._entry.is_invariant)
-        few = m <= self._entry.small_m
-        size = 0 if few else 1 if m <= MOST_ROWS_IN_I32 else 2
+        size = self._entry.size(m)
         dispatch.tell(lambda: kind_of(op.mode.name, {"n": n}, size, _dtypes(op, operands), facts.strides, ()))
-        self._made: Assembly = assemble(facts, self._entry.choices(m, target.arch), m, few=few)
+        self._made: Assembly = assemble(facts, self._entry.choices(m, target.arch), m, few=ROWS[size] == FEW)
         self._programs = self._made.programs(m)
         # y as bytes, where kernels encode fp8 themselves.
         self._as_bytes = {"y_ptr": "uint8"} if in_software(op.mode.dtype_out, target) else {}

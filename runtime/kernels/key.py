@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ..call_kinds import MOST_ROWS_IN_I32
+
 # Triton's words for the types of pointers, by what they point to: torch's names for types, and JAX's.
 POINTERS = {
     "float16": "*fp16",
@@ -23,9 +25,6 @@ ALIGNMENT = 16
 _ALIGNED = f":{ALIGNMENT}"
 
 LARGEST_I32 = 2**31 - 1
-# The largest M that kernels count rows up to as an i32: a loop over rows looks a few rounds beyond the last, and a
-# round has up to 8448 rows on an H200.
-MOST_ROWS_IN_I32 = 2**31 - 2**20
 
 
 def pointer_type(dtype: object, *, aligned: bool) -> str:

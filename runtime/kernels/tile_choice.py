@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from ..call_kinds import MOST_ROWS_IN_I32
 from ..codegen.groups import AnyMode
 from ..codegen.instance import Tile
 from ..codegen.model import Mode
@@ -13,7 +14,6 @@ from ..codegen.tiling import WARP, power_of_two
 from ..codegen.values import Norm, Pipeline
 from ..errors import DeviceError, InvarianceError
 from .gpu import Target
-from .key import MOST_ROWS_IN_I32
 from .pipelines import REGISTERS, VECTOR, column_blocks, row_of
 from .row_walk import RowStride
 

@@ -40,8 +40,9 @@ def plan(mode: AnyMode, n: int, package: str = "") -> Entry:
         first=bucket.first,
         last=bucket.last,
         bucket=bucket.name,
-        tiles=tuple((arch, (tiles.large, tiles.small, tiles.for_every_m)) for arch, tiles in instance.tiles),
+        tiles=instance.tiles,
         small_m=tiling.SMALL_M,
+        some_m=tiling.SOME_M,
         package=package,
     )
 

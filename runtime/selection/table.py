@@ -13,7 +13,9 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from ..codegen.instance import ANY, Tile
+from ..call_kinds import MOST_ROWS_IN_I32, ROWS
+from ..codegen.instance import ANY, Tile, Tiles
+from ..codegen.tiling import SOME_M
 from ..codegen.values import Part, Pipeline
 from ..errors import TableError
 
@@ -27,7 +29,7 @@ _PIPELINES = tuple(pipeline.value for pipeline in Pipeline)
 
 # As dispatch.py writes a tile: the word for its pipeline, then the other fields of `codegen.instance.Tile` in order.
 _TileRow = tuple[Any, ...]
-# (first, last, bucket, tile for many rows, tile for a few, and that for every M if it is not the first)
+# (first, last, bucket, tile for many rows, tile for a few, and those for every M and for some, as `Tiles.row` has them)
 _Row = tuple[Any, ...]
 _Ladder = tuple[_Row, ...]
 
@@ -42,11 +44,11 @@ class Entry:
         first: the shortest row served.
         last: the longest row served; None has no cap.
         bucket: the bucket's name.
-        tiles: by architecture, `ANY` first: the tile for more than small_m rows, the one for small_m or fewer, and the
-            one for every M under batch invariance.
-        small_m: see tiles.
+        tiles: by architecture, `ANY` first.
+        small_m: the most rows that take the tile for a few.
+        some_m: the most of the others that take the one for some.
         package: the package that holds the module.
-        is_invariant: whether calls that it serves keep the bits of a row whatever M is. All its tiles are the third.
+        is_invariant: whether calls that it serves keep the bits of a row whatever M is. All its tiles are one.
     """
 
     name: str
@@ -54,16 +56,31 @@ class Entry:
     first: int
     last: int | None
     bucket: str
-    tiles: tuple[tuple[str, tuple[Tile, Tile, Tile]], ...]
+    tiles: tuple[tuple[str, Tiles], ...]
     small_m: int
+    some_m: int
     package: str
     is_invariant: bool = False
 
     @cached_property
     def invariant(self) -> Entry:
         """This instance as it serves calls under batch invariance: with one tile on an architecture."""
-        tiles = tuple((arch, (tile, tile, tile)) for arch, (_, _, tile) in self.tiles)
+        tiles = tuple((arch, Tiles(own.for_every_m, own.for_every_m)) for arch, own in self.tiles)
         return replace(self, tiles=tiles, is_invariant=True)
+
+    @cached_property
+    def most_rows(self) -> tuple[int, int, int]:
+        """The most rows of each class of M, as `ROWS` has them; the last has no end."""
+        return self.small_m, self.some_m, MOST_ROWS_IN_I32
+
+    def size(self, m: int) -> int:
+        """Which of `ROWS` m rows are of."""
+        return bisect_left(self.most_rows, m)
+
+    def least_rows(self, each: int = 1) -> dict[str, int]:
+        """The least M of each class, of those that are multiples of a number: a class may have none."""
+        multiples = [-(-(most + 1) // each) * each for most in (0, *self.most_rows)]
+        return {word: m for size, (word, m) in enumerate(zip(ROWS, multiples, strict=True)) if self.size(m) == size}
 
     def serves(self, n: int) -> bool:
         """Whether rows of n elements are within first..last."""
@@ -73,23 +90,22 @@ class Entry:
         """How m rows run on an architecture.
 
         Args:
-            m: rows; all that counts is whether they are more than small_m.
+            m: rows; all that counts is which class they are of.
             arch: "sm_90" or "gfx942", say; one without tiles of its own takes those of `ANY`.
         """
-        large, small, _ = self.tiles_on(arch)
-        return large if m > self.small_m else small
+        return self.tiles_on(arch).by_rows[bisect_left((self.small_m, self.some_m), m)]
 
     def choices(self, m: int, arch: str) -> tuple[Tile, Tile]:
         """The tile for m rows on an architecture, and, should the GPU be too small for it, the one for `ANY`."""
         return self.tile(m, arch), self.tile(m, ANY)
 
-    def tiles_on(self, arch: str) -> tuple[Tile, Tile, Tile]:
-        """The tiles for many rows, for a few and for every M on an architecture."""
+    def tiles_on(self, arch: str) -> Tiles:
+        """The tiles on an architecture."""
         return next((tiles for name, tiles in self.tiles if name == arch), self.tiles[0][1])
 
     def distinct_tiles(self) -> tuple[Tile, ...]:
         """Every tile that this instance may run with, on whichever architecture, each once."""
-        return tuple(dict.fromkeys(tile for _, tiles in self.tiles for tile in tiles))
+        return tuple(dict.fromkeys(tile for _, tiles in self.tiles for tile in tiles.every))
 
     def kernel(self, part: Pipeline | Part) -> str:
         """The symbol of a pipeline's kernel, or of one that it needs beside that; as `Mode.kernel`."""
@@ -121,10 +137,14 @@ def _kernel(package: str, module: str, symbol: str) -> Any:
 class Table:
     """A dispatch table: mode name to a ladder of entries that ascends by row length."""
 
-    def __init__(self, package: str, ladders: dict[str, dict[str, _Ladder]], small_m: int, where: str) -> None:
+    def __init__(
+        self, package: str, ladders: dict[str, dict[str, _Ladder]], small_m: int, where: str, some_m: int = SOME_M
+    ) -> None:
         self.package = package
         self.where = where
         self.small_m = small_m
+        # No class of M is empty.
+        self.some_m = max(some_m, small_m + 1)
         self._ladders = ladders
         self._entries: dict[tuple[str, int], Entry] = {}
         # Modes share ladders, and each ladder's bounds are needed once; an open end sorts behind every N.
@@ -162,24 +182,24 @@ class Table:
                 bucket=bucket,
                 tiles=tuple((arch, _tiles(ladder[index])) for arch, ladder in by_arch.items()),
                 small_m=self.small_m,
+                some_m=self.some_m,
                 package=self.package,
             )
             self._entries[mode, index] = made
         return made
 
 
-def _tiles(row: _Row) -> tuple[Tile, Tile, Tile]:
-    large, small, *own = (Tile(Pipeline(word), *values) for word, *values in row[3:])
-    return large, small, own[0] if own else large
+def _tiles(row: _Row) -> Tiles:
+    return Tiles(*(Tile(Pipeline(word), *values) for word, *values in row[3:]))
 
 
 class RetiledTable(Table):
     """Another table, but for one instance, which has a single tile for every M and architecture."""
 
     def __init__(self, table: Table, entry: Entry, tile: Tile) -> None:
-        super().__init__(table.package, {}, table.small_m, table.where)
+        super().__init__(table.package, {}, table.small_m, table.where, table.some_m)
         self._table = table
-        self._entry_retiled = replace(entry, tiles=((ANY, (tile, tile, tile)),))
+        self._entry_retiled = replace(entry, tiles=((ANY, Tiles(tile, tile)),))
 
     def find(self, mode: str, n: int) -> Entry | None:
         """The retiled entry if it serves the rows, else the other table's."""
@@ -242,14 +262,15 @@ def table_of(package: str, where: str) -> Table:
             f"the dispatch table of {where} has format {found} and this normforge reads {FORMAT}; "
             "generate the folder anew with this version"
         )
-    ladders, small_m = dispatch.get("TABLE"), dispatch.get("SMALL_M")
-    if not isinstance(ladders, dict) or not isinstance(small_m, int):
-        missing = "SMALL_M" if isinstance(ladders, dict) else "TABLE"
+    # A table without tiles for some rows names no SOME_M.
+    ladders, small_m, some_m = dispatch.get("TABLE"), dispatch.get("SMALL_M"), dispatch.get("SOME_M", SOME_M)
+    if not isinstance(ladders, dict) or not isinstance(small_m, int) or not isinstance(some_m, int):
+        missing = "TABLE" if not isinstance(ladders, dict) else "SOME_M" if isinstance(small_m, int) else "SMALL_M"
         raise TableError(f"the dispatch.py of {where} defines no {missing}; generate the folder anew")
     problem = _why_no_table(ladders)
     if problem is not None:
         raise TableError(f"the dispatch.py of {where} is damaged: {problem}; generate the folder anew")
-    return Table(package, ladders, small_m, where)
+    return Table(package, ladders, small_m, where, some_m)
 
 
 def _why_no_table(ladders: dict[Any, Any]) -> str | None:
@@ -280,7 +301,7 @@ def _is_ladder(ladder: Any) -> bool:
 
 
 def _is_row(row: Any) -> bool:
-    if not isinstance(row, tuple) or len(row) not in (5, 6):
+    if not isinstance(row, tuple) or not 5 <= len(row) <= 7:
         return False
     first, last, bucket, *tiles = row
     is_range = _is_count(first) and (last is None or (_is_count(last) and first <= last))

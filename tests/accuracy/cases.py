@@ -195,7 +195,7 @@ COMPILED = {
         Variant(_tile(SPREAD, 4, 1024, 4, resident=3), (12288, 65536)),
     ),
 }
-# What the table's own tiles are measured at, few rows' and many rows'.
+# What the table's own tiles are measured at, few rows', some rows' and many rows'.
 LENGTHS = (100, 1024, 4096, 5137, 16384, 65536, 262144, 4194304)
 
 
@@ -214,7 +214,7 @@ def _compiled(device: torch.device) -> Iterator[Case]:
     target = target_of(device)
     for mode, n in product((*FORWARD_MODES, *BACKWARD_MODES), LENGTHS):
         entry = on_demand.plan(mode, n)
-        for m in (1, entry.small_m + 1):
+        for m in (1, entry.small_m + 1, entry.some_m + 1):
             # Not every tile suits every length: programs that wait for one another have to run at once, and rows of an
             # odd length cannot be read in pairs, and so go to registers.
             tile, generic = choose(mode, entry.choices(m, target.arch), n, target), entry.tile(m, ANY)

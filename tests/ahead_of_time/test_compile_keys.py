@@ -28,6 +28,7 @@ from normforge.selection import dispatch
 
 from ..calling import python
 from ..folders import PLAIN, RMS, instance, write
+from ..some_rows import SomeTable
 
 N = 32
 CPU = torch.device("cpu")
@@ -121,13 +122,17 @@ def biased_and_trained(m: int) -> None:
 def test_the_defaults_list_what_the_common_calls_launch(
     call: Callable[[int], None], modes: list[str], called: set[KernelKey]
 ) -> None:
-    call(3)
-    few = frozenset(called)
-    assert few == listed(*modes, rows=["few"])
-    called.clear()
-    call(dispatch.loaded().small_m + 1)
-    assert called == listed(*modes, rows=["many"])
-    assert called | few == listed(*modes)
+    for table in (dispatch.loaded(), SomeTable(dispatch.loaded())):
+        found = set[KernelKey]()
+        with dispatch.using(table):
+            some = (table.small_m + 1, table.some_m)
+            for word, ms in {"few": (3,), "some": some, "many": (table.some_m + 1,)}.items():
+                called.clear()
+                for m in ms:
+                    call(m)
+                assert called == listed(*modes, rows=[word])
+                found |= called
+            assert found == listed(*modes)
 
 
 OPTIONS: dict[str, tuple[Callable[[], object], list[str], dict[str, Any]]] = {
@@ -236,9 +241,9 @@ def test_each_key_is_listed_once_with_all_that_launch_it() -> None:
     assert len({key.key for key in found}) == len(found)
     (shared,) = [key for key in found if key.key.symbol == "sum_partials"]
     assert shared.instances == ("ln_bwd_bf16_n512", "ln_bwd_bf16_addst_n512")
-    assert shared.rows == ("few", "many")
+    assert shared.rows == ("few", "some", "many")
     assert shared.n == 512
-    head = "ln_bwd_bf16_n512, ln_bwd_bf16_addst_n512 with N = 512 and few or many rows: "
+    head = "ln_bwd_bf16_n512, ln_bwd_bf16_addst_n512 with N = 512 and few or some or many rows: "
     assert str(shared) == f"{head}{shared.key}"
 
 
@@ -330,7 +335,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "mode": ({"modes": ["ln_fwd_bf61"]}, MissingInstanceError, "modes has 'ln_fwd_bf61'.* nearest are ln_fwd_bf16,"),
     "weight": ({"weight_dtypes": [torch.int8]}, ConflictError, "weight_dtypes has torch.int8; it takes .* or None"),
     "residual": ({"residual_dtypes": [None]}, ConflictError, r"residual_dtypes has None; it takes .*dtype\)$"),
-    "rows": ({"rows": ["all"]}, ConflictError, "rows has 'all'; it takes some of few, many, most"),
+    "rows": ({"rows": ["all"]}, ConflictError, "rows has 'all'; it takes some of few, some, many, most"),
     "cast": (
         {"modes": ["rms_bwd_fp32_cbw"]},
         ConflictError,

@@ -114,11 +114,11 @@ CALLS: dict[str, tuple[Callable[[], object], str, tuple[str, ...], dict[str, Any
         ("gn_fwd_bf16",),
         {"weight_dtypes": [None], "misaligned": [("x",)]},
     ),
-    "of many groups": (
+    "of some groups": (
         lambda: normforge.group_norm(of(65, 3), GROUPS, vector(), vector()),
         "65x8x3/4",
         ("gn_fwd_bf16",),
-        {"rows": ["many"]},
+        {"rows": ["some"]},
     ),
     "in parts": (
         lambda: normforge.group_norm(of(1, 1000), 1, vector(), vector()),
@@ -144,12 +144,13 @@ def test_any_number_of_samples_is_one_of_each_class() -> None:
     def told(shape: str, **options: Any) -> list[tuple[str, ...]]:
         return [key.rows for key in compile_keys(modes=["gn_fwd_bf16"], shapes=[shape], arch="sm_90", **options)]
 
-    few = dispatch.loaded().small_m
-    assert told("*x64x9/32") == [("few", "many")]
-    assert told(f"{few // 32}x64x9/32") == [("few",)]
-    assert told(f"{few // 32 + 1}x64x9/32") == [("many",)]
-    # InstanceNorm: one sample has many groups.
-    assert told(f"*x{few + 1}x9/{few + 1}") == [("many",)]
+    few, some = dispatch.loaded().small_m, dispatch.loaded().some_m
+    assert told("*x64x9/32") == [("few", "some", "many")]
+    for m, word in ((few, "few"), (few + 32, "some"), (some, "some"), (some + 32, "many")):
+        assert told(f"{m // 32}x64x9/32") == [(word,)]
+    # InstanceNorm: one sample has some groups, or many.
+    assert told(f"*x{few + 1}x9/{few + 1}") == [("some", "many")]
+    assert told(f"*x{some + 1}x9/{some + 1}") == [("many",)]
     assert told("*x64x9/32", rows=["few", "many", "most"]) == [("few", "many", "most")]
 
 

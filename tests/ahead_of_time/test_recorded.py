@@ -23,6 +23,8 @@ from normforge.selection import dispatch
 from normforge.selection.recorded import read
 from normforge.tools import cli
 
+from ..some_rows import SomeTable
+
 N, BF16 = 32, torch.bfloat16
 CPU = torch.device("cpu")
 
@@ -129,8 +131,8 @@ def whatever_the_batch() -> None:
         normforge.rms_norm(rows(m), (N,), ones())
 
 
-def both_classes() -> None:
-    for m in (3, dispatch.loaded().small_m + 1):
+def every_class() -> None:
+    for m in (3, dispatch.loaded().small_m + 1, dispatch.loaded().some_m + 1):
         normforge.layernorm2d_fwd(rows(m, dtype=torch.float32))
 
 
@@ -154,11 +156,21 @@ CALLS = (
         rows_of_any_start,
         frozen_weights,
     ),
-    *(modulated, gated, grouped, whatever_the_batch, both_classes, by_an_operator),
+    *(modulated, gated, grouped, whatever_the_batch, every_class, by_an_operator),
 )
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def of_some_rows() -> None:
+    """And of some groups."""
+    with dispatch.using(SomeTable(dispatch.loaded())):
+        for m in (257, 2048):
+            normforge.layernorm2d_fwd(rows(m, dtype=torch.float32))
+        trained(normforge.rms_norm(leaf(300), (N,), ones(requires_grad=True)))
+        trained(normforge.gated_rms_norm(leaf(300), leaf(300), ones(requires_grad=True)))
+        trained(normforge.group_norm(torch.randn(65, 8, 3, requires_grad=True), 4))
+
+
+@pytest.mark.parametrize("call", [*CALLS, of_some_rows], ids=lambda call: call.__name__)
 def test_the_kernels_are_those_that_were_launched(
     call: Callable[[], None], called: set[KernelKey], tmp_path: Path
 ) -> None:
@@ -167,7 +179,9 @@ def test_the_kernels_are_those_that_were_launched(
         call()
     assert called
     launched = {key.portable for key in called}
-    found = {key.key.portable for key in recorded_keys_for(path, target_of(CPU), None)}
+    table = dispatch.loaded()
+    with dispatch.using(SomeTable(table) if call is of_some_rows else table):
+        found = {key.key.portable for key in recorded_keys_for(path, target_of(CPU), None)}
     assert found == launched
 
 
@@ -232,10 +246,12 @@ def test_a_call_that_is_refused_is_recorded(tmp_path: Path, monkeypatch: pytest.
 def test_classes_of_rows_that_share_a_weight(tmp_path: Path) -> None:
     path = tmp_path / "needed.yaml"
     with normforge.record(path):
-        for m in (3, dispatch.loaded().small_m + 1):
+        for m in (3, dispatch.loaded().small_m + 1, dispatch.loaded().some_m + 1):
             trained(normforge.gated_rms_norm(leaf(m), leaf(m), ones(requires_grad=True)))
     met = {(kind.mode, kind.rows) for kind in read(path, path.read_bytes()).calls}
-    assert met == {(mode, word) for mode in ("rms_bwd_bf16_ga", "rms_fwd_bf16_ga_mv") for word in ("few", "many")}
+    assert met == {
+        (mode, word) for mode in ("rms_bwd_bf16_ga", "rms_fwd_bf16_ga_mv") for word in ("few", "some", "many")
+    }
 
 
 def test_another_architecture_gets_its_own_tiles(tmp_path: Path) -> None:
@@ -263,9 +279,9 @@ def test_classes_of_rows_that_were_not_met(tmp_path: Path) -> None:
     with normforge.record(path):
         normforge.rmsnorm2d_fwd(rows(), ones())
     assert [key.rows for key in normforge.recorded_keys(path, arch="sm_90")] == [("few",)]
-    both = normforge.recorded_keys(path, arch="sm_90", rows=["few", "many"])
+    both = normforge.recorded_keys(path, arch="sm_90", rows=["few", "some", "many"])
     assert {key.key for key in both} == {key.key for key in normforge.compile_keys([N], ["rms_fwd_bf16"], arch="sm_90")}
-    with pytest.raises(ConflictError, match="rows has 'all'; it takes some of few, many, most"):
+    with pytest.raises(ConflictError, match="rows has 'all'; it takes some of few, some, many, most"):
         normforge.recorded_keys(path, arch="sm_90", rows=["all"])
 
 
@@ -327,7 +343,10 @@ DAMAGED = {
     "no mode": (changed("{}"), "line 9 is no call .it names no mode"),
     "mode": (changed('{"mode": "rms_fwd_fp33"}'), "line 9 is no call .*rms_fwd_fp33"),
     "no length": (changed('{"mode": "rms_fwd_fp32", "rows": ["few"]}'), "n is None, and takes a whole number from 1"),
-    "rows": (changed('{"mode": "rms_fwd_fp32", "n": 64, "rows": []}'), r"rows is \[\], and takes some of few, many"),
+    "rows": (
+        changed('{"mode": "rms_fwd_fp32", "n": 64, "rows": []}'),
+        r"rows is \[\], and takes some of few, some",
+    ),
     "a later one": (changed('{"mode": "rms_fwd_fp32", "n": 64, "rows": ["few"], "b": 1}'), "'b' is none of mode, n"),
     "dtype": (
         changed('{"mode": "rms_fwd_fp32", "n": 64, "rows": ["few"], "dtypes": {"x": "float7"}}'),

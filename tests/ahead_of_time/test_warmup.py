@@ -140,7 +140,7 @@ def test_the_command_takes_the_modes_of_a_manifest(tmp_path: Path, capsys: pytes
         (["--n", "64,x"], "'64,x' is no list of whole numbers from 1"),
         (["--n", "64", "--weight", "int8"], "'int8' is none of same, fp16, bf16, fp32, none"),
         (["--n", "64", "--residual", "none"], "'none' is none of same, fp16, bf16, fp32"),
-        (["--n", "64", "--rows", "all"], "'all' is none of few, many, most"),
+        (["--n", "64", "--rows", "all"], "'all' is none of few, some, many, most"),
         (["--n", "64", "--row-stride", "6144x"], "'6144x' is no stride, or strides with the rows between them"),
         (["--n", "64", "--row-stride", "x=y"], "'y' is no stride, or strides with the rows between them"),
         (["--n", "64", "--jobs", "0"], "'0' is no number of threads"),

@@ -260,9 +260,27 @@ def test_as_many_rows_as_a_table_calls_few_take_its_kernel_for_few(mode: str, mo
     assert [symbol.removeprefix(f"{mode}_") for symbol in taken] == ["one_pass", "rows", "one_pass", "rows", "one_pass"]
 
 
+@pytest.mark.parametrize("mode", ["ln_fwd_fp32", "ln_bwd_fp32"])
+def test_some_rows_take_the_tables_kernel_for_some(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(
+        Launcher, "launch_tensors", lambda launcher, *_: taken.append(dict(launcher.key.options)["num_warps"])
+    )
+    many, few, some = [("rows", 4, N, warps) for warps in (1, 2, 4)]
+    table = Table("normforge.generated", {mode: {"any": ((1, N, "n64", many, few, many, some),)}}, 6, "a test", 12)
+    with dispatch.using(table):
+        for m in (6, 7, 12, 13, 1):
+            x = torch.randn(m, N)
+            if mode == "ln_fwd_fp32":
+                normforge.layernorm2d_fwd(x)
+            else:
+                layernorm2d_bwd(x, x, mean=torch.zeros(m), rstd=torch.ones(m))
+    assert taken == [2, 4, 4, 1, 2]
+
+
 def test_the_table_calls_as_many_rows_few_as_tiles_were_chosen_for() -> None:
     """Up to SMALL_M rows: `normforge tune` times the tile for a few at 64 of them, and the rule's is made for those."""
     entry = dispatch.find(Mode(Norm.LAYER, DType.FP32, DType.FP32), N)
-    large, small, _ = entry.tiles_on("any")
+    small, _, large = entry.tiles_on("any").by_rows
     assert large != small
     assert [entry.tile(m, "any") for m in (SMALL_M, SMALL_M + 1)] == [small, large]

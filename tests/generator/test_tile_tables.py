@@ -19,7 +19,9 @@ from normforge.codegen.tile_limits import why_not
 from normforge.codegen.tile_tables import TileTable, merge, read_table, tiles_of, write_table
 from normforge.codegen.tiling import CLASSES, Load, TileClass, class_of, generic_tiles, standard_ladder
 from normforge.codegen.values import Direction, DType, FusedAdd, FusedQuant, Norm, Pipeline, ScaleGroup
+from normforge.selection.table import load_folder
 
+from ..folders import write
 from ..thorough import THOROUGH
 
 PLAIN = TileClass(Direction.FORWARD, 2)
@@ -290,6 +292,15 @@ WRONG = {
     ),
 }
 
+WRONG |= {
+    name: (f"{one(TILE)}    some: {tile}\n", f"5: fwd_16bit: {message}")
+    for name, tile, message in (
+        ("some_warps", "{pipeline: rows, rows: 2, block: 1024, warps: 64}", "warps is 64; a program has at most 32"),
+        ("some_cut", "{pipeline: rows, rows: 8, block: 512, warps: 4}", "pipeline rows takes whole rows: block is 512"),
+        ("some_word", "{pipeline: rows, rows: two, block: 1024, warps: 4}", "rows takes a whole number, not"),
+    )
+}
+
 RIGHT = {
     "resident": ("fwd_16bit", "1..", "{pipeline: two_pass, rows: 1, block: 512, warps: 32, resident: 2}"),
     "held": ("fwd_32bit", "1024..", "{pipeline: two_pass, rows: 1, block: 512, warps: 4, resident: 1, held: 2}"),
@@ -309,7 +320,27 @@ def test_what_is_right_is_read_and_written_as_it_was(
     kind: str, lengths: str, tile: str, table_file: Callable[[str], Path]
 ) -> None:
     text = f"# a remark\n\n{kind}:\n  {lengths}:\n    large: {tile}\n    small: {tile}\n"
-    assert write_table(read_table(table_file(text)), "# a remark") == text
+    for whole in (text, f"{text}    some: {tile}\n"):
+        assert write_table(read_table(table_file(whole)), "# a remark") == whole
+
+
+def test_a_tile_for_some_rows_is_in_the_dispatch_table(
+    table_file: Callable[[str], Path], manifest_file: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """And nothing of it is where no table has one."""
+    path = manifest_file("groups:\n  a: {norm: rms, dtype_in: bf16, n: n1024}\n")
+    text = one(TILE, "512..1024")
+    some = "{pipeline: two_pass, rows: 1, block: 512, warps: 2}"
+    for extra, expected in (("", False), (f"    some: {some}\n", True)):
+        tables = {"sm_90": read_table(table_file(text + extra))}
+        instances = load(path, tables).instances
+        dispatch_file = emit.render_folder(instances)["dispatch.py"]
+        assert ("SOME_M = 2048\n" in dispatch_file) == ("SOME_M" in dispatch_file) == expected
+        entry = next(iter(load_folder(write(tmp_path / f"made{expected}", instances))))
+        warps = {m: entry.tile(m, "sm_90").warps for m in (256, 257, 2048, 2049)}
+        assert warps == {256: 4, 257: 2 if expected else 4, 2048: 2 if expected else 4, 2049: 4}
+        module = emit.render_folder(instances)["rms_fwd_bf16.py"]
+        assert ("def rms_fwd_bf16_two_pass(" in module) == expected
 
 
 def test_a_module_holds_a_spread_kernel_where_a_table_takes_one(
@@ -361,7 +392,7 @@ def test_the_rule_gives_tiles_that_can_serve_their_buckets() -> None:
     for kind in CLASSES:
         for bucket in (*standard_ladder(), Bucket("n1", 1, 1), Bucket("nbig", 1, None), Bucket("n700", 1, 700)):
             tiles = generic_tiles(kind, bucket)
-            for tile in (tiles.large, tiles.small, tiles.for_every_m):
+            for tile in tiles.every:
                 assert why_not(kind, bucket, tile, ANY) is None
 
 
@@ -377,7 +408,7 @@ def tiles_of_class(kind: TileClass) -> st.SearchStrategy[Tiles]:
         st.sampled_from([1, 8, 32]),
         st.sampled_from([1, 2]),
     )
-    return st.builds(Tiles, tile, tile)
+    return st.builds(Tiles, tile, tile, st.none() | tile, st.none() | tile)
 
 
 @THOROUGH
@@ -423,6 +454,10 @@ def test_with_a_dropout_the_adds_tiles_serve_where_none_were_measured() -> None:
         ]
         assert found[0] == Tiles(spread, few, generic.large)
         assert found[1] == (Tiles(generic.large, few) if tables is table else generic)
+    # Of some rows, which have a tile of their own, too.
+    with_some = {kind: ((bucket, replace(rows[0][1], some=few)),) for kind, rows in table.items()}
+    dropping = dict(tiles_of(replace(mode, dropout=True), bucket, {"sm_90": TileTable(with_some)}))["sm_90"]
+    assert dropping == Tiles(generic.large, few, some=few)
 
 
 def test_forward_a_dropout_takes_tiles_that_read_rows_once() -> None:

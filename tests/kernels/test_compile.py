@@ -153,7 +153,7 @@ def test_a_team_keeps_its_slices_of_weight_and_bias(n: int, norm: Norm, package:
     instance = instance_of(mode, n)
     kernel = kernel_of(package, mode, Pipeline.SPREAD)
     measured = dict(instance.tiles)[SM_90.name]
-    spread = {tile for tile in (measured.large, measured.small) if tile.pipeline is Pipeline.SPREAD}
+    spread = {tile for tile in measured.every if tile.pipeline is Pipeline.SPREAD}
     for tile in {SPREAD_TILES[Direction.FORWARD], *spread}:
         taken = usage(compile_kernel(kernel, instance, n, SM_90, Pipeline.SPREAD, tile, DType.BF16))
         assert taken.registers <= register_cap(tile)

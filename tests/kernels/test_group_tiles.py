@@ -83,7 +83,7 @@ def test_rules_give_tiles_that_kernels_can_take() -> None:
                 for kind in GROUP_CLASSES
                 if (kind.direction, kind.itemsize) == (direction, dtype.itemsize) and ("last" in kind.layout) == last
             )
-            for tile in (tiles.large, tiles.small):
+            for tile in tiles.every:
                 assert why_not(kind, bucket, tile, "sm_90") is None
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from normforge.call_kinds import MOST_ROWS_IN_I32
 from normforge.calls.check import check
 from normforge.calls.plan import Plan
 from normforge.kernels.gpu import Target, named_target
-from normforge.kernels.key import MOST_ROWS_IN_I32
 from normforge.kernels.obtain import compile_for
 
 from ..thorough import THOROUGH

@@ -125,7 +125,7 @@ def covering(entries: Iterable[Entry]) -> Iterator[Cell]:
 
 def _candidates(entry: Entry) -> Iterator[_Candidate]:
     mode = Mode.from_name(entry.mode)
-    for m in (_FEW, entry.small_m + 1):
+    for m in (_FEW, entry.small_m + 1, entry.some_m + 1):
         few = m <= entry.small_m
         tile = entry.tile(m, ARCH)
         kind = kind_of(mode.direction, tile, few=few)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 import normforge
 from normforge.ahead_of_time.compile_keys import CompileKey
+from normforge.call_kinds import ROWS
 from normforge.calls.check import check
 from normforge.calls.row_layout import row_stride
 from normforge.codegen import emit
@@ -68,14 +68,15 @@ FRAMES = {"calls.py.j2", "dispatch.py.j2", "module.py.j2", "package.py.j2", "pri
 FINALISER = "sum_partials"
 
 
+def rows_of(m: int) -> list[str]:
+    return [ROWS[next(iter(dispatch.loaded())).size(m)]]
+
+
 @cache
 def compiled(cell: Cell) -> tuple[CompileKey, ...]:
     """What a call comes to on the architecture, by the planning of real calls."""
-    few = cell.m <= next(iter(dispatch.loaded())).small_m
     strides = (cell.strides[0], cell.heads, cell.n) if cell.heads else cell.stride
-    keys = normforge.compile_keys(
-        [cell.n], [cell.mode], arch=ARCH, rows=["few" if few else "many"], row_strides=[strides]
-    )
+    keys = normforge.compile_keys([cell.n], [cell.mode], arch=ARCH, rows=rows_of(cell.m), row_strides=[strides])
     return tuple(keys)
 
 
@@ -110,7 +111,7 @@ def test_every_kernel_text_of_the_table_is_touched() -> None:
     expected = set()
     for entry in dispatch.loaded():
         mode = Mode.from_name(entry.mode)
-        for tile in entry.tiles_on(ARCH):
+        for tile in entry.tiles_on(ARCH).every:
             # A backward sweep has two kernels; window has rows of its own.
             expected |= {(text_of(mode), part) for part in emit.parts(mode, tile.pipeline)}
     assert {(text_of(mode), part) for mode, part in kernels()} >= expected
@@ -128,9 +129,9 @@ def test_every_class_of_tiles_is_touched() -> None:
         stages = {dict(key.key.arguments).get("STAGES", 1) for key in compiled(cell)}
         if kind.pipeline.value in ran and (not kind.staged or stages - {1}):
             touched.add(kind)
-    for entry, few in product(dispatch.loaded(), (True, False)):
-        tile = entry.tile(1 if few else entry.small_m + 1, ARCH)
-        expected.add(kind_of(Mode.from_name(entry.mode).direction, tile, few=few))
+    for entry in dispatch.loaded():
+        direction = Mode.from_name(entry.mode).direction
+        expected |= {kind_of(direction, t, few=not at) for at, t in enumerate(entry.tiles_on(ARCH).by_rows)}
     assert touched == expected
     for name in ("few", "staged", "held", "resident"):
         assert {getattr(kind, name) for kind in expected} == {False, True}
@@ -171,9 +172,8 @@ def test_what_the_table_lacks_is_called_in_every_pipeline() -> None:
     for cell in beside():
         modes = [mode for mode in MODES[cell.norm, cell.step] if mode.dtype_in is DTYPES[cell.dtype]]
         for mode in modes:
-            few = "few" if cell.m <= dispatch.loaded().small_m else "many"
             if isinstance(mode, Mode):
-                found = normforge.compile_keys([cell.shape[-1]], [mode], arch=ARCH, rows=[few])
+                found = normforge.compile_keys([cell.shape[-1]], [mode], arch=ARCH, rows=rows_of(cell.m))
             elif mode.channels_last is cell.last:
                 shape = f"{'x'.join(map(str, cell.shape))}/{dict(cell.options)['num_groups']}"
                 found = normforge.compile_keys(modes=[mode], shapes=[shape], arch=ARCH)

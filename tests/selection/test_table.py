@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import normforge
+from normforge.call_kinds import MOST_ROWS_IN_I32, ROWS
 from normforge.codegen.instance import ANY, Tile
 from normforge.codegen.legal import legal_modes
+from normforge.codegen.tiling import SMALL_M, SOME_M
 from normforge.codegen.values import Part, Pipeline
 from normforge.errors import TableError
 from normforge.selection import dispatch
@@ -41,11 +43,11 @@ def test_every_entry_is_its_row() -> None:
         for row in ladder
     }
     for entry in committed():
-        for arch, (large, small, invariant) in entry.tiles:
+        for arch, tiles in entry.tiles:
             mode, row = rows.pop((entry.name, arch))
-            assert (entry.mode, entry.kernel(large.pipeline)) == (mode, f"{mode}_{large.pipeline.value}")
-            own = () if invariant == large else (invariant.row,)
-            assert (entry.first, entry.last, entry.bucket, large.row, small.row, *own) == row
+            kernel = entry.kernel(tiles.large.pipeline)
+            assert (entry.mode, kernel) == (mode, f"{mode}_{tiles.large.pipeline.value}")
+            assert (entry.first, entry.last, entry.bucket, *tiles.row) == row
     assert not rows
 
 
@@ -62,6 +64,29 @@ def test_a_tile_depends_on_whether_m_is_large_and_on_the_architecture() -> None:
         assert tile.row == tiles["sm_90" if arch == "sm_90" else "any"][m <= 512]
         assert entry.kernel(tile.pipeline) == f"rms_fwd_fp32_{tile.row[0]}"
     assert len(entry.distinct_tiles()) == 4
+
+
+def test_some_rows_have_a_tile_of_their_own_where_a_table_has_one() -> None:
+    many, few, some = ("rows", 8, 64, 2), ("rows", 1, 64, 1), ("one_pass", 1, 64, 2)
+    rows: dict[str, Any] = {"any": (many, few), "sm_90": (many, few, many, some), "gfx942": (many, few, few, some)}
+    ladders: dict[str, Any] = {arch: ((1, 64, "n64", *tiles),) for arch, tiles in rows.items()}
+    entry = Table("nowhere", {"rms_fwd_fp32": ladders}, 256, "a test", 2048).find("rms_fwd_fp32", 64)
+    assert entry is not None
+    expected = {1: few, 256: few, 257: some, 2048: some, 2049: many, 2**31: many}
+    for m, tile in expected.items():
+        assert [entry.tile(m, arch).row for arch in ("sm_90", "gfx942")] == [tile, tile]
+        assert entry.tile(m, "any").row == (few if m <= 256 else many)
+        assert entry.invariant.tile(m, "gfx942").row == few
+    assert [ROWS[entry.size(m)] for m in expected] == ["few", "few", "some", "some", "many", "most"]
+    assert list(entry.least_rows().values()) == [1, 257, 2049, MOST_ROWS_IN_I32 + 1]
+    assert entry.least_rows(3000) == {"many": 3000, "most": -(-(MOST_ROWS_IN_I32 + 1) // 3000) * 3000}
+    assert {tile.row for tile in entry.distinct_tiles()} == {many, few, some}
+
+
+def test_a_table_without_tiles_for_some_rows_has_their_class_all_the_same() -> None:
+    """So that a recording of calls says what another table takes."""
+    assert (dispatch.loaded().small_m, dispatch.loaded().some_m) == (SMALL_M, SOME_M)
+    assert Table("nowhere", {}, SOME_M + 1, "a test").some_m > SOME_M + 1
 
 
 def test_a_retiled_instance_has_one_tile_for_every_m_and_architecture() -> None:

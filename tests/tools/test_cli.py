@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from normforge.codegen import cli as generator
 from normforge.codegen.model import Mode
 from normforge.codegen.values import Cast, DType, FusedAdd, FusedQuant, Norm, Rounding
 from normforge.kernels.row_walk import RowWalk
+from normforge.selection import dispatch
 from normforge.tools import checked_run, list_instances, measured_run, run
 from normforge.tools.checked_run import solve
 from normforge.tools.cli import VERBS, main
@@ -29,6 +31,8 @@ from normforge.tools.machine import Machine
 from normforge.tools.measured_run import Result
 from normforge.tools.problem import Problem, Strides, gradients_in, inputs, poisoned_outputs
 from normforge.tools.run_options import parse
+
+from ..some_rows import SomeTable
 
 _FP16 = Mode(Norm.LAYER, DType.FP16, DType.FP16)
 
@@ -516,6 +520,14 @@ def test_list_prints_every_instance(capsys: pytest.CaptureFixture[str]) -> None:
     assert status("list") == 0
     listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if " " in line}
     assert {entry.name for entry in normforge.instances()} <= listed
+
+
+def test_list_has_a_column_for_some_rows_where_they_have_tiles(capsys: pytest.CaptureFixture[str]) -> None:
+    with dispatch.using(SomeTable(dispatch.loaded())):
+        assert status("list", "ln_fwd_fp16_n4096") == 0
+    head, _, row, *_ = [re.split(" {2,}", line) for line in capsys.readouterr().out.splitlines()]
+    assert head[2:] == ["more than 2048 rows", "257 to 2048 rows", "256 rows or fewer", "batch invariant"]
+    assert [words.rpartition(" on ")[2] for words in row[2:]] == ["4 warps", "8 warps", "8 warps", "4 warps"]
 
 
 def test_list_takes_globs(capsys: pytest.CaptureFixture[str]) -> None:

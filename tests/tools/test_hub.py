@@ -332,8 +332,20 @@ def test_launches_are_the_runtimes(package: Any, arch: str, monkeypatch: pytest.
     compared = 0
     for mode in modes:
         for n in LENGTHS:
-            for m in (1, 256, 5000):
+            for m in (1, 256, 257, 5000):
                 expected_launches = of_runtime(mode, m, n, target)
                 assert of_repository(package, mode, m, n, target, monkeypatch) == expected_launches, (mode.name, m, n)
                 compared += len(expected_launches)
     assert compared > 1000
+
+
+def test_some_rows_take_their_tile(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch, mode = package.layers.norms.launch, "ln_fwd_bf16_mv"
+    (first, last, bucket, many, few, *_), *_ = launch.dispatch.TABLE[mode]["any"]
+    some = (*many[:3], 2 * many[3])
+    monkeypatch.setattr(launch.dispatch, "SOME_M", 2048, raising=False)
+    monkeypatch.setitem(launch.dispatch.TABLE, mode, {"any": ((first, last, bucket, many, few, many, some),)})
+    launch._tile.cache_clear()
+    taken = [launch._tile(mode, 100, launch._place(m), ("cpu", 32, 1))["warps"] for m in (256, 257, 2048, 2049)]
+    launch._tile.cache_clear()
+    assert taken == [few[3], some[3], some[3], many[3]]

@@ -25,14 +25,14 @@ from normforge.tools.compare import Finding
 from normforge.tools.machine import Machine
 from normforge.tools.measured_run import Run
 from normforge.tools.tile_compiler import Compiler
-from normforge.tools.tile_trials import Case, Sizes, Trial
+from normforge.tools.tile_trials import Case, Size, Sizes, Trial
 
 from ..thorough import THOROUGH
 
 CARD = Machine(torch.device("cpu"), "a card", interpreted=False)
-SIZES = Sizes(bytes=2**10, few=2, checked=3)
+SIZES = Sizes(bytes=2**10, few=2, some=3, checked=3)
 # Of eight rows a sample, the fewest that kernels take backward, and of two samples.
-MODULATED_SIZES = Sizes(bytes=2**12, few=8, checked=18)
+MODULATED_SIZES = Sizes(bytes=2**12, few=8, some=8, checked=18)
 N128 = standard_ladder()[0]
 PLAIN, BACKWARD = CLASSES[0], TileClass(Direction.BACKWARD, 2)
 
@@ -76,9 +76,9 @@ def run(*argv: str) -> int:
 def test_every_class_is_tuned_with_kernels_that_agree_with_the_reference(
     kind: TileClass, clock: Callable[[Clock], None]
 ) -> None:
-    case = Case(kind, N128, few=False)
+    case = Case(kind, N128, Size.LARGE)
     sizes = MODULATED_SIZES if kind.load is Load.MODULATE else SIZES
-    tiles = case.tiles(CARD.device, case.rows(sizes))
+    tiles = case.tiles(CARD.device)
     clock(lambda tile: float(len(tiles) - tiles.index(tile)))
     tried = []
     outcome = tile_trials.decide(case, CARD.device, sizes, lambda: tried.append(1))
@@ -90,8 +90,8 @@ def test_every_class_is_tuned_with_kernels_that_agree_with_the_reference(
 
 
 def test_the_present_tile_stays_unless_another_is_clearly_faster(clock: Callable[[Clock], None]) -> None:
-    case = Case(PLAIN, N128, few=False)
-    present, other, *_ = case.tiles(CARD.device, case.rows(SIZES))
+    case = Case(PLAIN, N128, Size.LARGE)
+    present, other, *_ = case.tiles(CARD.device)
     for ms, expected in ((0.995, present), (0.98, other)):
         clock(lambda tile, ms=ms: {present: 1.0, other: ms}.get(tile, 2.0))  # type: ignore[misc]  # a default binds it
         outcome = tile_trials.decide(case, CARD.device, SIZES, lambda: None)
@@ -103,8 +103,8 @@ def test_the_tile_for_every_m_is_fast_for_many_rows_and_the_fastest_of_those_for
     clock: Callable[[Clock], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And spreads no rows, however fast that is."""
-    case = Case(PLAIN, N128, few=None)
-    present, other, third, *_ = case.tiles(CARD.device, case.rows(SIZES))
+    case = Case(PLAIN, N128, Size.INVARIANT)
+    present, other, third, *_ = case.tiles(CARD.device)
     for many, few, expected in (
         ({present: 1.0, other: 1.02, third: 1.05}, {present: 1.0, other: 0.9, third: 0.1}, other),
         ({present: 1.0, other: 1.02, third: 1.05}, {present: 1.0, other: 0.995, third: 0.1}, present),
@@ -121,17 +121,44 @@ def test_the_tile_for_every_m_is_fast_for_many_rows_and_the_fastest_of_those_for
         assert expected in times
         assert times.items() <= few.items()
     monkeypatch.setattr(tile_trials, "architecture", lambda device: "sm_90")
-    long = Case(PLAIN, standard_ladder()[-1], few=None)
-    assert not any(tile.pipeline is Pipeline.SPREAD for tile in long.tiles(CARD.device, 1))
-    assert any(tile.pipeline is Pipeline.SPREAD for tile in replace(long, few=False).tiles(CARD.device, 1))
+    long = Case(PLAIN, standard_ladder()[-1], Size.INVARIANT)
+    assert not any(tile.pipeline is Pipeline.SPREAD for tile in long.tiles(CARD.device))
+    assert any(tile.pipeline is Pipeline.SPREAD for tile in replace(long, size=Size.LARGE).tiles(CARD.device))
+
+
+def test_some_rows_get_a_tile_that_is_clearly_faster_than_that_for_many(clock: Callable[[Clock], None]) -> None:
+    case = Case(PLAIN, N128, Size.SOME)
+    assert case.rows(Sizes()) == 512
+    many = Tile(Pipeline.ROWS, 2, 128, 8)
+    present, instead, other, *_ = tiles = case.tiles(CARD.device, many)
+    assert instead == many
+    both = {tile for size in (Size.LARGE, Size.SMALL) for tile in replace(case, size=size).tiles(CARD.device)[1:]}
+    assert both <= {*tiles}
+    for ms, expected in (
+        ({present: 2.0, many: 1.0, other: 0.98}, other),
+        ({present: 2.0, many: 1.0, other: 0.995}, many),
+        ({present: 0.98, many: 1.0, other: 0.975}, present),
+        ({present: 0.995, many: 1.0, other: 0.99}, many),
+    ):
+        clock(lambda tile, ms=ms: ms.get(tile, 3.0))  # type: ignore[misc]  # a default binds it
+        outcome = tile_trials.decide(case, CARD.device, SIZES, lambda: None, many)
+        assert outcome.winner is not None
+        assert outcome.winner.tile == expected
+    # What a run finds for many rows is what some are held against.
+    clock(lambda tile: 1.0 if tile == other else 2.0)
+    outcomes = tile_trials.Row(PLAIN, N128).decide(CARD.device, SIZES, lambda: None)
+    assert {outcome.case.size for outcome in outcomes} == {*Size}
+    (large,) = [outcome.winner for outcome in outcomes if outcome.case.size is Size.LARGE]
+    assert large is not None
+    assert [each.tile for each in outcomes[-1].tried].index(large.tile) <= 1
 
 
 def test_a_tile_whose_kernel_fails_or_is_wrong_cannot_win(
     clock: Callable[[Clock], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock(lambda tile: 1.0)
-    case = Case(PLAIN, N128, few=False)
-    _, wrong, failing = case.tiles(CARD.device, case.rows(SIZES))[:3]
+    case = Case(PLAIN, N128, Size.LARGE)
+    _, wrong, failing = case.tiles(CARD.device)[:3]
     check = tile_trials._why_not
 
     def why_not(trial: tile_trials.Trial, run: Run[Any]) -> str | None:
@@ -156,8 +183,8 @@ def out_of_registers() -> tuple[Any, ...]:
 @THOROUGH
 def test_trials_are_compiled_in_processes_of_their_own() -> None:
     """In the interpreter they run there; one that fails stops nothing."""
-    case = Case(PLAIN, N128, few=True)
-    fine, failing = Trial(case, case.tiles(CARD.device, 1)[0]), Trial(case, Tile(Pipeline.ROWS, 1, 100, 1))
+    case = Case(PLAIN, N128, Size.SMALL)
+    fine, failing = Trial(case, case.tiles(CARD.device)[0]), Trial(case, Tile(Pipeline.ROWS, 1, 100, 1))
     done: list[int] = []
     with Compiler(CARD.device, jobs=1) as compiler:
         for _ in range(2):
@@ -182,11 +209,11 @@ def test_winners_are_written_and_read_back(
     assert run("--out", str(out), "--only", "fwd_16bit", "--n", "200") == 0
     (first, second) = tile_tables.read_table(out).rows[PLAIN]
     assert first == (bucket, tiles)
-    assert (str(second[0]), second[1].large.rows) == ("129..256", 1)
+    assert (str(second[0]), second[1].large.rows) == ("129..256", 2)
     assert run("--out", str(out), "--only", "bwd_16bit,fwd_16bit", "--n", "100") == 0
     again = tile_tables.read_table(out).rows
     assert [str(bucket) for bucket, _ in again[PLAIN]] == ["1..128", "129..256"]
-    assert again[PLAIN][0][1].large.rows == 1
+    assert again[PLAIN][0][1].large.rows == 4
     assert [str(bucket) for bucket, _ in again[BACKWARD]] == ["1..128"]
 
 
@@ -214,7 +241,7 @@ def test_a_case_without_a_tile_is_reported(
     monkeypatch.setattr(tile_trials, "_why_not", lambda trial, run: "it does not fit")
     out = tmp_path / "sm_90.yaml"
     assert run("--only", "fwd_16bit", "--n", "100", "--out", str(out)) == 1
-    assert capsys.readouterr().out.count("no tile runs here for fwd_16bit, N = 1..128") == 3
+    assert capsys.readouterr().out.count("no tile runs here for fwd_16bit, N = 1..128") == 4
     assert not out.exists()
 
 
@@ -223,6 +250,8 @@ def test_a_case_without_a_tile_is_reported(
     [
         (["--only", "fwd_8bit"], "--only 'fwd_8bit' matches no class; they are fwd_16bit, fwd_16bit_rms, fwd_"),
         (["--n", "4k"], "--n '4k' is no row length; write whole numbers from 1"),
+        (["--sizes", "huge"], "--sizes 'huge' is no size of M; they are large, small, invariant, some"),
+        (["--sizes", "some"], "--sizes keeps a table's other tiles; name one that is there with --out FILE"),
     ],
 )
 def test_a_bad_command_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,10 +276,10 @@ def test_modulated_rows_are_of_many_samples(itemsize: int, n: int) -> None:
     """One scale and one shift would stay in L1; those of a batch do not."""
     kind = next(kind for kind in EVERY_CLASS if kind.name == f"fwd_{8 * itemsize}bit_mod")
     (bucket,) = [bucket for bucket in standard_ladder() if n in bucket]
-    rows = Case(kind, bucket, False).rows(Sizes())
+    rows = Case(kind, bucket, Size.LARGE).rows(Sizes())
     assert rows % 32 == 0
     assert rows * n * itemsize > 0.99 * Sizes().bytes
-    outputs = Case(kind, bucket, False).run(64, torch.device("cpu")).call()
+    outputs = Case(kind, bucket, Size.LARGE).run(64, torch.device("cpu")).call()
     assert outputs.y.shape == (32, 2, bucket.last)
 
 
@@ -258,7 +287,7 @@ def test_modulated_rows_are_of_many_samples(itemsize: int, n: int) -> None:
 def test_backward_modulated_rows_are_timed_backward(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of as many samples as have eight rows, and by the tile that is on trial."""
     kind = next(kind for kind in EVERY_CLASS if kind.name == name)
-    case = Case(kind, N128, few=False)
+    case = Case(kind, N128, Size.LARGE)
     launched: list[tuple[Tile, int]] = []
     launch = GradientPlan.launch
 
@@ -267,7 +296,7 @@ def test_backward_modulated_rows_are_timed_backward(name: str, monkeypatch: pyte
         return launch(plan, m, parts, *others)
 
     monkeypatch.setattr(GradientPlan, "launch", told)
-    run, tile = case.run(70, CARD.device), case.tiles(CARD.device, 70)[-1]
+    run, tile = case.run(70, CARD.device), case.tiles(CARD.device)[-1]
     with tile_trials.tiled(Trial(case, tile)):
         assert run.entry().mode == case.mode.name
         findings = run.validate(run.call())
@@ -290,7 +319,7 @@ def test_candidates_are_few_and_each_can_serve_its_bucket(arch: str, monkeypatch
     monkeypatch.setattr(tile_trials, "target_of", lambda device: named_target(arch))
     for kind in EVERY_CLASS:
         for bucket in standard_ladder():
-            for few in (False, True):
-                tiles = Case(kind, bucket, few).tiles(CARD.device, 1 if few else 10**6)
-                assert 1 <= len(tiles) <= MOST_TILES
+            for size in Size:
+                tiles = Case(kind, bucket, size).tiles(CARD.device)
+                assert 1 <= len(tiles) <= MOST_TILES * len(size.candidates)
                 assert all(tile_limits.why_not(kind, bucket, tile, arch) is None for tile in tiles)

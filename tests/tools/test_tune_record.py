@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,21 +18,21 @@ import torch
 
 from normforge.codegen import tile_tables
 from normforge.codegen.errors import TileTableError
-from normforge.codegen.instance import Tile
+from normforge.codegen.instance import Tile, Tiles
 from normforge.codegen.locking import replace_text
 from normforge.codegen.tiling import CLASSES, standard_ladder
 from normforge.codegen.values import Pipeline
-from normforge.tools import budget, tile_compiler, tune
+from normforge.tools import budget, tile_compiler, tile_trials, tune
 from normforge.tools.budget import Budget, OutOfTimeError
 from normforge.tools.machine import Machine
 from normforge.tools.tile_compiler import Compiler
-from normforge.tools.tile_trials import Case, Outcome, Row, Sizes, Trial, Tried, Winner
-from normforge.tools.tune_record import Record
+from normforge.tools.tile_trials import Case, Outcome, Row, Size, Sizes, Trial, Tried, Winner
+from normforge.tools.tune_record import Record, winners
 from normforge.tools.tune_remark import add_remark, listed
 
 CARD = Machine(torch.device("cpu"), "a card", interpreted=False)
 HERE = {"device": "a card", "torch": "2.11.0", "triton": "3.6.0", "normforge": "0.1.0"}
-SIZES = Sizes(bytes=2**10, few=2, checked=3)
+SIZES = Sizes(bytes=2**10, few=2, some=3, checked=3)
 PLAIN = CLASSES[0]
 SHORT = [Row(PLAIN, bucket) for bucket in standard_ladder()[:3]]
 THREE = ("--only", "fwd_16bit", "--n", "128,256,512")
@@ -50,11 +51,15 @@ class Bench:
         self.cases: list[Case] = []
         self.ends_at: int | None = None
         self.runs = True
+        self.many: Tile | None = None
 
-    def decide(self, case: Case, device: torch.device, sizes: Sizes, advance: Callable[[], object]) -> Outcome:
+    def decide(
+        self, case: Case, device: torch.device, sizes: Sizes, advance: Callable[[], object], many: Tile | None = None
+    ) -> Outcome:
         if len(self.cases) == self.ends_at:
             raise KeyboardInterrupt
         self.cases.append(case)
+        self.many = many
         self.now += self.seconds
         outcome = outcome_of(case, runs=self.runs)
         for _ in outcome.tried:
@@ -66,7 +71,7 @@ class Bench:
 
 
 def outcome_of(case: Case, *, runs: bool = True) -> Outcome:
-    present, *others = case.tiles(CARD.device, case.rows(SIZES))
+    present, *others = case.tiles(CARD.device)
     best = (present, *others)[-1]
     slower = tuple(Tried(tile, 2.0, None, None, None) for tile in others if tile != best)
     if not runs:
@@ -80,7 +85,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     made = Bench()
     monkeypatch.setattr(tune, "find_machine", lambda: CARD)
     monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
-    monkeypatch.setattr(tune, "decide", made.decide)
+    monkeypatch.setattr(tile_trials, "decide", made.decide)
     monkeypatch.setattr(tune, "revision_of", lambda root, written: "abc1234")
     monkeypatch.setattr(tune, "describe", lambda machine: HERE)
     monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: made.now))
@@ -116,7 +121,7 @@ def test_what_there_is_no_time_for_is_said_and_what_there_was_is_whole_rows(
     bench: Bench, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench.seconds = 60
-    # A row takes three minutes, and the second is begun.
+    # A row takes four minutes, and the second is begun.
     assert run("--out", out, *THREE, "--minutes", "5") == 1
     assert lengths(out) == ["1..128"]
     assert len(bench.cases) == 5
@@ -124,7 +129,7 @@ def test_what_there_is_no_time_for_is_said_and_what_there_was_is_whole_rows(
     assert "not measured, for lack of time: fwd_16bit 129..512; the same command with --resume goes on" in said
 
     bench.cases.clear()
-    assert run("--out", out, *THREE, "--minutes", "7", "--resume") == 0
+    assert run("--out", out, *THREE, "--minutes", "9", "--resume") == 0
     assert bench.rows() == SHORT[1:]
     assert lengths(out) == ["1..128", "129..256", "257..512"]
     assert "for lack of time" not in capsys.readouterr().out
@@ -157,7 +162,7 @@ def test_compiling_counts_and_what_waits_is_not_begun(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(tile_compiler, "ProcessPoolExecutor", lambda jobs, mp_context: ThreadPoolExecutor(jobs))
     monkeypatch.setattr(tile_compiler, "_compile", slow)
-    trials = SHORT[2].trials(CARD.device, Sizes())
+    trials = SHORT[2].trials(CARD.device)
     assert len(trials) > 8
     with pytest.raises(OutOfTimeError), Compiler(CARD.device, jobs=1) as compiler:
         compiler.compile(trials, Budget(0.1 / 60), lambda: None)
@@ -178,7 +183,7 @@ def test_where_a_compiler_crashes_the_next_group_has_processes_again(monkeypatch
 
     monkeypatch.setattr(tile_compiler, "ProcessPoolExecutor", start)
     monkeypatch.setattr(tile_compiler, "_compile", crash)
-    trials = SHORT[0].trials(CARD.device, Sizes())
+    trials = SHORT[0].trials(CARD.device)
     done: list[int] = []
     with Compiler(CARD.device, jobs=2) as compiler:
         compiler.compile(trials, Budget(None), lambda: done.append(1))
@@ -190,12 +195,12 @@ def test_where_a_compiler_crashes_the_next_group_has_processes_again(monkeypatch
 
 
 def test_rows_are_compiled_in_groups_that_keep_every_process_busy() -> None:
-    trials = [len(row.trials(CARD.device, Sizes())) for row in SHORT]
-    groups = list(tune._groups(SHORT, CARD.device, Sizes(), trials[0] + 1))
+    trials = [len(row.trials(CARD.device)) for row in SHORT]
+    groups = list(tune._groups(SHORT, CARD.device, trials[0] + 1))
     assert [group for group, _ in groups] == [SHORT[:2], SHORT[2:]]
     assert [len(each) for _, each in groups] == [sum(trials[:2]), trials[2]]
     # Nothing is compiled ahead: each row by itself.
-    assert [group for group, _ in tune._groups(SHORT, CARD.device, Sizes(), 0)] == [[row] for row in SHORT]
+    assert [group for group, _ in tune._groups(SHORT, CARD.device, 0)] == [[row] for row in SHORT]
 
 
 def test_an_interrupted_run_has_its_finished_rows_and_goes_on_behind_them(
@@ -307,6 +312,58 @@ def test_a_long_remark_takes_several_lines_and_is_still_one(bench: Bench, out: P
     assert sum("Measured by" in line for line in lines) == 1
 
 
+def test_some_sizes_are_measured_and_the_others_kept(
+    bench: Bench, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of rows that the table has, whatever their lengths are; others take the tiles of those that they are alike."""
+    out.parent.mkdir()
+    tile = "{pipeline: two_pass, rows: 1, block: 512, warps: "
+    kept = [f"    large: {tile}4}}", f"    small: {tile}8}}", f"    invariant: {tile}16}}"]
+    text = ["# By hand.", "", "fwd_16bit:", "  1..200:", *kept, "  300..400:", *kept, "fwd_32bit:", "  1..:", *kept, ""]
+    out.write_text("\n".join(text))
+    asked = ("--out", out, "--only", "fwd_16bit*", "--n", "100,200,300", "--sizes", "some")
+    assert run(*asked) == 0
+    (case,) = bench.cases
+    assert (case.kind, str(case.bucket), case.size) == (PLAIN, "1..200", Size.SOME)
+    ((_, found), (_, other)), *_ = tile_tables.read_table(out).rows.values()
+    assert found == replace(other, some=found.some)
+    assert found.some not in (None, found.large)
+    mine = "# Measured by normforge tune on a card: torch 2.11.0, Triton 3.6.0, revision abc1234, some alone: "
+    assert head(out) == ["# By hand.", f"{mine}fwd_16bit 1..200"]
+    # In the style that all are in.
+    added = [line for line in out.read_text().splitlines() if line.startswith("    some: {pipeline: ")]
+    assert [line for line in out.read_text().splitlines() if line not in (*added, head(out)[1])] == [
+        *text[:11],
+        "",
+        *text[11:-1],
+    ]
+    # It is held against the tile that the table has for many rows.
+    assert bench.many == other.large
+
+    bench.cases.clear()
+    assert run(*asked, "--resume") == 0
+    assert bench.cases == []
+    # Of those for other sizes none was measured.
+    assert run(*asked[:-1], "large,some", "--resume") == 0
+    assert [case.size for case in bench.cases] == [Size.LARGE, Size.SOME]
+    assert [case["for"] for case in report(out)[0]["cases"]] == ["large", "some"]
+    assert run(*asked[:-1], "small", "--resume") == 0
+    assert [case["for"] for case in report(out)[0]["cases"]] == ["large", "some", "small"]
+    with pytest.raises(SystemExit):
+        run("--out", out, "--only", "bwd_16bit", "--sizes", "some")
+    assert "has no row of what --only and --n name" in capsys.readouterr().err
+
+
+def test_a_tile_for_some_rows_that_is_the_one_for_many_is_left_out() -> None:
+    row = SHORT[0]
+    many, *_ = (outcome_of(case) for case in row.cases)
+    assert many.winner is not None
+    outcomes = [replace(outcome_of(case), winner=many.winner) for case in row.cases]
+    assert winners(row, outcomes) == Tiles(many.winner.tile, many.winner.tile)
+    again = replace(row, sizes=(Size.SOME,), kept=Tiles(many.winner.tile, many.winner.tile, some=many.present))
+    assert winners(again, outcomes[-1:]) == Tiles(many.winner.tile, many.winner.tile)
+
+
 def test_a_comment_that_would_be_lost_stops_a_run_before_it_measures(bench: Bench, out: Path) -> None:
     assert run("--out", out, "--only", "fwd_16bit", "--n", "128") == 0
     out.write_text(out.read_text().replace("  1..128:", "  # of a Tuesday\n  1..128:"))
@@ -326,6 +383,7 @@ def test_a_report_has_every_candidate_with_its_time(bench: Bench, tmp_path: Path
         ("large", 7, 128),
         ("small", 7, 128),
         ("invariant", 7, 128),
+        ("some", 7, 128),
     ]
     for case, made in zip(line["cases"], SHORT[0].cases, strict=True):
         tried = outcome_of(made).tried

@@ -205,8 +205,8 @@ MUTANTS = (
         "listed-groups-are-few",
         "compile_keys: any number of GroupNorm's samples is taken for few",
         "runtime/ahead_of_time/group_shapes.py",
-        "many = small_m // self.groups + 1",
-        "many = small_m + 1",
+        "m // groups for word, m in entry.least_rows(groups)",
+        "m for word, m in entry.least_rows()",
         (f"{_SHAPES}::test_any_number_of_samples_is_one_of_each_class",),
     ),
     Mutant(

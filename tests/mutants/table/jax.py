@@ -40,8 +40,8 @@ MUTANTS = (
         "jax-few-rows-run-as-many",
         "programs from JAX take another kernel for a few rows than those from torch",
         _LAUNCHES,
-        "few = m <= self._entry.small_m",
-        "few = False",
+        "few=ROWS[size] == FEW",
+        "few=False",
         (f"{_LAUNCHED}::test_a_window_of_few_rows_keeps_its_warps",),
     ),
     Mutant(

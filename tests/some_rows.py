@@ -1,0 +1,33 @@
+"""A table that has tiles of its own for some rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from normforge.codegen.instance import Tiles
+from normforge.selection.table import Entry, Table
+
+
+def with_some(tiles: Tiles) -> Tiles:
+    """The same, with twice the warps for some rows that there are for many."""
+    return replace(tiles, some=replace(tiles.large, warps=2 * tiles.large.warps))
+
+
+class SomeTable(Table):
+    """Another table, with such tiles."""
+
+    def __init__(self, table: Table) -> None:
+        super().__init__(table.package, {}, table.small_m, table.where, table.some_m)
+        self._table = table
+
+    def find(self, mode: str, n: int) -> Entry | None:
+        entry = self._table.find(mode, n)
+        return None if entry is None else _with_some(entry)
+
+    def __iter__(self) -> Iterator[Entry]:
+        yield from map(_with_some, self._table)
+
+
+def _with_some(entry: Entry) -> Entry:
+    return replace(entry, tiles=tuple((arch, with_some(tiles)) for arch, tiles in entry.tiles))
