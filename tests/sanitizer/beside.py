@@ -134,10 +134,11 @@ _CALLS: dict[str, Callable[[Beside, torch.device], None]] = {
     "grouped": _grouped,
 }
 
-# Few rows and many, that start vectors and do not, of each pipeline.
+# Few rows, some and many, that start vectors and do not, of each pipeline.
 _ROWS: tuple[tuple[int, ...], ...] = (
     (3, 100),
     (300, 100),
+    (2100, 100),
     (3, 1000),
     (300, 1001),
     (3, 2051),
@@ -149,7 +150,7 @@ _ROWS: tuple[tuple[int, ...], ...] = (
 # Of samples with several rows.
 _SAMPLES: tuple[tuple[int, ...], ...] = (
     (2, 3, 100),
-    (2, 150, 129),
+    (2, 1050, 129),
     (3, 2, 4099),
     (2, 150, 1000),
     (2, 2, 9001),

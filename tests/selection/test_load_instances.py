@@ -168,7 +168,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pipeline that is none": (edit("dispatch.py", '("rows", ', '("row", '), "damaged: the rows of"),
     "a tile of nothing": (edit("dispatch.py", '("rows", 8, ', '("rows", 0, '), "damaged: the rows of"),
     "a mode that is none": (edit("dispatch.py", '"rms_fwd_fp32":', '"../rms":'), "damaged: '../rms' is no mode's name"),
-    "no second bound": (edit("dispatch.py", "SMALL_M =", "SOME_M = None\nSMALL_M ="), "defines no SOME_M; generate"),
+    "no second bound": (edit("dispatch.py", "TABLE =", "SOME_M = None\nTABLE ="), "defines no SOME_M; generate"),
     "no bound": (edit("dispatch.py", "SMALL_M =", "SMALL_N ="), "defines no SMALL_M; generate the folder anew"),
 }
 
