@@ -81,8 +81,8 @@ def frozen() -> bool:
 
 
 def native_launcher() -> bool:
-    """NORMFORGE_NATIVE_LAUNCHER: whether kernels may be launched by normforge's own launcher, which C is compiled for."""
-    return _is_on("NORMFORGE_NATIVE_LAUNCHER", "launch by a compiled launcher of normforge's", default="1")
+    """NORMFORGE_NATIVE_LAUNCHER: whether the launcher in C may launch kernels, where it can be had."""
+    return _is_on("NORMFORGE_NATIVE_LAUNCHER", "launch by normforge's launcher", default="1")
 
 
 def batch_invariant() -> bool:

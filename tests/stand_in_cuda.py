@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,7 +107,7 @@ class Driver:
 
     def expect(self, sizes: Sequence[int]) -> None:
         """Say how many bytes each parameter of the launches to come has."""
-        self._numbers(ctypes.c_int, "sizes", 128)[: len(sizes)] = sizes
+        self._numbers(ctypes.c_int, "sizes", 128)[: len(sizes)] = [*sizes]
         self.set("count", len(sizes))
 
     def set(self, name: str, value: int) -> None:
@@ -130,5 +131,5 @@ class Driver:
             parameters=tuple(self._numbers(ctypes.c_uint64, "parameters", 128))[: self.get("count")],
         )
 
-    def _numbers(self, kind: type, name: str, count: int) -> ctypes.Array[int]:
-        return (kind * count).in_dll(self._library, name)  # type: ignore[operator, no-any-return] # made at run time
+    def _numbers(self, kind: Any, name: str, count: int) -> Any:
+        return (kind * count).in_dll(self._library, name)

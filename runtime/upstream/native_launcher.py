@@ -64,27 +64,33 @@ def prepare(
         observed: launches instead where a hook hangs.
 
     Raises:
-        SettingError: NORMFORGE_NATIVE_LAUNCHER is neither 0 nor 1.
+        SettingError: NORMFORGE_NATIVE_LAUNCHER or NORMFORGE_FROZEN is neither 0 nor 1.
     """
+    may_build = not settings.frozen()
     if not settings.native_launcher():
         return None
     try:
-        return _prepare(compiled, taken, given, device, current_stream, hooks, observed)
+        about = _about(compiled, taken)
+        module = library(build=may_build)
+        return module and module.Launch(
+            library=LIBRARY,
+            given=given,
+            device=device,
+            current_stream=current_stream,
+            hooks=hooks[0],
+            enter=hooks[1],
+            leave=hooks[2],
+            observed=observed,
+            **about,
+        )
     except Exception as error:
-        # It saves a microsecond or two, and nothing may fail for that.
+        # It saves a microsecond or so, and nothing may fail for that.
         _say_once(f"{type(error).__name__}: {error}")
         return None
 
 
-def _prepare(
-    compiled: Any,
-    taken: tuple[Any, ...],
-    given: int,
-    device: int,
-    current_stream: Callable[[int], int],
-    hooks: tuple[Any, Any, Any],
-    observed: Callable[..., None],
-) -> Any:
+def _about(compiled: Any, taken: tuple[Any, ...]) -> dict[str, Any]:
+    """What the launcher is told of a kernel."""
     import triton
 
     metadata = compiled.metadata
@@ -93,27 +99,16 @@ def _prepare(
     warps, clusters, shared = compiled.packed_metadata
     if metadata.target.backend != "cuda" or clusters != 1:
         raise NotImplementedError(f"a kernel for {metadata.target.backend} in clusters of {clusters}")
-    module = library(build=not settings.frozen())
-    if module is None:
-        return None
     signature = compiled.src.signature.values()
     parameters = [each for kind, source in zip(signature, taken, strict=True) for each in _parameters(kind, source)]
-    return module.Launch(
-        library=LIBRARY,
-        function=compiled.function,
-        threads=warps * _WARP,
-        shared=shared,
-        pdl=metadata.launch_pdl,
-        cooperative=metadata.launch_cooperative_grid,
-        given=given,
-        parameters=tuple(parameters),
-        device=device,
-        current_stream=current_stream,
-        hooks=hooks[0],
-        enter=hooks[1],
-        leave=hooks[2],
-        observed=observed,
-    )
+    return {
+        "function": compiled.function,
+        "threads": warps * _WARP,
+        "shared": shared,
+        "pdl": metadata.launch_pdl,
+        "cooperative": metadata.launch_cooperative_grid,
+        "parameters": tuple(parameters),
+    }
 
 
 def _parameters(kind: Any, source: Any) -> Iterator[tuple[str, int, Any]]:
