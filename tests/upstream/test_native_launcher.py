@@ -313,7 +313,9 @@ def test_nothing_is_kept_of_launches(driver: Driver) -> None:
     # Numbers that no interpreter shares; one that fails, and what is refused.
     grid, values = (1000, 1001, 1002), (2**40, 0, 2**41, 0.125, 70_000, 2**42)
     wrong = (2**40, 0, 2**41, 0.125, 2**40, 2**42)
-    kept = (grid, values, wrong, *grid, *values, launch, stream_of, triton.knobs.runtime.launch_enter_hook, None)
+    chains = (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook)
+    calls = [chain.calls for chain in chains]
+    kept = (grid, values, wrong, *grid, *values, launch, stream_of, *chains, *calls, None)
 
     def rounds(count: int) -> None:
         for _ in range(count):
@@ -428,11 +430,15 @@ def test_without_a_compiler_triton_launches(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    monkeypatch.setenv("CC", "/nowhere/cc")
+    compiler, asked = tmp_path / "cc", tmp_path / "asked"
+    compiler.write_text(f"#!/bin/sh\necho once >> {asked}\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
     with caplog.at_level(logging.INFO, "normforge"):
         assert [prepare() for _ in range(3)] == [None] * 3
     assert [record.levelno for record in caplog.records] == [logging.INFO]
-    assert "/nowhere/cc" in caplog.records[0].getMessage()
+    assert str(compiler) in caplog.records[0].getMessage()
+    assert asked.read_text() == "once\n"
 
 
 @pytest.mark.usefixtures("_nothing_loaded")
