@@ -311,8 +311,8 @@ def test_what_an_observed_launch_raises_is_raised(driver: Driver) -> None:
 def test_nothing_is_kept_of_launches(driver: Driver) -> None:
     launch = prepare()
     # Numbers that no interpreter shares; one that fails, and what is refused.
-    grid, values = (1000, 1001, 1002), (2**40, 0, 2**41, 0.125, 70_000, 2**42)
-    wrong = (2**40, 0, 2**41, 0.125, 2**40, 2**42)
+    grid, values = (1000, 1001, 1002), (2**40, 2**43, 2**41, 0.125, 70_000, 2**42)
+    wrong = (*values[:4], 2**40, 2**42)
     chains = (triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook)
     calls = [chain.calls for chain in chains]
     kept = (grid, values, wrong, *grid, *values, launch, stream_of, *chains, *calls, None)
