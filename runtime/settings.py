@@ -80,6 +80,11 @@ def frozen() -> bool:
     return _is_on("NORMFORGE_FROZEN", "compile nothing")
 
 
+def native_launcher() -> bool:
+    """NORMFORGE_NATIVE_LAUNCHER: whether the launcher in C may launch kernels, where it can be had."""
+    return _is_on("NORMFORGE_NATIVE_LAUNCHER", "launch by normforge's launcher", default="1")
+
+
 def batch_invariant() -> bool:
     """NORMFORGE_BATCH_INVARIANT: whether a row's bits may depend on no other row, nor on how many there are."""
     return _is_on("NORMFORGE_BATCH_INVARIANT", "the bits of a row depend on no batch")
@@ -90,8 +95,8 @@ def engine_is_invariant(variable: str) -> bool:
     return (os.environ.get(variable) or "0") != "0"
 
 
-def _is_on(variable: str, meaning: str) -> bool:
-    setting = os.environ.get(variable) or "0"
+def _is_on(variable: str, meaning: str, default: str = "0") -> bool:
+    setting = os.environ.get(variable) or default
     if setting not in ("0", "1"):
         raise SettingError(f"{variable}={setting!r} is neither 1 ({meaning}) nor 0; set it to one of them")
     return setting == "1"

@@ -109,6 +109,7 @@ def test_its_size_is_what_the_readme_says(installed: Installed) -> None:
     [
         ("runtime", "normforge", "**/*.py"),
         ("runtime", "normforge", "py.typed"),
+        ("runtime", "normforge", "**/*.c"),
         ("codegen", "normforge/codegen", "*.py"),
         ("generated", "normforge/generated", "*.py"),
         ("templates", "normforge/templates", "*"),

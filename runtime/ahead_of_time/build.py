@@ -13,6 +13,7 @@ from ..errors import AotError
 from ..kernels.binaries import INDEX, Folder, Row, read, source_digest, triton_version, write
 from ..kernels.gpu import Target
 from ..kernels.obtain import compile_for
+from ..upstream import native_launcher
 from .compile_keys import CompileKey
 from .parallel import for_each
 
@@ -51,6 +52,9 @@ def build(
         CompileError: Triton refuses a kernel; what the index names is as it was.
         FrozenError: a kernel would have to be compiled, and NORMFORGE_FROZEN is 1.
     """
+    if target.is_nvidia:
+        # Into Triton's cache, for frozen processes of this machine.
+        native_launcher.library(build=True)
     old = _present(out, target)
     known = {} if old is None or old.triton != triton_version() else old.rows
 

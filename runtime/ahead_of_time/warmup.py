@@ -12,6 +12,7 @@ from ..codegen.groups import AnyMode
 from ..errors import ConflictError
 from ..kernels.gpu import on_device, target_of
 from ..kernels.obtain import obtain
+from ..upstream import native_launcher
 from .compile_keys import CompileKey, compile_keys, gpu, recorded_keys
 from .parallel import for_each
 
@@ -76,6 +77,9 @@ def warmup(
 def load(keys: list[CompileKey], device: torch.device, *, jobs: int | None, progress: bool) -> list[CompileKey]:
     """Compile keys of a GPU, where nothing kept serves them, and load them onto it; returns the keys."""
     target = target_of(device)
+    if target.is_nvidia:
+        # It is no kernel: frozen processes take it from Triton's cache, and it is here that it comes there.
+        native_launcher.library(build=True)
 
     def work(key: CompileKey) -> CompileKey:
         # Which device is the current one is each thread's own.

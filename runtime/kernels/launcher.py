@@ -69,9 +69,8 @@ class Launcher:
         if device is not None and target.compiles:
             with on_device(device):
                 self._compiled = obtain(self.key, kernel, target, device.index)
-                launch = triton_launcher.bind(
-                    self._compiled, triton_launcher.Arguments(self._arrange, self._fixed, device.index)
-                )
+                arguments = triton_launcher.Arguments(self._arrange, len(types), self._fixed, device.index)
+                launch = triton_launcher.bind(self._compiled, arguments)
             # With one device there is no other that could be the current one.
             self.launch = launch if launch is None or torch.cuda.device_count() == 1 else _guarded(launch, device)
 

@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 
+from . import native_launcher
+from .native_launcher import Slot
+
 logger = logging.getLogger("normforge")
 
 Grid = tuple[int, int, int]
@@ -29,11 +32,13 @@ class Arguments:
 
     Attributes:
         arrange: puts a launch's values, with the fixed ones behind them, into the kernel's order.
+        given: how many values a launch brings.
         fixed: values that are the same at every launch.
         device: the index of the device, which is the current one at every launch.
     """
 
     arrange: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    given: int
     fixed: tuple[Any, ...]
     device: int
 
@@ -72,6 +77,12 @@ def _bind(compiled: Any, arguments: Arguments) -> Launch:
     if type(launcher).__name__ != "CudaLauncher" or _needs_more(launcher):
         unobserved = (compiled.function, compiled.packed_metadata, None, None, None)
         return _one_by_one(launcher, unobserved, arguments, observed)
+    taken = arguments.arrange((*map(Slot, range(arguments.given)), *arguments.fixed))
+    native: Launch | None = native_launcher.prepare(
+        compiled, taken, arguments.given, arguments.device, current_stream, _hooks(), observed
+    )
+    if native is not None:
+        return native
     # What the launcher would pass on, without scratch memory and hooks.
     head = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
     if takes == _DECLARED_36:

@@ -19,6 +19,7 @@ from normforge.errors import (
 from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.key import KernelKey
 from normforge.tools import cli
+from normforge.upstream import native_launcher
 
 
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +71,15 @@ def test_warmup_obtains_every_key_once(
     assert len(obtained) == len(found)
     assert set(obtained) == {(key.key, 0) for key in expected}
     assert f"{len(found)}/{len(found)}" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("obtained")
+def test_warmup_builds_the_launcher_though_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(native_launcher, "library", lambda *, build: asked.append(build))
+    monkeypatch.setenv("NORMFORGE_FROZEN", "1")
+    normforge.warmup([64], ["ln_fwd_bf16"], progress=False)
+    assert asked == [True]
 
 
 def test_without_progress_nothing_is_shown(

@@ -17,7 +17,7 @@ from normforge.upstream import triton_launcher
 GRID, STREAM, FUNCTION, METADATA = (5, 2, 1), 1234, 99, (4, 1, 0)
 VALUES, FIXED = (0x10, 0x20, 7), (64, 128)
 # In the kernel's order: the second pointer, the first, a constant, the number, another constant.
-ARGUMENTS = triton_launcher.Arguments(itemgetter(1, 0, 3, 2, 4), FIXED, device=0)
+ARGUMENTS = triton_launcher.Arguments(itemgetter(1, 0, 3, 2, 4), len(VALUES), FIXED, device=0)
 TAKEN = (0x20, 0x10, 64, 7, 128)
 
 Calls = list[tuple[Any, ...]]

@@ -1,0 +1,409 @@
+/* A launch of a compiled kernel, with all prepared that is the same at every launch.
+ *
+ * What reaches the driver is what Triton's own launcher hands over, in 3.6 and in 3.7, for a kernel without tensor
+ * descriptors, scratch memory and clusters: `native_launcher.py` says which those are, and the two must not be told
+ * apart by the kernel. Types come from the cuda.h that Triton ships, functions from the driver that is loaded. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <dlfcn.h>
+#include <limits.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "cuda.h"
+
+/* Of one kernel; they lie on the stack during a launch. */
+#define MOST_PARAMETERS 128
+
+/* Behind a kernel's own parameters: its memory and its profile's, of which it has none here. */
+#define SCRATCHES 2
+
+typedef union {
+  CUdeviceptr pointer;
+  int32_t i32;
+  int64_t i64;
+  float f32;
+} Cell;
+
+/* 'p', 'i', 'l' or 'f'; where in the values of a launch it is, or -1, and then it is fixed. */
+typedef struct {
+  int kind;
+  Py_ssize_t place;
+  Cell fixed;
+} Parameter;
+
+typedef struct {
+  CUresult (*launch)(const CUlaunchConfig *, CUfunction, void **, void **);
+  CUresult (*describe)(CUresult, const char **);
+  CUresult (*context)(CUcontext *);
+  CUresult (*device)(CUdevice *, int);
+  CUresult (*retain)(CUcontext *, CUdevice);
+  CUresult (*enter)(CUcontext);
+} Driver;
+
+typedef struct {
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
+  Driver driver;
+  CUfunction function;
+  unsigned threads, shared, attribute_count;
+  CUlaunchAttribute attributes[2];
+  int ordinal;
+  PyObject *device, *current_stream, *hooks, *enter, *leave, *observed;
+  Py_ssize_t given, count;
+  Parameter *parameters;
+} Launch;
+
+static PyObject *enter_name, *leave_name, *calls_name;
+
+/* A Python value as a kernel takes it; -1 with an exception if it is none. */
+static int convert(int kind, PyObject *value, Cell *cell) {
+  switch (kind) {
+  case 'p':
+    if (!PyLong_Check(value)) {
+      PyErr_Format(PyExc_TypeError, "a pointer is given as an int, not as %.100s", Py_TYPE(value)->tp_name);
+      return -1;
+    }
+    cell->pointer = PyLong_AsUnsignedLongLong(value);
+    return cell->pointer == (CUdeviceptr)-1 && PyErr_Occurred() ? -1 : 0;
+  case 'i': {
+    long long wide = PyLong_AsLongLong(value);
+    if (wide == -1 && PyErr_Occurred())
+      return -1;
+    if (wide < INT32_MIN || wide > INT32_MAX) {
+      PyErr_Format(PyExc_OverflowError, "%lld does not fit an i32", wide);
+      return -1;
+    }
+    cell->i32 = (int32_t)wide;
+    return 0;
+  }
+  case 'l':
+    cell->i64 = PyLong_AsLongLong(value);
+    return cell->i64 == -1 && PyErr_Occurred() ? -1 : 0;
+  case 'f': {
+    double wide = PyFloat_AsDouble(value);
+    if (wide == -1.0 && PyErr_Occurred())
+      return -1;
+    cell->f32 = (float)wide;
+    return 0;
+  }
+  default:
+    PyErr_Format(PyExc_ValueError, "no kind of parameter: %d", kind);
+    return -1;
+  }
+}
+
+/* Whether a chain of hooks is in its place and empty: 1 or 0, and -1 with an exception. */
+static int is_quiet(PyObject *hooks, PyObject *name, PyObject *chain) {
+  PyObject *there = PyObject_GetAttr(hooks, name);
+  if (there == NULL)
+    return -1;
+  Py_DECREF(there);
+  if (there != chain)
+    return 0;
+  PyObject *calls = PyObject_GetAttr(chain, calls_name);
+  if (calls == NULL)
+    return -1;
+  int quiet = PyList_Check(calls) && PyList_GET_SIZE(calls) == 0;
+  Py_DECREF(calls);
+  return quiet;
+}
+
+static int read_grid(PyObject *grid, unsigned *sizes) {
+  if (!PyTuple_Check(grid) || PyTuple_GET_SIZE(grid) != 3) {
+    PyErr_SetString(PyExc_TypeError, "a grid is a tuple of three ints");
+    return -1;
+  }
+  for (int axis = 0; axis < 3; ++axis) {
+    long long size = PyLong_AsLongLong(PyTuple_GET_ITEM(grid, axis));
+    if (size == -1 && PyErr_Occurred())
+      return -1;
+    if (size < 0 || size > INT_MAX) {
+      PyErr_Format(PyExc_OverflowError, "a grid of %lld programs", size);
+      return -1;
+    }
+    sizes[axis] = (unsigned)size;
+  }
+  return 0;
+}
+
+static int read_stream(Launch *self, CUstream *stream) {
+  PyObject *number = PyObject_CallOneArg(self->current_stream, self->device);
+  if (number == NULL)
+    return -1;
+  unsigned long long handle = PyLong_AsUnsignedLongLong(number);
+  Py_DECREF(number);
+  if (handle == (unsigned long long)-1 && PyErr_Occurred())
+    return -1;
+  *stream = (CUstream)(uintptr_t)handle;
+  return 0;
+}
+
+/* Without Python's lock. A thread that has done nothing on the GPU yet has no context, and takes its device's. */
+static CUresult put_on_stream(Launch *self, const CUlaunchConfig *config, void **parameters) {
+  const Driver *driver = &self->driver;
+  CUcontext context = NULL;
+  CUresult status = driver->context(&context);
+  if (status == CUDA_SUCCESS && context == NULL) {
+    CUdevice device;
+    status = driver->device(&device, self->ordinal);
+    if (status == CUDA_SUCCESS)
+      status = driver->retain(&context, device);
+    if (status == CUDA_SUCCESS)
+      status = driver->enter(context);
+  }
+  return status == CUDA_SUCCESS ? driver->launch(config, self->function, parameters, NULL) : status;
+}
+
+static void raise_status(Launch *self, CUresult status) {
+  const char *description = NULL;
+  if (self->driver.describe(status, &description) != CUDA_SUCCESS || description == NULL)
+    PyErr_Format(PyExc_RuntimeError, "Triton Error [CUDA]: %d", (int)status);
+  else
+    PyErr_Format(PyExc_RuntimeError, "Triton Error [CUDA]: %s", description);
+}
+
+static PyObject *launch(PyObject *callable, PyObject *const *args, size_t flags, PyObject *names) {
+  Launch *self = (Launch *)callable;
+  if (PyVectorcall_NARGS(flags) != 2 || (names != NULL && PyTuple_GET_SIZE(names) != 0)) {
+    PyErr_SetString(PyExc_TypeError, "a launch takes a grid and values");
+    return NULL;
+  }
+  int quiet = is_quiet(self->hooks, enter_name, self->enter);
+  if (quiet > 0)
+    quiet = is_quiet(self->hooks, leave_name, self->leave);
+  if (quiet < 0)
+    return NULL;
+  if (!quiet)
+    return PyObject_Vectorcall(self->observed, args, 2, NULL);
+
+  PyObject *values = args[1];
+  if (!PyTuple_Check(values) || PyTuple_GET_SIZE(values) != self->given) {
+    PyErr_Format(PyExc_TypeError, "the values of this launch are a tuple of %zd", self->given);
+    return NULL;
+  }
+  unsigned sizes[3];
+  CUstream stream;
+  if (read_grid(args[0], sizes) < 0 || read_stream(self, &stream) < 0)
+    return NULL;
+  Cell cells[MOST_PARAMETERS];
+  void *parameters[MOST_PARAMETERS + SCRATCHES];
+  CUdeviceptr none = 0;
+  Py_ssize_t count = self->count;
+  for (Py_ssize_t at = 0; at < count; ++at) {
+    Parameter *parameter = &self->parameters[at];
+    if (parameter->place < 0) {
+      parameters[at] = &parameter->fixed;
+      continue;
+    }
+    if (convert(parameter->kind, PyTuple_GET_ITEM(values, parameter->place), &cells[at]) < 0)
+      return NULL;
+    parameters[at] = &cells[at];
+  }
+  for (Py_ssize_t at = 0; at < SCRATCHES; ++at)
+    parameters[count + at] = &none;
+  if (sizes[0] == 0 || sizes[1] == 0 || sizes[2] == 0)
+    Py_RETURN_NONE;
+
+  CUlaunchConfig config = {
+      .gridDimX = sizes[0],
+      .gridDimY = sizes[1],
+      .gridDimZ = sizes[2],
+      .blockDimX = self->threads,
+      .blockDimY = 1,
+      .blockDimZ = 1,
+      .sharedMemBytes = self->shared,
+      .hStream = stream,
+      .attrs = self->attributes,
+      .numAttrs = self->attribute_count,
+  };
+  CUresult status;
+  /* As Triton's does: a launch waits where the queue is full, maybe for a thread that waits for the lock. */
+  Py_BEGIN_ALLOW_THREADS
+  status = put_on_stream(self, &config, parameters);
+  Py_END_ALLOW_THREADS
+  if (status != CUDA_SUCCESS) {
+    raise_status(self, status);
+    return NULL;
+  }
+  Py_RETURN_NONE;
+}
+
+/* The library stays open: a driver is not unloaded. */
+static int find_driver(Driver *driver, const char *path) {
+  const struct {
+    const char *name;
+    void *target;
+  } wanted[] = {
+      {"cuLaunchKernelEx", &driver->launch},
+      {"cuGetErrorString", &driver->describe},
+      {"cuCtxGetCurrent", &driver->context},
+      {"cuDeviceGet", &driver->device},
+      {"cuDevicePrimaryCtxRetain", &driver->retain},
+      {"cuCtxSetCurrent", &driver->enter},
+  };
+  void *library = dlopen(path, RTLD_LAZY);
+  if (library == NULL) {
+    PyErr_Format(PyExc_OSError, "%s cannot be opened", path);
+    return -1;
+  }
+  for (size_t at = 0; at < sizeof(wanted) / sizeof(*wanted); ++at) {
+    void *found = dlsym(library, wanted[at].name);
+    if (found == NULL) {
+      PyErr_Format(PyExc_OSError, "%s has no %s", path, wanted[at].name);
+      dlclose(library);
+      return -1;
+    }
+    memcpy(wanted[at].target, &found, sizeof(found));
+  }
+  return 0;
+}
+
+static int read_parameters(Launch *self, PyObject *told) {
+  Py_ssize_t count = PyTuple_GET_SIZE(told);
+  if (count > MOST_PARAMETERS) {
+    PyErr_Format(PyExc_ValueError, "%zd parameters, of at most %d", count, MOST_PARAMETERS);
+    return -1;
+  }
+  self->parameters = PyMem_Calloc(count ? (size_t)count : 1, sizeof(Parameter));
+  if (self->parameters == NULL) {
+    PyErr_NoMemory();
+    return -1;
+  }
+  self->count = count;
+  for (Py_ssize_t at = 0; at < count; ++at) {
+    Parameter *parameter = &self->parameters[at];
+    PyObject *item = PyTuple_GET_ITEM(told, at), *value;
+    if (!PyTuple_Check(item)) {
+      PyErr_SetString(PyExc_TypeError, "a parameter is a tuple of kind, place and value");
+      return -1;
+    }
+    if (!PyArg_ParseTuple(item, "CnO", &parameter->kind, &parameter->place, &value))
+      return -1;
+    if (parameter->place >= self->given || parameter->place < -1) {
+      PyErr_Format(PyExc_ValueError, "place %zd of %zd values", parameter->place, self->given);
+      return -1;
+    }
+    if (strchr("pilf", parameter->kind) == NULL || parameter->kind == 0) {
+      PyErr_Format(PyExc_ValueError, "no kind of parameter: %d", parameter->kind);
+      return -1;
+    }
+    if (parameter->place < 0 && convert(parameter->kind, value, &parameter->fixed) < 0)
+      return -1;
+  }
+  return 0;
+}
+
+static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names) {
+  static char *known[] = {"library", "function",       "threads", "shared", "pdl",   "cooperative", "given", "parameters",
+                          "device",  "current_stream", "hooks",   "enter",  "leave", "observed",    NULL};
+  const char *library;
+  unsigned long long function;
+  int threads, shared, pdl, cooperative, ordinal;
+  Py_ssize_t given;
+  PyObject *parameters, *device, *current_stream, *hooks, *enter, *leave, *observed;
+  if (!PyArg_ParseTupleAndKeywords(args, names, "sKiippnO!OOOOOO", known, &library, &function, &threads, &shared, &pdl,
+                                   &cooperative, &given, &PyTuple_Type, &parameters, &device, &current_stream, &hooks,
+                                   &enter, &leave, &observed))
+    return NULL;
+  if (threads <= 0 || shared < 0) {
+    PyErr_Format(PyExc_ValueError, "%d threads with %d bytes of shared memory", threads, shared);
+    return NULL;
+  }
+  long wide = PyLong_AsLong(device);
+  if (wide == -1 && PyErr_Occurred())
+    return NULL;
+  if (wide < 0 || wide > INT_MAX) {
+    PyErr_Format(PyExc_ValueError, "device %ld", wide);
+    return NULL;
+  }
+  ordinal = (int)wide;
+  Launch *self = (Launch *)type->tp_alloc(type, 0);
+  if (self == NULL)
+    return NULL;
+  self->vectorcall = launch;
+  self->function = (CUfunction)(uintptr_t)function;
+  self->threads = (unsigned)threads;
+  self->shared = (unsigned)shared;
+  self->ordinal = ordinal;
+  self->given = given;
+  if (pdl) {
+    CUlaunchAttribute *attribute = &self->attributes[self->attribute_count++];
+    attribute->id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attribute->value.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cooperative) {
+    CUlaunchAttribute *attribute = &self->attributes[self->attribute_count++];
+    attribute->id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
+    attribute->value.cooperative = 1;
+  }
+  Py_INCREF(self->device = device);
+  Py_INCREF(self->current_stream = current_stream);
+  Py_INCREF(self->hooks = hooks);
+  Py_INCREF(self->enter = enter);
+  Py_INCREF(self->leave = leave);
+  Py_INCREF(self->observed = observed);
+  if (find_driver(&self->driver, library) < 0 || read_parameters(self, parameters) < 0) {
+    Py_DECREF(self);
+    return NULL;
+  }
+  return (PyObject *)self;
+}
+
+/* Like a tuple it is never changed, so a circle through it is cut elsewhere: there is no tp_clear. */
+static int traverse(PyObject *object, visitproc visit, void *arg) {
+  Launch *self = (Launch *)object;
+  Py_VISIT(self->device);
+  Py_VISIT(self->current_stream);
+  Py_VISIT(self->hooks);
+  Py_VISIT(self->enter);
+  Py_VISIT(self->leave);
+  Py_VISIT(self->observed);
+  return 0;
+}
+
+static void dealloc(PyObject *object) {
+  Launch *self = (Launch *)object;
+  PyObject_GC_UnTrack(object);
+  PyMem_Free(self->parameters);
+  Py_XDECREF(self->device);
+  Py_XDECREF(self->current_stream);
+  Py_XDECREF(self->hooks);
+  Py_XDECREF(self->enter);
+  Py_XDECREF(self->leave);
+  Py_XDECREF(self->observed);
+  Py_TYPE(object)->tp_free(object);
+}
+
+static PyTypeObject LaunchType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "normforge_launcher.Launch",
+    .tp_doc = "Launches a kernel on the current stream, given a grid of three ints and a tuple of values.",
+    .tp_basicsize = sizeof(Launch),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_new = make,
+    .tp_dealloc = dealloc,
+    .tp_traverse = traverse,
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(Launch, vectorcall),
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "normforge_launcher",
+    .m_size = -1,
+};
+
+PyMODINIT_FUNC PyInit_normforge_launcher(void) {
+  enter_name = PyUnicode_InternFromString("launch_enter_hook");
+  leave_name = PyUnicode_InternFromString("launch_exit_hook");
+  calls_name = PyUnicode_InternFromString("calls");
+  if (enter_name == NULL || leave_name == NULL || calls_name == NULL)
+    return NULL;
+  PyObject *module = PyModule_Create(&definition);
+  if (module != NULL && PyModule_AddType(module, &LaunchType) < 0)
+    Py_CLEAR(module);
+  return module;
+}

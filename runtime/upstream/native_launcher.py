@@ -1,0 +1,165 @@
+"""A launcher in C beside Triton's own, which takes a launch's values as they come and prepares the rest once.
+
+`launcher.c` is compiled once on a machine, as Triton compiles its own and into the same cache. It is optional: where it
+cannot be had, or a kernel is not one that it knows, launches go through Triton's.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import settings
+
+logger = logging.getLogger("normforge")
+
+NAME = "normforge_launcher"
+SOURCE = Path(__file__).with_name("launcher.c")
+# Loaded by Triton, which finds it where it is, before there is a kernel to launch.
+LIBRARY = "libcuda.so.1"
+
+# The releases whose way of handing a kernel its parameters is known, by how their versions begin.
+_RELEASES = ("3.6.", "3.7.")
+_KINDS = {"i32": "i", "i64": "l", "fp32": "f"}
+# Threads.
+_WARP = 32
+
+_lock = threading.Lock()
+_module: Any = None
+_failed = False
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A value that each launch brings; `place` is where in these it is."""
+
+    place: int
+
+
+def prepare(
+    compiled: Any,
+    taken: tuple[Any, ...],
+    given: int,
+    device: int,
+    current_stream: Callable[[int], int],
+    hooks: tuple[Any, Any, Any],
+    observed: Callable[..., None],
+) -> Any:
+    """How to launch a compiled kernel of Triton's CUDA backend without Triton's launcher; None where that has to.
+
+    Args:
+        compiled: the kernel, loaded, without scratch memory.
+        taken: its arguments in order, fixed values and slots.
+        given: how many values a launch brings.
+        device: the index of its device.
+        current_stream: from it to the stream that launches go to.
+        hooks: where profilers hang their hooks, and the two chains there.
+        observed: launches instead where a hook hangs.
+
+    Raises:
+        SettingError: NORMFORGE_NATIVE_LAUNCHER or NORMFORGE_FROZEN is neither 0 nor 1.
+    """
+    may_build = not settings.frozen()
+    if not settings.native_launcher():
+        return None
+    try:
+        about = _about(compiled, taken)
+        module = library(build=may_build)
+        return module and module.Launch(
+            library=LIBRARY,
+            given=given,
+            device=device,
+            current_stream=current_stream,
+            hooks=hooks[0],
+            enter=hooks[1],
+            leave=hooks[2],
+            observed=observed,
+            **about,
+        )
+    except Exception as error:
+        # It saves a microsecond or so, and nothing may fail for that.
+        _say_once(f"{type(error).__name__}: {error}")
+        return None
+
+
+def _about(compiled: Any, taken: tuple[Any, ...]) -> dict[str, Any]:
+    """What the launcher is told of a kernel."""
+    import triton
+
+    metadata = compiled.metadata
+    if not triton.__version__.startswith(_RELEASES):
+        raise NotImplementedError(f"Triton {triton.__version__} is not known")
+    warps, clusters, shared = compiled.packed_metadata
+    if metadata.target.backend != "cuda" or clusters != 1:
+        raise NotImplementedError(f"a kernel for {metadata.target.backend} in clusters of {clusters}")
+    signature = compiled.src.signature.values()
+    parameters = [each for kind, source in zip(signature, taken, strict=True) for each in _parameters(kind, source)]
+    return {
+        "function": compiled.function,
+        "threads": warps * _WARP,
+        "shared": shared,
+        "pdl": metadata.launch_pdl,
+        "cooperative": metadata.launch_cooperative_grid,
+        "parameters": tuple(parameters),
+    }
+
+
+def _parameters(kind: Any, source: Any) -> Iterator[tuple[str, int, Any]]:
+    """What the kernel is handed of an argument of a type in Triton's words: nothing of a constant, all of a tuple."""
+    if isinstance(kind, tuple):
+        for inner, part in zip(kind, source, strict=True):
+            yield from _parameters(inner, part)
+    elif kind != "constexpr":
+        letter = "p" if kind.startswith("*") else _KINDS[kind]
+        yield (letter, source.place, None) if isinstance(source, Slot) else (letter, -1, source)
+
+
+def library(*, build: bool) -> Any:
+    """The compiled `launcher.c`, from Triton's cache or else compiled into it; None where it cannot be had.
+
+    Args:
+        build: whether it may be compiled.
+    """
+    global _module, _failed
+    with _lock:
+        if _module is None and not _failed and settings.native_launcher():
+            try:
+                _module = _load(build)
+            except Exception as error:
+                # No compiler, say; it would fail again for every kernel.
+                _failed = True
+                _say_once(f"{type(error).__name__}: {error}")
+        return _module
+
+
+def _load(build: bool) -> Any:
+    from triton.backends.nvidia import driver
+    from triton.runtime.build import compile_module_from_src
+
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise NotImplementedError("it takes Python's lock")
+    source = SOURCE.read_text()
+    if not build and not _is_kept(source):
+        return None
+    return compile_module_from_src(source, NAME, include_dirs=[str(Path(driver.__file__).parent / "include")])
+
+
+def _is_kept(source: str) -> bool:
+    """Whether Triton's cache holds it, under the key that Triton gives it."""
+    from triton.runtime.build import platform_key
+    from triton.runtime.cache import get_cache_manager
+
+    key = hashlib.sha256((source + platform_key()).encode()).hexdigest()
+    return get_cache_manager(key).get_file(f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}") is not None
+
+
+@functools.cache
+def _say_once(why: str) -> None:
+    logger.info("kernels are launched by Triton's launcher, and not by the faster one of normforge (%s)", why)

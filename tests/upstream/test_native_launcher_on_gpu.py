@@ -1,0 +1,144 @@
+"""The launcher in C on a card: bits as by Triton's, in graphs, on streams and in threads, and errors raised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge.selection import dispatch
+from normforge.upstream import native_launcher, triton_launcher
+from normforge.upstream.triton_launcher import Arguments, Launch
+
+from ..calling import same_bits
+
+pytestmark = pytest.mark.gpu
+
+Bound = tuple[Any, Arguments, "Launch | None"]
+Step = Callable[[], tuple[torch.Tensor, ...]]
+
+
+@pytest.fixture(autouse=True)
+def bound(monkeypatch: pytest.MonkeyPatch) -> list[Bound]:
+    """What is made ready to be launched, of nothing that was before: kernels, their arguments, and launches."""
+    found: list[Bound] = []
+    bind = triton_launcher.bind
+
+    def spy(compiled: Any, arguments: Arguments) -> Launch | None:
+        launch = bind(compiled, arguments)
+        found.append((compiled, arguments, launch))
+        return launch
+
+    monkeypatch.setattr(triton_launcher, "bind", spy)
+    monkeypatch.setattr(dispatch, "plans", {})
+    monkeypatch.delenv("NORMFORGE_NATIVE_LAUNCHER", raising=False)
+    if native_launcher.library(build=True) is None:
+        pytest.skip("takes a C compiler")
+    return found
+
+
+def are_native(bound: list[Bound]) -> set[bool]:
+    return {type(launch).__module__ == native_launcher.NAME for _, _, launch in bound}
+
+
+def by_triton(bound: list[Bound], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all that was known made ready again, for Triton's launcher."""
+    monkeypatch.setenv("NORMFORGE_NATIVE_LAUNCHER", "0")
+    monkeypatch.setattr(dispatch, "plans", {})
+    bound.clear()
+
+
+def training(m: int, n: int) -> Step:
+    x = torch.randn(m, n, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight, bias = (torch.randn(n, device="cuda", requires_grad=True) for _ in range(2))
+    dy = torch.randn_like(x)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        y = normforge.layer_norm(x, (n,), weight, bias)
+        return y, *torch.autograd.grad(y, (x, weight, bias), dy)
+
+    return step
+
+
+# One pass, two, and rows that programs share in a cooperative launch.
+@pytest.mark.parametrize(("m", "n"), [(5, 64), (300, 4096), (300, 20000), (600, 140000)])
+def test_bits_are_those_of_launches_by_triton(
+    m: int, n: int, bound: list[Bound], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = training(m, n)
+    ours = [step() for _ in range(3)]
+    assert are_native(bound) == {True}
+    by_triton(bound, monkeypatch)
+    theirs = [step() for _ in range(3)]
+    assert are_native(bound) == {False}
+    for found, expected in zip(ours, theirs, strict=True):
+        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_quantised_outputs_and_a_residual(bound: list[Bound], monkeypatch: pytest.MonkeyPatch) -> None:
+    x, residual = (torch.randn(70, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    modes: dict[str, Any] = {"residual": residual, "fadd": 1, "fquant": 2, "save_mv": True}
+    ours = [normforge.layernorm2d_fwd(x, **modes) for _ in range(2)]
+    assert are_native(bound) == {True}
+    by_triton(bound, monkeypatch)
+    theirs = normforge.layernorm2d_fwd(x, **modes)
+    assert all(same_bits(a, b) for found in ours for a, b in zip(found, theirs, strict=True))
+
+
+def test_a_graph_captures_launches(bound: list[Bound]) -> None:
+    step = training(300, 4096)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call] # as torch ships it
+    with torch.cuda.stream(stream):
+        expected = [step() for _ in range(3)][-1]
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for each in captured:
+        each.detach().zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert are_native(bound) == {True}
+    assert all(same_bits(a, b) for a, b in zip(captured, expected, strict=True))
+
+
+def test_a_stream_is_the_current_one_in_each_of_two_threads(bound: list[Bound]) -> None:
+    x, new = torch.zeros(64, 4096, device="cuda"), torch.randn(64, 4096, device="cuda")
+    expected = normforge.layernorm2d_fwd(new).y
+    torch.cuda.synchronize()
+
+    def run(_: int) -> torch.Tensor:
+        mine = x.clone()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call] # as torch ships it
+            # On any other stream the norm would be done, of zeros, long before this is over.
+            torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call] # as torch ships it
+            mine.copy_(new)
+            for _ in range(100):
+                y = normforge.layernorm2d_fwd(mine).y
+            torch.cuda.current_stream().synchronize()
+        return y
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(same_bits(y, expected) for y in pool.map(run, range(2)))
+    assert are_native(bound) == {True}
+
+
+def test_a_launch_that_the_driver_refuses_is_an_error_and_the_next_runs(bound: list[Bound]) -> None:
+    x = torch.randn(4, 64, device="cuda")
+    expected = normforge.layernorm2d_fwd(x).y
+    ((whole, arguments, _), *_) = bound
+    _, clusters, shared = whole.packed_metadata
+    # Programs of 2048 threads.
+    told = {"run": whole.run, "src": whole.src, "metadata": whole.metadata, "function": whole.function}
+    launch = triton_launcher.bind(SimpleNamespace(packed_metadata=(64, clusters, shared), **told), arguments)
+    assert launch is not None
+    assert are_native(bound[-1:]) == {True}
+    with pytest.raises(RuntimeError, match=r"^Triton Error \[CUDA\]: invalid argument$"):
+        launch((1, 1, 1), (0,) * arguments.given)
+    assert same_bits(normforge.layernorm2d_fwd(x).y, expected)
