@@ -14,7 +14,7 @@ from tabulate import tabulate
 
 from .cells import Task
 from .errors import UsageError
-from .footnotes import footnotes
+from .footnotes import failures, footnotes
 from .providers import every_provider
 from .results import CEILING, PROJECT, SEED, Results, Row
 from .suites import SUITES, batch_invariant
@@ -203,6 +203,7 @@ def render(found: Sequence[Results], picture: str | None = None) -> str:
     for results in found:
         if SUITES[results.suite].draw is not None:
             parts += [f"**{SUITES[results.suite].title}, seed {results.seed}, bf16**", summary(results)]
+            parts += failures(results.rows.values(), every_provider(), results.header)
     return "\n\n".join(parts)
 
 
