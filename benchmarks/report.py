@@ -128,6 +128,7 @@ TABLES = (
     Table("LayerNorm decode, CUDA graph", "decode", "*/ln_bf16/*", ("*",), "µs", (4096, 8192), (1, 16, 256)),
     Table("LayerNorm decode, fp16 and fp32, CUDA graph", "decode", "*/ln_fp*", ("*",), "µs", label=_OF_KIND),
     Table("RMSNorm of 32 of 48 heads, bf16", "heads", "*/rms_bf16_h*", ("*",), lengths=(128,), label=_OF_TASK),
+    Table("RMSNorm of 32 of 48 heads, fp16 and fp32", "heads", "*/rms_fp??_h*", ("*",), label=f"{{task}}, {_OF_KIND}"),
     Table("Residual add and LayerNorm, with a dropout and without", "dropout", "*/ln_bf16/*", ("*",), label=_OF_GROUP),
     Table(
         "Residual add and LayerNorm, with a dropout and without, fp16 and fp32",
