@@ -203,7 +203,9 @@ def render(found: Sequence[Results], picture: str | None = None) -> str:
             parts += _render(table, by_suite[table.suite])
     for results in found:
         if SUITES[results.suite].draw is not None:
-            parts += [f"**{SUITES[results.suite].title}, seed {results.seed}, bf16**", summary(results)]
+            dtypes = dict.fromkeys(row.kind.split("_")[1] for row in results.rows.values())
+            title = f"{SUITES[results.suite].title}, seed {results.seed}, {', '.join(dtypes)}"
+            parts += [f"**{title}**", summary(results)]
             parts += failures(results.rows.values(), every_provider(), results.header)
     return "\n\n".join(parts)
 
