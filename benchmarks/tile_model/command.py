@@ -12,7 +12,7 @@ from ..progress import progress_to
 from ..report import put_into
 from .devices import DEVICES
 from .model import every_case, model_all
-from .table import FOLDER, calibrate, load, render, save, unknown
+from .table import FOLDER, describe, load, save, unknown
 
 # Between which markers of a page the table is put.
 MARKERS = "tile-model"
@@ -33,15 +33,13 @@ def model_tiles(options: argparse.Namespace, _: list[str]) -> int:
     found = load(folder)
     if found is None:
         raise UsageError(f"{folder} holds no table; make one with `python -m benchmarks model-tiles`")
-    stated, rows = found
-    text = f"Modelled for {stated['devices']}, with Triton {stated['triton']}, revision {stated['revision']}.\n\n"
-    text += f"{render(rows)}\n\n{calibrate(rows)}"
+    text = describe(*found)
     if options.into is not None:
         put_into(options.into, text, MARKERS)
         print(f"the table in {options.into} is that of {folder}")
         return 0
     print(text)
-    wrong = unknown(rows)
+    wrong = unknown(found[1])
     for row, fault in wrong:
         print(f"{fault}: {row.kernel} on {row.arch}, N = {row.n}, {row.rows} rows, tile {row.tile}")
     return 1 if wrong else 0

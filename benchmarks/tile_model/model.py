@@ -102,6 +102,11 @@ class Case:
         return replace(mode, norm=self.norm, dtype_in=self.dtype, dtype_out=out)
 
     @property
+    def norm_name(self) -> str:
+        """`ln` or `rms`, as suites and modes call it."""
+        return self.mode.name.partition("_")[0]
+
+    @property
     def m(self) -> int:
         """How many rows: where they are many, of `X_BYTES`."""
         return FEW_M if self.rows == FEW else max(1, X_BYTES // (self.n * self.dtype.itemsize))
@@ -213,7 +218,7 @@ def _row(case: Case, tile: Tile, kernel: str, launched: int, usage: Usage) -> Ro
         case.arch,
         case.tiles,
         case.kind,
-        case.norm.value,
+        case.norm_name,
         case.dtype.value,
         case.n,
         case.rows,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from itertools import groupby
+from math import inf
 from pathlib import Path
 from statistics import median
 
@@ -27,6 +28,8 @@ _SIZE = "256 MiB"
 # Little's law needs (`calibrate`): half of a program's time passes without its loads.
 GOOD = 0.92
 LEAST_MARGIN = 2.0
+# Below it fewer are good than are not.
+_PLENTY = 4
 
 SPILLS, NONE_FITS, TOO_LITTLE = "spills", "none fits", "too little in flight"
 
@@ -49,6 +52,9 @@ class Known:
     tile: str
     reason: str
 
+    def __str__(self) -> str:
+        return f"{self.fault}: `{self.kernel}` on {self.arch} with tiles `{self.tile}`: {self.reason}."
+
     def covers(self, row: Row, fault: str) -> bool:
         """Whether it is about this."""
         return (
@@ -59,7 +65,59 @@ class Known:
         )
 
 
-KNOWN: tuple[Known, ...] = ()
+_LITTLE = "8 to 24 bytes, once a row"
+_FULL = (
+    "a thread's sums of two gradients, a row of x and dy and the next fill its registers, 16 to 136 bytes over; no "
+    "tile of fp32 backward was measured anywhere"
+)
+_B200 = (
+    "a B200's memory wants half as much again as an H200's; its own tiles, of rows copied to shared memory ahead, have "
+    "more, and a table for sm_100 would begin with them"
+)
+# None is mended in the rule, which is for every architecture, before a card says by how much it is slower.
+KNOWN = (
+    Known(
+        SPILLS,
+        "sm_*",
+        "*_bwd_fp32_one_pass",
+        "one_pass 1 512 8 2",
+        "20 values of six fp32 rows a thread in 128 registers, 72 to 272 bytes over; with one program, or 16 warps, "
+        "half as much is in flight",
+    ),
+    Known(SPILLS, "sm_*", "ln_bwd_fp32_one_pass", "one_pass 1 1024 8 2", _FULL),
+    Known(SPILLS, "sm_*", "ln_bwd_fp32_one_pass", "one_pass 1 512 4 4", _FULL),
+    Known(SPILLS, "sm_*", "ln_bwd_fp32_one_pass", "one_pass 1 2048 16", _FULL),
+    Known(SPILLS, "sm_*", "ln_bwd_fp32_rows", "rows *", _FULL),
+    Known(
+        SPILLS,
+        "sm_*",
+        "ln_bwd_bf16_one_pass",
+        "one_pass 1 1024 8 2",
+        "40 to 48 bytes; an H200 takes two programs of 128 registers over one of 168 by 15 %",
+    ),
+    Known(SPILLS, "sm_*", "ln_bwd_bf16_rows", "rows 8 128 2 8", _LITTLE),
+    Known(
+        SPILLS,
+        "sm_*",
+        "ln_fwd_*_one_pass",
+        "one_pass 1 [48]* 32",
+        "8 to 56 bytes on the 64 registers that 32 warps leave, of a few long rows",
+    ),
+    Known(SPILLS, "sm_[89]0", "ln_fwd_fp32_one_pass", "one_pass 1 1024 8", _LITTLE),
+    Known(SPILLS, "sm_80", "rms_fwd_bf16_int8_addst_dq_two_pass", "two_pass 1 8192 32", _LITTLE),
+    Known(SPILLS, "sm_100", "ln_fwd_fp32_addst_rows", "rows 4 512 2", _LITTLE),
+    Known(SPILLS, "gfx942", "ln_fwd_fp32_int8_addst_dq_two_pass", "two_pass 1 4096 32", _LITTLE),
+    Known(
+        TOO_LITTLE,
+        "sm_90",
+        "rms_bwd_bf16_two_pass",
+        "two_pass 2 2048 8 2",
+        "its own table has `spread` instead, which was faster",
+    ),
+    Known(TOO_LITTLE, "sm_100", "*_bwd_bf16_rows", "rows *", _B200),
+    Known(TOO_LITTLE, "sm_100", "ln_bwd_bf16_one_pass", "one_pass *", _B200),
+    Known(TOO_LITTLE, "sm_100", "*_bwd_bf16_two_pass", "two_pass 2 2048 8 2", _B200),
+)
 
 
 def faults(row: Row) -> list[str]:
@@ -116,10 +174,13 @@ class Calibration:
 
     cells: tuple[tuple[float, float], ...]
 
-    @property
-    def good(self) -> list[float]:
-        """The margins of those that reach `GOOD`."""
-        return [margin for margin, share in self.cells if share >= GOOD]
+    def good(self, least: float = 0.0, most: float = inf) -> list[float]:
+        """The margins of those that reach `GOOD`, from one margin to below another."""
+        return [margin for margin, share in self.cells if share >= GOOD and least <= margin < most]
+
+    def below(self, most: float) -> int:
+        """How many have a margin below one."""
+        return sum(margin < most for margin, _ in self.cells)
 
     @property
     def rank_correlation(self) -> float:
@@ -132,16 +193,13 @@ class Calibration:
         return above / below
 
     def __str__(self) -> str:
+        below, cells = self.below(_PLENTY), len(self.cells)
         return (
-            f"Of {len(self.cells)} cells timed on an H200 with the kernels modelled, {len(self.good)} reach {GOOD} of "
-            f"the copy's speed, with margins from {min(self.good):.2f}; the others have {self._others}. Spearman's "
-            f"correlation of margin and share is {self.rank_correlation:.2f}."
+            f"Of {cells} cells timed on an H200 with the kernels modelled, {len(self.good())} reach {GOOD} of the "
+            f"copy's speed, none with a margin below {min(self.good()):.2f}. With one below {_PLENTY} they are "
+            f"{len(self.good(most=_PLENTY))} of {below}, from there on {len(self.good(_PLENTY))} of {cells - below}; "
+            f"margins and shares of the copy's speed have a rank correlation of {self.rank_correlation:.2f}."
         )
-
-    @property
-    def _others(self) -> str:
-        margins = [margin for margin, share in self.cells if share < GOOD]
-        return f"{min(margins):.2f} to {max(margins):.2f}" if margins else "none"
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
@@ -173,6 +231,13 @@ def calibrate(rows: Iterable[Row], timed_at: Path = TIMED) -> Calibration:
             if own and share and all((cell.cell, row.kernel, str(row.threads)) in launched for row in own):
                 found.append((min(row.margin for row in own), share))
     return Calibration(tuple(sorted(found)))
+
+
+def describe(header: Mapping[str, str], rows: Sequence[Row]) -> str:
+    """What a page has of a table: with what it was made, `render`, what is listed, and the calibration."""
+    made = f"Modelled for {header['devices']}, with Triton {header['triton']}, revision {header['revision']}."
+    listed = "\n".join(f"- {known}" for known in KNOWN)
+    return "\n\n".join(filter(None, (made, render(rows), listed, str(calibrate(rows)))))
 
 
 def render(rows: Sequence[Row]) -> str:

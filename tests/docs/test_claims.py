@@ -23,6 +23,8 @@ from benchmarks.providers import every_provider
 from benchmarks.report import BEGIN, END, markers, picture_for, render, where
 from benchmarks.results import CEILING, PROJECT, Results, Row, load
 from benchmarks.suites import SUITES
+from benchmarks.tile_model import table as tile_model
+from benchmarks.tile_model.command import MARKERS as MODEL_TILES
 
 from .pages import PAGES, ROOT, WRITTEN, blocks, prose
 
@@ -209,6 +211,13 @@ def test_tables_of_a_folder_of_their_own_are_those_of_its_results(what: str, nam
     first, last = markers(what)
     between = page.read_text().partition(first)[2].partition(last)[0].strip()
     assert between == (render(found, picture_for(page, folder)) if found else "")
+
+
+def test_the_model_of_tiles_is_that_of_its_table() -> None:
+    found = tile_model.load(tile_model.FOLDER)
+    assert found is not None
+    first, last = markers(MODEL_TILES)
+    assert BENCHMARKS.read_text().partition(first)[2].partition(last)[0].strip() == tile_model.describe(*found)
 
 
 def times_of(suite: str, folder: str = "family") -> dict[str, dict[str, Row]]:
