@@ -119,12 +119,17 @@ class Case:
         return read / (read + kind.written[self.dtype is DType.FP32])
 
 
-def every_case() -> tuple[Case, ...]:
-    """What the table has: the rule's tiles for each GPU, and of bf16 those of `MEASURED` there and on its successor."""
-    many = [
+def of_many_rows() -> tuple[Case, ...]:
+    """The rule's tiles for many rows."""
+    return tuple(
         Case(arch, kind, norm, dtype, n, MANY)
         for arch, kind, dtype, norm, n in product(DEVICES, KINDS, (DType.BF16, DType.FP32), Norm, LENGTHS)
-    ]
+    )
+
+
+def every_case() -> tuple[Case, ...]:
+    """What the table has: the rule's tiles for each GPU, and of bf16 those of `MEASURED` there and on its successor."""
+    many = of_many_rows()
     few = {case: replace(case, rows=FEW) for case in many}
     measured = (
         Case(arch, kind, norm, DType.BF16, n, MANY, TABLE)
