@@ -1,4 +1,4 @@
-"""Run, list and profile suites, time start-up and the parts of calls, join and compare results, check goals."""
+"""Run, list and profile suites, time start-up and parts of calls, model tiles, join or compare results, check goals."""
 
 from __future__ import annotations
 
@@ -106,6 +106,12 @@ def _profile(options: argparse.Namespace, given: list[str]) -> int:
     from .profile import profile
 
     return profile(options, given)
+
+
+def _model_tiles(options: argparse.Namespace, given: list[str]) -> int:
+    from .tile_model.command import model_tiles
+
+    return model_tiles(options, given)
 
 
 def _jax(options: argparse.Namespace, given: list[str]) -> int:
@@ -254,6 +260,7 @@ def _add_measuring(verbs: Verbs) -> None:
     operators.add_argument("--revision", help="what is stated; default: git's")
     operators.set_defaults(verb=_operators)
 
+    _add_model_tiles(verbs)
     _add_models(verbs)
 
     profile = verbs.add_parser(
@@ -278,6 +285,20 @@ def _add_measuring(verbs: Verbs) -> None:
     jax.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/results/<device>")
     jax.add_argument("--revision", help="what the header states; default: git's")
     jax.set_defaults(verb=_jax)
+
+
+def _add_model_tiles(verbs: Verbs) -> None:
+    tiles = verbs.add_parser(
+        "model-tiles",
+        help="model tiles on GPUs that are not here, from compiled binaries; status 1 if one is unexpectedly bad",
+        description="Compile the kernels of the tiles that the rule chooses for sm_80, sm_90, sm_100 and gfx942, which "
+        "takes no GPU, and write what each takes, how many programs fit a multiprocessor, and what those load at once.",
+    )
+    tiles.add_argument("--jobs", type=int, default=0, metavar="J", help="processes; default: one a core")
+    tiles.add_argument("--out", type=Path, help="folder of the table; default: benchmarks/results/tile-model")
+    tiles.add_argument("--into", type=Path, help="put the table that is there into this page instead")
+    tiles.add_argument("--revision", help="what the header states; default: git's")
+    tiles.set_defaults(verb=_model_tiles)
 
 
 def _add_models(verbs: Verbs) -> None:

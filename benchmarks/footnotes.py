@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
@@ -13,6 +13,8 @@ from .results import CEILING, PROJECT, Row
 # Shares are of a cell's fastest peer's speed. A peer is far below itself where its share is less than this of its best.
 _FAR = 1 / 3
 _HOW_WRONG = re.compile(r" by \S+ times its tolerance")
+# What differs between failures of one kind.
+_NUMBER = re.compile(r"\d+")
 _SMALL = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -77,6 +79,29 @@ def footnotes(
             note = f"{_versioned(provider, header)}: {_what(row)}{_why(row)}."
             marks[row.cell, name] = numbers.setdefault(note, str(len(numbers) + 1).translate(_SMALL))
     return marks, [f"{number} {note}" for note, number in numbers.items()]
+
+
+def failures(rows: Iterable[Row], providers: Mapping[str, Provider], header: Mapping[str, str]) -> list[str]:
+    """A sentence on each way in which a peer fails, of a table that shows no figure of a cell; sizes are as of one.
+
+    Args:
+        rows: of a suite.
+        providers: peers to speak of.
+        header: of the results, for versions.
+    """
+    alike: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if not row.ok and row.provider in providers:
+            alike.setdefault((row.provider, _NUMBER.sub("", row.status)), []).append(row)
+    said = []
+    for (name, _), failed in alike.items():
+        first = min(failed, key=lambda row: (row.n, row.cell))
+        span = sorted({row.n for row in failed})
+        lengths = f"N = {span[0]}" if len(span) == 1 else f"N from {span[0]} to {span[-1]}"
+        cells = "cell" if len(failed) == 1 else "cells"
+        about = f"{_versioned(providers[name], header)} fails in {len(failed)} {cells}, {lengths}"
+        said.append(f"{about}: {_what(first)}{_why(first)}.")
+    return said
 
 
 def _shares(rows: Mapping[str, Row]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from tabulate import tabulate
 
 from .cells import Task
 from .errors import UsageError
-from .footnotes import footnotes
+from .footnotes import failures, footnotes
 from .providers import every_provider
 from .results import CEILING, PROJECT, SEED, Results, Row
 from .suites import SUITES, batch_invariant
@@ -128,6 +128,7 @@ TABLES = (
     Table("LayerNorm decode, CUDA graph", "decode", "*/ln_bf16/*", ("*",), "µs", (4096, 8192), (1, 16, 256)),
     Table("LayerNorm decode, fp16 and fp32, CUDA graph", "decode", "*/ln_fp*", ("*",), "µs", label=_OF_KIND),
     Table("RMSNorm of 32 of 48 heads, bf16", "heads", "*/rms_bf16_h*", ("*",), lengths=(128,), label=_OF_TASK),
+    Table("RMSNorm of 32 of 48 heads, fp16 and fp32", "heads", "*/rms_fp??_h*", ("*",), label=f"{{task}}, {_OF_KIND}"),
     Table("Residual add and LayerNorm, with a dropout and without", "dropout", "*/ln_bf16/*", ("*",), label=_OF_GROUP),
     Table(
         "Residual add and LayerNorm, with a dropout and without, fp16 and fp32",
@@ -202,7 +203,10 @@ def render(found: Sequence[Results], picture: str | None = None) -> str:
             parts += _render(table, by_suite[table.suite])
     for results in found:
         if SUITES[results.suite].draw is not None:
-            parts += [f"**{SUITES[results.suite].title}, seed {results.seed}, bf16**", summary(results)]
+            dtypes = dict.fromkeys(row.kind.split("_")[1] for row in results.rows.values())
+            title = f"{SUITES[results.suite].title}, seed {results.seed}, {', '.join(dtypes)}"
+            parts += [f"**{title}**", summary(results)]
+            parts += failures(results.rows.values(), every_provider(), results.header)
     return "\n\n".join(parts)
 
 

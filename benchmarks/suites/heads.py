@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from ..cells import Cell, Method, Norm, Suite, Task
+from .shapes import OTHER_DTYPES
 
 _TOKENS, _HEADS = 8192, (32, 48)
 _LENGTHS = (64, 128, 256)
@@ -12,7 +13,9 @@ _LENGTHS = (64, 128, 256)
 
 def _cells(task: Task, heads: tuple[int, int], group: str) -> tuple[Cell, ...]:
     m = _TOKENS * _HEADS[0]
-    return tuple(Cell(task, norm, m, n, group=group, heads=heads) for norm, n in product(Norm, _LENGTHS))
+    # Of other dtypes the length that most models have; a walk over two strides is the same of both norms.
+    kinds = (*product(Norm, _LENGTHS, ("bf16",)), *product((Norm.RMS,), (128,), OTHER_DTYPES))
+    return tuple(Cell(task, norm, m, n, dtype, group=group, heads=heads) for norm, n, dtype in kinds)
 
 
 SUITE = Suite(

@@ -2,26 +2,28 @@
 
 168 lengths: 152 multiples of 8 from 32 to 131072, both ends among them, one of each fourteenth of an octave (below 160
 there are fewer multiples than that, and all are in); and one of each 3/4 octave that is no multiple of 8, odd by turns.
-Each has eight cells of the 64 that eight classes of rows and eight computations (a task and a norm) make, so 1344 in
-all, in order so that what comes first is a sample of the whole:
+Each has eight cells of the 64 that eight classes of rows and eight computations (a task and a norm) make, so 1344 of
+bf16, in order so that what comes first is a sample of the whole:
 
 - each length has each class once, and each computation once;
 - eight neighbouring lengths have each pair of a class and a computation once;
 - a turn, a run's first 168 cells or the next 168, has each length once, and of any eight neighbours each class once
-  and each computation once; 21 cells in a row have lengths from all over the range.
+  and each computation once; 21 cells in a row have lengths from all over the range;
+- a ninth turn is the first again, of fp16 and fp32 by turns: 1512 cells in all.
 
 A run may thus be cut anywhere (`--minutes`), and at the end of a turn it is even. At 0.3 to 1 s a provider and cell,
-beside what is compiled ahead (`--jobs`), six providers take about 5 to 17 minutes a turn, and 40 to 135 in all.
+beside what is compiled ahead (`--jobs`), six providers take about 5 to 17 minutes a turn, and 45 to 150 in all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from hashlib import sha256
-from itertools import pairwise, product
+from itertools import cycle, pairwise, product
 from typing import TypeVar
 
 from ..cells import Cell, Method, Norm, Suite, Task, rows_of
+from .shapes import OTHER_DTYPES
 
 T = TypeVar("T")
 
@@ -57,14 +59,16 @@ def draw(seed: int) -> tuple[Cell, ...]:
     computations = [_shuffled(_COMPUTATIONS, seed, "computations", block) for block in range(len(blocks))]
     classes = [_shuffled(_CLASSES, seed, "classes", block) for block in range(len(blocks))]
     # Two Latin squares that are orthogonal, as a place's double, and its triple, are other places for all but 0.
-    return tuple(
-        _cell(
+    drawn = tuple(
+        (
             order[block][place],
             computations[block][turn ^ _doubled(place)],
             classes[block][turn ^ _doubled(place) ^ place],
         )
         for turn, place, block in product(range(_SIDE), range(_SIDE), range(len(blocks)))
     )
+    others = zip(drawn[: len(drawn) // _SIDE], cycle(OTHER_DTYPES), strict=False)
+    return (*(_cell(*one) for one in drawn), *(_cell(*one, dtype) for one, dtype in others))
 
 
 def lengths(seed: int) -> list[int]:
@@ -82,10 +86,10 @@ def _aligned(octaves: float) -> int:
     return round(_SHORTEST * 2**octaves / _ALIGNED) * _ALIGNED
 
 
-def _cell(n: int, computation: tuple[Task, Norm], rows: tuple[str, int, int]) -> Cell:
+def _cell(n: int, computation: tuple[Task, Norm], rows: tuple[str, int, int], dtype: str = "bf16") -> Cell:
     (task, norm), (group, size, m) = computation, rows
     out_dtype = "fp8" if task.quantises else ""
-    return Cell(task, norm, m or rows_of(size, n), n, out_dtype=out_dtype, group=group)
+    return Cell(task, norm, m or rows_of(size, n, dtype), n, dtype, out_dtype, group=group)
 
 
 def _doubled(element: int) -> int:

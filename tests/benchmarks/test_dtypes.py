@@ -24,8 +24,8 @@ from benchmarks.suites.shapes import OTHER_DTYPES
 from .small import results
 
 # Those whose kernels differ with the dtype. The others have the dtypes that they were given (the tutorial's, ck_tile's,
-# those of engines), or time what no dtype changes: the host, and how rows are walked.
-MIXED = ("forward", "backward", "quant", "dropout", "decode", "gated", "modulated", "groupnorm")
+# those of engines), or time what no dtype changes: the host, and what a tile for every M costs.
+MIXED = ("forward", "backward", "quant", "dropout", "decode", "heads", "gated", "modulated", "groupnorm")
 
 
 def _small(cell: Cell) -> Cell:
@@ -58,7 +58,7 @@ def test_a_suite_has_two_or_three_shapes_a_kind_and_no_more_in_all_than_of_bf16(
 
 
 def test_fp32_goes_backward_too() -> None:
-    for name in ("backward", "gated", "modulated", "groupnorm"):
+    for name in ("backward", "heads", "gated", "modulated", "groupnorm"):
         assert any(cell.dtype == "fp32" and cell.task.differentiates for cell in OTHERS[name])
     assert {cell.id for cell in OTHERS["forward"]} >= {"forward/rms_fp32/2048x8192", "forward/ln_fp32/2048x8192"}
 

@@ -70,6 +70,23 @@ def test_a_reason_is_said_where_it_is_known() -> None:
     assert note.endswith("blocksize = 65536`; a program of it holds a whole row.")
 
 
+def test_below_a_table_without_figures_of_cells_failures_are_sentences() -> None:
+    cells = [Cell(Task.FORWARD, Norm.LAYER, 64, n, group="M = 64") for n in (4099, 8193, 70000, 90000)]
+    made = _made(
+        {"normforge": (9.0,) * 4, "quack": (0.0, 0.0, 9.0, 9.0), "liger": (9.0, 9.0, 0.0, 0.0)}, cells, "sweep"
+    )
+    made.header.update({"liger-kernel": "0.8.5"})
+    for cell in cells[2:]:
+        status = f"fails: RuntimeError: n = {cell.n} exceeds the recommended Triton blocksize = 65536."
+        made.add(Row(**{**made.of(cell.id)["liger"].__dict__, "status": status}))
+    assert [line for line in render([made]).splitlines() if " fails in " in line] == [
+        "QuACK (quack-kernels 0.6.5) fails in 2 cells, N from 4099 to 8193: `RuntimeError: no such kernel`.",
+        "Liger (liger-kernel 0.8.5) fails in 2 cells, N from 70000 to 90000: `RuntimeError: n = 70000 exceeds the "
+        "recommended Triton blocksize = 65536`; a program of it holds a whole row.",
+    ]
+    assert " fails in " not in render([_made({"quack": (9.0,) * 4}, cells, "sweep")])
+
+
 def test_figures_of_two_tasks_are_not_held_against_each_other() -> None:
     """A recorded call is another thing than a plain one, and a peer may be good at one of the two."""
     cells = [Cell(task, Norm.LAYER, 16, 4096, group="ln") for task in (Task.FORWARD, Task.GRAD_FORWARD)]

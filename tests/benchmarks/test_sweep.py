@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from benchmarks import cli, run
-from benchmarks.cells import Cell, Norm, Task
+from benchmarks.cells import DTYPES, Cell, Norm, Task
 from benchmarks.pictures import draw_all
 from benchmarks.reach import RULES, Checked, check, describe
 from benchmarks.report import render
@@ -56,7 +56,7 @@ def test_lengths_are_spread_evenly_from_32_to_131072(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_length_has_every_size_and_every_computation_once(seed: int) -> None:
-    cells = draw(seed)
+    cells = draw(seed)[: 8 * TURN]
     assert len({cell.id for cell in cells}) == len(cells) == 8 * TURN
     computations, classes = Counter(_computed(cell) for cell in cells), Counter(cell.group for cell in cells)
     wanted = [(task, norm) for task in (Task.FORWARD, Task.ADD, Task.ADD_QUANT, Task.BACKWARD) for norm in Norm]
@@ -81,13 +81,28 @@ def test_a_class_of_rows_is_a_size_or_a_number() -> None:
         else:
             size = int(what.removesuffix(" MiB")) * 2**20
             # Down to a multiple of 8 rows.
-            assert size - 8 * cell.n * 2 < cell.m * cell.n * 2 <= size
+            row = cell.n * DTYPES[cell.dtype].itemsize
+            assert size - 8 * row < cell.m * row <= size
     assert {cell.m for cell in draw(5) if cell.group.startswith("M")} == {64, 256, 512, 1024, 2048}
-    assert {cell.dtype for cell in draw(5)} == {"bf16"}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_ninth_turn_is_the_first_of_fp16_and_fp32(seed: int) -> None:
+    cells = draw(seed)
+    first, ninth = cells[:TURN], cells[8 * TURN :]
+    assert {cell.dtype for cell in cells[: 8 * TURN]} == {"bf16"}
+    assert [(cell.n, cell.group, *_computed(cell)) for cell in ninth] == [
+        (cell.n, cell.group, *_computed(cell)) for cell in first
+    ]
+    assert Counter(cell.dtype for cell in ninth) == {"fp16": TURN // 2, "fp32": TURN // 2}
+    kinds = {(cell.dtype, *_computed(cell)) for cell in ninth}
+    assert len(kinds) == 2 * 8
+    assert {(cell.dtype, cell.group) for cell in ninth} == {(dtype, group) for dtype, *_ in kinds for group in GROUPS}
 
 
 def test_a_run_that_is_cut_has_a_sample_of_the_whole() -> None:
     cells, drawn = draw(7), lengths(7)
+    assert len(cells) == 9 * TURN
     for start in range(0, len(cells), TURN):
         turn = cells[start : start + TURN]
         assert sorted(cell.n for cell in turn) == drawn
@@ -110,7 +125,7 @@ def test_a_seed_decides_the_cells() -> None:
 
 def test_results_name_their_seed_so_it_means_the_same_cells_for_good() -> None:
     """On any Python: one that draws others would go on with a file of other cells, and say nothing."""
-    ids = "\n".join(cell.id for cell in draw(0))
+    ids = "\n".join(cell.id for cell in draw(0)[: 8 * TURN])
     assert sha256(ids.encode()).hexdigest() == DIGEST
 
 
@@ -205,7 +220,7 @@ def _made(seed: int, cells: tuple[Cell, ...]) -> Results:
 
 
 def test_a_table_has_a_line_a_task_norm_and_class_of_rows() -> None:
-    cells = draw(2)
+    cells = draw(2)[: 8 * TURN]
     made = _made(2, cells)
     worst = next(cell for cell in cells if cell.task is Task.ADD and cell.norm is Norm.RMS and cell.m > MOST_SOME)
     failed = next(cell for cell in cells if cell.task is Task.FORWARD and cell.norm is Norm.RMS and cell.m > MOST_SOME)
@@ -293,7 +308,7 @@ def test_under_a_deadline_no_more_is_compiled_ahead_than_may_be_begun(
     offered = [cell for cell in cells if peer.builder(cell)]
     soon = plan(tmp_path, peer, deadline=time.monotonic() + 1000)
     assert run._run_in_stages(suite, cells, nothing, soon, jobs=2) == len(cells)
-    assert len(ahead) == 8
+    assert len(ahead) == 9
     assert sum(ahead) == len(offered)
     ahead.clear()
     late = plan(tmp_path, peer, deadline=time.monotonic() - 1)

@@ -23,6 +23,8 @@ from benchmarks.providers import every_provider
 from benchmarks.report import BEGIN, END, markers, picture_for, render, where
 from benchmarks.results import CEILING, PROJECT, Results, Row, load
 from benchmarks.suites import SUITES
+from benchmarks.tile_model import table as tile_model
+from benchmarks.tile_model.command import MARKERS as MODEL_TILES
 
 from .pages import PAGES, ROOT, WRITTEN, blocks, prose
 
@@ -209,6 +211,28 @@ def test_tables_of_a_folder_of_their_own_are_those_of_its_results(what: str, nam
     first, last = markers(what)
     between = page.read_text().partition(first)[2].partition(last)[0].strip()
     assert between == (render(found, picture_for(page, folder)) if found else "")
+
+
+def test_the_model_of_tiles_is_that_of_its_table() -> None:
+    found = tile_model.load(tile_model.FOLDER)
+    assert found is not None
+    first, last = markers(MODEL_TILES)
+    assert BENCHMARKS.read_text().partition(first)[2].partition(last)[0].strip() == tile_model.describe(*found)
+    page, rows = said(BENCHMARKS), found[1]
+    b200 = [row for row in rows if row.arch == "sm_100" and row.kind == "backward" and row.dtype == "bf16"]
+    short = [row.margin for row in b200 if row.tiles == "rule" and tile_model.TOO_LITTLE in tile_model.faults(row)]
+    assert f"margins of {min(short):.1f} to {max(short):.2f}, where" in page
+    own = [row.margin for row in b200 if row.tiles == "table"]
+    middle = [row.margin for row in b200 if row.tiles == "table" and 512 <= row.n <= 32768]
+    assert f"The H200's own tiles have {span(own, '.1f')} there, {span(middle, '.1f')} for N from 512 to 32768" in page
+    assert f"would have {span(middle, '.1f')}; a table for sm_100" in page
+    assert f"no H200 kernel was good below {min(tile_model.calibrate(rows).good()):.2f}" in page
+    assert min(row.resident for row in rows) == 1
+    others = [row.margin for row in rows if row.arch in ("sm_80", "gfx942") and row.rows == "many"]
+    assert min(others) > 3
+    spilled = max((row for row in rows if row.tiles == "rule"), key=lambda row: row.spilled_bytes)
+    assert (spilled.kind, spilled.dtype, spilled.n) == ("backward", "fp32", 5120)
+    assert f"up to {spilled.spilled_bytes} bytes a thread at N = 5120" in page
 
 
 def times_of(suite: str, folder: str = "family") -> dict[str, dict[str, Row]]:
