@@ -194,8 +194,8 @@ class Row:
 def tile_of(case: Case) -> Tile:
     """The tile that is modelled."""
     entry = dispatch.find(case.mode, case.n)
-    large, small, _ = entry.tiles_on(ANY if case.tiles == RULE else MEASURED)
-    return small if case.rows == FEW else large
+    tiles = entry.tiles_on(ANY if case.tiles == RULE else MEASURED)
+    return tiles.small if case.rows == FEW else tiles.large
 
 
 def model(case: Case) -> list[Row]:
