@@ -691,6 +691,45 @@ def test_what_compiled_models_gain_is_that_of_the_results() -> None:
     assert min(gain for model, gain in compiled.items() if model != least) > 0.999
 
 
+def test_what_the_second_run_of_models_says_is_that_of_the_results() -> None:
+    text, folder = said(BENCHMARKS), "h200-models-again"
+    trained = gains(folder, "train", "bf16", "eager", "patch")
+    assert min(trained.values()) > 1
+    assert f"in all eight again: {geometric_mean(trained.values()):.2f} in the geometric mean" in text
+    table = load_models(RESULTS / folder)
+    assert table is not None
+    ms = [
+        f"{table.rows[Key(model, 'bf16', 'train', run, variant)].ms or 0.0:.1f}"
+        for run, variant in (("eager", "patch"), ("compile", "torch"))
+        for model in ("llama", "qwen3")
+    ]
+    assert "Llama and Qwen3 take {} and {} ms, and compiled alone {} and {}".format(*ms) in text
+    compiled = gains(folder, "train", "bf16", "compile", "patch-passes")
+    assert f"{geometric_mean(compiled.values()):.3f} in the geometric mean, ViT {compiled['vit']:.2f}" in text
+    assert f"Qwen3 ({compiled['qwen3']:.3f}) and BERT ({compiled['bert']:.3f}) are slower" in text
+    decoded, graphs = (gains(folder, "decode", "bf16", run, "patch-passes") for run in ("compile", "graphs"))
+    assert len(decoded) == len(graphs) == 5
+    assert f"slower in all five, {min(decoded.values()):.2f} to {max(decoded.values()):.2f};" in text
+    assert f"and Qwen3 is at {graphs.pop('qwen3'):.2f}" in text
+    assert all(abs(gain - 1) <= 0.002 for gain in graphs.values())
+    eager, alone = (gains(folder, "decode", "bf16", "eager", name)["gpt2"] for name in ("patch", "patch-unfused"))
+    assert f"is at {eager:.2f}, its fused adds no part of that: without them {alone:.2f}" in text
+
+
+def test_what_the_launcher_saves_is_that_of_the_results() -> None:
+    us = []
+    for folder in ("h200-launcher", "h200-launcher-triton"):
+        lines = (RESULTS / folder / "parts.csv").read_text().splitlines()
+        rows = {(row["group"], row["part"]): row for row in csv.DictReader(line for line in lines if line[0] != "#")}
+        us.append(
+            [float(rows["recorded", "launch"]["us_min"]), float(rows["whole calls", "layernorm2d_fwd"]["us_min"])]
+        )
+    (launch, call), (launch_before, call_before) = us
+    text = said(ROOT / "docs/design.md")
+    plain = f"and a plain call {call:.1f}, {call_before:.1f}"
+    assert f"a launch takes {launch:.1f} µs, {launch_before:.1f} with Triton's, {plain}" in text
+
+
 def _table_of_models(folder: str) -> tuple[dict[str, str], str]:
     table = load_models(RESULTS / folder)
     assert table is not None
@@ -708,6 +747,7 @@ def _table_of_kernels(folder: str) -> tuple[dict[str, str], str]:
     [
         ("models", _table_of_models),
         ("models-autocast", _table_of_models),
+        ("models-again", _table_of_models),
         ("models-kernels", _table_of_kernels),
         ("models-kernels-layernorm", _table_of_kernels),
     ],
