@@ -89,16 +89,20 @@ def prepare(
         return None
 
 
+class _NotServedError(Exception):
+    """Why a kernel, or a build of Python, keeps Triton's own launcher."""
+
+
 def _about(compiled: Any, taken: tuple[Any, ...]) -> dict[str, Any]:
     """What the launcher is told of a kernel."""
     import triton
 
     metadata = compiled.metadata
     if not triton.__version__.startswith(_RELEASES):
-        raise NotImplementedError(f"Triton {triton.__version__} is not known")
+        raise _NotServedError(f"Triton {triton.__version__} is not known")
     warps, clusters, shared = compiled.packed_metadata
     if metadata.target.backend != "cuda" or clusters != 1:
-        raise NotImplementedError(f"a kernel for {metadata.target.backend} in clusters of {clusters}")
+        raise _NotServedError(f"a kernel for {metadata.target.backend} in clusters of {clusters}")
     signature = compiled.src.signature.values()
     parameters = [each for kind, source in zip(signature, taken, strict=True) for each in _parameters(kind, source)]
     return {
@@ -144,7 +148,7 @@ def _load(build: bool) -> Any:
     from triton.runtime.build import compile_module_from_src
 
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        raise NotImplementedError("it takes Python's lock")
+        raise _NotServedError("it takes Python's lock")
     source = SOURCE.read_text()
     if not build and not _is_kept(source):
         return None
