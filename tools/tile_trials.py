@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache, cached_property
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -79,20 +80,33 @@ class Size(Enum):
         return {Size.LARGE: (False,), Size.SMALL: (True,)}.get(self, (False, True))
 
 
+class Timer(Enum):
+    """What a time is of: calls in a CUDA graph, whose operands L2 has, or calls that find it overwritten."""
+
+    GRAPH = "graph"
+    COLD = "cold"
+
+
+_TIMERS: dict[Timer, Callable[[Callable[[], object], int], float]] = {
+    Timer.GRAPH: lambda call, repeat: graph_ms(call, calls=20, repeat=repeat),
+    Timer.COLD: lambda call, repeat: median_ms(call, warmup=2, repeat=repeat),
+}
+
+
 @dataclass(frozen=True)
 class Sizes:
     """How much is measured.
 
     Attributes:
         bytes: of x, for many rows: more than any L2 cache holds.
-        few: rows, where they are few.
-        some: rows, where they are more than that and hardly fill a GPU.
+        few: numbers of rows, where they are few: one tile serves all, and the mean of its times counts.
+        some: likewise, where they are more than that and hardly fill a GPU.
         checked: rows that a tile is held against the reference with.
     """
 
     bytes: int = 2**28
-    few: int = 64
-    some: int = 512
+    few: tuple[int, ...] = (16, 64, 256)
+    some: tuple[int, ...] = (512, 1024, 2048)
     checked: int = 70
 
 
@@ -125,16 +139,19 @@ class Case:
         )
 
     @property
-    def in_graphs(self) -> bool:
-        """Whether calls are timed in a CUDA graph, as launching so few rows takes longer than they do."""
-        return self.size in (Size.SMALL, Size.SOME)
+    def timers(self) -> tuple[Timer, ...]:
+        """How calls are timed: a few rows in a CUDA graph, as launching them takes longer than they do.
 
-    def rows(self, sizes: Sizes) -> int:
-        """How many rows are timed; modulated ones are as many of each sample."""
-        if self.in_graphs:
+        Some rows both ways: whether what came before left them in L2 decides which tile is fast.
+        """
+        return {Size.SMALL: (Timer.GRAPH,), Size.SOME: (Timer.GRAPH, Timer.COLD)}.get(self.size, (Timer.COLD,))
+
+    def rows(self, sizes: Sizes) -> tuple[int, ...]:
+        """The numbers of rows that are timed; modulated ones are as many of each sample."""
+        if self.size in (Size.SMALL, Size.SOME):
             return sizes.few if self.size is Size.SMALL else sizes.some
         rows = max(1, sizes.bytes // (self.n * self.kind.itemsize))
-        return rows - rows % (self._most_samples(rows) or 1)
+        return (rows - rows % (self._most_samples(rows) or 1),)
 
     def _most_samples(self, rows: int) -> int:
         """Of how many samples rows may be, 0 of those that are of none: each has a scale and a shift, all have one L1.
@@ -239,7 +256,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tried:
-    """What the trial of a tile came to; times are medians, in milliseconds.
+    """What the trial of a tile came to; times are medians in milliseconds, or the geometric mean of several.
 
     Attributes:
         tile: what was tried.
@@ -277,14 +294,14 @@ class Outcome:
 
     Attributes:
         case: what a tile was sought for.
-        rows: how many rows were timed.
+        rows: the numbers of rows that were timed.
         present: the tile in use until now.
         tried: every tile, the present one first.
         winner: None if no tile runs here.
     """
 
     case: Case
-    rows: int
+    rows: tuple[int, ...]
     present: Tile
     tried: tuple[Tried, ...]
     winner: Winner | None
@@ -326,37 +343,37 @@ def decide(
     rows = case.rows(sizes)
     times: dict[Tile, float] = {}
     problems: dict[Tile, str] = {}
-    run = case.run(rows, device)
+    runs = [case.run(m, device) for m in rows]
     checked = case.run(sizes.checked, device)
     tiles = case.tiles(device, many)
     for tile in tiles:
         trial = Trial(case, tile)
         problem = _why_not(trial, checked)
         if problem is None:
-            times[tile] = _time(trial, run, repeat=10)
+            times[tile] = _time(trial, runs, repeat=10)
         else:
             problems[tile] = problem
         advance()
     present = tiles[0]
     most = 3 * _FINALISTS if case.size is Size.INVARIANT else _FINALISTS
     finalists = {*sorted(times, key=times.__getitem__)[:most], *(times.keys() & {present, many})}
-    final = {tile: _time(Trial(case, tile), run, repeat=50) for tile in finalists}
+    final = {tile: _time(Trial(case, tile), runs, repeat=50) for tile in finalists}
     best = _best(final, present)
     if many is not None and best is not None:
         best = _best({tile: final[tile] for tile in (best, many) if tile in final}, many)
     of_few: dict[Tile, float] = {}
     if case.size is Size.INVARIANT and best is not None:
         near = [tile for tile in final if final[tile] <= final[best] * MOST_SLOWER]
-        few = case.run(sizes.few, device)
+        few = [case.run(m, device) for m in sizes.few]
         of_few = {tile: _time(Trial(replace(case, size=Size.SMALL), tile), few, repeat=50) for tile in near}
         best = _best(of_few, present)
     tried = tuple(Tried(tile, times.get(tile), final.get(tile), of_few.get(tile), problems.get(tile)) for tile in tiles)
-    return Outcome(case, rows, present, tried, None if best is None else _winner(case, best, final[best], run))
+    return Outcome(case, rows, present, tried, None if best is None else _winner(case, best, final[best], runs))
 
 
-def _winner(case: Case, tile: Tile, ms: float, run: Run[Any]) -> Winner:
+def _winner(case: Case, tile: Tile, ms: float, runs: Sequence[Run[Any]]) -> Winner:
     with tiled(Trial(case, tile)):
-        moved = run.moved(run.call())
+        moved = geometric_mean(run.moved(run.call()) for run in runs)
     return Winner(tile, ms, moved / ms / 1e6)
 
 
@@ -380,8 +397,7 @@ def _why_not(trial: Trial, run: Run[Any]) -> str | None:
     return f"{', '.join(wrong)} differ from the reference" if wrong else None
 
 
-def _time(trial: Trial, run: Run[Any], repeat: int) -> float:
+def _time(trial: Trial, runs: Sequence[Run[Any]], repeat: int) -> float:
+    timers = trial.case.timers
     with tiled(trial):
-        if trial.case.in_graphs:
-            return graph_ms(run.call, calls=20, repeat=repeat)
-        return median_ms(run.call, warmup=2, repeat=repeat)
+        return geometric_mean(_TIMERS[timer](run.call, repeat) for run in runs for timer in timers)

@@ -183,7 +183,7 @@ def _report(outcomes: Sequence[Outcome]) -> str:
                 [
                     outcome.case.kind.name,
                     outcome.case.n,
-                    f"{outcome.rows}{', for every M' if outcome.case.size is Size.INVARIANT else ''}",
+                    _shown_rows(outcome),
                     _shown(outcome.present),
                     "fails" if before is None else f"{before * 1e3:.2f}",
                     "the same" if won.tile == outcome.present else _shown(won.tile),
@@ -194,6 +194,11 @@ def _report(outcomes: Sequence[Outcome]) -> str:
                 ]
             )
     return tabulate(rows, headers, disable_numparse=True)
+
+
+def _shown_rows(outcome: Outcome) -> str:
+    rows = ", ".join(map(str, outcome.rows))
+    return f"{rows}, for every M" if outcome.case.size is Size.INVARIANT else rows
 
 
 def _shown(tile: Tile) -> str:

@@ -30,9 +30,9 @@ from normforge.tools.tile_trials import Case, Size, Sizes, Trial
 from ..thorough import THOROUGH
 
 CARD = Machine(torch.device("cpu"), "a card", interpreted=False)
-SIZES = Sizes(bytes=2**10, few=2, some=3, checked=3)
+SIZES = Sizes(bytes=2**10, few=(2,), some=(3,), checked=3)
 # Of eight rows a sample, the fewest that kernels take backward, and of two samples.
-MODULATED_SIZES = Sizes(bytes=2**12, few=8, some=8, checked=18)
+MODULATED_SIZES = Sizes(bytes=2**12, few=(8,), some=(8,), checked=18)
 N128 = standard_ladder()[0]
 PLAIN, BACKWARD = CLASSES[0], TileClass(Direction.BACKWARD, 2)
 
@@ -126,9 +126,48 @@ def test_the_tile_for_every_m_is_fast_for_many_rows_and_the_fastest_of_those_for
     assert any(tile.pipeline is Pipeline.SPREAD for tile in replace(long, size=Size.LARGE).tiles(CARD.device))
 
 
+def test_a_tile_serves_every_number_of_rows_of_its_class_and_their_mean_time_decides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that is twice as fast for the fewest, and three times as slow for the most, does not win."""
+    case = Case(PLAIN, standard_ladder()[2], Size.SMALL)
+    present, fickle, steady, *_ = case.tiles(CARD.device)
+    of = {present: (1.0, 1.0), fickle: (0.5, 3.0), steady: (0.9, 0.9)}
+    timed = []
+
+    def graph_ms(call: Callable[[], Any], **_: int) -> float:
+        m = len(call().y)
+        timed.append(m)
+        tile = next(iter(dispatch.loaded())).tile(1, "cpu")
+        return of.get(tile, (4.0, 4.0))[(2, 6).index(m)]
+
+    monkeypatch.setattr(tile_trials, "graph_ms", graph_ms)
+    outcome = tile_trials.decide(case, CARD.device, replace(SIZES, few=(2, 6)), lambda: None)
+    assert outcome.winner is not None
+    assert (outcome.winner.tile, outcome.winner.ms) == (steady, pytest.approx(0.9))
+    assert outcome.rows == (2, 6)
+    assert set(timed) == {2, 6}
+    assert next(each.ms for each in outcome.tried if each.tile == fickle) == pytest.approx(1.5**0.5)
+
+
+def test_some_rows_are_timed_with_their_operands_in_l2_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = []
+    monkeypatch.setattr(tile_trials, "graph_ms", lambda *_, **__: timed.append("graph") or 4.0)
+    monkeypatch.setattr(tile_trials, "median_ms", lambda *_, **__: timed.append("cold") or 9.0)
+    for size, timers, ms in (
+        (Size.SMALL, {"graph"}, 4.0),
+        (Size.LARGE, {"cold"}, 9.0),
+        (Size.SOME, {"graph", "cold"}, 6.0),
+    ):
+        timed.clear()
+        outcome = tile_trials.decide(Case(PLAIN, N128, size), CARD.device, SIZES, lambda: None)
+        assert {*timed} == timers
+        assert outcome.present_ms == pytest.approx(ms)
+
+
 def test_some_rows_get_a_tile_that_is_clearly_faster_than_that_for_many(clock: Callable[[Clock], None]) -> None:
     case = Case(PLAIN, N128, Size.SOME)
-    assert case.rows(Sizes()) == 512
+    assert case.rows(Sizes()) == (512, 1024, 2048)
     many = Tile(Pipeline.ROWS, 2, 128, 8)
     present, instead, other, *_ = tiles = case.tiles(CARD.device, many)
     assert instead == many
@@ -276,7 +315,7 @@ def test_modulated_rows_are_of_many_samples(itemsize: int, n: int) -> None:
     """One scale and one shift would stay in L1; those of a batch do not."""
     kind = next(kind for kind in EVERY_CLASS if kind.name == f"fwd_{8 * itemsize}bit_mod")
     (bucket,) = [bucket for bucket in standard_ladder() if n in bucket]
-    rows = Case(kind, bucket, Size.LARGE).rows(Sizes())
+    (rows,) = Case(kind, bucket, Size.LARGE).rows(Sizes())
     assert rows % 32 == 0
     assert rows * n * itemsize > 0.99 * Sizes().bytes
     outputs = Case(kind, bucket, Size.LARGE).run(64, torch.device("cpu")).call()

@@ -32,7 +32,7 @@ from normforge.tools.tune_remark import add_remark, listed
 
 CARD = Machine(torch.device("cpu"), "a card", interpreted=False)
 HERE = {"device": "a card", "torch": "2.11.0", "triton": "3.6.0", "normforge": "0.1.0"}
-SIZES = Sizes(bytes=2**10, few=2, some=3, checked=3)
+SIZES = Sizes(bytes=2**10, few=(2,), some=(3,), checked=3)
 PLAIN = CLASSES[0]
 SHORT = [Row(PLAIN, bucket) for bucket in standard_ladder()[:3]]
 THREE = ("--only", "fwd_16bit", "--n", "128,256,512")
@@ -75,9 +75,11 @@ def outcome_of(case: Case, *, runs: bool = True) -> Outcome:
     best = (present, *others)[-1]
     slower = tuple(Tried(tile, 2.0, None, None, None) for tile in others if tile != best)
     if not runs:
-        return Outcome(case, 7, present, (Tried(present, None, None, None, "it does not fit"), *slower), None)
+        return Outcome(case, (7, 9), present, (Tried(present, None, None, None, "it does not fit"), *slower), None)
     won = Tried(best, 1.0, 1.25, None, None)
-    return Outcome(case, 7, present, (Tried(present, 2.0, 2.0, None, None), *slower, won), Winner(best, 1.25, 3000.0))
+    return Outcome(
+        case, (7, 9), present, (Tried(present, 2.0, 2.0, None, None), *slower, won), Winner(best, 1.25, 3000.0)
+    )
 
 
 @pytest.fixture
@@ -380,10 +382,10 @@ def test_a_report_has_every_candidate_with_its_time(bench: Bench, tmp_path: Path
     assert line["environment"].items() >= (HERE | {"architecture": "sm_90", "revision": "abc1234"}).items()
     assert (line["class"], line["first"], line["last"]) == ("fwd_16bit", 1, 128)
     assert [(case["for"], case["m"], case["n"]) for case in line["cases"]] == [
-        ("large", 7, 128),
-        ("small", 7, 128),
-        ("invariant", 7, 128),
-        ("some", 7, 128),
+        ("large", [7, 9], 128),
+        ("small", [7, 9], 128),
+        ("invariant", [7, 9], 128),
+        ("some", [7, 9], 128),
     ]
     for case, made in zip(line["cases"], SHORT[0].cases, strict=True):
         tried = outcome_of(made).tried
