@@ -12,6 +12,7 @@ import torch
 from ..dtypes import DTYPES, FLOATS, FP8_INPUTS
 from ..errors import ConflictError, DeviceError, DTypeError, GradientError, LayoutError, ShapeError, TransformError
 from ..kernels.row_walk import RowStride, RowWalk, strides_of
+from ..upstream.torch_dynamo import constant_in_traces
 from ..upstream.torch_internals import has_tangent, is_transformed, jit_tracing, transforming
 from .overlap import REPLACEABLE, rows_overlap, spoils
 from .row_layout import row_stride
@@ -44,8 +45,13 @@ def refuse_fp8(x: torch.Tensor, reason: str) -> None:
     Raises:
         DTypeError: it is one.
     """
-    if x.dtype in FP8_INPUTS:
+    if _is_fp8(x.dtype):
         raise DTypeError(f"x has dtype {x.dtype}, {reason}; pass what it stands for, (x.float() * x_scale).bfloat16()")
+
+
+@constant_in_traces
+def _is_fp8(dtype: torch.dtype) -> bool:
+    return dtype in FP8_INPUTS
 
 
 def check_scale(name: str, scale: torch.Tensor, x: torch.Tensor) -> None:

@@ -42,7 +42,7 @@ from .argument_checks import (
     refuse_fp8,
     refuse_transformed,
 )
-from .functions import FUNCTIONS, Function, completed
+from .functions import FUNCTIONS, Function, completed, function_named
 from .randomness import check_random
 from .row_layout import row_stride
 
@@ -132,7 +132,8 @@ def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, pa
         addressed: whether tensors have addresses. What a trace holds has none, and outputs that overlap are not found.
         packed: whether rstd holds the means too, as `outputs` has them, and is not checked: no caller makes it.
     """
-    takes, said = FUNCTIONS[function], completed(function, given)
+    takes = FUNCTIONS[function]
+    said = {**dict(takes.defaults), **given}
     if addressed:
         refuse_transformed(**said)
     modulated = takes.neighbour == "modulated"
@@ -307,7 +308,7 @@ def check_normalised(
     """
     x, dtypes = given["x"], FLOATS if kernel else _DOUBLE
     check_tensor("x", x)
-    takes = FUNCTIONS[function]
+    takes = function_named(function)
     other = f"which has no {takes.neighbour} norm"
     refuse_fp8(x, other if takes.neighbour else TAKEN_WITH_ITS_SCALE.format(function))
     check_dtype("x", x, dtypes)
@@ -332,7 +333,8 @@ def check_normalised(
             check_device(name, operand, x)
     said = completed(function, given)
     for name, words, _ in takes.words:
-        word(words, name, said[name])
+        if name in given:
+            word(words, name, said[name])
     for name, least, most in takes.numbers:
         check_number(name, said[name], least=least, most=most)
     _check_needs(takes, said)

@@ -13,7 +13,8 @@ from ..codegen.families import Kind
 from ..codegen.parameters import BACKWARD, FORWARD
 from ..codegen.values import Cast
 from ..mode_words import word
-from .functions import FUNCTIONS
+from ..upstream.torch_dynamo import constant_in_traces
+from .functions import function_named
 from .row_layout import as_rows
 from .straight import BackwardOperands, BackwardOptions, Operands, Options
 from .traced import operated, result_dtype
@@ -31,11 +32,19 @@ _BACKWARD_OPERANDS = tuple(row.name for row in _BACKWARD if row.kind.is_tensor)
 _BACKWARD_OPTIONS = tuple(row.name for row in _BACKWARD if not row.kind.is_tensor)
 
 
+@constant_in_traces
+def _names() -> tuple[str, ...]:
+    return (*(name for name, _ in OPERANDS), *_OPTIONS)
+
+
+@constant_in_traces
+def _kinds() -> tuple[Kind, ...]:
+    return tuple([kind for _, kind in OPERANDS])
+
+
 def named(operands: Operands, options: Options) -> dict[str, Any]:
     """What a call is given, but for the norm, by the names of its rows."""
-    given: dict[str, Any] = {name: operand for (name, _), operand in zip(OPERANDS, operands, strict=True)}
-    given.update(zip(_OPTIONS, options[1:], strict=True))
-    return given
+    return dict(zip(_names(), (*operands, *options[1:]), strict=True))
 
 
 def backward_named(operands: BackwardOperands, options: BackwardOptions) -> dict[str, Any]:
@@ -53,7 +62,7 @@ def as_operands(operands: Operands, dimensions: int) -> Operands:
         else operand.flatten().contiguous()
         if kind is Kind.VECTOR
         else as_rows(operand, dimensions)
-        for (_, kind), operand in zip(OPERANDS, operands, strict=True)
+        for kind, operand in zip(_kinds(), operands, strict=True)
     ]
     return cast("Operands", tuple(found))
 
@@ -76,7 +85,7 @@ def forward_given(rows: Operands, options: Options, save_mv: bool) -> dict[str, 
 
 def taken(function: str, given: dict[str, Any]) -> dict[str, Any]:
     """Of arguments by name those that a function takes."""
-    takes = FUNCTIONS[function].passed
+    takes = function_named(function).passed
     return {name: value for name, value in given.items() if name in takes}
 
 

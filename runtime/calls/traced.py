@@ -22,7 +22,7 @@ from ..upstream.torch_dynamo import constant_in_traces
 from ..upstream.torch_internals import dispatch_modes, global_hooks, jit_tracing, saved_tensors_hooks
 from .backend import intercepted
 from .check import Call, check, refuse_gradient
-from .functions import FUNCTIONS, completed
+from .functions import completed, function_named
 from .outputs import LayerNormOutput, NormGradients
 
 __all__ = [
@@ -71,7 +71,7 @@ def operator(name: str) -> Any:
 def operated(function: str, given: Mapping[str, Any]) -> Any:
     """What the operator of a function returns, given its arguments by name; what is missing is the default."""
     said = completed(function, given)
-    return operator(function)(*[said[name] for name in FUNCTIONS[function].passed])
+    return operator(function)(*[said[name] for name in function_named(function).passed])
 
 
 def forward_traced(norm: str, given: Mapping[str, Any]) -> LayerNormOutput:

@@ -1,4 +1,7 @@
-"""The norms that `patch` puts behind fused adds: ours, which take what was computed ahead of their call."""
+"""The norms that `patch` puts behind fused adds: ours, which take what was computed ahead of their call.
+
+They name the class whose forward they call: of `super()` compiled code asks again in each call, for each norm.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class FollowingLayerNorm(LayerNorm, Following):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise input: (..., N), fp16, bf16 or fp32; returns its shape and dtype."""
         y = taken(self, input)
-        return super().forward(input) if y is None else y
+        return LayerNorm.forward(self, input) if y is None else y
 
     def options_for(self, total: torch.dtype, on: torch.Tensor) -> Options:
         """What it would compute of a sum of a dtype, where a tensor lies."""
@@ -33,7 +36,7 @@ class FollowingRMSNorm(RMSNorm, Following):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise x: (..., N), fp16, bf16 or fp32; returns its shape."""
         y = taken(self, x)
-        return super().forward(x) if y is None else y
+        return RMSNorm.forward(self, x) if y is None else y
 
     def options_for(self, total: torch.dtype, on: torch.Tensor) -> Options:
         """What it would compute of a sum of a dtype, where a tensor lies."""
@@ -50,7 +53,7 @@ class FollowingHuggingFaceRMSNorm(HuggingFaceRMSNorm, Following):
             TypeError: there is not one input, or it has another name than input_name.
         """
         y = taken(self, x if x is not None else named.get(self.input_name)) if len(named) < 2 else None
-        return super().forward(x, **named) if y is None else y
+        return HuggingFaceRMSNorm.forward(self, x, **named) if y is None else y
 
     def options_for(self, total: torch.dtype, on: torch.Tensor) -> Options:
         """What it would compute of a sum of a dtype, where a tensor lies."""
@@ -67,7 +70,7 @@ class FollowingT5RMSNorm(T5RMSNorm, Following):
             TypeError: there is not one input, or it has another name than input_name.
         """
         y = taken(self, x if x is not None else named.get(self.input_name)) if len(named) < 2 else None
-        return super().forward(x, **named) if y is None else y
+        return T5RMSNorm.forward(self, x, **named) if y is None else y
 
     def options_for(self, total: torch.dtype, on: torch.Tensor) -> Options:
         """What it would compute of a sum of a dtype, where a tensor lies."""

@@ -337,11 +337,11 @@ def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacem
     if not dtypes <= set(FLOATS):
         return f"it has parameters in {', '.join(map(str, dtypes))}, and kernels take {', '.join(map(str, FLOATS))}"
     if cls in _TORCH:
-        return _Replacement(_TORCH[cls], {})
+        return _Replacement(_TORCH[cls], _options_of(_TORCH[cls]))
     for base, replacement in _TORCH.items():
         if isinstance(module, base):
             if calls_only(module, base):
-                return _Replacement(replacement, {})
+                return _Replacement(replacement, _options_of(replacement))
             return f"{cls.__name__} is a subclass of torch's, and its forward may be its own"
     if not cls.__name__.endswith(("RMSNorm", "T5LayerNorm")):
         return f"{cls.__name__} is no class that patch knows"
@@ -350,6 +350,7 @@ def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacem
     except UnlikeError as unlike:
         return str(unlike)
     attributes = {
+        **_options_of(RMSNorm),
         "normalized_shape": tuple(module.get_parameter("weight").shape),
         "elementwise_affine": True,
         "cast_before_weight": cast_before_weight and formula.order.rounds_first,
@@ -360,6 +361,16 @@ def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacem
     if formula.epsilon_name == "eps":
         attributes |= {"epsilon_name": EPSILON, EPSILON: vars(module)["eps"]}
     return _Replacement(_HUGGING_FACE[formula.order], attributes)
+
+
+def _options_of(cls: type[torch.nn.Module]) -> dict[str, Any]:
+    """The options that modules of a class have, where none is on.
+
+    Their class has them too. But for what an instance lacks compiled code looks through the classes that it is of, once
+    a norm and call, which came to 50 µs of a step with 25 norms.
+    """
+    names = ("cast", "weight_offset", "_has_x_bias", "cast_before_weight", "activation")
+    return {name: getattr(cls, name) for name in names if hasattr(cls, name)}
 
 
 def _swap(module: torch.nn.Module, replacement: _Replacement, asked: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -282,6 +283,37 @@ def test_a_patched_hugging_face_norm(cls: Callable[..., torch.nn.Module], weight
     inputs = [x, *module.parameters()]
     ours, eager = (torch.autograd.grad(y, inputs, arriving) for y in (actual, expected))
     torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2)
+
+
+def guards(model: torch.nn.Module) -> list[str]:
+    """What compiled code of a model looks at in each call before it runs, as TorchDynamo lists it."""
+    torch._dynamo.reset()
+
+    def call(x: torch.Tensor) -> Any:
+        return model(x)
+
+    torch.compile(call, backend="eager", fullgraph=True)(torch.randn(2, WIDTH))
+    (entry,) = torch._dynamo.eval_frame._debug_get_cache_entry_list(call.__code__)
+    listed = str(entry.guard_manager).splitlines()
+    return [line for line in listed if "+- " in line and "+- GuardManager" not in line]
+
+
+@pytest.mark.parametrize(
+    "norm", [torch.nn.LayerNorm, torch.nn.RMSNorm, models.LlamaRMSNorm], ids=lambda cls: cls.__name__
+)
+def test_what_compiled_code_looks_at_anew_in_each_call_is_little(norm: Callable[[int], torch.nn.Module]) -> None:
+    """A norm more is its options more, and what calls are checked by is no part of it: GPT-2 had 680 of these."""
+    found = {}
+    for patched, count in ((False, 2), (False, 6), (True, 2), (True, 6)):
+        model = torch.nn.Sequential(*[norm(WIDTH) for _ in range(count)])
+        if patched:
+            normforge.patch(model)
+        found[patched, count] = guards(model)
+    a_norm = {patched: (len(found[patched, 6]) - len(found[patched, 2])) / 4 for patched in (False, True)}
+    assert a_norm[True] <= a_norm[False] + 6
+    tables = (r"FUNCTIONS", r"OPERANDS", r"_OPTIONS", r"_modules.*__mro__")
+    assert [line for line in found[True, 2] if any(re.search(table, line) for table in tables)] == []
+    assert len(found[True, 2]) - len(found[False, 2]) < 200
 
 
 @THOROUGH
