@@ -230,9 +230,9 @@ def test_several_values_are_listed_in_every_combination() -> None:
         return len(compile_keys([512], ["ln_fwd_bf16"], arch="sm_90", **options))
 
     assert count(rows=["few"]) == 1
-    assert count() == 2
-    assert count(weight_dtypes=["same", torch.float32, None]) == 6
-    assert count(weight_dtypes=["same", torch.float32], bias_dtypes=["same", None]) == 8
+    assert count() == 3
+    assert count(weight_dtypes=["same", torch.float32, None]) == 9
+    assert count(weight_dtypes=["same", torch.float32], bias_dtypes=["same", None]) == 12
     assert count(rows=["few", "many", "most"]) == 3
 
 
@@ -377,4 +377,4 @@ sys.modules["jinja2"] = sys.modules["yaml"] = None  # Importing it now fails.
 import normforge
 print(len(normforge.compile_keys([64], ["ln_fwd_bf16"], arch="sm_90")))
 """
-    assert python(code).stdout.strip() == "2"
+    assert python(code).stdout.strip() == "3"

@@ -114,8 +114,8 @@ def test_the_command_lists_what_it_would_compile(capsys: pytest.CaptureFixture[s
     assert cli.main(argv) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:4] == ["instance", "N", "rows", "kernel"]
-    assert lines[-1] == "8 compilations"
-    assert len(lines) == 2 + 8 + 2
+    assert lines[-1] == "12 compilations"
+    assert len(lines) == 2 + 12 + 2
     assert [line.split()[:2] for line in lines[2:4]] == [["ln_fwd_bf16_n512", "512"]] * 2
     assert "x bf16, weight fp32, bias fp32, y bf16" in lines[2]
 
@@ -138,7 +138,8 @@ def test_the_command_takes_the_modes_of_a_manifest(tmp_path: Path, capsys: pytes
     command = ["warmup", "--list", "--arch", "sm_90", "--manifest", str(manifest), "--n"]
     assert cli.main([*command, "512,4000"]) == 0
     out = capsys.readouterr().out
-    assert out.endswith("\n4 compilations\n")
+    # 4096 columns of RMSNorm have one tile for some rows and for many.
+    assert out.endswith("\n5 compilations\n")
     assert "rms_fwd_bf16_n512" in out
     assert cli.main([*command, "512,8192"]) == 2
     assert f"no instance of {manifest} serves N = 8192; leave it out of --n" in capsys.readouterr().err

@@ -27,7 +27,7 @@ jnp = jax.numpy
 ROOT = Path(__file__).resolve().parents[2]
 
 MODES = ("ln_fwd_bf16", "ln_fwd_bf16_mv", "ln_bwd_bf16", "rms_fwd_bf16_addst_mv", "rms_bwd_bf16_addst")
-X = jax.ShapeDtypeStruct((4, 128, 1024), jnp.bfloat16)
+X = jax.ShapeDtypeStruct((4, 1024, 1024), jnp.bfloat16)
 WEIGHT = jax.ShapeDtypeStruct((1024,), jnp.float32)
 
 
@@ -90,7 +90,7 @@ import jax, jax.numpy as jnp
 import normforge.jax as norms
 from jax import export
 norms.load_aot({str(folder)!r})
-x = jax.ShapeDtypeStruct((4, 128, 1024), jnp.bfloat16)
+x = jax.ShapeDtypeStruct((4, 1024, 1024), jnp.bfloat16)
 w = jax.ShapeDtypeStruct((1024,), jnp.float32)
 loss = lambda x, w, b: jnp.sum(norms.layer_norm(x, w, b) ** 2)
 with norms.lower_for("sm_90"):
@@ -112,7 +112,7 @@ def test_calls_read_and_write_what_kernels_do(folder: Path) -> None:
     """Rows that adjoin, of any leading dimensions; nothing is written in place."""
     norms.load_aot(folder)
     found = calls(lowered(jax.grad(loss, (0, 1, 2)), X, WEIGHT, WEIGHT))
-    rows, vector, column = "tensor<512x1024xbf16>", "tensor<1024xf32>", "tensor<512xf32>"
+    rows, vector, column = "tensor<4096x1024xbf16>", "tensor<1024xf32>", "tensor<4096xf32>"
     forward, backward, finish = found
     assert forward[0].startswith("ln_fwd_bf16_mv_")
     assert forward[2] == f"({rows}, {vector}, {vector}) -> ({rows}, {column}, {column})"
