@@ -279,7 +279,7 @@ def test_some_rows_take_the_tables_kernel_for_some(mode: str, monkeypatch: pytes
 
 
 def test_the_table_calls_as_many_rows_few_as_tiles_were_chosen_for() -> None:
-    """Up to SMALL_M rows: `normforge tune` times the tile for a few at 64 of them, and the rule's is made for those."""
+    """Up to SMALL_M rows: `normforge tune` times the tile for a few up to there, and the rule's is made for those."""
     entry = dispatch.find(Mode(Norm.LAYER, DType.FP32, DType.FP32), N)
     small, _, large = entry.tiles_on("any").by_rows
     assert large != small
