@@ -131,7 +131,7 @@ def _render_kernel(mode: AnyMode, part: Pipeline | Part) -> str:
 def _output_of(mode: Mode) -> str:
     """The template of what becomes of a normalised row."""
     if mode.scales_locally:
-        return "scaled"
+        return "scaled_groups" if mode.group_size.code else "scaled"
     return "quantised" if mode.fquant.quantises else "plain"
 
 

@@ -45,6 +45,8 @@ WIDEN_FP16 = tl.constexpr(
 
 # 1 / (1 + 2**z), in PTX: exponentials too small for a float count as 0, and the reciprocal of infinity is 0.
 SIGMOID = tl.constexpr("{ .reg .f32 e; ex2.approx.ftz.f32 e, $1; add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }")
+# An inverse that is off by its last bit at most, in PTX.
+RECIPROCAL = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 # Write 32 bits or 8 where a predicate is, in PTX: each thread what it has, however many have the same. A store of
 # Triton's moves a chunk's scales between warps first, through shared memory and two barriers.
 PUT_32 = tl.constexpr("{ .reg .pred there; setp.ne.s32 there, $3, 0; @there st.global.b32 [$1], $2; mov.b32 $0, 0; }")
@@ -425,11 +427,31 @@ def row_scale(amax_bits, QMAX: tl.constexpr, dtype: tl.constexpr):
 
     What fp16 holds as a subnormal is rounded up: to nearest, 1.4 steps would be 1, which cuts off 29 % of amax.
     """
-    y_scale = tl.div_rn(amax_bits.to(tl.float32, bitcast=True), QMAX)
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    # A division has branches, which nothing is moved across. This has none, and is as exact but for infinity, and for
+    # subnormal scales: they become 1, or fp16's smallest.
+    y_scale = tl.where(amax == float("inf"), amax, quotient(amax, QMAX, 1.0 / QMAX))
     if dtype == tl.float16:
         y_scale = tl.where(y_scale < 2.0**-14, tl.ceil(y_scale * 2.0**24) * 2.0**-24, y_scale)
     y_scale = round_to(y_scale, dtype).to(tl.float32)
     return tl.where(y_scale < 2.0**-126, 1.0, y_scale)
+
+
+@triton.jit
+def inverse_of(y_scale, PTX: tl.constexpr):
+    """1 over a scale from `row_scale`, rounded to nearest.
+
+    With PTX in no branch, so that chunks are under way together: the steps are those that NVIDIA's compiler takes for
+    1 / z once it has branched. Its other branch is for infinity and for subnormal numbers and inverses, which no finite
+    scale is or has.
+    """
+    if PTX:
+        near = tl.inline_asm_elementwise(RECIPROCAL, "=f,f", [y_scale], dtype=tl.float32, is_pure=True, pack=1)
+        mended = tl.fma(near, tl.fma(-y_scale, near, 1.0), near)
+        inverse = tl.where(y_scale == float("inf"), 0.0, mended)
+    else:
+        inverse = tl.div_rn(1.0, y_scale)
+    return inverse
 
 
 @triton.jit

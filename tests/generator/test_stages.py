@@ -78,7 +78,7 @@ def test_no_pipeline_names_a_feature(name: str) -> None:
     assert named((emit.TEMPLATES / name).read_text()) == []
 
 
-@pytest.mark.parametrize("name", ["quantised.j2", "scaled.j2"])
+@pytest.mark.parametrize("name", ["quantised.j2", "scaled.j2", "scaled_groups.j2"])
 def test_what_quantises_names_its_scales_alone(name: str) -> None:
     assert named((emit.TEMPLATES / name).read_text()) == ["scale"]
 

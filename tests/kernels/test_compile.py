@@ -338,3 +338,20 @@ def test_scales_of_groups_are_stored_by_threads_that_have_them(scaled: dict[str,
         return len(re.findall(r"bar\.sync", str(ptx)))
 
     assert barriers(grouped) == barriers(static)
+
+
+def test_chunks_with_scales_of_groups_are_under_way_together(package: Path) -> None:
+    """All of weight is loaded before a scale is stored, and no division, which branches, is between the chunks."""
+    mode = Mode(
+        Norm.RMS,
+        DType.BF16,
+        DType.FP8_E4M3FN,
+        FusedAdd.PRE_ADD_STORE,
+        FusedQuant.DYNAMIC,
+        group_size=ScaleGroup.G128,
+    )
+    kernel = kernel_of(package, mode, Pipeline.ONE_PASS)
+    tile = Tile(Pipeline.ONE_PASS, 1, 1024, 8)
+    ptx = str(compile_kernel(kernel, instance_of(mode, 5120), 5120, SM_90, tile=tile).asm["ptx"])
+    assert ptx.rindex("ld.global") < ptx.index("@there st.global")
+    assert "div.rn" not in ptx

@@ -242,10 +242,18 @@ MUTANTS = (
     Mutant(
         "groups-take-the-scale-of-the-first",
         "each group of a chunk is scaled as the one before it",
-        "templates/scaled.j2",
-        '{{ kernel.local_scales(m, "start", "mask", "row") }}',
-        '{{ kernel.local_scales(m, "0", "mask", "row") }}',
+        "templates/scaled_groups.j2",
+        '{{ kernel.scales_of_groups(m, "start", "row") }}',
+        '{{ kernel.scales_of_groups(m, "0", "row") }}',
         (f"{_GROUPS}::test_groups_of_rows_of_any_length",),
+    ),
+    Mutant(
+        "a-given-scale-is-of-the-first-chunk",
+        "one_pass: by a scale that is given the first chunk of a row is quantised in place of each",
+        "templates/scaled.j2",
+        'norm.normalised("chunks[start // BLOCK]")',
+        'norm.normalised("chunks[0]")',
+        (f"{_GROUPS}::test_a_given_scale_of_one_value_or_one_a_column",),
     ),
     Mutant(
         "a-bound-swallows-what-is-no-number",
