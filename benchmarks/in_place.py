@@ -8,8 +8,7 @@ of a recorded call what is saved and torch's apply. What is left then is normfor
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from normforge.calls import recorded, straight
-from normforge.calls.launch import run_recorded
+from normforge.calls.launch import run_recorded_alone
 from normforge.nn import functional
 
 from .take_apart import Taken, nothing, without
@@ -49,7 +48,7 @@ def recorded_in_place(taken: Taken, call: Callable[[Callable[..., Any]], Call]) 
         known = without(recorded.normalise_known, find_recorded=find, _apply=apply)
         return call(without(functional.layer_norm, normalise_known=known))
 
-    launch: Callable[..., Any] = run_recorded
+    launch: Callable[..., Any] = run_recorded_alone
 
     def keeping_nothing(ctx: Any, told: Any, *tensors: Any) -> Any:
         return launch(*told[1])[0]
@@ -66,9 +65,7 @@ def recorded_in_place(taken: Taken, call: Callable[[Callable[..., Any]], Call]) 
 def _known(taken: Taken, allocates: bool) -> SimpleNamespace:
     """The plans, of one that launches nothing, and returns the same memory again where it does not allocate."""
     plan = SimpleNamespace(**vars(taken.plan))
-    ready = taken.plan.prepared(taken.m)
-    ready = replace(ready, launch=nothing)
-    plan.prepared = lambda _: ready
+    plan.forward = cache(lambda m: (nothing, *taken.plan.forward(m)[1:]))
     if not allocates:
         again = cycle(taken.kept).__next__
         plan.empty = lambda *_: again()

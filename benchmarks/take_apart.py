@@ -98,7 +98,7 @@ def take_apart(call: Call, m: int, interpreted: bool) -> Taken:
         )
     ((key, (known,)),) = dispatch.plans.items()
     plan = known.plan
-    choose = (lambda: plan.layout(m)) if plan.mode.is_backward else (lambda: plan.prepared(m).grid(m))
+    choose = (lambda: plan.layout(m)) if plan.mode.is_backward else (lambda: plan.forward(m))
     taken = Taken(plan, m, key, known, choose, plan.empty, [], [], [])
 
     def allocate(*asked: Any) -> torch.Tensor:
@@ -117,8 +117,8 @@ def take_apart(call: Call, m: int, interpreted: bool) -> Taken:
     # A stand-in, because an attribute that shadows a method makes every plan of the process slower to ask.
     stand_in = SimpleNamespace(**vars(plan) | {"empty": allocate})
     ready, layout = plan.prepared(m), plan.layout(m)
-    if ready.launch is not None:
-        ready = replace(ready, launch=watched(ready.launch))
+    launch, *told = plan.forward(m)
+    stand_in.forward = lambda _: (launch and watched(launch), *told)
     if ready.by_address:
         ready = replace(ready, steps=tuple(replace(step, launch=watched(step.launch)) for step in ready.steps))
     if plan.mode.is_backward:
@@ -159,7 +159,7 @@ def launching_nothing() -> Iterator[None]:
 
 def _launching_nothing(plan: Any) -> Any:
     stand_in = SimpleNamespace(**vars(plan))
-    stand_in.prepared = cache(lambda m: replace(plan.prepared(m), launch=nothing))
+    stand_in.forward = cache(lambda m: (nothing, *plan.forward(m)[1:]))
     return stand_in
 
 

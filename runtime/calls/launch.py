@@ -18,7 +18,7 @@ from ..kernels.assembly import SUMS
 from ..kernels.exchange import new_exchange
 from ..upstream.torch_allocator import contiguous_strides
 from .check import Call
-from .outputs import LayerNormOutput, NormGradients, pack, results_of, unpacked
+from .outputs import LayerNormOutput, NormGradients, results_of, unpacked
 from .plan import Plan
 
 # Without the Python function that a named tuple's constructor is: 0.2 us of every call.
@@ -91,8 +91,7 @@ def run(
     outputs = make_output(LayerNormOutput, (y, total, y_scale, mean, rstd))
     if m == 0:
         return outputs
-    ready = plan.prepared(m)
-    launch = ready.launch
+    launch, grid, _, _ = plan.forward(m)
     if launch is None:
         written = (y.data_ptr(), total_at, y_scale_at, mean_at, rstd_at)
         launch_otherwise(plan, m, addresses, tensors, written, outputs, (eps, weight_offset), dropout_p)
@@ -100,7 +99,7 @@ def run(
         values = (
             *addresses, y.data_ptr(), total_at, y_scale_at, mean_at, rstd_at, 0, m, eps, weight_offset,
         )  # fmt: skip
-        launch(ready.grid(m), (*values, dropout_p) if dropout_p else values)
+        launch(grid, (*values, dropout_p) if dropout_p else values)
     return outputs
 
 
@@ -120,14 +119,13 @@ def run_alone(
         size = tuple(shape)
         y = plan.empty(size, contiguous_strides(size), plan.y_dtype)
     if m:
-        ready = plan.prepared(m)
-        launch = ready.launch
+        launch, grid, _, _ = plan.forward(m)
         if launch is None:
             outputs = make_output(LayerNormOutput, (y, None, None, None, None))
             written = (y.data_ptr(), 0, 0, 0, 0)
             launch_otherwise(plan, m, addresses, tensors, written, outputs, (eps, weight_offset))
         else:
-            launch(ready.grid(m), (*addresses, y.data_ptr(), 0, 0, 0, 0, 0, m, eps, weight_offset))
+            launch(grid, (*addresses, y.data_ptr(), 0, 0, 0, 0, 0, m, eps, weight_offset))
     return y
 
 
@@ -149,18 +147,49 @@ def run_recorded(
     if sum_dtype is not None:
         total = empty(size, strides, sum_dtype)
         total_at = total.data_ptr()
-    statistics, mean_at, rstd_at = pack(empty, m, plan.saves_mean)
+    launch, grid, length, to_rstd = plan.forward(m)
+    statistics = empty((length,), (1,), torch.float32)
     outputs = make_output(LayerNormOutput, (y, total, None, None, statistics))
     if m == 0:
         return outputs
-    ready = plan.prepared(m)
-    launch = ready.launch
+    packed_at = statistics.data_ptr()
+    mean_at, rstd_at = packed_at if to_rstd else 0, packed_at + to_rstd
     if launch is None:
         written = (y.data_ptr(), total_at, 0, mean_at, rstd_at)
         launch_otherwise(plan, m, addresses, tensors, written, outputs, (eps, weight_offset))
     else:
-        launch(ready.grid(m), (*addresses, y.data_ptr(), total_at, 0, mean_at, rstd_at, 0, m, eps, weight_offset))
+        launch(grid, (*addresses, y.data_ptr(), total_at, 0, mean_at, rstd_at, 0, m, eps, weight_offset))
     return outputs
+
+
+def run_recorded_alone(
+    plan: Plan,
+    addresses: tuple[int, ...],
+    tensors: Tensors,
+    shape: torch.Size,
+    m: int,
+    eps: float,
+    weight_offset: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of a call that adds nothing to x, and returns y and the statistics: 0.3 us sooner."""
+    empty, n = plan.empty, plan.n
+    if len(shape) == 2:
+        y = empty((m, n), (n, 1), plan.y_dtype)
+    else:
+        size = tuple(shape)
+        y = empty(size, contiguous_strides(size), plan.y_dtype)
+    launch, grid, length, to_rstd = plan.forward(m)
+    statistics = empty((length,), (1,), torch.float32)
+    packed_at = statistics.data_ptr()
+    mean_at, rstd_at = packed_at if to_rstd else 0, packed_at + to_rstd
+    if m:
+        if launch is None:
+            outputs = make_output(LayerNormOutput, (y, None, None, None, statistics))
+            written = (y.data_ptr(), 0, 0, mean_at, rstd_at)
+            launch_otherwise(plan, m, addresses, tensors, written, outputs, (eps, weight_offset))
+        else:
+            launch(grid, (*addresses, y.data_ptr(), 0, 0, mean_at, rstd_at, 0, m, eps, weight_offset))
+    return y, statistics
 
 
 def run_backward(

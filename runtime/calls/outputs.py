@@ -15,7 +15,6 @@ from ..codegen.families import Kind
 from ..codegen.model import Mode
 from ..codegen.values import ScaleLayout
 from ..kernels.key import ALIGNMENT
-from ..upstream.torch_allocator import Empty
 from .check import Call
 
 # From a shape and a dtype to a tensor.
@@ -114,13 +113,10 @@ def aligned_length(length: int) -> int:
     return -(-length // _STEP) * _STEP
 
 
-def pack(empty: Empty, m: int, mean: bool) -> tuple[torch.Tensor, int, int]:
-    """Memory for the statistics of m rows, rstd behind the means if there are any, and the addresses of both."""
-    # `aligned_length`, written out: a call of it takes 0.1 us.
-    start = -(-m // _STEP) * _STEP if mean else 0
-    packed = empty((start + m,), (1,), torch.float32)
-    at = packed.data_ptr()
-    return packed, at if mean else 0, at + _ITEMSIZE * start
+def packing(m: int, mean: bool) -> tuple[int, int]:
+    """The length of a tensor that holds the statistics of m rows, and the bytes to rstd; 0 if there are no means."""
+    start = aligned_length(m) if mean else 0
+    return start + m, _ITEMSIZE * start
 
 
 def rstd_address(packed: int, m: int) -> int:
@@ -133,7 +129,7 @@ def unpacked(packed: torch.Tensor, m: int) -> tuple[torch.Tensor | None, torch.T
     return (None, packed) if packed.numel() == m else (packed[:m], packed[aligned_length(m) :])
 
 
-# The means of some rows, if there are any, and rstd: as `pack` lays them, or two tensors.
+# The means of some rows, if there are any, and rstd: as `packing` lays them, or two tensors.
 Statistics = torch.Tensor | tuple[torch.Tensor | None, torch.Tensor]
 
 
@@ -143,7 +139,7 @@ def unpacked_of(rows: torch.Tensor, statistics: Statistics) -> tuple[torch.Tenso
 
 
 def packed_of(*statistics: torch.Tensor) -> torch.Tensor:
-    """What `pack` makes room for, of the means, if there are any, and rstd."""
+    """What `packing` makes room for, of the means, if there are any, and rstd."""
     *means, rstd = (statistic.flatten() for statistic in statistics)
     padded = [torch.nn.functional.pad(mean, (0, aligned_length(mean.shape[0]) - mean.shape[0])) for mean in means]
     return torch.cat([*padded, rstd])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from benchmarks.parts import NOTHING, SUM, THE_WHOLE, measure, summarised
 from benchmarks.take_apart import nothing, take_apart, without
 from normforge.calls import recorded, straight
 from normforge.calls.known import all_plans
-from normforge.calls.plan import Plan, Prepared
+from normforge.calls.plan import Forward, Plan
 from normforge.selection import dispatch
 
 from ..thorough import THOROUGH
@@ -166,12 +165,13 @@ def test_what_a_call_allocates_is_allocated_again() -> None:
 
 def test_what_a_call_launches_is_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple[Any, tuple[Any, ...]]] = []
-    prepare = Plan.prepared
+    find = Plan._forward
 
-    def prepared(plan: Plan, m: int) -> Prepared:
-        return replace(prepare(plan, m), launch=lambda grid, values: launched.append((grid, values)))
+    def forward(plan: Plan, m: int) -> Forward:
+        _, grid, length, to_rstd = find(plan, m)
+        return lambda grid, values: launched.append((grid, values)), grid, length, to_rstd
 
-    monkeypatch.setattr(Plan, "prepared", prepared)
+    monkeypatch.setattr(Plan, "_forward", forward)
     x, weight, bias, residual = _tensors()
     taken = take_apart(
         lambda: normforge.layernorm2d_fwd(x, weight, bias, residual=residual, fadd="pre_add_store"),

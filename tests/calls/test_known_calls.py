@@ -463,6 +463,19 @@ def test_backward_calls_of_several_m_share_a_plan_and_no_layout(monkeypatch: pyt
         assert layout.steps[0][1] == (layout.programs, 1, 1)
 
 
+def test_recorded_calls_of_several_m_share_a_plan_and_no_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "_LAYOUTS", 2)
+    normforge.layer_norm(torch.randn(3, 64, requires_grad=True), (64,))
+    (known,) = all_plans()
+    ready = [*known._prepared]
+    assert known.forward(0)[0] is None
+    # For no rows nothing was made ready, or compiled.
+    assert known._prepared == ready
+    # A mean a row, up to a multiple of 16 bytes, and behind them rstd.
+    for m, length, to_rstd in ((1, 5, 16), (5, 13, 32), (1000, 2000, 4000), (5, 13, 32)):
+        assert known.forward(m)[1:] == (known.prepared(m).steps[0].grid(m), length, to_rstd)
+
+
 @pytest.mark.parametrize("shape", [(64,), (2, 3, 64), (1, 64), (2, 1, 3, 64)], ids=str)
 def test_outputs_have_no_gaps_whatever_x_has(shape: tuple[int, ...]) -> None:
     wide = torch.randn(*shape[:-1], 96)[..., :64]
