@@ -158,7 +158,6 @@ def _recorded_parts(inputs: Inputs, taken: Taken) -> list[Part]:
     _, weight, bias, residual, _ = _operands(inputs)
     x, *vectors = leaves = inputs.leaves()
     n, eps, shape = inputs.cell.n, inputs.eps, (inputs.cell.n,)
-    outputs = (residual, None, None, None, weight)
     kept = (residual.clone(), weight, bias)
     found = (None, True, (SimpleNamespace(n=n), (), (), (), 0))
     passing = without(recorded_calls.normalise_known, find_recorded=lambda *_: found, _apply=lambda *_: residual)
@@ -171,7 +170,7 @@ def _recorded_parts(inputs: Inputs, taken: Taken) -> list[Part]:
         Part(RECORDED, _ADDRESSES, lambda: (x.shape[-1], *[tensor.data_ptr() for tensor in leaves])),
         Part(RECORDED, _KEY, taken.look_up()),
         Part(RECORDED, _OUTPUTS, taken.allocate()),
-        Part(RECORDED, _CHOICE, lambda: (taken.choose(), _made(LayerNormOutput, outputs))),
+        Part(RECORDED, _CHOICE, lambda: (taken.choose(), (residual, weight))),
     ]
     return parts + _launches(RECORDED, taken)
 
