@@ -555,10 +555,19 @@ def store_scales(
     PACKS: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Write the scales of the groups from column `start` on, those of PACKS neighbours side by side; see `put`."""
+    """Write the scales of the groups from column `start` on, those of PACKS neighbours side by side; see `put`.
+
+    Where a chunk's begin is the same for all threads, and where a thread's lie from there for all chunks.
+    """
     count: tl.constexpr = scales.shape[len(scales.shape) - 1]
-    groups = (start // SIZE + tl.arange(0, count)).to(tl.int64)
-    mask = groups * SIZE < N
+    first = start // SIZE
+    groups = tl.arange(0, count)
+    mask = (first + groups) * SIZE < N
+    if count % PACKS == 0:
+        ptr += tl.cast(first // PACKS, tl.int64) * group_stride
+    else:
+        groups += first  # it may be within a pack
+    groups = groups.to(tl.int64)
     if row_mask is not None:
         groups = groups[None, :]
         mask = row_mask & mask[None, :]

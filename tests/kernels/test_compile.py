@@ -340,8 +340,11 @@ def test_scales_of_groups_are_stored_by_threads_that_have_them(scaled: dict[str,
     assert barriers(grouped) == barriers(static)
 
 
-def test_chunks_with_scales_of_groups_are_under_way_together(package: Path) -> None:
-    """All of weight is loaded before a scale is stored, and no division, which branches, is between the chunks."""
+_IN_CHUNKS = Tile(Pipeline.ONE_PASS, 1, 1024, 8)
+
+
+def _ptx_of_chunks(package: Path, n: int) -> str:
+    """PTX of a row in chunks of 1024, with a scale for each group of 128."""
     mode = Mode(
         Norm.RMS,
         DType.BF16,
@@ -351,7 +354,18 @@ def test_chunks_with_scales_of_groups_are_under_way_together(package: Path) -> N
         group_size=ScaleGroup.G128,
     )
     kernel = kernel_of(package, mode, Pipeline.ONE_PASS)
-    tile = Tile(Pipeline.ONE_PASS, 1, 1024, 8)
-    ptx = str(compile_kernel(kernel, instance_of(mode, 5120), 5120, SM_90, tile=tile).asm["ptx"])
+    return str(compile_kernel(kernel, instance_of(mode, n), n, SM_90, tile=_IN_CHUNKS).asm["ptx"])
+
+
+def test_chunks_with_scales_of_groups_are_under_way_together(package: Path) -> None:
+    """All of weight is loaded before a scale is stored, and no division, which branches, is between the chunks."""
+    ptx = _ptx_of_chunks(package, 5120)
     assert ptx.rindex("ld.global") < ptx.index("@there st.global")
     assert "div.rn" not in ptx
+
+
+def test_addresses_of_scales_are_multiplied_once_a_row(package: Path) -> None:
+    def multiplications(n: int) -> int:
+        return len(re.findall(r"mul\.(?:lo|wide)\.[su](?:32|64)", _ptx_of_chunks(package, n)))
+
+    assert multiplications(7168) == multiplications(5120)
