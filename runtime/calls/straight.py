@@ -993,10 +993,8 @@ def find_modulated(operands: ModulatedOperands, options: ModulatedOptions) -> tu
         known is not None
         and forward_ad._current_level < 0
         and not dispatch_modes()
-        and eps is not None
         and eps.__class__ is float
         and 0.0 <= eps <= LARGEST_FP32
-        and weight_offset is not None
         and weight_offset.__class__ is float
         and (weight_offset == 0.0 or (weight is not None and norm == "rms" and abs(weight_offset) <= LARGEST_FP32))
         and (residual is None or residual.shape == shape)
@@ -1064,10 +1062,8 @@ def find_gated(operands: GatedOperands, options: GatedOptions) -> tuple[Key | No
         known is not None
         and forward_ad._current_level < 0
         and not dispatch_modes()
-        and eps is not None
         and eps.__class__ is float
         and 0.0 <= eps <= LARGEST_FP32
-        and weight_offset is not None
         and weight_offset.__class__ is float
         and (weight_offset == 0.0 or (weight is not None and norm == "rms" and abs(weight_offset) <= LARGEST_FP32))
         and gate.shape == shape
@@ -1140,10 +1136,8 @@ def find_quantised(operands: QuantisedOperands, options: QuantisedOptions) -> tu
         known is not None
         and forward_ad._current_level < 0
         and not dispatch_modes()
-        and eps is not None
         and eps.__class__ is float
         and 0.0 <= eps <= LARGEST_FP32
-        and weight_offset is not None
         and weight_offset.__class__ is float
         and (weight_offset == 0.0 or (weight is not None and norm == "rms" and abs(weight_offset) <= LARGEST_FP32))
         and (residual is None or residual.shape == shape)
