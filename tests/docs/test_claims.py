@@ -352,6 +352,37 @@ def test_what_engines_have_quantised_is_as_fast_as_the_results_say() -> None:
     )
 
 
+def tuned(*, revisions: tuple[str, ...]) -> list[list[str]]:
+    """The lines of a committed run of `normforge tune`, cell by cell, of some revisions."""
+    text = (RESULTS / "h200-tiles-rows/tune.txt").read_text()
+    parts = [part for part in text.split("normforge tune ") if part.partition("revision: ")[2][:7] in revisions]
+    lines = [line for part in parts for line in part.splitlines() if re.match(r"[fb]wd_16bit", line)]
+    return [re.split(r" {2,}", line) for line in lines]
+
+
+def test_what_tiles_for_some_rows_gain_is_what_the_results_say() -> None:
+    lines = [line for line in tuned(revisions=("953ad2b", "a9b4b2a")) if line[2] == "512, 1024, 2048"]
+    said_of = []
+    for direction in ("fwd", "bwd"):
+        mine = [line for line in lines if line[0].startswith(direction)]
+        others = [line for line in mine if line[5] != "the same"]
+        faster = max(float(line[4]) / float(line[6]) - 1 for line in others)
+        said_of.append((len(others), len(mine), f"{100 * faster:.0f} %"))
+    form = "in {} of {} rows of the table forward, by up to {}, and in {} of {} backward, by up to {}."
+    assert form.format(*said_of[0], *said_of[1]) in said(BENCHMARKS)
+
+
+def test_what_groups_of_few_rows_gained_is_what_the_results_say() -> None:
+    now, before = (
+        {line[0]: line for line in tuned(revisions=(revision,)) if line[1:3] == ["5120", "16, 64, 256"]}
+        for revision in ("8cbcfd4", "953ad2b")
+    )
+    layer, rms = "fwd_16bit_scaled", "fwd_16bit_scaled_rms"
+    text = said(BENCHMARKS)
+    assert f"[{now[layer][6]} µs](../benchmarks/results/h200-tiles-rows/tune.txt) (RMSNorm {now[rms][6]})," in text
+    assert f"{before[layer][4]} ({before[rms][4]}) before." in text
+
+
 def test_what_batch_invariance_costs_is_what_the_results_say() -> None:
     text, invariant = said(BENCHMARKS), "normforge-batch-invariant"
     many, few = (times_of(suite, "batch-invariance") for suite in ("batch-invariant-many", "batch-invariant"))
