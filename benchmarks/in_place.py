@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from normforge.calls import recorded, straight
-from normforge.calls.launch import run_recorded_alone
+from normforge.calls import native, recorded, straight
 from normforge.nn import functional
 
 from .take_apart import Taken, nothing, without
@@ -44,14 +43,12 @@ def recorded_in_place(taken: Taken, call: Callable[[Callable[..., Any]], Call]) 
     """The same of `layer_norm` where a gradient is due."""
 
     def made(apply: Callable[..., Any], allocates: bool) -> Call:
-        find = without(straight.find_recorded, dispatch=_known(taken, allocates))
-        known = without(recorded.normalise_known, find_recorded=find, _apply=apply)
+        calls = native.calls_among(_known(taken, allocates))
+        known = without(recorded.normalise_known, native=SimpleNamespace(calls=calls), _apply=apply)
         return call(without(functional.layer_norm, normalise_known=known))
 
-    launch: Callable[..., Any] = run_recorded_alone
-
     def keeping_nothing(ctx: Any, told: Any, *tensors: Any) -> Any:
-        return launch(*told[1])[0]
+        return native.calls.run_recorded_alone(told[1])[0]
 
     keeping = _apply_of(recorded._Normalise.forward)
     return {

@@ -81,7 +81,7 @@ def frozen() -> bool:
 
 
 def native_launcher() -> bool:
-    """NORMFORGE_NATIVE_LAUNCHER: whether the launcher in C may launch kernels, where it can be had."""
+    """NORMFORGE_NATIVE_LAUNCHER: whether calls may be found and launched by normforge's C, where that can be had."""
     return _is_on("NORMFORGE_NATIVE_LAUNCHER", "launch by normforge's launcher", default="1")
 
 

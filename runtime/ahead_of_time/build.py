@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .._version import __version__
+from ..calls import native
 from ..errors import AotError
 from ..kernels.binaries import INDEX, Folder, Row, read, source_digest, triton_version, write
 from ..kernels.gpu import Target
@@ -55,6 +56,7 @@ def build(
     if target.is_nvidia:
         # Into Triton's cache, for frozen processes of this machine.
         native_launcher.library(build=True)
+        native.library(build=True)
     old = _present(out, target)
     known = {} if old is None or old.triton != triton_version() else old.rows
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..calls import native
 from ..codegen.groups import AnyMode
 from ..errors import ConflictError
 from ..kernels.gpu import on_device, target_of
@@ -78,8 +79,9 @@ def load(keys: list[CompileKey], device: torch.device, *, jobs: int | None, prog
     """Compile keys of a GPU, where nothing kept serves them, and load them onto it; returns the keys."""
     target = target_of(device)
     if target.is_nvidia:
-        # It is no kernel: frozen processes take it from Triton's cache, and it is here that it comes there.
+        # They are no kernels: frozen processes take them from Triton's cache, and it is here that they come there.
         native_launcher.library(build=True)
+        native.library(build=True)
 
     def work(key: CompileKey) -> CompileKey:
         # Which device is the current one is each thread's own.

@@ -16,7 +16,7 @@ from ..selection.invariance import is_on
 from ..upstream.torch_autograd import applied, applied_at_once
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import dispatch_modes, has_tangent
-from . import torch_instead
+from . import native, torch_instead
 from .backend import intercepted
 from .double_backward import differentiated
 from .first import launched, launched_backward, resolved
@@ -29,7 +29,7 @@ from .functional import (
     forward_given,
 )
 from .known import PLAIN, Found, Key, Tensors
-from .launch import run, run_alone, run_recorded, run_recorded_alone
+from .launch import run, run_recorded
 from .outputs import LayerNormOutput, NormGradients, dtype_of_all, packed_of, unflattened, unpacked
 from .row_layout import walkable
 from .straight import BackwardOperands, BackwardOptions, Operands, Options, find_gradients, find_recorded
@@ -51,13 +51,13 @@ def normalise_known(operands: Operands, normalized_shape: Sequence[int] | None, 
     # A proxy of torch.fx records whatever it is asked.
     if x.__class__ not in PLAIN:
         return None
-    _, records, found = find_recorded(operands, options, normalized_shape)
+    _, records, found = native.calls.find_recorded(operands, options, normalized_shape)
     if found is None:
         return None
     if residual is not None:
         return _apply_add((options, found, None), *operands) if records else run(*found)[:2]
     if not records:
-        return run_alone(*found)
+        return native.calls.run_alone(found)
     told = (options, found, None)
     # Each None that is passed takes autograd some 0.1 us.
     if x_bias is not None:
@@ -77,6 +77,7 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options) -> A
     Returns:
         y, and residual_out where there is a residual; both of x's shape.
     """
+    native.start()
     # Resolved here, where autograd sees it, and not by what launches.
     given: Any = tuple(map(resolved, operands))
     rows = as_operands(given, len(shape))
@@ -129,7 +130,7 @@ class _Normalise(torch.autograd.Function):
             y, _, _, _, statistics = computed(told, True, (x, weight, bias, None, x_bias))
             is_invariant = is_on()
         else:
-            y, statistics = run_recorded_alone(*found)
+            y, statistics = native.calls.run_recorded_alone(found)
             is_invariant = found[0].is_invariant
         # One attribute: each that is set takes 0.1 us.
         ctx.told = told[0], None if bias is None else bias.dtype, is_invariant

@@ -135,7 +135,7 @@ def library(*, build: bool) -> Any:
     with _lock:
         if _module is None and not _failed and settings.native_launcher():
             try:
-                _module = _load(build)
+                _module = load(SOURCE, NAME, build)
             except Exception as error:
                 # No compiler, say; it would fail again for every kernel.
                 _failed = True
@@ -143,25 +143,32 @@ def library(*, build: bool) -> Any:
         return _module
 
 
-def _load(build: bool) -> Any:
+def load(path: Path, name: str, build: bool) -> Any:
+    """An extension module in C, from Triton's cache or else compiled into it; None where it is not to be compiled.
+
+    Args:
+        path: its source.
+        name: the module's.
+        build: whether it may be compiled.
+    """
     from triton.backends.nvidia import driver
     from triton.runtime.build import compile_module_from_src
 
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         raise _NotServedError("it takes Python's lock")
-    source = SOURCE.read_text()
-    if not build and not _is_kept(source):
+    source = path.read_text()
+    if not build and not _is_kept(source, name):
         return None
-    return compile_module_from_src(source, NAME, include_dirs=[str(Path(driver.__file__).parent / "include")])
+    return compile_module_from_src(source, name, include_dirs=[str(Path(driver.__file__).parent / "include")])
 
 
-def _is_kept(source: str) -> bool:
+def _is_kept(source: str, name: str) -> bool:
     """Whether Triton's cache holds it, under the key that Triton gives it."""
     from triton.runtime.build import platform_key
     from triton.runtime.cache import get_cache_manager
 
     key = hashlib.sha256((source + platform_key()).encode()).hexdigest()
-    return get_cache_manager(key).get_file(f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}") is not None
+    return get_cache_manager(key).get_file(f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}") is not None
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import normforge
 from normforge.ahead_of_time import compile_keys as keys
 from normforge.ahead_of_time import parallel, warmup
 from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
+from normforge.calls import native
 from normforge.errors import (
     CompileError,
     ConflictError,
@@ -74,9 +76,10 @@ def test_warmup_obtains_every_key_once(
 
 
 @pytest.mark.usefixtures("obtained")
-def test_warmup_builds_the_launcher_though_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("module", [native_launcher, native], ids=["the launcher", "known calls"])
+def test_warmup_builds_what_is_in_c_though_frozen(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(native_launcher, "library", lambda *, build: asked.append(build))
+    monkeypatch.setattr(module, "library", lambda *, build: asked.append(build))
     monkeypatch.setenv("NORMFORGE_FROZEN", "1")
     normforge.warmup([64], ["ln_fwd_bf16"], progress=False)
     assert asked == [True]

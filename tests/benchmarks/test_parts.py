@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -256,7 +257,8 @@ def test_a_function_finds_what_is_named_instead() -> None:
         given.append(passed)
         return None, False, None
 
-    alone = without(recorded.normalise_known, find_recorded=find)
+    calls = SimpleNamespace(find_recorded=find)
+    alone = without(recorded.normalise_known, native=SimpleNamespace(calls=calls))
     operands = (x, None, None, residual, None)
     alone(operands, (N,), ("layer", 1e-5, 0.0, None, "after_weight"))
     assert given[0][0] is operands

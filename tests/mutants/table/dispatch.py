@@ -14,6 +14,7 @@ _RULES = "tests/kernels/test_pipelines.py"
 _INVARIANT = "tests/selection/test_invariant_kernels.py"
 _BATCHES = "tests/calls/test_batch_invariance.py"
 _WARMUP = "tests/ahead_of_time/test_compile_keys.py"
+_KNOWN_CALLS = "runtime/upstream/known_calls.c"
 
 MUTANTS = (
     Mutant(
@@ -277,6 +278,41 @@ MUTANTS = (
         "outputs = make_output(LayerNormOutput, (y, total, y_scale, mean, rstd))",
         "outputs = make_output(LayerNormOutput, (y, total, y_scale, rstd, mean))",
         ("tests/calls/test_launch.py::test_forward",),
+    ),
+    Mutant(
+        "c-finds-misaligned-calls",
+        "a kernel compiled for pointers at multiples of 16 bytes is launched on others, where calls are found in C",
+        _KNOWN_CALLS,
+        " || (bits & (unsigned long long)self->misaligned)",
+        "",
+        ("tests/calls/test_native_calls.py::test_another_call_is_not_found[misaligned]",),
+    ),
+    Mutant(
+        "c-launches-within-forward-mode",
+        "a tangent is lost in silence, where calls are found in C",
+        _KNOWN_CALLS,
+        "  if (within >= 0 || PyErr_Occurred())",
+        "  if (PyErr_Occurred())",
+        (
+            "tests/calls/test_native_calls.py::test_nothing_is_found_where_something_watches"
+            "[a_level_of_forward-mode_AD]",
+        ),
+    ),
+    Mutant(
+        "c-takes-any-eps",
+        "rows are nan, rather than an error, of an eps below 0 that comes behind others, where calls are found in C",
+        _KNOWN_CALLS,
+        "!is_number(eps, 0.0, self->largest) || ",
+        "",
+        ("tests/calls/test_native_calls.py::test_another_call_is_not_found[an eps below 0]",),
+    ),
+    Mutant(
+        "c-exchanges-mean-and-rstd",
+        "what is kept for the backward pass has rstd for mean, where calls are launched in C",
+        _KNOWN_CALLS,
+        "mean_at, packed == NULL ? zero : rstd_at, zero}",
+        "packed == NULL ? zero : rstd_at, mean_at, zero}",
+        ("tests/calls/test_native_calls.py::test_launches_and_what_they_return_are_those_of_python",),
     ),
     Mutant(
         "no-rows-are-launched",

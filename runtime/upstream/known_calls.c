@@ -1,0 +1,455 @@
+/* A call of the functional API that is known, found and launched without the interpreter in between.
+ *
+ * `Calls` has methods that do of most calls what the functions do that they are named after, in `straight.py` and
+ * `launch.py`, by the same plans. Whatever is another call is handed on to those, untouched. Of tensors nothing is known
+ * here but the Python methods, so that this is compiled without torch, in the time that the launcher takes. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stddef.h>
+
+/* Of what autograd may be shown, residual included. */
+#define MOST_OPERANDS 8
+
+/* The options of a call: a norm, two numbers, and words. */
+enum { NORM, EPS, WEIGHT_OFFSET, FIRST_WORD };
+
+/* The operands that more is asked of than whether they are there. */
+enum { X, WEIGHT, RESIDUAL = 3 };
+
+/* What it is made of: the functions that calls are handed on to; `PLACES`, where operands stand among all that a kernel
+ * could read; and what is asked and compared with. */
+enum { FIND_RECORDED, RUN_ALONE, RUN_RECORDED_ALONE, PLACES, DISPATCH, FORWARD_AD, IS_GRAD_ENABLED, DISPATCH_MODES };
+enum { DEFAULT_EPS = DISPATCH_MODES + 1, UNREADABLE, PACKED_DTYPE, HELD };
+
+typedef struct {
+  PyObject_HEAD
+  PyObject *held[HELD];
+  double largest;
+  Py_ssize_t width, misaligned;
+} Calls;
+
+static PyObject *shape_name, *data_ptr_name, *contiguous_name, *plans_name, *fits_name, *plan_name, *trains_name,
+    *level_name, *forward_name, *empty_name, *dtype_name, *recorded_word, *rms_word, *zero, *one;
+
+/* Whether an answer, which is taken, is yes: 1 or 0, and -1 with an exception. */
+static int is_yes(PyObject *said) {
+  if (said == NULL)
+    return -1;
+  int yes = PyObject_IsTrue(said);
+  Py_DECREF(said);
+  return yes;
+}
+
+/* Whether a tensor, if it is there, has no gaps. */
+static int is_contiguous(PyObject *tensor) {
+  return tensor == Py_None ? 1 : is_yes(PyObject_CallMethodNoArgs(tensor, contiguous_name));
+}
+
+/* A float that a kernel takes, within limits: 1 or 0. */
+static int is_number(PyObject *value, double least, double largest) {
+  if (!PyFloat_CheckExact(value))
+    return 0;
+  double number = PyFloat_AS_DOUBLE(value);
+  return least <= number && number <= largest;
+}
+
+/* Whether what is to be normalised together is x's last dimension. The class of each, because 64.0 is equal to 64. */
+static int is_last(PyObject *normalized, PyObject *shape, PyObject *n) {
+  if (normalized == Py_None)
+    return 1;
+  PyObject *size;
+  if ((PyTuple_CheckExact(normalized) || Py_TYPE(normalized) == Py_TYPE(shape)) && PyTuple_GET_SIZE(normalized) == 1)
+    size = PyTuple_GET_ITEM(normalized, 0);
+  else if (PyList_CheckExact(normalized) && PyList_GET_SIZE(normalized) == 1)
+    size = PyList_GET_ITEM(normalized, 0);
+  else
+    return 0;
+  return PyLong_CheckExact(size) && PyObject_RichCompareBool(size, n, Py_EQ);
+}
+
+/* x's rows, or -1 if they are none or an exception says why. */
+static Py_ssize_t count_rows(PyObject *shape) {
+  Py_ssize_t rows = 1;
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(shape) - 1; ++at) {
+    PyObject *item = PyTuple_GET_ITEM(shape, at);
+    if (!PyLong_CheckExact(item))
+      return -1;
+    Py_ssize_t size = PyLong_AsSsize_t(item);
+    if (size <= 0)
+      return -1;
+    rows *= size;
+  }
+  return rows;
+}
+
+/* What `dispatch.plans` has of such calls, a new reference, since another thread may change it meanwhile; NULL if nothing,
+ * or an exception says why. */
+static PyObject *look_up(PyObject *plans, PyObject *const *operands, Py_ssize_t count, PyObject *options, PyObject *n,
+                         PyObject *records) {
+  Py_ssize_t at = 0, words = PyTuple_GET_SIZE(options) - FIRST_WORD;
+  PyObject *key = PyTuple_New(4 + count - 1 + words);
+  if (key == NULL)
+    return NULL;
+  PyObject *head[] = {recorded_word, PyTuple_GET_ITEM(options, NORM), n, records};
+  for (Py_ssize_t place = 0; place < 4; ++place)
+    PyTuple_SET_ITEM(key, at++, Py_NewRef(head[place]));
+  for (Py_ssize_t place = WEIGHT; place < count; ++place)
+    PyTuple_SET_ITEM(key, at++, Py_NewRef(operands[place] == Py_None ? Py_True : Py_False));
+  for (Py_ssize_t place = FIRST_WORD; place < FIRST_WORD + words; ++place)
+    PyTuple_SET_ITEM(key, at++, Py_NewRef(PyTuple_GET_ITEM(options, place)));
+  PyObject *kinds = PyDict_GetItemWithError(plans, key);
+  Py_DECREF(key);
+  return Py_XNewRef(kinds);
+}
+
+/* The first kind whose guard the tensors fit, a new reference; NULL if none does, or an exception says why. */
+static PyObject *fitting(PyObject *kinds, PyObject *const *operands, Py_ssize_t count) {
+  PyObject *there[MOST_OPERANDS];
+  size_t present = 0;
+  for (Py_ssize_t at = 0; at < count; ++at)
+    if (operands[at] != Py_None)
+      there[present++] = operands[at];
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(kinds); ++at) {
+    PyObject *kind = PyTuple_GET_ITEM(kinds, at);
+    PyObject *fits = PyObject_GetAttr(kind, fits_name);
+    if (fits == NULL)
+      return NULL;
+    int yes = is_yes(PyObject_Vectorcall(fits, there, present, NULL));
+    Py_DECREF(fits);
+    if (yes)
+      return yes < 0 ? NULL : Py_NewRef(kind);
+  }
+  return NULL;
+}
+
+/* Of all that a kernel could read, and of these tensors their addresses; 0 if one is not where a plan has it. */
+static int read_addresses(Calls *self, PyObject *const *operands, Py_ssize_t count, PyObject *tensors,
+                          PyObject *addresses) {
+  for (Py_ssize_t at = 0; at < self->width; ++at) {
+    PyTuple_SET_ITEM(tensors, at, Py_NewRef(Py_None));
+    PyTuple_SET_ITEM(addresses, at, Py_NewRef(zero));
+  }
+  for (Py_ssize_t at = 0; at < count; ++at) {
+    if (operands[at] == Py_None)
+      continue;
+    PyObject *address = PyObject_CallMethodNoArgs(operands[at], data_ptr_name);
+    if (address == NULL)
+      return 0;
+    Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(self->held[PLACES], at));
+    Py_DECREF(PyTuple_GET_ITEM(addresses, place));
+    PyTuple_SET_ITEM(addresses, place, address);
+    Py_DECREF(PyTuple_GET_ITEM(tensors, place));
+    PyTuple_SET_ITEM(tensors, place, Py_NewRef(operands[at]));
+    unsigned long long bits = PyLong_AsUnsignedLongLong(address);
+    if (bits == 0 || (bits & (unsigned long long)self->misaligned) || PyErr_Occurred())
+      return 0;
+  }
+  return 1;
+}
+
+/* Whether each call, whatever its kind, may go this way: 1 or 0, and -1 with an exception. */
+static int may_launch(Calls *self, PyObject *const *operands, PyObject *options, PyObject *shape, PyObject *eps) {
+  PyObject *offset = PyTuple_GET_ITEM(options, WEIGHT_OFFSET), *level, *residual = operands[RESIDUAL];
+  if (!is_number(eps, 0.0, self->largest) || !is_number(offset, -self->largest, self->largest))
+    return 0;
+  if (PyFloat_AS_DOUBLE(offset) != 0.0) {
+    int rms = PyObject_RichCompareBool(PyTuple_GET_ITEM(options, NORM), rms_word, Py_EQ);
+    if (rms <= 0 || operands[WEIGHT] == Py_None)
+      return rms < 0 ? -1 : 0;
+  }
+  level = PyObject_GetAttr(self->held[FORWARD_AD], level_name);
+  if (level == NULL)
+    return -1;
+  long within = PyLong_AsLong(level);
+  Py_DECREF(level);
+  if (within >= 0 || PyErr_Occurred())
+    return PyErr_Occurred() ? -1 : 0;
+  int seen = is_yes(PyObject_CallNoArgs(self->held[DISPATCH_MODES]));
+  if (seen != 0)
+    return seen < 0 ? -1 : 0;
+  if (residual == Py_None)
+    return 1;
+  PyObject *other = PyObject_GetAttr(residual, shape_name);
+  if (other == NULL)
+    return -1;
+  int same = PyObject_RichCompareBool(other, shape, Py_EQ);
+  Py_DECREF(other);
+  return same;
+}
+
+/* What `find_recorded` returns of a call that is known, of whose x this is the shape; NULL if it is another call, or an
+ * exception says why. The key is None, which nobody needs of a call that is known. */
+static PyObject *found_of(Calls *self, PyObject *const *operands, Py_ssize_t count, PyObject *options, PyObject *shape,
+                          PyObject *normalized) {
+  Py_ssize_t dimensions = PyTuple_GET_SIZE(shape);
+  PyObject *n = PyTuple_GET_ITEM(shape, dimensions - 1), *eps = PyTuple_GET_ITEM(options, EPS);
+  Py_ssize_t rows = count_rows(shape);
+  if (rows < 0 || !PyLong_CheckExact(n) || is_last(normalized, shape, n) <= 0)
+    return NULL;
+  if (dimensions != 2 && (is_contiguous(operands[X]) <= 0 || is_contiguous(operands[RESIDUAL]) <= 0))
+    return NULL;
+  int enabled = is_yes(PyObject_CallNoArgs(self->held[IS_GRAD_ENABLED]));
+  PyObject *plans = enabled < 0 ? NULL : PyObject_GetAttr(self->held[DISPATCH], plans_name);
+  if (plans == NULL)
+    return NULL;
+  /* There are others where calls of some callers see other plans. */
+  PyObject *kinds = PyDict_CheckExact(plans)
+                        ? look_up(plans, operands, count, options, n, enabled ? Py_True : Py_False)
+                        : NULL;
+  PyObject *kind = kinds == NULL || !PyTuple_Check(kinds) ? NULL : fitting(kinds, operands, count);
+  Py_DECREF(plans);
+  Py_XDECREF(kinds);
+  if (kind == NULL)
+    return NULL;
+  if (eps == Py_None && PyObject_RichCompareBool(PyTuple_GET_ITEM(options, NORM), rms_word, Py_EQ) > 0)
+    eps = self->held[DEFAULT_EPS];
+  PyObject *plan = NULL, *trains = NULL, *m = NULL, *found = NULL;
+  PyObject *tensors = PyTuple_New(self->width), *addresses = PyTuple_New(self->width);
+  if (tensors != NULL && addresses != NULL && may_launch(self, operands, options, shape, eps) > 0 &&
+      read_addresses(self, operands, count, tensors, addresses) && (plan = PyObject_GetAttr(kind, plan_name)) != NULL &&
+      plan != Py_None && (trains = PyObject_GetAttr(kind, trains_name)) != NULL &&
+      (m = PyLong_FromSsize_t(rows)) != NULL) {
+    PyObject *told = PyTuple_Pack(7, plan, addresses, tensors, shape, m, eps, PyTuple_GET_ITEM(options, WEIGHT_OFFSET));
+    if (told != NULL) {
+      found = PyTuple_Pack(3, Py_None, enabled ? trains : Py_False, told);
+      Py_DECREF(told);
+    }
+  }
+  Py_DECREF(kind);
+  Py_XDECREF(plan);
+  Py_XDECREF(trains);
+  Py_XDECREF(m);
+  Py_XDECREF(tensors);
+  Py_XDECREF(addresses);
+  return found;
+}
+
+static PyObject *find_recorded(PyObject *object, PyObject *const *args, Py_ssize_t given) {
+  Calls *self = (Calls *)object;
+  if (given != 3 || !PyTuple_Check(args[0]) || !PyTuple_Check(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "a call is looked up by its operands, its options and a shape");
+    return NULL;
+  }
+  PyObject *found = NULL, *shape = NULL;
+  Py_ssize_t count = PyTuple_GET_SIZE(args[0]);
+  if (count == PyTuple_GET_SIZE(self->held[PLACES]) && PyTuple_GET_SIZE(args[1]) >= FIRST_WORD) {
+    PyObject *const *operands = &PyTuple_GET_ITEM(args[0], 0);
+    shape = PyObject_GetAttr(operands[X], shape_name);
+    if (shape != NULL && PyTuple_Check(shape) && PyTuple_GET_SIZE(shape) > 0)
+      found = found_of(self, operands, count, args[1], shape, args[2]);
+  }
+  Py_XDECREF(shape);
+  if (found == NULL && PyErr_Occurred()) {
+    if (!PyErr_ExceptionMatches(self->held[UNREADABLE]))
+      return NULL;
+    PyErr_Clear();
+  }
+  return found != NULL ? found : PyObject_Vectorcall(self->held[FIND_RECORDED], args, 3, NULL);
+}
+
+/* What `forward` of a plan says of a number of rows, and what launches are told of a call; both are tuples. */
+enum { LAUNCH, GRID, LENGTH, TO_RSTD, FORWARD };
+enum { PLAN, ADDRESSES, TENSORS, SHAPE, ROWS, EPSILON, OFFSET, TOLD };
+
+/* Behind the addresses of what is read: those of y, a sum, a scale, mean, rstd and an exchange; rows and two numbers. */
+#define WRITTEN 9
+
+/* A new tensor of a plan. */
+static PyObject *allocate(PyObject *plan, PyObject *size, PyObject *strides, PyObject *dtype) {
+  PyObject *empty = PyObject_GetAttr(plan, empty_name);
+  if (empty == NULL)
+    return NULL;
+  PyObject *asked[] = {size, strides, dtype};
+  PyObject *tensor = PyObject_Vectorcall(empty, asked, 3, NULL);
+  Py_DECREF(empty);
+  return tensor;
+}
+
+/* y, of x's shape and without gaps. None of its sizes is 0. */
+static PyObject *allocate_y(PyObject *plan, PyObject *shape) {
+  Py_ssize_t count = PyTuple_GET_SIZE(shape), step = 1;
+  PyObject *size = PyTuple_GetSlice(shape, 0, count), *strides = PyTuple_New(count), *y = NULL;
+  PyObject *dtype = PyObject_GetAttr(plan, dtype_name);
+  if (size == NULL || strides == NULL || dtype == NULL)
+    goto end;
+  for (Py_ssize_t at = count - 1; at >= 0; --at) {
+    PyObject *stride = PyLong_FromSsize_t(step);
+    if (stride == NULL)
+      goto end;
+    PyTuple_SET_ITEM(strides, at, stride);
+    step *= PyLong_AsSsize_t(PyTuple_GET_ITEM(shape, at));
+  }
+  y = PyErr_Occurred() ? NULL : allocate(plan, size, strides, dtype);
+end:
+  Py_XDECREF(size);
+  Py_XDECREF(strides);
+  Py_XDECREF(dtype);
+  return y;
+}
+
+/* Rows' statistics, as `packing` lays them out. */
+static PyObject *allocate_packed(Calls *self, PyObject *plan, PyObject *length) {
+  PyObject *size = PyTuple_Pack(1, length), *strides = PyTuple_Pack(1, one), *packed = NULL;
+  if (size != NULL && strides != NULL)
+    packed = allocate(plan, size, strides, self->held[PACKED_DTYPE]);
+  Py_XDECREF(size);
+  Py_XDECREF(strides);
+  return packed;
+}
+
+/* Launch with what is read, y and the statistics, if there are any: 0, and -1 with an exception. */
+static int launch(PyObject *forward, PyObject *told, PyObject *y, PyObject *packed) {
+  PyObject *addresses = PyTuple_GET_ITEM(told, ADDRESSES), *to_rstd = PyTuple_GET_ITEM(forward, TO_RSTD);
+  Py_ssize_t read = PyTuple_GET_SIZE(addresses);
+  PyObject *y_at = PyObject_CallMethodNoArgs(y, data_ptr_name), *packed_at = NULL, *rstd_at = NULL, *values = NULL;
+  PyObject *nothing = NULL;
+  if (y_at == NULL)
+    return -1;
+  if (packed != NULL && ((packed_at = PyObject_CallMethodNoArgs(packed, data_ptr_name)) == NULL ||
+                         (rstd_at = PyNumber_Add(packed_at, to_rstd)) == NULL))
+    goto end;
+  if ((values = PyTuple_New(read + WRITTEN)) == NULL)
+    goto end;
+  for (Py_ssize_t at = 0; at < read; ++at)
+    PyTuple_SET_ITEM(values, at, Py_NewRef(PyTuple_GET_ITEM(addresses, at)));
+  /* Without means rstd is where they would be. */
+  PyObject *mean_at = packed != NULL && PyObject_RichCompareBool(to_rstd, zero, Py_NE) > 0 ? packed_at : zero;
+  PyObject *behind[WRITTEN] = {y_at, zero, zero, mean_at, packed == NULL ? zero : rstd_at, zero};
+  for (Py_ssize_t at = ROWS; at <= OFFSET; ++at)
+    behind[WRITTEN - 1 - OFFSET + at] = PyTuple_GET_ITEM(told, at);
+  for (Py_ssize_t at = 0; at < WRITTEN; ++at)
+    PyTuple_SET_ITEM(values, read + at, Py_NewRef(behind[at]));
+  PyObject *given[] = {PyTuple_GET_ITEM(forward, GRID), values};
+  nothing = PyObject_Vectorcall(PyTuple_GET_ITEM(forward, LAUNCH), given, 2, NULL);
+end:
+  Py_DECREF(y_at);
+  Py_XDECREF(packed_at);
+  Py_XDECREF(rstd_at);
+  Py_XDECREF(values);
+  Py_XDECREF(nothing);
+  return nothing == NULL ? -1 : 0;
+}
+
+/* Launch a call of one output as it was found, with statistics or without; `otherwise` does where this cannot. */
+static PyObject *run(Calls *self, PyObject *told, int packs, PyObject *otherwise) {
+  if (!PyTuple_Check(told) || PyTuple_GET_SIZE(told) != TOLD) {
+    PyErr_SetString(PyExc_TypeError, "a call is launched by what it was found to be");
+    return NULL;
+  }
+  PyObject *plan = PyTuple_GET_ITEM(told, PLAN);
+  PyObject *forward = PyObject_CallMethodOneArg(plan, forward_name, PyTuple_GET_ITEM(told, ROWS));
+  if (forward == NULL)
+    return NULL;
+  if (!PyTuple_Check(forward) || PyTuple_GET_SIZE(forward) != FORWARD || PyTuple_GET_ITEM(forward, LAUNCH) == Py_None) {
+    Py_DECREF(forward);
+    return PyObject_Call(otherwise, told, NULL);
+  }
+  PyObject *y = allocate_y(plan, PyTuple_GET_ITEM(told, SHAPE)), *packed = NULL, *made = NULL;
+  if (y != NULL && packs)
+    packed = allocate_packed(self, plan, PyTuple_GET_ITEM(forward, LENGTH));
+  if (y != NULL && (packed != NULL || !packs) && launch(forward, told, y, packed) == 0)
+    made = packs ? PyTuple_Pack(2, y, packed) : Py_NewRef(y);
+  Py_DECREF(forward);
+  Py_XDECREF(y);
+  Py_XDECREF(packed);
+  return made;
+}
+
+static PyObject *run_alone(PyObject *object, PyObject *told) {
+  Calls *self = (Calls *)object;
+  return run(self, told, 0, self->held[RUN_ALONE]);
+}
+
+static PyObject *run_recorded_alone(PyObject *object, PyObject *told) {
+  Calls *self = (Calls *)object;
+  return run(self, told, 1, self->held[RUN_RECORDED_ALONE]);
+}
+
+static void dealloc(PyObject *object) {
+  for (size_t at = 0; at < HELD; ++at)
+    Py_XDECREF(((Calls *)object)->held[at]);
+  Py_TYPE(object)->tp_free(object);
+}
+
+/* All that it holds are functions, modules and constants that outlive it: garbage collection has no part in it. */
+static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names) {
+  static char *known[] = {"find_recorded",   "run_alone",      "run_recorded_alone", "places",     "dispatch", "forward_ad",
+                          "is_grad_enabled", "dispatch_modes", "default_eps",        "unreadable", "packed_dtype",
+                          "largest",         "width",          "misaligned",         NULL};
+  PyObject *held[HELD];
+  double largest;
+  Py_ssize_t width, misaligned;
+  if (!PyArg_ParseTupleAndKeywords(args, names, "OOOO!OOOOOOOdnn", known, &held[FIND_RECORDED], &held[RUN_ALONE],
+                                   &held[RUN_RECORDED_ALONE], &PyTuple_Type, &held[PLACES], &held[DISPATCH],
+                                   &held[FORWARD_AD], &held[IS_GRAD_ENABLED], &held[DISPATCH_MODES], &held[DEFAULT_EPS],
+                                   &held[UNREADABLE], &held[PACKED_DTYPE], &largest, &width, &misaligned))
+    return NULL;
+  Py_ssize_t count = PyTuple_GET_SIZE(held[PLACES]);
+  if (count <= RESIDUAL || count > MOST_OPERANDS) {
+    PyErr_Format(PyExc_ValueError, "%zd operands, of at most %d", count, MOST_OPERANDS);
+    return NULL;
+  }
+  for (Py_ssize_t at = 0; at < count; ++at) {
+    Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(held[PLACES], at));
+    if (place < 0 || place >= width) {
+      PyErr_Format(PyExc_ValueError, "place %zd of %zd", place, width);
+      return NULL;
+    }
+  }
+  Calls *self = (Calls *)type->tp_alloc(type, 0);
+  if (self == NULL)
+    return NULL;
+  for (size_t at = 0; at < HELD; ++at)
+    self->held[at] = Py_NewRef(held[at]);
+  self->largest = largest;
+  self->width = width;
+  self->misaligned = misaligned;
+  return (PyObject *)self;
+}
+
+static PyMethodDef methods[] = {
+    {"find_recorded", (PyCFunction)(void (*)(void))find_recorded, METH_FASTCALL, "As in straight.py."},
+    {"run_alone", run_alone, METH_O, "As in launch.py, of what was found."},
+    {"run_recorded_alone", run_recorded_alone, METH_O, "As in launch.py, of what was found."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject CallsType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "normforge_known_calls.Calls",
+    .tp_doc = "Finds and launches the calls that are known to a module of plans.",
+    .tp_basicsize = sizeof(Calls),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = make,
+    .tp_dealloc = dealloc,
+    .tp_methods = methods,
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "normforge_known_calls",
+    .m_size = -1,
+};
+
+PyMODINIT_FUNC PyInit_normforge_known_calls(void) {
+  const struct {
+    PyObject **name;
+    const char *text;
+  } names[] = {
+      {&shape_name, "shape"},        {&data_ptr_name, "data_ptr"}, {&contiguous_name, "is_contiguous"},
+      {&plans_name, "plans"},        {&fits_name, "fits"},         {&plan_name, "plan"},
+      {&trains_name, "trains"},      {&level_name, "_current_level"}, {&forward_name, "forward"},
+      {&empty_name, "empty"},        {&dtype_name, "y_dtype"},     {&recorded_word, "recorded"},
+      {&rms_word, "rms"},
+  };
+  for (size_t at = 0; at < sizeof(names) / sizeof(*names); ++at)
+    if ((*names[at].name = PyUnicode_InternFromString(names[at].text)) == NULL)
+      return NULL;
+  if ((zero = PyLong_FromLong(0)) == NULL || (one = PyLong_FromLong(1)) == NULL)
+    return NULL;
+  PyObject *module = PyModule_Create(&definition);
+  if (module != NULL && PyModule_AddType(module, &CallsType) < 0)
+    Py_CLEAR(module);
+  return module;
+}

@@ -1,0 +1,273 @@
+"""Known calls in C: what is found is what Python finds, and whatever is another call is left to Python."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import normforge
+from normforge.calls import native, recorded
+from normforge.calls.launch import run_alone, run_recorded_alone
+from normforge.calls.plan import Forward
+from normforge.calls.straight import Operands, find_recorded
+from normforge.selection import dispatch
+from normforge.upstream import native_launcher
+
+from ..stand_in_cuda import NEEDS_A_COMPILER
+
+pytestmark = NEEDS_A_COMPILER
+
+M, N = 3, 64
+OPTIONS: tuple[Any, ...] = ("layer", 1e-5, 0.0, None, "after_weight")
+RMS: tuple[Any, ...] = ("rms", None, 1.0, None, "after_weight")
+
+
+@pytest.fixture(autouse=True)
+def _started(monkeypatch: pytest.MonkeyPatch) -> None:
+    native.start()
+    assert not isinstance(native.calls, native.InPython)
+    monkeypatch.setattr(dispatch, "plans", {})
+
+
+def found_in_c(operands: Operands, options: Any, normalized: Any) -> Any:
+    """Whether a call is recorded and what launches are told of it; None if C leaves it to Python."""
+    key, records, found = native.calls.find_recorded(operands, options, normalized)
+    # Only Python says the key, if there can be one.
+    return None if key is not None or found is None else (records, found)
+
+
+def rows(*shape: int, requires_grad: bool = True) -> torch.Tensor:
+    return torch.randn(shape or (M, N), requires_grad=requires_grad)
+
+
+def vector() -> torch.Tensor:
+    return torch.randn(N, requires_grad=True)
+
+
+def made_known(operands: Operands, options: Any) -> None:
+    norm, eps, *others = options
+    recorded.normalise(operands, (N,), (norm, 1e-5 if eps is None else eps, *others))
+
+
+# Operands of calls that Python finds as well, and their options.
+KNOWN: dict[str, tuple[Callable[[], Operands], Any]] = {
+    "x alone": (lambda: (rows(), None, None, None, None), OPTIONS),
+    "plain": (lambda: (rows(), vector(), vector(), None, None), OPTIONS),
+    "a bias of x": (lambda: (rows(), vector(), None, None, vector()), OPTIONS),
+    "with a residual": (lambda: (rows(), vector(), vector(), rows(), None), OPTIONS),
+    "an offset, eps by default": (lambda: (rows(), vector(), None, None, None), RMS),
+    "three dimensions": (lambda: (rows(2, M, N), vector(), vector(), rows(2, M, N), None), OPTIONS),
+    "one": (lambda: (rows(N), vector(), None, None, None), OPTIONS),
+    "rows with gaps": (lambda: (rows(M, 2 * N)[:, :N].detach(), vector(), vector(), None, None), OPTIONS),
+    "frozen": (lambda: (rows(requires_grad=False), None, None, None, None), OPTIONS),
+}
+
+
+@pytest.mark.parametrize("gradients", [True, False], ids=["recorded", "unrecorded"])
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_python_finds_is_found(name: str, gradients: bool) -> None:
+    operands, options = KNOWN[name]
+    with torch.set_grad_enabled(gradients):
+        given = operands()
+        assert found_in_c(given, options, None) is None
+        made_known(given, options)
+        for normalized in (None, (N,), [N], torch.Size((N,))):
+            _, records, found = find_recorded(given, options, normalized)
+            assert found is not None
+            assert found_in_c(given, options, normalized) == (records, found)
+        # Of other tensors of the same kind their own addresses, and nothing that is kept.
+        assert found_in_c(operands(), options, None) != (records, found)
+
+
+PLAIN = KNOWN["plain"][0]
+
+
+def same(operands: Operands) -> Operands:
+    return operands
+
+
+def with_x(make: Callable[[torch.Tensor], Any]) -> Callable[[Operands], Operands]:
+    return lambda operands: (make(operands[0]), *operands[1:])
+
+
+# What differs from a call that is known in no key, and has to be looked at.
+OTHER: dict[str, tuple[Callable[[Operands], Operands], Any, Any]] = {
+    "a subclass": (with_x(lambda x: x.detach().as_subclass(type("Own", (torch.Tensor,), {}))), OPTIONS, None),
+    "no tensor": (with_x(lambda x: [1.0] * N), OPTIONS, None),
+    "a sparse tensor": (with_x(lambda x: x.detach().to_sparse().requires_grad_()), OPTIONS, None),
+    "negated": (with_x(lambda x: torch._neg_view(x.detach()).requires_grad_()), OPTIONS, None),
+    "another dtype": (with_x(lambda x: x.detach().double().requires_grad_()), OPTIONS, None),
+    "no rows": (with_x(lambda x: x[:0].detach().requires_grad_()), OPTIONS, None),
+    "misaligned": (with_x(lambda x: torch.randn(M * N + 1)[1:].view(M, N).requires_grad_()), OPTIONS, None),
+    "a shorter weight": (lambda given: (given[0], torch.randn(8, requires_grad=True), *given[2:]), OPTIONS, None),
+    "an eps of True": (same, ("layer", True, *OPTIONS[2:]), None),
+    "an eps below 0": (same, ("layer", -1e-5, *OPTIONS[2:]), None),
+    "an eps of nan": (same, ("layer", float("nan"), *OPTIONS[2:]), None),
+    "an eps beyond fp32": (same, ("layer", 1e300, *OPTIONS[2:]), None),
+    "no eps": (same, ("layer", None, *OPTIONS[2:]), None),
+    "an offset that LayerNorm lacks": (same, ("layer", 1e-5, 1.0, *OPTIONS[3:]), None),
+    "an offset of 0": (same, ("layer", 1e-5, 0, *OPTIONS[3:]), None),
+    "options that cannot be hashed": (same, (*OPTIONS[:4], []), None),
+    "a shape of floats": (same, OPTIONS, (float(N),)),
+    "a shape that is true": (same, OPTIONS, (True,)),
+    "a shape of two": (same, OPTIONS, (M, N)),
+    "another shape": (same, OPTIONS, (N + 1,)),
+    "a dictionary": (same, OPTIONS, {N: N}),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_another_call_is_not_found(name: str) -> None:
+    operands = PLAIN()
+    made_known(operands, OPTIONS)
+    change, options, normalized = OTHER[name]
+    assert found_in_c(operands, OPTIONS, (N,)) is not None
+    assert found_in_c(change(operands), options, normalized) is None
+
+
+def test_a_residual_of_other_rows_is_not_found() -> None:
+    x, weight, bias, residual, x_bias = KNOWN["with a residual"][0]()
+    made_known((x, weight, bias, residual, x_bias), OPTIONS)
+    assert found_in_c((x, weight, bias, rows(M + 1, N), x_bias), OPTIONS, None) is None
+
+
+# Made by `type`, as torch declares no types of what a subclass's statement calls.
+Seeing: Callable[[], Any] = type("Seeing", (TorchDispatchMode,), {})
+
+SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "a mode that sees operators": Seeing,
+    "a level of forward-mode AD": forward_ad.dual_level,
+    "inference": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("around", SURROUNDINGS.values(), ids=[name.replace(" ", "_") for name in SURROUNDINGS])
+def test_nothing_is_found_where_something_watches(around: Callable[[], AbstractContextManager[object]]) -> None:
+    operands = PLAIN()
+    made_known(operands, OPTIONS)
+    with torch.no_grad():
+        made_known(operands, OPTIONS)
+    with around():
+        assert found_in_c(operands, OPTIONS, None) is None
+
+
+def test_callers_that_see_other_plans_are_left_to_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    operands = PLAIN()
+    made_known(operands, OPTIONS)
+    monkeypatch.setattr(dispatch, "plans", type("Others", (dict,), {})(dispatch.plans))
+    assert found_in_c(operands, OPTIONS, None) is None
+    assert find_recorded(operands, OPTIONS)[2] is not None
+
+
+@pytest.mark.parametrize("given", [(), (1, 2, 3), ((), (), (), ())], ids=["nothing", "no tuples", "too much"])
+def test_arguments_of_another_kind_are_refused(given: Any) -> None:
+    function: Any = native.calls.find_recorded
+    with pytest.raises(TypeError, match="a call is looked up by its operands, its options and a shape"):
+        function(*given)
+
+
+# Grid and values of each launch, and the plan of which they are.
+Launched = tuple[list[tuple[Any, ...]], Any]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """Launches by address: nothing runs, and what is allocated is the same each time."""
+    launches: list[tuple[Any, ...]] = []
+    kept: dict[Any, torch.Tensor] = {}
+    made_known(PLAIN(), OPTIONS)
+    ((kind,),) = dispatch.plans.values()
+    plan = kind.plan
+
+    def empty(size: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+        assert type(size) is type(strides) is tuple
+        return kept.setdefault((size, strides, dtype), torch.empty_strided(size, strides, dtype=dtype))
+
+    def forward(m: int) -> Forward:
+        return lambda *given: launches.append(given), *plan._forward(m)[1:]
+
+    monkeypatch.setattr(plan, "empty", empty)
+    monkeypatch.setattr(plan, "forward", forward)
+    return launches, plan
+
+
+@pytest.mark.parametrize("shape", [(M, N), (1, N), (2, M, N), (N,)], ids=str)
+def test_launches_and_what_they_return_are_those_of_python(shape: tuple[int, ...], launched: Launched) -> None:
+    operands = (rows(*shape), vector(), vector(), None, None)
+    made_known(operands, OPTIONS)
+    known = find_recorded(operands, OPTIONS)[2]
+    assert known is not None
+    launches, plan = launched
+    found = (plan, *known[1:])
+    y, statistics = run_recorded_alone(*found)
+    kept = native.calls.run_recorded_alone(found)
+    assert kept[0] is y
+    assert kept[1] is statistics
+    assert native.calls.run_alone(found) is run_alone(*found) is y
+    assert len(launches) == 4
+    assert launches[0] == launches[1]
+    assert launches[2] == launches[3]
+
+
+def test_a_launch_that_fails_says_so(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such launch")
+
+    found = find_recorded(PLAIN(), OPTIONS)[2]
+    plan = launched[1]
+    assert found is not None
+    assert found[0] is plan
+    monkeypatch.setattr(plan, "forward", lambda m: (fail, *plan._forward(m)[1:]))
+    for run in (native.calls.run_alone, native.calls.run_recorded_alone):
+        with pytest.raises(RuntimeError, match="no such launch"):
+            run(found)
+
+
+def test_without_a_compiler_calls_are_found_in_python(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(*_: Any) -> None:
+        raise FileNotFoundError("no compiler")
+
+    monkeypatch.setattr(native_launcher, "load", load)
+    with caplog.at_level(logging.INFO, logger="normforge"):
+        monkeypatch.setattr(native, "calls", native.calls_among(dispatch))
+    assert "known calls are found in Python, and not in C (FileNotFoundError: no compiler)" in caplog.text
+    x = rows()
+    assert torch.equal(normforge.layer_norm(x, (N,)), normforge.layer_norm(x, (N,)))
+    with torch.no_grad():
+        assert torch.equal(normforge.layer_norm(x, (N,)), normforge.layer_norm(x, (N,)))
+
+
+@pytest.mark.parametrize(("variable", "value"), [("NORMFORGE_NATIVE_LAUNCHER", "0"), ("NORMFORGE_FROZEN", "1")])
+def test_it_is_not_compiled_where_that_is_not_wanted(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(tmp_path)
+        assert isinstance(native.calls_among(dispatch), native.InPython)
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_nothing_that_was_found_is_kept() -> None:
+    operands = PLAIN()
+    made_known(operands, OPTIONS)
+    held = [weakref.ref(each) for each in operands if each is not None]
+    for _ in range(3):
+        assert found_in_c(operands, OPTIONS, None) is not None
+        assert found_in_c(operands, ("layer", -1.0, *OPTIONS[2:]), None) is None
+    del operands
+    gc.collect()
+    assert [each() for each in held] == [None] * len(held)
