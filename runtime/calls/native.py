@@ -31,19 +31,31 @@ SOURCE = Path(native_launcher.__file__).with_name("known_calls.c")
 
 
 class InPython:
-    """The functions themselves, which `Calls` of `known_calls.c` stands for; that has no key of what it finds."""
+    """The functions themselves. `Calls` of `known_calls.c` has the same methods, but no key of what it finds."""
 
     find_recorded = staticmethod(find_recorded)
 
     @staticmethod
     def run_alone(found: Found) -> torch.Tensor:
-        """As `launch.run_alone`."""
+        """Launch a call that was found, and return y."""
         return launch.run_alone(*found)
 
     @staticmethod
+    def run_added(found: Found) -> tuple[torch.Tensor, Any]:
+        """Return y and the sum."""
+        y, total, *_ = launch.run(*found)
+        return y, total
+
+    @staticmethod
     def run_recorded_alone(found: Found) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `launch.run_recorded_alone`."""
+        """Return y and the statistics."""
         return launch.run_recorded_alone(*found)
+
+    @staticmethod
+    def run_recorded_added(found: Found) -> tuple[torch.Tensor, Any, Any]:
+        """Return y, the sum and the statistics."""
+        y, total, _, _, statistics = launch.run_recorded(*found)
+        return y, total, statistics
 
 
 calls = InPython()
@@ -85,9 +97,7 @@ def library(*, build: bool) -> Any:
 def _in_c(module: Any, plans: Any) -> InPython:
     names = [row.name for row in FORWARD.inputs]
     calls: InPython = module.Calls(
-        find_recorded=find_recorded,
-        run_alone=launch.run_alone,
-        run_recorded_alone=launch.run_recorded_alone,
+        otherwise=InPython(),
         places=tuple(names.index(row.name) for row in FORWARD.parameters if row.functional and row.kind.is_tensor),
         width=len(names),
         dispatch=plans,

@@ -29,7 +29,7 @@ from .functional import (
     forward_given,
 )
 from .known import PLAIN, Found, Key, Tensors
-from .launch import run, run_recorded
+from .launch import run_recorded
 from .outputs import LayerNormOutput, NormGradients, dtype_of_all, packed_of, unflattened, unpacked
 from .row_layout import walkable
 from .straight import BackwardOperands, BackwardOptions, Operands, Options, find_gradients, find_recorded
@@ -55,7 +55,7 @@ def normalise_known(operands: Operands, normalized_shape: Sequence[int] | None, 
     if found is None:
         return None
     if residual is not None:
-        return _apply_add((options, found, None), *operands) if records else run(*found)[:2]
+        return _apply_add((options, found, None), *operands) if records else native.calls.run_added(found)
     if not records:
         return native.calls.run_alone(found)
     told = (options, found, None)
@@ -172,7 +172,7 @@ class _AddNormalise(torch.autograd.Function):
             y, total, _, _, statistics = computed(told, True, (x, weight, bias, residual, x_bias))
             is_invariant = is_on()
         else:
-            y, total, _, _, statistics = run_recorded(*found)
+            y, total, statistics = native.calls.run_recorded_added(found)
             is_invariant = found[0].is_invariant
         # Of fp32 alone nothing was rounded first, whatever the sum is stored in.
         norm, _, weight_offset, _, cast = told[0]

@@ -17,10 +17,9 @@ enum { NORM, EPS, WEIGHT_OFFSET, FIRST_WORD };
 /* The operands that more is asked of than whether they are there. */
 enum { X, WEIGHT, RESIDUAL = 3 };
 
-/* What it is made of: the functions that calls are handed on to; `PLACES`, where operands stand among all that a kernel
+/* What it is made of: the object whose methods calls are handed on to; `PLACES`, where operands stand among all that a kernel
  * could read; and what is asked and compared with. */
-enum { FIND_RECORDED, RUN_ALONE, RUN_RECORDED_ALONE, PLACES, DISPATCH, FORWARD_AD, IS_GRAD_ENABLED, DISPATCH_MODES };
-enum { DEFAULT_EPS = DISPATCH_MODES + 1, UNREADABLE, PACKED_DTYPE, HELD };
+enum { OTHERWISE, PLACES, DISPATCH, FORWARD_AD, IS_GRAD_ENABLED, DISPATCH_MODES, DEFAULT_EPS, UNREADABLE, PACKED_DTYPE, HELD };
 
 typedef struct {
   PyObject_HEAD
@@ -30,7 +29,8 @@ typedef struct {
 } Calls;
 
 static PyObject *shape_name, *data_ptr_name, *contiguous_name, *plans_name, *fits_name, *plan_name, *trains_name,
-    *level_name, *forward_name, *empty_name, *dtype_name, *recorded_word, *rms_word, *zero, *one;
+    *level_name, *forward_name, *empty_name, *dtypes_name, *recorded_word, *rms_word, *zero, *one;
+static PyObject *find_name, *alone_name, *added_name, *recorded_alone_name, *recorded_added_name;
 
 /* Whether an answer, which is taken, is yes: 1 or 0, and -1 with an exception. */
 static int is_yes(PyObject *said) {
@@ -245,7 +245,8 @@ static PyObject *find_recorded(PyObject *object, PyObject *const *args, Py_ssize
       return NULL;
     PyErr_Clear();
   }
-  return found != NULL ? found : PyObject_Vectorcall(self->held[FIND_RECORDED], args, 3, NULL);
+  PyObject *passed[] = {self->held[OTHERWISE], args[0], args[1], args[2]};
+  return found != NULL ? found : PyObject_VectorcallMethod(find_name, passed, 4, NULL);
 }
 
 /* What `forward` of a plan says of a number of rows, and what launches are told of a call; both are tuples. */
@@ -266,26 +267,34 @@ static PyObject *allocate(PyObject *plan, PyObject *size, PyObject *strides, PyO
   return tensor;
 }
 
-/* y, of x's shape and without gaps. None of its sizes is 0. */
-static PyObject *allocate_y(PyObject *plan, PyObject *shape) {
+/* The size and the strides of tensors of x's shape without gaps, none of whose sizes is 0; -1 with an exception. */
+static int lay_out(PyObject *shape, PyObject **size, PyObject **strides) {
   Py_ssize_t count = PyTuple_GET_SIZE(shape), step = 1;
-  PyObject *size = PyTuple_GetSlice(shape, 0, count), *strides = PyTuple_New(count), *y = NULL;
-  PyObject *dtype = PyObject_GetAttr(plan, dtype_name);
-  if (size == NULL || strides == NULL || dtype == NULL)
-    goto end;
+  *size = PyTuple_GetSlice(shape, 0, count);
+  *strides = PyTuple_New(count);
+  if (*size == NULL || *strides == NULL)
+    return -1;
   for (Py_ssize_t at = count - 1; at >= 0; --at) {
     PyObject *stride = PyLong_FromSsize_t(step);
     if (stride == NULL)
-      goto end;
-    PyTuple_SET_ITEM(strides, at, stride);
+      return -1;
+    PyTuple_SET_ITEM(*strides, at, stride);
     step *= PyLong_AsSsize_t(PyTuple_GET_ITEM(shape, at));
   }
-  y = PyErr_Occurred() ? NULL : allocate(plan, size, strides, dtype);
-end:
-  Py_XDECREF(size);
-  Py_XDECREF(strides);
-  Py_XDECREF(dtype);
-  return y;
+  return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Of the results whose dtypes a plan has: y and, if there is one, the sum. */
+enum { Y, SUM };
+
+static PyObject *allocate_result(PyObject *plan, int which, PyObject *size, PyObject *strides) {
+  PyObject *dtypes = PyObject_GetAttr(plan, dtypes_name), *result = NULL;
+  if (dtypes != NULL && PyTuple_Check(dtypes) && PyTuple_GET_SIZE(dtypes) > SUM)
+    result = allocate(plan, size, strides, PyTuple_GET_ITEM(dtypes, which));
+  else if (dtypes != NULL)
+    PyErr_SetString(PyExc_TypeError, "the dtypes of a plan are a tuple, of y and a sum among others");
+  Py_XDECREF(dtypes);
+  return result;
 }
 
 /* Rows' statistics, as `packing` lays them out. */
@@ -298,24 +307,27 @@ static PyObject *allocate_packed(Calls *self, PyObject *plan, PyObject *length) 
   return packed;
 }
 
-/* Launch with what is read, y and the statistics, if there are any: 0, and -1 with an exception. */
-static int launch(PyObject *forward, PyObject *told, PyObject *y, PyObject *packed) {
+/* Zero stands for what is not there. */
+static PyObject *address_of(PyObject *tensor) {
+  return tensor == NULL ? Py_NewRef(zero) : PyObject_CallMethodNoArgs(tensor, data_ptr_name);
+}
+
+/* Launch with what is read, y and, if they are there, the sum and the statistics: 0, and -1 with an exception. */
+static int launch(PyObject *forward, PyObject *told, PyObject *y, PyObject *sum, PyObject *packed) {
   PyObject *addresses = PyTuple_GET_ITEM(told, ADDRESSES), *to_rstd = PyTuple_GET_ITEM(forward, TO_RSTD);
   Py_ssize_t read = PyTuple_GET_SIZE(addresses);
-  PyObject *y_at = PyObject_CallMethodNoArgs(y, data_ptr_name), *packed_at = NULL, *rstd_at = NULL, *values = NULL;
-  PyObject *nothing = NULL;
-  if (y_at == NULL)
-    return -1;
-  if (packed != NULL && ((packed_at = PyObject_CallMethodNoArgs(packed, data_ptr_name)) == NULL ||
-                         (rstd_at = PyNumber_Add(packed_at, to_rstd)) == NULL))
+  PyObject *y_at = address_of(y), *sum_at = address_of(sum), *packed_at = address_of(packed), *rstd_at = NULL;
+  PyObject *values = PyTuple_New(read + WRITTEN), *nothing = NULL;
+  if (y_at == NULL || sum_at == NULL || packed_at == NULL || values == NULL)
     goto end;
-  if ((values = PyTuple_New(read + WRITTEN)) == NULL)
+  rstd_at = packed == NULL ? Py_NewRef(zero) : PyNumber_Add(packed_at, to_rstd);
+  if (rstd_at == NULL)
     goto end;
+  /* Without means rstd is where they would be. */
+  PyObject *mean_at = PyObject_RichCompareBool(to_rstd, zero, Py_NE) > 0 ? packed_at : zero;
   for (Py_ssize_t at = 0; at < read; ++at)
     PyTuple_SET_ITEM(values, at, Py_NewRef(PyTuple_GET_ITEM(addresses, at)));
-  /* Without means rstd is where they would be. */
-  PyObject *mean_at = packed != NULL && PyObject_RichCompareBool(to_rstd, zero, Py_NE) > 0 ? packed_at : zero;
-  PyObject *behind[WRITTEN] = {y_at, zero, zero, mean_at, packed == NULL ? zero : rstd_at, zero};
+  PyObject *behind[WRITTEN] = {y_at, sum_at, zero, mean_at, rstd_at, zero};
   for (Py_ssize_t at = ROWS; at <= OFFSET; ++at)
     behind[WRITTEN - 1 - OFFSET + at] = PyTuple_GET_ITEM(told, at);
   for (Py_ssize_t at = 0; at < WRITTEN; ++at)
@@ -323,7 +335,8 @@ static int launch(PyObject *forward, PyObject *told, PyObject *y, PyObject *pack
   PyObject *given[] = {PyTuple_GET_ITEM(forward, GRID), values};
   nothing = PyObject_Vectorcall(PyTuple_GET_ITEM(forward, LAUNCH), given, 2, NULL);
 end:
-  Py_DECREF(y_at);
+  Py_XDECREF(y_at);
+  Py_XDECREF(sum_at);
   Py_XDECREF(packed_at);
   Py_XDECREF(rstd_at);
   Py_XDECREF(values);
@@ -331,8 +344,8 @@ end:
   return nothing == NULL ? -1 : 0;
 }
 
-/* Launch a call of one output as it was found, with statistics or without; `otherwise` does where this cannot. */
-static PyObject *run(Calls *self, PyObject *told, int packs, PyObject *otherwise) {
+/* Launch a call as it was found, with a sum and statistics or without; the method of this name does where it cannot. */
+static PyObject *run(Calls *self, PyObject *told, int sums, int packs, PyObject *name) {
   if (!PyTuple_Check(told) || PyTuple_GET_SIZE(told) != TOLD) {
     PyErr_SetString(PyExc_TypeError, "a call is launched by what it was found to be");
     return NULL;
@@ -343,27 +356,35 @@ static PyObject *run(Calls *self, PyObject *told, int packs, PyObject *otherwise
     return NULL;
   if (!PyTuple_Check(forward) || PyTuple_GET_SIZE(forward) != FORWARD || PyTuple_GET_ITEM(forward, LAUNCH) == Py_None) {
     Py_DECREF(forward);
-    return PyObject_Call(otherwise, told, NULL);
+    return PyObject_CallMethodOneArg(self->held[OTHERWISE], name, told);
   }
-  PyObject *y = allocate_y(plan, PyTuple_GET_ITEM(told, SHAPE)), *packed = NULL, *made = NULL;
-  if (y != NULL && packs)
-    packed = allocate_packed(self, plan, PyTuple_GET_ITEM(forward, LENGTH));
-  if (y != NULL && (packed != NULL || !packs) && launch(forward, told, y, packed) == 0)
-    made = packs ? PyTuple_Pack(2, y, packed) : Py_NewRef(y);
+  PyObject *y = NULL, *sum = NULL, *packed = NULL, *size = NULL, *strides = NULL, *made = NULL;
+  if (lay_out(PyTuple_GET_ITEM(told, SHAPE), &size, &strides) == 0 &&
+      (y = allocate_result(plan, Y, size, strides)) != NULL &&
+      (!sums || (sum = allocate_result(plan, SUM, size, strides)) != NULL) &&
+      (!packs || (packed = allocate_packed(self, plan, PyTuple_GET_ITEM(forward, LENGTH))) != NULL) &&
+      launch(forward, told, y, sum, packed) == 0) {
+    if (sums && packs)
+      made = PyTuple_Pack(3, y, sum, packed);
+    else
+      made = sums || packs ? PyTuple_Pack(2, y, sums ? sum : packed) : Py_NewRef(y);
+  }
   Py_DECREF(forward);
+  Py_XDECREF(size);
+  Py_XDECREF(strides);
   Py_XDECREF(y);
+  Py_XDECREF(sum);
   Py_XDECREF(packed);
   return made;
 }
 
-static PyObject *run_alone(PyObject *object, PyObject *told) {
-  Calls *self = (Calls *)object;
-  return run(self, told, 0, self->held[RUN_ALONE]);
+static PyObject *run_alone(PyObject *self, PyObject *told) { return run((Calls *)self, told, 0, 0, alone_name); }
+static PyObject *run_added(PyObject *self, PyObject *told) { return run((Calls *)self, told, 1, 0, added_name); }
+static PyObject *run_recorded_alone(PyObject *self, PyObject *told) {
+  return run((Calls *)self, told, 0, 1, recorded_alone_name);
 }
-
-static PyObject *run_recorded_alone(PyObject *object, PyObject *told) {
-  Calls *self = (Calls *)object;
-  return run(self, told, 1, self->held[RUN_RECORDED_ALONE]);
+static PyObject *run_recorded_added(PyObject *self, PyObject *told) {
+  return run((Calls *)self, told, 1, 1, recorded_added_name);
 }
 
 static void dealloc(PyObject *object) {
@@ -374,16 +395,16 @@ static void dealloc(PyObject *object) {
 
 /* All that it holds are functions, modules and constants that outlive it: garbage collection has no part in it. */
 static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names) {
-  static char *known[] = {"find_recorded",   "run_alone",      "run_recorded_alone", "places",     "dispatch", "forward_ad",
-                          "is_grad_enabled", "dispatch_modes", "default_eps",        "unreadable", "packed_dtype",
-                          "largest",         "width",          "misaligned",         NULL};
+  static char *known[] = {"otherwise",   "places",     "dispatch",     "forward_ad", "is_grad_enabled", "dispatch_modes",
+                          "default_eps", "unreadable", "packed_dtype", "largest",    "width",           "misaligned",
+                          NULL};
   PyObject *held[HELD];
   double largest;
   Py_ssize_t width, misaligned;
-  if (!PyArg_ParseTupleAndKeywords(args, names, "OOOO!OOOOOOOdnn", known, &held[FIND_RECORDED], &held[RUN_ALONE],
-                                   &held[RUN_RECORDED_ALONE], &PyTuple_Type, &held[PLACES], &held[DISPATCH],
-                                   &held[FORWARD_AD], &held[IS_GRAD_ENABLED], &held[DISPATCH_MODES], &held[DEFAULT_EPS],
-                                   &held[UNREADABLE], &held[PACKED_DTYPE], &largest, &width, &misaligned))
+  if (!PyArg_ParseTupleAndKeywords(args, names, "OO!OOOOOOOdnn", known, &held[OTHERWISE], &PyTuple_Type, &held[PLACES],
+                                   &held[DISPATCH], &held[FORWARD_AD], &held[IS_GRAD_ENABLED], &held[DISPATCH_MODES],
+                                   &held[DEFAULT_EPS], &held[UNREADABLE], &held[PACKED_DTYPE], &largest, &width,
+                                   &misaligned))
     return NULL;
   Py_ssize_t count = PyTuple_GET_SIZE(held[PLACES]);
   if (count <= RESIDUAL || count > MOST_OPERANDS) {
@@ -410,8 +431,10 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names) {
 
 static PyMethodDef methods[] = {
     {"find_recorded", (PyCFunction)(void (*)(void))find_recorded, METH_FASTCALL, "As in straight.py."},
-    {"run_alone", run_alone, METH_O, "As in launch.py, of what was found."},
-    {"run_recorded_alone", run_recorded_alone, METH_O, "As in launch.py, of what was found."},
+    {"run_alone", run_alone, METH_O, "y of a call that was found."},
+    {"run_added", run_added, METH_O, "y and the sum."},
+    {"run_recorded_alone", run_recorded_alone, METH_O, "y and the statistics."},
+    {"run_recorded_added", run_recorded_added, METH_O, "y, the sum and the statistics."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -437,11 +460,24 @@ PyMODINIT_FUNC PyInit_normforge_known_calls(void) {
     PyObject **name;
     const char *text;
   } names[] = {
-      {&shape_name, "shape"},        {&data_ptr_name, "data_ptr"}, {&contiguous_name, "is_contiguous"},
-      {&plans_name, "plans"},        {&fits_name, "fits"},         {&plan_name, "plan"},
-      {&trains_name, "trains"},      {&level_name, "_current_level"}, {&forward_name, "forward"},
-      {&empty_name, "empty"},        {&dtype_name, "y_dtype"},     {&recorded_word, "recorded"},
+      {&shape_name, "shape"},
+      {&data_ptr_name, "data_ptr"},
+      {&contiguous_name, "is_contiguous"},
+      {&plans_name, "plans"},
+      {&fits_name, "fits"},
+      {&plan_name, "plan"},
+      {&trains_name, "trains"},
+      {&level_name, "_current_level"},
+      {&forward_name, "forward"},
+      {&empty_name, "empty"},
+      {&dtypes_name, "dtypes"},
+      {&recorded_word, "recorded"},
       {&rms_word, "rms"},
+      {&find_name, "find_recorded"},
+      {&alone_name, "run_alone"},
+      {&added_name, "run_added"},
+      {&recorded_alone_name, "run_recorded_alone"},
+      {&recorded_added_name, "run_recorded_added"},
   };
   for (size_t at = 0; at < sizeof(names) / sizeof(*names); ++at)
     if ((*names[at].name = PyUnicode_InternFromString(names[at].text)) == NULL)

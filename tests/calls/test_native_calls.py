@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import normforge
 from normforge.calls import native, recorded
-from normforge.calls.launch import run_alone, run_recorded_alone
 from normforge.calls.plan import Forward
 from normforge.calls.straight import Operands, find_recorded
 from normforge.selection import dispatch
@@ -177,49 +176,56 @@ def test_arguments_of_another_kind_are_refused(given: Any) -> None:
         function(*given)
 
 
-# Grid and values of each launch, and the plan of which they are.
-Launched = tuple[list[tuple[Any, ...]], Any]
+# Grid and values of each launch, the plan of which they are, and the method that launches by it.
+Launched = tuple[list[tuple[Any, ...]], Any, str]
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
-    """Launches by address: nothing runs, and what is allocated is the same each time."""
+@pytest.fixture(params=["run_alone", "run_added", "run_recorded_alone", "run_recorded_added"])
+def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
+    """Launches by address, of the calls that a method is for: nothing runs, and allocations are the same each time."""
     launches: list[tuple[Any, ...]] = []
-    kept: dict[Any, torch.Tensor] = {}
-    made_known(PLAIN(), OPTIONS)
-    ((kind,),) = dispatch.plans.values()
-    plan = kind.plan
+    kept: dict[Any, list[torch.Tensor]] = {}
+    adds = request.param.endswith("added")
+    with torch.set_grad_enabled("recorded" in request.param):
+        made_known(KNOWN["with a residual" if adds else "plain"][0](), OPTIONS)
+        ((kind,),) = dispatch.plans.values()
+        plan = kind.plan
 
-    def empty(size: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
-        assert type(size) is type(strides) is tuple
-        return kept.setdefault((size, strides, dtype), torch.empty_strided(size, strides, dtype=dtype))
+        def empty(size: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+            assert type(size) is type(strides) is tuple
+            made = [torch.empty_strided(size, strides, dtype=dtype) for _ in range(2)]
+            alike = kept.setdefault((size, strides, dtype), made)
+            if adds and len(size) > 1:
+                # y and the sum in turn.
+                alike.reverse()
+            return alike[0]
 
-    def forward(m: int) -> Forward:
-        return lambda *given: launches.append(given), *plan._forward(m)[1:]
+        def forward(m: int) -> Forward:
+            return lambda *given: launches.append(given), *plan._forward(m)[1:]
 
-    monkeypatch.setattr(plan, "empty", empty)
-    monkeypatch.setattr(plan, "forward", forward)
-    return launches, plan
+        monkeypatch.setattr(plan, "empty", empty)
+        monkeypatch.setattr(plan, "forward", forward)
+        yield launches, plan, request.param
 
 
-@pytest.mark.parametrize("shape", [(M, N), (1, N), (2, M, N), (N,)], ids=str)
+@pytest.mark.parametrize("shape", [(M, N), (1, N), (2, M, N)], ids=str)
 def test_launches_and_what_they_return_are_those_of_python(shape: tuple[int, ...], launched: Launched) -> None:
-    operands = (rows(*shape), vector(), vector(), None, None)
+    launches, plan, method = launched
+    operands = (rows(*shape), vector(), vector(), rows(*shape) if method.endswith("added") else None, None)
     made_known(operands, OPTIONS)
     known = find_recorded(operands, OPTIONS)[2]
     assert known is not None
-    launches, plan = launched
     found = (plan, *known[1:])
-    y, statistics = run_recorded_alone(*found)
-    kept = native.calls.run_recorded_alone(found)
-    assert kept[0] is y
-    assert kept[1] is statistics
-    assert native.calls.run_alone(found) is run_alone(*found) is y
-    assert len(launches) == 4
-    assert launches[0] == launches[1]
-    assert launches[2] == launches[3]
+    made, expected = (getattr(calls, method)(found) for calls in (native.calls, native.InPython()))
+    if method == "run_alone":
+        made, expected = (made,), (expected,)
+    assert len({*map(id, made)}) == len(made)
+    assert [*map(id, made)] == [*map(id, expected)]
+    first, second = launches
+    assert first == second
 
 
+@pytest.mark.parametrize("launched", ["run_recorded_alone"], indirect=True)
 def test_a_launch_that_fails_says_so(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no such launch")
