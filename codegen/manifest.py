@@ -16,8 +16,8 @@ from .errors import IllegalCombinationError, ManifestError, NormforgeError
 from .groups import AnyMode
 from .instance import Bucket, Instance
 from .ladder import ALL, read_ladder, read_served
-from .tile_tables import TileTable, tiles_of
-from .tiling import class_of, standard_ladder
+from .tile_tables import TileTable, tiled_alike, tiles_of
+from .tiling import standard_ladder
 from .words import unknown
 
 _Words = dict[str, tuple[str, ...]]
@@ -167,15 +167,15 @@ def _expand(
                 if bucket in served:
                     raise _made_twice(f"{mode.name}_{bucket.name}", served[bucket], group)
                 served[bucket] = group
-    # Thousands of modes are of few classes.
+    # Thousands of modes have tiles of few kinds.
     tiles = {
-        class_of(mode): [tiles_of(mode, bucket, tables) for bucket in buckets]
-        for mode in {class_of(mode): mode for mode in makers}.values()
+        alike: [tiles_of(mode, bucket, tables) for bucket in buckets]
+        for alike, mode in {tiled_alike(mode): mode for mode in makers}.items()
     }
     return tuple(
         Entry(Instance(mode, bucket, chosen), served[bucket].name, served[bucket].line)
         for mode, served in makers.items()
-        for bucket, chosen in zip(buckets, tiles[class_of(mode)], strict=True)
+        for bucket, chosen in zip(buckets, tiles[tiled_alike(mode)], strict=True)
         if bucket in served
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from itertools import chain, pairwise
@@ -70,7 +70,7 @@ def tiles_of(
     kind = class_of(mode)
     generic = generic_tiles(kind, bucket)
     known = own_tables() if tables is None else tables
-    if not isinstance(mode, GroupMode) and mode.is_backward and mode.x_gate:
+    if _sums_a_gate(mode):
         # Measured are those without a gate of samples, of which a thread holds a third row and a third sum: with tiles
         # of their own length they spill 112 to 248 bytes.
         if bucket.last is not None:
@@ -80,6 +80,15 @@ def tiles_of(
         (ANY, generic),
         *((arch, _fitting(mode, table.find(kind, bucket) or generic, generic)) for arch, table in known.items()),
     )
+
+
+def tiled_alike(mode: AnyMode) -> Hashable:
+    """What the tiles of a mode depend on: modes of which this is the same have the same."""
+    return class_of(mode), mode.pipelines, _sums_a_gate(mode)
+
+
+def _sums_a_gate(mode: AnyMode) -> bool:
+    return not isinstance(mode, GroupMode) and mode.is_backward and mode.x_gate
 
 
 def invariant_tile(measured: Tiles, generic: Tiles) -> Tile:

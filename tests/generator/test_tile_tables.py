@@ -489,3 +489,16 @@ def test_what_is_scaled_by_less_than_a_row_takes_quants_tiles_where_none_were_me
     ):
         found = [dict(tiles_of(mode, bucket, {"sm_90": TileTable(each)}))["sm_90"] for each in (table, measured, both)]
         assert [tiles.large for tiles in found] == [tiles.large for tiles in expected]
+
+
+def test_every_mode_of_a_manifest_has_the_tiles_that_it_has_on_demand(tmp_path: Path) -> None:
+    """Also where modes of one class differ in what a thread holds: backward with a gate of samples, and without."""
+    manifest = tmp_path / "mine.yaml"
+    manifest.write_text(
+        "groups:\n  mine:\n    norm: layer\n    dtype_in: bf16\n    n: [n1024, n2048]\n    direction: bwd\n"
+        "    fadd: [none, pre_add_store]\n    modulated: true\n    x_gate: [true, false]\n"
+    )
+    instances = [entry.instance for entry in load(manifest).entries]
+    assert {instance.mode.x_gate for instance in instances} == {True, False}  # type: ignore[union-attr]  # no GroupMode
+    for instance in instances:
+        assert instance.tiles == tiles_of(instance.mode, instance.bucket), instance.name
