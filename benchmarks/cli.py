@@ -102,6 +102,12 @@ def _model_kernels(options: argparse.Namespace, given: list[str]) -> int:
     return model_kernels(options, given)
 
 
+def _model_host(options: argparse.Namespace, given: list[str]) -> int:
+    from .models.host import model_host
+
+    return model_host(options, given)
+
+
 def _profile(options: argparse.Namespace, given: list[str]) -> int:
     from .profile import profile
 
@@ -302,7 +308,7 @@ def _add_model_tiles(verbs: Verbs) -> None:
 
 
 def _add_models(verbs: Verbs) -> None:
-    from .models.names import BF16, COMPILE, DTYPES, EAGER, RUNS, STEPS, TRAIN
+    from .models.names import BF16, COMPILE, DECODE, DTYPES, EAGER, RUNS, STEPS, TRAIN
 
     models = verbs.add_parser(
         "models",
@@ -341,6 +347,13 @@ def _add_models(verbs: Verbs) -> None:
     kernels.add_argument("--fresh", action="store_true", help="begin the table anew instead of going on with it")
     kernels.add_argument("--revision", help="what the header states; default: git's")
     kernels.set_defaults(verb=_model_kernels)
+
+    host = verbs.add_parser("model-host", help="time what the norms of a model's eager step take of the host")
+    host.add_argument("--models", nargs="+", default=[], metavar="NAME", help="names or patterns; default: all")
+    host.add_argument("--variants", nargs="+", default=[], metavar="NAME", help="likewise")
+    host.add_argument("--steps", nargs="+", choices=STEPS, default=[DECODE], help="default: decode")
+    host.add_argument("--revision", help="what is stated; default: git's")
+    host.set_defaults(verb=_model_host)
 
 
 def _add_reading(verbs: Verbs) -> None:
