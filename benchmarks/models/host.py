@@ -7,6 +7,7 @@ run in between, and each norm finds them elsewhere.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,7 +73,7 @@ def model_host(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def measured(job: Job) -> dict[str, Taken]:
-    """What each variant of a job takes; those that have nothing for its model are left out."""
+    """What each variant of a job takes; which have nothing for its model, or no norm that is called, is said."""
     session = Session(job)
     warm_up, count = _STEPS[job.device]
     ((kind, _),) = job.groups
@@ -80,12 +81,15 @@ def measured(job: Job) -> dict[str, Taken]:
     steps: dict[str, list[float]] = {}
     calls: dict[str, list[float]] = {}
     for name in job.variants:
-        try:
-            if not VARIANTS[name].passes:
-                session.varied(name)
-                steps[name], calls[name] = [], []
-        except (NotOfferedError, ImportError):
+        if VARIANTS[name].passes:
+            _skip(job, name, "it is run compiled alone")
             continue
+        try:
+            session.varied(name)
+        except (NotOfferedError, ImportError) as missing:
+            _skip(job, name, str(missing))
+            continue
+        steps[name], calls[name] = [], []
     for _turn in range(_TURNS):
         for name in steps:
             varied = session.varied(name)
@@ -95,11 +99,18 @@ def measured(job: Job) -> dict[str, Taken]:
                 steps[name] += _run(step, varied.model, count, session.device)
                 with _timing_norms(varied.model, calls[name]):
                     _run(step, varied.model, count, session.device)
+    for name in steps:
+        if not calls[name]:
+            _skip(job, name, "no module that is called a norm is run in it")
     return {
         name: Taken(len(calls[name]) // (_TURNS * count), summarise(calls[name]), summarise(steps[name]))
         for name in steps
         if calls[name]
     }
+
+
+def _skip(job: Job, name: str, why: str) -> None:
+    print(f"skipped: {job.model}, {name}: {why}", file=sys.stderr)
 
 
 def table(model: str, kind: str, found: dict[str, Taken]) -> str:

@@ -366,8 +366,8 @@ def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacem
 def _options_of(cls: type[torch.nn.Module]) -> dict[str, Any]:
     """The options that modules of a class have, where none is on.
 
-    Their class has them too. But for what an instance lacks compiled code looks through the classes that it is of, once
-    a norm and call, which came to 50 µs of a step with 25 norms.
+    Their class has them too. But for what an instance lacks compiled code looks through the classes that it is of, in
+    each call and for each norm: 24 lines of guards, where three options of its own are 6.
     """
     names = ("cast", "weight_offset", "_has_x_bias", "cast_before_weight", "activation")
     return {name: getattr(cls, name) for name in names if hasattr(cls, name)}

@@ -20,7 +20,7 @@ from .toy import add_variant, job_of
 
 
 def test_each_variants_norms_are_timed_where_they_stand(
-    toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def slow(model: nn.Module) -> None:
         forward = nn.LayerNorm.forward
@@ -41,15 +41,17 @@ def test_each_variants_norms_are_timed_where_they_stand(
         return made[-1]
 
     monkeypatch.setattr(host, "Session", make)
-    job = job_of(tmp_path, variants=("torch", "slow", "without"))
+    job = job_of(tmp_path, variants=("torch", "slow", "without", "patch-passes"))
     found = host.measured(job)
     assert list(found) == ["torch", "slow"], "what calls no norm has no line"
+    assert capsys.readouterr().err.splitlines() == [
+        "skipped: toy, patch-passes: it is run compiled alone",
+        "skipped: toy, without: no module that is called a norm is run in it",
+    ]
     assert {taken.norms for taken in found.values()} == {1}
     assert found["torch"].norm.median < 15_000 < 20_000 <= found["slow"].norm.p20
     assert all(taken.norm.median < taken.step.median for taken in found.values())
-    assert all(
-        "forward" not in vars(module) for name in job.variants for module in made[0].varied(name).model.modules()
-    )
+    assert all("forward" not in vars(module) for name in found for module in made[0].varied(name).model.modules())
 
 
 def test_a_line_is_a_variant() -> None:
