@@ -15,7 +15,6 @@ import torch
 from torch.nn import functional as F
 
 import normforge
-from normforge.calls import recorded as recorded_calls
 from normforge.calls.outputs import LayerNormOutput, NormGradients
 from normforge.nn import functional
 
@@ -157,12 +156,10 @@ def _quantised_parts(inputs: Inputs, taken: Taken) -> list[Part]:
 def _recorded_parts(inputs: Inputs, taken: Taken) -> list[Part]:
     _, weight, bias, residual, _ = _operands(inputs)
     x, *vectors = leaves = inputs.leaves()
-    n, eps, shape = inputs.cell.n, inputs.eps, (inputs.cell.n,)
+    eps, shape = inputs.eps, (inputs.cell.n,)
     kept = (residual.clone(), weight, bias)
-    found = (None, True, (SimpleNamespace(n=n), (), (), (), 0))
-    calls = SimpleNamespace(find_recorded=lambda *_: found)
-    passing = without(recorded_calls.normalise_known, native=SimpleNamespace(calls=calls), _apply=lambda *_: residual)
-    public = without(functional.layer_norm, normalise_known=passing)
+    calls = SimpleNamespace(normalise=lambda *_: residual)
+    public = without(functional.layer_norm, native=SimpleNamespace(calls=calls))
     parts = [
         Part(RECORDED, _GIVEN, lambda: public(x, shape, *vectors, eps)),
         Part(RECORDED, _APPLY, lambda: _apply_empty(kept, *leaves)),

@@ -43,9 +43,8 @@ def recorded_in_place(taken: Taken, call: Callable[[Callable[..., Any]], Call]) 
     """The same of `layer_norm` where a gradient is due."""
 
     def made(apply: Callable[..., Any], allocates: bool) -> Call:
-        calls = native.calls_among(_known(taken, allocates))
-        known = without(recorded.normalise_known, native=SimpleNamespace(calls=calls), _apply=apply)
-        return call(without(functional.layer_norm, normalise_known=known))
+        calls = native.calls_among(_known(taken, allocates), native.InPython(apply, apply))
+        return call(without(functional.layer_norm, native=SimpleNamespace(calls=calls)))
 
     def keeping_nothing(ctx: Any, told: Any, *tensors: Any) -> Any:
         return native.calls.run_recorded_alone(told[1])[0]

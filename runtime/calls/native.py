@@ -7,6 +7,7 @@ the same in Python, and are handed every call that C does not serve.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from .. import settings
 from ..codegen.parameters import FORWARD
 from ..selection import dispatch
 from ..upstream import native_launcher
+from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import dispatch_modes
 from . import launch
 from .argument_checks import LARGEST_FP32
-from .known import MISALIGNED, UNREADABLE, Found
-from .straight import DEFAULT_EPS, find_recorded
+from .known import MISALIGNED, PLAIN, UNREADABLE, Found
+from .straight import DEFAULT_EPS, Operands, Options, find_recorded
 
 logger = logging.getLogger("normforge")
 
@@ -30,10 +32,40 @@ NAME = "normforge_known_calls"
 SOURCE = Path(native_launcher.__file__).with_name("known_calls.c")
 
 
-class InPython:
-    """The functions themselves. `Calls` of `known_calls.c` has the same methods, but no key of what it finds."""
+# Records a call: given (options, what was found, None) and its operands, it returns what the call does.
+Apply = Callable[..., Any]
 
-    find_recorded = staticmethod(find_recorded)
+
+class InPython:
+    """The functions themselves. `Calls` of `known_calls.c` has `normalise`, and those of what is recorded."""
+
+    def __init__(self, apply: Apply, apply_add: Apply) -> None:
+        """Take what records a call without a residual, and what does with one."""
+        self.apply, self.apply_add = apply, apply_add
+
+    @eager_only
+    def normalise(self, operands: Operands, options: Options, normalized_shape: Sequence[int] | None) -> Any:
+        """What `recorded.normalise` returns of arguments like those of a call before; None where there was none.
+
+        Arguments need no check before: a call that it would copy or refuse something of is like none. A
+        normalized_shape of None is x's last dimension.
+        """
+        x, weight, bias, residual, x_bias = operands
+        # A proxy of torch.fx records whatever it is asked.
+        if x.__class__ not in PLAIN:
+            return None
+        _, records, found = find_recorded(operands, options, normalized_shape)
+        if found is None:
+            return None
+        told = (options, found, None)
+        if residual is not None:
+            return self.apply_add(told, *operands) if records else self.run_added(found)
+        if not records:
+            return self.run_alone(found)
+        # Each None that is passed takes autograd some 0.1 us.
+        if x_bias is not None:
+            return self.apply(told, x, weight, bias, x_bias)
+        return self.apply(told, x, weight) if bias is None else self.apply(told, x, weight, bias)
 
     @staticmethod
     def run_alone(found: Found) -> torch.Tensor:
@@ -58,7 +90,14 @@ class InPython:
         return y, total, statistics
 
 
-calls = InPython()
+# Of `recorded`, whose functions these take.
+calls: InPython
+
+
+def begin(apply: Apply, apply_add: Apply) -> None:
+    """Have `calls` be in Python, with what records them."""
+    global calls
+    calls = InPython(apply, apply_add)
 
 
 @cache
@@ -69,13 +108,13 @@ def start() -> None:
         SettingError: NORMFORGE_NATIVE_LAUNCHER or NORMFORGE_FROZEN is neither 0 nor 1.
     """
     global calls
-    calls = calls_among(dispatch)
+    calls = calls_among(dispatch, calls)
 
 
-def calls_among(plans: Any) -> InPython:
-    """What finds calls among the `plans` of some object."""
+def calls_among(plans: Any, otherwise: InPython) -> InPython:
+    """What finds calls among the `plans` of some object, in C if that can be had; else what is there in Python."""
     module = library(build=not settings.frozen())
-    return InPython() if module is None else _in_c(module, plans)
+    return otherwise if module is None else _in_c(module, plans, otherwise)
 
 
 def library(*, build: bool) -> Any:
@@ -94,12 +133,15 @@ def library(*, build: bool) -> Any:
         return None
 
 
-def _in_c(module: Any, plans: Any) -> InPython:
+def _in_c(module: Any, plans: Any, otherwise: InPython) -> InPython:
     names = [row.name for row in FORWARD.inputs]
     calls: InPython = module.Calls(
-        otherwise=InPython(),
+        otherwise=otherwise,
         places=tuple(names.index(row.name) for row in FORWARD.parameters if row.functional and row.kind.is_tensor),
         width=len(names),
+        apply=otherwise.apply,
+        apply_add=otherwise.apply_add,
+        plain=PLAIN,
         dispatch=plans,
         forward_ad=forward_ad,
         is_grad_enabled=torch.is_grad_enabled,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import compress, product
 from typing import Any
 
@@ -38,31 +37,6 @@ from .traced import operated
 # What a forward pass is told besides its operands: its options, what `run_recorded` is to be given if the call is
 # known, and what it is to be known by if it is not.
 Told = tuple[Options, "Found | None", "Key | None"]
-
-
-@eager_only
-def normalise_known(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:
-    """What `normalise` returns of arguments like those of a call before; None where there was none.
-
-    Arguments need no check before: a call that `normalise` would copy or refuse something of is like none. A
-    normalized_shape of None is x's last dimension.
-    """
-    x, weight, bias, residual, x_bias = operands
-    # A proxy of torch.fx records whatever it is asked.
-    if x.__class__ not in PLAIN:
-        return None
-    _, records, found = native.calls.find_recorded(operands, options, normalized_shape)
-    if found is None:
-        return None
-    if residual is not None:
-        return _apply_add((options, found, None), *operands) if records else native.calls.run_added(found)
-    if not records:
-        return native.calls.run_alone(found)
-    told = (options, found, None)
-    # Each None that is passed takes autograd some 0.1 us.
-    if x_bias is not None:
-        return _apply(told, x, weight, bias, x_bias)
-    return _apply(told, x, weight) if bias is None else _apply(told, x, weight, bias)
 
 
 @eager_only
@@ -224,7 +198,7 @@ class _AddNormalise(torch.autograd.Function):
 
 
 _recorded, _recorded_add = applied(_Normalise), applied(_AddNormalise)
-_apply, _apply_add = applied_at_once(_Normalise), applied_at_once(_AddNormalise)
+native.begin(applied_at_once(_Normalise), applied_at_once(_AddNormalise))
 
 # Which gradients are due, from whether those of x (or residual), weight, bias and x_bias are, or of the first two or
 # three alone. Nothing is dropped here.

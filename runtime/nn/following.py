@@ -6,13 +6,14 @@ They name the class whose forward they call: of `super()` compiled code asks aga
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from ..calls.straight import DEFAULT_EPS, Options
 from ..calls.traced import result_dtype
 from ..dtypes import HALVES
 from .huggingface import HuggingFaceRMSNorm, T5RMSNorm
 from .modules import LayerNorm, RMSNorm
-from .sums import Following, taken
+from .sums import Following, taken, waiting_sums
 
 
 class FollowingLayerNorm(LayerNorm, Following):
@@ -22,7 +23,7 @@ class FollowingLayerNorm(LayerNorm, Following):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise input: (..., N), fp16, bf16 or fp32; returns its shape and dtype."""
-        y = taken(self, input)
+        y = taken(self, input) if not is_dynamo_compiling() and waiting_sums else None
         return LayerNorm.forward(self, input) if y is None else y
 
     def options_for(self, total: torch.dtype, on: torch.Tensor) -> Options:
@@ -35,7 +36,7 @@ class FollowingRMSNorm(RMSNorm, Following):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise x: (..., N), fp16, bf16 or fp32; returns its shape."""
-        y = taken(self, x)
+        y = taken(self, x) if not is_dynamo_compiling() and waiting_sums else None
         return RMSNorm.forward(self, x) if y is None else y
 
     def options_for(self, total: torch.dtype, on: torch.Tensor) -> Options:
@@ -52,7 +53,9 @@ class FollowingHuggingFaceRMSNorm(HuggingFaceRMSNorm, Following):
         Raises:
             TypeError: there is not one input, or it has another name than input_name.
         """
-        y = taken(self, x if x is not None else named.get(self.input_name)) if len(named) < 2 else None
+        y = None
+        if not is_dynamo_compiling() and waiting_sums and len(named) < 2:
+            y = taken(self, x if x is not None else named.get(self.input_name))
         return HuggingFaceRMSNorm.forward(self, x, **named) if y is None else y
 
     def options_for(self, total: torch.dtype, on: torch.Tensor) -> Options:
@@ -69,7 +72,9 @@ class FollowingT5RMSNorm(T5RMSNorm, Following):
         Raises:
             TypeError: there is not one input, or it has another name than input_name.
         """
-        y = taken(self, x if x is not None else named.get(self.input_name)) if len(named) < 2 else None
+        y = None
+        if not is_dynamo_compiling() and waiting_sums and len(named) < 2:
+            y = taken(self, x if x is not None else named.get(self.input_name))
         return T5RMSNorm.forward(self, x, **named) if y is None else y
 
     def options_for(self, total: torch.dtype, on: torch.Tensor) -> Options:

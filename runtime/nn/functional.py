@@ -10,14 +10,13 @@ from typing import Any, Literal, overload
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..calls import dropout, recorded, torch_instead
+from ..calls import dropout, native, recorded, torch_instead
 from ..calls.argument_checks import check_dtype, check_number, check_tensor
 from ..calls.backend import backend, left_to_torch
 from ..calls.check import check_normalised
 from ..calls.functional import FORWARD_OF, OPERANDS, named, normalise_traced
 from ..calls.known import PLAIN
 from ..calls.randomness import settled
-from ..calls.recorded import normalise_known
 from ..calls.sharded import Frame, is_sharded
 from ..calls.straight import DEFAULT_EPS, Operands, Options
 from ..calls.torch_instead import Dropout
@@ -87,9 +86,9 @@ def layer_norm(
     operands, options = (x, weight, bias, None, x_bias), ("layer", eps, weight_offset, None, cast)
     y: torch.Tensor | None = None
     if not is_dynamo_compiling():
-        y = normalise_known(operands, normalized_shape, options)
+        y = native.calls.normalise(operands, options, normalized_shape)
     if y is None:
-        y = _first(operands, normalized_shape, options)
+        y = normalise_first(operands, normalized_shape, options)
     return y
 
 
@@ -127,9 +126,9 @@ def rms_norm(
     operands, options = (x, weight, None, None, x_bias), ("rms", eps, weight_offset, None, cast)
     y: torch.Tensor | None = None
     if not is_dynamo_compiling():
-        y = normalise_known(operands, normalized_shape, options)
+        y = native.calls.normalise(operands, options, normalized_shape)
     if y is None:
-        y = _first(operands, normalized_shape, options)
+        y = normalise_first(operands, normalized_shape, options)
     return y
 
 
@@ -220,9 +219,9 @@ def add_layer_norm(
         return dropped
     both: tuple[torch.Tensor, torch.Tensor] | None = None
     if not is_dynamo_compiling() and residual.__class__ in PLAIN:
-        both = normalise_known(operands, None, options)
+        both = native.calls.normalise(operands, options, None)
     if both is None:
-        both = _first(operands, None, options)
+        both = normalise_first(operands, None, options)
     return both
 
 
@@ -298,9 +297,9 @@ def add_rms_norm(
         return dropped
     both: tuple[torch.Tensor, torch.Tensor] | None = None
     if not is_dynamo_compiling() and residual.__class__ in PLAIN:
-        both = normalise_known(operands, None, options)
+        both = native.calls.normalise(operands, options, None)
     if both is None:
-        both = _first(operands, None, options)
+        both = normalise_first(operands, None, options)
     return both
 
 
@@ -308,12 +307,12 @@ def add_normalise(operands: Operands, normalized_shape: Sequence[int], options: 
     """What `add_layer_norm` and `add_rms_norm` are, over all of normalized_shape."""
     both = None
     if not is_dynamo_compiling() and operands[3].__class__ in PLAIN:
-        both = normalise_known(operands, normalized_shape, options)
+        both = native.calls.normalise(operands, options, normalized_shape)
     if both is not None:
         return both
     if not _overridden(operands):
         check_tensor("residual", operands[3])
-    return _first(operands, normalized_shape, options)
+    return normalise_first(operands, normalized_shape, options)
 
 
 def dropped_add_normalise(
@@ -372,8 +371,8 @@ def normalise(operands: Operands, normalized_shape: Sequence[int], options: Opti
         normalized_shape: the dimensions of x that are normalised together.
         options: the norm's word, and what is told besides. out_dtype is y's; None is as `layer_norm` says.
     """
-    found = None if is_dynamo_compiling() else normalise_known(operands, normalized_shape, options)
-    return _first(operands, normalized_shape, options) if found is None else found
+    found = None if is_dynamo_compiling() else native.calls.normalise(operands, options, normalized_shape)
+    return normalise_first(operands, normalized_shape, options) if found is None else found
 
 
 def normalise_cast_before_weight(operands: Operands, normalized_shape: Sequence[int], options: Options) -> Any:
@@ -391,8 +390,8 @@ def normalise_cast_before_weight(operands: Operands, normalized_shape: Sequence[
     return normalise(operands, normalized_shape, (norm, eps, weight_offset, y_dtype, cast))
 
 
-def _first(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:
-    """`normalise` of what is like no call before; without a normalized_shape, of a sum's last dimension."""
+def normalise_first(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:
+    """`normalise` of what `native.calls` does not know; without a normalized_shape, of a sum's last dimension."""
     if _overridden(operands):
         return _handed_on(operands, normalized_shape, options)
     if normalized_shape is None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from enum import Enum
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from ..dtypes import HALVES
 from .functional import normalise, normalise_cast_before_weight
-from .modules import RMSNorm
+from .modules import RMSNorm, own
 
 
 class CastOrder(Enum):
@@ -68,7 +69,8 @@ class HuggingFaceRMSNorm(RMSNorm):
             TypeError: there is not one input, or it has another name than input_name.
         """
         rows = x if x is not None and not named else self._only(x, named)
-        weight, eps = self.weight, self.__dict__[self.epsilon_name]
+        weight = self.weight if is_dynamo_compiling() else own(self, "weight")
+        eps = self.__dict__[self.epsilon_name]
         cast = "before_weight" if self.cast_before_weight else self.cast
         norm = normalise_cast_before_weight if self.cast_before_weight else normalise
         options = ("rms", eps, self.weight_offset, None, cast)
@@ -104,7 +106,8 @@ class T5RMSNorm(HuggingFaceRMSNorm):
             TypeError: there is not one input, or it has another name than input_name.
         """
         rows = x if x is not None and not named else self._only(x, named)
-        weight, eps = self.weight, self.__dict__[self.epsilon_name]
+        weight = self.weight if is_dynamo_compiling() else own(self, "weight")
+        eps = self.__dict__[self.epsilon_name]
         cast = "before_weight" if self.cast_before_weight and weight.dtype in HALVES else self.cast
         options = ("rms", eps, self.weight_offset, weight.dtype, cast)
         y: torch.Tensor = normalise((rows, weight, None, None, None), self.normalized_shape, options)

@@ -8,25 +8,31 @@ from typing import Any, NoReturn
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..calls import native
 from ..calls.argument_checks import check_number
 from ..calls.straight import Operands, Options
 from ..codegen.parameters import FORWARD
 from ..codegen.values import Cast
 from ..errors import ConflictError, TransformError
 from ..mode_words import word
-from .functional import add_normalise, dropped_add_normalise, normalise, normalise_cast_before_weight
+from .functional import (
+    add_normalise,
+    dropped_add_normalise,
+    normalise,
+    normalise_cast_before_weight,
+    normalise_first,
+)
 from .report import repr_of
 
 
-def _own(module: torch.nn.Module, name: str) -> Any:
+def own(module: torch.nn.Module, name: str) -> Any:
     """A parameter, from where torch.nn.Module keeps it: Python looks for an attribute everywhere else first, 0.3 us.
 
-    What parametrisations and FSDP put in its place is an attribute, and of attributes TorchDynamo knows which are
-    parameters.
+    What parametrisations and FSDP put in its place is an attribute. Of attributes TorchDynamo knows which are
+    parameters, so that forwards it traces read those.
     """
-    if not is_dynamo_compiling() and name in module._parameters:
-        return module._parameters[name]
-    return getattr(module, name)
+    kept = module._parameters
+    return kept[name] if name in kept else getattr(module, name)
 
 
 def unscriptable(name: str) -> str:
@@ -156,9 +162,17 @@ class LayerNorm(_LayerNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise input: (..., *normalized_shape), fp16, bf16 or fp32; returns its shape and dtype."""
-        operands = (input, _own(self, "weight"), _own(self, "bias"), None, self.x_bias if self._has_x_bias else None)
+        x_bias = self.x_bias if self._has_x_bias else None
         options = ("layer", self.eps, self.weight_offset, None, self.cast)
-        y: torch.Tensor = normalise(operands, self.normalized_shape, options)
+        y: torch.Tensor | None
+        if is_dynamo_compiling():
+            operands = (input, self.weight, self.bias, None, x_bias)
+            y = None
+        else:
+            operands = (input, own(self, "weight"), own(self, "bias"), None, x_bias)
+            y = native.calls.normalise(operands, options, self.normalized_shape)
+        if y is None:
+            y = normalise_first(operands, self.normalized_shape, options)
         return y
 
 
@@ -214,7 +228,7 @@ class RMSNorm(_RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise x: (..., *normalized_shape), fp16, bf16 or fp32; returns its shape."""
-        weight = _own(self, "weight")
+        weight = self.weight if is_dynamo_compiling() else own(self, "weight")
         operands = (x, weight, None, None, self.x_bias if self._has_x_bias else None)
         y: torch.Tensor
         if self.cast_before_weight and weight is not None:
@@ -238,6 +252,9 @@ class _Adds(_Norm):
     def _drop(self, dropout_p: float) -> None:
         row = FORWARD["dropout_p"]
         self.dropout_p = check_number(row.name, dropout_p, least=row.least, most=row.most)
+
+    def _vector(self, name: str) -> Any:
+        return getattr(self, name) if is_dynamo_compiling() else own(self, name)
 
     def _add(self, operands: Operands, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
         both: tuple[torch.Tensor, torch.Tensor]
@@ -282,7 +299,8 @@ class AddLayerNorm(_Adds, _LayerNorm):
         self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm of x + residual, in x's dtype, and that sum, in residual's; both of x's shape."""
-        operands = (x, _own(self, "weight"), _own(self, "bias"), residual, self.x_bias if self._has_x_bias else None)
+        x_bias = self.x_bias if self._has_x_bias else None
+        operands = (x, self._vector("weight"), self._vector("bias"), residual, x_bias)
         return self._add(operands, ("layer", self.eps, self.weight_offset, None, self.cast))
 
 
@@ -314,5 +332,6 @@ class AddRMSNorm(_Adds, _RMSNorm):
         self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm of x + residual, in x's dtype, and that sum, in residual's; both of x's shape."""
-        operands = (x, _own(self, "weight"), None, residual, self.x_bias if self._has_x_bias else None)
+        x_bias = self.x_bias if self._has_x_bias else None
+        operands = (x, self._vector("weight"), None, residual, x_bias)
         return self._add(operands, ("rms", self.eps, self.weight_offset, None, self.cast))

@@ -87,7 +87,7 @@ class Site:
 
     def add(self, block: torch.nn.Module, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """The sum, with the norm behind it on its way if that can be."""
-        if _waiting:
+        if waiting_sums:
             a, b = _again(a), _again(b)
         if self._off:
             return a + b
@@ -170,7 +170,12 @@ def add(block: torch.nn.Module, index: int, a: Any, b: Any) -> Any:
         b: likewise.
     """
     # Under torch.compile the graph is to show the sum, for whoever fuses there.
-    if is_dynamo_compiling() or not {a.__class__, b.__class__} <= PLAIN or a.numel() < LEAST_ELEMENTS or is_on():
+    if (
+        is_dynamo_compiling()
+        or not PLAIN.issuperset((a.__class__, b.__class__))
+        or a.numel() < LEAST_ELEMENTS
+        or is_on()
+    ):
         # Joined, a norm is of the sum before it is rounded: under batch invariance none is, be there many rows or few.
         return a + b
     sites: Any = block.__dict__.get(SITES)
@@ -179,16 +184,14 @@ def add(block: torch.nn.Module, index: int, a: Any, b: Any) -> Any:
 
 def taken(norm: Following, x: Any) -> torch.Tensor | None:
     """What was computed ahead of a norm's call with x, if it is what the call would compute; None if nothing was."""
-    if is_dynamo_compiling() or not _waiting:
-        return None
-    waiting = _waiting.get(id(x))
+    waiting = waiting_sums.get(id(x))
     total = None if waiting is None else waiting.total()
     return None if waiting is None or total is None or total is not x else waiting.taken(norm, total)
 
 
 def is_waited_for(x: torch.Tensor) -> bool:
     """Whether a norm of x is on its way to that norm's call."""
-    waiting = _waiting.get(id(x))
+    waiting = waiting_sums.get(id(x))
     return waiting is not None and waiting.is_ahead and waiting.total() is x
 
 
@@ -219,16 +222,16 @@ class _Waiting:
         self._options = options
         self._region = region
         self._state = None if norm is None else _state(norm, total)
-        _waiting[self.total.key] = self
+        waiting_sums[self.total.key] = self
 
     def taken(self, norm: Following, x: torch.Tensor) -> torch.Tensor | None:
         ahead, options = self._ahead, self._options
         if self._norm is None:
-            del _waiting[self.total.key]
+            del waiting_sums[self.total.key]
             self._site.found(norm)
         if ahead is None or options is None or self._norm is not norm:
             return None
-        del _waiting[self.total.key]
+        del waiting_sums[self.total.key]
         # A hook is another in each checkpoint, and in its second run.
         if not _same(self._state, _state(norm, x)) or saved_tensors_hooks() != self._region:
             self._site.missed()
@@ -239,7 +242,7 @@ class _Waiting:
             return y
         y, self.again = norm_of_sum(options, ahead, x, *norm.read())
         self._ahead = None
-        _waiting[self.total.key] = self
+        waiting_sums[self.total.key] = self
         return y
 
     @property
@@ -276,11 +279,11 @@ class _Total(weakref.ref[torch.Tensor]):
 
 
 # By the identity of the sum. What a thread makes, another does not find: it has other tensors.
-_waiting: dict[int, _Waiting] = {}
+waiting_sums: dict[int, _Waiting] = {}
 
 
 # The dictionary is a default so that it is still there when Python ends.
-def _forget(total: Any, by_identity: dict[int, _Waiting] = _waiting) -> None:
+def _forget(total: Any, by_identity: dict[int, _Waiting] = waiting_sums) -> None:
     waiting = by_identity.get(total.key)
     if waiting is not None and waiting.total is total:
         del by_identity[total.key]
@@ -289,10 +292,10 @@ def _forget(total: Any, by_identity: dict[int, _Waiting] = _waiting) -> None:
 
 def _again(operand: torch.Tensor) -> torch.Tensor:
     """An operand, or the same sum as an output of the norm that took its y, whose backward kernel adds gradients."""
-    waiting = _waiting.get(id(operand))
+    waiting = waiting_sums.get(id(operand))
     if waiting is None or waiting.again is None or waiting.total() is not operand:
         return operand
-    del _waiting[id(operand)]
+    del waiting_sums[id(operand)]
     return waiting.again if waiting.still() else operand
 
 

@@ -1,7 +1,6 @@
 /* A call of the functional API that is known, found and launched without the interpreter in between.
  *
- * `Calls` has methods that do of most calls what the functions do that they are named after, in `straight.py` and
- * `launch.py`, by the same plans. Whatever is another call is handed on to those, untouched. Of tensors nothing is known
+ * `Calls` has methods that do of most calls what those of `InPython` do that they are named after, by the same plans. Whatever is another call is handed on to those, untouched. Of tensors nothing is known
  * here but the Python methods, so that this is compiled without torch, in the time that the launcher takes. */
 
 #define PY_SSIZE_T_CLEAN
@@ -15,11 +14,25 @@
 enum { NORM, EPS, WEIGHT_OFFSET, FIRST_WORD };
 
 /* The operands that more is asked of than whether they are there. */
-enum { X, WEIGHT, RESIDUAL = 3 };
+enum { X, WEIGHT, BIAS, RESIDUAL };
 
 /* What it is made of: the object whose methods calls are handed on to; `PLACES`, where operands stand among all that a kernel
- * could read; and what is asked and compared with. */
-enum { OTHERWISE, PLACES, DISPATCH, FORWARD_AD, IS_GRAD_ENABLED, DISPATCH_MODES, DEFAULT_EPS, UNREADABLE, PACKED_DTYPE, HELD };
+ * could read; what autograd records calls by; and what is asked and compared with. */
+enum {
+  OTHERWISE,
+  PLACES,
+  APPLY,
+  APPLY_ADD,
+  PLAIN,
+  DISPATCH,
+  FORWARD_AD,
+  IS_GRAD_ENABLED,
+  DISPATCH_MODES,
+  DEFAULT_EPS,
+  UNREADABLE,
+  PACKED_DTYPE,
+  HELD
+};
 
 typedef struct {
   PyObject_HEAD
@@ -30,7 +43,7 @@ typedef struct {
 
 static PyObject *shape_name, *data_ptr_name, *contiguous_name, *plans_name, *fits_name, *plan_name, *trains_name,
     *level_name, *forward_name, *empty_name, *dtypes_name, *recorded_word, *rms_word, *zero, *one;
-static PyObject *find_name, *alone_name, *added_name, *recorded_alone_name, *recorded_added_name;
+static PyObject *normalise_name, *alone_name, *added_name, *recorded_alone_name, *recorded_added_name;
 
 /* Whether an answer, which is taken, is yes: 1 or 0, and -1 with an exception. */
 static int is_yes(PyObject *said) {
@@ -178,8 +191,8 @@ static int may_launch(Calls *self, PyObject *const *operands, PyObject *options,
   return same;
 }
 
-/* What `find_recorded` returns of a call that is known, of whose x this is the shape; NULL if it is another call, or an
- * exception says why. The key is None, which nobody needs of a call that is known. */
+/* Whether a call that is known is to be recorded, and what its launch is told, as `find_recorded` returns them, of whose x
+ * this is the shape; NULL if it is another call, or an exception says why. */
 static PyObject *found_of(Calls *self, PyObject *const *operands, Py_ssize_t count, PyObject *options, PyObject *shape,
                           PyObject *normalized) {
   Py_ssize_t dimensions = PyTuple_GET_SIZE(shape);
@@ -212,7 +225,7 @@ static PyObject *found_of(Calls *self, PyObject *const *operands, Py_ssize_t cou
       (m = PyLong_FromSsize_t(rows)) != NULL) {
     PyObject *told = PyTuple_Pack(7, plan, addresses, tensors, shape, m, eps, PyTuple_GET_ITEM(options, WEIGHT_OFFSET));
     if (told != NULL) {
-      found = PyTuple_Pack(3, Py_None, enabled ? trains : Py_False, told);
+      found = PyTuple_Pack(2, enabled ? trains : Py_False, told);
       Py_DECREF(told);
     }
   }
@@ -225,28 +238,22 @@ static PyObject *found_of(Calls *self, PyObject *const *operands, Py_ssize_t cou
   return found;
 }
 
-static PyObject *find_recorded(PyObject *object, PyObject *const *args, Py_ssize_t given) {
-  Calls *self = (Calls *)object;
-  if (given != 3 || !PyTuple_Check(args[0]) || !PyTuple_Check(args[1])) {
-    PyErr_SetString(PyExc_TypeError, "a call is looked up by its operands, its options and a shape");
-    return NULL;
-  }
+/* The same of arguments as they came; NULL if it is another call, or an exception says why. */
+static PyObject *found_among(Calls *self, PyObject *const *args) {
   PyObject *found = NULL, *shape = NULL;
   Py_ssize_t count = PyTuple_GET_SIZE(args[0]);
-  if (count == PyTuple_GET_SIZE(self->held[PLACES]) && PyTuple_GET_SIZE(args[1]) >= FIRST_WORD) {
-    PyObject *const *operands = &PyTuple_GET_ITEM(args[0], 0);
+  PyObject *const *operands = &PyTuple_GET_ITEM(args[0], 0);
+  /* A proxy of torch.fx records whatever it is asked. */
+  if (count == PyTuple_GET_SIZE(self->held[PLACES]) && PyTuple_GET_SIZE(args[1]) >= FIRST_WORD &&
+      PySet_Contains(self->held[PLAIN], (PyObject *)Py_TYPE(operands[X])) > 0) {
     shape = PyObject_GetAttr(operands[X], shape_name);
     if (shape != NULL && PyTuple_Check(shape) && PyTuple_GET_SIZE(shape) > 0)
       found = found_of(self, operands, count, args[1], shape, args[2]);
   }
   Py_XDECREF(shape);
-  if (found == NULL && PyErr_Occurred()) {
-    if (!PyErr_ExceptionMatches(self->held[UNREADABLE]))
-      return NULL;
+  if (found == NULL && PyErr_Occurred() && PyErr_ExceptionMatches(self->held[UNREADABLE]))
     PyErr_Clear();
-  }
-  PyObject *passed[] = {self->held[OTHERWISE], args[0], args[1], args[2]};
-  return found != NULL ? found : PyObject_VectorcallMethod(find_name, passed, 4, NULL);
+  return found;
 }
 
 /* What `forward` of a plan says of a number of rows, and what launches are told of a call; both are tuples. */
@@ -378,13 +385,51 @@ static PyObject *run(Calls *self, PyObject *told, int sums, int packs, PyObject 
   return made;
 }
 
-static PyObject *run_alone(PyObject *self, PyObject *told) { return run((Calls *)self, told, 0, 0, alone_name); }
-static PyObject *run_added(PyObject *self, PyObject *told) { return run((Calls *)self, told, 1, 0, added_name); }
 static PyObject *run_recorded_alone(PyObject *self, PyObject *told) {
   return run((Calls *)self, told, 0, 1, recorded_alone_name);
 }
 static PyObject *run_recorded_added(PyObject *self, PyObject *told) {
   return run((Calls *)self, told, 1, 1, recorded_added_name);
+}
+
+/* Have autograd record a call that was found: the operands that are there up to the last one that may be, since it takes
+ * some 0.1 us for each None. */
+static PyObject *record(Calls *self, PyObject *operands, PyObject *options, PyObject *told) {
+  PyObject *call = PyTuple_Pack(3, options, told, Py_None), *made = NULL;
+  if (call == NULL)
+    return NULL;
+  PyObject *passed[1 + MOST_OPERANDS] = {call};
+  Py_ssize_t count = PyTuple_GET_SIZE(operands), size = 1;
+  int adds = PyTuple_GET_ITEM(operands, RESIDUAL) != Py_None;
+  for (Py_ssize_t at = 0; at < count; ++at)
+    if (adds || at != RESIDUAL)
+      passed[size++] = PyTuple_GET_ITEM(operands, at);
+  while (!adds && size > 1 + BIAS && passed[size - 1] == Py_None)
+    --size;
+  made = PyObject_Vectorcall(self->held[adds ? APPLY_ADD : APPLY], passed, (size_t)size, NULL);
+  Py_DECREF(call);
+  return made;
+}
+
+static PyObject *normalise(PyObject *object, PyObject *const *args, Py_ssize_t given) {
+  Calls *self = (Calls *)object;
+  if (given != 3 || !PyTuple_Check(args[0]) || !PyTuple_Check(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "a call is looked up by its operands, its options and a shape");
+    return NULL;
+  }
+  PyObject *found = found_among(self, args);
+  if (found == NULL) {
+    PyObject *passed[] = {self->held[OTHERWISE], args[0], args[1], args[2]};
+    return PyErr_Occurred() ? NULL : PyObject_VectorcallMethod(normalise_name, passed, 4, NULL);
+  }
+  PyObject *records = PyTuple_GET_ITEM(found, 0), *told = PyTuple_GET_ITEM(found, 1), *made;
+  int adds = PyTuple_GET_ITEM(args[0], RESIDUAL) != Py_None;
+  if (records != Py_False)
+    made = record(self, args[0], args[1], told);
+  else
+    made = run(self, told, adds, 0, adds ? added_name : alone_name);
+  Py_DECREF(found);
+  return made;
 }
 
 static void dealloc(PyObject *object) {
@@ -395,16 +440,16 @@ static void dealloc(PyObject *object) {
 
 /* All that it holds are functions, modules and constants that outlive it: garbage collection has no part in it. */
 static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names) {
-  static char *known[] = {"otherwise",   "places",     "dispatch",     "forward_ad", "is_grad_enabled", "dispatch_modes",
-                          "default_eps", "unreadable", "packed_dtype", "largest",    "width",           "misaligned",
-                          NULL};
+  static char *known[] = {"otherwise",  "places",          "apply",          "apply_add",   "plain",      "dispatch",
+                          "forward_ad", "is_grad_enabled", "dispatch_modes", "default_eps", "unreadable", "packed_dtype",
+                          "largest",    "width",           "misaligned",     NULL};
   PyObject *held[HELD];
   double largest;
   Py_ssize_t width, misaligned;
-  if (!PyArg_ParseTupleAndKeywords(args, names, "OO!OOOOOOOdnn", known, &held[OTHERWISE], &PyTuple_Type, &held[PLACES],
-                                   &held[DISPATCH], &held[FORWARD_AD], &held[IS_GRAD_ENABLED], &held[DISPATCH_MODES],
-                                   &held[DEFAULT_EPS], &held[UNREADABLE], &held[PACKED_DTYPE], &largest, &width,
-                                   &misaligned))
+  if (!PyArg_ParseTupleAndKeywords(args, names, "OO!OOO!OOOOOOOdnn", known, &held[OTHERWISE], &PyTuple_Type, &held[PLACES],
+                                   &held[APPLY], &held[APPLY_ADD], &PyFrozenSet_Type, &held[PLAIN], &held[DISPATCH],
+                                   &held[FORWARD_AD], &held[IS_GRAD_ENABLED], &held[DISPATCH_MODES], &held[DEFAULT_EPS],
+                                   &held[UNREADABLE], &held[PACKED_DTYPE], &largest, &width, &misaligned))
     return NULL;
   Py_ssize_t count = PyTuple_GET_SIZE(held[PLACES]);
   if (count <= RESIDUAL || count > MOST_OPERANDS) {
@@ -430,10 +475,8 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names) {
 }
 
 static PyMethodDef methods[] = {
-    {"find_recorded", (PyCFunction)(void (*)(void))find_recorded, METH_FASTCALL, "As in straight.py."},
-    {"run_alone", run_alone, METH_O, "y of a call that was found."},
-    {"run_added", run_added, METH_O, "y and the sum."},
-    {"run_recorded_alone", run_recorded_alone, METH_O, "y and the statistics."},
+    {"normalise", (PyCFunction)(void (*)(void))normalise, METH_FASTCALL, "A call, from its arguments to its results."},
+    {"run_recorded_alone", run_recorded_alone, METH_O, "y and the statistics of a call that was found."},
     {"run_recorded_added", run_recorded_added, METH_O, "y, the sum and the statistics."},
     {NULL, NULL, 0, NULL},
 };
@@ -473,7 +516,7 @@ PyMODINIT_FUNC PyInit_normforge_known_calls(void) {
       {&dtypes_name, "dtypes"},
       {&recorded_word, "recorded"},
       {&rms_word, "rms"},
-      {&find_name, "find_recorded"},
+      {&normalise_name, "normalise"},
       {&alone_name, "run_alone"},
       {&added_name, "run_added"},
       {&recorded_alone_name, "run_recorded_alone"},

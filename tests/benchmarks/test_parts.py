@@ -30,9 +30,10 @@ from benchmarks.errors import UsageError
 from benchmarks.in_place import ALLOCATIONS, APPLY, PYTHON, SAVING, quantised_in_place, recorded_in_place
 from benchmarks.parts import NOTHING, SUM, THE_WHOLE, measure, summarised
 from benchmarks.take_apart import nothing, take_apart, without
-from normforge.calls import recorded, straight
+from normforge.calls import straight
 from normforge.calls.known import all_plans
 from normforge.calls.plan import Forward, Plan
+from normforge.nn import functional
 from normforge.selection import dispatch
 
 from ..thorough import THOROUGH
@@ -253,14 +254,13 @@ def test_a_function_finds_what_is_named_instead() -> None:
     x, _, _, residual = _tensors()
     given: list[tuple[Any, ...]] = []
 
-    def find(*passed: Any) -> tuple[None, bool, None]:
+    def normalise(*passed: Any) -> torch.Tensor:
         given.append(passed)
-        return None, False, None
+        return x
 
-    calls = SimpleNamespace(find_recorded=find)
-    alone = without(recorded.normalise_known, native=SimpleNamespace(calls=calls))
+    alone = without(functional.normalise, native=SimpleNamespace(calls=SimpleNamespace(normalise=normalise)))
     operands = (x, None, None, residual, None)
-    alone(operands, (N,), ("layer", 1e-5, 0.0, None, "after_weight"))
+    assert alone(operands, (N,), ("layer", 1e-5, 0.0, None, "after_weight")) is x
     assert given[0][0] is operands
     with pytest.raises(UsageError, match=r"normforge.calls.straight has no forward_gone, .* layernorm2d_fwd"):
         without(straight.layernorm2d_fwd, forward_gone=nothing)

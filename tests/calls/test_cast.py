@@ -164,7 +164,7 @@ def test_a_patched_norm_is_known_from_its_second_call_on(
         for recorded in (True, False):
             with torch.set_grad_enabled(recorded):
                 first = module(x)
-                patch.setattr(functional, "_first", lambda *_, **__: pytest.fail("it was checked again"))
+                patch.setattr(functional, "normalise_first", lambda *_, **__: pytest.fail("it was checked again"))
                 assert torch.equal(module(x), first)
                 assert first.dtype is weight_dtype
                 patch.undo()

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,12 +23,14 @@ from normforge.calls.plan import Forward
 from normforge.calls.straight import Operands, find_recorded
 from normforge.selection import dispatch
 from normforge.upstream import native_launcher
+from normforge.upstream.torch_autograd import applied_at_once
 
 from ..stand_in_cuda import NEEDS_A_COMPILER
 
 pytestmark = NEEDS_A_COMPILER
 
 M, N = 3, 64
+PYTHON = native.InPython(applied_at_once(recorded._Normalise), applied_at_once(recorded._AddNormalise))
 OPTIONS: tuple[Any, ...] = ("layer", 1e-5, 0.0, None, "after_weight")
 RMS: tuple[Any, ...] = ("rms", None, 1.0, None, "after_weight")
 
@@ -40,10 +43,18 @@ def _started(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found_in_c(operands: Operands, options: Any, normalized: Any) -> Any:
-    """Whether a call is recorded and what launches are told of it; None if C leaves it to Python."""
-    key, records, found = native.calls.find_recorded(operands, options, normalized)
-    # Only Python says the key, if there can be one.
-    return None if key is not None or found is None else (records, found)
+    """Whether a call is recorded and what launches are told of it; None if C leaves it to Python.
+
+    No kernel is launched by address here, and of all others it is Python that launches.
+    """
+    python: Any = SimpleNamespace(
+        normalise=lambda *_: None,
+        apply=lambda told, *_: (True, told[1]),
+        apply_add=lambda told, *_: (True, told[1]),
+        run_alone=lambda found: (False, found),
+        run_added=lambda found: (False, found),
+    )
+    return native.calls_among(dispatch, python).normalise(operands, options, normalized)
 
 
 def rows(*shape: int, requires_grad: bool = True) -> torch.Tensor:
@@ -171,7 +182,7 @@ def test_callers_that_see_other_plans_are_left_to_python(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("given", [(), (1, 2, 3), ((), (), (), ())], ids=["nothing", "no tuples", "too much"])
 def test_arguments_of_another_kind_are_refused(given: Any) -> None:
-    function: Any = native.calls.find_recorded
+    function: Any = native.calls.normalise
     with pytest.raises(TypeError, match="a call is looked up by its operands, its options and a shape"):
         function(*given)
 
@@ -180,7 +191,7 @@ def test_arguments_of_another_kind_are_refused(given: Any) -> None:
 Launched = tuple[list[tuple[Any, ...]], Any, str]
 
 
-@pytest.fixture(params=["run_alone", "run_added", "run_recorded_alone", "run_recorded_added"])
+@pytest.fixture(params=["run_recorded_alone", "run_recorded_added"])
 def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
     """Launches by address, of the calls that a method is for: nothing runs, and allocations are the same each time."""
     launches: list[tuple[Any, ...]] = []
@@ -216,10 +227,55 @@ def test_launches_and_what_they_return_are_those_of_python(shape: tuple[int, ...
     known = find_recorded(operands, OPTIONS)[2]
     assert known is not None
     found = (plan, *known[1:])
-    made, expected = (getattr(calls, method)(found) for calls in (native.calls, native.InPython()))
+    made, expected = (getattr(calls, method)(found) for calls in (native.calls, PYTHON))
+    assert len({*map(id, made)}) == len(made)
+    assert [*map(id, made)] == [*map(id, expected)]
+    first, second = launches
+    assert first == second
+
+
+# How many operands autograd is shown of each that is known: a residual's call all five, others none at the end.
+PASSED = {
+    "x alone": 2,
+    "plain": 3,
+    "a bias of x": 4,
+    "with a residual": 5,
+    "an offset, eps by default": 2,
+    "three dimensions": 5,
+    "one": 2,
+    "rows with gaps": 3,
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_call_is_recorded_as_python_records_it(name: str) -> None:
+    given: list[tuple[Any, ...]] = []
+    python = native.InPython(*[lambda *passed, which=which: given.append((which, *passed)) for which in (0, 1)])
+    calls = native.calls_among(dispatch, python)
+    assert not isinstance(calls, native.InPython)
+    make, options = KNOWN[name]
+    operands = make()
+    assert calls.normalise(operands, options, None) is None
+    made_known(operands, options)
+    for each in (calls, python):
+        each.normalise(operands, options, (N,))
+    if name == "frozen":
+        assert given == []
+        return
+    (*first,), (*second,) = given
+    assert first[0] == second[0] == int(operands[3] is not None)
+    assert first[1] == second[1]
+    assert [*map(id, first[2:])] == [*map(id, second[2:])]
+    assert len(first[2:]) == PASSED[name]
+
+
+@pytest.mark.parametrize("launched", ["run_alone", "run_added"], indirect=True)
+def test_a_call_that_is_not_recorded_is_launched_at_once(launched: Launched) -> None:
+    launches, _, method = launched
+    operands = (rows(), vector(), vector(), rows() if method.endswith("added") else None, None)
+    made, expected = (calls.normalise(operands, OPTIONS, (N,)) for calls in (native.calls, PYTHON))
     if method == "run_alone":
         made, expected = (made,), (expected,)
-    assert len({*map(id, made)}) == len(made)
     assert [*map(id, made)] == [*map(id, expected)]
     first, second = launches
     assert first == second
@@ -235,9 +291,8 @@ def test_a_launch_that_fails_says_so(launched: Launched, monkeypatch: pytest.Mon
     assert found is not None
     assert found[0] is plan
     monkeypatch.setattr(plan, "forward", lambda m: (fail, *plan._forward(m)[1:]))
-    for run in (native.calls.run_alone, native.calls.run_recorded_alone):
-        with pytest.raises(RuntimeError, match="no such launch"):
-            run(found)
+    with pytest.raises(RuntimeError, match="no such launch"):
+        native.calls.run_recorded_alone(found)
 
 
 def test_without_a_compiler_calls_are_found_in_python(
@@ -248,7 +303,7 @@ def test_without_a_compiler_calls_are_found_in_python(
 
     monkeypatch.setattr(native_launcher, "load", load)
     with caplog.at_level(logging.INFO, logger="normforge"):
-        monkeypatch.setattr(native, "calls", native.calls_among(dispatch))
+        monkeypatch.setattr(native, "calls", native.calls_among(dispatch, PYTHON))
     assert "known calls are found in Python, and not in C (FileNotFoundError: no compiler)" in caplog.text
     x = rows()
     assert torch.equal(normforge.layer_norm(x, (N,)), normforge.layer_norm(x, (N,)))
@@ -263,7 +318,7 @@ def test_it_is_not_compiled_where_that_is_not_wanted(
     monkeypatch.setenv(variable, value)
     with triton.knobs.cache.scope():
         triton.knobs.cache.dir = str(tmp_path)
-        assert isinstance(native.calls_among(dispatch), native.InPython)
+        assert isinstance(native.calls_among(dispatch, PYTHON), native.InPython)
     assert not list(tmp_path.rglob("*.so"))
 
 

@@ -134,7 +134,7 @@ def test_logits_loss_and_gradients_of_a_fused_model(family: str, device: str, jo
         # A sum that leaves its block is joined from the second call on.
         expected = 2 * (len(norms) - (learned if step == 0 else 0))
         assert joined.counts() == (expected, expected)
-    assert not sums._waiting
+    assert not sums.waiting_sums
 
 
 @THOROUGH
@@ -455,15 +455,15 @@ def test_a_sum_that_is_held_holds_no_more_than_itself() -> None:
     normforge.patch(patched)
     given = tokens()
     # Tensors of a test before this one may still live, in the traceback of an error that it expected.
-    before = set(sums._waiting)
+    before = set(sums.waiting_sums)
     patched(given)
     patched.layers[0](torch.randn(1, 3, WIDTH, requires_grad=True))
-    assert set(sums._waiting) <= before
+    assert set(sums.waiting_sums) <= before
     patched.layers[1].register_forward_pre_hook(out_of_memory)
     with pytest.raises(MemoryError):
         patched(given)
     gc.collect()
-    assert set(sums._waiting) <= before
+    assert set(sums.waiting_sums) <= before
 
 
 def out_of_memory(*_: Any) -> None:
