@@ -13,6 +13,7 @@ from ..dtypes import HALVES
 from ..mode_words import word
 from ..random_mask import dropped
 from ..selection.invariance import refuse_torch
+from ..upstream.torch_dynamo import constant_in_traces
 from ..upstream.torch_internals import jit_tracing
 from .outputs import NormGradients, unpacked
 from .straight import BackwardOperands, BackwardOptions, Operands, Options
@@ -33,7 +34,7 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options, drop
     """
     x, weight, bias, residual, x_bias = operands
     norm, eps, weight_offset, out_dtype, cast = options
-    to = rounded_to(word(Cast, "cast", cast), out_dtype or x.dtype, x.dtype)
+    to = _rounded_to(cast, out_dtype or x.dtype, x.dtype)
     if weight is not None and weight_offset:
         weight = widened(weight) + weight_offset
     if x_bias is None and residual is None and out_dtype is None and to is None:
@@ -60,6 +61,11 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
 def rounded_to(cast: Cast, y_dtype: torch.dtype, x_dtype: torch.dtype) -> torch.dtype | None:
     """What rows are rounded to before the weight: y's dtype (or dy's) of 16 bits, or else x's; None if they are not."""
     return next((dtype for dtype in (y_dtype, x_dtype) if cast.comes_first and dtype in HALVES), None)
+
+
+@constant_in_traces
+def _rounded_to(cast: str | Cast, y_dtype: torch.dtype, x_dtype: torch.dtype) -> torch.dtype | None:
+    return rounded_to(word(Cast, "cast", cast), y_dtype, x_dtype)
 
 
 def _affine(h: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
@@ -118,7 +124,7 @@ def gradients(
         mean, rstd = depending(s, mean, rstd)
     h = s * rstd if mean is None else (s - mean) * rstd
     dy = torch.zeros_like(x) if dy is None else dy
-    to = rounded_to(word(Cast, "cast", cast), dy.dtype, x.dtype)
+    to = _rounded_to(cast, dy.dtype, x.dtype)
     weighted = h if to is None else h.to(to).float()
     dy = dy.float()
     g = dy if weight is None else dy * (weight.float() + weight_offset)

@@ -19,7 +19,7 @@ from ..codegen.parameters import BACKWARD, FORWARD
 from ..codegen.values import Norm
 from ..selection.invariance import is_on
 from ..upstream.torch_dynamo import constant_in_traces
-from ..upstream.torch_internals import dispatch_modes, global_hooks, jit_tracing, saved_tensors_hooks
+from ..upstream.torch_internals import dispatch_modes, global_hooks, jit_tracing, saved_tensors_hooks, transforming
 from .backend import intercepted
 from .check import Call, check, refuse_gradient
 from .functions import completed, function_named
@@ -38,6 +38,7 @@ __all__ = [
     "result_dtype",
     "said_of",
     "saved_tensors_hooks",
+    "transforming",
     "unrecorded",
 ]
 

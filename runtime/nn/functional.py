@@ -16,11 +16,19 @@ from ..calls.backend import backend, left_to_torch
 from ..calls.check import check_normalised
 from ..calls.functional import FORWARD_OF, OPERANDS, named, normalise_traced
 from ..calls.known import PLAIN
+from ..calls.plainly import is_plain
 from ..calls.randomness import settled
 from ..calls.sharded import Frame, is_sharded
 from ..calls.straight import DEFAULT_EPS, Operands, Options
 from ..calls.torch_instead import Dropout
-from ..calls.traced import intercepted, is_dynamo_compiling, keeps_for_recomputation, result_dtype, unrecorded
+from ..calls.traced import (
+    intercepted,
+    is_dynamo_compiling,
+    keeps_for_recomputation,
+    result_dtype,
+    transforming,
+    unrecorded,
+)
 from ..codegen.families import Kind
 from ..codegen.parameters import FORWARD
 from ..codegen.values import Cast
@@ -392,6 +400,8 @@ def normalise_cast_before_weight(operands: Operands, normalized_shape: Sequence[
 
 def normalise_first(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:
     """`normalise` of what `native.calls` does not know; without a normalized_shape, of a sum's last dimension."""
+    if is_dynamo_compiling() and is_plain(operands, normalized_shape, options):
+        return _traced(operands, normalized_shape, options)
     if _overridden(operands):
         return _handed_on(operands, normalized_shape, options)
     if normalized_shape is None:
@@ -414,12 +424,29 @@ def normalise_first(operands: Operands, normalized_shape: Sequence[int] | None, 
         shape = check_normalised(FORWARD_OF[norm], given, normalized_shape, kernel=kernel and not left)
     if not kernel:
         return torch_instead.normalise(operands, shape, options)
+    if left or is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation()):
+        return _seen(operands, shape, options, left)
     said: Any = (norm, DEFAULT_EPS if eps is None else float(eps), *others)
-    traced = is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation())
-    if left or (traced and is_left_to_inductor(norm, x, shape, scaled=operands[1] is not None)):
-        *_, out_dtype, cast = said
-        return torch_instead.normalise(operands, shape, (*said[:-2], out_dtype or result_dtype(norm, x), cast))
-    return (normalise_traced if traced else recorded.normalise)(operands, shape, said)
+    return recorded.normalise(operands, shape, said)
+
+
+def _traced(operands: Operands, normalized_shape: Any, options: Options) -> Any:
+    """`normalise_first` of a call that TorchDynamo follows and that nothing can be said against."""
+    shape = tuple(normalized_shape)
+    if backend(operands[0]) != "kernel":
+        return torch_instead.normalise(operands, shape, options)
+    return _seen(operands, shape, options, left=transforming())
+
+
+def _seen(operands: Operands, shape: tuple[int, ...], options: Options, left: bool) -> Any:
+    """`normalise_first` where something sees operators: one of ours, or torch's if it is left or Inductor's to fuse."""
+    x, weight, *_ = operands
+    norm, eps, weight_offset, out_dtype, cast = options
+    eps = DEFAULT_EPS if eps is None else float(eps)
+    if left or is_left_to_inductor(norm, x, shape, scaled=weight is not None):
+        said = (norm, eps, weight_offset, out_dtype or result_dtype(norm, x), cast)
+        return torch_instead.normalise(operands, shape, said)
+    return normalise_traced(operands, shape, (norm, eps, weight_offset, out_dtype, cast))
 
 
 def _by_parts(operands: Operands, normalized_shape: Sequence[int], options: Options) -> Any:

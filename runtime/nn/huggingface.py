@@ -69,13 +69,21 @@ class HuggingFaceRMSNorm(RMSNorm):
             TypeError: there is not one input, or it has another name than input_name.
         """
         rows = x if x is not None and not named else self._only(x, named)
-        weight = self.weight if is_dynamo_compiling() else own(self, "weight")
+        weight, shape = self._vector()
         eps = self.__dict__[self.epsilon_name]
         cast = "before_weight" if self.cast_before_weight else self.cast
         norm = normalise_cast_before_weight if self.cast_before_weight else normalise
         options = ("rms", eps, self.weight_offset, None, cast)
-        y: torch.Tensor = norm((rows, weight, None, None, None), self.normalized_shape, options)
+        y: torch.Tensor = norm((rows, weight, None, None, None), shape, options)
         return y
+
+    def _vector(self) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """The weight, and what is normalised together."""
+        if is_dynamo_compiling():
+            # Compiled code looks at the weight's shape in any case.
+            weight = self.weight
+            return weight, weight.shape
+        return own(self, "weight"), self.normalized_shape
 
     def _only(self, x: torch.Tensor | None, named: dict[str, torch.Tensor]) -> torch.Tensor:
         if x is not None or set(named) != {self.input_name}:
@@ -106,9 +114,9 @@ class T5RMSNorm(HuggingFaceRMSNorm):
             TypeError: there is not one input, or it has another name than input_name.
         """
         rows = x if x is not None and not named else self._only(x, named)
-        weight = self.weight if is_dynamo_compiling() else own(self, "weight")
+        weight, shape = self._vector()
         eps = self.__dict__[self.epsilon_name]
         cast = "before_weight" if self.cast_before_weight and weight.dtype in HALVES else self.cast
         options = ("rms", eps, self.weight_offset, weight.dtype, cast)
-        y: torch.Tensor = normalise((rows, weight, None, None, None), self.normalized_shape, options)
+        y: torch.Tensor = normalise((rows, weight, None, None, None), shape, options)
         return y

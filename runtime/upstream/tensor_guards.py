@@ -10,6 +10,7 @@ else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -46,7 +47,15 @@ def by_attributes(tensors: Sequence[torch.Tensor], sizes: Pattern, strides: Patt
 
 
 def _facts(tensor: torch.Tensor) -> tuple[object, ...]:
-    return type(tensor), tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_neg(), tensor.is_inference()
+    return (
+        *(type(tensor), tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_neg(), tensor.is_inference()),
+        _keys(tensor),
+    )
+
+
+# What torch's dispatcher has to do with a tensor. Of its classes and types it is only this that tells one that stands
+# for several, as autograd's batched gradients are.
+_keys: Callable[[torch.Tensor], object] = getattr(torch._C, "_dispatch_keys", lambda tensor: None)
 
 
 def _matches(found: Sequence[int], wanted: Sequence[int | None]) -> bool:
@@ -84,9 +93,10 @@ _Mode: Callable[[], Any] = type("_Mode", (TorchDispatchMode,), {})
 @cache
 def _tells_apart(make: Callable[..., Fits]) -> bool:
     """Whether what guards are made by tells a few tensors from each other."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    # In a thread of its own, where no mode, transform or default device is that the first call may be made within.
+    with ThreadPoolExecutor(1) as thread:
         try:
-            return _is_right(make)
+            return thread.submit(_is_right, make).result()
         except (RuntimeError, TypeError):
             return False
 

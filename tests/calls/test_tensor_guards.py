@@ -77,6 +77,29 @@ def test_a_fake_tensor_does_not_fit(make: Callable[..., Any]) -> None:
     assert not fits_usual(make)(fake, torch.zeros(N))
 
 
+@each_guard
+def test_several_at_once_do_not_fit(make: Callable[..., Any]) -> None:
+    """As autograd's batched gradients are, which are no tensors of a transform of torch.func."""
+    fits, found = fits_usual(make), []
+
+    def within(rows: torch.Tensor) -> torch.Tensor:
+        found.append(fits(rows, torch.zeros(N)))
+        return rows
+
+    batched: Any = torch._vmap_internals._vmap(within)
+    batched(torch.zeros(2, M, N))
+    assert found == [False]
+
+
+def test_whether_guards_are_right_does_not_depend_on_where_it_is_first_asked() -> None:
+    make = tensor_guards._inner()
+    assert make is not None
+    for around in (Mode, FakeTensorMode, torch.inference_mode):
+        tensor_guards._tells_apart.cache_clear()
+        with around():
+            assert tensor_guards._tells_apart(make)
+
+
 SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "inference": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
