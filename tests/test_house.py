@@ -25,7 +25,7 @@ FOLDERS = {
 DOORS = ("normforge", "normforge.__main__")
 
 # By hand, docstrings included.
-MOST_LINES = 23_640
+MOST_LINES = 23_660
 # Of a function, its docstring aside.
 LONGEST_FUNCTION = 80
 

@@ -16,7 +16,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .. import settings
-from ..codegen.parameters import FORWARD
+from ..codegen.parameters import BACKWARD, FORWARD
 from ..selection import dispatch
 from ..upstream import native_launcher
 from ..upstream.torch_dynamo import eager_only
@@ -24,12 +24,15 @@ from ..upstream.torch_internals import dispatch_modes
 from . import launch
 from .argument_checks import LARGEST_FP32
 from .known import MISALIGNED, PLAIN, UNREADABLE, Found
-from .straight import DEFAULT_EPS, Operands, Options, find_recorded
+from .outputs import rstd_address
+from .straight import DEFAULT_EPS, Operands, Options, find_gradients, find_recorded
 
 logger = logging.getLogger("normforge")
 
 NAME = "normforge_known_calls"
-SOURCE = Path(native_launcher.__file__).with_name("known_calls.c")
+SOURCES = tuple(
+    Path(native_launcher.__file__).with_name(f"known_{part}.c") for part in ("calls", "gradients", "module")
+)
 
 
 # Records a call: given (options, what was found, None) and its operands, it returns what the call does.
@@ -66,6 +69,8 @@ class InPython:
         if x_bias is not None:
             return self.apply(told, x, weight, bias, x_bias)
         return self.apply(told, x, weight) if bias is None else self.apply(told, x, weight, bias)
+
+    gradients = staticmethod(find_gradients)
 
     @staticmethod
     def run_alone(found: Found) -> torch.Tensor:
@@ -118,7 +123,7 @@ def calls_among(plans: Any, otherwise: InPython) -> InPython:
 
 
 def library(*, build: bool) -> Any:
-    """The compiled `known_calls.c`, from Triton's cache or else compiled into it; None where it cannot be had.
+    """What is compiled of `SOURCES`, from Triton's cache or else compiled into it; None where it cannot be had.
 
     Args:
         build: whether it may be compiled.
@@ -126,7 +131,7 @@ def library(*, build: bool) -> Any:
     if not settings.native_launcher():
         return None
     try:
-        return native_launcher.load(SOURCE, NAME, build)
+        return native_launcher.load(SOURCES, NAME, build)
     except Exception as error:
         # It saves a microsecond or two, and nothing may fail for that.
         logger.info("known calls are found in Python, and not in C (%s: %s)", type(error).__name__, error)
@@ -134,7 +139,7 @@ def library(*, build: bool) -> Any:
 
 
 def _in_c(module: Any, plans: Any, otherwise: InPython) -> InPython:
-    names = [row.name for row in FORWARD.inputs]
+    names, arriving = ([row.name for row in family.inputs] for family in (FORWARD, BACKWARD))
     calls: InPython = module.Calls(
         otherwise=otherwise,
         places=tuple(names.index(row.name) for row in FORWARD.parameters if row.functional and row.kind.is_tensor),
@@ -150,6 +155,12 @@ def _in_c(module: Any, plans: Any, otherwise: InPython) -> InPython:
         unreadable=UNREADABLE,
         misaligned=MISALIGNED,
         packed_dtype=torch.float32,
+        gradient_places=tuple(
+            arriving.index(row.name) for row in BACKWARD.parameters if row.functional and row.kind.is_tensor
+        ),
+        gradient_width=len(arriving),
+        mean_place=arriving.index("mean"),
+        rstd_address=rstd_address,
         largest=LARGEST_FP32,
     )
     return calls

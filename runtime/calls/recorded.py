@@ -31,7 +31,7 @@ from .known import PLAIN, Found, Key, Tensors
 from .launch import run_recorded
 from .outputs import LayerNormOutput, NormGradients, dtype_of_all, packed_of, unflattened, unpacked
 from .row_layout import walkable
-from .straight import BackwardOperands, BackwardOptions, Operands, Options, find_gradients, find_recorded
+from .straight import BackwardOperands, BackwardOptions, Operands, Options, find_recorded
 from .traced import operated
 
 # What a forward pass is told besides its operands: its options, what `run_recorded` is to be given if the call is
@@ -254,7 +254,8 @@ def gradients_of(options: BackwardOptions, *operands: Any) -> NormGradients:
     if is_dynamo_compiling():
         # An eager call's backward pass becomes part of a graph, by compiled autograd say.
         return gradients_by_operator(operands, options)
-    key, found = find_gradients(operands, options)
+    # As they arrive they are a tuple, which autograd's own may be too.
+    key, found = native.calls.gradients(operands, options)
     if found is not None:
         return found
     if dispatch_modes():

@@ -1,4 +1,5 @@
-/* A call of the functional API that is known, found and launched without the interpreter in between.
+/* Calls of the functional API that are known, found and launched without the interpreter in between; known_gradients.c and
+ * known_module.c go on with this text, and the three are compiled as one.
  *
  * `Calls` has methods that do of most calls what those of `InPython` do that they are named after, by the same plans. Whatever is another call is handed on to those, untouched. Of tensors nothing is known
  * here but the Python methods, so that this is compiled without torch, in the time that the launcher takes. */
@@ -31,6 +32,8 @@ enum {
   DEFAULT_EPS,
   UNREADABLE,
   PACKED_DTYPE,
+  GRADIENT_PLACES,
+  RSTD_ADDRESS,
   HELD
 };
 
@@ -38,11 +41,13 @@ typedef struct {
   PyObject_HEAD
   PyObject *held[HELD];
   double largest;
-  Py_ssize_t width, misaligned;
+  Py_ssize_t width, misaligned, gradient_width, mean_place;
 } Calls;
 
 static PyObject *shape_name, *data_ptr_name, *contiguous_name, *plans_name, *fits_name, *plan_name, *trains_name,
     *level_name, *forward_name, *empty_name, *dtypes_name, *recorded_word, *rms_word, *zero, *one;
+static PyObject *gradients_name, *layout_name, *sum_dtypes_name, *steps_name, *finish_name, *programs_name, *offsets_name,
+    *length_name, *exchange_name, *by_address_name, *gradients_word, *layer_word;
 static PyObject *normalise_name, *alone_name, *added_name, *recorded_alone_name, *recorded_added_name;
 
 /* Whether an answer, which is taken, is yes: 1 or 0, and -1 with an exception. */
@@ -96,9 +101,21 @@ static Py_ssize_t count_rows(PyObject *shape) {
   return rows;
 }
 
-/* What `dispatch.plans` has of such calls, a new reference, since another thread may change it meanwhile; NULL if nothing,
- * or an exception says why. */
-static PyObject *look_up(PyObject *plans, PyObject *const *operands, Py_ssize_t count, PyObject *options, PyObject *n,
+/* What `dispatch.plans` has under a key, which is taken: a new reference, since another thread may change it meanwhile; NULL
+ * if there is nothing, if calls of some callers see other plans, or if an exception says why. */
+static PyObject *kinds_of(Calls *self, PyObject *key) {
+  PyObject *plans = key == NULL ? NULL : PyObject_GetAttr(self->held[DISPATCH], plans_name);
+  PyObject *kinds = plans == NULL || !PyDict_CheckExact(plans) ? NULL : PyDict_GetItemWithError(plans, key);
+  Py_XINCREF(kinds);
+  Py_XDECREF(plans);
+  Py_XDECREF(key);
+  if (kinds != NULL && !PyTuple_Check(kinds))
+    Py_CLEAR(kinds);
+  return kinds;
+}
+
+/* The kinds of such a call. */
+static PyObject *look_up(Calls *self, PyObject *const *operands, Py_ssize_t count, PyObject *options, PyObject *n,
                          PyObject *records) {
   Py_ssize_t at = 0, words = PyTuple_GET_SIZE(options) - FIRST_WORD;
   PyObject *key = PyTuple_New(4 + count - 1 + words);
@@ -111,9 +128,7 @@ static PyObject *look_up(PyObject *plans, PyObject *const *operands, Py_ssize_t 
     PyTuple_SET_ITEM(key, at++, Py_NewRef(operands[place] == Py_None ? Py_True : Py_False));
   for (Py_ssize_t place = FIRST_WORD; place < FIRST_WORD + words; ++place)
     PyTuple_SET_ITEM(key, at++, Py_NewRef(PyTuple_GET_ITEM(options, place)));
-  PyObject *kinds = PyDict_GetItemWithError(plans, key);
-  Py_DECREF(key);
-  return Py_XNewRef(kinds);
+  return kinds_of(self, key);
 }
 
 /* The first kind whose guard the tensors fit, a new reference; NULL if none does, or an exception says why. */
@@ -136,6 +151,17 @@ static PyObject *fitting(PyObject *kinds, PyObject *const *operands, Py_ssize_t 
   return NULL;
 }
 
+/* A tensor's address; NULL if it is not where a plan has it, or an exception says why. */
+static PyObject *aligned_address(Calls *self, PyObject *tensor) {
+  PyObject *address = PyObject_CallMethodNoArgs(tensor, data_ptr_name);
+  if (address == NULL)
+    return NULL;
+  unsigned long long bits = PyLong_AsUnsignedLongLong(address);
+  if (bits == 0 || (bits & (unsigned long long)self->misaligned) || PyErr_Occurred())
+    Py_CLEAR(address);
+  return address;
+}
+
 /* Of all that a kernel could read, and of these tensors their addresses; 0 if one is not where a plan has it. */
 static int read_addresses(Calls *self, PyObject *const *operands, Py_ssize_t count, PyObject *tensors,
                           PyObject *addresses) {
@@ -146,7 +172,7 @@ static int read_addresses(Calls *self, PyObject *const *operands, Py_ssize_t cou
   for (Py_ssize_t at = 0; at < count; ++at) {
     if (operands[at] == Py_None)
       continue;
-    PyObject *address = PyObject_CallMethodNoArgs(operands[at], data_ptr_name);
+    PyObject *address = aligned_address(self, operands[at]);
     if (address == NULL)
       return 0;
     Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(self->held[PLACES], at));
@@ -154,24 +180,13 @@ static int read_addresses(Calls *self, PyObject *const *operands, Py_ssize_t cou
     PyTuple_SET_ITEM(addresses, place, address);
     Py_DECREF(PyTuple_GET_ITEM(tensors, place));
     PyTuple_SET_ITEM(tensors, place, Py_NewRef(operands[at]));
-    unsigned long long bits = PyLong_AsUnsignedLongLong(address);
-    if (bits == 0 || (bits & (unsigned long long)self->misaligned) || PyErr_Occurred())
-      return 0;
   }
   return 1;
 }
 
-/* Whether each call, whatever its kind, may go this way: 1 or 0, and -1 with an exception. */
-static int may_launch(Calls *self, PyObject *const *operands, PyObject *options, PyObject *shape, PyObject *eps) {
-  PyObject *offset = PyTuple_GET_ITEM(options, WEIGHT_OFFSET), *level, *residual = operands[RESIDUAL];
-  if (!is_number(eps, 0.0, self->largest) || !is_number(offset, -self->largest, self->largest))
-    return 0;
-  if (PyFloat_AS_DOUBLE(offset) != 0.0) {
-    int rms = PyObject_RichCompareBool(PyTuple_GET_ITEM(options, NORM), rms_word, Py_EQ);
-    if (rms <= 0 || operands[WEIGHT] == Py_None)
-      return rms < 0 ? -1 : 0;
-  }
-  level = PyObject_GetAttr(self->held[FORWARD_AD], level_name);
+/* Whether nothing watches what runs: no level of forward-mode AD and no mode; 1 or 0, and -1 with an exception. */
+static int is_unwatched(Calls *self) {
+  PyObject *level = PyObject_GetAttr(self->held[FORWARD_AD], level_name);
   if (level == NULL)
     return -1;
   long within = PyLong_AsLong(level);
@@ -179,16 +194,35 @@ static int may_launch(Calls *self, PyObject *const *operands, PyObject *options,
   if (within >= 0 || PyErr_Occurred())
     return PyErr_Occurred() ? -1 : 0;
   int seen = is_yes(PyObject_CallNoArgs(self->held[DISPATCH_MODES]));
-  if (seen != 0)
-    return seen < 0 ? -1 : 0;
-  if (residual == Py_None)
+  return seen < 0 ? -1 : !seen;
+}
+
+/* Whether a tensor, if it is there, is of a shape: likewise. */
+static int has_shape(PyObject *tensor, PyObject *shape) {
+  if (tensor == Py_None)
     return 1;
-  PyObject *other = PyObject_GetAttr(residual, shape_name);
+  PyObject *other = PyObject_GetAttr(tensor, shape_name);
   if (other == NULL)
     return -1;
   int same = PyObject_RichCompareBool(other, shape, Py_EQ);
   Py_DECREF(other);
   return same;
+}
+
+/* Whether each call, whatever its kind, may go this way: 1 or 0, and -1 with an exception. */
+static int may_launch(Calls *self, PyObject *const *operands, PyObject *options, PyObject *shape, PyObject *eps) {
+  PyObject *offset = PyTuple_GET_ITEM(options, WEIGHT_OFFSET), *residual = operands[RESIDUAL];
+  if (!is_number(eps, 0.0, self->largest) || !is_number(offset, -self->largest, self->largest))
+    return 0;
+  if (PyFloat_AS_DOUBLE(offset) != 0.0) {
+    int rms = PyObject_RichCompareBool(PyTuple_GET_ITEM(options, NORM), rms_word, Py_EQ);
+    if (rms <= 0 || operands[WEIGHT] == Py_None)
+      return rms < 0 ? -1 : 0;
+  }
+  int alone = is_unwatched(self);
+  if (alone <= 0)
+    return alone;
+  return has_shape(residual, shape);
 }
 
 /* Whether a call that is known is to be recorded, and what its launch is told, as `find_recorded` returns them, of whose x
@@ -203,15 +237,8 @@ static PyObject *found_of(Calls *self, PyObject *const *operands, Py_ssize_t cou
   if (dimensions != 2 && (is_contiguous(operands[X]) <= 0 || is_contiguous(operands[RESIDUAL]) <= 0))
     return NULL;
   int enabled = is_yes(PyObject_CallNoArgs(self->held[IS_GRAD_ENABLED]));
-  PyObject *plans = enabled < 0 ? NULL : PyObject_GetAttr(self->held[DISPATCH], plans_name);
-  if (plans == NULL)
-    return NULL;
-  /* There are others where calls of some callers see other plans. */
-  PyObject *kinds = PyDict_CheckExact(plans)
-                        ? look_up(plans, operands, count, options, n, enabled ? Py_True : Py_False)
-                        : NULL;
-  PyObject *kind = kinds == NULL || !PyTuple_Check(kinds) ? NULL : fitting(kinds, operands, count);
-  Py_DECREF(plans);
+  PyObject *kinds = enabled < 0 ? NULL : look_up(self, operands, count, options, n, enabled ? Py_True : Py_False);
+  PyObject *kind = kinds == NULL ? NULL : fitting(kinds, operands, count);
   Py_XDECREF(kinds);
   if (kind == NULL)
     return NULL;
@@ -430,105 +457,4 @@ static PyObject *normalise(PyObject *object, PyObject *const *args, Py_ssize_t g
     made = run(self, told, adds, 0, adds ? added_name : alone_name);
   Py_DECREF(found);
   return made;
-}
-
-static void dealloc(PyObject *object) {
-  for (size_t at = 0; at < HELD; ++at)
-    Py_XDECREF(((Calls *)object)->held[at]);
-  Py_TYPE(object)->tp_free(object);
-}
-
-/* All that it holds are functions, modules and constants that outlive it: garbage collection has no part in it. */
-static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names) {
-  static char *known[] = {"otherwise",  "places",          "apply",          "apply_add",   "plain",      "dispatch",
-                          "forward_ad", "is_grad_enabled", "dispatch_modes", "default_eps", "unreadable", "packed_dtype",
-                          "largest",    "width",           "misaligned",     NULL};
-  PyObject *held[HELD];
-  double largest;
-  Py_ssize_t width, misaligned;
-  if (!PyArg_ParseTupleAndKeywords(args, names, "OO!OOO!OOOOOOOdnn", known, &held[OTHERWISE], &PyTuple_Type, &held[PLACES],
-                                   &held[APPLY], &held[APPLY_ADD], &PyFrozenSet_Type, &held[PLAIN], &held[DISPATCH],
-                                   &held[FORWARD_AD], &held[IS_GRAD_ENABLED], &held[DISPATCH_MODES], &held[DEFAULT_EPS],
-                                   &held[UNREADABLE], &held[PACKED_DTYPE], &largest, &width, &misaligned))
-    return NULL;
-  Py_ssize_t count = PyTuple_GET_SIZE(held[PLACES]);
-  if (count <= RESIDUAL || count > MOST_OPERANDS) {
-    PyErr_Format(PyExc_ValueError, "%zd operands, of at most %d", count, MOST_OPERANDS);
-    return NULL;
-  }
-  for (Py_ssize_t at = 0; at < count; ++at) {
-    Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(held[PLACES], at));
-    if (place < 0 || place >= width) {
-      PyErr_Format(PyExc_ValueError, "place %zd of %zd", place, width);
-      return NULL;
-    }
-  }
-  Calls *self = (Calls *)type->tp_alloc(type, 0);
-  if (self == NULL)
-    return NULL;
-  for (size_t at = 0; at < HELD; ++at)
-    self->held[at] = Py_NewRef(held[at]);
-  self->largest = largest;
-  self->width = width;
-  self->misaligned = misaligned;
-  return (PyObject *)self;
-}
-
-static PyMethodDef methods[] = {
-    {"normalise", (PyCFunction)(void (*)(void))normalise, METH_FASTCALL, "A call, from its arguments to its results."},
-    {"run_recorded_alone", run_recorded_alone, METH_O, "y and the statistics of a call that was found."},
-    {"run_recorded_added", run_recorded_added, METH_O, "y, the sum and the statistics."},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyTypeObject CallsType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "normforge_known_calls.Calls",
-    .tp_doc = "Finds and launches the calls that are known to a module of plans.",
-    .tp_basicsize = sizeof(Calls),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = make,
-    .tp_dealloc = dealloc,
-    .tp_methods = methods,
-};
-
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "normforge_known_calls",
-    .m_size = -1,
-};
-
-PyMODINIT_FUNC PyInit_normforge_known_calls(void) {
-  const struct {
-    PyObject **name;
-    const char *text;
-  } names[] = {
-      {&shape_name, "shape"},
-      {&data_ptr_name, "data_ptr"},
-      {&contiguous_name, "is_contiguous"},
-      {&plans_name, "plans"},
-      {&fits_name, "fits"},
-      {&plan_name, "plan"},
-      {&trains_name, "trains"},
-      {&level_name, "_current_level"},
-      {&forward_name, "forward"},
-      {&empty_name, "empty"},
-      {&dtypes_name, "dtypes"},
-      {&recorded_word, "recorded"},
-      {&rms_word, "rms"},
-      {&normalise_name, "normalise"},
-      {&alone_name, "run_alone"},
-      {&added_name, "run_added"},
-      {&recorded_alone_name, "run_recorded_alone"},
-      {&recorded_added_name, "run_recorded_added"},
-  };
-  for (size_t at = 0; at < sizeof(names) / sizeof(*names); ++at)
-    if ((*names[at].name = PyUnicode_InternFromString(names[at].text)) == NULL)
-      return NULL;
-  if ((zero = PyLong_FromLong(0)) == NULL || (one = PyLong_FromLong(1)) == NULL)
-    return NULL;
-  PyObject *module = PyModule_Create(&definition);
-  if (module != NULL && PyModule_AddType(module, &CallsType) < 0)
-    Py_CLEAR(module);
-  return module;
 }

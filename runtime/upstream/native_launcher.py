@@ -11,7 +11,7 @@ import hashlib
 import logging
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,7 @@ def library(*, build: bool) -> Any:
     with _lock:
         if _module is None and not _failed and settings.native_launcher():
             try:
-                _module = load(SOURCE, NAME, build)
+                _module = load((SOURCE,), NAME, build)
             except Exception as error:
                 # No compiler, say; it would fail again for every kernel.
                 _failed = True
@@ -143,11 +143,11 @@ def library(*, build: bool) -> Any:
         return _module
 
 
-def load(path: Path, name: str, build: bool) -> Any:
+def load(paths: Sequence[Path], name: str, build: bool) -> Any:
     """An extension module in C, from Triton's cache or else compiled into it; None where it is not to be compiled.
 
     Args:
-        path: its source.
+        paths: its source, whose files are one text: Triton's cache knows it by that.
         name: the module's.
         build: whether it may be compiled.
     """
@@ -156,7 +156,7 @@ def load(path: Path, name: str, build: bool) -> Any:
 
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         raise _NotServedError("it takes Python's lock")
-    source = path.read_text()
+    source = "".join(path.read_text() for path in paths)
     if not build and not _is_kept(source, name):
         return None
     return compile_module_from_src(source, name, include_dirs=[str(Path(driver.__file__).parent / "include")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import weakref
@@ -19,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import normforge
 from normforge.calls import native, recorded
+from normforge.calls.outputs import packing
 from normforge.calls.plan import Forward
-from normforge.calls.straight import Operands, find_recorded
+from normforge.calls.straight import Operands, find_gradients, find_recorded
 from normforge.selection import dispatch
 from normforge.upstream import native_launcher
 from normforge.upstream.torch_autograd import applied_at_once
@@ -293,6 +295,140 @@ def test_a_launch_that_fails_says_so(launched: Launched, monkeypatch: pytest.Mon
     monkeypatch.setattr(plan, "forward", lambda m: (fail, *plan._forward(m)[1:]))
     with pytest.raises(RuntimeError, match="no such launch"):
         native.calls.run_recorded_alone(found)
+
+
+# What is differentiated, by what its backward pass has: whether its norm is LayerNorm, the shape, and which operands.
+BACKWARD: dict[str, tuple[bool, tuple[int, ...], tuple[str, ...]]] = {
+    "LayerNorm": (True, (M, N), ("weight", "bias")),
+    "RMSNorm": (False, (M, N), ("weight",)),
+    "three dimensions": (True, (2, M, N), ("weight", "bias")),
+    "no weight": (True, (M, N), ()),
+    "a bias of x": (False, (M, N), ("weight", "x_bias")),
+    "a residual": (True, (M, N), ("weight", "bias", "residual")),
+    "a residual of three dimensions": (False, (2, M, N), ("weight", "residual")),
+}
+
+
+def differentiated(name: str) -> tuple[torch.Tensor, ...]:
+    """Run a backward pass of a name in BACKWARD, and return the gradients."""
+    is_layer, shape, there = BACKWARD[name]
+    x = rows(*shape)
+    given: dict[str, Any] = {each: rows(*shape) if each == "residual" else vector() for each in there}
+    called = (x, *given.values())
+    if "residual" in given:
+        add = normforge.add_layer_norm if is_layer else normforge.add_rms_norm
+        outputs: Any = add(x, given.pop("residual"), **given)
+        return torch.autograd.grad(outputs, called, [torch.randn_like(x) for _ in outputs])
+    norm = normforge.layer_norm if is_layer else normforge.rms_norm
+    return torch.autograd.grad(norm(x, (N,), **given), called, torch.randn_like(x))
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_gradients_are_launched_as_python_launches_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[tuple[Any, ...]] = []
+    kept: dict[Any, list[torch.Tensor]] = {}
+    arrived: list[tuple[Any, Any]] = []
+
+    def gradients(operands: Any, options: Any) -> Any:
+        arrived.append((operands, options))
+        return find_gradients(operands, options)
+
+    monkeypatch.setattr(native, "calls", _Asking(PYTHON, gradients))
+    differentiated(name)
+    ((key, (kind,)),) = [item for item in dispatch.plans.items() if "recorded bwd" in _as_tuple(item[0])]
+    ((operands, options),) = arrived
+    plan = kind.plan
+    made = plan._lay_out(M if len(operands[1].shape) == 2 else 2 * M)
+
+    def launch(*given: Any) -> None:
+        launches.append(given)
+
+    def empty(size: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+        assert type(size) is type(strides) is tuple
+        asked.append((size, strides, dtype))
+        alike = kept.setdefault(asked[-1], [])
+        while len(alike) < asked.count(asked[-1]):
+            alike.append(torch.empty_strided(size, strides, dtype=dtype))
+        return alike[asked.count(asked[-1]) - 1]
+
+    asked: list[Any] = []
+    steps = tuple((launch, grid) for _, grid in made.steps)
+    finish = None if made.finish is None else (launch, made.finish[1])
+    laid = dataclasses.replace(made, steps=steps, finish=finish, by_address=True, exchange=0)
+    monkeypatch.setattr(plan, "layout", lambda m: laid)
+    monkeypatch.setattr(plan, "empty", empty)
+    calls = native.calls_among(dispatch, PYTHON)
+    assert not isinstance(calls, native.InPython)
+    found = []
+    for each in (calls, PYTHON):
+        asked.clear()
+        found.append(each.gradients(operands, options))
+    (no_key, ours), (said, expected) = found
+    assert no_key is None
+    assert said == key
+    assert ours is not None
+    assert expected is not None
+    assert [*map(id, ours)] == [*map(id, expected)]
+    half = len(launches) // 2
+    assert half == len(steps) + (finish is not None)
+    assert launches[:half] == launches[half:]
+
+
+def _as_tuple(key: Any) -> tuple[Any, ...]:
+    found: tuple[Any, ...] = key
+    return found
+
+
+class _Asking(native.InPython):
+    """Calls in Python, whose gradients are asked for otherwise."""
+
+    def __init__(self, python: native.InPython, gradients: Callable[..., Any]) -> None:
+        super().__init__(python.apply, python.apply_add)
+        vars(self)["gradients"] = gradients
+
+
+def test_gradients_of_another_call_are_left_to_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    differentiated("LayerNorm")
+    asked: list[Any] = []
+    (plan,) = [kind.plan for key, kinds in dispatch.plans.items() if "recorded bwd" in _as_tuple(key) for kind in kinds]
+    interpreted = plan._lay_out(M)
+    launched = dataclasses.replace(
+        interpreted, steps=tuple((lambda *_: None, grid) for _, grid in interpreted.steps), finish=None, by_address=True
+    )
+    monkeypatch.setattr(plan, "layout", lambda m: launched)
+
+    def gradients(*given: Any) -> Any:
+        asked.append(given)
+        return None, None
+
+    calls = native.calls_among(dispatch, _Asking(PYTHON, gradients))
+    x, dy = rows(), rows().detach()
+    options = ("layer", 0.0, "after_weight", None, torch.float32, ("dx", "dweight", "dbias"))
+    statistics = torch.zeros(packing(M, mean=True)[0])
+    operands = (dy, x, vector(), statistics, None, None)
+    # Of another dtype, of other rows, of none, elsewhere, and with other options.
+    for given, said in (
+        ((dy.double(), *operands[1:]), options),
+        ((dy[:1], *operands[1:]), options),
+        ((dy[:0], x[:0], *operands[2:]), options),
+        ((torch.zeros(M * N + 1)[1:].view(M, N), *operands[1:]), options),
+        (operands, (*options[:-1], ("dx",))),
+    ):
+        assert calls.gradients(given, said) == (None, None)
+        assert asked.pop() == (given, said)
+    for around in SURROUNDINGS.values():
+        with around():
+            assert calls.gradients(operands, options) == (None, None)
+        asked.pop()
+    assert calls.gradients(operands, options)[1] is not None
+    assert asked == []
+    # And what is launched with tensors, or with memory that programs exchange values through.
+    for otherwise in (interpreted, dataclasses.replace(launched, exchange=1)):
+        monkeypatch.setattr(plan, "layout", lambda m, layout=otherwise: layout)
+        assert calls.gradients(operands, options) == (None, None)
+        asked.pop()
+    with pytest.raises(TypeError, match="gradients are looked up by what arrives, and by options"):
+        calls.gradients((dy, x), options)  # type: ignore[arg-type]  # the test is of that
 
 
 def test_without_a_compiler_calls_are_found_in_python(

@@ -15,6 +15,8 @@ _INVARIANT = "tests/selection/test_invariant_kernels.py"
 _BATCHES = "tests/calls/test_batch_invariance.py"
 _WARMUP = "tests/ahead_of_time/test_compile_keys.py"
 _KNOWN_CALLS = "runtime/upstream/known_calls.c"
+_KNOWN_GRADIENTS = "runtime/upstream/known_gradients.c"
+_NATIVE = "tests/calls/test_native_calls.py"
 
 MUTANTS = (
     Mutant(
@@ -305,6 +307,22 @@ MUTANTS = (
         "!is_number(eps, 0.0, self->largest) || ",
         "",
         ("tests/calls/test_native_calls.py::test_another_call_is_not_found[an eps below 0]",),
+    ),
+    Mutant(
+        "c-reads-gradients-of-fewer-rows",
+        "gradients of fewer rows than x has are read beyond their end, where they are found in C",
+        _KNOWN_GRADIENTS,
+        "has_shape(operands[DY], shape) > 0 && ",
+        "",
+        (f"{_NATIVE}::test_gradients_of_another_call_are_left_to_python",),
+    ),
+    Mutant(
+        "c-forgets-means-of-gradients",
+        "LayerNorm's gradients are of rows that were not centred, where they are launched in C",
+        _KNOWN_GRADIENTS,
+        "PyTuple_SET_ITEM(addresses, self->mean_place, address);",
+        "PyTuple_SET_ITEM(addresses, self->mean_place, Py_NewRef(zero));",
+        (f"{_NATIVE}::test_gradients_are_launched_as_python_launches_them[LayerNorm]",),
     ),
     Mutant(
         "c-exchanges-mean-and-rstd",
