@@ -1,8 +1,8 @@
 /* The gradients of a call that is known, as known_calls.c has the call. */
 
 /* The operands of a backward pass, and its options. */
-enum { DY, ROWS_OF, SCALED_BY, RSTD, ADDED, DRESIDUAL_OUT, ARRIVING };
-enum { THE_NORM, THE_OFFSET, THE_CAST, DX_DTYPE, BIAS_DTYPE, WANTS, TOLD_BACK };
+enum { BWD_DY, BWD_X, BWD_WEIGHT, BWD_RSTD, BWD_X_BIAS, BWD_DRESIDUAL_OUT, BWD_OPERANDS };
+enum { BWD_NORM, BWD_WEIGHT_OFFSET, BWD_CAST, BWD_DX_DTYPE, BWD_BIAS_DTYPE, BWD_WANTS, BWD_OPTIONS };
 
 /* What is kept of one M's layout, as `Layout` names it. */
 typedef struct {
@@ -46,7 +46,7 @@ static PyObject *arriving_addresses(Calls *self, PyObject *const *operands, PyOb
     return NULL;
   for (Py_ssize_t at = 0; at < self->gradient_width; ++at)
     PyTuple_SET_ITEM(addresses, at, Py_NewRef(zero));
-  for (Py_ssize_t at = 0; at < ARRIVING; ++at) {
+  for (Py_ssize_t at = 0; at < BWD_OPERANDS; ++at) {
     if (operands[at] == Py_None)
       continue;
     PyObject *address = aligned_address(self, operands[at]);
@@ -55,7 +55,7 @@ static PyObject *arriving_addresses(Calls *self, PyObject *const *operands, PyOb
       return NULL;
     }
     Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GET_ITEM(self->held[GRADIENT_PLACES], at));
-    int centres = at != RSTD ? 0 : PyObject_RichCompareBool(norm, layer_word, Py_EQ);
+    int centres = at != BWD_RSTD ? 0 : PyObject_RichCompareBool(norm, layer_word, Py_EQ);
     if (centres > 0) {
       /* The means come first, in the same tensor. */
       Py_DECREF(PyTuple_GET_ITEM(addresses, self->mean_place));
@@ -205,16 +205,16 @@ end:
 static PyObject *look_up_back(Calls *self, PyObject *const *operands, PyObject *options, PyObject *n) {
   PyObject *parts[] = {
       gradients_word,
-      PyTuple_GET_ITEM(options, THE_NORM),
+      PyTuple_GET_ITEM(options, BWD_NORM),
       n,
-      operands[DY] == Py_None ? Py_True : Py_False,
-      operands[SCALED_BY] == Py_None ? Py_True : Py_False,
-      operands[ADDED] == Py_None ? Py_True : Py_False,
-      operands[DRESIDUAL_OUT] == Py_None ? Py_True : Py_False,
-      PyTuple_GET_ITEM(options, THE_CAST),
-      PyTuple_GET_ITEM(options, DX_DTYPE),
-      PyTuple_GET_ITEM(options, BIAS_DTYPE),
-      PyTuple_GET_ITEM(options, WANTS),
+      operands[BWD_DY] == Py_None ? Py_True : Py_False,
+      operands[BWD_WEIGHT] == Py_None ? Py_True : Py_False,
+      operands[BWD_X_BIAS] == Py_None ? Py_True : Py_False,
+      operands[BWD_DRESIDUAL_OUT] == Py_None ? Py_True : Py_False,
+      PyTuple_GET_ITEM(options, BWD_CAST),
+      PyTuple_GET_ITEM(options, BWD_DX_DTYPE),
+      PyTuple_GET_ITEM(options, BWD_BIAS_DTYPE),
+      PyTuple_GET_ITEM(options, BWD_WANTS),
   };
   Py_ssize_t count = (Py_ssize_t)(sizeof(parts) / sizeof(*parts));
   PyObject *key = PyTuple_New(count);
@@ -223,28 +223,31 @@ static PyObject *look_up_back(Calls *self, PyObject *const *operands, PyObject *
   return kinds_of(self, key);
 }
 
-/* The gradients of a call that is known, of whose rows this is the shape; NULL if it is another call, or an exception says
- * why. */
-static PyObject *gradients_of(Calls *self, PyObject *const *operands, PyObject *options, PyObject *shape) {
+/* The gradients of a call that is known, of whose x this is the shape; NULL if it is another call, or an exception says
+ * why. `runs` says whether it was found to be known, so that the exception is the caller's to see. */
+static PyObject *gradients_of(Calls *self, PyObject *const *operands, PyObject *options, PyObject *shape, int *runs) {
   Py_ssize_t dimensions = PyTuple_GET_SIZE(shape), rows = count_rows(shape);
   PyObject *n = PyTuple_GET_ITEM(shape, dimensions - 1);
   if (rows < 0 || !PyLong_CheckExact(n))
     return NULL;
-  if (dimensions != 2 && (is_contiguous(operands[ROWS_OF]) <= 0 || is_contiguous(operands[DY]) <= 0 ||
-                          is_contiguous(operands[DRESIDUAL_OUT]) <= 0))
+  if (dimensions != 2 && (is_contiguous(operands[BWD_X]) <= 0 || is_contiguous(operands[BWD_DY]) <= 0 ||
+                          is_contiguous(operands[BWD_DRESIDUAL_OUT]) <= 0))
     return NULL;
   PyObject *kinds = look_up_back(self, operands, options, n);
-  PyObject *kind = kinds == NULL ? NULL : fitting(kinds, operands, ARRIVING);
+  PyObject *kind = kinds == NULL ? NULL : fitting(kinds, operands, BWD_OPERANDS);
   Py_XDECREF(kinds);
   if (kind == NULL)
     return NULL;
   PyObject *plan = NULL, *m = NULL, *addresses = NULL, *made = NULL;
   Laid laid = {NULL, NULL, NULL, NULL, NULL};
-  if (is_unwatched(self) > 0 && has_shape(operands[DY], shape) > 0 && has_shape(operands[DRESIDUAL_OUT], shape) > 0 &&
-      (plan = PyObject_GetAttr(kind, plan_name)) != NULL && plan != Py_None && (m = PyLong_FromSsize_t(rows)) != NULL &&
-      (addresses = arriving_addresses(self, operands, PyTuple_GET_ITEM(options, THE_NORM), m)) != NULL &&
-      lay_out_rows(plan, m, &laid) > 0)
-    made = run_back(self, plan, &laid, addresses, shape, m, PyTuple_GET_ITEM(options, THE_OFFSET));
+  if (is_unwatched(self) > 0 && has_shape(operands[BWD_DY], shape) > 0 &&
+      has_shape(operands[BWD_DRESIDUAL_OUT], shape) > 0 && (plan = PyObject_GetAttr(kind, plan_name)) != NULL &&
+      plan != Py_None && (m = PyLong_FromSsize_t(rows)) != NULL &&
+      (addresses = arriving_addresses(self, operands, PyTuple_GET_ITEM(options, BWD_NORM), m)) != NULL) {
+    *runs = 1;
+    if (lay_out_rows(plan, m, &laid) > 0)
+      made = run_back(self, plan, &laid, addresses, shape, m, PyTuple_GET_ITEM(options, BWD_WEIGHT_OFFSET));
+  }
   drop(&laid);
   Py_DECREF(kind);
   Py_XDECREF(plan);
@@ -255,15 +258,16 @@ static PyObject *gradients_of(Calls *self, PyObject *const *operands, PyObject *
 
 static PyObject *gradients(PyObject *object, PyObject *const *args, Py_ssize_t given) {
   Calls *self = (Calls *)object;
-  if (given != 2 || !PyTuple_Check(args[0]) || !PyTuple_Check(args[1]) || PyTuple_GET_SIZE(args[0]) != ARRIVING ||
-      PyTuple_GET_SIZE(args[1]) != TOLD_BACK) {
+  if (given != 2 || !PyTuple_Check(args[0]) || !PyTuple_Check(args[1]) || PyTuple_GET_SIZE(args[0]) != BWD_OPERANDS ||
+      PyTuple_GET_SIZE(args[1]) != BWD_OPTIONS) {
     PyErr_SetString(PyExc_TypeError, "gradients are looked up by what arrives, and by options");
     return NULL;
   }
   PyObject *const *operands = &PyTuple_GET_ITEM(args[0], 0);
-  PyObject *shape = PyObject_GetAttr(operands[ROWS_OF], shape_name), *made = NULL;
+  PyObject *shape = PyObject_GetAttr(operands[BWD_X], shape_name), *made = NULL;
+  int runs = 0;
   if (shape != NULL && PyTuple_Check(shape) && PyTuple_GET_SIZE(shape) > 0)
-    made = gradients_of(self, operands, args[1], shape);
+    made = gradients_of(self, operands, args[1], shape, &runs);
   Py_XDECREF(shape);
   if (made != NULL) {
     PyObject *found = PyTuple_Pack(2, Py_None, made);
@@ -271,7 +275,7 @@ static PyObject *gradients(PyObject *object, PyObject *const *args, Py_ssize_t g
     return found;
   }
   if (PyErr_Occurred()) {
-    if (!PyErr_ExceptionMatches(self->held[UNREADABLE]))
+    if (runs || !PyErr_ExceptionMatches(self->held[UNREADABLE]))
       return NULL;
     PyErr_Clear();
   }

@@ -38,9 +38,9 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names) {
     PyErr_Format(PyExc_ValueError, "%zd operands, of at most %d", count, MOST_OPERANDS);
     return NULL;
   }
-  if (PyTuple_GET_SIZE(held[GRADIENT_PLACES]) != ARRIVING || mean_place < 0 || mean_place >= gradient_width) {
+  if (PyTuple_GET_SIZE(held[GRADIENT_PLACES]) != BWD_OPERANDS || mean_place < 0 || mean_place >= gradient_width) {
     PyErr_Format(PyExc_ValueError, "of a backward pass %zd places of %d, and means at %zd of %zd",
-                 PyTuple_GET_SIZE(held[GRADIENT_PLACES]), ARRIVING, mean_place, gradient_width);
+                 PyTuple_GET_SIZE(held[GRADIENT_PLACES]), BWD_OPERANDS, mean_place, gradient_width);
     return NULL;
   }
   if (!are_within(held[PLACES], width) || !are_within(held[GRADIENT_PLACES], gradient_width))

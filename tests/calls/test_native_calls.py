@@ -422,6 +422,15 @@ def test_gradients_of_another_call_are_left_to_python(monkeypatch: pytest.Monkey
         asked.pop()
     assert calls.gradients(operands, options)[1] is not None
     assert asked == []
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such launch")
+
+    failing = dataclasses.replace(launched, steps=tuple((fail, grid) for _, grid in launched.steps))
+    monkeypatch.setattr(plan, "layout", lambda m: failing)
+    with pytest.raises(RuntimeError, match="no such launch"):
+        calls.gradients(operands, options)
+    assert asked == []
     # And what is launched with tensors, or with memory that programs exchange values through.
     for otherwise in (interpreted, dataclasses.replace(launched, exchange=1)):
         monkeypatch.setattr(plan, "layout", lambda m, layout=otherwise: layout)

@@ -312,8 +312,8 @@ MUTANTS = (
         "c-reads-gradients-of-fewer-rows",
         "gradients of fewer rows than x has are read beyond their end, where they are found in C",
         _KNOWN_GRADIENTS,
-        "has_shape(operands[DY], shape) > 0 && ",
-        "",
+        "has_shape(operands[BWD_DY], shape) > 0 &&",
+        "1 &&",
         (f"{_NATIVE}::test_gradients_of_another_call_are_left_to_python",),
     ),
     Mutant(
