@@ -31,6 +31,8 @@ def is_plain(operands: Operands, normalized_shape: Any, options: Options) -> boo
         return False
     if weight_offset != 0.0 and (norm != "rms" or weight is None or not -1.0 <= weight_offset <= 1.0):
         return False
+    if x.__class__ not in (torch.Tensor, torch.nn.Parameter):
+        return False
     for tensor in operands:
         if tensor is not None and not (
             tensor.__class__ in (torch.Tensor, torch.nn.Parameter)

@@ -254,7 +254,6 @@ def gradients_of(options: BackwardOptions, *operands: Any) -> NormGradients:
     if is_dynamo_compiling():
         # An eager call's backward pass becomes part of a graph, by compiled autograd say.
         return gradients_by_operator(operands, options)
-    # As they arrive they are a tuple, which autograd's own may be too.
     key, found = native.calls.gradients(operands, options)
     if found is not None:
         return found

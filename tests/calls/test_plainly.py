@@ -65,6 +65,7 @@ NESTED = torch.nested.nested_tensor([torch.zeros(N)] * M)
 # What has to be looked at, or left to torch: some of it is wrong.
 OTHER: dict[str, tuple[Callable[[list[Any]], None], Any, Any]] = {
     "no tensor": (with_(0, [1.0] * N), (N,), OPTIONS),
+    "nothing": (with_(0, None), (N,), OPTIONS),
     "a weight that is none": (with_(1, [1.0] * N), (N,), OPTIONS),
     "a subclass": (with_(0, torch.zeros(M, N).as_subclass(type("Own", (torch.Tensor,), {}))), (N,), OPTIONS),
     "sparse": (with_(0, SPARSE), (N,), OPTIONS),
