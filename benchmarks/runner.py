@@ -17,7 +17,7 @@ from .inputs import Inputs, make_inputs
 from .oracle import check, expect
 from .progress import progress_over
 from .provider import Provider
-from .results import CEILING, OK, Results, Row, make_row
+from .results import CEILING, OK, PROJECT, Results, Row, make_row
 from .timing import INPUT_SETS, Call, measure, summarise
 
 _LONGEST_REASON = 200
@@ -25,7 +25,17 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class ContextLostError(Exception):
-    """The GPU answers nothing more in this process; what was measured is saved, the culprit's failure included."""
+    """The GPU answers nothing more in this process; what was measured is saved, the culprit's failure included.
+
+    Attributes:
+        provider: the culprit's name.
+        cell: where it was.
+    """
+
+    def __init__(self, provider: str, cell: Cell, why: str) -> None:
+        super().__init__(f"{provider} on {cell.id}: {why}")
+        self.provider = provider
+        self.cell = cell
 
 
 @dataclass(frozen=True)
@@ -82,11 +92,24 @@ def run_suite(suite: Suite, cells: Sequence[Cell], results: Results, plan: Plan)
             progress.set_postfix_str(cell.id, refresh=False)
             try:
                 run_cell(suite, cell, providers, plan, results.add)
+            except ContextLostError as lost:
+                _leave_out(lost, left[position + 1 :], results)
+                raise
             finally:
                 results.save(plan.out)
                 running(plan.out, suite.name).unlink(missing_ok=True)
             release(plan.device)
     return 0
+
+
+def _leave_out(lost: ContextLostError, left: Sequence[tuple[Cell, list[Provider]]], results: Results) -> None:
+    """Record that a peer is not tried on more cells of the kind that it lost the GPU on: to begin again takes 15 s."""
+    if lost.provider == PROJECT:
+        return
+    for cell, providers in left:
+        alike = (cell.task, cell.kind) == (lost.cell.task, lost.cell.kind)
+        if alike and any(provider.name == lost.provider for provider in providers):
+            results.add(make_row(cell, lost.provider, f"fails: not tried, for it lost the GPU on {lost.cell.id}"))
 
 
 def run_cell(
@@ -198,4 +221,4 @@ def _require_context(provider: Provider, cell: Cell, device: torch.device) -> No
     try:
         release(device)
     except Exception as error:
-        raise ContextLostError(f"{provider.name} on {cell.id}: {first_line(error)}") from None
+        raise ContextLostError(provider.name, cell, first_line(error)) from None

@@ -15,7 +15,7 @@ from benchmarks import cli, run, runner
 from benchmarks.cells import Cell, Suite
 from benchmarks.compile_ahead import compile_one
 from benchmarks.inputs import Inputs
-from benchmarks.results import Results, load
+from benchmarks.results import PROJECT, Results, load
 from benchmarks.runner import run_suite
 from benchmarks.timing import summarise
 
@@ -106,6 +106,13 @@ def test_a_lost_gpu_is_recorded_and_the_run_begins_again(tmp_path: Path, monkeyp
     found = load(tmp_path, "forward")
     assert found is not None
     assert list(found.of(CELLS[0].id)) == ["culprit"]
+    # Nor does it lose the GPU on each cell of the kind.
+    assert found.of(CELLS[1].id)["culprit"].status == f"fails: not tried, for it lost the GPU on {CELLS[0].id}"
+    with pytest.raises(runner.ContextLostError):
+        run_suite(SUITE, CELLS, Results("forward", HEADER), plan(tmp_path, provider(PROJECT, _raise)))
+    found = load(tmp_path, "forward")
+    assert found is not None
+    assert not found.of(CELLS[1].id)
 
     commands: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda _, command: commands.append(command[3:]))
