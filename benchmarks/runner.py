@@ -103,7 +103,7 @@ def run_suite(suite: Suite, cells: Sequence[Cell], results: Results, plan: Plan)
 
 
 def _leave_out(lost: ContextLostError, left: Sequence[tuple[Cell, list[Provider]]], results: Results) -> None:
-    """Record that a peer is not tried on more cells of the kind that it lost the GPU on: to begin again takes 15 s."""
+    """Record that a peer is not tried on more cells of the kind that it lost the GPU on, each at a process's cost."""
     if lost.provider == PROJECT:
         return
     for cell, providers in left:

@@ -1,8 +1,9 @@
 /* Calls of the functional API that are known, found and launched without the interpreter in between; known_gradients.c and
  * known_module.c go on with this text, and the three are compiled as one.
  *
- * `Calls` has methods that do of most calls what those of `InPython` do that they are named after, by the same plans. Whatever is another call is handed on to those, untouched. Of tensors nothing is known
- * here but the Python methods, so that this is compiled without torch, in the time that the launcher takes. */
+ * `Calls` has methods that do of most calls what those of `InPython` do that they are named after, by the same plans.
+ * Whatever is another call is handed on to those, untouched. Of tensors nothing is known here but the Python methods, so
+ * that this is compiled without torch, in the time that the launcher takes. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
