@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import cycle, groupby
+from itertools import cycle, groupby, product
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -148,9 +148,18 @@ def chosen_names(option: str, given: Sequence[str], names: Collection[str]) -> t
 
 
 def _prepare(jobs: Sequence[Job], table: Table, processes: int, gpus: Sequence[str]) -> None:
-    """Compile what the compiled jobs need, several at once, into the caches on disk."""
-    waiting = [job for job in jobs if EAGER not in job.runs and not job.late and table.due(job.keys)]
-    due = [replace(job, ahead=True, gpu=gpu) for job, gpu in zip(waiting, cycle(gpus), strict=False)]
+    """Compile what the compiled jobs need, several at once, into the caches on disk.
+
+    Tracing takes most of the time, and is done by one thread: each variant's step is a process of its own.
+    """
+    parts = [
+        replace(job, ahead=True, steps=(step,), variants=(variant,))
+        for job in jobs
+        if EAGER not in job.runs and not job.late
+        for step, variant in product(job.steps, job.variants)
+    ]
+    waiting = [part for part in parts if table.due(part.keys)]
+    due = [replace(part, gpu=gpu) for part, gpu in zip(waiting, cycle(gpus), strict=False)]
     with ThreadPoolExecutor(processes) as pool:
         for job, status in zip(due, pool.map(launch, due), strict=True):
             if status:

@@ -332,16 +332,26 @@ def _status(error: Exception) -> str:
     return f"{FAILS}: {first_line(error)}"
 
 
-def prepare_compiler() -> None:
-    """Let TorchDynamo keep a version for each variant, and fail rather than run one eagerly once there are too many."""
+def prepare_compiler(*, ahead: bool = False) -> None:
+    """Let TorchDynamo keep a version for each variant, and fail rather than run one eagerly once there are too many.
+
+    Args:
+        ahead: whether other processes share the GPU. Which of several kernels was fastest means nothing then: Inductor
+            does not keep it, and the process that times chooses.
+    """
     import torch._dynamo.config as config
+    import torch._inductor.config as inductor
 
     for name in ("recompile_limit", "accumulated_recompile_limit"):
         setattr(config, name, max(_VERSIONS, getattr(config, name)))
     config.fail_on_recompile_limit_hit = True
+    if ahead:
+        inductor.autotune_local_cache = False
+        # The processes are the parallelism.
+        inductor.compile_threads = 1
 
 
 if __name__ == "__main__":
     given = read_job(sys.argv[1])
-    prepare_compiler()
+    prepare_compiler(ahead=given.ahead)
     print(json.dumps(work(given)))

@@ -106,10 +106,12 @@ def test_no_variant_is_begun_once_the_time_is_up(toy: Spec, tmp_path: Path) -> N
 def test_what_compiles_ahead_does_so_behind_what_runs_eagerly(
     toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done: list[tuple[str, str, bool]] = []
+    done: list[tuple[str, str, tuple[str, ...]]] = []
+    ahead: list[tuple[str, str, tuple[str, ...]]] = []
 
     def launch(job: Job) -> int:
-        done.append((job.dtype, job.runs[0], job.ahead))
+        (ahead if job.ahead else done).append((job.dtype, job.runs[0], job.variants))
+        assert not job.ahead or len(done) % 2 == 1
         table = load(tmp_path) or Table(job.header)
         for key in () if job.ahead else job.keys:
             table.add(Row(*key, "ok", ms=1.0))
@@ -117,16 +119,17 @@ def test_what_compiles_ahead_does_so_behind_what_runs_eagerly(
         return 0
 
     monkeypatch.setattr(command, "launch", launch)
-    given = ["models", "--models", "toy", "--variants", "torch", "--jobs", "2", "--out", str(tmp_path)]
+    given = ["models", "--models", "toy", "--variants", "torch", "patch", "--jobs", "2", "--out", str(tmp_path)]
     late = [*given, "--minutes", "0"]
     assert cli.main(late) == 0
     assert done == []
     assert cli.main(given) == 0
-    each = [(EAGER, False), (COMPILE, True), (COMPILE, False)]
-    assert done == [(dtype, run, ahead) for dtype in (BF16, AUTOCAST) for run, ahead in each]
+    assert done == [(dtype, run, ("torch", "patch")) for dtype in (BF16, AUTOCAST) for run in (EAGER, COMPILE)]
+    each = [(dtype, COMPILE, (variant,)) for dtype in (BF16, AUTOCAST) for variant in ("torch", "patch")]
+    assert sorted(ahead) == sorted(each)
     done.clear()
     assert cli.main(given) == 0
-    assert done == []
+    assert (done, len(ahead)) == ([], len(each))
 
 
 def test_what_compiles_ahead_leaves_no_row(toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
