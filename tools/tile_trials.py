@@ -53,11 +53,14 @@ _LOADS: dict[Load, dict[str, Any]] = {
         "fquant": FusedQuant.SMOOTH_DYNAMIC,
         "dtype_out": DType.INT8,
     },
-    Load.SCALED: {
-        "fadd": FusedAdd.PRE_ADD_STORE,
-        "fquant": FusedQuant.DYNAMIC,
-        "group_size": ScaleGroup.G128,
-        "dtype_out": DType.FP8_E4M3FN,
+    **{
+        load: {
+            "fadd": fadd,
+            "fquant": FusedQuant.DYNAMIC,
+            "group_size": ScaleGroup.G128,
+            "dtype_out": DType.FP8_E4M3FN,
+        }
+        for load, fadd in ((Load.SCALED, FusedAdd.NONE), (Load.ADD_SCALED, FusedAdd.PRE_ADD_STORE))
     },
     Load.GATE: {"gating": Gating.AFTER_NORM},
     Load.DROP: {"fadd": FusedAdd.PRE_ADD_STORE, "dropout": True},

@@ -486,6 +486,7 @@ def test_what_is_scaled_by_less_than_a_row_takes_quants_tiles_where_none_were_me
         (of_rows, (rows, rows, rows)),
         (replace(of_rows, group_size=ScaleGroup.G128), (rows, own, of_rms)),
         (replace(of_rows, fquant=FusedQuant.STATIC, norm=Norm.LAYER), (rows, own, own)),
+        (replace(of_rows, group_size=ScaleGroup.G128, fadd=FusedAdd.PRE_ADD_STORE), (rows, rows, rows)),
     ):
         found = [dict(tiles_of(mode, bucket, {"sm_90": TileTable(each)}))["sm_90"] for each in (table, measured, both)]
         assert [tiles.large for tiles in found] == [tiles.large for tiles in expected]
