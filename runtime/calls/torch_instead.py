@@ -53,6 +53,25 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options, drop
     return y if residual is None else (y, total.to(residual.dtype))
 
 
+def rms_norm_written_out(x: torch.Tensor, weight: torch.Tensor, options: Options) -> torch.Tensor:
+    """RMSNorm of the last dimension, operator by operator as models write it; y has out_dtype, or x's.
+
+    Of these Inductor makes other kernels than of torch's one operator, and of its gradient.
+    """
+    _, eps, weight_offset, out_dtype, cast = options
+    assert eps is not None
+    to = _rounded_to(cast, out_dtype or x.dtype, x.dtype)
+    wide = widened(x)
+    h = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if to is not None:
+        y = weight * h.to(to)
+    elif weight_offset:
+        y = h * (weight_offset + widened(weight))
+    else:
+        y = weight * h
+    return y.to(out_dtype or x.dtype)
+
+
 def widened(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor in the type of arithmetic: fp32, or fp64 of fp64."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

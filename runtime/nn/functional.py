@@ -449,6 +449,23 @@ def _seen(operands: Operands, shape: tuple[int, ...], options: Options, left: bo
     return normalise_traced(operands, shape, (norm, eps, weight_offset, out_dtype, cast))
 
 
+def written_out_for_inductor(operands: Operands, shape: Sequence[int], options: Options) -> torch.Tensor | None:
+    """RMSNorm as models write it, where TorchDynamo follows one and it is left to Inductor; None elsewhere.
+
+    So a model that wrote it out has the graph that it has unpatched, and is no slower. Options are as those of
+    `normalise_cast_before_weight` where the cast is that, and else as those of `normalise`.
+    """
+    x, weight, *_ = operands
+    norm, eps, weight_offset, out_dtype, cast = options
+    if weight is None or not is_plain(operands, shape, options) or backend(x) != "kernel" or transforming():
+        return None
+    if not is_left_to_inductor(norm, x, tuple(shape), scaled=True):
+        return None
+    if out_dtype is None:
+        out_dtype = result_dtype(norm, x) if cast == "after_weight" else torch.promote_types(x.dtype, weight.dtype)
+    return torch_instead.rms_norm_written_out(x, weight, (norm, eps, weight_offset, out_dtype, cast))
+
+
 def _by_parts(operands: Operands, normalized_shape: Sequence[int], options: Options) -> Any:
     """`normalise` of DTensors: each rank normalises its rows, as the call of plain tensors that it then is."""
     x, _, _, residual, _ = operands

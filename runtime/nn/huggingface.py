@@ -8,7 +8,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..dtypes import HALVES
-from .functional import normalise, normalise_cast_before_weight
+from .functional import normalise, normalise_cast_before_weight, written_out_for_inductor
 from .modules import RMSNorm, own
 
 
@@ -74,7 +74,10 @@ class HuggingFaceRMSNorm(RMSNorm):
         cast = "before_weight" if self.cast_before_weight else self.cast
         norm = normalise_cast_before_weight if self.cast_before_weight else normalise
         options = ("rms", eps, self.weight_offset, None, cast)
-        y: torch.Tensor = norm((rows, weight, None, None, None), shape, options)
+        operands = (rows, weight, None, None, None)
+        y = written_out_for_inductor(operands, shape, options) if is_dynamo_compiling() else None
+        if y is None:
+            y = norm(operands, shape, options)
         return y
 
     def _vector(self) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -118,5 +121,8 @@ class T5RMSNorm(HuggingFaceRMSNorm):
         eps = self.__dict__[self.epsilon_name]
         cast = "before_weight" if self.cast_before_weight and weight.dtype in HALVES else self.cast
         options = ("rms", eps, self.weight_offset, weight.dtype, cast)
-        y: torch.Tensor = normalise((rows, weight, None, None, None), shape, options)
+        operands = (rows, weight, None, None, None)
+        y = written_out_for_inductor(operands, shape, options) if is_dynamo_compiling() else None
+        if y is None:
+            y = normalise(operands, shape, options)
         return y

@@ -34,3 +34,41 @@ def gradients(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[
     """The gradients of a loss that no norm leaves constant, by x and the parameters."""
     weight = torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype)
     return list(torch.autograd.grad((y * weight).float().sum(), [x, *model.parameters()]))
+
+
+class LlamaRMSNorm(torch.nn.Module):
+    """A norm that is written out; rounded to the input's type, then multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(WIDTH))
+        self.variance_epsilon = 1e-6
+
+    def factor(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return h
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * self.factor(x.float()).to(x.dtype)
+
+
+class Olmo2RMSNorm(LlamaRMSNorm):
+    """Multiplied, then rounded."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * self.factor(x.float())).to(x.dtype)
+
+
+class GemmaRMSNorm(LlamaRMSNorm):
+    """Multiplied by 1 + weight, then rounded."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.factor(x.float()) * (1.0 + self.weight.float())).to(x.dtype)
+
+
+class T5LayerNorm(LlamaRMSNorm):
+    """Rounded to the weight's type, then multiplied."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.factor(x.float())
+        return self.weight * (h.to(self.weight.dtype) if self.weight.dtype in (torch.float16, torch.bfloat16) else h)

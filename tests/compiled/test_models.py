@@ -14,7 +14,7 @@ from normforge.compiled import rules
 
 from ..thorough import THOROUGH
 from .graphs import ADD, Compiled
-from .models import WIDTH, Block, Stack, gradients
+from .models import WIDTH, Block, GemmaRMSNorm, LlamaRMSNorm, Olmo2RMSNorm, Stack, T5LayerNorm, gradients
 
 
 @pytest.fixture(autouse=True)
@@ -201,6 +201,30 @@ def test_what_the_rules_leave_is_torchs_operator(scaled: bool, norms: int, monke
             y, expected = function(x), model(x)
             agree([y, *gradients(model, x, y)], [expected, *gradients(model, x, expected)])
         assert function.count("norm2d_fwd") == ours
+
+
+@pytest.mark.parametrize("cls", [LlamaRMSNorm, Olmo2RMSNorm, GemmaRMSNorm, T5LayerNorm])
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, pytest.param(torch.float32, marks=THOROUGH)], ids=str)
+def test_what_a_model_wrote_out_is_left_as_it_wrote_it(
+    cls: type[LlamaRMSNorm], weight_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operator for operator, forward and backward: what is compiled is what the model has unpatched."""
+    left = rules.Left("rms", torch.bfloat16, 1, 64, scaled=True, recorded=True)
+    monkeypatch.setattr(rules, "LEFT_TO_INDUCTOR", (left,))
+    model, x = cls().to(weight_dtype), rows(dtype=torch.bfloat16)
+    found = []
+    for patched in (False, True):
+        if patched:
+            assert normforge.patch(model, compile_passes=False).swapped
+        torch._dynamo.reset()
+        with normforge.compile_passes():
+            function = Compiled(model)
+            y = function(x)
+            results = [y, *gradients(model, x, y)]
+        found.append(([[str(node.target) for node in graph.nodes] for graph in function.graphs], results))
+    (expected_graphs, expected), (graphs, actual) = found
+    assert graphs == expected_graphs
+    assert all(map(torch.equal, actual, expected))
 
 
 @THOROUGH
