@@ -54,22 +54,13 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options, drop
 
 
 def rms_norm_written_out(x: torch.Tensor, weight: torch.Tensor, options: Options) -> torch.Tensor:
-    """RMSNorm of the last dimension, operator by operator as models write it; y has out_dtype, or x's.
-
-    Of these Inductor makes other kernels than of torch's one operator, and of its gradient.
-    """
+    """RMSNorm of the last dimension by the operators that models write, of which Inductor makes kernels of its own."""
     _, eps, weight_offset, out_dtype, cast = options
     assert eps is not None
-    to = _rounded_to(cast, out_dtype or x.dtype, x.dtype)
-    wide = widened(x)
+    to, wide = _rounded_to(cast, out_dtype or x.dtype, x.dtype), widened(x)
     h = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    if to is not None:
-        y = weight * h.to(to)
-    elif weight_offset:
-        y = h * (weight_offset + widened(weight))
-    else:
-        y = weight * h
-    return y.to(out_dtype or x.dtype)
+    weight = weight_offset + widened(weight) if weight_offset else weight
+    return (weight * (h if to is None else h.to(to))).to(out_dtype or x.dtype)
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Which norms of a compiled graph are left to Inductor, which makes torch's operators of them part of its own kernels.
 
-Left is what the model had: torch's operator, or RMSNorm written out where a model wrote it out. Of the operator and its
-gradient Inductor made other kernels for Qwen3, which took 1.011 of the time (an H200, 312f89b).
+Left is what the model had, torch's operator or RMSNorm written out: by the operator Qwen3 took 1.011 (H200, 312f89b).
 
 A row is put here where a measurement says that Inductor's norm, fused with what stands beside it, is as fast as ours
 with the passes: `python -m benchmarks models`, compiled steps of `torch` beside those of `patch-passes`.

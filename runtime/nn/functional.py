@@ -450,10 +450,9 @@ def _seen(operands: Operands, shape: tuple[int, ...], options: Options, left: bo
 
 
 def written_out_for_inductor(operands: Operands, shape: Sequence[int], options: Options) -> torch.Tensor | None:
-    """RMSNorm as models write it, where TorchDynamo follows one and it is left to Inductor; None elsewhere.
+    """RMSNorm as a model wrote it out, where TorchDynamo follows one that is left to Inductor; None elsewhere.
 
-    So a model that wrote it out has the graph that it has unpatched, and is no slower. Options are as those of
-    `normalise_cast_before_weight` where the cast is that, and else as those of `normalise`.
+    Its graph is then that of the model unpatched. Without an out_dtype y has what the model's own operators give.
     """
     x, weight, *_ = operands
     norm, eps, weight_offset, out_dtype, cast = options

@@ -7,6 +7,7 @@ from enum import Enum
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..codegen.values import Cast
 from ..dtypes import HALVES
 from .functional import normalise, normalise_cast_before_weight, written_out_for_inductor
 from .modules import RMSNorm, own
@@ -70,15 +71,16 @@ class HuggingFaceRMSNorm(RMSNorm):
         """
         rows = x if x is not None and not named else self._only(x, named)
         weight, shape = self._vector()
-        eps = self.__dict__[self.epsilon_name]
-        cast = "before_weight" if self.cast_before_weight else self.cast
-        norm = normalise_cast_before_weight if self.cast_before_weight else normalise
-        options = ("rms", eps, self.weight_offset, None, cast)
+        options = ("rms", self.__dict__[self.epsilon_name], self.weight_offset, *self._rounded(weight))
         operands = (rows, weight, None, None, None)
         y = written_out_for_inductor(operands, shape, options) if is_dynamo_compiling() else None
         if y is None:
-            y = norm(operands, shape, options)
+            y = (normalise_cast_before_weight if self.cast_before_weight else normalise)(operands, shape, options)
         return y
+
+    def _rounded(self, weight: torch.Tensor) -> tuple[torch.dtype | None, str | Cast]:
+        """The dtype of y, None where the function knows it, and the cast."""
+        return None, "before_weight" if self.cast_before_weight else self.cast
 
     def _vector(self) -> tuple[torch.Tensor, tuple[int, ...]]:
         """The weight, and what is normalised together."""
@@ -110,19 +112,5 @@ class T5RMSNorm(HuggingFaceRMSNorm):
     With cast_before_weight (as there), rounded before the multiplication with the weight, else once, after it.
     """
 
-    def forward(self, x: torch.Tensor | None = None, **named: torch.Tensor) -> torch.Tensor:
-        """Normalise x: (..., *normalized_shape), fp16, bf16 or fp32; returns its shape in the weight's dtype.
-
-        Raises:
-            TypeError: there is not one input, or it has another name than input_name.
-        """
-        rows = x if x is not None and not named else self._only(x, named)
-        weight, shape = self._vector()
-        eps = self.__dict__[self.epsilon_name]
-        cast = "before_weight" if self.cast_before_weight and weight.dtype in HALVES else self.cast
-        options = ("rms", eps, self.weight_offset, weight.dtype, cast)
-        operands = (rows, weight, None, None, None)
-        y = written_out_for_inductor(operands, shape, options) if is_dynamo_compiling() else None
-        if y is None:
-            y = normalise(operands, shape, options)
-        return y
+    def _rounded(self, weight: torch.Tensor) -> tuple[torch.dtype | None, str | Cast]:
+        return weight.dtype, "before_weight" if self.cast_before_weight and weight.dtype in HALVES else self.cast
