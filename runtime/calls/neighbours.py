@@ -176,7 +176,8 @@ def _operated(
     given = named(neighbour, operands, options)
     given["out_dtype"] = _out_dtype(options[0], given)
     y, *others = operated(neighbour.functions[options[0]], given)
-    return y, None if given.get("residual") is None else others.pop(0), others
+    sums = given.get("residual") is not None
+    return y, others[0] if sums else None, others[sums:]
 
 
 def _out_dtype(norm: str, given: Mapping[str, Any]) -> torch.dtype | None:

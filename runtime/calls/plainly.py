@@ -17,17 +17,17 @@ from .straight import Operands, Options
 def is_plain(operands: Operands, normalized_shape: Any, options: Options) -> bool:
     """Whether `check_normalised` would surely pass a call, of one dimension of plain tensors, no float64 among them.
 
-    A call that is not plain may be right all the same.
+    A call that is not plain may be right all the same. Of numbers TorchDynamo of torch 2.11 knows the type, no __class__.
     """
     x, weight, bias, residual, x_bias = operands
     norm, eps, weight_offset, _, cast = options
     if normalized_shape.__class__ not in (tuple, list, torch.Size) or len(normalized_shape) != 1:
         return False
     (n,) = normalized_shape
-    if n.__class__ is not int:
+    if type(n) is not int:
         return False
-    is_told = norm == "rms" if eps is None else eps.__class__ is float and 0.0 <= eps <= 1.0
-    if weight_offset.__class__ is not float or cast not in ("after_weight", "before_weight") or not is_told:
+    is_told = norm == "rms" if eps is None else type(eps) is float and 0.0 <= eps <= 1.0
+    if type(weight_offset) is not float or cast not in ("after_weight", "before_weight") or not is_told:
         return False
     if weight_offset != 0.0 and (norm != "rms" or weight is None or not -1.0 <= weight_offset <= 1.0):
         return False

@@ -456,9 +456,8 @@ def written_out_for_inductor(operands: Operands, shape: Sequence[int], options: 
     """
     x, weight, *_ = operands
     norm, eps, weight_offset, out_dtype, cast = options
-    if weight is None or not is_plain(operands, shape, options) or backend(x) != "kernel" or transforming():
-        return None
-    if not is_left_to_inductor(norm, x, tuple(shape), scaled=True):
+    is_served = is_plain(operands, shape, options) and backend(x) == "kernel"
+    if weight is None or not (is_served and is_left_to_inductor(norm, x, tuple(shape), scaled=True)):
         return None
     if out_dtype is None:
         out_dtype = result_dtype(norm, x) if cast == "after_weight" else torch.promote_types(x.dtype, weight.dtype)

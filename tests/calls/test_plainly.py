@@ -48,6 +48,24 @@ def test_what_models_call_is_plain(norm: str, eps: float | None, offset: float, 
         assert checked(given, shape, options) == (N,)
 
 
+def test_it_is_as_plain_to_whoever_follows_the_call() -> None:
+    """TorchDynamo knows less of some values in some releases of torch, and what it does not know is not plain."""
+
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(N))
+            self.eps = 1e-6
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, bool]:
+            weight, options = self.weight, ("rms", self.eps, 0.0, None, "before_weight")
+            return x + 1, is_plain((x, weight, None, x, None), weight.shape, options)
+
+    torch._dynamo.reset()
+    _, plain = torch.compile(Module(), backend="eager", fullgraph=True)(torch.zeros(M, N))
+    assert plain
+
+
 def with_(at: int, value: Any) -> Callable[[list[Any]], None]:
     def change(given: list[Any]) -> None:
         given[at] = value
