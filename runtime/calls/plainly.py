@@ -17,7 +17,7 @@ from .straight import Operands, Options
 def is_plain(operands: Operands, normalized_shape: Any, options: Options) -> bool:
     """Whether `check_normalised` would surely pass a call, of one dimension of plain tensors, no float64 among them.
 
-    A call that is not plain may be right all the same. Of numbers TorchDynamo of torch 2.11 knows the type, no __class__.
+    A call that is not plain may be right all the same. Of numbers TorchDynamo of 2.11 knows the type, and no __class__.
     """
     x, weight, bias, residual, x_bias = operands
     norm, eps, weight_offset, _, cast = options
