@@ -536,7 +536,7 @@ def test_modes_are_compiled_ahead(mode: str) -> None:
     keys = normforge.compile_keys([4096], [mode], arch="sm_90")
     (bucket,) = [bucket for bucket in standard_ladder() if 4096 in bucket]
     tiles = dict(tile_tables.tiles_of(Mode.from_name(mode), bucket))["sm_90"]
-    assert {key.key.symbol for key in keys} == {f"{mode}_{tile.pipeline.value}" for tile in (tiles.large, tiles.small)}
+    assert {key.key.symbol for key in keys} == {f"{mode}_{tile.pipeline.value}" for tile in tiles.by_rows}
 
 
 def test_under_batch_invariance_a_rows_bits_depend_on_no_batch() -> None:

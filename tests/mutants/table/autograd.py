@@ -192,10 +192,9 @@ MUTANTS = (
         "epsilon-is-read-once",
         "an epsilon that is changed after patch is ignored",
         "runtime/nn/huggingface.py",
-        "eps = self.__dict__[self.epsilon_name]",
-        "eps = 1e-6",
+        '("rms", self.__dict__[self.epsilon_name], ',
+        '("rms", 1e-6, ',
         (f"{_PATCHING}::test_epsilon_may_be_changed_afterwards",),
-        which=0,
     ),
     Mutant(
         "what-is-saved-grows",

@@ -8,6 +8,7 @@ _OPERATORS = "tests/operators/test_operators.py"
 _TRANSFORMS = "tests/nn/test_transforms.py"
 _AUTOGRAD = "runtime/calls/recorded.py"
 _OPTIONS = "tests/nn/test_options.py"
+_LEFT = "tests/compiled/test_models.py::test_what_a_model_wrote_out_is_left_as_it_wrote_it"
 
 MUTANTS = (
     Mutant(
@@ -134,5 +135,21 @@ MUTANTS = (
         "intercepted(*operands)",
         (f"{_TRANSFORMS}::test_a_mode_around_a_part_of_a_checkpoint",),
         which=1,
+    ),
+    Mutant(
+        "a-norm-left-to-inductor-is-torchs-operator",
+        "a norm that a model wrote out becomes another in the graph",
+        "runtime/nn/functional.py",
+        "return torch_instead.rms_norm_written_out(x, weight, (norm, eps, weight_offset, out_dtype, cast))",
+        "return None",
+        (_LEFT,),
+    ),
+    Mutant(
+        "a-norm-left-to-inductor-loses-its-offset",
+        "compiled Gemma multiplies by its weight alone",
+        "runtime/calls/torch_instead.py",
+        "weight = weight_offset + widened(weight) if weight_offset else weight",
+        "weight = widened(weight) if weight_offset else weight",
+        (_LEFT,),
     ),
 )
