@@ -32,7 +32,7 @@ class Stack(torch.nn.Sequential):
 
 def gradients(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
     """The gradients of a loss that no norm leaves constant, by x and the parameters."""
-    weight = torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype)
+    weight = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(y.dtype)
     return list(torch.autograd.grad((y * weight).float().sum(), [x, *model.parameters()]))
 
 
