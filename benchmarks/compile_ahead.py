@@ -19,7 +19,7 @@ from .inputs import make_inputs
 from .progress import progress_to
 from .provider import Provider
 from .providers import every_provider
-from .runner import first_line, prepare, release
+from .runner import first_line, keep_what_is_loaded, prepare, release
 
 # A worker that dies takes the pool with it, and with the pool what other workers had begun.
 _POOLS = 4
@@ -88,4 +88,6 @@ def compile_one(cell: Cell, name: str, device: str) -> str:
     except Exception:
         # The GPU answers this process nothing more, whatever it is given to do; a new pool goes on without it.
         os._exit(1)
+    if place.type == "cuda":
+        keep_what_is_loaded()
     return failure
