@@ -65,9 +65,14 @@ def _results(tasks: Sequence[Task], device: torch.device, jobs: int) -> Iterator
 
 
 def _set_up() -> None:
+    torch.set_num_threads(1)
+    compile_beside_others()
+
+
+def compile_beside_others() -> None:
+    """Have Inductor compile in this process alone, and keep no choice of kernels that others beside it disturbed."""
     import torch._inductor.config
 
-    torch.set_num_threads(1)
     # The processes are the parallelism. Neither setting is part of the cache's keys.
     torch._inductor.config.compile_threads = 1
     torch._inductor.config.autotune_local_cache = False

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compile_ahead import compile_beside_others
 from ..oracle import WrongOutputError
 from ..provider import load as load_package
 from ..results import OK
@@ -340,15 +341,12 @@ def prepare_compiler(*, ahead: bool = False) -> None:
             does not keep it, and the process that times chooses.
     """
     import torch._dynamo.config as config
-    import torch._inductor.config as inductor
 
     for name in ("recompile_limit", "accumulated_recompile_limit"):
         setattr(config, name, max(_VERSIONS, getattr(config, name)))
     config.fail_on_recompile_limit_hit = True
     if ahead:
-        inductor.autotune_local_cache = False
-        # The processes are the parallelism.
-        inductor.compile_threads = 1
+        compile_beside_others()
 
 
 if __name__ == "__main__":

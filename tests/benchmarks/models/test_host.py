@@ -22,6 +22,15 @@ from .toy import add_variant, job_of
 def test_each_variants_norms_are_timed_where_they_stand(
     toy: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    linear = nn.Linear.forward
+
+    def waiting(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        # Norms are timed in other steps than those that are, which are to be longer also beside other work.
+        time.sleep(0.02)
+        return linear(self, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", waiting)
+
     def slow(model: nn.Module) -> None:
         forward = nn.LayerNorm.forward
 
@@ -50,8 +59,7 @@ def test_each_variants_norms_are_timed_where_they_stand(
     ]
     assert {taken.norms for taken in found.values()} == {1}
     assert found["torch"].norm.median < 15_000 < 20_000 <= found["slow"].norm.p20
-    # Of other steps than those whose norms were timed, on a machine that does other things too.
-    assert all(taken.norm.p20 < taken.step.p80 for taken in found.values())
+    assert all(taken.norm.median < taken.step.median for taken in found.values())
     assert all("forward" not in vars(module) for name in found for module in made[0].varied(name).model.modules())
 
 
