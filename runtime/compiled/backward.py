@@ -1,4 +1,4 @@
-"""The gradient of a residual is added by the kernel that computes dx, and a gradient in 16 bits is read as it is."""
+"""What stands beside a gradient's kernel joins it: a residual's gradient, dx's sum over rows, and a dy widened first."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch.fx import Graph, Node
 from ..dtypes import FLOATS
 from ..upstream.torch_inductor import all_equal
 from .nodes import (
+    CONVERT,
     Order,
     erase,
     has_one_user,
@@ -17,11 +18,13 @@ from .nodes import (
     reshape,
     sizes_of,
     sum_of_two,
+    summed_over_rows,
     value,
     widened_from,
     without_reshapes,
+    zeros,
 )
-from .operators import Operator, change, checked, read
+from .operators import Operator, change, checked, insert, read
 
 
 def join_widening(graph: Graph, node: Node) -> bool:
@@ -64,10 +67,44 @@ def join_gradient(graph: Graph, node: Node) -> bool:
     return False
 
 
+def join_column_sum(graph: Graph, node: Node) -> bool:
+    """Have a backward operator add up dx over rows: the gradient of the bias of a linear layer before the norm.
+
+    It is what the operator returns for a bias of x. One of zeros changes nothing else, and dx is not read again.
+    """
+    rows = summed_over_rows(node)
+    if rows is None:
+        return False
+    dx, between = without_reshapes(rows, CONVERT)
+    norm = _of_dx(dx)
+    if norm is None or not isinstance(norm.call.n, int) or not all_equal(value(rows).shape[-1:], [norm.call.n]):
+        return False
+    if Order(graph).is_written(dx) or not {value(each).dtype for each in (node, *between)} <= set(FLOATS):
+        return False
+    bias = zeros(graph, norm.call.n, value(node))
+    given = {**norm.given, "x_bias": bias, "wants": [*norm.given["wants"], "dx_bias"]}
+    call = checked(norm, given)
+    if call is None:
+        erase(graph, bias)
+        return False
+    made = insert(graph, norm, given, call, norm.node)
+    for name, result in norm.results.items():
+        result.replace_all_uses_with(made[name])
+    node.replace_all_uses_with(reshape(graph, node, made["dx_bias"], list(value(node).shape), value(node)))
+    erase(graph, node, *norm.results.values())
+    return True
+
+
 def _that_computes(node: Node) -> Operator | None:
     """The backward operator whose dx, or a reshape of it, a node is, if that is read once."""
     dx, chain = without_reshapes(node)
-    if not has_one_user([dx, *chain]) or dx.target is not operator.getitem:
+    return _of_dx(dx) if has_one_user([dx, *chain]) else None
+
+
+def _of_dx(node: Node) -> Operator | None:
+    """The backward operator whose dx, or a reshape of it, a node is."""
+    dx, _ = without_reshapes(node)
+    if dx.target is not operator.getitem:
         return None
     norm = read(dx.args[0])
     if norm is None or not norm.is_backward or norm.results.get("dx") is not dx:

@@ -25,6 +25,7 @@ _RULES: tuple[Callable[..., bool], ...] = (
     forward.join_sum,
     backward.join_widening,
     backward.join_gradient,
+    backward.join_column_sum,
 )
 
 if TYPE_CHECKING:

@@ -15,6 +15,8 @@ from ..upstream.torch_inductor import all_equal, without_guards
 _ATEN = torch.ops.aten
 RESHAPES = (_ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default)
 ADD = _ATEN.add.Tensor
+_SUM = _ATEN.sum.dim_IntList
+_FULL = _ATEN.full.default
 CONVERT = torch.ops.prims.convert_element_type.default
 
 # Operators of these Inductor makes code of, and fuses; all others are kernels of their own.
@@ -59,10 +61,10 @@ def is_tensor(node: object) -> bool:
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def without_reshapes(node: Node) -> tuple[Node, list[Node]]:
-    """What reshapes were made of, and they, the last one first."""
+def without_reshapes(node: Node, *others: Any) -> tuple[Node, list[Node]]:
+    """What reshapes, and other operators that are named, were made of, and they, the last one first."""
     passed = []
-    while node.target in RESHAPES and isinstance(node.args[0], Node):
+    while node.target in (*RESHAPES, *others) and isinstance(node.args[0], Node):
         passed.append(node)
         node = node.args[0]
     return node, passed
@@ -255,3 +257,27 @@ def sum_of_two(node: Node) -> tuple[Node, Node] | None:
         for each in (first, second)
     )
     return (first, second) if same and origin(first) is not origin(second) else None
+
+
+def summed_over_rows(node: Node) -> Node | None:
+    """The tensor that a node adds up over all dimensions but the last; None if it does something else."""
+    if node.target is not _SUM or not is_tensor(node) or not is_tensor(node.args[0]):
+        return None
+    summed, dims = node.args[0], node.args[1]
+    assert isinstance(summed, Node)
+    rank = value(summed).dim()
+    every = isinstance(dims, (list, tuple)) and sorted(each % rank for each in dims) == list(range(rank - 1))
+    return summed if every and rank > 1 else None
+
+
+def zeros(graph: Graph, n: int, like: torch.Tensor) -> Node:
+    """A row of zeros of another tensor's type: one for all that ask, before anything else that is computed."""
+    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    asked = {"dtype": like.dtype, "layout": torch.strided, "device": like.device, "pin_memory": False}
+    if first.target is _FULL and (first.args, first.kwargs) == (([n], 0), asked):
+        return first
+    with graph.inserting_before(first):
+        made = graph.call_function(_FULL, ([n], 0), asked)
+    with without_guards(like):
+        made.meta["val"] = like.new_zeros(n)
+    return made

@@ -82,7 +82,7 @@ def change(old: Operator, given: Mapping[str, Any], call: Call) -> None:
     """Give an operator other arguments, of which it returns the same results, in other types perhaps."""
     old.node.args, old.node.kwargs = _arguments(old.function, given), {}
     made = _results(call)
-    old.node.meta["val"] = list(made.values())
+    _describe(old.node, made)
     for name, result in old.results.items():
         result.meta["val"] = made[name]
 
@@ -93,11 +93,18 @@ def insert(graph: Graph, old: Operator, given: Mapping[str, Any], call: Call, be
     results = {}
     with graph.inserting_before(before):
         node = graph.call_function(traced.operator(old.function), _arguments(old.function, given))
-        node.meta = {**old.node.meta, "val": list(made.values())}
+        node.meta = dict(old.node.meta)
+        _describe(node, made)
         for index, (name, fake) in enumerate(made.items()):
             results[name] = graph.call_function(operator.getitem, (node, index))
             results[name].meta = {**old.node.meta, "val": fake}
     return results
+
+
+def _describe(node: Node, made: Mapping[str, torch.Tensor]) -> None:
+    """Tell Inductor what an operator returns, and what it is given, whose strides are kept as they are told here."""
+    given = torch.fx.map_arg(node.args, lambda each: each.meta["val"])
+    node.meta |= {"val": list(made.values()), "eager_input_vals": (given, {})}
 
 
 def _arguments(function: str, given: Mapping[str, Any]) -> tuple[Any, ...]:
