@@ -55,15 +55,11 @@ def run(
     """
     empty, n = plan.empty, plan.n
     _, sum_dtype, scale_dtype, mean_dtype, rstd_dtype = plan.dtypes
-    size: tuple[int, ...]
-    strides: tuple[int, ...]
-    leading: tuple[int, ...]
-    leading_strides: tuple[int, ...]
-    if len(shape) == 2:
-        size, strides, leading, leading_strides = (m, n), (n, 1), (m,), (1,)
-    else:
-        size, leading = tuple(shape), tuple(shape[:-1])
-        strides, leading_strides = contiguous_strides(size), contiguous_strides(leading)
+    sizes: tuple[tuple[int, ...], ...] = (m, n), (n, 1), (m,), (1,)
+    if len(shape) != 2:
+        whole, first = tuple(shape), tuple(shape[:-1])
+        sizes = whole, contiguous_strides(whole), first, contiguous_strides(first)
+    size, strides, leading, leading_strides = sizes
     if out is None:
         y = empty(size, strides, plan.y_dtype)
     else:
@@ -103,32 +99,6 @@ def run(
     return outputs
 
 
-def run_alone(
-    plan: Plan,
-    addresses: tuple[int, ...],
-    tensors: Tensors,
-    shape: torch.Size,
-    m: int,
-    eps: float,
-    weight_offset: float,
-) -> torch.Tensor:
-    """The same of a call that returns y alone, 0.2 us sooner."""
-    if len(shape) == 2:
-        y = plan.empty((m, plan.n), (plan.n, 1), plan.y_dtype)
-    else:
-        size = tuple(shape)
-        y = plan.empty(size, contiguous_strides(size), plan.y_dtype)
-    if m:
-        launch, grid, _, _ = plan.forward(m)
-        if launch is None:
-            outputs = make_output(LayerNormOutput, (y, None, None, None, None))
-            written = (y.data_ptr(), 0, 0, 0, 0)
-            launch_otherwise(plan, m, addresses, tensors, written, outputs, (eps, weight_offset))
-        else:
-            launch(grid, (*addresses, y.data_ptr(), 0, 0, 0, 0, 0, m, eps, weight_offset))
-    return y
-
-
 def run_recorded(
     plan: Plan,
     addresses: tuple[int, ...],
@@ -160,36 +130,6 @@ def run_recorded(
     else:
         launch(grid, (*addresses, y.data_ptr(), total_at, 0, mean_at, rstd_at, 0, m, eps, weight_offset))
     return outputs
-
-
-def run_recorded_alone(
-    plan: Plan,
-    addresses: tuple[int, ...],
-    tensors: Tensors,
-    shape: torch.Size,
-    m: int,
-    eps: float,
-    weight_offset: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of a call that adds nothing to x, and returns y and the statistics: 0.3 us sooner."""
-    empty, n = plan.empty, plan.n
-    if len(shape) == 2:
-        y = empty((m, n), (n, 1), plan.y_dtype)
-    else:
-        size = tuple(shape)
-        y = empty(size, contiguous_strides(size), plan.y_dtype)
-    launch, grid, length, to_rstd = plan.forward(m)
-    statistics = empty((length,), (1,), torch.float32)
-    packed_at = statistics.data_ptr()
-    mean_at, rstd_at = packed_at if to_rstd else 0, packed_at + to_rstd
-    if m:
-        if launch is None:
-            outputs = make_output(LayerNormOutput, (y, None, None, None, statistics))
-            written = (y.data_ptr(), 0, 0, mean_at, rstd_at)
-            launch_otherwise(plan, m, addresses, tensors, written, outputs, (eps, weight_offset))
-        else:
-            launch(grid, (*addresses, y.data_ptr(), 0, 0, mean_at, rstd_at, 0, m, eps, weight_offset))
-    return y, statistics
 
 
 def run_backward(

@@ -75,7 +75,8 @@ class InPython:
     @staticmethod
     def run_alone(found: Found) -> torch.Tensor:
         """Launch a call that was found, and return y."""
-        return launch.run_alone(*found)
+        y: torch.Tensor = launch.run(*found).y
+        return y
 
     @staticmethod
     def run_added(found: Found) -> tuple[torch.Tensor, Any]:
@@ -86,7 +87,9 @@ class InPython:
     @staticmethod
     def run_recorded_alone(found: Found) -> tuple[torch.Tensor, torch.Tensor]:
         """Return y and the statistics."""
-        return launch.run_recorded_alone(*found)
+        y, _, _, _, statistics = launch.run_recorded(*found)
+        assert statistics is not None
+        return y, statistics
 
     @staticmethod
     def run_recorded_added(found: Found) -> tuple[torch.Tensor, Any, Any]:

@@ -25,7 +25,7 @@ from .canonical import settled
 from .check import Call, check, refuse_gradient
 from .first import address_of, resolved
 from .known import MISALIGNED, PLAIN, Found, Key, remember
-from .launch import run, run_alone, run_recorded
+from .launch import run, run_recorded
 from .outputs import LayerNormOutput, packed_of
 from .plan import Plan
 from .row_layout import walkable
@@ -137,8 +137,8 @@ def normalise_known(neighbour: Neighbour, operands: Operands, options: Options) 
         return None
     if options[-1]:
         return _apply((neighbour, options, found), *operands)
-    # Of a sum that is stored there is a dtype.
-    return run_alone(*found) if found[0].dtypes[1] is None else run(*found)[:2]
+    y, total, *_ = run(*found)
+    return y if total is None else (y, total)
 
 
 def normalise(neighbour: Neighbour, operands: Operands, options: Options) -> Any:

@@ -1,4 +1,4 @@
-"""What stands beside a gradient's kernel joins it: a residual's gradient, dx's sum over rows, and a dy widened first."""
+"""What stands beside a gradient's kernel joins it: a residual's gradient, the sum of dx over rows, dy in 16 bits."""
 
 from __future__ import annotations
 
@@ -102,12 +102,9 @@ def _that_computes(node: Node) -> Operator | None:
 
 
 def _of_dx(node: Node) -> Operator | None:
-    """The backward operator whose dx, or a reshape of it, a node is."""
-    dx, _ = without_reshapes(node)
-    if dx.target is not operator.getitem:
-        return None
-    norm = read(dx.args[0])
-    if norm is None or not norm.is_backward or norm.results.get("dx") is not dx:
+    """The backward operator whose dx a node is, if nothing is dropped and no sum of it returned."""
+    norm = read(node.args[0]) if node.target is operator.getitem else None
+    if norm is None or not norm.is_backward or norm.results.get("dx") is not node:
         return None
     # dx_bias would be the sum of what is added to dx, too, and ddropped would have it.
     return None if norm.call.mode.x_bias or norm.call.mode.dropout else norm

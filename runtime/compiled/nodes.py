@@ -15,8 +15,6 @@ from ..upstream.torch_inductor import all_equal, without_guards
 _ATEN = torch.ops.aten
 RESHAPES = (_ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default)
 ADD = _ATEN.add.Tensor
-_SUM = _ATEN.sum.dim_IntList
-_FULL = _ATEN.full.default
 CONVERT = torch.ops.prims.convert_element_type.default
 
 # Operators of these Inductor makes code of, and fuses; all others are kernels of their own.
@@ -261,23 +259,22 @@ def sum_of_two(node: Node) -> tuple[Node, Node] | None:
 
 def summed_over_rows(node: Node) -> Node | None:
     """The tensor that a node adds up over all dimensions but the last; None if it does something else."""
-    if node.target is not _SUM or not is_tensor(node) or not is_tensor(node.args[0]):
+    if node.target is not _ATEN.sum.dim_IntList or not is_tensor(node) or not is_tensor(node.args[0]):
         return None
-    summed, dims = node.args[0], node.args[1]
-    assert isinstance(summed, Node)
-    rank = value(summed).dim()
-    every = isinstance(dims, (list, tuple)) and sorted(each % rank for each in dims) == list(range(rank - 1))
-    return summed if every and rank > 1 else None
+    given: tuple[Any, ...] = node.args
+    rank = value(given[0]).dim()
+    over_rows = rank > 1 and sorted(dim % rank for dim in given[1] or ()) == [*range(rank - 1)]
+    return given[0] if over_rows else None
 
 
 def zeros(graph: Graph, n: int, like: torch.Tensor) -> Node:
     """A row of zeros of another tensor's type: one for all that ask, before anything else that is computed."""
-    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
-    asked = {"dtype": like.dtype, "layout": torch.strided, "device": like.device, "pin_memory": False}
-    if first.target is _FULL and (first.args, first.kwargs) == (([n], 0), asked):
-        return first
-    with graph.inserting_before(first):
-        made = graph.call_function(_FULL, ([n], 0), asked)
+    asked: dict[str, Any] = {"dtype": like.dtype, "layout": torch.strided, "device": like.device}
+    known: list[Node] = [node for node in graph.nodes if node.meta.get("normforge_zeros") == (n, asked)]
+    if known:
+        return known[0]
+    with graph.inserting_before(next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))):
+        made = graph.call_function(_ATEN.full.default, ([n], 0), asked)
     with without_guards(like):
-        made.meta["val"] = like.new_zeros(n)
+        made.meta |= {"val": like.new_zeros(n), "normforge_zeros": (n, asked)}
     return made

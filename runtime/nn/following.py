@@ -63,19 +63,8 @@ class FollowingHuggingFaceRMSNorm(HuggingFaceRMSNorm, Following):
         return _options(self, total, on)
 
 
-class FollowingT5RMSNorm(T5RMSNorm, Following):
+class FollowingT5RMSNorm(FollowingHuggingFaceRMSNorm, T5RMSNorm):
     """`T5RMSNorm` behind a fused add."""
-
-    def forward(self, x: torch.Tensor | None = None, **named: torch.Tensor) -> torch.Tensor:
-        """Normalise x: (..., N), fp16, bf16 or fp32; returns its shape in the weight's dtype.
-
-        Raises:
-            TypeError: there is not one input, or it has another name than input_name.
-        """
-        y = None
-        if not is_dynamo_compiling() and waiting_sums and len(named) < 2:
-            y = taken(self, x if x is not None else named.get(self.input_name))
-        return T5RMSNorm.forward(self, x, **named) if y is None else y
 
     def options_for(self, total: torch.dtype, on: torch.Tensor) -> Options:
         """What it would compute of a sum of a dtype, where a tensor lies."""

@@ -382,3 +382,111 @@ def test_a_gradient_in_16_bits_is_read_as_it_is(cast: str) -> None:
         function = Traced(call, GIVEN, *operands)
         agree(function(GIVEN, *operands), call(GIVEN, *operands), 0)
         assert function.applied["join_widening"] == joined
+
+
+def over_rows(p: Parameters, dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    gradient = dx(p, dy, x)
+    return gradient, gradient.sum(0)
+
+
+def over_rows_of_two(p: Parameters, dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    first, second = dx(p, dy, x), dx(p, x, dy)
+    return first, second, first.sum(0, keepdim=True), second.sum(0)
+
+
+def beside_dweight_and_over_rows(p: Parameters, dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    gradients = backward(p, dy, x, wants=("dx", "dweight"))
+    assert gradients.dx is not None
+    return gradients.dx.sum(0), gradients.dweight, gradients.dx
+
+
+def with_a_gradient_over_rows(
+    p: Parameters, dy: torch.Tensor, x: torch.Tensor, g: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    gradient = dx(p, dy, x) + g
+    return gradient, gradient.sum(0)
+
+
+def rounded_over_rows(p: Parameters, dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    narrow = dx(p, dy, x).to(HALF)
+    return narrow, narrow.sum(0)
+
+
+def over_leading_dimensions(p: Parameters, dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    gradient = dx(p, dy, x)
+    return gradient, gradient.view(2, -1, N).sum((0, 1))
+
+
+# The call, its operands, and how many sums join.
+OVER_ROWS: dict[str, tuple[Function, list[torch.Tensor], int]] = {
+    "a sum": (over_rows, [rows(), rows()], 1),
+    "a sum in 16 bits": (over_rows, [rows(dtype=HALF), rows(dtype=HALF)], 1),
+    "of two norms": (over_rows_of_two, [rows(), rows()], 2),
+    "beside dweight": (beside_dweight_and_over_rows, [rows(), rows()], 1),
+    "with the residual's gradient": (with_a_gradient_over_rows, [rows(), rows(), rows()], 1),
+    "of dx that is rounded first": (rounded_over_rows, [rows(), rows()], 1),
+    "of several dimensions": (over_leading_dimensions, [rows(4, N), rows(4, N)], 1),
+}
+
+
+@pytest.mark.parametrize("case", OVER_ROWS.values(), ids=OVER_ROWS)
+def test_dx_is_added_up_where_it_is_computed(case: tuple[Function, list[torch.Tensor], int]) -> None:
+    call, operands, joined = case
+    given = GIVEN if operands[0].shape[0] == M else GIVEN._replace(mean=torch.zeros(4), rstd=torch.ones(4))
+    function = Traced(call, given, *operands)
+    found, expected = function(given, *operands), call(given, *operands)
+    agree(found, expected, 1e-5 if all(each.dtype is torch.float32 for each in expected) else 1e-2)
+    assert function.applied["join_column_sum"] == joined
+    assert not function.count("aten.sum")
+    # One row of zeros for all.
+    assert function.count("aten.full") == 1
+
+
+def doubled_before(p: Parameters, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    gradient = dx(p, dy, x)
+    gradient.mul_(2)
+    return gradient.sum(0)
+
+
+def with_a_bias(p: Parameters, dy: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    gradients = backward(p, dy, x, x_bias=p.bias, wants=("dx", "dx_bias"))
+    assert gradients.dx is not None
+    return gradients.dx.sum(0), gradients.dx_bias
+
+
+def with_dropout(
+    p: Parameters, dy: torch.Tensor, x: torch.Tensor, rng: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    gradients = backward(p, dy, x, dropout_p=0.5, dropout_rng=rng, wants=("dx", "ddropped"))
+    assert gradients.dx is not None
+    return gradients.dx.sum(0), gradients.ddropped
+
+
+def over_dweight(p: Parameters, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    dweight = backward(p, dy, x, wants=("dweight",)).dweight
+    assert dweight is not None
+    return dweight.view(1, N).sum(0)
+
+
+NOT_OVER_ROWS: dict[str, tuple[Function, list[torch.Tensor]]] = {
+    "over columns": (lambda p, dy, x: dx(p, dy, x).sum(1), [rows(), rows()]),
+    "over everything": (lambda p, dy, x: dx(p, dy, x).sum(), [rows(), rows()]),
+    "over some of the rows": (lambda p, dy, x: dx(p, dy, x)[1:].sum(0), [rows(), rows()]),
+    "over a leading dimension of two": (lambda p, dy, x: dx(p, dy, x).view(1, M, N).sum(0), [rows(), rows()]),
+    "of halves of rows": (lambda p, dy, x: dx(p, dy, x).view(2 * M, N // 2).sum(0), [rows(), rows()]),
+    "in doubles": (lambda p, dy, x: dx(p, dy, x).sum(0, dtype=torch.float64), [rows(), rows()]),
+    "of what is an integer first": (lambda p, dy, x: dx(p, dy, x).int().sum(0), [rows(), rows()]),
+    "of what was written to": (doubled_before, [rows(), rows()]),
+    "of what has the gradient of a bias": (with_a_bias, [rows(), rows()]),
+    "of what is dropped from": (with_dropout, [rows(), rows(), torch.tensor([5, 6])]),
+    "dweight": (over_dweight, [rows(), rows()]),
+}
+
+
+@pytest.mark.parametrize("case", NOT_OVER_ROWS.values(), ids=NOT_OVER_ROWS)
+def test_what_is_not_the_sum_over_rows(case: tuple[Function, list[torch.Tensor]]) -> None:
+    call, operands = case
+    function = Traced(call, GIVEN, *operands)
+    agree(function(GIVEN, *operands), call(GIVEN, *operands))
+    assert not function.applied["join_column_sum"]
+    assert not function.count("aten.full")
