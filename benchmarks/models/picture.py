@@ -24,6 +24,7 @@ _COLOURS = {
     "patch-unfused": "lightcoral",
     "liger": "C0",
     "liger-apply": "C9",
+    "torch-again": "silver",
 }
 
 Panels = dict[str, list[Row]]
