@@ -55,8 +55,10 @@ def run(
     """
     empty, n = plan.empty, plan.n
     _, sum_dtype, scale_dtype, mean_dtype, rstd_dtype = plan.dtypes
-    sizes: tuple[tuple[int, ...], ...] = (m, n), (n, 1), (m,), (1,)
-    if len(shape) != 2:
+    sizes: tuple[tuple[int, ...], ...]
+    if len(shape) == 2:
+        sizes = (m, n), (n, 1), (m,), (1,)
+    else:
         whole, first = tuple(shape), tuple(shape[:-1])
         sizes = whole, contiguous_strides(whole), first, contiguous_strides(first)
     size, strides, leading, leading_strides = sizes
