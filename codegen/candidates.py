@@ -77,8 +77,10 @@ RULES = (
     Rule(_FORWARD, False, _ROWS, 1, 2048, (16, 64), (1, 2, 4), rows=(2, 4, 8)),
     Rule(_FORWARD, False, _ONE_PASS, 512, 32768, (8, 64), (1, 2, 4, 8, 16, 32), loads=_LOADS),
     Rule(_FORWARD, False, _TWO_PASS, 513, 8191, (4, 32), (2, 4, 8, 16), loads=(8, 16, 32, 64)),
-    Rule(_FORWARD, False, _TWO_PASS, 8192, 32768, (4, 32), (8, 16, 32), loads=(16, 32, 64), resident=(1, 2)),
-    Rule(_FORWARD, False, _TWO_PASS, 32769, None, (8, 32), (16, 32), loads=(16, 32), resident=(1, 2)),
+    Rule(_FORWARD, False, _TWO_PASS, 8192, 32768, (4, 32), (8,), loads=(16, 32, 64), resident=(1, 2, 4)),
+    Rule(_FORWARD, False, _TWO_PASS, 8192, 32768, (4, 32), (16, 32), loads=(16, 32, 64), resident=(1, 2)),
+    Rule(_FORWARD, False, _TWO_PASS, 32769, None, (8, 32), (16,), loads=(32, 64), resident=(1, 2)),
+    Rule(_FORWARD, False, _TWO_PASS, 32769, None, (8, 32), (32,), loads=(16, 32), resident=(1, 2)),
     Rule(_FORWARD, False, _TWO_PASS, 32768, None, (8, 48), (32,), loads=(16, 32), held=(1, 2, 3, 5)),
     # Of the row at hand, the next, weight and bias. Warps are few: each spends as much on a row's sums as on 30 values.
     Rule(_FORWARD, False, _SPREAD, 32769, None, (32, 64), (2,), (1,), (16,), (4, 8), (4, 8), stages=(3, 4), copies=4),

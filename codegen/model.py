@@ -73,6 +73,9 @@ _SUFFIXES: dict[str, dict[Any, str]] = {
 # What block-scaled products read in tiles: MXFP8 and NVFP4.
 _SWIZZLED = ((ScaleGroup.G32, ScaleFormat.UE8M0), (ScaleGroup.G16, ScaleFormat.E4M3))
 
+# Stages that leave a chunk in a register a value.
+_LIGHT = frozenset({Stage.X, Stage.RESIDUAL, Stage.CAST, Stage.WEIGHT})
+
 
 @cache
 def _names() -> re.Pattern[str]:
@@ -346,6 +349,11 @@ class Mode:
         """Whether a forward kernel reads and writes nothing of x's size but x and y, and takes x as it is."""
         further = self.fadd.adds or self.fquant.quantises or self.x_bias or self.modulated or self.gating.gates
         return not (self.is_backward or further or self.dtype_in.is_fp8)
+
+    @property
+    def unrolls(self) -> bool:
+        """Whether `two_pass` has several chunks at once: what it does to one takes registers enough only for little."""
+        return not self.fquant.quantises and _LIGHT.issuperset((*self.prologue, *self.epilogue))
 
     @property
     def pipelines(self) -> tuple[Pipeline, ...]:

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from .primitives import (
     HEAD,
+    UNROLLED,
     UNSPECIALISED,
     centre,
     compensated_sum,
@@ -16,6 +17,7 @@ from .primitives import (
     group_means,
     is_near,
     load_chunk,
+    load_columns,
     load_early,
     load_swept,
     mean_of_head,
@@ -64,6 +66,8 @@ def ln_fwd_bf16_addst_mv_rows(
     residual_ptr += row_offset(rows, residual_row_stride, ROW_ALIGNMENT)
     y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
     residual_out_ptr += row_offset(rows, residual_out_row_stride, ROW_ALIGNMENT)
+    weight = load_columns(weight_ptr, cols, col_mask)
+    bias = load_columns(bias_ptr, cols, col_mask)
 
     # Load the rows.
     s = load_chunk(x_ptr, cols, mask)
@@ -81,7 +85,11 @@ def ln_fwd_bf16_addst_mv_rows(
     tl.store(rstd_ptr + rows, rstd, mask=row_mask)
 
     # Scale and store.
-    y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, col_mask)
+    y = (s - pivot - shift) * rstd
+    if weight_ptr is not None:
+        y *= weight.to(tl.float32)
+    if bias_ptr is not None:
+        y += bias.to(tl.float32)
     store_chunk(y_ptr, cols, y, mask)
 
 
@@ -204,7 +212,10 @@ def ln_fwd_bf16_addst_mv_two_pass(
 ):
     """One row a program, read again to write it."""
     wait_for_launch_ahead(PDL)
-    LAST: tl.constexpr = (N - 1) // BLOCK * BLOCK
+    CHUNKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
+    SPAN: tl.constexpr = BLOCK * (CHUNKS if CHUNKS > 0 and CHUNKS <= UNROLLED else 1)
+    LAST: tl.constexpr = (N - 1) // SPAN * SPAN
+    RAGGED: tl.constexpr = N > SPAN and N % SPAN != 0
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     x_ptr += row_offset(row, x_row_stride, ROW_ALIGNMENT)
@@ -220,14 +231,15 @@ def ln_fwd_bf16_addst_mv_two_pass(
     pivots = group_means(s, first_mask)
     deviations = tl.zeros_like(pivots)
     squares = tl.zeros_like(pivots)
-    for start in range(0, N, BLOCK):
-        cols = start + lanes
-        mask = cols < N if N % BLOCK != 0 else None
-        s = load_swept(x_ptr, cols, mask, "evict_last")
-        s += load_swept(residual_ptr, cols, mask, "evict_last")
-        chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
-        deviations += chunk_deviations
-        squares += chunk_squares
+    for first in range(0, N, SPAN):
+        for start in tl.static_range(0, SPAN, BLOCK):
+            cols = first + start + lanes
+            mask = cols < N if RAGGED or start + BLOCK > N else None
+            s = load_swept(x_ptr, cols, mask, "evict_last")
+            s += load_swept(residual_ptr, cols, mask, "evict_last")
+            chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
+            deviations += chunk_deviations
+            squares += chunk_squares
     pivot, shift, variance, pivots_were_near = merge_groups(pivots, deviations, squares, N, BLOCK)
     if N > BLOCK and not pivots_were_near:
         # The first values are unlike the others: read the row once more, around its mean. A few of them may be so large
@@ -238,25 +250,27 @@ def ln_fwd_bf16_addst_mv_two_pass(
         squares = tl.zeros_like(pivots)
         lost_deviations = tl.zeros_like(pivots)
         lost_squares = tl.zeros_like(pivots)
-        for start in range(0, N, BLOCK):
-            cols = start + lanes
-            mask = cols < N if N % BLOCK != 0 else None
-            s = load_swept(x_ptr, cols, mask, "evict_last")
-            s += load_swept(residual_ptr, cols, mask, "evict_last")
-            chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
-            deviations, lost_deviations = compensated_sum(deviations, lost_deviations, chunk_deviations)
-            squares, lost_squares = compensated_sum(squares, lost_squares, chunk_squares)
+        for first in range(0, N, SPAN):
+            for start in tl.static_range(0, SPAN, BLOCK):
+                cols = first + start + lanes
+                mask = cols < N if RAGGED or start + BLOCK > N else None
+                s = load_swept(x_ptr, cols, mask, "evict_last")
+                s += load_swept(residual_ptr, cols, mask, "evict_last")
+                chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
+                deviations, lost_deviations = compensated_sum(deviations, lost_deviations, chunk_deviations)
+                squares, lost_squares = compensated_sum(squares, lost_squares, chunk_squares)
         shift, variance = row_moments(deviations, squares, N, 0)
     rstd = tl.rsqrt(variance + eps)
     tl.store(mean_ptr + row, pivot + shift)
     tl.store(rstd_ptr + row, rstd)
 
     # Read the row again, scale and store.
-    for back in range(0, N, BLOCK):
-        cols = LAST - back + lanes
-        mask = cols < N if N % BLOCK != 0 else None
-        s = load_swept(x_ptr, cols, mask, "evict_first")
-        s += load_swept(residual_ptr, cols, mask, "evict_first")
-        y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, mask)
-        store_chunk(residual_out_ptr, cols, s, mask)  # not before the residual's last reading
-        store_chunk(y_ptr, cols, y, mask)
+    for back in range(0, N, SPAN):
+        for start in tl.static_range(SPAN - BLOCK, -BLOCK, -BLOCK):
+            cols = LAST - back + start + lanes
+            mask = cols < N if RAGGED or start + BLOCK > N else None
+            s = load_swept(x_ptr, cols, mask, "evict_first")
+            s += load_swept(residual_ptr, cols, mask, "evict_first")
+            y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, mask)
+            store_chunk(residual_out_ptr, cols, s, mask)  # not before the residual's last reading
+            store_chunk(y_ptr, cols, y, mask)

@@ -18,8 +18,10 @@ from .primitives import (
     grouped,
     is_near,
     load_chunk,
+    load_columns,
     load_early,
     load_swept,
+    load_vector,
     magnitude_bits,
     mean_of_head,
     merge_groups,
@@ -64,6 +66,9 @@ def ln_fwd_fp16_int8_sdq_rows(
     mask = row_mask & col_mask if N < BLOCK else row_mask
     x_ptr += row_offset(rows, x_row_stride, ROW_ALIGNMENT)
     y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
+    weight = load_columns(weight_ptr, cols, col_mask)
+    bias = load_columns(bias_ptr, cols, col_mask)
+    smooth_scale = load_vector(smooth_scale_ptr, cols, col_mask)
 
     # Load the rows.
     s = load_chunk(x_ptr, cols, mask)
@@ -77,8 +82,12 @@ def ln_fwd_fp16_int8_sdq_rows(
     rstd = tl.rsqrt(variance + eps)
 
     # Scale.
-    y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, col_mask)
-    y *= load_chunk(smooth_scale_ptr, cols, col_mask)
+    y = (s - pivot - shift) * rstd
+    if weight_ptr is not None:
+        y *= weight.to(tl.float32)
+    if bias_ptr is not None:
+        y += bias.to(tl.float32)
+    y *= smooth_scale.to(tl.float32)
 
     # Quantise each row by its amax.
     amax_bits = tl.max(magnitude_bits(y, col_mask), axis=1, keep_dims=True)

@@ -5,12 +5,14 @@ import triton
 import triton.language as tl
 
 from .primitives import (
+    UNROLLED,
     UNSPECIALISED,
     centre,
     compensated_sum,
     group_deviations,
     group_means,
     load_chunk,
+    load_columns,
     load_early,
     load_row,
     load_swept,
@@ -50,6 +52,8 @@ def ln_fwd_fp32_rows(
     mask = row_mask & col_mask if N < BLOCK else row_mask
     x_ptr += row_offset(rows, x_row_stride, ROW_ALIGNMENT)
     y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
+    weight = load_columns(weight_ptr, cols, col_mask)
+    bias = load_columns(bias_ptr, cols, col_mask)
 
     # Load the rows.
     s = load_chunk(x_ptr, cols, mask)
@@ -63,7 +67,11 @@ def ln_fwd_fp32_rows(
     rstd = tl.rsqrt(variance + eps)
 
     # Scale and store.
-    y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, col_mask)
+    y = (s - pivot - shift) * rstd
+    if weight_ptr is not None:
+        y *= weight.to(tl.float32)
+    if bias_ptr is not None:
+        y += bias.to(tl.float32)
     store_chunk(y_ptr, cols, y, mask)
 
 
@@ -139,7 +147,11 @@ def ln_fwd_fp32_two_pass(
 ):
     """One row a program, read again to write it."""
     wait_for_launch_ahead(PDL)
-    LAST: tl.constexpr = (N - 1) // BLOCK * BLOCK
+    SWEPT: tl.constexpr = N - HELD * BLOCK
+    CHUNKS: tl.constexpr = (SWEPT + BLOCK - 1) // BLOCK
+    SPAN: tl.constexpr = BLOCK * (CHUNKS if CHUNKS > 0 and CHUNKS <= UNROLLED else 1)
+    LAST: tl.constexpr = HELD * BLOCK + (SWEPT - 1) // SPAN * SPAN
+    RAGGED: tl.constexpr = SWEPT > SPAN and SWEPT % SPAN != 0
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     x_ptr += row_offset(row, x_row_stride, ROW_ALIGNMENT)
@@ -161,13 +173,14 @@ def ln_fwd_fp32_two_pass(
         chunk_deviations, chunk_squares = group_deviations(s, pivots, None)
         deviations += chunk_deviations
         squares += chunk_squares
-    for start in range(HELD * BLOCK, N, BLOCK):
-        cols = start + lanes
-        mask = cols < N if N % BLOCK != 0 else None
-        s = load_swept(x_ptr, cols, mask, "evict_last")
-        chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
-        deviations += chunk_deviations
-        squares += chunk_squares
+    for first in range(HELD * BLOCK, N, SPAN):
+        for start in tl.static_range(0, SPAN, BLOCK):
+            cols = first + start + lanes
+            mask = cols < N if RAGGED or start + BLOCK > SWEPT else None
+            s = load_swept(x_ptr, cols, mask, "evict_last")
+            chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
+            deviations += chunk_deviations
+            squares += chunk_squares
     pivot, shift, variance, pivots_were_near = merge_groups(pivots, deviations, squares, N, BLOCK)
     if N > BLOCK and not pivots_were_near:
         # The first values are unlike the others: read the row once more, around its mean. A few of them may be so large
@@ -184,13 +197,14 @@ def ln_fwd_fp32_two_pass(
             chunk_deviations, chunk_squares = group_deviations(s, pivots, None)
             deviations, lost_deviations = compensated_sum(deviations, lost_deviations, chunk_deviations)
             squares, lost_squares = compensated_sum(squares, lost_squares, chunk_squares)
-        for start in range(HELD * BLOCK, N, BLOCK):
-            cols = start + lanes
-            mask = cols < N if N % BLOCK != 0 else None
-            s = load_swept(x_ptr, cols, mask, "evict_last")
-            chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
-            deviations, lost_deviations = compensated_sum(deviations, lost_deviations, chunk_deviations)
-            squares, lost_squares = compensated_sum(squares, lost_squares, chunk_squares)
+        for first in range(HELD * BLOCK, N, SPAN):
+            for start in tl.static_range(0, SPAN, BLOCK):
+                cols = first + start + lanes
+                mask = cols < N if RAGGED or start + BLOCK > SWEPT else None
+                s = load_swept(x_ptr, cols, mask, "evict_last")
+                chunk_deviations, chunk_squares = group_deviations(s, pivots, mask)
+                deviations, lost_deviations = compensated_sum(deviations, lost_deviations, chunk_deviations)
+                squares, lost_squares = compensated_sum(squares, lost_squares, chunk_squares)
         shift, variance = row_moments(deviations, squares, N, 0)
     rstd = tl.rsqrt(variance + eps)
 
@@ -200,9 +214,10 @@ def ln_fwd_fp32_two_pass(
         s = held[start // BLOCK].to(tl.float32)
         y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, None)
         store_chunk(y_ptr, cols, y, None)
-    for back in range(0, N - HELD * BLOCK, BLOCK):
-        cols = LAST - back + lanes
-        mask = cols < N if N % BLOCK != 0 else None
-        s = load_swept(x_ptr, cols, mask, "evict_first")
-        y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, mask)
-        store_chunk(y_ptr, cols, y, mask)
+    for back in range(0, SWEPT, SPAN):
+        for start in tl.static_range(SPAN - BLOCK, -BLOCK, -BLOCK):
+            cols = LAST - back + start + lanes
+            mask = cols < N if RAGGED or start + BLOCK > SWEPT else None
+            s = load_swept(x_ptr, cols, mask, "evict_first")
+            y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, mask)
+            store_chunk(y_ptr, cols, y, mask)

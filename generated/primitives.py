@@ -62,6 +62,9 @@ LONG = tl.constexpr(1024)
 # Values that share the random bits of one Philox.
 EIGHT = tl.constexpr(8)
 
+# The most chunks of a row that is read again to be unrolled; more are taken one by one.
+UNROLLED = tl.constexpr(8)
+
 # Values that a thread loads at once: they share a pivot, so that it keeps one sum of each kind and not eight.
 GROUP = tl.constexpr(8)
 
@@ -865,6 +868,12 @@ def load_row_ahead(ptr, N: tl.constexpr, BLOCK: tl.constexpr, PAIRED: tl.constex
 def load_vector(ptr, cols, mask):
     """Some columns of an (N,) tensor in its element type; columns that do not exist read 0, and 0 is what they add."""
     return tl.load(ptr + cols) if mask is None else tl.load(ptr + cols, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_columns(ptr, cols, mask):
+    """Start loading some columns of an (N,) operand, if there is one, before they are needed."""
+    return load_vector(ptr, cols, mask) if ptr is not None else ()
 
 
 @triton.jit

@@ -9,9 +9,11 @@ import triton.language as tl
 
 from .primitives import (
     GROUP,
+    UNROLLED,
     UNSPECIALISED,
     grouped,
     load_chunk,
+    load_columns,
     load_early,
     load_swept,
     rounded_first,
@@ -55,6 +57,7 @@ def rms_fwd_bf16_addst_cbw_mv_rows(
     residual_ptr += row_offset(rows, residual_row_stride, ROW_ALIGNMENT)
     y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
     residual_out_ptr += row_offset(rows, residual_out_row_stride, ROW_ALIGNMENT)
+    weight = load_columns(weight_ptr, cols, col_mask)
 
     # Load the rows.
     s = load_chunk(x_ptr, cols, mask)
@@ -66,7 +69,9 @@ def rms_fwd_bf16_addst_cbw_mv_rows(
     tl.store(rstd_ptr + rows, rstd, mask=row_mask)
 
     # Scale and store.
-    y = scale(rounded_first(s * rstd, y_ptr, x_ptr), weight_ptr, weight_offset, cols, col_mask)
+    y = rounded_first(s * rstd, y_ptr, x_ptr)
+    if weight_ptr is not None:
+        y *= weight.to(tl.float32) + weight_offset
     store_chunk(y_ptr, cols, y, mask)
 
 
@@ -150,7 +155,10 @@ def rms_fwd_bf16_addst_cbw_mv_two_pass(
 ):
     """One row a program, read again to write it."""
     wait_for_launch_ahead(PDL)
-    LAST: tl.constexpr = (N - 1) // BLOCK * BLOCK
+    CHUNKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
+    SPAN: tl.constexpr = BLOCK * (CHUNKS if CHUNKS > 0 and CHUNKS <= UNROLLED else 1)
+    LAST: tl.constexpr = (N - 1) // SPAN * SPAN
+    RAGGED: tl.constexpr = N > SPAN and N % SPAN != 0
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     x_ptr += row_offset(row, x_row_stride, ROW_ALIGNMENT)
@@ -160,21 +168,23 @@ def rms_fwd_bf16_addst_cbw_mv_two_pass(
 
     # Statistics.
     squares = tl.zeros((BLOCK // GROUP,), tl.float32)
-    for start in range(0, N, BLOCK):
-        cols = start + lanes
-        mask = cols < N if N % BLOCK != 0 else None
-        s = load_swept(x_ptr, cols, mask, "evict_last")
-        s += load_swept(residual_ptr, cols, mask, "evict_last")
-        squares += tl.sum(grouped(s * s), axis=1)
+    for first in range(0, N, SPAN):
+        for start in tl.static_range(0, SPAN, BLOCK):
+            cols = first + start + lanes
+            mask = cols < N if RAGGED or start + BLOCK > N else None
+            s = load_swept(x_ptr, cols, mask, "evict_last")
+            s += load_swept(residual_ptr, cols, mask, "evict_last")
+            squares += tl.sum(grouped(s * s), axis=1)
     rstd = tl.rsqrt(tl.sum(squares) / N + eps)
     tl.store(rstd_ptr + row, rstd)
 
     # Read the row again, scale and store.
-    for back in range(0, N, BLOCK):
-        cols = LAST - back + lanes
-        mask = cols < N if N % BLOCK != 0 else None
-        s = load_swept(x_ptr, cols, mask, "evict_first")
-        s += load_swept(residual_ptr, cols, mask, "evict_first")
-        y = scale(rounded_first(s * rstd, y_ptr, x_ptr), weight_ptr, weight_offset, cols, mask)
-        store_chunk(residual_out_ptr, cols, s, mask)  # not before the residual's last reading
-        store_chunk(y_ptr, cols, y, mask)
+    for back in range(0, N, SPAN):
+        for start in tl.static_range(SPAN - BLOCK, -BLOCK, -BLOCK):
+            cols = LAST - back + start + lanes
+            mask = cols < N if RAGGED or start + BLOCK > N else None
+            s = load_swept(x_ptr, cols, mask, "evict_first")
+            s += load_swept(residual_ptr, cols, mask, "evict_first")
+            y = scale(rounded_first(s * rstd, y_ptr, x_ptr), weight_ptr, weight_offset, cols, mask)
+            store_chunk(residual_out_ptr, cols, s, mask)  # not before the residual's last reading
+            store_chunk(y_ptr, cols, y, mask)

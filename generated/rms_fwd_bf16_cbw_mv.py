@@ -9,11 +9,13 @@ import triton.language as tl
 
 from .primitives import (
     GROUP,
+    UNROLLED,
     UNSPECIALISED,
     gather,
     grouped,
     load_beside,
     load_chunk,
+    load_columns,
     load_early,
     load_row,
     load_shifted,
@@ -59,6 +61,7 @@ def rms_fwd_bf16_cbw_mv_rows(
     mask = row_mask & col_mask if N < BLOCK else row_mask
     x_ptr += row_offset(rows, x_row_stride, ROW_ALIGNMENT)
     y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
+    weight = load_columns(weight_ptr, cols, col_mask)
 
     # Load the rows.
     s = load_chunk(x_ptr, cols, mask)
@@ -68,7 +71,9 @@ def rms_fwd_bf16_cbw_mv_rows(
     tl.store(rstd_ptr + rows, rstd, mask=row_mask)
 
     # Scale and store.
-    y = scale(rounded_first(s * rstd, y_ptr, x_ptr), weight_ptr, weight_offset, cols, col_mask)
+    y = rounded_first(s * rstd, y_ptr, x_ptr)
+    if weight_ptr is not None:
+        y *= weight.to(tl.float32) + weight_offset
     store_chunk(y_ptr, cols, y, mask)
 
 
@@ -215,7 +220,11 @@ def rms_fwd_bf16_cbw_mv_two_pass(
 ):
     """One row a program, read again to write it."""
     wait_for_launch_ahead(PDL)
-    LAST: tl.constexpr = (N - 1) // BLOCK * BLOCK
+    SWEPT: tl.constexpr = N - HELD * BLOCK
+    CHUNKS: tl.constexpr = (SWEPT + BLOCK - 1) // BLOCK
+    SPAN: tl.constexpr = BLOCK * (CHUNKS if CHUNKS > 0 and CHUNKS <= UNROLLED else 1)
+    LAST: tl.constexpr = HELD * BLOCK + (SWEPT - 1) // SPAN * SPAN
+    RAGGED: tl.constexpr = SWEPT > SPAN and SWEPT % SPAN != 0
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     x_ptr += row_offset(row, x_row_stride, ROW_ALIGNMENT)
@@ -230,11 +239,12 @@ def rms_fwd_bf16_cbw_mv_two_pass(
         cols = start + lanes
         s = held[start // BLOCK].to(tl.float32)
         squares += tl.sum(grouped(s * s), axis=1)
-    for start in range(HELD * BLOCK, N, BLOCK):
-        cols = start + lanes
-        mask = cols < N if N % BLOCK != 0 else None
-        s = load_swept(x_ptr, cols, mask, "evict_last")
-        squares += tl.sum(grouped(s * s), axis=1)
+    for first in range(HELD * BLOCK, N, SPAN):
+        for start in tl.static_range(0, SPAN, BLOCK):
+            cols = first + start + lanes
+            mask = cols < N if RAGGED or start + BLOCK > SWEPT else None
+            s = load_swept(x_ptr, cols, mask, "evict_last")
+            squares += tl.sum(grouped(s * s), axis=1)
     rstd = tl.rsqrt(tl.sum(squares) / N + eps)
     tl.store(rstd_ptr + row, rstd)
 
@@ -244,12 +254,13 @@ def rms_fwd_bf16_cbw_mv_two_pass(
         s = held[start // BLOCK].to(tl.float32)
         y = scale(rounded_first(s * rstd, y_ptr, x_ptr), weight_ptr, weight_offset, cols, None)
         store_chunk(y_ptr, cols, y, None)
-    for back in range(0, N - HELD * BLOCK, BLOCK):
-        cols = LAST - back + lanes
-        mask = cols < N if N % BLOCK != 0 else None
-        s = load_swept(x_ptr, cols, mask, "evict_first")
-        y = scale(rounded_first(s * rstd, y_ptr, x_ptr), weight_ptr, weight_offset, cols, mask)
-        store_chunk(y_ptr, cols, y, mask)
+    for back in range(0, SWEPT, SPAN):
+        for start in tl.static_range(SPAN - BLOCK, -BLOCK, -BLOCK):
+            cols = LAST - back + start + lanes
+            mask = cols < N if RAGGED or start + BLOCK > SWEPT else None
+            s = load_swept(x_ptr, cols, mask, "evict_first")
+            y = scale(rounded_first(s * rstd, y_ptr, x_ptr), weight_ptr, weight_offset, cols, mask)
+            store_chunk(y_ptr, cols, y, mask)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)

@@ -12,6 +12,7 @@ from .primitives import (
     UNSPECIALISED,
     grouped,
     load_chunk,
+    load_columns,
     load_early,
     load_swept,
     magnitude_bits,
@@ -51,6 +52,7 @@ def rms_fwd_bf16_int8_dq_rows(
     mask = row_mask & col_mask if N < BLOCK else row_mask
     x_ptr += row_offset(rows, x_row_stride, ROW_ALIGNMENT)
     y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
+    weight = load_columns(weight_ptr, cols, col_mask)
 
     # Load the rows.
     s = load_chunk(x_ptr, cols, mask)
@@ -59,7 +61,9 @@ def rms_fwd_bf16_int8_dq_rows(
     rstd = tl.rsqrt(tl.sum(s * s, axis=1, keep_dims=True) / N + eps)
 
     # Scale.
-    y = scale(s * rstd, weight_ptr, weight_offset, cols, col_mask)
+    y = s * rstd
+    if weight_ptr is not None:
+        y *= weight.to(tl.float32) + weight_offset
 
     # Quantise each row by its amax.
     amax_bits = tl.max(magnitude_bits(y, col_mask), axis=1, keep_dims=True)

@@ -12,8 +12,10 @@ from .primitives import (
     UNSPECIALISED,
     grouped,
     load_chunk,
+    load_columns,
     load_early,
     load_swept,
+    load_vector,
     magnitude_bits,
     operand_chunk,
     row_offset,
@@ -59,6 +61,8 @@ def rms_fwd_fp16_int8_addst_sdq_rows(
     residual_ptr += row_offset(rows, residual_row_stride, ROW_ALIGNMENT)
     y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
     residual_out_ptr += row_offset(rows, residual_out_row_stride, ROW_ALIGNMENT)
+    weight = load_columns(weight_ptr, cols, col_mask)
+    smooth_scale = load_vector(smooth_scale_ptr, cols, col_mask)
 
     # Load the rows.
     s = load_chunk(x_ptr, cols, mask)
@@ -69,8 +73,10 @@ def rms_fwd_fp16_int8_addst_sdq_rows(
     rstd = tl.rsqrt(tl.sum(s * s, axis=1, keep_dims=True) / N + eps)
 
     # Scale.
-    y = scale(s * rstd, weight_ptr, weight_offset, cols, col_mask)
-    y *= load_chunk(smooth_scale_ptr, cols, col_mask)
+    y = s * rstd
+    if weight_ptr is not None:
+        y *= weight.to(tl.float32) + weight_offset
+    y *= smooth_scale.to(tl.float32)
 
     # Quantise each row by its amax.
     amax_bits = tl.max(magnitude_bits(y, col_mask), axis=1, keep_dims=True)

@@ -77,6 +77,7 @@ class Compiler:
 
 def _compile(trial: Trial, device: torch.device) -> None:
     with tiled(trial):
-        trial.case.run(1, device).call()
+        for n in trial.case.lengths:
+            trial.case.run(1, device, n).call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -182,7 +182,7 @@ def _report(outcomes: Sequence[Outcome]) -> str:
             rows.append(
                 [
                     outcome.case.kind.name,
-                    outcome.case.n,
+                    ", ".join(map(str, outcome.case.lengths)),
                     _shown_rows(outcome),
                     _shown(outcome.present),
                     "fails" if before is None else f"{before * 1e3:.2f}",

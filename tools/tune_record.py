@@ -247,7 +247,7 @@ def _case(outcome: Outcome) -> dict[str, Any]:
         "for": outcome.case.size.value,
         "mode": outcome.case.mode.name,
         "m": outcome.rows,
-        "n": outcome.case.n,
+        "n": outcome.case.lengths,
         "present": tile_words(outcome.present),
         "best": None if won is None else tile_words(won.tile),
         "gb_per_s": None if won is None else round(won.gb_per_s, 1),
