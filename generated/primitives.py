@@ -230,6 +230,12 @@ def sums_of_four(tile, ROW_ALIGNMENT: tl.constexpr):
 
 
 @triton.jit
+def add_both(a, b, c, d):
+    """Add two pairs."""
+    return a + c, b + d
+
+
+@triton.jit
 def row_means(a, b, N: tl.constexpr, AXIS: tl.constexpr):
     """The sums of two tensors along a row, each over N, in one reduction.
 
@@ -239,6 +245,12 @@ def row_means(a, b, N: tl.constexpr, AXIS: tl.constexpr):
     if INTERPRETED:
         first = tl.sum(a, axis=AXIS, keep_dims=AXIS == 1) / N
         second = tl.sum(b, axis=AXIS, keep_dims=AXIS == 1) / N
+    elif AXIS == 1 and a.shape[1] < N:
+        # Of a tile whose sums are of fours, means out of a split would have a layout in which each thread holds all of
+        # them; Triton had it hold all of y too, of 2 x 1024 values, and LLVM did not come to an end.
+        first, second = tl.reduce((a, b), 1, add_both, keep_dims=True)
+        first /= N
+        second /= N
     else:
         first, second = tl.split(tl.sum(tl.join(a, b), axis=AXIS, keep_dims=AXIS == 1) / N)
     return first, second

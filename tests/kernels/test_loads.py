@@ -12,7 +12,7 @@ from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, FusedAdd, FusedQuant, Norm, Pipeline
 
-from .compilation import TARGETS, compile_kernel, instance_of, register_cap, usage
+from .compilation import TARGETS, Target, compile_kernel, instance_of, register_cap, usage
 from .rendering import kernel_of
 
 pytestmark = pytest.mark.compile
@@ -35,6 +35,16 @@ def test_rows_keep_the_layout_they_are_read_in(mode: Mode, n: int, tile: Tile, o
     """Operands whose vectors are fewer values than those of rows would have a tile go through shared memory, twice."""
     ttgir = ttgir_of(package, mode, n, tile, operands)
     assert re.findall(rf"convert_layout .* : tensor<{tile.rows}x{tile.block}x", ttgir) == []
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+@pytest.mark.parametrize("mode", [PLAIN, replace(QUANT, dtype_in=DType.FP32)], ids=lambda mode: mode.name)
+def test_no_thread_holds_what_others_have(mode: Mode, target: Target, package: Path) -> None:
+    """Of rows whose sums are of fours, Triton gave all of y to each thread, and LLVM did not come to an end."""
+    tile = Tile(Pipeline.ROWS, 2, 1024, 1)
+    kernel = kernel_of(package, mode, tile.pipeline)
+    compiled = compile_kernel(kernel, instance_of(mode, 848), 848, target, tile.pipeline, tile)
+    assert len(compiled.asm[target.binary]) < 200_000
 
 
 @pytest.mark.parametrize("mode", [PLAIN, QUANT], ids=lambda mode: mode.name)
