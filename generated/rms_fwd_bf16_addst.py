@@ -56,7 +56,7 @@ def rms_fwd_bf16_addst_rows(
     y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
     residual_out_ptr += row_offset(rows, residual_out_row_stride, ROW_ALIGNMENT)
 
-    # Load what rows share before them: both are then waited for once, and the rows keep the layout they are read in.
+    # Operands come before the rows: both are then waited for once, and the rows keep the layout they are read in.
     weight = load_columns(weight_ptr, cols, col_mask)
 
     # Load the rows.
