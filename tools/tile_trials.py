@@ -29,7 +29,8 @@ from .measured_run import Run
 from .problem import Problem
 from .timing import graph_ms, median_ms
 
-# A length in the middle of a bucket is an odd multiple of half of this: 16 bytes, and no more, divide its rows.
+# A length a quarter up its bucket is an odd multiple of half of this: 16 bytes, and no more, divide its rows. In the middle,
+# 16385..32768 is one chunk of 16384 and a half, and a tile of those took 387 us of 20736 columns, where 280 are enough.
 _UNFILLED = 16
 
 # A row length for the bucket that has no cap.
@@ -135,15 +136,16 @@ class Case:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The row lengths that are timed: `n`, and of many or some rows one from the middle that fills no chunk.
+        """The row lengths that are timed: `n`, and of many or some rows a shorter one that fills no chunk.
 
         Of LayerNorm's tiles for 16385..32768, one takes 137 us of 32768 columns on an H200 and another 138; of 18432
         columns the former takes 169 us and the latter 142.
         """
         if self.kind.is_grouped or self.size not in (Size.LARGE, Size.SOME) or self.bucket.last is None:
             return (self.n,)
-        middle = (self.bucket.first + self.bucket.last) // 2 // _UNFILLED * _UNFILLED + _UNFILLED // 2
-        return (self.n, middle) if self.bucket.first <= middle < self.bucket.last else (self.n,)
+        first, last = self.bucket.first, self.bucket.last
+        shorter = (first + (last - first) // 4) // _UNFILLED * _UNFILLED + _UNFILLED // 2
+        return (self.n, shorter) if first <= shorter < last else (self.n,)
 
     @cached_property
     def mode(self) -> AnyMode:

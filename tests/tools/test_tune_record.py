@@ -382,10 +382,10 @@ def test_a_report_has_every_candidate_with_its_time(bench: Bench, tmp_path: Path
     assert line["environment"].items() >= (HERE | {"architecture": "sm_90", "revision": "abc1234"}).items()
     assert (line["class"], line["first"], line["last"]) == ("fwd_16bit", 1, 128)
     assert [(case["for"], case["m"], case["n"]) for case in line["cases"]] == [
-        ("large", [7, 9], [128, 72]),
+        ("large", [7, 9], [128, 40]),
         ("small", [7, 9], [128]),
         ("invariant", [7, 9], [128]),
-        ("some", [7, 9], [128, 72]),
+        ("some", [7, 9], [128, 40]),
     ]
     for case, made in zip(line["cases"], SHORT[0].cases, strict=True):
         tried = outcome_of(made).tried
