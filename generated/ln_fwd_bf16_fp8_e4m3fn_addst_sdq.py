@@ -73,7 +73,7 @@ def ln_fwd_bf16_fp8_e4m3fn_addst_sdq_rows(
     y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
     residual_out_ptr += row_offset(rows, residual_out_row_stride, ROW_ALIGNMENT)
 
-    # Operands come before the rows: both are then waited for once, and the rows keep the layout they are read in.
+    # Operands come before the rows: both are then waited for once.
     weight = load_columns(weight_ptr, cols, col_mask)
     bias = load_columns(bias_ptr, cols, col_mask)
     smooth_scale = load_vector(smooth_scale_ptr, cols, col_mask)

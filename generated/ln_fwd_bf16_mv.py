@@ -19,7 +19,6 @@ from .primitives import (
     is_near,
     load_beside,
     load_chunk,
-    load_columns,
     load_early,
     load_row,
     load_shifted,
@@ -73,10 +72,6 @@ def ln_fwd_bf16_mv_rows(
     x_ptr += row_offset(rows, x_row_stride, ROW_ALIGNMENT)
     y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
 
-    # Operands come before the rows: both are then waited for once, and the rows keep the layout they are read in.
-    weight = load_columns(weight_ptr, cols, col_mask)
-    bias = load_columns(bias_ptr, cols, col_mask)
-
     # Load the rows.
     s = load_chunk(x_ptr, cols, mask)
 
@@ -91,11 +86,7 @@ def ln_fwd_bf16_mv_rows(
     tl.store(rstd_ptr + rows, rstd, mask=row_mask)
 
     # Scale and store.
-    y = (s - pivot - shift) * rstd
-    if weight_ptr is not None:
-        y *= weight.to(tl.float32)
-    if bias_ptr is not None:
-        y += bias.to(tl.float32)
+    y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, col_mask)
     store_chunk(y_ptr, cols, y, mask)
 
 

@@ -17,7 +17,6 @@ from .primitives import (
     group_means,
     is_near,
     load_chunk,
-    load_columns,
     load_early,
     load_swept,
     mean_of_head,
@@ -65,10 +64,6 @@ def ln_fwd_fp16_addst_rows(
     y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
     residual_out_ptr += row_offset(rows, residual_out_row_stride, ROW_ALIGNMENT)
 
-    # Operands come before the rows: both are then waited for once, and the rows keep the layout they are read in.
-    weight = load_columns(weight_ptr, cols, col_mask)
-    bias = load_columns(bias_ptr, cols, col_mask)
-
     # Load the rows.
     s = load_chunk(x_ptr, cols, mask)
     s += load_chunk(residual_ptr, cols, mask)
@@ -83,11 +78,7 @@ def ln_fwd_fp16_addst_rows(
     rstd = tl.rsqrt(variance + eps)
 
     # Scale and store.
-    y = (s - pivot - shift) * rstd
-    if weight_ptr is not None:
-        y *= weight.to(tl.float32)
-    if bias_ptr is not None:
-        y += bias.to(tl.float32)
+    y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, col_mask)
     store_chunk(y_ptr, cols, y, mask)
 
 

@@ -13,7 +13,6 @@ from .primitives import (
     UNSPECIALISED,
     grouped,
     load_chunk,
-    load_columns,
     load_early,
     load_swept,
     rounded_first,
@@ -58,9 +57,6 @@ def rms_fwd_bf16_addst_cbw_mv_rows(
     y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
     residual_out_ptr += row_offset(rows, residual_out_row_stride, ROW_ALIGNMENT)
 
-    # Operands come before the rows: both are then waited for once, and the rows keep the layout they are read in.
-    weight = load_columns(weight_ptr, cols, col_mask)
-
     # Load the rows.
     s = load_chunk(x_ptr, cols, mask)
     s += load_chunk(residual_ptr, cols, mask)
@@ -71,9 +67,7 @@ def rms_fwd_bf16_addst_cbw_mv_rows(
     tl.store(rstd_ptr + rows, rstd, mask=row_mask)
 
     # Scale and store.
-    y = rounded_first(s * rstd, y_ptr, x_ptr)
-    if weight_ptr is not None:
-        y *= weight.to(tl.float32) + weight_offset
+    y = scale(rounded_first(s * rstd, y_ptr, x_ptr), weight_ptr, weight_offset, cols, col_mask)
     store_chunk(y_ptr, cols, y, mask)
 
 

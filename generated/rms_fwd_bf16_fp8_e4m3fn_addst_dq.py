@@ -59,7 +59,7 @@ def rms_fwd_bf16_fp8_e4m3fn_addst_dq_rows(
     y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
     residual_out_ptr += row_offset(rows, residual_out_row_stride, ROW_ALIGNMENT)
 
-    # Operands come before the rows: both are then waited for once, and the rows keep the layout they are read in.
+    # Operands come before the rows: both are then waited for once.
     weight = load_columns(weight_ptr, cols, col_mask)
 
     # Load the rows.

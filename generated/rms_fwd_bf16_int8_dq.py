@@ -53,7 +53,7 @@ def rms_fwd_bf16_int8_dq_rows(
     x_ptr += row_offset(rows, x_row_stride, ROW_ALIGNMENT)
     y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
 
-    # Operands come before the rows: both are then waited for once, and the rows keep the layout they are read in.
+    # Operands come before the rows: both are then waited for once.
     weight = load_columns(weight_ptr, cols, col_mask)
 
     # Load the rows.

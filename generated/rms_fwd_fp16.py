@@ -12,7 +12,6 @@ from .primitives import (
     grouped,
     load_beside,
     load_chunk,
-    load_columns,
     load_early,
     load_row,
     load_shifted,
@@ -57,9 +56,6 @@ def rms_fwd_fp16_rows(
     x_ptr += row_offset(rows, x_row_stride, ROW_ALIGNMENT)
     y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
 
-    # Operands come before the rows: both are then waited for once, and the rows keep the layout they are read in.
-    weight = load_columns(weight_ptr, cols, col_mask)
-
     # Load the rows.
     s = load_chunk(x_ptr, cols, mask)
 
@@ -67,9 +63,7 @@ def rms_fwd_fp16_rows(
     rstd = tl.rsqrt(tl.sum(s * s, axis=1, keep_dims=True) / N + eps)
 
     # Scale and store.
-    y = s * rstd
-    if weight_ptr is not None:
-        y *= weight.to(tl.float32) + weight_offset
+    y = scale(s * rstd, weight_ptr, weight_offset, cols, col_mask)
     store_chunk(y_ptr, cols, y, mask)
 
 

@@ -10,7 +10,6 @@ from .primitives import (
     UNSPECIALISED,
     grouped,
     load_chunk,
-    load_columns,
     load_early,
     load_row,
     load_swept,
@@ -48,9 +47,6 @@ def rms_fwd_fp32_rows(
     x_ptr += row_offset(rows, x_row_stride, ROW_ALIGNMENT)
     y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
 
-    # Operands come before the rows: both are then waited for once, and the rows keep the layout they are read in.
-    weight = load_columns(weight_ptr, cols, col_mask)
-
     # Load the rows.
     s = load_chunk(x_ptr, cols, mask)
 
@@ -58,9 +54,7 @@ def rms_fwd_fp32_rows(
     rstd = tl.rsqrt(tl.sum(s * s, axis=1, keep_dims=True) / N + eps)
 
     # Scale and store.
-    y = s * rstd
-    if weight_ptr is not None:
-        y *= weight.to(tl.float32) + weight_offset
+    y = scale(s * rstd, weight_ptr, weight_offset, cols, col_mask)
     store_chunk(y_ptr, cols, y, mask)
 
 

@@ -13,7 +13,6 @@ from .primitives import (
     UNSPECIALISED,
     grouped,
     load_chunk,
-    load_columns,
     load_early,
     load_row,
     load_swept,
@@ -52,9 +51,6 @@ def rms_fwd_fp32_mv_rows(
     x_ptr += row_offset(rows, x_row_stride, ROW_ALIGNMENT)
     y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
 
-    # Operands come before the rows: both are then waited for once, and the rows keep the layout they are read in.
-    weight = load_columns(weight_ptr, cols, col_mask)
-
     # Load the rows.
     s = load_chunk(x_ptr, cols, mask)
 
@@ -63,9 +59,7 @@ def rms_fwd_fp32_mv_rows(
     tl.store(rstd_ptr + rows, rstd, mask=row_mask)
 
     # Scale and store.
-    y = s * rstd
-    if weight_ptr is not None:
-        y *= weight.to(tl.float32) + weight_offset
+    y = scale(s * rstd, weight_ptr, weight_offset, cols, col_mask)
     store_chunk(y_ptr, cols, y, mask)
 
 

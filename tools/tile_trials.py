@@ -29,8 +29,8 @@ from .measured_run import Run
 from .problem import Problem
 from .timing import graph_ms, median_ms
 
-# A length a quarter up its bucket is an odd multiple of half of this: 16 bytes, and no more, divide its rows. In the middle,
-# 16385..32768 is one chunk of 16384 and a half, and a tile of those took 387 us of 20736 columns, where 280 are enough.
+# A length a quarter up its bucket is an odd multiple of half of this: 16 bytes and no more divide its rows. In the
+# middle, 16385..32768 is one chunk of 16384 and a half, and a tile of those took 387 us of 20736 columns.
 _UNFILLED = 16
 
 # A row length for the bucket that has no cap.
