@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from statistics import geometric_mean
@@ -672,6 +672,16 @@ def test_what_the_sweep_says_is_that_of_the_results() -> None:
     assert f"4976×26952 takes {ours[0]:.0f} µs, {ours[1]:.0f} before" in page
     assert f"883008×152: {now['forward/ln_bf16/883008x152']:.2f} of torch.compile" in page
     assert f"64×124483 backward: {now['backward/ln_bf16/64x124483']:.2f}" in page
+    # Of rows that get a scale of their own, which are loaded as the last sentence says since.
+    before = load(RESULTS / "h200-sweep-before", "sweep")
+    assert before is not None
+    short = list(before.cells())
+    quantised = [cell for cell in short if cell in now and "add_quant" in cell and before.of(cell)["normforge"].m > 2048]
+    less = geometric_mean(copies(before, cell, "normforge") / copies(found, cell, "normforge") for cell in quantised)
+    assert f"Beside {len(short)} cells of 6c98afd" in page.replace("[", "")
+    assert f"that is {less:.2f} times less time of many quantised rows" in page
+    more = [each.of("forward/ln_bf16/1118480x120")["normforge"].us for each in (found, first)]
+    assert f"1118480×120 took {more[0]:.0f} µs, {more[1]:.0f} in the first run" in page
     assert f"6472×20736 took {found.of('add/ln_bf16/6472x20736')['normforge'].us:.0f} µs" in page
 
 
