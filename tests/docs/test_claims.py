@@ -676,7 +676,9 @@ def test_what_the_sweep_says_is_that_of_the_results() -> None:
     before = load(RESULTS / "h200-sweep-before", "sweep")
     assert before is not None
     short = list(before.cells())
-    quantised = [cell for cell in short if cell in now and "add_quant" in cell and before.of(cell)["normforge"].m > 2048]
+    quantised = [
+        cell for cell in short if cell in now and "add_quant" in cell and before.of(cell)["normforge"].m > 2048
+    ]
     less = geometric_mean(copies(before, cell, "normforge") / copies(found, cell, "normforge") for cell in quantised)
     assert f"Beside {len(short)} cells of 6c98afd" in page.replace("[", "")
     assert f"that is {less:.2f} times less time of many quantised rows" in page
