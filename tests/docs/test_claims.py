@@ -228,9 +228,16 @@ def test_the_model_of_tiles_is_that_of_its_table() -> None:
     assert min(row.resident for row in rows) == 1
     others = [row.margin for row in rows if row.arch in ("sm_80", "gfx942") and row.rows == "many"]
     assert min(others) > 3
-    spilled = max((row for row in rows if row.tiles == "rule"), key=lambda row: row.spilled_bytes)
-    assert (spilled.kind, spilled.dtype, spilled.n) == ("backward", "fp32", 5120)
-    assert f"up to {spilled.spilled_bytes} bytes a thread at N = 5120" in page
+    most = {
+        dtype: max(
+            (row for row in rows if row.tiles == "rule" and row.dtype == dtype), key=lambda row: row.spilled_bytes
+        )
+        for dtype in ("fp32", "bf16")
+    }
+    assert (most["fp32"].kind, most["fp32"].n) == ("backward", 5120)
+    assert f"up to {most['fp32'].spilled_bytes} bytes a thread at N = 5120" in page
+    assert (most["bf16"].kind, most["bf16"].arch) == ("add", "sm_100")
+    assert f"{most['bf16'].spilled_bytes} bytes of a fused add of {most['bf16'].n} columns on a B200" in page
 
 
 def times_of(suite: str, folder: str = "family") -> dict[str, dict[str, Row]]:
