@@ -174,6 +174,43 @@ def test_some_rows_are_timed_with_their_operands_in_l2_and_without(monkeypatch: 
         assert outcome.present_ms == pytest.approx(ms)
 
 
+@pytest.mark.parametrize(
+    ("bucket", "size", "lengths"),
+    [
+        ("n32768", Size.LARGE, (32768, 20488)),
+        ("n32768", Size.SOME, (32768, 20488)),
+        ("n32768", Size.SMALL, (32768,)),
+        ("n128", Size.LARGE, (128, 40)),
+        ("nbig", Size.LARGE, (tile_trials.UNCAPPED_LENGTH,)),
+    ],
+)
+def test_tiles_for_many_and_some_rows_are_timed_by_a_length_that_fills_no_chunk_too(
+    bucket: str, size: Size, lengths: tuple[int, ...]
+) -> None:
+    served = next(each for each in standard_ladder() if each.name == bucket)
+    assert Case(PLAIN, served, size).lengths == lengths
+    assert all(n in served for n in lengths)
+
+
+def test_a_tile_that_is_slow_of_the_shorter_length_does_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a tenth faster than the present one of the longest row, and takes half as long again of the other."""
+    case = Case(PLAIN, N128, Size.LARGE)
+    present, fickle, *_ = case.tiles(CARD.device)
+    timed = set()
+
+    def median_ms(call: Callable[[], Any], **_: int) -> float:
+        n = call().y.shape[1]
+        timed.add(n)
+        tile = next(iter(dispatch.loaded())).tile(10**6, "cpu")
+        return {present: 1.0, fickle: 0.9 if n == case.n else 1.5}.get(tile, 4.0)
+
+    monkeypatch.setattr(tile_trials, "median_ms", median_ms)
+    outcome = tile_trials.decide(case, CARD.device, SIZES, lambda: None)
+    assert outcome.winner is not None
+    assert outcome.winner.tile == present
+    assert timed == set(case.lengths) == {128, 40}
+
+
 def test_some_rows_get_a_tile_that_is_clearly_faster_than_that_for_many(clock: Callable[[Clock], None]) -> None:
     case = Case(PLAIN, N128, Size.SOME)
     assert case.rows(Sizes()) == (512, 1024, 2048)
