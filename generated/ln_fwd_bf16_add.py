@@ -178,6 +178,8 @@ def ln_fwd_bf16_add_two_pass(
 ):
     """One row a program, read again to write it."""
     wait_for_launch_ahead(PDL)
+
+    # A few chunks are one span, which is unrolled; of more, each is a span.
     CHUNKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
     SPAN: tl.constexpr = BLOCK * (CHUNKS if CHUNKS > 0 and CHUNKS <= UNROLLED else 1)
     LAST: tl.constexpr = (N - 1) // SPAN * SPAN

@@ -216,6 +216,7 @@ def rms_fwd_fp16_mv_two_pass(
     """One row a program, read again to write it."""
     wait_for_launch_ahead(PDL)
     SWEPT: tl.constexpr = N - HELD * BLOCK
+    # A few chunks are one span, which is unrolled; of more, each is a span.
     CHUNKS: tl.constexpr = (SWEPT + BLOCK - 1) // BLOCK
     SPAN: tl.constexpr = BLOCK * (CHUNKS if CHUNKS > 0 and CHUNKS <= UNROLLED else 1)
     LAST: tl.constexpr = HELD * BLOCK + (SWEPT - 1) // SPAN * SPAN
