@@ -361,7 +361,7 @@ class Mode:
 
     @property
     def unrolls(self) -> bool:
-        """Whether `two_pass` has several chunks at once: what it does to one takes registers enough only for little."""
+        """Whether `two_pass` has several chunks at once: where more is done to each, they spill."""
         return not self.fquant.quantises and _LIGHT.issuperset((*self.prologue, *self.epilogue))
 
     @property
