@@ -8,7 +8,7 @@ from itertools import product
 
 from .instance import Bucket, Tile
 from .tile_limits import why_not
-from .tiling import GROUP_LAYOUTS, WARP, TileClass, power_of_two
+from .tiling import GROUP_LAYOUTS, LOAD_BYTES, WARP, TileClass, power_of_two
 from .values import Direction, Pipeline
 
 
@@ -31,6 +31,7 @@ class Rule:
         held: chunks that a program keeps of a row that it does not keep whole.
         stages: stages of the loop over rows: one more than rows on their way to shared memory.
         copies: how many values of 16 bits a thread keeps for each of those.
+        blocks: columns of a chunk where several rows have several; none where a chunk is a row or follows from `loads`.
     """
 
     direction: Direction
@@ -46,20 +47,27 @@ class Rule:
     held: tuple[int, ...] = (0,)
     stages: tuple[int, ...] = (1,)
     copies: int = 1
+    blocks: tuple[int, ...] = ()
 
     def tiles(self, n: int, itemsize: int) -> Iterator[Tile]:
         """The tiles that this rule allows for rows of n elements."""
         if n < self.shortest or (self.longest is not None and n > self.longest):
             return
         least, most = self.values
-        for warps, rows, load, resident, held, stages in product(
-            self.warps, self.rows, self.loads or (None,), self.resident, self.held, self.stages
+        whole = power_of_two(n)
+        blocks = [block for block in self.blocks if block < whole] if self.blocks else [whole]
+        for warps, rows, load, width, resident, held, stages in product(
+            self.warps, self.rows, self.loads or (None,), blocks, self.resident, self.held, self.stages
         ):
             threads = warps * WARP
-            block = power_of_two(n) if load is None else threads * load // itemsize
-            values = n if self.pipeline is Pipeline.ONE_PASS else rows * block * max(held, 1)
+            block = width if load is None else threads * load // itemsize
+            chunks = -(-n // block) if self.blocks else max(held, 1)
+            values = n if self.pipeline is Pipeline.ONE_PASS else rows * block * chunks
             # A chunk of over twice the row leaves most lanes idle; a value that stays takes half a register or more.
-            fits = least * threads <= values <= most * threads and block < 2 * power_of_two(n)
+            fits = least * threads <= values <= most * threads and block < 2 * whole
+            if self.blocks:
+                # Every thread loads 16 bytes of each chunk, of one row or of two.
+                fits &= rows * block * itemsize in (threads * LOAD_BYTES, 2 * threads * LOAD_BYTES)
             if fits and resident * (values * self.copies // 2 + _REGISTERS_A_THREAD * threads) <= _REGISTERS:
                 yield Tile(self.pipeline, rows, block, warps, resident, held, stages)
 
@@ -68,6 +76,7 @@ _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
 _ROWS, _ONE_PASS, _TWO_PASS = Pipeline.ROWS, Pipeline.ONE_PASS, Pipeline.TWO_PASS
 _SPREAD = Pipeline.SPREAD
 _LOADS = (8, 16)
+_WIDTHS = (16, 32, 64, 128, 256, 512, 1024)
 
 # Of a multiprocessor, and what a thread needs for addresses and temporaries.
 _REGISTERS = 65536
@@ -75,6 +84,7 @@ _REGISTERS_A_THREAD = 24
 
 RULES = (
     Rule(_FORWARD, False, _ROWS, 1, 2048, (16, 64), (1, 2, 4), rows=(2, 4, 8)),
+    Rule(_FORWARD, False, _ROWS, 33, 4096, (24, 72), (1, 2, 4), rows=(2, 4, 8, 16, 32, 64), blocks=_WIDTHS),
     Rule(_FORWARD, False, _ONE_PASS, 512, 32768, (8, 64), (1, 2, 4, 8, 16, 32), loads=_LOADS),
     Rule(_FORWARD, False, _TWO_PASS, 513, 8191, (4, 32), (2, 4, 8, 16), loads=(8, 16, 32, 64)),
     Rule(_FORWARD, False, _TWO_PASS, 8192, 32768, (4, 32), (8,), loads=(16, 32, 64), resident=(1, 2, 4)),

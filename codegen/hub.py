@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from . import filling
 from .emit import render, render_folder
 from .instance import ANY, Instance, Tile, Tiles
 from .manifest import load
@@ -89,7 +90,7 @@ def _package() -> dict[str, str]:
     """The files of the Python package, but for `_ops.py`, which a build adds."""
     kernels = render_folder(_instances())
     modes = sorted(path.removesuffix(".py") for path in kernels if "_fwd_" in path or "_bwd_" in path)
-    values = {"mark": MARK, "modes": modes, "modules": sorted([*modes, "dispatch", "finalise"])}
+    values = {"mark": MARK, "modes": modes, "modules": sorted([*modes, "dispatch", "finalise"]), "filling": filling}
     package = {"__init__.py": render("hub/package.py.j2", mark=MARK)}
     package |= {f"{name}.py": render(f"hub/{name}.py.j2", **values) for name in _OWN}
     return package | {f"kernels/{path}": text for path, text in kernels.items()}
@@ -106,8 +107,11 @@ def _alone(instance: Instance) -> Instance:
     def alone(tile: Tile, other: Tile) -> Tile:
         return other if tile.pipeline is Pipeline.SPREAD else tile
 
-    by_rows = [(arch, map(alone, these.by_rows, others.by_rows)) for arch, these in instance.tiles]
-    return replace(instance, tiles=tuple((arch, Tiles(many, few, some=some)) for arch, (few, some, many) in by_rows))
+    def tiles(these: Tiles) -> Tiles:
+        few, some, many = map(alone, these.by_rows, others.by_rows)
+        return Tiles(many, few, some=some, ragged=alone(these.ragged or many, many))
+
+    return replace(instance, tiles=tuple((arch, tiles(these)) for arch, these in instance.tiles))
 
 
 def _metadata(unique: str, backend: str, files: Mapping[str, str]) -> str:

@@ -62,12 +62,14 @@ class Tiles:
         small: for a few.
         invariant: for every M, where the bits of a row may not depend on it; None takes the one for many.
         some: for more than a few rows that hardly fill a GPU; None takes the one for many.
+        ragged: for many rows that leave lanes of the one for many idle, as `filling.is_ragged` has it; None takes that.
     """
 
     large: Tile
     small: Tile
     invariant: Tile | None = None
     some: Tile | None = None
+    ragged: Tile | None = None
 
     @property
     def for_every_m(self) -> Tile:
@@ -82,12 +84,12 @@ class Tiles:
     @property
     def every(self) -> tuple[Tile, ...]:
         """Each tile once."""
-        return tuple(dict.fromkeys((*self.by_rows, self.for_every_m)))
+        return tuple(dict.fromkeys((*self.by_rows, self.for_every_m, self.ragged or self.large)))
 
     @property
     def row(self) -> tuple[tuple[str | int, ...], ...]:
-        """The tiles as dispatch tables have them; of the last two, those at the end that are the first are left out."""
-        tiles = [self.large, self.small, self.for_every_m, self.some or self.large]
+        """The tiles as dispatch tables have them; of the last three, any at the end that are the first are left out."""
+        tiles = [self.large, self.small, self.for_every_m, self.some or self.large, self.ragged or self.large]
         while len(tiles) > 2 and tiles[-1] == self.large:
             tiles.pop()
         return tuple(tile.row for tile in tiles)

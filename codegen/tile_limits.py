@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .instance import Bucket, Tile
 from .staging import copies, most_stages
-from .tiling import MOST_RESIDENT_WARPS, MOST_WARPS, WARP, Load, TileClass
+from .tiling import MOST_RESIDENT_WARPS, MOST_WARPS, WARP, Load, TileClass, power_of_two
 from .values import Direction, Pipeline
 
 # Programs that share a row exchange its means rounded to fp32. At 1e4 that is off by 5e-4, below any noise that 16 bits
@@ -98,8 +98,13 @@ def _why_not_walked(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:
             f"held is {tile.held}; only forward two_pass of modes that move x and y alone keeps chunks, "
             f"{tile.block} columns each, and no more than the shortest row of {bucket} has; leave held out"
         )
-    if tile.pipeline is Pipeline.ROWS and (bucket.last is None or tile.block < bucket.last):
-        return f"pipeline rows takes whole rows: block is {tile.block} and rows are {bucket} long; take another"
+    if tile.pipeline is Pipeline.ROWS and bucket.last is None:
+        return f"pipeline rows holds rows in registers and {bucket} has no cap; take two_pass"
+    if tile.pipeline is Pipeline.ROWS and tile.block < (bucket.last or 0) and not may_cut(kind):
+        return (
+            f"pipeline rows takes whole rows of {kind.name}: block is {tile.block} and rows are {bucket} long; "
+            f"write block: {power_of_two(bucket.last or 1)}, or take another"
+        )
     if tile.pipeline is Pipeline.ONE_PASS and bucket.last is None:
         return f"pipeline one_pass holds a row in registers and {bucket} has no cap; take two_pass"
     is_tiled = tile.pipeline is Pipeline.TWO_PASS and kind.direction is Direction.BACKWARD
@@ -113,6 +118,11 @@ def _why_not_walked(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:
     return None
 
 
+def may_cut(kind: TileClass) -> bool:
+    """Whether kernels of several rows a program take their columns in chunks: none may end within a group of scales."""
+    return kind.direction is Direction.FORWARD and kind.load in (Load.PLAIN, Load.ADD, Load.QUANT)
+
+
 def _why_not_sized(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:
     """Why chunks are too narrow or too many for a kernel to be compiled."""
     name = tile.pipeline.value
@@ -120,10 +130,11 @@ def _why_not_sized(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:
     if tile.block < least:
         return f"block is {tile.block}; {kind.direction.title} {name} takes {least} columns or more"
     chunks = max(tile.held, 1)
-    if tile.pipeline is Pipeline.ONE_PASS:
+    holds_rows = tile.pipeline in (Pipeline.ROWS, Pipeline.ONE_PASS)
+    if holds_rows:
         chunks = -(-(bucket.last or 1) // tile.block)
     if chunks > _MOST_CHUNKS:
-        wider = "write a wider block" if tile.pipeline is Pipeline.ONE_PASS else f"write held: {_MOST_CHUNKS} or less"
+        wider = "write a wider block" if holds_rows else f"write held: {_MOST_CHUNKS} or less"
         return f"a program would hold {chunks} chunks, each written out in the machine code; {wider}"
     values = tile.rows * tile.block * chunks
     if values > _MOST_VALUES * WARP * tile.warps:

@@ -17,7 +17,7 @@ from .errors import TileTableError
 from .groups import AnyMode, GroupMode
 from .instance import ANY, Bucket, Tile, Tiles
 from .ladder import read_range
-from .tile_limits import why_not
+from .tile_limits import may_cut, why_not
 from .tiling import EVERY_CLASS, TileClass, class_of, generic_tiles
 from .values import Pipeline
 from .words import unknown
@@ -26,7 +26,7 @@ FOLDER = Path(__file__).resolve().parent / "tiles"
 
 _DOCUMENT = DocumentKind(
     "table of tiles",
-    "a table of tiles is classes of first..last: {large: tile, small: tile, invariant and some: tile or left out}",
+    "a table of tiles is classes of first..last: {large: tile, small: tile, and invariant, some, ragged: tile or none}",
     "measure one with normforge tune --out FILE",
     TileTableError,
 )
@@ -78,7 +78,10 @@ def tiles_of(
         return ((ANY, generic), *((arch, generic) for arch in known))
     return (
         (ANY, generic),
-        *((arch, _fitting(mode, table.find(kind, bucket) or generic, generic)) for arch, table in known.items()),
+        *(
+            (arch, _fitting(mode, bucket, table.find(kind, bucket) or generic, generic))
+            for arch, table in known.items()
+        ),
     )
 
 
@@ -103,15 +106,21 @@ def lean(tiles: Tiles) -> Tiles:
     return Tiles(**own)
 
 
-def _fitting(mode: AnyMode, measured: Tiles, generic: Tiles) -> Tiles:
-    """Tiles as measured, but for those that a mode has no kernel for: with dropout no rows are spread."""
+def _fitting(mode: AnyMode, bucket: Bucket, measured: Tiles, generic: Tiles) -> Tiles:
+    """Tiles as measured, but for those that a mode has no kernel for: with dropout no rows are spread.
+
+    Nor are tiles of another class taken that cut rows where the mode's may not be.
+    """
+    may_be_cut = may_cut(class_of(mode))
 
     def fitting(own: Tile, rule: Tile) -> Tile:
-        return own if own.pipeline in mode.pipelines else rule
+        cuts = own.pipeline is Pipeline.ROWS and own.block < (bucket.last or 0)
+        return own if own.pipeline in mode.pipelines and (may_be_cut or not cuts) else rule
 
     few, some, many = map(fitting, measured.by_rows, generic.by_rows)
     invariant = fitting(invariant_tile(measured, generic), generic.large)
-    return lean(Tiles(many, few, invariant, some))
+    ragged = fitting(measured.ragged, many) if measured.ragged and may_be_cut else None
+    return lean(Tiles(many, few, invariant, some, ragged))
 
 
 @cache

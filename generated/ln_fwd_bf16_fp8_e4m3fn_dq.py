@@ -57,42 +57,64 @@ def ln_fwd_bf16_fp8_e4m3fn_dq_rows(
     """Several rows a program."""
     wait_for_launch_ahead(PDL)
     rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    cols = tl.arange(0, BLOCK)[None, :]
+    lanes = tl.arange(0, BLOCK)[None, :]
     row_mask = rows < M
-    col_mask = cols < N if N < BLOCK else None
-    mask = row_mask & col_mask if N < BLOCK else row_mask
     x_ptr += row_offset(rows, x_row_stride, ROW_ALIGNMENT)
     y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
 
     # Operands come before the rows: both are then waited for once.
-    weight = load_columns(weight_ptr, cols, col_mask)
-    bias = load_columns(bias_ptr, cols, col_mask)
+    weights = load_columns(weight_ptr, lanes, N, BLOCK)
+    biases = load_columns(bias_ptr, lanes, N, BLOCK)
 
-    # Load the rows.
-    s = load_chunk(x_ptr, cols, mask)
+    # Load the rows; every chunk of their columns stays in registers.
+    chunks = ()
+    total = None
+    for start in tl.static_range(0, N, BLOCK):
+        cols = start + lanes
+        mask = row_mask & (cols < N) if start + BLOCK > N else row_mask
+        s = load_chunk(x_ptr, cols, mask)
+        chunks += (s,)
+        total = s if total is None else total + s
 
     # Statistics.
-    pivot = tl.sum(s, axis=1, keep_dims=True) / N
-    centred = centre(s, pivot, col_mask)
-    deviations = sums_of_four(centred, ROW_ALIGNMENT)
-    squares = sums_of_four(centred * centred, ROW_ALIGNMENT)
+    pivot = tl.sum(total, axis=1, keep_dims=True) / N
+    deviations = None
+    squares = None
+    for start in tl.static_range(0, N, BLOCK):
+        cols = start + lanes
+        col_mask = cols < N if start + BLOCK > N else None
+        centred = centre(chunks[start // BLOCK], pivot, col_mask)
+        deviations = centred if deviations is None else deviations + centred
+        squares = centred * centred if squares is None else squares + centred * centred
+    deviations = sums_of_four(deviations, ROW_ALIGNMENT)
+    squares = sums_of_four(squares, ROW_ALIGNMENT)
     shift, variance = row_moments(deviations, squares, N, 1)
     rstd = tl.rsqrt(variance + eps)
 
-    # Scale.
-    y = (s - pivot - shift) * rstd
-    if weight_ptr is not None:
-        y *= weight.to(tl.float32)
-    if bias_ptr is not None:
-        y += bias.to(tl.float32)
+    # Scale, and keep each row's amax.
+    outputs = ()
+    amax_bits = None
+    for start in tl.static_range(0, N, BLOCK):
+        cols = start + lanes
+        col_mask = cols < N if start + BLOCK > N else None
+        y = (chunks[start // BLOCK] - pivot) * rstd - shift * rstd
+        if weight_ptr is not None:
+            y *= weights[start // BLOCK].to(tl.float32)
+        if bias_ptr is not None:
+            y += biases[start // BLOCK].to(tl.float32)
+        chunk_bits = magnitude_bits(y, col_mask)
+        amax_bits = chunk_bits if amax_bits is None else tl.maximum(amax_bits, chunk_bits)
+        outputs += (y,)
 
     # Quantise each row by its amax.
-    amax_bits = tl.max(magnitude_bits(y, col_mask), axis=1, keep_dims=True)
-    y_scale = row_scale(amax_bits, 448.0, tl.float32)
+    y_scale = row_scale(tl.max(amax_bits, axis=1, keep_dims=True), 448.0, tl.float32)
     tl.store(y_scale_ptr + rows, y_scale, mask=row_mask)
     inverse_scale = tl.div_rn(1.0, y_scale)
-    q = to_fp8_e4m3fn(y * inverse_scale, y_ptr.dtype.element_ty)
-    store_chunk(y_ptr, cols, q, mask)
+    for start in tl.static_range(0, N, BLOCK):
+        cols = start + lanes
+        mask = row_mask & (cols < N) if start + BLOCK > N else row_mask
+        q = to_fp8_e4m3fn(outputs[start // BLOCK] * inverse_scale, y_ptr.dtype.element_ty)
+        store_chunk(y_ptr, cols, q, mask)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)

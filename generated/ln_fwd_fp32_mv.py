@@ -50,29 +50,46 @@ def ln_fwd_fp32_mv_rows(
     """Several rows a program."""
     wait_for_launch_ahead(PDL)
     rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    cols = tl.arange(0, BLOCK)[None, :]
+    lanes = tl.arange(0, BLOCK)[None, :]
     row_mask = rows < M
-    col_mask = cols < N if N < BLOCK else None
-    mask = row_mask & col_mask if N < BLOCK else row_mask
     x_ptr += row_offset(rows, x_row_stride, ROW_ALIGNMENT)
     y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
 
-    # Load the rows.
-    s = load_chunk(x_ptr, cols, mask)
+    # Load the rows; every chunk of their columns stays in registers.
+    chunks = ()
+    total = None
+    for start in tl.static_range(0, N, BLOCK):
+        cols = start + lanes
+        mask = row_mask & (cols < N) if start + BLOCK > N else row_mask
+        s = load_chunk(x_ptr, cols, mask)
+        chunks += (s,)
+        total = s if total is None else total + s
 
     # Statistics.
-    pivot = tl.sum(s, axis=1, keep_dims=True) / N
-    centred = centre(s, pivot, col_mask)
-    deviations = sums_of_four(centred, ROW_ALIGNMENT)
-    squares = sums_of_four(centred * centred, ROW_ALIGNMENT)
+    pivot = tl.sum(total, axis=1, keep_dims=True) / N
+    deviations = None
+    squares = None
+    for start in tl.static_range(0, N, BLOCK):
+        cols = start + lanes
+        col_mask = cols < N if start + BLOCK > N else None
+        centred = centre(chunks[start // BLOCK], pivot, col_mask)
+        deviations = centred if deviations is None else deviations + centred
+        squares = centred * centred if squares is None else squares + centred * centred
+    deviations = sums_of_four(deviations, ROW_ALIGNMENT)
+    squares = sums_of_four(squares, ROW_ALIGNMENT)
     shift, variance = row_moments(deviations, squares, N, 1)
     rstd = tl.rsqrt(variance + eps)
     tl.store(mean_ptr + rows, pivot + shift, mask=row_mask)
     tl.store(rstd_ptr + rows, rstd, mask=row_mask)
 
     # Scale and store.
-    y = scale_and_shift((s - pivot - shift) * rstd, weight_ptr, bias_ptr, cols, col_mask)
-    store_chunk(y_ptr, cols, y, mask)
+    for start in tl.static_range(0, N, BLOCK):
+        cols = start + lanes
+        col_mask = cols < N if start + BLOCK > N else None
+        mask = row_mask & (cols < N) if start + BLOCK > N else row_mask
+        y = (chunks[start // BLOCK] - pivot) * rstd - shift * rstd
+        y = scale_and_shift(y, weight_ptr, bias_ptr, cols, col_mask)
+        store_chunk(y_ptr, cols, y, mask)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)

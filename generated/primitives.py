@@ -883,9 +883,25 @@ def load_vector(ptr, cols, mask):
 
 
 @triton.jit
-def load_columns(ptr, cols, mask):
-    """Start loading some columns of an (N,) operand, if there is one, before they are needed."""
-    return load_vector(ptr, cols, mask) if ptr is not None else ()
+def load_columns(ptr, lanes, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Start loading an (N,) operand, if there is one, before it is needed: in chunks, in the shape of `lanes`."""
+    chunks = ()
+    if ptr is not None:
+        for start in tl.static_range(0, N, BLOCK):
+            cols = start + lanes
+            chunks += (load_vector(ptr, cols, cols < N if start + BLOCK > N else None),)
+    return chunks
+
+
+@triton.jit
+def load_chunks_of_rows(ptr, lanes, row_mask, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Start loading rows before they are needed, in chunks that keep their element type."""
+    chunks = ()
+    for start in tl.static_range(0, N, BLOCK):
+        cols = start + lanes
+        mask = row_mask & (cols < N) if start + BLOCK > N else row_mask
+        chunks += (load_vector(ptr, cols, mask),)
+    return chunks
 
 
 @triton.jit

@@ -47,27 +47,42 @@ def rms_fwd_bf16_addst_mv_rows(
     """Several rows a program."""
     wait_for_launch_ahead(PDL)
     rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    cols = tl.arange(0, BLOCK)[None, :]
+    lanes = tl.arange(0, BLOCK)[None, :]
     row_mask = rows < M
-    col_mask = cols < N if N < BLOCK else None
-    mask = row_mask & col_mask if N < BLOCK else row_mask
     x_ptr += row_offset(rows, x_row_stride, ROW_ALIGNMENT)
     residual_ptr += row_offset(rows, residual_row_stride, ROW_ALIGNMENT)
     y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
     residual_out_ptr += row_offset(rows, residual_out_row_stride, ROW_ALIGNMENT)
 
-    # Load the rows.
-    s = load_chunk(x_ptr, cols, mask)
-    s += load_chunk(residual_ptr, cols, mask)
-    store_chunk(residual_out_ptr, cols, s, mask)
+    # Load the rows; every chunk of their columns stays in registers.
+    chunks = ()
+    squares = None
+    for start in tl.static_range(0, N, BLOCK):
+        cols = start + lanes
+        mask = row_mask & (cols < N) if start + BLOCK > N else row_mask
+        s = load_chunk(x_ptr, cols, mask)
+        s += load_chunk(residual_ptr, cols, mask)
+        chunks += (s,)
+        squares = s * s if squares is None else squares + s * s
+
+    # Store the sum; no load above could be moved up over it.
+    for start in tl.static_range(0, N, BLOCK):
+        cols = start + lanes
+        mask = row_mask & (cols < N) if start + BLOCK > N else row_mask
+        store_chunk(residual_out_ptr, cols, chunks[start // BLOCK], mask)
 
     # Statistics.
-    rstd = tl.rsqrt(tl.sum(s * s, axis=1, keep_dims=True) / N + eps)
+    rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / N + eps)
     tl.store(rstd_ptr + rows, rstd, mask=row_mask)
 
     # Scale and store.
-    y = scale(s * rstd, weight_ptr, weight_offset, cols, col_mask)
-    store_chunk(y_ptr, cols, y, mask)
+    for start in tl.static_range(0, N, BLOCK):
+        cols = start + lanes
+        col_mask = cols < N if start + BLOCK > N else None
+        mask = row_mask & (cols < N) if start + BLOCK > N else row_mask
+        y = chunks[start // BLOCK] * rstd
+        y = scale(y, weight_ptr, weight_offset, cols, col_mask)
+        store_chunk(y_ptr, cols, y, mask)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)

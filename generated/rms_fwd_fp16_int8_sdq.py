@@ -15,7 +15,6 @@ from .primitives import (
     load_columns,
     load_early,
     load_swept,
-    load_vector,
     magnitude_bits,
     operand_chunk,
     row_offset,
@@ -49,36 +48,51 @@ def rms_fwd_fp16_int8_sdq_rows(
     """Several rows a program."""
     wait_for_launch_ahead(PDL)
     rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    cols = tl.arange(0, BLOCK)[None, :]
+    lanes = tl.arange(0, BLOCK)[None, :]
     row_mask = rows < M
-    col_mask = cols < N if N < BLOCK else None
-    mask = row_mask & col_mask if N < BLOCK else row_mask
     x_ptr += row_offset(rows, x_row_stride, ROW_ALIGNMENT)
     y_ptr += row_offset(rows, y_row_stride, ROW_ALIGNMENT)
 
     # Operands come before the rows: both are then waited for once.
-    weight = load_columns(weight_ptr, cols, col_mask)
-    smooth_scale = load_vector(smooth_scale_ptr, cols, col_mask)
+    weights = load_columns(weight_ptr, lanes, N, BLOCK)
+    smooth_scales = load_columns(smooth_scale_ptr, lanes, N, BLOCK)
 
-    # Load the rows.
-    s = load_chunk(x_ptr, cols, mask)
+    # Load the rows; every chunk of their columns stays in registers.
+    chunks = ()
+    squares = None
+    for start in tl.static_range(0, N, BLOCK):
+        cols = start + lanes
+        mask = row_mask & (cols < N) if start + BLOCK > N else row_mask
+        s = load_chunk(x_ptr, cols, mask)
+        chunks += (s,)
+        squares = s * s if squares is None else squares + s * s
 
     # Statistics.
-    rstd = tl.rsqrt(tl.sum(s * s, axis=1, keep_dims=True) / N + eps)
+    rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / N + eps)
 
-    # Scale.
-    y = s * rstd
-    if weight_ptr is not None:
-        y *= weight.to(tl.float32) + weight_offset
-    y *= smooth_scale.to(tl.float32)
+    # Scale, and keep each row's amax.
+    outputs = ()
+    amax_bits = None
+    for start in tl.static_range(0, N, BLOCK):
+        cols = start + lanes
+        col_mask = cols < N if start + BLOCK > N else None
+        y = chunks[start // BLOCK] * rstd
+        if weight_ptr is not None:
+            y *= weights[start // BLOCK].to(tl.float32) + weight_offset
+        y *= smooth_scales[start // BLOCK].to(tl.float32)
+        chunk_bits = magnitude_bits(y, col_mask)
+        amax_bits = chunk_bits if amax_bits is None else tl.maximum(amax_bits, chunk_bits)
+        outputs += (y,)
 
     # Quantise each row by its amax.
-    amax_bits = tl.max(magnitude_bits(y, col_mask), axis=1, keep_dims=True)
-    y_scale = row_scale(amax_bits, 127.0, tl.float32)
+    y_scale = row_scale(tl.max(amax_bits, axis=1, keep_dims=True), 127.0, tl.float32)
     tl.store(y_scale_ptr + rows, y_scale, mask=row_mask)
     inverse_scale = tl.div_rn(1.0, y_scale)
-    q = to_int8(y * inverse_scale, y_ptr.dtype.element_ty)
-    store_chunk(y_ptr, cols, q, mask)
+    for start in tl.static_range(0, N, BLOCK):
+        cols = start + lanes
+        mask = row_mask & (cols < N) if start + BLOCK > N else row_mask
+        q = to_int8(outputs[start // BLOCK] * inverse_scale, y_ptr.dtype.element_ty)
+        store_chunk(y_ptr, cols, q, mask)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)

@@ -50,7 +50,7 @@ def solve(problem: Problem, machine: Machine, *, validate: bool, warmup: int, re
     run = prepare(problem, machine.device)
 
     def pipeline() -> Pipeline:
-        return run.entry().tile(problem.rows, architecture(machine.device)).pipeline
+        return run.entry().tile(problem.rows, problem.n, architecture(machine.device)).pipeline
 
     return measured(run, pipeline, machine, validate=validate, warmup=warmup, repeat=repeat)
 

@@ -114,7 +114,9 @@ def solve(problem: GroupProblem, machine: Machine, *, validate: bool, warmup: in
     def pipeline() -> Pipeline:
         target = target_of(machine.device)
         entry = dispatch.find(problem.mode, problem.size.group_length)
-        tile, _ = choose(problem.mode, problem.size, entry.choices(problem.rows, target.arch), target)
+        tile, _ = choose(
+            problem.mode, problem.size, entry.choices(problem.rows, problem.size.group_length, target.arch), target
+        )
         return tile.pipeline
 
     run = prepare(problem, machine.device)

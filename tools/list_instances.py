@@ -35,19 +35,21 @@ def main(argv: Sequence[str], prog: str) -> int:
             parser.error(f"no instance matches {glob!r}; the nearest are {', '.join(near)}")
     shown = [entry for entry in entries if not globs or any(fnmatchcase(entry.name, glob) for glob in globs)]
     few, some = entries[0].small_m, entries[0].some_m
-    # A column for some rows where they have tiles of their own.
+    # A column for ragged rows, and for some, where they have tiles of their own.
     between = [f"{few + 1} to {some} rows"] if any(entry.tiles_on(arch).some for entry in shown) else []
+    ragged = ["of ragged lengths"] if any(entry.tiles_on(arch).ragged for entry in shown) else []
     most = some if between else few
-    headers = ["instance", "N", f"more than {most} rows", *between, f"{few} rows or fewer", "batch invariant"]
-    print(tabulate([_row(entry, arch, bool(between)) for entry in shown], headers, disable_numparse=True))
+    headers = ["instance", "N", f"more than {most} rows", *ragged, *between, f"{few} rows or fewer", "batch invariant"]
+    rows = [_row(entry, arch, bool(ragged), bool(between)) for entry in shown]
+    print(tabulate(rows, headers, disable_numparse=True))
     print(f"\n{len(shown)} of {len(entries)} instances")
     return 0
 
 
-def _row(entry: Entry, arch: str, between: bool) -> tuple[str, ...]:
+def _row(entry: Entry, arch: str, ragged: bool, between: bool) -> tuple[str, ...]:
     tiles = entry.tiles_on(arch)
     few, some, many = tiles.by_rows
-    shown = (many, *([some] if between else []), few, tiles.for_every_m)
+    shown = (many, *([tiles.ragged or many] if ragged else []), *([some] if between else []), few, tiles.for_every_m)
     return entry.name, f"{entry.first}..{entry.last or ''}", *map(_tile, shown)
 
 

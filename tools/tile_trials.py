@@ -17,7 +17,7 @@ from ..codegen.candidates import candidates
 from ..codegen.groups import Activation, AnyMode, GroupMode
 from ..codegen.instance import Bucket, Tile, Tiles
 from ..codegen.model import Mode
-from ..codegen.tiling import GROUP_LAYOUTS, Load, TileClass
+from ..codegen.tiling import GROUP_LAYOUTS, Load, TileClass, power_of_two
 from ..codegen.values import Direction, DType, FusedAdd, FusedQuant, Gating, Norm, ScaleGroup
 from ..kernels.gpu import architecture, target_of
 from ..selection import dispatch, on_demand
@@ -80,11 +80,17 @@ class Size(Enum):
     SMALL = "small"
     INVARIANT = "invariant"
     SOME = "some"
+    RAGGED = "ragged"
 
     @property
     def candidates(self) -> tuple[bool, ...]:
         """Whose candidates it has: those for few rows, or for many."""
-        return {Size.LARGE: (False,), Size.SMALL: (True,)}.get(self, (False, True))
+        return {Size.LARGE: (False,), Size.SMALL: (True,), Size.RAGGED: (False,)}.get(self, (False, True))
+
+    @property
+    def yields(self) -> bool:
+        """Whether the tile for many rows serves unless another is faster."""
+        return self in (Size.SOME, Size.RAGGED)
 
 
 class Timer(Enum):
@@ -132,7 +138,8 @@ class Case:
             for n in group_run.LENGTHS:
                 if n in self.bucket:
                     return n
-        return self.bucket.last or max(UNCAPPED_LENGTH, self.bucket.first)
+        longest = self.bucket.last or max(UNCAPPED_LENGTH, self.bucket.first)
+        return self._unfilling or longest if self.size is Size.RAGGED else longest
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -141,11 +148,19 @@ class Case:
         Of LayerNorm's tiles for 16385..32768, one takes 137 us of 32768 columns on an H200 and another 138; of 18432
         columns the former takes 169 us and the latter 142.
         """
-        if self.kind.is_grouped or self.size not in (Size.LARGE, Size.SOME) or self.bucket.last is None:
-            return (self.n,)
-        first, last = self.bucket.first, self.bucket.last
+        shorter = self._unfilling if self.size in (Size.LARGE, Size.SOME) else None
+        return (self.n,) if shorter is None else (self.n, shorter)
+
+    @property
+    def _unfilling(self) -> int | None:
+        """A length a quarter up the bucket, if it is another than its longest."""
+        if self.kind.is_grouped or self.bucket.last is None:
+            return None
+        last = self.bucket.last
+        # For rows half as long as the longest a tile is narrowed.
+        first = max(self.bucket.first, power_of_two(last) // 2 + 1)
         shorter = (first + (last - first) // 4) // _UNFILLED * _UNFILLED + _UNFILLED // 2
-        return (self.n, shorter) if first <= shorter < last else (self.n,)
+        return shorter if first <= shorter < last else None
 
     @cached_property
     def mode(self) -> AnyMode:
@@ -205,7 +220,13 @@ class Case:
         arch = architecture(device)
         tiles = self.entry().tiles_on(arch)
         few, some, large = tiles.by_rows
-        present = {Size.LARGE: large, Size.SMALL: few, Size.SOME: some, Size.INVARIANT: tiles.for_every_m}[self.size]
+        present = {
+            Size.LARGE: large,
+            Size.SMALL: few,
+            Size.SOME: some,
+            Size.RAGGED: tiles.ragged or large,
+            Size.INVARIANT: tiles.for_every_m,
+        }[self.size]
         asked = self.size.candidates
         found = [tile for few in asked for tile in candidates(self.kind, self.bucket, self.n, arch, few=few)]
         if self.size is Size.INVARIANT:
@@ -234,8 +255,12 @@ class Row:
 
     @property
     def cases(self) -> tuple[Case, ...]:
-        """What tiles are sought for."""
-        return tuple(Case(self.kind, self.bucket, size) for size in self.sizes)
+        """What tiles are sought for; only kernels of rows, forward, have one for lengths that fill none."""
+        takes_ragged = (
+            self.bucket.last is not None and self.kind.direction is Direction.FORWARD and not self.kind.is_grouped
+        )
+        sizes = [size for size in self.sizes if takes_ragged or size is not Size.RAGGED]
+        return tuple(Case(self.kind, self.bucket, size) for size in sizes)
 
     def trials(self, device: torch.device) -> list[Trial]:
         """Every kernel that has to be compiled: a tile is once, whether for few rows or for many."""
@@ -254,8 +279,8 @@ class Row:
         return found
 
     def _many(self, case: Case, device: torch.device, found: list[Outcome]) -> Tile | None:
-        """The tile for many rows, if a case is of some: as just found, as kept or as in use."""
-        if case.size is not Size.SOME:
+        """The tile for many rows, if that may serve a case: as just found, as kept or as in use."""
+        if not case.size.yields:
             return None
         won = [each.winner.tile for each in found if each.case.size is Size.LARGE and each.winner is not None]
         return won[0] if won else (self.kept or case.entry().tiles_on(architecture(device))).large
@@ -350,15 +375,15 @@ def decide(
 ) -> Outcome:
     """Try every tile of a case and take the fastest whose outputs are right.
 
-    Of those for every M, whatever takes little longer than the fastest of many rows is sought for a few. For some rows
-    it is the tile for many, unless another beats it by `MARGIN`.
+    Of those for every M, whatever takes little longer than the fastest of many rows is sought for a few. For some rows,
+    and for ragged ones, it is the tile for many, unless another beats it by `MARGIN`.
 
     Args:
         case: what a tile is sought for.
         device: the GPU.
         sizes: how many rows.
         advance: called when a tile has been tried.
-        many: of some rows, the tile for many, which serves them if they get none.
+        many: of some rows or ragged ones, the tile for many, which serves them if they get none.
     """
     rows = case.rows(sizes)
     times: dict[Tile, float] = {}

@@ -40,10 +40,10 @@ _KERNELS_EACH = 4
 
 _DESCRIPTION = """\
 Measure candidate tiles on this GPU and print which won, beside the tile in use now. Rows are as long as the longest of
-a range, and where they are many or some also a quarter up it, a length that fills no chunk. With --out, write the
-winners into a table, which a generator takes: python generate.py --tiles FILE, or by itself from codegen/tiles/ of a
-checkout. What the table holds of other classes and row lengths stays, and so does the comment that it begins with. With
---sizes other tiles of its rows stay too, and only rows that it has are measured.
+a range, and where they are many or some also a quarter up it, a length that fills no chunk; ragged ones are of that
+length alone. With --out, write the winners into a table, which a generator takes: python generate.py --tiles FILE, or
+by itself from codegen/tiles/ of a checkout. What the table holds of other classes and row lengths stays, and so does
+the comment that it begins with. With --sizes other tiles of its rows stay too, and only rows that it has are measured.
 
 A row of the table, a class and a range of row lengths, is written when it has been measured, and every time with it in
 a report. A run that is interrupted, or has spent its --minutes, loses no row; the same command with --resume goes on.

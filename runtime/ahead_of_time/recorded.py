@@ -89,7 +89,7 @@ def _of_rows(kind: CallKind, mode: Mode, target: Target) -> Iterator[tuple[Entry
     facts = Facts.of(family, mode, n, target, dtypes, strides, further, misaligned, invariant=kind.invariant)
     entry = dispatch.find(mode, n)
     m = entry.least_rows()[kind.rows]
-    made = assemble(facts, entry.choices(m, target.arch), m, few=kind.rows == FEW)
+    made = assemble(facts, entry.choices(m, n, target.arch), m, few=kind.rows == FEW)
     for recipe in (*made.walkers, *([made.finisher] if made.finisher else ())):
         yield entry, launcher_of(entry, recipe, target, None)
 

@@ -169,7 +169,7 @@ class GroupPlan:
 
     def _prepare(self, size: int, samples: int) -> Prepared:
         kind, shape, target = self.kind, self.shape, self.target
-        choices = self.entry.choices(samples * kind.groups, target.arch)
+        choices = self.entry.choices(samples * kind.groups, shape.group_length, target.arch)
         tile, cut = choose(kind.mode, shape, choices, target)
         if self.entry.is_invariant:
             refuse_variant(kind.mode, tile, shape.group_length, samples * kind.groups)

@@ -172,7 +172,7 @@ class Plan:
 
     def _prepare(self, size: int, m: int) -> Prepared:
         facts, on = self._facts, self._launches_on
-        made = assemble(facts, self._entry.choices(m, self._target.arch), m, few=ROWS[size] == FEW)
+        made = assemble(facts, self._entry.choices(m, self.n, self._target.arch), m, few=ROWS[size] == FEW)
         if on is not None:
             sizes, name = {"n": self.n}, self.mode.name
             dispatch.tell(lambda: kind_of(name, sizes, size, self._dtypes, facts.strides, facts.misaligned))

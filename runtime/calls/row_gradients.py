@@ -24,7 +24,7 @@ from ..kernels.key import pointer_type, row_count_type
 from ..kernels.kinds import kind_of as call_kind_of
 from ..kernels.launcher import Launcher
 from ..kernels.row_walk import RowStride
-from ..kernels.tile_choice import choose, narrowed, refuse_variant, staged
+from ..kernels.tile_choice import choose, refuse_variant, staged
 from ..selection import dispatch
 from ..upstream.torch_allocator import allocator
 from ..upstream.torch_internals import has_tangent
@@ -153,10 +153,10 @@ class GradientPlan:
 
     def _prepare(self, size: int, m: int) -> Prepared:
         (mode, tensors, n, dtypes, strides, misaligned), target = self.kind, self._target
-        choices, invariant = self._entry.choices(m, target.arch), self._entry.is_invariant
+        choices, invariant = self._entry.choices(m, n, target.arch), self._entry.is_invariant
         if invariant:
             misaligned = frozenset(() if pipelines.starts_aligned(n) else [f"{name}_ptr" for name in tensors.with_rows])
-        tile = narrowed(choose(mode, choices, n, target), n)
+        tile = choose(mode, choices, n, target)
         alignment = pipelines.row_alignment(*([n] if invariant else strides))
         told = dict(zip((*tensors.names, *tensors.sums), dtypes, strict=True))
         read = [dtype.itemsize for dtype in map(told.get, tensors.read) if dtype is not None]

@@ -55,7 +55,7 @@ class _Launches:
         facts = _facts(op, operands, n, target, invariant=self._entry.is_invariant)
         size = self._entry.size(m)
         dispatch.tell(lambda: kind_of(op.mode.name, {"n": n}, size, _dtypes(op, operands), facts.strides, ()))
-        self._made: Assembly = assemble(facts, self._entry.choices(m, target.arch), m, few=ROWS[size] == FEW)
+        self._made: Assembly = assemble(facts, self._entry.choices(m, n, target.arch), m, few=ROWS[size] == FEW)
         self._programs = self._made.programs(m)
         # y as bytes, where kernels encode fp8 themselves.
         self._as_bytes = {"y_ptr": "uint8"} if in_software(op.mode.dtype_out, target) else {}

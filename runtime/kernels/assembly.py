@@ -18,7 +18,7 @@ from . import pipelines
 from .gpu import Target, scale_warps
 from .key import KernelKey, Word, integer_type, pointer_type, row_count_type
 from .row_walk import RowStride, RowWalk
-from .tile_choice import choose, narrowed, refuse_variant, staged, takes_window, window_tile
+from .tile_choice import choose, refuse_variant, staged, takes_window, window_tile
 
 if TYPE_CHECKING:
     from ..upstream.triton_launcher import Grid
@@ -229,7 +229,7 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
     """
     mode, n, target, strides = facts.mode, facts.n, facts.target, facts.strides
     alignment = pipelines.row_alignment(*([n] if facts.invariant else strides.values()))
-    tile = narrowed(choose(mode, choices, n, target), n)
+    tile = choose(mode, choices, n, target)
     if mode.is_backward:
         is_paired = pipelines.is_paired(n, alignment, facts.misaligned)
         tile = staged(tile, choices[-1], n, facts.itemsizes, is_paired, target)

@@ -10,7 +10,7 @@ from ..codegen.groups import AnyMode
 from ..codegen.instance import Tile
 from ..codegen.model import Mode
 from ..codegen.staging import most_stages
-from ..codegen.tiling import WARP, power_of_two
+from ..codegen.tiling import WARP
 from ..codegen.values import Norm, Pipeline
 from ..errors import DeviceError, InvarianceError
 from .gpu import Target
@@ -61,21 +61,6 @@ def refuse_variant(mode: AnyMode, tile: Tile, n: int, m: int) -> None:
         raise InvarianceError(
             f"{asked}, and its kernels count {MOST_ROWS_IN_I32} rows, not {m}; split the batch, which changes no bits"
         )
-
-
-# Columns of a tile of several rows: a warp of fewer a row adds up more rows than it has lanes.
-_NARROWEST = 16
-
-
-def narrowed(tile: Tile, n: int) -> Tile:
-    """A tile of several rows, as wide as these are, and of as many more of them: of rows of 64 in a bucket of 128 say.
-
-    Half the lanes of the wider one are idle.
-    """
-    block = max(_NARROWEST, power_of_two(n))
-    if tile.pipeline is not Pipeline.ROWS or block >= tile.block:
-        return tile
-    return replace(tile, rows=tile.rows * tile.block // block, block=block)
 
 
 # The least that hardware copies to shared memory at once, in bytes.

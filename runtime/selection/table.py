@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from ..call_kinds import MOST_ROWS_IN_I32, ROWS
+from ..codegen.filling import is_ragged, narrowed
 from ..codegen.instance import ANY, Tile, Tiles
+from ..codegen.model import Mode
 from ..codegen.tiling import SOME_M
 from ..codegen.values import Part, Pipeline
 from ..errors import TableError
 
 # The table layout this runtime reads; the generator writes the same number as FORMAT.
-FORMAT = 6
+FORMAT = 7
 
 # The module and the symbol of the kernel that adds up what a backward kernel leaves.
 FINALISER = ("finalise", "sum_partials")
@@ -29,7 +31,7 @@ _PIPELINES = tuple(pipeline.value for pipeline in Pipeline)
 
 # As dispatch.py writes a tile: the word for its pipeline, then the other fields of `codegen.instance.Tile` in order.
 _TileRow = tuple[Any, ...]
-# (first, last, bucket, tile for many rows, tile for a few, and those for every M and for some, as `Tiles.row` has them)
+# (first, last, bucket, tile for many rows, for a few, and those that may be left out, as `Tiles.row` has them)
 _Row = tuple[Any, ...]
 _Ladder = tuple[_Row, ...]
 
@@ -86,18 +88,23 @@ class Entry:
         """Whether rows of n elements are within first..last."""
         return self.first <= n and (self.last is None or n <= self.last)
 
-    def tile(self, m: int, arch: str) -> Tile:
-        """How m rows run on an architecture.
+    def tile(self, m: int, n: int, arch: str) -> Tile:
+        """How m rows of n elements run on an architecture.
 
         Args:
             m: rows; all that counts is which class they are of.
+            n: the row length, one that the instance serves.
             arch: "sm_90" or "gfx942", say; one without tiles of its own takes those of `ANY`.
         """
-        return self.tiles_on(arch).by_rows[bisect_left((self.small_m, self.some_m), m)]
+        tiles = self.tiles_on(arch)
+        tile = narrowed(tiles.by_rows[bisect_left((self.small_m, self.some_m), m)], n, self.last)
+        if tiles.ragged is not None and m > self.some_m and is_ragged(Mode.from_name(self.mode), tile, n):
+            return narrowed(tiles.ragged, n, self.last)
+        return tile
 
-    def choices(self, m: int, arch: str) -> tuple[Tile, Tile]:
-        """The tile for m rows on an architecture, and, should the GPU be too small for it, the one for `ANY`."""
-        return self.tile(m, arch), self.tile(m, ANY)
+    def choices(self, m: int, n: int, arch: str) -> tuple[Tile, Tile]:
+        """The tile for m rows of n on an architecture, and, should the GPU be too small for it, the one for `ANY`."""
+        return self.tile(m, n, arch), self.tile(m, n, ANY)
 
     def tiles_on(self, arch: str) -> Tiles:
         """The tiles on an architecture."""
@@ -301,7 +308,7 @@ def _is_ladder(ladder: Any) -> bool:
 
 
 def _is_row(row: Any) -> bool:
-    if not isinstance(row, tuple) or not 5 <= len(row) <= 7:
+    if not isinstance(row, tuple) or not 5 <= len(row) <= 3 + len(fields(Tiles)):
         return False
     first, last, bucket, *tiles = row
     is_range = _is_count(first) and (last is None or (_is_count(last) and first <= last))

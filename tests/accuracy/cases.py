@@ -11,6 +11,8 @@ import torch
 
 from normforge.codegen.instance import ANY, Tile
 from normforge.codegen.model import Mode
+from normforge.codegen.tile_limits import may_cut
+from normforge.codegen.tiling import class_of
 from normforge.codegen.values import (
     Cast,
     Direction,
@@ -163,6 +165,7 @@ ROWS, ONE_PASS, TWO_PASS, SPREAD = Pipeline
 INTERPRETED = {
     Direction.FORWARD: (
         Variant(_tile(ROWS, 4, 128, 1), (100,)),
+        Variant(_tile(ROWS, 8, 32, 1), (100,)),
         Variant(_tile(ONE_PASS, 1, 256, 2), (1001, 1016)),
         Variant(_tile(ONE_PASS, 1, 512, 2), (1000,)),
         Variant(_tile(ONE_PASS, 1, 8192, 32), (16384,)),
@@ -181,6 +184,8 @@ INTERPRETED = {
 COMPILED = {
     Direction.FORWARD: (
         Variant(_tile(ROWS, 4, 128, 1), (100,)),
+        Variant(_tile(ROWS, 8, 32, 1), (100,)),
+        Variant(_tile(ROWS, 2, 512, 4), (2304,)),
         Variant(_tile(ONE_PASS, 1, 1024, 4), (4096, 4099)),
         Variant(_tile(ONE_PASS, 1, 4096, 16), (8192,)),
         Variant(_tile(ONE_PASS, 1, 8192, 32), (16384,)),
@@ -217,7 +222,7 @@ def _compiled(device: torch.device) -> Iterator[Case]:
         for m in (1, entry.small_m + 1, entry.some_m + 1):
             # Not every tile suits every length: programs that wait for one another have to run at once, and rows of an
             # odd length cannot be read in pairs, and so go to registers.
-            tile, generic = choose(mode, entry.choices(m, target.arch), n, target), entry.tile(m, ANY)
+            tile, generic = choose(mode, entry.choices(m, n, target.arch), n, target), entry.tile(m, n, ANY)
             is_left = tile.stages > 1 and n % 2 == 1 and mode.is_backward
             yield Case(mode, n, generic if is_left else tile)
 
@@ -229,12 +234,13 @@ def forced(variants: dict[Direction, tuple[Variant, ...]]) -> Iterator[Case]:
         adjoining = product((*modes[direction], *CAST_MODES[direction], *BESIDE_MODES[direction]), (Layout.ADJOINING,))
         heads = product(_HEAD_MODES[direction], _HEAD_LAYOUTS[direction])
         for (mode, layout), variant in product((*adjoining, *heads), some):
-            if runs(mode, variant.tile):
-                yield from (Case(mode, n, variant.tile, layout) for n in variant.lengths)
+            yield from (Case(mode, n, variant.tile, layout) for n in variant.lengths if runs(mode, variant.tile, n))
 
 
-def runs(mode: Mode, tile: Tile) -> bool:
-    """Whether there is a kernel of a mode for a tile."""
+def runs(mode: Mode, tile: Tile, n: int) -> bool:
+    """Whether there is a kernel of a mode for a tile, and rows of n."""
+    if tile.pipeline is ROWS and tile.block < n and not may_cut(class_of(mode)):
+        return False
     if tile.held and tile.pipeline is TWO_PASS and not mode.streams:
         return False
     is_short = mode.dtype_in.itemsize <= FP16.itemsize

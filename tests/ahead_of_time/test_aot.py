@@ -317,7 +317,7 @@ def test_the_source_is_that_of_the_kernel_and_of_what_it_calls(fresh_table: None
         if changed:
             (folder / changed).write_text((folder / changed).read_text() + "# Another line.\n")
         normforge.load_instances(folder)
-        digests.append(source_digest(dispatch.find(RMS, 64).load(dispatch.find(RMS, 64).tile(1, "sm_90").pipeline)))
+        digests.append(source_digest(dispatch.find(RMS, 64).load(dispatch.find(RMS, 64).tile(1, 64, "sm_90").pipeline)))
     first, again, other, shared = digests
     assert first == again
     assert len({first, other, shared}) == 3

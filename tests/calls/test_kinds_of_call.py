@@ -283,4 +283,4 @@ def test_the_table_calls_as_many_rows_few_as_tiles_were_chosen_for() -> None:
     entry = dispatch.find(Mode(Norm.LAYER, DType.FP32, DType.FP32), N)
     small, _, large = entry.tiles_on("any").by_rows
     assert large != small
-    assert [entry.tile(m, "any") for m in (SMALL_M, SMALL_M + 1)] == [small, large]
+    assert [entry.tile(m, 128, "any") for m in (SMALL_M, SMALL_M + 1)] == [small, large]

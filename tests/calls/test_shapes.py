@@ -112,7 +112,7 @@ def test_no_rows(norm: str, fadd: FusedAdd, fquant: FusedQuant, leading: tuple[i
 def test_no_rows_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty grid is an error on a GPU, and nothing in the interpreter."""
     entry = dispatch.find(Mode(Norm.LAYER, DType.FP32, DType.FP32), N)
-    kernel = entry.load(entry.tile(1, "cpu").pipeline)
+    kernel = entry.load(entry.tile(1, entry.first, "cpu").pipeline)
 
     def launched(grid: object) -> None:
         raise AssertionError(f"launched over {grid}")

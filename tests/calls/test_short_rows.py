@@ -10,9 +10,10 @@ import torch
 
 import normforge
 from normforge.calls import known
+from normforge.codegen.filling import is_ragged, narrowed
 from normforge.codegen.instance import Tile
+from normforge.codegen.model import Mode
 from normforge.codegen.values import Pipeline
-from normforge.kernels.tile_choice import narrowed
 from normforge.selection import dispatch
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -29,12 +30,38 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
 )
 def test_as_many_more_rows_as_they_are_shorter(n: int, rows: int, block: int) -> None:
     tile = Tile(Pipeline.ROWS, 8, 128, 2)
-    assert narrowed(tile, n) == Tile(Pipeline.ROWS, rows, block, 2)
+    assert narrowed(tile, n, 128) == Tile(Pipeline.ROWS, rows, block, 2)
 
 
 def test_a_tile_of_one_row_stays() -> None:
     tile = Tile(Pipeline.ONE_PASS, 1, 128, 1)
-    assert narrowed(tile, 16) == tile
+    assert narrowed(tile, 16, 128) == tile
+
+
+@pytest.mark.parametrize(("n", "rows", "block"), [(100, 8, 32), (65, 8, 32), (64, 16, 16), (40, 16, 16), (3, 16, 16)])
+def test_chunks_are_as_much_narrower_down_to_sixteen_columns(n: int, rows: int, block: int) -> None:
+    assert narrowed(Tile(Pipeline.ROWS, 8, 32, 1), n, 128) == Tile(Pipeline.ROWS, rows, block, 1)
+
+
+# A mode, a tile for many rows, and lengths that fill it, and that do not.
+FILLED: dict[str, tuple[str, Tile, list[int], list[int]]] = {
+    "several rows": ("ln_fwd_bf16", Tile(Pipeline.ROWS, 4, 256, 1), [208, 256], [136, 200]),
+    "masked": ("ln_fwd_bf16", Tile(Pipeline.TWO_PASS, 1, 4096, 4), [3072, 4096, 1000], [2304, 2560]),
+    "a narrow chunk": ("ln_fwd_bf16", Tile(Pipeline.ONE_PASS, 1, 256, 2), [512, 768, 700], [560, 640]),
+    "memory-bound": ("rms_fwd_bf16", Tile(Pipeline.TWO_PASS, 1, 2048, 4), [1536, 1792, 2048], [1104, 1152]),
+    "with an add": ("ln_fwd_bf16_addst", Tile(Pipeline.TWO_PASS, 1, 2048, 8), [3072, 1536], [2304, 1288]),
+    "rows that begin anywhere": ("ln_fwd_bf16_addst", Tile(Pipeline.TWO_PASS, 1, 1024, 8), [2000, 1792], [1800]),
+    "fp32": ("ln_fwd_fp32", Tile(Pipeline.ONE_PASS, 1, 1024, 8), [2048, 2040], [1104]),
+}
+
+
+@pytest.mark.parametrize(("mode", "tile", "filling", "ragged"), FILLED.values(), ids=FILLED)
+def test_what_is_ragged_depends_on_how_many_lanes_are_idle(
+    mode: str, tile: Tile, filling: list[int], ragged: list[int]
+) -> None:
+    lengths = [*filling, *ragged]
+    found = [n for n in lengths if is_ragged(Mode.from_name(mode), tile, n)]
+    assert found == ragged
 
 
 @pytest.mark.parametrize("device", DEVICES)

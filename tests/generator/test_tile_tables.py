@@ -141,7 +141,22 @@ WRONG = {
     "word": (one("{pipeline: rows, rows: two, block: 1, warps: 1}"), "3: fwd_16bit: rows takes a whole number, not th"),
     "power": (one("{pipeline: rows, rows: 3, block: 1024, warps: 1}"), "3: fwd_16bit: rows is 3; it takes a power of"),
     "warps": (one("{pipeline: rows, rows: 1, block: 1024, warps: 64}"), "warps is 64; a program has at most 32"),
-    "cut": (one("{pipeline: rows, rows: 1, block: 512, warps: 1}"), "block is 512 and rows are 1..1024 long; take an"),
+    "cut_backward": (
+        one("{pipeline: rows, rows: 2, block: 512, warps: 1}", kind="bwd_16bit"),
+        "3: bwd_16bit: pipeline rows takes whole rows of bwd_16bit: block is 512 and rows are 1..1024 long; write bl",
+    ),
+    "cut_groups": (
+        one("{pipeline: rows, rows: 2, block: 512, warps: 1}", "1..600", "fwd_16bit_scaled"),
+        "fwd_16bit_scaled: block is 512 and rows are 1..600 long; write block: 1024, or take another",
+    ),
+    "cut_endless": (
+        one("{pipeline: rows, rows: 2, block: 512, warps: 1}", "1.."),
+        "3: fwd_16bit: pipeline rows holds rows in registers and 1.. has no cap; take two_pass",
+    ),
+    "cut_finely": (
+        one("{pipeline: rows, rows: 8, block: 16, warps: 4}"),
+        "3: fwd_16bit: a program would hold 64 chunks, each written out in the machine code; write a wider block",
+    ),
     "held": (one(TILE, "1.."), "3: fwd_16bit: pipeline one_pass holds a row in registers and 1.. has no cap; take two"),
     "rows_one": (
         one("{pipeline: rows, rows: 1, block: 1024, warps: 4}"),
@@ -296,7 +311,11 @@ WRONG |= {
     name: (f"{one(TILE)}    some: {tile}\n", f"5: fwd_16bit: {message}")
     for name, tile, message in (
         ("some_warps", "{pipeline: rows, rows: 2, block: 1024, warps: 64}", "warps is 64; a program has at most 32"),
-        ("some_cut", "{pipeline: rows, rows: 8, block: 512, warps: 4}", "pipeline rows takes whole rows: block is 512"),
+        (
+            "some_cut",
+            "{pipeline: rows, rows: 1, block: 512, warps: 4}",
+            "pipeline rows takes several rows a program and",
+        ),
         ("some_word", "{pipeline: rows, rows: two, block: 1024, warps: 4}", "rows takes a whole number, not"),
     )
 }
@@ -305,6 +324,7 @@ RIGHT = {
     "resident": ("fwd_16bit", "1..", "{pipeline: two_pass, rows: 1, block: 512, warps: 32, resident: 2}"),
     "held": ("fwd_32bit", "1024..", "{pipeline: two_pass, rows: 1, block: 512, warps: 4, resident: 1, held: 2}"),
     "spread": ("fwd_16bit", "1..", "{pipeline: spread, rows: 1, block: 4096, warps: 16, resident: 1, held: 4}"),
+    "cut": ("fwd_16bit_add", "1025..2048", "{pipeline: rows, rows: 2, block: 512, warps: 4}"),
     "stages": (
         "bwd_16bit",
         "1..1024",
@@ -320,7 +340,7 @@ def test_what_is_right_is_read_and_written_as_it_was(
     kind: str, lengths: str, tile: str, table_file: Callable[[str], Path]
 ) -> None:
     text = f"# a remark\n\n{kind}:\n  {lengths}:\n    large: {tile}\n    small: {tile}\n"
-    for whole in (text, f"{text}    some: {tile}\n"):
+    for whole in (text, f"{text}    some: {tile}\n", f"{text}    some: {tile}\n    ragged: {tile}\n"):
         assert write_table(read_table(table_file(whole)), "# a remark") == whole
 
 
@@ -337,7 +357,7 @@ def test_a_tile_for_some_rows_is_in_the_dispatch_table(
         dispatch_file = emit.render_folder(instances)["dispatch.py"]
         assert ("SOME_M = 2048\n" in dispatch_file) == ("SOME_M" in dispatch_file) == expected
         entry = next(iter(load_folder(write(tmp_path / f"made{expected}", instances))))
-        warps = {m: entry.tile(m, "sm_90").warps for m in (256, 257, 2048, 2049)}
+        warps = {m: entry.tile(m, entry.first, "sm_90").warps for m in (256, 257, 2048, 2049)}
         assert warps == {256: 4, 257: 2 if expected else 4, 2048: 2 if expected else 4, 2049: 4}
         module = emit.render_folder(instances)["rms_fwd_bf16.py"]
         assert ("def rms_fwd_bf16_two_pass(" in module) == expected
@@ -490,6 +510,19 @@ def test_what_is_scaled_by_less_than_a_row_takes_quants_tiles_where_none_were_me
     ):
         found = [dict(tiles_of(mode, bucket, {"sm_90": TileTable(each)}))["sm_90"] for each in (table, measured, both)]
         assert [tiles.large for tiles in found] == [tiles.large for tiles in expected]
+
+
+def test_no_class_takes_anothers_tile_that_cuts_rows_where_its_own_may_not_be() -> None:
+    """A chunk may end within a group of scales."""
+    bucket = Bucket("n256", 129, 256)
+    cut, whole = Tile(Pipeline.ROWS, 8, 64, 2), Tile(Pipeline.ROWS, 4, 256, 1)
+    of_rows = Mode(Norm.RMS, DType.BF16, DType.FP8_E4M3FN, fquant=FusedQuant.DYNAMIC)
+    of_groups = replace(of_rows, group_size=ScaleGroup.G128)
+    for measured, expected in ((Tiles(whole, whole, ragged=cut), whole), (Tiles(cut, whole), None)):
+        table = {"sm_90": TileTable({TileClass(Direction.FORWARD, 2, Load.QUANT): ((bucket, measured),)})}
+        assert dict(tiles_of(of_rows, bucket, table))["sm_90"] == measured
+        found = dict(tiles_of(of_groups, bucket, table))["sm_90"]
+        assert found == Tiles(expected or generic_tiles(class_of(of_groups), bucket).large, whole)
 
 
 def test_every_mode_of_a_manifest_has_the_tiles_that_it_has_on_demand(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from normforge.selection import dispatch
 
 def test_no_round_of_a_loop_over_rows_leaves_32_bits() -> None:
     """A loop looks two rounds ahead; a round is of as many programs as ever fit, with as many rows as any tile has."""
-    tiles = [tile for entry in dispatch.loaded() for arch in ("any", "sm_90") for tile in entry.choices(1, arch)]
+    tiles = [
+        tile for entry in dispatch.loaded() for arch in ("any", "sm_90") for tile in entry.choices(1, entry.first, arch)
+    ]
     programs = named_target("sm_100").multiprocessors * MOST_RESIDENT_WARPS
     assert MOST_ROWS_IN_I32 + 2 * programs * max(tile.rows for tile in tiles) < 2**31
     assert row_count_type(MOST_ROWS_IN_I32) == "i32"

@@ -74,7 +74,7 @@ def test_where_launches_are_plain_no_program_waits_for_another(mode: str) -> Non
     target = named_target("sm_90")
     plain = replace(target, plainly=True)
     entry = dispatch.find(Mode.from_name(mode), 131072)
-    choices = entry.choices(1024, "sm_90")
+    choices = entry.choices(1024, entry.first, "sm_90")
     assert choose(Mode.from_name(mode), choices, 131072, target).pipeline is Pipeline.SPREAD
     assert choose(Mode.from_name(mode), choices, 131072, plain).pipeline is Pipeline.TWO_PASS
     assert (target.launches_early, plain.launches_early) == (True, False)

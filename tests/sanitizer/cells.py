@@ -127,9 +127,10 @@ def _candidates(entry: Entry) -> Iterator[_Candidate]:
     mode = Mode.from_name(entry.mode)
     for m in (_FEW, entry.small_m + 1, entry.some_m + 1):
         few = m <= entry.small_m
-        tile = entry.tile(m, ARCH)
+        n = _length(entry, mode, entry.tile(m, entry.first, ARCH))
+        tile = entry.tile(m, n, ARCH)
         kind = kind_of(mode.direction, tile, few=few)
-        yield _candidate(mode, m, _length(entry, mode, tile), tile.pipeline, kind)
+        yield _candidate(mode, m, n, tile.pipeline, kind)
         if mode.has_window and tile.pipeline is Pipeline.ONE_PASS:
             # Lengths such as 4097 start no row where a vector starts but the first.
             yield _candidate(mode, m, _odd(entry), Part.WINDOW, replace(kind, staged=False))

@@ -123,7 +123,7 @@ def test_every_class_of_tiles_is_touched() -> None:
     for cell in cells():
         entry = next(e for e in dispatch.loaded() if e.mode == cell.mode.name and e.serves(cell.n))
         few = cell.m <= entry.small_m
-        kind = kind_of(cell.mode.direction, entry.tile(cell.m, ARCH), few=few)
+        kind = kind_of(cell.mode.direction, entry.tile(cell.m, cell.n, ARCH), few=few)
         ran = {key.key.symbol.removeprefix(f"{cell.mode.name}_") for key in compiled(cell)}
         # A staged tile is left for another where rows cannot be read in pairs, and window has its own.
         stages = {dict(key.key.arguments).get("STAGES", 1) for key in compiled(cell)}

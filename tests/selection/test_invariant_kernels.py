@@ -142,7 +142,7 @@ def test_no_tile_for_every_m_spreads_rows(arch: str) -> None:
     for entry in normforge.instances():
         (invariant,) = entry.invariant.tiles_on(arch).every
         assert invariant.pipeline is not Pipeline.SPREAD
-        assert entry.invariant.choices(1, arch) == entry.invariant.choices(1 << 20, arch)
+        assert entry.invariant.choices(1, entry.first, arch) == entry.invariant.choices(1 << 20, entry.first, arch)
 
 
 @each_arch

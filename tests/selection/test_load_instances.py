@@ -89,7 +89,7 @@ def test_a_folder_made_anew_is_loaded_anew(tmp_path: Path, monkeypatch: pytest.M
         write(folder, [made])
         os.utime(folder / "dispatch.py", (1e9, 1e9))
         normforge.load_instances(folder)
-        assert [entry.tile(1, "cpu").rows for entry in normforge.instances()] == [made.tile.rows]
+        assert [entry.tile(1, 128, "cpu").rows for entry in normforge.instances()] == [made.tile.rows]
         check("layer", torch.randn(40, 64))
     write(folder, [instance(RMS, 1500)])
     normforge.load_instances(folder)
@@ -249,5 +249,7 @@ def test_load_instances_goes_before_the_variable(tmp_path: Path, monkeypatch: py
 def test_the_entry_of_a_folder_says_where_it_lives(tmp_path: Path) -> None:
     normforge.load_instances(write(tmp_path / "mine", [instance(PLAIN, 64)]))
     (entry,) = normforge.instances()
-    assert Path(entry.load(entry.tile(1, "cpu").pipeline).fn.__code__.co_filename).parent == tmp_path / "mine"
+    assert (
+        Path(entry.load(entry.tile(1, entry.first, "cpu").pipeline).fn.__code__.co_filename).parent == tmp_path / "mine"
+    )
     assert dataclasses.replace(entry, package="x") != entry

@@ -59,7 +59,7 @@ def test_a_tile_depends_on_whether_m_is_large_and_on_the_architecture() -> None:
     ladders: dict[str, Any] = {arch: ((1, 64, "n64", *pair),) for arch, pair in tiles.items()}
     entry = Table("nowhere", {"rms_fwd_fp32": ladders}, 512, "a test").find("rms_fwd_fp32", 64)
     assert entry is not None
-    taken = {(m, arch): entry.tile(m, arch) for m in (0, 1, 512, 513, 10**6) for arch in ("sm_90", "gfx942", "cpu")}
+    taken = {(m, arch): entry.tile(m, 64, arch) for m in (0, 1, 512, 513, 10**6) for arch in ("sm_90", "gfx942", "cpu")}
     for (m, arch), tile in taken.items():
         assert tile.row == tiles["sm_90" if arch == "sm_90" else "any"][m <= 512]
         assert entry.kernel(tile.pipeline) == f"rms_fwd_fp32_{tile.row[0]}"
@@ -74,13 +74,33 @@ def test_some_rows_have_a_tile_of_their_own_where_a_table_has_one() -> None:
     assert entry is not None
     expected = {1: few, 256: few, 257: some, 2048: some, 2049: many, 2**31: many}
     for m, tile in expected.items():
-        assert [entry.tile(m, arch).row for arch in ("sm_90", "gfx942")] == [tile, tile]
-        assert entry.tile(m, "any").row == (few if m <= 256 else many)
-        assert entry.invariant.tile(m, "gfx942").row == few
+        assert [entry.tile(m, 64, arch).row for arch in ("sm_90", "gfx942")] == [tile, tile]
+        assert entry.tile(m, 64, "any").row == (few if m <= 256 else many)
+        assert entry.invariant.tile(m, 64, "gfx942").row == few
     assert [ROWS[entry.size(m)] for m in expected] == ["few", "few", "some", "some", "many", "most"]
     assert list(entry.least_rows().values()) == [1, 257, 2049, MOST_ROWS_IN_I32 + 1]
     assert entry.least_rows(3000) == {"many": 3000, "most": -(-(MOST_ROWS_IN_I32 + 1) // 3000) * 3000}
     assert {tile.row for tile in entry.distinct_tiles()} == {many, few, some}
+
+
+def test_many_rows_that_leave_lanes_idle_have_a_tile_of_their_own_where_a_table_has_one() -> None:
+    many, few, ragged = ("two_pass", 1, 1024, 4), ("one_pass", 1, 512, 2), ("rows", 2, 256, 2)
+    rows: dict[str, Any] = {"any": (many, few), "sm_90": (many, few, many, many, ragged)}
+    ladders: dict[str, Any] = {arch: ((513, 1024, "n1024", *tiles),) for arch, tiles in rows.items()}
+    entry = Table("nowhere", {"ln_fwd_bf16": ladders}, 256, "a test", 2048).find("ln_fwd_bf16", 1024)
+    assert entry is not None
+    for m, n, expected in (
+        (2049, 1024, many),
+        (2049, 1000, many),
+        (2049, 900, ragged),
+        (2**31, 520, ragged),
+        (2048, 520, many),
+        (1, 520, few),
+    ):
+        assert entry.tile(m, n, "sm_90").row == expected
+        assert [tile.row for tile in entry.choices(m, n, "gfx942")] == [few if m <= 256 else many] * 2
+        assert entry.invariant.tile(m, n, "sm_90").row == many
+    assert {tile.row for tile in entry.distinct_tiles()} == {many, few, ragged}
 
 
 def test_a_table_without_tiles_for_some_rows_has_their_class_all_the_same() -> None:
@@ -96,7 +116,7 @@ def test_a_retiled_instance_has_one_tile_for_every_m_and_architecture() -> None:
     x = torch.randn(9, 1000, dtype=torch.float16)
     with dispatch.using(RetiledTable(table, entry, tile)):
         (retiled,) = (other for other in normforge.instances() if other.name == entry.name)
-        assert {retiled.tile(m, arch).row for m in (1, 10**6) for arch in ("sm_90", "cpu")} == {tile.row}
+        assert {retiled.tile(m, 1000, arch).row for m in (1, 10**6) for arch in ("sm_90", "cpu")} == {tile.row}
         assert dispatch.loaded().find(entry.mode, 1024) is retiled
         assert dispatch.loaded().find(entry.mode, 1025) is table.find(entry.mode, 1025)
         assert {other.name for other in committed()} == {other.name for other in table}

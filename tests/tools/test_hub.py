@@ -263,7 +263,7 @@ def of_runtime(mode: Any, m: int, n: int, target: Target) -> Described:
     entry = dispatch.find(mode, n)
     facts = Facts.of(family, mode, n, target, dtypes, strides, {}, ())
     few = m <= entry.small_m
-    made = assemble(facts, entry.choices(m, target.arch), m, few=few)
+    made = assemble(facts, entry.choices(m, n, target.arch), m, few=few)
     found: Described = []
     for recipe in (*made.walkers, *([made.finisher] if made.finisher else [])):
         source = source_of(entry, recipe.part)
@@ -320,7 +320,32 @@ def of_repository(
 
 
 # Lengths of every bucket, whose rows start where vectors do: others the runtime reads by windows.
-LENGTHS = (64, 200, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384, 20000, 65536)
+LENGTHS = (
+    40,
+    64,
+    96,
+    200,
+    304,
+    512,
+    576,
+    768,
+    1024,
+    1160,
+    1536,
+    1800,
+    2048,
+    2304,
+    3072,
+    4096,
+    5120,
+    6144,
+    7168,
+    8192,
+    12288,
+    16384,
+    20000,
+    65536,
+)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])

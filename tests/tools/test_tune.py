@@ -51,7 +51,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Clock], None]:
         def timed(call: Callable[[], object], **_: int) -> float:
             call()
             retiled = next(iter(dispatch.loaded()))
-            return ms(retiled.tile(1, "cpu"))
+            return ms(retiled.tiles[0][1].large)
 
         monkeypatch.setattr(tile_trials, "median_ms", timed)
         monkeypatch.setattr(tile_trials, "graph_ms", timed)
@@ -138,7 +138,7 @@ def test_a_tile_serves_every_number_of_rows_of_its_class_and_their_mean_time_dec
     def graph_ms(call: Callable[[], Any], **_: int) -> float:
         m = len(call().y)
         timed.append(m)
-        tile = next(iter(dispatch.loaded())).tile(1, "cpu")
+        tile = next(iter(dispatch.loaded())).tiles[0][1].large
         return of.get(tile, (4.0, 4.0))[(2, 6).index(m)]
 
     monkeypatch.setattr(tile_trials, "graph_ms", graph_ms)
@@ -180,8 +180,9 @@ def test_some_rows_are_timed_with_their_operands_in_l2_and_without(monkeypatch: 
         ("n32768", Size.LARGE, (32768, 20488)),
         ("n32768", Size.SOME, (32768, 20488)),
         ("n32768", Size.SMALL, (32768,)),
-        ("n128", Size.LARGE, (128, 40)),
+        ("n128", Size.LARGE, (128, 88)),
         ("nbig", Size.LARGE, (tile_trials.UNCAPPED_LENGTH,)),
+        ("n3072", Size.RAGGED, (2312,)),
     ],
 )
 def test_tiles_for_many_and_some_rows_are_timed_by_a_length_that_fills_no_chunk_too(
@@ -201,14 +202,14 @@ def test_a_tile_that_is_slow_of_the_shorter_length_does_not_win(monkeypatch: pyt
     def median_ms(call: Callable[[], Any], **_: int) -> float:
         n = call().y.shape[1]
         timed.add(n)
-        tile = next(iter(dispatch.loaded())).tile(10**6, "cpu")
+        tile = next(iter(dispatch.loaded())).tiles[0][1].large
         return {present: 1.0, fickle: 0.9 if n == case.n else 1.5}.get(tile, 4.0)
 
     monkeypatch.setattr(tile_trials, "median_ms", median_ms)
     outcome = tile_trials.decide(case, CARD.device, SIZES, lambda: None)
     assert outcome.winner is not None
     assert outcome.winner.tile == present
-    assert timed == set(case.lengths) == {128, 40}
+    assert timed == set(case.lengths) == {128, 88}
 
 
 def test_some_rows_get_a_tile_that_is_clearly_faster_than_that_for_many(clock: Callable[[Clock], None]) -> None:
@@ -315,8 +316,8 @@ def test_what_is_written_is_what_the_generator_takes(
     assert main(["generate", "--manifest", str(manifest), "--out", str(folder), "--tiles", str(out)]) == 0
     dispatch.load_instances(folder)
     (entry,) = dispatch.loaded()
-    assert (entry.tile(10**6, "sm_90").row, entry.tile(1, "sm_90").row) == (tiles.large.row, tiles.small.row)
-    assert tiles.large != entry.tile(10**6, "gfx942")
+    assert (entry.tile(10**6, 128, "sm_90").row, entry.tile(1, 128, "sm_90").row) == (tiles.large.row, tiles.small.row)
+    assert tiles.large != entry.tile(10**6, 128, "gfx942")
 
 
 def test_a_case_without_a_tile_is_reported(
@@ -326,7 +327,7 @@ def test_a_case_without_a_tile_is_reported(
     monkeypatch.setattr(tile_trials, "_why_not", lambda trial, run: "it does not fit")
     out = tmp_path / "sm_90.yaml"
     assert run("--only", "fwd_16bit", "--n", "100", "--out", str(out)) == 1
-    assert capsys.readouterr().out.count("no tile runs here for fwd_16bit, N = 1..128") == 4
+    assert capsys.readouterr().out.count("no tile runs here for fwd_16bit, N = 1..128") == 5
     assert not out.exists()
 
 

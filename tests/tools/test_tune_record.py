@@ -123,15 +123,15 @@ def test_what_there_is_no_time_for_is_said_and_what_there_was_is_whole_rows(
     bench: Bench, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench.seconds = 60
-    # A row takes four minutes, and the second is begun.
-    assert run("--out", out, *THREE, "--minutes", "5") == 1
+    # A row takes five minutes, and the second is begun.
+    assert run("--out", out, *THREE, "--minutes", "6") == 1
     assert lengths(out) == ["1..128"]
-    assert len(bench.cases) == 5
+    assert len(bench.cases) == 6
     said = capsys.readouterr().out
     assert "not measured, for lack of time: fwd_16bit 129..512; the same command with --resume goes on" in said
 
     bench.cases.clear()
-    assert run("--out", out, *THREE, "--minutes", "9", "--resume") == 0
+    assert run("--out", out, *THREE, "--minutes", "11", "--resume") == 0
     assert bench.rows() == SHORT[1:]
     assert lengths(out) == ["1..128", "129..256", "257..512"]
     assert "for lack of time" not in capsys.readouterr().out
@@ -208,7 +208,7 @@ def test_rows_are_compiled_in_groups_that_keep_every_process_busy() -> None:
 def test_an_interrupted_run_has_its_finished_rows_and_goes_on_behind_them(
     bench: Bench, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bench.ends_at = 4
+    bench.ends_at = 5
     with pytest.raises(KeyboardInterrupt):
         run("--out", out, *THREE)
     assert lengths(out) == ["1..128"]
@@ -356,14 +356,16 @@ def test_some_sizes_are_measured_and_the_others_kept(
     assert "has no row of what --only and --n name" in capsys.readouterr().err
 
 
-def test_a_tile_for_some_rows_that_is_the_one_for_many_is_left_out() -> None:
+@pytest.mark.parametrize("size", [Size.SOME, Size.RAGGED])
+def test_a_tile_for_some_rows_or_ragged_ones_that_is_the_one_for_many_is_left_out(size: Size) -> None:
     row = SHORT[0]
     many, *_ = (outcome_of(case) for case in row.cases)
     assert many.winner is not None
     outcomes = [replace(outcome_of(case), winner=many.winner) for case in row.cases]
     assert winners(row, outcomes) == Tiles(many.winner.tile, many.winner.tile)
-    again = replace(row, sizes=(Size.SOME,), kept=Tiles(many.winner.tile, many.winner.tile, some=many.present))
-    assert winners(again, outcomes[-1:]) == Tiles(many.winner.tile, many.winner.tile)
+    kept = Tiles(many.winner.tile, many.winner.tile, **{size.value: many.present})
+    (again,) = (outcome for outcome in outcomes if outcome.case.size is size)
+    assert winners(replace(row, sizes=(size,), kept=kept), [again]) == Tiles(many.winner.tile, many.winner.tile)
 
 
 def test_a_comment_that_would_be_lost_stops_a_run_before_it_measures(bench: Bench, out: Path) -> None:
@@ -382,10 +384,11 @@ def test_a_report_has_every_candidate_with_its_time(bench: Bench, tmp_path: Path
     assert line["environment"].items() >= (HERE | {"architecture": "sm_90", "revision": "abc1234"}).items()
     assert (line["class"], line["first"], line["last"]) == ("fwd_16bit", 1, 128)
     assert [(case["for"], case["m"], case["n"]) for case in line["cases"]] == [
-        ("large", [7, 9], [128, 40]),
+        ("large", [7, 9], [128, 88]),
         ("small", [7, 9], [128]),
         ("invariant", [7, 9], [128]),
-        ("some", [7, 9], [128, 40]),
+        ("some", [7, 9], [128, 88]),
+        ("ragged", [7, 9], [88]),
     ]
     for case, made in zip(line["cases"], SHORT[0].cases, strict=True):
         tried = outcome_of(made).tried
