@@ -15,9 +15,9 @@ from .codegen.groups import GroupMode, mode_named
 # Classes of M, each with the tile that it runs on: up to the table's SMALL_M, up to its SOME_M, up to what an i32
 # counts, and beyond.
 ROWS = FEW, SOME, MANY, MOST = ("few", "some", "many", "most")
-# The largest M that kernels count rows up to as an i32: a loop over rows looks a few rounds beyond the last, and a
-# round has up to 8448 rows on an H200.
-MOST_ROWS_IN_I32 = 2**31 - 2**20
+# The largest M that kernels count rows up to as an i32: a loop over rows looks two rounds beyond the last, and a round
+# of the shortest, 64 a program, may have 606208 where a multiprocessor holds as many programs as any does.
+MOST_ROWS_IN_I32 = 2**31 - 2**21
 
 # What the sizes are called of rows, and of GroupNorm.
 ROW_SIZES, GROUP_SIZES = ("n",), ("channels", "groups", "positions")

@@ -108,7 +108,7 @@ def compile_keys(
             from their names to such; rows of those that are not named adjoin.
         misaligned: the arguments that start at no multiple of 16 bytes, a collection a combination.
         rows: classes of M: "few" (at most the table's SMALL_M), "some" (at most its SOME_M), "many", and "most" (more
-            than 2**31 - 2**20).
+            than 2**31 - 2**21).
 
     Returns:
         The keys, each once, in the order of modes and lengths.

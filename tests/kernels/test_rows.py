@@ -19,19 +19,20 @@ from normforge.tools.compare import compare
 ROWS, BLOCK = 4, 128
 # A tile and a part of one.
 M = ROWS + 1
-# A ragged chunk, and a full one.
+# A ragged chunk, and a full one; the same at the end of several.
 LENGTHS = [1, 5, 100, BLOCK]
+BLOCKS = [BLOCK, 32]
 POISON = 7.0
 
 
-@pytest.fixture(autouse=True)
-def _rows_alone() -> Iterator[None]:
+@pytest.fixture(autouse=True, params=BLOCKS, ids=lambda block: f"chunks of {block}")
+def _rows_alone(request: pytest.FixtureRequest) -> Iterator[None]:
     table = dispatch.loaded()
     # The modes of the calls below.
     for name in ("ln_fwd_fp16_addst", "rms_fwd_bf16_int8_addst_sdq"):
         entry = table.find(name, BLOCK)
         assert entry is not None
-        table = RetiledTable(table, entry, Tile(Pipeline.ROWS, ROWS, BLOCK, 1))
+        table = RetiledTable(table, entry, Tile(Pipeline.ROWS, ROWS, request.param, 1))
     with dispatch.using(table):
         yield
 

@@ -7,6 +7,7 @@ from ..mutant import Mutant
 _KNOWN = "tests/calls/test_known_calls.py"
 _KINDS = "tests/calls/test_kinds_of_call.py"
 _TABLE = "tests/selection/test_table.py"
+_TILES = "tests/generator/test_tile_tables.py"
 _LOAD = "tests/selection/test_load_instances.py"
 _HEADS = "tests/calls/test_heads.py"
 _ALIGNMENT = "tests/kernels/test_alignment.py"
@@ -50,6 +51,22 @@ MUTANTS = (
         "return self.small, self.some or self.large, self.large",
         "return self.small, self.large, self.large",
         (f"{_TABLE}::test_some_rows_have_a_tile_of_their_own_where_a_table_has_one",),
+    ),
+    Mutant(
+        "ragged-rows-run-as-others",
+        "the tile for rows that leave lanes idle is taken by none",
+        "runtime/selection/table.py",
+        "tiles.ragged is not None and m > self.some_m and is_ragged(",
+        "tiles.ragged is not None and m < 0 and is_ragged(",
+        (f"{_TABLE}::test_many_rows_that_leave_lanes_idle_have_a_tile_of_their_own_where_a_table_has_one",),
+    ),
+    Mutant(
+        "groups-of-scales-are-cut",
+        "modes with a scale a group of columns take tiles whose chunks end within one",
+        "codegen/tile_tables.py",
+        "may_be_cut = may_cut(class_of(mode))",
+        "may_be_cut = True",
+        (f"{_TILES}::test_no_class_takes_anothers_tile_that_cuts_rows_where_its_own_may_not_be",),
     ),
     Mutant(
         "tiles-of-another-architecture",

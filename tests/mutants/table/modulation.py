@@ -38,8 +38,8 @@ MUTANTS = (
         "quantised-tile-forgets-the-modulation",
         "rows modulated and quantised: y is quantised as the norm left it",
         "templates/quantised.j2",
-        '{{ kernel.output(m, norm, norm.normalised("s"), "tile", "mask", "col_mask") }}',
-        'y = {{ norm.normalised("s") }}',
+        '{{ kernel.output(m, norm, norm.normalised_tile("chunks[start // BLOCK]"), "tile", "mask", "col_mask") }}',
+        'y = {{ norm.normalised_tile("chunks[start // BLOCK]") }}',
         (f"{_QUANTISED}::test_many_short_rows_are_quantised",),
     ),
     Mutant(
