@@ -23,10 +23,10 @@ MUTANTS = (
     ),
     Mutant(
         "rows-add-up-their-last-chunk-alone",
-        "rows: of several chunks the mean is the last one's",
+        "rows: of several chunks the variance is the last one's",
         "templates/layer.j2",
-        "total = s if total is None else total + s",
-        "total = s",
+        "squares = centred * centred if squares is None else squares + centred * centred",
+        "squares = centred * centred",
         (f"{_ROWS}::test_layer_norm_of_a_sum",),
     ),
     Mutant(
