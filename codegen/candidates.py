@@ -76,7 +76,7 @@ _FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
 _ROWS, _ONE_PASS, _TWO_PASS = Pipeline.ROWS, Pipeline.ONE_PASS, Pipeline.TWO_PASS
 _SPREAD = Pipeline.SPREAD
 _LOADS = (8, 16)
-_WIDTHS = (16, 32, 64, 128, 256, 512, 1024)
+_WIDTHS, _ROWS_IN_CHUNKS = (16, 32, 64, 128, 256, 512, 1024), (2, 4, 8, 16, 32, 64)
 
 # Of a multiprocessor, and what a thread needs for addresses and temporaries.
 _REGISTERS = 65536
@@ -84,7 +84,7 @@ _REGISTERS_A_THREAD = 24
 
 RULES = (
     Rule(_FORWARD, False, _ROWS, 1, 2048, (16, 64), (1, 2, 4), rows=(2, 4, 8)),
-    Rule(_FORWARD, False, _ROWS, 33, 4096, (24, 72), (1, 2, 4), rows=(2, 4, 8, 16, 32, 64), blocks=_WIDTHS),
+    Rule(_FORWARD, False, _ROWS, 33, 4096, (24, 72), (1, 2, 4), _ROWS_IN_CHUNKS, blocks=_WIDTHS),
     Rule(_FORWARD, False, _ONE_PASS, 512, 32768, (8, 64), (1, 2, 4, 8, 16, 32), loads=_LOADS),
     Rule(_FORWARD, False, _TWO_PASS, 513, 8191, (4, 32), (2, 4, 8, 16), loads=(8, 16, 32, 64)),
     Rule(_FORWARD, False, _TWO_PASS, 8192, 32768, (4, 32), (8,), loads=(16, 32, 64), resident=(1, 2, 4)),
@@ -103,6 +103,12 @@ RULES = (
     Rule(_FORWARD, True, _SPREAD, 65537, None, (16, 64), (2,), (1,), (16,), (2, 4), (4, 8), stages=(2, 4), copies=4),
     Rule(_FORWARD, True, _SPREAD, 65537, None, (16, 64), (4,), (1,), (16,), (2, 4), (2, 4), stages=(2, 4), copies=4),
     Rule(_BACKWARD, False, _ROWS, 1, 2048, (16, 32), (2, 4), rows=(2, 4, 8), resident=(4, 8)),
+    # Of a value its two sums, x and dy of this tile and the next, each in a register of 32 bits: as many warps as fit.
+    *(
+        Rule(_BACKWARD, False, _ROWS, 33, 1024, values, (warps,), _ROWS_IN_CHUNKS, (), (fit // warps,), blocks=_WIDTHS)
+        for values, fit in (((12, 16), 16), ((20, 28), 12), ((29, 32), 10))
+        for warps in (1, 2, 4)
+    ),
     Rule(_BACKWARD, False, _ONE_PASS, 1025, 8192, (12, 32), (4, 8, 16), loads=_LOADS, resident=(1, 2, 3, 4)),
     # Rows on their way to shared memory. A value takes its two sums, of 32 bits, x, dy and weight.
     Rule(_BACKWARD, False, _ONE_PASS, 257, 2048, (8, 16), (2, 4, 8), (1,), _LOADS, (3, 4, 8), stages=(3, 4), copies=7),

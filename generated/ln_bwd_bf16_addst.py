@@ -12,6 +12,7 @@ from .primitives import (
     admit_launch_behind,
     gather,
     load_chunk,
+    load_columns,
     load_row,
     load_row_ahead,
     load_rows,
@@ -30,6 +31,7 @@ from .primitives import (
     widened,
     widened_here,
     zero_row,
+    zero_tile,
 )
 
 
@@ -59,40 +61,64 @@ def ln_bwd_bf16_addst_rows(
     wait_for_launch_ahead(PDL)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    cols = tl.arange(0, BLOCK)[None, :]
-    col_mask = cols < N if N < BLOCK else None
-    weight = None if weight_ptr is None else load_vector(weight_ptr, cols, col_mask)
-    dweight = tl.zeros((ROWS, BLOCK), tl.float32)
-    dbias = tl.zeros((ROWS, BLOCK), tl.float32)
+    lanes = tl.arange(0, BLOCK)[None, :]
+    weights = load_columns(weight_ptr, lanes, N, BLOCK)
+    dweight = zero_tile(N, ROWS, BLOCK)
+    dbias = zero_tile(N, ROWS, BLOCK)
 
     # Take tiles of rows in turn; the next one is on its way before this one is reduced.
     rows = program * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
     row_mask = rows < M
-    x_tile = load_tile(x_ptr, rows, x_row_stride, row_mask, cols, col_mask, ROW_ALIGNMENT)
-    dy_tile = load_tile(dy_ptr, rows, dy_row_stride, row_mask, cols, col_mask, ROW_ALIGNMENT)
+    x_rows_ptr = x_ptr + row_offset(rows, x_row_stride, ROW_ALIGNMENT)
+    x_tile = load_tile(x_rows_ptr, row_mask, lanes, N, BLOCK)
+    dy_rows_ptr = dy_ptr + row_offset(rows, dy_row_stride, ROW_ALIGNMENT)
+    dy_tile = load_tile(dy_rows_ptr, row_mask, lanes, N, BLOCK)
     mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)
     rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
     for tile in range(program, tl.cdiv(M, ROWS), programs):
         next_rows = (tile + programs) * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
         next_row_mask = next_rows < M
-        next_x_tile = load_tile(x_ptr, next_rows, x_row_stride, next_row_mask, cols, col_mask, ROW_ALIGNMENT)
-        next_dy_tile = load_tile(dy_ptr, next_rows, dy_row_stride, next_row_mask, cols, col_mask, ROW_ALIGNMENT)
+        next_x_rows_ptr = x_ptr + row_offset(next_rows, x_row_stride, ROW_ALIGNMENT)
+        next_x_tile = load_tile(next_x_rows_ptr, next_row_mask, lanes, N, BLOCK)
+        next_dy_rows_ptr = dy_ptr + row_offset(next_rows, dy_row_stride, ROW_ALIGNMENT)
+        next_dy_tile = load_tile(next_dy_rows_ptr, next_row_mask, lanes, N, BLOCK)
         next_mean = tl.load(mean_ptr + next_rows, mask=next_row_mask, other=0.0)
         next_rstd = tl.load(rstd_ptr + next_rows, mask=next_row_mask, other=0.0)
-        mask = row_mask & col_mask if N < BLOCK else row_mask
-        s = x_tile.to(tl.float32)
-        dy = dy_tile.to(tl.float32)
-        h = (s - mean) * rstd
-        g = dy
-        if weight_ptr is not None:
-            g *= weight.to(tl.float32)
-        gh_mean, g_mean = row_means(g * h, g, N, 1)
-        dx = (g - h * gh_mean - g_mean) * rstd
-        dx += load_chunk(dresidual_out_ptr + row_offset(rows, dresidual_out_row_stride, ROW_ALIGNMENT), cols, mask)
-        if dx_ptr is not None:
-            store_chunk(dx_ptr + row_offset(rows, dx_row_stride, ROW_ALIGNMENT), cols, dx, mask)
-        dweight += dy * h
-        dbias += dy
+
+        # Means along each row.
+        gh_sums = None
+        g_sums = None
+        for start in tl.static_range(0, N, BLOCK):
+            s = x_tile[start // BLOCK].to(tl.float32)
+            dy = dy_tile[start // BLOCK].to(tl.float32)
+            h = (s - mean) * rstd
+            g = dy
+            if weight_ptr is not None:
+                g *= weights[start // BLOCK].to(tl.float32)
+            gh_sums = g * h if gh_sums is None else gh_sums + g * h
+            g_sums = g if g_sums is None else g_sums + g
+        gh_mean, g_mean = row_means(gh_sums, g_sums, N, 1)
+
+        # Gradients.
+        next_dweight = ()
+        next_dbias = ()
+        for start in tl.static_range(0, N, BLOCK):
+            cols = start + lanes
+            mask = row_mask & (cols < N) if start + BLOCK > N else row_mask
+            s = x_tile[start // BLOCK].to(tl.float32)
+            dy = dy_tile[start // BLOCK].to(tl.float32)
+            h = (s - mean) * rstd
+            g = dy
+            if weight_ptr is not None:
+                g *= weights[start // BLOCK].to(tl.float32)
+            dx = (g - h * gh_mean - g_mean) * rstd
+            dx += load_chunk(dresidual_out_ptr + row_offset(rows, dresidual_out_row_stride, ROW_ALIGNMENT), cols, mask)
+            if dx_ptr is not None:
+                store_chunk(dx_ptr + row_offset(rows, dx_row_stride, ROW_ALIGNMENT), cols, dx, mask)
+            next_dweight += (dweight[start // BLOCK] + dy * h,)
+            next_dbias += (dbias[start // BLOCK] + dy,)
+        dweight = next_dweight
+        dbias = next_dbias
         rows = next_rows
         row_mask = next_row_mask
         x_tile = next_x_tile
@@ -102,8 +128,11 @@ def ln_bwd_bf16_addst_rows(
 
     # Add up the tile's rows.
     admit_launch_behind(PDL)
-    store_partial(dweight_ptr, program, cols, tl.sum(dweight, axis=0, keep_dims=True), N, col_mask)
-    store_partial(dbias_ptr, program, cols, tl.sum(dbias, axis=0, keep_dims=True), N, col_mask)
+    for start in tl.static_range(0, N, BLOCK):
+        cols = start + lanes
+        col_mask = cols < N if start + BLOCK > N else None
+        store_partial(dweight_ptr, program, cols, tl.sum(dweight[start // BLOCK], axis=0, keep_dims=True), N, col_mask)
+        store_partial(dbias_ptr, program, cols, tl.sum(dbias[start // BLOCK], axis=0, keep_dims=True), N, col_mask)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)

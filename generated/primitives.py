@@ -894,7 +894,7 @@ def load_columns(ptr, lanes, N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_chunks_of_rows(ptr, lanes, row_mask, N: tl.constexpr, BLOCK: tl.constexpr):
+def load_tile(ptr, row_mask, lanes, N: tl.constexpr, BLOCK: tl.constexpr):
     """Start loading rows before they are needed, in chunks that keep their element type."""
     chunks = ()
     for start in tl.static_range(0, N, BLOCK):
@@ -914,17 +914,19 @@ def zero_row(N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def zero_tile(N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The same for a tile of rows."""
+    chunks = ()
+    for _ in tl.static_range(0, N, BLOCK):
+        chunks += (tl.zeros((ROWS, BLOCK), tl.float32),)
+    return chunks
+
+
+@triton.jit
 def store_partial(ptr, program, cols, total, N: tl.constexpr, mask):
     """Write what one program summed for (N,) gradients into its own row, if that gradient was asked for."""
     if ptr is not None:
         tl.store(ptr + program.to(tl.int64) * N + cols, total, mask=mask)
-
-
-@triton.jit
-def load_tile(ptr, rows, row_stride, row_mask, cols, col_mask, ROW_ALIGNMENT: tl.constexpr):
-    """Start loading a tile of rows, in its element type; rows and columns that do not exist read 0."""
-    mask = row_mask if col_mask is None else row_mask & col_mask
-    return tl.load(ptr + row_offset(rows, row_stride, ROW_ALIGNMENT) + cols, mask=mask, other=0.0)
 
 
 @triton.jit

@@ -255,10 +255,8 @@ class Row:
 
     @property
     def cases(self) -> tuple[Case, ...]:
-        """What tiles are sought for; only kernels of rows, forward, have one for lengths that fill none."""
-        takes_ragged = (
-            self.bucket.last is not None and self.kind.direction is Direction.FORWARD and not self.kind.is_grouped
-        )
+        """What tiles are sought for; only kernels of rows have one for lengths that fill none."""
+        takes_ragged = self.bucket.last is not None and not self.kind.is_grouped
         sizes = [size for size in self.sizes if takes_ragged or size is not Size.RAGGED]
         return tuple(Case(self.kind, self.bucket, size) for size in sizes)
 

@@ -175,6 +175,7 @@ INTERPRETED = {
     ),
     Direction.BACKWARD: (
         Variant(_tile(ROWS, 2, 128, 1), (100,)),
+        Variant(_tile(ROWS, 8, 32, 1), (100,)),
         Variant(_tile(ONE_PASS, 1, 256, 2), (1000,)),
         Variant(_tile(TWO_PASS, 2, 256, 2), (1000,)),
         Variant(_tile(SPREAD, 2, 1024, 4), (1000,)),
@@ -195,6 +196,7 @@ COMPILED = {
     ),
     Direction.BACKWARD: (
         Variant(_tile(ROWS, 2, 128, 1), (100,)),
+        Variant(_tile(ROWS, 8, 32, 1, resident=12), (100,)),
         Variant(_tile(ONE_PASS, 1, 1024, 4), (4096,)),
         Variant(_tile(TWO_PASS, 2, 2048, 8, resident=2), (4096, 65536)),
         Variant(_tile(SPREAD, 4, 1024, 4, resident=3), (12288, 65536)),

@@ -141,9 +141,9 @@ WRONG = {
     "word": (one("{pipeline: rows, rows: two, block: 1, warps: 1}"), "3: fwd_16bit: rows takes a whole number, not th"),
     "power": (one("{pipeline: rows, rows: 3, block: 1024, warps: 1}"), "3: fwd_16bit: rows is 3; it takes a power of"),
     "warps": (one("{pipeline: rows, rows: 1, block: 1024, warps: 64}"), "warps is 64; a program has at most 32"),
-    "cut_backward": (
-        one("{pipeline: rows, rows: 2, block: 512, warps: 1}", kind="bwd_16bit"),
-        "3: bwd_16bit: pipeline rows takes whole rows of bwd_16bit: block is 512 and rows are 1..1024 long; write bl",
+    "cut_gated": (
+        one("{pipeline: rows, rows: 2, block: 512, warps: 1}", kind="bwd_16bit_gate"),
+        "3: bwd_16bit_gate: pipeline rows takes whole rows of bwd_16bit_gate: block is 512 and rows are 1..1024 lon",
     ),
     "cut_groups": (
         one("{pipeline: rows, rows: 2, block: 512, warps: 1}", "1..600", "fwd_16bit_scaled"),
@@ -325,6 +325,7 @@ RIGHT = {
     "held": ("fwd_32bit", "1024..", "{pipeline: two_pass, rows: 1, block: 512, warps: 4, resident: 1, held: 2}"),
     "spread": ("fwd_16bit", "1..", "{pipeline: spread, rows: 1, block: 4096, warps: 16, resident: 1, held: 4}"),
     "cut": ("fwd_16bit_add", "1025..2048", "{pipeline: rows, rows: 2, block: 512, warps: 4}"),
+    "cut_backward": ("bwd_16bit", "129..256", "{pipeline: rows, rows: 4, block: 64, warps: 1, resident: 12}"),
     "stages": (
         "bwd_16bit",
         "1..1024",

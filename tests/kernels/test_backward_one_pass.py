@@ -1,4 +1,4 @@
-"""The backward kernel that holds rows in registers, in the interpreter: rows on their way, and rows read in pairs."""
+"""Backward kernels that hold rows in registers, in the interpreter: rows on their way, in pairs, and in chunks."""
 
 from __future__ import annotations
 
@@ -53,3 +53,15 @@ def test_rows_in_turn(m: int, n: int, programs: int, stages: int, paired: bool, 
         cut = {"BLOCK": BLOCK, "STAGES": stages, "PAIRED": paired}
         kernel = kernel_of(package, mode, Pipeline.ONE_PASS)
         check_gradients(run_backward(kernel, (programs,), mode, operands | {"dx": dx}, cut), mode, operands)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize(("rows", "block"), [(4, 128), (4, 32), (8, 16)])
+@pytest.mark.parametrize(("m", "n", "programs"), [(1, 100, 1), (9, 100, 2), (17, 128, 3), (5, 33, 5), (6, 7, 1)])
+def test_tiles_of_rows_in_turn(m: int, n: int, programs: int, rows: int, block: int, mode: Mode, package: Path) -> None:
+    """In one chunk or several, of which the last may be ragged, and with rows beyond the last."""
+    operands = draw(mode, m, n, torch.float32)
+    dx = torch.full((m, n), float("nan"), dtype=TORCH_DTYPES[mode.dtype_in])
+    kernel = kernel_of(package, mode, Pipeline.ROWS)
+    cut = {"BLOCK": block, "ROWS": rows}
+    check_gradients(run_backward(kernel, (programs,), mode, operands | {"dx": dx}, cut), mode, operands)

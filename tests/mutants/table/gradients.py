@@ -50,6 +50,14 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "rows-backward-forgets-chunks",
+        "backward rows: the means along a row are those of its last chunk",
+        "templates/rms.j2",
+        "gh_sums = g * h if gh_sums is None else gh_sums + g * h",
+        "gh_sums = g * h",
+        ("tests/kernels/test_backward_one_pass.py::test_tiles_of_rows_in_turn",),
+    ),
+    Mutant(
         "rows-backward-skips-tiles",
         "backward rows: the tile that is on its way is not the next one",
         "templates/bwd_rows.py.j2",
@@ -387,8 +395,8 @@ MUTANTS = (
         "dy-of-tiles-takes-the-row-stride-of-x",
         "backward rows: dy's row stride is dropped",
         "templates/backward.j2",
-        "load_tile(dy_ptr, {{ prefix }}rows, dy_row_stride,",
-        "load_tile(dy_ptr, {{ prefix }}rows, x_row_stride,",
+        "row_offset({{ prefix }}rows, {{ name }}_row_stride, ROW_ALIGNMENT)",
+        "row_offset({{ prefix }}rows, x_row_stride, ROW_ALIGNMENT)",
         (f"{_HEADS}::test_gradients_of_heads",),
     ),
     Mutant(
