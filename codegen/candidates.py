@@ -106,7 +106,7 @@ RULES = (
     # Of a value its two sums, x and dy of this tile and the next, each in a register of 32 bits: as many warps as fit.
     *(
         Rule(_BACKWARD, False, _ROWS, 33, 1024, values, (warps,), _ROWS_IN_CHUNKS, (), (fit // warps,), blocks=_WIDTHS)
-        for values, fit in (((12, 16), 16), ((20, 28), 12), ((29, 32), 10))
+        for values, fit in (((12, 16), 16), ((20, 28), 12), ((20, 32), 8))
         for warps in (1, 2, 4)
     ),
     Rule(_BACKWARD, False, _ONE_PASS, 1025, 8192, (12, 32), (4, 8, 16), loads=_LOADS, resident=(1, 2, 3, 4)),
