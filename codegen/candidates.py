@@ -105,7 +105,7 @@ RULES = (
     Rule(_BACKWARD, False, _ROWS, 1, 2048, (16, 32), (2, 4), rows=(2, 4, 8), resident=(4, 8)),
     # Of a value its two sums, x and dy of this tile and the next, each in a register of 32 bits: as many warps as fit.
     *(
-        Rule(_BACKWARD, False, _ROWS, 33, 1024, values, (warps,), _ROWS_IN_CHUNKS, (), (fit // warps,), blocks=_WIDTHS)
+        Rule(_BACKWARD, False, _ROWS, 33, 512, values, (warps,), _ROWS_IN_CHUNKS, (), (fit // warps,), blocks=_WIDTHS)
         for values, fit in (((12, 16), 16), ((20, 28), 12), ((20, 32), 8))
         for warps in (1, 2, 4)
     ),

@@ -94,7 +94,7 @@ MUTANTS = (
         "modulated-backward-forgets-the-scale",
         "backward modulated: dy is not multiplied by 1 + scale",
         "templates/gradients.j2",
-        "g *= 1.0 + scale_vector.to(tl.float32)",
+        "g *= 1.0 + scales[start // BLOCK].to(tl.float32)",
         "g *= 1.0",
         (_FORMULA,),
     ),
