@@ -286,7 +286,7 @@ def test_winners_are_written_and_read_back(
     out = tmp_path / "sm_90.yaml"
     assert run("--out", str(out), "--only", "fwd_16bit", "--n", "100") == 0
     ((bucket, tiles),) = tile_tables.read_table(out).rows[PLAIN]
-    assert (str(bucket), tiles.large.rows, tiles.small.rows) == ("1..128", 8, 1)
+    assert (str(bucket), tiles.large.rows, tiles.small.rows) == ("1..128", 64, 1)
     assert out.read_text().startswith("# Measured by normforge tune on a card: torch ")
     assert "wrote" in capsys.readouterr().out
 
