@@ -120,7 +120,7 @@ def _why_not_walked(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:
 
 def may_cut(kind: TileClass) -> bool:
     """Whether kernels of several rows a program take their columns in chunks: none may end within a group of scales."""
-    return not kind.is_grouped and kind.load in (Load.PLAIN, Load.ADD, Load.QUANT)
+    return not kind.is_grouped and kind.load in (Load.PLAIN, Load.ADD, Load.QUANT, Load.DROP)
 
 
 def _why_not_sized(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:

@@ -51,6 +51,7 @@ FILLED: dict[str, tuple[str, Tile, list[int], list[int]]] = {
     "memory-bound": ("rms_fwd_bf16", Tile(Pipeline.TWO_PASS, 1, 2048, 4), [1536, 1792, 2048], [1104, 1152]),
     "with an add": ("ln_fwd_bf16_addst", Tile(Pipeline.TWO_PASS, 1, 2048, 8), [3072, 1536], [2304, 1288]),
     "rows that begin anywhere": ("ln_fwd_bf16_addst", Tile(Pipeline.TWO_PASS, 1, 1024, 8), [2000, 1792], [1800]),
+    "backward": ("ln_bwd_bf16", Tile(Pipeline.ONE_PASS, 1, 512, 2, 8, 0, 4), [384, 440, 512], [264, 376]),
     "fp32": ("ln_fwd_fp32", Tile(Pipeline.ONE_PASS, 1, 1024, 8), [2048, 2040], [1104]),
 }
 
