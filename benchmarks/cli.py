@@ -217,6 +217,23 @@ def _reach(options: argparse.Namespace, _: list[str]) -> int:
     return 0 if all(one.met for one in checked) else SHORT
 
 
+def _short(options: argparse.Namespace, _: list[str]) -> int:
+    from .report import put_into
+    from .results import load
+    from .short import SUITE, kernels_of, render, short_of
+
+    results = load(options.results, SUITE)
+    if results is None:
+        raise UsageError(f"no sweep is in {options.results}; make one: python -m benchmarks run --suite {SUITE}")
+    text = render(short_of(results), kernels_of(options.results))
+    if options.into is None:
+        print(text)
+        return 0
+    put_into(options.into, text, "short")
+    print(f"the list in {options.into} is that of {options.results}")
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
@@ -388,6 +405,13 @@ def _add_reading(verbs: Verbs) -> None:
     reach.add_argument("--results", type=Path, default=RESULTS / "h200", help="folder of the results (%(default)s)")
     reach.add_argument("--all", action="store_true", help="list every cell, not only those that fall short")
     reach.set_defaults(verb=_reach)
+
+    short = verbs.add_parser("short", help="say of the sweep's cells that are short what they take and what was tried")
+    short.add_argument(
+        "--results", type=Path, default=RESULTS / "h200-sweep", help="folder of the sweep and its profile (%(default)s)"
+    )
+    short.add_argument("--into", type=Path, help="put the list between this file's markers instead")
+    short.set_defaults(verb=_short)
 
 
 def _share(text: str) -> tuple[int, int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from statistics import geometric_mean
@@ -22,7 +23,11 @@ from benchmarks.models.table import render as render_models
 from benchmarks.providers import every_provider
 from benchmarks.report import BEGIN, END, markers, picture_for, render, where
 from benchmarks.results import CEILING, PROJECT, Results, Row, load
+from benchmarks.short import kernels_of, short_of
+from benchmarks.short import render as render_short
 from benchmarks.suites import SUITES
+from benchmarks.suites.sweep import MOST_SOME
+from benchmarks.swept import findings_of
 from benchmarks.tile_model import table as tile_model
 from benchmarks.tile_model.command import MARKERS as MODEL_TILES
 
@@ -199,7 +204,6 @@ def test_the_tables_are_those_of_the_results() -> None:
         ("quantised-decode-peers", "benchmarks"),
         ("batch-invariance", "benchmarks"),
         ("sweep", "benchmarks"),
-        ("sweep-first", "benchmarks"),
     ],
 )
 def test_tables_of_a_folder_of_their_own_are_those_of_its_results(what: str, name: str) -> None:
@@ -634,64 +638,43 @@ def test_what_dit_gains_by_its_modulation_is_that_of_the_results() -> None:
 
 
 def test_what_the_sweep_says_is_that_of_the_results() -> None:
-    first, found = (load(RESULTS / name, "sweep") for name in ("h200-sweep-first", "h200-sweep"))
-    assert first is not None
+    found = load(RESULTS / "h200-sweep", "sweep")
     assert found is not None
     page = said(BENCHMARKS)
-
-    def times(results: Results, cell: str) -> dict[str, float]:
-        """By provider; what ran in one run alone is left out."""
-        return {name: row.us for name, row in results.of(cell).items() if row.ok and name != "quack"}
-
-    def leads(results: Results, cells: Iterable[str]) -> dict[str, float]:
-        found = {cell: times(results, cell) for cell in cells}
-        return {
-            cell: min(us for name, us in of.items() if name not in ("copy", "normforge")) / of["normforge"]
-            for cell, of in found.items()
-        }
-
-    def slower(of: Mapping[str, float]) -> int:
-        return sum(lead < 0.99 for lead in of.values())
-
-    cells = list(found.cells())
-    now = leads(found, cells)
-    assert f"{len(cells)} of its {len(SUITES['sweep'].cells)} cells" in page
-    assert f"ours are {geometric_mean(now.values()):.2f} times as fast in the geometric mean" in page
-    assert f"slower by more than 1 % in {slower(now)} cells" in page
-
-    def copies(results: Results, cell: str, name: str) -> float:
-        of = results.of(cell)
-        return of[name].us / of["copy"].us
-
-    both = [cell for cell in first.cells() if cell in now]
+    assert f"all of its {len(SUITES['sweep'].cells)} cells" in page
+    assert set(found.cells()) == {cell.id for cell in SUITES["sweep"].cells}
+    findings = findings_of(found)
+    leads = [finding.to_peer for finding in findings if finding.to_peer is not None and math.isfinite(finding.to_peer)]
+    assert len(leads) == len(findings)
+    assert f"ours are {geometric_mean(leads):.2f} times as fast as it in the geometric mean" in page
+    assert f"slower by more than 1 % in {sum(lead < 0.99 for lead in leads)} cells" in page
     quack = [
-        copies(first, cell, "quack") / copies(found, cell, "normforge")
-        for cell in both
-        if "quack" in first.of(cell) and first.of(cell)["quack"].ok
+        of["quack"].us / of["normforge"].us
+        for of in map(found.of, found.cells())
+        if "quack" in of and of["quack"].ok and of["normforge"].ok
     ]
-    assert f"its times are {geometric_mean(quack):.2f} times ours in {len(quack)} cells" in page
-    assert f"less than 0.99 of ours in {sum(each < 0.99 for each in quack)}" in page
-    gain = geometric_mean(copies(first, cell, "normforge") / copies(found, cell, "normforge") for cell in both)
-    assert f"The {len(both)} cells of both runs take {gain:.2f} times less in the geometric mean" in page
-    then, again = leads(first, both), leads(found, both)
-    assert f"{slower(again)} are slower by more than 1 % than the best of the three, {slower(then)} before" in page
-    ours = [each.of("forward/ln_bf16/4976x26952")["normforge"].us for each in (found, first)]
-    assert f"4976×26952 takes {ours[0]:.0f} µs, {ours[1]:.0f} before" in page
-    assert f"883008×152: {now['forward/ln_bf16/883008x152']:.2f} of torch.compile" in page
-    assert f"64×124483 backward: {now['backward/ln_bf16/64x124483']:.2f}" in page
-    # Of rows that get a scale of their own, which are loaded as the last sentence says since.
-    before = load(RESULTS / "h200-sweep-before", "sweep")
-    assert before is not None
-    short = list(before.cells())
-    quantised = [
-        cell for cell in short if cell in now and "add_quant" in cell and before.of(cell)["normforge"].m > 2048
-    ]
-    less = geometric_mean(copies(before, cell, "normforge") / copies(found, cell, "normforge") for cell in quantised)
-    assert f"Beside {len(short)} cells of 6c98afd" in page.replace("[", "")
-    assert f"that is {less:.2f} times less time of many quantised rows" in page
-    more = [each.of("forward/ln_bf16/1118480x120")["normforge"].us for each in (found, first)]
-    assert f"1118480×120 took {more[0]:.0f} µs, {more[1]:.0f} in the first run" in page
-    assert f"6472×20736 took {found.of('add/ln_bf16/6472x20736')['normforge'].us:.0f} µs" in page
+    nearest = f"{geometric_mean(quack):.2f} times ours in {len(quack)} cells, ahead by more than 1 % in"
+    assert f"{nearest} {sum(each < 0.99 for each in quack)}" in page
+    many = [one for one in findings if one.row.task != "backward" and one.row.m > MOST_SOME]
+    beside = sum((one.to_peer or 0) >= 0.95 for one in many), sum((one.to_copy or 0) >= 0.92 for one in many)
+    assert f"{beside[0]} of {len(many)} cells at 0.95 of the best peer or above, {beside[1]} at 0.92" in page
+    us = {cell: found.of(cell)["normforge"].us for cell in found.cells()}
+    ours = [us[f"forward/ln_bf16/{shape}"] for shape in ("883008x152", "64776x2072")]
+    assert f"883008×152 takes {ours[0]:.0f} µs, 176 before (789d707); 64776×2072 {ours[1]:.0f}, 164 before" in page
+    assert f"493440×272 took {us['forward/rms_bf16/493440x272']:.0f} µs" in page
+    guide = said(ROOT / "docs/design.md")
+    others = [us[f"{cell}"] for cell in ("add_quant/ln_bf16_fp8_dq/466032x288", "backward/ln_bf16/103560x81")]
+    assert f"883008×152 176 and {ours[0]:.0f} µs, 64776×2072 164 and {ours[1]:.0f}, with an add and fp8" in guide
+    assert f"466032×288 280 and {others[0]:.0f}, backward 103560×81 67 and {others[1]:.0f}" in guide
+
+
+def test_every_cell_that_is_short_has_its_profile_and_what_was_tried() -> None:
+    folder = RESULTS / "h200-sweep"
+    found = load(folder, "sweep")
+    assert found is not None
+    first, last = markers("short")
+    between = BENCHMARKS.read_text().partition(first)[2].partition(last)[0].strip()
+    assert between == render_short(short_of(found), kernels_of(folder))
 
 
 def test_what_models_gain_is_that_of_the_results() -> None:
