@@ -18,8 +18,8 @@ NARROWEST = 16
 IDLE_OF_ROWS = 0.2
 # LayerNorm masks each value of a chunk that is not full: 896 columns in 1024 took 146 us, 131 in two of 512.
 IDLE_OF_MASKED = 0.1
-# Where memory is slower than that, idle warps cost little: RMSNorm of 1800 columns in 2048 takes 131 us, 134 in chunks.
-# Backward, nothing is masked: 384 columns of LayerNorm in 512 take 66 us, 70 in chunks.
+# Others wait for memory, and idle warps cost little: RMSNorm of 1800 columns in 2048 takes 131 us, 134 in chunks; and
+# gradients mask nothing: 384 columns of LayerNorm in 512 take 66 us, 70 in chunks.
 IDLE = 0.25
 # But rows that begin anywhere share what L2 writes at once with others: with an add, 1800 columns of LayerNorm took
 # 276 us, and 265 where a program has two such rows.
