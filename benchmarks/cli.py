@@ -9,22 +9,17 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from .chosen import RESULTS, matching, of_seed
-from .errors import UsageError
+from .errors import SHORT, USAGE, UsageError
 
-if TYPE_CHECKING:
-    from .models.kernels import Row as KernelRow
-    from .models.table import Table
+__all__ = ["SHORT", "USAGE", "main"]
 
 # What `profile` shows by default: not the suite that times the host, nor another's shapes.
 PROFILED = ("forward", "backward", "quant", "decode")
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-# Exit statuses besides 0: something to mend in the command, or goals that are not reached.
-USAGE, SHORT = 2, 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -127,111 +122,33 @@ def _jax(options: argparse.Namespace, given: list[str]) -> int:
 
 
 def _merge(options: argparse.Namespace, _: list[str]) -> int:
-    from .merge import merge, warnings
-    from .pictures import draw_all
+    from .reading import join
 
-    for warning in warnings(options.folders):
-        print(f"warning: {warning}", file=sys.stderr)
-    merged = merge(options.folders, options.out, fresh=options.fresh)
-    for results in merged:
-        print(f"{results.suite}: {len(list(results.cells()))} cells, {len(results.rows)} figures")
-    for path in draw_all(merged, options.out):
-        print(f"drawn: {path}")
-    return 0
+    return join(options)
 
 
 def _compare(options: argparse.Namespace, _: list[str]) -> int:
-    from .compare import compare_folders, describe, reproduced
+    from .reading import hold_against
 
-    comparisons = compare_folders(options.old, options.new)
-    print(describe(comparisons, options.within))
-    return 0 if reproduced(comparisons, options.within) else SHORT
+    return hold_against(options)
 
 
 def _report(options: argparse.Namespace, _: list[str]) -> int:
-    from .models import kernels
-    from .models.table import load as load_models
-    from .pictures import draw_all
-    from .report import WHAT, picture_for, put_into, render
-    from .results import load
-    from .suites import SUITES
+    from .reading import report
 
-    models, profiled = load_models(options.results), kernels.load(options.results)
-    if models is not None or profiled is not None:
-        return _report_models(options, models, profiled)
-    found = [results for name in SUITES if (results := load(options.results, name)) is not None]
-    if not found:
-        raise UsageError(f"no results are in {options.results}; make some with `python -m benchmarks run`")
-    if options.pictures:
-        for path in draw_all(found, options.results):
-            print(f"drawn: {path}", file=sys.stderr)
-    if options.into is None:
-        print(render(found))
-        return 0
-    put_into(options.into, render(found, picture_for(options.into, options.results)), options.between or WHAT)
-    print(f"the tables in {options.into} are those of {options.results}")
-    return 0
-
-
-def _report_models(
-    options: argparse.Namespace, table: Table | None, profiled: tuple[dict[str, str], list[KernelRow]] | None
-) -> int:
-    from .models import kernels
-    from .models.names import SUITE
-    from .models.picture import draw
-    from .models.specs import SPECS
-    from .models.table import render
-    from .report import picture_for, put_into, where
-
-    parts = []
-    if table is not None:
-        if options.pictures and (drawn := draw(table, options.results)):
-            print(f"drawn: {drawn}", file=sys.stderr)
-        parts += [where(table.header), render(table)]
-    elif profiled is not None:
-        parts.append(where(profiled[0]))
-    if profiled is not None:
-        parts.append(kernels.render(profiled[1], [*SPECS]))
-    if options.into is None:
-        print("\n\n".join(parts))
-        return 0
-    if picture := picture_for(options.into, options.results, f"{SUITE}.png"):
-        parts.insert(1, f"![Times the speed of eager torch, by model and variant]({picture})")
-    # A page may hold the tables of several folders, `h200-models` and `h200-models-kernels`, each between its markers.
-    own = options.results.resolve().name.partition("-")[2] or SUITE
-    put_into(options.into, "\n\n".join(parts), options.between or own)
-    print(f"the tables in {options.into} are those of {options.results}")
-    return 0
+    return report(options)
 
 
 def _reach(options: argparse.Namespace, _: list[str]) -> int:
-    from . import jax_results
-    from .reach import RULES, check, describe
-    from .results import load
+    from .reading import reach
 
-    suites = dict.fromkeys(rule.suite for rule in RULES if rule.suite != jax_results.SUITE)
-    results = {name: load(options.results, name) for name in suites}
-    results[jax_results.SUITE] = jax_results.load(options.results)
-    checked = [check(rule, results.get(rule.suite)) for rule in RULES]
-    print(describe(checked, every=options.all))
-    return 0 if all(one.met for one in checked) else SHORT
+    return reach(options)
 
 
 def _short(options: argparse.Namespace, _: list[str]) -> int:
-    from .report import put_into
-    from .results import load
-    from .short import SUITE, kernels_of, render, short_of
+    from .reading import short
 
-    results = load(options.results, SUITE)
-    if results is None:
-        raise UsageError(f"no sweep is in {options.results}; make one: python -m benchmarks run --suite {SUITE}")
-    text = render(short_of(results), kernels_of(options.results))
-    if options.into is None:
-        print(text)
-        return 0
-    put_into(options.into, text, "short")
-    print(f"the list in {options.into} is that of {options.results}")
-    return 0
+    return short(options)
 
 
 def _parser() -> argparse.ArgumentParser:

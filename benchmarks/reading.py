@@ -1,0 +1,121 @@
+"""What verbs do that measure nothing: join results, hold them against others or against goals, tabulate them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from . import jax_results
+from .compare import compare_folders, describe, reproduced
+from .errors import SHORT, UsageError
+from .merge import merge, warnings
+from .models import kernels
+from .models import picture as models_picture
+from .models import table as models_table
+from .models.names import SUITE as MODELS
+from .models.specs import SPECS
+from .pictures import draw_all
+from .reach import RULES, check
+from .reach import describe as describe_goals
+from .report import WHAT, picture_for, put_into, render, where
+from .results import load
+from .short import SUITE as SWEEP
+from .short import kernels_of, short_of
+from .short import render as render_short
+from .suites import SUITES
+
+
+def join(options: argparse.Namespace) -> int:
+    """Join the folders of processes that shared a run, and draw their pictures."""
+    for warning in warnings(options.folders):
+        print(f"warning: {warning}", file=sys.stderr)
+    merged = merge(options.folders, options.out, fresh=options.fresh)
+    for results in merged:
+        print(f"{results.suite}: {len(list(results.cells()))} cells, {len(results.rows)} figures")
+    for path in draw_all(merged, options.out):
+        print(f"drawn: {path}")
+    return 0
+
+
+def hold_against(options: argparse.Namespace) -> int:
+    """Hold a rerun against earlier results."""
+    comparisons = compare_folders(options.old, options.new)
+    print(describe(comparisons, options.within))
+    return 0 if reproduced(comparisons, options.within) else SHORT
+
+
+def report(options: argparse.Namespace) -> int:
+    """Print a folder's results as tables, or put them into a page.
+
+    Raises:
+        UsageError: there are none, or the page lacks the markers.
+    """
+    models, profiled = models_table.load(options.results), kernels.load(options.results)
+    if models is not None or profiled is not None:
+        return _report_models(options, models, profiled)
+    found = [results for name in SUITES if (results := load(options.results, name)) is not None]
+    if not found:
+        raise UsageError(f"no results are in {options.results}; make some with `python -m benchmarks run`")
+    if options.pictures:
+        for path in draw_all(found, options.results):
+            print(f"drawn: {path}", file=sys.stderr)
+    if options.into is None:
+        print(render(found))
+        return 0
+    put_into(options.into, render(found, picture_for(options.into, options.results)), options.between or WHAT)
+    print(f"the tables in {options.into} are those of {options.results}")
+    return 0
+
+
+def _report_models(
+    options: argparse.Namespace,
+    table: models_table.Table | None,
+    profiled: tuple[dict[str, str], list[kernels.Row]] | None,
+) -> int:
+    parts = []
+    if table is not None:
+        if options.pictures and (drawn := models_picture.draw(table, options.results)):
+            print(f"drawn: {drawn}", file=sys.stderr)
+        parts += [where(table.header), models_table.render(table)]
+    elif profiled is not None:
+        parts.append(where(profiled[0]))
+    if profiled is not None:
+        parts.append(kernels.render(profiled[1], [*SPECS]))
+    if options.into is None:
+        print("\n\n".join(parts))
+        return 0
+    if picture := picture_for(options.into, options.results, f"{MODELS}.png"):
+        parts.insert(1, f"![Times the speed of eager torch, by model and variant]({picture})")
+    # A page may hold the tables of several folders, `h200-models` and `h200-models-kernels`, each between its markers.
+    own = options.results.resolve().name.partition("-")[2] or MODELS
+    put_into(options.into, "\n\n".join(parts), options.between or own)
+    print(f"the tables in {options.into} are those of {options.results}")
+    return 0
+
+
+def reach(options: argparse.Namespace) -> int:
+    """Hold results against the goals."""
+    suites = dict.fromkeys(rule.suite for rule in RULES if rule.suite != jax_results.SUITE)
+    results = {name: load(options.results, name) for name in suites}
+    results[jax_results.SUITE] = jax_results.load(options.results)
+    checked = [check(rule, results.get(rule.suite)) for rule in RULES]
+    print(describe_goals(checked, every=options.all))
+    return 0 if all(one.met for one in checked) else SHORT
+
+
+def short(options: argparse.Namespace) -> int:
+    """Say of the sweep's cells that are short what they take and what was tried, or put it into a page.
+
+    Raises:
+        UsageError: there is no sweep, or a short cell was not profiled or is of no class.
+    """
+    results = load(options.results, SWEEP)
+    if results is None:
+        raise UsageError(f"no sweep is in {options.results}; make one: python -m benchmarks run --suite {SWEEP}")
+    text = render_short(short_of(results), kernels_of(options.results))
+    if options.into is None:
+        print(text)
+        return 0
+    put_into(options.into, text, "short")
+    print(f"the list in {options.into} is that of {options.results}")
+    return 0
