@@ -7,15 +7,22 @@ import triton.language as tl
 from .primitives import (
     UNSPECIALISED,
     admit_launch_behind,
+    gather,
     load_chunk,
     load_columns,
     load_row,
     load_row_ahead,
+    load_rows,
+    load_scalars,
     load_tile,
+    load_vector,
+    publish,
     row_offset,
     scale,
     store_chunk,
     store_partial,
+    tile_sums,
+    unstack,
     wait_for_launch_ahead,
     widened,
     widened_here,
@@ -285,3 +292,90 @@ def rms_bwd_fp32_two_pass(
     # Add up the tile's rows.
     admit_launch_behind(PDL)
     store_partial(dweight_ptr, program, cols, tl.sum(dweight, axis=0, keep_dims=True), N, col_mask)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def rms_bwd_fp32_spread(
+    dy_ptr,  # (M, N)
+    x_ptr,  # (M, N) fp32
+    weight_ptr,  # (N,) or None
+    rstd_ptr,  # (M,) fp32
+    exchange_ptr,  # (tiles, slices, ROWS) int64, -1
+    dx_ptr,  # (M, N) or None
+    dweight_ptr,  # (programs, N) fp32 or None
+    dy_row_stride,  # elements
+    x_row_stride,  # elements
+    dx_row_stride,  # elements
+    M,  # rows
+    weight_offset,  # fp32, added to every weight
+    N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
+    ROWS: tl.constexpr,  # rows at a time
+    BLOCK: tl.constexpr,  # columns a chunk
+    PEERS: tl.constexpr,  # programs a row, up to a power of two
+    PAIRED: tl.constexpr,  # whether 16-bit values may be read in pairs
+):
+    """Some columns of tiles of several rows, whose means the programs of a team exchange."""
+    SLICES: tl.constexpr = (N + BLOCK - 1) // BLOCK
+    part = tl.program_id(0)
+    team = tl.program_id(1).to(tl.int64)
+    teams = tl.num_programs(1)
+    tiles = tl.cdiv(M, ROWS)
+    first_col = part * BLOCK
+    cols = first_col + tl.arange(0, BLOCK)
+    mask = cols < N if N % BLOCK != 0 else None
+    tile_rows = tl.arange(0, ROWS)
+    peers = tl.arange(0, PEERS)[None, :]
+    weight = None if weight_ptr is None else load_vector(weight_ptr, cols, mask)
+    x_bias = None
+    dweight = tl.zeros((BLOCK,), tl.float32)
+
+    # A team takes tiles of rows in turn. Two are under way: the sums of this one went out a round ago.
+    x_rows = load_rows(x_ptr, team, x_row_stride, M, first_col, N, ROWS, BLOCK, ROW_ALIGNMENT, PAIRED)
+    dy_rows = load_rows(dy_ptr, team, dy_row_stride, M, first_col, N, ROWS, BLOCK, ROW_ALIGNMENT, PAIRED)
+    rstd = load_scalars(rstd_ptr, team, M, ROWS)
+    gh_sums, g_sums = tile_sums(x_ptr, x_rows, dy_ptr, dy_rows, x_bias, weight, weight_offset, None, rstd, ROWS)
+    publish(exchange_ptr + (team * SLICES + part) * ROWS + tile_rows, gh_sums, g_sums, None)
+    next_x_rows = load_rows(x_ptr, team + teams, x_row_stride, M, first_col, N, ROWS, BLOCK, ROW_ALIGNMENT, PAIRED)
+    next_dy_rows = load_rows(dy_ptr, team + teams, dy_row_stride, M, first_col, N, ROWS, BLOCK, ROW_ALIGNMENT, PAIRED)
+    next_rstd = load_scalars(rstd_ptr, team + teams, M, ROWS)
+    for tile in range(team, tiles, teams):
+        later = tile + 2 * teams
+        later_x_rows = load_rows(x_ptr, later, x_row_stride, M, first_col, N, ROWS, BLOCK, ROW_ALIGNMENT, PAIRED)
+        later_dy_rows = load_rows(dy_ptr, later, dy_row_stride, M, first_col, N, ROWS, BLOCK, ROW_ALIGNMENT, PAIRED)
+        if tile + teams < tiles:
+            gh_sums, g_sums = tile_sums(
+                x_ptr, next_x_rows, dy_ptr, next_dy_rows, x_bias, weight, weight_offset, None, next_rstd, ROWS
+            )
+            publish(exchange_ptr + ((tile + teams) * SLICES + part) * ROWS + tile_rows, gh_sums, g_sums, None)
+
+        # Means along the rows, from every program of the team; statistics are read again rather than kept in registers.
+        rstd = load_scalars(rstd_ptr, tile, M, ROWS)
+        next_rstd = load_scalars(rstd_ptr, later, M, ROWS)
+        slots = (tile * SLICES + tl.minimum(peers, SLICES - 1)) * ROWS + tile_rows[:, None]
+        team_gh, _ = gather(exchange_ptr + slots)
+        gh_means = unstack(tl.sum(tl.where(peers < SLICES, team_gh, 0.0), axis=1) / N, ROWS)
+
+        # Gradients.
+        for r in tl.static_range(ROWS):
+            row = tile * ROWS + r
+            # Lanes are compared, for the interpreter of Triton 3.9 takes no mask that a scalar was spread into.
+            row_mask = tl.broadcast_to(row, (BLOCK,)) < M
+            row_mask = row_mask if mask is None else row_mask & mask
+            s = widened(x_rows[r], x_ptr.dtype.element_ty)
+            dy = tl.where(row < M, widened(dy_rows[r], dy_ptr.dtype.element_ty), 0.0)
+            h = s * rstd[r]
+            g = dy
+            if weight_ptr is not None:
+                g *= weight.to(tl.float32) + weight_offset
+            dx = (g - h * gh_means[r]) * rstd[r]
+            if dx_ptr is not None:
+                store_chunk(dx_ptr + row_offset(row, dx_row_stride, ROW_ALIGNMENT), cols, dx, row_mask)
+            dweight += dy * h
+        x_rows = next_x_rows
+        dy_rows = next_dy_rows
+        next_x_rows = later_x_rows
+        next_dy_rows = later_dy_rows
+
+    # Leave what the rows added up to.
+    store_partial(dweight_ptr, team, cols, dweight, N, mask)
