@@ -145,6 +145,11 @@ def _why_not_sized(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:
     return None
 
 
+def holds_stages(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> bool:
+    """Whether shared memory holds what a class has on its way: one whose tile it takes may have fewer tensors."""
+    return tile.stages == 1 or _why_not_staged(kind, bucket, tile, arch) is None
+
+
 def _why_not_staged(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> str | None:
     if tile.stages < 1 or (kind.direction, tile.pipeline) not in _STAGED:
         return (

@@ -17,7 +17,7 @@ from .errors import TileTableError
 from .groups import AnyMode, GroupMode
 from .instance import ANY, Bucket, Tile, Tiles
 from .ladder import read_range
-from .tile_limits import may_cut, why_not
+from .tile_limits import holds_stages, may_cut, why_not
 from .tiling import EVERY_CLASS, TileClass, class_of, generic_tiles
 from .values import Pipeline
 from .words import unknown
@@ -79,7 +79,7 @@ def tiles_of(
     return (
         (ANY, generic),
         *(
-            (arch, _fitting(mode, bucket, table.find(kind, bucket) or generic, generic))
+            (arch, _fitting(mode, bucket, arch, table.find(kind, bucket) or generic, generic))
             for arch, table in known.items()
         ),
     )
@@ -106,16 +106,18 @@ def lean(tiles: Tiles) -> Tiles:
     return Tiles(**own)
 
 
-def _fitting(mode: AnyMode, bucket: Bucket, measured: Tiles, generic: Tiles) -> Tiles:
+def _fitting(mode: AnyMode, bucket: Bucket, arch: str, measured: Tiles, generic: Tiles) -> Tiles:
     """Tiles as measured, but for those that a mode has no kernel for: with dropout no rows are spread.
 
-    Nor are tiles of another class taken that cut rows where the mode's may not be.
+    Nor are tiles of another class taken that cut rows where the mode's may not be, or have too much on its way.
     """
-    may_be_cut = may_cut(class_of(mode))
+    kind = class_of(mode)
+    may_be_cut = may_cut(kind)
 
     def fitting(own: Tile, rule: Tile) -> Tile:
         cuts = own.pipeline is Pipeline.ROWS and own.block < (bucket.last or 0)
-        return own if own.pipeline in mode.pipelines and (may_be_cut or not cuts) else rule
+        runs = own.pipeline in mode.pipelines and holds_stages(kind, bucket, own, arch)
+        return own if runs and (may_be_cut or not cuts) else rule
 
     few, some, many = map(fitting, measured.by_rows, generic.by_rows)
     invariant = fitting(invariant_tile(measured, generic), generic.large)

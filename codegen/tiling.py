@@ -38,7 +38,7 @@ class Load(Enum):
     its own 18724 rows take 111 (312f89b). GATE is a gate of x's shape, whose activation takes registers and time. DROP
     is ADD with a dropout, whose mask takes time wherever x is read. MODULATE is ADD with a scale and a shift of each
     row's own. FP8 is an x of 8 bits and a scale, alone, of which 16 bits are made. Where a table has no tiles for
-    either SCALED, DROP, MODULATE or FP8, they take those of `TileClass.alike`.
+    either SCALED, DROP, MODULATE, FP8 or, backward, ADD, they take those of `TileClass.alike`.
     """
 
     PLAIN = ""
@@ -99,6 +99,10 @@ class TileClass:
             return own if self.direction is Direction.BACKWARD else (*own, *replace(self, load=Load.ADD).alike)
         if self.load is Load.FP8:
             return (*own, *replace(self, load=Load.ADD).alike)
+        if self.load is Load.ADD and self.direction is Direction.BACKWARD:
+            # A gradient more to read. Of fp32 rows no table has any: on sm_90 threads spill up to 48 bytes with PLAIN's
+            # tiles, and up to 240 with the rule's.
+            return (*own, *replace(self, load=Load.PLAIN).alike)
         if self.load is not Load.DROP:
             return own
         # Forward a mask is drawn whenever x is read, and tiles of QUANT read it once: with ADD's, which read long rows

@@ -481,6 +481,22 @@ def test_with_a_dropout_the_adds_tiles_serve_where_none_were_measured() -> None:
     assert dropping == Tiles(generic.large, few, some=few)
 
 
+def test_backward_an_add_takes_plain_tiles_where_none_were_measured() -> None:
+    """And the rule's instead of one that has more on its way to shared memory than that holds of three tensors."""
+    bucket = Bucket("n8192", 7169, 8192)
+    plain, add = (TileClass(Direction.BACKWARD, 4, load) for load in (Load.PLAIN, Load.ADD))
+    mode = Mode(Norm.LAYER, DType.FP32, DType.FP32, FusedAdd.PRE_ADD_STORE, direction=Direction.BACKWARD)
+    generic = generic_tiles(add, bucket)
+
+    def found(tile: Tile) -> Tile:
+        table = TileTable({plain: ((bucket, Tiles(tile, tile)),)})
+        return dict(tiles_of(mode, bucket, {"sm_90": table}))["sm_90"].large
+
+    three, four = (Tile(Pipeline.ONE_PASS, 1, 1024, 16, stages=stages) for stages in (3, 4))
+    assert [why_not(kind, bucket, four, "sm_90") is None for kind in (plain, add)] == [True, False]
+    assert (found(three), found(four)) == (three, generic.large)
+
+
 def test_forward_a_dropout_takes_tiles_that_read_rows_once() -> None:
     bucket, whole = Bucket("n4096", 3073, 4096), Tile(Pipeline.ONE_PASS, 1, 1024, 8)
     twice = Tile(Pipeline.TWO_PASS, 1, 2048, 16)

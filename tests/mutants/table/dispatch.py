@@ -64,9 +64,17 @@ MUTANTS = (
         "groups-of-scales-are-cut",
         "modes with a scale a group of columns take tiles whose chunks end within one",
         "codegen/tile_tables.py",
-        "may_be_cut = may_cut(class_of(mode))",
+        "may_be_cut = may_cut(kind)",
         "may_be_cut = True",
         (f"{_TILES}::test_no_class_takes_anothers_tile_that_cuts_rows_where_its_own_may_not_be",),
+    ),
+    Mutant(
+        "more-on-its-way-than-there-is-room-for",
+        "a class takes another's tile whose stages do not fit into shared memory with a tensor more",
+        "codegen/tile_tables.py",
+        "own.pipeline in mode.pipelines and holds_stages(kind, bucket, own, arch)",
+        "own.pipeline in mode.pipelines",
+        (f"{_TILES}::test_backward_an_add_takes_plain_tiles_where_none_were_measured",),
     ),
     Mutant(
         "tiles-of-another-architecture",
