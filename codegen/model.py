@@ -367,8 +367,18 @@ class Mode:
     @property
     def pipelines(self) -> tuple[Pipeline, ...]:
         """The pipelines that there are kernels for."""
-        spreads = self.streams or (self.is_backward and not (self.shares or self.dropout))
+        spreads = not (self.shares or self.dropout) if self.is_backward else self.streams or self.spreads_sums
         return tuple(p for p in Pipeline if p is not Pipeline.SPREAD or spreads)
+
+    @property
+    def spreads_sums(self) -> bool:
+        """Whether programs may share a row of sums: RMSNorm's, whose mean square is as good in fp32 of more bits too.
+
+        The means that LayerNorm's programs exchange are exact of 16-bit values alone (`slice_moments`).
+        """
+        further = self.fquant.quantises or self.x_bias or self.x_gate or self.modulated or self.gating.gates
+        apart = self.norm.centres or self.dropout or self.dtype_in.is_fp8
+        return self.fadd.adds and not (self.is_backward or further or apart)
 
     @property
     def shares(self) -> bool:

@@ -171,9 +171,9 @@ _TENSORS_READ = {Load.ADD: 3, Load.MODULATE: 3}
 
 
 def _round_bytes(kind: TileClass, bucket: Bucket, tile: Tile) -> int:
-    """What a program of a loop over rows reads in a round: its slice of x; or, backward, a row of each tensor."""
+    """What a program of a loop over rows reads in a round: its slice of x and a residual; or backward a row of each."""
     if kind.direction is Direction.FORWARD:
-        return tile.held * tile.block * kind.itemsize
+        return tile.held * tile.block * kind.itemsize * (2 if kind.load is Load.ADD else 1)
     longest = tile.block if bucket.last is None else bucket.last
     return -(-longest // tile.block) * tile.block * kind.itemsize * _TENSORS_READ.get(kind.load, 2)
 
@@ -188,8 +188,8 @@ def _why_not_spread(kind: TileClass, tile: Tile) -> str | None:
     if kind.direction is Direction.BACKWARD:
         fits = tile.rows in (2, 4) and not tile.held
         return None if fits else "pipeline spread, backward, takes rows: 2 or 4 and no held"
-    if kind.load is not Load.PLAIN:
-        return "pipeline spread, forward, is for modes that move x and y alone; take two_pass"
+    if kind.load is not Load.PLAIN and not (kind.load is Load.ADD and kind.rms):
+        return "pipeline spread, forward, is for modes that move x and y alone, and RMSNorm's sums; take two_pass"
     if kind.itemsize > _MOST_SPREAD_BYTES:
         return "pipeline spread, forward, exchanges means as fp32, too coarse for fp32 rows; take two_pass"
     fits = tile.rows == 1 and tile.held > 0 and not tile.held & (tile.held - 1)

@@ -1026,6 +1026,16 @@ def load_slice(ptr, first_col, N: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
+def add_slices(chunks, ptr, others, other_ptr, SLICE: tl.constexpr, BLOCK: tl.constexpr):
+    """The fp32 sums of two slices, as they were loaded from rows of two tensors."""
+    sums = ()
+    for start in tl.static_range(0, SLICE, BLOCK):
+        s = widened(chunks[start // BLOCK], ptr.dtype.element_ty)
+        sums += (s + widened(others[start // BLOCK], other_ptr.dtype.element_ty),)
+    return sums
+
+
+@triton.jit
 def slice_moments(chunks, dtype: tl.constexpr, first_col, N: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr):
     """Mean and variance of one program's columns, of 16 bits.
 

@@ -89,16 +89,17 @@ def test_forward_into_others(launched: Launched) -> None:
         assert values["residual_out_ptr"] == places["residual_out"].data_ptr()
 
 
+@pytest.mark.parametrize("fadd", ["none", "pre_add_store"])
 def test_programs_that_wait_for_one_another_have_memory_to_do_it_by(
-    launched: Launched, monkeypatch: pytest.MonkeyPatch
+    fadd: str, launched: Launched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(assembly, "choose", lambda *_: Tile(Pipeline.SPREAD, 1, 1024, 4, held=2))
-    operands = forward_operands(70000, "x", "weight")
+    operands = forward_operands(70000, "x", "weight", *(() if fadd == "none" else ("residual",)))
     for _ in ("first", "known"):
         launched.clear()
-        y = normforge.rmsnorm2d_fwd(**operands, weight_offset=1.0).y
+        made = normforge.rmsnorm2d_fwd(**operands, fadd=fadd, weight_offset=1.0)
         ((_, values),) = launched
-        own = addresses(operands | {"y": y})
+        own = addresses(operands | {"y": made.y} | ({} if fadd == "none" else {"residual_out": made.residual_out}))
         assert values == own | {"exchange_ptr": values["exchange_ptr"], "M": M, "eps": 1e-6, "weight_offset": 1.0}
         assert values["exchange_ptr"] not in {0, *own.values()}
 

@@ -182,6 +182,24 @@ def test_a_graph_replays_forward_and_backward(norm: str, m: int, n: int) -> None
         assert all(same_bits(replayed, again) for replayed, again in zip(captured, step(), strict=True))
 
 
+@pytest.mark.parametrize("n", [40000, 70000, 140000])
+@pytest.mark.parametrize("m", [3, 900])
+def test_long_rows_of_sums_stored_over_the_residual(m: int, n: int) -> None:
+    """Some are spread over programs that wait for one another; more rows than teams, and fewer."""
+    x, residual = (torch.randn(m, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+    modes: dict[str, Any] = {"fadd": "pre_add_store", "weight_offset": 1.0, "save_mv": True}
+    expected = ORACLE["rms"](x, weight, residual=residual, **modes)
+    made = [normforge.rmsnorm2d_fwd(x, weight, residual=residual, **modes) for _ in range(2)]
+    place = residual.clone()
+    made.append(normforge.rmsnorm2d_fwd(x, weight, residual=place, residual_out=place, **modes))
+    for each in made:
+        agree(each, expected)
+        assert same_bits(each.y, made[0].y)
+        assert each.residual_out is not None
+        assert torch.equal(each.residual_out, x + residual)
+
+
 def test_a_graph_replays_every_output() -> None:
     x, residual = (torch.randn(40, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     modes: dict[str, Any] = {"residual": residual, "fadd": 1, "fquant": 2, "save_mv": True}

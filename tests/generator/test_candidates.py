@@ -75,7 +75,9 @@ def test_where_rows_are_spread_and_chunks_kept() -> None:
                 where[kind.name].append(bucket.name)
     long = ["n12288", "n16384", "n32768", "n65536", "n131072", "nbig"]
     every = {"fwd_16bit": long[3:]} | dict.fromkeys(("bwd_16bit", "bwd_16bit_add", "bwd_32bit", "bwd_32bit_add"), long)
-    assert spread == every | {f"{name}_rms": buckets for name, buckets in every.items()}
+    every |= {f"{name}_rms": buckets for name, buckets in every.items()}
+    # LayerNorm's programs exchange means that sums of two rows leave too coarse.
+    assert spread == every | {"fwd_16bit_add_rms": long[3:]}
     assert held == dict.fromkeys(("fwd_16bit", "fwd_16bit_rms", "fwd_32bit", "fwd_32bit_rms"), long[2:])
 
 

@@ -199,7 +199,8 @@ WRONG = {
     ),
     "spread_add": (
         one("{pipeline: spread, rows: 1, block: 512, warps: 4, held: 2}", kind="fwd_16bit_add"),
-        "3: fwd_16bit_add: pipeline spread, forward, is for modes that move x and y alone; take two_pass",
+        "3: fwd_16bit_add: pipeline spread, forward, is for modes that move x and y alone, and RMSNorm's sums; take "
+        "two_pass",
     ),
     "spread_fp32": (
         one("{pipeline: spread, rows: 1, block: 512, warps: 4, held: 2}", kind="fwd_32bit"),

@@ -67,14 +67,14 @@ def outputs(mode: Mode, y: torch.Tensor, statistics: dict[str, torch.Tensor]) ->
     mean, rstd = statistics["mean"], statistics["rstd"]
     y_scale = statistics["y_scale"] if mode.fquant.quantises else None
     return LayerNormOutput(
-        y, None, y_scale, mean if mode.save_mv and mode.norm.centres else None, rstd if mode.save_mv else None
+        y, statistics.get("residual_out"), y_scale, mean if mode.save_mv and mode.norm.centres else None, rstd if mode.save_mv else None
     )
 
 
 def check_forward(actual: LayerNormOutput, mode: Mode, x: torch.Tensor, vectors: dict[str, Any]) -> None:
     """Hold every output against the oracle's."""
     asked: dict[str, Any] = {"eps": EPS, "save_mv": mode.save_mv, "cast": mode.cast}
-    asked |= {"fquant": mode.fquant, "out_dtype": TORCH_DTYPES[mode.dtype_out]}
+    asked |= {"fadd": mode.fadd, "fquant": mode.fquant, "out_dtype": TORCH_DTYPES[mode.dtype_out]}
     if mode.norm.centres:
         expected = reference.layernorm2d_fwd(x, **vectors, **asked)
     else:

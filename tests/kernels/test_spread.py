@@ -74,11 +74,16 @@ class Forward:
         x = (torch.randn(self.m, self.n + (4 if self.paired else 3)) * 2 + 5).to(dtype)[:, : self.n]
         names = ("weight", "bias") if self.mode.norm.centres else ("weight",)
         # Operands in 16 bits are read in pairs as well.
-        return x, {name: torch.randn(self.n).to(dtype if self.paired else torch.float32) for name in names}
+        operands = {name: torch.randn(self.n).to(dtype if self.paired else torch.float32) for name in names}
+        if self.mode.fadd.adds:
+            operands["residual"] = torch.randn(self.m, self.n + 2).to(dtype)[:, : self.n]
+        return x, operands
 
-    def published(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def published(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """What each program of each row should publish, in fp64."""
-        parts = slices_of(x, self.block * self.held)
+        parts = slices_of(x if residual is None else x.double() + residual.double(), self.block * self.held)
         if self.mode.norm.centres:
             means = torch.stack([part.mean(-1) for part in parts], dim=-1)
             return means, torch.stack([part.var(-1, correction=0) for part in parts], dim=-1)
@@ -89,20 +94,30 @@ class Forward:
         self, package: Path, x: torch.Tensor, exchange: torch.Tensor, vectors: dict[str, torch.Tensor]
     ) -> LayerNormOutput:
         y = torch.full((self.m, self.n), float("nan"), dtype=TORCH_DTYPES[self.mode.dtype_out])
-        statistics = {name: torch.full((self.m,), float("nan")) for name in ("mean", "rstd")}
-        given = vectors | statistics | {"x": x, "y": y, "exchange": exchange}
+        stored = {name: torch.full((self.m,), float("nan")) for name in ("mean", "rstd")}
+        given = vectors | stored | {"x": x, "y": y, "exchange": exchange}
+        if self.mode.fadd.stores:
+            # In place, where a row that another team has stored is loaded once more for nothing.
+            given["residual"] = given["residual_out"] = stored["residual_out"] = vectors["residual"].clone()
         values: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in given.items()}
-        values |= {"x_row_stride": x.stride(0), "y_row_stride": self.n, "M": self.m}
+        values |= {f"{name}_row_stride": tensor.stride(0) for name, tensor in given.items() if tensor.dim() == 2}
+        values |= {"M": self.m}
         values |= {"N": self.n, "BLOCK": self.block, "HELD": self.held, "PEERS": power_of_two(self.slices)}
         values |= {"PAIRED": self.paired}
         run(kernel_of(package, self.mode, Pipeline.SPREAD), (self.slices, self.teams), values)
-        return outputs(self.mode, y, statistics)
+        return outputs(self.mode, y, stored)
 
 
 FORWARD_MODES = [
-    Mode(norm, dtype, dtype, save_mv=save_mv)
+    Mode(norm, dtype, dtype, fadd, save_mv=save_mv)
     for norm in Norm
-    for dtype, save_mv in ((DType.BF16, False), (DType.FP16, True))
+    for dtype, fadd, save_mv in (
+        (DType.BF16, FusedAdd.NONE, False),
+        (DType.FP16, FusedAdd.NONE, True),
+        (DType.BF16, FusedAdd.PRE_ADD_STORE, True),
+        (DType.FP16, FusedAdd.PRE_ADD, False),
+    )
+    if not (norm.centres and fadd.adds)
 ]
 
 
@@ -128,7 +143,7 @@ def test_a_team_publishes_what_its_rows_need(
     """Ragged last slices of 1, 44 and 104 columns, and a row of whole ones."""
     problem = Forward(mode, m, n, teams, paired)
     x, vectors = problem.draw()
-    expected = problem.published(x)
+    expected = problem.published(x, vectors.get("residual"))
     exchange = packed(*(value * A_LITTLE_OFF for value in expected))
     problem.run(package, x, exchange, vectors)
     for got, want in zip(unpacked(exchange), expected, strict=True):

@@ -228,8 +228,8 @@ MUTANTS = (
         "spread-keeps-its-first-row",
         "spread: a team normalises its first row again and again",
         "templates/spread.py.j2",
-        "x_slice = next_x_slice\n",
-        "x_slice = x_slice\n",
+        "{{ slices.kept(m) }} = next_{{ slices.kept(m) }}\n",
+        "{{ slices.kept(m) }} = {{ slices.kept(m) }}\n",
         (f"{_SPREAD}::test_a_program_alone_in_its_team",),
     ),
     Mutant(
@@ -355,9 +355,25 @@ MUTANTS = (
     Mutant(
         "y-of-spread-takes-the-row-stride-of-x",
         "spread: y's row stride is dropped",
-        "templates/spread.py.j2",
+        "templates/slices.j2",
         "row_offset(row, y_row_stride, ",
         "row_offset(row, x_row_stride, ",
+        (f"{_SPREAD}::test_a_program_alone_in_its_team",),
+    ),
+    Mutant(
+        "spread-adds-the-first-residual",
+        "spread: a team adds its first row's residual to every row",
+        "templates/slices.j2",
+        "row_offset({{ row }}, residual_row_stride, ",
+        "row_offset(team, residual_row_stride, ",
+        (f"{_SPREAD}::test_a_program_alone_in_its_team",),
+    ),
+    Mutant(
+        "spread-stores-no-sum",
+        "spread: y is stored as the sum",
+        "templates/slices.j2",
+        "store_chunk(residual_out_row_ptr, cols, s, ",
+        "store_chunk(residual_out_row_ptr, cols, y, ",
         (f"{_SPREAD}::test_a_program_alone_in_its_team",),
     ),
 )
