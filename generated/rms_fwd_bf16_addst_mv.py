@@ -11,15 +11,21 @@ from .primitives import (
     GROUP,
     UNROLLED,
     UNSPECIALISED,
+    add_slices,
+    gather,
     grouped,
     load_chunk,
     load_early,
+    load_slice,
     load_swept,
+    publish,
     row_offset,
     scale,
     scale_chunk,
+    slice_mean_square,
     store_chunk,
     wait_for_launch_ahead,
+    widened_here,
 )
 
 
@@ -200,3 +206,76 @@ def rms_fwd_bf16_addst_mv_two_pass(
             y = scale(s * rstd, weight_ptr, weight_offset, cols, mask)
             store_chunk(residual_out_ptr, cols, s, mask)  # not before the residual's last reading
             store_chunk(y_ptr, cols, y, mask)
+
+
+@triton.jit(do_not_specialize=UNSPECIALISED)
+def rms_fwd_bf16_addst_mv_spread(
+    x_ptr,  # (M, N) bf16
+    residual_ptr,  # (M, N)
+    weight_ptr,  # (N,) or None
+    y_ptr,  # (M, N) bf16
+    residual_out_ptr,  # (M, N), may be residual_ptr
+    rstd_ptr,  # (M,) fp32
+    exchange_ptr,  # (M, slices) int64, -1
+    x_row_stride,  # elements
+    residual_row_stride,  # elements
+    y_row_stride,  # elements
+    residual_out_row_stride,  # elements
+    M,  # rows
+    eps,  # fp32
+    weight_offset,  # fp32, added to every weight
+    N: tl.constexpr,  # columns, exact
+    ROW_ALIGNMENT: tl.constexpr,  # elements; every row stride is a multiple of it
+    BLOCK: tl.constexpr,  # columns a chunk
+    HELD: tl.constexpr,  # chunks a program
+    STAGES: tl.constexpr,  # of the loop over rows; more than 1 go by shared memory
+    PEERS: tl.constexpr,  # programs a row, up to a power of two
+    PAIRED: tl.constexpr,  # whether 16-bit values may be read in pairs
+    PTX: tl.constexpr,  # whether the target runs PTX
+):
+    """A row over several programs that exchange its statistics."""
+    SLICE: tl.constexpr = HELD * BLOCK
+    SLICES: tl.constexpr = (N + SLICE - 1) // SLICE
+    part = tl.program_id(0)
+    team = tl.program_id(1).to(tl.int64)
+    teams = tl.num_programs(1)
+    first_col = part * SLICE
+    peers = tl.arange(0, PEERS)
+    weight_slice = () if weight_ptr is None else load_slice(weight_ptr, first_col, N, SLICE, BLOCK, PAIRED)
+
+    # A team takes rows in turn. Programs publish what they find in the next one a round before they need it of all; the
+    # rows behind that are on their way, by Triton's pipelining of this loop.
+    x_row_ptr = x_ptr + row_offset(team, x_row_stride, ROW_ALIGNMENT)
+    x_slice = load_slice(x_row_ptr, first_col, N, SLICE, BLOCK, PAIRED)
+    residual_row_ptr = residual_ptr + row_offset(team, residual_row_stride, ROW_ALIGNMENT)
+    residual_slice = load_slice(residual_row_ptr, first_col, N, SLICE, BLOCK, PAIRED)
+    s_slice = add_slices(x_slice, x_ptr, residual_slice, residual_ptr, SLICE, BLOCK)
+    mean_square = slice_mean_square(s_slice, tl.float32, N, SLICE, BLOCK)
+    publish(exchange_ptr + team * SLICES + part, mean_square, mean_square, None)
+    for row in tl.range(team, M, teams, num_stages=STAGES):
+        next_row = tl.minimum(row + teams, M - 1)
+        x_row_ptr = x_ptr + row_offset(next_row, x_row_stride, ROW_ALIGNMENT)
+        next_x_slice = load_slice(x_row_ptr, first_col, N, SLICE, BLOCK, PAIRED)
+        residual_row_ptr = residual_ptr + row_offset(next_row, residual_row_stride, ROW_ALIGNMENT)
+        residual_slice = load_slice(residual_row_ptr, first_col, N, SLICE, BLOCK, PAIRED)
+        next_s_slice = add_slices(next_x_slice, x_ptr, residual_slice, residual_ptr, SLICE, BLOCK)
+        mean_square = slice_mean_square(next_s_slice, tl.float32, N, SLICE, BLOCK)
+        publish(exchange_ptr + (row + teams) * SLICES + part, mean_square, mean_square, row + teams < M)
+
+        # Statistics, from every program of the team.
+        mean_squares, _ = gather(exchange_ptr + row * SLICES + tl.minimum(peers, SLICES - 1))
+        rstd = tl.rsqrt(tl.sum(tl.where(peers < SLICES, mean_squares, 0.0)) + eps)
+        tl.store(rstd_ptr + row, rstd, mask=part == 0)
+
+        # Scale and store.
+        residual_out_row_ptr = residual_out_ptr + row_offset(row, residual_out_row_stride, ROW_ALIGNMENT)
+        y_row_ptr = y_ptr + row_offset(row, y_row_stride, ROW_ALIGNMENT)
+        for start in tl.static_range(0, SLICE, BLOCK):
+            s = s_slice[start // BLOCK]
+            y = s * rstd
+            if weight_ptr is not None:
+                y *= widened_here(weight_slice[start // BLOCK], weight_ptr.dtype.element_ty, PTX) + weight_offset
+            cols = first_col + start + tl.arange(0, BLOCK)
+            store_chunk(residual_out_row_ptr, cols, s, cols < N if N % SLICE != 0 else None)
+            store_chunk(y_row_ptr, cols, y, cols < N if N % SLICE != 0 else None)
+        s_slice = next_s_slice

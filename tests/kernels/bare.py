@@ -67,7 +67,11 @@ def outputs(mode: Mode, y: torch.Tensor, statistics: dict[str, torch.Tensor]) ->
     mean, rstd = statistics["mean"], statistics["rstd"]
     y_scale = statistics["y_scale"] if mode.fquant.quantises else None
     return LayerNormOutput(
-        y, statistics.get("residual_out"), y_scale, mean if mode.save_mv and mode.norm.centres else None, rstd if mode.save_mv else None
+        y,
+        statistics.get("residual_out"),
+        y_scale,
+        mean if mode.save_mv and mode.norm.centres else None,
+        rstd if mode.save_mv else None,
     )
 
 

@@ -79,9 +79,7 @@ class Forward:
             operands["residual"] = torch.randn(self.m, self.n + 2).to(dtype)[:, : self.n]
         return x, operands
 
-    def published(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def published(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """What each program of each row should publish, in fp64."""
         parts = slices_of(x if residual is None else x.double() + residual.double(), self.block * self.held)
         if self.mode.norm.centres:
