@@ -24,13 +24,14 @@ def copies(arch: str) -> bool:
     return arch in _SHARED_MEMORY
 
 
-def most_stages(arch: str, resident: int, round_bytes: int) -> int:
+def most_stages(arch: str, resident: int, round_bytes: int, further: int = 0) -> int:
     """The most stages of a loop whose rounds have rows on their way, 1 if none can be.
 
     Args:
         arch: as tables of tiles name it.
         resident: programs that share a multiprocessor.
         round_bytes: what a program reads in a round.
+        further: KiB of each program for what else passes through shared memory.
     """
-    room = _SHARED_MEMORY.get(arch, 0) // resident - _RESERVED
+    room = _SHARED_MEMORY.get(arch, 0) // resident - _RESERVED - further
     return 1 + max(room, 0) * 1024 // round_bytes

@@ -112,6 +112,7 @@ def compile_kernel(
     part: Pipeline | Part | None = None,
     tile: Tile | None = None,
     operands: DType = DType.FP32,
+    residual: DType = DType.FP32,
 ) -> Any:
     """Compile a kernel as a launch on that target would, with every pointer aligned, and rows that adjoin.
 
@@ -123,6 +124,7 @@ def compile_kernel(
         part: which kernel of the pipeline, if not the one that carries its name.
         tile: how it runs, if not as the instance does with many rows.
         operands: the element type of weight, bias and what else is (N,).
+        residual: that of the residual and of the sum that is stored.
 
     Returns:
         Triton's `CompiledKernel`, its texts and binary in `asm`.
@@ -146,7 +148,8 @@ def compile_kernel(
     }
     assert isinstance(instance.mode, Mode)
     constants |= row_of(instance.mode, tile.pipeline).constants(tile, n)
-    signature = {name: _type(name, instance, target, constants, operands) for name in kernel.arg_names}
+    others = {"residual_ptr": residual, "residual_out_ptr": residual}
+    signature = {name: _type(name, instance, target, constants, operands, others) for name in kernel.arg_names}
     pointers = [index for index, kind in enumerate(signature.values()) if kind.startswith("*")]
     source = ASTSource(
         kernel,
@@ -164,7 +167,14 @@ def compile_kernel(
         )
 
 
-def _type(name: str, instance: Instance, target: Target, constants: dict[str, int], operands: DType) -> str:
+def _type(
+    name: str,
+    instance: Instance,
+    target: Target,
+    constants: dict[str, int],
+    operands: DType,
+    others: dict[str, DType],
+) -> str:
     mode = instance.mode
     assert isinstance(mode, Mode)
     if name in constants:
@@ -182,6 +192,7 @@ def _type(name: str, instance: Instance, target: Target, constants: dict[str, in
     if name == "y_scale_ptr" and mode.scale_format.stores_bytes:
         return "*u8"
     own = {
+        **others,
         "unquantised_ptr": mode.dtype_in,
         "dx_ptr": mode.dtype_in,
         "ddropped_ptr": mode.dtype_in,

@@ -23,7 +23,8 @@ from normforge.codegen.values import (
     ScaleGroup,
     ScaleLayout,
 )
-from normforge.kernels.tile_choice import window_tile
+from normforge.kernels.gpu import named_target
+from normforge.kernels.tile_choice import staged_slices, window_tile
 
 from ..covering import every_mode, parametrize, uncovered
 from ..thorough import THOROUGH, first_of_each
@@ -184,6 +185,26 @@ def test_rows_on_their_way_and_nothing_else_stand_in_shared_memory(
     compiled = compile_kernel(kernel, instance_of(mode, n), n, target, tile.pipeline, tile, DType.BF16)
     assert 0 <= compiled.metadata.shared - (tile.stages - 1) * row_bytes <= MOST_FOR_REDUCTIONS
     assert "cp.async" in compiled.asm["ptx"]
+
+
+# KiB of a multiprocessor of sm_90, one of which CUDA keeps of each program.
+SHARED_MEMORY = 228
+
+
+@pytest.mark.parametrize("residual", [DType.BF16, DType.FP32], ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("n", [70000, 131072])
+def test_programs_that_share_rows_of_sums_fit_side_by_side(n: int, residual: DType, package: Path) -> None:
+    """They wait for one another: were there room for fewer, none would be launched."""
+    mode = Mode(Norm.RMS, DType.BF16, DType.BF16, FusedAdd.PRE_ADD_STORE)
+    instance = instance_of(mode, n)
+    kernel = kernel_of(package, mode, Pipeline.SPREAD)
+    spread = {tile for tile in dict(instance.tiles)[SM_90.name].every if tile.pipeline is Pipeline.SPREAD}
+    assert spread
+    for tile in (*spread, SPREAD_TILES[Direction.FORWARD], Tile(Pipeline.SPREAD, 1, 8192, 8, 2, 1, stages=6)):
+        fits = staged_slices(tile, (DType.BF16.itemsize, residual.itemsize), named_target(SM_90.name))
+        compiled = compile_kernel(kernel, instance, n, SM_90, Pipeline.SPREAD, fits, DType.BF16, residual)
+        assert tile.resident * (compiled.metadata.shared + 1024) <= SHARED_MEMORY * 1024
+        assert "cp.async" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)

@@ -76,7 +76,8 @@ class Forward:
         # Operands in 16 bits are read in pairs as well.
         operands = {name: torch.randn(self.n).to(dtype if self.paired else torch.float32) for name in names}
         if self.mode.fadd.adds:
-            operands["residual"] = torch.randn(self.m, self.n + 2).to(dtype)[:, : self.n]
+            other = dtype if self.paired else torch.float32
+            operands["residual"] = torch.randn(self.m, self.n + 2).to(other)[:, : self.n]
         return x, operands
 
     def published(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -69,6 +69,14 @@ MUTANTS = (
         (f"{_TILES}::test_no_class_takes_anothers_tile_that_cuts_rows_where_its_own_may_not_be",),
     ),
     Mutant(
+        "room-for-x-alone",
+        "programs that share rows of sums have as many stages as x by itself leaves room for",
+        "runtime/kernels/tile_choice.py",
+        "tile.held * tile.block * sum(itemsizes)",
+        "tile.held * tile.block * min(itemsizes)",
+        ("tests/kernels/test_staging.py::test_a_residual_of_more_bits_leaves_room_for_fewer_stages",),
+    ),
+    Mutant(
         "more-on-its-way-than-there-is-room-for",
         "a class takes another's tile whose stages do not fit into shared memory with a tensor more",
         "codegen/tile_tables.py",
