@@ -32,6 +32,12 @@ OVERVIEW = "overview"
 _DIRECTIONS = ("forward", "backward")
 _SHOWN = ("ln_bf16", "256 MiB")
 
+# Of matplotlib's ten, C3 is too near to the project's own.
+_COLOURS = (
+    *(f"C{index}" for index in (0, 1, 2, 4, 5, 6, 7, 8, 9)),
+    *("navy", "teal", "dodgerblue", "yellowgreen", "goldenrod", "slategrey", "indigo"),
+)
+
 
 def draw_all(found: Sequence[Results], folder: Path) -> Iterator[Path]:
     """Draw every suite's pictures into a folder, and name the files."""
@@ -118,10 +124,14 @@ def _add_legend(figure: Figure, columns: int) -> None:
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
 
 
-def _draw_lines(axes: Axes, results: Results, rows: Sequence[Row]) -> None:
-    # A provider has one colour in every panel, whoever else is in it. C3 is too near to the project's.
+def colours_of_peers() -> dict[str, str]:
+    """A colour for each provider of norms of rows, the same in every panel, whoever else is in it."""
     order = [name for name, peer in every_provider().items() if name not in (CEILING, PROJECT) and not peer.groups]
-    colours = {name: f"C{position + (position >= 3)}" for position, name in enumerate(order)}
+    return dict(zip(order, _COLOURS, strict=False))
+
+
+def _draw_lines(axes: Axes, results: Results, rows: Sequence[Row]) -> None:
+    colours = colours_of_peers()
     for name, label in _labels(rows):
         points = sorted((_position(results, row), _value(results, row)) for row in rows if row.provider == name)
         style: dict[str, dict[str, Any]] = {

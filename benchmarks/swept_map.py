@@ -20,6 +20,8 @@ from .suites.sweep import GROUPS
 from .swept import findings_of
 
 _PANEL = (7.2, 1.9)
+# Between the scale of colours and the panels, in inches.
+_GAP = 0.2
 _FAILS, _UNKNOWN = "black", "lightgrey"
 _TICKS = tuple(2**power for power in range(5, 18, 2))
 # How many times its N, or which part of it, a cell's colour reaches at most.
@@ -63,7 +65,9 @@ def swept_map(results: Results) -> Figure | None:
             _draw(axes, found, column.ratio, colours)
             axes.set_title(", ".join(key), fontsize=9)
         all_axes[-1].set_xlabel("N")
-        bar = figure.colorbar(colours, ax=all_axes, location="top", shrink=0.8, aspect=40, extend="both")
+        # A share of the panels' height, which is up to 50 inches.
+        pad = _GAP / figure.get_figheight()
+        bar = figure.colorbar(colours, ax=all_axes, location="top", shrink=0.8, aspect=40, pad=pad, extend="both")
         bar.set_ticks(column.ticks, labels=[f"{tick:g}" for tick in column.ticks])
         bar.minorticks_off()
         bar.set_label(column.label)

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import cli
 from benchmarks.cells import Cell, Norm, Task
-from benchmarks.pictures import draw_all, heat_map
+from benchmarks.pictures import colours_of_peers, draw_all, heat_map
 from benchmarks.reach import Rule, check, describe
 from benchmarks.report import BEGIN, END, TABLES, markers, picture_for, put_into, render
 from benchmarks.results import Results
@@ -200,6 +200,12 @@ def test_reach_says_by_its_status_whether_all_is_reached(
 def test_a_folder_without_results_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", "--results", str(tmp_path)]) == cli.USAGE
     assert "make some with `python -m benchmarks run`" in capsys.readouterr().err
+
+
+def test_no_two_peers_have_one_colour() -> None:
+    colours = colours_of_peers()
+    assert {"compile", "max-autotune", "eager", "liger", "quack", "tutorial05"} <= colours.keys()
+    assert len(set(colours.values())) == len(colours)
 
 
 def test_pictures_are_drawn(forward: Results, tmp_path: Path) -> None:
