@@ -21,6 +21,7 @@ from benchmarks.models.specs import SPECS
 from benchmarks.models.table import load as load_models
 from benchmarks.models.table import render as render_models
 from benchmarks.providers import every_provider
+from benchmarks.reach import RULES, check
 from benchmarks.report import BEGIN, END, markers, picture_for, render, where
 from benchmarks.results import CEILING, PROJECT, Results, Row, load
 from benchmarks.short import kernels_of, short_of
@@ -675,6 +676,18 @@ def test_every_cell_that_is_short_has_its_profile_and_what_was_tried() -> None:
     first, last = markers("short")
     between = BENCHMARKS.read_text().partition(first)[2].partition(last)[0].strip()
     assert between == render_short(short_of(found), kernels_of(folder))
+
+
+def test_every_goal_of_the_suites_that_is_short_is_said_and_its_cells_are_profiled() -> None:
+    profiled = {row[1] for row in _records("profile")}
+    for rule in RULES:
+        checked = check(rule, load(H200, rule.suite)) if rule.suite in MEASURED else None
+        if checked is None or checked.outcome != "short":
+            continue
+        met = sum(finding.met for finding in checked.findings)
+        assert f"**{rule.title}**: {met} of {len(checked.findings)}" in said(BENCHMARKS)
+        missed = {finding.row.cell for finding in checked.findings if not finding.met}
+        assert rule.suite == "host" or missed <= profiled
 
 
 def test_what_models_gain_is_that_of_the_results() -> None:
