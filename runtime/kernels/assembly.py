@@ -13,12 +13,13 @@ from ..codegen.families import Family, Kind, Parameter, Result
 from ..codegen.instance import Tile
 from ..codegen.model import Mode
 from ..codegen.parameters import BACKWARD
+from ..codegen.staging import with_room
 from ..codegen.values import DType, Part, Pipeline
 from . import pipelines
 from .gpu import Target, scale_warps
 from .key import KernelKey, Word, integer_type, pointer_type, row_count_type
 from .row_walk import RowStride, RowWalk
-from .tile_choice import choose, refuse_variant, staged, staged_slices, takes_window, window_tile
+from .tile_choice import choose, refuse_variant, staged, takes_window, window_tile
 
 if TYPE_CHECKING:
     from ..upstream.triton_launcher import Grid
@@ -233,8 +234,8 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
     if mode.is_backward:
         is_paired = pipelines.is_paired(n, alignment, facts.misaligned)
         tile = staged(tile, choices[-1], n, facts.itemsizes, is_paired, target)
-    else:
-        tile = staged_slices(tile, facts.itemsizes, target)
+    elif tile.pipeline is Pipeline.SPREAD and target.compiles:
+        tile = with_room(tile, facts.itemsizes, target.arch)
     row = pipelines.row_of(mode, tile.pipeline)
     if facts.invariant:
         refuse_variant(mode, tile, n, m)

@@ -86,25 +86,6 @@ def staged(tile: Tile, unstaged: Tile, n: int, itemsizes: Collection[int], is_pa
     return replace(tile, stages=min(tile.stages, most)) if most > 1 else unstaged
 
 
-def staged_slices(tile: Tile, itemsizes: Collection[int], target: Target) -> Tile:
-    """A forward tile with no more stages than a GPU has room for: a residual may have more bits than the table's.
-
-    Programs that wait for one another all have to run at once, and shared memory that does not hold them is an error.
-
-    Args:
-        tile: what the table says, for rows in x's dtype.
-        itemsizes: bytes of an element of each tensor whose rows are read.
-        target: the GPU.
-    """
-    if tile.pipeline is not Pipeline.SPREAD or tile.stages == 1 or not target.compiles:
-        return tile
-    # A thread loads 16 bytes at once, so that values of 16 and 32 bits have to change places to be added: Triton 3.6
-    # takes 1 KiB a warp for that.
-    further = tile.warps if len(set(itemsizes)) > 1 else 0
-    most = most_stages(target.arch, tile.resident, tile.held * tile.block * sum(itemsizes), further)
-    return replace(tile, stages=min(tile.stages, most))
-
-
 # Rows so long and shorter ones are held where no vector starts them, even if others are read twice.
 _LONGEST_WINDOW = 7168
 

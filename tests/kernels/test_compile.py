@@ -11,6 +11,7 @@ import pytest
 
 from normforge.codegen.instance import Instance, Tile
 from normforge.codegen.model import Mode
+from normforge.codegen.staging import with_room
 from normforge.codegen.values import (
     Direction,
     DType,
@@ -23,8 +24,7 @@ from normforge.codegen.values import (
     ScaleGroup,
     ScaleLayout,
 )
-from normforge.kernels.gpu import named_target
-from normforge.kernels.tile_choice import staged_slices, window_tile
+from normforge.kernels.tile_choice import window_tile
 
 from ..covering import every_mode, parametrize, uncovered
 from ..thorough import THOROUGH, first_of_each
@@ -201,7 +201,7 @@ def test_programs_that_share_rows_of_sums_fit_side_by_side(n: int, residual: DTy
     spread = {tile for tile in dict(instance.tiles)[SM_90.name].every if tile.pipeline is Pipeline.SPREAD}
     assert spread
     for tile in (*spread, SPREAD_TILES[Direction.FORWARD], Tile(Pipeline.SPREAD, 1, 8192, 8, 2, 1, stages=6)):
-        fits = staged_slices(tile, (DType.BF16.itemsize, residual.itemsize), named_target(SM_90.name))
+        fits = with_room(tile, (DType.BF16.itemsize, residual.itemsize), SM_90.name)
         compiled = compile_kernel(kernel, instance, n, SM_90, Pipeline.SPREAD, fits, DType.BF16, residual)
         assert tile.resident * (compiled.metadata.shared + 1024) <= SHARED_MEMORY * 1024
         assert "cp.async" in compiled.asm["ptx"]

@@ -71,7 +71,7 @@ MUTANTS = (
     Mutant(
         "room-for-x-alone",
         "programs that share rows of sums have as many stages as x by itself leaves room for",
-        "runtime/kernels/tile_choice.py",
+        "codegen/staging.py",
         "tile.held * tile.block * sum(itemsizes)",
         "tile.held * tile.block * min(itemsizes)",
         ("tests/kernels/test_staging.py::test_a_residual_of_more_bits_leaves_room_for_fewer_stages",),
