@@ -6,6 +6,7 @@
 #   make matrix MATRIX=full        both suites on every pair of them; without MATRIX, parts of both on some
 #
 #   make bench BENCH='--suite forward --jobs 16'    a part of the benchmark, compiled in parallel first
+#   make test-gpu GPU='--minutes 9 --resume gpu.txt'  a part of the GPU tests; repeated, the tests that are left
 #   make accuracy ACCURACY='--jobs 8'               errors beside torch's, in so many processes
 #   make mutants MUTANTS="--only 'rows-*'"          some of the edits that tests have to notice
 #   make sanitize SANITIZE='--tool memcheck'        one of compute-sanitizer's tools
@@ -15,6 +16,7 @@
 PYTHON ?= python3
 TRITON ?=
 BENCH ?=
+GPU ?=
 ACCURACY ?=
 SANITIZE ?=
 MATRIX ?=
@@ -65,7 +67,7 @@ test-all: test
 
 test-gpu: $(READY)
 	@$(call needs_gpu,make test-all)
-	env -u TRITON_INTERPRET $(BIN)/pytest -q -m gpu
+	env -u TRITON_INTERPRET $(BIN)/pytest -q -m gpu $(GPU)
 
 accuracy: $(READY)
 	env -u TRITON_INTERPRET $(BIN)/python -m tests.accuracy --markdown docs/accuracy.md $(ACCURACY)

@@ -9,12 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from . import covering, thorough
+from . import covering, in_parts, thorough
 from .properties import seed
 
 _COMPILED = ("compile", "gpu")
 # What a file with tests that are compiled has in it.
 _COMPILED_TEXT = "pytest.mark.compile"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare `--minutes` and `--resume`."""
+    in_parts.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Workers inherit the controller's folder, so that they race for it as processes of a user's would.
     os.environ.setdefault("NORMFORGE_CACHE", tempfile.mkdtemp(prefix="normforge-tests-"))
     seed.settle(config, looks="gpu" in asked)
+    config.pluginmanager.register(in_parts.Parts(config))
 
 
 def _hurry_the_interpreter() -> None:

@@ -1,0 +1,98 @@
+"""A run in parts: each test that passed is left out of the next part, and no other is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from . import in_parts
+
+_PLUGIN = """
+from tests import in_parts
+
+def pytest_addoption(parser):
+    in_parts.add_options(parser)
+
+def pytest_configure(config):
+    in_parts.ROOT = config.rootpath
+    config.pluginmanager.register(in_parts.Parts(config))
+"""
+_TESTS = """
+from pathlib import Path
+import time
+import pytest
+
+@pytest.fixture
+def torn():
+    yield
+    assert Path("mended").exists()
+
+def test_slow():
+    time.sleep(0.5)
+
+def test_red():
+    assert Path("mended").exists()
+
+def test_torn(torn):
+    pass
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "conftest.py").write_text(_PLUGIN)
+    (tmp_path / "test_some.py").write_text(_TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    return tmp_path
+
+
+def run(folder: Path, repository: Path, *options: str) -> tuple[int, str]:
+    # Python's path holds the repository alone, so that `tests` is this package.
+    code = f"import sys, pytest; sys.path.insert(0, {str(repository)!r}); sys.exit(pytest.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "-q", "-p", "no:cacheprovider", *options]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+def test_what_passed_is_left_out_and_what_failed_runs_again(
+    folder: Path, repository: Path, workers: tuple[str, ...]
+) -> None:
+    status, said = run(folder, repository, "--resume", "part.txt", *workers)
+    assert status == 1
+    assert "1 failed, 2 passed, 1 error" in said
+    _, *lines = (folder / "part.txt").read_text().splitlines()
+    assert lines == ["test_some.py::test_slow"]
+    (folder / "mended").touch()
+    status, said = run(folder, repository, "--resume", "part.txt", *workers)
+    assert status == 0
+    assert "2 passed" in said
+    assert "1 passed in earlier parts, by part.txt" in said
+    status, said = run(folder, repository, "--resume", "part.txt")
+    assert status == 0
+    assert "3 passed in earlier parts" in said
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "1")])
+def test_a_part_that_runs_out_of_time_fails(folder: Path, repository: Path, workers: tuple[str, ...]) -> None:
+    (folder / "mended").touch()
+    minutes = "0.005" if not workers else "0"
+    status, said = run(folder, repository, "--minutes", minutes, "--resume", "part.txt", *workers)
+    assert status == 1
+    assert "time is up" in said
+    assert run(folder, repository, "--minutes", "5", "--resume", "part.txt", *workers)[0] == 0
+    assert len((folder / "part.txt").read_text().splitlines()) == 4
+
+
+def test_results_of_other_sources_are_refused(tmp_path: Path) -> None:
+    here = in_parts.environment()
+    file = tmp_path / "part.txt"
+    file.write_text(json.dumps(here | {"sources": "others"}) + "\ntest_some.py::test_slow\n")
+    with pytest.raises(pytest.UsageError, match="sources others there"):
+        in_parts.passed(file, here)
+    file.write_text(json.dumps(here) + "\ntest_some.py::test_slow\n")
+    assert in_parts.passed(file, here) == {"test_some.py::test_slow"}
