@@ -11,11 +11,11 @@ import json
 import os
 import platform
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
-import triton
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -45,7 +45,8 @@ def environment() -> dict[str, str]:
         "sources": digest.hexdigest()[:16],
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        # Importing triton would settle whether it interprets, before the run chooses.
+        "triton": version("triton"),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
     }
 
