@@ -7,7 +7,6 @@ own kernel, which also raises what torch raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import compress, product
 from typing import Any
 
@@ -37,104 +36,21 @@ _WANTS = {mask: tuple(compress(_NAMES, mask)) for count in (2, 3) for mask in pr
 Tensors = tuple["torch.Tensor | None", ...]
 
 
-@eager_only
-def _layer_norm(
-    torchs: Kernel,
-    keys: torch.DispatchKeySet,
-    x: torch.Tensor,
-    shape: Sequence[int],
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-) -> Any:
-    if _fits(x, shape, weight, bias) and 0.0 <= eps <= LARGEST_FP32:
-        found = _tried(_layer, x, shape, weight, bias, eps)
-        if found is not None:
-            return found
-    return torchs(keys, x, shape, weight, bias, eps)
-
-
-@eager_only
-def _rms_norm(
-    torchs: Kernel,
-    keys: torch.DispatchKeySet,
-    x: torch.Tensor,
-    shape: Sequence[int],
-    weight: torch.Tensor | None,
-    eps: float | None,
-) -> Any:
-    added = _DEFAULT_EPS if eps is None else eps
-    if _fits(x, shape, weight) and 0.0 <= added <= LARGEST_FP32:
-        found = _tried(_rms, x, shape, weight, added)
-        if found is not None:
-            return found
-    return torchs(keys, x, shape, weight, eps)
-
-
-@eager_only
-def _layer_norm_backward(
-    torchs: Kernel,
-    keys: torch.DispatchKeySet,
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    shape: Sequence[int],
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    due: Sequence[bool],
-) -> Any:
-    if _fits(x, shape, weight, bias) and _fits_back(dy, x, shape, (mean, rstd), (x, weight, bias), due):
-        found = _tried(_layer_gradients, dy, x, shape, mean, rstd, weight, bias, due)
-        if found is not None:
-            return found
-    return torchs(keys, dy, x, shape, mean, rstd, weight, bias, due)
-
-
-@eager_only
-def _rms_norm_backward(
-    torchs: Kernel,
-    keys: torch.DispatchKeySet,
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    shape: Sequence[int],
-    rstd: torch.Tensor,
-    weight: torch.Tensor | None,
-    due: Sequence[bool],
-) -> Any:
-    if _fits(x, shape, weight) and _fits_back(dy, x, shape, (rstd,), (x, weight), due):
-        found = _tried(_rms_gradients, dy, x, shape, rstd, weight, due)
-        if found is not None:
-            return found
-    return torchs(keys, dy, x, shape, rstd, weight, due)
-
-
-_SERVED: Mapping[str, Callable[..., Any]] = {
-    "native_layer_norm": _layer_norm,
-    "native_layer_norm_backward": _layer_norm_backward,
-    "_fused_rms_norm": _rms_norm,
-    "_fused_rms_norm_backward": _rms_norm_backward,
-}
-
-# The operators of aten that are served.
-OPERATORS = tuple(_SERVED)
-
-
 def serving(operator: str, torchs: Kernel) -> Kernel:
     """What stands in an operator's place, given torch's kernel, which serves what it does not."""
-
-    def others(keys: torch.DispatchKeySet, x: torch.Tensor, *arguments: Any) -> Any:
-        if not dispatch_modes() and x.numel():
-            invariance.refuse_torch(f"aten.{operator} of {x.dtype} on {x.device}")
-        return torchs(keys, x, *arguments)
-
-    served = partial(_SERVED[operator], others)
+    fits, run = _SERVED[operator]
 
     @eager_only
-    def serve(*arguments: Any) -> Any:
+    def serve(keys: torch.DispatchKeySet, x: torch.Tensor, *others: Any) -> Any:
         if invariance.anywhere:
-            _refuse_recorded(operator, arguments)
-        return served(*arguments)
+            _refuse_recorded(operator, (x, *others))
+        if fits(x, *others):
+            found = attempted("override_torch leaves calls to torch's own kernel", run, x, *others)
+            if found is not None:
+                return found
+        if not dispatch_modes() and x.numel():
+            invariance.refuse_torch(f"aten.{operator} of {x.dtype} on {x.device}")
+        return torchs(keys, x, *others)
 
     return serve
 
@@ -151,6 +67,26 @@ def _refuse_recorded(operator: str, arguments: tuple[Any, ...]) -> None:
             f"aten.{operator} is to be batch invariant (batch_invariant) and records a gradient, and torch's own "
             "backward pass does not know of it; set NORMFORGE_BATCH_INVARIANT=1 for the process, or patch the model"
         )
+
+
+def _layer_fits(x: torch.Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> bool:
+    return _fits(x, shape, weight, bias) and 0.0 <= eps <= LARGEST_FP32
+
+
+def _rms_fits(x: torch.Tensor, shape: Sequence[int], weight: Any, eps: float | None) -> bool:
+    return _fits(x, shape, weight) and 0.0 <= _rms_eps(eps) <= LARGEST_FP32
+
+
+def _layer_gradients_fit(
+    dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any, due: Any
+) -> bool:
+    return _fits(x, shape, weight, bias) and _fits_back(dy, x, shape, (mean, rstd), (x, weight, bias), due)
+
+
+def _rms_gradients_fit(
+    dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], rstd: Any, weight: Any, due: Any
+) -> bool:
+    return _fits(x, shape, weight) and _fits_back(dy, x, shape, (rstd,), (x, weight), due)
 
 
 def _fits(x: torch.Tensor, shape: Sequence[int], *parameters: torch.Tensor | None) -> bool:
@@ -217,11 +153,6 @@ def _readable(tensor: torch.Tensor) -> bool:
     return tensor.__class__ in PLAIN and not is_copied_on_write(tensor)
 
 
-def _tried(run: Callable[..., Tensors], x: torch.Tensor, *others: Any) -> Tensors | None:
-    """What serves a call returns; None if no kernel does after all."""
-    return attempted("override_torch leaves calls to torch's own kernel", run, x, *others)
-
-
 def _layer(x: torch.Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Tensors:
     dimensions = len(shape)
     vectors = (_vector(weight), _vector(bias))
@@ -233,10 +164,14 @@ def _layer(x: torch.Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: f
     return _like(x, y), _one_a_row(mean, dimensions, dtype), _one_a_row(rstd, dimensions, dtype)
 
 
-def _rms(x: torch.Tensor, shape: Sequence[int], weight: Any, eps: float) -> Tensors:
+def _rms(x: torch.Tensor, shape: Sequence[int], weight: Any, eps: float | None) -> Tensors:
     dimensions = len(shape)
-    y, _, _, _, rstd = rmsnorm2d_fwd(_rows(x, dimensions), _vector(weight), eps=eps, save_mv=True)
+    y, _, _, _, rstd = rmsnorm2d_fwd(_rows(x, dimensions), _vector(weight), eps=_rms_eps(eps), save_mv=True)
     return _like(x, y), _one_a_row(rstd, dimensions, torch.float32)
+
+
+def _rms_eps(eps: float | None) -> float:
+    return _DEFAULT_EPS if eps is None else eps
 
 
 def _layer_gradients(
@@ -287,3 +222,13 @@ def _one_a_row(statistic: Any, dimensions: int, dtype: torch.dtype) -> torch.Ten
 def _of_rows(statistic: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """A statistic as kernels read it."""
     return statistic.view(rows.shape[:-1]).float()
+
+
+# The operators of aten that are served: whether a kernel serves a call as torch's would, and what it does then.
+_SERVED: Mapping[str, tuple[Callable[..., bool], Callable[..., Tensors]]] = {
+    "native_layer_norm": (_layer_fits, _layer),
+    "native_layer_norm_backward": (_layer_gradients_fit, _layer_gradients),
+    "_fused_rms_norm": (_rms_fits, _rms),
+    "_fused_rms_norm_backward": (_rms_gradients_fit, _rms_gradients),
+}
+OPERATORS = tuple(_SERVED)
