@@ -2,31 +2,8 @@
 
 from __future__ import annotations
 
-from .codegen.errors import IllegalCombinationError, NormforgeError
-
-__all__ = [
-    "AotError",
-    "ArgumentError",
-    "CacheError",
-    "CompileError",
-    "ConflictError",
-    "DTypeError",
-    "DeviceError",
-    "FrozenError",
-    "GradientError",
-    "IllegalCombinationError",
-    "JaxError",
-    "LayoutError",
-    "MissingInstanceError",
-    "NormforgeError",
-    "PatchError",
-    "RecordError",
-    "SettingError",
-    "ShapeError",
-    "TableError",
-    "TargetError",
-    "TransformError",
-]
+from .codegen.errors import IllegalCombinationError as IllegalCombinationError
+from .codegen.errors import NormforgeError as NormforgeError
 
 
 class ArgumentError(NormforgeError):
@@ -107,3 +84,7 @@ class TargetError(NormforgeError, ValueError):
 
 class SettingError(NormforgeError, ValueError):
     """An environment variable with a value that it does not take."""
+
+
+# What is above, and nothing that it needs.
+__all__ = [name for name, value in tuple(globals().items()) if isinstance(value, type)]
