@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +39,14 @@ class _Told:
     refusal: str | None
 
 
+UNSAVED = "mean and rstd were not saved; pass save_mv=True"
+
+
+def kept_too_little(why: str) -> GradientError:
+    """The error for a gradient of a call that has nothing to compute it from."""
+    return GradientError(f"a gradient was asked of a call that kept too little for one: {why}")
+
+
 def register(library: torch.library.Library, namespace: str, forward: str, backward: str) -> None:
     """Give a norm's two operators what differentiates them.
 
@@ -69,7 +79,7 @@ def register(library: torch.library.Library, namespace: str, forward: str, backw
         if given["residual"] is not None and not stores:
             refusal = "fadd 'pre_add' does not store the sum; pass fadd='pre_add_store'"
         elif not given["save_mv"]:
-            refusal = "mean and rstd were not saved; pass save_mv=True"
+            refusal = UNSAVED
         ctx.told = _Told(
             stores=stores,
             given={name: given[name] for name in shared},
@@ -92,45 +102,64 @@ def register(library: torch.library.Library, namespace: str, forward: str, backw
         told: _Told = ctx.told
         dy, dresidual_out = arrived[0], arrived[1] if told.stores else None
         if told.refusal is not None:
-            raise GradientError(f"a gradient was asked of a call that kept too little for one: {told.refusal}")
+            raise kept_too_little(told.refusal)
         needed = [name for name, needs in zip(takes.passed, ctx.needs_input_grad, strict=True) if needs]
         due = _compute(forward, backward, told, needed, dy, dresidual_out, ctx.saved_tensors)
         return tuple([due.get(name) for name in takes.passed])
 
     register_autograd(namespace, forward, differentiate, keep, library)
-    _register_second(library, namespace, backward)
+    tensors = [name for name, _, _ in FUNCTIONS[backward].tensors]
+    register_second(library, namespace, backward, computes.passed, tensors, partial(_computed_by_torch, backward))
 
 
-def _register_second(library: torch.library.Library, namespace: str, backward: str) -> None:
-    """Give a backward operator what differentiates it, which torch's operators do."""
-    computes = FUNCTIONS[backward]
-    tensors = [name for name, _, _ in computes.tensors]
-    # RMSNorm's has neither, and LayerNorm's no offset.
-    absent = {"mean": None, "weight_offset": 0.0, "bias_dtype": None}
+def register_second(
+    library: torch.library.Library,
+    namespace: str,
+    name: str,
+    passed: Sequence[str],
+    tensors: Sequence[str],
+    compute: Callable[[dict[str, Any]], Sequence[torch.Tensor | None]],
+) -> None:
+    """Give a backward operator what differentiates it, which torch's operators do.
+
+    Args:
+        library: where it is defined.
+        namespace: under what name.
+        name: its.
+        passed: the names of its arguments, in order.
+        tensors: those of them that are tensors.
+        compute: from all of them, by name, to what it returns.
+    """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-        given = dict(zip(computes.passed, inputs, strict=True))
+        ctx.told = dict(zip(passed, inputs, strict=True))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*[given[name] for name in tensors])
-        ctx.told = {name: value for name, value in given.items() if name not in tensors}
+        ctx.save_for_backward(*[ctx.told.pop(name) for name in tensors])
 
     def differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        def compute(*operands: Any) -> list[torch.Tensor]:
-            given = absent | ctx.told | dict(zip(tensors, operands, strict=True))
-            operands = tuple(given[name] for name in ("dy", "x", "weight", "rstd", "x_bias", "dresidual_out"))
-            options = tuple(given[name] for name in ("weight_offset", "cast", "dx_dtype", "bias_dtype", "wants"))
-            dropout = None
-            if given["dropout_rng"] is not None:
-                dropout = torch_instead.Dropout(given["dropout_p"], given["dropout_rng"], given["dropped_dtype"])
-            found = torch_instead.gradients(operands, given["mean"], (computes.norm.value, *options), dropout)
-            return [getattr(found, name) for name in given["wants"]]
+        def computed(*operands: Any) -> Sequence[torch.Tensor | None]:
+            return compute(ctx.told | dict(zip(tensors, operands, strict=True)))
 
-        due = dict(zip(computes.passed, ctx.needs_input_grad, strict=True))
-        found = differentiated(compute, ctx.saved_tensors, [due[name] for name in tensors], arrived)
+        due = dict(zip(passed, ctx.needs_input_grad, strict=True))
+        found = differentiated(computed, ctx.saved_tensors, [due[name] for name in tensors], arrived)
         by_name = dict(zip(tensors, found, strict=True))
-        return tuple([by_name.get(name) for name in computes.passed])
+        return tuple([by_name.get(name) for name in passed])
 
-    register_autograd(namespace, backward, differentiate, keep, library)
+    register_autograd(namespace, name, differentiate, keep, library)
+
+
+def _computed_by_torch(backward: str, told: dict[str, Any]) -> list[torch.Tensor]:
+    """What a backward operator returns."""
+    # RMSNorm's has neither, and LayerNorm's no offset.
+    given = {"mean": None, "weight_offset": 0.0, "bias_dtype": None} | told
+    operands = tuple(given[name] for name in ("dy", "x", "weight", "rstd", "x_bias", "dresidual_out"))
+    options = tuple(given[name] for name in ("weight_offset", "cast", "dx_dtype", "bias_dtype", "wants"))
+    dropout = None
+    if given["dropout_rng"] is not None:
+        dropout = torch_instead.Dropout(given["dropout_p"], given["dropout_rng"], given["dropped_dtype"])
+    norm = FUNCTIONS[backward].norm.value
+    found = torch_instead.gradients(operands, given["mean"], (norm, *options), dropout)
+    return [getattr(found, name) for name in given["wants"]]
 
 
 def _compute(

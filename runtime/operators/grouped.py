@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from ..calls import group, group_instead
-from ..calls.double_backward import differentiated
 from ..calls.group_instead import Arrived, Gradients, Options
-from ..errors import GradientError, LayoutError
+from ..errors import LayoutError
 from ..upstream.torch_dynamo import eager_only
+from .gradients import UNSAVED, kept_too_little, register_second
 from .shortcuts import Kernel, Recording, at_once
 from .twins import both, register_autograd
 
@@ -33,20 +33,17 @@ def register(library: Any, namespace: str, tags: tuple[torch.Tag, ...]) -> dict[
     Returns:
         What Inductor's code is to call in place of each.
     """
-    called = {}
-    for name, run, fake, keep, differentiate in (
-        (FORWARD, _run, _fake, _keep, _differentiate),
-        (BACKWARD, _run_backward, _fake_backward, _keep_backward, _differentiate_backward),
-    ):
-        kernels = both(name, run)
-        for defined, kernel in kernels.items():
+    called, known = {}, {}
+    for name, run, fake in ((FORWARD, _run, _fake), (BACKWARD, _run_backward, _fake_backward)):
+        for defined, kernel in both(name, run).items():
             library.define(f"{defined}{_SCHEMAS[name]}", tags=tags)
             library.impl(defined, kernel, "CompositeExplicitAutograd")
             torch.library.register_fake(f"{namespace}::{defined}", fake, lib=library)
             operator = getattr(getattr(torch.ops, namespace), defined).default
-            called[operator] = at_once(operator, kernel)
-        recording: Any = Recording(library, kernels)
-        register_autograd(namespace, name, differentiate, keep, recording)
+            known[defined], called[operator] = kernel, at_once(operator, kernel)
+    recording: Any = Recording(library, known)
+    register_autograd(namespace, FORWARD, _differentiate, _keep, recording)
+    register_second(recording, namespace, BACKWARD, (*_TENSORS, *_TOLD), _TENSORS, _computed_by_torch)
     return called
 
 
@@ -88,10 +85,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None
 
 def _differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     if not ctx.saves:
-        raise GradientError(
-            "a gradient was asked of a call that kept too little for one: mean and rstd were not saved; pass "
-            "save_mv=True"
-        )
+        raise kept_too_little(UNSAVED)
     none = (None,) * 5
     if arrived[0] is None:
         return None, None, None, *none
@@ -119,20 +113,12 @@ def _fake_backward(*given: Any) -> list[torch.Tensor]:
     return found
 
 
-def _keep_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    tensors, (*told, wants) = inputs[:5], inputs[5:]
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors)
-    ctx.told = Options(*(*told, None)), wants
+_TENSORS = (*Arrived._fields[:5],)
+_TOLD = ("num_groups", "eps", "activation", "wants")
 
 
-def _differentiate_backward(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-    options, wants = ctx.told
-
-    def compute(*operands: Any) -> list[torch.Tensor]:
-        dy, x, weight, bias, statistics = operands
-        found = group_instead.gradients(Arrived(dy, x, weight, bias, statistics, options, wants))
-        return [gradient for gradient in found if gradient is not None]
-
-    found = differentiated(compute, ctx.saved_tensors, ctx.needs_input_grad[:5], arrived)
-    return *found, None, None, None, None
+def _computed_by_torch(given: dict[str, Any]) -> list[torch.Tensor]:
+    num_groups, eps, activation, wants = (given[name] for name in _TOLD)
+    operands = [given[name] for name in _TENSORS]
+    found = group_instead.gradients(Arrived(*operands, Options(num_groups, eps, activation, None), wants))
+    return [gradient for gradient in found if gradient is not None]

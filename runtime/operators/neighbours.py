@@ -15,7 +15,7 @@ from ..calls.neighbour_rows import CALLS
 from ..calls.outputs import LayerNormOutput, QuantisedOutput
 from ..calls.traced import intercepted, operated
 from ..dtypes import FLOATS
-from ..errors import GradientError
+from .gradients import UNSAVED, kept_too_little
 from .twins import register_autograd
 
 
@@ -63,10 +63,7 @@ def register(library: torch.library.Library, namespace: str, function: str) -> N
 
     def differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         if not ctx.saves:
-            raise GradientError(
-                "a gradient was asked of a call that kept too little for one: mean and rstd were not saved; pass "
-                "save_mv=True"
-            )
+            raise kept_too_little(UNSAVED)
         due = dict(zip(takes.passed, ctx.needs_input_grad, strict=True))
         dresidual_out = arrived[1] if ctx.adds else None
         wanted = [due.get(name, False) for name in calls.inputs]

@@ -83,12 +83,10 @@ def _named(function: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip((*takes.passed, *[place for place, _ in takes.places]), arguments, strict=False))
 
 
-def _present(results: Any) -> Tensors:
-    return [tensor for tensor in results if tensor is not None]
-
-
-def _not_written(function: str, results: Any) -> tuple[torch.Tensor, ...]:
-    """What an operator that writes returns, which has to return some tensor for each."""
+def _handed(function: str, into: bool, results: Any) -> Tensors | tuple[torch.Tensor, ...]:
+    """What an operator returns: what there is, or, if it writes, some tensor for each result that it does not write."""
+    if not into:
+        return [tensor for tensor in results if tensor is not None]
     takes = FUNCTIONS[function]
     written = {result for _, result in takes.places}
     returned = [each for row, each in zip(takes.family.results, results, strict=True) if row.name not in written]
@@ -108,27 +106,17 @@ def _run(function: str, arguments: tuple[Any, ...]) -> Any:
 
 
 @eager_only
-def _returned(function: str, *arguments: Any) -> Tensors:
-    return _present(_run(function, arguments))
+def _returned(function: str, into: bool, *arguments: Any) -> Tensors | tuple[torch.Tensor, ...]:
+    return _handed(function, into, _run(function, arguments))
 
 
 @eager_only
-def _returned_into(function: str, *arguments: Any) -> tuple[torch.Tensor, ...]:
-    return _not_written(function, _run(function, arguments))
-
-
-@eager_only
-def _fake(function: str, *arguments: Any) -> Tensors:
+def _fake(function: str, into: bool, *arguments: Any) -> Tensors | tuple[torch.Tensor, ...]:
     settle()
     call = check(function, _named(function, arguments), addressed=False)
-    return _present(results_of(call, call.x.new_empty))
-
-
-@eager_only
-def _fake_into(function: str, *arguments: Any) -> tuple[torch.Tensor, ...]:
-    call = check(function, _named(function, arguments), addressed=False)
-    refuse_gradient(call)
-    return _not_written(function, results_of(call, call.x.new_empty))
+    if into:
+        refuse_gradient(call)
+    return _handed(function, into, results_of(call, call.x.new_empty))
 
 
 def _register(name: str, into: bool = False) -> None:
@@ -136,8 +124,7 @@ def _register(name: str, into: bool = False) -> None:
 
     The twin is the same, batch invariant.
     """
-    run, fake = (_returned_into, _fake_into) if into else (_returned, _fake)
-    kernel: Callable[..., Any] = partial(run, name)
+    kernel: Callable[..., Any] = partial(_returned, name, into)
     in_order = None if into else _IN_ORDER.get(name)
     if in_order is not None:
         kernel = of_plain_tensors(in_order, kernel)
@@ -146,7 +133,7 @@ def _register(name: str, into: bool = False) -> None:
     for defined, each in both(own, kernel).items():
         _library.define(_schema(name, into, defined), tags=_TAGS)
         _library.impl(defined, each, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{_NAMESPACE}::{defined}", partial(fake, name), lib=_library)
+        torch.library.register_fake(f"{_NAMESPACE}::{defined}", partial(_fake, name, into), lib=_library)
         operator = _operator(defined)
         _kernels[defined] = each
         _at_once[operator] = at_once(operator, shortest[defined])

@@ -7,7 +7,7 @@ integers of that, whatever words and types it was given besides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,69 +38,51 @@ def register(library: torch.library.Library, namespace: str, straight: Straight)
     """
     from torch.distributed.tensor import DTensor
 
+    def rule(defined: str, bound: Callable[..., Any]) -> None:
+        torch.library.register_torch_dispatch(f"{namespace}::{defined}", DTensor, torch.no_grad()(bound), lib=library)
+
     for name, function in straight.items():
-        rules: dict[str, Callable[..., Any]] = {name: _sharded}
-        if FUNCTIONS[name].places:
-            rules[f"{name}_into"] = _sharded_into
-        for own, rule in rules.items():
-            for defined, compute in both(own, function).items():
-                bound = partial(rule, FUNCTIONS[name], compute)
-                torch.library.register_torch_dispatch(f"{namespace}::{defined}", DTensor, bound, lib=library)
+        takes = FUNCTIONS[name]
+        for own, places in {name: {}, f"{name}_into": dict(takes.places)}.items():
+            if places or own == name:
+                for defined, compute in both(own, function).items():
+                    rule(defined, partial(_sharded, takes, places, compute))
     for name, group_rule in (
         (group.FORWARD_OPERATOR, _sharded_group),
         (group.BACKWARD_OPERATOR, _sharded_group_backward),
     ):
         for defined in both(name, group_rule):
             # Each rank computes its samples by the operator itself, or its twin.
-            compute = getattr(getattr(torch.ops, namespace), defined).default
-            bound = partial(group_rule, compute)
-            torch.library.register_torch_dispatch(f"{namespace}::{defined}", DTensor, bound, lib=library)
+            rule(defined, partial(group_rule, getattr(getattr(torch.ops, namespace), defined).default))
 
 
-@torch.no_grad()
 def _sharded(
     takes: Function,
+    places: Mapping[str, str],
     function: Callable[..., Any],
     cls: type,
     operator: Any,
     types: Any,
     args: tuple[Any, ...],
     kwargs: Any = None,
-) -> list[torch.Tensor]:
-    """What an operator returns of DTensors; `args` are all its arguments, in order."""
-    given = dict(zip(takes.passed, args, strict=True))
-    frame = _frame(operator, given, takes)
-    results = function(**_parts(frame, takes, given))
-    return [
-        _scales(frame, part, given)
-        if row.name == "y_scale" and "scale_layout" in given
-        else frame.whole(row.kind, part)
-        for row, part in zip(takes.family.results, results, strict=True)
-        if part is not None
-    ]
+) -> Sequence[torch.Tensor]:
+    """What an operator returns of DTensors; `args` are all its arguments, in order.
 
-
-@torch.no_grad()
-def _sharded_into(
-    takes: Function,
-    function: Callable[..., Any],
-    cls: type,
-    operator: Any,
-    types: Any,
-    args: tuple[Any, ...],
-    kwargs: Any = None,
-) -> tuple[torch.Tensor, ...]:
-    """Likewise what one returns that writes where it is told, of no elements where there is nothing to return."""
-    places = dict(takes.places)
+    One that writes where it is told, to places, returns the others, of no elements where there is nothing to return.
+    """
     given = dict(zip((*takes.passed, *places), args, strict=True))
     frame = _frame(operator, given, takes)
     written = {place: _written(frame, place, given[place]) for place in places if given[place] is not None}
     results = function(**_parts(frame, takes, given), **written)
     returned = []
     for row, part in zip(takes.family.results, results, strict=True):
-        if row.name not in places.values():
-            returned.append(_nothing(frame) if part is None else frame.whole(row.kind, part))
-    return tuple(returned)
+        if part is None:
+            returned += [_nothing(frame)] if places and row.name not in places.values() else []
+        elif row.name == "y_scale" and "scale_layout" in given:
+            returned.append(_scales(frame, part, given))
+        elif row.name not in places.values():
+            returned.append(frame.whole(row.kind, part))
+    return tuple(returned) if places else returned
 
 
 def _frame(operator: Any, given: Mapping[str, Any], takes: Function) -> Frame:
@@ -161,7 +143,6 @@ def _nothing(frame: Frame) -> torch.Tensor:
     return assembled(x.to_local().new_empty(0), x, torch.Size([0]), frame.of_vectors)
 
 
-@torch.no_grad()
 def _sharded_group(
     compute: Callable[..., Any], cls: type, operator: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
 ) -> list[torch.Tensor]:
@@ -177,7 +158,6 @@ def _sharded_group(
     return found
 
 
-@torch.no_grad()
 def _sharded_group_backward(
     compute: Callable[..., Any], cls: type, operator: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
 ) -> list[torch.Tensor]:

@@ -15,8 +15,8 @@ MUTANTS = (
         "fake-outputs-of-another-type",
         "a graph takes every output for one of x's dtype",
         "runtime/operators/registered.py",
-        "return _present(results_of(call, call.x.new_empty))",
-        "return _present(results_of(call, lambda shape, dtype: call.x.new_empty(shape)))",
+        "return _handed(function, into, results_of(call, call.x.new_empty))",
+        "return _handed(function, into, results_of(call, lambda shape, dtype: call.x.new_empty(shape)))",
         (f"{_OPERATORS}::test_fake_tensors", f"{_OPERATORS}::test_torchs_checks_of_a_forward_operator"),
     ),
     Mutant(
