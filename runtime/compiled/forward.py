@@ -150,8 +150,6 @@ def _without_bias(node: Node) -> tuple[Node, Node | None]:
         for x, bias in (node.args, node.args[::-1]):
             if not is_tensor(x) or not is_tensor(bias):
                 continue
-            assert isinstance(x, Node)
-            assert isinstance(bias, Node)
             of_one_shape = all_equal(value(x).shape, value(node).shape) and value(x).dtype in FLOATS
             if of_one_shape and all_equal(value(bias).shape, value(node).shape[-1:]) and value(x).dim() > 1:
                 return x, bias

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.fx import Graph, Node
@@ -19,31 +20,11 @@ CONVERT = torch.ops.prims.convert_element_type.default
 
 # Operators of these Inductor makes code of, and fuses; all others are kernels of their own.
 _FUSED = ("aten", "prims", "inductor", "quantized_decomposed")
-# But for these, whose results lie in memory before anything reads them.
-_KERNELS = {
-    "aten::_efficient_attention_forward",
-    "aten::_flash_attention_forward",
-    "aten::_grouped_mm",
-    "aten::_int_mm",
-    "aten::_scaled_dot_product_attention_math_for_mps",
-    "aten::_scaled_dot_product_cudnn_attention",
-    "aten::_scaled_dot_product_cudnn_attention_backward",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_efficient_attention_backward",
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_flash_attention_backward",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
-    "aten::_scaled_dot_product_fused_attention_overrideable",
-    "aten::_scaled_grouped_mm",
-    "aten::_scaled_mm",
-    "aten::addmm",
-    "aten::baddbmm",
-    "aten::bmm",
-    "aten::convolution",
-    "aten::convolution_backward",
-    "aten::mm",
-}
+# But for attention, products and convolutions, whose results lie in memory before anything reads them.
+_KERNELS = re.compile(
+    r"aten::(?:_scaled_dot_product_\w+|_(?:efficient|flash)_attention_forward"
+    r"|(?:_int_|_grouped_|_scaled_|_scaled_grouped_|add|b|baddb)?mm|convolution(?:_backward)?)"
+)
 _OURS = "normforge"
 
 
@@ -54,7 +35,7 @@ def value(node: Node) -> torch.Tensor:
     return tensor
 
 
-def is_tensor(node: object) -> bool:
+def is_tensor(node: object) -> TypeGuard[Node]:
     """Whether a node's value is one tensor, and known."""
     return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
 
@@ -117,7 +98,7 @@ def is_opaque(node: Node) -> bool:
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return True
     if isinstance(node.target, torch._ops.OpOverload):
-        return node.target.namespace not in _FUSED or node.target._schema.name in _KERNELS
+        return node.target.namespace not in _FUSED or _KERNELS.fullmatch(node.target._schema.name) is not None
     return False
 
 
@@ -233,7 +214,6 @@ def widened_from(node: Node) -> Node:
     """The 16-bit tensor that a node makes fp32 of for one reader, or the node itself."""
     source = node.args[0] if node.target is CONVERT else None
     if has_one_user([node]) and value(node).dtype is torch.float32 and is_tensor(source):
-        assert isinstance(source, Node)
         return source if value(source).dtype in HALVES else node
     return node
 
@@ -248,8 +228,6 @@ def sum_of_two(node: Node) -> tuple[Node, Node] | None:
     first, second = node.args
     if not is_tensor(first) or not is_tensor(second):
         return None
-    assert isinstance(first, Node)
-    assert isinstance(second, Node)
     same = all(
         all_equal(value(each).shape, value(node).shape) and value(each).device == value(node).device
         for each in (first, second)
