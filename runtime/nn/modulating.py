@@ -178,21 +178,14 @@ def _fused(formula: Formula, norm: Any, x: Any, operands: tuple[torch.Tensor, ..
     if len(shape) != 3 or shape[2] != norm.normalized_shape[0]:
         return None
     y_dtype = result_dtype(word, x) or x.dtype
+    a_sample = (shape[0], 1, shape[2])
+    legal = ((shape[0], shape[2]),) if formula.by_sample else (a_sample, shape, shape[2:])
     fitting = []
     for operand in operands:
         dtype, of = operand.dtype, operand.shape
-        if dtype is not y_dtype and torch.promote_types(dtype, y_dtype) is not y_dtype:
+        if of not in legal or (dtype is not y_dtype and torch.promote_types(dtype, y_dtype) is not y_dtype):
             return None
-        if formula.by_sample and of == (shape[0], shape[2]):
-            fitting.append(operand)
-        elif formula.by_sample:
-            return None
-        elif of == (shape[0], 1, shape[2]):
-            fitting.append(operand.squeeze(1))
-        elif of in (shape, shape[2:]):
-            fitting.append(operand)
-        else:
-            return None
+        fitting.append(operand.squeeze(1) if of == a_sample else operand)
     scale, shift = fitting[formula.scale], fitting[1 - formula.scale]
     if word == "layer":
         return modulated_layer_norm(x, scale, shift, weight=norm.weight, bias=norm.bias, eps=norm.eps)

@@ -110,19 +110,18 @@ def _named_first(statements: Iterable[ast.AST], first: str) -> Iterator[Place]:
 
 def _assigned(statement: ast.AST) -> str | None:
     """The one name that a statement gives to a value."""
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target = statement.targets[0]
-        return target.id if isinstance(target, ast.Name) else None
+    match statement:
+        case ast.Assign(targets=[ast.Name(id=name)]):
+            return name
     return None
 
 
 def _call_of_norm(node: ast.expr, first: str) -> ast.Call | None:
     """`self.norm(x)`, with one argument."""
-    if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1 or isinstance(node.args[0], ast.Starred):
-        return None
-    callee = node.func
-    own = isinstance(callee, ast.Attribute) and isinstance(callee.value, ast.Name) and callee.value.id == first
-    return node if own else None
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=owner)), args=[argument], keywords=[]):
+            return node if owner == first and not isinstance(argument, ast.Starred) else None
+    return None
 
 
 def _same(name: ast.expr, call: ast.Call, node: ast.expr) -> ast.Call | None:
@@ -174,16 +173,12 @@ def _less_one(factor: ast.expr) -> tuple[ast.expr, ast.BinOp] | None:
         if isinstance(one, ast.Constant) and type(one.value) in (int, float) and one.value == 1:
             assert isinstance(factor, ast.BinOp)
             return scale, factor
-    made: ast.expr | None = None
-    within: tuple[ast.expr, ast.BinOp] | None = None
-    if isinstance(factor, ast.Subscript):
-        within = _less_one(factor.value)
-        made = None if within is None else ast.Subscript(within[0], factor.slice, ast.Load())
-    elif isinstance(factor, ast.Call) and isinstance(factor.func, ast.Attribute) and factor.func.attr == "unsqueeze":
-        within = _less_one(factor.func.value)
-        callee = None if within is None else ast.Attribute(within[0], factor.func.attr, ast.Load())
-        made = None if callee is None else ast.Call(callee, factor.args, factor.keywords)
-    return None if within is None or made is None else (made, within[1])
+    match factor:
+        case ast.Subscript(value=inner, slice=at) if within := _less_one(inner):
+            return ast.Subscript(within[0], at, ast.Load()), within[1]
+        case ast.Call(func=ast.Attribute(value=inner, attr="unsqueeze" as name)) if within := _less_one(inner):
+            return ast.Call(ast.Attribute(within[0], name, ast.Load()), factor.args, factor.keywords), within[1]
+    return None
 
 
 def _dotted(node: ast.expr) -> str | None:
