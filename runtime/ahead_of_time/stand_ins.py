@@ -97,115 +97,105 @@ def plans(mode: Mode, n: int, target: Target, deployment: Deployment) -> Iterato
             rows = replace(rows, shape=(rows.shape[0], *rows.shape))
         misaligned = [_POINTERS[name] for name in names]
         for bias in (weight,) if biases is None else biases:
-            kinds = {"weight": weight, "bias": bias}
-            if mode.is_backward and mode.shares:
-                yield from _sharing_backward(mode, n, target, deployment, kinds, misaligned)
-            elif mode.is_backward:
-                yield from _backward(mode, rows, target, deployment, kinds, misaligned)
+            calls = _Calls(mode, rows, target, deployment, {"weight": weight, "bias": bias}, misaligned)
+            if not mode.is_backward:
+                yield from calls.forward()
             else:
-                yield from _forward(mode, rows, target, deployment, kinds, misaligned)
+                yield from calls.sharing_backward() if mode.shares else calls.backward()
 
 
-def _forward(
-    mode: Mode,
-    rows: RowPlaces,
-    target: Target,
-    deployment: Deployment,
-    kinds: Mapping[str, Kind],
-    misaligned: Collection[str],
-) -> Iterator[Plan]:
-    residuals = deployment.residual_dtypes if mode.fadd.adds else (None,)
-    smooths = deployment.smooth_dtypes if mode.fquant.smooths else (None,)
-    for residual, smooth in product(residuals, smooths):
-        arguments = arguments_of(mode, _maker(mode, rows, {**kinds, "residual": residual, "smooth_scale": smooth}))
-        if "out" in rows.steps and not mode.shares:
-            arguments["out"] = rows.empty("out", TORCH_DTYPES[mode.dtype_out])
-        if "residual_out" in rows.steps and mode.fadd.stores and not mode.shares:
-            arguments["residual_out"] = rows.empty("residual_out", arguments["residual"].dtype)
-        yield Plan(check(family_of(mode).functions[mode.norm], arguments), misaligned, target)
+@dataclass(frozen=True)
+class _Calls:
+    """Calls of a mode whose rows lie alike, and whose vectors are of the same types."""
 
+    mode: Mode
+    rows: RowPlaces
+    target: Target
+    deployment: Deployment
+    kinds: Mapping[str, Kind]
+    misaligned: Collection[str]
 
-def _backward(
-    mode: Mode,
-    rows: RowPlaces,
-    target: Target,
-    deployment: Deployment,
-    kinds: Mapping[str, Kind],
-    misaligned: Collection[str],
-) -> Iterator[Plan]:
-    due = ["dx"]
-    due += [f"d{name}" for name, kind in kinds.items() if kind is not None]
-    due += ["dx_bias"] if mode.x_bias else []
-    due += ["ddropped"] if mode.dropout else []
-    asked = (due,) if deployment.wants is None else deployment.wants
-    bias = kinds["bias"]
-    for dy, names in product(_dy_kinds(mode, deployment), asked):
-        wants = [name for name in due if name in names]
-        if not wants:
-            continue
-        arguments = {**arguments_of(mode, _maker(mode, rows, {**kinds, "dy": dy})), "wants": wants}
-        arguments["bias_dtype"] = None if bias is None else _dtype(bias, mode)
-        yield Plan(check(BACKWARD.functions[mode.norm], arguments), misaligned, target)
+    def forward(self) -> Iterator[Plan]:
+        mode, rows = self.mode, self.rows
+        residuals = self.deployment.residual_dtypes if mode.fadd.adds else (None,)
+        smooths = self.deployment.smooth_dtypes if mode.fquant.smooths else (None,)
+        for residual, smooth in product(residuals, smooths):
+            arguments = arguments_of(mode, self._maker(residual=residual, smooth_scale=smooth))
+            if "out" in rows.steps and not mode.shares:
+                arguments["out"] = rows.empty("out", TORCH_DTYPES[mode.dtype_out])
+            if "residual_out" in rows.steps and mode.fadd.stores and not mode.shares:
+                arguments["residual_out"] = rows.empty("residual_out", arguments["residual"].dtype)
+            yield Plan(check(family_of(mode).functions[mode.norm], arguments), self.misaligned, self.target)
 
+    def backward(self) -> Iterator[Plan]:
+        mode = self.mode
+        due = ["dx"]
+        due += [f"d{name}" for name, kind in self.kinds.items() if kind is not None]
+        due += ["dx_bias"] if mode.x_bias else []
+        due += ["ddropped"] if mode.dropout else []
+        asked = (due,) if self.deployment.wants is None else self.deployment.wants
+        bias = self.kinds["bias"]
+        for dy, names in product(self._dy_kinds(), asked):
+            wants = [name for name in due if name in names]
+            if not wants:
+                continue
+            arguments = {**arguments_of(mode, self._maker(dy=dy)), "wants": wants}
+            arguments["bias_dtype"] = None if bias is None else _dtype(bias, mode)
+            yield Plan(check(BACKWARD.functions[mode.norm], arguments), self.misaligned, self.target)
 
-def _sharing_backward(
-    mode: Mode,
-    n: int,
-    target: Target,
-    deployment: Deployment,
-    kinds: Mapping[str, Kind],
-    misaligned: Collection[str],
-) -> Iterator[GradientPlan]:
-    """Of modulated or gated rows that adjoin, where all that is summed is wanted; what has no type here is of x's."""
-    stand_in = (modulated_backward if mode.modulated else gated_backward).stand_in
-    names = ("weight",) if mode.modulated else ("weight", "bias")
-    given = {name: None if kinds[name] is None else _dtype(kinds[name], mode) for name in names}
-    for dy in _dy_kinds(mode, deployment):
-        dtypes = {"dy": _dtype(dy, mode), **given}
-        yield GradientPlan(stand_in(mode, n, TORCH_DTYPES[mode.dtype_in], dtypes, misaligned), target, None)
+    def sharing_backward(self) -> Iterator[GradientPlan]:
+        """Of modulated or gated rows that adjoin, where all sums are wanted; what has no type here is of x's."""
+        mode, n = self.mode, self.rows.shape[-1]
+        stand_in = (modulated_backward if mode.modulated else gated_backward).stand_in
+        names = ("weight",) if mode.modulated else ("weight", "bias")
+        given = {name: None if (kind := self.kinds[name]) is None else _dtype(kind, mode) for name in names}
+        for dy in self._dy_kinds():
+            dtypes = {"dy": _dtype(dy, mode), **given}
+            kind = stand_in(mode, n, TORCH_DTYPES[mode.dtype_in], dtypes, self.misaligned)
+            yield GradientPlan(kind, self.target, None)
 
+    def _dy_kinds(self) -> list[Kind]:
+        """The types of dy that calls may bring; rows that are rounded first need one of 16 bits."""
+        mode, asked = self.mode, self.deployment.dy_dtypes
+        types = [_dtype(kind, mode) for kind in asked]
+        fitting = [
+            kind
+            for kind, dtype in zip(asked, types, strict=True)
+            if mode.cast is mode.cast.of(DTYPES[dtype], mode.dtype_in)
+        ]
+        if types and not fitting:
+            raise ConflictError(
+                f"{mode.name} rounds rows to dy's 16 bits, and dy_dtypes has {', '.join(map(str, types))}; "
+                "add torch.float16 or torch.bfloat16 to it"
+            )
+        return fitting
 
-def _dy_kinds(mode: Mode, deployment: Deployment) -> list[Kind]:
-    """The types of dy that calls of a mode may bring; rows that are rounded first need one of 16 bits."""
-    types = [_dtype(kind, mode) for kind in deployment.dy_dtypes]
-    fitting = [
-        kind
-        for kind, dtype in zip(deployment.dy_dtypes, types, strict=True)
-        if mode.cast is mode.cast.of(DTYPES[dtype], mode.dtype_in)
-    ]
-    if types and not fitting:
-        raise ConflictError(
-            f"{mode.name} rounds rows to dy's 16 bits, and dy_dtypes has {', '.join(map(str, types))}; "
-            "add torch.float16 or torch.bfloat16 to it"
-        )
-    return fitting
+    def _maker(self, **further: Kind) -> Callable[[Parameter], torch.Tensor | None]:
+        """What makes an operand: x, one of its type, or of the one that kinds have, where None is no operand."""
+        mode, rows, kinds = self.mode, self.rows, {**self.kinds, **further}
 
+        def make(parameter: Parameter) -> torch.Tensor | None:
+            if parameter.name == "x":
+                return rows.empty("x", TORCH_DTYPES[mode.dtype_in])
+            if parameter.kind is Shape.RANDOM:
+                return torch.empty(2, dtype=torch.int64, device="cpu")
+            is_fp32 = parameter.kind in (Shape.PER_ROW, Shape.SCALE, Shape.VALUE)
+            kind = kinds.get(parameter.name, torch.float32 if is_fp32 else SAME)
+            if kind is None:
+                return None
+            if parameter.kind is Shape.ROWS or (parameter.kind is Shape.SAMPLES and parameter.name in rows.steps):
+                return rows.empty(parameter.name, _dtype(kind, mode))
+            shapes = {
+                Shape.VECTOR: rows.shape[-1:],
+                Shape.VALUE: (1,),
+                Shape.GROUPS: rows.shape[-2 if mode.grouped else -1 :],
+                Shape.SAMPLES: (rows.shape[0], rows.shape[-1]),
+            }
+            shape = shapes.get(parameter.kind, rows.shape[:-1])
+            # Wherever the caller's default device is: planning takes no tensor without memory.
+            return torch.empty(shape, dtype=_dtype(kind, mode), device="cpu")
 
-def _maker(mode: Mode, rows: RowPlaces, kinds: Mapping[str, Kind]) -> Callable[[Parameter], torch.Tensor | None]:
-    """What makes an operand: x, one of its type, or of the one that `kinds` has, where None is no operand."""
-
-    def make(parameter: Parameter) -> torch.Tensor | None:
-        if parameter.name == "x":
-            return rows.empty("x", TORCH_DTYPES[mode.dtype_in])
-        if parameter.kind is Shape.RANDOM:
-            return torch.empty(2, dtype=torch.int64, device="cpu")
-        is_fp32 = parameter.kind in (Shape.PER_ROW, Shape.SCALE, Shape.VALUE)
-        kind = kinds.get(parameter.name, torch.float32 if is_fp32 else SAME)
-        if kind is None:
-            return None
-        if parameter.kind is Shape.ROWS or (parameter.kind is Shape.SAMPLES and parameter.name in rows.steps):
-            return rows.empty(parameter.name, _dtype(kind, mode))
-        shapes = {
-            Shape.VECTOR: rows.shape[-1:],
-            Shape.VALUE: (1,),
-            Shape.GROUPS: rows.shape[-2 if mode.grouped else -1 :],
-            Shape.SAMPLES: (rows.shape[0], rows.shape[-1]),
-        }
-        shape = shapes.get(parameter.kind, rows.shape[:-1])
-        # Wherever the caller's default device is: planning takes no tensor without memory.
-        return torch.empty(shape, dtype=_dtype(kind, mode), device="cpu")
-
-    return make
+        return make
 
 
 def _dtype(kind: Kind, mode: Mode) -> torch.dtype:
