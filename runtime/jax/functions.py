@@ -208,7 +208,7 @@ def _quantised(
         scale_dtype=DTYPES[_named("scale_dtype", scale_dtype, FLOATS)],
     )
     op, arrays = _operation(mode, operands, eps, weight_offset)
-    made = dict(zip([name for name, _ in op.results], apply(op, *arrays), strict=True))
+    made = op.named(apply(op, *arrays))
     return Quantised(made["y"], made["y_scale"], made.get("residual_out"))
 
 
@@ -263,7 +263,7 @@ def _norm_of(op: Operation, dtypes: tuple[str, ...]) -> Any:
         return tuple(apply(op, *operands))
 
     def forward(*operands: jax.Array) -> Any:
-        made = dict(zip([name for name, _ in saving.results], apply(saving, *operands), strict=True))
+        made = saving.named(apply(saving, *operands))
         given = dict(zip(op.operands, operands, strict=True))
         kept = {"x": made.get("residual_out", given["x"]), **{name: made[name] for name in statistics}}
         if "weight" in given:
@@ -271,15 +271,14 @@ def _norm_of(op: Operation, dtypes: tuple[str, ...]) -> Any:
         return tuple(made[name] for name, _ in op.results), kept
 
     def backward(kept: dict[str, jax.Array], cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        arrived = dict(zip([name for name, _ in op.results], cotangents, strict=True))
+        arrived = op.named(cotangents)
         tensors = {**kept, "dy": arrived["y"]}
         adds = "residual_out" in arrived
         if adds:
             tensors["dresidual_out"] = arrived["residual_out"]
         rows = kept["x"].dtype.name
         gradient = gradient_of(op, {**own, "rows": rows}, dx_dtype, adds)
-        made = apply(gradient, *[tensors[name] for name in gradient.operands])
-        found = dict(zip([name for name, _ in gradient.results], made, strict=True))
+        found = gradient.named(apply(gradient, *[tensors[name] for name in gradient.operands]))
         found["dresidual"] = found["dx"]
         return tuple(found[f"d{name}"].astype(dtype) for name, dtype in own.items())
 

@@ -83,6 +83,10 @@ class Operation:
         """The shape of the rows among some operands, or what stands for them."""
         return tuple(operands[self.rows_at].shape)
 
+    def named(self, made: Sequence[Any]) -> dict[str, Any]:
+        """What was made, by the names of its results."""
+        return dict(zip([name for name, _ in self.results], made, strict=True))
+
     def with_sums_in(self, dtype: str) -> Operation:
         """The same with sums over rows in another type."""
         return replace(self, results=tuple((name, dtype if name in SUMS else own) for name, own in self.results))

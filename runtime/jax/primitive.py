@@ -92,8 +92,8 @@ def _leading(rows: Any) -> tuple[Any, ...]:
 
 def _specs(op: Operation, leading: Sequence[Any]) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
     """How operands and results lie where rows do so."""
-    specs = {Kind.ROWS: (*leading, None), Kind.VECTOR: (None,), Kind.PER_ROW: tuple(leading)}
-    given, made = ([PartitionSpec(*specs[row.kind]) for row in side] for side in (op.inputs, op.outputs))
+    rows = (*leading, None)
+    given, made = ([PartitionSpec(*op.shape_of(row, rows)) for row in side] for side in (op.inputs, op.outputs))
     return given, made
 
 
@@ -136,12 +136,11 @@ def _batched(operands: Sequence[jax.Array], axes: Sequence[int | None], *, op: O
     if not op.sums:
         results = apply(op, *joined)
         return results, [0] * len(results)
-    made = dict(
-        zip([name for name, _ in op.results if name not in op.sums], apply(op.without(op.sums), *joined), strict=True)
-    )
-    alone = op.without([name for name, _ in op.results if name not in op.sums])
+    others = op.without(op.sums)
+    made = others.named(apply(others, *joined))
+    alone = op.without(tuple(made))
     axes_in = [None if row.kind is Kind.VECTOR else 0 for row in op.inputs]
-    made |= zip(op.sums, jax.vmap(partial(computed, alone), axes_in)(*joined), strict=True)
+    made |= alone.named(jax.vmap(partial(computed, alone), axes_in)(*joined))
     return [made[name] for name, _ in op.results], [0] * len(op.results)
 
 
