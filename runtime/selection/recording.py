@@ -109,8 +109,7 @@ class _Recording:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._asked: frozenset[tuple[AnyMode, Bucket]] = frozenset()
-        self._calls: frozenset[CallKind] = frozenset()
+        self._asked = Recorded()
         # What the file held when this process looked last, and what that means.
         self._text = b""
         self._found = Recorded()
@@ -130,25 +129,23 @@ class _Recording:
         """Add the instance for rows of n elements, and write the file if it is another one."""
         entry = table.find(mode.name, n)
         bucket = bucket_of(n, table) if entry is None else Bucket(entry.bucket, entry.first, entry.last)
-        with self._lock:
-            if (mode, bucket) not in self._asked or not self._is_saved:
-                self._asked |= {(mode, bucket)}
-                self._is_saved = False
-                self._save()
+        self._note(Recorded(frozenset({(mode, bucket)})))
 
     def note_call(self, kind: CallKind) -> None:
         """Add a kind of call, and write the file if it is another one."""
+        self._note(Recorded(calls=frozenset({kind})))
+
+    def _note(self, recorded: Recorded) -> None:
         with self._lock:
-            if kind not in self._calls or not self._is_saved:
-                self._calls |= {kind}
-                self._is_saved = False
+            asked = self._asked | recorded
+            if asked != self._asked or not self._is_saved:
+                self._asked, self._is_saved = asked, False
                 self._save()
 
     def add(self, recorded: Recorded) -> Recorded:
         """Add what others hold, and return all that the file holds then."""
         with self._lock:
-            self._asked |= recorded.instances
-            self._calls |= recorded.calls
+            self._asked |= recorded
             self._save()
             return self._found
 
@@ -165,7 +162,7 @@ class _Recording:
                 except RecordError:
                     if error is None:
                         raise
-        if not self._asked and not self._path.exists():
+        if not self._asked.instances and not self._path.exists():
             logger.warning("no instance was asked for, so %s was not written: a manifest needs one", self._path)
 
     def _save(self) -> None:
@@ -174,7 +171,7 @@ class _Recording:
         try:
             with locked(self._path.with_name(f".{self._path.name}.lock")):
                 self._look()
-                asked = self._found | Recorded(self._asked, self._calls)
+                asked = self._found | self._asked
                 text = manifest_of(asked.instances, asked.calls).encode()
                 if text != self._text:
                     try:
