@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -13,6 +14,8 @@ from ..dtypes import FLOATS
 from ..selection.batch import follow
 from ..settings import engine_is_invariant
 from ..upstream.torch_dynamo import constant_in_traces
+
+T = TypeVar("T")
 
 _FLOATS = frozenset(FLOATS)
 
@@ -60,16 +63,19 @@ def rms(engine: str, x: torch.Tensor, weight: torch.Tensor | None, **options: An
 
     None if the engine has to compute it itself.
     """
-    if is_dynamo_compiling():
-        return _rms(x, weight, **options)
-    return attempted(_LEAVES.format(engine), _rms, x, weight, **options)
+    return served(_LEAVES.format(engine), _rms, x, weight, **options)
 
 
 def layer(engine: str, x: torch.Tensor, *vectors: torch.Tensor | None, eps: float) -> torch.Tensor | None:
     """LayerNorm of x with a weight and a bias; None if the engine has to compute it itself."""
+    return served(_LEAVES.format(engine), _layer, x, *vectors, eps=eps)
+
+
+def served(whose: str, run: Callable[..., T], x: torch.Tensor, *others: Any, **named: Any) -> T | None:
+    """What a function that calls kernels returns; see `attempted`. What is compiled raises its errors."""
     if is_dynamo_compiling():
-        return _layer(x, *vectors, eps=eps)
-    return attempted(_LEAVES.format(engine), _layer, x, *vectors, eps=eps)
+        return run(x, *others, **named)
+    return attempted(whose, run, x, *others, **named)
 
 
 _LEAVES = "normforge leaves calls to {}'s own norms"

@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
-from ..calls.attempt import attempted
 from ..calls.outputs import QuantisedOutput
 from ..calls.quantised import quantised_layer_norm, quantised_rms_norm
-from .serving import cast_of, fits, follow_switch
+from .serving import cast_of, fits, follow_switch, served
 
 # vLLM's own switch of batch invariance.
 SWITCH = "VLLM_BATCH_INVARIANT"
@@ -80,10 +78,7 @@ def _quantised(norm: Any, x: Tensor, linear: Any, residual: Tensor | None) -> An
     if x.element_size() != 2 or key.dtype is torch.float8_e4m3fnuz:
         # fp32 is not rounded, and the fp8 of ROCm's older GPUs is quantised as it is in fp32.
         options |= {"cast": "after_weight", "quantise_rounded": False}
-    if is_dynamo_compiling():
-        out: QuantisedOutput | None = function(rows, *vectors, **options)
-    else:
-        out = attempted(_WHOSE, function, rows, *vectors, **options)
+    out = served(_WHOSE, function, rows, *vectors, **options)
     if out is None:
         return None
     # Two of NVFP4 are a byte.
