@@ -118,7 +118,7 @@ _TOLD = ("num_groups", "eps", "activation", "wants")
 
 
 def _computed_by_torch(given: dict[str, Any]) -> list[torch.Tensor]:
-    num_groups, eps, activation, wants = (given[name] for name in _TOLD)
-    operands = [given[name] for name in _TENSORS]
-    found = group_instead.gradients(Arrived(*operands, Options(num_groups, eps, activation, None), wants))
-    return [gradient for gradient in found if gradient is not None]
+    dy, x, weight, bias, statistics = (given[name] for name in _TENSORS)
+    *told, wants = (given[name] for name in _TOLD)
+    arrived = Arrived(dy, x, weight, bias, statistics, Options(*(*told, None)), wants)
+    return [gradient for gradient in group_instead.gradients(arrived) if gradient is not None]
