@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
+from .lazy import cached_property
 from .values import Direction, Norm
 
 # The default of what has to be passed.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 from itertools import product
 
 from .errors import IllegalCombinationError
+from .lazy import cached_property
 from .model import Mode
 from .values import INPUT_DTYPES, Direction, DType, Part, Pipeline
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 
 from . import prose
 from .groups import AnyMode
+from .lazy import cached_property
 from .values import Pipeline
 
 # The architecture whose tiles serve every other that has none of its own.

@@ -29,7 +29,7 @@ def locked(path: Path) -> Iterator[None]:
         # Removed while it is held, so that whoever waits for it finds that it is another file's by then.
         with suppress(OSError):
             path.unlink()
-        os.close(handle)
+        _release(handle)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -55,9 +55,15 @@ def _acquire(path: Path) -> int:
             if _is_at(handle, path):
                 return handle
         except BaseException:
-            os.close(handle)
+            _release(handle)
             raise
-        os.close(handle)
+        _release(handle)
+
+
+def _release(handle: int) -> None:
+    # A child that was forked meanwhile has the file open as well: closing it here alone would leave it locked.
+    fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
 
 
 def _is_at(handle: int, path: Path) -> bool:

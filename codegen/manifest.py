@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from .errors import IllegalCombinationError, ManifestError, NormforgeError
 from .groups import AnyMode
 from .instance import Bucket, Instance
 from .ladder import ALL, read_ladder, read_served
+from .lazy import cached_property
 from .tile_tables import TileTable, tiled_alike, tiles_of
 from .tiling import standard_ladder
 from .words import unknown

@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 from .errors import IllegalCombinationError
+from .lazy import cached_property
 from .stages import Stage
 from .values import (
     FP8_INPUT_DTYPES,

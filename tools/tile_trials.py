@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cache, cached_property
+from functools import cache
 from statistics import geometric_mean
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..calls.modulated_backward import LEAST_ROWS
 from ..codegen.candidates import candidates
 from ..codegen.groups import Activation, AnyMode, GroupMode
 from ..codegen.instance import Bucket, Tile, Tiles
+from ..codegen.lazy import cached_property
 from ..codegen.model import Mode
 from ..codegen.tiling import GROUP_LAYOUTS, Load, TileClass, power_of_two
 from ..codegen.values import Direction, DType, FusedAdd, FusedQuant, Gating, Norm, ScaleGroup

@@ -7,9 +7,10 @@ import warnings
 from types import TracebackType
 from typing import Any
 
+from ..locks import fork_safe
 from ..upstream import torch_inductor
 
-_lock = threading.RLock()
+_lock = fork_safe(threading.RLock())
 _enabled = False
 # Whether it was switched on before Inductor was imported: see `settle`.
 _waits = False

@@ -14,6 +14,7 @@ from ..errors import AotError, CompileError, FrozenError
 from ..kernels.binaries import Folder, digest_of, read
 from ..kernels.gpu import Target
 from ..kernels.key import KernelKey
+from ..locks import fork_safe
 from ..paths import named
 from ..selection.sources import Source
 
@@ -35,7 +36,7 @@ class Code:
     shared: int
 
 
-_lock = threading.RLock()
+_lock = fork_safe(threading.RLock())
 _folder: Folder | None = None
 _codes: dict[tuple[KernelKey, str], Code] = {}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from ..codegen.families import Family, Kind, Parameter, Result
+from ..codegen.lazy import cached_property
 from ..codegen.model import Mode
 from ..codegen.parameters import family_of
 from ..codegen.values import Direction, DType

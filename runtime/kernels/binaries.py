@@ -19,6 +19,7 @@ from typing import Any
 
 from .. import settings
 from ..errors import AotError
+from ..locks import fork_safe
 from ..paths import contents, named
 from .gpu import Target
 from .key import KernelKey
@@ -38,7 +39,7 @@ _FIELDS = {
     "source_sha256": _DIGEST,
 }
 
-_lock = threading.Lock()
+_lock = fork_safe(threading.Lock())
 _folder: Folder | None = None
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from ..call_kinds import MOST_ROWS_IN_I32
+from ..codegen.lazy import cached_property
 
 # Triton's words for the types of pointers, by what they point to: torch's names for types, and JAX's.
 POINTERS = {

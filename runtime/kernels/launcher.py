@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import DeviceError
+from ..locks import fork_safe
 from ..upstream import triton_launcher
 from ..upstream.torch_allocator import current_device
 from ..upstream.triton_launcher import Grid
@@ -101,7 +102,7 @@ def _guarded(launch: triton_launcher.Launch, device: torch.device) -> triton_lau
 
 # The interpreter rewrites triton.language for the time of a launch, and holds the program's place in the grid in a
 # global: of four threads' calls, one in twenty-five failed, and one in a hundred was wrong.
-_one_interpreted_launch = threading.Lock()
+_one_interpreted_launch = fork_safe(threading.Lock())
 
 
 def run_public(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], options: Mapping[str, Any]) -> None:

@@ -15,15 +15,16 @@ from typing import Any, NoReturn
 
 from .. import settings
 from ..errors import FrozenError
+from ..locks import fork_safe
 from ..upstream import triton_hashes
 from . import binaries
 from .gpu import Target
 from .key import KernelKey
 
 _compiled: dict[tuple[KernelKey, int], Any] = {}
-_lock = threading.Lock()
+_lock = fork_safe(threading.Lock())
 # One for each key and device: several kernels may be compiled at once.
-_locks: defaultdict[tuple[KernelKey, int], threading.RLock] = defaultdict(threading.RLock)
+_locks: defaultdict[tuple[KernelKey, int], threading.RLock] = defaultdict(lambda: fork_safe(threading.RLock()))
 
 
 class _Thread(threading.local):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sized
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from math import prod
 from operator import mul
 
+from ..codegen.lazy import cached_property
 from .key import integer_type
 
 

@@ -14,6 +14,7 @@ import torch
 from ..compiled import switch
 from ..dtypes import FLOATS
 from ..errors import PatchError
+from ..locks import fork_safe
 from .blocks import FusedBlock, fusible, may_be_block
 from .following import FOLLOWING, may_follow
 from .grouping import GroupNorm, GroupNormSequential, has_activated_norm
@@ -71,7 +72,7 @@ class _Original:
 
 
 # Two calls at once would each take what the other is changing for the original.
-_lock = threading.RLock()
+_lock = fork_safe(threading.RLock())
 
 
 def patch(

@@ -12,10 +12,11 @@ import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property, reduce
+from functools import cache, reduce
 from operator import or_
 from typing import Any
 
+from ..codegen.lazy import cached_property
 from .modulation_text import Modulation, Place, nodes_of, places_of
 
 # What a rewritten forward calls of its module in the place of `+`: with the index of the addition, and what is added.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
+from ..locks import fork_safe
 from ..upstream.torch_dispatcher import Replacement, kernel_of, without_torchs_own_overrides
 from .served import OPERATORS, serving
 
@@ -43,7 +44,7 @@ class Switch:
 
     def __init__(self, key: str) -> None:
         self._key = key
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._wishes: list[TorchOverride] = []
         self._replacement: Replacement | None = None
 

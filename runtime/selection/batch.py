@@ -8,13 +8,14 @@ from types import TracebackType
 from torch.compiler import is_dynamo_compiling
 
 from ..errors import ConflictError
+from ..locks import fork_safe
 from ..upstream.torch_dynamo import constant_in_traces
 from . import dispatch, invariance
 
 invariance.is_traced = is_dynamo_compiling
 constant_in_traces(invariance.by_default)
 
-_lock = threading.RLock()
+_lock = fork_safe(threading.RLock())
 _entered = 0
 
 

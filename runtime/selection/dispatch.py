@@ -14,11 +14,12 @@ from .. import settings
 from ..call_kinds import CallKind
 from ..codegen.groups import AnyMode
 from ..errors import TableError
+from ..locks import fork_safe
 from ..paths import named
 from . import invariance
 from .table import Entry, Table, load_folder, table_of
 
-_lock = threading.RLock()
+_lock = fork_safe(threading.RLock())
 _loaded: Table | None = None
 # By mode; a mode's entries are replaced together, so that readers need no lock.
 _generated: dict[str, tuple[Entry, ...]] = {}

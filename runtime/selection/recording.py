@@ -19,6 +19,7 @@ from ..codegen.groups import AnyMode
 from ..codegen.instance import Bucket
 from ..codegen.locking import locked
 from ..errors import RecordError
+from ..locks import fork_safe
 from ..paths import contents, named
 from . import dispatch
 from .missing import bucket_of
@@ -114,7 +115,7 @@ class _Recording:
         self._text = b""
         self._found = Recorded()
         self._is_saved = True
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         try:
             self._look()
             # Whether its folder takes a file is best learned by making one.

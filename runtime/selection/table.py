@@ -9,13 +9,14 @@ import sys
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..call_kinds import MOST_ROWS_IN_I32, ROWS
 from ..codegen.filling import is_ragged, narrowed
 from ..codegen.instance import ANY, Tile, Tiles
+from ..codegen.lazy import cached_property
 from ..codegen.model import Mode
 from ..codegen.tiling import SOME_M
 from ..codegen.values import Part, Pipeline

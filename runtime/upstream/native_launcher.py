@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import settings
+from ..locks import fork_safe
 
 logger = logging.getLogger("normforge")
 
@@ -31,7 +32,7 @@ _KINDS = {"i32": "i", "i64": "l", "fp32": "f"}
 # Threads.
 _WARP = 32
 
-_lock = threading.Lock()
+_lock = fork_safe(threading.Lock())
 _module: Any = None
 _failed = False
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ..locks import fork_safe
+
 # A kernel of an operator: given the dispatch keys that are left, and the operator's arguments.
 Kernel = Callable[..., Any]
 
@@ -20,7 +22,7 @@ Kernel = Callable[..., Any]
 # followed each other at once, 64 were over before a thread that waited for a core was.
 _retired: deque[tuple[float, object]] = deque()
 _KEPT_SECONDS = 60.0
-_retiring = threading.Lock()
+_retiring = fork_safe(threading.Lock())
 
 
 def kernel_of(operator: str, key: str) -> Kernel | None:

@@ -13,7 +13,9 @@ import threading
 import weakref
 from typing import Any
 
-_lock = threading.Lock()
+from ..locks import fork_safe
+
+_lock = fork_safe(threading.Lock())
 # By id, because Triton hashes a function by the very hash that is to be settled.
 _settled: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 

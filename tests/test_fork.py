@@ -1,0 +1,190 @@
+"""A child that is forked while other threads are within normforge can call a norm, and take every lock."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from normforge import locks
+from normforge.codegen.lazy import cached_property
+from normforge.codegen.locking import locked
+
+from .calling import printed
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Threads call norms that are known and norms that are not, and the main thread forks among them; each child calls some.
+FORKS = """
+import os, signal, sys, threading, time, torch, normforge
+torch.set_num_threads(1)
+
+def call(n):
+    x = torch.randn(2, n)
+    torch.testing.assert_close(normforge.layer_norm(x, (n,)), torch.nn.functional.layer_norm(x, (n,)))
+
+def hammer(n):
+    while not over:
+        call(n)
+        normforge.load_instances()
+
+over = False
+call(64)
+threads = [threading.Thread(target=hammer, args=(n,)) for n in (64, 96, 128)]
+for thread in threads:
+    thread.start()
+hung = 0
+for _ in range(8):
+    time.sleep(0.02)
+    child = os.fork()
+    if child == 0:
+        try:
+            call(64)
+            call(80)
+            normforge.load_instances()
+        finally:
+            os._exit(0 if sys.exc_info()[0] is None else 1)
+    until = time.monotonic() + 20
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < until:
+        time.sleep(0.01)
+    if not ended[0]:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        hung += 1
+        break
+    assert ended[1] == 0, ended
+over = True
+for thread in threads:
+    thread.join()
+print(hung)
+"""
+
+
+def test_a_child_that_is_forked_while_threads_call_norms_calls_them_too() -> None:
+    assert printed(FORKS, OMP_NUM_THREADS="1").splitlines()[-1] == "0"
+
+
+def in_child(function: Callable[[], bool]) -> bool | None:
+    """What a function returns in a forked child; None if it is still busy after two seconds."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if function() else 1)
+        finally:
+            os._exit(2)
+    until = time.monotonic() + 2
+    while time.monotonic() < until:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return {0: True, 1: False}[os.waitstatus_to_exitcode(status)]
+        time.sleep(0.005)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return None
+
+
+class Holder(threading.Thread):
+    """A thread that holds a lock within a `with`."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        super().__init__()
+        self._lock, self._holds, self._done = lock, threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        with self._lock:
+            self._holds.set()
+            self._done.wait()
+
+    def __enter__(self) -> None:
+        self.start()
+        self._holds.wait()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self.join()
+
+
+@pytest.mark.parametrize("kind", [threading.Lock, threading.RLock])
+def test_a_lock_is_free_in_a_child(kind: Callable[[], threading.Lock]) -> None:
+    lock = locks.fork_safe(kind())
+    with Holder(lock):
+        assert in_child(lambda: lock.acquire(timeout=1)) is True
+        assert not lock.acquire(blocking=False), "the parent's thread holds the lock as before"
+
+
+def test_what_the_forking_thread_holds_it_holds_in_the_child() -> None:
+    lock = locks.fork_safe(threading.RLock())
+    with lock:
+
+        def released() -> bool:
+            lock.release()
+            return True
+
+        assert in_child(released) is True
+
+
+def test_a_property_that_another_thread_computes_is_free_in_a_child() -> None:
+    computes, done = threading.Event(), threading.Event()
+
+    class Slow:
+        @cached_property
+        def value(self) -> int:
+            """Docstring."""
+            if threading.current_thread() is thread:
+                computes.set()
+                done.wait()
+            return 1
+
+    thread = threading.Thread(target=lambda: Slow().value)
+    thread.start()
+    computes.wait()
+    assert in_child(lambda: Slow().value == 1) is True
+    done.set()
+    thread.join()
+    slow = Slow()
+    assert slow.value == vars(slow)["value"] == 1
+    assert Slow.value.__doc__ == "Docstring."
+
+
+def test_a_file_that_was_locked_at_a_fork_is_free_when_the_parent_is_done(tmp_path: Path) -> None:
+    """A child has the parent's open files, and with them a share of the parent's lock."""
+    path = tmp_path / "lock"
+    waits = (
+        f"from normforge.codegen.locking import locked\nwith locked(__import__('pathlib').Path({str(path)!r})): pass"
+    )
+    with locked(path):
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+        waiting = subprocess.Popen([sys.executable, "-c", waits], env=os.environ | {"PYTHONPATH": str(ROOT)})
+        # Until it has opened the file and waits for it.
+        while not any(
+            link.readlink() == path for link in Path(f"/proc/{waiting.pid}/fd").iterdir() if link.is_symlink()
+        ):
+            time.sleep(0.01)
+    try:
+        assert waiting.wait(timeout=10) == 0
+    finally:
+        waiting.kill()
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+
+
+def test_every_lock_is_free_in_a_child() -> None:
+    """No module makes one that `fork_safe` does not know, or a property that Python guards with one."""
+    paths = [path for folder in ("runtime", "codegen", "tools") for path in (ROOT / folder).rglob("*.py")]
+    # A bracket behind the name ends a type.
+    unsafe = re.compile(
+        r"(?<!fork_safe\()\bthreading\.R?Lock\b(?!\])|from threading import|from functools import.*cached_pr"
+    )
+    found = {(path.name, line) for path in paths for line in path.read_text().splitlines() if unsafe.search(line)}
+    # For releases of Python where it takes no lock.
+    assert found == {("lazy.py", "    from functools import cached_property as cached_property")}
