@@ -10,6 +10,7 @@ from .errors import NormforgeError
 
 # An index or a recording of every kernel there is takes some MiB.
 _MOST_BYTES = 256 << 20
+_ROOT = 0
 
 
 def named(path: str | os.PathLike[str], error: type[NormforgeError]) -> Path:
@@ -39,3 +40,24 @@ def contents(path: Path) -> bytes:
     if len(data) > _MOST_BYTES:
         raise OSError(0, f"it is longer than {_MOST_BYTES >> 20} MiB")
     return data
+
+
+def why_open(path: Path, owned: int) -> str | None:
+    """Return why another user could have put code at a path, or None if no user but this one and root could.
+
+    Args:
+        path: a file or a folder that exists.
+        owned: how many parts of the path, counted from its end, this user or root must own. A folder above them may be
+            another user's: whatever that user moves there is the other user's too.
+    """
+    path = path.parent.resolve() / path.name
+    for place, part in enumerate((path, *path.parents)):
+        about = part.lstat()
+        if stat.S_ISLNK(about.st_mode):
+            return f"{part} is a symbolic link"
+        if place < owned and about.st_uid not in (os.geteuid(), _ROOT):
+            return f"{part} belongs to user {about.st_uid}"
+        # Where only a file's owner may rename it, as in /tmp, the rest of the path stays what it was found to be.
+        if about.st_mode & stat.S_IWOTH and not (place and about.st_mode & stat.S_ISVTX):
+            return f"{part} can be written by everybody (chmod o-w {part} ends that)"
+    return None

@@ -10,7 +10,6 @@ import importlib
 import logging
 import os
 import secrets
-import stat
 from functools import cache
 from pathlib import Path
 
@@ -21,13 +20,13 @@ from ..codegen.groups import AnyMode
 from ..codegen.instance import Instance
 from ..codegen.tile_tables import tiles_of
 from ..errors import CacheError
+from ..paths import why_open
 from .table import Entry, import_folder
 
 logger = logging.getLogger("normforge")
 
 # Of folders and files, before the umask: others may read them, and none but owner and group write what is imported.
 _FOLDER_MODE, _FILE_MODE = 0o775, 0o664
-_ROOT = 0
 
 
 def plan(mode: AnyMode, n: int, package: str = "") -> Entry:
@@ -52,8 +51,9 @@ def generate(mode: AnyMode, n: int, table: str) -> Entry:
 
     Several processes may do this at once: each file is replaced whole, and all write the same bytes. The folder is
     named after the version and the templates, so that kernels of another generator are never used. Each file that is
-    there already is held against what it should be; and since Python imports from the folder, which may hold bytecode
-    besides, nobody may be able to write to it who could not run code here anyway (`_refuse_open`).
+    there already is compared with what the generator makes, and nothing else there is imported: no bytecode and no
+    extension module (`import_folder`). Nobody may be able to write there who could not run code here anyway
+    (`_refuse_open`).
 
     Args:
         mode: what the call asked for.
@@ -91,28 +91,13 @@ def generate(mode: AnyMode, n: int, table: str) -> Entry:
 
 
 def _refuse_open(folder: Path) -> None:
-    """Refuse a folder of the cache that somebody else could put code into.
-
-    Trusted are this user, root, and the owner of the cache that the user named, if not everybody may write there.
-    """
-    above, there = folder.parent.stat(), folder.stat()
-    is_shared = bool(above.st_mode & stat.S_IWOTH)
-    trusted = {os.geteuid(), _ROOT} | (set() if is_shared else {above.st_uid})
-    if there.st_uid not in trusted:
+    """Refuse a folder of the cache that a user other than this one and root could have put code into."""
+    why = why_open(folder, owned=2)
+    if why is not None:
         raise CacheError(
-            f"{folder} belongs to user {there.st_uid}, and kernels are imported from there; set NORMFORGE_CACHE to a "
-            "folder of your own, or of a user whom you trust"
+            f"{why}, and kernels are imported from {folder}; set NORMFORGE_CACHE to a folder of your own that no other "
+            "user may write to"
         )
-    for path, mode, is_safe in (
-        (folder, there.st_mode, False),
-        # Where only a file's owner may rename it, as in /tmp, the folder stays what it was found to be.
-        (folder.parent, above.st_mode, bool(above.st_mode & stat.S_ISVTX)),
-    ):
-        if mode & stat.S_IWOTH and not is_safe:
-            raise CacheError(
-                f"{path} can be written by everybody, and kernels are imported from there; chmod o-w {path}, or set "
-                "NORMFORGE_CACHE to a folder of your own: one within it, say"
-            )
 
 
 def cache_folder() -> Path:

@@ -10,7 +10,9 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from ..call_kinds import MOST_ROWS_IN_I32, ROWS
@@ -232,8 +234,16 @@ def load_folder(folder: Path) -> Table:
     return table_of(package, str(folder))
 
 
+class _Source(SourceFileLoader):
+    """A loader that compiles a module's source, and neither reads nor writes bytecode."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compile the source as it is now."""
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def import_folder(folder: Path) -> str:
-    """Make a folder importable under a package name of its own, and return that name."""
+    """Make a folder importable under a package name of its own, from its source alone, and return that name."""
     init = folder / "__init__.py"
     if not init.is_file():
         raise TableError(
@@ -242,7 +252,11 @@ def import_folder(folder: Path) -> str:
         )
     # A number, not the path, names the package: a folder generated anew is loaded anew.
     package = f"normforge_instances_{next(_folder_number)}"
-    spec = importlib.util.spec_from_file_location(package, init, submodule_search_locations=[str(folder)])
+    sys.path_importer_cache[str(folder)] = FileFinder(str(folder), (_Source, SOURCE_SUFFIXES))
+    loader = _Source(package, str(init))
+    spec = importlib.util.spec_from_file_location(
+        package, init, loader=loader, submodule_search_locations=[str(folder)]
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

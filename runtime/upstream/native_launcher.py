@@ -18,6 +18,7 @@ from typing import Any
 
 from .. import settings
 from ..locks import fork_safe
+from ..paths import why_open
 
 logger = logging.getLogger("normforge")
 
@@ -158,18 +159,24 @@ def load(paths: Sequence[Path], name: str, build: bool) -> Any:
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         raise _NotServedError("it takes Python's lock")
     source = "".join(path.read_text() for path in paths)
-    if not build and not _is_kept(source, name):
+    kept = _kept(source, name)
+    if kept is None and not build:
         return None
+    # Triton loads what its cache holds, whoever wrote it.
+    why = None if kept is None else why_open(kept, owned=3)
+    if why is not None:
+        raise _NotServedError(f"{why}, and Triton's cache has machine code there")
     return compile_module_from_src(source, name, include_dirs=[str(Path(driver.__file__).parent / "include")])
 
 
-def _is_kept(source: str, name: str) -> bool:
-    """Whether Triton's cache holds it, under the key that Triton gives it."""
+def _kept(source: str, name: str) -> Path | None:
+    """Return the file of Triton's cache under the key that Triton gives the source; None if there is no such file."""
     from triton.runtime.build import platform_key
     from triton.runtime.cache import get_cache_manager
 
     key = hashlib.sha256((source + platform_key()).encode()).hexdigest()
-    return get_cache_manager(key).get_file(f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}") is not None
+    path = get_cache_manager(key).get_file(f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}")
+    return None if path is None else Path(path)
 
 
 @functools.cache

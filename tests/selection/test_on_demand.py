@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
+import py_compile
 import stat
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import pytest
 import torch
 
 import normforge
+from normforge import paths
 from normforge.codegen import emit
 from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, Norm
@@ -307,51 +310,93 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     on_demand._package.cache_clear()
 
 
-def test_a_cache_that_another_user_filled_is_used_and_not_written(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_root_filled_is_used_and_not_written(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
     forget(monkeypatch)
+    monkeypatch.setattr(paths, "_ROOT", os.getuid())
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("a file was written"))
     normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
 
 
-@pytest.mark.parametrize("which", ["cache", "folder"])
+def refused(why: str, cache: Path) -> None:
+    """A call whose kernel has to be generated into a cache is refused for a reason."""
+    folder = cache / on_demand.cache_folder().name
+    with pytest.raises(CacheError) as raised:
+        normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
+    assert str(raised.value) == (
+        f"{why}, and kernels are imported from {folder}; set NORMFORGE_CACHE to a folder of your own that no other "
+        "user may write to"
+    )
+
+
+@pytest.mark.parametrize("which", ["above", "cache", "folder"])
 def test_a_folder_that_everybody_may_write_to_is_no_cache(
     which: str, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
     forget(monkeypatch)
-    path = empty_cache if which == "cache" else folder_of(empty_cache)
+    path = {"above": empty_cache.parent, "cache": empty_cache, "folder": folder_of(empty_cache)}[which]
     path.chmod(0o777)
-    with pytest.raises(CacheError) as raised:
-        normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
-    assert str(raised.value) == (
-        f"{path} can be written by everybody, and kernels are imported from there; chmod o-w {path}, or set "
-        "NORMFORGE_CACHE to a folder of your own: one within it, say"
-    )
+    refused(f"{path} can be written by everybody (chmod o-w {path} ends that)", empty_cache)
     path.chmod(0o1777)
-    if which == "cache":
-        # As /tmp is: only its owner can rename or remove the folder.
-        normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
+    if which == "folder":
+        refused(f"{path} can be written by everybody (chmod o-w {path} ends that)", empty_cache)
     else:
-        with pytest.raises(CacheError):
-            normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
+        # As /tmp is: only its owner can rename or remove what is in it.
+        normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
 
 
-def test_what_a_stranger_put_where_everybody_may_is_not_imported(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("mode", [0o755, 0o1777])
+@pytest.mark.parametrize("which", ["cache", "folder"])
+def test_what_another_user_owns_is_no_cache(
+    which: str, mode: int, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whoever owns a folder may put another in its place, or other files into it, whatever its permissions say."""
     normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
     forget(monkeypatch)
-    empty_cache.chmod(0o1777)
-    monkeypatch.setattr(os, "geteuid", lambda: 54321)
-    monkeypatch.setattr(on_demand, "_ROOT", -1)
-    with pytest.raises(
-        CacheError, match=r"belongs to user \d+, and kernels are imported from there; set NORMFORGE_CAC"
-    ):
-        normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
+    empty_cache.chmod(mode)
+    path = empty_cache if which == "cache" else folder_of(empty_cache)
+    stranger = path.lstat().st_ino
+    lstat = Path.lstat
+
+    def owned(self: Path) -> os.stat_result:
+        about = lstat(self)
+        fields = list(about)
+        fields[stat.ST_UID] = 54321 if about.st_ino == stranger else about.st_uid
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(Path, "lstat", owned)
+    refused(f"{path} belongs to user 54321", empty_cache)
+
+
+def test_a_link_in_the_cache_is_not_followed(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where everybody may write, it could lead to any folder of the user's."""
+    normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
+    forget(monkeypatch)
+    folder = folder_of(empty_cache)
+    folder.rename(empty_cache.parent / "elsewhere")
+    folder.symlink_to(empty_cache.parent / "elsewhere")
+    refused(f"{folder} is a symbolic link", empty_cache)
+
+
+def test_bytecode_in_the_cache_is_neither_read_nor_written(tmp_path: Path) -> None:
+    """With an umask of 0 Python makes a __pycache__ that everybody may write to, beside sources that were checked."""
+    cache = tmp_path / "cache"
+    code = f"import os; os.umask(0){CALL}"
+    assert printed(code, NORMFORGE_CACHE=str(cache)).splitlines()[-1] == Q
+    folder = folder_of(cache)
+    assert not (folder / "__pycache__").exists()
+    for name in (f"{MODE}.py", "__init__.py", "primitives.py"):
+        source = folder / name
+        where = Path(importlib.util.cache_from_source(str(source)))
+        where.parent.mkdir(exist_ok=True)
+        spoilt = tmp_path / name
+        spoilt.write_text("print('spoilt')\n")
+        py_compile.compile(
+            str(spoilt), str(where), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH, doraise=True
+        )
+    assert printed(CALL, NORMFORGE_CACHE=str(cache)).splitlines() == [Q]
 
 
 def test_what_was_generated_does_not_outlive_the_table(

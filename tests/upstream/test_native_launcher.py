@@ -461,6 +461,24 @@ def test_a_frozen_process_takes_what_is_kept_and_compiles_nothing(
     assert prepare() is not None
 
 
+@pytest.mark.usefixtures("_nothing_loaded")
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_what_everybody_could_have_compiled_is_not_loaded(
+    depth: int, driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Triton loads whatever lies in its cache under the source's key: the file, its folder and the cache are asked."""
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(cache))
+    assert native_launcher.library(build=True) is not None
+    (built,) = cache.rglob("normforge_launcher*.so")
+    path = (built, *built.parents)[depth]
+    path.chmod(0o777)
+    monkeypatch.setattr(native_launcher, "_module", None)
+    with caplog.at_level(logging.INFO, "normforge"):
+        assert prepare() is None
+    assert f"{path} can be written by everybody" in caplog.text
+
+
 @pytest.mark.compile
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a driver is here")
 def test_the_driver_is_handed_what_tritons_own_launcher_hands_it(tmp_path: Path) -> None:
