@@ -142,7 +142,7 @@ if not TYPE_CHECKING:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():
-        return sorted({*globals(), *__all__})
+        return sorted(__all__)
 
 
 _is_started = False

@@ -27,6 +27,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 class ReferenceOutput(NamedTuple):
     """A `LayerNormOutput`, and what tells how far a kernel's may be from it.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import json
 import subprocess
@@ -95,9 +96,20 @@ def test_names_are_where_they_are_said_to_be() -> None:
     homes = {name: home for home, names in (normforge._HOMES | normforge._LATE).items() for name in names}
     assert read == homes | {"parallel": None, "reference": None}
     assert set(normforge.__all__) == homes.keys() | {"errors", "__version__"}
-    assert set(normforge.__all__) <= set(dir(normforge))
     with pytest.raises(AttributeError, match="'normforge' has no attribute 'layernorm'"):
         _ = normforge.layernorm  # type: ignore[attr-defined]  # that there is none is the point
+
+
+@pytest.mark.parametrize("name", ["", ".errors", ".parallel", ".reference"])
+def test_public_names_are_in_sight_and_no_others(name: str) -> None:
+    module = importlib.import_module(f"normforge{name}")
+    assert dir(module) == sorted(module.__all__)
+    assert all(hasattr(module, public) for public in module.__all__)
+
+
+def test_every_error_is_in_sight() -> None:
+    errors = {name for name, value in vars(normforge.errors).items() if isinstance(value, type)}
+    assert errors == set(normforge.errors.__all__)
 
 
 def test_a_call_needs_no_generator() -> None:

@@ -44,3 +44,7 @@ __all__ = [
     "quantised_rms_norm",
     "rms_norm",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import threading
+from functools import cache
 from types import TracebackType
 
+import torch
+
+from ..kernels.gpu import interpreting
 from ..locks import fork_safe
 from ..upstream.torch_dispatcher import Replacement, kernel_of, without_torchs_own_overrides
 from .served import OPERATORS, serving
@@ -36,14 +40,15 @@ class TorchOverride:
         self.restore()
 
     def __repr__(self) -> str:
-        return f"<normforge.{type(self).__name__} of {', '.join(OPERATORS)}: {'active' if self.active else 'restored'}>"
+        state = f"active on {self._switch.key}" if self.active else "restored"
+        return f"<normforge.{type(self).__name__} of {', '.join(OPERATORS)}: {state}>"
 
 
 class Switch:
     """Whether kernels stand under a dispatch key, by who wishes it."""
 
     def __init__(self, key: str) -> None:
-        self._key = key
+        self.key = key
         self._lock = fork_safe(threading.Lock())
         self._wishes: list[TorchOverride] = []
         self._replacement: Replacement | None = None
@@ -71,17 +76,22 @@ class Switch:
 
     def _replace(self) -> Replacement:
         with without_torchs_own_overrides(OPERATORS):
-            torchs = {operator: kernel_of(operator, self._key) for operator in OPERATORS}
+            torchs = {operator: kernel_of(operator, self.key) for operator in OPERATORS}
         # Above what torch put there itself, and not upon it.
         kernels = {operator: serving(operator, kernel) for operator, kernel in torchs.items() if kernel is not None}
-        return Replacement(kernels, self._key)
+        return Replacement(kernels, self.key)
 
 
-_ON_GPUS = Switch("CUDA")
+@cache
+def _switch() -> Switch:
+    # Triton's interpreter also runs kernels on CUDA tensors; without a GPU, the CPU is where its users have theirs.
+    return Switch("CPU" if interpreting() and not torch.cuda.is_available() else "CUDA")
 
 
 def override_torch() -> TorchOverride:
     """Have kernels serve torch's own norms on GPUs, in every model of the process, until that is withdrawn.
+
+    Without a GPU, and with TRITON_INTERPRET=1, kernels serve norms on the CPU. The wish's repr names the device type.
 
     They stand under `aten::native_layer_norm`, `aten::_fused_rms_norm` and the operators of their gradients, which in
     eager mode torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.functional's norms and torch.nn.TransformerEncoderLayer
@@ -97,9 +107,9 @@ def override_torch() -> TorchOverride:
     Returns:
         The wish. `with normforge.override_torch(): ...` withdraws it at the end, and so does its `restore`.
     """
-    return TorchOverride(_ON_GPUS)
+    return TorchOverride(_switch())
 
 
 def restore_torch() -> None:
     """Withdraw every wish of `override_torch`, whoever made it; nothing happens where nobody did."""
-    _ON_GPUS.leave(None)
+    _switch().leave(None)

@@ -7,3 +7,7 @@ from .sequence import SequenceParallel
 from .split import split_layer_norm, split_rms_norm
 
 __all__ = ["SequenceParallel", "split_layer_norm", "split_rms_norm"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -12,7 +12,7 @@ from normforge.override.switch import Switch, TorchOverride
 
 from ..counting import counted
 
-# On a CPU kernels run in Triton's interpreter; there `override_torch` itself replaces nothing.
+# On a CPU kernels run in Triton's interpreter; where there is a GPU, `override_torch` itself leaves the CPU alone.
 _SWITCHES = {"cpu": Switch("CPU"), "cuda": Switch("CUDA")}
 
 KERNELS = ("layernorm2d_fwd", "layernorm2d_bwd", "rmsnorm2d_fwd", "rmsnorm2d_bwd")

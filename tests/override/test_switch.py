@@ -13,9 +13,11 @@ from torch.nn import functional
 
 import normforge
 from normforge.errors import InvarianceError
+from normforge.override import switch as switches
 from normforge.override.served import OPERATORS
 from normforge.override.switch import Switch, TorchOverride
 
+from ..calling import printed
 from .conftest import override
 
 
@@ -40,11 +42,28 @@ def test_it_is_off_until_it_is_called_and_afterwards() -> None:
         assert wish.active
         assert repr(wish) == (
             "<normforge.TorchOverride of native_layer_norm, native_layer_norm_backward, _fused_rms_norm, "
-            "_fused_rms_norm_backward: active>"
+            "_fused_rms_norm_backward: active on CPU>"
         )
     assert tables() == before
     assert not wish.active
     assert repr(wish).endswith(": restored>")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels serve norms on the GPU that is here")
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_kernels_serve_where_they_run(interpreted: bool) -> None:
+    """In the interpreter on the CPU, if there is no GPU; what is said to be active there is."""
+    code = """
+import torch, normforge
+with normforge.override_torch() as wish:
+    dump = torch._C._dispatch_dump_table("aten::native_layer_norm")
+    (line,) = [line for line in dump.splitlines() if line.startswith("CPU:")]
+    print(repr(wish).rpartition(": ")[2], "torch_dispatcher.py" in line)
+    x = torch.randn(2, 64)
+    torch.testing.assert_close(torch.nn.functional.layer_norm(x, (64,)), normforge.reference.layernorm2d_fwd(x).y)
+"""
+    said = printed(code, TRITON_INTERPRET="1" if interpreted else None)
+    assert said == ("active on CPU> True" if interpreted else "active on CUDA> False")
 
 
 def test_it_ends_with_an_error() -> None:
@@ -66,8 +85,10 @@ def test_each_wish_counts() -> None:
     assert not is_replaced()
 
 
-def test_the_public_functions_are_of_gpus() -> None:
+def test_the_public_functions_are_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A build of torch without CUDA lacks one of the kernels, and what is not there is not replaced."""
+    gpus = Switch("CUDA")
+    monkeypatch.setattr(switches, "_switch", lambda: gpus)
     torchs, on_cpu = tables("CUDA"), tables()
     with normforge.override_torch():
         normforge.override_torch()
