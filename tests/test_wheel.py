@@ -99,9 +99,10 @@ def test_only_normforge_lands_in_site_packages(installed: Installed) -> None:
 
 
 def test_its_size_is_what_the_readme_says(installed: Installed) -> None:
-    said = re.search(r"normforge is ([\d.]+) MB", (ROOT / "README.md").read_text())
+    """With room for kernels that a user adds to the manifest."""
+    said = re.search(r"normforge is less than ([\d.]+) MB", (ROOT / "README.md").read_text())
     assert said is not None
-    assert abs(installed.wheel.stat().st_size / 1e6 - float(said[1])) <= 0.1
+    assert float(said[1]) / 3 < installed.wheel.stat().st_size / 1e6 < float(said[1])
 
 
 @pytest.mark.parametrize(

@@ -147,8 +147,8 @@ def test_the_default_set_is_what_most_models_need(repository: Path) -> None:
         "quantisation": 16,
         "fp16_quantisation": 4,
     }
-    # A user may have added others.
-    assert {group: len(by_group[group]) for group in sizes} == sizes
+    # A user may have added others, or removed some.
+    assert {group: len(modes) for group, modes in by_group.items() if group in sizes}.items() <= sizes.items()
     assert manifest.buckets == standard_ladder()
     assert sum(entry.group in sizes for entry in manifest.entries) == 48 * len(standard_ladder())
     assert all(isinstance(mode, Mode) and mode.save_mv for mode in by_group["training"] | by_group["residual_training"])
