@@ -12,11 +12,13 @@ from .calls import PATH as CALLS
 from .calls import CallsFile, calls_file
 from .command import DIFFERS, DONE, Parser, run
 from .emit import render_folder
+from .errors import FolderError
 from .folder import Plan, plan
 from .manifest import Manifest, load_all
 from .report import counts, listing
 from .select import select
 from .tile_tables import own_tables, read_table
+from .words import counted
 
 # What a checkout has beside this package, and an installation has not.
 _ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +37,8 @@ a selection:
   means dtype_in. For n, = and != mean the bucket that serves that length; <, <=, > and >= compare the last length of
   a bucket, infinite if it has no cap, so n<=8192 keeps the buckets that end at 8192 or before.
   Given several times, either option is one list of all its parts. Both may be given. The folder then holds the
-  instances that are left: files of the others are removed from it. --tiles and --out may be given once.
+  instances that are left: files of the others are removed from it, and from a checkout's own generated/ only with
+  --prune. --tiles and --out may be given once.
 
 examples:
   {prog} --list --filter 'rms_*_mv_n4096'
@@ -75,10 +78,22 @@ def _run(arguments: argparse.Namespace, again: str) -> int:
         print(_REPORTS[arguments.verb](manifest))
         return DONE
     planned = plan(arguments.out, render_folder(manifest.instances))
+    selects = arguments.filter is not None or arguments.where is not None
+    if arguments.verb == "write" and arguments.own and selects and not arguments.prune:
+        _refuse_to_prune(planned)
     status = _ACTIONS[arguments.verb](manifest, planned, again)
     # What is emitted into the runtime depends on no manifest: it goes with a checkout's own folder.
     calls = calls_file(_ROOT, _shown(_ROOT / CALLS)) if arguments.own else None
     return status if calls is None else max(status, _with_calls(arguments.verb, calls, again))
+
+
+def _refuse_to_prune(planned: Plan) -> None:
+    if planned.stale or planned.changed:
+        raise FolderError(
+            f"this selection would remove {counted(len(planned.stale), 'file')} from {planned.folder} and change "
+            f"{len(planned.changed)}; nothing was written or removed. Name another folder with --out, look with "
+            "--dry-run, or confirm with --prune"
+        )
 
 
 def _with_calls(verb: str, calls: CallsFile, again: str) -> int:
@@ -106,7 +121,7 @@ def _write(manifest: Manifest, planned: Plan, again: str) -> int:
     planned = planned.apply()
     written = len(planned.missing) + len(planned.changed)
     print(
-        f"{_size(manifest)}: {written} files written, {len(planned.unchanged)} unchanged, "
+        f"{_size(manifest)}: {counted(written, 'file')} written, {len(planned.unchanged)} unchanged, "
         f"{len(planned.stale)} removed in {planned.folder}"
     )
     return DONE
@@ -124,7 +139,7 @@ def _dry_run(manifest: Manifest, planned: Plan, again: str) -> int:
         for name in names:
             print(f"{verb:<6}  {name}")
     print(
-        f"{_size(manifest)}: would write {len(planned.missing)} files, change {len(planned.changed)}, "
+        f"{_size(manifest)}: would write {counted(len(planned.missing), 'file')}, change {len(planned.changed)}, "
         f"remove {len(planned.stale)} and leave {len(planned.unchanged)} in {planned.folder}"
     )
     return DONE
@@ -136,12 +151,12 @@ def _check(manifest: Manifest, planned: Plan, again: str) -> int:
         return DONE
     sys.stdout.writelines(planned.diff())
     found = (("missing", planned.missing), ("changed", planned.changed), ("stale", planned.stale))
-    counted = [f"{len(names)} {what}" for what, names in found if names]
+    differs = [f"{len(names)} {what}" for what, names in found if names]
     if planned.foreign:
-        counted.append(f"{len(planned.foreign)} not made by normforge ({planned.foreign_names}), to be moved elsewhere")
+        differs.append(f"{len(planned.foreign)} not made by normforge ({planned.foreign_names}), to be moved elsewhere")
     sys.stdout.flush()
     print(
-        f"{planned.folder} differs from {manifest.path}: {', '.join(counted)}; to bring it up to date: {again}",
+        f"{planned.folder} differs from {manifest.path}: {', '.join(differs)}; to bring it up to date: {again}",
         file=sys.stderr,
     )
     return DIFFERS
@@ -158,7 +173,7 @@ _ACTIONS: dict[str, Callable[[Manifest, Plan, str], int]] = {
 
 def _size(manifest: Manifest) -> str:
     modes = {instance.mode for instance in manifest.instances}
-    return f"{len(manifest.instances)} instances in {len(modes)} modules"
+    return f"{counted(len(manifest.instances), 'instance')} in {counted(len(modes), 'module')}"
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -182,6 +197,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         ("where", "CONDITION[,CONDITION]", "keep the instances that meet every condition"),
     ):
         parser.add_argument(f"--{name}", action="append", metavar=metavar, help=f"{text}; may be given several times")
+    parser.add_argument(
+        "--prune", action="store_true", help="with a selection: remove the other modules from a checkout's generated/"
+    )
     parser.set_defaults(verb="write")
     verbs = parser.add_argument_group("instead of writing (at most one)").add_mutually_exclusive_group()
     for verb, text in (

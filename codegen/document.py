@@ -17,12 +17,13 @@ from .errors import ManifestError, NormforgeError
 from .words import nearest, one_of, printable, shortened, unknown
 
 _STRING, _BOOLEAN, _NULL, _INTEGER = (f"tag:yaml.org,2002:{tag}" for tag in ("str", "bool", "null", "int"))
+_MERGE = "tag:yaml.org,2002:merge"
 _MAPPING, _SEQUENCE = (f"tag:yaml.org,2002:{tag}" for tag in ("map", "seq"))
 _KINDS = {
     _INTEGER: "the whole number",
     "tag:yaml.org,2002:float": "the number",
     "tag:yaml.org,2002:timestamp": "the date",
-    "tag:yaml.org,2002:merge": "the merge key",
+    _MERGE: "the merge key",
 }
 
 
@@ -147,6 +148,12 @@ class Section:
             raise self.error(node, f"expected {expected}, not {_describe(node)}")
         pairs: dict[str, Pair] = {}
         for key, value in node.value:
+            if key.tag == _MERGE:
+                raise self.error(
+                    key,
+                    "YAML's merge key << is not taken, so that a group reads as it is; write the lines out, or put "
+                    "what all groups share under defaults:",
+                )
             word = self.string(key, "a key", "a word")
             if word in pairs:
                 first = line_of(pairs[word].key)
@@ -183,6 +190,12 @@ class Section:
         is_plain = isinstance(node, ScalarNode) and node.tag == _INTEGER and node.value.isascii()
         if not is_plain or not node.value.isdecimal() or len(node.value) > _MOST_DIGITS:
             raise self.error(node, f"{what} takes {expected}, not {_describe(node)}")
+        if node.value != "0" and node.value.startswith("0"):
+            # YAML 1.1 reads 010 as 8, YAML 1.2 as 10.
+            decimal = node.value.lstrip("0") or "0"
+            raise self.error(
+                node, f"{what} takes {expected}, not {node.value}, which YAML may read as octal; write {decimal}"
+            )
         return int(node.value)
 
     def word(self, node: Node, what: str, legal: Sequence[str]) -> str:

@@ -34,3 +34,8 @@ def nearest(word: str, legal: Sequence[str]) -> str | None:
 def one_of(legal: Sequence[str]) -> str:
     """The legal words as a phrase."""
     return legal[0] if len(legal) == 1 else f"one of {', '.join(legal)}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 module", "2 modules"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

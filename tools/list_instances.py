@@ -31,8 +31,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     entries = instances()
     for glob in globs:
         if not any(fnmatchcase(entry.name, glob) for entry in entries):
-            near = difflib.get_close_matches(glob, [entry.name for entry in entries], n=3, cutoff=0.0)
-            parser.error(f"no instance matches {glob!r}; the nearest are {', '.join(near)}")
+            near = difflib.get_close_matches(glob.rstrip("*"), [entry.name for entry in entries], n=3)
+            parser.error(f"no instance matches {glob!r}; {_hint(near, prog)}")
     shown = [entry for entry in entries if not globs or any(fnmatchcase(entry.name, glob) for glob in globs)]
     few, some = entries[0].small_m, entries[0].some_m
     # A column for ragged rows, and for some, where they have tiles of their own.
@@ -44,6 +44,10 @@ def main(argv: Sequence[str], prog: str) -> int:
     print(tabulate(rows, headers, disable_numparse=True))
     print(f"\n{len(shown)} of {len(entries)} instances")
     return 0
+
+
+def _hint(near: Sequence[str], prog: str) -> str:
+    return f"the nearest are {', '.join(near)}" if near else f"{prog} without a glob prints every name"
 
 
 def _row(entry: Entry, arch: str, ragged: bool, between: bool) -> tuple[str, ...]:

@@ -170,6 +170,8 @@ def loaded() -> Table:
     global _loaded
     with _lock:
         if _loaded is None:
+            # A policy that is none is refused by the first call, and not by the first miss.
+            settings.generates()
             folder = settings.instances()
             _loaded = _own() if folder is None else load_folder(folder)
         return _loaded

@@ -310,6 +310,22 @@ def test_a_checkout_regenerates_its_own_folder(repository: Path, tmp_path: Path)
     drifted = run("generate.py", "--check", cwd=tmp_path)
     assert drifted.returncode == 1
     assert drifted.stderr.endswith("to bring it up to date: python generate.py\n")
+    # What it would remove from a folder that others have under version control is asked for by name.
+    before = contents(str(tmp_path / "generated"))
+    refused = run("generate.py", "--filter", "ln_*", "--where", "n=1", cwd=tmp_path)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert re.fullmatch(
+        r"python generate\.py: error: this selection would remove \d+ files from generated and change 1; nothing was "
+        r"written or removed\. Name another folder with --out, look with --dry-run, or confirm with --prune\n",
+        refused.stderr,
+    )
+    assert contents(str(tmp_path / "generated")) == before
+    assert run("generate.py", "--filter", "ln_*", "--where", "n=1", "--prune", cwd=tmp_path).returncode == 0
+
+
+def test_one_is_no_plural(repository: Path, tmp_path: Path) -> None:
+    only = ("--filter", "ln_fwd_fp32_n128", "--out", str(tmp_path / "one"))
+    assert run("generate.py", *only, cwd=repository).stdout.startswith("1 instance in 1 module: ")
 
 
 def test_a_checkout_regenerates_the_runtimes_straight_calls(repository: Path, tmp_path: Path) -> None:

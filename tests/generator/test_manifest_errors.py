@@ -130,7 +130,15 @@ CASES = {
         GROUP + "    fadd: !mine none\n",
         f"5: group a: fadd takes {FADD}, not !mine none; did you mean none?",
     ),
-    "merge_key": (GROUP + "    <<: {}\n", "5: group a: a key takes a word, not the merge key <<"),
+    "merge_key": (
+        GROUP + "    <<: {}\n",
+        "5: group a: YAML's merge key << is not taken, so that a group reads as it is; write the lines out, or put "
+        "what all groups share under defaults:",
+    ),
+    "octal": (
+        GROUP + "    n: 010\n",
+        "5: group a: n takes a row length, from 1 up, not 010, which YAML may read as octal; write 10",
+    ),
     "empty_list": (
         GROUP + "    fadd: []\n",
         "5: group a: fadd is an empty list, which makes no instance; give it a value or leave it out",
