@@ -471,9 +471,10 @@ def inverse_of(y_scale, PTX: tl.constexpr):
 
 @triton.jit
 def bounded(amax_bits, scale_ub):
-    """The smaller of amax and a bound, as bits; a NaN stays one."""
-    bound = scale_ub.to(tl.int32, bitcast=True)
-    return tl.where(amax_bits > 0x7F800000, amax_bits, tl.minimum(amax_bits, bound))
+    """Return the bits of the smaller of amax and a bound, NaN if either is; a bound below 0 counts as 0."""
+    bound = tl.maximum(scale_ub, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    amax = tl.minimum(amax_bits.to(tl.float32, bitcast=True), bound, propagate_nan=tl.PropagateNan.ALL)
+    return magnitude_bits(amax, None)
 
 
 @triton.jit
@@ -624,16 +625,23 @@ def quotient(z, y_scale, inverse_scale):
 
 
 @triton.jit
+def saturated(q):
+    """Saturate at 127; NaN becomes -127, since a GPU's maximum ignores NaN where NumPy's returns NaN."""
+    if INTERPRETED:
+        q = tl.where(q == q, q, -127.0)
+    return tl.minimum(tl.maximum(q, -127.0), 127.0)
+
+
+@triton.jit
 def to_int8(q, dtype: tl.constexpr):
     """Saturate at 127 and round to nearest even: adding 1.5 * 2**23 leaves the integer in the lowest bits."""
-    q = tl.minimum(tl.maximum(q, -127.0), 127.0)
-    return ((q + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000).to(dtype)
+    return ((saturated(q) + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000).to(dtype)
 
 
 @triton.jit
 def to_int8_truncated(q, dtype: tl.constexpr):
     """Saturate at 127 and round toward zero."""
-    return tl.minimum(tl.maximum(q, -127.0), 127.0).to(dtype)
+    return saturated(q).to(dtype)
 
 
 @triton.jit
@@ -657,21 +665,22 @@ def magnitude_code(q, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def fp8_byte(q, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """The byte of a value's sign and `magnitude_code`."""
-    return (magnitude_code(q, MANTISSA, BIAS) | ((q.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+    """Encode a saturated value as a byte, its sign and `magnitude_code`; NaN is 0x7F."""
+    code = magnitude_code(q, MANTISSA, BIAS) | ((q.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    return tl.where(q == q, code, 0x7F).to(tl.uint8)
 
 
 @triton.jit
 def to_fp8_e4m3fn(q, dtype: tl.constexpr):
-    """Saturate at 448 and convert: by instruction to an fp8 `dtype`, in integer arithmetic to uint8."""
-    q = tl.minimum(tl.maximum(q, -448.0), 448.0)
+    """Saturate at 448 and convert, NaN to NaN: by instruction to an fp8 `dtype`, in integer arithmetic to uint8."""
+    q = tl.clamp(q, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return fp8_byte(q, 3, 7) if dtype == tl.uint8 else q.to(dtype)
 
 
 @triton.jit
 def to_fp8_e5m2(q, dtype: tl.constexpr):
-    """Saturate at 57344 and convert: by instruction to an fp8 `dtype`, in integer arithmetic to uint8."""
-    q = tl.minimum(tl.maximum(q, -57344.0), 57344.0)
+    """Saturate at 57344 and convert, NaN to NaN: by instruction to an fp8 `dtype`, in integer arithmetic to uint8."""
+    q = tl.clamp(q, -57344.0, 57344.0, propagate_nan=tl.PropagateNan.ALL)
     return fp8_byte(q, 2, 15) if dtype == tl.uint8 else q.to(dtype)
 
 

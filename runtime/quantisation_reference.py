@@ -99,7 +99,7 @@ def _quantised(
     size = word(ScaleGroup, "group_size", asked.get("group_size", "none")).code or z.shape[-1]
     amax = _in_groups(z.abs(), size).amax(-1)
     if asked.get("scale_ub") is not None:
-        amax = torch.where(amax.isnan(), amax, torch.minimum(amax, asked["scale_ub"].double()))
+        amax = torch.minimum(amax, asked["scale_ub"].double().clamp(min=0.0))
     above = asked.get("global_scale")
     scale = scale_of(amax, out.qmax, kind, above).repeat_interleave(size, -1)[..., : z.shape[-1]]
     if word(FusedQuant, "fquant", asked.get("fquant", "dynamic")).is_static:

@@ -263,14 +263,15 @@ def quantise(ratio: torch.Tensor, out: DType, rounding: Rounding = Rounding.NEAR
         rounding: int8 only.
 
     Returns:
-        A tensor of ratio's shape in that type, of fp4 in bytes with a code each; NaN becomes 0 in int8.
+        A tensor of ratio's shape in that type, of fp4 in bytes with a code each. NaN stays NaN in fp8 and is -qmax in
+        int8.
     """
     if out.is_fp4:
         return _nearest_fp4(ratio)
     saturated = ratio.clamp(-out.qmax, out.qmax)
     if out.is_int:
         rounded = saturated.trunc() if rounding is Rounding.TRUNCATE else saturated.round()
-        return rounded.nan_to_num(0.0).to(torch.int8)
+        return rounded.nan_to_num(-out.qmax).to(torch.int8)
     return saturated.to(TORCH_DTYPES[out])
 
 

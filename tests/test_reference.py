@@ -203,7 +203,7 @@ def test_quantise_to_fp8(out: DType) -> None:
 
 
 def test_quantise_nan_to_int8_is_defined() -> None:
-    assert quantise(torch.tensor([float("nan"), 1.0]), DType.INT8).tolist() == [0, 1]
+    assert quantise(torch.tensor([float("nan"), 1.0]), DType.INT8).tolist() == [-127, 1]
 
 
 def test_values_are_divided_by_the_scale_as_stored() -> None:

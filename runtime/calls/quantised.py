@@ -100,7 +100,7 @@ def quantised_layer_norm(
         global_scale: one fp32 value on x's device, above 0, which the host does not read: what scales of scale_format
             "e4m3" are multiplied by before they are rounded, as a rule 448 * 6 / max|y| of what is calibrated with.
         scale_ub: one fp32 value on x's device: the most that max|y| counts as. Goes with fp8 and scales that are
-            computed and floats.
+            computed and floats. A NaN makes all scales NaN; 0 or less counts as 0, which makes all scales 1.
         quantise_rounded: quantise y as it is once rounded to x's 16 bits, before smooth_scale: what a kernel that reads
             a stored y computes. False quantises it as it is in fp32.
         save_unquant: return y in x's dtype too, as it is before smooth_scale.

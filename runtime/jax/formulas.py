@@ -67,4 +67,4 @@ def _quantised(op: Operation, z: jax.Array) -> tuple[jax.Array, jax.Array]:
     amax = jnp.max(jnp.abs(z), axis=-1)
     scale = jnp.where(amax == 0, 1, amax / dtype.qmax).astype(NAMES[op.mode.scale_dtype])
     q = jnp.clip(z / scale.astype(z.dtype)[..., None], -dtype.qmax, dtype.qmax)
-    return jnp.round(jnp.nan_to_num(q)) if dtype.is_int else q, scale
+    return jnp.round(jnp.nan_to_num(q, nan=-dtype.qmax)) if dtype.is_int else q, scale

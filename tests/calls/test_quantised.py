@@ -237,6 +237,84 @@ def test_a_bound_hides_no_nan() -> None:
     assert made.y_scale.isfinite().tolist() == [True, False]
 
 
+@pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("columns", [1, None])
+@pytest.mark.parametrize(("n", "dtype"), [(N, E4M3), (N, E5M2), (N, torch.int8), (40, E4M3), (20000, E5M2)])
+def test_a_given_scale_hides_no_nan(n: int, dtype: torch.dtype, columns: int | None, spoilt: float) -> None:
+    x = rows(3, n)
+    x[1, 5] = spoilt
+    scale = torch.full((columns or n,), 0.01)
+    y = normforge.quantised_rms_norm(x, fquant="static", y_scale=scale, out_dtype=dtype).y
+    # An infinity's inverse is 0, of which the infinity itself makes NaN.
+    lost = torch.ones(n, dtype=torch.bool) if spoilt != spoilt else torch.arange(n) == 5
+    if dtype == torch.int8:
+        assert (y[1][lost] == -127).all()
+        assert (y[1][~lost] == 0).all()
+    else:
+        assert torch.equal(y[1].float().isnan(), lost)
+    apart = normforge.quantised_rms_norm(x[::2], fquant="static", y_scale=scale, out_dtype=dtype).y
+    assert same_bits(y[::2].contiguous(), apart)
+    assert apart.float().isfinite().all()
+    layer = normforge.quantised_layer_norm(x, fquant="static", y_scale=scale, out_dtype=dtype).y[1]
+    assert (layer == -127).all() if dtype == torch.int8 else layer.float().isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.int8])
+def test_a_given_scale_is_divided_by_whatever_it_is(dtype: torch.dtype) -> None:
+    """NaN makes NaN, 0 saturates and makes NaN of 0, an infinity makes 0, and the sign is the scale's too."""
+    x = torch.tensor([[1.0, -1.0, 0.0, 2.0]])
+    largest = DTYPES[dtype].qmax
+    none = -127.0 if dtype == torch.int8 else float("nan")
+    for scale, expected in (
+        (float("nan"), [none] * 4),
+        (-float("nan"), [none] * 4),
+        (0.0, [largest, -largest, none, largest]),
+        (-0.0, [-largest, largest, none, -largest]),
+        (float("inf"), [0.0] * 4),
+    ):
+        given = torch.tensor([scale])
+        for y_scale in (given, given.expand(4).contiguous()):
+            made = normforge.quantised_rms_norm(x, fquant="static", y_scale=y_scale, out_dtype=dtype).y
+            torch.testing.assert_close(made.float(), torch.tensor([expected]), rtol=0.0, atol=0.0, equal_nan=True)
+    negative, positive = (
+        normforge.quantised_rms_norm(x, fquant="static", y_scale=torch.tensor([at]), out_dtype=dtype).y.float()
+        for at in (-0.3, 0.3)
+    )
+    assert torch.equal(negative, -positive)
+
+
+@pytest.mark.parametrize("size", [None, 32])
+@pytest.mark.parametrize("n", [N, 40])
+def test_what_is_no_bound(n: int, size: int | None) -> None:
+    """A NaN bound makes every scale NaN; one that is not above 0 counts as 0, which is a row of zeros' amax."""
+    x = rows(2, n)
+    asked: dict[str, Any] = {"out_dtype": E4M3, "group_size": size}
+    for bound in (float("nan"), -float("nan")):
+        made = normforge.quantised_rms_norm(x, scale_ub=torch.tensor([bound]), **asked)
+        assert made.y_scale is not None
+        assert made.y_scale.isnan().all()
+        assert made.y.float().isnan().all()
+    for bound in (0.0, -0.0, -1e-30, -1.0, -1e38, -float("inf")):
+        made = check("rms", x, scale_ub=torch.tensor([bound]), **asked)
+        assert made.y_scale is not None
+        assert (made.y_scale == 1.0).all()
+    unbounded = normforge.quantised_rms_norm(x, scale_ub=torch.tensor([float("inf")]), **asked)
+    assert same_bits(unbounded.y_scale, normforge.quantised_rms_norm(x, **asked).y_scale)
+
+
+@pytest.mark.parametrize("spoilt", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.float8_e4m3fnuz, torch.int8])
+@pytest.mark.parametrize("smooth", [False, True])
+def test_a_measured_scale_hides_no_nan(dtype: torch.dtype, spoilt: float, smooth: bool) -> None:
+    for n in (N, 40):
+        x = rows(2, n)
+        x[1, 5] = spoilt
+        asked: dict[str, Any] = {"fquant": "smooth_dynamic", "smooth_scale": torch.full((n,), -2.0)} if smooth else {}
+        made = normforge.quantised_layer_norm(x, out_dtype=dtype, **asked)
+        assert made.y_scale is not None
+        assert made.y_scale.isfinite().tolist() == [True, False]
+
+
 def of_weight(weight: list[float], **asked: Any) -> QuantisedOutput:
     """The RMSNorm of ones without epsilon is its weight."""
     return check("rms", torch.ones(1, len(weight)), torch.tensor(weight), eps=0.0, **asked)

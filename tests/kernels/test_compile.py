@@ -390,3 +390,17 @@ def test_addresses_of_scales_are_multiplied_once_a_row(package: Path) -> None:
         return len(re.findall(r"mul\.(?:lo|wide)\.[su](?:32|64)", _ptx_of_chunks(package, n)))
 
     assert multiplications(7168) == multiplications(5120)
+
+
+@pytest.mark.parametrize("dtype", [DType.FP8_E4M3FN, DType.FP8_E5M2])
+def test_saturating_keeps_nan(dtype: DType, package: Path) -> None:
+    """NumPy's minima return NaN whatever is asked, so that the interpreter cannot tell; PTX's do where they say so."""
+    mode = Mode(Norm.RMS, DType.BF16, dtype, fquant=FusedQuant.STATIC)
+    instance = instance_of(mode, 4096)
+    kernel = kernel_of(package, mode, instance.tile.pipeline)
+    texts = {target.name: compile_kernel(kernel, instance, 4096, target).asm["ptx"] for target in TARGETS[:2]}
+    for text in texts.values():
+        assert not re.findall(r"(?:min|max)\.f32", text)
+    # One instruction for both ends, and one for two values, which keeps NaN too.
+    assert "min.NaN.xorsign.abs.f32" in texts["sm_90"]
+    assert f"cvt.rn.satfinite.{dtype.value.removeprefix('fp8_').removesuffix('fn')}x2.f32" in texts["sm_90"]
