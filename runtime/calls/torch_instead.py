@@ -14,7 +14,7 @@ from ..mode_words import word
 from ..random_mask import dropped
 from ..selection.invariance import refuse_torch
 from ..upstream.torch_dynamo import constant_in_traces
-from ..upstream.torch_internals import jit_tracing
+from ..upstream.torch_internals import is_forward_ad_on, jit_tracing
 from .outputs import NormGradients, unpacked
 from .straight import BackwardOperands, BackwardOptions, Operands, Options
 
@@ -105,7 +105,22 @@ def _operator(
     if norm == "rms":
         return functional.rms_norm(x, list(shape), weight, eps)
     assert eps is not None
+    if is_forward_ad_on():
+        return _layer_norm_written_out(x, tuple(range(-len(shape), 0)), weight, bias, eps)
     return functional.layer_norm(x, list(shape), weight, bias, eps)
+
+
+def _layer_norm_written_out(
+    x: torch.Tensor, dims: tuple[int, ...], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """Compute LayerNorm by operators whose tangents torch differentiates rightly.
+
+    The second tangent of torch's own layer_norm is wrong (https://github.com/pytorch/pytorch/issues/196700).
+    """
+    wide = widened(x)
+    centred = wide - wide.mean(dims, keepdim=True)
+    h = centred * torch.rsqrt((centred * centred).mean(dims, keepdim=True) + eps)
+    return _affine(h, weight, bias).to(x.dtype)
 
 
 def gradients_of_recorded(operands: BackwardOperands, options: BackwardOptions) -> NormGradients:

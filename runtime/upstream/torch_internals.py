@@ -9,6 +9,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
 
+from .torch_dynamo import constant_in_traces
+
 # Whether code runs within a transform of torch.func, or one built on the same: autograd's batched gradients.
 # TorchDynamo takes this question in every release from 2.11; that for the number of transforms it refuses in 2.11.
 transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
@@ -40,6 +42,12 @@ def jit_tracing() -> bool:
 
 # Torch declares no types of it.
 _unpack_dual: Callable[[torch.Tensor], Any] = forward_ad.unpack_dual
+
+
+@constant_in_traces
+def is_forward_ad_on() -> bool:
+    """Return True within a level of forward-mode AD, as jvp and jacfwd enter one."""
+    return forward_ad._current_level >= 0
 
 
 def has_tangent(tensors: list[torch.Tensor]) -> bool:

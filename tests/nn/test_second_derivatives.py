@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -169,3 +170,66 @@ def test_a_change_between_the_passes_is_noticed() -> None:
         weight.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(dx.sum(), x)
+
+
+# Of rows alone, and of each way in which something is done to them besides: sums of all that is returned.
+FAMILIES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "layer": lambda x, r: normforge.layer_norm(x, (6,), r[0], r[1]),
+    "layer, plain": lambda x, r: normforge.layer_norm(x, (6,)),
+    "layer, x_bias": lambda x, r: normforge.layer_norm(x, (6,), r[0], r[1], x_bias=r[0]),
+    "layer, two dimensions": lambda x, r: normforge.layer_norm(x.reshape(2, 2, 3), (2, 3), r[0].reshape(2, 3)),
+    "rms": lambda x, r: normforge.rms_norm(x, (6,), r[0]),
+    "add_layer": lambda x, r: normforge.add_layer_norm(x, r, r[0], r[1]),
+    "add_rms": lambda x, r: normforge.add_rms_norm(x, r, r[0]),
+    "modulated_layer": lambda x, r: normforge.modulated_layer_norm(x, r, r),
+    "modulated_rms": lambda x, r: normforge.modulated_rms_norm(x, r, r),
+    "gated_layer": lambda x, r: normforge.gated_layer_norm(x, r, r[0]),
+    "gated_rms, gate first": lambda x, r: normforge.gated_rms_norm(x, r, r[0], norm_before_gate=False),
+    "group": lambda x, r: normforge.group_norm(x.reshape(1, 4, 3), 2, r[0, :4], r[1, :4]),
+    "group, silu": lambda x, r: normforge.group_norm(x.reshape(1, 4, 3), 2, r[0, :4], activation="silu"),
+}
+SECOND: dict[str, Callable[[Any], Any]] = {
+    "jacfwd of jacfwd": lambda f: torch.func.jacfwd(torch.func.jacfwd(f)),
+    "jacfwd of jacrev": lambda f: torch.func.jacfwd(torch.func.jacrev(f)),
+    "jacrev of jacfwd": lambda f: torch.func.jacrev(torch.func.jacfwd(f)),
+    "hessian": torch.func.hessian,
+}
+
+
+@pytest.mark.filterwarnings("ignore:a norm of float64")
+@pytest.mark.parametrize("way", SECOND)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_second_derivatives_by_any_way_are_those_of_finite_differences(family: str, way: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, r, c = torch.randn(3, 2, 6, dtype=torch.float64, generator=generator)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        made = FAMILIES[family](x, r.to(x.dtype))
+        parts = made if isinstance(made, tuple) else (made,)
+        return sum(((part.reshape(2, 6) * c.to(x.dtype)).sum() for part in parts), x.new_zeros(()))
+
+    step = 1e-4
+    sides = [
+        torch.func.grad(f)(x + sign * step * unit)
+        for unit in torch.eye(12).reshape(12, 2, 6).double()
+        for sign in (1, -1)
+    ]
+    expected = torch.stack([(above - below) / (2 * step) for above, below in zip(sides[::2], sides[1::2], strict=True)])
+    expected = expected.reshape(2, 6, 2, 6)
+    torch.testing.assert_close(SECOND[way](f)(x), expected, rtol=1e-5, atol=1e-5)
+    # fp32, of which kernels compute what no transform differentiates.
+    torch.testing.assert_close(SECOND[way](f)(x.float()).double(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_the_second_tangent_of_a_layer_norm() -> None:
+    def f(t: torch.Tensor) -> torch.Tensor:
+        row = torch.stack([t, torch.zeros_like(t)])
+        return normforge.layer_norm(row, (2,), torch.tensor([1.0, 2.0], dtype=t.dtype), eps=0.25).sum()
+
+    for dtype in (torch.float32, torch.float64):
+        t = torch.tensor(0.7, dtype=dtype)
+        assert torch.func.jacfwd(torch.func.jacfwd(f))(t).item() == pytest.approx(0.7749, abs=1e-4)
+        _, along = torch.func.jvp(
+            lambda a: torch.func.jvp(f, (a,), (torch.ones_like(a),))[1], (t,), (torch.ones_like(t),)
+        )
+        assert along.item() == pytest.approx(0.7749, abs=1e-4)
