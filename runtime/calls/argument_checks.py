@@ -6,6 +6,8 @@ Each names the argument, what was passed and what it takes.
 from __future__ import annotations
 
 import math
+from numbers import Real
+from typing import Any, SupportsFloat, TypeGuard
 
 import torch
 
@@ -263,14 +265,23 @@ def check_flag(name: str, value: object) -> bool:
 
 def check_number(name: str, value: object, *, least: float, most: float = math.inf) -> float:
     """Check that an argument is a number of at least `least` that fp32 can hold, at most `most`, and return it."""
-    smallest, largest = max(least, -LARGEST_FP32), min(most, LARGEST_FP32)
+    smallest, largest, number = max(least, -LARGEST_FP32), min(most, LARGEST_FP32), value
+    if not isinstance(number, (int, float)) and _is_number(number):
+        number = float(number)
     # The comparison also fails for NaN.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not smallest <= value <= largest:
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not smallest <= number <= largest:
         if most < math.inf:
             raise ConflictError(f"{name}={value!r} will not do; it takes a number from {least:g} to at most {most!r}")
         at_least = f" of at least {least:g}" if math.isfinite(least) else ""
         raise ConflictError(f"{name}={value!r} will not do; it takes a number{at_least} that is finite in fp32")
-    return float(value)
+    return float(number)
+
+
+def _is_number(value: Any) -> TypeGuard[SupportsFloat]:
+    """Return True if torch takes a value as a number: NumPy's scalars, and tensors of no dimensions, but for bools."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 and not (value.requires_grad or value.is_complex() or value.dtype is torch.bool)
+    return isinstance(value, Real)
 
 
 def check_no_gradient(reason: str, **tensors: torch.Tensor | None) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from ..random_mask import dropped
+from ..selection import dispatch
 from ..selection.batch import batch_invariant
 from ..selection.invariance import is_on
 from ..upstream.torch_autograd import applied, applied_at_once
@@ -27,8 +28,7 @@ from .functional import (
 )
 from .known import PLAIN, UNREADABLE
 from .outputs import LayerNormOutput, NormGradients, unflattened
-from .recorded import arrived_in_memory, rounded_to
-from .row_layout import walkable
+from .recorded import arrived_in_memory, rounded_to, walkable_gradient
 from .straight import DEFAULT_EPS, Operands, Options, layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
 from .torch_instead import Dropout
 
@@ -36,8 +36,9 @@ _FORWARD: dict[str, Callable[..., LayerNormOutput]] = {"layer": layernorm2d_fwd,
 _BACKWARD: dict[str, Callable[..., NormGradients]] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
 
 
-# By what calls are looked up by, those kinds that were checked before.
-_checked: dict[Hashable, Any] = {}
+def _key(operands: Operands, options: Options) -> tuple[Any, ...]:
+    """Return the key under which calls that were checked are kept among the plans; such a kind has no plan."""
+    return ("dropped add", operands[0].shape[-1], *[operand is None for operand in operands], *options)
 
 
 @eager_only
@@ -52,14 +53,17 @@ def was_checked(operands: Operands, normalized_shape: Sequence[int] | None, opti
         x, residual = operands[0], operands[3]
         is_known = (
             residual is not None
-            and (normalized_shape is None or normalized_shape == x.shape[-1:])
-            and any(kind.fits(*kind.present(operands)) for kind in _checked.get((x.shape[-1], *options), ()))
+            and (
+                normalized_shape is None
+                or (normalized_shape == x.shape[-1:] and normalized_shape[0].__class__ is int)
+            )
+            and any(kind.fits(*kind.present(operands)) for kind in dispatch.plans.get(_key(operands, options), ()))
             and x.shape == residual.shape
             and x.is_contiguous()
             and residual.is_contiguous()
             and forward_ad._current_level < 0
             and not dispatch_modes()
-            and options[1].__class__ is float
+            and options[1].__class__ is options[2].__class__ is float
         )
     except UNREADABLE:
         return None
@@ -78,9 +82,8 @@ def remember(operands: Operands, options: Options) -> None:
             and (is_rows or operand.dim() == 1)
         ):
             return
-    known.remember(
-        _checked, (x.shape[-1], *options), operands, [x.dim() - 1 if is_rows else 0 for is_rows in rows], (), True
-    )
+    free = [x.dim() - 1 if is_rows else 0 for is_rows in rows]
+    known.remember(dispatch.plans, _key(operands, options), operands, free, (), None)
 
 
 def normalise_checked(operands: Operands, options: Options, dropout: Dropout) -> Any:
@@ -187,7 +190,7 @@ def _gradients(ctx: Any, dy: torch.Tensor | None, dresidual_out: torch.Tensor | 
         return torch_instead.gradients(operands, mean, options, dropout)
     given = backward_named(operands, options)
     for name in ("dy", "dresidual_out"):
-        given[name] = None if given[name] is None else walkable(given[name])
+        given[name] = walkable_gradient(given[name])
     given |= {"mean": mean, "dropout_p": p, "dropout_rng": rng, "dropped_dtype": x_dtype}
     return _BACKWARD[norm](**taken(BACKWARD_OF[norm], given))
 

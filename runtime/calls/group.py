@@ -61,8 +61,9 @@ def _with_channels(x: torch.Tensor, *, last: bool | None) -> torch.Tensor:
     return x.movedim(1, -1).contiguous().movedim(-1, 1) if last and x.dim() > 2 else x.contiguous()
 
 
-def _vector(vector: torch.Tensor | None) -> torch.Tensor | None:
-    return vector if vector is None or vector.is_contiguous() else vector.contiguous()
+def _vector(vector: _Vector) -> _Vector:
+    """Return a vector that kernels can read: a copy of one that has gaps, or that negates its memory."""
+    return None if vector is None else vector.resolve_neg().contiguous()
 
 
 def _aligned(tensor: _Vector) -> _Vector:
@@ -182,6 +183,16 @@ def normalise_known(
         bias: likewise.
         told: num_groups, eps and activation, likewise.
     """
+    num_groups, eps, _ = told
+    # Others may be equal to what was checked, and be refused themselves: 2.0, or True.
+    if num_groups.__class__ is not int or eps.__class__ is not float:
+        return None
+    found = _look_up(x, weight, bias, told)
+    return None if found is None else _ran(found, x, weight, bias, _apply)
+
+
+def _look_up(x: torch.Tensor, weight: _Vector, bias: _Vector, told: tuple[int, float, object]) -> Found | None:
+    """Return what a call comes to that is like one before, None if there was none."""
     # Neither is part of what a kind of call is like: make_fx, say, and forward-mode AD.
     if dispatch_modes() or forward_ad._current_level >= 0:
         return None
@@ -193,24 +204,27 @@ def normalise_known(
     for kind in kinds:
         if kind.fits(*kind.present(tensors)):
             addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-            found: Found | None = kind.plan
-            if found is None or x.shape[0] == 0 or (addresses[0] | addresses[1] | addresses[2]) & MISALIGNED:
+            if x.shape[0] == 0 or (addresses[0] | addresses[1] | addresses[2]) & MISALIGNED:
                 return None
-            if found.saves:
-                recorded: torch.Tensor = _apply(found, x, weight, bias)
-                return recorded
-            return run(found, x, weight, bias)[0]
+            found: Found | None = kind.plan
+            return found
     return None
+
+
+def _ran(found: Found, x: torch.Tensor, weight: _Vector, bias: _Vector, record: Any) -> torch.Tensor:
+    if found.saves:
+        recorded: torch.Tensor = record(found, x, weight, bias)
+        return recorded
+    return run(found, x, weight, bias)[0]
 
 
 def normalise(
     x: torch.Tensor, weight: _Vector, bias: _Vector, options: Options, told: tuple[int, float, object] | None = None
 ) -> torch.Tensor:
-    """A checked call: by kernels, recorded where a gradient is due, and known from then on by what it was `told`.
+    """Run a checked call by kernels, recorded where a gradient is due, and known from then on by what it was `told`.
 
     Where somebody sees operators it is one, and what is kept for the backward pass is the same.
     """
-    given = (x, weight, bias)
     whole: Any = map(_aligned, (laid_out(x).resolve_neg(), _vector(weight), _vector(bias)))
     x, weight, bias = whole
     saves = _records(x, weight, bias)
@@ -219,15 +233,15 @@ def normalise(
             _recorded(options, x, weight, bias) if saves else normalise_traced(x, weight, bias, options)
         )
         return seen
-    found = _find(x, weight, bias, options, saves)
-    as_passed = x is given[0] and weight is given[1] and bias is given[2]
-    if told is not None and as_passed and all(each is None or each.__class__ in PLAIN for each in given):
-        addresses = tuple([0 if each is None else each.data_ptr() for each in given])
-        _remember(_key(x, weight, bias, told), given, addresses, found)
-    if saves:
-        recorded: torch.Tensor = _recorded(found, x, weight, bias)
-        return recorded
-    return run(found, x, weight, bias)[0]
+    # Copies may be like the tensors of a call before.
+    found = None if told is None else _look_up(x, weight, bias, told)
+    if found is None:
+        found = _find(x, weight, bias, options, saves)
+        tensors = (x, weight, bias)
+        if told is not None and all(each is None or each.__class__ in PLAIN for each in tensors):
+            addresses = tuple([0 if each is None else each.data_ptr() for each in tensors])
+            _remember(_key(x, weight, bias, told), tensors, addresses, found)
+    return _ran(found, x, weight, bias, _recorded)
 
 
 @eager_only

@@ -36,7 +36,7 @@ from .row_gradients import (
     shared_sum,
     sum_dtype,
 )
-from .row_layout import row_stride
+from .row_layout import row_stride, walkable
 
 # Of fewer rows than that a sample, programs would leave about as much as they read.
 LEAST_ROWS = 8
@@ -193,7 +193,7 @@ _ARRIVED = ("dy", "dresidual_out", "x", "scale", "shift", "gate", "gated", "weig
 def gradients(
     kept: Kept,
     told: Told,
-    dy: torch.Tensor,
+    dy: torch.Tensor | None,
     dresidual_out: torch.Tensor | None,
     due: Sequence[bool],
     learnt: tuple[Key, Arrived] | None = None,
@@ -211,6 +211,15 @@ def gradients(
     # Of another table, which may be loaded meanwhile, nothing is to be known.
     plans = dispatch.plans
     for_x, *_, for_residual, _, _ = due
+    on_one_stride = (_on_one_stride(dy), _on_one_stride(dresidual_out))
+    if learnt is not None and not all(map(is_, on_one_stride, (dy, dresidual_out))):
+        # Copies may be like the gradients of a call before.
+        arrived = (*on_one_stride, *learnt[1][2:])
+        key, known = gradients_known(arrived, told, tuple(due))
+        if known is not None:
+            return known
+        learnt = key, arrived
+    dy, dresidual_out = on_one_stride
     rows, n = kept.rows, kept.rows.shape[-1]
     m = rows.numel() // n
     samples = m // rows_a_sample(kept)
@@ -219,15 +228,15 @@ def gradients(
     of_sum = [(x_dtype, for_x and not gates), (residual_dtype, for_residual)]
     summed = [dtype for dtype, needed in of_sum if needed and dtype is not None]
     tensors: dict[str, torch.Tensor | None] = {
-        "dy": _on_one_stride(dy),
+        "dy": dy,
         "x": _on_one_stride(rows),
         "weight": kept.weight,
         "scale": _of_samples(kept.scale, samples),
         "gate": None if kept.gate is None else _of_samples(kept.gate, samples),
-        "gated": None if kept.gated is None else _on_one_stride(kept.gated),
+        "gated": _on_one_stride(kept.gated),
         "mean": kept.mean,
         "rstd": kept.rstd,
-        "dresidual_out": None if dresidual_out is None else _on_one_stride(dresidual_out),
+        "dresidual_out": dresidual_out,
         "dx": rows.new_empty(rows.shape, dtype=dtype_of_all(summed)) if summed else None,
         "dgated": rows.new_empty(rows.shape, dtype=x_dtype) if gates and for_x else None,
     }
@@ -334,9 +343,12 @@ def _of_samples(operand: torch.Tensor, samples: int) -> torch.Tensor:
     return operand.expand(samples, -1) if operand.dim() == 1 else operand
 
 
-def _on_one_stride(rows: torch.Tensor) -> torch.Tensor:
+def _on_one_stride(rows: torch.Tensor | None) -> torch.Tensor | None:
+    if rows is None:
+        return None
+    rows = walkable(rows)
     # A sample's rows start at a multiple of it.
-    return rows if rows.stride(-1) == 1 and isinstance(row_stride("rows", rows), int) else rows.contiguous()
+    return rows if isinstance(row_stride("rows", rows), int) else rows.contiguous()
 
 
 def _stride(tensor: torch.Tensor | None, count: int) -> int:

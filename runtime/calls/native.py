@@ -51,11 +51,11 @@ class InPython:
         """What `recorded.normalise` returns of arguments like those of a call before; None where there was none.
 
         Arguments need no check before: a call that it would copy or refuse something of is like none. A
-        normalized_shape of None is x's last dimension.
+        normalized_shape of None is x's last dimension where there is a residual, and is refused elsewhere.
         """
         x, weight, bias, residual, x_bias = operands
         # A proxy of torch.fx records whatever it is asked.
-        if x.__class__ not in PLAIN:
+        if x.__class__ not in PLAIN or (normalized_shape is None and residual is None):
             return None
         _, records, found = find_recorded(operands, options, normalized_shape)
         if found is None:

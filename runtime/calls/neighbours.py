@@ -154,9 +154,9 @@ def normalise(neighbour: Neighbour, operands: Operands, options: Options) -> Any
     if intercepted(*rows):
         seen = _recorded((neighbour, options, None), *rows) if options[-1] else None
         return normalise_traced(neighbour, rows, options) if seen is None else seen
-    # Known is only what was launched as it was passed.
-    as_passed = all(row is operand for row, operand in zip(rows, operands, strict=True))
-    found = prepared(neighbour, rows, options, neighbour.find(rows, options)[0] if as_passed else None)
+    # Copies may be like the tensors of a call before.
+    key, found = neighbour.find(rows, options)
+    found = found or prepared(neighbour, rows, options, key)
     if options[-1]:
         return _recorded((neighbour, options, found), *rows)
     y, total = run(*found)[:2]
@@ -248,15 +248,15 @@ def launched_2d(
         for at, place in enumerate(places):
             results[at] = results[at] if place is None else place.copy_(results[at])
         return LayerNormOutput(*results)
-    key, found = neighbour.find(operands, options)
+    _, found = neighbour.find(operands, options)
     if found is None or records(operands) or any(place is not None for place in places):
         call = check(function, given)
         refuse_gradient(call)
         check_places(call, places, addressed=True)
     if found is None:
         rows = tuple(map(resolved, operands))
-        as_passed = all(row is operand for row, operand in zip(rows, operands, strict=True))
-        found = prepared(neighbour, rows, options, key if as_passed else None)
+        key, found = neighbour.find(rows, options)
+        found = found or prepared(neighbour, rows, options, key)
     return run(*found, *places)
 
 

@@ -221,13 +221,13 @@ def launched_2d(operands: QuantisedOperands, options: QuantisedOptions, places: 
     function, given = CALLS.functions[options[0]], neighbours.named(CALLS, operands, options)
     if is_dynamo_compiling() or intercepted(*operands, *places):
         return _traced(function, given, places)
-    key, found = find_quantised(operands, options)
+    _, found = find_quantised(operands, options)
     if found is None or neighbours.records(operands) or any(place is not None for place in places):
         _check(function, given, places, addressed=True)
     if found is None:
         rows: Any = tuple(map(resolved, operands))
-        as_passed = all(row is operand for row, operand in zip(rows, operands, strict=True))
-        found = neighbours.prepared(CALLS, rows, options, key if as_passed else None)
+        key, found = find_quantised(rows, options)
+        found = found or neighbours.prepared(CALLS, rows, options, key)
     return _run(found, word(ScaleLayout, "scale_layout", given["scale_layout"]), places)
 
 

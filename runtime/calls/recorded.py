@@ -28,7 +28,7 @@ from .functional import (
     forward_given,
 )
 from .known import PLAIN, Found, Key, Tensors
-from .launch import run_recorded
+from .launch import run, run_recorded
 from .outputs import LayerNormOutput, NormGradients, dtype_of_all, packed_of, unflattened, unpacked
 from .row_layout import walkable
 from .straight import BackwardOperands, BackwardOptions, Operands, Options, find_recorded
@@ -55,14 +55,13 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options) -> A
     # Resolved here, where autograd sees it, and not by what launches.
     given: Any = tuple(map(resolved, operands))
     rows = as_operands(given, len(shape))
-    # Known is only what was launched as it was passed.
-    as_passed = all(row is operand for row, operand in zip(rows, given, strict=True))
-    key = find_recorded(rows, options)[0] if as_passed else None
+    # Copies may be like the tensors of a call before.
+    key, _, found = find_recorded(rows, options)
     x, weight, bias, residual, x_bias = rows
-    told = (options, None, key)
+    told = (options, found, key)
     total: torch.Tensor | None = None
     if not (torch.is_grad_enabled() and any_requires_gradient(rows)):
-        y, total = computed(told, False, rows)[:2]
+        y, total = (computed(told, False, rows) if found is None else run(*found))[:2]
     elif residual is None:
         y = _recorded(told, x, weight, bias, x_bias)
     else:
@@ -261,21 +260,26 @@ def gradients_of(options: BackwardOptions, *operands: Any) -> NormGradients:
         return gradients_by_operator(operands, options)
     if not arrived_in_memory((operands[0], operands[-1])):
         return torch_instead.gradients_of_recorded(operands, options)
-    given = backward_named(operands, options)
-    for name in ("dy", "dresidual_out"):
-        if given[name] is None:
-            continue
-        gradient, given[name] = given[name], walkable(given[name])
-        if given[name] is not gradient:
-            key = None
-    return launched_backward(options[0], key, given, packed=True)
+    dy, *kept, dresidual_out = operands
+    copies = (walkable_gradient(dy), *kept, walkable_gradient(dresidual_out))
+    if copies[0] is not dy or copies[-1] is not dresidual_out:
+        # Copies may be like the gradients of a call before.
+        key, found = native.calls.gradients(copies, options)
+        if found is not None:
+            return found
+    return launched_backward(options[0], key, backward_named(copies, options), packed=True)
+
+
+def walkable_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a gradient that kernels can read, None if none arrived."""
+    return None if gradient is None else walkable(resolved(gradient))
 
 
 def gradients_by_operator(operands: BackwardOperands, options: BackwardOptions) -> NormGradients:
     """`gradients_of` where something sees operators, and is to see this one."""
     given = backward_named(operands, options)
     for name in ("dy", "dresidual_out"):
-        given[name] = None if given[name] is None else walkable(given[name])
+        given[name] = walkable_gradient(given[name])
     x = given["x"]
     given["mean"], given["rstd"] = (
         None if statistic is None else statistic.view(x.shape[:-1])

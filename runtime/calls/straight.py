@@ -130,7 +130,7 @@ def layernorm2d_fwd(
         IllegalCombinationError: no kernel can exist for the combination asked.
         MissingInstanceError: the table lacks the instance, under NORMFORGE_ON_MISS=error.
     """
-    if dropout_p != 0.0 or dropout_rng is not None:
+    if dropout_p != 0.0 or dropout_rng is not None or type(dropout_p) is not float:
         dropout_p, dropout_rng = settled(dropout_p, dropout_rng, x)
     key: Key | None = None
     if not is_dynamo_compiling():
@@ -346,7 +346,7 @@ def rmsnorm2d_fwd(
     Raises:
         NormforgeError: one of those that `layernorm2d_fwd` lists.
     """
-    if dropout_p != 0.0 or dropout_rng is not None:
+    if dropout_p != 0.0 or dropout_rng is not None or type(dropout_p) is not float:
         dropout_p, dropout_rng = settled(dropout_p, dropout_rng, x)
     key: Key | None = None
     if not is_dynamo_compiling():
@@ -550,7 +550,7 @@ def layernorm2d_bwd(
         GradientError: a tensor requires a gradient, with gradients enabled: no kernel computes a gradient's gradient.
         NormforgeError: as `layernorm2d_fwd` does for its arguments.
     """
-    if dropout_p != 0.0 or dropout_rng is not None:
+    if dropout_p != 0.0 or dropout_rng is not None or type(dropout_p) is not float:
         dropout_p, dropout_rng = settled(dropout_p, dropout_rng, x, draws=False)
     key: Key | None = None
     if not is_dynamo_compiling():
@@ -593,6 +593,7 @@ def layernorm2d_bwd(
             and mean.shape == shape[:-1]
             and rstd.shape == shape[:-1]
             and (dresidual_out is None or dresidual_out.shape == shape)
+            and (dropout_rng is not None or dropout_p == 0.0)
         ):
             dy_at = 0 if dy is None else dy.data_ptr() or NOWHERE
             x_at = x.data_ptr() or NOWHERE
@@ -661,7 +662,7 @@ def rmsnorm2d_bwd(
         dropped_dtype: see `layernorm2d_bwd`.
         wants: see `layernorm2d_bwd`.
     """
-    if dropout_p != 0.0 or dropout_rng is not None:
+    if dropout_p != 0.0 or dropout_rng is not None or type(dropout_p) is not float:
         dropout_p, dropout_rng = settled(dropout_p, dropout_rng, x, draws=False)
     key: Key | None = None
     if not is_dynamo_compiling():
@@ -705,6 +706,7 @@ def rmsnorm2d_bwd(
             and (dy is None or dy.shape == shape)
             and rstd.shape == shape[:-1]
             and (dresidual_out is None or dresidual_out.shape == shape)
+            and (dropout_rng is not None or dropout_p == 0.0)
         ):
             dy_at = 0 if dy is None else dy.data_ptr() or NOWHERE
             x_at = x.data_ptr() or NOWHERE

@@ -229,7 +229,7 @@ def add_layer_norm(
     if not is_dynamo_compiling() and residual.__class__ in PLAIN:
         both = native.calls.normalise(operands, options, None)
     if both is None:
-        both = normalise_first(operands, None, options)
+        both = normalise_first(operands, None, options, adds=True)
     return both
 
 
@@ -307,7 +307,7 @@ def add_rms_norm(
     if not is_dynamo_compiling() and residual.__class__ in PLAIN:
         both = native.calls.normalise(operands, options, None)
     if both is None:
-        both = normalise_first(operands, None, options)
+        both = normalise_first(operands, None, options, adds=True)
     return both
 
 
@@ -348,10 +348,11 @@ def dropped_add_normalise(
         del given["eps"]
     with unrecorded():
         shape = check_normalised(FORWARD_OF[norm], given, normalized_shape, kernel=kernel and not left)
+    norm, eps, *others = _as_floats(options)
     # Drawn once nothing else can be refused.
     dropout_p, rng = settled(*asked[:2], x)
     if rng is None:
-        found = normalise(operands, normalized_shape, options)
+        found = normalise(operands, normalized_shape, (norm, eps, *others))
         return (*found, torch.ones(x.shape, dtype=torch.bool, device=x.device)) if asked[2] else found
     said: Any = (norm, DEFAULT_EPS if eps is None and kernel else eps, *others)
     if not kernel or left:
@@ -398,13 +399,15 @@ def normalise_cast_before_weight(operands: Operands, normalized_shape: Sequence[
     return normalise(operands, normalized_shape, (norm, eps, weight_offset, y_dtype, cast))
 
 
-def normalise_first(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:
-    """`normalise` of what `native.calls` does not know; without a normalized_shape, of a sum's last dimension."""
+def normalise_first(
+    operands: Operands, normalized_shape: Sequence[int] | None, options: Options, *, adds: bool = False
+) -> Any:
+    """Run `normalise` for a call that `native.calls` does not know; `adds` defaults normalized_shape to x's last size."""
     if is_dynamo_compiling() and is_plain(operands, normalized_shape, options):
         return _traced(operands, normalized_shape, options)
     if _overridden(operands):
         return _handed_on(operands, normalized_shape, options)
-    if normalized_shape is None:
+    if normalized_shape is None and adds:
         check_tensor("x", operands[0])
         check_tensor("residual", operands[3])
         with unrecorded():
@@ -422,12 +425,21 @@ def normalise_first(operands: Operands, normalized_shape: Sequence[int] | None, 
         if eps is None and norm == "rms":
             del given["eps"]
         shape = check_normalised(FORWARD_OF[norm], given, normalized_shape, kernel=kernel and not left)
+    options = _as_floats(options)
     if not kernel:
         return torch_instead.normalise(operands, shape, options)
     if left or is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation()):
         return _seen(operands, shape, options, left)
-    said: Any = (norm, DEFAULT_EPS if eps is None else float(eps), *others)
+    said: Any = (norm, DEFAULT_EPS if eps is None else options[1], *options[2:])
     return recorded.normalise(operands, shape, said)
+
+
+def _as_floats(options: Options) -> Options:
+    """Return options whose numbers, which were checked, are floats."""
+    norm, eps, weight_offset, *others = options
+    found: Any = (norm, None if eps is None else float(eps), float(weight_offset or 0.0), *others)
+    options = found
+    return options
 
 
 def _traced(operands: Operands, normalized_shape: Any, options: Options) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from types import TracebackType
 
 from torch.compiler import is_dynamo_compiling
@@ -16,7 +17,8 @@ invariance.is_traced = is_dynamo_compiling
 constant_in_traces(invariance.by_default)
 
 _lock = fork_safe(threading.RLock())
-_entered = 0
+# Of every block that some context is still within: a task that was created in a block may outlive the block.
+_alive: weakref.WeakSet[invariance.Asked] = weakref.WeakSet()
 
 
 class batch_invariant:
@@ -26,7 +28,8 @@ class batch_invariant:
     the batch and however it lies in memory, whether a call is eager, compiled or in a CUDA graph: all kernels come from
     one ladder of tiles, which does not look at M. NORMFORGE_BATCH_INVARIANT=1 does the same for a whole process.
 
-    It holds for the thread, or the asynchronous task, that enters it. The backward pass of what is recorded within it
+    It holds for the thread, or the asynchronous task, that enters it, and for what copies that context within it: a
+    task that is created there, or a function in `asyncio.to_thread`, stays invariant for good. The backward pass of what is recorded within it
     is invariant too, wherever it runs. What torch.compile traces while any thread is within it is invariant for good,
     and what it compiled before is compiled once more; enter it around compiled functions, not in them.
 
@@ -44,26 +47,31 @@ class batch_invariant:
         self._enabled = enabled
 
     def __enter__(self) -> None:
-        global _entered
         # A setting that is none is refused here, and not at some call.
         invariance.by_default()
+        asked = invariance.Asked(self._enabled)
         with _lock:
-            _entered += 1
-            if _entered == 1:
-                invariance.anywhere = True
-                dispatch.tell_callers_apart(True)
-        invariance.asked.set((*invariance.asked.get(), self._enabled))
+            _alive.add(asked)
+            _tell_apart()
+        invariance.asked.set((*invariance.asked.get(), asked))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        global _entered
         invariance.asked.set(invariance.asked.get()[:-1])
         with _lock:
-            _entered -= 1
-            if _entered == 0:
-                invariance.anywhere = invariance.by_default()
-                dispatch.tell_callers_apart(False)
+            _tell_apart()
+
+
+def _tell_apart() -> None:
+    """Have calls see the plans of callers like them while some context is within a block, and one table otherwise.
+
+    Contexts that die outside of any block are noticed when a block is next entered or left. Until then calls ask what
+    they are once too often, and choose the same kernels.
+    """
+    within = len(_alive) > 0
+    invariance.anywhere = within or invariance.by_default()
+    dispatch.tell_callers_apart(within)
 
 
 def follow(switch: str) -> None:

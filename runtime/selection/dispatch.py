@@ -137,8 +137,9 @@ def tell_callers_apart(apart: bool) -> None:
     """Have each call see plans of its own kind, from when on one may be batch invariant and another not; or not so."""
     global _tells_apart
     with _lock:
-        _tells_apart = apart
-        _take(_kinds)
+        if apart is not _tells_apart:
+            _tells_apart = apart
+            _take(_kinds)
 
 
 def forget() -> None:

@@ -8,8 +8,16 @@ from contextvars import ContextVar
 from .. import settings
 from ..errors import InvarianceError
 
+
+class Asked:
+    """What one `batch_invariant` block asks for, alive in every context that was copied within the block."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+
+
 # What was entered last stands last; nothing outside of any `batch_invariant`.
-asked: ContextVar[tuple[bool, ...]] = ContextVar("normforge_batch_invariant", default=())
+asked: ContextVar[tuple[Asked, ...]] = ContextVar("normforge_batch_invariant", default=())
 
 # What NORMFORGE_BATCH_INVARIANT says; None until somebody asks.
 _process: bool | None = None
@@ -30,7 +38,7 @@ def is_on() -> bool:
         by_default()
         return anywhere
     entered = asked.get()
-    return entered[-1] if entered else by_default()
+    return entered[-1].enabled if entered else by_default()
 
 
 def refuse_torch(what: str) -> None:

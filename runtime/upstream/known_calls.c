@@ -73,10 +73,11 @@ static int is_number(PyObject *value, double least, double largest) {
   return least <= number && number <= largest;
 }
 
-/* Whether what is to be normalised together is x's last dimension. The class of each, because 64.0 is equal to 64. */
-static int is_last(PyObject *normalized, PyObject *shape, PyObject *n) {
+/* Whether what is to be normalised together is x's last dimension, as it is of a sum where nothing is said. The class of
+ * each, because 64.0 is equal to 64. */
+static int is_last(PyObject *normalized, PyObject *shape, PyObject *n, PyObject *residual) {
   if (normalized == Py_None)
-    return 1;
+    return residual != Py_None;
   PyObject *size;
   if ((PyTuple_CheckExact(normalized) || Py_TYPE(normalized) == Py_TYPE(shape)) && PyTuple_GET_SIZE(normalized) == 1)
     size = PyTuple_GET_ITEM(normalized, 0);
@@ -233,7 +234,7 @@ static PyObject *found_of(Calls *self, PyObject *const *operands, Py_ssize_t cou
   Py_ssize_t dimensions = PyTuple_GET_SIZE(shape);
   PyObject *n = PyTuple_GET_ITEM(shape, dimensions - 1), *eps = PyTuple_GET_ITEM(options, EPS);
   Py_ssize_t rows = count_rows(shape);
-  if (rows < 0 || !PyLong_CheckExact(n) || is_last(normalized, shape, n) <= 0)
+  if (rows < 0 || !PyLong_CheckExact(n) || is_last(normalized, shape, n, operands[RESIDUAL]) <= 0)
     return NULL;
   if (dimensions != 2 && (is_contiguous(operands[X]) <= 0 || is_contiguous(operands[RESIDUAL]) <= 0))
     return NULL;

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 import normforge
 from normforge import errors
 from normforge.calls import check as checking
-from normforge.calls import dropout as known_calls
 from normforge.calls import torch_instead
 from normforge.nn import functional
 from normforge.random_mask import dropout_mask, dropped
+from normforge.selection import dispatch
 
 from ..calling import same_bits
 from ..thorough import THOROUGH
@@ -196,7 +196,7 @@ def test_where_no_kernel_runs_the_bits_are_the_same(norm: str, monkeypatch: pyte
     monkeypatch.setattr(torch_instead, "dropped", counted)
     monkeypatch.delenv("TRITON_INTERPRET")
     # Where kernels run is asked of a kind of call once.
-    monkeypatch.setattr(known_calls, "_checked", {})
+    dispatch.forget()
     y, instead = ADD[norm](**given, dropout_p=P, dropout_rng=STATE)
     assert launched == ["torch"]
     assert same_bits(instead, total)

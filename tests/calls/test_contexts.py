@@ -1,0 +1,99 @@
+"""Contexts that are copied within `batch_invariant`, tasks say, and that outlive the block."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import normforge
+from normforge.calls import known
+from normforge.selection import dispatch, invariance
+
+WEIGHT = torch.randn(64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    dispatch.forget()
+    yield
+    dispatch.forget()
+
+
+def plain(x: torch.Tensor) -> None:
+    normforge.layer_norm(x, (64,), WEIGHT)
+
+
+def two_dimensional(x: torch.Tensor) -> None:
+    normforge.rmsnorm2d_fwd(x, WEIGHT)
+
+
+def grouped(x: torch.Tensor) -> None:
+    normforge.group_norm(x, 4, WEIGHT)
+
+
+def gated(x: torch.Tensor) -> None:
+    normforge.gated_rms_norm(x, x, WEIGHT)
+
+
+each_call = pytest.mark.parametrize("call", [plain, two_dimensional, grouped, gated])
+
+
+def plans() -> list[bool]:
+    """Whether the plans of the calls that this context knows are invariant."""
+    found = [getattr(plan, "plan", plan) for plan in known.all_plans()]
+    return [plan.entry.is_invariant if hasattr(plan, "entry") else plan.is_invariant for plan in found]
+
+
+def outliving(call: Callable[[torch.Tensor], None]) -> contextvars.Context:
+    """A context that was copied within a block that was left."""
+    with normforge.batch_invariant():
+        return contextvars.copy_context()
+
+
+@each_call
+@pytest.mark.parametrize("first", ["within", "outside"])
+def test_a_context_that_outlives_its_block_keeps_plans_of_its_own(
+    call: Callable[[torch.Tensor], None], first: str
+) -> None:
+    x = torch.randn(8, 64)
+    context = outliving(call)
+    for _ in range(2):
+        if first == "outside":
+            call(x)
+        assert context.run(invariance.is_on)
+        context.run(call, x)
+        assert set(context.run(plans)) == {True}
+        assert not invariance.is_on()
+        call(x)
+        assert set(plans()) == {False}
+
+
+def test_tasks_and_threads_of_a_task_keep_what_they_were_created_in() -> None:
+    async def later(left: asyncio.Event) -> tuple[bool, bool]:
+        await left.wait()
+        plain(torch.randn(8, 64))
+        return invariance.is_on(), all(plans())
+
+    async def all_of_it() -> list[tuple[bool, bool]]:
+        left = asyncio.Event()
+        with normforge.batch_invariant():
+            task = asyncio.create_task(later(left))
+            within = await asyncio.to_thread(invariance.is_on)
+        left.set()
+        plain(torch.randn(8, 64))
+        return [await task, (within, True), (invariance.is_on(), any(plans()))]
+
+    assert asyncio.run(all_of_it()) == [(True, True), (True, True), (False, False)]
+
+
+def test_contexts_that_are_gone_cost_nothing() -> None:
+    context = outliving(plain)
+    assert not isinstance(dispatch.plans, dict)
+    del context
+    with normforge.batch_invariant():
+        pass
+    assert isinstance(dispatch.plans, dict)

@@ -1,0 +1,91 @@
+"""Calls of tensors that are copied first: the copies are of a kind that is known from the second call on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+from normforge.calls import first, modulated_backward, neighbours
+from normforge.selection import dispatch
+
+from ..counting import counted
+
+N = 32
+VECTOR = torch.randn(N).requires_grad_()
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of what plans calls, whenever one was planned."""
+    dispatch.forget()
+    names: list[str] = []
+    monkeypatch.setattr(first, "Plan", counted(names, "plain", first.Plan))
+    monkeypatch.setattr(neighbours, "Plan", counted(names, "beside", neighbours.Plan))
+    monkeypatch.setattr(modulated_backward, "plan_of", counted(names, "modulated", modulated_backward.plan_of))
+    yield names
+    dispatch.forget()
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(2, 8, N).requires_grad_()
+
+
+def modulation() -> torch.Tensor:
+    return torch.randn(2, N).requires_grad_()
+
+
+CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "layer_norm": lambda x: normforge.layer_norm(x, (N,), VECTOR, VECTOR),
+    "rms_norm": lambda x: normforge.rms_norm(x, (N,), VECTOR),
+    "add_layer_norm": lambda x: normforge.add_layer_norm(x, rows(), VECTOR, VECTOR),
+    "dropout": lambda x: normforge.add_rms_norm(x, rows(), VECTOR, dropout_p=0.5, dropout_rng=(1, 2)),
+    "modulated_layer_norm": lambda x: normforge.modulated_layer_norm(x, modulation(), modulation()),
+}
+each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+
+
+def lying(gradient: torch.Tensor, how: str) -> torch.Tensor:
+    """A gradient of ones, which lies in memory otherwise than rows of a tensor that is new."""
+    if how == "expanded":
+        return torch.ones(()).expand(gradient.shape)
+    if how == "negated":
+        return torch._neg_view(-gradient)
+    return gradient.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+@each_call
+@pytest.mark.parametrize("how", ["expanded", "negated", "transposed"])
+def test_a_gradient_that_does_not_lie_as_the_last_one_is_planned_once(
+    call: Callable[[torch.Tensor], Any], how: str, planned: list[str]
+) -> None:
+    found: list[torch.Tensor] = []
+    for _ in range(3):
+        planned.clear()
+        x = torch.arange(2.0 * 8 * N).view(2, 8, N).sin().requires_grad_()
+        made = call(x)
+        y = made[0] if isinstance(made, tuple) else made
+        y.backward(lying(torch.ones_like(y), how))
+        assert x.grad is not None
+        found.append(x.grad)
+    # Gradients of a negated modulated norm are torch's own.
+    assert planned == []
+
+
+@pytest.mark.parametrize("name", [*CALLS, "gated_rms_norm"])
+def test_rows_that_are_copied_are_planned_once(name: str, planned: list[str]) -> None:
+    calls = {**CALLS, "gated_rms_norm": lambda x: normforge.gated_rms_norm(x, rows(), VECTOR)}
+    want = None
+    for recorded in (True, False):
+        for _ in range(2):
+            planned.clear()
+            x = torch.arange(2.0 * 8 * N).view(N, 8, 2).sin().transpose(0, -1).requires_grad_()
+            with torch.set_grad_enabled(recorded):
+                made = calls[name](x)
+            if name in ("layer_norm", "rms_norm"):
+                want = made.detach() if want is None else want
+                assert torch.equal(made.detach(), want)
+        assert planned == []

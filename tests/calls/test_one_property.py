@@ -1,0 +1,168 @@
+"""Pairs of calls that differ in one property: the second behaves as in a new process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import normforge
+from normforge import errors
+from normforge.selection import dispatch
+
+N = 16
+X, OTHER = torch.randn(2, 4, N, generator=torch.Generator().manual_seed(0))
+WEIGHT = torch.randn(N, generator=torch.Generator().manual_seed(1))
+RNG = torch.tensor([3, 4])
+STATISTIC = torch.ones(4)
+
+
+class Handed(torch.Tensor):
+    """A subclass that answers for itself."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return "handed"
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    dispatch.forget()
+    yield
+    dispatch.forget()
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """What a call returns, or its error."""
+    try:
+        found = call()
+    except errors.NormforgeError as error:
+        return type(error), str(error)
+    tensors = found if isinstance(found, tuple) else (found,)
+    return [each.tolist() if type(each) is torch.Tensor else each for each in tensors]
+
+
+def dropped(norm: str, **given: Any) -> Any:
+    call: Callable[..., Any] = normforge.add_layer_norm if norm == "layer" else normforge.add_rms_norm
+    return call(X, OTHER, **{"dropout_p": 0.5, "dropout_rng": RNG, "eps": 1e-5, **given})
+
+
+def backward(**given: Any) -> Any:
+    return normforge.layernorm2d_bwd(X, X, WEIGHT, **{"mean": STATISTIC, "rstd": STATISTIC, "dresidual_out": X, **given})
+
+
+def forward_2d(**given: Any) -> Any:
+    return normforge.rmsnorm2d_fwd(X, WEIGHT, **given)
+
+
+def layer(shape: Any, *given: Any) -> Any:
+    return normforge.layer_norm(X, shape, *given)
+
+
+def rms(shape: Any, *given: Any) -> Any:
+    return normforge.rms_norm(X, shape, *given)
+
+
+def group(groups: Any, eps: Any = 1e-5) -> Any:
+    return normforge.group_norm(X, groups, WEIGHT, eps=eps)
+
+
+STRIDED = torch.randn(2 * N)[::2]
+PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    **{
+        f"dropout, {norm}, {name} {word}": (lambda norm=norm: dropped(norm), lambda n=norm, k=name, v=v: dropped(n, **{k: v}))
+        for norm, names in (("layer", ("weight", "bias", "x_bias")), ("rms", ("weight", "x_bias")))
+        for name in names
+        for word, v in (
+            ("float64", WEIGHT.double()),
+            ("strided", STRIDED),
+            ("Handed", WEIGHT.as_subclass(Handed)),
+            ("too long", torch.randn(N + 1)),
+            ("required", torch.nn.Parameter(WEIGHT)),
+        )
+    },
+    "dropout, eps": (lambda: dropped("layer", eps=1.0), lambda: dropped("layer", eps=True)),
+    "dropout, weight_offset": (
+        lambda: dropped("rms", weight=WEIGHT, weight_offset=1.0),
+        lambda: dropped("rms", weight=WEIGHT, weight_offset=True),
+    ),
+    "backward, no dropout_rng": (backward, lambda: backward(dropout_p=0.5)),
+    "backward, dropout_p": (backward, lambda: backward(dropout_p=False)),
+    "forward, dropout_p": (forward_2d, lambda: forward_2d(dropout_p=False)),
+    "layer_norm, None": (lambda: layer((N,)), lambda: layer(None)),
+    "rms_norm, None": (lambda: rms((N,)), lambda: rms(None)),
+    "group_norm, 2.0": (lambda: group(2), lambda: group(2.0)),
+    "group_norm, True": (lambda: group(1), lambda: group(True)),
+    "group_norm, eps": (lambda: group(2, 1.0), lambda: group(2, True)),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS.keys())
+def test_the_second_call_behaves_as_in_a_new_process(
+    pair: tuple[Callable[[], Any], Callable[[], Any]],
+) -> None:
+    first, second = pair
+    cold = outcome(second)
+    dispatch.forget()
+    for _ in range(2):
+        first()
+    assert outcome(second) == cold
+
+
+def test_none_is_no_shape() -> None:
+    """Whatever was called before."""
+    for call in (layer, rms):
+        for _ in range(2):
+            with pytest.raises(errors.DTypeError, match="normalized_shape is None; it takes a tuple of integers"):
+                call(None)
+            call((N,))
+
+
+NUMBERS = [np.float16(0.5), np.float32(0.5), np.float64(0.5), np.int64(1), 1, torch.tensor(0.5), torch.tensor(1)]
+
+
+def gated(eps: Any) -> Any:
+    return normforge.gated_rms_norm(X, OTHER, WEIGHT, eps=eps)
+
+
+def modulated(eps: Any) -> Any:
+    return normforge.modulated_layer_norm(X, WEIGHT, WEIGHT, eps=eps)
+
+
+def quantised(eps: Any) -> Any:
+    return normforge.quantised_rms_norm(X, WEIGHT, eps=eps)[:3:2]
+
+
+EPS: dict[str, Callable[[Any], Any]] = {
+    "layer_norm": lambda eps: normforge.layer_norm(X, (N,), WEIGHT, eps=eps),
+    "layer_norm of float64": lambda eps: normforge.layer_norm(X.double(), (N,), eps=eps),
+    "rms_norm": lambda eps: normforge.rms_norm(X, (N,), WEIGHT, eps),
+    "add_rms_norm": lambda eps: normforge.add_rms_norm(X, OTHER, WEIGHT, eps),
+    "dropout": lambda eps: dropped("layer", eps=eps),
+    "group_norm": lambda eps: group(2, eps),
+    "gated_rms_norm": gated,
+    "modulated_layer_norm": modulated,
+    "quantised_rms_norm": quantised,
+    "layernorm2d_fwd": lambda eps: normforge.layernorm2d_fwd(X, WEIGHT, eps=eps).y,
+}
+each_eps = pytest.mark.parametrize("call", EPS.values(), ids=EPS.keys())
+
+
+@each_eps
+@pytest.mark.parametrize("eps", NUMBERS, ids=repr)
+def test_eps_is_what_torch_takes_for_a_number(call: Callable[[Any], Any], eps: Any) -> None:
+    """Cold and warm."""
+    for _ in range(2):
+        assert outcome(lambda: call(eps)) == outcome(lambda: call(float(eps)))
+
+
+@each_eps
+def test_eps_is_no_flag_and_no_list_of_numbers(call: Callable[[Any], Any]) -> None:
+    for _ in range(2):
+        call(1.0)
+        for eps in (True, np.bool_(True), torch.tensor(True), torch.tensor([1.0]), torch.tensor(1.0, requires_grad=True)):
+            with pytest.raises(errors.ConflictError, match="eps"):
+                call(eps)
