@@ -54,8 +54,7 @@ def was_checked(operands: Operands, normalized_shape: Sequence[int] | None, opti
         is_known = (
             residual is not None
             and (
-                normalized_shape is None
-                or (normalized_shape == x.shape[-1:] and normalized_shape[0].__class__ is int)
+                normalized_shape is None or (normalized_shape == x.shape[-1:] and normalized_shape[0].__class__ is int)
             )
             and any(kind.fits(*kind.present(operands)) for kind in dispatch.plans.get(_key(operands, options), ()))
             and x.shape == residual.shape

@@ -402,7 +402,7 @@ def normalise_cast_before_weight(operands: Operands, normalized_shape: Sequence[
 def normalise_first(
     operands: Operands, normalized_shape: Sequence[int] | None, options: Options, *, adds: bool = False
 ) -> Any:
-    """Run `normalise` for a call that `native.calls` does not know; `adds` defaults normalized_shape to x's last size."""
+    """Run `normalise` for a call that `native.calls` does not know; where it `adds`, None is x's last dimension."""
     if is_dynamo_compiling() and is_plain(operands, normalized_shape, options):
         return _traced(operands, normalized_shape, options)
     if _overridden(operands):
@@ -436,10 +436,8 @@ def normalise_first(
 
 def _as_floats(options: Options) -> Options:
     """Return options whose numbers, which were checked, are floats."""
-    norm, eps, weight_offset, *others = options
-    found: Any = (norm, None if eps is None else float(eps), float(weight_offset or 0.0), *others)
-    options = found
-    return options
+    norm, eps, weight_offset, out_dtype, cast = options
+    return norm, None if eps is None else float(eps), float(weight_offset or 0.0), out_dtype, cast
 
 
 def _traced(operands: Operands, normalized_shape: Any, options: Options) -> Any:

@@ -29,9 +29,10 @@ class batch_invariant:
     one ladder of tiles, which does not look at M. NORMFORGE_BATCH_INVARIANT=1 does the same for a whole process.
 
     It holds for the thread, or the asynchronous task, that enters it, and for what copies that context within it: a
-    task that is created there, or a function in `asyncio.to_thread`, stays invariant for good. The backward pass of what is recorded within it
-    is invariant too, wherever it runs. What torch.compile traces while any thread is within it is invariant for good,
-    and what it compiled before is compiled once more; enter it around compiled functions, not in them.
+    task that is created there, or a function in `asyncio.to_thread`, stays invariant for good. The backward pass of
+    what is recorded within it is invariant too, wherever it runs. What torch.compile traces while any thread is within
+    it is invariant for good, and what it compiled before is compiled once more; enter it around compiled functions, not
+    in them.
 
     Args:
         enabled: False has eager calls within depend on the batch again, where they would not.

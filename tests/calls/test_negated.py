@@ -30,7 +30,15 @@ FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, ...]]]] = {
     ),
     "modulated": (
         normforge.modulated_layer_norm,
-        {"x": ROWS, "scale": (3, N), "shift": (3, N), "gate": (3, N), "residual": ROWS, "weight": VECTOR, "bias": VECTOR},
+        {
+            "x": ROWS,
+            "scale": (3, N),
+            "shift": (3, N),
+            "gate": (3, N),
+            "residual": ROWS,
+            "weight": VECTOR,
+            "bias": VECTOR,
+        },
     ),
     "gated": (normforge.gated_layer_norm, {"x": ROWS, "gate": ROWS, "weight": VECTOR, "bias": VECTOR}),
     "group": (
@@ -75,9 +83,7 @@ def test_negated_tensors_are_read_as_what_they_stand_for(family: str, negated: s
 
 TWO_DIMENSIONAL: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, ...]]]] = {
     "forward": (
-        lambda **given: normforge.layernorm2d_fwd(
-            **given, fadd="pre_add_store", fquant="smooth_dynamic", save_mv=True
-        ),
+        lambda **given: normforge.layernorm2d_fwd(**given, fadd="pre_add_store", fquant="smooth_dynamic", save_mv=True),
         {"x": (4, N), "weight": VECTOR, "bias": VECTOR, "residual": (4, N), "smooth_scale": VECTOR, "x_bias": VECTOR},
     ),
     "backward": (
@@ -109,7 +115,9 @@ TWO_DIMENSIONAL: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, ...]]]
 )
 def test_so_are_those_of_the_2d_functions(family: str, negated: str) -> None:
     call, sizes = TWO_DIMENSIONAL[family]
-    given = {name: drawn(*size).abs() if name in ("y_scale", "scale_ub") else drawn(*size) for name, size in sizes.items()}
+    given = {
+        name: drawn(*size).abs() if name in ("y_scale", "scale_ub") else drawn(*size) for name, size in sizes.items()
+    }
     want = [each for each in call(**given) if each is not None]
     for _ in range(3):
         found = [each for each in call(**{**given, negated: torch._neg_view(-given[negated])}) if each is not None]

@@ -51,7 +51,9 @@ def dropped(norm: str, **given: Any) -> Any:
 
 
 def backward(**given: Any) -> Any:
-    return normforge.layernorm2d_bwd(X, X, WEIGHT, **{"mean": STATISTIC, "rstd": STATISTIC, "dresidual_out": X, **given})
+    return normforge.layernorm2d_bwd(
+        X, X, WEIGHT, **{"mean": STATISTIC, "rstd": STATISTIC, "dresidual_out": X, **given}
+    )
 
 
 def forward_2d(**given: Any) -> Any:
@@ -73,7 +75,10 @@ def group(groups: Any, eps: Any = 1e-5) -> Any:
 STRIDED = torch.randn(2 * N)[::2]
 PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     **{
-        f"dropout, {norm}, {name} {word}": (lambda norm=norm: dropped(norm), lambda n=norm, k=name, v=v: dropped(n, **{k: v}))
+        f"dropout, {norm}, {name} {word}": (
+            lambda norm=norm: dropped(norm),
+            lambda n=norm, k=name, v=v: dropped(n, **{k: v}),
+        )
         for norm, names in (("layer", ("weight", "bias", "x_bias")), ("rms", ("weight", "x_bias")))
         for name in names
         for word, v in (
@@ -163,6 +168,12 @@ def test_eps_is_what_torch_takes_for_a_number(call: Callable[[Any], Any], eps: A
 def test_eps_is_no_flag_and_no_list_of_numbers(call: Callable[[Any], Any]) -> None:
     for _ in range(2):
         call(1.0)
-        for eps in (True, np.bool_(True), torch.tensor(True), torch.tensor([1.0]), torch.tensor(1.0, requires_grad=True)):
+        for eps in (
+            True,
+            np.bool_(True),
+            torch.tensor(True),
+            torch.tensor([1.0]),
+            torch.tensor(1.0, requires_grad=True),
+        ):
             with pytest.raises(errors.ConflictError, match="eps"):
                 call(eps)

@@ -261,4 +261,20 @@ MUTANTS = (
         "    if False:\n",
         (f"{_FOREIGN}::test_an_output_that_negates_its_memory_is_refused",),
     ),
+    Mutant(
+        "dropout-forgets-what-is-there",
+        "an operand that an earlier call of a dropout lacked is not checked",
+        "runtime/calls/dropout.py",
+        "*[operand is None for operand in operands], *options)",
+        "*options)",
+        ("tests/calls/test_one_property.py::test_the_second_call_behaves_as_in_a_new_process",),
+    ),
+    Mutant(
+        "a-context-that-outlives-its-block-is-forgotten",
+        "a task that outlives batch_invariant shares its plans with everybody",
+        "runtime/selection/batch.py",
+        "    within = len(_alive) > 0\n",
+        "    within = bool(invariance.asked.get())\n",
+        ("tests/calls/test_contexts.py::test_a_context_that_outlives_its_block_keeps_plans_of_its_own",),
+    ),
 )
