@@ -1,8 +1,7 @@
 """A residual add and the norm behind it, launched as one kernel and recorded as two functions.
 
-In a model the sum is asked for first, and its norm later, in another call. The kernel runs at the sum, and makes both;
-autograd is told of each where the model asks for it. So what is attached to the sum in between, hooks or
-`retain_grad`, sees the gradient that it would see of torch's operators.
+A forward adds first, and calls the norm next. The kernel runs at the sum, and makes both; autograd records each where
+the forward asks for it. So hooks on the sum, and `retain_grad`, see the gradient that torch's operators give the sum.
 """
 
 from __future__ import annotations
@@ -68,14 +67,31 @@ def norm_of_sum(
     return both
 
 
+def norm_of_summand(operands: Operands, options: Options) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Compute and record a norm whose input is an operand of a later sum.
+
+    Args:
+        operands: x, which requires a gradient; weight and bias; no residual and no x_bias.
+        options: the norm's word, and its other options.
+
+    Returns:
+        y, and x for the sum, see `norm_of_sum`. None where no kernel serves the tensors as they are.
+    """
+    key, _, found = find_recorded(operands, options)
+    if found is None and not _served(operands, options):
+        return None
+    with torch.no_grad():
+        y, _, _, _, statistics = computed((options, found, key), True, operands)
+    return norm_of_sum(options, (y, statistics), *operands[:3])
+
+
 def _served(operands: Operands, options: Options) -> bool:
     """Whether a kernel serves tensors as they are, with no copy and nobody else who has to see what runs."""
     norm, _, weight_offset, _, _ = options
-    x, weight, bias, residual, _ = operands
+    x, weight, bias, _, _ = operands
     there = [each for each in operands if each is not None]
     return (
-        residual is not None
-        and x.numel() > 0
+        x.numel() > 0
         and all(each.dtype in FLOATS and each.layout is torch.strided and not each.is_neg() for each in there)
         and all(each.device == x.device for each in there)
         and all(each is None or each.shape == x.shape[-1:] for each in (weight, bias))

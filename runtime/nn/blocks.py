@@ -1,28 +1,24 @@
-"""Which sums of a block are followed by a norm, found by trying the block on random numbers; which norms it modulates.
+"""Which sums of a block are computed together with a norm, read from its text; and which norms it modulates.
 
-A block is a module that holds norms of ours and adds tensors in its forward: a decoder layer, say. What its trial finds
-(`block_trial`) is what is fused, and the twin with rewritten additions has to return what the original does, to the
-bit. What a block does with a norm's result is read from its text, and a function that modulates is tried by itself
-(`modulating`).
+A block is a module that holds norms of ours and adds tensors in its forward: a decoder layer, say. What a function that
+modulates computes is found by trying the function (`modulating`).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
-from .block_trial import UnlikeError, check, followers
 from .following import may_follow
 from .modulating import formula_of, may_modulate, modulate
 from .modulation_text import Modulation
-from .probing import apart
-from .rewriting import ADD, MODULATE, Forward, UnreadableError, read, rewritten
-from .sums import SITES, Site, add
+from .rewriting import MODULATE, SUMS, Forward, UnreadableError, read, rewritten
+from .sums import Sums
 
 
 @dataclass(frozen=True)
@@ -31,25 +27,24 @@ class Fusible:
 
     Attributes:
         cls: the class it is to have.
-        inner: of each of its sums that are fused, the name of its own norm behind it; None for one that it returns.
+        norms: the names of its norms that are computed together with the sum before them.
+        gradients: the names of its norms whose input is added again, and whose backward kernel adds both gradients.
         modulated: the names of its norms that are computed together with their modulation.
         unfused: why no sum is fused, None if some are or nobody would ask.
     """
 
     cls: type[torch.nn.Module]
-    inner: tuple[str | None, ...]
-    modulated: tuple[str, ...] = ()
-    unfused: str | None = None
-
-    def sites(self) -> tuple[Site, ...]:
-        """The state of the sums of one block."""
-        return tuple(Site(inner) for inner in self.inner)
+    norms: tuple[str, ...]
+    gradients: tuple[str, ...]
+    modulated: tuple[str, ...]
+    unfused: str | None
 
 
 class FusedBlock:
     """What every class made by `fusible` is besides."""
 
-    _normforge_made: tuple[type[torch.nn.Module], tuple[int, ...], tuple[int, ...]]
+    # The class, its additions and modulations that are replaced, and the names of its norms of ours.
+    _normforge_made: tuple[type[torch.nn.Module], tuple[int, ...], tuple[int, ...], tuple[str, ...]]
 
     @classmethod
     def fused_class(cls) -> type[torch.nn.Module]:
@@ -74,20 +69,26 @@ class FusedBlock:
         """The block's own, which sums are fused, and which norms are with their modulation."""
         block: Any = super()
         own: str = block.extra_repr()
-        sites: tuple[Site, ...] = self.__dict__.get(SITES, ())
-        cls, _, modulated = self._normforge_made
+        cls, chosen, modulated, norms = self._normforge_made
         hashable: Any = cls
-        modulations = [read(hashable).modulations[which] for which in modulated]
-        said = [f"sum -> {site.inner or 'the norm behind it'}" for site in sites]
+        forward = read(hashable)
+        modulations = [forward.modulations[which] for which in modulated]
+        said = [f"sum -> {name}" for name in _behind(forward, chosen, norms)]
+        said += [f"gradient of {name} + residual" for name in _inputs(forward, chosen, norms)]
         said += [f"{each.norm} -> its modulation" for each in modulations]
         return ", ".join([own, *said] if own else said)
 
 
-def _new(cls: type[torch.nn.Module], chosen: tuple[int, ...], modulated: tuple[int, ...] = ()) -> torch.nn.Module:
+def _new(
+    cls: type[torch.nn.Module],
+    chosen: tuple[int, ...],
+    modulated: tuple[int, ...] = (),
+    norms: tuple[str, ...] = (),
+) -> torch.nn.Module:
     """A module of a class that `fusible` made before, in another process maybe, or in a release without the last."""
     try:
         found: Any = cls
-        made: type[torch.nn.Module] = _made(found, chosen, modulated)
+        made: type[torch.nn.Module] = _made(found, chosen, modulated, norms)
     except UnreadableError:
         # Its text is another one now, or is not there: it adds as it always did.
         made = cls
@@ -123,7 +124,7 @@ def fusible(module: torch.nn.Module) -> Fusible | str | None:
     except UnreadableError as unreadable:
         return str(unreadable) if adds else None
     modulated = _modulated(module, forward)
-    if not modulated and not (adds and forward.additions):
+    if not modulated and not (adds and forward.behind):
         return None
     if "forward" in vars(module):
         return "its forward is overridden on the instance"
@@ -131,17 +132,38 @@ def fusible(module: torch.nn.Module) -> Fusible | str | None:
     if mixed := [base.__name__ for base in own if not issubclass(base, torch.nn.Module)]:
         return f"{cls.__name__} is also a {' and a '.join(mixed)}; patch before it is made one"
     spent = {addition for which in modulated for addition in forward.spent[which]}
-    found = _sums(module, forward, modulated, spent) if adds and forward.additions > len(spent) else {}
-    unfused = found if isinstance(found, str) else None
-    chosen = {} if isinstance(found, str) else found
+    names = tuple(dict.fromkeys(forward.modulations[which].norm for which in modulated))
+    # A norm with its modulation saves more than one with the sum before it.
+    norms = tuple(
+        name for name, child in module._modules.items() if child is not None and may_follow(child) and name not in names
+    )
+    chosen = tuple(
+        which
+        for which in range(len(forward.behind))
+        if which not in spent and (_behind(forward, (which,), norms) or _inputs(forward, (which,), norms))
+    )
+    unfused = (
+        None
+        if chosen or not adds or len(forward.behind) == len(spent)
+        else "no norm is called directly behind a sum, or with what is added later"
+    )
     if not chosen and not modulated:
         return unfused
     try:
-        made = _made(cls, tuple(chosen), modulated)
+        made = _made(cls, chosen, modulated, norms)
     except UnreadableError as unreadable:
         return str(unreadable)
-    norms = tuple(forward.modulations[which].norm for which in modulated)
-    return Fusible(made, tuple(follower or None for follower in chosen.values()), norms, unfused)
+    return Fusible(made, _behind(forward, chosen, norms), _inputs(forward, chosen, norms), names, unfused)
+
+
+def _behind(forward: Forward, chosen: tuple[int, ...], norms: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of the norms directly behind some additions."""
+    return tuple(dict.fromkeys(name for name in (forward.behind[which] for which in chosen) if name in norms))
+
+
+def _inputs(forward: Forward, chosen: tuple[int, ...], norms: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of the norms whose input is an operand of some additions."""
+    return tuple(name for name in norms if any(name in forward.inputs[which] for which in chosen))
 
 
 def _modulated(module: torch.nn.Module, forward: Forward) -> tuple[int, ...]:
@@ -171,40 +193,19 @@ def _function(forward: Forward, dotted: str) -> Any:
     return found
 
 
-def _sums(
-    module: torch.nn.Module, forward: Forward, modulated: tuple[int, ...], spent: Collection[int]
-) -> dict[int, str] | str:
-    """The additions to fuse, each with the norm that is called with it, "" if it is returned; or why there is none."""
-    norms = {forward.modulations[which].norm for which in modulated}
-    try:
-        with apart():
-            found = followers(module, forward)
-            # A norm with its modulation saves more than one with the sum before it, and is computed when it is called.
-            chosen = {
-                which: norm
-                for which, norm in found.items()
-                if norm is not None and norm not in norms and which not in spent
-            }
-            if chosen or modulated:
-                check(module, forward, chosen, modulated)
-    except (UnreadableError, UnlikeError) as unlike:
-        return str(unlike)
-    except Exception as error:  # Anything may come out of somebody's forward.
-        return f"its forward could not be tried on random numbers ({type(error).__name__}: {error})"
-    return chosen or "no norm is called with a sum of its forward, and none is returned"
-
-
 @cache
-def _made(cls: Any, chosen: tuple[int, ...], modulated: tuple[int, ...]) -> type[torch.nn.Module]:
+def _made(
+    cls: Any, chosen: tuple[int, ...], modulated: tuple[int, ...], norms: tuple[str, ...]
+) -> type[torch.nn.Module]:
     """The class whose forward fuses some additions and modulations; the same one for the same."""
     namespace = {
-        "forward": rewritten(cls, chosen, modulated),
-        ADD: add,
+        "forward": rewritten(cls, chosen, modulated, norms),
+        SUMS: Sums,
         MODULATE: modulate,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        "_normforge_made": (cls, chosen, modulated),
+        "_normforge_made": (cls, chosen, modulated, norms),
     }
     # Its name stays: by it accelerate and others know which modules not to split.
     metaclass: Callable[..., type[torch.nn.Module]] = type(cls)

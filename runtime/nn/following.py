@@ -1,81 +1,50 @@
-"""The norms that `patch` puts behind fused adds: ours, which take what was computed ahead of their call.
-
-They name the class whose forward they call: of `super()` compiled code asks again in each call, for each norm.
-"""
+"""The norms that a sum can be computed together with, and the options of their calls."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from ..calls.straight import DEFAULT_EPS, Options
-from ..calls.traced import result_dtype
+from ..calls.traced import global_hooks, result_dtype
 from ..dtypes import HALVES
 from .huggingface import HuggingFaceRMSNorm, T5RMSNorm
 from .modules import LayerNorm, RMSNorm
-from .sums import Following, taken, waiting_sums
 
-
-class FollowingLayerNorm(LayerNorm, Following):
-    """`LayerNorm` behind a fused add."""
-
-    reads = ("weight", "bias")
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise input: (..., N), fp16, bf16 or fp32; returns its shape and dtype."""
-        y = taken(self, input) if not is_dynamo_compiling() and waiting_sums else None
-        return LayerNorm.forward(self, input) if y is None else y
-
-    def options_for(self, total: torch.dtype, on: torch.Tensor) -> Options:
-        """What it would compute of a sum of a dtype, where a tensor lies."""
-        return ("layer", self.eps, 0.0, result_dtype("layer", on) or total, self.cast if total in HALVES else _AFTER)
-
-
-class FollowingRMSNorm(RMSNorm, Following):
-    """`RMSNorm` behind a fused add."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise x: (..., N), fp16, bf16 or fp32; returns its shape."""
-        y = taken(self, x) if not is_dynamo_compiling() and waiting_sums else None
-        return RMSNorm.forward(self, x) if y is None else y
-
-    def options_for(self, total: torch.dtype, on: torch.Tensor) -> Options:
-        """What it would compute of a sum of a dtype, where a tensor lies."""
-        return _options(self, total, on)
-
-
-class FollowingHuggingFaceRMSNorm(HuggingFaceRMSNorm, Following):
-    """`HuggingFaceRMSNorm` behind a fused add."""
-
-    def forward(self, x: torch.Tensor | None = None, **named: torch.Tensor) -> torch.Tensor:
-        """Normalise x: (..., N), fp16, bf16 or fp32; returns its shape.
-
-        Raises:
-            TypeError: there is not one input, or it has another name than input_name.
-        """
-        y = None
-        if not is_dynamo_compiling() and waiting_sums and len(named) < 2:
-            y = taken(self, x if x is not None else named.get(self.input_name))
-        return HuggingFaceRMSNorm.forward(self, x, **named) if y is None else y
-
-    def options_for(self, total: torch.dtype, on: torch.Tensor) -> Options:
-        """What it would compute of a sum of a dtype, where a tensor lies."""
-        return _options(self, total, on)
-
-
-class FollowingT5RMSNorm(FollowingHuggingFaceRMSNorm, T5RMSNorm):
-    """`T5RMSNorm` behind a fused add."""
-
-    def options_for(self, total: torch.dtype, on: torch.Tensor) -> Options:
-        """What it would compute of a sum of a dtype, where a tensor lies."""
-        rounds = self.cast_before_weight and self.weight.dtype in HALVES
-        return ("rms", self.eps, self.weight_offset, self.weight.dtype, _BEFORE if rounds else _AFTER)
-
-
+_FORWARDS = (LayerNorm.forward, RMSNorm.forward, HuggingFaceRMSNorm.forward)
 _BEFORE, _AFTER = "before_weight", "after_weight"
 
 
-def _options(norm: RMSNorm, total: torch.dtype, on: torch.Tensor) -> Options:
+def may_follow(module: torch.nn.Module) -> bool:
+    """Return True if a sum can be computed together with a module, which is then a norm of ours over one dimension."""
+    if type(module).forward not in _FORWARDS or len(vars(module)["normalized_shape"]) != 1:
+        return False
+    norm: Any = module
+    # Of these the functional API makes another call.
+    return not norm._has_x_bias and not (isinstance(norm, LayerNorm) and norm.weight_offset)
+
+
+def is_bare(module: Any) -> bool:
+    """Return True if calling a module does no more than its forward, which `may_follow` knows."""
+    return (
+        isinstance(module, torch.nn.Module)
+        and may_follow(module)
+        and not (module._forward_pre_hooks or module._forward_hooks or global_hooks())
+        and not (module._backward_pre_hooks or module._backward_hooks or "forward" in vars(module))
+        # A parameter that is made of others is not among them.
+        and "weight" in module._parameters
+        and ("bias" in module._parameters or not isinstance(module, LayerNorm))
+    )
+
+
+def options_of(norm: Any, total: torch.dtype, on: torch.Tensor) -> Options:
+    """Return the options of a norm's call with rows of a dtype, on the device of a tensor."""
+    if isinstance(norm, LayerNorm):
+        return ("layer", norm.eps, 0.0, result_dtype("layer", on) or total, norm.cast if total in HALVES else _AFTER)
+    if isinstance(norm, T5RMSNorm):
+        rounds = norm.cast_before_weight and norm.weight.dtype in HALVES
+        return ("rms", norm.eps, norm.weight_offset, norm.weight.dtype, _BEFORE if rounds else _AFTER)
     weight: torch.Tensor | None = norm.weight
     eps = DEFAULT_EPS if norm.eps is None else norm.eps
     # What is added may have 16 bits where the sum has 32, and then nothing is rounded before the weight.
@@ -84,20 +53,3 @@ def _options(norm: RMSNorm, total: torch.dtype, on: torch.Tensor) -> Options:
         return ("rms", eps, norm.weight_offset, result_dtype("rms", on) or total, cast)
     y_dtype = total if total is weight.dtype else torch.promote_types(total, weight.dtype)
     return ("rms", eps, norm.weight_offset, y_dtype, _BEFORE if total in HALVES else _AFTER)
-
-
-FOLLOWING: dict[type[torch.nn.Module], type[Following]] = {
-    LayerNorm: FollowingLayerNorm,
-    RMSNorm: FollowingRMSNorm,
-    HuggingFaceRMSNorm: FollowingHuggingFaceRMSNorm,
-    T5RMSNorm: FollowingT5RMSNorm,
-}
-
-
-def may_follow(module: torch.nn.Module) -> bool:
-    """Whether a module is a norm that a sum can be computed together with."""
-    known = isinstance(module, Following) or type(module) in FOLLOWING
-    if not known or len(vars(module)["normalized_shape"]) != 1:
-        return False
-    # Of these the functional API makes another call.
-    return not module._has_x_bias and not (isinstance(module, LayerNorm) and module.weight_offset)

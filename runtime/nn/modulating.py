@@ -25,21 +25,17 @@ from ..calls.backend import backend
 from ..calls.known import PLAIN
 from ..calls.straight import DEFAULT_EPS
 from ..calls.traced import global_hooks, result_dtype
-from .following import FollowingLayerNorm, FollowingRMSNorm
 from .function_state import State
 from .modulation import modulated_layer_norm, modulated_rms_norm
 from .modules import LayerNorm, RMSNorm
 from .probing import apart
-from .sums import is_waited_for
 
 logger = logging.getLogger("normforge")
 
 # By a norm's class the word of the norm. Hugging Face's round before the weight, which a modulated kernel does not.
 _WORDS: dict[type[torch.nn.Module], str] = {
     LayerNorm: "layer",
-    FollowingLayerNorm: "layer",
     RMSNorm: "rms",
-    FollowingRMSNorm: "rms",
 }
 
 # Functions that one process modulates by; a lambda in a forward is another in each call.
@@ -169,10 +165,10 @@ def _fused(formula: Formula, norm: Any, x: Any, operands: tuple[torch.Tensor, ..
     word = _WORDS[norm.__class__]
     if any(operand.__class__ not in PLAIN for operand in operands) or not _is_plain(norm, word):
         return None
-    # Whoever watches a norm is to see it called; and what is on its way for it is there already.
+    # Whoever watches a norm is to see it called.
     if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
         return None
-    if "forward" in norm.__dict__ or global_hooks() or is_waited_for(x) or backend(x) != "kernel":
+    if "forward" in norm.__dict__ or global_hooks() or backend(x) != "kernel":
         return None
     shape = x.shape
     if len(shape) != 3 or shape[2] != norm.normalized_shape[0]:

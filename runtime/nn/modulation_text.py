@@ -13,7 +13,7 @@ from functools import partial
 from itertools import pairwise
 
 # From which a scope of its own begins, with other variables.
-_SCOPES = (
+SCOPES = (
     *(ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef),
     *(ast.GeneratorExp, ast.ListComp, ast.SetComp, ast.DictComp),
 )
@@ -74,7 +74,7 @@ def nodes_of(definition: ast.FunctionDef) -> Iterator[ast.AST]:
     while waiting:
         node = waiting.pop()
         yield node
-        if not isinstance(node, _SCOPES):
+        if not isinstance(node, SCOPES):
             waiting += reversed(list(ast.iter_child_nodes(node)))
 
 
@@ -84,9 +84,9 @@ def places_of(definition: ast.FunctionDef) -> list[Place]:
     found: list[Place] = []
     for node in (definition, *nodes_of(definition)):
         if isinstance(node, ast.expr):
-            found += _matched(node, lambda rows: _call_of_norm(rows, first))
+            found += _matched(node, lambda rows: call_of_norm(rows, first))
         # Of a scope within, a body is no list or somebody else's.
-        if node is definition or not isinstance(node, _SCOPES):
+        if node is definition or not isinstance(node, SCOPES):
             for _, statements in ast.iter_fields(node):
                 found += _named_first(statements, first) if isinstance(statements, list) else ()
     return found
@@ -100,7 +100,7 @@ def _named_first(statements: Iterable[ast.AST], first: str) -> Iterator[Place]:
             continue
         assert isinstance(before, ast.Assign)
         assert isinstance(after, ast.Assign)
-        call = _call_of_norm(before.value, first)
+        call = call_of_norm(before.value, first)
         loads = [node for node in ast.walk(after.value) if isinstance(node, ast.Name) and node.id == name]
         if call is None or len(loads) != 1:
             continue
@@ -116,8 +116,8 @@ def _assigned(statement: ast.AST) -> str | None:
     return None
 
 
-def _call_of_norm(node: ast.expr, first: str) -> ast.Call | None:
-    """`self.norm(x)`, with one argument."""
+def call_of_norm(node: ast.expr, first: str) -> ast.Call | None:
+    """Return a node that is `self.norm(x)`, with one argument, or else None."""
     match node:
         case ast.Call(func=ast.Attribute(value=ast.Name(id=owner)), args=[argument], keywords=[]):
             return node if owner == first and not isinstance(argument, ast.Starred) else None
@@ -129,7 +129,8 @@ def _same(name: ast.expr, call: ast.Call, node: ast.expr) -> ast.Call | None:
     return call if node is name else None
 
 
-def _norm_of(call: ast.Call) -> str:
+def norm_of(call: ast.Call) -> str:
+    """Return the name of the norm that a `call_of_norm` calls."""
     assert isinstance(call.func, ast.Attribute)
     return call.func.attr
 
@@ -147,7 +148,7 @@ def _matched(node: ast.expr, source: Callable[[ast.expr], ast.Call | None]) -> I
         beside = [*given, *(keyword.value for keyword in node.keywords if keyword.arg is not None)]
         two = len(beside) == 2 == len(given) + len(node.keywords)
         if call is not None and function and two and all(map(_is_quiet, beside)):
-            what = Modulation(_norm_of(call), function, len(given), named)
+            what = Modulation(norm_of(call), function, len(given), named)
             yield Place(what, node, call, node.func, tuple(given), tuple(node.keywords))
     for product, shift in _terms(node, ast.Add):
         for rows, factor in _terms(product, ast.Mult):
@@ -155,7 +156,7 @@ def _matched(node: ast.expr, source: Callable[[ast.expr], ast.Call | None]) -> I
             if call is not None and less is not None and _is_quiet(less[0]) and _is_quiet(shift):
                 scale, addition = less
                 assert isinstance(node, ast.BinOp)
-                what = Modulation(_norm_of(call), None, 2, ())
+                what = Modulation(norm_of(call), None, 2, ())
                 yield Place(what, node, call, None, (scale, shift), spent=(node, addition))
                 return
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +14,13 @@ from ..compiled import switch
 from ..dtypes import FLOATS
 from ..errors import PatchError
 from ..locks import fork_safe
+from ..settings import fuse_from
 from .blocks import FusedBlock, fusible, may_be_block
-from .following import FOLLOWING, may_follow
 from .grouping import GroupNorm, GroupNormSequential, has_activated_norm
 from .huggingface import EPSILON, CastOrder, HuggingFaceRMSNorm, T5RMSNorm
 from .modules import LayerNorm, RMSNorm
 from .probing import UnlikeError, calls_only, formula_of
 from .report import Bypassed, Fused, Patch, Skipped, Swapped, Unfused
-from .sums import SITES, Following
 
 __all__ = ["patch", "unpatch"]
 
@@ -93,10 +91,10 @@ def patch(
     say, is left alone and reported.
 
     Fused are blocks, Hugging Face's decoder layers, timm's, torch's or anybody's, that add in their forward and call a
-    norm of theirs with the sum, or return it: one kernel then makes the sum and its norm. Which sums those are is found
-    by trying the forward on random numbers, with stand-ins for the block's parts. The sum is what it was, to the bit;
-    the norm is that of the unrounded sum, within a rounding of what it was. Where a norm is not called with the very
-    sum, or anything changed in between, the norm is computed in its call, as without this; hooks run as they did.
+    norm of theirs directly behind the sum: one kernel then makes the sum and its norm. Which sums those are is read
+    from the forward's text. The sum is what it was, to the bit; the norm is that of the unrounded sum, within a
+    rounding of what it was. Where the forward adds a norm's input again, as a residual, the norm's backward kernel adds
+    the residual's gradient. A norm with a hook is called as without this.
 
     Fused are also norms whose result a module scales and shifts in its own forward, as transformers for diffusion do
     (AdaLN): `self.norm(x) * (1 + scale) + shift`, or the same by a function, which is found by trying that on random
@@ -147,9 +145,6 @@ def patch(
                     _swap(module, _Replacement(GroupNormSequential, {}), cast_before_weight)
                     swapped.append(Swapped(path, torch.nn.Sequential, GroupNormSequential))
         fused, unfused = _fuse(model) if fuse else ((), ())
-        if fused:
-            now = {path: type(module) for path, module in model.named_modules()}
-            swapped = [each._replace(new=now[each.path]) for each in swapped]
         bypassed = (
             Bypassed(path, _unfused(type(module)), _FAST_PATH)
             for path, module in model.named_modules()
@@ -162,39 +157,18 @@ def patch(
 
 def _fuse(model: torch.nn.Module) -> tuple[tuple[Fused, ...], tuple[Unfused, ...]]:
     """Fuse the adds and modulations of a model's blocks, whose norms are ours already."""
+    fuse_from()  # Refuses what it cannot be.
     fused, unfused = [], []
     for path, module in model.named_modules():
-        if isinstance(module, FusedBlock):
-            # What was learned of the norms behind it may be otherwise now.
-            vars(module)[SITES] = copy.deepcopy(vars(module)[SITES])
-            continue
-        found = fusible(module) if may_be_block(module) else None
+        found = fusible(module) if may_be_block(module) and not isinstance(module, FusedBlock) else None
         if isinstance(found, str):
             unfused.append(Unfused(path, type(module), found))
         elif found is not None:
-            fused.append(Fused(path, type(module), found.inner, found.modulated))
+            fused.append(Fused(path, type(module), found.norms, found.modulated, found.gradients))
             if found.unfused is not None:
                 unfused.append(Unfused(path, type(module), found.unfused))
-            vars(module)[SITES] = found.sites()
             module.__class__ = found.cls
-    # A sum that leaves its block is followed by a norm of another, or of a module that holds blocks.
-    for path in [each.path for each in fused if each.norms]:
-        above = path.split(".") if path else []
-        for depth in range(len(above) + 1):
-            for norm in model.get_submodule(".".join(above[:depth]))._modules.values():
-                if norm is not None and may_follow(norm) and not isinstance(norm, Following):
-                    _follow(norm)
     return tuple(fused), tuple(unfused)
-
-
-def _follow(norm: torch.nn.Module) -> None:
-    """Have a norm of ours take what is computed ahead of its call."""
-    new = FOLLOWING[type(norm)]
-    original: _Original | None = vars(norm).get(_ORIGINAL)
-    if original is None:
-        original = _Original(type(norm), new, (), {}, True)
-    vars(norm)[_ORIGINAL] = replace(original, new=new)
-    norm.__class__ = new
 
 
 def _unfused(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
@@ -242,7 +216,7 @@ def _original(module: torch.nn.Module) -> _Original | None:
     cls = type(module)
     if issubclass(cls, FusedBlock):
         # Known by its class alone: no reference to such a class can be pickled.
-        return _Original(_unfused(cls), cls.fused_class(), (SITES,), {}, True)
+        return _Original(_unfused(cls), cls.fused_class(), (), {}, True)
     original: _Original | None = vars(module).get(_ORIGINAL)
     return original
 

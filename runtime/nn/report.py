@@ -62,25 +62,29 @@ class Bypassed(NamedTuple):
 
 
 class Fused(NamedTuple):
-    """A block whose residual adds are computed together with the norms behind them, or norms with their modulation.
+    """A block whose sums are computed together with norms, or norms with their modulation.
 
     Attributes:
         path: where it stands in the model; the first of several places.
         cls: its class, from which the one that it has now is derived.
-        norms: of each of these sums, the name of the block's own norm that it is computed with; None for a sum that
-            the block returns: that is computed with the norm that is called with it, from the second call on.
+        norms: the names of the block's own norms that are computed together with the sum before them.
         modulated: the names of the block's own norms that it scales and shifts, and that are computed together with it.
+        gradients: the names of the block's own norms whose input is added again, as a residual, and whose backward
+            kernel adds the residual's gradient.
     """
 
     path: str
     cls: type[torch.nn.Module]
-    norms: tuple[str | None, ...]
+    norms: tuple[str, ...]
     modulated: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         said = []
         if self.norms:
-            said.append(f"sums with {', '.join(norm or 'the norm behind the block' for norm in self.norms)}")
+            said.append(f"sums with {', '.join(self.norms)}")
+        if self.gradients:
+            said.append(f"gradients of residuals with those of {', '.join(self.gradients)}")
         if self.modulated:
             said.append(f"{', '.join(self.modulated)} with the modulation")
         return "; ".join(said)

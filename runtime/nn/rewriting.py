@@ -1,7 +1,7 @@
-"""A forward that adds and modulates by methods of ours, made from the text of a class's own.
+"""A forward that adds, normalises and modulates by functions of ours, made from the text of a class's own.
 
-Only `a + b` and what modulates a norm's result is replaced; all else of the forward is what it was, with its
-decorators, defaults and closure. The text is taken only if compiling it gives what the class runs.
+Only `a + b`, calls of norms and what modulates a norm's result are replaced; all else of the forward is what it was,
+with its decorators, defaults and closure. The text is taken only if compiling it gives what the class runs.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ import __future__
 import ast
 import inspect
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cache, reduce
 from operator import or_
 from typing import Any
 
-from ..codegen.lazy import cached_property
-from .modulation_text import Modulation, Place, nodes_of, places_of
+from .modulation_text import Modulation, Place, nodes_of, norm_of, places_of
+from .sum_text import SumText
 
-# What a rewritten forward calls of its module in the place of `+`: with the index of the addition, and what is added.
-ADD = "_normforge_add"
+# The attribute of its module that a rewritten forward calls first, and the variable that it keeps the result in: a
+# `sums.Sums`, by whose methods the forward adds and calls norms.
+SUMS = "_normforge_sums"
 
 # What it calls where a norm's result is modulated: with the function, None where it is written out, the norm, what that
 # is given, and the function's other arguments.
@@ -38,34 +39,41 @@ class Forward:
     Attributes:
         function: the function itself, without decorators.
         text: the file that it is in.
-        additions: how many `a + b` are in it, in the order of the text.
+        behind: for each `a + b`, in the order of the text, the name of what is called directly behind the addition with
+            the sum alone; or None. See `SumText`.
+        inputs: for each `a + b`, the names of what is called before the addition, with one of its operands alone.
         modulations: what it does with the results of norms.
         spent: of each modulation, which additions are part of it.
     """
 
     function: types.FunctionType
     text: str
-    additions: int
+    behind: tuple[str | None, ...]
+    inputs: tuple[frozenset[str], ...]
     modulations: tuple[Modulation, ...]
     spent: tuple[frozenset[int], ...]
 
-    @cached_property
-    def adding(self) -> types.FunctionType:
-        """The function, with every addition made by the module's method ADD."""
-        return self.changed(range(self.additions), ())
-
-    def changed(self, added: Iterable[int], modulated: Iterable[int]) -> types.FunctionType:
-        """The function, with some of what it does made by methods of its module's.
+    def changed(
+        self, added: Iterable[int], modulated: Iterable[int], norms: Collection[str] = ()
+    ) -> types.FunctionType:
+        """Return the function, with some of its operations replaced by calls of ours.
 
         Args:
-            added: which additions ADD makes, which is given an index into these.
-            modulated: which modulations MODULATE makes.
+            added: the additions to replace.
+            modulated: the modulations to replace.
+            norms: the names of the norms whose calls are replaced, where they are called with a sum, or their input is
+                added again.
         """
         tree, definition = _parsed(self.text, self.function)
-        nodes, places = _additions(definition), places_of(definition)
-        sums = {id(nodes[which]): index for index, which in enumerate(added)}
-        replacing = _Replacing(definition.args.args[0].arg, sums, [places[which] for which in modulated])
-        definition.body = [made for made in map(replacing.visit, definition.body) if made is not None]
+        places, nodes = places_of(definition), _additions(definition)
+        replacing = _Replacing(
+            definition.args.args[0].arg,
+            SumText(definition),
+            [nodes[which] for which in added],
+            [places[which] for which in modulated],
+            norms,
+        )
+        replacing.replace_in(definition)
         old = self.function
         code = _compiled(tree, old)
         made = types.FunctionType(code, old.__globals__, old.__name__, old.__defaults__, old.__closure__)
@@ -95,49 +103,84 @@ def read(cls: Any) -> Forward:
         raise UnreadableError("its forward has no first parameter that stays what it is")
     additions, places = _additions(definition), places_of(definition)
     spent = (frozenset(additions.index(node) for node in place.spent) for place in places)
-    return Forward(function, text, len(additions), tuple(place.modulation for place in places), tuple(spent))
+    sums = SumText(definition)
+    calls = [sums.behind.get(id(node)) for node in additions]
+    return Forward(
+        function,
+        text,
+        tuple(None if call is None else norm_of(call) for call in calls),
+        tuple(frozenset(map(norm_of, sums.inputs[id(node)])) for node in additions),
+        tuple(place.modulation for place in places),
+        tuple(spent),
+    )
 
 
-def rewritten(cls: Any, added: Iterable[int], modulated: Iterable[int]) -> Callable[..., Any]:
+def rewritten(
+    cls: Any, added: Iterable[int], modulated: Iterable[int], norms: Collection[str] = ()
+) -> Callable[..., Any]:
     """A class's forward changed as `Forward.changed` says, decorated as it was.
 
     Raises:
         UnreadableError: it cannot be read, or a decorator keeps the function in a way that is not known.
     """
     forward = read(cls)
-    made: Callable[..., Any] = _decorated(cls.forward, forward.function, forward.changed(added, modulated))
+    made: Callable[..., Any] = _decorated(cls.forward, forward.function, forward.changed(added, modulated, norms))
     return made
 
 
 class _Replacing(ast.NodeTransformer):
-    """Puts calls in the place of additions and modulations."""
+    """Puts calls in the place of additions, norms and modulations."""
 
-    def __init__(self, first: str, sums: Mapping[int, int], places: Iterable[Place]) -> None:
+    def __init__(
+        self, first: str, text: SumText, added: list[ast.BinOp], places: Iterable[Place], norms: Collection[str]
+    ) -> None:
         self._first = first
-        self._sums = sums
+        self._text = text  # Holds the nodes, so that their ids stay theirs.
+        self._behind = {id(node): text.behind.get(id(node)) for node in added}
+        behind = {id(call) for call in self._behind.values() if call is not None and norm_of(call) in norms}
+        again = {id(call) for node in added for call in text.inputs[id(node)] if norm_of(call) in norms}
+        # Of each call of a norm that is replaced, whether it is directly behind a sum.
+        self._norms = {call: call in behind for call in behind | again}
+        self._branches = {id(branch) for node in added for branch in text.branches.get(id(node), ())}
         self._places = {id(place.node): place for place in places}
         self._dropped = {id(place.before) for place in self._places.values() if place.before is not None}
+
+    def replace_in(self, definition: ast.FunctionDef) -> None:
+        """Replace in the body of a function."""
+        definition.body = [made for made in map(self.visit, definition.body) if made is not None]
+        if self._behind:
+            sums = _called(self._first, SUMS, [ast.Name(self._first, ast.Load())])
+            definition.body.insert(0, ast.Assign([ast.Name(SUMS, ast.Store())], sums))
 
     def visit(self, node: ast.AST) -> Any:
         if id(node) in self._dropped:
             return None
-        place, index = self._places.get(id(node)), self._sums.get(id(node))
-        if place is not None:
+        if (place := self._places.get(id(node))) is not None:
             return ast.copy_location(self._modulated(place), node)
         self.generic_visit(node)
-        if index is None:
-            return node
-        assert isinstance(node, ast.BinOp)
-        return ast.copy_location(self._called(ADD, [ast.Constant(index), node.left, node.right]), node)
+        if id(node) in self._branches:
+            assert isinstance(node, ast.If)
+            node.body.insert(0, ast.Expr(_called(SUMS, "forget", [])))
+        elif id(node) in self._behind:
+            assert isinstance(node, ast.BinOp)
+            call = self._behind[id(node)]
+            norm = None if call is None or id(call) not in self._norms else norm_of(call)
+            return ast.copy_location(_called(SUMS, "add", [ast.Constant(norm), node.left, node.right]), node)
+        elif id(node) in self._norms:
+            assert isinstance(node, ast.Call)
+            given = [node.func, node.args[0], ast.Constant(self._norms[id(node)])]
+            return ast.copy_location(_called(SUMS, "normalise", given), node)
+        return node
 
     def _modulated(self, place: Place) -> ast.Call:
         function = place.function or ast.Constant(None)
         rows, *given = map(self.visit, (*place.call.args, *place.given))
         named = [ast.keyword(keyword.arg, self.visit(keyword.value)) for keyword in place.named]
-        return self._called(MODULATE, [function, place.call.func, rows, *given], named)
+        return _called(self._first, MODULATE, [function, place.call.func, rows, *given], named)
 
-    def _called(self, name: str, given: list[ast.expr], named: Iterable[ast.keyword] = ()) -> ast.Call:
-        return ast.Call(ast.Attribute(ast.Name(self._first, ast.Load()), name, ast.Load()), given, list(named))
+
+def _called(owner: str, name: str, given: list[ast.expr], named: Iterable[ast.keyword] = ()) -> ast.Call:
+    return ast.Call(ast.Attribute(ast.Name(owner, ast.Load()), name, ast.Load()), given, list(named))
 
 
 def _parsed(text: str, function: types.FunctionType) -> tuple[ast.Module, ast.FunctionDef]:

@@ -220,13 +220,18 @@ def layer_norm() -> torch.nn.Module:
     return torch.nn.LayerNorm(WIDTH)
 
 
-# What each block is, and its norms' names as patch finds them behind sums.
-FAMILIES: dict[str, tuple[Callable[[], torch.nn.Module], tuple[str | None, ...]]] = {
-    "Llama": (lambda: Decoder(LlamaLayer, LlamaRMSNorm), ("post_attention_layernorm", None)),
-    "GPT2": (lambda: Decoder(GPT2Layer, layer_norm), ("ln_2", None)),
-    "post_norm": (lambda: Decoder(PostNormLayer, torch.nn.Identity), ("first", "last")),
-    "parallel": (lambda: Decoder(ParallelLayer, layer_norm), (None,)),
-    "scaled": (lambda: Decoder(ScaledLayer, lambda: torch.nn.RMSNorm(WIDTH)), ("norm2", None)),
+# Per family: how to make a model, the names of the norms that its blocks call directly behind a sum, and of those whose
+# input they add again.
+FAMILIES: dict[str, tuple[Callable[[], torch.nn.Module], tuple[str, ...], tuple[str, ...]]] = {
+    "Llama": (
+        lambda: Decoder(LlamaLayer, LlamaRMSNorm),
+        ("post_attention_layernorm",),
+        ("input_layernorm", "post_attention_layernorm"),
+    ),
+    "GPT2": (lambda: Decoder(GPT2Layer, layer_norm), ("ln_2",), ("ln_1", "ln_cross", "ln_2")),
+    "post_norm": (lambda: Decoder(PostNormLayer, torch.nn.Identity), ("first", "last"), ()),
+    "parallel": (lambda: Decoder(ParallelLayer, layer_norm), (), ("input_layernorm",)),
+    "scaled": (lambda: Decoder(ScaledLayer, lambda: torch.nn.RMSNorm(WIDTH)), ("norm2",), ("norm1", "norm2")),
 }
 
 

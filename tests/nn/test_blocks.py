@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
 import io
 import itertools
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_hook
 
 import normforge
-from normforge.calls.recorded_sum import add_ahead
+from normforge.calls.recorded_sum import add_ahead, norm_of_summand
+from normforge.errors import SettingError
 from normforge.nn import sums
 
 from ..thorough import THOROUGH
@@ -38,7 +42,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Join sums as small as these are."""
-    monkeypatch.setattr(sums, "LEAST_ELEMENTS", 0)
+    monkeypatch.setenv("NORMFORGE_FUSE_FROM", "0")
 
 
 def tokens(device: str = "cpu", batch: int = 2, length: int = 3) -> torch.Tensor:
@@ -63,29 +67,22 @@ def assert_near(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 
 
 class Joined:
-    """How many sums were made together with a norm, and how many of these norms were taken."""
+    """How many sums were made together with a norm, and how many norms gave the input for the sum behind them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.made = self.taken = 0
-        taken = sums._Waiting.taken
+        self._counts = [0, 0]
+        for index, function in enumerate((add_ahead, norm_of_summand)):
+            monkeypatch.setattr(sums, function.__name__, functools.partial(self._called, index, function))
 
-        def counted_add(*args: Any) -> Any:
-            result = add_ahead(*args)
-            self.made += result is not None
-            return result
-
-        def counted_taken(*args: Any) -> Any:
-            result = taken(*args)
-            self.taken += result is not None
-            return result
-
-        monkeypatch.setattr(sums, "add_ahead", counted_add)
-        monkeypatch.setattr(sums._Waiting, "taken", counted_taken)
+    def _called(self, index: int, function: Callable[..., Any], *args: Any) -> Any:
+        result = function(*args)
+        self._counts[index] += result is not None
+        return result
 
     def counts(self) -> tuple[int, int]:
         """Since this was called last."""
-        found, self.made, self.taken = (self.made, self.taken), 0, 0
-        return found
+        found, self._counts = tuple(self._counts), [0, 0]
+        return found[0], found[1]
 
 
 @pytest.fixture
@@ -97,17 +94,24 @@ def test_a_small_sum_is_added_alone(joined: Joined, monkeypatch: pytest.MonkeyPa
     model = made("Llama")
     normforge.patch(model)
     given = tokens()
-    # A layer has two sums; what follows its second is learned in the first call.
+    # A layer has a norm directly behind a sum, and one whose input is added again.
     elements = given.numel() * WIDTH
-    for least, expected in ((0, 2), (elements, 4), (elements + 1, 0)):
-        monkeypatch.setattr(sums, "LEAST_ELEMENTS", least)
+    for least, expected in ((0, 2), (elements, 2), (elements + 1, 0), ("", 0)):
+        monkeypatch.setenv("NORMFORGE_FUSE_FROM", str(least))
         model(given)
         assert joined.counts() == (expected, expected)
-    monkeypatch.setattr(sums, "LEAST_ELEMENTS", 0)
+    monkeypatch.setenv("NORMFORGE_FUSE_FROM", "0")
     with normforge.batch_invariant():
         # So that rows do not differ by how many there are.
         model(given)
         assert joined.counts() == (0, 0)
+
+
+@pytest.mark.parametrize("setting", ["-1", "1e6", "twelve"])
+def test_a_threshold_that_is_no_number_is_refused(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NORMFORGE_FUSE_FROM", setting)
+    with pytest.raises(SettingError, match=f"NORMFORGE_FUSE_FROM='{setting}' is no number of elements"):
+        normforge.patch(made("Llama"))
 
 
 @each_family
@@ -116,25 +120,22 @@ def test_logits_loss_and_gradients_of_a_fused_model(family: str, device: str, jo
     model = made(family, device=device)
     patched = copy.deepcopy(model)
     done = normforge.patch(patched)
-    norms = FAMILIES[family][1]
-    assert [(each.path, each.cls, each.norms) for each in done.fused] == [
-        (f"layers.{index}", type(layer), norms) for index, layer in enumerate(model.layers)
+    _, norms, inputs = FAMILIES[family]
+    assert [(each.path, each.cls, each.norms, each.gradients) for each in done.fused] == [
+        (f"layers.{index}", type(layer), norms, inputs) for index, layer in enumerate(model.layers)
     ]
     assert not done.unfused
     assert isinstance(patched.layers[0], type(model.layers[0]))
     given = tokens(device)
-    learned = len([norm for norm in norms if norm is None])
-    for step in range(3):
+    for _ in range(2):
         wanted = loss_of(model, given)
         actual = loss_of(patched, given)
         torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
         backward(wanted)
         backward(actual)
         assert_near(gradients(patched), gradients(model), 1e-4)
-        # A sum that leaves its block is joined from the second call on.
-        expected = 2 * (len(norms) - (learned if step == 0 else 0))
-        assert joined.counts() == (expected, expected)
-    assert not sums.waiting_sums
+        called = [name for name in inputs if name not in norms and name != "ln_cross"]
+        assert joined.counts() == (2 * len(norms), 2 * len(called))
 
 
 @THOROUGH
@@ -151,7 +152,7 @@ def test_a_nudge_by_one_rounding_is_all_there_is_in_bf16(family: str, joined: Jo
     for each in (exact, model, patched, patched):
         each.zero_grad()
         backward(loss_of(each, tokens()))
-    assert joined.counts()[1] > 0
+    assert sum(joined.counts()) > 0
     wanted, unfused, fused = (gradients(each) for each in (exact, model, patched))
     for name, gradient in wanted.items():
         size = gradient.norm() + 1e-3
@@ -171,7 +172,8 @@ def test_greedy_decoding_with_a_cache(family: str, joined: Joined) -> None:
             wanted = model.generate(tokens(), 4)
             joined.counts()
             assert torch.equal(patched.generate(tokens(), 4), wanted)
-            assert joined.counts()[1] >= 2 * 4
+            # Five forwards of two layers; without gradients nothing else is fused.
+            assert joined.counts() == (2 * 5 * len(FAMILIES[family][1]), 0)
 
 
 @THOROUGH
@@ -278,6 +280,164 @@ def test_a_hook_that_writes_to_a_hidden_state_without_gradients(mode: Callable[[
             each.layers[1].post_attention_layernorm.register_forward_pre_hook(lambda m, inputs: inputs[0].add_(1))
         for _ in range(3):
             torch.testing.assert_close(patched(tokens()), model(tokens()))
+
+
+def written_behind(model: Any, x: Any, change: Callable[[Any, torch.Tensor], None]) -> Any:
+    """Run a decoder's layers as a program of one's own does, with something done to each hidden state in between."""
+    for layer in model.layers:
+        x = layer(x)
+        change(model, x)
+    return model.norm(x)
+
+
+def moved(model: Any, x: torch.Tensor) -> None:
+    x.data = x.detach() + torch.linspace(0, 3, WIDTH)
+
+
+def streamed(model: Any, x: torch.Tensor) -> None:
+    for module in model.modules():
+        if isinstance(module, (torch.nn.RMSNorm, LlamaRMSNorm)):
+            module.weight.data.copy_(module.weight.detach().roll(1) + 1)
+
+
+def of_another_epsilon(model: Any, x: torch.Tensor) -> None:
+    for module in model.modules():
+        if "variance_epsilon" in vars(module):
+            module.variance_epsilon += 0.5
+
+
+CHANGES: dict[str, Callable[[Any, torch.Tensor], None]] = {
+    "data written": lambda model, x: x.data.add_(torch.linspace(0, 3, WIDTH)),
+    "data replaced": moved,
+    "weight written": streamed,
+    "epsilon": of_another_epsilon,
+}
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_without_a_trace_between_a_block_and_a_norm(change: str, mode: Callable[[], Any]) -> None:
+    model = made("Llama")
+    patched = copy.deepcopy(model)
+    normforge.patch(patched)
+    x = torch.randn(2, 3, WIDTH)
+    with mode():
+        for _ in range(2):  # The second call would know what the first one did.
+            results = [written_behind(each, x, CHANGES[change]) for each in (model, patched)]
+            torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    if mode is torch.enable_grad and change != "weight written":
+        for result in results:
+            backward(result.square().sum())
+        assert_near(gradients(patched), gradients(model), 1e-4)
+
+
+class Meddling(torch.nn.Module):
+    """Calls a norm with a sum that something was done to in between, by which the norm can be told from no other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = LlamaRMSNorm(WIDTH)
+        self.part = torch.nn.Linear(WIDTH, WIDTH)
+
+    def meddle(self, x: torch.Tensor) -> torch.Tensor:
+        x.data.add_(torch.linspace(0, 3, WIDTH))
+        return x
+
+
+class InAStatement(Meddling):
+    def forward(self, x: torch.Tensor, flag: bool = True) -> Any:
+        total = x + self.part(x)
+        self.meddle(total)
+        return self.norm(total)
+
+
+class InABranch(Meddling):
+    def forward(self, x: torch.Tensor, flag: bool = True) -> Any:
+        total = x + self.part(x)
+        if flag is not None:
+            self.meddle(total)
+        return self.norm(total)
+
+
+class InAnExpression(Meddling):
+    def forward(self, x: torch.Tensor, flag: bool = True) -> Any:
+        total = x + self.part(x)
+        return self.meddle(total) * 0 + self.norm(total)
+
+
+class InALoop(Meddling):
+    def forward(self, x: torch.Tensor, flag: bool = True) -> Any:
+        total = x + self.part(x)
+        made = []
+        while len(made) < 2:
+            made.append(self.norm(total))
+            self.meddle(total)
+        return made
+
+
+class InACondition(Meddling):
+    def forward(self, x: torch.Tensor, flag: bool = True) -> Any:
+        total = x + self.part(x)
+        y = self.meddle(total) if flag else self.norm(total)
+        return y + self.norm(total)
+
+
+class BeforeTheResidual(Meddling):
+    def forward(self, x: torch.Tensor, flag: bool = True) -> Any:
+        x = x * 1
+        y = self.part(self.norm(x))
+        self.meddle(x)
+        return x + y
+
+
+class WithTheResidualReplaced(Meddling):
+    def forward(self, x: torch.Tensor, flag: bool = True) -> Any:
+        x = x * 1
+        y = self.part(self.norm(x))
+        x.data = x.data * 2 + 1
+        return x + y
+
+
+@pytest.mark.parametrize(
+    "cls", [InAStatement, InABranch, InAnExpression, InALoop, InACondition, BeforeTheResidual, WithTheResidualReplaced]
+)
+def test_what_a_block_does_to_a_sum_before_its_norm(cls: type[Meddling]) -> None:
+    torch.manual_seed(0)
+    module = cls()
+    patched = copy.deepcopy(module)
+    normforge.patch(patched)
+    x = torch.randn(2, 3, WIDTH, requires_grad=True)
+    for _ in range(2):
+        torch.testing.assert_close(patched(x), module(x))
+
+
+@pytest.mark.parametrize("scope", ["norm", "every module"])
+def test_hooks_on_a_norm_behind_a_sum_are_called(scope: str, joined: Joined) -> None:
+    module = Meddling()
+    module.__class__ = InABranch
+    normforge.patch(module)
+    x, seen = torch.randn(2, 3, WIDTH), []
+
+    def hook(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        if isinstance(module, torch.nn.RMSNorm):
+            seen.append(module)
+            return output + 1
+        return None
+
+    before = module(x, None)
+    assert joined.counts() == (1, 0)
+    register = module.norm.register_forward_hook if scope == "norm" else register_module_forward_hook
+    with contextlib.closing(Handle(register(hook))):
+        torch.testing.assert_close(module(x, None), before + 1)
+    assert joined.counts() == (0, 0)
+    assert len(seen) == 1
+
+
+class Handle:
+    """Something registered, until it is closed."""
+
+    def __init__(self, handle: Any) -> None:
+        self.close = handle.remove
 
 
 @THOROUGH
@@ -434,7 +594,7 @@ def test_layers_called_singly_sliced_and_replaced(joined: Joined) -> None:
     for each in (model, patched):
         each.layers.append(copy.deepcopy(new))
         each.norm = copy.deepcopy(model.layers[0].input_layernorm)
-    for _ in range(5):
+    for _ in range(2):
         torch.testing.assert_close(patched(given), model(given))
     joined.counts()
     patched(given)
@@ -445,25 +605,21 @@ def test_layers_called_singly_sliced_and_replaced(joined: Joined) -> None:
         torch.testing.assert_close(patched(given), model(given))
     joined.counts()
     patched(given)
-    assert joined.counts() == (4, 4)
+    assert joined.counts() == (2, 2)
 
 
 @THOROUGH
-def test_a_sum_that_is_held_holds_no_more_than_itself() -> None:
-    """Nothing of a forward pass stays behind it, whether its norms were called or not."""
+def test_nothing_of_a_forward_pass_is_held() -> None:
+    """A forward that an error ends holds its tensors no longer than the error does."""
     patched = made("Llama")
     normforge.patch(patched)
-    given = tokens()
-    # Tensors of a test before this one may still live, in the traceback of an error that it expected.
-    before = set(sums.waiting_sums)
-    patched(given)
-    patched.layers[0](torch.randn(1, 3, WIDTH, requires_grad=True))
-    assert set(sums.waiting_sums) <= before
-    patched.layers[1].register_forward_pre_hook(out_of_memory)
+    patched.layers[1].mlp.register_forward_pre_hook(out_of_memory)
+    held: list[weakref.ref[torch.Tensor]] = []
+    patched.layers[0].register_forward_hook(lambda m, inputs, output: held.append(weakref.ref(output)))
     with pytest.raises(MemoryError):
-        patched(given)
+        patched(tokens())
     gc.collect()
-    assert set(sums.waiting_sums) <= before
+    assert [each() for each in held] == [None]
 
 
 def out_of_memory(*_: Any) -> None:
@@ -484,11 +640,10 @@ def test_copies_and_pickles_are_fused_and_can_be_unpatched(joined: Joined) -> No
         if isinstance(other, Decoder):
             joined.counts()
             assert [torch.equal(other(tokens()), wanted) for _ in range(2)] == [True, True]
-            assert joined.counts() == (2 + 4, 2 + 4)
+            assert joined.counts() == (4, 4)
             assert list(other.state_dict()) == list(model.state_dict())
         normforge.unpatch(other)
         assert type(layer) is LlamaLayer
-        assert "_normforge_sites" not in vars(layer)
 
 
 def test_unpatch_gives_back_what_there_was() -> None:
@@ -532,19 +687,12 @@ class Overridden(LlamaLayer):
         return torch.add(hidden_states, self.mlp(self.post_attention_layernorm(hidden_states)))
 
 
-class Failing(LlamaLayer):
-    """Needs what nobody can guess."""
-
-    def forward(self, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> Any:
-        return hidden_states + self.mlp(self.input_layernorm(hidden_states)) * kwargs["scale"]
-
-
 class Unfollowed(LlamaLayer):
-    """Changes its sums before they are used."""
+    """Changes its sums, and the norms' inputs, before they are used."""
 
     def forward(self, hidden_states: torch.Tensor, cache: Any = None, **kwargs: Any) -> Any:
-        hidden_states = (hidden_states + self.mlp(self.input_layernorm(hidden_states))) * 2
-        return (hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))) * 2
+        hidden_states = (hidden_states + self.mlp(self.input_layernorm(hidden_states * 2))) * 2
+        return (hidden_states + self.mlp(self.post_attention_layernorm(hidden_states * 2))) * 2
 
 
 def decorated_unknown(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -589,8 +737,7 @@ def on_the_instance() -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (Failing, r"its forward could not be tried on random numbers \(KeyError: 'scale'\)"),
-        (Unfollowed, "no norm is called with a sum of its forward, and none is returned"),
+        (Unfollowed, "no norm is called directly behind a sum, or with what is added later"),
         (Decorated, "its forward is decorated by Decorated.forward, which is not known"),
         (without_text, "the text of its forward cannot be read"),
         (on_the_instance, "its forward is overridden on the instance"),
@@ -629,19 +776,14 @@ def test_a_model_on_meta_is_fused() -> None:
 
 
 @THOROUGH
-def test_a_norm_behind_a_sum_that_changes_is_learned_anew(joined: Joined) -> None:
-    """GPT2's, where an encoder's output is given: another norm than the one that was found."""
+def test_a_branch_between_a_sum_and_its_norm(joined: Joined) -> None:
+    """GPT2's, where an encoder's output is given: the norm is of another sum."""
     model = made("GPT2")
     patched = copy.deepcopy(model)
     normforge.patch(patched)
     encoded = torch.randn(2, 3, WIDTH)
-    for _ in range(8):
+    for _ in range(2):
         torch.testing.assert_close(patched(tokens(), encoded=encoded), model(tokens(), encoded=encoded))
-    joined.counts()
-    patched(tokens(), encoded=encoded)
-    # The sum before the encoder's part is not one of those that were found followed by a norm.
-    found = joined.counts()
-    assert found[0] == found[1] > 0
 
 
 @THOROUGH
@@ -654,7 +796,7 @@ def test_torchs_own_layers(joined: Joined) -> None:
         x = torch.randn(2, 3, WIDTH)
         for _ in range(2):
             torch.testing.assert_close(patched(x), model(x))
-        assert joined.counts()[1] > 0
+        assert joined.counts()[0] > 0
         for each in (model, patched):
             each.eval()
         with torch.no_grad():
@@ -677,8 +819,7 @@ def test_layers_under_fully_shard(mesh: DeviceMesh, joined: Joined) -> None:
             backward(loss)
         whole = {name: each.full_tensor() for name, each in gradients(patched).items() if isinstance(each, DTensor)}
         assert_near(whole, gradients(model), 1e-4)
-    made_ahead, taken = joined.counts()
-    assert made_ahead == taken >= 3 * 2
+    assert joined.counts() == (3 * 2, 3 * 2)
     normforge.unpatch(patched)
     assert [type(layer).__bases__ for layer in patched.layers] == [(FSDPModule, LlamaLayer)] * 2
     torch.testing.assert_close(loss_of(patched, tokens()), losses[0])
@@ -703,10 +844,11 @@ def test_what_patch_did_is_a_table() -> None:
     model.extra = models.BiasedRMSNorm()
     text = str(normforge.patch(model))
     assert text.splitlines() == [
-        "swapped  5 x LlamaRMSNorm   -> normforge.FollowingHuggingFaceRMSNorm [layers.0.input_layernorm]",
-        "fused    2 x LlamaLayer     sums with post_attention_layernorm, the norm behind the block [layers.0]",
+        "swapped  5 x LlamaRMSNorm   -> normforge.HuggingFaceRMSNorm [layers.0.input_layernorm]",
+        "fused    2 x LlamaLayer     sums with post_attention_layernorm; gradients of residuals with those of "
+        "input_layernorm, post_attention_layernorm [layers.0]",
         "skipped  1 x BiasedRMSNorm  it lacks a 1-D weight as its only parameter, or a number under variance_epsilon "
         "or eps [extra]",
     ]
     assert str(normforge.patch(torch.nn.Identity())) == "nothing to swap or to fuse"
-    assert "sum -> post_attention_layernorm, sum -> the norm behind it" in repr(model)
+    assert "sum -> post_attention_layernorm, gradient of input_layernorm + residual" in repr(model)

@@ -604,7 +604,7 @@ class Summed(Modulated):
 
 
 def test_a_sum_is_left_to_the_norm_that_is_not_modulated(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("normforge.nn.sums.LEAST_ELEMENTS", 0)
+    monkeypatch.setenv("NORMFORGE_FUSE_FROM", "0")
     torch.manual_seed(0)
     model = Summed()
     patched = copy.deepcopy(model)
@@ -637,7 +637,7 @@ class ByReturnedSum(Modulated):
 
 
 def test_a_sum_that_leaves_its_block_for_a_modulated_norm(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("normforge.nn.sums.LEAST_ELEMENTS", 0)
+    monkeypatch.setenv("NORMFORGE_FUSE_FROM", "0")
     torch.manual_seed(0)
     model = Passing()
     patched = copy.deepcopy(model)
@@ -651,8 +651,7 @@ def test_a_sum_that_leaves_its_block_for_a_modulated_norm(counted: Counted, monk
 def test_what_patch_says_of_it() -> None:
     model = torch.nn.ModuleList([ByFunction(), ByFunction(), Summed()])
     assert str(normforge.patch(model)).splitlines() == [
-        "swapped  2 x LayerNorm   -> normforge.LayerNorm [0.norm]",
-        "swapped  2 x LayerNorm   -> normforge.FollowingLayerNorm [2.norm]",
+        "swapped  4 x LayerNorm   -> normforge.LayerNorm [0.norm]",
         "fused    2 x ByFunction  norm with the modulation [0]",
         "fused    1 x Summed      sums with second; norm with the modulation [2]",
     ]
