@@ -199,7 +199,9 @@ def test_what_differs_is_looked_at(device: str, looked: Looked) -> None:
         counts[name] = looked.counts()
         for each, gradient in found.items():
             torch.testing.assert_close(gradient.double(), wanted[each], rtol=1e-4, atol=1e-4, msg=f"{name}: {each}")
-    assert counts == {**dict.fromkeys(arrived, (1, 0)), "misaligned again": (0, 1)}
+    # Copied, and then like the first.
+    copied = dict.fromkeys(("transposed", "expanded"), (1, 1))
+    assert counts == {**dict.fromkeys(arrived, (1, 0)), **copied, "misaligned again": (0, 1)}
     for other in (operands(device, rows=ROWS + 3), operands(device, dtype=torch.bfloat16)):
         gradients(function, other)
         assert looked.counts() == (1, 0)
