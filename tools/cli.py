@@ -13,18 +13,23 @@ from ..codegen import command
 
 
 class Verb(NamedTuple):
-    """A verb's module, whose `main(argv, prog)` returns the exit status, what it does, and whether by calls."""
+    """A verb's module, whose `main(argv, prog)` returns the exit status, what it does, and whether by calls.
+
+    The module of its options, if it has one, has `parse(argv, prog)` and imports no torch, so that help and refusals
+    take no seconds.
+    """
 
     module: str
     summary: str
     makes_calls: bool = True
+    options: str | None = None
 
 
 VERBS = {
     "run": Verb(".run", "run one problem, check it against the reference and time it"),
-    "list": Verb(".list_instances", "print the dispatch table in use"),
+    "list": Verb(".list_instances", "print the dispatch table in use", options=".list_options"),
     "generate": Verb("..codegen.cli", "generate kernels from a manifest", makes_calls=False),
-    "tune": Verb(".tune", "measure which tiles suit this GPU, and write them down"),
+    "tune": Verb(".tune", "measure which tiles suit this GPU, and write them down", options=".tune_options"),
     "warmup": Verb(".warmup_command", "compile ahead what a deployment touches, for the GPU that is here"),
     "aot": Verb(".aot_command", "compile it into a folder, for a GPU that need not be here"),
     "merge": Verb(".merge_command", "add up recordings of several processes", makes_calls=False),
@@ -32,7 +37,7 @@ VERBS = {
         ".backendbench", "write torch's norms as operators that BackendBench tests", makes_calls=False
     ),
     "hub": Verb(".hub_command", "write norms as a repository for Hugging Face's kernels", makes_calls=False),
-    "demo": Verb(".demo", "run a handful of modes and print a table"),
+    "demo": Verb(".demo", "run a handful of modes and print a table", options=".demo_options"),
 }
 
 USAGE = "\n".join(
@@ -68,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     prog, verb = f"normforge {name}", VERBS[name]
 
     def run() -> int:
+        if verb.options is not None:
+            import_module(verb.options, __package__).parse(rest, prog)
         if verb.makes_calls:
             start()
         return int(import_module(verb.module, __package__).main(rest, prog=prog))

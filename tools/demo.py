@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ from tabulate import tabulate
 from ..codegen.model import Mode
 from ..codegen.values import DType, FusedAdd, FusedQuant, Norm
 from .checked_run import solve
+from .demo_options import parse
 from .machine import find_machine
 from .measured_run import Result
 from .problem import Problem, Strides
@@ -46,10 +46,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     Returns:
         0, or 1 if an output differs from the reference.
     """
-    argparse.ArgumentParser(
-        prog=prog,
-        description="Run a handful of modes and print how far each is from the fp64 reference and, on a GPU, how fast.",
-    ).parse_args(argv)
+    parse(argv, prog)
     machine = find_machine()
     rows, failures = [], 0
     for name, problem in PROBLEMS.items():

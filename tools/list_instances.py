@@ -8,26 +8,16 @@ from fnmatch import fnmatchcase
 
 from tabulate import tabulate
 
-from ..codegen.command import Parser
-from ..codegen.instance import ANY, Tile
-from ..codegen.tile_tables import is_architecture
+from ..codegen.instance import Tile
 from ..selection.dispatch import instances
 from ..selection.table import Entry
+from .list_options import options
 
 
 def main(argv: Sequence[str], prog: str) -> int:
     """Run `normforge list`; returns 0."""
-    parser = Parser(
-        prog, "Print the dispatch table in use: normforge's own, or that of the folder in NORMFORGE_INSTANCES."
-    )
-    parser.add_argument("globs", nargs="*", metavar="GLOB", help="show only instances whose name matches one of these")
-    parser.add_argument(
-        "--arch", default=ANY, help="the tiles of this architecture, sm_90 say (default: of those without their own)"
-    )
-    arguments = parser.parse_args(argv)
+    parser, arguments = options(argv, prog)
     globs, arch = arguments.globs, arguments.arch
-    if arch != ANY and not is_architecture(arch):
-        parser.error(f"--arch {arch!r} is no architecture; write one like sm_90 or gfx942, or leave --arch out")
     entries = instances()
     for glob in globs:
         if not any(fnmatchcase(entry.name, glob) for entry in entries):

@@ -53,3 +53,17 @@ def find_machine() -> Machine:
             "off; unset it or set it to 1"
         )
     return Machine(torch.device("cuda"), torch.cuda.get_device_name(), interpreted=False)
+
+
+def find_gpu() -> Machine:
+    """Return the GPU, for a command that compares times.
+
+    Raises:
+        DeviceError: there is no GPU, or TRITON_INTERPRET asks for the interpreter.
+    """
+    if not torch.cuda.is_available():
+        raise DeviceError("no GPU was found, and times are compared on one; run it on a machine with a GPU")
+    machine = find_machine()
+    if machine.interpreted:
+        raise DeviceError("Triton's CPU interpreter has no times to compare; unset TRITON_INTERPRET")
+    return machine

@@ -29,6 +29,7 @@ from .group_run import GroupProblem
 from .measured_run import Run
 from .problem import Problem
 from .timing import graph_ms, median_ms
+from .tune_options import Size as Size
 
 # A length a quarter up its bucket is an odd multiple of half of this: 16 bytes and no more divide its rows. In the
 # middle, 16385..32768 is one chunk of 16384 and a half, and a tile of those took 387 us of 20736 columns.
@@ -72,26 +73,6 @@ _LOADS: dict[Load, dict[str, Any]] = {
     Load.MODULATE: {"modulated": True},
     Load.FP8: {"dtype_in": DType.FP8_E4M3FN},
 }
-
-
-class Size(Enum):
-    """Sizes of M that a tile is sought for, as `Tiles` calls them."""
-
-    LARGE = "large"
-    SMALL = "small"
-    INVARIANT = "invariant"
-    SOME = "some"
-    RAGGED = "ragged"
-
-    @property
-    def candidates(self) -> tuple[bool, ...]:
-        """Whose candidates it has: those for few rows, or for many."""
-        return {Size.LARGE: (False,), Size.SMALL: (True,), Size.RAGGED: (False,)}.get(self, (False, True))
-
-    @property
-    def yields(self) -> bool:
-        """Whether the tile for many rows serves unless another is faster."""
-        return self in (Size.SOME, Size.RAGGED)
 
 
 class Timer(Enum):

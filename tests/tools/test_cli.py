@@ -32,6 +32,7 @@ from normforge.tools.measured_run import Result
 from normforge.tools.problem import Problem, Strides, gradients_in, inputs, poisoned_outputs
 from normforge.tools.run_options import parse
 
+from ..calling import python
 from ..some_rows import SomeTable
 
 _FP16 = Mode(Norm.LAYER, DType.FP16, DType.FP16)
@@ -665,3 +666,26 @@ def test_on_a_gpu_kernels_are_compiled_and_timed(verb: list[str]) -> None:
         assert json.loads(done.stdout)["gb_per_s"] > 0
     else:
         assert "GB/s" in done.stdout
+
+
+@pytest.mark.parametrize("verb", ["list", "tune", "demo", "generate", "merge"])
+@pytest.mark.parametrize(("argument", "status"), [("-h", 0), ("--nonsense", 2)])
+def test_help_and_refusals_import_no_torch(verb: str, argument: str, status: int) -> None:
+    """Which takes from 3 seconds to half a minute."""
+    code = f"""
+import sys
+sys.modules["torch"] = None  # Importing it now fails.
+sys.argv = ["normforge"]
+from normforge.tools.cli import main
+main([{verb!r}, {argument!r}])
+"""
+    done = python(code, TRITON_INTERPRET=None)
+    assert done.returncode == status, done.stderr
+    assert f"usage: normforge {verb}" in done.stdout + done.stderr
+
+
+def test_what_is_near_no_name_has_no_suggestions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("list", "nonsense*") == 2
+    assert capsys.readouterr().err.endswith(
+        "no instance matches 'nonsense*'; normforge list without a glob prints every name\n"
+    )

@@ -44,7 +44,7 @@ Clock = Callable[[Tile], float]
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Clock], None]:
     """Make a card of the interpreter, on which a tile takes as long as a test says."""
-    monkeypatch.setattr(tune, "find_machine", lambda: CARD)
+    monkeypatch.setattr(tune, "find_gpu", lambda: CARD)
     monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
 
     def say(ms: Clock) -> None:
@@ -354,7 +354,11 @@ def test_a_table_is_called_after_this_gpu(clock: Callable[[Clock], None], tmp_pa
 
 def test_the_interpreter_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune"]) == 2
-    assert "has none to compare; run it on a GPU" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "normforge tune: error: no GPU was found, and times are compared on one; run it on a machine with a GPU\n"
+        if not torch.cuda.is_available()
+        else "normforge tune: error: Triton's CPU interpreter has no times to compare; unset TRITON_INTERPRET\n"
+    )
 
 
 @pytest.mark.parametrize(("itemsize", "n"), [(2, 3072), (4, 128)])

@@ -85,7 +85,7 @@ def outcome_of(case: Case, *, runs: bool = True) -> Outcome:
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     made = Bench()
-    monkeypatch.setattr(tune, "find_machine", lambda: CARD)
+    monkeypatch.setattr(tune, "find_gpu", lambda: CARD)
     monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(tile_trials, "decide", made.decide)
     monkeypatch.setattr(tune, "revision_of", lambda root, written: "abc1234")
