@@ -15,9 +15,11 @@ from .operation import NAMES, Operation
 
 def computed(op: Operation, *operands: jax.Array) -> list[jax.Array]:
     """The results of an operation."""
-    given = {row.name: _widened(operand) for row, operand in zip(op.inputs, operands, strict=True)}
-    made = _gradients(op, given) if op.mode.is_backward else _outputs(op, given)
-    return [made[name].astype(dtype) for name, dtype in op.results]
+    # A caller may have forbidden what the formula is written with.
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        given = {row.name: _widened(operand) for row, operand in zip(op.inputs, operands, strict=True)}
+        made = _gradients(op, given) if op.mode.is_backward else _outputs(op, given)
+        return [made[name].astype(dtype) for name, dtype in op.results]
 
 
 def _widened(operand: jax.Array) -> jax.Array:

@@ -257,7 +257,8 @@ def _norm_of(op: Operation, dtypes: tuple[str, ...]) -> Any:
     statistics = [row.name for row in op.family.results if row.name in ("mean", "rstd") and row.is_wanted(saving.mode)]
     saving = replace(saving, results=(*op.results, *[(name, "float32") for name in statistics]))
     summed = [own[name] for name in ("x", "residual") if name in own]
-    dx_dtype = str(jnp.result_type(*summed).name)
+    with jax.numpy_dtype_promotion("standard"):
+        dx_dtype = str(jnp.result_type(*summed).name)
 
     def plain(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(apply(op, *operands))
