@@ -103,6 +103,14 @@ def check_rows(name: str, tensor: torch.Tensor, x: torch.Tensor, dtypes: tuple[t
     return row_stride(name, tensor)
 
 
+def has_shape(tensor: torch.Tensor, *shapes: tuple[int, ...]) -> bool:
+    """Return True if a tensor has one of some shapes.
+
+    Compares ranks first: tuples compare sizes first, and a traced call would guard on a dynamic one.
+    """
+    return any(tensor.dim() == len(shape) and tuple(tensor.shape) == shape for shape in shapes)
+
+
 def check_samples(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
     """Check an operand that has a row for each of x's samples, for each of its rows, or for all."""
     check_tensor(name, tensor)
@@ -117,7 +125,7 @@ def check_sample_shape(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None
     shapes = [tuple(x.shape), tuple(x.shape[-1:])]
     if x.dim() > 2:
         shapes.insert(0, (x.shape[0], x.shape[-1]))
-    if all(tuple(tensor.shape) != shape for shape in shapes):
+    if not has_shape(tensor, *shapes):
         raise ShapeError(
             f"{name} has shape {tuple(tensor.shape)} and x {tuple(x.shape)}; it takes {' or '.join(map(str, shapes))}: "
             "one for each sample (x's first dimension), for each row, or for all"
@@ -136,7 +144,7 @@ def check_groups(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
 def check_group_shape(name: str, tensor: torch.Tensor, x: torch.Tensor) -> None:
     """Check the shape of such an operand."""
     shapes = [tuple(x.shape[-1:]), tuple(x.shape[-2:])]
-    if all(tuple(tensor.shape) != shape for shape in shapes):
+    if not has_shape(tensor, *shapes):
         raise ShapeError(
             f"{name} has shape {tuple(tensor.shape)} and x {tuple(x.shape)}; it takes {' or '.join(map(str, shapes))}: "
             "one for all rows, or for each group"

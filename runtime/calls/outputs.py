@@ -166,8 +166,8 @@ def group_scales(
     if layout is ScaleLayout.ROW_MAJOR:
         return make((*leading, columns), dtype=dtype)
     padded = make((columns, _padded(m, dtype)), dtype=dtype)
-    # What rows are padded by is no part of it.
-    return padded[:, :m].t().view(*leading, columns)
+    # The padding of rows is no part of the view. A slice would have a traced call guard on how long the padding is.
+    return padded.as_strided((*leading, columns), group_strides(leading, m, columns, dtype, layout))
 
 
 def group_strides(

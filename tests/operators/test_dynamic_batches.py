@@ -1,0 +1,85 @@
+"""Public functions, exported and compiled with an open batch, at sizes that code may take for constant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import normforge
+
+from ..thorough import THOROUGH
+
+N = 16
+E4M3 = torch.float8_e4m3fn
+W, B = torch.linspace(0.5, 2.0, N), torch.linspace(-1.0, 1.0, N)
+
+CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "modulated_layer_norm, (N,)": lambda x: normforge.modulated_layer_norm(x, W, B),
+    "gated_rms_norm": lambda x: normforge.gated_rms_norm(x, 2 * x, W),
+    "quantised, column_major": lambda x: normforge.quantised_rms_norm(
+        x, W, group_size=32, scale_layout="column_major", out_dtype=E4M3
+    ),
+    "layer_norm": lambda x: normforge.layer_norm(x, (N,), W, B),
+    "rms_norm": lambda x: normforge.rms_norm(x, (N,), W),
+    "add_layer_norm": lambda x: normforge.add_layer_norm(x, 2 * x, W, B),
+    "add_rms_norm": lambda x: normforge.add_rms_norm(x, 2 * x, W),
+    "modulated_rms_norm, (N,)": lambda x: normforge.modulated_rms_norm(x, W, B),
+    "modulated_layer_norm, by row": lambda x: normforge.modulated_layer_norm(x, x, 2 * x),
+    "gated_layer_norm": lambda x: normforge.gated_layer_norm(x, 2 * x, W, B),
+    "group_norm": lambda x: normforge.group_norm(x, 4, W, B),
+    "layernorm2d_fwd": lambda x: normforge.layernorm2d_fwd(x, W, B),
+    "rmsnorm2d_fwd, quantised": lambda x: normforge.rmsnorm2d_fwd(x, W, fquant="dynamic", out_dtype=E4M3),
+    "modulated_layernorm2d_fwd": lambda x: normforge.modulated_layernorm2d_fwd(x, W, B),
+    "gated_rmsnorm2d_fwd": lambda x: normforge.gated_rmsnorm2d_fwd(x, 2 * x, W),
+    "quantised_layer_norm": lambda x: normforge.quantised_layer_norm(x, W, B),
+    "quantised, packed": lambda x: normforge.quantised_rms_norm(
+        x, W, group_size=32, scale_layout="column_major", scale_format="ue8m0_packed", out_dtype=E4M3
+    ),
+    "quantised, swizzled": lambda x: normforge.quantised_rms_norm(
+        x, W, group_size=32, scale_layout="swizzled_128x4", scale_format="ue8m0", out_dtype=E4M3
+    ),
+    "quantised, static": lambda x: normforge.quantised_rms_norm(x, W, fquant="static", y_scale=W[:1], out_dtype=E4M3),
+}
+# A trace starts from one of these sizes, and what it makes serves all the others.
+SIZES = (2, 1, 5, N, 0)
+_QUICK = ("modulated_layer_norm, (N,)", "quantised, column_major")
+each_call = pytest.mark.parametrize("call", [pytest.param(c, marks=[] if c in _QUICK else [THOROUGH]) for c in CALLS])
+
+
+class Model(torch.nn.Module):
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self.call = CALLS[call]
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        leaves = torch.utils._pytree.tree_leaves(self.call(x))
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def check(traced: Any, model: Model, x: torch.Tensor) -> None:
+    for actual, expected in zip(traced(x), model(x), strict=True):
+        assert (actual.dtype, actual.shape, actual.stride()) == (expected.dtype, expected.shape, expected.stride())
+        torch.testing.assert_close(actual.double(), expected.double(), rtol=2e-2, atol=1e-2)
+
+
+@each_call
+@pytest.mark.parametrize("start", [2, pytest.param(N, marks=THOROUGH)])
+def test_exported(call: str, start: int) -> None:
+    model = Model(call)
+    batch = torch.export.Dim("batch")
+    program = torch.export.export(model, (torch.randn(start, N),), dynamic_shapes=({0: batch},), strict=False).module()
+    for size in SIZES:
+        check(program, model, torch.randn(size, N))
+
+
+@each_call
+def test_compiled(call: str) -> None:
+    model = Model(call)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, dynamic=True, backend="aot_eager", fullgraph=True)
+    for size in SIZES:
+        check(compiled, model, torch.randn(size, N))
+    torch._dynamo.reset()
