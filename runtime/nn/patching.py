@@ -19,7 +19,7 @@ from .blocks import FusedBlock, fusible, may_be_block
 from .grouping import GroupNorm, GroupNormSequential, has_activated_norm
 from .huggingface import EPSILON, CastOrder, HuggingFaceRMSNorm, T5RMSNorm
 from .modules import LayerNorm, RMSNorm
-from .probing import UnlikeError, calls_only, formula_of
+from .probing import UnlikeError, calls_only, formula_of, refused_epsilon
 from .report import Bypassed, Fused, Patch, Skipped, Swapped, Unfused
 
 __all__ = ["patch", "unpatch"]
@@ -311,6 +311,8 @@ def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacem
     dtypes = {parameter.dtype for parameter in module.parameters(recurse=False)}
     if not dtypes <= set(FLOATS):
         return f"it has parameters in {', '.join(map(str, dtypes))}, and kernels take {', '.join(map(str, FLOATS))}"
+    if (refused := refused_epsilon(module)) is not None:
+        return refused
     if cls in _TORCH:
         return _Replacement(_TORCH[cls], _options_of(_TORCH[cls]))
     for base, replacement in _TORCH.items():

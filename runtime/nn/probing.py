@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import product
+from numbers import Real
 from typing import Any
 
 import torch
@@ -130,13 +131,29 @@ def _epsilon_names(module: torch.nn.Module) -> tuple[str, ...]:
     weight = parameters.pop("weight", None)
     if weight is not None and torch.nn.parameter.is_lazy(weight):
         raise UnlikeError("its weight has no shape yet; patch once the model has run")
-    names = tuple(name for name in EPSILON_NAMES if isinstance(vars(module).get(name), float))
+    names = tuple(name for name in EPSILON_NAMES if _is_number(vars(module).get(name)))
     if weight is None or weight.dim() != 1 or parameters or getattr(module, "bias", None) is not None or not names:
         raise UnlikeError("it lacks a 1-D weight as its only parameter, or a number under variance_epsilon or eps")
     for what, held in (("buffers", module.named_buffers()), ("modules", module.named_children())):
         if found := [name for name, _ in held]:
             raise UnlikeError(f"it holds {what} ({', '.join(found)}), which ours would neither read nor change")
     return names
+
+
+def _is_number(value: object) -> bool:
+    """Return True if torch takes a value as a number: also a scalar of NumPy's, and a tensor of no dimensions."""
+    return (isinstance(value, Real) and not isinstance(value, bool)) or (
+        isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
+    )
+
+
+def refused_epsilon(module: torch.nn.Module) -> str | None:
+    """Return why kernels do not take a module's epsilon; None if they do, or the module has none."""
+    for name in EPSILON_NAMES:
+        value: Any = vars(module).get(name)
+        if isinstance(value, bool) or (_is_number(value) and not bool(0 <= value < float("inf"))):
+            return f"its {name} is {value}, and kernels take a finite number of at least 0"
+    return None
 
 
 # Of what torch.nn.Module defines, what a class may define anew and be replaced all the same.
@@ -195,7 +212,7 @@ _OTHER_EPSILON = 0.37
 
 def _try(module: torch.nn.Module, names: tuple[str, ...], input_name: str) -> Formula:
     trial = _Trial(module, input_name, *_random_numbers(module.get_parameter("weight").numel()))
-    eps = {name: vars(module)[name] for name in names}
+    eps = {name: float(vars(module)[name]) for name in names}
     # Where a module has both, its forward reads one, and it is not known yet which.
     either = set(eps.values())
     by_mode = {training: _orders(trial, training, set(CastOrder), _PROBES, {}, either) for training in (True, False)}
@@ -211,6 +228,8 @@ def _try(module: torch.nn.Module, names: tuple[str, ...], input_name: str) -> Fo
             followed = _orders(trial, training, followed, _PROBES[:1], {name: _OTHER_EPSILON}, {_OTHER_EPSILON})
         if order := next((order for order in CastOrder if order in followed), None):
             _check_gradient(trial, order, eps[name])
+            _check_extremes(trial, order, eps[name])
+            _check_numbers(trial, name)
             return Formula(order, name, input_name)
     raise UnlikeError(f"its forward does not read its epsilon from {' or '.join(names)} when it is called")
 
@@ -304,13 +323,62 @@ def _orders(
     return matching
 
 
-def _agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+def _agree(actual: torch.Tensor, expected: torch.Tensor, atol: float = 0.0) -> bool:
     """Whether two results are equal but for a bf16 rounding here and there, which another order of sums may tip."""
     if (actual.dtype, actual.shape) != (expected.dtype, expected.shape):
         return False
-    differing = ~torch.isclose(actual.float(), expected.float(), rtol=1e-5, atol=0)
+    differing = ~torch.isclose(actual.float(), expected.float(), rtol=1e-5, atol=atol, equal_nan=True)
     step = 2 * torch.finfo(torch.bfloat16).eps
-    return bool(differing.float().mean() < 0.01 and torch.allclose(actual, expected, rtol=step, atol=0))
+    close = torch.allclose(actual, expected, rtol=step, atol=atol, equal_nan=True)
+    return bool(differing.float().mean() < 0.01 and close)
+
+
+# Element types of x and weight, and the largest weight.
+_EXTREMES = (
+    (torch.float32, torch.float32, 1e30),
+    (torch.bfloat16, torch.bfloat16, 1e30),
+    (torch.float16, torch.float16, 6e4),
+    (torch.float16, torch.float32, 1e30),
+)
+# Beyond fp16, at the edge of what can be squared in fp32 and beyond, denormal in fp16 and in fp32, and nothing.
+_MAGNITUDES = (1e5, 1e18, 1e30, 1e-7, 1e-40, 0.0)
+
+
+def _check_extremes(trial: _Trial, order: CastOrder, eps: float) -> None:
+    """Refuse a forward that clips, or replaces what is not finite."""
+    row = trial.rows[-1] / trial.rows[-1].abs().max()
+    for (x_dtype, weight_dtype, most), training, scale in product(_EXTREMES, (True, False), (False, True)):
+        largest = torch.finfo(x_dtype).max
+        x = torch.stack([row.double() * size for size in (*_MAGNITUDES, largest) if size <= largest] + [row] * 3)
+        x[-3:, 0] = torch.tensor([float("inf"), float("-inf"), float("nan")])
+        x = x.to(x_dtype)
+        weight = (trial.weight / trial.weight.abs().max() * most if scale else trial.weight).to(weight_dtype)
+        with torch.set_grad_enabled(training):
+            actual = trial.call(x, torch.nn.Parameter(weight), training, {})
+        if not _agree(actual, _FORMULAS[order](x, weight, eps), atol=torch.finfo(actual.dtype).tiny):
+            raise UnlikeError(
+                f"its forward computes something else than {_FORMULA} of very large or small numbers, infinities or "
+                "NaN: it may clip them"
+            )
+
+
+def _check_numbers(trial: _Trial, epsilon_name: str) -> None:
+    """Refuse a forward that reads another number than epsilon, which ours would not read: a factor, or a bound."""
+    module, x, weight = trial.module, trial.rows.clone(), torch.nn.Parameter(trial.weight.clone())
+    own = type(module).__mro__[: type(module).__mro__.index(torch.nn.Module)]
+    held = {name: value for cls in reversed(own) for name, value in vars(cls).items()} | vars(module)
+    for name, value in held.items():
+        is_size = isinstance(value, int) and value == weight.numel()
+        if name == epsilon_name or is_size or not _is_number(value):
+            continue
+        other = 1.0 if value == _OTHER_EPSILON else _OTHER_EPSILON
+        for training in (True, False):
+            try:
+                same = torch.equal(*(trial.call(x, weight, training, {name: each}) for each in (value, other)))
+            except Exception:  # A forward that reads the number may do anything with another.
+                same = False
+            if not same:
+                raise UnlikeError(f"its forward reads {name}, and ours would not see that change")
 
 
 def _check_gradient(trial: _Trial, order: CastOrder, eps: float) -> None:

@@ -101,7 +101,7 @@ class Sums:
         self._joined = None
 
     def _is_large(self, x: Any) -> bool:
-        return self._least is not None and x.__class__ in PLAIN and x.numel() >= self._least
+        return self._least is not None and x.__class__ in PLAIN and not x.is_nested and x.numel() >= self._least
 
     def _again(self, operand: Any) -> Any:
         """Return an operand, or the same tensor as an output of its norm, whose backward kernel adds gradients."""
@@ -111,7 +111,7 @@ class Sums:
 
     def _join(self, name: str, a: torch.Tensor, b: Any) -> _Joined | None:
         norm: Any = self._block._modules.get(name)
-        if b.__class__ not in PLAIN or self._block in _unserved or not is_bare(norm):
+        if b.__class__ not in PLAIN or b.is_nested or self._block in _unserved or not is_bare(norm):
             return None
         dtype = torch.promote_types(a.dtype, b.dtype)
         x, residual = (b, a) if dtype is a.dtype else (a, b)

@@ -282,6 +282,61 @@ class NamelessEpsilonRMSNorm(torch.nn.Module):
         return self.weight * x * (x.pow(2).mean(-1, keepdim=True) + self.epsilon).rsqrt()
 
 
+class ClippingRMSNorm(LlamaRMSNorm):
+    """Clips its input to what fp16 holds."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.clamp(-65504, 65504))
+
+
+class NarrowlyClippingRMSNorm(LlamaRMSNorm):
+    """Clips its input to a bound that activations rarely reach."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.clamp(-1e4, 1e4))
+
+
+class OutputClippingRMSNorm(LlamaRMSNorm):
+    """Clips its output to what fp16 holds."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).clamp(-65504, 65504)
+
+
+class FiniteRMSNorm(LlamaRMSNorm):
+    """Replaces what is not finite."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.nan_to_num(x))
+
+
+class FiniteOutputRMSNorm(LlamaRMSNorm):
+    """Replaces what is not finite in its output."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nan_to_num(super().forward(x))
+
+
+class MultipliedRMSNorm(LlamaRMSNorm):
+    """Reads a factor that is 1 at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.multiplier = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.multiplier
+
+
+class BoundedRMSNorm(LlamaRMSNorm):
+    """Reads a bound that nothing reaches at first, from its class."""
+
+    bound = float("inf")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.clamp(-self.bound, self.bound))
+
+
 class RenamedLayerNorm(torch.nn.LayerNorm):
     """A subclass that calls what torch's does, as model libraries have them."""
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -388,6 +389,19 @@ def test_epsilon_may_be_changed_afterwards(name: str) -> None:
     assert torch.equal(module(x), original(x))
 
 
+@pytest.mark.parametrize(
+    "epsilon", [np.float32(1e-3), np.float64(1e-3), torch.tensor(1e-3), 1], ids=["float32", "float64", "tensor", "int"]
+)
+def test_an_epsilon_of_any_type_of_number(epsilon: Any) -> None:
+    for make in (models.LlamaRMSNorm, models.Qwen2RMSNorm):
+        module: Any = make(eps=epsilon)
+        original = copy.deepcopy(module)
+        assert len(normforge.patch(module).swapped) == 1
+        assert module.eps == epsilon
+        x = torch.randn(2, WIDTH)
+        torch.testing.assert_close(module(x), original(x))
+
+
 def overridden() -> torch.nn.Module:
     module = torch.nn.LayerNorm(WIDTH)
     module.forward = lambda input: input  # type: ignore[method-assign]  # what the test is about
@@ -426,6 +440,17 @@ SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "fixed epsilon": (lambda: models.FixedLayerNorm(WIDTH), "FixedLayerNorm is a subclass of torch's"),
     "own class": (models.OwnLayerNorm, "OwnLayerNorm is no class that patch knows"),
     "own forward": (overridden, "overridden on the instance"),
+    "clipped input": (models.ClippingRMSNorm, "very large or small numbers"),
+    "narrowly clipped input": (models.NarrowlyClippingRMSNorm, "very large or small numbers"),
+    "clipped output": (models.OutputClippingRMSNorm, "very large or small numbers"),
+    "finite input": (models.FiniteRMSNorm, "it may clip them"),
+    "finite output": (models.FiniteOutputRMSNorm, "it may clip them"),
+    "a factor": (models.MultipliedRMSNorm, "its forward reads multiplier, and ours would not see"),
+    "a bound": (models.BoundedRMSNorm, "its forward reads bound, and ours would not see"),
+    "negative epsilon": (lambda: torch.nn.LayerNorm(WIDTH, eps=-0.1), "its eps is -0.1, and kernels take a finite"),
+    "negative epsilon of an RMSNorm": (lambda: torch.nn.RMSNorm(WIDTH, eps=-0.1), "its eps is -0.1"),
+    "negative epsilon of a GroupNorm": (lambda: torch.nn.GroupNorm(4, WIDTH, eps=-0.1), "its eps is -0.1"),
+    "negative epsilon of Llama's": (lambda: models.LlamaRMSNorm(eps=-1e-6), "its variance_epsilon is -1e-06"),
     "double": (lambda: torch.nn.RMSNorm(WIDTH, dtype=torch.float64), "parameters in torch.float64"),
 }
 
