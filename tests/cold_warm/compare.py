@@ -1,0 +1,372 @@
+"""Sequences of calls, each compared with the same call without caches, and the shortest sequence that differs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+
+from .contexts import TRANSFORMS, within
+from .functions import JUMPS, SETTINGS, Call, Draw, Function, arguments, families, settled
+from .operands import LAYOUTS, Operand, numbers
+from .session import Session, forgotten
+
+Outcome = dict[str, Any]
+
+
+class Subject(NamedTuple):
+    """Something that is called.
+
+    Attributes:
+        name: its name.
+        defaults: the call that nothing was said of.
+        draws: by property, what draws another value.
+        outcome: from a session, a call and whether caches are empty to what the call came to.
+        settled: makes properties go together.
+        jumps: properties that are set together.
+    """
+
+    name: str
+    defaults: Call
+    draws: Mapping[str, Draw]
+    outcome: Callable[[Session, Call, bool], Outcome]
+    settled: Callable[[Call], Call] = dict
+    jumps: Sequence[Call] = ()
+
+
+class Difference(NamedTuple):
+    """A call that depends on what ran before.
+
+    Attributes:
+        subject: what was called.
+        by_address: whether launches took addresses.
+        before: calls of a new process that are enough for it.
+        call: the call.
+        parts: by part of the outcome, that with caches and that without.
+    """
+
+    subject: str
+    by_address: bool
+    before: list[tuple[str, Call]]
+    call: Call
+    parts: dict[str, tuple[Any, Any]]
+
+    def __str__(self) -> str:
+        lines = [f"{self.subject} differs{' (launches by address)' * self.by_address} after these calls:"]
+        lines += [f"  {(name, call)!r}" for name, call in (*self.before, (self.subject, self.call))]
+        for part, (warm, cold) in self.parts.items():
+            warm, cold = _apart(warm, cold)
+            lines += [f"  {part}", f"    with caches    {str(warm)[:900]}", f"    without caches {str(cold)[:900]}"]
+        return "\n".join(lines)
+
+
+def _apart(warm: Any, cold: Any) -> tuple[Any, Any]:
+    """Return what differs of two values, of tuples and lists the first item that does."""
+    several = isinstance(warm, tuple | list) and isinstance(cold, tuple | list) and len(warm) == len(cold)
+    items = [each for each in zip(warm, cold, strict=True) if each[0] != each[1]] if several else []
+    return _apart(*items[0]) if len(items) == 1 or (items and isinstance(items[0][0], tuple)) else (warm, cold)
+
+
+def described(value: Any) -> Any:
+    """Return all that is compared of an argument or a result."""
+    if isinstance(value, torch.Tensor):
+        try:
+            strides = value.stride()
+        except RuntimeError:
+            strides = ()
+        grad_fn = type(value.grad_fn).__name__
+        marks = (value.requires_grad, value.is_leaf, grad_fn, value.is_inference(), value.is_neg())
+        return type(value).__name__, str(value.dtype), tuple(value.shape), strides, *marks
+    if isinstance(value, tuple | list):
+        return type(value).__name__, tuple(map(described, value))
+    return repr(value)
+
+
+def error_of(error: BaseException) -> tuple[str, str]:
+    """Return an exception's type and text, without addresses in memory."""
+    return type(error).__name__, re.sub(r"0x[0-9a-f]+|\b\d{9,}\b", "…", str(error))[:400]
+
+
+def versions(tensors: Mapping[str, Any]) -> dict[str, int | None]:
+    """Return how often each tensor was written to."""
+    found = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+    return {name: None if tensor.is_inference() else tensor._version for name, tensor in found.items()}
+
+
+def tensors_of(outputs: Any) -> list[torch.Tensor]:
+    """Return the tensors that a call returned."""
+    several = outputs if isinstance(outputs, tuple | list) else [outputs]
+    return [each for each in several if isinstance(each, torch.Tensor)]
+
+
+def outcome_of(function: Function, session: Session, call: Call, cold: bool) -> Outcome:
+    """Return what a call of a function comes to: launches, results, versions, exceptions, and the same of gradients."""
+    del cold
+    given = arguments(function, call)
+    first = next(iter(given))
+
+    def run() -> Any:
+        def called(x: Any) -> Any:
+            if function.name.startswith("torch."):
+                return function.call(x, *[value for name, value in given.items() if name != first])
+            return function.call(**{**given, first: x})
+
+        return TRANSFORMS[call["transform"]](called, given[first])
+
+    return observed(session, call, given, run)
+
+
+def observed(session: Session, call: Call, given: Mapping[str, Any], run: Callable[[], Any]) -> Outcome:
+    """Run a call and its backward pass.
+
+    Args:
+        session: which records launches.
+        call: its settings.
+        given: tensors by name, those that gradients are of among them.
+        run: the call itself.
+    """
+    session.start()
+    for name, value in given.items():
+        session.name(name, value)
+    before = versions(given)
+    found: Outcome = {}
+    outputs = None
+    try:
+        outputs = within(run, call["place"], call["outer"], call["inner"])
+        found["results"] = described(outputs)
+        names = {id(tensor): name for name, tensor in given.items()}
+        found["which"] = [names.get(id(tensor)) for tensor in tensors_of(outputs)]
+    except Exception as error:
+        found["exception"] = error_of(error)
+    found["versions"] = {name: _less(version, before[name]) for name, version in versions(given).items()}
+    found["launches"], session.launches = session.launches, []
+    due = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
+    due = {"all": due, "first": due[:1], "last": due[-1:], "none": []}[call["arriving"]]
+    if due:
+        found |= _backward(session, call, given, due)
+    found["finds"] = session.finds
+    return found
+
+
+def _less(after: int | None, before: int | None) -> int | None:
+    return None if after is None or before is None else after - before
+
+
+def _backward(session: Session, call: Call, given: Mapping[str, Any], due: list[torch.Tensor]) -> Outcome:
+    found: Outcome = {}
+    leaves = {name: each for name, each in given.items() if getattr(each, "requires_grad", False) and each.is_leaf}
+    try:
+        arriving = []
+        for at, output in enumerate(due):
+            try:
+                gradient = LAYOUTS[call["dy"]](tuple(output.shape), output.dtype)
+            except (RuntimeError, IndexError):
+                gradient = numbers(tuple(output.shape), output.dtype)
+            session.name(f"gradient {at}", gradient)
+            arriving.append(gradient.to(output.dtype))
+
+        def run() -> Any:
+            return torch.autograd.grad(
+                due,
+                list(leaves.values()),
+                arriving,
+                allow_unused=True,
+                retain_graph=True,
+                create_graph=call["create_graph"],
+            )
+
+        for turn in range(1 + call["twice"]):
+            found[f"gradients {turn}"] = described(within(run, call["back_place"], call["back_context"]))
+    except Exception as error:
+        found["gradients' exception"] = error_of(error)
+    found["gradients' launches"], session.launches = session.launches, []
+    return found
+
+
+def subjects(family: str) -> list[Subject]:
+    """Return what is called of a family."""
+    if family in _MORE:
+        from . import more
+
+        return more.subjects(family)
+    made = []
+    for function in families()[family]:
+        defaults = {name: default for name, (default, _) in SETTINGS.items()} | dict(function.defaults)
+        draws = {name: draw for name, (_, draw) in SETTINGS.items()} | dict(function.draws)
+        jumps = [{**jump} for word, jumps in JUMPS.items() if word in function.name for jump in jumps]
+        jumps = [jump for jump in jumps if set(jump) <= set(defaults)]
+
+        def outcome(session: Session, call: Call, cold: bool, function: Function = function) -> Outcome:
+            return outcome_of(function, session, call, cold)
+
+        def together(call: Call, function: Function = function) -> Call:
+            return settled(function, call)
+
+        made.append(Subject(function.name, defaults, draws, outcome, together, jumps))
+    return made
+
+
+_MORE = ("modules", "blocks", "jax")
+FAMILIES = (
+    "functional", "forward", "backward", "modulated", "gated", "quantised", "group", "operators", "parallel", *_MORE,
+)  # fmt: skip
+
+
+def changed(random: Random, subject: Subject, call: Call) -> Call:
+    """Return a call that differs in one property, now and then in two, or in several that go together."""
+    made = dict(call)
+    if subject.jumps and random.random() < 0.04:
+        made |= random.choice(subject.jumps)
+    for _ in range(random.choice((1, 1, 1, 1, 2))):
+        name = random.choice(tuple(subject.draws))
+        old = made[name]
+        for _ in range(8):
+            new = subject.draws[name](random)
+            if isinstance(old, Operand) and isinstance(new, Operand) and random.random() < 0.8:
+                at = random.randrange(len(old))
+                new = old._replace(**{old._fields[at]: new[at]})
+            if repr(new) != repr(old):
+                made[name] = new
+                break
+    return subject.settled(made) if random.random() < 0.9 else made
+
+
+# What is compared of a call that runs again with the caches that it left.
+_AGAIN = "again"
+
+
+def compared(
+    session: Session, subject: Subject, call: Call, *, again: bool = False
+) -> tuple[Outcome, dict[str, tuple[Any, Any]]]:
+    """Return what a call comes to, and where that is otherwise without caches, or in a second call like it."""
+    warm = subject.outcome(session, call, False)
+    with forgotten():
+        cold = subject.outcome(session, call, True)
+    found = _differing(warm, cold)
+    if again and not found:
+        second = subject.outcome(session, call, False)
+        found = {f"{_AGAIN}: {part}": values for part, values in _differing(second, cold).items()}
+        if second["finds"] and _is_plain(call) and "launches" in second:
+            found["again: kernels are looked for once more"] = (second["finds"], 0)
+    return warm, found
+
+
+def _differing(warm: Outcome, cold: Outcome) -> dict[str, tuple[Any, Any]]:
+    parts = {part for part in (*warm, *cold) if part != "finds" and warm.get(part) != cold.get(part)}
+    found = {part: (warm.get(part), cold.get(part)) for part in sorted(parts)}
+    for part in ("launches", "gradients' launches"):
+        if "negated" in repr([values for *_, values in cold.get(part, ())]):
+            found[f"{part}: a kernel reads what is negated as it lies in memory"] = (warm.get(part), cold.get(part))
+    return found
+
+
+# Properties with which nothing is promised to be known.
+_UNUSUAL = ("outer", "inner", "back_context", "transform", "place", "back_place", "alias", "create_graph")
+
+
+def _is_plain(call: Call) -> bool:
+    """Return True if a call like a call before may be expected to be known."""
+    operands = [value for value in call.values() if isinstance(value, Operand)]
+    return (
+        not any(call.get(name) for name in _UNUSUAL)
+        and all(isinstance(call.get(name, 0.0), float) for name in ("eps", "weight_offset", "dropout_p"))
+        and all(operand.holder in ("tensor", "parameter") for operand in operands)
+        and all(operand.layout in ("contiguous", "offset") for operand in operands)
+        and not any(operand.dtype is torch.float64 for operand in operands)
+    )
+
+
+class Progress(NamedTuple):
+    """How far a run came: pairs of calls, and how many of them were served rather than refused."""
+
+    calls: int
+    served: int
+
+
+def run(family: str, seed: int, count: int, *, by_address: bool) -> Iterator[Progress | Difference]:
+    """Yield how far a sequence of calls came, and each kind of difference that it finds once.
+
+    Args:
+        family: what is called, a name of `FAMILIES`.
+        seed: what the sequence follows from.
+        count: how many calls are compared.
+        by_address: whether launches take addresses, and known calls are found in C.
+    """
+    random, session = Random(f"{family} {seed} {by_address}"), Session(by_address=by_address)
+    with session.recording():
+        among = {subject.name: subject for subject in subjects(family)}
+        current: dict[str, Call] = {name: dict(subject.defaults) for name, subject in among.items()}
+        liked: dict[str, list[Call]] = {name: [] for name in among}
+        history: list[tuple[str, Call]] = []
+        seen: set[Any] = set()
+        served = 0
+        name = next(iter(among))
+        for at in range(count):
+            if random.random() < 0.1:
+                name = random.choice(tuple(among))
+            subject = among[name]
+            base = random.choice(liked[name]) if liked[name] and random.random() < 0.2 else current[name]
+            base = dict(subject.defaults) if random.random() < 0.02 else base
+            call = changed(random, subject, base)
+            outcome, parts = compared(session, subject, call, again=random.random() < 0.15)
+            if parts:
+                kind = (name, tuple(parts), *[str(_kind(values)) for values in parts.values()])
+                if kind not in seen:
+                    seen.add(kind)
+                    yield shrunk(session, among, history, (name, call), parts)
+            if "exception" not in outcome:
+                served += 1
+            if "exception" not in outcome or random.random() < 0.03:
+                current[name] = call
+                liked[name] = [*liked[name][-199:], call]
+            history.append((name, call))
+            if at % 500 == 499 or at == count - 1:
+                yield Progress(at + 1, served)
+
+
+def _kind(values: tuple[Any, Any]) -> list[Any]:
+    return [value[0] if isinstance(value, tuple) and len(value) == 2 else type(value).__name__ for value in values]
+
+
+def differences(
+    session: Session, among: Mapping[str, Subject], before: Sequence[tuple[str, Call]], last: tuple[str, Call]
+) -> dict[str, Any]:
+    """Return where a call is otherwise after some calls of a new process."""
+    with forgotten():
+        for name, call in before:
+            among[name].outcome(session, call, False)
+        return compared(session, among[last[0]], last[1], again=True)[1]
+
+
+_MOST_TRIED = 400
+
+
+def shrunk(
+    session: Session, among: Mapping[str, Subject], history: list[tuple[str, Call]], last: tuple[str, Call], parts: Any
+) -> Difference:
+    """Return a difference with one call before it, if one is enough, and with as few properties as are needed."""
+    candidates: list[list[tuple[str, Call]]] = [[], *[[each] for each in reversed(history[-_MOST_TRIED:])]]
+    before = next((each for each in candidates if differences(session, among, each, last)), None)
+    if before is None:
+        return Difference(last[0], session.by_address, history[-12:], last[1], parts)
+    for place in range(len(before) + 1):
+        calls = [*before, last]
+        name, call = calls[place]
+        for property_, default in among[name].defaults.items():
+            if repr(call[property_]) == repr(default):
+                continue
+            calls[place] = (name, {**call, property_: default})
+            if differences(session, among, calls[:-1], calls[-1]):
+                call = calls[place][1]
+            calls[place] = (name, call)
+        before, last = calls[:-1], calls[-1]
+    final = differences(session, among, before, last)
+    told = [(name, _told(among[name], call)) for name, call in (*before, last)]
+    return Difference(last[0], session.by_address, told[:-1], told[-1][1], final or parts)
+
+
+def _told(subject: Subject, call: Call) -> Call:
+    return {name: value for name, value in call.items() if repr(value) != repr(subject.defaults[name])}

@@ -1,0 +1,448 @@
+"""The functions that are called, by family, and how calls of them can differ: read off signatures and schemas.
+
+What a parameter can be follows from its row in `codegen/parameters.py`; parameters that have none are listed here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+import normforge
+from normforge.codegen.families import REQUIRED, Kind, Parameter
+from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD, GATED, MODULATED, QUANTISED
+from normforge.dtypes import DTYPES
+
+from .contexts import CONTEXTS, PLACES, TRANSFORMS
+from .operands import EIGHT_BITS, FLOATS, LAYOUTS, USUAL_HOLDERS, Operand, built
+
+# A call: its properties by name, each equal to itself when it is printed and read again.
+Call = dict[str, Any]
+Draw = Callable[[Random], Any]
+
+LENGTHS = (16,) * 4 + (8, 17, 1, 2, 32, 3, 48, 128, 129, 300)
+LEADS = (
+    (4,),
+    (4,),
+    (1,),
+    (5,),
+    (2, 3),
+    (3, 2),
+    (1, 4),
+    (2, 1),
+    (2, 2, 2),
+    (),
+    (0,),
+    (6,),
+    (16,),
+    (3, 8),
+    (2100,),
+    (64, 33),
+)
+
+
+def one_of(*values: Any) -> Draw:
+    """Return what draws one of some values."""
+    return lambda random: random.choice(values)
+
+
+def _often(value: Any, others: Any, times: int = 2) -> Draw:
+    return one_of(*[value] * (times * len(others)), *others)
+
+
+# Properties of every call, with the value that each has if nothing was said.
+SETTINGS: Mapping[str, tuple[Any, Draw]] = {
+    "n": (16, one_of(*LENGTHS)),
+    "lead": ((4,), one_of(*LEADS)),
+    "place": ("", _often("", tuple(PLACES))),
+    "outer": ("", _often("", tuple(CONTEXTS), 1)),
+    "inner": ("", _often("", tuple(CONTEXTS))),
+    "transform": ("", _often("", tuple(TRANSFORMS), 4)),
+    "alias": ("", _often("", ("residual=x", "gate=x", "bias=weight", "out=x", "out=residual", "residual_out=out"), 3)),
+    "dy": ("contiguous", _often("contiguous", tuple(LAYOUTS), 1)),
+    "arriving": ("all", one_of("all", "all", "all", "first", "last", "none")),
+    "create_graph": (False, one_of(False, False, False, True)),
+    "twice": (False, one_of(False, False, True)),
+    "back_place": ("", _often("", tuple(PLACES), 3)),
+    "back_context": ("", _often("", tuple(CONTEXTS), 1)),
+}
+
+_NUMBERS: Mapping[str, Draw] = {
+    "eps": _often(
+        1e-5,
+        (
+            1e-6,
+            0.0,
+            1,
+            0,
+            True,
+            np.float64(1e-5),
+            np.float32(1e-5),
+            "torch.tensor(1e-5)",
+            -1.0,
+            math.inf,
+            1e40,
+            None,
+            "1",
+        ),
+        1,
+    ),
+    "weight_offset": _often(0.0, (1.0, 0, 1, True, -1.0, 1e40, np.float32(1.0), None), 1),
+    "dropout_p": _often(0.0, (0.5, 0.25, 0.5, 0, 1.0, -0.5, True, np.float32(0.5), None), 1),
+}
+_SPECIAL: Mapping[str, Draw] = {
+    "normalized_shape": _often("(n,)", ("[n]", "Size", "(n,)", "(float(n),)", "last two", None, "n", "(n + 1,)"), 1),
+    "num_groups": one_of(1, 2, 4, 4, 4, 2.0, True, 3, 0),
+    "norm_before_gate": one_of(True, True, False, 1),
+    "return_mask": one_of(False, False, False, True, 1),
+    "saves": one_of(False, True),
+    "dtype": one_of(None, *FLOATS),
+}
+# By family, what its functions take that rows of the same name do not say.
+_OWN: Mapping[str, Mapping[str, Draw]] = {
+    "gated": {"group_size": _often(None, (8, 16, 1, 4, True, 8.0), 1)},
+    "quantised": {"group_size": _often(None, (16, 32, 64, 128, "32", "none", 5), 1)},
+    "group": {"activation": one_of(None, "silu", "none", "silu", "relu")},
+}
+_NAMED_FORMS: Mapping[str, tuple[str, ...]] = {
+    "y_scale": ("one", "vector", "lead", "column", "none"),
+    "statistics": ("groups",),
+}
+_FORMS: Mapping[Kind, tuple[str, ...]] = {
+    Kind.ROWS: ("rows",) * 12 + ("vector",),
+    Kind.PLACE: ("rows",) * 12 + ("lead",),
+    Kind.SAMPLES: ("sample", "sample", "rows", "vector"),
+    Kind.GROUPS: ("vector", "vector", "groups"),
+    Kind.VECTOR: ("vector",) * 12 + ("longer", "matrix"),
+    Kind.PER_ROW: ("lead", "lead", "column"),
+    Kind.SCALE: ("one", "lead", "column"),
+    Kind.VALUE: ("one", "none"),
+}
+
+
+def shape_of(form: str, n: int, lead: tuple[int, ...], *, channels: bool = False) -> tuple[int, ...]:
+    """Return the shape of a form, for rows of n and so many leading dimensions."""
+    rows = (*lead[:1], n, *lead[1:]) if channels else (*lead, n)
+    return {
+        "rows": rows,
+        "vector": (n,),
+        "longer": (n + 1,),
+        "matrix": (1, n),
+        "sample": (lead[0] if lead else 1, n),
+        "groups": (lead[-1] if lead else 1, n),
+        "lead": lead,
+        "column": (*lead, 1),
+        "one": (1,),
+        "none": (),
+    }[form]
+
+
+def _operand(forms: tuple[str, ...], dtypes: tuple[torch.dtype | None, ...], optional: bool, grads: float) -> Draw:
+    def draw(random: Random) -> Any:
+        if optional and random.random() < 0.45:
+            return None
+        layout = random.choice(tuple(LAYOUTS)) if random.random() < 0.4 else "contiguous"
+        holder = random.choice(USUAL_HOLDERS) if random.random() < 0.5 else "tensor"
+        return Operand(random.choice(dtypes), layout, holder, random.random() < grads, random.choice(forms))
+
+    return draw
+
+
+def _of_row(row: Parameter, operator: bool) -> Draw:
+    forms, optional = _NAMED_FORMS.get(row.name, _FORMS.get(row.kind, ("one",))), row.is_optional
+    match row.kind:
+        case Kind.ROWS:
+            eight = EIGHT_BITS[1:] if row.axis == "dtype_in" else ()
+            return _operand(forms, (*FLOATS * 5, torch.float64, torch.int32, *eight), optional, 0.4)
+        case Kind.VECTOR | Kind.GROUPS | Kind.SAMPLES:
+            return _operand(forms, (*FLOATS * 4, torch.float64), optional, 0.4)
+        case Kind.PLACE:
+            return _operand(forms, (*[None] * 8, *FLOATS, torch.int8), optional, 0.03)
+        case Kind.PER_ROW | Kind.SCALE | Kind.VALUE:
+            return _operand(forms, (*[torch.float32] * 8, torch.float16), optional, 0.03)
+        case Kind.RANDOM:
+            return one_of(None, "tensor", "tensor", *(() if operator else ("pair", "generator", "other pair")))
+        case Kind.NUMBER:
+            return _NUMBERS[row.name]
+        case Kind.FLAG:
+            return one_of(False, True, *(() if operator else (1, 0, None)))
+        case Kind.DTYPE:
+            return one_of(None, None, *FLOATS, *EIGHT_BITS, torch.float4_e2m1fn_x2, torch.int32)
+        case Kind.NAMES:
+            return one_of(*_WANTS)
+        case Kind.WORD:
+            assert row.words is not None
+            words = [str(word.value) for word in row.words]
+            codes = [word.code for word in row.words if hasattr(word, "code")] if row.takes_codes else []
+            return one_of(
+                *words * 2,
+                *(() if operator else (*codes, True, f"{row.words.__name__}.{next(iter(row.words)).name}", "odd")),
+            )
+    raise AssertionError(row.kind)
+
+
+_WANTS = (
+    ("dx",), ("dx", "dweight"), ["dx", "dweight"], ("dx", "dweight", "dbias"), ("dweight",), ("dbias",),
+    ("dx", "dx_bias"), ("dx", "ddropped"), (), "dx", ("dx", "odd"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Function:
+    """What is called, and how its calls can differ.
+
+    Attributes:
+        name: the function's, or the operator's with its namespace.
+        call: the function itself.
+        draws: by parameter, what draws an argument.
+        defaults: by parameter, the argument of a call that nothing was said of.
+        rows: by parameter, its row.
+        channels: whether x has its channels behind its samples.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    draws: Mapping[str, Draw]
+    defaults: Mapping[str, Any]
+    rows: Mapping[str, Parameter]
+    channels: bool = False
+
+
+def _rows_for(name: str) -> dict[str, Parameter]:
+    words = {"modulated": MODULATED, "gated": GATED, "quantised": QUANTISED, "_bwd": BACKWARD}
+    own = next((family for word, family in words.items() if word in name), FORWARD)
+    families = [family for family in FAMILIES if family not in (own, FORWARD)]
+    return {row.name: row for family in (*families, FORWARD, own) for row in family.parameters}
+
+
+def _function(name: str, call: Callable[..., Any], parameters: Mapping[str, tuple[Any, bool]]) -> Function:
+    """Return the row of a function.
+
+    Args:
+        name: its name.
+        call: itself.
+        parameters: by name, the default (`REQUIRED` for none) and whether None may be passed.
+    """
+    operator, rows = name.startswith("torch."), _rows_for(name)
+    kind = next((kind for kind in _OWN if kind in name), "")
+    draws, defaults = {}, {}
+    for parameter, (default, optional) in parameters.items():
+        row = rows.get(parameter)
+        forms = _NAMED_FORMS.get(parameter)
+        if parameter in _OWN.get(kind, {}) and not (operator and kind != "group"):
+            draws[parameter] = _OWN[kind][parameter]
+        elif row is not None:
+            draws[parameter] = _of_row(row, operator)
+        elif forms is not None:
+            draws[parameter] = _operand(forms, (torch.float32,) * 8 + (torch.float16,), optional, 0.03)
+        else:
+            draws[parameter] = _SPECIAL[parameter]
+        if default is not REQUIRED:
+            defaults[parameter] = default
+        elif parameter == "normalized_shape":
+            defaults[parameter] = "(n,)"
+        elif row is not None and row.kind.is_tensor and row.kind is not Kind.RANDOM and not optional:
+            defaults[parameter] = Operand(form=_FORMS[row.kind][0])
+        elif forms is not None and not optional:
+            defaults[parameter] = Operand(form=forms[0])
+        else:
+            defaults[parameter] = None if optional else _usual(parameter, row)
+    return Function(name, call, draws, defaults, rows, channels="group_norm" in name)
+
+
+def _usual(name: str, row: Parameter | None) -> Any:
+    if row is None or row.kind is Kind.NAMES:
+        return {"num_groups": 2, "wants": ("dx",), "norm_before_gate": True, "activation": "none"}.get(name, False)
+    if row.kind is Kind.WORD:
+        assert row.words is not None
+        return str(next(iter(row.words)).value)
+    return {Kind.NUMBER: {"eps": 1e-5}.get(name, 0.0), Kind.FLAG: False, Kind.DTYPE: torch.float32}[row.kind]
+
+
+def _public(name: str, home: Any = normforge) -> Function:
+    call = getattr(home, name)
+    found = inspect.signature(call).parameters.values()
+    empty = inspect.Parameter.empty
+    passed = {
+        each.name: (REQUIRED if each.default is empty else each.default, "None" in str(each.annotation))
+        for each in found
+        if each.name != "group"
+    }
+    return _function(name, call, passed)
+
+
+def _operator(name: str) -> Function:
+    call = getattr(torch.ops.normforge, name).default
+    schema = call._schema.arguments
+    return _function(f"torch.{name}", call, {each.name: (REQUIRED, "Optional" in str(each.type)) for each in schema})
+
+
+def _both(pattern: str) -> list[str]:
+    layer, rms = ("layernorm2d", "rmsnorm2d") if "2d" in pattern else ("layer_norm", "rms_norm")
+    return [
+        pattern.replace("NORM2d", layer).replace("NORM", layer),
+        pattern.replace("NORM2d", rms).replace("NORM", rms),
+    ]
+
+
+_PATTERNS = {
+    "functional": ("NORM", "add_NORM"),
+    "forward": ("NORM2d_fwd",),
+    "backward": ("NORM2d_bwd",),
+    "modulated": ("modulated_NORM", "modulated_NORM2d_fwd"),
+    "gated": ("gated_NORM", "gated_NORM2d_fwd"),
+    "quantised": ("quantised_NORM",),
+}
+_OPERATORS = sorted(
+    name.removeprefix("normforge::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("normforge::")
+)
+
+
+def families() -> dict[str, list[Function]]:
+    """Return the functions of each family that this module knows."""
+    from normforge import parallel
+
+    found = {
+        family: [_public(name) for pattern in patterns for name in _both(pattern)]
+        for family, patterns in _PATTERNS.items()
+    }
+    found["group"] = [_public("group_norm")]
+    found["operators"] = [_operator(name) for name in _OPERATORS]
+    found["parallel"] = [_public(f"split_{norm}", parallel) for norm in ("layer_norm", "rms_norm")]
+    return found
+
+
+# Arguments that go together, which no chain of single changes would come to.
+JUMPS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    "quantised": (
+        {"out_dtype": torch.float8_e4m3fn, "group_size": 32, "n": 48, "scale_format": "ue8m0"},
+        {"out_dtype": torch.float8_e4m3fn, "group_size": 128, "n": 128, "scale_layout": "column_major"},
+        {"out_dtype": torch.float8_e4m3fn, "group_size": 32, "scale_format": "ue8m0", "scale_layout": "swizzled_128x4"},
+        {
+            "out_dtype": torch.float4_e2m1fn_x2,
+            "group_size": 16,
+            "scale_format": "e4m3",
+            "global_scale": Operand(form="one"),
+        },
+        {"fquant": "static", "y_scale": Operand(form="one"), "out_dtype": torch.float8_e4m3fn},
+        {"fquant": "static", "y_scale": Operand(form="vector")},
+        {"fquant": "dynamic", "y_scale": Operand(form="lead")},
+        {"out_dtype": torch.float8_e4m3fn, "scale_ub": Operand(form="one")},
+    ),
+    "_fwd": (
+        {"fadd": "pre_add_store", "residual": Operand(form="rows"), "dropout_p": 0.5, "dropout_rng": "tensor"},
+        {"fadd": "pre_add_store", "residual": Operand(form="rows"), "residual_out": Operand(None, form="rows")},
+        {"fquant": "dynamic", "out_dtype": torch.int8, "rounding": "truncate"},
+        {"fquant": "smooth_dynamic", "smooth_scale": Operand(form="vector")},
+        {"x": Operand(torch.float8_e4m3fn, form="rows"), "x_scale": Operand(form="one"), "out_dtype": torch.bfloat16},
+    ),
+    "_bwd": ({"dropout_p": 0.5, "dropout_rng": "tensor", "wants": ("dx", "ddropped")},),
+    "add_": (
+        {"dropout_p": 0.5, "dropout_rng": "pair"},
+        {"dropout_p": 0.5, "weight": Operand(form="vector", grad=True)},
+    ),
+}
+
+
+def settled(function: Function, call: Call) -> Call:
+    """Return a call whose arguments go together, as far as rows say which of them need which."""
+    call = dict(call)
+    axes = _axes(function, call)
+    for name in function.draws:
+        row = function.rows.get(name)
+        if row is None or row.name not in call:
+            continue
+        asked = True
+        if row.wanted and (row.absent or row.unused):
+            try:
+                asked = row.is_asked_for(axes)
+            except AttributeError:
+                continue
+            if row.kind.is_tensor and row.kind is not Kind.RANDOM and asked and row.absent and call[name] is None:
+                call[name] = Operand(form=_FORMS[row.kind][0])
+            if not asked and row.kind.is_tensor:
+                call[name] = None
+        if row.needs and call.get(row.needs) is None and call[name]:
+            call[name] = 0.0
+    return call
+
+
+def _axes(function: Function, call: Call) -> SimpleNamespace:
+    axes = SimpleNamespace(dropout=bool(call.get("dropout_p")))
+    for name in function.draws:
+        row = function.rows.get(name)
+        if row is not None and row.words is not None:
+            word = call[name]
+            found = [
+                each
+                for each in row.words
+                if word in (each.value, getattr(each, "code", each.value), f"{row.words.__name__}.{each.name}")
+            ]
+            setattr(axes, row.axis or name, found[0] if found else next(iter(row.words)))
+        elif row is not None and row.kind.is_tensor and row.axis:
+            setattr(axes, row.axis, call[name] is not None)
+    x = call.get("x")
+    axes.dtype_in = DTYPES.get(x.dtype, DTYPES[torch.float32]) if isinstance(x, Operand) else DTYPES[torch.float32]
+    return axes
+
+
+def _result_dtype(name: str, call: Call) -> torch.dtype:
+    """Return the dtype of the result that goes to a place."""
+    x, residual = call.get("x"), call.get("residual")
+    if name == "residual_out":
+        return residual.dtype if isinstance(residual, Operand) and residual.dtype else torch.float32
+    quantises = call.get("fquant") not in ("none", 0, False, None, "FusedQuant.NONE")
+    found = call.get("out_dtype") or (torch.int8 if quantises else x.dtype if isinstance(x, Operand) else torch.float32)
+    return torch.uint8 if found is torch.float4_e2m1fn_x2 else found
+
+
+def arguments(function: Function, call: Call) -> dict[str, Any]:
+    """Return the arguments of a call, by parameter."""
+    n, lead = call["n"], call["lead"]
+    made: dict[str, Any] = {}
+    for name in function.draws:
+        value = call[name]
+        if isinstance(value, Operand):
+            row = function.rows.get(name)
+            form = value.form or (_FORMS[row.kind][0] if row else "rows")
+            shape = shape_of(form, n, lead, channels=function.channels and form == "rows")
+            if name == "statistics":
+                shape = (2, lead[0] if lead else 1, 2)
+            made[name] = built(value, shape, value.dtype or _result_dtype(name, call))
+        elif name == "normalized_shape":
+            sizes = {
+                "(n,)": (n,),
+                "[n]": [n],
+                "Size": torch.Size((n,)),
+                "(float(n),)": (float(n),),
+                "(n + 1,)": (n + 1,),
+            }
+            made[name] = sizes.get(value, n if value == "n" else None if value is None else (*lead[-1:], n))
+        elif name == "dropout_rng":
+            made[name] = {
+                "pair": (1, 2), "other pair": (3, 4), "tensor": torch.tensor([5, 6]), "generator": torch.Generator(),
+            }.get(value)  # fmt: skip
+        elif isinstance(value, str) and "." in value:
+            made[name] = _EVALUATED[value]()
+        else:
+            made[name] = list(value) if function.name.startswith("torch.") and isinstance(value, tuple) else value
+    target, _, source = call["alias"].partition("=")
+    if target in made and source in made and made[target] is not None:
+        made[target] = made[source]
+    return made
+
+
+def _members() -> dict[str, Callable[[], Any]]:
+    rows = [row for family in FAMILIES for row in family.parameters if row.words is not None]
+    return {f"{row.words.__name__}.{each.name}": (lambda each=each: each) for row in rows for each in row.words or ()}
+
+
+_EVALUATED: Mapping[str, Callable[[], Any]] = {"torch.tensor(1e-5)": lambda: torch.tensor(1e-5), **_members()}
