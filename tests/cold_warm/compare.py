@@ -272,7 +272,7 @@ def _is_plain(call: Call) -> bool:
     operands = [value for value in call.values() if isinstance(value, Operand)]
     return (
         not any(call.get(name) for name in _UNUSUAL)
-        and all(isinstance(call.get(name, 0.0), float) for name in ("eps", "weight_offset", "dropout_p"))
+        and all(type(call.get(name, 0.0)) is float for name in ("eps", "weight_offset", "dropout_p"))
         and all(operand.holder in ("tensor", "parameter") for operand in operands)
         and all(operand.layout in ("contiguous", "offset") for operand in operands)
         and not any(operand.dtype is torch.float64 for operand in operands)

@@ -40,11 +40,13 @@ Shape = Sequence[int]
 
 def numbers(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of fixed numbers that no kernel reads."""
-    return torch.ones(math.prod(shape) + 8, dtype=torch.float32).to(dtype)[: math.prod(shape)].view(*shape).clone()
+    return (
+        torch.ones(math.prod(shape) + 8, dtype=torch.float32).to(dtype)[: math.prod(shape)].view(tuple(shape)).clone()
+    )
 
 
 def _offset(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    return numbers([math.prod(shape) + 1], dtype)[1:].view(*shape)
+    return numbers([math.prod(shape) + 1], dtype)[1:].view(tuple(shape))
 
 
 def _wide(by: int, dtype: torch.dtype, shape: Shape) -> torch.Tensor:

@@ -35,8 +35,9 @@ DICTIONARIES: tuple[tuple[ModuleType, str], ...] = (
 )
 
 
-def _functions() -> list[tuple[ModuleType, str, Any]]:
-    """Return each function that keeps what it returned, wherever it has a name."""
+@functools.lru_cache(1)
+def _functions(modules_there: int) -> list[tuple[ModuleType, str, Any]]:
+    """Return each function that keeps what it returned, wherever it has a name; asked once for so many modules."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("normforge.") and module]
     return [
         (module, name, value)
@@ -53,7 +54,7 @@ def forgotten() -> Iterator[None]:
     """Have calls within find no cache filled, as in a new process; afterwards all caches are as they were."""
     plans = dispatch._kinds
     kept = [(found, dict(found)) for found in (getattr(*place, None) for place in DICTIONARIES) if found is not None]
-    functions = _functions()
+    functions = _functions(len(sys.modules))
     fresh = {id(old): functools.lru_cache(old.cache_parameters()["maxsize"])(old.__wrapped__) for *_, old in functions}
     dispatch._take(({}, {}))
     for found, _ in kept:
