@@ -162,7 +162,7 @@ def _backward(session: Session, call: Call, given: Mapping[str, Any], due: list[
         arriving = []
         for at, output in enumerate(due):
             try:
-                gradient = LAYOUTS[call["dy"]](tuple(output.shape), output.dtype)
+                gradient = LAYOUTS[call["gradient"]](tuple(output.shape), output.dtype)
             except (RuntimeError, IndexError):
                 gradient = numbers(tuple(output.shape), output.dtype)
             session.name(f"gradient {at}", gradient)

@@ -67,7 +67,7 @@ SETTINGS: Mapping[str, tuple[Any, Draw]] = {
     "inner": ("", _often("", tuple(CONTEXTS))),
     "transform": ("", _often("", tuple(TRANSFORMS), 4)),
     "alias": ("", _often("", ("residual=x", "gate=x", "bias=weight", "out=x", "out=residual", "residual_out=out"), 3)),
-    "dy": ("contiguous", _often("contiguous", tuple(LAYOUTS), 1)),
+    "gradient": ("contiguous", _often("contiguous", tuple(LAYOUTS), 1)),
     "arriving": ("all", one_of("all", "all", "all", "first", "last", "none")),
     "create_graph": (False, one_of(False, False, False, True)),
     "twice": (False, one_of(False, False, True)),

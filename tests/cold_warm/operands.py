@@ -124,13 +124,15 @@ USUAL_HOLDERS = ("tensor",) * 10 + ("parameter",) * 3 + ("subclass", "inference"
 
 
 def built(operand: Operand, shape: Shape, dtype: torch.dtype) -> Any:
-    """Return a tensor, or what stands in its place, of some properties."""
+    """Return a tensor, or what stands in its place, of some properties; torch has not each layout of each dtype."""
     try:
-        tensor = LAYOUTS[operand.layout](shape, dtype)
+        return _held(operand, LAYOUTS[operand.layout](shape, dtype))
     except (RuntimeError, IndexError):
-        # Not each layout is one of each shape and dtype.
-        tensor = numbers(shape, dtype)
-    if operand.grad and operand.holder != "inference" and dtype.is_floating_point and dtype.itemsize > 1:
+        return _held(operand, numbers(shape, dtype)) if operand.holder != "sparse" else numbers(shape, dtype)
+
+
+def _held(operand: Operand, tensor: torch.Tensor) -> Any:
+    if operand.grad and operand.holder != "inference" and tensor.dtype.is_floating_point and tensor.itemsize > 1:
         tensor = tensor.detach().requires_grad_()
     held = HOLDERS[operand.holder](tensor)
     return held.detach().requires_grad_() if operand.holder == "lazy copy" and tensor.requires_grad else held
