@@ -249,7 +249,12 @@ def _function(name: str, call: Callable[..., Any], parameters: Mapping[str, tupl
             defaults[parameter] = default
         elif parameter == "normalized_shape":
             defaults[parameter] = "(n,)"
-        elif row is not None and row.kind.is_tensor and row.kind is not Kind.RANDOM and not optional:
+        elif (
+            row is not None
+            and row.kind.is_tensor
+            and row.kind is not Kind.RANDOM
+            and (not optional or parameter == "dy")
+        ):
             defaults[parameter] = Operand(form=_FORMS[row.kind][0])
         elif forms is not None and not optional:
             defaults[parameter] = Operand(form=forms[0])
