@@ -1,0 +1,88 @@
+"""A call does what it would do in a new process, whatever ran before: random sequences, launches recorded, not run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from ..properties import seed
+from ..thorough import THOROUGH
+from . import session
+from .compare import FAMILIES, Difference, run
+from .surroundings import one_rank
+
+# Pairs of calls. The dearer families have fewer: a patched block is copied for each.
+FEW = dict.fromkeys(FAMILIES, 130) | {"functional": 200, "modules": 50, "blocks": 25, "jax": 40, "parallel": 50}
+MANY = dict.fromkeys(FAMILIES, 1200) | {"functional": 2400, "forward": 1600, "blocks": 300, "jax": 300}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    with warnings.catch_warnings(), one_rank():
+        warnings.simplefilter("ignore")
+        yield
+    logging.disable(before)
+
+
+def found(family: str, count: int, *, by_address: bool) -> None:
+    if family == "jax":
+        pytest.importorskip("jax")
+    drawn = int(seed.settled())
+    print(f"python -m tests.cold_warm --family {family} --seed {drawn}")
+    told = list(run(family, drawn, count, by_address=by_address))
+    differences = [str(each) for each in told if isinstance(each, Difference)]
+    assert not differences, "\n\n".join(differences)
+    assert any(not isinstance(each, Difference) and each.served > each.calls / 4 for each in told)
+
+
+@pytest.mark.parametrize("by_address", [False, True], ids=["by_tensor", "by_address"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls_do_what_they_do_in_a_new_process(family: str, by_address: bool) -> None:
+    found(family, FEW[family], by_address=by_address)
+
+
+@THOROUGH
+@pytest.mark.parametrize("by_address", [False, True], ids=["by_tensor", "by_address"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_calls_do_what_they_do_in_a_new_process(family: str, by_address: bool) -> None:
+    found(family, MANY[family], by_address=by_address)
+
+
+# Dictionaries that grow and depend on no call: registries, tables of instances, and code that was read from a folder.
+_NO_CACHES = frozenset(
+    (
+        "normforge.selection.dispatch._generated",
+        "normforge.operators.registered._kernels",
+        "normforge.operators.registered._at_once",
+        "normforge.jax.code._codes",
+        "normforge.kernels.obtain._compiled",
+    )
+)
+
+
+def test_no_cache_is_left_out() -> None:
+    """Every dictionary of a module that calls make longer is dropped, or listed as none that depends on calls."""
+
+    def lengths() -> dict[str, int]:
+        modules = [(name, module) for name, module in list(sys.modules.items()) if name.startswith("normforge.")]
+        return {
+            f"{name}.{word}": len(value)
+            for name, module in modules
+            for word, value in list(vars(module).items())
+            if isinstance(value, dict) and word.startswith("_") and not word.startswith("__")
+        }
+
+    before = lengths()
+    for family in ("functional", "forward", "gated", "group", "modules"):
+        for _ in run(family, 0, 12, by_address=False):
+            pass
+    grown = {name for name, length in lengths().items() if length > before.get(name, length)}
+    known = {f"{module.__name__}.{name}" for module, name in session.DICTIONARIES}
+    assert not grown - known - _NO_CACHES, os.linesep.join(sorted(grown))
