@@ -215,19 +215,25 @@ FAMILIES = (
 )  # fmt: skip
 
 
+# How often each field of an operand is the one that differs.
+_WEIGHTS = (5, 6, 3, 3, 1)
+
+
 def changed(random: Random, subject: Subject, call: Call) -> Call:
     """Return a call that differs in one property, now and then in two, or in several that go together."""
     made = dict(call)
     if subject.jumps and random.random() < 0.04:
         made |= random.choice(subject.jumps)
     for _ in range(random.choice((1, 1, 1, 1, 2))):
-        name = random.choice(tuple(subject.draws))
+        name = random.choices(
+            tuple(subject.draws), [1 + 3 * isinstance(made[each], Operand) for each in subject.draws]
+        )[0]
         old = made[name]
         for _ in range(8):
             new = subject.draws[name](random)
             if isinstance(old, Operand) and isinstance(new, Operand) and random.random() < 0.8:
-                at = random.randrange(len(old))
-                new = old._replace(**{old._fields[at]: new[at]})
+                (field,) = random.choices(old._fields, _WEIGHTS)
+                new = old._replace(**{field: getattr(new, field)})
             if repr(new) != repr(old):
                 made[name] = new
                 break
@@ -238,13 +244,22 @@ def changed(random: Random, subject: Subject, call: Call) -> Call:
 _AGAIN = "again"
 
 
+def _alone(session: Session, subject: Subject, call: Call) -> Outcome:
+    """Return what a call comes to in a new process; asked once for each call."""
+    key = subject.name, repr(call)
+    if key not in session.alone:
+        with forgotten():
+            session.alone[key] = subject.outcome(session, call, True)
+    found: Outcome = session.alone[key]
+    return found
+
+
 def compared(
     session: Session, subject: Subject, call: Call, *, again: bool = False
 ) -> tuple[Outcome, dict[str, tuple[Any, Any]]]:
     """Return what a call comes to, and where that is otherwise without caches, or in a second call like it."""
     warm = subject.outcome(session, call, False)
-    with forgotten():
-        cold = subject.outcome(session, call, True)
+    cold = _alone(session, subject, call)
     found = _differing(warm, cold)
     if again and not found:
         second = subject.outcome(session, call, False)
@@ -305,13 +320,18 @@ def run(family: str, seed: int, count: int, *, by_address: bool) -> Iterator[Pro
         seen: set[Any] = set()
         served = 0
         name = next(iter(among))
+        base: Call = {}
         for at in range(count):
-            if random.random() < 0.1:
+            if at % 3 == 0 and random.random() < 0.3:
                 name = random.choice(tuple(among))
             subject = among[name]
-            base = random.choice(liked[name]) if liked[name] and random.random() < 0.2 else current[name]
-            base = dict(subject.defaults) if random.random() < 0.02 else base
-            call = changed(random, subject, base)
+            if at % 3 == 2 and base:
+                # The call that the last one differs from, after that one.
+                call = base
+            else:
+                base = random.choice(liked[name]) if liked[name] and random.random() < 0.2 else current[name]
+                base = dict(subject.defaults) if random.random() < 0.02 else base
+                call = changed(random, subject, base)
             outcome, parts = compared(session, subject, call, again=random.random() < 0.15)
             if parts:
                 kind = (name, tuple(parts), *[str(_kind(values)) for values in parts.values()])

@@ -119,13 +119,20 @@ TRANSFORMS: Mapping[str, Callable[[Callable[[Any], Any], Any], Any]] = {
     "vmap": lambda call, x: torch.func.vmap(call)(x),
     "grad": lambda call, x: torch.func.grad(lambda at: _first(call(at)).sum())(x),
     "jvp": lambda call, x: torch.func.jvp(call, (x,), (torch.ones_like(x),))[1],
-    "dual": lambda call, x: call(forward_ad.make_dual(x, torch.ones_like(x))),
+    "dual": lambda call, x: _dual(call, x),
 }
 
 
 def _first(outputs: Any) -> torch.Tensor:
     found: torch.Tensor = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
     return found
+
+
+def _dual(call: Callable[[Any], Any], x: Any) -> Any:
+    with forward_ad.dual_level():
+        outputs = call(forward_ad.make_dual(x, torch.ones_like(x)))
+        tangent = forward_ad.unpack_dual(_first(outputs)).tangent
+        return outputs, tangent is None
 
 
 def within(call: Thunk, place: str, *contexts: str) -> Any:

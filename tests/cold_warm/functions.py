@@ -22,7 +22,7 @@ from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD, GATED, MOD
 from normforge.dtypes import DTYPES
 
 from .contexts import CONTEXTS, PLACES, TRANSFORMS
-from .operands import EIGHT_BITS, FLOATS, LAYOUTS, USUAL_HOLDERS, Operand, built
+from .operands import EIGHT_BITS, FLOATS, LAYOUTS, USUAL_HOLDERS, USUAL_LAYOUTS, Operand, built
 
 # A call: its properties by name, each equal to itself when it is printed and read again.
 Call = dict[str, Any]
@@ -149,7 +149,7 @@ def _operand(forms: tuple[str, ...], dtypes: tuple[torch.dtype | None, ...], opt
     def draw(random: Random) -> Any:
         if optional and random.random() < 0.45:
             return None
-        layout = random.choice(tuple(LAYOUTS)) if random.random() < 0.4 else "contiguous"
+        layout = random.choice(USUAL_LAYOUTS)
         holder = random.choice(USUAL_HOLDERS) if random.random() < 0.5 else "tensor"
         return Operand(random.choice(dtypes), layout, holder, random.random() < grads, random.choice(forms))
 

@@ -120,6 +120,7 @@ HOLDERS: Mapping[str, Callable[[torch.Tensor], Any]] = {
     "list": lambda tensor: tensor.tolist(),
 }
 # In the proportions in which they are drawn.
+USUAL_LAYOUTS = ("contiguous",) * 12 + ("offset",) * 6 + ("negated", "gapped") * 2 + tuple(LAYOUTS)
 USUAL_HOLDERS = ("tensor",) * 10 + ("parameter",) * 3 + ("subclass", "inference", "lazy copy", *HOLDERS)
 
 

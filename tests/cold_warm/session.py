@@ -79,6 +79,7 @@ class Session:
         launches: the compilation, the grid and the values of each launch.
         finds: how many kernels were looked for in the table.
         roles: names of tensors by their addresses.
+        alone: what calls come to in a new process, by their names and properties.
         by_address: whether launches take addresses, as on a GPU, and calls are found in C, where that can be had.
     """
 
@@ -87,6 +88,7 @@ class Session:
         self.launches: list[tuple[Any, ...]] = []
         self.finds = 0
         self.roles: dict[int, str] = {}
+        self.alone: dict[tuple[str, str], Any] = {}
 
     def name(self, role: str, tensor: Any) -> None:
         """Have launches call a tensor by its role, the first one that its memory has."""

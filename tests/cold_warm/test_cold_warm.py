@@ -16,9 +16,18 @@ from . import session
 from .compare import FAMILIES, Difference, run
 from .surroundings import one_rank
 
-# Pairs of calls. The dearer families have fewer: a patched block is copied for each.
-FEW = dict.fromkeys(FAMILIES, 130) | {"functional": 200, "modules": 50, "blocks": 25, "jax": 40, "parallel": 50}
-MANY = dict.fromkeys(FAMILIES, 1200) | {"functional": 2400, "forward": 1600, "blocks": 300, "jax": 300}
+# Calls that are compared. The dearer families have fewer: a patched block is copied, and JAX traces, for each.
+FEW = dict.fromkeys(FAMILIES, 200) | {"functional": 400, "modules": 60, "blocks": 25, "jax": 90, "parallel": 40}
+MANY = dict.fromkeys(FAMILIES, 1000) | {"functional": 1800, "blocks": 300, "jax": 600, "parallel": 300}
+
+# Those of which no kernel is launched have one way.
+WAYS = [
+    pytest.param(family, by_address, id=f"{family}-by_{'address' if by_address else 'tensor'}")
+    for family in FAMILIES
+    for by_address in (False, True)
+    if not (by_address and family in ("jax", "parallel"))
+]
+each_way = pytest.mark.parametrize(("family", "by_address"), WAYS)
 
 
 @pytest.fixture(autouse=True)
@@ -42,15 +51,13 @@ def found(family: str, count: int, *, by_address: bool) -> None:
     assert any(not isinstance(each, Difference) and each.served > each.calls / 4 for each in told)
 
 
-@pytest.mark.parametrize("by_address", [False, True], ids=["by_tensor", "by_address"])
-@pytest.mark.parametrize("family", FAMILIES)
+@each_way
 def test_calls_do_what_they_do_in_a_new_process(family: str, by_address: bool) -> None:
     found(family, FEW[family], by_address=by_address)
 
 
 @THOROUGH
-@pytest.mark.parametrize("by_address", [False, True], ids=["by_tensor", "by_address"])
-@pytest.mark.parametrize("family", FAMILIES)
+@each_way
 def test_many_calls_do_what_they_do_in_a_new_process(family: str, by_address: bool) -> None:
     found(family, MANY[family], by_address=by_address)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import (
     autograd,
+    cold_warm,
     deployment,
     dispatch,
     dropout,
@@ -27,6 +28,7 @@ MUTANTS = (
     *gradients.MUTANTS,
     *dispatch.MUTANTS,
     *keys.MUTANTS,
+    *cold_warm.MUTANTS,
     *autograd.MUTANTS,
     *tracing.MUTANTS,
     *deployment.MUTANTS,

@@ -1,0 +1,138 @@
+"""What calls are known by: one element of each key or guard is left out, and random sequences of calls notice."""
+
+from __future__ import annotations
+
+from ..mutant import Mutant
+
+_SLICE = "tests/cold_warm/test_cold_warm.py::test_calls_do_what_they_do_in_a_new_process"
+_GROUP = "runtime/calls/group.py"
+_CALLS = "templates/calls.py.j2"
+_KNOWN = "runtime/calls/known.py"
+
+
+def _of(*families: str, how: str = "by_tensor") -> tuple[str, ...]:
+    return tuple(f"{_SLICE}[{family}-{how}]" for family in families)
+
+
+MUTANTS = (
+    Mutant(
+        "sequences-group-key-forgets-what-is-there",
+        "a GroupNorm's weight or bias is looked for where an earlier call had none",
+        _GROUP,
+        "there = weight is None, bias is None, ",
+        "there = bias is None, ",
+        _of("group"),
+    ),
+    Mutant(
+        "sequences-group-alignment-is-not-asked",
+        "a GroupNorm of misaligned tensors takes the kernel of aligned ones",
+        _GROUP,
+        " or (addresses[0] | addresses[1] | addresses[2]) & MISALIGNED",
+        "",
+        _of("group"),
+    ),
+    Mutant(
+        "sequences-group-does-not-ask-for-dual-levels",
+        "a GroupNorm that is known drops tangents of forward-mode AD",
+        _GROUP,
+        "if dispatch_modes() or forward_ad._current_level >= 0:\n",
+        "if dispatch_modes():\n",
+        _of("group"),
+    ),
+    Mutant(
+        "sequences-gradient-plans-forget-dtypes",
+        "gradients of gated and modulated norms are stored as those of an earlier call",
+        "runtime/calls/row_gradients.py",
+        '("neighbour bwd", kind, device)',
+        '("neighbour bwd", kind._replace(dtypes=()), device)',
+        _of("gated", "modulated"),
+    ),
+    Mutant(
+        "sequences-gradient-plans-forget-alignment",
+        "misaligned gradients of gated and modulated norms go to a kernel compiled for aligned ones",
+        "runtime/calls/row_gradients.py",
+        '("neighbour bwd", kind, device)',
+        '("neighbour bwd", kind._replace(misaligned=frozenset()), device)',
+        _of("gated", "modulated"),
+    ),
+    Mutant(
+        "sequences-group-plans-forget-dtypes",
+        "a GroupNorm's weight is read in the dtype of an earlier call's",
+        "runtime/calls/group_plan.py",
+        '("group", kind, device)',
+        '("group", kind._replace(dtypes=()), device)',
+        _of("group"),
+    ),
+    Mutant(
+        "sequences-misaligned-plans-serve-all",
+        "a plan for misaligned tensors serves aligned ones, and the other way round",
+        _KNOWN,
+        "        if any(at & MISALIGNED for at in addresses):\n",
+        "        if False:\n",
+        _of("functional", "forward"),
+    ),
+    Mutant(
+        "sequences-known-calls-may-be-negated",
+        "a negated tensor of a known gated or modulated call is read as it lies in memory",
+        "runtime/calls/neighbours.py",
+        "operand.__class__ in PLAIN and not operand.is_neg() for",
+        "operand.__class__ in PLAIN for",
+        _of("gated", "modulated", "quantised"),
+    ),
+    Mutant(
+        "sequences-batch-invariance-shares-plans",
+        "a kernel that batch invariance chose serves calls outside of it",
+        "runtime/selection/dispatch.py",
+        "return self._by_default if invariance.is_on() is invariance.by_default() else self._otherwise",
+        "return self._by_default",
+        _of("functional", "forward"),
+    ),
+    Mutant(
+        "sequences-known-calls-ignore-dispatch-modes",
+        "a mode that sees operators sees none once a call like it was known",
+        _CALLS,
+        "forward_ad._current_level < 0\nnot dispatch_modes()\n",
+        "forward_ad._current_level < 0\n",
+        _of("functional", "forward"),
+    ),
+    Mutant(
+        "sequences-known-calls-ignore-dual-levels",
+        "a call that is known drops tangents of forward-mode AD",
+        _CALLS,
+        "forward_ad._current_level < 0\nnot dispatch_modes()\n",
+        "not dispatch_modes()\n",
+        _of("functional", "forward"),
+    ),
+    Mutant(
+        "sequences-known-calls-ignore-requires-grad",
+        "layernorm2d_fwd takes tensors that require a gradient once it knew them without",
+        _CALLS,
+        "not (known.trains and is_grad_enabled())\n",
+        "",
+        _of("forward"),
+    ),
+    Mutant(
+        "sequences-c-takes-the-first-kind",
+        "calls in C take the plan of tensors of another dtype or layout",
+        "runtime/upstream/known_calls.c",
+        "    if (yes)\n      return yes < 0 ? NULL : Py_NewRef(kind);",
+        "    if (yes || 1)\n      return yes < 0 ? NULL : Py_NewRef(kind);",
+        _of("functional", how="by_address"),
+    ),
+    Mutant(
+        "sequences-dropout-asks-for-no-residual",
+        "after a dropout call, a residual of another shape is not refused",
+        "runtime/calls/dropout.py",
+        "            and x.shape == residual.shape\n",
+        "",
+        _of("functional"),
+    ),
+    Mutant(
+        "sequences-jax-operations-are-equal-whatever-eps",
+        "a JAX norm computes with the eps of an earlier one",
+        "runtime/jax/operation.py",
+        "    eps: float = 0.0\n",
+        "    eps: float = __import__('dataclasses').field(default=0.0, compare=False)\n",
+        _of("jax"),
+    ),
+)
