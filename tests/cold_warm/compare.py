@@ -219,6 +219,10 @@ FAMILIES = (
 _WEIGHTS = (5, 6, 3, 3, 1)
 
 
+# Properties that differ more often than others.
+_OFTEN = ("outer", "transform", "place", "lead", "n")
+
+
 def changed(random: Random, subject: Subject, call: Call) -> Call:
     """Return a call that differs in one property, now and then in two, or in several that go together."""
     made = dict(call)

@@ -29,24 +29,8 @@ Call = dict[str, Any]
 Draw = Callable[[Random], Any]
 
 LENGTHS = (16,) * 4 + (8, 17, 1, 2, 32, 3, 48, 128, 129, 300)
-LEADS = (
-    (4,),
-    (4,),
-    (1,),
-    (5,),
-    (2, 3),
-    (3, 2),
-    (1, 4),
-    (2, 1),
-    (2, 2, 2),
-    (),
-    (0,),
-    (6,),
-    (16,),
-    (3, 8),
-    (2100,),
-    (64, 33),
-)
+# From 8 rows on, kernels compute gradients to modulations and gates.
+LEADS = (*[(16,), (3, 8), (9,)] * 2, (4,), (1,), (2, 3), (1, 4), (2, 1), (2, 2, 2), (), (0,), (64, 33), (2100,))
 
 
 def one_of(*values: Any) -> Draw:
@@ -61,11 +45,11 @@ def _often(value: Any, others: Any, times: int = 2) -> Draw:
 # Properties of every call, with the value that each has if nothing was said.
 SETTINGS: Mapping[str, tuple[Any, Draw]] = {
     "n": (16, one_of(*LENGTHS)),
-    "lead": ((4,), one_of(*LEADS)),
+    "lead": ((16,), one_of(*LEADS)),
     "place": ("", _often("", tuple(PLACES))),
     "outer": ("", _often("", tuple(CONTEXTS), 1)),
     "inner": ("", _often("", tuple(CONTEXTS))),
-    "transform": ("", _often("", tuple(TRANSFORMS), 4)),
+    "transform": ("", _often("", tuple(TRANSFORMS), 1)),
     "alias": ("", _often("", ("residual=x", "gate=x", "bias=weight", "out=x", "out=residual", "residual_out=out"), 3)),
     "gradient": ("contiguous", _often("contiguous", tuple(LAYOUTS), 1)),
     "arriving": ("all", one_of("all", "all", "all", "first", "last", "none")),
