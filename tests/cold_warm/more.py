@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -14,7 +15,6 @@ import torch
 from torch.nn import functional
 
 import normforge
-from normforge.nn import sums
 
 from ..nn import decoders, models
 from .compare import Outcome, Subject, error_of, observed
@@ -207,16 +207,13 @@ def _called(name: str, takes: int, kept: Modules, session: Session, call: Call, 
     shape = (lead[0], 8, *lead[1:]) if is_group else (*lead, WIDTH)
     given = {each: built(call[each], shape, call[each].dtype) for each in ("x", "other")[:takes]}
     inputs = list(given.values())
+    least = "0" if call["joined"] else str(2**60)
     try:
-        with _in_state(module, call), mock.patch.object(sums, "LEAST_ELEMENTS", 0 if call["joined"] else 2**60):
-            found = observed(session, call, {**given, **dict(module.named_parameters())}, lambda: module(*inputs))
+        with _in_state(module, call), mock.patch.dict(os.environ, NORMFORGE_FUSE_FROM=least):
+            return observed(session, call, {**given, **dict(module.named_parameters())}, lambda: module(*inputs))
     finally:
         if name.startswith("patched") and call["patched"] == "unpatched":
             normforge.patch(module, compile_passes=False)
-    if call["joined"]:
-        # Which sums are made with a norm is learned; what is returned does not depend on it.
-        found = {part: value for part, value in found.items() if "launches" not in part}
-    return found
 
 
 def _modules(among: Mapping[str, tuple[Callable[[], torch.nn.Module], int]]) -> list[Subject]:
