@@ -49,6 +49,9 @@ def found_in_c(operands: Operands, options: Any, normalized: Any) -> Any:
 
     No kernel is launched by address here, and of all others it is Python that launches.
     """
+    if normalized is None and operands[3] is None:
+        # Of a sum alone nothing has to be said.
+        normalized = (N,)
     python: Any = SimpleNamespace(
         normalise=lambda *_: None,
         apply=lambda told, *_: (True, told[1]),
