@@ -261,7 +261,7 @@ def gradients_of(options: BackwardOptions, *operands: Any) -> NormGradients:
     if not arrived_in_memory((operands[0], operands[-1])):
         return torch_instead.gradients_of_recorded(operands, options)
     dy, *kept, dresidual_out = operands
-    copies = (walkable_gradient(dy), *kept, walkable_gradient(dresidual_out))
+    copies: Any = (walkable_gradient(dy), *kept, walkable_gradient(dresidual_out))
     if copies[0] is not dy or copies[-1] is not dresidual_out:
         # Copies may be like the gradients of a call before.
         key, found = native.calls.gradients(copies, options)
