@@ -264,7 +264,8 @@ def row_moments(deviations, squares, N: tl.constexpr, AXIS: tl.constexpr):
     that is left is therefore measured too and taken off (the corrected two-pass variance).
     """
     shift, mean_square = row_means(deviations, squares, N, AXIS)
-    return shift, tl.maximum(mean_square - shift * shift, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    variance = tl.maximum(mean_square - shift * shift, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return shift, tl.where(mean_square == float("inf"), mean_square, variance)
 
 
 @triton.jit
