@@ -55,9 +55,8 @@ class Sums:
         self._block = block
         self._joined: _Joined | None = None
         self._summand: _Summand | None = None
-        # Under torch.compile the graph is to show sums and norms, for whoever fuses there. Under batch invariance a
-        # row's bits may not depend on how many rows there are, as what is fused does.
-        self._least = None if is_dynamo_compiling() or is_on() else fuse_from()
+        # Under torch.compile the graph is to show sums and norms, for whoever fuses there.
+        self._least = None if is_dynamo_compiling() else fuse_from()
 
     def add(self, name: str | None, a: Any, b: Any) -> Any:
         """Return a + b.
@@ -69,7 +68,7 @@ class Sums:
         """
         if self._summand is not None:
             a, b = self._again(a), self._again(b)
-        self._joined = None if name is None or not self._is_large(a) else self._join(name, a, b)
+        self._joined = None if name is None or not self._is_large(a, b) else self._join(name, a, b)
         return a + b if self._joined is None else self._joined.total
 
     def normalise(self, norm: Any, x: Any, behind: bool) -> Any:
@@ -100,8 +99,16 @@ class Sums:
         """Forget the norm of the last sum: the forward took a branch, in which anything may happen."""
         self._joined = None
 
-    def _is_large(self, x: Any) -> bool:
-        return self._least is not None and x.__class__ in PLAIN and not x.is_nested and x.numel() >= self._least
+    def _is_large(self, *tensors: Any) -> bool:
+        """Return True if plain tensors, of at least as many elements as are fused, are all there is."""
+        return (
+            self._least is not None
+            and PLAIN.issuperset([each.__class__ for each in tensors])
+            and not any(each.is_nested for each in tensors)
+            and bool(tensors[0].numel() >= self._least)
+            # There a row's bits may not depend on how many rows there are, as whether sums are fused does.
+            and not is_on()
+        )
 
     def _again(self, operand: Any) -> Any:
         """Return an operand, or the same tensor as an output of its norm, whose backward kernel adds gradients."""
@@ -109,9 +116,9 @@ class Sums:
         # Both lie in one memory, so that what is written there, by `.data` say, is found in either.
         return again if operand is x and x is not None and _state(x) == state else operand
 
-    def _join(self, name: str, a: torch.Tensor, b: Any) -> _Joined | None:
+    def _join(self, name: str, a: torch.Tensor, b: torch.Tensor) -> _Joined | None:
         norm: Any = self._block._modules.get(name)
-        if b.__class__ not in PLAIN or b.is_nested or self._block in _unserved or not is_bare(norm):
+        if self._block in _unserved or not is_bare(norm):
             return None
         dtype = torch.promote_types(a.dtype, b.dtype)
         x, residual = (b, a) if dtype is a.dtype else (a, b)
