@@ -229,9 +229,8 @@ def changed(random: Random, subject: Subject, call: Call) -> Call:
     if subject.jumps and random.random() < 0.04:
         made |= random.choice(subject.jumps)
     for _ in range(random.choice((1, 1, 1, 1, 2))):
-        name = random.choices(
-            tuple(subject.draws), [1 + 3 * isinstance(made[each], Operand) for each in subject.draws]
-        )[0]
+        weights = [4 if isinstance(made[each], Operand) else 2 if each in _OFTEN else 1 for each in subject.draws]
+        (name,) = random.choices(tuple(subject.draws), weights)
         old = made[name]
         for _ in range(8):
             new = subject.draws[name](random)

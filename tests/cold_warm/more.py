@@ -166,6 +166,9 @@ def _in_state(module: torch.nn.Module, call: Call) -> Iterator[None]:
     ]
     module.train(call["training"])
     for norm, weight, data in before:
+        if type(data) is not torch.Tensor:
+            # A DTensor's, of which there is no negated view.
+            continue
         if state in ("bf16", "fp16", "fp64"):
             weight.data = data.to({"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}[state])
         elif state == "new data":
@@ -191,7 +194,8 @@ def _in_state(module: torch.nn.Module, call: Call) -> Iterator[None]:
         for norm, name, value in eps:
             setattr(norm, name, value)
         for norm, weight, data in before:
-            weight.data = data
+            if type(data) is torch.Tensor:
+                weight.data = data
             norm.weight = weight
             weight.requires_grad_()
 
