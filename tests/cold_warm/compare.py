@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .contexts import TRANSFORMS, within
+from .contexts import OPERATORS_SEEN, TRANSFORMS, within
 from .functions import JUMPS, SETTINGS, Call, Draw, Function, arguments, families, settled
 from .operands import LAYOUTS, Operand, numbers
 from .session import Session, forgotten
@@ -143,6 +143,7 @@ def observed(session: Session, call: Call, given: Mapping[str, Any], run: Callab
         found["exception"] = error_of(error)
     found["versions"] = {name: _less(version, before[name]) for name, version in versions(given).items()}
     found["launches"], session.launches = session.launches, []
+    found["operators"], OPERATORS_SEEN[:] = list(OPERATORS_SEEN), []
     due = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
     due = {"all": due, "first": due[:1], "last": due[-1:], "none": []}[call["arriving"]]
     if due:
@@ -229,7 +230,10 @@ def changed(random: Random, subject: Subject, call: Call) -> Call:
     if subject.jumps and random.random() < 0.04:
         made |= random.choice(subject.jumps)
     for _ in range(random.choice((1, 1, 1, 1, 2))):
-        weights = [4 if isinstance(made[each], Operand) else 2 if each in _OFTEN else 1 for each in subject.draws]
+        weights = [
+            4 if isinstance(made[each], Operand) else 5 if each in _OFTEN[:3] else 2 if each in _OFTEN else 1
+            for each in subject.draws
+        ]
         (name,) = random.choices(tuple(subject.draws), weights)
         old = made[name]
         for _ in range(8):

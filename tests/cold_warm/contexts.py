@@ -20,8 +20,14 @@ import normforge
 Thunk = Callable[[], Any]
 
 
+# The operators of normforge that a dispatch mode saw.
+OPERATORS_SEEN: list[str] = []
+
+
 class _Dispatch(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(function).startswith("normforge"):
+            OPERATORS_SEEN.append(str(function))
         return function(*args, **(kwargs or {}))
 
 

@@ -17,7 +17,7 @@ from .compare import FAMILIES, Difference, run
 from .surroundings import one_rank
 
 # Calls that are compared. The dearer families have fewer: a patched block is copied, and JAX traces, for each.
-FEW = dict.fromkeys(FAMILIES, 200) | {"functional": 400, "modules": 60, "blocks": 25, "jax": 90, "parallel": 40}
+FEW = dict.fromkeys(FAMILIES, 250) | {"functional": 500, "modules": 60, "blocks": 25, "jax": 90, "parallel": 40}
 MANY = dict.fromkeys(FAMILIES, 1000) | {"functional": 1800, "blocks": 300, "jax": 600, "parallel": 300}
 
 # Those of which no kernel is launched have one way.

@@ -72,14 +72,6 @@ MUTANTS = (
         _of("functional", "forward"),
     ),
     Mutant(
-        "sequences-known-calls-may-be-negated",
-        "a negated tensor of a known gated or modulated call is read as it lies in memory",
-        "runtime/calls/neighbours.py",
-        "operand.__class__ in PLAIN and not operand.is_neg() for",
-        "operand.__class__ in PLAIN for",
-        _of("gated", "modulated", "quantised"),
-    ),
-    Mutant(
         "sequences-batch-invariance-shares-plans",
         "a kernel that batch invariance chose serves calls outside of it",
         "runtime/selection/dispatch.py",
