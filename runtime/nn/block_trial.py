@@ -94,7 +94,7 @@ _RETURNS: tuple[Callable[[torch.Tensor], Any], ...] = (
 _MOST_RUNS = 200
 
 # An odd batch, so that a tensor is not taken for a tuple of two or three.
-_LEADING = (5, 4)
+LEADING = (5, 4)
 
 
 class _StandIn(torch.nn.Module):
@@ -170,7 +170,7 @@ class _Trial:
         generator = torch.Generator("cpu").manual_seed(0)
 
         def random() -> torch.Tensor:
-            shape = (*_LEADING, _width(module))
+            shape = (*LEADING, _width(module))
             return torch.randn(shape, generator=generator, dtype=torch.float32).requires_grad_()
 
         arguments = [random()]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .block_trial import UnlikeError, check, followers
+from .block_trial import LEADING, UnlikeError, check, followers
 from .following import may_follow
 from .modulating import formula_of, may_modulate, modulate
 from .modulation_text import Modulation
@@ -124,7 +124,8 @@ def fusible(module: torch.nn.Module) -> Fusible | str | None:
         return str(unreadable) if adds else None
     modulated = _modulated(module, forward)
     if not modulated and not (adds and forward.additions):
-        return None
+        adders = [name for name in forward.function.__code__.co_names if "add" in name.lower().split("_")]
+        return f"it adds by {adders[0]}(), and patch sees sums written as a + b" if adds and adders else None
     if "forward" in vars(module):
         return "its forward is overridden on the instance"
     own = cls.__mro__[: cls.__mro__.index(torch.nn.Module)]
@@ -190,7 +191,10 @@ def _sums(
     except (UnreadableError, UnlikeError) as unlike:
         return str(unlike)
     except Exception as error:  # Anything may come out of somebody's forward.
-        return f"its forward could not be tried on random numbers ({type(error).__name__}: {error})"
+        return (
+            "it runs as before, since patch cannot see which norms take its sums: called with a random tensor of shape "
+            f"{(*LEADING, 'N')}, and with stand-ins for its parts, its forward raised {type(error).__name__}: {error}"
+        )
     return chosen or "no norm is called with a sum of its forward, and none is returned"
 
 

@@ -13,6 +13,7 @@ from ..calls.traced import result_dtype
 from ..dtypes import HALVES
 from .huggingface import HuggingFaceRMSNorm, T5RMSNorm
 from .modules import LayerNorm, RMSNorm
+from .replaced import class_of
 from .sums import Following, taken, waiting_sums
 
 
@@ -96,7 +97,7 @@ FOLLOWING: dict[type[torch.nn.Module], type[Following]] = {
 
 def may_follow(module: torch.nn.Module) -> bool:
     """Whether a module is a norm that a sum can be computed together with."""
-    known = isinstance(module, Following) or type(module) in FOLLOWING
+    known = isinstance(module, Following) or class_of(module) in FOLLOWING
     if not known or len(vars(module)["normalized_shape"]) != 1:
         return False
     # Of these the functional API makes another call.

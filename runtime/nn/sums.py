@@ -174,6 +174,7 @@ def add(block: torch.nn.Module, index: int, a: Any, b: Any) -> Any:
         is_dynamo_compiling()
         or not PLAIN.issuperset((a.__class__, b.__class__))
         or a.numel() < LEAST_ELEMENTS
+        or a.is_nested
         or is_on()
     ):
         # Joined, a norm is of the sum before it is rounded: under batch invariance none is, be there many rows or few.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 from torch.nn.modules import module as modules
+
+from .torch_dynamo import constant_in_traces
 
 # Whether code runs within a transform of torch.func, or one built on the same: autograd's batched gradients.
 # TorchDynamo takes this question in every release from 2.11; that for the number of transforms it refuses in 2.11.
@@ -36,6 +39,17 @@ global_hooks: Callable[[], Any] = modules._has_any_global_hook
 def jit_tracing() -> bool:
     """Whether torch.jit.trace records what runs."""
     return not torch.compiler.is_dynamo_compiling() and torch._C._get_tracing_state() is not None
+
+
+@constant_in_traces
+def left_in_traces() -> bool:
+    """Return True within a transform of torch.func, and while torch.onnx.export runs: both know torch's operators only.
+
+    TorchDynamo itself guards which transforms are active.
+    """
+    # torch.onnx is imported by those who export.
+    onnx = sys.modules.get("torch.onnx")
+    return transforming() or (onnx is not None and bool(onnx.is_in_onnx_export()))
 
 
 # Torch declares no types of it.
