@@ -82,8 +82,7 @@ def patch(
     and state_dicts do not change.
 
     Swapped are `torch.nn.LayerNorm`, `torch.nn.RMSNorm` and `torch.nn.GroupNorm`; subclasses of them whose forward is
-    the one call that torch's is, as timm's; and classes whose name ends in RMSNorm or T5LayerNorm, with a 1-D weight,
-    no bias, and `variance_epsilon` or `eps`, if their forward takes one tensor and computes one of Hugging Face's
+    the one call that torch's is, as timm's; and classes of any name with a 1-D weight, no bias, and `variance_epsilon` or `eps`, if their forward takes one tensor and computes one of Hugging Face's
     formulas: as `LlamaRMSNorm`, `T5LayerNorm`, `Olmo2RMSNorm` or `GemmaRMSNorm`. Which one is found by trying copies on
     random numbers, in training and in evaluation; epsilon may be changed afterwards, under its own name, and the input
     may be passed by keyword, as before. Anything else that looks like a norm, a subclass with a forward of its own,
