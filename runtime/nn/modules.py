@@ -177,6 +177,14 @@ class LayerNorm(_LayerNorm):
         return y
 
 
+class UpcastLayerNorm(LayerNorm):
+    """`LayerNorm` whose y has x's dtype under torch.autocast too, as diffusers' `FP32LayerNorm`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalise input: (..., *normalized_shape), fp16, bf16 or fp32; returns its shape and dtype."""
+        return LayerNorm.forward(self, input).to(input.dtype)
+
+
 class RMSNorm(_RMSNorm):
     """`torch.nn.RMSNorm` with its forward and backward passes in generated kernels; see `rms_norm`.
 

@@ -18,7 +18,7 @@ from .blocks import FusedBlock, fusible, may_be_block
 from .following import FOLLOWING, may_follow
 from .grouping import GroupNorm, GroupNormSequential, has_activated_norm
 from .huggingface import EPSILON, CastOrder, HuggingFaceRMSNorm, T5RMSNorm
-from .modules import LayerNorm, RMSNorm
+from .modules import LayerNorm, RMSNorm, UpcastLayerNorm
 from .probing import UnlikeError, calls_only, formula_of, ignores_scale
 from .replaced import ORIGINAL, class_for, class_of
 from .report import Bypassed, Fused, Patch, Skipped, Swapped, Unfused
@@ -82,11 +82,12 @@ def patch(
     and state_dicts do not change.
 
     Swapped are `torch.nn.LayerNorm`, `torch.nn.RMSNorm` and `torch.nn.GroupNorm`; subclasses of them whose forward is
-    the one call that torch's is, as timm's; and classes of any name with a 1-D weight, no bias, and `variance_epsilon` or `eps`, if their forward takes one tensor and computes one of Hugging Face's
-    formulas: as `LlamaRMSNorm`, `T5LayerNorm`, `Olmo2RMSNorm` or `GemmaRMSNorm`. Which one is found by trying copies on
-    random numbers, in training and in evaluation; epsilon may be changed afterwards, under its own name, and the input
-    may be passed by keyword, as before. Anything else that looks like a norm, a subclass with a forward of its own,
-    say, is left alone and reported.
+    the one call that torch's is, as timm's, also in fp32, as diffusers' `FP32LayerNorm`; and classes of any name with a
+    1-D weight, no bias, and `variance_epsilon` or `eps`, if their forward takes one tensor and computes one of Hugging
+    Face's formulas: as `LlamaRMSNorm`, `T5LayerNorm`, `Olmo2RMSNorm` or `GemmaRMSNorm`. Which one is found by trying
+    copies on random numbers, in training and in evaluation; epsilon may be changed afterwards, under its own name, and
+    the input may be passed by keyword, as before. Anything else that looks like a norm, a subclass with a forward of
+    its own, say, is left alone and reported.
 
     Fused are blocks, Hugging Face's decoder layers, timm's, torch's or anybody's, that add in their forward and call a
     norm of theirs with the sum, or return it: one kernel then makes the sum and its norm. Which sums those are is found
@@ -352,6 +353,9 @@ def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacem
     for base, replacement in _TORCH.items():
         if isinstance(module, base):
             if calls_only(module, base):
+                names = getattr(getattr(cls.forward, "__code__", None), "co_names", ())
+                if base is torch.nn.LayerNorm and not {"to", "type_as"}.isdisjoint(names):
+                    replacement = UpcastLayerNorm
                 return _Replacement(replacement, _options_of(replacement))
             return f"{cls.__name__} is a subclass of torch's, and its forward may be its own"
     try:

@@ -77,9 +77,12 @@ def _calls_alike(module: torch.nn.Module, base: type[torch.nn.Module], training:
     for cast in (False, True):
         made = []
         for forward in (base.forward, type(twin).forward):
-            with torch.autocast("cpu", torch.bfloat16, enabled=cast), _Calls() as calls:
+            upcasts = forward is not base.forward and base is torch.nn.LayerNorm
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast), _Calls(upcasts) as calls:
                 returned = forward(twin, x)
-            if len(calls.made) != 1 or returned is not calls.result:
+            if len(calls.made) != 1 or calls.source(returned) != id(calls.result):
+                return False
+            if upcasts and returned.dtype is not dtype:
                 return False
             made += calls.made
         if made[0] != made[1]:
@@ -88,19 +91,38 @@ def _calls_alike(module: torch.nn.Module, base: type[torch.nn.Module], training:
 
 
 class _Calls(TorchFunctionMode):
-    """Which of torch's functions are called, and with what; tensors go by their identity."""
+    """Which of torch's functions are called, and with what; tensors go by their identity.
 
-    def __init__(self) -> None:
+    With `upcasts`, a tensor cast to another dtype goes by the identity of the tensor it was cast from.
+    """
+
+    def __init__(self, upcasts: bool) -> None:
         super().__init__()
+        self._upcasts = upcasts
+        self._casts: dict[int, tuple[int, torch.Tensor]] = {}
         self.made: list[tuple[Any, list[Any]]] = []
         self.result: Any = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._upcasts and function in _CASTS:
+            made = function(*args, **kwargs)
+            if isinstance(made, torch.Tensor) and made is not args[0]:
+                # With the tensor, whose identity another would get.
+                self._casts[id(made)] = (self.source(args[0]), made)
+            return made
         given = [*args, *(kwargs[name] for name in sorted(kwargs))]
-        self.made.append((function, [id(each) if isinstance(each, torch.Tensor) else each for each in given]))
+        self.made.append((function, [self.source(each) if isinstance(each, torch.Tensor) else each for each in given]))
         self.result = function(*args, **kwargs)
         return self.result
+
+    def source(self, tensor: torch.Tensor) -> int:
+        """Return the identity of the tensor that a tensor was cast from, or its own."""
+        return self._casts.get(id(tensor), (id(tensor),))[0]
+
+
+_DTYPE: Any = torch.Tensor.dtype
+_CASTS = (torch.Tensor.float, torch.Tensor.to, torch.Tensor.type_as, _DTYPE.__get__)
 
 
 # The sizes of the input of a norm, with channels last, second, or first.

@@ -423,7 +423,6 @@ SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "bias": (models.BiasedRMSNorm, "lacks a 1-D weight as its only parameter"),
     "eps unnamed": (models.NamelessEpsilonRMSNorm, "variance_epsilon or eps"),
     "subclass": (lambda: models.ScaledLayerNorm(WIDTH), "ScaledLayerNorm is a subclass of torch's"),
-    "in fp32": (lambda: models.WideLayerNorm(WIDTH), "WideLayerNorm is a subclass of torch's"),
     "fixed epsilon": (lambda: models.FixedLayerNorm(WIDTH), "FixedLayerNorm is a subclass of torch's"),
     "own class": (models.OwnLayerNorm, "it lacks a 1-D weight as its only parameter"),
     "channels first": (lambda: models.ChannelRMS_norm(WIDTH), "it lacks a 1-D weight as its only parameter"),
@@ -677,3 +676,15 @@ def test_unpatch_names_the_library_whose_hook_is_there(name: str, fix: str) -> N
     setattr(module, name, object())
     with pytest.raises(normforge.errors.PatchError, match=fix):
         normforge.unpatch(module)
+
+
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_layer_norm_in_fp32_is_taken(dtype: torch.dtype, weight: torch.dtype) -> None:
+    """As FP32LayerNorm of diffusers: kernels compute in fp32, and round once, to the dtype of x."""
+    module = randomised(models.WideLayerNorm(WIDTH)).to(weight)
+    ours, x = copy.deepcopy(module), torch.randn(64, WIDTH).to(dtype)
+    assert [swapped.old for swapped in normforge.patch(ours).swapped] == [models.WideLayerNorm]
+    assert isinstance(ours, (normforge.LayerNorm, models.WideLayerNorm))
+    assert ours(x).dtype is module(x).dtype is dtype
+    torch.testing.assert_close(ours(x), module(x))
