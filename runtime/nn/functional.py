@@ -25,6 +25,7 @@ from ..calls.traced import (
     intercepted,
     is_dynamo_compiling,
     keeps_for_recomputation,
+    left_in_traces,
     result_dtype,
     unrecorded,
 )
@@ -35,7 +36,6 @@ from ..compiled.rules import is_left_to_inductor
 from ..dtypes import FLOATS
 from ..errors import ConflictError
 from ..random_mask import dropout_mask
-from ..upstream.torch_internals import left_in_traces
 from .replaced import Replacing
 
 
