@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..dtypes import FLOATS
 from ..kernels import gpu
 from ..upstream.torch_dynamo import constant_in_traces
-from ..upstream.torch_internals import dispatch_modes, has_tangent, jit_tracing, transforming
+from ..upstream.torch_internals import dispatch_modes, has_tangent, jit_tracing, left_in_traces
 
 logger = logging.getLogger("normforge")
 
@@ -50,6 +52,34 @@ def sees_operators(tensor: object) -> bool:
     return isinstance(tensor, torch.Tensor) and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
+def is_served(operands: tuple[Any, ...]) -> bool:
+    """Return True if kernels take the tensors of a call of a module, x first, or if torch.fx records the call."""
+    if not isinstance(operands[0], torch.Tensor):
+        return True
+    for tensor in operands:
+        if tensor is not None and (
+            (tensor.__class__ not in (torch.Tensor, torch.nn.Parameter) and _is_foreign(type(tensor)))
+            or tensor.layout is not torch.strided
+            or tensor.is_nested
+        ):
+            return False
+    if backend(operands[0]) != "kernel" or left_to_torch(operands):
+        return False
+    return all(tensor is None or tensor.dtype in FLOATS for tensor in operands)
+
+
+@constant_in_traces
+def _is_foreign(cls: type) -> bool:
+    """Return True if a class of tensors decides what functions do, unless torch traces or distributes by it."""
+    if cls.__module__.startswith(("torch._subclasses.f", "torch.distributed.")):
+        return False
+    function: Any = getattr(cls, "__torch_function__", None)
+    plain: Any = torch.Tensor.__torch_function__
+    functions = (plain.__func__, torch._C._disabled_torch_function_impl)
+    decides = getattr(function, "__func__", function) not in functions
+    return decides or getattr(cls, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__
+
+
 def left_to_torch(operands: tuple[torch.Tensor | None, ...]) -> bool:
     """Whether torch's own operator serves a call, although kernels run where its tensors are.
 
@@ -61,7 +91,7 @@ def left_to_torch(operands: tuple[torch.Tensor | None, ...]) -> bool:
         if not is_dynamo_compiling():
             _say_once_of_float64()
         return True
-    followed = transforming() if is_dynamo_compiling() else _followed(tensors)
+    followed = left_in_traces() if is_dynamo_compiling() else _followed(tensors)
     return followed or _has_no_columns(tensors)
 
 
@@ -71,7 +101,7 @@ def _has_no_columns(tensors: list[torch.Tensor]) -> bool:
 
 
 def _followed(tensors: list[torch.Tensor]) -> bool:
-    return transforming() or jit_tracing() or has_tangent(tensors)
+    return left_in_traces() or jit_tracing() or has_tangent(tensors)
 
 
 @functools.cache

@@ -19,7 +19,14 @@ from ..codegen.parameters import BACKWARD, FORWARD
 from ..codegen.values import Norm
 from ..selection.invariance import is_on
 from ..upstream.torch_dynamo import constant_in_traces
-from ..upstream.torch_internals import dispatch_modes, global_hooks, jit_tracing, saved_tensors_hooks, transforming
+from ..upstream.torch_internals import (
+    dispatch_modes,
+    global_hooks,
+    jit_tracing,
+    left_in_traces,
+    saved_tensors_hooks,
+    transforming,
+)
 from .backend import intercepted
 from .check import Call, check, refuse_gradient
 from .functions import completed, function_named
@@ -33,6 +40,7 @@ __all__ = [
     "intercepted",
     "is_dynamo_compiling",
     "keeps_for_recomputation",
+    "left_in_traces",
     "operated",
     "operator",
     "result_dtype",

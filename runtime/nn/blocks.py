@@ -30,14 +30,12 @@ class Fusible:
         norms: the names of its norms that are computed together with the sum before them.
         gradients: the names of its norms whose input is added again, and whose backward kernel adds both gradients.
         modulated: the names of its norms that are computed together with their modulation.
-        unfused: why no sum is fused, None if some are or nobody would ask.
     """
 
     cls: type[torch.nn.Module]
     norms: tuple[str, ...]
     gradients: tuple[str, ...]
     modulated: tuple[str, ...]
-    unfused: str | None
 
 
 class FusedBlock:
@@ -125,7 +123,8 @@ def fusible(module: torch.nn.Module) -> Fusible | str | None:
         return str(unreadable) if adds else None
     modulated = _modulated(module, forward)
     if not modulated and not (adds and forward.behind):
-        return None
+        adders = [name for name in forward.function.__code__.co_names if "add" in name.lower().split("_")]
+        return f"it adds by {adders[0]}(), and patch sees sums written as a + b" if adds and adders else None
     if "forward" in vars(module):
         return "its forward is overridden on the instance"
     own = cls.__mro__[: cls.__mro__.index(torch.nn.Module)]
@@ -142,18 +141,13 @@ def fusible(module: torch.nn.Module) -> Fusible | str | None:
         for which in range(len(forward.behind))
         if which not in spent and (_behind(forward, (which,), norms) or _inputs(forward, (which,), norms))
     )
-    unfused = (
-        None
-        if chosen or not adds or len(forward.behind) == len(spent)
-        else "no norm is called directly behind a sum, or with what is added later"
-    )
     if not chosen and not modulated:
-        return unfused
+        return "no norm is called directly behind a sum, or with what is added later"
     try:
         made = _made(cls, chosen, modulated, norms)
     except UnreadableError as unreadable:
         return str(unreadable)
-    return Fusible(made, _behind(forward, chosen, norms), _inputs(forward, chosen, norms), names, unfused)
+    return Fusible(made, _behind(forward, chosen, norms), _inputs(forward, chosen, norms), names)
 
 
 def _behind(forward: Forward, chosen: tuple[int, ...], norms: tuple[str, ...]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..calls import dropout, native, recorded, torch_instead
 from ..calls.argument_checks import check_dtype, check_number, check_tensor
-from ..calls.backend import backend, left_to_torch
+from ..calls.backend import backend, is_served, left_to_torch
 from ..calls.check import check_normalised
 from ..calls.functional import FORWARD_OF, OPERANDS, named, normalise_traced
 from ..calls.known import PLAIN
@@ -25,8 +25,8 @@ from ..calls.traced import (
     intercepted,
     is_dynamo_compiling,
     keeps_for_recomputation,
+    left_in_traces,
     result_dtype,
-    transforming,
     unrecorded,
 )
 from ..codegen.families import Kind
@@ -36,6 +36,7 @@ from ..compiled.rules import is_left_to_inductor
 from ..dtypes import FLOATS
 from ..errors import ConflictError
 from ..random_mask import dropout_mask
+from .replaced import Replacing
 
 
 def layer_norm(
@@ -372,19 +373,24 @@ def dropped_add_normalise(
     return (*found, dropout_mask(rows, dropout_p, rng).view(x.shape))
 
 
-def normalise(operands: Operands, normalized_shape: Sequence[int], options: Options) -> Any:
+def normalise(
+    operands: Operands, normalized_shape: Sequence[int], options: Options, module: Replacing | None = None
+) -> Any:
     """Any norm of the functional API: y, or y and residual_out where there is a residual.
 
     Args:
         operands: the tensors.
         normalized_shape: the dimensions of x that are normalised together.
         options: the norm's word, and what is told besides. out_dtype is y's; None is as `layer_norm` says.
+        module: the module that is called; None for a function.
     """
     found = None if is_dynamo_compiling() else native.calls.normalise(operands, options, normalized_shape)
-    return normalise_first(operands, normalized_shape, options) if found is None else found
+    return normalise_first(operands, normalized_shape, options, module) if found is None else found
 
 
-def normalise_cast_before_weight(operands: Operands, normalized_shape: Sequence[int], options: Options) -> Any:
+def normalise_cast_before_weight(
+    operands: Operands, normalized_shape: Sequence[int], options: Options, module: Replacing | None = None
+) -> Any:
     """The same of a cast before the weight, as Hugging Face's models do.
 
     y has out_dtype, and if that has 16 bits it is what rows are rounded to; else they are rounded to x's. None is what
@@ -392,19 +398,28 @@ def normalise_cast_before_weight(operands: Operands, normalized_shape: Sequence[
     """
     x, weight, *_ = operands
     if x.__class__ not in PLAIN and _overridden(operands):
+        if module is not None and not is_served(operands) and (before := module.forward_before(x)) is not None:
+            return before(module, x)
         return handle_torch_function(normalise_cast_before_weight, operands, operands, normalized_shape, options)
     norm, eps, weight_offset, y_dtype, cast = options
     if y_dtype is None and weight is not None:
         y_dtype = x.dtype if x.dtype is weight.dtype else torch.promote_types(x.dtype, weight.dtype)
-    return normalise(operands, normalized_shape, (norm, eps, weight_offset, y_dtype, cast))
+    return normalise(operands, normalized_shape, (norm, eps, weight_offset, y_dtype, cast), module)
 
 
 def normalise_first(
-    operands: Operands, normalized_shape: Sequence[int] | None, options: Options, *, adds: bool = False
+    operands: Operands,
+    normalized_shape: Sequence[int] | None,
+    options: Options,
+    module: Replacing | None = None,
+    *,
+    adds: bool = False,
 ) -> Any:
     """Run `normalise` for a call that `native.calls` does not know; where it `adds`, None is x's last dimension."""
     if is_dynamo_compiling() and is_plain(operands, normalized_shape, options):
-        return _traced(operands, normalized_shape, options)
+        return _traced(operands, normalized_shape, options, module)
+    if module is not None and not is_served(operands) and (before := module.forward_before(operands[0])) is not None:
+        return before(module, operands[0])
     if _overridden(operands):
         return _handed_on(operands, normalized_shape, options)
     if normalized_shape is None and adds:
@@ -440,12 +455,16 @@ def _as_floats(options: Options) -> Options:
     return norm, None if eps is None else float(eps), float(weight_offset or 0.0), out_dtype, cast
 
 
-def _traced(operands: Operands, normalized_shape: Any, options: Options) -> Any:
+def _traced(operands: Operands, normalized_shape: Any, options: Options, module: Replacing | None) -> Any:
     """`normalise_first` of a call that TorchDynamo follows and that nothing can be said against."""
     shape = tuple(normalized_shape)
-    if backend(operands[0]) != "kernel":
+    kernel, left = backend(operands[0]) == "kernel", left_in_traces()
+    # As `is_served`, which to follow costs a dozen guards; of a module that is served none is asked for a method.
+    if (left or not kernel) and module is not None and (before := module.forward_before(operands[0])) is not None:
+        return before(module, operands[0])
+    if not kernel:
         return torch_instead.normalise(operands, shape, options)
-    return _seen(operands, shape, options, left=transforming())
+    return _seen(operands, shape, options, left)
 
 
 def _seen(operands: Operands, shape: tuple[int, ...], options: Options, left: bool) -> Any:

@@ -10,7 +10,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..calls import group, group_instead
 from ..calls.argument_checks import check_device, check_dtype, check_number, check_tensor
-from ..calls.backend import backend, left_to_torch
+from ..calls.backend import backend, is_served, left_to_torch
 from ..calls.group_instead import Options
 from ..calls.known import PLAIN
 from ..calls.sharded import Frame, is_sharded
@@ -21,6 +21,7 @@ from ..dtypes import FLOATS
 from ..errors import ShapeError, TransformError
 from ..mode_words import word
 from .modules import unscriptable
+from .replaced import Replacing, class_of
 from .report import repr_of
 
 _DTYPES = (*FLOATS, torch.float64)
@@ -143,7 +144,7 @@ def _check(x: torch.Tensor, num_groups: int, weight: torch.Tensor | None, bias: 
         check_device(name, vector, x)
 
 
-class GroupNorm(torch.nn.GroupNorm):
+class GroupNorm(Replacing, torch.nn.GroupNorm):
     """`torch.nn.GroupNorm` with its forward and backward passes in generated kernels; see `group_norm`.
 
     The constructor, parameters and state_dict are torch's, but for the activation, which is off by default.
@@ -185,6 +186,16 @@ class GroupNorm(torch.nn.GroupNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise input: (B, num_channels, ...), fp16, bf16, fp32 or fp64; returns its shape and dtype."""
+        operands, told = (input, self.weight, self.bias), (self.num_groups, self.eps, self.activation)
+        if not is_dynamo_compiling() and input.__class__ in PLAIN:
+            known = group.normalise_known(*operands, told)
+            if known is not None:
+                return known
+        left = self.activation is None and not is_served(operands)
+        before = self.forward_before(input) if left else None
+        if before is not None:
+            y: torch.Tensor = before(self, input)
+            return y
         return group_norm(input, self.num_groups, self.weight, self.bias, self.eps, activation=self.activation)
 
     # torch.jit asks a module for this before it compiles it.
@@ -199,7 +210,7 @@ class GroupNorm(torch.nn.GroupNorm):
         return super().extra_repr() + ("" if self.activation is None else f", activation={self.activation}")
 
 
-class GroupNormSequential(torch.nn.Sequential):
+class GroupNormSequential(Replacing, torch.nn.Sequential):
     """`torch.nn.Sequential`, but for a SiLU right behind a `GroupNorm`: one kernel computes both.
 
     The modules stay what they are, for whoever calls one of them. Where either has a hook, or a forward on the
@@ -213,7 +224,7 @@ class GroupNormSequential(torch.nn.Sequential):
         for module, behind in zip(modules, [*modules[1:], None], strict=True):
             if skips:
                 skips = False
-            elif behind is not None and _are_one(module, behind):
+            elif behind is not None and _are_one(module, behind) and _is_taken(input, module):
                 skips = True
                 assert isinstance(module, GroupNorm)
                 input = group_norm(input, module.num_groups, module.weight, module.bias, module.eps, activation="silu")
@@ -227,7 +238,7 @@ class GroupNormSequential(torch.nn.Sequential):
 
 def has_activated_norm(modules: torch.nn.Sequential) -> bool:
     """Whether a SiLU stands right behind one of our GroupNorms."""
-    return any(type(norm) is GroupNorm and type(silu) is torch.nn.SiLU for norm, silu in pairwise(modules))
+    return any(class_of(norm) is GroupNorm and type(silu) is torch.nn.SiLU for norm, silu in pairwise(modules))
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -235,6 +246,13 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 def _are_one(norm: torch.nn.Module, silu: torch.nn.Module) -> bool:
     """Whether calling both is nothing but a GroupNorm and SiLU of what it returns."""
-    if type(norm) is not GroupNorm or type(silu) is not torch.nn.SiLU or norm.activation is not None:
+    if class_of(norm) is not GroupNorm or type(silu) is not torch.nn.SiLU or norm.activation is not None:
         return False
     return not any("forward" in vars(each) or any(vars(each)[name] for name in _HOOKS) for each in (norm, silu))
+
+
+def _is_taken(x: Any, norm: torch.nn.Module) -> bool:
+    """Return True if `group_norm` takes x: at once for dense tensors, whose classes and dtypes say so."""
+    if x.__class__ in PLAIN and x.dtype in FLOATS and not x.is_nested:
+        return True
+    return is_served((x, norm.weight, norm.bias))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -11,6 +13,7 @@ from ..codegen.values import Cast
 from ..dtypes import HALVES
 from .functional import normalise, normalise_cast_before_weight, written_out_for_inductor
 from .modules import RMSNorm, own
+from .replaced import ORIGINAL
 
 
 class CastOrder(Enum):
@@ -75,8 +78,17 @@ class HuggingFaceRMSNorm(RMSNorm):
         operands = (rows, weight, None, None, None)
         y = written_out_for_inductor(operands, shape, options) if is_dynamo_compiling() else None
         if y is None:
-            y = (normalise_cast_before_weight if self.cast_before_weight else normalise)(operands, shape, options)
+            y = (normalise_cast_before_weight if self.cast_before_weight else normalise)(operands, shape, options, self)
         return y
+
+    def forward_before(self, x: torch.Tensor) -> Callable[..., Any] | None:
+        """Return `Replacing`'s, rounded to the dtype of y where `patch` was asked to round once."""
+        forward = super().forward_before(x)
+        if forward is None or self.__dict__[ORIGINAL].asked:
+            return forward
+        dtype = self._rounded(self.weight)[0] or x.dtype
+        before = forward  # For mypy, which knows of no variable of a closure that it is not None.
+        return lambda module, x: before(module, x).to(dtype)
 
     def _rounded(self, weight: torch.Tensor) -> tuple[torch.dtype | None, str | Cast]:
         """The dtype of y, None where the function knows it, and the cast."""

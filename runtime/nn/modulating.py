@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..calls.backend import backend
+from ..calls.backend import is_served
 from ..calls.known import PLAIN
 from ..calls.straight import DEFAULT_EPS
 from ..calls.traced import global_hooks, result_dtype
@@ -29,6 +29,7 @@ from .function_state import State
 from .modulation import modulated_layer_norm, modulated_rms_norm
 from .modules import LayerNorm, RMSNorm
 from .probing import apart
+from .replaced import class_of
 
 logger = logging.getLogger("normforge")
 
@@ -73,7 +74,7 @@ def modulate(block: torch.nn.Module, function: Any, norm: Any, x: Any, /, *given
         given: the function's other arguments.
         named: likewise, by name.
     """
-    if x.__class__ in PLAIN and norm.__class__ in _WORDS and not is_dynamo_compiling():
+    if x.__class__ in PLAIN and not is_dynamo_compiling() and class_of(norm) in _WORDS:
         formula = WRITTEN_OUT if function is None else formula_of(function, len(given), tuple(named))
         if formula is not None:
             made = _fused(formula, norm, x, (*given, *named.values()))
@@ -149,7 +150,7 @@ def _computes(called: Callable[..., Any], formula: Formula) -> bool:
 
 def may_modulate(norm: torch.nn.Module) -> bool:
     """Whether a module is a norm that a modulation can be computed together with."""
-    word = _WORDS.get(type(norm))
+    word = _WORDS.get(class_of(norm))
     return word is not None and _is_plain(norm, word) and "forward" not in vars(norm)
 
 
@@ -162,13 +163,15 @@ def _is_plain(norm: Any, word: str) -> bool:
 
 def _fused(formula: Formula, norm: Any, x: Any, operands: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
     """The modulated rows, or None where the kernel would compute something else than norm and modulation do."""
-    word = _WORDS[norm.__class__]
+    word = _WORDS[class_of(norm)]
     if any(operand.__class__ not in PLAIN for operand in operands) or not _is_plain(norm, word):
         return None
     # Whoever watches a norm is to see it called.
     if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
         return None
-    if "forward" in norm.__dict__ or global_hooks() or backend(x) != "kernel":
+    if "forward" in norm.__dict__ or global_hooks():
+        return None
+    if not is_served((x, *operands, norm.weight, getattr(norm, "bias", None))):
         return None
     shape = x.shape
     if len(shape) != 3 or shape[2] != norm.normalized_shape[0]:

@@ -22,6 +22,7 @@ from .functional import (
     normalise_cast_before_weight,
     normalise_first,
 )
+from .replaced import Replacing
 from .report import repr_of
 
 
@@ -43,7 +44,7 @@ def unscriptable(name: str) -> str:
     )
 
 
-class _Norm(torch.nn.Module):
+class _Norm(Replacing):
     """What the modules have beside torch's: options of the functional API, and none of torch.jit.script."""
 
     normalized_shape: tuple[int, ...]
@@ -172,8 +173,16 @@ class LayerNorm(_LayerNorm):
             operands = (input, own(self, "weight"), own(self, "bias"), None, x_bias)
             y = native.calls.normalise(operands, options, self.normalized_shape)
         if y is None:
-            y = normalise_first(operands, self.normalized_shape, options)
+            y = normalise_first(operands, self.normalized_shape, options, self)
         return y
+
+
+class UpcastLayerNorm(LayerNorm):
+    """`LayerNorm` whose y has x's dtype under torch.autocast too, as diffusers' `FP32LayerNorm`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalise input: (..., *normalized_shape), fp16, bf16 or fp32; returns its shape and dtype."""
+        return LayerNorm.forward(self, input).to(input.dtype)
 
 
 class RMSNorm(_RMSNorm):
@@ -233,9 +242,10 @@ class RMSNorm(_RMSNorm):
         y: torch.Tensor
         if self.cast_before_weight and weight is not None:
             options = ("rms", self.eps, self.weight_offset, None, "before_weight")
-            y = normalise_cast_before_weight(operands, self.normalized_shape, options)
+            y = normalise_cast_before_weight(operands, self.normalized_shape, options, self)
         else:
-            y = normalise(operands, self.normalized_shape, ("rms", self.eps, self.weight_offset, None, self.cast))
+            options = ("rms", self.eps, self.weight_offset, None, self.cast)
+            y = normalise(operands, self.normalized_shape, options, self)
         return y
 
     def extra_repr(self) -> str:

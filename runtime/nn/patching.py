@@ -18,15 +18,13 @@ from ..settings import fuse_from
 from .blocks import FusedBlock, fusible, may_be_block
 from .grouping import GroupNorm, GroupNormSequential, has_activated_norm
 from .huggingface import EPSILON, CastOrder, HuggingFaceRMSNorm, T5RMSNorm
-from .modules import LayerNorm, RMSNorm
-from .probing import UnlikeError, calls_only, formula_of, refused_epsilon
+from .modules import LayerNorm, RMSNorm, UpcastLayerNorm
+from .probing import UnlikeError, calls_only, formula_of, ignores_scale, refused_epsilon
+from .replaced import ORIGINAL, class_for
 from .report import Bypassed, Fused, Patch, Skipped, Swapped, Unfused
 
 __all__ = ["patch", "unpatch"]
 
-
-# Where a swapped module keeps what unpatch needs; deep copies and pickles carry it along.
-_ORIGINAL = "_normforge_original"
 
 _TORCH: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     torch.nn.LayerNorm: LayerNorm,
@@ -56,7 +54,7 @@ class _Original:
 
     Attributes:
         cls: the class it had.
-        new: the class it was given.
+        new: the class of normforge's it was given, or that its class was derived from.
         given: the names of the attributes it was given.
         had: the values it had under them.
         asked: the cast_before_weight that patch was called with.
@@ -83,12 +81,12 @@ def patch(
     and state_dicts do not change.
 
     Swapped are `torch.nn.LayerNorm`, `torch.nn.RMSNorm` and `torch.nn.GroupNorm`; subclasses of them whose forward is
-    the one call that torch's is, as timm's; and classes whose name ends in RMSNorm or T5LayerNorm, with a 1-D weight,
-    no bias, and `variance_epsilon` or `eps`, if their forward takes one tensor and computes one of Hugging Face's
-    formulas: as `LlamaRMSNorm`, `T5LayerNorm`, `Olmo2RMSNorm` or `GemmaRMSNorm`. Which one is found by trying copies on
-    random numbers, in training and in evaluation; epsilon may be changed afterwards, under its own name, and the input
-    may be passed by keyword, as before. Anything else that looks like a norm, a subclass with a forward of its own,
-    say, is left alone and reported.
+    the one call that torch's is, as timm's, also in fp32, as diffusers' `FP32LayerNorm`; and classes of any name with a
+    1-D weight, no bias, and `variance_epsilon` or `eps`, if their forward takes one tensor and computes one of Hugging
+    Face's formulas: as `LlamaRMSNorm`, `T5LayerNorm`, `Olmo2RMSNorm` or `GemmaRMSNorm`. Which one is found by trying
+    copies on random numbers, in training and in evaluation; epsilon may be changed afterwards, under its own name, and
+    the input may be passed by keyword, as before. Anything else that looks like a norm, a subclass with a forward of
+    its own, say, is left alone and reported.
 
     Fused are blocks, Hugging Face's decoder layers, timm's, torch's or anybody's, that add in their forward and call a
     norm of theirs directly behind the sum: one kernel then makes the sum and its norm. Which sums those are is read
@@ -126,7 +124,7 @@ def patch(
         swapped, skipped = [], []
         for path, module in model.named_modules():
             old = type(module)
-            original: _Original | None = vars(module).get(_ORIGINAL)
+            original: _Original | None = vars(module).get(ORIGINAL)
             if isinstance(module, HuggingFaceRMSNorm) and original is not None and original.asked != cast_before_weight:
                 reason = f"it was patched with cast_before_weight={original.asked} before; unpatch it first"
                 skipped.append(Skipped(path, old, reason))
@@ -137,7 +135,7 @@ def patch(
                 skipped.append(Skipped(path, old, replacement))
             else:
                 _swap(module, replacement, cast_before_weight)
-                swapped.append(Swapped(path, old, replacement.cls))
+                swapped.append(Swapped(path, old, type(module)))
         if fuse:
             for path, module in model.named_modules():
                 # Its very class, whose forward is known.
@@ -165,8 +163,6 @@ def _fuse(model: torch.nn.Module) -> tuple[tuple[Fused, ...], tuple[Unfused, ...
             unfused.append(Unfused(path, type(module), found))
         elif found is not None:
             fused.append(Fused(path, type(module), found.norms, found.modulated, found.gradients))
-            if found.unfused is not None:
-                unfused.append(Unfused(path, type(module), found.unfused))
             module.__class__ = found.cls
     return tuple(fused), tuple(unfused)
 
@@ -205,7 +201,7 @@ def unpatch(model: torch.nn.Module) -> tuple[Swapped, ...]:
             attributes = vars(module)
             attributes.update(original.had)
             module.__class__ = swapped.new
-            for name in (*original.given, _ORIGINAL):
+            for name in (*original.given, ORIGINAL):
                 if name not in original.had:
                     attributes.pop(name, None)
         return tuple(swapped for _, _, swapped in found)
@@ -217,7 +213,7 @@ def _original(module: torch.nn.Module) -> _Original | None:
     if issubclass(cls, FusedBlock):
         # Known by its class alone: no reference to such a class can be pickled.
         return _Original(_unfused(cls), cls.fused_class(), (), {}, True)
-    original: _Original | None = vars(module).get(_ORIGINAL)
+    original: _Original | None = vars(module).get(ORIGINAL)
     return original
 
 
@@ -226,12 +222,23 @@ def _class_before(path: str, module: torch.nn.Module, original: _Original) -> ty
     what = f"{path or 'the model'}, which patch made a {original.new.__name__} of a {original.cls.__name__},"
     if "forward" in vars(module):
         raise PatchError(
-            f"{what} has had its forward overridden on the instance since, and that may call ours; take it away first "
-            "(del module.forward, or accelerate's remove_hook_from_module)"
+            f"{what} has had its forward overridden on the instance since, and that may call ours; take it away first: "
+            f"{next((fix for name, fix in _UNHOOK.items() if name in vars(module)), 'del module.forward')}"
         )
-    if original.new not in type(module).__mro__:
+    # Releases before derived no class.
+    made = class_for(original.new, original.cls)
+    made = next((cls for cls in type(module).__mro__ if cls in (made, original.new)), None)
+    if made is None:
         raise PatchError(f"{what} is a {type(module).__name__} now, which is none; undo first what made it one")
-    return _derived(type(module), original.new, original.cls, what)
+    return _derived(type(module), made, original.cls, what)
+
+
+# By the attribute under which a library keeps its hook of a module, how it is taken away.
+_UNHOOK = {
+    "_hf_hook": "accelerate.hooks.remove_hook_from_module(model, recurse=True)",
+    "_diffusers_hook": "call remove_hook(name) of each module's _diffusers_hook (group offload, layerwise casting), or "
+    "unpatch before the hooks are applied",
+}
 
 
 def _derived(
@@ -269,14 +276,19 @@ def _looks_like_a_norm(module: torch.nn.Module) -> bool:
     cls = type(module)
     if any(base.__module__.partition(".")[0] == __name__.partition(".")[0] for base in cls.__mro__):
         return False
-    # Of other classes the name GroupNorm says little: Wav2Vec2GroupNormConvLayer is a layer with one. And what holds a
-    # norm is none itself: diffusers' AdaLayerNormZero modulates one.
-    named = any(name in cls.__name__ for name in ("RMSNorm", "LayerNorm"))
-    return isinstance(module, tuple(_TORCH)) or (named and not any(map(_looks_like_a_norm_or_ours, module.children())))
-
-
-def _looks_like_a_norm_or_ours(module: torch.nn.Module) -> bool:
-    return isinstance(module, tuple(_TORCH)) or _looks_like_a_norm(module)
+    if isinstance(module, tuple(_TORCH)):
+        return True
+    # A module that holds others with parameters, or a norm, is a layer: AdaLayerNormZero, Wav2Vec2LayerNormConvLayer.
+    children = list(module.children())
+    if cls.__module__.startswith("torch.nn.") or any(next(each.parameters(), None) is not None for each in children):
+        return False
+    if any(isinstance(each, tuple(_TORCH)) or _looks_like_a_norm(each) for each in children):
+        return False
+    name = cls.__name__.lower().replace("_", "")
+    if name.endswith(("rmsnorm", "layernorm")):
+        return True
+    ignores = None if any(part in name for part in ("batchnorm", "instancenorm")) else ignores_scale(module)
+    return "norm" in name if ignores is None else ignores
 
 
 _FAST_PATH = (
@@ -318,10 +330,11 @@ def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacem
     for base, replacement in _TORCH.items():
         if isinstance(module, base):
             if calls_only(module, base):
+                names = getattr(getattr(cls.forward, "__code__", None), "co_names", ())
+                if base is torch.nn.LayerNorm and not {"to", "type_as"}.isdisjoint(names):
+                    replacement = UpcastLayerNorm
                 return _Replacement(replacement, _options_of(replacement))
             return f"{cls.__name__} is a subclass of torch's, and its forward may be its own"
-    if not cls.__name__.endswith(("RMSNorm", "T5LayerNorm")):
-        return f"{cls.__name__} is no class that patch knows"
     try:
         formula = formula_of(module)
     except UnlikeError as unlike:
@@ -353,6 +366,6 @@ def _options_of(cls: type[torch.nn.Module]) -> dict[str, Any]:
 def _swap(module: torch.nn.Module, replacement: _Replacement, asked: bool) -> None:
     attributes = vars(module)
     had = {name: attributes[name] for name in replacement.attributes if name in attributes}
-    attributes[_ORIGINAL] = _Original(type(module), replacement.cls, tuple(replacement.attributes), had, asked)
+    attributes[ORIGINAL] = _Original(type(module), replacement.cls, tuple(replacement.attributes), had, asked)
     attributes.update(replacement.attributes)
-    module.__class__ = replacement.cls
+    module.__class__ = class_for(replacement.cls, type(module))

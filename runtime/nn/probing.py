@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -77,9 +78,12 @@ def _calls_alike(module: torch.nn.Module, base: type[torch.nn.Module], training:
     for cast in (False, True):
         made = []
         for forward in (base.forward, type(twin).forward):
-            with torch.autocast("cpu", torch.bfloat16, enabled=cast), _Calls() as calls:
+            upcasts = forward is not base.forward and base is torch.nn.LayerNorm
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast), _Calls(upcasts) as calls:
                 returned = forward(twin, x)
-            if len(calls.made) != 1 or returned is not calls.result:
+            if len(calls.made) != 1 or calls.source(returned) != id(calls.result):
+                return False
+            if upcasts and returned.dtype is not dtype:
                 return False
             made += calls.made
         if made[0] != made[1]:
@@ -88,19 +92,86 @@ def _calls_alike(module: torch.nn.Module, base: type[torch.nn.Module], training:
 
 
 class _Calls(TorchFunctionMode):
-    """Which of torch's functions are called, and with what; tensors go by their identity."""
+    """Which of torch's functions are called, and with what; tensors go by their identity.
 
-    def __init__(self) -> None:
+    With `upcasts`, a tensor cast to another dtype goes by the identity of the tensor it was cast from.
+    """
+
+    def __init__(self, upcasts: bool) -> None:
         super().__init__()
+        self._upcasts = upcasts
+        self._casts: dict[int, tuple[int, torch.Tensor]] = {}
         self.made: list[tuple[Any, list[Any]]] = []
         self.result: Any = None
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._upcasts and function in _CASTS:
+            made = function(*args, **kwargs)
+            if isinstance(made, torch.Tensor) and made is not args[0]:
+                # With the tensor, whose identity another would get.
+                self._casts[id(made)] = (self.source(args[0]), made)
+            return made
         given = [*args, *(kwargs[name] for name in sorted(kwargs))]
-        self.made.append((function, [id(each) if isinstance(each, torch.Tensor) else each for each in given]))
+        self.made.append((function, [self.source(each) if isinstance(each, torch.Tensor) else each for each in given]))
         self.result = function(*args, **kwargs)
         return self.result
+
+    def source(self, tensor: torch.Tensor) -> int:
+        """Return the identity of the tensor that a tensor was cast from, or its own."""
+        return self._casts.get(id(tensor), (id(tensor),))[0]
+
+
+_DTYPE: Any = torch.Tensor.dtype
+_CASTS = (torch.Tensor.float, torch.Tensor.to, torch.Tensor.type_as, _DTYPE.__get__)
+
+
+# The sizes of the input of a norm, with channels last, second, or first.
+_LAYOUTS: tuple[Callable[[int], tuple[int, ...]], ...] = (
+    lambda n: (2, 3, n),
+    lambda n: (2, n, 3),
+    lambda n: (2, n, 3, 5),
+    lambda n: (2, n, 3, 5, 4),
+)
+
+
+def ignores_scale(module: torch.nn.Module) -> bool | None:
+    """Return True if a module returns of 64 * x what it returns of x, as a norm does; None if it cannot be tried.
+
+    Tried is a copy on the CPU. A module whose parameters are matrices is no norm.
+    """
+    shapes = [tuple(each.shape) for each in module.parameters() if not torch.nn.parameter.is_lazy(each)]
+    sizes = {math.prod(shape) for shape in shapes}
+    if len(sizes) > 1 or any(max(shape, default=1) != math.prod(shape) for shape in shapes):
+        return False
+    ignores = None
+    for layout in _LAYOUTS:
+        x = torch.linspace(100, 1000, math.prod(layout(next(iter(sizes), 64))), dtype=torch.float32)
+        x = torch.sin(x).reshape(layout(next(iter(sizes), 64))) * 100
+        try:
+            with apart(), torch.no_grad():
+                twins = [_cpu_twin(module) for _ in range(2)]
+                one, other = (type(twin).forward(twin, each) for twin, each in zip(twins, (x, 64 * x), strict=True))
+                if not isinstance(one, torch.Tensor) or one.shape != x.shape or torch.equal(one, one * 0):
+                    continue
+                ignores = bool(ignores or torch.allclose(one, other, rtol=1e-3, atol=1e-3))
+        except Exception:  # Anything may come out of somebody's forward.
+            continue
+    return ignores
+
+
+def _cpu_twin(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of a module for a trial, with numbers of the same shapes for its tensors."""
+    twin = object.__new__(type(module))
+    held = {name: _unshared(value) for name, value in vars(module).items() if not isinstance(value, torch.Tensor)}
+    tensors = {
+        kind: {
+            name: None if each is None else torch.ones(tuple(each.shape)) for name, each in vars(module)[kind].items()
+        }
+        for kind in ("_parameters", "_buffers")
+    }
+    vars(twin).update(held | tensors)
+    return twin
 
 
 def formula_of(module: torch.nn.Module) -> Formula:

@@ -11,7 +11,8 @@ import torch
 def name_of(cls: type) -> str:
     """A class's name as models and tables are printed: of ours, many of whose names are torch's, with normforge's."""
     ours, _, _ = __name__.partition(".")
-    return f"{ours}.{cls.__name__}" if cls.__module__.partition(".")[0] == ours else cls.__name__
+    is_ours = cls.__module__.partition(".")[0] == ours or "_normforge_serves" in vars(cls)
+    return f"{ours}.{cls.__name__}" if is_ours else cls.__name__
 
 
 def repr_of(module: torch.nn.Module, own: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,17 @@ global_hooks: Callable[[], Any] = modules._has_any_global_hook
 def jit_tracing() -> bool:
     """Whether torch.jit.trace records what runs."""
     return not torch.compiler.is_dynamo_compiling() and torch._C._get_tracing_state() is not None
+
+
+@constant_in_traces
+def left_in_traces() -> bool:
+    """Return True within a transform of torch.func, and while torch.onnx.export runs: both know torch's operators only.
+
+    TorchDynamo itself guards which transforms are active.
+    """
+    # torch.onnx is imported by those who export.
+    onnx = sys.modules.get("torch.onnx")
+    return transforming() or (onnx is not None and bool(onnx.is_in_onnx_export()))
 
 
 # Torch declares no types of it.

@@ -380,3 +380,68 @@ class OwnLayerNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functional.layer_norm(x, (WIDTH,), self.weight, self.bias)
+
+
+class ChannelRMS_norm(torch.nn.Module):
+    """RMSNorm over the second dimension, as autoencoders of videos have."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.gamma = torch.nn.Parameter(torch.ones(n, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.normalize(x, dim=1) * x.shape[1] ** 0.5 * self.gamma
+
+
+class Rescaled(ChannelRMS_norm):
+    """The same, under a name that says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+
+
+class L2Norm(torch.nn.Module):
+    """RMSNorm of any size, without a weight: as Llama4's, of queries and keys."""
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
+
+
+class NoLayerNormConvLayer(torch.nn.Module):
+    """A layer that is called after the norm that it lacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv1d(4, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.conv(x)
+        return y
+
+
+class AdaLayerNormSingle(torch.nn.Module):
+    """What computes scales and shifts for the norms of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(functional.silu(x))
+        return y
+
+
+class LayerScale(torch.nn.Module):
+    """A weight of one dimension, and no norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gamma

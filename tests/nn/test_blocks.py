@@ -752,10 +752,11 @@ def test_what_is_left_alone_is_told(make: Callable[[], torch.nn.Module], reason:
     assert type(model[0]) is cls
 
 
-def test_a_block_that_adds_by_calls_is_no_block() -> None:
+def test_a_block_that_adds_by_calls_is_reported() -> None:
     model = torch.nn.ModuleList([Overridden()])
     done = normforge.patch(model)
-    assert (done.fused, done.unfused) == ((), ())
+    assert done.fused == ()
+    assert [each.reason for each in done.unfused] == ["it adds by add(), and patch sees sums written as a + b"]
 
 
 def test_looking_at_a_block_leaves_no_trace() -> None:
@@ -844,7 +845,7 @@ def test_what_patch_did_is_a_table() -> None:
     model.extra = models.BiasedRMSNorm()
     text = str(normforge.patch(model))
     assert text.splitlines() == [
-        "swapped  5 x LlamaRMSNorm   -> normforge.HuggingFaceRMSNorm [layers.0.input_layernorm]",
+        "swapped  5 x LlamaRMSNorm   -> normforge.LlamaRMSNorm [layers.0.input_layernorm]",
         "fused    2 x LlamaLayer     sums with post_attention_layernorm; gradients of residuals with those of "
         "input_layernorm, post_attention_layernorm [layers.0]",
         "skipped  1 x BiasedRMSNorm  it lacks a 1-D weight as its only parameter, or a number under variance_epsilon "
@@ -852,3 +853,41 @@ def test_what_patch_did_is_a_table() -> None:
     ]
     assert str(normforge.patch(torch.nn.Identity())) == "nothing to swap or to fuse"
     assert "sum -> post_attention_layernorm, gradient of input_layernorm + residual" in repr(model)
+
+
+def dropout_add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    return residual + functional.dropout(x, 0.1)
+
+
+class AddsInAFunction(torch.nn.Module):
+    """A block that adds where patch does not look, as Bloom's and Falcon's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return dropout_add(self.linear(self.norm(x)), x)
+
+
+def test_a_block_that_adds_in_a_function_is_reported() -> None:
+    done = normforge.patch(torch.nn.Sequential(AddsInAFunction()))
+    assert [each.reason for each in done.unfused] == ["it adds by dropout_add(), and patch sees sums written as a + b"]
+
+
+class ModulatesAndAdds(torch.nn.Module):
+    """A block whose modulation is fused, and none of whose norms is called directly behind its sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, conditions: dict[str, torch.Tensor]) -> torch.Tensor:
+        h = self.norm(x) * (1 + conditions["scale"]) + conditions["shift"]
+        return x + self.linear(h)
+
+
+def test_a_block_is_fused_or_unfused_and_not_both() -> None:
+    done = normforge.patch(torch.nn.Sequential(ModulatesAndAdds()))
+    assert [each.path for each in done.fused] == ["0"]
+    assert done.unfused == ()

@@ -227,7 +227,8 @@ def test_a_subclass_whose_forward_is_torchs_call(shape: Any) -> None:
     module = models.RenamedLayerNorm(shape)
     x = torch.randn(3, 2, WIDTH)
     wanted = module(x)
-    assert [each.new for each in normforge.patch(module).swapped] == [normforge.LayerNorm]
+    assert [each.new for each in normforge.patch(module).swapped] == [type(module)]
+    assert isinstance(module, normforge.LayerNorm)
     torch.testing.assert_close(module(x), wanted)
     normforge.unpatch(module)
     assert type(module) is models.RenamedLayerNorm
@@ -436,9 +437,11 @@ SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "bias": (models.BiasedRMSNorm, "lacks a 1-D weight as its only parameter"),
     "eps unnamed": (models.NamelessEpsilonRMSNorm, "variance_epsilon or eps"),
     "subclass": (lambda: models.ScaledLayerNorm(WIDTH), "ScaledLayerNorm is a subclass of torch's"),
-    "in fp32": (lambda: models.WideLayerNorm(WIDTH), "WideLayerNorm is a subclass of torch's"),
     "fixed epsilon": (lambda: models.FixedLayerNorm(WIDTH), "FixedLayerNorm is a subclass of torch's"),
-    "own class": (models.OwnLayerNorm, "OwnLayerNorm is no class that patch knows"),
+    "own class": (models.OwnLayerNorm, "it lacks a 1-D weight as its only parameter"),
+    "channels first": (lambda: models.ChannelRMS_norm(WIDTH), "it lacks a 1-D weight as its only parameter"),
+    "L2": (models.L2Norm, "it lacks a 1-D weight as its only parameter"),
+    "nameless": (models.Rescaled, "it lacks a 1-D weight as its only parameter"),
     "own forward": (overridden, "overridden on the instance"),
     "clipped input": (models.ClippingRMSNorm, "very large or small numbers"),
     "narrowly clipped input": (models.NarrowlyClippingRMSNorm, "very large or small numbers"),
@@ -474,8 +477,22 @@ def test_what_is_not_known_is_left_alone_and_reported(case: tuple[Callable[[], t
 
 
 def test_what_is_no_norm_is_not_reported() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.InstanceNorm1d(4), torch.nn.BatchNorm1d(4))
+    plain = [torch.nn.Linear(4, 4), torch.nn.InstanceNorm1d(4), torch.nn.BatchNorm1d(4), torch.nn.PReLU(4)]
+    model = torch.nn.Sequential(*plain, models.NoLayerNormConvLayer(), models.AdaLayerNormSingle(), models.LayerScale())
     assert normforge.patch(model) == normforge.Patch((), ())
+
+
+def test_a_norm_is_taken_whatever_its_class_is_called() -> None:
+    """As SwitchTransformersLayerNorm, whose formula is that of T5LayerNorm."""
+
+    class SwitchLayerNorm(models.T5LayerNorm):
+        pass
+
+    class Rescaling(models.LlamaRMSNorm):
+        pass
+
+    model = torch.nn.Sequential(SwitchLayerNorm(), Rescaling())
+    assert [swapped.old for swapped in normforge.patch(model).swapped] == [SwitchLayerNorm, Rescaling]
 
 
 def test_autocast_of_a_patched_model() -> None:
@@ -593,7 +610,7 @@ def test_modules_of_one_class_of_ours_become_what_each_was() -> None:
     model = torch.nn.Sequential(models.LlamaRMSNorm(), models.Olmo2RMSNorm(), models.Qwen2RMSNorm())
     classes = [type(module) for module in model]
     normforge.patch(model)
-    assert len({type(module) for module in model}) == 1
+    assert all(isinstance(module, normforge.RMSNorm) for module in model)
     normforge.unpatch(model)
     assert [type(module) for module in model] == classes
 
@@ -667,3 +684,32 @@ def test_a_patched_norm_is_printed_as_ours() -> None:
     assert norm._get_name() == "LayerNorm"
     normforge.unpatch(model)
     assert [repr(norm) for norm in model] == unpatched
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("_hf_hook", r"accelerate\.hooks\.remove_hook_from_module"),
+        ("_diffusers_hook", r"remove_hook\(name\) of each module's _diffusers_hook"),
+        ("other", r"take it away first: del module\.forward$"),
+    ],
+)
+def test_unpatch_names_the_library_whose_hook_is_there(name: str, fix: str) -> None:
+    module = torch.nn.LayerNorm(WIDTH)
+    normforge.patch(module)
+    wrapped(module)
+    setattr(module, name, object())
+    with pytest.raises(normforge.errors.PatchError, match=fix):
+        normforge.unpatch(module)
+
+
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_layer_norm_in_fp32_is_taken(dtype: torch.dtype, weight: torch.dtype) -> None:
+    """As FP32LayerNorm of diffusers: kernels compute in fp32, and round once, to the dtype of x."""
+    module = randomised(models.WideLayerNorm(WIDTH)).to(weight)
+    ours, x = copy.deepcopy(module), torch.randn(64, WIDTH).to(dtype)
+    assert [swapped.old for swapped in normforge.patch(ours).swapped] == [models.WideLayerNorm]
+    assert isinstance(ours, (normforge.LayerNorm, models.WideLayerNorm))
+    assert ours(x).dtype is module(x).dtype is dtype
+    torch.testing.assert_close(ours(x), module(x))

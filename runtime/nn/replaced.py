@@ -1,0 +1,73 @@
+"""The way from a module that `patch` swapped back to the module it was: its class, and its forward.
+
+A swapped module has a class of normforge's that is also derived from the class it had, so that `isinstance` holds as
+before. Kernels take dense tensors of three element types. For all else the module calls the forward that it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..selection.invariance import is_on, refuse_torch
+
+# Where a swapped module keeps what unpatch needs; deep copies and pickles carry it along.
+ORIGINAL = "_normforge_original"
+
+
+class Replacing(torch.nn.Module):
+    """A module that may stand in the place of another."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        # A class that `class_for` makes is no subclass that the author of the replaced class has to hear of.
+        if "_normforge_serves" not in vars(cls):
+            super().__init_subclass__(**options)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Reduce to the two classes that `class_for` made this one of: no reference to it can be pickled."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        made = vars(type(self)).get("_normforge_serves")
+        return reduced if made is None or reduced[1][:1] != (type(self),) else (_new, made, *reduced[2:])
+
+    def forward_before(self, x: torch.Tensor) -> Callable[..., Any] | None:
+        """Return the forward this module had before `patch`, to be called with x; None if it had none."""
+        original = self.__dict__.get(ORIGINAL)
+        # A norm of normforge's, which `patch` has follow an add, has no other.
+        if original is None or issubclass(original.cls, Replacing):
+            return None
+        if is_on() and x.device.type != "meta":
+            refuse_torch(f"{original.cls.__name__} of {x.dtype} on {x.device}")
+        forward: Callable[..., Any] = original.cls.forward
+        return forward
+
+
+def _new(ours: type[torch.nn.Module], replaced: type[torch.nn.Module]) -> torch.nn.Module:
+    made = class_for(ours, replaced)
+    return made.__new__(made)
+
+
+@cache
+def class_for(ours: Any, replaced: Any) -> type[torch.nn.Module]:
+    """Return the class that a module of class `replaced` gets to be one of `ours`: derived from both."""
+    if issubclass(ours, replaced):
+        found: type[torch.nn.Module] = ours
+        return found
+    namespace = {
+        "__module__": replaced.__module__,
+        "__qualname__": replaced.__qualname__,
+        "__doc__": replaced.__doc__,
+        "_normforge_serves": (ours, replaced),
+    }
+    # Its name stays: by it models initialise, and others choose, which parameters not to decay.
+    made: type[torch.nn.Module] = type(replaced)(replaced.__name__, (ours, replaced), namespace)
+    return made
+
+
+def class_of(module: torch.nn.Module) -> type[torch.nn.Module]:
+    """Return the class of normforge's that a module is of; any other module's own class."""
+    cls = type(module)
+    made: tuple[type[torch.nn.Module], ...] = vars(cls).get("_normforge_serves", (cls,))
+    return made[0]

@@ -1,0 +1,305 @@
+"""A patched module is still of the class it had, and calls the forward it had for whatever no kernel takes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.nn.utils import parametrize
+
+import normforge
+
+from ..calls.test_foreign import Wrapper
+from . import models
+from .models import WIDTH
+
+ROWS = (3, 5)
+
+REPLACED: dict[str, Callable[[], torch.nn.Module]] = {
+    "LayerNorm": lambda: torch.nn.LayerNorm(WIDTH),
+    "RMSNorm": lambda: torch.nn.RMSNorm(WIDTH),
+    "GroupNorm": lambda: torch.nn.GroupNorm(2, WIDTH),
+    "timm": lambda: models.RenamedLayerNorm(WIDTH),
+    "Llama": models.LlamaRMSNorm,
+    "T5": models.T5LayerNorm,
+    "Olmo2": models.Olmo2RMSNorm,
+    "Gemma": models.GemmaRMSNorm,
+}
+each_replaced = pytest.mark.parametrize("make", REPLACED.values(), ids=REPLACED)
+
+
+def patched(make: Callable[[], torch.nn.Module]) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A module with other weights than ones, and a patched copy that was called before."""
+    module = make()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, 1.0)
+    ours = copy.deepcopy(module)
+    assert len(normforge.patch(ours).swapped) == 1
+    for _ in range(2):
+        ours(torch.randn(2, WIDTH))
+    return module, ours
+
+
+def nested(layout: torch.layout) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.randn(n, WIDTH) for n in ROWS], layout=layout, requires_grad=True)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("LayerNorm", torch.jagged),
+        ("LayerNorm", torch.strided),
+        ("RMSNorm", torch.jagged),
+        ("timm", torch.jagged),
+        ("timm", torch.strided),
+    ],
+    ids=str,
+)
+def test_nested_tensors(name: str, layout: torch.layout) -> None:
+    module, ours = patched(REPLACED[name])
+    x = nested(layout)
+    twin = x.detach().clone().requires_grad_()
+    actual, wanted = ours(x), module(twin)
+    assert actual.is_nested
+    assert actual.layout is layout
+    for norm in (ours, module):
+        norm.zero_grad()
+    for y in (actual, wanted):
+        torch.cat([part.flatten() for part in y.unbind()]).square().sum().backward()
+    for a, b in ((actual, wanted), (x.grad, twin.grad)):
+        assert all(map(torch.equal, a.unbind(), b.unbind()))
+    for a, b in zip(ours.parameters(), module.parameters(), strict=True):
+        assert a.grad is not None
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_a_block_with_fused_adds_takes_nested_tensors(layout: torch.layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
+            self.linear = torch.nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + self.linear(self.first(x))
+            return x + self.linear(self.second(x))
+
+    model = torch.nn.Sequential(Block(), Block())
+    twin = copy.deepcopy(model)
+    assert len(normforge.patch(model).fused) == 2
+    monkeypatch.setattr(normforge.nn.sums, "LEAST_ELEMENTS", 0)
+    x = nested(layout)
+    for _ in range(2):
+        assert all(map(torch.equal, model(x).unbind(), twin(x).unbind()))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_modulated_norm_takes_nested_tensors() -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(WIDTH)
+
+        def forward(self, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+            return self.norm(x) * (1 + scale) + shift
+
+    block = Block()
+    twin = copy.deepcopy(block)
+    assert normforge.patch(block).fused[0].modulated == ("norm",)
+    x, scale, shift = nested(torch.jagged), torch.randn(WIDTH), torch.randn(WIDTH)
+    assert all(map(torch.equal, block(x, scale, shift).unbind(), twin(x, scale, shift).unbind()))
+    strided, given = (torch.nested.nested_tensor(list(torch.randn(2, 3, WIDTH))) for _ in range(2))
+    assert all(map(torch.equal, block(strided, given, given).unbind(), twin(strided, given, given).unbind()))
+
+
+class Function(torch.Tensor):
+    """A tensor that counts what functions torch is asked for."""
+
+    calls: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls.append(getattr(func, "__name__", str(func)))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x.double()
+
+
+LEFT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "float64": double,
+    "meta": lambda x: x.to("meta"),
+    "wrapper": Wrapper,
+    "function": lambda x: x.as_subclass(Function),
+}
+
+
+@each_replaced
+@pytest.mark.parametrize("change", LEFT.values(), ids=LEFT)
+def test_what_no_kernel_takes_is_computed_as_before(
+    make: Callable[[], torch.nn.Module], change: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the same functions of torch, and so to the bit."""
+    module, ours = patched(make)
+    x = torch.randn(2, WIDTH)
+    if change is double and isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm)):
+        module, ours = module.double(), ours.double()
+    if change(x).device.type == "meta":
+        module, ours = module.to("meta"), ours.to("meta")
+    called = []
+    for norm in (module, ours):
+        monkeypatch.setattr(Function, "calls", [])
+        called.append((norm(change(x)), list(Function.calls)))
+    (wanted, before), (actual, after) = called
+    assert (actual.dtype, actual.shape, type(actual)) == (wanted.dtype, wanted.shape, type(wanted))
+    assert after == before
+    assert actual.device.type == "meta" or torch.equal(actual, wanted)
+
+
+def test_complex_and_integer_rows_are_taken_as_before() -> None:
+    module, ours = patched(models.LlamaRMSNorm)
+    x = torch.arange(2 * WIDTH).view(2, WIDTH)
+    assert torch.equal(ours(x), module(x))
+    module, ours = patched(REPLACED["RMSNorm"])
+    z = torch.randn(2, WIDTH, dtype=torch.complex64)
+    try:
+        wanted = module.to(torch.complex64)(z)
+    except (RuntimeError, NotImplementedError) as error:
+        with pytest.raises(type(error)):
+            ours.to(torch.complex64)(z)
+    else:
+        assert torch.equal(ours.to(torch.complex64)(z), wanted)
+
+
+def test_rounding_once_holds_where_no_kernel_runs() -> None:
+    module = models.LlamaRMSNorm()
+    normforge.patch(module, cast_before_weight=False)
+    x = torch.randn(2, WIDTH, dtype=torch.bfloat16)
+    assert module(x).dtype is torch.bfloat16
+    assert torch.func.vmap(module)(x).dtype is torch.bfloat16
+
+
+def test_a_batch_invariant_model_is_not_left_to_torch() -> None:
+    _, ours = patched(models.LlamaRMSNorm)
+    with normforge.batch_invariant(), pytest.raises(normforge.errors.InvarianceError):
+        ours(torch.randn(2, WIDTH, dtype=torch.float64))
+
+
+@each_replaced
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "alone"])
+def test_it_is_still_of_the_class_it_was(make: Callable[[], torch.nn.Module], fuse: bool) -> None:
+    model = torch.nn.Sequential(make(), torch.nn.Linear(WIDTH, WIDTH))
+    cls = type(model[0])
+    normforge.patch(model, fuse=fuse)
+    assert isinstance(model[0], cls)
+    assert type(model[0]).__name__ == cls.__name__
+    assert repr(model[0]).startswith(f"normforge.{cls.__name__}(")
+
+
+def test_norms_of_one_class_share_one_class() -> None:
+    model = torch.nn.Sequential(*(models.LlamaRMSNorm() for _ in range(3)))
+    normforge.patch(model)
+    assert len({type(module) for module in model}) == 1
+
+
+@each_replaced
+def test_it_can_be_copied_pickled_and_unpatched(make: Callable[[], torch.nn.Module]) -> None:
+    module, ours = patched(make)
+    buffer = io.BytesIO()
+    torch.save(ours, buffer)
+    buffer.seek(0)
+    loaded = (pickle.loads(pickle.dumps(ours)), torch.load(buffer, weights_only=False))
+    for other in (copy.deepcopy(ours), copy.copy(ours), *loaded):
+        assert type(other) is type(ours)
+        assert other.state_dict().keys() == module.state_dict().keys()
+        normforge.unpatch(other)
+        assert type(other) is type(module)
+
+
+def test_what_an_older_release_patched_is_unpatched() -> None:
+    """Its pickles hold modules of the class `HuggingFaceRMSNorm` itself."""
+    module, ours = patched(models.LlamaRMSNorm)
+    ours.__class__ = normforge.nn.huggingface.HuggingFaceRMSNorm
+    assert torch.equal(pickle.loads(pickle.dumps(ours)).weight, module.weight)
+    assert len(normforge.unpatch(ours)) == 1
+    assert type(ours) is models.LlamaRMSNorm
+
+
+def test_a_class_that_counts_its_subclasses_is_not_told() -> None:
+    made: list[str] = []
+
+    class Registering(models.LlamaRMSNorm):
+        def __init_subclass__(cls, *, key: str, **options: Any) -> None:
+            made.append(key)
+
+    class OwnRMSNorm(Registering, key="own"):
+        pass
+
+    module = OwnRMSNorm()
+    assert len(normforge.patch(module).swapped) == 1
+    assert isinstance(module, OwnRMSNorm)
+    assert made == ["own"]
+
+
+def test_slots() -> None:
+    class SlottedRMSNorm(models.LlamaRMSNorm):
+        __slots__ = ("extra",)
+
+    module = SlottedRMSNorm()
+    done = normforge.patch(module)
+    assert len(done.swapped) + len(done.skipped) == 1
+    assert isinstance(module, SlottedRMSNorm)
+    module(torch.randn(2, WIDTH))
+    normforge.unpatch(module)
+    assert type(module) is SlottedRMSNorm
+
+
+def test_parametrised_it_is_still_of_the_class_it_was() -> None:
+    module, ours = patched(models.LlamaRMSNorm)
+
+    class Doubled(torch.nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return 2 * weight
+
+    parametrize.register_parametrization(ours, "weight", Doubled())
+    assert isinstance(ours, models.LlamaRMSNorm)
+    x = torch.randn(2, WIDTH)
+    torch.testing.assert_close(ours(x), 2 * module(x))
+    assert torch.equal(ours(x.double()), 2 * module(x.double()))
+
+
+def test_a_method_of_its_own_that_the_forward_calls() -> None:
+    class ScaledRMSNorm(models.LlamaRMSNorm):
+        def scaled(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return self.scaled(hidden_states)
+
+    module, ours = patched(ScaledRMSNorm)
+    x = torch.randn(2, WIDTH, dtype=torch.float64)
+    assert torch.equal(ours(x), module(x))
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["not_strict", "strict"])
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "GroupNorm", "Llama"])
+def test_what_is_exported_to_onnx_holds_operators_of_torch_alone(
+    name: str, strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any size: ONNX has functions for torch's operators, and for none of normforge's."""
+    _, ours = patched(REPLACED[name])
+    given = (torch.randn(2, WIDTH),)
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    graph = torch.export.export(ours, given, strict=strict).graph
+    called = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert called
+    assert all(operator.startswith("aten.") for operator in called)
