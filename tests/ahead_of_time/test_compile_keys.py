@@ -11,8 +11,11 @@ import torch
 
 import normforge
 from normforge.ahead_of_time import compile_keys as keys
-from normforge.ahead_of_time.compile_keys import compile_keys
+from normforge.ahead_of_time.compile_keys import compile_keys, find_target
+from normforge.ahead_of_time.stand_ins import USUAL_ROWS, Deployment, plans
 from normforge.calls.straight import layernorm2d_bwd
+from normforge.codegen.axes import SAME
+from normforge.codegen.groups import mode_named
 from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, Norm
 from normforge.errors import (
@@ -378,3 +381,24 @@ import normforge
 print(len(normforge.compile_keys([64], ["ln_fwd_bf16"], arch="sm_90")))
 """
     assert python(code).stdout.strip() == "3"
+
+
+# A row length for each way to walk a row, odd, as in tests/conformance/test_edges.py, and one with aligned rows.
+@pytest.mark.parametrize("n", [103, 4096, 4103, 40009])
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+def test_compilations_depend_on_m_by_its_class_alone(n: int, arch: str) -> None:
+    """Of every mode in the table: few, some and many rows, and no further M, are all that is compiled for."""
+    target = find_target(arch)
+    deployment = Deployment((SAME,), None, (SAME,), (torch.float32,), (SAME,), None, (None,), ((),), USUAL_ROWS)
+    found = [mode_named(name) for name in sorted({entry.mode for entry in dispatch.loaded()})]
+    for mode in (mode for mode in found if isinstance(mode, Mode)):
+        entry = dispatch.find(mode, n)
+        several = (1, 3, 16, 37, 64, 255, 256, 257, 999, 1001, 2048, 2049, 4096, 65536, 10**6)
+        for plan in plans(mode, n, target, deployment):
+            by_class: dict[int, set[frozenset[KernelKey]]] = {}
+            for m in several:
+                launched = frozenset(launcher.key for launcher in plan.prepared(m).launchers)
+                by_class.setdefault(entry.size(m), set()).add(launched)
+            assert all(len(keys) == 1 for keys in by_class.values()), mode.name
+            listed = {key.key for key in compile_keys([n], [mode], arch=arch)}
+            assert listed >= frozenset().union(*(keys for each in by_class.values() for keys in each)), mode.name
