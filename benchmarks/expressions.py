@@ -65,10 +65,10 @@ def add_quantise(
     smooth_scale: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Add the residual in fp32, store the sum rounded, and quantise the norm of the unrounded one."""
-    s = x.float() + residual.float()
-    y, y_scale = quantise(s, weight, bias, eps, smooth_scale, out_dtype)
-    return y, y_scale, s.to(x.dtype)
+    """Add the residual, and quantise the norm of the rounded sum."""
+    residual_out = x + residual
+    y, y_scale = quantise(residual_out, weight, bias, eps, smooth_scale, out_dtype)
+    return y, y_scale, residual_out
 
 
 def torch_builders(transform: Transform) -> dict[tuple[Task, Norm], Builder]:

@@ -75,7 +75,7 @@ _SUFFIXES: dict[str, dict[Any, str]] = {
 _SWIZZLED = ((ScaleGroup.G32, ScaleFormat.UE8M0), (ScaleGroup.G16, ScaleFormat.E4M3))
 
 # Stages that leave a chunk in a register a value.
-_LIGHT = frozenset({Stage.X, Stage.RESIDUAL, Stage.CAST, Stage.WEIGHT})
+_LIGHT = frozenset({Stage.X, Stage.RESIDUAL, Stage.STORED, Stage.CAST, Stage.WEIGHT})
 
 
 @cache
@@ -467,6 +467,7 @@ class Mode:
             Stage.GATE_BEFORE: self.gating.is_before,
             Stage.DROPOUT: self.dropout,
             Stage.RESIDUAL: self.fadd.adds,
+            Stage.STORED: self.fadd.stores and not self.is_backward,
         }
         return tuple(stage for stage in Stage if has.get(stage))
 

@@ -20,6 +20,7 @@ class Stage(Enum):
     GATE_BEFORE = "gate_before"  # times an activated gate of x's shape
     DROPOUT = "dropout"  # some of it dropped, the rest scaled
     RESIDUAL = "residual"  # plus the residual
+    STORED = "stored"  # rounded as the sum is stored
 
     # The epilogue, which makes y of the normalised row, in templates/epilogue.j2.
     CAST = "cast"  # rounded to 16 bits

@@ -168,6 +168,12 @@ def store_chunk(ptr, offsets, chunk, mask):
 
 
 @triton.jit
+def as_stored(chunk, ptr):
+    """Round fp32 values as `store_chunk` does, and return fp32."""
+    return round_to(chunk, ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
 def widened(chunk, dtype: tl.constexpr):
     """A chunk as fp32; an int32 of it is two neighbours of `dtype`.
 
@@ -1036,12 +1042,13 @@ def load_slice(ptr, first_col, N: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def add_slices(chunks, ptr, others, other_ptr, SLICE: tl.constexpr, BLOCK: tl.constexpr):
-    """The fp32 sums of two slices, as they were loaded from rows of two tensors."""
+def add_slices(chunks, ptr, others, other_ptr, sum_ptr, SLICE: tl.constexpr, BLOCK: tl.constexpr):
+    """Add two slices in fp32, and round the sums to the type of `sum_ptr` unless it is None."""
     sums = ()
     for start in tl.static_range(0, SLICE, BLOCK):
         s = widened(chunks[start // BLOCK], ptr.dtype.element_ty)
-        sums += (s + widened(others[start // BLOCK], other_ptr.dtype.element_ty),)
+        s += widened(others[start // BLOCK], other_ptr.dtype.element_ty)
+        sums += (s if sum_ptr is None else as_stored(s, sum_ptr),)
     return sums
 
 

@@ -218,7 +218,7 @@ def rms_fwd_bf16_add_spread(
     x_slice = load_slice(x_row_ptr, first_col, N, SLICE, BLOCK, PAIRED)
     residual_row_ptr = residual_ptr + row_offset(team, residual_row_stride, ROW_ALIGNMENT)
     residual_slice = load_slice(residual_row_ptr, first_col, N, SLICE, BLOCK, PAIRED)
-    s_slice = add_slices(x_slice, x_ptr, residual_slice, residual_ptr, SLICE, BLOCK)
+    s_slice = add_slices(x_slice, x_ptr, residual_slice, residual_ptr, None, SLICE, BLOCK)
     mean_square = slice_mean_square(s_slice, tl.float32, N, SLICE, BLOCK)
     publish(exchange_ptr + team * SLICES + part, mean_square, mean_square, None)
     for row in tl.range(team, M, teams, num_stages=STAGES):
@@ -227,7 +227,7 @@ def rms_fwd_bf16_add_spread(
         next_x_slice = load_slice(x_row_ptr, first_col, N, SLICE, BLOCK, PAIRED)
         residual_row_ptr = residual_ptr + row_offset(next_row, residual_row_stride, ROW_ALIGNMENT)
         residual_slice = load_slice(residual_row_ptr, first_col, N, SLICE, BLOCK, PAIRED)
-        next_s_slice = add_slices(next_x_slice, x_ptr, residual_slice, residual_ptr, SLICE, BLOCK)
+        next_s_slice = add_slices(next_x_slice, x_ptr, residual_slice, residual_ptr, None, SLICE, BLOCK)
         mean_square = slice_mean_square(next_s_slice, tl.float32, N, SLICE, BLOCK)
         publish(exchange_ptr + (row + teams) * SLICES + part, mean_square, mean_square, row + teams < M)
 

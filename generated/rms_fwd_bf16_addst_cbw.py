@@ -12,6 +12,7 @@ from .primitives import (
     UNROLLED,
     UNSPECIALISED,
     add_slices,
+    as_stored,
     gather,
     grouped,
     load_chunk,
@@ -68,6 +69,7 @@ def rms_fwd_bf16_addst_cbw_rows(
         mask = row_mask & (cols < N) if start + BLOCK > N else row_mask
         s = load_chunk(x_ptr, cols, mask)
         s += load_chunk(residual_ptr, cols, mask)
+        s = as_stored(s, residual_out_ptr)
         chunks += (s,)
         squares = s * s if squares is None else squares + s * s
 
@@ -125,6 +127,7 @@ def rms_fwd_bf16_addst_cbw_one_pass(
         mask = cols < N if start + BLOCK > N else None
         s = load_chunk(x_ptr, cols, mask)
         s += load_chunk(residual_ptr, cols, mask)
+        s = as_stored(s, residual_out_ptr)
         chunks += (s,)
         squares += s * s
     weight_row = load_early(weight_ptr, N, BLOCK)
@@ -188,6 +191,7 @@ def rms_fwd_bf16_addst_cbw_two_pass(
             mask = cols < N if RAGGED or start + BLOCK > N else None
             s = load_swept(x_ptr, cols, mask, "evict_last")
             s += load_swept(residual_ptr, cols, mask, "evict_last")
+            s = as_stored(s, residual_out_ptr)
             squares += tl.sum(grouped(s * s), axis=1)
     rstd = tl.rsqrt(tl.sum(squares) / N + eps)
 
@@ -198,6 +202,7 @@ def rms_fwd_bf16_addst_cbw_two_pass(
             mask = cols < N if RAGGED or start + BLOCK > N else None
             s = load_swept(x_ptr, cols, mask, "evict_first")
             s += load_swept(residual_ptr, cols, mask, "evict_first")
+            s = as_stored(s, residual_out_ptr)
             y = scale(rounded_first(s * rstd, y_ptr, x_ptr), weight_ptr, weight_offset, cols, mask)
             store_chunk(residual_out_ptr, cols, s, mask)  # not before the residual's last reading
             store_chunk(y_ptr, cols, y, mask)
@@ -243,7 +248,7 @@ def rms_fwd_bf16_addst_cbw_spread(
     x_slice = load_slice(x_row_ptr, first_col, N, SLICE, BLOCK, PAIRED)
     residual_row_ptr = residual_ptr + row_offset(team, residual_row_stride, ROW_ALIGNMENT)
     residual_slice = load_slice(residual_row_ptr, first_col, N, SLICE, BLOCK, PAIRED)
-    s_slice = add_slices(x_slice, x_ptr, residual_slice, residual_ptr, SLICE, BLOCK)
+    s_slice = add_slices(x_slice, x_ptr, residual_slice, residual_ptr, residual_out_ptr, SLICE, BLOCK)
     mean_square = slice_mean_square(s_slice, tl.float32, N, SLICE, BLOCK)
     publish(exchange_ptr + team * SLICES + part, mean_square, mean_square, None)
     for row in tl.range(team, M, teams, num_stages=STAGES):
@@ -252,7 +257,7 @@ def rms_fwd_bf16_addst_cbw_spread(
         next_x_slice = load_slice(x_row_ptr, first_col, N, SLICE, BLOCK, PAIRED)
         residual_row_ptr = residual_ptr + row_offset(next_row, residual_row_stride, ROW_ALIGNMENT)
         residual_slice = load_slice(residual_row_ptr, first_col, N, SLICE, BLOCK, PAIRED)
-        next_s_slice = add_slices(next_x_slice, x_ptr, residual_slice, residual_ptr, SLICE, BLOCK)
+        next_s_slice = add_slices(next_x_slice, x_ptr, residual_slice, residual_ptr, residual_out_ptr, SLICE, BLOCK)
         mean_square = slice_mean_square(next_s_slice, tl.float32, N, SLICE, BLOCK)
         publish(exchange_ptr + (row + teams) * SLICES + part, mean_square, mean_square, row + teams < M)
 

@@ -54,14 +54,13 @@ def _modulated(
 ) -> ReferenceOutput:
     s = x.double() if gate is None else x.double() * _of_each_row(gate, x)
     residual_out, sums = None, None
-    if residual is None:
-        rows = norm(s, **others)
-    else:
-        rows = norm(s, residual=residual, fadd="pre_add", **others)
+    if residual is not None:
         # Of fp32 operands a fused multiplication and addition rounds once, and the two by themselves twice.
         error = 2.0**-23 * ((s + residual.double()).abs() + s.abs())
         s = s + residual.double()
         residual_out, sums = s.to(residual.dtype), ((s - error).to(residual.dtype), (s + error).to(residual.dtype))
+        s = residual_out.double()
+    rows = norm(s, **others)
     assert rows.terms is not None
     factor, added = 1 + _of_each_row(scale, x), _of_each_row(shift, x)
     z = rows.z * factor + added

@@ -175,14 +175,15 @@ def _sum(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The rows that are normalised, what their terms add up to without their signs, and what is stored of them."""
+    if fadd.stores and residual is not None:
+        # The stored sum is defined in fp32, whatever the arithmetic here: it must match to the bit. The norm is of it.
+        wide = torch.promote_types(residual.dtype, torch.float32)
+        stored = _sum_in(wide, x, x_bias, dropout, residual).to(residual.dtype)
+        return stored.to(dtype), stored.to(dtype).abs(), stored
     added = residual if fadd.adds else None
-    total = _sum_in(dtype, x, x_bias, dropout, added)
     unsigned = [None if term is None else term.abs() for term in (x_bias, added)]
     terms = _sum_in(dtype, x.abs(), unsigned[0], dropout, unsigned[1])
-    if not fadd.stores or residual is None:
-        return total, terms, None
-    # The stored sum is defined in fp32, whatever the arithmetic here: it must match to the bit.
-    return total, terms, _sum_in(torch.float32, x, x_bias, dropout, added).to(residual.dtype)
+    return _sum_in(dtype, x, x_bias, dropout, added), terms, None
 
 
 def _sum_in(

@@ -98,17 +98,17 @@ def test_default_eps() -> None:
 @pytest.mark.parametrize("residual_dtype", FLOATS, ids=str)
 def test_x_bias_and_residual_are_added_first(norm: str, residual_dtype: torch.dtype) -> None:
     x, x_bias, residual = torch.randn(SHAPE), torch.randn(N), torch.randn(SHAPE).to(residual_dtype)
-    total = x.double() + x_bias.double() + residual.double()
-    expected = ORACLE[norm](total).z
-    for fadd in ("pre_add", "pre_add_store"):
+    # To the bit what fp32 kernels store: one fp32 sum, rounded once. The norm is of what is stored.
+    stored = ((x + x_bias) + residual.float()).to(residual_dtype)
+    rows = {"pre_add": x.double() + x_bias.double() + residual.double(), "pre_add_store": stored.double()}
+    for fadd, total in rows.items():
         actual = ORACLE[norm](x, x_bias=x_bias, residual=residual, fadd=fadd)
-        close(actual.z, expected)
+        close(actual.z, ORACLE[norm](total).z)
         if fadd == "pre_add":
             assert actual.residual_out is None
         else:
-            # To the bit what fp32 kernels store: one fp32 sum, rounded once.
             assert actual.residual_out is not None
-            assert torch.equal(actual.residual_out, ((x + x_bias) + residual.float()).to(residual_dtype))
+            assert torch.equal(actual.residual_out, stored)
 
 
 def test_saved_statistics() -> None:

@@ -60,7 +60,7 @@ def normalise(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
     if gate is not None:
         total = total * _beside(gate, x)
     if residual is not None:
-        total = total + torch_instead.widened(residual)
+        total = torch_instead.as_stored(total + torch_instead.widened(residual), residual.dtype)
     asked = (norm, eps, weight_offset, total.dtype, "after_weight")
     with unrecorded():
         shape = tuple(x.shape[-1:])

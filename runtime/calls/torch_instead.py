@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -39,12 +40,11 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options, drop
         weight = widened(weight) + weight_offset
     if x_bias is None and residual is None and out_dtype is None and to is None:
         return _operator(norm, x, shape, weight, bias, eps)
-    # As in the kernels, the norm is of the sum before it is rounded to residual's dtype.
     total = widened(x) if x_bias is None else widened(x) + widened(x_bias)
     if dropout is not None:
         total = dropped(total, dropout.p, dropout.rng)
     if residual is not None:
-        total = total + widened(residual)
+        total = as_stored(total + widened(residual), residual.dtype)
     if to is None:
         y = _operator(norm, total, shape, weight, bias, eps)
     else:
@@ -66,6 +66,12 @@ def rms_norm_written_out(x: torch.Tensor, weight: torch.Tensor, options: Options
 def widened(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor in the type of arithmetic: fp32, or fp64 of fp64."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def as_stored(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round a sum to the dtype it is stored in, and widen it again; autograd sees no rounding."""
+    # An infinite sum less itself is NaN, and its rounding changes nothing.
+    return total + (widened(total.to(dtype)) - total).detach().nan_to_num(0.0, math.inf, -math.inf)
 
 
 def rounded_to(cast: Cast, y_dtype: torch.dtype, x_dtype: torch.dtype) -> torch.dtype | None:

@@ -18,7 +18,8 @@ def computed(op: Operation, *operands: jax.Array) -> list[jax.Array]:
     # A caller may have forbidden what the formula is written with.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         given = {row.name: _widened(operand) for row, operand in zip(op.inputs, operands, strict=True)}
-        made = _gradients(op, given) if op.mode.is_backward else _outputs(op, given)
+        dtypes = dict(zip(given, (operand.dtype for operand in operands), strict=True))
+        made = _gradients(op, given) if op.mode.is_backward else _outputs(op, given, dtypes)
         return [made[name].astype(dtype) for name, dtype in op.results]
 
 
@@ -26,10 +27,17 @@ def _widened(operand: jax.Array) -> jax.Array:
     return operand.astype(jnp.promote_types(operand.dtype, jnp.float32))
 
 
-def _outputs(op: Operation, given: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def _as_stored(total: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Round a sum to the dtype it is stored in, and widen it again; gradients see no rounding."""
+    # Without the barrier XLA may take both conversions for none. An infinite sum less itself is NaN.
+    rounding = jax.lax.optimization_barrier(total.astype(dtype)).astype(total.dtype) - total
+    return total + jax.lax.stop_gradient(jnp.nan_to_num(rounding, posinf=jnp.inf, neginf=-jnp.inf))
+
+
+def _outputs(op: Operation, given: Mapping[str, jax.Array], dtypes: Mapping[str, jnp.dtype]) -> dict[str, jax.Array]:
     total = given["x"]
     if "residual" in given:
-        total = total + given["residual"]
+        total = _as_stored(total + given["residual"], dtypes["residual"])
     made = {"residual_out": total}
     centred = total
     if op.mode.norm.centres:

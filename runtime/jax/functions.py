@@ -100,7 +100,7 @@ def add_layer_norm(
     bias: jax.Array | None = None,
     eps: float = 1e-5,
 ) -> tuple[jax.Array, jax.Array]:
-    """LayerNorm of x + residual, and the sum; the norm is that of the sum before it is rounded.
+    """LayerNorm of x + residual, and the sum; the norm is of the sum as it is returned.
 
     Args:
         x: see `layer_norm`, as for every argument not described here.

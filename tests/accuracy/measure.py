@@ -308,7 +308,7 @@ def _theirs(mode: Mode, rows: Operands) -> dict[str, torch.Tensor]:
     if out != x.dtype or rows.residual is not None:
         x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
     if rows.residual is not None:
-        x = x + rows.residual.float()
+        x = _stored_sum(rows).float()
     if rows.gate is not None:
         found = gates.torchs(mode, rows.x, rows.gate, rows.weight)
     elif half is None:
@@ -320,14 +320,19 @@ def _theirs(mode: Mode, rows: Operands) -> dict[str, torch.Tensor]:
     return found | {"y": found["y"].to(out)}
 
 
+def _stored_sum(rows: Operands) -> torch.Tensor:
+    """The sum as it is returned, which is defined in fp32 and is what both are given."""
+    assert rows.residual is not None
+    return (rows.x.float() + rows.residual.float()).to(rows.residual.dtype)
+
+
 def _exact(mode: Mode, rows: Operands) -> dict[str, Exact]:
     s = rows.x.double()
     factor = None if rows.gate is None else gates.activated(mode, rows.gate.double())
     if factor is not None and mode.gating.is_before:
         s = s * factor
     if rows.residual is not None:
-        # The sum is defined in fp32, and is what both are given.
-        s = (rows.x.float() + rows.residual.float()).double()
+        s = _stored_sum(rows).double()
     mean = s.mean(-1, keepdim=True) if mode.norm.centres else torch.zeros_like(s[:, :1])
     rstd = ((s - mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
     half = _first_rounded_to(mode)

@@ -46,8 +46,6 @@ def judge(case: Case, given: Tensors, book: Book) -> None:
         return BesideTally(close.atol, device) if tolerance.beside_torch else CloseTally(close, device)
 
     suite = {name: tally(name) for name in wanted if name != "residual_out"}
-    # dx may be off by as much more as the rounding of the sum that the backward pass reads makes of it: ours is held
-    # to the gradient at that sum.
     own = {}
     for name in suite:
         dtype = wanted[name][1]
@@ -57,7 +55,7 @@ def judge(case: Case, given: Tensors, book: Book) -> None:
         own[name] = CloseTally(OWN[dtype] if name == "y" else least, device)
     to_the_bit = ExactTally(device)
     rows = flat(case, given)
-    sums: dict[str, dict[str, torch.Tensor]] = {key: {} for key in ("suite", "own", "magnitudes")}
+    sums: dict[str, dict[str, torch.Tensor]] = {"exact": {}, "magnitudes": {}}
     open_dweight: torch.Tensor | float = 0.0
     for part in blocks(case):
         want = exact(case, given, rows, part)
@@ -65,32 +63,25 @@ def judge(case: Case, given: Tensors, book: Book) -> None:
             ours = rows_of(got["y"], case.n)[part]
             _add(suite["y"], ours, want.z, theirs, "y", part, case.n, want.open)
             own["y"].add(ours, want.z, want.open)
-        s = want.s
         if want.residual_out is not None and has["residual_out"]:
             to_the_bit.add(rows_of(got["residual_out"], case.n)[part], want.residual_out)
-            s = want.residual_out.double()
-        at_sum, at_stored = (_oracle_backward(case, given, rows, part, want, at) for at in (want.s, s))
+        exactly = _oracle_backward(case, given, rows, part, want)
         for name in _BY_ROW:
             if has.get(name):
                 ours = rows_of(got[name], case.n)[part]
-                _add(suite[name], ours, at_sum.dx, theirs, name, part, case.n)
-                own[name].add(ours, at_stored.dx, OWN_SUM * at_stored.magnitudes["dx"])
-        open_dweight = open_dweight + at_stored.open
+                _add(suite[name], ours, exactly.dx, theirs, name, part, case.n)
+                own[name].add(ours, exactly.dx, OWN_SUM * exactly.magnitudes["dx"])
+        open_dweight = open_dweight + exactly.open
         for name in _SUMMED:
-            for key, term in (
-                ("suite", getattr(at_sum, name)),
-                ("own", getattr(at_stored, name)),
-                ("magnitudes", at_stored.magnitudes[name]),
-            ):
-                total = sums[key].get(name)
-                sums[key][name] = term if total is None else total + term
+            for key, term in (("exact", getattr(exactly, name)), ("magnitudes", exactly.magnitudes[name])):
+                sums[key][name] = sums[key].get(name, 0.0) + term
     for name in _SUMMED:
         if has.get(name):
             zero = torch.zeros(case.n, dtype=torch.float64, device=device)
-            of_suite, of_own, magnitudes = (sums[key].get(name, zero) for key in ("suite", "own", "magnitudes"))
+            total, magnitudes = (sums[key].get(name, zero) for key in ("exact", "magnitudes"))
             either = open_dweight if name == "dweight" else 0.0
-            _add(suite[name], got[name], of_suite, theirs, name, slice(None), case.n, either)
-            own[name].add(got[name], of_own, OWN_SUM * magnitudes + either)
+            _add(suite[name], got[name], total, theirs, name, slice(None), case.n, either)
+            own[name].add(got[name], total, OWN_SUM * magnitudes + either)
     for name in suite:
         if has[name]:
             book.open(name, suite[name], own[name])
@@ -114,11 +105,9 @@ def _add(
         tally.add(ours, want, theirs[name] if theirs[name].dim() == 1 else rows_of(theirs[name], n)[part])
 
 
-def _oracle_backward(
-    case: Case, given: Tensors, rows: Tensors, part: slice, at: oracle.Forward, s: torch.Tensor
-) -> oracle.Backward:
+def _oracle_backward(case: Case, given: Tensors, rows: Tensors, part: slice, at: oracle.Forward) -> oracle.Backward:
     return oracle.backward(
-        s,
+        at.s,
         at.mean,
         at.rstd,
         centres=case.norm is Norm.LAYER,

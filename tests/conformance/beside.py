@@ -74,7 +74,7 @@ def _exact(case: Case, given: Tensors, keep: torch.Tensor | None) -> torch.Tenso
         y = functional.group_norm(_channels(case, x), case.groups, weight, bias, case.eps)
         return (y if act is None else act(y)).reshape(case.shape)
     if keep is not None:
-        x = torch.where(keep, x / (1.0 - case.dropout_p), 0.0) + given["residual"]
+        x = _sum(case, x, given["residual"], keep)
     factor = act(given["gate"]) if act is not None and case.gate is not None else None
     x = x if factor is None or not case.gate_first else x * factor
     if case.norm is Norm.LAYER:
@@ -82,6 +82,17 @@ def _exact(case: Case, given: Tensors, keep: torch.Tensor | None) -> torch.Tenso
     else:
         y = functional.rms_norm(x, (case.n,), weight, case.eps)
     return y if factor is None or case.gate_first else y * factor
+
+
+def _sum(case: Case, x: torch.Tensor, residual: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """The sum as it is returned, which is defined in fp32; autograd sees no rounding.
+
+    The factor is rounded to fp32, and so is the product by itself.
+    """
+    factor = 1 / (1 - torch.tensor(case.dropout_p))
+    total = torch.where(keep, x * factor.double(), 0.0) + residual
+    stored = (torch.where(keep, x.float() * factor, 0.0) + residual.float()).to(case.residual)
+    return total + (stored.double() - total).detach()
 
 
 def _channels(case: Case, rows: torch.Tensor) -> torch.Tensor:

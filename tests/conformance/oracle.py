@@ -22,7 +22,7 @@ class Forward(NamedTuple):
     """What a forward call should return, in fp64 where it is rounded once more.
 
     Attributes:
-        s: (m, N): x and all that is added to it.
+        s: (m, N): x and all that is added to it, rounded as it is stored if it is stored.
         z: (m, N): y, times smooth_scale, before it is rounded or quantised.
         mean: (m, 1); 0 for RMSNorm.
         rstd: (m, 1).
@@ -61,6 +61,7 @@ def forward(
     bias: torch.Tensor | None = None,
     weight_offset: float = 0.0,
     residual: torch.Tensor | None = None,
+    stores: bool = False,
     x_bias: torch.Tensor | None = None,
     smooth_scale: torch.Tensor | None = None,
     quantised: torch.dtype | None = None,
@@ -69,12 +70,21 @@ def forward(
 ) -> Forward:
     """What a call of x, (m, N), and these operands should return; `centres` is LayerNorm.
 
+    With `stores` the sum with the residual is returned, and the norm is of it as it is returned.
     With `rounds_first` rows are rounded to it before the weight, as Hugging Face's Llama and T5 have it.
     """
     added = [tensor for tensor in (x_bias, residual) if tensor is not None]
     s = x.double()
     for tensor in added:
         s = s + tensor.double()
+    residual_out = None
+    if residual is not None and stores:
+        # What is stored is defined in fp32, and has to be equal to the bit.
+        total = x.float()
+        for tensor in added:
+            total = total + tensor.float()
+        residual_out = total.to(residual.dtype)
+        s = residual_out.double()
     mean = s.mean(-1, keepdim=True) if centres else torch.zeros_like(s[..., :1])
     rstd = ((s - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
     z, either = first_rounded((s - mean) * rstd, rounds_first)
@@ -85,13 +95,6 @@ def forward(
         z = z + bias.double()
     if smooth_scale is not None:
         z, either = z * smooth_scale.double(), either * smooth_scale.double().abs()
-    residual_out = None
-    if residual is not None:
-        # What is stored is defined in fp32, and has to be equal to the bit.
-        total = x.float()
-        for tensor in added:
-            total = total + tensor.float()
-        residual_out = total.to(residual.dtype)
     y_scale = None
     scale_open: torch.Tensor | float = 0.0
     if quantised is not None:

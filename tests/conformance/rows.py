@@ -36,6 +36,7 @@ def exact(case: Case, given: Tensors, rows: Tensors, part: slice) -> oracle.Forw
         eps=case.eps,
         weight_offset=case.weight_offset,
         residual=rows["residual"][part] if "residual" in rows else None,
+        stores=case.fadd == "pre_add_store",
         quantised=case.y if case.quantises else None,
         scale_dtype=case.scale,
         rounds_first=case.rounds_first,

@@ -66,7 +66,7 @@ def test_it_is_the_reference_of_normforge(centres: bool, out: torch.dtype, scale
         scale_dtype=scale,
         save_mv=True,
     )
-    got = oracle.forward(x, centres=centres, eps=1e-5, quantised=out, scale_dtype=scale, **operands)
+    got = oracle.forward(x, centres=centres, eps=1e-5, stores=True, quantised=out, scale_dtype=scale, **operands)
     assert got.residual_out is not None
     assert got.y_scale is not None
     assert want.residual_out is not None

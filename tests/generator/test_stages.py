@@ -26,6 +26,7 @@ TENSORS = {
     Stage.GATE_BEFORE: ("gate",),
     Stage.DROPOUT: ("dropout_rng",),
     Stage.RESIDUAL: ("residual", "dresidual_out"),
+    Stage.STORED: ("residual_out",),
     Stage.MODULATION: ("scale",),
     Stage.GATE_AFTER: ("gate",),
     Stage.UNQUANTISED: ("unquantised",),

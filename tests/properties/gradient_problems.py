@@ -267,12 +267,13 @@ class MadeStep:
             if residual_out is not None and residual is not None:
                 stored = s.to(residual.dtype)
                 assert torch.equal(residual_out.reshape(m, n), stored), "residual_out is not x + residual, rounded once"
+                s = stored.float()
             if m:
                 rows = oracle.statistics(s, centres, self.step.eps)
                 h = oracle.rounded_first(rows.h, kind.cast, y.dtype, self.tensors["x"].dtype)
                 value, _ = oracle.affine(h, weight, bias, 0.0)
                 oracle.hold("y", y.reshape(m, n), value, rows.determined)
-            rows = oracle.statistics(s, centres, self.step.eps, stored)
+            rows = oracle.statistics(s, centres, self.step.eps)
             _, factor = oracle.affine(rows.h, weight, bias, 0.0)
             # Autograd brings what arrives into the output's own type.
             arriving = {

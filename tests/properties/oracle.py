@@ -70,14 +70,13 @@ def total(x: torch.Tensor, x_bias: torch.Tensor | None, residual: torch.Tensor |
     return s
 
 
-def statistics(s: torch.Tensor, centres: bool, eps: float, stored: torch.Tensor | None = None) -> Statistics:
+def statistics(s: torch.Tensor, centres: bool, eps: float) -> Statistics:
     """Mean and rstd of rows, and their normalised values.
 
     Args:
         s: (M, N).
         centres: whether the mean is subtracted.
         eps: added to the variance.
-        stored: what h is computed from, if not s: a backward pass reads the sum as it was stored.
     """
     s = s.double()
     chain = depth(s.shape[-1])
@@ -90,8 +89,6 @@ def statistics(s: torch.Tensor, centres: bool, eps: float, stored: torch.Tensor 
     rstd = (variance + eps).rsqrt()
     lowest = variance - variance_error + eps
     rstd_error = torch.maximum(lowest.rsqrt() - rstd, rstd - (variance + variance_error + eps).rsqrt()) + 4 * U * rstd
-    if stored is not None:
-        deviation = stored.double() - mean
     h = deviation * rstd
     h_error = mean_error * (rstd + rstd_error) + deviation.abs() * rstd_error + 2 * U * h.abs()
     return Statistics(Bounded(mean, mean_error), Bounded(rstd, rstd_error), Bounded(h, h_error), (lowest > 0).flatten())

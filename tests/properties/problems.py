@@ -401,6 +401,7 @@ class MadeCall:
         s = oracle.total(x, before["x_bias"], residual).reshape(m, n)
         if output.residual_out is not None:
             _check_sum(output.residual_out.reshape(m, n), s)
+            s = s.to(output.residual_out.dtype).float()
         found = oracle.statistics(s, kind.norm == "layer", call.eps)
         if call.shift is not None and kind.norm == "layer":
             # Of the values before the shift, with the bounds of those after it.
