@@ -253,6 +253,4 @@ def _are_one(norm: torch.nn.Module, silu: torch.nn.Module) -> bool:
 
 def _is_taken(x: Any, norm: torch.nn.Module) -> bool:
     """Return True if `group_norm` takes x: at once for dense tensors, whose classes and dtypes say so."""
-    if x.__class__ in PLAIN and x.dtype in FLOATS and not x.is_nested:
-        return True
-    return is_served((x, norm.weight, norm.bias))
+    return (type(x) in PLAIN and x.dtype in FLOATS and not x.is_nested) or is_served((x, norm.weight, norm.bias))

@@ -244,8 +244,7 @@ class RMSNorm(_RMSNorm):
             options = ("rms", self.eps, self.weight_offset, None, "before_weight")
             y = normalise_cast_before_weight(operands, self.normalized_shape, options, self)
         else:
-            options = ("rms", self.eps, self.weight_offset, None, self.cast)
-            y = normalise(operands, self.normalized_shape, options, self)
+            y = normalise(operands, self.normalized_shape, ("rms", self.eps, self.weight_offset, None, self.cast), self)
         return y
 
     def extra_repr(self) -> str:

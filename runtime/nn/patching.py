@@ -226,8 +226,8 @@ def _class_before(path: str, module: torch.nn.Module, original: _Original) -> ty
             f"{next((fix for name, fix in _UNHOOK.items() if name in vars(module)), 'del module.forward')}"
         )
     # Releases before derived no class.
-    made = class_for(original.new, original.cls)
-    made = next((cls for cls in type(module).__mro__ if cls in (made, original.new)), None)
+    either = (class_for(original.new, original.cls), original.new)
+    made: type[Any] | None = next((cls for cls in type(module).__mro__ if cls in either), None)
     if made is None:
         raise PatchError(f"{what} is a {type(module).__name__} now, which is none; undo first what made it one")
     return _derived(type(module), made, original.cls, what)

@@ -49,12 +49,14 @@ def _new(ours: type[torch.nn.Module], replaced: type[torch.nn.Module]) -> torch.
     return made.__new__(made)
 
 
-@cache
-def class_for(ours: Any, replaced: Any) -> type[torch.nn.Module]:
+def class_for(ours: type[torch.nn.Module], replaced: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """Return the class that a module of class `replaced` gets to be one of `ours`: derived from both."""
-    if issubclass(ours, replaced):
-        found: type[torch.nn.Module] = ours
-        return found
+    both: Any = (ours, replaced)
+    return ours if issubclass(ours, replaced) else _derived(*both)
+
+
+@cache
+def _derived(ours: Any, replaced: Any) -> type[torch.nn.Module]:
     namespace = {
         "__module__": replaced.__module__,
         "__qualname__": replaced.__qualname__,

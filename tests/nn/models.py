@@ -390,7 +390,8 @@ class ChannelRMS_norm(torch.nn.Module):
         self.gamma = torch.nn.Parameter(torch.ones(n, 1, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.normalize(x, dim=1) * x.shape[1] ** 0.5 * self.gamma
+        y: torch.Tensor = functional.normalize(x, dim=1) * x.shape[1] ** 0.5 * self.gamma
+        return y
 
 
 class Rescaled(ChannelRMS_norm):
