@@ -1,0 +1,179 @@
+"""Patched models of transformers compute, generate, train and save what unpatched ones do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+
+import pytest
+import torch
+
+import normforge
+from tests.thorough import THOROUGH
+
+pytest.importorskip("transformers", reason="an extra of its own: make test-clients installs it")
+
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from .families import FAMILIES, tiny
+
+# One of each kind of block stands for the others in `make test`.
+_QUICK = {"llama", "gpt2", "gemma2"}
+# Families that also have norms with a gate, without a weight or in another module, which patch leaves alone.
+_WITH_OTHERS = {
+    "gemma4_text",
+    "jamba",
+    "llama4_text",
+    "olmo_hybrid",
+    "qwen3_5_text",
+    "qwen3_next",
+    "roberta-prelayernorm",
+}
+_TOKENS = torch.arange(3, 13)[None] % 90
+
+
+def _cases() -> Iterator[object]:
+    for family in FAMILIES:
+        missing = [pytest.mark.skip(reason="not in this release of transformers")] * (family not in CONFIG_MAPPING)
+        yield pytest.param(family, marks=[*missing, *([] if family in _QUICK else [THOROUGH])])
+
+
+def _close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    # Rounding of fp32 through a few layers; a wrong norm is off by 1e-1.
+    torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5 * max(1.0, theirs.abs().max().item()))
+
+
+def _model(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(tiny(family)).float().eval()
+    # Weights of 1 and biases of 0, which norms start with, would hide one that is left out or added twice.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    return model
+
+
+def _trained(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    out = model(_TOKENS, labels=_TOKENS)
+    out.loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return out.logits.detach(), out.loss.detach(), gradients
+
+
+def _classes(model: torch.nn.Module) -> list[tuple[str, type]]:
+    return [(name, type(module)) for name, module in model.named_modules()]
+
+
+@pytest.mark.parametrize("family", list(_cases()))
+def test_a_family_is_as_before(family: str) -> None:
+    model = _model(family)
+    # BigBird takes another class of attention at its first call.
+    logits, loss, gradients = _trained(model)
+    classes, state = _classes(model), deepcopy(model.state_dict())
+    report = normforge.patch(model)
+    assert report.swapped, f"patch took no norm of {family}: {report.skipped}"
+    assert not report.skipped or family in _WITH_OTHERS
+    ours = _trained(model)
+    _close(ours[0], logits)
+    _close(ours[1], loss)
+    assert ours[2].keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        _close(ours[2][name], gradient)
+    assert model.state_dict().keys() == state.keys()
+    model.load_state_dict(state)
+    normforge.unpatch(model)
+    assert _classes(model) == classes
+    assert torch.equal(_trained(model)[0], logits)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(one, marks=THOROUGH) for one in ("gpt2", "qwen3", "gemma3_text"))]
+)
+def test_generate_chooses_the_same_tokens(family: str) -> None:
+    model = _model(family)
+    tokens = model.generate(_TOKENS, max_new_tokens=6, do_sample=False)
+    normforge.patch(model)
+    assert torch.equal(model.generate(_TOKENS, max_new_tokens=6, do_sample=False), tokens)
+
+
+def test_a_patched_model_is_saved_and_read_again(tmp_path: object) -> None:
+    model = _model("llama")
+    logits = model(_TOKENS).logits.detach()
+    normforge.patch(model)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(_TOKENS).logits.detach(), logits)
+
+
+def test_trainer_trains_a_patched_model_as_it_trains_others(tmp_path: object) -> None:
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
+    from transformers import Trainer, TrainingArguments
+
+    losses = []
+    for patches in (False, True):
+        model = _model("llama").train()
+        if patches:
+            normforge.patch(model)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=3,
+            report_to=[],
+            use_cpu=True,
+            logging_steps=1,
+            save_strategy="no",
+            seed=0,
+        )
+        examples = [{"input_ids": _TOKENS[0], "labels": _TOKENS[0]} for _ in range(24)]
+        trainer = Trainer(model=model, args=arguments, train_dataset=examples)
+        trainer.train()
+        losses.append(torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry]))
+    assert len(losses[0]) == 3
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-4)
+
+
+def test_lora_on_a_patched_model_trains_and_merges() -> None:
+    peft = pytest.importorskip("peft", reason="an extra of its own: make test-clients installs it")
+    results = []
+    for patches in (False, True):
+        model = _model("llama")
+        if patches:
+            normforge.patch(model)
+        torch.manual_seed(1)
+        config = peft.LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["norm"], init_lora_weights=False
+        )
+        tuned = peft.get_peft_model(model, config)
+        out = tuned(_TOKENS, labels=_TOKENS)
+        out.loss.backward()
+        gradients = {n: p.grad.clone() for n, p in tuned.named_parameters() if p.grad is not None}
+        merged = tuned.merge_and_unload()
+        results.append((out.logits.detach(), gradients, merged(_TOKENS).logits.detach()))
+    (logits, gradients, merged_logits), ours = results
+    _close(ours[0], logits)
+    assert ours[1].keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        _close(ours[1][name], gradient)
+    _close(ours[2], merged_logits)
+
+
+def test_accelerate_prepares_a_patched_model() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="an extra of its own: make test-clients installs it")
+    losses = []
+    for patches in (False, True):
+        model = _model("gpt2").train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        if patches:
+            normforge.patch(model)
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                loss = model(_TOKENS, labels=_TOKENS).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        losses.append(loss.detach())
+    _close(losses[1], losses[0])
