@@ -6,7 +6,7 @@
 #   make matrix MATRIX=full        both suites on every pair of them; without MATRIX, parts of both on some
 #
 #   make bench BENCH='--suite forward --jobs 16'    a part of the benchmark, compiled in parallel first
-#   make test-gpu GPU='--minutes 9 --resume gpu.txt'  a part of the GPU tests; repeated, the tests that are left
+#   make test-gpu GPU='--minutes=9 --resume=gpu.txt'  a part of the GPU tests; repeated, the tests that are left
 #   make accuracy ACCURACY='--jobs 8'               errors beside torch's, in so many processes
 #   make mutants MUTANTS="--only 'rows-*'"          some of the edits that tests have to notice
 #   make sanitize SANITIZE='--tool memcheck'        one of compute-sanitizer's tools

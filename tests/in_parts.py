@@ -1,4 +1,6 @@
-"""Run a long list of tests in parts: `--minutes` limits a part, `--resume FILE` leaves out what passed before.
+"""Run a long list of tests in parts: `--minutes=N` limits a part, `--resume=FILE` leaves out what passed before.
+
+Pytest looks for its configuration beside what follows an option without `=`, so the equals sign is part of the form.
 
 The file's first line names the sources, versions and device that its results hold for; each further line is a test that
 passed. A part with other sources, versions or device is refused, so one file is the evidence for one revision.
@@ -66,7 +68,7 @@ def passed(file: Path, here: dict[str, str]) -> frozenset[str]:
             f"{key} {theirs.get(key)} there, {here[key]} here" for key in here if theirs.get(key) != here[key]
         )
         raise pytest.UsageError(
-            f"--resume {file} holds results of another run ({differ}); name a new file, or remove it"
+            f"--resume={file} holds results of another run ({differ}); name a new file, or remove it"
         )
     return frozenset(lines)
 
@@ -124,7 +126,7 @@ class Parts:
         if self._passed:
             terminalreporter.write_line(f"{len(self._passed)} passed in earlier parts, by {self._file}")
         if self._is_over():
-            terminalreporter.write_line("time is up: the same command with --resume FILE runs the tests that are left")
+            terminalreporter.write_line("time is up: the same command with --resume=FILE runs the tests that are left")
 
     def _is_over(self) -> bool:
         return time.monotonic() > self._deadline
