@@ -129,6 +129,7 @@ def observed(session: Session, call: Call, given: Mapping[str, Any], run: Callab
         run: the call itself.
     """
     session.start()
+    OPERATORS_SEEN.clear()
     for name, value in given.items():
         session.name(name, value)
     before = versions(given)
@@ -143,12 +144,11 @@ def observed(session: Session, call: Call, given: Mapping[str, Any], run: Callab
         found["exception"] = error_of(error)
     found["versions"] = {name: _less(version, before[name]) for name, version in versions(given).items()}
     found["launches"], session.launches = session.launches, []
-    found["operators"], OPERATORS_SEEN[:] = list(OPERATORS_SEEN), []
     due = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
     due = {"all": due, "first": due[:1], "last": due[-1:], "none": []}[call["arriving"]]
     if due:
         found |= _backward(session, call, given, due)
-    found["finds"] = session.finds
+    found["operators"], found["finds"] = list(OPERATORS_SEEN), session.finds
     return found
 
 
