@@ -18,7 +18,7 @@ from ..upstream.torch_internals import dispatch_modes
 from .backend import sees_operators
 from .canonical import settled
 from .check import Call, check, refuse_gradient
-from .known import MISALIGNED, PLAIN, Key, Tensors, remember
+from .known import MISALIGNED, PLAIN, Addresses, Key, Tensors, remember
 from .launch import of_no_rows, run, run_backward, run_recorded
 from .outputs import LayerNormOutput, NormGradients, unpacked
 from .plan import Plan
@@ -85,8 +85,7 @@ def _launched(call: Call, key: Key | None, given: Given, packed: bool) -> LayerN
     addresses = tuple(address_of(row.name, tensor) for row, tensor in zip(_ROWS, tensors, strict=True))
     plan = Plan(call, [row.slot for row, at in zip(_ROWS, addresses, strict=True) if at & MISALIGNED])
     if key is not None and call.m and _can_be_known(FORWARD, given):
-        vectors = tuple(at for row, at in zip(_ROWS, addresses, strict=True) if row.is_read_in_vectors)
-        remember(plans, key, tensors, _free(_ROWS, tensors, call.x), vectors, plan)
+        remember(plans, key, tensors, _free(_ROWS, tensors, call.x), in_vectors(_ROWS, addresses), plan)
     inputs = len(FORWARD.inputs)
     shared = (plan, addresses[:inputs], tensors[:inputs], call.x.shape, call.m, call.eps, call.weight_offset)
     return run_recorded(*shared) if packed else run(*shared, call.out, call.residual_out, call.dropout_p)
@@ -115,7 +114,8 @@ def launched_backward(norm: str, key: Key | None, given: Given, *, packed: bool 
     addresses = tuple(address_of(row.name, tensor) for row, tensor in zip(BACKWARD.inputs, tensors, strict=True))
     plan = Plan(call, [row.slot for row, at in zip(BACKWARD.inputs, addresses, strict=True) if at & MISALIGNED])
     if key is not None and dy is not None and _can_be_known(BACKWARD, given):
-        remember(plans, key, passed, _free(BACKWARD.inputs, passed, x), addresses, plan)
+        vectors = in_vectors(BACKWARD.inputs, addresses)
+        remember(plans, key, passed, _free(BACKWARD.inputs, passed, x), vectors, plan)
     return run_backward(plan, addresses, tensors, x.shape, call.m, float(call.weight_offset), call.dropout_p)
 
 
@@ -151,6 +151,11 @@ def _can_be_known(family: Family, given: Given) -> bool:
     """Whether tensors are plain, and are themselves what is launched: a copy has not the layout that the key is of."""
     tensors = [given[row.name] for row in family.parameters if row.kind.is_tensor and given.get(row.name) is not None]
     return all(tensor.__class__ in PLAIN for tensor in tensors) and not any(tensor.is_neg() for tensor in tensors)
+
+
+def in_vectors(rows: tuple[Parameter, ...], addresses: Addresses) -> Addresses:
+    """Return the addresses whose alignment a plan depends on, as `straight.py` looks plans up by them."""
+    return tuple(at for row, at in zip(rows, addresses, strict=True) if row.is_read_in_vectors)
 
 
 def _free(rows: tuple[Parameter, ...], tensors: Tensors, x: torch.Tensor) -> list[int]:

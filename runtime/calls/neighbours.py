@@ -23,7 +23,7 @@ from ..upstream.torch_dynamo import eager_only
 from .argument_checks import check_output
 from .canonical import settled
 from .check import Call, check, refuse_gradient
-from .first import address_of, resolved
+from .first import address_of, in_vectors, resolved
 from .known import MISALIGNED, PLAIN, Found, Key, remember
 from .launch import run, run_recorded
 from .outputs import LayerNormOutput, packed_of
@@ -214,7 +214,7 @@ def prepared(neighbour: Neighbour, operands: Operands, options: Options, key: Ke
     there: list[torch.Tensor] = [operand for operand in operands if operand is not None]
     plain = all(operand.__class__ in PLAIN and not operand.is_neg() for operand in there)
     if key is not None and call.m and plain:
-        remember(plans, key, operands, _free(rows, operands), addresses, plan)
+        remember(plans, key, operands, _free(rows, operands), in_vectors(rows, addresses), plan)
     return plan, addresses, operands, call.x.shape, call.m, call.eps, call.weight_offset
 
 

@@ -262,6 +262,41 @@ def test_a_misaligned_tensor_is_another_kind_of_call() -> None:
     assert len(told) == len({(x, weight) for x in (True, False) for weight in (True, False)})
 
 
+MISALIGNED_X: dict[str, Callable[[torch.Tensor], object]] = {
+    "forward": lambda x: normforge.layernorm2d_fwd(x),
+    "backward": lambda x: rmsnorm2d_bwd(x, x, rstd=torch.ones(len(x)), wants=("dx",)),
+    "backward with means": lambda x: layernorm2d_bwd(
+        x, x, mean=torch.zeros(len(x)), rstd=torch.ones(len(x)), wants=("dx",)
+    ),
+    "LayerNorm differentiated": lambda x: _differentiated(x),
+    "RMSNorm differentiated": lambda x: torch.autograd.grad(_rms_norm_of(x).square().sum(), x),
+    "quantised": lambda x: normforge.quantised_rms_norm(x, out_dtype=torch.int8),
+    "gated": lambda x: normforge.gated_rms_norm(x, x),
+    "modulated": lambda x: normforge.modulated_layer_norm(x, x, x),
+}
+
+
+def _rms_norm_of(x: torch.Tensor) -> torch.Tensor:
+    return normforge.rms_norm(x.requires_grad_(), (x.shape[-1],))
+
+
+@pytest.mark.parametrize("name", MISALIGNED_X)
+def test_a_misaligned_tensor_is_known_when_it_comes_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    find = dispatch.find
+
+    def noted(*given: Any) -> Any:
+        found[-1] += 1
+        return find(*given)
+
+    monkeypatch.setattr(dispatch, "find", noted)
+    for _ in range(3):
+        found.append(0)
+        MISALIGNED_X[name](torch.rand(3 * 64 + 1)[1:].view(3, 64))
+    assert found[0] > 0
+    assert found[1:] == [0, 0]
+
+
 def _differentiated(x: torch.Tensor) -> torch.Tensor:
     leaf = x.detach().requires_grad_()
     y = normforge.layer_norm(leaf, (x.shape[-1],))
