@@ -139,7 +139,7 @@ def _is_foreign(family: Family, given: Given) -> bool:
 
 def resolved(tensor: Any) -> Any:
     """What was passed itself, or a copy where its memory holds the negative of what it stands for."""
-    return tensor.resolve_neg() if isinstance(tensor, torch.Tensor) and tensor.is_neg() else tensor
+    return tensor.resolve_neg() if isinstance(tensor, torch.Tensor) else tensor
 
 
 def _resolved(family: Family, given: Given) -> dict[str, Any]:
