@@ -295,6 +295,7 @@ def _is_plain(call: Call) -> bool:
     return (
         not any(call.get(name) for name in _UNUSUAL)
         and call.get("dy", ()) is not None
+        and 0 not in call.get("lead", ())
         and all(type(call.get(name, 0.0)) is float for name in ("eps", "weight_offset", "dropout_p"))
         and all(operand.holder in ("tensor", "parameter") for operand in operands)
         and all(operand.layout in ("contiguous", "offset") for operand in operands)
