@@ -53,16 +53,6 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options, drop
     return y if residual is None else (y, total.to(residual.dtype))
 
 
-def rms_norm_written_out(x: torch.Tensor, weight: torch.Tensor, options: Options) -> torch.Tensor:
-    """RMSNorm of the last dimension by the operators that models write, of which Inductor makes kernels of its own."""
-    _, eps, weight_offset, out_dtype, cast = options
-    assert eps is not None
-    to, wide = _rounded_to(cast, out_dtype or x.dtype, x.dtype), widened(x)
-    h = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    weight = weight_offset + widened(weight) if weight_offset else weight
-    return (weight * (h if to is None else h.to(to))).to(out_dtype or x.dtype)
-
-
 def widened(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor in the type of arithmetic: fp32, or fp64 of fp64."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

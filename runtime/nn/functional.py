@@ -478,21 +478,6 @@ def _seen(operands: Operands, shape: tuple[int, ...], options: Options, left: bo
     return normalise_traced(operands, shape, (norm, eps, weight_offset, out_dtype, cast))
 
 
-def written_out_for_inductor(operands: Operands, shape: Sequence[int], options: Options) -> torch.Tensor | None:
-    """RMSNorm as a model wrote it out, where TorchDynamo follows one that is left to Inductor; None elsewhere.
-
-    Its graph is then that of the model unpatched. Without an out_dtype y has what the model's own operators give.
-    """
-    x, weight, *_ = operands
-    norm, eps, weight_offset, out_dtype, cast = options
-    is_served = is_plain(operands, shape, options) and backend(x) == "kernel"
-    if weight is None or not (is_served and is_left_to_inductor(norm, x, tuple(shape), scaled=True)):
-        return None
-    if out_dtype is None:
-        out_dtype = result_dtype(norm, x) if cast == "after_weight" else torch.promote_types(x.dtype, weight.dtype)
-    return torch_instead.rms_norm_written_out(x, weight, (norm, eps, weight_offset, out_dtype, cast))
-
-
 def _by_parts(operands: Operands, normalized_shape: Sequence[int], options: Options) -> Any:
     """`normalise` of DTensors: each rank normalises its rows, as the call of plain tensors that it then is."""
     x, _, _, residual, _ = operands

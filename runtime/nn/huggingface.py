@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..calls.plainly import is_plain
 from ..codegen.values import Cast
+from ..compiled.rules import is_left_to_inductor
 from ..dtypes import HALVES
-from .functional import normalise, normalise_cast_before_weight, written_out_for_inductor
+from .functional import normalise, normalise_cast_before_weight
 from .modules import RMSNorm, own
 from .replaced import ORIGINAL
 
@@ -76,8 +78,16 @@ class HuggingFaceRMSNorm(RMSNorm):
         weight, shape = self._vector()
         options = ("rms", self.__dict__[self.epsilon_name], self.weight_offset, *self._rounded(weight))
         operands = (rows, weight, None, None, None)
-        y = written_out_for_inductor(operands, shape, options) if is_dynamo_compiling() else None
-        if y is None:
+        y: torch.Tensor
+        if (
+            is_dynamo_compiling()
+            and self.__dict__[ORIGINAL].asked
+            and is_plain(operands, shape, options)
+            and is_left_to_inductor("rms", rows, tuple(shape), scaled=True)
+        ):
+            # The graph is that of the model unpatched.
+            y = self.__dict__[ORIGINAL].cls.forward(self, rows)
+        else:
             y = (normalise_cast_before_weight if self.cast_before_weight else normalise)(operands, shape, options, self)
         return y
 
