@@ -191,9 +191,9 @@ def add_layer_norm(
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Add a residual, and LayerNorm of the sum over its last dimension, in one kernel.
 
-    residual_out = dropout(x + x_bias) + residual, and y is its LayerNorm, computed from the sum in fp32, before it is
-    rounded to be stored. Differentiable through both outputs; residual_out is what is kept for the backward pass, with
-    a mean and rstd a row.
+    residual_out = dropout(x + x_bias) + residual, summed in fp32 and rounded once, and y is the LayerNorm of
+    residual_out. Differentiable through both outputs; the backward pass saves residual_out, and a mean and rstd per
+    row.
 
     Args:
         x: (..., N); see `layer_norm`.

@@ -90,9 +90,9 @@ def patch(
 
     Fused are blocks, Hugging Face's decoder layers, timm's, torch's or anybody's, that add in their forward and call a
     norm of theirs directly behind the sum: one kernel then makes the sum and its norm. Which sums those are is read
-    from the forward's text. The sum is what it was, to the bit; the norm is of that sum, within a rounding of what it
-    was. Where the forward adds a norm's input again, as a residual, the norm's backward kernel adds the residual's
-    gradient. A norm with a hook is called as without this.
+    from the forward's text. The sum is what it was, to the bit, and the norm is that of the sum as it is stored. Where
+    the forward adds a norm's input again, as a residual, the norm's backward kernel adds the residual's gradient. A
+    norm with a hook is called as without this.
 
     Fused are also norms whose result a module scales and shifts in its own forward, as transformers for diffusion do
     (AdaLN): `self.norm(x) * (1 + scale) + shift`, or the same by a function, which is found by trying that on random
