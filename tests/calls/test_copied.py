@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls import first, modulated_backward, neighbours
+from normforge.calls import first, modulated_backward
 from normforge.selection import dispatch
 
 from ..counting import counted
@@ -24,7 +25,6 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     dispatch.forget()
     names: list[str] = []
     monkeypatch.setattr(first, "Plan", counted(names, "plain", first.Plan))
-    monkeypatch.setattr(neighbours, "Plan", counted(names, "beside", neighbours.Plan))
     monkeypatch.setattr(modulated_backward, "plan_of", counted(names, "modulated", modulated_backward.plan_of))
     yield names
     dispatch.forget()
@@ -89,3 +89,53 @@ def test_rows_that_are_copied_are_planned_once(name: str, planned: list[str]) ->
                 want = made.detach() if want is None else want
                 assert torch.equal(made.detach(), want)
         assert planned == []
+
+
+def misaligned(*shape: int) -> torch.Tensor:
+    """Return a tensor of ones whose address is not a multiple of 16 bytes."""
+    return torch.ones(math.prod(shape) + 1)[1:].view(shape)
+
+
+PER_ROW = torch.ones(4)
+# Operators whose kernels do not read every tensor in vectors: x_scale, dropout_rng and quantisation's scales.
+MISALIGNED_CALLS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "layernorm2d_fwd": lambda x, weight: normforge.layernorm2d_fwd(x, weight),
+    "layernorm2d_bwd": lambda x, weight: normforge.layernorm2d_bwd(x, x, weight, mean=PER_ROW, rstd=PER_ROW),
+    "rmsnorm2d_bwd": lambda x, weight: normforge.rmsnorm2d_bwd(x, x, weight, rstd=PER_ROW),
+    "rms_norm": lambda x, weight: torch.autograd.grad(
+        normforge.rms_norm(x, (N,), weight.requires_grad_()), [weight], x
+    ),
+    "gated_rms_norm": lambda x, weight: normforge.gated_rms_norm(x, x, weight),
+    "quantised_rms_norm": lambda x, weight: normforge.quantised_rms_norm(x, weight),
+    "quantised_rms_norm, static": lambda x, weight: normforge.quantised_rms_norm(
+        x, weight, fquant="static", y_scale=PER_ROW[:1]
+    ),
+}
+
+
+@pytest.mark.parametrize("which", ["x", "weight", "both"])
+@pytest.mark.parametrize("name", MISALIGNED_CALLS)
+def test_misaligned_tensors_are_planned_once(name: str, which: str, planned: list[str]) -> None:
+    for _ in range(2):
+        planned.clear()
+        x = misaligned(4, N) if which != "weight" else torch.ones(4, N)
+        weight = misaligned(N) if which != "x" else torch.ones(N)
+        MISALIGNED_CALLS[name](x, weight)
+    assert planned == []
+
+
+def test_a_misaligned_scale_is_planned_once(planned: list[str]) -> None:
+    for _ in range(2):
+        planned.clear()
+        normforge.quantised_rms_norm(torch.ones(4, N), fquant="static", y_scale=misaligned(1))
+    assert planned == []
+
+
+def test_backward_operators_are_planned_once(planned: list[str]) -> None:
+    """The dispatcher passes `wants` as a list."""
+    operator = torch.ops.normforge.rmsnorm2d_bwd
+    for _ in range(2):
+        planned.clear()
+        x = torch.ones(4, N)
+        operator(x, x, None, PER_ROW, 0.0, None, None, 0.0, None, "after_weight", None, None, ["dx"])
+    assert planned == []
