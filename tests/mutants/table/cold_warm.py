@@ -98,9 +98,9 @@ MUTANTS = (
     Mutant(
         "sequences-known-calls-ignore-requires-grad",
         "layernorm2d_fwd takes tensors that require a gradient once it knew them without",
-        _CALLS,
-        "not (known.trains and is_grad_enabled())\n",
-        "",
+        _KNOWN,
+        "self.trains = any(tensor.requires_grad for tensor in there)\n",
+        "self.trains = False\n",
         _of("forward"),
     ),
     Mutant(
