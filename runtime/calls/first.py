@@ -126,8 +126,7 @@ def refuse_foreign(family: Family, given: Given) -> None:
         DTypeError: there is one.
     """
     for row in family.operands:
-        tensor = given.get(row.name)
-        if tensor is not None and sees_operators(tensor):
+        if sees_operators(tensor := given.get(row.name)):
             raise DTypeError(
                 f"{row.name} is a {type(tensor).__name__}, and kernels read memory; pass the tensor that it stands for"
             )

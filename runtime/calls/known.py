@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..kernels.key import ALIGNMENT
+from ..kernels.pipelines import row_alignment
 from ..selection import dispatch
 from ..upstream.tensor_guards import Fits, guard
 from ..upstream.torch_allocator import contiguous_strides
@@ -66,9 +67,8 @@ class Known:
             tensors: all that there could be, None for those that are not there.
             patterns: of those that are there.
         """
-        places = [place for place, tensor in enumerate(tensors) if tensor is not None]
         there = [tensor for tensor in tensors if tensor is not None]
-        self.present: Callable[[Any], Any] = _picking(places)
+        self.present: Callable[[Any], Any] = _picking([place for place, each in enumerate(tensors) if each is not None])
         self.fits = _guard(there, patterns)
         self.patterns = patterns
         self.trains = any(tensor.requires_grad for tensor in there)
@@ -113,12 +113,11 @@ def remember(
     kinds: tuple[Known, ...] = among.get(key, ())
     patterns = [_pattern(tensor, any_) for tensor, any_ in zip(tensors, free, strict=True) if tensor is not None]
     # A single row fits a kind of many. Its stride means nothing, so that its plan is none for them.
-    kind = next((one for one in kinds if one.patterns == patterns and one.fits(*one.present(tensors))), None)
-    others = [one for one in kinds if one is not kind]
-    kind = kind or Known(tensors, patterns)
+    known = (one for one in kinds if one.patterns == patterns and one.fits(*one.present(tensors)))
+    kind = next(known, None) or Known(tensors, patterns)
     kind.learn(addresses, plan)
     # The first one that fits is taken.
-    dispatch.remember(among, key, (kind, *others[: _MOST_KINDS - 1]))
+    dispatch.remember(among, key, (kind, *[one for one in kinds if one is not kind][: _MOST_KINDS - 1]))
 
 
 def _alignment(addresses: Addresses) -> tuple[bool, ...]:
@@ -134,16 +133,23 @@ def _guard(tensors: Sequence[torch.Tensor], patterns: Patterns) -> Fits:
     first = [next(place for place, other in enumerate(tensors) if other is tensor) for tensor in tensors]
     once = sorted(set(first))
     fits = guard([tensors[place] for place in once], *zip(*[patterns[place] for place in once], strict=True))
-    if len(once) == len(tensors):
-        return fits
     # An output that is an input, say: a guard takes no tensor twice.
     pick = _picking(once)
     twice = [(place, other) for place, other in enumerate(first) if place != other]
+    least = 2 if any(map(_is_ragged, tensors)) else 0
+    if not twice and not least:
+        return fits
 
-    def fits_twice(*others: torch.Tensor) -> bool:
-        return all(others[a] is others[b] for a, b in twice) and fits(*pick(others))
+    def fits_too(*others: torch.Tensor) -> bool:
+        return others[0].shape[0] >= least and all(others[a] is others[b] for a, b in twice) and fits(*pick(others))
 
-    return fits_twice
+    return fits_too
+
+
+def _is_ragged(tensor: torch.Tensor) -> bool:
+    """Return True if a single row, whose stride means nothing, would be read by another kernel than these rows."""
+    is_apart = tensor.dim() > 1 < tensor.shape[0] and tensor.stride(-1) == 1 and not tensor.is_contiguous()
+    return is_apart and row_alignment(tensor.stride(0)) != row_alignment(tensor.shape[-1])
 
 
 def _pattern(tensor: torch.Tensor, free: int) -> Pattern:

@@ -355,6 +355,19 @@ def launchers() -> list[Launcher]:
     return [launcher for plan in plans for ready in plan._prepared if ready is not None for launcher in ready.launchers]
 
 
+@pytest.mark.parametrize("name", ["x", "out"])
+def test_a_single_row_takes_the_same_kernel_after_several_rows_that_are_apart(name: str) -> None:
+    """Several rows of stride 17 are read one element at a time, and a single one in vectors, whatever ran before."""
+    keys = []
+    for rows in ((1,), (4, 1)):
+        dispatch.forget()
+        for m in rows:
+            given = {"x": torch.ones(m, 16), name: torch.ones(m, 17)[:, :16]}
+            normforge.layernorm2d_fwd(**given)
+        keys.append(launchers()[-1].key)
+    assert keys[0] == keys[1]
+
+
 @THOROUGH
 @pytest.mark.parametrize(
     "modes",
