@@ -289,14 +289,14 @@ def _check_places(call: Call, addressed: bool) -> None:
 
 
 def check_normalised(
-    function: str, given: Mapping[str, Any], normalized_shape: Sequence[int], *, kernel: bool
+    function: str, given: Mapping[str, Any], normalized_shape: Sequence[int] | None, *, kernel: bool
 ) -> tuple[int, ...]:
     """Check what a call of the functional API was given, and return normalized_shape as a tuple.
 
     Args:
         function: the name of the forward function of the same norm.
         given: those of its arguments that are taken here too, by name; vectors are of normalized_shape.
-        normalized_shape: x's last dimensions.
+        normalized_shape: x's last dimensions; None is refused.
         kernel: whether a kernel is to run, which takes no float64.
 
     Raises:
@@ -341,7 +341,7 @@ def check_normalised(
     return shape
 
 
-def _dimensions(normalized_shape: Sequence[int]) -> tuple[int, ...]:
+def _dimensions(normalized_shape: Sequence[int] | None) -> tuple[int, ...]:
     try:
         if isinstance(normalized_shape, Sequence):
             return tuple([_integer(size) for size in normalized_shape])

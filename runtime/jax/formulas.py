@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .operation import NAMES, Operation
 
@@ -27,14 +28,14 @@ def _widened(operand: jax.Array) -> jax.Array:
     return operand.astype(jnp.promote_types(operand.dtype, jnp.float32))
 
 
-def _as_stored(total: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _as_stored(total: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Round a sum to the dtype it is stored in, and widen it again; gradients see no rounding."""
     # Without the barrier XLA may take both conversions for none. An infinite sum less itself is NaN.
     rounding = jax.lax.optimization_barrier(total.astype(dtype)).astype(total.dtype) - total
     return total + jax.lax.stop_gradient(jnp.nan_to_num(rounding, posinf=jnp.inf, neginf=-jnp.inf))
 
 
-def _outputs(op: Operation, given: Mapping[str, jax.Array], dtypes: Mapping[str, jnp.dtype]) -> dict[str, jax.Array]:
+def _outputs(op: Operation, given: Mapping[str, jax.Array], dtypes: Mapping[str, DTypeLike]) -> dict[str, jax.Array]:
     total = given["x"]
     if "residual" in given:
         total = _as_stored(total + given["residual"], dtypes["residual"])

@@ -341,19 +341,19 @@ def dropped_add_normalise(
     if normalized_shape is None:
         normalized_shape = x.shape[-1:]
     if options[0] == "layer" and options[2] != 0.0:
-        operands, normalized_shape, options = _offset(operands, normalized_shape, options)
+        operands, options = _offset(operands, options)
     kernel, left = backend(x) == "kernel", left_to_torch(operands)
-    norm, eps, *others = options
+    norm, eps, *_ = options
     given = named(operands, options)
     if eps is None and norm == "rms":
         del given["eps"]
     with unrecorded():
         shape = check_normalised(FORWARD_OF[norm], given, normalized_shape, kernel=kernel and not left)
-    norm, eps, *others = _as_floats(options)
+    norm, eps, *others = options = _as_floats(options)
     # Drawn once nothing else can be refused.
     dropout_p, rng = settled(*asked[:2], x)
     if rng is None:
-        found = normalise(operands, normalized_shape, (norm, eps, *others))
+        found = normalise(operands, normalized_shape, options)
         return (*found, torch.ones(x.shape, dtype=torch.bool, device=x.device)) if asked[2] else found
     said: Any = (norm, DEFAULT_EPS if eps is None and kernel else eps, *others)
     if not kernel or left:
@@ -374,13 +374,13 @@ def dropped_add_normalise(
 
 
 def normalise(
-    operands: Operands, normalized_shape: Sequence[int], options: Options, module: Replacing | None = None
+    operands: Operands, normalized_shape: Sequence[int] | None, options: Options, module: Replacing | None = None
 ) -> Any:
     """Any norm of the functional API: y, or y and residual_out where there is a residual.
 
     Args:
         operands: the tensors.
-        normalized_shape: the dimensions of x that are normalised together.
+        normalized_shape: the dimensions of x that are normalised together; None is refused.
         options: the norm's word, and what is told besides. out_dtype is y's; None is as `layer_norm` says.
         module: the module that is called; None for a function.
     """
@@ -429,7 +429,8 @@ def normalise_first(
             normalized_shape = operands[0].shape[-1:]
     norm, eps, *others = options
     if norm == "layer" and others[0] != 0.0:
-        return normalise(*_offset(operands, normalized_shape, options))
+        operands, options = _offset(operands, options)
+        return normalise(operands, normalized_shape, options)
     x = operands[0]
     kernel = isinstance(x, torch.Tensor) and backend(x) == "kernel"
     left = left_to_torch(operands)
@@ -478,14 +479,14 @@ def _seen(operands: Operands, shape: tuple[int, ...], options: Options, left: bo
     return normalise_traced(operands, shape, (norm, eps, weight_offset, out_dtype, cast))
 
 
-def _by_parts(operands: Operands, normalized_shape: Sequence[int], options: Options) -> Any:
+def _by_parts(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:
     """`normalise` of DTensors: each rank normalises its rows, as the call of plain tensors that it then is."""
     x, _, _, residual, _ = operands
     if residual is not None and residual.shape != x.shape:
         # The parts may be alike on one rank and not on another, which would wait for it.
         check_normalised(FORWARD_OF[options[0]], named(operands, options), normalized_shape, kernel=True)
     tensors = {name: operand for (name, _), operand in zip(OPERANDS, operands, strict=True)}
-    frame = Frame(f"{options[0]}_norm", tensors, len(normalized_shape))
+    frame = Frame(f"{options[0]}_norm", tensors, len(normalized_shape or ()))
     parts: Any = tuple([frame.part(kind, tensors[name]) for name, kind in OPERANDS])
     found = normalise(parts, normalized_shape, options)
     if residual is None:
@@ -493,18 +494,16 @@ def _by_parts(operands: Operands, normalized_shape: Sequence[int], options: Opti
     return tuple([frame.whole(Kind.ROWS, part) for part in found])
 
 
-def _offset(operands: Operands, shape: Sequence[int], options: Options) -> tuple[Operands, Sequence[int], Options]:
+def _offset(operands: Operands, options: Options) -> tuple[Operands, Options]:
     """A call of LayerNorm, whose kernels add nothing to weights, with the offset in its weight."""
-    x, weight, *rest = operands
-    norm, eps, weight_offset, *others = options
+    x, weight, bias, residual, x_bias = operands
+    norm, eps, weight_offset, out_dtype, cast = options
     weight_offset = check_number("weight_offset", weight_offset, least=-math.inf)
     if weight is None:
         raise ConflictError(FORWARD["weight_offset"].absent.format(weight_offset=weight_offset))
     check_dtype("weight", check_tensor("weight", weight), (*FLOATS, torch.float64))
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + weight_offset
-    given: Any = (x, weight, *rest), shape, (norm, eps, 0.0, *others)
-    whole: tuple[Operands, Sequence[int], Options] = given
-    return whole
+    return (x, weight, bias, residual, x_bias), (norm, eps, 0.0, out_dtype, cast)
 
 
 def _overridden(operands: Operands) -> bool:

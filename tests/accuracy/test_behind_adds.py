@@ -37,12 +37,15 @@ def test_no_error_is_over_four_times_torchs(norm: str, n: int, dtype: torch.dtyp
         x = (spread * normal(M, n) + mean / 2).to(device, dtype).requires_grad_()
         residual = (normal(M, n) * spread + mean / 2).to(device, dtype).requires_grad_()
         dy = normal(M, n).to(device, dtype)
-        affine = (weight.clone().requires_grad_(), *((bias.clone().requires_grad_(),) if centres else ()))
-        add = normforge.add_layer_norm if centres else normforge.add_rms_norm
+        scale, shift = weight.clone().requires_grad_(), bias.clone().requires_grad_()
         # Half of x, so that what is left is doubled, which is exact.
-        more = {"dropout_p": 0.5, "dropout_rng": torch.tensor([1, 2], device=device)} if dropout else {}
-        y, total = add(x, residual, *affine, eps=EPS, **more)
-        _, *found = torch.autograd.grad(y, (x, residual, *affine), dy)
+        p, rng = (0.5, torch.tensor([1, 2], device=device)) if dropout else (0.0, None)
+        if centres:
+            y, total = normforge.add_layer_norm(x, residual, scale, shift, EPS, dropout_p=p, dropout_rng=rng)
+        else:
+            y, total = normforge.add_rms_norm(x, residual, scale, EPS, dropout_p=p, dropout_rng=rng)
+        leaves = (x, residual, scale, shift) if centres else (x, residual, scale)
+        _, *found = torch.autograd.grad(y, leaves, dy)
         names = ("dx", "dweight", "dbias") if centres else ("dx", "dweight")
         exact = _exact(centres, total.detach(), weight, dy)
         statistics = {
@@ -60,9 +63,10 @@ def _exact(centres: bool, total: torch.Tensor, weight: torch.Tensor, dy: torch.T
     s, d = total.double(), dy.double()
     mean = s.mean(-1, keepdim=True) if centres else torch.zeros_like(s[:, :1])
     rstd = ((s - mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
-    statistics = {"rstd": rstd[:, 0]} | ({"mean": mean[:, 0]} if centres else {})
-    oracle = normforge.reference.layernorm2d_bwd if centres else normforge.reference.rmsnorm2d_bwd
-    made = oracle(d, s, weight, **statistics)
+    if centres:
+        made = normforge.reference.layernorm2d_bwd(d, s, weight, mean=mean[:, 0], rstd=rstd[:, 0])
+    else:
+        made = normforge.reference.rmsnorm2d_bwd(d, s, weight, rstd=rstd[:, 0])
     names = ("dx", "dweight", "dbias") if centres else ("dx", "dweight")
     return {name: Exact(getattr(made, name), made.magnitudes[name]) for name in names}
 

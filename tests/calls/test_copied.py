@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls import first, modulated_backward
+from normforge.calls import first, modulated_backward, neighbours
+from normforge.calls.plan import Plan
+from normforge.calls.row_gradients import plan_of
 from normforge.selection import dispatch
 
 from ..counting import counted
@@ -24,8 +26,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of what plans calls, whenever one was planned."""
     dispatch.forget()
     names: list[str] = []
-    monkeypatch.setattr(first, "Plan", counted(names, "plain", first.Plan))
-    monkeypatch.setattr(modulated_backward, "plan_of", counted(names, "modulated", modulated_backward.plan_of))
+    monkeypatch.setattr(first, "Plan", counted(names, "plain", Plan))
+    monkeypatch.setattr(neighbours, "Plan", counted(names, "beside", Plan))
+    monkeypatch.setattr(modulated_backward, "plan_of", counted(names, "modulated", plan_of))
     yield names
     dispatch.forget()
 
@@ -77,7 +80,10 @@ def test_a_gradient_that_does_not_lie_as_the_last_one_is_planned_once(
 
 @pytest.mark.parametrize("name", [*CALLS, "gated_rms_norm"])
 def test_rows_that_are_copied_are_planned_once(name: str, planned: list[str]) -> None:
-    calls = {**CALLS, "gated_rms_norm": lambda x: normforge.gated_rms_norm(x, rows(), VECTOR)}
+    calls: dict[str, Callable[[torch.Tensor], Any]] = {
+        **CALLS,
+        "gated_rms_norm": lambda x: normforge.gated_rms_norm(x, rows(), VECTOR),
+    }
     want = None
     for recorded in (True, False):
         for _ in range(2):

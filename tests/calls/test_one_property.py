@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,8 +77,8 @@ STRIDED = torch.randn(2 * N)[::2]
 PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     **{
         f"dropout, {norm}, {name} {word}": (
-            lambda norm=norm: dropped(norm),
-            lambda n=norm, k=name, v=v: dropped(n, **{k: v}),
+            partial(dropped, norm),
+            partial(dropped, norm, **{name: v}),
         )
         for norm, names in (("layer", ("weight", "bias", "x_bias")), ("rms", ("weight", "x_bias")))
         for name in names

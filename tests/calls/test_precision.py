@@ -177,6 +177,7 @@ def test_rows_whose_squares_overflow_are_zeros_in_every_pipeline(n: int, value: 
     layer = normforge.layernorm2d_fwd(x, None, None, save_mv=True)
     rms = normforge.rmsnorm2d_fwd(x, None, save_mv=True)
     assert torch.equal(rms.y, torch.zeros_like(x))
+    assert rms.rstd is not None
     assert torch.equal(rms.rstd, torch.zeros(3))
     assert torch.equal(layer.y, torch.zeros_like(x))
     assert layer.rstd is not None

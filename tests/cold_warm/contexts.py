@@ -11,24 +11,28 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import normforge
 
 Thunk = Callable[[], Any]
+# torch declares no types for what is in it.
+forward_ad: Any = torch.autograd.forward_ad
 
 
 # The operators of normforge that a dispatch mode saw.
 OPERATORS_SEEN: list[str] = []
 
 
-class _Dispatch(TorchDispatchMode):
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(function).startswith("normforge"):
-            OPERATORS_SEEN.append(str(function))
-        return function(*args, **(kwargs or {}))
+def _dispatched(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    if str(function).startswith("normforge"):
+        OPERATORS_SEEN.append(str(function))
+    return function(*args, **(kwargs or {}))
+
+
+# Made by `type`, as torch declares no types of what a subclass's statement calls.
+_Dispatch: Callable[[], Any] = type("_Dispatch", (TorchDispatchMode,), {"__torch_dispatch__": _dispatched})
 
 
 class _Function(TorchFunctionMode):

@@ -9,6 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -379,7 +380,8 @@ def _axes(function: Function, call: Call) -> SimpleNamespace:
         elif row is not None and row.kind.is_tensor and row.axis:
             setattr(axes, row.axis, call[name] is not None)
     x = call.get("x")
-    axes.dtype_in = DTYPES.get(x.dtype, DTYPES[torch.float32]) if isinstance(x, Operand) else DTYPES[torch.float32]
+    dtype = x.dtype if isinstance(x, Operand) else None
+    axes.dtype_in = DTYPES.get(dtype or torch.float32, DTYPES[torch.float32])
     return axes
 
 
@@ -389,7 +391,8 @@ def _result_dtype(name: str, call: Call) -> torch.dtype:
     if name == "residual_out":
         return residual.dtype if isinstance(residual, Operand) and residual.dtype else torch.float32
     quantises = call.get("fquant") not in ("none", 0, False, None, "FusedQuant.NONE")
-    found = call.get("out_dtype") or (torch.int8 if quantises else x.dtype if isinstance(x, Operand) else torch.float32)
+    of_x = x.dtype if isinstance(x, Operand) and x.dtype else torch.float32
+    found: torch.dtype = call.get("out_dtype") or (torch.int8 if quantises else of_x)
     return torch.uint8 if found is torch.float4_e2m1fn_x2 else found
 
 
@@ -430,8 +433,12 @@ def arguments(function: Function, call: Call) -> dict[str, Any]:
 
 
 def _members() -> dict[str, Callable[[], Any]]:
-    rows = [row for family in FAMILIES for row in family.parameters if row.words is not None]
-    return {f"{row.words.__name__}.{each.name}": (lambda each=each: each) for row in rows for each in row.words or ()}
+    words = [row.words for family in FAMILIES for row in family.parameters if row.words is not None]
+    return {f"{enum.__name__}.{each.name}": _giving(each) for enum in words for each in enum}
+
+
+def _giving(value: Enum) -> Callable[[], Enum]:
+    return lambda: value
 
 
 _EVALUATED: Mapping[str, Callable[[], Any]] = {"torch.tensor(1e-5)": lambda: torch.tensor(1e-5), **_members()}

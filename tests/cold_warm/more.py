@@ -35,7 +35,8 @@ class Modulated(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale, shift = self.of_samples(x[:, 0]).chunk(2, dim=-1)
-        return self.norm(x) * (1 + scale[:, None]) + shift[:, None]
+        y: torch.Tensor = self.norm(x) * (1 + scale[:, None]) + shift[:, None]
+        return y
 
 
 class Chain(torch.nn.Module):
@@ -180,7 +181,7 @@ def _in_state(module: torch.nn.Module, call: Call) -> Iterator[None]:
         elif state == "another":
             norm.weight = torch.nn.Parameter(data.clone())
         elif state == "none":
-            norm.weight = None
+            norm.register_parameter("weight", None)
         elif state == "hooked":
             handles.append(norm.register_forward_hook(lambda module, inputs, output: output))
         weight.requires_grad_(state != "frozen")

@@ -20,6 +20,9 @@ from normforge.selection import dispatch
 from normforge.upstream import torch_dispatcher
 from normforge.upstream.torch_autograd import applied_at_once
 
+# torch's stubs lack some of what is there.
+_C: Any = torch._C
+
 # What is kept there depends on calls. Elsewhere functions keep what the machine, its disk and torch's release are like.
 _FORGETFUL = tuple(
     f"normforge.{name}." for name in ("calls", "nn", "operators", "parallel", "compiled", "override", "jax")
@@ -94,7 +97,7 @@ class Session:
         """Have launches call a tensor by its role, the first one that its memory has."""
         if isinstance(tensor, torch.Tensor):
             try:
-                if tensor.numel() and not torch._C._is_cow_tensor(tensor):
+                if tensor.numel() and not _C._is_cow_tensor(tensor):
                     self.roles.setdefault(tensor.data_ptr(), f"{role}{' negated' * tensor.is_neg()}")
             except (RuntimeError, NotImplementedError):
                 # A tensor without memory.

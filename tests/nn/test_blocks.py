@@ -282,7 +282,7 @@ def test_a_hook_that_writes_to_a_hidden_state_without_gradients(mode: Callable[[
             torch.testing.assert_close(patched(tokens()), model(tokens()))
 
 
-def written_behind(model: Any, x: Any, change: Callable[[Any, torch.Tensor], None]) -> Any:
+def written_behind(model: Any, x: Any, change: Callable[[Any, torch.Tensor], object]) -> Any:
     """Run a decoder's layers as a program of one's own does, with something done to each hidden state in between."""
     for layer in model.layers:
         x = layer(x)
@@ -306,7 +306,7 @@ def of_another_epsilon(model: Any, x: torch.Tensor) -> None:
             module.variance_epsilon += 0.5
 
 
-CHANGES: dict[str, Callable[[Any, torch.Tensor], None]] = {
+CHANGES: dict[str, Callable[[Any, torch.Tensor], object]] = {
     "data written": lambda model, x: x.data.add_(torch.linspace(0, 3, WIDTH)),
     "data replaced": moved,
     "weight written": streamed,
@@ -368,7 +368,7 @@ class InAnExpression(Meddling):
 class InALoop(Meddling):
     def forward(self, x: torch.Tensor, flag: bool = True) -> Any:
         total = x + self.part(x)
-        made = []
+        made: list[torch.Tensor] = []
         while len(made) < 2:
             made.append(self.norm(total))
             self.meddle(total)
@@ -884,7 +884,8 @@ class ModulatesAndAdds(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, conditions: dict[str, torch.Tensor]) -> torch.Tensor:
         h = self.norm(x) * (1 + conditions["scale"]) + conditions["shift"]
-        return x + self.linear(h)
+        total: torch.Tensor = x + self.linear(h)
+        return total
 
 
 def test_a_block_is_fused_or_unfused_and_not_both() -> None:

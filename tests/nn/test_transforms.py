@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.fx.experimental.proxy_tensor
 from torch import func
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -540,3 +542,11 @@ dist.destroy_process_group()
     said = json.loads(printed(code, TRITON_INTERPRET="1"))
     assert len(said) == 3 + 2 + 3 + 1 + 2
     assert all(said)
+
+
+def test_none_is_no_shape_of_a_sharded_tensor(mesh: DeviceMesh) -> None:
+    x = DTensor.from_local(torch.randn(4, N), mesh, [Shard(0)])
+    none: Any = None
+    for norm in (normforge.layer_norm, normforge.rms_norm):
+        with pytest.raises(errors.DTypeError, match="normalized_shape is None; it takes a tuple of integers"):
+            norm(x, none)
