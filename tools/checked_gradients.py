@@ -13,12 +13,12 @@ from ..calls import gated_backward, gated_instead, modulated_backward, modulated
 from ..calls.check import check
 from ..calls.functions import completed
 from ..calls.neighbour_rows import CALLS
-from ..calls.outputs import GatedGradients, ModulatedGradients, NormGradients
+from ..calls.outputs import NormGradients
 from ..codegen.families import Kind
 from ..codegen.parameters import BACKWARD, family_of
 from ..codegen.values import Norm
 from ..selection import dispatch
-from .compare import Finding, compare_gradients
+from .compare import Finding, GatedGradients, ModulatedGradients, compare_gradients
 from .measured_run import Run
 from .problem import Problem, gradients_in, inputs
 

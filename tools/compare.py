@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..calls.group_instead import Gradients
-from ..calls.outputs import GatedGradients, LayerNormOutput, ModulatedGradients, NormGradients, QuantisedOutput
+from ..calls.outputs import LayerNormOutput, NormGradients, QuantisedOutput
 from ..codegen.model import Mode
 from ..codegen.values import Rounding
 from ..dtypes import DTYPES
@@ -28,6 +28,27 @@ from ..quantisation_reference import (
     unswizzled,
 )
 from ..reference import ReferenceOutput, quantise
+
+
+class GatedGradients(NamedTuple):
+    """What a backward pass of gated norms computes; dbias of LayerNorm alone."""
+
+    dx: torch.Tensor | None
+    dgate: torch.Tensor | None
+    dweight: torch.Tensor | None
+    dbias: torch.Tensor | None
+
+
+class ModulatedGradients(NamedTuple):
+    """What a backward pass of modulated norms computes, each of its operand's shape and dtype; None where none is."""
+
+    dx: torch.Tensor | None
+    dscale: torch.Tensor | None
+    dshift: torch.Tensor | None
+    dgate: torch.Tensor | None
+    dresidual: torch.Tensor | None
+    dweight: torch.Tensor | None
+    dbias: torch.Tensor | None
 
 
 class Finding(NamedTuple):

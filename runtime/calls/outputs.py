@@ -79,27 +79,6 @@ class NormGradients(NamedTuple):
     ddropped: torch.Tensor | None = None
 
 
-class GatedGradients(NamedTuple):
-    """What a backward pass of gated norms computes; dbias of LayerNorm alone."""
-
-    dx: torch.Tensor | None
-    dgate: torch.Tensor | None
-    dweight: torch.Tensor | None
-    dbias: torch.Tensor | None
-
-
-class ModulatedGradients(NamedTuple):
-    """What a backward pass of modulated norms computes, each of its operand's shape and dtype; None where none is."""
-
-    dx: torch.Tensor | None
-    dscale: torch.Tensor | None
-    dshift: torch.Tensor | None
-    dgate: torch.Tensor | None
-    dresidual: torch.Tensor | None
-    dweight: torch.Tensor | None
-    dbias: torch.Tensor | None
-
-
 def dtype_of_all(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """The dtype of a gradient of several tensors, each of which rounds it to its own: one that holds what all round.
 

@@ -40,21 +40,15 @@ def is_bare(module: Any) -> bool:
 
 def options_of(norm: Any, total: torch.dtype, on: torch.Tensor) -> Options:
     """Return the options of a norm's call with rows of a dtype, on the device of a tensor."""
+    # What is added may have 16 bits where the sum has 32, and then nothing is rounded before the weight.
+    cast = norm.cast if total in HALVES else _AFTER
     if isinstance(norm, LayerNorm):
-        return (
-            "layer",
-            float(norm.eps),
-            0.0,
-            result_dtype("layer", on) or total,
-            norm.cast if total in HALVES else _AFTER,
-        )
+        return ("layer", float(norm.eps), 0.0, result_dtype("layer", on) or total, cast)
     if isinstance(norm, T5RMSNorm):
         rounds = norm.cast_before_weight and norm.weight.dtype in HALVES
         return ("rms", float(norm.eps), norm.weight_offset, norm.weight.dtype, _BEFORE if rounds else _AFTER)
     weight: torch.Tensor | None = norm.weight
     eps = DEFAULT_EPS if norm.eps is None else float(norm.eps)
-    # What is added may have 16 bits where the sum has 32, and then nothing is rounded before the weight.
-    cast = norm.cast if total in HALVES else _AFTER
     if not norm.cast_before_weight or weight is None:
         return ("rms", eps, norm.weight_offset, result_dtype("rms", on) or total, cast)
     y_dtype = total if total is weight.dtype else torch.promote_types(total, weight.dtype)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import torch
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function
 
 from ..calls import dropout, native, recorded, torch_instead
 from ..calls.argument_checks import check_dtype, check_number, check_tensor
@@ -36,6 +36,7 @@ from ..compiled.rules import is_left_to_inductor
 from ..dtypes import FLOATS
 from ..errors import ConflictError
 from ..random_mask import dropout_mask
+from .neighbours import is_handed_on
 from .replaced import Replacing
 
 
@@ -222,15 +223,11 @@ def add_layer_norm(
             that is none, and a dropout of DTensors.
     """
     operands, options = (x, weight, bias, residual, x_bias), ("layer", eps, weight_offset, None, cast)
+    both: tuple[torch.Tensor, torch.Tensor]
     if dropout_p != 0.0 or dropout_rng is not None or return_mask:
-        asked = (dropout_p, dropout_rng, return_mask)
-        dropped: tuple[torch.Tensor, torch.Tensor] = dropped_add_normalise(operands, None, options, asked)
-        return dropped
-    both: tuple[torch.Tensor, torch.Tensor] | None = None
-    if not is_dynamo_compiling() and residual.__class__ in PLAIN:
-        both = native.calls.normalise(operands, options, None)
-    if both is None:
-        both = normalise_first(operands, None, options, adds=True)
+        both = dropped_add_normalise(operands, None, options, (dropout_p, dropout_rng, return_mask))
+    else:
+        both = add_normalise(operands, None, options)
     return both
 
 
@@ -300,28 +297,20 @@ def add_rms_norm(
         NormforgeError: one of those that `add_layer_norm` lists.
     """
     operands, options = (x, weight, None, residual, x_bias), ("rms", eps, weight_offset, None, cast)
+    both: tuple[torch.Tensor, torch.Tensor]
     if dropout_p != 0.0 or dropout_rng is not None or return_mask:
-        asked = (dropout_p, dropout_rng, return_mask)
-        dropped: tuple[torch.Tensor, torch.Tensor] = dropped_add_normalise(operands, None, options, asked)
-        return dropped
-    both: tuple[torch.Tensor, torch.Tensor] | None = None
-    if not is_dynamo_compiling() and residual.__class__ in PLAIN:
-        both = native.calls.normalise(operands, options, None)
-    if both is None:
-        both = normalise_first(operands, None, options, adds=True)
+        both = dropped_add_normalise(operands, None, options, (dropout_p, dropout_rng, return_mask))
+    else:
+        both = add_normalise(operands, None, options)
     return both
 
 
-def add_normalise(operands: Operands, normalized_shape: Sequence[int], options: Options) -> Any:
-    """What `add_layer_norm` and `add_rms_norm` are, over all of normalized_shape."""
+def add_normalise(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:
+    """Add and normalise over all of normalized_shape; None is x's last dimension."""
     both = None
     if not is_dynamo_compiling() and operands[3].__class__ in PLAIN:
         both = native.calls.normalise(operands, options, normalized_shape)
-    if both is not None:
-        return both
-    if not _overridden(operands):
-        check_tensor("residual", operands[3])
-    return normalise_first(operands, normalized_shape, options)
+    return normalise_first(operands, normalized_shape, options, adds=True) if both is None else both
 
 
 def dropped_add_normalise(
@@ -335,7 +324,7 @@ def dropped_add_normalise(
         dropout_p, rng = settled(*asked[:2], operands[0])
         if rng is not None:
             return dropout.normalise_checked(operands, known, Dropout(dropout_p, rng))
-    if _overridden(operands):
+    if is_handed_on(operands):
         return handle_torch_function(dropped_add_normalise, operands, operands, normalized_shape, options, asked)
     x, _ = (check_tensor(name, operands[at]) for name, at in (("x", 0), ("residual", 3)))
     if normalized_shape is None:
@@ -397,7 +386,7 @@ def normalise_cast_before_weight(
     a product of x's dtype and weight's has.
     """
     x, weight, *_ = operands
-    if x.__class__ not in PLAIN and _overridden(operands):
+    if x.__class__ not in PLAIN and is_handed_on(operands):
         if module is not None and not is_served(operands) and (before := module.forward_before(x)) is not None:
             return before(module, x)
         return handle_torch_function(normalise_cast_before_weight, operands, operands, normalized_shape, options)
@@ -415,18 +404,19 @@ def normalise_first(
     *,
     adds: bool = False,
 ) -> Any:
-    """Run `normalise` for a call that `native.calls` does not know; where it `adds`, None is x's last dimension."""
+    """Run `normalise` for a call that `native.calls` does not know; where it `adds`, there has to be a residual."""
     if is_dynamo_compiling() and is_plain(operands, normalized_shape, options):
         return _traced(operands, normalized_shape, options, module)
     if module is not None and not is_served(operands) and (before := module.forward_before(operands[0])) is not None:
         return before(module, operands[0])
-    if _overridden(operands):
+    if is_handed_on(operands):
         return _handed_on(operands, normalized_shape, options)
-    if normalized_shape is None and adds:
+    if adds:
         check_tensor("x", operands[0])
         check_tensor("residual", operands[3])
-        with unrecorded():
-            normalized_shape = operands[0].shape[-1:]
+        if normalized_shape is None:
+            with unrecorded():
+                normalized_shape = operands[0].shape[-1:]
     norm, eps, *others = options
     if norm == "layer" and others[0] != 0.0:
         operands, options = _offset(operands, options)
@@ -504,13 +494,6 @@ def _offset(operands: Operands, options: Options) -> tuple[Operands, Options]:
     check_dtype("weight", check_tensor("weight", weight), (*FLOATS, torch.float64))
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + weight_offset
     return (x, weight, bias, residual, x_bias), (norm, eps, 0.0, out_dtype, cast)
-
-
-def _overridden(operands: Operands) -> bool:
-    """Whether the class of an operand has a say in what functions do: `__torch_function__`, as torch.fx's proxies."""
-    return any(operand is not None and type(operand) not in PLAIN for operand in operands) and has_torch_function(
-        operands
-    )
 
 
 def _handed_on(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:

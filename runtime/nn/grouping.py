@@ -91,11 +91,9 @@ def group_norm(
         return _by_parts(operands, options)
     if backend(x) != "kernel" or left_to_torch(operands) or 0 in x.shape:
         return group_instead.normalise(x, weight, bias, options)
-    told = (num_groups, eps, activation)
-    traced = is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation())
-    if traced:
+    if is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation()):
         return group.normalise_traced(x, weight, bias, options)
-    return group.normalise(x, weight, bias, options, told)
+    return group.normalise(x, weight, bias, options, (num_groups, eps, activation))
 
 
 _WORDS = tuple(activation.value for activation in Activation)

@@ -34,10 +34,7 @@ from .replaced import class_of
 logger = logging.getLogger("normforge")
 
 # By a norm's class the word of the norm. Hugging Face's round before the weight, which a modulated kernel does not.
-_WORDS: dict[type[torch.nn.Module], str] = {
-    LayerNorm: "layer",
-    RMSNorm: "rms",
-}
+_WORDS: dict[type[torch.nn.Module], str] = {LayerNorm: "layer", RMSNorm: "rms"}
 
 # Functions that one process modulates by; a lambda in a forward is another in each call.
 _MOST_FUNCTIONS = 256

@@ -223,16 +223,8 @@ class RMSNorm(_RMSNorm):
         x_bias: bool = False,
         cast_before_weight: bool = False,
     ) -> None:
-        super().__init__(
-            normalized_shape,
-            eps,
-            elementwise_affine,
-            device,
-            dtype,
-            cast=cast,
-            weight_offset=weight_offset,
-            x_bias=x_bias,
-        )
+        options: dict[str, Any] = {"cast": cast, "weight_offset": weight_offset, "x_bias": x_bias}
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, **options)
         self.cast_before_weight = cast_before_weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

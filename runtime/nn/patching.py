@@ -32,13 +32,6 @@ _TORCH: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     torch.nn.GroupNorm: GroupNorm,
 }
 
-_HUGGING_FACE: dict[CastOrder, type[RMSNorm]] = {
-    CastOrder.TO_INPUT_BEFORE_WEIGHT: HuggingFaceRMSNorm,
-    CastOrder.TO_WEIGHT_BEFORE_WEIGHT: T5RMSNorm,
-    CastOrder.AFTER_WEIGHT: HuggingFaceRMSNorm,
-    CastOrder.AFTER_OFFSET_WEIGHT: HuggingFaceRMSNorm,
-}
-
 
 @dataclass(frozen=True)
 class _Replacement:
@@ -350,7 +343,8 @@ def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacem
     }
     if formula.epsilon_name == "eps":
         attributes |= {"epsilon_name": EPSILON, EPSILON: vars(module)["eps"]}
-    return _Replacement(_HUGGING_FACE[formula.order], attributes)
+    is_t5 = formula.order is CastOrder.TO_WEIGHT_BEFORE_WEIGHT
+    return _Replacement(T5RMSNorm if is_t5 else HuggingFaceRMSNorm, attributes)
 
 
 def _options_of(cls: type[torch.nn.Module]) -> dict[str, Any]:

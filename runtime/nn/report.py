@@ -34,13 +34,13 @@ class Swapped(NamedTuple):
     new: type[torch.nn.Module]
 
 
-class Skipped(NamedTuple):
-    """A norm that was left as it is.
+class _Left(NamedTuple):
+    """A module that `patch` has something to say about.
 
     Attributes:
         path: where it stands in the model; the first of several places.
         cls: its class.
-        reason: why it was not swapped.
+        reason: why it was left as it is, or when it does not call its norms, and what to do about it.
     """
 
     path: str
@@ -48,18 +48,12 @@ class Skipped(NamedTuple):
     reason: str
 
 
-class Bypassed(NamedTuple):
-    """A module that does not always call its norms.
+class Skipped(_Left):
+    """A norm that was left as it is; the reason says why it was not swapped."""
 
-    Attributes:
-        path: where it stands in the model; the first of several places.
-        cls: its class.
-        reason: when it calls none, and what to do about it.
-    """
 
-    path: str
-    cls: type[torch.nn.Module]
-    reason: str
+class Bypassed(_Left):
+    """A module that does not always call its norms; the reason says when, and what to do about it."""
 
 
 class Fused(NamedTuple):
@@ -91,18 +85,8 @@ class Fused(NamedTuple):
         return "; ".join(said)
 
 
-class Unfused(NamedTuple):
-    """A block that adds as it did, although it holds norms of ours.
-
-    Attributes:
-        path: where it stands in the model; the first of several places.
-        cls: its class.
-        reason: why none of its sums was fused.
-    """
-
-    path: str
-    cls: type[torch.nn.Module]
-    reason: str
+class Unfused(_Left):
+    """A block that adds as it did, although it holds norms of ours; the reason says why none of its sums was fused."""
 
 
 class Patch(NamedTuple):

@@ -53,9 +53,7 @@ class Forward:
     modulations: tuple[Modulation, ...]
     spent: tuple[frozenset[int], ...]
 
-    def changed(
-        self, added: Iterable[int], modulated: Iterable[int], norms: Collection[str] = ()
-    ) -> types.FunctionType:
+    def changed(self, added: Iterable[int], modulated: Iterable[int], norms: Collection[str]) -> types.FunctionType:
         """Return the function, with some of its operations replaced by calls of ours.
 
         Args:

@@ -521,8 +521,8 @@ def test_norms_named_at_the_front_door_are_what_the_survey_found() -> None:
     """Families, `Llama` say, stand for their RMSNorm."""
     page, text = _page("huggingface"), README.read_text()
     taken, skipped = page.partition("## Taken")[2].partition("## Skipped")[::2]
-    ((families, other),) = re.findall(r"RMSNorm of (Llama.*?) and others; `(T5\w+)` \| takes", text)
-    for name in (*(f"{family}RMSNorm" for family in families.split(", ")), other):
+    ((families, others),) = re.findall(r"RMSNorm of (Llama.*?) and others; (`T5\w+`.*?) \| takes", text)
+    for name in (*(f"{family}RMSNorm" for family in families.split(", ")), *re.findall(r"`(\w+)`", others)):
         assert re.search(rf"\b{name}\b", taken), name
     for name in re.findall(r", as .*?`(\w+)`", text.partition("## Models")[2].partition("## When")[0]):
         assert re.search(rf"\b{name}\b", skipped), name

@@ -10,9 +10,9 @@ import torch
 
 from normforge import reference
 from normforge.calls import modulated_backward
-from normforge.calls.outputs import ModulatedGradients
 from normforge.reference import ReferenceGradients
 from normforge.tools import cli
+from normforge.tools.compare import ModulatedGradients
 
 SMALL = ["run", "-m=5", "-n=130", "-bwd=1"]
 
