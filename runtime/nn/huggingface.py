@@ -81,9 +81,9 @@ class HuggingFaceRMSNorm(RMSNorm):
         y: torch.Tensor
         if (
             is_dynamo_compiling()
-            and self.__dict__[ORIGINAL].asked
             and is_plain(operands, shape, options)
             and is_left_to_inductor("rms", rows, tuple(shape), scaled=True)
+            and self.__dict__[ORIGINAL].asked
         ):
             # The graph is that of the model unpatched.
             y = self.__dict__[ORIGINAL].cls.forward(self, rows)
