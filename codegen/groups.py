@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import product
+from math import prod
 
 from .errors import IllegalCombinationError
 from .lazy import cached_property
@@ -76,6 +78,15 @@ class GroupMode:
         activation = f"_{self.activation.value}" if self.activation.is_applied else ""
         layout = "_cl" if self.channels_last else ""
         return f"{_PREFIX}_{self.direction.value}_{self.dtype_in.value}{activation}{layout}"
+
+    def takes(self, channels: int, space: Sequence[int]) -> bool:
+        """Return True if calls whose x is (B, channels, *space) have this layout.
+
+        An x that is both contiguous and channels_last counts as one of the two.
+        """
+        if not space:
+            return self.channels_last
+        return not self.channels_last or (channels > 1 and prod(space) > 1)
 
     def kernel(self, part: Pipeline | Part) -> str:
         """The kernel's symbol: what a profiler shows."""

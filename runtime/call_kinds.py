@@ -15,6 +15,13 @@ from .codegen.groups import GroupMode, mode_named
 # Classes of M, each with the tile that it runs on: up to the table's SMALL_M, up to its SOME_M, up to what an i32
 # counts, and beyond.
 ROWS = FEW, SOME, MANY, MOST = ("few", "some", "many", "most")
+# Those of common calls.
+USUAL_ROWS = FEW, SOME, MANY
+# The backward kernels of modulated norms take samples of this many rows or more: for shorter samples, programs would
+# write about as much as they read.
+LEAST_ROWS_OF_SAMPLE = 8
+# Each sample has a program or more, and the second dimension of a grid takes 65535.
+MOST_SAMPLES = 2**15
 # The largest M that kernels count rows up to as an i32: a loop over rows looks two rounds beyond the last, and a round
 # of the shortest, 64 a program, may have 606208 where a multiprocessor holds as many programs as any does.
 MOST_ROWS_IN_I32 = 2**31 - 2**21

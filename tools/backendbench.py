@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from ..codegen.command import Parser
-from ..override.served import OPERATORS
 
 _MARK = "# Written by `normforge backendbench`."
 
@@ -35,7 +32,16 @@ def main(argv: Sequence[str], prog: str) -> int:
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="what --ops-directory will be given; made if need be")
     folder: Path = parser.parse_args(argv).folder
-    texts = {folder / _folder(operator) / _file(operator): _text(operator) for operator in OPERATORS}
+    # Not before the arguments are read: both import torch, and help and refusals take no seconds without it.
+    import torch
+
+    from ..override.served import OPERATORS
+
+    schemas = {operator: getattr(torch.ops.aten, operator).default._schema for operator in OPERATORS}
+    texts = {
+        folder / _folder(operator) / _file(operator): _text(operator, [argument.name for argument in schema.arguments])
+        for operator, schema in schemas.items()
+    }
     for path in texts:
         if (problem := _in_the_way(path)) is not None:
             parser.error(problem)
@@ -55,10 +61,8 @@ def _file(operator: str) -> str:
     return f"{_folder(operator)}_implementation_v1.py"
 
 
-def _text(operator: str) -> str:
-    schema = getattr(torch.ops.aten, operator).default._schema
-    parameters = ", ".join(argument.name for argument in schema.arguments)
-    return _TEXT.format(mark=_MARK, operator=operator, folder=_folder(operator), parameters=parameters)
+def _text(operator: str, parameters: Sequence[str]) -> str:
+    return _TEXT.format(mark=_MARK, operator=operator, folder=_folder(operator), parameters=", ".join(parameters))
 
 
 def _in_the_way(path: Path) -> str | None:

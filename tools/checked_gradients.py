@@ -20,7 +20,8 @@ from ..codegen.values import Norm
 from ..selection import dispatch
 from .compare import Finding, GatedGradients, ModulatedGradients, compare_gradients
 from .measured_run import Run
-from .problem import Problem, gradients_in, inputs
+from .problem import Problem
+from .problem_tensors import gradients_in, inputs
 
 
 def prepare(problem: Problem, device: torch.device) -> Run[Any]:

@@ -21,7 +21,8 @@ from . import checked_gradients
 from .compare import Finding, compare, compare_quantised, numbers_of, worst_of
 from .machine import Machine
 from .measured_run import Result, Run, measured
-from .problem import Problem, inputs, poisoned_outputs
+from .problem import Problem
+from .problem_tensors import inputs, poisoned_outputs
 
 _Forward = Callable[..., LayerNormOutput]
 _Oracle = Callable[..., reference.ReferenceOutput]

@@ -26,12 +26,16 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "run": Verb(".run", "run one problem, check it against the reference and time it"),
+    "run": Verb(".run", "run one problem, check it against the reference and time it", options=".run_options"),
     "list": Verb(".list_instances", "print the dispatch table in use", options=".list_options"),
     "generate": Verb("..codegen.cli", "generate kernels from a manifest", makes_calls=False),
     "tune": Verb(".tune", "measure which tiles suit this GPU, and write them down", options=".tune_options"),
-    "warmup": Verb(".warmup_command", "compile ahead what a deployment touches, for the GPU that is here"),
-    "aot": Verb(".aot_command", "compile it into a folder, for a GPU that need not be here"),
+    "warmup": Verb(
+        ".warmup_command",
+        "compile ahead what a deployment touches, for the GPU that is here",
+        options=".warmup_options",
+    ),
+    "aot": Verb(".aot_command", "compile it into a folder, for a GPU that need not be here", options=".aot_options"),
     "merge": Verb(".merge_command", "add up recordings of several processes", makes_calls=False),
     "backendbench": Verb(
         ".backendbench", "write torch's norms as operators that BackendBench tests", makes_calls=False

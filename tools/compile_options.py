@@ -1,4 +1,7 @@
-"""The arguments that `normforge warmup` and `normforge aot` share: which compilations."""
+"""The arguments that `normforge warmup` and `normforge aot` share: which compilations.
+
+Imports no torch, so that help and refusals take no seconds.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +9,19 @@ import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tabulate import tabulate
-
-from ..ahead_of_time.compile_keys import CompileKey, Pair, keys_of, pairs_of, pairs_served, recorded_keys_for
-from ..ahead_of_time.group_shapes import GroupShape
-from ..ahead_of_time.row_places import Asked, Steps
-from ..ahead_of_time.stand_ins import ROWS, USUAL_ROWS, Deployment, Kind
+from ..call_kinds import ROWS, USUAL_ROWS
 from ..codegen.axes import SAME
 from ..codegen.command import options_given
-from ..codegen.model import Mode
 from ..codegen.values import INPUT_DTYPES
-from ..dtypes import TORCH_DTYPES
-from ..errors import MissingInstanceError
-from ..kernels.gpu import Target
-from ..kernels.key import KernelKey
-from ..kernels.row_walk import strides_told
-from ..selection import dispatch
+
+if TYPE_CHECKING:
+    from ..ahead_of_time.row_places import Asked, Steps
 
 ABSENT = "none"
 
-_KINDS: dict[str, Kind] = {
-    SAME: SAME,
-    **{dtype.value: TORCH_DTYPES[dtype] for dtype in INPUT_DTYPES},
-    ABSENT: None,
-}
+_KINDS = (SAME, *(dtype.value for dtype in INPUT_DTYPES), ABSENT)
 
 
 def add_key_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,12 +60,12 @@ def add_key_arguments(parser: argparse.ArgumentParser) -> None:
     )
     present = tuple(word for word in _KINDS if word != ABSENT)
     add: Callable[..., Any] = partial(kinds.add_argument, metavar="DTYPE[,DTYPE]")
-    add("--weight", type=partial(_kinds, tuple(_KINDS)), default=SAME, help=f"weight's, or {ABSENT} (default: {SAME})")
-    add("--bias", type=partial(_kinds, tuple(_KINDS)), help=f"bias's, or {ABSENT} (default: weight's)")
-    add("--residual", type=partial(_kinds, present), default=SAME, help=f"residual's (default: {SAME})")
-    add("--smooth", type=partial(_kinds, present), default="fp32", help="smooth_scale's (default: fp32)")
-    add("--dy", type=partial(_kinds, present), default=SAME, help=f"the incoming gradient's (default: {SAME})")
-    add("--y", type=partial(_kinds, present), default=SAME, help=f"GroupNorm's y's (default: {SAME})")
+    add("--weight", type=partial(_words, _KINDS), default=SAME, help=f"weight's, or {ABSENT} (default: {SAME})")
+    add("--bias", type=partial(_words, _KINDS), help=f"bias's, or {ABSENT} (default: weight's)")
+    add("--residual", type=partial(_words, present), default=SAME, help=f"residual's (default: {SAME})")
+    add("--smooth", type=partial(_words, present), default="fp32", help="smooth_scale's (default: fp32)")
+    add("--dy", type=partial(_words, present), default=SAME, help=f"the incoming gradient's (default: {SAME})")
+    add("--y", type=partial(_words, present), default=SAME, help=f"GroupNorm's y's (default: {SAME})")
     kinds.add_argument(
         "--row-stride",
         type=_strides,
@@ -116,79 +106,6 @@ def parse_keys(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
     return given
 
 
-def keys_for(given: argparse.Namespace, target: Target) -> list[CompileKey]:
-    """The compilations that parsed arguments ask for.
-
-    Raises:
-        NormforgeError: there is no such table, manifest or mode.
-    """
-    if given.instances is not None:
-        dispatch.load_instances(given.instances)
-    if given.recorded is not None:
-        return recorded_keys_for(given.recorded, target, given.rows)
-    deployment = Deployment(
-        weight_dtypes=given.weight,
-        bias_dtypes=given.bias,
-        residual_dtypes=given.residual,
-        smooth_dtypes=given.smooth,
-        dy_dtypes=given.dy,
-        wants=None,
-        row_strides=(None, *(given.row_stride or ())),
-        misaligned=((),),
-        rows=given.rows or USUAL_ROWS,
-        y_dtypes=given.y,
-    )
-    if given.manifest is None:
-        pairs = pairs_of(given.n, given.modes or None, given.shape)
-    else:
-        pairs = _manifest(given.manifest, given.n, tuple(map(GroupShape.parse, given.shape)))
-    return keys_of(pairs, target, deployment)
-
-
-def table_of(keys: Sequence[CompileKey]) -> str:
-    """Compilations as a table, and how many they are."""
-    rows = [
-        (*_instances(key), key.n, " and ".join(key.rows), key.key.symbol, _operands(key.key), _constants(key.key))
-        for key in keys
-    ]
-    headers = ["instance", "N", "rows", "kernel", "operands", "constants and options"]
-    return f"{tabulate(rows, headers, disable_numparse=True)}\n\n{len(keys)} compilation{'s' * (len(keys) != 1)}"
-
-
-def _instances(key: CompileKey) -> tuple[str]:
-    first, *others = key.instances
-    return (f"{first} and {len(others)} more" if others else first,)
-
-
-def _operands(key: KernelKey) -> str:
-    pointers = [(name, kind) for name, kind in key.arguments if name.endswith("_ptr") and isinstance(kind, str)]
-    strides = {name: f" on {strides_told(kind)} strides" for name, kind in key.arguments if isinstance(kind, tuple)}
-    words = ((name.removesuffix("_ptr"), *kind.removeprefix("*").partition(":")) for name, kind in pointers)
-    return ", ".join(
-        f"{name} {kind}{'' if aligned else ' unaligned'}{strides.get(f'{name}_row_stride', '')}"
-        for name, kind, aligned, _ in words
-    )
-
-
-def _constants(key: KernelKey) -> str:
-    constants = [(name, value) for name, value in key.arguments if isinstance(value, int) and name != "N"]
-    return " ".join(f"{name}={value}" for name, value in (*constants, *key.options))
-
-
-def _manifest(path: Path, lengths: Sequence[int], shapes: Sequence[GroupShape]) -> list[Pair]:
-    # Of the commands that name no manifest, none needs its parser.
-    from ..codegen.manifest import load
-
-    instances = load(path).instances
-    for n in lengths:
-        if not any(n in instance.bucket for instance in instances if isinstance(instance.mode, Mode)):
-            raise MissingInstanceError(
-                f"no instance of {path} serves N = {n}; leave it out of --n, or add its bucket to the manifest"
-            )
-    modes = [(instance.mode, instance.bucket.__contains__) for instance in instances]
-    return pairs_served(modes, lengths, shapes, str(path))
-
-
 def _lengths(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
@@ -223,10 +140,6 @@ def _words(known: Sequence[str], text: str) -> tuple[str, ...]:
         if part not in known:
             raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(known)}")
     return tuple(dict.fromkeys(parts))
-
-
-def _kinds(known: Sequence[str], text: str) -> tuple[Kind, ...]:
-    return tuple(_KINDS[part] for part in _words(known, text))
 
 
 def _jobs(text: str) -> int:

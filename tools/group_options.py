@@ -7,10 +7,9 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..ahead_of_time.group_shapes import GroupShape
 from ..codegen.groups import GROUP, Activation, GroupMode
 from ..codegen.values import Direction, DType
-from .group_run import DEFAULT_EPS, GroupProblem
+from .group_problem import DEFAULT_EPS, GroupProblem
 
 LAYOUTS = {"contiguous": False, "channels_last": True}
 
@@ -55,7 +54,7 @@ def group_problem(
     shape = _shape(given.shape)
     if given.groups < 1 or shape[1] % given.groups:
         raise ValueError(f"-groups {given.groups} does not divide the {shape[1]} channels of -shape {given.shape}")
-    if not GroupShape(shape[0], shape[1], shape[2:], given.groups).lies_as(mode):
+    if not mode.takes(shape[1], shape[2:]):
         other = next(name for name, last in LAYOUTS.items() if last is not mode.channels_last)
         raise ValueError(f"-shape {given.shape} lies in memory as -layout {other} does: pass that")
     eps = DEFAULT_EPS if given.e is None else given.e

@@ -17,7 +17,7 @@ from ..codegen import prose
 from ..codegen.groups import GROUP
 from . import group_run
 from .checked_run import solve
-from .group_run import GroupProblem
+from .group_problem import GroupProblem
 from .machine import Machine, find_machine
 from .measured_run import Result
 from .problem import Problem

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..calls.modulated_backward import LEAST_ROWS
+from ..call_kinds import LEAST_ROWS_OF_SAMPLE
 from ..codegen.command import refuse_twice
 from ..codegen.families import Kind
 from ..codegen.groups import GROUP
@@ -18,8 +18,8 @@ from ..codegen.groups import Activation as GroupActivation
 from ..codegen.model import Mode
 from ..codegen.parameters import FORWARD, QUANTISED, family_of
 from ..codegen.values import FP8_INPUT_DTYPES, DType, FusedAdd, FusedQuant, GateActivation, Gating, Norm
-from . import group_options, group_run
-from .group_run import GroupProblem
+from . import group_options, group_problem
+from .group_problem import GroupProblem
 from .problem import DEFAULT_EPS, Problem, Strides
 
 AUTO = "auto"
@@ -38,7 +38,7 @@ _OUTPUTS = _FLOATS | {
 _FADDS = {mode.code: mode for mode in FusedAdd}
 _FQUANTS = {mode.code: mode for mode in FusedQuant}
 _NORMS = {norm.value: norm for norm in Norm}
-_EPS = {**{norm.value: eps for norm, eps in DEFAULT_EPS.items()}, GROUP: group_run.DEFAULT_EPS}
+_EPS = {**{norm.value: eps for norm, eps in DEFAULT_EPS.items()}, GROUP: group_problem.DEFAULT_EPS}
 _GATINGS = {gating.value: gating for gating in Gating}
 _ACTIVATIONS = {activation.value: activation for activation in GateActivation}
 # The modes of calls that ck_tile's example has no option for.
@@ -126,7 +126,8 @@ OPTIONS = (
         int,
         0,
         None,
-        f"rows are scaled and shifted by sample, of so many, with -bwd 1 of {LEAST_ROWS} rows or more; 0: they are not",
+        f"rows are scaled and shifted by sample, of so many, with -bwd 1 of {LEAST_ROWS_OF_SAMPLE} rows or more; "
+        "0: they are not",
     ),
     Option("xgate", int, 0, tuple(_FLAG), "with -samples and -fadd 1, gate x by sample before the residual is added"),
     Option("gate", str, "none", tuple(_GATINGS), "multiply rows by an activated gate, behind the norm or before it"),
@@ -151,8 +152,10 @@ OPTIONS = (
     Option("repeat", int, 20, None, "runs that are timed, each with a cold L2 cache; the median is reported"),
     Option("bwd", int, 0, tuple(_FLAG), "1: time and check the backward pass; with -fadd 1 the sum has a gradient too"),
     Option("norm", str, "layer", (*_NORMS, GROUP), "which normalisation"),
-    Option("shape", str, "x".join(map(str, group_run.SHAPE)), None, "with -norm group, x's"),
-    Option("groups", int, group_run.GROUPS, None, "with -norm group, how many a sample has; they divide the channels"),
+    Option("shape", str, "x".join(map(str, group_problem.SHAPE)), None, "with -norm group, x's"),
+    Option(
+        "groups", int, group_problem.GROUPS, None, "with -norm group, how many a sample has; they divide the channels"
+    ),
     Option(
         "layout", str, next(iter(group_options.LAYOUTS)), tuple(group_options.LAYOUTS), "with -norm group, how x lies"
     ),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..calls.modulated_backward import LEAST_ROWS
+from ..call_kinds import LEAST_ROWS_OF_SAMPLE
 from ..codegen.candidates import candidates
 from ..codegen.groups import Activation, AnyMode, GroupMode
 from ..codegen.instance import Bucket, Tile, Tiles
@@ -25,7 +25,7 @@ from ..selection import dispatch, on_demand
 from ..selection.table import Entry, RetiledTable
 from . import group_run
 from .checked_run import prepare
-from .group_run import GroupProblem
+from .group_problem import LENGTHS, GroupProblem
 from .measured_run import Run
 from .problem import Problem
 from .timing import graph_ms, median_ms
@@ -117,7 +117,7 @@ class Case:
     def n(self) -> int:
         """The row length that stands for the bucket: its longest; of groups one that models have, if there is one."""
         if self.kind.is_grouped:
-            for n in group_run.LENGTHS:
+            for n in LENGTHS:
                 if n in self.bucket:
                     return n
         longest = self.bucket.last or max(UNCAPPED_LENGTH, self.bucket.first)
@@ -173,11 +173,11 @@ class Case:
     def _most_samples(self, rows: int) -> int:
         """Of how many samples rows may be, 0 of those that are of none: each has a scale and a shift, all have one L1.
 
-        Backward, kernels take no fewer than `LEAST_ROWS` of each.
+        Backward, kernels take no fewer than `LEAST_ROWS_OF_SAMPLE` of each.
         """
         if self.kind.load is not Load.MODULATE:
             return 0
-        return min(_SAMPLES, max(1, rows // (LEAST_ROWS if self.mode.is_backward else 1)))
+        return min(_SAMPLES, max(1, rows // (LEAST_ROWS_OF_SAMPLE if self.mode.is_backward else 1)))
 
     @property
     def _group_mode(self) -> GroupMode:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..call_kinds import USUAL_ROWS
 from ..codegen.axes import SAME
 from ..codegen.groups import AnyMode, GroupMode, group_modes, mode_named
 from ..codegen.legal import legal_modes
@@ -27,7 +28,7 @@ from ..selection import dispatch
 from .group_shapes import GroupShape, fitting, launches, trained
 from .recorded import launchers_of, recorded_kinds
 from .row_places import Asked
-from .stand_ins import USUAL_ROWS, Deployment, Kind, classes_of_rows, plans
+from .stand_ins import Deployment, Kind, classes_of_rows, plans
 
 
 @dataclass(frozen=True)

@@ -74,12 +74,6 @@ class GroupShape:
         """How many elements a group has."""
         return self.channels // self.groups * self.positions
 
-    def lies_as(self, mode: GroupMode) -> bool:
-        """Whether calls of a mode have such an x: where one layout is the other, a call is of one of the two."""
-        if not self.space:
-            return mode.channels_last
-        return not mode.channels_last or (self.channels > 1 and self.positions > 1)
-
     def batches(self, entry: Entry, asked: Collection[str]) -> dict[str, int]:
         """A number of samples for each class of so many groups that is asked for and can be.
 
@@ -112,7 +106,7 @@ def fitting(modes: Collection[GroupMode], shapes: Iterable[GroupShape]) -> Itera
         ConflictError: there are none of a shape.
     """
     for shape in shapes:
-        found = [mode for mode in modes if shape.lies_as(mode)]
+        found = [mode for mode in modes if mode.takes(shape.channels, shape.space)]
         if not found:
             other = "without channels_last" if shape.space else "of channels_last"
             raise ConflictError(

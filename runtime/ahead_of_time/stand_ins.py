@@ -30,8 +30,6 @@ Kind = torch.dtype | str | None
 
 # Classes of M.
 FEW, SOME, MANY, MOST = ROWS = call_kinds.ROWS
-# Those of common calls.
-USUAL_ROWS = FEW, SOME, MANY
 
 
 def classes_of_rows(words: Sequence[str]) -> Sequence[str]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..call_kinds import LEAST_ROWS_OF_SAMPLE, MOST_SAMPLES
 from ..codegen.model import Mode
 from ..codegen.values import Direction, FusedAdd, Norm
 from ..dtypes import DTYPES
@@ -37,11 +38,6 @@ from .row_gradients import (
     sum_dtype,
 )
 from .row_layout import row_stride, walkable
-
-# Of fewer rows than that a sample, programs would leave about as much as they read.
-LEAST_ROWS = 8
-# Each has a program or more, and the second dimension of a grid takes 65535.
-MOST_SAMPLES = 2**15
 
 # Sums are sum(dy * h), sum(dy) and the gate's gradient.
 TENSORS = Tensors(
@@ -102,7 +98,7 @@ def takes(kept: Kept, *arrived: torch.Tensor | None) -> bool:
     if not in_memory((*kept, *arrived)) or kept.rows.numel() == 0:
         return False
     each = rows_a_sample(kept)
-    return each >= LEAST_ROWS and kept.rows.numel() // kept.rows.shape[-1] // each <= MOST_SAMPLES
+    return each >= LEAST_ROWS_OF_SAMPLE and kept.rows.numel() // kept.rows.shape[-1] // each <= MOST_SAMPLES
 
 
 # How to make a tensor: size, strides and dtype; None for one that is not due.

@@ -29,7 +29,8 @@ from normforge.tools.checked_run import solve
 from normforge.tools.cli import VERBS, main
 from normforge.tools.machine import Machine
 from normforge.tools.measured_run import Result
-from normforge.tools.problem import Problem, Strides, gradients_in, inputs, poisoned_outputs
+from normforge.tools.problem import Problem, Strides
+from normforge.tools.problem_tensors import gradients_in, inputs, poisoned_outputs
 from normforge.tools.run_options import parse
 
 from ..calling import python
@@ -668,20 +669,34 @@ def test_on_a_gpu_kernels_are_compiled_and_timed(verb: list[str]) -> None:
         assert "GB/s" in done.stdout
 
 
-@pytest.mark.parametrize("verb", ["list", "tune", "demo", "generate", "merge"])
-@pytest.mark.parametrize(("argument", "status"), [("-h", 0), ("--nonsense", 2)])
-def test_help_and_refusals_import_no_torch(verb: str, argument: str, status: int) -> None:
-    """Which takes from 3 seconds to half a minute."""
+REFUSED = [
+    *([verb, "--nonsense"] for verb in VERBS),
+    ["run", "-m", "0"],
+    ["run", "-n", "64", "-samples", "2", "-bwd", "1", "-m", "6"],
+    ["run", "-norm", "group", "-groups", "7"],
+    ["warmup"],
+    ["warmup", "--n", "abc"],
+    ["warmup", "--n", "64", "--row-stride", "80y2"],
+    ["aot", "--n", "64", "--out", "kernels"],
+    ["aot", "--n", "64", "--arch", "sm_90", "--out", "kernels", "--weight", "fp61"],
+]
+
+
+@pytest.mark.parametrize(
+    ("argv", "status"), [*(([verb, "-h"], 0) for verb in VERBS), *((argv, 2) for argv in REFUSED)], ids=str
+)
+def test_help_and_refusals_import_no_torch(argv: list[str], status: int) -> None:
+    """Importing torch takes from 3 seconds to half a minute."""
     code = f"""
 import sys
 sys.modules["torch"] = None  # Importing it now fails.
 sys.argv = ["normforge"]
 from normforge.tools.cli import main
-main([{verb!r}, {argument!r}])
+main({argv!r})
 """
     done = python(code, TRITON_INTERPRET=None)
     assert done.returncode == status, done.stderr
-    assert f"usage: normforge {verb}" in done.stdout + done.stderr
+    assert f"usage: normforge {argv[0]}" in done.stdout + done.stderr
 
 
 def test_what_is_near_no_name_has_no_suggestions(capsys: pytest.CaptureFixture[str]) -> None:

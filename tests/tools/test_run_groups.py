@@ -14,7 +14,7 @@ from normforge.codegen.values import DType
 from normforge.group_reference import GroupGradients, GroupOutput
 from normforge.tools import group_run, measured_run
 from normforge.tools.cli import main
-from normforge.tools.group_run import GroupProblem
+from normforge.tools.group_problem import GroupProblem
 from normforge.tools.machine import Machine
 
 SMALL = ["run", "-norm=group", "-shape=3x8x5x6", "-groups=4"]

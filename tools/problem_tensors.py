@@ -1,0 +1,90 @@
+"""The random tensors of one problem of the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..codegen.families import Kind, Parameter
+from ..codegen.parameters import BACKWARD, QUANTISED, family_of
+from ..codegen.values import DType
+from ..dtypes import TORCH_DTYPES
+from ..mode_arguments import arguments_of
+from .problem import Problem
+
+SEED = 11939
+
+
+def inputs(problem: Problem, device: torch.device) -> dict[str, Any]:
+    """The arguments of the forward call, with ck_tile's inputs: uniform in ±0.5, and the smooth scale in ±1."""
+    draw = _drawer(problem, device, SEED)
+    dropped = {"dropout_p": problem.dropout_p} if problem.mode.dropout else {}
+    laid = {"scale_layout": problem.scale_layout} if family_of(problem.mode) is QUANTISED else {}
+    return {**arguments_of(problem.mode, draw), "eps": problem.eps, **dropped, **laid}
+
+
+def gradients_in(problem: Problem, device: torch.device) -> dict[str, torch.Tensor]:
+    """The gradients that arrive: dy, and with fused add that of the stored sum; uniform in ±0.5."""
+    draw = _drawer(problem, device, SEED + 1)
+    names = ("dy", "dresidual_out") if problem.mode.fadd.stores else ("dy",)
+    return {name: draw(BACKWARD[name]) for name in names}
+
+
+def poisoned_outputs(problem: Problem, device: torch.device) -> dict[str, torch.Tensor]:
+    """The call's `out` and `residual_out`, full of what no kernel writes: an element left unwritten cannot pass."""
+
+    def poisoned(stride: int, dtype: DType) -> torch.Tensor:
+        poison = torch.tensor(-128 if dtype.is_int else float("nan"), device=device).to(TORCH_DTYPES[dtype])
+        return problem.rows_in(poison.repeat(problem.tokens, stride))
+
+    strides, mode = problem.row_strides, problem.mode
+    outputs = {"out": poisoned(strides.y, mode.dtype_out)}
+    if mode.fadd.stores:
+        outputs["residual_out"] = poisoned(strides.residual_out, mode.operand_dtype)
+    return outputs
+
+
+# So that none of the scales of y, which is below 2, is more than e4m3 holds.
+_GLOBAL_SCALE = 1024.0
+
+# Whose stride the gradients of y and of the sum have: that of what they are of. A gate lies as x does.
+_STRIDE_OF = {"dy": "y", "dresidual_out": "residual_out", "gate": "x"}
+
+
+def _drawer(problem: Problem, device: torch.device, seed: int) -> Callable[[Parameter], torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(parameter: Parameter) -> torch.Tensor:
+        name, n = parameter.name, problem.n
+        is_smooth = name == "smooth_scale"
+        bound = 1.0 if is_smooth else 0.5
+        dtype = problem.mode.dtype_in if name == "x" else problem.mode.operand_dtype
+        if is_smooth:
+            dtype = problem.prec_sm
+        if parameter.kind is Kind.RANDOM:
+            return torch.randint(2**63 - 1, (2,), device=device, generator=generator)
+        if parameter.kind is Kind.VALUE:
+            given = {"scale_ub": problem.scale_ub, "global_scale": _GLOBAL_SCALE}
+            return torch.full((1,), given.get(name, 1 / problem.mode.dtype_out.qmax), device=device)
+        if name == "column_scale":
+            # None that divides by nothing; a little of y is cut off.
+            values = torch.empty(n, device=device).uniform_(bound, 2 * bound, generator=generator)
+            return (values / problem.mode.dtype_out.qmax).to(TORCH_DTYPES[dtype])
+        if parameter.kind is Kind.SCALE:
+            # One a row, and none so small that rows vanish beside eps.
+            leading = (problem.tokens, problem.heads) if problem.heads > 1 else (problem.m,)
+            return torch.empty(leading, device=device).uniform_(bound, 2 * bound, generator=generator)
+        is_rows = parameter.kind is Kind.ROWS
+        if parameter.kind is Kind.SAMPLES:
+            values = torch.empty((problem.samples, n), device=device).uniform_(-bound, bound, generator=generator)
+            return values.to(TORCH_DTYPES[dtype])
+        stride = getattr(problem.row_strides, _STRIDE_OF.get(name, name)) if is_rows else n
+        shape = (problem.tokens, stride) if is_rows else (n,)
+        values = torch.empty(shape, device=device).uniform_(-bound, bound, generator=generator).to(TORCH_DTYPES[dtype])
+        if parameter.kind is Kind.GROUPS and problem.group:
+            return values.view(-1, problem.group)
+        return problem.rows_in(values) if is_rows else values
+
+    return draw
