@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import NamedTuple
 
@@ -83,4 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             start()
         return int(import_module(verb.module, __package__).main(rest, prog=prog))
 
-    return command.run(prog, run)
+    status = command.run(prog, run)
+    if status == command.INTERRUPTED and argv is None:
+        # Python's own exit would wait for threads that still compile. What they write is written whole or not at all.
+        with suppress(OSError):
+            sys.stdout.flush()
+        os._exit(status)
+    return status

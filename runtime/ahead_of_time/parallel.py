@@ -37,24 +37,25 @@ def for_each(
         ConflictError: jobs is less than 1.
         CompileError: Triton refused a kernel; the others that have begun are finished, and no more begun.
         NormforgeError: whatever else `work` raises.
+        KeyboardInterrupt: the user pressed Ctrl-C; work that has begun goes on in its threads and is not waited for.
     """
     if jobs is not None and jobs < 1:
         raise ConflictError(f"jobs={jobs} will not do; it takes 1 or more, or None for one a core")
     from tqdm import tqdm
 
     listed = list(keys)
-    with (
-        ThreadPoolExecutor(jobs or min(os.cpu_count() or 1, _MOST_JOBS)) as pool,
-        tqdm(total=len(listed), desc=doing, unit="kernel", disable=not progress, dynamic_ncols=True) as bar,
-    ):
-        futures = {pool.submit(work, key): key for key in listed}
+    pool = ThreadPoolExecutor(jobs or min(os.cpu_count() or 1, _MOST_JOBS))
+    with tqdm(total=len(listed), desc=doing, unit="kernel", disable=not progress, dynamic_ncols=True) as bar:
         try:
+            futures = {pool.submit(work, key): key for key in listed}
             for done in as_completed(futures):
                 _reraised(done.exception(), futures[done])
                 bar.update()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
+        except BaseException as error:
+            # A compilation takes seconds, and Ctrl-C waits for none.
+            pool.shutdown(wait=isinstance(error, Exception), cancel_futures=True)
             raise
+        pool.shutdown()
         return [future.result() for future in futures]
 
 

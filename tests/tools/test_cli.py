@@ -6,8 +6,10 @@ import inspect
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -581,6 +583,42 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setattr(generator, "render_folder", interrupt)
     assert status("generate", "--manifest", "instances.yaml", "--out", "nowhere") == 130
     assert capsys.readouterr().err == "normforge generate: interrupted\n"
+
+
+def test_ctrl_c_waits_for_no_compilation(tmp_path: Path) -> None:
+    """Each takes seconds; here a stand-in for a compilation takes a minute."""
+    code = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # Whatever started the tests may ignore it.
+sys.argv = ["normforge", "aot", "--arch", "gfx942", "--n", "64", "--jobs", "2", "--out", "kernels", "ln_fwd_bf16"]
+from normforge.ahead_of_time import build
+def slow(*_):
+    print("compiling", flush=True)
+    time.sleep(60)
+build._compile = slow
+from normforge.tools.cli import main
+sys.exit(main())
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["compiling\n"] * 2
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, complaint = process.communicate()
+        assert time.monotonic() - start < 5
+    assert process.returncode == 130
+    assert complaint.endswith("normforge aot: interrupted\n")
+    assert "Traceback" not in complaint
+    assert [path.name for path in (tmp_path / "kernels").iterdir()] == ["index.json"]
+    assert json.loads((tmp_path / "kernels" / "index.json").read_text())["kernels"] == []
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full to stand for a full disk")
