@@ -44,6 +44,7 @@ class Installed:
     packages: Path
     added: set[str]
     wheel: Path
+    left_in_clone: set[str]
 
     def run(self, *argv: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run the installed `normforge` command outside the repository."""
@@ -71,7 +72,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     base = tmp_path_factory.mktemp("wheel")
     unwanted = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
     source = shutil.copytree(ROOT, base / "source", ignore=unwanted)
+    cloned = _files(source, "**/*")
     _python(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", base / "dist", source)
+    left_in_clone = _files(source, "**/*") - cloned
     (wheel,) = (base / "dist").glob("*.whl")
     environment = base / "environment"
     _python(sys.executable, "-m", "venv", "--without-pip", environment)
@@ -82,7 +85,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     )
     added = _names(packages) - before
     (packages / "dependencies.pth").write_text(str(Path(torch.__file__).parent.parent) + "\n")
-    return Installed(environment, packages, added, wheel)
+    return Installed(environment, packages, added, wheel, left_in_clone)
 
 
 def _names(folder: Path) -> set[str]:
@@ -96,6 +99,11 @@ def _python(*command: str | Path) -> None:
 
 def test_only_normforge_lands_in_site_packages(installed: Installed) -> None:
     assert installed.added == {"normforge", f"normforge-{normforge.__version__}.dist-info"}
+
+
+def test_building_leaves_nothing_in_the_clone(installed: Installed) -> None:
+    """A build/ that stays makes the next wheel of files that are gone from the sources."""
+    assert installed.left_in_clone == set()
 
 
 def test_its_size_is_what_the_readme_says(installed: Installed) -> None:
