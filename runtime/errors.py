@@ -88,3 +88,7 @@ class SettingError(NormforgeError, ValueError):
 
 # What is above, and nothing that it needs.
 __all__ = [name for name, value in tuple(globals().items()) if isinstance(value, type)]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -8,6 +8,7 @@ import inspect
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -100,7 +101,11 @@ def test_names_are_where_they_are_said_to_be() -> None:
         _ = normforge.layernorm  # type: ignore[attr-defined]  # that there is none is the point
 
 
-@pytest.mark.parametrize("name", ["", ".errors", ".parallel", ".reference"])
+# JAX needs Python 3.11 or newer.
+DOORS = ["", ".errors", ".parallel", ".reference", *([".jax"] if find_spec("jax") else [])]
+
+
+@pytest.mark.parametrize("name", DOORS)
 def test_public_names_are_in_sight_and_no_others(name: str) -> None:
     module = importlib.import_module(f"normforge{name}")
     assert dir(module) == sorted(module.__all__)
