@@ -18,10 +18,16 @@ from normforge.selection import dispatch
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
+
+def _gradient(x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(normforge.rms_norm(x, x.shape[-1:]).sum(), x)[0]
+
+
 CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "forward": lambda x: normforge.layernorm2d_fwd(x).y,
     "add": lambda x: normforge.rmsnorm2d_fwd(x, residual=x, fadd="pre_add_store").y,
-    "backward": lambda x: torch.autograd.grad(normforge.rms_norm(x.requires_grad_(), x.shape[-1:]).sum(), x),
+    # Of 16 bits: for fp32 gradients sm_90 has a measured tile of narrow chunks.
+    "backward": lambda x: _gradient(x.bfloat16().requires_grad_()),
 }
 
 
