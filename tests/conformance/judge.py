@@ -109,7 +109,7 @@ class QuantisedTally(Tally):
     def add(self, got: torch.Tensor, z: torch.Tensor, y_scale: torch.Tensor, extra: torch.Tensor | float = 0.0) -> None:
         """Count a block: what was stored, and what it stands for beside the scale that was stored.
 
-        z may be off by `extra`, which is less than a step.
+        z may be off by `extra`: of a value whose terms cancel, several of the finest steps.
         """
         if not got.numel():
             return
@@ -119,12 +119,13 @@ class QuantisedTally(Tally):
         open_steps = torch.where(finite, extra / y_scale.double().unsqueeze(-1), 0.0)
         slack = SLACK * oracle.QMAX[self._dtype] + open_steps
         tie = TIE * oracle.QMAX[self._dtype] + open_steps
-        low, tied_low, best, tied_high, high = (
+        low, tied_low, open_low, best, open_high, tied_high, high = (
             steps(oracle.quantise(ratio + shift, self._dtype, self._rounding))
-            for shift in (-slack, -tie, 0.0, tie, slack)
+            for shift in (-slack, -tie, -open_steps, 0.0, open_steps, tie, slack)
         )
         actual = torch.where(finite, steps(got), best)
-        off = (actual - best).abs()
+        # A step beyond what either rounding before the weight gives.
+        off = (actual - torch.minimum(torch.maximum(actual, open_low), open_high)).abs()
         self._worst = torch.maximum(self._worst, off.max().double())
         self._off = self._off + ((actual < tied_low) | (actual > tied_high)).sum()
         self._unexplained = self._unexplained + ((actual < low) | (actual > high)).sum()

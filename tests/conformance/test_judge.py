@@ -13,6 +13,7 @@ from normforge import LayerNormOutput, layernorm2d_bwd, reference
 
 from . import backward, forward, oracle, tolerances
 from .case import BF16, E5M2, FP16, FP32, INT8, Case, Norm, Y
+from .judge import QuantisedTally
 from .outcome import Outcome
 from .run import run
 from .suites import CK_TILE_INPUTS, QUACK_INPUTS
@@ -189,3 +190,15 @@ def test_a_wrong_gradient_fails(wrong: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(backward, "autograd", autograd)
     outcome = run(_BACKWARD, torch.device("cpu"), 0)
     assert [finding.output for finding in outcome.findings if not finding.ok] == [wrong]
+
+
+@pytest.mark.parametrize(
+    ("got", "units"),
+    [(16.0, 0.0), (22.0, 0.0), (24.0, 1.0), (26.0, float("inf")), (10.0, 0.0), (9.0, 1.0), (8.0, float("inf"))],
+)
+def test_fp8_may_be_a_step_from_what_either_rounding_before_the_weight_gives(got: float, units: float) -> None:
+    """The rounding leaves 9.5005 to 22.9995 open, just within halves between two values of e4m3fn, 9.5 and 23."""
+    tally = QuantisedTally(torch.float8_e4m3fn, "nearest", torch.device("cpu"))
+    z, y_scale = torch.tensor([[16.25]], dtype=torch.float64), torch.ones(1)
+    tally.add(torch.tensor([[got]]).to(torch.float8_e4m3fn), z, y_scale, torch.tensor([[6.7495]], dtype=torch.float64))
+    assert tally.units().item() == units
