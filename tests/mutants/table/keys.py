@@ -106,6 +106,7 @@ MUTANTS = (
         (
             f"{_KNOWN}::test_a_gradient_of_a_quantised_output_is_refused_after_a_call_without",
             "tests/calls/test_refusals.py::test_forward_functions_do_not_detach_in_silence",
+            "tests/cold_warm/test_cold_warm.py::test_calls_do_what_they_do_in_a_new_process[forward-by_tensor]",
         ),
     ),
     Mutant(

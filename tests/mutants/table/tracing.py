@@ -106,9 +106,9 @@ MUTANTS = (
     Mutant(
         "dynamo-enters-a-transform-unseen",
         "what TorchDynamo traces within a transform of torch.func meets kernels",
-        "runtime/calls/backend.py",
-        "followed = left_in_traces() if is_dynamo_compiling() else _followed(tensors)",
-        "followed = not is_dynamo_compiling() and _followed(tensors)",
+        "runtime/upstream/torch_internals.py",
+        "return transforming() or (onnx is not None and bool(onnx.is_in_onnx_export()))",
+        "return onnx is not None and bool(onnx.is_in_onnx_export())",
         ("tests/nn/test_transform_table.py::test_a_function",),
     ),
     Mutant(
