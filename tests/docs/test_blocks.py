@@ -74,9 +74,11 @@ def _run_yaml(block: Block, page: Page) -> None:
     if block.text.startswith(_FRAGMENT):
         path, group = page.shell.folder / "instances.yaml", block.text.removeprefix(_FRAGMENT)
         before = path.read_text()
-        if group in before:
-            # Somebody has done what the page says.
-            path.write_text(before.replace(group, ""))
+        head = re.escape(group.partition("\n")[0])
+        without = re.sub(rf"^{head}\n(?: {{4,}}.*\n)*", "", before, flags=re.MULTILINE)
+        if without != before:
+            # A user has added a group of this name, as the page says.
+            path.write_text(without)
             page.shell.run("python generate.py")
         with path.open("a") as file:
             file.write(group)
