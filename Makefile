@@ -25,29 +25,31 @@ MUTANTS ?=
 VENV := .venv$(if $(filter file,$(origin PYTHON)),,-$(subst /,_,$(PYTHON)))$(if $(TRITON),-$(TRITON))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+CLIENTS := $(VENV)/.ready-clients
 LINKS := $(VENV)/links
 
 # One sentence where there is no GPU; $(1) is what needs none.
 needs_gpu = $(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make $@ needs a GPU, and torch finds none here; what runs without one: $(1)")'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu accuracy sanitize mutants matrix venv bench lint format generate check clean
+.PHONY: help demo test test-all test-gpu test-clients accuracy sanitize mutants matrix venv bench lint format generate check clean
 
 help:
-	@echo "make demo      run a handful of modes and compare them with PyTorch"
-	@echo "make test      run the tests that find faults soonest: minutes, no GPU needed"
-	@echo "make test-all  run them, and then all the others"
-	@echo "make test-gpu  run the tests that need a GPU"
-	@echo "make accuracy  measure every kernel's error against fp64 beside torch's, and write docs/accuracy.md"
-	@echo "make sanitize  run compute-sanitizer over every kernel on this machine's GPU, and write docs/sanitizer.md"
-	@echo "make mutants   break the product on purpose and see that tests notice"
-	@echo "make matrix    run parts of the suite on several versions of Python and Triton"
-	@echo "make bench     time normforge and its peers on this machine's GPU"
-	@echo "make lint      formatting, lint and types"
-	@echo "make format    format the sources"
-	@echo "make generate  regenerate generated/ from instances.yaml"
-	@echo "make check     fail if generated/ is not what instances.yaml says"
-	@echo "make clean     remove the virtual environments and caches"
+	@echo "make demo          run a handful of modes and compare them with PyTorch"
+	@echo "make test          run the tests that find faults soonest: minutes, no GPU needed"
+	@echo "make test-all      run them, and then all the others"
+	@echo "make test-gpu      run the tests that need a GPU"
+	@echo "make test-clients  run the tests of transformers, PEFT, accelerate and ONNX, which it installs"
+	@echo "make accuracy      measure every kernel's error against fp64 beside torch's, and write docs/accuracy.md"
+	@echo "make sanitize      run compute-sanitizer over every kernel on this machine's GPU, and write docs/sanitizer.md"
+	@echo "make mutants       break the product on purpose and see that tests notice"
+	@echo "make matrix        run parts of the suite on several versions of Python and Triton"
+	@echo "make bench         time normforge and its peers on this machine's GPU"
+	@echo "make lint          formatting, lint and types"
+	@echo "make format        format the sources"
+	@echo "make generate      regenerate generated/ from instances.yaml"
+	@echo "make check         fail if generated/ is not what instances.yaml says"
+	@echo "make clean         remove the virtual environments and caches"
 
 demo: $(READY)
 	@$(BIN)/normforge demo
@@ -68,6 +70,9 @@ test-all: test
 test-gpu: $(READY)
 	@$(call needs_gpu,make test-all)
 	env -u TRITON_INTERPRET $(BIN)/pytest -q -m gpu $(GPU)
+
+test-clients: $(CLIENTS)
+	TRITON_INTERPRET=1 $(BIN)/pytest -q -m "not compile and not gpu" tests/clients
 
 accuracy: $(READY)
 	env -u TRITON_INTERPRET $(BIN)/python -m tests.accuracy --markdown docs/accuracy.md $(ACCURACY)
@@ -117,5 +122,10 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[test,lint]'
+	$(if $(TRITON),$(BIN)/python -m pip install -q --no-deps triton==$(TRITON))
+	@touch $@
+
+$(CLIENTS): $(READY)
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[test,clients]'
 	$(if $(TRITON),$(BIN)/python -m pip install -q --no-deps triton==$(TRITON))
 	@touch $@
