@@ -211,8 +211,8 @@ def prepared(neighbour: Neighbour, operands: Operands, options: Options, key: Ke
             key, operands = None, operands_of(neighbour, call.given)
     addresses = tuple(address_of(row.argument or row.name, tensor) for row, tensor in zip(rows, operands, strict=True))
     plan = Plan(call, [row.slot for row, at in zip(rows, addresses, strict=True) if at & MISALIGNED])
-    plain = all(each is None or (each.__class__ in PLAIN and not each.is_neg()) for each in operands)
-    if key is not None and call.m and plain:
+    there: list[torch.Tensor] = [each for each in operands if each is not None]
+    if key is not None and call.m and all(each.__class__ in PLAIN and not each.is_neg() for each in there):
         remember(plans, key, operands, _free(rows, operands), in_vectors(rows, addresses), plan)
     return plan, addresses, operands, call.x.shape, call.m, call.eps, call.weight_offset
 
