@@ -87,6 +87,17 @@ def test_one_kernel_makes_gradients_of_what_programs_leave(device: str) -> None:
 
 
 @each_device
+def test_misaligned_gradients_take_a_kernel_of_their_own_after_aligned_ones(device: str) -> None:
+    y, leaves, dy = modulated(device, torch.float32)
+    misaligned = torch.zeros(dy.numel() + 1, device=device)[1:].view(dy.shape)
+    for arriving in (dy, misaligned):
+        torch.autograd.grad(y, leaves, arriving, retain_graph=True)
+    plans = [plan for plan in known.all_plans() if isinstance(plan, GradientPlan)]
+    types = [str(dict(plan.prepared(27).launchers[0].key.arguments)["dy_ptr"]) for plan in plans]
+    assert types == ["*fp32:16", "*fp32"]
+
+
+@each_device
 def test_what_samples_share_with_others_is_added_up_in_fp32(device: str) -> None:
     """Dscale is made of both sums and the bias, so that neither is rounded before."""
     bias = torch.randn(N, device=device, dtype=torch.bfloat16, requires_grad=True)

@@ -431,6 +431,20 @@ def test_calls_that_are_known_are_like_first_ones(norm: str, monkeypatch: pytest
 
 
 @each_add
+def test_a_residual_of_another_shape_is_refused_alike_after_a_call(norm: str) -> None:
+    x, said = torch.randn(3, 2, N), []
+    dispatch.forget()
+    for _ in range(2):
+        before = torch.get_rng_state()
+        with pytest.raises(errors.ShapeError) as refusal:
+            ADD[norm](x, x[:2], dropout_p=P)
+        assert torch.equal(torch.get_rng_state(), before)
+        said.append(str(refusal.value))
+        ADD[norm](x, x.clone(), dropout_p=P)
+    assert said[0] == said[1]
+
+
+@each_add
 def test_what_is_refused_says_why(norm: str) -> None:
     x = torch.randn(3, N)
     with pytest.raises(errors.ConflictError, match=r"^dropout_p=1.0 will not do"):

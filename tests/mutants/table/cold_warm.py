@@ -5,13 +5,14 @@ from __future__ import annotations
 from ..mutant import Mutant
 
 _SLICE = "tests/cold_warm/test_cold_warm.py::test_calls_do_what_they_do_in_a_new_process"
+_MANY = "tests/cold_warm/test_cold_warm.py::test_many_calls_do_what_they_do_in_a_new_process"
 _GROUP = "runtime/calls/group.py"
 _CALLS = "templates/calls.py.j2"
 _KNOWN = "runtime/calls/known.py"
 
 
-def _of(*families: str, how: str = "by_tensor") -> tuple[str, ...]:
-    return tuple(f"{_SLICE}[{family}-{how}]" for family in families)
+def _of(*families: str, how: str = "by_tensor", many: bool = False) -> tuple[str, ...]:
+    return tuple(f"{_MANY if many else _SLICE}[{family}-{how}]" for family in families)
 
 
 MUTANTS = (
@@ -29,7 +30,7 @@ MUTANTS = (
         _GROUP,
         " or (addresses[0] | addresses[1] | addresses[2]) & MISALIGNED",
         "",
-        _of("group"),
+        _of("group", many=True),
     ),
     Mutant(
         "sequences-group-does-not-ask-for-dual-levels",
@@ -45,15 +46,7 @@ MUTANTS = (
         "runtime/calls/row_gradients.py",
         '("neighbour bwd", kind, device)',
         '("neighbour bwd", kind._replace(dtypes=()), device)',
-        _of("gated", "modulated"),
-    ),
-    Mutant(
-        "sequences-gradient-plans-forget-alignment",
-        "misaligned gradients of gated and modulated norms go to a kernel compiled for aligned ones",
-        "runtime/calls/row_gradients.py",
-        '("neighbour bwd", kind, device)',
-        '("neighbour bwd", kind._replace(misaligned=frozenset()), device)',
-        _of("gated", "modulated"),
+        _of("gated", many=True),
     ),
     Mutant(
         "sequences-group-plans-forget-dtypes",
@@ -96,14 +89,6 @@ MUTANTS = (
         _of("functional", "forward"),
     ),
     Mutant(
-        "sequences-known-calls-ignore-requires-grad",
-        "layernorm2d_fwd takes tensors that require a gradient once it knew them without",
-        _KNOWN,
-        "self.trains = any(tensor.requires_grad for tensor in there)\n",
-        "self.trains = False\n",
-        _of("forward"),
-    ),
-    Mutant(
         "sequences-c-takes-the-first-kind",
         "calls in C take the plan of tensors of another dtype or layout",
         "runtime/upstream/known_calls.c",
@@ -112,19 +97,11 @@ MUTANTS = (
         _of("functional", how="by_address"),
     ),
     Mutant(
-        "sequences-dropout-asks-for-no-residual",
-        "after a dropout call, a residual of another shape is not refused",
-        "runtime/calls/dropout.py",
-        "            and x.shape == residual.shape\n",
-        "",
-        _of("functional"),
-    ),
-    Mutant(
         "sequences-jax-operations-are-equal-whatever-eps",
         "a JAX norm computes with the eps of an earlier one",
         "runtime/jax/operation.py",
         "    eps: float = 0.0\n",
         "    eps: float = __import__('dataclasses').field(default=0.0, compare=False)\n",
-        _of("jax"),
+        _of("jax", many=True),
     ),
 )

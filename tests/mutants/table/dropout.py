@@ -109,4 +109,12 @@ MUTANTS = (
         "ddropped = torch_instead.widened(dresidual_out)",
         (_ONE,),
     ),
+    Mutant(
+        "dropout-asks-for-no-residual",
+        "after a dropout call, a call that is refused draws random numbers",
+        "runtime/calls/dropout.py",
+        "            and x.shape == residual.shape\n",
+        "",
+        ("tests/nn/test_dropout.py::test_a_residual_of_another_shape_is_refused_alike_after_a_call",),
+    ),
 )

@@ -170,4 +170,12 @@ MUTANTS = (
         'key = ("modulated bwd", told, due)',
         ("tests/calls/test_known_gradients.py::test_a_sum_that_is_read_or_not[y alone-('residual',)-cpu]",),
     ),
+    Mutant(
+        "gradient-plans-forget-alignment",
+        "misaligned gradients of gated and modulated norms go to a kernel compiled for aligned ones",
+        "runtime/calls/row_gradients.py",
+        '("neighbour bwd", kind, device)',
+        '("neighbour bwd", kind._replace(misaligned=frozenset()), device)',
+        ("tests/calls/test_row_gradients.py::test_misaligned_gradients_take_a_kernel_of_their_own_after_aligned_ones",),
+    ),
 )
