@@ -138,7 +138,9 @@ def _is_foreign(family: Family, given: Given) -> bool:
 
 def resolved(tensor: Any) -> Any:
     """What was passed itself, or a copy where its memory holds the negative of what it stands for."""
-    return tensor.resolve_neg() if isinstance(tensor, torch.Tensor) else tensor
+    # TorchDynamo follows no is_neg, and a transform of torch.func wraps the tensor that resolve_neg returns.
+    is_asked = isinstance(tensor, torch.Tensor) and (is_dynamo_compiling() or tensor.is_neg())
+    return tensor.resolve_neg() if is_asked else tensor
 
 
 def _resolved(family: Family, given: Given) -> dict[str, Any]:

@@ -398,7 +398,7 @@ def normalise_cast_before_weight(
 
 def normalise_first(
     operands: Operands,
-    normalized_shape: Sequence[int] | None,
+    normalized_shape: Any,
     options: Options,
     module: Replacing | None = None,
     *,
