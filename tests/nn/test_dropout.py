@@ -432,7 +432,8 @@ def test_calls_that_are_known_are_like_first_ones(norm: str, monkeypatch: pytest
 
 @each_add
 def test_a_residual_of_another_shape_is_refused_alike_after_a_call(norm: str) -> None:
-    x, said = torch.randn(3, 2, N), []
+    x = torch.randn(3, 2, N)
+    said: list[str] = []
     dispatch.forget()
     for _ in range(2):
         before = torch.get_rng_state()
