@@ -104,9 +104,11 @@ def _values(inputs: Inputs) -> dict[str, torch.Tensor]:
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     total = None if residual is None else torch.empty_like(y)
     for rows in chunks(x):
-        s = x[rows].double() if residual is None else x[rows].double() + residual[rows].double()
-        if total is not None:
-            total[rows] = s
+        s = x[rows].double()
+        if residual is not None and total is not None:
+            # The norm is of the sum as it is stored.
+            total[rows] = (x[rows].float() + residual[rows].float()).to(residual.dtype)
+            s = total[rows].double()
         if inputs.cell.norm is Norm.LAYER:
             s = s - s.mean(-1, keepdim=True)
         z = s * (s.square().mean(-1, keepdim=True) + inputs.eps).rsqrt() * inputs.weight
