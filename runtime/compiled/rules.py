@@ -15,7 +15,7 @@ import torch
 
 from ..selection.invariance import is_on
 from ..upstream.torch_dynamo import known_to_hold
-from . import switch
+from .switch import is_enabled
 
 
 class Left(NamedTuple):
@@ -64,7 +64,7 @@ LEAST_ELEMENTS = 1 << 22
 def is_left_to_inductor(norm: str, x: torch.Tensor, shape: tuple[int, ...], *, scaled: bool) -> bool:
     """Whether a norm over some dimensions of x stays torch's where it is compiled, with the passes on."""
     # The blocks of Inductor's kernels follow from M.
-    if not switch.is_enabled() or is_on():
+    if not is_enabled() or is_on():
         return False
     # Of a size that varies nothing is asked, which would compile it anew beyond the limit.
     if known_to_hold(x.numel() < LEAST_ELEMENTS):
