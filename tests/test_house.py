@@ -27,7 +27,7 @@ FOLDERS = {
 DOORS = ("normforge", "normforge.__main__")
 
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
-MOST_CODE_LINES = {"runtime": 15_982, "C": 1_133, "emitted": 1_500}
+MOST_CODE_LINES = {"runtime": 15_928, "C": 1_133, "emitted": 1_500}
 # Of a function, its docstring aside.
 LONGEST_FUNCTION = 80
 
