@@ -27,7 +27,8 @@ _MANTISSA = 23
 def composed(cell: QuantisedCell, eps: float) -> Function:
     """A cell in torch's operators, in the order and with the roundings of vLLM's native ones.
 
-    The residual is added in fp32 and y is rounded to x's type before it is quantised; RMSNorm also before its weight.
+    The residual is added in fp32, and the norm is of the sum as it is stored. y is rounded to x's type before it is
+    quantised; RMSNorm also before its weight.
     """
 
     def run(
@@ -40,8 +41,8 @@ def composed(cell: QuantisedCell, eps: float) -> Function:
         outputs: dict[str, torch.Tensor] = {}
         s = x.float()
         if residual is not None:
-            s = s + residual.float()
-            outputs["residual_out"] = s.to(x.dtype)
+            outputs["residual_out"] = (s + residual.float()).to(x.dtype)
+            s = outputs["residual_out"].float()
         if bias is None:
             y = (s * (s.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype) * weight
         else:

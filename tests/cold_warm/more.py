@@ -321,6 +321,10 @@ def _total(results: Any) -> Any:
 
 
 def _of_jax() -> list[Subject]:
+    from ..jax.settled import settle
+
+    # What the tests of JAX need, before anything runs in the process.
+    settle(on_gpu=False)
     made = []
     for name, operands in _JAX.items():
         own = {

@@ -82,7 +82,10 @@ class Forward:
 
     def published(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """What each program of each row should publish, in fp64."""
-        parts = slices_of(x if residual is None else x.double() + residual.double(), self.block * self.held)
+        s = x.double() if residual is None else x.double() + residual.double()
+        if residual is not None and self.mode.fadd.stores:
+            s = (x.float() + residual.float()).to(residual.dtype)
+        parts = slices_of(s, self.block * self.held)
         if self.mode.norm.centres:
             means = torch.stack([part.mean(-1) for part in parts], dim=-1)
             return means, torch.stack([part.var(-1, correction=0) for part in parts], dim=-1)
