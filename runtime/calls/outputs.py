@@ -142,11 +142,11 @@ def group_scales(
     """Memory for the scales of groups, (*leading, columns), where leading sizes are m in all, or for tiles of them."""
     if layout.swizzles:
         return make(tiled_shape(m, columns), dtype=dtype)
-    if layout is ScaleLayout.ROW_MAJOR or m == 0:
+    if layout is ScaleLayout.ROW_MAJOR:
         return make((*leading, columns), dtype=dtype)
     padded = make((columns, _padded(m, dtype)), dtype=dtype)
     # The padding of rows is no part of the view. A slice would have a traced call guard on how long the padding is.
-    return padded.as_strided((*leading, columns), group_strides(leading, m, columns, dtype, layout))
+    return padded.as_strided((m, columns), (1, _padded(m, dtype))).view(*leading, columns)
 
 
 def group_strides(
