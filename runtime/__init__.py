@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from .nn.grouping import GroupNorm, group_norm
     from .nn.modulation import modulated_layer_norm, modulated_rms_norm
     from .nn.modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
-    from .nn.patching import patch, unpatch
-    from .nn.report import Patch
     from .override.switch import TorchOverride, override_torch, restore_torch
+    from .patching.report import Patch
+    from .patching.swap import patch, unpatch
     from .random_mask import dropout_mask
     from .selection.batch import batch_invariant
     from .selection.dispatch import instances, load_instances
@@ -98,7 +98,6 @@ __all__ = [
 
 # Where the names above are from: what importing normforge brings, and what waits until somebody asks for it.
 _HOMES = {
-    "reference": ("reference",),
     "calls.backend": ("backend",),
     "calls.gated_2d": ("gated_layernorm2d_fwd", "gated_rmsnorm2d_fwd"),
     "calls.modulated_2d": ("modulated_layernorm2d_fwd", "modulated_rmsnorm2d_fwd"),
@@ -121,10 +120,11 @@ _HOMES = {
 _LATE = {
     "ahead_of_time.compile_keys": ("compile_keys", "recorded_keys"),
     "ahead_of_time.warmup": ("warmup",),
-    "nn.patching": ("patch", "unpatch"),
-    "nn.report": ("Patch",),
+    "patching.swap": ("patch", "unpatch"),
+    "patching.report": ("Patch",),
     "override.switch": ("TorchOverride", "override_torch", "restore_torch"),
     "parallel": ("parallel",),
+    "reference": ("reference",),
     "selection.recording": ("record",),
 }
 

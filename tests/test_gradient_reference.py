@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from normforge import modulation_reference, reference
+from normforge import reference
 from normforge.calls.outputs import NormGradients
-from normforge.reference import ReferenceGradients
+from normforge.reference import modulated as modulation_reference
+from normforge.reference.gradients import ReferenceGradients
 from normforge.tools.compare import compare_gradients
 
 M, N = 3, 37

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from normforge.group_reference import group_norm, group_norm_bwd
+from normforge.reference.grouped import group_norm, group_norm_bwd
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])

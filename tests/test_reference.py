@@ -11,7 +11,7 @@ from torch.nn.functional import layer_norm, rms_norm
 from normforge import reference
 from normforge.codegen.values import QUANTISED_DTYPES, DType, Rounding
 from normforge.dtypes import TORCH_DTYPES
-from normforge.reference import quantise
+from normforge.reference.norms import quantise
 
 from .calling import FLOATS, ORACLE, each_float, each_norm
 

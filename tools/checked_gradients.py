@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import gating_reference, modulation_reference, reference
+from .. import reference
 from ..calls import gated_backward, gated_instead, modulated_backward, modulated_instead, neighbours, straight
 from ..calls.check import check
 from ..calls.functions import completed
@@ -17,6 +17,8 @@ from ..calls.outputs import NormGradients
 from ..codegen.families import Kind
 from ..codegen.parameters import BACKWARD, family_of
 from ..codegen.values import Norm
+from ..reference import gated as gating_reference
+from ..reference import modulated as modulation_reference
 from ..selection import dispatch
 from .compare import Finding, GatedGradients, ModulatedGradients, compare_gradients
 from .measured_run import Run

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .. import gating_reference, modulation_reference, quantisation_reference, reference
+from .. import reference
 from ..calls import neighbours, straight
 from ..calls.functions import completed
 from ..calls.neighbour_rows import CALLS
@@ -16,6 +16,9 @@ from ..calls.which import which
 from ..codegen.parameters import QUANTISED, family_of
 from ..codegen.values import Norm, Pipeline
 from ..kernels.gpu import architecture
+from ..reference import gated as gating_reference
+from ..reference import modulated as modulation_reference
+from ..reference import quantised as quantisation_reference
 from ..selection import dispatch
 from . import checked_gradients
 from .compare import Finding, compare, compare_quantised, numbers_of, worst_of

@@ -13,11 +13,12 @@ from ..calls.outputs import LayerNormOutput, NormGradients, QuantisedOutput
 from ..codegen.model import Mode
 from ..codegen.values import Rounding
 from ..dtypes import DTYPES
-from ..gating_reference import ReferenceGatedGradients
-from ..gradient_reference import ReferenceGradients
-from ..group_reference import GroupGradients
-from ..modulation_reference import ReferenceModulatedGradients
-from ..quantisation_reference import (
+from ..reference.gated import ReferenceGatedGradients
+from ..reference.gradients import ReferenceGradients
+from ..reference.grouped import GroupGradients
+from ..reference.modulated import ReferenceModulatedGradients
+from ..reference.norms import ReferenceOutput, quantise
+from ..reference.quantised import (
     VALUE_ERROR,
     VANISHING,
     ReferenceQuantised,
@@ -27,7 +28,6 @@ from ..quantisation_reference import (
     unpacked,
     unswizzled,
 )
-from ..reference import ReferenceOutput, quantise
 
 
 class GatedGradients(NamedTuple):

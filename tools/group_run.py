@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from .. import group_reference
 from ..calls import group
 from ..calls.group_instead import Arrived, Gradients, Options
 from ..calls.outputs import LayerNormOutput
@@ -16,10 +15,11 @@ from ..codegen.groups import GroupMode
 from ..codegen.instance import Tile
 from ..codegen.values import Pipeline
 from ..dtypes import TORCH_DTYPES
-from ..group_reference import GroupGradients
 from ..kernels.gpu import Target, target_of
 from ..kernels.group_tiles import choose
-from ..reference import ReferenceOutput
+from ..reference import grouped as group_reference
+from ..reference.grouped import GroupGradients
+from ..reference.norms import ReferenceOutput
 from ..selection import dispatch
 from .checked_run import REFERENCE_ELEMENTS
 from .compare import Finding, compare, compare_gradients, worst_of

@@ -1,4 +1,4 @@
-"""What models are made of: differentiable functions, modules, and `patch`.
+"""What models are made of: differentiable functions and modules.
 
 Stands on calls/, selection/, codegen/ and compiled/.
 """

@@ -12,10 +12,10 @@ from ..errors import ShapeError, TransformError
 from ..mode_words import word
 from .gating import gated_layer_norm, gated_rms_norm
 from .modules import unscriptable
-from .report import repr_of
+from .replaced import Replacing
 
 
-class _GatedNorm(torch.nn.Module):
+class _GatedNorm(Replacing):
     """What both modules have: a weight of ones, and the options of the function."""
 
     def __init__(
@@ -43,9 +43,6 @@ class _GatedNorm(torch.nn.Module):
     # torch.jit asks a module for this before it compiles it.
     def __prepare_scriptable__(self) -> NoReturn:
         raise TransformError(unscriptable(type(self).__name__))
-
-    def __repr__(self) -> str:
-        return repr_of(self, super().__repr__())
 
     def extra_repr(self) -> str:
         """The size, epsilon, and the options that are not the default."""

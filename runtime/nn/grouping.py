@@ -20,9 +20,8 @@ from ..codegen.groups import Activation
 from ..dtypes import FLOATS
 from ..errors import ShapeError, TransformError
 from ..mode_words import word
+from ..nn.replaced import Replacing, class_of
 from .modules import unscriptable
-from .replaced import Replacing, class_of
-from .report import repr_of
 
 _DTYPES = (*FLOATS, torch.float64)
 
@@ -200,9 +199,6 @@ class GroupNorm(Replacing, torch.nn.GroupNorm):
     def __prepare_scriptable__(self) -> NoReturn:
         raise TransformError(unscriptable("GroupNorm"))
 
-    def __repr__(self) -> str:
-        return repr_of(self, super().__repr__())
-
     def extra_repr(self) -> str:
         """torch's, and the activation if there is one."""
         return super().extra_repr() + ("" if self.activation is None else f", activation={self.activation}")
@@ -229,9 +225,6 @@ class GroupNormSequential(Replacing, torch.nn.Sequential):
             else:
                 input = module(input)
         return input
-
-    def __repr__(self) -> str:
-        return repr_of(self, super().__repr__())
 
 
 def has_activated_norm(modules: torch.nn.Sequential) -> bool:

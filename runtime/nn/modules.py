@@ -15,6 +15,7 @@ from ..codegen.parameters import FORWARD
 from ..codegen.values import Cast
 from ..errors import ConflictError, TransformError
 from ..mode_words import word
+from ..nn.replaced import Replacing
 from .functional import (
     add_normalise,
     dropped_add_normalise,
@@ -22,8 +23,6 @@ from .functional import (
     normalise_cast_before_weight,
     normalise_first,
 )
-from .replaced import Replacing
-from .report import repr_of
 
 
 def own(module: torch.nn.Module, name: str) -> Any:
@@ -86,9 +85,6 @@ class _Norm(Replacing):
             torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
         if self._has_x_bias and self.x_bias is not None:
             torch.nn.init.zeros_(self.x_bias)
-
-    def __repr__(self) -> str:
-        return repr_of(self, super().__repr__())
 
     def extra_repr(self) -> str:
         """torch's, and the options that are not the default."""

@@ -26,6 +26,9 @@ class Replacing(torch.nn.Module):
         if "_normforge_serves" not in vars(cls):
             super().__init_subclass__(**options)
 
+    def __repr__(self) -> str:
+        return super().__repr__().replace(type(self).__name__, name_of(type(self)), 1)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Reduce to the two classes that `class_for` made this one of: no reference to it can be pickled."""
         reduced: Any = super().__reduce_ex__(protocol)
@@ -73,3 +76,10 @@ def class_of(module: torch.nn.Module) -> type[torch.nn.Module]:
     cls = type(module)
     made: tuple[type[torch.nn.Module], ...] = vars(cls).get("_normforge_serves", (cls,))
     return made[0]
+
+
+def name_of(cls: type) -> str:
+    """Return the name of a class in printed models and tables: ours, often called as torch's is, with normforge's."""
+    ours, _, _ = __name__.partition(".")
+    is_ours = cls.__module__.partition(".")[0] == ours or "_normforge_serves" in vars(cls)
+    return f"{ours}.{cls.__name__}" if is_ours else cls.__name__

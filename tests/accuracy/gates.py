@@ -8,13 +8,13 @@ import torch
 from torch.nn import functional
 
 import normforge
-from normforge import gating_reference
 from normforge.calls import gated, gated_backward, gated_instead, neighbours
 from normforge.calls.functions import completed
 from normforge.codegen.model import Mode
 from normforge.codegen.parameters import family_of
 from normforge.codegen.values import GateActivation
 from normforge.dtypes import TORCH_DTYPES
+from normforge.reference import gated as gating_reference
 
 from . import peer
 from .peer import EPS

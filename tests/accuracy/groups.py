@@ -15,9 +15,9 @@ from normforge.codegen import prose
 from normforge.codegen.groups import Activation, GroupMode
 from normforge.codegen.instance import Tile
 from normforge.codegen.values import Direction, DType, Pipeline
-from normforge.group_reference import group_norm_bwd
 from normforge.kernels.gpu import named_target
 from normforge.kernels.group_tiles import Shape, choose
+from normforge.reference.grouped import group_norm_bwd
 
 from .layouts import Layout
 from .peer import EPS

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import normforge
-from normforge import LayerNormOutput, gating_reference
+from normforge import LayerNormOutput
 from normforge.calls import neighbours
 from normforge.errors import ConflictError, GradientError, IllegalCombinationError, LayoutError
+from normforge.reference import gated as gating_reference
 from normforge.selection import dispatch
 from normforge.tools.compare import compare
 

@@ -10,13 +10,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import normforge
-from normforge import errors, gradient_reference
+from normforge import errors
 from normforge.calls import check, first
 from normforge.calls.overlap import extent_of
 from normforge.calls.row_layout import row_stride
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.kernels.pipelines import row_alignment
 from normforge.kernels.row_walk import RowWalk
+from normforge.reference import gradients as gradient_reference
 from normforge.tools.compare import compare_gradients
 
 from ..calling import FORWARD, LENGTHS, ORACLE, agree, each_norm, same_bits

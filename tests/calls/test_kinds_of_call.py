@@ -15,11 +15,11 @@ from normforge.codegen.model import Mode
 from normforge.codegen.tiling import SMALL_M
 from normforge.codegen.values import DType, Norm, Rounding
 from normforge.errors import LayoutError
-from normforge.gradient_reference import ReferenceGradients
 from normforge.kernels.key import pointer_type
 from normforge.kernels.launcher import Launcher
-from normforge.reference import layernorm2d_bwd as layernorm2d_bwd_oracle
-from normforge.reference import rmsnorm2d_bwd as rmsnorm2d_bwd_oracle
+from normforge.reference.gradients import ReferenceGradients
+from normforge.reference.gradients import layernorm2d_bwd as layernorm2d_bwd_oracle
+from normforge.reference.gradients import rmsnorm2d_bwd as rmsnorm2d_bwd_oracle
 from normforge.selection import dispatch
 from normforge.selection.table import Table
 from normforge.tools.compare import compare_gradients

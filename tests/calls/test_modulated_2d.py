@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import normforge
-from normforge import LayerNormOutput, modulation_reference
+from normforge import LayerNormOutput
 from normforge.calls import neighbours
 from normforge.errors import (
     ConflictError,
@@ -20,6 +20,7 @@ from normforge.errors import (
     LayoutError,
     ShapeError,
 )
+from normforge.reference import modulated as modulation_reference
 from normforge.selection import dispatch
 from normforge.tools.compare import compare
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import normforge
-from normforge import quantisation_reference
 from normforge.errors import (
     ConflictError,
     DTypeError,
@@ -18,6 +17,7 @@ from normforge.errors import (
     NormforgeError,
     ShapeError,
 )
+from normforge.reference import quantised as quantisation_reference
 
 from ..calling import each_norm, same_bits
 from .test_quantised import FUNCTION, blocked, check, rows

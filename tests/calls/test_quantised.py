@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.exc import Unsupported
 
 import normforge
-from normforge import QuantisedOutput, quantisation_reference
+from normforge import QuantisedOutput
 from normforge.calls.functions import FUNCTIONS
 from normforge.codegen import tile_tables
 from normforge.codegen.model import Mode
@@ -27,6 +27,7 @@ from normforge.errors import (
     NormforgeError,
     ShapeError,
 )
+from normforge.reference import quantised as quantisation_reference
 
 from ..calling import each_norm, same_bits
 from ..kernels.problems import check_quantised

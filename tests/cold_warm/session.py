@@ -15,7 +15,7 @@ import torch
 
 from normforge.calls import dropout, native, recorded
 from normforge.kernels.launcher import Launcher
-from normforge.nn import modulating, sums
+from normforge.patching import modulating, sums
 from normforge.selection import dispatch
 from normforge.upstream import torch_dispatcher
 from normforge.upstream.torch_autograd import applied_at_once

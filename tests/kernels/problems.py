@@ -10,14 +10,7 @@ from typing import Any
 import torch
 
 import normforge
-from normforge import (
-    LayerNormOutput,
-    QuantisedOutput,
-    gating_reference,
-    modulation_reference,
-    quantisation_reference,
-    reference,
-)
+from normforge import LayerNormOutput, QuantisedOutput, reference
 from normforge.calls.functions import FUNCTIONS, completed
 from normforge.codegen.families import Kind, Parameter
 from normforge.codegen.model import Mode
@@ -26,8 +19,11 @@ from normforge.codegen.values import INPUT_DTYPES, DType, Norm
 from normforge.dtypes import TORCH_DTYPES
 from normforge.mode_arguments import arguments_of
 from normforge.operators import neighbours
-from normforge.quantisation_reference import ReferenceQuantised
-from normforge.reference import ReferenceOutput
+from normforge.reference import gated as gating_reference
+from normforge.reference import modulated as modulation_reference
+from normforge.reference import quantised as quantisation_reference
+from normforge.reference.norms import ReferenceOutput
+from normforge.reference.quantised import ReferenceQuantised
 from normforge.tools.compare import compare, compare_quantised, numbers_of
 
 _FORWARD: dict[Norm, Callable[..., LayerNormOutput]] = {

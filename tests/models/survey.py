@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 import normforge
-from normforge.nn.huggingface import CastOrder
-from normforge.nn.probing import formula_of
+from normforge.patching.huggingface import CastOrder
+from normforge.patching.probing import formula_of
 
 # A norm by its name, and not a layer that has one.
 NORM = re.compile(r"(RMSNorm|LayerNorm)(Gated|1P|2d)?$")

@@ -38,7 +38,7 @@ _RUNTIME = (
     "kernels/row_walk",
     "kernels/tile_choice",
     "nn/functional",
-    "nn/patching",
+    "patching/swap",
     "operators/gradients",
     "operators/registered",
     "selection/dispatch",

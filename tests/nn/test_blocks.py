@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_forward_hook
 import normforge
 from normforge.calls.recorded_sum import add_ahead, norm_of_summand
 from normforge.errors import SettingError
-from normforge.nn import sums
+from normforge.patching import sums
 
 from ..thorough import THOROUGH
 from . import models

@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import normforge
-from normforge.nn import blocks, modulating
+from normforge.patching import blocks, modulating
 
 from .oracle import backward, each_device
 

@@ -233,7 +233,7 @@ def test_it_can_be_copied_pickled_and_unpatched(make: Callable[[], torch.nn.Modu
 def test_what_an_older_release_patched_is_unpatched() -> None:
     """Its pickles hold modules of the class `HuggingFaceRMSNorm` itself."""
     module, ours = patched(models.LlamaRMSNorm)
-    ours.__class__ = normforge.nn.huggingface.HuggingFaceRMSNorm
+    ours.__class__ = normforge.patching.huggingface.HuggingFaceRMSNorm
     assert torch.equal(pickle.loads(pickle.dumps(ours)).weight, module.get_parameter("weight"))
     assert len(normforge.unpatch(ours)) == 1
     assert type(ours) is models.LlamaRMSNorm

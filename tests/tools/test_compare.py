@@ -9,7 +9,7 @@ import torch
 
 from normforge import LayerNormOutput, reference
 from normforge.codegen.values import DType, Rounding
-from normforge.reference import ReferenceOutput, quantise
+from normforge.reference.norms import ReferenceOutput, quantise
 from normforge.tools.compare import compare
 
 from ..calling import FLOATS, ORACLE, QUANTISED, each_float, each_norm, each_quantised, quantising

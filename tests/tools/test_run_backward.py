@@ -10,7 +10,7 @@ import torch
 
 from normforge import reference
 from normforge.calls import modulated_backward
-from normforge.reference import ReferenceGradients
+from normforge.reference.gradients import ReferenceGradients
 from normforge.tools import cli
 from normforge.tools.compare import ModulatedGradients
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from normforge import group_reference
 from normforge.codegen.groups import GroupMode
 from normforge.codegen.values import DType
-from normforge.group_reference import GroupGradients, GroupOutput
+from normforge.reference import grouped as group_reference
+from normforge.reference.grouped import GroupGradients, GroupOutput
 from normforge.tools import group_run, measured_run
 from normforge.tools.cli import main
 from normforge.tools.group_problem import GroupProblem

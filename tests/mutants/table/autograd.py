@@ -159,7 +159,7 @@ MUTANTS = (
     Mutant(
         "weight-is-cast-before-it-multiplies",
         "T5's norm rounds behind the weight instead of before it",
-        "runtime/nn/patching.py",
+        "runtime/patching/swap.py",
         '"cast_before_weight": cast_before_weight and formula.order.rounds_first,',
         '"cast_before_weight": False,',
         (f"{_PATCHING}::test_hugging_face_classes_keep_their_results",),
@@ -167,7 +167,7 @@ MUTANTS = (
     Mutant(
         "a-forward-of-ones-own-is-swapped",
         "a subclass of torch's norm with another formula is swapped",
-        "runtime/nn/patching.py",
+        "runtime/patching/swap.py",
         "            if calls_only(module, base):",
         "            if True:",
         (f"{_PATCHING}::test_what_is_not_known_is_left_alone_and_reported",),
@@ -175,7 +175,7 @@ MUTANTS = (
     Mutant(
         "unpatch-leaves-attributes",
         "a module keeps what patch gave it",
-        "runtime/nn/patching.py",
+        "runtime/patching/swap.py",
         "                attributes.pop(name, None)\n",
         "                pass\n",
         (f"{_PATCHING}::test_hugging_face_classes_keep_their_results[LlamaRMSNorm-cpu-torch.float32-torch.float32]",),
@@ -183,7 +183,7 @@ MUTANTS = (
     Mutant(
         "unpatch-drops-what-came-between",
         "what parametrize made of a patched module's class is lost",
-        "runtime/nn/patching.py",
+        "runtime/patching/swap.py",
         "        module.__class__ = swapped.new\n",
         "        module.__class__ = original.cls\n",
         (f"{_PATCHING}::test_parametrising_a_patched_norm",),
@@ -191,7 +191,7 @@ MUTANTS = (
     Mutant(
         "epsilon-is-read-once",
         "an epsilon that is changed after patch is ignored",
-        "runtime/nn/huggingface.py",
+        "runtime/patching/huggingface.py",
         '("rms", self.__dict__[self.epsilon_name], ',
         '("rms", 1e-6, ',
         (f"{_PATCHING}::test_epsilon_may_be_changed_afterwards",),
@@ -223,7 +223,7 @@ MUTANTS = (
     Mutant(
         "t5-with-weights-of-fp32-rounds",
         "a patched T5 norm whose weight is fp32 rounds its rows to x's 16 bits",
-        "runtime/nn/huggingface.py",
+        "runtime/patching/huggingface.py",
         "self.cast_before_weight and weight.dtype in HALVES",
         "self.cast_before_weight",
         (f"{_PATCHING}::test_hugging_face_classes_keep_their_results",),

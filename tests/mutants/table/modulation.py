@@ -133,7 +133,7 @@ MUTANTS = (
     Mutant(
         "modulation-passes-hooks-by",
         "patch: a norm that somebody watches is computed with its modulation, and nobody sees it called",
-        "runtime/nn/modulating.py",
+        "runtime/patching/modulating.py",
         "if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:",
         "if norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:",
         (f"{_PATCHED}::test_hooks_on_the_norm_see_it_called",),
@@ -141,7 +141,7 @@ MUTANTS = (
     Mutant(
         "modulation-of-another-order",
         "patch: a function that takes the scale first is given the shift for it",
-        "runtime/nn/modulating.py",
+        "runtime/patching/modulating.py",
         "scale, shift = fitting[formula.scale], fitting[1 - formula.scale]",
         "shift, scale = fitting",
         (f"{_PATCHED}::test_every_way_to_write_it[ByScaleFirst-cpu]",),
@@ -149,7 +149,7 @@ MUTANTS = (
     Mutant(
         "modulation-of-a-name-that-goes-on",
         "patch: a norm's result that is used beside its modulation is thought to be used in it alone",
-        "runtime/nn/modulation_text.py",
+        "runtime/patching/modulation_text.py",
         "if call is None or len(loads) != 1:",
         "if call is None:",
         (f"{_PATCHED}::test_what_is_not_a_modulation_runs_as_it_did[UsedTwice]",),

@@ -139,7 +139,7 @@ MUTANTS = (
     Mutant(
         "a-norm-left-to-inductor-is-torchs-operator",
         "a norm that a model wrote out becomes another in the graph",
-        "runtime/nn/huggingface.py",
+        "runtime/patching/huggingface.py",
         "and self.__dict__[ORIGINAL].asked\n",
         "and False\n",
         (_LEFT,),

@@ -7,16 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .codegen.values import FusedQuant
-from .mode_words import word
-from .reference import (
-    ReferenceOutput,
-    layernorm2d_bwd,
-    layernorm2d_fwd,
-    quantised_rows,
-    rmsnorm2d_bwd,
-    rmsnorm2d_fwd,
-)
+from ..codegen.values import FusedQuant
+from ..mode_words import word
+from .gradients import layernorm2d_bwd, rmsnorm2d_bwd
+from .norms import ReferenceOutput, layernorm2d_fwd, quantised_rows, rmsnorm2d_fwd
 
 
 def modulated_layer_norm(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, **others: Any) -> ReferenceOutput:
@@ -74,7 +68,7 @@ def _modulated(
 
 
 class ReferenceModulatedGradients(NamedTuple):
-    """Gradients in fp64, and for each the magnitudes it is a sum of; see `gradient_reference.ReferenceGradients`.
+    """Gradients in fp64, and for each the magnitudes it is a sum of; see `gradients.ReferenceGradients`.
 
     Attributes:
         dx: x's shape.

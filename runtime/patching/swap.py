@@ -14,13 +14,13 @@ from ..compiled import switch
 from ..dtypes import FLOATS
 from ..errors import PatchError
 from ..locks import fork_safe
+from ..nn.grouping import GroupNorm, GroupNormSequential, has_activated_norm
+from ..nn.modules import LayerNorm, RMSNorm, UpcastLayerNorm
+from ..nn.replaced import ORIGINAL, class_for
 from ..settings import fuse_from
 from .blocks import FusedBlock, fusible, may_be_block
-from .grouping import GroupNorm, GroupNormSequential, has_activated_norm
 from .huggingface import EPSILON, CastOrder, HuggingFaceRMSNorm, T5RMSNorm
-from .modules import LayerNorm, RMSNorm, UpcastLayerNorm
 from .probing import UnlikeError, calls_only, formula_of, ignores_scale, refused_epsilon
-from .replaced import ORIGINAL, class_for
 from .report import Bypassed, Fused, Patch, Skipped, Swapped, Unfused
 
 __all__ = ["patch", "unpatch"]

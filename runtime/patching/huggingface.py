@@ -13,9 +13,9 @@ from ..calls.plainly import is_plain
 from ..codegen.values import Cast
 from ..compiled.rules import is_left_to_inductor
 from ..dtypes import HALVES
-from .functional import normalise, normalise_cast_before_weight
-from .modules import RMSNorm, own
-from .replaced import ORIGINAL
+from ..nn.functional import normalise, normalise_cast_before_weight
+from ..nn.modules import RMSNorm, own
+from ..nn.replaced import ORIGINAL
 
 
 class CastOrder(Enum):

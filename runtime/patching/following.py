@@ -9,8 +9,8 @@ import torch
 from ..calls.straight import DEFAULT_EPS, Options
 from ..calls.traced import global_hooks, result_dtype
 from ..dtypes import HALVES
+from ..nn.modules import LayerNorm, RMSNorm
 from .huggingface import HuggingFaceRMSNorm, T5RMSNorm
-from .modules import LayerNorm, RMSNorm
 
 _FORWARDS = (LayerNorm.forward, RMSNorm.forward, HuggingFaceRMSNorm.forward)
 _BEFORE, _AFTER = "before_weight", "after_weight"

@@ -25,11 +25,11 @@ from ..calls.backend import is_served
 from ..calls.known import PLAIN
 from ..calls.straight import DEFAULT_EPS
 from ..calls.traced import global_hooks, result_dtype
+from ..nn.modulation import modulated_layer_norm, modulated_rms_norm
+from ..nn.modules import LayerNorm, RMSNorm
+from ..nn.replaced import class_of
 from .function_state import State
-from .modulation import modulated_layer_norm, modulated_rms_norm
-from .modules import LayerNorm, RMSNorm
 from .probing import apart
-from .replaced import class_of
 
 logger = logging.getLogger("normforge")
 

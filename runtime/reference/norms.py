@@ -1,4 +1,4 @@
-"""The oracle: what every kernel computes, in plain torch, in the dtype asked.
+"""Compute what every kernel of plain norms computes, in plain torch, in the dtype asked.
 
 Formulas: LayerNorm (Ba et al., 2016, eq. 3-4, biased variance) and RMSNorm (Zhang & Sennrich, 2019, eq. 4);
 quantisation scales a row by amax / qmax as ck_tile's `02_layernorm2d` does.
@@ -11,24 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from .codegen.values import Cast, DType, FusedAdd, FusedQuant, Rounding
-from .dtypes import DTYPES, TORCH_DTYPES
-from .gradient_reference import ReferenceGradients, layernorm2d_bwd, rmsnorm2d_bwd, rounded_first
-from .mode_words import word
-from .random_mask import dropout_mask, kept_factor
-
-__all__ = [
-    "ReferenceGradients",
-    "ReferenceOutput",
-    "layernorm2d_bwd",
-    "layernorm2d_fwd",
-    "rmsnorm2d_bwd",
-    "rmsnorm2d_fwd",
-]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+from ..codegen.values import Cast, DType, FusedAdd, FusedQuant, Rounding
+from ..dtypes import DTYPES, TORCH_DTYPES
+from ..mode_words import word
+from ..random_mask import dropout_mask, kept_factor
+from .gradients import rounded_first
 
 
 class ReferenceOutput(NamedTuple):

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .codegen.values import FusedQuant, ScaleFormat, ScaleGroup
-from .dtypes import DTYPES
-from .mode_words import word
-from .reference import ReferenceOutput, layernorm2d_fwd, quantise, rmsnorm2d_fwd
+from ..codegen.values import FusedQuant, ScaleFormat, ScaleGroup
+from ..dtypes import DTYPES
+from ..mode_words import word
+from .norms import ReferenceOutput, layernorm2d_fwd, quantise, rmsnorm2d_fwd
 
 
 class ReferenceQuantised(NamedTuple):

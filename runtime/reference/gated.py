@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .codegen.values import FusedQuant, GateActivation, Gating
-from .mode_words import word
-from .reference import ReferenceOutput, layernorm2d_fwd, rmsnorm2d_fwd
+from ..codegen.values import FusedQuant, GateActivation, Gating
+from ..mode_words import word
+from .norms import ReferenceOutput, layernorm2d_fwd, rmsnorm2d_fwd
 
 
 def gated_layer_norm(x: torch.Tensor, gate: torch.Tensor, **others: Any) -> ReferenceOutput:
@@ -52,7 +52,7 @@ def _gated(
 
 
 class ReferenceGatedGradients(NamedTuple):
-    """Gradients in fp64, and for each the magnitudes it is a sum of; see `gradient_reference.ReferenceGradients`."""
+    """Gradients in fp64, and for each the magnitudes it is a sum of; see `gradients.ReferenceGradients`."""
 
     dx: torch.Tensor
     dgate: torch.Tensor

@@ -7,17 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-
-def name_of(cls: type) -> str:
-    """A class's name as models and tables are printed: of ours, many of whose names are torch's, with normforge's."""
-    ours, _, _ = __name__.partition(".")
-    is_ours = cls.__module__.partition(".")[0] == ours or "_normforge_serves" in vars(cls)
-    return f"{ours}.{cls.__name__}" if is_ours else cls.__name__
-
-
-def repr_of(module: torch.nn.Module, own: str) -> str:
-    """What a module of ours is printed as, given how torch prints it."""
-    return own.replace(type(module).__name__, name_of(type(module)), 1)
+from ..nn.replaced import name_of
 
 
 class Swapped(NamedTuple):
