@@ -13,6 +13,7 @@ import torch
 from torch.nn.utils import parametrize
 
 import normforge
+from normforge.patching.huggingface import HuggingFaceRMSNorm
 
 from ..calls.test_foreign import Wrapper
 from . import models
@@ -233,7 +234,7 @@ def test_it_can_be_copied_pickled_and_unpatched(make: Callable[[], torch.nn.Modu
 def test_what_an_older_release_patched_is_unpatched() -> None:
     """Its pickles hold modules of the class `HuggingFaceRMSNorm` itself."""
     module, ours = patched(models.LlamaRMSNorm)
-    ours.__class__ = normforge.patching.huggingface.HuggingFaceRMSNorm
+    ours.__class__ = HuggingFaceRMSNorm
     assert torch.equal(pickle.loads(pickle.dumps(ours)).weight, module.get_parameter("weight"))
     assert len(normforge.unpatch(ours)) == 1
     assert type(ours) is models.LlamaRMSNorm
