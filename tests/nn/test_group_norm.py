@@ -148,6 +148,22 @@ def test_a_large_mean_beside_a_small_deviation(channels_last: bool, tile: Tile) 
     torch.testing.assert_close(y.double(), expected(x.double(), 2, None, None, 1e-12), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("value", [1e20, 1e30])
+def test_groups_whose_squares_overflow_are_zeros(value: float, channels_last: bool, tile: str) -> None:
+    """As rows of LayerNorm are, docs/numerics.md says: rstd is 0, and nothing is NaN."""
+    length = 4 * 3 * 9
+    signs = (-1.0) ** torch.arange(length)
+    x = torch.stack([value * signs, torch.linspace(0.0, value, length)]).view(1, 8, 3, 9)
+    x = innermost(x) if channels_last else x
+    mode = GroupMode(DType.FP32, Direction.FORWARD, Activation.NONE, channels_last)
+    with tiled(mode, length, TILES[tile]):
+        y = normforge.group_norm(x, 2)
+    assert torch.equal(y, torch.zeros_like(x))
+
+
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("far", [1e2, 1e4, 1e6, -3e7])
 def test_a_part_whose_first_values_are_far_from_the_others(channels_last: bool, far: float) -> None:
