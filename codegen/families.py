@@ -22,12 +22,15 @@ class Kind(Enum):
     ROWS = "rows"
     SAMPLES = "samples"
     GROUPS = "groups"
+    PER_SAMPLE = "per_sample"
     VECTOR = "vector"
+    PER_PART = "per_part"
     PER_ROW = "per_row"
     SCALE = "scale"
     VALUE = "value"
     RANDOM = "random"
     NUMBER = "number"
+    COUNT = "count"
     WORD = "word"
     FLAG = "flag"
     DTYPE = "dtype"
@@ -37,7 +40,7 @@ class Kind(Enum):
     @property
     def is_tensor(self) -> bool:
         """Whether it has an address."""
-        return self in (*_OF_ROWS, Kind.VECTOR, Kind.PER_ROW, Kind.SCALE, Kind.VALUE, Kind.RANDOM)
+        return self in (*_OF_ROWS, Kind.VECTOR, Kind.PER_PART, Kind.PER_ROW, Kind.SCALE, Kind.VALUE, Kind.RANDOM)
 
     @property
     def has_row_stride(self) -> bool:
@@ -47,10 +50,10 @@ class Kind(Enum):
     @property
     def is_shared(self) -> bool:
         """Whether all rows share it, or all of a group's."""
-        return self in (Kind.VECTOR, Kind.GROUPS, Kind.VALUE)
+        return self in (Kind.VECTOR, Kind.PER_PART, Kind.GROUPS, Kind.VALUE)
 
 
-_OF_ROWS = (Kind.ROWS, Kind.SAMPLES, Kind.GROUPS, Kind.PLACE)
+_OF_ROWS = (Kind.ROWS, Kind.SAMPLES, Kind.GROUPS, Kind.PER_SAMPLE, Kind.PLACE)
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,12 @@ KINDS: Mapping[Kind, KindRow] = {
     Kind.SAMPLES: KindRow("torch.Tensor", "Tensor"),
     # (G, N) where x is (..., G, N), one a group of columns; or (N,), one for all.
     Kind.GROUPS: KindRow("torch.Tensor", "Tensor"),
+    # (B, N), one row per sample, on any stride.
+    Kind.PER_SAMPLE: KindRow("torch.Tensor", "Tensor"),
     # (N,).
     Kind.VECTOR: KindRow("torch.Tensor", "Tensor"),
+    # (P, N) and contiguous, one row per part: per sample, or per group of columns; or (N,) where there is one part.
+    Kind.PER_PART: KindRow("torch.Tensor", "Tensor"),
     # x's shape without the last dimension, fp32.
     Kind.PER_ROW: KindRow("torch.Tensor", "Tensor"),
     # One value a row, x's shape without the last dimension or with one of 1 there, or one for all, of any shape; fp32.
@@ -84,6 +91,8 @@ KINDS: Mapping[Kind, KindRow] = {
     # (2,), int64: the seed and the offset that random numbers follow from; or what they are made from.
     Kind.RANDOM: KindRow("torch.Tensor | tuple[int, int] | torch.Generator", "Tensor"),
     Kind.NUMBER: KindRow("float", "float"),
+    # A number of rows or of parts, of the type that counts rows.
+    Kind.COUNT: KindRow("int", "int"),
     # The word of an enum's member, or the member.
     Kind.WORD: KindRow("str", "str"),
     Kind.FLAG: KindRow("bool", "bool"),
@@ -201,7 +210,7 @@ class Result:
 
     Attributes:
         name: the field of what is returned.
-        kind: its shape: `Kind.ROWS`, `Kind.VECTOR` or `Kind.PER_ROW`.
+        kind: its shape: `Kind.ROWS`, `Kind.VECTOR`, `Kind.PER_PART` or `Kind.PER_ROW`.
         norms: those that have it.
         wanted: as of a parameter.
         axis: the field of `Mode` that is its dtype.
@@ -226,6 +235,11 @@ class Result:
     def row_stride_slot(self) -> str | None:
         """The kernels' name for how far its rows are apart."""
         return f"{self.name}_row_stride" if self.kind.has_row_stride else None
+
+    @property
+    def is_sum(self) -> bool:
+        """Return True if the result is a sum over rows, of which each program leaves a partial sum."""
+        return self.kind in (Kind.VECTOR, Kind.PER_PART)
 
     def is_wanted(self, axes: Any) -> bool:
         """Whether calls of a mode, or of anything else that has its axes, return it."""

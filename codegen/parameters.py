@@ -2,11 +2,13 @@
 
 Signatures, docstrings, reading and keys are emitted from these rows (`templates/calls.py.j2`); checks, operators'
 schemas, stand-ins and kernels' slots are looped from them. What a call costs is its family's rows and no others.
+Plans of every direction are made from them; the functions of `IN_PARTS` have rows and no names.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from .families import REQUIRED, Family, Kind, Parameter, Result
 from .model import Mode
@@ -616,15 +618,83 @@ QUANTISED = Family(
     ),
 )
 
+
+def _unnamed(name: str, kind: Kind, **rest: Any) -> Parameter:
+    """Return a parameter of a function that only autograd calls, which has no signature and no docstring."""
+    return Parameter(name, kind, **{"default": _each("None"), "meaning": {}, **rest})
+
+
+_LAYER_ALONE = {Norm.LAYER: "None"}
+_RMS_OFFSET = _unnamed("weight_offset", Kind.NUMBER, default={Norm.RMS: "0.0"})
+
+# The rows of one sample are a part, which the programs of that sample share.
+MODULATED_BWD = Family(
+    direction=Direction.BACKWARD,
+    neighbour="modulated",
+    functions={Norm.LAYER: "modulated_layer_norm_bwd", Norm.RMS: "modulated_rms_norm_bwd"},
+    parameters=(
+        _unnamed("dy", Kind.ROWS),
+        _unnamed("x", Kind.ROWS),
+        _unnamed("weight", Kind.VECTOR),
+        _unnamed("scale", Kind.PER_SAMPLE),
+        _unnamed("gate", Kind.PER_SAMPLE, wanted="x_gate"),
+        # What gate multiplied before it was added to the residual.
+        _unnamed("gated", Kind.ROWS, wanted="x_gate"),
+        _unnamed("mean", Kind.PER_ROW, default=_LAYER_ALONE),
+        _unnamed("rstd", Kind.PER_ROW),
+        _unnamed("dresidual_out", Kind.ROWS, wanted="fadd.stores"),
+        _unnamed("sample_rows", Kind.COUNT),
+        _RMS_OFFSET,
+        *(_unnamed(f"{name}_dtype", Kind.DTYPE) for name in ("dx", "dgated", "dweight", "dbias", "dgate")),
+        _unnamed("wants", Kind.NAMES),
+    ),
+    # dweight and dbias are the sums over each sample of dy * h and dy, from which autograd makes several gradients.
+    results=(
+        Result("dx", Kind.ROWS, told="dx_dtype", like=("x",)),
+        Result("dgated", Kind.ROWS, wanted="x_gate", told="dgated_dtype", like=("gated",)),
+        Result("dweight", Kind.PER_PART, told="dweight_dtype"),
+        Result("dbias", Kind.PER_PART, told="dbias_dtype"),
+        Result("dgate", Kind.PER_PART, wanted="x_gate", told="dgate_dtype", like=("gate",)),
+    ),
+)
+
+# One group of columns is a part: its rows are N long, and lie as far apart as the rows of all groups are long.
+GATED_BWD = Family(
+    direction=Direction.BACKWARD,
+    neighbour="gated",
+    functions={Norm.LAYER: "gated_layer_norm_bwd", Norm.RMS: "gated_rms_norm_bwd"},
+    parameters=(
+        _unnamed("dy", Kind.ROWS),
+        _unnamed("x", Kind.ROWS),
+        _unnamed("gate", Kind.ROWS),
+        _unnamed("weight", Kind.PER_PART),
+        _unnamed("bias", Kind.PER_PART, default=_LAYER_ALONE, wanted="gating.is_after"),
+        _unnamed("mean", Kind.PER_ROW, default=_LAYER_ALONE),
+        _unnamed("rstd", Kind.PER_ROW),
+        _unnamed("groups", Kind.COUNT),
+        _RMS_OFFSET,
+        *(_unnamed(f"{name}_dtype", Kind.DTYPE) for name in ("dx", "dgate", "dweight", "dbias")),
+        _unnamed("wants", Kind.NAMES),
+    ),
+    results=(
+        Result("dx", Kind.ROWS, told="dx_dtype", like=("x",)),
+        Result("dgate", Kind.ROWS, told="dgate_dtype", like=("gate",)),
+        Result("dweight", Kind.PER_PART, told="dweight_dtype", like=("weight",)),
+        Result("dbias", Kind.PER_PART, norms=(Norm.LAYER,), told="dbias_dtype", like=("bias",)),
+    ),
+)
+
 FAMILIES = (FORWARD, BACKWARD, MODULATED, GATED, QUANTISED)
+# The families that only autograd calls: rows are in parts, and no function has a public name.
+IN_PARTS = (MODULATED_BWD, GATED_BWD)
 
 
 def family_of(mode: Mode) -> Family:
-    """The functions that calls of a mode are made to; gradients of what has a neighbour are autograd's of theirs."""
+    """Return the family of functions that calls of a mode are made to."""
     if mode.modulated:
-        return MODULATED
+        return MODULATED_BWD if mode.is_backward else MODULATED
     if mode.gating.gates:
-        return GATED
+        return GATED_BWD if mode.is_backward else GATED
     if mode.serves:
         return QUANTISED
     return BACKWARD if mode.is_backward else FORWARD

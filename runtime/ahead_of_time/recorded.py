@@ -8,11 +8,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import torch
 
 from ..call_kinds import FEW, CallKind
-from ..calls import gated_backward, modulated_backward
 from ..calls.group_plan import GroupPlan
 from ..calls.group_plan import Kind as GroupKind
 from ..calls.plan import launcher_of
-from ..calls.row_gradients import GradientPlan, Kind
 from ..codegen.families import Kind as Shape
 from ..codegen.groups import GroupMode, mode_named
 from ..codegen.model import Mode
@@ -70,8 +68,6 @@ def _launchers(kind: CallKind, target: Target) -> Iterator[tuple[Entry, Launcher
     try:
         if isinstance(mode, GroupMode):
             yield from _of_groups(kind, mode, target)
-        elif mode.is_backward and mode.shares:
-            yield from _of_shared_rows(kind, mode, target)
         else:
             yield from _of_rows(kind, mode, target)
     except KeyError as error:
@@ -79,6 +75,8 @@ def _launchers(kind: CallKind, target: Target) -> Iterator[tuple[Entry, Launcher
 
 
 def _of_rows(kind: CallKind, mode: Mode, target: Target) -> Iterator[tuple[Entry, Launcher]]:
+    if mode.is_backward and mode.shares:
+        _refuse_plain(kind, target)
     family, n = family_of(mode), kind.size["n"]
     dtypes = _dtypes(kind, [row.name for row in family.tensors])
     strides = strides_of_kind(kind, [row.row_stride_slot for row in family.tensors if row.row_stride_slot is not None])
@@ -92,18 +90,6 @@ def _of_rows(kind: CallKind, mode: Mode, target: Target) -> Iterator[tuple[Entry
     made = assemble(facts, entry.choices(m, n, target.arch), m, few=kind.rows == FEW)
     for recipe in (*made.walkers, *([made.finisher] if made.finisher else ())):
         yield entry, launcher_of(entry, recipe, target, None)
-
-
-def _of_shared_rows(kind: CallKind, mode: Mode, target: Target) -> Iterator[tuple[Entry, Launcher]]:
-    _refuse_plain(kind, target)
-    tensors = (modulated_backward if mode.modulated else gated_backward).TENSORS
-    n, names = kind.size["n"], (*tensors.names, *tensors.sums)
-    dtypes = tuple(_dtypes(kind, names).values())
-    strides = tuple(strides_of_kind(kind, [f"{name}_row_stride" for name in tensors.with_rows]).values())
-    entry = dispatch.find(mode, n)
-    plan = GradientPlan(Kind(mode, tensors, n, dtypes, strides, misaligned_of_kind(kind)), target, None)
-    for launcher in plan.prepared(entry.least_rows()[kind.rows]).launchers:
-        yield entry, launcher
 
 
 def _of_groups(kind: CallKind, mode: GroupMode, target: Target) -> Iterator[tuple[Entry, Launcher]]:

@@ -9,10 +9,9 @@ from itertools import product
 import torch
 
 from .. import call_kinds
-from ..calls import gated_backward, modulated_backward
 from ..calls.check import check
 from ..calls.plan import Plan
-from ..calls.row_gradients import GradientPlan
+from ..calls.row_gradients import call_of
 from ..codegen.axes import SAME
 from ..codegen.families import Kind as Shape
 from ..codegen.families import Parameter
@@ -85,7 +84,7 @@ _GRADIENTS = tuple(result.name for result in BACKWARD.results)
 _POINTERS = {row.name: row.slot for family in FAMILIES for row in (*family.inputs, *family.places)}
 
 
-def plans(mode: Mode, n: int, target: Target, deployment: Deployment) -> Iterator[Plan | GradientPlan]:
+def plans(mode: Mode, n: int, target: Target, deployment: Deployment) -> Iterator[Plan]:
     """What calls of a mode come to, one for each combination of what they may bring."""
     biases = (None,) if not mode.norm.centres else deployment.bias_dtypes
     for weight, stride, names in product(deployment.weight_dtypes, deployment.row_strides, deployment.misaligned):
@@ -141,16 +140,28 @@ class _Calls:
             arguments["bias_dtype"] = None if bias is None else _dtype(bias, mode)
             yield Plan(check(BACKWARD.functions[mode.norm], arguments), self.misaligned, self.target)
 
-    def sharing_backward(self) -> Iterator[GradientPlan]:
-        """Of modulated or gated rows that adjoin, where all sums are wanted; what has no type here is of x's."""
+    def sharing_backward(self) -> Iterator[Plan]:
+        """Yield plans of modulated or gated rows that adjoin, where all gradients are due.
+
+        The rows of groups lie a whole row of two groups apart, and how far that is no kernel is compiled for.
+        """
         mode, n = self.mode, self.rows.shape[-1]
-        stand_in = (modulated_backward if mode.modulated else gated_backward).stand_in
-        names = ("weight",) if mode.modulated else ("weight", "bias")
-        given = {name: None if (kind := self.kinds[name]) is None else _dtype(kind, mode) for name in names}
+        own = TORCH_DTYPES[mode.dtype_in]
+        weight, bias = (
+            None if kind is None else _dtype(kind, mode) for kind in map(self.kinds.get, ("weight", "bias"))
+        )
+        if mode.modulated:
+            # Without a weight, sums are the gradients of what samples have.
+            summed = own if weight is None else torch.float32
+            sums: dict[str, torch.dtype | None] = {"dweight": summed, "dbias": summed}
+        else:
+            sums = {"dweight": weight, "dbias": bias}
+        due = {row.name: own for row in family_of(mode).results if row.name not in sums and row.is_wanted(mode)}
+        due |= {name: dtype for name, dtype in sums.items() if dtype is not None}
+        adjoining = replace(self, rows=RowPlaces((2, 2 * n) if mode.grouped else (2, 2, n), {}))
         for dy in self._dy_kinds():
-            dtypes = {"dy": _dtype(dy, mode), **given}
-            kind = stand_in(mode, n, TORCH_DTYPES[mode.dtype_in], dtypes, self.misaligned)
-            yield GradientPlan(kind, self.target, None)
+            inputs = arguments_of(mode, adjoining._maker(dy=dy))
+            yield Plan(call_of(mode, 4, n, inputs, due), self.misaligned, self.target)
 
     def _dy_kinds(self) -> list[Kind]:
         """The types of dy that calls may bring; rows that are rounded first need one of 16 bits."""
@@ -185,6 +196,9 @@ class _Calls:
                 return rows.empty(parameter.name, _dtype(kind, mode))
             shapes = {
                 Shape.VECTOR: rows.shape[-1:],
+                # Of parts that are groups, (2, 2 * N) is x's shape.
+                Shape.PER_PART: (2, rows.shape[-1] // 2) if mode.grouped else rows.shape[-1:],
+                Shape.PER_SAMPLE: (rows.shape[0], rows.shape[-1]),
                 Shape.VALUE: (1,),
                 Shape.GROUPS: rows.shape[-2 if mode.grouped else -1 :],
                 Shape.SAMPLES: (rows.shape[0], rows.shape[-1]),

@@ -11,14 +11,14 @@ import torch
 
 from ..codegen.families import REQUIRED, Family, Kind, Parameter
 from ..codegen.model import Mode
-from ..codegen.parameters import FAMILIES
+from ..codegen.parameters import FAMILIES, IN_PARTS
 from ..codegen.values import Direction, DType, Norm
 from ..upstream.torch_dynamo import constant_in_traces
 
 _CLASSES = get_type_hints(Mode)
 
 # The tensors that are read.
-_OPERANDS = (Kind.ROWS, Kind.SAMPLES, Kind.GROUPS, Kind.VECTOR, Kind.PER_ROW, Kind.SCALE, Kind.VALUE, Kind.RANDOM)
+_OPERANDS = tuple(kind for kind in Kind if kind.is_tensor and kind is not Kind.PLACE)
 
 # The default that is no literal.
 _NOT_LITERAL: Mapping[str, Any] = {REQUIRED: None, "torch.float32": torch.float32}
@@ -140,6 +140,8 @@ def _without_and_with(row: Parameter, kind: type[Any]) -> tuple[Any, Any]:
 
 # By their names.
 FUNCTIONS = {name: _function(family, norm) for family in FAMILIES for norm, name in family.functions.items()}
+# By what stands beside the norm, and by norm.
+GRADIENTS_IN_PARTS = {(family.neighbour, norm): _function(family, norm) for family in IN_PARTS for norm in Norm}
 
 
 @constant_in_traces

@@ -18,7 +18,7 @@ from ..call_kinds import FEW, ROWS
 from ..codegen.families import Family, Kind, Parameter, Result
 from ..dtypes import TORCH_DTYPES
 from ..kernels import pipelines
-from ..kernels.assembly import SUMS, Facts, Recipe, assemble, in_software
+from ..kernels.assembly import Facts, Programs, Recipe, assemble, in_software
 from ..kernels.gpu import Target, target_of
 from ..kernels.kinds import kind_of
 from ..kernels.launcher import Launcher
@@ -52,7 +52,8 @@ class Prepared:
     Attributes:
         steps: those that walk the rows, in order.
         finish: the one that adds up their partial sums; None where there are none.
-        programs: from M to how many programs share the rows, each with partial sums of its own.
+        programs: from M and the number of parts to how many programs share the rows of a part, each with partial sums
+            of its own.
         row_terms: how many fp32 values a row the first step leaves for the next.
         exchange: from M to how many int64 the programs exchange values through; None where they do not.
         by_address: whether launches take addresses, and not tensors.
@@ -61,7 +62,7 @@ class Prepared:
 
     steps: tuple[Step, ...]
     finish: Step | None
-    programs: Callable[[int], int]
+    programs: Programs
     row_terms: int
     exchange: Callable[[int], int] | None
     by_address: bool
@@ -80,14 +81,14 @@ Forward = tuple["Launch | None", Grid, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a backward call's kernels are launched for one M, and what lies where in the memory that they share.
+    """How a backward call's kernels are launched for one M and number of parts, and what lies where in their memory.
 
     Attributes:
         steps: how the kernels that walk the rows are launched, in order, and their grids.
         finish: the same of what adds up their partial sums; None where there are none.
-        programs: how many share the rows.
-        starts: where the partial sums of each of `SUMS` start, in fp32 elements, None of what is not wanted; then each
-            of the values that the first step leaves for the next.
+        programs: how many share the rows of a part.
+        starts: where the partial sums of each sum of the family start, in fp32 elements, None of what is not wanted;
+            then each of the values that the first step leaves for the next.
         offsets: the same in bytes; 0 of what is not wanted, which no compiled kernel reads.
         length: of that memory, in elements.
         exchange: how many int64 the programs exchange values through.
@@ -113,12 +114,12 @@ class Plan:
         empty: makes tensors on the device.
         dtypes: of the family's results; None of what is not asked for.
         y_dtype: y's, forward.
-        sum_dtypes: those of `SUMS`; empty forward.
+        sum_dtypes: those of the sums over rows among the results; empty forward.
         saves_mean: whether the rows' means are returned.
         as_bytes: which of x and y kernels are handed as bytes.
         extents: where the tensors lie that outputs must not meet.
         forward: from M to the `Forward` of a forward call's launch.
-        layout: from M to the `Layout` of a backward call's launches.
+        layout: from M, and how many parts the rows are in, to the `Layout` of a backward call's launches.
     """
 
     def __init__(self, call: Call, misaligned: Collection[str], target: Target | None = None) -> None:
@@ -146,11 +147,10 @@ class Plan:
         self.empty = allocator(call.x.device)
 
         family = call.function.family
-        inputs = {row: _dtype_of_input(row, call) for row in family.inputs}
-        results = {row: call.dtype_of(row.name) for row in family.results}
+        inputs, results = _dtypes(call)
         self.dtypes = tuple(results.values())
         self.y_dtype = TORCH_DTYPES[mode.dtype_out]
-        self.sum_dtypes = tuple(dtype for row, dtype in results.items() if row.name in SUMS)
+        self.sum_dtypes = tuple(dtype for row, dtype in results.items() if row.is_sum)
         self.saves_mean = any(row.name == "mean" and dtype is not None for row, dtype in results.items())
         fp8 = {"x": mode.dtype_in, "y": mode.dtype_out}
         self.as_bytes = frozenset(name for name, dtype in fp8.items() if in_software(dtype, self._target))
@@ -158,12 +158,17 @@ class Plan:
         dtypes = {row.name: dtype for row, dtype in inputs.items()}
         dtypes |= {row.name: dtype for row, dtype in results.items()}
         self._dtypes = dtypes
-        strides, further = _row_strides(family, call), _scale_strides(family, call)
+        strides, further = _row_strides(call), _scale_strides(family, call)
         self.is_invariant = self._entry.is_invariant
         self._facts = Facts.of(
             family, mode, n, self._target, dtypes, strides, further, misaligned, invariant=self.is_invariant
         )
         self.extents = _extents(inputs, results, {**strides, **further}, n) if family.places else Extents()
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plan itself, as the one plan of the calls that `plan_of` finds it for."""
+        return [self]
 
     def prepared(self, m: int) -> Prepared:
         """The kernels for m rows; the first call of each class of M compiles them."""
@@ -204,9 +209,10 @@ class Plan:
         first = ready.steps[0]
         return first.launch if ready.alone else None, first.grid(m), *packing(m, self.saves_mean)
 
-    def _lay_out(self, m: int) -> Layout:
+    def _lay_out(self, m: int, parts: int = 1) -> Layout:
         ready = self.prepared(m)
-        programs, finish = ready.programs(m), ready.finish
+        each, finish = ready.programs(m, parts), ready.finish
+        programs = parts * each
         section, term = aligned_length(programs * self.n), aligned_length(m)
         starts: list[int | None] = []
         length = 0
@@ -218,14 +224,39 @@ class Plan:
             length += term
         return Layout(
             steps=tuple((step.launch, step.grid(m, programs)) for step in ready.steps),
-            finish=None if finish is None else (finish.launch, finish.grid(m, programs)),
-            programs=programs,
+            finish=None if finish is None else (finish.launch, self._finishing_grid(finish.grid(m, each), parts)),
+            programs=each,
             starts=tuple(starts),
             offsets=tuple(0 if start is None else start * torch.float32.itemsize for start in starts),
             length=length,
             exchange=0 if ready.exchange is None else ready.exchange(m),
             by_address=ready.by_address,
         )
+
+    def _finishing_grid(self, grid: Grid, parts: int) -> Grid:
+        if not self.mode.shares:
+            return grid
+        # Programs of sums behind the last one that is due would have nothing to add up, once for each part.
+        due = max(place for place, dtype in enumerate(self.sum_dtypes) if dtype is not None) + 1
+        return grid[0], due, parts
+
+
+def plan_of(call: Call, misaligned: Collection[str]) -> Plan:
+    """Return the plan of calls that share their kernels with a call, whatever their M.
+
+    Args:
+        call: the call.
+        misaligned: see `Plan`.
+    """
+    inputs, results = _dtypes(call)
+    dtypes = (*inputs.values(), *results.values())
+    strides = tuple(_row_strides(call).values())
+    plans, key = dispatch.plans, ("parts", call.mode, call.n, dtypes, strides, frozenset(misaligned), call.x.device)
+    found: tuple[Plan, ...] = plans.get(key, ())
+    if not found:
+        found = (Plan(call, misaligned),)
+        dispatch.remember(plans, key, found)
+    return found[0]
 
 
 def launcher_of(entry: Entry, recipe: Recipe, target: Target, device: torch.device | None) -> Launcher:
@@ -241,6 +272,13 @@ def _step(launcher: Launcher, recipe: Recipe, by_address: bool) -> Step:
     return Step(launcher, launch, recipe.grid)
 
 
+def _dtypes(call: Call) -> tuple[dict[Parameter, torch.dtype | None], dict[Result, torch.dtype | None]]:
+    """The dtypes of a call's inputs and results, None of what is not there, or is not asked for."""
+    family = call.function.family
+    inputs = {row: _dtype_of_input(row, call) for row in family.inputs}
+    return inputs, {row: call.dtype_of(row.name) for row in family.results}
+
+
 def _dtype_of_input(row: Parameter, call: Call) -> torch.dtype | None:
     if row.kind is Kind.PER_ROW:
         # Autograd's are one argument, in one tensor; kernels read two.
@@ -249,13 +287,16 @@ def _dtype_of_input(row: Parameter, call: Call) -> torch.dtype | None:
     return None if tensor is None else tensor.dtype
 
 
-def _row_strides(family: Family, call: Call) -> dict[str, RowStride]:
-    """The strides of rows by their slots; 0 of what is not there, and N of what is new."""
+def _row_strides(call: Call) -> dict[str, RowStride]:
+    """The strides of rows by their slots; 0 of what is not there, and that of rows that adjoin of what is new."""
+    family = call.function.family
     places = {row.result: row.name for row in family.places}
     kinds = {row.name: row.kind for row in family.inputs}
     slots = [(row.row_stride_slot, row.name, 0) for row in family.inputs]
     for row in family.results:
-        slots.append((row.row_stride_slot, places.get(row.name, ""), call.n if row.is_wanted(call.mode) else 0))
+        # The kernels of a plain norm are one, whether dx is due or not.
+        is_new = row.is_wanted(call.mode) and (row.name in call.wants or not call.mode.shares)
+        slots.append((row.row_stride_slot, places.get(row.name, ""), call.x.shape[-1] if is_new else 0))
     strides: dict[str, RowStride] = {}
     for slot, name, absent in slots:
         if slot is not None:

@@ -1,330 +1,376 @@
-"""The kernels of a backward pass whose rows are in parts: of a sample, or of a group of columns.
+"""Backward calls whose rows are in parts, of a sample or of a group of columns: planned, launched, and known.
 
-Rows of a part share a modulation, or a group's weight. Each program takes some of a part's, and leaves sums of its own,
-which a last kernel adds up in a fixed order. What one family of norms launches is a row of data, its `Tensors`: see
-`modulated_backward` and `gated_backward`.
+Rows of a part share a modulation, or a group's weight. Each program takes some rows of one part and leaves sums of its
+own, which a last kernel adds up in a fixed order. The rows of `codegen.parameters.IN_PARTS` say what launches bring;
+`modulated_backward` and `gated_backward` make the gradients of a call's operands from the results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, reduce
+from operator import itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
 
-from ..codegen.instance import Tile
+from ..codegen.families import Family, Kind
 from ..codegen.model import Mode
 from ..dtypes import FLOATS
-from ..kernels import pipelines
-from ..kernels.assembly import SUMS, finisher_of
-from ..kernels.gpu import Target, target_of
-from ..kernels.key import pointer_type, row_count_type
-from ..kernels.kinds import kind_of as call_kind_of
-from ..kernels.launcher import Launcher
-from ..kernels.row_walk import RowStride
-from ..kernels.tile_choice import choose, refuse_variant, staged
+from ..kernels.assembly import SUMS
 from ..selection import dispatch
-from ..upstream.torch_allocator import allocator
+from ..upstream.torch_allocator import contiguous_strides
+from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import has_tangent
-from ..upstream.triton_launcher import Grid, Launch
-from .known import MISALIGNED, PLAIN
-from .outputs import aligned_length
+from .canonical import in_place_of
+from .check import Call
+from .functions import GRADIENTS_IN_PARTS
+from .known import MISALIGNED, PLAIN, Key, Known, remember
+from .outputs import rstd_address, unpacked
+from .plan import Layout, Plan, plan_of
 
-_TERMS = ("gh_mean", "g_mean")
-
-Dtypes = tuple["torch.dtype | None", ...]
-
-
-class Tensors(NamedTuple):
-    """What launches of one family bring.
-
-    Attributes:
-        names: of the tensors, in order.
-        with_rows: those that have rows.
-        read: of these, those that a loop over rows reads.
-        sums: what kernels leave for each program, three at most.
-        shared: what kernels call the number that says which rows share a sum: rows a sample, or groups.
-    """
-
-    names: tuple[str, ...]
-    with_rows: tuple[str, ...]
-    read: tuple[str, ...]
-    sums: tuple[str, ...]
-    shared: str
+# dy, the gradient of the sum, the operands that a forward pass kept, and its statistics in one tensor.
+Arrived = tuple["torch.Tensor | None", ...]
+# The key that a call was looked up by, and its tensors.
+Learnt = tuple[Key, Arrived]
+Gradients = list["torch.Tensor | None"]
 
 
-class Kind(NamedTuple):
-    """What launches that share their kernels are alike in.
+class Backward(NamedTuple):
+    """The backward calls of one family.
 
     Attributes:
-        mode: theirs.
-        tensors: what they bring.
-        n: row length.
-        dtypes: of the tensors, None of those that are not there; then of what the sums add up to.
-        strides: of those that have rows, in elements; 0 where there are none.
-        misaligned: which pointers, by their slots, are at no multiple of 16 bytes.
+        family: the rows.
+        of_samples: whether parts are samples, and else groups of columns.
+        inputs: picks the inputs in the order of launches from what arrived, the means and rstd.
     """
 
-    mode: Mode
-    tensors: Tensors
-    n: int
-    dtypes: Dtypes
-    strides: tuple[RowStride, ...]
-    misaligned: frozenset[str]
+    family: Family
+    of_samples: bool
+    inputs: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+
+    @classmethod
+    def of(cls, family: Family, kept: Sequence[str]) -> Backward:
+        """Return the backward calls of a family whose forward pass keeps operands of these kernel names."""
+        names = ("dy", "dresidual_out", *kept, "statistics", "mean", "rstd")
+        of_samples = any(row.name == "sample_rows" for row in family.parameters)
+        return cls(family, of_samples, itemgetter(*[names.index(row.name) for row in family.inputs]))
+
+    def count(self, m: int, parts: int) -> int:
+        """Return the number by which kernels tell parts apart: the rows of a sample, or how many groups there are."""
+        return m // parts if self.of_samples else parts
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The kernels for one class of M.
+class Launched(NamedTuple):
+    """A backward call that was planned and launched.
 
     Attributes:
-        row: how they are launched.
-        tile: with which.
-        walkers: that take rows, in order.
-        finisher: that adds up what those leave, if they leave sums.
-        blocks: how many programs of that one share a row.
+        backward: the calls of its family.
+        plan: its plan.
+        parts: how many parts its rows are in.
+        inputs: the tensors that kernels read, in the order of launches.
+        results: the tensors that kernels wrote, in the order of the family's rows; None for what is not due.
     """
 
-    row: pipelines.Row
-    tile: Tile
-    walkers: tuple[Launcher, ...]
-    finisher: Launcher | None
-    blocks: int
+    backward: Backward
+    plan: Plan
+    parts: int
+    inputs: tuple[torch.Tensor | None, ...]
+    results: tuple[torch.Tensor | None, ...]
 
-    @property
-    def launchers(self) -> tuple[Launcher, ...]:
-        """All, in order."""
-        return self.walkers if self.finisher is None else (*self.walkers, self.finisher)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How the kernels are launched for one M and so many parts, and what lies where in the memory that they share.
-
-    Attributes:
-        steps: how the kernels that walk the rows are launched, in order, and their grids.
-        finish: the same of what adds up their partial sums; None where there are none.
-        programs: how many share the rows of a part.
-        starts: where the partial sums of each sum start, in fp32 elements, and then each of the values that the first
-            step leaves for the next; None of what is not wanted.
-        offsets: the same in bytes.
-        length: of that memory, in elements.
-        by_address: whether launches take addresses, and not tensors.
-    """
-
-    steps: tuple[tuple[Launch, Grid], ...]
-    finish: tuple[Launch, Grid] | None
-    programs: int
-    starts: tuple[int | None, ...]
-    offsets: tuple[int | None, ...]
-    length: int
-    by_address: bool
+    def named(self) -> dict[str, torch.Tensor]:
+        """Return the results that are due by name."""
+        names = [row.name for row in self.backward.family.results]
+        return {name: result for name, result in zip(names, self.results, strict=True) if result is not None}
 
 
-# How many M, and numbers of parts, a plan keeps the layouts of.
-_LAYOUTS = 64
-
-
-class GradientPlan:
-    """The kernels of a kind of launches, for each class of M.
-
-    Attributes:
-        kind: what launches are alike in.
-        empty: makes tensors on the device; a plan of kernels that are only known is not launched.
-        layout: from M and the number of parts to the `Layout` of launches.
-    """
-
-    def __init__(self, kind: Kind, target: Target, device: torch.device | None) -> None:
-        """Find the instance that serves a kind; with no device, kernels are known and not compiled."""
-        self.kind, self._target, self._device = kind, target, device
-        self._entry = dispatch.find(kind.mode, kind.n)
-        self._prepared: dict[int, Prepared] = {}
-        self.empty = allocator(device or torch.device("meta"))
-        self.layout = lru_cache(_LAYOUTS)(self._lay_out)
-
-    def prepared(self, m: int) -> Prepared:
-        """The kernels for m rows."""
-        size = self._entry.size(m)
-        if size not in self._prepared:
-            self._prepared[size] = self._prepare(size, m)
-        return self._prepared[size]
-
-    def _prepare(self, size: int, m: int) -> Prepared:
-        (mode, tensors, n, dtypes, strides, misaligned), target = self.kind, self._target
-        choices, invariant = self._entry.choices(m, n, target.arch), self._entry.is_invariant
-        if invariant:
-            misaligned = frozenset(() if pipelines.starts_aligned(n) else [f"{name}_ptr" for name in tensors.with_rows])
-        tile = choose(mode, choices, n, target)
-        alignment = pipelines.row_alignment(*([n] if invariant else strides))
-        told = dict(zip((*tensors.names, *tensors.sums), dtypes, strict=True))
-        read = [dtype.itemsize for dtype in map(told.get, tensors.read) if dtype is not None]
-        is_paired = pipelines.is_paired(n, alignment, misaligned)
-        tile = staged(tile, choices[-1], n, read, is_paired, target)
-        row = pipelines.row_of(mode, tile.pipeline)
-        if invariant:
-            refuse_variant(mode, tile, n, m)
-        single = pointer_type(torch.float32, aligned=True)
-        types: dict[str, str | None] = {
-            f"{name}_ptr": None if dtype is None else pointer_type(dtype, aligned=f"{name}_ptr" not in misaligned)
-            for name, dtype in zip(tensors.names, dtypes, strict=False)
-        }
-        types |= {f"{name}_ptr": None if told[name] is None else single for name in tensors.sums}
-        types |= {f"{name}_ptr": single for name in _TERMS}
-        types |= dict.fromkeys(("M", tensors.shared), row_count_type(m))
-        types["weight_offset"] = "fp32"
-        named = {f"{name}_row_stride": stride for name, stride in zip(tensors.with_rows, strides, strict=True)}
-        if self._device is not None:
-            dispatch.tell(lambda: call_kind_of(mode.name, {"n": n}, size, told, named, misaligned))
-        walkers = []
-        for step in row.steps:
-            chunked = replace(tile, block=step.block(tile))
-            constants = pipelines.constants(chunked, n, alignment, misaligned, target)
-            options = pipelines.compiler_options(row.options, tile, target)
-            kernel = self._entry.load(step.part or tile.pipeline)
-            walkers.append(Launcher(kernel, types, named, constants, tile.warps, options, target, self._device))
-        if not any(self._sums.values()):
-            return Prepared(row, tile, tuple(walkers), None, 0)
-        made = finisher_of(n, self._sums, target, of_parts=mode.modulated or mode.grouped)
-        kernel = self._entry.load_finaliser()
-        finisher = Launcher(kernel, made.types, {}, made.constants, made.warps, made.options, target, self._device)
-        return Prepared(row, tile, tuple(walkers), finisher, made.grid(m)[0])
-
-    @property
-    def _sums(self) -> dict[str, str | None]:
-        """What the last kernel calls what sums add up to, and their types."""
-        dtypes = self.kind.dtypes[len(self.kind.tensors.names) :]
-        words = [None if dtype is None else pointer_type(dtype, aligned=True) for dtype in dtypes]
-        return {name: words[place] if place < len(words) else None for place, name in enumerate(SUMS)}
-
-    def _lay_out(self, m: int, parts: int) -> Layout:
-        ready, (_, brought, n, dtypes, *_) = self.prepared(m), self.kind
-        most = ready.row.programs(ready.tile, n, self._target)
-        each = programs_a_part(most, parts, -(-(m // parts) // ready.tile.rows))
-        by_address = all(launcher.launch is not None for launcher in ready.launchers)
-        sums = dtypes[len(brought.names) :]
-        wanted = [*[dtype is not None for dtype in sums], *[bool(ready.row.row_terms) for _ in _TERMS]]
-        lengths = [*[parts * each * n for _ in sums], *[m for _ in _TERMS]]
-        starts: list[int | None] = []
-        length = 0
-        for is_wanted, its in zip(wanted, lengths, strict=True):
-            starts.append(length if is_wanted else None)
-            length += aligned_length(its) if is_wanted else 0
-        due = max((place for place, dtype in enumerate(sums) if dtype is not None), default=-1) + 1
-        finish = None if ready.finisher is None else (_launch(ready.finisher, by_address), (ready.blocks, due, parts))
-        steps = zip(ready.row.steps, ready.walkers, strict=True)
-        return Layout(
-            steps=tuple(
-                (_launch(walker, by_address), step.grid(ready.tile, n, self._target)(m, parts * each))
-                for step, walker in steps
-            ),
-            finish=finish,
-            programs=each,
-            starts=tuple(starts),
-            offsets=tuple(None if start is None else start * torch.float32.itemsize for start in starts),
-            length=length,
-            by_address=by_address,
-        )
-
-    def launch(
-        self,
-        m: int,
-        parts: int,
-        shared: int,
-        tensors: Mapping[str, torch.Tensor | None],
-        weight_offset: float,
-    ) -> dict[str, torch.Tensor]:
-        """Launch the kernels.
-
-        Args:
-            m: rows.
-            parts: how many share a sum.
-            shared: which do, as the kernels are told it.
-            tensors: by their names, None for those that are not there.
-            weight_offset: added to weight.
-
-        Returns:
-            What the sums add up to, (parts, N), by their names.
-        """
-        _, brought, n, dtypes, *_ = self.kind
-        totals = [
-            None if dtype is None else self.empty((parts, n), (n, 1), dtype) for dtype in dtypes[len(brought.names) :]
-        ]
-        layout, values = self.layout(m, parts), [tensors[name] for name in brought.names]
-        self.run(layout, m, shared, addresses_of(values) if layout.by_address else values, totals, weight_offset)
-        return {name: total for name, total in zip(brought.sums, totals, strict=True) if total is not None}
-
-    def run(
-        self,
-        layout: Layout,
-        m: int,
-        shared: int,
-        values: Sequence[Any],
-        totals: Sequence[torch.Tensor | None],
-        weight_offset: float,
-    ) -> None:
-        """Launch them on what is there already.
-
-        Args:
-            layout: that of m, and of the parts.
-            m: rows.
-            shared: see `launch`.
-            values: the tensors in the order of their names, as addresses if the layout says so.
-            totals: where sums go, in their order; None for those that are not due.
-            weight_offset: added to weight.
-        """
-        work = self.empty((layout.length,), (1,), torch.float32) if layout.length else None
-        pieces: list[Any]
-        made: Sequence[Any]
-        absent: int | None
-        if layout.by_address:
-            base = 0 if work is None else work.data_ptr()
-            pieces = [0 if offset is None else base + offset for offset in layout.offsets]
-            made, absent = addresses_of(totals), 0
-        else:
-            pieces = [None if start is None or work is None else work[start:] for start in layout.starts]
-            made, absent = totals, None
-        for launch, grid in layout.steps:
-            launch(grid, (*values, *pieces, m, shared, weight_offset))
-        if layout.finish is not None:
-            launch, grid = layout.finish
-            count = len(totals)
-            others = (absent,) * (len(SUMS) - count)
-            launch(grid, (*pieces[:count], *others, *made, *others, layout.programs))
-
-    @property
-    def plans(self) -> list[GradientPlan]:
-        """Itself, as the one plan of a kind of call that is known."""
-        return [self]
-
-
-# Each wave starts anew, and each program leaves sums, which takes it about as long as so many rows.
-_MOST_WAVES = 4
-_START = 4
-
-
-def programs_a_part(most: int, parts: int, tiles: int) -> int:
-    """How many programs share the tiles of a part.
-
-    Those that the GPU runs at once make a wave, and what counts is how many tiles waves take in turn. One program more
-    than a wave's is another wave: with 17 for each of 32 samples where 528 run, 16 wait until all others have ended.
+def call_of(
+    mode: Mode, m: int, n: int, inputs: Mapping[str, torch.Tensor | None], dtypes: Mapping[str, torch.dtype]
+) -> Call:
+    """Return the call of a backward mode, whose operands its forward call has checked.
 
     Args:
-        most: programs that run at once.
-        parts: of as many tiles each.
-        tiles: of a part.
+        mode: the mode.
+        m: how many rows of n elements there are, those of all parts.
+        n: row length.
+        inputs: the tensors that kernels read, by name; the last dimension of x is that of all groups.
+        dtypes: the dtypes of the results that are due, by name.
+    """
+    neighbour = "modulated" if mode.modulated else "gated"
+    given = {**inputs, **{f"{name}_dtype": dtype for name, dtype in dtypes.items()}}
+    function = GRADIENTS_IN_PARTS[neighbour, mode.norm]
+    given = dict(function.defaults) | given
+    return Call(function, mode, m, n, tuple(dtypes), given)
 
-    Returns:
-        Those with which that is the least, the fewest of them.
+
+def launched(
+    backward: Backward,
+    mode: Mode,
+    parts: int,
+    inputs: Mapping[str, torch.Tensor | None],
+    dtypes: Mapping[str, torch.dtype],
+    shape: torch.Size,
+    weight_offset: float,
+) -> Launched:
+    """Plan and launch a call.
+
+    Args:
+        backward: the calls of its family.
+        mode: its mode.
+        parts: how many parts its rows are in.
+        inputs: see `call_of`.
+        dtypes: see `call_of`.
+        shape: what was normalised has it, and so have the results that are rows.
+        weight_offset: added to weight.
+    """
+    rows, n = backward.family.inputs, shape[-1]
+    m = shape.numel() // n
+    inputs = in_place_of(inputs, n, [row.name for row in rows if row.kind.has_row_stride])
+    read = tuple([inputs.get(row.name) for row in rows])
+    misaligned = [row.slot for row, at in zip(rows, addresses_of(read), strict=True) if at & MISALIGNED]
+    plan = plan_of(call_of(mode, m, n, inputs, dtypes), misaligned)
+    makes = _makes(backward.family, shape, [(parts, n)] * len(backward.family.results), plan.dtypes)
+    results = tuple([None if made is None else plan.empty(*made) for made in makes])
+    layout = plan.layout(m, parts)
+    values = addresses_of(read) if layout.by_address else read
+    _run(plan, layout, values, results, (m, backward.count(m, parts), weight_offset))
+    return Launched(backward, plan, parts, read, results)
+
+
+def _run(
+    plan: Plan,
+    layout: Layout,
+    inputs: Sequence[Any],
+    results: Sequence[torch.Tensor | None],
+    numbers: tuple[int, int, float],
+) -> None:
+    """Launch kernels.
+
+    Args:
+        plan: their plan.
+        layout: how they are launched.
+        inputs: the tensors that they read, as addresses if the layout says so.
+        results: the tensors that they write: rows, then sums.
+        numbers: M, what parts are told apart by, and weight_offset.
+    """
+    work = plan.empty((layout.length,), (1,), torch.float32) if layout.length else None
+    count = len(plan.sum_dtypes)
+    pieces: list[Any]
+    made: Sequence[Any]
+    absent: int | None
+    if layout.by_address:
+        base = 0 if work is None else work.data_ptr()
+        pieces = [base + offset for offset in layout.offsets]
+        made, absent = addresses_of(results), 0
+    else:
+        pieces = [None if start is None or work is None else work[start:] for start in layout.starts]
+        made, absent = results, None
+    values = (*inputs, *made[:-count], *pieces, absent, *numbers)
+    for launch, grid in layout.steps:
+        launch(grid, values)
+    if layout.finish is not None:
+        launch, grid = layout.finish
+        others = (absent,) * (len(SUMS) - count)
+        launch(grid, (*pieces[:count], *others, *made[-count:], *others, layout.programs))
+
+
+# How to make a tensor: size, strides and dtype; None for one that is not due.
+_Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def _makes(
+    family: Family, shape: Sequence[int], of_sums: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype | None]
+) -> tuple[_Made | None, ...]:
+    """Return how to make the results of a family's calls: rows of a shape, and sums of shapes of their own."""
+    found: list[_Made | None] = []
+    for row, own, dtype in zip(family.results, of_sums, dtypes, strict=True):
+        size = tuple(shape if row.kind is Kind.ROWS else own)
+        found.append(None if dtype is None else (size, contiguous_strides(size), dtype))
+    return tuple(found)
+
+
+# How many shapes a kind of call that is known keeps the sizes of.
+_SHAPES = 64
+
+
+class _Sized(NamedTuple):
+    """How calls of one shape are launched: the layout, M, what parts are told apart by, and how to make the results."""
+
+    layout: Layout
+    m: int
+    count: int
+    makes: tuple[_Made | None, ...]
+
+
+class Ready:
+    """The launches of calls whose tensors are like those of one that was checked, all but where they lie.
+
+    Attributes:
+        plan: the kernels.
+        inputs: see `Backward`.
+        order: picks the gradients of a call's operands from the results, behind which None stands.
+        at: from the shape of what was normalised to how calls are launched; None if there are no rows.
     """
 
-    def taken(each: int) -> tuple[int, int]:
-        return -(-parts * each // most) * (-(-tiles // each) + _START), each
+    __slots__ = ("_backward", "_of_sums", "_parts", "at", "inputs", "order", "plan")
 
-    # As many as fit into each number of waves, less those without which none takes more tiles.
-    most_of_each = [max(1, min(waves * most // parts, tiles)) for waves in range(1, _MOST_WAVES + 1)]
-    return min((-(-tiles // -(-tiles // each)) for each in most_of_each), key=taken)
+    def __init__(self, done: Launched, order: Sequence[int], of_sums: Sequence[Sequence[int]]) -> None:
+        """Have calls be launched as one was.
+
+        Args:
+            done: the call that was launched.
+            order: for each operand the place of its gradient among the results, or their number for none.
+            of_sums: for each result its shape, if it is a sum.
+        """
+        self.plan, self.inputs = done.plan, done.backward.inputs
+        self._backward, self._parts, self._of_sums = done.backward, done.parts, of_sums
+        self.order: Callable[[Any], tuple[torch.Tensor | None, ...]] = itemgetter(*order)
+        self.at = lru_cache(_SHAPES)(self._at)
+
+    def _at(self, shape: torch.Size) -> _Sized | None:
+        plan, parts = self.plan, self._parts
+        m = shape.numel() // plan.n
+        if m == 0:
+            return None
+        makes = _makes(self._backward.family, shape, self._of_sums, plan.dtypes)
+        return _Sized(plan.layout(m, parts), m, self._backward.count(m, parts), makes)
+
+
+@eager_only
+def gradients_known(
+    backward: Backward, arrived: Arrived, told: Any, due: tuple[bool, ...]
+) -> tuple[Key, Gradients | None]:
+    """Return the gradients of a call that is like one before, and the key that it was looked up by.
+
+    Args:
+        backward: the calls of its family.
+        arrived: its tensors.
+        told: what else a backward pass has to know, a named tuple with `weight_offset`.
+        due: which operands have a gradient that is asked for.
+
+    Returns:
+        The key, and the gradients of the operands; None where no call was like this one.
+    """
+    # What else may be there or not follows from which types were told.
+    key = (backward.family.neighbour, "bwd", told, due, arrived[1] is None)
+    kind: Known
+    for kind in dispatch.plans.get(key, ()):
+        if kind.fits(*kind.present(arrived)):
+            addresses = addresses_of(arrived)
+            aligned = not reduce(or_, addresses) & MISALIGNED
+            ready: Ready | None = kind.plan if aligned else kind.plan_at(*addresses)
+            x = arrived[2]
+            if ready is None or x is None or (sized := ready.at(x.shape)) is None:
+                break
+            return key, _launched(ready, sized, arrived, addresses, told.weight_offset)
+    return key, None
+
+
+def _launched(
+    ready: Ready, sized: _Sized, arrived: Arrived, addresses: Sequence[int], weight_offset: float
+) -> Gradients:
+    plan, (layout, m, count, makes) = ready.plan, sized
+    empty = plan.empty
+    results = [None if made is None else empty(*made) for made in makes]
+    inputs: tuple[Any, ...]
+    if layout.by_address:
+        at = addresses[-1]
+        statistics = (at, rstd_address(at, m)) if plan.mode.norm.centres else (0, at)
+        inputs = ready.inputs((*addresses, *statistics))
+    else:
+        inputs = ready.inputs(_with_statistics(arrived, m))
+    _run(plan, layout, inputs, results, (m, count, weight_offset))
+    results.append(None)
+    return list(ready.order(results))
+
+
+def _with_statistics(arrived: Arrived, m: int) -> tuple[torch.Tensor | None, ...]:
+    packed = arrived[-1]
+    assert packed is not None
+    return *arrived, *unpacked(packed, m)
+
+
+def looked_up_again(
+    backward: Backward, learnt: Learnt | None, told: Any, due: Sequence[bool], *laid_out: torch.Tensor | None
+) -> tuple[Learnt | None, Gradients | None]:
+    """Look a call up again whose gradients had to be copied: the copies may be like the gradients of a call before.
+
+    Args:
+        backward: the calls of its family.
+        learnt: the key and tensors of the first look-up; None for a call that is to stay unknown.
+        told: see `gradients_known`.
+        due: see `gradients_known`.
+        *laid_out: dy and the gradient of the sum as kernels can walk them.
+
+    Returns:
+        The key and tensors of the last look-up, and the gradients if the call is known.
+    """
+    if learnt is None or all(own is passed for own, passed in zip(laid_out, learnt[1], strict=False)):
+        return learnt, None
+    arrived = (*laid_out, *learnt[1][2:])
+    key, known = gradients_known(backward, arrived, told, tuple(due))
+    return (key, arrived), known
+
+
+def learn(among: dispatch.Plans, learnt: Learnt | None, done: Launched, gradients: Gradients) -> None:
+    """Make calls known that are like one, unless kernels read copies or did not write the very gradients.
+
+    Args:
+        among: the `dispatch.plans` that were in use when the call set out.
+        learnt: see `looked_up_again`.
+        done: the call that was launched.
+        gradients: what the call returns.
+    """
+    if learnt is None:
+        return
+    key, arrived = learnt
+    x = arrived[2]
+    assert x is not None
+    read = done.backward.inputs(_with_statistics(arrived, x.numel() // x.shape[-1]))
+    places = [_place(gradient, done.results) for gradient in gradients]
+    if None in places or _are_copies(done, read):
+        return
+    of_sums = [() if result is None else tuple(result.shape) for result in done.results]
+    order = [place for place in places if place is not None]
+    for place, gradient in zip(order, gradients, strict=True):
+        if gradient is not None:
+            of_sums[place] = tuple(gradient.shape)
+    remember(among, key, arrived, _free(done, arrived), tuple(addresses_of(arrived)), Ready(done, order, of_sums))
+
+
+def _are_copies(done: Launched, arrived: Sequence[torch.Tensor | None]) -> bool:
+    """Return True if kernels read another tensor than the one that arrived."""
+    mode, rows = done.plan.mode, done.backward.family.inputs
+    return any(
+        row.is_wanted(mode) and ours != its
+        for row, ours, its in zip(rows, addresses_of(done.inputs), addresses_of(arrived), strict=True)
+    )
+
+
+def _place(gradient: torch.Tensor | None, results: Sequence[torch.Tensor | None]) -> int | None:
+    """Return the place of a gradient among results, their number for no gradient; None if it is none of them."""
+    if gradient is None:
+        return len(results)
+    for place, result in enumerate(results):
+        if result is not None and result.data_ptr() == gradient.data_ptr():
+            is_whole = result.numel() == gradient.numel() and result.dtype is gradient.dtype
+            return place if is_whole else None
+    return None
+
+
+def _free(done: Launched, arrived: Arrived) -> list[int]:
+    """Return how many leading sizes of each tensor may be any in a call of the same kind."""
+    if done.backward.of_samples:
+        # Which rows share a modulation follows from all sizes.
+        return [0] * len(arrived)
+    x = arrived[2]
+    assert x is not None
+    leading = x.dim() - 1 - done.plan.mode.grouped
+    found = []
+    for tensor in arrived[:-1]:
+        of_rows = tensor is not None and tensor.shape == x.shape and tensor.dim() > 1
+        found.append(0 if tensor is None or not of_rows else leading if tensor.is_contiguous() else min(leading, 1))
+    return [*found, min(leading, 1)]
 
 
 def sum_dtype(operand: torch.Tensor, parts: int) -> torch.dtype:
@@ -337,44 +383,19 @@ def shared_sum(totals: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
     return totals.view(operand.shape) if totals.numel() == operand.numel() else totals.sum(0)
 
 
+def rounded(
+    found: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype | None], due: Sequence[bool]
+) -> Gradients:
+    """Return the gradients that are due, each in the dtype of its operand."""
+    return [
+        gradient.to(dtype) if needed and gradient is not None and dtype is not None else None
+        for gradient, dtype, needed in zip(found, dtypes, due, strict=True)
+    ]
+
+
 def addresses_of(tensors: Iterable[torch.Tensor | None]) -> list[int]:
     """Where tensors lie, 0 for those that are not there."""
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-
-
-def _launch(launcher: Launcher, by_address: bool) -> Launch:
-    return launcher.launch if by_address and launcher.launch is not None else launcher.launch_tensors
-
-
-def plan_of(kind: Kind, device: torch.device) -> GradientPlan:
-    """The plan of launches of a kind."""
-    plans, key = dispatch.plans, ("neighbour bwd", kind, device)
-    found: tuple[GradientPlan, ...] = plans.get(key, ())
-    if not found:
-        found = (GradientPlan(kind, target_of(device), device),)
-        dispatch.remember(plans, key, found)
-    return found[0]
-
-
-def kind_of(
-    mode: Mode,
-    brought: Tensors,
-    n: int,
-    tensors: Mapping[str, torch.Tensor | None],
-    strides: Mapping[str, RowStride],
-    sums: Mapping[str, torch.dtype],
-) -> Kind:
-    """What launches with some tensors, and sums of these types, are alike in."""
-    found = [tensors.get(name) for name in brought.names]
-    dtypes = [None if tensor is None else tensor.dtype for tensor in found]
-    dtypes += [sums.get(name) for name in brought.sums]
-    misaligned = [
-        f"{name}_ptr"
-        for name, tensor in zip(brought.names, found, strict=True)
-        if tensor is not None and tensor.data_ptr() & MISALIGNED
-    ]
-    steps = tuple([strides.get(name, 0) for name in brought.with_rows])
-    return Kind(mode, brought, n, tuple(dtypes), steps, frozenset(misaligned))
 
 
 def in_memory(tensors: Iterable[torch.Tensor | None]) -> bool:

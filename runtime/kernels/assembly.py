@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..codegen.families import Family, Kind, Parameter, Result
 from ..codegen.instance import Tile
@@ -18,6 +18,7 @@ from ..codegen.values import DType, Part, Pipeline
 from . import pipelines
 from .gpu import Target, scale_warps
 from .key import KernelKey, Word, integer_type, pointer_type, row_count_type
+from .parts import programs_a_part
 from .row_walk import RowStride, RowWalk
 from .tile_choice import choose, refuse_variant, staged, takes_window, window_tile
 
@@ -75,12 +76,14 @@ class Facts:
         n: row length.
         target: the GPU.
         types: pointers and numbers that launches bring, in order, in Triton's words; None for an absent pointer.
+        numbers: plain numbers, likewise.
+        counts: the slots of numbers of rows or parts, whose type is that of M.
         strides: of rows, by their slots.
         further: other arguments that are the same at every launch, by their slots.
         misaligned: pointers at no multiple of 16 bytes.
         itemsizes: bytes of an element of each tensor whose rows are read.
-        sums: by the names of `SUMS`, the pointers to what programs' partial sums are added up into; None for what is
-            not wanted. Empty forward.
+        sums: the pointers to what programs' partial sums are added up into, by the names of `SUMS`, which stand for
+            the sums of any family in order; None for what is not wanted. Empty forward.
         invariant: whether rows are read as N alone has them lie, so that one kernel serves them wherever they do.
     """
 
@@ -89,6 +92,7 @@ class Facts:
     target: Target
     types: Mapping[str, str | None]
     numbers: Mapping[str, str | None]
+    counts: Collection[str] = ()
     strides: Mapping[str, RowStride]
     further: Mapping[str, int] = field(default_factory=dict)
     misaligned: Collection[str] = ()
@@ -137,7 +141,7 @@ class Facts:
             if dtype is None:
                 return None
             # Programs leave partial sums of some, and of what hardware does not convert to they write bytes.
-            if row.name in SUMS:
+            if isinstance(row, Result) and row.is_sum:
                 dtype = "float32"
             elif (row.name in own and in_software(own[row.name], target)) or (
                 row.slot == _Y_SCALE and mode.scale_format.stores_bytes
@@ -152,23 +156,22 @@ class Facts:
         dropped = {_DROPPED: ddropped} if mode.dropout and mode.is_backward else {}
         # Of scales of groups how far they are apart, which may follow from M.
         groups = dict.fromkeys(_SCALE_STRIDES, "i64") if mode.has_scale_strides else {}
+        sums = [dtypes[row.name] for row in family.results if row.is_sum]
+        words = [None if dtype is None else pointer_type(dtype, aligned=True) for dtype in sums]
         return cls(
             mode=mode,
             n=n,
             target=target,
             types=types,
             numbers={**dict.fromkeys(numbers, "fp32"), **dropped, **groups},
+            counts=[row.slot for row in family.parameters if row.kind is Kind.COUNT],
             strides=strides,
             further=further,
             misaligned={*misaligned} - anywhere,
             itemsizes=[
                 dtypes[row.name].itemsize for row in family.inputs if row.kind is Kind.ROWS and dtypes[row.name]
             ],
-            sums={
-                row.name: None if dtypes[row.name] is None else pointer_type(dtypes[row.name], aligned=True)
-                for row in family.results
-                if row.name in SUMS
-            },
+            sums={**dict.fromkeys(SUMS if sums else ()), **dict(zip(SUMS, words, strict=False))},
             invariant=invariant,
         )
 
@@ -196,6 +199,13 @@ class Recipe:
     grid: pipelines.Programs
 
 
+class Programs(Protocol):
+    """From M, and how many parts the rows are in, to how many programs share the rows of a part."""
+
+    def __call__(self, m: int, parts: int = 1) -> int:
+        """The programs of each part."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
     """The kernels for one class of M.
@@ -203,14 +213,15 @@ class Assembly:
     Attributes:
         walkers: those that walk the rows, in order.
         finisher: the one that adds up their partial sums; None where there are none.
-        programs: from M to how many programs share the rows, each with partial sums of its own.
+        programs: from M, and how many parts the rows are in, to how many programs share the rows of each part, each
+            with partial sums of its own.
         row_terms: what the first walker leaves for the next: pointers to one fp32 value a row.
         exchange: from M to how many int64 the programs exchange values through; None where they do not.
     """
 
     walkers: tuple[Recipe, ...]
     finisher: Recipe | None
-    programs: Callable[[int], int]
+    programs: Programs
     row_terms: tuple[str, ...]
     exchange: Callable[[int], int] | None
 
@@ -247,7 +258,7 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
         **facts.types,
         **dict.fromkeys(row.row_terms, _PARTIAL),
         "exchange_ptr": None if exchange is None else pointer_type("int64", aligned=True),
-        "M": row_count_type(m),
+        **dict.fromkeys(("M", *facts.counts), row_count_type(m)),
         **facts.numbers,
     }
     walkers = tuple(
@@ -266,10 +277,17 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
         for step in row.steps
     )
     most, rows = row.programs(tile, n, target), tile.rows
+
+    def programs(m: int, parts: int = 1) -> int:
+        if mode.is_backward and mode.shares:
+            return programs_a_part(most, parts, -(-(m // parts) // rows))
+        return min(most, -(-m // rows))
+
+    of_parts = mode.modulated or mode.grouped
     return Assembly(
         walkers=walkers,
-        finisher=finisher_of(n, facts.sums, target) if any(facts.sums.values()) else None,
-        programs=lambda m: min(most, -(-m // rows)),
+        finisher=finisher_of(n, facts.sums, target, of_parts=of_parts) if any(facts.sums.values()) else None,
+        programs=programs,
         row_terms=row.row_terms,
         exchange=exchange,
     )
@@ -278,7 +296,7 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
 def finisher_of(n: int, sums: Mapping[str, str | None], target: Target, *, of_parts: bool = False) -> Recipe:
     """The kernel that adds up partial sums of n columns; `sums` as `Facts` has them.
 
-    Its grid is that of one part. With `of_parts` there are several, in the third dimension.
+    The grid is that of one part. With `of_parts` there are several, in the third dimension.
     """
     summing = (_SUMMING_OF_PARTS if of_parts else _SUMMING) if target.compiles else _INTERPRETED_SUMMING
     partials = {f"{name}_partials_ptr": None if word is None else _PARTIAL for name, word in sums.items()}

@@ -14,7 +14,7 @@ import torch
 
 import normforge
 from normforge.ahead_of_time.compile_keys import recorded_keys_for
-from normforge.calls import backend, first, group, group_plan, neighbours, plan, row_gradients
+from normforge.calls import backend, first, group, group_plan, neighbours, plan
 from normforge.kernels import launcher
 from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.launcher import Launcher
@@ -45,7 +45,7 @@ def launching_nothing(target: Target) -> Iterator[set[str]]:
         def put(place: object, name: str, value: object) -> None:
             patches.enter_context(mock.patch.object(place, name, return_value=value))
 
-        for module in (plan, row_gradients, group_plan):
+        for module in (plan, group_plan):
             put(module, "target_of", target)
             patches.enter_context(mock.patch.object(module, "Launcher", Noting))
         for module in (first, group, neighbours):

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls import first, modulated_backward, neighbours
-from normforge.calls.plan import Plan
-from normforge.calls.row_gradients import plan_of
+from normforge.calls import first, neighbours, row_gradients
+from normforge.calls.plan import Plan, plan_of
 from normforge.selection import dispatch
 
 from ..counting import counted
@@ -28,7 +27,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     names: list[str] = []
     monkeypatch.setattr(first, "Plan", counted(names, "plain", Plan))
     monkeypatch.setattr(neighbours, "Plan", counted(names, "beside", Plan))
-    monkeypatch.setattr(modulated_backward, "plan_of", counted(names, "modulated", plan_of))
+    monkeypatch.setattr(row_gradients, "plan_of", counted(names, "in parts", plan_of))
     yield names
     dispatch.forget()
 

@@ -10,7 +10,7 @@ import torch
 
 import normforge
 from normforge.calls import gated, known, neighbours
-from normforge.calls.row_gradients import GradientPlan
+from normforge.calls.plan import Plan
 from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, Norm
 from normforge.selection import dispatch
@@ -141,13 +141,11 @@ def test_kernels_of_calls_are_listed_before(norm: str, group: int | None, device
     leaves = [torch.randn(size, device=device, requires_grad=True) for size in ((8, N), (8, N), (N,), (N,))]
     leaves = leaves[: 4 if norm == "layer" else 3]
     torch.autograd.grad(function(*leaves, group_size=group).sum(), leaves, torch.ones((), device=device))
-    plans = known.all_plans()
+    plans = [plan for plan in known.all_plans() if isinstance(plan, Plan)]
     assert len(plans) == 2
     for plan in plans:
-        is_backward = isinstance(plan, GradientPlan)
-        mode = plan.kind.mode if is_backward else plan.mode
         listed = normforge.compile_keys(
-            n=[group or N], modes=[mode.name], arch="sm_90", dy_dtypes=[torch.float32], rows=["few"]
+            n=[group or N], modes=[plan.mode.name], arch="sm_90", dy_dtypes=[torch.float32], rows=["few"]
         )
         types = dict(plan.prepared(8 if group is None else 24).launchers[0].key.arguments)
         its = dict(listed[0].key.arguments)
@@ -170,7 +168,7 @@ def test_tiles_of_short_rows_are_no_wider_than_those(n: int, rows: int, block: i
     found = torch.autograd.grad(y, leaves, dy)
     for got, its in zip(found, torch.autograd.grad(wanted, wide, dy.double()), strict=True):
         torch.testing.assert_close(got.double(), its, rtol=1e-4, atol=1e-4)
-    for plan in known.all_plans():
+    for plan in [plan for plan in known.all_plans() if isinstance(plan, Plan)]:
         constants = dict(plan.prepared(300).launchers[0].key.arguments)
-        factor = 2 if isinstance(plan, GradientPlan) else 1
+        factor = 2 if plan.mode.is_backward else 1
         assert (constants["ROWS"], constants["BLOCK"]) == (rows * factor, block)

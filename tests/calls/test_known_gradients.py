@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls import modulated_backward
+from normforge.calls import modulated_backward, row_gradients
 from normforge.selection import dispatch
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -24,7 +24,7 @@ class Looked:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at = self.known = 0
-        gradients, launched = modulated_backward.gradients, modulated_backward._launched
+        gradients, launched = modulated_backward.gradients, row_gradients._launched
 
         def counted(*given: Any) -> Any:
             self.at += 1
@@ -36,7 +36,7 @@ class Looked:
 
         monkeypatch.setattr(dispatch, "plans", {})
         monkeypatch.setattr(modulated_backward, "gradients", counted)
-        monkeypatch.setattr(modulated_backward, "_launched", counted_known)
+        monkeypatch.setattr(row_gradients, "_launched", counted_known)
 
     def counts(self) -> tuple[int, int]:
         """Since this was called last."""
@@ -250,9 +250,23 @@ def test_another_table_knows_nothing(device: str, looked: Looked) -> None:
 
 
 @each_device
-def test_under_batch_invariance_a_call_is_looked_at(device: str, looked: Looked) -> None:
+def test_under_batch_invariance_calls_are_known_by_themselves(device: str, looked: Looked) -> None:
+    dispatch.forget()
     gradients(normforge.modulated_layer_norm, operands(device))
     with normforge.batch_invariant():
         for _ in range(2):
             gradients(normforge.modulated_layer_norm, operands(device))
+    assert looked.counts() == (2, 1)
+
+
+@each_device
+def test_under_batch_invariance_a_call_whose_tensors_are_copied_is_looked_at(device: str, looked: Looked) -> None:
+    dispatch.forget()
+    dy = torch.randn(SAMPLES * ROWS * N + 1, device=device)[1:].view(SAMPLES, ROWS, N)
+    with normforge.batch_invariant():
+        found = [
+            gradients(normforge.modulated_layer_norm, operands(device), dy=given) for given in (dy, dy, dy.clone())
+        ]
     assert looked.counts() == (3, 0)
+    for name, gradient in found[0].items():
+        assert all(torch.equal(gradient, other[name]) for other in found[1:]), name

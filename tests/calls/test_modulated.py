@@ -9,7 +9,7 @@ import torch
 
 import normforge
 from normforge.calls import known, neighbours
-from normforge.calls.row_gradients import GradientPlan
+from normforge.calls.plan import Plan
 from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, Norm
 from normforge.selection import dispatch
@@ -136,9 +136,9 @@ def test_kernels_of_a_backward_pass_are_listed_before(device: str) -> None:
     x, scale, shift, gate, residual = leaves
     y, total = normforge.modulated_layer_norm(x, scale, shift, gate=gate, residual=residual)
     torch.autograd.grad((y.sum() + total.sum()), leaves)
-    (plan,) = [plan for plan in known.all_plans() if isinstance(plan, GradientPlan)]
+    (plan,) = [plan for plan in known.all_plans() if isinstance(plan, Plan) and plan.mode.is_backward]
     listed = normforge.compile_keys(
-        n=[N], modes=[plan.kind.mode.name], arch="sm_90", weight_dtypes=[None], dy_dtypes=[torch.float32]
+        n=[N], modes=[plan.mode.name], arch="sm_90", weight_dtypes=[None], dy_dtypes=[torch.float32]
     )
     types = dict(plan.prepared(16).launchers[0].key.arguments)
     names = [name for name, word in dict(listed[0].key.arguments).items() if isinstance(word, str)]

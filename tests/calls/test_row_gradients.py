@@ -12,7 +12,8 @@ from torch import profiler
 
 import normforge
 from normforge.calls import known
-from normforge.calls.row_gradients import GradientPlan, programs_a_part
+from normforge.calls.plan import Plan
+from normforge.kernels.parts import programs_a_part
 from normforge.selection import dispatch
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -65,6 +66,11 @@ def modulated(device: str, dtype: torch.dtype, **affine: Any) -> list[Any]:
     return [y, leaves, torch.randn_like(y)]
 
 
+def backward_plans() -> list[Plan]:
+    """The plans that hold kernels of backward passes."""
+    return [plan for plan in known.all_plans() if isinstance(plan, Plan) and plan.mode.is_backward]
+
+
 def names_of(call: Any) -> set[str]:
     with profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as profile:
         call()
@@ -77,10 +83,10 @@ def test_one_kernel_makes_gradients_of_what_programs_leave(device: str) -> None:
     y, leaves, dy = modulated(device, torch.bfloat16)
     found = torch.autograd.grad(y, leaves, dy, retain_graph=True)
     assert [gradient.dtype for gradient in found] == [torch.bfloat16] * 3
-    (plan,) = [plan for plan in known.all_plans() if isinstance(plan, GradientPlan)]
-    finisher = plan.prepared(27).finisher
-    assert finisher is not None
-    types = dict(finisher.key.arguments)
+    (plan,) = backward_plans()
+    finish = plan.prepared(27).finish
+    assert finish is not None
+    types = dict(finish.launcher.key.arguments)
     assert str(types["dweight_ptr"]).startswith("*bf16")
     assert str(types["dweight_partials_ptr"]).startswith("*fp32")
     assert "aten::sum" not in names_of(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True))
@@ -92,7 +98,7 @@ def test_misaligned_gradients_take_a_kernel_of_their_own_after_aligned_ones(devi
     misaligned = torch.zeros(dy.numel() + 1, device=device)[1:].view(dy.shape)
     for arriving in (dy, misaligned):
         torch.autograd.grad(y, leaves, arriving, retain_graph=True)
-    plans = [plan for plan in known.all_plans() if isinstance(plan, GradientPlan)]
+    plans = backward_plans()
     types = [str(dict(plan.prepared(27).launchers[0].key.arguments)["dy_ptr"]) for plan in plans]
     assert types == ["*fp32:16", "*fp32"]
 
@@ -104,8 +110,8 @@ def test_what_samples_share_with_others_is_added_up_in_fp32(device: str) -> None
     weight = torch.randn(N, device=device, dtype=torch.bfloat16, requires_grad=True)
     y, leaves, dy = modulated(device, torch.bfloat16, weight=weight, bias=bias)
     torch.autograd.grad(y, [*leaves, weight, bias], dy)
-    (plan,) = [plan for plan in known.all_plans() if isinstance(plan, GradientPlan)]
-    assert plan.kind.dtypes[-3:] == (torch.float32, torch.float32, None)
+    (plan,) = backward_plans()
+    assert plan.sum_dtypes == (torch.float32, torch.float32, None)
 
 
 @each_device
@@ -127,9 +133,9 @@ def test_gradients_of_samples_are_each_rounded_once(dtype: torch.dtype, device: 
 def test_the_kernels_that_add_up_are_listed_before(group: int | None, device: str) -> None:
     leaves = [torch.randn(size, device=device, requires_grad=True) for size in ((8, N), (8, N), (N,))]
     torch.autograd.grad(normforge.gated_rms_norm(*leaves, group_size=group).sum(), leaves)
-    (plan,) = [plan for plan in known.all_plans() if isinstance(plan, GradientPlan)]
+    (plan,) = backward_plans()
     listed = normforge.compile_keys(
-        n=[group or N], modes=[plan.kind.mode.name], arch="sm_90", dy_dtypes=[torch.float32], rows=["few"]
+        n=[group or N], modes=[plan.mode.name], arch="sm_90", dy_dtypes=[torch.float32], rows=["few"]
     )
     (its,) = [dict(key.key.arguments) for key in listed if key.key.symbol == "sum_partials"]
     assert its["dweight_ptr"] == "*fp32:16"

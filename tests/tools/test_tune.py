@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from normforge.calls.row_gradients import GradientPlan
+from normforge.calls import modulated_backward, row_gradients
+from normforge.calls.row_gradients import Launched
 from normforge.codegen import tile_limits, tile_tables
 from normforge.codegen.errors import TileTableError
 from normforge.codegen.instance import Tile
@@ -378,19 +379,21 @@ def test_backward_modulated_rows_are_timed_backward(name: str, monkeypatch: pyte
     """Of as many samples as have eight rows, and by the tile that is on trial."""
     kind = next(kind for kind in EVERY_CLASS if kind.name == name)
     case = Case(kind, N128, Size.LARGE)
-    launched: list[tuple[Tile, int]] = []
-    launch = GradientPlan.launch
+    launched: list[Launched] = []
+    launch = row_gradients.launched
 
-    def told(plan: GradientPlan, m: int, parts: int, *others: Any) -> Any:
-        launched.append((plan.prepared(m).tile, parts))
-        return launch(plan, m, parts, *others)
+    def told(*given: Any) -> Launched:
+        launched.append(launch(*given))
+        return launched[-1]
 
-    monkeypatch.setattr(GradientPlan, "launch", told)
+    monkeypatch.setattr(modulated_backward, "launched", told)
     run, tile = case.run(70, CARD.device), case.tiles(CARD.device)[-1]
     with tile_trials.tiled(Trial(case, tile)):
         assert run.entry().mode == case.mode.name
         findings = run.validate(run.call())
-    assert launched == [(tile, 7)]
+    (done,) = launched
+    constants = dict(done.plan.prepared(70).launchers[0].key.arguments)
+    assert (constants["BLOCK"], constants["ROWS"], done.parts) == (tile.block, tile.rows, 7)
     assert case.mode.is_backward
     dy, *_ = run.operands
     assert isinstance(dy, torch.Tensor)

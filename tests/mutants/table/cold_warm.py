@@ -43,9 +43,9 @@ MUTANTS = (
     Mutant(
         "sequences-gradient-plans-forget-dtypes",
         "gradients of gated and modulated norms are stored as those of an earlier call",
-        "runtime/calls/row_gradients.py",
-        '("neighbour bwd", kind, device)',
-        '("neighbour bwd", kind._replace(dtypes=()), device)',
+        "runtime/calls/plan.py",
+        'key = dispatch.plans, ("parts", call.mode, call.n, dtypes, strides,',
+        'key = dispatch.plans, ("parts", call.mode, call.n, (), strides,',
         _of("gated", many=True),
     ),
     Mutant(

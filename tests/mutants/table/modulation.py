@@ -157,7 +157,7 @@ MUTANTS = (
     Mutant(
         "modulated-gradients-known-at-any-address",
         "a backward pass that is known takes tensors at no multiple of 16 bytes for such as are",
-        "runtime/calls/modulated_backward.py",
+        "runtime/calls/row_gradients.py",
         "ready: Ready | None = kind.plan if aligned else kind.plan_at(*addresses)",
         "ready: Ready | None = kind.plan",
         ("tests/calls/test_known_gradients.py::test_what_differs_is_looked_at[cpu]",),
@@ -165,17 +165,17 @@ MUTANTS = (
     Mutant(
         "modulated-gradients-known-without-the-sums",
         "a backward pass is known whether the sum's gradient arrived or not",
-        "runtime/calls/modulated_backward.py",
-        'key = ("modulated bwd", told, due, arrived[1] is None)',
-        'key = ("modulated bwd", told, due)',
+        "runtime/calls/row_gradients.py",
+        'key = (backward.family.neighbour, "bwd", told, due, arrived[1] is None)',
+        'key = (backward.family.neighbour, "bwd", told, due)',
         ("tests/calls/test_known_gradients.py::test_a_sum_that_is_read_or_not[y alone-('residual',)-cpu]",),
     ),
     Mutant(
         "gradient-plans-forget-alignment",
         "misaligned gradients of gated and modulated norms go to a kernel compiled for aligned ones",
-        "runtime/calls/row_gradients.py",
-        '("neighbour bwd", kind, device)',
-        '("neighbour bwd", kind._replace(misaligned=frozenset()), device)',
+        "runtime/calls/plan.py",
+        "strides, frozenset(misaligned), call.x.device)",
+        "strides, call.x.device)",
         ("tests/calls/test_row_gradients.py::test_misaligned_gradients_take_a_kernel_of_their_own_after_aligned_ones",),
     ),
 )
