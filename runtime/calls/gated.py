@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ..codegen.parameters import GATED
 from ..codegen.values import GateActivation, Gating
 from ..errors import ShapeError
 from . import gated_backward, gated_instead
 from .argument_checks import check_flag, check_tensor
+from .known_backward import gradients_known
 from .neighbours import Operands, Options, neighbour_of
 from .outputs import Statistics, unpacked_of
 from .straight import GatedOperands, find_gated
@@ -33,16 +35,24 @@ def _gradients(
     told: gated_instead.Told,
     dy: torch.Tensor | None,
     dresidual_out: torch.Tensor | None,
-    due: Sequence[bool],
+    due: tuple[bool, ...],
 ) -> list[torch.Tensor | None]:
     """By kernels, unless a gradient of them could be asked for."""
     if dy is None:
         return [None] * len(due)
-    known = gated_instead.Kept(*[*kept, *unpacked_of(kept[0], statistics)])
     seen = torch.is_grad_enabled() or is_dynamo_compiling() or dispatch_modes() > 0
+    learnt = None
+    # What is known does not look for a tangent of forward-mode AD.
+    if not seen and forward_ad._current_level < 0 and isinstance(statistics, torch.Tensor):
+        arrived = (dy, None, *kept, statistics)
+        key, found = gradients_known("gated", arrived, told, due)
+        if found is not None:
+            return found
+        learnt = key, arrived
+    known = gated_instead.Kept(*[*kept, *unpacked_of(kept[0], statistics)])
     if seen or not gated_backward.takes(known, dy):
         return gated_instead.gradients(known, told, dy, due)
-    return gated_backward.gradients(known, told, dy, due)
+    return gated_backward.gradients(known, told, dy, due, learnt)
 
 
 CALLS = neighbour_of(GATED, sums=(), find=find_gated, kept=_kept, told=_told, gradients=_gradients)

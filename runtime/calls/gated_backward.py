@@ -14,18 +14,8 @@ from ..mode_words import word
 from ..selection import dispatch
 from ..upstream.torch_dynamo import eager_only
 from .gated_instead import Kept, Told
-from .row_gradients import (
-    Backward,
-    Gradients,
-    Learnt,
-    in_memory,
-    launched,
-    learn,
-    looked_up_again,
-    rounded,
-    shared_sum,
-    sum_dtype,
-)
+from .known_backward import Gradients, Learnt, looked_up_again
+from .row_gradients import Backward, in_memory, launched, learn, rounded, shared_sum, sum_dtype
 from .row_layout import walkable
 
 # What `Kept` holds, but for statistics.
@@ -76,7 +66,7 @@ def gradients(kept: Kept, told: Told, dy: torch.Tensor, due: Sequence[bool], lea
     for_x, for_gate, for_weight, for_bias = due
     x, groups = kept.x, _groups(kept)
     dy = _laid_out(dy, groups)
-    learnt, known = looked_up_again(BACKWARD, learnt, told, due, dy, None)
+    learnt, known = looked_up_again("gated", learnt, told, due, dy, None)
     if known is not None:
         return known
     mode = mode_of(told, x.dtype, groups > 0)
@@ -91,11 +81,12 @@ def gradients(kept: Kept, told: Told, dy: torch.Tensor, due: Sequence[bool], lea
     parts = groups or 1
     of_rows = zip(("dx", "dgate"), (for_x, for_gate), told.dtypes, strict=False)
     dtypes = {name: dtype for name, needed, dtype in of_rows if needed and dtype is not None}
-    for name, vector, needed in (("dweight", kept.weight, for_weight), ("dbias", kept.bias, for_bias)):
+    vectors = {"dweight": kept.weight, "dbias": kept.bias}
+    for (name, vector), needed in zip(vectors.items(), (for_weight, for_bias), strict=True):
         if needed and vector is not None:
             # A vector for all of several groups is added up once more.
             dtypes[name] = sum_dtype(vector, parts)
-    done = launched(BACKWARD, mode, parts, inputs, dtypes, x.shape, told.weight_offset)
+    done = launched(BACKWARD, mode, parts, inputs, dtypes, vectors, x.shape, told.weight_offset, learnt)
     results = done.named()
     found = [
         results.get("dx"),

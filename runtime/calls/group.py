@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from . import group_instead
 from .group_instead import Arrived, Gradients, Options
 from .group_plan import GroupPlan, Kind, plan_of
 from .known import MISALIGNED, PLAIN, UNREADABLE, Known, Tensors, remember
+from .known_backward import Learnt, addresses_of, gradients_known, looked_up_again
 from .recorded import arrived_in_memory
 from .traced import dispatch_modes, intercepted, is_dynamo_compiling, operator
 
@@ -102,48 +103,83 @@ def run(found: Found, x: torch.Tensor, weight: _Vector, bias: _Vector) -> tuple[
     plan, options, y_dtype, saves = found
     samples, groups = x.shape[0], options.num_groups
     y = plan.empty(tuple(x.shape), x.stride(), y_dtype)
-    if not saves:
-        plan.launch(samples, (x, weight, bias, y, None, None), options.eps)
-        return y, None
-    statistics = plan.empty((2, samples, groups), (samples * groups, groups, 1), torch.float32)
-    if plan.prepared(samples).by_address:
-        vectors = (0 if weight is None else weight.data_ptr(), 0 if bias is None else bias.data_ptr())
-        mean = statistics.data_ptr()
-        rstd = mean + samples * groups * statistics.itemsize
-        plan.launch_at(samples, (x.data_ptr(), *vectors, y.data_ptr(), mean, rstd), options.eps)
-    else:
-        plan.launch(samples, (x, weight, bias, y, *statistics), options.eps)
+    size = (2, samples, groups)
+    statistics = plan.empty(size, (samples * groups, groups, 1), torch.float32) if saves else None
+    plan.launch(plan.layout(samples), (x, weight, bias, y), statistics, (), options.eps)
     return y, statistics
 
 
+class _Ready(NamedTuple):
+    """The launches of a backward call.
+
+    Attributes:
+        plan: the kernels.
+        wants_dx: whether x has a gradient that is asked for.
+        dtypes: those of the gradients of weight and bias that are due, None of one that is not.
+    """
+
+    plan: GroupPlan
+    wants_dx: bool
+    dtypes: tuple[torch.dtype | None, torch.dtype | None]
+
+    def run(self, arrived: Tensors, addresses: Sequence[int], told: Any) -> list[torch.Tensor | None] | None:
+        """Launch a call and return the gradients of x, weight and bias; None if there are no samples."""
+        dy, _, x, weight, bias, statistics = arrived
+        plan, wants_dx, dtypes = self
+        if x is None or x.shape[0] == 0:
+            return None
+        empty, channels = plan.empty, x.shape[1]
+        layout = plan.layout(x.shape[0])
+        dx = empty(tuple(x.shape), x.stride(), x.dtype)
+        size, strides = (layout.sums, channels), (channels, 1)
+        partials = [None if dtype is None else empty(size, strides, torch.float32) for dtype in dtypes]
+        shifts = bias if plan.kind.mode.activation.is_applied else None
+        plan.launch(layout, (dy, x, weight, shifts), statistics, (dx, *partials), 0.0)
+        found = [None if dtype is None else empty((channels,), (1,), dtype) for dtype in dtypes]
+        if dtypes != (None, None):
+            plan.finish(layout.sums, partials, found)
+        return [dx if wants_dx else None, *found]
+
+
 @eager_only
-def launched_backward(arrived: Arrived) -> Gradients:
-    """The gradients that are wanted, by kernels; dy is copied where it does not lie as x does."""
+def launched_backward(arrived: Arrived, due: Sequence[bool] = (), learnt: Learnt | None = None) -> Gradients:
+    """The gradients that are wanted, by kernels; dy is copied where it does not lie as x does.
+
+    Args:
+        arrived: the call.
+        due: which operands have a gradient that is asked for, as a look-up was told it.
+        learnt: the key and tensors of a look-up, by which calls like this one become known; None has them stay unknown.
+    """
     dy, x, weight, bias, statistics, options, wants = arrived
     require_device(x)
+    plans = dispatch.plans
     x, weight, bias = x.resolve_neg(), _vector(weight), _vector(bias)
     dy = _with_channels(dy, last=are_channels_last(x)).resolve_neg()
     whole: Any = map(_aligned, (dy, x, weight, bias))
     dy, x, weight, bias = whole
+    learnt, known = looked_up_again("group", learnt, _told_backward(options, weight, bias), due, dy, None)
+    if known is not None:
+        return Gradients(*known)
     vectors = {"dweight": weight, "dbias": bias}
-    due = {name: vector for name, vector in vectors.items() if vector is not None and name in wants}
+    summed = {name: vector for name, vector in vectors.items() if vector is not None and name in wants}
     if not x.numel():
-        found = {name: torch.zeros_like(vector) for name, vector in due.items()}
-        return Gradients(torch.empty_like(x) if "dx" in wants else None, found.get("dweight"), found.get("dbias"))
+        zeros = {name: torch.zeros_like(vector) for name, vector in summed.items()}
+        return Gradients(torch.empty_like(x) if "dx" in wants else None, zeros.get("dweight"), zeros.get("dbias"))
     mode = GroupMode(DTYPES[x.dtype], Direction.BACKWARD, Activation(options.activation), bool(are_channels_last(x)))
     tensors = {"dy": dy, "x": x, "weight": weight, "bias": bias}
-    kind = Kind.backward(mode, _size(x, options), _types(tensors), due, _misaligned(tensors))
-    plan, samples = plan_of(kind, x.device), x.shape[0]
-    rows = plan.sums_rows(samples)
-    dx = plan.empty(tuple(x.shape), x.stride(), x.dtype)
-    partials = {name: plan.empty((rows, x.shape[1]), (x.shape[1], 1), torch.float32) for name in due}
-    sums = (partials.get("dweight"), partials.get("dbias"))
-    shifts = bias if mode.activation.is_applied else None
-    plan.launch(samples, (dy, x, weight, shifts, *statistics, dx, *sums), 0.0)
-    found = {name: plan.empty((x.shape[1],), (1,), vector.dtype) for name, vector in due.items()}
-    if due:
-        plan.finish(rows, partials, found)
-    return Gradients(dx if "dx" in wants else None, found.get("dweight"), found.get("dbias"))
+    kind = Kind.backward(mode, _size(x, options), _types(tensors), summed, _misaligned(tensors))
+    dtypes = [None if name not in summed else summed[name].dtype for name in vectors]
+    ready = _Ready(plan_of(kind, x.device), "dx" in wants, (dtypes[0], dtypes[1]))
+    launched = (dy, None, x, weight, bias, statistics)
+    addresses = addresses_of(launched)
+    found = ready.run(launched, addresses, options)
+    assert found is not None
+    if learnt is not None:
+        key, own = learnt
+        # Kernels read no copies, and all that a guard can hold.
+        if addresses == addresses_of(own) and all(each is None or each.__class__ in PLAIN for each in own):
+            remember(plans, key, own, (1, 0, 1, 0, 0, 2), tuple(addresses), ready)
+    return Gradients(*found)
 
 
 def _size(x: torch.Tensor, options: Options) -> tuple[int, int, int]:
@@ -293,17 +329,40 @@ class _GroupNorm(torch.autograd.Function):
         if ctx.is_invariant and not is_on():
             with batch_invariant():
                 return _GroupNorm.backward(ctx, dy)
-        x, weight, bias, statistics = ctx.saved_tensors
-        wants = [name for name, due in zip(Gradients._fields, ctx.needs_input_grad[1:], strict=True) if due]
-        return None, *gradients_of(Arrived(dy, x, weight, bias, statistics, ctx.options, wants))
+        return None, *gradients_of(dy, ctx.saved_tensors, ctx.options, ctx.needs_input_grad[1:])
 
 
-def gradients_of(arrived: Arrived) -> Gradients:
-    """The gradients that are wanted: by kernels, unless a gradient of them could be asked for, or somebody looks on."""
+def _told_backward(options: Options, weight: _Vector, bias: _Vector) -> tuple[Any, ...]:
+    """Return what backward calls are known by besides their tensors: the options, and which vectors there are."""
+    return options, weight is None, bias is None
+
+
+def gradients_of(
+    dy: torch.Tensor, kept: Sequence[Any], options: Options, due: tuple[bool, ...]
+) -> Sequence[torch.Tensor | None]:
+    """Return the gradients that are due: by kernels, unless their gradient could be asked for, or somebody looks on.
+
+    Args:
+        dy: the gradient that arrives.
+        kept: x, weight, bias and statistics.
+        options: what the forward call was told.
+        due: whether x, weight and bias have a gradient that is asked for.
+    """
     seen = torch.is_grad_enabled() or is_dynamo_compiling() or dispatch_modes() > 0
-    if seen or not arrived_in_memory((arrived.dy,)):
+    x, weight, bias, statistics = kept
+    learnt = None
+    # What is known does not look for a tangent of forward-mode AD.
+    if not seen and forward_ad._current_level < 0:
+        tensors = (dy, None, *kept)
+        key, found = gradients_known("group", tensors, _told_backward(options, weight, bias), due)
+        if found is not None:
+            return found
+        learnt = key, tensors
+    wants = [name for name, wanted in zip(Gradients._fields, due, strict=True) if wanted]
+    arrived = Arrived(dy, x, weight, bias, statistics, options, wants)
+    if seen or not arrived_in_memory((dy,)):
         return group_instead.gradients(arrived)
-    return launched_backward(arrived)
+    return launched_backward(arrived, due, learnt)
 
 
 _recorded, _apply = applied(_GroupNorm), applied_at_once(_GroupNorm)

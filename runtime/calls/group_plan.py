@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,9 @@ from ..kernels.launcher import Launcher
 from ..kernels.tile_choice import refuse_variant
 from ..selection import dispatch
 from ..upstream.torch_allocator import Empty, allocator
-from ..upstream.triton_launcher import Launch
+from ..upstream.triton_launcher import Grid, Launch
+from .known_backward import addresses_of
+from .plan import launch_of, launcher_of
 
 # Pointers, in the order in which launches bring them; then numbers. The last are what kernels leave for one another.
 FORWARD = ("x", "weight", "bias", "y", "mean", "rstd", "partials", "exchange")
@@ -32,6 +35,8 @@ BACKWARD = ("dy", "x", "weight", "bias", "mean", "rstd", "dx", "dweight", "dbias
 # What kernels leave for one another, or for sums.
 _WORK = {"partials": torch.float32, "exchange": torch.int64, "dweight": torch.float32, "dbias": torch.float32}
 _KINDS = {False: 4, True: 2}
+# How many numbers of samples a plan keeps the launches of.
+_LAYOUTS = 64
 _STATISTICS = ("mean", "rstd")
 # Of a grid's first dimension.
 _MOST_ITEMS = 2**31 - 1
@@ -129,23 +134,36 @@ class Prepared:
         tile: how they run.
         cut: how x is cut.
         launchers: in order.
-        by_address: whether launches take addresses, and not tensors.
         teams: how many share the items; 0 where none wait for one another.
         units: what kernels are told of the positions.
-        launches: how the launchers are.
     """
 
     tile: Tile
     cut: Cut
     launchers: tuple[Launcher, ...]
-    by_address: bool
     teams: int
     units: int
-    launches: tuple[Launch, ...]
 
 
-def _launch(launcher: Launcher, by_address: bool) -> Launch:
-    return launcher.launch if by_address and launcher.launch is not None else launcher.launch_tensors
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the kernels are launched for one number of samples.
+
+    Attributes:
+        steps: how each launch is made, in order: its grid, and the numbers that kernels are told besides eps.
+        length: fp32 values that the kernels of several parts leave for one another.
+        exchange: how many int64 the programs exchange values through.
+        to_rstd: bytes from the means of all groups to their rstd.
+        sums: how many rows of partial sums of channels a backward launch leaves.
+        by_address: whether launches take addresses, and not tensors.
+    """
+
+    steps: tuple[tuple[Launch, Grid, tuple[int, int, int, int]], ...]
+    length: int
+    exchange: int
+    to_rstd: int
+    sums: int
+    by_address: bool
 
 
 class GroupPlan:
@@ -158,7 +176,8 @@ class GroupPlan:
         self.entry = dispatch.find(kind.mode, self.shape.group_length)
         self.empty: Empty = allocator(device or torch.device("cpu"))
         self._prepared: dict[int, Prepared] = {}
-        self._finishers: dict[Dtypes, tuple[Launcher, Recipe]] = {}
+        self.layout = lru_cache(_LAYOUTS)(self._lay_out)
+        self.finisher = lru_cache(None)(self._finisher)
 
     def prepared(self, samples: int) -> Prepared:
         """The kernels for so many samples."""
@@ -208,89 +227,101 @@ class GroupPlan:
             Launcher(self.entry.load(part), types, {}, constants, tile.warps, options, target, self._device)
             for part in (parts[-1:] if alone else parts)
         )
-        by_address = all(launcher.launch is not None for launcher in launchers)
         teams = max(1, target.multiprocessors * tile.resident // cut.parts) if spreads else 0
-        launches = tuple([_launch(launcher, by_address) for launcher in launchers])
-        units = shape.positions // alignment
-        return Prepared(tile, cut, launchers, by_address, teams, units, launches)
+        return Prepared(tile, cut, launchers, teams, shape.positions // alignment)
 
-    def launch(self, samples: int, tensors: Sequence[torch.Tensor | None], eps: float) -> None:
-        """Launch the kernels on tensors in the order of `FORWARD` or `BACKWARD`, but for the last of them."""
-        if not self.prepared(samples).by_address:
-            self._launch(samples, tuple(tensors), eps)
-            return
-        self.launch_at(samples, tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors]), eps)
-
-    def launch_at(self, samples: int, addresses: tuple[int, ...], eps: float) -> None:
-        """The same, given addresses, where launches take those."""
-        self._launch(samples, addresses, eps)
-
-    def _launch(self, samples: int, values: tuple[Any, ...], eps: float) -> None:
+    def _lay_out(self, samples: int) -> Layout:
         ready, kind = self.prepared(samples), self.kind
         cut, groups = ready.cut, samples * kind.groups
         items = samples * kind.channels // cut.width
+        by_address = all(launcher.launch is not None for launcher in ready.launchers)
+        launches = [launch_of(launcher, by_address) for launcher in ready.launchers]
+        steps: list[tuple[Launch, Grid, tuple[int, int, int, int]]]
+        if ready.teams:
+            steps = [(launches[0], (cut.parts, min(ready.teams, items), 1), (ready.units, 0, 0, items))]
+        else:
+            steps = [
+                (launch, (min(_MOST_ITEMS, items - first), cut.parts, 1), (ready.units, first, cut.part_tiles, 0))
+                for first in range(0, items, _MOST_ITEMS)
+                for launch in launches
+            ]
+        in_parts = ready.tile.pipeline is Pipeline.TWO_PASS and len(launches) > 1
+        sums = samples * cut.parts
+        if cut.width > cut.block_c:
+            tiles = -(-self.shape.positions // cut.block_s)
+            sums = samples * (tiles // cut.held if cut.is_alike(self.shape.positions) else tiles)
+        return Layout(
+            steps=tuple(steps),
+            length=groups * _KINDS[kind.mode.is_backward] * cut.parts if in_parts else 0,
+            exchange=groups * cut.parts if ready.teams else 0,
+            to_rstd=groups * torch.float32.itemsize,
+            sums=sums,
+            by_address=by_address,
+        )
+
+    def launch(
+        self,
+        layout: Layout,
+        before: Sequence[torch.Tensor | None],
+        statistics: torch.Tensor | None,
+        behind: Sequence[torch.Tensor | None],
+        eps: float,
+    ) -> None:
+        """Launch the kernels.
+
+        Args:
+            layout: the layout of as many samples.
+            before: the tensors before the statistics, in the order of `FORWARD` or `BACKWARD`.
+            statistics: a mean and rstd of each group, (2, samples, groups); None for none.
+            behind: the tensors behind the statistics.
+            eps: added to the variance.
+        """
         # Allocated until the launches are in the stream, whose order keeps the memory until they have run.
         work = None
-        if ready.tile.pipeline is Pipeline.TWO_PASS and len(ready.launches) > 1:
-            work = self.empty((groups * _KINDS[kind.mode.is_backward] * cut.parts,), (1,), torch.float32)
-        elif ready.teams:
-            work = new_exchange(self.empty, groups * cut.parts)
-        shared: Any = 0 if work is None else work.data_ptr()
-        if not ready.by_address:
+        if layout.length:
+            work = self.empty((layout.length,), (1,), torch.float32)
+        elif layout.exchange:
+            work = new_exchange(self.empty, layout.exchange)
+        values: tuple[Any, ...]
+        shared: Any
+        if layout.by_address:
+            mean = 0 if statistics is None else statistics.data_ptr()
+            rstd = mean + layout.to_rstd if mean else 0
+            values = (*addresses_of(before), mean, rstd, *addresses_of(behind))
+            shared = 0 if work is None else work.data_ptr()
+        else:
+            values = (*before, *((None, None) if statistics is None else statistics), *behind)
             # Stands for what a kernel does not name.
             shared = values[0] if work is None else work
         # Of the two, forward, a pipeline has one.
-        values = (*values, shared) if kind.mode.is_backward else (*values, shared, shared)
-        if ready.teams:
-            ready.launches[0]((cut.parts, min(ready.teams, items), 1), (*values, ready.units, 0, 0, items, eps))
-            return
-        for first in range(0, items, _MOST_ITEMS):
-            grid = (min(_MOST_ITEMS, items - first), cut.parts, 1)
-            for launch in ready.launches:
-                launch(grid, (*values, ready.units, first, cut.part_tiles, 0, eps))
-
-    def sums_rows(self, samples: int) -> int:
-        """How many rows of partial sums of channels a backward launch leaves."""
-        cut = self.prepared(samples).cut
-        if cut.width > cut.block_c:
-            tiles = -(-self.shape.positions // cut.block_s)
-            return samples * (tiles // cut.held if cut.is_alike(self.shape.positions) else tiles)
-        return samples * cut.parts
+        values = (*values, shared) if self.kind.mode.is_backward else (*values, shared, shared)
+        for launch, grid, numbers in layout.steps:
+            launch(grid, (*values, *numbers, eps))
 
     def finish(
-        self, rows: int, partials: Mapping[str, torch.Tensor | None], gradients: Mapping[str, torch.Tensor | None]
+        self, rows: int, partials: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """Add up what a backward launch left of "dweight" and "dbias", in a fixed order."""
-        launcher, recipe = self.finisher(
-            tuple([None if tensor is None else tensor.dtype for tensor in map(gradients.get, SUMS)])
-        )
-        tensors = [*[partials.get(name) for name in SUMS], *[gradients.get(name) for name in SUMS]]
+        """Add up rows of what a backward launch left of dweight and dbias, in a fixed order."""
+        absent = (None,) * (len(SUMS) - len(gradients))
+        launcher, recipe = self.finisher((*[None if each is None else each.dtype for each in gradients], *absent))
+        tensors = (*partials, *absent, *gradients, *absent)
         grid = recipe.grid(rows)
         if launcher.launch is not None:
-            launcher.launch(grid, (*[0 if tensor is None else tensor.data_ptr() for tensor in tensors], rows))
+            launcher.launch(grid, (*addresses_of(tensors), rows))
         else:
             launcher.launch_tensors(grid, (*tensors, rows))
 
-    def finisher(self, dtypes: Dtypes) -> tuple[Launcher, Recipe]:
-        """The kernel that adds up partial sums of gradients of some types, in the order of `SUMS`."""
-        if dtypes not in self._finishers:
-            self._finishers[dtypes] = self._finisher(dtypes)
-        return self._finishers[dtypes]
-
     def _finisher(self, dtypes: Dtypes) -> tuple[Launcher, Recipe]:
+        """The kernel that adds up partial sums of gradients of some types, in the order of `SUMS`."""
         sums = {
             name: None if dtype is None else pointer_type(dtype, aligned=True)
             for name, dtype in zip(SUMS, dtypes, strict=True)
         }
-        recipe, target = finisher_of(self.kind.channels, sums, self.target), self.target
+        recipe = finisher_of(self.kind.channels, sums, self.target)
         if self._device is not None:
             words = {name: str(dtype).removeprefix("torch.") for name, dtype in zip(SUMS, dtypes, strict=True) if dtype}
             dispatch.tell(lambda: replace(self.kind.told(0), rows="", sums=tuple(words.items())))
-        kernel = self.entry.load_finaliser()
-        launcher = Launcher(
-            kernel, recipe.types, {}, recipe.constants, recipe.warps, recipe.options, target, self._device
-        )
-        return launcher, recipe
+        return launcher_of(self.entry, recipe, self.target, self._device), recipe
 
     @property
     def plans(self) -> list[GroupPlan]:

@@ -11,9 +11,9 @@ from torch.autograd import forward_ad
 from ..codegen.parameters import MODULATED
 from ..errors import ConflictError
 from . import modulated_backward, modulated_instead
+from .known_backward import gradients_known
 from .neighbours import Options, neighbour_of
 from .outputs import Statistics, unpacked_of
-from .row_gradients import gradients_known
 from .straight import ModulatedOperands, find_modulated
 from .traced import dispatch_modes, is_dynamo_compiling
 
@@ -43,7 +43,7 @@ def _gradients(
     unseen = not seen and forward_ad._current_level < 0
     if dy is not None and unseen and isinstance(statistics, torch.Tensor):
         arrived = (dy, dresidual_out, *kept, statistics)
-        key, found = gradients_known(modulated_backward.BACKWARD, arrived, told, due)
+        key, found = gradients_known("modulated", arrived, told, due)
         if found is not None:
             return found
         learnt = key, arrived

@@ -17,20 +17,10 @@ from ..codegen.values import Direction, FusedAdd, Norm
 from ..dtypes import DTYPES
 from ..selection import dispatch
 from ..upstream.torch_dynamo import eager_only
+from .known_backward import Gradients, Learnt, looked_up_again
 from .modulated_instead import Kept, Told
 from .outputs import dtype_of_all
-from .row_gradients import (
-    Backward,
-    Gradients,
-    Learnt,
-    in_memory,
-    launched,
-    learn,
-    looked_up_again,
-    rounded,
-    shared_sum,
-    sum_dtype,
-)
+from .row_gradients import Backward, in_memory, launched, learn, rounded, shared_sum, sum_dtype
 from .row_layout import row_stride, walkable
 
 # What `Kept` holds, but for statistics, as kernels name it.
@@ -87,7 +77,7 @@ def gradients(
     plans = dispatch.plans
     for_x, *_, for_residual, _, _ = due
     dy, dresidual_out = _on_one_stride(dy), _on_one_stride(dresidual_out)
-    learnt, known = looked_up_again(BACKWARD, learnt, told, due, dy, dresidual_out)
+    learnt, known = looked_up_again("modulated", learnt, told, due, dy, dresidual_out)
     if known is not None:
         return known
     rows, gates = kept.rows, kept.gate is not None
@@ -111,8 +101,11 @@ def gradients(
         dtypes["dx"] = dtype_of_all(summed)
     if gates and for_x and x_dtype is not None:
         dtypes["dgated"] = x_dtype
+    operands = {"dgate": kept.gate}
+    if not _is_affine(kept):
+        operands |= {"dweight": kept.scale, "dbias": kept.shift}
     mode = mode_of(Norm(told.norm), rows.dtype, dresidual_out is not None, gates)
-    done = launched(BACKWARD, mode, samples, inputs, dtypes, rows.shape, told.weight_offset)
+    done = launched(BACKWARD, mode, samples, inputs, dtypes, operands, rows.shape, told.weight_offset, learnt)
     results = done.named()
     found = _of_samples_sums(kept, told, results, due)
     found[0] = results.get("dgated" if gates else "dx")
@@ -125,7 +118,7 @@ def gradients(
 def _sums(kept: Kept, samples: int, due: Sequence[bool]) -> dict[str, torch.dtype]:
     """Which sums are needed, and in which type: the gradient's that one is, or fp32 if there is more to be done."""
     _, for_scale, for_shift, for_gate, _, for_weight, for_bias = due
-    affine = kept.weight is not None or kept.bias is not None
+    affine = _is_affine(kept)
     found = {}
     if for_scale or for_weight:
         found["dweight"] = torch.float32 if affine else sum_dtype(kept.scale, samples)
@@ -134,6 +127,10 @@ def _sums(kept: Kept, samples: int, due: Sequence[bool]) -> dict[str, torch.dtyp
     if for_gate and kept.gate is not None:
         found["dgate"] = sum_dtype(kept.gate, samples)
     return found
+
+
+def _is_affine(kept: Kept) -> bool:
+    return kept.weight is not None or kept.bias is not None
 
 
 def _of_samples_sums(

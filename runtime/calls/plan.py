@@ -267,9 +267,13 @@ def launcher_of(entry: Entry, recipe: Recipe, target: Target, device: torch.devi
     )
 
 
+def launch_of(launcher: Launcher, by_address: bool) -> Launch:
+    """Return what launches a kernel, by addresses or by tensors."""
+    return launcher.launch if by_address and launcher.launch is not None else launcher.launch_tensors
+
+
 def _step(launcher: Launcher, recipe: Recipe, by_address: bool) -> Step:
-    launch = launcher.launch if by_address and launcher.launch is not None else launcher.launch_tensors
-    return Step(launcher, launch, recipe.grid)
+    return Step(launcher, launch_of(launcher, by_address), recipe.grid)
 
 
 def _dtypes(call: Call) -> tuple[dict[Parameter, torch.dtype | None], dict[Result, torch.dtype | None]]:

@@ -1,4 +1,4 @@
-"""Backward calls whose rows are in parts, of a sample or of a group of columns: planned, launched, and known.
+"""Backward calls whose rows are in parts, of a sample or of a group of columns: planned and launched.
 
 Rows of a part share a modulation, or a group's weight. Each program takes some rows of one part and leaves sums of its
 own, which a last kernel adds up in a fixed order. The rows of `codegen.parameters.IN_PARTS` say what launches bring;
@@ -8,8 +8,8 @@ own, which a last kernel adds up in a fixed order. The rows of `codegen.paramete
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, reduce
-from operator import itemgetter, or_
+from functools import lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -20,20 +20,14 @@ from ..dtypes import FLOATS
 from ..kernels.assembly import SUMS
 from ..selection import dispatch
 from ..upstream.torch_allocator import contiguous_strides
-from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import has_tangent
 from .canonical import in_place_of
 from .check import Call
 from .functions import GRADIENTS_IN_PARTS
-from .known import MISALIGNED, PLAIN, Key, Known, remember
+from .known import MISALIGNED, PLAIN, remember
+from .known_backward import Arrived, Gradients, Learnt, addresses_of
 from .outputs import rstd_address, unpacked
 from .plan import Layout, Plan, plan_of
-
-# dy, the gradient of the sum, the operands that a forward pass kept, and its statistics in one tensor.
-Arrived = tuple["torch.Tensor | None", ...]
-# The key that a call was looked up by, and its tensors.
-Learnt = tuple[Key, Arrived]
-Gradients = list["torch.Tensor | None"]
 
 
 class Backward(NamedTuple):
@@ -56,7 +50,7 @@ class Backward(NamedTuple):
         of_samples = any(row.name == "sample_rows" for row in family.parameters)
         return cls(family, of_samples, itemgetter(*[names.index(row.name) for row in family.inputs]))
 
-    def count(self, m: int, parts: int) -> int:
+    def number(self, m: int, parts: int) -> int:
         """Return the number by which kernels tell parts apart: the rows of a sample, or how many groups there are."""
         return m // parts if self.of_samples else parts
 
@@ -68,14 +62,14 @@ class Launched(NamedTuple):
         backward: the calls of its family.
         plan: its plan.
         parts: how many parts its rows are in.
-        inputs: the tensors that kernels read, in the order of launches.
+        reads_own: whether kernels read the tensors that arrived, and no copies.
         results: the tensors that kernels wrote, in the order of the family's rows; None for what is not due.
     """
 
     backward: Backward
     plan: Plan
     parts: int
-    inputs: tuple[torch.Tensor | None, ...]
+    reads_own: bool
     results: tuple[torch.Tensor | None, ...]
 
     def named(self) -> dict[str, torch.Tensor]:
@@ -109,8 +103,10 @@ def launched(
     parts: int,
     inputs: Mapping[str, torch.Tensor | None],
     dtypes: Mapping[str, torch.dtype],
+    operands: Mapping[str, torch.Tensor | None],
     shape: torch.Size,
     weight_offset: float,
+    learnt: Learnt | None,
 ) -> Launched:
     """Plan and launch a call.
 
@@ -120,8 +116,10 @@ def launched(
         parts: how many parts its rows are in.
         inputs: see `call_of`.
         dtypes: see `call_of`.
+        operands: by the names of sums the operands that they are the gradients of, if parts have a row each.
         shape: what was normalised has it, and so have the results that are rows.
         weight_offset: added to weight.
+        learnt: see `looked_up_again`.
     """
     rows, n = backward.family.inputs, shape[-1]
     m = shape.numel() // n
@@ -129,12 +127,20 @@ def launched(
     read = tuple([inputs.get(row.name) for row in rows])
     misaligned = [row.slot for row, at in zip(rows, addresses_of(read), strict=True) if at & MISALIGNED]
     plan = plan_of(call_of(mode, m, n, inputs, dtypes), misaligned)
-    makes = _makes(backward.family, shape, [(parts, n)] * len(backward.family.results), plan.dtypes)
+    of_sums = [_shape_of_sum(operands.get(row.name), parts, n) for row in backward.family.results]
+    makes = _makes(backward.family, shape, of_sums, plan.dtypes)
     results = tuple([None if made is None else plan.empty(*made) for made in makes])
     layout = plan.layout(m, parts)
-    values = addresses_of(read) if layout.by_address else read
-    _run(plan, layout, values, results, (m, backward.count(m, parts), weight_offset))
-    return Launched(backward, plan, parts, read, results)
+    own = read if learnt is None else backward.inputs(_with_statistics(learnt[1], m))
+    # Kernels are not given what their mode does not read.
+    reads_own = all(
+        at == its or not row.is_wanted(mode)
+        for row, at, its in zip(rows, addresses_of(read), addresses_of(own), strict=True)
+    )
+    given = own if reads_own else read
+    values = addresses_of(given) if layout.by_address else given
+    _run(plan, layout, values, results, (m, backward.number(m, parts), weight_offset))
+    return Launched(backward, plan, parts, reads_own, results)
 
 
 def _run(
@@ -174,6 +180,10 @@ def _run(
         launch(grid, (*pieces[:count], *others, *made[-count:], *others, layout.programs))
 
 
+def _shape_of_sum(operand: torch.Tensor | None, parts: int, n: int) -> Sequence[int]:
+    return (parts, n) if operand is None or operand.numel() != parts * n else operand.shape
+
+
 # How to make a tensor: size, strides and dtype; None for one that is not due.
 _Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -198,7 +208,7 @@ class _Sized(NamedTuple):
 
     layout: Layout
     m: int
-    count: int
+    number: int
     makes: tuple[_Made | None, ...]
 
 
@@ -233,83 +243,34 @@ class Ready:
         if m == 0:
             return None
         makes = _makes(self._backward.family, shape, self._of_sums, plan.dtypes)
-        return _Sized(plan.layout(m, parts), m, self._backward.count(m, parts), makes)
+        return _Sized(plan.layout(m, parts), m, self._backward.number(m, parts), makes)
 
-
-@eager_only
-def gradients_known(
-    backward: Backward, arrived: Arrived, told: Any, due: tuple[bool, ...]
-) -> tuple[Key, Gradients | None]:
-    """Return the gradients of a call that is like one before, and the key that it was looked up by.
-
-    Args:
-        backward: the calls of its family.
-        arrived: its tensors.
-        told: what else a backward pass has to know, a named tuple with `weight_offset`.
-        due: which operands have a gradient that is asked for.
-
-    Returns:
-        The key, and the gradients of the operands; None where no call was like this one.
-    """
-    # What else may be there or not follows from which types were told.
-    key = (backward.family.neighbour, "bwd", told, due, arrived[1] is None)
-    kind: Known
-    for kind in dispatch.plans.get(key, ()):
-        if kind.fits(*kind.present(arrived)):
-            addresses = addresses_of(arrived)
-            aligned = not reduce(or_, addresses) & MISALIGNED
-            ready: Ready | None = kind.plan if aligned else kind.plan_at(*addresses)
-            x = arrived[2]
-            if ready is None or x is None or (sized := ready.at(x.shape)) is None:
-                break
-            return key, _launched(ready, sized, arrived, addresses, told.weight_offset)
-    return key, None
-
-
-def _launched(
-    ready: Ready, sized: _Sized, arrived: Arrived, addresses: Sequence[int], weight_offset: float
-) -> Gradients:
-    plan, (layout, m, count, makes) = ready.plan, sized
-    empty = plan.empty
-    results = [None if made is None else empty(*made) for made in makes]
-    inputs: tuple[Any, ...]
-    if layout.by_address:
-        at = addresses[-1]
-        statistics = (at, rstd_address(at, m)) if plan.mode.norm.centres else (0, at)
-        inputs = ready.inputs((*addresses, *statistics))
-    else:
-        inputs = ready.inputs(_with_statistics(arrived, m))
-    _run(plan, layout, inputs, results, (m, count, weight_offset))
-    results.append(None)
-    return list(ready.order(results))
+    def run(self, arrived: Arrived, addresses: Sequence[int], told: Any) -> Gradients | None:
+        """Launch a call and return the gradients of its operands; None if there are no rows."""
+        plan, x = self.plan, arrived[2]
+        assert x is not None
+        sized = self.at(x.shape)
+        if sized is None:
+            return None
+        layout, m, number, makes = sized
+        empty = plan.empty
+        results = [None if made is None else empty(*made) for made in makes]
+        inputs: tuple[Any, ...]
+        if layout.by_address:
+            at = addresses[-1]
+            statistics = (at, rstd_address(at, m)) if plan.mode.norm.centres else (0, at)
+            inputs = self.inputs((*addresses, *statistics))
+        else:
+            inputs = self.inputs(_with_statistics(arrived, m))
+        _run(plan, layout, inputs, results, (m, number, told.weight_offset))
+        results.append(None)
+        return list(self.order(results))
 
 
 def _with_statistics(arrived: Arrived, m: int) -> tuple[torch.Tensor | None, ...]:
     packed = arrived[-1]
     assert packed is not None
     return *arrived, *unpacked(packed, m)
-
-
-def looked_up_again(
-    backward: Backward, learnt: Learnt | None, told: Any, due: Sequence[bool], *laid_out: torch.Tensor | None
-) -> tuple[Learnt | None, Gradients | None]:
-    """Look a call up again whose gradients had to be copied: the copies may be like the gradients of a call before.
-
-    Args:
-        backward: the calls of its family.
-        learnt: the key and tensors of the first look-up; None for a call that is to stay unknown.
-        told: see `gradients_known`.
-        due: see `gradients_known`.
-        *laid_out: dy and the gradient of the sum as kernels can walk them.
-
-    Returns:
-        The key and tensors of the last look-up, and the gradients if the call is known.
-    """
-    if learnt is None or all(own is passed for own, passed in zip(laid_out, learnt[1], strict=False)):
-        return learnt, None
-    arrived = (*laid_out, *learnt[1][2:])
-    key, known = gradients_known(backward, arrived, told, tuple(due))
-    return (key, arrived), known
 
 
 def learn(among: dispatch.Plans, learnt: Learnt | None, done: Launched, gradients: Gradients) -> None:
@@ -321,30 +282,13 @@ def learn(among: dispatch.Plans, learnt: Learnt | None, done: Launched, gradient
         done: the call that was launched.
         gradients: what the call returns.
     """
-    if learnt is None:
+    places = [_place(gradient, done.results) for gradient in gradients]
+    if learnt is None or not done.reads_own or None in places:
         return
     key, arrived = learnt
-    x = arrived[2]
-    assert x is not None
-    read = done.backward.inputs(_with_statistics(arrived, x.numel() // x.shape[-1]))
-    places = [_place(gradient, done.results) for gradient in gradients]
-    if None in places or _are_copies(done, read):
-        return
     of_sums = [() if result is None else tuple(result.shape) for result in done.results]
     order = [place for place in places if place is not None]
-    for place, gradient in zip(order, gradients, strict=True):
-        if gradient is not None:
-            of_sums[place] = tuple(gradient.shape)
     remember(among, key, arrived, _free(done, arrived), tuple(addresses_of(arrived)), Ready(done, order, of_sums))
-
-
-def _are_copies(done: Launched, arrived: Sequence[torch.Tensor | None]) -> bool:
-    """Return True if kernels read another tensor than the one that arrived."""
-    mode, rows = done.plan.mode, done.backward.family.inputs
-    return any(
-        row.is_wanted(mode) and ours != its
-        for row, ours, its in zip(rows, addresses_of(done.inputs), addresses_of(arrived), strict=True)
-    )
 
 
 def _place(gradient: torch.Tensor | None, results: Sequence[torch.Tensor | None]) -> int | None:
@@ -353,8 +297,7 @@ def _place(gradient: torch.Tensor | None, results: Sequence[torch.Tensor | None]
         return len(results)
     for place, result in enumerate(results):
         if result is not None and result.data_ptr() == gradient.data_ptr():
-            is_whole = result.numel() == gradient.numel() and result.dtype is gradient.dtype
-            return place if is_whole else None
+            return place if result.shape == gradient.shape and result.dtype is gradient.dtype else None
     return None
 
 
@@ -391,11 +334,6 @@ def rounded(
         gradient.to(dtype) if needed and gradient is not None and dtype is not None else None
         for gradient, dtype, needed in zip(found, dtypes, due, strict=True)
     ]
-
-
-def addresses_of(tensors: Iterable[torch.Tensor | None]) -> list[int]:
-    """Where tensors lie, 0 for those that are not there."""
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def in_memory(tensors: Iterable[torch.Tensor | None]) -> bool:

@@ -24,7 +24,7 @@ class Looked:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at = self.known = 0
-        gradients, launched = modulated_backward.gradients, row_gradients._launched
+        gradients, launched = modulated_backward.gradients, row_gradients.Ready.run
 
         def counted(*given: Any) -> Any:
             self.at += 1
@@ -36,7 +36,7 @@ class Looked:
 
         monkeypatch.setattr(dispatch, "plans", {})
         monkeypatch.setattr(modulated_backward, "gradients", counted)
-        monkeypatch.setattr(row_gradients, "_launched", counted_known)
+        monkeypatch.setattr(row_gradients.Ready, "run", counted_known)
 
     def counts(self) -> tuple[int, int]:
         """Since this was called last."""

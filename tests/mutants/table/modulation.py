@@ -157,17 +157,28 @@ MUTANTS = (
     Mutant(
         "modulated-gradients-known-at-any-address",
         "a backward pass that is known takes tensors at no multiple of 16 bytes for such as are",
-        "runtime/calls/row_gradients.py",
+        "runtime/calls/known_backward.py",
         "ready: Ready | None = kind.plan if aligned else kind.plan_at(*addresses)",
         "ready: Ready | None = kind.plan",
         ("tests/calls/test_known_gradients.py::test_what_differs_is_looked_at[cpu]",),
     ),
     Mutant(
+        "gradients-known-of-copies",
+        "a known backward pass reads what arrives where the one that was checked read a copy",
+        "runtime/calls/row_gradients.py",
+        "at == its or not row.is_wanted(mode)",
+        "True",
+        (
+            "tests/calls/test_known_gradients.py::"
+            "test_under_batch_invariance_a_call_whose_tensors_are_copied_is_looked_at[cpu]",
+        ),
+    ),
+    Mutant(
         "modulated-gradients-known-without-the-sums",
         "a backward pass is known whether the sum's gradient arrived or not",
-        "runtime/calls/row_gradients.py",
-        'key = (backward.family.neighbour, "bwd", told, due, arrived[1] is None)',
-        'key = (backward.family.neighbour, "bwd", told, due)',
+        "runtime/calls/known_backward.py",
+        'key = (family, "bwd", told, due, arrived[1] is None)',
+        'key = (family, "bwd", told, due)',
         ("tests/calls/test_known_gradients.py::test_a_sum_that_is_read_or_not[y alone-('residual',)-cpu]",),
     ),
     Mutant(
