@@ -14,9 +14,9 @@ from normforge.calls.group_instead import Arrived, Gradients, Options
 from normforge.codegen import prose
 from normforge.codegen.groups import Activation, GroupMode
 from normforge.codegen.instance import Tile
-from normforge.codegen.values import Direction, DType, Pipeline
+from normforge.codegen.values import Direction, DType, Part, Pipeline
 from normforge.kernels.gpu import named_target
-from normforge.kernels.group_tiles import Shape, choose
+from normforge.kernels.group_tiles import Shape, choose, cut
 from normforge.reference.grouped import group_norm_bwd
 
 from .layouts import Layout
@@ -51,6 +51,17 @@ class GroupCase:
     def channels(self) -> int:
         """Of a group."""
         return next(channels for channels in (8, 4, 2, 1) if self.n % channels == 0)
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of x that tiles depend on."""
+        return Shape(GROUPS * self.channels, GROUPS, self.n // self.channels, self.mode.dtype_in.itemsize)
+
+    @property
+    def parts(self) -> tuple[Pipeline | Part, ...]:
+        """The kernels that run: where a tile gives a program whole groups, no other kernel prepares the last one."""
+        parts = self.mode.parts(self.tile.pipeline)
+        return parts[-1:] if cut(self.mode, self.shape, self.tile).parts == 1 else parts
 
     def shaped(self, rows: torch.Tensor) -> torch.Tensor:
         """(M, N) rows as x: (samples, channels, positions)."""
@@ -149,6 +160,5 @@ def group_cases(compiles: bool) -> Iterator[GroupCase]:
             continue
         for n in lengths:
             case = GroupCase(mode, n, tile)
-            shape = Shape(GROUPS * case.channels, GROUPS, n // case.channels, mode.dtype_in.itemsize)
-            if choose(mode, shape, (tile,), target)[0] == tile:
+            if choose(mode, case.shape, (tile,), target)[0] == tile:
                 yield case

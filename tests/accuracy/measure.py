@@ -144,7 +144,7 @@ def _measure_groups(case: GroupCase, device: torch.device, seed: int) -> list[Ce
                 ours, theirs = exact.error_of(our), exact.error_of(their)
                 told = (direction, mode.name, case.dtypes, case.n, tile, kind, output)
                 cells.append(Cell(case.tile.pipeline.value, *told, ours, theirs, ratio(ours, theirs, of)))
-    expected = {part.value for part in mode.parts(case.tile.pipeline)}
+    expected = {part.value for part in case.parts}
     if set(loaded) != expected:
         raise AssertionError(f"{case.name}: {sorted(set(loaded))} ran where {sorted(expected)} should have")
     return cells

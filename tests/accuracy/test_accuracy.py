@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from normforge.codegen.groups import GroupMode
+from normforge.codegen.instance import Tile
 from normforge.codegen.values import Direction, DType, Norm, Part, Pipeline
 from normforge.tools.machine import find_machine
 from tests.accuracy.__main__ import main
@@ -110,6 +112,15 @@ ONE_OF_GROUPS = first_of_each(
 @interpreted
 @pytest.mark.parametrize("case", [*ONE_A_TILE, *ONE_OF_GROUPS])
 def test_no_error_is_over_four_times_torchs(case: AnyCase) -> None:
+    found = measure(case, CPU, SEED)
+    assert all(cell.ok for cell in found), told(found)
+
+
+@interpreted
+@pytest.mark.parametrize("direction", Direction)
+def test_groups_that_one_program_has_whole_take_one_kernel(direction: Direction) -> None:
+    case = GroupCase(GroupMode(DType.FP32, direction), 1000, Tile(Pipeline.TWO_PASS, 1, 2048, 8, held=2))
+    assert len(case.parts) < len(case.mode.parts(Pipeline.TWO_PASS))
     found = measure(case, CPU, SEED)
     assert all(cell.ok for cell in found), told(found)
 
