@@ -49,6 +49,13 @@ def _default_dtype() -> Any:
         torch.set_default_dtype(torch.float32)
 
 
+def _fake() -> FakeTensorMode:
+    """Return a fake mode that caches nothing: torch fails at a view of a dual tensor that is in a fake mode's cache."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False
+    return mode
+
+
 CONTEXTS: Mapping[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "": contextlib.nullcontext,
     "no_grad": torch.no_grad,
@@ -61,7 +68,7 @@ CONTEXTS: Mapping[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "dual level": forward_ad.dual_level,
     "dispatch mode": _Dispatch,
     "function mode": _Function,
-    "fake": lambda: FakeTensorMode(allow_non_fake_inputs=True),
+    "fake": _fake,
     "default fp64": _default_dtype,
     "default meta": lambda: torch.device("meta"),
     "saved hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept),
