@@ -77,6 +77,9 @@ _SWIZZLED = ((ScaleGroup.G32, ScaleFormat.UE8M0), (ScaleGroup.G16, ScaleFormat.E
 # Stages that leave a chunk in a register a value.
 _LIGHT = frozenset({Stage.X, Stage.RESIDUAL, Stage.STORED, Stage.CAST, Stage.WEIGHT})
 
+# Stages that end in a multiplication, which compilers fuse with a following addition.
+_PRODUCTS = frozenset({Stage.X_SCALE, Stage.X_GATE, Stage.GATE_BEFORE})
+
 
 @cache
 def _names() -> re.Pattern[str]:
@@ -390,6 +393,16 @@ class Mode:
     def takes_x_as_read(self) -> bool:
         """Whether what is normalised is x itself, and has no more bits than it."""
         return not (self.fadd.adds or self.x_bias or self.gating.is_before)
+
+    @property
+    def has_head(self) -> bool:
+        """Return True if the first values of a row may give its pivot: 16-bit rows that are centred, unless multiplied.
+
+        Compilers fuse a sum across lanes with the product in front of it, so each lane rounds the other lanes' products
+        and not its own. Lanes then have pivots that differ by a rounding error of the row's largest value. Even where
+        lanes agree, a pivot far from the mean loses bits of products, which have 24.
+        """
+        return self.norm.centres and self.dtype_in.itemsize == 2 and self.prologue[-1] not in _PRODUCTS
 
     @property
     def reads_gate(self) -> bool:

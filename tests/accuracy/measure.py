@@ -210,8 +210,8 @@ def _label(case: Case, loaded: list[str]) -> str:
         return Part.WINDOW.value
     if ran != expected:
         raise AssertionError(f"{case.name}: {sorted(ran)} ran where {sorted(expected)} should have")
-    few = case.n <= 2 * case.tile.block and case.mode.dtype_in.itemsize == 2
-    is_head = asked == Pipeline.ONE_PASS.value and few and not case.mode.is_backward and case.mode.norm.centres
+    few = case.n <= 2 * case.tile.block and not case.mode.is_backward
+    is_head = asked == Pipeline.ONE_PASS.value and few and case.mode.has_head
     return f"{asked}, head" if is_head else asked
 
 

@@ -17,7 +17,8 @@ import torch
 
 from normforge.codegen.groups import GroupMode
 from normforge.codegen.instance import Tile
-from normforge.codegen.values import Direction, DType, Norm, Part, Pipeline
+from normforge.codegen.model import Mode
+from normforge.codegen.values import Direction, DType, Gating, Norm, Part, Pipeline
 from normforge.tools.machine import find_machine
 from tests.accuracy.__main__ import main
 from tests.accuracy.cases import (
@@ -113,6 +114,17 @@ ONE_OF_GROUPS = first_of_each(
 @pytest.mark.parametrize("case", [*ONE_A_TILE, *ONE_OF_GROUPS])
 def test_no_error_is_over_four_times_torchs(case: AnyCase) -> None:
     found = measure(case, CPU, SEED)
+    assert all(cell.ok for cell in found), told(found)
+
+
+@interpreted
+@pytest.mark.parametrize("out", [DType.BF16, DType.FP32])
+def test_rows_gated_before_the_norm_need_no_luck_with_their_first_values(out: DType) -> None:
+    """Around a pivot of their head, which was far from their mean, products lost bits."""
+    mode = Mode(Norm.LAYER, DType.BF16, out, gating=Gating.BEFORE_NORM, save_mv=True)
+    tile = Tile(Pipeline.ONE_PASS, 1, 4096, 16)
+    found = measure(Case(mode, 8192, tile), CPU, SEED)
+    assert {"first outlier", "head 777", "start 777", "heavy head"} <= {cell.kind for cell in found}
     assert all(cell.ok for cell in found), told(found)
 
 

@@ -17,6 +17,7 @@ from normforge.codegen.values import (
     DType,
     FusedAdd,
     FusedQuant,
+    Gating,
     Norm,
     Part,
     Pipeline,
@@ -94,6 +95,31 @@ def test_a_row_is_read_by_16_byte_loads_and_only_a_ragged_chunk_is_masked(
     assert len(loads) == 5 * chunks
     assert all("v4.b32" in line for line in loads)
     assert sum("@%p" in line for line in loads) == 5 * masked
+
+
+@pytest.mark.parametrize("n", [100, 1000, 8192])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        replace(LAYER_BF16, gating=Gating.BEFORE_NORM),
+        replace(LAYER_BF16, modulated=True, x_gate=True, fadd=FusedAdd.PRE_ADD_STORE),
+        replace(LAYER_BF16, dropout=True, fadd=FusedAdd.PRE_ADD),
+        replace(LAYER_BF16, x_bias=True),
+    ],
+    ids=lambda mode: mode.name,
+)
+def test_lanes_have_the_same_pivot(mode: Mode, n: int, package: Path) -> None:
+    """A sum across lanes is fused with no multiplication: each lane would round all products but its own.
+
+    The mean of a gated row whose first values were large was off by 340 units.
+    """
+    tile = Tile(Pipeline.ONE_PASS, 1, 4096, 16) if n > 4096 else None
+    kernel = kernel_of(package, mode, Pipeline.ONE_PASS)
+    ptx = compile_kernel(kernel, instance_of(mode, n), n, SM_90, Pipeline.ONE_PASS, tile).asm["ptx"]
+    others = set(re.findall(r"shfl\.sync\.bfly\.b32\s+(%\w+),", ptx))
+    assert others
+    fused = re.findall(r"fma\.rn\.f32\s+%\w+, (.*);", ptx)
+    assert [operands for operands in fused if others & set(operands.split(", "))] == []
 
 
 @pytest.mark.parametrize(("n", "vector"), [(1000, "v4.b32"), (4104, "v4.b32"), (1004, "v2.b32"), (1001, None)])

@@ -74,6 +74,14 @@ MUTANTS = (
         ("tests/selection/test_table.py::test_every_kernel_exists_in_its_module",),
     ),
     Mutant(
+        "products-have-a-head",
+        "one_pass: the mean of a row gated before the norm is off where its first values are large",
+        "codegen/model.py",
+        " and self.prologue[-1] not in _PRODUCTS",
+        "",
+        ("tests/accuracy/test_accuracy.py::test_rows_gated_before_the_norm_need_no_luck_with_their_first_values",),
+    ),
+    Mutant(
         "a-cast-of-fp32-alone-is-legal",
         "rows of fp32 have a kernel of their own that rounds them to fp32",
         "codegen/model.py",
