@@ -6,14 +6,15 @@ import difflib
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .emit import MARKER, check_python, render_every_kernel
+from .emit import MARKER, Rendered, check_python, render_every_kernel
 from .errors import FolderError
 from .locking import locked
+from .progress import progress
 
 _TABLE = "dispatch.py"
 _MARKER_LINES = 5
@@ -85,8 +86,7 @@ class Plan:
         self.refuse_foreign()
         if self.is_clean:
             return self
-        for name in (*self.missing, *self.changed):
-            check_python(name, self.files[name])
+        self._check_python()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with locked(self.folder / _LOCK):
@@ -103,6 +103,15 @@ class Plan:
             ) from error
         return now
 
+    def _check_python(self) -> None:
+        shapes: set[Hashable] = set()
+        for name in progress((*self.missing, *self.changed), "files checked"):
+            text = self.files[name]
+            shape = text.shape if isinstance(text, Rendered) else name
+            if shape not in shapes:
+                check_python(name, text)
+                shapes.add(shape)
+
     def _replace(self) -> None:
         token = secrets.token_hex(4)
         staged: list[tuple[Path, str]] = []
@@ -114,7 +123,8 @@ class Plan:
 
         try:
             losing = {name: text for name in self.changed if (text := self._until_the_table_changes(name)) is not None}
-            for name in sorted((*self.missing, *self.changed), key=lambda name: name == _TABLE):
+            written = sorted((*self.missing, *self.changed), key=lambda name: name == _TABLE)
+            for name in progress(written, "files written"):
                 stage(name, losing.get(name, self.files[name]))
             for name in losing:
                 stage(name, self.files[name])
@@ -143,7 +153,7 @@ def plan(folder: Path, files: Mapping[str, str]) -> Plan:
     """
     present = _list(folder)
     ours, others = {}, {}
-    for name, entry in present.items():
+    for name, entry in progress(present.items(), "files read"):
         try:
             content = _made_by_us(entry)
         except FileNotFoundError:

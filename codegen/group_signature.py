@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .groups import GroupMode
-from .values import Direction, Part, Pipeline
+from .values import Part, Pipeline
 
 
 @dataclass(frozen=True)
@@ -104,17 +104,18 @@ def group_params(mode: GroupMode, part: Pipeline | Part) -> list[tuple[str, str]
     ]
 
 
-_SUMMARIES: dict[tuple[Direction, Pipeline | Part], str] = {
-    (Direction.FORWARD, Pipeline.ONE_PASS): "Whole groups, held in registers.",
-    (Direction.FORWARD, Part.MOMENTS): "The moments of a part of a group.",
-    (Direction.FORWARD, Pipeline.TWO_PASS): "A part of a group, from the moments of all its parts.",
-    (Direction.FORWARD, Pipeline.SPREAD): "Groups over several programs that exchange their moments.",
-    (Direction.BACKWARD, Pipeline.ONE_PASS): "Whole groups, held in registers.",
-    (Direction.BACKWARD, Part.TERMS): "What a part of a group adds to the sums that its gradients need.",
-    (Direction.BACKWARD, Pipeline.TWO_PASS): "A part of a group, from the sums of all its parts.",
+# By whether gradients are computed.
+_SUMMARIES: dict[tuple[bool, Pipeline | Part], str] = {
+    (False, Pipeline.ONE_PASS): "Whole groups, held in registers.",
+    (False, Part.MOMENTS): "The moments of a part of a group.",
+    (False, Pipeline.TWO_PASS): "A part of a group, from the moments of all its parts.",
+    (False, Pipeline.SPREAD): "Groups over several programs that exchange their moments.",
+    (True, Pipeline.ONE_PASS): "Whole groups, held in registers.",
+    (True, Part.TERMS): "What a part of a group adds to the sums that its gradients need.",
+    (True, Pipeline.TWO_PASS): "A part of a group, from the sums of all its parts.",
 }
 
 
 def group_summary(mode: GroupMode, part: Pipeline | Part) -> str:
     """A kernel's docstring."""
-    return _SUMMARIES[mode.direction, part]
+    return _SUMMARIES[mode.is_backward, part]
