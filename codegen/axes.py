@@ -96,8 +96,10 @@ AXES = (
 
 # Those that norms of rows have; the norm says which they are of.
 ROW_AXES = tuple(axis for axis in AXES if axis.name in {field.name for field in fields(Mode)})
-_OF_ROWS = frozenset(axis.name for axis in ROW_AXES) - {"norm"}
-_OF_GROUPS = frozenset(field.name for field in fields(GroupMode))
+_OF_ROWS = tuple(axis for axis in ROW_AXES if axis.name != "norm")
+_OF_GROUPS = tuple(axis for axis in AXES if axis.name in {field.name for field in fields(GroupMode)})
+_OF_GROUPS_ALONE = tuple(axis for axis in _OF_GROUPS if axis not in _OF_ROWS)
+_OF_ROWS_ALONE = tuple(axis for axis in _OF_ROWS if axis not in _OF_GROUPS)
 
 
 def mode_of(words: Mapping[str, str]) -> AnyMode:
@@ -107,11 +109,11 @@ def mode_of(words: Mapping[str, str]) -> AnyMode:
         IllegalCombinationError: no kernel can have this combination.
     """
     grouped = words["norm"] == GROUP
-    own = _OF_GROUPS if grouped else _OF_ROWS
-    values = {axis.name: axis.values[words[axis.name]] for axis in AXES if axis.name in own}
-    for axis in AXES:
+    own, others = (_OF_GROUPS, _OF_ROWS_ALONE) if grouped else (_OF_ROWS, _OF_GROUPS_ALONE)
+    values = {axis.name: axis.values[words[axis.name]] for axis in own}
+    for axis in others:
         word = words[axis.name]
-        if axis.name in own or axis.name == "norm" or word == axis.default:
+        if word == axis.default:
             continue
         if axis.name == "dtype_out" and word == words["dtype_in"]:
             continue

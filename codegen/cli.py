@@ -172,8 +172,8 @@ _ACTIONS: dict[str, Callable[[Manifest, Plan, str], int]] = {
 
 
 def _size(manifest: Manifest) -> str:
-    modes = {instance.mode for instance in manifest.instances}
-    return f"{counted(len(manifest.instances), 'instance')} in {counted(len(modes), 'module')}"
+    instances = sum(len(asked.groups) for asked in manifest.asked)
+    return f"{counted(instances, 'instance')} in {counted(len(manifest.asked), 'module')}"
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:

@@ -97,7 +97,7 @@ def _package() -> dict[str, str]:
 
 
 def _instances() -> list[Instance]:
-    return [_alone(entry.instance) for entry in load(Path("hub.yaml"), text=_MODES).entries]
+    return [_alone(instance) for instance in load(Path("hub.yaml"), text=_MODES).instances]
 
 
 def _alone(instance: Instance) -> Instance:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -13,7 +13,7 @@ from .axes import AXES, BOOLEANS, mode_of
 from .document import Pair, Section, compose, line_of
 from .errors import IllegalCombinationError, ManifestError, NormforgeError
 from .groups import AnyMode
-from .instance import Bucket, Instance
+from .instance import Bucket, Instance, Tiles
 from .ladder import ALL, read_ladder, read_served
 from .lazy import cached_property
 from .tile_tables import TileTable, tiled_alike, tiles_of
@@ -32,6 +32,37 @@ _DEFAULTS: _Words = {_N: (ALL,), **{axis.name: (axis.default,) for axis in AXES 
 
 
 @dataclass(frozen=True)
+class Group:
+    """A group as read: for every axis the words to cross, and the buckets."""
+
+    section: Section
+    name: str
+    at: Node
+    words: _Words
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def line(self) -> int:
+        """Where the group starts."""
+        return line_of(self.at)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A mode that a manifest asks for, and by ascending bucket the group that asks for the instance.
+
+    All modes of a group share one mapping, unless other groups ask for more of their buckets.
+    """
+
+    mode: AnyMode
+    groups: Mapping[Bucket, Group]
+
+    def over(self, buckets: Container[Bucket]) -> Asked:
+        """Return the same over some of the buckets."""
+        return Asked(self.mode, {bucket: group for bucket, group in self.groups.items() if bucket in buckets})
+
+
+@dataclass(frozen=True)
 class Entry:
     """An instance, and the group that asked for it."""
 
@@ -46,28 +77,29 @@ class Manifest:
 
     path: str
     buckets: tuple[Bucket, ...]
-    entries: tuple[Entry, ...]
+    asked: tuple[Asked, ...]
+    tables: Mapping[str, TileTable] | None
 
     @cached_property
     def instances(self) -> tuple[Instance, ...]:
         """The instances alone; each name occurs once."""
-        return tuple(entry.instance for entry in self.entries)
-
-
-@dataclass(frozen=True)
-class _Group:
-    """A group as read: for every axis the words to cross, and the buckets."""
-
-    section: Section
-    name: str
-    at: Node
-    words: _Words
-    buckets: tuple[Bucket, ...]
+        # Thousands of modes have tiles of few kinds.
+        tiles: dict[Hashable, dict[Bucket, tuple[tuple[str, Tiles], ...]]] = {}
+        made: list[Instance] = []
+        for asked in self.asked:
+            alike = tiled_alike(asked.mode)
+            if alike not in tiles:
+                tiles[alike] = {bucket: tiles_of(asked.mode, bucket, self.tables) for bucket in self.buckets}
+            made += [Instance(asked.mode, bucket, tiles[alike][bucket]) for bucket in asked.groups]
+        return tuple(made)
 
     @property
-    def line(self) -> int:
-        """Where the group starts."""
-        return line_of(self.at)
+    def entries(self) -> tuple[Entry, ...]:
+        """The instances, each with its group."""
+        groups = (group for asked in self.asked for group in asked.groups.values())
+        return tuple(
+            Entry(instance, group.name, group.line) for instance, group in zip(self.instances, groups, strict=True)
+        )
 
 
 def load(path: Path, tables: Mapping[str, TileTable] | None = None, text: str | None = None) -> Manifest:
@@ -101,7 +133,7 @@ def load(path: Path, tables: Mapping[str, TileTable] | None = None, text: str | 
     if not groups:
         raise top.error(sections["groups"].key, "groups is empty; add a group with a norm and a dtype_in")
     read = [_read_group(path, name, pair, words, buckets) for name, pair in groups.items()]
-    return Manifest(str(path), buckets, _expand(read, buckets, tables))
+    return Manifest(str(path), buckets, _expand(read), tables)
 
 
 def load_all(paths: Sequence[Path], tables: Mapping[str, TileTable] | None = None) -> Manifest:
@@ -111,22 +143,28 @@ def load_all(paths: Sequence[Path], tables: Mapping[str, TileTable] | None = Non
         ManifestError: as `load`; also if their buckets differ, because a table has one ladder.
     """
     first, *others = [load(path, tables) for path in paths]
+    if not others:
+        return first
     for other in others:
         if other.buckets != first.buckets:
             raise ManifestError(
                 f"{first.path} and {other.path} have other buckets, and a table has one ladder; give both the same "
                 "buckets, or generate them into two folders"
             )
-    asked = [entry for manifest in (first, *others) for entry in manifest.entries]
-    # Of instances that several ask for the first is kept; sorting keeps the order of modes.
-    entries = {entry.instance.name: entry for entry in reversed(asked)}
-    modes = list(dict.fromkeys(entry.instance.mode for entry in asked))
-    ranks = {mode: rank for rank, mode in enumerate(modes)}
-    ordered = sorted(entries.values(), key=lambda entry: (ranks[entry.instance.mode], entry.instance.bucket.first))
-    return Manifest(" and ".join(manifest.path for manifest in (first, *others)), first.buckets, tuple(ordered))
+    groups: dict[AnyMode, Mapping[Bucket, Group]] = {}
+    for asked in (asked for manifest in (first, *others) for asked in manifest.asked):
+        # Of groups that ask for one instance the first is kept.
+        before = groups.get(asked.mode)
+        groups[asked.mode] = _merged(asked.groups, before) if before else asked.groups
+    path = " and ".join(manifest.path for manifest in (first, *others))
+    return Manifest(path, first.buckets, tuple(map(Asked, groups, groups.values())), tables)
 
 
-def _read_group(path: Path, name: str, pair: Pair, defaults: _Words, buckets: tuple[Bucket, ...]) -> _Group:
+def _merged(groups: Mapping[Bucket, Group], others: Mapping[Bucket, Group]) -> Mapping[Bucket, Group]:
+    return dict(sorted({**groups, **others}.items(), key=lambda served: served[0].first))
+
+
+def _read_group(path: Path, name: str, pair: Pair, defaults: _Words, buckets: tuple[Bucket, ...]) -> Group:
     section = Section(path, f"group {name}")
     words = defaults | _read_words(section, pair.value, buckets)
     for axis in AXES:
@@ -135,7 +173,7 @@ def _read_group(path: Path, name: str, pair: Pair, defaults: _Words, buckets: tu
                 pair.key, f"{axis.name} is missing; add {axis.name}: [{', '.join(axis.words)}] or one of them"
             )
     served = buckets if words[_N] == (ALL,) else tuple(bucket for bucket in buckets if bucket.name in words[_N])
-    return _Group(section, name, pair.key, words, served)
+    return Group(section, name, pair.key, words, served)
 
 
 def _read_words(section: Section, node: Node, buckets: tuple[Bucket, ...]) -> _Words:
@@ -156,31 +194,23 @@ def _read_words(section: Section, node: Node, buckets: tuple[Bucket, ...]) -> _W
     return words
 
 
-def _expand(
-    groups: list[_Group], buckets: tuple[Bucket, ...], tables: Mapping[str, TileTable] | None
-) -> tuple[Entry, ...]:
-    makers: dict[AnyMode, dict[Bucket, _Group]] = {}
+def _expand(groups: list[Group]) -> tuple[Asked, ...]:
+    found: dict[AnyMode, Mapping[Bucket, Group]] = {}
     for group in groups:
+        own = dict.fromkeys(group.buckets, group)
         for mode in _modes(group):
-            served = makers.setdefault(mode, {})
+            others = found.get(mode)
+            if others is None:
+                found[mode] = own
+                continue
             for bucket in group.buckets:
-                if bucket in served:
-                    raise _made_twice(f"{mode.name}_{bucket.name}", served[bucket], group)
-                served[bucket] = group
-    # Thousands of modes have tiles of few kinds.
-    tiles = {
-        alike: [tiles_of(mode, bucket, tables) for bucket in buckets]
-        for alike, mode in {tiled_alike(mode): mode for mode in makers}.items()
-    }
-    return tuple(
-        Entry(Instance(mode, bucket, chosen), served[bucket].name, served[bucket].line)
-        for mode, served in makers.items()
-        for bucket, chosen in zip(buckets, tiles[tiled_alike(mode)], strict=True)
-        if bucket in served
-    )
+                if bucket in others:
+                    raise _made_twice(f"{mode.name}_{bucket.name}", others[bucket], group)
+            found[mode] = _merged(own, others)
+    return tuple(map(Asked, found, found.values()))
 
 
-def _modes(group: _Group) -> Iterator[AnyMode]:
+def _modes(group: Group) -> Iterator[AnyMode]:
     for combination in product(*(group.words[axis.name] for axis in AXES)):
         words = dict(zip(_AXIS_NAMES, combination, strict=True))
         try:
@@ -191,7 +221,7 @@ def _modes(group: _Group) -> Iterator[AnyMode]:
             raise group.section.error(group.at, f"{where}{error}") from error
 
 
-def _made_twice(name: str, first: _Group, second: _Group) -> NormforgeError:
+def _made_twice(name: str, first: Group, second: Group) -> NormforgeError:
     if first is second:
         return second.section.error(second.at, f"{name} is made twice by this group; its lists overlap")
     return second.section.error(

@@ -69,7 +69,12 @@ _SUFFIXES: dict[str, dict[Any, str]] = {
     "scale_dtype": {DType.FP32: "", DType.FP16: "_sfp16", DType.BF16: "_sbf16"},
     "save_mv": {False: "", True: "_mv"},
 }
+# By field, the value that says nothing, and the suffixes.
+_NAMED = tuple((name, next(iter(suffixes)), suffixes) for name, suffixes in _SUFFIXES.items())
 
+
+_FLOATS = ", ".join(dtype.value for dtype in INPUT_DTYPES)
+_QUANTISED = ", ".join(dtype.value for dtype in QUANTISED_DTYPES)
 
 # What block-scaled products read in tiles: MXFP8 and NVFP4.
 _SWIZZLED = ((ScaleGroup.G32, ScaleFormat.UE8M0), (ScaleGroup.G16, ScaleFormat.E4M3))
@@ -127,23 +132,21 @@ class Mode:
     save_unquant: bool = False
 
     def __post_init__(self) -> None:
-        floats = ", ".join(d.value for d in INPUT_DTYPES)
         if self.dtype_in not in INPUT_DTYPES:
-            self._check_small_input(floats)
+            self._check_small_input()
         if self.scale_dtype not in INPUT_DTYPES:
             raise IllegalCombinationError(
-                f"scale_dtype {self.scale_dtype.value} cannot hold a row's scale; use one of {floats}"
+                f"scale_dtype {self.scale_dtype.value} cannot hold a row's scale; use one of {_FLOATS}"
             )
         if self.fquant.quantises and not self.dtype_out.is_quantised:
-            quantised = ", ".join(d.value for d in QUANTISED_DTYPES)
             raise IllegalCombinationError(
                 f"fquant {self.fquant.value} writes quantised values, and dtype_out {self.dtype_out.value} "
-                f"is not a quantised type; use one of {quantised}, or fquant none"
+                f"is not a quantised type; use one of {_QUANTISED}, or fquant none"
             )
         if not self.fquant.quantises and self.dtype_out.is_quantised:
             raise IllegalCombinationError(
                 f"dtype_out {self.dtype_out.value} needs a scale for each row, and fquant none computes none; "
-                f"use fquant dynamic or smooth_dynamic, or one of {floats}"
+                f"use fquant dynamic or smooth_dynamic, or one of {_FLOATS}"
             )
         if not self.fquant.quantises and self.scale_dtype is not DType.FP32:
             raise IllegalCombinationError(
@@ -186,24 +189,28 @@ class Mode:
         if self.serves:
             self._check_served()
 
+    def __hash__(self) -> int:
+        # A name is hashed once, and no two modes have the same.
+        return hash(self.name)
+
     def _check_served(self) -> None:
         """What inference engines ask of quantisation is not made for all that kernels do besides."""
-        for name, said, fits in (
-            ("fquant", self.fquant.value, self.fquant.quantises),
-            ("dtype_in", self.dtype_in.value, not self.dtype_in.is_fp8),
-            ("dtype_out", self.dtype_out.value, self.dtype_out in SERVED_DTYPES),
-            ("fadd", self.fadd.value, self.fadd is not FusedAdd.PRE_ADD),
-            ("scale_dtype", self.scale_dtype.value, self.scale_dtype is DType.FP32),
-            ("rounding", self.rounding.value, not self.rounding.truncates),
-            ("save_mv", "true", not self.save_mv),
-            ("modulated", "true", not self.modulated),
-            ("gating", self.gating.value, not self.gating.gates),
-            ("dropout", "true", not self.dropout),
+        for name, fits in (
+            ("fquant", self.fquant.quantises),
+            ("dtype_in", not self.dtype_in.is_fp8),
+            ("dtype_out", self.dtype_out in SERVED_DTYPES),
+            ("fadd", self.fadd is not FusedAdd.PRE_ADD),
+            ("scale_dtype", self.scale_dtype is DType.FP32),
+            ("rounding", not self.rounding.truncates),
+            ("save_mv", not self.save_mv),
+            ("modulated", not self.modulated),
+            ("gating", not self.gating.gates),
+            ("dropout", not self.dropout),
         ):
             if not fits:
                 raise IllegalCombinationError(
-                    f"{', '.join(self._served)} and {name} {said} do not go together; use another {name}, or leave "
-                    f"{'it' if len(self._served) == 1 else 'them'} out"
+                    f"{', '.join(self._served)} and {name} {self._word(name)} do not go together; use another {name}, "
+                    f"or leave {'it' if len(self._served) == 1 else 'them'} out"
                 )
         if self.scale_format.rounds_up and not (self.group_size.code and self.dtype_out.is_fp8):
             raise IllegalCombinationError(
@@ -238,20 +245,20 @@ class Mode:
             raise IllegalCombinationError(
                 "gate_activation and grouped go with a gate; use gating after_norm or before_norm, or leave them out"
             )
-        for name, said, fits in (
-            ("dtype_in", self.dtype_in.value, not self.dtype_in.is_fp8),
-            ("fadd", self.fadd.value, not self.fadd.adds),
-            ("fquant", self.fquant.value, not self.fquant.smooths),
-            ("scale_dtype", self.scale_dtype.value, self.scale_dtype is DType.FP32),
-            ("rounding", self.rounding.value, not self.rounding.truncates),
-            ("cast", self.cast.value, not self.cast.comes_first),
-            ("x_bias", "true", not self.x_bias),
-            ("modulated", "true", not self.modulated),
-            ("dropout", "true", not self.dropout),
+        for name, fits in (
+            ("dtype_in", not self.dtype_in.is_fp8),
+            ("fadd", not self.fadd.adds),
+            ("fquant", not self.fquant.smooths),
+            ("scale_dtype", self.scale_dtype is DType.FP32),
+            ("rounding", not self.rounding.truncates),
+            ("cast", not self.cast.comes_first),
+            ("x_bias", not self.x_bias),
+            ("modulated", not self.modulated),
+            ("dropout", not self.dropout),
         ):
             if not fits:
                 raise IllegalCombinationError(
-                    f"gated norms have no {name} {said}; use another {name}, or leave gating out"
+                    f"gated norms have no {name} {self._word(name)}; use another {name}, or leave gating out"
                 )
 
     def _check_modulated(self) -> None:
@@ -262,31 +269,36 @@ class Mode:
                 f"x_gate scales x before a residual is added to it, and fadd is {self.fadd.value}; "
                 "use fadd pre_add_store, or leave x_gate out"
             )
-        for name, said, plain in (
-            ("dtype_in", self.dtype_in, not self.dtype_in.is_fp8),
-            ("fadd", self.fadd, self.fadd is not FusedAdd.PRE_ADD),
-            ("fquant", self.fquant, self.fquant in (FusedQuant.NONE, FusedQuant.DYNAMIC)),
-            ("scale_dtype", self.scale_dtype, self.scale_dtype is DType.FP32),
-            ("rounding", self.rounding, not self.rounding.truncates),
-            ("cast", self.cast, not self.cast.comes_first),
+        for name, fits in (
+            ("dtype_in", not self.dtype_in.is_fp8),
+            ("fadd", self.fadd is not FusedAdd.PRE_ADD),
+            ("fquant", self.fquant in (FusedQuant.NONE, FusedQuant.DYNAMIC)),
+            ("scale_dtype", self.scale_dtype is DType.FP32),
+            ("rounding", not self.rounding.truncates),
+            ("cast", not self.cast.comes_first),
         ):
-            if not plain:
+            if not fits:
                 raise IllegalCombinationError(
-                    f"modulated norms have no {name} {said.value}; use another {name}, or leave modulated out"
+                    f"modulated norms have no {name} {self._word(name)}; use another {name}, or leave modulated out"
                 )
         for name in ("x_bias", "dropout"):
             if getattr(self, name):
                 raise IllegalCombinationError(f"modulated norms have no {name}; leave {name} or modulated out")
 
-    def _check_small_input(self, floats: str) -> None:
+    def _word(self, name: str) -> str:
+        """Return a manifest's word for what the mode has on an axis."""
+        value = getattr(self, name)
+        return "true" if value is True else str(value.value)
+
+    def _check_small_input(self) -> None:
         if self.dtype_in not in FP8_INPUT_DTYPES:
             small = ", ".join(d.value for d in FP8_INPUT_DTYPES)
             raise IllegalCombinationError(
-                f"dtype_in {self.dtype_in.value} cannot be normalised; use one of {floats}, or forward {small}"
+                f"dtype_in {self.dtype_in.value} cannot be normalised; use one of {_FLOATS}, or forward {small}"
             )
         if self.is_backward:
             raise IllegalCombinationError(
-                f"dtype_in {self.dtype_in.value} has no gradient; use one of {floats} with direction bwd"
+                f"dtype_in {self.dtype_in.value} has no gradient; use one of {_FLOATS} with direction bwd"
             )
 
     def _check_backward(self) -> None:
@@ -425,7 +437,7 @@ class Mode:
     def name(self) -> str:
         """The generated module's name and the stem of everything named after this mode."""
         out = "" if self.dtype_out is self.dtype_in else f"_{self.dtype_out.value}"
-        suffixes = (words[getattr(self, name)] for name, words in _SUFFIXES.items())
+        suffixes = [words[value] for name, silent, words in _NAMED if (value := getattr(self, name)) is not silent]
         return f"{self.norm.prefix}_{self.direction.value}_{self.dtype_in.value}{out}{''.join(suffixes)}"
 
     @classmethod

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from .groups import AnyMode, GroupMode
 from .model import Mode
 from .values import DType, Rounding
 
 
+# Lists have the instances of a mode one after another.
+@lru_cache(maxsize=1)
 def summary(mode: AnyMode) -> str:
     """One line: what a kernel of a mode does."""
     return ", ".join((title(mode), *features(mode)))

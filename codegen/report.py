@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from .axes import AXES
-from .manifest import Entry, Manifest
+from .manifest import Manifest
 
 _SIZES = ("modes", "instances")
 
@@ -21,25 +22,23 @@ def counts(manifest: Manifest) -> str:
     # The one verb that prints tables imports them: generating needs jinja2 and pyyaml alone.
     from tabulate import tabulate
 
-    entries = manifest.entries
-    by_group = _counted((entry.group, entry) for entry in entries)
-    by_group.append(("total", *_sizes(entries)))
+    every = manifest.asked
+    by_group = _counted(Counter(group.name for group in asked.groups.values()) for asked in every)
+    by_group.append(("total", len(every), sum(len(asked.groups) for asked in every)))
     by_axis = []
     for axis in AXES:
-        counted = _counted((axis.word_of(entry.instance.mode), entry) for entry in entries)
+        counted = _counted({axis.word_of(asked.mode): len(asked.groups)} for asked in every)
         by_axis += [(axis.name, *row) for row in counted]
-    buckets = _counted((f"{entry.instance.bucket.name} ({entry.instance.bucket})", entry) for entry in entries)
+    buckets = _counted({f"{bucket.name} ({bucket})": 1 for bucket in asked.groups} for asked in every)
     by_axis += [("n", *row) for row in buckets]
     tables = (tabulate(by_group, ("group", *_SIZES)), tabulate(by_axis, ("axis", "value", *_SIZES)))
     return "\n\n".join(tables)
 
 
-def _counted(valued: Iterable[tuple[str, Entry]]) -> list[tuple[str, int, int]]:
-    by_value: dict[str, list[Entry]] = {}
-    for value, entry in valued:
-        by_value.setdefault(value, []).append(entry)
-    return [(value, *_sizes(entries)) for value, entries in by_value.items()]
-
-
-def _sizes(entries: Sequence[Entry]) -> tuple[int, int]:
-    return len({entry.instance.mode for entry in entries}), len(entries)
+def _counted(modes: Iterable[Mapping[str, int]]) -> list[tuple[str, int, int]]:
+    """By value, the modes that have it and their instances, of a mapping for each mode from values to instances."""
+    by_value: dict[str, list[int]] = {}
+    for values in modes:
+        for value, instances in values.items():
+            by_value.setdefault(value, []).append(instances)
+    return [(value, len(instances), sum(instances)) for value, instances in by_value.items()]

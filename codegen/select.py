@@ -5,16 +5,18 @@ from __future__ import annotations
 import fnmatch
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from heapq import nlargest
+from typing import Any
 
 from .axes import AXES, SAME, Axis
 from .errors import SelectionError
 from .groups import AnyMode
 from .instance import Bucket
-from .manifest import Entry, Manifest
+from .manifest import Asked, Manifest
+from .progress import progress
 from .words import unknown
 
 _N = "n"
@@ -36,11 +38,11 @@ _TELLING = 3
 
 @dataclass(frozen=True)
 class Condition:
-    """One condition of a --where: as written, the axis it is about, and which entries meet it."""
+    """One condition of a --where: as written, the axis it is about, and which modes meet it; of n, which buckets."""
 
     text: str
     key: str
-    met_by: Callable[[Entry], bool]
+    met_by: Callable[[Any], bool]
 
 
 def select(manifest: Manifest, globs: str | None, where: str | None) -> Manifest:
@@ -54,13 +56,13 @@ def select(manifest: Manifest, globs: str | None, where: str | None) -> Manifest
     Raises:
         SelectionError: the selection cannot be parsed, or nothing is left.
     """
-    entries: Sequence[Entry] = manifest.entries
+    asked: Sequence[Asked] = manifest.asked
     if globs is not None:
-        entries = _matching(entries, globs)
+        asked = _matching(asked, globs)
     if where is not None:
         for condition in parse_where(where):
-            entries = _meeting(entries, condition)
-    return replace(manifest, entries=tuple(entries))
+            asked = _meeting(asked, condition)
+    return replace(manifest, asked=tuple(asked))
 
 
 def parse_where(text: str) -> list[Condition]:
@@ -75,22 +77,30 @@ def parse_where(text: str) -> list[Condition]:
     return [_parse_condition(part) for part in _parts(text, "--where")]
 
 
-def _matching(entries: Sequence[Entry], globs: str) -> Sequence[Entry]:
-    kept: set[str] = set()
+def _matching(every: Sequence[Asked], globs: str) -> Sequence[Asked]:
+    kept: dict[AnyMode, set[Bucket]] = {}
     for glob in _parts(globs, "--filter"):
         matches = re.compile(fnmatch.translate(glob)).match
-        names = {entry.instance.name for entry in entries if matches(entry.instance.name)}
-        if not names:
-            near = _nearest(glob, [entry.instance.name for entry in entries])
+        head = re.split(r"[*?\[]", glob, maxsplit=1)[0]
+        found = [
+            (asked.mode, bucket)
+            for asked in every
+            if f"{asked.mode.name}_".startswith(head[: len(asked.mode.name) + 1])
+            for bucket in asked.groups
+            if matches(f"{asked.mode.name}_{bucket.name}")
+        ]
+        if not found:
+            near = _nearest(glob, [f"{asked.mode.name}_{bucket.name}" for asked in every for bucket in asked.groups])
             hint = (
                 "" if glob.endswith("*") else "; a glob is held against whole names, so end it in * for what starts so"
             )
             raise SelectionError(f"--filter {glob!r} matches no instance; the nearest are {', '.join(near)}{hint}")
-        kept |= names
-    return [entry for entry in entries if entry.instance.name in kept]
+        for mode, bucket in found:
+            kept.setdefault(mode, set()).add(bucket)
+    return [asked.over(kept[asked.mode]) for asked in every if asked.mode in kept]
 
 
-def _nearest(glob: str, names: Iterable[str]) -> list[str]:
+def _nearest(glob: str, names: Collection[str]) -> list[str]:
     # Names are alike, and longer than a glob: what counts is how much of the glob a name holds, in pieces that say
     # something.
     matcher = SequenceMatcher(b=re.sub(r"[*?\[\]!]", "", glob), autojunk=False)
@@ -100,24 +110,32 @@ def _nearest(glob: str, names: Iterable[str]) -> list[str]:
         sizes = (block.size for block in matcher.get_matching_blocks())
         return sum(size for size in sizes if size >= _TELLING)
 
-    return nlargest(_NAMES_SHOWN, names, key=found)
+    return nlargest(_NAMES_SHOWN, progress(names, "names compared"), key=found)
 
 
-def _meeting(entries: Sequence[Entry], condition: Condition) -> Sequence[Entry]:
-    kept = [entry for entry in entries if condition.met_by(entry)]
+def _meeting(every: Sequence[Asked], condition: Condition) -> Sequence[Asked]:
+    if condition.key == _N:
+        buckets = {bucket for bucket in _buckets(every) if condition.met_by(bucket)}
+        kept = [asked for asked in (asked.over(buckets) for asked in every) if asked.groups]
+    else:
+        kept = [asked for asked in every if condition.met_by(asked.mode)]
     if not kept:
-        present = dict.fromkeys(_present(condition.key, entry) for entry in entries)
+        number = sum(len(asked.groups) for asked in every)
         raise SelectionError(
-            f"--where {condition.text!r} leaves none of the {len(entries)} instances that it was held against; "
-            f"their {condition.key}: {', '.join(present)}"
+            f"--where {condition.text!r} leaves none of the {number} instances that it was held against; "
+            f"their {condition.key}: {', '.join(_present(condition.key, every))}"
         )
     return kept
 
 
-def _present(key: str, entry: Entry) -> str:
+def _buckets(every: Sequence[Asked]) -> Iterable[Bucket]:
+    return dict.fromkeys(bucket for asked in every for bucket in asked.groups)
+
+
+def _present(key: str, every: Sequence[Asked]) -> Iterable[str]:
     if key == _N:
-        return f"{entry.instance.bucket.name} ({entry.instance.bucket})"
-    return _AXIS_OF[key].word_of(entry.instance.mode)
+        return [f"{bucket.name} ({bucket})" for bucket in _buckets(every)]
+    return dict.fromkeys(_AXIS_OF[key].word_of(asked.mode) for asked in every)
 
 
 def _parts(text: str, option: str) -> list[str]:
@@ -147,14 +165,14 @@ def _parse_condition(text: str) -> Condition:
     return Condition(text, key, _on_mode(text, comparison, _AXIS_OF[key], words))
 
 
-def _on_mode(text: str, comparison: str, axis: Axis, words: Sequence[str]) -> Callable[[Entry], bool]:
+def _on_mode(text: str, comparison: str, axis: Axis, words: Sequence[str]) -> Callable[[AnyMode], bool]:
     for word in words:
         if word not in axis.values:
             raise SelectionError(f"--where {text!r}: {unknown(axis.name, word, axis.words)}")
     wanted = comparison == "="
 
-    def met_by(entry: Entry) -> bool:
-        return any(_is(entry.instance.mode, axis, word) for word in words) is wanted
+    def met_by(mode: AnyMode) -> bool:
+        return any(_is(mode, axis, word) for word in words) is wanted
 
     return met_by
 
@@ -165,15 +183,15 @@ def _is(mode: AnyMode, axis: Axis, word: str) -> bool:
     return axis.word_of(mode) == word
 
 
-def _on_bucket(text: str, comparison: str, words: Sequence[str]) -> Callable[[Entry], bool]:
+def _on_bucket(text: str, comparison: str, words: Sequence[str]) -> Callable[[Bucket], bool]:
     lengths = [_length(text, word) for word in words]
     if comparison not in _ORDERS:
         wanted = comparison == "="
-        return lambda entry: any(length in entry.instance.bucket for length in lengths) is wanted
+        return lambda bucket: any(length in bucket for length in lengths) is wanted
     if len(lengths) > 1:
         raise SelectionError(f"--where {text!r}: {comparison} takes one length; alternatives go with = or !=")
     order = _ORDERS[comparison]
-    return lambda entry: order(_longest(entry.instance.bucket), lengths[0])
+    return lambda bucket: order(_longest(bucket), lengths[0])
 
 
 def _longest(bucket: Bucket) -> float:

@@ -128,7 +128,7 @@ def _fitting(mode: AnyMode, bucket: Bucket, arch: str, measured: Tiles, generic:
 @cache
 def own_tables() -> Mapping[str, TileTable]:
     """Every table that comes with the generator, by architecture."""
-    return {path.stem: read_table(path) for path in sorted(FOLDER.glob("*.yaml"))}
+    return {path.stem: read_table(path, own=True) for path in sorted(FOLDER.glob("*.yaml"))}
 
 
 def is_architecture(name: str) -> bool:
@@ -136,8 +136,12 @@ def is_architecture(name: str) -> bool:
     return _ARCHITECTURE.fullmatch(name) is not None
 
 
-def read_table(path: Path) -> TileTable:
+def read_table(path: Path, *, own: bool = False) -> TileTable:
     """Read a table; the file's name is the architecture's.
+
+    Args:
+        path: the file.
+        own: whether the table comes with the generator.
 
     Raises:
         TileTableError: the file cannot be used; the message names file, line, class and the fix.
@@ -146,7 +150,7 @@ def read_table(path: Path) -> TileTable:
         raise TileTableError(
             f"{path}: {path.stem!r} is no architecture; name the file after one, sm_90.yaml or gfx942.yaml, say"
         )
-    root = compose(path, _DOCUMENT)
+    root = compose(path, _DOCUMENT, own=own)
     top = Section(path, kind=_DOCUMENT)
     if root is None:
         raise TileTableError(f"{path}:1: the table is empty; {_DOCUMENT.where}, or remove it")

@@ -114,8 +114,8 @@ def test_n_compares_with_buckets(several: Manifest, where: str, names: list[str]
 @given(length=LENGTHS)
 def test_at_most_and_more_part_the_ladder(several: Manifest, length: int) -> None:
     conditions = {text: parse_where(f"n{text}{length}")[0].met_by for text in ("<", "<=", "=", "!=", ">", ">=")}
-    for entry in several.entries[: len(several.buckets)]:
-        met = {text: condition(entry) for text, condition in conditions.items()}
+    for bucket in several.buckets:
+        met = {text: condition(bucket) for text, condition in conditions.items()}
         assert met["<="] is not met[">"]
         assert met["<"] is not met[">="]
         assert met["="] is not met["!="]

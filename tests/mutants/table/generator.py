@@ -45,8 +45,8 @@ MUTANTS = (
         "where-alternatives-all-have-to-hold",
         "--where 'fquant=none|dynamic' keeps nothing",
         "codegen/select.py",
-        "return any(_is(entry.instance.mode, axis, word) for word in words) is wanted",
-        "return all(_is(entry.instance.mode, axis, word) for word in words) is wanted",
+        "return any(_is(mode, axis, word) for word in words) is wanted",
+        "return all(_is(mode, axis, word) for word in words) is wanted",
         (f"{_SELECT}",),
     ),
     Mutant(
