@@ -1,39 +1,124 @@
-"""Times the generator on the full manifest: a first run into an empty folder, and one with nothing to change.
+"""Times the generator: manifests/full.yaml counted, listed, built, built again and filtered, and the default manifest.
 
-python benchmarks/generator.py
+python -m benchmarks.generator
 """
 
 from __future__ import annotations
 
-import statistics
+import os
+import platform
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 
-ROOT = Path(__file__).resolve().parent.parent
+from tabulate import tabulate
+
+from .chosen import RESULTS
+from .environment import ROOT, revision_of
+from .progress import progress_over
+from .results import write
+
+SUITE = "generator"
 RUNS = 3
+MOST_MIB = 1024
+_FULL = ("--manifest", "manifests/full.yaml")
+_FILTER = ("--filter", "ln_fwd_bf16_n*")
 
 
-def seconds(folder: str) -> float:
-    """How long one run of generate.py takes, the start of Python included."""
-    command = [sys.executable, "generate.py", "--manifest", "manifests/full.yaml", "--out", folder]
+@dataclass(frozen=True)
+class Case:
+    """A run of generate.py: a word for it, the most seconds that it may take, and its arguments.
+
+    A first run into a folder finds it empty, and the next one finds what the first one wrote.
+    """
+
+    name: str
+    goal_s: float
+    arguments: tuple[str, ...]
+    out: str = ""
+
+
+CASES = (
+    Case("count", 5, (*_FULL, "--count")),
+    Case("list", 8, (*_FULL, "--list")),
+    Case("full build", 60, _FULL, "full"),
+    Case("nothing to change", 15, _FULL, "full"),
+    Case("filtered build", 1, (*_FULL, *_FILTER), "filtered"),
+    Case("default manifest", 1, ("--manifest", "instances.yaml"), "default"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case, and the medians of its runs: seconds on the clock and of all cores, and the most memory."""
+
+    case: str
+    goal_s: float
+    runs: int
+    wall_s: float
+    cpu_s: float
+    peak_mib: int
+
+
+def measure(case: Case, base: Path) -> tuple[float, float, float]:
+    """Run one process: seconds on the clock, seconds of CPU time, and MiB at most."""
+    out = ("--out", str(base / case.out)) if case.out else ()
     start = time.perf_counter()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    process = subprocess.Popen(
+        (sys.executable, "generate.py", *case.arguments, *out), cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+    _, status, usage = os.wait4(process.pid, 0)
     elapsed = time.perf_counter() - start
-    print(f"{elapsed:5.2f} s  {done.stdout.partition(' in ' + folder)[0]}", flush=True)
-    return elapsed
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        raise SystemExit(f"generate.py {' '.join(case.arguments)} ended with status {process.returncode}")
+    return elapsed, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
+
+
+def header() -> dict[str, str]:
+    """What the figures were measured on, and with what."""
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "device": f"{models[0].partition(': ')[2] if models else platform.machine()}, {os.cpu_count()} cores",
+        "load": f"{os.getloadavg()[0]:.1f} processes beside",
+        "python": platform.python_version(),
+        "jinja2": version("jinja2"),
+        "pyyaml": version("pyyaml"),
+        "normforge": version("normforge"),
+        "revision": revision_of(ROOT),
+    }
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The results for people."""
+    headers = ["generate.py", "goal, s", "seconds", "of CPU time", "MiB at most"]
+    shown = [(row.case, f"{row.goal_s:g}", f"{row.wall_s:.1f}", f"{row.cpu_s:.1f}", row.peak_mib) for row in rows]
+    return tabulate(shown, headers, tablefmt="github", disable_numparse=True)
 
 
 def main() -> None:
-    """Print every run, and the median of each kind."""
-    first, unchanged = [], []
-    for _ in range(RUNS):
-        with tempfile.TemporaryDirectory() as folder:
-            first.append(seconds(folder))
-            unchanged.append(seconds(folder))
-    print(f"first run {statistics.median(first):.2f} s, nothing to change {statistics.median(unchanged):.2f} s")
+    """Measure every case, print the table and write it to benchmarks/results/generator."""
+    stated = header()
+    found: dict[Case, list[tuple[float, float, float]]] = {case: [] for case in CASES}
+    for turn in range(RUNS):
+        with tempfile.TemporaryDirectory() as base:
+            for case in progress_over(CASES, what=f"run {turn + 1} of {RUNS}", unit="case"):
+                found[case].append(measure(case, Path(base)))
+    rows = []
+    for case, samples in found.items():
+        wall, cpu, peak = (median(values) for values in zip(*samples, strict=True))
+        rows.append(Row(case.name, case.goal_s, RUNS, round(wall, 2), round(cpu, 2), round(peak)))
+    records = [asdict(row) for row in rows]
+    write(RESULTS / SUITE, SUITE, stated, list(records[0]), records)
+    print(table(rows))
+    over = [row.case for row in rows if row.wall_s > row.goal_s or row.peak_mib > MOST_MIB]
+    print(f"over the goal: {', '.join(over)}" if over else f"all within their goals, and {MOST_MIB} MiB")
 
 
 if __name__ == "__main__":
