@@ -169,7 +169,9 @@ def _templates_of(mode: AnyMode) -> tuple[str, tuple[tuple[str, str], ...]]:
     return prefix, (("norm", f"{mode.norm.value}.j2"), ("output", f"{_output_of(mode)}.j2"))
 
 
-def _render_kernel(mode: Reader, part: Pipeline | Part, prefix: str, macros: Iterable[tuple[str, str]]) -> str:
+def _render_kernel(
+    mode: Reader | AnyMode, part: Pipeline | Part, prefix: str, macros: Iterable[tuple[str, str]]
+) -> str:
     called = {name: _macros(template) for name, template in macros}
     text = _template(f"{prefix}{part.value}.py.j2").render(m=mode, part=part, **called)
     staged = _BLANK_BEFORE_STAGE.sub("\n\0", text)

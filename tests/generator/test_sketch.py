@@ -33,7 +33,8 @@ def imported(module: str) -> set[str]:
 @pytest.mark.parametrize(("first", "step"), [(0, 131), pytest.param(1, 11, marks=THOROUGH)])
 def test_a_module_reads_as_if_rendered_for_its_mode_alone(first: int, step: int) -> None:
     functions = emit._functions("primitives") | emit._functions("group_primitives")
-    for mode in (*every_mode()[first::step], *group_modes()):
+    modes: tuple[AnyMode, ...] = (*every_mode()[first::step], *group_modes())
+    for mode in modes:
         module, kernels = emit.render_module(mode, mode.pipelines), kernels_of(mode)
         assert module.endswith("".join(f"\n\n{kernel}\n" for kernel in kernels)), mode.name
         called = set(re.findall(r"\b(?:\w+(?=\()|[A-Z_]+\b)", "".join(kernels)))
