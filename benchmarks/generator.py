@@ -1,6 +1,8 @@
 """Times the generator: manifests/full.yaml counted, listed, built, built again and filtered, and the default manifest.
 
-python -m benchmarks.generator
+Runs are one process each: CPU time is what they take where a core is idle, and held to the goals on whatever machine.
+
+python -m benchmarks.generator [RUNS]
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ from .progress import progress_over
 from .results import write
 
 SUITE = "generator"
-RUNS = 3
 MOST_MIB = 1024
 _FULL = ("--manifest", "manifests/full.yaml")
 _FILTER = ("--filter", "ln_fwd_bf16_n*")
@@ -97,29 +98,29 @@ def header() -> dict[str, str]:
 
 def table(rows: Sequence[Row]) -> str:
     """The results for people."""
-    headers = ["generate.py", "goal, s", "seconds", "of CPU time", "MiB at most"]
-    shown = [(row.case, f"{row.goal_s:g}", f"{row.wall_s:.1f}", f"{row.cpu_s:.1f}", row.peak_mib) for row in rows]
+    headers = ["generate.py", "goal, s", "CPU time, s", "on the clock, s", "MiB at most"]
+    shown = [(row.case, f"{row.goal_s:g}", f"{row.cpu_s:.1f}", f"{row.wall_s:.1f}", row.peak_mib) for row in rows]
     return tabulate(shown, headers, tablefmt="github", disable_numparse=True)
 
 
-def main() -> None:
+def main(runs: int) -> None:
     """Measure every case, print the table and write it to benchmarks/results/generator."""
     stated = header()
     found: dict[Case, list[tuple[float, float, float]]] = {case: [] for case in CASES}
-    for turn in range(RUNS):
+    for turn in range(runs):
         with tempfile.TemporaryDirectory() as base:
-            for case in progress_over(CASES, what=f"run {turn + 1} of {RUNS}", unit="case"):
+            for case in progress_over(CASES, what=f"run {turn + 1} of {runs}", unit="case"):
                 found[case].append(measure(case, Path(base)))
     rows = []
     for case, samples in found.items():
         wall, cpu, peak = (median(values) for values in zip(*samples, strict=True))
-        rows.append(Row(case.name, case.goal_s, RUNS, round(wall, 2), round(cpu, 2), round(peak)))
+        rows.append(Row(case.name, case.goal_s, runs, round(wall, 2), round(cpu, 2), round(peak)))
     records = [asdict(row) for row in rows]
     write(RESULTS / SUITE, SUITE, stated, list(records[0]), records)
     print(table(rows))
-    over = [row.case for row in rows if row.wall_s > row.goal_s or row.peak_mib > MOST_MIB]
+    over = [row.case for row in rows if row.cpu_s > row.goal_s or row.peak_mib > MOST_MIB]
     print(f"over the goal: {', '.join(over)}" if over else f"all within their goals, and {MOST_MIB} MiB")
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]) if sys.argv[1:] else 3)

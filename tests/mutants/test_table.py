@@ -53,7 +53,7 @@ _RUNTIME = (
     "upstream/triton_hashes",
     "upstream/triton_launcher",
 )
-_CODEGEN = ("emit", "folder", "model", "select", "signature", "stages", "staging", "tiling")
+_CODEGEN = ("emit", "folder", "model", "select", "signature", "sketch", "stages", "staging", "tiling")
 # A docstring and nothing else.
 _TEMPLATE_WITHOUT_CODE = "templates/package.py.j2"
 

@@ -82,6 +82,22 @@ MUTANTS = (
         ("tests/accuracy/test_accuracy.py::test_rows_gated_before_the_norm_need_no_luck_with_their_first_values",),
     ),
     Mutant(
+        "a-decision-is-not-noted",
+        "modes between which a template decides share the text of the first one",
+        "codegen/sketch.py",
+        "            self._notes[_Question(path)] = value\n",
+        "            pass\n",
+        ("tests/generator/test_sketch.py::test_a_module_reads_as_if_rendered_for_its_mode_alone",),
+    ),
+    Mutant(
+        "a-comparison-is-not-noted",
+        "modes of 16 and of 32 bits share the text of the first one",
+        "codegen/sketch.py",
+        "answer = self.notes[_Question(self.path, compare, other)] = compare(self.value, other)",
+        "answer = compare(self.value, other)",
+        ("tests/generator/test_sketch.py::test_modes_share_what_templates_do_not_decide_on",),
+    ),
+    Mutant(
         "a-cast-of-fp32-alone-is-legal",
         "rows of fp32 have a kernel of their own that rounds them to fp32",
         "codegen/model.py",
