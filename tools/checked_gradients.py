@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import reference
-from ..calls import gated_backward, gated_instead, modulated_backward, modulated_instead, neighbours, straight
+from ..calls import eager, gated_backward, modulated_backward, neighbours, straight
 from ..calls.check import check
 from ..calls.functions import completed
 from ..calls.neighbour_rows import CALLS
@@ -123,7 +123,7 @@ def _forward(problem: Problem, device: torch.device) -> _Forward:
 
 def _prepare_gated(problem: Problem, device: torch.device) -> Run[GatedGradients]:
     mode, forward = problem.mode, _forward(problem, device)
-    kept, dy = gated_instead.Kept(*forward.kept), gradients_in(problem, device)["dy"]
+    kept, dy = eager.GatedSaved(*forward.kept), gradients_in(problem, device)["dy"]
     exact: dict[str, Any] = {"gating": mode.gating, "activation": mode.gate_activation, "eps": problem.eps}
     taken = gated_backward.mode_of(forward.told, kept.x.dtype, mode.grouped)
 
@@ -142,7 +142,7 @@ def _prepare_gated(problem: Problem, device: torch.device) -> Run[GatedGradients
 def _prepare_modulated(problem: Problem, device: torch.device) -> Run[ModulatedGradients]:
     """The same; `Problem` has seen to it that kernels take the call."""
     forward, arrived = _forward(problem, device), gradients_in(problem, device)
-    kept = modulated_instead.Kept(*forward.kept)
+    kept = eager.ModulatedSaved(*forward.kept)
     dy, dresidual_out = arrived["dy"], arrived.get("dresidual_out")
     gates = kept.gate is not None
     taken = modulated_backward.mode_of(problem.mode.norm, kept.rows.dtype, dresidual_out is not None, gates)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..calls.group_instead import Gradients
+from ..calls.eager import GroupNormGradients
 from ..calls.outputs import LayerNormOutput, NormGradients, QuantisedOutput
 from ..codegen.model import Mode
 from ..codegen.values import Rounding
@@ -231,7 +231,7 @@ SUM_ERROR = 2e-6
 
 
 def compare_gradients(
-    actual: NormGradients | GatedGradients | ModulatedGradients | Gradients,
+    actual: NormGradients | GatedGradients | ModulatedGradients | GroupNormGradients,
     expected: ReferenceGradients | ReferenceGatedGradients | ReferenceModulatedGradients | GroupGradients,
     due: Collection[str] = (),
 ) -> list[Finding]:

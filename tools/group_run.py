@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..calls import group
-from ..calls.group_instead import Arrived, Gradients, Options
+from ..calls.eager import GroupArrived, GroupNormGradients, GroupOptions
 from ..calls.outputs import LayerNormOutput
 from ..codegen.groups import GroupMode
 from ..codegen.instance import Tile
@@ -70,7 +70,7 @@ def prepare(problem: GroupProblem, device: torch.device) -> Run[tuple[torch.Tens
     x, dy = rows(), rows()
     weight, bias = draw(problem.shape[1]), draw(problem.shape[1])
     out = None if problem.dtype_out is None else TORCH_DTYPES[problem.dtype_out]
-    options = Options(problem.groups, problem.eps, mode.activation.value, out)
+    options = GroupOptions(problem.groups, problem.eps, mode.activation.value, out)
     said: dict[str, Any] = {"eps": problem.eps, "activation": mode.activation.value}
 
     def check(outputs: tuple[torch.Tensor | None, ...]) -> tuple[Finding, ...]:
@@ -98,11 +98,13 @@ def prepare(problem: GroupProblem, device: torch.device) -> Run[tuple[torch.Tens
             group_reference.group_norm_bwd(dy[some], x[some], problem.groups, weight, bias, **said)
             for some in _slices(problem)
         )
-        return tuple(compare_gradients(Gradients(*found), _together(parts), Gradients._fields))
+        return tuple(compare_gradients(GroupNormGradients(*found), _together(parts), GroupNormGradients._fields))
 
     return Run(
         entry=lambda: dispatch.find(mode, problem.size.group_length),
-        call=lambda: group.launched_backward(Arrived(dy, x, weight, bias, statistics, options, Gradients._fields)),
+        call=lambda: group.launched_backward(
+            GroupArrived(dy, x, weight, bias, statistics, options, GroupNormGradients._fields)
+        ),
         validate=check_gradients,
         operands=(x, dy, weight, bias, statistics),
     )

@@ -15,7 +15,8 @@ from ..selection.invariance import is_on
 from ..upstream.torch_autograd import applied, applied_at_once
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import dispatch_modes
-from . import known, torch_instead
+from . import eager, known
+from .eager import Dropout
 from .first import resolved
 from .functional import (
     BACKWARD_OF,
@@ -30,7 +31,6 @@ from .known import PLAIN, UNREADABLE
 from .outputs import LayerNormOutput, NormGradients, unflattened
 from .recorded import arrived_in_memory, rounded_to, walkable_gradient
 from .straight import DEFAULT_EPS, Operands, Options, layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
-from .torch_instead import Dropout
 
 _FORWARD: dict[str, Callable[..., LayerNormOutput]] = {"layer": layernorm2d_fwd, "rms": rmsnorm2d_fwd}
 _BACKWARD: dict[str, Callable[..., NormGradients]] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
@@ -186,7 +186,7 @@ def _gradients(ctx: Any, dy: torch.Tensor | None, dresidual_out: torch.Tensor | 
     options = (norm, weight_offset, cast, residual_dtype, bias_dtype, wants)
     # A gradient of the gradient is of torch's operators, and so are several gradients at once.
     if torch.is_grad_enabled() or not arrived_in_memory((dy, dresidual_out)):
-        return torch_instead.gradients(operands, mean, options, dropout)
+        return eager.plain_gradients(operands, mean, options, dropout)
     given = backward_named(operands, options)
     for name in ("dy", "dresidual_out"):
         given[name] = walkable_gradient(given[name])
@@ -200,6 +200,6 @@ def _of_the_sum(
     """Where a gradient arrived for the sum alone, if any did."""
     if dresidual_out is None:
         return NormGradients(None, None, None, None)
-    ddropped = dropped(torch_instead.widened(dresidual_out), p, rng)
-    dx_bias = None if x_bias_dtype is None else torch_instead.over_rows(ddropped).to(x_bias_dtype)
+    ddropped = dropped(eager.widened(dresidual_out), p, rng)
+    dx_bias = None if x_bias_dtype is None else eager.over_rows(ddropped).to(x_bias_dtype)
     return NormGradients(dresidual_out, None, None, dx_bias, ddropped)

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from ..codegen.parameters import GATED
 from ..codegen.values import GateActivation, Gating
 from ..errors import ShapeError
-from . import gated_backward, gated_instead
+from . import eager, gated_backward
 from .argument_checks import check_flag, check_tensor
 from .known_backward import gradients_known
 from .neighbours import Operands, Options, neighbour_of
@@ -24,15 +24,15 @@ def _kept(operands: Operands, total: torch.Tensor | None) -> tuple[torch.Tensor 
     return operands
 
 
-def _told(options: Options, dtypes: tuple[torch.dtype | None, ...]) -> gated_instead.Told:
+def _told(options: Options, dtypes: tuple[torch.dtype | None, ...]) -> eager.GatedArgs:
     norm, gating, activation, _, weight_offset, *_ = options
-    return gated_instead.Told(norm, gating, activation, weight_offset, dtypes)
+    return eager.GatedArgs(norm, gating, activation, weight_offset, dtypes)
 
 
 def _gradients(
     kept: Sequence[Any],
     statistics: Statistics,
-    told: gated_instead.Told,
+    told: eager.GatedArgs,
     dy: torch.Tensor | None,
     dresidual_out: torch.Tensor | None,
     due: tuple[bool, ...],
@@ -49,9 +49,9 @@ def _gradients(
         if found is not None:
             return found
         learnt = key, arrived
-    known = gated_instead.Kept(*[*kept, *unpacked_of(kept[0], statistics)])
+    known = eager.GatedSaved(*[*kept, *unpacked_of(kept[0], statistics)])
     if seen or not gated_backward.takes(known, dy):
-        return gated_instead.gradients(known, told, dy, due)
+        return eager.gated_gradients(known, told, dy, due)
     return gated_backward.gradients(known, told, dy, due, learnt)
 
 

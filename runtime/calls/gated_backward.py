@@ -13,7 +13,8 @@ from ..dtypes import DTYPES
 from ..mode_words import word
 from ..selection import dispatch
 from ..upstream.torch_dynamo import eager_only
-from .gated_instead import Kept, Told
+from .eager import GatedArgs as Told
+from .eager import GatedSaved as Kept
 from .known_backward import Gradients, Learnt, looked_up_again
 from .row_gradients import Backward, in_memory, launched, learn, rounded, shared_sum, sum_dtype
 from .row_layout import walkable
@@ -53,11 +54,11 @@ def _groups(kept: Kept) -> int:
 
 @eager_only
 def gradients(kept: Kept, told: Told, dy: torch.Tensor, due: Sequence[bool], learnt: Learnt | None = None) -> Gradients:
-    """What `gated_instead.gradients` returns of the same arguments, where `takes` has passed them.
+    """What `eager.gated_gradients` returns of the same arguments, where `takes` has passed them.
 
     Args:
         kept: what the forward pass kept.
-        told: see `gated_instead.gradients`.
+        told: see `eager.gated_gradients`.
         dy: the gradient of y.
         due: which gradients are.
         learnt: see `modulated_backward.gradients`.

@@ -18,8 +18,10 @@ from ..selection.batch import batch_invariant
 from ..selection.invariance import is_on
 from ..upstream.torch_autograd import applied, applied_at_once
 from ..upstream.torch_dynamo import eager_only
-from . import group_instead
-from .group_instead import Arrived, Gradients, Options
+from . import eager
+from .eager import GroupArrived as Arrived
+from .eager import GroupNormGradients as Gradients
+from .eager import GroupOptions as Options
 from .group_plan import GroupPlan, Kind, plan_of
 from .known import MISALIGNED, PLAIN, UNREADABLE, Known, Tensors, remember
 from .known_backward import Learnt, addresses_of, gradients_known, looked_up_again
@@ -361,7 +363,7 @@ def gradients_of(
     wants = [name for name, wanted in zip(Gradients._fields, due, strict=True) if wanted]
     arrived = Arrived(dy, x, weight, bias, statistics, options, wants)
     if seen or not arrived_in_memory((dy,)):
-        return group_instead.gradients(arrived)
+        return eager.group_gradients(arrived)
     return launched_backward(arrived, due, learnt)
 
 

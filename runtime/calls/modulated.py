@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from ..codegen.parameters import MODULATED
 from ..errors import ConflictError
-from . import modulated_backward, modulated_instead
+from . import eager, modulated_backward
 from .known_backward import gradients_known
 from .neighbours import Options, neighbour_of
 from .outputs import Statistics, unpacked_of
@@ -24,14 +24,14 @@ def _kept(operands: ModulatedOperands, total: torch.Tensor | None) -> tuple[torc
     return x if total is None else total, scale, shift, gate, None if gate is None else x, weight, bias
 
 
-def _told(options: Options, dtypes: tuple[torch.dtype | None, ...]) -> modulated_instead.Told:
-    return modulated_instead.Told(options[0], options[2], dtypes)
+def _told(options: Options, dtypes: tuple[torch.dtype | None, ...]) -> eager.ModulatedArgs:
+    return eager.ModulatedArgs(options[0], options[2], dtypes)
 
 
 def _gradients(
     kept: Sequence[Any],
     statistics: Statistics,
-    told: modulated_instead.Told,
+    told: eager.ModulatedArgs,
     dy: torch.Tensor | None,
     dresidual_out: torch.Tensor | None,
     due: tuple[bool, ...],
@@ -47,9 +47,9 @@ def _gradients(
         if found is not None:
             return found
         learnt = key, arrived
-    known = modulated_instead.Kept(*[*kept, *unpacked_of(kept[0], statistics)])
+    known = eager.ModulatedSaved(*[*kept, *unpacked_of(kept[0], statistics)])
     if dy is None or seen or not modulated_backward.takes(known, dy, dresidual_out):
-        return modulated_instead.gradients(known, told, dy, dresidual_out, due)
+        return eager.modulated_gradients(known, told, dy, dresidual_out, due)
     return modulated_backward.gradients(known, told, dy, dresidual_out, due, learnt)
 
 

@@ -17,8 +17,9 @@ from ..codegen.values import Direction, FusedAdd, Norm
 from ..dtypes import DTYPES
 from ..selection import dispatch
 from ..upstream.torch_dynamo import eager_only
+from .eager import ModulatedArgs as Told
+from .eager import ModulatedSaved as Kept
 from .known_backward import Gradients, Learnt, looked_up_again
-from .modulated_instead import Kept, Told
 from .outputs import dtype_of_all
 from .row_gradients import Backward, in_memory, launched, learn, rounded, shared_sum, sum_dtype
 from .row_layout import row_stride, walkable
@@ -62,11 +63,11 @@ def gradients(
     due: Sequence[bool],
     learnt: Learnt | None = None,
 ) -> Gradients:
-    """What `modulated_instead.gradients` returns of the same arguments, where `takes` has passed them.
+    """What `eager.modulated_gradients` returns of the same arguments, where `takes` has passed them.
 
     Args:
         kept: what the forward pass kept.
-        told: see `modulated_instead.gradients`.
+        told: see `eager.modulated_gradients`.
         dy: the gradient of y.
         dresidual_out: that of the sum; None if none arrived.
         due: which gradients are.

@@ -15,9 +15,8 @@ from ..selection.invariance import is_on
 from ..upstream.torch_autograd import applied, applied_at_once
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import dispatch_modes, has_tangent
-from . import native, torch_instead
+from . import eager, native
 from .backend import intercepted
-from .double_backward import differentiated
 from .first import launched, launched_backward, resolved
 from .functional import (
     BACKWARD_OF,
@@ -185,7 +184,7 @@ class _AddNormalise(torch.autograd.Function):
             options = (norm, weight_offset, cast, dx_dtype, bias_dtype, wants)
             dx, dweight, dbias, dx_bias, _ = compute(options, dy, total, weight, statistics, nothing, dresidual_out)
         elif dresidual_out is not None and for_x_bias:
-            dx_bias = torch_instead.over_rows(dresidual_out).to(x_bias_dtype)
+            dx_bias = eager.over_rows(dresidual_out).to(x_bias_dtype)
         return (
             None,
             rounded_to(dx, x_dtype) if for_x else None,
@@ -232,9 +231,9 @@ class _Gradients(torch.autograd.Function):
                 return _Gradients.backward(ctx, *gradients)
 
         def compute(*operands: Any) -> NormGradients:
-            return torch_instead.gradients_of_recorded(operands, ctx.options)
+            return eager.plain_gradients_of_packed(operands, ctx.options)
 
-        return None, *differentiated(compute, ctx.saved_tensors, ctx.needs_input_grad[1:], gradients)
+        return None, *eager.differentiated(compute, ctx.saved_tensors, ctx.needs_input_grad[1:], gradients)
 
 
 _applied = applied(_Gradients)
@@ -245,7 +244,7 @@ def differentiable_gradients_of(options: BackwardOptions, *operands: Any) -> Any
     if arrived_in_memory((operands[0], operands[-1])) or is_dynamo_compiling() or dispatch_modes():
         return _applied(options, *operands)
     # Of what has none autograd records what torch's operators do, and not what is done within them.
-    return torch_instead.gradients_of_recorded(operands, options)
+    return eager.plain_gradients_of_packed(operands, options)
 
 
 def gradients_of(options: BackwardOptions, *operands: Any) -> NormGradients:
@@ -259,7 +258,7 @@ def gradients_of(options: BackwardOptions, *operands: Any) -> NormGradients:
     if dispatch_modes():
         return gradients_by_operator(operands, options)
     if not arrived_in_memory((operands[0], operands[-1])):
-        return torch_instead.gradients_of_recorded(operands, options)
+        return eager.plain_gradients_of_packed(operands, options)
     dy, *kept, dresidual_out = operands
     copies: Any = (walkable_gradient(dy), *kept, walkable_gradient(dresidual_out))
     if copies[0] is not dy or copies[-1] is not dresidual_out:

@@ -13,9 +13,9 @@ from torch.fx import Graph, Node
 from .. import settings
 from ..calls import traced
 from ..calls.check import Call, check
+from ..calls.eager import rounded_to
 from ..calls.functions import FUNCTIONS
 from ..calls.outputs import results_of
-from ..calls.torch_instead import rounded_to
 from ..errors import NormforgeError
 from ..selection import dispatch
 from ..upstream.torch_inductor import without_guards

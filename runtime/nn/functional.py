@@ -10,17 +10,17 @@ from typing import Any, Literal, overload
 import torch
 from torch.overrides import handle_torch_function
 
-from ..calls import dropout, native, recorded, torch_instead
+from ..calls import dropout, eager, native, recorded
 from ..calls.argument_checks import check_dtype, check_number, check_tensor
 from ..calls.backend import backend, is_served, left_to_torch
 from ..calls.check import check_normalised
+from ..calls.eager import Dropout
 from ..calls.functional import FORWARD_OF, OPERANDS, named, normalise_traced
 from ..calls.known import PLAIN
 from ..calls.plainly import is_plain
 from ..calls.randomness import settled
 from ..calls.sharded import Frame, is_sharded
 from ..calls.straight import DEFAULT_EPS, Operands, Options
-from ..calls.torch_instead import Dropout
 from ..calls.traced import (
     intercepted,
     is_dynamo_compiling,
@@ -347,9 +347,7 @@ def dropped_add_normalise(
     said: Any = (norm, DEFAULT_EPS if eps is None and kernel else eps, *others)
     if not kernel or left:
         y_dtype = result_dtype(norm, x) if kernel else None
-        found = torch_instead.normalise(
-            operands, shape, (*said[:-2], y_dtype or said[-2], said[-1]), Dropout(dropout_p, rng)
-        )
+        found = eager.plain(operands, shape, (*said[:-2], y_dtype or said[-2], said[-1]), Dropout(dropout_p, rng))
     elif is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation()):
         found = normalise_traced(operands, shape, said, (dropout_p, rng))
     else:
@@ -433,7 +431,7 @@ def normalise_first(
         shape = check_normalised(FORWARD_OF[norm], given, normalized_shape, kernel=kernel and not left)
     options = _as_floats(options)
     if not kernel:
-        return torch_instead.normalise(operands, shape, options)
+        return eager.plain(operands, shape, options)
     if left or is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation()):
         return _seen(operands, shape, options, left)
     said: Any = (norm, DEFAULT_EPS if eps is None else options[1], *options[2:])
@@ -454,7 +452,7 @@ def _traced(operands: Operands, normalized_shape: Any, options: Options, module:
     if (left or not kernel) and module is not None and (before := module.forward_before(operands[0])) is not None:
         return before(module, operands[0])
     if not kernel:
-        return torch_instead.normalise(operands, shape, options)
+        return eager.plain(operands, shape, options)
     return _seen(operands, shape, options, left)
 
 
@@ -465,7 +463,7 @@ def _seen(operands: Operands, shape: tuple[int, ...], options: Options, left: bo
     eps = DEFAULT_EPS if eps is None else float(eps)
     if left or is_left_to_inductor(norm, x, shape, scaled=weight is not None):
         said = (norm, eps, weight_offset, out_dtype or result_dtype(norm, x), cast)
-        return torch_instead.normalise(operands, shape, said)
+        return eager.plain(operands, shape, said)
     return normalise_traced(operands, shape, (norm, eps, weight_offset, out_dtype, cast))
 
 

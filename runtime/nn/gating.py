@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..calls import gated, gated_instead
+from ..calls import eager, gated
 from ..calls import neighbours as calls
 from ..calls.backend import backend
 from ..calls.check import check_normalised
@@ -133,7 +133,7 @@ def _by_parts(operands: GatedOperands, options: GatedOptions, group_size: int | 
 
 def _by_torch(operands: GatedOperands, options: GatedOptions) -> Any:
     *said, out_dtype, saves = options
-    return gated_instead.normalise(operands, (*said, out_dtype or result_dtype(options[0], operands[0]), saves))
+    return eager.gated(operands, (*said, out_dtype or result_dtype(options[0], operands[0]), saves))
 
 
 def _handed_on(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:

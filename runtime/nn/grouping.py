@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..calls import group, group_instead
+from ..calls import eager, group
 from ..calls.argument_checks import check_device, check_dtype, check_number, check_tensor
 from ..calls.backend import backend, is_served, left_to_torch
-from ..calls.group_instead import Options
+from ..calls.eager import GroupOptions as Options
 from ..calls.known import PLAIN
 from ..calls.sharded import Frame, is_sharded
 from ..calls.traced import intercepted, is_dynamo_compiling, keeps_for_recomputation, result_dtype, unrecorded
@@ -89,7 +89,7 @@ def group_norm(
     if is_sharded(*operands):
         return _by_parts(operands, options)
     if backend(x) != "kernel" or left_to_torch(operands) or 0 in x.shape:
-        return group_instead.normalise(x, weight, bias, options)
+        return eager.group(x, weight, bias, options)
     if is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation()):
         return group.normalise_traced(x, weight, bias, options)
     return group.normalise(x, weight, bias, options, (num_groups, eps, activation))

@@ -7,7 +7,7 @@ from typing import Any, overload
 
 import torch
 
-from ..calls import modulated, modulated_instead
+from ..calls import eager, modulated
 from ..calls import neighbours as calls
 from ..calls.straight import ModulatedOperands, ModulatedOptions
 from ..calls.traced import is_dynamo_compiling, result_dtype
@@ -168,7 +168,7 @@ def _first(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
 def _by_torch(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
     norm, eps, weight_offset, fquant, out_dtype, saves = options
     said = (norm, eps, weight_offset, fquant, out_dtype or result_dtype(norm, operands[0]), saves)
-    return modulated_instead.normalise(operands, said)
+    return eager.modulated(operands, said)
 
 
 # By the norm's word.

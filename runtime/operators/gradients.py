@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from ..calls import torch_instead
+from ..calls import eager
 from ..calls.check import FP8_HAS_NO_GRADIENT
-from ..calls.double_backward import differentiated
 from ..calls.functions import FUNCTIONS
 from ..calls.outputs import dtype_of_all
 from ..calls.row_layout import walkable
@@ -141,7 +140,7 @@ def register_second(
             return compute(ctx.told | dict(zip(tensors, operands, strict=True)))
 
         due = dict(zip(passed, ctx.needs_input_grad, strict=True))
-        found = differentiated(computed, ctx.saved_tensors, [due[name] for name in tensors], arrived)
+        found = eager.differentiated(computed, ctx.saved_tensors, [due[name] for name in tensors], arrived)
         by_name = dict(zip(tensors, found, strict=True))
         return tuple([by_name.get(name) for name in passed])
 
@@ -156,9 +155,9 @@ def _computed_by_torch(backward: str, told: dict[str, Any]) -> list[torch.Tensor
     options = tuple(given[name] for name in ("weight_offset", "cast", "dx_dtype", "bias_dtype", "wants"))
     dropout = None
     if given["dropout_rng"] is not None:
-        dropout = torch_instead.Dropout(given["dropout_p"], given["dropout_rng"], given["dropped_dtype"])
+        dropout = eager.Dropout(given["dropout_p"], given["dropout_rng"], given["dropped_dtype"])
     norm = FUNCTIONS[backward].norm.value
-    found = torch_instead.gradients(operands, given["mean"], (norm, *options), dropout)
+    found = eager.plain_gradients(operands, given["mean"], (norm, *options), dropout)
     return [getattr(found, name) for name in given["wants"]]
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..calls import group, group_instead
-from ..calls.group_instead import Arrived, Gradients, Options
+from ..calls import eager, group
+from ..calls.eager import GroupArrived, GroupNormGradients, GroupOptions
 from ..errors import LayoutError
 from ..upstream.torch_dynamo import eager_only
 from .gradients import UNSAVED, kept_too_little, register_second
@@ -59,7 +59,7 @@ def _require_layout(x: torch.Tensor) -> None:
 def _run(*given: Any) -> list[torch.Tensor]:
     x, weight, bias, *told, saves = given
     _require_layout(x)
-    found = group.launched(x, weight, bias, Options(*told), saves=saves)
+    found = group.launched(x, weight, bias, GroupOptions(*told), saves=saves)
     return [tensor for tensor in found if tensor is not None]
 
 
@@ -67,7 +67,7 @@ def _run(*given: Any) -> list[torch.Tensor]:
 def _fake(*given: Any) -> list[torch.Tensor]:
     x, _, _, *told, saves = given
     _require_layout(x)
-    options = Options(*told)
+    options = GroupOptions(*told)
     y = x.new_empty_strided(x.shape, x.stride(), dtype=options.out_dtype or x.dtype)
     shape = (2, x.shape[0], options.num_groups)
     return [y, x.new_empty(shape, dtype=torch.float32)] if saves else [y]
@@ -77,7 +77,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None
     x, weight, bias, *told, saves = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.options = Options(*told)
+    ctx.options = GroupOptions(*told)
     ctx.saves = saves
     if saves:
         ctx.save_for_backward(x, weight, bias, *output[1:])
@@ -90,8 +90,8 @@ def _differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.
     if arrived[0] is None:
         return None, None, None, *none
     x, weight, bias, statistics = ctx.saved_tensors
-    wants = [name for name, due in zip(Gradients._fields, ctx.needs_input_grad, strict=False) if due]
-    found = group.operated_backward(Arrived(arrived[0], x, weight, bias, statistics, ctx.options, wants))
+    wants = [name for name, due in zip(GroupNormGradients._fields, ctx.needs_input_grad, strict=False) if due]
+    found = group.operated_backward(GroupArrived(arrived[0], x, weight, bias, statistics, ctx.options, wants))
     return *found, *none
 
 
@@ -99,7 +99,7 @@ def _differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.
 def _run_backward(*given: Any) -> list[torch.Tensor]:
     dy, x, weight, bias, statistics, *told, wants = given
     _require_layout(x)
-    found = group.launched_backward(Arrived(dy, x, weight, bias, statistics, Options(*(*told, None)), wants))
+    found = group.launched_backward(GroupArrived(dy, x, weight, bias, statistics, GroupOptions(*(*told, None)), wants))
     return [gradient for gradient in found if gradient is not None]
 
 
@@ -113,12 +113,12 @@ def _fake_backward(*given: Any) -> list[torch.Tensor]:
     return found
 
 
-_TENSORS = (*Arrived._fields[:5],)
+_TENSORS = (*GroupArrived._fields[:5],)
 _TOLD = ("num_groups", "eps", "activation", "wants")
 
 
 def _computed_by_torch(given: dict[str, Any]) -> list[torch.Tensor]:
     dy, x, weight, bias, statistics = (given[name] for name in _TENSORS)
     *told, wants = (given[name] for name in _TOLD)
-    arrived = Arrived(dy, x, weight, bias, statistics, Options(*(*told, None)), wants)
-    return [gradient for gradient in group_instead.gradients(arrived) if gradient is not None]
+    arrived = GroupArrived(dy, x, weight, bias, statistics, GroupOptions(*(*told, None)), wants)
+    return [gradient for gradient in eager.group_gradients(arrived) if gradient is not None]

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..calls.argument_checks import check_dtype, check_number, check_tensor
-from ..calls.double_backward import refuse_double_backward
 from ..dtypes import FLOATS
-from ..errors import DeviceError, LayoutError, ShapeError
+from ..errors import DeviceError, GradientError, LayoutError, ShapeError
 from ..selection.invariance import refuse_torch
 from ..upstream.torch_dtensor import assembled
 
@@ -196,7 +195,10 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        refuse_double_backward(ctx, *gradients)
+        raise GradientError(
+            "a gradient of normforge's gradient was asked (a double backward) and no kernel computes it; "
+            "use torch.nn.functional's norm there, or normforge.unpatch(model)"
+        )
 
 
 def _gradients(

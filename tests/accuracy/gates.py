@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 import normforge
-from normforge.calls import gated, gated_backward, gated_instead, neighbours
+from normforge.calls import eager, gated, gated_backward, neighbours
 from normforge.calls.functions import completed
 from normforge.codegen.model import Mode
 from normforge.codegen.parameters import family_of
@@ -68,7 +68,7 @@ def backward(
         neighbours.options_of(gated.CALLS, mode.norm.value, given),
     )
     told = gated.CALLS.told(options, neighbours.dtypes_of(operands))
-    kept = gated_instead.Kept(x, gate, weight, None, statistics.get("mean"), statistics["rstd"])
+    kept = eager.GatedSaved(x, gate, weight, None, statistics.get("mean"), statistics["rstd"])
     due = [operand is not None for operand in operands]
     found = gated_backward.gradients(kept, told, dy, due)
     return dict(zip(("dx", "dgate", "dweight"), (each for each in found if each is not None), strict=True))

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from normforge.calls import group
-from normforge.calls.group_instead import Arrived, Gradients, Options
+from normforge.calls.eager import GroupArrived, GroupNormGradients, GroupOptions
 from normforge.codegen import prose
 from normforge.codegen.groups import Activation, GroupMode
 from normforge.codegen.instance import Tile
@@ -73,9 +73,9 @@ class GroupCase:
         return x.reshape(-1, self.n)
 
     @property
-    def options(self) -> Options:
+    def options(self) -> GroupOptions:
         """What calls are told."""
-        return Options(GROUPS, EPS, self.mode.activation.value, None)
+        return GroupOptions(GROUPS, EPS, self.mode.activation.value, None)
 
 
 Found = tuple[str, torch.dtype, Exact, torch.Tensor, torch.Tensor]
@@ -112,13 +112,15 @@ def backward(case: GroupCase, rows: torch.Tensor, dy: torch.Tensor, weight: torc
     mean = s.mean(-1)
     rstd = ((s - mean.unsqueeze(-1)).square().mean(-1) + EPS).rsqrt()
     statistics = torch.stack((mean, rstd)).float().view(2, x.shape[0], GROUPS)
-    ours = group.launched_backward(Arrived(given, x, weight, bias, statistics, case.options, Gradients._fields))
+    ours = group.launched_backward(
+        GroupArrived(given, x, weight, bias, statistics, case.options, GroupNormGradients._fields)
+    )
     activation = "silu" if silu else None
     exact = group_norm_bwd(given, x, GROUPS, weight, bias, EPS, activation=activation)
     leaves = tuple(tensor.detach().contiguous().float().requires_grad_() for tensor in (x, weight, bias))
     z = functional.group_norm(leaves[0], GROUPS, leaves[1], leaves[2], EPS)
     theirs = torch.autograd.grad(functional.silu(z) if silu else z, leaves, given.float())
-    for name, our, their in zip(Gradients._fields, ours, theirs, strict=True):
+    for name, our, their in zip(GroupNormGradients._fields, ours, theirs, strict=True):
         assert our is not None
         want = Exact(getattr(exact, name), exact.magnitudes[name])
         yield name, our.dtype, want, our, their.to(x.dtype)

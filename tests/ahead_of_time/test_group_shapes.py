@@ -15,7 +15,7 @@ from normforge.ahead_of_time import compile_keys as keys
 from normforge.ahead_of_time.build import Built, build
 from normforge.ahead_of_time.compile_keys import compile_keys
 from normforge.calls import group
-from normforge.calls.group_instead import Options
+from normforge.calls.eager import GroupOptions
 from normforge.errors import ConflictError, FrozenError, MissingInstanceError, NormforgeError, ShapeError
 from normforge.kernels import binaries
 from normforge.kernels import obtain as obtaining
@@ -58,7 +58,7 @@ def trained(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | N
 
 def wide(x: torch.Tensor) -> None:
     """As under torch.autocast on a GPU."""
-    group.normalise(x, vector(torch.float32), None, Options(GROUPS, 1e-5, "none", torch.float32))
+    group.normalise(x, vector(torch.float32), None, GroupOptions(GROUPS, 1e-5, "none", torch.float32))
 
 
 def unaligned() -> torch.Tensor:

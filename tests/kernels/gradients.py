@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from normforge import reference
-from normforge.calls import gated_backward, gated_instead, modulated_backward
-from normforge.calls.modulated_instead import Kept, Told
+from normforge.calls import gated_backward, modulated_backward
+from normforge.calls.eager import GatedArgs, GatedSaved, ModulatedArgs, ModulatedSaved
 from normforge.calls.outputs import NormGradients
 from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.model import Mode
@@ -178,17 +178,17 @@ def check_modulated(mode: Mode, shape: tuple[int, ...], dtypes: dict[str, DType]
     centre = 0 if mean is None else s.mean(-1, keepdim=True)
     rstd = ((s - centre).square().mean(-1) + EPS).rsqrt().float()
     gates = mode.x_gate
-    kept = Kept(
+    kept = ModulatedSaved(
         x, scale, shift, gate if gates else None, gated if gates else None, weight, bias,
         None if mean is None else mean.flatten(), rstd.flatten(),
     )  # fmt: skip
     of_x = gated.dtype if gates else x.dtype
     types = (of_x, scale.dtype, shift.dtype, gate.dtype, x.dtype, weight.dtype, None if bias is None else bias.dtype)
     due = (True, True, True, gates, True, True, bias is not None)
-    told = Told(mode.norm.value, 0.0, types)
+    told = ModulatedArgs(mode.norm.value, 0.0, types)
     assert modulated_backward.takes(kept, dy, dsum)
     found = modulated_backward.gradients(kept, told, dy, dsum, due)
-    exact_kept = Kept(*[None if tensor is None else tensor.double() for tensor in kept])  # type: ignore[arg-type] # tensors
+    exact_kept = ModulatedSaved(*[None if tensor is None else tensor.double() for tensor in kept])  # type: ignore[arg-type] # tensors
     exact_told = told._replace(dtypes=(torch.float64,) * len(types))
     wanted = exactly(exact_kept, exact_told, dy.double(), None if dsum is None else dsum.double())
     for name, got, want in zip(
@@ -221,10 +221,10 @@ def check_gated(mode: Mode, shape: tuple[int, ...], dtypes: dict[str, DType], de
     centre = s.mean(-1, keepdim=True) if mode.norm.centres else torch.zeros_like(s[..., :1])
     rstd = ((s - centre).square().mean(-1) + EPS).rsqrt()
     mean = centre.squeeze(-1).float() if mode.norm.centres else None
-    kept = gated_instead.Kept(x, gate, weight, bias, mean, rstd.float())
+    kept = GatedSaved(x, gate, weight, bias, mean, rstd.float())
     leaves = [tensor for tensor in (x, gate, weight, bias) if tensor is not None]
     types = tuple([None if tensor is None else tensor.dtype for tensor in (x, gate, weight, bias)])
-    told = gated_instead.Told(mode.norm.value, mode.gating, mode.gate_activation, 0.0, types)
+    told = GatedArgs(mode.norm.value, mode.gating, mode.gate_activation, 0.0, types)
     assert gated_backward.takes(kept, dy)
     found = gated_backward.gradients(kept, told, dy, (True, True, True, bias is not None))
 
@@ -248,7 +248,9 @@ def check_gated(mode: Mode, shape: tuple[int, ...], dtypes: dict[str, DType], de
 _PLACES = ("x", "scale", "shift", "gate", "residual", "weight", "bias")
 
 
-def exactly(kept: Kept, told: Told, dy: torch.Tensor, dsum: torch.Tensor | None) -> list[torch.Tensor | None]:
+def exactly(
+    kept: ModulatedSaved, told: ModulatedArgs, dy: torch.Tensor, dsum: torch.Tensor | None
+) -> list[torch.Tensor | None]:
     """The gradients by autograd in fp64, of a norm written out."""
     leaves = [None if t is None else t.clone().requires_grad_() for t in kept[:7]]
     s, scale, shift, gate, gated, weight, bias = leaves

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import normforge
 from normforge import errors
 from normforge.calls import check as checking
-from normforge.calls import torch_instead
+from normforge.calls import eager
 from normforge.nn import functional
 from normforge.random_mask import dropout_mask, dropped
 from normforge.selection import dispatch
@@ -193,7 +193,7 @@ def test_where_no_kernel_runs_the_bits_are_the_same(norm: str, monkeypatch: pyte
         launched.append("torch")
         return dropped(*given)
 
-    monkeypatch.setattr(torch_instead, "dropped", counted)
+    monkeypatch.setattr(eager, "dropped", counted)
     monkeypatch.delenv("TRITON_INTERPRET")
     # Where kernels run is asked of a kind of call once.
     dispatch.forget()

@@ -105,8 +105,8 @@ MUTANTS = (
         "a-gradient-of-the-sum-alone-is-not-dropped",
         "where no gradient arrives for y, x has the sum's",
         "runtime/calls/dropout.py",
-        "ddropped = dropped(torch_instead.widened(dresidual_out), p, rng)",
-        "ddropped = torch_instead.widened(dresidual_out)",
+        "ddropped = dropped(eager.widened(dresidual_out), p, rng)",
+        "ddropped = eager.widened(dresidual_out)",
         (_ONE,),
     ),
     Mutant(

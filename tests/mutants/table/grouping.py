@@ -188,7 +188,7 @@ MUTANTS = (
     Mutant(
         "second-derivatives-forget-statistics",
         "GroupNorm's double backward takes mean and rstd for constants",
-        "runtime/calls/group_instead.py",
+        "runtime/calls/eager.py",
         "if torch.is_grad_enabled() and s.requires_grad:",
         "if False:",
         (f"{_NUMBERS}::test_second_derivatives",),

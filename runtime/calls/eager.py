@@ -1,0 +1,586 @@
+"""Norms in torch's own operators, forward and backward: the fallback where no kernel runs, and second derivatives.
+
+Each family has a forward formula and a differentiable backward formula: plain (with or without dropout), gated,
+modulated and group norms. Backward formulas compute in fp32, round each gradient once and sum rows in a fixed order.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from ..codegen.values import Cast, GateActivation, Gating
+from ..dtypes import HALVES
+from ..mode_words import word
+from ..random_mask import dropped
+from ..selection.invariance import refuse_torch
+from ..upstream.torch_dynamo import constant_in_traces
+from ..upstream.torch_internals import is_forward_ad_on, jit_tracing
+from .outputs import NormGradients, unpacked
+from .straight import BackwardOperands, BackwardOptions, ModulatedOperands, ModulatedOptions, Operands, Options
+from .traced import unrecorded
+
+Tensors = Sequence["torch.Tensor | None"]
+
+# Pieces that all families share.
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Convert a tensor to the dtype of arithmetic: fp64 stays fp64, every other dtype becomes fp32."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def as_stored(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round a sum to the dtype it is stored in, and widen it again; autograd sees no rounding."""
+    # An infinite sum less itself is NaN, and its rounding changes nothing.
+    return total + (widened(total.to(dtype)) - total).detach().nan_to_num(0.0, math.inf, -math.inf)
+
+
+def rounded_to(cast: Cast, y_dtype: torch.dtype, x_dtype: torch.dtype) -> torch.dtype | None:
+    """Return the 16-bit dtype that rows are rounded to before the weight: y's (or dy's), else x's; None for neither."""
+    return next((dtype for dtype in (y_dtype, x_dtype) if cast.comes_first and dtype in HALVES), None)
+
+
+@constant_in_traces
+def _rounded_to(cast: str | Cast, y_dtype: torch.dtype, x_dtype: torch.dtype) -> torch.dtype | None:
+    return rounded_to(word(Cast, "cast", cast), y_dtype, x_dtype)
+
+
+def _offset(weight: torch.Tensor | None, weight_offset: float) -> torch.Tensor | None:
+    return weight if weight is None or not weight_offset else widened(weight) + weight_offset
+
+
+def _affine(h: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    dtypes = [tensor.dtype for tensor in (h, weight, bias) if tensor is not None]
+    wide = functools.reduce(torch.promote_types, dtypes, torch.float32)
+    y = h.to(wide) if weight is None else h.to(wide) * weight.to(wide)
+    return y if bias is None else y + bias.to(wide)
+
+
+def _norm(
+    norm: str,
+    x: torch.Tensor,
+    shape: tuple[int, ...],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float | None,
+) -> torch.Tensor:
+    """Call torch's own norm."""
+    # Sizes are tensors where torch.jit.trace records them, and none is compared.
+    if x.device.type != "meta" and (jit_tracing() or 0 not in x.shape):
+        refuse_torch(f"a norm of {x.dtype} on {x.device}")
+    dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
+    if len(dtypes) > 1:
+        # Which types go together depends on the device and on the transform, and the kernels take any.
+        wide = functools.reduce(torch.promote_types, dtypes, torch.float32)
+        weight, bias = (None if parameter is None else parameter.to(wide) for parameter in (weight, bias))
+        return _norm(norm, x.to(wide), shape, weight, bias, eps).to(x.dtype)
+    if norm == "rms":
+        return functional.rms_norm(x, list(shape), weight, eps)
+    assert eps is not None
+    if is_forward_ad_on():
+        return _layer_norm_written_out(x, tuple(range(-len(shape), 0)), weight, bias, eps)
+    return functional.layer_norm(x, list(shape), weight, bias, eps)
+
+
+def _layer_norm_written_out(
+    x: torch.Tensor, dims: tuple[int, ...], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """Compute LayerNorm by operators whose tangents torch differentiates rightly.
+
+    The second tangent of torch's own layer_norm is wrong (https://github.com/pytorch/pytorch/issues/196700).
+    """
+    wide = widened(x)
+    centred = wide - wide.mean(dims, keepdim=True)
+    h = centred * torch.rsqrt((centred * centred).mean(dims, keepdim=True) + eps)
+    return _affine(h, weight, bias).to(x.dtype)
+
+
+def _last_dimension(x: torch.Tensor) -> tuple[int, ...]:
+    with unrecorded():
+        return tuple(x.shape[-1:])
+
+
+def _normalised(
+    s: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Return rows normalised by saved statistics, rstd of shape (..., 1), and whether the norm centres rows.
+
+    Where a second derivative could be asked for, statistics become functions of the rows, with the saved values. They
+    imply eps.
+    """
+    rstd = rstd.view(*s.shape[:-1], 1)
+    mean = None if mean is None else mean.view(rstd.shape)
+    if torch.is_grad_enabled() and s.requires_grad:
+        if mean is None:
+            square = s.square().mean(-1, keepdim=True)
+        else:
+            centre = s.mean(-1, keepdim=True)
+            mean = mean + (centre - centre.detach())
+            square = (s - centre).square().mean(-1, keepdim=True)
+        rstd = (rstd.pow(-2) + (square - square.detach())).rsqrt()
+    return (s * rstd, rstd, False) if mean is None else ((s - mean) * rstd, rstd, True)
+
+
+def _through_rows(
+    g: torch.Tensor, normalised: tuple[torch.Tensor, torch.Tensor, bool], dresidual_out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the gradient of rows, given that of the normalised rows (g) and that of the stored sum."""
+    if 0 not in g.shape:
+        refuse_torch(f"a norm's gradient on {g.device}")
+    h, rstd, centres = normalised
+    dx = g - h * (g * h).mean(-1, keepdim=True)
+    if centres:
+        dx = dx - g.mean(-1, keepdim=True)
+    dx = dx * rstd
+    return dx if dresidual_out is None else dx + dresidual_out.float()
+
+
+def over_rows(gradient: torch.Tensor) -> torch.Tensor:
+    """Sum a gradient's rows in fp32."""
+    return _summed(gradient, range(gradient.dim() - 1))
+
+
+def _summed(gradient: torch.Tensor, dimensions: Iterable[int]) -> torch.Tensor:
+    shared = tuple(dimensions)
+    return gradient.sum(shared, dtype=torch.float32) if shared else gradient.float()
+
+
+def _rounded(gradients: Tensors, dtypes: Sequence[torch.dtype | None], due: Iterable[object]) -> Any:
+    """Return the gradients that are due, each in the dtype of its operand; None for every other one."""
+    return [
+        gradient.to(dtype) if needed and gradient is not None and dtype is not None else None
+        for gradient, dtype, needed in zip(gradients, dtypes, due, strict=True)
+    ]
+
+
+def dtypes_of(operands: Tensors) -> tuple[torch.dtype | None, ...]:
+    """Return the dtype of each operand; None for an absent one."""
+    return tuple([None if operand is None else operand.dtype for operand in operands])
+
+
+# Plain norms, with or without a residual, x_bias, a cast before the weight, and dropout.
+
+
+class Dropout(NamedTuple):
+    """A dropout of x, applied behind x_bias and before the residual is added.
+
+    Attributes:
+        p: the probability that an element is dropped.
+        rng: seed and offset, which determine the mask.
+        dtype: of the gradient of x; None is x's.
+    """
+
+    p: float
+    rng: torch.Tensor
+    dtype: torch.dtype | None = None
+
+
+def plain(operands: Operands, shape: tuple[int, ...], options: Options, dropout: Dropout | None = None) -> Any:
+    """Return the outputs of `recorded.normalise` for the same arguments. eps=None takes torch's own default."""
+    x, weight, bias, residual, x_bias = operands
+    norm, eps, weight_offset, out_dtype, cast = options
+    to = _rounded_to(cast, out_dtype or x.dtype, x.dtype)
+    weight = _offset(weight, weight_offset)
+    if x_bias is None and residual is None and out_dtype is None and to is None:
+        return _norm(norm, x, shape, weight, bias, eps)
+    total = widened(x) if x_bias is None else widened(x) + widened(x_bias)
+    if dropout is not None:
+        total = dropped(total, dropout.p, dropout.rng)
+    if residual is not None:
+        total = as_stored(total + widened(residual), residual.dtype)
+    if to is None:
+        y = _norm(norm, total, shape, weight, bias, eps)
+    else:
+        y = _affine(_norm(norm, total, shape, None, None, eps).to(to), weight, bias)
+    y = y.to(out_dtype or x.dtype)
+    return y if residual is None else (y, total.to(residual.dtype))
+
+
+def plain_gradients_of_packed(operands: BackwardOperands, options: BackwardOptions) -> NormGradients:
+    """Return `plain_gradients`, where the rstd operand packs the means too."""
+    dy, x, weight, statistics, x_bias, dresidual_out = operands
+    mean, rstd = unpacked(statistics, x.numel() // x.shape[-1])
+    return plain_gradients((dy, x, weight, rstd, x_bias, dresidual_out), mean, options)
+
+
+def plain_gradients(
+    operands: BackwardOperands,
+    mean: torch.Tensor | None,
+    options: BackwardOptions,
+    dropout: Dropout | None = None,
+) -> NormGradients:
+    """Return the gradients in `wants`, differentiable. mean is None for RMSNorm; dy may be None if only dx is due."""
+    dy, x, weight, rstd, x_bias, dresidual_out = operands
+    _, weight_offset, cast, dx_dtype, bias_dtype, wants = options
+    normalised = _normalised(x.float() if x_bias is None else x.float() + x_bias.float(), mean, rstd)
+    h, *_ = normalised
+    dy = torch.zeros_like(x) if dy is None else dy
+    to = _rounded_to(cast, dy.dtype, x.dtype)
+    weighted = h if to is None else h.to(to).float()
+    dy = dy.float()
+    g = dy if weight is None else dy * (weight.float() + weight_offset)
+    dx = _through_rows(g, normalised, dresidual_out)
+    ddropped = dx if dropout is None else dropped(dx, dropout.p, dropout.rng)
+    # One rounding each.
+    exact = (
+        ("dx", dx, dx_dtype or x.dtype),
+        ("dweight", dy * weighted, None if weight is None else weight.dtype),
+        ("dbias", dy, bias_dtype),
+        ("dx_bias", ddropped, None if x_bias is None else x_bias.dtype),
+        ("ddropped", ddropped, (None if dropout is None else dropout.dtype) or x.dtype),
+    )
+    rounded = {
+        name: (rows if name in ("dx", "ddropped") else over_rows(rows)).to(dtype)
+        for name, rows, dtype in exact
+        if name in wants
+    }
+    return NormGradients(*[rounded.get(name) for name in NormGradients._fields])
+
+
+# Gated norms: y = norm(x) * act(gate), or y = norm(x * act(gate)).
+
+
+class GatedArgs(NamedTuple):
+    """Arguments of a gated call that the backward pass needs besides tensors.
+
+    Attributes:
+        norm: "layer" or "rms".
+        gating: where the gate is applied.
+        activation: applied to the gate.
+        weight_offset: added to weight.
+        dtypes: of the operands; None for an absent one.
+    """
+
+    norm: str
+    gating: str | Gating
+    activation: str | GateActivation
+    weight_offset: float
+    dtypes: tuple[torch.dtype | None, ...]
+
+
+class GatedSaved(NamedTuple):
+    """Tensors that the forward pass of a gated norm saves.
+
+    Attributes:
+        x: the operand; (..., G, N) in groups of columns.
+        gate: the operand, of x's shape.
+        weight: the operand.
+        bias: the operand.
+        mean: per row, of what was normalised; None for RMSNorm.
+        rstd: per row, of what was normalised.
+    """
+
+    x: torch.Tensor
+    gate: torch.Tensor
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    mean: torch.Tensor | None
+    rstd: torch.Tensor
+
+
+def gated(operands: Sequence[Any], options: Sequence[Any]) -> Any:
+    """Return the outputs of `neighbours.normalise` for a gated call."""
+    x, gate, weight, bias = operands
+    norm, gating, activation, eps, weight_offset, _, out_dtype, _ = options
+    is_before = word(Gating, "gating", gating).is_before
+    factor = _activated(activation, widened(gate))
+    s = widened(x)
+    y = _norm(norm, s * factor if is_before else s, _last_dimension(x), None, None, eps)
+    y = y if weight is None else y * (widened(weight) + weight_offset)
+    y = y if bias is None else y + widened(bias)
+    return (y if is_before else y * factor).to(out_dtype or x.dtype)
+
+
+def gated_gradients(saved: GatedSaved, args: GatedArgs, dy: torch.Tensor, due: Sequence[bool]) -> Any:
+    """Return the gradients of a gated call's operands that are due, differentiable; `gated_backward` has the kernels.
+
+    With f the activated gate, f' its slope and h the normalised rows: behind the norm, dgate = dy * (h * weight + bias)
+    * f', and dy * f takes dy's place. In front of it, the norm's backward pass makes ds of dy, dx = ds * f and dgate =
+    ds * x * f'.
+    """
+    is_before = word(Gating, "gating", args.gating).is_before
+    x, gate, dy = saved.x.float(), saved.gate.float(), dy.float()
+    factor = _activated(args.activation, gate)
+    normalised = _normalised(x * factor if is_before else x, saved.mean, saved.rstd)
+    h, *_ = normalised
+    weight = None if saved.weight is None else saved.weight.float() + args.weight_offset
+    of_affine = dy if is_before else dy * factor
+    ds = _through_rows(of_affine if weight is None else of_affine * weight, normalised)
+    if is_before:
+        dgate = ds * x
+    else:
+        y = h if weight is None else h * weight
+        dgate = dy * (y if saved.bias is None else y + saved.bias.float())
+    made = (
+        ds * factor if is_before else ds,
+        dgate * _slope(args.activation, gate) if due[1] else None,
+        None if saved.weight is None else _summed(of_affine * h, range(h.dim() - saved.weight.dim())),
+        None if saved.bias is None else _summed(of_affine, range(h.dim() - saved.bias.dim())),
+    )
+    return _rounded(made, args.dtypes, due)
+
+
+def _activated(activation: str | GateActivation, gate: torch.Tensor) -> torch.Tensor:
+    rising = torch.sigmoid(gate)
+    return rising if word(GateActivation, "activation", activation) is GateActivation.SIGMOID else gate * rising
+
+
+def _slope(activation: str | GateActivation, gate: torch.Tensor) -> torch.Tensor:
+    rising = torch.sigmoid(gate)
+    if word(GateActivation, "activation", activation) is GateActivation.SIGMOID:
+        return rising * (1 - rising)
+    return rising * (1 + gate * (1 - rising))
+
+
+# Modulated norms: y = norm(x * gate + residual) * (1 + scale) + shift.
+
+
+class ModulatedArgs(NamedTuple):
+    """Arguments of a modulated call that the backward pass needs besides tensors.
+
+    Attributes:
+        norm: "layer" or "rms".
+        weight_offset: added to weight.
+        dtypes: of the operands; None for an absent one.
+    """
+
+    norm: str
+    weight_offset: float
+    dtypes: tuple[torch.dtype | None, ...]
+
+
+class ModulatedSaved(NamedTuple):
+    """Tensors that the forward pass of a modulated norm saves.
+
+    Attributes:
+        rows: x, or the sum as it was stored.
+        scale: the operand.
+        shift: the operand.
+        gate: the operand.
+        gated: x, where there is a gate.
+        weight: the operand.
+        bias: the operand.
+        mean: per row; None for RMSNorm.
+        rstd: per row.
+    """
+
+    rows: torch.Tensor
+    scale: torch.Tensor
+    shift: torch.Tensor
+    gate: torch.Tensor | None
+    gated: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    mean: torch.Tensor | None
+    rstd: torch.Tensor
+
+
+def modulated(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
+    """Return the outputs of `neighbours.normalise` for a modulated call."""
+    x, scale, shift, gate, residual, weight, bias = operands
+    norm, eps, weight_offset, _, out_dtype, _ = options
+    total = widened(x)
+    if gate is not None:
+        total = total * _per_sample(gate, x)
+    if residual is not None:
+        total = as_stored(total + widened(residual), residual.dtype)
+    weight = _offset(weight, weight_offset)
+    y = _norm(norm, total, _last_dimension(x), weight, bias, eps)
+    y = (y * (1 + _per_sample(scale, x)) + _per_sample(shift, x)).to(out_dtype or x.dtype)
+    return y if residual is None else (y, total.to(residual.dtype))
+
+
+def _per_sample(operand: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return a modulation in the dtype of arithmetic, of a shape that broadcasts to x's."""
+    wide = widened(operand)
+    if 1 < wide.dim() < x.dim():
+        for _ in range(x.dim() - wide.dim()):
+            wide = wide.unsqueeze(1)
+    return wide
+
+
+def modulated_gradients(
+    saved: ModulatedSaved,
+    args: ModulatedArgs,
+    dy: torch.Tensor | None,
+    dresidual_out: torch.Tensor | None,
+    due: Sequence[bool],
+) -> Any:
+    """Return the gradients of a modulated call's operands that are due, differentiable; see `modulated_backward`.
+
+    With h the normalised rows, a = h * weight + bias and g = dy * (1 + scale) * weight: ds is what the norm's backward
+    pass makes of g, and the gradient that arrives for the sum; dx = ds * gate, dgate = ds * x, dscale = dy * a and
+    dshift = dy, summed over the rows that share them.
+    """
+    rows = saved.rows
+    dscale = dshift = dweight = dbias = None
+    if dy is None:
+        ds = None if dresidual_out is None else dresidual_out.float()
+    else:
+        normalised = _normalised(rows.float(), saved.mean, saved.rstd)
+        h, *_ = normalised
+        factor = None if saved.weight is None else saved.weight.float() + args.weight_offset
+        dy = dy.float()
+        dz = dy * (1 + _per_sample(saved.scale, rows))
+        ds = _through_rows(dz if factor is None else dz * factor, normalised, dresidual_out)
+        _, for_scale, for_shift, _, _, for_weight, for_bias = due
+        if for_scale:
+            a = h if factor is None else h * factor
+            dscale = _over_sharing(dy * (a if saved.bias is None else a + saved.bias.float()), saved.scale)
+        dshift = _over_sharing(dy, saved.shift) if for_shift else None
+        dweight = over_rows(dz * h) if for_weight else None
+        dbias = over_rows(dz) if for_bias else None
+    dx, dgate = ds, None
+    if ds is not None and saved.gate is not None and saved.gated is not None:
+        dx = ds * _per_sample(saved.gate, ds) if due[0] else None
+        dgate = _over_sharing(ds * saved.gated.float(), saved.gate) if due[3] else None
+    return _rounded((dx, dscale, dshift, dgate, ds, dweight, dbias), args.dtypes, due)
+
+
+def _over_sharing(gradient: torch.Tensor, modulation: torch.Tensor) -> torch.Tensor:
+    """Sum a gradient over the rows that share a row of a modulation: (N,), (samples, N), or x's own shape."""
+    if modulation.dim() == gradient.dim():
+        return gradient
+    return _summed(gradient, range(int(modulation.dim() > 1), gradient.dim() - 1))
+
+
+# GroupNorm.
+
+
+class GroupOptions(NamedTuple):
+    """Arguments of a call of GroupNorm besides tensors.
+
+    Attributes:
+        num_groups: groups of a sample.
+        eps: added to the variance.
+        activation: the word of `codegen.groups.Activation`.
+        out_dtype: y's; None is x's.
+    """
+
+    num_groups: int
+    eps: float
+    activation: str
+    out_dtype: torch.dtype | None
+
+
+class GroupArrived(NamedTuple):
+    """A backward call of GroupNorm.
+
+    Attributes:
+        dy: the gradient that arrives, of x's shape.
+        x: the operand.
+        weight: (C,), or None.
+        bias: (C,), or None.
+        statistics: mean and rstd of each group, (2, samples, groups), fp32.
+        options: of the forward call.
+        wants: the names of `GroupNormGradients` that are due.
+    """
+
+    dy: torch.Tensor
+    x: torch.Tensor
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    statistics: torch.Tensor
+    options: GroupOptions
+    wants: Collection[str]
+
+
+class GroupNormGradients(NamedTuple):
+    """The gradients of a call's tensors; None for one that is not due."""
+
+    dx: torch.Tensor | None
+    dweight: torch.Tensor | None
+    dbias: torch.Tensor | None
+
+
+def group(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: GroupOptions
+) -> torch.Tensor:
+    """Return y of `group.normalise` for the same arguments."""
+    with unrecorded():
+        has_memory = x.device.type != "meta" and 0 not in x.shape
+    if has_memory:
+        refuse_torch(f"a GroupNorm of {x.dtype} on {x.device}")
+    if weight is None and bias is not None:
+        # Without a weight torch computes no gradient of its bias, and its process may crash (2.13, on a CPU).
+        weight = torch.ones_like(bias, requires_grad=False)
+    dtypes = {tensor.dtype for tensor in (x, weight, bias) if tensor is not None}
+    if len(dtypes) == 1 and options.activation == "none" and options.out_dtype in (None, x.dtype):
+        return torch.group_norm(x, options.num_groups, weight, bias, options.eps)
+    # What is applied behind the norm is rounded once, with it.
+    wide = widened(x)
+    weight, bias = (None if vector is None else vector.to(wide.dtype) for vector in (weight, bias))
+    y = torch.group_norm(wide, options.num_groups, weight, bias, options.eps)
+    if options.activation == "silu":
+        y = functional.silu(y)
+    return y.to(options.out_dtype or x.dtype)
+
+
+def group_gradients(arrived: GroupArrived) -> GroupNormGradients:
+    """Return the gradients of a call of GroupNorm that are due, differentiable; `group` has the kernels."""
+    dy, x, weight, bias, statistics, options, wants = arrived
+    # Elements of a group are innermost.
+    s = widened(x).reshape(x.shape[0], options.num_groups, -1)
+    normalised = _normalised(s, *statistics.to(s.dtype))
+    h, *_ = normalised
+    dz = dy.to(s.dtype)
+    if options.activation == "silu":
+        z = _per_channel(weight, x) * h.reshape(x.shape) + _per_channel(bias, x, 0.0)
+        sigmoid = torch.sigmoid(z)
+        dz = dz * sigmoid * (1 + z * (1 - sigmoid))
+    dx = _through_rows((dz * _per_channel(weight, x)).reshape(s.shape), normalised).reshape(x.shape)
+    others = tuple([dim for dim in range(x.dim()) if dim != 1])
+    dweight = (dz * h.reshape(x.shape)).sum(others) if "dweight" in wants and weight is not None else None
+    dbias = dz.sum(others) if "dbias" in wants and bias is not None else None
+    due = [name in wants for name in GroupNormGradients._fields]
+    return GroupNormGradients(*_rounded((dx, dweight, dbias), dtypes_of((x, weight, bias)), due))
+
+
+def _per_channel(vector: torch.Tensor | None, x: torch.Tensor, absent: float = 1.0) -> torch.Tensor | float:
+    """Return a vector of channels in the dtype of arithmetic, of a shape that broadcasts to x's."""
+    return absent if vector is None else widened(vector).reshape(-1, *[1] * (x.dim() - 2))
+
+
+# Second derivatives of every family: torch's operators differentiate the backward formulas above.
+
+
+def differentiated(
+    compute: Callable[..., Tensors], operands: Tensors, due: Sequence[bool], arrived: Tensors
+) -> list[torch.Tensor | None]:
+    """Return the gradients of some operands, given those of the results that `compute` makes of the operands.
+
+    Args:
+        compute: from the operands to results, by torch's operators.
+        operands: of the call.
+        due: for each operand, whether its gradient is.
+        arrived: the gradient of each result; None where none arrived.
+
+    Returns:
+        A gradient per operand; None where none is due, or the results do not depend on the operand. The gradients are
+        differentiable if gradients are enabled.
+    """
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views of tensors that are in the graph already, or leaves of a graph that ends here.
+        inputs = [
+            None if operand is None else operand.view_as(operand) if again else operand.detach().requires_grad_(needed)
+            for operand, needed in zip(operands, due, strict=True)
+        ]
+        pairs = [
+            (result, gradient)
+            for result, gradient in zip(compute(*inputs), arrived, strict=True)
+            if result is not None and gradient is not None and result.requires_grad
+        ]
+    is_due = [operand is not None and needed for operand, needed in zip(inputs, due, strict=True)]
+    wanted = [operand for operand, needed in zip(inputs, is_due, strict=True) if operand is not None and needed]
+    if not pairs or not wanted:
+        return [None] * len(inputs)
+    results, gradients = zip(*pairs, strict=True)
+    made = iter(torch.autograd.grad(results, wanted, gradients, create_graph=again, allow_unused=True))
+    return [next(made) if needed else None for needed in is_due]
