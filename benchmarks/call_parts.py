@@ -1,7 +1,7 @@
 """Eager calls of normforge and of torch as functions to time, and the parts of three of normforge's, each by itself.
 
 A part is what a call that is known from before comes to, done again with the same operands. Keys, guards, allocations
-and launches are those of a real call; what reads addresses is the code of `normforge.calls.straight`, in short. Two
+and launches are those of a real call; what reads addresses is the code of `normforge.calls.lookup`, in short. Two
 calls are also taken apart in place: see `in_place`.
 """
 
@@ -158,7 +158,7 @@ def _recorded_parts(inputs: Inputs, taken: Taken) -> list[Part]:
     x, *vectors = leaves = inputs.leaves()
     eps, shape = inputs.eps, (inputs.cell.n,)
     kept = (residual.clone(), weight, bias)
-    calls = SimpleNamespace(normalise=lambda *_: residual)
+    calls = SimpleNamespace(recorded=SimpleNamespace(normalise=lambda *_: residual))
     public = without(functional.layer_norm, native=SimpleNamespace(calls=calls))
     parts = [
         Part(RECORDED, _GIVEN, lambda: public(x, shape, *vectors, eps)),

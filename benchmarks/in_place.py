@@ -34,7 +34,8 @@ def quantised_in_place(taken: Taken, call: Callable[[Callable[..., Any]], Call])
     """
 
     def made(allocates: bool) -> Call:
-        return call(without(straight.layernorm2d_fwd, dispatch=_known(taken, allocates)))
+        calls = native.calls_among(_known(taken, allocates), native.makes(build=True))
+        return call(without(straight.layernorm2d_fwd, native=SimpleNamespace(calls=calls)))
 
     return {PYTHON: made(False), ALLOCATIONS: made(True)}
 
@@ -43,11 +44,11 @@ def recorded_in_place(taken: Taken, call: Callable[[Callable[..., Any]], Call]) 
     """The same of `layer_norm` where a gradient is due."""
 
     def made(apply: Callable[..., Any], allocates: bool) -> Call:
-        calls = native.calls_among(_known(taken, allocates), native.InPython(apply, apply))
+        calls = native.calls_among(_known(taken, allocates), native.makes(build=True), (apply, apply))
         return call(without(functional.layer_norm, native=SimpleNamespace(calls=calls)))
 
     def keeping_nothing(ctx: Any, told: Any, *tensors: Any) -> Any:
-        return native.calls.run_recorded_alone(told[1])[0]
+        return native.calls.recorded.run_recorded(told[1])[0]
 
     keeping = _apply_of(recorded._Normalise.forward)
     return {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from . import emit
 from .errors import FolderError
-from .families import Family, Kind, Parameter
+from .families import Family, Parameter
 from .parameters import BACKWARD, FORWARD, GATED, MODULATED, QUANTISED
 from .values import Norm
 
@@ -117,17 +117,6 @@ def _fitted(before: str, items: str, after: str, indent: int) -> str:
     return f"{margin}{before}\n{filled}\n{margin}{after}  # fmt: skip".replace("\0", " ")
 
 
-def _constant(word: str) -> str:
-    """The name of the constant that is a default word."""
-    return f"_{word.strip(chr(34)).upper()}"
-
-
-def _constants(family: Family) -> dict[str, str]:
-    """Those names, with their words, of a family."""
-    words = [word for row in family.parameters if row.kind is Kind.WORD for word in row.default.values()]
-    return {_constant(word): word for word in dict.fromkeys(words)}
-
-
 def _import_enums(*families: Family) -> str:
     """The import of the enums whose members families take."""
     rows = [row for family in families for row in family.parameters]
@@ -138,50 +127,9 @@ def _import_enums(*families: Family) -> str:
     return "from ..codegen.values import (\n" + "".join(f"    {name},\n" for name in names) + ")"
 
 
-def _has_class(row: Parameter) -> bool:
-    """Whether another class has an equal of what is passed, as True is equal to 1, and 1.0 too."""
-    return row.kind is Kind.FLAG or row.takes_codes
-
-
-def _either(before: str, rows: Sequence[Parameter], after: str, indent: int) -> str:
-    """The bits of all addresses of rows, as the formatter sets them."""
-    margin = " " * indent
-    text = " | ".join(f"{row.name}_at" for row in rows)
-    one = f"{margin}{before}{text}{after}"
-    if len(one) <= emit.LINE_LENGTH:
-        return one
-    inner = margin + 4 * " "
-    if len(inner + text) > emit.LINE_LENGTH:
-        text = text.replace(" | ", f"\n{inner}| ")
-    return f"{margin}{before}\n{inner}{text}\n{margin}{after}"
-
-
-def _every(before: str, text: str, after: str, indent: int) -> str:
-    """Conditions, one a line, of which all are to hold, as the formatter sets them."""
-    margin = " " * indent
-    conditions = [line.strip() for line in text.splitlines() if line.strip()]
-    one = f"{margin}{before}{' and '.join(conditions)}{after}"
-    bare = one if before.startswith("if not") else f"{margin}if {' and '.join(conditions)}:"
-    if len(bare) <= emit.LINE_LENGTH:
-        return bare
-    inner = f"\n{margin}    "
-    return f"{margin}{before}{inner}{f'{inner}and '.join(conditions)}\n{margin}{after}"
-
-
-def _some(every: Sequence[Parameter], there: Sequence[Parameter], suffix: str) -> str:
-    """The tensors of rows, or with a suffix their addresses, and what stands for those that are not there."""
-    absent = "0" if suffix else "None"
-    return ", ".join(f"{row.name}{suffix}" if row in there else absent for row in every)
-
-
 def _names(rows: Sequence[Parameter]) -> str:
     """What rows are called."""
     return ", ".join(row.name for row in rows)
-
-
-def _outdented(text: str) -> str:
-    """What a macro of whole lines gives, one step further out."""
-    return "\n".join(line.removeprefix(4 * " ") for line in _block(text).split("\n"))
 
 
 def _block(text: str) -> str:
@@ -191,15 +139,8 @@ def _block(text: str) -> str:
 
 _HELPERS = {
     "block": _block,
-    "either": _either,
-    "every": _every,
     "names": _names,
-    "outdented": _outdented,
-    "some": _some,
     "paragraph": _paragraph,
     "fitted": _fitted,
-    "constant": _constant,
-    "constants": _constants,
     "import_enums": _import_enums,
-    "has_class": _has_class,
 }

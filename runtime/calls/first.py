@@ -22,6 +22,7 @@ from .known import MISALIGNED, PLAIN, Addresses, Key, Tensors, remember
 from .launch import of_no_rows, run, run_backward, run_recorded
 from .outputs import LayerNormOutput, NormGradients, unpacked
 from .plan import Plan
+from .randomness import settled as settled_mask
 from .traced import backward_traced, forward_traced, is_dynamo_compiling
 
 Given = Mapping[str, Any]
@@ -41,9 +42,14 @@ def forward(norm: str, key: Key | None, given: Given) -> LayerNormOutput:
         NormforgeError: as `layernorm2d_fwd` lists them.
     """
     # What no kernel takes an operator may.
-    if is_dynamo_compiling() or dispatch_modes() or _is_foreign(FORWARD, given):
+    if dispatch_modes() or _is_foreign(FORWARD, given):
         return forward_traced(norm, given)
     return launched(norm, key, given)
+
+
+def traced_forward(norm: str, **given: Any) -> LayerNormOutput:
+    """`forward` where TorchDynamo follows the call."""
+    return forward_traced(norm, _with_mask(given, draws=True))
 
 
 def backward(norm: str, key: Key | None, given: Given) -> NormGradients:
@@ -52,9 +58,22 @@ def backward(norm: str, key: Key | None, given: Given) -> NormGradients:
     Raises:
         NormforgeError: as `layernorm2d_bwd` lists them.
     """
-    if is_dynamo_compiling() or dispatch_modes() or _is_foreign(BACKWARD, given):
+    if dispatch_modes() or _is_foreign(BACKWARD, given):
         return backward_traced(norm, given)
     return launched_backward(norm, key, given)
+
+
+def traced_backward(norm: str, **given: Any) -> NormGradients:
+    """`backward` where TorchDynamo follows the call."""
+    return backward_traced(norm, _with_mask(given, draws=False))
+
+
+def _with_mask(given: dict[str, Any], *, draws: bool) -> dict[str, Any]:
+    """Return the arguments, what the mask of a dropout follows from being settled."""
+    p, rng = given["dropout_p"], given["dropout_rng"]
+    if p != 0.0 or rng is not None or type(p) is not float:
+        given["dropout_p"], given["dropout_rng"] = settled_mask(p, rng, given["x"], draws=draws)
+    return given
 
 
 @eager_only
@@ -155,7 +174,7 @@ def _can_be_known(family: Family, given: Given) -> bool:
 
 
 def in_vectors(rows: tuple[Parameter, ...], addresses: Addresses) -> Addresses:
-    """Return the addresses whose alignment a plan depends on, as `straight.py` looks plans up by them."""
+    """Return the addresses whose alignment a plan depends on, as look-ups find plans by them."""
     return tuple(at for row, at in zip(rows, addresses, strict=True) if row.is_read_in_vectors)
 
 

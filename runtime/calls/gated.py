@@ -16,7 +16,7 @@ from .argument_checks import check_flag, check_tensor
 from .known_backward import gradients_known
 from .neighbours import Operands, Options, neighbour_of
 from .outputs import Statistics, unpacked_of
-from .straight import GatedOperands, find_gated
+from .straight import GatedOperands
 from .traced import dispatch_modes, is_dynamo_compiling, unrecorded
 
 
@@ -55,7 +55,7 @@ def _gradients(
     return gated_backward.gradients(known, told, dy, due, learnt)
 
 
-CALLS = neighbour_of(GATED, sums=(), find=find_gated, kept=_kept, told=_told, gradients=_gradients)
+CALLS = neighbour_of(GATED, sums=(), kept=_kept, told=_told, gradients=_gradients)
 
 # By norm_before_gate.
 GATING = {True: Gating.AFTER_NORM.value, False: Gating.BEFORE_NORM.value}

@@ -68,7 +68,7 @@ class Known:
             patterns: of those that are there.
         """
         there = [tensor for tensor in tensors if tensor is not None]
-        self.present: Callable[[Any], Any] = _picking([place for place, each in enumerate(tensors) if each is not None])
+        self.present: Callable[[Any], Any] = picking([place for place, each in enumerate(tensors) if each is not None])
         self.fits = _guard(there, patterns)
         self.patterns = patterns
         self.trains = any(tensor.requires_grad for tensor in there)
@@ -124,7 +124,10 @@ def _alignment(addresses: Addresses) -> tuple[bool, ...]:
     return tuple([not at & MISALIGNED for at in addresses])
 
 
-def _picking(places: Sequence[int]) -> Callable[[Any], Any]:
+def picking(places: Sequence[int]) -> Callable[[Any], Any]:
+    """Return what picks the items at some places as a tuple."""
+    if not places:
+        return lambda items: ()
     # Of one place itemgetter picks the item, and no tuple of it.
     return itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
 
@@ -134,7 +137,7 @@ def _guard(tensors: Sequence[torch.Tensor], patterns: Patterns) -> Fits:
     once = sorted(set(first))
     fits = guard([tensors[place] for place in once], *zip(*[patterns[place] for place in once], strict=True))
     # An output that is an input, say: a guard takes no tensor twice.
-    pick = _picking(once)
+    pick = picking(once)
     twice = [(place, other) for place, other in enumerate(first) if place != other]
     least = 2 if any(map(_is_ragged, tensors)) else 0
     if not twice and not least:

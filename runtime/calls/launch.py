@@ -38,6 +38,8 @@ def run(
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    *,
+    packed: bool = False,
 ) -> LayerNormOutput:
     """Allocate what a forward call returns and launch the kernel of its plan, unless there are no rows.
 
@@ -52,16 +54,13 @@ def run(
         out: where y goes, or None for a new tensor.
         residual_out: likewise.
         dropout_p: of a plan with dropout.
+        packed: whether mean and rstd are in one tensor, which is returned as rstd.
     """
     empty, n = plan.empty, plan.n
     _, sum_dtype, scale_dtype, mean_dtype, rstd_dtype = plan.dtypes
-    sizes: tuple[tuple[int, ...], ...]
-    if len(shape) == 2:
-        sizes = (m, n), (n, 1), (m,), (1,)
-    else:
-        whole, first = tuple(shape), tuple(shape[:-1])
-        sizes = whole, contiguous_strides(whole), first, contiguous_strides(first)
-    size, strides, leading, leading_strides = sizes
+    launch, grid, length, to_rstd = plan.forward(m)
+    size: tuple[int, ...] = (m, n) if len(shape) == 2 else tuple(shape)
+    strides: tuple[int, ...] = (n, 1) if len(shape) == 2 else contiguous_strides(size)
     if out is None:
         y = empty(size, strides, plan.y_dtype)
     else:
@@ -77,19 +76,25 @@ def run(
             total = residual_out
             increment_version(total)
         total_at = total.data_ptr()
-    if scale_dtype is not None:
-        y_scale = empty(leading, leading_strides, scale_dtype)
-        y_scale_at = y_scale.data_ptr()
-    if rstd_dtype is not None:
-        rstd = empty(leading, leading_strides, rstd_dtype)
-        rstd_at = rstd.data_ptr()
+    if packed:
+        rstd = empty((length,), (1,), torch.float32)
+        start = rstd.data_ptr()
+        mean_at, rstd_at = start if to_rstd else 0, start + to_rstd
+    elif scale_dtype is not None or rstd_dtype is not None:
+        leading = size[:-1]
+        leading_strides = (1,) if len(shape) == 2 else contiguous_strides(leading)
+        if scale_dtype is not None:
+            y_scale = empty(leading, leading_strides, scale_dtype)
+            y_scale_at = y_scale.data_ptr()
+        if rstd_dtype is not None:
+            rstd = empty(leading, leading_strides, rstd_dtype)
+            rstd_at = rstd.data_ptr()
         if mean_dtype is not None:
             mean = empty(leading, leading_strides, mean_dtype)
             mean_at = mean.data_ptr()
     outputs = make_output(LayerNormOutput, (y, total, y_scale, mean, rstd))
     if m == 0:
         return outputs
-    launch, grid, _, _ = plan.forward(m)
     if launch is None:
         written = (y.data_ptr(), total_at, y_scale_at, mean_at, rstd_at)
         launch_otherwise(plan, m, addresses, tensors, written, outputs, (eps, weight_offset), dropout_p)
@@ -101,37 +106,8 @@ def run(
     return outputs
 
 
-def run_recorded(
-    plan: Plan,
-    addresses: tuple[int, ...],
-    tensors: Tensors,
-    shape: torch.Size,
-    m: int,
-    eps: float,
-    weight_offset: float,
-) -> LayerNormOutput:
-    """The same of a call that autograd records: mean and rstd are in one tensor, which is returned as rstd."""
-    empty, n, sum_dtype = plan.empty, plan.n, plan.dtypes[1]
-    size: tuple[int, ...] = (m, n) if len(shape) == 2 else tuple(shape)
-    strides: tuple[int, ...] = (n, 1) if len(shape) == 2 else contiguous_strides(size)
-    y = empty(size, strides, plan.y_dtype)
-    total, total_at = None, 0
-    if sum_dtype is not None:
-        total = empty(size, strides, sum_dtype)
-        total_at = total.data_ptr()
-    launch, grid, length, to_rstd = plan.forward(m)
-    statistics = empty((length,), (1,), torch.float32)
-    outputs = make_output(LayerNormOutput, (y, total, None, None, statistics))
-    if m == 0:
-        return outputs
-    packed_at = statistics.data_ptr()
-    mean_at, rstd_at = packed_at if to_rstd else 0, packed_at + to_rstd
-    if launch is None:
-        written = (y.data_ptr(), total_at, 0, mean_at, rstd_at)
-        launch_otherwise(plan, m, addresses, tensors, written, outputs, (eps, weight_offset))
-    else:
-        launch(grid, (*addresses, y.data_ptr(), total_at, 0, mean_at, rstd_at, 0, m, eps, weight_offset))
-    return outputs
+# Launches a call that autograd records: rstd is one tensor with the means.
+run_recorded = partial(run, packed=True)
 
 
 def run_backward(

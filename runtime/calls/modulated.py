@@ -14,7 +14,7 @@ from . import eager, modulated_backward
 from .known_backward import gradients_known
 from .neighbours import Options, neighbour_of
 from .outputs import Statistics, unpacked_of
-from .straight import ModulatedOperands, find_modulated
+from .straight import ModulatedOperands
 from .traced import dispatch_modes, is_dynamo_compiling
 
 
@@ -54,7 +54,7 @@ def _gradients(
 
 
 # x, gate and residual make the sum.
-CALLS = neighbour_of(MODULATED, sums=(0, 3, 4), find=find_modulated, kept=_kept, told=_told, gradients=_gradients)
+CALLS = neighbour_of(MODULATED, sums=(0, 3, 4), kept=_kept, told=_told, gradients=_gradients)
 
 
 def check_gate(operands: ModulatedOperands) -> None:

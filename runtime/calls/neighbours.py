@@ -20,6 +20,7 @@ from ..selection import dispatch, invariance
 from ..selection.batch import batch_invariant
 from ..upstream.torch_autograd import applied, applied_at_once
 from ..upstream.torch_dynamo import eager_only
+from . import native
 from .argument_checks import check_output
 from .canonical import settled
 from .check import Call, check, refuse_gradient
@@ -55,11 +56,11 @@ class Neighbour(NamedTuple):
     Plain values, because TorchDynamo follows what reads them.
 
     Attributes:
+        name: the family's.
         functions: the names of the family's, by the norm's word: torch 2.11's TorchDynamo can make no enum of that.
         rows: of the tensors.
         inputs: their names.
         options: the names of what else a call is told, behind the norm.
-        find: what a call comes to that is known: see `find_modulated`.
         launch: from that and the options to all that a call returns.
         sums: the places of the tensors that the stored sum is of; none where nothing is stored.
         kept: from the tensors, and the sum if one was stored, to what a backward pass needs of them, the first of x's
@@ -69,22 +70,28 @@ class Neighbour(NamedTuple):
             gradients of the tensors that are due.
     """
 
+    name: str
     functions: Mapping[str, str]
     rows: tuple[Parameter, ...]
     inputs: tuple[str, ...]
     options: tuple[str, ...]
-    find: Callable[[Any, Any], tuple[Key | None, Found | None]]
     launch: Callable[[Found, Options], Any] = _launch
     sums: tuple[int, ...] = ()
     kept: Callable[[Operands, torch.Tensor | None], tuple[torch.Tensor | None, ...]] = _nothing
     told: Callable[[Options, tuple[torch.dtype | None, ...]], Any] = _nothing
     gradients: Callable[..., Gradients] = _nothing
 
+    def find(self, operands: Operands, options: Options) -> tuple[Key | None, Found | None]:
+        """Return the key of a call, or None; and what `launch.run` is told of a known call, or None of another."""
+        key, _, found = getattr(native.calls, self.name).find(operands, options)
+        return key, found
+
 
 def neighbour_of(family: Family, **own: Any) -> Neighbour:
     """The row of a family, with what its parameters do not say."""
     return Neighbour(
         # By the word.
+        name=family.neighbour,
         functions={norm.value: name for norm, name in family.functions.items()},
         rows=family.inputs,
         inputs=tuple([row.name for row in family.inputs]),
@@ -200,6 +207,7 @@ def prepared(neighbour: Neighbour, operands: Operands, options: Options, key: Ke
     Raises:
         NormforgeError: as `layernorm2d_fwd` lists them.
     """
+    native.start()
     given = named(neighbour, operands, options)
     given["out_dtype"] = _out_dtype(options[0], given)
     call = check(neighbour.functions[options[0]], given)

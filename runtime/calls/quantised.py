@@ -23,7 +23,7 @@ from .known import MISALIGNED, Found
 from .neighbours import Options, neighbour_of
 from .outputs import QuantisedOutput, group_scales, scale_columns, tiled_shape, y_shape
 from .overlap import elements_overlap
-from .straight import QuantisedOperands, QuantisedOptions, find_quantised
+from .straight import QuantisedOperands, QuantisedOptions
 from .traced import intercepted, is_dynamo_compiling, operated, said_of
 
 
@@ -32,7 +32,7 @@ def _launch(found: Found, options: Options) -> QuantisedOutput:
     return _run(found, word(ScaleLayout, "scale_layout", layout), (None, None, None))
 
 
-CALLS = neighbour_of(QUANTISED, find=find_quantised, launch=_launch)
+CALLS = neighbour_of(QUANTISED, launch=_launch)
 
 # What returns y as it is.
 _UNQUANTISED = {Norm.LAYER: "layernorm2d_fwd", Norm.RMS: "rmsnorm2d_fwd"}
@@ -221,12 +221,12 @@ def launched_2d(operands: QuantisedOperands, options: QuantisedOptions, places: 
     function, given = CALLS.functions[options[0]], neighbours.named(CALLS, operands, options)
     if is_dynamo_compiling() or intercepted(*operands, *places):
         return _traced(function, given, places)
-    _, found = find_quantised(operands, options)
+    _, found = CALLS.find(operands, options)
     if found is None or neighbours.records(operands) or any(place is not None for place in places):
         _check(function, given, places, addressed=True)
     if found is None:
         rows: Any = tuple(map(resolved, operands))
-        key, found = find_quantised(rows, options)
+        key, found = CALLS.find(rows, options)
         found = found or neighbours.prepared(CALLS, rows, options, key)
     return _run(found, word(ScaleLayout, "scale_layout", given["scale_layout"]), places)
 

@@ -30,7 +30,7 @@ from .known import PLAIN, Found, Key, Tensors
 from .launch import run, run_recorded
 from .outputs import LayerNormOutput, NormGradients, dtype_of_all, packed_of, unflattened, unpacked
 from .row_layout import walkable
-from .straight import BackwardOperands, BackwardOptions, Operands, Options, find_recorded
+from .straight import BackwardOperands, BackwardOptions, Operands, Options
 from .traced import operated
 
 # What a forward pass is told besides its operands: its options, what `run_recorded` is to be given if the call is
@@ -55,7 +55,7 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options) -> A
     given: Any = tuple(map(resolved, operands))
     rows = as_operands(given, len(shape))
     # Copies may be like the tensors of a call before.
-    key, _, found = find_recorded(rows, options)
+    key, _, found = native.calls.recorded.find(rows, options)
     x, weight, bias, residual, x_bias = rows
     told = (options, found, key)
     total: torch.Tensor | None = None
@@ -102,7 +102,7 @@ class _Normalise(torch.autograd.Function):
             y, _, _, _, statistics = computed(told, True, (x, weight, bias, None, x_bias))
             is_invariant = is_on()
         else:
-            y, statistics = native.calls.run_recorded_alone(found)
+            y, _, statistics = native.calls.recorded.run_recorded(found)
             is_invariant = found[0].is_invariant
         # One attribute: each that is set takes 0.1 us.
         ctx.told = told[0], None if bias is None else bias.dtype, is_invariant
@@ -144,7 +144,7 @@ class _AddNormalise(torch.autograd.Function):
             y, total, _, _, statistics = computed(told, True, (x, weight, bias, residual, x_bias))
             is_invariant = is_on()
         else:
-            y, total, statistics = native.calls.run_recorded_added(found)
+            y, total, statistics = native.calls.recorded.run_recorded(found)
             is_invariant = found[0].is_invariant
         # Of fp32 alone nothing was rounded first, whatever the sum is stored in.
         norm, _, weight_offset, _, cast = told[0]
@@ -252,7 +252,7 @@ def gradients_of(options: BackwardOptions, *operands: Any) -> NormGradients:
     if is_dynamo_compiling():
         # An eager call's backward pass becomes part of a graph, by compiled autograd say.
         return gradients_by_operator(operands, options)
-    key, found = native.calls.gradients(operands, options)
+    key, found = native.calls.gradients.gradients(operands, options)
     if found is not None:
         return found
     if dispatch_modes():
@@ -263,7 +263,7 @@ def gradients_of(options: BackwardOptions, *operands: Any) -> NormGradients:
     copies: Any = (walkable_gradient(dy), *kept, walkable_gradient(dresidual_out))
     if copies[0] is not dy or copies[-1] is not dresidual_out:
         # Copies may be like the gradients of a call before.
-        key, found = native.calls.gradients(copies, options)
+        key, found = native.calls.gradients.gradients(copies, options)
         if found is not None:
             return found
     return launched_backward(options[0], key, backward_named(copies, options), packed=True)

@@ -14,11 +14,12 @@ from ..dtypes import FLOATS
 from ..selection.batch import batch_invariant
 from ..selection.invariance import is_on
 from ..upstream.torch_autograd import applied_at_once
+from . import native
 from .backend import backend, intercepted, left_to_torch
 from .functional import any_requires_gradient, as_operands
 from .launch import run
 from .recorded import WANTS, Told, computed, differentiable_gradients_of, gradients_of, rounded_to
-from .straight import Operands, Options, find_recorded
+from .straight import Operands, Options
 
 # y, and the statistics of the rows where autograd records the norm; None in their place where it does not.
 Ahead = tuple[torch.Tensor, "torch.Tensor | None"]
@@ -38,7 +39,7 @@ def add_ahead(operands: Operands, options: Options) -> tuple[torch.Tensor, Ahead
     Raises:
         NormforgeError: the first call of its kind cannot be served, for want of an instance, say.
     """
-    key, records, found = find_recorded(operands, options)
+    key, records, found = native.calls.recorded.find(operands, options)
     if found is None:
         if not _served(operands, options):
             return None
@@ -77,7 +78,7 @@ def norm_of_summand(operands: Operands, options: Options) -> tuple[torch.Tensor,
     Returns:
         y, and x for the sum, see `norm_of_sum`. None where no kernel serves the tensors as they are.
     """
-    key, _, found = find_recorded(operands, options)
+    key, _, found = native.calls.recorded.find(operands, options)
     if found is None and not _served(operands, options):
         return None
     with torch.no_grad():

@@ -96,7 +96,7 @@ def layer_norm(
     operands, options = (x, weight, bias, None, x_bias), ("layer", eps, weight_offset, None, cast)
     y: torch.Tensor | None = None
     if not is_dynamo_compiling():
-        y = native.calls.normalise(operands, options, normalized_shape)
+        y = native.calls.recorded.normalise(operands, options, normalized_shape)
     if y is None:
         y = normalise_first(operands, normalized_shape, options)
     return y
@@ -136,7 +136,7 @@ def rms_norm(
     operands, options = (x, weight, None, None, x_bias), ("rms", eps, weight_offset, None, cast)
     y: torch.Tensor | None = None
     if not is_dynamo_compiling():
-        y = native.calls.normalise(operands, options, normalized_shape)
+        y = native.calls.recorded.normalise(operands, options, normalized_shape)
     if y is None:
         y = normalise_first(operands, normalized_shape, options)
     return y
@@ -309,7 +309,7 @@ def add_normalise(operands: Operands, normalized_shape: Sequence[int] | None, op
     """Add and normalise over all of normalized_shape; None is x's last dimension."""
     both = None
     if not is_dynamo_compiling() and operands[3].__class__ in PLAIN:
-        both = native.calls.normalise(operands, options, normalized_shape)
+        both = native.calls.recorded.normalise(operands, options, normalized_shape)
     return normalise_first(operands, normalized_shape, options, adds=True) if both is None else both
 
 
@@ -371,7 +371,7 @@ def normalise(
         options: the norm's word, and what is told besides. out_dtype is y's; None is as `layer_norm` says.
         module: the module that is called; None for a function.
     """
-    found = None if is_dynamo_compiling() else native.calls.normalise(operands, options, normalized_shape)
+    found = None if is_dynamo_compiling() else native.calls.recorded.normalise(operands, options, normalized_shape)
     return normalise_first(operands, normalized_shape, options, module) if found is None else found
 
 

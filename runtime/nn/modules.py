@@ -167,7 +167,7 @@ class LayerNorm(_LayerNorm):
             y = None
         else:
             operands = (input, own(self, "weight"), own(self, "bias"), None, x_bias)
-            y = native.calls.normalise(operands, options, self.normalized_shape)
+            y = native.calls.recorded.normalise(operands, options, self.normalized_shape)
         if y is None:
             y = normalise_first(operands, self.normalized_shape, options, self)
         return y

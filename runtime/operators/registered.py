@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from ..calls import straight
+from ..calls import native, straight
 from ..calls.check import check, refuse_gradient
 from ..calls.first import launched, launched_backward, refuse_foreign
 from ..calls.functions import FUNCTIONS
@@ -52,13 +52,30 @@ _recording: Any = Recording(_library, _kernels)
 # What Inductor's code calls in place of operators.
 _at_once: dict[Any, Callable[..., Any]] = {}
 
+
+def _in_order(name: str, places: int) -> Callable[..., Tensors]:
+    """Return a function's operator by its look-up: from the arguments in order, no places, to the results."""
+    absent = (None,) * places
+
+    @eager_only
+    def run(*arguments: Any) -> Tensors:
+        results = getattr(native.calls, name)(*arguments, *absent)
+        return [result for result in results if result is not None]
+
+    return run
+
+
 _STRAIGHT: dict[str, Callable[..., Any]] = {
     name: getattr(straight, name)
     for family in (parameters.FORWARD, parameters.BACKWARD)
     for name in family.functions.values()
 }
 # From an operator's arguments, in their order, to what it returns.
-_IN_ORDER: dict[str, Callable[..., Tensors]] = {name: getattr(straight, f"{name}_in_order") for name in _STRAIGHT}
+_IN_ORDER: dict[str, Callable[..., Tensors]] = {
+    name: _in_order(name, len(family.places))
+    for family in (parameters.FORWARD, parameters.BACKWARD)
+    for name in family.functions.values()
+}
 
 
 def _schema(name: str, into: bool, defined: str) -> str:

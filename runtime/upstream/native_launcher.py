@@ -11,7 +11,7 @@ import hashlib
 import logging
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,7 @@ def library(*, build: bool) -> Any:
     with _lock:
         if _module is None and not _failed and settings.native_launcher():
             try:
-                _module = load((SOURCE,), NAME, build)
+                _module = load(SOURCE, NAME, build)
             except Exception as error:
                 # No compiler, say; it would fail again for every kernel.
                 _failed = True
@@ -145,11 +145,11 @@ def library(*, build: bool) -> Any:
         return _module
 
 
-def load(paths: Sequence[Path], name: str, build: bool) -> Any:
+def load(path: Path, name: str, build: bool) -> Any:
     """An extension module in C, from Triton's cache or else compiled into it; None where it is not to be compiled.
 
     Args:
-        paths: its source, whose files are one text: Triton's cache knows it by that.
+        path: its source, whose text Triton's cache knows it by.
         name: the module's.
         build: whether it may be compiled.
     """
@@ -158,7 +158,7 @@ def load(paths: Sequence[Path], name: str, build: bool) -> Any:
 
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         raise _NotServedError("it takes Python's lock")
-    source = "".join(path.read_text() for path in paths)
+    source = path.read_text()
     kept = _kept(source, name)
     if kept is None and not build:
         return None

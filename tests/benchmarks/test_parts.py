@@ -258,7 +258,8 @@ def test_a_function_finds_what_is_named_instead() -> None:
         given.append(passed)
         return x
 
-    alone = without(functional.normalise, native=SimpleNamespace(calls=SimpleNamespace(normalise=normalise)))
+    calls = SimpleNamespace(recorded=SimpleNamespace(normalise=normalise))
+    alone = without(functional.normalise, native=SimpleNamespace(calls=calls))
     operands = (x, None, None, residual, None)
     assert alone(operands, (N,), ("layer", 1e-5, 0.0, None, "after_weight")) is x
     assert given[0][0] is operands

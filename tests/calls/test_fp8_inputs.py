@@ -163,14 +163,16 @@ def test_a_call_like_one_before_is_known_whatever_m_is(form: str, monkeypatch: p
 def test_calls_that_differ_in_the_scale_alone_are_told_apart() -> None:
     x = rows(FORMATS[0], M, 64)
     bf16 = x.bfloat16()
+    # Beside a small eps a norm is the same whatever x is multiplied by.
+    given: dict[str, Any] = {**BF16, "eps": 1.0}
     for _ in range(2):
         for form in SCALES:
-            check("layer", x, x_scale=scale_of(x, form), **BF16)
-        check("layer", x.view(torch.float8_e5m2), x_scale=scale_of(x, "row"), **BF16)
-        check("layer", bf16, **BF16)
+            check("layer", x, x_scale=scale_of(x, form), **given)
+        check("layer", x.view(torch.float8_e5m2), x_scale=scale_of(x, "row"), **given)
+        check("layer", bf16, **given)
         # One row has one scale, and so may have any number of rows.
-        check("layer", x[:1], x_scale=torch.rand(1), **BF16)
-        check("layer", x, x_scale=torch.rand(1), **BF16)
+        check("layer", x[:1], x_scale=torch.rand(1), **given)
+        check("layer", x, x_scale=torch.rand(1), **given)
 
 
 @pytest.mark.usefixtures("_nothing_known")

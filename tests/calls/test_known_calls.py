@@ -110,6 +110,14 @@ def test_equal_is_not_the_same(case: tuple[dict[str, Any], dict[str, Any]]) -> N
     assert [refusal(lambda: FORWARD["layer"](X, **bad)) for _ in range(2)] == [cold, cold]
 
 
+def test_one_vector_is_not_another() -> None:
+    """Of as many tensors, all alike, it is the key that says which operands they are."""
+    vector = torch.randn(64)
+    for _ in range(2):
+        for name in ("weight", "bias", "x_bias"):
+            agree(normforge.layernorm2d_fwd(X, **{name: vector}), ORACLE["layer"](X, **{name: vector}))
+
+
 @pytest.mark.parametrize("name", ["x", "weight", "bias", "residual", "x_bias", "smooth_scale"])
 def test_a_gradient_of_a_quantised_output_is_refused_after_a_call_without(name: str) -> None:
     tensors: dict[str, Any] = {"x": X.clone(), "residual": X.clone()}

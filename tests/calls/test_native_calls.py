@@ -1,4 +1,4 @@
-"""Known calls in C: what is found is what Python finds, and whatever is another call is left to Python."""
+"""Known calls in C: what is found is what Python finds, and other calls are known to neither."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import normforge
-from normforge.calls import native, recorded
+from normforge import settings
+from normforge.calls import first, native, recorded, straight
+from normforge.calls.lookup import Lookup
 from normforge.calls.outputs import packing
 from normforge.calls.plan import Forward
-from normforge.calls.straight import Operands, find_gradients, find_recorded
+from normforge.calls.straight import Operands
 from normforge.selection import dispatch
 from normforge.upstream import native_launcher
 from normforge.upstream.torch_autograd import applied_at_once
@@ -32,7 +34,8 @@ from ..stand_in_cuda import NEEDS_A_COMPILER
 pytestmark = NEEDS_A_COMPILER
 
 M, N = 3, 64
-PYTHON = native.InPython(applied_at_once(recorded._Normalise), applied_at_once(recorded._AddNormalise))
+APPLIES = applied_at_once(recorded._Normalise), applied_at_once(recorded._AddNormalise)
+PYTHON = native.calls_among(dispatch, Lookup, APPLIES)
 OPTIONS: tuple[Any, ...] = ("layer", 1e-5, 0.0, None, "after_weight")
 RMS: tuple[Any, ...] = ("rms", None, 1.0, None, "after_weight")
 
@@ -40,26 +43,22 @@ RMS: tuple[Any, ...] = ("rms", None, 1.0, None, "after_weight")
 @pytest.fixture(autouse=True)
 def _started(monkeypatch: pytest.MonkeyPatch) -> None:
     native.start()
-    assert not isinstance(native.calls, native.InPython)
+    assert not isinstance(native.calls.recorded, Lookup)
     monkeypatch.setattr(dispatch, "plans", {})
 
 
-def found_in_c(operands: Operands, options: Any, normalized: Any) -> Any:
-    """Whether a call is recorded and what launches are told of it; None if C leaves it to Python.
+def found(operands: Operands, options: Any) -> Any:
+    """The key of a call, whether it is recorded, and what launches are told of it: of Python, and of C alike."""
+    expected = PYTHON.recorded.find(operands, options)
+    assert native.calls.recorded.find(operands, options) == expected
+    return expected
 
-    No kernel is launched by address here, and of all others it is Python that launches.
-    """
-    if normalized is None and operands[3] is None:
-        # Of a sum alone nothing has to be said.
-        normalized = (N,)
-    python: Any = SimpleNamespace(
-        normalise=lambda *_: None,
-        apply=lambda told, *_: (True, told[1]),
-        apply_add=lambda told, *_: (True, told[1]),
-        run_alone=lambda found: (False, found),
-        run_added=lambda found: (False, found),
-    )
-    return native.calls_among(dispatch, python).normalise(operands, options, normalized)
+
+def is_served(operands: Operands, options: Any, normalized: Any) -> bool:
+    """Whether a call that is to normalise the dimensions `normalized` is known: to Python, and to C alike."""
+    ours, python = (each.recorded.normalise(operands, options, normalized) for each in (native.calls, PYTHON))
+    assert (ours is None) == (python is None)
+    return ours is not None
 
 
 def rows(*shape: int, requires_grad: bool = True) -> torch.Tensor:
@@ -95,14 +94,17 @@ def test_what_python_finds_is_found(name: str, gradients: bool) -> None:
     operands, options = KNOWN[name]
     with torch.set_grad_enabled(gradients):
         given = operands()
-        assert found_in_c(given, options, None) is None
+        assert found(given, options)[2] is None
         made_known(given, options)
-        for normalized in (None, (N,), [N], torch.Size((N,))):
-            _, records, found = find_recorded(given, options, normalized)
-            assert found is not None
-            assert found_in_c(given, options, normalized) == (records, found)
+        _, records, told = found(given, options)
+        assert records is (gradients and name != "frozen")
+        assert told is not None
+        for normalized in ((N,), [N], torch.Size((N,))):
+            assert is_served(given, options, normalized)
+        # A residual's call need not say which dimensions; another one has to.
+        assert is_served(given, options, None) == (given[3] is not None)
         # Of other tensors of the same kind their own addresses, and nothing that is kept.
-        assert found_in_c(operands(), options, None) != (records, found)
+        assert found(operands(), options)[2] not in (None, told)
 
 
 PLAIN = KNOWN["plain"][0]
@@ -147,14 +149,15 @@ def test_another_call_is_not_found(name: str) -> None:
     operands = PLAIN()
     made_known(operands, OPTIONS)
     change, options, normalized = OTHER[name]
-    assert found_in_c(operands, OPTIONS, (N,)) is not None
-    assert found_in_c(change(operands), options, normalized) is None
+    assert is_served(operands, OPTIONS, (N,))
+    assert not is_served(change(operands), options, normalized or (N,))
+    assert normalized or found(change(operands), options)[2] is None
 
 
 def test_a_residual_of_other_rows_is_not_found() -> None:
     x, weight, bias, residual, x_bias = KNOWN["with a residual"][0]()
     made_known((x, weight, bias, residual, x_bias), OPTIONS)
-    assert found_in_c((x, weight, bias, rows(M + 1, N), x_bias), OPTIONS, None) is None
+    assert found((x, weight, bias, rows(M + 1, N), x_bias), OPTIONS)[2] is None
 
 
 # Made by `type`, as torch declares no types of what a subclass's statement calls.
@@ -174,29 +177,116 @@ def test_nothing_is_found_where_something_watches(around: Callable[[], AbstractC
     with torch.no_grad():
         made_known(operands, OPTIONS)
     with around():
-        assert found_in_c(operands, OPTIONS, None) is None
+        assert found(operands, OPTIONS)[2] is None
 
 
-def test_callers_that_see_other_plans_are_left_to_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callers_may_see_other_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     operands = PLAIN()
     made_known(operands, OPTIONS)
     monkeypatch.setattr(dispatch, "plans", type("Others", (dict,), {})(dispatch.plans))
-    assert found_in_c(operands, OPTIONS, None) is None
-    assert find_recorded(operands, OPTIONS)[2] is not None
+    assert found(operands, OPTIONS)[2] is not None
 
 
 @pytest.mark.parametrize("given", [(), (1, 2, 3), ((), (), (), ())], ids=["nothing", "no tuples", "too much"])
 def test_arguments_of_another_kind_are_refused(given: Any) -> None:
-    function: Any = native.calls.normalise
-    with pytest.raises(TypeError, match="a call is looked up by its operands, its options and a shape"):
+    function: Any = native.calls.recorded.normalise
+    with pytest.raises(TypeError, match="a recorded fwd call is looked up by two tuples"):
         function(*given)
+    named: Any = native.calls.layernorm2d_fwd
+    with pytest.raises(TypeError, match="layernorm2d_fwd takes 19 arguments, and not"):
+        named(*given)
 
 
-# Grid and values of each launch, the plan of which they are, and the method that launches by it.
-Launched = tuple[list[tuple[Any, ...]], Any, str]
+def test_a_table_that_is_not_whole_is_refused() -> None:
+    make: Any = type(native.calls.recorded)
+    with pytest.raises(TypeError, match="a look-up is made without"):
+        make(head="alone")
 
 
-@pytest.fixture(params=["run_recorded_alone", "run_recorded_added"])
+X = torch.randn(M, N)
+DEEP = torch.randn(2, M, N)
+
+
+def each_call(name: str) -> Any:
+    """Call a function of a family twice, and return what C and Python find of the second call."""
+    calls: dict[str, Callable[[], object]] = {
+        "gated": lambda: normforge.gated_rms_norm(X, X.clone(), torch.ones(N)),
+        "modulated": lambda: normforge.modulated_layer_norm(DEEP, torch.zeros(2, N), torch.zeros(2, N)),
+        "quantised": lambda: normforge.quantised_rms_norm(X, torch.ones(N), out_dtype=torch.int8),
+    }
+    given: list[tuple[Any, ...]] = []
+    own = getattr(native.calls, name)
+
+    class Noting:
+        def find(self, *pair: Any) -> Any:
+            given.append(pair)
+            return own.find(*pair)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "calls", SimpleNamespace(**vars(native.calls) | {name: Noting()}))
+        calls[name]()
+        calls[name]()
+    return own.find(*given[-1]), getattr(PYTHON, name).find(*given[-1])
+
+
+@pytest.mark.parametrize("name", ["gated", "modulated", "quantised"])
+def test_calls_of_other_families_are_found_as_python_finds_them(name: str) -> None:
+    ours, expected = each_call(name)
+    assert ours == expected
+    assert ours[2] is not None
+
+
+WEIGHT = torch.ones(N)
+FUNCTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("layernorm2d_fwd", {"x": X, "weight": WEIGHT}),
+    "offset": ("rmsnorm2d_fwd", {"x": X, "weight": WEIGHT, "weight_offset": 1.0}),
+    "added, quantised": ("rmsnorm2d_fwd", {"x": X, "residual": X.clone(), "fadd": 1, "fquant": 2, "save_mv": True}),
+    "three dimensions": ("layernorm2d_fwd", {"x": DEEP, "residual": DEEP.clone(), "fadd": "pre_add", "save_mv": True}),
+    "gaps": ("layernorm2d_fwd", {"x": torch.randn(2, M, 2 * N)[..., :N]}),
+    "misaligned": ("layernorm2d_fwd", {"x": torch.randn(M * N + 1)[1:].view(M, N)}),
+    "into": ("layernorm2d_fwd", {"x": X, "out": torch.empty(M, N)}),
+    "dropout": ("layernorm2d_fwd", {"x": X, "residual": X.clone(), "fadd": 1, "dropout_p": 0.5, "dropout_rng": (1, 2)}),
+    "fp8": (
+        "layernorm2d_fwd",
+        {"x": X.to(torch.float8_e4m3fn), "x_scale": torch.ones(M), "out_dtype": torch.float32},
+    ),
+    "gradients": ("rmsnorm2d_bwd", {"dy": X, "x": X.clone(), "rstd": torch.ones(M), "wants": ["dx"]}),
+    "gradients with means": (
+        "layernorm2d_bwd",
+        {
+            "dy": X,
+            "x": X.clone(),
+            "weight": WEIGHT,
+            "mean": torch.zeros(M),
+            "rstd": torch.ones(M),
+            "wants": ("dweight",),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_returns_what_its_look_up_in_python_returns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, given = FUNCTIONS[name]
+    checked: list[str] = []
+    check = first.check
+    monkeypatch.setattr(first, "check", lambda *of, **others: checked.append("check") or check(*of, **others))
+    call = getattr(straight, function)
+    expected = call(**given)
+    for calls in (native.calls, PYTHON):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native, "calls", calls)
+            for made, wanted in zip(call(**given), expected, strict=True):
+                assert (made is None) == (wanted is None)
+                assert made is None or torch.equal(made.float(), wanted.float())
+    assert checked == ["check"]
+
+
+# Grid and values of each launch, and the plan of which they are.
+Launched = tuple[list[tuple[Any, ...]], Any, bool]
+
+
+@pytest.fixture(params=["recorded", "recorded, added"])
 def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
     """Launches by address, of the calls that a method is for: nothing runs, and allocations are the same each time."""
     launches: list[tuple[Any, ...]] = []
@@ -221,20 +311,19 @@ def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(plan, "empty", empty)
         monkeypatch.setattr(plan, "forward", forward)
-        yield launches, plan, request.param
+        yield launches, plan, adds
 
 
 @pytest.mark.parametrize("shape", [(M, N), (1, N), (2, M, N)], ids=str)
 def test_launches_and_what_they_return_are_those_of_python(shape: tuple[int, ...], launched: Launched) -> None:
-    launches, plan, method = launched
-    operands = (rows(*shape), vector(), vector(), rows(*shape) if method.endswith("added") else None, None)
+    launches, plan, adds = launched
+    operands = (rows(*shape), vector(), vector(), rows(*shape) if adds else None, None)
     made_known(operands, OPTIONS)
     launches.clear()
-    known = find_recorded(operands, OPTIONS)[2]
-    assert known is not None
-    found = (plan, *known[1:])
-    made, expected = (getattr(calls, method)(found) for calls in (native.calls, PYTHON))
-    assert len({*map(id, made)}) == len(made)
+    told = (plan, *found(operands, OPTIONS)[2][1:])
+    made, expected = (calls.recorded.run_recorded(told) for calls in (native.calls, PYTHON))
+    there = [each for each in made if each is not None]
+    assert len({*map(id, there)}) == len(there) == 2 + adds
     assert [*map(id, made)] == [*map(id, expected)]
     first, second = launches
     assert first == second
@@ -256,15 +345,15 @@ PASSED = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_call_is_recorded_as_python_records_it(name: str) -> None:
     given: list[tuple[Any, ...]] = []
-    python = native.InPython(*[lambda *passed, which=which: given.append((which, *passed)) for which in (0, 1)])
-    calls = native.calls_among(dispatch, python)
-    assert not isinstance(calls, native.InPython)
+    applies: Any = [lambda *passed, which=which: given.append((which, *passed)) for which in (0, 1)]
+    both = [native.calls_among(dispatch, make, applies) for make in (native.makes(build=True), Lookup)]
     make, options = KNOWN[name]
     operands = make()
-    assert calls.normalise(operands, options, None) is None
+    for calls in both:
+        assert calls.recorded.normalise(operands, options, None) is None
     made_known(operands, options)
-    for each in (calls, python):
-        each.normalise(operands, options, (N,))
+    for calls in both:
+        calls.recorded.normalise(operands, options, (N,))
     if name == "frozen":
         assert given == []
         return
@@ -275,30 +364,53 @@ def test_a_call_is_recorded_as_python_records_it(name: str) -> None:
     assert len(first[2:]) == PASSED[name]
 
 
-@pytest.mark.parametrize("launched", ["run_alone", "run_added"], indirect=True)
+@pytest.mark.parametrize("launched", ["alone", "added"], indirect=True)
 def test_a_call_that_is_not_recorded_is_launched_at_once(launched: Launched) -> None:
-    launches, _, method = launched
-    operands = (rows(), vector(), vector(), rows() if method.endswith("added") else None, None)
-    made, expected = (calls.normalise(operands, OPTIONS, (N,)) for calls in (native.calls, PYTHON))
-    if method == "run_alone":
+    launches, _, adds = launched
+    operands = (rows(), vector(), vector(), rows() if adds else None, None)
+    made, expected = (calls.recorded.normalise(operands, OPTIONS, (N,)) for calls in (native.calls, PYTHON))
+    if not adds:
         made, expected = (made,), (expected,)
     assert [*map(id, made)] == [*map(id, expected)]
     first, second = launches
     assert first == second
 
 
-@pytest.mark.parametrize("launched", ["run_recorded_alone"], indirect=True)
+@pytest.mark.parametrize("launched", ["recorded"], indirect=True)
 def test_a_launch_that_fails_says_so(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no such launch")
 
-    found = find_recorded(PLAIN(), OPTIONS)[2]
+    told = found(PLAIN(), OPTIONS)[2]
     plan = launched[1]
-    assert found is not None
-    assert found[0] is plan
+    assert told[0] is plan
     monkeypatch.setattr(plan, "forward", lambda m: (fail, *plan._forward(m)[1:]))
     with pytest.raises(RuntimeError, match="no such launch"):
-        native.calls.run_recorded_alone(found)
+        native.calls.recorded.run_recorded(told)
+    with pytest.raises(TypeError, match="is no tuple of at least"):
+        native.calls.recorded.run_recorded(told[:3])
+
+
+def test_a_launch_writes_to_outputs_that_are_passed_and_counts_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[tuple[Any, ...]] = []
+    x, residual = torch.randn(2, M, N)
+
+    def call() -> list[torch.Tensor]:
+        places = [torch.zeros(M, N), torch.zeros(M, N)]
+        straight.layernorm2d_fwd(x, residual=residual, fadd=1, save_mv=True, out=places[0], residual_out=places[1])
+        return places
+
+    call()
+    ((kind,),) = dispatch.plans.values()
+    plan = kind.plan
+    monkeypatch.setattr(plan, "forward", lambda m: (lambda *given: launches.append(given), *plan._forward(m)[1:]))
+    for calls in (native.calls, PYTHON):
+        monkeypatch.setattr(native, "calls", calls)
+        places = call()
+        assert [place._version for place in places] == [1, 1]
+        _, values = launches.pop()
+        # Behind the eight addresses of what is read.
+        assert values[8:10] == tuple(place.data_ptr() for place in places)
 
 
 # What is differentiated, by what its backward pass has: whether its norm is LayerNorm, the shape, and which operands.
@@ -335,10 +447,12 @@ def test_gradients_are_launched_as_python_launches_them(name: str, monkeypatch: 
 
     def gradients(operands: Any, options: Any) -> Any:
         arrived.append((operands, options))
-        return find_gradients(operands, options)
+        return PYTHON.gradients.gradients(operands, options)
 
-    monkeypatch.setattr(native, "calls", _Asking(PYTHON, gradients))
-    differentiated(name)
+    with pytest.MonkeyPatch.context() as patch:
+        asking = SimpleNamespace(**vars(PYTHON) | {"gradients": SimpleNamespace(gradients=gradients)})
+        patch.setattr(native, "calls", asking)
+        differentiated(name)
     ((key, (kind,)),) = [item for item in dispatch.plans.items() if "recorded bwd" in _as_tuple(item[0])]
     ((operands, options),) = arrived
     plan = kind.plan
@@ -361,15 +475,13 @@ def test_gradients_are_launched_as_python_launches_them(name: str, monkeypatch: 
     laid = dataclasses.replace(made, steps=steps, finish=finish, by_address=True, exchange=0)
     monkeypatch.setattr(plan, "layout", lambda m: laid)
     monkeypatch.setattr(plan, "empty", empty)
-    calls = native.calls_among(dispatch, PYTHON)
-    assert not isinstance(calls, native.InPython)
-    found = []
-    for each in (calls, PYTHON):
+    both = []
+    for each in (native.calls, PYTHON):
         asked.clear()
-        found.append(each.gradients(operands, options))
-    (no_key, ours), (said, expected) = found
-    assert no_key is None
-    assert said == key
+        both.append(each.gradients.gradients(operands, options))
+    (first_key, ours), (second_key, expected) = both
+    assert first_key == second_key == key
+    assert type(ours) is type(expected)
     assert ours is not None
     assert expected is not None
     assert [*map(id, ours)] == [*map(id, expected)]
@@ -383,29 +495,15 @@ def _as_tuple(key: Any) -> tuple[Any, ...]:
     return found
 
 
-class _Asking(native.InPython):
-    """Calls in Python, whose gradients are asked for otherwise."""
-
-    def __init__(self, python: native.InPython, gradients: Callable[..., Any]) -> None:
-        super().__init__(python.apply, python.apply_add)
-        vars(self)["gradients"] = gradients
-
-
-def test_gradients_of_another_call_are_left_to_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_another_call_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     differentiated("LayerNorm")
-    asked: list[Any] = []
     (plan,) = [kind.plan for key, kinds in dispatch.plans.items() if "recorded bwd" in _as_tuple(key) for kind in kinds]
     interpreted = plan._lay_out(M)
     launched = dataclasses.replace(
         interpreted, steps=tuple((lambda *_: None, grid) for _, grid in interpreted.steps), finish=None, by_address=True
     )
     monkeypatch.setattr(plan, "layout", lambda m: launched)
-
-    def gradients(*given: Any) -> Any:
-        asked.append(given)
-        return None, None
-
-    calls = native.calls_among(dispatch, _Asking(PYTHON, gradients))
+    calls = (native.calls.gradients, PYTHON.gradients)
     x, dy = rows(), rows().detach()
     options = ("layer", 0.0, "after_weight", None, torch.float32, ("dx", "dweight", "dbias"))
     statistics = torch.zeros(packing(M, mean=True)[0])
@@ -418,14 +516,12 @@ def test_gradients_of_another_call_are_left_to_python(monkeypatch: pytest.Monkey
         ((torch.zeros(M * N + 1)[1:].view(M, N), *operands[1:]), options),
         (operands, (*options[:-1], ("dx",))),
     ):
-        assert calls.gradients(given, said) == (None, None)
-        assert asked.pop() == (given, said)
+        (key, ours), (expected, others) = (each.gradients(given, said) for each in calls)
+        assert (key, ours, others) == (expected, None, None)
     for around in SURROUNDINGS.values():
         with around():
-            assert calls.gradients(operands, options) == (None, None)
-        asked.pop()
-    assert calls.gradients(operands, options)[1] is not None
-    assert asked == []
+            assert [each.gradients(operands, options)[1] for each in calls] == [None, None]
+    assert calls[0].gradients(operands, options)[1] is not None
 
     def fail(*_: Any) -> None:
         raise RuntimeError("no such launch")
@@ -433,15 +529,13 @@ def test_gradients_of_another_call_are_left_to_python(monkeypatch: pytest.Monkey
     failing = dataclasses.replace(launched, steps=tuple((fail, grid) for _, grid in launched.steps))
     monkeypatch.setattr(plan, "layout", lambda m: failing)
     with pytest.raises(RuntimeError, match="no such launch"):
-        calls.gradients(operands, options)
-    assert asked == []
-    # And what is launched with tensors, or with memory that programs exchange values through.
+        calls[0].gradients(operands, options)
+    # And what is launched with tensors, or with memory that programs exchange values through, is launched in Python.
     for otherwise in (interpreted, dataclasses.replace(launched, exchange=1)):
         monkeypatch.setattr(plan, "layout", lambda m, layout=otherwise: layout)
-        assert calls.gradients(operands, options) == (None, None)
-        asked.pop()
-    with pytest.raises(TypeError, match="gradients are looked up by what arrives, and by options"):
-        calls.gradients((dy, x), options)  # type: ignore[arg-type]  # the test is of that
+        assert calls[0].gradients(operands, options)[1] is not None
+    with pytest.raises(TypeError, match="a recorded bwd call is looked up by two tuples"):
+        calls[0].gradients((dy, x), options)
 
 
 def test_without_a_compiler_calls_are_found_in_python(
@@ -452,7 +546,7 @@ def test_without_a_compiler_calls_are_found_in_python(
 
     monkeypatch.setattr(native_launcher, "load", load)
     with caplog.at_level(logging.INFO, logger="normforge"):
-        monkeypatch.setattr(native, "calls", native.calls_among(dispatch, PYTHON))
+        monkeypatch.setattr(native, "calls", native.calls_among(dispatch, native.makes(build=True), APPLIES))
     assert "known calls are found in Python, and not in C (FileNotFoundError: no compiler)" in caplog.text
     x = rows()
     assert torch.equal(normforge.layer_norm(x, (N,)), normforge.layer_norm(x, (N,)))
@@ -467,7 +561,7 @@ def test_it_is_not_compiled_where_that_is_not_wanted(
     monkeypatch.setenv(variable, value)
     with triton.knobs.cache.scope():
         triton.knobs.cache.dir = str(tmp_path)
-        assert isinstance(native.calls_among(dispatch, PYTHON), native.InPython)
+        assert native.makes(build=not settings.frozen()) is Lookup
     assert not list(tmp_path.rglob("*.so"))
 
 
@@ -476,8 +570,8 @@ def test_nothing_that_was_found_is_kept() -> None:
     made_known(operands, OPTIONS)
     held = [weakref.ref(each) for each in operands if each is not None]
     for _ in range(3):
-        assert found_in_c(operands, OPTIONS, None) is not None
-        assert found_in_c(operands, ("layer", -1.0, *OPTIONS[2:]), None) is None
+        assert found(operands, OPTIONS)[2] is not None
+        assert found(operands, ("layer", -1.0, *OPTIONS[2:]))[2] is None
     del operands
     gc.collect()
     assert [each() for each in held] == [None] * len(held)

@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 
 from normforge.calls import dropout, native, recorded
+from normforge.calls.lookup import Lookup
 from normforge.kernels.launcher import Launcher
 from normforge.patching import modulating, sums
 from normforge.selection import dispatch
@@ -133,14 +134,15 @@ class Session:
             return find(*arguments)
 
         native.start()
-        calls = native.InPython(applied_at_once(recorded._Normalise), applied_at_once(recorded._AddNormalise))
+        look_ups = native.makes(build=True) if self.by_address else Lookup
+        applies = applied_at_once(recorded._Normalise), applied_at_once(recorded._AddNormalise)
         with ExitStack() as stack:
             stack.enter_context(forgotten())
             for place, name, value in (
                 (Launcher, "__init__", made),
                 (Launcher, "launch_tensors", lambda *launch: self._record(*launch)),
                 (dispatch, "find", found),
-                (native, "calls", native.calls_among(dispatch, calls) if self.by_address else calls),
+                (native, "calls", native.calls_among(dispatch, look_ups, applies)),
             ):
                 stack.enter_context(mock.patch.object(place, name, value))
             yield

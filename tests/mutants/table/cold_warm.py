@@ -7,7 +7,7 @@ from ..mutant import Mutant
 _SLICE = "tests/cold_warm/test_cold_warm.py::test_calls_do_what_they_do_in_a_new_process"
 _MANY = "tests/cold_warm/test_cold_warm.py::test_many_calls_do_what_they_do_in_a_new_process"
 _GROUP = "runtime/calls/group.py"
-_CALLS = "templates/calls.py.j2"
+_LOOKUP = "runtime/calls/lookup.py"
 _KNOWN = "runtime/calls/known.py"
 
 
@@ -75,25 +75,25 @@ MUTANTS = (
     Mutant(
         "sequences-known-calls-ignore-dispatch-modes",
         "a mode that sees operators sees none once a call like it was known",
-        _CALLS,
-        "forward_ad._current_level < 0\nnot dispatch_modes()\n",
-        "forward_ad._current_level < 0\n",
+        _LOOKUP,
+        "            or dispatch_modes()\n",
+        "",
         _of("functional", "forward"),
     ),
     Mutant(
         "sequences-known-calls-ignore-dual-levels",
         "a call that is known drops tangents of forward-mode AD",
-        _CALLS,
-        "forward_ad._current_level < 0\nnot dispatch_modes()\n",
-        "not dispatch_modes()\n",
+        _LOOKUP,
+        "            forward_ad._current_level >= 0\n            or dispatch_modes()\n",
+        "            dispatch_modes()\n",
         _of("functional", "forward"),
     ),
     Mutant(
         "sequences-c-takes-the-first-kind",
         "calls in C take the plan of tensors of another dtype or layout",
-        "runtime/upstream/known_calls.c",
-        "    if (yes)\n      return yes < 0 ? NULL : Py_NewRef(kind);",
-        "    if (yes || 1)\n      return yes < 0 ? NULL : Py_NewRef(kind);",
+        "runtime/upstream/known.c",
+        "    if (is_yes(call, apply(call, get(call, call->kind, fits_name), call->there, call->present)))\n",
+        "    if (call->key != NULL)\n",
         _of("functional", how="by_address"),
     ),
     Mutant(

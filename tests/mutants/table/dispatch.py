@@ -15,8 +15,7 @@ _RULES = "tests/kernels/test_pipelines.py"
 _INVARIANT = "tests/selection/test_invariant_kernels.py"
 _BATCHES = "tests/calls/test_batch_invariance.py"
 _WARMUP = "tests/ahead_of_time/test_compile_keys.py"
-_KNOWN_CALLS = "runtime/upstream/known_calls.c"
-_KNOWN_GRADIENTS = "runtime/upstream/known_gradients.c"
+_KNOWN_C = "runtime/upstream/known.c"
 _NATIVE = "tests/calls/test_native_calls.py"
 
 MUTANTS = (
@@ -317,17 +316,17 @@ MUTANTS = (
     Mutant(
         "c-finds-misaligned-calls",
         "a kernel compiled for pointers at multiples of 16 bytes is launched on others, where calls are found in C",
-        _KNOWN_CALLS,
-        " || (bits & (unsigned long long)self->misaligned)",
+        _KNOWN_C,
+        "    bits |= number_at(self->in_vectors, place) ? address : 0;\n",
         "",
         ("tests/calls/test_native_calls.py::test_another_call_is_not_found[misaligned]",),
     ),
     Mutant(
         "c-launches-within-forward-mode",
         "a tangent is lost in silence, where calls are found in C",
-        _KNOWN_CALLS,
-        "  if (within >= 0 || PyErr_Occurred())",
-        "  if (PyErr_Occurred())",
+        _KNOWN_C,
+        "PyLong_AsLong(level) >= 0",
+        "PyLong_AsLong(level) >= 9",
         (
             "tests/calls/test_native_calls.py::test_nothing_is_found_where_something_watches"
             "[a_level_of_forward-mode_AD]",
@@ -336,33 +335,33 @@ MUTANTS = (
     Mutant(
         "c-takes-any-eps",
         "rows are nan, rather than an error, of an eps below 0 that comes behind others, where calls are found in C",
-        _KNOWN_CALLS,
-        "!is_number(eps, 0.0, self->largest) || ",
-        "",
+        _KNOWN_C,
+        "PyFloat_AS_DOUBLE(row[2]) <= number",
+        "-1.0 <= number",
         ("tests/calls/test_native_calls.py::test_another_call_is_not_found[an eps below 0]",),
     ),
     Mutant(
         "c-reads-gradients-of-fewer-rows",
         "gradients of fewer rows than x has are read beyond their end, where they are found in C",
-        _KNOWN_GRADIENTS,
-        "has_shape(operands[BWD_DY], shape) > 0 &&",
-        "1 &&",
-        (f"{_NATIVE}::test_gradients_of_another_call_are_left_to_python",),
+        _KNOWN_C,
+        "while (equal < compared && is_equal(call, own[equal], sizes[first + equal]))",
+        "while (equal < compared)",
+        (f"{_NATIVE}::test_gradients_of_another_call_are_not_found",),
     ),
     Mutant(
         "c-forgets-means-of-gradients",
         "LayerNorm's gradients are of rows that were not centred, where they are launched in C",
-        _KNOWN_GRADIENTS,
-        "PyTuple_SET_ITEM(addresses, self->mean_place, address);",
-        "PyTuple_SET_ITEM(addresses, self->mean_place, Py_NewRef(zero));",
+        _KNOWN_C,
+        "    at[self->mean] = both[0];\n",
+        "",
         (f"{_NATIVE}::test_gradients_are_launched_as_python_launches_them[LayerNorm]",),
     ),
     Mutant(
         "c-exchanges-mean-and-rstd",
         "what is kept for the backward pass has rstd for mean, where calls are launched in C",
-        _KNOWN_CALLS,
-        "mean_at, rstd_at, zero}",
-        "rstd_at, mean_at, zero}",
+        _KNOWN_C,
+        "values[count - 1] = sum_of(call, start, forward[TO_RSTD]);",
+        "values[count - 1] = values[count - 2], values[count - 2] = sum_of(call, start, forward[TO_RSTD]);",
         ("tests/calls/test_native_calls.py::test_launches_and_what_they_return_are_those_of_python",),
     ),
     Mutant(

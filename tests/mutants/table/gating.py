@@ -75,9 +75,9 @@ MUTANTS = (
     Mutant(
         "known-groups-need-not-fit",
         "a known gated call does not look at how many groups its weight has",
-        "templates/calls.py.j2",
-        "{{ p.name }}.dim() == 1 or {{ p.name }}.shape[0] == shape[-2])",
-        "{{ p.name }}.dim() == 1 or {{ p.name }}.shape[0] > 0)",
+        "runtime/upstream/known.c",
+        "(look > SCALE && count == 1)",
+        "(look > SCALE && (count == 1 || look == GROUPS))",
         (f"{_CALLS}::test_a_known_call_whose_groups_do_not_fit_is_refused",),
     ),
 )

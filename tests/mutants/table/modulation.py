@@ -85,9 +85,9 @@ MUTANTS = (
     Mutant(
         "known-samples-need-not-fit",
         "a known modulated call does not look at how many samples its operands have",
-        "templates/calls.py.j2",
-        "{{ p.name }}.dim() == 1 or {{ p.name }}.shape[0] == shape[0])",
-        "{{ p.name }}.dim() == 1 or {{ p.name }}.shape[0] > 0)",
+        "runtime/upstream/known.c",
+        "(look > SCALE && count == 1)",
+        "(look > SCALE && (count == 1 || look == SAMPLES))",
         (f"{_CALLS}::test_a_known_call_whose_samples_do_not_fit_is_refused",),
     ),
     Mutant(

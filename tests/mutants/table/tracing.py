@@ -78,8 +78,8 @@ MUTANTS = (
     Mutant(
         "known-calls-drop-tangents",
         "forward-mode AD through a call that is known loses the tangent",
-        "templates/calls.py.j2",
-        "forward_ad._current_level < 0\n",
+        "runtime/upstream/known.c",
+        " || PyLong_AsLong(level) >= 0",
         "",
         (
             f"{_TRANSFORMS}::test_forward_mode_keeps_the_tangent",

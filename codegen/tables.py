@@ -1,0 +1,158 @@
+"""Tables of rows: what a look-up of calls that are known walks, for each function and each family.
+
+The runtime has a loop in Python and one in C. Both are given a table, and know nothing about norms.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .families import Family, Kind, Parameter
+from .values import Direction, Norm
+
+# The operands whose sizes are compared with x's in each call, because a guard leaves the first sizes open. All but the
+# last two have a row for each of x's, whose stride follows from the sizes only where the rows have no gaps.
+LOOKS = (Kind.ROWS, Kind.PER_ROW, Kind.SCALE, Kind.SAMPLES, Kind.GROUPS)
+
+# The place in `LOOKS` of all other operands.
+FREE = len(LOOKS)
+
+# The place of an argument that a function lacks.
+ABSENT = 255
+
+# The largest finite number of fp32, in which kernels take numbers.
+(LARGEST_FP32,) = struct.unpack("<f", bytes.fromhex("ffff7f7f"))
+
+# The values of `Parameter.torchs`, which are text of Python with torch.
+_TORCHS = {"torch.finfo(torch.float32).eps": 2.0**-23}
+
+
+class Number(NamedTuple):
+    """A number of a table.
+
+    Attributes:
+        argument: its place among the arguments, or `ABSENT`.
+        needs: the place of the tensor that a number other than 0 goes with, or `ABSENT`.
+        least: the least that kernels take.
+        most: the most.
+        norms: the words of the norms that have the number.
+        defaults: the value that None has, by the norm's word.
+    """
+
+    argument: int
+    needs: int
+    least: float
+    most: float
+    norms: tuple[str, ...]
+    defaults: dict[str, float]
+
+
+class Table(NamedTuple):
+    """The rows of a function, or of a family's calls of the functional API, as a look-up walks them.
+
+    Attributes:
+        head: the first element of every key.
+        norm: the word of the function's norm; None where the options of a call begin with it.
+        names: of the arguments, in order.
+        arguments: how many there are.
+        looks: of each operand, in the family's order, its place in `LOOKS`, or behind them.
+        operands: of each operand its place among the arguments, or `ABSENT`.
+        in_vectors: of each operand, whether kernels are compiled for its alignment.
+        words: the places of the arguments that are part of the key.
+        coded: of those, the places of the arguments whose class is part of the key too.
+        numbers: eps, weight_offset and dropout_p, as far as the family has them.
+        inputs: how many operands are read; those behind are written.
+        x: the operand whose rows are normalised.
+        samples: whether the key holds the sizes of x, because rows per sample are part of a plan.
+        mean: the operand that is the rows' means, where one tensor is passed for these and rstd; else -1.
+        rstd: the operand that is the rows' rstd, or -1 in a forward call.
+        dropout: the place of dropout_p, with dropout_rng behind it, or -1.
+        wants: the place of the argument that may be a list of names, or -1.
+        residual: the place of the residual, where autograd records a call by whether there is one, or -1.
+    """
+
+    head: str
+    norm: str | None
+    names: tuple[str, ...]
+    arguments: int
+    looks: bytes
+    operands: bytes
+    in_vectors: bytes
+    words: bytes
+    coded: bytes
+    numbers: tuple[Number, ...]
+    inputs: int
+    x: int
+    samples: int
+    mean: int
+    rstd: int
+    dropout: int
+    wants: int
+    residual: int
+
+
+def table_of(family: Family, norm: Norm | None = None) -> Table:
+    """Return the table of a norm's function, or of the family's calls of the functional API."""
+    if norm is not None:
+        rows = family.of(norm)
+        every: tuple[Parameter, ...] = (*family.inputs, *family.places)
+    else:
+        told = [row for row in family.parameters if row.functional or (family.neighbour and row in family.inputs)]
+        rows = tuple(
+            sorted((row for row in told if row.kind is not Kind.PLACE), key=lambda row: not row.kind.is_tensor)
+        )
+        every = family.inputs if family.neighbour else (*family.inputs, *family.places)
+    names = tuple(row.name for row in rows)
+    words = [row for row in rows if not row.kind.is_tensor and row.kind is not Kind.NUMBER]
+    numbers = [row for row in family.parameters if row.kind is Kind.NUMBER and (norm is not None or row.name in names)]
+
+    def places(of: Sequence[Parameter]) -> bytes:
+        return bytes(names.index(row.name) if row.name in names else ABSENT for row in of)
+
+    def place(of: Sequence[str], name: str, holds: bool = True) -> int:
+        return of.index(name) if holds and name in of else -1
+
+    operands = [row.name for row in every]
+    return Table(
+        head=family.functions[norm] if norm else family.neighbour or f"recorded {family.direction.value}",
+        norm=norm and norm.value,
+        names=names,
+        arguments=len(names),
+        looks=bytes(_look(row, packed=norm is None) for row in every),
+        operands=places(every),
+        in_vectors=bytes(row.is_read_in_vectors for row in every),
+        words=places(words),
+        # Another class may have an equal of an argument, as True is equal to 1, and 1.0 too.
+        coded=places([row for row in words if row.kind is Kind.FLAG or row.takes_codes]),
+        numbers=tuple(_number(row, names) for row in numbers),
+        inputs=len(family.inputs),
+        x=operands.index("x"),
+        samples=int(any(row.kind is Kind.SAMPLES for row in every)),
+        mean=place(operands, "mean", norm is None),
+        rstd=place(operands, "rstd"),
+        dropout=place(names, "dropout_p"),
+        wants=place(names, "wants"),
+        residual=place(
+            names, "residual", norm is None and family.direction is Direction.FORWARD and not family.neighbour
+        ),
+    )
+
+
+def _look(row: Parameter, *, packed: bool) -> int:
+    # Of calls that autograd records, one tensor holds both statistics.
+    if packed and row.kind is Kind.PER_ROW:
+        return FREE
+    return LOOKS.index(kind) if (kind := Kind.ROWS if row.kind is Kind.PLACE else row.kind) in LOOKS else FREE
+
+
+def _number(row: Parameter, names: Sequence[str]) -> Number:
+    return Number(
+        names.index(row.name) if row.name in names else ABSENT,
+        names.index(row.needs) if row.needs in names else ABSENT,
+        max(row.least, -LARGEST_FP32),
+        min(row.most, LARGEST_FP32),
+        tuple(norm.value for norm in row.default),
+        {norm.value: _TORCHS[value] for norm, value in row.torchs.items()},
+    )

@@ -1,0 +1,251 @@
+"""Find and launch known calls of every family, by a table of the family's rows.
+
+`Lookup` is the loop in Python. `upstream/known.c` walks the same table, where it can be had: see `native`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from ..codegen.tables import ABSENT, FREE, Table
+from ..upstream.torch_dynamo import eager_only
+from ..upstream.torch_internals import dispatch_modes
+from . import launch
+from .known import MISALIGNED, PLAIN, UNREADABLE, Found, Key, picking
+from .outputs import NormGradients, statistics_at
+from .overlap import may_write
+
+# The places in `LOOKS`.
+_ROWS, _PER_ROW, _SCALE, _SAMPLES, _, _FREE = range(FREE + 1)
+
+_SHAPES = frozenset((tuple, torch.Size, list))
+
+# Where torch defines them: each attribute takes a look-up of its own.
+is_grad_enabled = torch.is_grad_enabled
+
+
+class _Present(NamedTuple):
+    """What follows from which operands of a call are there.
+
+    Attributes:
+        mask: a bit for each operand that is there.
+        pick: picks these operands.
+        in_vectors: of each of them, whether kernels are compiled for its alignment.
+        spread: from their addresses, and a 0 behind them, to those of all operands.
+        sized: the places of those whose sizes are compared with x's, and how.
+        of_rows: picks those whose strides follow from their sizes where they have no gaps.
+        scales: the places of scales, of which one value for all rows is another kind of call than one per row.
+    """
+
+    mask: int
+    pick: Callable[[Any], Any]
+    in_vectors: list[int]
+    spread: Callable[[Any], Any]
+    sized: list[tuple[int, int]]
+    of_rows: Callable[[Any], Any]
+    scales: list[int]
+
+
+class Lookup:
+    """Finds the calls of a table that are known, and launches them.
+
+    Attributes:
+        table: the rows.
+        plans_of: the object whose `plans` calls are looked up among.
+        otherwise: from the key and the arguments to what another call of a function returns.
+        settled: what `randomness.settled` is, for the function's direction.
+        apply: records a call without a residual; of (options, found, None) and the operands.
+        apply_add: records a call with a residual.
+    """
+
+    def __init__(self, table: Table, plans_of: Any, **others: Any) -> None:
+        """Take the table, and what else a call of it needs."""
+        self.table, self.plans_of = table, plans_of
+        self.otherwise, self.settled = others.get("otherwise"), others.get("settled")
+        self.apply, self.apply_add = others.get("apply"), others.get("apply_add")
+        self._x = table.operands[table.x]
+        self._operands = picking([-1 if place == ABSENT else place for place in table.operands])
+        self._words, self._coded = picking(table.words), picking(table.coded)
+        self._vectors = picking([at for at, is_vector in enumerate(table.in_vectors) if is_vector])
+        self._patterns: dict[tuple[bool, ...], _Present] = {}
+
+    def _present(self, pattern: tuple[bool, ...]) -> _Present:
+        """Make and keep what follows from which operands are None."""
+        looks = self.table.looks
+        places = [at for at, is_absent in enumerate(pattern) if not is_absent]
+        found = _Present(
+            mask=sum(1 << at for at in places),
+            pick=picking(places),
+            in_vectors=[self.table.in_vectors[at] for at in places],
+            spread=picking([places.index(at) if at in places else -1 for at in range(len(pattern))]),
+            sized=[(at, looks[at]) for at in places if looks[at] < _FREE and at != self.table.x],
+            of_rows=picking([at for at in places if looks[at] <= _SCALE]),
+            scales=[at for at in places if looks[at] == _SCALE],
+        )
+        self._patterns[pattern] = found
+        return found
+
+    @eager_only
+    def call(self, *arguments: Any) -> Any:
+        """Launch a call of a function by all its arguments in order, or leave the call to `otherwise`."""
+        table, at = self.table, self.table.dropout
+        p, rng = arguments[at : at + 2]
+        if p != 0.0 or rng is not None or type(p) is not float:
+            arguments = (*arguments[:at], *self.settled(p, rng, arguments[self._x]), *arguments[at + 2 :])
+        if table.wants >= 0 and arguments[table.wants].__class__ is list:
+            arguments = (*arguments[: table.wants], tuple(arguments[table.wants]))
+        key, _, found = self._look_up(table.norm, arguments, ())
+        if found is not None:
+            if table.rstd >= 0:
+                return launch.run_backward(*found)
+            plan, addresses, tensors, shape, m, eps, offset, dropout_p = found
+            out, residual_out = arguments[-2:]
+            if (out is None and residual_out is None) or may_write(
+                plan.extents, addresses, tensors, m, out, residual_out
+            ):
+                return launch.run(plan, addresses, tensors, shape, m, eps, offset, out, residual_out, dropout_p)
+        return self.otherwise(key, *arguments)
+
+    @eager_only
+    def find(self, operands: Sequence[Any], options: Sequence[Any]) -> tuple[Key | None, bool, Found | None]:
+        """Look a call of the functional API up.
+
+        Returns:
+            The key of the call, or None if the call cannot be known; whether a gradient is due; and what
+            `launch.run` and `launch.run_recorded` are told of the call, or None if no call like it is known.
+        """
+        norm, *others = options
+        if self.table.residual < 0:
+            key, _, found = self._look_up(norm, (*operands, *others), ())
+            return key, False, found
+        records = is_grad_enabled()
+        key, known, found = self._look_up(norm, (*operands, *others), (records,))
+        return key, found is not None and records and known.trains, found
+
+    @eager_only
+    def normalise(self, operands: Sequence[Any], options: Sequence[Any], normalized_shape: Sequence[int] | None) -> Any:
+        """Return what `recorded.normalise` returns of a known call; None of another call.
+
+        Arguments need no check before: a call that would copy or refuse something is not known. A normalized_shape of
+        None is x's last dimension where there is a residual, and is refused elsewhere.
+        """
+        _, records, found = self.find(operands, options)
+        residual = operands[self.table.residual]
+        if found is None or (normalized_shape is None and residual is None):
+            return None
+        # The class of each size, because 64.0 is equal to 64, and a dictionary has a length too.
+        if normalized_shape is not None and not (
+            normalized_shape.__class__ in _SHAPES
+            and len(normalized_shape) == 1
+            and normalized_shape[0].__class__ is int
+            and normalized_shape[0] == found[3][-1]
+        ):
+            return None
+        if records and residual is not None:
+            return self.apply_add((options, found, None), *operands)
+        if records:
+            x, weight, *others = [each for at, each in enumerate(operands) if at != self.table.residual]
+            # Each None that is passed takes autograd some 0.1 us.
+            while others and others[-1] is None:
+                others.pop()
+            return self.apply((options, found, None), x, weight, *others)
+        y, total, *_ = launch.run(*found)
+        return y if residual is None else (y, total)
+
+    @eager_only
+    def gradients(self, operands: Sequence[Any], options: Sequence[Any]) -> tuple[Key | None, NormGradients | None]:
+        """Return the key of a backward pass, or None; and the gradients, or None if no pass like it is known."""
+        norm, *others = options
+        key, _, found = self._look_up(norm, (*operands, *others), ())
+        return key, None if found is None else launch.run_backward(*found)
+
+    @staticmethod
+    def run_recorded(found: Found) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Launch a call as `find` found it, for autograd to record: y, the sum or None, and the statistics."""
+        y, total, _, _, statistics = launch.run_recorded(*found)
+        return y, total, statistics
+
+    def _look_up(self, norm: Any, values: tuple[Any, ...], records: tuple[bool, ...]) -> tuple[Key | None, Any, Any]:
+        """Return the key, the kind of call and what launches are told; None for what there is not."""
+        table, x = self.table, values[self._x]
+        # Anything else may answer the same questions: a proxy of torch.fx records what it is asked.
+        if x.__class__ not in PLAIN:
+            return None, None, None
+        tensors = self._operands((*values, None))
+        pattern = tuple([tensor is None for tensor in tensors])
+        present = self._patterns.get(pattern) or self._present(pattern)
+        there = present.pick(tensors)
+        try:
+            shape = x.shape
+            n = shape[-1]
+            key: Key = (table.head, norm, n, present.mask)
+            for at in present.scales:
+                key = (*key, tensors[at].numel() == 1)
+            key = (*key, *records, *self._words(values), *map(type, self._coded(values)))
+            m, gaps = shape[0], False
+            if len(shape) != 2:
+                m = x.numel() // n
+                for tensor in present.of_rows(tensors):
+                    gaps = gaps or not tensor.is_contiguous()
+            if gaps or table.samples:
+                # Row strides are then found from all sizes but the first, and strides, together.
+                key = (*key, gaps, shape[1:])
+            for known in self.plans_of.plans.get(key, ()):
+                if known.fits(*there):
+                    break
+            else:
+                return key, None, None
+        except UNREADABLE:
+            return None, None, None
+        if (
+            forward_ad._current_level >= 0
+            or dispatch_modes()
+            or (table.norm is not None and known.trains and is_grad_enabled())
+        ):
+            return key, None, None
+        numbers = []
+        for argument, needs, least, most, norms, defaults in table.numbers:
+            value = 0.0 if argument == ABSENT else values[argument]
+            if value is None:
+                value = defaults.get(norm)
+            if value.__class__ is not float or not least <= value <= most:
+                return key, None, None
+            if value != 0.0 and needs != ABSENT and (values[needs] is None or norm not in norms):
+                return key, None, None
+            numbers.append(value)
+        for at, look in present.sized:
+            if not _is_sized(tensors[at], look, shape):
+                return key, None, None
+        bits, found = 0, []
+        for tensor, is_vector in zip(there, present.in_vectors, strict=True):
+            at = tensor.data_ptr()
+            # A tensor without memory is of no call that is known.
+            if not at:
+                return key, None, None
+            found.append(at)
+            if is_vector:
+                bits |= at
+        addresses = present.spread((*found, 0))
+        if table.mean >= 0:
+            both = statistics_at(norm, addresses[table.rstd], m)
+            addresses = (*addresses[: table.mean], *both, *addresses[table.rstd + 1 :])
+        plan = known.plan_at(*self._vectors(addresses)) if bits & MISALIGNED else known.plan
+        if plan is None:
+            return key, None, None
+        return key, known, (plan, addresses[: table.inputs], tensors[: table.inputs], shape, m, *numbers)
+
+
+def _is_sized(tensor: torch.Tensor, look: int, shape: torch.Size) -> bool:
+    """Return True if the sizes that a guard leaves open are x's."""
+    own = tensor.shape
+    if look == _ROWS:
+        return own == shape
+    if look == _PER_ROW:
+        return own == shape[:-1]
+    if look == _SCALE:
+        return tensor.numel() == 1 or own[: len(shape) - 1] == shape[:-1]
+    return len(own) == 1 or own[0] == (shape[0] if look == _SAMPLES else shape[-2])

@@ -1,0 +1,679 @@
+/* Known calls of every family: found by the rows of the family, and launched, without the interpreter in between.
+ *
+ * A `Lookup` does what `Lookup` of calls/lookup.py does, step by step and by the same plans. Both are given the same
+ * table, and know nothing about norms. Tensors are asked by their Python methods, so that this file is compiled without
+ * torch, in the time that launcher.c takes. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stddef.h>
+
+#define MOST_ARGUMENTS 48
+#define MOST_NUMBERS 3
+#define MOST_KEPT 256
+/* An argument that a function lacks. */
+#define ABSENT 255
+
+/* What a look-up is made of, by the names of `Table` and `around`: objects, and numbers. */
+#define EACH_OBJECT(use)                                                                                               \
+  use(head) use(norm) use(looks) use(operands) use(in_vectors) use(words) use(coded) use(numbers) use(plans_of)        \
+  use(plain) use(unreadable) use(forward_ad) use(dispatch_modes) use(is_grad_enabled) use(settled) use(may_write)      \
+  use(increment_version) use(statistics_at) use(statistics_dtype) use(run) use(run_recorded) use(run_backward)         \
+  use(output) use(otherwise) use(apply) use(apply_add)
+#define EACH_INDEX(use)                                                                                                \
+  use(arguments) use(inputs) use(x) use(samples) use(mean) use(rstd) use(dropout) use(wants) use(residual)             \
+  use(misaligned)
+#define AS_OBJECT(name) PyObject *name;
+#define AS_INDEX(name) Py_ssize_t name;
+typedef struct {
+  PyObject_HEAD
+  EACH_OBJECT(AS_OBJECT)
+  EACH_INDEX(AS_INDEX)
+} Lookup;
+
+/* The names that tensors, kinds and plans are asked by. */
+#define EACH_NAME(use)                                                                                                 \
+  use(shape) use(data_ptr) use(is_contiguous) use(numel) use(plans) use(get) use(fits) use(plan) use(plan_at)          \
+  use(trains) use(_current_level) use(extents) use(forward) use(layout) use(empty) use(dtypes) use(sum_dtypes)         \
+  use(steps) use(finish) use(programs) use(offsets) use(length) use(exchange) use(by_address)
+#define AS_NAME(name) static PyObject *name##_name;
+EACH_NAME(AS_NAME)
+static PyObject *zero, *one, *no_number;
+
+/* What is compared of an operand in each call, in the order of `LOOKS`. */
+enum { ROWS, PER_ROW, SCALE, SAMPLES, GROUPS };
+
+/* One call. `kept` owns every object that is made for the call; all other references are borrowed. Once an object could
+ * not be made, `failed` is set, an exception says why, and nothing more is asked. */
+typedef struct {
+  PyObject **values, *norm, *records, *numbers[MOST_NUMBERS];
+  PyObject *key, *shape, *kind, *plan, *m, *addresses, *tensors, *size[2], *strides[2];
+  int failed, count;
+  /* The operands that are there, and which they are. */
+  size_t present;
+  int place[MOST_ARGUMENTS];
+  PyObject *there[MOST_ARGUMENTS], *kept[MOST_KEPT];
+} Call;
+
+static void begin(Call *call, PyObject **values, PyObject *norm) {
+  memset(call, 0, offsetof(Call, place));
+  call->values = values;
+  call->norm = norm;
+}
+
+/* End a call, and return a new reference to what came of it: NULL with an exception if the call failed. */
+static PyObject *end(Call *call, PyObject *result) {
+  result = call->failed ? NULL : Py_XNewRef(result);
+  while (call->count > 0)
+    Py_DECREF(call->kept[--call->count]);
+  return result;
+}
+
+static PyObject *keep(Call *call, PyObject *made) {
+  if (made == NULL || call->count == MOST_KEPT) {
+    if (made != NULL)
+      PyErr_SetString(PyExc_SystemError, "a call makes more objects than known.c has room for");
+    Py_CLEAR(made);
+    call->failed = 1;
+  } else
+    call->kept[call->count++] = made;
+  return made;
+}
+
+static PyObject *get(Call *call, PyObject *object, PyObject *name) {
+  return call->failed ? NULL : keep(call, PyObject_GetAttr(object, name));
+}
+
+static PyObject *ask(Call *call, PyObject *object, PyObject *name) {
+  return call->failed ? NULL : keep(call, PyObject_CallMethodNoArgs(object, name));
+}
+
+static PyObject *apply(Call *call, PyObject *function, PyObject *const *args, size_t count) {
+  return call->failed ? NULL : keep(call, PyObject_Vectorcall(function, args, count, NULL));
+}
+
+static PyObject *tuple_of(Call *call, PyObject *const *items, Py_ssize_t count) {
+  PyObject *made = call->failed ? NULL : PyTuple_New(count);
+  for (Py_ssize_t at = 0; made != NULL && at < count; ++at)
+    PyTuple_SET_ITEM(made, at, Py_NewRef(items[at]));
+  return call->failed ? NULL : keep(call, made);
+}
+
+/* The items of a tuple that has so many, or more. */
+static PyObject *const *items_of(Call *call, PyObject *object, Py_ssize_t least) {
+  if (!call->failed && (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) < least)) {
+    PyErr_Format(PyExc_TypeError, "%R is no tuple of at least %zd", object, least);
+    call->failed = 1;
+  }
+  return call->failed ? NULL : &PyTuple_GET_ITEM(object, 0);
+}
+
+static int is_yes(Call *call, PyObject *answer) {
+  int yes = call->failed ? 0 : PyObject_IsTrue(answer);
+  call->failed |= yes < 0;
+  return yes > 0;
+}
+
+static int is_equal(Call *call, PyObject *a, PyObject *b) {
+  int equal = call->failed ? 0 : PyObject_RichCompareBool(a, b, Py_EQ);
+  call->failed |= equal < 0;
+  return equal > 0;
+}
+
+/* One of some small numbers that a table holds as bytes, and an operand: None if it is not there. */
+static int number_at(PyObject *bytes, Py_ssize_t at) { return ((unsigned char *)PyBytes_AS_STRING(bytes))[at]; }
+
+static PyObject *operand_at(Lookup *self, Call *call, Py_ssize_t at) {
+  int argument = at < PyBytes_GET_SIZE(self->operands) ? number_at(self->operands, at) : ABSENT;
+  return argument == ABSENT || call->values == NULL ? Py_None : call->values[argument];
+}
+
+/* Build the key of a call, and count the rows of x: 0 if x has no sizes. */
+static int describe(Lookup *self, Call *call) {
+  PyObject *parts[4 * MOST_ARGUMENTS];
+  Py_ssize_t at = 4, rows = 1, last;
+  long long mask = 0;
+  int gaps = 0;
+  call->shape = get(call, operand_at(self, call, self->x), shape_name);
+  if (call->failed || !PyTuple_Check(call->shape) || (last = PyTuple_GET_SIZE(call->shape) - 1) < 0)
+    return 0;
+  PyObject *const *shape = &PyTuple_GET_ITEM(call->shape, 0);
+  for (Py_ssize_t each = 0; each <= last; ++each) {
+    if (!PyLong_CheckExact(shape[each]))
+      return 0;
+    rows *= each < last ? PyLong_AsSsize_t(shape[each]) : 1;
+  }
+  for (int each = 0; each < PyBytes_GET_SIZE(self->operands); ++each) {
+    PyObject *tensor = operand_at(self, call, each);
+    if (tensor == Py_None)
+      continue;
+    mask |= 1LL << each;
+    call->place[call->present] = each;
+    call->there[call->present++] = tensor;
+    int look = number_at(self->looks, each);
+    if (look == SCALE)
+      parts[at++] = is_equal(call, ask(call, tensor, numel_name), one) ? Py_True : Py_False;
+    /* Row strides are then found from all sizes but the first, and strides, together. */
+    gaps |= last != 1 && look <= SCALE && !is_yes(call, ask(call, tensor, is_contiguous_name));
+  }
+  parts[0] = self->head;
+  parts[1] = call->norm;
+  parts[2] = shape[last];
+  parts[3] = keep(call, PyLong_FromLongLong(mask));
+  if (call->records != NULL)
+    parts[at++] = call->records;
+  for (Py_ssize_t each = 0; each < PyBytes_GET_SIZE(self->words); ++each)
+    parts[at++] = call->values[number_at(self->words, each)];
+  for (Py_ssize_t each = 0; each < PyBytes_GET_SIZE(self->coded); ++each)
+    parts[at++] = (PyObject *)Py_TYPE(call->values[number_at(self->coded, each)]);
+  if (gaps || self->samples) {
+    parts[at++] = gaps ? Py_True : Py_False;
+    parts[at++] = keep(call, PyTuple_GetSlice(call->shape, 1, last + 1));
+  }
+  call->key = tuple_of(call, parts, at);
+  call->m = keep(call, PyLong_FromSsize_t(rows));
+  return !call->failed;
+}
+
+/* Find the kind whose guard the tensors fit. */
+static int find_kind(Lookup *self, Call *call) {
+  PyObject *plans = get(call, self->plans_of, plans_name), *kinds = NULL;
+  if (!call->failed && PyDict_CheckExact(plans)) {
+    kinds = PyDict_GetItemWithError(plans, call->key);
+    if (kinds == NULL && !PyErr_Occurred())
+      return 0;
+    /* Another thread may change the dictionary meanwhile. */
+    kinds = keep(call, Py_XNewRef(kinds));
+  } else if (!call->failed)
+    kinds = keep(call, PyObject_CallMethodOneArg(plans, get_name, call->key));
+  for (Py_ssize_t at = 0; !call->failed && PyTuple_Check(kinds) && at < PyTuple_GET_SIZE(kinds); ++at) {
+    call->kind = PyTuple_GET_ITEM(kinds, at);
+    if (is_yes(call, apply(call, get(call, call->kind, fits_name), call->there, call->present)))
+      return 1;
+  }
+  return 0;
+}
+
+/* Return 1 if nothing watches what runs, and no gradient would be lost. */
+static int is_unwatched(Lookup *self, Call *call) {
+  PyObject *level = get(call, self->forward_ad, _current_level_name);
+  if (call->failed || PyLong_AsLong(level) >= 0 || is_yes(call, apply(call, self->dispatch_modes, NULL, 0)))
+    return 0;
+  return self->norm == Py_None || !is_yes(call, get(call, call->kind, trains_name)) ||
+         !is_yes(call, apply(call, self->is_grad_enabled, NULL, 0));
+}
+
+/* Return 1 if the numbers are within their limits, and what those that are not 0 need is there. */
+static int are_numbers(Lookup *self, Call *call) {
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(self->numbers); ++at) {
+    PyObject *const *row = &PyTuple_GET_ITEM(PyTuple_GET_ITEM(self->numbers, at), 0);
+    long argument = PyLong_AsLong(row[0]), needs = PyLong_AsLong(row[1]);
+    PyObject *value = argument == ABSENT ? no_number : call->values[argument];
+    if (value == Py_None && (value = PyDict_GetItemWithError(row[5], call->norm)) == NULL)
+      return 0;
+    double number = PyFloat_CheckExact(value) ? PyFloat_AS_DOUBLE(value) : Py_NAN;
+    if (!(PyFloat_AS_DOUBLE(row[2]) <= number && number <= PyFloat_AS_DOUBLE(row[3])))
+      return 0;
+    if (number != 0.0 && needs != ABSENT &&
+        (call->values[needs] == Py_None || PySequence_Contains(row[4], call->norm) <= 0))
+      return 0;
+    call->numbers[at] = value;
+  }
+  return 1;
+}
+
+/* Return 1 if the sizes that a guard leaves open are those of x. */
+static int are_sized(Lookup *self, Call *call) {
+  Py_ssize_t dimensions = PyTuple_GET_SIZE(call->shape);
+  PyObject *const *sizes = &PyTuple_GET_ITEM(call->shape, 0);
+  for (size_t each = 0; each < call->present; ++each) {
+    PyObject *tensor = call->there[each];
+    int look = number_at(self->looks, call->place[each]);
+    if (look > GROUPS || call->place[each] == self->x)
+      continue;
+    PyObject *shape = get(call, tensor, shape_name);
+    PyObject *const *own = items_of(call, shape, 0);
+    Py_ssize_t count = own == NULL ? 0 : PyTuple_GET_SIZE(shape), equal = 0;
+    Py_ssize_t first = look == GROUPS ? dimensions - 2 : 0;
+    if ((look == SCALE && is_equal(call, ask(call, tensor, numel_name), one)) || (look > SCALE && count == 1))
+      continue;
+    Py_ssize_t compared = look == ROWS ? dimensions : look <= SCALE ? dimensions - 1 : 1;
+    if (count < compared || first < 0 || (look <= PER_ROW && count != compared))
+      return 0;
+    while (equal < compared && is_equal(call, own[equal], sizes[first + equal]))
+      ++equal;
+    if (equal < compared)
+      return 0;
+  }
+  return !call->failed;
+}
+
+/* Read where the operands are, and find the plan for that. */
+static int find_plan(Lookup *self, Call *call) {
+  PyObject *at[MOST_ARGUMENTS], *vectors[MOST_ARGUMENTS];
+  Py_ssize_t operands = PyBytes_GET_SIZE(self->operands);
+  unsigned long long bits = 0;
+  size_t count = 0;
+  for (Py_ssize_t each = 0; each < operands; ++each)
+    at[each] = zero;
+  for (size_t each = 0; each < call->present; ++each) {
+    int place = call->place[each];
+    at[place] = ask(call, call->there[each], data_ptr_name);
+    unsigned long long address = call->failed ? 0 : PyLong_AsUnsignedLongLong(at[place]);
+    /* A tensor without memory is of no call that is known. */
+    if (address == 0)
+      return 0;
+    bits |= number_at(self->in_vectors, place) ? address : 0;
+  }
+  if (self->mean >= 0) {
+    PyObject *asked[] = {call->norm, at[self->rstd], call->m};
+    PyObject *const *both = items_of(call, apply(call, self->statistics_at, asked, 3), 2);
+    if (both == NULL)
+      return 0;
+    at[self->mean] = both[0];
+    at[self->rstd] = both[1];
+  }
+  if (bits & (unsigned long long)self->misaligned) {
+    for (Py_ssize_t each = 0; each < operands; ++each)
+      if (number_at(self->in_vectors, each))
+        vectors[count++] = at[each];
+    call->plan = apply(call, get(call, call->kind, plan_at_name), vectors, count);
+  } else
+    call->plan = get(call, call->kind, plan_name);
+  call->addresses = tuple_of(call, at, self->inputs);
+  return !call->failed && call->plan != Py_None;
+}
+
+/* Look a call up: 1 if it is known, with all that launches are told of it; 0 if not, with a key if it can have one. */
+static int look_up(Lookup *self, Call *call) {
+  /* Anything else than a plain tensor may answer the same questions: a proxy of torch.fx records what it is asked. */
+  PyObject *x = operand_at(self, call, self->x);
+  int known = PySet_Contains(self->plain, (PyObject *)Py_TYPE(x)) > 0 && describe(self, call) && find_kind(self, call);
+  if (call->failed && PyErr_ExceptionMatches(self->unreadable)) {
+    PyErr_Clear();
+    call->failed = 0;
+    call->key = NULL;
+    return 0;
+  }
+  return known && is_unwatched(self, call) && are_numbers(self, call) && are_sized(self, call) && find_plan(self, call);
+}
+
+/* The tensors that are read: for launches that take tensors. */
+static PyObject *tensors_of(Lookup *self, Call *call) {
+  PyObject *tensors[MOST_ARGUMENTS];
+  for (Py_ssize_t at = 0; call->tensors == NULL && at < self->inputs; ++at)
+    tensors[at] = operand_at(self, call, at);
+  return call->tensors = call->tensors == NULL ? tuple_of(call, tensors, self->inputs) : call->tensors;
+}
+
+/* What launches in Python are told of a call: a tuple of five, and the numbers. */
+enum { PLAN, ADDRESSES, TENSORS, SHAPE, M, NUMBERS };
+
+static PyObject *found_of(Lookup *self, Call *call) {
+  PyObject *found[NUMBERS + MOST_NUMBERS] = {call->plan, call->addresses, tensors_of(self, call), call->shape, call->m};
+  Py_ssize_t numbers = PyTuple_GET_SIZE(self->numbers);
+  memcpy(found + NUMBERS, call->numbers, (size_t)numbers * sizeof(*found));
+  return tuple_of(call, found, NUMBERS + numbers);
+}
+
+/* Allocate a tensor of x's shape, less some dimensions of the last; or, of a length, a vector; None without a dtype. */
+static PyObject *allocate(Call *call, PyObject *empty, int less, PyObject *length, PyObject *dtype) {
+  PyObject *strides[MOST_ARGUMENTS], *asked[3] = {call->size[less], call->strides[less], dtype};
+  Py_ssize_t count = PyTuple_GET_SIZE(call->shape) - less, step = 1;
+  if (dtype == Py_None || call->failed)
+    return dtype;
+  if (length != NULL) {
+    asked[0] = tuple_of(call, &length, 1);
+    asked[1] = tuple_of(call, &one, 1);
+  } else if (asked[0] == NULL) {
+    for (Py_ssize_t at = count - 1; at >= 0; --at) {
+      strides[at] = keep(call, PyLong_FromSsize_t(step));
+      step *= PyLong_AsSsize_t(PyTuple_GET_ITEM(call->shape, at));
+    }
+    asked[0] = call->size[less] = keep(call, PyTuple_GetSlice(call->shape, 0, count));
+    asked[1] = call->strides[less] = tuple_of(call, strides, count);
+  }
+  return apply(call, empty, asked, 3);
+}
+
+/* Zero is the address of what is not there. */
+static PyObject *address_of(Call *call, PyObject *tensor) {
+  return tensor == Py_None ? zero : ask(call, tensor, data_ptr_name);
+}
+
+static PyObject *sum_of(Call *call, PyObject *a, PyObject *b) {
+  return call->failed ? NULL : keep(call, PyNumber_Add(a, b));
+}
+
+static void launch(Call *call, PyObject *step, PyObject *values) {
+  PyObject *const *pair = items_of(call, step, 2);
+  PyObject *given[] = {call->failed ? NULL : pair[1], values};
+  if (!call->failed)
+    apply(call, pair[0], given, 2);
+}
+
+static PyObject *output_of(Lookup *self, Call *call, PyObject *const *results, Py_ssize_t count) {
+  PyTypeObject *type = (PyTypeObject *)self->output;
+  PyObject *made = call->failed ? NULL : keep(call, type->tp_alloc(type, count));
+  for (Py_ssize_t at = 0; made != NULL && at < count; ++at)
+    PyTuple_SET_ITEM(made, at, Py_NewRef(results[at]));
+  return made;
+}
+
+/* The results of a forward call; what a plan says of a number of rows; and the numbers. */
+enum { Y, SUM, Y_SCALE, MEAN, RSTD, RESULTS };
+enum { LAUNCH, GRID, LENGTH, TO_RSTD, FORWARD };
+enum { EPS, WEIGHT_OFFSET, DROPOUT_P };
+
+/* Allocate what a forward call returns and launch its kernel; `run` does where kernels take more than addresses. If the
+ * call `packs`, one tensor holds the statistics of the rows, as autograd keeps them, in place of rstd. */
+static PyObject *const *run_forward(Lookup *self, Call *call, int packs, PyObject **made) {
+  PyObject *values[MOST_ARGUMENTS], *m = call->m, *eps = call->numbers[EPS];
+  PyObject *offset = call->numbers[WEIGHT_OFFSET], *p = call->numbers[DROPOUT_P] ? call->numbers[DROPOUT_P] : no_number;
+  PyObject *places[] = {operand_at(self, call, self->inputs), operand_at(self, call, self->inputs + 1)};
+  PyObject *said = call->failed ? NULL : keep(call, PyObject_CallMethodOneArg(call->plan, forward_name, m));
+  PyObject *const *forward = items_of(call, said, FORWARD);
+  if (call->failed || forward[LAUNCH] == Py_None) {
+    PyObject *given[] = {call->plan, call->addresses, tensors_of(self, call), call->shape, m, eps, offset,
+                         places[Y], places[SUM], p};
+    return items_of(call, apply(call, packs ? self->run_recorded : self->run, given, packs ? 7 : 10), RESULTS);
+  }
+  PyObject *const *dtypes = items_of(call, get(call, call->plan, dtypes_name), RESULTS);
+  PyObject *empty = get(call, call->plan, empty_name);
+  Py_ssize_t count = PyTuple_GET_SIZE(call->addresses);
+  memcpy(values, &PyTuple_GET_ITEM(call->addresses, 0), (size_t)count * sizeof(*values));
+  for (int at = 0; !call->failed && at < RESULTS; ++at) {
+    PyObject *place = at > SUM ? Py_None : places[at];
+    /* What autograd kept of a tensor that is written is no longer what it was: autograd finds out by the version. */
+    if (place != Py_None)
+      apply(call, self->increment_version, &place, 1);
+    else
+      place = allocate(call, empty, at > SUM, NULL, packs && at > SUM ? Py_None : dtypes[at]);
+    made[at] = place;
+    values[count++] = call->failed ? NULL : address_of(call, place);
+  }
+  if (packs && !call->failed) {
+    made[RSTD] = allocate(call, empty, 0, forward[LENGTH], self->statistics_dtype);
+    PyObject *start = call->failed ? NULL : address_of(call, made[RSTD]);
+    /* Without means rstd is where they would be. */
+    values[count - 2] = is_yes(call, forward[TO_RSTD]) ? start : zero;
+    values[count - 1] = sum_of(call, start, forward[TO_RSTD]);
+  }
+  PyObject *others[] = {zero, m, eps, offset, p};
+  memcpy(values + count, others, sizeof(others));
+  launch(call, said, tuple_of(call, values, count + 4 + (PyFloat_AS_DOUBLE(p) != 0.0)));
+  return call->failed ? NULL : made;
+}
+
+/* Launch every step of a backward call, and the kernel that adds up partial sums, if there is one. */
+static void launch_steps(Call *call, PyObject *layout, PyObject *values, PyObject **pieces, PyObject **sums, size_t n) {
+  PyObject *steps = get(call, layout, steps_name), *finish = get(call, layout, finish_name);
+  PyObject *const *each = items_of(call, steps, 1);
+  for (Py_ssize_t at = 0; !call->failed && at < PyTuple_GET_SIZE(steps); ++at)
+    launch(call, each[at], values);
+  if (call->failed || finish == Py_None)
+    return;
+  PyObject *given[MOST_ARGUMENTS];
+  memcpy(given, pieces, n * sizeof(*given));
+  memcpy(given + n, sums, n * sizeof(*given));
+  given[2 * n] = get(call, layout, programs_name);
+  launch(call, finish, tuple_of(call, given, (Py_ssize_t)(2 * n + 1)));
+}
+
+/* Allocate what a backward call returns and launch its kernels; `run_backward` of launch.py does where there is a
+ * dropout, and where kernels take more than addresses. */
+static PyObject *run_backward(Lookup *self, Call *call) {
+  PyObject *values[MOST_ARGUMENTS], *made[MOST_ARGUMENTS], *sums[MOST_ARGUMENTS], **pieces, *m = call->m;
+  PyObject *offset = call->numbers[0], *p = call->numbers[1] ? call->numbers[1] : no_number, *layout = NULL;
+  int drops = PyFloat_AS_DOUBLE(p) != 0.0;
+  if (!drops)
+    layout = keep(call, PyObject_CallMethodOneArg(call->plan, layout_name, m));
+  if (drops || !is_yes(call, get(call, layout, by_address_name)) || is_yes(call, get(call, layout, exchange_name))) {
+    PyObject *given[] = {call->plan, call->addresses, tensors_of(self, call), call->shape, m, offset, p};
+    return apply(call, self->run_backward, given, 7);
+  }
+  PyObject *empty = get(call, call->plan, empty_name), *sum_dtypes = get(call, call->plan, sum_dtypes_name);
+  PyObject *offsets = get(call, layout, offsets_name), *length = get(call, layout, length_name), *work = Py_None;
+  PyObject *const *dtypes = items_of(call, get(call, call->plan, dtypes_name), 1);
+  PyObject *const *each = items_of(call, sum_dtypes, 0);
+  if (items_of(call, offsets, each == NULL ? 0 : PyTuple_GET_SIZE(sum_dtypes)) == NULL)
+    return NULL;
+  Py_ssize_t count = PyTuple_GET_SIZE(call->addresses), sum = PyTuple_GET_SIZE(sum_dtypes);
+  PyObject *n = PyTuple_GET_ITEM(call->shape, PyTuple_GET_SIZE(call->shape) - 1);
+  memcpy(values, &PyTuple_GET_ITEM(call->addresses, 0), (size_t)count * sizeof(*values));
+  made[0] = allocate(call, empty, 0, NULL, dtypes[0]);
+  for (Py_ssize_t at = 0; !call->failed && at < sum; ++at) {
+    made[1 + at] = allocate(call, empty, 0, n, each[at]);
+    sums[at] = call->failed ? NULL : address_of(call, made[1 + at]);
+  }
+  made[1 + sum] = Py_None;
+  if (is_yes(call, length))
+    work = allocate(call, empty, 0, length, self->statistics_dtype);
+  if (call->failed)
+    return NULL;
+  values[count++] = address_of(call, made[0]);
+  /* Where the parts of the memory that programs share begin, and that of what they exchange, which is nothing. */
+  pieces = values + count;
+  PyObject *base = address_of(call, work);
+  for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(offsets); ++at)
+    values[count++] = sum_of(call, base, PyTuple_GET_ITEM(offsets, at));
+  PyObject *others[] = {zero, m, offset};
+  memcpy(values + count, others, sizeof(others));
+  launch_steps(call, layout, tuple_of(call, values, count + 3), pieces, sums, (size_t)sum);
+  return output_of(self, call, made, sum + 2);
+}
+
+/* Return 1 if a known forward call writes to nothing that it reads. */
+static int may_write(Lookup *self, Call *call) {
+  PyObject *out = operand_at(self, call, self->inputs), *residual_out = operand_at(self, call, self->inputs + 1);
+  if (out == Py_None && residual_out == Py_None)
+    return 1;
+  PyObject *extents = get(call, call->plan, extents_name);
+  PyObject *given[] = {extents, call->addresses, tensors_of(self, call), call->m, out, residual_out};
+  return is_yes(call, apply(call, self->may_write, given, 6));
+}
+
+/* Settle what the mask of a dropout follows from, before anything is looked up. */
+static void settle(Lookup *self, Call *call) {
+  PyObject **p = &call->values[self->dropout], *given[] = {p[0], p[1], operand_at(self, call, self->x)};
+  if (p[1] == Py_None && PyFloat_CheckExact(p[0]) && PyFloat_AS_DOUBLE(p[0]) == 0.0)
+    return;
+  PyObject *const *pair = items_of(call, apply(call, self->settled, given, 3), 2);
+  if (pair != NULL)
+    memcpy(p, pair, 2 * sizeof(*p));
+}
+
+/* A call of a function of one norm, by all its arguments in order. */
+static PyObject *call(PyObject *object, PyObject *const *args, Py_ssize_t given) {
+  Lookup *self = (Lookup *)object;
+  /* The first is for the key, where `otherwise` takes the rest. */
+  PyObject *passed[1 + MOST_ARGUMENTS], **values = passed + 1, *results[RESULTS], *made = NULL;
+  Call call;
+  if (given != self->arguments)
+    return PyErr_Format(PyExc_TypeError, "%U takes %zd arguments, and not %zd", self->head, self->arguments, given);
+  memcpy(values, args, (size_t)given * sizeof(*values));
+  begin(&call, values, self->norm);
+  settle(self, &call);
+  if (!call.failed && self->wants >= 0 && PyList_CheckExact(values[self->wants]))
+    values[self->wants] = keep(&call, PyList_AsTuple(values[self->wants]));
+  if (!call.failed && look_up(self, &call) && may_write(self, &call))
+    made = self->rstd >= 0 ? run_backward(self, &call)
+                           : output_of(self, &call, run_forward(self, &call, 0, results), RESULTS);
+  else if (!call.failed) {
+    passed[0] = call.key == NULL ? Py_None : call.key;
+    made = apply(&call, self->otherwise, passed, (size_t)given + 1);
+  }
+  return end(&call, made);
+}
+
+/* Return 1 if a normalized_shape is x's last dimension. The class of each size, because 64.0 is equal to 64. */
+static int is_last(Call *call, PyObject *normalized) {
+  PyObject *size = NULL;
+  int is_shape = PyTuple_CheckExact(normalized) || Py_IS_TYPE(normalized, Py_TYPE(call->shape));
+  if (is_shape && PyTuple_GET_SIZE(normalized) == 1)
+    size = PyTuple_GET_ITEM(normalized, 0);
+  else if (PyList_CheckExact(normalized) && PyList_GET_SIZE(normalized) == 1)
+    size = PyList_GET_ITEM(normalized, 0);
+  return size != NULL && PyLong_CheckExact(size) &&
+         is_equal(call, size, PyTuple_GET_ITEM(call->shape, PyTuple_GET_SIZE(call->shape) - 1));
+}
+
+/* Look up a call that comes as its operands, and its norm with its options. */
+static int look_up_pair(Lookup *self, Call *call, PyObject **values, PyObject *const *args, Py_ssize_t given) {
+  begin(call, values, NULL);
+  PyObject *const *operands = given < 2 ? NULL : items_of(call, args[0], 1);
+  PyObject *const *options = given < 2 ? NULL : items_of(call, args[1], 1);
+  Py_ssize_t count = options == NULL ? -1 : PyTuple_GET_SIZE(args[0]);
+  if (call->failed || count < 0 || count + PyTuple_GET_SIZE(args[1]) != self->arguments + 1) {
+    PyErr_Format(PyExc_TypeError, "a %U call is looked up by two tuples, of its operands and its options", self->head);
+    call->failed = 1;
+    return 0;
+  }
+  memcpy(values, operands, (size_t)count * sizeof(*values));
+  memcpy(values + count, options + 1, (size_t)(self->arguments - count) * sizeof(*values));
+  call->norm = options[0];
+  if (self->residual >= 0)
+    call->records = is_yes(call, apply(call, self->is_grad_enabled, NULL, 0)) ? Py_True : Py_False;
+  return !call->failed && look_up(self, call);
+}
+
+static int is_recorded(Call *call) {
+  return call->records == Py_True && is_yes(call, get(call, call->kind, trains_name));
+}
+
+/* Return the key, or None; whether a gradient is due; and what launches in Python are told, or None. */
+static PyObject *find(PyObject *object, PyObject *const *args, Py_ssize_t given) {
+  Lookup *self = (Lookup *)object;
+  PyObject *values[MOST_ARGUMENTS];
+  Call call;
+  int known = look_up_pair(self, &call, values, args, given);
+  PyObject *made[] = {call.key == NULL ? Py_None : call.key, known && is_recorded(&call) ? Py_True : Py_False,
+                      known ? found_of(self, &call) : Py_None};
+  return end(&call, tuple_of(&call, made, 3));
+}
+
+/* Have autograd record a call: the operands up to the last that is there, since each None takes some 0.1 us. */
+static PyObject *record(Lookup *self, Call *call, PyObject *options, Py_ssize_t operands) {
+  PyObject *told[] = {options, found_of(self, call), Py_None}, *passed[1 + MOST_ARGUMENTS] = {tuple_of(call, told, 3)};
+  size_t size = 1;
+  int adds = call->values[self->residual] != Py_None;
+  for (Py_ssize_t at = 0; at < operands; ++at)
+    if (adds || at != self->residual)
+      passed[size++] = call->values[at];
+  while (!adds && size > 3 && passed[size - 1] == Py_None)
+    --size;
+  return apply(call, adds ? self->apply_add : self->apply, passed, size);
+}
+
+/* Return y of a known call, and the sum if there is a residual, recorded where a gradient is due; None of another call.
+ * A normalized_shape of None is x's last dimension where there is a residual. */
+static PyObject *normalise(PyObject *object, PyObject *const *args, Py_ssize_t given) {
+  Lookup *self = (Lookup *)object;
+  PyObject *values[MOST_ARGUMENTS], *made[RESULTS], *found = Py_None;
+  PyObject *const *results;
+  Call call;
+  int known = look_up_pair(self, &call, values, args, given);
+  int adds = !call.failed && values[self->residual] != Py_None;
+  if (known && (given < 3 || args[2] == Py_None ? adds : is_last(&call, args[2]))) {
+    if (is_recorded(&call))
+      found = record(self, &call, args[1], PyTuple_GET_SIZE(args[0]));
+    else if ((results = run_forward(self, &call, 0, made)) != NULL)
+      found = adds ? tuple_of(&call, results, 2) : results[Y];
+  }
+  return end(&call, found);
+}
+
+/* Return the key of a backward pass, or None, and the gradients, or None if the pass is not known. */
+static PyObject *gradients(PyObject *object, PyObject *const *args, Py_ssize_t given) {
+  Lookup *self = (Lookup *)object;
+  PyObject *values[MOST_ARGUMENTS];
+  Call call;
+  int known = look_up_pair(self, &call, values, args, given);
+  PyObject *made[] = {call.key == NULL ? Py_None : call.key, known ? run_backward(self, &call) : Py_None};
+  return end(&call, tuple_of(&call, made, 2));
+}
+
+/* Launch a forward call as `find` found it, for autograd to record: y, the sum or None, and the statistics. */
+static PyObject *run_recorded(PyObject *object, PyObject *found) {
+  PyObject *made[RESULTS];
+  Call call;
+  begin(&call, NULL, NULL);
+  PyObject *const *each = items_of(&call, found, NUMBERS + 2);
+  if (each == NULL)
+    return NULL;
+  call.plan = each[PLAN];
+  call.addresses = each[ADDRESSES];
+  call.tensors = each[TENSORS];
+  call.shape = each[SHAPE];
+  call.m = each[M];
+  memcpy(call.numbers, each + NUMBERS, 2 * sizeof(*each));
+  PyObject *const *results = run_forward((Lookup *)object, &call, 1, made);
+  if (results == NULL)
+    return end(&call, NULL);
+  PyObject *recorded[] = {results[Y], results[SUM], results[RSTD]};
+  return end(&call, tuple_of(&call, recorded, 3));
+}
+
+#define RELEASE(name) Py_XDECREF(self->name);
+static void dealloc(PyObject *object) {
+  Lookup *self = (Lookup *)object;
+  EACH_OBJECT(RELEASE)
+  Py_TYPE(object)->tp_free(object);
+}
+
+/* A look-up holds functions, modules and constants that outlive it: garbage collection has no part in that. */
+#define TAKE_OBJECT(name)                                                                                              \
+  self->name = Py_XNewRef(PyDict_GetItemString(named, #name));                                                         \
+  missing = self->name == NULL ? #name : missing;
+#define TAKE_INDEX(name)                                                                                               \
+  self->name = (value = PyDict_GetItemString(named, #name)) == NULL ? 0 : PyLong_AsSsize_t(value);                     \
+  missing = value == NULL ? #name : missing;
+static PyObject *make(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *named) {
+  Lookup *self = (Lookup *)type->tp_alloc(type, 0);
+  const char *missing = named == NULL ? "names" : NULL;
+  PyObject *value;
+  if (self != NULL && missing == NULL) {
+    EACH_OBJECT(TAKE_OBJECT)
+    EACH_INDEX(TAKE_INDEX)
+  }
+  if (missing != NULL || (self != NULL && self->arguments > MOST_ARGUMENTS / 2)) {
+    PyErr_Format(PyExc_TypeError, "a look-up is made without %s", missing ? missing : "room for so many arguments");
+    Py_CLEAR(self);
+  }
+  return (PyObject *)self;
+}
+
+#define FAST(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
+static PyMethodDef methods[] = {
+    FAST(call),
+    FAST(find),
+    FAST(normalise),
+    FAST(gradients),
+    {"run_recorded", run_recorded, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject LookupType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "normforge_known.Lookup",
+    .tp_basicsize = sizeof(Lookup),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = make,
+    .tp_dealloc = dealloc,
+    .tp_methods = methods,
+};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "normforge_known", .m_size = -1};
+
+#define INTERN(name)                                                                                                   \
+  if ((name##_name = PyUnicode_InternFromString(#name)) == NULL)                                                       \
+    return NULL;
+PyMODINIT_FUNC PyInit_normforge_known(void) {
+  EACH_NAME(INTERN)
+  if ((zero = PyLong_FromLong(0)) == NULL || (one = PyLong_FromLong(1)) == NULL ||
+      (no_number = PyFloat_FromDouble(0.0)) == NULL)
+    return NULL;
+  PyObject *module = PyModule_Create(&definition);
+  if (module != NULL && PyModule_AddType(module, &LookupType) < 0)
+    Py_CLEAR(module);
+  return module;
+}
