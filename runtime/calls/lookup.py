@@ -65,8 +65,9 @@ class Lookup:
     def __init__(self, table: Table, plans_of: Any, **others: Any) -> None:
         """Take the table, and what else a call of it needs."""
         self.table, self.plans_of = table, plans_of
-        self.otherwise, self.settled = others.get("otherwise"), others.get("settled")
-        self.apply, self.apply_add = others.get("apply"), others.get("apply_add")
+        get: Callable[[str], Any] = others.get
+        self.otherwise, self.settled = get("otherwise"), get("settled")
+        self.apply, self.apply_add = get("apply"), get("apply_add")
         self._x = table.operands[table.x]
         self._operands = picking([-1 if place == ABSENT else place for place in table.operands])
         self._words, self._coded = picking(table.words), picking(table.coded)
@@ -172,8 +173,9 @@ class Lookup:
     def _look_up(self, norm: Any, values: tuple[Any, ...], records: tuple[bool, ...]) -> tuple[Key | None, Any, Any]:
         """Return the key, the kind of call and what launches are told; None for what there is not."""
         table, x = self.table, values[self._x]
+        cls: type = x.__class__
         # Anything else may answer the same questions: a proxy of torch.fx records what it is asked.
-        if x.__class__ not in PLAIN:
+        if cls not in PLAIN:
             return None, None, None
         tensors = self._operands((*values, None))
         pattern = tuple([tensor is None for tensor in tensors])

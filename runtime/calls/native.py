@@ -69,6 +69,9 @@ class Calls(SimpleNamespace):
     rmsnorm2d_fwd: Callable[..., LayerNormOutput]
     layernorm2d_bwd: Callable[..., NormGradients]
     rmsnorm2d_bwd: Callable[..., NormGradients]
+    # Or the same in C.
+    recorded: Lookup
+    gradients: Lookup
 
 
 def calls_among(

@@ -222,7 +222,7 @@ class Ready:
         at: from the shape of what was normalised to how calls are launched; None if there are no rows.
     """
 
-    __slots__ = ("_backward", "_of_sums", "_parts", "at", "inputs", "order", "plan")
+    __slots__ = ("_backward", "_has_means", "_of_sums", "_parts", "at", "inputs", "order", "plan")
 
     def __init__(self, done: Launched, order: Sequence[int], of_sums: Sequence[Sequence[int]]) -> None:
         """Have calls be launched as one was.
@@ -234,6 +234,7 @@ class Ready:
         """
         self.plan, self.inputs = done.plan, done.backward.inputs
         self._backward, self._parts, self._of_sums = done.backward, done.parts, of_sums
+        self._has_means = done.plan.mode.norm.centres
         self.order: Callable[[Any], tuple[torch.Tensor | None, ...]] = itemgetter(*order)
         self.at = lru_cache(_SHAPES)(self._at)
 
@@ -254,17 +255,16 @@ class Ready:
             return None
         layout, m, number, makes = sized
         empty = plan.empty
-        results = [None if made is None else empty(*made) for made in makes]
+        results = tuple([None if made is None else empty(*made) for made in makes])
         inputs: tuple[Any, ...]
         if layout.by_address:
             at = addresses[-1]
-            statistics = (at, rstd_address(at, m)) if plan.mode.norm.centres else (0, at)
+            statistics = (at, rstd_address(at, m)) if self._has_means else (0, at)
             inputs = self.inputs((*addresses, *statistics))
         else:
             inputs = self.inputs(_with_statistics(arrived, m))
         _run(plan, layout, inputs, results, (m, number, told.weight_offset))
-        results.append(None)
-        return list(self.order(results))
+        return list(self.order((*results, None)))
 
 
 def _with_statistics(arrived: Arrived, m: int) -> tuple[torch.Tensor | None, ...]:

@@ -115,7 +115,18 @@ def test_one_vector_is_not_another() -> None:
     vector = torch.randn(64)
     for _ in range(2):
         for name in ("weight", "bias", "x_bias"):
-            agree(normforge.layernorm2d_fwd(X, **{name: vector}), ORACLE["layer"](X, **{name: vector}))
+            given: dict[str, Any] = {name: vector}
+            agree(normforge.layernorm2d_fwd(X, **given), ORACLE["layer"](X, **given))
+
+
+def test_a_scale_without_memory_is_refused_by_a_call_that_is_known() -> None:
+    """The host does not read it, and no kernel is compiled for where it is."""
+    for _ in range(2):
+        scale = torch.full((1,), 0.1)
+        normforge.quantised_rms_norm(X, fquant="static", y_scale=scale)
+    scale.untyped_storage().resize_(0)
+    with pytest.raises(errors.LayoutError, match=r"^y_scale .* has no memory that a kernel could use"):
+        normforge.quantised_rms_norm(X, fquant="static", y_scale=scale)
 
 
 @pytest.mark.parametrize("name", ["x", "weight", "bias", "residual", "x_bias", "smooth_scale"])
