@@ -117,8 +117,8 @@ def _forward(problem: Problem, device: torch.device) -> _Forward:
     operands = neighbours.operands_of(calls, given)
     options = neighbours.options_of(calls, mode.norm.value, given)
     outputs = neighbours.launched(calls, operands, options)
-    kept = (*calls.kept(operands, outputs.residual_out), outputs.mean, outputs.rstd)
-    return _Forward(operands, kept, calls.told(options, neighbours.dtypes_of(operands)))
+    kept = (*calls.saved(operands, outputs.residual_out), outputs.mean, outputs.rstd)
+    return _Forward(operands, kept, calls.args(options, neighbours.dtypes_of(operands)))
 
 
 def _prepare_gated(problem: Problem, device: torch.device) -> Run[GatedGradients]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -10,13 +11,11 @@ from torch.autograd import forward_ad
 
 from ..random_mask import dropped
 from ..selection import dispatch
-from ..selection.batch import batch_invariant
 from ..selection.invariance import is_on
-from ..upstream.torch_autograd import applied, applied_at_once
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import dispatch_modes
 from . import eager, known
-from .eager import Dropout
+from .eager import Dropout, dtypes_of, rounded
 from .first import resolved
 from .functional import (
     BACKWARD_OF,
@@ -29,7 +28,8 @@ from .functional import (
 )
 from .known import PLAIN, UNREADABLE
 from .outputs import LayerNormOutput, NormGradients, unflattened
-from .recorded import arrived_in_memory, rounded_to, walkable_gradient
+from .record import Gradients, Launched, Recording, arrived_in_memory, record, record_at_once
+from .recorded import walkable_gradient
 from .straight import DEFAULT_EPS, Operands, Options, layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
 
 _FORWARD: dict[str, Callable[..., LayerNormOutput]] = {"layer": layernorm2d_fwd, "rms": rmsnorm2d_fwd}
@@ -88,7 +88,7 @@ def remember(operands: Operands, options: Options) -> None:
 def normalise_checked(operands: Operands, options: Options, dropout: Dropout) -> Any:
     """What `normalise` returns of a call of which `was_checked` is true."""
     if torch.is_grad_enabled() and any_requires_gradient(operands):
-        return _apply((options, dropout.p), *operands, dropout.rng)
+        return record_at_once((_RECORDING, (options, dropout.p)), *operands, dropout.rng)
     return _launched(operands, options, dropout, save_mv=False)[:2]
 
 
@@ -107,7 +107,7 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options, drop
     given: Any = tuple(map(resolved, operands))
     rows = as_operands(given, len(shape))
     if torch.is_grad_enabled() and any_requires_gradient(rows):
-        y, total = _recorded((options, dropout.p), *rows, dropout.rng)
+        y, total = record((_RECORDING, (options, dropout.p)), *rows, dropout.rng)
     else:
         y, total = _launched(rows, options, dropout, save_mv=False)[:2]
     return unflattened(y, shape), unflattened(total, shape)
@@ -118,88 +118,54 @@ def _launched(rows: Operands, options: Options, dropout: Dropout, *, save_mv: bo
     return _FORWARD[options[0]](**taken(FORWARD_OF[options[0]], given))
 
 
-class _DropAddNormalise(torch.autograd.Function):
-    """y and residual_out; see `normalise`.
-
-    Kept for the backward pass: residual_out, which the caller holds anyway, weight, a mean and rstd a row, and the seed
-    and the offset that the mask is drawn by once more.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, told: tuple[Options, float], *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        options, p = told
-        *operands, rng = given
-        rows: Any = tuple(operands)
-        x, weight, bias, residual, x_bias = rows
-        y, total, _, mean, rstd = _launched(rows, options, Dropout(p, rng), save_mv=True)
-        assert total is not None
-        # Of fp32 alone nothing was rounded first, whatever the sum is stored in.
-        norm, _, weight_offset, _, cast = options
-        cast = "after_weight" if x.dtype is y.dtype is torch.float32 else cast
-        ctx.told = norm, weight_offset, cast, p
-        ctx.is_invariant = is_on()
-        ctx.dtypes = [None if operand is None else operand.dtype for operand in (x, bias, residual, x_bias)]
-        # A gradient that did not arrive stays None, rather than becoming M×N zeros.
-        ctx.set_materialize_grads(False)
-        if not any(operand is not None and operand.requires_grad for operand in (x, residual, x_bias)):
-            ctx.mark_non_differentiable(total)
-        ctx.save_for_backward(total, weight, mean, rstd, rng)
-        return y, total
-
-    @staticmethod
-    def backward(
-        ctx: Any, dy: torch.Tensor | None, dresidual_out: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
-        if ctx.is_invariant and not is_on():
-            with batch_invariant():
-                return _DropAddNormalise.backward(ctx, dy, dresidual_out)
-        found = _gradients(ctx, dy, dresidual_out)
-        _, for_x, _, _, for_residual, _, _ = ctx.needs_input_grad
-        x_dtype, _, residual_dtype, _ = ctx.dtypes
-        return (
-            None,
-            rounded_to(found.ddropped, x_dtype) if for_x else None,
-            found.dweight,
-            found.dbias,
-            rounded_to(found.dx, residual_dtype) if for_residual else None,
-            found.dx_bias,
-            None,
-        )
+def _launch_recorded(call: tuple[Options, float], given: tuple[Any, ...]) -> Launched:
+    """See `Recording.launch`. Save residual_out, which the caller holds anyway, and the rng in place of the mask."""
+    options, p = call
+    *operands, rng = given
+    rows: Any = tuple(operands)
+    y, total, _, mean, rstd = _launched(rows, options, Dropout(p, rng), save_mv=True)
+    # Of fp32 alone nothing was rounded first, whatever the sum is stored in.
+    norm, _, weight_offset, _, cast = options
+    cast = "after_weight" if rows[0].dtype is y.dtype is torch.float32 else cast
+    return y, total, (total, rows[1], mean, rstd, rng), (norm, weight_offset, cast, p, dtypes_of(given)), is_on()
 
 
-_recorded, _apply = applied(_DropAddNormalise), applied_at_once(_DropAddNormalise)
-
-
-def _gradients(ctx: Any, dy: torch.Tensor | None, dresidual_out: torch.Tensor | None) -> NormGradients:
-    norm, weight_offset, cast, p = ctx.told
-    total, weight, mean, rstd, rng = ctx.saved_tensors
-    x_dtype, bias_dtype, residual_dtype, x_bias_dtype = ctx.dtypes
-    _, for_x, for_weight, for_bias, for_residual, for_x_bias, _ = ctx.needs_input_grad
-    if dy is None:
-        return _of_the_sum(dresidual_out, p, rng, x_bias_dtype if for_x_bias else None)
-    names = {"dx": for_residual, "dweight": for_weight, "dbias": for_bias, "dx_bias": for_x_bias, "ddropped": for_x}
-    wants = tuple([name for name, due in names.items() if due])
+def _gradients(
+    saved: Sequence[Any],
+    args: Any,
+    dy: torch.Tensor | None,
+    dresidual_out: torch.Tensor | None,
+    due: tuple[bool, ...],
+    by_formula: bool,
+    _: None,
+) -> Gradients:
+    total, weight, mean, rstd, rng = saved
+    norm, weight_offset, cast, p, dtypes = args
+    x_dtype, _, bias_dtype, residual_dtype, x_bias_dtype, _ = dtypes
     # The sum holds x_bias already; given as zeros, it has the kernel sum ddropped before it is rounded.
-    nothing = total.new_zeros(total.shape[-1:], dtype=x_bias_dtype) if for_x_bias else None
-    dropout = Dropout(p, rng, x_dtype)
+    nothing = total.new_zeros(total.shape[-1:], dtype=x_bias_dtype) if due[4] else None
     operands = (dy, total, weight, rstd, nothing, dresidual_out)
+    wants = tuple(compress(("ddropped", "dweight", "dbias", "dx", "dx_bias"), due))
     options = (norm, weight_offset, cast, residual_dtype, bias_dtype, wants)
-    # A gradient of the gradient is of torch's operators, and so are several gradients at once.
-    if torch.is_grad_enabled() or not arrived_in_memory((dy, dresidual_out)):
-        return eager.plain_gradients(operands, mean, options, dropout)
-    given = backward_named(operands, options)
-    for name in ("dy", "dresidual_out"):
-        given[name] = walkable_gradient(given[name])
-    given |= {"mean": mean, "dropout_p": p, "dropout_rng": rng, "dropped_dtype": x_dtype}
-    return _BACKWARD[norm](**taken(BACKWARD_OF[norm], given))
+    if dy is None:
+        found = _of_the_sum(dresidual_out, p, rng, nothing)
+    # The kernels' function is an operator where something sees operators.
+    elif torch.is_grad_enabled() or not arrived_in_memory((dy, dresidual_out)):
+        found = eager.plain_gradients(operands, mean, options, Dropout(p, rng, x_dtype))
+    else:
+        given = backward_named(operands, options)
+        for name in ("dy", "dresidual_out"):
+            given[name] = walkable_gradient(given[name])
+        given |= {"mean": mean, "dropout_p": p, "dropout_rng": rng, "dropped_dtype": x_dtype}
+        found = _BACKWARD[norm](**taken(BACKWARD_OF[norm], given))
+    return rounded((found.ddropped, found.dweight, found.dbias, found.dx, found.dx_bias, None), dtypes, due)
 
 
-def _of_the_sum(
-    dresidual_out: torch.Tensor | None, p: float, rng: torch.Tensor, x_bias_dtype: torch.dtype | None
-) -> NormGradients:
-    """Where a gradient arrived for the sum alone, if any did."""
-    if dresidual_out is None:
-        return NormGradients(None, None, None, None)
+# x, residual and x_bias make the sum.
+_RECORDING = Recording(_launch_recorded, _gradients, sums=(0, 3, 4))
+
+
+def _of_the_sum(dresidual_out: Any, p: float, rng: torch.Tensor, x_bias: torch.Tensor | None) -> NormGradients:
+    """Return the gradients where one arrived for the sum alone; none of x_bias if that is None."""
     ddropped = dropped(eager.widened(dresidual_out), p, rng)
-    dx_bias = None if x_bias_dtype is None else eager.over_rows(ddropped).to(x_bias_dtype)
-    return NormGradients(dresidual_out, None, None, dx_bias, ddropped)
+    return NormGradients(dresidual_out, None, None, None if x_bias is None else eager.over_rows(ddropped), ddropped)

@@ -141,17 +141,15 @@ def _through_rows(
     return dx if dresidual_out is None else dx + dresidual_out.float()
 
 
-def over_rows(gradient: torch.Tensor) -> torch.Tensor:
-    """Sum a gradient's rows in fp32."""
-    return _summed(gradient, range(gradient.dim() - 1))
+def over_rows(gradient: torch.Tensor, columns: int = 1) -> torch.Tensor:
+    """Sum a gradient in fp32 over all dimensions but the last `columns`."""
+    leading = tuple(range(gradient.dim() - columns))
+    return gradient.sum(leading, dtype=torch.float32) if leading else gradient.float()
 
 
-def _summed(gradient: torch.Tensor, dimensions: Iterable[int]) -> torch.Tensor:
-    shared = tuple(dimensions)
-    return gradient.sum(shared, dtype=torch.float32) if shared else gradient.float()
-
-
-def _rounded(gradients: Tensors, dtypes: Sequence[torch.dtype | None], due: Iterable[object]) -> Any:
+def rounded(
+    gradients: Tensors, dtypes: Sequence[torch.dtype | None], due: Iterable[object]
+) -> list[torch.Tensor | None]:
     """Return the gradients that are due, each in the dtype of its operand; None for every other one."""
     return [
         gradient.to(dtype) if needed and gradient is not None and dtype is not None else None
@@ -235,12 +233,12 @@ def plain_gradients(
         ("dx_bias", ddropped, None if x_bias is None else x_bias.dtype),
         ("ddropped", ddropped, (None if dropout is None else dropout.dtype) or x.dtype),
     )
-    rounded = {
+    made = {
         name: (rows if name in ("dx", "ddropped") else over_rows(rows)).to(dtype)
         for name, rows, dtype in exact
         if name in wants
     }
-    return NormGradients(*[rounded.get(name) for name in NormGradients._fields])
+    return NormGradients(*[made.get(name) for name in NormGradients._fields])
 
 
 # Gated norms: y = norm(x) * act(gate), or y = norm(x * act(gate)).
@@ -297,7 +295,9 @@ def gated(operands: Sequence[Any], options: Sequence[Any]) -> Any:
     return (y if is_before else y * factor).to(out_dtype or x.dtype)
 
 
-def gated_gradients(saved: GatedSaved, args: GatedArgs, dy: torch.Tensor, due: Sequence[bool]) -> Any:
+def gated_gradients(
+    saved: GatedSaved, args: GatedArgs, dy: torch.Tensor, due: Sequence[bool]
+) -> list[torch.Tensor | None]:
     """Return the gradients of a gated call's operands that are due, differentiable; `gated_backward` has the kernels.
 
     With f the activated gate, f' its slope and h the normalised rows: behind the norm, dgate = dy * (h * weight + bias)
@@ -320,10 +320,10 @@ def gated_gradients(saved: GatedSaved, args: GatedArgs, dy: torch.Tensor, due: S
     made = (
         ds * factor if is_before else ds,
         dgate * _slope(args.activation, gate) if due[1] else None,
-        None if saved.weight is None else _summed(of_affine * h, range(h.dim() - saved.weight.dim())),
-        None if saved.bias is None else _summed(of_affine, range(h.dim() - saved.bias.dim())),
+        None if saved.weight is None else over_rows(of_affine * h, saved.weight.dim()),
+        None if saved.bias is None else over_rows(of_affine, saved.bias.dim()),
     )
-    return _rounded(made, args.dtypes, due)
+    return rounded(made, args.dtypes, due)
 
 
 def _activated(activation: str | GateActivation, gate: torch.Tensor) -> torch.Tensor:
@@ -411,7 +411,7 @@ def modulated_gradients(
     dy: torch.Tensor | None,
     dresidual_out: torch.Tensor | None,
     due: Sequence[bool],
-) -> Any:
+) -> list[torch.Tensor | None]:
     """Return the gradients of a modulated call's operands that are due, differentiable; see `modulated_backward`.
 
     With h the normalised rows, a = h * weight + bias and g = dy * (1 + scale) * weight: ds is what the norm's backward
@@ -440,14 +440,15 @@ def modulated_gradients(
     if ds is not None and saved.gate is not None and saved.gated is not None:
         dx = ds * _per_sample(saved.gate, ds) if due[0] else None
         dgate = _over_sharing(ds * saved.gated.float(), saved.gate) if due[3] else None
-    return _rounded((dx, dscale, dshift, dgate, ds, dweight, dbias), args.dtypes, due)
+    return rounded((dx, dscale, dshift, dgate, ds, dweight, dbias), args.dtypes, due)
 
 
 def _over_sharing(gradient: torch.Tensor, modulation: torch.Tensor) -> torch.Tensor:
     """Sum a gradient over the rows that share a row of a modulation: (N,), (samples, N), or x's own shape."""
     if modulation.dim() == gradient.dim():
         return gradient
-    return _summed(gradient, range(int(modulation.dim() > 1), gradient.dim() - 1))
+    shared = tuple(range(int(modulation.dim() > 1), gradient.dim() - 1))
+    return gradient.sum(shared, dtype=torch.float32)
 
 
 # GroupNorm.
@@ -539,7 +540,7 @@ def group_gradients(arrived: GroupArrived) -> GroupNormGradients:
     dweight = (dz * h.reshape(x.shape)).sum(others) if "dweight" in wants and weight is not None else None
     dbias = dz.sum(others) if "dbias" in wants and bias is not None else None
     due = [name in wants for name in GroupNormGradients._fields]
-    return GroupNormGradients(*_rounded((dx, dweight, dbias), dtypes_of((x, weight, bias)), due))
+    return GroupNormGradients(*rounded((dx, dweight, dbias), dtypes_of((x, weight, bias)), due))
 
 
 def _per_channel(vector: torch.Tensor | None, x: torch.Tensor, absent: float = 1.0) -> torch.Tensor | float:

@@ -6,56 +6,46 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from ..codegen.parameters import GATED
 from ..codegen.values import GateActivation, Gating
 from ..errors import ShapeError
 from . import eager, gated_backward
 from .argument_checks import check_flag, check_tensor
-from .known_backward import gradients_known
-from .neighbours import Operands, Options, neighbour_of
-from .outputs import Statistics, unpacked_of
+from .known_backward import Learnt
+from .neighbours import Operands, Options, launch_recorded, neighbour_of
+from .outputs import unpacked_of
+from .record import Gradients, Recording
 from .straight import GatedOperands
-from .traced import dispatch_modes, is_dynamo_compiling, unrecorded
+from .traced import unrecorded
 
 
-def _kept(operands: Operands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _saved(operands: Operands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     return operands
 
 
-def _told(options: Options, dtypes: tuple[torch.dtype | None, ...]) -> eager.GatedArgs:
+def _args(options: Options, dtypes: tuple[torch.dtype | None, ...]) -> eager.GatedArgs:
     norm, gating, activation, _, weight_offset, *_ = options
     return eager.GatedArgs(norm, gating, activation, weight_offset, dtypes)
 
 
 def _gradients(
-    kept: Sequence[Any],
-    statistics: Statistics,
-    told: eager.GatedArgs,
-    dy: torch.Tensor | None,
-    dresidual_out: torch.Tensor | None,
+    saved: Sequence[Any],
+    args: eager.GatedArgs,
+    dy: torch.Tensor,
+    _: None,
     due: tuple[bool, ...],
-) -> list[torch.Tensor | None]:
-    """By kernels, unless a gradient of them could be asked for."""
-    if dy is None:
-        return [None] * len(due)
-    seen = torch.is_grad_enabled() or is_dynamo_compiling() or dispatch_modes() > 0
-    learnt = None
-    # What is known does not look for a tangent of forward-mode AD.
-    if not seen and forward_ad._current_level < 0 and isinstance(statistics, torch.Tensor):
-        arrived = (dy, None, *kept, statistics)
-        key, found = gradients_known("gated", arrived, told, due)
-        if found is not None:
-            return found
-        learnt = key, arrived
-    known = eager.GatedSaved(*[*kept, *unpacked_of(kept[0], statistics)])
-    if seen or not gated_backward.takes(known, dy):
-        return eager.gated_gradients(known, told, dy, due)
-    return gated_backward.gradients(known, told, dy, due, learnt)
+    by_formula: bool,
+    learnt: Learnt | None,
+) -> Gradients:
+    *operands, statistics = saved
+    unpacked = eager.GatedSaved(*[*operands, *unpacked_of(operands[0], statistics)])
+    if by_formula or not gated_backward.takes(unpacked, dy):
+        return eager.gated_gradients(unpacked, args, dy, due)
+    return gated_backward.gradients(unpacked, args, dy, due, learnt)
 
 
-CALLS = neighbour_of(GATED, sums=(), kept=_kept, told=_told, gradients=_gradients)
+CALLS = neighbour_of(GATED, saved=_saved, args=_args, recording=Recording(launch_recorded, _gradients, "gated"))
 
 # By norm_before_gate.
 GATING = {True: Gating.AFTER_NORM.value, False: Gating.BEFORE_NORM.value}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +15,7 @@ from ..dtypes import DTYPES
 from ..kernels.gpu import require_device
 from ..kernels.key import ALIGNMENT
 from ..selection import dispatch
-from ..selection.batch import batch_invariant
 from ..selection.invariance import is_on
-from ..upstream.torch_autograd import applied, applied_at_once
 from ..upstream.torch_dynamo import eager_only
 from . import eager
 from .eager import GroupArrived as Arrived
@@ -24,9 +23,9 @@ from .eager import GroupNormGradients as Gradients
 from .eager import GroupOptions as Options
 from .group_plan import GroupPlan, Kind, plan_of
 from .known import MISALIGNED, PLAIN, UNREADABLE, Known, Tensors, remember
-from .known_backward import Learnt, addresses_of, gradients_known, looked_up_again
-from .recorded import arrived_in_memory
-from .traced import dispatch_modes, intercepted, is_dynamo_compiling, operator
+from .known_backward import Learnt, addresses_of, looked_up_again
+from .record import Launched, Recording, arrived_in_memory, record, record_at_once
+from .traced import dispatch_modes, intercepted, operator
 
 FORWARD_OPERATOR, BACKWARD_OPERATOR = "group_norm", "group_norm_backward"
 
@@ -226,7 +225,7 @@ def normalise_known(
     if num_groups.__class__ is not int or eps.__class__ is not float:
         return None
     found = _look_up(x, weight, bias, told)
-    return None if found is None else _ran(found, x, weight, bias, _apply)
+    return None if found is None else _ran(found, x, weight, bias, record_at_once)
 
 
 def _look_up(x: torch.Tensor, weight: _Vector, bias: _Vector, told: tuple[int, float, object]) -> Found | None:
@@ -249,9 +248,9 @@ def _look_up(x: torch.Tensor, weight: _Vector, bias: _Vector, told: tuple[int, f
     return None
 
 
-def _ran(found: Found, x: torch.Tensor, weight: _Vector, bias: _Vector, record: Any) -> torch.Tensor:
+def _ran(found: Found, x: torch.Tensor, weight: _Vector, bias: _Vector, function: Any) -> torch.Tensor:
     if found.saves:
-        recorded: torch.Tensor = record(found, x, weight, bias)
+        recorded: torch.Tensor = function((_RECORDING, found), x, weight, bias)
         return recorded
     return run(found, x, weight, bias)[0]
 
@@ -268,7 +267,7 @@ def normalise(
     saves = _records(x, weight, bias)
     if intercepted(x, weight, bias):
         seen: torch.Tensor = (
-            _recorded(options, x, weight, bias) if saves else normalise_traced(x, weight, bias, options)
+            record((_RECORDING, options), x, weight, bias) if saves else normalise_traced(x, weight, bias, options)
         )
         return seen
     # Copies may be like the tensors of a call before.
@@ -279,7 +278,7 @@ def normalise(
         if told is not None and all(each is None or each.__class__ in PLAIN for each in tensors):
             addresses = tuple([0 if each is None else each.data_ptr() for each in tensors])
             _remember(_key(x, weight, bias, told), tensors, addresses, found)
-    return _ran(found, x, weight, bias, _recorded)
+    return _ran(found, x, weight, bias, record)
 
 
 @eager_only
@@ -309,62 +308,34 @@ def operated_backward(arrived: Arrived) -> Gradients:
     return Gradients(*[found.get(name) for name in Gradients._fields])
 
 
-class _GroupNorm(torch.autograd.Function):
-    """y; kept for the backward pass are its operands, and a mean and rstd a group."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Found | Options, x: torch.Tensor, weight: _Vector, bias: _Vector) -> torch.Tensor:
-        if isinstance(call, Found):
-            y, statistics = run(call, x, weight, bias)
-            ctx.options, ctx.is_invariant = call.options, call.plan.entry.is_invariant
-        else:
-            y, statistics = operator(FORWARD_OPERATOR)(x, weight, bias, *call, True)
-            ctx.options, ctx.is_invariant = call, is_on()
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight, bias, statistics)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if dy is None:
-            return None, None, None, None
-        if ctx.is_invariant and not is_on():
-            with batch_invariant():
-                return _GroupNorm.backward(ctx, dy)
-        return None, *gradients_of(dy, ctx.saved_tensors, ctx.options, ctx.needs_input_grad[1:])
-
-
-def _told_backward(options: Options, weight: _Vector, bias: _Vector) -> tuple[Any, ...]:
+def _told_backward(options: Options, weight: _Vector, bias: _Vector) -> tuple[Options, bool, bool]:
     """Return what backward calls are known by besides their tensors: the options, and which vectors there are."""
     return options, weight is None, bias is None
 
 
-def gradients_of(
-    dy: torch.Tensor, kept: Sequence[Any], options: Options, due: tuple[bool, ...]
-) -> Sequence[torch.Tensor | None]:
-    """Return the gradients that are due: by kernels, unless their gradient could be asked for, or somebody looks on.
+def _launch_recorded(call: Found | Options, operands: tuple[torch.Tensor, _Vector, _Vector]) -> Launched:
+    if isinstance(call, Found):
+        y, statistics = run(call, *operands)
+        options, is_invariant = call.options, call.plan.entry.is_invariant
+    else:
+        y, statistics = operator(FORWARD_OPERATOR)(*operands, *call, True)
+        options, is_invariant = call, is_on()
+    return y, None, (*operands, statistics), _told_backward(options, *operands[1:]), is_invariant
 
-    Args:
-        dy: the gradient that arrives.
-        kept: x, weight, bias and statistics.
-        options: what the forward call was told.
-        due: whether x, weight and bias have a gradient that is asked for.
-    """
-    seen = torch.is_grad_enabled() or is_dynamo_compiling() or dispatch_modes() > 0
-    x, weight, bias, statistics = kept
-    learnt = None
-    # What is known does not look for a tangent of forward-mode AD.
-    if not seen and forward_ad._current_level < 0:
-        tensors = (dy, None, *kept)
-        key, found = gradients_known("group", tensors, _told_backward(options, weight, bias), due)
-        if found is not None:
-            return found
-        learnt = key, tensors
-    wants = [name for name, wanted in zip(Gradients._fields, due, strict=True) if wanted]
-    arrived = Arrived(dy, x, weight, bias, statistics, options, wants)
-    if seen or not arrived_in_memory((dy,)):
+
+def _gradients(
+    saved: Any,
+    args: tuple[Options, bool, bool],
+    dy: torch.Tensor,
+    _: None,
+    due: tuple[bool, ...],
+    by_formula: bool,
+    learnt: Learnt | None,
+) -> Sequence[torch.Tensor | None]:
+    arrived = Arrived(dy, *saved, args[0], list(compress(Gradients._fields, due)))
+    if by_formula or not arrived_in_memory((dy,)):
         return eager.group_gradients(arrived)
     return launched_backward(arrived, due, learnt)
 
 
-_recorded, _apply = applied(_GroupNorm), applied_at_once(_GroupNorm)
+_RECORDING = Recording(_launch_recorded, _gradients, "group")

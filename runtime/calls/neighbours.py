@@ -17,18 +17,18 @@ from ..kernels.gpu import require_device
 from ..kernels.key import ALIGNMENT
 from ..mode_words import word
 from ..selection import dispatch, invariance
-from ..selection.batch import batch_invariant
-from ..upstream.torch_autograd import applied, applied_at_once
 from ..upstream.torch_dynamo import eager_only
 from . import native
 from .argument_checks import check_output
 from .canonical import settled
 from .check import Call, check, refuse_gradient
+from .eager import dtypes_of
 from .first import address_of, in_vectors, resolved
 from .known import MISALIGNED, PLAIN, Found, Key, remember
 from .launch import run, run_recorded
 from .outputs import LayerNormOutput, packed_of
 from .plan import Plan
+from .record import Launched, Recording, record, record_at_once
 from .row_layout import walkable
 from .traced import intercepted, is_dynamo_compiling, operated, result_dtype, said_of
 
@@ -36,7 +36,6 @@ from .traced import intercepted, is_dynamo_compiling, operated, result_dtype, sa
 Operands = tuple[Any, ...]
 # The norm's word, and what else a call is told, in the order of the rows; whether statistics are saved comes last.
 Options = tuple[Any, ...]
-Gradients = list["torch.Tensor | None"]
 # Where y and the stored sum go, None for new tensors.
 Places = tuple["torch.Tensor | None", "torch.Tensor | None"]
 
@@ -62,12 +61,10 @@ class Neighbour(NamedTuple):
         inputs: their names.
         options: the names of what else a call is told, behind the norm.
         launch: from that and the options to all that a call returns.
-        sums: the places of the tensors that the stored sum is of; none where nothing is stored.
-        kept: from the tensors, and the sum if one was stored, to what a backward pass needs of them, the first of x's
-            shape.
-        told: from the options and the tensors' dtypes to what it needs besides.
-        gradients: from what was kept, statistics, what is needed besides, dy and the gradient of the sum, to the
-            gradients of the tensors that are due.
+        saved: from the tensors, and the stored sum if there is one, to the tensors that a backward pass needs, the
+            first of x's shape; statistics are saved behind them.
+        args: from the options and the tensors' dtypes to the other arguments of the backward pass.
+        recording: how autograd records the family's calls; None for a family without gradients.
     """
 
     name: str
@@ -76,10 +73,9 @@ class Neighbour(NamedTuple):
     inputs: tuple[str, ...]
     options: tuple[str, ...]
     launch: Callable[[Found, Options], Any] = _launch
-    sums: tuple[int, ...] = ()
-    kept: Callable[[Operands, torch.Tensor | None], tuple[torch.Tensor | None, ...]] = _nothing
-    told: Callable[[Options, tuple[torch.dtype | None, ...]], Any] = _nothing
-    gradients: Callable[..., Gradients] = _nothing
+    saved: Callable[[Operands, torch.Tensor | None], tuple[torch.Tensor | None, ...]] = _nothing
+    args: Callable[[Options, tuple[torch.dtype | None, ...]], Any] = _nothing
+    recording: Recording | None = None
 
     def find(self, operands: Operands, options: Options) -> tuple[Key | None, Found | None]:
         """Return the key of a call, or None; and what `launch.run` is told of a known call, or None of another."""
@@ -143,7 +139,7 @@ def normalise_known(neighbour: Neighbour, operands: Operands, options: Options) 
     if found is None:
         return None
     if options[-1]:
-        return _apply((neighbour, options, found), *operands)
+        return record_at_once((neighbour.recording, (neighbour, options, found)), *operands)
     y, total, *_ = run(*found)
     return y if total is None else (y, total)
 
@@ -159,13 +155,13 @@ def normalise(neighbour: Neighbour, operands: Operands, options: Options) -> Any
     given: Any = tuple(map(resolved, operands))
     rows = as_operands(given)
     if intercepted(*rows):
-        seen = _recorded((neighbour, options, None), *rows) if options[-1] else None
+        seen = record((neighbour.recording, (neighbour, options, None)), *rows) if options[-1] else None
         return normalise_traced(neighbour, rows, options) if seen is None else seen
     # Copies may be like the tensors of a call before.
     key, found = neighbour.find(rows, options)
     found = found or prepared(neighbour, rows, options, key)
     if options[-1]:
-        return _recorded((neighbour, options, found), *rows)
+        return record((neighbour.recording, (neighbour, options, found)), *rows)
     y, total = run(*found)[:2]
     return y if total is None else (y, total)
 
@@ -320,49 +316,14 @@ def _free(rows: Sequence[Parameter], operands: Operands) -> list[int]:
     ]
 
 
-class _Record(torch.autograd.Function):
-    """y, and residual_out where there is a residual; see `normalise`.
-
-    Kept for the backward pass: what the family says, and a mean and rstd a row.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, call: tuple[Neighbour, Options, Found | None], *operands: Any) -> Any:
-        neighbour, options, found = call
-        if found is not None:
-            y, total, _, _, statistics = run_recorded(*found)
-            ctx.is_invariant = found[0].is_invariant
-        else:
-            y, total, saved = _operated(neighbour, operands, options)
-            statistics = packed_of(*saved)
-            ctx.is_invariant = invariance.is_on()
-        ctx.neighbour = neighbour
-        ctx.told = neighbour.told(options, dtypes_of(operands))
-        # A gradient that did not arrive stays None, rather than becoming M×N zeros.
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*neighbour.kept(operands, total), statistics)
-        if total is None:
-            return y
-        if not any(
-            operand is not None and operand.requires_grad for operand in (operands[at] for at in neighbour.sums)
-        ):
-            ctx.mark_non_differentiable(total)
-        return y, total
-
-    @staticmethod
-    def backward(ctx: Any, *arrived: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if ctx.is_invariant and not invariance.is_on():
-            with batch_invariant():
-                return _Record.backward(ctx, *arrived)
-        *kept, statistics = ctx.saved_tensors
-        dy, dresidual_out = arrived[0], arrived[1] if len(arrived) > 1 else None
-        due = ctx.needs_input_grad[1:]
-        return None, *ctx.neighbour.gradients(kept, statistics, ctx.told, dy, dresidual_out, due)
-
-
-def dtypes_of(operands: Operands) -> tuple[torch.dtype | None, ...]:
-    """The tensors' dtypes, None of those that are not there."""
-    return tuple([None if operand is None else operand.dtype for operand in operands])
-
-
-_recorded, _apply = applied(_Record), applied_at_once(_Record)
+def launch_recorded(call: tuple[Neighbour, Options, Found | None], operands: Operands) -> Launched:
+    """Launch a call that autograd records, or call its operator where it is not found; see `Recording.launch`."""
+    neighbour, options, found = call
+    if found is not None:
+        y, total, _, _, statistics = run_recorded(*found)
+        is_invariant = found[0].is_invariant
+    else:
+        y, total, packed = _operated(neighbour, operands, options)
+        statistics, is_invariant = packed_of(*packed), invariance.is_on()
+    args = neighbour.args(options, dtypes_of(operands))
+    return y, total, (*neighbour.saved(operands, total), statistics), args, is_invariant

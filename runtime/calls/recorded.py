@@ -10,11 +10,10 @@ from torch.compiler import is_dynamo_compiling
 
 from ..codegen.values import Cast
 from ..mode_words import word
-from ..selection.batch import batch_invariant
 from ..selection.invariance import is_on
 from ..upstream.torch_autograd import applied, applied_at_once
 from ..upstream.torch_dynamo import eager_only
-from ..upstream.torch_internals import dispatch_modes, has_tangent
+from ..upstream.torch_internals import dispatch_modes
 from . import eager, native
 from .backend import intercepted
 from .first import launched, launched_backward, resolved
@@ -26,9 +25,10 @@ from .functional import (
     backward_named,
     forward_given,
 )
-from .known import PLAIN, Found, Key, Tensors
+from .known import Found, Key
 from .launch import run, run_recorded
 from .outputs import LayerNormOutput, NormGradients, dtype_of_all, packed_of, unflattened, unpacked
+from .record import arrived_in_memory, reentering
 from .row_layout import walkable
 from .straight import BackwardOperands, BackwardOptions, Operands, Options
 from .traced import operated
@@ -112,13 +112,8 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (norm, _, weight_offset, _, cast), bias_dtype, is_invariant = ctx.told
-        if is_invariant and not is_on():
-            with batch_invariant():
-                return _Normalise.backward(ctx, dy)
         options = (norm, weight_offset, cast, None, bias_dtype, WANTS[ctx.needs_input_grad[1:]])
-        # Recorded only where a gradient of the gradient could be asked for.
-        compute = differentiable_gradients_of if torch.is_grad_enabled() else gradients_of
-        gradients = compute(options, dy, *ctx.saved_tensors, None)
+        gradients = GRADIENTS[is_invariant](options, dy, *ctx.saved_tensors, None)
         # Of as many operands as were passed.
         return None, *gradients[: len(ctx.needs_input_grad) - 1]
 
@@ -166,9 +161,6 @@ class _AddNormalise(torch.autograd.Function):
         ctx: Any, dy: torch.Tensor | None, dresidual_out: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         norm, weight_offset, cast, x_dtype, bias_dtype, residual_dtype, x_bias_dtype, is_invariant = ctx.told
-        if is_invariant and not is_on():
-            with batch_invariant():
-                return _AddNormalise.backward(ctx, dy, dresidual_out)
         _, for_x, for_weight, for_bias, for_residual, for_x_bias = ctx.needs_input_grad
         dx, dweight, dbias, dx_bias = dresidual_out, None, None, None
         if dy is not None:
@@ -180,9 +172,10 @@ class _AddNormalise(torch.autograd.Function):
             total, weight, statistics = ctx.saved_tensors
             # The sum holds x_bias already; given as zeros, it has the kernel sum dx before it is rounded.
             nothing = total.new_zeros(total.shape[-1:], dtype=x_bias_dtype) if for_x_bias else None
-            compute = differentiable_gradients_of if torch.is_grad_enabled() else gradients_of
             options = (norm, weight_offset, cast, dx_dtype, bias_dtype, wants)
-            dx, dweight, dbias, dx_bias, _ = compute(options, dy, total, weight, statistics, nothing, dresidual_out)
+            dx, dweight, dbias, dx_bias, _ = GRADIENTS[is_invariant](
+                options, dy, total, weight, statistics, nothing, dresidual_out
+            )
         elif dresidual_out is not None and for_x_bias:
             dx_bias = eager.over_rows(dresidual_out).to(x_bias_dtype)
         return (
@@ -217,8 +210,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, options: BackwardOptions, *operands: Any) -> tuple[torch.Tensor | None, ...]:
-        ctx.options = options
-        ctx.is_invariant = is_on()
+        ctx.options, ctx.is_invariant = options, is_on()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*operands)
         # Not a named tuple, of which autograd makes no tuple.
@@ -226,20 +218,17 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if ctx.is_invariant and not is_on():
-            with batch_invariant():
-                return _Gradients.backward(ctx, *gradients)
-
         def compute(*operands: Any) -> NormGradients:
             return eager.plain_gradients_of_packed(operands, ctx.options)
 
-        return None, *eager.differentiated(compute, ctx.saved_tensors, ctx.needs_input_grad[1:], gradients)
+        differentiate = reentering(eager.differentiated) if ctx.is_invariant else eager.differentiated
+        return None, *differentiate(compute, ctx.saved_tensors, ctx.needs_input_grad[1:], gradients)
 
 
 _applied = applied(_Gradients)
 
 
-def differentiable_gradients_of(options: BackwardOptions, *operands: Any) -> Any:
+def _differentiable_gradients_of(options: BackwardOptions, *operands: Any) -> Any:
     """`gradients_of` where a gradient of the gradient could be asked for."""
     if arrived_in_memory((operands[0], operands[-1])) or is_dynamo_compiling() or dispatch_modes():
         return _applied(options, *operands)
@@ -248,7 +237,10 @@ def differentiable_gradients_of(options: BackwardOptions, *operands: Any) -> Any
 
 
 def gradients_of(options: BackwardOptions, *operands: Any) -> NormGradients:
-    """The gradients of rows that are due. Operands are `BackwardOperands`, with the means in rstd, if there are any."""
+    """Return the gradients that are due. Operands are `BackwardOperands`, whose rstd packs the means too."""
+    if torch.is_grad_enabled():
+        # Recorded only where a gradient of the gradient could be asked for.
+        return _differentiable_gradients_of(options, *operands)
     if is_dynamo_compiling():
         # An eager call's backward pass becomes part of a graph, by compiled autograd say.
         return gradients_by_operator(operands, options)
@@ -267,6 +259,10 @@ def gradients_of(options: BackwardOptions, *operands: Any) -> NormGradients:
         if found is not None:
             return found
     return launched_backward(options[0], key, backward_named(copies, options), packed=True)
+
+
+# By whether the call was batch invariant.
+GRADIENTS = (gradients_of, reentering(gradients_of))
 
 
 def walkable_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -288,17 +284,3 @@ def gradients_by_operator(operands: BackwardOperands, options: BackwardOptions) 
     given["cast"] = word(Cast, "cast", given["cast"]).value
     found = iter(operated(BACKWARD_OF[options[0]], given))
     return NormGradients(*[next(found) if name in wants else None for name in NormGradients._fields])
-
-
-def arrived_in_memory(arrived: Tensors) -> bool:
-    """Whether gradients are all in what can be read.
-
-    Several at once are not, as autograd's is_grads_batched brings them, nor is a tangent of forward-mode AD.
-    """
-    there = [gradient for gradient in arrived if gradient is not None]
-    try:
-        return all(
-            gradient.__class__ in PLAIN and (gradient.data_ptr() != 0 or gradient.numel() == 0) for gradient in there
-        ) and not has_tangent(there)
-    except RuntimeError:
-        return False

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 
 from ..dtypes import FLOATS
-from ..selection.batch import batch_invariant
 from ..selection.invariance import is_on
 from ..upstream.torch_autograd import applied_at_once
 from . import native
 from .backend import backend, intercepted, left_to_torch
 from .functional import any_requires_gradient, as_operands
 from .launch import run
-from .recorded import WANTS, Told, computed, differentiable_gradients_of, gradients_of, rounded_to
+from .recorded import GRADIENTS, WANTS, Told, computed, rounded_to
 from .straight import Operands, Options
 
 # y, and the statistics of the rows where autograd records the norm; None in their place where it does not.
@@ -159,15 +158,10 @@ class _NormOfSum(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor | None, dagain: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if dy is None:
             return None, dagain, None, None
-        if ctx.is_invariant and not is_on():
-            with batch_invariant():
-                return _NormOfSum.backward(ctx, dy, dagain)
         (norm, _, weight_offset, _, cast), bias_dtype = ctx.told
         due = (*ctx.needs_input_grad[1:], False)
         options = (norm, weight_offset, cast, None, bias_dtype, WANTS[due])
-        # Recorded only where a gradient of the gradient could be asked for.
-        compute = differentiable_gradients_of if torch.is_grad_enabled() else gradients_of
-        return None, *compute(options, dy, *ctx.saved_tensors, None, dagain)[:3]
+        return None, *GRADIENTS[ctx.is_invariant](options, dy, *ctx.saved_tensors, None, dagain)[:3]
 
 
 _apply_sum, _apply_norm = applied_at_once(_Sum), applied_at_once(_NormOfSum)

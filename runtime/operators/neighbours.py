@@ -13,6 +13,7 @@ from ..calls.first import refuse_foreign
 from ..calls.functions import FUNCTIONS
 from ..calls.neighbour_rows import CALLS
 from ..calls.outputs import LayerNormOutput, QuantisedOutput
+from ..calls.record import gradients_of
 from ..calls.traced import intercepted, operated
 from ..dtypes import FLOATS
 from .gradients import UNSAVED, kept_too_little
@@ -43,6 +44,8 @@ def register(library: torch.library.Library, namespace: str, function: str) -> N
     """Give a norm's operator what differentiates it."""
     takes = FUNCTIONS[function]
     calls = CALLS[takes.neighbour]
+    recording = calls.recording
+    assert recording is not None
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
         given = dict(zip(takes.passed, inputs, strict=True))
@@ -50,25 +53,25 @@ def register(library: torch.library.Library, namespace: str, function: str) -> N
         operands = neighbours.operands_of(calls, given)
         options = neighbours.options_of(calls, takes.norm.value, given)
         ctx.saves, ctx.adds = given["save_mv"], given.get("residual") is not None
-        ctx.told = calls.told(options, neighbours.dtypes_of(operands))
-        summed = [operands[at] for at in calls.sums]
+        ctx.args = calls.args(options, neighbours.dtypes_of(operands))
+        summed = [operands[at] for at in recording.sums]
         sum_is_due = ctx.adds and any(tensor is not None and tensor.requires_grad for tensor in summed)
         differentiable = 2 if sum_is_due else 1
         # What is quantised has no gradient, though torch takes fp8 for floats.
         ctx.mark_non_differentiable(*output[differentiable if output[0].dtype in FLOATS else 0 :])
         if ctx.saves:
             *mean, rstd = output[-2 if takes.norm.centres else -1 :]
-            kept = calls.kept(operands, output[1] if ctx.adds else None)
-            ctx.save_for_backward(*kept, *(mean or (None,)), rstd)
+            saved = calls.saved(operands, output[1] if ctx.adds else None)
+            ctx.save_for_backward(*saved, *(mean or (None,)), rstd)
 
     def differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         if not ctx.saves:
             raise kept_too_little(UNSAVED)
         due = dict(zip(takes.passed, ctx.needs_input_grad, strict=True))
         dresidual_out = arrived[1] if ctx.adds else None
-        wanted = [due.get(name, False) for name in calls.inputs]
-        *kept, mean, rstd = ctx.saved_tensors
-        found = calls.gradients(kept, (mean, rstd), ctx.told, arrived[0], dresidual_out, wanted)
+        wanted = tuple([due.get(name, False) for name in calls.inputs])
+        *saved, mean, rstd = ctx.saved_tensors
+        found = gradients_of(recording, (*saved, (mean, rstd)), ctx.args, arrived[0], dresidual_out, wanted)
         by_name = dict(zip(calls.inputs, found, strict=True))
         return tuple([by_name.get(name) for name in takes.passed])
 

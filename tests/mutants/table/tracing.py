@@ -98,7 +98,7 @@ MUTANTS = (
     Mutant(
         "batched-gradients-have-an-address",
         "several gradients at once are read as one",
-        "runtime/calls/recorded.py",
+        "runtime/calls/record.py",
         "gradient.__class__ in PLAIN and (gradient.data_ptr() != 0 or gradient.numel() == 0) for",
         "True for",
         (f"{_TRANSFORMS}::test_batched_gradients",),

@@ -1,0 +1,129 @@
+"""The autograd.Function that records a call of any family.
+
+A family adds a `Recording`: how to launch, and how to compute gradients. Plain norms have Functions of their own in
+`recorded`, because each None that is passed to a Function takes 0.1 us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.autograd import forward_ad
+
+from ..selection.batch import batch_invariant
+from ..selection.invariance import is_on
+from ..upstream.torch_autograd import applied, applied_at_once
+from ..upstream.torch_internals import has_tangent
+from .known import PLAIN, Tensors
+from .known_backward import gradients_known
+from .traced import dispatch_modes, is_dynamo_compiling
+
+T = TypeVar("T")
+
+Gradients = Sequence["torch.Tensor | None"]
+# y, the stored sum or None, the tensors to save, args for the backward pass, and whether the call is batch invariant.
+Launched = tuple[torch.Tensor, "torch.Tensor | None", Sequence[Any], Any, bool]
+
+
+class Recording(NamedTuple):
+    """How autograd records the calls of one family.
+
+    Attributes:
+        launch: from a call and its operands to outputs, and to what the backward pass needs.
+        gradients: from the arguments of `gradients_of`, whether the eager formula has to compute, and what the call
+            becomes known by, or None, to gradients.
+        family: the word that backward calls are looked up by, see `gradients_known`; "" if they are looked up elsewhere.
+        sums: indices of the operands that the stored sum is made of.
+    """
+
+    launch: Callable[[Any, tuple[Any, ...]], Launched]
+    gradients: Callable[..., Gradients]
+    family: str = ""
+    sums: tuple[int, ...] = ()
+
+
+def gradients_of(
+    recording: Recording,
+    saved: Sequence[Any],
+    args: Any,
+    dy: torch.Tensor | None,
+    dresidual_out: torch.Tensor | None,
+    due: tuple[bool, ...],
+) -> Gradients:
+    """Return the gradient of each operand for which one is due.
+
+    The eager formula computes them where a gradient of the gradient could be asked for, or something sees operators.
+    """
+    if dy is None and dresidual_out is None:
+        return [None] * len(due)
+    by_formula = torch.is_grad_enabled() or is_dynamo_compiling() or dispatch_modes() > 0
+    learnt = None
+    # What is known does not look for a tangent of forward-mode AD.
+    can_be_known = recording.family and dy is not None and not by_formula and forward_ad._current_level < 0
+    if can_be_known and isinstance(saved[-1], torch.Tensor):
+        arrived = (dy, dresidual_out, *saved)
+        key, found = gradients_known(recording.family, arrived, args, due)
+        if found is not None:
+            return found
+        learnt = key, arrived
+    return recording.gradients(saved, args, dy, dresidual_out, due, by_formula, learnt)
+
+
+def reentering(compute: Callable[..., T]) -> Callable[..., T]:
+    """Return `compute` for the backward pass of a batch-invariant call: batch invariant wherever the pass runs."""
+
+    def run(*arguments: Any) -> T:
+        if is_on():
+            return compute(*arguments)
+        with batch_invariant():
+            return compute(*arguments)
+
+    return run
+
+
+# By whether the call was batch invariant.
+_GRADIENTS = (gradients_of, reentering(gradients_of))
+
+
+class _Record(torch.autograd.Function):
+    """y, and the stored sum where there is one."""
+
+    @staticmethod
+    def forward(ctx: Any, call: tuple[Recording, Any], *operands: Any) -> Any:
+        recording, launch = call
+        y, total, saved, args, is_invariant = recording.launch(launch, operands)
+        # One attribute: each that is set takes 0.1 us.
+        ctx.recorded = recording, args, is_invariant
+        # A gradient that did not arrive stays None, rather than becoming M×N zeros.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved)
+        if total is None:
+            return y
+        if True not in [operands[at] is not None and operands[at].requires_grad for at in recording.sums]:
+            ctx.mark_non_differentiable(total)
+        return y, total
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor | None, dresidual_out: torch.Tensor | None = None) -> Any:
+        recording, args, is_invariant = ctx.recorded
+        compute = _GRADIENTS[is_invariant]
+        return None, *compute(recording, ctx.saved_tensors, args, dy, dresidual_out, ctx.needs_input_grad[1:])
+
+
+record, record_at_once = applied(_Record), applied_at_once(_Record)
+
+
+def arrived_in_memory(arrived: Tensors) -> bool:
+    """Return True if gradients are all in memory that kernels can read.
+
+    Several at once are not, as autograd's is_grads_batched brings them, nor is a tangent of forward-mode AD.
+    """
+    there = [gradient for gradient in arrived if gradient is not None]
+    try:
+        return all(
+            gradient.__class__ in PLAIN and (gradient.data_ptr() != 0 or gradient.numel() == 0) for gradient in there
+        ) and not has_tangent(there)
+    except RuntimeError:
+        return False
