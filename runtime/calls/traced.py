@@ -34,18 +34,17 @@ from .outputs import LayerNormOutput, NormGradients
 
 __all__ = [
     "backward_traced",
+    "becomes_operator",
     "dispatch_modes",
     "forward_traced",
     "global_hooks",
     "intercepted",
     "is_dynamo_compiling",
-    "keeps_for_recomputation",
     "left_in_traces",
     "operated",
     "operator",
     "result_dtype",
     "said_of",
-    "saved_tensors_hooks",
     "transforming",
     "unrecorded",
 ]
@@ -148,9 +147,11 @@ def _registered_for_autocast(name: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA"))
 
 
-def keeps_for_recomputation() -> bool:
-    """Whether what a call keeps is compared with what it keeps when it is made again, as checkpoint does.
+def becomes_operator(*tensors: torch.Tensor | None) -> bool:
+    """Return True if a call runs as an operator: TorchDynamo traces the call, or something sees operators.
 
-    Any hook on saved tensors may be checkpoint's. `recorded.normalise` keeps the same tensors whoever sees operators.
+    A call under a hook on saved tensors stays recorded. The hook may be checkpoint's, which compares the saved tensors
+    of a call with those of its recomputation. Recorded calls save the same tensors whether something sees operators or
+    not.
     """
-    return saved_tensors_hooks() is not None
+    return is_dynamo_compiling() or (intercepted(*tensors) and saved_tensors_hooks() is None)

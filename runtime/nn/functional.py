@@ -22,9 +22,8 @@ from ..calls.randomness import settled
 from ..calls.sharded import Frame, is_sharded
 from ..calls.straight import DEFAULT_EPS, Operands, Options
 from ..calls.traced import (
-    intercepted,
+    becomes_operator,
     is_dynamo_compiling,
-    keeps_for_recomputation,
     left_in_traces,
     result_dtype,
     unrecorded,
@@ -348,7 +347,7 @@ def dropped_add_normalise(
     if not kernel or left:
         y_dtype = result_dtype(norm, x) if kernel else None
         found = eager.plain(operands, shape, (*said[:-2], y_dtype or said[-2], said[-1]), Dropout(dropout_p, rng))
-    elif is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation()):
+    elif becomes_operator(*operands):
         found = normalise_traced(operands, shape, said, (dropout_p, rng))
     else:
         found = dropout.normalise(operands, shape, said, Dropout(dropout_p, rng))
@@ -432,7 +431,7 @@ def normalise_first(
     options = _as_floats(options)
     if not kernel:
         return eager.plain(operands, shape, options)
-    if left or is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation()):
+    if left or becomes_operator(*operands):
         return _seen(operands, shape, options, left)
     said: Any = (norm, DEFAULT_EPS if eps is None else options[1], *options[2:])
     return recorded.normalise(operands, shape, said)

@@ -14,7 +14,7 @@ from ..calls.backend import backend, is_served, left_to_torch
 from ..calls.eager import GroupOptions as Options
 from ..calls.known import PLAIN
 from ..calls.sharded import Frame, is_sharded
-from ..calls.traced import intercepted, is_dynamo_compiling, keeps_for_recomputation, result_dtype, unrecorded
+from ..calls.traced import becomes_operator, is_dynamo_compiling, result_dtype, unrecorded
 from ..codegen.families import Kind
 from ..codegen.groups import Activation
 from ..dtypes import FLOATS
@@ -90,7 +90,7 @@ def group_norm(
         return _by_parts(operands, options)
     if backend(x) != "kernel" or left_to_torch(operands) or 0 in x.shape:
         return eager.group(x, weight, bias, options)
-    if is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation()):
+    if becomes_operator(*operands):
         return group.normalise_traced(x, weight, bias, options)
     return group.normalise(x, weight, bias, options, (num_groups, eps, activation))
 

@@ -15,7 +15,7 @@ from ..calls.check import check_normalised
 from ..calls.known import PLAIN
 from ..calls.neighbours import Neighbour, Operands, Options
 from ..calls.sharded import Frame, is_sharded
-from ..calls.traced import intercepted, is_dynamo_compiling, keeps_for_recomputation, unrecorded
+from ..calls.traced import becomes_operator, unrecorded
 from ..codegen.families import Kind
 
 # Torch's operators, given the tensors and the options.
@@ -45,7 +45,7 @@ def normalise(calls: Neighbour, instead: Instead, operands: Operands, options: O
         return instead(operands, said)
     if is_sharded(*operands):
         return _by_parts(calls, instead, operands, said)
-    traced = is_dynamo_compiling() or (intercepted(*operands) and not keeps_for_recomputation())
+    traced = becomes_operator(*operands)
     # What is known is known by what was passed, and by what surrounds it.
     return (neighbours.normalise_traced if traced else neighbours.normalise)(calls, operands, said)
 

@@ -130,11 +130,10 @@ MUTANTS = (
     Mutant(
         "checkpoints-keep-other-tensors",
         "a checkpoint that is made again within a mode keeps other tensors",
-        "runtime/nn/functional.py",
-        "(intercepted(*operands) and not keeps_for_recomputation())",
-        "intercepted(*operands)",
+        "runtime/calls/traced.py",
+        "(intercepted(*tensors) and saved_tensors_hooks() is None)",
+        "intercepted(*tensors)",
         (f"{_TRANSFORMS}::test_a_mode_around_a_part_of_a_checkpoint",),
-        which=1,
     ),
     Mutant(
         "a-norm-left-to-inductor-is-torchs-operator",
