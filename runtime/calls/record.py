@@ -34,7 +34,7 @@ class Recording(NamedTuple):
         launch: from a call and its operands to outputs, and to what the backward pass needs.
         gradients: from the arguments of `gradients_of`, whether the eager formula has to compute, and what the call
             becomes known by, or None, to gradients.
-        family: the word that backward calls are looked up by, see `gradients_known`; "" if they are looked up elsewhere.
+        family: the word that backward calls are looked up by (`gradients_known`); "" for calls looked up elsewhere.
         sums: indices of the operands that the stored sum is made of.
     """
 
