@@ -39,7 +39,7 @@ help:
 	@echo "make test          run the tests that find faults soonest: minutes, no GPU needed"
 	@echo "make test-all      run them, and then all the others"
 	@echo "make test-gpu      run the tests that need a GPU"
-	@echo "make test-clients  run the tests of transformers, PEFT, accelerate and ONNX, which it installs"
+	@echo "make test-clients  run the tests of patched models in transformers, timm, diffusers and others, which it installs"
 	@echo "make accuracy      measure every kernel's error against fp64 beside torch's, and write docs/accuracy.md"
 	@echo "make sanitize      run compute-sanitizer over every kernel on this machine's GPU, and write docs/sanitizer.md"
 	@echo "make mutants       break the product on purpose and see that tests notice"
@@ -72,7 +72,7 @@ test-gpu: $(READY)
 	env -u TRITON_INTERPRET $(BIN)/pytest -q -m gpu $(GPU)
 
 test-clients: $(CLIENTS)
-	TRITON_INTERPRET=1 $(BIN)/pytest -q -m "not compile and not gpu" tests/clients
+	TRITON_INTERPRET=1 $(BIN)/pytest -q -n auto -m "not compile and not gpu" tests/clients
 
 accuracy: $(READY)
 	env -u TRITON_INTERPRET $(BIN)/python -m tests.accuracy --markdown docs/accuracy.md $(ACCURACY)

@@ -82,9 +82,15 @@ def pytest_report_header() -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say it too where -q leaves the header out."""
+    """Say it too where -q leaves the header out, and which tests of clients were skipped."""
     if config.get_verbosity() < 0:
         terminalreporter.write_line(seed.header())
+    skipped = terminalreporter.stats.get("skipped", ())
+    clients = {str(report.nodeid) for report in skipped if "make test-clients" in str(report.longrepr)}
+    if clients:
+        terminalreporter.write_line(
+            f"skipped, for want of the libraries that make test-clients installs: {', '.join(sorted(clients))}"
+        )
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import torch
 
 import normforge
 
-pytest.importorskip("onnxscript")
+pytest.importorskip("onnxscript", reason="an extra of its own: make test-clients installs it")
 
 
 @pytest.mark.parametrize("norm", [torch.nn.GroupNorm(2, 32), torch.nn.LayerNorm(32), torch.nn.RMSNorm(32)], ids=str)
