@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from ..thorough import THOROUGH
-from . import models, sharded, split
+from . import models, sharded, split, wrapped
 from .ranks import run
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
 
-MODULES = {"sharded": sharded, "split": split, "models": models}
+MODULES = {"sharded": sharded, "split": split, "models": models, "wrapped": wrapped}
 
 
 # All cases of a group are one test: whichever worker runs it starts its processes, once.

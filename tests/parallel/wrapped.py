@@ -1,0 +1,112 @@
+"""Cases of patched models that torch's wrappers train: DDP, FSDP1 and FSDP2, each rank with rows of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import normforge
+
+from .models import Layer, Llama, models
+from .ranks import DEVICE
+from .sharded import N, mesh
+
+CASES: dict[str, Callable[[], None]] = {}
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    """List a case."""
+    CASES[function.__name__] = function
+    return function
+
+
+def trained(model: torch.nn.Module, rows: slice) -> torch.Tensor:
+    """Take two steps on some rows of a batch and return the losses."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(2):
+        x = torch.randn(dist.get_world_size(), 4, N, generator=_seeded(step), device=DEVICE)
+        optimizer.zero_grad()
+        loss = model(x[rows]).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def agree(wrap: Callable[[Llama], torch.nn.Module]) -> None:
+    """Fail unless a wrapped patched model ends with the losses and parameters of a whole unpatched one."""
+    model, twin = models()
+    wrapped = wrap(twin)
+    rank = dist.get_rank()
+    losses = trained(wrapped, slice(rank, rank + 1))
+    # Each rank has one row: the mean of their losses is the loss of the batch.
+    dist.all_reduce(losses)
+    torch.testing.assert_close(losses / dist.get_world_size(), trained(model, slice(None)), rtol=1e-4, atol=1e-5)
+    found = get_model_state_dict(wrapped, options=StateDictOptions(full_state_dict=True))
+    assert list(found) == list(model.state_dict())
+    for name, parameter in model.state_dict().items():
+        torch.testing.assert_close(found[name], parameter, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def _seeded(step: int) -> torch.Generator:
+    return torch.Generator(DEVICE).manual_seed(step)
+
+
+@case
+def a_patched_llama_under_ddp() -> None:
+    """Gradients are averaged in buckets, as of any model."""
+    agree(torch.nn.parallel.DistributedDataParallel)
+
+
+@case
+def a_llama_patched_within_ddp() -> None:
+    """A wrapper that is there already keeps its buckets: parameters stay the objects that they are."""
+
+    def wrap(model: Llama) -> torch.nn.Module:
+        normforge.unpatch(model)
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        assert len(normforge.patch(wrapped).swapped) == 5
+        return wrapped
+
+    agree(wrap)
+
+
+def fsdp1(model: Llama, *, keeps_parameters: bool) -> torch.nn.Module:
+    """Wrap each layer, and the model."""
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({Layer}),
+        use_orig_params=keeps_parameters,
+        device_id=torch.device(DEVICE, dist.get_rank()) if DEVICE != "cpu" else torch.device("cpu"),
+    )
+
+
+@case
+def a_patched_llama_under_fsdp1() -> None:
+    """Weights are views of one flat parameter."""
+    agree(lambda model: fsdp1(model, keeps_parameters=False))
+
+
+@case
+def a_patched_llama_under_fsdp1_with_its_parameters() -> None:
+    """Parameters keep their names, and are views while a layer runs."""
+    agree(lambda model: fsdp1(model, keeps_parameters=True))
+
+
+@case
+def a_patched_llama_under_fsdp2() -> None:
+    """Each parameter is a DTensor outside of its layer's forward."""
+
+    def wrap(model: Llama) -> torch.nn.Module:
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh())
+        fully_shard(model, mesh=mesh())
+        return model
+
+    agree(wrap)
