@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from statistics import geometric_mean
 import pytest
 
 import normforge
+from benchmarks import generator
 from benchmarks.cells import Task
 from benchmarks.chosen import RESULTS
 from benchmarks.models import kernels
@@ -173,6 +175,12 @@ def test_start_up_times_are_those_of_the_results() -> None:
     assert f"{seconds['cold']} with nothing compiled, {seconds['warm']} with Triton's cache filled" in text
     assert f"{seconds['aot']} ahead of time the first time on a machine and {seconds['aot-again']} from then on" in text
     assert f"torch's own operator takes {seconds['torch']}" in text
+
+
+def test_the_generators_times_are_those_of_the_results() -> None:
+    found = json.loads((RESULTS / generator.SUITE / f"{generator.SUITE}.json").read_text())
+    assert generator.table([generator.Row(**row) for row in found["rows"]]) in _page("generate")
+    assert found["header"]["device"] in said(ROOT / "docs" / "generate.md")
 
 
 def _records(name: str, folder: Path = H200) -> list[list[str]]:
