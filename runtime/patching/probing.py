@@ -12,7 +12,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from numbers import Real
@@ -253,18 +253,15 @@ def _input_name(module: torch.nn.Module) -> str:
 @contextmanager
 def apart() -> Iterator[None]:
     """A context for trying modules on the CPU, whatever the caller's device, modes and random numbers are."""
-    with ExitStack() as stack:
-        for context in (
-            torch.device("cpu"),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.autocast("cpu", enabled=False),
-            torch.random.fork_rng(devices=()),
-        ):
-            stack.enter_context(context)
-        if "torch._dynamo" in sys.modules:
-            # A forward that torch.compile decorates would be compiled for each type, mode and epsilon, 9 times in all.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+    with (
+        torch.device("cpu"),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.random.fork_rng(devices=()),
+        # A forward that torch.compile decorates would be compiled for each type, mode and epsilon, 9 times in all.
+        torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext(),
+    ):
         yield
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch.nn import functional
 
@@ -62,6 +64,15 @@ class LlamaRMSNorm(_Weighted):
     """Rounds to the input's type, then multiplies."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * self.factor(x).to(x.dtype)
+
+
+class WarningRMSNorm(_Weighted):
+    """Warns of types that differ, as torch's own operator does once a process."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != self.weight.dtype:
+            warnings.warn(f"x is {x.dtype} and the weight {self.weight.dtype}", stacklevel=2)
         return self.weight * self.factor(x).to(x.dtype)
 
 

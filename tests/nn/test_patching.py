@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -259,6 +260,15 @@ def test_what_is_found_does_not_depend_on_where_patch_is_called(
         assert len(normforge.patch(modules[1]).swapped) == 1
     assert type(modules[1]) is type(modules[0]) is not cls
     assert vars(modules[1]).keys() == vars(modules[0]).keys()
+
+
+@pytest.mark.parametrize("action", ["always", "error"])
+def test_what_a_forward_warns_of_on_trial_is_not_the_callers(action: Any) -> None:
+    """Torch's RMSNorm warns of a bf16 input beside an fp32 weight: patch took timm's, and left it where that raises."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter(action)
+        assert len(normforge.patch(models.WarningRMSNorm()).swapped) == 1
+    assert not caught
 
 
 @pytest.mark.gpu
