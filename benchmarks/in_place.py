@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from normforge.calls import native, recorded, straight
+from normforge.calls import native, public, recorded
 from normforge.nn import functional
 
 from .take_apart import Taken, nothing, without
@@ -35,7 +35,7 @@ def quantised_in_place(taken: Taken, call: Callable[[Callable[..., Any]], Call])
 
     def made(allocates: bool) -> Call:
         calls = native.calls_among(_known(taken, allocates), native.makes(build=True))
-        return call(without(straight.layernorm2d_fwd, native=SimpleNamespace(calls=calls)))
+        return call(without(public.layernorm2d_fwd, native=SimpleNamespace(calls=calls)))
 
     return {PYTHON: made(False), ALLOCATIONS: made(True)}
 

@@ -1,4 +1,4 @@
-"""The runtime's straight calls as text: what `templates/calls.py.j2` makes of the rows of parameters."""
+"""The runtime's public functions as text: what `templates/calls.py.j2` makes of the rows of parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .parameters import BACKWARD, FORWARD, GATED, MODULATED, QUANTISED
 from .values import Norm
 
 # From the repository's root.
-PATH = "runtime/calls/straight.py"
+PATH = "runtime/calls/public.py"
 
 _TEMPLATE = "calls.py.j2"
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from .calls.gated_2d import gated_layernorm2d_fwd, gated_rmsnorm2d_fwd
     from .calls.modulated_2d import modulated_layernorm2d_fwd, modulated_rmsnorm2d_fwd
     from .calls.outputs import LayerNormOutput, QuantisedOutput
+    from .calls.public import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
     from .calls.quantised import quantised_layer_norm, quantised_rms_norm
-    from .calls.straight import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
     from .calls.which import which
     from .compiled.switch import compile_passes
     from .kernels.binaries import load_aot
@@ -103,7 +103,7 @@ _HOMES = {
     "calls.modulated_2d": ("modulated_layernorm2d_fwd", "modulated_rmsnorm2d_fwd"),
     "calls.outputs": ("LayerNormOutput", "QuantisedOutput"),
     "calls.quantised": ("quantised_layer_norm", "quantised_rms_norm"),
-    "calls.straight": ("layernorm2d_bwd", "layernorm2d_fwd", "rmsnorm2d_bwd", "rmsnorm2d_fwd"),
+    "calls.public": ("layernorm2d_bwd", "layernorm2d_fwd", "rmsnorm2d_bwd", "rmsnorm2d_fwd"),
     "calls.which": ("which",),
     "compiled.switch": ("compile_passes",),
     "kernels.binaries": ("load_aot",),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import reference
-from ..calls import eager, gated_backward, modulated_backward, neighbours, straight
+from ..calls import eager, gated_backward, modulated_backward, neighbours, public
 from ..calls.check import check
 from ..calls.functions import completed
 from ..calls.neighbour_rows import CALLS
@@ -46,7 +46,7 @@ def _prepare_plain(problem: Problem, device: torch.device) -> Run[NormGradients]
     arguments = inputs(problem, device)
     mode = problem.mode
     is_layer = mode.norm is Norm.LAYER
-    forward = (straight.layernorm2d_fwd if is_layer else straight.rmsnorm2d_fwd)(**arguments | {"save_mv": True})
+    forward = (public.layernorm2d_fwd if is_layer else public.rmsnorm2d_fwd)(**arguments | {"save_mv": True})
     operands: dict[str, Any] = {"x": arguments["x"], "weight": arguments["weight"], "rstd": forward.rstd}
     if is_layer:
         operands["mean"] = forward.mean
@@ -60,7 +60,7 @@ def _prepare_plain(problem: Problem, device: torch.device) -> Run[NormGradients]
     if mode.dropout:
         operands |= {name: arguments[name] for name in ("dropout_p", "dropout_rng")}
         wants.append("ddropped")
-    run = straight.layernorm2d_bwd if is_layer else straight.rmsnorm2d_bwd
+    run = public.layernorm2d_bwd if is_layer else public.rmsnorm2d_bwd
 
     def call() -> NormGradients:
         if not (mode.fadd.stores and mode.x_bias):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import reference
-from ..calls import neighbours, straight
+from ..calls import neighbours, public
 from ..calls.functions import completed
 from ..calls.neighbour_rows import CALLS
 from ..calls.outputs import LayerNormOutput, QuantisedOutput
@@ -31,8 +31,8 @@ _Forward = Callable[..., LayerNormOutput]
 _Oracle = Callable[..., reference.ReferenceOutput]
 
 _FORWARD: dict[Norm, tuple[_Forward, _Oracle]] = {
-    Norm.LAYER: (straight.layernorm2d_fwd, reference.layernorm2d_fwd),
-    Norm.RMS: (straight.rmsnorm2d_fwd, reference.rmsnorm2d_fwd),
+    Norm.LAYER: (public.layernorm2d_fwd, reference.layernorm2d_fwd),
+    Norm.RMS: (public.rmsnorm2d_fwd, reference.rmsnorm2d_fwd),
 }
 
 # By the family's word.

@@ -28,9 +28,9 @@ from .functional import (
 )
 from .known import PLAIN, UNREADABLE
 from .outputs import LayerNormOutput, NormGradients, unflattened
+from .public import DEFAULT_EPS, Operands, Options, layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
 from .record import Gradients, Launched, Recording, arrived_in_memory, record, record_at_once
 from .recorded import walkable_gradient
-from .straight import DEFAULT_EPS, Operands, Options, layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
 
 _FORWARD: dict[str, Callable[..., LayerNormOutput]] = {"layer": layernorm2d_fwd, "rms": rmsnorm2d_fwd}
 _BACKWARD: dict[str, Callable[..., NormGradients]] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
@@ -98,7 +98,7 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options, drop
     Args:
         operands: x and residual are (..., *shape), the others shape.
         shape: the dimensions that are normalised together.
-        options: see `straight.Options`.
+        options: see `public.Options`.
         dropout: what is dropped.
 
     Returns:

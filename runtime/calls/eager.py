@@ -22,7 +22,7 @@ from ..selection.invariance import refuse_torch
 from ..upstream.torch_dynamo import constant_in_traces
 from ..upstream.torch_internals import is_forward_ad_on, jit_tracing
 from .outputs import NormGradients, unpacked
-from .straight import BackwardOperands, BackwardOptions, ModulatedOperands, ModulatedOptions, Operands, Options
+from .public import BackwardOperands, BackwardOptions, ModulatedOperands, ModulatedOptions, Operands, Options
 from .traced import unrecorded
 
 Tensors = Sequence["torch.Tensor | None"]

@@ -1,6 +1,6 @@
 """Calls of the functional API: by the names of the rows, as the forward functions take them, and as one operator.
 
-Such a call is two tuples, `straight.Operands` and `straight.Options`; only what reads a part of them knows the part.
+Such a call is two tuples, `public.Operands` and `public.Options`; only what reads a part of them knows the part.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ..codegen.values import Cast
 from ..mode_words import word
 from ..upstream.torch_dynamo import constant_in_traces
 from .functions import function_named
+from .public import BackwardOperands, BackwardOptions, Operands, Options
 from .row_layout import as_rows
-from .straight import BackwardOperands, BackwardOptions, Operands, Options
 from .traced import operated, result_dtype
 
 # By the norm's word, because torch 2.11's TorchDynamo can make no enum of it.

@@ -15,8 +15,8 @@ from .argument_checks import check_flag, check_tensor
 from .known_backward import Learnt
 from .neighbours import Operands, Options, launch_recorded, neighbour_of
 from .outputs import unpacked_of
+from .public import GatedOperands
 from .record import Gradients, Recording
-from .straight import GatedOperands
 from .traced import unrecorded
 
 

@@ -8,7 +8,7 @@ from ..codegen.values import FusedQuant, GateActivation
 from ..mode_words import word
 from . import gated, neighbours
 from .outputs import LayerNormOutput
-from .straight import GatedOperands, GatedOptions
+from .public import GatedOperands, GatedOptions
 
 
 def gated_layernorm2d_fwd(

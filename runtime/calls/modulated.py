@@ -13,8 +13,8 @@ from . import eager, modulated_backward
 from .known_backward import Learnt
 from .neighbours import Options, launch_recorded, neighbour_of
 from .outputs import unpacked_of
+from .public import ModulatedOperands
 from .record import Gradients, Recording
-from .straight import ModulatedOperands
 
 
 def _saved(operands: ModulatedOperands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

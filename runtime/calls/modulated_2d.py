@@ -8,7 +8,7 @@ from ..codegen.values import FusedQuant
 from ..mode_words import word
 from . import modulated, neighbours
 from .outputs import LayerNormOutput
-from .straight import ModulatedOperands, ModulatedOptions
+from .public import ModulatedOperands, ModulatedOptions
 
 
 def modulated_layernorm2d_fwd(

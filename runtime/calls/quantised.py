@@ -23,7 +23,7 @@ from .known import MISALIGNED, Found
 from .neighbours import Options, neighbour_of
 from .outputs import QuantisedOutput, group_scales, scale_columns, tiled_shape, y_shape
 from .overlap import elements_overlap
-from .straight import QuantisedOperands, QuantisedOptions
+from .public import QuantisedOperands, QuantisedOptions
 from .traced import intercepted, is_dynamo_compiling, operated, said_of
 
 

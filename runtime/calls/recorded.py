@@ -28,9 +28,9 @@ from .functional import (
 from .known import Found, Key
 from .launch import run, run_recorded
 from .outputs import LayerNormOutput, NormGradients, dtype_of_all, packed_of, unflattened, unpacked
+from .public import BackwardOperands, BackwardOptions, Operands, Options
 from .record import arrived_in_memory, reentering
 from .row_layout import walkable
-from .straight import BackwardOperands, BackwardOptions, Operands, Options
 from .traced import operated
 
 # What a forward pass is told besides its operands: its options, what `run_recorded` is to be given if the call is

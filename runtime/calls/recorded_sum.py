@@ -17,8 +17,8 @@ from . import native
 from .backend import backend, intercepted, left_to_torch
 from .functional import any_requires_gradient, as_operands
 from .launch import run
+from .public import Operands, Options
 from .recorded import GRADIENTS, WANTS, Told, computed, rounded_to
-from .straight import Operands, Options
 
 # y, and the statistics of the rows where autograd records the norm; None in their place where it does not.
 Ahead = tuple[torch.Tensor, "torch.Tensor | None"]

@@ -13,8 +13,8 @@ from ..selection import dispatch
 from .argument_checks import refuse_fp8
 from .backend import backend
 from .check import TAKEN_WITH_ITS_SCALE, check, refuse_gradient
+from .public import layernorm2d_fwd, rmsnorm2d_fwd
 from .randomness import described
-from .straight import layernorm2d_fwd, rmsnorm2d_fwd
 
 _FORWARD: dict[Norm, Callable[..., Any]] = {Norm.LAYER: layernorm2d_fwd, Norm.RMS: rmsnorm2d_fwd}
 

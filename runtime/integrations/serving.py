@@ -9,7 +9,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..calls.attempt import attempted
-from ..calls.straight import layernorm2d_fwd, rmsnorm2d_fwd
+from ..calls.public import layernorm2d_fwd, rmsnorm2d_fwd
 from ..dtypes import FLOATS
 from ..selection.batch import follow
 from ..settings import engine_is_invariant

@@ -18,9 +18,9 @@ from ..calls.eager import Dropout
 from ..calls.functional import FORWARD_OF, OPERANDS, named, normalise_traced
 from ..calls.known import PLAIN
 from ..calls.plainly import is_plain
+from ..calls.public import DEFAULT_EPS, Operands, Options
 from ..calls.randomness import settled
 from ..calls.sharded import Frame, is_sharded
-from ..calls.straight import DEFAULT_EPS, Operands, Options
 from ..calls.traced import (
     becomes_operator,
     is_dynamo_compiling,

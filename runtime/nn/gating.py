@@ -11,8 +11,8 @@ from ..calls import eager, gated
 from ..calls import neighbours as calls
 from ..calls.backend import backend
 from ..calls.check import check_normalised
+from ..calls.public import GatedOperands, GatedOptions
 from ..calls.sharded import Frame, is_sharded
-from ..calls.straight import GatedOperands, GatedOptions
 from ..calls.traced import is_dynamo_compiling, result_dtype
 from ..codegen.families import Kind
 from ..codegen.values import GateActivation

@@ -9,7 +9,7 @@ import torch
 
 from ..calls import eager, modulated
 from ..calls import neighbours as calls
-from ..calls.straight import ModulatedOperands, ModulatedOptions
+from ..calls.public import ModulatedOperands, ModulatedOptions
 from ..calls.traced import is_dynamo_compiling, result_dtype
 from . import neighbours
 

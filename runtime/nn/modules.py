@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..calls import native
 from ..calls.argument_checks import check_number
-from ..calls.straight import Operands, Options
+from ..calls.public import Operands, Options
 from ..codegen.parameters import FORWARD
 from ..codegen.values import Cast
 from ..errors import ConflictError, TransformError

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from ..calls import native, straight
+from ..calls import native, public
 from ..calls.check import check, refuse_gradient
 from ..calls.first import launched, launched_backward, refuse_foreign
 from ..calls.functions import FUNCTIONS
@@ -66,7 +66,7 @@ def _in_order(name: str, places: int) -> Callable[..., Tensors]:
 
 
 _STRAIGHT: dict[str, Callable[..., Any]] = {
-    name: getattr(straight, name)
+    name: getattr(public, name)
     for family in (parameters.FORWARD, parameters.BACKWARD)
     for name in family.functions.values()
 }

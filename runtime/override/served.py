@@ -16,8 +16,8 @@ from torch.autograd import forward_ad
 from ..calls.argument_checks import LARGEST_FP32
 from ..calls.attempt import attempted
 from ..calls.known import PLAIN
+from ..calls.public import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
 from ..calls.row_layout import as_rows
-from ..calls.straight import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
 from ..dtypes import FLOATS
 from ..errors import InvarianceError
 from ..selection import invariance

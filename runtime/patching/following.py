@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..calls.straight import DEFAULT_EPS, Options
+from ..calls.public import DEFAULT_EPS, Options
 from ..calls.traced import global_hooks, result_dtype
 from ..dtypes import HALVES
 from ..nn.modules import LayerNorm, RMSNorm

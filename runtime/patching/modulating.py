@@ -23,7 +23,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..calls.backend import is_served
 from ..calls.known import PLAIN
-from ..calls.straight import DEFAULT_EPS
+from ..calls.public import DEFAULT_EPS
 from ..calls.traced import global_hooks, result_dtype
 from ..nn.modulation import modulated_layer_norm, modulated_rms_norm
 from ..nn.modules import LayerNorm, RMSNorm

@@ -21,8 +21,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..calls.known import PLAIN
+from ..calls.public import Options
 from ..calls.recorded_sum import Ahead, add_ahead, norm_of_sum, norm_of_summand
-from ..calls.straight import Options
 from ..errors import NormforgeError
 from ..selection.invariance import is_on
 from ..settings import fuse_from

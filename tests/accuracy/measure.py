@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 import normforge
-from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, Part, Pipeline
 from normforge.dtypes import TORCH_DTYPES

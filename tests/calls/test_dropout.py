@@ -17,7 +17,7 @@ import normforge
 from normforge import errors, reference
 from normforge.calls import first
 from normforge.calls.outputs import NormGradients
-from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.values import Pipeline

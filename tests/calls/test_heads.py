@@ -13,8 +13,8 @@ import normforge
 from normforge import errors
 from normforge.calls import check, first
 from normforge.calls.overlap import extent_of
+from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.calls.row_layout import row_stride
-from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.kernels.pipelines import row_alignment
 from normforge.kernels.row_walk import RowWalk
 from normforge.reference import gradients as gradient_reference

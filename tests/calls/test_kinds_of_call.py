@@ -10,7 +10,7 @@ import torch
 
 import normforge
 from normforge.calls.outputs import NormGradients
-from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.model import Mode
 from normforge.codegen.tiling import SMALL_M
 from normforge.codegen.values import DType, Norm, Rounding

@@ -11,7 +11,7 @@ import torch
 
 import normforge
 from normforge.calls import plan
-from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.instance import Tile
 from normforge.codegen.values import Pipeline
 from normforge.kernels import assembly

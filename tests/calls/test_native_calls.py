@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import normforge
 from normforge import settings
-from normforge.calls import check, first, native, recorded, straight
+from normforge.calls import check, first, native, public, recorded
 from normforge.calls.lookup import Lookup
 from normforge.calls.outputs import packing
 from normforge.calls.plan import Forward
-from normforge.calls.straight import Operands
+from normforge.calls.public import Operands
 from normforge.selection import dispatch
 from normforge.upstream import native_launcher
 from normforge.upstream.torch_autograd import applied_at_once
@@ -275,7 +275,7 @@ def test_a_function_returns_what_its_look_up_in_python_returns(name: str, monkey
         return check.check(*of, **others)
 
     monkeypatch.setattr(first, "check", noted)
-    call = getattr(straight, function)
+    call = getattr(public, function)
     expected = call(**given)
     for calls in (native.calls, PYTHON):
         with pytest.MonkeyPatch.context() as patch:
@@ -401,7 +401,7 @@ def test_a_launch_writes_to_outputs_that_are_passed_and_counts_that(monkeypatch:
 
     def call() -> list[torch.Tensor]:
         places = [torch.zeros(M, N), torch.zeros(M, N)]
-        straight.layernorm2d_fwd(x, residual=residual, fadd=1, save_mv=True, out=places[0], residual_out=places[1])
+        public.layernorm2d_fwd(x, residual=residual, fadd=1, save_mv=True, out=places[0], residual_out=places[1])
         return places
 
     call()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.errors import ConflictError, DTypeError, GradientError
 
 from ..calling import FORWARD, each_norm, same_bits

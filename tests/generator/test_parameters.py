@@ -14,7 +14,7 @@ import pytest
 
 import normforge
 from normforge.calls.outputs import LayerNormOutput, NormGradients
-from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.families import REQUIRED, Family, Kind, Parameter, Result
 from normforge.codegen.model import Mode
 from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD, GATED, MODULATED, QUANTISED

@@ -12,7 +12,7 @@ from normforge import reference
 from normforge.calls import gated_backward, modulated_backward
 from normforge.calls.eager import GatedArgs, GatedSaved, ModulatedArgs, ModulatedSaved
 from normforge.calls.outputs import NormGradients
-from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.model import Mode
 from normforge.codegen.values import DType
 from normforge.dtypes import TORCH_DTYPES

@@ -16,7 +16,7 @@ import normforge
 from normforge import errors
 from normforge.calls import first
 from normforge.calls.outputs import LayerNormOutput, NormGradients
-from normforge.calls.straight import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.nn import functional
 from normforge.operators import registered
 
