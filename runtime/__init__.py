@@ -104,7 +104,6 @@ _HOMES = {
     "calls.outputs": ("LayerNormOutput", "QuantisedOutput"),
     "calls.quantised": ("quantised_layer_norm", "quantised_rms_norm"),
     "calls.public": ("layernorm2d_bwd", "layernorm2d_fwd", "rmsnorm2d_bwd", "rmsnorm2d_fwd"),
-    "calls.which": ("which",),
     "compiled.switch": ("compile_passes",),
     "kernels.binaries": ("load_aot",),
     "nn.functional": ("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"),
@@ -120,6 +119,7 @@ _HOMES = {
 _LATE = {
     "ahead_of_time.compile_keys": ("compile_keys", "recorded_keys"),
     "ahead_of_time.warmup": ("warmup",),
+    "calls.which": ("which",),
     "patching.swap": ("patch", "unpatch"),
     "patching.report": ("Patch",),
     "override.switch": ("TorchOverride", "override_torch", "restore_torch"),
