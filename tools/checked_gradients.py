@@ -118,7 +118,7 @@ def _forward(problem: Problem, device: torch.device) -> _Forward:
     options = neighbours.options_of(calls, mode.norm.value, given)
     outputs = neighbours.launched(calls, operands, options)
     kept = (*calls.saved(operands, outputs.residual_out), outputs.mean, outputs.rstd)
-    return _Forward(operands, kept, calls.args(options, neighbours.dtypes_of(operands)))
+    return _Forward(operands, kept, calls.args(options, eager.dtypes_of(operands)))
 
 
 def _prepare_gated(problem: Problem, device: torch.device) -> Run[GatedGradients]:

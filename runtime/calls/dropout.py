@@ -20,7 +20,6 @@ from .first import resolved
 from .functional import (
     BACKWARD_OF,
     FORWARD_OF,
-    any_requires_gradient,
     as_operands,
     backward_named,
     forward_given,
@@ -29,7 +28,7 @@ from .functional import (
 from .known import PLAIN, UNREADABLE
 from .outputs import LayerNormOutput, NormGradients, unflattened
 from .public import DEFAULT_EPS, Operands, Options, layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
-from .record import Gradients, Launched, Recording, arrived_in_memory, record, record_at_once
+from .record import Gradients, Launched, Recording, arrived_in_memory, record, record_at_once, records
 from .recorded import walkable_gradient
 
 _FORWARD: dict[str, Callable[..., LayerNormOutput]] = {"layer": layernorm2d_fwd, "rms": rmsnorm2d_fwd}
@@ -87,7 +86,7 @@ def remember(operands: Operands, options: Options) -> None:
 
 def normalise_checked(operands: Operands, options: Options, dropout: Dropout) -> Any:
     """What `normalise` returns of a call of which `was_checked` is true."""
-    if torch.is_grad_enabled() and any_requires_gradient(operands):
+    if records(operands):
         return record_at_once((_RECORDING, (options, dropout.p)), *operands, dropout.rng)
     return _launched(operands, options, dropout, save_mv=False)[:2]
 
@@ -106,7 +105,7 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options, drop
     """
     given: Any = tuple(map(resolved, operands))
     rows = as_operands(given, len(shape))
-    if torch.is_grad_enabled() and any_requires_gradient(rows):
+    if records(rows):
         y, total = record((_RECORDING, (options, dropout.p)), *rows, dropout.rng)
     else:
         y, total = _launched(rows, options, dropout, save_mv=False)[:2]

@@ -51,7 +51,7 @@ def _rounded_to(cast: str | Cast, y_dtype: torch.dtype, x_dtype: torch.dtype) ->
     return rounded_to(word(Cast, "cast", cast), y_dtype, x_dtype)
 
 
-def _offset(weight: torch.Tensor | None, weight_offset: float) -> torch.Tensor | None:
+def _offset(weight: torch.Tensor | None, weight_offset: float | None) -> torch.Tensor | None:
     return weight if weight is None or not weight_offset else widened(weight) + weight_offset
 
 

@@ -67,11 +67,6 @@ def as_operands(operands: Operands, dimensions: int) -> Operands:
     return cast("Operands", tuple(found))
 
 
-def any_requires_gradient(operands: Operands) -> bool:
-    """Whether one of them does."""
-    return any(operand is not None and operand.requires_grad for operand in operands)
-
-
 def forward_given(rows: Operands, options: Options, save_mv: bool) -> dict[str, Any]:
     """The arguments of the forward function by name; those that are missing have their defaults."""
     given = named(rows, options)
@@ -104,8 +99,9 @@ def normalise_traced(
         dropout: what is dropped of x before a residual is added, by what seed and offset.
     """
     rows = as_operands(operands, len(shape))
-    recorded = torch.is_grad_enabled() and any_requires_gradient(rows)
-    given = forward_given(rows, options, recorded)
+    # As `records`, each name of which TorchDynamo would guard.
+    saves = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in rows)
+    given = forward_given(rows, options, saves)
     given["dropout_p"], given["dropout_rng"] = dropout
     y, *others = operated(FORWARD_OF[options[0]], given)
     x, _, _, residual, _ = operands

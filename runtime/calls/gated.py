@@ -45,7 +45,13 @@ def _gradients(
     return gated_backward.gradients(unpacked, args, dy, due, learnt)
 
 
-CALLS = neighbour_of(GATED, saved=_saved, args=_args, recording=Recording(launch_recorded, _gradients, "gated"))
+CALLS = neighbour_of(
+    GATED,
+    eager=eager.gated,
+    saved=_saved,
+    args=_args,
+    recording=Recording(launch_recorded, _gradients, "gated"),
+)
 
 # By norm_before_gate.
 GATING = {True: Gating.AFTER_NORM.value, False: Gating.BEFORE_NORM.value}

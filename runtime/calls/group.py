@@ -24,7 +24,7 @@ from .eager import GroupOptions as Options
 from .group_plan import GroupPlan, Kind, plan_of
 from .known import MISALIGNED, PLAIN, UNREADABLE, Known, Tensors, remember
 from .known_backward import Learnt, addresses_of, looked_up_again
-from .record import Launched, Recording, arrived_in_memory, record, record_at_once
+from .record import Launched, Recording, arrived_in_memory, record, record_at_once, records
 from .traced import dispatch_modes, intercepted, operator
 
 FORWARD_OPERATOR, BACKWARD_OPERATOR = "group_norm", "group_norm_backward"
@@ -196,14 +196,6 @@ def _misaligned(tensors: Mapping[str, torch.Tensor | None]) -> list[str]:
     return [name for name, tensor in tensors.items() if tensor is not None and tensor.data_ptr() % ALIGNMENT]
 
 
-def _records(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(
-        # A proxy of torch.fx is neither true nor false.
-        getattr(tensor, "requires_grad", False) is True
-        for tensor in tensors
-    )
-
-
 def _key(x: torch.Tensor, weight: _Vector, bias: _Vector, told: tuple[int, float, object]) -> tuple[Any, ...]:
     there = weight is None, bias is None, torch.is_grad_enabled()
     return ("group", *told, *there, *x.shape[1:])
@@ -264,7 +256,7 @@ def normalise(
     """
     whole: Any = map(_aligned, (laid_out(x).resolve_neg(), _vector(weight), _vector(bias)))
     x, weight, bias = whole
-    saves = _records(x, weight, bias)
+    saves = records((x, weight, bias))
     if intercepted(x, weight, bias):
         seen: torch.Tensor = (
             record((_RECORDING, options), x, weight, bias) if saves else normalise_traced(x, weight, bias, options)
@@ -292,7 +284,7 @@ def normalise_traced(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: Options
 ) -> torch.Tensor:
     """The same as one operator, and the copy before it."""
-    saves = _records(x, weight, bias)
+    saves = records((x, weight, bias))
     found: list[torch.Tensor] = operator(FORWARD_OPERATOR)(laid_out(x), weight, bias, *options, saves)
     return found[0]
 
@@ -332,7 +324,8 @@ def _gradients(
     by_formula: bool,
     learnt: Learnt | None,
 ) -> Sequence[torch.Tensor | None]:
-    arrived = Arrived(dy, *saved, args[0], list(compress(Gradients._fields, due)))
+    x, weight, bias, statistics = saved
+    arrived = Arrived(dy, x, weight, bias, statistics, args[0], list(compress(Gradients._fields, due)))
     if by_formula or not arrived_in_memory((dy,)):
         return eager.group_gradients(arrived)
     return launched_backward(arrived, due, learnt)

@@ -45,6 +45,7 @@ def _gradients(
 
 CALLS = neighbour_of(
     MODULATED,
+    eager=eager.modulated,
     saved=_saved,
     args=_args,
     # x, gate and residual make the sum.

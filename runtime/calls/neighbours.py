@@ -28,7 +28,7 @@ from .known import MISALIGNED, PLAIN, Found, Key, remember
 from .launch import run, run_recorded
 from .outputs import LayerNormOutput, packed_of
 from .plan import Plan
-from .record import Launched, Recording, record, record_at_once
+from .record import Launched, Recording, record, record_at_once, records
 from .row_layout import walkable
 from .traced import intercepted, is_dynamo_compiling, operated, result_dtype, said_of
 
@@ -61,6 +61,7 @@ class Neighbour(NamedTuple):
         inputs: their names.
         options: the names of what else a call is told, behind the norm.
         launch: from that and the options to all that a call returns.
+        eager: the family's formula in torch's operators, from the operands and the options to outputs.
         saved: from the tensors, and the stored sum if there is one, to the tensors that a backward pass needs, the
             first of x's shape; statistics are saved behind them.
         args: from the options and the tensors' dtypes to the other arguments of the backward pass.
@@ -73,6 +74,7 @@ class Neighbour(NamedTuple):
     inputs: tuple[str, ...]
     options: tuple[str, ...]
     launch: Callable[[Found, Options], Any] = _launch
+    eager: Callable[[Any, Any], Any] = _nothing
     saved: Callable[[Operands, torch.Tensor | None], tuple[torch.Tensor | None, ...]] = _nothing
     args: Callable[[Options, tuple[torch.dtype | None, ...]], Any] = _nothing
     recording: Recording | None = None
@@ -119,15 +121,6 @@ def options_of(neighbour: Neighbour, norm: str, given: Mapping[str, Any]) -> Opt
 def as_operands(operands: Operands) -> Operands:
     """Operands that kernels can walk; what they cannot is copied once."""
     return tuple([None if operand is None else walkable(operand) for operand in operands])
-
-
-def records(operands: Operands) -> bool:
-    """Whether a gradient is due."""
-    return torch.is_grad_enabled() and any(
-        # A proxy of torch.fx is neither true nor false, and what is no tensor is refused later.
-        getattr(operand, "requires_grad", False) is True
-        for operand in operands
-    )
 
 
 def normalise_known(neighbour: Neighbour, operands: Operands, options: Options) -> Any:

@@ -24,6 +24,7 @@ from .neighbours import Options, neighbour_of
 from .outputs import QuantisedOutput, group_scales, scale_columns, tiled_shape, y_shape
 from .overlap import elements_overlap
 from .public import QuantisedOperands, QuantisedOptions
+from .record import records
 from .traced import intercepted, is_dynamo_compiling, operated, said_of
 
 
@@ -222,7 +223,7 @@ def launched_2d(operands: QuantisedOperands, options: QuantisedOptions, places: 
     if is_dynamo_compiling() or intercepted(*operands, *places):
         return _traced(function, given, places)
     _, found = CALLS.find(operands, options)
-    if found is None or neighbours.records(operands) or any(place is not None for place in places):
+    if found is None or records(operands) or any(place is not None for place in places):
         _check(function, given, places, addressed=True)
     if found is None:
         rows: Any = tuple(map(resolved, operands))

@@ -87,6 +87,15 @@ def reentering(compute: Callable[..., T]) -> Callable[..., T]:
 _GRADIENTS = (gradients_of, reentering(gradients_of))
 
 
+def records(operands: Sequence[Any]) -> bool:
+    """Return True if a gradient of an operand is due, so that autograd records the call."""
+    return torch.is_grad_enabled() and any(
+        # A proxy of torch.fx is neither true nor false, and what is no tensor is refused later.
+        getattr(operand, "requires_grad", False) is True
+        for operand in operands
+    )
+
+
 class _Record(torch.autograd.Function):
     """y, and the stored sum where there is one."""
 

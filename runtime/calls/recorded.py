@@ -20,7 +20,6 @@ from .first import launched, launched_backward, resolved
 from .functional import (
     BACKWARD_OF,
     FORWARD_OF,
-    any_requires_gradient,
     as_operands,
     backward_named,
     forward_given,
@@ -29,7 +28,7 @@ from .known import Found, Key
 from .launch import run, run_recorded
 from .outputs import LayerNormOutput, NormGradients, dtype_of_all, packed_of, unflattened, unpacked
 from .public import BackwardOperands, BackwardOptions, Operands, Options
-from .record import arrived_in_memory, reentering
+from .record import arrived_in_memory, records, reentering
 from .row_layout import walkable
 from .traced import operated
 
@@ -59,7 +58,7 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options) -> A
     x, weight, bias, residual, x_bias = rows
     told = (options, found, key)
     total: torch.Tensor | None = None
-    if not (torch.is_grad_enabled() and any_requires_gradient(rows)):
+    if not records(rows):
         y, total = (computed(told, False, rows) if found is None else run(*found))[:2]
     elif residual is None:
         y = _recorded(told, x, weight, bias, x_bias)
@@ -240,7 +239,8 @@ def gradients_of(options: BackwardOptions, *operands: Any) -> NormGradients:
     """Return the gradients that are due. Operands are `BackwardOperands`, whose rstd packs the means too."""
     if torch.is_grad_enabled():
         # Recorded only where a gradient of the gradient could be asked for.
-        return _differentiable_gradients_of(options, *operands)
+        differentiable: NormGradients = _differentiable_gradients_of(options, *operands)
+        return differentiable
     if is_dynamo_compiling():
         # An eager call's backward pass becomes part of a graph, by compiled autograd say.
         return gradients_by_operator(operands, options)

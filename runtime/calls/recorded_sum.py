@@ -15,9 +15,10 @@ from ..selection.invariance import is_on
 from ..upstream.torch_autograd import applied_at_once
 from . import native
 from .backend import backend, intercepted, left_to_torch
-from .functional import any_requires_gradient, as_operands
+from .functional import as_operands
 from .launch import run
 from .public import Operands, Options
+from .record import records
 from .recorded import GRADIENTS, WANTS, Told, computed, rounded_to
 
 # y, and the statistics of the rows where autograd records the norm; None in their place where it does not.
@@ -38,14 +39,14 @@ def add_ahead(operands: Operands, options: Options) -> tuple[torch.Tensor, Ahead
     Raises:
         NormforgeError: the first call of its kind cannot be served, for want of an instance, say.
     """
-    key, records, found = native.calls.recorded.find(operands, options)
+    key, is_recorded, found = native.calls.recorded.find(operands, options)
     if found is None:
         if not _served(operands, options):
             return None
-        records = torch.is_grad_enabled() and any_requires_gradient(operands)
+        is_recorded = records(operands)
     told = (options, found, key)
     x, weight, bias, residual, _ = operands
-    if records:
+    if is_recorded:
         made: list[Ahead] = []
         total: torch.Tensor = _apply_sum((told, weight, bias, made), x, residual)
         return total, made[0]

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from ..calls import eager, gated
+from ..calls import gated
 from ..calls import neighbours as calls
 from ..calls.backend import backend
 from ..calls.check import check_normalised
 from ..calls.public import GatedOperands, GatedOptions
+from ..calls.record import records
 from ..calls.sharded import Frame, is_sharded
-from ..calls.traced import is_dynamo_compiling, result_dtype
+from ..calls.traced import is_dynamo_compiling
 from ..codegen.families import Kind
 from ..codegen.values import GateActivation
 from . import neighbours
@@ -43,7 +44,7 @@ def gated_layer_norm(
         eps: added to the variance.
     """
     operands = (x, gate, weight, bias)
-    options = _options("layer", activation, norm_before_gate, eps, calls.records(operands))
+    options = _options("layer", activation, norm_before_gate, eps, records(operands))
     y: torch.Tensor = _normalise(operands, options, group_size)
     return y
 
@@ -93,7 +94,7 @@ def gated_rms_norm(
         NormforgeError: whatever else `layernorm2d_fwd` raises.
     """
     operands = (x, gate, weight, None)
-    options = _options("rms", activation, norm_before_gate, eps, calls.records(operands))
+    options = _options("rms", activation, norm_before_gate, eps, records(operands))
     y: torch.Tensor = _normalise(operands, options, group_size)
     return y
 
@@ -116,7 +117,7 @@ def _first(operands: GatedOperands, options: GatedOptions, group_size: int | Non
     if is_sharded(*operands):
         return _by_parts(operands, options, group_size)
     if group_size is None:
-        return neighbours.normalise(gated.CALLS, _by_torch, operands, options)
+        return neighbours.normalise(gated.CALLS, operands, options)
     return _normalise(gated.in_groups(operands, group_size), options, None).flatten(-2)
 
 
@@ -129,11 +130,6 @@ def _by_parts(operands: GatedOperands, options: GatedOptions, group_size: int | 
     frame = Frame(function, dict(zip(gated.CALLS.inputs, operands, strict=True)))
     parts: Any = tuple([frame.part(row.kind, part) for row, part in zip(gated.CALLS.rows, operands, strict=True)])
     return frame.whole(Kind.ROWS, _normalise(parts, options, group_size))
-
-
-def _by_torch(operands: GatedOperands, options: GatedOptions) -> Any:
-    *said, out_dtype, saves = options
-    return eager.gated(operands, (*said, out_dtype or result_dtype(options[0], operands[0]), saves))
 
 
 def _handed_on(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:

@@ -7,10 +7,11 @@ from typing import Any, overload
 
 import torch
 
-from ..calls import eager, modulated
+from ..calls import modulated
 from ..calls import neighbours as calls
 from ..calls.public import ModulatedOperands, ModulatedOptions
-from ..calls.traced import is_dynamo_compiling, result_dtype
+from ..calls.record import records
+from ..calls.traced import is_dynamo_compiling
 from . import neighbours
 
 
@@ -90,7 +91,7 @@ def modulated_layer_norm(
     """
     operands = (x, scale, shift, gate, residual, weight, bias)
     found: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-    found = _normalise(operands, ("layer", eps, 0.0, "none", None, calls.records(operands)))
+    found = _normalise(operands, ("layer", eps, 0.0, "none", None, records(operands)))
     return found
 
 
@@ -147,7 +148,7 @@ def modulated_rms_norm(
     """
     operands = (x, scale, shift, gate, residual, weight, None)
     found: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-    found = _normalise(operands, ("rms", eps, weight_offset, "none", None, calls.records(operands)))
+    found = _normalise(operands, ("rms", eps, weight_offset, "none", None, records(operands)))
     return found
 
 
@@ -162,13 +163,7 @@ def _first(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
         given = calls.named(modulated.CALLS, operands, options)
         return neighbours.handed_on(_PUBLIC[options[0]], operands, given, positional=3)
     modulated.check_gate(operands)
-    return neighbours.normalise(modulated.CALLS, _by_torch, operands, options)
-
-
-def _by_torch(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
-    norm, eps, weight_offset, fquant, out_dtype, saves = options
-    said = (norm, eps, weight_offset, fquant, out_dtype or result_dtype(norm, operands[0]), saves)
-    return eager.modulated(operands, said)
+    return neighbours.normalise(modulated.CALLS, operands, options)
 
 
 # By the norm's word.

@@ -15,19 +15,15 @@ from ..calls.check import check_normalised
 from ..calls.known import PLAIN
 from ..calls.neighbours import Neighbour, Operands, Options
 from ..calls.sharded import Frame, is_sharded
-from ..calls.traced import becomes_operator, unrecorded
+from ..calls.traced import becomes_operator, result_dtype, unrecorded
 from ..codegen.families import Kind
 
-# Torch's operators, given the tensors and the options.
-Instead = Callable[[Any, Any], Any]
 
-
-def normalise(calls: Neighbour, instead: Instead, operands: Operands, options: Options) -> Any:
+def normalise(calls: Neighbour, operands: Operands, options: Options) -> Any:
     """What a call comes to, of tensors that no class of their own asks to be handed.
 
     Args:
         calls: the family's row.
-        instead: what serves where no kernel runs.
         operands: the tensors.
         options: what else the call is told, numbers as they were passed.
     """
@@ -42,19 +38,20 @@ def normalise(calls: Neighbour, instead: Instead, operands: Operands, options: O
     told = zip(calls.options, options[1:], strict=True)
     said = (options[0], *[float(value) if name in numbers else value for name, value in told])
     if not kernel or left:
-        return instead(operands, said)
+        *others, out_dtype, saves = said
+        return calls.eager(operands, (*others, out_dtype or result_dtype(options[0], x), saves))
     if is_sharded(*operands):
-        return _by_parts(calls, instead, operands, said)
+        return _by_parts(calls, operands, said)
     traced = becomes_operator(*operands)
     # What is known is known by what was passed, and by what surrounds it.
     return (neighbours.normalise_traced if traced else neighbours.normalise)(calls, operands, said)
 
 
-def _by_parts(calls: Neighbour, instead: Instead, operands: Operands, options: Options) -> Any:
+def _by_parts(calls: Neighbour, operands: Operands, options: Options) -> Any:
     """A call of DTensors: each rank normalises its rows, as the call of plain tensors that it then is."""
     frame = Frame(calls.functions[options[0]], dict(zip(calls.inputs, operands, strict=True)))
     parts = tuple([frame.part(row.kind, part) for row, part in zip(calls.rows, operands, strict=True)])
-    made = normalise(calls, instead, parts, options)
+    made = normalise(calls, parts, options)
     if isinstance(made, tuple):
         return tuple([frame.whole(Kind.ROWS, each) for each in made])
     return frame.whole(Kind.ROWS, made)

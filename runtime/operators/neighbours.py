@@ -9,6 +9,7 @@ import torch
 
 from ..calls import neighbours
 from ..calls.check import check
+from ..calls.eager import dtypes_of
 from ..calls.first import refuse_foreign
 from ..calls.functions import FUNCTIONS
 from ..calls.neighbour_rows import CALLS
@@ -53,7 +54,7 @@ def register(library: torch.library.Library, namespace: str, function: str) -> N
         operands = neighbours.operands_of(calls, given)
         options = neighbours.options_of(calls, takes.norm.value, given)
         ctx.saves, ctx.adds = given["save_mv"], given.get("residual") is not None
-        ctx.args = calls.args(options, neighbours.dtypes_of(operands))
+        ctx.args = calls.args(options, dtypes_of(operands))
         summed = [operands[at] for at in recording.sums]
         sum_is_due = ctx.adds and any(tensor is not None and tensor.requires_grad for tensor in summed)
         differentiable = 2 if sum_is_due else 1

@@ -67,7 +67,7 @@ def backward(
         neighbours.operands_of(gated.CALLS, given),
         neighbours.options_of(gated.CALLS, mode.norm.value, given),
     )
-    told = gated.CALLS.args(options, neighbours.dtypes_of(operands))
+    told = gated.CALLS.args(options, eager.dtypes_of(operands))
     kept = eager.GatedSaved(x, gate, weight, None, statistics.get("mean"), statistics["rstd"])
     due = [operand is not None for operand in operands]
     found = gated_backward.gradients(kept, told, dy, due)
