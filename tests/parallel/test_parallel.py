@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,24 +16,30 @@ from .ranks import run
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
 
-MODULES = {"sharded": sharded, "split": split, "models": models, "wrapped": wrapped}
+MODULES = {"sharded": sharded, "split": split, "models": models}
 
 
 # All cases of a group are one test: whichever worker runs it starts its processes, once.
 @THOROUGH
 @pytest.mark.parametrize("world", [2, 4], ids=["two", "four"])
 def test_ranks_agree_with_whole_tensors(world: int, tmp_path: Path) -> None:
-    _check(run(world, list(MODULES), tmp_path, thoroughly=True, limit=300 * world))
+    _check(run(world, list(MODULES), tmp_path, thoroughly=True, limit=300 * world), MODULES)
+
+
+@THOROUGH
+@pytest.mark.parametrize("world", [2, 4], ids=["two", "four"])
+def test_wrappers_train_as_a_whole_model_is_trained(world: int, tmp_path: Path) -> None:
+    _check(run(world, ["wrapped"], tmp_path, thoroughly=True, limit=150 * world), {"wrapped": wrapped})
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
 def test_cards_agree_with_whole_tensors(tmp_path: Path) -> None:
-    _check(run(2, list(MODULES), tmp_path, thoroughly=True, limit=300, device="cuda"))
+    _check(run(2, list(MODULES), tmp_path, thoroughly=True, limit=300, device="cuda"), MODULES)
 
 
-def _check(found: dict[str, str]) -> None:
+def _check(found: dict[str, str], modules: Mapping[str, ModuleType]) -> None:
     wrong = [f"{name}: {error}" for name, error in found.items() if error]
     assert not wrong, "\n".join(wrong)
     # One that failed, or took too long, ends the others.
-    assert list(found) == [name for module in MODULES.values() for name in module.CASES]
+    assert list(found) == [name for module in modules.values() for name in module.CASES]
