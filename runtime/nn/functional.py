@@ -34,9 +34,9 @@ from ..codegen.values import Cast
 from ..compiled.rules import is_left_to_inductor
 from ..dtypes import FLOATS
 from ..errors import ConflictError
-from ..nn.replaced import Replacing
 from ..random_mask import dropout_mask
 from .neighbours import is_handed_on
+from .replaced import Replacing
 
 
 def layer_norm(

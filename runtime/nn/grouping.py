@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from operator import index
 from typing import Any, NoReturn
 
 import torch
@@ -20,8 +21,8 @@ from ..codegen.groups import Activation
 from ..dtypes import FLOATS
 from ..errors import ShapeError, TransformError
 from ..mode_words import word
-from ..nn.replaced import Replacing, class_of
 from .modules import unscriptable
+from .replaced import Replacing, class_of
 
 _DTYPES = (*FLOATS, torch.float64)
 
@@ -82,6 +83,8 @@ def group_norm(
         return y
     check_tensor("x", x)
     said = _word(activation)
+    if not isinstance(num_groups, (int, torch.SymInt)):
+        num_groups = _as_int(num_groups)
     with unrecorded():
         _check(x, num_groups, weight, bias)
     eps = check_number("eps", eps, least=0.0)
@@ -117,6 +120,14 @@ def _by_parts(operands: tuple[torch.Tensor | None, ...], options: Options) -> to
     num_groups, eps, activation, _ = options
     y = group_norm(frame.part(Kind.ROWS, x), num_groups, weight, bias, eps, activation=activation)
     return frame.whole(Kind.ROWS, y.contiguous())
+
+
+def _as_int(number: Any) -> Any:
+    """Return the int that a whole number of another class is, NumPy's say, as torch takes it; else the argument."""
+    try:
+        return index(number)
+    except TypeError:
+        return number
 
 
 def _check(x: torch.Tensor, num_groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:

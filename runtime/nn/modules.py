@@ -15,7 +15,6 @@ from ..codegen.parameters import FORWARD
 from ..codegen.values import Cast
 from ..errors import ConflictError, TransformError
 from ..mode_words import word
-from ..nn.replaced import Replacing
 from .functional import (
     add_normalise,
     dropped_add_normalise,
@@ -23,6 +22,7 @@ from .functional import (
     normalise_cast_before_weight,
     normalise_first,
 )
+from .replaced import Replacing
 
 
 def own(module: torch.nn.Module, name: str) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -179,6 +180,17 @@ def test_a_part_whose_first_values_are_far_from_the_others(channels_last: bool, 
     with tiled(mode, 2 * 512, Tile(Pipeline.TWO_PASS, 16, 16, 1, held=2)):
         y = normforge.group_norm(x, 2)
     torch.testing.assert_close(y.double(), expected(x.double(), 2, None, None), rtol=16 * 32 * 2**-25, atol=2e-6)
+
+
+@pytest.mark.parametrize("two", [np.int64(2), np.int32(2), torch.tensor(2)], ids=["int64", "int32", "tensor"])
+def test_a_number_of_groups_may_be_of_any_whole_type(two: Any) -> None:
+    x = torch.randn(2, 8, 3)
+    for _ in range(2):
+        assert torch.equal(normforge.group_norm(x, two), normforge.group_norm(x, 2))
+    assert torch.equal(normforge.GroupNorm(two, 8)(x), normforge.group_norm(x, 2))
+    for other in (np.float64(2), torch.tensor(2.0), "2", True):
+        with pytest.raises(errors.ShapeError, match="it takes a whole number"):
+            normforge.group_norm(x, other)
 
 
 def test_constant_groups_are_the_bias() -> None:
