@@ -25,23 +25,23 @@ from ..errors import LayoutError
 from ..upstream.torch_dtensor import assembled
 from .twins import both
 
-Straight = Mapping[str, Callable[..., Any]]
+Functions = Mapping[str, Callable[..., Any]]
 
 
-def register(library: torch.library.Library, namespace: str, straight: Straight) -> None:
+def register(library: torch.library.Library, namespace: str, functions: Functions) -> None:
     """Give every operator of `FUNCTIONS` and GroupNorm's their rules. This imports DTensor.
 
     Args:
         library: where they are defined.
         namespace: under what name.
-        straight: the functions that compute, by name.
+        functions: the functions that compute, by name.
     """
     from torch.distributed.tensor import DTensor
 
     def rule(defined: str, bound: Callable[..., Any]) -> None:
         torch.library.register_torch_dispatch(f"{namespace}::{defined}", DTensor, torch.no_grad()(bound), lib=library)
 
-    for name, function in straight.items():
+    for name, function in functions.items():
         takes = FUNCTIONS[name]
         for own, places in {name: {}, f"{name}_into": dict(takes.places)}.items():
             if places or own == name:

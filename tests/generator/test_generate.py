@@ -328,7 +328,7 @@ def test_one_is_no_plural(repository: Path, tmp_path: Path) -> None:
     assert run("generate.py", *only, cwd=repository).stdout.startswith("1 instance in 1 module: ")
 
 
-def test_a_checkout_regenerates_the_runtimes_straight_calls(repository: Path, tmp_path: Path) -> None:
+def test_a_checkout_regenerates_the_runtimes_public_functions(repository: Path, tmp_path: Path) -> None:
     for name in ("generate.py", "instances.yaml"):
         shutil.copy(repository / name, tmp_path)
     for name in ("codegen", "templates"):
