@@ -11,7 +11,7 @@ import normforge
 from normforge.calls import eager, gated, gated_backward, neighbours
 from normforge.calls.functions import completed
 from normforge.codegen.model import Mode
-from normforge.codegen.parameters import family_of
+from normforge.codegen.parameters import GATED
 from normforge.codegen.values import GateActivation
 from normforge.dtypes import TORCH_DTYPES
 from normforge.reference import gated as gating_reference
@@ -60,7 +60,7 @@ def backward(
     statistics: dict[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """Our gradients, from the statistics of what is normalised."""
-    function = family_of(mode).functions[mode.norm]
+    function = GATED.functions[mode.norm]
     words = {"gating": mode.gating, "activation": mode.gate_activation, "eps": EPS, "save_mv": True}
     given = completed(function, {"x": x, "gate": gate, "weight": weight, **words})
     operands, options = (
