@@ -157,6 +157,22 @@ MUTANTS = (
         (f"{_FUNCTIONAL}::test_torchs_own_call_and_defaults",),
     ),
     Mutant(
+        "a-first-call-of-rms-norm-has-another-eps",
+        "rms_norm without eps adds 1e-5 where no call like it is known",
+        "runtime/nn/functional.py",
+        "(norm, DEFAULT_EPS if eps is None else options[1], *options[2:])",
+        "(norm, 1e-5 if eps is None else options[1], *options[2:])",
+        (f"{_FUNCTIONAL}::test_torchs_own_call_and_defaults",),
+    ),
+    Mutant(
+        "a-first-call-stores-no-sum",
+        "add_layer_norm returns no sum where no call like it is known",
+        "runtime/calls/functional.py",
+        'given["fadd"] = "pre_add_store"',
+        'given["fadd"] = "pre_add"',
+        (f"{_FUNCTIONAL}::test_gradients_through_either_output_or_both",),
+    ),
+    Mutant(
         "weight-is-cast-before-it-multiplies",
         "T5's norm rounds behind the weight instead of before it",
         "runtime/patching/swap.py",
