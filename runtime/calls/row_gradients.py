@@ -308,12 +308,10 @@ def _free(done: Launched, arrived: Arrived) -> list[int]:
         return [0] * len(arrived)
     x = arrived[2]
     assert x is not None
-    leading = x.dim() - 1 - done.plan.mode.grouped
-    found = []
-    for tensor in arrived[:-1]:
-        of_rows = tensor is not None and tensor.shape == x.shape and tensor.dim() > 1
-        found.append(0 if tensor is None or not of_rows else leading if tensor.is_contiguous() else min(leading, 1))
-    return [*found, min(leading, 1)]
+    # Of no more than one, so that a guard holds all strides: rows with gaps between them are read by another stride.
+    free = min(x.dim() - 1 - done.plan.mode.grouped, 1)
+    are_rows = [tensor is not None and tensor.shape == x.shape and tensor.dim() > 1 for tensor in arrived[:-1]]
+    return [*[free * each for each in are_rows], free]
 
 
 def sum_dtype(operand: torch.Tensor, parts: int) -> torch.dtype:
