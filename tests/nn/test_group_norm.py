@@ -188,7 +188,8 @@ def test_a_number_of_groups_may_be_of_any_whole_type(two: Any) -> None:
     for _ in range(2):
         assert torch.equal(normforge.group_norm(x, two), normforge.group_norm(x, 2))
     assert torch.equal(normforge.GroupNorm(two, 8)(x), normforge.group_norm(x, 2))
-    for other in (np.float64(2), torch.tensor(2.0), "2", True):
+    others: list[Any] = [np.float64(2), torch.tensor(2.0), "2", True]
+    for other in others:
         with pytest.raises(errors.ShapeError, match="it takes a whole number"):
             normforge.group_norm(x, other)
 
