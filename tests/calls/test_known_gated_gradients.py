@@ -11,40 +11,17 @@ import normforge
 from normforge.calls import gated_backward, row_gradients
 from normforge.selection import dispatch
 
+from .looked import Looked
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 each_device = pytest.mark.parametrize("device", DEVICES)
 
 ROWS, N = (3, 5), 48
 
 
-class Looked:
-    """How many backward passes were looked at, and how many were known."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.at = self.known = 0
-        gradients, launched = gated_backward.gradients, row_gradients.Ready.run
-
-        def counted(*given: Any) -> Any:
-            self.at += 1
-            return gradients(*given)
-
-        def counted_known(*given: Any) -> Any:
-            self.known += 1
-            return launched(*given)
-
-        monkeypatch.setattr(dispatch, "plans", {})
-        monkeypatch.setattr(gated_backward, "gradients", counted)
-        monkeypatch.setattr(row_gradients.Ready, "run", counted_known)
-
-    def counts(self) -> tuple[int, int]:
-        """Since this was called last."""
-        found, self.at, self.known = (self.at, self.known), 0, 0
-        return found
-
-
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> Looked:
-    return Looked(monkeypatch)
+    return Looked(monkeypatch, (gated_backward, "gradients"), (row_gradients.Ready, "run"))
 
 
 def operands(

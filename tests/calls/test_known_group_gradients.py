@@ -9,7 +9,8 @@ import torch
 
 import normforge
 from normforge.calls import group
-from normforge.selection import dispatch
+
+from .looked import Looked
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 each_device = pytest.mark.parametrize("device", DEVICES)
@@ -17,34 +18,9 @@ each_device = pytest.mark.parametrize("device", DEVICES)
 SAMPLES, CHANNELS, SPACE, GROUPS = 3, 12, (3, 4), 4
 
 
-class Looked:
-    """How many backward passes were looked at, and how many launched what was known."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.at = self.ran = 0
-        backward, run = group.launched_backward, group._Ready.run
-
-        def counted(*given: Any) -> Any:
-            self.at += 1
-            return backward(*given)
-
-        def counted_run(*given: Any) -> Any:
-            self.ran += 1
-            return run(*given)
-
-        dispatch.forget()
-        monkeypatch.setattr(group, "launched_backward", counted)
-        monkeypatch.setattr(group._Ready, "run", counted_run)
-
-    def counts(self) -> tuple[int, int]:
-        """Since this was called last: looked at, and launched."""
-        found, self.at, self.ran = (self.at, self.ran), 0, 0
-        return found
-
-
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> Looked:
-    return Looked(monkeypatch)
+    return Looked(monkeypatch, (group, "launched_backward"), (group._Ready, "run"))
 
 
 def operands(
