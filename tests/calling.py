@@ -68,6 +68,22 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
+def assert_squares_overflow_to_zeros(m: int, n: int, value: float, device: str) -> None:
+    """Fail unless rows whose squares overflow in fp32 have an rstd of 0 and are zeros, as docs/numerics.md says."""
+    constant = torch.full((n,), value, device=device)
+    signs = (-1.0) ** torch.arange(n, device=device)
+    rows = torch.stack([constant, constant * signs, torch.linspace(0.0, value, n, device=device)])
+    x = rows.repeat(m // 3, 1)
+    layer = normforge.layernorm2d_fwd(x, None, None, save_mv=True)
+    rms = normforge.rmsnorm2d_fwd(x, None, save_mv=True)
+    assert rms.rstd is not None
+    assert layer.rstd is not None
+    for zeros in (rms.y, rms.rstd, layer.y, layer.rstd.view(-1, 3)[:, 1:]):
+        assert torch.equal(zeros, torch.zeros_like(zeros))
+    again = normforge.layernorm2d_fwd(x.bfloat16(), None, None).y
+    assert torch.equal(again, torch.zeros_like(again))
+
+
 def quantising(dtype: torch.dtype, fquant: FusedQuant = FusedQuant.DYNAMIC) -> dict[str, Any]:
     """The keywords that make y of this dtype, with quantisation where that takes it."""
     return {"out_dtype": dtype} if dtype in FLOATS else {"out_dtype": dtype, "fquant": fquant}

@@ -19,7 +19,7 @@ from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
 from normforge.upstream import triton_launcher
 
-from ..calling import FORWARD, ORACLE, agree, each_norm, same_bits
+from ..calling import FORWARD, ORACLE, agree, assert_squares_overflow_to_zeros, each_norm, same_bits
 from .test_bad_arguments import TABLES, Case
 from .test_known_calls import GOOD
 
@@ -200,6 +200,13 @@ def test_long_rows_of_sums_stored_over_the_residual(dtype: torch.dtype, m: int, 
         assert same_bits(each.y, made[0].y)
         assert each.residual_out is not None
         assert torch.equal(each.residual_out, x + residual)
+
+
+@pytest.mark.parametrize("value", [1e20, 1e30])
+@pytest.mark.parametrize(("m", "n"), [(3, 70000), (900, 70000), (600, 140000)])
+def test_long_rows_whose_squares_overflow_are_zeros(m: int, n: int, value: float) -> None:
+    """Rows of 140000 are spread over programs; so are those of 70000, where there are few."""
+    assert_squares_overflow_to_zeros(m, n, value, "cuda")
 
 
 def test_a_graph_replays_every_output() -> None:

@@ -7,10 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-import normforge
 from normforge import LayerNormOutput
 
-from ..calling import FLOATS, FORWARD, ORACLE, QUANTISED, check, each_norm, each_pipeline, quantising, same_bits
+from ..calling import (
+    FLOATS,
+    FORWARD,
+    ORACLE,
+    QUANTISED,
+    assert_squares_overflow_to_zeros,
+    check,
+    each_norm,
+    each_pipeline,
+    quantising,
+    same_bits,
+)
 
 # Numpy, which interprets kernels, remarks on the NaN, infinities and divisions by zero that are tested here.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -169,18 +179,7 @@ def assert_not_finite(output: LayerNormOutput, row: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 @pytest.mark.parametrize("value", [1e20, 1e30])
-# Of rows, one_pass and two_pass: of one chunk, of two, and of more.
-@pytest.mark.parametrize("n", [8, 300, 1500, 6000, 20000])
+# Of rows, one_pass, window (in bf16) and two_pass: of one chunk, of two, and of more.
+@pytest.mark.parametrize("n", [8, 300, 1500, 4099, 6000, 20000])
 def test_rows_whose_squares_overflow_are_zeros_in_every_pipeline(n: int, value: float) -> None:
-    constant = torch.full((n,), value)
-    x = torch.stack([constant, constant * (-1.0) ** torch.arange(n), torch.linspace(0.0, value, n)])
-    layer = normforge.layernorm2d_fwd(x, None, None, save_mv=True)
-    rms = normforge.rmsnorm2d_fwd(x, None, save_mv=True)
-    assert torch.equal(rms.y, torch.zeros_like(x))
-    assert rms.rstd is not None
-    assert torch.equal(rms.rstd, torch.zeros(3))
-    assert torch.equal(layer.y, torch.zeros_like(x))
-    assert layer.rstd is not None
-    assert torch.equal(layer.rstd[1:], torch.zeros(2))
-    again = normforge.layernorm2d_fwd(x.bfloat16(), None, None).y
-    assert torch.equal(again, torch.zeros_like(again))
+    assert_squares_overflow_to_zeros(3, n, value, "cpu")
