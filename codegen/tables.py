@@ -126,7 +126,7 @@ def table_of(family: Family, norm: Norm | None = None) -> Table:
         words=places(words),
         # Another class may have an equal of an argument, as True is equal to 1, and 1.0 too.
         coded=places([row for row in words if row.kind is Kind.FLAG or row.takes_codes]),
-        numbers=tuple(_number(row, names) for row in numbers),
+        numbers=tuple(_number(row, names, is_functional=norm is None) for row in numbers),
         inputs=len(family.inputs),
         x=operands.index("x"),
         samples=int(any(row.kind is Kind.SAMPLES for row in every)),
@@ -147,12 +147,14 @@ def _look(row: Parameter, *, packed: bool) -> int:
     return LOOKS.index(kind) if (kind := Kind.ROWS if row.kind is Kind.PLACE else row.kind) in LOOKS else FREE
 
 
-def _number(row: Parameter, names: Sequence[str]) -> Number:
+def _number(row: Parameter, names: Sequence[str], *, is_functional: bool) -> Number:
+    # Torch's functions take None for a number, and so do those of the functional API alone.
+    torchs = row.torchs if is_functional else {}
     return Number(
         names.index(row.name) if row.name in names else ABSENT,
         names.index(row.needs) if row.needs in names else ABSENT,
         max(row.least, -LARGEST_FP32),
         min(row.most, LARGEST_FP32),
         tuple(norm.value for norm in row.default),
-        {norm.value: _TORCHS[value] for norm, value in row.torchs.items()},
+        {norm.value: _TORCHS[value] for norm, value in torchs.items()},
     )

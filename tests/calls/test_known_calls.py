@@ -89,7 +89,7 @@ def test_a_bad_call_is_refused_alike_cold_and_warm(named: tuple[str, str]) -> No
     assert [refusal(lambda: FORWARD[norm](**call)) for _ in range(2)] == [cold, cold]
 
 
-# After a call of each first set of arguments: what looks the same to a dictionary and is not.
+# After a call of each first set of arguments: what looks the same to a dictionary, or to another function, and is not.
 EQUAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fadd True": ({**STORE, "fadd": 1}, {**STORE, "fadd": True}),
     "fadd 1.0": ({**STORE, "fadd": 1}, {**STORE, "fadd": 1.0}),
@@ -98,16 +98,18 @@ EQUAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "save_mv 1.0": ({"save_mv": True}, {"save_mv": 1.0}),
     "save_mv 0.0": ({"save_mv": False}, {"save_mv": 0.0}),
     "eps True": ({"eps": 1.0}, {"eps": True}),
+    "eps None": ({"eps": 1e-5}, {"eps": None}),
     "a mode that cannot be hashed": ({"fadd": "none"}, {"fadd": ["none"]}),
 }
 
 
+@each_norm
 @pytest.mark.parametrize("case", EQUAL.values(), ids=[name.replace(" ", "_") for name in EQUAL])
-def test_equal_is_not_the_same(case: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def test_equal_is_not_the_same(norm: str, case: tuple[dict[str, Any], dict[str, Any]]) -> None:
     good, bad = case
-    cold = refusal(lambda: FORWARD["layer"](X, **bad))
-    FORWARD["layer"](X, **good)
-    assert [refusal(lambda: FORWARD["layer"](X, **bad)) for _ in range(2)] == [cold, cold]
+    cold = refusal(lambda: FORWARD[norm](X, **bad))
+    FORWARD[norm](X, **good)
+    assert [refusal(lambda: FORWARD[norm](X, **bad)) for _ in range(2)] == [cold, cold]
 
 
 def test_one_vector_is_not_another() -> None:
