@@ -18,7 +18,8 @@ NAME = "normforge_beside"
 
 # A checkout's folders, and where each lies in the package.
 _FOLDERS = {"runtime": ".", "tools": "tools", "codegen": "codegen", "generated": "generated", "templates": "templates"}
-_OURS = re.compile(r"\bnormforge\b")
+# With the packages of folders that are loaded, which both trees count from 1.
+_OURS = re.compile(r"\bnormforge(?=\b|_instances_)")
 
 
 def load_beside(checkout: Path, scratch: Path) -> ModuleType:

@@ -7,7 +7,9 @@ calls are also taken apart in place: see `in_place`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -120,16 +122,55 @@ def _whole_calls(inputs: Inputs, library: Any) -> dict[str, Call]:
         ),
         WHOLE_OF[QUANTISED]: lambda: forward(x, weight, bias, **quantised),
         **_recordable(inputs, "layer_norm", library.layer_norm),
+        **_family_calls(inputs, library),
     }
 
 
+def _family_calls(inputs: Inputs, library: Any) -> dict[str, Call]:
+    """Make a call of each other family, without a gradient, and recorded where the family has gradients."""
+    x, weight, bias, residual, _ = _operands(inputs)
+    # Four samples of M / 4 rows where they divide, and eight groups of channels.
+    samples = math.gcd(4, len(x))
+    rows, images = x.view(samples, -1, inputs.cell.n), x.view(len(x), 16, -1)
+    scale, shift = weight.expand(samples, -1).contiguous(), bias.expand(samples, -1).contiguous()
+    families: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+        "add_layer_norm": (library.add_layer_norm, (x, residual, weight, bias)),
+        "add_layer_norm, dropout": (
+            partial(library.add_layer_norm, dropout_p=0.1, dropout_rng=(1, 2)),
+            (x, residual, weight, bias),
+        ),
+        "modulated_layer_norm": (library.modulated_layer_norm, (rows, scale, shift)),
+        "gated_rms_norm": (library.gated_rms_norm, (x, residual, weight)),
+        "group_norm": (
+            lambda x, *vectors: library.group_norm(x, 8, *vectors),
+            (images, *(vector[:16].contiguous() for vector in (weight, bias))),
+        ),
+    }
+    calls: dict[str, Call] = {"quantised_rms_norm": lambda: library.quantised_rms_norm(x, weight)}
+    for name, (function, operands) in families.items():
+        calls[name] = partial(function, *operands)
+        calls |= _recorded(name, function, operands)
+    return calls
+
+
 def _recordable(inputs: Inputs, name: str, function: Callable[..., torch.Tensor]) -> dict[str, Call]:
-    leaves, dy = inputs.leaves(), _operands(inputs)[3]
+    def normalise(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return function(x, (inputs.cell.n,), weight, bias, inputs.eps)
+
+    return _recorded(name, normalise, inputs.operands())
+
+
+def _recorded(name: str, function: Callable[..., Any], operands: Sequence[torch.Tensor]) -> dict[str, Call]:
+    """Make a call that autograd records, its backward pass, and both together."""
+    leaves = [operand.detach().requires_grad_() for operand in operands]
 
     def run() -> torch.Tensor:
-        return function(leaves[0], (inputs.cell.n,), leaves[1], leaves[2], inputs.eps)
+        made = function(*leaves)
+        y: torch.Tensor = made[0] if isinstance(made, tuple) else made
+        return y
 
     y = run()
+    dy = torch.randn_like(y)
     return {
         f"{name}, recorded": run,
         f"{name}, forward and backward": lambda: torch.autograd.grad(run(), leaves, dy),
