@@ -17,6 +17,7 @@ from normforge import errors
 from normforge.calls import first
 from normforge.calls.outputs import LayerNormOutput, NormGradients
 from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.calls.traced import INVARIANT
 from normforge.nn import functional
 from normforge.operators import registered
 
@@ -368,6 +369,11 @@ _FORWARD_SCHEMA = (
     "Tensor? dropout_rng, ScalarType? out_dtype, ScalarType scale_dtype, bool save_mv, str rounding, str cast"
 )
 _WRITTEN_SCHEMA = "Tensor(a!) out, Tensor(b!)? residual_out) -> (Tensor y_scale, Tensor mean, Tensor rstd)"
+_QUANTISED_SCHEMA = (
+    "Tensor? residual, Tensor? x_bias, Tensor? smooth_scale, Tensor? static_scale, Tensor? column_scale, "
+    "Tensor? global_scale, Tensor? scale_ub, str fquant, ScalarType? out_dtype, str cast, str group_size, "
+    "str scale_format, str scale_layout, bool quantise_rounded, bool save_unquant"
+)
 SCHEMAS = {
     "layernorm2d_fwd": f"(Tensor x, Tensor? weight, Tensor? bias, float eps, {_FORWARD_SCHEMA}) -> Tensor[]",
     "layernorm2d_fwd_into": f"(Tensor x, Tensor? weight, Tensor? bias, float eps, {_FORWARD_SCHEMA}, {_WRITTEN_SCHEMA}",
@@ -385,9 +391,45 @@ SCHEMAS = {
         "Tensor? dresidual_out, float dropout_p, Tensor? dropout_rng, str cast, ScalarType? dx_dtype, "
         "ScalarType? dropped_dtype, str[] wants) -> Tensor[]"
     ),
+    "gated_layer_norm": (
+        "(Tensor x, Tensor gate, Tensor? weight, Tensor? bias, str gating, str activation, float eps, str fquant, "
+        "ScalarType? out_dtype, bool save_mv) -> Tensor[]"
+    ),
+    "gated_rms_norm": (
+        "(Tensor x, Tensor gate, Tensor? weight, str gating, str activation, float eps, float weight_offset, "
+        "str fquant, ScalarType? out_dtype, bool save_mv) -> Tensor[]"
+    ),
+    "group_norm": (
+        "(Tensor x, Tensor? weight, Tensor? bias, int num_groups, float eps, str activation, ScalarType? out_dtype, "
+        "bool save_mv) -> Tensor[]"
+    ),
+    "group_norm_backward": (
+        "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, int num_groups, float eps, "
+        "str activation, str[] wants) -> Tensor[]"
+    ),
+    "modulated_layer_norm": (
+        "(Tensor x, Tensor scale, Tensor shift, Tensor? gate, Tensor? residual, Tensor? weight, Tensor? bias, "
+        "float eps, str fquant, ScalarType? out_dtype, bool save_mv) -> Tensor[]"
+    ),
+    "modulated_rms_norm": (
+        "(Tensor x, Tensor scale, Tensor shift, Tensor? gate, Tensor? residual, Tensor? weight, float eps, "
+        "float weight_offset, str fquant, ScalarType? out_dtype, bool save_mv) -> Tensor[]"
+    ),
+    "quantised_layer_norm": f"(Tensor x, Tensor? weight, Tensor? bias, float eps, {_QUANTISED_SCHEMA}) -> Tensor[]",
+    "quantised_rms_norm": (
+        f"(Tensor x, Tensor? weight, float eps, float weight_offset, {_QUANTISED_SCHEMA}) -> Tensor[]"
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_saved_programs_hold_these_schemas(name: str) -> None:
-    assert str(getattr(torch.ops.normforge, name).default._schema) == f"normforge::{name}{SCHEMAS[name]}"
+    """To the character; and the batch-invariant twin of each operator has the same."""
+    for own in (name, f"{name}{INVARIANT}"):
+        assert str(getattr(torch.ops.normforge, own).default._schema) == f"normforge::{own}{SCHEMAS[name]}"
+
+
+def test_every_operator_has_a_schema_that_is_held() -> None:
+    assert registered.FORWARD
+    names = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("normforge::")}
+    assert names == {f"normforge::{name}{ending}" for name in SCHEMAS for ending in ("", INVARIANT)}
