@@ -129,7 +129,8 @@ def _ways(order: Order, norm: Operator, total: Node, chain: list[Node]) -> Itera
     if bias is not None and not is_read_besides:
         options.append({"x": x, "x_bias": bias})
     for option in options:
-        given = {**norm.given, **option}
+        # A family without the word always returns the sum.
+        given = {**norm.given, **{name: each for name, each in option.items() if name != "fadd" or name in norm.given}}
         read_from = [each for each in given.values() if isinstance(each, Node)]
         rows = [option[name] for name in ("x", "residual") if name in option]
         if (

@@ -69,10 +69,10 @@ def read(node: object) -> Operator | None:
 def checked(old: Operator, given: Mapping[str, Any]) -> Call | None:
     """The call that an operator would make of other arguments, or None.
 
-    It is None where that call is illegal, would round in other places than the operator does, or is served by no
-    kernel of a process that may make none.
+    It is None where the operator lacks one of the arguments, or where that call is illegal, would round in other places
+    than the operator does, or is served by no kernel of a process that may make none.
     """
-    call = _checked(old.function, given)
+    call = _checked(old.function, given) if given.keys() <= old.given.keys() else None
     if call is None or _rounds_first_to(call) != _rounds_first_to(old.call) or not _is_served(call):
         return None
     return call

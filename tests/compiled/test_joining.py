@@ -74,6 +74,16 @@ def quantised(p: Parameters, x: torch.Tensor, residual: torch.Tensor) -> tuple[t
     return out.y, out.y_scale
 
 
+def quantised_by_groups(p: Parameters, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    found = normforge.quantised_rms_norm(x + residual, p.weight, group_size=32, out_dtype=torch.float8_e4m3fn)
+    assert found.y_scale is not None
+    return found.y.float(), found.y_scale
+
+
+def modulated(p: Parameters, x: torch.Tensor) -> torch.Tensor:
+    return normforge.modulated_layer_norm(x, p.weight, p.bias)
+
+
 def between_kernels(p: Parameters, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     # Inductor computes this apart, because mm reads it from memory.
     activated = torch.relu(x)
@@ -98,6 +108,9 @@ SUMS: dict[str, tuple[Function, list[torch.Tensor], int]] = {
     "a bias": (lambda p, x, b: norm(x + b, p.weight), [rows(), rows(N)], 1),
     "a bias of another dtype": (lambda p, x, b: norm(x + b), [rows(dtype=HALF), rows(N)], 1),
     "a bias and a residual": (lambda p, x, b, r: (s := (x + b) + r, norm(s)), [rows(), rows(N), rows()], 1),
+    "norms that are modulated": (lambda p, x, r: modulated(p, x + r), [rows(), rows()], 1),
+    "a sum that is modulated and returned": (lambda p, x, r: (s := x + r, modulated(p, s)), [rows(), rows()], 1),
+    "a norm quantised in groups": (quantised_by_groups, [rows(), rows()], 1),
 }
 
 
@@ -178,6 +191,11 @@ NOT_SUMS: dict[str, tuple[Function, list[torch.Tensor]]] = {
     "two 16-bit types": (lambda p, x, r: (s := x + r, norm(s)), [rows(dtype=HALF), rows(dtype=torch.float16)]),
     "what is added to a residual already": (with_fadd, [rows(), rows(), rows()]),
     "what a bias is added to as well": (with_x_bias, [rows(), rows()]),
+    "a residual that a gated norm does not take": (
+        lambda p, x, r, gate: normforge.gated_rms_norm(x + r, gate, p.weight),
+        [rows(), rows(), rows()],
+    ),
+    "a bias that a modulated norm does not take": (lambda p, x, b: modulated(p, x + b), [rows(), rows(N)]),
     "doubles": (lambda p, x, r: (s := x + r, norm(s.float())), [rows(dtype=torch.float64), rows(dtype=torch.float64)]),
     "integers": (lambda p, x, r: (s := x + r, norm(s)), [rows(), torch.ones(M, N, dtype=torch.int32)]),
     "rounded elsewhere": (
