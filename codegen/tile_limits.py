@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from .fitting import copies, most_stages
 from .instance import Bucket, Tile
-from .staging import copies, most_stages
 from .tiling import MOST_RESIDENT_WARPS, MOST_WARPS, WARP, Load, TileClass, power_of_two
 from .values import Direction, Pipeline
 

@@ -36,27 +36,27 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_780,
+    "all by hand": 15_752,
     "C": 942,
     "emitted": 165,
     "ahead_of_time": 802,
-    "calls": 4_665,
+    "calls": 4_658,
     "compiled": 662,
     "integrations": 402,
-    "jax": 707,
-    "kernels": 1_121,
+    "jax": 706,
+    "kernels": 1_110,
     "nn": 1_044,
     "normforge": 554,
-    "operators": 631,
+    "operators": 630,
     "override": 244,
     "parallel": 212,
     "patching": 1_498,
     "reference": 671,
     "selection": 870,
-    "upstream": 755,
+    "upstream": 747,
 }
 # Modules of ours that `import normforge` loads; the goal is 60.
-MOST_MODULES = 116
+MOST_MODULES = 109
 # Of a call that is known, kernels interpreted: the functions of ours that it enters, and how often it goes on from an
 # outer module after it was in an inner one.
 MOST_STOPS = {"layer_norm": (22, 9), "rmsnorm2d_fwd": (17, 7), "gradients of layer_norm": (29, 14)}

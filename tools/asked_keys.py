@@ -20,7 +20,7 @@ from ..dtypes import TORCH_DTYPES
 from ..errors import MissingInstanceError
 from ..kernels.gpu import Target
 from ..kernels.key import KernelKey
-from ..kernels.row_walk import strides_told
+from ..kernels.strides import strides_told
 from ..selection import dispatch
 from .compile_options import ABSENT
 

@@ -18,8 +18,8 @@ from ..codegen.parameters import family_of
 from ..errors import ConflictError, RecordError
 from ..kernels.assembly import SUMS, Facts, assemble
 from ..kernels.gpu import Target
-from ..kernels.kinds import misaligned_of_kind, strides_of_kind
 from ..kernels.launcher import Launcher
+from ..kernels.strides import misaligned_of_kind, strides_of_kind
 from ..selection import dispatch
 from ..selection.batch import batch_invariant
 from ..selection.recorded import recordings

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..codegen.families import Kind, Parameter
-from ..kernels.pipelines import row_alignment, starts_aligned
+from ..kernels.strides import row_alignment, starts_aligned
 from ..selection import invariance
 from .check import Call
 from .known import MISALIGNED

@@ -16,12 +16,11 @@ from ..codegen.tiling import WARP, power_of_two
 from ..codegen.values import Pipeline
 from ..kernels import pipelines
 from ..kernels.assembly import SUMS, Recipe, finisher_of
-from ..kernels.exchange import new_exchange
 from ..kernels.gpu import Target, target_of
 from ..kernels.group_tiles import Cut, Shape, choose
 from ..kernels.key import integer_type, pointer_type
-from ..kernels.kinds import kind_of
-from ..kernels.launcher import Launcher
+from ..kernels.launcher import Launcher, new_exchange
+from ..kernels.strides import kind_of, row_alignment
 from ..kernels.tile_choice import refuse_variant
 from ..selection import dispatch
 from ..upstream.torch_allocator import Empty, allocator
@@ -195,7 +194,7 @@ class GroupPlan:
         if self._device is not None:
             dispatch.tell(lambda: kind.told(size))
         alone = cut.parts == 1
-        alignment = 1 if kind.mode.channels_last else pipelines.row_alignment(shape.positions)
+        alignment = 1 if kind.mode.channels_last else row_alignment(shape.positions)
         types: dict[str, str | None] = {
             f"{name}_ptr": None if dtype is None else pointer_type(dtype, aligned=f"{name}_ptr" not in kind.misaligned)
             for name, dtype in zip(kind.names, kind.dtypes, strict=True)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..kernels.key import ALIGNMENT
-from ..kernels.pipelines import row_alignment
+from ..kernels.strides import row_alignment
 from ..selection import dispatch
 from ..upstream.tensor_guards import Fits, guard
 from ..upstream.torch_allocator import contiguous_strides

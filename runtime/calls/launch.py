@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from ..codegen.parameters import family_of
 from ..kernels.assembly import SUMS
-from ..kernels.exchange import new_exchange
+from ..kernels.launcher import new_exchange
 from ..upstream.torch_allocator import contiguous_strides
 from .check import Call
 from .outputs import LayerNormOutput, NormGradients, results_of, unpacked

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.row_walk import RowStride, RowWalk
+from ..kernels.strides import RowStride, RowWalk
 
 # The inputs that an output may be: each row is read before it is written. A vector is read by every row.
 REPLACEABLE = frozenset(("x", "residual"))

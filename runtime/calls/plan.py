@@ -20,9 +20,8 @@ from ..dtypes import TORCH_DTYPES
 from ..kernels import pipelines
 from ..kernels.assembly import Facts, Programs, Recipe, assemble, in_software
 from ..kernels.gpu import Target, target_of
-from ..kernels.kinds import kind_of
 from ..kernels.launcher import Launcher
-from ..kernels.row_walk import RowStride
+from ..kernels.strides import RowStride, kind_of
 from ..selection import dispatch
 from ..selection.table import Entry
 from ..upstream.torch_allocator import allocator

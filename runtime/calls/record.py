@@ -14,8 +14,7 @@ from torch.autograd import forward_ad
 
 from ..selection.batch import batch_invariant
 from ..selection.invariance import is_on
-from ..upstream.torch_autograd import applied, applied_at_once
-from ..upstream.torch_internals import has_tangent
+from ..upstream.torch_internals import applied, applied_at_once, has_tangent
 from .known import PLAIN, Tensors
 from .known_backward import gradients_known
 from .traced import dispatch_modes, is_dynamo_compiling

@@ -11,9 +11,8 @@ from torch.compiler import is_dynamo_compiling
 from ..codegen.values import Cast
 from ..mode_words import word
 from ..selection.invariance import is_on
-from ..upstream.torch_autograd import applied, applied_at_once
 from ..upstream.torch_dynamo import eager_only
-from ..upstream.torch_internals import dispatch_modes
+from ..upstream.torch_internals import applied, applied_at_once, dispatch_modes
 from . import eager, native
 from .backend import intercepted
 from .first import launched, launched_backward, resolved

@@ -12,7 +12,7 @@ import torch
 
 from ..dtypes import FLOATS
 from ..selection.invariance import is_on
-from ..upstream.torch_autograd import applied_at_once
+from ..upstream.torch_internals import applied_at_once
 from . import native
 from .backend import backend, intercepted, left_to_torch
 from .functional import as_operands

@@ -7,7 +7,7 @@ import math
 import torch
 
 from ..errors import LayoutError
-from ..kernels.row_walk import RowStride, RowWalk
+from ..kernels.strides import RowStride, RowWalk
 
 # Two are what heads of a packed qkv have, (tokens, heads, N). Three are what attention leaves of a gradient, which is
 # (batch, heads, tokens, N) in memory and (batch, tokens, heads, N) to the norm.

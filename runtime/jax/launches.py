@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from ..call_kinds import FEW, ROWS
 from ..kernels.assembly import SUMS, Assembly, Facts, Recipe, assemble, in_software, key_of, options_of
 from ..kernels.gpu import Target
-from ..kernels.kinds import kind_of
-from ..kernels.row_walk import RowWalk
+from ..kernels.strides import RowWalk, kind_of
 from ..selection import dispatch
 from ..selection.sources import source_of
 from ..selection.table import Entry

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..codegen.families import Family, Kind, Parameter, Result
+from ..codegen.fitting import with_room
 from ..codegen.instance import Tile
 from ..codegen.model import Mode
 from ..codegen.parameters import BACKWARD
-from ..codegen.staging import with_room
 from ..codegen.values import DType, Part, Pipeline
 from . import pipelines
 from .gpu import Target, scale_warps
 from .key import KernelKey, Word, integer_type, pointer_type, row_count_type
-from .parts import programs_a_part
-from .row_walk import RowStride, RowWalk
+from .pipelines import programs_a_part
+from .strides import RowStride, RowWalk, row_alignment, starts_aligned
 from .tile_choice import choose, refuse_variant, staged, takes_window, window_tile
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Facts:
         """
         if invariant:
             rows = [row.slot for row in family.tensors if row.row_stride_slot is not None]
-            misaligned = () if pipelines.starts_aligned(n) else rows
+            misaligned = () if starts_aligned(n) else rows
         anywhere = {row.slot for row in family.inputs if not row.is_read_in_vectors}
         if mode.serves:
             # Scales may be written to a slice of the caller's.
@@ -240,7 +240,7 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
         InvarianceError: what is to be batch invariant cannot be with that tile, or with so many rows.
     """
     mode, n, target, strides = facts.mode, facts.n, facts.target, facts.strides
-    alignment = pipelines.row_alignment(*([n] if facts.invariant else strides.values()))
+    alignment = row_alignment(*([n] if facts.invariant else strides.values()))
     tile = choose(mode, choices, n, target)
     if mode.is_backward:
         is_paired = pipelines.is_paired(n, alignment, facts.misaligned)

@@ -13,12 +13,12 @@ import torch
 from ..errors import DeviceError
 from ..locks import fork_safe
 from ..upstream import triton_launcher
-from ..upstream.torch_allocator import current_device
+from ..upstream.torch_allocator import Empty, current_device
 from ..upstream.triton_launcher import Grid
 from .assembly import key_of, options_of
 from .gpu import Target, interpreting, on_device
 from .obtain import obtain
-from .row_walk import RowStride, RowWalk
+from .strides import RowStride, RowWalk
 
 
 class Launcher:
@@ -132,3 +132,8 @@ def _is_interpreted(kernel: Any) -> bool:
 
     # Triton reads the variable twice: for its own library when it is imported, and for a kernel when that is.
     return all(hasattr(function, "rewrite") for function in (kernel, language.sum))
+
+
+def new_exchange(empty: Empty, count: int) -> torch.Tensor:
+    """Memory for programs to exchange values through; -1 is what none leaves there."""
+    return empty((count,), (1,), torch.int64).fill_(-1)

@@ -1,11 +1,9 @@
-"""How each pipeline is launched, forward and backward: one row each."""
+"""How each pipeline is launched, forward and backward: one row each; and how many programs share rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
-from functools import reduce
-from operator import or_
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..codegen.instance import Tile
@@ -13,7 +11,6 @@ from ..codegen.model import Mode
 from ..codegen.tiling import WARP, power_of_two
 from ..codegen.values import Part, Pipeline
 from .gpu import Target
-from .row_walk import RowStride, strides_of
 
 if TYPE_CHECKING:
     from ..upstream.triton_launcher import Grid
@@ -24,9 +21,6 @@ VECTOR = 8
 # Of a multiprocessor, and the most that a thread can address.
 REGISTERS = 65536
 _MOST_REGISTERS_A_THREAD = 255
-
-# Elements: what Triton's own guess at an integer stops at, and 16 bytes of the smallest type.
-MOST_ALIGNED = 16
 
 
 class Programs(Protocol):
@@ -179,6 +173,35 @@ def row_of(mode: Mode, pipeline: Pipeline) -> Row:
     return (BACKWARD if mode.is_backward else FORWARD)[pipeline]
 
 
+# Each wave starts anew, and each program leaves sums, which takes a program about as long as so many rows.
+_MOST_WAVES = 4
+_START = 4
+
+
+def programs_a_part(most: int, parts: int, tiles: int) -> int:
+    """Return how many programs share the tiles of a part.
+
+    The programs that the GPU runs at once make a wave, and what counts is how many tiles waves take in turn. One
+    program more than a wave's is another wave: with 17 programs for each of 32 samples where 528 run, 16 wait until all
+    others have ended.
+
+    Args:
+        most: programs that run at once.
+        parts: how many parts there are, of as many tiles each.
+        tiles: tiles of a part.
+
+    Returns:
+        The number with which waves take the fewest tiles in turn, the smallest of such numbers.
+    """
+
+    def taken(each: int) -> tuple[int, int]:
+        return -(-parts * each // most) * (-(-tiles // each) + _START), each
+
+    # As many as fit into each number of waves, less those without which none takes more tiles.
+    most_of_each = [max(1, min(waves * most // parts, tiles)) for waves in range(1, _MOST_WAVES + 1)]
+    return min((-(-tiles // -(-tiles // each)) for each in most_of_each), key=taken)
+
+
 def compiler_options(options: Mapping[str, Any], tile: Tile, target: Target) -> dict[str, Any]:
     """What the compiler is told: what a pipeline asks, and so few registers that as many programs fit as should."""
     if not target.compiles:
@@ -210,21 +233,6 @@ def constants(tile: Tile, n: int, row_alignment: int, misaligned: Collection[str
         "PDL": target.launches_early,
         **numbers,
     }
-
-
-def row_alignment(*row_strides: RowStride) -> int:
-    """The ROW_ALIGNMENT of a launch: the largest power of two, up to 16, that divides every row stride."""
-    bits = reduce(or_, [stride for strides in row_strides for stride in strides_of(strides)], MOST_ALIGNED)
-    return bits & -bits
-
-
-def starts_aligned(n: int) -> bool:
-    """Whether rows of n elements that adjoin start at multiples of something, so that vectors of them can be read.
-
-    Under batch invariance N alone says so: rows of an even N are read by what divides it, and have to lie so; those of
-    an odd one element by element, and may lie anywhere.
-    """
-    return row_alignment(n) > 1
 
 
 def is_paired(n: int, row_alignment: int, misaligned: Collection[str]) -> bool:

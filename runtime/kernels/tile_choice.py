@@ -6,16 +6,16 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ..call_kinds import MOST_ROWS_IN_I32
+from ..codegen.fitting import most_stages
 from ..codegen.groups import AnyMode
 from ..codegen.instance import Tile
 from ..codegen.model import Mode
-from ..codegen.staging import most_stages
 from ..codegen.tiling import WARP
 from ..codegen.values import Norm, Pipeline
 from ..errors import DeviceError, InvarianceError
 from .gpu import Target
 from .pipelines import REGISTERS, VECTOR, column_blocks, row_of
-from .row_walk import RowStride
+from .strides import RowStride
 
 
 def choose(mode: Mode, tiles: Iterable[Tile], n: int, target: Target) -> Tile:

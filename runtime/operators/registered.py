@@ -31,8 +31,8 @@ from ..codegen.values import Norm
 from ..compiled.switch import settle
 from ..upstream.imports import when_imported
 from ..upstream.torch_dynamo import eager_only
+from ..upstream.torch_inductor import called_at_once
 from ..upstream.torch_internals import dispatch_modes
-from ..upstream.torch_lowering import called_at_once
 from . import gradients, grouped, neighbours, sharding
 from .shortcuts import Recording, at_once, of_plain_tensors
 from .twins import both

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from ..upstream.torch_dispatcher import ends_with_autograd
 from ..upstream.torch_dynamo import eager_only
-from ..upstream.torch_internals import dispatch_modes, transforming
+from ..upstream.torch_internals import dispatch_modes, ends_with_autograd, transforming
 
 Kernel = Callable[..., Any]
 Operator = torch._ops.OpOverload[Any, Any]

@@ -16,7 +16,7 @@ from types import CodeType
 from typing import Any
 
 from ..call_kinds import MOST_ROWS_IN_I32, ROWS
-from ..codegen.filling import is_ragged, narrowed
+from ..codegen.fitting import is_ragged, narrowed
 from ..codegen.instance import ANY, Tile, Tiles
 from ..codegen.lazy import cached_property
 from ..codegen.model import Mode

@@ -1,4 +1,4 @@
-"""Kernels of torch's own operators: taken from its dispatcher, replaced there, and put back. And what is on its way."""
+"""Kernels of torch's own operators: taken from its dispatcher, replaced there, and put back."""
 
 from __future__ import annotations
 
@@ -84,23 +84,3 @@ def without_torchs_own_overrides(operators: Sequence[str]) -> Iterator[None]:
         return
     with native.operations_disabled(*operators):
         yield
-
-
-# Of sets of dispatch keys, as numbers, whether autograd's kernel is the last before one that reads memory.
-_ends: dict[int, bool] = {}
-
-
-def ends_with_autograd(keys: torch._C.DispatchKeySet) -> bool:
-    """Whether nobody but autograd is to see an operator before the kernel of its tensors' device.
-
-    Modes, fake tensors and other classes that see operators have keys of their own, as have functionalised tensors and
-    those that stand for the negatives of their memory.
-    """
-    number: int = keys.raw_repr()
-    found = _ends.get(number)
-    if found is None:
-        below = keys & torch._C._after_ADInplaceOrView_keyset
-        devices = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
-        found = any(below.raw_repr() == torch._C.DispatchKeySet(device).raw_repr() for device in devices)
-        _ends[number] = found
-    return found

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from .torch_autograd import applied
+from .torch_internals import applied
 
 
 def assembled(

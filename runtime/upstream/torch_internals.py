@@ -1,4 +1,4 @@
-"""Who is watching what runs: questions to torch that it has no public names for."""
+"""Who is watching what runs: questions to torch that it has no public names for. And how autograd functions apply."""
 
 from __future__ import annotations
 
@@ -71,3 +71,42 @@ def has_tangent(tensors: list[torch.Tensor]) -> bool:
 def saved_tensors_hooks() -> object:
     """What is done with tensors that autograd saves, as checkpoint and offloading do; None if nothing is."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+# Of sets of dispatch keys, as numbers, whether autograd's kernel is the last before one that reads memory.
+_ends: dict[int, bool] = {}
+
+
+def ends_with_autograd(keys: torch._C.DispatchKeySet) -> bool:
+    """Whether nobody but autograd is to see an operator before the kernel of its tensors' device.
+
+    Modes, fake tensors and other classes that see operators have keys of their own, as have functionalised tensors and
+    those that stand for the negatives of their memory.
+    """
+    number: int = keys.raw_repr()
+    found = _ends.get(number)
+    if found is None:
+        below = keys & torch._C._after_ADInplaceOrView_keyset
+        devices = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+        found = any(below.raw_repr() == torch._C.DispatchKeySet(device).raw_repr() for device in devices)
+        _ends[number] = found
+    return found
+
+
+Apply = Callable[..., Any]
+
+
+def applied(function: type[torch.autograd.Function]) -> Apply:
+    """The public way."""
+    apply: Apply = function.apply
+    return apply
+
+
+def applied_at_once(function: type[torch.autograd.Function]) -> Apply:
+    """The same without what makes ready for transforms of torch.func, which is 2.5 us of Python.
+
+    It is the method of the C class that the public one ends with.
+    """
+    bare: Any = super(torch.autograd.Function, function)
+    apply: Apply = bare.apply
+    return apply

@@ -16,9 +16,7 @@ from normforge.errors import AotError, ConflictError, FrozenError, RecordError
 from normforge.kernels import binaries
 from normforge.kernels.gpu import target_of
 from normforge.kernels.key import KernelKey, integer_type
-from normforge.kernels.kinds import kind_of, strides_of_kind
-from normforge.kernels.pipelines import row_alignment
-from normforge.kernels.row_walk import RowStride, RowWalk
+from normforge.kernels.strides import RowStride, RowWalk, kind_of, row_alignment, strides_of_kind
 from normforge.selection import dispatch
 from normforge.selection.recorded import read
 from normforge.tools import cli

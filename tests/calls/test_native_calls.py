@@ -27,7 +27,7 @@ from normforge.calls.plan import Forward
 from normforge.calls.public import Operands
 from normforge.selection import dispatch
 from normforge.upstream import native_launcher
-from normforge.upstream.torch_autograd import applied_at_once
+from normforge.upstream.torch_internals import applied_at_once
 
 from ..stand_in_cuda import NEEDS_A_COMPILER
 

@@ -13,7 +13,7 @@ from torch import profiler
 import normforge
 from normforge.calls import known
 from normforge.calls.plan import Plan
-from normforge.kernels.parts import programs_a_part
+from normforge.kernels.pipelines import programs_a_part
 from normforge.selection import dispatch
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

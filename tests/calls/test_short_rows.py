@@ -10,7 +10,7 @@ import torch
 
 import normforge
 from normforge.calls import known
-from normforge.codegen.filling import is_ragged, narrowed
+from normforge.codegen.fitting import is_ragged, narrowed
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.values import Pipeline

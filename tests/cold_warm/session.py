@@ -18,8 +18,8 @@ from normforge.calls.lookup import Lookup
 from normforge.kernels.launcher import Launcher
 from normforge.patching import modulating, sums
 from normforge.selection import dispatch
-from normforge.upstream import torch_dispatcher
-from normforge.upstream.torch_autograd import applied_at_once
+from normforge.upstream import torch_internals
+from normforge.upstream.torch_internals import applied_at_once
 
 # torch's stubs lack some of what is there.
 _C: Any = torch._C
@@ -35,7 +35,7 @@ DICTIONARIES: tuple[tuple[ModuleType, str], ...] = (
     (dropout, "_checked"),
     (modulating, "_found"),
     (sums, "waiting_sums"),
-    (torch_dispatcher, "_ends"),
+    (torch_internals, "_ends"),
 )
 
 

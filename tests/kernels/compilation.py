@@ -14,7 +14,8 @@ from normforge.codegen.tile_tables import tiles_of
 from normforge.codegen.tiling import LOAD_BYTES, WARP, standard_ladder
 from normforge.codegen.values import DType, Part, Pipeline
 from normforge.kernels.gpu import scale_warps
-from normforge.kernels.pipelines import row_alignment, row_of
+from normforge.kernels.pipelines import row_of
+from normforge.kernels.strides import row_alignment
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.kernels.pipelines import row_alignment
+from normforge.kernels.strides import row_alignment
 
 from ..calling import check
 

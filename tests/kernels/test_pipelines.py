@@ -12,8 +12,8 @@ from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, Norm, Pipeline
 from normforge.errors import DeviceError
 from normforge.kernels import pipelines
-from normforge.kernels.exchange import new_exchange
 from normforge.kernels.gpu import named_target
+from normforge.kernels.launcher import new_exchange
 from normforge.kernels.tile_choice import choose, takes_window
 from normforge.selection import dispatch
 from normforge.upstream.torch_allocator import allocator

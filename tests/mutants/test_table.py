@@ -37,7 +37,7 @@ _RUNTIME = (
     "kernels/launcher",
     "kernels/obtain",
     "kernels/pipelines",
-    "kernels/row_walk",
+    "kernels/strides",
     "kernels/tile_choice",
     "nn/functional",
     "patching/swap",
@@ -55,7 +55,7 @@ _RUNTIME = (
     "upstream/triton_hashes",
     "upstream/triton_launcher",
 )
-_CODEGEN = ("emit", "folder", "model", "select", "signature", "sketch", "stages", "staging", "tiling")
+_CODEGEN = ("emit", "fitting", "folder", "model", "select", "signature", "sketch", "stages", "tiling")
 # A docstring and nothing else.
 _TEMPLATE_WITHOUT_CODE = "templates/package.py.j2"
 

@@ -19,7 +19,7 @@ from normforge.codegen.groups import AnyMode, group_modes
 from normforge.codegen.model import Mode
 from normforge.codegen.values import Direction, DType, FusedAdd, FusedQuant, Gating, Norm, Part, Pipeline
 from normforge.dtypes import DTYPES
-from normforge.kernels.row_walk import RowWalk
+from normforge.kernels.strides import RowWalk
 from normforge.selection import dispatch
 from tests.sanitizer.beside import Beside, beside
 from tests.sanitizer.cells import ARCH, Cell, TileKind, cells, edges, every, kind_of, share, text_of

@@ -24,7 +24,7 @@ from normforge.calls.row_layout import row_stride
 from normforge.codegen import cli as generator
 from normforge.codegen.model import Mode
 from normforge.codegen.values import Cast, DType, FusedAdd, FusedQuant, Norm, Rounding
-from normforge.kernels.row_walk import RowWalk
+from normforge.kernels.strides import RowWalk
 from normforge.selection import dispatch
 from normforge.tools import checked_run, list_instances, measured_run, run
 from normforge.tools.checked_run import solve

@@ -70,7 +70,7 @@ MUTANTS = (
     Mutant(
         "room-for-x-alone",
         "programs that share rows of sums have as many stages as x by itself leaves room for",
-        "codegen/staging.py",
+        "codegen/fitting.py",
         "tile.held * tile.block * sum(itemsizes)",
         "tile.held * tile.block * min(itemsizes)",
         ("tests/kernels/test_staging.py::test_a_residual_of_more_bits_leaves_room_for_fewer_stages",),
@@ -236,7 +236,7 @@ MUTANTS = (
     Mutant(
         "exchange-starts-at-zero",
         "slots look published before they are",
-        "runtime/kernels/exchange.py",
+        "runtime/kernels/launcher.py",
         "return empty((count,), (1,), torch.int64).fill_(-1)",
         "return empty((count,), (1,), torch.int64).fill_(0)",
         (f"{_RULES}::test_an_exchange_starts_empty",),
@@ -244,7 +244,7 @@ MUTANTS = (
     Mutant(
         "more-stages-than-shared-memory",
         "a loop has more rows on their way than a multiprocessor holds",
-        "codegen/staging.py",
+        "codegen/fitting.py",
         "room = _SHARED_MEMORY.get(arch, 0) // resident - _RESERVED",
         "room = _SHARED_MEMORY.get(arch, 0) - _RESERVED",
         ("tests/kernels/test_staging.py::test_as_many_stages_as_a_launch_has_room_for",),
@@ -260,7 +260,7 @@ MUTANTS = (
     Mutant(
         "row-alignment-of-one-stride",
         "kernels are told that all row strides divide as the first does",
-        "runtime/kernels/pipelines.py",
+        "runtime/kernels/strides.py",
         "for strides in row_strides for stride in strides_of(strides)]",
         "for strides in row_strides[:1] for stride in strides_of(strides)]",
         (f"{_ALIGNMENT}::test_alignment",),
@@ -276,7 +276,7 @@ MUTANTS = (
     Mutant(
         "heads-reciprocal-is-cut",
         "the reciprocal that rows on several strides are grouped by is cut and not rounded up",
-        "runtime/kernels/row_walk.py",
+        "runtime/kernels/strides.py",
         "return -(-(1 << (_BITS + bits)) // every), bits - 1",
         "return (1 << (_BITS + bits)) // every, bits - 1",
         (f"{_HEADS}::test_the_reciprocal_is_exact_for_all_rows_that_an_i32_counts",),
@@ -284,7 +284,7 @@ MUTANTS = (
     Mutant(
         "heads-of-most-rows-are-multiplied",
         "rows beyond an i32 are grouped by the reciprocal, which is exact below that alone",
-        "runtime/kernels/row_walk.py",
+        "runtime/kernels/strides.py",
         "words[1::_VALUES] = [rows] * len(self.sizes)",
         'words[1::_VALUES] = ["i32"] * len(self.sizes)',
         (f"{_HEADS}::test_arguments_of_a_walk_lead_to_every_row",),
@@ -300,7 +300,7 @@ MUTANTS = (
     Mutant(
         "heads-alignment-of-the-inner-stride",
         "kernels are told that rows on several strides start as the innermost divides",
-        "runtime/kernels/row_walk.py",
+        "runtime/kernels/strides.py",
         "    return stride.strides if isinstance(stride, RowWalk) else (stride,)\n",
         "    return stride.strides[-1:] if isinstance(stride, RowWalk) else (stride,)\n",
         (f"{_HEADS}::test_every_stride_counts_for_alignment",),
@@ -458,7 +458,7 @@ MUTANTS = (
     Mutant(
         "heads-jump-by-a-whole-stride",
         "from token to token, the heads that were walked are skipped once more",
-        "runtime/kernels/row_walk.py",
+        "runtime/kernels/strides.py",
         "outer - size * inner]",
         "outer]",
         (f"{_HEADS}::test_arguments_of_a_walk_lead_to_every_row",),

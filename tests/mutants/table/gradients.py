@@ -194,7 +194,7 @@ MUTANTS = (
     Mutant(
         "one-program-more-than-a-wave",
         "programs of the last part wait until all others have ended",
-        "runtime/kernels/parts.py",
+        "runtime/kernels/pipelines.py",
         "return -(-parts * each // most) * (-(-tiles // each) + _START), each",
         "return -(-tiles // each), each",
         ("tests/calls/test_row_gradients.py::test_programs_fill_whole_waves[528-32-1024-16]",),

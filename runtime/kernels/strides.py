@@ -1,14 +1,106 @@
-"""From what kernels are chosen by to a `CallKind`, and back; of strides, what compilations depend on and no more."""
+"""Strides of rows: as kernels take them, what compilations depend on of them, and as a `CallKind` keeps them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sized
+from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate
+from math import prod
+from operator import mul, or_
 from typing import Any
 
 from ..call_kinds import ROWS, CallKind
-from .key import LARGEST_I32
-from .pipelines import MOST_ALIGNED, row_alignment
-from .row_walk import RowStride, RowWalk
+from ..codegen.lazy import cached_property
+from .key import LARGEST_I32, integer_type
+
+# Elements: what Triton's own guess at an integer stops at, and 16 bytes of the smallest type.
+MOST_ALIGNED = 16
+
+
+@dataclass(frozen=True)
+class RowWalk:
+    """Where rows start that several dimensions lead to.
+
+    Attributes:
+        strides: of each dimension, in elements, the outermost first.
+        sizes: of each but the outermost, which is M by the others.
+    """
+
+    strides: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @cached_property
+    def arguments(self) -> tuple[int, ...]:
+        """What `row_offset` takes: the innermost stride; then, from the inside out, four values for each dimension.
+
+        Rows are counted through all dimensions, and each `every` rows lie a jump further than the stride alone has
+        them: a quotient is all that is computed of a row's number, and no remainder.
+        """
+        inner_first = tuple(reversed(self.strides))
+        sizes = tuple(reversed(self.sizes))
+        found = [inner_first[0]]
+        for every, size, inner, outer in zip(accumulate(sizes, mul), sizes, inner_first, inner_first[1:], strict=False):
+            found += [every, *_reciprocal(every), outer - size * inner]
+        return tuple(found)
+
+    def types(self, rows: str) -> tuple[str, ...]:
+        """Triton's words for them: what rows are divided by is of the type that counts rows."""
+        words = [integer_type(abs(value)) for value in self.arguments]
+        words[1::_VALUES] = [rows] * len(self.sizes)
+        return tuple(words)
+
+    @property
+    def reach(self) -> int:
+        """From the first row to the last that one step of the outermost dimension leads to, in elements."""
+        return sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides[1:], strict=True))
+
+    @property
+    def rows(self) -> int:
+        """How many rows those are."""
+        return prod(self.sizes)
+
+
+# Of each dimension but the innermost: how many rows, their reciprocal in two, and the jump.
+_VALUES = 4
+
+# What the strides of a tensor's rows come to: mostly one.
+RowStride = int | RowWalk
+
+# Bits of the numbers of rows that an i32 holds.
+_BITS = 31
+
+
+def _reciprocal(every: int) -> tuple[int, int]:
+    """A multiplier and a shift: umulhi(row, multiplier) >> shift is row // every, of two or more."""
+    bits = (every - 1).bit_length()
+    return -(-(1 << (_BITS + bits)) // every), bits - 1
+
+
+def strides_of(stride: RowStride) -> tuple[int, ...]:
+    """All of them."""
+    return stride.strides if isinstance(stride, RowWalk) else (stride,)
+
+
+def strides_told(arguments: Sized) -> int:
+    """How many strides the arguments of a walk, or their types, are of."""
+    return 1 + (len(arguments) - 1) // _VALUES
+
+
+def row_alignment(*row_strides: RowStride) -> int:
+    """The ROW_ALIGNMENT of a launch: the largest power of two, up to 16, that divides every row stride."""
+    bits = reduce(or_, [stride for strides in row_strides for stride in strides_of(strides)], MOST_ALIGNED)
+    return bits & -bits
+
+
+def starts_aligned(n: int) -> bool:
+    """Whether rows of n elements that adjoin start at multiples of something, so that vectors of them can be read.
+
+    Under batch invariance N alone says so: rows of an even N are read by what divides it, and have to lie so; those of
+    an odd one element by element, and may lie anywhere.
+    """
+    return row_alignment(n) > 1
+
 
 _STRIDE, _POINTER = "_row_stride", "_ptr"
 # What an i32 does not hold, at a multiple of every alignment.
