@@ -50,7 +50,7 @@ class Kind(Enum):
     @property
     def is_shared(self) -> bool:
         """Whether all rows share it, or all of a group's."""
-        return self in (Kind.VECTOR, Kind.PER_PART, Kind.GROUPS, Kind.VALUE)
+        return self in (Kind.VECTOR, Kind.PER_PART, Kind.GROUPS, Kind.VALUE, Kind.RANDOM)
 
 
 _OF_ROWS = (Kind.ROWS, Kind.SAMPLES, Kind.GROUPS, Kind.PER_SAMPLE, Kind.PLACE)

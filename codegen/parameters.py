@@ -384,6 +384,17 @@ BACKWARD = Family(
     ),
 )
 
+
+def _dropped(family: Family, *also: str) -> Family:
+    """Return the family of calls of the functional API that drop elements of x, which have the rows `also` too."""
+    rows = [replace(row, functional=row.functional or row.name in also) for row in family.parameters]
+    # Whether statistics are saved is the last option of every family.
+    return replace(family, neighbour="dropped", parameters=tuple(sorted(rows, key=lambda row: row.name == "save_mv")))
+
+
+DROPPED = _dropped(FORWARD, "dropout_p", "dropout_rng", "save_mv")
+DROPPED_BWD = _dropped(BACKWARD, "dropout_p", "dropout_rng", "dropped_dtype")
+
 MODULATED = Family(
     direction=Direction.FORWARD,
     neighbour="modulated",

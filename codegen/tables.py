@@ -95,15 +95,8 @@ class Table(NamedTuple):
 
 def table_of(family: Family, norm: Norm | None = None) -> Table:
     """Return the table of a norm's function, or of the family's calls of the functional API."""
-    if norm is not None:
-        rows = family.of(norm)
-        every: tuple[Parameter, ...] = (*family.inputs, *family.places)
-    else:
-        told = [row for row in family.parameters if row.functional or (family.neighbour and row in family.inputs)]
-        rows = tuple(
-            sorted((row for row in told if row.kind is not Kind.PLACE), key=lambda row: not row.kind.is_tensor)
-        )
-        every = family.inputs if family.neighbour else (*family.inputs, *family.places)
+    rows: Sequence[Parameter] = family.of(norm) if norm is not None else _functional(family)
+    every = (*family.inputs, *family.places)
     names = tuple(row.name for row in rows)
     words = [row for row in rows if not row.kind.is_tensor and row.kind is not Kind.NUMBER]
     numbers = [row for row in family.parameters if row.kind is Kind.NUMBER and (norm is not None or row.name in names)]
@@ -116,7 +109,7 @@ def table_of(family: Family, norm: Norm | None = None) -> Table:
 
     operands = [row.name for row in every]
     return Table(
-        head=family.functions[norm] if norm else family.neighbour or f"recorded {family.direction.value}",
+        head=family.functions[norm] if norm else f"{family.neighbour or 'recorded'} {family.direction.value}",
         norm=norm and norm.value,
         names=names,
         arguments=len(names),
@@ -138,6 +131,17 @@ def table_of(family: Family, norm: Norm | None = None) -> Table:
             names, "residual", norm is None and family.direction is Direction.FORWARD and not family.neighbour
         ),
     )
+
+
+def _functional(family: Family) -> list[Parameter]:
+    """Return the rows of calls of the functional API, tensors first.
+
+    The seed and offset of a dropout are drawn and checked behind the look-up of a forward call, because a call that is
+    refused draws nothing.
+    """
+    drawn = Kind.RANDOM if family.direction is Direction.FORWARD else None
+    told = [row for row in family.parameters if row.functional and row.kind not in (Kind.PLACE, drawn)]
+    return sorted(told, key=lambda row: not row.kind.is_tensor)
 
 
 def _look(row: Parameter, *, packed: bool) -> int:

@@ -36,16 +36,16 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_752,
+    "all by hand": 15_733,
     "C": 942,
     "emitted": 165,
     "ahead_of_time": 802,
-    "calls": 4_658,
+    "calls": 4_644,
     "compiled": 662,
     "integrations": 402,
     "jax": 706,
     "kernels": 1_110,
-    "nn": 1_044,
+    "nn": 1_039,
     "normforge": 554,
     "operators": 630,
     "override": 244,

@@ -1,98 +1,138 @@
-"""A residual added to what a dropout leaves of x, and the norm of the sum: launched, and recorded by autograd."""
+"""What calls have of their own that add a residual to what a dropout leaves of x; see `neighbours` for the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
+from ..codegen.parameters import DROPPED, DROPPED_BWD
 from ..random_mask import dropped
-from ..selection import dispatch
-from ..selection.invariance import is_on
-from ..upstream.torch_dynamo import eager_only
-from ..upstream.torch_internals import dispatch_modes
-from . import eager, known
-from .eager import Dropout, dtypes_of, rounded
-from .first import resolved
-from .functional import (
-    BACKWARD_OF,
-    FORWARD_OF,
-    as_operands,
-    backward_named,
-    forward_given,
-    taken,
+from . import eager, native, neighbours
+from .backend import intercepted
+from .eager import Dropout, rounded
+from .first import address_of, resolved
+from .functional import as_operands, backward_rows
+from .known import PLAIN, Found
+from .lookup import is_last
+from .neighbours import launch_recorded, neighbour_of
+from .outputs import NormGradients, unflattened, unpacked_of
+from .public import Operands, Options
+from .randomness import settled
+from .record import Gradients, Recording, records
+from .recorded import gradients_first
+
+_BACKWARD = backward_rows(DROPPED_BWD, "dropped_gradients")
+
+
+def _saved(operands: neighbours.Operands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Return residual_out, which the caller holds anyway, weight, and the rng in place of the mask."""
+    _, weight, _, _, _, rng = operands
+    return total, weight, rng
+
+
+def _args(options: neighbours.Options, dtypes: tuple[torch.dtype | None, ...], y_dtype: torch.dtype) -> Any:
+    norm, _, weight_offset, p, _, cast, _ = options
+    # Of fp32 alone nothing was rounded first, whatever the sum is stored in.
+    return norm, weight_offset, "after_weight" if dtypes[0] is y_dtype is torch.float32 else cast, p, dtypes
+
+
+def _gradients(
+    saved: Sequence[Any],
+    args: Any,
+    dy: torch.Tensor | None,
+    dresidual_out: torch.Tensor | None,
+    due: tuple[bool, ...],
+    by_formula: bool,
+    _: None,
+) -> Gradients:
+    total, weight, rng, statistics = saved
+    norm, weight_offset, cast, p, dtypes = args
+    x_dtype, _, bias_dtype, residual_dtype, x_bias_dtype, _ = dtypes
+    # The sum holds x_bias already; given as zeros, it has the kernel sum ddropped before it is rounded.
+    nothing = total.new_zeros(total.shape[-1:], dtype=x_bias_dtype) if due[4] else None
+    operands = (dy, total, weight, statistics, nothing, dresidual_out, rng)
+    wants = tuple(compress(("ddropped", "dweight", "dbias", "dx", "dx_bias"), due))
+    options = (norm, weight_offset, p, cast, residual_dtype, bias_dtype, x_dtype, wants)
+    key, found = None, None
+    if dy is None:
+        found = _of_the_sum(dresidual_out, p, rng, nothing)
+    elif torch.is_grad_enabled():
+        found = _by_formula(operands, options)
+    elif not is_dynamo_compiling():
+        key, found = native.calls.dropped_gradients.gradients(operands, options)
+    if found is None:
+        found = gradients_first(_BACKWARD, key, operands, options, _by_formula)
+    return rounded((found.ddropped, found.dweight, found.dbias, found.dx, found.dx_bias, None), dtypes, due)
+
+
+# x, residual and x_bias make the sum.
+CALLS = neighbour_of(
+    DROPPED,
+    saved=_saved,
+    args=_args,
+    recording=Recording(launch_recorded, _gradients, sums=(0, 3, 4)),
+    fadd="pre_add_store",
 )
-from .known import PLAIN, UNREADABLE
-from .outputs import LayerNormOutput, NormGradients, unflattened
-from .public import DEFAULT_EPS, Operands, Options, layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
-from .record import Gradients, Launched, Recording, arrived_in_memory, record, record_at_once, records
-from .recorded import walkable_gradient
-
-_FORWARD: dict[str, Callable[..., LayerNormOutput]] = {"layer": layernorm2d_fwd, "rms": rmsnorm2d_fwd}
-_BACKWARD: dict[str, Callable[..., NormGradients]] = {"layer": layernorm2d_bwd, "rms": rmsnorm2d_bwd}
 
 
-def _key(operands: Operands, options: Options) -> tuple[Any, ...]:
-    """Return the key under which calls that were checked are kept among the plans; such a kind has no plan."""
-    return ("dropped add", operands[0].shape[-1], *[operand is None for operand in operands], *options)
+def _by_formula(operands: tuple[Any, ...], options: tuple[Any, ...]) -> NormGradients:
+    dy, total, weight, statistics, x_bias, dresidual_out, rng = operands
+    norm, weight_offset, p, cast, dx_dtype, bias_dtype, dropped_dtype, wants = options
+    mean, rstd = unpacked_of(total, statistics)
+    told = (norm, weight_offset, cast, dx_dtype, bias_dtype, wants)
+    return eager.plain_gradients(
+        (dy, total, weight, rstd, x_bias, dresidual_out), mean, told, Dropout(p, rng, dropped_dtype)
+    )
 
 
-@eager_only
-def was_checked(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Options | None:
-    """The options of a call, None's stead taken, if one like it was checked before: nothing of it is refused or copied.
+def _of_the_sum(dresidual_out: Any, p: float, rng: torch.Tensor, x_bias: torch.Tensor | None) -> NormGradients:
+    """Return the gradients where one arrived for the sum alone; none of x_bias if that is None."""
+    ddropped = dropped(eager.widened(dresidual_out), p, rng)
+    return NormGradients(dresidual_out, None, None, None if x_bias is None else eager.over_rows(ddropped), ddropped)
 
-    None if there was none.
+
+def _told(options: Options, p: float, saves: bool) -> neighbours.Options:
+    norm, eps, weight_offset, out_dtype, cast = options
+    return norm, eps, weight_offset, p, out_dtype, cast, saves
+
+
+def _with_rng(found: Found, rng: torch.Tensor) -> Found:
+    """Complete what a look-up found, which sees no rng."""
+    plan, addresses, tensors, *others = found
+    return plan, (*addresses[:-1], address_of("dropout_rng", rng)), (*tensors[:-1], rng), *others
+
+
+def normalise_known(
+    operands: Operands, normalized_shape: Sequence[int] | None, options: Options, asked: tuple[Any, Any]
+) -> Any:
+    """Return what `normalise` returns of a known call, or None; `asked` is dropout_p and dropout_rng as passed.
+
+    Nothing is drawn for a call that is not known, because it may be refused.
     """
-    if options[1] is None and options[0] == "rms":
-        options = (options[0], DEFAULT_EPS, *options[2:])
-    try:
-        x, residual = operands[0], operands[3]
-        is_known = (
-            residual is not None
-            and (
-                normalized_shape is None or (normalized_shape == x.shape[-1:] and normalized_shape[0].__class__ is int)
-            )
-            and any(kind.fits(*kind.present(operands)) for kind in dispatch.plans.get(_key(operands, options), ()))
-            and x.shape == residual.shape
-            and x.is_contiguous()
-            and residual.is_contiguous()
-            and forward_ad._current_level < 0
-            and not dispatch_modes()
-            and options[1].__class__ is options[2].__class__ is float
-        )
-    except UNREADABLE:
+    x, _, _, residual, _ = operands
+    p, rng = asked
+    is_plain = x.__class__ in PLAIN and residual.__class__ in PLAIN
+    if (
+        not is_plain
+        or p.__class__ is not float
+        or p == 0.0
+        or (isinstance(rng, torch.Tensor) and type(rng) not in PLAIN)
+    ):
         return None
-    return options if is_known else None
-
-
-def remember(operands: Operands, options: Options) -> None:
-    """Have `was_checked` know calls like one that was checked, if its tensors are launched as they are."""
-    x, residual = operands[0], operands[3]
-    rows = [operand is x or operand is residual for operand in operands]
-    for operand, is_rows in zip(operands, rows, strict=True):
-        if operand is not None and not (
-            operand.__class__ in PLAIN
-            and not operand.is_neg()
-            and operand.is_contiguous()
-            and (is_rows or operand.dim() == 1)
-        ):
-            return
-    free = [x.dim() - 1 if is_rows else 0 for is_rows in rows]
-    known.remember(dispatch.plans, _key(operands, options), operands, free, (), None)
-
-
-def normalise_checked(operands: Operands, options: Options, dropout: Dropout) -> Any:
-    """What `normalise` returns of a call of which `was_checked` is true."""
-    if records(operands):
-        return record_at_once((_RECORDING, (options, dropout.p)), *operands, dropout.rng)
-    return _launched(operands, options, dropout, save_mv=False)[:2]
+    told = _told(options, p, records(operands))
+    _, found = CALLS.find(operands, told)
+    if found is None or not (normalized_shape is None or is_last(normalized_shape, x.shape)):
+        return None
+    _, rng = settled(p, rng, x)
+    return neighbours.normalise_found(CALLS, (*operands, rng), told, _with_rng(found, rng))
 
 
 def normalise(operands: Operands, shape: tuple[int, ...], options: Options, dropout: Dropout) -> Any:
-    """What `recorded.normalise` returns where a dropout comes before the residual; arguments were checked.
+    """Return what `recorded.normalise` returns where a dropout comes before the residual; arguments were checked.
 
     Args:
         operands: x and residual are (..., *shape), the others shape.
@@ -105,66 +145,11 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options, drop
     """
     given: Any = tuple(map(resolved, operands))
     rows = as_operands(given, len(shape))
-    if records(rows):
-        y, total = record((_RECORDING, (options, dropout.p)), *rows, dropout.rng)
+    told, every = _told(options, dropout.p, records(rows)), (*rows, dropout.rng)
+    key, found = CALLS.find(rows, told)
+    if found is None and intercepted(*every):
+        both = neighbours.normalise_seen(CALLS, every, told)
     else:
-        y, total = _launched(rows, options, dropout, save_mv=False)[:2]
-    return unflattened(y, shape), unflattened(total, shape)
-
-
-def _launched(rows: Operands, options: Options, dropout: Dropout, *, save_mv: bool) -> LayerNormOutput:
-    given = forward_given(rows, options, save_mv) | {"dropout_p": dropout.p, "dropout_rng": dropout.rng}
-    return _FORWARD[options[0]](**taken(FORWARD_OF[options[0]], given))
-
-
-def _launch_recorded(call: tuple[Options, float], given: tuple[Any, ...]) -> Launched:
-    """See `Recording.launch`. Save residual_out, which the caller holds anyway, and the rng in place of the mask."""
-    options, p = call
-    *operands, rng = given
-    rows: Any = tuple(operands)
-    y, total, _, mean, rstd = _launched(rows, options, Dropout(p, rng), save_mv=True)
-    # Of fp32 alone nothing was rounded first, whatever the sum is stored in.
-    norm, _, weight_offset, _, cast = options
-    cast = "after_weight" if rows[0].dtype is y.dtype is torch.float32 else cast
-    return y, total, (total, rows[1], mean, rstd, rng), (norm, weight_offset, cast, p, dtypes_of(given)), is_on()
-
-
-def _gradients(
-    saved: Sequence[Any],
-    args: Any,
-    dy: torch.Tensor | None,
-    dresidual_out: torch.Tensor | None,
-    due: tuple[bool, ...],
-    by_formula: bool,
-    _: None,
-) -> Gradients:
-    total, weight, mean, rstd, rng = saved
-    norm, weight_offset, cast, p, dtypes = args
-    x_dtype, _, bias_dtype, residual_dtype, x_bias_dtype, _ = dtypes
-    # The sum holds x_bias already; given as zeros, it has the kernel sum ddropped before it is rounded.
-    nothing = total.new_zeros(total.shape[-1:], dtype=x_bias_dtype) if due[4] else None
-    operands = (dy, total, weight, rstd, nothing, dresidual_out)
-    wants = tuple(compress(("ddropped", "dweight", "dbias", "dx", "dx_bias"), due))
-    options = (norm, weight_offset, cast, residual_dtype, bias_dtype, wants)
-    if dy is None:
-        found = _of_the_sum(dresidual_out, p, rng, nothing)
-    # The kernels' function is an operator where something sees operators.
-    elif torch.is_grad_enabled() or not arrived_in_memory((dy, dresidual_out)):
-        found = eager.plain_gradients(operands, mean, options, Dropout(p, rng, x_dtype))
-    else:
-        given = backward_named(operands, options)
-        for name in ("dy", "dresidual_out"):
-            given[name] = walkable_gradient(given[name])
-        given |= {"mean": mean, "dropout_p": p, "dropout_rng": rng, "dropped_dtype": x_dtype}
-        found = _BACKWARD[norm](**taken(BACKWARD_OF[norm], given))
-    return rounded((found.ddropped, found.dweight, found.dbias, found.dx, found.dx_bias, None), dtypes, due)
-
-
-# x, residual and x_bias make the sum.
-_RECORDING = Recording(_launch_recorded, _gradients, sums=(0, 3, 4))
-
-
-def _of_the_sum(dresidual_out: Any, p: float, rng: torch.Tensor, x_bias: torch.Tensor | None) -> NormGradients:
-    """Return the gradients where one arrived for the sum alone; none of x_bias if that is None."""
-    ddropped = dropped(eager.widened(dresidual_out), p, rng)
-    return NormGradients(dresidual_out, None, None, None if x_bias is None else eager.over_rows(ddropped), ddropped)
+        found = neighbours.prepared(CALLS, every, told, key) if found is None else _with_rng(found, dropout.rng)
+        both = neighbours.normalise_found(CALLS, every, told, found)
+    return tuple([unflattened(each, shape) for each in both])

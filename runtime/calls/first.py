@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ..upstream.torch_internals import dispatch_modes
 from .backend import sees_operators
 from .canonical import settled
 from .check import Call, check, refuse_gradient
-from .known import MISALIGNED, PLAIN, Addresses, Key, Tensors, remember
+from .known import MISALIGNED, PLAIN, Found, Key, Tensors, remember
 from .launch import of_no_rows, run, run_backward, run_recorded
 from .outputs import LayerNormOutput, NormGradients, unpacked
 from .plan import Plan
@@ -82,11 +82,10 @@ def launched(norm: str, key: Key | None, given: Given, *, packed: bool = False) 
     call = check(FORWARD.functions[Norm(norm)], _resolved(FORWARD, given))
     refuse_gradient(call)
     require_device(call.x)
-    if invariance.is_on() and call.m:
-        passed, call = call, settled(call, _ROWS)
-        if call is not passed:
-            return _landed(passed, _launched(call, None, given, packed))
-    return _launched(call, key, given, packed)
+    passed, call = call, as_invariant(call)
+    found = prepared(call, key if call is passed else None, tuple([given.get(row.name) for row in _ROWS]))
+    results = run_recorded(*found) if packed else run(*found, call.out, call.residual_out)
+    return results if call is passed else _landed(passed, results)
 
 
 def _landed(passed: Call, results: LayerNormOutput) -> LayerNormOutput:
@@ -98,18 +97,6 @@ def _landed(passed: Call, results: LayerNormOutput) -> LayerNormOutput:
     return results
 
 
-def _launched(call: Call, key: Key | None, given: Given, packed: bool) -> LayerNormOutput:
-    plans = dispatch.plans
-    tensors = tuple(getattr(call, row.name) for row in _ROWS)
-    addresses = tuple(address_of(row.name, tensor) for row, tensor in zip(_ROWS, tensors, strict=True))
-    plan = Plan(call, [row.slot for row, at in zip(_ROWS, addresses, strict=True) if at & MISALIGNED])
-    if key is not None and call.m and _can_be_known(FORWARD, given):
-        remember(plans, key, tensors, _free(_ROWS, tensors, call.x), in_vectors(_ROWS, addresses), plan)
-    inputs = len(FORWARD.inputs)
-    shared = (plan, addresses[:inputs], tensors[:inputs], call.x.shape, call.m, call.eps, call.weight_offset)
-    return run_recorded(*shared) if packed else run(*shared, call.out, call.residual_out, call.dropout_p)
-
-
 @eager_only
 def launched_backward(norm: str, key: Key | None, given: Given, *, packed: bool = False) -> NormGradients:
     """Likewise a backward call; if packed, rstd holds the means too, if there are any."""
@@ -118,24 +105,47 @@ def launched_backward(norm: str, key: Key | None, given: Given, *, packed: bool 
     require_device(call.x)
     if call.m == 0:
         return of_no_rows(call)
-    plans, x, dy = dispatch.plans, call.x, call.dy
-    if dy is None:
+    x = call.x
+    if call.dy is None:
         # A row of stride 0 stands for all rows of zeros.
-        call = call.given_with(dy=torch.zeros(call.n, dtype=x.dtype, device=x.device).expand(x.shape))
-    passed = tuple(getattr(call, row.name) for row in BACKWARD.inputs)
+        key, call = None, call.given_with(dy=torch.zeros(call.n, dtype=x.dtype, device=x.device).expand(x.shape))
     if packed:
         mean, rstd = unpacked(call.rstd, call.m)
         call = call.given_with(mean=mean, rstd=rstd)
-    if invariance.is_on():
-        whole, call = call, settled(call, BACKWARD.inputs)
-        key = key if call is whole else None
-    tensors = tuple(getattr(call, row.name) for row in BACKWARD.inputs)
-    addresses = tuple(address_of(row.name, tensor) for row, tensor in zip(BACKWARD.inputs, tensors, strict=True))
-    plan = Plan(call, [row.slot for row, at in zip(BACKWARD.inputs, addresses, strict=True) if at & MISALIGNED])
-    if key is not None and dy is not None and _can_be_known(BACKWARD, given):
-        vectors = in_vectors(BACKWARD.inputs, addresses)
-        remember(plans, key, passed, _free(BACKWARD.inputs, passed, x), vectors, plan)
-    return run_backward(plan, addresses, tensors, x.shape, call.m, float(call.weight_offset), call.dropout_p)
+    whole, call = call, as_invariant(call)
+    passed = tuple([given.get(row.name) for row in BACKWARD.inputs])
+    return run_backward(*prepared(call, key if call is whole else None, passed))
+
+
+def as_invariant(call: Call) -> Call:
+    """Return a call as batch invariance wants its tensors to lie; the very call if its own do, or none is asked for."""
+    return settled(call, call.function.family.operands) if invariance.is_on() and call.m else call
+
+
+def prepared(call: Call, key: Key | None, passed: Tensors) -> Found:
+    """Plan a call that was checked, make calls like it known, and return what launches are told.
+
+    Args:
+        call: the call, of tensors that kernels read and write.
+        key: the key that the call was looked up by; None for a call that cannot be known.
+        passed: the tensors that the call was looked up with, those that are read first; None for what is not there.
+
+    Raises:
+        LayoutError: a tensor has no memory.
+    """
+    plans, family = dispatch.plans, call.function.family
+    rows = (*family.inputs, *family.places)
+    tensors: Tensors = tuple([getattr(call, row.name) for row in rows])
+    addresses = tuple([address_of(row.argument or row.name, tensor) for row, tensor in zip(rows, tensors, strict=True)])
+    plan = Plan(call, [row.slot for row, at in zip(rows, addresses, strict=True) if at & MISALIGNED])
+    there = [tensor for tensor in passed if tensor is not None]
+    # A copy has not the layout that the key is of.
+    if key is not None and call.m and all(each.__class__ in PLAIN and not each.is_neg() for each in there):
+        vectors = tuple([at for row, at in zip(rows, addresses, strict=True) if row.is_read_in_vectors])
+        remember(plans, key, passed, _free(rows, passed, call.x), vectors, plan)
+    inputs = len(family.inputs)
+    numbers = [float(getattr(call, row.name)) for row in family.parameters if row.kind is Kind.NUMBER]
+    return plan, addresses[:inputs], tensors[:inputs], call.x.shape, call.m, *numbers
 
 
 def refuse_foreign(family: Family, given: Given) -> None:
@@ -167,43 +177,29 @@ def _resolved(family: Family, given: Given) -> dict[str, Any]:
     return {name: resolved(value) if name in inputs else value for name, value in given.items()}
 
 
-def _can_be_known(family: Family, given: Given) -> bool:
-    """Whether tensors are plain, and are themselves what is launched: a copy has not the layout that the key is of."""
-    tensors = [given[row.name] for row in family.parameters if row.kind.is_tensor and given.get(row.name) is not None]
-    return all(tensor.__class__ in PLAIN for tensor in tensors) and not any(tensor.is_neg() for tensor in tensors)
-
-
-def in_vectors(rows: tuple[Parameter, ...], addresses: Addresses) -> Addresses:
-    """Return the addresses whose alignment a plan depends on, as look-ups find plans by them."""
-    return tuple(at for row, at in zip(rows, addresses, strict=True) if row.is_read_in_vectors)
-
-
-def _free(rows: tuple[Parameter, ...], tensors: Tensors, x: torch.Tensor) -> list[int]:
-    """Of each tensor, how many of its leading sizes may be any in a call of the same kind."""
+def _free(rows: Sequence[Parameter], tensors: Tensors, x: torch.Tensor) -> list[int]:
+    """Return how many leading sizes of each tensor may be any in a call of the same kind; 0 for one that all share."""
     leading = x.dim() - 1
-    of_rows = [tensor for row, tensor in zip(rows, tensors, strict=True) if tensor is not None and _has_rows(row)]
-    if not all(tensor.is_contiguous() for tensor in of_rows):
-        # The key holds the other sizes then.
+    of_rows = [None if row.kind.is_shared else tensor for row, tensor in zip(rows, tensors, strict=True)]
+    there = [(row, tensor) for row, tensor in zip(rows, of_rows, strict=True) if tensor is not None]
+    # Any number of samples; and where tensors are not contiguous any first size. The key holds the other sizes then.
+    if any(row.kind is Kind.SAMPLES or not tensor.is_contiguous() for row, tensor in there):
         leading = min(leading, 1)
-    if any(row.kind is Kind.PLACE and _widens(tensor) for row, tensor in zip(rows, tensors, strict=True)):
+    if any(row.kind is Kind.PLACE and _widens(tensor) for row, tensor in there):
         # Rows that were checked lie apart, and more of them may not.
         leading = 0
     return [
-        min(leading, tensor.dim()) if tensor is not None and _has_rows(row) else 0
-        for row, tensor in zip(rows, tensors, strict=True)
+        0 if tensor is None else min(leading, tensor.dim() - row.kind.has_row_stride)
+        for row, tensor in zip(rows, of_rows, strict=True)
     ]
 
 
-def _widens(tensor: torch.Tensor | None) -> bool:
+def _widens(tensor: torch.Tensor) -> bool:
     """Whether rows stand between those of the first dimension: as many as it has, and no more, fit there."""
-    if tensor is None or tensor.is_contiguous():
+    if tensor.is_contiguous():
         return False
     first, *others = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
     return any(size > 1 and stride > first[1] for size, stride in others)
-
-
-def _has_rows(row: Parameter) -> bool:
-    return row.kind not in (Kind.VECTOR, Kind.RANDOM)
 
 
 def address_of(name: str, tensor: torch.Tensor | None) -> int:

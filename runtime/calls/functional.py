@@ -5,17 +5,16 @@ Such a call is two tuples, `public.Operands` and `public.Options`; only what rea
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from ..codegen.families import Kind
+from ..codegen.families import Family, Kind
 from ..codegen.parameters import BACKWARD, FORWARD
 from ..codegen.values import Cast
 from ..mode_words import word
 from ..upstream.torch_dynamo import constant_in_traces
-from .functions import function_named
-from .public import BackwardOperands, BackwardOptions, Operands, Options
+from .public import Operands, Options
 from .row_layout import as_rows
 from .traced import operated, result_dtype
 
@@ -27,9 +26,26 @@ BACKWARD_OF = {norm.value: name for norm, name in BACKWARD.functions.items()}
 OPERANDS = tuple((row.name, row.kind) for row in FORWARD.parameters if row.functional and row.kind.is_tensor)
 _OPTIONS = tuple(row.name for row in FORWARD.parameters if row.functional and not row.kind.is_tensor)
 
-_BACKWARD = [row for row in BACKWARD.parameters if row.functional]
-_BACKWARD_OPERANDS = tuple(row.name for row in _BACKWARD if row.kind.is_tensor)
-_BACKWARD_OPTIONS = tuple(row.name for row in _BACKWARD if not row.kind.is_tensor)
+
+class BackwardRows(NamedTuple):
+    """The rows of the backward passes of a family.
+
+    Attributes:
+        look_up: the name of their look-up in `native.calls`.
+        operands: the names of the tensors.
+        options: the names of the options behind the norm.
+    """
+
+    look_up: str
+    operands: tuple[str, ...]
+    options: tuple[str, ...]
+
+
+def backward_rows(family: Family, look_up: str) -> BackwardRows:
+    """Return the rows of a family."""
+    told = [row for row in family.parameters if row.functional]
+    operands, options = ([row.name for row in told if row.kind.is_tensor is is_tensor] for is_tensor in (True, False))
+    return BackwardRows(look_up, tuple(operands), tuple(options))
 
 
 @constant_in_traces
@@ -47,10 +63,10 @@ def named(operands: Operands, options: Options) -> dict[str, Any]:
     return dict(zip(_names(), (*operands, *options[1:]), strict=True))
 
 
-def backward_named(operands: BackwardOperands, options: BackwardOptions) -> dict[str, Any]:
+def backward_named(rows: BackwardRows, operands: tuple[Any, ...], options: tuple[Any, ...]) -> dict[str, Any]:
     """The same of a backward call."""
-    given: dict[str, Any] = dict(zip(_BACKWARD_OPERANDS, operands, strict=True))
-    given.update(zip(_BACKWARD_OPTIONS, options[1:], strict=True))
+    given: dict[str, Any] = dict(zip(rows.operands, operands, strict=True))
+    given.update(zip(rows.options, options[1:], strict=True))
     return given
 
 
@@ -76,12 +92,6 @@ def forward_given(rows: Operands, options: Options, save_mv: bool) -> dict[str, 
     if given["residual"] is not None:
         given["fadd"] = "pre_add_store"
     return given
-
-
-def taken(function: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Of arguments by name those that a function takes."""
-    takes = function_named(function).passed
-    return {name: value for name, value in given.items() if name in takes}
 
 
 def normalise_traced(

@@ -35,9 +35,9 @@ def run(
     m: int,
     eps: float,
     weight_offset: float,
+    dropout_p: float = 0.0,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
     *,
     packed: bool = False,
 ) -> LayerNormOutput:
@@ -51,9 +51,9 @@ def run(
         m: x's rows.
         eps: added to the variance.
         weight_offset: added to weight.
+        dropout_p: of a plan with dropout.
         out: where y goes, or None for a new tensor.
         residual_out: likewise.
-        dropout_p: of a plan with dropout.
         packed: whether mean and rstd are in one tensor, which is returned as rstd.
     """
     empty, n = plan.empty, plan.n

@@ -103,12 +103,12 @@ class Lookup:
         if found is not None:
             if table.rstd >= 0:
                 return launch.run_backward(*found)
-            plan, addresses, tensors, shape, m, eps, offset, dropout_p = found
+            plan, addresses, tensors, _, m, *_ = found
             out, residual_out = arguments[-2:]
             if (out is None and residual_out is None) or may_write(
                 plan.extents, addresses, tensors, m, out, residual_out
             ):
-                return launch.run(plan, addresses, tensors, shape, m, eps, offset, out, residual_out, dropout_p)
+                return launch.run(*found, out, residual_out)
         return self.otherwise(key, *arguments)
 
     @eager_only
@@ -138,13 +138,7 @@ class Lookup:
         residual = operands[self.table.residual]
         if found is None or (normalized_shape is None and residual is None):
             return None
-        # The class of each size, because 64.0 is equal to 64, and a dictionary has a length too.
-        if normalized_shape is not None and not (
-            normalized_shape.__class__ in _SHAPES
-            and len(normalized_shape) == 1
-            and normalized_shape[0].__class__ is int
-            and normalized_shape[0] == found[3][-1]
-        ):
+        if normalized_shape is not None and not is_last(normalized_shape, found[3]):
             return None
         if records and residual is not None:
             return self.apply_add((options, found, None), *operands)
@@ -239,6 +233,17 @@ class Lookup:
         if plan is None:
             return key, None, None
         return key, known, (plan, addresses[: table.inputs], tensors[: table.inputs], shape, m, *numbers)
+
+
+def is_last(normalized_shape: Sequence[int], shape: torch.Size) -> bool:
+    """Return True if a normalized_shape is the last dimension of a shape."""
+    # The class of each size, because 64.0 is equal to 64, and a dictionary has a length too.
+    return (
+        normalized_shape.__class__ in _SHAPES
+        and len(normalized_shape) == 1
+        and normalized_shape[0].__class__ is int
+        and normalized_shape[0] == shape[-1]
+    )
 
 
 def _is_sized(tensor: torch.Tensor, look: int, shape: torch.Size) -> bool:

@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 
 from .. import settings
 from ..codegen.families import Family
-from ..codegen.parameters import BACKWARD, FAMILIES, FORWARD
+from ..codegen.parameters import BACKWARD, DROPPED, DROPPED_BWD, FORWARD, GATED, MODULATED, QUANTISED
 from ..codegen.tables import Table, table_of
 from ..codegen.values import Direction, Norm
 from ..selection import dispatch
@@ -41,7 +41,13 @@ Apply = Callable[..., Any]
 
 _PLAIN_FAMILIES = (FORWARD, BACKWARD)
 _FUNCTIONS = {name: (family, norm) for family in _PLAIN_FAMILIES for norm, name in family.functions.items()}
-_FAMILIES = {family.neighbour or ("gradients", "recorded")[family is FORWARD]: family for family in FAMILIES}
+_FAMILIES = {
+    "recorded": FORWARD,
+    "gradients": BACKWARD,
+    "dropped": DROPPED,
+    "dropped_gradients": DROPPED_BWD,
+    **{family.neighbour: family for family in (MODULATED, GATED, QUANTISED)},
+}
 
 
 def _otherwise(family: Family, norm: Norm, table: Table) -> Callable[..., Any]:

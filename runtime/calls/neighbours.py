@@ -5,29 +5,28 @@ What one family has of its own is a row of data, a `Neighbour`: see `modulated` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from ..codegen.families import Family, Kind, Parameter
-from ..codegen.values import FusedQuant, Norm
+from ..codegen.values import Cast, FusedQuant, Norm
 from ..errors import ConflictError, LayoutError, ShapeError
 from ..kernels.gpu import require_device
 from ..kernels.key import ALIGNMENT
 from ..mode_words import word
-from ..selection import dispatch, invariance
+from ..selection import invariance
 from ..upstream.torch_dynamo import eager_only
 from . import native
 from .argument_checks import check_output
-from .canonical import settled
 from .check import Call, check, refuse_gradient
 from .eager import dtypes_of
-from .first import address_of, in_vectors, resolved
-from .known import MISALIGNED, PLAIN, Found, Key, remember
+from .first import as_invariant, resolved
+from .first import prepared as planned
+from .known import MISALIGNED, PLAIN, Found, Key
 from .launch import run, run_recorded
 from .outputs import LayerNormOutput, packed_of
-from .plan import Plan
 from .record import Launched, Recording, record, record_at_once, records
 from .row_layout import walkable
 from .traced import intercepted, is_dynamo_compiling, operated, result_dtype, said_of
@@ -64,8 +63,9 @@ class Neighbour(NamedTuple):
         eager: the family's formula in torch's operators, from the operands and the options to outputs.
         saved: from the tensors, and the stored sum if there is one, to the tensors that a backward pass needs, the
             first of x's shape; statistics are saved behind them.
-        args: from the options and the tensors' dtypes to the other arguments of the backward pass.
+        args: from the options, the tensors' dtypes and y's to the other arguments of the backward pass.
         recording: how autograd records the family's calls; None for a family without gradients.
+        fadd: the word by which the family's functions add a residual; "" if they add one that is there.
     """
 
     name: str
@@ -76,8 +76,9 @@ class Neighbour(NamedTuple):
     launch: Callable[[Found, Options], Any] = _launch
     eager: Callable[[Any, Any], Any] = _nothing
     saved: Callable[[Operands, torch.Tensor | None], tuple[torch.Tensor | None, ...]] = _nothing
-    args: Callable[[Options, tuple[torch.dtype | None, ...]], Any] = _nothing
+    args: Callable[[Options, tuple[torch.dtype | None, ...], torch.dtype], Any] = _nothing
     recording: Recording | None = None
+    fadd: str = ""
 
     def find(self, operands: Operands, options: Options) -> tuple[Key | None, Found | None]:
         """Return the key of a call, or None; and what `launch.run` is told of a known call, or None of another."""
@@ -92,7 +93,7 @@ def neighbour_of(family: Family, **own: Any) -> Neighbour:
         name=family.neighbour,
         functions={norm.value: name for norm, name in family.functions.items()},
         rows=family.inputs,
-        inputs=tuple([row.name for row in family.inputs]),
+        inputs=tuple([row.name for row in family.inputs if row.functional]),
         options=tuple([row.name for row in family.parameters if row.functional and not row.kind.is_tensor]),
         **own,
     )
@@ -105,6 +106,9 @@ def named(neighbour: Neighbour, operands: Operands, options: Options) -> dict[st
     if options[0] == Norm.LAYER.value:
         # Kernels of LayerNorm add nothing to weights, and have no such parameter.
         del given["weight_offset"]
+    if neighbour.fadd:
+        given["fadd"] = neighbour.fadd
+        given["cast"] = word(Cast, "cast", given["cast"]).value
     return given
 
 
@@ -128,9 +132,12 @@ def normalise_known(neighbour: Neighbour, operands: Operands, options: Options) 
     # A proxy of torch.fx records whatever it is asked.
     if operands[0].__class__ not in PLAIN:
         return None
-    _, found = neighbour.find(operands, options)
-    if found is None:
-        return None
+    _, _, found = getattr(native.calls, neighbour.name).find(operands, options)
+    return None if found is None else normalise_found(neighbour, operands, options, found)
+
+
+def normalise_found(neighbour: Neighbour, operands: Operands, options: Options, found: Found) -> Any:
+    """Launch a call that was found, recording it where `options` ask for statistics: y, and the sum if there is one."""
     if options[-1]:
         return record_at_once((neighbour.recording, (neighbour, options, found)), *operands)
     y, total, *_ = run(*found)
@@ -148,15 +155,17 @@ def normalise(neighbour: Neighbour, operands: Operands, options: Options) -> Any
     given: Any = tuple(map(resolved, operands))
     rows = as_operands(given)
     if intercepted(*rows):
-        seen = record((neighbour.recording, (neighbour, options, None)), *rows) if options[-1] else None
-        return normalise_traced(neighbour, rows, options) if seen is None else seen
+        return normalise_seen(neighbour, rows, options)
     # Copies may be like the tensors of a call before.
     key, found = neighbour.find(rows, options)
-    found = found or prepared(neighbour, rows, options, key)
+    return normalise_found(neighbour, rows, options, found or prepared(neighbour, rows, options, key))
+
+
+def normalise_seen(neighbour: Neighbour, operands: Operands, options: Options) -> Any:
+    """`normalise` where something sees operators: as one, recorded where `options` ask for statistics."""
     if options[-1]:
-        return record((neighbour.recording, (neighbour, options, found)), *rows)
-    y, total = run(*found)[:2]
-    return y if total is None else (y, total)
+        return record((neighbour.recording, (neighbour, options, None)), *operands)
+    return normalise_traced(neighbour, operands, options)
 
 
 def normalise_traced(neighbour: Neighbour, operands: Operands, options: Options) -> Any:
@@ -201,17 +210,13 @@ def prepared(neighbour: Neighbour, operands: Operands, options: Options, key: Ke
     given["out_dtype"] = _out_dtype(options[0], given)
     call = check(neighbour.functions[options[0]], given)
     require_device(call.x)
-    plans, rows = dispatch.plans, neighbour.rows
-    if invariance.is_on() and call.m:
-        passed, call = call, settled(call, rows)
-        if call is not passed:
-            key, operands = None, operands_of(neighbour, call.given)
-    addresses = tuple(address_of(row.argument or row.name, tensor) for row, tensor in zip(rows, operands, strict=True))
-    plan = Plan(call, [row.slot for row, at in zip(rows, addresses, strict=True) if at & MISALIGNED])
-    there: list[torch.Tensor] = [each for each in operands if each is not None]
-    if key is not None and call.m and all(each.__class__ in PLAIN and not each.is_neg() for each in there):
-        remember(plans, key, operands, _free(rows, operands), in_vectors(rows, addresses), plan)
-    return plan, addresses, operands, call.x.shape, call.m, call.eps, call.weight_offset
+    as_passed, call = call, as_invariant(call)
+    family = call.function.family
+    # What a mask follows from is settled behind the look-up.
+    passed = tuple(
+        [None if row.kind is Kind.RANDOM else given.get(row.name) for row in (*family.inputs, *family.places)]
+    )
+    return planned(call, key if call is as_passed else None, passed)
 
 
 def launched(neighbour: Neighbour, operands: Operands, options: Options) -> Any:
@@ -253,7 +258,8 @@ def launched_2d(
         rows = tuple(map(resolved, operands))
         key, found = neighbour.find(rows, options)
         found = found or prepared(neighbour, rows, options, key)
-    return run(*found, *places)
+    out, residual_out = places
+    return run(*found, out=out, residual_out=residual_out)
 
 
 def check_places(call: Call, places: Places, addressed: bool) -> dict[str, torch.Tensor]:
@@ -290,25 +296,6 @@ def check_places(call: Call, places: Places, addressed: bool) -> dict[str, torch
     return others
 
 
-def _free(rows: Sequence[Parameter], operands: Operands) -> list[int]:
-    """Of each tensor, how many of its leading sizes may be any in a call of the same kind.
-
-    Of samples how many there are; and where tensors are not contiguous the first. The key holds the other sizes.
-    """
-    leading = operands[0].dim() - 1
-    of_rows = [
-        (row, tensor)
-        for row, tensor in zip(rows, operands, strict=True)
-        if tensor is not None and not row.kind.is_shared
-    ]
-    if any(row.kind is Kind.SAMPLES or not tensor.is_contiguous() for row, tensor in of_rows):
-        leading = min(leading, 1)
-    return [
-        0 if tensor is None or row.kind.is_shared else min(leading, tensor.dim() - 1)
-        for row, tensor in zip(rows, operands, strict=True)
-    ]
-
-
 def launch_recorded(call: tuple[Neighbour, Options, Found | None], operands: Operands) -> Launched:
     """Launch a call that autograd records, or call its operator where it is not found; see `Recording.launch`."""
     neighbour, options, found = call
@@ -318,5 +305,5 @@ def launch_recorded(call: tuple[Neighbour, Options, Found | None], operands: Ope
     else:
         y, total, packed = _operated(neighbour, operands, options)
         statistics, is_invariant = packed_of(*packed), invariance.is_on()
-    args = neighbour.args(options, dtypes_of(operands))
+    args = neighbour.args(options, dtypes_of(operands), y.dtype)
     return y, total, (*neighbour.saved(operands, total), statistics), args, is_invariant

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import compress, product
 from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..codegen.parameters import BACKWARD
 from ..codegen.values import Cast
 from ..mode_words import word
 from ..selection.invariance import is_on
@@ -19,17 +21,21 @@ from .first import launched, launched_backward, resolved
 from .functional import (
     BACKWARD_OF,
     FORWARD_OF,
+    BackwardRows,
     as_operands,
     backward_named,
+    backward_rows,
     forward_given,
 )
 from .known import Found, Key
 from .launch import run, run_recorded
 from .outputs import LayerNormOutput, NormGradients, dtype_of_all, packed_of, unflattened, unpacked
-from .public import BackwardOperands, BackwardOptions, Operands, Options
+from .public import BackwardOptions, Operands, Options
 from .record import arrived_in_memory, records, reentering
 from .row_layout import walkable
 from .traced import operated
+
+_BACKWARD = backward_rows(BACKWARD, "gradients")
 
 # What a forward pass is told besides its operands: its options, what `run_recorded` is to be given if the call is
 # known, and what it is to be known by if it is not.
@@ -240,24 +246,44 @@ def gradients_of(options: BackwardOptions, *operands: Any) -> NormGradients:
         # Recorded only where a gradient of the gradient could be asked for.
         differentiable: NormGradients = _differentiable_gradients_of(options, *operands)
         return differentiable
-    if is_dynamo_compiling():
-        # An eager call's backward pass becomes part of a graph, by compiled autograd say.
-        return gradients_by_operator(operands, options)
-    key, found = native.calls.gradients.gradients(operands, options)
-    if found is not None:
-        return found
-    if dispatch_modes():
-        return gradients_by_operator(operands, options)
-    if not arrived_in_memory((operands[0], operands[-1])):
-        return eager.plain_gradients_of_packed(operands, options)
-    dy, *kept, dresidual_out = operands
-    copies: Any = (walkable_gradient(dy), *kept, walkable_gradient(dresidual_out))
-    if copies[0] is not dy or copies[-1] is not dresidual_out:
+    key, found = None, None
+    if not is_dynamo_compiling():
+        key, found = native.calls.gradients.gradients(operands, options)
+    return (
+        gradients_first(_BACKWARD, key, operands, options, eager.plain_gradients_of_packed) if found is None else found
+    )
+
+
+def gradients_first(
+    rows: BackwardRows,
+    key: Key | None,
+    operands: tuple[Any, ...],
+    options: tuple[Any, ...],
+    formula: Callable[[Any, Any], NormGradients],
+) -> NormGradients:
+    """Return the gradients of a backward pass that is not known.
+
+    Args:
+        rows: the rows of its family.
+        key: what the pass was looked up by; None if it cannot be known.
+        operands: dy first, and dresidual_out, see `rows`.
+        options: see `rows`.
+        formula: computes the gradients of what kernels cannot read by torch's operators.
+    """
+    # An eager call's backward pass becomes part of a graph, by compiled autograd say.
+    if is_dynamo_compiling() or dispatch_modes():
+        return gradients_by_operator(rows, operands, options)
+    at = rows.operands.index("dresidual_out")
+    dy, dresidual_out = operands[0], operands[at]
+    if not arrived_in_memory((dy, dresidual_out)):
+        return formula(operands, options)
+    copies: Any = (walkable_gradient(dy), *operands[1:at], walkable_gradient(dresidual_out), *operands[at + 1 :])
+    if copies[0] is not dy or copies[at] is not dresidual_out:
         # Copies may be like the gradients of a call before.
-        key, found = native.calls.gradients.gradients(copies, options)
+        key, found = getattr(native.calls, rows.look_up).gradients(copies, options)
         if found is not None:
             return found
-    return launched_backward(options[0], key, backward_named(copies, options), packed=True)
+    return launched_backward(options[0], key, backward_named(rows, copies, options), packed=True)
 
 
 # By whether the call was batch invariant.
@@ -269,9 +295,9 @@ def walkable_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return None if gradient is None else walkable(resolved(gradient))
 
 
-def gradients_by_operator(operands: BackwardOperands, options: BackwardOptions) -> NormGradients:
+def gradients_by_operator(rows: BackwardRows, operands: tuple[Any, ...], options: tuple[Any, ...]) -> NormGradients:
     """`gradients_of` where something sees operators, and is to see this one."""
-    given = backward_named(operands, options)
+    given = backward_named(rows, operands, options)
     for name in ("dy", "dresidual_out"):
         given[name] = walkable_gradient(given[name])
     x = given["x"]

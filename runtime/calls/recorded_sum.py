@@ -50,7 +50,7 @@ def add_ahead(operands: Operands, options: Options) -> tuple[torch.Tensor, Ahead
         made: list[Ahead] = []
         total: torch.Tensor = _apply_sum((told, weight, bias, made), x, residual)
         return total, made[0]
-    y, sums = (computed(told, False, operands) if found is None else run(*found, None, None))[:2]
+    y, sums = (computed(told, False, operands) if found is None else run(*found))[:2]
     assert sums is not None
     return sums, (y, None)
 

@@ -316,13 +316,10 @@ def dropped_add_normalise(
     operands: Operands, normalized_shape: Sequence[int] | None, options: Options, asked: tuple[Any, Any, bool]
 ) -> Any:
     """The same with a dropout of x before: `asked` is dropout_p, dropout_rng, and whether the mask is returned."""
-    known = None
     if not (is_dynamo_compiling() or asked[2]):
-        known = dropout.was_checked(operands, normalized_shape, options)
-    if known is not None:
-        dropout_p, rng = settled(*asked[:2], operands[0])
-        if rng is not None:
-            return dropout.normalise_checked(operands, known, Dropout(dropout_p, rng))
+        found = dropout.normalise_known(operands, normalized_shape, options, asked[:2])
+        if found is not None:
+            return found
     if is_handed_on(operands):
         return handle_torch_function(dropped_add_normalise, operands, operands, normalized_shape, options, asked)
     x, _ = (check_tensor(name, operands[at]) for name, at in (("x", 0), ("residual", 3)))
@@ -351,8 +348,6 @@ def dropped_add_normalise(
         found = normalise_traced(operands, shape, said, (dropout_p, rng))
     else:
         found = dropout.normalise(operands, shape, said, Dropout(dropout_p, rng))
-        if len(shape) == 1:
-            dropout.remember(operands, said)
     if not asked[2]:
         return found
     rows = (*x.shape[: -len(shape)], math.prod(shape))

@@ -374,9 +374,9 @@ static PyObject *const *run_forward(Lookup *self, Call *call, int packs, PyObjec
   PyObject *said = call->failed ? NULL : keep(call, PyObject_CallMethodOneArg(call->plan, forward_name, m));
   PyObject *const *forward = items_of(call, said, FORWARD);
   if (call->failed || forward[LAUNCH] == Py_None) {
-    PyObject *given[] = {call->plan, call->addresses, tensors_of(self, call), call->shape, m, eps, offset,
-                         places[Y], places[SUM], p};
-    return items_of(call, apply(call, packs ? self->run_recorded : self->run, given, packs ? 7 : 10), RESULTS);
+    PyObject *given[] = {call->plan, call->addresses, tensors_of(self, call), call->shape, m, eps, offset, p,
+                         places[Y], places[SUM]};
+    return items_of(call, apply(call, packs ? self->run_recorded : self->run, given, packs ? 8 : 10), RESULTS);
   }
   PyObject *const *dtypes = items_of(call, get(call, call->plan, dtypes_name), RESULTS);
   PyObject *empty = get(call, call->plan, empty_name);

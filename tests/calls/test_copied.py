@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls import first, neighbours, row_gradients
+from normforge.calls import first, row_gradients
 from normforge.calls.plan import Plan, plan_of
 from normforge.selection import dispatch
 
@@ -26,7 +26,6 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     dispatch.forget()
     names: list[str] = []
     monkeypatch.setattr(first, "Plan", counted(names, "plain", Plan))
-    monkeypatch.setattr(neighbours, "Plan", counted(names, "beside", Plan))
     monkeypatch.setattr(row_gradients, "plan_of", counted(names, "in parts", plan_of))
     yield names
     dispatch.forget()

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from normforge.calls import dropout, native, recorded
+from normforge.calls import native, recorded
 from normforge.calls.lookup import Lookup
 from normforge.kernels.launcher import Launcher
 from normforge.patching import modulating, sums
@@ -32,7 +32,6 @@ _KEPT = ("normforge.calls.native",)
 
 # Dictionaries that calls fill, where they are.
 DICTIONARIES: tuple[tuple[ModuleType, str], ...] = (
-    (dropout, "_checked"),
     (modulating, "_found"),
     (sums, "waiting_sums"),
     (torch_internals, "_ends"),

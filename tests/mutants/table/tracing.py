@@ -123,8 +123,8 @@ MUTANTS = (
         "a-recorded-backward-pass-is-launched",
         "make_fx records the memory of gradients and not what is written to it",
         _AUTOGRAD,
-        "    if dispatch_modes():\n",
-        "    if False:\n",
+        "    if is_dynamo_compiling() or dispatch_modes():\n",
+        "    if is_dynamo_compiling():\n",
         (f"{_TRANSFORMS}::test_a_backward_pass_is_recorded_of_a_call_that_was_not",),
     ),
     Mutant(
