@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from . import prose
 from .groups import AnyMode
 from .lazy import cached_property
 from .values import Pipeline
@@ -121,4 +120,7 @@ class Instance:
     @property
     def summary(self) -> str:
         """One line of prose: what it does, for which N, and how."""
+        # The runtime asks for none, and has every instance.
+        from . import prose
+
         return f"{prose.summary(self.mode)}; N = {self.bucket}; {self.tile.pipeline.summary}"

@@ -96,30 +96,31 @@ __all__ = [
     "which",
 ]
 
-# Where the names above are from: what importing normforge brings, and what waits until somebody asks for it.
+# Where the names above are from: what plain norms need, which importing normforge brings, and what waits until somebody
+# asks for it.
 _HOMES = {
     "calls.backend": ("backend",),
-    "calls.gated_2d": ("gated_layernorm2d_fwd", "gated_rmsnorm2d_fwd"),
-    "calls.modulated_2d": ("modulated_layernorm2d_fwd", "modulated_rmsnorm2d_fwd"),
     "calls.outputs": ("LayerNormOutput", "QuantisedOutput"),
-    "calls.quantised": ("quantised_layer_norm", "quantised_rms_norm"),
     "calls.public": ("layernorm2d_bwd", "layernorm2d_fwd", "rmsnorm2d_bwd", "rmsnorm2d_fwd"),
     "compiled.switch": ("compile_passes",),
     "kernels.binaries": ("load_aot",),
     "nn.functional": ("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"),
-    "nn.gated_modules": ("GatedLayerNorm", "GatedRMSNorm"),
-    "nn.gating": ("gated_layer_norm", "gated_rms_norm"),
-    "nn.grouping": ("GroupNorm", "group_norm"),
-    "nn.modulation": ("modulated_layer_norm", "modulated_rms_norm"),
     "random_mask": ("dropout_mask",),
-    "nn.modules": ("AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"),
     "selection.batch": ("batch_invariant",),
     "selection.dispatch": ("instances", "load_instances"),
 }
 _LATE = {
     "ahead_of_time.compile_keys": ("compile_keys", "recorded_keys"),
     "ahead_of_time.warmup": ("warmup",),
+    "calls.gated_2d": ("gated_layernorm2d_fwd", "gated_rmsnorm2d_fwd"),
+    "calls.modulated_2d": ("modulated_layernorm2d_fwd", "modulated_rmsnorm2d_fwd"),
+    "calls.quantised": ("quantised_layer_norm", "quantised_rms_norm"),
     "calls.which": ("which",),
+    "nn.gated_modules": ("GatedLayerNorm", "GatedRMSNorm"),
+    "nn.gating": ("gated_layer_norm", "gated_rms_norm"),
+    "nn.grouping": ("GroupNorm", "group_norm"),
+    "nn.modulation": ("modulated_layer_norm", "modulated_rms_norm"),
+    "nn.modules": ("AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"),
     "patching.swap": ("patch", "unpatch"),
     "patching.report": ("Patch",),
     "override.switch": ("TorchOverride", "override_torch", "restore_torch"),

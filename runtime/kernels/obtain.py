@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 from .. import settings
 from ..errors import FrozenError
 from ..locks import fork_safe
-from ..upstream import triton_hashes
 from . import binaries
 from .gpu import Target
 from .key import KernelKey
@@ -99,6 +98,8 @@ def compile_for(key: KernelKey, function: Any, target: Target) -> Any:
     """
     import triton
     from triton.backends.compiler import GPUTarget
+
+    from ..upstream import triton_hashes
 
     triton_hashes.settle(function)
     source = key.source(function)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import torch
-from torch.overrides import handle_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
 from ..calls import dropout, eager, native, recorded
 from ..calls.argument_checks import check_dtype, check_number, check_tensor
@@ -35,7 +35,6 @@ from ..compiled.rules import is_left_to_inductor
 from ..dtypes import FLOATS
 from ..errors import ConflictError
 from ..random_mask import dropout_mask
-from .neighbours import is_handed_on
 from .replaced import Replacing
 
 
@@ -486,6 +485,12 @@ def _offset(operands: Operands, options: Options) -> tuple[Operands, Options]:
     check_dtype("weight", check_tensor("weight", weight), (*FLOATS, torch.float64))
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + weight_offset
     return (x, weight, bias, residual, x_bias), (norm, eps, 0.0, out_dtype, cast)
+
+
+def is_handed_on(operands: Sequence[torch.Tensor | None]) -> bool:
+    """Return True if the class of an operand is to be asked for the result of a call, as torch.fx's proxies are."""
+    strange = any(type(operand) not in PLAIN for operand in operands if operand is not None)
+    return strange and has_torch_function(operands)
 
 
 def _handed_on(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:

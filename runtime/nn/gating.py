@@ -18,6 +18,7 @@ from ..calls.traced import is_dynamo_compiling
 from ..codegen.families import Kind
 from ..codegen.values import GateActivation
 from . import neighbours
+from .functional import is_handed_on
 
 
 def gated_layer_norm(
@@ -112,7 +113,7 @@ def _normalise(operands: GatedOperands, options: GatedOptions, group_size: int |
 
 def _first(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
     """A call that is like none before, or one of groups."""
-    if neighbours.is_handed_on(operands):
+    if is_handed_on(operands):
         return _handed_on(operands, options, group_size)
     if is_sharded(*operands):
         return _by_parts(operands, options, group_size)

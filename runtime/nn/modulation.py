@@ -13,6 +13,7 @@ from ..calls.public import ModulatedOperands, ModulatedOptions
 from ..calls.record import records
 from ..calls.traced import is_dynamo_compiling
 from . import neighbours
+from .functional import is_handed_on
 
 
 @overload
@@ -159,7 +160,7 @@ def _normalise(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
 
 def _first(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
     """A call that is like none before."""
-    if neighbours.is_handed_on(operands):
+    if is_handed_on(operands):
         given = calls.named(modulated.CALLS, operands, options)
         return neighbours.handed_on(_PUBLIC[options[0]], operands, given, positional=3)
     modulated.check_gate(operands)

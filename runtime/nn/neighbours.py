@@ -6,13 +6,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function
 
 from ..calls import neighbours
 from ..calls.argument_checks import check_tensor
 from ..calls.backend import backend, left_to_torch
 from ..calls.check import check_normalised
-from ..calls.known import PLAIN
 from ..calls.neighbours import Neighbour, Operands, Options
 from ..calls.sharded import Frame, is_sharded
 from ..calls.traced import becomes_operator, result_dtype, unrecorded
@@ -55,12 +54,6 @@ def _by_parts(calls: Neighbour, operands: Operands, options: Options) -> Any:
     if isinstance(made, tuple):
         return tuple([frame.whole(Kind.ROWS, each) for each in made])
     return frame.whole(Kind.ROWS, made)
-
-
-def is_handed_on(operands: Operands) -> bool:
-    """Whether the class of an operand is to be asked what it makes of a call, as torch.fx's proxies are."""
-    strange = any(type(operand) not in PLAIN for operand in operands if operand is not None)
-    return strange and has_torch_function(operands)
 
 
 def handed_on(function: Callable[..., Any], operands: Operands, given: dict[str, Any], positional: int) -> Any:
