@@ -177,15 +177,8 @@ static int describe(Lookup *self, Call *call) {
 
 /* Find the kind whose guard the tensors fit. */
 static int find_kind(Lookup *self, Call *call) {
-  PyObject *plans = get(call, self->plans_of, plans_name), *kinds = NULL;
-  if (!call->failed && PyDict_CheckExact(plans)) {
-    kinds = PyDict_GetItemWithError(plans, call->key);
-    if (kinds == NULL && !PyErr_Occurred())
-      return 0;
-    /* Another thread may change the dictionary meanwhile. */
-    kinds = keep(call, Py_XNewRef(kinds));
-  } else if (!call->failed)
-    kinds = keep(call, PyObject_CallMethodOneArg(plans, get_name, call->key));
+  PyObject *plans = get(call, self->plans_of, plans_name);
+  PyObject *kinds = call->failed ? NULL : keep(call, PyObject_CallMethodOneArg(plans, get_name, call->key));
   for (Py_ssize_t at = 0; !call->failed && PyTuple_Check(kinds) && at < PyTuple_GET_SIZE(kinds); ++at) {
     call->kind = PyTuple_GET_ITEM(kinds, at);
     if (is_yes(call, apply(call, get(call, call->kind, fits_name), call->there, call->present)))

@@ -21,9 +21,8 @@
 #define SCRATCHES 2
 
 typedef union {
-  CUdeviceptr pointer;
   int32_t i32;
-  int64_t i64;
+  int64_t i64; /* pointers too */
   float f32;
 } Cell;
 
@@ -43,6 +42,9 @@ typedef struct {
   CUresult (*enter)(CUcontext);
 } Driver;
 
+/* What a launch holds of Python. */
+#define EACH_OBJECT(use) use(device) use(current_stream) use(hooks) use(enter) use(leave) use(observed)
+#define AS_OBJECT(name) PyObject *name;
 typedef struct {
   PyObject_HEAD
   vectorcallfunc vectorcall;
@@ -51,48 +53,36 @@ typedef struct {
   unsigned threads, shared, attribute_count;
   CUlaunchAttribute attributes[2];
   int ordinal;
-  PyObject *device, *current_stream, *hooks, *enter, *leave, *observed;
+  EACH_OBJECT(AS_OBJECT)
   Py_ssize_t given, count;
   Parameter *parameters;
 } Launch;
 
 static PyObject *enter_name, *leave_name, *calls_name;
 
-/* A Python value as a kernel takes it; -1 with an exception if it is none. */
+/* Convert a Python value to what a kernel takes: 0, or -1 with an exception if it is none. */
 static int convert(int kind, PyObject *value, Cell *cell) {
-  switch (kind) {
-  case 'p':
-    if (!PyLong_Check(value)) {
-      PyErr_Format(PyExc_TypeError, "a pointer is given as an int, not as %.100s", Py_TYPE(value)->tp_name);
-      return -1;
-    }
-    cell->pointer = PyLong_AsUnsignedLongLong(value);
-    return cell->pointer == (CUdeviceptr)-1 && PyErr_Occurred() ? -1 : 0;
-  case 'i': {
-    long long wide = PyLong_AsLongLong(value);
-    if (wide == -1 && PyErr_Occurred())
-      return -1;
-    if (wide < INT32_MIN || wide > INT32_MAX) {
-      PyErr_Format(PyExc_OverflowError, "%lld does not fit an i32", wide);
-      return -1;
-    }
-    cell->i32 = (int32_t)wide;
-    return 0;
-  }
-  case 'l':
-    cell->i64 = PyLong_AsLongLong(value);
-    return cell->i64 == -1 && PyErr_Occurred() ? -1 : 0;
-  case 'f': {
+  if (kind == 'f') {
     double wide = PyFloat_AsDouble(value);
-    if (wide == -1.0 && PyErr_Occurred())
-      return -1;
     cell->f32 = (float)wide;
-    return 0;
+    return wide == -1.0 && PyErr_Occurred() ? -1 : 0;
   }
-  default:
-    PyErr_Format(PyExc_ValueError, "no kind of parameter: %d", kind);
+  if (kind == 'p' && !PyLong_Check(value)) {
+    PyErr_Format(PyExc_TypeError, "a pointer is given as an int, not as %.100s", Py_TYPE(value)->tp_name);
     return -1;
   }
+  long long wide = kind == 'p' ? (long long)PyLong_AsUnsignedLongLong(value) : PyLong_AsLongLong(value);
+  if (wide == -1 && PyErr_Occurred())
+    return -1;
+  if (kind == 'i' && (wide < INT32_MIN || wide > INT32_MAX)) {
+    PyErr_Format(PyExc_OverflowError, "%lld does not fit an i32", wide);
+    return -1;
+  }
+  if (kind == 'i')
+    cell->i32 = (int32_t)wide;
+  else
+    cell->i64 = wide;
+  return 0;
 }
 
 /* Whether a chain of hooks is in its place and empty: 1 or 0, and -1 with an exception. */
@@ -267,7 +257,7 @@ static int read_parameters(Launch *self, PyObject *told) {
     PyErr_Format(PyExc_ValueError, "%zd parameters, of at most %d", count, MOST_PARAMETERS);
     return -1;
   }
-  self->parameters = PyMem_Calloc(count ? (size_t)count : 1, sizeof(Parameter));
+  self->parameters = PyMem_Calloc((size_t)count, sizeof(Parameter));
   if (self->parameters == NULL) {
     PyErr_NoMemory();
     return -1;
@@ -275,12 +265,8 @@ static int read_parameters(Launch *self, PyObject *told) {
   self->count = count;
   for (Py_ssize_t at = 0; at < count; ++at) {
     Parameter *parameter = &self->parameters[at];
-    PyObject *item = PyTuple_GET_ITEM(told, at), *value;
-    if (!PyTuple_Check(item)) {
-      PyErr_SetString(PyExc_TypeError, "a parameter is a tuple of kind, place and value");
-      return -1;
-    }
-    if (!PyArg_ParseTuple(item, "CnO", &parameter->kind, &parameter->place, &value))
+    PyObject *value;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(told, at), "CnO", &parameter->kind, &parameter->place, &value))
       return -1;
     if (parameter->place >= self->given || parameter->place < -1) {
       PyErr_Format(PyExc_ValueError, "place %zd of %zd values", parameter->place, self->given);
@@ -296,30 +282,29 @@ static int read_parameters(Launch *self, PyObject *told) {
   return 0;
 }
 
+#define TAKE_OBJECT(name) self->name = Py_NewRef(name);
 static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names) {
   static char *known[] = {"library", "function",       "threads", "shared", "pdl",   "cooperative", "given", "parameters",
                           "device",  "current_stream", "hooks",   "enter",  "leave", "observed",    NULL};
+  const CUlaunchAttribute early = {.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+                                   .value = {.programmaticStreamSerializationAllowed = 1}};
+  const CUlaunchAttribute together = {.id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE, .value = {.cooperative = 1}};
   const char *library;
   unsigned long long function;
-  int threads, shared, pdl, cooperative, ordinal;
+  int threads, shared, pdl, cooperative;
   Py_ssize_t given;
   PyObject *parameters, *device, *current_stream, *hooks, *enter, *leave, *observed;
   if (!PyArg_ParseTupleAndKeywords(args, names, "sKiippnO!OOOOOO", known, &library, &function, &threads, &shared, &pdl,
                                    &cooperative, &given, &PyTuple_Type, &parameters, &device, &current_stream, &hooks,
                                    &enter, &leave, &observed))
     return NULL;
-  if (threads <= 0 || shared < 0) {
-    PyErr_Format(PyExc_ValueError, "%d threads with %d bytes of shared memory", threads, shared);
+  long ordinal = PyLong_AsLong(device);
+  if (ordinal == -1 && PyErr_Occurred())
+    return NULL;
+  if (threads <= 0 || shared < 0 || ordinal < 0 || ordinal > INT_MAX) {
+    PyErr_Format(PyExc_ValueError, "%d threads with %d bytes of shared memory on device %ld", threads, shared, ordinal);
     return NULL;
   }
-  long wide = PyLong_AsLong(device);
-  if (wide == -1 && PyErr_Occurred())
-    return NULL;
-  if (wide < 0 || wide > INT_MAX) {
-    PyErr_Format(PyExc_ValueError, "device %ld", wide);
-    return NULL;
-  }
-  ordinal = (int)wide;
   Launch *self = (Launch *)type->tp_alloc(type, 0);
   if (self == NULL)
     return NULL;
@@ -327,24 +312,13 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names) {
   self->function = (CUfunction)(uintptr_t)function;
   self->threads = (unsigned)threads;
   self->shared = (unsigned)shared;
-  self->ordinal = ordinal;
+  self->ordinal = (int)ordinal;
   self->given = given;
-  if (pdl) {
-    CUlaunchAttribute *attribute = &self->attributes[self->attribute_count++];
-    attribute->id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-    attribute->value.programmaticStreamSerializationAllowed = 1;
-  }
-  if (cooperative) {
-    CUlaunchAttribute *attribute = &self->attributes[self->attribute_count++];
-    attribute->id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
-    attribute->value.cooperative = 1;
-  }
-  Py_INCREF(self->device = device);
-  Py_INCREF(self->current_stream = current_stream);
-  Py_INCREF(self->hooks = hooks);
-  Py_INCREF(self->enter = enter);
-  Py_INCREF(self->leave = leave);
-  Py_INCREF(self->observed = observed);
+  if (pdl)
+    self->attributes[self->attribute_count++] = early;
+  if (cooperative)
+    self->attributes[self->attribute_count++] = together;
+  EACH_OBJECT(TAKE_OBJECT)
   if (find_driver(&self->driver, library) < 0 || read_parameters(self, parameters) < 0) {
     Py_DECREF(self);
     return NULL;
@@ -353,27 +327,19 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names) {
 }
 
 /* Like a tuple it is never changed, so a circle through it is cut elsewhere: there is no tp_clear. */
+#define VISIT(name) Py_VISIT(self->name);
 static int traverse(PyObject *object, visitproc visit, void *arg) {
   Launch *self = (Launch *)object;
-  Py_VISIT(self->device);
-  Py_VISIT(self->current_stream);
-  Py_VISIT(self->hooks);
-  Py_VISIT(self->enter);
-  Py_VISIT(self->leave);
-  Py_VISIT(self->observed);
+  EACH_OBJECT(VISIT)
   return 0;
 }
 
+#define RELEASE(name) Py_XDECREF(self->name);
 static void dealloc(PyObject *object) {
   Launch *self = (Launch *)object;
   PyObject_GC_UnTrack(object);
   PyMem_Free(self->parameters);
-  Py_XDECREF(self->device);
-  Py_XDECREF(self->current_stream);
-  Py_XDECREF(self->hooks);
-  Py_XDECREF(self->enter);
-  Py_XDECREF(self->leave);
-  Py_XDECREF(self->observed);
+  EACH_OBJECT(RELEASE)
   Py_TYPE(object)->tp_free(object);
 }
 
