@@ -24,7 +24,7 @@ def _saved(operands: Operands, total: torch.Tensor | None) -> tuple[torch.Tensor
     return operands
 
 
-def _args(options: Options, dtypes: tuple[torch.dtype | None, ...], _: torch.dtype) -> eager.GatedArgs:
+def _args(options: Options, dtypes: tuple[torch.dtype | None, ...], __: torch.dtype | None = None) -> eager.GatedArgs:
     norm, gating, activation, _, weight_offset, *_ = options
     return eager.GatedArgs(norm, gating, activation, weight_offset, dtypes)
 

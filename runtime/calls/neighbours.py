@@ -76,7 +76,7 @@ class Neighbour(NamedTuple):
     launch: Callable[[Found, Options], Any] = _launch
     eager: Callable[[Any, Any], Any] = _nothing
     saved: Callable[[Operands, torch.Tensor | None], tuple[torch.Tensor | None, ...]] = _nothing
-    args: Callable[[Options, tuple[torch.dtype | None, ...], torch.dtype], Any] = _nothing
+    args: Callable[..., Any] = _nothing
     recording: Recording | None = None
     fadd: str = ""
 
