@@ -12,7 +12,6 @@ from . import emit
 from .errors import FolderError
 from .families import Family, Parameter
 from .parameters import BACKWARD, FORWARD, GATED, MODULATED, QUANTISED
-from .values import Norm
 
 # From the repository's root.
 PATH = "runtime/calls/public.py"
@@ -91,7 +90,20 @@ def render_calls() -> str:
         "gated": GATED,
         "quantised": QUANTISED,
     }
-    return emit.render(_TEMPLATE, **families, norms=tuple(Norm), **_HELPERS)
+    return emit.render(_TEMPLATE, **families, **_HELPERS)
+
+
+def _filled(text: str) -> str:
+    """A paragraph of a docstring."""
+    margin = " " * 4
+    return textwrap.fill(
+        " ".join(text.split()),
+        emit.LINE_LENGTH,
+        initial_indent=margin,
+        subsequent_indent=margin,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def _paragraph(text: str, indent: int) -> str:
@@ -140,6 +152,7 @@ def _block(text: str) -> str:
 _HELPERS = {
     "block": _block,
     "names": _names,
+    "filled": _filled,
     "paragraph": _paragraph,
     "fitted": _fitted,
     "import_enums": _import_enums,

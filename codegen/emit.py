@@ -161,18 +161,19 @@ def parts(mode: AnyMode, pipeline: Pipeline) -> tuple[Pipeline | Part, ...]:
     return (pipeline,)
 
 
-def _templates_of(mode: AnyMode) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """What the names of a mode's templates begin with, and those whose macros these call."""
+def _templates_of(mode: AnyMode) -> tuple[str, tuple[tuple[str, str, bool], ...]]:
+    """Return what the names of a mode's templates begin with, and the arguments of `_macros` by name."""
     if isinstance(mode, GroupMode):
         return f"gn_{mode.direction.value}_", ()
     prefix = "bwd_" if mode.is_backward else ""
-    return prefix, (("norm", f"{mode.norm.value}.j2"), ("output", f"{_output_of(mode)}.j2"))
+    norm = mode.norm.row
+    return prefix, (("norm", norm.template, norm.averages), ("output", f"{_output_of(mode)}.j2", True))
 
 
 def _render_kernel(
-    mode: Reader | AnyMode, part: Pipeline | Part, prefix: str, macros: Iterable[tuple[str, str]]
+    mode: Reader | AnyMode, part: Pipeline | Part, prefix: str, macros: Iterable[tuple[str, str, bool]]
 ) -> str:
-    called = {name: _macros(template) for name, template in macros}
+    called = {name: _macros(template, averages) for name, template, averages in macros}
     text = _template(f"{prefix}{part.value}.py.j2").render(m=mode, part=part, **called)
     staged = _BLANK_BEFORE_STAGE.sub("\n\0", text)
     return _BLANK_LINES.sub("\n", staged).replace("\0", "\n").strip("\n")
@@ -313,8 +314,9 @@ def _template(name: str) -> jinja2.Template:
 
 
 @cache
-def _macros(name: str) -> object:
-    return _template(name).module
+def _macros(name: str, averages: bool) -> object:
+    """Return the macros of a template; `averages` says whether sums along a row are divided by its length."""
+    return _template(name).make_module({"averages": averages})
 
 
 def render(name: str, **values: object) -> str:

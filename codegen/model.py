@@ -9,7 +9,8 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from operator import attrgetter
+from typing import Any, NoReturn
 
 from .errors import IllegalCombinationError
 from .lazy import cached_property
@@ -188,10 +189,21 @@ class Mode:
             )
         if self.serves:
             self._check_served()
+        for lacked in self.norm.row.lacks:
+            if attrgetter(lacked)(self):
+                self._refuse(lacked.partition(".")[0])
 
     def __hash__(self) -> int:
         # A name is hashed once, and no two modes have the same.
         return hash(self.name)
+
+    def _refuse(self, name: str) -> NoReturn:
+        """Refuse what a norm lacks: the value of an axis, or every word that makes the mode one that `serves`."""
+        words = self._served if name == "serves" else [f"{name} {self._word(name)}"]
+        left = "it" if len(words) == 1 else "them"
+        raise IllegalCombinationError(
+            f"norm {self.norm.value} has no {', '.join(words)}; leave {left} out, or use another norm"
+        )
 
     def _check_served(self) -> None:
         """What inference engines ask of quantisation is not made for all that kernels do besides."""

@@ -27,12 +27,28 @@ from .values import (
 )
 
 
-def _each(default: str) -> dict[Norm, str]:
-    return dict.fromkeys(Norm, default)
+def _each(default: str, unless: str = "") -> dict[Norm, str]:
+    """Return a default by norm: of every norm, unless the norm lacks what an attribute of a mode says."""
+    return {norm: default for norm in Norm if unless not in norm.row.lacks}
+
+
+def _centred(default: str) -> dict[Norm, str]:
+    """Return a default by norm, of the norms that subtract the mean."""
+    return {norm: default for norm in Norm if norm.centres}
+
+
+def _uncentred(default: str) -> dict[Norm, str]:
+    """Return a default by norm, of the norms that keep the mean, which are those that add a weight_offset."""
+    return {norm: default for norm in Norm if not norm.centres}
 
 
 def _first(meaning: str) -> dict[Norm, str]:
     return {Norm.LAYER: meaning}
+
+
+def _functions(name: str, unless: str = "") -> dict[Norm, str]:
+    """Return the names of a family's functions by norm; `name` holds fields of a `NormRow` in braces."""
+    return {norm: name.format(**vars(norm.row)) for norm in Norm if unless not in norm.row.lacks}
 
 
 # The largest that is not 1 in fp32.
@@ -41,20 +57,18 @@ _LARGEST_P = 1 - 2.0**-24
 
 FORWARD = Family(
     direction=Direction.FORWARD,
-    functions={Norm.LAYER: "layernorm2d_fwd", Norm.RMS: "rmsnorm2d_fwd"},
+    functions=_functions("{stem}2d_fwd"),
     parameters=(
         Parameter(
             "x",
             Kind.ROWS,
             default=_each(REQUIRED),
-            meaning={
-                Norm.LAYER: (
-                    "(..., N), fp16, bf16 or fp32, or float8_e4m3fn or float8_e5m2 with x_scale; rows on any stride, "
-                    "or on two (heads of a packed qkv) or three, the last dimension contiguous, on a GPU (or anywhere "
-                    "under TRITON_INTERPRET=1). M, the number of rows, may be 0."
-                ),
-                Norm.RMS: "see `layernorm2d_fwd`, as for every argument not listed here.",
-            },
+            meaning=_each("see `layernorm2d_fwd`, as for every argument not listed here.")
+            | _first(
+                "(..., N), fp16, bf16 or fp32, or float8_e4m3fn or float8_e5m2 with x_scale; rows on any stride, "
+                "or on two (heads of a packed qkv) or three, the last dimension contiguous, on a GPU (or anywhere "
+                "under TRITON_INTERPRET=1). M, the number of rows, may be 0."
+            ),
             positional=True,
             axis="dtype_in",
             gradient="dx",
@@ -72,7 +86,7 @@ FORWARD = Family(
         Parameter(
             "bias",
             Kind.VECTOR,
-            default={Norm.LAYER: "None"},
+            default=_centred("None"),
             meaning=_first("(N,), likewise, or None for 0."),
             positional=True,
             gradient="dbias",
@@ -81,18 +95,17 @@ FORWARD = Family(
         Parameter(
             "eps",
             Kind.NUMBER,
-            default={Norm.LAYER: "1e-5", Norm.RMS: "1e-6"},
-            meaning={Norm.LAYER: "added to the variance.", Norm.RMS: "added to the mean square."},
+            default={norm: norm.row.eps for norm in Norm},
+            meaning={norm: f"added to the {norm.row.added_to}." for norm in Norm},
             least=0.0,
             functional=True,
-            # torch computes 16-bit inputs in fp32, as the kernels do.
-            torchs={Norm.RMS: "torch.finfo(torch.float32).eps"},
+            torchs={norm: norm.row.torch_eps for norm in Norm if norm.row.torch_eps},
         ),
         Parameter(
             "weight_offset",
             Kind.NUMBER,
-            default={Norm.RMS: "0.0"},
-            meaning={Norm.RMS: "added to every weight, in fp32."},
+            default=_uncentred("0.0"),
+            meaning=_uncentred("added to every weight, in fp32."),
             needs="weight",
             absent="weight_offset={weight_offset} is added to weight and none was passed; pass weight",
             functional=True,
@@ -100,7 +113,7 @@ FORWARD = Family(
         Parameter(
             "residual",
             Kind.ROWS,
-            default=_each("None"),
+            default=_each("None", "fadd.adds"),
             meaning=_first("x's shape, fp16, bf16 or fp32; goes with fadd."),
             wanted="fadd.adds",
             absent="fadd {fadd!r} adds a residual and none was passed; pass residual, or fadd='none'",
@@ -111,7 +124,7 @@ FORWARD = Family(
         Parameter(
             "fadd",
             Kind.WORD,
-            default=_each('"none"'),
+            default=_each('"none"', "fadd.adds"),
             meaning=_first(
                 '"none" (0), "pre_add_store" (1: add residual, return the sum as residual_out) or "pre_add" (2: add '
                 "it)."
@@ -141,7 +154,7 @@ FORWARD = Family(
         Parameter(
             "x_bias",
             Kind.VECTOR,
-            default=_each("None"),
+            default=_each("None", "x_bias"),
             meaning=_first("(N,), added to every row of x before anything else, or None."),
             axis="x_bias",
             wanted="x_bias",
@@ -166,7 +179,7 @@ FORWARD = Family(
         Parameter(
             "dropout_p",
             Kind.NUMBER,
-            default=_each("0.0"),
+            default=_each("0.0", "dropout"),
             meaning=_first(
                 "how likely each element of x, behind x_bias, is dropped before residual is added; those that are kept "
                 "are divided by 1 - dropout_p. 0 <= dropout_p < 1; goes with fadd."
@@ -180,7 +193,7 @@ FORWARD = Family(
         Parameter(
             "dropout_rng",
             Kind.RANDOM,
-            default=_each("None"),
+            default=_each("None", "dropout"),
             meaning=_first(
                 "what the mask follows from, with an element's row and column: (seed, offset), or the same as an int64 "
                 "tensor of two on x's device; a torch.Generator to draw them from; or None for torch's default one. "
@@ -211,7 +224,7 @@ FORWARD = Family(
             "save_mv",
             Kind.FLAG,
             default=_each("False"),
-            meaning={Norm.LAYER: "return mean and rstd.", Norm.RMS: "return rstd; mean is always None."},
+            meaning=_centred("return mean and rstd.") | _uncentred("return rstd; mean is always None."),
             axis="save_mv",
         ),
         Parameter(
@@ -225,7 +238,7 @@ FORWARD = Family(
         Parameter(
             "cast",
             Kind.WORD,
-            default=_each('"after_weight"'),
+            default=_each('"after_weight"', "cast.comes_first"),
             meaning=_first(
                 '"after_weight" (rows are rounded once, to y\'s dtype) or "before_weight" (to 16 bits before they are '
                 "multiplied by weight as well, as Hugging Face's Llama and T5 do: to y's dtype if it has so many, or "
@@ -247,7 +260,7 @@ FORWARD = Family(
         Parameter(
             "residual_out",
             Kind.PLACE,
-            default=_each("None"),
+            default=_each("None", "fadd.adds"),
             meaning=_first(
                 "where the sum goes, instead of a new tensor, in residual's dtype; may be residual or x itself."
             ),
@@ -260,7 +273,7 @@ FORWARD = Family(
         Result("y", Kind.ROWS, axis="dtype_out"),
         Result("residual_out", Kind.ROWS, wanted="fadd.stores", like=("residual",)),
         Result("y_scale", Kind.PER_ROW, wanted="fquant.quantises", axis="scale_dtype"),
-        Result("mean", Kind.PER_ROW, norms=(Norm.LAYER,), wanted="save_mv"),
+        Result("mean", Kind.PER_ROW, norms=tuple(_centred("")), wanted="save_mv"),
         Result("rstd", Kind.PER_ROW, wanted="save_mv"),
     ),
 )
@@ -268,7 +281,7 @@ FORWARD = Family(
 
 BACKWARD = Family(
     direction=Direction.BACKWARD,
-    functions={Norm.LAYER: "layernorm2d_bwd", Norm.RMS: "rmsnorm2d_bwd"},
+    functions=_functions("{stem}2d_bwd"),
     parameters=(
         Parameter(
             "dy",
@@ -299,15 +312,15 @@ BACKWARD = Family(
         Parameter(
             "mean",
             Kind.PER_ROW,
-            default={Norm.LAYER: REQUIRED},
+            default=_centred(REQUIRED),
             meaning=_first("x's shape without the last dimension, fp32, as the forward call saved it."),
         ),
         Parameter("rstd", Kind.PER_ROW, default=_each(REQUIRED), meaning=_first("likewise."), functional=True),
         Parameter(
             "weight_offset",
             Kind.NUMBER,
-            default={Norm.RMS: "0.0"},
-            meaning={Norm.RMS: "as the forward call was given it."},
+            default=_uncentred("0.0"),
+            meaning=_uncentred("as the forward call was given it."),
             needs="weight",
             absent="weight_offset={weight_offset} is added to weight and none was passed; pass weight",
             functional=True,
@@ -315,7 +328,7 @@ BACKWARD = Family(
         Parameter(
             "x_bias",
             Kind.VECTOR,
-            default=_each("None"),
+            default=_each("None", "x_bias"),
             meaning=_first("(N,), if the forward call added one to x; leave it out where x is residual_out."),
             axis="x_bias",
             wanted="x_bias",
@@ -324,7 +337,7 @@ BACKWARD = Family(
         Parameter(
             "dresidual_out",
             Kind.ROWS,
-            default=_each("None"),
+            default=_each("None", "fadd.adds"),
             meaning=_first("x's shape: the gradient of residual_out, added to dx before it is rounded."),
             axis="fadd",
             wanted="fadd.stores",
@@ -342,7 +355,7 @@ BACKWARD = Family(
         Parameter(
             "cast",
             Kind.WORD,
-            default=_each('"after_weight"'),
+            default=_each('"after_weight"', "cast.comes_first"),
             meaning=_first("as the forward call was given it; dweight is then of the rounded rows."),
             words=Cast,
             axis="cast",
@@ -354,14 +367,14 @@ BACKWARD = Family(
         Parameter(
             "bias_dtype",
             Kind.DTYPE,
-            default={Norm.LAYER: "None"},
+            default=_centred("None"),
             meaning=_first("dbias's dtype; None is weight's, or x's without a weight."),
             functional=True,
         ),
         Parameter(
             "dropped_dtype",
             Kind.DTYPE,
-            default=_each("None"),
+            default=_each("None", "dropout"),
             meaning=_first("ddropped's dtype; None is x's."),
         ),
         Parameter(
@@ -378,7 +391,7 @@ BACKWARD = Family(
     results=(
         Result("dx", Kind.ROWS, told="dx_dtype", like=("x",)),
         Result("dweight", Kind.VECTOR, like=("weight",)),
-        Result("dbias", Kind.VECTOR, norms=(Norm.LAYER,), told="bias_dtype", like=("weight", "x")),
+        Result("dbias", Kind.VECTOR, norms=tuple(_centred("")), told="bias_dtype", like=("weight", "x")),
         Result("dx_bias", Kind.VECTOR, wanted="x_bias", like=("x_bias",)),
         Result("ddropped", Kind.ROWS, wanted="dropout", told="dropped_dtype", like=("x",)),
     ),
@@ -398,7 +411,7 @@ DROPPED_BWD = _dropped(BACKWARD, "dropout_p", "dropout_rng", "dropped_dtype")
 MODULATED = Family(
     direction=Direction.FORWARD,
     neighbour="modulated",
-    functions={Norm.LAYER: "modulated_layer_norm", Norm.RMS: "modulated_rms_norm"},
+    functions=_functions("modulated_{function}", "modulated"),
     parameters=(
         replace(FORWARD["x"], gradient=""),
         Parameter(
@@ -450,7 +463,7 @@ MODULATED = Family(
 GATED = Family(
     direction=Direction.FORWARD,
     neighbour="gated",
-    functions={Norm.LAYER: "gated_layer_norm", Norm.RMS: "gated_rms_norm"},
+    functions=_functions("gated_{function}", "gating.gates"),
     parameters=(
         replace(FORWARD["x"], gradient=""),
         Parameter(
@@ -474,7 +487,7 @@ GATED = Family(
         Parameter(
             "bias",
             Kind.GROUPS,
-            default={Norm.LAYER: "None"},
+            default=_centred("None"),
             meaning=_first("likewise, or None for 0."),
             axis="grouped",
             functional=True,
@@ -510,7 +523,7 @@ GATED = Family(
 QUANTISED = Family(
     direction=Direction.FORWARD,
     neighbour="quantised",
-    functions={Norm.LAYER: "quantised_layer_norm", Norm.RMS: "quantised_rms_norm"},
+    functions=_functions("quantised_{function}", "serves"),
     parameters=(
         replace(FORWARD["x"], gradient=""),
         replace(FORWARD["weight"], gradient=""),
@@ -635,14 +648,13 @@ def _unnamed(name: str, kind: Kind, **rest: Any) -> Parameter:
     return Parameter(name, kind, **{"default": _each("None"), "meaning": {}, **rest})
 
 
-_LAYER_ALONE = {Norm.LAYER: "None"}
-_RMS_OFFSET = _unnamed("weight_offset", Kind.NUMBER, default={Norm.RMS: "0.0"})
+_OFFSET = _unnamed("weight_offset", Kind.NUMBER, default=_uncentred("0.0"))
 
 # The rows of one sample are a part, which the programs of that sample share.
 MODULATED_BWD = Family(
     direction=Direction.BACKWARD,
     neighbour="modulated",
-    functions={Norm.LAYER: "modulated_layer_norm_bwd", Norm.RMS: "modulated_rms_norm_bwd"},
+    functions=_functions("modulated_{function}_bwd", "modulated"),
     parameters=(
         _unnamed("dy", Kind.ROWS),
         _unnamed("x", Kind.ROWS),
@@ -651,11 +663,11 @@ MODULATED_BWD = Family(
         _unnamed("gate", Kind.PER_SAMPLE, wanted="x_gate"),
         # What gate multiplied before it was added to the residual.
         _unnamed("gated", Kind.ROWS, wanted="x_gate"),
-        _unnamed("mean", Kind.PER_ROW, default=_LAYER_ALONE),
+        _unnamed("mean", Kind.PER_ROW, default=_centred("None")),
         _unnamed("rstd", Kind.PER_ROW),
         _unnamed("dresidual_out", Kind.ROWS, wanted="fadd.stores"),
         _unnamed("sample_rows", Kind.COUNT),
-        _RMS_OFFSET,
+        _OFFSET,
         *(_unnamed(f"{name}_dtype", Kind.DTYPE) for name in ("dx", "dgated", "dweight", "dbias", "dgate")),
         _unnamed("wants", Kind.NAMES),
     ),
@@ -673,17 +685,17 @@ MODULATED_BWD = Family(
 GATED_BWD = Family(
     direction=Direction.BACKWARD,
     neighbour="gated",
-    functions={Norm.LAYER: "gated_layer_norm_bwd", Norm.RMS: "gated_rms_norm_bwd"},
+    functions=_functions("gated_{function}_bwd", "gating.gates"),
     parameters=(
         _unnamed("dy", Kind.ROWS),
         _unnamed("x", Kind.ROWS),
         _unnamed("gate", Kind.ROWS),
         _unnamed("weight", Kind.PER_PART),
-        _unnamed("bias", Kind.PER_PART, default=_LAYER_ALONE, wanted="gating.is_after"),
-        _unnamed("mean", Kind.PER_ROW, default=_LAYER_ALONE),
+        _unnamed("bias", Kind.PER_PART, default=_centred("None"), wanted="gating.is_after"),
+        _unnamed("mean", Kind.PER_ROW, default=_centred("None")),
         _unnamed("rstd", Kind.PER_ROW),
         _unnamed("groups", Kind.COUNT),
-        _RMS_OFFSET,
+        _OFFSET,
         *(_unnamed(f"{name}_dtype", Kind.DTYPE) for name in ("dx", "dgate", "dweight", "dbias")),
         _unnamed("wants", Kind.NAMES),
     ),
@@ -691,7 +703,7 @@ GATED_BWD = Family(
         Result("dx", Kind.ROWS, told="dx_dtype", like=("x",)),
         Result("dgate", Kind.ROWS, told="dgate_dtype", like=("gate",)),
         Result("dweight", Kind.PER_PART, told="dweight_dtype", like=("weight",)),
-        Result("dbias", Kind.PER_PART, norms=(Norm.LAYER,), told="dbias_dtype", like=("bias",)),
+        Result("dbias", Kind.PER_PART, norms=tuple(_centred("")), told="dbias_dtype", like=("bias",)),
     ),
 )
 

@@ -18,7 +18,7 @@ def summary(mode: AnyMode) -> str:
 
 def title(mode: AnyMode) -> str:
     """The norm and the input type."""
-    norm = "GroupNorm" if isinstance(mode, GroupMode) else mode.norm.title
+    norm = "GroupNorm" if isinstance(mode, GroupMode) else mode.norm.row.title
     return f"{mode.dtype_in.value} {norm} {mode.direction.title}"
 
 

@@ -8,7 +8,7 @@ from itertools import product
 
 from .groups import AnyMode, GroupMode
 from .instance import Bucket, Tile, Tiles
-from .values import Direction, Norm, Pipeline
+from .values import Direction, Pipeline
 
 # The last length of each bucket: hidden sizes that models use, so that a row fills its chunks.
 STANDARD_LENGTHS = (
@@ -60,8 +60,8 @@ class TileClass:
         direction: which kernels.
         itemsize: bytes of an element of x.
         load: what moves besides.
-        rms: whether RMSNorm alone. Where a table has no tiles for it alone, it takes those that it shares with
-            LayerNorm, whose kernels they were measured with.
+        rms: whether the norms that keep the mean, RMSNorm say, alone. Where a table has no tiles for these alone, they
+            take those that they share with LayerNorm, whose kernels the tiles were measured with.
         layout: of GroupNorm, where positions or channels are innermost; "" of norms of rows.
     """
 
@@ -153,7 +153,7 @@ def class_of(mode: AnyMode) -> TileClass:
         load = Load.FP8
     elif mode.fadd.stores if mode.is_backward else not mode.streams:
         load = Load.ADD
-    return TileClass(mode.direction, max(mode.dtype_in.itemsize, _LEAST_ITEMSIZE), load, mode.norm is Norm.RMS)
+    return TileClass(mode.direction, max(mode.dtype_in.itemsize, _LEAST_ITEMSIZE), load, not mode.norm.centres)
 
 
 def standard_ladder() -> tuple[Bucket, ...]:

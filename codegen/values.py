@@ -5,29 +5,102 @@ Beside them how kernels walk a row (`Pipeline`, `Part`), which no manifest says.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 
+@dataclass(frozen=True)
+class NormRow:
+    """Everything that one norm has of its own; signatures, docstrings, kernels, checks and tests read these rows.
+
+    Attributes:
+        prefix: the start of the names of modules and kernels.
+        title: the norm's name in prose.
+        stem: the start of the names of the 2-d functions.
+        function: the name of the differentiable function, in which the names of fused forms end.
+        centres: True if the mean of a row is subtracted (and may be saved).
+        averages: True if the sums of squares along a row, and of g * h backward, are divided by the row's length.
+        eps: the default of eps, as a signature writes it.
+        added_to: what eps is added to, in prose.
+        torch_eps: the value that eps=None stands for, as an expression; "" if None is refused.
+        formula: the paragraph of the 2-d forward function's docstring that defines y.
+        lacks: attributes of a `Mode` that are False for every mode of this norm.
+        template: the template that holds the norm's macros.
+    """
+
+    prefix: str
+    title: str
+    stem: str
+    function: str
+    centres: bool
+    averages: bool
+    eps: str
+    added_to: str
+    torch_eps: str
+    formula: str
+    lacks: tuple[str, ...]
+    template: str
+
+
 class Norm(Enum):
-    """Which normalisation; the value is the manifest's word."""
+    """A normalisation; the value is the manifest's word."""
 
     LAYER = "layer"
     RMS = "rms"
 
     @property
-    def prefix(self) -> str:
-        """How names of this norm start."""
-        return {Norm.LAYER: "ln", Norm.RMS: "rms"}[self]
+    def row(self) -> NormRow:
+        """Everything that this norm has of its own."""
+        return _NORMS[self]
 
     @property
-    def title(self) -> str:
-        """The norm's name in prose."""
-        return {Norm.LAYER: "LayerNorm", Norm.RMS: "RMSNorm"}[self]
+    def prefix(self) -> str:
+        """The start of the names of modules and kernels."""
+        return _NORMS[self].prefix
 
     @property
     def centres(self) -> bool:
-        """Whether the row's mean is subtracted (and may be saved)."""
-        return self is Norm.LAYER
+        """True if the mean of a row is subtracted (and may be saved)."""
+        return _NORMS[self].centres
+
+
+_NORMS = {
+    Norm.LAYER: NormRow(
+        prefix="ln",
+        title="LayerNorm",
+        stem="layernorm",
+        function="layer_norm",
+        centres=True,
+        averages=True,
+        eps="1e-5",
+        added_to="variance",
+        torch_eps="",
+        formula=(
+            "With s = x + x_bias + residual in fp32: y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias, with the "
+            "biased variance (Ba et al., 2016)."
+        ),
+        lacks=(),
+        template="layer.j2",
+    ),
+    Norm.RMS: NormRow(
+        prefix="rms",
+        title="RMSNorm",
+        stem="rmsnorm",
+        function="rms_norm",
+        centres=False,
+        averages=True,
+        eps="1e-6",
+        added_to="mean square",
+        # torch computes 16-bit inputs in fp32, as the kernels do.
+        torch_eps="torch.finfo(torch.float32).eps",
+        formula=(
+            "With s = x + x_bias + residual in fp32: y = s / sqrt(mean(s**2) + eps) * (weight + weight_offset) (Zhang "
+            "and Sennrich, 2019; Gemma stores weight - 1 and passes weight_offset=1)."
+        ),
+        lacks=(),
+        template="rms.j2",
+    ),
+}
 
 
 class Direction(Enum):

@@ -67,7 +67,7 @@ def _announce_a_long_wait(problem: Problem | GroupProblem) -> None:
 def _report(request: Request, machine: Machine, result: Result) -> str:
     problem = request.problem
     timed = "one run" if machine.interpreted else f"median of {request.repeat}, L2 cold"
-    title = f"{GROUP.title()}Norm" if isinstance(problem, GroupProblem) else problem.mode.norm.title
+    title = f"{GROUP.title()}Norm" if isinstance(problem, GroupProblem) else problem.mode.norm.row.title
     lines = [("problem", f"{title} {_what(problem)}, {_size(problem)}{_further(problem)}")]
     if request.print_names:
         lines += [("instance", result.instance), ("kernel", result.kernel)]

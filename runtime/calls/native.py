@@ -71,10 +71,6 @@ class Calls(SimpleNamespace):
     of its name, for calls of the functional API; those of the norms alone are `recorded` and `gradients`.
     """
 
-    layernorm2d_fwd: Callable[..., LayerNormOutput]
-    rmsnorm2d_fwd: Callable[..., LayerNormOutput]
-    layernorm2d_bwd: Callable[..., NormGradients]
-    rmsnorm2d_bwd: Callable[..., NormGradients]
     # Or the same in C.
     recorded: Lookup
     gradients: Lookup

@@ -180,8 +180,8 @@ MUTANTS = (
         "rms-norm-of-short-rows-forgets-eps",
         "RMSNorm in rows adds no eps",
         "templates/rms.j2",
-        "rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / N + eps)",
-        "rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / N)",
+        "rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True){{ over_n }} + eps)",
+        "rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True){{ over_n }})",
         (f"{_ROWS}::test_rms_norm_quantised",),
     ),
     Mutant(
