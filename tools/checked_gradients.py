@@ -15,8 +15,7 @@ from ..calls.functions import completed
 from ..calls.neighbour_rows import CALLS
 from ..calls.outputs import NormGradients
 from ..codegen.families import Kind
-from ..codegen.parameters import BACKWARD, family_of
-from ..codegen.values import Norm
+from ..codegen.parameters import BACKWARD, FORWARD, family_of
 from ..reference import gated as gating_reference
 from ..reference import modulated as modulation_reference
 from ..selection import dispatch
@@ -45,27 +44,27 @@ def _prepare_plain(problem: Problem, device: torch.device) -> Run[NormGradients]
     """
     arguments = inputs(problem, device)
     mode = problem.mode
-    is_layer = mode.norm is Norm.LAYER
-    forward = (public.layernorm2d_fwd if is_layer else public.rmsnorm2d_fwd)(**arguments | {"save_mv": True})
+    forward = getattr(public, FORWARD.functions[mode.norm])(**arguments | {"save_mv": True})
     operands: dict[str, Any] = {"x": arguments["x"], "weight": arguments["weight"], "rstd": forward.rstd}
-    if is_layer:
+    if mode.norm.centres:
         operands["mean"] = forward.mean
     if mode.fadd.stores:
         operands["x"] = forward.residual_out
     elif mode.x_bias:
         operands["x_bias"] = arguments["x_bias"]
     operands |= gradients_in(problem, device)
-    operands |= {row.name: getattr(mode, row.axis) for row in BACKWARD.parameters if row.kind is Kind.WORD}
-    wants = ["dx", "dweight", *(["dbias"] if is_layer else []), *(["dx_bias"] if "x_bias" in operands else [])]
+    operands |= {row.name: getattr(mode, row.axis) for row in BACKWARD.of(mode.norm) if row.kind is Kind.WORD}
+    wants = ["dx", "dweight", *(["dbias"] if mode.norm.centres else []), *(["dx_bias"] if "x_bias" in operands else [])]
     if mode.dropout:
         operands |= {name: arguments[name] for name in ("dropout_p", "dropout_rng")}
         wants.append("ddropped")
-    run = public.layernorm2d_bwd if is_layer else public.rmsnorm2d_bwd
+    run = getattr(public, BACKWARD.functions[mode.norm])
 
     def call() -> NormGradients:
         if not (mode.fadd.stores and mode.x_bias):
-            return run(**operands, wants=wants)
-        gradients = run(**operands, wants=wants, dx_dtype=torch.float32, dropped_dtype=torch.float32)
+            given: NormGradients = run(**operands, wants=wants)
+            return given
+        gradients: NormGradients = run(**operands, wants=wants, dx_dtype=torch.float32, dropped_dtype=torch.float32)
         dtype = arguments["x_bias"].dtype
         wide = {
             name: rows for name, rows in (("dx", gradients.dx), ("ddropped", gradients.ddropped)) if rows is not None
@@ -73,7 +72,7 @@ def _prepare_plain(problem: Problem, device: torch.device) -> Run[NormGradients]
         summed = wide.get("ddropped", wide["dx"]).flatten(0, -2).sum(0)
         return gradients._replace(**{name: rows.to(dtype) for name, rows in wide.items()}, dx_bias=summed.to(dtype))
 
-    oracle = reference.layernorm2d_bwd if is_layer else reference.rmsnorm2d_bwd
+    oracle = reference.BACKWARD[mode.norm]
 
     def validate(gradients: NormGradients) -> tuple[Finding, ...]:
         return tuple(compare_gradients(gradients, oracle(**operands), wants))

@@ -13,7 +13,7 @@ from ..calls.functions import completed
 from ..calls.neighbour_rows import CALLS
 from ..calls.outputs import LayerNormOutput, QuantisedOutput
 from ..calls.which import which
-from ..codegen.parameters import QUANTISED, family_of
+from ..codegen.parameters import FORWARD, QUANTISED, family_of
 from ..codegen.values import Norm, Pipeline
 from ..kernels.gpu import architecture
 from ..reference import gated as gating_reference
@@ -31,8 +31,7 @@ _Forward = Callable[..., LayerNormOutput]
 _Oracle = Callable[..., reference.ReferenceOutput]
 
 _FORWARD: dict[Norm, tuple[_Forward, _Oracle]] = {
-    Norm.LAYER: (public.layernorm2d_fwd, reference.layernorm2d_fwd),
-    Norm.RMS: (public.rmsnorm2d_fwd, reference.rmsnorm2d_fwd),
+    norm: (getattr(public, name), reference.FORWARD[norm]) for norm, name in FORWARD.functions.items()
 }
 
 # By the family's word.

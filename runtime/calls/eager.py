@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from ..codegen.values import Cast, GateActivation, Gating
+from ..codegen.values import Cast, GateActivation, Gating, Norm
 from ..dtypes import HALVES
 from ..mode_words import word
 from ..random_mask import dropped
@@ -83,9 +83,18 @@ def _norm(
     if norm == "rms":
         return functional.rms_norm(x, list(shape), weight, eps)
     assert eps is not None
+    if not _averages(norm):
+        wide = widened(x)
+        h = wide * torch.rsqrt(wide.square().sum(tuple(range(-len(shape), 0)), keepdim=True) + eps)
+        return _affine(h, weight, bias).to(x.dtype)
     if is_forward_ad_on():
         return _layer_norm_written_out(x, tuple(range(-len(shape), 0)), weight, bias, eps)
     return functional.layer_norm(x, list(shape), weight, bias, eps)
+
+
+@constant_in_traces
+def _averages(norm: str) -> bool:
+    return word(Norm, "norm", norm).row.averages
 
 
 def _layer_norm_written_out(
@@ -106,38 +115,54 @@ def _last_dimension(x: torch.Tensor) -> tuple[int, ...]:
         return tuple(x.shape[-1:])
 
 
-def _normalised(
-    s: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Return rows normalised by saved statistics, rstd of shape (..., 1), and whether the norm centres rows.
+class _Normalised(NamedTuple):
+    """Rows normalised by saved statistics.
+
+    Attributes:
+        h: the normalised rows.
+        rstd: the saved rstd, of shape (..., 1).
+        centres: True if the mean was subtracted.
+        averages: True if sums along a row are divided by its length.
+    """
+
+    h: torch.Tensor
+    rstd: torch.Tensor
+    centres: bool
+    averages: bool
+
+    def along(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the mean along each row, or the sum if the norm does not average."""
+        return rows.mean(-1, keepdim=True) if self.averages else rows.sum(-1, keepdim=True)
+
+
+def _normalised(s: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor, averages: bool = True) -> _Normalised:
+    """Return rows normalised by saved statistics.
 
     Where a second derivative could be asked for, statistics become functions of the rows, with the saved values. They
     imply eps.
     """
     rstd = rstd.view(*s.shape[:-1], 1)
     mean = None if mean is None else mean.view(rstd.shape)
+    saved = _Normalised(s, rstd, mean is not None, averages)
     if torch.is_grad_enabled() and s.requires_grad:
         if mean is None:
-            square = s.square().mean(-1, keepdim=True)
+            square = saved.along(s.square())
         else:
             centre = s.mean(-1, keepdim=True)
             mean = mean + (centre - centre.detach())
             square = (s - centre).square().mean(-1, keepdim=True)
         rstd = (rstd.pow(-2) + (square - square.detach())).rsqrt()
-    return (s * rstd, rstd, False) if mean is None else ((s - mean) * rstd, rstd, True)
+    return saved._replace(h=s * rstd if mean is None else (s - mean) * rstd, rstd=rstd)
 
 
-def _through_rows(
-    g: torch.Tensor, normalised: tuple[torch.Tensor, torch.Tensor, bool], dresidual_out: torch.Tensor | None = None
-) -> torch.Tensor:
+def _through_rows(g: torch.Tensor, normalised: _Normalised, dresidual_out: torch.Tensor | None = None) -> torch.Tensor:
     """Return the gradient of rows, given that of the normalised rows (g) and that of the stored sum."""
     if 0 not in g.shape:
         refuse_torch(f"a norm's gradient on {g.device}")
-    h, rstd, centres = normalised
-    dx = g - h * (g * h).mean(-1, keepdim=True)
-    if centres:
-        dx = dx - g.mean(-1, keepdim=True)
-    dx = dx * rstd
+    dx = g - normalised.h * normalised.along(g * normalised.h)
+    if normalised.centres:
+        dx = dx - normalised.along(g)
+    dx = dx * normalised.rstd
     return dx if dresidual_out is None else dx + dresidual_out.float()
 
 
@@ -215,8 +240,9 @@ def plain_gradients(
 ) -> NormGradients:
     """Return the gradients in `wants`, differentiable. mean is None for RMSNorm; dy may be None if only dx is due."""
     dy, x, weight, rstd, x_bias, dresidual_out = operands
-    _, weight_offset, cast, dx_dtype, bias_dtype, wants = options
-    normalised = _normalised(x.float() if x_bias is None else x.float() + x_bias.float(), mean, rstd)
+    norm, weight_offset, cast, dx_dtype, bias_dtype, wants = options
+    s = x.float() if x_bias is None else x.float() + x_bias.float()
+    normalised = _normalised(s, mean, rstd, _averages(norm))
     h, *_ = normalised
     dy = torch.zeros_like(x) if dy is None else dy
     to = _rounded_to(cast, dy.dtype, x.dtype)

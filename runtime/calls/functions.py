@@ -141,7 +141,9 @@ def _without_and_with(row: Parameter, kind: type[Any]) -> tuple[Any, Any]:
 # By their names.
 FUNCTIONS = {name: _function(family, norm) for family in FAMILIES for norm, name in family.functions.items()}
 # By what stands beside the norm, and by norm.
-GRADIENTS_IN_PARTS = {(family.neighbour, norm): _function(family, norm) for family in IN_PARTS for norm in Norm}
+GRADIENTS_IN_PARTS = {
+    (family.neighbour, norm): _function(family, norm) for family in IN_PARTS for norm in family.functions
+}
 
 
 @constant_in_traces

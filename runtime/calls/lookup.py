@@ -70,6 +70,7 @@ class Lookup:
         self.apply, self.apply_add = get("apply"), get("apply_add")
         self._x = table.operands[table.x]
         self._operands = picking([-1 if place == ABSENT else place for place in table.operands])
+        self._places = picking([-1 if place == ABSENT else place for place in table.operands[table.inputs :]])
         self._words, self._coded = picking(table.words), picking(table.coded)
         self._vectors = picking([at for at, is_vector in enumerate(table.in_vectors) if is_vector])
         self._patterns: dict[tuple[bool, ...], _Present] = {}
@@ -94,7 +95,7 @@ class Lookup:
     def call(self, *arguments: Any) -> Any:
         """Launch a call of a function by all its arguments in order, or leave the call to `otherwise`."""
         table, at = self.table, self.table.dropout
-        p, rng = arguments[at : at + 2]
+        p, rng = arguments[at : at + 2] if at >= 0 else (0.0, None)
         if p != 0.0 or rng is not None or type(p) is not float:
             arguments = (*arguments[:at], *self.settled(p, rng, arguments[self._x]), *arguments[at + 2 :])
         if table.wants >= 0 and arguments[table.wants].__class__ is list:
@@ -104,7 +105,7 @@ class Lookup:
             if table.rstd >= 0:
                 return launch.run_backward(*found)
             plan, addresses, tensors, _, m, *_ = found
-            out, residual_out = arguments[-2:]
+            out, residual_out = self._places((*arguments, None))
             if (out is None and residual_out is None) or may_write(
                 plan.extents, addresses, tensors, m, out, residual_out
             ):

@@ -143,8 +143,10 @@ def _autocasts(norm: str) -> bool:
 
 @cache
 def _registered_for_autocast(name: str) -> bool:
-    # Asked of torch, because releases differ: 2.11 does so with layer_norm alone, 2.13 with rms_norm too.
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA"))
+    # Asked of torch, because releases differ: 2.11 does so with layer_norm alone, 2.13 with rms_norm too. Not every
+    # norm of ours is an operator of torch's.
+    has_kernel = torch._C._dispatch_has_kernel
+    return has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
 
 
 def becomes_operator(*tensors: torch.Tensor | None) -> bool:

@@ -10,21 +10,21 @@ from ..codegen.parameters import FORWARD
 from ..codegen.values import Norm
 from ..mode_words import word
 from ..selection import dispatch
+from . import public
 from .argument_checks import refuse_fp8
 from .backend import backend
 from .check import TAKEN_WITH_ITS_SCALE, check, refuse_gradient
-from .public import layernorm2d_fwd, rmsnorm2d_fwd
 from .randomness import described
 
-_FORWARD: dict[Norm, Callable[..., Any]] = {Norm.LAYER: layernorm2d_fwd, Norm.RMS: rmsnorm2d_fwd}
+_FORWARD: dict[Norm, Callable[..., Any]] = {norm: getattr(public, name) for norm, name in FORWARD.functions.items()}
 
 
 def which(*arguments: Any, norm: str | Norm = "layer", functional: bool = False, **keywords: Any) -> str:
     """Name the instance that a forward call would take, without generating or launching anything.
 
     Args:
-        *arguments: what `layernorm2d_fwd` or `rmsnorm2d_fwd` would be given.
-        norm: "layer" or "rms": which of the two.
+        *arguments: the arguments of the norm's forward function, `layernorm2d_fwd` say.
+        norm: the norm's word: "layer" or "rms".
         functional: whether the question is about `layer_norm`, `rms_norm` or a module rather than the forward
             function. Those run torch's own operator where no kernel can run, and then the answer is "torch".
         **keywords: likewise.
@@ -39,7 +39,8 @@ def which(*arguments: Any, norm: str | Norm = "layer", functional: bool = False,
     bound = inspect.signature(_FORWARD[kind]).bind(*arguments, **keywords)
     bound.apply_defaults()
     given = bound.arguments
-    given["dropout_p"], given["dropout_rng"] = described(given["dropout_p"], given["dropout_rng"], given["x"])
+    if "dropout_p" in given:
+        given["dropout_p"], given["dropout_rng"] = described(given["dropout_p"], given["dropout_rng"], given["x"])
     call = check(FORWARD.functions[kind], given)
     if not functional:
         refuse_gradient(call)

@@ -27,7 +27,6 @@ from ..calls.first import launched, launched_backward, refuse_foreign
 from ..calls.functions import FUNCTIONS
 from ..calls.outputs import results_of
 from ..codegen import parameters
-from ..codegen.values import Norm
 from ..compiled.switch import settle
 from ..upstream.imports import when_imported
 from ..upstream.torch_dynamo import eager_only
@@ -177,7 +176,7 @@ def _count_writes(name: str, operator: torch._ops.OpOverload[Any, Any]) -> None:
 
 _FORWARD, _BACKWARD = parameters.FORWARD.functions, parameters.BACKWARD.functions
 
-for _norm in Norm:
+for _norm in _FORWARD:
     _register(_FORWARD[_norm])
     _register(_FORWARD[_norm], into=True)
     _register(_BACKWARD[_norm])

@@ -72,6 +72,7 @@ def rmsnorm2d_bwd(
     weight: torch.Tensor | None = None,
     *,
     rstd: torch.Tensor,
+    averages: bool = True,
     weight_offset: float = 0.0,
     x_bias: torch.Tensor | None = None,
     dresidual_out: torch.Tensor | None = None,
@@ -80,13 +81,17 @@ def rmsnorm2d_bwd(
     cast: str | Cast = "after_weight",
     dtype: torch.dtype = torch.float64,
 ) -> ReferenceGradients:
-    """Compute every gradient that `normforge.rmsnorm2d_bwd` of the same arguments could return."""
+    """Compute every gradient that `normforge.rmsnorm2d_bwd` of the same arguments could return.
+
+    averages is that of the forward call: see `reference.rmsnorm2d_fwd`.
+    """
     h = _sum(x, x_bias, dtype) * rstd.to(dtype).unsqueeze(-1)
     g = dy.to(dtype) if weight is None else dy.to(dtype) * (weight.to(dtype) + weight_offset)
-    dx = (g - h * (g * h).mean(-1, keepdim=True)) * rstd.to(dtype).unsqueeze(-1)
+    count = x.shape[-1] if averages else 1
+    dx = (g - h * (g * h).sum(-1, keepdim=True) / count) * rstd.to(dtype).unsqueeze(-1)
     cast_to = (word(Cast, "cast", cast), dy.dtype, x.dtype)
     kept = _kept(x, dropout_p, dropout_rng)
-    return _finish(dy.to(dtype), dx, h, g, rstd.to(dtype), dresidual_out, cast_to, kept, has_bias=False)
+    return _finish(dy.to(dtype), dx, h, g, rstd.to(dtype), dresidual_out, cast_to, kept, has_bias=False, count=count)
 
 
 def rounded_first(
@@ -137,10 +142,10 @@ def _finish(
     kept: torch.Tensor | None,
     *,
     has_bias: bool,
+    count: int | None = None,
 ) -> ReferenceGradients:
-    terms = (g.abs() + h.abs() * (g * h).abs().mean(-1, keepdim=True) + g.abs().mean(-1, keepdim=True)) * (
-        rstd.unsqueeze(-1)
-    )
+    along = (g * h).abs().sum(-1, keepdim=True) / (count or h.shape[-1])
+    terms = (g.abs() + h.abs() * along + g.abs().mean(-1, keepdim=True)) * rstd.unsqueeze(-1)
     if dresidual_out is not None:
         dx = dx + dresidual_out.to(dx.dtype)
         terms = terms + dresidual_out.to(dx.dtype).abs()

@@ -115,6 +115,7 @@ def rmsnorm2d_fwd(
     weight: torch.Tensor | None = None,
     *,
     eps: float = 1e-6,
+    averages: bool = True,
     weight_offset: float = 0.0,
     residual: torch.Tensor | None = None,
     fadd: str | int | FusedAdd = "none",
@@ -132,10 +133,14 @@ def rmsnorm2d_fwd(
     cast: str | Cast = "after_weight",
     dtype: torch.dtype = torch.float64,
 ) -> ReferenceOutput:
-    """Compute what `normforge.rmsnorm2d_fwd` of the same arguments should return; see `layernorm2d_fwd`."""
+    """Compute what `normforge.rmsnorm2d_fwd` of the same arguments should return; see `layernorm2d_fwd`.
+
+    averages says whether the squares of a row are averaged, or added up as an L2 norm does.
+    """
     dropout = None if dropout_rng is None else _Dropout(dropout_p, dropout_rng, first_row)
     s, terms, residual_out = _sum(_value(x, x_scale), x_bias, dropout, residual, word(FusedAdd, "fadd", fadd), dtype)
-    rstd = (s.square().mean(-1, keepdim=True) + eps).rsqrt()
+    squares = s.square().sum(-1, keepdim=True)
+    rstd = ((squares / s.shape[-1] if averages else squares) + eps).rsqrt()
     y, either = rounded_first(s * rstd, word(Cast, "cast", cast), out_dtype or x.dtype, x.dtype)
     terms = terms * rstd
     if weight is not None:

@@ -468,6 +468,8 @@ static int may_write(Lookup *self, Call *call) {
 
 /* Settle what the mask of a dropout follows from, before anything is looked up. */
 static void settle(Lookup *self, Call *call) {
+  if (self->dropout < 0)
+    return;
   PyObject **p = &call->values[self->dropout], *given[] = {p[0], p[1], operand_at(self, call, self->x)};
   if (p[1] == Py_None && PyFloat_CheckExact(p[0]) && PyFloat_AS_DOUBLE(p[0]) == 0.0)
     return;

@@ -21,13 +21,13 @@ from normforge.codegen.values import (
     FusedQuant,
     GateActivation,
     Gating,
-    Norm,
     Pipeline,
 )
 from normforge.kernels.gpu import target_of
 from normforge.kernels.tile_choice import choose
 from normforge.selection import on_demand
 
+from ..norms import FULL
 from .groups import GroupCase, group_cases
 from .layouts import Layout
 
@@ -45,7 +45,7 @@ _CAST_QUANTISED = ((FP16, FP8), (BF16, INT8))
 
 FORWARD_MODES = tuple(
     mode
-    for norm in Norm
+    for norm in FULL
     for mode in (
         *(Mode(norm, dtype, out, save_mv=True) for dtype, out in _FORWARD_DTYPES),
         *(Mode(norm, dtype, dtype, FusedAdd.PRE_ADD_STORE, save_mv=True) for dtype in (FP16, BF16)),
@@ -53,7 +53,7 @@ FORWARD_MODES = tuple(
     )
 )
 BACKWARD_MODES = tuple(
-    Mode(norm, dtype, dtype, direction=Direction.BACKWARD) for norm, dtype in product(Norm, _BACKWARD_DTYPES)
+    Mode(norm, dtype, dtype, direction=Direction.BACKWARD) for norm, dtype in product(FULL, _BACKWARD_DTYPES)
 )
 
 # What follows is measured with the tiles of each pipeline alone: it changes none of them.
@@ -61,7 +61,7 @@ _CAST = Cast.BEFORE_WEIGHT
 CAST_MODES = {
     Direction.FORWARD: tuple(
         mode
-        for norm in Norm
+        for norm in FULL
         for mode in (
             *(Mode(norm, dtype, out, save_mv=True, cast=_CAST) for dtype, out in _CAST_DTYPES),
             Mode(norm, BF16, BF16, FusedAdd.PRE_ADD_STORE, save_mv=True, cast=_CAST),
@@ -70,7 +70,7 @@ CAST_MODES = {
     ),
     Direction.BACKWARD: tuple(
         Mode(norm, dtype, dtype, direction=Direction.BACKWARD, cast=_CAST)
-        for norm, dtype in product(Norm, (FP16, BF16))
+        for norm, dtype in product(FULL, (FP16, BF16))
     ),
 }
 _GATINGS = (Gating.AFTER_NORM, Gating.BEFORE_NORM)
@@ -79,7 +79,7 @@ _BACKWARD_AXES: tuple[dict[str, Any], ...] = ({"dropout": True}, *({"gating": ga
 BESIDE_MODES = {
     Direction.FORWARD: tuple(
         mode
-        for norm in Norm
+        for norm in FULL
         for mode in (
             *(Mode(norm, dtype, dtype, FusedAdd.PRE_ADD_STORE, dropout=True, save_mv=True) for dtype in (BF16, FP32)),
             *(
@@ -92,14 +92,14 @@ BESIDE_MODES = {
     ),
     Direction.BACKWARD: tuple(
         Mode(norm, dtype, dtype, direction=Direction.BACKWARD, **axes)
-        for norm, dtype in product(Norm, (BF16, FP32))
+        for norm, dtype in product(FULL, (BF16, FP32))
         for axes in _BACKWARD_AXES
     ),
 }
 _HEAD_MODES = {
-    Direction.FORWARD: tuple(Mode(norm, dtype, dtype, save_mv=True) for norm, dtype in product(Norm, (BF16, FP32))),
+    Direction.FORWARD: tuple(Mode(norm, dtype, dtype, save_mv=True) for norm, dtype in product(FULL, (BF16, FP32))),
     Direction.BACKWARD: tuple(
-        Mode(norm, dtype, dtype, direction=Direction.BACKWARD) for norm, dtype in product(Norm, (BF16, FP32))
+        Mode(norm, dtype, dtype, direction=Direction.BACKWARD) for norm, dtype in product(FULL, (BF16, FP32))
     ),
 }
 

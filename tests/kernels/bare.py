@@ -79,20 +79,16 @@ def check_forward(actual: LayerNormOutput, mode: Mode, x: torch.Tensor, vectors:
     """Hold every output against the oracle's."""
     asked: dict[str, Any] = {"eps": EPS, "save_mv": mode.save_mv, "cast": mode.cast}
     asked |= {"fadd": mode.fadd, "fquant": mode.fquant, "out_dtype": TORCH_DTYPES[mode.dtype_out]}
-    if mode.norm.centres:
-        expected = reference.layernorm2d_fwd(x, **vectors, **asked)
-    else:
-        expected = reference.rmsnorm2d_fwd(x, **vectors, **asked, weight_offset=OFFSET)
+    asked |= {} if mode.norm.centres else {"weight_offset": OFFSET}
+    expected = reference.FORWARD[mode.norm](x, **vectors, **asked)
     findings = compare(actual, expected)
     assert all(finding.ok for finding in findings), findings
 
 
 def check_gradients(actual: NormGradients, mode: Mode, operands: dict[str, Any]) -> None:
     """Hold every gradient there is against the oracle's."""
-    if mode.norm.centres:
-        expected = reference.layernorm2d_bwd(**operands, cast=mode.cast)
-    else:
-        expected = reference.rmsnorm2d_bwd(**operands, weight_offset=OFFSET, cast=mode.cast)
+    asked: dict[str, Any] = {} if mode.norm.centres else {"weight_offset": OFFSET}
+    expected = reference.BACKWARD[mode.norm](**operands, **asked, cast=mode.cast)
     findings = compare_gradients(actual, expected)
     assert len(findings) == sum(gradient is not None for gradient in actual)
     assert all(finding.ok for finding in findings), findings

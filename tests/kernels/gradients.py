@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from normforge import reference
-from normforge.calls import gated_backward, modulated_backward
+from normforge.calls import gated_backward, modulated_backward, public
 from normforge.calls.eager import GatedArgs, GatedSaved, ModulatedArgs, ModulatedSaved
 from normforge.calls.outputs import NormGradients
-from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.model import Mode
+from normforge.codegen.parameters import BACKWARD
 from normforge.codegen.values import DType
 from normforge.dtypes import TORCH_DTYPES
 from normforge.random_mask import dropout_mask, kept_factor
@@ -100,12 +100,14 @@ class GradientProblem:
         return tensors
 
     def _run(self, tensors: dict[str, torch.Tensor], mean: torch.Tensor, rstd: torch.Tensor) -> NormGradients:
-        operands: dict[str, Any] = {**tensors, "cast": self.mode.cast}
+        operands: dict[str, Any] = {**tensors, "rstd": rstd, "wants": self.wants()}
+        if self.mode.cast.comes_first:
+            operands["cast"] = self.mode.cast
         if self.mode.dropout:
             operands["dropout_p"] = DROPOUT_P
-        if self.mode.norm.centres:
-            return layernorm2d_bwd(**operands, mean=mean, rstd=rstd, wants=self.wants())
-        return rmsnorm2d_bwd(**operands, rstd=rstd, weight_offset=self.weight_offset, wants=self.wants())
+        operands |= {"mean": mean} if self.mode.norm.centres else {"weight_offset": self.weight_offset}
+        gradients: NormGradients = getattr(public, BACKWARD.functions[self.mode.norm])(**operands)
+        return gradients
 
     def _oracle(
         self, tensors: dict[str, torch.Tensor]
@@ -119,12 +121,9 @@ class GradientProblem:
         # y has dy's dtype, or else x's: what is rounded to first is the first of 16 bits.
         halves = [dtype for dtype in (tensors["dy"].dtype, tensors["x"].dtype) if dtype.itemsize == 2]
         asked |= {"cast": self.mode.cast, "out_dtype": (*halves, torch.float32)[0]}
-        if self.mode.norm.centres:
-            output = reference.layernorm2d_fwd(x, weight, bias, **asked)
-            unweighted = reference.layernorm2d_fwd(x, **asked)
-        else:
-            output = reference.rmsnorm2d_fwd(x, weight, weight_offset=self.weight_offset, **asked)
-            unweighted = reference.rmsnorm2d_fwd(x, **asked)
+        oracle = reference.FORWARD[self.mode.norm]
+        own = {"bias": bias} if self.mode.norm.centres else {"weight_offset": self.weight_offset}
+        output, unweighted = oracle(x, weight, **own, **asked), oracle(x, **asked)
         assert output.rstd is not None
         loss = (output.z * exact["dy"].detach()).sum()
         if self.mode.fadd.stores:

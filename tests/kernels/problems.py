@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-import normforge
 from normforge import LayerNormOutput, QuantisedOutput, reference
+from normforge.calls import public
 from normforge.calls.functions import FUNCTIONS, completed
 from normforge.codegen.families import Kind, Parameter
 from normforge.codegen.model import Mode
-from normforge.codegen.parameters import family_of
+from normforge.codegen.parameters import FORWARD, family_of
 from normforge.codegen.values import INPUT_DTYPES, DType, Norm
 from normforge.dtypes import TORCH_DTYPES
 from normforge.mode_arguments import arguments_of
@@ -27,14 +27,8 @@ from normforge.reference.quantised import ReferenceQuantised
 from normforge.tools.compare import compare, compare_quantised, numbers_of
 
 _FORWARD: dict[Norm, Callable[..., LayerNormOutput]] = {
-    Norm.LAYER: normforge.layernorm2d_fwd,
-    Norm.RMS: normforge.rmsnorm2d_fwd,
+    norm: getattr(public, name) for norm, name in FORWARD.functions.items()
 }
-_REFERENCE: dict[Norm, Callable[..., ReferenceOutput]] = {
-    Norm.LAYER: reference.layernorm2d_fwd,
-    Norm.RMS: reference.rmsnorm2d_fwd,
-}
-
 _MODULATED: dict[Norm, Callable[..., ReferenceOutput]] = {
     Norm.LAYER: modulation_reference.modulated_layer_norm,
     Norm.RMS: modulation_reference.modulated_rms_norm,
@@ -48,7 +42,7 @@ _QUANTISED: dict[Norm, Callable[..., ReferenceQuantised]] = {
     Norm.RMS: quantisation_reference.quantised_rms_norm,
 }
 _ORACLES: dict[str, Mapping[Norm, Callable[..., Any]]] = {
-    "": _REFERENCE,
+    "": reference.FORWARD,
     "modulated": _MODULATED,
     "gated": _GATED,
     "quantised": _QUANTISED,

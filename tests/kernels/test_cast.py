@@ -14,6 +14,7 @@ from normforge.codegen.model import Mode
 from normforge.codegen.values import Cast, Direction, DType, FusedQuant, Norm, Part, Pipeline
 from normforge.dtypes import TORCH_DTYPES
 
+from ..norms import FULL
 from .bare import EPS, OFFSET, check_forward, check_gradients, outputs, run, run_backward, saved
 from .rendering import kernel_of
 
@@ -73,7 +74,7 @@ def launched(
 
 
 @pytest.mark.parametrize(("dtype", "out"), TYPES, ids=lambda dtype: dtype.value)
-@pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
+@pytest.mark.parametrize("norm", FULL, ids=lambda norm: norm.value)
 @pytest.mark.parametrize("cut", FORWARD, ids=str)
 def test_a_row_is_rounded_before_the_weight(cut: Cut, norm: Norm, dtype: DType, out: DType, package: Path) -> None:
     """With a weight of 16 bits the product is exact in fp32, so that two roundings decide all bits of y."""
@@ -104,7 +105,7 @@ def test_a_row_is_rounded_before_the_weight(cut: Cut, norm: Norm, dtype: DType, 
     [(DType.BF16, DType.INT8), (DType.FP16, DType.INT8), (DType.BF16, DType.FP8_E4M3FNUZ)],
     ids=lambda dtype: dtype.value,
 )
-@pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
+@pytest.mark.parametrize("norm", FULL, ids=lambda norm: norm.value)
 @pytest.mark.parametrize("cut", QUANTISING, ids=str)
 def test_a_row_is_rounded_before_it_is_quantised(
     cut: Cut, norm: Norm, dtype: DType, out: DType, weighted: bool, package: Path
@@ -122,7 +123,7 @@ def test_a_row_is_rounded_before_it_is_quantised(
 
 @pytest.mark.parametrize("dy", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.FP32], ids=lambda dtype: dtype.value)
-@pytest.mark.parametrize("norm", Norm, ids=lambda norm: norm.value)
+@pytest.mark.parametrize("norm", FULL, ids=lambda norm: norm.value)
 @pytest.mark.parametrize("cut", BACKWARD, ids=str)
 def test_dweight_is_of_the_rounded_row_and_dx_of_the_row(
     cut: Cut, norm: Norm, dtype: DType, dy: torch.dtype, package: Path

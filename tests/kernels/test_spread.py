@@ -24,6 +24,7 @@ from normforge.codegen.tiling import power_of_two
 from normforge.codegen.values import Direction, DType, FusedAdd, Norm, Pipeline
 from normforge.dtypes import TORCH_DTYPES
 
+from ..norms import FULL
 from .bare import OFFSET, check_forward, check_gradients, outputs, run, run_backward, saved
 from .rendering import kernel_of
 
@@ -112,7 +113,7 @@ class Forward:
 
 FORWARD_MODES = [
     Mode(norm, dtype, dtype, fadd, save_mv=save_mv)
-    for norm in Norm
+    for norm in FULL
     for dtype, fadd, save_mv in (
         (DType.BF16, FusedAdd.NONE, False),
         (DType.FP16, FusedAdd.NONE, True),
@@ -242,7 +243,7 @@ class Backward:
 
 BACKWARD_MODES = [
     Mode(norm, dtype, dtype, fadd, x_bias=x_bias, direction=Direction.BACKWARD)
-    for norm in Norm
+    for norm in FULL
     for dtype, fadd, x_bias in (
         (DType.BF16, FusedAdd.NONE, False),
         (DType.FP32, FusedAdd.PRE_ADD_STORE, False),

@@ -17,10 +17,11 @@ from normforge.calls.row_layout import row_stride
 from normforge.codegen import emit
 from normforge.codegen.groups import AnyMode, group_modes
 from normforge.codegen.model import Mode
-from normforge.codegen.values import Direction, DType, FusedAdd, FusedQuant, Gating, Norm, Part, Pipeline
+from normforge.codegen.values import Direction, DType, FusedAdd, FusedQuant, Gating, Part, Pipeline
 from normforge.dtypes import DTYPES
 from normforge.kernels.strides import RowWalk
 from normforge.selection import dispatch
+from tests.norms import FULL
 from tests.sanitizer.beside import Beside, beside
 from tests.sanitizer.cells import ARCH, Cell, TileKind, cells, edges, every, kind_of, share, text_of
 from tests.sanitizer.worker import call, call_of
@@ -32,7 +33,7 @@ _WAYS = {"save_mv": True}, {"direction": Direction.BACKWARD}
 MODES: dict[tuple[str, str], list[AnyMode]] = {
     **{
         (norm.value, step): [Mode(norm, _BF16, _BF16, **axes, **way) for axes in each for way in ways]
-        for norm in Norm
+        for norm in FULL
         for step, each, ways in (
             ("dropped", ({"dropout": True, "fadd": FusedAdd.PRE_ADD_STORE},), _WAYS),
             ("modulated", ({"modulated": True},), _WAYS),
@@ -43,7 +44,7 @@ MODES: dict[tuple[str, str], list[AnyMode]] = {
         (norm.value, "gated_quantised"): [
             Mode(norm, _BF16, DType.INT8, gating=Gating.AFTER_NORM, fquant=FusedQuant.DYNAMIC, save_mv=True)
         ]
-        for norm in Norm
+        for norm in FULL
     },
     **{
         (norm.value, "modulated_quantised"): [
@@ -58,7 +59,7 @@ MODES: dict[tuple[str, str], list[AnyMode]] = {
                 x_gate=True,
             )
         ]
-        for norm in Norm
+        for norm in FULL
     },
     ("group", "grouped"): [mode for mode in group_modes() if mode.dtype_in is _BF16],
 }
