@@ -26,6 +26,7 @@ class Kind(Enum):
     VECTOR = "vector"
     PER_PART = "per_part"
     PER_ROW = "per_row"
+    IMAGES = "images"
     SCALE = "scale"
     VALUE = "value"
     RANDOM = "random"
@@ -40,7 +41,7 @@ class Kind(Enum):
     @property
     def is_tensor(self) -> bool:
         """Whether it has an address."""
-        return self in (*_OF_ROWS, Kind.VECTOR, Kind.PER_PART, Kind.PER_ROW, Kind.SCALE, Kind.VALUE, Kind.RANDOM)
+        return self in (*_OF_ROWS, *_NOT_OF_ROWS)
 
     @property
     def has_row_stride(self) -> bool:
@@ -54,6 +55,7 @@ class Kind(Enum):
 
 
 _OF_ROWS = (Kind.ROWS, Kind.SAMPLES, Kind.GROUPS, Kind.PER_SAMPLE, Kind.PLACE)
+_NOT_OF_ROWS = (Kind.VECTOR, Kind.PER_PART, Kind.PER_ROW, Kind.IMAGES, Kind.SCALE, Kind.VALUE, Kind.RANDOM)
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,14 @@ KINDS: Mapping[Kind, KindRow] = {
     Kind.GROUPS: KindRow("torch.Tensor", "Tensor"),
     # (B, N), one row per sample, on any stride.
     Kind.PER_SAMPLE: KindRow("torch.Tensor", "Tensor"),
-    # (N,).
+    # (N,); of GroupNorm (C,), one value per channel.
     Kind.VECTOR: KindRow("torch.Tensor", "Tensor"),
     # (P, N) and contiguous, one row per part: per sample, or per group of columns; or (N,) where there is one part.
     Kind.PER_PART: KindRow("torch.Tensor", "Tensor"),
-    # x's shape without the last dimension, fp32.
+    # x's shape without the last dimension, fp32; of GroupNorm, whose rows are groups, (B, groups).
     Kind.PER_ROW: KindRow("torch.Tensor", "Tensor"),
+    # (B, C, ...), with positions or channels innermost in memory and no gaps.
+    Kind.IMAGES: KindRow("torch.Tensor", "Tensor"),
     # One value a row, x's shape without the last dimension or with one of 1 there, or one for all, of any shape; fp32.
     Kind.SCALE: KindRow("torch.Tensor", "Tensor"),
     # One fp32 value, of any shape, that the host does not read.

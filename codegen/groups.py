@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import product
 from math import prod
+from typing import ClassVar
 
 from .errors import IllegalCombinationError
 from .lazy import cached_property
 from .model import Mode
-from .values import INPUT_DTYPES, Direction, DType, Part, Pipeline
+from .values import INPUT_DTYPES, Direction, DType, Norm, Part, Pipeline, ScaleFormat
 
 # The manifest's word on the axis `norm`, and how names of these modes start.
 GROUP = "group"
@@ -48,6 +49,14 @@ class GroupMode:
     direction: Direction = Direction.FORWARD
     activation: Activation = Activation.NONE
     channels_last: bool = False
+
+    # What rows of `parameters` ask of the modes of every family.
+    norm: ClassVar[Norm] = Norm.LAYER
+    serves: ClassVar[bool] = False
+    shares: ClassVar[bool] = False
+    dropout: ClassVar[bool] = False
+    has_scale_strides: ClassVar[bool] = False
+    scale_format: ClassVar[ScaleFormat] = ScaleFormat.FLOAT
 
     def __post_init__(self) -> None:
         if self.dtype_in not in INPUT_DTYPES:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from .families import REQUIRED, Family, Kind, Parameter, Result
-from .model import Mode
+from .groups import GROUP as GROUP_WORD
+from .groups import AnyMode, GroupMode
 from .values import (
     Cast,
     Direction,
@@ -707,13 +708,61 @@ GATED_BWD = Family(
     ),
 )
 
+
+def _of_groups(name: str, kind: Kind, **rest: Any) -> Parameter:
+    return _unnamed(name, kind, default={Norm.LAYER: REQUIRED}, **rest)
+
+
+# GroupNorm, whose checks and docstring are `nn.grouping`'s: a row is one group of channels of one sample.
+GROUP = Family(
+    direction=Direction.FORWARD,
+    neighbour=GROUP_WORD,
+    functions={Norm.LAYER: "group_norm"},
+    parameters=(
+        _of_groups("x", Kind.IMAGES, functional=True),
+        _of_groups("weight", Kind.VECTOR, optional=True, functional=True),
+        _of_groups("bias", Kind.VECTOR, optional=True, functional=True),
+        _of_groups("num_groups", Kind.COUNT, functional=True),
+        _of_groups("eps", Kind.NUMBER, least=0.0, functional=True),
+        _of_groups("activation", Kind.WORD, functional=True),
+        _of_groups("out_dtype", Kind.DTYPE, optional=True),
+        _of_groups("save_mv", Kind.FLAG, functional=True),
+    ),
+    results=(
+        Result("y", Kind.IMAGES, told="y_dtype"),
+        Result("mean", Kind.PER_ROW),
+        Result("rstd", Kind.PER_ROW),
+    ),
+)
+
+GROUP_BWD = Family(
+    direction=Direction.BACKWARD,
+    neighbour=GROUP_WORD,
+    functions={Norm.LAYER: "group_norm_backward"},
+    parameters=(
+        _of_groups("dy", Kind.IMAGES),
+        *(GROUP[name] for name in ("x", "weight", "bias")),
+        # One tensor is passed, (2, B, groups).
+        *(_of_groups(name, Kind.PER_ROW, argument="statistics") for name in ("mean", "rstd")),
+        *(GROUP[name] for name in ("num_groups", "eps", "activation")),
+        _of_groups("wants", Kind.NAMES),
+    ),
+    results=(
+        Result("dx", Kind.IMAGES, told="dx_dtype"),
+        Result("dweight", Kind.VECTOR, told="dweight_dtype"),
+        Result("dbias", Kind.VECTOR, told="dbias_dtype"),
+    ),
+)
+
 FAMILIES = (FORWARD, BACKWARD, MODULATED, GATED, QUANTISED)
 # The families that only autograd calls: rows are in parts, and no function has a public name.
 IN_PARTS = (MODULATED_BWD, GATED_BWD)
 
 
-def family_of(mode: Mode) -> Family:
+def family_of(mode: AnyMode) -> Family:
     """Return the family of functions that calls of a mode are made to."""
+    if isinstance(mode, GroupMode):
+        return GROUP_BWD if mode.is_backward else GROUP
     if mode.modulated:
         return MODULATED_BWD if mode.is_backward else MODULATED
     if mode.gating.gates:

@@ -65,7 +65,7 @@ class Table(NamedTuple):
         numbers: eps, weight_offset and dropout_p, as far as the family has them.
         inputs: how many operands are read; those behind are written.
         x: the operand whose rows are normalised.
-        samples: whether the key holds the sizes of x, because rows per sample are part of a plan.
+        samples: whether the key holds the sizes of x, because rows or positions per sample are part of a plan.
         mean: the operand that is the rows' means, where one tensor is passed for these and rstd; else -1.
         rstd: the operand that is the rows' rstd, or -1 in a forward call.
         dropout: the place of dropout_p, with dropout_rng behind it, or -1.
@@ -118,11 +118,11 @@ def table_of(family: Family, norm: Norm | None = None) -> Table:
         in_vectors=bytes(row.is_read_in_vectors for row in every),
         words=places(words),
         # Another class may have an equal of an argument, as True is equal to 1, and 1.0 too.
-        coded=places([row for row in words if row.kind is Kind.FLAG or row.takes_codes]),
+        coded=places([row for row in words if row.kind in (Kind.FLAG, Kind.COUNT) or row.takes_codes]),
         numbers=tuple(_number(row, names, is_functional=norm is None) for row in numbers),
         inputs=len(family.inputs),
         x=operands.index("x"),
-        samples=int(any(row.kind is Kind.SAMPLES for row in every)),
+        samples=int(any(row.kind in (Kind.SAMPLES, Kind.IMAGES) for row in every)),
         mean=place(operands, "mean", norm is None),
         rstd=place(operands, "rstd"),
         dropout=place(names, "dropout_p"),

@@ -47,8 +47,7 @@ class CallKind:
         strides: of rows that do not adjoin, likewise: elements from row to row, and of rows on several strides these
             with the sizes between them, "6144x32x128". They are the smallest that no kernel can tell from the call's.
         misaligned: the tensors that start at no multiple of 16 bytes.
-        sums: of GroupNorm, the types of the gradients that partial sums are added up into, where that is all.
-        rows: the class of M, one of `ROWS`; "" where M does not count.
+        rows: the class of M, one of `ROWS`.
         invariant: whether they are batch invariant.
     """
 
@@ -57,7 +56,6 @@ class CallKind:
     dtypes: Words = ()
     strides: Words = ()
     misaligned: tuple[str, ...] = ()
-    sums: Words = ()
     rows: str = ""
     invariant: bool = False
 
@@ -73,12 +71,12 @@ class CallKind:
         return size["n"] if "n" in size else size["channels"] // size["groups"] * size["positions"]
 
     def at(self, rows: Iterable[str]) -> list[CallKind]:
-        """The same at some classes of M; itself where M does not count."""
-        return [replace(self, rows=word) for word in rows] if self.rows else [self]
+        """The same at some classes of M."""
+        return [replace(self, rows=word) for word in rows]
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name} = {size}" for name, size in self.sizes)
-        return f"{self.mode} with {sizes} and {self.rows or 'any number of'} rows"
+        return f"{self.mode} with {sizes} and {self.rows} rows"
 
 
 def lines_of(kinds: Iterable[CallKind]) -> list[str]:
@@ -94,7 +92,7 @@ def lines_of(kinds: Iterable[CallKind]) -> list[str]:
 def _document(alike: list[CallKind]) -> dict[str, Any]:
     first, classes = alike[0], {kind.rows for kind in alike}
     found: dict[str, Any] = {"mode": first.mode, **first.size, "rows": [word for word in ROWS if word in classes]}
-    for name in ("dtypes", "strides", "sums"):
+    for name in ("dtypes", "strides"):
         if getattr(first, name):
             found[name] = dict(getattr(first, name))
     if first.misaligned:
@@ -118,12 +116,12 @@ def read_line(line: str) -> Iterator[CallKind]:
         names = GROUP_SIZES if isinstance(mode_named(document["mode"]), GroupMode) else ROW_SIZES
     except IllegalCombinationError as error:
         raise ValueError(str(error)) from error
-    known = ("mode", *names, "rows", "dtypes", "strides", "sums", "misaligned", "invariant")
+    known = ("mode", *names, "rows", "dtypes", "strides", "misaligned", "invariant")
     unknown = [key for key in document if key not in known]
     if unknown:
         raise ValueError(f"{unknown[0]!r} is none of {', '.join(known)}")
     rows = document.get("rows")
-    if not isinstance(rows, list) or not all(word in ROWS for word in rows) or not (rows or document.get("sums")):
+    if not isinstance(rows, list) or not rows or not all(word in ROWS for word in rows):
         raise ValueError(f"rows is {rows!r}, and takes some of {', '.join(ROWS)}")
     misaligned = document.get("misaligned", [])
     if not isinstance(misaligned, list) or not all(_is(_NAME, name) for name in misaligned):
@@ -131,14 +129,13 @@ def read_line(line: str) -> Iterator[CallKind]:
     invariant = document.get("invariant", False)
     if not isinstance(invariant, bool):
         raise ValueError(f"invariant is {invariant!r}, and takes true or false")
-    for word in dict.fromkeys(rows) or ("",):
+    for word in dict.fromkeys(rows):
         yield CallKind(
             mode=document["mode"],
             sizes=tuple([(name, _size(document, name)) for name in names]),
             dtypes=_words(document, "dtypes", _NAME),
             strides=_words(document, "strides", _STRIDES),
             misaligned=tuple(sorted(set(misaligned))),
-            sums=_words(document, "sums", _NAME),
             rows=word,
             invariant=invariant,
         )

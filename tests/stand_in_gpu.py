@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from normforge.ahead_of_time import compile_keys, warmup
-from normforge.calls import backend, first, group, group_plan, neighbours, plan
+from normforge.calls import backend, first, group, neighbours, plan
 from normforge.kernels.gpu import named_target
 
 from .stand_in_driver import Driver, driving
@@ -27,7 +27,7 @@ def on_an_h200() -> Iterator[Driver]:
         def put(place: object, name: str, value: object) -> None:
             patches.enter_context(mock.patch.object(place, name, return_value=value))
 
-        for module in (plan, group_plan, compile_keys, warmup):
+        for module in (plan, compile_keys, warmup):
             put(module, "target_of", target)
         for module in (first, group, neighbours):
             put(module, "require_device", None)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
 import torch
 
-from ..calls.group_plan import GroupPlan, Kind
+from ..calls.group import call_in_memory, slots_of
+from ..calls.plan import Plan
 from ..codegen.axes import SAME
 from ..codegen.groups import GroupMode
 from ..codegen.values import Direction
@@ -128,41 +129,41 @@ def launches(
         deployment: what else they bring.
         trained: whether some of a forward mode save statistics, for a backward pass.
     """
-    for plan, finals in _plans(mode, shape, target, deployment, trained=trained):
+    for plan in _plans(mode, shape, target, deployment, trained=trained):
         for word, samples in shape.batches(plan.entry, deployment.rows).items():
-            finishers = [plan.finisher(finals)[0]] if any(finals) else []
-            for launcher in (*plan.prepared(samples).launchers, *finishers):
+            for launcher in plan.prepared(samples * shape.groups).launchers:
                 yield plan.entry.name, word, launcher
-
-
-_Finals = tuple[torch.dtype | None, ...]
 
 
 def _plans(
     mode: GroupMode, shape: GroupShape, target: Target, deployment: Deployment, *, trained: bool
-) -> Iterator[tuple[GroupPlan, _Finals]]:
-    """Plans, each with the types of the gradients that it adds up."""
+) -> Iterator[Plan]:
+    """Yield a plan for each combination of what calls may bring."""
     size, own = (shape.channels, shape.groups, shape.positions), TORCH_DTYPES[mode.dtype_in]
 
     def dtype(kind: Asked) -> torch.dtype | None:
         return own if kind == SAME else kind if isinstance(kind, torch.dtype) else None
 
+    def plan(dtypes: Mapping[str, torch.dtype | None], names: Collection[str], due: dict[str, torch.dtype]) -> Plan:
+        there = {name: kind for name, kind in dtypes.items() if kind is not None}
+        tensors = {name: torch.empty(0, dtype=kind, device="cpu") for name, kind in there.items()}
+        call = call_in_memory(mode, size, tensors, due)
+        return Plan(call, slots_of(call, names), target)
+
     for weight, names in product(map(dtype, deployment.weight_dtypes), deployment.misaligned):
         for bias in [weight] if deployment.bias_dtypes is None else map(dtype, deployment.bias_dtypes):
             dtypes = {"x": own, "weight": weight, "bias": bias}
-            there = [name for name in ("dy", *dtypes) if name in names and (name == "dy" or dtypes[name] is not None)]
             if mode.is_backward:
                 vectors = {"dweight": weight, "dbias": bias}
                 for dy, wants in product(map(dtype, deployment.dy_dtypes), deployment.wants or (("dx", *SUMS),)):
                     due = {name: kind for name, kind in vectors.items() if kind is not None and name in wants}
                     if due or "dx" in wants:
-                        kind = Kind.backward(mode, size, {"dy": dy, **dtypes}, due, there)
-                        yield GroupPlan(kind, target, None), tuple([due.get(name) for name in SUMS])
+                        yield plan({"dy": dy, **dtypes}, names, {"dx": own, **due})
                 continue
             for y, saves in product(map(dtype, deployment.y_dtypes), (False, True) if trained else (False,)):
                 assert y is not None
-                kind = Kind.forward(mode, size, dtypes, y, [name for name in there if name != "dy"], saves=saves)
-                yield GroupPlan(kind, target, None), ()
+                saved = dict.fromkeys(("mean", "rstd") if saves else (), torch.float32)
+                yield plan(dtypes, names, {"y": y, **saved})
 
 
 def trained(modes: Iterable[GroupMode]) -> frozenset[GroupMode]:

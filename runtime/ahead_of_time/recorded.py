@@ -8,15 +8,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import torch
 
 from ..call_kinds import FEW, CallKind
-from ..calls.group_plan import GroupPlan
-from ..calls.group_plan import Kind as GroupKind
 from ..calls.plan import launcher_of
 from ..codegen.families import Kind as Shape
-from ..codegen.groups import GroupMode, mode_named
-from ..codegen.model import Mode
+from ..codegen.groups import AnyMode, GroupMode, mode_named
 from ..codegen.parameters import family_of
 from ..errors import ConflictError, RecordError
-from ..kernels.assembly import SUMS, Facts, assemble
+from ..kernels.assembly import Facts, assemble
 from ..kernels.gpu import Target
 from ..kernels.launcher import Launcher
 from ..kernels.strides import misaligned_of_kind, strides_of_kind
@@ -66,54 +63,35 @@ def launchers_of(kind: CallKind, target: Target) -> Iterator[tuple[Entry, Launch
 def _launchers(kind: CallKind, target: Target) -> Iterator[tuple[Entry, Launcher]]:
     mode = mode_named(kind.mode)
     try:
-        if isinstance(mode, GroupMode):
-            yield from _of_groups(kind, mode, target)
-        else:
-            yield from _of_rows(kind, mode, target)
+        yield from _kernels(kind, mode, target)
     except KeyError as error:
         raise RecordError(f"{kind} is no kind of call: no kernel takes {error}; {_ANEW}") from error
 
 
-def _of_rows(kind: CallKind, mode: Mode, target: Target) -> Iterator[tuple[Entry, Launcher]]:
-    if mode.is_backward and mode.shares:
-        _refuse_plain(kind, target)
-    family, n = family_of(mode), kind.size["n"]
+def _kernels(kind: CallKind, mode: AnyMode, target: Target) -> Iterator[tuple[Entry, Launcher]]:
+    if target.plainly and (isinstance(mode, GroupMode) or (mode.is_backward and mode.shares)):
+        raise ConflictError(f"{kind.mode} was recorded and is none of normforge.jax's; leave out --for jax")
+    groups = kind.size.get("groups", 1)
+    if kind.size.get("channels", 0) % groups:
+        channels = kind.size["channels"]
+        raise RecordError(f"{kind} is no kind of call: {groups} groups do not divide {channels} channels; {_ANEW}")
+    family, n = family_of(mode), kind.n
     dtypes = _dtypes(kind, [row.name for row in family.tensors])
     strides = strides_of_kind(kind, [row.row_stride_slot for row in family.tensors if row.row_stride_slot is not None])
     scales = {row.name: row.scale_stride_slot for row in family.inputs if row.kind is Shape.SCALE}
     # Of one for all or of one a row, compilations are the same.
     further = {slot: 1 for name, slot in scales.items() if slot is not None and dtypes[name] is not None}
     misaligned = misaligned_of_kind(kind)
-    facts = Facts.of(family, mode, n, target, dtypes, strides, further, misaligned, invariant=kind.invariant)
+    given = (family, mode, n, target, dtypes, strides, further, misaligned)
+    facts = Facts.of(*given, invariant=kind.invariant, sizes=kind.size)
     entry = dispatch.find(mode, n)
-    m = entry.least_rows()[kind.rows]
+    least = samples_of(entry, groups) if isinstance(mode, GroupMode) else entry.least_rows()
+    m = least.get(kind.rows, 0) * groups
+    if m == 0:
+        raise RecordError(f"{kind} is no kind of call: a sample has {groups} groups; {_ANEW}")
     made = assemble(facts, entry.choices(m, n, target.arch), m, few=kind.rows == FEW)
     for recipe in (*made.walkers, *([made.finisher] if made.finisher else ())):
         yield entry, launcher_of(entry, recipe, target, None)
-
-
-def _of_groups(kind: CallKind, mode: GroupMode, target: Target) -> Iterator[tuple[Entry, Launcher]]:
-    _refuse_plain(kind, target)
-    sizes = channels, groups, _ = kind.size["channels"], kind.size["groups"], kind.size["positions"]
-    if channels % groups:
-        raise RecordError(f"{kind} is no kind of call: {groups} groups do not divide {channels} channels; {_ANEW}")
-    names = GroupKind(mode, *sizes, (), frozenset()).names
-    dtypes = tuple(_dtypes(kind, names).values())
-    plan = GroupPlan(GroupKind(mode, *sizes, dtypes, misaligned_of_kind(kind)), target, None)
-    if kind.sums:
-        sums = dict(kind.sums)
-        yield plan.entry, plan.finisher(tuple([_dtype(kind, sums[name]) if name in sums else None for name in SUMS]))[0]
-    if kind.rows:
-        samples = samples_of(plan.entry, groups).get(kind.rows)
-        if samples is None:
-            raise RecordError(f"{kind} is no kind of call: a sample has {groups} groups; {_ANEW}")
-        for launcher in plan.prepared(samples).launchers:
-            yield plan.entry, launcher
-
-
-def _refuse_plain(kind: CallKind, target: Target) -> None:
-    if target.plainly:
-        raise ConflictError(f"{kind.mode} was recorded and is none of normforge.jax's; leave out --for jax")
 
 
 _ANEW = "the recording was changed, or written by another version of normforge; record anew"

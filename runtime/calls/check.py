@@ -101,6 +101,12 @@ class Call:
             raise AttributeError(f"a call has no {name!r}")
         return given[name]
 
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The sizes that plans depend on: "n", or "channels", "groups" and "positions" of GroupNorm."""
+        found: Mapping[str, int] = self.given.get("sizes", {"n": self.n})
+        return found
+
     def tensors_read(self) -> dict[str, torch.Tensor]:
         """The tensors that it was given to read, by what callers call them."""
         takes = self.function

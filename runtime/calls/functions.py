@@ -11,7 +11,7 @@ import torch
 
 from ..codegen.families import REQUIRED, Family, Kind, Parameter
 from ..codegen.model import Mode
-from ..codegen.parameters import FAMILIES, IN_PARTS
+from ..codegen.parameters import FAMILIES, GROUP, GROUP_BWD, IN_PARTS
 from ..codegen.values import Direction, DType, Norm
 from ..upstream.torch_dynamo import constant_in_traces
 
@@ -140,9 +140,9 @@ def _without_and_with(row: Parameter, kind: type[Any]) -> tuple[Any, Any]:
 
 # By their names.
 FUNCTIONS = {name: _function(family, norm) for family in FAMILIES for norm, name in family.functions.items()}
-# By what stands beside the norm, and by norm.
-GRADIENTS_IN_PARTS = {
-    (family.neighbour, norm): _function(family, norm) for family in IN_PARTS for norm in family.functions
+# The functions whose operands are checked elsewhere, by their names.
+UNCHECKED = {
+    name: _function(family, norm) for family in (*IN_PARTS, GROUP, GROUP_BWD) for norm, name in family.functions.items()
 }
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 
+from ..call_kinds import GROUP_SIZES
 from ..codegen.groups import Activation, GroupMode
+from ..codegen.parameters import GROUP, GROUP_BWD
 from ..codegen.values import Direction
 from ..dtypes import DTYPES
 from ..kernels.gpu import require_device
@@ -17,28 +18,30 @@ from ..kernels.key import ALIGNMENT
 from ..selection import dispatch
 from ..selection.invariance import is_on
 from ..upstream.torch_dynamo import eager_only
-from . import eager
+from . import eager, native
+from .check import Call
 from .eager import GroupArrived as Arrived
 from .eager import GroupNormGradients as Gradients
 from .eager import GroupOptions as Options
-from .group_plan import GroupPlan, Kind, plan_of
-from .known import MISALIGNED, PLAIN, UNREADABLE, Known, Tensors, remember
+from .known import PLAIN, Key, Tensors, remember
 from .known_backward import Learnt, addresses_of, looked_up_again
+from .launch import run_layout
+from .plan import Plan, plan_of
 from .record import Launched, Recording, arrived_in_memory, record, record_at_once, records
-from .traced import dispatch_modes, intercepted, operator
+from .row_gradients import call_of
+from .traced import intercepted, operator
 
-FORWARD_OPERATOR, BACKWARD_OPERATOR = "group_norm", "group_norm_backward"
+FORWARD_OPERATOR, BACKWARD_OPERATOR = (*GROUP.functions.values(), *GROUP_BWD.functions.values())
 
 _Vector = torch.Tensor | None
-
-
-class Found(NamedTuple):
-    """What a call that is known comes to: its plan, what it is told, y's dtype, and whether statistics are saved."""
-
-    plan: GroupPlan
-    options: Options
-    y_dtype: torch.dtype
-    saves: bool
+_Vectors = Mapping[str, _Vector]
+# Channels, groups of a sample, and positions of a channel.
+Sizes = tuple[int, int, int]
+# x, weight and bias; num_groups, eps and activation as the functional API is told them.
+Operands = tuple[torch.Tensor, _Vector, _Vector]
+Told = tuple[int, float, object]
+# A plan, the addresses of the operands, the operands, and what else a look-up returns.
+_Found = tuple[Any, ...]
 
 
 def are_channels_last(x: torch.Tensor) -> bool | None:
@@ -86,28 +89,75 @@ def launched(
     if not x.numel():
         statistics = x.new_zeros((2, x.shape[0], options.num_groups), dtype=torch.float32) if saves else None
         return torch.empty_like(x, dtype=options.out_dtype or x.dtype), statistics
-    whole: Any = map(_aligned, (x, weight, bias))
-    x, weight, bias = whole
-    return run(_find(x, weight, bias, options, saves), x, weight, bias)
+    operands: Any = tuple(map(_aligned, (x, weight, bias)))
+    return _run(_prepared(operands, options, saves, None), options.eps)
 
 
-def _find(x: torch.Tensor, weight: _Vector, bias: _Vector, options: Options, saves: bool) -> Found:
-    y_dtype = options.out_dtype or x.dtype
-    mode = GroupMode(DTYPES[x.dtype], Direction.FORWARD, Activation(options.activation), bool(are_channels_last(x)))
-    tensors = {"x": x, "weight": weight, "bias": bias}
-    kind = Kind.forward(mode, _size(x, options), _types(tensors), y_dtype, _misaligned(tensors), saves=saves)
-    return Found(plan_of(kind, x.device), options, y_dtype, saves)
+def call_in_memory(mode: GroupMode, sizes: Sizes, tensors: _Vectors, dtypes: Mapping[str, torch.dtype]) -> Call:
+    """Return the call of a mode, whose operands were checked.
+
+    Args:
+        mode: the mode.
+        sizes: the sizes of x.
+        tensors: the tensors that kernels read, by name.
+        dtypes: the dtypes of the results that are due, by name.
+    """
+    given = {**tensors, "sizes": dict(zip(GROUP_SIZES, sizes, strict=True))}
+    if mode.is_backward and not mode.activation.is_applied:
+        # Gradients of what is not activated do not depend on bias.
+        given["bias"] = None
+    return call_of(mode, 0, sizes[0] // sizes[1] * sizes[2], given, dtypes)
 
 
-def run(found: Found, x: torch.Tensor, weight: _Vector, bias: _Vector) -> tuple[torch.Tensor, torch.Tensor | None]:
+def slots_of(call: Call, misaligned: Collection[str]) -> set[str]:
+    """Return the slots of the tensors of a call that are misaligned: rstd is, because it starts behind all means."""
+    return {"rstd_ptr", *[f"{name}_ptr" for name in misaligned if call.given.get(name) is not None]}
+
+
+def _plan(direction: Direction, tensors: _Vectors, options: Options, dtypes: Mapping[str, torch.dtype]) -> Plan:
+    x = tensors["x"]
+    assert x is not None
+    samples, channels = x.shape[:2]
+    mode = GroupMode(DTYPES[x.dtype], direction, Activation(options.activation), bool(are_channels_last(x)))
+    sizes = channels, options.num_groups, x.numel() // (samples * channels)
+    misaligned = [name for name, tensor in tensors.items() if tensor is not None and tensor.data_ptr() % ALIGNMENT]
+    call = call_in_memory(mode, sizes, tensors, dtypes)
+    return plan_of(call, slots_of(call, misaligned))
+
+
+def _prepared(operands: Operands, options: Options, saves: bool, key: Key | None) -> _Found:
+    """Plan a call of operands that kernels can read, make its kind known by a key, and return what `_run` takes."""
+    x, weight, bias = operands
+    plans, addresses = dispatch.plans, tuple(addresses_of(operands))
+    dtypes = {"y": options.out_dtype or x.dtype, **dict.fromkeys(("mean", "rstd") if saves else (), torch.float32)}
+    plan = _plan(Direction.FORWARD, {"x": x, "weight": weight, "bias": bias}, options, dtypes)
+    if key is not None and all(each is None or each.__class__ in PLAIN for each in operands):
+        # How many samples there are is no part of a plan.
+        remember(plans, key, operands, (1, 0, 0), addresses, plan)
+    return plan, addresses, operands
+
+
+def _run(found: _Found, eps: float) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Allocate and launch; see `launched`."""
-    plan, options, y_dtype, saves = found
-    samples, groups = x.shape[0], options.num_groups
-    y = plan.empty(tuple(x.shape), x.stride(), y_dtype)
-    size = (2, samples, groups)
-    statistics = plan.empty(size, (samples * groups, groups, 1), torch.float32) if saves else None
-    plan.launch(plan.layout(samples), (x, weight, bias, y), statistics, (), options.eps)
+    plan, addresses, operands, *_ = found
+    x, groups = operands[0], plan.sizes["groups"]
+    m = x.shape[0] * groups
+    layout, statistics = plan.layout(m), None
+    y = plan.empty(tuple(x.shape), x.stride(), plan.dtypes[0])
+    if plan.saves_mean:
+        statistics = plan.empty((2, x.shape[0], groups), (m, groups, 1), torch.float32)
+    if layout.by_address:
+        both = (0, 0) if statistics is None else _addresses_of_both(statistics.data_ptr(), m)
+        values = (*addresses, y.data_ptr(), *both)
+    else:
+        values = (*operands, y, *((None, None) if statistics is None else statistics))
+    run_layout(plan, layout, values, (), (eps,))
     return y, statistics
+
+
+def _addresses_of_both(statistics: int, m: int) -> tuple[int, int]:
+    """Return where the means of m groups are, and where their rstd is."""
+    return statistics, statistics + m * torch.float32.itemsize
 
 
 class _Ready(NamedTuple):
@@ -116,30 +166,30 @@ class _Ready(NamedTuple):
     Attributes:
         plan: the kernels.
         wants_dx: whether x has a gradient that is asked for.
-        dtypes: those of the gradients of weight and bias that are due, None of one that is not.
     """
 
-    plan: GroupPlan
+    plan: Plan
     wants_dx: bool
-    dtypes: tuple[torch.dtype | None, torch.dtype | None]
 
     def run(self, arrived: Tensors, addresses: Sequence[int], told: Any) -> list[torch.Tensor | None] | None:
         """Launch a call and return the gradients of x, weight and bias; None if there are no samples."""
         dy, _, x, weight, bias, statistics = arrived
-        plan, wants_dx, dtypes = self
+        plan = self.plan
         if x is None or x.shape[0] == 0:
             return None
-        empty, channels = plan.empty, x.shape[1]
-        layout = plan.layout(x.shape[0])
+        m = x.shape[0] * plan.sizes["groups"]
+        layout, empty, channels = plan.layout(m), plan.empty, x.shape[1]
         dx = empty(tuple(x.shape), x.stride(), x.dtype)
-        size, strides = (layout.sums, channels), (channels, 1)
-        partials = [None if dtype is None else empty(size, strides, torch.float32) for dtype in dtypes]
-        shifts = bias if plan.kind.mode.activation.is_applied else None
-        plan.launch(layout, (dy, x, weight, shifts), statistics, (dx, *partials), 0.0)
-        found = [None if dtype is None else empty((channels,), (1,), dtype) for dtype in dtypes]
-        if dtypes != (None, None):
-            plan.finish(layout.sums, partials, found)
-        return [dx if wants_dx else None, *found]
+        sums = [None if dtype is None else empty((channels,), (1,), dtype) for dtype in plan.sum_dtypes]
+        values: tuple[Any, ...]
+        if layout.by_address:
+            values = (addresses[0], *addresses[2:5], *_addresses_of_both(addresses[5], m))
+        else:
+            assert statistics is not None
+            values = (dy, x, weight, bias, *statistics)
+        # Kernels are told an eps that they do not read.
+        run_layout(plan, layout, values, (dx, *sums), (0.0,))
+        return [dx if self.wants_dx else None, *sums]
 
 
 @eager_only
@@ -166,11 +216,9 @@ def launched_backward(arrived: Arrived, due: Sequence[bool] = (), learnt: Learnt
     if not x.numel():
         zeros = {name: torch.zeros_like(vector) for name, vector in summed.items()}
         return Gradients(torch.empty_like(x) if "dx" in wants else None, zeros.get("dweight"), zeros.get("dbias"))
-    mode = GroupMode(DTYPES[x.dtype], Direction.BACKWARD, Activation(options.activation), bool(are_channels_last(x)))
     tensors = {"dy": dy, "x": x, "weight": weight, "bias": bias}
-    kind = Kind.backward(mode, _size(x, options), _types(tensors), summed, _misaligned(tensors))
-    dtypes = [None if name not in summed else summed[name].dtype for name in vectors]
-    ready = _Ready(plan_of(kind, x.device), "dx" in wants, (dtypes[0], dtypes[1]))
+    dtypes = {"dx": x.dtype, **{name: vector.dtype for name, vector in summed.items()}}
+    ready = _Ready(_plan(Direction.BACKWARD, tensors, options, dtypes), "dx" in wants)
     launched = (dy, None, x, weight, bias, statistics)
     addresses = addresses_of(launched)
     found = ready.run(launched, addresses, options)
@@ -183,109 +231,50 @@ def launched_backward(arrived: Arrived, due: Sequence[bool] = (), learnt: Learnt
     return Gradients(*found)
 
 
-def _size(x: torch.Tensor, options: Options) -> tuple[int, int, int]:
-    """Channels, groups and positions."""
-    return x.shape[1], options.num_groups, x.numel() // (x.shape[0] * x.shape[1])
+def normalise_known(operands: Operands, told: Told) -> torch.Tensor | None:
+    """What `normalise` returns of arguments like those of a call before; None where there was none."""
+    found = _look_up(operands, told)[1]
+    return None if found is None else _ran(found, told[1], record_at_once)
 
 
-def _types(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.dtype | None]:
-    return {name: None if tensor is None else tensor.dtype for name, tensor in tensors.items()}
+def _look_up(operands: Operands, told: Told) -> tuple[Key | None, _Found | None]:
+    """Return the key of a call, or None; and what `_run` takes of a known call, or None of another."""
+    key, _, found = native.calls.group.find(operands, ("", *told, records(operands)))
+    return key, found
 
 
-def _misaligned(tensors: Mapping[str, torch.Tensor | None]) -> list[str]:
-    return [name for name, tensor in tensors.items() if tensor is not None and tensor.data_ptr() % ALIGNMENT]
+def _ran(found: _Found, eps: float, function: Any) -> torch.Tensor:
+    plan, _, operands, *_ = found
+    if not plan.saves_mean:
+        return _run(found, eps)[0]
+    options = Options(plan.sizes["groups"], eps, plan.mode.activation.value, plan.dtypes[0])
+    recorded: torch.Tensor = function((_RECORDING, (options, found)), *operands)
+    return recorded
 
 
-def _key(x: torch.Tensor, weight: _Vector, bias: _Vector, told: tuple[int, float, object]) -> tuple[Any, ...]:
-    there = weight is None, bias is None, torch.is_grad_enabled()
-    return ("group", *told, *there, *x.shape[1:])
-
-
-def normalise_known(
-    x: torch.Tensor, weight: _Vector, bias: _Vector, told: tuple[int, float, object]
-) -> torch.Tensor | None:
-    """What `normalise` returns of arguments like those of a call before; None where there was none.
-
-    Args:
-        x: as the call was passed it, like the others.
-        weight: likewise.
-        bias: likewise.
-        told: num_groups, eps and activation, likewise.
-    """
-    num_groups, eps, _ = told
-    # Others may be equal to what was checked, and be refused themselves: 2.0, or True.
-    if num_groups.__class__ is not int or eps.__class__ is not float:
-        return None
-    found = _look_up(x, weight, bias, told)
-    return None if found is None else _ran(found, x, weight, bias, record_at_once)
-
-
-def _look_up(x: torch.Tensor, weight: _Vector, bias: _Vector, told: tuple[int, float, object]) -> Found | None:
-    """Return what a call comes to that is like one before, None if there was none."""
-    # Neither is part of what a kind of call is like: make_fx, say, and forward-mode AD.
-    if dispatch_modes() or forward_ad._current_level >= 0:
-        return None
-    tensors = (x, weight, bias)
-    try:
-        kinds: tuple[Known, ...] = dispatch.plans.get(_key(x, weight, bias, told), ())
-    except UNREADABLE:
-        return None
-    for kind in kinds:
-        if kind.fits(*kind.present(tensors)):
-            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-            if x.shape[0] == 0 or (addresses[0] | addresses[1] | addresses[2]) & MISALIGNED:
-                return None
-            found: Found | None = kind.plan
-            return found
-    return None
-
-
-def _ran(found: Found, x: torch.Tensor, weight: _Vector, bias: _Vector, function: Any) -> torch.Tensor:
-    if found.saves:
-        recorded: torch.Tensor = function((_RECORDING, found), x, weight, bias)
-        return recorded
-    return run(found, x, weight, bias)[0]
-
-
-def normalise(
-    x: torch.Tensor, weight: _Vector, bias: _Vector, options: Options, told: tuple[int, float, object] | None = None
-) -> torch.Tensor:
+def normalise(operands: Operands, options: Options, told: Told | None = None) -> torch.Tensor:
     """Run a checked call by kernels, recorded where a gradient is due, and known from then on by what it was `told`.
 
     Where somebody sees operators it is one, and what is kept for the backward pass is the same.
     """
-    whole: Any = map(_aligned, (laid_out(x).resolve_neg(), _vector(weight), _vector(bias)))
-    x, weight, bias = whole
-    saves = records((x, weight, bias))
-    if intercepted(x, weight, bias):
+    x, weight, bias = operands
+    whole: Any = tuple(map(_aligned, (laid_out(x).resolve_neg(), _vector(weight), _vector(bias))))
+    saves = records(whole)
+    if intercepted(*whole):
         seen: torch.Tensor = (
-            record((_RECORDING, options), x, weight, bias) if saves else normalise_traced(x, weight, bias, options)
+            record((_RECORDING, (options, None)), *whole) if saves else normalise_traced(whole, options)
         )
         return seen
+    native.start()
     # Copies may be like the tensors of a call before.
-    found = None if told is None else _look_up(x, weight, bias, told)
-    if found is None:
-        found = _find(x, weight, bias, options, saves)
-        tensors = (x, weight, bias)
-        if told is not None and all(each is None or each.__class__ in PLAIN for each in tensors):
-            addresses = tuple([0 if each is None else each.data_ptr() for each in tensors])
-            _remember(_key(x, weight, bias, told), tensors, addresses, found)
-    return _ran(found, x, weight, bias, record)
+    key, found = (None, None) if told is None else _look_up(whole, told)
+    return _ran(found or _prepared(whole, options, saves, key), options.eps, record)
 
 
-@eager_only
-def _remember(key: tuple[Any, ...], tensors: Tensors, addresses: tuple[int, ...], found: Found) -> None:
-    # How many samples there are is no part of a plan.
-    free = [0 if each is None or each.dim() < 2 else 1 for each in tensors]
-    remember(dispatch.plans, key, tensors, free, addresses, found)
-
-
-def normalise_traced(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, options: Options
-) -> torch.Tensor:
+def normalise_traced(operands: Operands, options: Options) -> torch.Tensor:
     """The same as one operator, and the copy before it."""
-    saves = records((x, weight, bias))
-    found: list[torch.Tensor] = operator(FORWARD_OPERATOR)(laid_out(x), weight, bias, *options, saves)
+    x, weight, bias = operands
+    found: list[torch.Tensor] = operator(FORWARD_OPERATOR)(laid_out(x), weight, bias, *options, records(operands))
     return found[0]
 
 
@@ -305,13 +294,14 @@ def _told_backward(options: Options, weight: _Vector, bias: _Vector) -> tuple[Op
     return options, weight is None, bias is None
 
 
-def _launch_recorded(call: Found | Options, operands: tuple[torch.Tensor, _Vector, _Vector]) -> Launched:
-    if isinstance(call, Found):
-        y, statistics = run(call, *operands)
-        options, is_invariant = call.options, call.plan.entry.is_invariant
+def _launch_recorded(call: tuple[Options, _Found | None], operands: Operands) -> Launched:
+    options, found = call
+    if found is not None:
+        y, statistics = _run(found, options.eps)
+        is_invariant = found[0].is_invariant
     else:
-        y, statistics = operator(FORWARD_OPERATOR)(*operands, *call, True)
-        options, is_invariant = call, is_on()
+        y, statistics = operator(FORWARD_OPERATOR)(*operands, *options, True)
+        is_invariant = is_on()
     return y, None, (*operands, statistics), _told_backward(options, *operands[1:]), is_invariant
 
 

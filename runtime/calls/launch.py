@@ -18,8 +18,9 @@ from ..kernels.assembly import SUMS
 from ..kernels.launcher import new_exchange
 from ..upstream.torch_allocator import contiguous_strides
 from .check import Call
+from .known_backward import addresses_of
 from .outputs import LayerNormOutput, NormGradients, results_of, unpacked
-from .plan import Plan
+from .plan import Layout, Plan
 
 # Without the Python function that a named tuple's constructor is: 0.2 us of every call.
 make_output = tuple.__new__
@@ -160,6 +161,42 @@ def run_backward(
         launch, grid = layout.finish
         launch(grid, (*pieces[: len(SUMS)], *made[1:-1], layout.programs))
     return gradients
+
+
+def run_layout(
+    plan: Plan, layout: Layout, values: Sequence[Any], results: Sequence[torch.Tensor | None], numbers: Sequence[float]
+) -> None:
+    """Launch the kernels of a layout.
+
+    Args:
+        plan: their plan.
+        layout: how the kernels are launched.
+        values: what launches bring before the results, as addresses or as tensors, as the layout takes them.
+        results: the tensors that kernels write, the family's sums last.
+        numbers: what launches bring behind all pointers.
+    """
+    work = plan.empty((layout.length,), (1,), torch.float32) if layout.length else None
+    exchange = new_exchange(plan.empty, layout.exchange) if layout.exchange else None
+    count, others = len(plan.sum_dtypes), len(SUMS) - len(plan.sum_dtypes)
+    pieces: list[Any]
+    made: Sequence[Any]
+    absent: tuple[int | None, ...]
+    if layout.by_address:
+        base = 0 if work is None else work.data_ptr()
+        pieces = [base + offset for offset in layout.offsets]
+        pieces.append(0 if exchange is None else exchange.data_ptr())
+        made, absent = addresses_of(results), (0,) * others
+    else:
+        pieces = [None if start is None or work is None else work[start:] for start in layout.starts]
+        pieces.append(exchange)
+        made, absent = results, (None,) * others
+    rows = len(made) - count
+    given = (*values, *made[:rows], *pieces, *numbers)
+    for launch, grid in layout.steps:
+        launch(grid, given)
+    if layout.finish is not None:
+        launch, grid = layout.finish
+        launch(grid, (*pieces[:count], *absent, *made[rows:], *absent, layout.programs))
 
 
 def of_no_rows(call: Call) -> NormGradients:

@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 
 from .. import settings
 from ..codegen.families import Family
-from ..codegen.parameters import BACKWARD, DROPPED, DROPPED_BWD, FORWARD, GATED, MODULATED, QUANTISED
+from ..codegen.parameters import BACKWARD, DROPPED, DROPPED_BWD, FORWARD, GATED, GROUP, MODULATED, QUANTISED
 from ..codegen.tables import Table, table_of
 from ..codegen.values import Direction, Norm
 from ..selection import dispatch
@@ -46,7 +46,7 @@ _FAMILIES = {
     "gradients": BACKWARD,
     "dropped": DROPPED,
     "dropped_gradients": DROPPED_BWD,
-    **{family.neighbour: family for family in (MODULATED, GATED, QUANTISED)},
+    **{family.neighbour: family for family in (MODULATED, GATED, QUANTISED, GROUP)},
 }
 
 

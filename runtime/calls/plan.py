@@ -8,7 +8,7 @@ from the rows of `codegen.parameters`; which kernels run, with what grids and co
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -37,11 +37,24 @@ _LAYOUTS = 64
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A kernel that is ready, how it is launched, and from M and the programs that share the rows to its grid."""
+    """A kernel that is ready, and how it is launched; `grid` and `rounds` are those of its `Recipe`."""
 
     launcher: Launcher
     launch: Launch
     grid: pipelines.Programs
+    rounds: Callable[[int], Sequence[tuple[Grid, tuple[int, ...]]]] | None
+
+    def launches(self, m: int, programs: int) -> Iterator[tuple[Launch, Grid]]:
+        """Yield each launch and its grid."""
+        if self.rounds is None:
+            yield self.launch, self.grid(m, programs)
+            return
+        for grid, numbers in self.rounds(m):
+            yield _with_numbers(self.launch, numbers), grid
+
+
+def _with_numbers(launch: Launch, numbers: tuple[int, ...]) -> Launch:
+    return lambda grid, values: launch(grid, (*values, *numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +66,8 @@ class Prepared:
         finish: the one that adds up their partial sums; None where there are none.
         programs: from M and the number of parts to how many programs share the rows of a part, each with partial sums
             of its own.
-        row_terms: how many fp32 values a row the first step leaves for the next.
+        row_terms: how many tensors of fp32 values the first step leaves for the next.
+        terms: from M to how many values each has.
         exchange: from M to how many int64 the programs exchange values through; None where they do not.
         by_address: whether launches take addresses, and not tensors.
         alone: whether the first step is all there is to launch, by address, of operands and results.
@@ -63,6 +77,7 @@ class Prepared:
     finish: Step | None
     programs: Programs
     row_terms: int
+    terms: Callable[[int], int]
     exchange: Callable[[int], int] | None
     by_address: bool
     alone: bool
@@ -110,6 +125,8 @@ class Plan:
     Attributes:
         mode: the call's.
         n: row length.
+        sizes: see `Call`.
+        entry: the instance that serves the call.
         empty: makes tensors on the device.
         dtypes: of the family's results; None of what is not asked for.
         y_dtype: y's, forward.
@@ -134,8 +151,9 @@ class Plan:
             MissingInstanceError: nothing serves the call and nothing may be generated.
         """
         self.mode, self.n = mode, n = call.mode, call.n
-        self._entry = dispatch.find(mode, n)
-        self._most_rows = self._entry.most_rows
+        self.sizes = call.sizes
+        self.entry = dispatch.find(mode, n)
+        self._most_rows = self.entry.most_rows
         self._target = target or target_of(call.x.device)
         self._launches_on = call.x.device if target is None else None
         # By class of M.
@@ -158,9 +176,11 @@ class Plan:
         dtypes |= {row.name: dtype for row, dtype in results.items()}
         self._dtypes = dtypes
         strides, further = _row_strides(call), _scale_strides(family, call)
-        self.is_invariant = self._entry.is_invariant
+        self.is_invariant = is_invariant = self.entry.is_invariant
         self._facts = Facts.of(
-            family, mode, n, self._target, dtypes, strides, further, misaligned, invariant=self.is_invariant
+            *(family, mode, n, self._target, dtypes, strides, further, misaligned),
+            invariant=is_invariant,
+            sizes=self.sizes,
         )
         self.extents = _extents(inputs, results, {**strides, **further}, n) if family.places else Extents()
 
@@ -176,9 +196,9 @@ class Plan:
 
     def _prepare(self, size: int, m: int) -> Prepared:
         facts, on = self._facts, self._launches_on
-        made = assemble(facts, self._entry.choices(m, self.n, self._target.arch), m, few=ROWS[size] == FEW)
+        made = assemble(facts, self.entry.choices(m, self.n, self._target.arch), m, few=ROWS[size] == FEW)
         if on is not None:
-            sizes, name = {"n": self.n}, self.mode.name
+            sizes, name = self.sizes, self.mode.name
             dispatch.tell(lambda: kind_of(name, sizes, size, self._dtypes, facts.strides, facts.misaligned))
         walkers = [(self._launcher(recipe), recipe) for recipe in made.walkers]
         finisher = None if made.finisher is None else (self._launcher(made.finisher), made.finisher)
@@ -190,6 +210,7 @@ class Plan:
             finish=None if finisher is None else _step(*finisher, by_address),
             programs=made.programs,
             row_terms=len(made.row_terms),
+            terms=made.terms,
             exchange=made.exchange,
             by_address=by_address,
             alone=alone,
@@ -198,7 +219,7 @@ class Plan:
         return found
 
     def _launcher(self, recipe: Recipe) -> Launcher:
-        return launcher_of(self._entry, recipe, self._target, self._launches_on)
+        return launcher_of(self.entry, recipe, self._target, self._launches_on)
 
     def _forward(self, m: int) -> Forward:
         if m == 0:
@@ -212,7 +233,8 @@ class Plan:
         ready = self.prepared(m)
         each, finish = ready.programs(m, parts), ready.finish
         programs = parts * each
-        section, term = aligned_length(programs * self.n), aligned_length(m)
+        columns = self.sizes.get("channels", self.n)
+        section, term = aligned_length(programs * columns), aligned_length(ready.terms(m))
         starts: list[int | None] = []
         length = 0
         for dtype in self.sum_dtypes:
@@ -222,7 +244,7 @@ class Plan:
             starts.append(length)
             length += term
         return Layout(
-            steps=tuple((step.launch, step.grid(m, programs)) for step in ready.steps),
+            steps=tuple(launch for step in ready.steps for launch in step.launches(m, programs)),
             finish=None if finish is None else (finish.launch, self._finishing_grid(finish.grid(m, each), parts)),
             programs=each,
             starts=tuple(starts),
@@ -250,7 +272,8 @@ def plan_of(call: Call, misaligned: Collection[str]) -> Plan:
     inputs, results = _dtypes(call)
     dtypes = (*inputs.values(), *results.values())
     strides = tuple(_row_strides(call).values())
-    plans, key = dispatch.plans, ("parts", call.mode, call.n, dtypes, strides, frozenset(misaligned), call.x.device)
+    sizes, plans = tuple(call.sizes.items()), dispatch.plans
+    key = ("parts", call.mode, sizes, dtypes, strides, frozenset(misaligned), call.x.device)
     found: tuple[Plan, ...] = plans.get(key, ())
     if not found:
         found = (Plan(call, misaligned),)
@@ -266,13 +289,9 @@ def launcher_of(entry: Entry, recipe: Recipe, target: Target, device: torch.devi
     )
 
 
-def launch_of(launcher: Launcher, by_address: bool) -> Launch:
-    """Return what launches a kernel, by addresses or by tensors."""
-    return launcher.launch if by_address and launcher.launch is not None else launcher.launch_tensors
-
-
 def _step(launcher: Launcher, recipe: Recipe, by_address: bool) -> Step:
-    return Step(launcher, launch_of(launcher, by_address), recipe.grid)
+    launch = launcher.launch if by_address and launcher.launch is not None else launcher.launch_tensors
+    return Step(launcher, launch, recipe.grid, recipe.rounds)
 
 
 def _dtypes(call: Call) -> tuple[dict[Parameter, torch.dtype | None], dict[Result, torch.dtype | None]]:

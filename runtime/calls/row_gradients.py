@@ -16,16 +16,17 @@ import torch
 
 from ..codegen.families import Family, Kind
 from ..codegen.model import Mode
+from ..codegen.parameters import family_of
 from ..dtypes import FLOATS
-from ..kernels.assembly import SUMS
 from ..selection import dispatch
 from ..upstream.torch_allocator import contiguous_strides
 from ..upstream.torch_internals import has_tangent
 from .canonical import in_place_of
 from .check import Call
-from .functions import GRADIENTS_IN_PARTS
+from .functions import UNCHECKED
 from .known import MISALIGNED, PLAIN, remember
 from .known_backward import Arrived, Gradients, Learnt, addresses_of
+from .launch import run_layout
 from .outputs import rstd_address, unpacked
 from .plan import Layout, Plan, plan_of
 
@@ -90,11 +91,9 @@ def call_of(
         inputs: the tensors that kernels read, by name; the last dimension of x is that of all groups.
         dtypes: the dtypes of the results that are due, by name.
     """
-    neighbour = "modulated" if mode.modulated else "gated"
-    given = {**inputs, **{f"{name}_dtype": dtype for name, dtype in dtypes.items()}}
-    function = GRADIENTS_IN_PARTS[neighbour, mode.norm]
-    given = dict(function.defaults) | given
-    return Call(function, mode, m, n, tuple(dtypes), given)
+    function = UNCHECKED[family_of(mode).functions[mode.norm]]
+    told = {f"{name}_dtype": dtype for name, dtype in dtypes.items()}
+    return Call(function, mode, m, n, tuple(dtypes), {**dict(function.defaults), **inputs, **told})
 
 
 def launched(
@@ -139,45 +138,8 @@ def launched(
     )
     given = own if reads_own else read
     values = addresses_of(given) if layout.by_address else given
-    _run(plan, layout, values, results, (m, backward.number(m, parts), weight_offset))
+    run_layout(plan, layout, values, results, (m, backward.number(m, parts), weight_offset))
     return Launched(backward, plan, parts, reads_own, results)
-
-
-def _run(
-    plan: Plan,
-    layout: Layout,
-    inputs: Sequence[Any],
-    results: Sequence[torch.Tensor | None],
-    numbers: tuple[int, int, float],
-) -> None:
-    """Launch kernels.
-
-    Args:
-        plan: their plan.
-        layout: how they are launched.
-        inputs: the tensors that they read, as addresses if the layout says so.
-        results: the tensors that they write: rows, then sums.
-        numbers: M, what parts are told apart by, and weight_offset.
-    """
-    work = plan.empty((layout.length,), (1,), torch.float32) if layout.length else None
-    count = len(plan.sum_dtypes)
-    pieces: list[Any]
-    made: Sequence[Any]
-    absent: int | None
-    if layout.by_address:
-        base = 0 if work is None else work.data_ptr()
-        pieces = [base + offset for offset in layout.offsets]
-        made, absent = addresses_of(results), 0
-    else:
-        pieces = [None if start is None or work is None else work[start:] for start in layout.starts]
-        made, absent = results, None
-    values = (*inputs, *made[:-count], *pieces, absent, *numbers)
-    for launch, grid in layout.steps:
-        launch(grid, values)
-    if layout.finish is not None:
-        launch, grid = layout.finish
-        others = (absent,) * (len(SUMS) - count)
-        launch(grid, (*pieces[:count], *others, *made[-count:], *others, layout.programs))
 
 
 def _shape_of_sum(operand: torch.Tensor | None, parts: int, n: int) -> Sequence[int]:
@@ -263,7 +225,7 @@ class Ready:
             inputs = self.inputs((*addresses, *statistics))
         else:
             inputs = self.inputs(_with_statistics(arrived, m))
-        _run(plan, layout, inputs, results, (m, number, told.weight_offset))
+        run_layout(plan, layout, inputs, results, (m, number, told.weight_offset))
         return list(self.order((*results, None)))
 
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..codegen.families import Family, Kind, Parameter, Result
 from ..codegen.fitting import with_room
+from ..codegen.groups import AnyMode, GroupMode
 from ..codegen.instance import Tile
-from ..codegen.model import Mode
 from ..codegen.parameters import BACKWARD
+from ..codegen.tiling import WARP, power_of_two
 from ..codegen.values import DType, Part, Pipeline
-from . import pipelines
+from . import group_tiles, pipelines
 from .gpu import Target, scale_warps
 from .key import KernelKey, Word, integer_type, pointer_type, row_count_type
 from .pipelines import programs_a_part
@@ -65,6 +66,10 @@ def in_software(dtype: DType, target: Target) -> bool:
 
 # What kernels leave for one another.
 _PARTIAL = pointer_type("float32", aligned=True)
+_EXCHANGE = pointer_type("int64", aligned=True)
+
+# Of a grid's first dimension.
+_MOST_ITEMS = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +90,10 @@ class Facts:
         sums: the pointers to what programs' partial sums are added up into, by the names of `SUMS`, which stand for
             the sums of any family in order; None for what is not wanted. Empty forward.
         invariant: whether rows are read as N alone has them lie, so that one kernel serves them wherever they do.
+        sizes: of GroupNorm "channels", "groups" of a sample and "positions" of a channel.
     """
 
-    mode: Mode
+    mode: AnyMode
     n: int
     target: Target
     types: Mapping[str, str | None]
@@ -99,12 +105,13 @@ class Facts:
     itemsizes: Collection[int]
     sums: Mapping[str, str | None] = field(default_factory=dict)
     invariant: bool = False
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
         family: Family,
-        mode: Mode,
+        mode: AnyMode,
         n: int,
         target: Target,
         dtypes: Mapping[str, Any],
@@ -113,6 +120,7 @@ class Facts:
         misaligned: Collection[str],
         *,
         invariant: bool = False,
+        sizes: Mapping[str, int] | None = None,
     ) -> Facts:
         """What follows from the types of a family's tensors.
 
@@ -125,9 +133,10 @@ class Facts:
             strides: see `Facts`.
             further: likewise.
             misaligned: pointers at no multiple of 16 bytes, by their slots.
-            invariant: see `Facts`; what is misaligned then follows from N.
+            invariant: see `Facts`; which rows are misaligned then follows from N.
+            sizes: see `Facts`.
         """
-        if invariant:
+        if invariant and strides:
             rows = [row.slot for row in family.tensors if row.row_stride_slot is not None]
             misaligned = () if starts_aligned(n) else rows
         anywhere = {row.slot for row in family.inputs if not row.is_read_in_vectors}
@@ -173,6 +182,7 @@ class Facts:
             ],
             sums={**dict.fromkeys(SUMS if sums else ()), **dict(zip(SUMS, words, strict=False))},
             invariant=invariant,
+            sizes=sizes or {},
         )
 
 
@@ -188,6 +198,7 @@ class Recipe:
         warps: warps a program, of 32 threads.
         options: what else the compiler is told.
         grid: from M and the programs that share the rows to programs in each dimension.
+        rounds: of GroupNorm, from M to the grid of each launch, and the numbers that come behind all other values.
     """
 
     part: Pipeline | Part | None
@@ -197,6 +208,7 @@ class Recipe:
     warps: int
     options: Mapping[str, Any]
     grid: pipelines.Programs
+    rounds: Callable[[int], Sequence[tuple[Grid, tuple[int, ...]]]] | None = None
 
 
 class Programs(Protocol):
@@ -215,8 +227,9 @@ class Assembly:
         finisher: the one that adds up their partial sums; None where there are none.
         programs: from M, and how many parts the rows are in, to how many programs share the rows of each part, each
             with partial sums of its own.
-        row_terms: what the first walker leaves for the next: pointers to one fp32 value a row.
+        row_terms: pointers to what the first walker leaves for the next.
         exchange: from M to how many int64 the programs exchange values through; None where they do not.
+        terms: from M to how many fp32 values each of `row_terms` has room for.
     """
 
     walkers: tuple[Recipe, ...]
@@ -224,6 +237,7 @@ class Assembly:
     programs: Programs
     row_terms: tuple[str, ...]
     exchange: Callable[[int], int] | None
+    terms: Callable[[int], int] = lambda m: m
 
 
 def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> Assembly:
@@ -240,6 +254,8 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
         InvarianceError: what is to be batch invariant cannot be with that tile, or with so many rows.
     """
     mode, n, target, strides = facts.mode, facts.n, facts.target, facts.strides
+    if isinstance(mode, GroupMode):
+        return _of_groups(facts, mode, choices, m)
     alignment = row_alignment(*([n] if facts.invariant else strides.values()))
     tile = choose(mode, choices, n, target)
     if mode.is_backward:
@@ -257,7 +273,7 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
     types = {
         **facts.types,
         **dict.fromkeys(row.row_terms, _PARTIAL),
-        "exchange_ptr": None if exchange is None else pointer_type("int64", aligned=True),
+        "exchange_ptr": None if exchange is None else _EXCHANGE,
         **dict.fromkeys(("M", *facts.counts), row_count_type(m)),
         **facts.numbers,
     }
@@ -290,6 +306,80 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
         programs=programs,
         row_terms=row.row_terms,
         exchange=exchange,
+    )
+
+
+def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int) -> Assembly:
+    """`assemble` for GroupNorm, of which M is the groups of all samples."""
+    channels, groups, positions = facts.sizes.values()
+    shape, target = group_tiles.Shape(channels, groups, positions, mode.dtype_in.itemsize), facts.target
+    tile, cut = group_tiles.choose(mode, shape, choices, target)
+    if facts.invariant:
+        refuse_variant(mode, tile, facts.n, m)
+    spreads, alone = tile.pipeline is Pipeline.SPREAD, cut.parts == 1
+    parts = mode.parts(tile.pipeline)[-1 if alone else 0 :]
+    alignment = 1 if mode.channels_last else row_alignment(positions)
+    units, teams = positions // alignment, max(1, target.multiprocessors * tile.resident // cut.parts)
+    # Sums of a part, or, of programs with several tiles of channels, of what they hold at once.
+    tiles = -(-positions // cut.block_s)
+    summed = tiles // cut.held if cut.is_alike(positions) else tiles
+
+    def rounds(m: int) -> Sequence[tuple[Grid, tuple[int, ...]]]:
+        items = m // groups * channels // cut.width
+        if spreads:
+            return [((cut.parts, min(teams, items), 1), (units, 0, 0, items))]
+        return [
+            ((min(_MOST_ITEMS, items - first), cut.parts, 1), (units, first, cut.part_tiles, 0))
+            for first in range(0, items, _MOST_ITEMS)
+        ]
+
+    def programs(m: int, parts: int = 1) -> int:
+        return m // groups * (summed if cut.width > cut.block_c else cut.parts)
+
+    # Sums and counts of what a group has in each part.
+    kinds = 2 if mode.is_backward else 4
+    walkers = tuple(
+        Recipe(
+            part=part,
+            types={
+                **facts.types,
+                "partials_ptr": _PARTIAL,
+                "exchange_ptr": _EXCHANGE,
+                **facts.numbers,
+                # Positions are counted in a type that holds any place in a group.
+                "units": integer_type(facts.n),
+                **dict.fromkeys(("first_item", "part_tiles", "items"), "i32"),
+            },
+            strides={},
+            constants={
+                "C": channels,
+                "CHANNELS": shape.group_channels,
+                "WIDTH": cut.width,
+                "BLOCK_C": cut.block_c,
+                "BLOCK_S": cut.block_s,
+                "HELD": cut.held,
+                "ALIGNMENT": alignment,
+                "FULL": cut.is_full(positions),
+                "ALIKE": cut.is_alike(positions),
+                "PTX": target.is_nvidia and target.compiles,
+                "PEERS": 1 if alone else max(WARP, power_of_two(cut.parts)),
+                "STAGES": tile.stages,
+                "PDL": target.launches_early,
+            },
+            warps=tile.warps,
+            options=pipelines.compiler_options(pipelines.COOPERATIVE if spreads else {}, tile, target),
+            grid=lambda m, programs=1: rounds(m)[0][0],
+            rounds=rounds,
+        )
+        for part in parts
+    )
+    return Assembly(
+        walkers=walkers,
+        finisher=finisher_of(channels, facts.sums, target) if any(facts.sums.values()) else None,
+        programs=programs,
+        row_terms=("partials_ptr",),
+        exchange=(lambda m: m * cut.parts) if spreads else None,
+        terms=lambda m: m * kinds * cut.parts if len(parts) > 1 else 0,
     )
 
 

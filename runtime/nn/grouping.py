@@ -73,7 +73,7 @@ def group_norm(
     """
     operands = (x, weight, bias)
     if not is_dynamo_compiling() and x.__class__ in PLAIN:
-        known = group.normalise_known(x, weight, bias, (num_groups, eps, activation))
+        known = group.normalise_known(operands, (num_groups, eps, activation))
         if known is not None:
             return known
     if any(type(operand) not in PLAIN for operand in operands if operand is not None) and has_torch_function(operands):
@@ -94,8 +94,8 @@ def group_norm(
     if backend(x) != "kernel" or left_to_torch(operands) or 0 in x.shape:
         return eager.group(x, weight, bias, options)
     if becomes_operator(*operands):
-        return group.normalise_traced(x, weight, bias, options)
-    return group.normalise(x, weight, bias, options, (num_groups, eps, activation))
+        return group.normalise_traced(operands, options)
+    return group.normalise(operands, options, (num_groups, eps, activation))
 
 
 _WORDS = tuple(activation.value for activation in Activation)
@@ -196,7 +196,7 @@ class GroupNorm(Replacing, torch.nn.GroupNorm):
         """Normalise input: (B, num_channels, ...), fp16, bf16, fp32 or fp64; returns its shape and dtype."""
         operands, told = (input, self.weight, self.bias), (self.num_groups, self.eps, self.activation)
         if not is_dynamo_compiling() and input.__class__ in PLAIN:
-            known = group.normalise_known(*operands, told)
+            known = group.normalise_known(operands, told)
             if known is not None:
                 return known
         left = self.activation is None and not is_served(operands)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from normforge.calls import group_plan, plan
+from normforge.calls import plan
 from normforge.kernels.key import KernelKey
 from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
@@ -28,6 +28,5 @@ def called(monkeypatch: pytest.MonkeyPatch) -> set[KernelKey]:
             if given[-1] is not None:
                 met.add(self.key)
 
-    for module in (plan, group_plan):
-        monkeypatch.setattr(module, "Launcher", Noting)
+    monkeypatch.setattr(plan, "Launcher", Noting)
     return met

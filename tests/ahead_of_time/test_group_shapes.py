@@ -58,7 +58,7 @@ def trained(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | N
 
 def wide(x: torch.Tensor) -> None:
     """As under torch.autocast on a GPU."""
-    group.normalise(x, vector(torch.float32), None, GroupOptions(GROUPS, 1e-5, "none", torch.float32))
+    group.normalise((x, vector(torch.float32), None), GroupOptions(GROUPS, 1e-5, "none", torch.float32))
 
 
 def unaligned() -> torch.Tensor:

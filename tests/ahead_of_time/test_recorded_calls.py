@@ -14,7 +14,7 @@ import torch
 
 import normforge
 from normforge.ahead_of_time.compile_keys import recorded_keys_for
-from normforge.calls import backend, first, group, group_plan, neighbours, plan
+from normforge.calls import backend, first, group, neighbours, plan
 from normforge.kernels import launcher
 from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.launcher import Launcher
@@ -45,9 +45,8 @@ def launching_nothing(target: Target) -> Iterator[set[str]]:
         def put(place: object, name: str, value: object) -> None:
             patches.enter_context(mock.patch.object(place, name, return_value=value))
 
-        for module in (plan, group_plan):
-            put(module, "target_of", target)
-            patches.enter_context(mock.patch.object(module, "Launcher", Noting))
+        put(plan, "target_of", target)
+        patches.enter_context(mock.patch.object(plan, "Launcher", Noting))
         for module in (first, group, neighbours):
             put(module, "require_device", None)
         put(backend, "_interpreting", True)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
 
 import pytest
 import torch
 
-from normforge.calls.group_plan import BACKWARD, FORWARD, GroupPlan, Kind
+from normforge.calls.group import call_in_memory, slots_of
+from normforge.calls.plan import Plan
 from normforge.codegen.groups import GroupMode, group_modes
 from normforge.codegen.instance import Tile
+from normforge.codegen.parameters import family_of
 from normforge.codegen.values import Pipeline
 from normforge.dtypes import TORCH_DTYPES
 from normforge.kernels.gpu import named_target
@@ -40,12 +41,13 @@ CASES = [
 ]
 
 
-def kind_of(mode: GroupMode) -> Kind:
+def plan_of(mode: GroupMode, arch: str) -> Plan:
     """Launches of tensors in x's dtype, with everything that there can be."""
-    own, names = TORCH_DTYPES[mode.dtype_in], BACKWARD if mode.is_backward else FORWARD
-    of: dict[str, Any] = dict.fromkeys(("x", "dy", "dx", "y", "weight", "bias"), own)
-    of |= dict.fromkeys(("mean", "rstd", "dweight", "dbias"), torch.float32)
-    return Kind(mode, CHANNELS, GROUPS, POSITIONS, tuple([of.get(name) for name in names]), frozenset())
+    own, family = TORCH_DTYPES[mode.dtype_in], family_of(mode)
+    tensors = {row.name: torch.empty(0, dtype=own, device="cpu") for row in family.inputs}
+    dtypes = {row.name: torch.float32 if row.name in ("mean", "rstd") else own for row in family.results}
+    call = call_in_memory(mode, (CHANNELS, GROUPS, POSITIONS), tensors, dtypes)
+    return Plan(call, slots_of(call, ()), named_target(arch))
 
 
 def _tiles_that_change_threads(text: str, *, in_loop: bool) -> list[str]:
@@ -77,9 +79,10 @@ def test_kernels_compile(case: tuple[GroupMode, Pipeline, str]) -> None:
     target = named_target(arch)
     n = CHANNELS // GROUPS * POSITIONS
     with dispatch.using(RetiledTable(dispatch.loaded(), on_demand.generate(mode, n, "a test"), TILES[pipeline])):
-        ready = GroupPlan(kind_of(mode), target, None).prepared(2)
-        assert ready.tile.pipeline is pipeline
-        for launcher in ready.launchers:
+        ready = plan_of(mode, arch).prepared(2 * GROUPS)
+        launchers = [step.launcher for step in ready.steps]
+        assert launchers[-1].key.symbol == mode.kernel(pipeline)
+        for launcher in launchers:
             compiled = compile_for(launcher.key, launcher.kernel, target)
             in_loop = pipeline is Pipeline.TWO_PASS and "scf.for" in compiled.asm["ttgir"]
             assert not _tiles_that_change_threads(compiled.asm["ttgir"], in_loop=in_loop)

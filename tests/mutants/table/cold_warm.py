@@ -7,6 +7,7 @@ from ..mutant import Mutant
 _SLICE = "tests/cold_warm/test_cold_warm.py::test_calls_do_what_they_do_in_a_new_process"
 _MANY = "tests/cold_warm/test_cold_warm.py::test_many_calls_do_what_they_do_in_a_new_process"
 _GROUP = "runtime/calls/group.py"
+_PLAN = "runtime/calls/plan.py"
 _LOOKUP = "runtime/calls/lookup.py"
 _KNOWN = "runtime/calls/known.py"
 
@@ -19,41 +20,41 @@ MUTANTS = (
     Mutant(
         "sequences-group-key-forgets-what-is-there",
         "a GroupNorm's weight or bias is looked for where an earlier call had none",
-        _GROUP,
-        "there = weight is None, bias is None, ",
-        "there = bias is None, ",
+        _PLAN,
+        "    dtypes = (*inputs.values(), *results.values())\n",
+        "    dtypes = (*results.values(),)\n",
         _of("group"),
     ),
     Mutant(
         "sequences-group-alignment-is-not-asked",
-        "a GroupNorm of misaligned tensors takes the kernel of aligned ones",
+        "a GroupNorm of aligned tensors takes the kernel of misaligned ones",
         _GROUP,
-        " or (addresses[0] | addresses[1] | addresses[2]) & MISALIGNED",
-        "",
+        "remember(plans, key, operands, (1, 0, 0), addresses, plan)",
+        "remember(plans, key, operands, (1, 0, 0), (0, 0, 0), plan)",
         _of("group", many=True),
     ),
     Mutant(
-        "sequences-group-does-not-ask-for-dual-levels",
-        "a GroupNorm that is known drops tangents of forward-mode AD",
-        _GROUP,
-        "if dispatch_modes() or forward_ad._current_level >= 0:\n",
-        "if dispatch_modes():\n",
+        "sequences-group-key-takes-true-for-a-number",
+        "a GroupNorm whose number of groups is True or 2.0 is known from 1 or 2, and not refused",
+        "codegen/tables.py",
+        "row.kind in (Kind.FLAG, Kind.COUNT)",
+        "row.kind is Kind.FLAG",
         _of("group"),
     ),
     Mutant(
         "sequences-gradient-plans-forget-dtypes",
         "gradients of gated and modulated norms are stored as those of an earlier call",
-        "runtime/calls/plan.py",
-        'key = dispatch.plans, ("parts", call.mode, call.n, dtypes, strides,',
-        'key = dispatch.plans, ("parts", call.mode, call.n, (), strides,',
+        _PLAN,
+        'key = ("parts", call.mode, sizes, dtypes, strides,',
+        'key = ("parts", call.mode, sizes, (), strides,',
         _of("gated", many=True),
     ),
     Mutant(
         "sequences-group-plans-forget-dtypes",
-        "a GroupNorm's weight is read in the dtype of an earlier call's",
-        "runtime/calls/group_plan.py",
-        '("group", kind, device)',
-        '("group", kind._replace(dtypes=()), device)',
+        "a GroupNorm's weight has a gradient of the dtype of an earlier call's weight",
+        _PLAN,
+        "    dtypes = (*inputs.values(), *results.values())\n",
+        "    dtypes = (*map(bool, inputs.values()), *map(bool, results.values()))\n",
         _of("group"),
     ),
     Mutant(
@@ -86,7 +87,7 @@ MUTANTS = (
         _LOOKUP,
         "            forward_ad._current_level >= 0\n            or dispatch_modes()\n",
         "            dispatch_modes()\n",
-        _of("functional", "forward"),
+        _of("functional", "forward", "group"),
     ),
     Mutant(
         "sequences-c-takes-the-first-kind",

@@ -148,9 +148,9 @@ MUTANTS = (
     Mutant(
         "group-launches-forget-where-they-begin",
         "of groups that are launched a few at a time, each launch takes the first",
-        "runtime/calls/group_plan.py",
-        "(ready.units, first, cut.part_tiles, 0))",
-        "(ready.units, 0, cut.part_tiles, 0))",
+        "runtime/kernels/assembly.py",
+        "(units, first, cut.part_tiles, 0))",
+        "(units, 0, cut.part_tiles, 0))",
         (f"{_NUMBERS}::test_parts_of_several_rounds",),
     ),
     Mutant(
@@ -163,10 +163,10 @@ MUTANTS = (
     ),
     Mutant(
         "any-group-norm-is-known",
-        "a known GroupNorm serves calls with another eps",
-        "runtime/calls/group.py",
-        'return ("group", *told, *there, *x.shape[1:])',
-        'return ("group", told[0], told[2], *there, *x.shape[1:])',
+        "a known GroupNorm serves calls with another number of groups",
+        "codegen/parameters.py",
+        '_of_groups("num_groups", Kind.COUNT, functional=True)',
+        '_of_groups("num_groups", Kind.COUNT)',
         (f"{_NUMBERS}::test_known_calls",),
     ),
     Mutant(
@@ -205,8 +205,8 @@ MUTANTS = (
         "listed-groups-leave-sums-where-they-are",
         "compile_keys: the kernel that adds up GroupNorm's partial sums is not listed",
         "runtime/ahead_of_time/group_shapes.py",
-        "finishers = [plan.finisher(finals)[0]] if any(finals) else []",
-        "finishers = []",
+        "plan.prepared(samples * shape.groups).launchers:",
+        "[step.launcher for step in plan.prepared(samples * shape.groups).steps]:",
         (f"{_SHAPES}::test_what_is_listed_is_what_calls_launch",),
     ),
     Mutant(
