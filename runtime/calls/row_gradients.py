@@ -79,13 +79,11 @@ class Launched(NamedTuple):
         return {name: result for name, result in zip(names, self.results, strict=True) if result is not None}
 
 
-def call_of(
-    mode: Mode, m: int, n: int, inputs: Mapping[str, torch.Tensor | None], dtypes: Mapping[str, torch.dtype]
-) -> Call:
-    """Return the call of a backward mode, whose operands its forward call has checked.
+def call_of(mode: Any, m: int, n: int, inputs: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> Call:
+    """Return the call of a backward mode, or of GroupNorm, whose operands are checked elsewhere.
 
     Args:
-        mode: the mode.
+        mode: the mode, or a `GroupMode`.
         m: how many rows of n elements there are, those of all parts.
         n: row length.
         inputs: the tensors that kernels read, by name; the last dimension of x is that of all groups.
