@@ -414,13 +414,14 @@ MODULATED = Family(
     neighbour="modulated",
     functions=_functions("modulated_{function}", "modulated"),
     parameters=(
-        replace(FORWARD["x"], gradient=""),
+        FORWARD["x"],
         Parameter(
             "scale",
             Kind.SAMPLES,
             default=_each(REQUIRED),
             meaning=_first("(B, N), x's shape or (N,), fp16, bf16 or fp32: rows are multiplied by 1 + scale."),
             positional=True,
+            gradient="dscale",
             functional=True,
         ),
         Parameter(
@@ -429,6 +430,7 @@ MODULATED = Family(
             default=_each(REQUIRED),
             meaning=_first("likewise, added behind that."),
             positional=True,
+            gradient="dshift",
             functional=True,
         ),
         Parameter(
@@ -438,6 +440,7 @@ MODULATED = Family(
             meaning=_first("likewise: x is multiplied by it before residual is added."),
             axis="x_gate",
             wanted="x_gate",
+            gradient="dgate",
             functional=True,
         ),
         Parameter(
@@ -447,10 +450,11 @@ MODULATED = Family(
             meaning=_first("x's shape, fp16, bf16 or fp32."),
             axis="fadd",
             wanted="fadd.stores",
+            gradient="dx",
             functional=True,
         ),
-        replace(FORWARD["weight"], positional=False, gradient=""),
-        replace(FORWARD["bias"], positional=False, gradient=""),
+        replace(FORWARD["weight"], positional=False),
+        replace(FORWARD["bias"], positional=False),
         replace(FORWARD["eps"], torchs={}),
         FORWARD["weight_offset"],
         replace(FORWARD["fquant"], functional=True),
@@ -466,7 +470,7 @@ GATED = Family(
     neighbour="gated",
     functions=_functions("gated_{function}", "gating.gates"),
     parameters=(
-        replace(FORWARD["x"], gradient=""),
+        FORWARD["x"],
         Parameter(
             "gate",
             Kind.ROWS,
@@ -475,6 +479,7 @@ GATED = Family(
             positional=True,
             wanted="gating.gates",
             unused="gate was passed and gating {gating!r} would ignore it; pass gating='after_norm' or 'before_norm'",
+            gradient="dgate",
             functional=True,
         ),
         Parameter(
@@ -483,6 +488,7 @@ GATED = Family(
             default=_each("None"),
             meaning=_first("(N,), or (G, N) where x is (..., G, N); fp16, bf16 or fp32, or None for 1."),
             axis="grouped",
+            gradient="dweight",
             functional=True,
         ),
         Parameter(
@@ -491,6 +497,7 @@ GATED = Family(
             default=_centred("None"),
             meaning=_first("likewise, or None for 0."),
             axis="grouped",
+            gradient="dbias",
             functional=True,
         ),
         Parameter(
@@ -753,6 +760,59 @@ GROUP_BWD = Family(
         Result("dbias", Kind.VECTOR, told="dbias_dtype"),
     ),
 )
+
+
+def _gradients(family: Family, parameters: tuple[Parameter, ...], *others: Result) -> Family:
+    """Return the family of operators that compute the gradients of a family's operands from what the call saved."""
+    inputs = [row for row in family.inputs if row.gradient.removeprefix("d") == row.name]
+    own = {row.name: row for row in parameters}
+    return Family(
+        direction=Direction.BACKWARD,
+        neighbour=family.neighbour,
+        functions={norm: f"{name}_backward" for norm, name in family.functions.items()},
+        parameters=(
+            own.pop("dy"),
+            *(replace(row, gradient="") for row in inputs),
+            BACKWARD["mean"],
+            BACKWARD["rstd"],
+            *own.values(),
+            FORWARD["weight_offset"],
+            BACKWARD["wants"],
+        ),
+        results=(
+            *others,
+            *(
+                Result(row.gradient, row.kind, norms=tuple(row.default), like=(row.name,))
+                for row in inputs
+                if row.gradient not in [result.name for result in others]
+            ),
+        ),
+    )
+
+
+# What traced graphs call. Those of modulated norms are given the sum for x, and x itself where a gate multiplied it.
+MODULATED_GRADIENTS = _gradients(
+    MODULATED,
+    (
+        _unnamed("dy", Kind.ROWS),
+        _unnamed(
+            "gated",
+            Kind.ROWS,
+            wanted="x_gate",
+            absent="gate was passed and what it multiplied was not; pass gated, or leave gate out",
+            unused="gated was passed and no gate that multiplied it; pass gate, or leave gated out",
+        ),
+        BACKWARD["dresidual_out"],
+        BACKWARD["dx_dtype"],
+    ),
+    Result("dx", Kind.ROWS, told="dx_dtype", like=("x",)),
+    Result("dgated", Kind.ROWS, like=("gated",)),
+)
+GATED_GRADIENTS = _gradients(
+    GATED, (_unnamed("dy", Kind.ROWS, default=_each(REQUIRED)), GATED["gating"], GATED["activation"])
+)
+# By the word of the forward family: the operators that compute its gradients.
+GRADIENTS = {"": BACKWARD, "modulated": MODULATED_GRADIENTS, "gated": GATED_GRADIENTS}
 
 FAMILIES = (FORWARD, BACKWARD, MODULATED, GATED, QUANTISED)
 # The families that only autograd calls: rows are in parts, and no function has a public name.

@@ -11,7 +11,7 @@ import torch
 
 from ..codegen.families import REQUIRED, Family, Kind, Parameter
 from ..codegen.model import Mode
-from ..codegen.parameters import FAMILIES, GROUP, GROUP_BWD, IN_PARTS
+from ..codegen.parameters import FAMILIES, GRADIENTS, GROUP, GROUP_BWD, IN_PARTS
 from ..codegen.values import Direction, DType, Norm
 from ..upstream.torch_dynamo import constant_in_traces
 
@@ -138,8 +138,10 @@ def _without_and_with(row: Parameter, kind: type[Any]) -> tuple[Any, Any]:
     return without, there
 
 
+# The families of functions, and those of operators alone, which compute gradients.
+_CALLED = dict.fromkeys((*FAMILIES, *GRADIENTS.values()))
 # By their names.
-FUNCTIONS = {name: _function(family, norm) for family in FAMILIES for norm, name in family.functions.items()}
+FUNCTIONS = {name: _function(family, norm) for family in _CALLED for norm, name in family.functions.items()}
 # The functions whose operands are checked elsewhere, by their names.
 UNCHECKED = {
     name: _function(family, norm) for family in (*IN_PARTS, GROUP, GROUP_BWD) for norm, name in family.functions.items()

@@ -29,7 +29,7 @@ from .launch import run, run_recorded
 from .outputs import LayerNormOutput, packed_of
 from .record import Launched, Recording, record, record_at_once, records
 from .row_layout import walkable
-from .traced import intercepted, is_dynamo_compiling, operated, result_dtype, said_of
+from .traced import intercepted, is_dynamo_compiling, operated, operated_as, result_dtype
 
 # The tensors of a call, in the order in which launches bring them, None for those that are not there.
 Operands = tuple[Any, ...]
@@ -244,8 +244,7 @@ def launched_2d(
         call = check(function, given, addressed=False)
         refuse_gradient(call)
         check_places(call, places, addressed=False)
-        made = iter(operated(function, said_of(call)))
-        results: Any = [next(made) if name in call.wants else None for name in LayerNormOutput._fields]
+        results: Any = operated_as(function, call, LayerNormOutput._fields)
         for at, place in enumerate(places):
             results[at] = results[at] if place is None else place.copy_(results[at])
         return LayerNormOutput(*results)

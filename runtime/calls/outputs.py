@@ -190,8 +190,12 @@ def scale_columns(mode: Mode, n: int) -> int:
 def results_of(call: Call, make: Make) -> tuple[torch.Tensor | None, ...]:
     """What a call returns, made by something else than its kernels; None for what it does not."""
     shapes = {Kind.ROWS: call.x.shape, Kind.VECTOR: call.x.shape[-1:], Kind.PER_ROW: call.x.shape[:-1]}
-    dtypes = [(row.kind, call.dtype_of(row.name)) for row in call.function.family.results]
-    made = [None if dtype is None else make(shapes[kind], dtype=dtype) for kind, dtype in dtypes]
+    made: list[torch.Tensor | None] = []
+    for row in call.function.family.results:
+        dtype = call.dtype_of(row.name)
+        # A gradient of another kind has the shape of its operand, which may have one of several.
+        shape = shapes.get(row.kind) if row.kind in shapes or dtype is None else call.given[row.like[0]].shape
+        made.append(None if dtype is None else make(shape, dtype=dtype))
     if call.mode.dtype_out.packs > 1:
         made[0] = make(y_shape(call.x.shape, call.mode), dtype=call.dtype_of("y"))
     scale_dtype = call.dtype_of("y_scale")

@@ -25,7 +25,7 @@ from .outputs import QuantisedOutput, group_scales, scale_columns, tiled_shape, 
 from .overlap import elements_overlap
 from .public import QuantisedOperands, QuantisedOptions
 from .record import records
-from .traced import intercepted, is_dynamo_compiling, operated, said_of
+from .traced import intercepted, is_dynamo_compiling, operated_as
 
 
 def _launch(found: Found, options: Options) -> QuantisedOutput:
@@ -381,8 +381,7 @@ def _scale_strides(kind: ScaleFormat, scale: torch.Tensor) -> tuple[int, int]:
 def _traced(function: str, given: Mapping[str, Any], places: Places) -> QuantisedOutput:
     """A call as one operator, and copies to where its outputs are to go."""
     call = _check(function, given, places, addressed=False)
-    made = iter(operated(function, said_of(call)))
-    results: list[Any] = [next(made) if name in call.wants else None for name in QuantisedOutput._fields]
+    results: list[Any] = operated_as(function, call, QuantisedOutput._fields)
     for at, place in enumerate(places):
         result = results[at]
         if place is not None and result is not None:

@@ -102,9 +102,11 @@ class Frame:
         """Whether ranks have rows of their own."""
         return self.of_rows != self.of_vectors
 
-    def whole(self, kind: Kind, part: torch.Tensor) -> torch.Tensor:
-        """What a rank's part of a result is of."""
+    def whole(self, kind: Kind, part: torch.Tensor, operand: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the whole of a rank's part of a result, or of the gradient of an operand, which has the same kind."""
         x = self.like
+        if operand is not None:
+            return assembled(part, x, operand.shape, self._lies(kind, operand)[1])
         if kind is Kind.ROWS:
             n = part.shape[-1]
             # Elements of fp4 are pairs: of y there are half as many.

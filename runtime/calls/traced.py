@@ -7,7 +7,7 @@ question is one C call or less for an eager call, 0.05 us.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -25,7 +25,6 @@ from ..upstream.torch_internals import (
     jit_tracing,
     left_in_traces,
     saved_tensors_hooks,
-    transforming,
 )
 from .backend import intercepted
 from .check import Call, check, refuse_gradient
@@ -42,10 +41,9 @@ __all__ = [
     "is_dynamo_compiling",
     "left_in_traces",
     "operated",
+    "operated_as",
     "operator",
     "result_dtype",
-    "said_of",
-    "transforming",
     "unrecorded",
 ]
 
@@ -82,19 +80,27 @@ def operated(function: str, given: Mapping[str, Any]) -> Any:
     return operator(function)(*[said[name] for name in function_named(function).passed])
 
 
+def operated_as(function: str, call: Call, fields: Sequence[str]) -> list[torch.Tensor | None]:
+    """Call the operator of a function with what a checked call was given; return the results that `fields` names.
+
+    A field is None if the call does not return such a result.
+    """
+    made = iter(operated(function, said_of(call)))
+    return [next(made) if name in call.wants else None for name in fields]
+
+
 def forward_traced(norm: str, given: Mapping[str, Any]) -> LayerNormOutput:
     """A forward call as one operator, given its arguments by name. Overlap of outputs is not looked for."""
     function = FORWARD.functions[Norm(norm)]
     call = check(function, given, addressed=False)
     refuse_gradient(call)
-    said = said_of(call)
     places = call.function.places
-    results: dict[str, Any]
+    results: dict[str, Any] = {}
+    made: Any
     if all(call.given[name] is None for name, _ in places):
-        made = iter(operated(function, said))
-        results = {name: next(made) if name in call.wants else None for name in LayerNormOutput._fields}
-        return LayerNormOutput(**results)
-    results = {}
+        made = operated_as(function, call, LayerNormOutput._fields)
+        return LayerNormOutput(*made)
+    said = said_of(call)
     for name, result in places:
         dtype = call.dtype_of(result)
         place = None if dtype is None else call.x.new_empty(call.x.shape, dtype=dtype)
@@ -113,8 +119,7 @@ def backward_traced(norm: str, given: Mapping[str, Any]) -> NormGradients:
     function = BACKWARD.functions[Norm(norm)]
     call = check(function, given, addressed=False)
     refuse_gradient(call)
-    made = iter(operated(function, said_of(call)))
-    return NormGradients(*[next(made) if name in call.wants else None for name in NormGradients._fields])
+    return NormGradients(*operated_as(function, call, NormGradients._fields))
 
 
 def said_of(call: Call) -> dict[str, Any]:

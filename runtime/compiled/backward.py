@@ -102,18 +102,18 @@ def _that_computes(node: Node) -> Operator | None:
 
 
 def _of_dx(node: Node) -> Operator | None:
-    """The backward operator whose dx a node is, if nothing is dropped and no sum of it returned."""
+    """The backward operator whose dx a node is, if nothing else that it returns is made of dx."""
     norm = read(node.args[0]) if node.target is operator.getitem else None
     if norm is None or not norm.is_backward or norm.results.get("dx") is not node:
         return None
-    # dx_bias would be the sum of what is added to dx, too, and ddropped would have it.
-    return None if norm.call.mode.x_bias or norm.call.mode.dropout else norm
+    # dx_bias would be the sum of what is added to dx, too, and ddropped and dgated would have it.
+    return None if any(getattr(norm.call.mode, axis) for axis in ("x_bias", "dropout", "x_gate")) else norm
 
 
 def _first_of(last: Operator) -> Operator | None:
     """The first of a row of operators each of which adds the dx of the one before, if that adds nothing."""
     first = last
-    while first.given["dresidual_out"] is not None:
+    while first.given.get("dresidual_out") is not None:
         before = _that_computes(first.given["dresidual_out"])
         if before is None:
             return None

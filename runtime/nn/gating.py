@@ -68,7 +68,7 @@ def gated_rms_norm(
 
     Differentiable in every tensor. Kept for the backward pass are the tensors themselves, and an rstd (and of LayerNorm
     a mean) a row. Sums are in an order that does not change from run to run. Torch's operators compute a gradient of
-    the gradient, and the backward pass in a traced graph.
+    the gradient.
 
     Where kernels cannot run, torch's operators compute the same: see `layer_norm`. Of DTensors each rank normalises its
     rows. Under torch.autocast y has the dtype that it has there.

@@ -62,8 +62,7 @@ def modulated_layer_norm(
 
     Differentiable in every tensor. Kept for the backward pass are s as it is stored (x, or residual_out), x where it is
     gated, the small operands, and a mean and rstd a row. Sums are in an order that does not change from run to run.
-    Torch's operators compute a gradient of the gradient, the backward pass in a traced graph, and that of fewer than
-    eight rows to a modulation.
+    Torch's operators compute a gradient of the gradient, and that of fewer than eight rows to a modulation.
 
     Where kernels cannot run, torch's operators compute the same: see `layer_norm`. Under
     torch.autocast y has the dtype that it has there.

@@ -1,10 +1,9 @@
-"""The gradients of the forward operators, which the backward ones compute; those have none themselves."""
+"""The gradients of the forward operators, which the backward ones compute, and those of the backward ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from ..calls.outputs import dtype_of_all
 from ..calls.row_layout import walkable
 from ..calls.traced import operated
 from ..codegen.families import Kind
-from ..dtypes import FP8_INPUTS
+from ..dtypes import FLOATS, FP8_INPUTS
 from ..errors import GradientError
+from .computing import by_formula, shares_no_row
 from .twins import register_autograd
 
 
@@ -40,6 +40,10 @@ class _Told:
 
 UNSAVED = "mean and rstd were not saved; pass save_mv=True"
 
+# The gradients that arrive, and the operands that the stored sum is made of.
+_ARRIVE = ("dy", "dresidual_out")
+_SUMMED = ("x", "residual", "x_bias", "gate")
+
 
 def kept_too_little(why: str) -> GradientError:
     """The error for a gradient of a call that has nothing to compute it from."""
@@ -47,35 +51,30 @@ def kept_too_little(why: str) -> GradientError:
 
 
 def register(library: torch.library.Library, namespace: str, forward: str, backward: str) -> None:
-    """Give a norm's two operators what differentiates them.
+    """Give a forward operator what differentiates it.
 
     Args:
-        library: where they are defined.
+        library: where it is defined.
         namespace: under what name.
-        forward: the forward operator's.
-        backward: the backward operator's.
+        forward: its name.
+        backward: that of the operator that computes its gradients.
     """
     takes, computes = FUNCTIONS[forward], FUNCTIONS[backward]
-    # The backward function is told them again.
-    told_again = {name for name, _, _ in computes.numbers} | {name for name, _, _ in computes.words}
-    shared = [name for name in takes.passed if name in told_again]
+    statistics = [name for name, kind, _ in computes.tensors if kind is Kind.PER_ROW]
+    kept = [name for name, _, _ in computes.tensors if name not in (*_ARRIVE, *statistics)]
+    shared = [name for name in takes.passed if name in computes.passed and name not in kept]
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
         given = dict(zip(takes.passed, inputs, strict=True))
-        if given["fquant"] != "none":
-            raise GradientError(
-                "a tensor requires a gradient and a quantised output has none; call under torch.no_grad(), or detach it"
-            )
-        if given["x"].dtype in FP8_INPUTS:
-            raise GradientError(
-                f"a tensor requires a gradient and {FP8_HAS_NO_GRADIENT}; or call under torch.no_grad()"
-            )
+        if not takes.neighbour:
+            _refuse(given)
         if given["x"].dtype is output[0].dtype is torch.float32:
             # Of fp32 alone nothing is rounded first, whatever the sum is stored in.
             given["cast"] = "after_weight"
-        stores = given["fadd"] == "pre_add_store"
+        adds = given.get("residual") is not None
+        stores = adds and given.get("fadd", "pre_add_store") == "pre_add_store"
         refusal = None
-        if given["residual"] is not None and not stores:
+        if adds and not stores:
             refusal = "fadd 'pre_add' does not store the sum; pass fadd='pre_add_store'"
         elif not given["save_mv"]:
             refusal = UNSAVED
@@ -87,28 +86,40 @@ def register(library: torch.library.Library, namespace: str, forward: str, backw
         )
         # A gradient that did not arrive stays None, rather than becoming M×N zeros.
         ctx.set_materialize_grads(False)
-        statistics = output[2 if stores else 1 :]
         # y, and the sum if a tensor that is summed requires a gradient.
-        summed = [given[name] for name in ("x", "residual", "x_bias")]
+        summed = [given.get(name) for name in _SUMMED]
         sum_is_due = stores and any(tensor is not None and tensor.requires_grad for tensor in summed)
-        ctx.mark_non_differentiable(*output[2 if sum_is_due else 1 :])
+        # What is quantised has no gradient, though torch takes fp8 for floats.
+        ctx.mark_non_differentiable(*output[1 + sum_is_due if output[0].dtype in FLOATS else 0 :])
         if refusal is None:
-            # The sum holds x_bias already.
-            normalised = (output[1], None) if stores else (given["x"], given["x_bias"])
-            ctx.save_for_backward(*normalised, given["weight"], given["dropout_rng"], *statistics)
+            held = {**given, "gated": None if given.get("gate") is None else given["x"]}
+            if stores:
+                # The sum holds x_bias already.
+                held |= {"x": output[1], "x_bias": None}
+            ctx.save_for_backward(*[held[name] for name in kept], *output[len(output) - len(statistics) :])
 
     def differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         told: _Told = ctx.told
-        dy, dresidual_out = arrived[0], arrived[1] if told.stores else None
         if told.refusal is not None:
             raise kept_too_little(told.refusal)
         needed = [name for name, needs in zip(takes.passed, ctx.needs_input_grad, strict=True) if needs]
-        due = _compute(forward, backward, told, needed, dy, dresidual_out, ctx.saved_tensors)
+        given = dict(zip((*kept, *statistics), ctx.saved_tensors, strict=True))
+        for name, gradient in zip(_ARRIVE, (arrived[0], arrived[1] if told.stores else None), strict=True):
+            given[name] = None if gradient is None else walkable(gradient)
+        due = _compute(forward, backward, told, needed, given)
         return tuple([due.get(name) for name in takes.passed])
 
     register_autograd(namespace, forward, differentiate, keep, library)
-    tensors = [name for name, _, _ in FUNCTIONS[backward].tensors]
-    register_second(library, namespace, backward, computes.passed, tensors, partial(_computed_by_torch, backward))
+
+
+def _refuse(given: Mapping[str, Any]) -> None:
+    """Refuse a call of the 2d functions' operators that has no gradient."""
+    if given["fquant"] != "none":
+        raise GradientError(
+            "a tensor requires a gradient and a quantised output has none; call under torch.no_grad(), or detach it"
+        )
+    if given["x"].dtype in FP8_INPUTS:
+        raise GradientError(f"a tensor requires a gradient and {FP8_HAS_NO_GRADIENT}; or call under torch.no_grad()")
 
 
 def register_second(
@@ -127,7 +138,7 @@ def register_second(
         name: its.
         passed: the names of its arguments, in order.
         tensors: those of them that are tensors.
-        compute: from all of them, by name, to what it returns.
+        compute: from all of them, by name, to what it returns, and None in place of what it does not.
     """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
@@ -137,7 +148,8 @@ def register_second(
 
     def differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         def computed(*operands: Any) -> Sequence[torch.Tensor | None]:
-            return compute(ctx.told | dict(zip(tensors, operands, strict=True)))
+            found = compute(ctx.told | dict(zip(tensors, operands, strict=True)))
+            return [each for each in found if each is not None]
 
         due = dict(zip(passed, ctx.needs_input_grad, strict=True))
         found = eager.differentiated(computed, ctx.saved_tensors, [due[name] for name in tensors], arrived)
@@ -147,61 +159,29 @@ def register_second(
     register_autograd(namespace, name, differentiate, keep, library)
 
 
-def _computed_by_torch(backward: str, told: dict[str, Any]) -> list[torch.Tensor]:
-    """What a backward operator returns."""
-    # RMSNorm's has neither, and LayerNorm's no offset.
-    given = {"mean": None, "weight_offset": 0.0, "bias_dtype": None} | told
-    operands = tuple(given[name] for name in ("dy", "x", "weight", "rstd", "x_bias", "dresidual_out"))
-    options = tuple(given[name] for name in ("weight_offset", "cast", "dx_dtype", "bias_dtype", "wants"))
-    dropout = None
-    if given["dropout_rng"] is not None:
-        dropout = eager.Dropout(given["dropout_p"], given["dropout_rng"], given["dropped_dtype"])
-    norm = FUNCTIONS[backward].norm.value
-    found = eager.plain_gradients(operands, given["mean"], (norm, *options), dropout)
-    return [getattr(found, name) for name in given["wants"]]
-
-
 def _compute(
-    forward: str,
-    backward: str,
-    told: _Told,
-    needed: list[str],
-    dy: torch.Tensor | None,
-    dresidual_out: torch.Tensor | None,
-    saved: tuple[torch.Tensor | None, ...],
+    forward: str, backward: str, told: _Told, needed: Sequence[str], given: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
     """The gradients that are due, by the names of what they are of."""
-    if dy is None and dresidual_out is None:
+    if all(given[name] is None for name in _ARRIVE):
         return {}
-    x, x_bias, weight, dropout_rng, *statistics = saved
-    gradients = dict(FUNCTIONS[forward].gradients)
-    if dropout_rng is not None:
-        gradients["x"] = "ddropped"
-    if told.stores and "x_bias" in needed and x is not None:
-        # The sum holds it already. Given as zeros, it has the kernel add up dx before that is rounded.
-        x_bias = x.new_zeros(x.shape[-1:], dtype=told.dtypes["x_bias"])
-    # One rounding each.
-    of_dx = [name for name in needed if gradients[name] == "dx"]
-    types = [told.dtypes[name] for name in of_dx]
     takes = FUNCTIONS[backward]
+    gradients = dict(FUNCTIONS[forward].gradients)
+    for operand, gradient in (("dropout_rng", "ddropped"), ("gated", "dgated")):
+        if given.get(operand) is not None:
+            gradients["x"] = gradient
+    x = given["x"]
+    if told.stores and "x_bias" in needed:
+        # The sum holds it already. Given as zeros, it has the kernel add up dx before that is rounded.
+        given["x_bias"] = x.new_zeros(x.shape[-1:], dtype=told.dtypes["x_bias"])
     wanted = {gradients[name] for name in needed}
     wants = [result.name for result in takes.results if result.name in wanted]
-    per_row = [name for name, kind, _ in takes.tensors if kind is Kind.PER_ROW]
-    given: dict[str, Any] = {
-        **told.given,
-        **dict(zip(per_row, statistics, strict=True)),
-        "dy": None if dy is None else walkable(dy),
-        "x": x,
-        "weight": weight,
-        "x_bias": x_bias,
-        "dresidual_out": None if dresidual_out is None else walkable(dresidual_out),
-        "dropout_rng": dropout_rng,
-        "dx_dtype": dtype_of_all(types) if types else None,
-        "dropped_dtype": told.dtypes["x"],
-        "bias_dtype": told.dtypes.get("bias"),
-        "wants": wants,
-    }
-    found = dict(zip(wants, operated(backward, given), strict=True))
-    due = {name: found[gradients[name]] for name in needed}
-    due.update({name: due[name].to(told.dtypes[name]) for name in of_dx})
-    return due
+    for result in takes.results:
+        if result.told:
+            # One rounding each.
+            types = [told.dtypes[name] for name in needed if gradients[name] == result.name]
+            given[result.told] = dtype_of_all(types) if types else None
+    given |= {**told.given, "wants": wants}
+    made = (by_formula if shares_no_row(backward, given) else operated)(backward, given)
+    found = dict(zip(wants, [each for each in made if each is not None], strict=True))
+    return {name: found[gradients[name]].to(told.dtypes[name]) for name in needed}

@@ -21,18 +21,18 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from ..calls import native, public
+from ..calls import native
 from ..calls.check import check, refuse_gradient
-from ..calls.first import launched, launched_backward, refuse_foreign
 from ..calls.functions import FUNCTIONS
 from ..calls.outputs import results_of
 from ..codegen import parameters
+from ..codegen.values import Direction
 from ..compiled.switch import settle
 from ..upstream.imports import when_imported
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_inductor import called_at_once
-from ..upstream.torch_internals import dispatch_modes
-from . import gradients, grouped, neighbours, sharding
+from . import gradients, grouped, sharding
+from .computing import PUBLIC, by_formula, run, run_named
 from .shortcuts import Recording, at_once, of_plain_tensors
 from .twins import both
 
@@ -64,11 +64,6 @@ def _in_order(name: str, places: int) -> Callable[..., Tensors]:
     return run
 
 
-_STRAIGHT: dict[str, Callable[..., Any]] = {
-    name: getattr(public, name)
-    for family in (parameters.FORWARD, parameters.BACKWARD)
-    for name in family.functions.values()
-}
 # From an operator's arguments, in their order, to what it returns.
 _IN_ORDER: dict[str, Callable[..., Tensors]] = {
     name: _in_order(name, len(family.places))
@@ -109,21 +104,9 @@ def _handed(function: str, into: bool, results: Any) -> Tensors | tuple[torch.Te
     return tuple([results[0].new_empty(0) if each is None else each for each in returned])
 
 
-def _run(function: str, arguments: tuple[Any, ...]) -> Any:
-    given, takes = _named(function, arguments), FUNCTIONS[function]
-    if takes.neighbour:
-        return neighbours.run(function, given)
-    refuse_foreign(takes.family, given)
-    if not dispatch_modes():
-        return _STRAIGHT[function](**given)
-    # Whoever sees operators has seen this one.
-    launch = launched_backward if takes.family is parameters.BACKWARD else launched
-    return launch(takes.norm.value, None, given)
-
-
 @eager_only
 def _returned(function: str, into: bool, *arguments: Any) -> Tensors | tuple[torch.Tensor, ...]:
-    return _handed(function, into, _run(function, arguments))
+    return _handed(function, into, run(function, _named(function, arguments)))
 
 
 @eager_only
@@ -174,30 +157,23 @@ def _count_writes(name: str, operator: torch._ops.OpOverload[Any, Any]) -> None:
     _library.impl(name, count, "ADInplaceOrView", with_keyset=True)
 
 
-_FORWARD, _BACKWARD = parameters.FORWARD.functions, parameters.BACKWARD.functions
-
-for _norm in _FORWARD:
-    _register(_FORWARD[_norm])
-    _register(_FORWARD[_norm], into=True)
-    _register(_BACKWARD[_norm])
-    gradients.register(_recording, _NAMESPACE, _FORWARD[_norm], _BACKWARD[_norm])
+for _name, _takes in FUNCTIONS.items():
+    _register(_name)
+    if _takes.places:
+        _register(_name, into=True)
+    if _takes.direction is Direction.BACKWARD:
+        _tensors = [name for name, _, _ in _takes.tensors]
+        gradients.register_second(_recording, _NAMESPACE, _name, _takes.passed, _tensors, partial(by_formula, _name))
+    elif _takes.gradients:
+        # What is quantised has no gradient.
+        _backward = parameters.GRADIENTS[_takes.neighbour].functions[_takes.norm]
+        gradients.register(_recording, _NAMESPACE, _name, _backward)
 # By the norm's word.
-FORWARD = {norm.value: _operator(name) for norm, name in _FORWARD.items()}
-FORWARD_INTO = {norm.value: _operator(f"{name}_into") for norm, name in _FORWARD.items()}
-BACKWARD = {norm.value: _operator(name) for norm, name in _BACKWARD.items()}
-for _name in (*parameters.MODULATED.functions.values(), *parameters.GATED.functions.values()):
-    _register(_name)
-    neighbours.register(_recording, _NAMESPACE, _name)
-for _name in parameters.QUANTISED.functions.values():
-    # What is quantised has no gradient.
-    _register(_name)
+FORWARD = {norm.value: _operator(name) for norm, name in parameters.FORWARD.functions.items()}
+FORWARD_INTO = {norm.value: _operator(f"{name}_into") for norm, name in parameters.FORWARD.functions.items()}
+BACKWARD = {norm.value: _operator(name) for norm, name in parameters.BACKWARD.functions.items()}
 _at_once |= grouped.register(_library, _NAMESPACE, _TAGS)
 called_at_once(_at_once)
-_RULED = _STRAIGHT | {
-    name: partial(neighbours.run_named, function=name)
-    for family in parameters.FAMILIES
-    if family.neighbour
-    for name in family.functions.values()
-}
+_RULED = {name: PUBLIC.get(name, partial(run_named, function=name)) for name in FUNCTIONS}
 # Who has no DTensors does not wait for them to be imported, which takes a second.
 when_imported("torch.distributed.tensor", partial(sharding.register, _library, _NAMESPACE, _RULED))

@@ -47,13 +47,10 @@ def register(library: torch.library.Library, namespace: str, functions: Function
             if places or own == name:
                 for defined, compute in both(own, function).items():
                     rule(defined, partial(_sharded, takes, places, compute))
-    for name, group_rule in (
-        (group.FORWARD_OPERATOR, _sharded_group),
-        (group.BACKWARD_OPERATOR, _sharded_group_backward),
-    ):
-        for defined in both(name, group_rule):
+    for name in (group.FORWARD_OPERATOR, group.BACKWARD_OPERATOR):
+        for defined in both(name, _sharded_group):
             # Each rank computes its samples by the operator itself, or its twin.
-            rule(defined, partial(group_rule, getattr(getattr(torch.ops, namespace), defined).default))
+            rule(defined, partial(_sharded_group, getattr(getattr(torch.ops, namespace), defined).default))
 
 
 def _sharded(
@@ -81,7 +78,9 @@ def _sharded(
         elif row.name == "y_scale" and "scale_layout" in given:
             returned.append(_scales(frame, part, given))
         elif row.name not in places.values():
-            returned.append(frame.whole(row.kind, part))
+            # An operand of one of these kinds may have one of several shapes, and its gradient has the same.
+            is_gradient = row.kind in (Kind.SAMPLES, Kind.GROUPS)
+            returned.append(frame.whole(row.kind, part, given[row.like[0]] if is_gradient else None))
     return tuple(returned) if places else returned
 
 
@@ -143,49 +142,42 @@ def _nothing(frame: Frame) -> torch.Tensor:
     return assembled(x.to_local().new_empty(0), x, torch.Size([0]), frame.of_vectors)
 
 
+# The tensors of GroupNorm's operators, but for the statistics of groups: (2, B, groups), see `_of_statistics`.
+_GROUP = {"dy": Kind.ROWS, "x": Kind.ROWS, "weight": Kind.VECTOR, "bias": Kind.VECTOR}
+
+
 def _sharded_group(
     compute: Callable[..., Any], cls: type, operator: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
 ) -> list[torch.Tensor]:
-    """What GroupNorm's operator returns of DTensors: each rank has samples, and statistics of those."""
-    x, weight, bias, *told = args
-    frame = Frame(str(operator), {"x": x, "weight": weight, "bias": bias}, x.dim() - 1)
-    vectors = [frame.part(Kind.VECTOR, vector) for vector in (weight, bias)]
-    y, *statistics = compute(_samples(frame, x), *vectors, *told)
-    found = [frame.whole(Kind.ROWS, y.contiguous())]
-    for part in statistics:
-        shape = torch.Size((part.shape[0], x.shape[0], part.shape[2]))
-        found.append(assembled(part, x, shape, _of_statistics(frame)))
-    return found
-
-
-def _sharded_group_backward(
-    compute: Callable[..., Any], cls: type, operator: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
-) -> list[torch.Tensor]:
-    """What its backward operator returns, in the order in which gradients are listed; those of vectors are sums."""
-    dy, x, weight, bias, statistics, *told, wants = args
-    tensors = {"x": x, "dy": dy, "weight": weight, "bias": bias, "statistics": statistics}
-    frame = Frame(str(operator), tensors, x.dim() - 1)
-    rows = [_samples(frame, each) for each in (dy, x)]
-    vectors = [frame.part(Kind.VECTOR, vector) for vector in (weight, bias)]
+    """What an operator of GroupNorm returns of DTensors: each rank has samples, and statistics of those."""
+    given = dict(zip([argument.name for argument in operator._schema.arguments], args, strict=True))
+    x, statistics, wants = given["x"], given.get("statistics"), given.get("wants")
+    frame = Frame(str(operator), {name: given[name] for name in (*_GROUP, "statistics") if name in given}, x.dim() - 1)
     lies = _of_statistics(frame)
-    whole = statistics if statistics.placements == lies else statistics.redistribute(placements=lies)
-    found = compute(*rows, *vectors, whole.to_local(), *told, wants)
-    shapes = {"dx": None, "dweight": weight, "dbias": bias}
-    due = [name for name, like in shapes.items() if name in wants and (name == "dx" or like is not None)]
+    parts = {name: _part(frame, name, given[name]) for name in _GROUP if name in given}
+    if statistics is not None:
+        whole = statistics if statistics.placements == lies else statistics.redistribute(placements=lies)
+        parts["statistics"] = whole.to_local()
+    names = ["y", "statistics"]
+    if wants is not None:
+        # In the order in which gradients are listed.
+        names = [f"d{name}" for name in ("x", "weight", "bias") if f"d{name}" in wants and given[name] is not None]
     made = []
-    for name, part in zip(due, found, strict=True):
-        like: Any = shapes[name]
-        if like is None:
-            made.append(frame.whole(Kind.ROWS, part.contiguous()))
+    for name, part in zip(names, compute(*{**given, **parts}.values()), strict=False):
+        if name in ("dweight", "dbias"):
+            made.append(frame.whole(Kind.VECTOR, part, given[name[1:]]))
+        elif name == "statistics":
+            made.append(assembled(part, x, torch.Size((part.shape[0], x.shape[0], part.shape[2])), lies))
         else:
-            made.append(assembled(part, x, like.shape, frame.of_sums))
+            made.append(frame.whole(Kind.ROWS, part.contiguous()))
     return made
 
 
-def _samples(frame: Frame, whole: torch.Tensor) -> torch.Tensor:
-    """A rank's samples, as the operator takes them."""
-    part: torch.Tensor = frame.part(Kind.ROWS, whole)
-    return part.contiguous() if group.are_channels_last(part) is None else part
+def _part(frame: Frame, name: str, whole: torch.Tensor | None) -> Any:
+    """A rank's part of a vector, or its samples as the operator takes them."""
+    part = frame.part(_GROUP[name], whole)
+    is_apart = _GROUP[name] is Kind.ROWS and group.are_channels_last(part) is None
+    return part.contiguous() if is_apart else part
 
 
 def _of_statistics(frame: Frame) -> tuple[Any, ...]:

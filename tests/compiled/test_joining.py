@@ -309,6 +309,36 @@ GRADIENTS: dict[str, tuple[Function, list[torch.Tensor], int, int]] = {
 }
 
 
+_OPERATORS = torch.ops.normforge
+
+
+def modulated_dx(p: Parameters, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    statistics = (p.mean, p.rstd, None, None, None)
+    found: list[torch.Tensor] = _OPERATORS.modulated_layer_norm_backward(
+        dy, x, p.weight, p.bias, None, None, None, *statistics, ["dx"]
+    )
+    return found[0]
+
+
+def of_a_gated_sum(p: Parameters, dy: torch.Tensor, x: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    given = (dy, x, p.weight, p.bias, p.weight, None, p.rstd, x, None, None, 0.0)
+    dx, dgated = _OPERATORS.modulated_rms_norm_backward(*given, ["dx", "dgated"])
+    return dx + other, dgated
+
+
+def of_a_gated_norm(p: Parameters, dy: torch.Tensor, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    words = ("after_norm", "silu", 0.0, ["dx"])
+    found: list[torch.Tensor] = _OPERATORS.gated_rms_norm_backward(dy, x, x, p.weight, p.rstd, *words)
+    return found[0] + other
+
+
+GRADIENTS |= {
+    "of a modulated norm": (lambda p, dy, x, g: modulated_dx(p, dy, x) + g, [rows(), rows(), rows()], 1, 0),
+    "of a sum that a gate is a part of": (of_a_gated_sum, [rows(), rows(), rows()], 0, 1),
+    "of a gated norm": (of_a_gated_norm, [rows(), rows(), rows()], 0, 1),
+}
+
+
 @pytest.mark.parametrize("case", GRADIENTS.values(), ids=GRADIENTS)
 def test_a_gradient_is_added_where_dx_is_computed(case: tuple[Function, list[torch.Tensor], int, int]) -> None:
     call, operands, joined, left = case

@@ -17,7 +17,7 @@ from normforge.calls import public
 from normforge.calls.outputs import LayerNormOutput, NormGradients
 from normforge.codegen.families import REQUIRED, Family, Kind, Parameter, Result
 from normforge.codegen.model import Mode
-from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD, GATED, MODULATED, QUANTISED
+from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD, GATED, GRADIENTS, MODULATED, QUANTISED
 from normforge.codegen.signature import params
 from normforge.codegen.values import Direction, DType, FusedAdd, FusedQuant, Gating, Norm, ScaleGroup
 
@@ -186,7 +186,7 @@ def test_a_row_speaks_of_what_there_is(family: Family, row: Parameter | Result) 
         return
     results = {result.name for result in family.results}
     assert (row.kind is Kind.PLACE) == (row.result in results)
-    assert row.gradient in {"", *(result.name for result in BACKWARD.results)}
+    assert row.gradient in {"", *(result.name for result in GRADIENTS.get(family.neighbour, BACKWARD).results)}
     assert row.needs in {"", *names}
     words = {parameter.name for parameter in family.parameters if parameter.kind is Kind.WORD}
     for sentence in (row.absent, row.unused):

@@ -17,6 +17,7 @@ FUNCTIONS: dict[str, Any] = {
     for norm in ("layer", "rms")
 }
 OPERATORS: dict[str, Any] = {name: getattr(torch.ops.normforge, f"{name}_norm").default for name in FUNCTIONS}
+BACKWARD: dict[str, Any] = {name: getattr(torch.ops.normforge, f"{name}_norm_backward").default for name in FUNCTIONS}
 
 each_norm = pytest.mark.parametrize("name", FUNCTIONS)
 
@@ -32,24 +33,25 @@ _TOLD: dict[str, Any] = {
 }
 
 
-def arguments(name: str, *, full: bool, grad: bool = False, **told: Any) -> tuple[Any, ...]:
+def arguments(name: str, *, full: bool, grad: bool = False, rows: int = 3, **told: Any) -> tuple[Any, ...]:
     """A call of an operator, in the order of its schema.
 
     Args:
         name: of `OPERATORS`.
         full: of groups of columns, or with x's gate and a residual; or else without.
         grad: whether gradients are due.
+        rows: how many rows a sample has.
         told: what is told otherwise than usual.
     """
-    rows = 2, 3, N
+    shape = 2, rows, N
     shapes: dict[str, tuple[int, ...] | None]
     if name.startswith("gated"):
         vector = (2, N) if full else (N,)
-        shapes = {"x": (3, 2, N), "gate": (3, 2, N), "weight": vector, "bias": vector}
+        shapes = {"x": (rows, 2, N), "gate": (rows, 2, N), "weight": vector, "bias": vector}
     else:
         sample = (2, N)
-        shapes = {"x": rows, "scale": sample, "shift": sample, "weight": (N,), "bias": None}
-        shapes |= {"gate": sample, "residual": rows} if full else {"gate": None, "residual": None}
+        shapes = {"x": shape, "scale": sample, "shift": sample, "weight": (N,), "bias": None}
+        shapes |= {"gate": sample, "residual": shape} if full else {"gate": None, "residual": None}
     tensors = {
         each: None if shape is None else torch.randn(shape).requires_grad_(grad) for each, shape in shapes.items()
     }

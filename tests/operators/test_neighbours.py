@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from normforge.errors import GradientError
+from normforge.calls import neighbours
+from normforge.calls.functions import FUNCTIONS as FUNCTIONS_OF
+from normforge.calls.neighbour_rows import CALLS
+from normforge.errors import GradientError, NormforgeError
 
-from .neighbours import FUNCTIONS, OPERATORS, N, arguments, each_norm
+from ..calling import same_bits
+from .neighbours import BACKWARD, FUNCTIONS, OPERATORS, N, arguments, each_norm
 
 # A call's tensors behind x, and what else it is told, by family.
 _BEHIND: dict[str, tuple[tuple[tuple[int, ...], ...], dict[str, Any]]] = {
@@ -50,6 +56,98 @@ def test_a_gradient_needs_statistics(name: str) -> None:
 def test_what_is_quantised_has_no_gradient(name: str, dtype: torch.dtype) -> None:
     found = OPERATORS[name](*arguments(name, full=True, grad=True, fquant="dynamic", out_dtype=dtype))
     assert not [each for each in found if each.requires_grad]
+
+
+def gradient_arguments(name: str, *, full: bool, m: int = 3) -> tuple[Any, ...]:
+    """A call of a backward operator for the gradients of all that is there."""
+    forward = arguments(name, full=full, rows=m)
+    given = dict(zip([argument.name for argument in OPERATORS[name]._schema.arguments], forward, strict=True))
+    y, *others = OPERATORS[name](*forward)
+    given |= {"dy": torch.randn_like(y), "mean": others[-2] if name.endswith("layer") else None, "rstd": others[-1]}
+    if given.get("residual") is not None:
+        given |= {"x": others[0], "gated": given["x"], "dresidual_out": torch.randn_like(y)}
+    takes = FUNCTIONS_OF[f"{name}_norm_backward"]
+    given["wants"] = [row.name for row in takes.results if not row.like or given.get(row.like[0]) is not None]
+    return tuple(given.get(each) for each in takes.passed)
+
+
+@each_norm
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("m", [3, 9])
+def test_backward_operators_are_what_torch_wants(name: str, full: bool, m: int) -> None:
+    """Where kernels compute, and torch's operators: of few rows a sample."""
+    torch.library.opcheck(BACKWARD[name], gradient_arguments(name, full=full, m=m))
+
+
+@each_norm
+@pytest.mark.parametrize("full", [False, True])
+def test_a_backward_operator_is_differentiated(name: str, full: bool) -> None:
+    given = gradient_arguments(name, full=full, m=9)
+    for each in given:
+        if isinstance(each, torch.Tensor):
+            each.requires_grad_()
+    torch.library.opcheck(BACKWARD[name], given)
+
+
+@each_norm
+@pytest.mark.parametrize("full", [False, True])
+def test_gradients_of_a_graph_are_the_bits_of_an_eager_call(name: str, full: bool) -> None:
+    forward = arguments(name, full=full, grad=True, rows=9)
+    names = [argument.name for argument in OPERATORS[name]._schema.arguments]
+    tensors = {each: given for each, given in zip(names, forward, strict=True) if isinstance(given, torch.Tensor)}
+    arrived = [torch.randn(tensors["x"].shape) for _ in range(2 if "residual" in tensors else 1)]
+
+    def gradients(*given: torch.Tensor) -> Any:
+        said = dict(zip(names, forward, strict=True)) | dict(zip(tensors, given, strict=True))
+        return torch.autograd.grad(OPERATORS[name](*said.values())[: len(arrived)], given, arrived)
+
+    graph = make_fx(gradients)(*tensors.values())
+    assert BACKWARD[name] in [node.target for node in graph.graph.nodes]
+    family, norm = name.split("_")
+    calls, given = CALLS[family], dict(zip(names, forward, strict=True))
+    eager = neighbours.normalise(calls, neighbours.operands_of(calls, given), neighbours.options_of(calls, norm, given))
+    expected = torch.autograd.grad(eager, list(tensors.values()), arrived if len(arrived) > 1 else arrived[0])
+    assert all(map(same_bits, graph(*tensors.values()), expected))
+
+
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_modulations_of_each_row_are_differentiated_by_operators_that_are_fused(norm: str) -> None:
+    def gradients(*given: torch.Tensor) -> Any:
+        return torch.autograd.grad(FUNCTIONS[f"modulated_{norm}"](*given).sum(), given)
+
+    given = [torch.randn(2, 9, N, requires_grad=True) for _ in range(3)]
+    graph = make_fx(gradients)(*given)
+    assert BACKWARD[f"modulated_{norm}"] not in [node.target for node in graph.graph.nodes]
+    torch.testing.assert_close(graph(*given), gradients(*given))
+
+
+@each_norm
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rstd": lambda rstd: rstd[..., :1]}, "rstd has shape"),
+        ({"dy": lambda dy: dy[..., :5]}, "dy has shape"),
+        ({"wants": lambda _: ["dx", "dresidual"]}, "wants has 'dresidual'; it takes some of dx"),
+    ],
+)
+def test_a_backward_operator_refuses_what_kernels_cannot_read(
+    name: str, changed: dict[str, Callable[[Any], Any]], message: str
+) -> None:
+    passed = FUNCTIONS_OF[f"{name}_norm_backward"].passed
+    given = dict(zip(passed, gradient_arguments(name, full=False), strict=True))
+    given |= {each: change(given[each]) for each, change in changed.items()}
+    with pytest.raises(NormforgeError, match=message):
+        BACKWARD[name](*given.values())
+
+
+def test_a_backward_operator_returns_memory_of_its_own() -> None:
+    """The gradient of a shift that each row has is dy itself."""
+    takes = FUNCTIONS_OF["modulated_rms_norm_backward"]
+    rows = {name: torch.randn(2, 3, N) for name in ("dy", "x", "scale", "shift")}
+    given = {**rows, "rstd": torch.rand(2, 3), "weight_offset": 0.0, "wants": ["dshift"]}
+    (dshift,) = BACKWARD["modulated_rms"](*[given.get(name) for name in takes.passed])
+    assert torch.equal(dshift, rows["dy"])
+    assert dshift.data_ptr() != rows["dy"].data_ptr()
 
 
 @each_norm

@@ -395,6 +395,14 @@ SCHEMAS = {
         "(Tensor x, Tensor gate, Tensor? weight, Tensor? bias, str gating, str activation, float eps, str fquant, "
         "ScalarType? out_dtype, bool save_mv) -> Tensor[]"
     ),
+    "gated_layer_norm_backward": (
+        "(Tensor dy, Tensor x, Tensor gate, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, str gating, "
+        "str activation, str[] wants) -> Tensor[]"
+    ),
+    "gated_rms_norm_backward": (
+        "(Tensor dy, Tensor x, Tensor gate, Tensor? weight, Tensor rstd, str gating, str activation, "
+        "float weight_offset, str[] wants) -> Tensor[]"
+    ),
     "gated_rms_norm": (
         "(Tensor x, Tensor gate, Tensor? weight, str gating, str activation, float eps, float weight_offset, "
         "str fquant, ScalarType? out_dtype, bool save_mv) -> Tensor[]"
@@ -410,6 +418,14 @@ SCHEMAS = {
     "modulated_layer_norm": (
         "(Tensor x, Tensor scale, Tensor shift, Tensor? gate, Tensor? residual, Tensor? weight, Tensor? bias, "
         "float eps, str fquant, ScalarType? out_dtype, bool save_mv) -> Tensor[]"
+    ),
+    "modulated_layer_norm_backward": (
+        "(Tensor? dy, Tensor x, Tensor scale, Tensor shift, Tensor? gate, Tensor? weight, Tensor? bias, Tensor mean, "
+        "Tensor rstd, Tensor? gated, Tensor? dresidual_out, ScalarType? dx_dtype, str[] wants) -> Tensor[]"
+    ),
+    "modulated_rms_norm_backward": (
+        "(Tensor? dy, Tensor x, Tensor scale, Tensor shift, Tensor? gate, Tensor? weight, Tensor rstd, Tensor? gated, "
+        "Tensor? dresidual_out, ScalarType? dx_dtype, float weight_offset, str[] wants) -> Tensor[]"
     ),
     "modulated_rms_norm": (
         "(Tensor x, Tensor scale, Tensor shift, Tensor? gate, Tensor? residual, Tensor? weight, float eps, "

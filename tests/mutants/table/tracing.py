@@ -23,8 +23,8 @@ MUTANTS = (
         "operator-outputs-change-places",
         "a traced call returns mean as y_scale",
         "runtime/calls/traced.py",
-        "for name in LayerNormOutput._fields}",
-        "for name in reversed(LayerNormOutput._fields)}",
+        "made = operated_as(function, call, LayerNormOutput._fields)",
+        "made = operated_as(function, call, LayerNormOutput._fields[::-1])",
         (f"{_OPERATORS}::test_a_traced_call_returns_what_an_eager_one_does",),
     ),
     Mutant(
@@ -39,8 +39,8 @@ MUTANTS = (
         "operator-adds-the-bias-of-a-stored-sum-again",
         "gradients of a traced fused add are of rows that x_bias was added to twice",
         "runtime/operators/gradients.py",
-        "x_bias = x.new_zeros(",
-        "x_bias = x.new_ones(",
+        """given["x_bias"] = x.new_zeros(""",
+        """given["x_bias"] = x.new_ones(""",
         (f"{_OPTIONS}::test_a_traced_call_is_the_same",),
     ),
     Mutant(
@@ -62,10 +62,18 @@ MUTANTS = (
     Mutant(
         "operator-forgets-x-bias",
         "a traced call with x_bias ignores it",
-        "runtime/operators/registered.py",
-        "        return _STRAIGHT[function](**given)\n",
-        '        return _STRAIGHT[function](**{**given, "x_bias": None})\n',
+        "runtime/operators/computing.py",
+        "            results = PUBLIC[function](**given)\n",
+        '            results = PUBLIC[function](**{**given, "x_bias": None})\n',
         (f"{_OPERATORS}::test_a_traced_call_returns_what_an_eager_one_does",),
+    ),
+    Mutant(
+        "gradients-of-an-operator-are-what-it-was-given",
+        "a backward operator returns the very tensor that it was given",
+        "runtime/operators/computing.py",
+        "if result.is_contiguous() and not any(result is each for each in given):",
+        "if result.is_contiguous():",
+        ("tests/operators/test_neighbours.py::test_a_backward_operator_returns_memory_of_its_own",),
     ),
     Mutant(
         "tangents-are-dropped",

@@ -1,0 +1,115 @@
+"""What operators compute of arguments by name: results in the order of the rows, None for what is not returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..calls import eager, neighbours, public
+from ..calls.check import check
+from ..calls.first import launched, launched_backward, refuse_foreign
+from ..calls.functions import FUNCTIONS
+from ..calls.neighbour_rows import CALLS
+from ..calls.traced import intercepted, operated
+from ..codegen.families import Kind
+from ..codegen.parameters import BACKWARD, FORWARD
+from ..codegen.values import Direction
+from ..kernels.gpu import require_device
+from ..upstream.torch_internals import dispatch_modes
+
+Results = Sequence["torch.Tensor | None"]
+
+# The functions that take the arguments of their operators.
+PUBLIC: Mapping[str, Callable[..., Any]] = {
+    name: getattr(public, name) for family in (FORWARD, BACKWARD) for name in family.functions.values()
+}
+
+
+def run(function: str, given: Mapping[str, Any]) -> Results:
+    """Launch the kernels of an operator."""
+    takes = FUNCTIONS[function]
+    refuse_foreign(takes.family, given)
+    is_backward = takes.direction is Direction.BACKWARD
+    results: Results
+    if not takes.neighbour:
+        if not dispatch_modes():
+            results = PUBLIC[function](**given)
+        else:
+            # Whoever sees operators has seen this one.
+            results = (launched_backward if is_backward else launched)(takes.norm.value, None, given)
+        return results
+    if is_backward:
+        require_device(check(function, given).x)
+        # An operator returns memory of its own, without gaps.
+        return [None if each is None else _apart(each, given.values()) for each in _gradients(function, given)]
+    calls = CALLS[takes.neighbour]
+    options = neighbours.options_of(calls, takes.norm.value, given)
+    results = neighbours.launched(calls, neighbours.operands_of(calls, given), options)
+    return results
+
+
+def run_named(*, function: str, **given: Any) -> Results:
+    """Launch kernels, or call the operator if a mode or a class of tensors sees operators; see `intercepted`."""
+    takes = FUNCTIONS[function]
+    if not intercepted(*[given[name] for name, _, _ in takes.tensors]):
+        return run(function, given)
+    wants = check(function, given, addressed=False).wants
+    made = iter(operated(function, given))
+    return [next(made) if row.name in wants else None for row in takes.family.results]
+
+
+def by_formula(function: str, given: Mapping[str, Any]) -> Results:
+    """Compute the results of a backward operator by torch's operators, differentiable."""
+    takes = FUNCTIONS[function]
+    if takes.neighbour:
+        return _gradients(function, given, by_formula=True)
+    # RMSNorm's has neither, and LayerNorm's no offset.
+    given = {"mean": None, "weight_offset": 0.0, "bias_dtype": None, **given}
+    operands = tuple(given[name] for name in ("dy", "x", "weight", "rstd", "x_bias", "dresidual_out"))
+    options = tuple(given[name] for name in ("weight_offset", "cast", "dx_dtype", "bias_dtype", "wants"))
+    dropout = None
+    if given["dropout_rng"] is not None:
+        dropout = eager.Dropout(given["dropout_p"], given["dropout_rng"], given["dropped_dtype"])
+    return eager.plain_gradients(operands, given["mean"], (takes.norm.value, *options), dropout)
+
+
+def shares_no_row(function: str, given: Mapping[str, Any]) -> bool:
+    """Return True if each row has a modulation of its own: kernels sum nothing, and torch's operators are fused."""
+    rank = given["x"].dim()
+    modulations = [given[name] for name, kind, _ in FUNCTIONS[function].tensors if kind is Kind.SAMPLES]
+    return any(each is not None and each.dim() == rank > 1 for each in modulations)
+
+
+def _gradients(function: str, given: Mapping[str, Any], by_formula: bool = False) -> Results:
+    takes = FUNCTIONS[function]
+    calls, norm = CALLS[takes.neighbour], takes.norm.value
+    assert calls.recording is not None
+    gradients = dict(FUNCTIONS[calls.functions[norm]].gradients)
+    total, gated, dy = given["x"], given.get("gated"), given["dy"]
+    # The sum has the residual's dtype. Without a gate its gradient is that of x, too.
+    own = {"x": total} if gated is None else {"x": gated, "residual": total}
+    gradients |= {"x": "dx" if gated is None else "dgated"}
+    operands = neighbours.operands_of(calls, {**given, **own})
+    dtypes = list(eager.dtypes_of(operands))
+    dtypes[0] = given.get("dx_dtype") or dtypes[0]
+    named = [gradients.get(name, "") for name in calls.inputs]
+    due = tuple([name in given["wants"] and operand is not None for name, operand in zip(named, operands, strict=True)])
+    found = calls.recording.gradients(
+        (*calls.saved(operands, total), (given.get("mean"), given["rstd"])),
+        calls.args(neighbours.options_of(calls, norm, given), tuple(dtypes)),
+        torch.zeros_like(total) if dy is None else dy,
+        given.get("dresidual_out"),
+        due,
+        by_formula,
+        None,
+    )
+    by_name = {name: each for name, each in zip(named, found, strict=True) if each is not None}
+    return [by_name.get(row.name) for row in takes.family.results]
+
+
+def _apart(result: torch.Tensor, given: Sequence[Any]) -> torch.Tensor:
+    if result.is_contiguous() and not any(result is each for each in given):
+        return result
+    return result.clone(memory_format=torch.contiguous_format)
