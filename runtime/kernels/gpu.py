@@ -150,12 +150,6 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-_CPU = (
-    "x is on {device} and generated kernels run on a GPU; move the tensors to one, "
-    "or set TRITON_INTERPRET=1 before the program starts to run them in Triton's (slow) CPU interpreter"
-)
-
-
 def require_device(x: torch.Tensor) -> None:
     """Refuse a tensor that no kernel can read.
 
@@ -163,7 +157,10 @@ def require_device(x: torch.Tensor) -> None:
         DeviceError: x is not on a GPU, and the interpreter is off.
     """
     if not (x.is_cuda or interpreting()):
-        raise DeviceError(_CPU.format(device=x.device))
+        raise DeviceError(
+            f"x is on {x.device} and generated kernels run on a GPU; move the tensors to one, or set "
+            "TRITON_INTERPRET=1 before the program starts to run them in Triton's (slow) CPU interpreter"
+        )
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

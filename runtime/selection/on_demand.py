@@ -119,9 +119,7 @@ def _generator_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-@cache
-def _package(folder: Path) -> str:
-    return import_folder(folder)
+_package = cache(import_folder)
 
 
 def _replace(path: Path, text: str) -> bool:

@@ -32,9 +32,8 @@ FINALISER = ("finalise", "sum_partials")
 
 _PIPELINES = tuple(pipeline.value for pipeline in Pipeline)
 
-# As dispatch.py writes a tile: the word for its pipeline, then the other fields of `codegen.instance.Tile` in order.
-_TileRow = tuple[Any, ...]
-# (first, last, bucket, tile for many rows, for a few, and those that may be left out, as `Tiles.row` has them)
+# (first, last, bucket, tile for many rows, for a few, and those that may be left out, as `Tiles.row` has them). Of a
+# tile the word for its pipeline, then the other fields of `codegen.instance.Tile` in order.
 _Row = tuple[Any, ...]
 _Ladder = tuple[_Row, ...]
 

@@ -11,7 +11,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ def _bind(compiled: Any, arguments: Arguments) -> Launch:
     observed = _observed(compiled, arguments)
     if type(launcher).__name__ != "CudaLauncher" or _needs_more(launcher):
         unobserved = (compiled.function, compiled.packed_metadata, None, None, None)
-        return _one_by_one(launcher, unobserved, arguments, observed)
+        return _quick(launcher, unobserved, arguments, observed)
     taken = arguments.arrange((*map(Slot, range(arguments.given)), *arguments.fixed))
     native: Launch | None = native_launcher.prepare(
         compiled, taken, arguments.given, arguments.device, current_stream, _hooks(), observed
@@ -87,9 +87,11 @@ def _bind(compiled: Any, arguments: Arguments) -> Launch:
     head = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
     if takes == _DECLARED_36:
         middle = (*head, None, None, compiled.packed_metadata, None, None, None)
-        return _one_by_one(launcher.launch, middle, arguments, observed)
+        return _quick(launcher.launch, middle, arguments, observed)
     tail = (None, None, None, None, None, launcher.arg_annotations, launcher.kernel_signature)
-    return _as_tuple(launcher.launch, (*head, compiled.packed_metadata, *tail), arguments, observed)
+    # That one takes a tuple of the arguments.
+    packed = replace(arguments, arrange=lambda values: (arguments.arrange(values),))
+    return _quick(launcher.launch, (*head, compiled.packed_metadata, *tail), packed, observed)
 
 
 def declared(launcher: type) -> tuple[str, ...]:
@@ -104,26 +106,14 @@ def _needs_more(launcher: Any) -> bool:
     )
 
 
-def _one_by_one(call: Callable[..., None], middle: tuple[Any, ...], arguments: Arguments, observed: Launch) -> Launch:
+def _quick(call: Callable[..., None], middle: tuple[Any, ...], arguments: Arguments, observed: Launch) -> Launch:
+    """Return a launch that calls a function of Triton's with values in `middle`, and `observed` where a hook hangs."""
     hooks, enter, leave = _hooks()
     arrange, fixed, device = arguments.arrange, arguments.fixed, arguments.device
 
     def launch(grid: Grid, values: tuple[Any, ...]) -> None:
         if hooks.launch_enter_hook is enter and hooks.launch_exit_hook is leave and not enter.calls and not leave.calls:
             call(*grid, current_stream(device), *middle, *arrange(values + fixed))
-        else:
-            observed(grid, values)
-
-    return launch
-
-
-def _as_tuple(call: Callable[..., None], middle: tuple[Any, ...], arguments: Arguments, observed: Launch) -> Launch:
-    hooks, enter, leave = _hooks()
-    arrange, fixed, device = arguments.arrange, arguments.fixed, arguments.device
-
-    def launch(grid: Grid, values: tuple[Any, ...]) -> None:
-        if hooks.launch_enter_hook is enter and hooks.launch_exit_hook is leave and not enter.calls and not leave.calls:
-            call(*grid, current_stream(device), *middle, arrange(values + fixed))
         else:
             observed(grid, values)
 
