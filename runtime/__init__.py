@@ -96,43 +96,40 @@ __all__ = [
     "which",
 ]
 
-# Where the names above are from: what plain norms need, which importing normforge brings, and what waits until somebody
-# asks for it.
+# Where the names above are from. Each is imported when somebody asks for it.
 _HOMES = {
+    "ahead_of_time.compile_keys": ("compile_keys", "recorded_keys"),
+    "ahead_of_time.warmup": ("warmup",),
     "calls.backend": ("backend",),
+    "calls.gated_2d": ("gated_layernorm2d_fwd", "gated_rmsnorm2d_fwd"),
+    "calls.modulated_2d": ("modulated_layernorm2d_fwd", "modulated_rmsnorm2d_fwd"),
     "calls.outputs": ("LayerNormOutput", "QuantisedOutput"),
     "calls.public": ("layernorm2d_bwd", "layernorm2d_fwd", "rmsnorm2d_bwd", "rmsnorm2d_fwd"),
+    "calls.quantised": ("quantised_layer_norm", "quantised_rms_norm"),
+    "calls.which": ("which",),
     "compiled.switch": ("compile_passes",),
     "kernels.binaries": ("load_aot",),
     "nn.functional": ("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"),
-    "random_mask": ("dropout_mask",),
-    "selection.batch": ("batch_invariant",),
-    "selection.dispatch": ("instances", "load_instances"),
-}
-_LATE = {
-    "ahead_of_time.compile_keys": ("compile_keys", "recorded_keys"),
-    "ahead_of_time.warmup": ("warmup",),
-    "calls.gated_2d": ("gated_layernorm2d_fwd", "gated_rmsnorm2d_fwd"),
-    "calls.modulated_2d": ("modulated_layernorm2d_fwd", "modulated_rmsnorm2d_fwd"),
-    "calls.quantised": ("quantised_layer_norm", "quantised_rms_norm"),
-    "calls.which": ("which",),
     "nn.gated_modules": ("GatedLayerNorm", "GatedRMSNorm"),
     "nn.gating": ("gated_layer_norm", "gated_rms_norm"),
     "nn.grouping": ("GroupNorm", "group_norm"),
     "nn.modulation": ("modulated_layer_norm", "modulated_rms_norm"),
     "nn.modules": ("AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"),
-    "patching.swap": ("patch", "unpatch"),
-    "patching.report": ("Patch",),
     "override.switch": ("TorchOverride", "override_torch", "restore_torch"),
     "parallel": ("parallel",),
+    "patching.report": ("Patch",),
+    "patching.swap": ("patch", "unpatch"),
+    "random_mask": ("dropout_mask",),
     "reference": ("reference",),
+    "selection.batch": ("batch_invariant",),
+    "selection.dispatch": ("instances", "load_instances"),
     "selection.recording": ("record",),
 }
 
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        for home, names in (_HOMES | _LATE).items():
+        for home, names in _HOMES.items():
             if name in names:
                 if not _is_command():
                     # Should this be the first that needs it in a program of JAX's, `start` runs now.
@@ -150,7 +147,7 @@ _is_started = False
 
 
 def start() -> None:
-    """Make calls ready: what they need is imported, torch's operators registered, a recording begun if one is asked."""
+    """Register torch's operators, and begin a recording if one is asked for."""
     global _is_started
     # Which may bring `_start_late` here before this goes on.
     import_module("torch")
@@ -159,9 +156,6 @@ def start() -> None:
     _is_started = True
     from . import operators as operators
 
-    for home, names in _HOMES.items():
-        module = import_module(f".{home}", __name__)
-        globals().update((name, module if home == name else getattr(module, name)) for name in names)
     if settings.recording() is not None:
         from .selection.recording import record_process
 

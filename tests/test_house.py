@@ -36,7 +36,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_509,
+    "all by hand": 15_504,
     "C": 903,
     "emitted": 169,
     "ahead_of_time": 786,
@@ -46,7 +46,7 @@ MOST_CODE_LINES = {
     "jax": 706,
     "kernels": 1_184,
     "nn": 1_039,
-    "normforge": 552,
+    "normforge": 547,
     "operators": 604,
     "override": 244,
     "parallel": 212,
@@ -56,7 +56,7 @@ MOST_CODE_LINES = {
     "upstream": 739,
 }
 # Modules of ours that `import normforge` loads; the goal is 60.
-MOST_MODULES = 98
+MOST_MODULES = 90
 # Of a call that is known, kernels interpreted: the functions of ours that it enters, and how often it goes on from an
 # outer module after it was in an inner one.
 MOST_STOPS = {"layer_norm": (22, 9), "rmsnorm2d_fwd": (17, 7), "gradients of layer_norm": (29, 14)}
