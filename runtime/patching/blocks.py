@@ -8,45 +8,30 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
-from .following import may_follow
-from .modulating import formula_of, may_modulate, modulate
+from ..nn.replaced import Replacing
+from .following import may_follow, rounds_once
+from .modulating import formula_of, modulate
 from .modulation_text import Modulation
+from .probing import mixed_in
+from .report import Fused
 from .rewriting import MODULATE, SUMS, Forward, UnreadableError, read, rewritten
 from .sums import Sums
 
 
-@dataclass(frozen=True)
-class Fusible:
-    """What becomes of a block.
-
-    Attributes:
-        cls: the class it is to have.
-        norms: the names of its norms that are computed together with the sum before them.
-        gradients: the names of its norms whose input is added again, and whose backward kernel adds both gradients.
-        modulated: the names of its norms that are computed together with their modulation.
-    """
-
-    cls: type[torch.nn.Module]
-    norms: tuple[str, ...]
-    gradients: tuple[str, ...]
-    modulated: tuple[str, ...]
-
-
 class FusedBlock:
-    """What every class made by `fusible` is besides."""
+    """What every class made by `fuse` is besides."""
 
     # The class, its additions and modulations that are replaced, and the names of its norms of ours.
     _normforge_made: tuple[type[torch.nn.Module], tuple[int, ...], tuple[int, ...], tuple[str, ...]]
 
     @classmethod
     def fused_class(cls) -> type[torch.nn.Module]:
-        """The class that `fusible` made, of one that may be derived from it."""
+        """The class that `fuse` made, of one that may be derived from it."""
         # A module's class, and a FusedBlock's.
         made: type[Any] = next(base for base in cls.__mro__ if "_normforge_made" in vars(base))
         return made
@@ -70,10 +55,9 @@ class FusedBlock:
         cls, chosen, modulated, norms = self._normforge_made
         hashable: Any = cls
         forward = read(hashable)
-        modulations = [forward.modulations[which] for which in modulated]
         said = [f"sum -> {name}" for name in _behind(forward, chosen, norms)]
         said += [f"gradient of {name} + residual" for name in _inputs(forward, chosen, norms)]
-        said += [f"{each.norm} -> its modulation" for each in modulations]
+        said += [f"{forward.modulations[which].norm} -> its modulation" for which in modulated]
         return ", ".join([own, *said] if own else said)
 
 
@@ -83,7 +67,7 @@ def _new(
     modulated: tuple[int, ...] = (),
     norms: tuple[str, ...] = (),
 ) -> torch.nn.Module:
-    """A module of a class that `fusible` made before, in another process maybe, or in a release without the last."""
+    """A module of a class that `fuse` made before, in another process maybe, or in a release without the last."""
     try:
         found: Any = cls
         made: type[torch.nn.Module] = _made(found, chosen, modulated, norms)
@@ -93,61 +77,80 @@ def _new(
     return made.__new__(made)
 
 
-def may_be_block(module: torch.nn.Module) -> bool:
-    """Whether a module holds a norm of ours."""
-    return any(may_follow(child) for child in module._modules.values() if child is not None)
+def _is_norms(module: torch.nn.Module) -> bool:
+    """Return True if a module is a norm of ours, or wraps norms of ours and nothing else, as PEFT's wrappers do."""
+    children = list(module.children())
+    return all(map(_is_norms, children)) if children else isinstance(module, Replacing)
 
 
 def _may_add(module: torch.nn.Module) -> bool:
-    """Whether a module holds something else than norms too, and no list of modules that hold norms."""
-    children = [child for child in module._modules.values() if child is not None]
+    """Return True if a module holds something else than norms too, and no list of modules that hold norms."""
+    children = list(module.children())
     lists = (torch.nn.ModuleList, torch.nn.Sequential, torch.nn.ModuleDict)
-    holds_blocks = any(isinstance(child, lists) and _holds_norms(child) for child in children)
-    return not holds_blocks and not all(map(may_follow, children))
+    listed = [each for child in children if isinstance(child, lists) for each in child.modules()]
+    return not any(isinstance(each, Replacing) for each in listed) and not all(map(_is_norms, children))
 
 
-def _holds_norms(module: torch.nn.Module) -> bool:
-    return any(may_follow(each) for each in module.modules())
+def fuse(path: str, module: torch.nn.Module) -> Fused | str | None:
+    """Fuse a module if it is a block; return why it is left alone, or None if it has nothing to fuse.
 
-
-def fusible(module: torch.nn.Module) -> Fusible | str | None:
-    """What becomes of a module that may be a block; why it is left alone; or None if it has nothing to fuse.
-
-    The module is neither called nor changed, and no hook runs.
+    The module is not called, and no hook runs.
     """
     cls: Any = type(module)
-    adds = _may_add(module)
+    if isinstance(module, FusedBlock) or not any(map(_is_norms, module.children())):
+        return None
+    adds, followers = _may_add(module), _followers(module)
     try:
         forward = read(cls)
     except UnreadableError as unreadable:
-        return str(unreadable) if adds else None
+        return str(unreadable) if adds and followers else None
     modulated = _modulated(module, forward)
-    if not modulated and not (adds and forward.behind):
-        adders = [name for name in forward.function.__code__.co_names if "add" in name.lower().split("_")]
-        return f"it adds by {adders[0]}(), and patch sees sums written as a + b" if adds and adders else None
+    if not modulated and not (adds and followers and forward.behind):
+        return _why_unfused(module, forward) if adds else None
     if "forward" in vars(module):
         return "its forward is overridden on the instance"
-    own = cls.__mro__[: cls.__mro__.index(torch.nn.Module)]
-    if mixed := [base.__name__ for base in own if not issubclass(base, torch.nn.Module)]:
-        return f"{cls.__name__} is also a {' and a '.join(mixed)}; patch before it is made one"
+    if mixed := mixed_in(cls):
+        return f"{cls.__name__} is also a {mixed}; patch before it is made one"
     spent = {addition for which in modulated for addition in forward.spent[which]}
     names = tuple(dict.fromkeys(forward.modulations[which].norm for which in modulated))
     # A norm with its modulation saves more than one with the sum before it.
-    norms = tuple(
-        name for name, child in module._modules.items() if child is not None and may_follow(child) and name not in names
-    )
+    norms = tuple(name for name in followers if name not in names)
     chosen = tuple(
         which
         for which in range(len(forward.behind))
         if which not in spent and (_behind(forward, (which,), norms) or _inputs(forward, (which,), norms))
     )
     if not chosen and not modulated:
-        return "no norm is called directly behind a sum, or with what is added later"
+        return _why_unfused(module, forward)
     try:
-        made = _made(cls, chosen, modulated, norms)
+        module.__class__ = _made(cls, chosen, modulated, norms)
     except UnreadableError as unreadable:
         return str(unreadable)
-    return Fusible(made, _behind(forward, chosen, norms), _inputs(forward, chosen, norms), names)
+    return Fused(path, cls, _behind(forward, chosen, norms), names, _inputs(forward, chosen, norms))
+
+
+def _followers(module: torch.nn.Module) -> tuple[str, ...]:
+    """Return the names of a module's norms that a sum can be computed together with."""
+    return tuple(name for name, child in module._modules.items() if child is not None and may_follow(child))
+
+
+def _why_unfused(module: torch.nn.Module, forward: Forward) -> str | None:
+    """Return why no sum of a module that may add is fused; None if there is nothing to tell."""
+    followers = _followers(module)
+    if followers and not forward.behind:
+        adders = [name for name in forward.function.__code__.co_names if "add" in name.lower().split("_")]
+        return f"it adds by {adders[0]}(), and patch sees sums written as a + b" if adders else None
+    beside = set(forward.behind).union(*forward.inputs)
+    for name, child in module._modules.items():
+        if child is None or name not in beside or name in followers or not _is_norms(child):
+            continue
+        if isinstance(child, Replacing):
+            return f"{name} is a {type(child).__name__}, and a sum is fused with a plain LayerNorm or RMSNorm"
+        return (
+            f"{name} is a {type(child).__name__} around norms, and a sum is fused with a norm that the block itself "
+            "holds; take the wrapper away before patch (PEFT: merge_and_unload)"
+        )
+    return "no norm is called directly behind a sum, or with what is added later" if followers else None
 
 
 def _behind(forward: Forward, chosen: tuple[int, ...], norms: tuple[str, ...]) -> tuple[str, ...]:
@@ -167,12 +170,14 @@ def _modulated(module: torch.nn.Module, forward: Forward) -> tuple[int, ...]:
 
 def _is_modulated(module: torch.nn.Module, forward: Forward, modulation: Modulation) -> bool:
     norm = module._modules.get(modulation.norm)
-    if norm is None or not may_modulate(norm):
+    # Modulated kernels round once.
+    if norm is None or not (may_follow(norm) and rounds_once(norm)):
         return False
-    if modulation.function is None:
-        return True
-    function = _function(forward, modulation.function)
-    return formula_of(function, modulation.positional, modulation.named) is not None
+    function = modulation.function
+    return (
+        function is None
+        or formula_of(_function(forward, function), modulation.positional, modulation.named) is not None
+    )
 
 
 def _function(forward: Forward, dotted: str) -> Any:

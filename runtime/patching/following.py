@@ -10,7 +10,7 @@ from ..calls.public import DEFAULT_EPS, Options
 from ..calls.traced import global_hooks, result_dtype
 from ..dtypes import HALVES
 from ..nn.modules import LayerNorm, RMSNorm
-from .huggingface import HuggingFaceRMSNorm, T5RMSNorm
+from .huggingface import ANY_LENGTH, HuggingFaceRMSNorm, T5RMSNorm
 
 _FORWARDS = (LayerNorm.forward, RMSNorm.forward, HuggingFaceRMSNorm.forward)
 _BEFORE, _AFTER = "before_weight", "after_weight"
@@ -18,11 +18,29 @@ _BEFORE, _AFTER = "before_weight", "after_weight"
 
 def may_follow(module: torch.nn.Module) -> bool:
     """Return True if a sum can be computed together with a module, which is then a norm of ours over one dimension."""
-    if type(module).forward not in _FORWARDS or len(vars(module)["normalized_shape"]) != 1:
+    if type(module).forward not in _FORWARDS or "forward" in vars(module):
         return False
     norm: Any = module
-    # Of these the functional API makes another call.
-    return not norm._has_x_bias and not (isinstance(norm, LayerNorm) and norm.weight_offset)
+    # Of an x_bias, and of a LayerNorm's offset, the functional API makes another call.
+    return not (
+        len(norm.normalized_shape) != 1 or norm._has_x_bias or (isinstance(norm, LayerNorm) and norm.weight_offset)
+    )
+
+
+def rounds_once(norm: Any) -> bool:
+    """Return True if a norm that `may_follow` knows returns x's dtype, rounded behind the weight."""
+    rounds_first = not isinstance(norm, LayerNorm) and norm.cast_before_weight
+    return norm.cast == _AFTER and not rounds_first and not isinstance(norm, T5RMSNorm)
+
+
+def is_of_length(norm: Any, n: int) -> bool:
+    """Return True if such a norm takes rows of n elements."""
+    return norm.normalized_shape[0] in (ANY_LENGTH, n)
+
+
+def vectors_of(norm: torch.nn.Module) -> tuple[torch.nn.Parameter | None, torch.nn.Parameter | None]:
+    """Return the weight and the bias of a bare norm."""
+    return norm._parameters.get("weight"), norm._parameters.get("bias")
 
 
 def is_bare(module: Any) -> bool:
@@ -31,25 +49,23 @@ def is_bare(module: Any) -> bool:
         isinstance(module, torch.nn.Module)
         and may_follow(module)
         and not (module._forward_pre_hooks or module._forward_hooks or global_hooks())
-        and not (module._backward_pre_hooks or module._backward_hooks or "forward" in vars(module))
+        and not (module._backward_pre_hooks or module._backward_hooks)
         # A parameter that is made of others is not among them.
-        and "weight" in module._parameters
+        and ("weight" in module._parameters or module.weight is None)
         and ("bias" in module._parameters or not isinstance(module, LayerNorm))
     )
 
 
 def options_of(norm: Any, total: torch.dtype, on: torch.Tensor) -> Options:
     """Return the options of a norm's call with rows of a dtype, on the device of a tensor."""
-    # What is added may have 16 bits where the sum has 32, and then nothing is rounded before the weight.
-    cast = norm.cast if total in HALVES else _AFTER
-    if isinstance(norm, LayerNorm):
-        return ("layer", float(norm.eps), 0.0, result_dtype("layer", on) or total, cast)
+    word, weight = "layer" if isinstance(norm, LayerNorm) else "rms", norm.weight
+    rounds_first = word == "rms" and norm.cast_before_weight and weight is not None
     if isinstance(norm, T5RMSNorm):
-        rounds = norm.cast_before_weight and norm.weight.dtype in HALVES
-        return ("rms", float(norm.eps), norm.weight_offset, norm.weight.dtype, _BEFORE if rounds else _AFTER)
-    weight: torch.Tensor | None = norm.weight
+        y_dtype = rounded = weight.dtype
+    else:
+        # What is added may have 16 bits where the sum has 32, and then nothing is rounded before the weight.
+        rounded = total
+        y_dtype = torch.promote_types(total, weight.dtype) if rounds_first else result_dtype(word, on) or total
+    cast = _BEFORE if rounds_first else norm.cast
     eps = DEFAULT_EPS if norm.eps is None else float(norm.eps)
-    if not norm.cast_before_weight or weight is None:
-        return ("rms", eps, norm.weight_offset, result_dtype("rms", on) or total, cast)
-    y_dtype = total if total is weight.dtype else torch.promote_types(total, weight.dtype)
-    return ("rms", eps, norm.weight_offset, y_dtype, _BEFORE if total in HALVES else _AFTER)
+    return (word, eps, norm.weight_offset, y_dtype, cast if rounded in HALVES else _AFTER)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dis
 from collections.abc import Iterator
 from operator import is_
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
 import torch
@@ -102,9 +102,12 @@ def _read_by(function: FunctionType, names: tuple[str, ...]) -> list[Any]:
         found += function.__kwdefaults__.values()
     for name in names:
         found.append(function.__globals__.get(name, _ABSENT))
-    for cell in function.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:
-            found.append(_ABSENT)
-    return found
+    return [*found, *(content_of(cell, _ABSENT) for cell in function.__closure__ or ())]
+
+
+def content_of(cell: CellType, empty: Any = None) -> Any:
+    """Return what a cell of a closure holds."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return empty

@@ -41,12 +41,16 @@ class CastOrder(Enum):
 # `__dict__` for the attribute of its name, and follows the property from itself into itself.
 EPSILON = "_epsilon"
 
+# The length of rows in a normalized_shape where every length is taken.
+ANY_LENGTH = -1
+
 
 class HuggingFaceRMSNorm(RMSNorm):
     """RMSNorm as Hugging Face's `LlamaRMSNorm`, `Olmo2RMSNorm` and `GemmaRMSNorm`, for modules made by such a class.
 
     With cast_before_weight it is Llama's, without it Olmo2's, or with a weight_offset Gemma's; see `RMSNorm`. The
-    module's own epsilon is read in each call, so that it may be changed.
+    module's own epsilon is read in each call, so that it may be changed. Without a weight rows may have any length, as
+    those of `Llama4TextL2Norm`.
 
     Attributes:
         epsilon_name: the attribute that epsilon is under; never "eps", see `EPSILON`.
@@ -75,14 +79,14 @@ class HuggingFaceRMSNorm(RMSNorm):
             TypeError: there is not one input, or it has another name than input_name.
         """
         rows = x if x is not None and not named else self._only(x, named)
-        weight, shape = self._vector()
+        weight, shape = self._vector(rows)
         options = ("rms", self.__dict__[self.epsilon_name], self.weight_offset, *self._rounded(weight))
         operands = (rows, weight, None, None, None)
         y: torch.Tensor
         if (
             is_dynamo_compiling()
             and is_plain(operands, shape, options)
-            and is_left_to_inductor("rms", rows, tuple(shape), scaled=True)
+            and is_left_to_inductor("rms", rows, tuple(shape), scaled=weight is not None)
             and self.__dict__[ORIGINAL].asked
         ):
             # The graph is that of the model unpatched.
@@ -100,17 +104,17 @@ class HuggingFaceRMSNorm(RMSNorm):
         before = forward  # For mypy, which knows of no variable of a closure that it is not None.
         return lambda module, x: before(module, x).to(dtype)
 
-    def _rounded(self, weight: torch.Tensor) -> tuple[torch.dtype | None, str | Cast]:
+    def _rounded(self, weight: torch.Tensor | None) -> tuple[torch.dtype | None, str | Cast]:
         """The dtype of y, None where the function knows it, and the cast."""
         return None, "before_weight" if self.cast_before_weight else self.cast
 
-    def _vector(self) -> tuple[torch.Tensor, tuple[int, ...]]:
+    def _vector(self, rows: torch.Tensor) -> tuple[torch.Tensor | None, tuple[int, ...]]:
         """The weight, and what is normalised together."""
-        if is_dynamo_compiling():
-            # Compiled code looks at the weight's shape in any case.
-            weight = self.weight
-            return weight, weight.shape
-        return own(self, "weight"), self.normalized_shape
+        weight = self.weight if is_dynamo_compiling() else own(self, "weight")
+        if weight is None:
+            return None, rows.shape[-1:]
+        # Compiled code looks at the weight's shape in any case.
+        return weight, weight.shape if is_dynamo_compiling() else self.normalized_shape
 
     def _only(self, x: torch.Tensor | None, named: dict[str, torch.Tensor]) -> torch.Tensor:
         if x is not None or set(named) != {self.input_name}:
@@ -123,6 +127,8 @@ class HuggingFaceRMSNorm(RMSNorm):
 
     def extra_repr(self) -> str:
         """torch's, and the option where it is on."""
+        if self.weight is None:
+            return f"eps={self.eps}, elementwise_affine=False"
         option = ", cast_before_weight=True" if self.cast_before_weight else ""
         option += f", weight_offset={self.weight_offset}" if self.weight_offset else ""
         return f"{tuple(self.normalized_shape)}, eps={self.eps}, elementwise_affine=True{option}"
@@ -134,5 +140,6 @@ class T5RMSNorm(HuggingFaceRMSNorm):
     With cast_before_weight (as there), rounded before the multiplication with the weight, else once, after it.
     """
 
-    def _rounded(self, weight: torch.Tensor) -> tuple[torch.dtype | None, str | Cast]:
+    def _rounded(self, weight: torch.Tensor | None) -> tuple[torch.dtype | None, str | Cast]:
+        assert weight is not None
         return weight.dtype, "before_weight" if self.cast_before_weight and weight.dtype in HALVES else self.cast

@@ -24,17 +24,14 @@ from torch.compiler import is_dynamo_compiling
 from ..calls.backend import is_served
 from ..calls.known import PLAIN
 from ..calls.public import DEFAULT_EPS
-from ..calls.traced import global_hooks, result_dtype
+from ..calls.traced import result_dtype
 from ..nn.modulation import modulated_layer_norm, modulated_rms_norm
-from ..nn.modules import LayerNorm, RMSNorm
-from ..nn.replaced import class_of
+from ..nn.modules import LayerNorm
+from .following import is_bare, is_of_length, rounds_once, vectors_of
 from .function_state import State
 from .probing import apart
 
 logger = logging.getLogger("normforge")
-
-# By a norm's class the word of the norm. Hugging Face's round before the weight, which a modulated kernel does not.
-_WORDS: dict[type[torch.nn.Module], str] = {LayerNorm: "layer", RMSNorm: "rms"}
 
 # Functions that one process modulates by; a lambda in a forward is another in each call.
 _MOST_FUNCTIONS = 256
@@ -71,7 +68,7 @@ def modulate(block: torch.nn.Module, function: Any, norm: Any, x: Any, /, *given
         given: the function's other arguments.
         named: likewise, by name.
     """
-    if x.__class__ in PLAIN and not is_dynamo_compiling() and class_of(norm) in _WORDS:
+    if x.__class__ in PLAIN and not is_dynamo_compiling() and is_bare(norm) and rounds_once(norm):
         formula = WRITTEN_OUT if function is None else formula_of(function, len(given), tuple(named))
         if formula is not None:
             made = _fused(formula, norm, x, (*given, *named.values()))
@@ -145,33 +142,14 @@ def _computes(called: Callable[..., Any], formula: Formula) -> bool:
     return True
 
 
-def may_modulate(norm: torch.nn.Module) -> bool:
-    """Whether a module is a norm that a modulation can be computed together with."""
-    word = _WORDS.get(class_of(norm))
-    return word is not None and _is_plain(norm, word) and "forward" not in vars(norm)
-
-
-def _is_plain(norm: Any, word: str) -> bool:
-    """Whether a norm of ours has none of the options that a modulated kernel lacks."""
-    options = norm._has_x_bias or norm.cast != "after_weight" or len(norm.normalized_shape) != 1
-    own = norm.weight_offset if word == "layer" else norm.cast_before_weight
-    return not (options or own)
-
-
 def _fused(formula: Formula, norm: Any, x: Any, operands: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
     """The modulated rows, or None where the kernel would compute something else than norm and modulation do."""
-    word = _WORDS[class_of(norm)]
-    if any(operand.__class__ not in PLAIN for operand in operands) or not _is_plain(norm, word):
-        return None
-    # Whoever watches a norm is to see it called.
-    if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
-        return None
-    if "forward" in norm.__dict__ or global_hooks():
-        return None
-    if not is_served((x, *operands, norm.weight, getattr(norm, "bias", None))):
+    word = "layer" if isinstance(norm, LayerNorm) else "rms"
+    weight, bias = vectors_of(norm)
+    if any(operand.__class__ not in PLAIN for operand in operands) or not is_served((x, *operands, weight, bias)):
         return None
     shape = x.shape
-    if len(shape) != 3 or shape[2] != norm.normalized_shape[0]:
+    if len(shape) != 3 or not is_of_length(norm, shape[2]):
         return None
     y_dtype = result_dtype(word, x) or x.dtype
     a_sample = (shape[0], 1, shape[2])
@@ -184,6 +162,6 @@ def _fused(formula: Formula, norm: Any, x: Any, operands: tuple[torch.Tensor, ..
         fitting.append(operand.squeeze(1) if of == a_sample else operand)
     scale, shift = fitting[formula.scale], fitting[1 - formula.scale]
     if word == "layer":
-        return modulated_layer_norm(x, scale, shift, weight=norm.weight, bias=norm.bias, eps=norm.eps)
+        return modulated_layer_norm(x, scale, shift, weight=weight, bias=bias, eps=norm.eps)
     eps = DEFAULT_EPS if norm.eps is None else norm.eps
-    return modulated_rms_norm(x, scale, shift, weight=norm.weight, eps=eps, weight_offset=norm.weight_offset)
+    return modulated_rms_norm(x, scale, shift, weight=weight, eps=eps, weight_offset=norm.weight_offset)

@@ -33,7 +33,7 @@ class Formula:
     """What a module computes, and what it reads for it.
 
     Attributes:
-        order: when it rounds.
+        order: when it rounds; `CastOrder.AFTER_WEIGHT` where it has no weight.
         epsilon_name: the attribute that its forward reads epsilon from.
         input_name: its forward's only parameter.
     """
@@ -187,7 +187,7 @@ def formula_of(module: torch.nn.Module) -> Formula:
     _check_class(type(module))
     try:
         with apart():
-            return _try(module, names, _input_name(module))
+            return _try(_trial_of(module, _input_of(module)), names)
     except UnlikeError:
         raise
     except Exception as error:  # Anything may come out of somebody's forward.
@@ -203,7 +203,8 @@ def _epsilon_names(module: torch.nn.Module) -> tuple[str, ...]:
     if weight is not None and torch.nn.parameter.is_lazy(weight):
         raise UnlikeError("its weight has no shape yet; patch once the model has run")
     names = tuple(name for name in EPSILON_NAMES if _is_number(vars(module).get(name)))
-    if weight is None or weight.dim() != 1 or parameters or getattr(module, "bias", None) is not None or not names:
+    is_vector = weight is None or weight.dim() == 1
+    if not is_vector or parameters or getattr(module, "bias", None) is not None or not names:
         raise UnlikeError("it lacks a 1-D weight as its only parameter, or a number under variance_epsilon or eps")
     for what, held in (("buffers", module.named_buffers()), ("modules", module.named_children())):
         if found := [name for name, _ in held]:
@@ -234,20 +235,30 @@ _SPECIAL = {name for name, value in vars(torch.nn.Module).items() if callable(va
 
 def _check_class(cls: type[torch.nn.Module]) -> None:
     """Refuse a class that is more than its forward: one that wraps another for FSDP, say, or has a __call__."""
-    own = cls.__mro__[: cls.__mro__.index(torch.nn.Module)]
-    if mixed := [base.__name__ for base in own if not issubclass(base, torch.nn.Module)]:
-        raise UnlikeError(f"{cls.__name__} is also a {' and a '.join(mixed)}, which ours would not be")
-    if special := sorted(_SPECIAL.intersection(name for base in own for name in vars(base))):
+    if mixed := mixed_in(cls):
+        raise UnlikeError(f"{cls.__name__} is also a {mixed}, which ours would not be")
+    if special := sorted(_SPECIAL.intersection(name for base in _own(cls) for name in vars(base))):
         raise UnlikeError(f"{cls.__name__} has its own {', '.join(special)}, which ours would not have")
 
 
-def _input_name(module: torch.nn.Module) -> str:
+def _own(cls: type[torch.nn.Module]) -> tuple[type, ...]:
+    """Return a class and what it is derived from before torch.nn.Module."""
+    return cls.__mro__[: cls.__mro__.index(torch.nn.Module)]
+
+
+def mixed_in(cls: type[torch.nn.Module]) -> str:
+    """Return the names of the classes that a class is derived from and that are no modules, with "and a" between."""
+    return " and a ".join(base.__name__ for base in _own(cls) if not issubclass(base, torch.nn.Module))
+
+
+def _input_of(module: torch.nn.Module) -> inspect.Parameter:
+    """Return the only parameter of a module's forward."""
     signature = inspect.signature(module.forward)
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if [parameter.kind in named for parameter in signature.parameters.values()] != [True]:
         parameters = ", ".join(map(str, signature.parameters.values()))
         raise UnlikeError(f"its forward takes ({parameters}), and ours one tensor")
-    return next(iter(signature.parameters))
+    return next(iter(signature.parameters.values()))
 
 
 @contextmanager
@@ -278,12 +289,13 @@ _PROBE_ELEMENTS = 4096
 _OTHER_EPSILON = 0.37
 
 
-def _try(module: torch.nn.Module, names: tuple[str, ...], input_name: str) -> Formula:
-    trial = _Trial(module, input_name, *_random_numbers(module.get_parameter("weight").numel()))
-    eps = {name: float(vars(module)[name]) for name in names}
+def _try(trial: _Trial, names: tuple[str, ...]) -> Formula:
+    eps = {name: float(vars(trial.module)[name]) for name in names}
     # Where a module has both, its forward reads one, and it is not known yet which.
     either = set(eps.values())
-    by_mode = {training: _orders(trial, training, set(CastOrder), _PROBES, {}, either) for training in (True, False)}
+    # Without a weight there is nothing to round before.
+    among = set(CastOrder) if trial.has_weight else {CastOrder.AFTER_WEIGHT}
+    by_mode = {training: _orders(trial, training, among, _PROBES, {}, either) for training in (True, False)}
     if not all(by_mode.values()):
         odd = [word for training, word in ((True, " in training"), (False, " in evaluation")) if not by_mode[training]]
         raise UnlikeError(f"its forward computes something else than {_FORMULA}{odd[0] if len(odd) == 1 else ''}")
@@ -298,28 +310,39 @@ def _try(module: torch.nn.Module, names: tuple[str, ...], input_name: str) -> Fo
             _check_gradient(trial, order, eps[name])
             _check_extremes(trial, order, eps[name])
             _check_numbers(trial, name)
-            return Formula(order, name, input_name)
+            return Formula(order, name, trial.input.name)
     raise UnlikeError(f"its forward does not read its epsilon from {' or '.join(names)} when it is called")
 
 
-def _random_numbers(n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """An even number of rows, and a weight, fp32."""
+# The length of rows for a norm without a weight, which takes any.
+_SOME_LENGTH = 64
+
+
+def _trial_of(module: torch.nn.Module, given: inspect.Parameter) -> _Trial:
+    """Return a trial with an even number of rows."""
+    held = module._parameters.get("weight")
+    n = _SOME_LENGTH if held is None else held.numel()
     generator = torch.Generator("cpu").manual_seed(0)
     count = 2 * max(2, _PROBE_ELEMENTS // (2 * n))
     rows = torch.randn(count, n, generator=generator, dtype=torch.float32)
     # Rows of every size down to that of eps, so that eps must be in its place.
     rows *= torch.logspace(-4, 2, count, dtype=torch.float32)[:, None]
-    return rows, torch.randn(n, generator=generator, dtype=torch.float32)
+    weight = torch.randn(n, generator=generator, dtype=torch.float32)
+    return _Trial(module, given, rows, weight if held is not None else torch.ones(n), held is not None)
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """A module whose forward can be called on a copy, and random numbers for it: rows, and a weight, fp32."""
+    """A module whose forward can be called on a copy, and random numbers for it: rows, and a weight, fp32.
+
+    The weight of a module without one is ones.
+    """
 
     module: torch.nn.Module
-    input_name: str
+    input: inspect.Parameter
     rows: torch.Tensor
     weight: torch.Tensor
+    has_weight: bool
 
     def call(
         self, x: torch.Tensor, weight: torch.nn.Parameter, training: bool, attributes: dict[str, Any]
@@ -330,13 +353,15 @@ class _Trial:
             UnlikeError: forward changes x or the module.
         """
         cls = type(self.module)
-        held = vars(self.module) | attributes | {"_parameters": {"weight": weight}, "training": training}
+        parameters = {"weight": weight} if self.has_weight else {}
+        held = vars(self.module) | attributes | {"_parameters": parameters, "training": training}
         copies = {name: _unshared(value) for name, value in held.items()}
         twin = object.__new__(cls)
         vars(twin).update(copies)
         versions = (x._version, weight._version)
         # Either way of passing x is used.
-        y = cls.forward(twin, x) if training or not self._has_keyword() else cls.forward(twin, **{self.input_name: x})
+        by_name = not training and self.input.kind is not inspect.Parameter.POSITIONAL_ONLY
+        y = cls.forward(twin, **{self.input.name: x}) if by_name else cls.forward(twin, x)
         if (x._version, weight._version) != versions:
             raise UnlikeError("its forward writes to its input or its weight")
         for name in held.keys() | vars(twin).keys():
@@ -346,10 +371,6 @@ class _Trial:
         if not isinstance(y, torch.Tensor):
             raise UnlikeError(f"its forward returns a {type(y).__name__}, and ours a tensor")
         return y
-
-    def _has_keyword(self) -> bool:
-        (parameter,) = inspect.signature(self.module.forward).parameters.values()
-        return parameter.kind is not inspect.Parameter.POSITIONAL_ONLY
 
 
 def _unshared(value: Any) -> Any:
@@ -415,7 +436,7 @@ _MAGNITUDES = (1e5, 1e18, 1e30, 1e-7, 1e-40, 0.0)
 def _check_extremes(trial: _Trial, order: CastOrder, eps: float) -> None:
     """Refuse a forward that clips, or replaces what is not finite."""
     row = trial.rows[-1] / trial.rows[-1].abs().max()
-    for (x_dtype, weight_dtype, most), training, scale in product(_EXTREMES, (True, False), (False, True)):
+    for (x_dtype, weight_dtype, most), training, scale in product(_EXTREMES, (True, False), (False, trial.has_weight)):
         largest = torch.finfo(x_dtype).max
         x = torch.stack([row.double() * size for size in (*_MAGNITUDES, largest) if size <= largest] + [row] * 3)
         x[-3:, 0] = torch.tensor([float("inf"), float("-inf"), float("nan")])
@@ -433,8 +454,7 @@ def _check_extremes(trial: _Trial, order: CastOrder, eps: float) -> None:
 def _check_numbers(trial: _Trial, epsilon_name: str) -> None:
     """Refuse a forward that reads another number than epsilon, which ours would not read: a factor, or a bound."""
     module, x, weight = trial.module, trial.rows.clone(), torch.nn.Parameter(trial.weight.clone())
-    own = type(module).__mro__[: type(module).__mro__.index(torch.nn.Module)]
-    held = {name: value for cls in reversed(own) for name, value in vars(cls).items()} | vars(module)
+    held = {name: value for cls in reversed(_own(type(module))) for name, value in vars(cls).items()} | vars(module)
     for name, value in held.items():
         is_size = isinstance(value, int) and value == weight.numel()
         if name == epsilon_name or is_size or not _is_number(value):
@@ -451,17 +471,15 @@ def _check_numbers(trial: _Trial, epsilon_name: str) -> None:
 
 def _check_gradient(trial: _Trial, order: CastOrder, eps: float) -> None:
     """Refuse a forward whose gradient is not its formula's: one that detaches the mean square, say."""
-    computes: tuple[Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor], ...] = (
-        lambda x, weight: trial.call(x, weight, True, {}),
-        lambda x, weight: _FORMULAS[order](x, weight, eps),
-    )
     # Along the row itself, so that what the mean square contributes is large at any length.
     dy = trial.rows * trial.weight
     gradients = []
-    for compute in computes:
+    for formula in (None, _FORMULAS[order]):
         leaves = (trial.rows.clone().requires_grad_(), torch.nn.Parameter(trial.weight.clone()))
         # What has no gradient is zero here, and so is other than the formula's.
-        summed = (compute(*leaves) * dy).sum() + 0 * sum(leaf.sum() for leaf in leaves)
+        operands = leaves if trial.has_weight else (leaves[0], torch.nn.Parameter(trial.weight, requires_grad=False))
+        y = trial.call(*operands, True, {}) if formula is None else formula(*operands, eps)
+        summed = (y * dy).sum() + 0 * sum(leaf.sum() for leaf in leaves)
         gradients.append(torch.autograd.grad(summed, leaves))
     # Of the terms that dx is a sum of, by rows, since small rows have large ones; summing in another order costs 1e-6.
     rstd = (trial.rows.square().mean(-1) + eps).rsqrt()

@@ -65,14 +65,12 @@ class Fused(NamedTuple):
     gradients: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        said = []
-        if self.norms:
-            said.append(f"sums with {', '.join(self.norms)}")
-        if self.gradients:
-            said.append(f"gradients of residuals with those of {', '.join(self.gradients)}")
-        if self.modulated:
-            said.append(f"{', '.join(self.modulated)} with the modulation")
-        return "; ".join(said)
+        phrases = {
+            "sums with {}": self.norms,
+            "gradients of residuals with those of {}": self.gradients,
+            "{} with the modulation": self.modulated,
+        }
+        return "; ".join(phrase.format(", ".join(names)) for phrase, names in phrases.items() if names)
 
 
 class Unfused(_Left):
@@ -98,31 +96,20 @@ class Patch(NamedTuple):
     unfused: tuple[Unfused, ...] = ()
 
     def __str__(self) -> str:
-        rows = [_Row("swapped", each.path, each.old.__name__, f"-> {name_of(each.new)}") for each in self.swapped]
-        rows += [_Row("fused", each.path, each.cls.__name__, str(each)) for each in self.fused]
+        rows = [("swapped", each.path, each.old.__name__, f"-> {name_of(each.new)}") for each in self.swapped]
+        rows += [("fused", each.path, each.cls.__name__, str(each)) for each in self.fused]
         for state, left in (("skipped", self.skipped), ("unfused", self.unfused), ("bypassed", self.bypassed)):
-            rows += [_Row(state, each.path, each.cls.__name__, each.reason) for each in left]
+            rows += [(state, each.path, each.cls.__name__, each.reason) for each in left]
         return _table(rows) or "nothing to swap or to fuse"
 
 
-class _Row(NamedTuple):
-    """What became of one module.
+def _table(rows: Iterable[tuple[str, str, str, str]]) -> str:
+    """Return a line for all rows that differ in their paths alone, with the first path, in the order of the rows.
 
-    Attributes:
-        state: a word for it.
-        path: where the module stands in the model.
-        cls: the name of its class.
-        what: what was made of it, or why nothing.
+    Args:
+        rows: a word for what became of a module, its path, the name of its class, and what was made of it, or why
+            nothing.
     """
-
-    state: str
-    path: str
-    cls: str
-    what: str
-
-
-def _table(rows: Iterable[_Row]) -> str:
-    """A line for all rows that differ in their paths alone, with the first path, in the order in which they come."""
     paths: dict[tuple[str, str, str], list[str]] = {}
     for state, path, cls, what in rows:
         paths.setdefault((state, cls, what), []).append(path or "the model")

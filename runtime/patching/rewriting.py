@@ -16,6 +16,7 @@ from functools import cache, reduce
 from operator import or_
 from typing import Any
 
+from .function_state import content_of
 from .modulation_text import Modulation, Place, nodes_of, norm_of, places_of
 from .sum_text import SumText
 
@@ -73,9 +74,7 @@ class Forward:
         )
         replacing.replace_in(definition)
         old = self.function
-        code = _compiled(tree, old)
-        made = types.FunctionType(code, old.__globals__, old.__name__, old.__defaults__, old.__closure__)
-        return _like(made, old)
+        return _like(_compiled(tree, old), old, old.__closure__)
 
 
 @cache
@@ -236,27 +235,23 @@ def _decorated(outer: Any, old: types.FunctionType, new: types.FunctionType) -> 
         return new
     inner = getattr(outer, "__wrapped__", None)
     cells = (getattr(outer, "__closure__", None) or ()) if isinstance(outer, types.FunctionType) else ()
-    if [_content(cell) is inner for cell in cells].count(True) != 1:
+    if [content_of(cell) is inner for cell in cells].count(True) != 1:
         raise UnreadableError(
             f"its forward is decorated by {getattr(outer, '__qualname__', outer)}, which is not known"
         )
     within, itself = _decorated(inner, old, new), types.CellType()
     replaced = {id(inner): types.CellType(within), id(outer): itself}
-    closure = tuple(replaced.get(id(_content(cell)), cell) for cell in cells)
-    made = types.FunctionType(outer.__code__, outer.__globals__, outer.__name__, outer.__defaults__, closure)
-    itself.cell_contents = _like(made, outer)
+    closure = tuple(replaced.get(id(content_of(cell)), cell) for cell in cells)
+    itself.cell_contents = made = _like(outer.__code__, outer, closure)
     made.__dict__["__wrapped__"] = within
     return made
 
 
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # Nothing is in it yet.
-        return None
-
-
-def _like(made: types.FunctionType, old: types.FunctionType) -> types.FunctionType:
+def _like(
+    code: types.CodeType, old: types.FunctionType, closure: tuple[types.CellType, ...] | None
+) -> types.FunctionType:
+    """Return a function that is another one with other code, or another closure."""
+    made = types.FunctionType(code, old.__globals__, old.__name__, old.__defaults__, closure)
     made.__kwdefaults__ = old.__kwdefaults__
     for name in ("__module__", "__qualname__", "__doc__", "__annotations__"):
         setattr(made, name, getattr(old, name))

@@ -26,7 +26,7 @@ from ..calls.recorded_sum import Ahead, add_ahead, norm_of_sum, norm_of_summand
 from ..errors import NormforgeError
 from ..selection.invariance import is_on
 from ..settings import fuse_from
-from .following import is_bare, options_of
+from .following import is_bare, is_of_length, options_of, vectors_of
 
 logger = logging.getLogger("normforge")
 
@@ -84,9 +84,9 @@ class Sums:
             y, statistics = joined.ahead
             if statistics is None:
                 return y
-            made: Any = norm_of_sum(joined.options, joined.ahead, x, *_vectors(norm))
+            made: Any = norm_of_sum(joined.options, joined.ahead, x, *vectors_of(norm))
         elif self._is_large(x) and torch.is_grad_enabled() and x.requires_grad and is_bare(norm):
-            weight, bias = _vectors(norm)
+            weight, bias = vectors_of(norm)
             made = norm_of_summand((x, weight, bias, None, None), options_of(norm, x.dtype, x))
         else:
             made = None
@@ -122,11 +122,11 @@ class Sums:
             return None
         dtype = torch.promote_types(a.dtype, b.dtype)
         x, residual = (b, a) if dtype is a.dtype else (a, b)
-        if dtype is not residual.dtype or x.shape != residual.shape or norm.normalized_shape[0] != x.shape[-1]:
+        if dtype is not residual.dtype or x.shape != residual.shape or not is_of_length(norm, x.shape[-1]):
             return None
         options = options_of(norm, dtype, x)
         try:
-            made = add_ahead((x, *_vectors(norm), residual, None), options)
+            made = add_ahead((x, *vectors_of(norm), residual, None), options)
         except NormforgeError as error:
             _unserved.add(self._block)
             logger.warning("a residual add and %s are left two kernels: %s", type(norm).__name__, error)
@@ -136,10 +136,6 @@ class Sums:
 
 # Blocks of which a sum and its norm found no kernel.
 _unserved: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-
-def _vectors(norm: torch.nn.Module) -> tuple[torch.nn.Parameter | None, torch.nn.Parameter | None]:
-    return norm._parameters["weight"], norm._parameters.get("bias")
 
 
 def _state(x: torch.Tensor) -> tuple[Any, ...]:

@@ -19,8 +19,9 @@ from ..nn.grouping import GroupNorm, GroupNormSequential, has_activated_norm
 from ..nn.modules import LayerNorm, RMSNorm, UpcastLayerNorm
 from ..nn.replaced import ORIGINAL, class_for
 from ..settings import fuse_from
-from .blocks import FusedBlock, fusible, may_be_block
-from .huggingface import EPSILON, CastOrder, HuggingFaceRMSNorm, T5RMSNorm
+from .blocks import FusedBlock
+from .blocks import fuse as fuse_block
+from .huggingface import ANY_LENGTH, EPSILON, CastOrder, HuggingFaceRMSNorm, T5RMSNorm
 from .probing import UnlikeError, calls_only, formula_of, ignores_scale, refused_epsilon
 from .report import Bypassed, Fused, Patch, Skipped, Swapped, Unfused
 
@@ -34,12 +35,8 @@ _TORCH: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
 }
 
 
-@dataclass(frozen=True)
-class _Replacement:
-    """The class a module is to have, and the attributes that class reads and the module lacks."""
-
-    cls: type[torch.nn.Module]
-    attributes: dict[str, Any]
+# The class a module is to have, and the attributes that class reads and the module lacks.
+_Replacement = tuple[type[torch.nn.Module], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -76,11 +73,11 @@ def patch(
 
     Swapped are `torch.nn.LayerNorm`, `torch.nn.RMSNorm` and `torch.nn.GroupNorm`; subclasses of them whose forward is
     the one call that torch's is, as timm's, also in fp32, as diffusers' `FP32LayerNorm`; and classes of any name with a
-    1-D weight, no bias, and `variance_epsilon` or `eps`, if their forward takes one tensor and computes one of Hugging
-    Face's formulas: as `LlamaRMSNorm`, `T5LayerNorm`, `Olmo2RMSNorm` or `GemmaRMSNorm`. Which one is found by trying
-    copies on random numbers, in training and in evaluation; epsilon may be changed afterwards, under its own name, and
-    the input may be passed by keyword, as before. Anything else that looks like a norm, a subclass with a forward of
-    its own, say, is left alone and reported.
+    1-D weight or none, no bias, and `variance_epsilon` or `eps`, if their forward takes one tensor and computes one of
+    Hugging Face's formulas: as `LlamaRMSNorm`, `T5LayerNorm`, `Olmo2RMSNorm`, `GemmaRMSNorm` or `Llama4TextL2Norm`.
+    Which one is found by trying copies on random numbers, in training and in evaluation; epsilon may be changed
+    afterwards, under its own name, and the input may be passed by keyword, as before. Anything else that looks like a
+    norm, a subclass with a forward of its own, say, is left alone and reported.
 
     Fused are blocks, Hugging Face's decoder layers, timm's, torch's or anybody's, that add in their forward and call a
     norm of theirs directly behind the sum: one kernel then makes the sum and its norm. Which sums those are is read
@@ -137,7 +134,7 @@ def patch(
             for path, module in model.named_modules():
                 # Its very class, whose forward is known.
                 if type(module) is torch.nn.Sequential and "forward" not in vars(module) and has_activated_norm(module):
-                    _swap(module, _Replacement(GroupNormSequential, {}), cast_before_weight)
+                    _swap(module, (GroupNormSequential, {}), cast_before_weight)
                     swapped.append(Swapped(path, torch.nn.Sequential, GroupNormSequential))
         fused, unfused = _fuse(model) if fuse else ((), ())
         bypassed = (
@@ -155,12 +152,11 @@ def _fuse(model: torch.nn.Module) -> tuple[tuple[Fused, ...], tuple[Unfused, ...
     fuse_from()  # Refuses what it cannot be.
     fused, unfused = [], []
     for path, module in model.named_modules():
-        found = fusible(module) if may_be_block(module) and not isinstance(module, FusedBlock) else None
+        found = fuse_block(path, module)
         if isinstance(found, str):
             unfused.append(Unfused(path, type(module), found))
         elif found is not None:
-            fused.append(Fused(path, type(module), found.norms, found.modulated, found.gradients))
-            module.__class__ = found.cls
+            fused.append(found)
     return tuple(fused), tuple(unfused)
 
 
@@ -322,24 +318,23 @@ def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacem
         return f"it has parameters in {', '.join(map(str, dtypes))}, and kernels take {', '.join(map(str, FLOATS))}"
     if (refused := refused_epsilon(module)) is not None:
         return refused
-    if cls in _TORCH:
-        return _Replacement(_TORCH[cls], _options_of(_TORCH[cls]))
     for base, replacement in _TORCH.items():
         if isinstance(module, base):
-            if calls_only(module, base):
-                names = getattr(getattr(cls.forward, "__code__", None), "co_names", ())
-                if base is torch.nn.LayerNorm and not {"to", "type_as"}.isdisjoint(names):
-                    replacement = UpcastLayerNorm
-                return _Replacement(replacement, _options_of(replacement))
-            return f"{cls.__name__} is a subclass of torch's, and its forward may be its own"
+            if cls is not base and not calls_only(module, base):
+                return f"{cls.__name__} is a subclass of torch's, and its forward may be its own"
+            names = getattr(getattr(cls.forward, "__code__", None), "co_names", ())
+            if base is torch.nn.LayerNorm and not {"to", "type_as"}.isdisjoint(names):
+                replacement = UpcastLayerNorm
+            return replacement, _options_of(replacement)
     try:
         formula = formula_of(module)
     except UnlikeError as unlike:
         return str(unlike)
+    weight = module._parameters.get("weight")
     attributes = {
         **_options_of(RMSNorm),
-        "normalized_shape": tuple(module.get_parameter("weight").shape),
-        "elementwise_affine": True,
+        "normalized_shape": (ANY_LENGTH,) if weight is None else tuple(weight.shape),
+        "elementwise_affine": weight is not None,
         "cast_before_weight": cast_before_weight and formula.order.rounds_first,
         "weight_offset": formula.order.weight_offset,
         "epsilon_name": formula.epsilon_name,
@@ -347,8 +342,10 @@ def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacem
     }
     if formula.epsilon_name == "eps":
         attributes |= {"epsilon_name": EPSILON, EPSILON: vars(module)["eps"]}
+    if weight is None:
+        attributes["weight"] = None
     is_t5 = formula.order is CastOrder.TO_WEIGHT_BEFORE_WEIGHT
-    return _Replacement(T5RMSNorm if is_t5 else HuggingFaceRMSNorm, attributes)
+    return T5RMSNorm if is_t5 else HuggingFaceRMSNorm, attributes
 
 
 def _options_of(cls: type[torch.nn.Module]) -> dict[str, Any]:
@@ -362,8 +359,9 @@ def _options_of(cls: type[torch.nn.Module]) -> dict[str, Any]:
 
 
 def _swap(module: torch.nn.Module, replacement: _Replacement, asked: bool) -> None:
+    cls, given = replacement
     attributes = vars(module)
-    had = {name: attributes[name] for name in replacement.attributes if name in attributes}
-    attributes[ORIGINAL] = _Original(type(module), replacement.cls, tuple(replacement.attributes), had, asked)
-    attributes.update(replacement.attributes)
-    module.__class__ = class_for(replacement.cls, type(module))
+    had = {name: attributes[name] for name in given if name in attributes}
+    attributes[ORIGINAL] = _Original(type(module), cls, tuple(given), had, asked)
+    attributes.update(given)
+    module.__class__ = class_for(cls, type(module))

@@ -424,6 +424,44 @@ class L2Norm(torch.nn.Module):
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
 
 
+class DimlessRMSNorm(torch.nn.Module):
+    """RMSNorm whose weight is None: as diffusers' `RMSNorm` with elementwise_affine=False, in LTX and Mochi."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps = 1e-5
+        self.elementwise_affine = False
+        self.dim = torch.Size((0,))
+        self.weight = None
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        normalised = hidden_states * torch.rsqrt(variance + self.eps)
+        return normalised.to(hidden_states.dtype) if self.weight is None else normalised * self.weight
+
+
+class ClippingL2Norm(L2Norm):
+    """One that clips."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.clamp(-1e4, 1e4))
+
+
+class DetachingL2Norm(L2Norm):
+    """One through whose mean square no gradient flows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.detach().pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x)
+
+
+class ScaledL2Norm(L2Norm):
+    """One with a constant for a weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 0.5
+
+
 class NoLayerNormConvLayer(torch.nn.Module):
     """A layer that is called after the norm that it lacks."""
 

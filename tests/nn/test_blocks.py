@@ -892,3 +892,64 @@ def test_a_block_is_fused_or_unfused_and_not_both() -> None:
     done = normforge.patch(torch.nn.Sequential(ModulatesAndAdds()))
     assert [each.path for each in done.fused] == ["0"]
     assert done.unfused == ()
+
+
+class PoolFormerLayer(torch.nn.Module):
+    """A block whose norms no sum is fused with: transformers' of this name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_norm, self.linear = torch.nn.GroupNorm(1, WIDTH), torch.nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pooled = self.linear(self.before_norm(x))
+        return x + pooled
+
+
+class GroupNormAlone(PoolFormerLayer):
+    """One whose sum is nowhere near its norm."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.before_norm(self.linear(x).sin()) + self.linear(x)
+
+
+class ModulesToSaveWrapper(torch.nn.Module):
+    """PEFT's around a module that is trained beside adapters."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.original_module = module
+        self.modules_to_save = torch.nn.ModuleDict({"default": copy.deepcopy(module)})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.modules_to_save["default"](*args, **kwargs)
+
+
+def wrapped_layer() -> torch.nn.Module:
+    layer: Any = LlamaLayer()
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        setattr(layer, name, ModulesToSaveWrapper(getattr(layer, name)))
+    module: torch.nn.Module = layer
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (PoolFormerLayer, "before_norm is a GroupNorm, and a sum is fused with a plain LayerNorm or RMSNorm"),
+        (
+            wrapped_layer,
+            "input_layernorm is a ModulesToSaveWrapper around norms, and a sum is fused with a norm that the block "
+            "itself holds; take the wrapper away before patch (PEFT: merge_and_unload)",
+        ),
+    ],
+)
+def test_a_block_whose_norms_are_not_fused_is_reported(make: Callable[[], torch.nn.Module], reason: str) -> None:
+    model = torch.nn.Sequential(make())
+    done = normforge.patch(model)
+    assert done.swapped
+    assert [(each.path, each.cls, each.reason) for each in done.unfused] == [("0", type(model[0]), reason)]
+
+
+def test_a_sum_away_from_a_group_norm_is_not_reported() -> None:
+    assert normforge.patch(torch.nn.Sequential(GroupNormAlone())).unfused == ()

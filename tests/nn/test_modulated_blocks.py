@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import normforge
 from normforge.patching import blocks, modulating
 
+from .models import DimlessRMSNorm
 from .oracle import backward, each_device
 
 WIDTH, SAMPLES, TOKENS = 32, 2, 9
@@ -219,6 +220,8 @@ def test_every_way_to_write_it(cls: type[Modulated], device: str, counted: Count
         torch.nn.LayerNorm(WIDTH, bias=False),
         torch.nn.RMSNorm(WIDTH),
         torch.nn.RMSNorm(WIDTH, elementwise_affine=False, eps=1e-3),
+        # As LTX's.
+        DimlessRMSNorm(),
     ],
     ids=str,
 )

@@ -149,7 +149,14 @@ def test_an_optimiser_made_before_moves_the_weights() -> None:
     assert not torch.equal(weight, before)
 
 
-@pytest.mark.parametrize("make", [lambda: torch.nn.LayerNorm(WIDTH), models.T5LayerNorm], ids=["torch", "T5"])
+MAKERS: dict[str, Callable[[], torch.nn.Module]] = {
+    "torch": lambda: torch.nn.LayerNorm(WIDTH),
+    "T5": models.T5LayerNorm,
+    "L2": models.L2Norm,
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_copies_and_pickles_of_a_patched_model_can_be_unpatched(make: Callable[[], torch.nn.Module]) -> None:
     model = torch.nn.Sequential(make())
     cls = type(model[0])
@@ -209,6 +216,38 @@ def test_one_rounding_if_asked_for(cls: Callable[[], torch.nn.Module]) -> None:
     x = torch.randn(64, WIDTH).bfloat16()
     offset = 1.0 if cls is models.GemmaRMSNorm else 0.0
     assert torch.equal(module(x), normforge.rms_norm(x, (WIDTH,), weight, eps, weight_offset=offset))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("cls", [models.L2Norm, models.DimlessRMSNorm])
+@each_device
+def test_a_norm_without_a_weight(cls: Callable[[], Any], dtype: torch.dtype, device: str) -> None:
+    """Of rows of any length, whatever the module holds of a size."""
+    original, patched = cls(), cls()
+    attributes = dict(vars(patched))
+    assert [swapped.old for swapped in normforge.patch(patched).swapped] == [cls]
+    assert isinstance(patched, normforge.RMSNorm)
+    for width in (WIDTH, 3):
+        x = torch.randn(64, 2, width, device=device).to(dtype).requires_grad_()
+        twin = x.detach().clone().requires_grad_()
+        actual, wanted = patched(x), original(twin)
+        torch.testing.assert_close(actual, wanted, rtol=1e-5 if dtype is torch.float32 else 2e-2, atol=0)
+        differing = ~torch.isclose(actual.float(), wanted.float(), rtol=1e-5, atol=0)
+        assert differing.float().mean() < 1e-2
+        dy = torch.randn_like(wanted)
+        backward(actual, dy)
+        backward(wanted, dy)
+        tolerance = 1e-4 if dtype is torch.float32 else 3e-2
+        torch.testing.assert_close(x.grad, twin.grad, rtol=tolerance, atol=tolerance)
+    with torch.no_grad():
+        assert torch.equal(patched(x.double()), original(x.double()))
+        original.eps = patched.eps = 0.5
+        torch.testing.assert_close(patched(x), original(x), rtol=2e-2, atol=1e-5)
+    assert repr(patched).endswith("(eps=0.5, elementwise_affine=False)")
+    patched.eps = attributes["eps"]
+    normforge.unpatch(patched)
+    assert type(patched) is cls
+    assert vars(patched) == attributes
 
 
 @pytest.mark.parametrize("make", [models.LlamaRMSNorm, models.NoisyRMSNorm], ids=["Llama", "noisy"])
@@ -450,7 +489,9 @@ SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "fixed epsilon": (lambda: models.FixedLayerNorm(WIDTH), "FixedLayerNorm is a subclass of torch's"),
     "own class": (models.OwnLayerNorm, "it lacks a 1-D weight as its only parameter"),
     "channels first": (lambda: models.ChannelRMS_norm(WIDTH), "it lacks a 1-D weight as its only parameter"),
-    "L2": (models.L2Norm, "it lacks a 1-D weight as its only parameter"),
+    "L2 clipped": (models.ClippingL2Norm, "very large or small numbers"),
+    "L2 with a gradient of its own": (models.DetachingL2Norm, "the gradient of its forward is not that of"),
+    "L2 scaled": (models.ScaledL2Norm, "its forward computes something else than"),
     "nameless": (models.Rescaled, "it lacks a 1-D weight as its only parameter"),
     "own forward": (overridden, "overridden on the instance"),
     "clipped input": (models.ClippingRMSNorm, "very large or small numbers"),

@@ -133,9 +133,9 @@ MUTANTS = (
     Mutant(
         "modulation-passes-hooks-by",
         "patch: a norm that somebody watches is computed with its modulation, and nobody sees it called",
-        "runtime/patching/modulating.py",
-        "if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:",
-        "if norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:",
+        "runtime/patching/following.py",
+        "and not (module._forward_pre_hooks or module._forward_hooks or global_hooks())",
+        "and not (module._forward_pre_hooks or global_hooks())",
         (f"{_PATCHED}::test_hooks_on_the_norm_see_it_called",),
     ),
     Mutant(
