@@ -36,7 +36,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_504,
+    "all by hand": 15_503,
     "C": 903,
     "emitted": 169,
     "ahead_of_time": 786,
@@ -47,7 +47,7 @@ MOST_CODE_LINES = {
     "kernels": 1_184,
     "nn": 1_039,
     "normforge": 547,
-    "operators": 604,
+    "operators": 603,
     "override": 244,
     "parallel": 212,
     "patching": 1_498,

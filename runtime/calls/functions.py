@@ -120,8 +120,8 @@ def _function(family: Family, norm: Norm) -> Function:
 
 
 def _default(row: Parameter, norm: Norm) -> Any:
-    # A norm that lacks a number has 0 of it.
-    text = row.default.get(norm, "0.0" if row.kind is Kind.NUMBER else "None")
+    # A norm that lacks a parameter computes what the default of another norm says.
+    text = row.default.get(norm, next(iter(row.default.values())))
     return _NOT_LITERAL[text] if text in _NOT_LITERAL else ast.literal_eval(text)
 
 

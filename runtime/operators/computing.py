@@ -10,7 +10,7 @@ import torch
 from ..calls import eager, neighbours, public
 from ..calls.check import check
 from ..calls.first import launched, launched_backward, refuse_foreign
-from ..calls.functions import FUNCTIONS
+from ..calls.functions import FUNCTIONS, completed
 from ..calls.neighbour_rows import CALLS
 from ..calls.traced import intercepted, operated
 from ..codegen.families import Kind
@@ -65,8 +65,7 @@ def by_formula(function: str, given: Mapping[str, Any]) -> Results:
     takes = FUNCTIONS[function]
     if takes.neighbour:
         return _gradients(function, given, by_formula=True)
-    # RMSNorm's has neither, and LayerNorm's no offset.
-    given = {"mean": None, "weight_offset": 0.0, "bias_dtype": None, **given}
+    given = completed(function, given)
     operands = tuple(given[name] for name in ("dy", "x", "weight", "rstd", "x_bias", "dresidual_out"))
     options = tuple(given[name] for name in ("weight_offset", "cast", "dx_dtype", "bias_dtype", "wants"))
     dropout = None

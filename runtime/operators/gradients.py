@@ -10,7 +10,7 @@ import torch
 
 from ..calls import eager
 from ..calls.check import FP8_HAS_NO_GRADIENT
-from ..calls.functions import FUNCTIONS
+from ..calls.functions import FUNCTIONS, completed
 from ..calls.outputs import dtype_of_all
 from ..calls.row_layout import walkable
 from ..calls.traced import operated
@@ -65,7 +65,7 @@ def register(library: torch.library.Library, namespace: str, forward: str, backw
     shared = [name for name in takes.passed if name in computes.passed and name not in kept]
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-        given = dict(zip(takes.passed, inputs, strict=True))
+        given = completed(forward, dict(zip(takes.passed, inputs, strict=True)))
         if not takes.neighbour:
             _refuse(given)
         if given["x"].dtype is output[0].dtype is torch.float32:

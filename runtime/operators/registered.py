@@ -66,7 +66,7 @@ def _in_order(name: str, places: int) -> Callable[..., Tensors]:
 
 # From an operator's arguments, in their order, to what it returns.
 _IN_ORDER: dict[str, Callable[..., Tensors]] = {
-    name: _in_order(name, len(family.places))
+    name: _in_order(name, len(FUNCTIONS[name].places))
     for family in (parameters.FORWARD, parameters.BACKWARD)
     for name in family.functions.values()
 }
@@ -137,7 +137,7 @@ def _register(name: str, into: bool = False) -> None:
         _kernels[defined] = each
         _at_once[operator] = at_once(operator, shortest[defined])
         if into:
-            _count_writes(defined, operator)
+            _count_writes(defined, operator, len(FUNCTIONS[name].places))
 
 
 def _operator(name: str) -> torch._ops.OpOverload[Any, Any]:
@@ -145,12 +145,11 @@ def _operator(name: str) -> torch._ops.OpOverload[Any, Any]:
     return operator
 
 
-def _count_writes(name: str, operator: torch._ops.OpOverload[Any, Any]) -> None:
-    """Have autograd see what an operator writes to, also where it is traced and does not run."""
+def _count_writes(name: str, operator: torch._ops.OpOverload[Any, Any], places: int) -> None:
+    """Have autograd see what an operator writes to, its last arguments, also where it is traced and does not run."""
 
     def count(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
-        places = arguments[-len(parameters.FORWARD.places) :]
-        increment_version([place for place in places if place is not None])
+        increment_version([place for place in arguments[-places:] if place is not None])
         return operator.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)
 
     # As torch.library.custom_op does for what it is told is mutated.
