@@ -23,7 +23,9 @@ def _saved(operands: ModulatedOperands, total: torch.Tensor | None) -> tuple[tor
     return x if total is None else total, scale, shift, gate, None if gate is None else x, weight, bias
 
 
-def _args(options: Options, dtypes: tuple[torch.dtype | None, ...], __: torch.dtype | None = None) -> eager.ModulatedArgs:
+def _args(
+    options: Options, dtypes: tuple[torch.dtype | None, ...], _: torch.dtype | None = None
+) -> eager.ModulatedArgs:
     return eager.ModulatedArgs(options[0], options[2], dtypes)
 
 
