@@ -246,7 +246,7 @@ def test_a_bad_manifest_is_one_message(generate: Generate) -> None:
         2,
         "",
         "python generate.py: error: bad.yaml:3: group a: unknown norm 'lair'; did you mean layer? "
-        "Use one of layer, rms, group\n",
+        f"Use one of {', '.join(norm.value for norm in Norm)}, group\n",
     )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from normforge import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
+from normforge.calls import public
 from normforge.codegen.model import Mode
 from normforge.codegen.parameters import BACKWARD, FORWARD
 from normforge.dtypes import TORCH_DTYPES
@@ -26,19 +26,16 @@ def call(cell: Cell | Beside, device: torch.device) -> None:
         cell.call(device)
         return
     function, arguments = call_of(cell, device)
-    _FUNCTIONS[function](**arguments)
-
-
-_FUNCTIONS: dict[str, Callable[..., object]] = {
-    function.__name__: function for function in (layernorm2d_fwd, rmsnorm2d_fwd, layernorm2d_bwd, rmsnorm2d_bwd)
-}
+    getattr(public, function)(**arguments)
 
 
 def call_of(cell: Cell, device: torch.device) -> tuple[str, dict[str, Any]]:
     """The function of a cell's call, and the call's arguments."""
     mode = cell.mode
     family = BACKWARD if mode.is_backward else FORWARD
-    arguments: dict[str, Any] = {"x": _rows(cell, device), "weight": _vector(cell, device), "cast": mode.cast}
+    arguments: dict[str, Any] = {"x": _rows(cell, device), "weight": _vector(cell, device)}
+    if mode.cast.comes_first:
+        arguments["cast"] = mode.cast
     if mode.x_bias:
         arguments["x_bias"] = _vector(cell, device)
     arguments |= (_gradients if mode.is_backward else _outputs)(cell, device)
