@@ -406,7 +406,7 @@ def _dropped(family: Family, *also: str) -> Family:
     return replace(family, neighbour="dropped", parameters=tuple(sorted(rows, key=lambda row: row.name == "save_mv")))
 
 
-DROPPED = _dropped(FORWARD, "dropout_p", "dropout_rng", "save_mv")
+DROPPED = _dropped(FORWARD, "fadd", "dropout_p", "dropout_rng", "save_mv")
 DROPPED_BWD = _dropped(BACKWARD, "dropout_p", "dropout_rng", "dropped_dtype")
 
 MODULATED = Family(

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from .ahead_of_time.compile_keys import compile_keys, recorded_keys
     from .ahead_of_time.warmup import warmup
     from .calls.backend import backend
-    from .calls.gated_2d import gated_layernorm2d_fwd, gated_rmsnorm2d_fwd
-    from .calls.modulated_2d import modulated_layernorm2d_fwd, modulated_rmsnorm2d_fwd
+    from .calls.gated import gated_layernorm2d_fwd, gated_rmsnorm2d_fwd
+    from .calls.modulated import modulated_layernorm2d_fwd, modulated_rmsnorm2d_fwd
     from .calls.outputs import LayerNormOutput, QuantisedOutput
     from .calls.public import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
     from .calls.quantised import quantised_layer_norm, quantised_rms_norm
@@ -101,8 +101,8 @@ _HOMES = {
     "ahead_of_time.compile_keys": ("compile_keys", "recorded_keys"),
     "ahead_of_time.warmup": ("warmup",),
     "calls.backend": ("backend",),
-    "calls.gated_2d": ("gated_layernorm2d_fwd", "gated_rmsnorm2d_fwd"),
-    "calls.modulated_2d": ("modulated_layernorm2d_fwd", "modulated_rmsnorm2d_fwd"),
+    "calls.gated": ("gated_layernorm2d_fwd", "gated_rmsnorm2d_fwd"),
+    "calls.modulated": ("modulated_layernorm2d_fwd", "modulated_rmsnorm2d_fwd"),
     "calls.outputs": ("LayerNormOutput", "QuantisedOutput"),
     "calls.public": ("layernorm2d_bwd", "layernorm2d_fwd", "rmsnorm2d_bwd", "rmsnorm2d_fwd"),
     "calls.quantised": ("quantised_layer_norm", "quantised_rms_norm"),

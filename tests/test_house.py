@@ -36,11 +36,11 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_505,
+    "all by hand": 15_445,
     "C": 903,
     "emitted": 169,
     "ahead_of_time": 786,
-    "calls": 4_426,
+    "calls": 4_366,
     "compiled": 662,
     "integrations": 402,
     "jax": 706,

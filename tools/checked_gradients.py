@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import reference
-from ..calls import eager, gated_backward, modulated_backward, neighbours, public
+from ..calls import eager, gated, modulated, neighbours, public
 from ..calls.check import check
 from ..calls.functions import completed
 from ..calls.neighbour_rows import CALLS
@@ -124,7 +124,7 @@ def _prepare_gated(problem: Problem, device: torch.device) -> Run[GatedGradients
     mode, forward = problem.mode, _forward(problem, device)
     kept, dy = eager.GatedSaved(*forward.kept), gradients_in(problem, device)["dy"]
     exact: dict[str, Any] = {"gating": mode.gating, "activation": mode.gate_activation, "eps": problem.eps}
-    taken = gated_backward.mode_of(forward.told, kept.x.dtype, mode.grouped)
+    taken = gated.mode_of(forward.told, kept.x.dtype, mode.grouped)
 
     def validate(found: GatedGradients) -> tuple[Finding, ...]:
         expected = gating_reference.gradients(dy, *forward.operands, **exact)
@@ -132,7 +132,7 @@ def _prepare_gated(problem: Problem, device: torch.device) -> Run[GatedGradients
 
     return Run(
         entry=lambda: dispatch.find(taken, problem.row_length),
-        call=lambda: GatedGradients(*gated_backward.gradients(kept, forward.told, dy, forward.due)),
+        call=lambda: GatedGradients(*gated.gradients(kept, forward.told, dy, forward.due)),
         validate=validate,
         operands=(dy, *kept),
     )
@@ -144,10 +144,10 @@ def _prepare_modulated(problem: Problem, device: torch.device) -> Run[ModulatedG
     kept = eager.ModulatedSaved(*forward.kept)
     dy, dresidual_out = arrived["dy"], arrived.get("dresidual_out")
     gates = kept.gate is not None
-    taken = modulated_backward.mode_of(problem.mode.norm, kept.rows.dtype, dresidual_out is not None, gates)
+    taken = modulated.mode_of(problem.mode.norm, kept.rows.dtype, dresidual_out is not None, gates)
 
     def call() -> ModulatedGradients:
-        return ModulatedGradients(*modulated_backward.gradients(kept, forward.told, dy, dresidual_out, forward.due))
+        return ModulatedGradients(*modulated.gradients(kept, forward.told, dy, dresidual_out, forward.due))
 
     def validate(found: ModulatedGradients) -> tuple[Finding, ...]:
         expected = modulation_reference.gradients(dy, **kept._asdict(), dresidual_out=dresidual_out)

@@ -10,6 +10,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..codegen.parameters import DROPPED, DROPPED_BWD
+from ..codegen.values import Cast
 from ..random_mask import dropped
 from . import eager, native, neighbours
 from .backend import intercepted
@@ -35,7 +36,7 @@ def _saved(operands: neighbours.Operands, total: torch.Tensor | None) -> tuple[t
 
 
 def _args(options: neighbours.Options, dtypes: tuple[torch.dtype | None, ...], y_dtype: torch.dtype) -> Any:
-    norm, _, weight_offset, p, _, cast, _ = options
+    norm, _, weight_offset, _, p, _, cast, _ = options
     # Of fp32 alone nothing was rounded first, whatever the sum is stored in.
     return norm, weight_offset, "after_weight" if dtypes[0] is y_dtype is torch.float32 else cast, p, dtypes
 
@@ -75,7 +76,6 @@ CALLS = neighbour_of(
     saved=_saved,
     args=_args,
     recording=Recording(launch_recorded, _gradients, sums=(0, 3, 4)),
-    fadd="pre_add_store",
 )
 
 
@@ -97,10 +97,12 @@ def _of_the_sum(dresidual_out: Any, p: float, rng: torch.Tensor, x_bias: torch.T
 
 def _told(options: Options, p: float, saves: bool) -> neighbours.Options:
     norm, eps, weight_offset, out_dtype, cast = options
-    return norm, eps, weight_offset, p, out_dtype, cast, saves
+    # An enum's member is no word of a schema.
+    word = cast.value if isinstance(cast, Cast) else cast
+    return norm, eps, weight_offset, "pre_add_store", p, out_dtype, word, saves
 
 
-def _with_rng(found: Found, rng: torch.Tensor) -> Found:
+def _with_rng(found: Found, rng: Any) -> Any:
     """Complete what a look-up found, which sees no rng."""
     plan, addresses, tensors, *others = found
     return plan, (*addresses[:-1], address_of("dropout_rng", rng)), (*tensors[:-1], rng), *others

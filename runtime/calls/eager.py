@@ -324,7 +324,7 @@ def gated(operands: Sequence[Any], options: Sequence[Any]) -> Any:
 def gated_gradients(
     saved: GatedSaved, args: GatedArgs, dy: torch.Tensor, due: Sequence[bool]
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of a gated call's operands that are due, differentiable; `gated_backward` has the kernels.
+    """Return the gradients of a gated call's operands that are due, differentiable; `gated` has the kernels.
 
     With f the activated gate, f' its slope and h the normalised rows: behind the norm, dgate = dy * (h * weight + bias)
     * f', and dy * f takes dy's place. In front of it, the norm's backward pass makes ds of dy, dx = ds * f and dgate =
@@ -438,7 +438,7 @@ def modulated_gradients(
     dresidual_out: torch.Tensor | None,
     due: Sequence[bool],
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of a modulated call's operands that are due, differentiable; see `modulated_backward`.
+    """Return the gradients of a modulated call's operands that are due, differentiable; see `modulated`.
 
     With h the normalised rows, a = h * weight + bias and g = dy * (1 + scale) * weight: ds is what the norm's backward
     pass makes of g, and the gradient that arrives for the sum; dx = ds * gate, dgate = ds * x, dscale = dy * a and

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -145,7 +145,7 @@ def prepared(call: Call, key: Key | None, passed: Tensors) -> Found:
         remember(plans, key, passed, _free(rows, passed, call.x), vectors, plan)
     inputs = len(family.inputs)
     numbers = [float(getattr(call, row.name)) for row in family.parameters if row.kind is Kind.NUMBER]
-    return plan, addresses[:inputs], tensors[:inputs], call.x.shape, call.m, *numbers
+    return cast("Found", (plan, addresses[:inputs], tensors[:inputs], call.x.shape, call.m, *numbers))
 
 
 def refuse_foreign(family: Family, given: Given) -> None:

@@ -1,22 +1,28 @@
-"""What calls of gated norms have of their own; see `neighbours` for the rest."""
+"""The calls of gated norms: what they have of their own; see `neighbours` and `row_gradients` for the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..codegen.parameters import GATED
-from ..codegen.values import GateActivation, Gating
+from ..codegen.model import Mode
+from ..codegen.parameters import GATED, GATED_BWD
+from ..codegen.values import Direction, FusedQuant, GateActivation, Gating, Norm
+from ..dtypes import DTYPES
 from ..errors import ShapeError
-from . import eager, gated_backward
+from ..mode_words import word
+from . import eager, neighbours, row_gradients
 from .argument_checks import check_flag, check_tensor
-from .known_backward import Learnt
+from .eager import GatedArgs, GatedSaved
+from .known_backward import Gradients, Learnt
 from .neighbours import Operands, Options, launch_recorded, neighbour_of
-from .outputs import unpacked_of
+from .outputs import LayerNormOutput, unpacked_of
 from .public import GatedOperands
-from .record import Gradients, Recording
+from .record import Recording
+from .row_gradients import Backward, Problem, in_memory, shared_sum, sum_dtype
+from .row_layout import walkable
 from .traced import unrecorded
 
 
@@ -24,25 +30,25 @@ def _saved(operands: Operands, total: torch.Tensor | None) -> tuple[torch.Tensor
     return operands
 
 
-def _args(options: Options, dtypes: tuple[torch.dtype | None, ...], __: torch.dtype | None = None) -> eager.GatedArgs:
+def _args(options: Options, dtypes: tuple[torch.dtype | None, ...], _: Any = None) -> GatedArgs:
     norm, gating, activation, _, weight_offset, *_ = options
-    return eager.GatedArgs(norm, gating, activation, weight_offset, dtypes)
+    return GatedArgs(norm, gating, activation, weight_offset, dtypes)
 
 
 def _gradients(
     saved: Sequence[Any],
-    args: eager.GatedArgs,
+    args: GatedArgs,
     dy: torch.Tensor,
     _: None,
     due: tuple[bool, ...],
     by_formula: bool,
     learnt: Learnt | None,
-) -> Gradients:
+) -> Sequence[torch.Tensor | None]:
     *operands, statistics = saved
-    unpacked = eager.GatedSaved(*[*operands, *unpacked_of(operands[0], statistics)])
-    if by_formula or not gated_backward.takes(unpacked, dy):
+    unpacked = GatedSaved(*[*operands, *unpacked_of(operands[0], statistics)])
+    if by_formula or not takes(unpacked, dy):
         return eager.gated_gradients(unpacked, args, dy, due)
-    return gated_backward.gradients(unpacked, args, dy, due, learnt)
+    return gradients(unpacked, args, dy, due, learnt)
 
 
 CALLS = neighbour_of(
@@ -104,3 +110,178 @@ def in_groups(operands: GatedOperands, group_size: object) -> GatedOperands:
     ]
     grouped: GatedOperands = tuple(found)
     return grouped
+
+
+def gated_layernorm2d_fwd(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    activation: str | GateActivation = "silu",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    fquant: str | int | FusedQuant = "none",
+    out_dtype: torch.dtype | None = None,
+    save_mv: bool = False,
+) -> LayerNormOutput:
+    """The forward pass of `gated_layer_norm`, its y quantised if asked; see `layernorm2d_fwd` for errors too.
+
+    What is quantised is y in fp32, gate and all, each row by its own y_scale. Of groups, each group of a row is one.
+    Not differentiable.
+
+    Args:
+        x: (..., N), fp16, bf16 or fp32, on a GPU (or anywhere under TRITON_INTERPRET=1); rows on up to three strides.
+        gate: x's shape, fp16, bf16 or fp32, on strides of its own.
+        weight: (N,), fp16, bf16 or fp32, or None for 1.
+        bias: (N,), likewise, or None for 0.
+        eps: added to the variance.
+        activation: see `gated_rms_norm`.
+        norm_before_gate: see `gated_rms_norm`.
+        group_size: see `gated_rms_norm`.
+        fquant: "none" (0) or "dynamic" (2).
+        out_dtype: y's dtype. None is x's dtype, or torch.int8 with quantisation; torch.float8_e4m3fn,
+            torch.float8_e4m3fnuz and torch.float8_e5m2 quantise too.
+        save_mv: return mean and rstd.
+
+    Returns:
+        `LayerNormOutput`, with None for what was not asked. y_scale, mean and rstd have x's shape without the last
+        dimension; of groups (..., N / group_size).
+    """
+    said = (eps, 0.0, fquant, out_dtype, save_mv)
+    return _forward("layer", (x, gate, weight, bias), (activation, norm_before_gate), said, group_size)
+
+
+def gated_rmsnorm2d_fwd(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    activation: str | GateActivation = "silu",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    fquant: str | int | FusedQuant = "none",
+    out_dtype: torch.dtype | None = None,
+    save_mv: bool = False,
+) -> LayerNormOutput:
+    """The forward pass of `gated_rms_norm`, its y quantised if asked; see `gated_layernorm2d_fwd`.
+
+    Args:
+        x: see `gated_layernorm2d_fwd`, as for every argument not described here.
+        gate: see `gated_layernorm2d_fwd`.
+        weight: see `gated_layernorm2d_fwd`.
+        eps: added to the mean square.
+        activation: see `gated_layernorm2d_fwd`.
+        norm_before_gate: see `gated_layernorm2d_fwd`.
+        group_size: see `gated_layernorm2d_fwd`.
+        fquant: see `gated_layernorm2d_fwd`.
+        out_dtype: see `gated_layernorm2d_fwd`.
+        save_mv: return rstd; mean is always None.
+    """
+    said = (eps, 0.0, fquant, out_dtype, save_mv)
+    return _forward("rms", (x, gate, weight, None), (activation, norm_before_gate), said, group_size)
+
+
+def _forward(
+    norm: str, operands: GatedOperands, gating: tuple[Any, Any], said: tuple[Any, ...], group_size: int | None
+) -> LayerNormOutput:
+    options = neighbours.options_2d(operands, (norm, *words(*gating), *said))
+    if group_size is not None:
+        operands = in_groups(operands, group_size)
+    found: LayerNormOutput = neighbours.launched_2d(CALLS, operands, options)
+    return found if group_size is None else found._replace(y=found.y.flatten(-2))
+
+
+# The second dimension of a grid takes 65535, and each group has a program or more.
+_MOST_GROUPS = 2**15
+
+
+def mode_of(told: GatedArgs, dtype: torch.dtype, grouped: bool) -> Mode:
+    """The mode of the kernels for rows of a type, with a weight for all columns or one for each group of them."""
+    own = DTYPES[dtype]
+    return Mode(
+        Norm(told.norm),
+        own,
+        own,
+        direction=Direction.BACKWARD,
+        gating=word(Gating, "gating", told.gating),
+        gate_activation=word(GateActivation, "activation", told.activation),
+        grouped=grouped,
+    )
+
+
+def takes(kept: GatedSaved, dy: torch.Tensor) -> bool:
+    """Whether kernels compute the gradients of a call: of tensors in memory."""
+    return in_memory((*kept, dy)) and kept.x.numel() > 0 and _groups(kept) <= _MOST_GROUPS
+
+
+def _groups(kept: GatedSaved) -> int:
+    """How many groups of columns have a weight or bias of their own; 0 if it is one for all."""
+    return max(
+        [0, *[vector.shape[0] for vector in (kept.weight, kept.bias) if vector is not None and vector.dim() > 1]]
+    )
+
+
+def gradients(
+    kept: GatedSaved, told: GatedArgs, dy: torch.Tensor, due: Sequence[bool], learnt: Learnt | None = None
+) -> Gradients:
+    """Return what `eager.gated_gradients` does, computed by kernels, where `takes` has passed the arguments."""
+    return row_gradients.gradients(_BACKWARD, kept, told, (dy, None), due, learnt)
+
+
+def _problem(kept: GatedSaved, told: GatedArgs, dy: torch.Tensor, _: None, due: Sequence[bool]) -> Problem:
+    for_x, for_gate, for_weight, for_bias = due
+    groups = _groups(kept)
+    mode = mode_of(told, kept.x.dtype, groups > 0)
+    rows = {"dy": dy, "x": kept.x, "gate": kept.gate}
+    inputs: dict[str, torch.Tensor | None] = {
+        **{name: _in_one_row(tensor, groups) for name, tensor in rows.items()},
+        "weight": _of_groups(kept.weight, groups),
+        "bias": _of_groups(kept.bias, groups) if mode.gating.is_after else None,
+        "mean": kept.mean,
+        "rstd": kept.rstd,
+    }
+    parts = groups or 1
+    of_rows = zip(("dx", "dgate"), (for_x, for_gate), told.dtypes, strict=False)
+    dtypes = {name: dtype for name, needed, dtype in of_rows if needed and dtype is not None}
+    vectors = {"dweight": kept.weight, "dbias": kept.bias}
+    for (name, vector), needed in zip(vectors.items(), (for_weight, for_bias), strict=True):
+        if needed and vector is not None:
+            # A vector for all of several groups is added up once more.
+            dtypes[name] = sum_dtype(vector, parts)
+    return Problem(mode, parts, inputs, dtypes, vectors)
+
+
+def _of_results(
+    kept: GatedSaved, told: GatedArgs, results: Mapping[str, torch.Tensor], due: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    vectors = (("dweight", kept.weight), ("dbias", kept.bias))
+    return [
+        results.get("dx"),
+        results.get("dgate"),
+        *[shared_sum(results[name], own) if name in results and own is not None else None for name, own in vectors],
+    ]
+
+
+def _in_one_row(rows: torch.Tensor, groups: int) -> torch.Tensor:
+    """Return the rows of all groups of a token as one row: the rows of one group are that far apart."""
+    return walkable(rows.flatten(-2) if groups else rows)
+
+
+def _laid_out(kept: GatedSaved, rows: torch.Tensor) -> torch.Tensor:
+    """Return rows that kernels can walk, in their own shape: the very tensor, or a copy."""
+    found = _in_one_row(rows, _groups(kept))
+    return rows if found.data_ptr() == rows.data_ptr() else found.view(rows.shape)
+
+
+def _of_groups(vector: torch.Tensor | None, groups: int) -> torch.Tensor | None:
+    """A row for each group, one behind the other, where there are groups."""
+    if vector is None or not groups:
+        return vector
+    return (vector if vector.dim() > 1 else vector.expand(groups, -1)).contiguous()
+
+
+# What `GatedSaved` holds, but for statistics.
+_BACKWARD = Backward.of(GATED_BWD, ("x", "gate", "weight", "bias"), _laid_out, _problem, _of_results)

@@ -138,28 +138,14 @@ def run_backward(
         size = tuple(shape)
         ddropped = empty(size, contiguous_strides(size), plan.dtypes[-1])
     gradients = make_output(NormGradients, (dx, *sums, ddropped))
-    work = empty((layout.length,), (1,), torch.float32) if layout.length else None
-    exchange = new_exchange(empty, layout.exchange) if layout.exchange else None
-    given: tuple[Any, ...] = addresses
-    made: Sequence[Any]
-    pieces: list[Any]
-    if layout.by_address:
-        base = 0 if work is None else work.data_ptr()
-        pieces = [base + offset for offset in layout.offsets]
-        pieces.append(0 if exchange is None else exchange.data_ptr())
-        made = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
-    else:
-        pieces = [None if start is None or work is None else work[start:] for start in layout.starts]
-        pieces.append(exchange)
-        given, made = _as_tensors(plan, m, tensors, gradients)
-    values = (*given, made[0], *pieces, m, weight_offset)
+    given: Sequence[Any] = addresses
+    written: Tensors = gradients
+    if not layout.by_address:
+        given, written = _as_tensors(plan, m, tensors, gradients)
+    dropped: tuple[Any, ...] = ()
     if dropout_p:
-        values += (dropout_p, made[-1])
-    for launch, grid in layout.steps:
-        launch(grid, values)
-    if layout.finish is not None:
-        launch, grid = layout.finish
-        launch(grid, (*pieces[: len(SUMS)], *made[1:-1], layout.programs))
+        dropped = (dropout_p, *(addresses_of(written[-1:]) if layout.by_address else written[-1:]))
+    run_layout(plan, layout, given, written[:-1], (m, weight_offset, *dropped))
     return gradients
 
 

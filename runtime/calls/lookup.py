@@ -104,12 +104,12 @@ class Lookup:
         if found is not None:
             if table.rstd >= 0:
                 return launch.run_backward(*found)
-            plan, addresses, tensors, _, m, *_ = found
+            plan, addresses, tensors, shape, m, eps, offset, dropout_p = found
             out, residual_out = self._places((*arguments, None))
             if (out is None and residual_out is None) or may_write(
                 plan.extents, addresses, tensors, m, out, residual_out
             ):
-                return launch.run(*found, out, residual_out)
+                return launch.run(plan, addresses, tensors, shape, m, eps, offset, dropout_p, out, residual_out)
         return self.otherwise(key, *arguments)
 
     @eager_only

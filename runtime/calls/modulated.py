@@ -1,20 +1,31 @@
-"""What calls of modulated norms have of their own; see `neighbours` for the rest."""
+"""The calls of modulated norms: what they have of their own; see `neighbours` and `row_gradients` for the rest.
+
+Within a sample the scale is one: with h the normalised rows, `sum(dy * h)` and `sum(dy)` over its rows are all that the
+gradients of scale, shift, weight and bias are made of, by operations on a row a sample.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..codegen.parameters import MODULATED
+from ..call_kinds import LEAST_ROWS_OF_SAMPLE, MOST_SAMPLES
+from ..codegen.model import Mode
+from ..codegen.parameters import MODULATED, MODULATED_BWD
+from ..codegen.values import Direction, FusedAdd, FusedQuant, Norm
+from ..dtypes import DTYPES
 from ..errors import ConflictError
-from . import eager, modulated_backward
-from .known_backward import Learnt
+from . import eager, neighbours, row_gradients
+from .eager import ModulatedArgs, ModulatedSaved
+from .known_backward import Gradients, Learnt
 from .neighbours import Options, launch_recorded, neighbour_of
-from .outputs import unpacked_of
-from .public import ModulatedOperands
-from .record import Gradients, Recording
+from .outputs import LayerNormOutput, dtype_of_all, unpacked_of
+from .public import ModulatedOperands, ModulatedOptions
+from .record import Recording
+from .row_gradients import Backward, Problem, in_memory, shared_sum, sum_dtype
+from .row_layout import row_stride, walkable
 
 
 def _saved(operands: ModulatedOperands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -24,25 +35,25 @@ def _saved(operands: ModulatedOperands, total: torch.Tensor | None) -> tuple[tor
 
 
 def _args(
-    options: Options, dtypes: tuple[torch.dtype | None, ...], _: torch.dtype | None = None
-) -> eager.ModulatedArgs:
-    return eager.ModulatedArgs(options[0], options[2], dtypes)
+    options: Options, dtypes: tuple[torch.dtype | None, ...], y_dtype: torch.dtype | None = None
+) -> ModulatedArgs:
+    return ModulatedArgs(options[0], options[2], dtypes)
 
 
 def _gradients(
     saved: Sequence[Any],
-    args: eager.ModulatedArgs,
+    args: ModulatedArgs,
     dy: torch.Tensor | None,
     dresidual_out: torch.Tensor | None,
     due: tuple[bool, ...],
     by_formula: bool,
     learnt: Learnt | None,
-) -> Gradients:
+) -> Sequence[torch.Tensor | None]:
     *tensors, statistics = saved
-    unpacked = eager.ModulatedSaved(*[*tensors, *unpacked_of(tensors[0], statistics)])
-    if dy is None or by_formula or not modulated_backward.takes(unpacked, dy, dresidual_out):
+    unpacked = ModulatedSaved(*[*tensors, *unpacked_of(tensors[0], statistics)])
+    if dy is None or by_formula or not takes(unpacked, dy, dresidual_out):
         return eager.modulated_gradients(unpacked, args, dy, dresidual_out, due)
-    return modulated_backward.gradients(unpacked, args, dy, dresidual_out, due, learnt)
+    return gradients(unpacked, args, dy, dresidual_out, due, learnt)
 
 
 CALLS = neighbour_of(
@@ -64,3 +75,229 @@ def check_gate(operands: ModulatedOperands) -> None:
     _, _, _, gate, residual, _, _ = operands
     if gate is not None and residual is None:
         raise ConflictError("gate scales x before residual is added to it, and none was passed; pass residual")
+
+
+def modulated_layernorm2d_fwd(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    *,
+    gate: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    fquant: str | int | FusedQuant = "none",
+    out_dtype: torch.dtype | None = None,
+    save_mv: bool = False,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> LayerNormOutput:
+    """The forward pass of `modulated_layer_norm`, its y quantised if asked; see `layernorm2d_fwd` for errors too.
+
+    What is quantised is y in fp32, modulation and all, each row by its own y_scale. Not differentiable.
+
+    Args:
+        x: (..., N), fp16, bf16 or fp32, on a GPU (or anywhere under TRITON_INTERPRET=1); rows on up to three strides.
+        scale: (B, N) of an x of (B, ..., N), one for each sample; x's shape, one for each row; or (N,), one for all.
+            fp16, bf16 or fp32, rows on any stride.
+        shift: likewise, of any of these shapes.
+        gate: likewise, or None for 1; goes with residual.
+        residual: x's shape, fp16, bf16 or fp32, or None for 0.
+        weight: (N,), fp16, bf16 or fp32, or None for 1.
+        bias: (N,), likewise, or None for 0.
+        eps: added to the variance.
+        fquant: "none" (0) or "dynamic" (2).
+        out_dtype: y's dtype. None is x's dtype, or torch.int8 with quantisation; torch.float8_e4m3fn,
+            torch.float8_e4m3fnuz and torch.float8_e5m2 quantise too.
+        save_mv: return mean and rstd.
+        out: where y goes, instead of a new tensor; contiguous, in y's dtype; may be x or residual itself if that is
+            theirs.
+        residual_out: where the sum goes, likewise, in residual's dtype; may be residual or x itself.
+
+    Returns:
+        `LayerNormOutput`, with None for what was not asked. residual_out is residual + x * gate, in residual's dtype.
+    """
+    operands = (x, scale, shift, gate, residual, weight, bias)
+    return _forward(operands, ("layer", eps, 0.0, fquant, out_dtype, save_mv), (out, residual_out))
+
+
+def modulated_rmsnorm2d_fwd(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    *,
+    gate: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    fquant: str | int | FusedQuant = "none",
+    out_dtype: torch.dtype | None = None,
+    save_mv: bool = False,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> LayerNormOutput:
+    """The forward pass of `modulated_rms_norm`, its y quantised if asked; see `modulated_layernorm2d_fwd`.
+
+    Args:
+        x: see `modulated_layernorm2d_fwd`, as for every argument not described here.
+        scale: see `modulated_layernorm2d_fwd`.
+        shift: see `modulated_layernorm2d_fwd`.
+        gate: see `modulated_layernorm2d_fwd`.
+        residual: see `modulated_layernorm2d_fwd`.
+        weight: see `modulated_layernorm2d_fwd`.
+        eps: added to the mean square.
+        weight_offset: added to every weight, in fp32.
+        fquant: see `modulated_layernorm2d_fwd`.
+        out_dtype: see `modulated_layernorm2d_fwd`.
+        save_mv: return rstd; mean is always None.
+        out: see `modulated_layernorm2d_fwd`.
+        residual_out: see `modulated_layernorm2d_fwd`.
+    """
+    operands = (x, scale, shift, gate, residual, weight, None)
+    return _forward(operands, ("rms", eps, weight_offset, fquant, out_dtype, save_mv), (out, residual_out))
+
+
+def _forward(operands: ModulatedOperands, options: ModulatedOptions, places: neighbours.Places) -> LayerNormOutput:
+    check_gate(operands)
+    options = neighbours.options_2d(operands, options)
+    found: LayerNormOutput = neighbours.launched_2d(CALLS, operands, options, places)
+    return found
+
+
+def mode_of(norm: Norm, dtype: torch.dtype, adds: bool, gates: bool) -> Mode:
+    """The mode of the kernels for rows of a type, with a gradient of the sum or not, gated or not."""
+    fadd = FusedAdd.PRE_ADD_STORE if adds else FusedAdd.NONE
+    own = DTYPES[dtype]
+    return Mode(norm, own, own, fadd, direction=Direction.BACKWARD, modulated=True, x_gate=gates)
+
+
+def rows_a_sample(kept: ModulatedSaved) -> int:
+    """How many rows share a row of every modulation: those of a sample, or all."""
+    rows = kept.rows
+    m = rows.numel() // rows.shape[-1]
+    least = m
+    for operand in (kept.scale, kept.shift, kept.gate):
+        if operand is not None and operand.dim() > 1:
+            least = min(least, 1 if operand.shape == rows.shape else m // operand.shape[0])
+    return least
+
+
+def takes(kept: ModulatedSaved, *arrived: torch.Tensor | None) -> bool:
+    """Whether kernels compute the gradients of a call: of tensors in memory, and of several rows a sample."""
+    if not in_memory((*kept, *arrived)) or kept.rows.numel() == 0:
+        return False
+    each = rows_a_sample(kept)
+    return each >= LEAST_ROWS_OF_SAMPLE and kept.rows.numel() // kept.rows.shape[-1] // each <= MOST_SAMPLES
+
+
+def gradients(
+    kept: ModulatedSaved,
+    told: ModulatedArgs,
+    dy: torch.Tensor | None,
+    dresidual_out: torch.Tensor | None,
+    due: Sequence[bool],
+    learnt: Learnt | None = None,
+) -> Gradients:
+    """Return what `eager.modulated_gradients` does, computed by kernels, where `takes` has passed the arguments."""
+    return row_gradients.gradients(_BACKWARD, kept, told, (dy, dresidual_out), due, learnt)
+
+
+def _problem(
+    kept: ModulatedSaved,
+    told: ModulatedArgs,
+    dy: torch.Tensor | None,
+    dresidual_out: torch.Tensor | None,
+    due: Sequence[bool],
+) -> Problem:
+    for_x, *_, for_residual, _, _ = due
+    rows, gates = kept.rows, kept.gate is not None
+    samples = rows.numel() // rows.shape[-1] // rows_a_sample(kept)
+    x_dtype, *_, residual_dtype, _, _ = told.dtypes
+    of_sum = [(x_dtype, for_x and not gates), (residual_dtype, for_residual)]
+    summed = [dtype for dtype, needed in of_sum if needed and dtype is not None]
+    inputs: dict[str, torch.Tensor | None] = {
+        "dy": dy,
+        "x": _on_one_stride(kept, rows),
+        "weight": kept.weight,
+        "scale": _of_samples(kept.scale, samples),
+        "gate": None if kept.gate is None else _of_samples(kept.gate, samples),
+        "gated": None if kept.gated is None else _on_one_stride(kept, kept.gated),
+        "mean": kept.mean,
+        "rstd": kept.rstd,
+        "dresidual_out": dresidual_out,
+    }
+    dtypes = _sums(kept, samples, due)
+    if summed:
+        dtypes["dx"] = dtype_of_all(summed)
+    if gates and for_x and x_dtype is not None:
+        dtypes["dgated"] = x_dtype
+    operands = {"dgate": kept.gate}
+    if not _is_affine(kept):
+        operands |= {"dweight": kept.scale, "dbias": kept.shift}
+    mode = mode_of(Norm(told.norm), rows.dtype, dresidual_out is not None, gates)
+    return Problem(mode, samples, inputs, dtypes, operands)
+
+
+def _sums(kept: ModulatedSaved, samples: int, due: Sequence[bool]) -> dict[str, torch.dtype]:
+    """Which sums are needed, and in which type: the gradient's that one is, or fp32 if there is more to be done."""
+    _, for_scale, for_shift, for_gate, _, for_weight, for_bias = due
+    affine = _is_affine(kept)
+    found = {}
+    if for_scale or for_weight:
+        found["dweight"] = torch.float32 if affine else sum_dtype(kept.scale, samples)
+    if for_shift or for_bias or (for_scale and kept.bias is not None):
+        found["dbias"] = torch.float32 if affine else sum_dtype(kept.shift, samples)
+    if for_gate and kept.gate is not None:
+        found["dgate"] = sum_dtype(kept.gate, samples)
+    return found
+
+
+def _is_affine(kept: ModulatedSaved) -> bool:
+    return kept.weight is not None or kept.bias is not None
+
+
+def _of_results(
+    kept: ModulatedSaved, told: ModulatedArgs, totals: Mapping[str, torch.Tensor], due: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """Return the gradients: of rows, and of what samples or all rows share, from what each sample's rows add up to."""
+    _, for_scale, for_shift, for_gate, _, for_weight, for_bias = due
+    found: list[torch.Tensor | None] = [None] * len(due)
+    found[0] = totals.get("dx" if kept.gate is None else "dgated")
+    found[4] = totals.get("dx")
+    dy_h, dy = totals.get("dweight"), totals.get("dbias")
+    if for_scale and dy_h is not None:
+        dscale = dy_h if kept.weight is None else dy_h * (kept.weight.float() + told.weight_offset)
+        if kept.bias is not None and dy is not None:
+            dscale = dscale + dy * kept.bias.float()
+        found[1] = shared_sum(dscale, kept.scale)
+    if for_shift and dy is not None:
+        found[2] = shared_sum(dy, kept.shift)
+    if for_gate and kept.gate is not None:
+        found[3] = shared_sum(totals["dgate"], kept.gate)
+    if for_weight and dy_h is not None:
+        found[5] = (dy_h * (1 + kept.scale.float())).sum(0)
+    if for_bias and dy is not None:
+        found[6] = (dy * (1 + kept.scale.float())).sum(0)
+    return found
+
+
+def _of_samples(operand: torch.Tensor, samples: int) -> torch.Tensor:
+    return operand.expand(samples, -1) if operand.dim() == 1 else operand
+
+
+def _on_one_stride(_: ModulatedSaved, rows: torch.Tensor) -> torch.Tensor:
+    rows = walkable(rows)
+    # A sample's rows start at a multiple of it.
+    return rows if isinstance(row_stride("rows", rows), int) else rows.contiguous()
+
+
+# What `ModulatedSaved` holds, but for statistics, as kernels name it.
+_BACKWARD = Backward.of(
+    MODULATED_BWD,
+    ("x", "scale", "shift", "gate", "gated", "weight", "bias"),
+    _on_one_stride,
+    _problem,
+    _of_results,
+)

@@ -5,13 +5,13 @@ What one family has of its own is a row of data, a `Neighbour`: see `modulated` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from ..codegen.families import Family, Kind, Parameter
-from ..codegen.values import Cast, FusedQuant, Norm
+from ..codegen.values import FusedQuant, Norm
 from ..errors import ConflictError, LayoutError, ShapeError
 from ..kernels.gpu import require_device
 from ..kernels.key import ALIGNMENT
@@ -35,12 +35,47 @@ from .traced import intercepted, is_dynamo_compiling, operated, operated_as, res
 Operands = tuple[Any, ...]
 # The norm's word, and what else a call is told, in the order of the rows; whether statistics are saved comes last.
 Options = tuple[Any, ...]
-# Where y and the stored sum go, None for new tensors.
-Places = tuple["torch.Tensor | None", "torch.Tensor | None"]
+# Where outputs go, y and the stored sum first; None for new tensors.
+Places = tuple["torch.Tensor | None", ...]
 
 
-def _launch(found: Found, options: Options) -> LayerNormOutput:
-    return run(*found)
+def check_places(call: Call, places: Sequence[torch.Tensor | None], addressed: bool) -> dict[str, torch.Tensor]:
+    """Check where y and the stored sum are to go, which plans take to adjoin and to be aligned.
+
+    Returns:
+        All that has an address by name, what is read and these.
+
+    Raises:
+        NormforgeError: as `layernorm2d_fwd` lists them.
+    """
+    others = call.tensors_read() if addressed else {}
+    for name, result, place in zip(("out", "residual_out"), ("y", "residual_out"), places, strict=True):
+        dtype = call.dtype_of(result)
+        if place is None:
+            continue
+        if dtype is None:
+            raise ConflictError(f"{name} was passed and no residual is added; pass residual, or leave {name} out")
+        rows, packs = call.x, call.mode.dtype_out.packs
+        if result == "y" and packs > 1:
+            # Of as many elements as torch has for y.
+            rows = rows[..., ::packs]
+            if isinstance(place, torch.Tensor) and place.shape != rows.shape:
+                raise ShapeError(
+                    f"out has shape {tuple(place.shape)}; it takes {tuple(rows.shape)}, {packs} of y's elements in each"
+                )
+        check_output(name, place, rows, dtype, others, addressed)
+        if not place.is_contiguous():
+            raise LayoutError(f"{name} has strides {place.stride()}; it takes a contiguous tensor")
+        if addressed:
+            if place.data_ptr() & MISALIGNED:
+                raise LayoutError(f"{name} starts at no multiple of {ALIGNMENT} bytes; pass a tensor that does")
+            others[name] = place
+    return others
+
+
+def _launch(found: Found, options: Options, places: Places) -> LayerNormOutput:
+    out, residual_out, *_ = places
+    return run(*found, out=out, residual_out=residual_out)
 
 
 def _nothing(*_: Any) -> NoReturn:
@@ -59,13 +94,14 @@ class Neighbour(NamedTuple):
         rows: of the tensors.
         inputs: their names.
         options: the names of what else a call is told, behind the norm.
-        launch: from that and the options to all that a call returns.
+        output: the class of all that a call returns.
+        check: refuses calls whose outputs cannot go to the places that were passed.
+        launch: from what was found, the options and the places to all that a call returns.
         eager: the family's formula in torch's operators, from the operands and the options to outputs.
         saved: from the tensors, and the stored sum if there is one, to the tensors that a backward pass needs, the
             first of x's shape; statistics are saved behind them.
         args: from the options, the tensors' dtypes and y's to the other arguments of the backward pass.
         recording: how autograd records the family's calls; None for a family without gradients.
-        fadd: the word by which the family's functions add a residual; "" if they add one that is there.
     """
 
     name: str
@@ -73,12 +109,13 @@ class Neighbour(NamedTuple):
     rows: tuple[Parameter, ...]
     inputs: tuple[str, ...]
     options: tuple[str, ...]
-    launch: Callable[[Found, Options], Any] = _launch
+    output: Any = LayerNormOutput
+    check: Callable[[Call, Places, bool], object] = check_places
+    launch: Callable[[Found, Options, Places], Any] = _launch
     eager: Callable[[Any, Any], Any] = _nothing
     saved: Callable[[Operands, torch.Tensor | None], tuple[torch.Tensor | None, ...]] = _nothing
     args: Callable[..., Any] = _nothing
     recording: Recording | None = None
-    fadd: str = ""
 
     def find(self, operands: Operands, options: Options) -> tuple[Key | None, Found | None]:
         """Return the key of a call, or None; and what `launch.run` is told of a known call, or None of another."""
@@ -106,9 +143,6 @@ def named(neighbour: Neighbour, operands: Operands, options: Options) -> dict[st
     if options[0] == Norm.LAYER.value:
         # Kernels of LayerNorm add nothing to weights, and have no such parameter.
         del given["weight_offset"]
-    if neighbour.fadd:
-        given["fadd"] = neighbour.fadd
-        given["cast"] = word(Cast, "cast", given["cast"]).value
     return given
 
 
@@ -222,77 +256,59 @@ def prepared(neighbour: Neighbour, operands: Operands, options: Options, key: Ke
 def launched(neighbour: Neighbour, operands: Operands, options: Options) -> Any:
     """All outputs of a call that autograd does not see, known or not."""
     key, found = neighbour.find(operands, options)
-    return neighbour.launch(found or prepared(neighbour, operands, options, key), options)
+    places = tuple([None] * len(neighbour.output._fields))
+    return neighbour.launch(found or prepared(neighbour, operands, options, key), options, places)
 
 
-def launched_2d(
-    neighbour: Neighbour, operands: Operands, options: Options, places: Places = (None, None)
-) -> LayerNormOutput:
+def options_2d(operands: Operands, options: Options) -> Options:
+    """Return the options of a 2d function as operators take them, y in x's dtype whatever autocast would have."""
+    *said, fquant, out_dtype, saves = options
+    # A member may stand for a word, and the operator's schema has words alone.
+    quantised = word(FusedQuant, "fquant", fquant).value
+    if out_dtype is None and quantised == "none" and isinstance(operands[0], torch.Tensor):
+        out_dtype = operands[0].dtype
+    return (*said, quantised, out_dtype, saves)
+
+
+def launched_2d(neighbour: Neighbour, operands: Operands, options: Options, places: Places = (None, None)) -> Any:
     """A call that has no gradient and returns all its outputs: an operator if somebody is to see one, or launched.
 
     Args:
         neighbour: its family's row.
         operands: its tensors.
         options: what else it is told.
-        places: where y and the stored sum go, None for new tensors.
+        places: where outputs go, None for new tensors.
 
     Raises:
         NormforgeError: as `layernorm2d_fwd` lists them.
     """
-    function, given = neighbour.functions[options[0]], named(neighbour, operands, options)
+    given = named(neighbour, operands, options)
     if is_dynamo_compiling() or intercepted(*operands, *places):
-        call = check(function, given, addressed=False)
-        refuse_gradient(call)
-        check_places(call, places, addressed=False)
-        results: Any = operated_as(function, call, LayerNormOutput._fields)
+        call = _checked(neighbour, given, options, places, addressed=False)
+        results: Any = operated_as(neighbour.functions[options[0]], call, neighbour.output._fields)
         for at, place in enumerate(places):
-            results[at] = results[at] if place is None else place.copy_(results[at])
-        return LayerNormOutput(*results)
-    _, found = neighbour.find(operands, options)
+            if place is not None and results[at] is not None:
+                # Scales may be wanted in another shape.
+                results[at] = place.copy_(results[at] if at < 2 else results[at].view(place.shape))
+        return neighbour.output(*results)
+    _, _, found = getattr(native.calls, neighbour.name).find(operands, options)
     if found is None or records(operands) or any(place is not None for place in places):
-        call = check(function, given)
-        refuse_gradient(call)
-        check_places(call, places, addressed=True)
+        _checked(neighbour, given, options, places, addressed=True)
     if found is None:
         rows = tuple(map(resolved, operands))
         key, found = neighbour.find(rows, options)
         found = found or prepared(neighbour, rows, options, key)
-    out, residual_out = places
-    return run(*found, out=out, residual_out=residual_out)
+    return neighbour.launch(found, options, places)
 
 
-def check_places(call: Call, places: Places, addressed: bool) -> dict[str, torch.Tensor]:
-    """Check where y and the stored sum are to go, which plans take to adjoin and to be aligned.
-
-    Returns:
-        All that has an address by name, what is read and these.
-
-    Raises:
-        NormforgeError: as `layernorm2d_fwd` lists them.
-    """
-    others = call.tensors_read() if addressed else {}
-    for name, result, place in zip(("out", "residual_out"), ("y", "residual_out"), places, strict=True):
-        dtype = call.dtype_of(result)
-        if place is None:
-            continue
-        if dtype is None:
-            raise ConflictError(f"{name} was passed and no residual is added; pass residual, or leave {name} out")
-        rows, packs = call.x, call.mode.dtype_out.packs
-        if result == "y" and packs > 1:
-            # Of as many elements as torch has for y.
-            rows = rows[..., ::packs]
-            if isinstance(place, torch.Tensor) and place.shape != rows.shape:
-                raise ShapeError(
-                    f"out has shape {tuple(place.shape)}; it takes {tuple(rows.shape)}, {packs} of y's elements in each"
-                )
-        check_output(name, place, rows, dtype, others, addressed)
-        if not place.is_contiguous():
-            raise LayoutError(f"{name} has strides {place.stride()}; it takes a contiguous tensor")
-        if addressed:
-            if place.data_ptr() & MISALIGNED:
-                raise LayoutError(f"{name} starts at no multiple of {ALIGNMENT} bytes; pass a tensor that does")
-            others[name] = place
-    return others
+def _checked(
+    neighbour: Neighbour, given: Mapping[str, Any], options: Options, places: Places, *, addressed: bool
+) -> Call:
+    """Check all that a call was given, and where its outputs go."""
+    call = check(neighbour.functions[options[0]], given, addressed=addressed)
+    refuse_gradient(call)
+    neighbour.check(call, places, addressed)
+    return call
 
 
 def launch_recorded(call: tuple[Neighbour, Options, Found | None], operands: Operands) -> Launched:

@@ -17,29 +17,15 @@ from ..mode_words import word
 from ..upstream.torch_allocator import Empty, contiguous_strides
 from . import neighbours
 from .argument_checks import check_device, check_dtype, check_tensor, check_written
-from .check import Call, check, refuse_gradient
-from .first import resolved
+from .check import Call
 from .known import MISALIGNED, Found
-from .neighbours import Options, neighbour_of
+from .neighbours import Options, Places, neighbour_of
 from .outputs import QuantisedOutput, group_scales, scale_columns, tiled_shape, y_shape
 from .overlap import elements_overlap
 from .public import QuantisedOperands, QuantisedOptions
-from .record import records
-from .traced import intercepted, is_dynamo_compiling, operated_as
-
-
-def _launch(found: Found, options: Options) -> QuantisedOutput:
-    layout = options[1 + CALLS.options.index("scale_layout")]
-    return _run(found, word(ScaleLayout, "scale_layout", layout), (None, None, None))
-
-
-CALLS = neighbour_of(QUANTISED, launch=_launch)
 
 # What returns y as it is.
 _UNQUANTISED = {Norm.LAYER: "layernorm2d_fwd", Norm.RMS: "rmsnorm2d_fwd"}
-
-# Where outputs go, by their names, and None for new tensors.
-Places = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
 
 
 def quantised_layer_norm(
@@ -191,7 +177,8 @@ def _normalise(
         places = (out, residual_out, None)
     operands: QuantisedOperands = (*tensors, *given, *values)
     options: QuantisedOptions = (norm, eps, weight_offset, quantisation.value, *others)
-    return launched_2d(operands, options, places)
+    found: QuantisedOutput = neighbours.launched_2d(CALLS, operands, options, places)
+    return found
 
 
 def _given_scale(x: torch.Tensor, y_scale: torch.Tensor | None) -> tuple[FusedQuant, tuple[Any, Any]]:
@@ -213,29 +200,8 @@ def _given_scale(x: torch.Tensor, y_scale: torch.Tensor | None) -> tuple[FusedQu
     return FusedQuant.STATIC_COLUMN, (None, y_scale)
 
 
-def launched_2d(operands: QuantisedOperands, options: QuantisedOptions, places: Places) -> QuantisedOutput:
-    """A call of a family's tensors and options, in its order: an operator if somebody is to see one, or launched.
-
-    Raises:
-        NormforgeError: as `quantised_layer_norm` lists them.
-    """
-    function, given = CALLS.functions[options[0]], neighbours.named(CALLS, operands, options)
-    if is_dynamo_compiling() or intercepted(*operands, *places):
-        return _traced(function, given, places)
-    _, found = CALLS.find(operands, options)
-    if found is None or records(operands) or any(place is not None for place in places):
-        _check(function, given, places, addressed=True)
-    if found is None:
-        rows: Any = tuple(map(resolved, operands))
-        key, found = CALLS.find(rows, options)
-        found = found or neighbours.prepared(CALLS, rows, options, key)
-    return _run(found, word(ScaleLayout, "scale_layout", given["scale_layout"]), places)
-
-
-def _check(function: str, given: Mapping[str, Any], places: Places, *, addressed: bool) -> Call:
-    """Check all that a call was given, and where its outputs go."""
-    call = check(function, given, addressed=addressed)
-    refuse_gradient(call)
+def _check(call: Call, places: Places, addressed: bool) -> None:
+    """Check what quantises, and where outputs go."""
     if not call.mode.fquant.quantises:
         raise ConflictError(
             f"fquant 'none' quantises nothing; call normforge.{_UNQUANTISED[call.mode.norm]}, or pass fquant='dynamic'"
@@ -248,7 +214,6 @@ def _check(function: str, given: Mapping[str, Any], places: Places, *, addressed
     others = neighbours.check_places(call, places[:2], addressed)
     if places[2] is not None:
         _check_scale_place(call, places[2], others, addressed)
-    return call
 
 
 def _check_scale_place(call: Call, place: torch.Tensor, others: Mapping[str, torch.Tensor], addressed: bool) -> None:
@@ -296,10 +261,11 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
 
 
-def _run(found: Found, layout: ScaleLayout, places: Places) -> QuantisedOutput:
+def _launch(found: Found, options: Options, places: Places) -> QuantisedOutput:
     """Allocate what a call returns, where it has no place, and launch the kernel of its plan."""
     plan, addresses, tensors, shape, m, eps, weight_offset = found
-    leading, out, residual_out, y_scale = shape[:-1], *places
+    leading, (out, residual_out, y_scale, *_) = shape[:-1], places
+    layout = word(ScaleLayout, "scale_layout", options[_LAYOUT])
     make = partial(_new, plan.empty)
     _, sum_dtype, scale_dtype, unquantised_dtype = plan.dtypes
     scale_strides: tuple[int, ...] = ()
@@ -378,12 +344,6 @@ def _scale_strides(kind: ScaleFormat, scale: torch.Tensor) -> tuple[int, int]:
     return row * unit, scale.stride(-1) * unit
 
 
-def _traced(function: str, given: Mapping[str, Any], places: Places) -> QuantisedOutput:
-    """A call as one operator, and copies to where its outputs are to go."""
-    call = _check(function, given, places, addressed=False)
-    results: list[Any] = operated_as(function, call, QuantisedOutput._fields)
-    for at, place in enumerate(places):
-        result = results[at]
-        if place is not None and result is not None:
-            results[at] = place.copy_(result.view(place.shape))
-    return QuantisedOutput(*results)
+CALLS = neighbour_of(QUANTISED, output=QuantisedOutput, check=_check, launch=_launch)
+# The place of the layout among the options, behind the norm.
+_LAYOUT = 1 + CALLS.options.index("scale_layout")

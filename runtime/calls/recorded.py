@@ -29,6 +29,7 @@ from .functional import (
 )
 from .known import Found, Key
 from .launch import run, run_recorded
+from .lookup import Lookup
 from .outputs import LayerNormOutput, NormGradients, dtype_of_all, packed_of, unflattened, unpacked
 from .public import BackwardOptions, Operands, Options
 from .record import arrived_in_memory, records, reentering
@@ -280,7 +281,8 @@ def gradients_first(
     copies: Any = (walkable_gradient(dy), *operands[1:at], walkable_gradient(dresidual_out), *operands[at + 1 :])
     if copies[0] is not dy or copies[at] is not dresidual_out:
         # Copies may be like the gradients of a call before.
-        key, found = getattr(native.calls, rows.look_up).gradients(copies, options)
+        look_up: Lookup = getattr(native.calls, rows.look_up)
+        key, found = look_up.gradients(copies, options)
         if found is not None:
             return found
     return launched_backward(options[0], key, backward_named(rows, copies, options), packed=True)

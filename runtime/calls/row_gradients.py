@@ -2,7 +2,7 @@
 
 Rows of a part share a modulation, or a group's weight. Each program takes some rows of one part and leaves sums of its
 own, which a last kernel adds up in a fixed order. The rows of `codegen.parameters.IN_PARTS` say what launches bring;
-`modulated_backward` and `gated_backward` make the gradients of a call's operands from the results.
+`modulated` and `gated` make the gradients of a call's operands from the results.
 """
 
 from __future__ import annotations
@@ -20,15 +20,34 @@ from ..codegen.parameters import family_of
 from ..dtypes import FLOATS
 from ..selection import dispatch
 from ..upstream.torch_allocator import contiguous_strides
+from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import has_tangent
 from .canonical import in_place_of
 from .check import Call
 from .functions import UNCHECKED
 from .known import MISALIGNED, PLAIN, remember
-from .known_backward import Arrived, Gradients, Learnt, addresses_of
+from .known_backward import Arrived, Gradients, Learnt, addresses_of, looked_up_again
 from .launch import run_layout
 from .outputs import rstd_address, unpacked
 from .plan import Layout, Plan, plan_of
+
+
+class Problem(NamedTuple):
+    """What kernels compute for a call.
+
+    Attributes:
+        mode: the mode of the kernels.
+        parts: how many parts the rows are in.
+        inputs: the tensors that kernels read, by name; the last dimension of x is that of all groups.
+        dtypes: the dtypes of the results that are due, by name.
+        operands: by the names of sums the operands that they are the gradients of, if parts have a row each.
+    """
+
+    mode: Mode
+    parts: int
+    inputs: Mapping[str, torch.Tensor | None]
+    dtypes: Mapping[str, torch.dtype]
+    operands: Mapping[str, torch.Tensor | None]
 
 
 class Backward(NamedTuple):
@@ -38,18 +57,26 @@ class Backward(NamedTuple):
         family: the rows.
         of_samples: whether parts are samples, and else groups of columns.
         inputs: picks the inputs in the order of launches from what arrived, the means and rstd.
+        laid_out: from the saved tensors and a gradient that arrived to rows that kernels can walk.
+        problem: from the saved tensors, the args of the backward pass, both gradients that arrived, and which gradients
+            are due, to what kernels compute.
+        gradients: from the saved tensors, the args, the results by name, and which gradients are due, to the gradients
+            of the operands.
     """
 
     family: Family
     of_samples: bool
     inputs: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    laid_out: Callable[[Any, torch.Tensor], torch.Tensor]
+    problem: Callable[..., Problem]
+    gradients: Callable[..., Sequence[torch.Tensor | None]]
 
     @classmethod
-    def of(cls, family: Family, kept: Sequence[str]) -> Backward:
-        """Return the backward calls of a family whose forward pass keeps operands of these kernel names."""
-        names = ("dy", "dresidual_out", *kept, "statistics", "mean", "rstd")
+    def of(cls, family: Family, saved: Sequence[str], *own: Callable[..., Any]) -> Backward:
+        """Return the backward calls of a family whose forward pass saves operands of these kernel names."""
+        names = ("dy", "dresidual_out", *saved, "statistics", "mean", "rstd")
         of_samples = any(row.name == "sample_rows" for row in family.parameters)
-        return cls(family, of_samples, itemgetter(*[names.index(row.name) for row in family.inputs]))
+        return cls(family, of_samples, itemgetter(*[names.index(row.name) for row in family.inputs]), *own)
 
     def number(self, m: int, parts: int) -> int:
         """Return the number by which kernels tell parts apart: the rows of a sample, or how many groups there are."""
@@ -94,30 +121,52 @@ def call_of(mode: Any, m: int, n: int, inputs: Mapping[str, Any], dtypes: Mappin
     return Call(function, mode, m, n, tuple(dtypes), {**dict(function.defaults), **inputs, **told})
 
 
-def launched(
+@eager_only
+def gradients(
     backward: Backward,
-    mode: Mode,
-    parts: int,
-    inputs: Mapping[str, torch.Tensor | None],
-    dtypes: Mapping[str, torch.dtype],
-    operands: Mapping[str, torch.Tensor | None],
-    shape: torch.Size,
-    weight_offset: float,
-    learnt: Learnt | None,
+    saved: Any,
+    args: Any,
+    arrived: tuple[torch.Tensor | None, torch.Tensor | None],
+    due: Sequence[bool],
+    learnt: Learnt | None = None,
+) -> Gradients:
+    """Return the gradients of a call's operands, as the family's eager formula does.
+
+    Args:
+        backward: the calls of its family.
+        saved: what the forward pass saved, what was normalised first.
+        args: the other arguments of the backward pass.
+        arrived: dy and the gradient of the sum; None for one that did not arrive.
+        due: which gradients are.
+        learnt: the key and tensors of `gradients_known`, by which calls like this one become known; None has them
+            stay unknown.
+    """
+    # Of another table, which may be loaded meanwhile, nothing is to be known.
+    plans = dispatch.plans
+    dy, dresidual_out = [None if each is None else backward.laid_out(saved, each) for each in arrived]
+    learnt, known = looked_up_again(backward.family.neighbour, learnt, args, due, dy, dresidual_out)
+    if known is not None:
+        return known
+    problem = backward.problem(saved, args, dy, dresidual_out, due)
+    done = launched(backward, problem, saved[0].shape, args.weight_offset, learnt)
+    made = rounded(backward.gradients(saved, args, done.named(), due), args.dtypes, due)
+    learn(plans, learnt, done, made)
+    return made
+
+
+def launched(
+    backward: Backward, problem: Problem, shape: torch.Size, weight_offset: float, learnt: Learnt | None
 ) -> Launched:
     """Plan and launch a call.
 
     Args:
         backward: the calls of its family.
-        mode: its mode.
-        parts: how many parts its rows are in.
-        inputs: see `call_of`.
-        dtypes: see `call_of`.
-        operands: by the names of sums the operands that they are the gradients of, if parts have a row each.
+        problem: what kernels compute.
         shape: what was normalised has it, and so have the results that are rows.
         weight_offset: added to weight.
         learnt: see `looked_up_again`.
     """
+    mode, parts, inputs, dtypes, operands = problem
     rows, n = backward.family.inputs, shape[-1]
     m = shape.numel() // n
     inputs = in_place_of(inputs, n, [row.name for row in rows if row.kind.has_row_stride])

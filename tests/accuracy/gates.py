@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 import normforge
-from normforge.calls import eager, gated, gated_backward, neighbours
+from normforge.calls import eager, gated, neighbours
 from normforge.calls.functions import completed
 from normforge.codegen.model import Mode
 from normforge.codegen.parameters import GATED
@@ -70,7 +70,7 @@ def backward(
     told = gated.CALLS.args(options, eager.dtypes_of(operands))
     kept = eager.GatedSaved(x, gate, weight, None, statistics.get("mean"), statistics["rstd"])
     due = [operand is not None for operand in operands]
-    found = gated_backward.gradients(kept, told, dy, due)
+    found = gated.gradients(kept, told, dy, due)
     return dict(zip(("dx", "dgate", "dweight"), (each for each in found if each is not None), strict=True))
 
 

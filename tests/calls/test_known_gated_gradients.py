@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls import gated_backward, row_gradients
+from normforge.calls import gated, row_gradients
 from normforge.selection import dispatch
 
 from .looked import Looked
@@ -21,7 +21,7 @@ ROWS, N = (3, 5), 48
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> Looked:
-    return Looked(monkeypatch, (gated_backward, "gradients"), (row_gradients.Ready, "run"))
+    return Looked(monkeypatch, (gated, "gradients"), (row_gradients.Ready, "run"))
 
 
 def operands(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls import modulated_backward, row_gradients
+from normforge.calls import modulated, row_gradients
 from normforge.selection import dispatch
 
 from .looked import Looked
@@ -23,7 +23,7 @@ SAMPLES, ROWS, N = 2, 9, 48
 
 @pytest.fixture
 def looked(monkeypatch: pytest.MonkeyPatch) -> Looked:
-    return Looked(monkeypatch, (modulated_backward, "gradients"), (row_gradients.Ready, "run"))
+    return Looked(monkeypatch, (modulated, "gradients"), (row_gradients.Ready, "run"))
 
 
 def operands(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls import gated_backward, neighbours
+from normforge.calls import gated, neighbours
 from normforge.errors import ConflictError, DTypeError, ShapeError, TransformError
 
 from .oracle import backward, close, coarser, each_device, each_float, each_norm
@@ -269,13 +269,13 @@ def test_a_gradient_that_arrives_may_lie_anyhow(
     lies: str, group_size: int | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_kernels: list[bool] = []
-    takes = gated_backward.takes
+    takes = gated.takes
 
     def told(*given: Any) -> bool:
         by_kernels.append(takes(*given))
         return by_kernels[-1]
 
-    monkeypatch.setattr(gated_backward, "takes", told)
+    monkeypatch.setattr(gated, "takes", told)
     shape = (2, 8, 40)
     arrived = {
         "transposed": torch.randn(8, 2, 40, device=device).transpose(0, 1),

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 import normforge
-from normforge.calls import modulated_backward, neighbours
+from normforge.calls import modulated, neighbours
 from normforge.errors import ConflictError, DTypeError, ShapeError
 from normforge.selection import dispatch
 
@@ -223,13 +223,13 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """What is added to at each backward pass that is like none before: whether kernels computed it."""
     monkeypatch.setattr(dispatch, "plans", {})
     found: list[bool] = []
-    takes = modulated_backward.takes
+    takes = modulated.takes
 
     def told(*given: Any) -> bool:
         found.append(takes(*given))
         return found[-1]
 
-    monkeypatch.setattr(modulated_backward, "takes", told)
+    monkeypatch.setattr(modulated, "takes", told)
     return found
 
 

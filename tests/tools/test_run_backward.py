@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from normforge import reference
-from normforge.calls import modulated_backward
+from normforge.calls import modulated
 from normforge.reference.gradients import ReferenceGradients
 from normforge.tools import cli
 from normforge.tools.compare import ModulatedGradients
@@ -90,7 +90,7 @@ def test_every_gradient_of_modulated_rows_is_checked(
 def test_a_wrong_gradient_of_modulated_rows_is_a_failure(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    honest, place = modulated_backward.gradients, ModulatedGradients._fields.index(name)
+    honest, place = modulated.gradients, ModulatedGradients._fields.index(name)
 
     def spoilt(*given: Any) -> list[torch.Tensor | None]:
         found = list(honest(*given))
@@ -99,7 +99,7 @@ def test_a_wrong_gradient_of_modulated_rows_is_a_failure(
         found[place] = gradient.index_fill(-1, torch.tensor([5]), 0.0)
         return found
 
-    monkeypatch.setattr(modulated_backward, "gradients", spoilt)
+    monkeypatch.setattr(modulated, "gradients", spoilt)
     assert cli.main([*MODULATED, "-fadd=1", "-xgate=1"]) == 1
     assert f"no: {name} differ from the reference" in capsys.readouterr().out
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from normforge.calls import modulated_backward, row_gradients
+from normforge.calls import row_gradients
 from normforge.calls.row_gradients import Launched
 from normforge.codegen import tile_limits, tile_tables
 from normforge.codegen.errors import TileTableError
@@ -386,7 +386,7 @@ def test_backward_modulated_rows_are_timed_backward(name: str, monkeypatch: pyte
         launched.append(launch(*given))
         return launched[-1]
 
-    monkeypatch.setattr(modulated_backward, "launched", told)
+    monkeypatch.setattr(row_gradients, "launched", told)
     run, tile = case.run(70, CARD.device), case.tiles(CARD.device)[-1]
     with tile_trials.tiled(Trial(case, tile)):
         assert run.entry().mode == case.mode.name

@@ -117,7 +117,7 @@ MUTANTS = (
     Mutant(
         "modulated-gradient-forgets-the-bias",
         "backward modulated: dscale leaves the bias out",
-        "runtime/calls/modulated_backward.py",
+        "runtime/calls/modulated.py",
         "dscale = dscale + dy * kept.bias.float()",
         "pass",
         (_FORMULA,),
