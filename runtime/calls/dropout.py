@@ -10,23 +10,20 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..codegen.parameters import DROPPED, DROPPED_BWD
-from ..codegen.values import Cast
 from ..random_mask import dropped
 from . import eager, native, neighbours
-from .backend import intercepted
 from .eager import Dropout, rounded
-from .first import address_of, resolved
-from .functional import as_operands, backward_rows
-from .known import PLAIN, Found
+from .first import resolved
+from .known import PLAIN
 from .lookup import is_last
-from .neighbours import launch_recorded, neighbour_of
+from .neighbours import launch_recorded, neighbour_of, operate
 from .outputs import NormGradients, unflattened, unpacked_of
 from .public import Operands, Options
 from .randomness import settled
 from .record import Gradients, Recording, records
-from .recorded import gradients_first
+from .recorded import as_operands, gradients_first
 
-_BACKWARD = backward_rows(DROPPED_BWD, "dropped_gradients")
+_BACKWARD = neighbour_of(DROPPED_BWD, name="dropped_gradients")
 
 
 def _saved(operands: neighbours.Operands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -76,6 +73,7 @@ CALLS = neighbour_of(
     saved=_saved,
     args=_args,
     recording=Recording(launch_recorded, _gradients, sums=(0, 3, 4)),
+    looked_up=(5, None),
 )
 
 
@@ -97,15 +95,7 @@ def _of_the_sum(dresidual_out: Any, p: float, rng: torch.Tensor, x_bias: torch.T
 
 def _told(options: Options, p: float, saves: bool) -> neighbours.Options:
     norm, eps, weight_offset, out_dtype, cast = options
-    # An enum's member is no word of a schema.
-    word = cast.value if isinstance(cast, Cast) else cast
-    return norm, eps, weight_offset, "pre_add_store", p, out_dtype, word, saves
-
-
-def _with_rng(found: Found, rng: Any) -> Any:
-    """Complete what a look-up found, which sees no rng."""
-    plan, addresses, tensors, *others = found
-    return plan, (*addresses[:-1], address_of("dropout_rng", rng)), (*tensors[:-1], rng), *others
+    return norm, eps, weight_offset, "pre_add_store", p, out_dtype, cast, saves
 
 
 def normalise_known(
@@ -126,11 +116,11 @@ def normalise_known(
     ):
         return None
     told = _told(options, p, records(operands))
-    _, found = CALLS.find(operands, told)
+    _, _, found = native.calls.dropped.find(operands, told)
     if found is None or not (normalized_shape is None or is_last(normalized_shape, x.shape)):
         return None
     _, rng = settled(p, rng, x)
-    return neighbours.normalise_found(CALLS, (*operands, rng), told, _with_rng(found, rng))
+    return neighbours.normalise_found(CALLS, (*operands, rng), told, neighbours.with_rng(found, rng))
 
 
 def normalise(operands: Operands, shape: tuple[int, ...], options: Options, dropout: Dropout) -> Any:
@@ -145,13 +135,16 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options, drop
     Returns:
         y and residual_out, of x's shape.
     """
-    given: Any = tuple(map(resolved, operands))
-    rows = as_operands(given, len(shape))
-    told, every = _told(options, dropout.p, records(rows)), (*rows, dropout.rng)
-    key, found = CALLS.find(rows, told)
-    if found is None and intercepted(*every):
-        both = neighbours.normalise_seen(CALLS, every, told)
-    else:
-        found = neighbours.prepared(CALLS, every, told, key) if found is None else _with_rng(found, dropout.rng)
-        both = neighbours.normalise_found(CALLS, every, told, found)
+    rows = as_operands(tuple(map(resolved, operands)), len(shape))
+    both = neighbours.normalise(CALLS, (*rows, dropout.rng), _told(options, dropout.p, records(rows)))
     return tuple([unflattened(each, shape) for each in both])
+
+
+def normalise_traced(operands: Operands, dimensions: int, options: Options, p: float, rng: torch.Tensor) -> Any:
+    """`normalise` as one operator, and the views and copies before it."""
+    rows = as_operands(operands, dimensions)
+    saves = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in rows)
+    norm, eps, weight_offset, out_dtype, cast = options
+    told = (norm, eps, weight_offset, "pre_add_store", p, out_dtype, cast, saves)
+    shape = operands[0].shape
+    return tuple([each.view(shape) for each in operate(CALLS, (*rows, rng), told)[:2] if each is not None])

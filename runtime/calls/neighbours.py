@@ -6,23 +6,23 @@ What one family has of its own is a row of data, a `Neighbour`: see `modulated` 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
 from ..codegen.families import Family, Kind, Parameter
-from ..codegen.values import FusedQuant, Norm
+from ..codegen.values import Cast, FusedQuant
 from ..errors import ConflictError, LayoutError, ShapeError
 from ..kernels.gpu import require_device
 from ..kernels.key import ALIGNMENT
 from ..mode_words import word
 from ..selection import invariance
-from ..upstream.torch_dynamo import eager_only
+from ..upstream.torch_dynamo import constant_in_traces, eager_only
 from . import native
 from .argument_checks import check_output
 from .check import Call, check, refuse_gradient
 from .eager import dtypes_of
-from .first import as_invariant, resolved
+from .first import address_of, as_invariant, resolved
 from .first import prepared as planned
 from .known import MISALIGNED, PLAIN, Found, Key
 from .launch import run, run_recorded
@@ -83,6 +83,10 @@ def _nothing(*_: Any) -> NoReturn:
     raise AssertionError("calls without gradients are never recorded")
 
 
+def _record(neighbour: Neighbour, operands: Operands, options: Options, found: Found | None) -> Any:
+    return record((neighbour.recording, (neighbour, options, found)), *operands)
+
+
 class Neighbour(NamedTuple):
     """What calls of one family have of their own.
 
@@ -102,6 +106,8 @@ class Neighbour(NamedTuple):
             first of x's shape; statistics are saved behind them.
         args: from the options, the tensors' dtypes and y's to the other arguments of the backward pass.
         recording: how autograd records the family's calls; None for a family without gradients.
+        record: records a call that is not known, given the row, the operands, the options and what was found.
+        looked_up: how many of the operands, and of the options, calls are looked up by; None for all.
     """
 
     name: str
@@ -116,31 +122,53 @@ class Neighbour(NamedTuple):
     saved: Callable[[Operands, torch.Tensor | None], tuple[torch.Tensor | None, ...]] = _nothing
     args: Callable[..., Any] = _nothing
     recording: Recording | None = None
+    record: Callable[..., Any] = _record
+    looked_up: tuple[int | None, int | None] = (None, None)
 
     def find(self, operands: Operands, options: Options) -> tuple[Key | None, Found | None]:
         """Return the key of a call, or None; and what `launch.run` is told of a known call, or None of another."""
-        key, _, found = getattr(native.calls, self.name).find(operands, options)
-        return key, found
+        rows, told = self.looked_up
+        key, _, found = getattr(native.calls, self.name).find(operands[:rows], options[:told])
+        return key, found if found is None or rows is None else with_rng(found, operands[-1])
+
+
+def with_rng(found: Found, rng: Any) -> Found:
+    """Complete what a look-up found of a call with a dropout, whose seed and offset it does not see."""
+    plan, addresses, tensors, *others = found
+    complete = (plan, (*addresses[:-1], address_of("dropout_rng", rng)), (*tensors[:-1], rng), *others)
+    return cast("Found", complete)
+
+
+# By their names.
+_ROWS: dict[str, Neighbour] = {}
 
 
 def neighbour_of(family: Family, **own: Any) -> Neighbour:
     """The row of a family, with what its parameters do not say."""
-    return Neighbour(
+    found = {
+        "name": family.neighbour,
         # By the word.
-        name=family.neighbour,
-        functions={norm.value: name for norm, name in family.functions.items()},
-        rows=family.inputs,
-        inputs=tuple([row.name for row in family.inputs if row.functional]),
-        options=tuple([row.name for row in family.parameters if row.functional and not row.kind.is_tensor]),
-        **own,
-    )
+        "functions": {norm.value: name for norm, name in family.functions.items()},
+        "rows": family.inputs,
+        "inputs": tuple([row.name for row in family.inputs if row.functional]),
+        "options": tuple([row.name for row in family.parameters if row.functional and not row.kind.is_tensor]),
+    }
+    made = Neighbour(**(found | own))
+    return _ROWS.setdefault(made.name, made)
+
+
+@constant_in_traces
+def _function_of(family: str, norm: str) -> tuple[str, tuple[str, ...]]:
+    """Return the name of a function, and the names of a call's operands and options."""
+    row = _ROWS[family]
+    return row.functions[norm], (*row.inputs, *row.options)
 
 
 def named(neighbour: Neighbour, operands: Operands, options: Options) -> dict[str, Any]:
     """What a call is given, but for the norm, by the names of its rows."""
-    given: dict[str, Any] = dict(zip(neighbour.inputs, operands, strict=True))
-    given.update(zip(neighbour.options, options[1:], strict=True))
-    if options[0] == Norm.LAYER.value:
+    _, names = _function_of(neighbour.name, options[0])
+    given = dict(zip(names, (*operands, *options[1:]), strict=True))
+    if options[0] == "layer":
         # Kernels of LayerNorm add nothing to weights, and have no such parameter.
         del given["weight_offset"]
     return given
@@ -186,42 +214,53 @@ def normalise(neighbour: Neighbour, operands: Operands, options: Options) -> Any
     Returns:
         y, and residual_out where there is a residual.
     """
-    given: Any = tuple(map(resolved, operands))
-    rows = as_operands(given)
-    if intercepted(*rows):
-        return normalise_seen(neighbour, rows, options)
-    # Copies may be like the tensors of a call before.
-    key, found = neighbour.find(rows, options)
-    return normalise_found(neighbour, rows, options, found or prepared(neighbour, rows, options, key))
-
-
-def normalise_seen(neighbour: Neighbour, operands: Operands, options: Options) -> Any:
-    """`normalise` where something sees operators: as one, recorded where `options` ask for statistics."""
+    # Resolved here, where autograd sees it, and not by what launches.
+    rows = as_operands(tuple(map(resolved, operands)))
+    found: Found | None = None
+    if not intercepted(*rows):
+        # Copies may be like the tensors of a call before.
+        key, found = neighbour.find(rows, options)
+        found = found or prepared(neighbour, rows, options, key)
     if options[-1]:
-        return record((neighbour.recording, (neighbour, options, None)), *operands)
-    return normalise_traced(neighbour, operands, options)
+        return neighbour.record(neighbour, rows, options, found)
+    return (
+        normalise_traced(neighbour, rows, options)
+        if found is None
+        else normalise_found(neighbour, rows, options, found)
+    )
 
 
 def normalise_traced(neighbour: Neighbour, operands: Operands, options: Options) -> Any:
     """The same as one operator, and the copies before it."""
-    y, total, _ = _operated(neighbour, as_operands(operands), options)
+    y, total, _ = operate(neighbour, as_operands(operands), options)
     return y if total is None else (y, total)
 
 
-def _operated(
+def run_seen(
+    neighbour: Neighbour, operands: Operands, options: Options
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return y, the sum if there is one, and the statistics as autograd saves them, by an operator."""
+    y, total, statistics = operate(neighbour, operands, options)
+    return y, total, packed_of(*statistics)
+
+
+def operate(
     neighbour: Neighbour, operands: Operands, options: Options
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
     """What an operator returns: y, the sum if there is one, and the statistics that were saved."""
     given = named(neighbour, operands, options)
     given["out_dtype"] = _out_dtype(options[0], given)
-    y, *others = operated(neighbour.functions[options[0]], given)
+    if "cast" in given:
+        given["cast"] = word(Cast, "cast", given["cast"]).value
+    function, _ = _function_of(neighbour.name, options[0])
+    y, *others = operated(function, given)
     sums = given.get("residual") is not None
     return y, others[0] if sums else None, others[sums:]
 
 
 def _out_dtype(norm: str, given: Mapping[str, Any]) -> torch.dtype | None:
     """The dtype that y is to have, which autocast has a say in unless y is quantised."""
-    quantises = word(FusedQuant, "fquant", given.get("fquant", FusedQuant.NONE)).quantises
+    quantises = "fquant" in given and word(FusedQuant, "fquant", given["fquant"]).quantises
     dtype: torch.dtype | None = given["out_dtype"]
     return dtype if dtype is not None or quantises else result_dtype(norm, given["x"])
 
@@ -318,7 +357,7 @@ def launch_recorded(call: tuple[Neighbour, Options, Found | None], operands: Ope
         y, total, _, _, statistics = run_recorded(*found)
         is_invariant = found[0].is_invariant
     else:
-        y, total, packed = _operated(neighbour, operands, options)
-        statistics, is_invariant = packed_of(*packed), invariance.is_on()
+        y, total, statistics = run_seen(neighbour, operands, options)
+        is_invariant = invariance.is_on()
     args = neighbour.args(options, dtypes_of(operands), y.dtype)
     return y, total, (*neighbour.saved(operands, total), statistics), args, is_invariant

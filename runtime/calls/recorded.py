@@ -1,46 +1,73 @@
-"""The generated kernels as differentiable functions."""
+"""Calls of the norms alone as differentiable functions: what they have of their own; see `neighbours` for the rest.
+
+Such a call is two tuples, `public.Operands` and `public.Options`; only what reads a part of them knows the part.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import compress, product
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..codegen.parameters import BACKWARD
+from ..codegen.families import Kind
+from ..codegen.parameters import BACKWARD, FORWARD
 from ..codegen.values import Cast
 from ..mode_words import word
 from ..selection.invariance import is_on
-from ..upstream.torch_dynamo import eager_only
+from ..upstream.torch_dynamo import constant_in_traces, eager_only
 from ..upstream.torch_internals import applied, applied_at_once, dispatch_modes
-from . import eager, native
-from .backend import intercepted
-from .first import launched, launched_backward, resolved
-from .functional import (
-    BACKWARD_OF,
-    FORWARD_OF,
-    BackwardRows,
-    as_operands,
-    backward_named,
-    backward_rows,
-    forward_given,
-)
+from . import eager, native, neighbours
+from .first import launched_backward, resolved
 from .known import Found, Key
-from .launch import run, run_recorded
 from .lookup import Lookup
-from .outputs import LayerNormOutput, NormGradients, dtype_of_all, packed_of, unflattened, unpacked
+from .neighbours import Neighbour, operate
+from .outputs import NormGradients, dtype_of_all, unflattened, unpacked
 from .public import BackwardOptions, Operands, Options
 from .record import arrived_in_memory, records, reentering
-from .row_layout import walkable
+from .row_layout import as_rows, walkable
 from .traced import operated
 
-_BACKWARD = backward_rows(BACKWARD, "gradients")
+_BACKWARD = neighbours.neighbour_of(BACKWARD, name="gradients")
 
-# What a forward pass is told besides its operands: its options, what `run_recorded` is to be given if the call is
-# known, and what it is to be known by if it is not.
-Told = tuple[Options, "Found | None", "Key | None"]
+# What a forward pass is told besides its operands: its options, and what `run_recorded` is to be given, None of a call
+# that something sees. What is third nobody reads.
+Told = tuple[Options, "Found | None", None]
+
+
+# Of the operands, with their kinds, and of the options behind the norm.
+OPERANDS = tuple((row.name, row.kind) for row in FORWARD.parameters if row.functional and row.kind.is_tensor)
+_OPTIONS = tuple(row.name for row in FORWARD.parameters if row.functional and not row.kind.is_tensor)
+
+
+@constant_in_traces
+def _names() -> tuple[str, ...]:
+    return (*(name for name, _ in OPERANDS), *_OPTIONS)
+
+
+@constant_in_traces
+def _kinds() -> tuple[Kind, ...]:
+    return tuple([kind for _, kind in OPERANDS])
+
+
+def named(operands: Operands, options: Options) -> dict[str, Any]:
+    """What a call is given, but for the norm, by the names of its rows."""
+    return dict(zip(_names(), (*operands, *options[1:]), strict=True))
+
+
+def as_operands(operands: Operands, dimensions: int) -> Operands:
+    """Operands as the forward functions take them, N being the last `dimensions` of x together."""
+    found = [
+        None
+        if operand is None
+        else operand.flatten().contiguous()
+        if kind is Kind.VECTOR
+        else as_rows(operand, dimensions)
+        for kind, operand in zip(_kinds(), operands, strict=True)
+    ]
+    return cast("Operands", tuple(found))
 
 
 @eager_only
@@ -55,36 +82,27 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options) -> A
     Returns:
         y, and residual_out where there is a residual; both of x's shape.
     """
-    native.start()
-    # Resolved here, where autograd sees it, and not by what launches.
-    given: Any = tuple(map(resolved, operands))
-    rows = as_operands(given, len(shape))
-    # Copies may be like the tensors of a call before.
-    key, _, found = native.calls.recorded.find(rows, options)
-    x, weight, bias, residual, x_bias = rows
-    told = (options, found, key)
-    total: torch.Tensor | None = None
-    if not records(rows):
-        y, total = (computed(told, False, rows) if found is None else run(*found))[:2]
-    elif residual is None:
-        y = _recorded(told, x, weight, bias, x_bias)
-    else:
-        y, total = _recorded_add(told, *rows)
-    y = unflattened(y, shape)
-    return y if total is None else (y, unflattened(total, shape))
+    rows = as_operands(tuple(map(resolved, operands)), len(shape))
+    made = neighbours.normalise(CALLS, rows, told_of(rows, options, records(rows)))
+    if not isinstance(made, tuple):
+        return unflattened(made, shape)
+    return tuple([unflattened(each, shape) for each in made])
 
 
-def computed(told: Told, save_mv: bool, rows: Operands) -> LayerNormOutput:
-    """What a forward pass computes, its statistics packed; autograd sees nothing of it."""
-    options, found, key = told
-    if found is not None:
-        return run_recorded(*found)
-    given = forward_given(rows, options, save_mv)
-    if not intercepted(*rows):
-        return launched(options[0], key, given, packed=save_mv)
-    y, *others = operated(FORWARD_OF[options[0]], given)
-    total = None if given["residual"] is None else others.pop(0)
-    return LayerNormOutput(y, total, None, None, packed_of(*others) if save_mv else None)
+def told_of(operands: Operands, options: Options, saves: bool) -> neighbours.Options:
+    """Return the options of a call as its family's row has them."""
+    return (*options, "none" if operands[3] is None else "pre_add_store", saves)
+
+
+def normalise_traced(operands: Operands, dimensions: int, options: Options) -> Any:
+    """`normalise` as one operator, and the views and copies before it."""
+    rows = as_operands(operands, dimensions)
+    # As `records`, each name of which TorchDynamo would guard.
+    saves = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in rows)
+    fadd = "none" if operands[3] is None else "pre_add_store"
+    y, total, _ = operate(CALLS, rows, (*options, fadd, saves))
+    shape = operands[0].shape
+    return y.view(shape) if total is None else (y.view(shape), total.view(shape))
 
 
 class _Normalise(torch.autograd.Function):
@@ -104,7 +122,8 @@ class _Normalise(torch.autograd.Function):
     ) -> torch.Tensor:
         found = told[1]
         if found is None:
-            y, _, _, _, statistics = computed(told, True, (x, weight, bias, None, x_bias))
+            operands = (x, weight, bias, None, x_bias)
+            y, _, statistics = neighbours.run_seen(CALLS, operands, told_of(operands, told[0], True))
             is_invariant = is_on()
         else:
             y, _, statistics = native.calls.recorded.run_recorded(found)
@@ -141,7 +160,8 @@ class _AddNormalise(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         found = told[1]
         if found is None:
-            y, total, _, _, statistics = computed(told, True, (x, weight, bias, residual, x_bias))
+            operands = (x, weight, bias, residual, x_bias)
+            y, total, statistics = neighbours.run_seen(CALLS, operands, told_of(operands, told[0], True))
             is_invariant = is_on()
         else:
             y, total, statistics = native.calls.recorded.run_recorded(found)
@@ -194,6 +214,26 @@ class _AddNormalise(torch.autograd.Function):
 
 
 _recorded, _recorded_add = applied(_Normalise), applied(_AddNormalise)
+
+
+def _record(_: Any, operands: neighbours.Operands, options: neighbours.Options, found: Found | None) -> Any:
+    """Record a call that is not known; each None that is passed to a Function takes 0.1 us."""
+    told, (x, weight, bias, residual, x_bias) = (options[:-2], found, None), operands
+    if residual is None:
+        return _recorded(told, x, weight, bias, x_bias)
+    return _recorded_add(told, *operands)
+
+
+# Whether a residual is added, and statistics are saved, the look-up finds out itself.
+CALLS = neighbours.neighbour_of(
+    FORWARD,
+    name="recorded",
+    options=("eps", "weight_offset", "out_dtype", "cast", "fadd", "save_mv"),
+    record=_record,
+    looked_up=(None, 5),
+)
+# By the norm's word, because torch 2.11's TorchDynamo can make no enum of it.
+FORWARD_OF = CALLS.functions
 native.begin(applied_at_once(_Normalise), applied_at_once(_AddNormalise))
 
 # Which gradients are due, from whether those of x (or residual), weight, bias and x_bias are, or of the first two or
@@ -256,7 +296,7 @@ def gradients_of(options: BackwardOptions, *operands: Any) -> NormGradients:
 
 
 def gradients_first(
-    rows: BackwardRows,
+    rows: Neighbour,
     key: Key | None,
     operands: tuple[Any, ...],
     options: tuple[Any, ...],
@@ -274,18 +314,18 @@ def gradients_first(
     # An eager call's backward pass becomes part of a graph, by compiled autograd say.
     if is_dynamo_compiling() or dispatch_modes():
         return gradients_by_operator(rows, operands, options)
-    at = rows.operands.index("dresidual_out")
+    at = rows.inputs.index("dresidual_out")
     dy, dresidual_out = operands[0], operands[at]
     if not arrived_in_memory((dy, dresidual_out)):
         return formula(operands, options)
     copies: Any = (walkable_gradient(dy), *operands[1:at], walkable_gradient(dresidual_out), *operands[at + 1 :])
     if copies[0] is not dy or copies[at] is not dresidual_out:
         # Copies may be like the gradients of a call before.
-        look_up: Lookup = getattr(native.calls, rows.look_up)
+        look_up: Lookup = getattr(native.calls, rows.name)
         key, found = look_up.gradients(copies, options)
         if found is not None:
             return found
-    return launched_backward(options[0], key, backward_named(rows, copies, options), packed=True)
+    return launched_backward(options[0], key, neighbours.named(rows, copies, options), packed=True)
 
 
 # By whether the call was batch invariant.
@@ -297,9 +337,9 @@ def walkable_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return None if gradient is None else walkable(resolved(gradient))
 
 
-def gradients_by_operator(rows: BackwardRows, operands: tuple[Any, ...], options: tuple[Any, ...]) -> NormGradients:
+def gradients_by_operator(rows: Neighbour, operands: tuple[Any, ...], options: tuple[Any, ...]) -> NormGradients:
     """`gradients_of` where something sees operators, and is to see this one."""
-    given = backward_named(rows, operands, options)
+    given = neighbours.named(rows, operands, options)
     for name in ("dy", "dresidual_out"):
         given[name] = walkable_gradient(given[name])
     x = given["x"]
@@ -309,5 +349,5 @@ def gradients_by_operator(rows: BackwardRows, operands: tuple[Any, ...], options
     )
     wants, given["wants"] = given["wants"], list(given["wants"])
     given["cast"] = word(Cast, "cast", given["cast"]).value
-    found = iter(operated(BACKWARD_OF[options[0]], given))
+    found = iter(operated(rows.functions[options[0]], given))
     return NormGradients(*[next(found) if name in wants else None for name in NormGradients._fields])

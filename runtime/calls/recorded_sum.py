@@ -15,11 +15,12 @@ from ..selection.invariance import is_on
 from ..upstream.torch_internals import applied_at_once
 from . import native
 from .backend import backend, intercepted, left_to_torch
-from .functional import as_operands
+from .known import Found
 from .launch import run
+from .neighbours import prepared
 from .public import Operands, Options
 from .record import records
-from .recorded import GRADIENTS, WANTS, Told, computed, rounded_to
+from .recorded import CALLS, GRADIENTS, WANTS, as_operands, rounded_to, told_of
 
 # y, and the statistics of the rows where autograd records the norm; None in their place where it does not.
 Ahead = tuple[torch.Tensor, "torch.Tensor | None"]
@@ -44,13 +45,13 @@ def add_ahead(operands: Operands, options: Options) -> tuple[torch.Tensor, Ahead
         if not _served(operands, options):
             return None
         is_recorded = records(operands)
-    told = (options, found, key)
-    x, weight, bias, residual, _ = operands
+        found = prepared(CALLS, operands, told_of(operands, options, is_recorded), key)
+    x, _, _, residual, _ = operands
     if is_recorded:
         made: list[Ahead] = []
-        total: torch.Tensor = _apply_sum((told, weight, bias, made), x, residual)
+        total: torch.Tensor = _apply_sum((found, made), x, residual)
         return total, made[0]
-    y, sums = (computed(told, False, operands) if found is None else run(*found))[:2]
+    y, sums, *_ = run(*found)
     assert sums is not None
     return sums, (y, None)
 
@@ -79,10 +80,12 @@ def norm_of_summand(operands: Operands, options: Options) -> tuple[torch.Tensor,
         y, and x for the sum, see `norm_of_sum`. None where no kernel serves the tensors as they are.
     """
     key, _, found = native.calls.recorded.find(operands, options)
-    if found is None and not _served(operands, options):
-        return None
+    if found is None:
+        if not _served(operands, options):
+            return None
+        found = prepared(CALLS, operands, told_of(operands, options, True), key)
     with torch.no_grad():
-        y, _, _, _, statistics = computed((options, found, key), True, operands)
+        y, _, statistics = native.calls.recorded.run_recorded(found)
     return norm_of_sum(options, (y, statistics), *operands[:3])
 
 
@@ -110,12 +113,12 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        told: tuple[Told, torch.Tensor | None, torch.Tensor | None, list[Ahead]],
+        told: tuple[Found, list[Ahead]],
         x: torch.Tensor,
         residual: torch.Tensor,
     ) -> torch.Tensor:
-        launch, weight, bias, made = told
-        y, total, _, _, statistics = computed(launch, True, (x, weight, bias, residual, None))
+        found, made = told
+        y, total, statistics = native.calls.recorded.run_recorded(found)
         made.append((y, statistics))
         ctx.dtypes = (x.dtype, residual.dtype)
         assert total is not None

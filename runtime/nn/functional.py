@@ -15,11 +15,11 @@ from ..calls.argument_checks import check_dtype, check_number, check_tensor
 from ..calls.backend import backend, is_served, left_to_torch
 from ..calls.check import check_normalised
 from ..calls.eager import Dropout
-from ..calls.functional import FORWARD_OF, OPERANDS, named, normalise_traced
 from ..calls.known import PLAIN
 from ..calls.plainly import is_plain
 from ..calls.public import DEFAULT_EPS, Operands, Options
 from ..calls.randomness import settled
+from ..calls.recorded import FORWARD_OF, OPERANDS, named
 from ..calls.sharded import Frame, is_sharded
 from ..calls.traced import (
     becomes_operator,
@@ -344,7 +344,7 @@ def dropped_add_normalise(
         y_dtype = result_dtype(norm, x) if kernel else None
         found = eager.plain(operands, shape, (*said[:-2], y_dtype or said[-2], said[-1]), Dropout(dropout_p, rng))
     elif becomes_operator(*operands):
-        found = normalise_traced(operands, shape, said, (dropout_p, rng))
+        found = dropout.normalise_traced(operands, len(shape), said, dropout_p, rng)
     else:
         found = dropout.normalise(operands, shape, said, Dropout(dropout_p, rng))
     if not asked[2]:
@@ -457,7 +457,7 @@ def _seen(operands: Operands, shape: tuple[int, ...], options: Options, left: bo
     if left or is_left_to_inductor(norm, x, shape, scaled=weight is not None):
         said = (norm, eps, weight_offset, out_dtype or result_dtype(norm, x), cast)
         return eager.plain(operands, shape, said)
-    return normalise_traced(operands, shape, (norm, eps, weight_offset, out_dtype, cast))
+    return recorded.normalise_traced(operands, len(shape), (norm, eps, weight_offset, out_dtype, cast))
 
 
 def _by_parts(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from normforge.calls.check import check_normalised
-from normforge.calls.functional import FORWARD_OF, named
 from normforge.calls.plainly import is_plain
+from normforge.calls.recorded import FORWARD_OF, named
 from normforge.codegen.values import Cast
 
 M, N = 3, 64

@@ -17,7 +17,6 @@ _RUNTIME = (
     "calls/check",
     "calls/eager",
     "calls/first",
-    "calls/functional",
     "calls/known",
     "calls/launch",
     "calls/outputs",

@@ -13,7 +13,7 @@ import torch.fx.experimental.proxy_tensor
 
 import normforge
 from normforge import errors
-from normforge.calls.functional import as_operands
+from normforge.calls.recorded import as_operands
 from normforge.calls.row_layout import walkable
 
 from ..thorough import THOROUGH

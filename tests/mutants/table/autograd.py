@@ -120,8 +120,8 @@ MUTANTS = (
         "gradients-off-record-all-the-same",
         "statistics are computed and x is kept where no gradient is due",
         _AUTOGRAD,
-        "if not records(rows):",
-        "if False:",
+        "told_of(rows, options, records(rows))",
+        "told_of(rows, options, True)",
         ("tests/calls/test_memory.py::test_statistics_are_not_computed_where_no_gradient_is_due",),
     ),
     Mutant(
@@ -167,9 +167,9 @@ MUTANTS = (
     Mutant(
         "a-first-call-stores-no-sum",
         "add_layer_norm returns no sum where no call like it is known",
-        "runtime/calls/functional.py",
-        'given["fadd"] = "pre_add_store"',
-        'given["fadd"] = "pre_add"',
+        "runtime/calls/recorded.py",
+        'return (*options, "none" if operands[3] is None else "pre_add_store", saves)',
+        'return (*options, "none" if operands[3] is None else "pre_add", saves)',
         (f"{_FUNCTIONAL}::test_gradients_through_either_output_or_both",),
     ),
     Mutant(
