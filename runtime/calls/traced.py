@@ -80,7 +80,7 @@ def operated(function: str, given: Mapping[str, Any]) -> Any:
     return operator(function)(*[said[name] for name in function_named(function).passed])
 
 
-def operated_as(function: str, call: Call, fields: Sequence[str]) -> list[torch.Tensor | None]:
+def operated_as(function: str, call: Call, fields: Sequence[str]) -> list[Any]:
     """Call the operator of a function with what a checked call was given; return the results that `fields` names.
 
     A field is None if the call does not return such a result.
@@ -95,22 +95,17 @@ def forward_traced(norm: str, given: Mapping[str, Any]) -> LayerNormOutput:
     call = check(function, given, addressed=False)
     refuse_gradient(call)
     places = call.function.places
-    results: dict[str, Any] = {}
-    made: Any
     if all(call.given[name] is None for name, _ in places):
-        made = operated_as(function, call, LayerNormOutput._fields)
-        return LayerNormOutput(*made)
-    said = said_of(call)
+        return LayerNormOutput(*operated_as(function, call, LayerNormOutput._fields))
+    said, results = said_of(call), {}
     for name, result in places:
         dtype = call.dtype_of(result)
         place = None if dtype is None else call.x.new_empty(call.x.shape, dtype=dtype)
         results[result] = place if call.given[name] is None else call.given[name]
     values = [said[name] for name in call.function.passed]
-    made = iter(operator(f"{function}_into")(*values, *results.values()))
-    for name in LayerNormOutput._fields:
-        if name not in results:
-            value = next(made)
-            results[name] = value if name in call.wants else None
+    made = operator(f"{function}_into")(*values, *results.values())
+    others = [name for name in LayerNormOutput._fields if name not in results]
+    results |= {name: value if name in call.wants else None for name, value in zip(others, made, strict=True)}
     return LayerNormOutput(**results)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from ..calls.check import check
 from ..calls.first import launched, launched_backward, refuse_foreign
 from ..calls.functions import FUNCTIONS, completed
 from ..calls.neighbour_rows import CALLS
-from ..calls.traced import intercepted, operated
+from ..calls.traced import intercepted, operated_as
 from ..codegen.families import Kind
 from ..codegen.parameters import BACKWARD, FORWARD
 from ..codegen.values import Direction
@@ -55,9 +55,8 @@ def run_named(*, function: str, **given: Any) -> Results:
     takes = FUNCTIONS[function]
     if not intercepted(*[given[name] for name, _, _ in takes.tensors]):
         return run(function, given)
-    wants = check(function, given, addressed=False).wants
-    made = iter(operated(function, given))
-    return [next(made) if row.name in wants else None for row in takes.family.results]
+    call = check(function, given, addressed=False)
+    return operated_as(function, call, [row.name for row in takes.family.results])
 
 
 def by_formula(function: str, given: Mapping[str, Any]) -> Results:
@@ -108,7 +107,7 @@ def _gradients(function: str, given: Mapping[str, Any], by_formula: bool = False
     return [by_name.get(row.name) for row in takes.family.results]
 
 
-def _apart(result: torch.Tensor, given: Sequence[Any]) -> torch.Tensor:
+def _apart(result: torch.Tensor, given: Iterable[Any]) -> torch.Tensor:
     if result.is_contiguous() and not any(result is each for each in given):
         return result
     return result.clone(memory_format=torch.contiguous_format)

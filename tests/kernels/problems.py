@@ -18,7 +18,7 @@ from normforge.codegen.parameters import FORWARD, family_of
 from normforge.codegen.values import INPUT_DTYPES, DType, Norm
 from normforge.dtypes import TORCH_DTYPES
 from normforge.mode_arguments import arguments_of
-from normforge.operators import neighbours
+from normforge.operators import computing
 from normforge.reference import gated as gating_reference
 from normforge.reference import modulated as modulation_reference
 from normforge.reference import quantised as quantisation_reference
@@ -116,7 +116,7 @@ class Problem:
         arguments = self.arguments(device)
         beside = family_of(self.mode).neighbour
         if beside == "quantised":
-            quantised = neighbours.run(*_operated(self.mode, arguments))
+            quantised = computing.run(*_operated(self.mode, arguments))
             assert isinstance(quantised, QuantisedOutput)
             return check_quantised(self.mode, arguments, quantised)
         actual = _beside(self.mode, arguments) if beside else _FORWARD[self.mode.norm](**arguments)
@@ -126,7 +126,7 @@ class Problem:
 
 def _beside(mode: Mode, arguments: dict[str, Any]) -> LayerNormOutput:
     """A call of norms with a neighbour, as their operator makes it."""
-    found = neighbours.run(*_operated(mode, arguments))
+    found = computing.run(*_operated(mode, arguments))
     assert isinstance(found, LayerNormOutput)
     return found
 

@@ -23,8 +23,8 @@ MUTANTS = (
         "operator-outputs-change-places",
         "a traced call returns mean as y_scale",
         "runtime/calls/traced.py",
-        "made = operated_as(function, call, LayerNormOutput._fields)",
-        "made = operated_as(function, call, LayerNormOutput._fields[::-1])",
+        "LayerNormOutput(*operated_as(function, call, LayerNormOutput._fields))",
+        "LayerNormOutput(*operated_as(function, call, LayerNormOutput._fields[::-1]))",
         (f"{_OPERATORS}::test_a_traced_call_returns_what_an_eager_one_does",),
     ),
     Mutant(
