@@ -36,18 +36,18 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_410,
+    "all by hand": 15_405,
     "C": 903,
     "emitted": 169,
     "ahead_of_time": 786,
-    "calls": 4_332,
+    "calls": 4_330,
     "compiled": 662,
     "integrations": 402,
     "jax": 706,
     "kernels": 1_184,
     "nn": 1_039,
     "normforge": 547,
-    "operators": 602,
+    "operators": 599,
     "override": 244,
     "parallel": 212,
     "patching": 1_498,

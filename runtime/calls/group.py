@@ -239,7 +239,8 @@ def normalise_known(operands: Operands, told: Told) -> torch.Tensor | None:
 
 def _look_up(operands: Operands, told: Told) -> tuple[Key | None, _Found | None]:
     """Return the key of a call, or None; and what `_run` takes of a known call, or None of another."""
-    key, _, found = native.calls.group.find(operands, ("", *told, records(operands)))
+    # Which operands require gradients is part of what a guard holds.
+    key, _, found = native.calls.group.find(operands, ("", *told, torch.is_grad_enabled()))
     return key, found
 
 
@@ -280,12 +281,10 @@ def normalise_traced(operands: Operands, options: Options) -> torch.Tensor:
 
 def operated_backward(arrived: Arrived) -> Gradients:
     """The gradients that are wanted, as one operator."""
-    dy, x, weight, bias, statistics, options, wants = arrived
-    vectors = {"dweight": weight, "dbias": bias}
-    asked = [name for name in wants if name == "dx" or vectors[name] is not None]
-    num_groups, eps, activation, _ = options
-    told = (num_groups, eps, activation, asked)
-    found = dict(zip(asked, operator(BACKWARD_OPERATOR)(dy, x, weight, bias, statistics, *told), strict=True))
+    operands = {"dx": arrived.x, "dweight": arrived.weight, "dbias": arrived.bias}
+    asked = [name for name in arrived.wants if operands[name] is not None]
+    made = operator(BACKWARD_OPERATOR)(*arrived[:5], *arrived.options[:3], asked)
+    found = dict(zip(asked, made, strict=True))
     return Gradients(*[found.get(name) for name in Gradients._fields])
 
 

@@ -8,6 +8,8 @@ import torch
 
 from ..calls import eager, group
 from ..calls.eager import GroupArrived, GroupNormGradients, GroupOptions
+from ..codegen.families import Family
+from ..codegen.parameters import GROUP, GROUP_BWD
 from ..errors import LayoutError
 from ..upstream.torch_dynamo import eager_only
 from .gradients import UNSAVED, kept_too_little, register_second
@@ -15,16 +17,11 @@ from .shortcuts import Kernel, Recording, at_once
 from .twins import both, register_autograd
 
 FORWARD, BACKWARD = group.FORWARD_OPERATOR, group.BACKWARD_OPERATOR
-_SCHEMAS = {
-    FORWARD: (
-        "(Tensor x, Tensor? weight, Tensor? bias, int num_groups, float eps, str activation, ScalarType? out_dtype, "
-        "bool save_mv) -> Tensor[]"
-    ),
-    BACKWARD: (
-        "(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, int num_groups, float eps, "
-        "str activation, str[] wants) -> Tensor[]"
-    ),
-}
+
+
+def _declared(family: Family) -> dict[str, str]:
+    """Return the types of an operator's arguments by name: what is passed as one argument counts once."""
+    return {row.argument or row.name: row.schema for row in family.parameters}
 
 
 def register(library: Any, namespace: str, tags: tuple[torch.Tag, ...]) -> dict[Any, Kernel]:
@@ -34,16 +31,21 @@ def register(library: Any, namespace: str, tags: tuple[torch.Tag, ...]) -> dict[
         What Inductor's code is to call in place of each.
     """
     called, known = {}, {}
-    for name, run, fake in ((FORWARD, _run, _fake), (BACKWARD, _run_backward, _fake_backward)):
+    for family, name, run, fake in (
+        (GROUP, FORWARD, _run, _fake),
+        (GROUP_BWD, BACKWARD, _run_backward, _fake_backward),
+    ):
+        schema = ", ".join(f"{kind} {argument}" for argument, kind in _declared(family).items())
         for defined, kernel in both(name, run).items():
-            library.define(f"{defined}{_SCHEMAS[name]}", tags=tags)
+            library.define(f"{defined}({schema}) -> Tensor[]", tags=tags)
             library.impl(defined, kernel, "CompositeExplicitAutograd")
             torch.library.register_fake(f"{namespace}::{defined}", fake, lib=library)
             operator = getattr(getattr(torch.ops, namespace), defined).default
             known[defined], called[operator] = kernel, at_once(operator, kernel)
     recording: Any = Recording(library, known)
     register_autograd(namespace, FORWARD, _differentiate, _keep, recording)
-    register_second(recording, namespace, BACKWARD, (*_TENSORS, *_TOLD), _TENSORS, _computed_by_torch)
+    names = tuple(_declared(GROUP_BWD))
+    register_second(recording, namespace, BACKWARD, names, GroupArrived._fields[:5], _computed_by_torch)
     return called
 
 
@@ -97,10 +99,14 @@ def _differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.
 
 @eager_only
 def _run_backward(*given: Any) -> list[torch.Tensor]:
-    dy, x, weight, bias, statistics, *told, wants = given
-    _require_layout(x)
-    found = group.launched_backward(GroupArrived(dy, x, weight, bias, statistics, GroupOptions(*(*told, None)), wants))
-    return [gradient for gradient in found if gradient is not None]
+    arrived = _arrived(*given)
+    _require_layout(arrived.x)
+    return [gradient for gradient in group.launched_backward(arrived) if gradient is not None]
+
+
+def _arrived(*given: Any) -> GroupArrived:
+    *tensors, num_groups, eps, activation, wants = given
+    return GroupArrived(*tensors, GroupOptions(num_groups, eps, activation, None), wants)
 
 
 @eager_only
@@ -113,12 +119,6 @@ def _fake_backward(*given: Any) -> list[torch.Tensor]:
     return found
 
 
-_TENSORS = (*GroupArrived._fields[:5],)
-_TOLD = ("num_groups", "eps", "activation", "wants")
-
-
 def _computed_by_torch(given: dict[str, Any]) -> list[torch.Tensor]:
-    dy, x, weight, bias, statistics = (given[name] for name in _TENSORS)
-    *told, wants = (given[name] for name in _TOLD)
-    arrived = GroupArrived(dy, x, weight, bias, statistics, GroupOptions(*(*told, None)), wants)
+    arrived = _arrived(*[given[name] for name in _declared(GROUP_BWD)])
     return [gradient for gradient in eager.group_gradients(arrived) if gradient is not None]
