@@ -14,11 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import normforge
 from normforge import errors
-from normforge.calls import first
+from normforge.calls import first, recorded
 from normforge.calls.outputs import LayerNormOutput, NormGradients
 from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.calls.traced import INVARIANT
-from normforge.nn import functional
 from normforge.operators import registered
 
 from ..calling import FORWARD, each_norm, printed, same_bits
@@ -218,7 +217,7 @@ def test_an_eager_call_goes_past_the_operators(monkeypatch: pytest.MonkeyPatch) 
 
     for module, name in (
         (first, "forward_traced"),
-        (functional, "normalise_traced"),
+        (recorded, "normalise_traced"),
         (first, "backward_traced"),
     ):
         monkeypatch.setattr(module, name, fail)
