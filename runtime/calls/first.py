@@ -70,7 +70,7 @@ def traced_backward(norm: str, **given: Any) -> NormGradients:
 
 def _with_mask(given: dict[str, Any], *, draws: bool) -> dict[str, Any]:
     """Return the arguments, what the mask of a dropout follows from being settled."""
-    p, rng = given["dropout_p"], given["dropout_rng"]
+    p, rng = given.get("dropout_p", 0.0), given.get("dropout_rng")
     if p != 0.0 or rng is not None or type(p) is not float:
         given["dropout_p"], given["dropout_rng"] = settled_mask(p, rng, given["x"], draws=draws)
     return given
