@@ -84,8 +84,8 @@ def _norm(
         return functional.rms_norm(x, list(shape), weight, eps)
     assert eps is not None
     if not _averages(norm):
-        wide = widened(x)
-        h = wide * torch.rsqrt(wide.square().sum(tuple(range(-len(shape), 0)), keepdim=True) + eps)
+        rows = widened(x)
+        h = rows * torch.rsqrt(rows.square().sum(tuple(range(-len(shape), 0)), keepdim=True) + eps)
         return _affine(h, weight, bias).to(x.dtype)
     if is_forward_ad_on():
         return _layer_norm_written_out(x, tuple(range(-len(shape), 0)), weight, bias, eps)
