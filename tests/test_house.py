@@ -36,11 +36,11 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_405,
+    "all by hand": 15_403,
     "C": 903,
     "emitted": 169,
     "ahead_of_time": 786,
-    "calls": 4_330,
+    "calls": 4_328,
     "compiled": 662,
     "integrations": 402,
     "jax": 706,
@@ -59,7 +59,7 @@ MOST_CODE_LINES = {
 MOST_MODULES = 88
 # Of a call that is known, kernels interpreted: the functions of ours that it enters, and how often it goes on from an
 # outer module after it was in an inner one.
-MOST_STOPS = {"layer_norm": (21, 9), "rmsnorm2d_fwd": (17, 7), "gradients of layer_norm": (29, 14)}
+MOST_STOPS = {"layer_norm": (13, 5), "rmsnorm2d_fwd": (9, 3), "gradients of layer_norm": (20, 9)}
 # Of a function, its docstring aside.
 LONGEST_FUNCTION = 80
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from ..codegen.parameters import family_of
 from ..kernels.assembly import SUMS
 from ..kernels.launcher import new_exchange
 from ..upstream.torch_allocator import contiguous_strides
@@ -227,9 +226,8 @@ def launch_otherwise(
 
 def _as_tensors(plan: Plan, m: int, tensors: Tensors, results: Tensors) -> tuple[Tensors, Tensors]:
     """What is read and what is returned, as kernels that take tensors know them."""
-    family = family_of(plan.mode)
-    by_name = {row.name: tensor for row, tensor in zip(family.inputs, tensors, strict=True)}
-    by_name |= {row.name: tensor for row, tensor in zip(family.results, results, strict=True)}
+    by_name = {row.name: tensor for row, tensor in zip(plan.family.inputs, tensors, strict=True)}
+    by_name |= {row.name: tensor for row, tensor in zip(plan.family.results, results, strict=True)}
     rstd = by_name["rstd"]
     if by_name["mean"] is None and rstd is not None:
         by_name["mean"], by_name["rstd"] = unpacked(rstd, m)

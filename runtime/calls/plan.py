@@ -125,6 +125,7 @@ class Plan:
     Attributes:
         mode: the call's.
         n: row length.
+        family: the rows of the call.
         sizes: see `Call`.
         entry: the instance that serves the call.
         empty: makes tensors on the device.
@@ -151,6 +152,7 @@ class Plan:
             MissingInstanceError: nothing serves the call and nothing may be generated.
         """
         self.mode, self.n = mode, n = call.mode, call.n
+        self.family = family = call.function.family
         self.sizes = call.sizes
         self.entry = dispatch.find(mode, n)
         self._most_rows = self.entry.most_rows
@@ -163,7 +165,6 @@ class Plan:
         self.layout = lru_cache(_LAYOUTS)(self._lay_out)
         self.empty = allocator(call.x.device)
 
-        family = call.function.family
         inputs, results = _dtypes(call)
         self.dtypes = tuple(results.values())
         self.y_dtype = TORCH_DTYPES[mode.dtype_out]
