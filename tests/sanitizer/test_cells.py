@@ -122,7 +122,10 @@ def test_every_class_of_tiles_is_touched() -> None:
     touched: set[TileKind] = set()
     expected: set[TileKind] = set()
     for cell in cells():
-        entry = next(e for e in dispatch.loaded() if e.mode == cell.mode.name and e.serves(cell.n))
+        entry = next((e for e in dispatch.loaded() if e.mode == cell.mode.name and e.serves(cell.n)), None)
+        if entry is None:
+            # An edge of a mode that instances.yaml leaves out.
+            continue
         few = cell.m <= entry.small_m
         kind = kind_of(cell.mode.direction, entry.tile(cell.m, cell.n, ARCH), few=few)
         ran = {key.key.symbol.removeprefix(f"{cell.mode.name}_") for key in compiled(cell)}
