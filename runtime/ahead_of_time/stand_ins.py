@@ -126,10 +126,8 @@ class _Calls:
 
     def backward(self) -> Iterator[Plan]:
         mode = self.mode
-        due = ["dx"]
-        due += [f"d{name}" for name, kind in self.kinds.items() if kind is not None]
-        due += ["dx_bias"] if mode.x_bias else []
-        due += ["ddropped"] if mode.dropout else []
+        kinds = {f"d{name}": kind for name, kind in self.kinds.items()}
+        due = [row.name for row in BACKWARD.results if row.is_wanted(mode) and kinds.get(row.name, SAME) is not None]
         asked = (due,) if self.deployment.wants is None else self.deployment.wants
         bias = self.kinds["bias"]
         for dy, names in product(self._dy_kinds(), asked):

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..codegen.families import Kind
 from ..codegen.model import Mode
+from ..codegen.parameters import FORWARD, family_of
 from ..codegen.values import FusedAdd, FusedQuant, Norm
 from ..errors import ConflictError, DTypeError
 from ..upstream.jax_internals import varying
@@ -226,27 +228,28 @@ def _checked(given: Mapping[str, Any], weight_offset: float) -> Operands:
     """The arrays that there are, of one kind inside `jax.shard_map`: each varies over the axes that any does."""
     x = rows_of("x", given["x"])
     arrays = {
-        name: rows_of(name, value, x.shape) if name in ("x", "residual") else vector_of(name, value, x.shape[-1])
+        name: rows_of(name, value, x.shape) if FORWARD[name].kind is Kind.ROWS else vector_of(name, value, x.shape[-1])
         for name, value in given.items()
         if value is not None
     }
     if number_of("weight_offset", weight_offset) and "weight" not in arrays:
-        raise ConflictError(f"weight_offset={weight_offset} is added to weight and none was passed; pass weight")
+        raise ConflictError(FORWARD["weight_offset"].absent.format(weight_offset=weight_offset))
     return dict(zip(arrays, varying(*arrays.values()), strict=True))
 
 
 def _operation(mode: Mode, operands: Operands, eps: float, weight_offset: float) -> tuple[Operation, list[jax.Array]]:
     """The operation of a mode, and its operands in order."""
-    plain = Operation(mode, tuple(operands), (), number_of("eps", eps, least=0.0), float(weight_offset))
-    ordered = [row.name for row in plain.inputs]
+    family = family_of(mode)
+    ordered = tuple(row.name for row in family.inputs if row.name in operands)
     results = {
         "y": NAMES[mode.dtype_out],
         "residual_out": operands["residual"].dtype.name if mode.fadd.stores else "",
         "y_scale": NAMES[mode.scale_dtype],
         **dict.fromkeys(("mean", "rstd"), "float32"),
     }
-    wanted = tuple((row.name, results[row.name]) for row in plain.family.results if row.is_wanted(mode))
-    return replace(plain, operands=tuple(ordered), results=wanted), [operands[name] for name in ordered]
+    wanted = tuple((row.name, results[row.name]) for row in family.results if row.is_wanted(mode))
+    op = Operation(mode, ordered, wanted, number_of("eps", eps, FORWARD["eps"].least), float(weight_offset))
+    return op, [operands[name] for name in ordered]
 
 
 @cache

@@ -10,7 +10,7 @@ from ..codegen.families import Family, Kind, Parameter, Result
 from ..codegen.lazy import cached_property
 from ..codegen.model import Mode
 from ..codegen.parameters import family_of
-from ..codegen.values import Direction, DType
+from ..codegen.values import Direction, DType, FusedAdd
 from ..kernels.assembly import SUMS
 
 # numpy's names of types, by the manifest's words.
@@ -106,17 +106,14 @@ def gradient_of(forward: Operation, dtypes: Mapping[str, str], dx: str, adds: bo
         adds: whether residual_out has a gradient.
     """
     own = DTYPES[dtypes["rows"]]
-    mode = Mode(forward.mode.norm, own, own, direction=Direction.BACKWARD)
-    if adds:
-        mode = replace(mode, fadd=forward.mode.fadd)
-    there = {"dy", "x", "rstd", *(("mean",) if mode.norm.centres else ()), *(("dresidual_out",) if adds else ())}
-    there |= {"weight"} & {*forward.operands}
+    fadd = forward.mode.fadd if adds else FusedAdd.NONE
+    mode = Mode(forward.mode.norm, own, own, fadd, direction=Direction.BACKWARD)
     family = family_of(mode)
-    sums = {f"d{name}": dtypes[name] for name in ("weight", "bias") if name in forward.operands}
-    found = {"dx": dx, **sums}
+    read = [row.name for row in family.inputs if row.is_wanted(mode)]
+    found = {"dx": dx, **{f"d{name}": dtypes[name] for name in ("weight", "bias") if name in forward.operands}}
     return Operation(
         mode,
-        tuple(row.name for row in family.inputs if row.name in there),
+        tuple(name for name in read if name != "weight" or name in forward.operands),
         tuple((row.name, found[row.name]) for row in family.results if row.name in found),
         weight_offset=forward.weight_offset,
     )

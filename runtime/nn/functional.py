@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -28,7 +29,7 @@ from ..calls.traced import (
     result_dtype,
     unrecorded,
 )
-from ..codegen.families import Kind
+from ..codegen.families import Kind, Parameter
 from ..codegen.parameters import FORWARD
 from ..codegen.values import Cast
 from ..compiled.rules import is_left_to_inductor
@@ -327,12 +328,7 @@ def dropped_add_normalise(
     if options[0] == "layer" and options[2] != 0.0:
         operands, options = _offset(operands, options)
     kernel, left = backend(x) == "kernel", left_to_torch(operands)
-    norm, eps, *_ = options
-    given = named(operands, options)
-    if eps is None and norm == "rms":
-        del given["eps"]
-    with unrecorded():
-        shape = check_normalised(FORWARD_OF[norm], given, normalized_shape, kernel=kernel and not left)
+    shape = _checked(operands, normalized_shape, options, kernel=kernel and not left)
     norm, eps, *others = options = _as_floats(options)
     # Drawn once nothing else can be refused.
     dropout_p, rng = settled(*asked[:2], x)
@@ -417,11 +413,7 @@ def normalise_first(
     left = left_to_torch(operands)
     if kernel and not left and is_sharded(*operands):
         return _by_parts(operands, normalized_shape, options)
-    with unrecorded():
-        given = named(operands, options)
-        if eps is None and norm == "rms":
-            del given["eps"]
-        shape = check_normalised(FORWARD_OF[norm], given, normalized_shape, kernel=kernel and not left)
+    shape = _checked(operands, normalized_shape, options, kernel=kernel and not left)
     options = _as_floats(options)
     if not kernel:
         return eager.plain(operands, shape, options)
@@ -429,6 +421,16 @@ def normalise_first(
         return _seen(operands, shape, options, left)
     said: Any = (norm, DEFAULT_EPS if eps is None else options[1], *options[2:])
     return recorded.normalise(operands, shape, said)
+
+
+def _checked(operands: Operands, normalized_shape: Any, options: Options, *, kernel: bool) -> tuple[int, ...]:
+    """Check a call, and return the dimensions that are normalised; see `check_normalised`."""
+    norm, eps, *_ = options
+    with unrecorded():
+        given = named(operands, options)
+        if eps is None and norm == "rms":
+            del given["eps"]
+        return check_normalised(FORWARD_OF[norm], given, normalized_shape, kernel=kernel)
 
 
 def _as_floats(options: Options) -> Options:
@@ -460,19 +462,34 @@ def _seen(operands: Operands, shape: tuple[int, ...], options: Options, left: bo
     return recorded.normalise_traced(operands, len(shape), (norm, eps, weight_offset, out_dtype, cast))
 
 
+def by_parts(
+    function: str, rows: Sequence[Parameter], operands: Any, run: Callable[[Any], Any], dimensions: int = 1
+) -> Any:
+    """Make a call of DTensors: each rank normalises its rows, as the call of plain tensors that it then is.
+
+    Args:
+        function: the function's name.
+        rows: of the operands.
+        operands: the tensors.
+        run: makes the call of plain tensors.
+        dimensions: how many are normalised together.
+    """
+    frame = Frame(function, {row.name: operand for row, operand in zip(rows, operands, strict=True)}, dimensions)
+    made = run(tuple([frame.part(row.kind, operand) for row, operand in zip(rows, operands, strict=True)]))
+    if isinstance(made, tuple):
+        return tuple([frame.whole(Kind.ROWS, each) for each in made])
+    return frame.whole(Kind.ROWS, made)
+
+
 def _by_parts(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:
     """`normalise` of DTensors: each rank normalises its rows, as the call of plain tensors that it then is."""
     x, _, _, residual, _ = operands
     if residual is not None and residual.shape != x.shape:
         # The parts may be alike on one rank and not on another, which would wait for it.
         check_normalised(FORWARD_OF[options[0]], named(operands, options), normalized_shape, kernel=True)
-    tensors = {name: operand for (name, _), operand in zip(OPERANDS, operands, strict=True)}
-    frame = Frame(f"{options[0]}_norm", tensors, len(normalized_shape or ()))
-    parts: Any = tuple([frame.part(kind, tensors[name]) for name, kind in OPERANDS])
-    found = normalise(parts, normalized_shape, options)
-    if residual is None:
-        return frame.whole(Kind.ROWS, found)
-    return tuple([frame.whole(Kind.ROWS, part) for part in found])
+    rows, dimensions = [FORWARD[name] for name, _ in OPERANDS], len(normalized_shape or ())
+    call = partial(normalise, normalized_shape=normalized_shape, options=options)
+    return by_parts(f"{options[0]}_norm", rows, operands, call, dimensions)
 
 
 def _offset(operands: Operands, options: Options) -> tuple[Operands, Options]:
@@ -493,17 +510,27 @@ def is_handed_on(operands: Sequence[torch.Tensor | None]) -> bool:
     return strange and has_torch_function(operands)
 
 
+def handed_on(function: Callable[..., Any], operands: tuple[Any, ...], given: dict[str, Any], positional: int) -> Any:
+    """What the class of an operand makes of a call (`__torch_function__`).
+
+    Args:
+        function: what was called.
+        operands: its tensors.
+        given: its arguments by name; those that it lacks have their defaults.
+        positional: how many of them are handed on without.
+    """
+    names = [name for name in inspect.signature(function).parameters if name in given]
+    first = [given[name] for name in names[:positional]]
+    return handle_torch_function(function, operands, *first, **{name: given[name] for name in names[positional:]})
+
+
 def _handed_on(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:
     """What that class makes of a call: of the public function's, if one takes all that is said."""
     said = {**named(operands, options), "normalized_shape": normalized_shape}
     adds = said["residual"] is not None
     if normalized_shape is not None and (adds or said["out_dtype"] is not None):
         return handle_torch_function(normalise, operands, operands, normalized_shape, options)
-    function = _PUBLIC[options[0], adds]
-    first, second, *others = inspect.signature(function).parameters
-    return handle_torch_function(
-        function, operands, said[first], said[second], **{name: said[name] for name in others if name in said}
-    )
+    return handed_on(_PUBLIC[options[0], adds], operands, said, positional=2)
 
 
 # By the norm's word, and whether a residual is added.

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from ..calls import gated
 from ..codegen.values import GateActivation
-from ..errors import ShapeError, TransformError
+from ..errors import ShapeError
 from ..mode_words import word
 from .gating import gated_layer_norm, gated_rms_norm
-from .modules import unscriptable
 from .replaced import Replacing
+
+# Attributes that are arguments of the functions, with what printed modules leave out.
+_OPTIONS = {"group_size": None, "norm_before_gate": True, "activation": "silu"}
 
 
 class _GatedNorm(Replacing):
@@ -37,29 +39,21 @@ class _GatedNorm(Replacing):
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
-        """Weight to ones."""
+        """Weight to ones, and bias, where there is one, to zeros."""
         torch.nn.init.ones_(self.weight)
-
-    # torch.jit asks a module for this before it compiles it.
-    def __prepare_scriptable__(self) -> NoReturn:
-        raise TransformError(unscriptable(type(self).__name__))
+        if (bias := self._parameters.get("bias")) is not None:
+            torch.nn.init.zeros_(bias)
 
     def extra_repr(self) -> str:
         """The size, epsilon, and the options that are not the default."""
-        said = [f"{self.hidden_size}", f"eps={self.eps}"]
-        said += [] if self.group_size is None else [f"group_size={self.group_size}"]
-        said += [] if self.norm_before_gate else ["norm_before_gate=False"]
-        said += [] if self.activation == "silu" else [f"activation={self.activation!r}"]
-        return ", ".join(said)
+        others = [
+            f"{name}={getattr(self, name)!r}" for name, default in _OPTIONS.items() if getattr(self, name) != default
+        ]
+        return ", ".join([str(self.hidden_size), f"eps={self.eps}", *others])
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {
-            "activation": self.activation,
-            "norm_before_gate": self.norm_before_gate,
-            "group_size": self.group_size,
-            "eps": self.eps,
-        }
+        return {"eps": self.eps, **{name: getattr(self, name) for name in _OPTIONS}}
 
 
 class GatedRMSNorm(_GatedNorm):
@@ -134,12 +128,6 @@ class GatedLayerNorm(_GatedNorm):
         vector = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if bias else None
         self.register_parameter("bias", vector)
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Weight to ones, bias to zeros."""
-        super().reset_parameters()
-        if self.bias is not None:
-            torch.nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Normalise x and multiply it by the activated gate, in that order or the other: both (..., hidden_size)."""

@@ -13,12 +13,11 @@ from ..calls.backend import backend
 from ..calls.check import check_normalised
 from ..calls.public import GatedOperands, GatedOptions
 from ..calls.record import records
-from ..calls.sharded import Frame, is_sharded
+from ..calls.sharded import is_sharded
 from ..calls.traced import is_dynamo_compiling
-from ..codegen.families import Kind
 from ..codegen.values import GateActivation
 from . import neighbours
-from .functional import is_handed_on
+from .functional import by_parts, handed_on, is_handed_on
 
 
 def gated_layer_norm(
@@ -128,9 +127,7 @@ def _by_parts(operands: GatedOperands, options: GatedOptions, group_size: int | 
     function, given = gated.CALLS.functions[options[0]], calls.named(gated.CALLS, operands, options)
     # The parts may be alike on one rank and not on another, which would wait for it.
     check_normalised(function, given, x.shape[-1:], kernel=backend(x) == "kernel")
-    frame = Frame(function, dict(zip(gated.CALLS.inputs, operands, strict=True)))
-    parts: Any = tuple([frame.part(row.kind, part) for row, part in zip(gated.CALLS.rows, operands, strict=True)])
-    return frame.whole(Kind.ROWS, _normalise(parts, options, group_size))
+    return by_parts(function, gated.CALLS.rows, operands, lambda parts: _normalise(parts, options, group_size))
 
 
 def _handed_on(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
@@ -138,7 +135,7 @@ def _handed_on(operands: GatedOperands, options: GatedOptions, group_size: int |
     given = calls.named(gated.CALLS, operands, options)
     given["norm_before_gate"] = given["gating"] == gated.GATING[True]
     given["group_size"] = group_size
-    return neighbours.handed_on(_PUBLIC[options[0]], operands, given, positional=2)
+    return handed_on(_PUBLIC[options[0]], operands, given, positional=2)
 
 
 # By the norm's word.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from operator import index
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
@@ -19,9 +19,8 @@ from ..calls.traced import becomes_operator, is_dynamo_compiling, result_dtype, 
 from ..codegen.families import Kind
 from ..codegen.groups import Activation
 from ..dtypes import FLOATS
-from ..errors import ShapeError, TransformError
+from ..errors import ShapeError
 from ..mode_words import word
-from .modules import unscriptable
 from .replaced import Replacing, class_of
 
 _DTYPES = (*FLOATS, torch.float64)
@@ -205,10 +204,6 @@ class GroupNorm(Replacing, torch.nn.GroupNorm):
             y: torch.Tensor = before(self, input)
             return y
         return group_norm(input, self.num_groups, self.weight, self.bias, self.eps, activation=self.activation)
-
-    # torch.jit asks a module for this before it compiles it.
-    def __prepare_scriptable__(self) -> NoReturn:
-        raise TransformError(unscriptable("GroupNorm"))
 
     def extra_repr(self) -> str:
         """torch's, and the activation if there is one."""

@@ -13,7 +13,7 @@ from ..calls.public import ModulatedOperands, ModulatedOptions
 from ..calls.record import records
 from ..calls.traced import is_dynamo_compiling
 from . import neighbours
-from .functional import is_handed_on
+from .functional import handed_on, is_handed_on
 
 
 @overload
@@ -161,7 +161,7 @@ def _first(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
     """A call that is like none before."""
     if is_handed_on(operands):
         given = calls.named(modulated.CALLS, operands, options)
-        return neighbours.handed_on(_PUBLIC[options[0]], operands, given, positional=3)
+        return handed_on(_PUBLIC[options[0]], operands, given, positional=3)
     modulated.check_gate(operands)
     return neighbours.normalise(modulated.CALLS, operands, options)
 

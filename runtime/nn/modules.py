@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -13,7 +13,7 @@ from ..calls.argument_checks import check_number
 from ..calls.public import Operands, Options
 from ..codegen.parameters import FORWARD
 from ..codegen.values import Cast
-from ..errors import ConflictError, TransformError
+from ..errors import ConflictError
 from ..mode_words import word
 from .functional import (
     add_normalise,
@@ -35,16 +35,8 @@ def own(module: torch.nn.Module, name: str) -> Any:
     return kept[name] if name in kept else getattr(module, name)
 
 
-def unscriptable(name: str) -> str:
-    """Why torch.jit.script compiles no module of ours, and what to do instead."""
-    return (
-        f"torch.jit.script cannot compile normforge.{name}; use torch.compile or torch.export, or torch.jit.trace, or "
-        "script the model with torch's own norms (normforge.unpatch(model) restores them)"
-    )
-
-
 class _Norm(Replacing):
-    """What the modules have beside torch's: options of the functional API, and none of torch.jit.script."""
+    """What the modules have beside torch's: options of the functional API."""
 
     normalized_shape: tuple[int, ...]
     weight: torch.nn.Parameter
@@ -95,10 +87,6 @@ class _Norm(Replacing):
         }
         said = [f"{name}={value}" for name, value in options.items() if value is not None]
         return ", ".join([super().extra_repr(), *said])
-
-    # torch.jit asks a module for this before it compiles it.
-    def __prepare_scriptable__(self) -> NoReturn:
-        raise TransformError(unscriptable(type(self).__name__))
 
 
 class _LayerNorm(_Norm, torch.nn.LayerNorm):

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from ..errors import TransformError
 from ..selection.invariance import is_on, refuse_torch
 
 # Where a swapped module keeps what unpatch needs; deep copies and pickles carry it along.
@@ -34,6 +35,13 @@ class Replacing(torch.nn.Module):
         reduced: Any = super().__reduce_ex__(protocol)
         made = vars(type(self)).get("_normforge_serves")
         return reduced if made is None or reduced[1][:1] != (type(self),) else (_new, made, *reduced[2:])
+
+    # torch.jit asks a module for this before it compiles it.
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise TransformError(
+            f"torch.jit.script cannot compile normforge.{type(self).__name__}; use torch.compile or torch.export, or "
+            "torch.jit.trace, or script the model with torch's own norms (normforge.unpatch(model) restores them)"
+        )
 
     def forward_before(self, x: torch.Tensor) -> Callable[..., Any] | None:
         """Return the forward this module had before `patch`, to be called with x; None if it had none."""
