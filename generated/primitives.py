@@ -304,7 +304,8 @@ def compensated_sum(total, lost, term):
     """A running sum with one more term, and how much too large its roundings have made it (Kahan, 1965)."""
     term -= lost
     grown = total + term
-    return grown, (grown - total) - term
+    # An infinite sum has lost nothing: inf - inf is NaN, and would become the sum.
+    return grown, tl.where(tl.abs(grown) < float("inf"), (grown - total) - term, 0.0)
 
 
 @triton.jit

@@ -179,7 +179,9 @@ def assert_not_finite(output: LayerNormOutput, row: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 @pytest.mark.parametrize("value", [1e20, 1e30])
-# Of rows, one_pass, window (in bf16) and two_pass: of one chunk, of two, and of more.
-@pytest.mark.parametrize("n", [8, 300, 1500, 4099, 6000, 20000])
-def test_rows_whose_squares_overflow_are_zeros_in_every_pipeline(n: int, value: float) -> None:
-    assert_squares_overflow_to_zeros(3, n, value, "cpu")
+# Of rows, one_pass and window (in bf16), and of two_pass: where rows are many, or longer than any chunk holds.
+@pytest.mark.parametrize(
+    ("m", "n"), [(3, 8), (3, 300), (3, 1500), (3, 4099), (3, 6000), (3, 20000), (258, 20000), (3, 40000)]
+)
+def test_rows_whose_squares_overflow_are_zeros_in_every_pipeline(m: int, n: int, value: float) -> None:
+    assert_squares_overflow_to_zeros(m, n, value, "cpu")
