@@ -13,39 +13,20 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling as is_dynamo_compiling
 
 from ..codegen.parameters import BACKWARD, FORWARD
 from ..codegen.values import Norm
 from ..selection.invariance import is_on
 from ..upstream.torch_dynamo import constant_in_traces
-from ..upstream.torch_internals import (
-    dispatch_modes,
-    global_hooks,
-    jit_tracing,
-    left_in_traces,
-    saved_tensors_hooks,
-)
-from .backend import intercepted
+from ..upstream.torch_internals import dispatch_modes as dispatch_modes
+from ..upstream.torch_internals import global_hooks as global_hooks
+from ..upstream.torch_internals import jit_tracing, saved_tensors_hooks
+from ..upstream.torch_internals import left_in_traces as left_in_traces
+from .backend import intercepted as intercepted
 from .check import Call, check, refuse_gradient
 from .functions import completed, function_named
 from .outputs import LayerNormOutput, NormGradients
-
-__all__ = [
-    "backward_traced",
-    "becomes_operator",
-    "dispatch_modes",
-    "forward_traced",
-    "global_hooks",
-    "intercepted",
-    "is_dynamo_compiling",
-    "left_in_traces",
-    "operated",
-    "operated_as",
-    "operator",
-    "result_dtype",
-    "unrecorded",
-]
 
 
 def unrecorded() -> AbstractContextManager[object]:
