@@ -48,6 +48,15 @@ def _add(choose: Choose, pool: Pool) -> None:
 def _norm(choose: Choose, pool: Pool, x: torch.Tensor | None = None) -> None:
     x = choose(pool) if x is None else x
     weight = choose((None, pool.weight, pool.bias))
+    if choose((True, False, False)):
+        # Norms that take no bias of x, and of the two the first alone takes a residual.
+        dtype = choose((None, *DTYPES))
+        if choose((True, False)):
+            y = normforge.modulated_rmsnorm2d_fwd(x, pool.weight, pool.bias, weight=weight, out_dtype=dtype).y
+        else:
+            y = normforge.gated_rmsnorm2d_fwd(x, x, weight, out_dtype=dtype).y
+        pool.append(y)
+        return
     options: dict[str, Any] = {"cast": choose(("after_weight", "before_weight")), "save_mv": True}
     options["out_dtype"] = choose((None, *DTYPES))
     if choose((True, False)):
@@ -63,7 +72,13 @@ def _backward(choose: Choose, pool: Pool) -> None:
     wants = choose((("dx",), ("dx", "dweight")))
     given: dict[str, Any] = {"rstd": pool.rstd.view(x.shape[:-1]), "wants": wants, "dx_dtype": choose((None, *DTYPES))}
     dy = choose(alike)
-    out = normforge.rmsnorm2d_bwd(choose((dy, dy.bfloat16().float())), x, pool.weight, **given)
+    dy = choose((dy, dy.bfloat16().float()))
+    if choose((True, False, False)):
+        modulation = (pool.weight, pool.bias, None, None)
+        others = (given["rstd"], None, None, given["dx_dtype"], 0.0)
+        pool.append(torch.ops.normforge.modulated_rms_norm_backward(dy, x, *modulation, *others, ["dx"])[0])
+        return
+    out = normforge.rmsnorm2d_bwd(dy, x, pool.weight, **given)
     assert out.dx is not None
     pool.append(out.dx)
     if out.dweight is not None:
