@@ -19,7 +19,7 @@ import torch
 
 import normforge
 from normforge.codegen.families import REQUIRED, Kind, Parameter
-from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD, GATED, MODULATED, QUANTISED
+from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD, GATED, GRADIENTS, MODULATED, QUANTISED
 from normforge.dtypes import DTYPES
 
 from .contexts import CONTEXTS, PLACES, TRANSFORMS
@@ -176,7 +176,8 @@ def _of_row(row: Parameter, operator: bool) -> Draw:
 
 _WANTS = (
     ("dx",), ("dx", "dweight"), ["dx", "dweight"], ("dx", "dweight", "dbias"), ("dweight",), ("dbias",),
-    ("dx", "dx_bias"), ("dx", "ddropped"), (), "dx", ("dx", "odd"),
+    ("dx", "dx_bias"), ("dx", "ddropped"), (), "dx", ("dx", "odd"), ("dx", "dscale", "dshift"), ("dx", "dgate"),
+    ("dgated", "dgate", "dscale"),
 )  # fmt: skip
 
 
@@ -204,6 +205,8 @@ class Function:
 def _rows_for(name: str) -> dict[str, Parameter]:
     words = {"modulated": MODULATED, "gated": GATED, "quantised": QUANTISED, "_bwd": BACKWARD}
     own = next((family for word, family in words.items() if word in name), FORWARD)
+    if "_backward" in name:
+        own = GRADIENTS.get(own.neighbour, own)
     families = [family for family in FAMILIES if family not in (own, FORWARD)]
     return {row.name: row for family in (*families, FORWARD, own) for row in family.parameters}
 
