@@ -78,13 +78,13 @@ def forward_traced(norm: str, given: Mapping[str, Any]) -> LayerNormOutput:
     places = call.function.places
     if all(call.given[name] is None for name, _ in places):
         return LayerNormOutput(*operated_as(function, call, LayerNormOutput._fields))
-    said, results = said_of(call), {}
+    said = said_of(call)
+    results: dict[str, Any] = {}
     for name, result in places:
         dtype = call.dtype_of(result)
         place = None if dtype is None else call.x.new_empty(call.x.shape, dtype=dtype)
         results[result] = place if call.given[name] is None else call.given[name]
-    values = [said[name] for name in call.function.passed]
-    made = operator(f"{function}_into")(*values, *results.values())
+    made = operator(f"{function}_into")(*[said[name] for name in call.function.passed], *results.values())
     others = [name for name in LayerNormOutput._fields if name not in results]
     results |= {name: value if name in call.wants else None for name, value in zip(others, made, strict=True)}
     return LayerNormOutput(**results)
