@@ -106,7 +106,7 @@ def _run_backward(*given: Any) -> list[torch.Tensor]:
 
 def _arrived(*given: Any) -> GroupArrived:
     *tensors, num_groups, eps, activation, wants = given
-    return GroupArrived(*tensors, GroupOptions(num_groups, eps, activation, None), wants)
+    return GroupArrived._make((*tensors, GroupOptions(num_groups, eps, activation, None), wants))
 
 
 @eager_only
