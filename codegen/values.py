@@ -47,6 +47,7 @@ class Norm(Enum):
 
     LAYER = "layer"
     RMS = "rms"
+    L2 = "l2"
 
     @property
     def row(self) -> NormRow:
@@ -98,6 +99,21 @@ _NORMS = {
             "and Sennrich, 2019; Gemma stores weight - 1 and passes weight_offset=1)."
         ),
         lacks=(),
+        template="rms.j2",
+    ),
+    # Applied to queries and keys, where nothing stands beside the norm but quantisation.
+    Norm.L2: NormRow(
+        prefix="l2",
+        title="L2 norm",
+        stem="l2norm",
+        function="l2_norm",
+        centres=False,
+        averages=False,
+        eps="1e-6",
+        added_to="sum of squares",
+        torch_eps="",
+        formula="In fp32: y = x / sqrt(sum(x**2) + eps) * (weight + weight_offset).",
+        lacks=("fadd.adds", "x_bias", "dropout", "cast.comes_first", "modulated", "gating.gates", "serves"),
         template="rms.j2",
     ),
 }

@@ -24,12 +24,19 @@ if TYPE_CHECKING:
     from .calls.gated import gated_layernorm2d_fwd, gated_rmsnorm2d_fwd
     from .calls.modulated import modulated_layernorm2d_fwd, modulated_rmsnorm2d_fwd
     from .calls.outputs import LayerNormOutput, QuantisedOutput
-    from .calls.public import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
+    from .calls.public import (
+        l2norm2d_bwd,
+        l2norm2d_fwd,
+        layernorm2d_bwd,
+        layernorm2d_fwd,
+        rmsnorm2d_bwd,
+        rmsnorm2d_fwd,
+    )
     from .calls.quantised import quantised_layer_norm, quantised_rms_norm
     from .calls.which import which
     from .compiled.switch import compile_passes
     from .kernels.binaries import load_aot
-    from .nn.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+    from .nn.functional import add_layer_norm, add_rms_norm, l2_norm, layer_norm, rms_norm
     from .nn.gated_modules import GatedLayerNorm, GatedRMSNorm
     from .nn.gating import gated_layer_norm, gated_rms_norm
     from .nn.grouping import GroupNorm, group_norm
@@ -70,6 +77,9 @@ __all__ = [
     "gated_rmsnorm2d_fwd",
     "group_norm",
     "instances",
+    "l2_norm",
+    "l2norm2d_bwd",
+    "l2norm2d_fwd",
     "layer_norm",
     "layernorm2d_bwd",
     "layernorm2d_fwd",
@@ -104,12 +114,15 @@ _HOMES = {
     "calls.gated": ("gated_layernorm2d_fwd", "gated_rmsnorm2d_fwd"),
     "calls.modulated": ("modulated_layernorm2d_fwd", "modulated_rmsnorm2d_fwd"),
     "calls.outputs": ("LayerNormOutput", "QuantisedOutput"),
-    "calls.public": ("layernorm2d_bwd", "layernorm2d_fwd", "rmsnorm2d_bwd", "rmsnorm2d_fwd"),
+    "calls.public": (
+        *("l2norm2d_bwd", "l2norm2d_fwd"),
+        *("layernorm2d_bwd", "layernorm2d_fwd", "rmsnorm2d_bwd", "rmsnorm2d_fwd"),
+    ),
     "calls.quantised": ("quantised_layer_norm", "quantised_rms_norm"),
     "calls.which": ("which",),
     "compiled.switch": ("compile_passes",),
     "kernels.binaries": ("load_aot",),
-    "nn.functional": ("add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"),
+    "nn.functional": ("add_layer_norm", "add_rms_norm", "l2_norm", "layer_norm", "rms_norm"),
     "nn.gated_modules": ("GatedLayerNorm", "GatedRMSNorm"),
     "nn.gating": ("gated_layer_norm", "gated_rms_norm"),
     "nn.grouping": ("GroupNorm", "group_norm"),

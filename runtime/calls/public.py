@@ -189,6 +189,57 @@ def rmsnorm2d_fwd(
 
 
 @eager_below
+def l2norm2d_fwd(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    smooth_scale: torch.Tensor | None = None,
+    fquant: str | int | FusedQuant = "none",
+    x_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    scale_dtype: torch.dtype = torch.float32,
+    save_mv: bool = False,
+    rounding: str | Rounding = "nearest",
+    out: torch.Tensor | None = None,
+) -> LayerNormOutput:
+    """L2 norm over the last dimension, with what may be fused before and after it.
+
+    In fp32: y = x / sqrt(sum(x**2) + eps) * (weight + weight_offset).
+
+    Args:
+        x: see `layernorm2d_fwd`, as for every argument not listed here.
+        weight: (N,), fp16, bf16 or fp32, or None for 1.
+        eps: added to the sum of squares.
+        weight_offset: added to every weight, in fp32.
+        smooth_scale: see `layernorm2d_fwd`.
+        fquant: see `layernorm2d_fwd`.
+        x_scale: see `layernorm2d_fwd`.
+        out_dtype: see `layernorm2d_fwd`.
+        scale_dtype: see `layernorm2d_fwd`.
+        save_mv: return rstd; mean is always None.
+        rounding: see `layernorm2d_fwd`.
+        out: see `layernorm2d_fwd`.
+
+    Returns:
+        `LayerNormOutput`, with None for what was not asked.
+
+    Raises:
+        NormforgeError: one of those that `layernorm2d_fwd` lists.
+    """
+    if is_dynamo_compiling():
+        return first.traced_forward(
+            "l2", x=x, weight=weight, eps=eps, weight_offset=weight_offset, smooth_scale=smooth_scale, fquant=fquant,
+            x_scale=x_scale, out_dtype=out_dtype, scale_dtype=scale_dtype, save_mv=save_mv, rounding=rounding, out=out,
+        )  # fmt: skip
+    output: LayerNormOutput = native.calls.l2norm2d_fwd(
+        x, weight, eps, weight_offset, smooth_scale, fquant, x_scale, out_dtype, scale_dtype, save_mv, rounding, out
+    )
+    return output
+
+
+@eager_below
 def layernorm2d_bwd(
     dy: torch.Tensor | None,
     x: torch.Tensor,
@@ -292,6 +343,36 @@ def rmsnorm2d_bwd(
         dy, x, weight, rstd, weight_offset, x_bias, dresidual_out, dropout_p, dropout_rng, cast, dx_dtype,
         dropped_dtype, wants,
     )  # fmt: skip
+    return output
+
+
+@eager_below
+def l2norm2d_bwd(
+    dy: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    rstd: torch.Tensor,
+    weight_offset: float = 0.0,
+    dx_dtype: torch.dtype | None = None,
+    wants: Collection[str] = ("dx",),
+) -> NormGradients:
+    """Compute the gradients of `l2norm2d_fwd`; see `layernorm2d_bwd`, also for errors. Each mean is a sum here.
+
+    Args:
+        dy: see `layernorm2d_bwd`.
+        x: see `layernorm2d_bwd`.
+        weight: see `layernorm2d_bwd`.
+        rstd: see `layernorm2d_bwd`.
+        weight_offset: as the forward call was given it.
+        dx_dtype: see `layernorm2d_bwd`.
+        wants: see `layernorm2d_bwd`.
+    """
+    if is_dynamo_compiling():
+        return first.traced_backward(
+            "l2", dy=dy, x=x, weight=weight, rstd=rstd, weight_offset=weight_offset, dx_dtype=dx_dtype, wants=wants
+        )
+    output: NormGradients = native.calls.l2norm2d_bwd(dy, x, weight, rstd, weight_offset, dx_dtype, wants)
     return output
 
 

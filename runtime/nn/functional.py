@@ -141,6 +141,30 @@ def rms_norm(
     return y
 
 
+def l2_norm(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6) -> torch.Tensor:
+    """Divide each row of x by its L2 norm: y = x / sqrt(sum(x**2) + eps) * weight over the last dimension.
+
+    Differentiable. The backward pass saves x and one rstd per row. Calls that no kernel can serve run torch's
+    operators, as described in `layer_norm`.
+
+    Args:
+        x: (..., N), fp16, bf16, fp32 or fp64; see `layer_norm`.
+        weight: (N,), fp16, bf16, fp32 or fp64, or None for 1.
+        eps: added to the sum of squares. `torch.nn.functional.normalize` instead bounds the norm from below.
+
+    Returns:
+        y: x's shape and dtype, under autocast too.
+
+    Raises:
+        NormforgeError: one of the errors that `layer_norm` lists.
+    """
+    operands, options = (x, weight, None, None, None), ("l2", eps, 0.0, None, "after_weight")
+    with unrecorded():
+        shape = x.shape[-1:] if isinstance(x, torch.Tensor) else ()
+    y: torch.Tensor = normalise(operands, shape, options)
+    return y
+
+
 @overload
 def add_layer_norm(
     x: torch.Tensor,
@@ -539,4 +563,5 @@ _PUBLIC: dict[tuple[str, bool], Callable[..., Any]] = {
     ("layer", True): add_layer_norm,
     ("rms", False): rms_norm,
     ("rms", True): add_rms_norm,
+    ("l2", False): l2_norm,
 }

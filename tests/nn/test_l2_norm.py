@@ -1,0 +1,212 @@
+"""L2 norms, y = x / sqrt(sum(x**2) + eps) * weight, against that formula in fp64 and its gradients by autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import normforge
+from normforge import reference
+from normforge.codegen.model import Mode
+from normforge.codegen.tiling import class_of
+from normforge.codegen.values import Direction, DType, Norm
+from normforge.errors import ConflictError, DTypeError, IllegalCombinationError, ShapeError
+from normforge.tools.cli import main as normforge_command
+from normforge.tools.compare import TOLERANCES, compare
+
+from ..calling import FLOATS, LENGTHS, same_bits
+
+EPS = 1e-3
+ROWS = 5
+
+each_float = pytest.mark.parametrize("dtype", FLOATS, ids=str)
+each_length = pytest.mark.parametrize("n", [1, 7, *LENGTHS.values()])
+each_weight = pytest.mark.parametrize("weighted", [False, True], ids=["", "weight"])
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = EPS) -> torch.Tensor:
+    """The definition, in fp64 and by other operations than kernels and oracle use."""
+    wide = x.double()
+    y = wide / torch.sqrt(wide.square().sum(-1, keepdim=True) + eps)
+    return y if weight is None else y * weight.double()
+
+
+def drawn(n: int, dtype: torch.dtype, weighted: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return torch.randn(ROWS, n).to(dtype), torch.randn(n).to(dtype) if weighted else None
+
+
+def agree(actual: torch.Tensor | None, expected: torch.Tensor, sums: int = 1) -> None:
+    """Fail unless a tensor is what it should be, rounded once; `sums` is how many terms each value is a sum of."""
+    assert actual is not None
+    size = float(expected.abs().max()) or 1.0
+    rtol = TOLERANCES[actual.dtype].rtol
+    torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=2e-6 * sums * size)
+
+
+@each_weight
+@each_length
+@each_float
+def test_outputs(dtype: torch.dtype, n: int, weighted: bool) -> None:
+    x, weight = drawn(n, dtype, weighted)
+    output = normforge.l2norm2d_fwd(x, weight, eps=EPS, save_mv=True)
+    assert output.y.dtype == dtype
+    agree(output.y, exact(x, weight))
+    assert output.mean is None
+    agree(output.rstd, (x.double().square().sum(-1) + EPS).rsqrt())
+    assert same_bits(normforge.l2_norm(x, weight, EPS), output.y)
+
+
+@each_weight
+@each_length
+@each_float
+def test_gradients(dtype: torch.dtype, n: int, weighted: bool) -> None:
+    x, weight = drawn(n, dtype, weighted)
+    leaves = [tensor.requires_grad_() for tensor in (x, weight) if tensor is not None]
+    dy = torch.randn(ROWS, n).to(dtype)
+    actual = torch.autograd.grad(normforge.l2_norm(x, weight, EPS), leaves, dy)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    expected = torch.autograd.grad(exact(wide[0], wide[1] if weighted else None), wide, dy.double())
+    for gradient, wanted in zip(actual, expected, strict=True):
+        assert gradient.dtype == dtype
+        agree(gradient, wanted, sums=ROWS)
+
+
+def test_a_known_call_gives_the_same_bits() -> None:
+    x, weight = drawn(96, torch.bfloat16, True)
+    x.requires_grad_()
+    made = []
+    for _ in range(3):
+        y = normforge.l2_norm(x, weight)
+        made.append((y, *torch.autograd.grad(y.float().square().sum(), x)))
+    for again in made[1:]:
+        assert all(same_bits(*pair) for pair in zip(again, made[0], strict=True))
+
+
+def test_second_derivatives() -> None:
+    x = torch.randn(3, 16, requires_grad=True)
+    weight = torch.randn(16, requires_grad=True)
+
+    def twice(function: Any, *leaves: torch.Tensor) -> Sequence[torch.Tensor]:
+        first = torch.autograd.grad(function(*leaves, EPS).pow(3).sum(), leaves, create_graph=True)
+        return torch.autograd.grad(torch.cat([gradient.flatten() for gradient in first]).square().sum(), leaves)
+
+    wide = [leaf.detach().double().requires_grad_() for leaf in (x, weight)]
+    for actual, expected in zip(twice(normforge.l2_norm, x, weight), twice(exact, *wide), strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("n", LENGTHS.values(), ids=LENGTHS)
+def test_quantised_rows(n: int, out_dtype: torch.dtype) -> None:
+    x, weight = drawn(n, torch.bfloat16, True)
+    smooth = torch.rand(n) + 0.5
+    for given in ({"fquant": "dynamic"}, {"fquant": "smooth_dynamic", "smooth_scale": smooth}):
+        asked: dict[str, Any] = {**given, "eps": EPS, "out_dtype": out_dtype}
+        actual = normforge.l2norm2d_fwd(x, weight, **asked)
+        expected = reference.FORWARD[Norm.L2](x, weight, **asked)
+        torch.testing.assert_close(expected.z, exact(x, weight) * (smooth.double() if "smooth_scale" in given else 1.0))
+        assert [finding for finding in compare(actual, expected) if not finding.ok] == []
+
+
+def test_heads_of_a_packed_tensor_are_read_where_they_are() -> None:
+    """Queries and keys: rows on two strides."""
+    qkv = torch.randn(3, 12, 64).bfloat16()
+    y = normforge.l2_norm(qkv[:, :4], eps=EPS)
+    assert y.shape == (3, 4, 64)
+    agree(y, exact(qkv[:, :4]))
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-20, 1e18])
+def test_rows_of_any_size(value: float) -> None:
+    x = torch.full((2, 40), value)
+    agree(normforge.l2_norm(x, eps=1e-6), exact(x, eps=1e-6))
+
+
+def test_torch_computes_what_kernels_cannot() -> None:
+    x, weight = torch.randn(3, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    torch.testing.assert_close(normforge.l2_norm(x, weight, EPS), exact(x, weight))
+    rows = torch.randn(3, 8)
+    torch.testing.assert_close(
+        torch.func.grad(lambda x: normforge.l2_norm(x, eps=EPS).pow(3).sum())(rows).double(),
+        torch.func.grad(lambda x: exact(x).pow(3).sum())(rows.double()),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+    assert normforge.l2_norm(torch.empty(3, 0)).shape == (3, 0)
+
+
+def test_a_graph_holds_one_operator() -> None:
+    graph = make_fx(lambda x: normforge.l2_norm(x, eps=EPS), tracing_mode="fake")(torch.randn(3, 8)).graph
+    assert [str(node.target) for node in graph.nodes if "normforge" in str(node.target)] == [
+        "normforge.l2norm2d_fwd.default"
+    ]
+    x = torch.randn(4, 32, requires_grad=True)
+    compiled = torch.compile(normforge.l2_norm, backend="aot_eager", fullgraph=True)
+    (gradient,) = torch.autograd.grad(compiled(x, eps=EPS).pow(3).sum(), x)
+    (expected,) = torch.autograd.grad(normforge.l2_norm(x, eps=EPS).pow(3).sum(), x)
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_a_graph_writes_where_it_is_told() -> None:
+    def write(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        normforge.l2norm2d_fwd(x, eps=EPS, out=out)
+        return out
+
+    x, out = torch.randn(3, 32), torch.zeros(3, 32)
+    torch.compile(write, backend="aot_eager", fullgraph=True)(x, out)
+    agree(out, exact(x))
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "fadd pre_add": {"fadd": "pre_add"},
+    "x_bias true": {"x_bias": True},
+    "cast before_weight": {"cast": "before_weight"},
+    "modulated true": {"modulated": True},
+    "gating after_norm": {"gating": "after_norm"},
+    "group_size 32": {"group_size": "32", "dtype_out": "fp8_e4m3fn", "fquant": "dynamic"},
+    "fquant static, quantise_rounded": {"fquant": "static", "dtype_out": "int8", "quantise_rounded": True},
+}
+
+
+@pytest.mark.parametrize(("said", "axes"), BESIDE.items(), ids=BESIDE)
+def test_nothing_stands_beside_it(said: str, axes: dict[str, Any]) -> None:
+    types = Mode.__annotations__
+    values: dict[str, Any] = {"dtype_out": DType.BF16}
+    values |= {name: word if word is True else _value(types[name], word) for name, word in axes.items()}
+    Mode(Norm.RMS, DType.BF16, **values)
+    with pytest.raises(IllegalCombinationError, match=f"norm l2 has no {said}; leave .* out, or use another norm"):
+        Mode(Norm.L2, DType.BF16, **values)
+
+
+def _value(kind: str, word: str) -> Any:
+    import normforge.codegen.values as values
+
+    return getattr(values, kind)(word)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ConflictError, match="eps"):
+        normforge.l2_norm(torch.randn(3, 8), eps=-1.0)
+    with pytest.raises(ShapeError, match="weight"):
+        normforge.l2_norm(torch.randn(3, 8), torch.randn(7))
+    with pytest.raises(DTypeError, match="int64"):
+        normforge.l2_norm(torch.ones(3, 8, dtype=torch.int64))
+    with pytest.raises(TypeError, match="residual"):
+        normforge.l2norm2d_fwd(torch.randn(3, 8), residual=torch.randn(3, 8))  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_tiles_are_those_of_rms_norm(direction: Direction) -> None:
+    l2, rms = (Mode(norm, DType.BF16, DType.BF16, direction=direction) for norm in (Norm.L2, Norm.RMS))
+    assert class_of(l2) == class_of(rms)
+
+
+@pytest.mark.parametrize("options", [[], ["-fquant", "2"], ["-bwd", "1"]], ids=" ".join)
+def test_the_command_runs_it(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """And holds every output against the reference."""
+    assert normforge_command(["run", "-norm", "l2", "-m", "3", "-n", "96", *options]) == 0
+    assert "L2 norm" in capsys.readouterr().out
