@@ -11,6 +11,7 @@ _ROWS = "tests/kernels/test_rows.py"
 _SPREAD = "tests/kernels/test_spread.py"
 _WINDOW = "tests/kernels/test_window.py"
 _CAST = "tests/kernels/test_cast.py"
+_L2 = "tests/nn/test_l2_norm.py"
 
 MUTANTS = (
     Mutant(
@@ -183,6 +184,22 @@ MUTANTS = (
         "rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True){{ over_n }} + eps)",
         "rstd = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True){{ over_n }})",
         (f"{_ROWS}::test_rms_norm_quantised",),
+    ),
+    Mutant(
+        "l2-norms-average-their-squares",
+        "L2 norms are RMSNorms",
+        "codegen/values.py",
+        "        averages=False,\n",
+        "        averages=True,\n",
+        (f"{_L2}::test_outputs[torch.float32-7-]",),
+    ),
+    Mutant(
+        "l2-norms-take-a-bias-on-x",
+        "a mode of L2 norms with an x_bias is legal",
+        "codegen/values.py",
+        '"fadd.adds", "x_bias", "dropout"',
+        '"fadd.adds", "dropout"',
+        (f"{_L2}::test_nothing_stands_beside_it[x_bias true]",),
     ),
     Mutant(
         "plain-rows-ignore-the-weight",
