@@ -30,41 +30,32 @@ Given = Mapping[str, Any]
 _ROWS = (*FORWARD.inputs, *FORWARD.places)
 
 
-def forward(norm: str, key: Key | None, given: Given) -> LayerNormOutput:
-    """A forward call.
+def first(family: Family, norm: str, key: Key | None, given: Given) -> LayerNormOutput | NormGradients:
+    """Run a call of a function of a norm alone that is not known.
 
     Args:
+        family: the rows of the function, `FORWARD` or `BACKWARD`.
         norm: the norm's word.
-        key: what the call was looked up by; None if it cannot be known.
-        given: its arguments by name.
+        key: the key that the call was looked up by; None if the call cannot be known.
+        given: the arguments by name.
 
     Raises:
-        NormforgeError: as `layernorm2d_fwd` lists them.
+        NormforgeError: as `layernorm2d_fwd` and `layernorm2d_bwd` list them.
     """
+    is_forward = family is FORWARD
     # What no kernel takes an operator may.
-    if dispatch_modes() or _is_foreign(FORWARD, given):
-        return forward_traced(norm, given)
-    return launched(norm, key, given)
+    if dispatch_modes() or any(sees_operators(given.get(row.name)) for row in family.operands):
+        return forward_traced(norm, given) if is_forward else backward_traced(norm, given)
+    return launched(norm, key, given) if is_forward else launched_backward(norm, key, given)
 
 
 def traced_forward(norm: str, **given: Any) -> LayerNormOutput:
-    """`forward` where TorchDynamo follows the call."""
+    """Run a forward call that TorchDynamo follows, as an operator."""
     return forward_traced(norm, _with_mask(given, draws=True))
 
 
-def backward(norm: str, key: Key | None, given: Given) -> NormGradients:
-    """Likewise a backward call.
-
-    Raises:
-        NormforgeError: as `layernorm2d_bwd` lists them.
-    """
-    if dispatch_modes() or _is_foreign(BACKWARD, given):
-        return backward_traced(norm, given)
-    return launched_backward(norm, key, given)
-
-
 def traced_backward(norm: str, **given: Any) -> NormGradients:
-    """`backward` where TorchDynamo follows the call."""
+    """Run a backward call that TorchDynamo follows, as an operator."""
     return backward_traced(norm, _with_mask(given, draws=False))
 
 
@@ -78,7 +69,7 @@ def _with_mask(given: dict[str, Any], *, draws: bool) -> dict[str, Any]:
 
 @eager_only
 def launched(norm: str, key: Key | None, given: Given, *, packed: bool = False) -> LayerNormOutput:
-    """A forward call that nobody is to see, with mean and rstd in one tensor if packed."""
+    """Launch a forward call that nothing sees; if packed, one tensor holds mean and rstd."""
     call = check(FORWARD.functions[Norm(norm)], _resolved(FORWARD, given))
     refuse_gradient(call)
     require_device(call.x)
@@ -99,7 +90,7 @@ def _landed(passed: Call, results: LayerNormOutput) -> LayerNormOutput:
 
 @eager_only
 def launched_backward(norm: str, key: Key | None, given: Given, *, packed: bool = False) -> NormGradients:
-    """Likewise a backward call; if packed, rstd holds the means too, if there are any."""
+    """Launch a backward call that nothing sees; if packed, rstd holds the means too, if there are any."""
     call = check(BACKWARD.functions[Norm(norm)], _resolved(BACKWARD, given), packed=packed)
     refuse_gradient(call)
     require_device(call.x)
@@ -159,10 +150,6 @@ def refuse_foreign(family: Family, given: Given) -> None:
             raise DTypeError(
                 f"{row.name} is a {type(tensor).__name__}, and kernels read memory; pass the tensor that it stands for"
             )
-
-
-def _is_foreign(family: Family, given: Given) -> bool:
-    return any(sees_operators(given.get(row.name)) for row in family.operands)
 
 
 def resolved(tensor: Any) -> Any:

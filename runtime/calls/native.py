@@ -51,11 +51,9 @@ _FAMILIES = {
 
 
 def _otherwise(family: Family, norm: Norm, table: Table) -> Callable[..., Any]:
-    check = first.forward if family is FORWARD else first.backward
-
     def launched(key: Any, *arguments: Any) -> Any:
         start()
-        return check(norm.value, key, dict(zip(table.names, arguments, strict=True)))
+        return first.first(family, norm.value, key, dict(zip(table.names, arguments, strict=True)))
 
     return launched
 

@@ -1,6 +1,7 @@
-"""Calls of norms with a neighbour, a modulation or a gate: known or checked, launched, and recorded by autograd.
+"""The one road of calls, whatever their family: known or checked, launched, and recorded by autograd.
 
-What one family has of its own is a row of data, a `Neighbour`: see `modulated` and `gated`.
+What one family has of its own is a row of data, a `Neighbour`: see `recorded`, `dropout`, `modulated`, `gated` and
+`quantised`.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ def _function_of(family: str, norm: str) -> tuple[str, tuple[str, ...]]:
 
 
 def named(neighbour: Neighbour, operands: Operands, options: Options) -> dict[str, Any]:
-    """What a call is given, but for the norm, by the names of its rows."""
+    """Return the arguments of a call by the names of its rows, the norm left out."""
     _, names = _function_of(neighbour.name, options[0])
     given = dict(zip(names, (*operands, *options[1:]), strict=True))
     if options[0] == "layer":
@@ -175,22 +176,22 @@ def named(neighbour: Neighbour, operands: Operands, options: Options) -> dict[st
 
 
 def operands_of(neighbour: Neighbour, given: Mapping[str, Any]) -> Operands:
-    """The tensors of a call, from its arguments by name."""
+    """Return the tensors of a call, given its arguments by name."""
     return tuple([given.get(name) for name in neighbour.inputs])
 
 
 def options_of(neighbour: Neighbour, norm: str, given: Mapping[str, Any]) -> Options:
-    """The options of a call, likewise; of a norm that lacks a number 0."""
+    """Return the options of a call, given its arguments by name; 0 for a number that the norm lacks."""
     return (norm, *[given.get(name, 0.0) for name in neighbour.options])
 
 
 def as_operands(operands: Operands) -> Operands:
-    """Operands that kernels can walk; what they cannot is copied once."""
+    """Return operands that kernels can walk, each copied once if need be."""
     return tuple([None if operand is None else walkable(operand) for operand in operands])
 
 
 def normalise_known(neighbour: Neighbour, operands: Operands, options: Options) -> Any:
-    """What `normalise` returns of arguments like those of a call before; None where there was none."""
+    """Return what `normalise` returns of a known call; None of another call."""
     # A proxy of torch.fx records whatever it is asked.
     if operands[0].__class__ not in PLAIN:
         return None
@@ -231,7 +232,7 @@ def normalise(neighbour: Neighbour, operands: Operands, options: Options) -> Any
 
 
 def normalise_traced(neighbour: Neighbour, operands: Operands, options: Options) -> Any:
-    """The same as one operator, and the copies before it."""
+    """Run `normalise` as one operator, and the copies before it."""
     y, total, _ = operate(neighbour, as_operands(operands), options)
     return y if total is None else (y, total)
 
@@ -247,7 +248,7 @@ def run_seen(
 def operate(
     neighbour: Neighbour, operands: Operands, options: Options
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
-    """What an operator returns: y, the sum if there is one, and the statistics that were saved."""
+    """Call the operator of a function, and return y, the sum if there is one, and the statistics that it saved."""
     given = named(neighbour, operands, options)
     given["out_dtype"] = _out_dtype(options[0], given)
     if "cast" in given:
@@ -259,7 +260,7 @@ def operate(
 
 
 def _out_dtype(norm: str, given: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype that y is to have, which autocast has a say in unless y is quantised."""
+    """Return y's dtype, which autocast has a say in unless y is quantised; None for the default."""
     quantises = "fquant" in given and word(FusedQuant, "fquant", given["fquant"]).quantises
     dtype: torch.dtype | None = given["out_dtype"]
     return dtype if dtype is not None or quantises else result_dtype(norm, given["x"])
@@ -293,7 +294,7 @@ def prepared(neighbour: Neighbour, operands: Operands, options: Options, key: Ke
 
 
 def launched(neighbour: Neighbour, operands: Operands, options: Options) -> Any:
-    """All outputs of a call that autograd does not see, known or not."""
+    """Return all outputs of a call that autograd does not see, known or not."""
     key, found = neighbour.find(operands, options)
     places = tuple([None] * len(neighbour.output._fields))
     return neighbour.launch(found or prepared(neighbour, operands, options, key), options, places)
@@ -310,7 +311,7 @@ def options_2d(operands: Operands, options: Options) -> Options:
 
 
 def launched_2d(neighbour: Neighbour, operands: Operands, options: Options, places: Places = (None, None)) -> Any:
-    """A call that has no gradient and returns all its outputs: an operator if somebody is to see one, or launched.
+    """Run a call that has no gradient, as an operator if something sees operators, and return all its outputs.
 
     Args:
         neighbour: its family's row.
@@ -343,7 +344,7 @@ def launched_2d(neighbour: Neighbour, operands: Operands, options: Options, plac
 def _checked(
     neighbour: Neighbour, given: Mapping[str, Any], options: Options, places: Places, *, addressed: bool
 ) -> Call:
-    """Check all that a call was given, and where its outputs go."""
+    """Check all arguments of a call, and where its outputs go."""
     call = check(neighbour.functions[options[0]], given, addressed=addressed)
     refuse_gradient(call)
     neighbour.check(call, places, addressed)

@@ -176,8 +176,8 @@ MUTANTS = (
         "wrappers-are-let-through",
         "an operand of a wrapper class, a DTensor say, is launched with the address of nothing",
         _FIRST,
-        "    return any(sees_operators(given.get(row.name)) for row in family.operands)\n",
-        "    return False\n",
+        " or any(sees_operators(given.get(row.name)) for row in family.operands):\n",
+        ":\n",
         (f"{_FOREIGN}::test_each_operand_of_a_forward_function",),
     ),
     Mutant(
