@@ -16,14 +16,14 @@ from .eager import Dropout, rounded
 from .first import resolved
 from .known import PLAIN
 from .lookup import is_last
-from .neighbours import launch_recorded, neighbour_of, operate
+from .neighbours import calls_of, launch_recorded, operate
 from .outputs import NormGradients, unflattened, unpacked_of
 from .public import Operands, Options
 from .randomness import settled
 from .record import Gradients, Recording, records
 from .recorded import as_operands, gradients_first
 
-_BACKWARD = neighbour_of(DROPPED_BWD, name="dropped_gradients")
+_BACKWARD = calls_of(DROPPED_BWD, name="dropped_gradients")
 
 
 def _saved(operands: neighbours.Operands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -68,7 +68,7 @@ def _gradients(
 
 
 # x, residual and x_bias make the sum.
-CALLS = neighbour_of(
+CALLS = calls_of(
     DROPPED,
     saved=_saved,
     args=_args,

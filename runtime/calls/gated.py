@@ -17,7 +17,7 @@ from . import eager, neighbours, row_gradients
 from .argument_checks import check_flag, check_tensor
 from .eager import GatedArgs, GatedSaved
 from .known_backward import Gradients, Learnt
-from .neighbours import Operands, Options, launch_recorded, neighbour_of
+from .neighbours import Operands, Options, calls_of, launch_recorded
 from .outputs import LayerNormOutput, unpacked_of
 from .public import GatedOperands
 from .record import Recording
@@ -51,7 +51,7 @@ def _gradients(
     return gradients(unpacked, args, dy, due, learnt)
 
 
-CALLS = neighbour_of(
+CALLS = calls_of(
     GATED,
     eager=eager.gated,
     saved=_saved,

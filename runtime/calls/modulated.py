@@ -20,7 +20,7 @@ from ..errors import ConflictError
 from . import eager, neighbours, row_gradients
 from .eager import ModulatedArgs, ModulatedSaved
 from .known_backward import Gradients, Learnt
-from .neighbours import Options, launch_recorded, neighbour_of
+from .neighbours import Options, calls_of, launch_recorded
 from .outputs import LayerNormOutput, dtype_of_all, unpacked_of
 from .public import ModulatedOperands, ModulatedOptions
 from .record import Recording
@@ -56,7 +56,7 @@ def _gradients(
     return gradients(unpacked, args, dy, dresidual_out, due, learnt)
 
 
-CALLS = neighbour_of(
+CALLS = calls_of(
     MODULATED,
     eager=eager.modulated,
     saved=_saved,

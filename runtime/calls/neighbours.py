@@ -1,6 +1,6 @@
 """The one road of calls, whatever their family: known or checked, launched, and recorded by autograd.
 
-What one family has of its own is a row of data, a `Neighbour`: see `recorded`, `dropout`, `modulated`, `gated` and
+What one family has of its own is a row of data, a `FamilyCalls`: see `recorded`, `dropout`, `modulated`, `gated` and
 `quantised`.
 """
 
@@ -41,7 +41,7 @@ Places = tuple["torch.Tensor | None", ...]
 
 
 def check_places(call: Call, places: Sequence[torch.Tensor | None], addressed: bool) -> dict[str, torch.Tensor]:
-    """Check where y and the stored sum are to go, which plans take to adjoin and to be aligned.
+    """Check the places of y and the stored sum, which plans take to be contiguous and aligned.
 
     Returns:
         All that has an address by name, what is read and these.
@@ -80,28 +80,28 @@ def _launch(found: Found, options: Options, places: Places) -> LayerNormOutput:
 
 
 def _nothing(*_: Any) -> NoReturn:
-    """Stands for what a family without gradients has not."""
+    """Stand for a function that a family without gradients lacks."""
     raise AssertionError("calls without gradients are never recorded")
 
 
-def _record(neighbour: Neighbour, operands: Operands, options: Options, found: Found | None) -> Any:
-    return record((neighbour.recording, (neighbour, options, found)), *operands)
+def _record(calls: FamilyCalls, operands: Operands, options: Options, found: Found | None) -> Any:
+    return record((calls.recording, (calls, options, found)), *operands)
 
 
-class Neighbour(NamedTuple):
-    """What calls of one family have of their own.
+class FamilyCalls(NamedTuple):
+    """The row of a family: everything that the road reads about its calls.
 
-    Plain values, because TorchDynamo follows what reads them.
+    Fields are plain values, because TorchDynamo follows the code that reads them.
 
     Attributes:
-        name: the family's.
-        functions: the names of the family's, by the norm's word: torch 2.11's TorchDynamo can make no enum of that.
-        rows: of the tensors.
-        inputs: their names.
-        options: the names of what else a call is told, behind the norm.
-        output: the class of all that a call returns.
-        check: refuses calls whose outputs cannot go to the places that were passed.
-        launch: from what was found, the options and the places to all that a call returns.
+        name: the name of the family's look-up.
+        functions: names of functions, by the norm's word; TorchDynamo of torch 2.11 can make no enum of that word.
+        rows: the tensors that kernels read.
+        inputs: the names of the tensors that calls bring.
+        options: the names of the other arguments, behind the norm.
+        output: the class of a call's outputs.
+        check: refuse calls whose outputs cannot go to the places that were passed.
+        launch: from what was found, the options and the places to a call's outputs.
         eager: the family's formula in torch's operators, from the operands and the options to outputs.
         saved: from the tensors, and the stored sum if there is one, to the tensors that a backward pass needs, the
             first of x's shape; statistics are saved behind them.
@@ -141,11 +141,11 @@ def with_rng(found: Found, rng: Any) -> Found:
 
 
 # By their names.
-_ROWS: dict[str, Neighbour] = {}
+_ROWS: dict[str, FamilyCalls] = {}
 
 
-def neighbour_of(family: Family, **own: Any) -> Neighbour:
-    """The row of a family, with what its parameters do not say."""
+def calls_of(family: Family, **own: Any) -> FamilyCalls:
+    """Return the row of a family; `own` is what the family's parameters do not say."""
     found = {
         "name": family.neighbour,
         # By the word.
@@ -154,7 +154,7 @@ def neighbour_of(family: Family, **own: Any) -> Neighbour:
         "inputs": tuple([row.name for row in family.inputs if row.functional]),
         "options": tuple([row.name for row in family.parameters if row.functional and not row.kind.is_tensor]),
     }
-    made = Neighbour(**(found | own))
+    made = FamilyCalls(**(found | own))
     return _ROWS.setdefault(made.name, made)
 
 
@@ -165,9 +165,9 @@ def _function_of(family: str, norm: str) -> tuple[str, tuple[str, ...]]:
     return row.functions[norm], (*row.inputs, *row.options)
 
 
-def named(neighbour: Neighbour, operands: Operands, options: Options) -> dict[str, Any]:
+def named(calls: FamilyCalls, operands: Operands, options: Options) -> dict[str, Any]:
     """Return the arguments of a call by the names of its rows, the norm left out."""
-    _, names = _function_of(neighbour.name, options[0])
+    _, names = _function_of(calls.name, options[0])
     given = dict(zip(names, (*operands, *options[1:]), strict=True))
     if options[0] == "layer":
         # Kernels of LayerNorm add nothing to weights, and have no such parameter.
@@ -175,14 +175,14 @@ def named(neighbour: Neighbour, operands: Operands, options: Options) -> dict[st
     return given
 
 
-def operands_of(neighbour: Neighbour, given: Mapping[str, Any]) -> Operands:
+def operands_of(calls: FamilyCalls, given: Mapping[str, Any]) -> Operands:
     """Return the tensors of a call, given its arguments by name."""
-    return tuple([given.get(name) for name in neighbour.inputs])
+    return tuple([given.get(name) for name in calls.inputs])
 
 
-def options_of(neighbour: Neighbour, norm: str, given: Mapping[str, Any]) -> Options:
+def options_of(calls: FamilyCalls, norm: str, given: Mapping[str, Any]) -> Options:
     """Return the options of a call, given its arguments by name; 0 for a number that the norm lacks."""
-    return (norm, *[given.get(name, 0.0) for name in neighbour.options])
+    return (norm, *[given.get(name, 0.0) for name in calls.options])
 
 
 def as_operands(operands: Operands) -> Operands:
@@ -190,24 +190,24 @@ def as_operands(operands: Operands) -> Operands:
     return tuple([None if operand is None else walkable(operand) for operand in operands])
 
 
-def normalise_known(neighbour: Neighbour, operands: Operands, options: Options) -> Any:
+def normalise_known(calls: FamilyCalls, operands: Operands, options: Options) -> Any:
     """Return what `normalise` returns of a known call; None of another call."""
     # A proxy of torch.fx records whatever it is asked.
     if operands[0].__class__ not in PLAIN:
         return None
-    _, _, found = getattr(native.calls, neighbour.name).find(operands, options)
-    return None if found is None else normalise_found(neighbour, operands, options, found)
+    _, _, found = getattr(native.calls, calls.name).find(operands, options)
+    return None if found is None else normalise_found(calls, operands, options, found)
 
 
-def normalise_found(neighbour: Neighbour, operands: Operands, options: Options, found: Found) -> Any:
+def normalise_found(calls: FamilyCalls, operands: Operands, options: Options, found: Found) -> Any:
     """Launch a call that was found, recording it where `options` ask for statistics: y, and the sum if there is one."""
     if options[-1]:
-        return record_at_once((neighbour.recording, (neighbour, options, found)), *operands)
+        return record_at_once((calls.recording, (calls, options, found)), *operands)
     y, total, *_ = run(*found)
     return y if total is None else (y, total)
 
 
-def normalise(neighbour: Neighbour, operands: Operands, options: Options) -> Any:
+def normalise(calls: FamilyCalls, operands: Operands, options: Options) -> Any:
     """Launch the kernel that serves arguments which were checked, recording it where `options` ask for statistics.
 
     Where somebody sees operators it is one, and what is kept for the backward pass is the same.
@@ -220,40 +220,36 @@ def normalise(neighbour: Neighbour, operands: Operands, options: Options) -> Any
     found: Found | None = None
     if not intercepted(*rows):
         # Copies may be like the tensors of a call before.
-        key, found = neighbour.find(rows, options)
-        found = found or prepared(neighbour, rows, options, key)
+        key, found = calls.find(rows, options)
+        found = found or prepared(calls, rows, options, key)
     if options[-1]:
-        return neighbour.record(neighbour, rows, options, found)
-    return (
-        normalise_traced(neighbour, rows, options)
-        if found is None
-        else normalise_found(neighbour, rows, options, found)
-    )
+        return calls.record(calls, rows, options, found)
+    return normalise_traced(calls, rows, options) if found is None else normalise_found(calls, rows, options, found)
 
 
-def normalise_traced(neighbour: Neighbour, operands: Operands, options: Options) -> Any:
+def normalise_traced(calls: FamilyCalls, operands: Operands, options: Options) -> Any:
     """Run `normalise` as one operator, and the copies before it."""
-    y, total, _ = operate(neighbour, as_operands(operands), options)
+    y, total, _ = operate(calls, as_operands(operands), options)
     return y if total is None else (y, total)
 
 
 def run_seen(
-    neighbour: Neighbour, operands: Operands, options: Options
+    calls: FamilyCalls, operands: Operands, options: Options
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return y, the sum if there is one, and the statistics as autograd saves them, by an operator."""
-    y, total, statistics = operate(neighbour, operands, options)
+    y, total, statistics = operate(calls, operands, options)
     return y, total, packed_of(*statistics)
 
 
 def operate(
-    neighbour: Neighbour, operands: Operands, options: Options
+    calls: FamilyCalls, operands: Operands, options: Options
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
     """Call the operator of a function, and return y, the sum if there is one, and the statistics that it saved."""
-    given = named(neighbour, operands, options)
+    given = named(calls, operands, options)
     given["out_dtype"] = _out_dtype(options[0], given)
     if "cast" in given:
         given["cast"] = word(Cast, "cast", given["cast"]).value
-    function, _ = _function_of(neighbour.name, options[0])
+    function, _ = _function_of(calls.name, options[0])
     y, *others = operated(function, given)
     sums = given.get("residual") is not None
     return y, others[0] if sums else None, others[sums:]
@@ -267,11 +263,11 @@ def _out_dtype(norm: str, given: Mapping[str, Any]) -> torch.dtype | None:
 
 
 @eager_only
-def prepared(neighbour: Neighbour, operands: Operands, options: Options, key: Key | None) -> Found:
+def prepared(calls: FamilyCalls, operands: Operands, options: Options, key: Key | None) -> Found:
     """Check a call, make its kind known, and return what `launch.run` and `run_recorded` are to be given.
 
     Args:
-        neighbour: its family's row.
+        calls: its family's row.
         operands: its tensors.
         options: what else it is told.
         key: what it was looked up by; None if it cannot be known.
@@ -280,9 +276,9 @@ def prepared(neighbour: Neighbour, operands: Operands, options: Options, key: Ke
         NormforgeError: as `layernorm2d_fwd` lists them.
     """
     native.start()
-    given = named(neighbour, operands, options)
+    given = named(calls, operands, options)
     given["out_dtype"] = _out_dtype(options[0], given)
-    call = check(neighbour.functions[options[0]], given)
+    call = check(calls.functions[options[0]], given)
     require_device(call.x)
     as_passed, call = call, as_invariant(call)
     family = call.function.family
@@ -293,11 +289,11 @@ def prepared(neighbour: Neighbour, operands: Operands, options: Options, key: Ke
     return planned(call, key if call is as_passed else None, passed)
 
 
-def launched(neighbour: Neighbour, operands: Operands, options: Options) -> Any:
+def launched(calls: FamilyCalls, operands: Operands, options: Options) -> Any:
     """Return all outputs of a call that autograd does not see, known or not."""
-    key, found = neighbour.find(operands, options)
-    places = tuple([None] * len(neighbour.output._fields))
-    return neighbour.launch(found or prepared(neighbour, operands, options, key), options, places)
+    key, found = calls.find(operands, options)
+    places = tuple([None] * len(calls.output._fields))
+    return calls.launch(found or prepared(calls, operands, options, key), options, places)
 
 
 def options_2d(operands: Operands, options: Options) -> Options:
@@ -310,11 +306,11 @@ def options_2d(operands: Operands, options: Options) -> Options:
     return (*said, quantised, out_dtype, saves)
 
 
-def launched_2d(neighbour: Neighbour, operands: Operands, options: Options, places: Places = (None, None)) -> Any:
+def launched_2d(calls: FamilyCalls, operands: Operands, options: Options, places: Places = (None, None)) -> Any:
     """Run a call that has no gradient, as an operator if something sees operators, and return all its outputs.
 
     Args:
-        neighbour: its family's row.
+        calls: its family's row.
         operands: its tensors.
         options: what else it is told.
         places: where outputs go, None for new tensors.
@@ -322,43 +318,43 @@ def launched_2d(neighbour: Neighbour, operands: Operands, options: Options, plac
     Raises:
         NormforgeError: as `layernorm2d_fwd` lists them.
     """
-    given = named(neighbour, operands, options)
+    given = named(calls, operands, options)
     if is_dynamo_compiling() or intercepted(*operands, *places):
-        call = _checked(neighbour, given, options, places, addressed=False)
-        results: Any = operated_as(neighbour.functions[options[0]], call, neighbour.output._fields)
+        call = _checked(calls, given, options, places, addressed=False)
+        results: Any = operated_as(calls.functions[options[0]], call, calls.output._fields)
         for at, place in enumerate(places):
             if place is not None and results[at] is not None:
                 # Scales may be wanted in another shape.
                 results[at] = place.copy_(results[at] if at < 2 else results[at].view(place.shape))
-        return neighbour.output(*results)
-    _, _, found = getattr(native.calls, neighbour.name).find(operands, options)
+        return calls.output(*results)
+    _, _, found = getattr(native.calls, calls.name).find(operands, options)
     if found is None or records(operands) or any(place is not None for place in places):
-        _checked(neighbour, given, options, places, addressed=True)
+        _checked(calls, given, options, places, addressed=True)
     if found is None:
         rows = tuple(map(resolved, operands))
-        key, found = neighbour.find(rows, options)
-        found = found or prepared(neighbour, rows, options, key)
-    return neighbour.launch(found, options, places)
+        key, found = calls.find(rows, options)
+        found = found or prepared(calls, rows, options, key)
+    return calls.launch(found, options, places)
 
 
 def _checked(
-    neighbour: Neighbour, given: Mapping[str, Any], options: Options, places: Places, *, addressed: bool
+    calls: FamilyCalls, given: Mapping[str, Any], options: Options, places: Places, *, addressed: bool
 ) -> Call:
     """Check all arguments of a call, and where its outputs go."""
-    call = check(neighbour.functions[options[0]], given, addressed=addressed)
+    call = check(calls.functions[options[0]], given, addressed=addressed)
     refuse_gradient(call)
-    neighbour.check(call, places, addressed)
+    calls.check(call, places, addressed)
     return call
 
 
-def launch_recorded(call: tuple[Neighbour, Options, Found | None], operands: Operands) -> Launched:
+def launch_recorded(call: tuple[FamilyCalls, Options, Found | None], operands: Operands) -> Launched:
     """Launch a call that autograd records, or call its operator where it is not found; see `Recording.launch`."""
-    neighbour, options, found = call
+    calls, options, found = call
     if found is not None:
         y, total, _, _, statistics = run_recorded(*found)
         is_invariant = found[0].is_invariant
     else:
-        y, total, statistics = run_seen(neighbour, operands, options)
+        y, total, statistics = run_seen(calls, operands, options)
         is_invariant = invariance.is_on()
-    args = neighbour.args(options, dtypes_of(operands), y.dtype)
-    return y, total, (*neighbour.saved(operands, total), statistics), args, is_invariant
+    args = calls.args(options, dtypes_of(operands), y.dtype)
+    return y, total, (*calls.saved(operands, total), statistics), args, is_invariant

@@ -19,7 +19,7 @@ from . import neighbours
 from .argument_checks import check_device, check_dtype, check_tensor, check_written
 from .check import Call
 from .known import MISALIGNED, Found
-from .neighbours import Options, Places, neighbour_of
+from .neighbours import Options, Places, calls_of
 from .outputs import QuantisedOutput, group_scales, scale_columns, tiled_shape, y_shape
 from .overlap import elements_overlap
 from .public import QuantisedOperands, QuantisedOptions
@@ -344,6 +344,6 @@ def _scale_strides(kind: ScaleFormat, scale: torch.Tensor) -> tuple[int, int]:
     return row * unit, scale.stride(-1) * unit
 
 
-CALLS = neighbour_of(QUANTISED, output=QuantisedOutput, check=_check, launch=_launch)
+CALLS = calls_of(QUANTISED, output=QuantisedOutput, check=_check, launch=_launch)
 # The place of the layout among the options, behind the norm.
 _LAYOUT = 1 + CALLS.options.index("scale_layout")

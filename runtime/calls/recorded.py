@@ -23,14 +23,14 @@ from . import eager, native, neighbours
 from .first import launched_backward, resolved
 from .known import Found, Key
 from .lookup import Lookup
-from .neighbours import Neighbour, operate
+from .neighbours import FamilyCalls, operate
 from .outputs import NormGradients, dtype_of_all, unflattened, unpacked
 from .public import BackwardOptions, Operands, Options
 from .record import arrived_in_memory, records, reentering
 from .row_layout import as_rows, walkable
 from .traced import operated
 
-_BACKWARD = neighbours.neighbour_of(BACKWARD, name="gradients")
+_BACKWARD = neighbours.calls_of(BACKWARD, name="gradients")
 
 # What a forward pass is told besides its operands: its options, and what `run_recorded` is to be given, None of a call
 # that something sees. What is third nobody reads.
@@ -225,7 +225,7 @@ def _record(_: Any, operands: neighbours.Operands, options: neighbours.Options, 
 
 
 # Whether a residual is added, and statistics are saved, the look-up finds out itself.
-CALLS = neighbours.neighbour_of(
+CALLS = neighbours.calls_of(
     FORWARD,
     name="recorded",
     options=("eps", "weight_offset", "out_dtype", "cast", "fadd", "save_mv"),
@@ -296,7 +296,7 @@ def gradients_of(options: BackwardOptions, *operands: Any) -> NormGradients:
 
 
 def gradients_first(
-    rows: Neighbour,
+    rows: FamilyCalls,
     key: Key | None,
     operands: tuple[Any, ...],
     options: tuple[Any, ...],
@@ -337,7 +337,7 @@ def walkable_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return None if gradient is None else walkable(resolved(gradient))
 
 
-def gradients_by_operator(rows: Neighbour, operands: tuple[Any, ...], options: tuple[Any, ...]) -> NormGradients:
+def gradients_by_operator(rows: FamilyCalls, operands: tuple[Any, ...], options: tuple[Any, ...]) -> NormGradients:
     """`gradients_of` where something sees operators, and is to see this one."""
     given = neighbours.named(rows, operands, options)
     for name in ("dy", "dresidual_out"):

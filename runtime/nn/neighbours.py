@@ -8,13 +8,13 @@ from ..calls import neighbours
 from ..calls.argument_checks import check_tensor
 from ..calls.backend import backend, left_to_torch
 from ..calls.check import check_normalised
-from ..calls.neighbours import Neighbour, Operands, Options
+from ..calls.neighbours import FamilyCalls, Operands, Options
 from ..calls.sharded import is_sharded
 from ..calls.traced import becomes_operator, result_dtype, unrecorded
 from .functional import by_parts
 
 
-def normalise(calls: Neighbour, operands: Operands, options: Options) -> Any:
+def normalise(calls: FamilyCalls, operands: Operands, options: Options) -> Any:
     """What a call comes to, of tensors that no class of their own asks to be handed.
 
     Args:
