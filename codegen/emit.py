@@ -18,12 +18,11 @@ import jinja2
 
 from . import prose
 from .errors import IllegalCombinationError, NormforgeError, TemplateError
-from .group_signature import group_params, group_summary
 from .groups import AnyMode, GroupMode, mode_named
 from .instance import ANY, Instance, Tile
 from .model import Mode
 from .progress import progress
-from .signature import column_sums, params, row_tensors, summary
+from .signature import column_sums, group_params, group_summary, params, row_tensors, summary
 from .sketch import Reader, Sketch, Sketches, blank
 from .tiling import SMALL_M, SOME_M
 from .values import Part, Pipeline
@@ -288,10 +287,8 @@ def environment() -> jinja2.Environment:
         autoescape=False,
     )
     jinja.filters["body"] = _body
-    jinja.globals |= {
-        function.__name__: function
-        for function in (params, row_tensors, summary, column_sums, group_params, group_summary)
-    }
+    functions = (params, row_tensors, summary, column_sums, group_params, group_summary)
+    jinja.globals |= {function.__name__: function for function in functions}
     jinja.globals["marker"] = MARKER
     jinja.tests["has"] = contains
     return jinja

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from .groups import AnyMode, GroupMode
 from .model import Mode
 from .values import Part, Pipeline
 
@@ -21,7 +23,8 @@ class Param:
 class _Row:
     declaration: str
     comment: str
-    wanted: Callable[[Mode, Pipeline | Part], bool] = lambda mode, pipeline: True
+    # Of modes of rows, or of GroupNorm
+    wanted: Callable[[Any, Pipeline | Part], bool] = lambda mode, pipeline: True
 
 
 _ALIGNMENT = _Row("ROW_ALIGNMENT: tl.constexpr", "elements; every row stride is a multiple of it")
@@ -155,9 +158,99 @@ _BACKWARD = (
 )
 
 
+# GroupNorm.
+
+
+def _in_parts(mode: GroupMode, part: Pipeline | Part) -> bool:
+    return part in (Pipeline.TWO_PASS, Part.MOMENTS, Part.TERMS)
+
+
+def _writes(mode: GroupMode, part: Pipeline | Part) -> bool:
+    return part not in (Part.MOMENTS, Part.TERMS)
+
+
+def _sums(mode: GroupMode, part: Pipeline | Part) -> bool:
+    return mode.is_backward
+
+
+def _spreads(mode: GroupMode, part: Pipeline | Part) -> bool:
+    return part is Pipeline.SPREAD
+
+
+def _activates(mode: GroupMode, part: Pipeline | Part) -> bool:
+    return mode.activation.is_applied and part is not Part.MOMENTS
+
+
+_GROUP_SHAPE = (
+    _Row("units", "positions of a channel / ALIGNMENT"),
+    _Row("first_item", "of this launch", lambda m, p: p is not Pipeline.SPREAD),
+    _Row("part_tiles", "tiles a part, a multiple of HELD", _in_parts),
+    _Row("items", "runs of WIDTH channels, in all samples", _spreads),
+)
+_GROUP_CONSTANTS = (
+    _Row("C: tl.constexpr", "channels"),
+    _Row("CHANNELS: tl.constexpr", "of a group"),
+    _Row("WIDTH: tl.constexpr", "channels of a program, whole groups"),
+    _Row("BLOCK_C: tl.constexpr", "channels a tile"),
+    _Row("BLOCK_S: tl.constexpr", "positions a tile"),
+    _Row("HELD: tl.constexpr", "tiles in registers"),
+    _Row("ALIGNMENT: tl.constexpr", "divides the positions"),
+    _Row("FULL: tl.constexpr", "whether runs have no tile, and tiles no position, beyond the last"),
+    _Row("ALIKE: tl.constexpr", "whether the tiles of a run have the same channels", _sums),
+    _Row("PEERS: tl.constexpr", "parts, up to a power of two", lambda m, p: p in (Pipeline.TWO_PASS, Pipeline.SPREAD)),
+    _Row("STAGES: tl.constexpr", "of the loop over items; more than 1 go by shared memory", _spreads),
+    _Row("PTX: tl.constexpr", "whether the target runs PTX", _activates),
+    _PDL,
+)
+
+_GROUP_FORWARD = (
+    _Row("x_ptr", "{rows} {dtype_in}"),
+    _Row("weight_ptr", "(C,) or None", _writes),
+    _Row("bias_ptr", "(C,) or None", _writes),
+    _Row("partials_ptr", "(groups, 4, parts) fp32", _in_parts),
+    _Row("exchange_ptr", "(groups, parts) int64, -1", _spreads),
+    _Row("y_ptr", "x's shape", _writes),
+    _Row("mean_ptr", "(groups,) fp32 or None", _writes),
+    _Row("rstd_ptr", "(groups,) fp32 or None", _writes),
+    *_GROUP_SHAPE,
+    _Row("eps", "fp32", _writes),
+    *_GROUP_CONSTANTS,
+)
+
+_GROUP_BACKWARD = (
+    _Row("dy_ptr", "x's shape"),
+    _Row("x_ptr", "{rows} {dtype_in}"),
+    _Row("weight_ptr", "(C,) or None"),
+    _Row("bias_ptr", "(C,) or None", lambda m, p: m.activation.is_applied),
+    _Row("mean_ptr", "(groups,) fp32"),
+    _Row("rstd_ptr", "(groups,) fp32"),
+    _Row("partials_ptr", "(groups, 2, parts) fp32", _in_parts),
+    _Row("dx_ptr", "x's shape", _writes),
+    _Row("dweight_ptr", "(sums, C) fp32 or None"),
+    _Row("dbias_ptr", "(sums, C) fp32 or None"),
+    *_GROUP_SHAPE,
+    *_GROUP_CONSTANTS,
+)
+
+
 def params(mode: Mode, part: Pipeline | Part) -> list[Param]:
     """The parameters of one kernel, a pipeline's own or one it needs beside it; the runtime matches them by name."""
-    words = {
+    return _listed(_BACKWARD if mode.is_backward else _FORWARD, mode, part, _words(mode))
+
+
+def group_params(mode: GroupMode, part: Pipeline | Part) -> list[Param]:
+    """`params` for GroupNorm."""
+    words = {"dtype_in": mode.dtype_in.value, "rows": "(B, S, C)" if mode.channels_last else "(B, C, S)"}
+    return _listed(_GROUP_BACKWARD if mode.is_backward else _GROUP_FORWARD, mode, part, words)
+
+
+def _listed(table: tuple[_Row, ...], mode: AnyMode, part: Pipeline | Part, words: dict[str, str]) -> list[Param]:
+    return [Param(row.declaration, row.comment.format(**words)) for row in table if row.wanted(mode, part)]
+
+
+def _words(mode: Mode) -> dict[str, str]:
+    """Return what stands for the words in braces of comments."""
+    return {
         "dtype_in": mode.dtype_in.value,
         "dtype_out": mode.dtype_out.value,
         "scale_dtype": mode.scale_dtype.value,
@@ -165,8 +258,6 @@ def params(mode: Mode, part: Pipeline | Part) -> list[Param]:
         "scale_elements": "bytes" if mode.scale_format.stores_bytes else "elements",
         "of_four": ", of four groups" if mode.scale_format.packs > 1 else "",
     }
-    table = _BACKWARD if mode.is_backward else _FORWARD
-    return [Param(row.declaration, row.comment.format(**words)) for row in table if row.wanted(mode, part)]
 
 
 @dataclass(frozen=True)
@@ -200,6 +291,23 @@ _BACKWARD_SUMMARIES: dict[Pipeline | Part, str] = {
     Pipeline.TWO_PASS: "A block of columns, tiles of several rows in turn.",
     Pipeline.SPREAD: "Some columns of tiles of several rows, whose means the programs of a team exchange.",
 }
+
+
+# Of GroupNorm, by whether gradients are computed.
+_GROUP_SUMMARIES: dict[tuple[bool, Pipeline | Part], str] = {
+    (False, Pipeline.ONE_PASS): "Whole groups, held in registers.",
+    (False, Part.MOMENTS): "The moments of a part of a group.",
+    (False, Pipeline.TWO_PASS): "A part of a group, from the moments of all its parts.",
+    (False, Pipeline.SPREAD): "Groups over several programs that exchange their moments.",
+    (True, Pipeline.ONE_PASS): "Whole groups, held in registers.",
+    (True, Part.TERMS): "What a part of a group adds to the sums that its gradients need.",
+    (True, Pipeline.TWO_PASS): "A part of a group, from the sums of all its parts.",
+}
+
+
+def group_summary(mode: GroupMode, part: Pipeline | Part) -> str:
+    """A kernel's docstring, of GroupNorm."""
+    return _GROUP_SUMMARIES[mode.is_backward, part]
 
 
 def summary(mode: Mode, part: Pipeline | Part) -> str:
