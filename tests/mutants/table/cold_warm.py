@@ -55,7 +55,7 @@ MUTANTS = (
         _PLAN,
         "    dtypes = (*inputs.values(), *results.values())\n",
         "    dtypes = (*map(bool, inputs.values()), *map(bool, results.values()))\n",
-        _of("group"),
+        _of("group", how="by_address", many=True),
     ),
     Mutant(
         "sequences-misaligned-plans-serve-all",
