@@ -33,6 +33,8 @@ from benchmarks.suites.sweep import MOST_SOME
 from benchmarks.swept import findings_of
 from benchmarks.tile_model import table as tile_model
 from benchmarks.tile_model.command import MARKERS as MODEL_TILES
+from normforge.codegen.groups import mode_named
+from normforge.errors import IllegalCombinationError
 
 from .pages import PAGES, ROOT, WRITTEN, blocks, prose
 
@@ -596,7 +598,25 @@ def test_files_that_are_named_are_there(page: Path) -> None:
         for name in named
         if name.rpartition("/")[2] not in _MADE and not any(f"/{path}".endswith(f"/{name}") for path in there)
     ]
-    assert missing == []
+    # The module of a mode that instances.yaml leaves out is made once it asks for the mode.
+    assert [name for name in missing if not _is_made_of_a_mode(name)] == []
+
+
+def _is_made_of_a_mode(name: str) -> bool:
+    module = re.fullmatch(r"generated/(\w+)\.py", name)
+    if module is None:
+        return False
+    try:
+        mode_named(module[1])
+    except IllegalCombinationError:
+        return False
+    return True
+
+
+def test_a_module_that_could_be_generated_is_no_missing_file() -> None:
+    assert _is_made_of_a_mode("generated/ln_fwd_bf16.py")
+    assert not _is_made_of_a_mode("generated/ln_fwd_bf17.py")
+    assert not _is_made_of_a_mode("ln_fwd_bf16.py")
 
 
 def test_the_map_is_the_packages() -> None:
