@@ -10,18 +10,15 @@ import torch
 
 
 class Model(NamedTuple):
-    """A model of diffusers': its sizes, what its forward takes, and the norms that `patch` reports."""
+    """A model of diffusers: its sizes, and what its forward takes; `patch` takes all of its norms."""
 
     sizes: dict[str, Any]
     inputs: Callable[[], dict[str, Any]]
-    left: frozenset[str] = frozenset()
 
 
 _IMAGE = {"sample_size": 8, "in_channels": 4, "out_channels": 4}
 _HEADS = {"num_attention_heads": 2, "attention_head_dim": 8}
 _UNET = _IMAGE | {"block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4}
-# A Hugging Face norm without a weight.
-_WEIGHTLESS = frozenset({"RMSNorm"})
 _CODES = {
     "block_out_channels": (8, 16),
     "in_channels": 3,
@@ -279,7 +276,6 @@ DIFFUSION = {
             "height": 4,
             "width": 4,
         },
-        left=_WEIGHTLESS,
     ),
     "WanTransformer3DModel": Model(
         {
@@ -337,7 +333,6 @@ DIFFUSION = {
             "timestep": torch.tensor([7.0]),
             "encoder_attention_mask": _mask().bool(),
         },
-        left=_WEIGHTLESS,
     ),
     "PriorTransformer": Model(
         _HEADS | {"num_layers": 2, "embedding_dim": 8, "num_embeddings": 3, "additional_embeddings": 4},

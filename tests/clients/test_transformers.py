@@ -20,10 +20,8 @@ from .families import FAMILIES, tiny
 
 # One of each kind of block stands for the others in `make test`.
 _QUICK = {"llama", "gpt2", "gemma2"}
-# Norms that patch leaves alone, by family: those with a gate or without a weight.
+# Norms that patch leaves alone, by family: those with a gate.
 _LEFT = {
-    "gemma4_text": {"Gemma4RMSNorm"},
-    "llama4_text": {"Llama4TextL2Norm"},
     "olmo_hybrid": {"OlmoHybridRMSNormGated"},
     "qwen3_5_text": {"Qwen3_5RMSNormGated"},
     "qwen3_next": {"Qwen3NextRMSNormGated"},
