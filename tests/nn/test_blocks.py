@@ -902,15 +902,16 @@ class PoolFormerLayer(torch.nn.Module):
         self.before_norm, self.linear = torch.nn.GroupNorm(1, WIDTH), torch.nn.Linear(1, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        pooled = self.linear(self.before_norm(x))
-        return x + pooled
+        total: torch.Tensor = x + self.linear(self.before_norm(x))
+        return total
 
 
 class GroupNormAlone(PoolFormerLayer):
     """One whose sum is nowhere near its norm."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.before_norm(self.linear(x).sin()) + self.linear(x)
+        total: torch.Tensor = self.before_norm(self.linear(x).sin()) + self.linear(x)
+        return total
 
 
 class ModulesToSaveWrapper(torch.nn.Module):
