@@ -36,7 +36,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_366,
+    "all by hand": 15_361,
     "C": 903,
     "emitted": 211,
     "ahead_of_time": 784,
@@ -48,7 +48,7 @@ MOST_CODE_LINES = {
     "nn": 1_019,
     "normforge": 560,
     "operators": 599,
-    "override": 244,
+    "override": 239,
     "parallel": 212,
     "patching": 1_498,
     "reference": 687,

@@ -7,6 +7,7 @@ own kernel, which also raises what torch raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import compress, product
 from typing import Any
 
@@ -69,24 +70,14 @@ def _refuse_recorded(operator: str, arguments: tuple[Any, ...]) -> None:
         )
 
 
-def _layer_fits(x: torch.Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> bool:
-    return _fits(x, shape, weight, bias) and 0.0 <= eps <= LARGEST_FP32
+def _forward_fits(x: torch.Tensor, shape: Sequence[int], *others: Any) -> bool:
+    *parameters, eps = others
+    return _fits(x, shape, *parameters) and 0.0 <= _eps_of(eps) <= LARGEST_FP32
 
 
-def _rms_fits(x: torch.Tensor, shape: Sequence[int], weight: Any, eps: float | None) -> bool:
-    return _fits(x, shape, weight) and 0.0 <= _rms_eps(eps) <= LARGEST_FP32
-
-
-def _layer_gradients_fit(
-    dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any, due: Any
-) -> bool:
-    return _fits(x, shape, weight, bias) and _fits_back(dy, x, shape, (mean, rstd), (x, weight, bias), due)
-
-
-def _rms_gradients_fit(
-    dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], rstd: Any, weight: Any, due: Any
-) -> bool:
-    return _fits(x, shape, weight) and _fits_back(dy, x, shape, (rstd,), (x, weight), due)
+def _backward_fits(statistics: int, dy: torch.Tensor, x: torch.Tensor, shape: Sequence[int], *others: Any) -> bool:
+    kept, parameters, due = others[:statistics], others[statistics:-1], others[-1]
+    return _fits(x, shape, *parameters) and _fits_back(dy, x, shape, kept, (x, *parameters), due)
 
 
 def _fits(x: torch.Tensor, shape: Sequence[int], *parameters: torch.Tensor | None) -> bool:
@@ -166,11 +157,11 @@ def _layer(x: torch.Tensor, shape: Sequence[int], weight: Any, bias: Any, eps: f
 
 def _rms(x: torch.Tensor, shape: Sequence[int], weight: Any, eps: float | None) -> Tensors:
     dimensions = len(shape)
-    y, _, _, _, rstd = rmsnorm2d_fwd(_rows(x, dimensions), _vector(weight), eps=_rms_eps(eps), save_mv=True)
+    y, _, _, _, rstd = rmsnorm2d_fwd(_rows(x, dimensions), _vector(weight), eps=_eps_of(eps), save_mv=True)
     return _like(x, y), _one_a_row(rstd, dimensions, torch.float32)
 
 
-def _rms_eps(eps: float | None) -> float:
+def _eps_of(eps: float | None) -> float:
     return _DEFAULT_EPS if eps is None else eps
 
 
@@ -224,11 +215,12 @@ def _of_rows(statistic: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return statistic.view(rows.shape[:-1]).float()
 
 
-# The operators of aten that are served: whether a kernel serves a call as torch's would, and what it does then.
+# The operators of aten that are served: whether a kernel serves a call as torch's would, and what it does then. The
+# statistics of a LayerNorm are two, those of an RMSNorm one.
 _SERVED: Mapping[str, tuple[Callable[..., bool], Callable[..., Tensors]]] = {
-    "native_layer_norm": (_layer_fits, _layer),
-    "native_layer_norm_backward": (_layer_gradients_fit, _layer_gradients),
-    "_fused_rms_norm": (_rms_fits, _rms),
-    "_fused_rms_norm_backward": (_rms_gradients_fit, _rms_gradients),
+    "native_layer_norm": (_forward_fits, _layer),
+    "native_layer_norm_backward": (partial(_backward_fits, 2), _layer_gradients),
+    "_fused_rms_norm": (_forward_fits, _rms),
+    "_fused_rms_norm_backward": (partial(_backward_fits, 1), _rms_gradients),
 }
 OPERATORS = tuple(_SERVED)
