@@ -36,7 +36,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_361,
+    "all by hand": 15_360,
     "C": 903,
     "emitted": 211,
     "ahead_of_time": 784,
@@ -47,7 +47,7 @@ MOST_CODE_LINES = {
     "kernels": 1_184,
     "nn": 1_019,
     "normforge": 560,
-    "operators": 599,
+    "operators": 598,
     "override": 239,
     "parallel": 212,
     "patching": 1_498,
@@ -56,7 +56,7 @@ MOST_CODE_LINES = {
     "upstream": 739,
 }
 # Modules of ours that `import normforge` loads; the goal is 60.
-MOST_MODULES = 88
+MOST_MODULES = 73
 # Of a call that is known, kernels interpreted: the functions of ours that it enters, and how often it goes on from an
 # outer module after it was in an inner one.
 MOST_STOPS = {"layer_norm": (13, 5), "rmsnorm2d_fwd": (9, 3), "gradients of layer_norm": (20, 9)}

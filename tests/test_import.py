@@ -40,7 +40,7 @@ print(*(name for name in {LATE!r} if name in sys.modules and name not in brought
 def test_import_brings_no_tool_and_nothing_that_probes_or_compiles_ahead() -> None:
     code = "import sys, normforge; print(*(name for name in sys.modules if name.startswith('normforge.')))"
     brought = printed(code).split()
-    assert "normforge.calls.public" in brought
+    assert "normforge.calls.native" in brought
     late = ("normforge.tools", "normforge.ahead_of_time", "normforge.nn.p", "normforge.selection.recording")
     assert [name for name in brought if name.startswith(late)] == []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from ..calls.functions import FUNCTIONS, completed
 from ..calls.neighbour_rows import CALLS
 from ..calls.traced import intercepted, operated_as
 from ..codegen.families import Kind
-from ..codegen.parameters import BACKWARD, FORWARD
 from ..codegen.values import Direction
 from ..kernels.gpu import require_device
 from ..upstream.torch_internals import dispatch_modes
@@ -22,9 +21,7 @@ from ..upstream.torch_internals import dispatch_modes
 Results = Sequence["torch.Tensor | None"]
 
 # The functions that take the arguments of their operators.
-PUBLIC: Mapping[str, Callable[..., Any]] = {
-    name: getattr(public, name) for family in (FORWARD, BACKWARD) for name in family.functions.values()
-}
+PUBLIC = {name: getattr(public, name) for name, takes in FUNCTIONS.items() if not takes.neighbour}
 
 
 def run(function: str, given: Mapping[str, Any]) -> Results:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ..calls import eager
 from ..calls.check import FP8_HAS_NO_GRADIENT
 from ..calls.functions import FUNCTIONS, completed
 from ..calls.outputs import dtype_of_all
@@ -17,7 +16,6 @@ from ..calls.traced import operated
 from ..codegen.families import Kind
 from ..dtypes import FLOATS, FP8_INPUTS
 from ..errors import GradientError
-from .computing import by_formula, shares_no_row
 from .twins import register_autograd
 
 
@@ -151,6 +149,8 @@ def register_second(
             found = compute(ctx.told | dict(zip(tensors, operands, strict=True)))
             return [each for each in found if each is not None]
 
+        from ..calls import eager
+
         due = dict(zip(passed, ctx.needs_input_grad, strict=True))
         found = eager.differentiated(computed, ctx.saved_tensors, [due[name] for name in tensors], arrived)
         by_name = dict(zip(tensors, found, strict=True))
@@ -163,6 +163,8 @@ def _compute(
     forward: str, backward: str, told: _Told, needed: Sequence[str], given: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
     """The gradients that are due, by the names of what they are of."""
+    from .computing import by_formula, shares_no_row
+
     if all(given[name] is None for name in _ARRIVE):
         return {}
     takes = FUNCTIONS[backward]

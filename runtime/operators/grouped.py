@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 
-from ..calls import eager, group
-from ..calls.eager import GroupArrived, GroupNormGradients, GroupOptions
 from ..codegen.families import Family
 from ..codegen.parameters import GROUP, GROUP_BWD
 from ..errors import LayoutError
@@ -16,7 +16,15 @@ from .gradients import UNSAVED, kept_too_little, register_second
 from .shortcuts import Kernel, Recording, at_once
 from .twins import both, register_autograd
 
-FORWARD, BACKWARD = group.FORWARD_OPERATOR, group.BACKWARD_OPERATOR
+FORWARD, BACKWARD = (*GROUP.functions.values(), *GROUP_BWD.functions.values())
+
+
+@cache
+def _calls() -> Any:
+    """Return the module of GroupNorm's calls, which is imported for the first one."""
+    from ..calls import group
+
+    return group
 
 
 def _declared(family: Family) -> dict[str, str]:
@@ -44,13 +52,14 @@ def register(library: Any, namespace: str, tags: tuple[torch.Tag, ...]) -> dict[
             known[defined], called[operator] = kernel, at_once(operator, kernel)
     recording: Any = Recording(library, known)
     register_autograd(namespace, FORWARD, _differentiate, _keep, recording)
-    names = tuple(_declared(GROUP_BWD))
-    register_second(recording, namespace, BACKWARD, names, GroupArrived._fields[:5], _computed_by_torch)
+    declared = _declared(GROUP_BWD)
+    tensors = [name for name, kind in declared.items() if kind.startswith("Tensor")]
+    register_second(recording, namespace, BACKWARD, tuple(declared), tensors, _computed_by_torch)
     return called
 
 
 def _require_layout(x: torch.Tensor) -> None:
-    if group.are_channels_last(x) is None:
+    if _calls().are_channels_last(x) is None:
         raise LayoutError(
             f"x has shape {tuple(x.shape)} and strides {x.stride()}; this operator takes positions or channels "
             "innermost, without gaps: pass x.contiguous(), or call normforge.group_norm"
@@ -61,7 +70,8 @@ def _require_layout(x: torch.Tensor) -> None:
 def _run(*given: Any) -> list[torch.Tensor]:
     x, weight, bias, *told, saves = given
     _require_layout(x)
-    found = group.launched(x, weight, bias, GroupOptions(*told), saves=saves)
+    calls = _calls()
+    found = calls.launched(x, weight, bias, calls.Options(*told), saves=saves)
     return [tensor for tensor in found if tensor is not None]
 
 
@@ -69,7 +79,7 @@ def _run(*given: Any) -> list[torch.Tensor]:
 def _fake(*given: Any) -> list[torch.Tensor]:
     x, _, _, *told, saves = given
     _require_layout(x)
-    options = GroupOptions(*told)
+    options = _calls().Options(*told)
     y = x.new_empty_strided(x.shape, x.stride(), dtype=options.out_dtype or x.dtype)
     shape = (2, x.shape[0], options.num_groups)
     return [y, x.new_empty(shape, dtype=torch.float32)] if saves else [y]
@@ -79,7 +89,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None
     x, weight, bias, *told, saves = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.options = GroupOptions(*told)
+    ctx.options = _calls().Options(*told)
     ctx.saves = saves
     if saves:
         ctx.save_for_backward(x, weight, bias, *output[1:])
@@ -88,25 +98,26 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None
 def _differentiate(ctx: Any, arrived: list[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     if not ctx.saves:
         raise kept_too_little(UNSAVED)
-    none = (None,) * 5
     if arrived[0] is None:
-        return None, None, None, *none
+        return (None,) * 8
     x, weight, bias, statistics = ctx.saved_tensors
-    wants = [name for name, due in zip(GroupNormGradients._fields, ctx.needs_input_grad, strict=False) if due]
-    found = group.operated_backward(GroupArrived(arrived[0], x, weight, bias, statistics, ctx.options, wants))
-    return *found, *none
+    calls = _calls()
+    wants = [name for name, due in zip(calls.Gradients._fields, ctx.needs_input_grad, strict=False) if due]
+    found = calls.operated_backward(calls.Arrived(arrived[0], x, weight, bias, statistics, ctx.options, wants))
+    return *found, *(None,) * 5
 
 
 @eager_only
 def _run_backward(*given: Any) -> list[torch.Tensor]:
     arrived = _arrived(*given)
     _require_layout(arrived.x)
-    return [gradient for gradient in group.launched_backward(arrived) if gradient is not None]
+    return [gradient for gradient in _calls().launched_backward(arrived) if gradient is not None]
 
 
-def _arrived(*given: Any) -> GroupArrived:
+def _arrived(*given: Any) -> Any:
+    calls = _calls()
     *tensors, num_groups, eps, activation, wants = given
-    return GroupArrived._make((*tensors, GroupOptions(num_groups, eps, activation, None), wants))
+    return calls.Arrived(*tensors, calls.Options(num_groups, eps, activation, None), wants)
 
 
 @eager_only
@@ -119,6 +130,7 @@ def _fake_backward(*given: Any) -> list[torch.Tensor]:
     return found
 
 
-def _computed_by_torch(given: dict[str, Any]) -> list[torch.Tensor]:
-    arrived = _arrived(*[given[name] for name in _declared(GROUP_BWD)])
-    return [gradient for gradient in eager.group_gradients(arrived) if gradient is not None]
+def _computed_by_torch(given: dict[str, Any]) -> Sequence[torch.Tensor | None]:
+    from ..calls.eager import group_gradients
+
+    return group_gradients(_arrived(*[given[name] for name in _declared(GROUP_BWD)]))

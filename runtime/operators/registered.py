@@ -9,12 +9,13 @@ Where a caller says where outputs go, another operator (`..._into`) writes y and
 functional one would move as many bytes again as its kernel does. It returns y_scale, mean and rstd, of no elements
 where not asked for: of operators that write, torch functionalises only those that return a fixed number of tensors.
 
-Importing this module registers them, in `torch.ops.normforge`.
+Importing this module registers them, in `torch.ops.normforge`. What computes results besides look-ups of plain norms is
+imported when an operator is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,12 +28,10 @@ from ..calls.functions import FUNCTIONS
 from ..calls.outputs import results_of
 from ..codegen import parameters
 from ..codegen.values import Direction
-from ..compiled.switch import settle
 from ..upstream.imports import when_imported
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_inductor import called_at_once
-from . import gradients, grouped, sharding
-from .computing import PUBLIC, by_formula, run, run_named
+from . import gradients, grouped
 from .shortcuts import Recording, at_once, of_plain_tensors
 from .twins import both
 
@@ -62,14 +61,6 @@ def _in_order(name: str, places: int) -> Callable[..., Tensors]:
         return [result for result in results if result is not None]
 
     return run
-
-
-# From an operator's arguments, in their order, to what it returns.
-_IN_ORDER: dict[str, Callable[..., Tensors]] = {
-    name: _in_order(name, len(FUNCTIONS[name].places))
-    for family in (parameters.FORWARD, parameters.BACKWARD)
-    for name in family.functions.values()
-}
 
 
 def _schema(name: str, into: bool, defined: str) -> str:
@@ -106,11 +97,21 @@ def _handed(function: str, into: bool, results: Any) -> Tensors | tuple[torch.Te
 
 @eager_only
 def _returned(function: str, into: bool, *arguments: Any) -> Tensors | tuple[torch.Tensor, ...]:
+    from .computing import run
+
     return _handed(function, into, run(function, _named(function, arguments)))
+
+
+def _by_formula(function: str, given: dict[str, Any]) -> Sequence[torch.Tensor | None]:
+    from .computing import by_formula
+
+    return by_formula(function, given)
 
 
 @eager_only
 def _fake(function: str, into: bool, *arguments: Any) -> Tensors | tuple[torch.Tensor, ...]:
+    from ..compiled.switch import settle
+
     settle()
     call = check(function, _named(function, arguments), addressed=False)
     if into:
@@ -124,7 +125,8 @@ def _register(name: str, into: bool = False) -> None:
     The twin is the same, batch invariant.
     """
     kernel: Callable[..., Any] = partial(_returned, name, into)
-    in_order = None if into else _IN_ORDER.get(name)
+    takes = FUNCTIONS[name]
+    in_order = None if into or takes.neighbour else _in_order(name, len(takes.places))
     if in_order is not None:
         kernel = of_plain_tensors(in_order, kernel)
     own = f"{name}_into" if into else name
@@ -133,16 +135,11 @@ def _register(name: str, into: bool = False) -> None:
         _library.define(_schema(name, into, defined), tags=_TAGS)
         _library.impl(defined, each, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{_NAMESPACE}::{defined}", partial(_fake, name, into), lib=_library)
-        operator = _operator(defined)
+        operator: torch._ops.OpOverload[Any, Any] = getattr(torch.ops.normforge, defined).default
         _kernels[defined] = each
         _at_once[operator] = at_once(operator, shortest[defined])
         if into:
-            _count_writes(defined, operator, len(FUNCTIONS[name].places))
-
-
-def _operator(name: str) -> torch._ops.OpOverload[Any, Any]:
-    operator: torch._ops.OpOverload[Any, Any] = getattr(torch.ops.normforge, name).default
-    return operator
+            _count_writes(defined, operator, len(takes.places))
 
 
 def _count_writes(name: str, operator: torch._ops.OpOverload[Any, Any], places: int) -> None:
@@ -162,17 +159,20 @@ for _name, _takes in FUNCTIONS.items():
         _register(_name, into=True)
     if _takes.direction is Direction.BACKWARD:
         _tensors = [name for name, _, _ in _takes.tensors]
-        gradients.register_second(_recording, _NAMESPACE, _name, _takes.passed, _tensors, partial(by_formula, _name))
+        gradients.register_second(_recording, _NAMESPACE, _name, _takes.passed, _tensors, partial(_by_formula, _name))
     elif _takes.gradients:
         # What is quantised has no gradient.
         _backward = parameters.GRADIENTS[_takes.neighbour].functions[_takes.norm]
         gradients.register(_recording, _NAMESPACE, _name, _backward)
-# By the norm's word.
-FORWARD = {norm.value: _operator(name) for norm, name in parameters.FORWARD.functions.items()}
-FORWARD_INTO = {norm.value: _operator(f"{name}_into") for norm, name in parameters.FORWARD.functions.items()}
-BACKWARD = {norm.value: _operator(name) for norm, name in parameters.BACKWARD.functions.items()}
 _at_once |= grouped.register(_library, _NAMESPACE, _TAGS)
 called_at_once(_at_once)
-_RULED = {name: PUBLIC.get(name, partial(run_named, function=name)) for name in FUNCTIONS}
+
+
+def _rule_dtensors() -> None:
+    from . import sharding
+
+    sharding.register(_library, _NAMESPACE)
+
+
 # Who has no DTensors does not wait for them to be imported, which takes a second.
-when_imported("torch.distributed.tensor", partial(sharding.register, _library, _NAMESPACE, _RULED))
+when_imported("torch.distributed.tensor", _rule_dtensors)

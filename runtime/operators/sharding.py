@@ -23,26 +23,24 @@ from ..codegen.families import Kind
 from ..codegen.values import ScaleLayout
 from ..errors import LayoutError
 from ..upstream.torch_dtensor import assembled
+from .computing import PUBLIC, run_named
 from .twins import both
 
-Functions = Mapping[str, Callable[..., Any]]
 
-
-def register(library: torch.library.Library, namespace: str, functions: Functions) -> None:
+def register(library: torch.library.Library, namespace: str) -> None:
     """Give every operator of `FUNCTIONS` and GroupNorm's their rules. This imports DTensor.
 
     Args:
         library: where they are defined.
         namespace: under what name.
-        functions: the functions that compute, by name.
     """
     from torch.distributed.tensor import DTensor
 
     def rule(defined: str, bound: Callable[..., Any]) -> None:
         torch.library.register_torch_dispatch(f"{namespace}::{defined}", DTensor, torch.no_grad()(bound), lib=library)
 
-    for name, function in functions.items():
-        takes = FUNCTIONS[name]
+    for name, takes in FUNCTIONS.items():
+        function = PUBLIC.get(name, partial(run_named, function=name))
         for own, places in {name: {}, f"{name}_into": dict(takes.places)}.items():
             if places or own == name:
                 for defined, compute in both(own, function).items():

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 import normforge
 from normforge.calls.functions import FUNCTIONS, completed
 from normforge.errors import GradientError
-from normforge.operators import registered
 
 from ..calling import FORWARD, each_norm, same_bits
 from ..nn.oracle import backward
+from ..operators import registered
 
 M, N = 3, 64
 MODIFIED = "has been modified by an inplace operation"

@@ -18,10 +18,10 @@ from normforge.calls import first, recorded
 from normforge.calls.outputs import LayerNormOutput, NormGradients
 from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.calls.traced import INVARIANT
-from normforge.operators import registered
 
 from ..calling import FORWARD, each_norm, printed, same_bits
 from ..thorough import THOROUGH
+from . import registered
 
 M, N = 3, 64
 

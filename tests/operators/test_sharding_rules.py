@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch._library.simple_registry import singleton
 
-from normforge.operators import registered
+from . import registered
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this build of torch has no torch.distributed")
 

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import normforge
-from normforge.operators import registered
 
 from ..calling import FORWARD, each_norm, same_bits
 from ..thorough import THOROUGH
+from . import registered
 from .test_operators import arguments
 
 M, N = 3, 64
