@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import fitting
+from . import tiling
 from .emit import render, render_folder
 from .instance import ANY, Instance, Tile, Tiles
 from .manifest import load
@@ -90,7 +90,7 @@ def _package() -> dict[str, str]:
     """The files of the Python package, but for `_ops.py`, which a build adds."""
     kernels = render_folder(_instances())
     modes = sorted(path.removesuffix(".py") for path in kernels if "_fwd_" in path or "_bwd_" in path)
-    values = {"mark": MARK, "modes": modes, "modules": sorted([*modes, "dispatch", "finalise"]), "filling": fitting}
+    values = {"mark": MARK, "modes": modes, "modules": sorted([*modes, "dispatch", "finalise"]), "tiling": tiling}
     package = {"__init__.py": render("hub/package.py.j2", mark=MARK)}
     package |= {f"{name}.py": render(f"hub/{name}.py.j2", **values) for name in _OWN}
     return package | {f"kernels/{path}": text for path, text in kernels.items()}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from .fitting import copies, most_stages
 from .instance import Bucket, Tile
-from .tiling import MOST_RESIDENT_WARPS, MOST_WARPS, WARP, Load, TileClass, power_of_two
+from .tiling import MOST_RESIDENT_WARPS, MOST_WARPS, WARP, Load, TileClass, copies, most_stages, power_of_two
 from .values import Direction, Pipeline
 
 # Programs that share a row exchange its means rounded to fp32. At 1e4 that is off by 5e-4, below any noise that 16 bits

@@ -36,7 +36,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_360,
+    "all by hand": 15_356,
     "C": 903,
     "emitted": 211,
     "ahead_of_time": 784,
@@ -44,7 +44,7 @@ MOST_CODE_LINES = {
     "compiled": 662,
     "integrations": 402,
     "jax": 706,
-    "kernels": 1_184,
+    "kernels": 1_181,
     "nn": 1_019,
     "normforge": 560,
     "operators": 598,
@@ -52,11 +52,11 @@ MOST_CODE_LINES = {
     "parallel": 212,
     "patching": 1_498,
     "reference": 687,
-    "selection": 867,
+    "selection": 866,
     "upstream": 739,
 }
 # Modules of ours that `import normforge` loads; the goal is 60.
-MOST_MODULES = 73
+MOST_MODULES = 71
 # Of a call that is known, kernels interpreted: the functions of ours that it enters, and how often it goes on from an
 # outer module after it was in an inner one.
 MOST_STOPS = {"layer_norm": (13, 5), "rmsnorm2d_fwd": (9, 3), "gradients of layer_norm": (20, 9)}

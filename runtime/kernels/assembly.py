@@ -10,13 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..codegen.families import Family, Kind, Parameter, Result
-from ..codegen.fitting import with_room
 from ..codegen.groups import AnyMode, GroupMode
 from ..codegen.instance import Tile
 from ..codegen.parameters import BACKWARD
-from ..codegen.tiling import WARP, power_of_two
+from ..codegen.tiling import WARP, power_of_two, with_room
 from ..codegen.values import DType, Part, Pipeline
-from . import group_tiles, pipelines
+from . import pipelines
 from .gpu import Target, scale_warps
 from .key import KernelKey, Word, integer_type, pointer_type, row_count_type
 from .pipelines import programs_a_part
@@ -311,6 +310,8 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
 
 def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int) -> Assembly:
     """`assemble` for GroupNorm, of which M is the groups of all samples."""
+    from . import group_tiles
+
     channels, groups, positions = facts.sizes.values()
     shape, target = group_tiles.Shape(channels, groups, positions, mode.dtype_in.itemsize), facts.target
     tile, cut = group_tiles.choose(mode, shape, choices, target)

@@ -117,7 +117,10 @@ class Folder:
         for name, digest in row.loaded.items():
             self._verify(name, digest)
         try:
-            return _assembled(key, function, {name: str(self.path / name) for name in row.loaded})
+            from triton.compiler import CompiledKernel
+
+            # What Triton makes of a kernel that it finds in its own cache: these files, and a source that is not read.
+            return CompiledKernel(key.source(function), {name: str(self.path / name) for name in row.loaded}, "")
         except Exception as error:
             raise AotError(
                 f"{self.path} holds {key.symbol} in files that Triton cannot read ({error}); {self._again}"
@@ -311,13 +314,6 @@ def digest_of(module: Path) -> str:
     if shared.is_file():
         digest.update(b"\0" + shared.read_bytes())
     return digest.hexdigest()
-
-
-def _assembled(key: KernelKey, function: Any, group: Mapping[str, str]) -> Any:
-    """What Triton makes of a kernel that it finds in its own cache: these files, and a source that is not read."""
-    from triton.compiler import CompiledKernel
-
-    return CompiledKernel(key.source(function), dict(group), "")
 
 
 def write(path: Path, data: bytes) -> None:

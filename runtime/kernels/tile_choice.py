@@ -6,11 +6,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ..call_kinds import MOST_ROWS_IN_I32
-from ..codegen.fitting import most_stages
 from ..codegen.groups import AnyMode
 from ..codegen.instance import Tile
 from ..codegen.model import Mode
-from ..codegen.tiling import WARP
+from ..codegen.tiling import WARP, most_stages
 from ..codegen.values import Pipeline
 from ..errors import DeviceError, InvarianceError
 from .gpu import Target

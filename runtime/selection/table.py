@@ -16,11 +16,10 @@ from types import CodeType
 from typing import Any
 
 from ..call_kinds import MOST_ROWS_IN_I32, ROWS
-from ..codegen.fitting import is_ragged, narrowed
 from ..codegen.instance import ANY, Tile, Tiles
 from ..codegen.lazy import cached_property
 from ..codegen.model import Mode
-from ..codegen.tiling import SOME_M
+from ..codegen.tiling import SOME_M, is_ragged, narrowed
 from ..codegen.values import Part, Pipeline
 from ..errors import TableError
 

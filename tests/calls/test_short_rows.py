@@ -10,9 +10,9 @@ import torch
 
 import normforge
 from normforge.calls import known
-from normforge.codegen.fitting import is_ragged, narrowed
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
+from normforge.codegen.tiling import is_ragged, narrowed
 from normforge.codegen.values import Pipeline
 from normforge.selection import dispatch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from normforge.codegen.fitting import copies, most_stages
+from normforge.codegen.tiling import copies, most_stages
 
 
 @pytest.mark.parametrize(

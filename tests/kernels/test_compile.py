@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from normforge.codegen.fitting import with_room
 from normforge.codegen.instance import Instance, Tile
 from normforge.codegen.model import Mode
+from normforge.codegen.tiling import with_room
 from normforge.codegen.values import (
     Direction,
     DType,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import normforge
-from normforge.codegen.fitting import with_room
 from normforge.codegen.instance import Tile
+from normforge.codegen.tiling import with_room
 from normforge.codegen.values import Pipeline
 from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.tile_choice import staged

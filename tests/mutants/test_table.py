@@ -54,7 +54,7 @@ _RUNTIME = (
     "upstream/triton_hashes",
     "upstream/triton_launcher",
 )
-_CODEGEN = ("emit", "fitting", "folder", "model", "select", "signature", "sketch", "stages", "tiling")
+_CODEGEN = ("emit", "folder", "model", "select", "signature", "sketch", "stages", "tiling")
 # A docstring and nothing else.
 _TEMPLATE_WITHOUT_CODE = "templates/package.py.j2"
 

@@ -70,7 +70,7 @@ MUTANTS = (
     Mutant(
         "room-for-x-alone",
         "programs that share rows of sums have as many stages as x by itself leaves room for",
-        "codegen/fitting.py",
+        "codegen/tiling.py",
         "tile.held * tile.block * sum(itemsizes)",
         "tile.held * tile.block * min(itemsizes)",
         ("tests/kernels/test_staging.py::test_a_residual_of_more_bits_leaves_room_for_fewer_stages",),
@@ -244,7 +244,7 @@ MUTANTS = (
     Mutant(
         "more-stages-than-shared-memory",
         "a loop has more rows on their way than a multiprocessor holds",
-        "codegen/fitting.py",
+        "codegen/tiling.py",
         "room = _SHARED_MEMORY.get(arch, 0) // resident - _RESERVED",
         "room = _SHARED_MEMORY.get(arch, 0) - _RESERVED",
         ("tests/kernels/test_staging.py::test_as_many_stages_as_a_launch_has_room_for",),
