@@ -38,7 +38,7 @@ a selection:
   a bucket, infinite if it has no cap, so n<=8192 keeps the buckets that end at 8192 or before.
   Given several times, either option is one list of all its parts. Both may be given. The folder then holds the
   instances that are left: files of the others are removed from it, and from a checkout's own generated/ only with
-  --prune. --tiles and --out may be given once.
+  --prune, for another manifest than instances.yaml too. --tiles and --out may be given once.
 
 examples:
   {prog} --list --filter 'rms_*_mv_n4096'
@@ -79,18 +79,18 @@ def _run(arguments: argparse.Namespace, again: str) -> int:
         return DONE
     planned = plan(arguments.out, render_folder(manifest.instances))
     selects = arguments.filter is not None or arguments.where is not None
-    if arguments.verb == "write" and arguments.own and selects and not arguments.prune:
-        _refuse_to_prune(planned)
+    if arguments.verb == "write" and arguments.own and not arguments.prune and (selects or not arguments.own_manifest):
+        _refuse_to_prune(planned, "this selection" if selects else "this manifest")
     status = _ACTIONS[arguments.verb](manifest, planned, again)
     # What is emitted into the runtime depends on no manifest: it goes with a checkout's own folder.
     calls = calls_file(_ROOT, _shown(_ROOT / CALLS)) if arguments.own else None
     return status if calls is None else max(status, _with_calls(arguments.verb, calls, again))
 
 
-def _refuse_to_prune(planned: Plan) -> None:
+def _refuse_to_prune(planned: Plan, asked: str) -> None:
     if planned.stale or planned.changed:
         raise FolderError(
-            f"this selection would remove {counted(len(planned.stale), 'file')} from {planned.folder} and change "
+            f"{asked} would remove {counted(len(planned.stale), 'file')} from {planned.folder} and change "
             f"{len(planned.changed)}; nothing was written or removed. Name another folder with --out, look with "
             "--dry-run, or confirm with --prune"
         )
@@ -198,7 +198,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     ):
         parser.add_argument(f"--{name}", action="append", metavar=metavar, help=f"{text}; may be given several times")
     parser.add_argument(
-        "--prune", action="store_true", help="with a selection: remove the other modules from a checkout's generated/"
+        "--prune",
+        action="store_true",
+        help="with a selection or --manifest: remove other modules from a checkout's generated/",
     )
     parser.set_defaults(verb="write")
     verbs = parser.add_argument_group("instead of writing (at most one)").add_mutually_exclusive_group()
@@ -224,6 +226,7 @@ def _complete(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
             parser.error("an installed normforge has no instances.yaml of its own; name a manifest: --manifest FILE")
         arguments.manifest = [_shown(_MANIFEST)]
     arguments.own = arguments.out is None
+    arguments.own_manifest = [path.resolve() for path in arguments.manifest] == [_MANIFEST.resolve()]
     if arguments.out is None and not reports:
         if not in_checkout:
             parser.error("an installed normforge has no generated/ of its own; name a folder: --out DIR")

@@ -323,6 +323,32 @@ def test_a_checkout_regenerates_its_own_folder(repository: Path, tmp_path: Path)
     assert run("generate.py", "--filter", "ln_*", "--where", "n=1", "--prune", cwd=tmp_path).returncode == 0
 
 
+def test_another_manifest_removes_nothing_from_a_checkouts_own_folder_unless_asked(
+    repository: Path, tmp_path: Path
+) -> None:
+    for name in ("codegen", "templates"):
+        shutil.copytree(repository / name, tmp_path / name)
+    shutil.copy(repository / "generate.py", tmp_path)
+    (tmp_path / "instances.yaml").write_text("groups:\n  few: {norm: rms, dtype_in: [fp16, bf16], n: 4096}\n")
+    (tmp_path / "mine.yaml").write_text("groups:\n  few: {norm: rms, dtype_in: [fp16], n: 4096}\n")
+    assert run("generate.py", cwd=tmp_path).returncode == 0
+    before = contents(str(tmp_path / "generated"))
+    refused = run("generate.py", "--manifest", "mine.yaml", cwd=tmp_path)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert re.fullmatch(
+        r"python generate\.py: error: this manifest would remove \d+ files? from generated and change \d+; nothing was "
+        r"written or removed\. Name another folder with --out, look with --dry-run, or confirm with --prune\n",
+        refused.stderr,
+    )
+    assert contents(str(tmp_path / "generated")) == before
+    # A folder of one's own, a look and the checkout's own manifest by name need no confirmation.
+    for arguments in (("mine.yaml", "--out", "kernels"), ("mine.yaml", "--dry-run"), ("instances.yaml",)):
+        assert run("generate.py", "--manifest", *arguments, cwd=tmp_path).returncode == 0
+    assert contents(str(tmp_path / "generated")) == before
+    assert run("generate.py", "--manifest", "mine.yaml", "--prune", cwd=tmp_path).returncode == 0
+    assert contents(str(tmp_path / "generated")) != before
+
+
 def test_one_is_no_plural(repository: Path, tmp_path: Path) -> None:
     name = load(repository / "instances.yaml").instances[0].name
     only = ("--filter", name, "--out", str(tmp_path / "one"))
