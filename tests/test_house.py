@@ -36,7 +36,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_356,
+    "all by hand": 15_355,
     "C": 903,
     "emitted": 211,
     "ahead_of_time": 784,
@@ -45,7 +45,7 @@ MOST_CODE_LINES = {
     "integrations": 402,
     "jax": 706,
     "kernels": 1_181,
-    "nn": 1_019,
+    "nn": 1_018,
     "normforge": 560,
     "operators": 598,
     "override": 239,

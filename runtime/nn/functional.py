@@ -247,10 +247,7 @@ def add_layer_norm(
     """
     operands, options = (x, weight, bias, residual, x_bias), ("layer", eps, weight_offset, None, cast)
     both: tuple[torch.Tensor, torch.Tensor]
-    if dropout_p != 0.0 or dropout_rng is not None or return_mask:
-        both = dropped_add_normalise(operands, None, options, (dropout_p, dropout_rng, return_mask))
-    else:
-        both = add_normalise(operands, None, options)
+    both = add_normalise(operands, None, options, (dropout_p, dropout_rng, return_mask))
     return both
 
 
@@ -321,15 +318,17 @@ def add_rms_norm(
     """
     operands, options = (x, weight, None, residual, x_bias), ("rms", eps, weight_offset, None, cast)
     both: tuple[torch.Tensor, torch.Tensor]
-    if dropout_p != 0.0 or dropout_rng is not None or return_mask:
-        both = dropped_add_normalise(operands, None, options, (dropout_p, dropout_rng, return_mask))
-    else:
-        both = add_normalise(operands, None, options)
+    both = add_normalise(operands, None, options, (dropout_p, dropout_rng, return_mask))
     return both
 
 
-def add_normalise(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:
-    """Add and normalise over all of normalized_shape; None is x's last dimension."""
+def add_normalise(
+    operands: Operands, normalized_shape: Sequence[int] | None, options: Options, asked: tuple[Any, Any, bool]
+) -> Any:
+    """Add and normalise over all of normalized_shape; None is x's last dimension. See `dropped_add_normalise`."""
+    dropout_p, dropout_rng, returns_mask = asked
+    if dropout_p != 0.0 or dropout_rng is not None or returns_mask:
+        return dropped_add_normalise(operands, normalized_shape, options, asked)
     both = None
     if not is_dynamo_compiling() and operands[3].__class__ in PLAIN:
         both = native.calls.recorded.normalise(operands, options, normalized_shape)

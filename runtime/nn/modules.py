@@ -17,7 +17,6 @@ from ..errors import ConflictError
 from ..mode_words import word
 from .functional import (
     add_normalise,
-    dropped_add_normalise,
     normalise,
     normalise_cast_before_weight,
     normalise_first,
@@ -242,12 +241,8 @@ class _Adds(_Norm):
         return getattr(self, name) if is_dynamo_compiling() else own(self, name)
 
     def _add(self, operands: Operands, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
-        both: tuple[torch.Tensor, torch.Tensor]
-        if self.dropout_p and self.training:
-            asked = (self.dropout_p, None, False)
-            both = dropped_add_normalise(operands, self.normalized_shape, options, asked)
-        else:
-            both = add_normalise(operands, self.normalized_shape, options)
+        asked = (self.dropout_p if self.dropout_p and self.training else 0.0, None, False)
+        both: tuple[torch.Tensor, torch.Tensor] = add_normalise(operands, self.normalized_shape, options, asked)
         return both
 
     def extra_repr(self) -> str:

@@ -16,6 +16,16 @@ from .oracle import EPS, close, each_device, each_function, each_norm
 from .test_options import TOLERANCES, call, exact, tensors
 
 
+class FP32LayerNorm(torch.nn.LayerNorm):
+    """As diffusers'."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise in fp32."""
+        weight, bias = self.weight.float(), self.bias.float()
+        wide = functional.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps)
+        return wide.to(x.dtype)
+
+
 def second(outputs: Any, leaves: list[torch.Tensor], arriving: list[torch.Tensor], also: list[torch.Tensor]) -> Any:
     """The gradients, and those of one sum of all of them, of leaves and of what arrived."""
     first = torch.autograd.grad(outputs, leaves, arriving, create_graph=True)
@@ -233,3 +243,21 @@ def test_the_second_tangent_of_a_layer_norm() -> None:
             lambda a: torch.func.jvp(f, (a,), (torch.ones_like(a),))[1], (t,), (torch.ones_like(t),)
         )[1]
         assert along.item() == pytest.approx(0.7749, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LayerNorm, FP32LayerNorm], ids=lambda kind: kind.__name__)
+def test_the_second_tangent_of_a_patched_layer_norm(kind: type[torch.nn.LayerNorm]) -> None:
+    """A patched norm computes by normforge where torch's own second tangent is wrong (pytorch#196700)."""
+    model = torch.nn.Sequential(kind(2, eps=0.25))
+    next(model.parameters()).data = torch.tensor([1.0, 2.0])
+    assert len(normforge.patch(model).swapped) == 1
+
+    def f(t: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = model(torch.stack([t, torch.zeros_like(t)]))
+        return y.sum()
+
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype)
+        t = torch.tensor(0.7, dtype=dtype)
+        assert torch.func.jacfwd(torch.func.jacfwd(f))(t).item() == pytest.approx(0.7749, abs=1e-4)
+        assert torch.func.jacrev(torch.func.jacfwd(f))(t).item() == pytest.approx(0.7749, abs=1e-4)
