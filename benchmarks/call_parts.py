@@ -263,7 +263,7 @@ class _Saving(_Empty):
         return told[0]
 
 
-# Without what makes ready for functorch's transforms, as `normforge.calls.recorded` calls its own.
+# Without what makes ready for functorch's transforms, as `normforge.families.plain` calls its own.
 _apply_empty: Callable[..., Any] = super(torch.autograd.Function, _Empty).apply
 _apply_saving: Callable[..., Any] = super(torch.autograd.Function, _Saving).apply
 

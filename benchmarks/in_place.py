@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-from normforge.calls import native, public, recorded
+from normforge.calls import native
+from normforge.families import plain as recorded
+from normforge.families import public
 from normforge.nn import functional
 
 from .take_apart import Taken, nothing, without
@@ -74,7 +76,7 @@ def _known(taken: Taken, allocates: bool) -> SimpleNamespace:
 def _apply_of(function: Callable[..., Any]) -> Callable[..., Any]:
     methods = {"forward": staticmethod(function), "backward": staticmethod(nothing)}
     alone = type("Alone", (torch.autograd.Function,), methods)
-    # As `normforge.calls.recorded` calls its own; a class made by `type` has no types.
+    # As `normforge.families.plain` calls its own; a class made by `type` has no types.
     made: Any = alone
     apply: Callable[..., Any] = super(torch.autograd.Function, made).apply
     return apply

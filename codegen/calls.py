@@ -14,7 +14,7 @@ from .families import Family, Parameter
 from .parameters import BACKWARD, FORWARD, GATED, MODULATED, QUANTISED
 
 # From the repository's root.
-PATH = "runtime/calls/public.py"
+PATH = "runtime/families/public.py"
 
 _TEMPLATE = "calls.py.j2"
 

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from .ahead_of_time.compile_keys import compile_keys, recorded_keys
     from .ahead_of_time.warmup import warmup
     from .calls.backend import backend
-    from .calls.gated import gated_layernorm2d_fwd, gated_rmsnorm2d_fwd
-    from .calls.modulated import modulated_layernorm2d_fwd, modulated_rmsnorm2d_fwd
     from .calls.outputs import LayerNormOutput, QuantisedOutput
-    from .calls.public import (
+    from .compiled.switch import compile_passes
+    from .families.gated import gated_layernorm2d_fwd, gated_rmsnorm2d_fwd
+    from .families.modulated import modulated_layernorm2d_fwd, modulated_rmsnorm2d_fwd
+    from .families.public import (
         l2norm2d_bwd,
         l2norm2d_fwd,
         layernorm2d_bwd,
@@ -32,9 +33,8 @@ if TYPE_CHECKING:
         rmsnorm2d_bwd,
         rmsnorm2d_fwd,
     )
-    from .calls.quantised import quantised_layer_norm, quantised_rms_norm
-    from .calls.which import which
-    from .compiled.switch import compile_passes
+    from .families.quantised import quantised_layer_norm, quantised_rms_norm
+    from .families.which import which
     from .kernels.binaries import load_aot
     from .nn.functional import add_layer_norm, add_rms_norm, l2_norm, layer_norm, rms_norm
     from .nn.gated_modules import GatedLayerNorm, GatedRMSNorm
@@ -111,15 +111,15 @@ _HOMES = {
     "ahead_of_time.compile_keys": ("compile_keys", "recorded_keys"),
     "ahead_of_time.warmup": ("warmup",),
     "calls.backend": ("backend",),
-    "calls.gated": ("gated_layernorm2d_fwd", "gated_rmsnorm2d_fwd"),
-    "calls.modulated": ("modulated_layernorm2d_fwd", "modulated_rmsnorm2d_fwd"),
+    "families.gated": ("gated_layernorm2d_fwd", "gated_rmsnorm2d_fwd"),
+    "families.modulated": ("modulated_layernorm2d_fwd", "modulated_rmsnorm2d_fwd"),
     "calls.outputs": ("LayerNormOutput", "QuantisedOutput"),
-    "calls.public": (
+    "families.public": (
         *("l2norm2d_bwd", "l2norm2d_fwd"),
         *("layernorm2d_bwd", "layernorm2d_fwd", "rmsnorm2d_bwd", "rmsnorm2d_fwd"),
     ),
-    "calls.quantised": ("quantised_layer_norm", "quantised_rms_norm"),
-    "calls.which": ("which",),
+    "families.quantised": ("quantised_layer_norm", "quantised_rms_norm"),
+    "families.which": ("which",),
     "compiled.switch": ("compile_passes",),
     "kernels.binaries": ("load_aot",),
     "nn.functional": ("add_layer_norm", "add_rms_norm", "l2_norm", "layer_norm", "rms_norm"),

@@ -9,7 +9,8 @@ from unittest import mock
 import torch
 
 from normforge.ahead_of_time import compile_keys, warmup
-from normforge.calls import backend, first, group, neighbours, plan
+from normforge.calls import backend, first, plan, road
+from normforge.families import group
 from normforge.kernels.gpu import named_target
 
 from .stand_in_driver import Driver, driving
@@ -29,7 +30,7 @@ def on_an_h200() -> Iterator[Driver]:
 
         for module in (plan, compile_keys, warmup):
             put(module, "target_of", target)
-        for module in (first, group, neighbours):
+        for module in (first, group, road):
             put(module, "require_device", None)
         for module in (compile_keys, warmup):
             put(module, "gpu", torch.device("cpu"))

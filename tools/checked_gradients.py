@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import reference
-from ..calls import eager, gated, modulated, neighbours, public
+from ..calls import road
 from ..calls.check import check
 from ..calls.functions import completed
-from ..calls.neighbour_rows import CALLS
-from ..calls.outputs import NormGradients
+from ..calls.outputs import NormGradients, dtypes_of
 from ..codegen.families import Kind
 from ..codegen.parameters import BACKWARD, FORWARD, family_of
+from ..families import eager, gated, modulated, public
+from ..families.rows import CALLS
 from ..reference import gated as gating_reference
 from ..reference import modulated as modulation_reference
 from ..selection import dispatch
@@ -95,7 +96,7 @@ class _Forward(NamedTuple):
         told: what the backward pass has to know besides.
     """
 
-    operands: neighbours.Operands
+    operands: road.Operands
     kept: tuple[Any, ...]
     told: Any
 
@@ -113,11 +114,11 @@ def _forward(problem: Problem, device: torch.device) -> _Forward:
     mode, family = problem.mode, family_of(problem.mode)
     given = completed(family.functions[mode.norm], inputs(problem, device) | {"save_mv": True})
     calls = CALLS[family.neighbour]
-    operands = neighbours.operands_of(calls, given)
-    options = neighbours.options_of(calls, mode.norm.value, given)
-    outputs = neighbours.launched(calls, operands, options)
+    operands = road.operands_of(calls, given)
+    options = road.options_of(calls, mode.norm.value, given)
+    outputs = road.launched(calls, operands, options)
     kept = (*calls.saved(operands, outputs.residual_out), outputs.mean, outputs.rstd)
-    return _Forward(operands, kept, calls.args(options, eager.dtypes_of(operands)))
+    return _Forward(operands, kept, calls.args(options, dtypes_of(operands)))
 
 
 def _prepare_gated(problem: Problem, device: torch.device) -> Run[GatedGradients]:

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from .. import reference
-from ..calls import neighbours, public
+from ..calls import road
 from ..calls.functions import completed
-from ..calls.neighbour_rows import CALLS
 from ..calls.outputs import LayerNormOutput, QuantisedOutput
-from ..calls.which import which
 from ..codegen.parameters import FORWARD, QUANTISED, family_of
 from ..codegen.values import Norm, Pipeline
+from ..families import public
+from ..families.rows import CALLS
+from ..families.which import which
 from ..kernels.gpu import architecture
 from ..reference import gated as gating_reference
 from ..reference import modulated as modulation_reference
@@ -89,11 +90,11 @@ def _prepare_beside(problem: Problem, device: torch.device) -> Run[Any]:
     oracle: Callable[..., Any] = getattr(_BESIDE[family.neighbour], function)
     validate: Callable[..., tuple[Finding, ...]] = _validate_quantised if family is QUANTISED else _validate
     given, calls = completed(function, arguments), CALLS[family.neighbour]
-    operands = neighbours.operands_of(calls, given)
-    options = neighbours.options_of(calls, mode.norm.value, given)
+    operands = road.operands_of(calls, given)
+    options = road.options_of(calls, mode.norm.value, given)
     return Run(
         entry=lambda: dispatch.find(mode, problem.row_length),
-        call=lambda: neighbours.launched(calls, operands, options),
+        call=lambda: road.launched(calls, operands, options),
         validate=lambda result: validate(problem, oracle, arguments, result),
         operands=tuple(arguments.values()),
     )

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..calls.eager import GroupNormGradients
 from ..calls.outputs import LayerNormOutput, NormGradients, QuantisedOutput
 from ..codegen.model import Mode
 from ..codegen.values import Rounding
 from ..dtypes import DTYPES
+from ..families.eager import GroupNormGradients
 from ..reference.gated import ReferenceGatedGradients
 from ..reference.gradients import ReferenceGradients
 from ..reference.grouped import GroupGradients

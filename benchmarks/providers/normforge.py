@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import normforge
-from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 
 from .. import fp8_inputs, gates, modulations, quantisations
 from ..cells import DTYPES, Norm, Task

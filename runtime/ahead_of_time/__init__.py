@@ -1,4 +1,4 @@
 """Which kernels a deployment will launch, and compiling them before it does.
 
-Stands on calls/, codegen/, kernels/, selection/ and upstream/.
+Stands on families/, calls/, codegen/, kernels/, selection/ and upstream/.
 """

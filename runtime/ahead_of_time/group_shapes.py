@@ -10,13 +10,13 @@ from math import prod
 
 import torch
 
-from ..calls.group import call_in_memory, slots_of
 from ..calls.plan import Plan
 from ..codegen.axes import SAME
 from ..codegen.groups import GroupMode
 from ..codegen.values import Direction
 from ..dtypes import TORCH_DTYPES
 from ..errors import ConflictError, ShapeError
+from ..families.group import call_in_memory, slots_of
 from ..kernels.assembly import SUMS
 from ..kernels.gpu import Target
 from ..kernels.launcher import Launcher

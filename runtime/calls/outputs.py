@@ -204,3 +204,8 @@ def results_of(call: Call, make: Make) -> tuple[torch.Tensor | None, ...]:
         scale = group_scales(make, call.x.shape[:-1], call.m, columns, scale_dtype, call.scale_layout)
         made[QuantisedOutput._fields.index("y_scale")] = scale
     return tuple(made)
+
+
+def dtypes_of(operands: Sequence[torch.Tensor | None]) -> tuple[torch.dtype | None, ...]:
+    """Return the dtype of each operand; None for an absent one."""
+    return tuple([None if operand is None else operand.dtype for operand in operands])

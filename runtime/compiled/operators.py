@@ -13,10 +13,10 @@ from torch.fx import Graph, Node
 from .. import settings
 from ..calls import traced
 from ..calls.check import Call, check
-from ..calls.eager import rounded_to
 from ..calls.functions import FUNCTIONS
 from ..calls.outputs import results_of
 from ..errors import NormforgeError
+from ..families.eager import rounded_to
 from ..selection import dispatch
 from ..upstream.torch_inductor import without_guards
 

@@ -9,8 +9,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..calls.attempt import attempted
-from ..calls.public import layernorm2d_fwd, rmsnorm2d_fwd
 from ..dtypes import FLOATS
+from ..families.public import layernorm2d_fwd, rmsnorm2d_fwd
 from ..selection.batch import follow
 from ..settings import engine_is_invariant
 from ..upstream.torch_dynamo import constant_in_traces

@@ -1,4 +1,4 @@
 """What models are made of: differentiable functions and modules.
 
-Stands on calls/, selection/, codegen/ and compiled/.
+Stands on families/, calls/, selection/, codegen/, compiled/ and upstream/.
 """

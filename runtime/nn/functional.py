@@ -11,16 +11,12 @@ from typing import Any, Literal, overload
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..calls import dropout, eager, native, recorded
+from ..calls import native
 from ..calls.argument_checks import check_dtype, check_number, check_tensor
 from ..calls.backend import backend, is_served, left_to_torch
 from ..calls.check import check_normalised
-from ..calls.eager import Dropout
 from ..calls.known import PLAIN
-from ..calls.plainly import is_plain
-from ..calls.public import DEFAULT_EPS, Operands, Options
 from ..calls.randomness import settled
-from ..calls.recorded import FORWARD_OF, OPERANDS, named
 from ..calls.sharded import Frame, is_sharded
 from ..calls.traced import (
     becomes_operator,
@@ -35,6 +31,12 @@ from ..codegen.values import Cast
 from ..compiled.rules import is_left_to_inductor
 from ..dtypes import FLOATS
 from ..errors import ConflictError
+from ..families import dropout, eager
+from ..families import plain as recorded
+from ..families.eager import Dropout
+from ..families.plain import FORWARD_OF, OPERANDS, named
+from ..families.plainly import is_plain
+from ..families.public import DEFAULT_EPS, Operands, Options
 from ..random_mask import dropout_mask
 from .replaced import Replacing
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ..calls import gated
 from ..codegen.values import GateActivation
 from ..errors import ShapeError
+from ..families import gated
 from ..mode_words import word
 from .gating import gated_layer_norm, gated_rms_norm
 from .replaced import Replacing

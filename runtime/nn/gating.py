@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from ..calls import gated
-from ..calls import neighbours as calls
+from ..calls import road
 from ..calls.backend import backend
 from ..calls.check import check_normalised
-from ..calls.public import GatedOperands, GatedOptions
 from ..calls.record import records
 from ..calls.sharded import is_sharded
 from ..calls.traced import is_dynamo_compiling
 from ..codegen.values import GateActivation
+from ..families import gated
+from ..families.public import GatedOperands, GatedOptions
 from . import neighbours
 from .functional import by_parts, handed_on, is_handed_on
 
@@ -105,7 +105,7 @@ def _options(norm: str, activation: Any, norm_before_gate: Any, eps: Any, saves:
 
 def _normalise(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
     if group_size is None:
-        found = None if is_dynamo_compiling() else calls.normalise_known(gated.CALLS, operands, options)
+        found = None if is_dynamo_compiling() else road.normalise_known(gated.CALLS, operands, options)
         return _first(operands, options, None) if found is None else found
     return _first(operands, options, group_size)
 
@@ -124,7 +124,7 @@ def _first(operands: GatedOperands, options: GatedOptions, group_size: int | Non
 def _by_parts(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
     """A call of DTensors: each rank normalises its rows, as the call of plain tensors that it then is."""
     x, *_ = operands
-    function, given = gated.CALLS.functions[options[0]], calls.named(gated.CALLS, operands, options)
+    function, given = gated.CALLS.functions[options[0]], road.named(gated.CALLS, operands, options)
     # The parts may be alike on one rank and not on another, which would wait for it.
     check_normalised(function, given, x.shape[-1:], kernel=backend(x) == "kernel")
     return by_parts(function, gated.CALLS.rows, operands, lambda parts: _normalise(parts, options, group_size))
@@ -132,7 +132,7 @@ def _by_parts(operands: GatedOperands, options: GatedOptions, group_size: int | 
 
 def _handed_on(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
     """What the class of an operand makes of a call (`__torch_function__`), as torch.fx's proxies do."""
-    given = calls.named(gated.CALLS, operands, options)
+    given = road.named(gated.CALLS, operands, options)
     given["norm_before_gate"] = given["gating"] == gated.GATING[True]
     given["group_size"] = group_size
     return handed_on(_PUBLIC[options[0]], operands, given, positional=2)

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..calls import eager, group
 from ..calls.argument_checks import check_device, check_dtype, check_number, check_tensor
 from ..calls.backend import backend, is_served, left_to_torch
-from ..calls.eager import GroupOptions as Options
 from ..calls.known import PLAIN
 from ..calls.sharded import Frame, is_sharded
 from ..calls.traced import becomes_operator, is_dynamo_compiling, result_dtype, unrecorded
@@ -20,6 +18,8 @@ from ..codegen.families import Kind
 from ..codegen.groups import Activation
 from ..dtypes import FLOATS
 from ..errors import ShapeError
+from ..families import eager, group
+from ..families.eager import GroupOptions as Options
 from ..mode_words import word
 from .replaced import Replacing, class_of
 

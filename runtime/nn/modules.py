@@ -10,10 +10,10 @@ from torch.compiler import is_dynamo_compiling
 
 from ..calls import native
 from ..calls.argument_checks import check_number
-from ..calls.public import Operands, Options
 from ..codegen.parameters import FORWARD
 from ..codegen.values import Cast
 from ..errors import ConflictError
+from ..families.public import Operands, Options
 from ..mode_words import word
 from .functional import (
     add_normalise,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..calls import neighbours
+from ..calls import road
 from ..calls.argument_checks import check_tensor
 from ..calls.backend import backend, left_to_torch
 from ..calls.check import check_normalised
-from ..calls.neighbours import FamilyCalls, Operands, Options
+from ..calls.road import FamilyCalls, Operands, Options
 from ..calls.sharded import is_sharded
 from ..calls.traced import becomes_operator, result_dtype, unrecorded
 from .functional import by_parts
@@ -27,7 +27,7 @@ def normalise(calls: FamilyCalls, operands: Operands, options: Options) -> Any:
     kernel = backend(x) == "kernel"
     left = left_to_torch(operands)
     with unrecorded():
-        given = neighbours.named(calls, operands, options)
+        given = road.named(calls, operands, options)
         check_normalised(calls.functions[options[0]], given, x.shape[-1:], kernel=kernel and not left)
     numbers = ("eps", "weight_offset")
     told = zip(calls.options, options[1:], strict=True)
@@ -40,4 +40,4 @@ def normalise(calls: FamilyCalls, operands: Operands, options: Options) -> Any:
         return by_parts(function, calls.rows, operands, lambda parts: normalise(calls, parts, said))
     traced = becomes_operator(*operands)
     # What is known is known by what was passed, and by what surrounds it.
-    return (neighbours.normalise_traced if traced else neighbours.normalise)(calls, operands, said)
+    return (road.normalise_traced if traced else road.normalise)(calls, operands, said)

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..calls.eager import is_forward_ad_on
 from ..errors import TransformError
 from ..selection.invariance import is_on, refuse_torch
+from ..upstream.torch_internals import is_forward_ad_on
 
 # Where a swapped module keeps what unpatch needs; deep copies and pickles carry it along.
 ORIGINAL = "_normforge_original"

@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 
-from ..calls import eager, neighbours, public
+from ..calls import road
 from ..calls.check import check
 from ..calls.first import launched, launched_backward, refuse_foreign
 from ..calls.functions import FUNCTIONS, completed
-from ..calls.neighbour_rows import CALLS
+from ..calls.outputs import dtypes_of
 from ..calls.traced import intercepted, operated_as
 from ..codegen.families import Kind
 from ..codegen.values import Direction
+from ..families import eager, public
+from ..families.rows import CALLS
 from ..kernels.gpu import require_device
 from ..upstream.torch_internals import dispatch_modes
 
@@ -42,8 +44,8 @@ def run(function: str, given: Mapping[str, Any]) -> Results:
         # An operator returns memory of its own, without gaps.
         return [None if each is None else _apart(each, given.values()) for each in _gradients(function, given)]
     calls = CALLS[takes.neighbour]
-    options = neighbours.options_of(calls, takes.norm.value, given)
-    results = neighbours.launched(calls, neighbours.operands_of(calls, given), options)
+    options = road.options_of(calls, takes.norm.value, given)
+    results = road.launched(calls, road.operands_of(calls, given), options)
     return results
 
 
@@ -86,14 +88,14 @@ def _gradients(function: str, given: Mapping[str, Any], by_formula: bool = False
     # The sum has the residual's dtype. Without a gate its gradient is that of x, too.
     own = {"x": total} if gated is None else {"x": gated, "residual": total}
     gradients |= {"x": "dx" if gated is None else "dgated"}
-    operands = neighbours.operands_of(calls, {**given, **own})
-    dtypes = list(eager.dtypes_of(operands))
+    operands = road.operands_of(calls, {**given, **own})
+    dtypes = list(dtypes_of(operands))
     dtypes[0] = given.get("dx_dtype") or dtypes[0]
     named = [gradients.get(name, "") for name in calls.inputs]
     due = tuple([name in given["wants"] and operand is not None for name, operand in zip(named, operands, strict=True)])
     found = calls.recording.gradients(
         (*calls.saved(operands, total), (given.get("mean"), given["rstd"])),
-        calls.args(neighbours.options_of(calls, norm, given), tuple(dtypes)),
+        calls.args(road.options_of(calls, norm, given), tuple(dtypes)),
         torch.zeros_like(total) if dy is None else dy,
         given.get("dresidual_out"),
         due,

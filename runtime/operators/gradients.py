@@ -149,7 +149,7 @@ def register_second(
             found = compute(ctx.told | dict(zip(tensors, operands, strict=True)))
             return [each for each in found if each is not None]
 
-        from ..calls import eager
+        from ..families import eager
 
         due = dict(zip(passed, ctx.needs_input_grad, strict=True))
         found = eager.differentiated(computed, ctx.saved_tensors, [due[name] for name in tensors], arrived)

@@ -22,7 +22,7 @@ FORWARD, BACKWARD = (*GROUP.functions.values(), *GROUP_BWD.functions.values())
 @cache
 def _calls() -> Any:
     """Return the module of GroupNorm's calls, which is imported for the first one."""
-    from ..calls import group
+    from ..families import group
 
     return group
 
@@ -131,6 +131,6 @@ def _fake_backward(*given: Any) -> list[torch.Tensor]:
 
 
 def _computed_by_torch(given: dict[str, Any]) -> Sequence[torch.Tensor | None]:
-    from ..calls.eager import group_gradients
+    from ..families.eager import group_gradients
 
     return group_gradients(_arrived(*[given[name] for name in _declared(GROUP_BWD)]))

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ..calls import group
 from ..calls.functions import FUNCTIONS, Function
 from ..calls.outputs import group_strides
 from ..calls.randomness import refuse_sharded
@@ -22,6 +21,7 @@ from ..calls.sharded import Frame
 from ..codegen.families import Kind
 from ..codegen.values import ScaleLayout
 from ..errors import LayoutError
+from ..families import group
 from ..upstream.torch_dtensor import assembled
 from .computing import PUBLIC, run_named
 from .twins import both

@@ -1,4 +1,4 @@
 """Kernels under the names of torch's own operators, for a whole process.
 
-Stands on calls/, kernels/, selection/, codegen/ and upstream/.
+Stands on families/, calls/, kernels/, selection/, codegen/ and upstream/.
 """

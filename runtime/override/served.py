@@ -17,10 +17,10 @@ from torch.autograd import forward_ad
 from ..calls.argument_checks import LARGEST_FP32
 from ..calls.attempt import attempted
 from ..calls.known import PLAIN
-from ..calls.public import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
 from ..calls.row_layout import as_rows
 from ..dtypes import FLOATS
 from ..errors import InvarianceError
+from ..families.public import layernorm2d_bwd, layernorm2d_fwd, rmsnorm2d_bwd, rmsnorm2d_fwd
 from ..selection import invariance
 from ..upstream.torch_dispatcher import Kernel
 from ..upstream.torch_dynamo import eager_only

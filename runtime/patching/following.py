@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ..calls.public import DEFAULT_EPS, Options
 from ..calls.traced import global_hooks, result_dtype
 from ..dtypes import HALVES
+from ..families.public import DEFAULT_EPS, Options
 from ..nn.modules import LayerNorm, RMSNorm
 from .huggingface import ANY_LENGTH, HuggingFaceRMSNorm, T5RMSNorm
 

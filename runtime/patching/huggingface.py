@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..calls.plainly import is_plain
 from ..codegen.values import Cast
 from ..compiled.rules import is_left_to_inductor
 from ..dtypes import HALVES
+from ..families.plainly import is_plain
 from ..nn.functional import normalise, normalise_cast_before_weight
 from ..nn.modules import RMSNorm, own
 from ..nn.replaced import ORIGINAL

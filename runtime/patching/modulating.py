@@ -23,8 +23,8 @@ from torch.compiler import is_dynamo_compiling
 
 from ..calls.backend import is_served
 from ..calls.known import PLAIN
-from ..calls.public import DEFAULT_EPS
 from ..calls.traced import result_dtype
+from ..families.public import DEFAULT_EPS
 from ..nn.modulation import modulated_layer_norm, modulated_rms_norm
 from ..nn.modules import LayerNorm
 from .following import is_bare, is_of_length, rounds_once, vectors_of

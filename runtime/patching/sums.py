@@ -21,9 +21,9 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..calls.known import PLAIN
-from ..calls.public import Options
-from ..calls.recorded_sum import Ahead, add_ahead, norm_of_sum, norm_of_summand
 from ..errors import NormforgeError
+from ..families.plain_sum import Ahead, add_ahead, norm_of_sum, norm_of_summand
+from ..families.public import Options
 from ..selection.invariance import is_on
 from ..settings import fuse_from
 from .following import is_bare, is_of_length, options_of, vectors_of

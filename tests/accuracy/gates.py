@@ -8,12 +8,14 @@ import torch
 from torch.nn import functional
 
 import normforge
-from normforge.calls import eager, gated, neighbours
+from normforge.calls import road
 from normforge.calls.functions import completed
+from normforge.calls.outputs import dtypes_of
 from normforge.codegen.model import Mode
 from normforge.codegen.parameters import GATED
 from normforge.codegen.values import GateActivation
 from normforge.dtypes import TORCH_DTYPES
+from normforge.families import eager, gated
 from normforge.reference import gated as gating_reference
 
 from . import peer
@@ -64,10 +66,10 @@ def backward(
     words = {"gating": mode.gating, "activation": mode.gate_activation, "eps": EPS, "save_mv": True}
     given = completed(function, {"x": x, "gate": gate, "weight": weight, **words})
     operands, options = (
-        neighbours.operands_of(gated.CALLS, given),
-        neighbours.options_of(gated.CALLS, mode.norm.value, given),
+        road.operands_of(gated.CALLS, given),
+        road.options_of(gated.CALLS, mode.norm.value, given),
     )
-    told = gated.CALLS.args(options, eager.dtypes_of(operands))
+    told = gated.CALLS.args(options, dtypes_of(operands))
     kept = eager.GatedSaved(x, gate, weight, None, statistics.get("mean"), statistics["rstd"])
     due = [operand is not None for operand in operands]
     found = gated.gradients(kept, told, dy, due)

@@ -12,10 +12,10 @@ from unittest import mock
 import torch
 
 import normforge
-from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, Part, Pipeline
 from normforge.dtypes import TORCH_DTYPES
+from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.kernels.gpu import interpreting
 from normforge.random_mask import dropout_mask
 from normforge.selection import dispatch, on_demand

@@ -14,7 +14,6 @@ from normforge.ahead_of_time import compile_keys as keys
 from normforge.ahead_of_time.compile_keys import compile_keys, find_target
 from normforge.ahead_of_time.stand_ins import Deployment, plans
 from normforge.call_kinds import USUAL_ROWS
-from normforge.calls.public import layernorm2d_bwd
 from normforge.codegen.axes import SAME
 from normforge.codegen.groups import mode_named
 from normforge.codegen.model import Mode
@@ -25,6 +24,7 @@ from normforge.errors import (
     ShapeError,
     TargetError,
 )
+from normforge.families.public import layernorm2d_bwd
 from normforge.kernels.gpu import Target, named_target, target_of
 from normforge.kernels.key import KernelKey
 from normforge.nn import functional

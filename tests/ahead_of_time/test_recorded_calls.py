@@ -14,7 +14,8 @@ import torch
 
 import normforge
 from normforge.ahead_of_time.compile_keys import recorded_keys_for
-from normforge.calls import backend, first, group, neighbours, plan
+from normforge.calls import backend, first, plan, road
+from normforge.families import group
 from normforge.kernels import launcher
 from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.launcher import Launcher
@@ -47,7 +48,7 @@ def launching_nothing(target: Target) -> Iterator[set[str]]:
 
         put(plan, "target_of", target)
         patches.enter_context(mock.patch.object(plan, "Launcher", Noting))
-        for module in (first, group, neighbours):
+        for module in (first, group, road):
             put(module, "require_device", None)
         put(backend, "_interpreting", True)
         put(launcher, "obtain", None)

@@ -30,9 +30,9 @@ from benchmarks.errors import UsageError
 from benchmarks.in_place import ALLOCATIONS, APPLY, PYTHON, SAVING, quantised_in_place, recorded_in_place
 from benchmarks.parts import NOTHING, SUM, THE_WHOLE, measure, summarised
 from benchmarks.take_apart import nothing, take_apart, without
-from normforge.calls import public
 from normforge.calls.known import all_plans
 from normforge.calls.plan import Forward, Plan
+from normforge.families import public
 from normforge.nn import functional
 from normforge.selection import dispatch
 
@@ -264,7 +264,7 @@ def test_a_function_finds_what_is_named_instead() -> None:
     operands = (x, None, None, residual, None)
     assert alone(operands, (N,), ("layer", 1e-5, 0.0, None, "after_weight")) is x
     assert given[0][0] is operands
-    with pytest.raises(UsageError, match=r"normforge.calls.public has no forward_gone, .* layernorm2d_fwd"):
+    with pytest.raises(UsageError, match=r"normforge.families.public has no forward_gone, .* layernorm2d_fwd"):
         without(public.layernorm2d_fwd, forward_gone=nothing)
 
 

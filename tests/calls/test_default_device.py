@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 
 N = 32
 

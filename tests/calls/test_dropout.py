@@ -17,10 +17,10 @@ import normforge
 from normforge import errors, reference
 from normforge.calls import first
 from normforge.calls.outputs import NormGradients
-from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.values import Pipeline
+from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.random_mask import dropout_mask
 from normforge.selection import dispatch
 from normforge.selection.table import RetiledTable

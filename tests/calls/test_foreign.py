@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import normforge
 from normforge import errors
-from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.selection import dispatch
 
 from ..calling import FORWARD, each_norm, same_bits

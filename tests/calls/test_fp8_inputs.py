@@ -11,7 +11,7 @@ import normforge
 from normforge import errors
 from normforge.calls import check as checking
 from normforge.calls import first
-from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.selection import dispatch
 
 from ..calling import FORWARD, LENGTHS, ORACLE, agree, check, each_norm, same_bits

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls import gated, known, neighbours
+from normforge.calls import known, road
 from normforge.calls.plan import Plan
 from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, Norm
+from normforge.families import gated
 from normforge.selection import dispatch
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -30,13 +31,13 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """What is added to at each call that is checked."""
     found: list[None] = []
-    check: Callable[..., object] = vars(neighbours)["check"]
+    check: Callable[..., object] = vars(road)["check"]
 
     def counted(*arguments: object) -> object:
         found.append(None)
         return check(*arguments)
 
-    monkeypatch.setattr(neighbours, "check", counted)
+    monkeypatch.setattr(road, "check", counted)
     return found
 
 
@@ -82,14 +83,14 @@ def test_groups_are_part_of_a_kind(device: str) -> None:
 
 def test_a_known_call_whose_groups_do_not_fit_is_refused() -> None:
     x, gate, weight = torch.randn(3, N), torch.randn(3, N), torch.randn(3, N)
-    options = neighbours.options_of(
+    options = road.options_of(
         gated.CALLS, "rms", {"gating": "after_norm", "activation": "silu", "eps": 1e-6, "fquant": "none",
                              "out_dtype": None, "save_mv": False}
     )  # fmt: skip
     for _ in range(2):
-        neighbours.launched(gated.CALLS, (x, gate, weight, None), options)
+        road.launched(gated.CALLS, (x, gate, weight, None), options)
     with pytest.raises(normforge.errors.ShapeError, match=r"weight has shape \(3, 48\) and x \(2, 48\)"):
-        neighbours.launched(gated.CALLS, (x[:2], gate[:2], weight, None), options)
+        road.launched(gated.CALLS, (x[:2], gate[:2], weight, None), options)
 
 
 def test_a_known_call_whose_gate_does_not_fit_is_refused() -> None:

@@ -11,7 +11,7 @@ import torch
 
 import normforge
 from normforge import LayerNormOutput
-from normforge.calls import neighbours
+from normforge.calls import road
 from normforge.errors import ConflictError, GradientError, IllegalCombinationError, LayoutError
 from normforge.reference import gated as gating_reference
 from normforge.selection import dispatch
@@ -104,7 +104,7 @@ def test_known_calls_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "plans", {})
     given = operands("rms")
     FORWARD["rms"](**given, fquant="dynamic")
-    monkeypatch.delattr(neighbours, "check")
+    monkeypatch.delattr(road, "check")
     FORWARD["rms"](**given, fquant="dynamic")
     normforge.gated_rmsnorm2d_fwd(given["x"][:2], given["gate"][:2], given["weight"], fquant=2)
 

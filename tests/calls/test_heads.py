@@ -13,8 +13,8 @@ import normforge
 from normforge import errors
 from normforge.calls import check, first
 from normforge.calls.overlap import extent_of
-from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.calls.row_layout import row_stride
+from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.kernels.strides import RowWalk, row_alignment
 from normforge.reference import gradients as gradient_reference
 from normforge.tools.compare import compare_gradients

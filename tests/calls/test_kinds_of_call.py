@@ -10,11 +10,11 @@ import torch
 
 import normforge
 from normforge.calls.outputs import NormGradients
-from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.model import Mode
 from normforge.codegen.tiling import SMALL_M
 from normforge.codegen.values import DType, Norm, Rounding
 from normforge.errors import LayoutError
+from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.kernels.key import pointer_type
 from normforge.kernels.launcher import Launcher
 from normforge.reference.gradients import ReferenceGradients

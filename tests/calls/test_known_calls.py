@@ -16,7 +16,7 @@ from normforge import errors
 from normforge.calls import check, first, plan
 from normforge.calls.known import all_plans
 from normforge.calls.outputs import NormGradients
-from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.kernels.gpu import Target
 from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch

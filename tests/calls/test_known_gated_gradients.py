@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls import gated, row_gradients
+from normforge.calls import row_gradients
+from normforge.families import gated
 from normforge.selection import dispatch
 
 from .looked import Looked

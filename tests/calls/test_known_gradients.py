@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls import modulated, row_gradients
+from normforge.calls import row_gradients
+from normforge.families import modulated
 from normforge.selection import dispatch
 
 from .looked import Looked

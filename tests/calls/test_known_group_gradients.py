@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls import group
+from normforge.families import group
 
 from .looked import Looked
 

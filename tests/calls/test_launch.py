@@ -11,9 +11,9 @@ import torch
 
 import normforge
 from normforge.calls import plan
-from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.codegen.instance import Tile
 from normforge.codegen.values import Pipeline
+from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.kernels import assembly
 from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch

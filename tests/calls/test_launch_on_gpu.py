@@ -13,7 +13,7 @@ import torch
 import normforge
 from normforge import errors
 from normforge.calls.known import all_plans
-from normforge.calls.public import layernorm2d_bwd
+from normforge.families.public import layernorm2d_bwd
 from normforge.kernels import obtain as obtaining
 from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch

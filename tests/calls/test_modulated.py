@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls import known, neighbours
+from normforge.calls import known, road
 from normforge.calls.plan import Plan
 from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, Norm
@@ -37,13 +37,13 @@ def exact(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Te
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """What is added to at each call that is checked."""
     checked: list[None] = []
-    check: Callable[..., object] = vars(neighbours)["check"]
+    check: Callable[..., object] = vars(road)["check"]
 
     def counted(*arguments: object) -> object:
         checked.append(None)
         return check(*arguments)
 
-    monkeypatch.setattr(neighbours, "check", counted)
+    monkeypatch.setattr(road, "check", counted)
     return checked
 
 

@@ -11,7 +11,7 @@ import torch
 
 import normforge
 from normforge import LayerNormOutput
-from normforge.calls import neighbours
+from normforge.calls import road
 from normforge.errors import (
     ConflictError,
     DTypeError,
@@ -178,7 +178,7 @@ def test_known_calls_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "plans", {})
     given = operands("rms")
     FORWARD["rms"](**given, fquant="dynamic")
-    monkeypatch.delattr(neighbours, "check")
+    monkeypatch.delattr(road, "check")
     FORWARD["rms"](**given, fquant="dynamic")
 
 

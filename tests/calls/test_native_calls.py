@@ -20,11 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import normforge
 from normforge import settings
-from normforge.calls import check, first, native, public, recorded
+from normforge.calls import check, first, native
 from normforge.calls.lookup import Lookup
 from normforge.calls.outputs import packing
 from normforge.calls.plan import Forward
-from normforge.calls.public import Operands
+from normforge.families import plain as recorded
+from normforge.families import public
+from normforge.families.public import Operands
 from normforge.selection import dispatch
 from normforge.upstream import native_launcher
 from normforge.upstream.torch_internals import applied_at_once

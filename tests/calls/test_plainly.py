@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from normforge.calls.check import check_normalised
-from normforge.calls.plainly import is_plain
-from normforge.calls.recorded import FORWARD_OF, named
 from normforge.codegen.values import Cast
+from normforge.families.plain import FORWARD_OF, named
+from normforge.families.plainly import is_plain
 
 M, N = 3, 64
 

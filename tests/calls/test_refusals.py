@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.errors import ConflictError, DTypeError, GradientError
+from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 
 from ..calling import FORWARD, each_norm, same_bits
 

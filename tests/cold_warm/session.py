@@ -13,8 +13,9 @@ from unittest import mock
 
 import torch
 
-from normforge.calls import native, recorded
+from normforge.calls import native
 from normforge.calls.lookup import Lookup
+from normforge.families import plain as recorded
 from normforge.kernels.launcher import Launcher
 from normforge.patching import modulating, sums
 from normforge.selection import dispatch

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 import normforge
-from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 
 from . import forward, low_precision, oracle
 from .case import RESIDUAL_OUT, Case, Close, Norm, Y

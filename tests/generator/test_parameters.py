@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 import normforge
-from normforge.calls import public
 from normforge.calls.outputs import LayerNormOutput, NormGradients
 from normforge.codegen.families import REQUIRED, Family, Kind, Parameter, Result
 from normforge.codegen.model import Mode
 from normforge.codegen.parameters import BACKWARD, FAMILIES, FORWARD, GATED, GRADIENTS, MODULATED, QUANTISED
 from normforge.codegen.signature import params
 from normforge.codegen.values import Direction, DType, FusedAdd, FusedQuant, Gating, Norm, ScaleGroup
+from normforge.families import public
 
 from ..norms import FULL
 

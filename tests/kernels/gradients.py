@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from normforge import reference
-from normforge.calls import gated, modulated, public
-from normforge.calls.eager import GatedArgs, GatedSaved, ModulatedArgs, ModulatedSaved
 from normforge.calls.outputs import NormGradients
 from normforge.codegen.model import Mode
 from normforge.codegen.parameters import BACKWARD
 from normforge.codegen.values import DType
 from normforge.dtypes import TORCH_DTYPES
+from normforge.families import gated, modulated, public
+from normforge.families.eager import GatedArgs, GatedSaved, ModulatedArgs, ModulatedSaved
 from normforge.random_mask import dropout_mask, kept_factor
 from normforge.tools.compare import TOLERANCES
 

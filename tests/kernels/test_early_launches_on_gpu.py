@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls.public import layernorm2d_bwd
+from normforge.families.public import layernorm2d_bwd
 
 pytestmark = pytest.mark.gpu
 

@@ -8,13 +8,13 @@ import re
 import pytest
 import torch
 
-from normforge.calls.group import call_in_memory, slots_of
 from normforge.calls.plan import Plan
 from normforge.codegen.groups import GroupMode, group_modes
 from normforge.codegen.instance import Tile
 from normforge.codegen.parameters import family_of
 from normforge.codegen.values import Pipeline
 from normforge.dtypes import TORCH_DTYPES
+from normforge.families.group import call_in_memory, slots_of
 from normforge.kernels.gpu import named_target
 from normforge.kernels.obtain import compile_for
 from normforge.selection import dispatch, on_demand

@@ -22,8 +22,8 @@ from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
 
 import normforge
-from normforge.calls.recorded_sum import add_ahead, norm_of_summand
 from normforge.errors import SettingError
+from normforge.families.plain_sum import add_ahead, norm_of_summand
 from normforge.patching import sums
 
 from ..thorough import THOROUGH

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import normforge
 from normforge import errors
 from normforge.calls import check as checking
-from normforge.calls import eager
+from normforge.families import eager
 from normforge.nn import functional
 from normforge.random_mask import dropout_mask, dropped
 from normforge.selection import dispatch

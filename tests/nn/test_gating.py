@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import normforge
-from normforge.calls import gated, neighbours
+from normforge.calls import road
 from normforge.errors import ConflictError, DTypeError, ShapeError, TransformError
+from normforge.families import gated
 
 from .oracle import backward, close, coarser, each_device, each_float, each_norm
 
@@ -166,7 +167,7 @@ def test_many_short_rows_of_heads(device: str) -> None:
     x, gate = (part.view(1, tokens, heads, n).requires_grad_() for part in projected.chunk(2, -1))
     given = Operands(x, gate, (torch.rand(n, device=device) + 0.5).requires_grad_())
     with torch.no_grad():
-        assert all(row is tensor for row, tensor in zip(neighbours.as_operands((x, gate)), (x, gate), strict=True))
+        assert all(row is tensor for row, tensor in zip(road.as_operands((x, gate)), (x, gate), strict=True))
     check("rms", given)
 
 

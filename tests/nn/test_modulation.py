@@ -11,8 +11,9 @@ import torch
 from torch.nn import functional
 
 import normforge
-from normforge.calls import modulated, neighbours
+from normforge.calls import road
 from normforge.errors import ConflictError, DTypeError, ShapeError
+from normforge.families import modulated
 from normforge.selection import dispatch
 
 from .oracle import backward, close, coarser, each_device, each_float, each_norm
@@ -182,7 +183,7 @@ def test_chunks_of_one_tensor_are_read_where_they_are(n: int, device: str) -> No
     given = Operands(x, scale, shift, gate, residual)
     with torch.no_grad():
         outputs = call("layer", given)
-        rows = neighbours.as_operands((x, scale, shift, gate, residual, None, None))
+        rows = road.as_operands((x, scale, shift, gate, residual, None, None))
     assert all(row is tensor for row, tensor in zip(rows, (x, scale, shift, gate, residual), strict=False))
     for output, its in zip(outputs, expected("layer", given)[1], strict=True):
         close("output", output, its, 2e-5)

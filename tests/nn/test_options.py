@@ -13,8 +13,8 @@ import torch.fx.experimental.proxy_tensor
 
 import normforge
 from normforge import errors
-from normforge.calls.recorded import as_operands
 from normforge.calls.row_layout import walkable
+from normforge.families.plain import as_operands
 
 from ..thorough import THOROUGH
 from .oracle import FUNCTIONS, close, coarser, each_device

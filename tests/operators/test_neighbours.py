@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from normforge.calls import neighbours
+from normforge.calls import road
 from normforge.calls.functions import FUNCTIONS as FUNCTIONS_OF
-from normforge.calls.neighbour_rows import CALLS
 from normforge.errors import GradientError, NormforgeError
+from normforge.families.rows import CALLS
 
 from ..calling import same_bits
 from .neighbours import BACKWARD, FUNCTIONS, OPERATORS, N, arguments, each_norm
@@ -105,7 +105,7 @@ def test_gradients_of_a_graph_are_the_bits_of_an_eager_call(name: str, full: boo
     assert BACKWARD[name] in [node.target for node in graph.graph.nodes]
     family, norm = name.split("_")
     calls, given = CALLS[family], dict(zip(names, forward, strict=True))
-    eager = neighbours.normalise(calls, neighbours.operands_of(calls, given), neighbours.options_of(calls, norm, given))
+    eager = road.normalise(calls, road.operands_of(calls, given), road.options_of(calls, norm, given))
     expected = torch.autograd.grad(eager, list(tensors.values()), arrived if len(arrived) > 1 else arrived[0])
     assert all(map(same_bits, graph(*tensors.values()), expected))
 

@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import normforge
 from normforge import errors
-from normforge.calls import first, recorded
+from normforge.calls import first
 from normforge.calls.outputs import LayerNormOutput, NormGradients
-from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.calls.traced import INVARIANT
+from normforge.families import plain as recorded
+from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 
 from ..calling import FORWARD, each_norm, printed, same_bits
 from ..thorough import THOROUGH

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import normforge
 from normforge import errors
-from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 
 from ..calling import FORWARD, printed, same_bits
 from ..calls.test_bad_arguments import TABLES, Case, X

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import normforge
-from normforge.calls.public import layernorm2d_bwd, rmsnorm2d_bwd
+from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 
 from . import oracle
 from .memory import Memory

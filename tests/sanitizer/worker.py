@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from normforge.calls import public
 from normforge.codegen.model import Mode
 from normforge.codegen.parameters import BACKWARD, FORWARD
 from normforge.dtypes import TORCH_DTYPES
+from normforge.families import public
 
 from .beside import Beside
 from .cells import Cell, every, share

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from normforge import reference
-from normforge.calls import modulated
+from normforge.families import modulated
 from normforge.reference.gradients import ReferenceGradients
 from normforge.tools import cli
 from normforge.tools.compare import ModulatedGradients

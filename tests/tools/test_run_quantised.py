@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from normforge.calls import neighbours
+from normforge.calls import road
 from normforge.codegen.parameters import QUANTISED
 from normforge.tools import run_options
 from normforge.tools.cli import main
@@ -75,14 +75,14 @@ def test_a_run_agrees_with_the_reference(
 def test_what_is_wrong_is_told(
     argv: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launched = neighbours.launched
+    launched = road.launched
 
     def spoilt(*given: Any) -> Any:
         made = launched(*given)
         value: torch.Tensor = getattr(made, name)
         return made._replace(**{name: value + value.amax()})
 
-    monkeypatch.setattr(neighbours, "launched", spoilt)
+    monkeypatch.setattr(road, "launched", spoilt)
     assert status("-fquant=2", *argv.split()) == 1
     (verdict,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("valid")]
     assert verdict.split()[1] == "no:"

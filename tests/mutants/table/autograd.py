@@ -8,7 +8,7 @@ _FUNCTIONAL = "tests/nn/test_functional.py"
 _PATCHING = "tests/nn/test_patching.py"
 _CAST = "tests/calls/test_cast.py"
 _IN_PLACE = "tests/calls/test_in_place.py"
-_AUTOGRAD = "runtime/calls/recorded.py"
+_AUTOGRAD = "runtime/families/plain.py"
 _OPTIONS = "tests/nn/test_options.py"
 
 MUTANTS = (
@@ -167,7 +167,7 @@ MUTANTS = (
     Mutant(
         "a-first-call-stores-no-sum",
         "add_layer_norm returns no sum where no call like it is known",
-        "runtime/calls/recorded.py",
+        "runtime/families/plain.py",
         'return (*options, "none" if operands[3] is None else "pre_add_store", saves)',
         'return (*options, "none" if operands[3] is None else "pre_add", saves)',
         (f"{_FUNCTIONAL}::test_gradients_through_either_output_or_both",),
@@ -247,7 +247,7 @@ MUTANTS = (
     Mutant(
         "torchs-operators-ignore-the-cast",
         "what runs where kernels cannot rounds once",
-        "runtime/calls/eager.py",
+        "runtime/families/eager.py",
         "if cast.comes_first and dtype in HALVES",
         "if False and dtype in HALVES",
         (f"{_CAST}::test_torchs_operators_compute_the_same_where_kernels_cannot",),
@@ -287,7 +287,7 @@ MUTANTS = (
     Mutant(
         "torchs-operators-add-no-offset",
         "where torch's own operators run, weight_offset is ignored",
-        "runtime/calls/eager.py",
+        "runtime/families/eager.py",
         "return weight if weight is None or not weight_offset else widened(weight) + weight_offset",
         "return weight",
         (f"{_OPTIONS}::test_torchs_operators_compute_the_same",),
@@ -303,7 +303,7 @@ MUTANTS = (
     Mutant(
         "a-stored-sum-gives-the-bias-no-gradient",
         "x_bias of a fused add is never trained",
-        "runtime/calls/recorded.py",
+        "runtime/families/plain.py",
         "nothing = total.new_zeros(total.shape[-1:], dtype=x_bias_dtype) if for_x_bias else None",
         "nothing = None",
         (f"{_OPTIONS}::test_an_offset_and_a_bias_of_x",),
@@ -311,7 +311,7 @@ MUTANTS = (
     Mutant(
         "the-bias-of-an-unread-y-has-no-gradient",
         "x_bias is not trained where the stored sum alone is used",
-        "runtime/calls/recorded.py",
+        "runtime/families/plain.py",
         "dx_bias = eager.over_rows(dresidual_out).to(x_bias_dtype)",
         "dx_bias = None",
         (f"{_OPTIONS}::test_the_gradient_of_x_bias_through_either_output",),

@@ -104,7 +104,7 @@ MUTANTS = (
     Mutant(
         "a-gradient-of-the-sum-alone-is-not-dropped",
         "where no gradient arrives for y, x has the sum's",
-        "runtime/calls/dropout.py",
+        "runtime/families/dropout.py",
         "ddropped = dropped(eager.widened(dresidual_out), p, rng)",
         "ddropped = eager.widened(dresidual_out)",
         (_ONE,),
@@ -112,7 +112,7 @@ MUTANTS = (
     Mutant(
         "dropout-asks-for-no-residual",
         "after a dropout call, a call that is refused draws random numbers",
-        "runtime/calls/dropout.py",
+        "runtime/families/dropout.py",
         "    _, _, found = native.calls.dropped.find(operands, told)\n",
         "    _, rng = settled(p, rng, x)\n    _, _, found = native.calls.dropped.find(operands, told)\n",
         ("tests/nn/test_dropout.py::test_a_residual_of_another_shape_is_refused_alike_after_a_call",),

@@ -156,7 +156,7 @@ MUTANTS = (
     Mutant(
         "group-gradients-known-whatever-vectors-there-are",
         "a known backward pass of GroupNorm reads no weight, as the call before had none",
-        "runtime/calls/group.py",
+        "runtime/families/group.py",
         "return options, weight is None, bias is None",
         "return (options,)",
         ("tests/calls/test_known_group_gradients.py::test_vectors_that_were_not_there_are_read",),
@@ -188,7 +188,7 @@ MUTANTS = (
     Mutant(
         "second-derivatives-forget-statistics",
         "GroupNorm's double backward takes mean and rstd for constants",
-        "runtime/calls/eager.py",
+        "runtime/families/eager.py",
         "if torch.is_grad_enabled() and s.requires_grad:",
         "if False:",
         (f"{_NUMBERS}::test_second_derivatives",),

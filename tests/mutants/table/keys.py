@@ -272,7 +272,7 @@ MUTANTS = (
     Mutant(
         "dropout-forgets-what-is-there",
         "an operand that an earlier call of a dropout lacked is not checked",
-        "runtime/calls/dropout.py",
+        "runtime/families/dropout.py",
         "    _, _, found = native.calls.dropped.find(operands, told)\n",
         "    _, _, found = native.calls.dropped.find((*operands[:2], None, *operands[3:]), told)\n",
         ("tests/calls/test_one_property.py::test_the_second_call_behaves_as_in_a_new_process",),

@@ -69,7 +69,7 @@ MUTANTS = (
     Mutant(
         "modulated-places-are-anywhere",
         "a modulated call writes y where another tensor of it lies",
-        "runtime/calls/neighbours.py",
+        "runtime/calls/road.py",
         "check_output(name, place, rows, dtype, others, addressed)",
         "check_output(name, place, rows, dtype, {}, addressed)",
         (f"{_QUANTISED}::test_outputs_overlap_nothing_else",),
@@ -117,7 +117,7 @@ MUTANTS = (
     Mutant(
         "modulated-gradient-forgets-the-bias",
         "backward modulated: dscale leaves the bias out",
-        "runtime/calls/modulated.py",
+        "runtime/families/modulated.py",
         "dscale = dscale + dy * kept.bias.float()",
         "pass",
         (_FORMULA,),

@@ -274,7 +274,7 @@ MUTANTS = (
     Mutant(
         "packed-scales-lie-apart",
         "four groups' exponents do not share an int32",
-        "runtime/calls/quantised.py",
+        "runtime/families/quantised.py",
         "unit = scale.element_size() if kind.stores_exponents else 1",
         "unit = 1",
         (f"{_GROUPS}::test_groups",),
@@ -290,7 +290,7 @@ MUTANTS = (
     Mutant(
         "tiles-of-scales-are-not-filled-up",
         "where a tile has no row stands what stood in memory",
-        "runtime/calls/quantised.py",
+        "runtime/families/quantised.py",
         "        scale.view(torch.uint8).zero_()",
         "        pass",
         (f"{_GROUPS}::test_swizzled_scales_in_the_callers_memory",),
@@ -346,7 +346,7 @@ MUTANTS = (
     Mutant(
         "scales-over-one-another",
         "a caller's y_scale takes several scales in one place",
-        "runtime/calls/quantised.py",
+        "runtime/families/quantised.py",
         "if elements_overlap(place):",
         "if False:",
         (f"{_GROUPS}::test_scales_over_one_another_are_refused",),
@@ -354,7 +354,7 @@ MUTANTS = (
     Mutant(
         "bytes-of-groups-that-are-not-there",
         "a caller's packed scales keep what stood where a row has no group",
-        "runtime/calls/quantised.py",
+        "runtime/families/quantised.py",
         "            elif not is_whole:\n",
         "            elif False:\n",
         (f"{_GROUPS}::test_bytes_of_groups_that_a_row_has_not_are_0_in_the_callers_memory",),

@@ -6,7 +6,7 @@ from ..mutant import Mutant
 
 _OPERATORS = "tests/operators/test_operators.py"
 _TRANSFORMS = "tests/nn/test_transforms.py"
-_AUTOGRAD = "runtime/calls/recorded.py"
+_AUTOGRAD = "runtime/families/plain.py"
 _OPTIONS = "tests/nn/test_options.py"
 _LEFT = "tests/compiled/test_models.py::test_what_a_model_wrote_out_is_left_as_it_wrote_it"
 

@@ -11,6 +11,8 @@ from collections.abc import Collection
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..calls import first, native
+from ..calls.outputs import LayerNormOutput, NormGradients
 from ..codegen.values import (
     Cast,
     FusedAdd,
@@ -23,8 +25,6 @@ from ..codegen.values import (
     ScaleLayout,
 )
 from ..upstream.torch_dynamo import eager_below
-from . import first, native
-from .outputs import LayerNormOutput, NormGradients
 
 
 @eager_below

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from ..calls import road
+from ..calls.argument_checks import check_device, check_dtype, check_tensor, check_written
+from ..calls.check import Call
+from ..calls.known import MISALIGNED, Found
+from ..calls.outputs import QuantisedOutput, group_scales, scale_columns, tiled_shape, y_shape
+from ..calls.overlap import elements_overlap
+from ..calls.road import Options, Places, calls_of
 from ..codegen.parameters import QUANTISED
 from ..codegen.values import Cast, FusedQuant, Norm, ScaleFormat, ScaleGroup, ScaleLayout
 from ..errors import ConflictError, LayoutError, ShapeError
 from ..kernels.key import ALIGNMENT
 from ..mode_words import word
 from ..upstream.torch_allocator import Empty, contiguous_strides
-from . import neighbours
-from .argument_checks import check_device, check_dtype, check_tensor, check_written
-from .check import Call
-from .known import MISALIGNED, Found
-from .neighbours import Options, Places, calls_of
-from .outputs import QuantisedOutput, group_scales, scale_columns, tiled_shape, y_shape
-from .overlap import elements_overlap
 from .public import QuantisedOperands, QuantisedOptions
 
 # What returns y as it is.
@@ -177,7 +177,7 @@ def _normalise(
         places = (out, residual_out, None)
     operands: QuantisedOperands = (*tensors, *given, *values)
     options: QuantisedOptions = (norm, eps, weight_offset, quantisation.value, *others)
-    found: QuantisedOutput = neighbours.launched_2d(CALLS, operands, options, places)
+    found: QuantisedOutput = road.launched_2d(CALLS, operands, options, places)
     return found
 
 
@@ -211,7 +211,7 @@ def _check(call: Call, places: Places, addressed: bool) -> None:
             f"scale_layout {call.scale_layout.value!r} is of scales of groups, and there are none; pass "
             "group_size=128, say, or leave scale_layout out"
         )
-    others = neighbours.check_places(call, places[:2], addressed)
+    others = road.check_places(call, places[:2], addressed)
     if places[2] is not None:
         _check_scale_place(call, places[2], others, addressed)
 

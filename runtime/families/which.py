@@ -6,15 +6,15 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from ..calls.argument_checks import refuse_fp8
+from ..calls.backend import backend
+from ..calls.check import TAKEN_WITH_ITS_SCALE, check, refuse_gradient
+from ..calls.randomness import described
 from ..codegen.parameters import FORWARD
 from ..codegen.values import Norm
 from ..mode_words import word
 from ..selection import dispatch
 from . import public
-from .argument_checks import refuse_fp8
-from .backend import backend
-from .check import TAKEN_WITH_ITS_SCALE, check, refuse_gradient
-from .randomness import described
 
 _FORWARD: dict[Norm, Callable[..., Any]] = {norm: getattr(public, name) for norm, name in FORWARD.functions.items()}
 

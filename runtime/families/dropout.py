@@ -9,30 +9,31 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..calls import native, road
+from ..calls.first import resolved
+from ..calls.known import PLAIN
+from ..calls.lookup import is_last
+from ..calls.outputs import NormGradients, unflattened, unpacked_of
+from ..calls.randomness import settled
+from ..calls.record import Gradients, Recording, records
+from ..calls.road import calls_of, launch_recorded, operate
 from ..codegen.parameters import DROPPED, DROPPED_BWD
 from ..random_mask import dropped
-from . import eager, native, neighbours
+from . import eager
 from .eager import Dropout, rounded
-from .first import resolved
-from .known import PLAIN
-from .lookup import is_last
-from .neighbours import calls_of, launch_recorded, operate
-from .outputs import NormGradients, unflattened, unpacked_of
+from .plain import as_operands, gradients_first
 from .public import Operands, Options
-from .randomness import settled
-from .record import Gradients, Recording, records
-from .recorded import as_operands, gradients_first
 
 _BACKWARD = calls_of(DROPPED_BWD, name="dropped_gradients")
 
 
-def _saved(operands: neighbours.Operands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _saved(operands: road.Operands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Return residual_out, which the caller holds anyway, weight, and the rng in place of the mask."""
     _, weight, _, _, _, rng = operands
     return total, weight, rng
 
 
-def _args(options: neighbours.Options, dtypes: tuple[torch.dtype | None, ...], y_dtype: torch.dtype) -> Any:
+def _args(options: road.Options, dtypes: tuple[torch.dtype | None, ...], y_dtype: torch.dtype) -> Any:
     norm, _, weight_offset, _, p, _, cast, _ = options
     # Of fp32 alone nothing was rounded first, whatever the sum is stored in.
     return norm, weight_offset, "after_weight" if dtypes[0] is y_dtype is torch.float32 else cast, p, dtypes
@@ -93,7 +94,7 @@ def _of_the_sum(dresidual_out: Any, p: float, rng: torch.Tensor, x_bias: torch.T
     return NormGradients(dresidual_out, None, None, None if x_bias is None else eager.over_rows(ddropped), ddropped)
 
 
-def _told(options: Options, p: float, saves: bool) -> neighbours.Options:
+def _told(options: Options, p: float, saves: bool) -> road.Options:
     norm, eps, weight_offset, out_dtype, cast = options
     return norm, eps, weight_offset, "pre_add_store", p, out_dtype, cast, saves
 
@@ -120,7 +121,7 @@ def normalise_known(
     if found is None or not (normalized_shape is None or is_last(normalized_shape, x.shape)):
         return None
     _, rng = settled(p, rng, x)
-    return neighbours.normalise_found(CALLS, (*operands, rng), told, neighbours.with_rng(found, rng))
+    return road.normalise_found(CALLS, (*operands, rng), told, road.with_rng(found, rng))
 
 
 def normalise(operands: Operands, shape: tuple[int, ...], options: Options, dropout: Dropout) -> Any:
@@ -136,7 +137,7 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options, drop
         y and residual_out, of x's shape.
     """
     rows = as_operands(tuple(map(resolved, operands)), len(shape))
-    both = neighbours.normalise(CALLS, (*rows, dropout.rng), _told(options, dropout.p, records(rows)))
+    both = road.normalise(CALLS, (*rows, dropout.rng), _told(options, dropout.p, records(rows)))
     return tuple([unflattened(each, shape) for each in both])
 
 

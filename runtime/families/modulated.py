@@ -12,20 +12,21 @@ from typing import Any
 import torch
 
 from ..call_kinds import LEAST_ROWS_OF_SAMPLE, MOST_SAMPLES
+from ..calls import road, row_gradients
+from ..calls.known_backward import Gradients, Learnt
+from ..calls.outputs import LayerNormOutput, dtype_of_all, unpacked_of
+from ..calls.record import Recording
+from ..calls.road import Options, calls_of, launch_recorded
+from ..calls.row_gradients import Backward, Problem, in_memory, shared_sum, sum_dtype
+from ..calls.row_layout import row_stride, walkable
 from ..codegen.model import Mode
 from ..codegen.parameters import MODULATED, MODULATED_BWD
 from ..codegen.values import Direction, FusedAdd, FusedQuant, Norm
 from ..dtypes import DTYPES
 from ..errors import ConflictError
-from . import eager, neighbours, row_gradients
+from . import eager
 from .eager import ModulatedArgs, ModulatedSaved
-from .known_backward import Gradients, Learnt
-from .neighbours import Options, calls_of, launch_recorded
-from .outputs import LayerNormOutput, dtype_of_all, unpacked_of
 from .public import ModulatedOperands, ModulatedOptions
-from .record import Recording
-from .row_gradients import Backward, Problem, in_memory, shared_sum, sum_dtype
-from .row_layout import row_stride, walkable
 
 
 def _saved(operands: ModulatedOperands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -159,10 +160,10 @@ def modulated_rmsnorm2d_fwd(
     return _forward(operands, ("rms", eps, weight_offset, fquant, out_dtype, save_mv), (out, residual_out))
 
 
-def _forward(operands: ModulatedOperands, options: ModulatedOptions, places: neighbours.Places) -> LayerNormOutput:
+def _forward(operands: ModulatedOperands, options: ModulatedOptions, places: road.Places) -> LayerNormOutput:
     check_gate(operands)
-    options = neighbours.options_2d(operands, options)
-    found: LayerNormOutput = neighbours.launched_2d(CALLS, operands, options, places)
+    options = road.options_2d(operands, options)
+    found: LayerNormOutput = road.launched_2d(CALLS, operands, options, places)
     return found
 
 

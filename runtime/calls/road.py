@@ -22,12 +22,11 @@ from ..upstream.torch_dynamo import constant_in_traces, eager_only
 from . import native
 from .argument_checks import check_output
 from .check import Call, check, refuse_gradient
-from .eager import dtypes_of
 from .first import address_of, as_invariant, resolved
 from .first import prepared as planned
 from .known import MISALIGNED, PLAIN, Found, Key
 from .launch import run, run_recorded
-from .outputs import LayerNormOutput, packed_of
+from .outputs import LayerNormOutput, dtypes_of, packed_of
 from .record import Launched, Recording, record, record_at_once, records
 from .row_layout import walkable
 from .traced import intercepted, is_dynamo_compiling, operated, operated_as, result_dtype

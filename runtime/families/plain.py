@@ -12,6 +12,15 @@ from typing import Any, cast
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ..calls import native, road
+from ..calls.first import launched_backward, resolved
+from ..calls.known import Found, Key
+from ..calls.lookup import Lookup
+from ..calls.outputs import NormGradients, dtype_of_all, unflattened, unpacked
+from ..calls.record import arrived_in_memory, records, reentering
+from ..calls.road import FamilyCalls, operate
+from ..calls.row_layout import as_rows, walkable
+from ..calls.traced import operated
 from ..codegen.families import Kind
 from ..codegen.parameters import BACKWARD, FORWARD
 from ..codegen.values import Cast
@@ -19,18 +28,10 @@ from ..mode_words import word
 from ..selection.invariance import is_on
 from ..upstream.torch_dynamo import constant_in_traces, eager_only
 from ..upstream.torch_internals import applied, applied_at_once, dispatch_modes
-from . import eager, native, neighbours
-from .first import launched_backward, resolved
-from .known import Found, Key
-from .lookup import Lookup
-from .neighbours import FamilyCalls, operate
-from .outputs import NormGradients, dtype_of_all, unflattened, unpacked
+from . import eager
 from .public import BackwardOptions, Operands, Options
-from .record import arrived_in_memory, records, reentering
-from .row_layout import as_rows, walkable
-from .traced import operated
 
-_BACKWARD = neighbours.calls_of(BACKWARD, name="gradients")
+_BACKWARD = road.calls_of(BACKWARD, name="gradients")
 
 # What a forward pass is told besides its operands: its options, and what `run_recorded` is to be given, None of a call
 # that something sees. What is third nobody reads.
@@ -83,13 +84,13 @@ def normalise(operands: Operands, shape: tuple[int, ...], options: Options) -> A
         y, and residual_out where there is a residual; both of x's shape.
     """
     rows = as_operands(tuple(map(resolved, operands)), len(shape))
-    made = neighbours.normalise(CALLS, rows, told_of(rows, options, records(rows)))
+    made = road.normalise(CALLS, rows, told_of(rows, options, records(rows)))
     if not isinstance(made, tuple):
         return unflattened(made, shape)
     return tuple([unflattened(each, shape) for each in made])
 
 
-def told_of(operands: Operands, options: Options, saves: bool) -> neighbours.Options:
+def told_of(operands: Operands, options: Options, saves: bool) -> road.Options:
     """Return the options of a call as its family's row has them."""
     return (*options, "none" if operands[3] is None else "pre_add_store", saves)
 
@@ -123,7 +124,7 @@ class _Normalise(torch.autograd.Function):
         found = told[1]
         if found is None:
             operands = (x, weight, bias, None, x_bias)
-            y, _, statistics = neighbours.run_seen(CALLS, operands, told_of(operands, told[0], True))
+            y, _, statistics = road.run_seen(CALLS, operands, told_of(operands, told[0], True))
             is_invariant = is_on()
         else:
             y, _, statistics = native.calls.recorded.run_recorded(found)
@@ -161,7 +162,7 @@ class _AddNormalise(torch.autograd.Function):
         found = told[1]
         if found is None:
             operands = (x, weight, bias, residual, x_bias)
-            y, total, statistics = neighbours.run_seen(CALLS, operands, told_of(operands, told[0], True))
+            y, total, statistics = road.run_seen(CALLS, operands, told_of(operands, told[0], True))
             is_invariant = is_on()
         else:
             y, total, statistics = native.calls.recorded.run_recorded(found)
@@ -216,7 +217,7 @@ class _AddNormalise(torch.autograd.Function):
 _recorded, _recorded_add = applied(_Normalise), applied(_AddNormalise)
 
 
-def _record(_: Any, operands: neighbours.Operands, options: neighbours.Options, found: Found | None) -> Any:
+def _record(_: Any, operands: road.Operands, options: road.Options, found: Found | None) -> Any:
     """Record a call that is not known; each None that is passed to a Function takes 0.1 us."""
     told, (x, weight, bias, residual, x_bias) = (options[:-2], found, None), operands
     if residual is None:
@@ -225,7 +226,7 @@ def _record(_: Any, operands: neighbours.Operands, options: neighbours.Options, 
 
 
 # Whether a residual is added, and statistics are saved, the look-up finds out itself.
-CALLS = neighbours.calls_of(
+CALLS = road.calls_of(
     FORWARD,
     name="recorded",
     options=("eps", "weight_offset", "out_dtype", "cast", "fadd", "save_mv"),
@@ -325,7 +326,7 @@ def gradients_first(
         key, found = look_up.gradients(copies, options)
         if found is not None:
             return found
-    return launched_backward(options[0], key, neighbours.named(rows, copies, options), packed=True)
+    return launched_backward(options[0], key, road.named(rows, copies, options), packed=True)
 
 
 # By whether the call was batch invariant.
@@ -339,7 +340,7 @@ def walkable_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
 
 def gradients_by_operator(rows: FamilyCalls, operands: tuple[Any, ...], options: tuple[Any, ...]) -> NormGradients:
     """`gradients_of` where something sees operators, and is to see this one."""
-    given = neighbours.named(rows, operands, options)
+    given = road.named(rows, operands, options)
     for name in ("dy", "dresidual_out"):
         given[name] = walkable_gradient(given[name])
     x = given["x"]

@@ -7,23 +7,24 @@ from typing import Any
 
 import torch
 
+from ..calls import road, row_gradients
+from ..calls.argument_checks import check_flag, check_tensor
+from ..calls.known_backward import Gradients, Learnt
+from ..calls.outputs import LayerNormOutput, unpacked_of
+from ..calls.record import Recording
+from ..calls.road import Operands, Options, calls_of, launch_recorded
+from ..calls.row_gradients import Backward, Problem, in_memory, shared_sum, sum_dtype
+from ..calls.row_layout import walkable
+from ..calls.traced import unrecorded
 from ..codegen.model import Mode
 from ..codegen.parameters import GATED, GATED_BWD
 from ..codegen.values import Direction, FusedQuant, GateActivation, Gating, Norm
 from ..dtypes import DTYPES
 from ..errors import ShapeError
 from ..mode_words import word
-from . import eager, neighbours, row_gradients
-from .argument_checks import check_flag, check_tensor
+from . import eager
 from .eager import GatedArgs, GatedSaved
-from .known_backward import Gradients, Learnt
-from .neighbours import Operands, Options, calls_of, launch_recorded
-from .outputs import LayerNormOutput, unpacked_of
 from .public import GatedOperands
-from .record import Recording
-from .row_gradients import Backward, Problem, in_memory, shared_sum, sum_dtype
-from .row_layout import walkable
-from .traced import unrecorded
 
 
 def _saved(operands: Operands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -187,10 +188,10 @@ def gated_rmsnorm2d_fwd(
 def _forward(
     norm: str, operands: GatedOperands, gating: tuple[Any, Any], said: tuple[Any, ...], group_size: int | None
 ) -> LayerNormOutput:
-    options = neighbours.options_2d(operands, (norm, *words(*gating), *said))
+    options = road.options_2d(operands, (norm, *words(*gating), *said))
     if group_size is not None:
         operands = in_groups(operands, group_size)
-    found: LayerNormOutput = neighbours.launched_2d(CALLS, operands, options)
+    found: LayerNormOutput = road.launched_2d(CALLS, operands, options)
     return found if group_size is None else found._replace(y=found.y.flatten(-2))
 
 

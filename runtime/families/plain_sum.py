@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
+from ..calls import native
+from ..calls.backend import backend, intercepted, left_to_torch
+from ..calls.known import Found
+from ..calls.launch import run
+from ..calls.record import records
+from ..calls.road import prepared
 from ..dtypes import FLOATS
 from ..selection.invariance import is_on
 from ..upstream.torch_internals import applied_at_once
-from . import native
-from .backend import backend, intercepted, left_to_torch
-from .known import Found
-from .launch import run
-from .neighbours import prepared
+from .plain import CALLS, GRADIENTS, WANTS, as_operands, rounded_to, told_of
 from .public import Operands, Options
-from .record import records
-from .recorded import CALLS, GRADIENTS, WANTS, as_operands, rounded_to, told_of
 
 # y, and the statistics of the rows where autograd records the norm; None in their place where it does not.
 Ahead = tuple[torch.Tensor, "torch.Tensor | None"]

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from ..calls.outputs import NormGradients, dtypes_of, unpacked
+from ..calls.traced import unrecorded
 from ..codegen.values import Cast, GateActivation, Gating, Norm
 from ..dtypes import HALVES
 from ..mode_words import word
@@ -21,9 +23,7 @@ from ..random_mask import dropped
 from ..selection.invariance import refuse_torch
 from ..upstream.torch_dynamo import constant_in_traces
 from ..upstream.torch_internals import is_forward_ad_on, jit_tracing
-from .outputs import NormGradients, unpacked
 from .public import BackwardOperands, BackwardOptions, ModulatedOperands, ModulatedOptions, Operands, Options
-from .traced import unrecorded
 
 Tensors = Sequence["torch.Tensor | None"]
 
@@ -180,11 +180,6 @@ def rounded(
         gradient.to(dtype) if needed and gradient is not None and dtype is not None else None
         for gradient, dtype, needed in zip(gradients, dtypes, due, strict=True)
     ]
-
-
-def dtypes_of(operands: Tensors) -> tuple[torch.dtype | None, ...]:
-    """Return the dtype of each operand; None for an absent one."""
-    return tuple([None if operand is None else operand.dtype for operand in operands])
 
 
 # Plain norms, with or without a residual, x_bias, a cast before the weight, and dropout.
