@@ -16,6 +16,7 @@ from .primitives import (
     group_deviations,
     group_means,
     grouped,
+    infinite_if_lost,
     is_near,
     load_chunk,
     load_columns,
@@ -276,6 +277,7 @@ def ln_fwd_bf16_fp8_e4m3fn_dq_two_pass(
             deviations, lost_deviations = compensated_sum(deviations, lost_deviations, chunk_deviations)
             squares, lost_squares = compensated_sum(squares, lost_squares, chunk_squares)
         shift, variance = row_moments(deviations, squares, N, 0)
+        variance = infinite_if_lost(shift, variance)
     rstd = tl.rsqrt(variance + eps)
 
     # Read the row again for its amax.

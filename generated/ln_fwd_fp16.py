@@ -13,6 +13,7 @@ from .primitives import (
     gather,
     group_deviations,
     group_means,
+    infinite_if_lost,
     is_near,
     load_beside,
     load_chunk,
@@ -347,6 +348,7 @@ def ln_fwd_fp16_two_pass(
                 deviations, lost_deviations = compensated_sum(deviations, lost_deviations, chunk_deviations)
                 squares, lost_squares = compensated_sum(squares, lost_squares, chunk_squares)
         shift, variance = row_moments(deviations, squares, N, 0)
+        variance = infinite_if_lost(shift, variance)
     rstd = tl.rsqrt(variance + eps)
 
     # Read the row again, scale and store.

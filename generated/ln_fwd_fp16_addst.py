@@ -16,6 +16,7 @@ from .primitives import (
     compensated_sum,
     group_deviations,
     group_means,
+    infinite_if_lost,
     is_near,
     load_chunk,
     load_early,
@@ -272,6 +273,7 @@ def ln_fwd_fp16_addst_two_pass(
                 deviations, lost_deviations = compensated_sum(deviations, lost_deviations, chunk_deviations)
                 squares, lost_squares = compensated_sum(squares, lost_squares, chunk_squares)
         shift, variance = row_moments(deviations, squares, N, 0)
+        variance = infinite_if_lost(shift, variance)
     rstd = tl.rsqrt(variance + eps)
 
     # Read the row again, scale and store.

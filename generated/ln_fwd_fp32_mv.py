@@ -14,6 +14,7 @@ from .primitives import (
     compensated_sum,
     group_deviations,
     group_means,
+    infinite_if_lost,
     load_chunk,
     load_early,
     load_row,
@@ -230,6 +231,7 @@ def ln_fwd_fp32_mv_two_pass(
                 deviations, lost_deviations = compensated_sum(deviations, lost_deviations, chunk_deviations)
                 squares, lost_squares = compensated_sum(squares, lost_squares, chunk_squares)
         shift, variance = row_moments(deviations, squares, N, 0)
+        variance = infinite_if_lost(shift, variance)
     rstd = tl.rsqrt(variance + eps)
     tl.store(mean_ptr + row, pivot + shift)
     tl.store(rstd_ptr + row, rstd)

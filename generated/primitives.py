@@ -304,8 +304,16 @@ def compensated_sum(total, lost, term):
     """A running sum with one more term, and how much too large its roundings have made it (Kahan, 1965)."""
     term -= lost
     grown = total + term
-    # An infinite sum has lost nothing: inf - inf is NaN, and would become the sum.
-    return grown, tl.where(tl.abs(grown) < float("inf"), (grown - total) - term, 0.0)
+    return grown, (grown - total) - term
+
+
+@triton.jit
+def infinite_if_lost(shift, variance):
+    """A variance from compensated sums; infinite where that of its squares was, which lost inf - inf and became NaN.
+
+    In a row with a NaN the mean is NaN too. Asked in each compensated sum, it takes registers of the loop.
+    """
+    return tl.where((variance != variance) & (shift == shift), float("inf"), variance)
 
 
 @triton.jit
