@@ -27,7 +27,7 @@ class FusedBlock:
     """What every class made by `fuse` is besides."""
 
     # The class, its additions and modulations that are replaced, and the names of its norms of ours.
-    _normforge_made: tuple[type[torch.nn.Module], tuple[int, ...], tuple[int, ...], tuple[str, ...]]
+    _normforge_made: tuple[Any, tuple[int, ...], tuple[int, ...], tuple[str, ...]]
 
     @classmethod
     def fused_class(cls) -> type[torch.nn.Module]:
@@ -35,11 +35,6 @@ class FusedBlock:
         # A module's class, and a FusedBlock's.
         made: type[Any] = next(base for base in cls.__mro__ if "_normforge_made" in vars(base))
         return made
-
-    @classmethod
-    def unfused_class(cls) -> type[torch.nn.Module]:
-        """The class that it was made of."""
-        return cls._normforge_made[0]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As the class that this one was made of, from which it is made again."""
@@ -53,8 +48,7 @@ class FusedBlock:
         block: Any = super()
         own: str = block.extra_repr()
         cls, chosen, modulated, norms = self._normforge_made
-        hashable: Any = cls
-        forward = read(hashable)
+        forward = read(cls)
         said = [f"sum -> {name}" for name in _behind(forward, chosen, norms)]
         said += [f"gradient of {name} + residual" for name in _inputs(forward, chosen, norms)]
         said += [f"{forward.modulations[which].norm} -> its modulation" for which in modulated]
@@ -62,15 +56,14 @@ class FusedBlock:
 
 
 def _new(
-    cls: type[torch.nn.Module],
+    cls: Any,
     chosen: tuple[int, ...],
     modulated: tuple[int, ...] = (),
     norms: tuple[str, ...] = (),
 ) -> torch.nn.Module:
     """A module of a class that `fuse` made before, in another process maybe, or in a release without the last."""
     try:
-        found: Any = cls
-        made: type[torch.nn.Module] = _made(found, chosen, modulated, norms)
+        made: type[torch.nn.Module] = _made(cls, chosen, modulated, norms)
     except UnreadableError:
         # Its text is another one now, or is not there: it adds as it always did.
         made = cls

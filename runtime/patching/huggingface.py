@@ -101,8 +101,7 @@ class HuggingFaceRMSNorm(RMSNorm):
         if forward is None or self.__dict__[ORIGINAL].asked:
             return forward
         dtype = self._rounded(self.weight)[0] or x.dtype
-        before = forward  # For mypy, which knows of no variable of a closure that it is not None.
-        return lambda module, x: before(module, x).to(dtype)
+        return lambda module, x, before=forward: before(module, x).to(dtype)
 
     def _rounded(self, weight: torch.Tensor | None) -> tuple[torch.dtype | None, str | Cast]:
         """The dtype of y, None where the function knows it, and the cast."""

@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from numbers import Real
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -309,7 +310,7 @@ def _try(trial: _Trial, names: tuple[str, ...]) -> Formula:
         if order := next((order for order in CastOrder if order in followed), None):
             _check_gradient(trial, order, eps[name])
             _check_extremes(trial, order, eps[name])
-            _check_numbers(trial, name)
+            _check_reads(trial, name)
             return Formula(order, name, trial.input.name)
     raise UnlikeError(f"its forward does not read its epsilon from {' or '.join(names)} when it is called")
 
@@ -366,7 +367,7 @@ class _Trial:
             raise UnlikeError("its forward writes to its input or its weight")
         for name in held.keys() | vars(twin).keys():
             after = vars(twin).get(name)
-            if after is not copies.get(name) or not _same(held.get(name), after):
+            if after is not copies.get(name) or (isinstance(after, torch.Tensor) and after._version):
                 raise UnlikeError(f"its forward changes its attribute {name}")
         if not isinstance(y, torch.Tensor):
             raise UnlikeError(f"its forward returns a {type(y).__name__}, and ours a tensor")
@@ -378,17 +379,6 @@ def _unshared(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return copy.copy(value) if isinstance(value, (list, dict, set)) else value
-
-
-def _same(before: Any, after: Any) -> bool:
-    """Whether a copy by `_unshared` holds what it was made of."""
-    if isinstance(before, torch.Tensor):
-        return not after._version
-    if isinstance(before, dict):
-        return list(map(id, before.values())) == list(map(id, after.values())) and list(before) == list(after)
-    if isinstance(before, list):
-        return list(map(id, before)) == list(map(id, after))
-    return bool(before is after or before == after)
 
 
 def _orders(
@@ -451,22 +441,43 @@ def _check_extremes(trial: _Trial, order: CastOrder, eps: float) -> None:
             )
 
 
-def _check_numbers(trial: _Trial, epsilon_name: str) -> None:
-    """Refuse a forward that reads another number than epsilon, which ours would not read: a factor, or a bound."""
-    module, x, weight = trial.module, trial.rows.clone(), torch.nn.Parameter(trial.weight.clone())
-    held = {name: value for cls in reversed(_own(type(module))) for name, value in vars(cls).items()} | vars(module)
-    for name, value in held.items():
-        is_size = isinstance(value, int) and value == weight.numel()
-        if name == epsilon_name or is_size or not _is_number(value):
+# Attributes of every module, and those that a module of the right build holds besides.
+_KEPT = {"weight", "bias", *vars(torch.nn.Module())}
+# A forward that reads this value in place of its own raises, and this result stands for that.
+_UNREADABLE: Any = type("_Unreadable", (), dict.fromkeys(("__bool__", "__eq__")))()
+_RAISED = torch.zeros((), device="cpu")
+
+
+def _check_reads(trial: _Trial, epsilon_name: str) -> None:
+    """Refuse a forward that reads more than its tensors and epsilon, of which ours would see no change."""
+    n, weight, ones = trial.weight.numel(), trial.weight, torch.ones_like(trial.weight)
+    held = {name: value for cls in reversed(_own(type(trial.module))) for name, value in vars(cls).items()}
+    read = set()
+    for name in held.keys() - (_REPLACEABLE - {"forward"}):
+        if isinstance(held[name], FunctionType):
+            outside = inspect.getclosurevars(inspect.unwrap(held[name]))
+            numbers = {**outside.globals, **outside.nonlocals}
+            read |= {name for name, value in numbers.items() if isinstance(value, Real)}
+    for (name, value), training in product((held | vars(trial.module)).items(), (True, False)):
+        if name in _KEPT | {epsilon_name} or name[:2] == "__" or value is None or hasattr(type(value), "__get__"):
             continue
-        other = 1.0 if value == _OTHER_EPSILON else _OTHER_EPSILON
-        for training in (True, False):
-            try:
-                same = torch.equal(*(trial.call(x, weight, training, {name: each}) for each in (value, other)))
-            except Exception:  # A forward that reads the number may do anything with another.
-                same = False
-            if not same:
-                raise UnlikeError(f"its forward reads {name}, and ours would not see that change")
+        changed, allowed = _UNREADABLE, [_outcome(trial, weight, training, {})]
+        if isinstance(value, bool):
+            # A flag may say whether there is a weight.
+            changed, allowed = not value, [*allowed, _outcome(trial, ones, training, {}), _RAISED]
+        elif isinstance(value, (int, tuple)) and value in (n, (n,)):
+            changed, allowed = n + 1 if value == n else (n + 1,), [*allowed, _RAISED]
+        if not any(_agree(_outcome(trial, weight, training, {name: changed}), each) for each in allowed):
+            read.add(name)
+    if read:
+        raise UnlikeError(f"its forward reads {', '.join(sorted(read))}, and ours would not see that change")
+
+
+def _outcome(trial: _Trial, weight: torch.Tensor, training: bool, attributes: dict[str, Any]) -> torch.Tensor:
+    try:
+        return trial.call(trial.rows.clone(), torch.nn.Parameter(weight.clone()), training, attributes)
+    except Exception:  # A forward may do anything with an attribute of another value.
+        return _RAISED
 
 
 def _check_gradient(trial: _Trial, order: CastOrder, eps: float) -> None:

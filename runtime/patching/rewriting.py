@@ -121,8 +121,7 @@ def rewritten(
         UnreadableError: it cannot be read, or a decorator keeps the function in a way that is not known.
     """
     forward = read(cls)
-    made: Callable[..., Any] = _decorated(cls.forward, forward.function, forward.changed(added, modulated, norms))
-    return made
+    return _decorated(cls.forward, forward.function, forward.changed(added, modulated, norms))
 
 
 class _Replacing(ast.NodeTransformer):
@@ -229,7 +228,7 @@ def _shape(code: types.CodeType) -> tuple[Any, ...]:
     return (code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, constants)
 
 
-def _decorated(outer: Any, old: types.FunctionType, new: types.FunctionType) -> Any:
+def _decorated(outer: Any, old: types.FunctionType, new: types.FunctionType) -> Callable[..., Any]:
     """A function that wraps another, wrapping a third as well as it does: with the same code and another closure."""
     if outer is old:
         return new

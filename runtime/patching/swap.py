@@ -162,7 +162,7 @@ def _fuse(model: torch.nn.Module) -> tuple[tuple[Fused, ...], tuple[Unfused, ...
 
 def _unfused(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """The class that a block had before its adds were fused."""
-    return cls.unfused_class() if issubclass(cls, FusedBlock) else cls
+    return cls._normforge_made[0] if issubclass(cls, FusedBlock) else cls
 
 
 def unpatch(model: torch.nn.Module) -> tuple[Swapped, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -346,6 +348,43 @@ class BoundedRMSNorm(LlamaRMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.clamp(-self.bound, self.bound))
+
+
+def reading(factor: Callable[[Any], Any], **held: object) -> Callable[[], torch.nn.Module]:
+    """Return what makes an RMSNorm that holds some attributes and multiplies by what a function reads of it."""
+
+    class ReadingRMSNorm(LlamaRMSNorm):
+        def __init__(self) -> None:
+            super().__init__()
+            vars(self).update(held)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = super().forward(x) * factor(self)
+            return y
+
+    return ReadingRMSNorm
+
+
+SCALE = 1.0
+
+
+class GlobalRMSNorm(LlamaRMSNorm):
+    """Reads a factor from its module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * SCALE
+
+
+class OptionallyWeightedRMSNorm(_Weighted):
+    """Says by a flag whether it has a weight, as Gemma4's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.with_scale = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.factor(x)
+        return (h * self.weight.float() if self.with_scale else h).to(x.dtype)
 
 
 class RenamedLayerNorm(torch.nn.LayerNorm):

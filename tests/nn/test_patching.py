@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from types import SimpleNamespace as Namespace
 from typing import Any
 
 import numpy as np
@@ -475,7 +476,7 @@ SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "noise in training": (models.NoisyRMSNorm, "sqrt(mean(x**2) + eps) in training"),
     "two orders": (models.TwoOrdersRMSNorm, "rounds elsewhere in training than in evaluation"),
     "buffer": (models.CountingRMSNorm, "holds buffers (calls)"),
-    "list": (models.RememberingRMSNorm, "changes its attribute seen"),
+    "list": (models.RememberingRMSNorm, "its forward reads seen, and ours would not see"),
     "in place": (models.OverwritingRMSNorm, "writes to its input"),
     "own gradient": (models.DetachingRMSNorm, "the gradient of its forward is not that of"),
     "epsilon read once": (models.FixedEpsilonRMSNorm, "does not read its epsilon from variance_epsilon"),
@@ -501,6 +502,18 @@ SKIPPED: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "finite output": (models.FiniteOutputRMSNorm, "it may clip them"),
     "a factor": (models.MultipliedRMSNorm, "its forward reads multiplier, and ours would not see"),
     "a bound": (models.BoundedRMSNorm, "its forward reads bound, and ours would not see"),
+    "a factor of a config": (
+        models.reading(lambda m: m.config.scale, config=Namespace(scale=1.0)),
+        "its forward reads config",
+    ),
+    "a factor in a dict": (models.reading(lambda m: m.kept["scale"], kept={"scale": 1.0}), "its forward reads kept"),
+    "a factor in a tuple": (models.reading(lambda m: m.kept[0], kept=(1.0,)), "its forward reads kept"),
+    "a factor in a list": (models.reading(lambda m: m.kept[0], kept=[1.0]), "its forward reads kept"),
+    "a factor of its module": (models.GlobalRMSNorm, "its forward reads SCALE"),
+    "a flag": (models.reading(lambda m: 2 if m.doubles else 1, doubles=False), "its forward reads doubles"),
+    "a size": (models.reading(lambda m: m.size / m.weight.numel(), size=WIDTH), "its forward reads size"),
+    "a bound that decides": (models.reading(lambda m: 1 if m.least > 0 else 0, least=1.0), "its forward reads least"),
+    "a word": (models.reading(lambda m: 1 if m.kind == "rms" else 0, kind="rms"), "its forward reads kind"),
     "negative epsilon": (lambda: torch.nn.LayerNorm(WIDTH, eps=-0.1), "its eps is -0.1, and kernels take a finite"),
     "negative epsilon of an RMSNorm": (lambda: torch.nn.RMSNorm(WIDTH, eps=-0.1), "its eps is -0.1"),
     "negative epsilon of a GroupNorm": (lambda: torch.nn.GroupNorm(4, WIDTH, eps=-0.1), "its eps is -0.1"),
@@ -525,6 +538,26 @@ def test_what_is_not_known_is_left_alone_and_reported(case: tuple[Callable[[], t
     assert reason in why
     assert type(model[1]) is cls
     assert dict(vars(model[1])) == attributes
+
+
+TAKEN = {
+    "the length of rows": models.reading(
+        lambda m: functional.rms_norm(m.weight, (m.size,)).isnan().logical_not(), size=WIDTH
+    ),
+    "the shape of rows": models.reading(
+        lambda m: functional.rms_norm(m.weight, m.shape).isnan().logical_not(), shape=(WIDTH,)
+    ),
+    "a flag that changes nothing": models.reading(lambda m: 1.0 if m.fast else 1, fast=False),
+    "a flag that says whether there is a weight": models.OptionallyWeightedRMSNorm,
+    "what is None": models.reading(lambda m: 1 if m.groups is None else 0, groups=None),
+    "what it does not read": models.reading(lambda m: 1, config=Namespace(scale=1.0), scale=2.0, kept=[1.0]),
+}
+
+
+@pytest.mark.parametrize("make", TAKEN.values(), ids=[name.replace(" ", "_") for name in TAKEN])
+def test_what_changes_no_result_may_be_read(make: Callable[[], torch.nn.Module]) -> None:
+    module = make()
+    assert len(normforge.patch(module).swapped) == 1
 
 
 def test_what_is_no_norm_is_not_reported() -> None:
