@@ -10,7 +10,8 @@ import torch
 
 from ..codegen.families import Family
 from ..codegen.parameters import GROUP, GROUP_BWD
-from ..errors import LayoutError
+from ..dtypes import FLOATS
+from ..errors import DTypeError, LayoutError
 from ..upstream.torch_dynamo import eager_only
 from .gradients import UNSAVED, kept_too_little, register_second
 from .shortcuts import Kernel, Recording, at_once
@@ -66,12 +67,21 @@ def _require_layout(x: torch.Tensor) -> None:
         )
 
 
+def _options(*told: Any) -> Any:
+    """Return the options of a forward call, whose y is rounded and not quantised."""
+    options = _calls().Options(*told)
+    if options.out_dtype not in (None, *FLOATS):
+        raise DTypeError(
+            f"out_dtype is {options.out_dtype}; it takes None, torch.float16, torch.bfloat16 or torch.float32"
+        )
+    return options
+
+
 @eager_only
 def _run(*given: Any) -> list[torch.Tensor]:
     x, weight, bias, *told, saves = given
     _require_layout(x)
-    calls = _calls()
-    found = calls.launched(x, weight, bias, calls.Options(*told), saves=saves)
+    found = _calls().launched(x, weight, bias, _options(*told), saves=saves)
     return [tensor for tensor in found if tensor is not None]
 
 
@@ -79,7 +89,7 @@ def _run(*given: Any) -> list[torch.Tensor]:
 def _fake(*given: Any) -> list[torch.Tensor]:
     x, _, _, *told, saves = given
     _require_layout(x)
-    options = _calls().Options(*told)
+    options = _options(*told)
     y = x.new_empty_strided(x.shape, x.stride(), dtype=options.out_dtype or x.dtype)
     shape = (2, x.shape[0], options.num_groups)
     return [y, x.new_empty(shape, dtype=torch.float32)] if saves else [y]

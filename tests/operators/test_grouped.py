@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import normforge
-from normforge.errors import GradientError, LayoutError
+from normforge.errors import DTypeError, GradientError, LayoutError
 
 from ..thorough import THOROUGH
 
@@ -76,6 +76,14 @@ def test_an_operator_returns_what_is_asked_for() -> None:
     assert y.is_contiguous(memory_format=torch.channels_last)
     assert statistics.shape == (2, 2, 4)
     assert len(OPERATOR(*arguments(True, save_mv=False, grad=False))) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float4_e2m1fn_x2], ids=str)
+def test_an_operator_quantises_nothing(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 8, 3)
+    for device in ("cpu", "meta"):
+        with pytest.raises(DTypeError, match=rf"out_dtype is {dtype}; it takes None, torch.float16"):
+            OPERATOR(x.to(device), None, None, 4, 1e-5, "none", dtype, False)
 
 
 def test_an_operator_copies_nothing() -> None:
