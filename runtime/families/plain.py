@@ -225,11 +225,12 @@ def _record(_: Any, operands: road.Operands, options: road.Options, found: Found
     return _recorded_add(told, *operands)
 
 
+_TOLD = [row.name for row in FORWARD.parameters if row.functional and not row.kind.is_tensor]
 # Whether a residual is added, and statistics are saved, the look-up finds out itself.
 CALLS = road.calls_of(
     FORWARD,
     name="recorded",
-    options=("eps", "weight_offset", "out_dtype", "cast", "fadd", "save_mv"),
+    options=(*_TOLD, "fadd", "save_mv"),
     record=_record,
     looked_up=(None, 5),
 )

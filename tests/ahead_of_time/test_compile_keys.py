@@ -267,7 +267,7 @@ def test_modes_are_names_globs_and_modes() -> None:
         return {name.rpartition("_")[0] for key in compile_keys([64], asked, arch="sm_90") for name in key.instances}
 
     assert modes("ln_fwd_bf16") == {"ln_fwd_bf16"}
-    assert modes("?*_fwd_bf16", RMS) == {"ln_fwd_bf16", "rms_fwd_bf16", "rms_fwd_fp32"}
+    assert modes("?*_fwd_bf16", RMS) == {"ln_fwd_bf16", "l2_fwd_bf16", "rms_fwd_bf16", "rms_fwd_fp32"}
 
 
 def test_an_instance_that_the_table_lacks_is_generated_or_refused(

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import normforge
 from normforge import errors
-from normforge.calls import check, first
+from normforge.calls import check, first, road
 from normforge.calls.overlap import extent_of
 from normforge.calls.row_layout import row_stride
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
@@ -190,7 +190,9 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         shapes.append(tuple(given["x"].shape))
         return usual(function, given, **keywords)
 
-    monkeypatch.setattr(first, "check", noted)
+    # Of the 2-D functions, and of what autograd records.
+    for module in (first, road):
+        monkeypatch.setattr(module, "check", noted)
     return shapes
 
 

@@ -50,7 +50,7 @@ CASES = {
     ),
     "no_norm": (
         "groups:\n  a:\n    dtype_in: fp16\n",
-        "2: group a: norm is missing; add norm: [layer, rms, group] or one of them",
+        "2: group a: norm is missing; add norm: [layer, rms, l2, group] or one of them",
     ),
     "no_dtype_in": (
         "groups:\n  a:\n    norm: rms\n",
@@ -70,11 +70,11 @@ CASES = {
     ),
     "value_in_capitals": (
         "groups:\n  a:\n    norm: LAYER\n",
-        "3: group a: unknown norm 'LAYER'; did you mean layer? Use one of layer, rms, group",
+        "3: group a: unknown norm 'LAYER'; did you mean layer? Use one of layer, rms, l2, group",
     ),
     "unknown_value_in_defaults": (
         GROUP + "defaults:\n  norm: rmss\n",
-        "6: defaults: unknown norm 'rmss'; did you mean rms? Use one of layer, rms, group",
+        "6: defaults: unknown norm 'rmss'; did you mean rms? Use one of layer, rms, l2, group",
     ),
     "quantised_input": (
         "groups:\n  a:\n    norm: rms\n    dtype_in: int8\n",
@@ -245,7 +245,7 @@ CASES |= {
     ),
     "a_tagged_list": (
         "groups:\n  a: {norm: !!set [layer], dtype_in: fp16}\n",
-        "2: group a: norm takes one of layer, rms, group, not a list tagged tag:yaml.org,2002:set",
+        "2: group a: norm takes one of layer, rms, l2, group, not a list tagged tag:yaml.org,2002:set",
     ),
     "a_name_of_several_lines": (
         'groups:\n  "a\\nb\\e[31m": {norm: layer}\n',

@@ -18,7 +18,7 @@ _OTHER = "tests/kernels/test_obtain.py::test_a_key_reads_as_a_call"
 _RIGHT = "return bits & -bits"
 
 
-def mutant(new: str, *tests: str, file: str = "runtime/kernels/pipelines.py", old: str = _RIGHT) -> Mutant:
+def mutant(new: str, *tests: str, file: str = "runtime/kernels/strides.py", old: str = _RIGHT) -> Mutant:
     return Mutant("a-mutant", "row alignment", file, old, new, tests)
 
 
@@ -31,7 +31,7 @@ def runner() -> Iterator[Runner]:
 def test_a_mutant_is_caught_by_the_test_that_fails(runner: Runner) -> None:
     found = runner.outcome(mutant("return bits", _TEST))
     assert (found.verdict, found.said) == (Verdict.CAUGHT, f"{_TEST}[strides0-16]")
-    assert f"| kernels/pipelines.py | row alignment | `{_TEST}[strides0-16]` |" in markdown([found], "abc", 1.0)
+    assert f"| kernels/strides.py | row alignment | `{_TEST}[strides0-16]` |" in markdown([found], "abc", 1.0)
 
 
 def test_a_mutant_that_no_chosen_test_minds_survives(runner: Runner) -> None:

@@ -374,7 +374,19 @@ _QUANTISED_SCHEMA = (
     "Tensor? global_scale, Tensor? scale_ub, str fquant, ScalarType? out_dtype, str cast, str group_size, "
     "str scale_format, str scale_layout, bool quantise_rounded, bool save_unquant"
 )
+_L2_SCHEMA = (
+    "(Tensor x, Tensor? weight, float eps, float weight_offset, Tensor? smooth_scale, str fquant, Tensor? x_scale, "
+    "ScalarType? out_dtype, ScalarType scale_dtype, bool save_mv, str rounding"
+)
 SCHEMAS = {
+    "l2norm2d_fwd": f"{_L2_SCHEMA}) -> Tensor[]",
+    "l2norm2d_fwd_into": (
+        f"{_L2_SCHEMA}, Tensor(a!) out) -> (Tensor residual_out, Tensor y_scale, Tensor mean, Tensor rstd)"
+    ),
+    "l2norm2d_bwd": (
+        "(Tensor? dy, Tensor x, Tensor? weight, Tensor rstd, float weight_offset, ScalarType? dx_dtype, str[] wants) "
+        "-> Tensor[]"
+    ),
     "layernorm2d_fwd": f"(Tensor x, Tensor? weight, Tensor? bias, float eps, {_FORWARD_SCHEMA}) -> Tensor[]",
     "layernorm2d_fwd_into": f"(Tensor x, Tensor? weight, Tensor? bias, float eps, {_FORWARD_SCHEMA}, {_WRITTEN_SCHEMA}",
     "layernorm2d_bwd": (

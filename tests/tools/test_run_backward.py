@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from normforge import reference
+from normforge.codegen.values import Norm
 from normforge.families import modulated
 from normforge.reference.gradients import ReferenceGradients
 from normforge.tools import cli
@@ -46,13 +47,13 @@ def test_every_gradient_is_checked(
 
 
 def test_a_wrong_gradient_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    honest = reference.layernorm2d_bwd
+    honest = reference.BACKWARD[Norm.LAYER]
 
     def spoilt(**operands: Any) -> ReferenceGradients:
         expected = honest(**operands)
         return expected._replace(dweight=expected.dweight * 1.01)
 
-    monkeypatch.setattr(reference, "layernorm2d_bwd", spoilt)
+    monkeypatch.setitem(reference.BACKWARD, Norm.LAYER, spoilt)
     assert cli.main(SMALL) == 1
     assert "no: dweight differ from the reference" in capsys.readouterr().out
 
