@@ -52,8 +52,8 @@ def sees_operators(tensor: object) -> bool:
     return isinstance(tensor, torch.Tensor) and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
-def is_served(operands: tuple[Any, ...]) -> bool:
-    """Return True if kernels take the tensors of a call of a module, x first, or if torch.fx records the call."""
+def is_served(operands: tuple[Any, ...], eps: Any = None) -> bool:
+    """Return True if kernels take the tensors (x first) and eps of a module's call, or if torch.fx records the call."""
     if not isinstance(operands[0], torch.Tensor):
         return True
     for tensor in operands:
@@ -63,9 +63,9 @@ def is_served(operands: tuple[Any, ...]) -> bool:
             or tensor.is_nested
         ):
             return False
-    if backend(operands[0]) != "kernel" or left_to_torch(operands):
-        return False
-    return all(tensor is None or tensor.dtype in FLOATS for tensor in operands)
+    fits = not isinstance(eps, (int, float)) or 0.0 <= eps <= torch.finfo(torch.float32).max
+    fits = fits and backend(operands[0]) == "kernel" and not left_to_torch(operands)
+    return fits and all(tensor is None or tensor.dtype in FLOATS for tensor in operands)
 
 
 @constant_in_traces

@@ -419,8 +419,9 @@ def normalise_first(
     """Run `normalise` for a call that `native.calls` does not know; where it `adds`, there has to be a residual."""
     if is_dynamo_compiling() and is_plain(operands, normalized_shape, options):
         return _traced(operands, normalized_shape, options, module)
-    if module is not None and not is_served(operands) and (before := module.forward_before(operands[0])) is not None:
-        return before(module, operands[0])
+    x = operands[0]
+    if module is not None and not is_served(operands, options[1]) and (before := module.forward_before(x)) is not None:
+        return before(module, x)
     if is_handed_on(operands):
         return _handed_on(operands, normalized_shape, options)
     if adds:
@@ -433,7 +434,6 @@ def normalise_first(
     if norm == "layer" and others[0] != 0.0:
         operands, options = _offset(operands, options)
         return normalise(operands, normalized_shape, options)
-    x = operands[0]
     kernel = isinstance(x, torch.Tensor) and backend(x) == "kernel"
     left = left_to_torch(operands)
     if kernel and not left and is_sharded(*operands):

@@ -198,9 +198,8 @@ class GroupNorm(Replacing, torch.nn.GroupNorm):
             known = group.normalise_known(operands, told)
             if known is not None:
                 return known
-        left = self.activation is None and not is_served(operands)
-        before = self.forward_before(input) if left else None
-        if before is not None:
+        left = self.activation is None and not is_served(operands, self.eps)
+        if left and (before := self.forward_before(input)) is not None:
             y: torch.Tensor = before(self, input)
             return y
         return group_norm(input, self.num_groups, self.weight, self.bias, self.eps, activation=self.activation)
@@ -248,6 +247,7 @@ def _are_one(norm: torch.nn.Module, silu: torch.nn.Module) -> bool:
     return not any("forward" in vars(each) or any(vars(each)[name] for name in _HOOKS) for each in (norm, silu))
 
 
-def _is_taken(x: Any, norm: torch.nn.Module) -> bool:
+def _is_taken(x: Any, norm: Any) -> bool:
     """Return True if `group_norm` takes x: at once for dense tensors, whose classes and dtypes say so."""
-    return (type(x) in PLAIN and x.dtype in FLOATS and not x.is_nested) or is_served((x, norm.weight, norm.bias))
+    is_dense: bool = type(x) in PLAIN and x.dtype in FLOATS and not x.is_nested and 0.0 <= norm.eps <= 1.0
+    return is_dense or is_served((x, norm.weight, norm.bias), norm.eps)

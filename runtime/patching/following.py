@@ -16,9 +16,9 @@ _FORWARDS = (LayerNorm.forward, RMSNorm.forward, HuggingFaceRMSNorm.forward)
 _BEFORE, _AFTER = "before_weight", "after_weight"
 
 
-def may_follow(module: torch.nn.Module) -> bool:
+def may_follow(module: Any) -> bool:
     """Return True if a sum can be computed together with a module, which is then a norm of ours over one dimension."""
-    if type(module).forward not in _FORWARDS or "forward" in vars(module):
+    if getattr(type(module), "forward", None) not in _FORWARDS or "forward" in vars(module):
         return False
     norm: Any = module
     # Of an x_bias, and of a LayerNorm's offset, the functional API makes another call.
@@ -46,8 +46,8 @@ def vectors_of(norm: torch.nn.Module) -> tuple[torch.nn.Parameter | None, torch.
 def is_bare(module: Any) -> bool:
     """Return True if calling a module does no more than its forward, which `may_follow` knows."""
     return (
-        isinstance(module, torch.nn.Module)
-        and may_follow(module)
+        may_follow(module)
+        and 0.0 <= (module.eps or 0.0) < float("inf")
         and not (module._forward_pre_hooks or module._forward_hooks or global_hooks())
         and not (module._backward_pre_hooks or module._backward_hooks)
         # A parameter that is made of others is not among them.

@@ -309,3 +309,40 @@ def test_what_is_exported_to_onnx_holds_operators_of_torch_alone(
     called = [str(node.target) for node in graph.nodes if node.op == "call_function"]
     assert called
     assert all(operator.startswith("aten.") for operator in called)
+
+
+@pytest.mark.parametrize("eps", [-1e-3, float("inf")])
+@each_replaced
+def test_an_epsilon_that_no_kernel_takes_is_as_before(make: Callable[[], torch.nn.Module], eps: float) -> None:
+    """Set after patch, which leaves a norm with such an epsilon alone."""
+    module, ours = patched(make)
+    for norm in (ours, module):
+        setattr(norm, "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps", eps)
+    x = torch.randn(3, WIDTH)
+    for _ in range(2):
+        torch.testing.assert_close(ours(x), module(x), equal_nan=True)
+
+
+def test_an_epsilon_that_no_kernel_takes_is_as_before_where_norms_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
+            self.linear = torch.nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + self.linear(self.first(x) * (1 + x) + x)
+            y: torch.Tensor = x + self.linear(self.second(x))
+            return y
+
+    monkeypatch.setenv("NORMFORGE_FUSE_FROM", "0")
+    silu = torch.nn.Sequential(torch.nn.GroupNorm(2, WIDTH), torch.nn.SiLU())
+    for module in (silu, Block()):
+        ours = copy.deepcopy(module)
+        normforge.patch(ours)
+        for norm in (*ours.modules(), *module.modules()):
+            if "eps" in vars(norm):
+                vars(norm)["eps"] = -1e-3
+        x = torch.randn(3, 2, WIDTH) if module is not silu else torch.randn(3, WIDTH)
+        for _ in range(2):
+            torch.testing.assert_close(ours(x), module(x))
