@@ -1088,9 +1088,12 @@ def slice_moments(chunks, dtype: tl.constexpr, first_col, N: tl.constexpr, SLICE
 def merge_slices(means, variances, peers, N: tl.constexpr, SLICE: tl.constexpr):
     """Mean, as a pivot and what is left of it, and variance of a row from those of its slices."""
     counts = tl.maximum(tl.minimum(N - peers * SLICE, SLICE), 0).to(tl.float32)
-    pivot = tl.sum(counts * means) / N
+    # Rounded to nearest: the mean of equal values is that value.
+    pivot = tl.div_rn(tl.sum(counts * means), tl.sum(counts))
     distances = means - pivot
-    shift, variance = row_moments(counts * distances, counts * (variances + distances * distances), N, 0)
+    # A program that has no columns reads a variance of others, and of one that is infinite 0 times it is NaN.
+    squares = tl.where(counts > 0.0, counts * (variances + distances * distances), 0.0)
+    shift, variance = row_moments(counts * distances, squares, N, 0)
     return pivot, shift, variance
 
 
