@@ -71,6 +71,46 @@ def test_a_child_that_is_forked_while_threads_call_norms_calls_them_too() -> Non
     assert printed(FORKS, OMP_NUM_THREADS="1").splitlines()[-1] == "0"
 
 
+# A thread makes the first call of the process, and the main thread forks in the midst of each import that this brings.
+FIRST = """
+import os, signal, sys, threading, time, torch, normforge
+
+def call():
+    normforge.group_norm(torch.ones(2, 8, 3), 2)
+
+def midst():
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(("triton", "normforge."))]
+    return [module for module in modules if getattr(module.__spec__, "_initializing", False)]
+
+first = threading.Thread(target=call)
+first.start()
+forks, hung = 0, 0
+while first.is_alive() and forks < 8 and not hung:
+    if not midst():
+        time.sleep(0.0005)
+        continue
+    forks += 1
+    child = os.fork()
+    if child == 0:
+        call()
+        os._exit(0)
+    until = time.monotonic() + 60
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < until:
+        time.sleep(0.01)
+    if not ended[0]:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        hung += 1
+    assert not ended[0] or ended[1] == 0, ended
+first.join()
+print(forks > 0, hung)
+"""
+
+
+def test_a_child_that_is_forked_during_a_first_call_calls_norms_too() -> None:
+    assert printed(FIRST, OMP_NUM_THREADS="1").splitlines()[-1] == "True 0"
+
+
 def in_child(function: Callable[[], bool]) -> bool | None:
     """What a function returns in a forked child; None if it is still busy after two seconds."""
     child = os.fork()

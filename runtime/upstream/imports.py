@@ -1,8 +1,10 @@
-"""What is done once somebody else's module is there: for modules that are not to be imported for our sake."""
+"""Imports of modules by others: act once one has ended, and import anew in a child what a fork cut off."""
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -53,3 +55,18 @@ class _Awaiting(MetaPathFinder):
             # The loader is this spec's alone; another in its place would hide the source and resources that it knows.
             spec.loader.exec_module = run_and_act  # type: ignore[method-assign]  # the instance's own
         return spec
+
+
+def _forget_halfway() -> None:
+    """Have a forked child import anew what other threads of its parent were importing.
+
+    The child inherits the lock of a module that is half imported, and not the thread that would release the lock: an
+    import of that module would wait for ever. Python has no public name for these locks; without them nothing is done.
+    """
+    locks = vars(sys.modules["importlib._bootstrap"]).get("_module_locks", {})
+    for name in [name for name, lock in locks.items() if getattr(lock(), "owner", None)]:
+        if locks.pop(name)().owner != threading.get_ident():
+            sys.modules.pop(name, None)
+
+
+os.register_at_fork(after_in_child=_forget_halfway)
