@@ -30,14 +30,10 @@ def kernel_of(operator: str, key: str) -> Kernel | None:
     try:
         return torch.library.get_kernel(f"aten::{operator}", key).call_boxed
     except RuntimeError:
-        decomposed = _decomposition(operator)
+        from torch._decomp import decomposition_table
+
+        decomposed = decomposition_table.get(getattr(torch.ops.aten, operator).default)
         return None if decomposed is None else lambda keys, *arguments: decomposed(*arguments)
-
-
-def _decomposition(operator: str) -> Callable[..., Any] | None:
-    from torch._decomp import decomposition_table
-
-    return decomposition_table.get(getattr(torch.ops.aten, operator).default)
 
 
 class Replacement:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from .torch_allocator import contiguous_strides
 from .torch_internals import applied
 
 
@@ -25,12 +26,10 @@ def assembled(
         strides: of the whole; None if it is contiguous.
     """
     if strides is not None or is_dynamo_compiling() or not _is_like(part, like, shape, placements):
-        described = {"run_check": False, "shape": shape, "stride": strides or _contiguous(shape)}
+        described = {"run_check": False, "shape": shape, "stride": strides or contiguous_strides(shape)}
         made: torch.Tensor = type(like).from_local(part, like.device_mesh, placements, **described)
         return made
-    if not part.requires_grad:
-        return _wrapped(part, like)
-    whole: torch.Tensor = applied(_Assembled)(part, like)
+    whole: torch.Tensor = applied(_Assembled)(part, like) if part.requires_grad else _wrapped(part, like)
     return whole
 
 
@@ -66,10 +65,3 @@ class _Assembled(torch.autograd.Function):
         if gradient.placements != ctx.placements:
             gradient = gradient.redistribute(placements=ctx.placements)
         return gradient.to_local(), None
-
-
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides)) if shape else ()
