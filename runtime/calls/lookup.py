@@ -130,7 +130,7 @@ class Lookup:
 
     @eager_only
     def normalise(self, operands: Sequence[Any], options: Sequence[Any], normalized_shape: Sequence[int] | None) -> Any:
-        """Return what `recorded.normalise` returns of a known call; None of another call.
+        """Return what `plain.normalise` of families/ returns of a known call; None of another call.
 
         Arguments need no check before: a call that would copy or refuse something is not known. A normalized_shape of
         None is x's last dimension where there is a residual, and is refused elsewhere.

@@ -1,7 +1,6 @@
 """The one road of calls, whatever their family: known or checked, launched, and recorded by autograd.
 
-What one family has of its own is a row of data, a `FamilyCalls`: see `recorded`, `dropout`, `modulated`, `gated` and
-`quantised`.
+What one family has of its own is a row of data, a `FamilyCalls`, in its file of families/.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The families of norms: public functions, the formula of each, and what its calls have of their own.
+"""The families of norms: public functions, formulas, and for each family the row that the road of calls reads.
 
 Stands on calls/, kernels/, selection/, codegen/ and upstream/.
 """

@@ -1,4 +1,4 @@
-"""What calls have of their own that add a residual to what a dropout leaves of x; see `neighbours` for the rest."""
+"""Calls that add a residual to what a dropout leaves of x: the row of the family; `calls/road.py` has the rest."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def normalise_known(
 
 
 def normalise(operands: Operands, shape: tuple[int, ...], options: Options, dropout: Dropout) -> Any:
-    """Return what `recorded.normalise` returns where a dropout comes before the residual; arguments were checked.
+    """Return what `plain.normalise` returns where a dropout comes before the residual; arguments were checked.
 
     Args:
         operands: x and residual are (..., *shape), the others shape.

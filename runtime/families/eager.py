@@ -200,7 +200,7 @@ class Dropout(NamedTuple):
 
 
 def plain(operands: Operands, shape: tuple[int, ...], options: Options, dropout: Dropout | None = None) -> Any:
-    """Return the outputs of `recorded.normalise` for the same arguments. eps=None takes torch's own default."""
+    """Return the outputs of `plain.normalise` for the same arguments. eps=None takes torch's own default."""
     x, weight, bias, residual, x_bias = operands
     norm, eps, weight_offset, out_dtype, cast = options
     to = _rounded_to(cast, out_dtype or x.dtype, x.dtype)
@@ -304,7 +304,7 @@ class GatedSaved(NamedTuple):
 
 
 def gated(operands: Sequence[Any], options: Sequence[Any]) -> Any:
-    """Return the outputs of `neighbours.normalise` for a gated call."""
+    """Return the outputs of `road.normalise` for a gated call."""
     x, gate, weight, bias = operands
     norm, gating, activation, eps, weight_offset, _, out_dtype, _ = options
     is_before = word(Gating, "gating", gating).is_before
@@ -403,7 +403,7 @@ class ModulatedSaved(NamedTuple):
 
 
 def modulated(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
-    """Return the outputs of `neighbours.normalise` for a modulated call."""
+    """Return the outputs of `road.normalise` for a modulated call."""
     x, scale, shift, gate, residual, weight, bias = operands
     norm, eps, weight_offset, _, out_dtype, _ = options
     total = widened(x)

@@ -1,4 +1,4 @@
-"""The calls of gated norms: what they have of their own; see `neighbours` and `row_gradients` for the rest."""
+"""Calls of gated norms: the row of the family; `calls/road.py` and `calls/row_gradients.py` have the rest."""
 
 from __future__ import annotations
 

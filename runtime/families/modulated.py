@@ -1,4 +1,4 @@
-"""The calls of modulated norms: what they have of their own; see `neighbours` and `row_gradients` for the rest.
+"""Calls of modulated norms: the row of the family; `calls/road.py` and `calls/row_gradients.py` have the rest.
 
 Within a sample the scale is one: with h the normalised rows, `sum(dy * h)` and `sum(dy)` over its rows are all that the
 gradients of scale, shift, weight and bias are made of, by operations on a row a sample.

@@ -1,4 +1,4 @@
-"""Calls of the norms alone as differentiable functions: what they have of their own; see `neighbours` for the rest.
+"""Differentiable calls of the norms alone: the row of the family; `calls/road.py` has the rest.
 
 Such a call is two tuples, `public.Operands` and `public.Options`; only what reads a part of them knows the part.
 """
@@ -33,8 +33,8 @@ from .public import BackwardOptions, Operands, Options
 
 _BACKWARD = road.calls_of(BACKWARD, name="gradients")
 
-# What a forward pass is told besides its operands: its options, and what `run_recorded` is to be given, None of a call
-# that something sees. What is third nobody reads.
+# What a forward pass is told besides its operands: its options, what `run_recorded` is to be given (None for a call
+# that something sees), and None, which nothing reads.
 Told = tuple[Options, "Found | None", None]
 
 

@@ -1,4 +1,4 @@
-"""The rows of all families with a neighbour, by their families' words."""
+"""The rows of the modulated, gated and quantised families, by the word of each."""
 
 from __future__ import annotations
 

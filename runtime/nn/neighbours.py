@@ -1,4 +1,4 @@
-"""What calls of differentiable norms with a neighbour go through, known or not."""
+"""Launch differentiable calls of modulated and gated norms, known or not."""
 
 from __future__ import annotations
 
