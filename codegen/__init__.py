@@ -1,1 +1,1 @@
-"""The generator: manifest, names, tiles and templates; imports neither torch nor triton. Stands on nothing."""
+"""The generator: manifest, names, tiles and templates; it imports neither torch nor triton. Stands on nothing."""

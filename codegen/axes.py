@@ -1,4 +1,4 @@
-"""The axes of a mode as words: what a manifest may say, what --where compares, what --count counts."""
+"""The axes of a mode as words, for manifests, --where and --count."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BOOLEANS = {"false": False, "true": True}
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of `Mode`: its field's name, its words with what they stand for, and its default word, if any."""
+    """One axis of `Mode`: the name of its field, the value of each word, and the default word, if any."""
 
     name: str
     values: Mapping[str, Any]
@@ -42,16 +42,19 @@ class Axis:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The words a manifest may use."""
+        """Return the words that a manifest may use."""
         return tuple(self.values)
 
     @property
     def is_boolean(self) -> bool:
-        """Whether a manifest writes this axis with YAML's booleans."""
+        """Return True if a manifest writes this axis with YAML's booleans."""
         return self.values is BOOLEANS
 
     def word_of(self, mode: AnyMode) -> str:
-        """The word for what a mode has on this axis, the default where it has no such; dtype_out is spelled out."""
+        """Return the word for a mode's value on this axis, with dtype_out spelled out.
+
+        A mode without this axis has the default.
+        """
         if self.name == "norm" and isinstance(mode, GroupMode):
             return GROUP
         if not hasattr(mode, self.name):
@@ -94,7 +97,7 @@ AXES = (
 )
 
 
-# Those that norms of rows have; the norm says which they are of.
+# The axes that norms of rows have. The axis `norm` says whether a mode is of rows or of groups.
 ROW_AXES = tuple(axis for axis in AXES if axis.name in {field.name for field in fields(Mode)})
 _OF_ROWS = tuple(axis for axis in ROW_AXES if axis.name != "norm")
 _OF_GROUPS = tuple(axis for axis in AXES if axis.name in {field.name for field in fields(GroupMode)})
@@ -103,7 +106,7 @@ _OF_ROWS_ALONE = tuple(axis for axis in _OF_ROWS if axis not in _OF_GROUPS)
 
 
 def mode_of(words: Mapping[str, str]) -> AnyMode:
-    """The mode that one word for each axis describes.
+    """Return the mode that one word for each axis describes.
 
     Raises:
         IllegalCombinationError: no kernel can have this combination.

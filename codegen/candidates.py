@@ -1,4 +1,4 @@
-"""Which tiles are worth measuring for a row length: a handful, from rules that are rows of a table."""
+"""Choose the few tiles that are worth measuring for a row length, from a table of rules."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ class Rule:
     """The tiles of one pipeline that may suit a range of row lengths.
 
     Attributes:
-        direction: which kernels.
-        few: whether for a few rows, where one row should take as little time as possible, or for many.
-        pipeline: how they walk a row.
+        direction: the direction of the kernels.
+        few: True for few rows, where the latency of a row counts; False for many rows, where bandwidth counts.
+        pipeline: the pipeline of the tiles.
         shortest: the shortest row.
-        longest: the longest row; None has no cap.
-        values: the least and the most values that a thread may hold at once: of a row that stays in registers, or of
-            the chunk that it works on.
-        warps: warps a program.
-        rows: rows a program.
-        loads: bytes that a thread loads at once, which with the warps make a chunk; none where a chunk is a row.
-        resident: programs a multiprocessor is to hold: the registers of each follow from it.
-        held: chunks that a program keeps of a row that it does not keep whole.
-        stages: stages of the loop over rows: one more than rows on their way to shared memory.
-        copies: how many values of 16 bits a thread keeps for each of those.
-        blocks: columns of a chunk where several rows have several; none where a chunk is a row or follows from `loads`.
+        longest: the longest row, or None for no limit.
+        values: the smallest and largest number of values that a thread may hold at once: values of the row if the row
+            stays in registers, else values of the current chunk.
+        warps: warps per program.
+        rows: rows per program.
+        loads: bytes that a thread loads at once, which determine the chunk together with the warps; empty if a chunk is
+            a whole row.
+        resident: programs that a multiprocessor is to hold, which limits the registers of each program.
+        held: chunks that a program keeps of a row that it cannot keep whole.
+        stages: stages of the loop over rows: one more than the number of rows on their way to shared memory.
+        copies: 16-bit values that a thread keeps per value that it holds.
+        blocks: columns of a chunk, if programs have several rows and rows have several chunks; empty if a chunk is a
+            whole row or follows from `loads`.
     """
 
     direction: Direction
@@ -50,7 +52,7 @@ class Rule:
     blocks: tuple[int, ...] = ()
 
     def tiles(self, n: int, itemsize: int) -> Iterator[Tile]:
-        """The tiles that this rule allows for rows of n elements."""
+        """Yield the tiles that this rule allows for rows of n elements."""
         if n < self.shortest or (self.longest is not None and n > self.longest):
             return
         least, most = self.values
@@ -63,10 +65,11 @@ class Rule:
             block = width if load is None else threads * load // itemsize
             chunks = -(-n // block) if self.blocks else max(held, 1)
             values = n if self.pipeline is Pipeline.ONE_PASS else rows * block * chunks
-            # A chunk of over twice the row leaves most lanes idle; a value that stays takes half a register or more.
+            # A chunk more than twice as long as the row leaves most lanes idle. A value that stays takes half a
+            # register or more.
             fits = least * threads <= values <= most * threads and block < 2 * whole
             if self.blocks:
-                # Every thread loads 16 bytes of each chunk, of one row or of two.
+                # Every thread loads 16 bytes of each chunk, of one row or of two rows.
                 fits &= rows * block * itemsize in (threads * LOAD_BYTES, 2 * threads * LOAD_BYTES)
             if fits and resident * (values * self.copies // 2 + _REGISTERS_A_THREAD * threads) <= _REGISTERS:
                 yield Tile(self.pipeline, rows, block, warps, resident, held, stages)
@@ -78,7 +81,7 @@ _SPREAD = Pipeline.SPREAD
 _LOADS = (8, 16)
 _WIDTHS, _ROWS_IN_CHUNKS = (16, 32, 64, 128, 256, 512, 1024), (2, 4, 8, 16, 32, 64)
 
-# Of a multiprocessor, and what a thread needs for addresses and temporaries.
+# Registers of a multiprocessor, and the registers that a thread needs for addresses and temporaries.
 _REGISTERS = 65536
 _REGISTERS_A_THREAD = 24
 
@@ -92,7 +95,8 @@ RULES = (
     Rule(_FORWARD, False, _TWO_PASS, 32769, None, (8, 32), (16,), loads=(32, 64), resident=(1, 2)),
     Rule(_FORWARD, False, _TWO_PASS, 32769, None, (8, 32), (32,), loads=(16, 32), resident=(1, 2)),
     Rule(_FORWARD, False, _TWO_PASS, 32768, None, (8, 48), (32,), loads=(16, 32), held=(1, 2, 3, 5)),
-    # Of the row at hand, the next, weight and bias. Warps are few: each spends as much on a row's sums as on 30 values.
+    # Registers hold the current row, the next row, weight and bias. Few warps are best: a warp spends as much time on
+    # the sums of a row as on 30 values.
     Rule(_FORWARD, False, _SPREAD, 32769, None, (32, 64), (2,), (1,), (16,), (4, 8), (4, 8), stages=(3, 4), copies=4),
     Rule(_FORWARD, False, _SPREAD, 32769, None, (32, 32), (4,), (1,), (16, 64), (4,), (1, 4), stages=(3, 4), copies=4),
     Rule(_FORWARD, False, _SPREAD, 32769, None, (32, 32), (8,), (1,), (16, 64), (2,), (1, 4), stages=(3, 4), copies=4),
@@ -103,14 +107,14 @@ RULES = (
     Rule(_FORWARD, True, _SPREAD, 65537, None, (16, 64), (2,), (1,), (16,), (2, 4), (4, 8), stages=(2, 4), copies=4),
     Rule(_FORWARD, True, _SPREAD, 65537, None, (16, 64), (4,), (1,), (16,), (2, 4), (2, 4), stages=(2, 4), copies=4),
     Rule(_BACKWARD, False, _ROWS, 1, 2048, (16, 32), (2, 4), rows=(2, 4, 8), resident=(4, 8)),
-    # Of a value its two sums, x and dy of this tile and the next, each in a register of 32 bits: as many warps as fit.
+    # Registers hold two sums per value, and x and dy of this tile and the next, 32 bits each. As many warps run as fit.
     *(
         Rule(_BACKWARD, False, _ROWS, 33, 512, values, (warps,), _ROWS_IN_CHUNKS, (), (fit // warps,), blocks=_WIDTHS)
         for values, fit in (((12, 16), 16), ((20, 28), 12), ((20, 32), 8))
         for warps in (1, 2, 4)
     ),
     Rule(_BACKWARD, False, _ONE_PASS, 1025, 8192, (12, 32), (4, 8, 16), loads=_LOADS, resident=(1, 2, 3, 4)),
-    # Rows on their way to shared memory. A value takes its two sums, of 32 bits, x, dy and weight.
+    # Rows are on their way to shared memory. Registers hold two sums per value, 32 bits each, and x, dy and weight.
     Rule(_BACKWARD, False, _ONE_PASS, 257, 2048, (8, 16), (2, 4, 8), (1,), _LOADS, (3, 4, 8), stages=(3, 4), copies=7),
     Rule(_BACKWARD, False, _ONE_PASS, 2049, 8192, (8, 40), (4, 8, 16), (1,), (16,), (1, 2, 3), stages=(3,), copies=7),
     Rule(_BACKWARD, False, _TWO_PASS, 8193, None, (8, 32), (4, 8), rows=(2,), loads=(16,), resident=(1, 2, 4)),
@@ -124,15 +128,15 @@ RULES = (
 def candidates(
     kind: TileClass, bucket: Bucket, n: int, arch: str, *, few: bool, rules: tuple[Rule, ...] = RULES
 ) -> list[Tile]:
-    """Tiles to measure for a bucket at one of its row lengths, each once.
+    """Return the tiles to measure for a bucket at one of its row lengths, without duplicates.
 
     Args:
         kind: the class of modes.
-        bucket: what the winner is to serve.
-        n: the length it is measured at.
-        arch: the architecture it is measured on.
-        few: whether for a few rows, or for many.
-        rules: what to choose from.
+        bucket: the row lengths that the winner is to serve.
+        n: the row length to measure at.
+        arch: the architecture to measure on.
+        few: True for few rows, False for many.
+        rules: the rules to choose from.
     """
     if kind.is_grouped:
         return [tile for tile in group_candidates(kind, n, few=few) if why_not(kind, bucket, tile, arch) is None]
@@ -145,11 +149,11 @@ def candidates(
     return [tile for tile in dict.fromkeys(allowed) if why_not(kind, bucket, tile, arch) is None]
 
 
-# Of GroupNorm: the longest group that one program may hold, and the shortest that is worth several.
+# GroupNorm: the longest group that one program may hold, and the shortest group that is worth several programs.
 _LONGEST_WHOLE_GROUP, _SHORTEST_IN_PARTS = 32768, 2048
-# Runs of tiles a part: of a few groups, whose parts are to be many; of many, whose parts may be whole groups.
+# GroupNorm: runs of tiles per part. Few groups need many parts; with many groups a part may be a whole group.
 _GROUP_RUNS = {True: (1, 2, 4), False: (1, 4, 16)}
-# (warps, elements a tile, tiles held) of parts, whose threads hold 16 to 32 values of x; of dy backward as many again.
+# (warps, elements per tile, tiles held) of a part. A thread holds 16 to 32 values of x, and backward as many of dy.
 _GROUP_PARTS = {
     Direction.FORWARD: (
         (2, 1024, 2),
@@ -164,17 +168,17 @@ _GROUP_PARTS = {
 }
 # Values of x that a thread holds of a whole group.
 _GROUP_VALUES = {Direction.FORWARD: (8, 64), Direction.BACKWARD: (4, 32)}
-# Channels innermost: as many at most as are 64 bytes of channels.
+# With channels innermost, a program has at most as many groups as 64 bytes of channels hold.
 _GROUPS_BESIDE = 8
-# Tiles of a group that one program holds, channels innermost or not. Each is written out, and Triton takes 20 s for 8
-# of the former, 57 s for 64 of the latter.
+# Tiles of a group that one program holds, by whether channels are innermost. Each tile is written out: Triton takes 20
+# s to compile 8 tiles with channels innermost, and 57 s to compile 64 tiles without.
 _MOST_TILES = {True: 4, False: 8}
 
 
 def group_candidates(kind: TileClass, n: int, *, few: bool) -> list[Tile]:
-    """Tiles to measure for groups of n elements: whole ones, and parts of them.
+    """Return the tiles to measure for groups of n elements: whole groups, and parts of groups.
 
-    Parts whose programs wait for one another were none of the fastest, of 40 cases on an H200.
+    Leave out tiles whose programs wait for one another: none was among the fastest in 40 cases on an H200.
     """
     least, most = _GROUP_VALUES[kind.direction]
     is_last = kind.layout == GROUP_LAYOUTS[True]
@@ -184,7 +188,8 @@ def group_candidates(kind: TileClass, n: int, *, few: bool) -> list[Tile]:
         is_short = n <= min(_LONGEST_WHOLE_GROUP, _MOST_TILES[is_last] * block)
         if is_short and min(least * threads, 32 * warps) <= n <= most * threads:
             found.append(Tile(_ONE_PASS, 1, block, warps))
-    # Channels innermost, a program has several groups: channels of one do not fill what memory hands out at once.
+    # With channels innermost, a program has several groups, because the channels of one group do not fill a memory
+    # transaction.
     longest = 2 * n * (_GROUPS_BESIDE if is_last else 1)
     for (warps, block, held), runs in product(_GROUP_PARTS[kind.direction], _GROUP_RUNS[few]):
         if n >= _SHORTEST_IN_PARTS and block * held * runs < longest:

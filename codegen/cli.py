@@ -1,4 +1,4 @@
-"""The generator's command line: a manifest, narrowed by a selection, and one thing to do with it."""
+"""The generator's command line: read manifests, narrow them by a selection, then write, check or list."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .select import select
 from .tile_tables import own_tables, read_table
 from .words import counted
 
-# What a checkout has beside this package, and an installation has not.
+# A checkout has these beside this package; an installation has neither.
 _ROOT = Path(__file__).resolve().parent.parent
 _MANIFEST = _ROOT / "instances.yaml"
 _FOLDER = _ROOT / "generated"
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python generate.py") ->
 
     Args:
         argv: the arguments after the program's name; None takes the process's own.
-        prog: what help and messages call the program.
+        prog: the program's name in help and messages.
 
     Returns:
         The exit status: 0 done, 1 --check found differences, 2 refused.
@@ -82,7 +82,8 @@ def _run(arguments: argparse.Namespace, again: str) -> int:
     if arguments.verb == "write" and arguments.own and not arguments.prune and (selects or not arguments.own_manifest):
         _refuse_to_prune(planned, "this selection" if selects else "this manifest")
     status = _ACTIONS[arguments.verb](manifest, planned, again)
-    # What is emitted into the runtime depends on no manifest: it goes with a checkout's own folder.
+    # The functions emitted into the runtime depend on no manifest, so only runs into a checkout's own folder write
+    # them.
     calls = calls_file(_ROOT, _shown(_ROOT / CALLS)) if arguments.own else None
     return status if calls is None else max(status, _with_calls(arguments.verb, calls, again))
 
@@ -216,7 +217,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _complete(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Put a checkout's own manifest and folder where none was named."""
+    """Fill in a checkout's own manifest and folder where the user named none."""
     in_checkout = _MANIFEST.is_file()
     reports = arguments.verb in _REPORTS
     if reports and arguments.out is not None:
@@ -234,7 +235,7 @@ def _complete(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
 
 
 def _shown(path: Path) -> Path:
-    """A path as short as it can be said from here."""
+    """Return the shortest form of a path from the current directory."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 

@@ -1,4 +1,4 @@
-"""What every command does alike: options are given once, and whatever cannot be done is a message and a status."""
+"""Parse options and report errors in the same way for every command."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .errors import NormforgeError
 from .words import printable
 
 DONE, DIFFERS, REFUSED = 0, 1, 2
-# What a shell reports of a process that Ctrl-C ended: 128 + SIGINT.
+# The status that a shell reports for a process that Ctrl-C ended: 128 + SIGINT.
 INTERRUPTED = 130
 
 
 class _Once(argparse.Action):
-    """Store a value, and refuse a second one: argparse itself would drop the first in silence."""
+    """Store a value and refuse a second value, where argparse would silently drop the first."""
 
     def __call__(
         self,
@@ -36,7 +36,7 @@ class _Once(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose options are spelled out and, unless they say otherwise (`append`), given at most once."""
+    """A parser whose options must be spelled out and, unless they say otherwise (`append`), given at most once."""
 
     def __init__(self, prog: str, description: str, epilog: str | None = None) -> None:
         super().__init__(
@@ -50,25 +50,25 @@ class Parser(argparse.ArgumentParser):
 
 
 def refuse_twice(parser: argparse.ArgumentParser) -> None:
-    """Have a parser refuse an option that is given twice; to be called before options are added."""
+    """Make a parser refuse an option that is given twice. Call this before adding options."""
     for name in (None, "store"):
         parser.register("action", name, _Once)
 
 
 def options_given(namespace: argparse.Namespace) -> frozenset[str]:
-    """Which options that take a value a `Parser` was given, and did not have by default."""
+    """Return the options with a value that the command line gave to a `Parser`, without defaults."""
     return frozenset(getattr(namespace, "_given", ()))
 
 
 def run(prog: str, command: Callable[[], int]) -> int:
-    """Run a command and return its exit status; what it cannot do is said in one message on standard error.
+    """Run a command and return its exit status; print an error as one message on standard error.
 
     Args:
-        prog: what messages call the program.
+        prog: the program's name in messages.
         command: returns a status, or raises.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A name of a file need not be text that a terminal can show.
+        # A file name may hold characters that the terminal's encoding lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = command()
@@ -80,11 +80,11 @@ def run(prog: str, command: Callable[[], int]) -> int:
         _say(prog, "interrupted")
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of a pipe, `head` perhaps, has all it wanted.
+        # The reader of the pipe, `head` perhaps, has stopped reading.
         _drop_output()
         return DONE
     except OSError as error:
-        # What is left to fail is standard output, on a full disk say.
+        # Commands raise their own errors, so this one comes from standard output: a full disk, for example.
         _drop_output()
         _say(prog, f"error: {error}; mend that and run again")
         return REFUSED
@@ -92,10 +92,10 @@ def run(prog: str, command: Callable[[], int]) -> int:
 
 
 def _say(prog: str, message: str) -> None:
-    # Some messages have lines of their own; within one nothing is left that a terminal would act on.
+    # Some messages have several lines. Within a line, escape everything that a terminal would act on.
     print(f"{prog}: " + "\n".join(map(printable, message.split("\n"))), file=sys.stderr)
 
 
 def _drop_output() -> None:
-    """Keep the flush at exit from complaining about what could not be written."""
+    """Redirect standard output to os.devnull, so that the flush at exit does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

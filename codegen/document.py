@@ -1,4 +1,4 @@
-"""A YAML file read as nodes, so that every complaint about it can name the file and the line."""
+"""Read a YAML file as nodes, so that every error can name the file and the line."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _KINDS = {
 }
 
 
-# The manifest of every legal mode is under 1 MiB. PyYAML takes some 10 s for each.
+# The manifest of every legal mode is smaller than 1 MiB. PyYAML takes about 10 s per MiB.
 _MOST_BYTES = 16 << 20
-# Python itself refuses more of an integer in decimals; no number here has so many.
+# Python refuses to convert very long decimals; no number in a document needs this many digits.
 _MOST_DIGITS = 18
 
 
 @dataclass(frozen=True)
 class DocumentKind:
-    """What a document is, as errors speak of it."""
+    """A kind of document, as errors describe it."""
 
     noun: str
     shape: str
@@ -56,12 +56,12 @@ class Pair(NamedTuple):
 
 
 def compose(path: Path, kind: DocumentKind = MANIFEST, text: str | None = None, *, own: bool = False) -> Node | None:
-    """Read a YAML file as nodes; None if there is nothing in it.
+    """Read a YAML file as nodes; return None for an empty file.
 
     Args:
         path: the file.
-        kind: what it is.
-        text: what it holds, if that is known and not to be read.
+        kind: the kind of document.
+        text: the file's text, if it is known already.
         own: whether the file comes with the generator, so that libyaml may read it.
 
     Raises:
@@ -69,8 +69,8 @@ def compose(path: Path, kind: DocumentKind = MANIFEST, text: str | None = None, 
     """
     text = _read(path, kind) if text is None else text
     try:
-        # libyaml takes a fifth of 0.2 s for the generator's own tables, but names fewer causes, and crashes on deep
-        # nesting.
+        # libyaml takes a fifth of PyYAML's 0.2 s for the generator's own tables, but names fewer causes of errors and
+        # crashes on deep nesting.
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader) if own else yaml.SafeLoader
         return yaml.compose(text, Loader=loader)
     except yaml.MarkedYAMLError as error:
@@ -103,12 +103,12 @@ def _read(path: Path, kind: DocumentKind) -> str:
 
 
 def _contents(path: Path, kind: DocumentKind) -> bytes:
-    """The bytes of a file that ends: a regular one, or what another process or a terminal hands this one."""
+    """Return the bytes of a regular file, or of a pipe or terminal that another process hands to this one."""
     try:
-        # Opening a pipe with a name would wait for somebody to write to it.
+        # Opening a named pipe would block until another process writes to the pipe.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as error:
-        # A NUL, which no system call takes.
+        # The path holds a NUL, which no system call accepts.
         raise kind.error(f"{str(path)!r} is no path ({error}); {kind.where}") from error
     with os.fdopen(handle, "rb") as file:
         mode = os.fstat(handle).st_mode
@@ -128,25 +128,25 @@ def _contents(path: Path, kind: DocumentKind) -> bytes:
 
 
 def line_of(node: Node) -> int:
-    """The line a node starts on, counted from 1."""
+    """Return the line that a node starts on, counted from 1."""
     return node.start_mark.line + 1
 
 
 @dataclass(frozen=True)
 class Section:
-    """A labelled part of a document: reads nodes as what they should be, or says where they are not."""
+    """A labelled part of a document that reads nodes as an expected type or raises an error at their line."""
 
     path: Path
     label: str = ""
     kind: DocumentKind = MANIFEST
 
     def error(self, node: Node, problem: str) -> NormforgeError:
-        """The error for a problem at a node of this section."""
+        """Return the error for a problem at a node of this section."""
         label = f" {self.label}:" if self.label else ""
         return self.kind.error(f"{self.path}:{line_of(node)}:{printable(label)} {printable(problem)}")
 
     def mapping(self, node: Node, expected: str) -> dict[str, Pair]:
-        """A mapping from words, each given once."""
+        """Read a mapping whose keys are distinct words."""
         if not isinstance(node, MappingNode) or node.tag != _MAPPING:
             raise self.error(node, f"expected {expected}, not {_describe(node)}")
         pairs: dict[str, Pair] = {}
@@ -165,31 +165,31 @@ class Section:
         return pairs
 
     def words(self, node: Node, what: str, legal: Sequence[str]) -> tuple[str, ...]:
-        """One or more of the legal words, each once."""
+        """Read one or more of the legal words, without duplicates."""
         return self.once(what, [(item, self.word(item, what, legal)) for item in self.items(node, what)])
 
     def booleans(self, node: Node, what: str, values: Mapping[str, bool]) -> tuple[str, ...]:
-        """One or more booleans, each once, as the words true and false."""
+        """Read one or more booleans, without duplicates, as the words true and false."""
         word_of = {value: word for word, value in values.items()}
         return self.once(what, [(item, word_of[self._boolean(item, what)]) for item in self.items(node, what)])
 
     def is_number(self, node: Node) -> bool:
-        """Whether a node is what YAML reads as a whole number."""
+        """Return True if YAML reads a node as an integer."""
         return node.tag == _INTEGER
 
     def is_string(self, node: Node) -> bool:
-        """Whether a node is what YAML reads as a string."""
+        """Return True if YAML reads a node as a string."""
         return isinstance(node, ScalarNode) and node.tag == _STRING
 
     def string(self, node: Node, what: str, expected: str, meant: str | None = None) -> str:
-        """A scalar that YAML reads as a string."""
+        """Read a scalar that YAML reads as a string."""
         if not self.is_string(node):
             hint = f"; did you mean {meant}?" if meant else ""
             raise self.error(node, f"{what} takes {expected}, not {_describe(node)}{hint}")
         return str(node.value)
 
     def integer(self, node: Node, what: str, expected: str) -> int:
-        """A whole number in plain decimals."""
+        """Read an integer in plain decimals."""
         is_plain = isinstance(node, ScalarNode) and node.tag == _INTEGER and node.value.isascii()
         if not is_plain or not node.value.isdecimal() or len(node.value) > _MOST_DIGITS:
             raise self.error(node, f"{what} takes {expected}, not {_describe(node)}")
@@ -202,7 +202,7 @@ class Section:
         return int(node.value)
 
     def word(self, node: Node, what: str, legal: Sequence[str]) -> str:
-        """One of the legal words; of those that are numbers, quoted or not."""
+        """Read one of the legal words; a word that is a number may be quoted or not."""
         if self.is_number(node) and node.value in legal:
             return str(node.value)
         word = self.string(node, what, one_of(legal), _meant(node, legal))
@@ -217,7 +217,7 @@ class Section:
         return value
 
     def items(self, node: Node, what: str) -> Sequence[Node]:
-        """A value or a list of values, at least one."""
+        """Return the items of a list, or a single value as one item; refuse an empty list."""
         if not isinstance(node, SequenceNode) or node.tag != _SEQUENCE:
             return [node]
         if not node.value:
@@ -226,7 +226,7 @@ class Section:
         return items
 
     def once(self, what: str, items: Iterable[tuple[Node, str]]) -> tuple[str, ...]:
-        """Words that were read at nodes, each once."""
+        """Return the words that were read at nodes, and refuse duplicates."""
         words: list[str] = []
         for node, word in items:
             if word in words:
