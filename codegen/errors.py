@@ -1,10 +1,10 @@
-"""Every error the generator raises. Each message names what was asked, what was wrong and the fix."""
+"""The errors that the generator raises. Each message names what was asked, what is wrong and how to fix it."""
 
 from __future__ import annotations
 
 
 class NormforgeError(Exception):
-    """Base of every error normforge raises, in the generator and in the runtime."""
+    """Base class of every error that normforge raises, in the generator and in the runtime."""
 
 
 class IllegalCombinationError(NormforgeError, ValueError):
@@ -20,7 +20,7 @@ class TileTableError(NormforgeError, ValueError):
 
 
 class TemplateError(NormforgeError, ValueError):
-    """A template that cannot be rendered, or that gives no Python; the message starts with file and line."""
+    """A template that cannot be rendered, or whose output is not Python; the message starts with file and line."""
 
 
 class SelectionError(NormforgeError, ValueError):
@@ -28,4 +28,4 @@ class SelectionError(NormforgeError, ValueError):
 
 
 class FolderError(NormforgeError, OSError):
-    """An output folder that cannot be written, or that holds files normforge did not make."""
+    """An output folder that cannot be written, or that holds files that normforge did not write."""

@@ -1,4 +1,4 @@
-"""What a row of `parameters` can say: the kinds of parameters, a parameter, a result, and a family of functions."""
+"""The types of which rows of `parameters` are made: kinds, parameters, results, and families of functions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from .lazy import cached_property
 from .values import Direction, Norm
 
-# The default of what has to be passed.
+# The default of a required parameter.
 REQUIRED = ""
 
 
 class Kind(Enum):
-    """What a parameter or a result is; the value names the macro that reads it."""
+    """The kind of a parameter or a result; the value names the macro that reads it."""
 
     ROWS = "rows"
     SAMPLES = "samples"
@@ -40,17 +40,17 @@ class Kind(Enum):
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it has an address."""
+        """Return True if a kernel takes the parameter as an address."""
         return self in (*_OF_ROWS, *_NOT_OF_ROWS)
 
     @property
     def has_row_stride(self) -> bool:
-        """Whether it has a row for each of x's, and kernels are told how far they are apart."""
+        """Return True if the tensor has a row for each row of x, with a row stride that kernels take."""
         return self in _OF_ROWS
 
     @property
     def is_shared(self) -> bool:
-        """Whether all rows share it, or all of a group's."""
+        """Return True if all rows, or all rows of a group, share the values."""
         return self in (Kind.VECTOR, Kind.PER_PART, Kind.GROUPS, Kind.VALUE, Kind.RANDOM)
 
 
@@ -60,11 +60,11 @@ _NOT_OF_ROWS = (Kind.VECTOR, Kind.PER_PART, Kind.PER_ROW, Kind.IMAGES, Kind.SCAL
 
 @dataclass(frozen=True)
 class KindRow:
-    """What every parameter of a kind has in common.
+    """The properties that all parameters of a kind share.
 
     Attributes:
-        annotation: its type in a signature; "torch.Tensor".
-        schema: its type in an operator's schema; "Tensor".
+        annotation: the type in a Python signature, "torch.Tensor" for example.
+        schema: the type in an operator's schema, "Tensor" for example.
     """
 
     annotation: str
@@ -74,36 +74,37 @@ class KindRow:
 KINDS: Mapping[Kind, KindRow] = {
     # (..., N), of x's shape.
     Kind.ROWS: KindRow("torch.Tensor", "Tensor"),
-    # (B, N) where x is (B, ..., N), one a sample; of x's shape, one a row; or (N,), one for all.
+    # (B, N) where x is (B, ..., N), one row per sample; of x's shape, one per row; or (N,), one for all rows.
     Kind.SAMPLES: KindRow("torch.Tensor", "Tensor"),
-    # (G, N) where x is (..., G, N), one a group of columns; or (N,), one for all.
+    # (G, N) where x is (..., G, N), one row per group of columns; or (N,), one for all groups.
     Kind.GROUPS: KindRow("torch.Tensor", "Tensor"),
-    # (B, N), one row per sample, on any stride.
+    # (B, N), one row per sample, with any row stride.
     Kind.PER_SAMPLE: KindRow("torch.Tensor", "Tensor"),
-    # (N,); of GroupNorm (C,), one value per channel.
+    # (N,); for GroupNorm (C,), one value per channel.
     Kind.VECTOR: KindRow("torch.Tensor", "Tensor"),
     # (P, N) and contiguous, one row per part: per sample, or per group of columns; or (N,) where there is one part.
     Kind.PER_PART: KindRow("torch.Tensor", "Tensor"),
-    # x's shape without the last dimension, fp32; of GroupNorm, whose rows are groups, (B, groups).
+    # x's shape without the last dimension, fp32; for GroupNorm, whose rows are groups, (B, groups).
     Kind.PER_ROW: KindRow("torch.Tensor", "Tensor"),
     # (B, C, ...), with positions or channels innermost in memory and no gaps.
     Kind.IMAGES: KindRow("torch.Tensor", "Tensor"),
-    # One value a row, x's shape without the last dimension or with one of 1 there, or one for all, of any shape; fp32.
+    # One fp32 value per row, of x's shape without the last dimension or with a last dimension of 1; or one value for
+    # all rows, of any shape.
     Kind.SCALE: KindRow("torch.Tensor", "Tensor"),
-    # One fp32 value, of any shape, that the host does not read.
+    # One fp32 value, of any shape, which the host does not read.
     Kind.VALUE: KindRow("torch.Tensor", "Tensor"),
-    # (2,), int64: the seed and the offset that random numbers follow from; or what they are made from.
+    # (2,), int64: the seed and offset of random numbers; or an object that provides them.
     Kind.RANDOM: KindRow("torch.Tensor | tuple[int, int] | torch.Generator", "Tensor"),
     Kind.NUMBER: KindRow("float", "float"),
-    # A number of rows or of parts, of the type that counts rows.
+    # A number of rows or of parts, of the integer type that counts rows.
     Kind.COUNT: KindRow("int", "int"),
     # The word of an enum's member, or the member.
     Kind.WORD: KindRow("str", "str"),
     Kind.FLAG: KindRow("bool", "bool"),
     Kind.DTYPE: KindRow("torch.dtype", "ScalarType"),
-    # Where an output goes: rows that are written.
+    # The tensor that an output is written to.
     Kind.PLACE: KindRow("torch.Tensor", "Tensor"),
-    # Some names of a few.
+    # A collection of names, out of a fixed few.
     Kind.NAMES: KindRow("Collection[str]", "str[]"),
 }
 
@@ -113,27 +114,29 @@ class Parameter:
     """One parameter of a family of functions.
 
     Attributes:
-        name: as callers write it.
-        kind: what it is.
-        default: by norm, as the signature writes it, `REQUIRED` for none; a norm that is not there lacks the parameter.
-        meaning: by norm, the docstring's line; where one is missing it refers to the family's first function.
-        positional: whether it may be passed without its name.
-        optional: whether None may be passed; a default of None says so by itself.
-        words: of a `Kind.WORD`: the enum.
-        least: of a `Kind.NUMBER`: the least that is taken.
-        most: likewise the most; infinity stands for the largest that fp32 holds.
-        axis: the field of `Mode` that it decides: by its value, by a tensor's dtype, by being there, or, of a
-            `Kind.GROUPS`, by being one a group.
-        wanted: the attribute of a mode that is true where it is read, "fadd.adds" say; "" where no axis says so.
-        absent: the error if it is wanted and was not passed, formatted with the words of the modes.
-        unused: the error if it was passed and is not wanted, likewise.
-        needs: of a number: the tensor that is to be there, unless the number is 0; `absent`, formatted with the number,
-            is the error if it is not.
+        name: the name that callers write.
+        kind: the kind of its values.
+        default: the default by norm, as the signature writes it; `REQUIRED` for none. A norm without an entry lacks the
+            parameter.
+        meaning: the docstring's line by norm. A norm without an entry refers to the family's first function.
+        positional: whether the parameter may be passed without its name.
+        optional: whether None may be passed; a default of None implies it.
+        words: the enum of a `Kind.WORD`.
+        least: the smallest value of a `Kind.NUMBER`.
+        most: the largest value of a `Kind.NUMBER`; infinity means the largest fp32 value.
+        axis: the field of `Mode` that the parameter decides: by its value, by a tensor's dtype, by its presence, or,
+            for a `Kind.GROUPS`, by having one row per group.
+        wanted: the attribute of a mode that is true if the mode reads the parameter, "fadd.adds" for example; "" if
+            every mode does.
+        absent: the error if the parameter is wanted and was not passed, formatted with the words of the modes.
+        unused: the error if the parameter was passed and is not wanted, formatted in the same way.
+        needs: the tensor that a number other than 0 requires; without that tensor, the error is `absent`, formatted
+            with the number.
         gradient: the result of the backward family that is its gradient; "" if it has none.
-        result: of a `Kind.PLACE`: the result that goes there.
-        argument: what errors call it, where callers pass it as another argument; "" where they do by its name.
-        functional: whether calls of the functional API, which autograd records, have it.
-        torchs: by norm, what None stands for there, as in the torch function of the same signature.
+        result: the result that is written to a `Kind.PLACE`.
+        argument: the name in errors, if callers pass the parameter as another argument; else "".
+        functional: whether calls of the functional API, which autograd records, have the parameter.
+        torchs: the value by norm that None means in the functional API, as in torch's function of the same signature.
     """
 
     name: str
@@ -158,17 +161,17 @@ class Parameter:
 
     @property
     def is_optional(self) -> bool:
-        """Whether None may be passed."""
+        """Return True if None may be passed."""
         return self.optional or "None" in self.default.values()
 
     @property
     def takes_codes(self) -> bool:
-        """Whether ck_tile's integers stand for its words."""
+        """Return True if callers may pass ck_tile's integers for the words."""
         return self.words is not None and hasattr(self.words, "code")
 
     @property
     def annotation(self) -> str:
-        """Its type, as the signature writes it."""
+        """Return the parameter's type as the signature writes it."""
         kind = KINDS[self.kind].annotation
         if self.words is not None:
             kind = " | ".join((kind, *(("int",) if self.takes_codes else ()), self.words.__name__))
@@ -176,35 +179,35 @@ class Parameter:
 
     @property
     def schema(self) -> str:
-        """Its type in an operator's schema, where `Kind.PLACE` has no alias yet."""
+        """Return the parameter's type in an operator's schema, without the alias of a `Kind.PLACE`."""
         return KINDS[self.kind].schema + ("?" if self.is_optional else "")
 
     @property
     def slot(self) -> str:
-        """The kernels' name for it: that of what is written there, if it is a place."""
+        """Return the kernels' name for the parameter; for a place, the name of the result written there."""
         return f"{self.result or self.name}_ptr" if self.kind.is_tensor else self.name
 
     @property
     def row_stride_slot(self) -> str | None:
-        """The kernels' name for how far its rows are apart."""
+        """Return the kernels' name for the parameter's row stride, or None if there is none."""
         return f"{self.result or self.name}_row_stride" if self.kind.has_row_stride else None
 
     @property
     def is_read_in_vectors(self) -> bool:
-        """Whether kernels are compiled for where it lies; others are read one by one, and may be slices of a tensor."""
+        """Return True if kernels are specialised for the tensor's alignment; others may be slices, read singly."""
         return self.kind not in (Kind.SCALE, Kind.VALUE, Kind.RANDOM)
 
     @property
     def scale_stride_slot(self) -> str | None:
-        """The kernels' name for how far a row's value is from the next one's, 0 where there is one for all."""
+        """Return the kernels' name for the stride between rows' values, which is 0 for one value for all rows."""
         return f"{self.name}_stride" if self.kind is Kind.SCALE else None
 
     def is_asked_for(self, axes: Any) -> bool:
-        """Whether a mode's axes, whatever its norm, are such that it is read."""
+        """Return True if a mode's axes ask for the parameter, whatever the mode's norm is."""
         return not self.wanted or bool(attrgetter(self.wanted)(axes))
 
     def is_wanted(self, axes: Any) -> bool:
-        """Whether calls of a mode, or of anything else that has its axes, read it."""
+        """Return True if calls of a mode, or of another object with the mode's axes, read the parameter."""
         return axes.norm in self.default and self.is_asked_for(axes)
 
 
@@ -213,13 +216,13 @@ class Result:
     """One tensor that a family of functions returns.
 
     Attributes:
-        name: the field of what is returned.
+        name: the field of the returned tuple.
         kind: its shape: `Kind.ROWS`, `Kind.VECTOR`, `Kind.PER_PART` or `Kind.PER_ROW`.
-        norms: those that have it.
-        wanted: as of a parameter.
+        norms: the norms that return it.
+        wanted: the attribute of a mode that is true if the mode returns it; "" if every mode does.
         axis: the field of `Mode` that is its dtype.
-        told: the parameter that is its dtype, unless that is None.
-        like: the parameters whose dtype it has, the first that is there; where nothing else is said it is fp32.
+        told: the parameter that sets its dtype, unless that parameter is None.
+        like: the parameters whose dtype it has; the first one present counts. Without any of these, the dtype is fp32.
     """
 
     name: str
@@ -232,33 +235,33 @@ class Result:
 
     @property
     def slot(self) -> str:
-        """The kernels' name for it."""
+        """Return the kernels' name for the result."""
         return f"{self.name}_ptr"
 
     @property
     def row_stride_slot(self) -> str | None:
-        """The kernels' name for how far its rows are apart."""
+        """Return the kernels' name for the result's row stride, or None if there is none."""
         return f"{self.name}_row_stride" if self.kind.has_row_stride else None
 
     @property
     def is_sum(self) -> bool:
-        """Return True if the result is a sum over rows, of which each program leaves a partial sum."""
+        """Return True if the result is a sum over rows, for which each program stores a partial sum."""
         return self.kind in (Kind.VECTOR, Kind.PER_PART)
 
     def is_wanted(self, axes: Any) -> bool:
-        """Whether calls of a mode, or of anything else that has its axes, return it."""
+        """Return True if calls of a mode, or of another object with the mode's axes, return the result."""
         return axes.norm in self.norms and (not self.wanted or bool(attrgetter(self.wanted)(axes)))
 
 
 @dataclass(frozen=True)
 class Family:
-    """Functions of the same parameters, one a norm.
+    """Functions with the same parameters, one function per norm.
 
     Attributes:
-        direction: whether calls of them compute gradients.
-        functions: their names, by norm; the first is the one that the others' docstrings refer to.
-        parameters: in the order of signatures and schemas.
-        results: what they return, in order.
+        direction: backward if calls compute gradients.
+        functions: the functions' names by norm; docstrings of the other functions refer to the first.
+        parameters: the parameters, in the order of signatures and schemas.
+        results: the results, in order.
         neighbour: what stands beside the norm, "modulated", "gated" or "quantised"; "" of the norms alone.
     """
 
@@ -269,31 +272,31 @@ class Family:
     neighbour: str = ""
 
     def of(self, norm: Norm) -> tuple[Parameter, ...]:
-        """The parameters of a norm's function."""
+        """Return the parameters of a norm's function."""
         return tuple(parameter for parameter in self.parameters if norm in parameter.default)
 
     @cached_property
     def operands(self) -> tuple[Parameter, ...]:
-        """The tensors that are passed, read or written."""
+        """Return the tensors that callers pass, for reading or writing."""
         return tuple(parameter for parameter in self.parameters if parameter.kind.is_tensor)
 
     @cached_property
     def inputs(self) -> tuple[Parameter, ...]:
-        """The tensors that are read, in the order in which launches bring them."""
+        """Return the tensors that are read, in the order in which launches pass them."""
         return tuple(parameter for parameter in self.operands if parameter.kind is not Kind.PLACE)
 
     @cached_property
     def tensors(self) -> tuple[Parameter | Result, ...]:
-        """The tensors that are read, and then those that are returned."""
+        """Return the tensors that are read, followed by the tensors that are returned."""
         return (*self.inputs, *self.results)
 
     @cached_property
     def places(self) -> tuple[Parameter, ...]:
-        """The tensors that are written."""
+        """Return the tensors that are written."""
         return tuple(parameter for parameter in self.operands if parameter.kind is Kind.PLACE)
 
     def meaning(self, parameter: Parameter, norm: Norm) -> str:
-        """What the docstring of a norm's function says of a parameter."""
+        """Return the docstring's line for a parameter of a norm's function."""
         return parameter.meaning.get(norm) or f"see `{next(iter(self.functions.values()))}`."
 
     def __getitem__(self, name: str) -> Parameter:

@@ -1,4 +1,4 @@
-"""An output folder: what a run would change in it, and how that is done so that its table always imports."""
+"""Compare an output folder with its expected files, and update it so that its table can always be imported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAMES_SHOWN = 10
 
 @dataclass(frozen=True)
 class Plan:
-    """An output folder beside what it should hold; every file is in exactly one of the five lists."""
+    """The state of an output folder beside its expected files; each file is in exactly one of the five lists."""
 
     folder: Path
     files: Mapping[str, str]
@@ -38,17 +38,17 @@ class Plan:
 
     @property
     def is_clean(self) -> bool:
-        """Whether the folder holds exactly what it should."""
+        """Return True if the folder holds exactly the expected files."""
         return not (self.missing or self.changed or self.stale or self.foreign)
 
     @property
     def foreign_names(self) -> str:
-        """The files that are somebody else's, in a phrase that stays short."""
+        """Return a short list of the files that normforge did not write."""
         more = len(self.foreign) - _NAMES_SHOWN
         return ", ".join(self.foreign[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
     def refuse_foreign(self) -> None:
-        """Refuse a folder that holds files of somebody else's.
+        """Refuse a folder that holds files that normforge did not write.
 
         Raises:
             FolderError: there are such files; the message lists them.
@@ -60,7 +60,7 @@ class Plan:
             )
 
     def diff(self) -> Iterator[str]:
-        """The unified diff from what is on disk to what should be there, line by line."""
+        """Yield the lines of the unified diff from the files on disk to the expected files."""
         for name in (*self.missing, *self.changed, *self.stale):
             path = str(self.folder / name)
             yield from _unified(
@@ -71,17 +71,18 @@ class Plan:
             )
 
     def apply(self) -> Plan:
-        """Make the folder hold what it should, and return what that took.
+        """Bring the folder up to date, and return the plan that was carried out.
 
-        Runs into one folder go one after the other. Everything is first written beside its place, so that a full disk
-        changes nothing. Then modules are put in place, with every kernel that the table which still stands may name;
-        then the table; then modules that lose kernels, and those that no table names any more are removed: wherever a
-        run is cut off, the folder's table is the old one or the new one, and what it names is there. That holds for
-        folders of one version of the templates: over another's, the table and modules are replaced one by one.
+        Runs into one folder wait for each other. All files are first written under temporary names, so that a full disk
+        changes nothing. Then modules are replaced, with all kernels that the old table may name; then the table; then
+        modules that lose kernels; last, modules that the table no longer names are removed. If a run is interrupted,
+        the folder therefore holds either the old table or the new one, and every kernel it names. This holds between
+        folders written with one version of the templates; over another version's folder, the table and modules are
+        replaced one by one.
 
         Raises:
-            FolderError: the folder holds files of somebody else's, or cannot be written.
-            TemplateError: a file is no Python; nothing is written.
+            FolderError: the folder holds files that normforge did not write, or cannot be written.
+            TemplateError: a file is not Python; nothing is written.
         """
         self.refuse_foreign()
         if self.is_clean:
@@ -90,7 +91,7 @@ class Plan:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with locked(self.folder / _LOCK):
-                # Another run may have changed the folder while this one waited.
+                # Another run may have changed the folder while this run waited for the lock.
                 now = plan(self.folder, self.files)
                 now.refuse_foreign()
                 now._replace()
@@ -138,7 +139,7 @@ class Plan:
                     temporary.unlink(missing_ok=True)
 
     def _until_the_table_changes(self, name: str) -> str | None:
-        """A module that serves both the table that stands and the next one, where the next module would not."""
+        """Return a module that serves the old table and the new one, or None if the new module serves both."""
         kernels = set(_KERNEL.findall(_read(self.folder / name)))
         if kernels <= set(_KERNEL.findall(self.files[name].encode())):
             return None
@@ -146,7 +147,7 @@ class Plan:
 
 
 def plan(folder: Path, files: Mapping[str, str]) -> Plan:
-    """Compare a folder with what it should hold; writes nothing.
+    """Compare a folder with its expected files; write nothing.
 
     Raises:
         FolderError: the folder cannot be read, or is not a folder.
@@ -157,7 +158,7 @@ def plan(folder: Path, files: Mapping[str, str]) -> Plan:
         try:
             content = _made_by_us(entry)
         except FileNotFoundError:
-            # Another run's, and gone since it was listed.
+            # A temporary file of another run, which removed it after the folder was listed.
             continue
         if content is None:
             others[name] = f"{name}/" if entry.is_dir(follow_symlinks=False) else name
@@ -190,19 +191,19 @@ def _list(folder: Path) -> dict[str, os.DirEntry[str]]:
 
 
 def _is_passing(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is Python's cache, or the lock of a run, and so nobody's."""
+    """Return True if an entry is Python's cache or the lock of a run, both of which are ignored."""
     if entry.name == _LOCK:
         return entry.is_file(follow_symlinks=False)
     return entry.name == "__pycache__" and entry.is_dir(follow_symlinks=False)
 
 
 def _made_by_us(entry: os.DirEntry[str]) -> bytes | None:
-    """The content of a file that normforge made, or None for anything else."""
+    """Return the content of a file that normforge wrote, or None for any other entry."""
     if not entry.is_file(follow_symlinks=False):
         return None
     content = _read(Path(entry.path))
     head = content.split(b"\n", _MARKER_LINES)[:_MARKER_LINES]
-    # A temporary file is ours whatever it holds: a run that was killed may have left it half written.
+    # A temporary file counts as ours whatever it holds: a killed run may have left it half written.
     is_ours = entry.name.endswith(_TEMPORARY) or any(MARKER.encode() in line for line in head)
     return content if is_ours else None
 

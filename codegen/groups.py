@@ -1,4 +1,4 @@
-"""GroupNorm: the modes of a family of its own, whose rows are groups of channels."""
+"""The modes of GroupNorm, a family of its own whose rows are groups of channels."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from .lazy import cached_property
 from .model import Mode
 from .values import INPUT_DTYPES, Direction, DType, Norm, Part, Pipeline, ScaleFormat
 
-# The manifest's word on the axis `norm`, and how names of these modes start.
+# The manifest's word on the axis `norm`, and the prefix of these modes' names.
 GROUP = "group"
 _PREFIX = "gn"
 
 
 class Activation(Enum):
-    """What is applied to the normalised values; the value is the manifest's word."""
+    """The activation of the normalised values; the value is the manifest's word."""
 
     NONE = "none"
     SILU = "silu"
 
     @property
     def is_applied(self) -> bool:
-        """Whether there is one."""
+        """Return True if there is an activation."""
         return self is not Activation.NONE
 
 
 @dataclass(frozen=True)
 class GroupMode:
-    """One legal combination of GroupNorm's axes; the length of a group, its channels times positions, is the row's.
+    """One legal combination of GroupNorm's axes. The row length is that of a group: its channels times positions.
 
     Attributes:
-        dtype_in: x's.
-        direction: whether outputs or gradients are computed.
-        activation: what is applied to the normalised values, and recomputed backward.
-        channels_last: whether channels are innermost in memory, or positions.
+        dtype_in: the dtype of x.
+        direction: whether kernels compute outputs or gradients.
+        activation: the activation of the normalised values, recomputed in the backward pass.
+        channels_last: True if channels are innermost in memory, False if positions are.
 
     Raises:
-        IllegalCombinationError: x is of a type that cannot be normalised.
+        IllegalCombinationError: x has a dtype that cannot be normalised.
     """
 
     dtype_in: DType
@@ -50,7 +50,7 @@ class GroupMode:
     activation: Activation = Activation.NONE
     channels_last: bool = False
 
-    # What rows of `parameters` ask of the modes of every family.
+    # Attributes that rows of `parameters` read from the modes of every family.
     norm: ClassVar[Norm] = Norm.LAYER
     serves: ClassVar[bool] = False
     shares: ClassVar[bool] = False
@@ -67,23 +67,23 @@ class GroupMode:
 
     @property
     def dtype_out(self) -> DType:
-        """What y has where a call does not say otherwise."""
+        """Return the dtype of y where a call does not name one."""
         return self.dtype_in
 
     @property
     def is_backward(self) -> bool:
-        """Whether gradients are computed."""
+        """Return True if kernels compute gradients."""
         return self.direction is Direction.BACKWARD
 
     @property
     def pipelines(self) -> tuple[Pipeline, ...]:
-        """The pipelines that there are kernels for."""
+        """Return the pipelines that have kernels."""
         found = (Pipeline.ONE_PASS, Pipeline.TWO_PASS, Pipeline.SPREAD)
         return found[:-1] if self.is_backward else found
 
     @cached_property
     def name(self) -> str:
-        """The generated module's name and the stem of everything named after this mode."""
+        """Return the generated module's name, from which all other names of this mode are made."""
         activation = f"_{self.activation.value}" if self.activation.is_applied else ""
         layout = "_cl" if self.channels_last else ""
         return f"{_PREFIX}_{self.direction.value}_{self.dtype_in.value}{activation}{layout}"
@@ -98,33 +98,33 @@ class GroupMode:
         return not self.channels_last or (channels > 1 and prod(space) > 1)
 
     def kernel(self, part: Pipeline | Part) -> str:
-        """The kernel's symbol: what a profiler shows."""
+        """Return the kernel's symbol, which profilers show."""
         return f"{self.name}_{part.value}"
 
     def parts(self, pipeline: Pipeline) -> tuple[Pipeline | Part, ...]:
-        """The kernels that serve in a pipeline, in the order in which they are launched."""
+        """Return the kernels that serve in a pipeline, in launch order."""
         if pipeline is not Pipeline.TWO_PASS:
             return (pipeline,)
         return (Part.TERMS if self.is_backward else Part.MOMENTS, pipeline)
 
 
 def group_modes() -> tuple[GroupMode, ...]:
-    """Every mode there is."""
+    """Return every GroupNorm mode."""
     return tuple(
         GroupMode(dtype, direction, activation, last)
         for direction, dtype, activation, last in product(Direction, INPUT_DTYPES, Activation, (False, True))
     )
 
 
-# What an instance may be of.
+# The mode of an instance.
 AnyMode = Mode | GroupMode
 
 
 def mode_named(name: str) -> AnyMode:
-    """The mode of a name.
+    """Return the mode of a name.
 
     Raises:
-        IllegalCombinationError: no mode is called so.
+        IllegalCombinationError: no mode has the name.
     """
     found = next((mode for mode in group_modes() if mode.name == name), None)
     return Mode.from_name(name) if found is None else found

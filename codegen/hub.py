@@ -1,4 +1,4 @@
-"""A repository for Hugging Face's `kernels`: emitted modules and what launches them, with nothing of ours to import."""
+"""Render a repository for Hugging Face's `kernels`: emitted modules and a launcher, importing nothing of normforge."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .values import Pipeline
 NAME = "normforge-norms"
 PACKAGE = NAME.replace("-", "_")
 VERSION = 0
-# Backends of torch that Triton compiles for here; each has a folder of its own, of the same files.
+# Torch's backends that Triton compiles for here; each has a folder with the same files.
 BACKENDS = ("cuda", "rocm")
 
 MARK = "# Written by `normforge hub`."
 
-# What the layers launch: forward with the statistics that gradients want, and those.
+# The kernels that the layers launch: forward with the statistics that gradients need, and gradients.
 _MODES = """\
 groups:
   plain:
@@ -54,7 +54,7 @@ class Repository:
     """A repository's files.
 
     Attributes:
-        name: what it is called on the Hub, `owner/name`.
+        name: the repository's name on the Hub, `owner/name`.
         files: text by path.
     """
 
@@ -63,16 +63,16 @@ class Repository:
 
 
 def repository(owner: str) -> Repository:
-    """Render a repository: its sources, as `kernel-builder` takes them, and what it would build of them.
+    """Render a repository: its sources, as `kernel-builder` takes them, and the variants it would build from them.
 
-    Nothing is compiled in building a `torch-noarch` kernel, so its variants are copies of the sources with metadata.
+    A `torch-noarch` kernel is not compiled when it is built, so its variants are copies of the sources with metadata.
 
     Args:
         owner: the user or organisation on the Hub.
     """
     named = f"{owner}/{NAME}"
     package = _package()
-    # Of the files, so that two repositories' operators never share a name.
+    # A digest of the files, so that two repositories' operators never share a name.
     digest = hashlib.sha256("".join(f"{path}\n{text}" for path, text in sorted(package.items())).encode()).hexdigest()
     values = {"mark": MARK, "title": NAME, "version": VERSION, "backends": BACKENDS, "repository": named}
     files = {file: render(f"hub/{file}.j2", **values) for file in ("build.toml", "flake.nix")}
@@ -87,7 +87,7 @@ def repository(owner: str) -> Repository:
 
 
 def _package() -> dict[str, str]:
-    """The files of the Python package, but for `_ops.py`, which a build adds."""
+    """Return the files of the Python package without `_ops.py`, which a build adds."""
     kernels = render_folder(_instances())
     modes = sorted(path.removesuffix(".py") for path in kernels if "_fwd_" in path or "_bwd_" in path)
     values = {"mark": MARK, "modes": modes, "modules": sorted([*modes, "dispatch", "finalise"]), "tiling": tiling}
@@ -101,7 +101,7 @@ def _instances() -> list[Instance]:
 
 
 def _alone(instance: Instance) -> Instance:
-    """An instance whose programs wait for none: where they would, it has the tile of any architecture."""
+    """Return the instance with tiles of ANY where programs of its own tiles would wait for one another."""
     others = dict(instance.tiles)[ANY]
 
     def alone(tile: Tile, other: Tile) -> Tile:

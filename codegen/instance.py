@@ -1,4 +1,4 @@
-"""What a row of the dispatch table is: a mode over one bucket of row lengths, with the tiles that its kernels take."""
+"""A row of the dispatch table: a mode over one bucket of row lengths, with the tiles of its kernels."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from .groups import AnyMode
 from .lazy import cached_property
 from .values import Pipeline
 
-# The architecture whose tiles serve every other that has none of its own.
+# The name under which tiles serve every architecture without tiles of its own.
 ANY = "any"
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The row lengths first..last (both included) that one instance serves; last None has no cap."""
+    """The row lengths first..last, both included, that one instance serves; last is None for no limit."""
 
     name: str
     first: int
@@ -29,23 +29,23 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Tile:
-    """How much one program takes: `rows` rows, in chunks of `block` columns, on `warps` warps of 32 threads.
+    """The part of x that one program takes: `rows` rows, in chunks of `block` columns, on `warps` warps of 32 threads.
 
-    Of GroupNorm's two_pass, `rows` are runs of `held` tiles of `block` elements, one after another.
+    In GroupNorm's two_pass, `rows` are consecutive runs of `held` tiles of `block` elements.
     """
 
     pipeline: Pipeline = field(metadata={"means": "pipeline"})
     rows: int = field(metadata={"means": "rows a program"})
     block: int = field(metadata={"means": "columns a chunk"})
     warps: int = field(metadata={"means": "warps"})
-    # What not every pipeline has follows, with a default; `means` is what a dispatch table's head calls it.
+    # Fields that only some pipelines use follow, with a default; `means` is their name in a dispatch table's header.
     resident: int = field(default=1, metadata={"means": "programs a multiprocessor holds"})
     held: int = field(default=0, metadata={"means": "chunks a program keeps"})
     stages: int = field(default=1, metadata={"means": "stages of a loop over rows"})
 
     @property
     def row(self) -> tuple[str | int, ...]:
-        """The fields in order, as tables have them, without those at the end that have their default."""
+        """Return the fields in order, as tables have them, without trailing defaults."""
         values = [(getattr(self, field.name), field.default) for field in fields(Tile)]
         while values[-1][0] == values[-1][1]:
             values.pop()
@@ -54,14 +54,14 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of an instance: many rows fill a GPU by themselves, a few want more warps each.
+    """The tiles of an instance: many rows fill a GPU by themselves, few rows want more warps each.
 
     Attributes:
         large: for many rows.
-        small: for a few.
-        invariant: for every M, where the bits of a row may not depend on it; None takes the one for many.
-        some: for more than a few rows that hardly fill a GPU; None takes the one for many.
-        ragged: for many rows that leave lanes of the one for many idle, as `filling.is_ragged` has it; None takes that.
+        small: for few rows.
+        invariant: for any number of rows, where the bits of a row must not depend on that number; None means `large`.
+        some: for more than a few rows that hardly fill a GPU; None means `large`.
+        ragged: for many rows that leave lanes of `large` idle, as `tiling.is_ragged` decides; None means `large`.
     """
 
     large: Tile
@@ -72,22 +72,22 @@ class Tiles:
 
     @property
     def for_every_m(self) -> Tile:
-        """The tile under batch invariance."""
+        """Return the tile under batch invariance."""
         return self.invariant or self.large
 
     @property
     def by_rows(self) -> tuple[Tile, Tile, Tile]:
-        """The tiles for a few rows, for some and for many."""
+        """Return the tiles for few, some and many rows."""
         return self.small, self.some or self.large, self.large
 
     @property
     def every(self) -> tuple[Tile, ...]:
-        """Each tile once."""
+        """Return all tiles without duplicates."""
         return tuple(dict.fromkeys((*self.by_rows, self.for_every_m, self.ragged or self.large)))
 
     @property
     def row(self) -> tuple[tuple[str | int, ...], ...]:
-        """The tiles as dispatch tables have them; of the last three, any at the end that are the first are left out."""
+        """Return the tiles as dispatch tables have them, without those at the end that equal the first."""
         tiles = [self.large, self.small, self.for_every_m, self.some or self.large, self.ragged or self.large]
         while len(tiles) > 2 and tiles[-1] == self.large:
             tiles.pop()
@@ -96,7 +96,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Instance:
-    """One row of the dispatch table: a mode over a bucket of row lengths, with its tiles by architecture, ANY first."""
+    """One row of the dispatch table: a mode over a bucket of row lengths, with tiles by architecture, ANY first."""
 
     mode: AnyMode
     bucket: Bucket
@@ -104,23 +104,23 @@ class Instance:
 
     @cached_property
     def name(self) -> str:
-        """The instance's name: table entry, pytest id, and what --filter matches."""
+        """Return the instance's name: table entry, pytest id, and the text that --filter matches."""
         return f"{self.mode.name}_{self.bucket.name}"
 
     @property
     def tile(self) -> Tile:
-        """The tile for many rows, on an architecture without tiles of its own."""
+        """Return the tile for many rows on an architecture without tiles of its own."""
         return self.tiles[0][1].large
 
     @property
     def pipelines(self) -> frozenset[Pipeline]:
-        """Every pipeline that serves this instance, on whichever architecture."""
+        """Return the pipelines that serve this instance on any architecture."""
         return frozenset(tile.pipeline for _, tiles in self.tiles for tile in tiles.every)
 
     @property
     def summary(self) -> str:
-        """One line of prose: what it does, for which N, and how."""
-        # The runtime asks for none, and has every instance.
+        """Return one line of prose: what the instance computes, for which N, and how."""
+        # Imported here because the runtime has every instance and never asks for a summary.
         from . import prose
 
         return f"{prose.summary(self.mode)}; N = {self.bucket}; {self.tile.pipeline.summary}"

@@ -1,4 +1,4 @@
-"""The buckets a manifest names: read, and held to serve every N exactly once; and those that a group asks for."""
+"""Read the buckets of a manifest, check that they serve every N exactly once, and read the buckets of a group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RANGE = re.compile(r"([1-9][0-9]{0,17})\.\.([1-9][0-9]{0,17})?")
 
 
 def read_ladder(section: Section, node: Node) -> tuple[Bucket, ...]:
-    """Read `buckets:`; the buckets ascend and adjoin, start at 1, and the last has no cap."""
+    """Read `buckets:`, which must ascend without gaps from 1 and end in a bucket without a cap."""
     pairs = section.mapping(node, "buckets, as name: first..last")
     if not pairs:
         raise section.error(node, "there are none; leave buckets out to get the standard ladder")
@@ -27,7 +27,7 @@ def read_ladder(section: Section, node: Node) -> tuple[Bucket, ...]:
             raise section.error(
                 at, f"{bucket.name} ({bucket}) has no cap, so no bucket can follow it; write it last, or give it a cap"
             )
-    # The last lengths alone make a ladder; anything written otherwise is a mistake.
+    # The last lengths determine the ladder; any first length or name that differs is a mistake.
     ladder = ladder_of(tuple(bucket.last for _, bucket in written))
     for index, ((at, bucket), right) in enumerate(zip(written, ladder, strict=True)):
         if bucket.first != right.first:
@@ -52,7 +52,7 @@ def _bucket(section: Section, name: str, node: Node) -> Bucket:
 
 
 def read_range(section: Section, name: str, node: Node, text: str) -> Bucket:
-    """The row lengths that a text at a node means."""
+    """Return the row lengths that the text at a node means."""
     match = _RANGE.fullmatch(text)
     if match is None:
         raise section.error(node, f"{name} takes {RANGE}, from 1 up, not {text!r}")
@@ -63,9 +63,9 @@ def read_range(section: Section, name: str, node: Node, text: str) -> Bucket:
 
 
 def read_served(section: Section, node: Node, what: str, buckets: Sequence[Bucket]) -> tuple[str, ...]:
-    """The names of the buckets that a group asks for: by name, by a row length that they serve, or by a range of them.
+    """Return the names of the buckets that a group asks for: by name, by row length, or by a range of row lengths.
 
-    Several lengths may be of one bucket; a name that is listed twice, or beside all, is refused.
+    Several lengths may fall into one bucket. A name that is listed twice, or beside all, is refused.
     """
     legal = (ALL, *(bucket.name for bucket in buckets))
     items = section.items(node, what)
@@ -92,14 +92,14 @@ def _length_or_name(section: Section, node: Node, what: str, legal: Sequence[str
 
 
 def _asked(section: Section, node: Node, what: str, text: str) -> Bucket | str:
-    """What an item means: row lengths, or a bucket's name."""
+    """Return the row lengths, or the name of a bucket, that an item means."""
     if text.isdecimal():
         return Bucket(what, int(text), int(text))
     return read_range(section, what, node, text) if ".." in text else text
 
 
 def _serves(bucket: Bucket, asked: Bucket | str) -> bool:
-    """Whether a bucket is the one that is asked for, or serves any of some lengths."""
+    """Return True if a bucket has the name that is asked for, or serves any of the asked row lengths."""
     if isinstance(asked, str):
         return bucket.name == asked
     return (asked.last is None or bucket.first <= asked.last) and (bucket.last is None or asked.first <= bucket.last)

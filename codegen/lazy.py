@@ -1,7 +1,7 @@
-"""`cached_property` without the lock that Python 3.10 and 3.11 give it.
+"""`cached_property` without the lock of Python 3.10 and 3.11.
 
-There all instances of a class share the lock, and a child that is forked while another thread computes the property
-waits for the lock for ever.
+All instances of a class share that lock. A child process that is forked while another thread computes the property
+would wait for the lock for ever.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING or sys.version_info >= (3, 12):
 else:
 
     class cached_property:
-        """A property that is computed once per instance, and kept in the instance's `__dict__`."""
+        """A property that is computed once per instance and kept in the instance's `__dict__`."""
 
         def __init__(self, function):
             self._function = function
