@@ -1,4 +1,4 @@
-"""Every combination of axes that `Mode` accepts."""
+"""List every combination of axes that `Mode` accepts."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from .values import (
 
 
 def legal_modes() -> Iterator[Mode]:
-    """Every combination of axes that `Mode` accepts, in the order of its fields."""
+    """Yield every combination of axes that `Mode` accepts, in the order of its fields."""
     bools = (False, True)
-    # Typed, because mypy gives a product of more than ten up.
+    # Typed, because mypy cannot infer a product of more than ten iterables.
     axes: tuple[Iterable[Any], ...] = (Norm, DType, DType, FusedAdd, FusedQuant, bools, bools, INPUT_DTYPES)
     axes = (*axes, Rounding, Direction, Cast)
     for values in itertools.product(*axes):
         with suppress(IllegalCombinationError):
             mode = Mode(*values)
             yield mode
-            # None of them is legal where the same mode without is not.
+            # If the mode itself is illegal, so are the forms below.
             with suppress(IllegalCombinationError):
                 yield replace(mode, dropout=True)
             yield from _gated(mode)
@@ -49,7 +49,7 @@ def legal_modes() -> Iterator[Mode]:
 
 
 def _gated(mode: Mode) -> Iterator[Mode]:
-    """The gated forms of a mode, which are all legal if one is."""
+    """Yield the gated forms of a mode, which are either all legal or all illegal."""
     forms = itertools.product((Gating.AFTER_NORM, Gating.BEFORE_NORM), GateActivation, (False, True))
     with suppress(IllegalCombinationError):
         for gating, activation, grouped in forms:
@@ -57,9 +57,9 @@ def _gated(mode: Mode) -> Iterator[Mode]:
 
 
 def _served(mode: Mode) -> Iterator[Mode]:
-    """The forms of a mode that inference engines ask for."""
+    """Yield the forms of a mode that inference engines ask for."""
     if mode.fquant.quantises:
-        # None of them is legal where a second output is not.
+        # If a second output is illegal, so are all these forms.
         with suppress(IllegalCombinationError):
             kind = replace(mode, save_unquant=True, fadd=FusedAdd.NONE, x_bias=False, cast=Cast.AFTER_WEIGHT)
             if not mode.fadd.adds or mode.fadd.stores:
@@ -68,21 +68,21 @@ def _served(mode: Mode) -> Iterator[Mode]:
 
 @cache
 def _forms(kind: Mode) -> tuple[dict[str, Any], ...]:
-    """What may be asked besides of modes that differ from one in the sum, x's bias or the cast alone."""
+    """Return the legal quantised forms of modes that differ from `kind` only in the sum, x's bias or the cast."""
     bools = (False, True)
     forms = []
-    # What is fp4 has no plain form; its forms stand with those of one fp8.
+    # fp4 has no plain form, so its forms are listed with those of one fp8 dtype.
     dtypes = (kind.dtype_out, *((DType.FP4_E2M1FN,) if kind.dtype_out is DType.FP8_E4M3FN else ()))
     scales = ("dtype_out", "group_size", "scale_format", "scale_layout")
     for values in itertools.product(dtypes, ScaleGroup, ScaleFormat, ScaleLayout):
         scaled: dict[str, Any] = dict(zip(scales, values, strict=True))
         with suppress(IllegalCombinationError):
-            # None of its forms is legal where this is not.
+            # If this form is illegal, so are all forms derived from it.
             replace(kind, **scaled)
             for bound, rounded, unquantised in itertools.product(bools, bools, bools):
                 form = scaled | {"scale_ub": bound, "quantise_rounded": rounded, "save_unquant": unquantised}
                 with suppress(IllegalCombinationError):
-                    # What is as it was is yielded as the mode itself.
+                    # The unchanged mode is yielded elsewhere.
                     if replace(kind, **form) != replace(kind, save_unquant=False):
                         forms.append(form)
     return tuple(forms)

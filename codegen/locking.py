@@ -1,4 +1,4 @@
-"""What several processes may want to change at once: one at a time, by a lock, and never half of it."""
+"""Let several processes change a file: one at a time, under a lock, and never by halves."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from pathlib import Path
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock that a file stands for, for which this waits; the system lets go of a killed process's.
+    """Wait for the lock of a file and hold it; the system releases the lock of a killed process.
 
-    The file is made and removed. A killed process leaves it lying, which does no harm: the next one takes it.
+    The file is created and removed here. A killed process leaves the file behind, which does no harm: the next process
+    locks the same file.
 
     Args:
-        path: the file, which is for this alone, in a folder that is there.
+        path: the lock file, used for nothing else, in an existing folder.
 
     Raises:
-        OSError: it cannot be made or locked.
+        OSError: the file cannot be created or locked.
     """
     handle = _acquire(path)
     try:
         yield
     finally:
-        # Removed while it is held, so that whoever waits for it finds that it is another file's by then.
+        # Remove the file while holding the lock, so that a waiting process sees that its file is no longer at the path.
         with suppress(OSError):
             path.unlink()
         _release(handle)
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Give a file, or the one that a link stands for, another text: a reader finds the old one or the new one.
+    """Replace the text of a file, or of a link's target, atomically: readers find either the old or the new text.
 
     Raises:
-        OSError: it cannot be written, and is as it was.
+        OSError: the file cannot be written, and is unchanged.
     """
     path = path.resolve()
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -61,7 +62,7 @@ def _acquire(path: Path) -> int:
 
 
 def _release(handle: int) -> None:
-    # A child that was forked meanwhile has the file open as well: closing it here alone would leave it locked.
+    # A child process that was forked meanwhile has the file open too; closing it here would leave it locked.
     fcntl.flock(handle, fcntl.LOCK_UN)
     os.close(handle)
 

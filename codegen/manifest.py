@@ -1,4 +1,4 @@
-"""A manifest: the YAML file that says which instances exist, expanded into them."""
+"""Read a manifest, the YAML file that says which instances exist, and expand it into instances."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .words import unknown
 
 _Words = dict[str, tuple[str, ...]]
 
-# What recordings keep beside the groups, for `normforge warmup` and `aot`: no instance follows from it.
+# Recordings keep this section for `normforge warmup` and `aot`; no instance follows from it.
 _CALLS = "calls"
 _SECTIONS = ("buckets", "defaults", "groups")
 _N = "n"
@@ -33,7 +33,7 @@ _DEFAULTS: _Words = {_N: (ALL,), **{axis.name: (axis.default,) for axis in AXES 
 
 @dataclass(frozen=True)
 class Group:
-    """A group as read: for every axis the words to cross, and the buckets."""
+    """A group as read: the words to combine for every axis, and the buckets."""
 
     section: Section
     name: str
@@ -43,13 +43,13 @@ class Group:
 
     @property
     def line(self) -> int:
-        """Where the group starts."""
+        """Return the line that the group starts on."""
         return line_of(self.at)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A mode that a manifest asks for, and by ascending bucket the group that asks for the instance.
+    """A mode that a manifest asks for, with the group that asks for each instance by ascending bucket.
 
     All modes of a group share one mapping, unless other groups ask for more of their buckets.
     """
@@ -58,13 +58,13 @@ class Asked:
     groups: Mapping[Bucket, Group]
 
     def over(self, buckets: Container[Bucket]) -> Asked:
-        """Return the same over some of the buckets."""
+        """Return the mode over those of its buckets that `buckets` contains."""
         return Asked(self.mode, {bucket: group for bucket, group in self.groups.items() if bucket in buckets})
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An instance, and the group that asked for it."""
+    """An instance and the group that asked for it."""
 
     instance: Instance
     group: str
@@ -73,7 +73,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a manifest, or several, expand to: modes in the order they are asked for, each over ascending buckets."""
+    """One manifest or several, expanded: modes in the order in which they are asked for, over ascending buckets."""
 
     path: str
     buckets: tuple[Bucket, ...]
@@ -82,8 +82,8 @@ class Manifest:
 
     @cached_property
     def instances(self) -> tuple[Instance, ...]:
-        """The instances alone; each name occurs once."""
-        # Thousands of modes have tiles of few kinds.
+        """Return the instances; each name occurs once."""
+        # Thousands of modes share a few kinds of tiles.
         tiles: dict[Hashable, dict[Bucket, tuple[tuple[str, Tiles], ...]]] = {}
         made: list[Instance] = []
         for asked in self.asked:
@@ -95,7 +95,7 @@ class Manifest:
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """The instances, each with its group."""
+        """Return the instances, each with its group."""
         groups = (group for asked in self.asked for group in asked.groups.values())
         return tuple(
             Entry(instance, group.name, group.line) for instance, group in zip(self.instances, groups, strict=True)
@@ -107,8 +107,8 @@ def load(path: Path, tables: Mapping[str, TileTable] | None = None, text: str | 
 
     Args:
         path: the file.
-        tables: measured tiles by architecture; None takes what comes with the generator.
-        text: what the file holds, if that is known and not to be read.
+        tables: measured tiles by architecture; None means the generator's own tables.
+        text: the file's text, if it is known already.
 
     Raises:
         ManifestError: the file cannot be used; the message names file, line, group and the fix.
@@ -137,7 +137,7 @@ def load(path: Path, tables: Mapping[str, TileTable] | None = None, text: str | 
 
 
 def load_all(paths: Sequence[Path], tables: Mapping[str, TileTable] | None = None) -> Manifest:
-    """Read several manifests, and expand them to one: what any of them asks for, once.
+    """Read several manifests and expand them to one, which asks once for each instance that any of them asks for.
 
     Raises:
         ManifestError: as `load`; also if their buckets differ, because a table has one ladder.
@@ -153,7 +153,7 @@ def load_all(paths: Sequence[Path], tables: Mapping[str, TileTable] | None = Non
             )
     groups: dict[AnyMode, Mapping[Bucket, Group]] = {}
     for asked in (asked for manifest in (first, *others) for asked in manifest.asked):
-        # Of groups that ask for one instance the first is kept.
+        # If several groups ask for one instance, keep the first.
         before = groups.get(asked.mode)
         groups[asked.mode] = _merged(asked.groups, before) if before else asked.groups
     path = " and ".join(manifest.path for manifest in (first, *others))

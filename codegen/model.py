@@ -1,4 +1,4 @@
-"""What a kernel computes: the axes, which combinations of them are legal, and every name made from them.
+"""Decide what a kernel computes: the axes, their legal combinations, and every name made from them.
 
 A `Mode` is one combination of axes without the row length; all its kernels live in one generated module.
 """
@@ -36,7 +36,7 @@ from .values import (
     ScaleLayout,
 )
 
-# What stands in a mode's name behind its types, in this order: by field, the value that says nothing first.
+# The suffixes of a mode's name after its dtypes, in this order; each field's first value has no suffix.
 _SUFFIXES: dict[str, dict[Any, str]] = {
     "x_bias": {False: "", True: "_xb"},
     "x_gate": {False: "", True: "_xg"},
@@ -70,17 +70,17 @@ _SUFFIXES: dict[str, dict[Any, str]] = {
     "scale_dtype": {DType.FP32: "", DType.FP16: "_sfp16", DType.BF16: "_sbf16"},
     "save_mv": {False: "", True: "_mv"},
 }
-# By field, the value that says nothing, and the suffixes.
+# For each field, the value without a suffix, and the suffixes.
 _NAMED = tuple((name, next(iter(suffixes)), suffixes) for name, suffixes in _SUFFIXES.items())
 
 
 _FLOATS = ", ".join(dtype.value for dtype in INPUT_DTYPES)
 _QUANTISED = ", ".join(dtype.value for dtype in QUANTISED_DTYPES)
 
-# What block-scaled products read in tiles: MXFP8 and NVFP4.
+# The formats whose scales block-scaled matrix products read in tiles: MXFP8 and NVFP4.
 _SWIZZLED = ((ScaleGroup.G32, ScaleFormat.UE8M0), (ScaleGroup.G16, ScaleFormat.E4M3))
 
-# Stages that leave a chunk in a register a value.
+# Stages after which a chunk still takes one register per value.
 _LIGHT = frozenset({Stage.X, Stage.RESIDUAL, Stage.STORED, Stage.CAST, Stage.WEIGHT})
 
 # Stages that end in a multiplication, which compilers fuse with a following addition.
@@ -89,7 +89,7 @@ _PRODUCTS = frozenset({Stage.X_SCALE, Stage.X_GATE, Stage.GATE_BEFORE})
 
 @cache
 def _names() -> re.Pattern[str]:
-    """What every name fits, with a group a field: `Mode.name` read backwards."""
+    """Return the pattern of all mode names, with one group per field: the inverse of `Mode.name`."""
     words = {
         "norm": [norm.prefix for norm in Norm],
         "direction": [f"_{direction.value}" for direction in Direction],
@@ -194,11 +194,11 @@ class Mode:
                 self._refuse(lacked.partition(".")[0])
 
     def __hash__(self) -> int:
-        # A name is hashed once, and no two modes have the same.
+        # A string caches its hash, and no two modes have the same name.
         return hash(self.name)
 
     def _refuse(self, name: str) -> NoReturn:
-        """Refuse what a norm lacks: the value of an axis, or every word that makes the mode one that `serves`."""
+        """Refuse a value that a norm lacks, or every word that makes the mode one that `serves`."""
         words = self._served if name == "serves" else [f"{name} {self._word(name)}"]
         left = "it" if len(words) == 1 else "them"
         raise IllegalCombinationError(
@@ -206,7 +206,7 @@ class Mode:
         )
 
     def _check_served(self) -> None:
-        """What inference engines ask of quantisation is not made for all that kernels do besides."""
+        """Refuse inference engines' forms of quantisation in combination with other features."""
         for name, fits in (
             ("fquant", self.fquant.quantises),
             ("dtype_in", not self.dtype_in.is_fp8),
@@ -298,7 +298,7 @@ class Mode:
                 raise IllegalCombinationError(f"modulated norms have no {name}; leave {name} or modulated out")
 
     def _word(self, name: str) -> str:
-        """Return a manifest's word for what the mode has on an axis."""
+        """Return the manifest's word for the mode's value on an axis."""
         value = getattr(self, name)
         return "true" if value is True else str(value.value)
 
@@ -333,34 +333,34 @@ class Mode:
 
     @property
     def is_backward(self) -> bool:
-        """Whether gradients are computed."""
+        """Return True if kernels compute gradients."""
         return self.direction is Direction.BACKWARD
 
     @property
     def serves(self) -> bool:
-        """Whether quantisation is more than one scale a row, computed and returned: what inference engines ask for."""
+        """Return True if quantisation goes beyond one dynamic scale per row: a form that inference engines ask for."""
         floats = self.group_size is ScaleGroup.NONE and self.scale_format is ScaleFormat.FLOAT
         plain = floats and not self.scale_layout.swizzles
         return self.fquant.is_static or not plain or self.scale_ub or self.quantise_rounded or self.save_unquant
 
     @property
     def has_float_groups(self) -> bool:
-        """Whether groups of a row have scales that are floats, be they powers of two."""
+        """Return True if groups of a row have float scales, powers of two included."""
         return bool(self.group_size.code) and not self.scale_format.stores_bytes
 
     @property
     def has_scale_strides(self) -> bool:
-        """Whether kernels are told how far scales of groups are apart."""
+        """Return True if kernels take the strides of groups' scales."""
         return bool(self.group_size.code) and not self.scale_layout.swizzles
 
     @property
     def scales_locally(self) -> bool:
-        """Whether an element's scale follows from fewer than its row: its group's, or one that is given."""
+        """Return True if an element's scale depends on less than its row: on its group, or on a static scale."""
         return self.fquant.is_static or bool(self.group_size.code)
 
     @property
     def _served(self) -> list[str]:
-        """The words that say so."""
+        """Return the manifest's words that make the mode one that `serves`."""
         said = {
             f"fquant {self.fquant.value}": self.fquant.is_static,
             f"group_size {self.group_size.value}": bool(self.group_size.code),
@@ -374,35 +374,36 @@ class Mode:
 
     @property
     def streams(self) -> bool:
-        """Whether a forward kernel reads and writes nothing of x's size but x and y, and takes x as it is."""
+        """Return True if a forward kernel moves only x and y, apart from vectors, and normalises x itself."""
         further = self.fadd.adds or self.fquant.quantises or self.x_bias or self.modulated or self.gating.gates
         return not (self.is_backward or further or self.dtype_in.is_fp8)
 
     @property
     def loads_operands_first(self) -> bool:
-        """Whether weight and bias of a tile of rows are loaded before the rows: of those with a scale of their own.
+        """Return True if kernels load weight and bias of a tile before its rows: in modes with one scale per row.
 
-        These are reduced once more behind the weight, and take 5 % less of an H200's time so, where rows are many
-        (789d707 beside 6c98afd). Others take registers for it, and up to 9 % more (LayerNorm of 120 columns).
+        These modes reduce once more after the weight. Loading the operands first saves 5 % of an H200's time for many
+        rows (789d707 beside 6c98afd). In other modes it takes registers, and up to 9 % more time (LayerNorm of 120
+        columns).
         """
         return self.fquant.quantises and not self.scales_locally
 
     @property
     def unrolls(self) -> bool:
-        """Whether `two_pass` has several chunks at once: where more is done to each, they spill."""
+        """Return True if `two_pass` works on several chunks at once; modes with more work per chunk would spill."""
         return not self.fquant.quantises and _LIGHT.issuperset((*self.prologue, *self.epilogue))
 
     @property
     def pipelines(self) -> tuple[Pipeline, ...]:
-        """The pipelines that there are kernels for."""
+        """Return the pipelines that have kernels."""
         spreads = not (self.shares or self.dropout) if self.is_backward else self.streams or self.spreads_sums
         return tuple(p for p in Pipeline if p is not Pipeline.SPREAD or spreads)
 
     @property
     def spreads_sums(self) -> bool:
-        """Whether programs may share a row of sums: RMSNorm's, whose mean square is as good in fp32 of more bits too.
+        """Return True if programs may share a row of sums: RMSNorm's mean square in fp32 is accurate for fp32 sums too.
 
-        The means that LayerNorm's programs exchange are exact of 16-bit values alone (`slice_moments`).
+        The means that LayerNorm's programs exchange are exact only for 16-bit values (`slice_moments`).
         """
         further = self.fquant.quantises or self.x_bias or self.x_gate or self.modulated or self.gating.gates
         apart = self.norm.centres or self.dropout or self.dtype_in.is_fp8
@@ -410,54 +411,54 @@ class Mode:
 
     @property
     def shares(self) -> bool:
-        """Whether, backward, programs take rows of one sample or columns of one group."""
+        """Return True if backward programs take the rows of one sample or the columns of one group."""
         return self.modulated or self.gating.gates
 
     @property
     def takes_x_as_read(self) -> bool:
-        """Whether what is normalised is x itself, and has no more bits than it."""
+        """Return True if the normalised row is x itself, with no more bits than x."""
         return not (self.fadd.adds or self.x_bias or self.gating.is_before)
 
     @property
     def has_head(self) -> bool:
-        """Return True if the first values of a row may give its pivot: 16-bit rows that are centred, unless multiplied.
+        """Return True if the first values of a row may give its pivot: 16-bit centred rows that are not products.
 
         Compilers fuse a sum across lanes with the product in front of it, so each lane rounds the other lanes' products
-        and not its own. Lanes then have pivots that differ by a rounding error of the row's largest value. Even where
+        and not its own. Lanes then have pivots that differ by a rounding error of the row's largest value. Even if
         lanes agree, a pivot far from the mean loses bits of products, which have 24.
         """
         return self.norm.centres and self.dtype_in.itemsize == 2 and self.prologue[-1] not in _PRODUCTS
 
     @property
     def reads_gate(self) -> bool:
-        """Whether a kernel has a gate's row beside each of x's."""
+        """Return True if a kernel reads a gate's row for each row of x."""
         return self.x_gate or self.gating.gates
 
     @property
     def has_window(self) -> bool:
-        """Whether a kernel for rows that start anywhere stands beside one_pass: 16-bit ones are slow to read singly."""
+        """Return True if one_pass has a second kernel for unaligned rows: 16-bit values are slow to read singly."""
         return self.streams and self.dtype_in.itemsize == 2
 
     @property
     def operand_dtype(self) -> DType:
-        """What weight, residual and the like are where nothing says so: x's type, or beside an fp8 x y's or bf16."""
+        """Return the default dtype of weight, residual and other operands: x's dtype, or for an fp8 x y's or bf16."""
         if not self.dtype_in.is_fp8:
             return self.dtype_in
         return DType.BF16 if self.dtype_out.is_quantised else self.dtype_out
 
     @cached_property
     def name(self) -> str:
-        """The generated module's name and the stem of everything named after this mode."""
+        """Return the generated module's name, from which all other names of this mode are made."""
         out = "" if self.dtype_out is self.dtype_in else f"_{self.dtype_out.value}"
         suffixes = [words[value] for name, silent, words in _NAMED if (value := getattr(self, name)) is not silent]
         return f"{self.norm.prefix}_{self.direction.value}_{self.dtype_in.value}{out}{''.join(suffixes)}"
 
     @classmethod
     def from_name(cls, name: str) -> Mode:
-        """The mode of a name.
+        """Return the mode of a name.
 
         Raises:
-            IllegalCombinationError: no mode is called so.
+            IllegalCombinationError: no mode has the name.
         """
         found = _names().fullmatch(name)
         if found is not None:
@@ -475,7 +476,7 @@ class Mode:
             }
             with suppress(IllegalCombinationError):
                 made = cls(**values)
-                # A type that is said twice is none of a name's.
+                # Names do not repeat a dtype that is the default.
                 if made.name == name:
                     return made
         raise IllegalCombinationError(
@@ -484,18 +485,18 @@ class Mode:
 
     @property
     def quantiser(self) -> str:
-        """The device function that rounds to this mode's quantised output."""
+        """Return the device function that rounds to this mode's quantised output."""
         truncated = "_truncated" if self.rounding.truncates else ""
         return f"to_{self.dtype_out.value}{truncated}"
 
     @property
     def decoder(self) -> str:
-        """The device function that makes fp32 of this mode's fp8 x."""
+        """Return the device function that converts this mode's fp8 x to fp32."""
         return f"from_{self.dtype_in.value}"
 
     @cached_property
     def prologue(self) -> tuple[Stage, ...]:
-        """How the row that is normalised comes to be, stage by stage."""
+        """Return the stages that compute the row to normalise."""
         has = {
             Stage.X: not self.dtype_in.is_fp8,
             Stage.X_SCALE: self.dtype_in.is_fp8,
@@ -510,7 +511,7 @@ class Mode:
 
     @cached_property
     def epilogue(self) -> tuple[Stage, ...]:
-        """What becomes of the normalised row before it is stored or quantised, stage by stage."""
+        """Return the stages between normalising a row and storing or quantising it."""
         has = {
             Stage.CAST: self.cast.comes_first,
             Stage.WEIGHT: True,
@@ -523,5 +524,5 @@ class Mode:
         return tuple(stage for stage in Stage if has.get(stage))
 
     def kernel(self, part: Pipeline | Part) -> str:
-        """The kernel's symbol: what a profiler shows."""
+        """Return the kernel's symbol, which profilers show."""
         return f"{self.name}_{part.value}"

@@ -1,4 +1,4 @@
-"""How far a long run is: a line on a terminal, rewritten as the run goes on and removed at the end."""
+"""Show how far a long run is, in one line on a terminal that is rewritten and removed at the end."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _CLEAR = "\r\x1b[K"
 
 
 def progress(items: Collection[_T], what: str) -> Iterator[_T]:
-    """Go through items, and show on standard error how many of them are done if that is a terminal.
+    """Iterate over items, and show on standard error how many are done if that is a terminal.
 
     Args:
-        items: what to go through.
-        what: what is done to each, "modules rendered" say.
+        items: the items.
+        what: what happens to each item, "modules rendered" for example.
     """
     if not sys.stderr.isatty():
         yield from items

@@ -1,4 +1,4 @@
-"""What a mode is in words: of modules' docstrings, of lists of instances, and of what commands print."""
+"""Describe modes in words, for modules' docstrings, lists of instances, and output of commands."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from .model import Mode
 from .values import DType, Rounding
 
 
-# Lists have the instances of a mode one after another.
+# Lists have the instances of a mode in sequence, so one cached entry is enough.
 @lru_cache(maxsize=1)
 def summary(mode: AnyMode) -> str:
-    """One line: what a kernel of a mode does."""
+    """Return one line that says what a kernel of a mode does."""
     return ", ".join((title(mode), *features(mode)))
 
 
 def title(mode: AnyMode) -> str:
-    """The norm and the input type."""
+    """Return the input dtype, the norm and the direction."""
     norm = "GroupNorm" if isinstance(mode, GroupMode) else mode.norm.row.title
     return f"{mode.dtype_in.value} {norm} {mode.direction.title}"
 
 
 def features(mode: AnyMode) -> tuple[str, ...]:
-    """What a mode does beyond the bare norm, in the order in which it is done."""
+    """Return what a mode does beyond the bare norm, in the order of computation."""
     if isinstance(mode, GroupMode):
         return _of_groups(mode)
     return _backward(mode) if mode.is_backward else _forward(mode)
@@ -106,14 +106,14 @@ def _quantised(mode: Mode) -> list[str]:
 
 
 def _scaled(mode: Mode) -> str:
-    """How y is scaled."""
+    """Return how y is scaled."""
     if mode.fquant.is_static:
         return "statically scaled by column" if mode.fquant.takes_column_scales else "statically scaled"
     return "bounded dynamic" if mode.scale_ub else "dynamic"
 
 
 def _in_groups(mode: Mode) -> str:
-    """The scales of groups and where they lie."""
+    """Return the format and layout of groups' scales."""
     if not mode.group_size.code:
         return ""
     words = [f" by groups of {mode.group_size.value}"]

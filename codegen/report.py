@@ -1,4 +1,4 @@
-"""What --list and --count print."""
+"""The texts that --list and --count print."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _SIZES = ("modes", "instances")
 
 
 def listing(manifest: Manifest) -> str:
-    """A line for each instance: its name and what it does."""
+    """Return one line per instance: its name and what it computes."""
     width = max(len(instance.name) for instance in manifest.instances)
     return "\n".join(f"{instance.name:<{width}}  {instance.summary}" for instance in manifest.instances)
 
 
 def counts(manifest: Manifest) -> str:
-    """How many modes and instances there are, by group and by value of each axis."""
-    # The one verb that prints tables imports them: generating needs jinja2 and pyyaml alone.
+    """Return tables of the numbers of modes and instances, by group and by value of each axis."""
+    # Imported by the one verb that prints tables: generating needs only jinja2 and pyyaml.
     from tabulate import tabulate
 
     every = manifest.asked
@@ -36,7 +36,7 @@ def counts(manifest: Manifest) -> str:
 
 
 def _counted(modes: Iterable[Mapping[str, int]]) -> list[tuple[str, int, int]]:
-    """By value, the modes that have it and their instances, of a mapping for each mode from values to instances."""
+    """Return (value, modes, instances) for each value, given each mode's number of instances by value."""
     by_value: dict[str, list[int]] = {}
     for values in modes:
         for value, instances in values.items():

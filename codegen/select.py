@@ -1,4 +1,4 @@
-"""Choosing instances of a manifest: --filter by globs on names, --where by conditions on axes."""
+"""Choose instances of a manifest: --filter by globs on names, --where by conditions on axes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _TELLING = 3
 
 @dataclass(frozen=True)
 class Condition:
-    """One condition of a --where: as written, the axis it is about, and which modes meet it; of n, which buckets."""
+    """A condition of --where: its text, its axis, and the test that a mode must pass, or for n a bucket."""
 
     text: str
     key: str
@@ -49,7 +49,7 @@ def select(manifest: Manifest, globs: str | None, where: str | None) -> Manifest
     """Keep the instances that match one of the globs and meet every condition.
 
     Args:
-        manifest: what to choose from.
+        manifest: the manifest to choose from.
         globs: shell patterns on instance names, separated by commas; None keeps every name.
         where: conditions on axes, separated by commas; None sets none.
 
@@ -68,8 +68,8 @@ def select(manifest: Manifest, globs: str | None, where: str | None) -> Manifest
 def parse_where(text: str) -> list[Condition]:
     """Parse the conditions of a --where.
 
-    A word axis compares with = or !=, with alternatives separated by |. n compares with = and != by the bucket
-    that serves a length, and with <, <=, > and >= by a bucket's last length, which is infinite if it has no cap.
+    A word axis is compared with = or !=, with alternatives separated by |. n is compared with = and != by the bucket
+    that serves a length, and with <, <=, > and >= by a bucket's last length, which is infinite without a cap.
 
     Raises:
         SelectionError: a condition is malformed, or names an axis or a word that does not exist.
@@ -101,8 +101,8 @@ def _matching(every: Sequence[Asked], globs: str) -> Sequence[Asked]:
 
 
 def _nearest(glob: str, names: Collection[str]) -> list[str]:
-    # Names are alike, and longer than a glob: what counts is how much of the glob a name holds, in pieces that say
-    # something.
+    # Names are similar and longer than a glob, so count how many characters of the glob a name holds, in pieces long
+    # enough to be meaningful.
     matcher = SequenceMatcher(b=re.sub(r"[*?\[\]!]", "", glob), autojunk=False)
 
     def found(name: str) -> int:

@@ -13,7 +13,7 @@ from .values import Part, Pipeline
 
 @dataclass(frozen=True)
 class Param:
-    """A kernel parameter: its name as declared and the trailing comment that documents it."""
+    """A kernel parameter: its declaration and the trailing comment that documents it."""
 
     declaration: str
     comment: str
@@ -23,7 +23,7 @@ class Param:
 class _Row:
     declaration: str
     comment: str
-    # Of modes of rows, or of GroupNorm
+    # Takes a `Mode` or a `GroupMode`.
     wanted: Callable[[Any, Pipeline | Part], bool] = lambda mode, pipeline: True
 
 
@@ -33,7 +33,7 @@ _PTX = _Row("PTX: tl.constexpr", "whether the target runs PTX", lambda m, p: p i
 _STAGES = _Row(
     "STAGES: tl.constexpr", "of the loop over rows; more than 1 go by shared memory", lambda m, p: p is Pipeline.SPREAD
 )
-# A cooperative launch has to find room for all of its programs at once.
+# A cooperative launch must find room for all of its programs at once, so it cannot start early.
 _PDL = _Row(
     "PDL: tl.constexpr", "whether it is launched before the one ahead has ended", lambda m, p: p is not Pipeline.SPREAD
 )
@@ -158,7 +158,7 @@ _BACKWARD = (
 )
 
 
-# GroupNorm.
+# Parameters of GroupNorm's kernels.
 
 
 def _in_parts(mode: GroupMode, part: Pipeline | Part) -> bool:
@@ -234,12 +234,12 @@ _GROUP_BACKWARD = (
 
 
 def params(mode: Mode, part: Pipeline | Part) -> list[Param]:
-    """The parameters of one kernel, a pipeline's own or one it needs beside it; the runtime matches them by name."""
+    """Return the parameters of a kernel, which the runtime matches by name."""
     return _listed(_BACKWARD if mode.is_backward else _FORWARD, mode, part, _words(mode))
 
 
 def group_params(mode: GroupMode, part: Pipeline | Part) -> list[Param]:
-    """`params` for GroupNorm."""
+    """Return the parameters of a GroupNorm kernel, as `params` does."""
     words = {"dtype_in": mode.dtype_in.value, "rows": "(B, S, C)" if mode.channels_last else "(B, C, S)"}
     return _listed(_GROUP_BACKWARD if mode.is_backward else _GROUP_FORWARD, mode, part, words)
 
@@ -249,7 +249,7 @@ def _listed(table: tuple[_Row, ...], mode: AnyMode, part: Pipeline | Part, words
 
 
 def _words(mode: Mode) -> dict[str, str]:
-    """Return what stands for the words in braces of comments."""
+    """Return the replacements of the words in braces in comments."""
     return {
         "dtype_in": mode.dtype_in.value,
         "dtype_out": mode.dtype_out.value,
@@ -262,7 +262,13 @@ def _words(mode: Mode) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RowTensor:
-    """A tensor that a forward kernel points at its row: its name, what finds a row's place, whether it may be None."""
+    """A tensor that a forward kernel points at its row.
+
+    Attributes:
+        name: the tensor's name.
+        offset: the device function that finds the row.
+        is_optional: whether the tensor may be None.
+    """
 
     name: str
     offset: str
@@ -270,7 +276,7 @@ class RowTensor:
 
 
 def row_tensors(mode: Mode, part: Pipeline | Part) -> list[RowTensor]:
-    """What a forward kernel points at its rows: all that it has a row stride of but scales, which say where they go."""
+    """Return the tensors whose rows a forward kernel points at: all with a row stride except scales."""
     comments = {param.declaration: param.comment for param in params(mode, part)}
     names = [name.removesuffix("_row_stride") for name in comments if name.endswith("_row_stride")]
     return [
@@ -293,7 +299,7 @@ _BACKWARD_SUMMARIES: dict[Pipeline | Part, str] = {
 }
 
 
-# Of GroupNorm, by whether gradients are computed.
+# For GroupNorm, by whether the kernel computes gradients.
 _GROUP_SUMMARIES: dict[tuple[bool, Pipeline | Part], str] = {
     (False, Pipeline.ONE_PASS): "Whole groups, held in registers.",
     (False, Part.MOMENTS): "The moments of a part of a group.",
@@ -306,12 +312,12 @@ _GROUP_SUMMARIES: dict[tuple[bool, Pipeline | Part], str] = {
 
 
 def group_summary(mode: GroupMode, part: Pipeline | Part) -> str:
-    """A kernel's docstring, of GroupNorm."""
+    """Return the docstring of a GroupNorm kernel."""
     return _GROUP_SUMMARIES[mode.is_backward, part]
 
 
 def summary(mode: Mode, part: Pipeline | Part) -> str:
-    """A kernel's docstring."""
+    """Return the docstring of a kernel."""
     if mode.is_backward:
         return _BACKWARD_SUMMARIES[part]
     if part is Part.WINDOW:
@@ -321,7 +327,7 @@ def summary(mode: Mode, part: Pipeline | Part) -> str:
 
 
 def column_sums(mode: Mode) -> list[tuple[str, str]]:
-    """The gradients that a backward kernel sums over rows: name, and what a row adds."""
+    """Return the gradients that a backward kernel sums over rows: name, and a row's contribution."""
     sums = [("dweight", f"dy * {'rounded_first(h, dy_ptr, x_ptr)' if mode.cast.comes_first else 'h'}")]
     if mode.norm.centres or mode.modulated:
         sums.append(("dbias", "dy"))

@@ -1,8 +1,8 @@
-"""Texts that modes share but for words: rendered once for all modes between which the templates do not decide.
+"""Render a text once for all modes between which the templates do not decide.
 
-Modules of thousands of modes differ in a name, a dtype or a largest magnitude alone. Templates are given a `Reader` in
-place of a mode. The reader notes each value that a template decides on, and leaves a blank for each that a template
-prints. Modes of the same notes have the same sketch, and fill the blanks with their own words.
+Modules of thousands of modes differ only in a name, a dtype or a largest magnitude. Templates get a `Reader` in place
+of a mode. The reader notes each value that a template decides on, and leaves a blank for each value that a template
+prints. Modes with the same notes have the same sketch, and fill the blanks with their own words.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from .groups import AnyMode
 
-# No template holds the characters that stand on either side of a blank, and for the dots of its path.
+# No template holds these characters: one marks both ends of a blank, the other replaces the dots of its path.
 _BLANK = re.compile("\x01(.+?)\x01")
 _DOT = "\x02"
 _NAME = re.compile(f"[\\w\x01{_DOT}]+\\(?")
@@ -30,14 +30,14 @@ def blank(path: str) -> str:
 
 
 class _Question(NamedTuple):
-    """What a template asks of a mode: for an attribute, or how the attribute compares with a value."""
+    """A template's question to a mode: for an attribute, or how the attribute compares with a value."""
 
     path: str
     compare: Callable[[Any, Any], bool] | None = None
     other: Any = None
 
     def ask(self, mode: Any) -> Any:
-        """Return the answer of a mode."""
+        """Return a mode's answer."""
         value = attrgetter(self.path)(mode)
         return value if self.compare is None else self.compare(value, self.other)
 
@@ -54,7 +54,7 @@ class Reader:
         self._path = path
 
     def __getattr__(self, name: str) -> Any:
-        """Read an attribute, for the first time."""
+        """Read an attribute for the first time."""
         value = getattr(self._of, name)
         path = f"{self._path}.{name}".lstrip(".")
         if callable(value):
@@ -77,7 +77,7 @@ class Reader:
 
 @dataclass(frozen=True, eq=False)
 class _Word:
-    """A text or a number of a mode: a blank where a template prints the word, a note where a template decides on it."""
+    """A text or a number of a mode: a blank if a template prints it, a note if a template decides on it."""
 
     value: Any
     notes: _Notes
@@ -108,14 +108,14 @@ class Sketch:
     """A text with blanks.
 
     Attributes:
-        paths: the blanks, each once.
+        paths: the paths of the blanks, without duplicates.
     """
 
     def __init__(self, text: str) -> None:
         self._pieces = _BLANK.split(text)
         self._pieces[1::2] = [path.replace(_DOT, ".") for path in self._pieces[1::2]]
         self.paths = tuple(dict.fromkeys(self._pieces[1::2]))
-        # Functions where they are called, constants wherever they stand.
+        # Functions where they are called, and constants anywhere.
         names = set(_NAME.findall(text))
         self._names = {name.rstrip("(") for name in names if name.endswith("(") or name.isupper()}
 
@@ -136,20 +136,20 @@ class Sketch:
 
 @dataclass
 class Sketches:
-    """Every sketch that was made, found by what the templates decided on, in the order in which they did.
+    """All sketches so far, found by the templates' decisions, in the order of the decisions.
 
-    Each decision follows from the values of those before it, so that the ways fork at the same notes for all modes.
+    Each decision follows from the values before it, so the paths of all modes fork at the same notes.
     """
 
     ways: dict[Hashable, _Fork | Sketch] = field(default_factory=dict)
 
     def find(self, mode: AnyMode, start: Hashable, render: Callable[[Reader], str]) -> Sketch:
-        """Return the sketch of a mode, rendered if no mode of the same notes was there before.
+        """Return the sketch of a mode, and render it if no earlier mode had the same notes.
 
         Args:
-            mode: what a template is to read.
-            start: which templates.
-            render: renders them for a reader.
+            mode: the mode that a template reads.
+            start: identifies the templates.
+            render: renders the templates for a reader.
         """
         at = self.ways.get(start)
         while isinstance(at, _Fork):
@@ -170,7 +170,7 @@ class Sketches:
 
 @dataclass
 class _Fork:
-    """What a template decided on, and the ways on from there by value."""
+    """A decision of a template, and the next fork or sketch by its value."""
 
     question: _Question
     ways: dict[Hashable, _Fork | Sketch] = field(default_factory=dict)

@@ -1,6 +1,6 @@
-"""Tables of rows: what a look-up of calls that are known walks, for each function and each family.
+"""Tables of rows that the look-up of known calls walks, for each function and each family.
 
-The runtime has a loop in Python and one in C. Both are given a table, and know nothing about norms.
+The runtime has one loop in Python and one in C. Both take a table and know nothing about norms.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import NamedTuple
 from .families import Family, Kind, Parameter
 from .values import Direction, Norm
 
-# The operands whose sizes are compared with x's in each call, because a guard leaves the first sizes open. All but the
-# last two have a row for each of x's, whose stride follows from the sizes only where the rows have no gaps.
+# The operands whose sizes each call compares with x's, because a guard leaves the first sizes open. All but the last
+# two have a row for each row of x, whose stride follows from the sizes only if the rows have no gaps.
 LOOKS = (Kind.ROWS, Kind.PER_ROW, Kind.SCALE, Kind.SAMPLES, Kind.GROUPS)
 
-# The place in `LOOKS` of all other operands.
+# The index in `LOOKS` of all other operands.
 FREE = len(LOOKS)
 
-# The place of an argument that a function lacks.
+# The index of an argument that a function lacks.
 ABSENT = 255
 
-# The largest finite number of fp32, in which kernels take numbers.
+# The largest finite fp32 number; kernels take numbers as fp32.
 (LARGEST_FP32,) = struct.unpack("<f", bytes.fromhex("ffff7f7f"))
 
-# The values of `Parameter.torchs`, which are text of Python with torch.
+# The numbers of `Parameter.torchs`, which are Python expressions with torch.
 _TORCHS = {"torch.finfo(torch.float32).eps": 2.0**-23}
 
 
@@ -33,12 +33,12 @@ class Number(NamedTuple):
     """A number of a table.
 
     Attributes:
-        argument: its place among the arguments, or `ABSENT`.
-        needs: the place of the tensor that a number other than 0 goes with, or `ABSENT`.
-        least: the least that kernels take.
-        most: the most.
+        argument: the number's index in the arguments, or `ABSENT`.
+        needs: the index of the tensor that a number other than 0 requires, or `ABSENT`.
+        least: the smallest value that kernels take.
+        most: the largest value that kernels take.
         norms: the words of the norms that have the number.
-        defaults: the value that None has, by the norm's word.
+        defaults: the value that None means, by the norm's word.
     """
 
     argument: int
@@ -55,22 +55,22 @@ class Table(NamedTuple):
     Attributes:
         head: the first element of every key.
         norm: the word of the function's norm; None where the options of a call begin with it.
-        names: of the arguments, in order.
-        arguments: how many there are.
-        looks: of each operand, in the family's order, its place in `LOOKS`, or behind them.
-        operands: of each operand its place among the arguments, or `ABSENT`.
-        in_vectors: of each operand, whether kernels are compiled for its alignment.
-        words: the places of the arguments that are part of the key.
-        coded: of those, the places of the arguments whose class is part of the key too.
+        names: the names of the arguments, in order.
+        arguments: the number of arguments.
+        looks: for each operand, in the family's order, its index in `LOOKS`, or `FREE`.
+        operands: for each operand, its index in the arguments, or `ABSENT`.
+        in_vectors: for each operand, whether kernels are specialised for its alignment.
+        words: the indices of the arguments that are part of the key.
+        coded: those of `words` whose class is part of the key too.
         numbers: eps, weight_offset and dropout_p, as far as the family has them.
-        inputs: how many operands are read; those behind are written.
+        inputs: the number of operands that are read; the operands after them are written.
         x: the operand whose rows are normalised.
-        samples: whether the key holds the sizes of x, because rows or positions per sample are part of a plan.
-        mean: the operand that is the rows' means, where one tensor is passed for these and rstd; else -1.
-        rstd: the operand that is the rows' rstd, or -1 in a forward call.
-        dropout: the place of dropout_p, with dropout_rng behind it, or -1.
-        wants: the place of the argument that may be a list of names, or -1.
-        residual: the place of the residual, where autograd records a call by whether there is one, or -1.
+        samples: whether the key holds the sizes of x, because a plan depends on the rows or positions per sample.
+        mean: the operand that holds the rows' means, if one tensor is passed for mean and rstd; else -1.
+        rstd: the operand that holds the rows' rstd, or -1 in a forward call.
+        dropout: the index of dropout_p, which dropout_rng follows, or -1.
+        wants: the index of the argument that may be a list of names, or -1.
+        residual: the index of the residual, if autograd records calls with and without one differently, or -1.
     """
 
     head: str
@@ -117,7 +117,7 @@ def table_of(family: Family, norm: Norm | None = None) -> Table:
         operands=places(every),
         in_vectors=bytes(row.is_read_in_vectors for row in every),
         words=places(words),
-        # Another class may have an equal of an argument, as True is equal to 1, and 1.0 too.
+        # Arguments of different classes may be equal: True, 1 and 1.0.
         coded=places([row for row in words if row.kind in (Kind.FLAG, Kind.COUNT) or row.takes_codes]),
         numbers=tuple(_number(row, names, is_functional=norm is None) for row in numbers),
         inputs=len(family.inputs),
@@ -136,8 +136,8 @@ def table_of(family: Family, norm: Norm | None = None) -> Table:
 def _functional(family: Family) -> list[Parameter]:
     """Return the rows of calls of the functional API, tensors first.
 
-    The seed and offset of a dropout are drawn and checked behind the look-up of a forward call, because a call that is
-    refused draws nothing.
+    A forward call draws and checks the seed and offset of a dropout after the look-up, because a refused call must draw
+    nothing.
     """
     drawn = Kind.RANDOM if family.direction is Direction.FORWARD else None
     told = [row for row in family.parameters if row.functional and row.kind not in (Kind.PLACE, drawn)]
@@ -145,14 +145,14 @@ def _functional(family: Family) -> list[Parameter]:
 
 
 def _look(row: Parameter, *, packed: bool) -> int:
-    # Of calls that autograd records, one tensor holds both statistics.
+    # In calls that autograd records, one tensor holds both statistics.
     if packed and row.kind is Kind.PER_ROW:
         return FREE
     return LOOKS.index(kind) if (kind := Kind.ROWS if row.kind is Kind.PLACE else row.kind) in LOOKS else FREE
 
 
 def _number(row: Parameter, names: Sequence[str], *, is_functional: bool) -> Number:
-    # Torch's functions take None for a number, and so do those of the functional API alone.
+    # Torch's functions accept None for a number; among ours, only the functional API does.
     torchs = row.torchs if is_functional else {}
     return Number(
         names.index(row.name) if row.name in names else ABSENT,

@@ -81,7 +81,7 @@ MUTANTS = (
         "dropped-behind-the-add",
         "the residual is dropped too",
         "codegen/stages.py",
-        '    DROPOUT = "dropout"  # some of it dropped, the rest scaled\n    RESIDUAL = "residual"',
+        '    DROPOUT = "dropout"  # some elements dropped, the others scaled\n    RESIDUAL = "residual"',
         '    RESIDUAL = "residual"\n    DROPOUT = "dropout"',
         (_FUSED,),
     ),

@@ -339,7 +339,7 @@ MUTANTS = (
         "what-is-stored-is-smoothed",
         "the second output is multiplied by the smooth scale",
         "codegen/stages.py",
-        '    UNQUANTISED = "unquantised"  # stored in x\'s type, beside what is quantised\n    SMOOTH = "smooth"',
+        '    UNQUANTISED = "unquantised"  # stored in x\'s dtype as well\n    SMOOTH = "smooth"',
         '    SMOOTH = "smooth"\n    UNQUANTISED = "unquantised"',
         (f"{_GROUPS}::test_y_in_xs_dtype_too",),
     ),
