@@ -1,4 +1,4 @@
-"""The generator's door: `python generate.py --help` says what it can do."""
+"""The generator's entry point: `python generate.py --help` lists what it can do."""
 
 import sys
 

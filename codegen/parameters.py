@@ -1,8 +1,8 @@
-"""The parameters of the runtime's functions, declared once: a row a parameter, a family a direction.
+"""The parameters of the runtime's functions, declared once: one row per parameter, one family per direction.
 
-Signatures, docstrings, reading and keys are emitted from these rows (`templates/calls.py.j2`); checks, operators'
-schemas, stand-ins and kernels' slots are looped from them. What a call costs is its family's rows and no others.
-Plans of every direction are made from them; the functions of `IN_PARTS` have rows and no names.
+`templates/calls.py.j2` emits signatures, docstrings, argument reading and keys from these rows; checks, operators'
+schemas, stand-ins and kernels' slots loop over them. A call costs only its own family's rows. Plans of both directions
+are made from the rows; the functions of `IN_PARTS` have rows and no names.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from .values import (
 
 
 def _each(default: str, unless: str = "") -> dict[Norm, str]:
-    """Return a default by norm: of every norm, unless the norm lacks what an attribute of a mode says."""
+    """Return a default for every norm, except norms that lack the attribute `unless` of a mode."""
     return {norm: default for norm in Norm if unless not in norm.row.lacks}
 
 
 def _centred(default: str) -> dict[Norm, str]:
-    """Return a default by norm, of the norms that subtract the mean."""
+    """Return a default for the norms that subtract the mean."""
     return {norm: default for norm in Norm if norm.centres}
 
 
 def _uncentred(default: str) -> dict[Norm, str]:
-    """Return a default by norm, of the norms that keep the mean, which are those that add a weight_offset."""
+    """Return a default for the norms that keep the mean, which are those that add a weight_offset."""
     return {norm: default for norm in Norm if not norm.centres}
 
 
@@ -52,7 +52,7 @@ def _functions(name: str, unless: str = "") -> dict[Norm, str]:
     return {norm: name.format(**vars(norm.row)) for norm in Norm if unless not in norm.row.lacks}
 
 
-# The largest that is not 1 in fp32.
+# The largest fp32 number below 1.
 _LARGEST_P = 1 - 2.0**-24
 
 
@@ -400,9 +400,9 @@ BACKWARD = Family(
 
 
 def _dropped(family: Family, *also: str) -> Family:
-    """Return the family of calls of the functional API that drop elements of x, which have the rows `also` too."""
+    """Return the family of functional calls with dropout, which have the rows `also` too."""
     rows = [replace(row, functional=row.functional or row.name in also) for row in family.parameters]
-    # Whether statistics are saved is the last option of every family.
+    # save_mv is the last option of every family.
     return replace(family, neighbour="dropped", parameters=tuple(sorted(rows, key=lambda row: row.name == "save_mv")))
 
 
@@ -461,7 +461,7 @@ MODULATED = Family(
         FORWARD["out_dtype"],
         replace(FORWARD["save_mv"], functional=True),
     ),
-    # Those of the forward functions, which launches bring in the same order.
+    # The results of the forward functions, in the order in which launches pass them.
     results=FORWARD.results,
 )
 
@@ -524,7 +524,7 @@ GATED = Family(
         replace(FORWARD["out_dtype"], functional=True),
         replace(FORWARD["save_mv"], functional=True),
     ),
-    # A sum is none of a gated norm's, but launches bring the same results in the same order.
+    # Gated norms have no sum, but launches pass the same results in the same order.
     results=tuple(replace(row, like=()) for row in FORWARD.results),
 )
 
@@ -652,13 +652,13 @@ QUANTISED = Family(
 
 
 def _unnamed(name: str, kind: Kind, **rest: Any) -> Parameter:
-    """Return a parameter of a function that only autograd calls, which has no signature and no docstring."""
+    """Return a parameter of a function that only autograd calls, without signature and docstring."""
     return Parameter(name, kind, **{"default": _each("None"), "meaning": {}, **rest})
 
 
 _OFFSET = _unnamed("weight_offset", Kind.NUMBER, default=_uncentred("0.0"))
 
-# The rows of one sample are a part, which the programs of that sample share.
+# The rows of one sample are a part, which programs share.
 MODULATED_BWD = Family(
     direction=Direction.BACKWARD,
     neighbour="modulated",
@@ -669,7 +669,7 @@ MODULATED_BWD = Family(
         _unnamed("weight", Kind.VECTOR),
         _unnamed("scale", Kind.PER_SAMPLE),
         _unnamed("gate", Kind.PER_SAMPLE, wanted="x_gate"),
-        # What gate multiplied before it was added to the residual.
+        # The product of gate and this tensor is added to the residual.
         _unnamed("gated", Kind.ROWS, wanted="x_gate"),
         _unnamed("mean", Kind.PER_ROW, default=_centred("None")),
         _unnamed("rstd", Kind.PER_ROW),
@@ -689,7 +689,7 @@ MODULATED_BWD = Family(
     ),
 )
 
-# One group of columns is a part: its rows are N long, and lie as far apart as the rows of all groups are long.
+# One group of columns is a part: its rows have length N and are as far apart as the rows of all groups are long.
 GATED_BWD = Family(
     direction=Direction.BACKWARD,
     neighbour="gated",
@@ -720,7 +720,7 @@ def _of_groups(name: str, kind: Kind, **rest: Any) -> Parameter:
     return _unnamed(name, kind, default={Norm.LAYER: REQUIRED}, **rest)
 
 
-# GroupNorm, whose checks and docstring are `nn.grouping`'s: a row is one group of channels of one sample.
+# GroupNorm, whose checks and docstring are in `nn.grouping`: a row is one group of channels of one sample.
 GROUP = Family(
     direction=Direction.FORWARD,
     neighbour=GROUP_WORD,
@@ -749,7 +749,7 @@ GROUP_BWD = Family(
     parameters=(
         _of_groups("dy", Kind.IMAGES),
         *(GROUP[name] for name in ("x", "weight", "bias")),
-        # One tensor is passed, (2, B, groups).
+        # Callers pass one tensor, (2, B, groups).
         *(_of_groups(name, Kind.PER_ROW, argument="statistics") for name in ("mean", "rstd")),
         *(GROUP[name] for name in ("num_groups", "eps", "activation")),
         _of_groups("wants", Kind.NAMES),
@@ -790,7 +790,7 @@ def _gradients(family: Family, parameters: tuple[Parameter, ...], *others: Resul
     )
 
 
-# What traced graphs call. Those of modulated norms are given the sum for x, and x itself where a gate multiplied it.
+# Operators that traced graphs call. Those of modulated norms take the sum as x, and x itself if a gate multiplied it.
 MODULATED_GRADIENTS = _gradients(
     MODULATED,
     (
@@ -811,16 +811,16 @@ MODULATED_GRADIENTS = _gradients(
 GATED_GRADIENTS = _gradients(
     GATED, (_unnamed("dy", Kind.ROWS, default=_each(REQUIRED)), GATED["gating"], GATED["activation"])
 )
-# By the word of the forward family: the operators that compute its gradients.
+# The operators that compute a forward family's gradients, by the family's word.
 GRADIENTS = {"": BACKWARD, "modulated": MODULATED_GRADIENTS, "gated": GATED_GRADIENTS}
 
 FAMILIES = (FORWARD, BACKWARD, MODULATED, GATED, QUANTISED)
-# The families that only autograd calls: rows are in parts, and no function has a public name.
+# The families that only autograd calls: their rows are in parts, and their functions have no public names.
 IN_PARTS = (MODULATED_BWD, GATED_BWD)
 
 
 def family_of(mode: AnyMode) -> Family:
-    """Return the family of functions that calls of a mode are made to."""
+    """Return the family whose functions serve a mode."""
     if isinstance(mode, GroupMode):
         return GROUP_BWD if mode.is_backward else GROUP
     if mode.modulated:

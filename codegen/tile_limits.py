@@ -1,4 +1,4 @@
-"""Which tiles no kernel can take: what pipelines, registers and shared memory leave, and how to say so."""
+"""Check which tiles no kernel can take, because of pipelines, registers or shared memory, and say why."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from .instance import Bucket, Tile
 from .tiling import MOST_RESIDENT_WARPS, MOST_WARPS, WARP, Load, TileClass, copies, most_stages, power_of_two
 from .values import Direction, Pipeline
 
-# Programs that share a row exchange its means rounded to fp32. At 1e4 that is off by 5e-4, below any noise that 16 bits
-# can hold there (fp16 steps by 8), but a twentieth of the 1e-2 that must still come out right of fp32 rows.
+# Programs that share a row exchange its means rounded to fp32. At 1e4 the rounding is off by 5e-4: below any noise that
+# 16 bits can hold there (fp16 steps by 8), but a twentieth of the 1e-2 that fp32 rows must still resolve.
 _MOST_SPREAD_BYTES = 2
-# Narrower chunks no kernel is compiled for: eight neighbours share a pivot, and 16-bit values are read in pairs.
+# Kernels do not compile for narrower chunks: eight adjacent values share a pivot, and 16-bit values are read in pairs.
 _LEAST_BLOCKS = {
     (Direction.FORWARD, Pipeline.TWO_PASS): 8,
     (Direction.FORWARD, Pipeline.SPREAD): 2,
     (Direction.BACKWARD, Pipeline.ONE_PASS): 2,
     (Direction.BACKWARD, Pipeline.SPREAD): 2,
 }
-# Triton takes a minute for 64; measured tiles have 16 at most.
+# Triton takes a minute to compile 64 chunks; measured tiles have 16 at most.
 _MOST_CHUNKS = 32
-# Of a thread, which addresses 255 registers.
+# Values per thread; a thread addresses 255 registers.
 _MOST_VALUES = 256
 
-# Of GroupNorm. The last positions of a channel may be a tile of one; that of the next channel is full.
+# GroupNorm: the last positions of a channel may be a tile with one value; the tile of the next channel is full.
 _LEAST_PIVOT_TILES = 2
-# Of a first run that is far from all others, sums of 16 runs are at most 16 times the squares around their own mean.
+# If the first run is far from all others, the sums of 16 runs are at most 16 times the squares around their own mean.
 _MOST_RUNS = 16
 
-# What may have rows on their way to shared memory.
+# Kernels that may have rows on their way to shared memory.
 _STAGED = ((Direction.FORWARD, Pipeline.SPREAD), (Direction.BACKWARD, Pipeline.ONE_PASS))
 
 
 def why_not(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> str | None:
-    """Why no kernel can serve a bucket with a tile on an architecture, or None if one can."""
+    """Return why no kernel can serve a bucket with a tile on an architecture, or None if one can."""
     if not tile.pipeline.runs_on(arch):
         return f"pipeline {tile.pipeline.value} waits in PTX, which {arch} does not run; take two_pass"
     for name in ("rows", "block", "warps"):
@@ -55,7 +55,7 @@ def why_not(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> str | Non
 
 
 def _why_not_of_groups(kind: TileClass, tile: Tile) -> str | None:
-    """Why no kernel of GroupNorm can take tiles so; whether a group fits in registers depends on its shape too."""
+    """Return why no GroupNorm kernel can take a tile; whether a group fits in registers depends on its shape too."""
     if tile.pipeline is Pipeline.ROWS or (tile.rows != 1 and tile.pipeline is not Pipeline.TWO_PASS):
         return (
             f"pipeline {tile.pipeline.value} with rows {tile.rows} is of no group; take one_pass, rows: 1, "
@@ -89,7 +89,7 @@ def _why_not_of_groups(kind: TileClass, tile: Tile) -> str | None:
 
 
 def _why_not_walked(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:
-    """Why a pipeline cannot take rows and chunks so."""
+    """Return why a pipeline cannot take the tile's rows and chunks, or None if it can."""
     if tile.pipeline is Pipeline.SPREAD:
         return _why_not_spread(kind, tile)
     if tile.held and not _may_hold(kind, bucket, tile):
@@ -109,7 +109,7 @@ def _why_not_walked(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:
     is_tiled = tile.pipeline is Pipeline.TWO_PASS and kind.direction is Direction.BACKWARD
     takes_rows = is_tiled or tile.pipeline is Pipeline.ROWS
     if takes_rows and tile.rows == 1:
-        # Of a single row Triton 3.6 makes scalars, and cannot compile ROW_ALIGNMENT's hint on one.
+        # Triton 3.6 turns a single row into scalars, and cannot compile ROW_ALIGNMENT's hint on a scalar.
         instead = "write rows: 2" if is_tiled else "take one_pass"
         return f"pipeline {tile.pipeline.value} takes several rows a program and rows is 1; {instead}"
     if not takes_rows and tile.rows > 1:
@@ -118,12 +118,12 @@ def _why_not_walked(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:
 
 
 def may_cut(kind: TileClass) -> bool:
-    """Whether kernels of several rows a program take their columns in chunks: none may end within a group of scales."""
+    """Return True if kernels with several rows per program may split rows; no chunk may split a group of scales."""
     return not kind.is_grouped and kind.load in (Load.PLAIN, Load.ADD, Load.QUANT, Load.DROP)
 
 
 def _why_not_sized(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:
-    """Why chunks are too narrow or too many for a kernel to be compiled."""
+    """Return why chunks are too narrow or too many to compile a kernel, or None if they are not."""
     name = tile.pipeline.value
     least = _LEAST_BLOCKS.get((kind.direction, tile.pipeline), 1)
     if tile.block < least:
@@ -145,7 +145,7 @@ def _why_not_sized(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:
 
 
 def holds_stages(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> bool:
-    """Whether shared memory holds what a class has on its way: one whose tile it takes may have fewer tensors."""
+    """Return True if shared memory holds a class's tensors in flight; the class of the tile's table may have fewer."""
     return tile.stages == 1 or _why_not_staged(kind, bucket, tile, arch) is None
 
 
@@ -165,12 +165,12 @@ def _why_not_staged(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> s
     return None
 
 
-# Backward, besides x and dy: a sum's gradient.
+# Backward, three tensors where a sum's gradient is read besides x and dy.
 _TENSORS_READ = {Load.ADD: 3, Load.MODULATE: 3}
 
 
 def _round_bytes(kind: TileClass, bucket: Bucket, tile: Tile) -> int:
-    """What a program of a loop over rows reads in a round: its slice of x and a residual; or backward a row of each."""
+    """Return the bytes that a program reads per round: forward slices of x and a residual, backward whole rows."""
     if kind.direction is Direction.FORWARD:
         return tile.held * tile.block * kind.itemsize * (2 if kind.load is Load.ADD else 1)
     longest = tile.block if bucket.last is None else bucket.last

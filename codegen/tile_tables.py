@@ -1,4 +1,4 @@
-"""Tables of measured tiles, one YAML file an architecture, and the tiles that an instance gets from them."""
+"""Read and write tables of measured tiles, one YAML file per architecture, and choose an instance's tiles from them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _DOCUMENT = DocumentKind(
     "measure one with normforge tune --out FILE",
     TileTableError,
 )
-# As `architecture` in runtime/kernels/gpu.py names them.
+# The form of `architecture` in runtime/kernels/gpu.py.
 _ARCHITECTURE = re.compile(r"sm_[0-9]{2,3}|gfx[0-9a-f]{3,4}")
-# No word of a table has a #.
+# Words of a table contain no #.
 _COMMENT = re.compile(r"(?:^|\s)#")
 _CLASS_OF = {kind.name: kind for kind in EVERY_CLASS}
 _PIPELINES = tuple(pipeline.value for pipeline in Pipeline)
 _SIZES = tuple(field.name for field in fields(Tiles))
-# Of M, those that no row of a table may lack.
+# The sizes of M that every row of a table must have.
 REQUIRED_SIZES = frozenset(field.name for field in fields(Tiles) if field.default is MISSING)
 _FIELDS = {field.name: field for field in fields(Tile)}
 _WHOLE = "a whole number"
@@ -45,12 +45,12 @@ _WHOLE = "a whole number"
 
 @dataclass(frozen=True)
 class TileTable:
-    """What was measured on one architecture: by class, ranges of row lengths that ascend, each with its tiles."""
+    """The tiles measured on one architecture: by class, ascending ranges of row lengths with their tiles."""
 
     rows: Mapping[TileClass, tuple[tuple[Bucket, Tiles], ...]]
 
     def find(self, kind: TileClass, bucket: Bucket) -> Tiles | None:
-        """The tiles of the range that holds a bucket's longest row, a norm's own before those of both; or None."""
+        """Return the tiles of the range that holds a bucket's longest row, or None; a norm's own class comes first."""
         for measured, tiles in chain.from_iterable(self.rows.get(alike, ()) for alike in kind.alike):
             if serves(measured, bucket):
                 return tiles
@@ -60,19 +60,19 @@ class TileTable:
 def tiles_of(
     mode: AnyMode, bucket: Bucket, tables: Mapping[str, TileTable] | None = None
 ) -> tuple[tuple[str, Tiles], ...]:
-    """The tiles for every N of an instance's bucket, by architecture: the generic ones first, under ANY.
+    """Return the tiles for every N of an instance's bucket, by architecture: the generic tiles first, under ANY.
 
     Args:
-        mode: the instance's mode, for its class.
-        bucket: the row lengths that it serves.
-        tables: what was measured, by architecture; None takes what comes with the generator.
+        mode: the instance's mode, which determines its class.
+        bucket: the row lengths that the instance serves.
+        tables: measured tiles by architecture; None means the generator's own tables.
     """
     kind = class_of(mode)
     generic = generic_tiles(kind, bucket)
     known = own_tables() if tables is None else tables
     if _sums_a_gate(mode):
-        # Measured are those without a gate of samples, of which a thread holds a third row and a third sum: with tiles
-        # of their own length they spill 112 to 248 bytes.
+        # The measured modes have no gate per sample, for which a thread holds a third row and a third sum: with tiles
+        # of their own length these modes spill 112 to 248 bytes.
         if bucket.last is not None:
             generic = generic_tiles(kind, replace(bucket, last=bucket.last * 3 // 2))
         return ((ANY, generic), *((arch, generic) for arch in known))
@@ -86,7 +86,7 @@ def tiles_of(
 
 
 def tiled_alike(mode: AnyMode) -> Hashable:
-    """What the tiles of a mode depend on: modes of which this is the same have the same."""
+    """Return a key of everything in a mode that its tiles depend on: modes with equal keys have equal tiles."""
     return class_of(mode), mode.pipelines, _sums_a_gate(mode)
 
 
@@ -95,21 +95,22 @@ def _sums_a_gate(mode: AnyMode) -> bool:
 
 
 def invariant_tile(measured: Tiles, generic: Tiles) -> Tile:
-    """The tile for every M: as measured, or that for many rows, or where that spreads them the rule's."""
+    """Return the tile for any number of rows: as measured, or the generic tile if the measured one spreads rows."""
     tile = measured.for_every_m
     return tile if tile.pipeline.takes_rows_alike else generic.large
 
 
 def lean(tiles: Tiles) -> Tiles:
-    """The same without what is the tile for many rows."""
+    """Return the tiles without those that equal the tile for many rows."""
     own = {size: tile for size, tile in tiles_by_size(tiles).items() if size in REQUIRED_SIZES or tile != tiles.large}
     return Tiles(**own)
 
 
 def _fitting(mode: AnyMode, bucket: Bucket, arch: str, measured: Tiles, generic: Tiles) -> Tiles:
-    """Tiles as measured, but for those that a mode has no kernel for: with dropout no rows are spread.
+    """Return the measured tiles, with the generic tile where the mode has no kernel for a tile.
 
-    Nor are tiles of another class taken that cut rows where the mode's may not be, or have too much on its way.
+    Modes with dropout do not spread rows. A tile of another class is also replaced if it splits rows that this mode may
+    not split, or if the mode has too many bytes in flight.
     """
     kind = class_of(mode)
     may_be_cut = may_cut(kind)
@@ -127,12 +128,12 @@ def _fitting(mode: AnyMode, bucket: Bucket, arch: str, measured: Tiles, generic:
 
 @cache
 def own_tables() -> Mapping[str, TileTable]:
-    """Every table that comes with the generator, by architecture."""
+    """Return every table that comes with the generator, by architecture."""
     return {path.stem: read_table(path, own=True) for path in sorted(FOLDER.glob("*.yaml"))}
 
 
 def is_architecture(name: str) -> bool:
-    """Whether a name is an architecture's: sm_90 or gfx942, say."""
+    """Return True if a name is an architecture's: sm_90 or gfx942, for example."""
     return _ARCHITECTURE.fullmatch(name) is not None
 
 
@@ -140,7 +141,7 @@ def read_table(path: Path, *, own: bool = False) -> TileTable:
     """Read a table; the file's name is the architecture's.
 
     Args:
-        path: the file.
+        path: the file, named after the architecture.
         own: whether the table comes with the generator.
 
     Raises:
@@ -190,7 +191,7 @@ def _read_class(section: Section, kind: TileClass, arch: str, node: Node) -> tup
 
 def _read_tile(section: Section, kind: TileClass, arch: str, bucket: Bucket, node: Node) -> Tile:
     pairs = section.mapping(node, f"a tile, {{{', '.join(_FIELDS)}}}")
-    # By name: a Pipeline, and numbers else.
+    # A Pipeline for `pipeline`, numbers for the other names.
     values: dict[str, Any] = {}
     for name, pair in pairs.items():
         if name not in _FIELDS:
@@ -210,7 +211,7 @@ def _read_tile(section: Section, kind: TileClass, arch: str, bucket: Bucket, nod
 
 
 def merge(old: TileTable, new: TileTable) -> TileTable:
-    """What was measured anew, and of the old table what it does not overlap."""
+    """Return the new table's ranges and those ranges of the old table that no new range overlaps."""
     rows = dict(old.rows)
     for kind, measured in new.rows.items():
         kept = [row for row in old.rows.get(kind, ()) if not any(overlap(row[0], bucket) for bucket, _ in measured)]
@@ -219,20 +220,20 @@ def merge(old: TileTable, new: TileTable) -> TileTable:
 
 
 def serves(measured: Bucket, bucket: Bucket) -> bool:
-    """Whether a range of a table has the tiles of a bucket: it holds its longest row."""
+    """Return True if a range of a table has the tiles of a bucket: it must hold the bucket's longest row."""
     return measured.last is None if bucket.last is None else bucket.last in measured
 
 
 def overlap(one: Bucket, other: Bucket) -> bool:
-    """Whether two ranges have a row length in common."""
+    """Return True if two ranges have a row length in common."""
     return one.first in other or other.first in one
 
 
 def read_head(path: Path) -> str:
-    """The comments that a table's file begins with, as they stand there.
+    """Return the comments at the start of a table's file, as they are written.
 
     Raises:
-        TileTableError: there are others further down, for which a table that is written anew has no place.
+        TileTableError: there are comments further down, which rewriting the table would lose.
     """
     lines = path.read_text(encoding="utf-8").splitlines()
     end = next((at for at, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), len(lines))
@@ -246,11 +247,11 @@ def read_head(path: Path) -> str:
 
 
 def write_table(table: TileTable, head: str) -> str:
-    """The text of a table's file.
+    """Return the text of a table's file.
 
     Args:
-        table: what was measured.
-        head: on what: comments, each with its #.
+        table: the measured tiles.
+        head: comments that say how the tiles were measured, each with its #.
     """
     lines = [head]
     for kind in EVERY_CLASS:
@@ -263,12 +264,12 @@ def write_table(table: TileTable, head: str) -> str:
 
 
 def tile_words(tile: Tile) -> dict[str, str | int]:
-    """A tile as tables have it: its fields by name, but for those at the end that have their default."""
+    """Return a tile's fields by name, as tables have them, without trailing defaults."""
     return dict(zip(_FIELDS, tile.row, strict=False))
 
 
 def tiles_by_size(tiles: Tiles) -> dict[str, Tile]:
-    """The tiles of a range as tables have them: by size of M, those that there are."""
+    """Return the tiles of a range by size of M, as tables have them, without absent ones."""
     given = {size: getattr(tiles, size) for size in _SIZES}
     return {size: tile for size, tile in given.items() if tile is not None}
 

@@ -1,6 +1,6 @@
-"""What the axes of a mode may be: an enum each, whose values are the manifest's words and stand in names.
+"""The values of a mode's axes, one enum per axis; an enum's values are the manifest's words and parts of names.
 
-Beside them how kernels walk a row (`Pipeline`, `Part`), which no manifest says.
+`Pipeline` and `Part` say how kernels walk a row, which no manifest sets.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import Enum
 
 @dataclass(frozen=True)
 class NormRow:
-    """Everything that one norm has of its own; signatures, docstrings, kernels, checks and tests read these rows.
+    """The properties of one norm; signatures, docstrings, kernels, checks and tests read these rows.
 
     Attributes:
         prefix: the start of the names of modules and kernels.
@@ -22,7 +22,7 @@ class NormRow:
         averages: True if the sums of squares along a row, and of g * h backward, are divided by the row's length.
         eps: the default of eps, as a signature writes it.
         added_to: what eps is added to, in prose.
-        torch_eps: the value that eps=None stands for, as an expression; "" if None is refused.
+        torch_eps: the value that eps=None means, as an expression; "" if None is refused.
         formula: the paragraph of the 2-d forward function's docstring that defines y.
         lacks: attributes of a `Mode` that are False for every mode of this norm.
         template: the template that holds the norm's macros.
@@ -51,17 +51,17 @@ class Norm(Enum):
 
     @property
     def row(self) -> NormRow:
-        """Everything that this norm has of its own."""
+        """Return the properties of this norm."""
         return _NORMS[self]
 
     @property
     def prefix(self) -> str:
-        """The start of the names of modules and kernels."""
+        """Return the prefix of the names of modules and kernels."""
         return _NORMS[self].prefix
 
     @property
     def centres(self) -> bool:
-        """True if the mean of a row is subtracted (and may be saved)."""
+        """Return True if the norm subtracts the mean of a row, which may be saved."""
         return _NORMS[self].centres
 
 
@@ -101,7 +101,7 @@ _NORMS = {
         lacks=(),
         template="rms.j2",
     ),
-    # Applied to queries and keys, where nothing stands beside the norm but quantisation.
+    # Applied to queries and keys, where only quantisation is fused with the norm.
     Norm.L2: NormRow(
         prefix="l2",
         title="L2 norm",
@@ -120,14 +120,14 @@ _NORMS = {
 
 
 class Direction(Enum):
-    """Whether a kernel computes outputs or gradients; the value is the manifest's word and stands in names."""
+    """The direction of a kernel: outputs or gradients; the value is the manifest's word and part of names."""
 
     FORWARD = "fwd"
     BACKWARD = "bwd"
 
     @property
     def title(self) -> str:
-        """The direction in prose."""
+        """Return the direction in prose."""
         return self.name.lower()
 
 
@@ -145,42 +145,42 @@ class DType(Enum):
 
     @property
     def itemsize(self) -> int:
-        """Bytes an element, or as many as share a byte."""
+        """Return the bytes per element; for fp4, the bytes per pair of elements."""
         return {DType.FP32: 4, DType.FP16: 2, DType.BF16: 2}.get(self, 1)
 
     @property
     def triton(self) -> str:
-        """The type in Triton source, for the types a row's scale is stored in."""
+        """Return the dtype in Triton source, for the dtypes of a row's scale."""
         return {DType.FP16: "tl.float16", DType.BF16: "tl.bfloat16", DType.FP32: "tl.float32"}[self]
 
     @property
     def qmax(self) -> float:
-        """The largest magnitude a quantised element takes: a row's amax maps to it."""
+        """Return the largest magnitude of a quantised element, to which a row's amax is mapped."""
         return _QMAX[self]
 
     @property
     def is_quantised(self) -> bool:
-        """Whether y has this type from a quantising kernel alone."""
+        """Return True if only quantising kernels write y in this dtype."""
         return self in _QMAX
 
     @property
     def is_fp8(self) -> bool:
-        """Whether elements are floats of 8 bits, which say little without a scale."""
+        """Return True if elements are 8-bit floats, which need a scale."""
         return self.is_quantised and not (self.is_int or self.is_fp4)
 
     @property
     def is_fp4(self) -> bool:
-        """Whether elements are floats of 4 bits."""
+        """Return True if elements are 4-bit floats."""
         return self is DType.FP4_E2M1FN
 
     @property
     def packs(self) -> int:
-        """How many neighbouring elements make one of what is stored."""
+        """Return the number of adjacent elements per stored element."""
         return 2 if self.is_fp4 else 1
 
     @property
     def is_int(self) -> bool:
-        """Whether quantised values are integers rather than small floats."""
+        """Return True if quantised values are integers rather than small floats."""
         return self is DType.INT8
 
 
@@ -194,7 +194,7 @@ _QMAX = {
 
 
 class FusedAdd(Enum):
-    """Whether a residual is added before the norm, and whether the sum is stored."""
+    """The fused add: whether a residual is added before the norm, and whether the sum is stored."""
 
     NONE = "none"
     PRE_ADD_STORE = "pre_add_store"
@@ -202,22 +202,22 @@ class FusedAdd(Enum):
 
     @property
     def code(self) -> int:
-        """ck_tile's integer for this mode."""
+        """Return ck_tile's integer for this word."""
         return {FusedAdd.NONE: 0, FusedAdd.PRE_ADD_STORE: 1, FusedAdd.PRE_ADD: 2}[self]
 
     @property
     def adds(self) -> bool:
-        """Whether a residual is read."""
+        """Return True if kernels read a residual."""
         return self is not FusedAdd.NONE
 
     @property
     def stores(self) -> bool:
-        """Whether the sum is written back."""
+        """Return True if kernels store the sum."""
         return self is FusedAdd.PRE_ADD_STORE
 
 
 class FusedQuant(Enum):
-    """Whether a row is quantised: by its own amax, behind a smooth scale or not, or by a scale that is given."""
+    """The quantisation of a row: by its own amax, with or without a smooth scale, or by a static scale."""
 
     NONE = "none"
     SMOOTH_DYNAMIC = "smooth_dynamic"
@@ -227,42 +227,42 @@ class FusedQuant(Enum):
 
     @property
     def code(self) -> int:
-        """ck_tile's integer for this mode, and two more for what it lacks."""
+        """Return ck_tile's integer for this word, or a further integer for words that ck_tile lacks."""
         return tuple(FusedQuant).index(self)
 
     @property
     def quantises(self) -> bool:
-        """Whether the output is quantised."""
+        """Return True if the output is quantised."""
         return self is not FusedQuant.NONE
 
     @property
     def smooths(self) -> bool:
-        """Whether a smooth scale is read."""
+        """Return True if kernels read a smooth scale."""
         return self is FusedQuant.SMOOTH_DYNAMIC
 
     @property
     def measures(self) -> bool:
-        """Whether scales are computed, and returned."""
+        """Return True if kernels compute and return scales."""
         return self in (FusedQuant.DYNAMIC, FusedQuant.SMOOTH_DYNAMIC)
 
     @property
     def takes_scale(self) -> bool:
-        """Whether one scale is given for all that is written."""
+        """Return True if callers pass one scale for all of y."""
         return self is FusedQuant.STATIC
 
     @property
     def takes_column_scales(self) -> bool:
-        """Whether a scale is given for each column."""
+        """Return True if callers pass one scale per column."""
         return self is FusedQuant.STATIC_COLUMN
 
     @property
     def is_static(self) -> bool:
-        """Whether scales are given."""
+        """Return True if callers pass the scales."""
         return self.takes_scale or self.takes_column_scales
 
 
 class ScaleGroup(Enum):
-    """How many neighbours of a row share a scale: all of them, or so many, the last group being what is left."""
+    """The number of adjacent elements of a row that share a scale; the last group of a row may be shorter."""
 
     NONE = "none"
     G16 = "16"
@@ -272,14 +272,14 @@ class ScaleGroup(Enum):
 
     @property
     def code(self) -> int:
-        """The size as a number; 0 for whole rows."""
+        """Return the size as a number; 0 for whole rows."""
         return 0 if self is ScaleGroup.NONE else int(self.value)
 
 
 class ScaleFormat(Enum):
-    """What scales of groups are stored as: floats, powers of two, of which the exponent alone may be stored, or e4m3.
+    """The format of groups' scales: floats, powers of two, of which the exponent alone may be stored, or e4m3.
 
-    Those are NVFP4's: of 8 bits, under one fp32 scale for all.
+    e4m3 scales are NVFP4's: 8 bits each, under one global fp32 scale.
     """
 
     FLOAT = "float"
@@ -290,35 +290,35 @@ class ScaleFormat(Enum):
 
     @property
     def rounds_up(self) -> bool:
-        """Whether scales are rounded up to powers of two."""
+        """Return True if scales are rounded up to powers of two."""
         return self not in (ScaleFormat.FLOAT, ScaleFormat.E4M3)
 
     @property
     def stores_exponents(self) -> bool:
-        """Whether a scale is stored as an exponent."""
+        """Return True if a scale is stored as an exponent."""
         return self in (ScaleFormat.UE8M0, ScaleFormat.UE8M0_PACKED)
 
     @property
     def takes_global(self) -> bool:
-        """Whether scales stand under one that is given."""
+        """Return True if callers pass a global scale for the groups' scales."""
         return self is ScaleFormat.E4M3
 
     @property
     def stores_bytes(self) -> bool:
-        """Whether a scale is a byte."""
+        """Return True if a scale takes one byte."""
         return self.stores_exponents or self.takes_global
 
     @property
     def packs(self) -> int:
-        """How many neighbouring scales make one element of what is stored."""
+        """Return the number of adjacent scales per stored element."""
         return 4 if self is ScaleFormat.UE8M0_PACKED else 1
 
 
 class ScaleLayout(Enum):
-    """Whether scales of a row's groups lie side by side, those of a group's rows, padded to 16 bytes, or tiles of both.
+    """The layout of scales: rows contiguous, columns contiguous and padded to 16 bytes, or tiles of both.
 
-    Tiles are of 128 rows by 4 groups, as block-scaled matrix multiplications of cuBLAS read them: https://docs.nvidia.com
-    /cuda/cublas/index.html#d-block-scaling-factors-layout.
+    Tiles are of 128 rows by 4 groups, as block-scaled matrix multiplications of cuBLAS read them:
+    https://docs.nvidia.com /cuda/cublas/index.html#d-block-scaling-factors-layout.
     """
 
     ROW_MAJOR = "row_major"
@@ -327,48 +327,48 @@ class ScaleLayout(Enum):
 
     @property
     def swizzles(self) -> bool:
-        """Whether scales lie in tiles."""
+        """Return True if scales are stored in tiles."""
         return self is ScaleLayout.SWIZZLED_128X4
 
     @property
     def of_kernels(self) -> ScaleLayout:
-        """What kernels are made for: where the order is a matter of strides, one writes either."""
+        """Return the layout that kernels are generated for: strides let one kernel serve row_major and column_major."""
         return self if self.swizzles else ScaleLayout.ROW_MAJOR
 
 
 class Rounding(Enum):
-    """How int8 values are rounded: to nearest even, or toward zero as ck_tile does."""
+    """The rounding of int8 values: to nearest even, or toward zero as in ck_tile."""
 
     NEAREST = "nearest"
     TRUNCATE = "truncate"
 
     @property
     def truncates(self) -> bool:
-        """Whether values are rounded toward zero."""
+        """Return True if values are rounded toward zero."""
         return self is Rounding.TRUNCATE
 
 
 class Cast(Enum):
-    """Whether the normalised row is rounded once, after weight and bias, or to 16 bits before the weight as well."""
+    """The cast of the normalised row: rounded once, after weight and bias, or to 16 bits before the weight as well."""
 
     AFTER_WEIGHT = "after_weight"
     BEFORE_WEIGHT = "before_weight"
 
     @property
     def comes_first(self) -> bool:
-        """Whether rows are rounded before they are multiplied by the weight."""
+        """Return True if rows are rounded before they are multiplied by the weight."""
         return self is Cast.BEFORE_WEIGHT
 
     def of(self, *dtypes: DType) -> Cast:
-        """What this comes to where y (or dy) and x are of these types: one of 16 bits has to be among them.
+        """Return the effective cast for the dtypes of y (or dy) and x, one of which must have 16 bits.
 
-        Where there is none, rows would be rounded to the fp32 that they are in.
+        Without a 16-bit dtype, rounding first would round to the fp32 that rows have already.
         """
         return self if any(dtype.itemsize == 2 for dtype in dtypes) else Cast.AFTER_WEIGHT
 
 
 class Gating(Enum):
-    """Whether rows are multiplied by an activated gate of their own shape, and on which side of the norm."""
+    """The gating of rows by an activated gate of their own shape: none, after the norm, or before it."""
 
     NONE = "none"
     AFTER_NORM = "after_norm"
@@ -376,34 +376,34 @@ class Gating(Enum):
 
     @property
     def gates(self) -> bool:
-        """Whether there is a gate."""
+        """Return True if there is a gate."""
         return self is not Gating.NONE
 
     @property
     def is_after(self) -> bool:
-        """Whether the gate comes behind weight and bias."""
+        """Return True if the gate is applied after weight and bias."""
         return self is Gating.AFTER_NORM
 
     @property
     def is_before(self) -> bool:
-        """Whether what is normalised was gated."""
+        """Return True if the gate is applied before the norm."""
         return self is Gating.BEFORE_NORM
 
 
 class GateActivation(Enum):
-    """What becomes of a gate before rows are multiplied by it; the value is the device function's name too."""
+    """The activation of a gate before rows are multiplied by it; the value is also the device function's name."""
 
     SILU = "silu"
     SIGMOID = "sigmoid"
 
     @property
     def slope(self) -> str:
-        """The device function of its derivative."""
+        """Return the device function of the activation's derivative."""
         return f"{self.value}_slope"
 
 
 class Pipeline(Enum):
-    """How a kernel walks a row; the value is also the kernel's suffix and its template's name."""
+    """A way in which a kernel walks a row; the value is also the kernel's suffix and its template's name."""
 
     ROWS = "rows"
     ONE_PASS = "one_pass"
@@ -412,7 +412,7 @@ class Pipeline(Enum):
 
     @property
     def summary(self) -> str:
-        """What sets this pipeline apart, for headers and listings."""
+        """Return a description of this pipeline for headers and listings."""
         return {
             Pipeline.ROWS: "several rows a program",
             Pipeline.ONE_PASS: "one row a program, held in registers",
@@ -422,39 +422,39 @@ class Pipeline(Enum):
 
     @property
     def takes_rows_alike(self) -> bool:
-        """Whether all rows go through the same code, so that the bits of none depend on M or on where it stands.
+        """Return True if all rows run the same code, so that a row's bits depend neither on M nor on the row's index.
 
-        A team that shares rows has the statistics of its first one from other code than those of the next.
+        Programs of the spread pipeline compute the statistics of their first row with other code than the next rows'.
         """
         return self is not Pipeline.SPREAD
 
     def runs_on(self, arch: str) -> bool:
-        """Whether kernels that walk rows so can be compiled for an architecture: sm_90 or gfx942, say.
+        """Return True if this pipeline's kernels can be compiled for an architecture: sm_90 or gfx942, for example.
 
         Programs that share a row wait for one another in PTX (`gather` in templates/primitives.py.j2), which is
-        NVIDIA's; in the interpreter the first would wait for ever.
+        NVIDIA's; in the interpreter the first program would wait for ever.
         """
         return self is not Pipeline.SPREAD or arch.startswith("sm_")
 
 
 class Part(Enum):
-    """Kernels that a pipeline needs beside the one that carries its name."""
+    """A kernel that a pipeline needs besides the kernel with its name."""
 
     ROW_TERMS = "row_terms"
     WINDOW = "window"
-    # Of GroupNorm, forward and backward.
+    # GroupNorm's, forward and backward.
     MOMENTS = "moments"
     TERMS = "terms"
 
     @property
     def is_of_groups(self) -> bool:
-        """Whether it is GroupNorm's, of which the committed table holds nothing."""
+        """Return True if the kernel is GroupNorm's, of which the committed table holds nothing."""
         return self in (Part.MOMENTS, Part.TERMS)
 
 
 INPUT_DTYPES = (DType.FP16, DType.BF16, DType.FP32)
-# What x may be besides in forward kernels, times an x_scale. e4m3fnuz comes out of kernels alone: no format of OCP.
+# Further dtypes of x in forward kernels, together with an x_scale. e4m3fnuz is an output only: it is not an OCP format.
 FP8_INPUT_DTYPES = (DType.FP8_E4M3FN, DType.FP8_E5M2)
 QUANTISED_DTYPES = (DType.INT8, DType.FP8_E4M3FN, DType.FP8_E4M3FNUZ, DType.FP8_E5M2)
-# What engines scale by groups, by given scales or with a second output; e4m3fnuz is of ROCm's older GPUs alone.
+# The dtypes that engines scale by groups, statically or with a second output; only ROCm's older GPUs have e4m3fnuz.
 SERVED_DTYPES = (DType.INT8, DType.FP8_E4M3FN, DType.FP8_E5M2, DType.FP4_E2M1FN)
