@@ -13,100 +13,65 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import errors, settings
-from ._version import __version__
+from . import errors as errors
+from . import settings
+from ._version import __version__ as __version__
 
+# Type checkers and editors read these imports, which do not run; a program finds the names by `_HOMES`.
 if TYPE_CHECKING:
-    from . import parallel, reference
-    from .ahead_of_time.compile_keys import compile_keys, recorded_keys
-    from .ahead_of_time.warmup import warmup
-    from .calls.backend import backend
-    from .calls.outputs import LayerNormOutput, QuantisedOutput
-    from .compiled.switch import compile_passes
-    from .families.gated import gated_layernorm2d_fwd, gated_rmsnorm2d_fwd
-    from .families.modulated import modulated_layernorm2d_fwd, modulated_rmsnorm2d_fwd
-    from .families.public import (
-        l2norm2d_bwd,
-        l2norm2d_fwd,
-        layernorm2d_bwd,
-        layernorm2d_fwd,
-        rmsnorm2d_bwd,
-        rmsnorm2d_fwd,
-    )
-    from .families.quantised import quantised_layer_norm, quantised_rms_norm
-    from .families.which import which
-    from .kernels.binaries import load_aot
-    from .nn.functional import add_layer_norm, add_rms_norm, l2_norm, layer_norm, rms_norm
-    from .nn.gated_modules import GatedLayerNorm, GatedRMSNorm
-    from .nn.gating import gated_layer_norm, gated_rms_norm
-    from .nn.grouping import GroupNorm, group_norm
-    from .nn.modulation import modulated_layer_norm, modulated_rms_norm
-    from .nn.modules import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
-    from .override.switch import TorchOverride, override_torch, restore_torch
-    from .patching.report import Patch
-    from .patching.swap import patch, unpatch
-    from .random_mask import dropout_mask
-    from .selection.batch import batch_invariant
-    from .selection.dispatch import instances, load_instances
-    from .selection.recording import record
+    from . import parallel as parallel
+    from . import reference as reference
+    from .ahead_of_time.compile_keys import compile_keys as compile_keys
+    from .ahead_of_time.compile_keys import recorded_keys as recorded_keys
+    from .ahead_of_time.warmup import warmup as warmup
+    from .calls.backend import backend as backend
+    from .calls.outputs import LayerNormOutput as LayerNormOutput
+    from .calls.outputs import QuantisedOutput as QuantisedOutput
+    from .compiled.switch import compile_passes as compile_passes
+    from .families.gated import gated_layernorm2d_fwd as gated_layernorm2d_fwd
+    from .families.gated import gated_rmsnorm2d_fwd as gated_rmsnorm2d_fwd
+    from .families.modulated import modulated_layernorm2d_fwd as modulated_layernorm2d_fwd
+    from .families.modulated import modulated_rmsnorm2d_fwd as modulated_rmsnorm2d_fwd
+    from .families.public import l2norm2d_bwd as l2norm2d_bwd
+    from .families.public import l2norm2d_fwd as l2norm2d_fwd
+    from .families.public import layernorm2d_bwd as layernorm2d_bwd
+    from .families.public import layernorm2d_fwd as layernorm2d_fwd
+    from .families.public import rmsnorm2d_bwd as rmsnorm2d_bwd
+    from .families.public import rmsnorm2d_fwd as rmsnorm2d_fwd
+    from .families.quantised import quantised_layer_norm as quantised_layer_norm
+    from .families.quantised import quantised_rms_norm as quantised_rms_norm
+    from .families.which import which as which
+    from .kernels.binaries import load_aot as load_aot
+    from .nn.functional import add_layer_norm as add_layer_norm
+    from .nn.functional import add_rms_norm as add_rms_norm
+    from .nn.functional import l2_norm as l2_norm
+    from .nn.functional import layer_norm as layer_norm
+    from .nn.functional import rms_norm as rms_norm
+    from .nn.gated_modules import GatedLayerNorm as GatedLayerNorm
+    from .nn.gated_modules import GatedRMSNorm as GatedRMSNorm
+    from .nn.gating import gated_layer_norm as gated_layer_norm
+    from .nn.gating import gated_rms_norm as gated_rms_norm
+    from .nn.grouping import GroupNorm as GroupNorm
+    from .nn.grouping import group_norm as group_norm
+    from .nn.modulation import modulated_layer_norm as modulated_layer_norm
+    from .nn.modulation import modulated_rms_norm as modulated_rms_norm
+    from .nn.modules import AddLayerNorm as AddLayerNorm
+    from .nn.modules import AddRMSNorm as AddRMSNorm
+    from .nn.modules import LayerNorm as LayerNorm
+    from .nn.modules import RMSNorm as RMSNorm
+    from .override.switch import TorchOverride as TorchOverride
+    from .override.switch import override_torch as override_torch
+    from .override.switch import restore_torch as restore_torch
+    from .patching.report import Patch as Patch
+    from .patching.swap import patch as patch
+    from .patching.swap import unpatch as unpatch
+    from .random_mask import dropout_mask as dropout_mask
+    from .selection.batch import batch_invariant as batch_invariant
+    from .selection.dispatch import instances as instances
+    from .selection.dispatch import load_instances as load_instances
+    from .selection.recording import record as record
 
-__all__ = [
-    "AddLayerNorm",
-    "AddRMSNorm",
-    "GatedLayerNorm",
-    "GatedRMSNorm",
-    "GroupNorm",
-    "LayerNorm",
-    "LayerNormOutput",
-    "Patch",
-    "QuantisedOutput",
-    "RMSNorm",
-    "TorchOverride",
-    "__version__",
-    "add_layer_norm",
-    "add_rms_norm",
-    "backend",
-    "batch_invariant",
-    "compile_keys",
-    "compile_passes",
-    "dropout_mask",
-    "errors",
-    "gated_layer_norm",
-    "gated_layernorm2d_fwd",
-    "gated_rms_norm",
-    "gated_rmsnorm2d_fwd",
-    "group_norm",
-    "instances",
-    "l2_norm",
-    "l2norm2d_bwd",
-    "l2norm2d_fwd",
-    "layer_norm",
-    "layernorm2d_bwd",
-    "layernorm2d_fwd",
-    "load_aot",
-    "load_instances",
-    "modulated_layer_norm",
-    "modulated_layernorm2d_fwd",
-    "modulated_rms_norm",
-    "modulated_rmsnorm2d_fwd",
-    "override_torch",
-    "parallel",
-    "patch",
-    "quantised_layer_norm",
-    "quantised_rms_norm",
-    "record",
-    "recorded_keys",
-    "reference",
-    "restore_torch",
-    "rms_norm",
-    "rmsnorm2d_bwd",
-    "rmsnorm2d_fwd",
-    "unpatch",
-    "warmup",
-    "which",
-]
-
-# Where the names above are from. Each is imported when somebody asks for it.
+# The public names by the modules that define them. A module is imported when a program asks for one of its names.
 _HOMES = {
     "ahead_of_time.compile_keys": ("compile_keys", "recorded_keys"),
     "ahead_of_time.warmup": ("warmup",),
@@ -138,6 +103,8 @@ _HOMES = {
     "selection.dispatch": ("instances", "load_instances"),
     "selection.recording": ("record",),
 }
+
+__all__ = ["__version__", "errors", *(name for names in _HOMES.values() for name in names)]
 
 if not TYPE_CHECKING:
 

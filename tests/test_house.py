@@ -36,7 +36,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_371,
+    "all by hand": 15_337,
     "C": 903,
     "emitted": 211,
     "ahead_of_time": 784,
@@ -47,7 +47,7 @@ MOST_CODE_LINES = {
     "jax": 706,
     "kernels": 1_181,
     "nn": 1_020,
-    "normforge": 560,
+    "normforge": 526,
     "operators": 607,
     "override": 239,
     "parallel": 212,
