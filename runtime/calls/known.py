@@ -18,8 +18,7 @@ import torch
 from ..kernels.key import ALIGNMENT
 from ..kernels.strides import row_alignment
 from ..selection import dispatch
-from ..upstream.tensor_guards import Fits, guard
-from ..upstream.torch_allocator import contiguous_strides
+from ..upstream.dynamo_guards import Fits, contiguous_strides, guard
 
 # An address with any of these bits is not aligned.
 MISALIGNED = ALIGNMENT - 1

@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from ..kernels.assembly import SUMS
 from ..kernels.launcher import new_exchange
-from ..upstream.torch_allocator import contiguous_strides
+from ..upstream.dynamo_guards import contiguous_strides
 from .check import Call
 from .known_backward import addresses_of
 from .outputs import LayerNormOutput, NormGradients, results_of, unpacked

@@ -24,7 +24,7 @@ from ..kernels.launcher import Launcher
 from ..kernels.strides import RowStride, kind_of
 from ..selection import dispatch
 from ..selection.table import Entry
-from ..upstream.torch_allocator import allocator
+from ..upstream.dynamo_guards import allocator
 from ..upstream.triton_launcher import Grid, Launch
 from .check import Call
 from .outputs import aligned_length, packing

@@ -19,7 +19,7 @@ from ..codegen.model import Mode
 from ..codegen.parameters import family_of
 from ..dtypes import FLOATS
 from ..selection import dispatch
-from ..upstream.torch_allocator import contiguous_strides
+from ..upstream.dynamo_guards import contiguous_strides
 from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import has_tangent
 from .canonical import in_place_of

@@ -21,7 +21,7 @@ from ..codegen.values import Cast, FusedQuant, Norm, ScaleFormat, ScaleGroup, Sc
 from ..errors import ConflictError, LayoutError, ShapeError
 from ..kernels.key import ALIGNMENT
 from ..mode_words import word
-from ..upstream.torch_allocator import Empty, contiguous_strides
+from ..upstream.dynamo_guards import Empty, contiguous_strides
 from .public import QuantisedOperands, QuantisedOptions
 
 # What returns y as it is.

@@ -15,8 +15,8 @@ from ..kernels.binaries import Folder, digest_of, read
 from ..kernels.gpu import Target
 from ..kernels.key import KernelKey
 from ..locks import fork_safe
-from ..paths import named
 from ..selection.sources import Source
+from ..settings import named
 
 
 @dataclass(frozen=True)

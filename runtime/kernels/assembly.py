@@ -18,9 +18,8 @@ from ..codegen.values import DType, Part, Pipeline
 from . import pipelines
 from .gpu import Target, scale_warps
 from .key import KernelKey, Word, integer_type, pointer_type, row_count_type
-from .pipelines import programs_a_part
+from .pipelines import choose, programs_a_part, refuse_variant, staged, takes_window, window_tile
 from .strides import RowStride, RowWalk, row_alignment, starts_aligned
-from .tile_choice import choose, refuse_variant, staged, takes_window, window_tile
 
 if TYPE_CHECKING:
     from ..upstream.triton_launcher import Grid

@@ -20,7 +20,7 @@ from typing import Any
 from .. import settings
 from ..errors import AotError
 from ..locks import fork_safe
-from ..paths import contents, named
+from ..settings import contents, named
 from .gpu import Target
 from .key import KernelKey
 

@@ -13,7 +13,7 @@ import torch
 from ..errors import DeviceError
 from ..locks import fork_safe
 from ..upstream import triton_launcher
-from ..upstream.torch_allocator import Empty, current_device
+from ..upstream.dynamo_guards import Empty, current_device
 from ..upstream.triton_launcher import Grid
 from .assembly import key_of, options_of
 from .gpu import Target, interpreting, on_device

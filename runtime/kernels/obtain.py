@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 from .. import settings
 from ..errors import FrozenError
 from ..locks import fork_safe
-from . import binaries
 from .gpu import Target
 from .key import KernelKey
 
@@ -70,6 +69,8 @@ def obtain(key: KernelKey, function: Any, target: Target, device: int) -> Any:
         with lock:
             found = _compiled.get((key, device))
             if found is None:
+                from . import binaries
+
                 found = binaries.find(key, function, target) or compile_for(key, function, target)
                 with _lock:
                     _start_driver()
@@ -119,6 +120,8 @@ def compile_for(key: KernelKey, function: Any, target: Target) -> Any:
 
 
 def _refuse(key: KernelKey, target: Target, *_: Any, **__: Any) -> NoReturn:
+    from . import binaries
+
     folder = binaries.loaded()
     elsewhere = "" if folder is None else f", and neither does {folder.path}"
     how = (

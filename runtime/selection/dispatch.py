@@ -15,7 +15,7 @@ from ..call_kinds import CallKind
 from ..codegen.groups import AnyMode
 from ..errors import TableError
 from ..locks import fork_safe
-from ..paths import named
+from ..settings import named
 from . import invariance
 from .table import Entry, Table, load_folder, table_of
 

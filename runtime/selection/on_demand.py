@@ -20,7 +20,7 @@ from ..codegen.groups import AnyMode
 from ..codegen.instance import Instance
 from ..codegen.tile_tables import tiles_of
 from ..errors import CacheError
-from ..paths import why_open
+from ..settings import why_open
 from .table import Entry, import_folder
 
 logger = logging.getLogger("normforge")

@@ -14,7 +14,7 @@ from ..codegen.groups import AnyMode
 from ..codegen.instance import Bucket
 from ..codegen.tiling import ladder_of, standard_ladder
 from ..errors import RecordError
-from ..paths import contents, named
+from ..settings import contents, named
 from .missing import group
 
 MARKER = "# Recorded by normforge"

@@ -20,7 +20,7 @@ from ..codegen.instance import Bucket
 from ..codegen.locking import locked
 from ..errors import RecordError
 from ..locks import fork_safe
-from ..paths import contents, named
+from ..settings import contents, named
 from . import dispatch
 from .missing import bucket_of
 from .recorded import MARKER as _MARKER

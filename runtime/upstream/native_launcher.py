@@ -18,7 +18,7 @@ from typing import Any
 
 from .. import settings
 from ..locks import fork_safe
-from ..paths import why_open
+from ..settings import why_open
 
 logger = logging.getLogger("normforge")
 

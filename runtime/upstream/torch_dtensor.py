@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from .torch_allocator import contiguous_strides
+from .dynamo_guards import contiguous_strides
 from .torch_internals import applied
 
 

@@ -24,7 +24,7 @@ from normforge.codegen.values import (
     Pipeline,
 )
 from normforge.kernels.gpu import target_of
-from normforge.kernels.tile_choice import choose
+from normforge.kernels.pipelines import choose
 from normforge.selection import on_demand
 
 from ..norms import FULL

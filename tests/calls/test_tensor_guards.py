@@ -17,8 +17,8 @@ from normforge.calls import first
 from normforge.calls.known import Known, Patterns
 from normforge.errors import LayoutError
 from normforge.selection import dispatch
-from normforge.upstream import tensor_guards
-from normforge.upstream.tensor_guards import by_attributes, guard
+from normforge.upstream import dynamo_guards
+from normforge.upstream.dynamo_guards import by_attributes, guard
 
 from ..calling import ORACLE, agree
 
@@ -92,12 +92,12 @@ def test_several_at_once_do_not_fit(make: Callable[..., Any]) -> None:
 
 
 def test_whether_guards_are_right_does_not_depend_on_where_it_is_first_asked() -> None:
-    make = tensor_guards._inner()
+    make = dynamo_guards._inner()
     assert make is not None
     for around in (Mode, FakeTensorMode, torch.inference_mode):
-        tensor_guards._tells_apart.cache_clear()
+        dynamo_guards._tells_apart.cache_clear()
         with around():
-            assert tensor_guards._tells_apart(make)
+            assert dynamo_guards._tells_apart(make)
 
 
 SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -144,9 +144,9 @@ def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     kind: str = request.param
     monkeypatch.setattr(dispatch, "plans", {})
     if kind == "missing":
-        monkeypatch.setattr(tensor_guards, "_inner", lambda: None)
+        monkeypatch.setattr(dynamo_guards, "_inner", lambda: None)
     elif kind == "wrong":
-        monkeypatch.setattr(tensor_guards, "_inner", lambda: lambda tensors, sizes, strides: lambda *others: True)
+        monkeypatch.setattr(dynamo_guards, "_inner", lambda: lambda tensors, sizes, strides: lambda *others: True)
     return kind
 
 

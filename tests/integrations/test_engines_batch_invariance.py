@@ -15,7 +15,7 @@ import normforge
 from normforge.calls import attempt
 from normforge.errors import InvarianceError
 from normforge.integrations import sglang, vllm
-from normforge.kernels import tile_choice
+from normforge.kernels import pipelines
 from normforge.selection import dispatch, invariance
 
 from ..thorough import THOROUGH
@@ -107,7 +107,7 @@ def test_what_cannot_be_kept_is_left_to_vllm_and_said(
     """More rows than kernels that look at no batch can count."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     vllm.register()
-    monkeypatch.setattr(tile_choice, "MOST_ROWS_IN_I32", 100)
+    monkeypatch.setattr(pipelines, "MOST_ROWS_IN_I32", 100)
     monkeypatch.setattr(attempt, "_said", set())
     ops: Any = sys.modules["vllm.ir.ops"]
     found = vllm.rms_norm(rows(), None, 1e-6)

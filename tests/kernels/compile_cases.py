@@ -17,7 +17,7 @@ import normforge
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
 from normforge.codegen.values import Direction, Part, Pipeline
-from normforge.kernels.tile_choice import window_tile
+from normforge.kernels.pipelines import window_tile
 
 from ..covering import axes_of, covering, every_mode
 from .compilation import TARGETS, Target, instance_of

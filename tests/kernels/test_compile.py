@@ -25,7 +25,7 @@ from normforge.codegen.values import (
     ScaleGroup,
     ScaleLayout,
 )
-from normforge.kernels.tile_choice import window_tile
+from normforge.kernels.pipelines import window_tile
 
 from ..covering import every_mode, parametrize, uncovered
 from ..thorough import THOROUGH, first_of_each

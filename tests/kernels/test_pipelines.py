@@ -14,9 +14,9 @@ from normforge.errors import DeviceError
 from normforge.kernels import pipelines
 from normforge.kernels.gpu import named_target
 from normforge.kernels.launcher import new_exchange
-from normforge.kernels.tile_choice import choose, takes_window
+from normforge.kernels.pipelines import choose, takes_window
 from normforge.selection import dispatch
-from normforge.upstream.torch_allocator import allocator
+from normforge.upstream.dynamo_guards import allocator
 
 H200 = named_target("sm_90")
 

@@ -13,7 +13,7 @@ from normforge.codegen.instance import Tile
 from normforge.codegen.tiling import with_room
 from normforge.codegen.values import Pipeline
 from normforge.kernels.gpu import Target, named_target
-from normforge.kernels.tile_choice import staged
+from normforge.kernels.pipelines import staged
 
 SM_90 = named_target("sm_90")
 TILE = Tile(Pipeline.ONE_PASS, 1, 1024, 4, resident=8, stages=6)

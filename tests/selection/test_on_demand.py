@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import normforge
-from normforge import paths
+from normforge import settings
 from normforge.codegen import emit
 from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, Norm
@@ -318,7 +318,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cache_that_root_filled_is_used_and_not_written(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)
     forget(monkeypatch)
-    monkeypatch.setattr(paths, "_ROOT", os.getuid())
+    monkeypatch.setattr(settings, "_ROOT", os.getuid())
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("a file was written"))
     normforge.layernorm2d_fwd(torch.empty(0, 64), **ASK)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from normforge.upstream import torch_allocator
-from normforge.upstream.torch_allocator import INNER, Empty, allocator, contiguous_strides
+from normforge.upstream import dynamo_guards
+from normforge.upstream.dynamo_guards import INNER, Empty, allocator, contiguous_strides
 
 SHAPES: tuple[tuple[int, ...], ...] = (
     (),
@@ -73,7 +73,7 @@ def usual(inner: object, monkeypatch: pytest.MonkeyPatch, devices: int = 1) -> E
     """What allocates on a GPU, on a machine that has some, and this function in torch."""
     monkeypatch.setattr(torch._C._dynamo.guards, INNER, inner)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    monkeypatch.setattr(torch_allocator, "_public", lambda device: public)
+    monkeypatch.setattr(dynamo_guards, "_public", lambda device: public)
     return allocator.__wrapped__(CUDA)
 
 
@@ -95,7 +95,7 @@ def test_with_several_devices_the_current_one_is_looked_at(monkeypatch: pytest.M
     empty = usual(inner, monkeypatch, devices=2)
     asked.clear()
     for current in (0, 1, 0):
-        monkeypatch.setattr(torch_allocator, "current_device", lambda current=current: current)
+        monkeypatch.setattr(dynamo_guards, "current_device", lambda current=current: current)
         assert empty((current + 1, 4), (4, 1), torch.int8).shape == (current + 1, 4)
     assert asked == [(1, 4), (1, 4)]
 
@@ -112,7 +112,7 @@ def test_a_card_takes_the_short_way() -> None:
         assert empty is getattr(torch._C._dynamo.guards, INNER)
     for size, dtype in (((3, 4096), torch.bfloat16), ((7,), torch.float32), ((0, 8), torch.int8)):
         made, expected = empty(size, contiguous_strides(size), dtype), torch.empty(size, dtype=dtype, device=device)
-        assert torch_allocator._facts(made) == torch_allocator._facts(expected)
+        assert dynamo_guards._description(made) == dynamo_guards._description(expected)
         assert made.data_ptr() % 16 == 0
         assert not made.requires_grad
 

@@ -188,7 +188,7 @@ MUTANTS = (
     Mutant(
         "window-taken-for-misaligned-rows",
         "window, which takes vectors of x for granted, is launched where x starts at no multiple of 16 bytes",
-        "runtime/kernels/tile_choice.py",
+        "runtime/kernels/pipelines.py",
         '        and not {"x_ptr", "y_ptr"} & set(misaligned)\n',
         "",
         (f"{_RULES}::test_a_window_needs_rows_of_x_and_y_that_start_alike",),
@@ -196,7 +196,7 @@ MUTANTS = (
     Mutant(
         "window-taken-for-other-strides",
         "window, which has one row stride for both, is launched where y has another than x",
-        "runtime/kernels/tile_choice.py",
+        "runtime/kernels/pipelines.py",
         '        and stride == strides["y_row_stride"]\n',
         "",
         (f"{_RULES}::test_a_window_needs_rows_of_x_and_y_that_start_alike",),
@@ -220,7 +220,7 @@ MUTANTS = (
     Mutant(
         "more-programs-wait-than-fit",
         "a launch of teams is begun that a GPU cannot hold, and never ends",
-        "runtime/kernels/tile_choice.py",
+        "runtime/kernels/pipelines.py",
         "        if waiting <= held:\n",
         "        if waiting <= held * 1000:\n",
         (f"{_WARMUP}::test_an_architecture_decides_tiles_types_and_options",),
@@ -392,7 +392,7 @@ MUTANTS = (
     Mutant(
         "strides-of-outputs-are-x-s",
         "a new y has the strides of another shape",
-        "runtime/upstream/torch_allocator.py",
+        "runtime/upstream/dynamo_guards.py",
         "        step *= size or 1\n",
         "        step = size or 1\n",
         ("tests/upstream/test_torch_allocator.py::test_strides_are_those_that_torch_gives",),

@@ -79,7 +79,7 @@ MUTANTS = (
     Mutant(
         "jax-programs-wait-for-one-another",
         "programs that may never run at once wait for one another",
-        "runtime/kernels/tile_choice.py",
+        "runtime/kernels/pipelines.py",
         "if target.plainly and row.exchange is not None:",
         "if False:",
         ("tests/kernels/test_pipelines.py::test_where_launches_are_plain_no_program_waits_for_another",),

@@ -143,7 +143,7 @@ MUTANTS = (
     Mutant(
         "guards-forget-keys",
         "where TorchDynamo has no guards, a gradient that stands for several is taken for one",
-        "runtime/upstream/tensor_guards.py",
+        "runtime/upstream/dynamo_guards.py",
         "        _keys(tensor),\n",
         "",
         ("tests/calls/test_tensor_guards.py",),
