@@ -1,6 +1,6 @@
-"""Draws the pictures of docs/derivations.md, of what `derivations.py` beside it computes.
+"""Draws the pictures of docs/explanation/derivations.md, of what `derivations.py` beside it computes.
 
-    python examples/derivation_pictures.py docs/pictures
+    python examples/derivation_pictures.py docs/explanation/pictures
 
 It needs matplotlib: `pip install -e '.[examples]'`.
 """

@@ -1,7 +1,7 @@
-"""Computes the numbers of docs/derivations.md; `derivation_pictures.py` beside it draws them.
+"""Computes the numbers of docs/explanation/derivations.md; `derivation_pictures.py` beside it draws them.
 
     python examples/derivations.py                              # print the tables
-    python examples/derivations.py --into docs/derivations.md
+    python examples/derivations.py --into docs/explanation/derivations.md
 
 Everything is computed in numpy, on a CPU, additions in an order that is written down here: two machines give the same
 numbers. Nothing is timed; programs that wait for locks are a model, whose times are made up.

@@ -69,7 +69,7 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def assert_squares_overflow_to_zeros(m: int, n: int, value: float, device: str) -> None:
-    """Fail unless rows whose squares overflow in fp32 have an rstd of 0 and are zeros, as docs/numerics.md says."""
+    """Fail unless rows whose squares overflow in fp32 have an rstd of 0 and are zeros: docs/reference/numerics.md."""
     constant = torch.full((n,), value, device=device)
     signs = (-1.0) ** torch.arange(n, device=device)
     rows = torch.stack([constant, constant * signs, torch.linspace(0.0, value, n, device=device)])

@@ -1,4 +1,4 @@
-"""A user who adds a group to instances.yaml, as docs/generate.md says, has tests that pass still."""
+"""A user who adds a group to instances.yaml, as docs/how-to/generate.md says, has tests that pass still."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ READERS = (
     *(
         "tests/selection/test_table.py",
         "tests/test_wheel.py::test_its_size_is_what_the_readme_says",
-        "tests/docs/test_blocks.py::test_code_does_what_the_page_says[docs/generate.md]",
+        "tests/docs/test_blocks.py::test_code_does_what_the_page_says[docs/how-to/generate.md]",
     ),
 )
 _QUICK = "not compile and not gpu and not thorough"

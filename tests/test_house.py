@@ -36,11 +36,11 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_337,
+    "all by hand": 15_319,
     "C": 903,
     "emitted": 211,
     "ahead_of_time": 784,
-    "calls": 2_615,
+    "calls": 2_614,
     "families": 1_690,
     "compiled": 662,
     "integrations": 402,

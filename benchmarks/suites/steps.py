@@ -1,4 +1,4 @@
-"""Shapes for the steps from Triton's tutorial to an emitted kernel: `docs/from_tutorial.md`."""
+"""Shapes for the steps from Triton's tutorial to an emitted kernel: `docs/tutorials/from_tutorial.md`."""
 
 from __future__ import annotations
 

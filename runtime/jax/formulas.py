@@ -1,6 +1,6 @@
 """The same norms and gradients in jax.numpy: what runs where kernels do not, and what they are differentiated by.
 
-Arithmetic is fp32, or fp64 if any operand is, with one rounding at the end, as docs/numerics.md has it.
+Arithmetic is fp32, or fp64 if any operand is, with one rounding at the end, as docs/reference/numerics.md has it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ..calling import python
-from ..docs.pages import ROOT, blocks
+from ..docs.pages import ROOT, blocks, doc
 
 pytestmark = pytest.mark.compile
 
@@ -140,7 +140,7 @@ _SERVE = f"import torch, normforge\n{_PROGRAM}"
 
 def test_the_page_that_tells_it(tmp_path: Path) -> None:
     """Ten commands, of which pip's alone is not run."""
-    (page,) = [block.text for block in blocks(ROOT / "docs" / "deploy.md") if "normforge merge" in block.text]
+    (page,) = [block.text for block in blocks(doc("deploy")) if "normforge merge" in block.text]
     assert len(page.splitlines()) == 10
     (tmp_path / "bin").mkdir()
     for name, text in _WRAPPERS.items():

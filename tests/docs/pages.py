@@ -11,7 +11,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 # Written by commands from what they measured; they hold no code, and their figures are their commands' business.
 WRITTEN = ("accuracy", "conformance", "huggingface", "mutants", "sanitizer", "versions")
-PAGES = tuple(sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]))
+PAGES = tuple(sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]))
+
+
+def doc(name: str) -> Path:
+    """Return the page of docs/ that has this name, whichever folder it is in."""
+    (page,) = (ROOT / "docs").rglob(f"{name}.md")
+    return page
 
 
 @dataclass(frozen=True)

@@ -36,11 +36,11 @@ from benchmarks.tile_model.command import MARKERS as MODEL_TILES
 from normforge.codegen.groups import mode_named
 from normforge.errors import IllegalCombinationError
 
-from .pages import PAGES, ROOT, WRITTEN, blocks, prose
+from .pages import PAGES, ROOT, WRITTEN, blocks, doc, prose
 
 H200 = RESULTS / "h200"
 README = ROOT / "README.md"
-BENCHMARKS = ROOT / "docs" / "benchmarks.md"
+BENCHMARKS = doc("benchmarks")
 
 BF16 = ("ln_bf16", "rms_bf16")
 
@@ -173,7 +173,7 @@ def test_parts_of_calls_are_those_of_the_results() -> None:
 
 def test_start_up_times_are_those_of_the_results() -> None:
     seconds = {way: f"{float(norm):.1f} s" for way, _, _, _, norm, *_ in _records("startup", RESULTS / "h200-startup")}
-    text = said(ROOT / "docs" / "deploy.md")
+    text = said(doc("deploy"))
     assert f"{seconds['cold']} with nothing compiled, {seconds['warm']} with Triton's cache filled" in text
     assert f"{seconds['aot']} ahead of time the first time on a machine and {seconds['aot-again']} from then on" in text
     assert f"torch's own operator takes {seconds['torch']}" in text
@@ -182,7 +182,7 @@ def test_start_up_times_are_those_of_the_results() -> None:
 def test_the_generators_times_are_those_of_the_results() -> None:
     found = json.loads((RESULTS / generator.SUITE / f"{generator.SUITE}.json").read_text())
     assert generator.table([generator.Row(**row) for row in found["rows"]]) in _page("generate")
-    assert found["header"]["device"] in said(ROOT / "docs" / "generate.md")
+    assert found["header"]["device"] in said(doc("generate"))
 
 
 def _records(name: str, folder: Path = H200) -> list[list[str]]:
@@ -199,7 +199,7 @@ def test_host_times_are_those_of_the_results() -> None:
         f"{ours['plain']:.1f} µs (torch {torchs['plain']:.1f}); with a gradient recorded {ours['recorded']:.1f} "
         f"({torchs['recorded']:.1f}); forward and backward {ours['both']:.0f} ({torchs['both']:.0f})"
     )
-    assert line in said(ROOT / "docs" / "models.md")
+    assert line in said(doc("models"))
 
 
 def test_the_tables_are_those_of_the_results() -> None:
@@ -228,7 +228,7 @@ def test_the_tables_are_those_of_the_results() -> None:
 )
 def test_tables_of_a_folder_of_their_own_are_those_of_its_results(what: str, name: str) -> None:
     """Before it has been measured there is nothing between the markers."""
-    folder, page = RESULTS / f"h200-{what}", ROOT / "docs" / f"{name}.md"
+    folder, page = RESULTS / f"h200-{what}", doc(name)
     found = [one for suite in SUITES if (one := load(folder, suite)) is not None]
     first, last = markers(what)
     between = page.read_text().partition(first)[2].partition(last)[0].strip()
@@ -437,7 +437,7 @@ def test_what_batch_invariance_costs_is_what_the_results_say() -> None:
     ]
     within = {task: [ratio <= 1.03 for other, ratio in ratios if other == task] for task, _ in ratios}
     assert all(all(within[task]) for task in ("add", "quant", "add_quant"))
-    deploy = said(ROOT / "docs" / "deploy.md")
+    deploy = said(doc("deploy"))
     counted = [(task, sum(within[task]), len(within[task])) for task in ("forward", "backward")]
     cells = "{} in {} of {} cells and {} in {} of {}".format(*counted[0], *counted[1])
     assert f"{cells}." in text
@@ -459,7 +459,7 @@ def test_a_decode_step_is_as_fast_as_the_results_say() -> None:
     lines = (RESULTS / "h200-models-decode/models.csv").read_text().splitlines()
     ms = {(row["run"], row["variant"]): row for row in csv.DictReader(line for line in lines if line[0] != "#")}
     ours, as_it_is, all_ours = (float(ms["graphs", name]["ms"]) for name in ("patch-passes", "torch", "patch"))
-    text = said(ROOT / "docs" / "models.md")
+    text = said(doc("models"))
     assert f"takes {ours:.2f} ms patched, {as_it_is:.2f} as it is and {all_ours:.2f} with every norm" in text
     ours, as_it_is, all_ours = (float(ms["compile", name]["ms"]) for name in ("patch-passes", "torch", "patch"))
     assert f"without a CUDA graph {ours:.1f}, {as_it_is:.1f} and {all_ours:.1f} ms" in text
@@ -473,7 +473,7 @@ def test_an_operators_cost_is_what_the_results_say() -> None:
     table = (RESULTS / "h200-operators/operators.txt").read_text()
     cells = [[cell.strip() for cell in line.split("|")[1:4]] for line in table.splitlines() if line.startswith("| a")]
     us = {name: found for _, name, found in cells}
-    text = said(ROOT / "docs" / "design.md")
+    text = said(doc("design"))
     assert f"takes {us['M fixed']} µs, {us['M varies']} where M varies" in text
     assert f"`rmsnorm2d_fwd` {us['rmsnorm2d_fwd']} and `F.rms_norm` {us['F.rms_norm']}" in text
     assert f"the operator itself takes {us['operator']}." in text
@@ -484,7 +484,7 @@ def test_the_table_of_jax_is_that_of_the_results() -> None:
     us: dict[str, dict[str, float]] = {}
     for row in csv.DictReader(lines):
         us.setdefault(row["case"], {})[row["way"]] = float(row["us"])
-    page = said(ROOT / "docs" / "jax.md")
+    page = said(doc("jax"))
     for case, ways in us.items():
         figures = " | ".join(f"{ways[way]:.1f}" for way in ("jax", "torch", "xla"))
         assert f"| {case.replace('x', '×', 1)} | {figures} |" in page
@@ -493,7 +493,7 @@ def test_the_table_of_jax_is_that_of_the_results() -> None:
 
 def test_the_steps_on_the_page_are_those_that_are_timed() -> None:
     """Every function of `benchmarks/steps/`, to the letter, and no other code that launches a kernel."""
-    shown = [block.text for block in blocks(ROOT / "docs" / "from_tutorial.md") if block.language == "python"]
+    shown = [block.text for block in blocks(doc("from_tutorial")) if block.language == "python"]
     texts = [(ROOT / "benchmarks" / "steps" / f"{name}.py").read_text() for name in ("forward", "backward")]
     quoted = [block.strip() for block in shown if "@triton.jit" in block or "_ptr" in block or "num_warps" in block]
     functions = [re.findall(r"^def (\w+)", text, re.MULTILINE) for text in texts]
@@ -510,11 +510,11 @@ def test_revisions_and_versions_are_those_of_the_results() -> None:
     assert {results(name).header["revision"] for name in MEASURED} == {header["revision"]}
     started = (RESULTS / "h200-startup" / "startup.csv").read_text()
     (revision,) = re.findall(r"^# revision: (\w+)$", started, re.MULTILINE)
-    assert f"(revision {revision}, " in said(ROOT / "docs" / "deploy.md")
+    assert f"(revision {revision}, " in said(doc("deploy"))
 
 
 def test_what_the_other_pages_found_is_what_testing_says() -> None:
-    text = said(ROOT / "docs" / "testing.md")
+    text = said(doc("testing"))
     (passed, cases) = re.findall(r"^(\d+) of (\d+) cases pass", _page("conformance"), re.MULTILINE)[0]
     assert passed == cases
     assert f"{int(cases):,} cases" in text
@@ -542,7 +542,7 @@ def test_norms_named_at_the_front_door_are_what_the_survey_found() -> None:
 
 
 def _page(name: str) -> str:
-    return (ROOT / "docs" / f"{name}.md").read_text()
+    return doc(name).read_text()
 
 
 def test_every_setting_is_listed() -> None:
@@ -643,7 +643,7 @@ def test_what_dit_gains_by_its_modulation_is_that_of_the_results() -> None:
         assert table is not None
         rows.append([table.rows[Key("dit", dtype, "train", "eager", name)] for name in ("patch", "torch")])
     (ours, torchs), (cast, torchs_cast) = rows
-    page, guide = said(BENCHMARKS), said(ROOT / "docs/models.md")
+    page, guide = said(BENCHMARKS), said(doc("models"))
     assert f"a step takes {ours.ms:.1f} ms where torch takes {torchs.ms:.1f}, and memory falls from" in page
     assert f"DiT takes {cast.ms:.1f} ms where torch takes {torchs_cast.ms:.1f}, and memory falls from" in page
     for pair in rows:
@@ -691,7 +691,7 @@ def test_what_the_sweep_says_is_that_of_the_results() -> None:
     peer = found.of("backward/ln_fp32/2048x16912")["quack"].us
     assert f"2048×16912 of LayerNorm {us['backward/ln_fp32/2048x16912']:.0f} µs, 184 before; QuACK {peer:.0f}" in page
     assert f"1056×31632 took {us['add/rms_bf16/1056x31632']:.0f} µs" in page
-    guide = said(ROOT / "docs/design.md")
+    guide = said(doc("design"))
     others = [us[f"{cell}"] for cell in ("add_quant/ln_bf16_fp8_dq/466032x288", "backward/ln_bf16/103560x81")]
     assert f"883008×152 176 and {ours[0]:.0f} µs, 64776×2072 164 and {ours[1]:.0f}, with an add and fp8" in guide
     assert f"466032×288 280 and {others[0]:.0f}, backward 103560×81 67 and {others[1]:.0f}" in guide
@@ -934,7 +934,7 @@ def test_what_the_launcher_saves_is_that_of_the_results() -> None:
             [float(rows["recorded", "launch"]["us_min"]), float(rows["whole calls", "layernorm2d_fwd"]["us_min"])]
         )
     (launch, call), (launch_before, call_before) = us
-    text = said(ROOT / "docs/design.md")
+    text = said(doc("design"))
     plain = f"and a plain call {call:.1f}, {call_before:.1f}"
     assert f"a launch takes {launch:.1f} µs, {launch_before:.1f} with Triton's, {plain}" in text
 

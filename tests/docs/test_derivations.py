@@ -1,4 +1,4 @@
-"""`docs/derivations.md` has the numbers that its script computes, and pictures that it draws."""
+"""`docs/explanation/derivations.md` has the numbers that its script computes, and pictures that it draws."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from ..thorough import THOROUGH
-from .pages import ROOT, links
+from .pages import ROOT, doc, links
 
-PAGE = ROOT / "docs" / "derivations.md"
+PAGE = doc("derivations")
 
 
 def load(name: str) -> ModuleType:

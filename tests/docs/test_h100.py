@@ -17,10 +17,10 @@ from benchmarks.models.table import render as render_models
 from benchmarks.report import markers, picture_for, render, where
 from benchmarks.results import CEILING, PROJECT, Results, Row, load
 
-from .pages import ROOT
+from .pages import ROOT, doc
 from .test_claims import gains, said, span
 
-PAGE = ROOT / "docs" / "h100.md"
+PAGE = doc("h100")
 QUANTISED = RESULTS / "h100-quantised"
 INVARIANT = "normforge-batch-invariant"
 
@@ -127,7 +127,7 @@ def test_what_compiled_training_gains_is_that_of_the_results() -> None:
     assert form.format(compiled["gpt2"], compiled["bert"], compiled["vit"]) in text
     of_biases = f"{compiled['bert']:.2f} to {compiled['vit']:.2f}"
     assert f"GPT-2, BERT and ViT, it is {of_biases} ([H100]" in said(ROOT / "README.md")
-    benchmarks = said(ROOT / "docs/benchmarks.md")
+    benchmarks = said(doc("benchmarks"))
     assert (
         f"GPT-2, BERT and ViT train at {of_biases} times the unpatched models' speed, and all eight at {mean:.3f}"
         in benchmarks

@@ -153,7 +153,7 @@ def test_a_large_mean_beside_a_small_deviation(channels_last: bool, tile: Tile) 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("value", [1e20, 1e30])
 def test_groups_whose_squares_overflow_are_zeros(value: float, channels_last: bool, tile: str) -> None:
-    """As rows of LayerNorm are, docs/numerics.md says: rstd is 0, and nothing is NaN."""
+    """As rows of LayerNorm are, docs/reference/numerics.md says: rstd is 0, and nothing is NaN."""
     length = 4 * 3 * 9
     signs = (-1.0) ** torch.arange(length)
     x = torch.stack([value * signs, torch.linspace(0.0, value, length)]).view(1, 8, 3, 9)
