@@ -17,11 +17,11 @@ from ..docs.pages import ROOT, blocks, doc
 pytestmark = pytest.mark.compile
 
 # The README's own: a model that is patched, trained by a step here, and a fused kernel.
-_BLOCKS = [block.text for block in blocks(ROOT / "README.md") if block.language == "python"]
+_BLOCKS = [block.source for block in blocks(ROOT / "README.md") if block.language in ("pycon", "python")]
 _PROGRAM = f"""
 torch.manual_seed(0)
 {_BLOCKS[0]}
-model(torch.randn(3, 2, 256), torch.randn(4, 2, 256)).sum().backward()
+y.sum().backward()
 {_BLOCKS[1]}
 """
 # Its keys go to a file: it prints what became of the model.

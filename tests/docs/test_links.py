@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -35,9 +36,11 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.parent != ROOT], ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_page_says_first_who_should_read_it(page: Path) -> None:
-    assert first_sentence(page).startswith("Read this ")
+def test_a_page_says_first_what_it_answers(page: Path) -> None:
+    sentence = first_sentence(page)
+    assert re.fullmatch(r"[A-Z].*[.:]", sentence)
+    assert len(sentence.split()) <= 30
 
 
 def test_the_front_door_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
