@@ -84,7 +84,7 @@ mutants: $(READY)
 	$(BIN)/python -m tests.mutants $(or $(MUTANTS),--markdown docs/mutants.md)
 
 matrix:
-	$(PYTHON) -m tests.matrix --markdown docs/versions.md $(if $(filter full,$(MATRIX)),--full,$(MATRIX))
+	$(PYTHON) -m tests.matrix --markdown docs/reference/versions.md $(if $(filter full,$(MATRIX)),--full,$(MATRIX))
 
 # Prints where an environment's programs are, once it is there.
 venv: $(READY)

@@ -419,7 +419,7 @@ def test_what_groups_of_few_rows_gained_is_what_the_results_say() -> None:
     )
     layer, rms = "fwd_16bit_scaled", "fwd_16bit_scaled_rms"
     text = said(BENCHMARKS)
-    assert f"[{now[layer][6]} µs](../benchmarks/results/h200-tiles-rows/tune.txt) (RMSNorm {now[rms][6]})," in text
+    assert f"[{now[layer][6]} µs](../../benchmarks/results/h200-tiles-rows/tune.txt) (RMSNorm {now[rms][6]})," in text
     assert f"{before[layer][4]} ({before[rms][4]}) before." in text
     (alone,) = [line for line in tuned(revisions=("312f89b",)) if line[:3] == [rms, "7168", "18724"]]
     assert f"{alone[2]} such rows take {float(alone[6]):.0f} µs." in text

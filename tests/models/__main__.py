@@ -17,7 +17,7 @@ from benchmarks.environment import revision_of
 from .survey import NORM, markdown, survey
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-_COMMAND = "python -m tests.models --markdown docs/huggingface.md"
+_COMMAND = "python -m tests.models --markdown docs/reference/huggingface.md"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m tests.models",
         description="Which norm classes of Hugging Face's transformers, which has to be installed, patch takes.",
     )
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page there, docs/huggingface.md say")
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="write the page there, docs/reference/huggingface.md say"
+    )
     parser.add_argument("--revision", help="what the page calls this revision (default: git's)")
     options = parser.parse_args(arguments)
     try:
