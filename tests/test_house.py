@@ -36,8 +36,8 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_319,
-    "C": 903,
+    "all by hand": 15_279,
+    "C": 863,
     "emitted": 211,
     "ahead_of_time": 784,
     "calls": 2_614,

@@ -2,11 +2,10 @@
  *
  * What reaches the driver is what Triton's own launcher hands over, in 3.6 and in 3.7, for a kernel without tensor
  * descriptors, scratch memory and clusters: `native_launcher.py` says which those are, and the two must not be told
- * apart by the kernel. Types come from the cuda.h that Triton ships, functions from the driver that is loaded. */
+ * apart by the kernel. Types come from the cuda.h that Triton ships, addresses of functions from the caller. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <dlfcn.h>
 #include <limits.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -33,6 +32,7 @@ typedef struct {
   Cell fixed;
 } Parameter;
 
+/* The functions of the driver, in the order in which `native_launcher` passes them. */
 typedef struct {
   CUresult (*launch)(const CUlaunchConfig *, CUfunction, void **, void **);
   CUresult (*describe)(CUresult, const char **);
@@ -55,7 +55,7 @@ typedef struct {
   int ordinal;
   EACH_OBJECT(AS_OBJECT)
   Py_ssize_t given, count;
-  Parameter *parameters;
+  Parameter parameters[MOST_PARAMETERS];
 } Launch;
 
 static PyObject *enter_name, *leave_name, *calls_name;
@@ -221,45 +221,10 @@ static PyObject *launch(PyObject *callable, PyObject *const *args, size_t flags,
   Py_RETURN_NONE;
 }
 
-/* The library stays open: a driver is not unloaded. */
-static int find_driver(Driver *driver, const char *path) {
-  const struct {
-    const char *name;
-    void *target;
-  } wanted[] = {
-      {"cuLaunchKernelEx", &driver->launch},
-      {"cuGetErrorString", &driver->describe},
-      {"cuCtxGetCurrent", &driver->context},
-      {"cuDeviceGet", &driver->device},
-      {"cuDevicePrimaryCtxRetain", &driver->retain},
-      {"cuCtxSetCurrent", &driver->enter},
-  };
-  void *library = dlopen(path, RTLD_LAZY);
-  if (library == NULL) {
-    PyErr_Format(PyExc_OSError, "%s cannot be opened", path);
-    return -1;
-  }
-  for (size_t at = 0; at < sizeof(wanted) / sizeof(*wanted); ++at) {
-    void *found = dlsym(library, wanted[at].name);
-    if (found == NULL) {
-      PyErr_Format(PyExc_OSError, "%s has no %s", path, wanted[at].name);
-      dlclose(library);
-      return -1;
-    }
-    memcpy(wanted[at].target, &found, sizeof(found));
-  }
-  return 0;
-}
-
 static int read_parameters(Launch *self, PyObject *told) {
   Py_ssize_t count = PyTuple_GET_SIZE(told);
   if (count > MOST_PARAMETERS) {
     PyErr_Format(PyExc_ValueError, "%zd parameters, of at most %d", count, MOST_PARAMETERS);
-    return -1;
-  }
-  self->parameters = PyMem_Calloc((size_t)count, sizeof(Parameter));
-  if (self->parameters == NULL) {
-    PyErr_NoMemory();
     return -1;
   }
   self->count = count;
@@ -272,10 +237,6 @@ static int read_parameters(Launch *self, PyObject *told) {
       PyErr_Format(PyExc_ValueError, "place %zd of %zd values", parameter->place, self->given);
       return -1;
     }
-    if (strchr("pilf", parameter->kind) == NULL || parameter->kind == 0) {
-      PyErr_Format(PyExc_ValueError, "no kind of parameter: %d", parameter->kind);
-      return -1;
-    }
     if (parameter->place < 0 && convert(parameter->kind, value, &parameter->fixed) < 0)
       return -1;
   }
@@ -284,19 +245,19 @@ static int read_parameters(Launch *self, PyObject *told) {
 
 #define TAKE_OBJECT(name) self->name = Py_NewRef(name);
 static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names) {
-  static char *known[] = {"library", "function",       "threads", "shared", "pdl",   "cooperative", "given", "parameters",
-                          "device",  "current_stream", "hooks",   "enter",  "leave", "observed",    NULL};
+  static char *known[] = {"driver", "function",   "threads", "shared",         "pdl",   "cooperative",
+                          "given",  "parameters", "device",  "current_stream", "hooks", "observed",
+                          NULL};
   const CUlaunchAttribute early = {.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
                                    .value = {.programmaticStreamSerializationAllowed = 1}};
   const CUlaunchAttribute together = {.id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE, .value = {.cooperative = 1}};
-  const char *library;
-  unsigned long long function;
+  unsigned long long function, at[sizeof(Driver) / sizeof(void *)];
   int threads, shared, pdl, cooperative;
   Py_ssize_t given;
   PyObject *parameters, *device, *current_stream, *hooks, *enter, *leave, *observed;
-  if (!PyArg_ParseTupleAndKeywords(args, names, "sKiippnO!OOOOOO", known, &library, &function, &threads, &shared, &pdl,
-                                   &cooperative, &given, &PyTuple_Type, &parameters, &device, &current_stream, &hooks,
-                                   &enter, &leave, &observed))
+  if (!PyArg_ParseTupleAndKeywords(args, names, "(KKKKKK)KiippnO!OO(OOO)O", known, &at[0], &at[1], &at[2], &at[3], &at[4],
+                                   &at[5], &function, &threads, &shared, &pdl, &cooperative, &given, &PyTuple_Type,
+                                   &parameters, &device, &current_stream, &hooks, &enter, &leave, &observed))
     return NULL;
   long ordinal = PyLong_AsLong(device);
   if (ordinal == -1 && PyErr_Occurred())
@@ -308,6 +269,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names) {
   Launch *self = (Launch *)type->tp_alloc(type, 0);
   if (self == NULL)
     return NULL;
+  memcpy(&self->driver, at, sizeof(at));
   self->vectorcall = launch;
   self->function = (CUfunction)(uintptr_t)function;
   self->threads = (unsigned)threads;
@@ -319,10 +281,8 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *names) {
   if (cooperative)
     self->attributes[self->attribute_count++] = together;
   EACH_OBJECT(TAKE_OBJECT)
-  if (find_driver(&self->driver, library) < 0 || read_parameters(self, parameters) < 0) {
-    Py_DECREF(self);
-    return NULL;
-  }
+  if (read_parameters(self, parameters) < 0)
+    Py_CLEAR(self);
   return (PyObject *)self;
 }
 
@@ -338,7 +298,6 @@ static int traverse(PyObject *object, visitproc visit, void *arg) {
 static void dealloc(PyObject *object) {
   Launch *self = (Launch *)object;
   PyObject_GC_UnTrack(object);
-  PyMem_Free(self->parameters);
   EACH_OBJECT(RELEASE)
   Py_TYPE(object)->tp_free(object);
 }

@@ -6,6 +6,7 @@ cannot be had, or a kernel is not one that it knows, launches go through Triton'
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import logging
@@ -30,12 +31,10 @@ LIBRARY = "libcuda.so.1"
 # The releases whose way of handing a kernel its parameters is known, by how their versions begin.
 _RELEASES = ("3.6.", "3.7.")
 _KINDS = {"i32": "i", "i64": "l", "fp32": "f"}
-# Threads.
-_WARP = 32
 
 _lock = fork_safe(threading.Lock())
+# The compiled `launcher.c`; False if it cannot be had.
 _module: Any = None
-_failed = False
 
 
 @dataclass(frozen=True)
@@ -75,13 +74,11 @@ def prepare(
         about = _about(compiled, taken)
         module = library(build=may_build)
         return module and module.Launch(
-            library=LIBRARY,
+            driver=_driver(),
             given=given,
             device=device,
             current_stream=current_stream,
-            hooks=hooks[0],
-            enter=hooks[1],
-            leave=hooks[2],
+            hooks=hooks,
             observed=observed,
             **about,
         )
@@ -89,6 +86,13 @@ def prepare(
         # It saves a microsecond or so, and nothing may fail for that.
         _say_once(f"{type(error).__name__}: {error}")
         return None
+
+
+def _driver() -> tuple[int | None, ...]:
+    """Return the addresses of the driver's functions, in the order of `Driver` of launcher.c."""
+    names = "LaunchKernelEx", "GetErrorString", "CtxGetCurrent", "DeviceGet", "DevicePrimaryCtxRetain", "CtxSetCurrent"
+    # ctypes opens the library once, and closes it never.
+    return tuple([ctypes.cast(getattr(ctypes.CDLL(LIBRARY), f"cu{name}"), ctypes.c_void_p).value for name in names])
 
 
 class _NotServedError(Exception):
@@ -109,7 +113,8 @@ def _about(compiled: Any, taken: tuple[Any, ...]) -> dict[str, Any]:
     parameters = [each for kind, source in zip(signature, taken, strict=True) for each in _parameters(kind, source)]
     return {
         "function": compiled.function,
-        "threads": warps * _WARP,
+        # 32 of a warp.
+        "threads": warps * 32,
         "shared": shared,
         "pdl": metadata.launch_pdl,
         "cooperative": metadata.launch_cooperative_grid,
@@ -133,16 +138,16 @@ def library(*, build: bool) -> Any:
     Args:
         build: whether it may be compiled.
     """
-    global _module, _failed
+    global _module
     with _lock:
-        if _module is None and not _failed and settings.native_launcher():
+        if _module is None and settings.native_launcher():
             try:
                 _module = load(SOURCE, NAME, build)
             except Exception as error:
                 # No compiler, say; it would fail again for every kernel.
-                _failed = True
+                _module = False
                 _say_once(f"{type(error).__name__}: {error}")
-        return _module
+        return _module or None
 
 
 def load(path: Path, name: str, build: bool) -> Any:

@@ -93,7 +93,6 @@ def _nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_launcher, "_module", None)
-    monkeypatch.setattr(native_launcher, "_failed", False)
 
 
 def kernel(signature: dict[str, Any] = SIGNATURE, **different: Any) -> Any:
