@@ -32,7 +32,7 @@ In a checkout and with no arguments, bring generated/ up to date with instances.
 
 _EPILOG = """\
 a selection:
-  --filter takes shell patterns, held against whole instance names as --list prints them; one that matches is enough.
+  --filter takes shell patterns, matched against whole instance names as --list prints them; one match is enough.
   --where takes conditions on axes, all of which must hold: axis=word, axis=word|word or axis!=word. dtype_out=same
   means dtype_in. For n, = and != mean the bucket that serves that length; <, <=, > and >= compare the last length of
   a bucket, infinite if it has no cap, so n<=8192 keeps the buckets that end at 8192 or before.

@@ -154,8 +154,8 @@ class Section:
             if key.tag == _MERGE:
                 raise self.error(
                     key,
-                    "YAML's merge key << is not taken, so that a group reads as it is; write the lines out, or put "
-                    "what all groups share under defaults:",
+                    "YAML's merge key << is not supported; write the lines out, or put what all groups share "
+                    "under defaults:",
                 )
             word = self.string(key, "a key", "a word")
             if word in pairs:

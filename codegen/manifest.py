@@ -148,7 +148,7 @@ def load_all(paths: Sequence[Path], tables: Mapping[str, TileTable] | None = Non
     for other in others:
         if other.buckets != first.buckets:
             raise ManifestError(
-                f"{first.path} and {other.path} have other buckets, and a table has one ladder; give both the same "
+                f"{first.path} and {other.path} have different buckets, and a table has one ladder; give both the same "
                 "buckets, or generate them into two folders"
             )
     groups: dict[AnyMode, Mapping[Bucket, Group]] = {}

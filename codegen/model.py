@@ -164,7 +164,7 @@ class Mode:
         elif self.cast.comes_first and 2 not in (self.dtype_out.itemsize, self.dtype_in.itemsize):
             raise IllegalCombinationError(
                 f"cast {self.cast.value} rounds to 16 bits first, and neither dtype_in {self.dtype_in.value} nor "
-                f"dtype_out {self.dtype_out.value} has so many; leave cast out, or use fp16 or bf16 for one of them"
+                f"dtype_out {self.dtype_out.value} has 16 bits; leave cast out, or use fp16 or bf16 for one of them"
             )
         if self.modulated or self.x_gate:
             self._check_modulated()
@@ -172,7 +172,7 @@ class Mode:
             self._check_gated()
         if self.dropout and not (self.fadd.adds or self.is_backward):
             raise IllegalCombinationError(
-                f"dropout is of x before a residual is added to it, and fadd is {self.fadd.value}; "
+                f"dropout drops elements of x before a residual is added, and fadd is {self.fadd.value}; "
                 "use fadd pre_add_store or pre_add, or leave dropout out"
             )
         nvfp4 = (self.dtype_out.is_fp4, self.group_size is ScaleGroup.G16, self.scale_format.takes_global)
@@ -180,12 +180,12 @@ class Mode:
             raise IllegalCombinationError(
                 f"dtype_out {self.dtype_out.value}, group_size {self.group_size.value} and scale_format "
                 f"{self.scale_format.value} do not go together; use fp4_e2m1fn, 16 and e4m3, which are NVFP4, or none "
-                "of those"
+                "of the three"
             )
         if self.scale_layout is not self.scale_layout.of_kernels:
             raise IllegalCombinationError(
-                f"scale_layout {self.scale_layout.value} has the kernels of {self.scale_layout.of_kernels.value}, "
-                "which calls tell strides; use that, and pass the layout to the call"
+                f"scale_layout {self.scale_layout.value} shares the kernels of {self.scale_layout.of_kernels.value}, "
+                "which take strides; use the latter here, and pass the layout to the call"
             )
         if self.serves:
             self._check_served()
@@ -226,24 +226,24 @@ class Mode:
                 )
         if self.scale_format.rounds_up and not (self.group_size.code and self.dtype_out.is_fp8):
             raise IllegalCombinationError(
-                f"scale_format {self.scale_format.value} is of groups of fp8, and group_size is "
+                f"scale_format {self.scale_format.value} is for groups of fp8, and group_size is "
                 f"{self.group_size.value}, dtype_out {self.dtype_out.value}; use group_size 32, 64 or 128 with fp8, or "
                 "scale_format float"
             )
         if self.scale_layout.swizzles and (self.group_size, self.scale_format) not in _SWIZZLED:
             raise IllegalCombinationError(
-                f"scale_layout {self.scale_layout.value} is of the scales of MXFP8 and NVFP4, and group_size is "
+                f"scale_layout {self.scale_layout.value} is for the scales of MXFP8 and NVFP4, and group_size is "
                 f"{self.group_size.value}, scale_format {self.scale_format.value}; use group_size 32 with scale_format "
                 "ue8m0, or 16 with e4m3, or leave scale_layout out"
             )
         if self.fquant.is_static and (self.group_size.code or self.scale_ub):
             raise IllegalCombinationError(
-                f"fquant {self.fquant.value} is given its scales, and group_size and scale_ub are of those that are "
-                "computed; use fquant dynamic or smooth_dynamic, or leave them out"
+                f"fquant {self.fquant.value} takes its scales from the caller, and group_size and scale_ub are for "
+                "computed scales; use fquant dynamic or smooth_dynamic, or leave group_size and scale_ub out"
             )
         if self.scale_ub and (self.scale_format.rounds_up or not self.dtype_out.is_fp8):
             raise IllegalCombinationError(
-                f"scale_ub bounds scales of fp8 that are floats, and scale_format is {self.scale_format.value}, "
+                f"scale_ub bounds float scales of fp8, and scale_format is {self.scale_format.value}, "
                 f"dtype_out {self.dtype_out.value}; use scale_format float with fp8, or leave scale_ub out"
             )
         if self.quantise_rounded and self.dtype_in.itemsize != 2:
@@ -275,7 +275,7 @@ class Mode:
 
     def _check_modulated(self) -> None:
         if not self.modulated:
-            raise IllegalCombinationError("x_gate is of modulated norms; use modulated true, or leave x_gate out")
+            raise IllegalCombinationError("x_gate is for modulated norms; use modulated true, or leave x_gate out")
         if self.x_gate and not (self.fadd.stores or self.is_backward):
             raise IllegalCombinationError(
                 f"x_gate scales x before a residual is added to it, and fadd is {self.fadd.value}; "

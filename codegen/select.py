@@ -91,9 +91,7 @@ def _matching(every: Sequence[Asked], globs: str) -> Sequence[Asked]:
         ]
         if not found:
             near = _nearest(glob, [f"{asked.mode.name}_{bucket.name}" for asked in every for bucket in asked.groups])
-            hint = (
-                "" if glob.endswith("*") else "; a glob is held against whole names, so end it in * for what starts so"
-            )
+            hint = "" if glob.endswith("*") else "; a glob must match a whole name, so end it in * to match a prefix"
             raise SelectionError(f"--filter {glob!r} matches no instance; the nearest are {', '.join(near)}{hint}")
         for mode, bucket in found:
             kept.setdefault(mode, set()).add(bucket)
@@ -122,7 +120,7 @@ def _meeting(every: Sequence[Asked], condition: Condition) -> Sequence[Asked]:
     if not kept:
         number = sum(len(asked.groups) for asked in every)
         raise SelectionError(
-            f"--where {condition.text!r} leaves none of the {number} instances that it was held against; "
+            f"--where {condition.text!r} leaves none of the {number} instances that it was applied to; "
             f"their {condition.key}: {', '.join(_present(condition.key, every))}"
         )
     return kept

@@ -69,10 +69,10 @@ class Reader:
         return value
 
     def __eq__(self, other: object) -> bool:
-        raise TypeError(f"a {type(self._of).__name__} is compared with nothing; ask for an attribute that says it")
+        raise TypeError(f"a {type(self._of).__name__} cannot be compared; compare an attribute of it")
 
     def __str__(self) -> str:
-        raise TypeError(f"a {type(self._of).__name__} is no text; print an attribute of it")
+        raise TypeError(f"a {type(self._of).__name__} cannot be printed; print an attribute of it")
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,7 +33,7 @@ _STAGED = ((Direction.FORWARD, Pipeline.SPREAD), (Direction.BACKWARD, Pipeline.O
 def why_not(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> str | None:
     """Return why no kernel can serve a bucket with a tile on an architecture, or None if one can."""
     if not tile.pipeline.runs_on(arch):
-        return f"pipeline {tile.pipeline.value} waits in PTX, which {arch} does not run; take two_pass"
+        return f"pipeline {tile.pipeline.value} needs PTX, which {arch} does not run; take two_pass"
     for name in ("rows", "block", "warps"):
         value = getattr(tile, name)
         if value < 1 or value & (value - 1):
@@ -58,26 +58,26 @@ def _why_not_of_groups(kind: TileClass, tile: Tile) -> str | None:
     """Return why no GroupNorm kernel can take a tile; whether a group fits in registers depends on its shape too."""
     if tile.pipeline is Pipeline.ROWS or (tile.rows != 1 and tile.pipeline is not Pipeline.TWO_PASS):
         return (
-            f"pipeline {tile.pipeline.value} with rows {tile.rows} is of no group; take one_pass, rows: 1, "
-            "or two_pass, whose rows are runs of held tiles a program"
+            f"GroupNorm has no pipeline {tile.pipeline.value} with rows {tile.rows}; take one_pass with rows: 1, "
+            "or two_pass, whose rows are runs of held tiles per program"
         )
     is_whole = tile.pipeline is Pipeline.ONE_PASS
     if is_whole == bool(tile.held):
-        return f"held is {tile.held}: one_pass holds all of a group, and others so many tiles a program, from 1"
+        return f"held is {tile.held}: one_pass holds whole groups and takes 0, and others 1 tile or more per program"
     if tile.held & (tile.held - 1):
         return f"held is {tile.held}; it takes a power of two"
     if tile.pipeline is Pipeline.TWO_PASS and tile.held < _LEAST_PIVOT_TILES:
         return (
-            f"held is {tile.held}: a part is summed around the mean of the tiles held first, and a single one may "
-            f"be next to empty; write held: {_LEAST_PIVOT_TILES} or more"
+            f"held is {tile.held}: a part is summed around the mean of its first held tiles, and a single tile "
+            f"may be almost empty; write held: {_LEAST_PIVOT_TILES} or more"
         )
     if tile.rows > _MOST_RUNS:
         return (
-            f"rows is {tile.rows}: sums around the mean of a part's first run are the coarser the more runs it has; "
+            f"rows is {tile.rows}: sums around the mean of a part's first run lose accuracy with each further run; "
             f"write rows: {_MOST_RUNS} or less"
         )
     if tile.pipeline is Pipeline.SPREAD and kind.direction is Direction.BACKWARD:
-        return "pipeline spread is of forward groups; take two_pass"
+        return "pipeline spread is for forward GroupNorm; take two_pass"
     if tile.pipeline is Pipeline.SPREAD and kind.itemsize > _MOST_SPREAD_BYTES:
         return "pipeline spread exchanges means as fp32, too coarse for fp32 groups; take two_pass"
     if tile.stages != 1 and tile.pipeline is not Pipeline.SPREAD:
@@ -102,7 +102,7 @@ def _why_not_walked(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:
     if tile.pipeline is Pipeline.ROWS and tile.block < (bucket.last or 0) and not may_cut(kind):
         return (
             f"pipeline rows takes whole rows of {kind.name}: block is {tile.block} and rows are {bucket} long; "
-            f"write block: {power_of_two(bucket.last or 1)}, or take another"
+            f"write block: {power_of_two(bucket.last or 1)}, or take another pipeline"
         )
     if tile.pipeline is Pipeline.ONE_PASS and bucket.last is None:
         return f"pipeline one_pass holds a row in registers and {bucket} has no cap; take two_pass"
@@ -111,9 +111,9 @@ def _why_not_walked(kind: TileClass, bucket: Bucket, tile: Tile) -> str | None:
     if takes_rows and tile.rows == 1:
         # Triton 3.6 turns a single row into scalars, and cannot compile ROW_ALIGNMENT's hint on a scalar.
         instead = "write rows: 2" if is_tiled else "take one_pass"
-        return f"pipeline {tile.pipeline.value} takes several rows a program and rows is 1; {instead}"
+        return f"pipeline {tile.pipeline.value} takes several rows per program, and rows is 1; {instead}"
     if not takes_rows and tile.rows > 1:
-        return f"pipeline {tile.pipeline.value} takes one row a program and rows is {tile.rows}; write rows: 1"
+        return f"pipeline {tile.pipeline.value} takes one row per program, and rows is {tile.rows}; write rows: 1"
     return None
 
 
@@ -158,7 +158,7 @@ def _why_not_staged(kind: TileClass, bucket: Bucket, tile: Tile, arch: str) -> s
     if kind.load is Load.GATE:
         return f"stages is {tile.stages}, and kernels with a gate have 1; leave stages out"
     if not copies(arch):
-        return f"stages is {tile.stages}, and {arch} copies nothing to shared memory by itself; leave stages out"
+        return f"stages is {tile.stages}, and {arch} has no asynchronous copies to shared memory; leave stages out"
     most = most_stages(arch, tile.resident, _round_bytes(kind, bucket, tile))
     if tile.stages > most:
         return f"stages is {tile.stages}, and the shared memory of {arch} holds {most} of them; write stages: {most}"

@@ -336,7 +336,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no_residual": (
         {"residual": None, "fadd": "none"},
         errors.IllegalCombinationError,
-        "^dropout is of x before a residual is added to it, and fadd is none; use fadd pre_add_store",
+        "^dropout drops elements of x before a residual is added, and fadd is none; use fadd pre_add_store",
     ),
     "gradient": ({"weight": torch.ones(64, requires_grad=True)}, errors.GradientError, "^weight requires a gradient"),
 }

@@ -232,7 +232,7 @@ def test_modes_are_compiled_ahead(mode: str) -> None:
 X, GIVEN = torch.ones(2, 64, dtype=torch.bfloat16), {"global_scale": scale_of(1.0), **NVFP4}
 REFUSED: list[tuple[dict[str, Any], type[NormforgeError], str]] = [
     ({**GIVEN, "x": torch.ones(2, 63)}, ShapeError, "two neighbours of fp4_e2m1fn share a byte; it takes an even N"),
-    ({"out_dtype": FP4}, IllegalCombinationError, "use fp4_e2m1fn, 16 and e4m3, which are NVFP4, or none of those"),
+    ({"out_dtype": FP4}, IllegalCombinationError, "use fp4_e2m1fn, 16 and e4m3, which are NVFP4, or none of the three"),
     ({**GIVEN, "group_size": 32}, IllegalCombinationError, "group_size 32 and scale_format e4m3 do not go together"),
     ({**GIVEN, "scale_format": "ue8m0"}, IllegalCombinationError, "scale_format ue8m0 do not go together"),
     ({**GIVEN, "out_dtype": torch.float8_e4m3fn}, IllegalCombinationError, "out_dtype fp8_e4m3fn, group_size 16"),
@@ -240,8 +240,12 @@ REFUSED: list[tuple[dict[str, Any], type[NormforgeError], str]] = [
     ({"global_scale": scale_of(1.0)}, ConflictError, "scale_format 'float' reads none; pass scale_format='e4m3'"),
     ({**NVFP4, "global_scale": torch.ones(2)}, ShapeError, "global_scale has shape (2,); it takes one value, (1,)"),
     ({**NVFP4, "global_scale": torch.ones(1).half()}, DTypeError, "global_scale has dtype torch.float16"),
-    ({**GIVEN, "scale_ub": scale_of(1.0)}, IllegalCombinationError, "scale_ub bounds scales of fp8"),
-    ({**GIVEN, "fquant": "static", "y_scale": scale_of(1.0)}, IllegalCombinationError, "is given its scales"),
+    ({**GIVEN, "scale_ub": scale_of(1.0)}, IllegalCombinationError, "scale_ub bounds float scales of fp8"),
+    (
+        {**GIVEN, "fquant": "static", "y_scale": scale_of(1.0)},
+        IllegalCombinationError,
+        "takes its scales from the caller",
+    ),
     ({**GIVEN, "out": torch.empty(2, 64, dtype=FP4)}, ShapeError, "out has shape (2, 64); it takes (2, 32)"),
     ({**GIVEN, "out": torch.empty(2, 64, dtype=FP4)[:, ::2]}, LayoutError, "out has"),
     ({**GIVEN, "out": torch.empty(2, 32, dtype=torch.uint8)}, DTypeError, "it takes torch.float4_e2m1fn_x2"),

@@ -92,7 +92,9 @@ def test_several_manifests_make_what_any_of_them_asks_for(generate: Generate) ->
     Path("more.yaml").write_text("groups:\n  more: {norm: rms, dtype_in: fp32}\n", encoding="utf-8")
     outcome = generate("--manifest", "more.yaml", "--list")
     assert outcome.status == 2
-    assert "mine.yaml and more.yaml have other buckets, and a table has one ladder; give both the same" in outcome.err
+    assert (
+        "mine.yaml and more.yaml have different buckets, and a table has one ladder; give both the same" in outcome.err
+    )
 
 
 def test_the_files_of_a_build_are_listed_before_there_are_any(generate: Generate) -> None:

@@ -132,8 +132,8 @@ CASES = {
     ),
     "merge_key": (
         GROUP + "    <<: {}\n",
-        "5: group a: YAML's merge key << is not taken, so that a group reads as it is; write the lines out, or put "
-        "what all groups share under defaults:",
+        "5: group a: YAML's merge key << is not supported; write the lines out, or put what all groups share "
+        "under defaults:",
     ),
     "octal": (
         GROUP + "    n: 010\n",
@@ -204,8 +204,8 @@ CASES = {
     ),
     "illegal_cast": (
         "groups:\n  a:\n    norm: layer\n    dtype_in: fp32\n    cast: before_weight\n",
-        "2: group a: cast before_weight rounds to 16 bits first, and neither dtype_in fp32 nor dtype_out fp32 has so "
-        "many; leave cast out, or use fp16 or bf16 for one of them",
+        "2: group a: cast before_weight rounds to 16 bits first, and neither dtype_in fp32 nor dtype_out fp32 has 16 "
+        "bits; leave cast out, or use fp16 or bf16 for one of them",
     ),
     "illegal_rounding": (
         GROUP + "    rounding: truncate\n",

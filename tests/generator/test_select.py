@@ -176,7 +176,7 @@ def test_a_glob_that_matches_nothing_shows_the_nearest_names(several: Manifest) 
     assert message(several, "rms_fwd_bf17_n4096") == (
         "--filter 'rms_fwd_bf17_n4096' matches no instance; the nearest are rms_fwd_bf16_n4096, "
         "rms_fwd_bf16_addst_n4096, rms_fwd_bf16_add_n4096, rms_fwd_bf16_mv_n4096, rms_fwd_bf16_addst_mv_n4096; "
-        "a glob is held against whole names, so end it in * for what starts so"
+        "a glob must match a whole name, so end it in * to match a prefix"
     )
     nearest = message(several, "*_e4m3fnuz_*_sdq_*")
     assert "the nearest are ln_fwd_bf16_fp8_e4m3fn_sdq_n128, " in nearest
@@ -189,15 +189,14 @@ def test_every_glob_must_match(several: Manifest) -> None:
 
 def test_where_that_leaves_nothing_shows_what_was_there(several: Manifest) -> None:
     assert message(several, where="dtype_out=fp8_e5m2") == (
-        "--where 'dtype_out=fp8_e5m2' leaves none of the 912 instances that it was held against; "
+        "--where 'dtype_out=fp8_e5m2' leaves none of the 912 instances that it was applied to; "
         "their dtype_out: fp16, bf16, fp32, int8, fp8_e4m3fn"
     )
     assert message(several, "*_n256,*_nbig", "dtype_in=fp32, fquant=dynamic") == (
-        "--where 'fquant=dynamic' leaves none of the 12 instances that it was held against; their fquant: none"
+        "--where 'fquant=dynamic' leaves none of the 12 instances that it was applied to; their fquant: none"
     )
     assert message(several, "rms_fwd_fp16_n256,rms_fwd_fp16_nbig", "n=1") == (
-        "--where 'n=1' leaves none of the 2 instances that it was held against; "
-        "their n: n256 (129..256), nbig (131073..)"
+        "--where 'n=1' leaves none of the 2 instances that it was applied to; their n: n256 (129..256), nbig (131073..)"
     )
 
 

@@ -147,7 +147,7 @@ WRONG = {
     ),
     "cut_groups": (
         one("{pipeline: rows, rows: 2, block: 512, warps: 1}", "1..600", "fwd_16bit_scaled"),
-        "fwd_16bit_scaled: block is 512 and rows are 1..600 long; write block: 1024, or take another",
+        "fwd_16bit_scaled: block is 512 and rows are 1..600 long; write block: 1024, or take another pipeline",
     ),
     "cut_endless": (
         one("{pipeline: rows, rows: 2, block: 512, warps: 1}", "1.."),
@@ -160,13 +160,16 @@ WRONG = {
     "held": (one(TILE, "1.."), "3: fwd_16bit: pipeline one_pass holds a row in registers and 1.. has no cap; take two"),
     "rows_one": (
         one("{pipeline: rows, rows: 1, block: 1024, warps: 4}"),
-        "3: fwd_16bit: pipeline rows takes several rows a program and rows is 1; take one_pass",
+        "3: fwd_16bit: pipeline rows takes several rows per program, and rows is 1; take one_pass",
     ),
     "rows_one_backward": (
         one("{pipeline: two_pass, rows: 1, block: 1024, warps: 4}", kind="bwd_16bit"),
-        "3: bwd_16bit: pipeline two_pass takes several rows a program and rows is 1; write rows: 2",
+        "3: bwd_16bit: pipeline two_pass takes several rows per program, and rows is 1; write rows: 2",
     ),
-    "rows": (one("{pipeline: two_pass, rows: 2, block: 512, warps: 4}"), "two_pass takes one row a program and rows i"),
+    "rows": (
+        one("{pipeline: two_pass, rows: 2, block: 512, warps: 4}"),
+        "two_pass takes one row per program, and rows i",
+    ),
     "resident": (
         one("{pipeline: one_pass, rows: 1, block: 512, warps: 4, resident: 17}"),
         "3: fwd_16bit: resident is 17 programs of 4 warps; a multiprocessor holds 1 to 16",
@@ -315,7 +318,7 @@ WRONG |= {
         (
             "some_cut",
             "{pipeline: rows, rows: 1, block: 512, warps: 4}",
-            "pipeline rows takes several rows a program and",
+            "pipeline rows takes several rows per program, and",
         ),
         ("some_word", "{pipeline: rows, rows: two, block: 1024, warps: 4}", "rows takes a whole number, not"),
     )
@@ -393,7 +396,7 @@ def test_no_row_is_spread_where_programs_cannot_wait_for_one_another(name: str, 
     path.write_text(f"{kind}:\n  {lengths}:\n    large: {tile}\n    small: {tile}\n")
     with pytest.raises(TileTableError) as caught:
         read_table(path)
-    problem = "pipeline spread waits in PTX, which gfx942 does not run; take two_pass"
+    problem = "pipeline spread needs PTX, which gfx942 does not run; take two_pass"
     assert str(caught.value) == f"{path}:3: {kind}: {problem}"
 
 

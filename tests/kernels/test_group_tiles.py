@@ -90,9 +90,9 @@ def test_rules_give_tiles_that_kernels_can_take() -> None:
 @pytest.mark.parametrize(
     ("tile", "says"),
     [
-        (Tile(Pipeline.ROWS, 4, 128, 1), "pipeline rows with rows 4 is of no group"),
-        (Tile(Pipeline.ONE_PASS, 1, 128, 1, held=2), "held is 2: one_pass holds all of a group"),
-        (Tile(Pipeline.SPREAD, 4, 128, 1, held=2), "pipeline spread with rows 4 is of no group"),
+        (Tile(Pipeline.ROWS, 4, 128, 1), "GroupNorm has no pipeline rows with rows 4"),
+        (Tile(Pipeline.ONE_PASS, 1, 128, 1, held=2), "held is 2: one_pass holds whole groups"),
+        (Tile(Pipeline.SPREAD, 4, 128, 1, held=2), "GroupNorm has no pipeline spread with rows 4"),
         (Tile(Pipeline.TWO_PASS, 32, 128, 1, held=2), "rows is 32"),
         (Tile(Pipeline.TWO_PASS, 1, 128, 1), "held is 0"),
         (Tile(Pipeline.TWO_PASS, 1, 128, 1, held=1), "held is 1: a part is summed around the mean"),

@@ -109,7 +109,7 @@ def test_there_is_an_option_for_all_that_a_call_is_told() -> None:
         ("-fquant=2 -scale_ub=-1", "-scale_ub -1.0 will not do; it takes a finite number above 0, or 0 for no bound"),
         ("-fquant=2 -scale_ub=nan", "-scale_ub nan will not do"),
         ("-fquant=3 -prec_sy=bf16", "-prec_sy bf16 would be ignored: only -fquant 1 and 2 write a scale"),
-        ("-fquant=3 -group_size=64", "fquant static is given its scales"),
+        ("-fquant=3 -group_size=64", "fquant static takes its scales from the caller"),
         ("-fquant=2 -group_size=64 -y_stride=400", "-y_stride 400 does not go with norms of quantised_layer_norm"),
         ("-fquant=2 -group_size=64 -fadd=2", "group_size 64 and fadd pre_add do not go together"),
         ("-fquant=2 -group_size=64 -save_mv=1", "group_size 64 and save_mv true do not go together"),
