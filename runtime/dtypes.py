@@ -1,10 +1,32 @@
-"""The one mapping between torch's dtypes and the manifest's words."""
+"""What modes are made of, as callers say it: torch's dtypes, words and integers; and back, from a mode to arguments."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, TypeVar
+
 import torch
 
-from .codegen.values import FP8_INPUT_DTYPES, DType, ScaleFormat
+from .codegen.families import Kind, Parameter
+from .codegen.groups import Activation
+from .codegen.model import Mode
+from .codegen.parameters import family_of
+from .codegen.values import (
+    FP8_INPUT_DTYPES,
+    Cast,
+    DType,
+    FusedAdd,
+    FusedQuant,
+    GateActivation,
+    Gating,
+    Norm,
+    Rounding,
+    ScaleFormat,
+    ScaleGroup,
+    ScaleLayout,
+)
+from .errors import ConflictError
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.FP16: torch.float16,
@@ -37,3 +59,82 @@ FP8_INPUTS = tuple(TORCH_DTYPES[dtype] for dtype in FP8_INPUT_DTYPES)
 def stored_dtype(kind: DType | ScaleFormat) -> torch.dtype:
     """What stands in memory of a type that a mode names."""
     return SCALE_DTYPES[kind] if isinstance(kind, ScaleFormat) else TORCH_DTYPES[kind]
+
+
+E = TypeVar("E", bound=Enum)
+
+# By what may stand for a member: TorchDynamo traces a look-up here, where torch 2.11's cannot go through an enum.
+_WORDS: dict[type[Enum], dict[str, Enum]] = {
+    kind: {member.value: member for member in kind}
+    for kind in (
+        Norm,
+        FusedAdd,
+        FusedQuant,
+        Rounding,
+        Cast,
+        Activation,
+        Gating,
+        GateActivation,
+        ScaleGroup,
+        ScaleFormat,
+        ScaleLayout,
+    )
+}
+_CODES: dict[type[Enum], dict[int, Enum]] = {
+    kind: {member.code: member for member in kind} for kind in (FusedAdd, FusedQuant, ScaleGroup)
+}
+
+
+def word(kind: type[E], argument: str, value: object) -> E:
+    """The member of `kind` that a caller means: the member itself, its word, or its integer: ck_tile's, or a size.
+
+    Raises:
+        ConflictError: the value is none of them.
+    """
+    if isinstance(value, kind):
+        return value
+    words, codes = _WORDS[kind], _CODES.get(kind, {})
+    found: Enum | None = None
+    if isinstance(value, str):
+        found = words.get(value)
+    elif type(value) is int:
+        # No bool, although True == 1.
+        found = codes.get(value)
+    if found is None:
+        raise ConflictError(f"{argument}={value!r} is no mode; it takes {_listed(words, codes)}")
+    assert isinstance(found, kind)
+    return found
+
+
+def _listed(words: dict[str, Enum], codes: dict[int, Enum]) -> str:
+    numbers = {member: code for code, member in codes.items()}
+    return ", ".join(f"{name!r}" + (f" ({numbers[member]})" if codes else "") for name, member in words.items())
+
+
+# What stands for a number that is not 0: how likely elements are dropped.
+_NUMBER = 0.25
+
+
+def arguments_of(mode: Mode, make: Callable[[Parameter], torch.Tensor | None]) -> dict[str, Any]:
+    """The arguments of a call of a mode, by name: the words, flags and types that it is, and the tensors that it reads.
+
+    Numbers keep their defaults, unless the mode says that there is one, and outputs are allocated.
+
+    Args:
+        mode: what is to be called.
+        make: makes a tensor that the mode reads; None leaves it out, where it may be.
+    """
+    arguments: dict[str, Any] = {}
+    for parameter in family_of(mode).of(mode.norm):
+        if parameter.kind is Kind.PLACE or not parameter.is_wanted(mode):
+            continue
+        if parameter.kind.is_tensor:
+            tensor = make(parameter)
+            if tensor is not None:
+                arguments[parameter.name] = tensor
+        elif parameter.kind is Kind.NUMBER and parameter.wanted:
+            arguments[parameter.name] = _NUMBER
+        elif parameter.axis:
+            value = getattr(mode, parameter.axis)
+            arguments[parameter.name] = TORCH_DTYPES[value] if parameter.kind is Kind.DTYPE else value
+    return arguments

@@ -36,28 +36,28 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_279,
+    "all by hand": 15_267,
     "C": 863,
     "emitted": 211,
-    "ahead_of_time": 784,
-    "calls": 2_614,
-    "families": 1_690,
+    "ahead_of_time": 783,
+    "calls": 2_613,
+    "families": 1_688,
     "compiled": 662,
     "integrations": 402,
     "jax": 706,
     "kernels": 1_172,
-    "nn": 1_020,
-    "normforge": 521,
+    "nn": 1_019,
+    "normforge": 517,
     "operators": 607,
     "override": 239,
     "parallel": 212,
     "patching": 1_498,
-    "reference": 687,
+    "reference": 684,
     "selection": 866,
     "upstream": 736,
 }
 # Modules of ours that `import normforge` loads; the goal is 60.
-MOST_MODULES = 67
+MOST_MODULES = 66
 # Of a call that is known, kernels interpreted: the functions of ours that it enters, and how often it goes on from an
 # outer module after it was in an inner one.
 MOST_STOPS = {"layer_norm": (13, 5), "rmsnorm2d_fwd": (9, 3), "gradients of layer_norm": (20, 9)}

@@ -10,8 +10,7 @@ import torch
 from ..codegen.families import Kind, Parameter
 from ..codegen.parameters import BACKWARD, QUANTISED, family_of
 from ..codegen.values import DType
-from ..dtypes import TORCH_DTYPES
-from ..mode_arguments import arguments_of
+from ..dtypes import TORCH_DTYPES, arguments_of
 from .problem import Problem
 
 SEED = 11939

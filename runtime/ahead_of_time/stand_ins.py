@@ -17,10 +17,9 @@ from ..codegen.families import Kind as Shape
 from ..codegen.families import Parameter
 from ..codegen.model import Mode
 from ..codegen.parameters import BACKWARD, FAMILIES, family_of
-from ..dtypes import DTYPES, FLOATS, TORCH_DTYPES
+from ..dtypes import DTYPES, FLOATS, TORCH_DTYPES, arguments_of
 from ..errors import ConflictError
 from ..kernels.gpu import Target
-from ..mode_arguments import arguments_of
 from .row_places import Asked, RowPlaces
 
 # What `compile_keys` takes for a tensor's type: a dtype, x's (`Mode.operand_dtype`), or, where it may be left out, that

@@ -16,9 +16,8 @@ import torch
 from ..codegen.families import Kind
 from ..codegen.model import Mode
 from ..codegen.values import Direction, DType
-from ..dtypes import DTYPES, FLOATS, FP8_INPUTS, stored_dtype
+from ..dtypes import DTYPES, FLOATS, FP8_INPUTS, stored_dtype, word
 from ..errors import ConflictError, DTypeError, IllegalCombinationError, ShapeError
-from ..mode_words import word
 from .argument_checks import (
     check_device,
     check_dtype,

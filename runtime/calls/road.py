@@ -12,10 +12,10 @@ import torch
 
 from ..codegen.families import Family, Kind, Parameter
 from ..codegen.values import Cast, FusedQuant
+from ..dtypes import word
 from ..errors import ConflictError, LayoutError, ShapeError
 from ..kernels.gpu import require_device
 from ..kernels.key import ALIGNMENT
-from ..mode_words import word
 from ..selection import invariance
 from ..upstream.torch_dynamo import constant_in_traces, eager_only
 from . import native

@@ -17,8 +17,7 @@ from torch.nn import functional
 from ..calls.outputs import NormGradients, dtypes_of, unpacked
 from ..calls.traced import unrecorded
 from ..codegen.values import Cast, GateActivation, Gating, Norm
-from ..dtypes import HALVES
-from ..mode_words import word
+from ..dtypes import HALVES, word
 from ..random_mask import dropped
 from ..selection.invariance import refuse_torch
 from ..upstream.torch_dynamo import constant_in_traces

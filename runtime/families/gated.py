@@ -19,9 +19,8 @@ from ..calls.traced import unrecorded
 from ..codegen.model import Mode
 from ..codegen.parameters import GATED, GATED_BWD
 from ..codegen.values import Direction, FusedQuant, GateActivation, Gating, Norm
-from ..dtypes import DTYPES
+from ..dtypes import DTYPES, word
 from ..errors import ShapeError
-from ..mode_words import word
 from . import eager
 from .eager import GatedArgs, GatedSaved
 from .public import GatedOperands

@@ -24,7 +24,7 @@ from ..calls.traced import operated
 from ..codegen.families import Kind
 from ..codegen.parameters import BACKWARD, FORWARD
 from ..codegen.values import Cast
-from ..mode_words import word
+from ..dtypes import word
 from ..selection.invariance import is_on
 from ..upstream.torch_dynamo import constant_in_traces, eager_only
 from ..upstream.torch_internals import applied, applied_at_once, dispatch_modes

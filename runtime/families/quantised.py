@@ -18,9 +18,9 @@ from ..calls.overlap import elements_overlap
 from ..calls.road import Options, Places, calls_of
 from ..codegen.parameters import QUANTISED
 from ..codegen.values import Cast, FusedQuant, Norm, ScaleFormat, ScaleGroup, ScaleLayout
+from ..dtypes import word
 from ..errors import ConflictError, LayoutError, ShapeError
 from ..kernels.key import ALIGNMENT
-from ..mode_words import word
 from ..upstream.dynamo_guards import Empty, contiguous_strides
 from .public import QuantisedOperands, QuantisedOptions
 

@@ -12,7 +12,7 @@ from ..calls.check import TAKEN_WITH_ITS_SCALE, check, refuse_gradient
 from ..calls.randomness import described
 from ..codegen.parameters import FORWARD
 from ..codegen.values import Norm
-from ..mode_words import word
+from ..dtypes import word
 from ..selection import dispatch
 from . import public
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from ..codegen.values import GateActivation
+from ..dtypes import word
 from ..errors import ShapeError
 from ..families import gated
-from ..mode_words import word
 from .gating import gated_layer_norm, gated_rms_norm
 from .replaced import Replacing
 

@@ -16,11 +16,10 @@ from ..calls.sharded import Frame, is_sharded
 from ..calls.traced import becomes_operator, is_dynamo_compiling, result_dtype, unrecorded
 from ..codegen.families import Kind
 from ..codegen.groups import Activation
-from ..dtypes import FLOATS
+from ..dtypes import FLOATS, word
 from ..errors import ShapeError
 from ..families import eager, group
 from ..families.eager import GroupOptions as Options
-from ..mode_words import word
 from .replaced import Replacing, class_of
 
 _DTYPES = (*FLOATS, torch.float64)

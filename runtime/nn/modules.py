@@ -12,9 +12,9 @@ from ..calls import native
 from ..calls.argument_checks import check_number
 from ..codegen.parameters import FORWARD
 from ..codegen.values import Cast
+from ..dtypes import word
 from ..errors import ConflictError
 from ..families.public import Operands, Options
-from ..mode_words import word
 from .functional import (
     add_normalise,
     normalise,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..codegen.values import FusedQuant, GateActivation, Gating
-from ..mode_words import word
+from ..dtypes import word
 from .norms import ReferenceOutput, layernorm2d_fwd, rmsnorm2d_fwd
 
 

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..codegen.values import Cast
-from ..dtypes import HALVES
-from ..mode_words import word
+from ..dtypes import HALVES, word
 from ..random_mask import dropout_mask, kept_factor
 
 # How far a row that was normalised in fp32 may be off, beside 1 and beside its values.

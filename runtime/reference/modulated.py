@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..codegen.values import FusedQuant
-from ..mode_words import word
+from ..dtypes import word
 from .gradients import layernorm2d_bwd, rmsnorm2d_bwd
 from .norms import ReferenceOutput, layernorm2d_fwd, quantised_rows, rmsnorm2d_fwd
 

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..codegen.values import Cast, DType, FusedAdd, FusedQuant, Rounding
-from ..dtypes import DTYPES, TORCH_DTYPES
-from ..mode_words import word
+from ..dtypes import DTYPES, TORCH_DTYPES, word
 from ..random_mask import dropout_mask, kept_factor
 from .gradients import rounded_first
 

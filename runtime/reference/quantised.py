@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..codegen.values import FusedQuant, ScaleFormat, ScaleGroup
-from ..dtypes import DTYPES
-from ..mode_words import word
+from ..dtypes import DTYPES, word
 from .norms import ReferenceOutput, layernorm2d_fwd, quantise, rmsnorm2d_fwd
 
 

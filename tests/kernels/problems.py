@@ -15,9 +15,8 @@ from normforge.codegen.families import Kind, Parameter
 from normforge.codegen.model import Mode
 from normforge.codegen.parameters import FORWARD, family_of
 from normforge.codegen.values import INPUT_DTYPES, DType, Norm
-from normforge.dtypes import TORCH_DTYPES
+from normforge.dtypes import TORCH_DTYPES, arguments_of
 from normforge.families import public
-from normforge.mode_arguments import arguments_of
 from normforge.operators import computing
 from normforge.reference import gated as gating_reference
 from normforge.reference import modulated as modulation_reference
