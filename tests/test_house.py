@@ -36,16 +36,16 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_267,
+    "all by hand": 15_216,
     "C": 863,
     "emitted": 211,
     "ahead_of_time": 783,
-    "calls": 2_613,
+    "calls": 2_611,
     "families": 1_688,
     "compiled": 662,
     "integrations": 402,
-    "jax": 706,
-    "kernels": 1_172,
+    "jax": 704,
+    "kernels": 1_125,
     "nn": 1_019,
     "normforge": 517,
     "operators": 607,

@@ -83,7 +83,7 @@ def _kernels(kind: CallKind, mode: AnyMode, target: Target) -> Iterator[tuple[En
     further = {slot: 1 for name, slot in scales.items() if slot is not None and dtypes[name] is not None}
     misaligned = misaligned_of_kind(kind)
     given = (family, mode, n, target, dtypes, strides, further, misaligned)
-    facts = Facts.of(*given, invariant=kind.invariant, sizes=kind.size)
+    facts = Facts(*given, invariant=kind.invariant, sizes=kind.size)
     entry = dispatch.find(mode, n)
     least = samples_of(entry, groups) if isinstance(mode, GroupMode) else entry.least_rows()
     m = least.get(kind.rows, 0) * groups

@@ -178,7 +178,7 @@ class Plan:
         self._dtypes = dtypes
         strides, further = _row_strides(call), _scale_strides(family, call)
         self.is_invariant = is_invariant = self.entry.is_invariant
-        self._facts = Facts.of(
+        self._facts = Facts(
             *(family, mode, n, self._target, dtypes, strides, further, misaligned),
             invariant=is_invariant,
             sizes=self.sizes,
@@ -285,9 +285,7 @@ def plan_of(call: Call, misaligned: Collection[str]) -> Plan:
 def launcher_of(entry: Entry, recipe: Recipe, target: Target, device: torch.device | None) -> Launcher:
     """A kernel of an instance; with no device, it is known and not compiled."""
     kernel = entry.load_finaliser() if recipe.part is None else entry.load(recipe.part)
-    return Launcher(
-        kernel, recipe.types, recipe.strides, recipe.constants, recipe.warps, recipe.options, target, device
-    )
+    return Launcher(kernel, recipe, target, device)
 
 
 def _step(launcher: Launcher, recipe: Recipe, by_address: bool) -> Step:

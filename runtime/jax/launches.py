@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..call_kinds import FEW, ROWS
-from ..kernels.assembly import SUMS, Assembly, Facts, Recipe, assemble, in_software, key_of, options_of
+from ..kernels.assembly import SUMS, Assembly, Facts, Recipe, assemble, in_software
 from ..kernels.gpu import Target
 from ..kernels.strides import RowWalk, kind_of
 from ..selection import dispatch
@@ -55,7 +55,7 @@ class _Launches:
         size = self._entry.size(m)
         dispatch.tell(lambda: kind_of(op.mode.name, {"n": n}, size, _dtypes(op, operands), facts.strides, ()))
         self._made: Assembly = assemble(facts, self._entry.choices(m, n, target.arch), m, few=ROWS[size] == FEW)
-        self._programs = self._made.programs(m)
+        self._programs = self._made.programs(m, 1)
         # y as bytes, where kernels encode fp8 themselves.
         self._as_bytes = {"y_ptr": "uint8"} if in_software(op.mode.dtype_out, target) else {}
 
@@ -83,9 +83,7 @@ class _Launches:
     ) -> None:
         """Launch a kernel on what is known, and add what it makes to that."""
         source = source_of(self._entry, recipe.part)
-        names = source.parameters
-        options = options_of(names, recipe.constants, recipe.warps, recipe.options, self._target)
-        key = key_of(source.name, names, recipe.types, recipe.strides, recipe.constants, options)
+        key = recipe.key(source.name, source.parameters, self._target)
         code = code_of(key, source, self._target)
         brought = [(name, word) for name, word in key.arguments if name not in recipe.constants and word is not None]
         pointers = [name for name, word in brought if str(word).startswith("*")]
@@ -114,7 +112,7 @@ def _facts(op: Operation, given: Sequence[jax.Array], n: int, target: Target, *,
     """What the kernels are chosen by: rows adjoin, and all arrays are aligned, as XLA allocates them."""
     rows, dtypes = op.family.tensors, _dtypes(op, given)
     strides = {row.row_stride_slot: n if dtypes[row.name] else 0 for row in rows if row.row_stride_slot is not None}
-    return Facts.of(op.family, op.mode, n, target, dtypes, strides, {}, (), invariant=invariant)
+    return Facts(op.family, op.mode, n, target, dtypes, strides, {}, (), invariant=invariant)
 
 
 def _dtypes(op: Operation, given: Sequence[jax.Array]) -> dict[str, Any]:

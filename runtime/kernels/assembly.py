@@ -6,8 +6,8 @@ Nothing here knows a tensor, or imports torch or triton: calls from PyTorch and 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..codegen.families import Family, Kind, Parameter, Result
 from ..codegen.groups import AnyMode, GroupMode
@@ -70,7 +70,6 @@ _EXCHANGE = pointer_type("int64", aligned=True)
 _MOST_ITEMS = 2**31 - 1
 
 
-@dataclass(frozen=True, kw_only=True)
 class Facts:
     """What kernels of a call are chosen by, besides M.
 
@@ -91,23 +90,8 @@ class Facts:
         sizes: of GroupNorm "channels", "groups" of a sample and "positions" of a channel.
     """
 
-    mode: AnyMode
-    n: int
-    target: Target
-    types: Mapping[str, str | None]
-    numbers: Mapping[str, str | None]
-    counts: Collection[str] = ()
-    strides: Mapping[str, RowStride]
-    further: Mapping[str, int] = field(default_factory=dict)
-    misaligned: Collection[str] = ()
-    itemsizes: Collection[int]
-    sums: Mapping[str, str | None] = field(default_factory=dict)
-    invariant: bool = False
-    sizes: Mapping[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         family: Family,
         mode: AnyMode,
         n: int,
@@ -119,21 +103,23 @@ class Facts:
         *,
         invariant: bool = False,
         sizes: Mapping[str, int] | None = None,
-    ) -> Facts:
-        """What follows from the types of a family's tensors.
+    ) -> None:
+        """Derive the facts from the types of a family's tensors.
 
         Args:
             family: the functions that the call is one of.
             mode: the call's.
             n: row length.
             target: the GPU.
-            dtypes: torch's or numpy's, of its inputs and results by name; None of what is not there.
+            dtypes: torch's or numpy's, of the family's inputs and results by name; None of what is not there.
             strides: see `Facts`.
-            further: likewise.
+            further: see `Facts`.
             misaligned: pointers at no multiple of 16 bytes, by their slots.
             invariant: see `Facts`; which rows are misaligned then follows from N.
             sizes: see `Facts`.
         """
+        self.mode, self.n, self.target, self.strides, self.further = mode, n, target, strides, further
+        self.invariant, self.sizes = invariant, sizes or {}
         if invariant and strides:
             rows = [row.slot for row in family.tensors if row.row_stride_slot is not None]
             misaligned = () if starts_aligned(n) else rows
@@ -141,6 +127,7 @@ class Facts:
         if mode.serves:
             # Scales may be written to a slice of the caller's.
             anywhere.add(_Y_SCALE)
+        self.misaligned = {*misaligned} - anywhere
         own = {"x": mode.dtype_in, "y": mode.dtype_out}
 
         def handed(row: Parameter | Result) -> str | None:
@@ -156,32 +143,20 @@ class Facts:
                 dtype = "uint8"
             return pointer_type(dtype, aligned=row.slot not in {*misaligned, *anywhere})
 
-        types = {row.slot: handed(row) for row in family.tensors}
-        numbers = (row.slot for row in family.parameters if row.kind is Kind.NUMBER and row.is_asked_for(mode))
+        self.types = {row.slot: handed(row) for row in family.tensors}
+        numbers = [row.slot for row in family.parameters if row.kind is Kind.NUMBER and row.is_asked_for(mode)]
         # Launches of dropout bring it behind all else, and others do not.
-        ddropped = types.pop(_DROPPED, None)
+        ddropped = self.types.pop(_DROPPED, None)
         dropped = {_DROPPED: ddropped} if mode.dropout and mode.is_backward else {}
         # Of scales of groups how far they are apart, which may follow from M.
         groups = dict.fromkeys(_SCALE_STRIDES, "i64") if mode.has_scale_strides else {}
+        self.numbers = {**dict.fromkeys(numbers, "fp32"), **dropped, **groups}
+        self.counts = [row.slot for row in family.parameters if row.kind is Kind.COUNT]
+        rows_read = [dtypes[row.name] for row in family.inputs if row.kind is Kind.ROWS]
+        self.itemsizes = [dtype.itemsize for dtype in rows_read if dtype]
         sums = [dtypes[row.name] for row in family.results if row.is_sum]
         words = [None if dtype is None else pointer_type(dtype, aligned=True) for dtype in sums]
-        return cls(
-            mode=mode,
-            n=n,
-            target=target,
-            types=types,
-            numbers={**dict.fromkeys(numbers, "fp32"), **dropped, **groups},
-            counts=[row.slot for row in family.parameters if row.kind is Kind.COUNT],
-            strides=strides,
-            further=further,
-            misaligned={*misaligned} - anywhere,
-            itemsizes=[
-                dtypes[row.name].itemsize for row in family.inputs if row.kind is Kind.ROWS and dtypes[row.name]
-            ],
-            sums={**dict.fromkeys(SUMS if sums else ()), **dict(zip(SUMS, words, strict=False))},
-            invariant=invariant,
-            sizes=sizes or {},
-        )
+        self.sums = {**dict.fromkeys(SUMS if sums else ()), **dict(zip(SUMS, words, strict=False))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,12 +183,26 @@ class Recipe:
     grid: pipelines.Programs
     rounds: Callable[[int], Sequence[tuple[Grid, tuple[int, ...]]]] | None = None
 
+    def key(self, kernel: str, parameters: Sequence[str], target: Target) -> KernelKey:
+        """Return the compilation of the kernel.
 
-class Programs(Protocol):
-    """From M, and how many parts the rows are in, to how many programs share the rows of a part."""
+        Args:
+            kernel: its module and symbol, joined by a colon.
+            parameters: what it takes, in order: some of the types, strides and constants.
+            target: the GPU that it is for.
+        """
+        words: dict[str, Word] = {**self.types, **self.constants}
+        for name, stride in self.strides.items():
+            words[name] = stride.types(str(words["M"])) if isinstance(stride, RowWalk) else integer_type(stride)
+        options = {"num_warps": scale_warps(self.warps, target.warp_size), **self.options}
+        if "PDL" in parameters and self.constants["PDL"]:
+            # Asked of none but kernels that wait by that constant: any other would read what is not yet written.
+            options["launch_pdl"] = True
+        return KernelKey(kernel, tuple((name, words[name]) for name in parameters), tuple(options.items()))
 
-    def __call__(self, m: int, parts: int = 1) -> int:
-        """The programs of each part."""
+
+# From M, and how many parts the rows are in, to how many programs share the rows of a part.
+Programs = Callable[[int, int], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +281,7 @@ def assemble(facts: Facts, choices: tuple[Tile, Tile], m: int, *, few: bool) -> 
     )
     most, rows = row.programs(tile, n, target), tile.rows
 
-    def programs(m: int, parts: int = 1) -> int:
+    def programs(m: int, parts: int) -> int:
         if mode.is_backward and mode.shares:
             return programs_a_part(most, parts, -(-(m // parts) // rows))
         return min(most, -(-m // rows))
@@ -333,7 +322,7 @@ def _of_groups(facts: Facts, mode: GroupMode, choices: tuple[Tile, Tile], m: int
             for first in range(0, items, _MOST_ITEMS)
         ]
 
-    def programs(m: int, parts: int = 1) -> int:
+    def programs(m: int, parts: int) -> int:
         return m // groups * (summed if cut.width > cut.block_c else cut.parts)
 
     # Sums and counts of what a group has in each part.
@@ -407,38 +396,3 @@ def finisher_of(n: int, sums: Mapping[str, str | None], target: Target, *, of_pa
         options={},
         grid=columns,
     )
-
-
-def options_of(
-    parameters: Sequence[str], constants: Mapping[str, int], warps: int, options: Mapping[str, Any], target: Target
-) -> dict[str, Any]:
-    """What the compiler is told of a kernel with these parameters."""
-    found = {"num_warps": scale_warps(warps, target.warp_size), **options}
-    if "PDL" in parameters and constants["PDL"]:
-        # Asked of none but kernels that wait by that constant: any other would read what is not yet written.
-        found["launch_pdl"] = True
-    return found
-
-
-def key_of(
-    kernel: str,
-    parameters: Sequence[str],
-    types: Mapping[str, str | None],
-    strides: Mapping[str, RowStride],
-    constants: Mapping[str, int],
-    options: Mapping[str, Any],
-) -> KernelKey:
-    """The compilation of a kernel.
-
-    Args:
-        kernel: its module and symbol, joined by a colon.
-        parameters: what it takes, in order; some of the arguments that follow.
-        types: of what launches bring, in Triton's words.
-        strides: arguments that are the same at every launch.
-        constants: compile-time constants.
-        options: those of `options_of`.
-    """
-    words: dict[str, Word] = {**types, **constants}
-    for name, stride in strides.items():
-        words[name] = stride.types(str(types["M"])) if isinstance(stride, RowWalk) else integer_type(stride)
-    return KernelKey(kernel, tuple((name, words[name]) for name in parameters), tuple(options.items()))

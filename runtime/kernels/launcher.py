@@ -15,10 +15,10 @@ from ..locks import fork_safe
 from ..upstream import triton_launcher
 from ..upstream.dynamo_guards import Empty, current_device
 from ..upstream.triton_launcher import Grid
-from .assembly import key_of, options_of
+from .assembly import Recipe
 from .gpu import Target, interpreting, on_device
 from .obtain import obtain
-from .strides import RowStride, RowWalk
+from .strides import RowWalk
 
 
 class Launcher:
@@ -31,46 +31,30 @@ class Launcher:
             pointers as addresses; None where kernels take tensors.
     """
 
-    def __init__(
-        self,
-        kernel: Any,
-        types: Mapping[str, str | None],
-        strides: Mapping[str, RowStride],
-        constants: Mapping[str, int],
-        warps: int,
-        options: Mapping[str, Any],
-        target: Target,
-        device: torch.device | None,
-    ) -> None:
+    def __init__(self, kernel: Any, recipe: Recipe, target: Target, device: torch.device | None) -> None:
         """Compile a kernel for a device, if kernels are compiled there.
 
         Args:
-            kernel: a `triton.JITFunction`. It names some of the arguments that follow.
-            types: the slots, in the order in which a launch brings them, with their types in Triton's words; None for
-                an absent pointer.
-            strides: arguments that are the same at every launch: row strides. Several of one tensor are one tuple.
-            constants: compile-time constants.
-            warps: warps a program, of 32 threads.
-            options: what else the compiler is told.
+            kernel: a `triton.JITFunction`, which names some of the recipe's types, strides and constants.
+            recipe: what it is compiled from.
             target: the GPU that it is for.
             device: where it runs; None if nowhere, and then it is only known what would be compiled.
         """
         self.kernel = kernel
         self._device = device
-        walked = [stride.arguments if isinstance(stride, RowWalk) else stride for stride in strides.values()]
-        self._fixed = (*walked, *constants.values())
-        names = (*types, *strides, *constants)
+        strides = recipe.strides.values()
+        walked = [stride.arguments if isinstance(stride, RowWalk) else stride for stride in strides]
+        self._fixed = (*walked, *recipe.constants.values())
+        names = (*recipe.types, *recipe.strides, *recipe.constants)
         # One call in C puts a launch's values into the kernel's order.
         self._arrange: Callable[[tuple[Any, ...]], tuple[Any, ...]] = itemgetter(*map(names.index, kernel.arg_names))
-        self._options = options_of(kernel.arg_names, constants, warps, options, target)
-        name = f"{kernel.fn.__module__}:{kernel.fn.__name__}"
-        self.key = key_of(name, kernel.arg_names, types, strides, constants, self._options)
+        self.key = recipe.key(f"{kernel.fn.__module__}:{kernel.fn.__name__}", kernel.arg_names, target)
         self._compiled: Any = None
         self.launch: triton_launcher.Launch | None = None
         if device is not None and target.compiles:
             with on_device(device):
                 self._compiled = obtain(self.key, kernel, target, device.index)
-                arguments = triton_launcher.Arguments(self._arrange, len(types), self._fixed, device.index)
+                arguments = triton_launcher.Arguments(self._arrange, len(recipe.types), self._fixed, device.index)
                 launch = triton_launcher.bind(self._compiled, arguments)
             # With one device there is no other that could be the current one.
             self.launch = launch if launch is None or torch.cuda.device_count() == 1 else _guarded(launch, device)
@@ -81,7 +65,7 @@ class Launcher:
         arguments = self._arrange(values + self._fixed)
         with on_device(self._device):
             if self._compiled is None:
-                run_public(self.kernel, grid, arguments, self._options)
+                run_public(self.kernel, grid, arguments, dict(self.key.options))
             else:
                 # Of the kernel that was compiled, not of its source, which would be looked up or compiled once more.
                 self._compiled[grid](*arguments)

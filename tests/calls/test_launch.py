@@ -15,6 +15,7 @@ from normforge.codegen.instance import Tile
 from normforge.codegen.values import Pipeline
 from normforge.families.public import layernorm2d_bwd, rmsnorm2d_bwd
 from normforge.kernels import assembly
+from normforge.kernels.assembly import Recipe
 from normforge.kernels.launcher import Launcher
 from normforge.selection import dispatch
 
@@ -32,8 +33,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     found: Launched = []
 
     class Addressed(Launcher):
-        def __init__(self, kernel: Any, types: dict[str, str | None], *given: Any) -> None:
-            super().__init__(kernel, types, *given)
+        def __init__(self, kernel: Any, recipe: Recipe, *given: Any) -> None:
+            super().__init__(kernel, recipe, *given)
+            types = recipe.types
             self.launch = lambda grid, values: found.append(
                 (
                     self.key.symbol,

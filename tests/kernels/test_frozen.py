@@ -13,6 +13,7 @@ from normforge.ahead_of_time.compile_keys import CompileKey, compile_keys
 from normforge.errors import FrozenError, SettingError
 from normforge.kernels import binaries as aot
 from normforge.kernels import obtain as obtaining
+from normforge.kernels.assembly import Recipe
 from normforge.kernels.gpu import named_target
 from normforge.kernels.launcher import Launcher
 from normforge.kernels.obtain import compile_for, obtain
@@ -175,7 +176,16 @@ def test_the_public_launch_compiles_nothing_more(cache: Path, monkeypatch: pytes
     x, weight, y = torch.zeros(2, 64), torch.zeros(64), torch.zeros(2, 64)
     given: dict[str, Any] = {"x_ptr": x, "weight_ptr": weight, "y_ptr": y, "M": 2, "eps": 1e-5, "weight_offset": 0.0}
     with driving() as driver:
-        launcher = Launcher(key.function, types, integers, constants, 1, {}, TARGET, torch.device("cuda", 0))
+        recipe = Recipe(
+            part=None,
+            types=types,
+            strides=integers,
+            constants=constants,
+            warps=1,
+            options={},
+            grid=lambda m, programs=1: (m, 1, 1),
+        )
+        launcher = Launcher(key.function, recipe, TARGET, torch.device("cuda", 0))
         assert launcher.key == key.key
         monkeypatch.setenv("NORMFORGE_FROZEN", "1")
         launcher.launch_tensors((2, 1, 1), tuple(given[name] for name in types))

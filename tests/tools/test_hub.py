@@ -19,7 +19,7 @@ import torch
 
 from normforge.codegen.hub import _instances
 from normforge.codegen.parameters import BACKWARD, FORWARD
-from normforge.kernels.assembly import Facts, assemble, options_of
+from normforge.kernels.assembly import Facts, assemble
 from normforge.kernels.gpu import ARCHITECTURES, Target
 from normforge.selection import dispatch
 from normforge.selection.sources import source_of
@@ -261,15 +261,15 @@ def of_runtime(mode: Any, m: int, n: int, target: Target) -> Described:
     dtypes |= {"bias": named} if layer and not mode.is_backward else {}
     strides = {row.row_stride_slot: n if dtypes[row.name] else 0 for row in family.tensors if row.row_stride_slot}
     entry = dispatch.find(mode, n)
-    facts = Facts.of(family, mode, n, target, dtypes, strides, {}, ())
+    facts = Facts(family, mode, n, target, dtypes, strides, {}, ())
     few = m <= entry.small_m
     made = assemble(facts, entry.choices(m, n, target.arch), m, few=few)
     found: Described = []
     for recipe in (*made.walkers, *([made.finisher] if made.finisher else [])):
         source = source_of(entry, recipe.part)
-        options = options_of(source.parameters, recipe.constants, recipe.warps, recipe.options, target)
+        options = dict(recipe.key(source.name, source.parameters, target).options)
         told = {name: value for name, value in recipe.constants.items() if name in source.parameters}
-        found.append((source.symbol, {**told, **options}, recipe.grid(m, made.programs(m))))
+        found.append((source.symbol, {**told, **options}, recipe.grid(m, made.programs(m, 1))))
     return found
 
 

@@ -427,8 +427,8 @@ MUTANTS = (
         "launched-early-without-waiting",
         "a kernel that does not wait is launched before the one ahead has ended",
         "runtime/kernels/assembly.py",
-        'if "PDL" in parameters and constants["PDL"]:',
-        'if constants["PDL"]:',
+        'if "PDL" in parameters and self.constants["PDL"]:',
+        'if self.constants["PDL"]:',
         ("tests/kernels/test_early_launches.py::test_a_kernel_is_launched_early_if_and_only_if_it_waits",),
     ),
     Mutant(
