@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,24 +45,14 @@ def layernorm2d_bwd(
     *,
     mean: torch.Tensor,
     rstd: torch.Tensor,
-    x_bias: torch.Tensor | None = None,
-    dresidual_out: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_rng: torch.Tensor | None = None,
-    cast: str | Cast = "after_weight",
-    dtype: torch.dtype = torch.float64,
+    **options: Any,
 ) -> ReferenceGradients:
     """Compute every gradient that `normforge.layernorm2d_bwd` of the same arguments could return.
 
-    The arithmetic is in `dtype`; every other argument is as there.
+    `options` are the other arguments of that function, the `cast` of the forward call, and `dtype`, in which the
+    arithmetic is done, float64 by default.
     """
-    s = _sum(x, x_bias, dtype)
-    h = (s - mean.to(dtype).unsqueeze(-1)) * rstd.to(dtype).unsqueeze(-1)
-    g = dy.to(dtype) if weight is None else dy.to(dtype) * weight.to(dtype)
-    dx = (g - h * (g * h).mean(-1, keepdim=True) - g.mean(-1, keepdim=True)) * rstd.to(dtype).unsqueeze(-1)
-    cast_to = (word(Cast, "cast", cast), dy.dtype, x.dtype)
-    kept = _kept(x, dropout_p, dropout_rng)
-    return _finish(dy.to(dtype), dx, h, g, rstd.to(dtype), dresidual_out, cast_to, kept, has_bias=True)
+    return _backward(dy, x, weight, mean=mean, rstd=rstd, averages=True, weight_offset=0.0, **options)
 
 
 def rmsnorm2d_bwd(
@@ -73,6 +63,25 @@ def rmsnorm2d_bwd(
     rstd: torch.Tensor,
     averages: bool = True,
     weight_offset: float = 0.0,
+    **options: Any,
+) -> ReferenceGradients:
+    """Compute every gradient that `normforge.rmsnorm2d_bwd` of the same arguments could return.
+
+    averages is that of the forward call: see `reference.rmsnorm2d_fwd`. See `layernorm2d_bwd` for the others.
+    """
+    how = {"averages": averages, "weight_offset": weight_offset}
+    return _backward(dy, x, weight, mean=None, rstd=rstd, **how, **options)
+
+
+def _backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    *,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    averages: bool,
+    weight_offset: float,
     x_bias: torch.Tensor | None = None,
     dresidual_out: torch.Tensor | None = None,
     dropout_p: float = 0.0,
@@ -80,17 +89,39 @@ def rmsnorm2d_bwd(
     cast: str | Cast = "after_weight",
     dtype: torch.dtype = torch.float64,
 ) -> ReferenceGradients:
-    """Compute every gradient that `normforge.rmsnorm2d_bwd` of the same arguments could return.
-
-    averages is that of the forward call: see `reference.rmsnorm2d_fwd`.
-    """
-    h = _sum(x, x_bias, dtype) * rstd.to(dtype).unsqueeze(-1)
-    g = dy.to(dtype) if weight is None else dy.to(dtype) * (weight.to(dtype) + weight_offset)
+    d, rstd = dy.to(dtype), rstd.to(dtype).unsqueeze(-1)
+    s = _sum(x, x_bias, dtype)
+    h = (s if mean is None else s - mean.to(dtype).unsqueeze(-1)) * rstd
+    g = d if weight is None else d * (weight.to(dtype) + weight_offset)
     count = x.shape[-1] if averages else 1
-    dx = (g - h * (g * h).sum(-1, keepdim=True) / count) * rstd.to(dtype).unsqueeze(-1)
-    cast_to = (word(Cast, "cast", cast), dy.dtype, x.dtype)
-    kept = _kept(x, dropout_p, dropout_rng)
-    return _finish(dy.to(dtype), dx, h, g, rstd.to(dtype), dresidual_out, cast_to, kept, has_bias=False, count=count)
+    dx = g - h * (g * h).sum(-1, keepdim=True) / count
+    dx = (dx if mean is None else dx - g.mean(-1, keepdim=True)) * rstd
+    along = (g * h).abs().sum(-1, keepdim=True) / count
+    terms = (g.abs() + h.abs() * along + g.abs().mean(-1, keepdim=True)) * rstd
+    if dresidual_out is not None:
+        dx = dx + dresidual_out.to(dtype)
+        terms = terms + dresidual_out.to(dtype).abs()
+    weighted, either = rounded_first(h, word(Cast, "cast", cast), dy.dtype, x.dtype)
+    ddropped, of_ddropped = None, terms
+    if dropout_rng is not None:
+        # What each element of what was dropped was multiplied by: 0 or 1 / (1 - p).
+        kept = dropout_mask(x.shape, dropout_p, dropout_rng).double() * kept_factor(dropout_p, x.device)
+        ddropped, of_ddropped = dx * kept, terms * kept
+    return ReferenceGradients(
+        dx=dx,
+        dweight=_over_rows(d * weighted),
+        dbias=None if mean is None else _over_rows(d),
+        dx_bias=_over_rows(dx if ddropped is None else ddropped),
+        magnitudes={
+            "dx": terms,
+            "dweight": _over_rows((d * h).abs()),
+            "dbias": _over_rows(d.abs()),
+            "dx_bias": _over_rows(of_ddropped),
+            "ddropped": of_ddropped,
+        },
+        open=None if either is None else _over_rows(d.abs() * either),
+        ddropped=ddropped,
+    )
 
 
 def rounded_first(
@@ -128,51 +159,6 @@ def _sum(x: torch.Tensor, x_bias: torch.Tensor | None, dtype: torch.dtype) -> to
     # a column).
     widest = torch.promote_types(torch.promote_types(x.dtype, x_bias.dtype), torch.float32)
     return (x.to(widest) + x_bias.to(widest)).to(dtype)
-
-
-def _finish(
-    dy: torch.Tensor,
-    dx: torch.Tensor,
-    h: torch.Tensor,
-    g: torch.Tensor,
-    rstd: torch.Tensor,
-    dresidual_out: torch.Tensor | None,
-    cast_to: tuple[Cast, torch.dtype, torch.dtype],
-    kept: torch.Tensor | None,
-    *,
-    has_bias: bool,
-    count: int | None = None,
-) -> ReferenceGradients:
-    along = (g * h).abs().sum(-1, keepdim=True) / (count or h.shape[-1])
-    terms = (g.abs() + h.abs() * along + g.abs().mean(-1, keepdim=True)) * rstd.unsqueeze(-1)
-    if dresidual_out is not None:
-        dx = dx + dresidual_out.to(dx.dtype)
-        terms = terms + dresidual_out.to(dx.dtype).abs()
-    weighted, either = rounded_first(h, *cast_to)
-    ddropped = None if kept is None else dx * kept
-    of_ddropped = terms if kept is None else terms * kept
-    return ReferenceGradients(
-        dx=dx,
-        dweight=_over_rows(dy * weighted),
-        dbias=_over_rows(dy) if has_bias else None,
-        dx_bias=_over_rows(dx if ddropped is None else ddropped),
-        magnitudes={
-            "dx": terms,
-            "dweight": _over_rows((dy * h).abs()),
-            "dbias": _over_rows(dy.abs()),
-            "dx_bias": _over_rows(of_ddropped),
-            "ddropped": of_ddropped,
-        },
-        open=None if either is None else _over_rows(dy.abs() * either),
-        ddropped=ddropped,
-    )
-
-
-def _kept(x: torch.Tensor, dropout_p: float, dropout_rng: torch.Tensor | None) -> torch.Tensor | None:
-    """What each element of what was dropped was multiplied by: 0 or 1 / (1 - p)."""
-    if dropout_rng is None:
-        return None
-    return dropout_mask(x.shape, dropout_p, dropout_rng).double() * kept_factor(dropout_p, x.device)
 
 
 def _over_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ quantisation scales a row by amax / qmax as ck_tile's `02_layernorm2d` does.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,26 +39,6 @@ class ReferenceOutput(NamedTuple):
     terms: torch.Tensor | None = None
 
 
-class _Normalised(NamedTuple):
-    """Rows in the arithmetic dtype, weight and bias applied, with their statistics; see `ReferenceOutput`."""
-
-    y: torch.Tensor
-    terms: torch.Tensor
-    open: torch.Tensor | None
-    mean: torch.Tensor | None
-    rstd: torch.Tensor
-
-
-class _Asked(NamedTuple):
-    """How y is stored: the arguments of those names."""
-
-    smooth_scale: torch.Tensor | None
-    fquant: FusedQuant
-    out_dtype: torch.dtype | None
-    scale_dtype: torch.dtype
-    rounding: Rounding
-
-
 class _Dropout(NamedTuple):
     """What elements of x are dropped by."""
 
@@ -73,40 +53,15 @@ def layernorm2d_fwd(
     bias: torch.Tensor | None = None,
     *,
     eps: float = 1e-5,
-    residual: torch.Tensor | None = None,
-    fadd: str | int | FusedAdd = "none",
-    smooth_scale: torch.Tensor | None = None,
-    fquant: str | int | FusedQuant = "none",
-    x_bias: torch.Tensor | None = None,
-    x_scale: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_rng: torch.Tensor | None = None,
-    first_row: int = 0,
-    out_dtype: torch.dtype | None = None,
-    scale_dtype: torch.dtype = torch.float32,
-    save_mv: bool = False,
-    rounding: str | Rounding = "nearest",
-    cast: str | Cast = "after_weight",
-    dtype: torch.dtype = torch.float64,
+    **options: Any,
 ) -> ReferenceOutput:
     """Compute what `normforge.layernorm2d_fwd` of the same arguments should return, in the dtypes it returns.
 
-    The arithmetic is done in `dtype`; in float64 its rounding errors are negligible beside a kernel's. first_row is the
-    number of x's first row, of which dropouts make a difference, where x is a part of a call's.
+    `options` are the other arguments of that function and two of the oracle's. The arithmetic is done in `dtype`,
+    float64 by default, whose rounding errors are negligible beside a kernel's. `first_row` is the number of x's first
+    row, which decides what a dropout drops, where x is a part of a call's.
     """
-    dropout = None if dropout_rng is None else _Dropout(dropout_p, dropout_rng, first_row)
-    s, terms, residual_out = _sum(_value(x, x_scale), x_bias, dropout, residual, word(FusedAdd, "fadd", fadd), dtype)
-    mean = s.mean(-1, keepdim=True)
-    rstd = ((s - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
-    y, either = rounded_first((s - mean) * rstd, word(Cast, "cast", cast), out_dtype or x.dtype, x.dtype)
-    terms = (terms + mean.abs()) * rstd
-    if weight is not None:
-        y, terms = y * weight.to(dtype), terms * weight.to(dtype).abs()
-        either = either if either is None else either * weight.to(dtype).abs()
-    if bias is not None:
-        y, terms = y + bias.to(dtype), terms + bias.to(dtype).abs()
-    asked = _asked(smooth_scale, fquant, out_dtype, scale_dtype, rounding)
-    return _finish(_Normalised(y, terms, either, mean, rstd), asked, x.dtype, residual_out, save_mv)
+    return _forward(x, weight, bias, eps=eps, centres=True, averages=True, weight_offset=0.0, **options)
 
 
 def rmsnorm2d_fwd(
@@ -116,6 +71,25 @@ def rmsnorm2d_fwd(
     eps: float = 1e-6,
     averages: bool = True,
     weight_offset: float = 0.0,
+    **options: Any,
+) -> ReferenceOutput:
+    """Compute what `normforge.rmsnorm2d_fwd` of the same arguments should return; see `layernorm2d_fwd`.
+
+    averages says whether the squares of a row are averaged, or added up as an L2 norm does.
+    """
+    how = {"centres": False, "averages": averages, "weight_offset": weight_offset}
+    return _forward(x, weight, None, eps=eps, **how, **options)
+
+
+def _forward(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    eps: float,
+    centres: bool,
+    averages: bool,
+    weight_offset: float,
     residual: torch.Tensor | None = None,
     fadd: str | int | FusedAdd = "none",
     smooth_scale: torch.Tensor | None = None,
@@ -132,22 +106,35 @@ def rmsnorm2d_fwd(
     cast: str | Cast = "after_weight",
     dtype: torch.dtype = torch.float64,
 ) -> ReferenceOutput:
-    """Compute what `normforge.rmsnorm2d_fwd` of the same arguments should return; see `layernorm2d_fwd`.
-
-    averages says whether the squares of a row are averaged, or added up as an L2 norm does.
-    """
     dropout = None if dropout_rng is None else _Dropout(dropout_p, dropout_rng, first_row)
     s, terms, residual_out = _sum(_value(x, x_scale), x_bias, dropout, residual, word(FusedAdd, "fadd", fadd), dtype)
+    mean = s.mean(-1, keepdim=True) if centres else None
+    if mean is not None:
+        s, terms = s - mean, terms + mean.abs()
     squares = s.square().sum(-1, keepdim=True)
     rstd = ((squares / s.shape[-1] if averages else squares) + eps).rsqrt()
-    y, either = rounded_first(s * rstd, word(Cast, "cast", cast), out_dtype or x.dtype, x.dtype)
+    z, either = rounded_first(s * rstd, word(Cast, "cast", cast), out_dtype or x.dtype, x.dtype)
     terms = terms * rstd
     if weight is not None:
-        factor = weight.to(dtype) + weight_offset
-        y, terms = y * factor, terms * factor.abs()
-        either = either if either is None else either * factor.abs()
-    asked = _asked(smooth_scale, fquant, out_dtype, scale_dtype, rounding)
-    return _finish(_Normalised(y, terms, either, None, rstd), asked, x.dtype, residual_out, save_mv)
+        z, terms, either = _scaled(weight.to(dtype) + weight_offset, z, terms, either)
+    if bias is not None:
+        z, terms = z + bias.to(dtype), terms + bias.to(dtype).abs()
+    if not word(FusedQuant, "fquant", fquant).quantises:
+        y, y_scale = z.to(out_dtype or x.dtype), None
+    else:
+        if smooth_scale is not None:
+            z, terms, either = _scaled(smooth_scale.to(dtype), z, terms, either)
+        y, y_scale = quantised_rows(z, out_dtype or torch.int8, scale_dtype, word(Rounding, "rounding", rounding))
+    saved_mean = mean.squeeze(-1).float() if save_mv and mean is not None else None
+    saved_rstd = rstd.squeeze(-1).float() if save_mv else None
+    return ReferenceOutput(y, residual_out, y_scale, saved_mean, saved_rstd, z, either, terms=terms)
+
+
+def _scaled(
+    factor: torch.Tensor, z: torch.Tensor, terms: torch.Tensor, either: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Rows by a factor of each column, and what bounds their errors by its magnitude."""
+    return z * factor, terms * factor.abs(), None if either is None else either * factor.abs()
 
 
 def _value(x: torch.Tensor, x_scale: torch.Tensor | None) -> torch.Tensor:
@@ -191,36 +178,6 @@ def _sum_in(
         keep = dropout_mask(x.shape, dropout.p, dropout.rng, first_row=dropout.first_row)
         total = torch.where(keep, total * kept_factor(dropout.p, x.device).to(dtype), 0.0)
     return total if residual is None else total + residual.to(dtype)
-
-
-def _asked(
-    smooth_scale: torch.Tensor | None,
-    fquant: str | int | FusedQuant,
-    out_dtype: torch.dtype | None,
-    scale_dtype: torch.dtype,
-    rounding: str | Rounding,
-) -> _Asked:
-    quantisation, way = word(FusedQuant, "fquant", fquant), word(Rounding, "rounding", rounding)
-    return _Asked(smooth_scale, quantisation, out_dtype, scale_dtype, way)
-
-
-def _finish(
-    rows: _Normalised, asked: _Asked, x_dtype: torch.dtype, residual_out: torch.Tensor | None, save_mv: bool
-) -> ReferenceOutput:
-    y, terms, either, mean, rstd = rows
-    smooth_scale, fquant, out_dtype, scale_dtype, rounding = asked
-    saved_mean = mean.squeeze(-1).float() if save_mv and mean is not None else None
-    saved_rstd = rstd.squeeze(-1).float() if save_mv else None
-    if not fquant.quantises:
-        stored = y.to(out_dtype or x_dtype)
-        return ReferenceOutput(stored, residual_out, None, saved_mean, saved_rstd, y, either, terms=terms)
-    z = y
-    if smooth_scale is not None:
-        factor = smooth_scale.to(y.dtype)
-        z, terms = y * factor, terms * factor.abs()
-        either = either if either is None else either * factor.abs()
-    q, y_scale = quantised_rows(z, out_dtype or torch.int8, scale_dtype, rounding)
-    return ReferenceOutput(q, residual_out, y_scale, saved_mean, saved_rstd, z, either, terms=terms)
 
 
 def quantised_rows(
