@@ -36,7 +36,7 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_166,
+    "all by hand": 15_148,
     "C": 863,
     "emitted": 211,
     "ahead_of_time": 783,
@@ -44,8 +44,8 @@ MOST_CODE_LINES = {
     "families": 1_688,
     "compiled": 662,
     "integrations": 402,
-    "jax": 704,
-    "kernels": 1_125,
+    "jax": 703,
+    "kernels": 1_119,
     "nn": 1_019,
     "normforge": 517,
     "operators": 607,
@@ -53,7 +53,7 @@ MOST_CODE_LINES = {
     "parallel": 212,
     "patching": 1_498,
     "reference": 634,
-    "selection": 866,
+    "selection": 855,
     "upstream": 736,
 }
 # Modules of ours that `import normforge` loads; the goal is 60.

@@ -15,7 +15,7 @@ from ..kernels.binaries import Folder, digest_of, read
 from ..kernels.gpu import Target
 from ..kernels.key import KernelKey
 from ..locks import fork_safe
-from ..selection.sources import Source
+from ..selection.table import Source
 from ..settings import named
 
 

@@ -14,8 +14,7 @@ from ..kernels.assembly import SUMS, Assembly, Facts, Recipe, assemble, in_softw
 from ..kernels.gpu import Target
 from ..kernels.strides import RowWalk, kind_of
 from ..selection import dispatch
-from ..selection.sources import source_of
-from ..selection.table import Entry
+from ..selection.table import Entry, source_of
 from ..upstream import jaxlib_triton
 from .code import code_of
 from .device import target as lowered_for

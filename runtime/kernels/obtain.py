@@ -25,11 +25,8 @@ _lock = fork_safe(threading.Lock())
 _locks: defaultdict[tuple[KernelKey, int], threading.RLock] = defaultdict(lambda: fork_safe(threading.RLock()))
 
 
-class _Thread(threading.local):
-    only_compiled = False
-
-
-_this_thread = _Thread()
+# Has `only_compiled` within the context of that name.
+_this_thread = threading.local()
 
 
 @contextmanager
@@ -38,7 +35,7 @@ def only_compiled() -> Iterator[None]:
 
     Loading one is nothing that may be done while a CUDA graph is captured.
     """
-    before, _this_thread.only_compiled = _this_thread.only_compiled, True
+    before, _this_thread.only_compiled = getattr(_this_thread, "only_compiled", False), True
     try:
         yield
     finally:
@@ -60,7 +57,7 @@ def obtain(key: KernelKey, function: Any, target: Target, device: int) -> Any:
     """
     found = _compiled.get((key, device))
     if found is None:
-        if _this_thread.only_compiled:
+        if getattr(_this_thread, "only_compiled", False):
             raise FrozenError(
                 f"{key} is not loaded on device {device}, and a CUDA graph is being captured; make the call once before"
             )
@@ -108,15 +105,13 @@ def compile_for(key: KernelKey, function: Any, target: Target) -> Any:
         # Triton asks a source for its intermediate representation only once its cache has turned out to lack it.
         source.make_ir = partial(_refuse, key, target)
     backend, arch = ("cuda", int(target.arch[3:])) if target.is_nvidia else ("hip", target.arch)
-    knobs = triton.knobs
-    # As Triton's own launch has it.
+    # The first two are those of Triton's own launch.
     options = {
-        "debug": function.debug or knobs.runtime.debug,
-        "instrumentation_mode": knobs.compilation.instrumentation_mode,
+        "debug": function.debug or triton.knobs.runtime.debug,
+        "instrumentation_mode": triton.knobs.compilation.instrumentation_mode,
+        **dict(key.options),
     }
-    return triton.compile(
-        source, target=GPUTarget(backend, arch, target.warp_size), options={**options, **dict(key.options)}
-    )
+    return triton.compile(source, target=GPUTarget(backend, arch, target.warp_size), options=options)
 
 
 def _refuse(key: KernelKey, target: Target, *_: Any, **__: Any) -> NoReturn:

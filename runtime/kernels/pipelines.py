@@ -227,13 +227,12 @@ def constants(tile: Tile, n: int, row_alignment: int, misaligned: Collection[str
         target: the GPU that the kernel is for.
     """
     numbers = {f.name.upper(): getattr(tile, f.name) for f in fields(Tile) if f.name not in ("pipeline", "warps")}
-    ptx = target.compiles and target.is_nvidia
     return {
         "N": n,
         "ROW_ALIGNMENT": row_alignment,
         "VECTOR": VECTOR,
         "PAIRED": is_paired(n, row_alignment, misaligned),
-        "PTX": ptx,
+        "PTX": target.compiles and target.is_nvidia,
         "PDL": target.launches_early,
         **numbers,
     }

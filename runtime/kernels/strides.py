@@ -159,9 +159,9 @@ def _adjoining(name: str, dtypes: Mapping[str, str], sizes: Mapping[str, int]) -
 
 def _told_apart(strides: Mapping[str, RowStride], n: int) -> dict[str, RowStride]:
     """For each of the strides the smallest that compilations of rows of n elements do not tell from it."""
-    found: dict[str, RowStride] = {}
-    for slot, stride in strides.items():
-        found[slot] = _walk(stride) if isinstance(stride, RowWalk) else _like(stride, n)
+    found: dict[str, RowStride] = {
+        slot: _walk(stride) if isinstance(stride, RowWalk) else _like(stride, n) for slot, stride in strides.items()
+    }
     x, y = "x_row_stride", "y_row_stride"
     # Kernels of rows that start anywhere take those of y that start as x's do.
     of_y = found.get(y)
@@ -183,12 +183,11 @@ def _like(stride: int, n: int) -> int:
 def _walk(walk: RowWalk) -> RowWalk:
     """A walk of as many strides, with sizes of 2, of which the same is known."""
     inner, *outer = reversed(walk.strides)
-    strides, jumps = [_like(inner, 0)], []
+    strides = [_like(inner, 0)]
     for size, nearer, further in zip(reversed(walk.sizes), reversed(walk.strides), outer, strict=False):
-        jumps.append(abs(further - size * nearer))
-    for further, jump in zip(outer, jumps, strict=True):
         past = -(-2 * strides[-1] // MOST_ALIGNED) * MOST_ALIGNED
-        strides.append(past + row_alignment(further) + (2 * _WIDE if jump > LARGEST_I32 else 0))
+        is_wide = abs(further - size * nearer) > LARGEST_I32
+        strides.append(past + row_alignment(further) + (2 * _WIDE if is_wide else 0))
     return RowWalk(tuple(reversed(strides)), (2,) * len(walk.sizes))
 
 

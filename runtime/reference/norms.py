@@ -77,7 +77,7 @@ def rmsnorm2d_fwd(
 
     averages says whether the squares of a row are averaged, or added up as an L2 norm does.
     """
-    how = {"centres": False, "averages": averages, "weight_offset": weight_offset}
+    how: dict[str, Any] = {"centres": False, "averages": averages, "weight_offset": weight_offset}
     return _forward(x, weight, None, eps=eps, **how, **options)
 
 

@@ -23,7 +23,7 @@ from normforge.kernels.assembly import assemble
 from normforge.kernels.gpu import Target
 from normforge.kernels.key import KernelKey
 from normforge.kernels.launcher import run_public
-from normforge.selection.sources import Source
+from normforge.selection.table import Source
 from normforge.upstream import jaxlib_triton
 
 from ..thorough import THOROUGH

@@ -22,7 +22,7 @@ from normforge.codegen.parameters import BACKWARD, FORWARD
 from normforge.kernels.assembly import Facts, assemble
 from normforge.kernels.gpu import ARCHITECTURES, Target
 from normforge.selection import dispatch
-from normforge.selection.sources import source_of
+from normforge.selection.table import source_of
 from normforge.tools.cli import main
 
 from ..thorough import THOROUGH
