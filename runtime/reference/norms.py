@@ -7,7 +7,7 @@ quantisation scales a row by amax / qmax as ck_tile's `02_layernorm2d` does.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -53,43 +53,6 @@ def layernorm2d_fwd(
     bias: torch.Tensor | None = None,
     *,
     eps: float = 1e-5,
-    **options: Any,
-) -> ReferenceOutput:
-    """Compute what `normforge.layernorm2d_fwd` of the same arguments should return, in the dtypes it returns.
-
-    `options` are the other arguments of that function and two of the oracle's. The arithmetic is done in `dtype`,
-    float64 by default, whose rounding errors are negligible beside a kernel's. `first_row` is the number of x's first
-    row, which decides what a dropout drops, where x is a part of a call's.
-    """
-    return _forward(x, weight, bias, eps=eps, centres=True, averages=True, weight_offset=0.0, **options)
-
-
-def rmsnorm2d_fwd(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    averages: bool = True,
-    weight_offset: float = 0.0,
-    **options: Any,
-) -> ReferenceOutput:
-    """Compute what `normforge.rmsnorm2d_fwd` of the same arguments should return; see `layernorm2d_fwd`.
-
-    averages says whether the squares of a row are averaged, or added up as an L2 norm does.
-    """
-    how: dict[str, Any] = {"centres": False, "averages": averages, "weight_offset": weight_offset}
-    return _forward(x, weight, None, eps=eps, **how, **options)
-
-
-def _forward(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    *,
-    eps: float,
-    centres: bool,
-    averages: bool,
-    weight_offset: float,
     residual: torch.Tensor | None = None,
     fadd: str | int | FusedAdd = "none",
     smooth_scale: torch.Tensor | None = None,
@@ -105,6 +68,70 @@ def _forward(
     rounding: str | Rounding = "nearest",
     cast: str | Cast = "after_weight",
     dtype: torch.dtype = torch.float64,
+) -> ReferenceOutput:
+    """Compute what `normforge.layernorm2d_fwd` of the same arguments should return, in the dtypes it returns.
+
+    The arithmetic is done in `dtype`; in float64 its rounding errors are negligible beside a kernel's. first_row is the
+    number of x's first row, of which dropouts make a difference, where x is a part of a call's.
+    """
+    # All arguments: nothing else is local yet.
+    return _forward(**locals(), centres=True, averages=True, weight_offset=0.0)
+
+
+def rmsnorm2d_fwd(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+    averages: bool = True,
+    weight_offset: float = 0.0,
+    residual: torch.Tensor | None = None,
+    fadd: str | int | FusedAdd = "none",
+    smooth_scale: torch.Tensor | None = None,
+    fquant: str | int | FusedQuant = "none",
+    x_bias: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_rng: torch.Tensor | None = None,
+    first_row: int = 0,
+    out_dtype: torch.dtype | None = None,
+    scale_dtype: torch.dtype = torch.float32,
+    save_mv: bool = False,
+    rounding: str | Rounding = "nearest",
+    cast: str | Cast = "after_weight",
+    dtype: torch.dtype = torch.float64,
+) -> ReferenceOutput:
+    """Compute what `normforge.rmsnorm2d_fwd` of the same arguments should return; see `layernorm2d_fwd`.
+
+    averages says whether the squares of a row are averaged, or added up as an L2 norm does.
+    """
+    return _forward(**locals(), bias=None, centres=False)
+
+
+def _forward(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    eps: float,
+    centres: bool,
+    averages: bool,
+    weight_offset: float,
+    residual: torch.Tensor | None,
+    fadd: str | int | FusedAdd,
+    smooth_scale: torch.Tensor | None,
+    fquant: str | int | FusedQuant,
+    x_bias: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    dropout_p: float,
+    dropout_rng: torch.Tensor | None,
+    first_row: int,
+    out_dtype: torch.dtype | None,
+    scale_dtype: torch.dtype,
+    save_mv: bool,
+    rounding: str | Rounding,
+    cast: str | Cast,
+    dtype: torch.dtype,
 ) -> ReferenceOutput:
     dropout = None if dropout_rng is None else _Dropout(dropout_p, dropout_rng, first_row)
     s, terms, residual_out = _sum(_value(x, x_scale), x_bias, dropout, residual, word(FusedAdd, "fadd", fadd), dtype)
