@@ -143,7 +143,7 @@ def start() -> None:
 
 
 def _is_command() -> bool:
-    """Whether this process is the `normforge` command, of which not every verb makes calls, or needs torch."""
+    """Return True if this process is the `normforge` command, some of whose verbs need no torch."""
     # While Python looks for what -m names, that stands where the program's path will.
     if sys.argv[:1] == ["-m"]:
         return ("-m", __name__) in pairwise(sys.orig_argv)
@@ -151,12 +151,12 @@ def _is_command() -> bool:
 
 
 def _is_for_jax() -> bool:
-    """Whether this process uses JAX and has no torch yet, which then is not imported for calls that may never come."""
+    """Return True if this process uses JAX and has not imported torch, which its calls may never need."""
     return sys.modules.get("torch") is None and ("jax" in sys.modules or find_spec("torch") is None)
 
 
 def _start_late() -> None:
-    """The same at the end of torch's import, unless a module of normforge's is what imports it."""
+    """Run `start` at the end of torch's import, unless a module of normforge imports torch."""
     modules = [(name, module) for name, module in sys.modules.items() if name.startswith(f"{__name__}.")]
     halfway = [name for name, module in modules if getattr(module.__spec__, "_initializing", False)]
     if halfway:

@@ -38,14 +38,15 @@ Words = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, order=True)
 class CallKind:
-    """What calls are alike in that share their kernels, on any GPU: no addresses, and of M its class alone.
+    """A key of calls that share their kernels on any GPU: it holds no addresses, and only the class of M.
 
     Attributes:
         mode: the mode's name.
         sizes: the row length, "n"; of GroupNorm "channels", "groups" and "positions".
         dtypes: of the tensors that are read and written, by the kernels' names for them: torch's names of types.
-        strides: of rows that do not adjoin, likewise: elements from row to row, and of rows on several strides these
-            with the sizes between them, "6144x32x128". They are the smallest that no kernel can tell from the call's.
+        strides: of tensors with gaps between rows: elements from row to row, or for rows on several strides the
+            strides with the sizes between them, "6144x32x128". They are the smallest that no kernel can tell from the
+            call's.
         misaligned: the tensors that start at no multiple of 16 bytes.
         rows: the class of M, one of `ROWS`.
         invariant: whether they are batch invariant.
@@ -71,7 +72,7 @@ class CallKind:
         return size["n"] if "n" in size else size["channels"] // size["groups"] * size["positions"]
 
     def at(self, rows: Iterable[str]) -> list[CallKind]:
-        """The same at some classes of M."""
+        """Return the kind at each of some classes of M."""
         return [replace(self, rows=word) for word in rows]
 
     def __str__(self) -> str:
@@ -101,7 +102,7 @@ def _document(alike: list[CallKind]) -> dict[str, Any]:
 
 
 def read_line(line: str) -> Iterator[CallKind]:
-    """The kinds of a line that `lines_of` wrote, or that somebody has changed since.
+    """Yield the kinds of a line that `lines_of` wrote, which a user may have edited.
 
     Raises:
         ValueError: it is no such line; the message says why.

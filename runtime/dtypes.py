@@ -1,4 +1,4 @@
-"""What modes are made of, as callers say it: torch's dtypes, words and integers; and back, from a mode to arguments."""
+"""From torch's dtypes, words and integers that callers pass to the fields of a mode, and from a mode to arguments."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ FP8_INPUTS = tuple(TORCH_DTYPES[dtype] for dtype in FP8_INPUT_DTYPES)
 
 
 def stored_dtype(kind: DType | ScaleFormat) -> torch.dtype:
-    """What stands in memory of a type that a mode names."""
+    """Return the dtype in which tensors of a type or a scale format are stored."""
     return SCALE_DTYPES[kind] if isinstance(kind, ScaleFormat) else TORCH_DTYPES[kind]
 
 
@@ -111,7 +111,7 @@ def _listed(words: dict[str, Enum], codes: dict[int, Enum]) -> str:
     return ", ".join(f"{name!r}" + (f" ({numbers[member]})" if codes else "") for name, member in words.items())
 
 
-# What stands for a number that is not 0: how likely elements are dropped.
+# An example of a number other than 0: the probability of a dropout.
 _NUMBER = 0.25
 
 

@@ -39,7 +39,7 @@ class TransformError(NormforgeError, RuntimeError):
 
 
 class InvarianceError(NormforgeError, RuntimeError):
-    """A call under batch invariance whose rows' bits would depend on the batch, or be computed by somebody else."""
+    """A call under batch invariance whose bits would depend on the batch, or that no kernel serves."""
 
 
 class MissingInstanceError(NormforgeError, LookupError):

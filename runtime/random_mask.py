@@ -56,7 +56,7 @@ def dropped(tensor: torch.Tensor, dropout_p: float, dropout_rng: torch.Tensor) -
 
 
 def kept_factor(dropout_p: float, device: torch.device) -> torch.Tensor:
-    """What elements that are kept are multiplied by, in fp32."""
+    """Return the factor of elements that a dropout keeps, in fp32."""
     return 1.0 / (1.0 - _rounded(dropout_p, device))
 
 

@@ -48,7 +48,7 @@ _PLACEHOLDER = re.compile(r"%(.?)", re.DOTALL)
 
 
 def _of_process(placeholder: re.Match[str]) -> str:
-    """What a letter behind a % in NORMFORGE_RECORD stands for."""
+    """Return the replacement of a letter behind a % in NORMFORGE_RECORD."""
     letter, name = placeholder[1], os.environ["NORMFORGE_RECORD"]
     found = {"p": str(os.getpid()), "r": os.environ.get("RANK"), "%": "%"}
     if letter not in found:
@@ -163,7 +163,7 @@ def contents(path: Path) -> bytes:
     Raises:
         OSError: there is none that can be read, or it is too large to be one of normforge's.
     """
-    # Opening a pipe would wait for somebody to write to it.
+    # Opening a pipe would wait for a writer.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(0, "it is no regular file")

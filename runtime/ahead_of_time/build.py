@@ -24,7 +24,7 @@ _OURS = re.compile(r".+-[0-9a-f]{16}\.(?:cubin|hsaco|json|ptx)(?:\.\d+\.part)?")
 
 @dataclass(frozen=True)
 class Built:
-    """What a build came to: how many kernels were compiled, were there already, and were removed."""
+    """The result of a build: how many kernels it compiled, kept and removed."""
 
     compiled: int
     kept: int

@@ -234,7 +234,7 @@ def recorded_keys(
 def recorded_keys_for(
     recorded: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], target: Target, rows: Iterable[str] | None
 ) -> list[CompileKey]:
-    """The same for a GPU that is known; see `recorded_keys`."""
+    """Return `recorded_keys` for a known GPU."""
     files = [recorded] if isinstance(recorded, (str, os.PathLike)) else recorded
     classes = None if rows is None else classes_of_rows(_listed("rows", rows))
     found: dict[KernelKey, CompileKey] = {}
@@ -340,7 +340,7 @@ def _named(modes: Iterable[str | AnyMode], has_lengths: bool, has_shapes: bool) 
 
 
 def _matching(name: str) -> list[str]:
-    """The names that a name or a glob stands for: of the table in use, or of GroupNorm, of which that has no mode."""
+    """Return the modes that match a name or a glob: those of the table in use, or else of GroupNorm."""
     present = dict.fromkeys(entry.mode for entry in dispatch.loaded())
     for names in (present, [mode.name for mode in group_modes()]):
         if found := [each for each in names if fnmatchcase(each, name)]:

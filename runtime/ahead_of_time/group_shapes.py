@@ -45,7 +45,7 @@ class GroupShape:
 
     @classmethod
     def parse(cls, text: object) -> GroupShape:
-        """What is written as 2x320x64x64/32, or as *x320x64x64/32 for any number of samples.
+        """Parse a shape such as 2x320x64x64/32, or *x320x64x64/32 for any number of samples.
 
         Raises:
             ShapeError: it is written otherwise, or the groups do not divide the channels.
@@ -67,7 +67,7 @@ class GroupShape:
 
     @property
     def positions(self) -> int:
-        """Of a channel."""
+        """The number of positions of a channel."""
         return prod(self.space)
 
     @property
@@ -120,7 +120,7 @@ def fitting(modes: Collection[GroupMode], shapes: Iterable[GroupShape]) -> Itera
 def launches(
     mode: GroupMode, shape: GroupShape, target: Target, deployment: Deployment, *, trained: bool
 ) -> Iterator[tuple[str, str, Launcher]]:
-    """What calls of a mode launch: the instance, the class of how many groups there are, and a launcher.
+    """Yield what calls of a mode launch: the instance, the class of the number of groups, and a launcher.
 
     Args:
         mode: theirs.

@@ -24,7 +24,7 @@ def for_each(
     jobs: int | None,
     progress: bool,
 ) -> list[T]:
-    """What some work on each key returns, in the order of the keys.
+    """Run `work` on each key in threads and return the results, in the order of the keys.
 
     Args:
         keys: what to work on.

@@ -1,4 +1,4 @@
-"""Where the rows of stand-ins lie, as `compile_keys` is told it."""
+"""The row strides of stand-ins, from the `row_strides` of `compile_keys`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES = tuple(
 
 @dataclass(frozen=True)
 class RowPlaces:
-    """Where the rows of one call's tensors lie.
+    """The shape and the row strides of one call's tensors.
 
     Attributes:
         shape: the tensors'.
@@ -42,7 +42,7 @@ class RowPlaces:
 
     @classmethod
     def of(cls, asked: Asked, n: int) -> RowPlaces:
-        """What was asked of rows of n elements.
+        """Return the places that an entry of `row_strides` asks for, with rows of n elements.
 
         Raises:
             ConflictError: it names no argument that has rows, or two whose sizes do not go together, or is no strides.

@@ -31,7 +31,7 @@ FEW, SOME, MANY, MOST = ROWS = call_kinds.ROWS
 
 
 def classes_of_rows(words: Sequence[str]) -> Sequence[str]:
-    """The same classes of M.
+    """Check that words are classes of M, and return the words.
 
     Raises:
         ConflictError: a word is none.
@@ -44,7 +44,7 @@ def classes_of_rows(words: Sequence[str]) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class Deployment:
-    """What calls of a mode may bring that the mode does not say; see `compile_keys`."""
+    """The properties of calls that a mode does not fix; see `compile_keys`."""
 
     weight_dtypes: Sequence[Kind]
     bias_dtypes: Sequence[Kind] | None
@@ -84,7 +84,7 @@ _POINTERS = {row.name: row.slot for family in FAMILIES for row in (*family.input
 
 
 def plans(mode: Mode, n: int, target: Target, deployment: Deployment) -> Iterator[Plan]:
-    """What calls of a mode come to, one for each combination of what they may bring."""
+    """Yield a plan for each combination of dtypes, strides and alignments that calls of a mode may bring."""
     biases = (None,) if not mode.norm.centres else deployment.bias_dtypes
     for weight, stride, names in product(deployment.weight_dtypes, deployment.row_strides, deployment.misaligned):
         rows = RowPlaces.of(stride, n)
@@ -177,7 +177,7 @@ class _Calls:
         return fitting
 
     def _maker(self, **further: Kind) -> Callable[[Parameter], torch.Tensor | None]:
-        """What makes an operand: x, one of its type, or of the one that kinds have, where None is no operand."""
+        """Return a function that makes operands, in x's dtype or in that of `kinds`; None there is no operand."""
         mode, rows, kinds = self.mode, self.rows, {**self.kinds, **further}
 
         def make(parameter: Parameter) -> torch.Tensor | None:

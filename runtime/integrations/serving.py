@@ -1,4 +1,4 @@
-"""What a plug may take over from an engine's norm, and the call that serves it."""
+"""Which calls of an engine's norm a plug may serve, and the kernels that serve them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FLOATS = frozenset(FLOATS)
 def fits(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
 ) -> bool:
-    """Whether a norm over x's last dimension is one that a kernel computes, and no gradient is due.
+    """Return True if a kernel computes a norm over x's last dimension and no gradient is due.
 
     Weight and bias are vectors of x's dtype or fp32, and residual is like x.
     """
@@ -53,7 +53,7 @@ def follow_switch(variable: str) -> bool:
 
 
 def cast_of(weight: torch.Tensor | None) -> str:
-    """Where vLLM rounds, and what is written like it: to the weight's dtype, then multiplied, then to x's."""
+    """Return `cast` as vLLM rounds: to the weight's dtype, then multiplied, then to x's dtype."""
     narrow = weight is not None and weight.dtype is not torch.float32
     return "before_weight" if narrow else "after_weight"
 
@@ -72,7 +72,7 @@ def layer(engine: str, x: torch.Tensor, *vectors: torch.Tensor | None, eps: floa
 
 
 def served(whose: str, run: Callable[..., T], x: torch.Tensor, *others: Any, **named: Any) -> T | None:
-    """What a function that calls kernels returns; see `attempted`. What is compiled raises its errors."""
+    """Run a function that calls kernels and return its result; see `attempted`. Compiled calls raise their errors."""
     if is_dynamo_compiling():
         return run(x, *others, **named)
     return attempted(whose, run, x, *others, **named)

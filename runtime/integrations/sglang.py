@@ -81,7 +81,7 @@ def _served(
 
 
 def _serves_as_asked() -> bool:
-    """Whether kernels return the bits that SGLang asks for: in its batch-invariant mode they are such from here on."""
+    """Return True if kernels can return the bits that SGLang asks for; turn batch invariance on with SGLang's."""
     layers: Any = sys.modules.get(_LAYERS)
     asked = getattr(layers, "is_batch_invariant_mode_enabled", None)
     if asked is None or not asked():

@@ -97,7 +97,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: in
 def fused_add_rms_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Its `fused_add_rms_norm`, likewise; both results are new tensors."""
+    """The `fused_add_rms_norm` of vLLM's IR; both results are new tensors."""
     found: Any = rms("vLLM", x, weight, residual=x_residual, eps=epsilon, cast=cast_of(weight))
     if found is None:
         found = _native("fused_add_rms_norm")(x, x_residual, weight, epsilon, variance_size)

@@ -118,7 +118,7 @@ class _Form(NamedTuple):
 
 
 def _form(key: Any) -> _Form | None:
-    """That of a key; None for a key that is not served."""
+    """Return the form of a key; None for a key that is not served."""
     from vllm.model_executor.layers.quantization.utils import quant_utils
 
     if key is None:
@@ -140,7 +140,7 @@ def _static(linear: Any, x: Tensor) -> Options | None:
 
 
 def _is_one(scale: Any, x: Tensor) -> bool:
-    """Whether something is one fp32 value where x is."""
+    """Return True if `scale` is a tensor of one fp32 value on x's device."""
     is_tensor = isinstance(scale, Tensor)
     return is_tensor and scale.dtype is torch.float32 and scale.numel() == 1 and scale.device == x.device
 
@@ -180,7 +180,7 @@ def _quantiser(linear: Any) -> Any:
 
 
 def _packs(quantiser: Any) -> bool:
-    """Whether it returns powers of two as their exponents, four to an int32."""
+    """Return True if a quantiser returns powers of two as their exponents, four per int32."""
     from vllm.utils.deep_gemm import DeepGemmQuantScaleFMT
 
     oracle: Any = DeepGemmQuantScaleFMT

@@ -1,4 +1,4 @@
-"""What operands have to be, and the errors that say which is not."""
+"""Checks of operands, with the errors that name a wrong one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where kernels' PTX comes from: a folder that was compiled ahead of time, or Triton, if it is installed."""
+"""The PTX of kernels: from a folder that was compiled ahead of time, or from Triton, if it is installed."""
 
 from __future__ import annotations
 

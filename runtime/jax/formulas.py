@@ -1,4 +1,4 @@
-"""The same norms and gradients in jax.numpy: what runs where kernels do not, and what they are differentiated by.
+"""The norms and their gradients in jax.numpy: they run where no kernel does, and second derivatives use them.
 
 Arithmetic is fp32, or fp64 if any operand is, with one rounding at the end, as docs/reference/numerics.md has it.
 """

@@ -25,7 +25,7 @@ Operands = Mapping[str, jax.Array]
 
 
 class Quantised(NamedTuple):
-    """What a quantised norm returns.
+    """The results of a quantised norm.
 
     Attributes:
         y: x's shape, in out_dtype.

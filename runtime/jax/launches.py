@@ -1,4 +1,4 @@
-"""What an operation comes to on a GPU: its kernels, each a custom call of the program."""
+"""The kernels of an operation on a GPU, each a custom call of the program."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class _Launches:
 
 
 def _facts(op: Operation, given: Sequence[jax.Array], n: int, target: Target, *, invariant: bool) -> Facts:
-    """What the kernels are chosen by: rows adjoin, and all arrays are aligned, as XLA allocates them."""
+    """Return the facts that kernels are chosen by: XLA allocates aligned arrays without gaps."""
     rows, dtypes = op.family.tensors, _dtypes(op, given)
     strides = {row.row_stride_slot: n if dtypes[row.name] else 0 for row in rows if row.row_stride_slot is not None}
     return Facts(op.family, op.mode, n, target, dtypes, strides, {}, (), invariant=invariant)

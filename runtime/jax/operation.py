@@ -28,7 +28,7 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 @dataclass(frozen=True)
 class Operation:
-    """What is computed of which operands.
+    """A norm or a gradient, its operands and its results.
 
     Attributes:
         mode: which kernels.
@@ -62,7 +62,7 @@ class Operation:
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """Those of its results that are sums over rows."""
+        """The results that are sums over rows."""
         return tuple(name for name, _ in self.results if name in SUMS)
 
     @property
@@ -80,19 +80,19 @@ class Operation:
         return next(at for at, row in enumerate(self.inputs) if row.kind is Kind.ROWS)
 
     def shape_in(self, operands: Sequence[Any]) -> tuple[int, ...]:
-        """The shape of the rows among some operands, or what stands for them."""
+        """Return the shape of the rows among some operands, or among their abstract values."""
         return tuple(operands[self.rows_at].shape)
 
     def named(self, made: Sequence[Any]) -> dict[str, Any]:
-        """What was made, by the names of its results."""
+        """Return results by their names."""
         return dict(zip([name for name, _ in self.results], made, strict=True))
 
     def with_sums_in(self, dtype: str) -> Operation:
-        """The same with sums over rows in another type."""
+        """Return the operation with sums over rows in another dtype."""
         return replace(self, results=tuple((name, dtype if name in SUMS else own) for name, own in self.results))
 
     def without(self, names: Sequence[str]) -> Operation:
-        """The same that returns less."""
+        """Return the operation without some of its results."""
         return replace(self, results=tuple(result for result in self.results if result[0] not in names))
 
 

@@ -106,7 +106,7 @@ def _axes(leading: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _of_shard(op: Operation, axes: tuple[str, ...], *operands: jax.Array) -> list[jax.Array]:
-    """What one device computes; its partial sums are rounded once, when those of all are added up."""
+    """Compute the results of one device; partial sums are rounded once, after the sum over all devices."""
     if not axes or not op.sums:
         return _on_kernels(op, *operands)
     parts = _on_kernels(op.with_sums_in("float32"), *operands)
@@ -182,7 +182,7 @@ def _lowered_by_shards(context: Any, *operands: Any, op: Operation) -> Any:
 def _of_explicit_shards(
     op: Operation, mesh: Any, avals_in: Sequence[Any], avals_out: Sequence[Any], *operands: jax.Array
 ) -> list[jax.Array]:
-    """The same where types say how arrays lie: a partitioner would give what it makes for a shard the whole's types."""
+    """Run `_of_shard` on explicit shardings, where a partitioner would give a shard the type of the whole array."""
     leading = _leading(avals_in[op.rows_at])
     given, made = _specs(op, leading)
     with jax.sharding.use_abstract_mesh(mesh):

@@ -58,7 +58,7 @@ _HARDWARE_FP8 = (DType.FP8_E4M3FN, DType.FP8_E5M2)
 
 
 def in_software(dtype: DType, target: Target) -> bool:
-    """Whether kernels for a GPU are handed the bytes of a type."""
+    """Return True if kernels for a GPU take a dtype as bytes."""
     return (dtype.is_fp8 or dtype.is_fp4) and not (dtype in _HARDWARE_FP8 and target.converts_to_fp8)
 
 
@@ -71,14 +71,14 @@ _MOST_ITEMS = 2**31 - 1
 
 
 class Facts:
-    """What kernels of a call are chosen by, besides M.
+    """The facts of a call, besides M, that its kernels are chosen by.
 
     Attributes:
         mode: the call's.
         n: row length.
         target: the GPU.
         types: pointers and numbers that launches bring, in order, in Triton's words; None for an absent pointer.
-        numbers: plain numbers, likewise.
+        numbers: plain numbers, in order, in Triton's words.
         counts: the slots of numbers of rows or parts, whose type is that of M.
         strides: of rows, by their slots.
         further: other arguments that are the same at every launch, by their slots.
@@ -169,7 +169,7 @@ class Recipe:
         strides: arguments that are the same at every launch.
         constants: compile-time constants.
         warps: warps a program, of 32 threads.
-        options: what else the compiler is told.
+        options: further options of the compiler.
         grid: from M and the programs that share the rows to programs in each dimension.
         rounds: of GroupNorm, from M to the grid of each launch, and the numbers that come behind all other values.
     """

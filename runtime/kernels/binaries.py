@@ -82,7 +82,7 @@ class Row:
 
     @property
     def files(self) -> dict[str, str]:
-        """The names of all its files, likewise."""
+        """The names of all files, with their digests."""
         return {**self.loaded, **({self.ptx: self.ptx_sha256} if self.ptx_sha256 else {})}
 
 
@@ -149,7 +149,7 @@ class Folder:
         return text.decode(), json.loads(told)
 
     def _row(self, key: KernelKey, source_sha256: str, target: Target) -> Row | None:
-        """What the index says of a key, if this GPU may run it."""
+        """Return the index's row of a key, or None; raise if this GPU cannot run the folder's kernels."""
         if target.arch != self.arch:
             raise AotError(
                 f"{self.path} holds kernels for {self.arch}, and this GPU is {target.arch}; compile for it, into "
@@ -163,7 +163,7 @@ class Folder:
         return row
 
     def holds(self, row: Row) -> bool:
-        """Whether it has a kernel's files, and they are what its index says."""
+        """Return True if the folder has a kernel's files and their digests are those of the index."""
         try:
             for name, digest in row.files.items():
                 self._verify(name, digest)
@@ -308,7 +308,7 @@ def source_digest(function: Any) -> str:
 
 @cache
 def digest_of(module: Path) -> str:
-    """The same of the module's file."""
+    """Return `source_digest` of a module's file."""
     digest = hashlib.sha256(module.read_bytes())
     shared = module.with_name("primitives.py")
     if shared.is_file():

@@ -1,6 +1,6 @@
 """Which GPU, and whether kernels run on it: what tiles, grids and compilations depend on.
 
-Facts are of a device that is here, or of an architecture that is not; a CPU stands for Triton's interpreter.
+A target describes a device that is here, or an architecture that is not; a CPU means Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ class Target:
 
     @property
     def is_nvidia(self) -> bool:
-        """Whether NVIDIA made it."""
+        """True if NVIDIA made the GPU."""
         return self.arch.startswith("sm_")
 
     @property
     def converts_to_fp8(self) -> bool:
-        """Whether it converts to the fp8 formats of NVIDIA's hardware in one rounding."""
+        """True if the GPU converts to the fp8 formats of NVIDIA's hardware in one rounding."""
         return self._is_from(_FIRST_WITH_FP8)
 
     @property
     def launches_early(self) -> bool:
-        """Whether a kernel may be launched before the one ahead of it has ended: programmatic dependent launch."""
+        """True if a kernel may start before the kernel ahead has ended: programmatic dependent launch."""
         return self._is_from(_FIRST_WITH_PDL) and not self.plainly
 
     def _is_from(self, first: int) -> bool:
@@ -127,7 +127,7 @@ def architecture(device: torch.device) -> str:
 
 @cache
 def target_of(device: torch.device) -> Target:
-    """What a device is; a CPU stands for Triton's interpreter."""
+    """Return the target of a device; a CPU is the target of Triton's interpreter."""
     arch = architecture(device)
     if device.type != "cuda":
         return Target(arch, WARP, _INTERPRETED_MULTIPROCESSORS, compiles=False)
@@ -144,7 +144,7 @@ def scale_warps(warps: int, warp_size: int) -> int:
 
 @cache
 def interpreting() -> bool:
-    """Whether Triton runs kernels in its CPU interpreter."""
+    """Return True if Triton runs kernels in its CPU interpreter."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)

@@ -25,7 +25,7 @@ _MOST_PARTS = 1024
 
 @dataclass(frozen=True)
 class Shape:
-    """What counts of x for its tiles.
+    """The sizes of x that its tiles depend on.
 
     Attributes:
         channels: in all.
@@ -73,11 +73,11 @@ class Cut:
     part_tiles: int
 
     def is_full(self, positions: int) -> bool:
-        """Whether what a program has in registers at once is tiles that exist, and positions in each."""
+        """Return True if all tiles and positions that a program has in registers at once exist."""
         return positions % self.block_s == 0 and self.tiles % self.held == 0
 
     def is_alike(self, positions: int) -> bool:
-        """Whether the tiles that a program has in registers are of the same channels."""
+        """Return True if the tiles that a program has in registers are of the same channels."""
         return positions % (self.block_s * self.held) == 0
 
 

@@ -1,4 +1,4 @@
-"""What one compilation of a kernel depends on, and Triton's words for it."""
+"""The key of one compilation of a kernel, in Triton's words."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class KernelKey:
         kernel: the module and the symbol, joined by a colon.
         arguments: in the kernel's order: name, and a type in Triton's words, those of a tuple, or the value of a
             compile-time constant (None for an absent pointer).
-        options: what else the compiler is told: num_warps, of the device's size, and a pipeline's own.
+        options: options of the compiler: num_warps, of the device's size, and a pipeline's own.
     """
 
     kernel: str
@@ -87,7 +87,7 @@ class KernelKey:
         return n
 
     def source(self, function: Any) -> Any:
-        """What Triton's compiler is given: a `triton.compiler.ASTSource` of the `triton.JITFunction` that key names."""
+        """Return the `triton.compiler.ASTSource` of the `triton.JITFunction` that the key names."""
         from triton.compiler import ASTSource
 
         signature = {name: _type(value) for name, value in self.arguments}

@@ -96,7 +96,7 @@ def run_public(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], opt
         kernel: a `triton.JITFunction`.
         grid: programs in each dimension.
         arguments: what the kernel takes, in order.
-        options: num_warps, and what else the compiler is told.
+        options: num_warps, and further options of the compiler.
 
     Raises:
         DeviceError: tensors are on the CPU, and the interpreter was turned on too late.

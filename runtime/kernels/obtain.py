@@ -1,4 +1,4 @@
-"""Where compiled kernels come from: one for each `KernelKey` and device, made once, whichever thread asks first.
+"""Compiled kernels: one per `KernelKey` and device, made once, whichever thread asks first.
 
 A folder that was compiled ahead of time is asked first, then Triton's cache on disk; then Triton compiles, unless
 NORMFORGE_FROZEN forbids it.

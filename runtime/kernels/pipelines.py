@@ -60,7 +60,7 @@ class Row:
         exchange: from a tile and N to a function from M to how many int64 programs that share a row, and wait for one
             another, exchange values through; None where none wait. The memory is filled with -1 for each launch.
         constants: from a tile and N to compile-time constants besides those of `constants`.
-        options: what the compiler is told besides num_warps.
+        options: options of the compiler besides num_warps.
     """
 
     steps: tuple[Step, ...]
@@ -207,7 +207,7 @@ def programs_a_part(most: int, parts: int, tiles: int) -> int:
 
 
 def compiler_options(options: Mapping[str, Any], tile: Tile, target: Target) -> dict[str, Any]:
-    """What the compiler is told: what a pipeline asks, and so few registers that as many programs fit as should."""
+    """Return the compiler's options: a pipeline's own, and the register limit at which enough programs fit."""
     if not target.compiles:
         return {}
     # Given out by eights. One program always fits; AMD's compiler counts otherwise, and takes no such number.
@@ -239,7 +239,7 @@ def constants(tile: Tile, n: int, row_alignment: int, misaligned: Collection[str
 
 
 def is_paired(n: int, row_alignment: int, misaligned: Collection[str]) -> bool:
-    """Whether 16-bit values may be read in pairs; the arguments are those of `constants`."""
+    """Return True if 16-bit values may be read in pairs; the arguments are those of `constants`."""
     return n % 2 == 0 and row_alignment % 2 == 0 and not misaligned
 
 
@@ -316,7 +316,7 @@ _LONGEST_WINDOW = 7168
 
 
 def takes_window(mode: Mode, tile: Tile, n: int, strides: Mapping[str, RowStride], misaligned: Collection[str]) -> bool:
-    """Whether rows of x and y start alike, and where no vector does, and there is a kernel for that."""
+    """Return True if rows of x and y start alike, where no vector does, and a kernel for such rows exists."""
     stride = strides["x_row_stride"]
     return (
         (tile.pipeline is Pipeline.ONE_PASS or (tile.pipeline is Pipeline.TWO_PASS and n <= _LONGEST_WINDOW))

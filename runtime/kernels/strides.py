@@ -20,7 +20,7 @@ MOST_ALIGNED = 16
 
 @dataclass(frozen=True)
 class RowWalk:
-    """Where rows start that several dimensions lead to.
+    """The starts of rows that lie along several dimensions.
 
     Attributes:
         strides: of each dimension, in elements, the outermost first.
@@ -32,7 +32,7 @@ class RowWalk:
 
     @cached_property
     def arguments(self) -> tuple[int, ...]:
-        """What `row_offset` takes: the innermost stride; then, from the inside out, four values for each dimension.
+        """The arguments of `row_offset`: the innermost stride; then, from the inside out, four values per dimension.
 
         Rows are counted through all dimensions, and each `every` rows lie a jump further than the stride alone has
         them: a quotient is all that is computed of a row's number, and no remainder.
@@ -94,7 +94,7 @@ def row_alignment(*row_strides: RowStride) -> int:
 
 
 def starts_aligned(n: int) -> bool:
-    """Whether rows of n elements that adjoin start at multiples of something, so that vectors of them can be read.
+    """Return True if rows of n elements without gaps can be read in vectors.
 
     Under batch invariance N alone says so: rows of an even N are read by what divides it, and have to lie so; those of
     an odd one element by element, and may lie anywhere.

@@ -46,7 +46,7 @@ def split_layer_norm(
             dimension of its mesh; others may shard leading dimensions.
         weight: x's last dimension: the part of it that goes with the part of rows. Of a DTensor x a DTensor of (N,);
             it is redistributed to lie as x's last dimension does, and its gradient back, unless it does. None is 1.
-        bias: likewise; None is 0.
+        bias: the part of the bias, as `weight`; None is 0.
         eps: added to the variance.
         group: of plain tensors, the ranks that rows are split over; None is the default group. Of DTensors x says it.
 
@@ -93,7 +93,7 @@ def split_rms_norm(
 
 
 class _Told(NamedTuple):
-    """What a call is told besides tensors."""
+    """The arguments of a call besides tensors."""
 
     eps: float
     centres: bool

@@ -21,7 +21,7 @@ def gated_layer_norm(x: torch.Tensor, gate: torch.Tensor, **others: Any) -> Refe
 
 
 def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, **others: Any) -> ReferenceOutput:
-    """The same of `normforge.gated_rms_norm`."""
+    """Compute in fp64 what the kernel of `normforge.gated_rms_norm` should return."""
     return _gated(rmsnorm2d_fwd, x, gate, **others)
 
 

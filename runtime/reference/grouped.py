@@ -8,7 +8,7 @@ import torch
 
 
 class GroupOutput(NamedTuple):
-    """What a forward call should return, and the statistics that it saves, (samples, groups)."""
+    """The results of a forward call, and its statistics, (samples, groups)."""
 
     y: torch.Tensor
     mean: torch.Tensor
@@ -16,7 +16,7 @@ class GroupOutput(NamedTuple):
 
 
 class GroupGradients(NamedTuple):
-    """What a backward call should return, None where there is no such operand; magnitudes as `ReferenceGradients`'."""
+    """The results of a backward call, None without such an operand; magnitudes are those of `ReferenceGradients`."""
 
     dx: torch.Tensor
     dweight: torch.Tensor | None

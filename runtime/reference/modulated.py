@@ -22,7 +22,7 @@ def modulated_layer_norm(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tens
 
 
 def modulated_rms_norm(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, **others: Any) -> ReferenceOutput:
-    """The same of `normforge.modulated_rms_norm` and `rmsnorm2d_fwd`."""
+    """Compute in fp64 what the kernel of `normforge.modulated_rms_norm` should return."""
     return _modulated(rmsnorm2d_fwd, x, scale, shift, **others)
 
 

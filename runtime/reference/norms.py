@@ -25,7 +25,7 @@ class ReferenceOutput(NamedTuple):
         open: with cast "before_weight", how far off z may be where fp32 leaves open which way a row is rounded; else
             None.
         sums: the least and the largest that residual_out may be, where fp32 leaves that open; else None.
-        terms: what the terms that z is the sum of add up to without their signs; None where nobody asks.
+        terms: the sum of the magnitudes of the terms of z; None if no test needs them.
     """
 
     y: torch.Tensor
@@ -40,7 +40,7 @@ class ReferenceOutput(NamedTuple):
 
 
 class _Dropout(NamedTuple):
-    """What elements of x are dropped by."""
+    """The arguments of a dropout."""
 
     p: float
     rng: torch.Tensor
@@ -165,7 +165,7 @@ def _scaled(
 
 
 def _value(x: torch.Tensor, x_scale: torch.Tensor | None) -> torch.Tensor:
-    """What x stands for: fp8 times its scale is an fp32 number, whatever the arithmetic behind it."""
+    """Return the value of x: fp8 times its scale is an fp32 number, whatever the arithmetic behind it."""
     if x_scale is None:
         return x
     return x.float() * (x_scale.reshape(()) if x_scale.numel() == 1 else x_scale.reshape(*x.shape[:-1], 1))

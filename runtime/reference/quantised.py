@@ -13,7 +13,7 @@ from .norms import ReferenceOutput, layernorm2d_fwd, quantise, rmsnorm2d_fwd
 
 
 class ReferenceQuantised(NamedTuple):
-    """What a call should return, scales as fp64 numbers whatever they are stored as, and what tells how far off it is.
+    """The results of a call, with scales as fp64 numbers, and the bounds of their errors.
 
     Attributes:
         y: quantised by `scale`.
@@ -23,7 +23,7 @@ class ReferenceQuantised(NamedTuple):
         z: what is divided by the scale.
         amax: the largest |z| of each group, (..., G), what is above a bound cut off.
         open: how far off z may be, because fp32 leaves open which way something is rounded before.
-        unquantised_open: likewise of what is stored in x's dtype.
+        unquantised_open: how far off `unquantised` may be, for the same reason.
         terms: see `ReferenceOutput`; of z.
         size: neighbours that share a scale.
         kind: what scales are stored as.
@@ -58,7 +58,7 @@ def quantised_layer_norm(x: torch.Tensor, weight: Any = None, bias: Any = None, 
 
 
 def quantised_rms_norm(x: torch.Tensor, weight: Any = None, **others: Any) -> ReferenceQuantised:
-    """The same of `normforge.quantised_rms_norm`."""
+    """Compute in fp64 what `normforge.quantised_rms_norm` of the operator's arguments should return."""
     return _quantised(rmsnorm2d_fwd, x, weight, others)
 
 
@@ -141,7 +141,7 @@ def scale_of(
 
 
 def under(global_scale: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """What values are divided by, whose scale stands under a global one: `VANISHING` where it is 0."""
+    """Return the divisor of values whose scale stands under a global scale: `VANISHING` where the scale is 0."""
     return torch.where(scale == 0, VANISHING, scale.double() / global_scale.double())
 
 
@@ -151,13 +151,13 @@ def packed(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked(y: torch.Tensor) -> torch.Tensor:
-    """What undoes `packed`."""
+    """Undo `packed`."""
     both = y.view(torch.uint8)
     return torch.stack((both & 15, both >> 4), -1).flatten(-2)
 
 
 def unswizzled(scale: torch.Tensor, m: int, groups: int) -> torch.Tensor:
-    """What stands in tiles of 128 rows by 4 groups as (m, groups); see `quantised_layer_norm`.
+    """Return scales in tiles of 128 rows by 4 groups as (m, groups); see `quantised_layer_norm`.
 
     By where each is, rather than by moving dimensions, as torch's own tests swizzle them.
     """

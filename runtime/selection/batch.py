@@ -1,4 +1,4 @@
-"""What makes calls batch invariant: a `with`, and the switches of engines."""
+"""Two ways to make calls batch invariant: a context manager, and the switches of engines."""
 
 from __future__ import annotations
 

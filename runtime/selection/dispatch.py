@@ -26,7 +26,7 @@ _generated: dict[str, tuple[Entry, ...]] = {}
 
 
 class Observer(Protocol):
-    """Who is told what calls ask for."""
+    """An observer of the instances and the kernels that calls ask for."""
 
     def note(self, mode: AnyMode, n: int, table: Table) -> None:
         """The instance for rows of n elements is asked for of the loaded table, and is looked for next."""
@@ -47,7 +47,7 @@ class _PlansByCaller(Plans):
         self._by_default, self._otherwise = by_default, otherwise
 
     def mine(self) -> Plans:
-        """Those of the calling thread."""
+        """Return the plans of the calling thread."""
         return self._by_default if invariance.is_on() is invariance.by_default() else self._otherwise
 
     def get(self, key: Hashable, default: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Whether a call is to be batch invariant: served so that the bits of a row depend on nothing but that row."""
+"""Batch invariance: whether calls are to be served so that the bits of a row depend on that row alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import InvarianceError
 
 
 class Asked:
-    """What one `batch_invariant` block asks for, alive in every context that was copied within the block."""
+    """The request of one `batch_invariant` block, alive in every context that was copied within the block."""
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
@@ -19,7 +19,7 @@ class Asked:
 # What was entered last stands last; nothing outside of any `batch_invariant`.
 asked: ContextVar[tuple[Asked, ...]] = ContextVar("normforge_batch_invariant", default=())
 
-# What NORMFORGE_BATCH_INVARIANT says; None until somebody asks.
+# The value of NORMFORGE_BATCH_INVARIANT; None until the first question.
 _process: bool | None = None
 
 # The switches of engines that have it on for the process.
@@ -33,7 +33,7 @@ is_traced: Callable[[], bool] = bool
 
 
 def is_on() -> bool:
-    """Whether a call that is made here and now is to be batch invariant; in a trace, whether any thread's is."""
+    """Return True if a call made now is to be batch invariant; in a trace, if any thread's call is."""
     if is_traced():
         by_default()
         return anywhere
@@ -52,7 +52,7 @@ def refuse_torch(what: str) -> None:
 
 
 def refuse_others(what: str, whose: str, instead: str) -> None:
-    """The same of others, whose bits nobody promises.
+    """Refuse to have other code, whose bits nobody promises, compute something under batch invariance.
 
     Args:
         what: they would compute.
@@ -68,7 +68,7 @@ def refuse_others(what: str, whose: str, instead: str) -> None:
 
 
 def by_default() -> bool:
-    """What holds where nobody entered or left anything: that which NORMFORGE_BATCH_INVARIANT says at the first call.
+    """Return the setting outside of any block: the value of NORMFORGE_BATCH_INVARIANT at the first call.
 
     Raises:
         SettingError: it says neither 1 nor 0.
@@ -81,7 +81,7 @@ def by_default() -> bool:
 
 
 def insist(switch: str) -> None:
-    """Have it hold where nobody entered or left anything, for good: a switch of an engine's is on."""
+    """Make batch invariance the process's setting for good, because an engine's switch is on."""
     global _process, anywhere, followed
     by_default()
     followed |= {switch}

@@ -101,7 +101,7 @@ def _refuse_open(folder: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Where this version with these templates keeps what it generates."""
+    """Return the folder where this version with these templates keeps generated kernels."""
     base = settings.cache()
     if base is None:
         import platformdirs
@@ -129,7 +129,7 @@ def _replace(path: Path, text: str) -> bool:
         return False
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        # Never through a link that somebody put there, and with the mode that the umask allows.
+        # Never through a link, and with the mode that the umask allows.
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, _FILE_MODE)
         with os.fdopen(handle, "wb") as file:
             file.write(data)

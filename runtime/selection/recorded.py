@@ -1,4 +1,4 @@
-"""What a recording holds, and the file that it is kept in: a manifest of its instances, and behind it a line a call."""
+"""The contents of a recording, and its file: a manifest of instances, followed by one line per call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CALLS, _ITEM = "calls:", "  - "
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a program asked for.
+    """The instances and the calls of a recorded program.
 
     Attributes:
         instances: modes with the buckets that served them.
@@ -42,7 +42,7 @@ class Recorded:
 
 
 def recordings(paths: Iterable[str | os.PathLike[str]]) -> Recorded:
-    """What some files hold together.
+    """Read some recordings and return their union.
 
     Raises:
         RecordError: one of them cannot be read, or is no recording that keeps calls.
@@ -73,7 +73,7 @@ _ANEW = "remove it, and record anew: NORMFORGE_RECORD=FILE, or normforge.record(
 
 
 def read(path: Path, data: bytes) -> Recorded:
-    """What a file holds that a recording wrote.
+    """Parse the bytes of a recording.
 
     Raises:
         ValueError: it is damaged, or an earlier version wrote it; the message says which.

@@ -1,4 +1,4 @@
-"""What a program asks for, written while it runs: instances as a manifest that makes exactly those, and its calls."""
+"""Recordings of a running program: its instances, as a manifest of exactly these instances, and its calls."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Entry:
         return {word: m for size, (word, m) in enumerate(zip(ROWS, multiples, strict=True)) if self.size(m) == size}
 
     def serves(self, n: int) -> bool:
-        """Whether rows of n elements are within first..last."""
+        """Return True if rows of n elements are within first..last."""
         return self.first <= n and (self.last is None or n <= self.last)
 
     def tile(self, m: int, n: int, arch: str) -> Tile:
@@ -295,7 +295,7 @@ def table_of(package: str, where: str) -> Table:
 
 
 def _why_no_table(ladders: dict[Any, Any]) -> str | None:
-    """What is wrong with what a dispatch.py calls TABLE, or None: whatever is used later is looked at here."""
+    """Return the fault of the TABLE of a dispatch.py, or None; everything that is used later is checked here."""
     bounds: dict[int, list[tuple[Any, ...]] | None] = {}
 
     def bounds_of(ladder: Any) -> list[tuple[Any, ...]] | None:
@@ -344,7 +344,7 @@ def _is_count(value: Any, least: int = 1) -> bool:
 
 
 def _read_dispatch(package: str) -> dict[str, Any]:
-    """What dispatch.py defines now; Python's bytecode cache tells an old file from a new one by whole seconds."""
+    """Return the names of dispatch.py as it is now; Python's bytecode cache compares files by whole seconds."""
     importlib.invalidate_caches()
     spec = importlib.util.find_spec(".dispatch", package)
     if spec is None or spec.origin is None:
@@ -402,6 +402,6 @@ def source_of(entry: Entry, part: Pipeline | Part | None) -> Source:
 
 @cache
 def _parameters(path: Path) -> Mapping[str, tuple[str, ...]]:
-    """What each function of a module takes."""
+    """Return the parameters of each function of a module."""
     functions = [node for node in ast.parse(path.read_bytes()).body if isinstance(node, ast.FunctionDef)]
     return {function.name: tuple([argument.arg for argument in function.args.args]) for function in functions}

@@ -1,4 +1,4 @@
-"""What code that torch.compile writes calls in `torch._C._dynamo.guards`: guards of tensors, and an allocator.
+"""The parts of `torch._C._dynamo.guards` that calls use: guards of tensors, and an allocator.
 
 TorchDynamo guards what it compiled by the class, dispatch keys (device, negation, and whatever sees operators: modes,
 transforms, autocast), dtype, sizes and strides of every tensor, and by whether it requires a gradient, in one call of
@@ -28,14 +28,14 @@ Pattern = Sequence[Sequence[int | None]]
 
 
 def guard(tensors: Sequence[torch.Tensor], sizes: Pattern, strides: Pattern) -> Fits:
-    """What says whether others are like some tensors, in whatever surrounds their call too; it keeps none of them."""
+    """Return a check of whether tensors, and the modes around their call, are like these; it keeps no tensor."""
     inner = _inner()
     make = inner if inner is not None and _tells_apart(inner) else by_attributes
     return make(tensors, sizes, strides)
 
 
 def by_attributes(tensors: Sequence[torch.Tensor], sizes: Pattern, strides: Pattern) -> Fits:
-    """The same, asking each tensor for its attributes."""
+    """Return the same check as `guard`, by the attributes of each tensor."""
     like = [(_facts(tensor), size, step) for tensor, size, step in zip(tensors, sizes, strides, strict=True)]
     surroundings = _surroundings()
 
@@ -99,7 +99,7 @@ _Mode: Callable[[], Any] = type("_Mode", (TorchDispatchMode,), {})
 
 @cache
 def _tells_apart(make: Callable[..., Fits]) -> bool:
-    """Whether what guards are made by tells a few tensors from each other."""
+    """Return True if guards that `make` makes tell a few tensors from each other."""
     # In a thread of its own, where no mode, transform or default device is that the first call may be made within.
     with ThreadPoolExecutor(1) as thread:
         try:
@@ -158,7 +158,7 @@ INNER = "_empty_strided_cuda"
 
 @cache
 def allocator(device: torch.device) -> Empty:
-    """What makes tensors on a device."""
+    """Return the allocator of a device."""
     public = _public(device)
     inner: Empty | None = _of_dynamo(INNER)
     if device.type != "cuda" or inner is None or not _makes_the_same(inner, _public(torch.device("cuda"))):

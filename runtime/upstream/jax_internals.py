@@ -1,4 +1,4 @@
-"""What of JAX has no public name: of arrays inside `jax.shard_map`, and of primitives that are split over devices."""
+"""Private interfaces of JAX: for arrays inside `jax.shard_map`, and for primitives that are split over devices."""
 
 from __future__ import annotations
 

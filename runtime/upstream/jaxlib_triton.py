@@ -33,7 +33,7 @@ _SCRATCH: Sequence[Parameter] = ((0, "u64"), (0, "u64"))
 def message(
     name: str, ptx: str, warps: int, shared: int, capability: int, grid: Sequence[int], parameters: Sequence[Parameter]
 ) -> bytes:
-    """What the custom call reads: a kernel and one launch of it.
+    """Return the message of a custom call: a kernel and one launch of the kernel.
 
     Args:
         name: the kernel's symbol in its PTX.

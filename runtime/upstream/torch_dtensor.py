@@ -34,7 +34,7 @@ def assembled(
 
 
 def _is_like(part: torch.Tensor, like: Any, shape: torch.Size, placements: Sequence[Any]) -> bool:
-    """Whether the whole is the same as a DTensor but for its numbers, and needs no description of its own."""
+    """Return True if the whole is described as `like` is, and needs no description of its own."""
     spec: Any = getattr(like, "_spec", None)
     meta = getattr(spec, "tensor_meta", None)
     if meta is None or spec.placements != placements:

@@ -1,4 +1,4 @@
-"""What TorchDynamo, which torch.compile reads programs with, is told of functions: by marks, at their definitions.
+"""Marks of functions for TorchDynamo, which traces programs for torch.compile, at the functions' definitions.
 
 torch.compiler has decorators for the same. Those import TorchDynamo, which takes a second, or wrap the function.
 """
@@ -37,7 +37,7 @@ def eager_only(function: F) -> F:
 
 
 def known_to_hold(condition: bool | torch.SymBool) -> bool:
-    """Whether a condition on sizes holds whatever those are that vary; TorchDynamo guards on nothing for it."""
+    """Return True if a condition holds for all values of dynamic sizes; the question adds no guard."""
     # It imports sympy, which whoever traces has. To TorchDynamo such a condition is an instance of bool too.
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 

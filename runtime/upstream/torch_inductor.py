@@ -43,7 +43,7 @@ def reason_against(version: str = torch.__version__) -> str | None:
 
 @cache
 def _missing() -> str | None:
-    """What passes stand on and this torch does not have."""
+    """Return an interface that passes need and this torch lacks, or None."""
     from torch._inductor import config, custom_graph_pass
     from torch.fx.experimental import symbolic_shapes
 
@@ -61,12 +61,12 @@ def _missing() -> str | None:
 
 
 def is_loaded() -> bool:
-    """Whether Inductor's settings were imported, by whomever."""
+    """Return True if Inductor's settings were imported."""
     return _CONFIG in sys.modules
 
 
 def is_tracing_possible() -> bool:
-    """Whether TorchDynamo was imported, without which torch.compile compiles nothing."""
+    """Return True if TorchDynamo was imported, without which torch.compile compiles nothing."""
     return "torch._dynamo" in sys.modules
 
 
@@ -84,7 +84,7 @@ def install(custom_pass: Any) -> None:
     settings: Any = config
     settings._config[_SETTING].default = custom_pass
     if installed() is not custom_pass:
-        # Somebody said another, which goes before the default.
+        # A value that was set goes before the default.
         setattr(settings, _SETTING, custom_pass)
 
 
@@ -100,7 +100,7 @@ def uninstall(custom_pass: Any, before: Any) -> None:
 
 
 def run_pass(custom_pass: Callable[..., None], graph: torch.fx.Graph, is_inference: bool) -> None:
-    """Run a pass as Inductor does: some are told whether the graph is one of inference."""
+    """Run a pass as Inductor does, which passes `is_inference` to passes that take the argument."""
     from torch._inductor import custom_graph_pass
 
     aware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", ())
@@ -111,7 +111,7 @@ def run_pass(custom_pass: Callable[..., None], graph: torch.fx.Graph, is_inferen
 
 
 def all_equal(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether sizes or strides, symbolic ones too, are equal whatever the symbols stand for."""
+    """Return True if sizes or strides are equal for all values of their symbols."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return len(sizes) == len(others) and all(statically_known_true(a == b) for a, b in zip(sizes, others, strict=True))

@@ -37,7 +37,7 @@ global_hooks: Callable[[], Any] = modules._has_any_global_hook
 
 
 def jit_tracing() -> bool:
-    """Whether torch.jit.trace records what runs."""
+    """Return True if torch.jit.trace records the operators that run."""
     return not torch.compiler.is_dynamo_compiling() and torch._C._get_tracing_state() is not None
 
 
@@ -63,13 +63,13 @@ def is_forward_ad_on() -> bool:
 
 
 def has_tangent(tensors: list[torch.Tensor]) -> bool:
-    """Whether forward-mode AD differentiates by any of some tensors."""
+    """Return True if forward-mode AD differentiates by any of some tensors."""
     # Outside every level there are none to ask for.
     return forward_ad._current_level >= 0 and any(_unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def saved_tensors_hooks() -> object:
-    """What is done with tensors that autograd saves, as checkpoint and offloading do; None if nothing is."""
+    """Return the hooks on tensors that autograd saves, as checkpoint and offloading set them, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -78,7 +78,7 @@ _ends: dict[int, bool] = {}
 
 
 def ends_with_autograd(keys: torch._C.DispatchKeySet) -> bool:
-    """Whether nobody but autograd is to see an operator before the kernel of its tensors' device.
+    """Return True if only autograd sees an operator before the kernel of its tensors' device.
 
     Modes, fake tensors and other classes that see operators have keys of their own, as have functionalised tensors and
     those that stand for the negatives of their memory.
@@ -103,7 +103,7 @@ def applied(function: type[torch.autograd.Function]) -> Apply:
 
 
 def applied_at_once(function: type[torch.autograd.Function]) -> Apply:
-    """The same without what makes ready for transforms of torch.func, which is 2.5 us of Python.
+    """Return `apply` without the preparation for transforms of torch.func, which takes 2.5 us of Python.
 
     It is the method of the C class that the public one ends with.
     """

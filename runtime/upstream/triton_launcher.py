@@ -95,12 +95,12 @@ def _bind(compiled: Any, arguments: Arguments) -> Launch:
 
 
 def declared(launcher: type) -> tuple[str, ...]:
-    """What a launcher of this class takes."""
+    """Return the parameters of launchers of a class."""
     return tuple(inspect.signature(launcher.__call__).parameters)
 
 
 def _needs_more(launcher: Any) -> bool:
-    """Whether a launch is more than one call of its C function: scratch memory to allocate, or something to trace."""
+    """Return True if a launch is more than one call of its C function, to allocate scratch memory or to trace."""
     return bool(
         launcher.global_scratch_size or launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False)
     )
@@ -121,7 +121,7 @@ def _quick(call: Callable[..., None], middle: tuple[Any, ...], arguments: Argume
 
 
 def _observed(compiled: Any, arguments: Arguments) -> Launch:
-    """As Triton's public launch ends, with profilers' hooks."""
+    """Return a launch that ends as Triton's public launch does, with profilers' hooks."""
     hooks, _, _ = _hooks()
 
     def launch(grid: Grid, values: tuple[Any, ...]) -> None:
@@ -134,7 +134,7 @@ def _observed(compiled: Any, arguments: Arguments) -> Launch:
 
 
 def _hooks() -> tuple[Any, Any, Any]:
-    """Where profilers hang their hooks, and the two chains there; a user may put others, or None, in their place."""
+    """Return Triton's settings that hold profilers' hooks, and its two chains, which a user may replace."""
     import triton
 
     hooks = triton.knobs.runtime
