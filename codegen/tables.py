@@ -66,8 +66,8 @@ class Table(NamedTuple):
         inputs: the number of operands that are read; the operands after them are written.
         x: the operand whose rows are normalised.
         samples: whether the key holds the sizes of x, because a plan depends on the rows or positions per sample.
-        mean: the operand that holds the rows' means, if one tensor is passed for mean and rstd; else -1.
-        rstd: the operand that holds the rows' rstd, or -1 in a forward call.
+        mean: the operand that holds the rows' means, or -1 in a forward call.
+        rstd: the operand that holds the rows' rstd, or both where the means are not passed; or -1.
         dropout: the index of dropout_p, which dropout_rng follows, or -1.
         wants: the index of the argument that may be a list of names, or -1.
         residual: the index of the residual, if autograd records calls with and without one differently, or -1.
@@ -123,7 +123,7 @@ def table_of(family: Family, norm: Norm | None = None) -> Table:
         inputs=len(family.inputs),
         x=operands.index("x"),
         samples=int(any(row.kind in (Kind.SAMPLES, Kind.IMAGES) for row in every)),
-        mean=place(operands, "mean", norm is None),
+        mean=place(operands, "mean"),
         rstd=place(operands, "rstd"),
         dropout=place(names, "dropout_p"),
         wants=place(names, "wants"),

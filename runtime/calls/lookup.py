@@ -16,7 +16,7 @@ from ..upstream.torch_dynamo import eager_only
 from ..upstream.torch_internals import dispatch_modes
 from . import launch
 from .known import MISALIGNED, PLAIN, UNREADABLE, Found, Key, picking
-from .outputs import NormGradients, statistics_at
+from .outputs import NormGradients
 from .overlap import may_write
 
 # The places in `LOOKS`.
@@ -227,12 +227,13 @@ class Lookup:
             if is_vector:
                 bits |= at
         addresses = present.spread((*found, 0))
-        if table.mean >= 0:
-            both = statistics_at(norm, addresses[table.rstd], m)
-            addresses = (*addresses[: table.mean], *both, *addresses[table.rstd + 1 :])
         plan = known.plan_at(*self._vectors(addresses)) if bits & MISALIGNED else known.plan
         if plan is None:
             return key, None, None
+        if table.rstd >= 0 and not addresses[table.mean] and (to_rstd := plan.layout(m).to_rstd):
+            # One tensor holds the means, and rstd behind them.
+            packed = addresses[table.rstd]
+            addresses = (*addresses[: table.mean], packed, packed + to_rstd, *addresses[table.rstd + 1 :])
         return key, known, (plan, addresses[: table.inputs], tensors[: table.inputs], shape, m, *numbers)
 
 

@@ -27,7 +27,7 @@ from ..upstream.torch_internals import dispatch_modes
 from . import first, launch
 from .known import MISALIGNED, PLAIN, UNREADABLE
 from .lookup import Lookup
-from .outputs import LayerNormOutput, NormGradients, statistics_at
+from .outputs import LayerNormOutput, NormGradients
 from .overlap import may_write
 from .randomness import settled
 
@@ -117,7 +117,6 @@ def _in_c(module: Any) -> Callable[..., Any]:
             is_grad_enabled=torch.is_grad_enabled,
             may_write=may_write,
             increment_version=increment_version,
-            statistics_at=statistics_at,
             statistics_dtype=torch.float32,
             run=launch.run,
             run_recorded=launch.run_recorded,

@@ -98,16 +98,6 @@ def packing(m: int, mean: bool) -> tuple[int, int]:
     return start + m, _ITEMSIZE * start
 
 
-def rstd_address(packed: int, m: int) -> int:
-    """Where rstd starts, if the means of m rows start at `packed`."""
-    return packed + _ITEMSIZE * aligned_length(m)
-
-
-def statistics_at(norm: str, packed: int, m: int) -> tuple[int, int]:
-    """Return where the means of m rows start, or 0 if a norm has none, and where rstd starts, in one tensor."""
-    return (packed, rstd_address(packed, m)) if norm == "layer" else (0, packed)
-
-
 def unpacked(packed: torch.Tensor, m: int) -> tuple[torch.Tensor | None, torch.Tensor]:
     """The means of m rows, if there are any, and rstd, as views."""
     return (None, packed) if packed.numel() == m else (packed[:m], packed[aligned_length(m) :])

@@ -107,6 +107,7 @@ class Layout:
         length: of that memory, in elements.
         exchange: how many int64 the programs exchange values through.
         by_address: whether launches take addresses, and not tensors.
+        to_rstd: where one tensor holds both statistics, the bytes from the means to rstd; 0 if there are no means.
     """
 
     steps: tuple[tuple[Launch, Grid], ...]
@@ -117,6 +118,7 @@ class Layout:
     length: int
     exchange: int
     by_address: bool
+    to_rstd: int
 
 
 class Plan:
@@ -132,7 +134,7 @@ class Plan:
         dtypes: of the family's results; None of what is not asked for.
         y_dtype: y's, forward.
         sum_dtypes: those of the sums over rows among the results; empty forward.
-        saves_mean: whether the rows' means are returned.
+        saves_mean: whether kernels write the rows' means, or read them.
         as_bytes: which of x and y kernels are handed as bytes.
         extents: where the tensors lie that outputs must not meet.
         forward: from M to the `Forward` of a forward call's launch.
@@ -169,13 +171,12 @@ class Plan:
         self.dtypes = tuple(results.values())
         self.y_dtype = TORCH_DTYPES[mode.dtype_out]
         self.sum_dtypes = tuple(dtype for row, dtype in results.items() if row.is_sum)
-        self.saves_mean = any(row.name == "mean" and dtype is not None for row, dtype in results.items())
         fp8 = {"x": mode.dtype_in, "y": mode.dtype_out}
         self.as_bytes = frozenset(name for name, dtype in fp8.items() if in_software(dtype, self._target))
 
         dtypes = {row.name: dtype for row, dtype in inputs.items()}
         dtypes |= {row.name: dtype for row, dtype in results.items()}
-        self._dtypes = dtypes
+        self._dtypes, self.saves_mean = dtypes, dtypes.get("mean") is not None
         strides, further = _row_strides(call), _scale_strides(family, call)
         self.is_invariant = is_invariant = self.entry.is_invariant
         self._facts = Facts(
@@ -253,6 +254,7 @@ class Plan:
             length=length,
             exchange=0 if ready.exchange is None else ready.exchange(m),
             by_address=ready.by_address,
+            to_rstd=packing(m, self.saves_mean)[1],
         )
 
     def _finishing_grid(self, grid: Grid, parts: int) -> Grid:

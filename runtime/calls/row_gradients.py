@@ -28,7 +28,7 @@ from .functions import UNCHECKED
 from .known import MISALIGNED, PLAIN, remember
 from .known_backward import Arrived, Gradients, Learnt, addresses_of, looked_up_again
 from .launch import run_layout
-from .outputs import rstd_address, unpacked
+from .outputs import unpacked
 from .plan import Layout, Plan, plan_of
 
 
@@ -231,7 +231,7 @@ class Ready:
         at: from the shape of what was normalised to how calls are launched; None if there are no rows.
     """
 
-    __slots__ = ("_backward", "_has_means", "_of_sums", "_parts", "at", "inputs", "order", "plan")
+    __slots__ = ("_backward", "_of_sums", "_parts", "at", "inputs", "order", "plan")
 
     def __init__(self, done: Launched, order: Sequence[int], of_sums: Sequence[Sequence[int]]) -> None:
         """Have calls be launched as one was.
@@ -243,7 +243,6 @@ class Ready:
         """
         self.plan, self.inputs = done.plan, done.backward.inputs
         self._backward, self._parts, self._of_sums = done.backward, done.parts, of_sums
-        self._has_means = done.plan.mode.norm.centres
         self.order: Callable[[Any], tuple[torch.Tensor | None, ...]] = itemgetter(*order)
         self.at = lru_cache(_SHAPES)(self._at)
 
@@ -268,7 +267,7 @@ class Ready:
         inputs: tuple[Any, ...]
         if layout.by_address:
             at = addresses[-1]
-            statistics = (at, rstd_address(at, m)) if self._has_means else (0, at)
+            statistics = (at, at + layout.to_rstd) if layout.to_rstd else (0, at)
             inputs = self.inputs((*addresses, *statistics))
         else:
             inputs = self.inputs(_with_statistics(arrived, m))

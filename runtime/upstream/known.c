@@ -18,7 +18,7 @@
 #define EACH_OBJECT(use)                                                                                               \
   use(head) use(norm) use(looks) use(operands) use(in_vectors) use(words) use(coded) use(numbers) use(plans_of)        \
   use(plain) use(unreadable) use(forward_ad) use(dispatch_modes) use(is_grad_enabled) use(settled) use(may_write)      \
-  use(increment_version) use(statistics_at) use(statistics_dtype) use(run) use(run_recorded) use(run_backward)         \
+  use(increment_version) use(statistics_dtype) use(run) use(run_recorded) use(run_backward)         \
   use(output) use(otherwise) use(apply) use(apply_add)
 #define EACH_INDEX(use)                                                                                                \
   use(arguments) use(inputs) use(x) use(samples) use(mean) use(rstd) use(dropout) use(wants) use(residual)             \
@@ -35,7 +35,8 @@ typedef struct {
 #define EACH_NAME(use)                                                                                                 \
   use(shape) use(data_ptr) use(is_contiguous) use(numel) use(plans) use(get) use(fits) use(plan) use(plan_at)          \
   use(trains) use(_current_level) use(extents) use(forward) use(layout) use(empty) use(dtypes) use(sum_dtypes)         \
-  use(steps) use(finish) use(programs) use(offsets) use(length) use(exchange) use(by_address)
+  use(steps) use(finish) use(programs) use(offsets) use(length) use(exchange) use(by_address)           \
+  use(to_rstd)
 #define AS_NAME(name) static PyObject *name##_name;
 EACH_NAME(AS_NAME)
 static PyObject *zero, *one, *no_number;
@@ -47,7 +48,7 @@ enum { ROWS, PER_ROW, SCALE, SAMPLES, GROUPS };
  * not be made, `failed` is set, an exception says why, and nothing more is asked. */
 typedef struct {
   PyObject **values, *norm, *records, *numbers[MOST_NUMBERS];
-  PyObject *key, *shape, *kind, *plan, *m, *addresses, *tensors, *size[2], *strides[2];
+  PyObject *key, *shape, *kind, *plan, *layout, *m, *addresses, *tensors, *size[2], *strides[2];
   int failed, count;
   /* The operands that are there, and which they are. */
   size_t present;
@@ -90,6 +91,10 @@ static PyObject *ask(Call *call, PyObject *object, PyObject *name) {
 
 static PyObject *apply(Call *call, PyObject *function, PyObject *const *args, size_t count) {
   return call->failed ? NULL : keep(call, PyObject_Vectorcall(function, args, count, NULL));
+}
+
+static PyObject *sum_of(Call *call, PyObject *a, PyObject *b) {
+  return call->failed ? NULL : keep(call, PyNumber_Add(a, b));
 }
 
 static PyObject *tuple_of(Call *call, PyObject *const *items, Py_ssize_t count) {
@@ -258,14 +263,6 @@ static int find_plan(Lookup *self, Call *call) {
       return 0;
     bits |= number_at(self->in_vectors, place) ? address : 0;
   }
-  if (self->mean >= 0) {
-    PyObject *asked[] = {call->norm, at[self->rstd], call->m};
-    PyObject *const *both = items_of(call, apply(call, self->statistics_at, asked, 3), 2);
-    if (both == NULL)
-      return 0;
-    at[self->mean] = both[0];
-    at[self->rstd] = both[1];
-  }
   if (bits & (unsigned long long)self->misaligned) {
     for (Py_ssize_t each = 0; each < operands; ++each)
       if (number_at(self->in_vectors, each))
@@ -273,8 +270,18 @@ static int find_plan(Lookup *self, Call *call) {
     call->plan = apply(call, get(call, call->kind, plan_at_name), vectors, count);
   } else
     call->plan = get(call, call->kind, plan_name);
-  call->addresses = tuple_of(call, at, self->inputs);
-  return !call->failed && call->plan != Py_None;
+  if (call->failed || call->plan == Py_None)
+    return 0;
+  if (self->rstd >= 0) {
+    call->layout = keep(call, PyObject_CallMethodOneArg(call->plan, layout_name, call->m));
+    PyObject *to_rstd = get(call, call->layout, to_rstd_name);
+    /* One tensor holds the means, and rstd behind them. */
+    if (at[self->mean] == zero && is_yes(call, to_rstd)) {
+      at[self->mean] = at[self->rstd];
+      at[self->rstd] = sum_of(call, at[self->rstd], to_rstd);
+    }
+  }
+  return (call->addresses = tuple_of(call, at, self->inputs)) != NULL;
 }
 
 /* Look a call up: 1 if it is known, with all that launches are told of it; 0 if not, with a key if it can have one. */
@@ -332,10 +339,6 @@ static PyObject *allocate(Call *call, PyObject *empty, int less, PyObject *lengt
 /* Zero is the address of what is not there. */
 static PyObject *address_of(Call *call, PyObject *tensor) {
   return tensor == Py_None ? zero : ask(call, tensor, data_ptr_name);
-}
-
-static PyObject *sum_of(Call *call, PyObject *a, PyObject *b) {
-  return call->failed ? NULL : keep(call, PyNumber_Add(a, b));
 }
 
 static void launch(Call *call, PyObject *step, PyObject *values) {
@@ -417,11 +420,9 @@ static void launch_steps(Call *call, PyObject *layout, PyObject *values, PyObjec
  * dropout, and where kernels take more than addresses. */
 static PyObject *run_backward(Lookup *self, Call *call) {
   PyObject *values[MOST_ARGUMENTS], *made[MOST_ARGUMENTS], *sums[MOST_ARGUMENTS], **pieces, *m = call->m;
-  PyObject *offset = call->numbers[0], *p = call->numbers[1] ? call->numbers[1] : no_number, *layout = NULL;
-  int drops = PyFloat_AS_DOUBLE(p) != 0.0;
-  if (!drops)
-    layout = keep(call, PyObject_CallMethodOneArg(call->plan, layout_name, m));
-  if (drops || !is_yes(call, get(call, layout, by_address_name)) || is_yes(call, get(call, layout, exchange_name))) {
+  PyObject *offset = call->numbers[0], *p = call->numbers[1] ? call->numbers[1] : no_number, *layout = call->layout;
+  if (PyFloat_AS_DOUBLE(p) != 0.0 || is_yes(call, get(call, layout, exchange_name)) ||
+      !is_yes(call, get(call, layout, by_address_name))) {
     PyObject *given[] = {call->plan, call->addresses, tensors_of(self, call), call->shape, m, offset, p};
     return apply(call, self->run_backward, given, 7);
   }

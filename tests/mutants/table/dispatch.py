@@ -352,7 +352,7 @@ MUTANTS = (
         "c-forgets-means-of-gradients",
         "LayerNorm's gradients are of rows that were not centred, where they are launched in C",
         _KNOWN_C,
-        "    at[self->mean] = both[0];\n",
+        "      at[self->mean] = at[self->rstd];\n",
         "",
         (f"{_NATIVE}::test_gradients_are_launched_as_python_launches_them[LayerNorm]",),
     ),
