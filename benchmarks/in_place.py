@@ -46,11 +46,12 @@ def recorded_in_place(taken: Taken, call: Callable[[Callable[..., Any]], Call]) 
     """The same of `layer_norm` where a gradient is due."""
 
     def made(apply: Callable[..., Any], allocates: bool) -> Call:
-        calls = native.calls_among(_known(taken, allocates), native.makes(build=True), (apply, apply))
+        records = {"recorded": recorded._recording(apply, apply)}
+        calls = native.calls_among(_known(taken, allocates), native.makes(build=True), records)
         return call(without(functional.layer_norm, native=SimpleNamespace(calls=calls)))
 
-    def keeping_nothing(ctx: Any, told: Any, *tensors: Any) -> Any:
-        return native.calls.recorded.run_recorded(told[1])[0]
+    def keeping_nothing(ctx: Any, call: Any, *tensors: Any) -> Any:
+        return call[1][0]
 
     keeping = _apply_of(recorded._Normalise.forward)
     return {

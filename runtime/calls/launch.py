@@ -109,6 +109,16 @@ def run(
 # Launches a call that autograd records: rstd is one tensor with the means.
 run_recorded = partial(run, packed=True)
 
+# y, the stored sum or None, the statistics of the rows in one tensor, and whether the call is batch invariant.
+Recorded = tuple[torch.Tensor, "torch.Tensor | None", torch.Tensor, bool]
+
+
+def recorded_of(found: Any) -> Recorded:
+    """Launch a call that was looked up or planned, for autograd to record."""
+    y, total, _, _, statistics = run_recorded(*found)
+    assert statistics is not None
+    return y, total, statistics, found[0].is_invariant
+
 
 def run_backward(
     plan: Plan,

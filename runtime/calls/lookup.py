@@ -58,8 +58,7 @@ class Lookup:
         plans_of: the object whose `plans` calls are looked up among.
         otherwise: from the key and the arguments to what another call of a function returns.
         settled: what `randomness.settled` is, for the function's direction.
-        apply: records a call without a residual; of (options, found, None) and the operands.
-        apply_add: records a call with a residual.
+        record: records a call, given its operands, its options and what `launch.recorded_of` returns.
     """
 
     def __init__(self, table: Table, plans_of: Any, **others: Any) -> None:
@@ -67,7 +66,7 @@ class Lookup:
         self.table, self.plans_of = table, plans_of
         get: Callable[[str], Any] = others.get
         self.otherwise, self.settled = get("otherwise"), get("settled")
-        self.apply, self.apply_add = get("apply"), get("apply_add")
+        self.record = get("record")
         self._x = table.operands[table.x]
         self._operands = picking([-1 if place == ABSENT else place for place in table.operands])
         self._places = picking([-1 if place == ABSENT else place for place in table.operands[table.inputs :]])
@@ -141,14 +140,8 @@ class Lookup:
             return None
         if normalized_shape is not None and not is_last(normalized_shape, found[3]):
             return None
-        if records and residual is not None:
-            return self.apply_add((options, found, None), *operands)
         if records:
-            x, weight, *others = [each for at, each in enumerate(operands) if at != self.table.residual]
-            # Each None that is passed takes autograd some 0.1 us.
-            while others and others[-1] is None:
-                others.pop()
-            return self.apply((options, found, None), x, weight, *others)
+            return self.record(operands, options, launch.recorded_of(found))
         y, total, *_ = launch.run(*found)
         return y if residual is None else (y, total)
 
@@ -158,12 +151,6 @@ class Lookup:
         norm, *others = options
         key, _, found = self._look_up(norm, (*operands, *others), ())
         return key, None if found is None else launch.run_backward(*found)
-
-    @staticmethod
-    def run_recorded(found: Found) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Launch a call as `find` found it, for autograd to record: y, the sum or None, and the statistics."""
-        y, total, _, _, statistics = launch.run_recorded(*found)
-        return y, total, statistics
 
     def _look_up(self, norm: Any, values: tuple[Any, ...], records: tuple[bool, ...]) -> tuple[Key | None, Any, Any]:
         """Return the key, the kind of call and what launches are told; None for what there is not."""

@@ -6,10 +6,10 @@ C is optional, as the launcher in C is, and switched off with it: `Lookup` of `l
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,13 +36,14 @@ logger = logging.getLogger("normforge")
 NAME = "normforge_known"
 SOURCE = Path(native_launcher.__file__).with_name("known.c")
 
-# Records a call: given (options, what was found, None) and its operands, it returns what the call does.
-Apply = Callable[..., Any]
+# Records a call: from its operands, its options and what was launched to what the call returns. By look-ups' names.
+Records = Mapping[str, Callable[..., Any]]
 
 _PLAIN_FAMILIES = (FORWARD, BACKWARD)
 _FUNCTIONS = {name: (family, norm) for family in _PLAIN_FAMILIES for norm, name in family.functions.items()}
 _FAMILIES = {
     "recorded": FORWARD,
+    "added_ahead": FORWARD,
     "gradients": BACKWARD,
     "dropped": DROPPED,
     "dropped_gradients": DROPPED_BWD,
@@ -66,25 +67,27 @@ class Calls(SimpleNamespace):
     """The look-ups of all functions and families.
 
     Each function has an attribute of its name, which is called with all arguments in order. Each family has a look-up
-    of its name, for calls of the functional API; those of the norms alone are `recorded` and `gradients`.
+    of its name, for calls of the functional API; those of the norms alone are `recorded`, `added_ahead` and
+    `gradients`.
     """
 
     # Or the same in C.
     recorded: Lookup
+    added_ahead: Lookup
     gradients: Lookup
 
 
 def calls_among(
     plans_of: Any,
     make: Callable[..., Any] = Lookup,
-    applies: tuple[Apply | None, Apply | None] = (None, None),
+    records: Records = MappingProxyType({}),
 ) -> Calls:
     """Return the look-ups of calls among the `plans` of an object.
 
     Args:
         plans_of: the object.
         make: makes a look-up of a table; see `makes`.
-        applies: record calls without a residual, and with one.
+        records: record calls.
     """
     calls = Calls()
     for name, (family, norm) in _FUNCTIONS.items():
@@ -95,8 +98,7 @@ def calls_among(
         )
         setattr(calls, name, look_up.call)
     for name, family in _FAMILIES.items():
-        apply, apply_add = applies
-        own = make(table_of(family), plans_of, apply=apply, apply_add=apply_add, output=_output(family))
+        own = make(table_of(family), plans_of, record=records.get(name), output=_output(family))
         setattr(calls, name, own)
     return calls
 
@@ -105,7 +107,7 @@ def _in_c(module: Any) -> Callable[..., Any]:
     """Return what makes look-ups of tables in C."""
 
     def make(table: Table, plans_of: Any, **others: Any) -> Any:
-        absent = dict.fromkeys(("otherwise", "settled", "apply", "apply_add"))
+        absent = dict.fromkeys(("otherwise", "settled", "record"))
         return module.Lookup(
             **table._asdict(),
             **absent | others,
@@ -127,16 +129,16 @@ def _in_c(module: Any) -> Callable[..., Any]:
     return make
 
 
-_applies: tuple[Apply | None, Apply | None] = (None, None)
+_records: dict[str, Callable[..., Any]] = {}
 _make: Callable[..., Any] = Lookup
 calls = calls_among(dispatch)
 
 
-def begin(apply: Apply, apply_add: Apply) -> None:
-    """Have calls recorded by one function without a residual, and by another with one."""
-    global calls, _applies
-    _applies = apply, apply_add
-    calls = calls_among(dispatch, _make, _applies)
+def record_by(name: str, record: Callable[..., Any]) -> None:
+    """Have a function record the calls of a look-up."""
+    global calls
+    _records[name] = record
+    calls = calls_among(dispatch, _make, _records)
 
 
 @cache
@@ -148,7 +150,7 @@ def start() -> None:
     """
     global calls, _make
     _make = makes(build=not settings.frozen())
-    calls = calls_among(dispatch, _make, _applies)
+    calls = calls_among(dispatch, _make, _records)
 
 
 def makes(*, build: bool) -> Callable[..., Any]:

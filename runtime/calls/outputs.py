@@ -100,7 +100,7 @@ def packing(m: int, mean: bool) -> tuple[int, int]:
 
 def unpacked(packed: torch.Tensor, m: int) -> tuple[torch.Tensor | None, torch.Tensor]:
     """The means of m rows, if there are any, and rstd, as views."""
-    return (None, packed) if packed.numel() == m else (packed[:m], packed[aligned_length(m) :])
+    return (None, packed) if packed.numel() == m else (packed[:m], packed[-m:])
 
 
 # The means of some rows, if there are any, and rstd: as `packing` lays them, or two tensors.

@@ -24,7 +24,7 @@ from .check import Call, check, refuse_gradient
 from .first import address_of, as_invariant, resolved
 from .first import prepared as planned
 from .known import MISALIGNED, PLAIN, Found, Key
-from .launch import run, run_recorded
+from .launch import Recorded, recorded_of, run
 from .outputs import LayerNormOutput, dtypes_of, packed_of
 from .record import Launched, Recording, record, record_at_once, records
 from .row_layout import walkable
@@ -231,12 +231,10 @@ def normalise_traced(calls: FamilyCalls, operands: Operands, options: Options) -
     return y if total is None else (y, total)
 
 
-def run_seen(
-    calls: FamilyCalls, operands: Operands, options: Options
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return y, the sum if there is one, and the statistics as autograd saves them, by an operator."""
+def run_seen(calls: FamilyCalls, operands: Operands, options: Options) -> Recorded:
+    """Return what `launch.recorded_of` returns, computed by an operator."""
     y, total, statistics = operate(calls, operands, options)
-    return y, total, packed_of(*statistics)
+    return y, total, packed_of(*statistics), invariance.is_on()
 
 
 def operate(
@@ -262,7 +260,7 @@ def _out_dtype(norm: str, given: Mapping[str, Any]) -> torch.dtype | None:
 
 @eager_only
 def prepared(calls: FamilyCalls, operands: Operands, options: Options, key: Key | None) -> Found:
-    """Check a call, make its kind known, and return what `launch.run` and `run_recorded` are to be given.
+    """Check a call, make its kind known, and return what `launch.run` and `recorded_of` are to be given.
 
     Args:
         calls: its family's row.
@@ -348,11 +346,6 @@ def _checked(
 def launch_recorded(call: tuple[FamilyCalls, Options, Found | None], operands: Operands) -> Launched:
     """Launch a call that autograd records, or call its operator where it is not found; see `Recording.launch`."""
     calls, options, found = call
-    if found is not None:
-        y, total, _, _, statistics = run_recorded(*found)
-        is_invariant = found[0].is_invariant
-    else:
-        y, total, statistics = run_seen(calls, operands, options)
-        is_invariant = invariance.is_on()
+    y, total, statistics, is_invariant = run_seen(calls, operands, options) if found is None else recorded_of(found)
     args = calls.args(options, dtypes_of(operands), y.dtype)
     return y, total, (*calls.saved(operands, total), statistics), args, is_invariant

@@ -15,6 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from ..calls import native, road
 from ..calls.first import launched_backward, resolved
 from ..calls.known import Found, Key
+from ..calls.launch import Recorded, recorded_of
 from ..calls.lookup import Lookup
 from ..calls.outputs import NormGradients, dtype_of_all, unflattened, unpacked
 from ..calls.record import arrived_in_memory, records, reentering
@@ -33,9 +34,8 @@ from .public import BackwardOptions, Operands, Options
 
 _BACKWARD = road.calls_of(BACKWARD, name="gradients")
 
-# What a forward pass is told besides its operands: its options, what `run_recorded` is to be given (None for a call
-# that something sees), and None, which nothing reads.
-Told = tuple[Options, "Found | None", None]
+# A call that autograd records: its options, and what was launched; None for a call that something sees.
+Recording = tuple[Options, "Recorded | None"]
 
 
 # Of the operands, with their kinds, and of the options behind the norm.
@@ -106,6 +106,10 @@ def normalise_traced(operands: Operands, dimensions: int, options: Options) -> A
     return y.view(shape) if total is None else (y.view(shape), total.view(shape))
 
 
+def _seen(operands: Operands, options: Options) -> Recorded:
+    return road.run_seen(CALLS, operands, told_of(operands, options, True))
+
+
 class _Normalise(torch.autograd.Function):
     """y of x, weight, bias and x_bias; see `normalise`.
 
@@ -115,28 +119,22 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        told: Told,
+        call: Recording,
         x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None = None,
         x_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        found = told[1]
-        if found is None:
-            operands = (x, weight, bias, None, x_bias)
-            y, _, statistics = road.run_seen(CALLS, operands, told_of(operands, told[0], True))
-            is_invariant = is_on()
-        else:
-            y, _, statistics = native.calls.recorded.run_recorded(found)
-            is_invariant = found[0].is_invariant
+        options, recorded = call
+        y, _, statistics, is_invariant = recorded or _seen((x, weight, bias, None, x_bias), options)
         # One attribute: each that is set takes 0.1 us.
-        ctx.told = told[0], None if bias is None else bias.dtype, is_invariant
+        ctx.args = options, None if bias is None else bias.dtype, is_invariant
         ctx.save_for_backward(x, weight, statistics, x_bias)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (norm, _, weight_offset, _, cast), bias_dtype, is_invariant = ctx.told
+        (norm, _, weight_offset, _, cast), bias_dtype, is_invariant = ctx.args
         options = (norm, weight_offset, cast, None, bias_dtype, WANTS[ctx.needs_input_grad[1:]])
         gradients = GRADIENTS[is_invariant](options, dy, *ctx.saved_tensors, None)
         # Of as many operands as were passed.
@@ -152,26 +150,20 @@ class _AddNormalise(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        told: Told,
+        call: Recording,
         x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         residual: torch.Tensor,
         x_bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        found = told[1]
-        if found is None:
-            operands = (x, weight, bias, residual, x_bias)
-            y, total, statistics = road.run_seen(CALLS, operands, told_of(operands, told[0], True))
-            is_invariant = is_on()
-        else:
-            y, total, statistics = native.calls.recorded.run_recorded(found)
-            is_invariant = found[0].is_invariant
+        options, recorded = call
+        y, total, statistics, is_invariant = recorded or _seen((x, weight, bias, residual, x_bias), options)
         # Of fp32 alone nothing was rounded first, whatever the sum is stored in.
-        norm, _, weight_offset, _, cast = told[0]
+        norm, _, weight_offset, _, cast = options
         cast = "after_weight" if x.dtype is y.dtype is torch.float32 else cast
         summed = None if x_bias is None else x_bias.dtype
-        ctx.told = (
+        ctx.args = (
             *(norm, weight_offset, cast, x.dtype, None if bias is None else bias.dtype, residual.dtype, summed),
             is_invariant,
         )
@@ -186,7 +178,7 @@ class _AddNormalise(torch.autograd.Function):
     def backward(
         ctx: Any, dy: torch.Tensor | None, dresidual_out: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        norm, weight_offset, cast, x_dtype, bias_dtype, residual_dtype, x_bias_dtype, is_invariant = ctx.told
+        norm, weight_offset, cast, x_dtype, bias_dtype, residual_dtype, x_bias_dtype, is_invariant = ctx.args
         _, for_x, for_weight, for_bias, for_residual, for_x_bias = ctx.needs_input_grad
         dx, dweight, dbias, dx_bias = dresidual_out, None, None, None
         if dy is not None:
@@ -214,29 +206,42 @@ class _AddNormalise(torch.autograd.Function):
         )
 
 
-_recorded, _recorded_add = applied(_Normalise), applied(_AddNormalise)
+def _recording(plain: Callable[..., Any], add: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that records calls by one autograd function without a residual, and by another with one."""
+
+    def record(operands: Operands, options: Options, recorded: Recorded | None) -> Any:
+        x, weight, bias, residual, x_bias = operands
+        call = options, recorded
+        if residual is not None:
+            return add(call, *operands)
+        # Each None that is passed takes autograd some 0.1 us.
+        if x_bias is not None:
+            return plain(call, x, weight, bias, x_bias)
+        return plain(call, x, weight) if bias is None else plain(call, x, weight, bias)
+
+    return record
 
 
-def _record(_: Any, operands: road.Operands, options: road.Options, found: Found | None) -> Any:
-    """Record a call that is not known; each None that is passed to a Function takes 0.1 us."""
-    told, (x, weight, bias, residual, x_bias) = (options[:-2], found, None), operands
-    if residual is None:
-        return _recorded(told, x, weight, bias, x_bias)
-    return _recorded_add(told, *operands)
+_record_seen = _recording(applied(_Normalise), applied(_AddNormalise))
 
 
-_TOLD = [row.name for row in FORWARD.parameters if row.functional and not row.kind.is_tensor]
+def _record(_: Any, operands: Any, options: Any, found: Found | None) -> Any:
+    """Record a call that is not known."""
+    return _record_seen(operands, options[:-2], None if found is None else recorded_of(found))
+
+
 # Whether a residual is added, and statistics are saved, the look-up finds out itself.
 CALLS = road.calls_of(
     FORWARD,
     name="recorded",
-    options=(*_TOLD, "fadd", "save_mv"),
+    options=(*_OPTIONS, "fadd", "save_mv"),
     record=_record,
     looked_up=(None, 5),
 )
 # By the norm's word, because torch 2.11's TorchDynamo can make no enum of it.
 FORWARD_OF = CALLS.functions
-native.begin(applied_at_once(_Normalise), applied_at_once(_AddNormalise))
+record_known = _recording(applied_at_once(_Normalise), applied_at_once(_AddNormalise))
+native.record_by("recorded", record_known)
 
 # Which gradients are due, from whether those of x (or residual), weight, bias and x_bias are, or of the first two or
 # three alone. Nothing is dropped here.

@@ -13,7 +13,7 @@ import torch
 from ..calls import native
 from ..calls.backend import backend, intercepted, left_to_torch
 from ..calls.known import Found
-from ..calls.launch import run
+from ..calls.launch import Recorded, recorded_of, run
 from ..calls.record import records
 from ..calls.road import prepared
 from ..dtypes import FLOATS
@@ -40,20 +40,22 @@ def add_ahead(operands: Operands, options: Options) -> tuple[torch.Tensor, Ahead
     Raises:
         NormforgeError: the first call of its kind cannot be served, for want of an instance, say.
     """
-    key, is_recorded, found = native.calls.recorded.find(operands, options)
-    if found is None:
+    made: Any = native.calls.added_ahead.normalise(operands, options, None)
+    if made is None:
         if not _served(operands, options):
             return None
         is_recorded = records(operands)
-        found = prepared(CALLS, operands, told_of(operands, options, is_recorded), key)
-    x, _, _, residual, _ = operands
-    if is_recorded:
-        made: list[Ahead] = []
-        total: torch.Tensor = _apply_sum((found, made), x, residual)
-        return total, made[0]
-    y, sums, *_ = run(*found)
-    assert sums is not None
-    return sums, (y, None)
+        found = _found(operands, options, is_recorded)
+        made = _record(operands, options, recorded_of(found)) if is_recorded else run(*found)
+    first, second, *_ = made
+    # A call that is not recorded returns y and the sum.
+    return (first, second) if isinstance(second, tuple) else (second, (first, None))
+
+
+def _found(operands: Operands, options: Options, is_recorded: bool) -> Found:
+    """Check and plan a call that is not known, and make its kind known."""
+    key, _, _ = native.calls.added_ahead.find(operands, options)
+    return prepared(CALLS, operands, told_of(operands, options, is_recorded), key)
 
 
 def norm_of_sum(
@@ -79,14 +81,11 @@ def norm_of_summand(operands: Operands, options: Options) -> tuple[torch.Tensor,
     Returns:
         y, and x for the sum, see `norm_of_sum`. None where no kernel serves the tensors as they are.
     """
-    key, _, found = native.calls.recorded.find(operands, options)
-    if found is None:
-        if not _served(operands, options):
-            return None
-        found = prepared(CALLS, operands, told_of(operands, options, True), key)
-    with torch.no_grad():
-        y, _, statistics = native.calls.recorded.run_recorded(found)
-    return norm_of_sum(options, (y, statistics), *operands[:3])
+    both: tuple[torch.Tensor, torch.Tensor] | None
+    both = native.calls.added_ahead.normalise(operands, options, operands[0].shape[-1:])
+    if both is None and _served(operands, options):
+        both = _record(operands, options, recorded_of(_found(operands, options, True)))
+    return both
 
 
 def _served(operands: Operands, options: Options) -> bool:
@@ -113,16 +112,12 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        told: tuple[Found, list[Ahead]],
+        launched: tuple[torch.Tensor],
         x: torch.Tensor,
         residual: torch.Tensor,
     ) -> torch.Tensor:
-        found, made = told
-        y, total, statistics = native.calls.recorded.run_recorded(found)
-        made.append((y, statistics))
         ctx.dtypes = (x.dtype, residual.dtype)
-        assert total is not None
-        return total
+        return launched[0]
 
     @staticmethod
     def backward(ctx: Any, dtotal: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -169,3 +164,15 @@ class _NormOfSum(torch.autograd.Function):
 
 
 _apply_sum, _apply_norm = applied_at_once(_Sum), applied_at_once(_NormOfSum)
+
+
+def _record(operands: Operands, options: Options, recorded: Recorded) -> Any:
+    """Record the sum of a call alone, or its norm where there is no residual."""
+    y, total, statistics, _ = recorded
+    x, weight, bias, residual, _ = operands
+    if total is None:
+        return norm_of_sum(options, (y, statistics), x, weight, bias)
+    return _apply_sum((total,), x, residual), (y, statistics)
+
+
+native.record_by("added_ahead", _record)

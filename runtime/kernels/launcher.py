@@ -63,10 +63,10 @@ class Launcher:
         """Launch through Triton's public interface, which takes longer; pointers are tensors here."""
         assert self._device is not None
         arguments = self._arrange(values + self._fixed)
-        with on_device(self._device):
-            if self._compiled is None:
-                run_public(self.kernel, grid, arguments, dict(self.key.options))
-            else:
+        if self._compiled is None:
+            run_public(self.kernel, grid, arguments, dict(self.key.options))
+        else:
+            with on_device(self._device):
                 # Of the kernel that was compiled, not of its source, which would be looked up or compiled once more.
                 self._compiled[grid](*arguments)
 

@@ -19,7 +19,7 @@
   use(head) use(norm) use(looks) use(operands) use(in_vectors) use(words) use(coded) use(numbers) use(plans_of)        \
   use(plain) use(unreadable) use(forward_ad) use(dispatch_modes) use(is_grad_enabled) use(settled) use(may_write)      \
   use(increment_version) use(statistics_dtype) use(run) use(run_recorded) use(run_backward)         \
-  use(output) use(otherwise) use(apply) use(apply_add)
+  use(output) use(otherwise) use(record)
 #define EACH_INDEX(use)                                                                                                \
   use(arguments) use(inputs) use(x) use(samples) use(mean) use(rstd) use(dropout) use(wants) use(residual)             \
   use(misaligned)
@@ -36,7 +36,7 @@ typedef struct {
   use(shape) use(data_ptr) use(is_contiguous) use(numel) use(plans) use(get) use(fits) use(plan) use(plan_at)          \
   use(trains) use(_current_level) use(extents) use(forward) use(layout) use(empty) use(dtypes) use(sum_dtypes)         \
   use(steps) use(finish) use(programs) use(offsets) use(length) use(exchange) use(by_address)           \
-  use(to_rstd)
+  use(to_rstd) use(is_invariant)
 #define AS_NAME(name) static PyObject *name##_name;
 EACH_NAME(AS_NAME)
 static PyObject *zero, *one, *no_number;
@@ -48,7 +48,7 @@ enum { ROWS, PER_ROW, SCALE, SAMPLES, GROUPS };
  * not be made, `failed` is set, an exception says why, and nothing more is asked. */
 typedef struct {
   PyObject **values, *norm, *records, *numbers[MOST_NUMBERS];
-  PyObject *key, *shape, *kind, *plan, *layout, *m, *addresses, *tensors, *size[2], *strides[2];
+  PyObject *key, *shape, *kind, *plan, *layout, *m, *addresses, *size[2], *strides[2];
   int failed, count;
   /* The operands that are there, and which they are. */
   size_t present;
@@ -130,7 +130,7 @@ static int number_at(PyObject *bytes, Py_ssize_t at) { return ((unsigned char *)
 
 static PyObject *operand_at(Lookup *self, Call *call, Py_ssize_t at) {
   int argument = at < PyBytes_GET_SIZE(self->operands) ? number_at(self->operands, at) : ABSENT;
-  return argument == ABSENT || call->values == NULL ? Py_None : call->values[argument];
+  return argument == ABSENT ? Py_None : call->values[argument];
 }
 
 /* Build the key of a call, and count the rows of x: 0 if x has no sizes. */
@@ -301,19 +301,17 @@ static int look_up(Lookup *self, Call *call) {
 /* The tensors that are read: for launches that take tensors. */
 static PyObject *tensors_of(Lookup *self, Call *call) {
   PyObject *tensors[MOST_ARGUMENTS];
-  for (Py_ssize_t at = 0; call->tensors == NULL && at < self->inputs; ++at)
+  for (Py_ssize_t at = 0; at < self->inputs; ++at)
     tensors[at] = operand_at(self, call, at);
-  return call->tensors = call->tensors == NULL ? tuple_of(call, tensors, self->inputs) : call->tensors;
+  return tuple_of(call, tensors, self->inputs);
 }
 
-/* What launches in Python are told of a call: a tuple of five, and the numbers. */
-enum { PLAN, ADDRESSES, TENSORS, SHAPE, M, NUMBERS };
-
+/* What launches in Python take of a call: a tuple of five, and the numbers. */
 static PyObject *found_of(Lookup *self, Call *call) {
-  PyObject *found[NUMBERS + MOST_NUMBERS] = {call->plan, call->addresses, tensors_of(self, call), call->shape, call->m};
+  PyObject *found[5 + MOST_NUMBERS] = {call->plan, call->addresses, tensors_of(self, call), call->shape, call->m};
   Py_ssize_t numbers = PyTuple_GET_SIZE(self->numbers);
-  memcpy(found + NUMBERS, call->numbers, (size_t)numbers * sizeof(*found));
-  return tuple_of(call, found, NUMBERS + numbers);
+  memcpy(found + 5, call->numbers, (size_t)numbers * sizeof(*found));
+  return tuple_of(call, found, 5 + numbers);
 }
 
 /* Allocate a tensor of x's shape, less some dimensions of the last; or, of a length, a vector; None without a dtype. */
@@ -548,32 +546,22 @@ static PyObject *find(PyObject *object, PyObject *const *args, Py_ssize_t given)
   return end(&call, tuple_of(&call, made, 3));
 }
 
-/* Have autograd record a call: the operands up to the last that is there, since each None takes some 0.1 us. */
-static PyObject *record(Lookup *self, Call *call, PyObject *options, Py_ssize_t operands) {
-  PyObject *told[] = {options, found_of(self, call), Py_None}, *passed[1 + MOST_ARGUMENTS] = {tuple_of(call, told, 3)};
-  size_t size = 1;
-  int adds = call->values[self->residual] != Py_None;
-  for (Py_ssize_t at = 0; at < operands; ++at)
-    if (adds || at != self->residual)
-      passed[size++] = call->values[at];
-  while (!adds && size > 3 && passed[size - 1] == Py_None)
-    --size;
-  return apply(call, adds ? self->apply_add : self->apply, passed, size);
-}
-
 /* Return y of a known call, and the sum if there is a residual, recorded where a gradient is due; None of another call.
  * A normalized_shape of None is x's last dimension where there is a residual. */
 static PyObject *normalise(PyObject *object, PyObject *const *args, Py_ssize_t given) {
   Lookup *self = (Lookup *)object;
   PyObject *values[MOST_ARGUMENTS], *made[RESULTS], *found = Py_None;
-  PyObject *const *results;
   Call call;
   int known = look_up_pair(self, &call, values, args, given);
   int adds = !call.failed && values[self->residual] != Py_None;
   if (known && (given < 3 || args[2] == Py_None ? adds : is_last(&call, args[2]))) {
-    if (is_recorded(&call))
-      found = record(self, &call, args[1], PyTuple_GET_SIZE(args[0]));
-    else if ((results = run_forward(self, &call, 0, made)) != NULL)
+    int records = is_recorded(&call);
+    PyObject *const *results = run_forward(self, &call, records, made);
+    if (records && results != NULL) {
+      PyObject *kept[] = {results[Y], results[SUM], results[RSTD], get(&call, call.plan, is_invariant_name)};
+      PyObject *passed[] = {args[0], args[1], tuple_of(&call, kept, 4)};
+      found = apply(&call, self->record, passed, 3);
+    } else if (results != NULL)
       found = adds ? tuple_of(&call, results, 2) : results[Y];
   }
   return end(&call, found);
@@ -587,27 +575,6 @@ static PyObject *gradients(PyObject *object, PyObject *const *args, Py_ssize_t g
   int known = look_up_pair(self, &call, values, args, given);
   PyObject *made[] = {call.key == NULL ? Py_None : call.key, known ? run_backward(self, &call) : Py_None};
   return end(&call, tuple_of(&call, made, 2));
-}
-
-/* Launch a forward call as `find` found it, for autograd to record: y, the sum or None, and the statistics. */
-static PyObject *run_recorded(PyObject *object, PyObject *found) {
-  PyObject *made[RESULTS];
-  Call call;
-  begin(&call, NULL, NULL);
-  PyObject *const *each = items_of(&call, found, NUMBERS + 2);
-  if (each == NULL)
-    return NULL;
-  call.plan = each[PLAN];
-  call.addresses = each[ADDRESSES];
-  call.tensors = each[TENSORS];
-  call.shape = each[SHAPE];
-  call.m = each[M];
-  memcpy(call.numbers, each + NUMBERS, 2 * sizeof(*each));
-  PyObject *const *results = run_forward((Lookup *)object, &call, 1, made);
-  if (results == NULL)
-    return end(&call, NULL);
-  PyObject *recorded[] = {results[Y], results[SUM], results[RSTD]};
-  return end(&call, tuple_of(&call, recorded, 3));
 }
 
 #define RELEASE(name) Py_XDECREF(self->name);
@@ -645,7 +612,6 @@ static PyMethodDef methods[] = {
     FAST(find),
     FAST(normalise),
     FAST(gradients),
-    {"run_recorded", run_recorded, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 

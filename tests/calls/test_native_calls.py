@@ -29,15 +29,13 @@ from normforge.families import public
 from normforge.families.public import Operands
 from normforge.selection import dispatch
 from normforge.upstream import native_launcher
-from normforge.upstream.torch_internals import applied_at_once
 
 from ..stand_in_cuda import NEEDS_A_COMPILER
 
 pytestmark = NEEDS_A_COMPILER
 
 M, N = 3, 64
-APPLIES = applied_at_once(recorded._Normalise), applied_at_once(recorded._AddNormalise)
-PYTHON = native.calls_among(dispatch, Lookup, APPLIES)
+PYTHON = native.calls_among(dispatch, Lookup, native._records)
 OPTIONS: tuple[Any, ...] = ("layer", 1e-5, 0.0, None, "after_weight")
 RMS: tuple[Any, ...] = ("rms", None, 1.0, None, "after_weight")
 
@@ -326,8 +324,14 @@ def test_launches_and_what_they_return_are_those_of_python(shape: tuple[int, ...
     operands = (rows(*shape), vector(), vector(), rows(*shape) if adds else None, None)
     made_known(operands, OPTIONS)
     launches.clear()
-    told = (plan, *found(operands, OPTIONS)[2][1:])
-    made, expected = (calls.recorded.run_recorded(told) for calls in (native.calls, PYTHON))
+    for kind in [kind for kinds in dispatch.plans.values() for kind in kinds]:
+        kind.plan = plan
+    records = {"recorded": lambda operands, options, launched: launched}
+    both = [native.calls_among(dispatch, make, records) for make in (native.makes(build=True), Lookup)]
+    (*made, is_invariant), (*expected, is_expected) = (
+        calls.recorded.normalise(operands, OPTIONS, (N,)) for calls in both
+    )
+    assert is_invariant is is_expected is False
     there = [each for each in made if each is not None]
     assert len({*map(id, there)}) == len(there) == 2 + adds
     assert [*map(id, made)] == [*map(id, expected)]
@@ -352,7 +356,8 @@ PASSED = {
 def test_a_call_is_recorded_as_python_records_it(name: str) -> None:
     given: list[tuple[Any, ...]] = []
     applies: Any = [lambda *passed, which=which: given.append((which, *passed)) for which in (0, 1)]
-    both = [native.calls_among(dispatch, make, applies) for make in (native.makes(build=True), Lookup)]
+    records = {"recorded": recorded._recording(*applies)}
+    both = [native.calls_among(dispatch, make, records) for make in (native.makes(build=True), Lookup)]
     make, options = KNOWN[name]
     operands = make()
     for calls in both:
@@ -365,7 +370,7 @@ def test_a_call_is_recorded_as_python_records_it(name: str) -> None:
         return
     (*first,), (*second,) = given
     assert first[0] == second[0] == int(operands[3] is not None)
-    assert first[1] == second[1]
+    assert first[1][0] == second[1][0] == options
     assert [*map(id, first[2:])] == [*map(id, second[2:])]
     assert len(first[2:]) == PASSED[name]
 
@@ -392,9 +397,7 @@ def test_a_launch_that_fails_says_so(launched: Launched, monkeypatch: pytest.Mon
     assert told[0] is plan
     monkeypatch.setattr(plan, "forward", lambda m: (fail, *plan._forward(m)[1:]))
     with pytest.raises(RuntimeError, match="no such launch"):
-        native.calls.recorded.run_recorded(told)
-    with pytest.raises(TypeError, match="is no tuple of at least"):
-        native.calls.recorded.run_recorded(told[:3])
+        native.calls.recorded.normalise(PLAIN(), OPTIONS, (N,))
 
 
 def test_a_launch_writes_to_outputs_that_are_passed_and_counts_that(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -552,7 +555,7 @@ def test_without_a_compiler_calls_are_found_in_python(
 
     monkeypatch.setattr(native_launcher, "load", load)
     with caplog.at_level(logging.INFO, logger="normforge"):
-        monkeypatch.setattr(native, "calls", native.calls_among(dispatch, native.makes(build=True), APPLIES))
+        monkeypatch.setattr(native, "calls", native.calls_among(dispatch, native.makes(build=True), native._records))
     assert "known calls are found in Python, and not in C (FileNotFoundError: no compiler)" in caplog.text
     x = rows()
     assert torch.equal(normforge.layer_norm(x, (N,)), normforge.layer_norm(x, (N,)))

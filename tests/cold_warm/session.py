@@ -15,12 +15,10 @@ import torch
 
 from normforge.calls import native
 from normforge.calls.lookup import Lookup
-from normforge.families import plain as recorded
 from normforge.kernels.launcher import Launcher
 from normforge.patching import modulating, sums
 from normforge.selection import dispatch
 from normforge.upstream import torch_internals
-from normforge.upstream.torch_internals import applied_at_once
 
 # torch's stubs lack some of what is there.
 _C: Any = torch._C
@@ -135,14 +133,13 @@ class Session:
 
         native.start()
         look_ups = native.makes(build=True) if self.by_address else Lookup
-        applies = applied_at_once(recorded._Normalise), applied_at_once(recorded._AddNormalise)
         with ExitStack() as stack:
             stack.enter_context(forgotten())
             for place, name, value in (
                 (Launcher, "__init__", made),
                 (Launcher, "launch_tensors", lambda *launch: self._record(*launch)),
                 (dispatch, "find", found),
-                (native, "calls", native.calls_among(dispatch, look_ups, applies)),
+                (native, "calls", native.calls_among(dispatch, look_ups, native._records)),
             ):
                 stack.enter_context(mock.patch.object(place, name, value))
             yield
