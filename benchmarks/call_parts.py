@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import normforge
 from normforge.calls.outputs import LayerNormOutput, NormGradients
-from normforge.nn import functional
+from normforge.families import plain_functions
 
 from .in_place import LAUNCH, quantised_in_place, recorded_in_place
 from .inputs import Inputs
@@ -200,7 +200,7 @@ def _recorded_parts(inputs: Inputs, taken: Taken) -> list[Part]:
     eps, shape = inputs.eps, (inputs.cell.n,)
     kept = (residual.clone(), weight, bias)
     calls = SimpleNamespace(recorded=SimpleNamespace(normalise=lambda *_: residual))
-    public = without(functional.layer_norm, native=SimpleNamespace(calls=calls))
+    public = without(plain_functions.layer_norm, native=SimpleNamespace(calls=calls))
     parts = [
         Part(RECORDED, _GIVEN, lambda: public(x, shape, *vectors, eps)),
         Part(RECORDED, _APPLY, lambda: _apply_empty(kept, *leaves)),

@@ -17,8 +17,7 @@ import torch
 
 from normforge.calls import native
 from normforge.families import plain as recorded
-from normforge.families import public
-from normforge.nn import functional
+from normforge.families import plain_functions, public
 
 from .take_apart import Taken, nothing, without
 from .timing import Call
@@ -48,7 +47,7 @@ def recorded_in_place(taken: Taken, call: Callable[[Callable[..., Any]], Call]) 
     def made(apply: Callable[..., Any], allocates: bool) -> Call:
         records = {"recorded": recorded._recording(apply, apply)}
         calls = native.calls_among(_known(taken, allocates), native.makes(build=True), records)
-        return call(without(functional.layer_norm, native=SimpleNamespace(calls=calls)))
+        return call(without(plain_functions.layer_norm, native=SimpleNamespace(calls=calls)))
 
     def keeping_nothing(ctx: Any, call: Any, *tensors: Any) -> Any:
         return call[1][0]

@@ -28,10 +28,27 @@ if TYPE_CHECKING:
     from .calls.outputs import LayerNormOutput as LayerNormOutput
     from .calls.outputs import QuantisedOutput as QuantisedOutput
     from .compiled.switch import compile_passes as compile_passes
-    from .families.gated import gated_layernorm2d_fwd as gated_layernorm2d_fwd
-    from .families.gated import gated_rmsnorm2d_fwd as gated_rmsnorm2d_fwd
-    from .families.modulated import modulated_layernorm2d_fwd as modulated_layernorm2d_fwd
-    from .families.modulated import modulated_rmsnorm2d_fwd as modulated_rmsnorm2d_fwd
+    from .families.gated.functions import GatedLayerNorm as GatedLayerNorm
+    from .families.gated.functions import GatedRMSNorm as GatedRMSNorm
+    from .families.gated.functions import gated_layer_norm as gated_layer_norm
+    from .families.gated.functions import gated_rms_norm as gated_rms_norm
+    from .families.gated.row import gated_layernorm2d_fwd as gated_layernorm2d_fwd
+    from .families.gated.row import gated_rmsnorm2d_fwd as gated_rmsnorm2d_fwd
+    from .families.group.functions import GroupNorm as GroupNorm
+    from .families.group.functions import group_norm as group_norm
+    from .families.modulated.functions import modulated_layer_norm as modulated_layer_norm
+    from .families.modulated.functions import modulated_rms_norm as modulated_rms_norm
+    from .families.modulated.row import modulated_layernorm2d_fwd as modulated_layernorm2d_fwd
+    from .families.modulated.row import modulated_rmsnorm2d_fwd as modulated_rmsnorm2d_fwd
+    from .families.plain_functions import add_layer_norm as add_layer_norm
+    from .families.plain_functions import add_rms_norm as add_rms_norm
+    from .families.plain_functions import l2_norm as l2_norm
+    from .families.plain_functions import layer_norm as layer_norm
+    from .families.plain_functions import rms_norm as rms_norm
+    from .families.plain_modules import AddLayerNorm as AddLayerNorm
+    from .families.plain_modules import AddRMSNorm as AddRMSNorm
+    from .families.plain_modules import LayerNorm as LayerNorm
+    from .families.plain_modules import RMSNorm as RMSNorm
     from .families.public import l2norm2d_bwd as l2norm2d_bwd
     from .families.public import l2norm2d_fwd as l2norm2d_fwd
     from .families.public import layernorm2d_bwd as layernorm2d_bwd
@@ -42,23 +59,6 @@ if TYPE_CHECKING:
     from .families.quantised import quantised_rms_norm as quantised_rms_norm
     from .families.which import which as which
     from .kernels.binaries import load_aot as load_aot
-    from .nn.functional import add_layer_norm as add_layer_norm
-    from .nn.functional import add_rms_norm as add_rms_norm
-    from .nn.functional import l2_norm as l2_norm
-    from .nn.functional import layer_norm as layer_norm
-    from .nn.functional import rms_norm as rms_norm
-    from .nn.gated_modules import GatedLayerNorm as GatedLayerNorm
-    from .nn.gated_modules import GatedRMSNorm as GatedRMSNorm
-    from .nn.gating import gated_layer_norm as gated_layer_norm
-    from .nn.gating import gated_rms_norm as gated_rms_norm
-    from .nn.grouping import GroupNorm as GroupNorm
-    from .nn.grouping import group_norm as group_norm
-    from .nn.modulation import modulated_layer_norm as modulated_layer_norm
-    from .nn.modulation import modulated_rms_norm as modulated_rms_norm
-    from .nn.modules import AddLayerNorm as AddLayerNorm
-    from .nn.modules import AddRMSNorm as AddRMSNorm
-    from .nn.modules import LayerNorm as LayerNorm
-    from .nn.modules import RMSNorm as RMSNorm
     from .override.switch import TorchOverride as TorchOverride
     from .override.switch import override_torch as override_torch
     from .override.switch import restore_torch as restore_torch
@@ -76,8 +76,8 @@ _HOMES = {
     "ahead_of_time.compile_keys": ("compile_keys", "recorded_keys"),
     "ahead_of_time.warmup": ("warmup",),
     "calls.backend": ("backend",),
-    "families.gated": ("gated_layernorm2d_fwd", "gated_rmsnorm2d_fwd"),
-    "families.modulated": ("modulated_layernorm2d_fwd", "modulated_rmsnorm2d_fwd"),
+    "families.gated.row": ("gated_layernorm2d_fwd", "gated_rmsnorm2d_fwd"),
+    "families.modulated.row": ("modulated_layernorm2d_fwd", "modulated_rmsnorm2d_fwd"),
     "calls.outputs": ("LayerNormOutput", "QuantisedOutput"),
     "families.public": (
         *("l2norm2d_bwd", "l2norm2d_fwd"),
@@ -87,12 +87,11 @@ _HOMES = {
     "families.which": ("which",),
     "compiled.switch": ("compile_passes",),
     "kernels.binaries": ("load_aot",),
-    "nn.functional": ("add_layer_norm", "add_rms_norm", "l2_norm", "layer_norm", "rms_norm"),
-    "nn.gated_modules": ("GatedLayerNorm", "GatedRMSNorm"),
-    "nn.gating": ("gated_layer_norm", "gated_rms_norm"),
-    "nn.grouping": ("GroupNorm", "group_norm"),
-    "nn.modulation": ("modulated_layer_norm", "modulated_rms_norm"),
-    "nn.modules": ("AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"),
+    "families.plain_functions": ("add_layer_norm", "add_rms_norm", "l2_norm", "layer_norm", "rms_norm"),
+    "families.gated.functions": ("GatedLayerNorm", "GatedRMSNorm", "gated_layer_norm", "gated_rms_norm"),
+    "families.group.functions": ("GroupNorm", "group_norm"),
+    "families.modulated.functions": ("modulated_layer_norm", "modulated_rms_norm"),
+    "families.plain_modules": ("AddLayerNorm", "AddRMSNorm", "LayerNorm", "RMSNorm"),
     "override.switch": ("TorchOverride", "override_torch", "restore_torch"),
     "parallel": ("parallel",),
     "patching.report": ("Patch",),

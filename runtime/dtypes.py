@@ -138,3 +138,8 @@ def arguments_of(mode: Mode, make: Callable[[Parameter], torch.Tensor | None]) -
             value = getattr(mode, parameter.axis)
             arguments[parameter.name] = TORCH_DTYPES[value] if parameter.kind is Kind.DTYPE else value
     return arguments
+
+
+def rounded_to(cast: Cast, y_dtype: torch.dtype, x_dtype: torch.dtype) -> torch.dtype | None:
+    """Return the 16-bit dtype that rows are rounded to before the weight: y's (or dy's), else x's; None for neither."""
+    return next((dtype for dtype in (y_dtype, x_dtype) if cast.comes_first and dtype in HALVES), None)

@@ -10,7 +10,7 @@ import torch
 
 from normforge.ahead_of_time import compile_keys, warmup
 from normforge.calls import backend, first, plan, road
-from normforge.families import group
+from normforge.families.group import row as group
 from normforge.kernels.gpu import named_target
 
 from .stand_in_driver import Driver, driving

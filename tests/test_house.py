@@ -36,18 +36,17 @@ DOORS = ("normforge", "normforge.__main__")
 # Code lines, each at most: a line counts if it holds more than a comment or a docstring. These numbers only fall.
 # The files that belong to no package are `normforge`; the budget for all of runtime/ is 11,000, and 800 for C.
 MOST_CODE_LINES = {
-    "all by hand": 15_127,
+    "all by hand": 15_125,
     "C": 834,
     "emitted": 211,
     "ahead_of_time": 783,
     "calls": 2_596,
-    "families": 1_684,
+    "families": 2_687,
     "compiled": 662,
     "integrations": 402,
     "jax": 703,
     "kernels": 1_119,
-    "nn": 1_019,
-    "normforge": 517,
+    "normforge": 531,
     "operators": 607,
     "override": 239,
     "parallel": 212,

@@ -41,7 +41,7 @@ def test_import_brings_no_tool_and_nothing_that_probes_or_compiles_ahead() -> No
     code = "import sys, normforge; print(*(name for name in sys.modules if name.startswith('normforge.')))"
     brought = printed(code).split()
     assert "normforge.calls.native" in brought
-    late = ("normforge.tools", "normforge.ahead_of_time", "normforge.nn.p", "normforge.selection.recording")
+    late = ("normforge.tools", "normforge.ahead_of_time", "normforge.patching", "normforge.selection.recording")
     assert [name for name in brought if name.startswith(late)] == []
 
 

@@ -15,7 +15,9 @@ from ..calls.functions import completed
 from ..calls.outputs import NormGradients, dtypes_of
 from ..codegen.families import Kind
 from ..codegen.parameters import BACKWARD, FORWARD, family_of
-from ..families import eager, gated, modulated, public
+from ..families import eager, public
+from ..families.gated import row as gated
+from ..families.modulated import row as modulated
 from ..families.rows import CALLS
 from ..reference import gated as gating_reference
 from ..reference import modulated as modulation_reference

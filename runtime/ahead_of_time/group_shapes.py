@@ -16,7 +16,7 @@ from ..codegen.groups import GroupMode
 from ..codegen.values import Direction
 from ..dtypes import TORCH_DTYPES
 from ..errors import ConflictError, ShapeError
-from ..families.group import call_in_memory, slots_of
+from ..families.group.row import call_in_memory, slots_of
 from ..kernels.assembly import SUMS
 from ..kernels.gpu import Target
 from ..kernels.launcher import Launcher

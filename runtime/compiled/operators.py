@@ -15,8 +15,8 @@ from ..calls import traced
 from ..calls.check import Call, check
 from ..calls.functions import FUNCTIONS
 from ..calls.outputs import results_of
+from ..dtypes import rounded_to
 from ..errors import NormforgeError
-from ..families.eager import rounded_to
 from ..selection import dispatch
 from ..upstream.torch_inductor import without_guards
 

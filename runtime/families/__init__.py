@@ -1,4 +1,4 @@
 """The families of norms: public functions, formulas, and for each family the row that the road of calls reads.
 
-Stands on calls/, kernels/, selection/, codegen/ and upstream/.
+Stands on calls/, compiled/, kernels/, selection/, codegen/ and upstream/.
 """

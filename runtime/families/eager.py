@@ -17,7 +17,7 @@ from torch.nn import functional
 from ..calls.outputs import NormGradients, dtypes_of, unpacked
 from ..calls.traced import unrecorded
 from ..codegen.values import Cast, GateActivation, Gating, Norm
-from ..dtypes import HALVES, word
+from ..dtypes import rounded_to, word
 from ..random_mask import dropped
 from ..selection.invariance import refuse_torch
 from ..upstream.torch_dynamo import constant_in_traces
@@ -38,11 +38,6 @@ def as_stored(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Round a sum to the dtype it is stored in, and widen it again; autograd sees no rounding."""
     # An infinite sum less itself is NaN, and its rounding changes nothing.
     return total + (widened(total.to(dtype)) - total).detach().nan_to_num(0.0, math.inf, -math.inf)
-
-
-def rounded_to(cast: Cast, y_dtype: torch.dtype, x_dtype: torch.dtype) -> torch.dtype | None:
-    """Return the 16-bit dtype that rows are rounded to before the weight: y's (or dy's), else x's; None for neither."""
-    return next((dtype for dtype in (y_dtype, x_dtype) if cast.comes_first and dtype in HALVES), None)
 
 
 @constant_in_traces

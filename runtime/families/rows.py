@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from . import gated, modulated, quantised
+from . import quantised
+from .gated import row as gated
+from .modulated import row as modulated
 
 CALLS = {"modulated": modulated.CALLS, "gated": gated.CALLS, "quantised": quantised.CALLS}

@@ -1,4 +1,4 @@
 """Plugs: norms of inference and training engines served by kernels, through the interfaces those have for it.
 
-Stands on families/, calls/, nn/, selection/ and upstream/.
+Stands on families/, calls/, selection/ and upstream/.
 """

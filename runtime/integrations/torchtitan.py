@@ -15,8 +15,8 @@ from torchtitan.config import derive
 from torchtitan.config import override as _override
 from torchtitan.models.common import nn_modules
 
-from ..nn.functional import layer_norm as _layer_norm
-from ..nn.functional import rms_norm as _rms_norm
+from ..families.plain_functions import layer_norm as _layer_norm
+from ..families.plain_functions import rms_norm as _rms_norm
 
 if TYPE_CHECKING:
     # TorchTitan is not there where types are checked; its norms are subclasses of torch's with a configuration each.

@@ -23,7 +23,7 @@ FORWARD, BACKWARD = (*GROUP.functions.values(), *GROUP_BWD.functions.values())
 @cache
 def _calls() -> Any:
     """Return the module of GroupNorm's calls, which is imported for the first one."""
-    from ..families import group
+    from ..families.group import row as group
 
     return group
 

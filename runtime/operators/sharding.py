@@ -21,7 +21,7 @@ from ..calls.sharded import Frame
 from ..codegen.families import Kind
 from ..codegen.values import ScaleLayout
 from ..errors import LayoutError
-from ..families import group
+from ..families.group import row as group
 from ..upstream.torch_dtensor import assembled
 from .computing import PUBLIC, run_named
 from .twins import both

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..nn.replaced import Replacing
+from ..families.replaced import Replacing
 from .following import may_follow, rounds_once
 from .modulating import formula_of, modulate
 from .modulation_text import Modulation

@@ -12,10 +12,10 @@ from torch.compiler import is_dynamo_compiling
 from ..codegen.values import Cast
 from ..compiled.rules import is_left_to_inductor
 from ..dtypes import HALVES
+from ..families.plain_functions import normalise, normalise_cast_before_weight
+from ..families.plain_modules import RMSNorm, own
 from ..families.plainly import is_plain
-from ..nn.functional import normalise, normalise_cast_before_weight
-from ..nn.modules import RMSNorm, own
-from ..nn.replaced import ORIGINAL
+from ..families.replaced import ORIGINAL
 
 
 class CastOrder(Enum):

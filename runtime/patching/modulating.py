@@ -24,9 +24,9 @@ from torch.compiler import is_dynamo_compiling
 from ..calls.backend import is_served
 from ..calls.known import PLAIN
 from ..calls.traced import result_dtype
+from ..families.modulated.functions import modulated_layer_norm, modulated_rms_norm
+from ..families.plain_modules import LayerNorm
 from ..families.public import DEFAULT_EPS
-from ..nn.modulation import modulated_layer_norm, modulated_rms_norm
-from ..nn.modules import LayerNorm
 from .following import is_bare, is_of_length, rounds_once, vectors_of
 from .function_state import State
 from .probing import apart

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..nn.replaced import name_of
+from ..families.replaced import name_of
 
 
 class Swapped(NamedTuple):

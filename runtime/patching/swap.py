@@ -14,10 +14,10 @@ import torch
 from ..compiled import switch
 from ..dtypes import FLOATS
 from ..errors import PatchError
+from ..families.group.functions import GroupNorm, GroupNormSequential, has_activated_norm
+from ..families.plain_modules import LayerNorm, RMSNorm, UpcastLayerNorm
+from ..families.replaced import ORIGINAL, class_for
 from ..locks import fork_safe
-from ..nn.grouping import GroupNorm, GroupNormSequential, has_activated_norm
-from ..nn.modules import LayerNorm, RMSNorm, UpcastLayerNorm
-from ..nn.replaced import ORIGINAL, class_for
 from ..settings import fuse_from
 from .blocks import FusedBlock
 from .blocks import fuse as fuse_block

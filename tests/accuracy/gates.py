@@ -15,7 +15,8 @@ from normforge.codegen.model import Mode
 from normforge.codegen.parameters import GATED
 from normforge.codegen.values import GateActivation
 from normforge.dtypes import TORCH_DTYPES
-from normforge.families import eager, gated
+from normforge.families import eager
+from normforge.families.gated import row as gated
 from normforge.reference import gated as gating_reference
 
 from . import peer

@@ -24,10 +24,10 @@ from normforge.errors import (
     ShapeError,
     TargetError,
 )
+from normforge.families import plain_functions
 from normforge.families.public import layernorm2d_bwd
 from normforge.kernels.gpu import Target, named_target, target_of
 from normforge.kernels.key import KernelKey
-from normforge.nn import functional
 from normforge.selection import dispatch
 
 from ..calling import python
@@ -164,7 +164,7 @@ OPTIONS: dict[str, tuple[Callable[[], object], list[str], dict[str, Any]]] = {
     ),
     "fp32 gradient": (
         lambda: torch.autograd.grad(
-            functional.normalise(
+            plain_functions.normalise(
                 (x := rows(requires_grad=True), None, None, None, None),
                 (N,),
                 ("rms", 1e-6, 0.0, torch.float32, "after_weight"),

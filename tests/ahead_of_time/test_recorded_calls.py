@@ -15,7 +15,7 @@ import torch
 import normforge
 from normforge.ahead_of_time.compile_keys import recorded_keys_for
 from normforge.calls import backend, first, plan, road
-from normforge.families import group
+from normforge.families.group import row as group
 from normforge.kernels import launcher
 from normforge.kernels.gpu import Target, named_target
 from normforge.kernels.launcher import Launcher

@@ -13,7 +13,7 @@ from normforge.calls import known, road
 from normforge.calls.plan import Plan
 from normforge.codegen.model import Mode
 from normforge.codegen.values import DType, Norm
-from normforge.families import gated
+from normforge.families.gated import row as gated
 from normforge.selection import dispatch
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -9,7 +9,7 @@ import torch
 
 import normforge
 from normforge.calls import row_gradients
-from normforge.families import gated
+from normforge.families.gated import row as gated
 from normforge.selection import dispatch
 
 from .looked import Looked

@@ -11,7 +11,7 @@ import torch
 
 import normforge
 from normforge.calls import row_gradients
-from normforge.families import modulated
+from normforge.families.modulated import row as modulated
 from normforge.selection import dispatch
 
 from .looked import Looked

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import normforge
-from normforge.families import group
+from normforge.families.group import row as group
 
 from .looked import Looked
 

@@ -14,8 +14,10 @@ from normforge.codegen.model import Mode
 from normforge.codegen.parameters import BACKWARD
 from normforge.codegen.values import DType
 from normforge.dtypes import TORCH_DTYPES
-from normforge.families import gated, modulated, public
+from normforge.families import public
 from normforge.families.eager import GatedArgs, GatedSaved, ModulatedArgs, ModulatedSaved
+from normforge.families.gated import row as gated
+from normforge.families.modulated import row as modulated
 from normforge.random_mask import dropout_mask, kept_factor
 from normforge.tools.compare import TOLERANCES
 

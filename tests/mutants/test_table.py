@@ -37,7 +37,7 @@ _RUNTIME = (
     "kernels/obtain",
     "kernels/strides",
     "kernels/pipelines",
-    "nn/functional",
+    "families/plain_functions",
     "operators/gradients",
     "operators/registered",
     "patching/swap",

@@ -13,7 +13,7 @@ import torch
 import normforge
 from normforge.calls import road
 from normforge.errors import ConflictError, DTypeError, ShapeError, TransformError
-from normforge.families import gated
+from normforge.families.gated import row as gated
 
 from .oracle import backward, close, coarser, each_device, each_float, each_norm
 

@@ -507,7 +507,7 @@ def test_a_script_is_refused() -> None:
 
 def test_known_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Like one before but for samples, they are looked up; anything else is checked."""
-    from normforge.families import group
+    from normforge.families.group import row as group
 
     weight, bias = torch.randn(8), torch.randn(8)
 

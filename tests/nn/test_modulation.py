@@ -13,7 +13,7 @@ from torch.nn import functional
 import normforge
 from normforge.calls import road
 from normforge.errors import ConflictError, DTypeError, ShapeError
-from normforge.families import modulated
+from normforge.families.modulated import row as modulated
 from normforge.selection import dispatch
 
 from .oracle import backward, close, coarser, each_device, each_float, each_norm

@@ -6,12 +6,14 @@ import copy
 import inspect
 import io
 import json
+import pickle
 from typing import Any
 
 import pytest
 import torch
 
 import normforge
+from normforge.families import replaced
 
 from ..calling import printed
 from ..thorough import THOROUGH
@@ -128,6 +130,24 @@ def test_pickles_and_copies(theirs: type[torch.nn.Module], ours: type[torch.nn.M
         assert type(other) is ours
         arguments = [torch.randn(2, 64) for _ in range(1 if ours in PAIRS.values() else 2)]
         torch.testing.assert_close(other(*arguments), module(*arguments), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "home"),
+    [
+        ("modules", "LayerNorm", normforge),
+        ("modules", "AddRMSNorm", normforge),
+        ("gated_modules", "GatedRMSNorm", normforge),
+        ("grouping", "GroupNorm", normforge),
+        ("grouping", "group_norm", normforge),
+        ("gating", "gated_rms_norm", normforge),
+        ("modulation", "modulated_layer_norm", normforge),
+        ("functional", "rms_norm", normforge),
+        ("replaced", "Replacing", replaced),
+    ],
+)
+def test_pickles_of_older_releases_find_what_they_name(module: str, name: str, home: object) -> None:
+    assert pickle.loads(f"cnormforge.nn.{module}\n{name}\n.".encode()) is getattr(home, name)
 
 
 @THOROUGH

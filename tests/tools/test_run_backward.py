@@ -10,7 +10,7 @@ import torch
 
 from normforge import reference
 from normforge.codegen.values import Norm
-from normforge.families import modulated
+from normforge.families.modulated import row as modulated
 from normforge.reference.gradients import ReferenceGradients
 from normforge.tools import cli
 from normforge.tools.compare import ModulatedGradients

@@ -159,7 +159,7 @@ MUTANTS = (
     Mutant(
         "a-first-call-of-rms-norm-has-another-eps",
         "rms_norm without eps adds 1e-5 where no call like it is known",
-        "runtime/nn/functional.py",
+        "runtime/families/plain_functions.py",
         "(norm, DEFAULT_EPS if eps is None else options[1], *options[2:])",
         "(norm, 1e-5 if eps is None else options[1], *options[2:])",
         (f"{_FUNCTIONAL}::test_torchs_own_call_and_defaults",),
@@ -247,7 +247,7 @@ MUTANTS = (
     Mutant(
         "torchs-operators-ignore-the-cast",
         "what runs where kernels cannot rounds once",
-        "runtime/families/eager.py",
+        "runtime/dtypes.py",
         "if cast.comes_first and dtype in HALVES",
         "if False and dtype in HALVES",
         (f"{_CAST}::test_torchs_operators_compute_the_same_where_kernels_cannot",),

@@ -6,7 +6,7 @@ from ..mutant import Mutant
 
 _SLICE = "tests/cold_warm/test_cold_warm.py::test_calls_do_what_they_do_in_a_new_process"
 _MANY = "tests/cold_warm/test_cold_warm.py::test_many_calls_do_what_they_do_in_a_new_process"
-_GROUP = "runtime/families/group.py"
+_GROUP = "runtime/families/group/row.py"
 _PLAN = "runtime/calls/plan.py"
 _LOOKUP = "runtime/calls/lookup.py"
 _KNOWN = "runtime/calls/known.py"

@@ -156,7 +156,7 @@ MUTANTS = (
     Mutant(
         "group-gradients-known-whatever-vectors-there-are",
         "a known backward pass of GroupNorm reads no weight, as the call before had none",
-        "runtime/families/group.py",
+        "runtime/families/group/row.py",
         "return options, weight is None, bias is None",
         "return (options,)",
         ("tests/calls/test_known_group_gradients.py::test_vectors_that_were_not_there_are_read",),
@@ -172,7 +172,7 @@ MUTANTS = (
     Mutant(
         "silu-is-computed-whatever-hooks-there-are",
         "patched: hooks between a GroupNorm and its SiLU do not run",
-        "runtime/nn/grouping.py",
+        "runtime/families/group/functions.py",
         'return not any("forward" in vars(each) or any(vars(each)[name] for name in _HOOKS) for each in (norm, silu))',
         "return True",
         (f"{_NUMBERS}::test_hooks_between_a_norm_and_its_silu_run",),

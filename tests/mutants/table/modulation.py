@@ -117,7 +117,7 @@ MUTANTS = (
     Mutant(
         "modulated-gradient-forgets-the-bias",
         "backward modulated: dscale leaves the bias out",
-        "runtime/families/modulated.py",
+        "runtime/families/modulated/row.py",
         "dscale = dscale + dy * kept.bias.float()",
         "pass",
         (_FORMULA,),

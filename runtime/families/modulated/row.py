@@ -11,22 +11,22 @@ from typing import Any
 
 import torch
 
-from ..call_kinds import LEAST_ROWS_OF_SAMPLE, MOST_SAMPLES
-from ..calls import road, row_gradients
-from ..calls.known_backward import Gradients, Learnt
-from ..calls.outputs import LayerNormOutput, dtype_of_all, unpacked_of
-from ..calls.record import Recording
-from ..calls.road import Options, calls_of, launch_recorded
-from ..calls.row_gradients import Backward, Problem, in_memory, shared_sum, sum_dtype
-from ..calls.row_layout import row_stride, walkable
-from ..codegen.model import Mode
-from ..codegen.parameters import MODULATED, MODULATED_BWD
-from ..codegen.values import Direction, FusedAdd, FusedQuant, Norm
-from ..dtypes import DTYPES
-from ..errors import ConflictError
-from . import eager
-from .eager import ModulatedArgs, ModulatedSaved
-from .public import ModulatedOperands, ModulatedOptions
+from ...call_kinds import LEAST_ROWS_OF_SAMPLE, MOST_SAMPLES
+from ...calls import road, row_gradients
+from ...calls.known_backward import Gradients, Learnt
+from ...calls.outputs import LayerNormOutput, dtype_of_all, unpacked_of
+from ...calls.record import Recording
+from ...calls.road import Options, calls_of, launch_recorded
+from ...calls.row_gradients import Backward, Problem, in_memory, shared_sum, sum_dtype
+from ...calls.row_layout import row_stride, walkable
+from ...codegen.model import Mode
+from ...codegen.parameters import MODULATED, MODULATED_BWD
+from ...codegen.values import Direction, FusedAdd, FusedQuant, Norm
+from ...dtypes import DTYPES
+from ...errors import ConflictError
+from .. import eager
+from ..eager import ModulatedArgs, ModulatedSaved
+from ..public import ModulatedOperands, ModulatedOptions
 
 
 def _saved(operands: ModulatedOperands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -7,13 +7,13 @@ from typing import Any, overload
 
 import torch
 
-from ..calls import road
-from ..calls.record import records
-from ..calls.traced import is_dynamo_compiling
-from ..families import modulated
-from ..families.public import ModulatedOperands, ModulatedOptions
-from . import neighbours
-from .functional import handed_on, is_handed_on
+from ...calls import road
+from ...calls.record import records
+from ...calls.traced import is_dynamo_compiling
+from .. import first_call
+from ..plain_functions import handed_on, is_handed_on
+from ..public import ModulatedOperands, ModulatedOptions
+from . import row
 
 
 @overload
@@ -153,17 +153,17 @@ def modulated_rms_norm(
 
 
 def _normalise(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
-    found = None if is_dynamo_compiling() else road.normalise_known(modulated.CALLS, operands, options)
+    found = None if is_dynamo_compiling() else road.normalise_known(row.CALLS, operands, options)
     return _first(operands, options) if found is None else found
 
 
 def _first(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
     """A call that is like none before."""
     if is_handed_on(operands):
-        given = road.named(modulated.CALLS, operands, options)
+        given = road.named(row.CALLS, operands, options)
         return handed_on(_PUBLIC[options[0]], operands, given, positional=3)
-    modulated.check_gate(operands)
-    return neighbours.normalise(modulated.CALLS, operands, options)
+    row.check_gate(operands)
+    return first_call.normalise(row.CALLS, operands, options)
 
 
 # By the norm's word.

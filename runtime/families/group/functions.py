@@ -9,18 +9,19 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..calls.argument_checks import check_device, check_dtype, check_number, check_tensor
-from ..calls.backend import backend, is_served, left_to_torch
-from ..calls.known import PLAIN
-from ..calls.sharded import Frame, is_sharded
-from ..calls.traced import becomes_operator, is_dynamo_compiling, result_dtype, unrecorded
-from ..codegen.families import Kind
-from ..codegen.groups import Activation
-from ..dtypes import FLOATS, word
-from ..errors import ShapeError
-from ..families import eager, group
-from ..families.eager import GroupOptions as Options
-from .replaced import Replacing, class_of
+from ...calls.argument_checks import check_device, check_dtype, check_number, check_tensor
+from ...calls.backend import backend, is_served, left_to_torch
+from ...calls.known import PLAIN
+from ...calls.sharded import Frame, is_sharded
+from ...calls.traced import becomes_operator, is_dynamo_compiling, result_dtype, unrecorded
+from ...codegen.families import Kind
+from ...codegen.groups import Activation
+from ...dtypes import FLOATS, word
+from ...errors import ShapeError
+from .. import eager
+from ..eager import GroupOptions as Options
+from ..replaced import Replacing, class_of
+from . import row
 
 _DTYPES = (*FLOATS, torch.float64)
 
@@ -71,7 +72,7 @@ def group_norm(
     """
     operands = (x, weight, bias)
     if not is_dynamo_compiling() and x.__class__ in PLAIN:
-        known = group.normalise_known(operands, (num_groups, eps, activation))
+        known = row.normalise_known(operands, (num_groups, eps, activation))
         if known is not None:
             return known
     if any(type(operand) not in PLAIN for operand in operands if operand is not None) and has_torch_function(operands):
@@ -92,8 +93,8 @@ def group_norm(
     if backend(x) != "kernel" or left_to_torch(operands) or 0 in x.shape:
         return eager.group(x, weight, bias, options)
     if becomes_operator(*operands):
-        return group.normalise_traced(operands, options)
-    return group.normalise(operands, options, (num_groups, eps, activation))
+        return row.normalise_traced(operands, options)
+    return row.normalise(operands, options, (num_groups, eps, activation))
 
 
 _WORDS = tuple(activation.value for activation in Activation)
@@ -194,7 +195,7 @@ class GroupNorm(Replacing, torch.nn.GroupNorm):
         """Normalise input: (B, num_channels, ...), fp16, bf16, fp32 or fp64; returns its shape and dtype."""
         operands, told = (input, self.weight, self.bias), (self.num_groups, self.eps, self.activation)
         if not is_dynamo_compiling() and input.__class__ in PLAIN:
-            known = group.normalise_known(operands, told)
+            known = row.normalise_known(operands, told)
             if known is not None:
                 return known
         left = self.activation is None and not is_served(operands, self.eps)

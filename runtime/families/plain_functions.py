@@ -18,26 +18,20 @@ from ..calls.check import check_normalised
 from ..calls.known import PLAIN
 from ..calls.randomness import settled
 from ..calls.sharded import Frame, is_sharded
-from ..calls.traced import (
-    becomes_operator,
-    is_dynamo_compiling,
-    left_in_traces,
-    result_dtype,
-    unrecorded,
-)
+from ..calls.traced import becomes_operator, is_dynamo_compiling, left_in_traces, result_dtype, unrecorded
 from ..codegen.families import Kind, Parameter
 from ..codegen.parameters import FORWARD
 from ..codegen.values import Cast
 from ..compiled.rules import is_left_to_inductor
 from ..dtypes import FLOATS
 from ..errors import ConflictError
-from ..families import dropout, eager
-from ..families import plain as recorded
-from ..families.eager import Dropout
-from ..families.plain import FORWARD_OF, OPERANDS, named
-from ..families.plainly import is_plain
-from ..families.public import DEFAULT_EPS, Operands, Options
 from ..random_mask import dropout_mask
+from . import dropout, eager
+from . import plain as recorded
+from .eager import Dropout
+from .plain import FORWARD_OF, OPERANDS, named
+from .plainly import is_plain
+from .public import DEFAULT_EPS, Operands, Options
 from .replaced import Replacing
 
 

@@ -7,23 +7,23 @@ from typing import Any
 
 import torch
 
-from ..calls import road, row_gradients
-from ..calls.argument_checks import check_flag, check_tensor
-from ..calls.known_backward import Gradients, Learnt
-from ..calls.outputs import LayerNormOutput, unpacked_of
-from ..calls.record import Recording
-from ..calls.road import Operands, Options, calls_of, launch_recorded
-from ..calls.row_gradients import Backward, Problem, in_memory, shared_sum, sum_dtype
-from ..calls.row_layout import walkable
-from ..calls.traced import unrecorded
-from ..codegen.model import Mode
-from ..codegen.parameters import GATED, GATED_BWD
-from ..codegen.values import Direction, FusedQuant, GateActivation, Gating, Norm
-from ..dtypes import DTYPES, word
-from ..errors import ShapeError
-from . import eager
-from .eager import GatedArgs, GatedSaved
-from .public import GatedOperands
+from ...calls import road, row_gradients
+from ...calls.argument_checks import check_flag, check_tensor
+from ...calls.known_backward import Gradients, Learnt
+from ...calls.outputs import LayerNormOutput, unpacked_of
+from ...calls.record import Recording
+from ...calls.road import Operands, Options, calls_of, launch_recorded
+from ...calls.row_gradients import Backward, Problem, in_memory, shared_sum, sum_dtype
+from ...calls.row_layout import walkable
+from ...calls.traced import unrecorded
+from ...codegen.model import Mode
+from ...codegen.parameters import GATED, GATED_BWD
+from ...codegen.values import Direction, FusedQuant, GateActivation, Gating, Norm
+from ...dtypes import DTYPES, word
+from ...errors import ShapeError
+from .. import eager
+from ..eager import GatedArgs, GatedSaved
+from ..public import GatedOperands
 
 
 def _saved(operands: Operands, total: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

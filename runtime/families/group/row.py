@@ -8,29 +8,29 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..call_kinds import GROUP_SIZES
-from ..calls import native
-from ..calls.check import Call
-from ..calls.known import PLAIN, Key, Tensors, remember
-from ..calls.known_backward import Learnt, addresses_of, looked_up_again
-from ..calls.launch import run_layout
-from ..calls.plan import Plan, plan_of
-from ..calls.record import Launched, Recording, arrived_in_memory, record, record_at_once, records
-from ..calls.row_gradients import call_of
-from ..calls.traced import intercepted, operator
-from ..codegen.groups import Activation, GroupMode
-from ..codegen.parameters import GROUP, GROUP_BWD
-from ..codegen.values import Direction
-from ..dtypes import DTYPES
-from ..kernels.gpu import require_device
-from ..kernels.key import ALIGNMENT
-from ..selection import dispatch
-from ..selection.invariance import is_on
-from ..upstream.torch_dynamo import eager_only
-from . import eager
-from .eager import GroupArrived as Arrived
-from .eager import GroupNormGradients as Gradients
-from .eager import GroupOptions as Options
+from ...call_kinds import GROUP_SIZES
+from ...calls import native
+from ...calls.check import Call
+from ...calls.known import PLAIN, Key, Tensors, remember
+from ...calls.known_backward import Learnt, addresses_of, looked_up_again
+from ...calls.launch import run_layout
+from ...calls.plan import Plan, plan_of
+from ...calls.record import Launched, Recording, arrived_in_memory, record, record_at_once, records
+from ...calls.row_gradients import call_of
+from ...calls.traced import intercepted, operator
+from ...codegen.groups import Activation, GroupMode
+from ...codegen.parameters import GROUP, GROUP_BWD
+from ...codegen.values import Direction
+from ...dtypes import DTYPES
+from ...kernels.gpu import require_device
+from ...kernels.key import ALIGNMENT
+from ...selection import dispatch
+from ...selection.invariance import is_on
+from ...upstream.torch_dynamo import eager_only
+from .. import eager
+from ..eager import GroupArrived as Arrived
+from ..eager import GroupNormGradients as Gradients
+from ..eager import GroupOptions as Options
 
 FORWARD_OPERATOR, BACKWARD_OPERATOR = (*GROUP.functions.values(), *GROUP_BWD.functions.values())
 

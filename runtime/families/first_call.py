@@ -11,7 +11,7 @@ from ..calls.check import check_normalised
 from ..calls.road import FamilyCalls, Operands, Options
 from ..calls.sharded import is_sharded
 from ..calls.traced import becomes_operator, result_dtype, unrecorded
-from .functional import by_parts
+from .plain_functions import by_parts
 
 
 def normalise(calls: FamilyCalls, operands: Operands, options: Options) -> Any:

@@ -1,0 +1,1 @@
+"""Norms times an activated gate: the row of the family, its functions and modules."""

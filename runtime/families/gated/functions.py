@@ -1,0 +1,266 @@
+"""Differentiable norms times an activated gate, as state-space models have them (Mamba2), and modules of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...calls import road
+from ...calls.backend import backend
+from ...calls.check import check_normalised
+from ...calls.record import records
+from ...calls.sharded import is_sharded
+from ...calls.traced import is_dynamo_compiling
+from ...codegen.values import GateActivation
+from ...dtypes import word
+from ...errors import ShapeError
+from .. import first_call
+from ..plain_functions import by_parts, handed_on, is_handed_on
+from ..public import GatedOperands, GatedOptions
+from ..replaced import Replacing
+from . import row
+
+
+def gated_layer_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | GateActivation = "silu",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """LayerNorm over x's last dimension, times an activated gate; see `gated_rms_norm`, also for errors.
+
+    Args:
+        x: see `gated_rms_norm`, as for every argument not described here.
+        gate: see `gated_rms_norm`.
+        weight: see `gated_rms_norm`.
+        bias: (N,), or None for 0; a gate behind the norm multiplies it too.
+        activation: see `gated_rms_norm`.
+        norm_before_gate: see `gated_rms_norm`.
+        group_size: see `gated_rms_norm`.
+        eps: added to the variance.
+    """
+    operands = (x, gate, weight, bias)
+    options = _options("layer", activation, norm_before_gate, eps, records(operands))
+    y: torch.Tensor = _normalise(operands, options, group_size)
+    return y
+
+
+def gated_rms_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    activation: str | GateActivation = "silu",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """RMSNorm over x's last dimension, times an activated gate: the RMSNormGated of Mamba2 (Dao and Gu, 2024).
+
+    y = RMSNorm(x) * weight * activation(gate), as Gated DeltaNet has it too (Yang et al., 2024); or, with
+    norm_before_gate=False, y = RMSNorm(x * activation(gate)) * weight, as Mamba2 has it. All in fp32, rounded once. The
+    gate is mostly a part of a wider projection, which the kernel reads where it is.
+
+    Differentiable in every tensor. Kept for the backward pass are the tensors themselves, and an rstd (and of LayerNorm
+    a mean) a row. Sums are in an order that does not change from run to run. Torch's operators compute a gradient of
+    the gradient.
+
+    Where kernels cannot run, torch's operators compute the same: see `layer_norm`. Of DTensors each rank normalises its
+    rows. Under torch.autocast y has the dtype that it has there.
+
+    Args:
+        x: (..., N), fp16, bf16, fp32 or fp64; rows on any strides. What kernels cannot walk is copied once.
+        gate: x's shape, of any of these types, on strides of its own.
+        weight: (N,), or None for 1.
+        activation: "silu", gate * sigmoid(gate), or "sigmoid".
+        norm_before_gate: whether the gate comes behind the norm.
+        group_size: how many neighbouring columns are normalised together, each such group of a row by itself; a
+            divisor of N. None is N.
+        eps: added to the mean square.
+
+    Returns:
+        y: x's shape and dtype.
+
+    Raises:
+        ShapeError: a tensor's shape does not fit x's, or group_size does not divide N.
+        DTypeError: a tensor is of a type that cannot be normalised.
+        DeviceError: tensors are on several devices.
+        LayoutError: a tensor is sparse or nested.
+        ConflictError: activation is no such word; norm_before_gate is no flag; or eps is no number of at least 0.
+        NormforgeError: whatever else `layernorm2d_fwd` raises.
+    """
+    operands = (x, gate, weight, None)
+    options = _options("rms", activation, norm_before_gate, eps, records(operands))
+    y: torch.Tensor = _normalise(operands, options, group_size)
+    return y
+
+
+def _options(norm: str, activation: Any, norm_before_gate: Any, eps: Any, saves: bool) -> GatedOptions:
+    return norm, *row.words(activation, norm_before_gate), eps, 0.0, "none", None, saves
+
+
+def _normalise(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
+    if group_size is None:
+        found = None if is_dynamo_compiling() else road.normalise_known(row.CALLS, operands, options)
+        return _first(operands, options, None) if found is None else found
+    return _first(operands, options, group_size)
+
+
+def _first(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
+    """A call that is like none before, or one of groups."""
+    if is_handed_on(operands):
+        return _handed_on(operands, options, group_size)
+    if is_sharded(*operands):
+        return _by_parts(operands, options, group_size)
+    if group_size is None:
+        return first_call.normalise(row.CALLS, operands, options)
+    return _normalise(row.in_groups(operands, group_size), options, None).flatten(-2)
+
+
+def _by_parts(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
+    """A call of DTensors: each rank normalises its rows, as the call of plain tensors that it then is."""
+    x, *_ = operands
+    function, given = row.CALLS.functions[options[0]], road.named(row.CALLS, operands, options)
+    # The parts may be alike on one rank and not on another, which would wait for it.
+    check_normalised(function, given, x.shape[-1:], kernel=backend(x) == "kernel")
+    return by_parts(function, row.CALLS.rows, operands, lambda parts: _normalise(parts, options, group_size))
+
+
+def _handed_on(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
+    """What the class of an operand makes of a call (`__torch_function__`), as torch.fx's proxies do."""
+    given = road.named(row.CALLS, operands, options)
+    given["norm_before_gate"] = given["gating"] == row.GATING[True]
+    given["group_size"] = group_size
+    return handed_on(_PUBLIC[options[0]], operands, given, positional=2)
+
+
+# By the norm's word.
+_PUBLIC: dict[str, Callable[..., Any]] = {"layer": gated_layer_norm, "rms": gated_rms_norm}
+
+
+# Attributes that are arguments of the functions, with what printed modules leave out.
+_OPTIONS = {"group_size": None, "norm_before_gate": True, "activation": "silu"}
+
+
+class _GatedNorm(Replacing):
+    """What both modules have: a weight of ones, and the options of the function."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float,
+        group_size: int | None,
+        norm_before_gate: bool,
+        activation: str | GateActivation,
+        device: Any,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.eps, self.group_size = hidden_size, eps, group_size
+        self.norm_before_gate = row.checked_flag(norm_before_gate)
+        self.activation = word(GateActivation, "activation", activation).value
+        if group_size is not None and not row.divides(group_size, hidden_size):
+            raise ShapeError(f"group_size={group_size!r} and hidden_size={hidden_size}; it takes a divisor of that")
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+
+    def reset_parameters(self) -> None:
+        """Weight to ones, and bias, where there is one, to zeros."""
+        torch.nn.init.ones_(self.weight)
+        if (bias := self._parameters.get("bias")) is not None:
+            torch.nn.init.zeros_(bias)
+
+    def extra_repr(self) -> str:
+        """The size, epsilon, and the options that are not the default."""
+        others = [
+            f"{name}={getattr(self, name)!r}" for name, default in _OPTIONS.items() if getattr(self, name) != default
+        ]
+        return ", ".join([str(self.hidden_size), f"eps={self.eps}", *others])
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"eps": self.eps, **{name: getattr(self, name) for name in _OPTIONS}}
+
+
+class GatedRMSNorm(_GatedNorm):
+    """`gated_rms_norm` with a weight: the RMSNormGated of Mamba2 and Gated DeltaNet, whose state dicts it loads.
+
+    Args:
+        hidden_size: N.
+        eps: added to the mean square; Mamba2 has 1e-5.
+        group_size: see `gated_rms_norm`.
+        norm_before_gate: see `gated_rms_norm`; Mamba2 has False.
+        activation: see `gated_rms_norm`.
+        device: the weight's.
+        dtype: the weight's.
+
+    Raises:
+        ShapeError: group_size does not divide hidden_size.
+        ConflictError: activation is no such word, or norm_before_gate no flag.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        *,
+        activation: str | GateActivation = "silu",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps, group_size, norm_before_gate, activation, device, dtype)
+        self.reset_parameters()
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Normalise x and multiply it by the activated gate, in that order or the other: both (..., hidden_size)."""
+        return gated_rms_norm(x, gate, self.weight, **self._options)
+
+
+class GatedLayerNorm(_GatedNorm):
+    """`gated_layer_norm` with a weight and, unless it is left out, a bias.
+
+    Args:
+        hidden_size: N.
+        eps: added to the variance.
+        group_size: see `gated_rms_norm`.
+        norm_before_gate: see `gated_rms_norm`.
+        bias: whether there is one.
+        activation: see `gated_rms_norm`.
+        device: the parameters'.
+        dtype: the parameters'.
+
+    Raises:
+        ShapeError: group_size does not divide hidden_size.
+        ConflictError: activation is no such word, or norm_before_gate no flag.
+    """
+
+    bias: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        *,
+        bias: bool = True,
+        activation: str | GateActivation = "silu",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps, group_size, norm_before_gate, activation, device, dtype)
+        vector = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", vector)
+        self.reset_parameters()
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Normalise x and multiply it by the activated gate, in that order or the other: both (..., hidden_size)."""
+        return gated_layer_norm(x, gate, self.weight, self.bias, **self._options)

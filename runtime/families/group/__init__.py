@@ -1,0 +1,1 @@
+"""GroupNorm: the row of the family, its functions and modules."""

@@ -1,4 +1,0 @@
-"""What models are made of: differentiable functions and modules.
-
-Stands on families/, calls/, selection/, codegen/, compiled/ and upstream/.
-"""
