@@ -478,6 +478,19 @@ def test_hooks_between_a_norm_and_its_silu_run() -> None:
     assert len(seen) == 1
 
 
+def test_global_hooks_see_a_norm_and_its_silu() -> None:
+    model, x = torch.nn.Sequential(torch.nn.GroupNorm(2, 8), torch.nn.SiLU()), torch.randn(2, 8, 5)
+    normforge.patch(model)
+    seen: list[tuple[torch.nn.Module, torch.Tensor]] = []
+    with torch.nn.modules.module.register_module_forward_hook(lambda module, args, y: seen.append((module, y))):
+        y = model(x)
+    norm = functional.group_norm(x, 2)
+    assert [module for module, _ in seen] == [model[0], model[1], model]
+    torch.testing.assert_close([output for _, output in seen], [norm, functional.silu(norm), y])
+    model(x)
+    assert len(seen) == 3
+
+
 def test_silu_is_computed_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = torch.nn.Sequential(torch.nn.GroupNorm(2, 8), torch.nn.SiLU()), torch.randn(2, 8, 5)
     normforge.patch(model)

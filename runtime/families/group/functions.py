@@ -13,7 +13,7 @@ from ...calls.argument_checks import check_device, check_dtype, check_number, ch
 from ...calls.backend import backend, is_served, left_to_torch
 from ...calls.known import PLAIN
 from ...calls.sharded import Frame, is_sharded
-from ...calls.traced import becomes_operator, is_dynamo_compiling, result_dtype, unrecorded
+from ...calls.traced import becomes_operator, global_hooks, is_dynamo_compiling, result_dtype, unrecorded
 from ...codegen.families import Kind
 from ...codegen.groups import Activation
 from ...dtypes import FLOATS, word
@@ -218,14 +218,13 @@ class GroupNormSequential(Replacing, torch.nn.Sequential):
 
     def forward(self, input: Any) -> Any:
         """Call the modules in turn."""
-        modules = list(self)
+        modules: list[Any] = list(self)
         skips = False
         for module, behind in zip(modules, [*modules[1:], None], strict=True):
             if skips:
                 skips = False
             elif behind is not None and _are_one(module, behind) and _is_taken(input, module):
                 skips = True
-                assert isinstance(module, GroupNorm)
                 input = group_norm(input, module.num_groups, module.weight, module.bias, module.eps, activation="silu")
             else:
                 input = module(input)
@@ -241,10 +240,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def _are_one(norm: torch.nn.Module, silu: torch.nn.Module) -> bool:
-    """Whether calling both is nothing but a GroupNorm and SiLU of what it returns."""
+    """Return True if calling both computes nothing but a GroupNorm and the SiLU of its output, and runs no hook."""
     if class_of(norm) is not GroupNorm or type(silu) is not torch.nn.SiLU or norm.activation is not None:
         return False
-    return not any("forward" in vars(each) or any(vars(each)[name] for name in _HOOKS) for each in (norm, silu))
+    hooked = global_hooks() or any(vars(each)[name] for each in (norm, silu) for name in _HOOKS)
+    return not (hooked or "forward" in vars(norm) or "forward" in vars(silu))
 
 
 def _is_taken(x: Any, norm: Any) -> bool:
