@@ -262,14 +262,14 @@ class Family:
         functions: the functions' names by norm; docstrings of the other functions refer to the first.
         parameters: the parameters, in the order of signatures and schemas.
         results: the results, in order.
-        neighbour: what stands beside the norm, "modulated", "gated" or "quantised"; "" of the norms alone.
+        name: "modulated", "gated", "quantised", "dropped" or "group"; "" for the norms alone.
     """
 
     direction: Direction
     functions: Mapping[Norm, str] = field(hash=False)
     parameters: tuple[Parameter, ...]
     results: tuple[Result, ...]
-    neighbour: str = ""
+    name: str = ""
 
     def of(self, norm: Norm) -> tuple[Parameter, ...]:
         """Return the parameters of a norm's function."""

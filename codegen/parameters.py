@@ -403,7 +403,7 @@ def _dropped(family: Family, *also: str) -> Family:
     """Return the family of functional calls with dropout, which have the rows `also` too."""
     rows = [replace(row, functional=row.functional or row.name in also) for row in family.parameters]
     # save_mv is the last option of every family.
-    return replace(family, neighbour="dropped", parameters=tuple(sorted(rows, key=lambda row: row.name == "save_mv")))
+    return replace(family, name="dropped", parameters=tuple(sorted(rows, key=lambda row: row.name == "save_mv")))
 
 
 DROPPED = _dropped(FORWARD, "fadd", "dropout_p", "dropout_rng", "save_mv")
@@ -411,7 +411,7 @@ DROPPED_BWD = _dropped(BACKWARD, "dropout_p", "dropout_rng", "dropped_dtype")
 
 MODULATED = Family(
     direction=Direction.FORWARD,
-    neighbour="modulated",
+    name="modulated",
     functions=_functions("modulated_{function}", "modulated"),
     parameters=(
         FORWARD["x"],
@@ -467,7 +467,7 @@ MODULATED = Family(
 
 GATED = Family(
     direction=Direction.FORWARD,
-    neighbour="gated",
+    name="gated",
     functions=_functions("gated_{function}", "gating.gates"),
     parameters=(
         FORWARD["x"],
@@ -530,7 +530,7 @@ GATED = Family(
 
 QUANTISED = Family(
     direction=Direction.FORWARD,
-    neighbour="quantised",
+    name="quantised",
     functions=_functions("quantised_{function}", "serves"),
     parameters=(
         replace(FORWARD["x"], gradient=""),
@@ -661,7 +661,7 @@ _OFFSET = _unnamed("weight_offset", Kind.NUMBER, default=_uncentred("0.0"))
 # The rows of one sample are a part, which programs share.
 MODULATED_BWD = Family(
     direction=Direction.BACKWARD,
-    neighbour="modulated",
+    name="modulated",
     functions=_functions("modulated_{function}_bwd", "modulated"),
     parameters=(
         _unnamed("dy", Kind.ROWS),
@@ -692,7 +692,7 @@ MODULATED_BWD = Family(
 # One group of columns is a part: its rows have length N and are as far apart as the rows of all groups are long.
 GATED_BWD = Family(
     direction=Direction.BACKWARD,
-    neighbour="gated",
+    name="gated",
     functions=_functions("gated_{function}_bwd", "gating.gates"),
     parameters=(
         _unnamed("dy", Kind.ROWS),
@@ -720,10 +720,10 @@ def _of_groups(name: str, kind: Kind, **rest: Any) -> Parameter:
     return _unnamed(name, kind, default={Norm.LAYER: REQUIRED}, **rest)
 
 
-# GroupNorm, whose checks and docstring are in `nn.grouping`: a row is one group of channels of one sample.
+# GroupNorm, whose checks and docstring are in `families.group.functions`: a row is one group of channels of one sample.
 GROUP = Family(
     direction=Direction.FORWARD,
-    neighbour=GROUP_WORD,
+    name=GROUP_WORD,
     functions={Norm.LAYER: "group_norm"},
     parameters=(
         _of_groups("x", Kind.IMAGES, functional=True),
@@ -744,7 +744,7 @@ GROUP = Family(
 
 GROUP_BWD = Family(
     direction=Direction.BACKWARD,
-    neighbour=GROUP_WORD,
+    name=GROUP_WORD,
     functions={Norm.LAYER: "group_norm_backward"},
     parameters=(
         _of_groups("dy", Kind.IMAGES),
@@ -768,7 +768,7 @@ def _gradients(family: Family, parameters: tuple[Parameter, ...], *others: Resul
     own = {row.name: row for row in parameters}
     return Family(
         direction=Direction.BACKWARD,
-        neighbour=family.neighbour,
+        name=family.name,
         functions={norm: f"{name}_backward" for norm, name in family.functions.items()},
         parameters=(
             own.pop("dy"),

@@ -109,7 +109,7 @@ def table_of(family: Family, norm: Norm | None = None) -> Table:
 
     operands = [row.name for row in every]
     return Table(
-        head=family.functions[norm] if norm else f"{family.neighbour or 'recorded'} {family.direction.value}",
+        head=family.functions[norm] if norm else f"{family.name or 'recorded'} {family.direction.value}",
         norm=norm and norm.value,
         names=names,
         arguments=len(names),
@@ -127,9 +127,7 @@ def table_of(family: Family, norm: Norm | None = None) -> Table:
         rstd=place(operands, "rstd"),
         dropout=place(names, "dropout_p"),
         wants=place(names, "wants"),
-        residual=place(
-            names, "residual", norm is None and family.direction is Direction.FORWARD and not family.neighbour
-        ),
+        residual=place(names, "residual", norm is None and family.direction is Direction.FORWARD and not family.name),
     )
 
 

@@ -40,7 +40,7 @@ def prepare(problem: Problem, device: torch.device) -> Run[Any]:
 
 
 def _prepare_plain(problem: Problem, device: torch.device) -> Run[NormGradients]:
-    """Of norms without a neighbour.
+    """Prepare the backward pass of a norm that is neither gated nor modulated.
 
     The gradients of a fused add are those of the stored sum, which is what the backward kernel reads. That sum holds
     x_bias already, so that its gradient is dx summed over rows, before dx is rounded, as autograd computes it.
@@ -90,7 +90,7 @@ def _prepare_plain(problem: Problem, device: torch.device) -> Run[NormGradients]
 
 
 class _Forward(NamedTuple):
-    """A forward call of a norm with a neighbour, as autograd records it.
+    """A forward call of a gated or modulated norm, as autograd records it.
 
     Attributes:
         operands: its tensors.
@@ -115,7 +115,7 @@ class _Forward(NamedTuple):
 def _forward(problem: Problem, device: torch.device) -> _Forward:
     mode, family = problem.mode, family_of(problem.mode)
     given = completed(family.functions[mode.norm], inputs(problem, device) | {"save_mv": True})
-    calls = CALLS[family.neighbour]
+    calls = CALLS[family.name]
     operands = road.operands_of(calls, given)
     options = road.options_of(calls, mode.norm.value, given)
     outputs = road.launched(calls, operands, options)

@@ -67,7 +67,7 @@ def prepare(problem: Problem, device: torch.device) -> Run[Any]:
     """
     if problem.backward:
         return checked_gradients.prepare(problem, device)
-    return (_prepare_beside if family_of(problem.mode).neighbour else _prepare_forward)(problem, device)
+    return (_prepare_beside if family_of(problem.mode).name else _prepare_forward)(problem, device)
 
 
 def _prepare_forward(problem: Problem, device: torch.device) -> Run[LayerNormOutput]:
@@ -87,9 +87,9 @@ def _prepare_beside(problem: Problem, device: torch.device) -> Run[Any]:
     mode, arguments = problem.mode, inputs(problem, device)
     family = family_of(mode)
     function = family.functions[mode.norm]
-    oracle: Callable[..., Any] = getattr(_BESIDE[family.neighbour], function)
+    oracle: Callable[..., Any] = getattr(_BESIDE[family.name], function)
     validate: Callable[..., tuple[Finding, ...]] = _validate_quantised if family is QUANTISED else _validate
-    given, calls = completed(function, arguments), CALLS[family.neighbour]
+    given, calls = completed(function, arguments), CALLS[family.name]
     operands = road.operands_of(calls, given)
     options = road.options_of(calls, mode.norm.value, given)
     return Run(

@@ -372,7 +372,7 @@ def _check_gate(given: argparse.Namespace) -> None:
 
 
 def _check_beside(given: argparse.Namespace, option: str, *own: tuple[str, int, str]) -> None:
-    """Refuse what norms with a neighbour do not do: options, their values where they are not used, and reasons."""
+    """Refuse options that gated and modulated norms lack, given the value that leaves each unused, and the reason."""
     places = [(name, -1, "they write where they allocate") for name in ("y_stride", "yr_stride")]
     for name, unset, reason in (*own, *places):
         value = getattr(given, name)

@@ -141,7 +141,7 @@ def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, pa
     said = {**dict(takes.defaults), **given}
     if addressed:
         refuse_transformed(**said)
-    modulated = takes.neighbour == "modulated"
+    modulated = takes.family_name == "modulated"
     axes: dict[str, Any] = {"norm": takes.norm, "direction": takes.direction, "modulated": modulated}
     for name, words, axis in takes.words:
         said[name] = word(words, name, said[name])
@@ -159,7 +159,7 @@ def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, pa
         else:
             check_gradient_dtype(name, said[name])
     x = said["x"]
-    n = check_x(x, scaled=takes.direction is Direction.FORWARD and not takes.neighbour)
+    n = check_x(x, scaled=takes.direction is Direction.FORWARD and not takes.family_name)
     for name, kind, optional in takes.tensors:
         if name == "x":
             row_stride(name, x)
@@ -185,7 +185,7 @@ def check(function: str, given: Mapping[str, Any], *, addressed: bool = True, pa
             f"x has shape {tuple(x.shape)}, and two neighbours of {mode.dtype_out.value} share a byte; "
             "it takes an even N"
         )
-    if mode.serves and takes.neighbour != "quantised":
+    if mode.serves and takes.family_name != "quantised":
         raise ConflictError(
             f"{function} takes no fquant {mode.fquant.value!r}; call normforge.quantised_layer_norm or "
             "quantised_rms_norm, which do, or pass 'dynamic' or 'smooth_dynamic'"
@@ -207,7 +207,7 @@ def refuse_gradient(call: Call) -> None:
         reason = "no kernel computes a gradient's gradient"
     elif call.mode.fquant.quantises:
         reason = "a quantised output has none"
-    elif call.function.neighbour:
+    elif call.function.family_name:
         reason = f"the 2d functions compute none; call normforge.{call.function.family.functions[call.mode.norm]}"
     elif call.mode.dtype_in.is_fp8:
         reason = FP8_HAS_NO_GRADIENT
@@ -314,8 +314,8 @@ def check_normalised(
     x, dtypes = given["x"], FLOATS if kernel else _DOUBLE
     check_tensor("x", x)
     takes = function_named(function)
-    other = f"which has no {takes.neighbour} norm"
-    refuse_fp8(x, other if takes.neighbour else TAKEN_WITH_ITS_SCALE.format(function))
+    other = f"which has no {takes.family_name} norm"
+    refuse_fp8(x, other if takes.family_name else TAKEN_WITH_ITS_SCALE.format(function))
     check_dtype("x", x, dtypes)
     shape = _dimensions(normalized_shape)
     if not shape or tuple(x.shape[-len(shape) :]) != shape:

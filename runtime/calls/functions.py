@@ -43,7 +43,7 @@ class Function(NamedTuple):
         family: that it is of.
         norm: its.
         direction: whether it computes gradients.
-        neighbour: what stands beside the norm, by its family's word.
+        family_name: the name of its family; "" of the norms alone.
         defaults: what it is given where nothing is passed, by name, for all parameters of its family.
         passed: the names of its own, but for the places; in their order, which is that of the operator's schema.
         words: names, with the enums of their members and the axes that they decide.
@@ -66,7 +66,7 @@ class Function(NamedTuple):
     family: Family
     norm: Norm
     direction: Direction
-    neighbour: str
+    family_name: str
     defaults: tuple[tuple[str, Any], ...]
     passed: tuple[str, ...]
     words: tuple[tuple[str, type[Enum], str], ...]
@@ -93,7 +93,7 @@ def _function(family: Family, norm: Norm) -> Function:
         family=family,
         norm=norm,
         direction=family.direction,
-        neighbour=family.neighbour,
+        family_name=family.name,
         defaults=tuple((row.name, _default(row, norm)) for row in family.parameters),
         passed=tuple(row.name for row in rows if row.kind is not Kind.PLACE),
         words=tuple((row.name, row.words, row.axis) for row in rows if row.words is not None),

@@ -47,7 +47,7 @@ _FAMILIES = {
     "gradients": BACKWARD,
     "dropped": DROPPED,
     "dropped_gradients": DROPPED_BWD,
-    **{family.neighbour: family for family in (MODULATED, GATED, QUANTISED, GROUP)},
+    **{family.name: family for family in (MODULATED, GATED, QUANTISED, GROUP)},
 }
 
 

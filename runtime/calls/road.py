@@ -145,7 +145,7 @@ _ROWS: dict[str, FamilyCalls] = {}
 def calls_of(family: Family, **own: Any) -> FamilyCalls:
     """Return the row of a family; `own` is what the family's parameters do not say."""
     found = {
-        "name": family.neighbour,
+        "name": family.name,
         # By the word.
         "functions": {norm.value: name for norm, name in family.functions.items()},
         "rows": family.inputs,

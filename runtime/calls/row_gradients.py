@@ -144,7 +144,7 @@ def gradients(
     # Of another table, which may be loaded meanwhile, nothing is to be known.
     plans = dispatch.plans
     dy, dresidual_out = [None if each is None else backward.laid_out(saved, each) for each in arrived]
-    learnt, known = looked_up_again(backward.family.neighbour, learnt, args, due, dy, dresidual_out)
+    learnt, known = looked_up_again(backward.family.name, learnt, args, due, dy, dresidual_out)
     if known is not None:
         return known
     problem = backward.problem(saved, args, dy, dresidual_out, due)

@@ -23,7 +23,7 @@ from ..upstream.torch_internals import dispatch_modes
 Results = Sequence["torch.Tensor | None"]
 
 # The functions that take the arguments of their operators.
-PUBLIC = {name: getattr(public, name) for name, takes in FUNCTIONS.items() if not takes.neighbour}
+PUBLIC = {name: getattr(public, name) for name, takes in FUNCTIONS.items() if not takes.family_name}
 
 
 def run(function: str, given: Mapping[str, Any]) -> Results:
@@ -32,7 +32,7 @@ def run(function: str, given: Mapping[str, Any]) -> Results:
     refuse_foreign(takes.family, given)
     is_backward = takes.direction is Direction.BACKWARD
     results: Results
-    if not takes.neighbour:
+    if not takes.family_name:
         if not dispatch_modes():
             results = PUBLIC[function](**given)
         else:
@@ -43,7 +43,7 @@ def run(function: str, given: Mapping[str, Any]) -> Results:
         require_device(check(function, given).x)
         # An operator returns memory of its own, without gaps.
         return [None if each is None else _apart(each, given.values()) for each in _gradients(function, given)]
-    calls = CALLS[takes.neighbour]
+    calls = CALLS[takes.family_name]
     options = road.options_of(calls, takes.norm.value, given)
     results = road.launched(calls, road.operands_of(calls, given), options)
     return results
@@ -61,7 +61,7 @@ def run_named(*, function: str, **given: Any) -> Results:
 def by_formula(function: str, given: Mapping[str, Any]) -> Results:
     """Compute the results of a backward operator by torch's operators, differentiable."""
     takes = FUNCTIONS[function]
-    if takes.neighbour:
+    if takes.family_name:
         return _gradients(function, given, by_formula=True)
     given = completed(function, given)
     operands = tuple(given[name] for name in ("dy", "x", "weight", "rstd", "x_bias", "dresidual_out"))
@@ -81,7 +81,7 @@ def shares_no_row(function: str, given: Mapping[str, Any]) -> bool:
 
 def _gradients(function: str, given: Mapping[str, Any], by_formula: bool = False) -> Results:
     takes = FUNCTIONS[function]
-    calls, norm = CALLS[takes.neighbour], takes.norm.value
+    calls, norm = CALLS[takes.family_name], takes.norm.value
     assert calls.recording is not None
     gradients = dict(FUNCTIONS[calls.functions[norm]].gradients)
     total, gated, dy = given["x"], given.get("gated"), given["dy"]

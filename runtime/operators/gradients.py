@@ -64,7 +64,7 @@ def register(library: torch.library.Library, namespace: str, forward: str, backw
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
         given = completed(forward, dict(zip(takes.passed, inputs, strict=True)))
-        if not takes.neighbour:
+        if not takes.family_name:
             _refuse(given)
         if given["x"].dtype is output[0].dtype is torch.float32:
             # Of fp32 alone nothing is rounded first, whatever the sum is stored in.

@@ -126,7 +126,7 @@ def _register(name: str, into: bool = False) -> None:
     """
     kernel: Callable[..., Any] = partial(_returned, name, into)
     takes = FUNCTIONS[name]
-    in_order = None if into or takes.neighbour else _in_order(name, len(takes.places))
+    in_order = None if into or takes.family_name else _in_order(name, len(takes.places))
     if in_order is not None:
         kernel = of_plain_tensors(in_order, kernel)
     own = f"{name}_into" if into else name
@@ -162,7 +162,7 @@ for _name, _takes in FUNCTIONS.items():
         gradients.register_second(_recording, _NAMESPACE, _name, _takes.passed, _tensors, partial(_by_formula, _name))
     elif _takes.gradients:
         # What is quantised has no gradient.
-        _backward = parameters.GRADIENTS[_takes.neighbour].functions[_takes.norm]
+        _backward = parameters.GRADIENTS[_takes.family_name].functions[_takes.norm]
         gradients.register(_recording, _NAMESPACE, _name, _backward)
 _at_once |= grouped.register(_library, _NAMESPACE, _TAGS)
 called_at_once(_at_once)

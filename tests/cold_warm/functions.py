@@ -206,7 +206,7 @@ def _rows_for(name: str) -> dict[str, Parameter]:
     words = {"modulated": MODULATED, "gated": GATED, "quantised": QUANTISED, "_bwd": BACKWARD}
     own = next((family for word, family in words.items() if word in name), FORWARD)
     if "_backward" in name:
-        own = GRADIENTS.get(own.neighbour, own)
+        own = GRADIENTS.get(own.name, own)
     families = [family for family in FAMILIES if family not in (own, FORWARD)]
     return {row.name: row for family in (*families, FORWARD, own) for row in family.parameters}
 

@@ -113,7 +113,7 @@ class Problem:
     def check(self, device: str) -> LayerNormOutput | QuantisedOutput:
         """Run the call and hold every output of every row against the oracle."""
         arguments = self.arguments(device)
-        beside = family_of(self.mode).neighbour
+        beside = family_of(self.mode).name
         if beside == "quantised":
             quantised = computing.run(*_operated(self.mode, arguments))
             assert isinstance(quantised, QuantisedOutput)
@@ -124,7 +124,7 @@ class Problem:
 
 
 def _beside(mode: Mode, arguments: dict[str, Any]) -> LayerNormOutput:
-    """A call of norms with a neighbour, as their operator makes it."""
+    """A call of a gated, modulated or quantised norm, as its operator makes it."""
     found = computing.run(*_operated(mode, arguments))
     assert isinstance(found, LayerNormOutput)
     return found
@@ -163,7 +163,7 @@ def _check_against_oracle(problem: Problem, arguments: dict[str, Any], actual: L
     x = arguments["x"]
     rows = x.numel() // n
     block = max(1, _ORACLE_ELEMENTS // n)
-    oracle = _ORACLES[family_of(problem.mode).neighbour][problem.mode.norm]
+    oracle = _ORACLES[family_of(problem.mode).name][problem.mode.norm]
     flat = {name: _rows_of(tensor, n) for name, tensor in arguments.items() if name in _ROWS}
     if "x_scale" in arguments:
         flat["x_scale"] = arguments["x_scale"].reshape(-1)

@@ -1,4 +1,4 @@
-"""Calls of operators of norms with a neighbour: modulated and gated ones, which the same is said of."""
+"""Calls of operators of modulated and gated norms, whose tests are alike."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ BACKWARD_MODES: tuple[dict[str, Any], ...] = (
 
 
 # What has sharding rules; the others are torch's operators where there are DTensors.
-_OF_RULES = {name: takes for name, takes in FUNCTIONS.items() if not takes.neighbour}
+_OF_RULES = {name: takes for name, takes in FUNCTIONS.items() if not takes.family_name}
 
 
 def operator_calls(name: str) -> Iterator[tuple[dict[str, Any], dict[str, Kind]]]:
