@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 
 # From which a scope of its own begins, with other variables.
@@ -104,7 +103,8 @@ def _named_first(statements: Iterable[ast.AST], first: str) -> Iterator[Place]:
         loads = [node for node in ast.walk(after.value) if isinstance(node, ast.Name) and node.id == name]
         if call is None or len(loads) != 1:
             continue
-        for place in _matched(after.value, partial(_same, loads[0], call)):
+        calls: dict[ast.expr, ast.Call] = {loads[0]: call}
+        for place in _matched(after.value, calls.get):
             yield replace(place, before=before)
 
 
@@ -122,11 +122,6 @@ def call_of_norm(node: ast.expr, first: str) -> ast.Call | None:
         case ast.Call(func=ast.Attribute(value=ast.Name(id=owner)), args=[argument], keywords=[]):
             return node if owner == first and not isinstance(argument, ast.Starred) else None
     return None
-
-
-def _same(name: ast.expr, call: ast.Call, node: ast.expr) -> ast.Call | None:
-    """The call that a name stands for, if a node is that name."""
-    return call if node is name else None
 
 
 def norm_of(call: ast.Call) -> str:
