@@ -15,12 +15,12 @@ from .plain_functions import by_parts
 
 
 def normalise(calls: FamilyCalls, operands: Operands, options: Options) -> Any:
-    """What a call comes to, of tensors that no class of their own asks to be handed.
+    """Check and run a call whose operands leave it to normforge, and return its outputs.
 
     Args:
         calls: the family's row.
         operands: the tensors.
-        options: what else the call is told, numbers as they were passed.
+        options: the norm's word and the other arguments, numbers as they were passed.
     """
     x = operands[0]
     check_tensor("x", x)

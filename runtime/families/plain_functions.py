@@ -68,7 +68,7 @@ def layer_norm(
             leading dimensions on more than three strides) is copied once.
         normalized_shape: the last dimensions of x, normalised together.
         weight: normalized_shape, fp16, bf16, fp32 or fp64, or None for 1.
-        bias: likewise, or None for 0.
+        bias: normalized_shape, fp16, bf16, fp32 or fp64, or None for 0.
         eps: added to the variance.
         cast: "after_weight" (rows are rounded once, to y's dtype) or "before_weight" (rounded to it before they are
             multiplied by weight as well, as Hugging Face's Llama does; the gradient of weight is of the rounded rows).
@@ -334,7 +334,7 @@ def add_normalise(
 def dropped_add_normalise(
     operands: Operands, normalized_shape: Sequence[int] | None, options: Options, asked: tuple[Any, Any, bool]
 ) -> Any:
-    """The same with a dropout of x before: `asked` is dropout_p, dropout_rng, and whether the mask is returned."""
+    """Run `add_normalise` with a dropout of x; `asked` is dropout_p, dropout_rng and return_mask."""
     if not (is_dynamo_compiling() or asked[2]):
         found = dropout.normalise_known(operands, normalized_shape, options, asked[:2])
         if found is not None:
@@ -371,12 +371,12 @@ def dropped_add_normalise(
 def normalise(
     operands: Operands, normalized_shape: Sequence[int] | None, options: Options, module: Replacing | None = None
 ) -> Any:
-    """Any norm of the functional API: y, or y and residual_out where there is a residual.
+    """Run any norm of the functional API: y, or y and residual_out if there is a residual.
 
     Args:
         operands: the tensors.
         normalized_shape: the dimensions of x that are normalised together; None is refused.
-        options: the norm's word, and what is told besides. out_dtype is y's; None is as `layer_norm` says.
+        options: the norm's word and the other arguments. out_dtype is y's; None is as `layer_norm` says.
         module: the module that is called; None for a function.
     """
     found = None if is_dynamo_compiling() else native.calls.recorded.normalise(operands, options, normalized_shape)
@@ -386,7 +386,7 @@ def normalise(
 def normalise_cast_before_weight(
     operands: Operands, normalized_shape: Sequence[int], options: Options, module: Replacing | None = None
 ) -> Any:
-    """The same of a cast before the weight, as Hugging Face's models do.
+    """Run `normalise` with a cast before the weight, as Hugging Face's models do.
 
     y has out_dtype, and if that has 16 bits it is what rows are rounded to; else they are rounded to x's. None is what
     a product of x's dtype and weight's has.
@@ -459,7 +459,7 @@ def _as_floats(options: Options) -> Options:
 
 
 def _traced(operands: Operands, normalized_shape: Any, options: Options, module: Replacing | None) -> Any:
-    """`normalise_first` of a call that TorchDynamo follows and that nothing can be said against."""
+    """Run `normalise_first` for a call that TorchDynamo traces and `is_plain` accepts."""
     shape = tuple(normalized_shape)
     kernel, left = backend(operands[0]) == "kernel", left_in_traces()
     # As `is_served`, which to follow costs a dozen guards; of a module that is served none is asked for a method.
@@ -471,7 +471,7 @@ def _traced(operands: Operands, normalized_shape: Any, options: Options, module:
 
 
 def _seen(operands: Operands, shape: tuple[int, ...], options: Options, left: bool) -> Any:
-    """`normalise_first` where something sees operators: one of ours, or torch's if it is left or Inductor's to fuse."""
+    """Run a call as an operator: normforge's, or torch's where Inductor is to fuse the norm or `left` is set."""
     x, weight, *_ = operands
     norm, eps, weight_offset, out_dtype, cast = options
     eps = DEFAULT_EPS if eps is None else float(eps)
@@ -484,7 +484,7 @@ def _seen(operands: Operands, shape: tuple[int, ...], options: Options, left: bo
 def by_parts(
     function: str, rows: Sequence[Parameter], operands: Any, run: Callable[[Any], Any], dimensions: int = 1
 ) -> Any:
-    """Make a call of DTensors: each rank normalises its rows, as the call of plain tensors that it then is.
+    """Run a call of DTensors: each rank normalises its rows, in a call of plain tensors.
 
     Args:
         function: the function's name.
@@ -501,7 +501,7 @@ def by_parts(
 
 
 def _by_parts(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:
-    """`normalise` of DTensors: each rank normalises its rows, as the call of plain tensors that it then is."""
+    """Run `normalise` on DTensors: each rank normalises its rows, in a call of plain tensors."""
     x, _, _, residual, _ = operands
     if residual is not None and residual.shape != x.shape:
         # The parts may be alike on one rank and not on another, which would wait for it.
@@ -512,7 +512,7 @@ def _by_parts(operands: Operands, normalized_shape: Sequence[int] | None, option
 
 
 def _offset(operands: Operands, options: Options) -> tuple[Operands, Options]:
-    """A call of LayerNorm, whose kernels add nothing to weights, with the offset in its weight."""
+    """Add weight_offset to the weight of a LayerNorm, whose kernels add nothing to weights."""
     x, weight, bias, residual, x_bias = operands
     norm, eps, weight_offset, out_dtype, cast = options
     weight_offset = check_number("weight_offset", weight_offset, least=-math.inf)
@@ -530,7 +530,7 @@ def is_handed_on(operands: Sequence[torch.Tensor | None]) -> bool:
 
 
 def handed_on(function: Callable[..., Any], operands: tuple[Any, ...], given: dict[str, Any], positional: int) -> Any:
-    """What the class of an operand makes of a call (`__torch_function__`).
+    """Return the result of an operand's `__torch_function__` for a call.
 
     Args:
         function: what was called.
@@ -544,7 +544,7 @@ def handed_on(function: Callable[..., Any], operands: tuple[Any, ...], given: di
 
 
 def _handed_on(operands: Operands, normalized_shape: Sequence[int] | None, options: Options) -> Any:
-    """What that class makes of a call: of the public function's, if one takes all that is said."""
+    """Call `handed_on` for the public function of a call, or for `normalise` if none takes all arguments."""
     said = {**named(operands, options), "normalized_shape": normalized_shape}
     adds = said["residual"] is not None
     if normalized_shape is not None and (adds or said["out_dtype"] is not None):

@@ -20,7 +20,7 @@ from .replaced import Replacing
 
 
 def own(module: torch.nn.Module, name: str) -> Any:
-    """A parameter, from where torch.nn.Module keeps it: Python looks for an attribute everywhere else first, 0.3 us.
+    """Return a parameter from torch.nn.Module's own dict, which saves 0.3 us of attribute look-up.
 
     What parametrisations and FSDP put in its place is an attribute. Of attributes TorchDynamo knows which are
     parameters, so that forwards it traces read those.
@@ -30,7 +30,7 @@ def own(module: torch.nn.Module, name: str) -> Any:
 
 
 class _Norm(Replacing):
-    """What the modules have beside torch's: options of the functional API."""
+    """The base class of the modules: the options that torch's modules lack."""
 
     normalized_shape: tuple[int, ...]
     weight: torch.nn.Parameter
@@ -223,7 +223,7 @@ class RMSNorm(_RMSNorm):
 
 
 class _Adds(_Norm):
-    """What modules have whose rows are added to a residual: a dropout before that, while they train."""
+    """The base class of modules that add a residual, behind a dropout of x in training."""
 
     # At class level for the same reason as `_Norm`'s.
     dropout_p = 0.0

@@ -63,7 +63,7 @@ def quantised_layer_norm(
     Args:
         x: (..., N), fp16, bf16 or fp32, on a GPU (or anywhere under TRITON_INTERPRET=1); rows on up to three strides.
         weight: (N,), fp16, bf16 or fp32, or None for 1.
-        bias: (N,), likewise, or None for 0.
+        bias: (N,), fp16, bf16 or fp32, or None for 0.
         eps: added to the variance.
         residual: x's shape, fp16, bf16 or fp32: added to x, and the sum is returned as residual_out.
         x_bias: (N,), added to every row of x before anything else, or None.
@@ -135,7 +135,7 @@ def quantised_rms_norm(
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
 ) -> QuantisedOutput:
-    """The same of RMSNorm; see `quantised_layer_norm`, also for what is not described here.
+    """RMSNorm of x + x_bias + residual, quantised; see `quantised_layer_norm`.
 
     Args:
         x: see `quantised_layer_norm`.
@@ -182,7 +182,7 @@ def _normalise(
 
 
 def _given_scale(x: torch.Tensor, y_scale: torch.Tensor | None) -> tuple[FusedQuant, tuple[Any, Any]]:
-    """What a static y_scale is: one value, or one a column."""
+    """Return the mode and the operands of a static y_scale: one value, or one per column."""
     if y_scale is None:
         raise ConflictError(
             "fquant 'static' divides y by a y_scale and none was passed; pass one fp32 value on x's device, or (N,) of "
@@ -322,7 +322,7 @@ def _zeros(empty: Empty, shape: Sequence[int], *, dtype: torch.dtype) -> torch.T
 
 
 def _bytes_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The same memory, as kernels know it that write bytes: where it starts is all that they are told."""
+    """Return a tensor's memory as bytes; kernels that write bytes read only its address."""
     return None if tensor is None else tensor.as_strided((1,), (1,)).view(torch.uint8)
 
 

@@ -38,7 +38,7 @@ Tensors = tuple["torch.Tensor | None", ...]
 
 
 def serving(operator: str, torchs: Kernel) -> Kernel:
-    """What stands in an operator's place, given torch's kernel, which serves what it does not."""
+    """Return a replacement for an operator that runs torch's kernel where ours does not serve."""
     fits, run = _SERVED[operator]
 
     @eager_only
@@ -60,7 +60,7 @@ def _refuse_recorded(operator: str, arguments: tuple[Any, ...]) -> None:
     """Refuse a call that is invariant here alone, and whose backward pass torch will make in a thread of its own.
 
     Raises:
-        InvarianceError: it is one.
+        InvarianceError: the call records a gradient and is invariant by `batch_invariant` alone.
     """
     records = torch.is_grad_enabled() and any(getattr(each, "requires_grad", False) is True for each in arguments)
     if records and invariance.is_on() and not invariance.by_default():
@@ -81,7 +81,7 @@ def _backward_fits(statistics: int, dy: torch.Tensor, x: torch.Tensor, shape: Se
 
 
 def _fits(x: torch.Tensor, shape: Sequence[int], *parameters: torch.Tensor | None) -> bool:
-    """Whether a kernel serves a norm over x's last dimensions as torch's would, and nobody is to see what it does."""
+    """Return True if a kernel can serve a norm as torch's would, and no dispatch mode or AD level sees operators."""
     dimensions = len(shape)
     normalised = x.shape[-dimensions:]
     if not (
@@ -109,7 +109,7 @@ def _fits(x: torch.Tensor, shape: Sequence[int], *parameters: torch.Tensor | Non
 
 
 def _any_of_type(dtype: torch.dtype, parameters: Tensors) -> bool:
-    """Whether one of some parameters, those that are there, is of a type."""
+    """Return True if any parameter has a dtype; None has none."""
     return any(parameter is not None and parameter.dtype is dtype for parameter in parameters)
 
 
@@ -121,7 +121,7 @@ def _fits_back(
     likes: Tensors,
     due: Sequence[bool],
 ) -> bool:
-    """The same of a backward call of which `_fits` holds, given what each gradient is like."""
+    """Return True if a kernel can serve a backward call that `_fits` accepts, with gradients like `likes`."""
     one_a_row = (*x.shape[: -len(shape)], *[1] * len(shape))
     return (
         dy.dtype is x.dtype

@@ -16,7 +16,7 @@ _KEYS = {"cpu": "CPU", "cuda": "CUDA"}
 
 
 def standalone(operator: str) -> Callable[..., Any]:
-    """What an operator of aten computes, by a kernel where one serves the call; results have no gradients.
+    """Return an operator of aten as a function, run by our kernel where one serves; results have no gradients.
 
     Torch's kernels are taken now, so that the function may be put in the operator's own place afterwards.
 

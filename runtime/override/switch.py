@@ -15,20 +15,20 @@ from .served import OPERATORS, serving
 
 
 class TorchOverride:
-    """One wish that kernels serve torch's own norms, as `override_torch` returns it; a context that withdraws it."""
+    """A request that kernels serve torch's own norms, returned by `override_torch`; a context that withdraws it."""
 
     def __init__(self, switch: Switch) -> None:
-        """Add a wish to those of a switch."""
+        """Add the request to those of a switch."""
         self._switch = switch
         switch.enter(self)
 
     @property
     def active(self) -> bool:
-        """Whether this wish stands."""
+        """True until the request is withdrawn."""
         return self._switch.holds(self)
 
     def restore(self) -> None:
-        """Withdraw it, if it stands; torch's own kernels are back once there is no other."""
+        """Withdraw the request; torch's own kernels are back once no request is left."""
         self._switch.leave(self)
 
     def __enter__(self) -> TorchOverride:
@@ -45,7 +45,7 @@ class TorchOverride:
 
 
 class Switch:
-    """Whether kernels stand under a dispatch key, by who wishes it."""
+    """The replacement of torch's norms under a dispatch key, and the requests that hold it there."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -54,14 +54,14 @@ class Switch:
         self._replacement: Replacement | None = None
 
     def enter(self, wish: TorchOverride) -> None:
-        """Add a wish."""
+        """Add a request."""
         with self._lock:
             if self._replacement is None:
                 self._replacement = self._replace()
             self._wishes.append(wish)
 
     def leave(self, wish: TorchOverride | None) -> None:
-        """Withdraw a wish, or all of them."""
+        """Withdraw a request; None withdraws all."""
         with self._lock:
             self._wishes = [] if wish is None else [other for other in self._wishes if other is not wish]
             if not self._wishes and self._replacement is not None:
@@ -70,7 +70,7 @@ class Switch:
                 self._replacement = None
 
     def holds(self, wish: TorchOverride) -> bool:
-        """Whether a wish was not withdrawn."""
+        """Return True if a request was not withdrawn."""
         with self._lock:
             return any(other is wish for other in self._wishes)
 
@@ -89,9 +89,9 @@ def _switch() -> Switch:
 
 
 def override_torch() -> TorchOverride:
-    """Have kernels serve torch's own norms on GPUs, in every model of the process, until that is withdrawn.
+    """Have kernels serve torch's own norms on GPUs, in every model of the process, until the request is withdrawn.
 
-    Without a GPU, and with TRITON_INTERPRET=1, kernels serve norms on the CPU. The wish's repr names the device type.
+    Without a GPU, and with TRITON_INTERPRET=1, kernels serve norms on the CPU. The request's repr names the device.
 
     They stand under `aten::native_layer_norm`, `aten::_fused_rms_norm` and the operators of their gradients, which in
     eager mode torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.functional's norms and torch.nn.TransformerEncoderLayer
@@ -100,16 +100,16 @@ def override_torch() -> TorchOverride:
     not loaded yet while a CUDA graph is captured. What torch.compile makes does not change: it decomposes these
     operators itself.
 
-    It is off until it is called. Each call is a wish, and torch's own kernels are back once all are withdrawn. The
+    Each call is a request, and torch's own kernels are back once all requests are withdrawn. The
     kernels stand above what torch itself puts in place of its own (`torch.backends.python_native`, from 2.13 on), which
     is not asked for what is left to torch either; if that is switched on again later, it stands above them.
 
     Returns:
-        The wish. `with normforge.override_torch(): ...` withdraws it at the end, and so does its `restore`.
+        The request. `with normforge.override_torch(): ...` withdraws the request at its end; so does `restore`.
     """
     return TorchOverride(_switch())
 
 
 def restore_torch() -> None:
-    """Withdraw every wish of `override_torch`, whoever made it; nothing happens where nobody did."""
+    """Withdraw every request of `override_torch`; do nothing if there is none."""
     _switch().leave(None)

@@ -24,27 +24,27 @@ from .sums import Sums
 
 
 class FusedBlock:
-    """What every class made by `fuse` is besides."""
+    """The base class of every class that `fuse` makes."""
 
     # The class, its additions and modulations that are replaced, and the names of its norms of ours.
     _normforge_made: tuple[Any, tuple[int, ...], tuple[int, ...], tuple[str, ...]]
 
     @classmethod
     def fused_class(cls) -> type[torch.nn.Module]:
-        """The class that `fuse` made, of one that may be derived from it."""
+        """Return the class that `fuse` made, of which this class may be a subclass."""
         # A module's class, and a FusedBlock's.
         made: type[Any] = next(base for base in cls.__mro__ if "_normforge_made" in vars(base))
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As the class that this one was made of, from which it is made again."""
+        """Reduce to the class that this one was made of, so that loading makes this class anew."""
         reduced: Any = super().__reduce_ex__(protocol)
         if "_normforge_made" not in vars(type(self)) or reduced[1][:1] != (type(self),):
             return reduced
         return (_new, self._normforge_made, *reduced[2:])
 
     def extra_repr(self) -> str:
-        """The block's own, which sums are fused, and which norms are with their modulation."""
+        """Return the block's own text, the fused sums, and the norms fused with their modulation."""
         block: Any = super()
         own: str = block.extra_repr()
         cls, chosen, modulated, norms = self._normforge_made
@@ -61,7 +61,7 @@ def _new(
     modulated: tuple[int, ...] = (),
     norms: tuple[str, ...] = (),
 ) -> torch.nn.Module:
-    """A module of a class that `fuse` made before, in another process maybe, or in a release without the last."""
+    """Make a module that was pickled with a class of `fuse`; releases without modulations pickled two arguments."""
     try:
         made: type[torch.nn.Module] = _made(cls, chosen, modulated, norms)
     except UnreadableError:
@@ -157,7 +157,7 @@ def _inputs(forward: Forward, chosen: tuple[int, ...], norms: tuple[str, ...]) -
 
 
 def _modulated(module: torch.nn.Module, forward: Forward) -> tuple[int, ...]:
-    """Which modulations of a forward are computed together with their norms."""
+    """Return the modulations of a forward that are computed together with their norms."""
     return tuple(which for which, each in enumerate(forward.modulations) if _is_modulated(module, forward, each))
 
 
@@ -174,7 +174,7 @@ def _is_modulated(module: torch.nn.Module, forward: Forward, modulation: Modulat
 
 
 def _function(forward: Forward, dotted: str) -> Any:
-    """What a name in a forward stands for outside it; None if it is a variable of its own."""
+    """Return the object a name in a forward refers to outside the forward; None for a local variable."""
     first, *others = dotted.split(".")
     if first in forward.function.__code__.co_varnames:
         return None
@@ -189,7 +189,7 @@ def _function(forward: Forward, dotted: str) -> Any:
 def _made(
     cls: Any, chosen: tuple[int, ...], modulated: tuple[int, ...], norms: tuple[str, ...]
 ) -> type[torch.nn.Module]:
-    """The class whose forward fuses some additions and modulations; the same one for the same."""
+    """Return the class whose forward fuses some additions and modulations, cached by arguments."""
     namespace = {
         "forward": rewritten(cls, chosen, modulated, norms),
         SUMS: Sums,

@@ -1,4 +1,4 @@
-"""What a function computes depends on: its code, and what that reads beside its arguments. Compared, not computed.
+"""Snapshots of a function: its code, and the globals and cells that the code reads. Compared, not computed.
 
 A function whose results are found out once by trying it may be another later: a flag among its module's globals was
 set, a cell of its closure was filled anew, its code was replaced. Whatever can change in place is not followed.
@@ -20,7 +20,7 @@ _TRUSTED = frozenset(("torch", "math", "operator", "einops"))
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _CALLED = (BuiltinFunctionType, MethodDescriptorType)
 
-# Stands for a global that is not there, one of Python's own functions, say, and for a cell that is empty.
+# Marks a missing global (a builtin, say) and an empty cell.
 _ABSENT = object()
 
 _WRITES = frozenset(("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF", "IMPORT_NAME"))
@@ -28,15 +28,15 @@ _READS = frozenset(("LOAD_GLOBAL", "LOAD_NAME"))
 
 
 class State:
-    """What a function was when it was looked at."""
+    """A snapshot of a function, and of the functions that it calls."""
 
     __slots__ = ("_read", "_sources")
 
     def __init__(self, function: FunctionType) -> None:
-        """Look at a function, and at those that it calls.
+        """Take a snapshot of a function, and of the functions that it calls.
 
         Raises:
-            ValueError: it reads or writes what may change without a trace.
+            ValueError: the function reads or writes state that may change without a trace.
         """
         self._sources: list[tuple[FunctionType, tuple[str, ...]]] = []
         self._read: list[Any] = []
@@ -64,7 +64,7 @@ class State:
             raise ValueError(f"it reads a {type(value).__name__}")
 
     def still(self) -> bool:
-        """Whether it is the same."""
+        """Return True if nothing in the snapshot has changed."""
         now = [each for function, names in self._sources for each in _read_by(function, names)]
         return len(now) == len(self._read) and all(map(is_, now, self._read))
 
@@ -80,10 +80,10 @@ def _is_trusted(module: str | None) -> bool:
 
 
 def _globals_of(code: CodeType) -> Iterator[str]:
-    """The names of the globals that code reads, and the functions that it makes.
+    """Yield the names of the globals that code reads, and that functions defined in the code read.
 
     Raises:
-        ValueError: it writes what others read, or imports.
+        ValueError: the code writes globals or cells, or imports.
     """
     for instruction in dis.get_instructions(code):
         if instruction.opname in _WRITES:
@@ -96,7 +96,7 @@ def _globals_of(code: CodeType) -> Iterator[str]:
 
 
 def _read_by(function: FunctionType, names: tuple[str, ...]) -> list[Any]:
-    """What a function is and reads now, its code first."""
+    """Return a function's code, its defaults, and the values that the code reads now."""
     found: list[Any] = [function.__code__, function.__defaults__]
     if function.__kwdefaults__:
         found += function.__kwdefaults__.values()

@@ -1,4 +1,4 @@
-"""What `patch` puts in the place of Hugging Face's RMSNorm classes; `probing` finds out which computes what."""
+"""The modules that `patch` swaps in for Hugging Face's RMSNorm classes; `probing` finds each class's formula."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class CastOrder(Enum):
 
     @property
     def rounds_first(self) -> bool:
-        """Whether it is rounded before it is multiplied by the weight."""
+        """True if rows are rounded before they are multiplied by the weight."""
         return self in (CastOrder.TO_INPUT_BEFORE_WEIGHT, CastOrder.TO_WEIGHT_BEFORE_WEIGHT)
 
     @property
     def weight_offset(self) -> float:
-        """What is added to the weight."""
+        """The number that is added to the weight."""
         return 1.0 if self is CastOrder.AFTER_OFFSET_WEIGHT else 0.0
 
 
@@ -62,7 +62,7 @@ class HuggingFaceRMSNorm(RMSNorm):
 
     @property
     def eps(self) -> float:
-        """What is added to the mean square."""
+        """The number that is added to the mean square."""
         value: float = self.__dict__[self.epsilon_name]
         return value
 
@@ -104,11 +104,11 @@ class HuggingFaceRMSNorm(RMSNorm):
         return lambda module, x, before=forward: before(module, x).to(dtype)
 
     def _rounded(self, weight: torch.Tensor | None) -> tuple[torch.dtype | None, str | Cast]:
-        """The dtype of y, None where the function knows it, and the cast."""
+        """Return the dtype of y, or None for the function's default, and the cast."""
         return None, "before_weight" if self.cast_before_weight else self.cast
 
     def _vector(self, rows: torch.Tensor) -> tuple[torch.Tensor | None, tuple[int, ...]]:
-        """The weight, and what is normalised together."""
+        """Return the weight, and the dimensions that are normalised together."""
         weight = self.weight if is_dynamo_compiling() else own(self, "weight")
         if weight is None:
             return None, rows.shape[-1:]

@@ -39,7 +39,7 @@ _MOST_FUNCTIONS = 256
 
 @dataclass(frozen=True)
 class Formula:
-    """What a function computes of normalised rows y and two operands: y * (1 + scale) + shift.
+    """A function of normalised rows y and two operands: y * (1 + scale) + shift.
 
     Attributes:
         scale: which of the two the scale is.
@@ -58,15 +58,15 @@ WRITTEN_OUT = Formula(scale=0, by_sample=False)
 
 
 def modulate(block: torch.nn.Module, function: Any, norm: Any, x: Any, /, *given: Any, **named: Any) -> Any:
-    """What stands in a fused module's forward for function(norm(x), *given, **named).
+    """Compute function(norm(x), *given, **named) in the forward of a fused module.
 
     Args:
         block: the module.
-        function: what modulates; None for `norm(x) * (1 + scale) + shift` of the two that are given.
+        function: the function that modulates; None for `norm(x) * (1 + scale) + shift`.
         norm: its norm.
-        x: what that is called with.
-        given: the function's other arguments.
-        named: likewise, by name.
+        x: the norm's input.
+        given: the function's other positional arguments; scale and shift if function is None.
+        named: the function's keyword arguments.
     """
     if x.__class__ in PLAIN and not is_dynamo_compiling() and is_bare(norm) and rounds_once(norm):
         formula = WRITTEN_OUT if function is None else formula_of(function, len(given), tuple(named))
@@ -82,7 +82,7 @@ def modulate(block: torch.nn.Module, function: Any, norm: Any, x: Any, /, *given
 
 
 def formula_of(function: Any, positional: int, named: tuple[str, ...]) -> Formula | None:
-    """What a function computes of normalised rows and two operands, None if it is no modulation.
+    """Return the modulation that a function computes, or None if the function computes anything else.
 
     Args:
         function: anything.
@@ -137,13 +137,13 @@ def _computes(called: Callable[..., Any], formula: Formula) -> bool:
         try:
             made = called(y.clone(), *operands.clone())
             torch.testing.assert_close(made, wanted, rtol=tolerance, atol=tolerance)
-        except Exception:  # Anything may come out of somebody's function.
+        except Exception:  # A model's function may raise anything.
             return False
     return True
 
 
 def _fused(formula: Formula, norm: Any, x: Any, operands: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-    """The modulated rows, or None where the kernel would compute something else than norm and modulation do."""
+    """Return the modulated rows, or None where the kernel's result would differ from norm and modulation."""
     word = "layer" if isinstance(norm, LayerNorm) else "rms"
     weight, bias = vectors_of(norm)
     if any(operand.__class__ not in PLAIN for operand in operands) or not is_served((x, *operands, weight, bias)):

@@ -1,4 +1,4 @@
-"""Where the text of a forward scales and shifts what a norm of its module returns.
+"""Find in the text of a forward where a norm's result is scaled and shifted.
 
 It is written in one of two ways: `self.norm(x) * (1 + scale) + shift`, or `modulate(self.norm(x), shift, scale)` by
 whatever function. The norm's result may have a name first, if the very next statement gives that name to what it makes.
@@ -27,13 +27,13 @@ _VIEWS = frozenset(("unsqueeze", "squeeze", "view", "reshape", "chunk"))
 
 @dataclass(frozen=True)
 class Modulation:
-    """What a forward does with a norm's result.
+    """A modulation of a norm's result in a forward.
 
     Attributes:
         norm: the name of the norm in its module.
         function: the function that modulates, with dots; None where it is written out.
-        positional: how many arguments this is given besides; written out, the scale and the shift.
-        named: the names of those that it is given by name.
+        positional: the number of further positional arguments; 2 where scale and shift are written out.
+        named: the names of the keyword arguments.
     """
 
     norm: str
@@ -44,16 +44,16 @@ class Modulation:
 
 @dataclass(frozen=True)
 class Place:
-    """Where that stands.
+    """The place of a modulation in a forward's tree.
 
     Attributes:
-        modulation: what is done.
-        node: the expression that it is done by.
-        call: that calls the norm.
+        modulation: the modulation.
+        node: the expression that modulates.
+        call: the call of the norm.
         function: the function, None where it is written out.
-        given: what stands for its arguments besides.
-        named: likewise, of those by name.
-        spent: additions that are part of it.
+        given: the expressions of the further positional arguments.
+        named: the keyword arguments.
+        spent: the additions that are part of the modulation.
         before: the statement that only gives the norm's result its name.
     """
 
@@ -68,7 +68,7 @@ class Place:
 
 
 def nodes_of(definition: ast.FunctionDef) -> Iterator[ast.AST]:
-    """The nodes of a function, in the order of its text, but for those in scopes within it."""
+    """Yield the nodes of a function in the order of its text, without the contents of inner scopes."""
     waiting: list[ast.AST] = list(reversed(definition.body))
     while waiting:
         node = waiting.pop()
@@ -78,13 +78,13 @@ def nodes_of(definition: ast.FunctionDef) -> Iterator[ast.AST]:
 
 
 def places_of(definition: ast.FunctionDef) -> list[Place]:
-    """The places in a method where a norm's result is modulated."""
+    """Return the places in a method where a norm's result is modulated."""
     first = definition.args.args[0].arg
     found: list[Place] = []
     for node in (definition, *nodes_of(definition)):
         if isinstance(node, ast.expr):
             found += _matched(node, lambda rows: call_of_norm(rows, first))
-        # Of a scope within, a body is no list or somebody else's.
+        # The statements of an inner scope are not this function's.
         if node is definition or not isinstance(node, SCOPES):
             for _, statements in ast.iter_fields(node):
                 found += _named_first(statements, first) if isinstance(statements, list) else ()
@@ -92,7 +92,7 @@ def places_of(definition: ast.FunctionDef) -> list[Place]:
 
 
 def _named_first(statements: Iterable[ast.AST], first: str) -> Iterator[Place]:
-    """The places where the norm's result is given a name, and the next statement has it modulated."""
+    """Yield the places where a statement names the norm's result and the next statement modulates the name."""
     for before, after in pairwise(statements):
         name = _assigned(before)
         if name is None or name != _assigned(after):
@@ -109,7 +109,7 @@ def _named_first(statements: Iterable[ast.AST], first: str) -> Iterator[Place]:
 
 
 def _assigned(statement: ast.AST) -> str | None:
-    """The one name that a statement gives to a value."""
+    """Return the only name that a statement assigns, or None."""
     match statement:
         case ast.Assign(targets=[ast.Name(id=name)]):
             return name
@@ -131,11 +131,11 @@ def norm_of(call: ast.Call) -> str:
 
 
 def _matched(node: ast.expr, source: Callable[[ast.expr], ast.Call | None]) -> Iterator[Place]:
-    """The place that an expression is, if it is one.
+    """Yield the modulation that an expression is, if any.
 
     Args:
         node: the expression.
-        source: from an expression to the call of a norm that it stands for, if it stands for one.
+        source: maps an expression to the call of a norm whose result the expression is, or to None.
     """
     if isinstance(node, ast.Call) and node.args:
         call, function, given = source(node.args[0]), _dotted(node.func), node.args[1:]
@@ -157,14 +157,14 @@ def _matched(node: ast.expr, source: Callable[[ast.expr], ast.Call | None]) -> I
 
 
 def _terms(node: ast.expr, operator: type[ast.operator]) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Both terms of an operation, in either order."""
+    """Yield both terms of an operation, in either order."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, operator):
         yield node.left, node.right
         yield node.right, node.left
 
 
 def _less_one(factor: ast.expr) -> tuple[ast.expr, ast.BinOp] | None:
-    """What 1 is added to in a factor, and the addition; of `(1 + scale)[:, None]` it is `scale[:, None]`."""
+    """Return the scale of a factor 1 + scale, and the addition; `(1 + scale)[:, None]` gives `scale[:, None]`."""
     for one, scale in _terms(factor, ast.Add):
         if isinstance(one, ast.Constant) and type(one.value) in (int, float) and one.value == 1:
             assert isinstance(factor, ast.BinOp)
@@ -178,7 +178,7 @@ def _less_one(factor: ast.expr) -> tuple[ast.expr, ast.BinOp] | None:
 
 
 def _dotted(node: ast.expr) -> str | None:
-    """A name, with dots, if that is all that an expression is."""
+    """Return an expression's dotted name, or None if the expression is more than a name."""
     if isinstance(node, ast.Attribute):
         inner = _dotted(node.value)
         return inner and f"{inner}.{node.attr}"

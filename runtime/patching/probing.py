@@ -1,4 +1,4 @@
-"""Which formula an RMSNorm class of Hugging Face's models computes.
+"""Find the formula that an RMSNorm class of Hugging Face's models computes.
 
 Such a class is known by its build (a 1-D `weight`, `variance_epsilon` or `eps`, one input), and many share it that do
 not compute the same: Gemma's adds 1 to the weight, Olmo2's rounds after the weight, T5's to the weight's dtype. So
@@ -31,7 +31,7 @@ class UnlikeError(Exception):
 
 @dataclass(frozen=True)
 class Formula:
-    """What a module computes, and what it reads for it.
+    """The formula of a module, and the names that its forward reads.
 
     Attributes:
         order: when it rounds; `CastOrder.AFTER_WEIGHT` where it has no weight.
@@ -50,9 +50,9 @@ _FORMULA = "weight * x / sqrt(mean(x**2) + eps)"
 
 
 def calls_only(module: torch.nn.Module, base: type[torch.nn.Module]) -> bool:
-    """Whether a module's forward is what that of its base class is: one call of torch's function on its parameters.
+    """Return True if a module's forward is its base class's: one call of torch's function on its parameters.
 
-    It is tried on a twin without hooks, in training and in evaluation, in fp32 and bf16, with autocast and without.
+    A twin without hooks is tried in training and in evaluation, in fp32 and bf16, with autocast and without.
     """
     try:
         _check_class(type(module))
@@ -60,7 +60,7 @@ def calls_only(module: torch.nn.Module, base: type[torch.nn.Module]) -> bool:
             return False
         with apart():
             return all(_calls_alike(module, base, *mode) for mode in product((True, False), _TYPES))
-    except Exception:  # Anything may come out of somebody's forward.
+    except Exception:  # A model's forward may raise anything.
         return False
 
 
@@ -93,7 +93,7 @@ def _calls_alike(module: torch.nn.Module, base: type[torch.nn.Module], training:
 
 
 class _Calls(TorchFunctionMode):
-    """Which of torch's functions are called, and with what; tensors go by their identity.
+    """A record of torch's functions that are called, and of their arguments; tensors go by their identity.
 
     With `upcasts`, a tensor cast to another dtype goes by the identity of the tensor it was cast from.
     """
@@ -156,7 +156,7 @@ def ignores_scale(module: torch.nn.Module) -> bool | None:
                 if not isinstance(one, torch.Tensor) or one.shape != x.shape or torch.equal(one, one * 0):
                     continue
                 ignores = bool(ignores or torch.allclose(one, other, rtol=1e-3, atol=1e-3))
-        except Exception:  # Anything may come out of somebody's forward.
+        except Exception:  # A model's forward may raise anything.
             continue
     return ignores
 
@@ -191,14 +191,14 @@ def formula_of(module: torch.nn.Module) -> Formula:
             return _try(_trial_of(module, _input_of(module)), names)
     except UnlikeError:
         raise
-    except Exception as error:  # Anything may come out of somebody's forward.
+    except Exception as error:  # A model's forward may raise anything.
         raise UnlikeError(
             f"its forward could not be tried on a CPU tensor ({type(error).__name__}: {error})"
         ) from error
 
 
 def _epsilon_names(module: torch.nn.Module) -> tuple[str, ...]:
-    """The attributes of a module of the right build that may be its epsilon."""
+    """Return the attributes of a module that may be its epsilon; refuse a module of another build."""
     parameters = dict(module.named_parameters())
     weight = parameters.pop("weight", None)
     if weight is not None and torch.nn.parameter.is_lazy(weight):
@@ -348,7 +348,7 @@ class _Trial:
     def call(
         self, x: torch.Tensor, weight: torch.nn.Parameter, training: bool, attributes: dict[str, Any]
     ) -> torch.Tensor:
-        """What forward makes of x with another weight, in a mode, and with some attributes changed.
+        """Return the forward's result for x with another weight, in a mode, with some attributes changed.
 
         Raises:
             UnlikeError: forward changes x or the module.
@@ -375,7 +375,7 @@ class _Trial:
 
 
 def _unshared(value: Any) -> Any:
-    """A copy of what a forward might change in place."""
+    """Return a copy of a value that a forward might change in place."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return copy.copy(value) if isinstance(value, (list, dict, set)) else value
@@ -389,7 +389,7 @@ def _orders(
     attributes: dict[str, Any],
     epsilons: set[float],
 ) -> set[CastOrder]:
-    """Which of some orders of casts reproduce a module's forward on random numbers, with one of some epsilons."""
+    """Return the orders of casts that reproduce a module's forward on random numbers, with one of the epsilons."""
     matching = among
     for x_dtype, weight_dtype, shape in probes:
         x = trial.rows.reshape(*shape, trial.rows.shape[-1]).to(x_dtype, copy=True)
@@ -403,7 +403,7 @@ def _orders(
 
 
 def _agree(actual: torch.Tensor, expected: torch.Tensor, atol: float = 0.0) -> bool:
-    """Whether two results are equal but for a bf16 rounding here and there, which another order of sums may tip."""
+    """Return True if two results are equal but for a few bf16 roundings, which the order of sums may tip."""
     if (actual.dtype, actual.shape) != (expected.dtype, expected.shape):
         return False
     differing = ~torch.isclose(actual.float(), expected.float(), rtol=1e-5, atol=atol, equal_nan=True)
@@ -443,7 +443,7 @@ def _check_extremes(trial: _Trial, order: CastOrder, eps: float) -> None:
 
 # Attributes of every module, and those that a module of the right build holds besides.
 _KEPT = {"weight", "bias", *vars(torch.nn.Module())}
-# A forward that reads this value in place of its own raises, and this result stands for that.
+# A forward that reads this value raises, and this result marks that.
 _UNREADABLE: Any = type("_Unreadable", (), dict.fromkeys(("__bool__", "__eq__")))()
 _RAISED = torch.zeros((), device="cpu")
 

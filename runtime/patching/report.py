@@ -1,4 +1,4 @@
-"""What `patch` did to a model, and that as a table."""
+"""The report of `patch`, which prints as a table."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Unfused(_Left):
 
 
 class Patch(NamedTuple):
-    """What `patch` did; as a string, a table.
+    """The report of `patch`; its string is a table.
 
     Attributes:
         swapped: the modules that are ours now.

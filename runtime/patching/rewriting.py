@@ -115,7 +115,7 @@ def read(cls: Any) -> Forward:
 def rewritten(
     cls: Any, added: Iterable[int], modulated: Iterable[int], norms: Collection[str] = ()
 ) -> Callable[..., Any]:
-    """A class's forward changed as `Forward.changed` says, decorated as it was.
+    """Return a class's forward, changed as by `Forward.changed` and decorated as before.
 
     Raises:
         UnreadableError: it cannot be read, or a decorator keeps the function in a way that is not known.
@@ -180,7 +180,7 @@ def _called(owner: str, name: str, given: list[ast.expr], named: Iterable[ast.ke
 
 
 def _parsed(text: str, function: types.FunctionType) -> tuple[ast.Module, ast.FunctionDef]:
-    """The tree of a file, and in it the definition of a function."""
+    """Return the tree of a file, and the definition of a function in the tree."""
     tree, at = ast.parse(text), (function.__name__, function.__code__.co_firstlineno)
     found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and (node.name, _line(node)) == at]
     if len(found) != 1:
@@ -189,7 +189,7 @@ def _parsed(text: str, function: types.FunctionType) -> tuple[ast.Module, ast.Fu
 
 
 def _line(definition: ast.FunctionDef) -> int:
-    """Where the code of a function begins: with its decorators."""
+    """Return the first line of a function, its decorators included."""
     return min([definition.lineno, *(decorator.lineno for decorator in definition.decorator_list)])
 
 
@@ -198,12 +198,12 @@ def _assigns(node: ast.Name, name: str) -> bool:
 
 
 def _additions(definition: ast.FunctionDef) -> list[ast.BinOp]:
-    """The additions in a function, but for those in scopes within it."""
+    """Return the additions in a function, without those of inner scopes."""
     return [node for node in nodes_of(definition) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)]
 
 
 def _compiled(tree: ast.Module, function: types.FunctionType) -> types.CodeType:
-    """The code of a function in the tree of its file."""
+    """Compile the tree of a file, and return the code of a function in it."""
     old = function.__code__
     # A file says so itself; what was typed into an interpreter may have it from before.
     flags = old.co_flags & _FUTURE
@@ -221,7 +221,7 @@ _FUTURE = reduce(or_, (getattr(__future__, name).compiler_flag for name in __fut
 
 
 def _shape(code: types.CodeType) -> tuple[Any, ...]:
-    """What two codes that run alike have in common: all but where they come from."""
+    """Return all of a code object but its file and lines: equal for codes that run alike."""
     constants = tuple(
         _shape(held) if isinstance(held, types.CodeType) else (type(held), repr(held)) for held in code.co_consts
     )
@@ -229,7 +229,7 @@ def _shape(code: types.CodeType) -> tuple[Any, ...]:
 
 
 def _decorated(outer: Any, old: types.FunctionType, new: types.FunctionType) -> Callable[..., Any]:
-    """A function that wraps another, wrapping a third as well as it does: with the same code and another closure."""
+    """Return a copy of a decorated function that wraps `new` in place of `old`: same code, another closure."""
     if outer is old:
         return new
     inner = getattr(outer, "__wrapped__", None)

@@ -1,4 +1,4 @@
-"""Where the text of a forward calls a norm of its module with a sum, or adds a norm's input to something later.
+"""Find in the text of a forward the norms that are called with a sum, or whose input is added later.
 
 The text is followed in the order in which it runs. The norm *directly behind* a sum is called before anything else that
 could run code of anybody's: between the two there are assignments of names, and look-ups of names and attributes.

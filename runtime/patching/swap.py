@@ -41,7 +41,7 @@ _Replacement = tuple[type[torch.nn.Module], dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Original:
-    """What a module was, and what was made of it.
+    """The state of a module before `patch`, and the class it was given.
 
     Attributes:
         cls: the class it had.
@@ -161,7 +161,7 @@ def _fuse(model: torch.nn.Module) -> tuple[tuple[Fused, ...], tuple[Unfused, ...
 
 
 def _unfused(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """The class that a block had before its adds were fused."""
+    """Return the class that a block had before its adds were fused."""
     return cls._normforge_made[0] if issubclass(cls, FusedBlock) else cls
 
 
@@ -201,7 +201,7 @@ def unpatch(model: torch.nn.Module) -> tuple[Swapped, ...]:
 
 
 def _original(module: torch.nn.Module) -> _Original | None:
-    """What a module was before patch, None if patch left it alone."""
+    """Return the state of a module before `patch`, or None if `patch` left the module alone."""
     cls = type(module)
     if issubclass(cls, FusedBlock):
         # Known by its class alone: no reference to such a class can be pickled.
@@ -211,7 +211,7 @@ def _original(module: torch.nn.Module) -> _Original | None:
 
 
 def _class_before(path: str, module: torch.nn.Module, original: _Original) -> type[torch.nn.Module]:
-    """The class that a module would have, had it not been patched."""
+    """Return the class that a module would have without `patch`."""
     what = f"{path or 'the model'}, which patch made a {original.new.__name__} of a {original.cls.__name__},"
     if "forward" in vars(module):
         raise PatchError(
@@ -237,7 +237,7 @@ _UNHOOK = {
 def _derived(
     cls: type[torch.nn.Module], old: type[torch.nn.Module], new: type[torch.nn.Module], what: str
 ) -> type[torch.nn.Module]:
-    """A class as it would be if it had been derived from another."""
+    """Return a class as it would be if derived from `new` in place of `old`."""
     if cls is old:
         return new
     module = sys.modules.get(cls.__module__)
@@ -265,7 +265,7 @@ def _free_variables(value: object) -> tuple[str, ...]:
 
 
 def _looks_like_a_norm(module: torch.nn.Module) -> bool:
-    """Whether a user would expect patch to say something about a module; ours are done, and classes of them too."""
+    """Return True if a user would expect `patch` to swap or report a module; normforge's own are done."""
     cls = type(module)
     if any(base.__module__.partition(".")[0] == __name__.partition(".")[0] for base in cls.__mro__):
         return False
@@ -291,7 +291,7 @@ _FAST_PATH = (
 
 
 def _bypasses(module: torch.nn.Module) -> bool:
-    """Whether a module is an encoder layer that torch's fast path may take, and has a norm of ours.
+    """Return True if a module is an encoder layer with norms of ours that torch's fast path may bypass.
 
     The conditions are those of torch.nn.TransformerEncoderLayer.forward that no input and no mode decides.
     """
@@ -309,7 +309,7 @@ def _bypasses(module: torch.nn.Module) -> bool:
 
 
 def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacement | str:
-    """What a module becomes, or why nothing."""
+    """Return the replacement of a module, or the reason there is none."""
     cls = type(module)
     if "forward" in vars(module):
         return "its forward is overridden on the instance"
@@ -349,7 +349,7 @@ def _replacement(module: torch.nn.Module, cast_before_weight: bool) -> _Replacem
 
 
 def _options_of(cls: type[torch.nn.Module]) -> dict[str, Any]:
-    """The options that modules of a class have, where none is on.
+    """Return the default options of a class's modules.
 
     Their class has them too. But for what an instance lacks compiled code looks through the classes that it is of, in
     each call and for each norm: 24 lines of guards, where three options of its own are 6.

@@ -114,7 +114,7 @@ def _normalise(operands: GatedOperands, options: GatedOptions, group_size: int |
 
 
 def _first(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
-    """A call that is like none before, or one of groups."""
+    """Run a call that no look-up knows, or a call with groups."""
     if is_handed_on(operands):
         return _handed_on(operands, options, group_size)
     if is_sharded(*operands):
@@ -125,7 +125,7 @@ def _first(operands: GatedOperands, options: GatedOptions, group_size: int | Non
 
 
 def _by_parts(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
-    """A call of DTensors: each rank normalises its rows, as the call of plain tensors that it then is."""
+    """Run a call of DTensors: each rank normalises its rows, in a call of plain tensors."""
     x, *_ = operands
     function, given = row.CALLS.functions[options[0]], road.named(row.CALLS, operands, options)
     # The parts may be alike on one rank and not on another, which would wait for it.
@@ -134,7 +134,7 @@ def _by_parts(operands: GatedOperands, options: GatedOptions, group_size: int | 
 
 
 def _handed_on(operands: GatedOperands, options: GatedOptions, group_size: int | None) -> Any:
-    """What the class of an operand makes of a call (`__torch_function__`), as torch.fx's proxies do."""
+    """Return the result of an operand's `__torch_function__`, as torch.fx's proxies have one."""
     given = road.named(row.CALLS, operands, options)
     given["norm_before_gate"] = given["gating"] == row.GATING[True]
     given["group_size"] = group_size
@@ -150,7 +150,7 @@ _OPTIONS = {"group_size": None, "norm_before_gate": True, "activation": "silu"}
 
 
 class _GatedNorm(Replacing):
-    """What both modules have: a weight of ones, and the options of the function."""
+    """The base class of both modules: a weight of ones, and the options of the function."""
 
     def __init__(
         self,

@@ -64,7 +64,7 @@ GATING = {True: Gating.AFTER_NORM.value, False: Gating.BEFORE_NORM.value}
 
 
 def words(activation: Any, norm_before_gate: Any) -> tuple[str, str]:
-    """Those of the rows for what callers say: gating, and the activation, which is checked later."""
+    """Return the row's words for a caller's arguments: gating, and the activation, which is checked later."""
     if norm_before_gate.__class__ is not bool:
         norm_before_gate = checked_flag(norm_before_gate)
     # An enum's member is no word of a schema.
@@ -72,26 +72,26 @@ def words(activation: Any, norm_before_gate: Any) -> tuple[str, str]:
 
 
 def checked_flag(norm_before_gate: object) -> bool:
-    """What a caller said, True or False.
+    """Return norm_before_gate as it was passed.
 
     Raises:
-        ConflictError: it is neither.
+        ConflictError: it is neither True nor False.
     """
     return check_flag("norm_before_gate", norm_before_gate)
 
 
 def divides(group_size: object, n: int) -> bool:
-    """Whether groups of so many columns make up n."""
+    """Return True if group_size divides n."""
     return (
         isinstance(group_size, int) and not isinstance(group_size, bool) and 0 < group_size <= n and n % group_size == 0
     )
 
 
 def in_groups(operands: GatedOperands, group_size: object) -> GatedOperands:
-    """The tensors of a call as (..., G, group_size), and (G, group_size).
+    """Return the tensors of a call as (..., G, group_size) and (G, group_size).
 
     Raises:
-        ShapeError: they are not G * group_size long.
+        ShapeError: group_size does not divide N, or a tensor's shape does not fit x's.
     """
     x, *others = operands
     check_tensor("x", x)
@@ -135,7 +135,7 @@ def gated_layernorm2d_fwd(
         x: (..., N), fp16, bf16 or fp32, on a GPU (or anywhere under TRITON_INTERPRET=1); rows on up to three strides.
         gate: x's shape, fp16, bf16 or fp32, on strides of its own.
         weight: (N,), fp16, bf16 or fp32, or None for 1.
-        bias: (N,), likewise, or None for 0.
+        bias: (N,), fp16, bf16 or fp32, or None for 0.
         eps: added to the variance.
         activation: see `gated_rms_norm`.
         norm_before_gate: see `gated_rms_norm`.
@@ -199,7 +199,7 @@ _MOST_GROUPS = 2**15
 
 
 def mode_of(told: GatedArgs, dtype: torch.dtype, grouped: bool) -> Mode:
-    """The mode of the kernels for rows of a type, with a weight for all columns or one for each group of them."""
+    """Return the mode of the backward kernels for rows of a dtype; `grouped` gives each group of columns a weight."""
     own = DTYPES[dtype]
     return Mode(
         Norm(told.norm),
@@ -213,12 +213,12 @@ def mode_of(told: GatedArgs, dtype: torch.dtype, grouped: bool) -> Mode:
 
 
 def takes(kept: GatedSaved, dy: torch.Tensor) -> bool:
-    """Whether kernels compute the gradients of a call: of tensors in memory."""
+    """Return True if kernels can compute the gradients of a call: all tensors are in memory, and not empty."""
     return in_memory((*kept, dy)) and kept.x.numel() > 0 and _groups(kept) <= _MOST_GROUPS
 
 
 def _groups(kept: GatedSaved) -> int:
-    """How many groups of columns have a weight or bias of their own; 0 if it is one for all."""
+    """Return how many groups of columns have a weight or bias of their own; 0 if all groups share one."""
     return max(
         [0, *[vector.shape[0] for vector in (kept.weight, kept.bias) if vector is not None and vector.dim() > 1]]
     )
@@ -277,7 +277,7 @@ def _laid_out(kept: GatedSaved, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _of_groups(vector: torch.Tensor | None, groups: int) -> torch.Tensor | None:
-    """A row for each group, one behind the other, where there are groups."""
+    """Return a contiguous vector with a row per group, or the vector itself if there are no groups."""
     if vector is None or not groups:
         return vector
     return (vector if vector.dim() > 1 else vector.expand(groups, -1)).contiguous()

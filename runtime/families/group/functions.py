@@ -56,7 +56,7 @@ def group_norm(
         x: (B, C, ...), fp16, bf16, fp32 or fp64.
         num_groups: groups of each sample; it divides C.
         weight: (C,), fp16, bf16, fp32 or fp64, or None for 1.
-        bias: likewise, or None for 0.
+        bias: (C,), fp16, bf16, fp32 or fp64, or None for 0.
         eps: added to the variance.
         activation: "silu", or None (or "none") for none.
 
@@ -110,7 +110,7 @@ def _word(activation: str | Activation | None) -> str:
 
 
 def _by_parts(operands: tuple[torch.Tensor | None, ...], options: Options) -> torch.Tensor:
-    """A call of DTensors: each rank normalises its samples, as the call of plain tensors that it then is."""
+    """Run a call of DTensors: each rank normalises its samples, in a call of plain tensors."""
     names = ("x", "weight", "bias")
     x, *vectors = operands
     assert x is not None
@@ -232,7 +232,7 @@ class GroupNormSequential(Replacing, torch.nn.Sequential):
 
 
 def has_activated_norm(modules: torch.nn.Sequential) -> bool:
-    """Whether a SiLU stands right behind one of our GroupNorms."""
+    """Return True if a SiLU directly follows a GroupNorm of normforge's."""
     return any(class_of(norm) is GroupNorm and type(silu) is torch.nn.SiLU for norm, silu in pairwise(modules))
 
 

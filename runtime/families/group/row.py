@@ -38,7 +38,7 @@ _Vector = torch.Tensor | None
 _Vectors = Mapping[str, _Vector]
 # Channels, groups of a sample, and positions of a channel.
 Sizes = tuple[int, int, int]
-# x, weight and bias; num_groups, eps and activation as the functional API is told them.
+# x, weight and bias; num_groups, eps and activation as callers of the functional API pass them.
 Operands = tuple[torch.Tensor, _Vector, _Vector]
 Told = tuple[int, float, object]
 # A plan, the addresses of the operands, the operands, and what else a look-up returns.
@@ -46,7 +46,7 @@ _Found = tuple[Any, ...]
 
 
 def are_channels_last(x: torch.Tensor) -> bool | None:
-    """Whether channels are innermost in memory, or else positions; None of a tensor that is laid out otherwise."""
+    """Return True if channels are innermost in memory, False if positions are, and None for any other layout."""
     if x.dim() == 2:
         return True if x.is_contiguous() else None
     if x.is_contiguous():
@@ -55,7 +55,7 @@ def are_channels_last(x: torch.Tensor) -> bool | None:
 
 
 def laid_out(x: torch.Tensor) -> torch.Tensor:
-    """A tensor without gaps whose channels or positions are innermost: the very one, or a copy of its kind."""
+    """Return x without gaps, channels or positions innermost: x itself, or a copy in the nearer layout."""
     if are_channels_last(x) is not None:
         return x
     if x.dim() > 2 and x.stride(1) == 1 and x.shape[1] > 1:
@@ -73,7 +73,7 @@ def _vector(vector: _Vector) -> _Vector:
 
 
 def _aligned(tensor: _Vector) -> _Vector:
-    """A tensor for the kernel that all samples share under batch invariance, of which one may start anywhere."""
+    """Return a copy of a misaligned tensor under batch invariance, where all samples share one kernel."""
     return tensor.clone() if tensor is not None and is_on() and tensor.data_ptr() % ALIGNMENT else tensor
 
 
@@ -188,14 +188,14 @@ class _Ready(NamedTuple):
         else:
             assert statistics is not None
             values = (dy, x, weight, bias, *statistics)
-        # Kernels are told an eps that they do not read.
+        # Kernels take an eps and do not read it.
         run_layout(plan, layout, values, (dx, *sums), (0.0,))
         return [dx if self.wants_dx else None, *sums]
 
 
 @eager_only
 def launched_backward(arrived: Arrived, due: Sequence[bool] = (), learnt: Learnt | None = None) -> Gradients:
-    """The gradients that are wanted, by kernels; dy is copied where it does not lie as x does.
+    """Compute the gradients in `wants` by kernels; dy is copied unless its layout is x's.
 
     Args:
         arrived: the call.
@@ -233,7 +233,7 @@ def launched_backward(arrived: Arrived, due: Sequence[bool] = (), learnt: Learnt
 
 
 def normalise_known(operands: Operands, told: Told) -> torch.Tensor | None:
-    """What `normalise` returns of arguments like those of a call before; None where there was none."""
+    """Return what `normalise` returns, if an earlier call had arguments of the same kind; None otherwise."""
     found = _look_up(operands, told)[1]
     return None if found is None else _ran(found, told[1], record_at_once)
 
@@ -257,7 +257,7 @@ def _ran(found: _Found, eps: float, function: Any) -> torch.Tensor:
 def normalise(operands: Operands, options: Options, told: Told | None = None) -> torch.Tensor:
     """Run a checked call by kernels, recorded where a gradient is due, and known from then on by what it was `told`.
 
-    Where somebody sees operators it is one, and what is kept for the backward pass is the same.
+    Where a dispatch mode sees operators, the call is one operator that saves the same tensors.
     """
     x, weight, bias = operands
     whole: Any = tuple(map(_aligned, (laid_out(x).resolve_neg(), _vector(weight), _vector(bias))))
@@ -274,14 +274,14 @@ def normalise(operands: Operands, options: Options, told: Told | None = None) ->
 
 
 def normalise_traced(operands: Operands, options: Options) -> torch.Tensor:
-    """The same as one operator, and the copy before it."""
+    """Run `normalise` as one operator, behind the copy that lays x out."""
     x, weight, bias = operands
     found: list[torch.Tensor] = operator(FORWARD_OPERATOR)(laid_out(x), weight, bias, *options, records(operands))
     return found[0]
 
 
 def operated_backward(arrived: Arrived) -> Gradients:
-    """The gradients that are wanted, as one operator."""
+    """Compute the gradients in `wants` as one operator."""
     operands = {"dx": arrived.x, "dweight": arrived.weight, "dbias": arrived.bias}
     asked = [name for name in arrived.wants if operands[name] is not None]
     made = operator(BACKWARD_OPERATOR)(*arrived[:5], *arrived.options[:3], asked)

@@ -71,8 +71,8 @@ def modulated_layer_norm(
         x: (B, ..., N), fp16, bf16, fp32 or fp64. What kernels cannot walk is copied once.
         scale: (B, N), one for each sample; x's shape, one for each row; or (N,), one for all. fp16, bf16, fp32 or fp64,
             rows on any stride.
-        shift: likewise, of any of these shapes.
-        gate: likewise, or None for 1; goes with residual.
+        shift: (B, N), x's shape or (N,), as scale.
+        gate: (B, N), x's shape or (N,), as scale, or None for 1; goes with residual.
         residual: x's shape, or None for 0.
         weight: (N,), or None for 1.
         bias: (N,), or None for 0.
@@ -158,7 +158,7 @@ def _normalise(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
 
 
 def _first(operands: ModulatedOperands, options: ModulatedOptions) -> Any:
-    """A call that is like none before."""
+    """Run a call that no look-up knows."""
     if is_handed_on(operands):
         given = road.named(row.CALLS, operands, options)
         return handed_on(_PUBLIC[options[0]], operands, given, positional=3)

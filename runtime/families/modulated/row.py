@@ -102,11 +102,11 @@ def modulated_layernorm2d_fwd(
         x: (..., N), fp16, bf16 or fp32, on a GPU (or anywhere under TRITON_INTERPRET=1); rows on up to three strides.
         scale: (B, N) of an x of (B, ..., N), one for each sample; x's shape, one for each row; or (N,), one for all.
             fp16, bf16 or fp32, rows on any stride.
-        shift: likewise, of any of these shapes.
-        gate: likewise, or None for 1; goes with residual.
+        shift: (B, N), x's shape or (N,), as scale.
+        gate: (B, N), x's shape or (N,), as scale, or None for 1; goes with residual.
         residual: x's shape, fp16, bf16 or fp32, or None for 0.
         weight: (N,), fp16, bf16 or fp32, or None for 1.
-        bias: (N,), likewise, or None for 0.
+        bias: (N,), fp16, bf16 or fp32, or None for 0.
         eps: added to the variance.
         fquant: "none" (0) or "dynamic" (2).
         out_dtype: y's dtype. None is x's dtype, or torch.int8 with quantisation; torch.float8_e4m3fn,
@@ -114,7 +114,7 @@ def modulated_layernorm2d_fwd(
         save_mv: return mean and rstd.
         out: where y goes, instead of a new tensor; contiguous, in y's dtype; may be x or residual itself if that is
             theirs.
-        residual_out: where the sum goes, likewise, in residual's dtype; may be residual or x itself.
+        residual_out: where the sum goes, contiguous, in residual's dtype; may be residual or x itself.
 
     Returns:
         `LayerNormOutput`, with None for what was not asked. residual_out is residual + x * gate, in residual's dtype.
@@ -168,14 +168,14 @@ def _forward(operands: ModulatedOperands, options: ModulatedOptions, places: roa
 
 
 def mode_of(norm: Norm, dtype: torch.dtype, adds: bool, gates: bool) -> Mode:
-    """The mode of the kernels for rows of a type, with a gradient of the sum or not, gated or not."""
+    """Return the mode of the backward kernels for rows of a dtype."""
     fadd = FusedAdd.PRE_ADD_STORE if adds else FusedAdd.NONE
     own = DTYPES[dtype]
     return Mode(norm, own, own, fadd, direction=Direction.BACKWARD, modulated=True, x_gate=gates)
 
 
 def rows_a_sample(kept: ModulatedSaved) -> int:
-    """How many rows share a row of every modulation: those of a sample, or all."""
+    """Return how many rows share a row of every modulation: the rows of a sample, or all rows."""
     rows = kept.rows
     m = rows.numel() // rows.shape[-1]
     least = m
@@ -186,7 +186,7 @@ def rows_a_sample(kept: ModulatedSaved) -> int:
 
 
 def takes(kept: ModulatedSaved, *arrived: torch.Tensor | None) -> bool:
-    """Whether kernels compute the gradients of a call: of tensors in memory, and of several rows a sample."""
+    """Return True if kernels can compute the gradients of a call: tensors in memory, and several rows per sample."""
     if not in_memory((*kept, *arrived)) or kept.rows.numel() == 0:
         return False
     each = rows_a_sample(kept)
@@ -242,7 +242,7 @@ def _problem(
 
 
 def _sums(kept: ModulatedSaved, samples: int, due: Sequence[bool]) -> dict[str, torch.dtype]:
-    """Which sums are needed, and in which type: the gradient's that one is, or fp32 if there is more to be done."""
+    """Return the dtypes of the sums that are due: the gradient's dtype, or fp32 if more is computed from the sum."""
     _, for_scale, for_shift, for_gate, _, for_weight, for_bias = due
     affine = _is_affine(kept)
     found = {}
