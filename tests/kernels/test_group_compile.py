@@ -14,7 +14,7 @@ from normforge.codegen.instance import Tile
 from normforge.codegen.parameters import family_of
 from normforge.codegen.values import Pipeline
 from normforge.dtypes import TORCH_DTYPES
-from normforge.families.group.row.row import call_in_memory, slots_of
+from normforge.families.group.row import call_in_memory, slots_of
 from normforge.kernels.gpu import named_target
 from normforge.kernels.obtain import compile_for
 from normforge.selection import dispatch, on_demand
