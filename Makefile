@@ -40,8 +40,8 @@ help:
 	@echo "make test-all      run them, and then all the others"
 	@echo "make test-gpu      run the tests that need a GPU"
 	@echo "make test-clients  run the tests of patched models in transformers, timm, diffusers and others, which it installs"
-	@echo "make accuracy      measure every kernel's error against fp64 beside torch's, and write docs/accuracy.md"
-	@echo "make sanitize      run compute-sanitizer over every kernel on this machine's GPU, and write docs/sanitizer.md"
+	@echo "make accuracy      measure every kernel's error against fp64 beside torch's, and record it"
+	@echo "make sanitize      run compute-sanitizer over every kernel on this machine's GPU, and record it"
 	@echo "make mutants       break the product on purpose and see that tests notice"
 	@echo "make matrix        run parts of the suite on several versions of Python and Triton"
 	@echo "make bench         time normforge and its peers on this machine's GPU"
@@ -75,16 +75,16 @@ test-clients: $(CLIENTS)
 	TRITON_INTERPRET=1 $(BIN)/pytest -q -n auto -m "not compile and not gpu" tests/clients
 
 accuracy: $(READY)
-	env -u TRITON_INTERPRET $(BIN)/python -m tests.accuracy --markdown docs/accuracy.md $(ACCURACY)
+	env -u TRITON_INTERPRET $(BIN)/python -m tests.accuracy --record . $(ACCURACY)
 
 sanitize: $(READY)
-	env -u TRITON_INTERPRET $(BIN)/python -m tests.sanitizer --markdown docs/sanitizer.md $(SANITIZE)
+	env -u TRITON_INTERPRET $(BIN)/python -m tests.sanitizer --record . $(SANITIZE)
 
 mutants: $(READY)
-	$(BIN)/python -m tests.mutants $(or $(MUTANTS),--markdown docs/mutants.md)
+	$(BIN)/python -m tests.mutants $(or $(MUTANTS),--record .)
 
 matrix:
-	$(PYTHON) -m tests.matrix --markdown docs/reference/versions.md $(if $(filter full,$(MATRIX)),--full,$(MATRIX))
+	$(PYTHON) -m tests.matrix --record . $(if $(filter full,$(MATRIX)),--full,$(MATRIX))
 
 # Prints where an environment's programs are, once it is there.
 venv: $(READY)

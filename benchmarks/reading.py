@@ -14,10 +14,11 @@ from .models import picture as models_picture
 from .models import table as models_table
 from .models.names import SUITE as MODELS
 from .models.specs import SPECS
+from .pages import put_into
 from .pictures import draw_all
 from .reach import RULES, check
 from .reach import describe as describe_goals
-from .report import WHAT, picture_for, put_into, render, where
+from .report import WHAT, picture_for, render, where
 from .results import load
 from .short import SUITE as SWEEP
 from .short import kernels_of, short_of

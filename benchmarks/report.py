@@ -13,21 +13,13 @@ from typing import Literal
 from tabulate import tabulate
 
 from .cells import Task
-from .errors import UsageError
 from .footnotes import failures, footnotes
 from .providers import every_provider
 from .results import CEILING, PROJECT, SEED, Results, Row
 from .suites import SUITES, batch_invariant
 from .swept import summary
 
-
-def markers(what: str) -> tuple[str, str]:
-    """The lines of a file that tables are put between."""
-    return f"<!-- {what}: begin -->", f"<!-- {what}: end -->"
-
-
 WHAT = "benchmarks"
-BEGIN, END = markers(WHAT)
 
 
 @dataclass(frozen=True)
@@ -208,21 +200,6 @@ def render(found: Sequence[Results], picture: str | None = None) -> str:
             parts += [f"**{title}**", summary(results)]
             parts += failures(results.rows.values(), every_provider(), results.header)
     return "\n\n".join(parts)
-
-
-def put_into(readme: Path, text: str, what: str = WHAT) -> None:
-    """Replace what is between a file's two markers.
-
-    Raises:
-        UsageError: the file lacks a marker.
-    """
-    old = readme.read_text()
-    first, last = markers(what)
-    before, begin, rest = old.partition(first)
-    _, end, after = rest.partition(last)
-    if not begin or not end:
-        raise UsageError(f"{readme} lacks the markers {first} and {last}; put each on a line, where the tables belong")
-    readme.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
 
 
 def picture_for(readme: Path, results: Path, name: str | None = None) -> str | None:

@@ -8,8 +8,8 @@ import platform
 
 from ..environment import ROOT, revision_of
 from ..errors import UsageError
+from ..pages import put_into
 from ..progress import progress_to
-from ..report import put_into
 from .devices import DEVICES
 from .model import every_case, model_all
 from .table import FOLDER, describe, load, save, unknown

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from normforge.errors import DeviceError
 from normforge.tools.machine import find_machine
 
+from ..evidence import add_option, record
 from .cases import cases, matching
-from .report import markdown, text
+from .report import summary, table, text
+from .rows import KINDS
 from .run import run
 
 
@@ -36,26 +37,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     outcome = run(chosen, machine, options.seed, options.jobs)
     print(text(outcome))
-    if options.markdown is not None:
+    if options.record is not None:
         # Late, because it imports Triton, which has to find the interpreter turned on or off.
         from benchmarks.environment import describe
 
         header = describe(machine, (), options.revision) | {"seed": str(options.seed)}
-        options.markdown.parent.mkdir(parents=True, exist_ok=True)
-        options.markdown.write_text(markdown(outcome, header, "python -m tests.accuracy --markdown docs/accuracy.md"))
+        record(options.record, "accuracy", table(outcome, header), summary)
     return 0 if outcome.ok else 1
 
 
 def _parser() -> argparse.ArgumentParser:
+    kinds = "\n".join(f"  {name:14} {kind.means}" for name, kind in KINDS.items())
     parser = argparse.ArgumentParser(
-        prog="python -m tests.accuracy", description="Measure every kernel's error against fp64, beside torch's."
+        prog="python -m tests.accuracy",
+        description="Measure every kernel's error against fp64, beside torch's.",
+        epilog=f"kinds of rows:\n{kinds}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("words", nargs="*", help="measure only cases with all of these in their names: N=4096, ln_bwd")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and measure nothing")
     parser.add_argument("--seed", type=int, default=0, help="of the rows (default 0)")
     parser.add_argument("--jobs", type=int, default=1, help="processes, which share the GPU (default 1)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the document there, docs/accuracy.md say")
-    parser.add_argument("--revision", help="what the document calls this revision (default: git's)")
+    add_option(parser)
+    parser.add_argument("--revision", help="what the table calls this revision (default: git's)")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""The accuracy table, for a terminal and as the committed document."""
+"""The accuracy table: for a terminal, as CSV, and as a summary."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
+from ..evidence import Table, markdown
 from .measure import Cell
 from .rows import KINDS
-from .units import MOST, RULE, UNIT
+from .units import MOST
 
 _DIRECTIONS = {"fwd": "Forward", "bwd": "Backward"}
 _NORMS = {"ln": "LayerNorm", "rms": "RMSNorm", "gn": "GroupNorm"}
@@ -56,58 +57,74 @@ class Outcome:
 
 def text(outcome: Outcome) -> str:
     """What the command prints: the table, what fails, and the verdict."""
-    lines = [_table(outcome.cells, "simple"), ""]
+    lines = [_table(outcome.cells), ""]
     if outcome.failing:
-        lines += [_failing(outcome.failing, "simple"), ""]
+        lines += [_failing(outcome.failing), ""]
     lines += [f"did not run: {case}" for case in outcome.broken]
     return "\n".join((*lines, outcome.verdict))
 
 
-def markdown(outcome: Outcome, header: Mapping[str, str], command: str) -> str:
-    """The document."""
-    kinds = tabulate([(name, kind.means) for name, kind in KINDS.items()], ("rows", "values"), "github")
-    lengths = sorted({cell.n for cell in outcome.cells})
+def table(outcome: Outcome, header: Mapping[str, str]) -> Table:
+    """Return the full table: a row per pipeline, direction, dtype and output, with the largest errors per kind."""
+    columns = [*_COLUMNS, *(name for kind in KINDS for name in (kind, f"{kind} torch"))]
+    rows = []
+    for key, cells in _grouped(outcome.cells, _key).items():
+        worst = _worst(cells)
+        errors = (worst.ours.largest, worst.torch.largest, worst.ours.rms, worst.torch.rms, worst.ratio)
+        counts = (len(cells), sum(not cell.ok for cell in cells), sum(cell.ratio <= 1 for cell in cells))
+        row = dict(
+            zip(_COLUMNS, (*key, *map(str, counts), worst.kind, str(worst.n), *map(_number, errors)), strict=True)
+        )
+        for (kind,), some in _grouped(cells, lambda cell: (cell.kind,)).items():
+            largest = _worst(some)
+            row |= {kind: _number(largest.ours.largest), f"{kind} torch": _number(largest.torch.largest)}
+        rows.append(row)
+    broken = {"did not run": "; ".join(outcome.broken)} if outcome.broken else {}
+    return Table({**header, **broken}, columns, rows)
+
+
+def summary(table: Table) -> str:
+    """Return the section of the page: the verdict, the largest errors by output, and where they are."""
+    cells, beyond, no_worse = (sum(int(row[name]) for row in table.rows) for name in ("cells", "beyond", "no worse"))
+    rows = []
+    for (direction, output), some in _by(table.rows, "direction", "output").items():
+        counts = (sum(int(row[name]) for row in some) for name in ("cells", "no worse"))
+        worst = max(some, key=lambda row: float(row["times torch"]))
+        place = f"{worst['pipeline']}, {worst['norm']}, {worst['dtype']}, {worst['worst rows']} of N = {worst['n']}"
+        rows.append((direction, output, *counts, worst["times torch"], place))
     parts = [
-        "# Accuracy",
-        "Read this to know how far each kernel is from fp64, beside torch's own operator on the same rows. "
-        f"`{command}` measures it and writes this file.",
-        "Measured on " + ", ".join(f"{name} {value}" for name, value in header.items()) + ".",
-        f"**{outcome.verdict}**",
-        "## What is compared",
-        "Each pipeline computes the same rows as torch: `layer_norm` and `rms_norm`'s own operators, with operands of "
-        "x's type. Where ours writes fp32 of 16-bit rows, adds a residual or quantises, torch is given the operands in "
-        "fp32, and its fp32 result is rounded once. There is a weight near 1, and a bias only where a residual is "
-        "added: beside a bias, errors of small values do not show. eps is 1e-5. Backward, both are given the same mean "
-        "and rstd, those of fp64 in fp32. For each pipeline and type the worst of all row lengths is shown, of "
-        f"N = {lengths[0]:,} to {lengths[-1]:,}" + ", with tiles for few rows and for many."
-        if lengths
-        else "",
-        "`head` stands behind pipelines whose pivot is the mean of a row's first eight values; `row_terms` belongs to "
-        "the backward `two_pass`.",
-        "`rounded first` are rows that are rounded before the weight (`cast`), torch's likewise: its operator without "
-        "a weight in fp32, rounded and multiplied. `heads` are two of four in a packed tensor, whose rows are on two "
-        "strides, NaN beside them; `in place`, y is written over them.",
-        "With `dropout` torch is given what is kept, doubled. `gate` is act(z) behind the norm, or before it, torch's "
-        "composed of its operators in fp32; so is GroupNorm with SiLU, whose rows are groups of 1, 2, 4 or 8 channels.",
-        kinds,
-        "## The unit",
-        UNIT,
-        "## The rule",
-        RULE,
-        "## Errors",
-        "Largest error and root mean square, in units: of all kinds of rows and all N, of the cell where ours is "
-        "furthest above torch's by the rule; and how many cells are no worse than torch's.",
-        _table(outcome.cells, "github"),
-        *_by_kind(outcome.cells),
+        table.where,
+        f"**{cells - beyond:,} of {cells:,} cells are within {MOST:.0f} times torch's error, and {no_worse:,} are at "
+        "most torch's.**",
+        markdown(("direction", "output", "cells", "no worse", "at most, times torch's", "there"), rows),
     ]
-    if outcome.failing:
-        parts += ["## Where the rule does not hold", _failing(outcome.failing, "github")]
-    if outcome.broken:
-        parts += ["## What did not run", "\n".join(f"- {case}" for case in outcome.broken)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    failing = [row for row in table.rows if int(row["beyond"])]
+    parts += [
+        f"The rule does not hold in {row['beyond']} cells of {_named(row)}: {row['largest']} units, torch "
+        f"{row['largest torch']}."
+        for row in failing
+    ]
+    return "\n\n".join(parts)
 
 
-def _table(cells: Iterable[Cell], style: str) -> str:
+_COLUMNS = (
+    *("direction", "pipeline", "norm", "dtype", "output", "cells", "beyond", "no worse", "worst rows", "n"),
+    *("largest", "largest torch", "rms", "rms torch", "times torch"),
+)
+
+
+def _named(row: Mapping[str, str]) -> str:
+    return " ".join(row[name] for name in ("direction", "pipeline", "norm", "dtype", "output"))
+
+
+def _by(rows: Iterable[Mapping[str, str]], *names: str) -> dict[tuple[str, ...], list[Mapping[str, str]]]:
+    groups: dict[tuple[str, ...], list[Mapping[str, str]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return groups
+
+
+def _table(cells: Iterable[Cell]) -> str:
     """A line for each pipeline, direction, dtype and output."""
     rows = []
     for key, some in _grouped(cells, _key).items():
@@ -127,31 +144,10 @@ def _table(cells: Iterable[Cell], style: str) -> str:
         )
     names = ("direction", "pipeline", "norm", "dtype", "output", "worst rows", "N")
     measures = ("largest", "torch's", "rms", "torch's", "times torch's", "no worse")
-    return tabulate(rows, (*names, *measures), style, disable_numparse=True)
+    return tabulate(rows, (*names, *measures), "simple", disable_numparse=True)
 
 
-def _by_kind(cells: Iterable[Cell]) -> list[str]:
-    """For each direction and pipeline, the largest errors by kind of rows."""
-    parts = ["### By kind of rows", "Largest error in units, ours / torch's; bold where the rule does not hold."]
-    for (direction, pipeline), some in _grouped(cells, lambda cell: _key(cell)[:2]).items():
-        rows = []
-        for key, same in _grouped(some, lambda cell: _key(cell)[2:]).items():
-            by_kind = _grouped(same, lambda cell: (cell.kind,))
-            rows.append((*key, *(_pair(by_kind.get((kind,))) for kind in KINDS)))
-        table = tabulate(rows, ("norm", "dtype", "output", *KINDS), "github", disable_numparse=True)
-        parts += [f"#### {direction} {pipeline}", table]
-    return parts
-
-
-def _pair(cells: Sequence[Cell] | None) -> str:
-    if not cells:
-        return "–"
-    worst = _worst(cells)
-    pair = f"{_number(worst.ours.largest)} / {_number(worst.torch.largest)}"
-    return pair if worst.ok else f"**{pair}**"
-
-
-def _failing(cells: Iterable[Cell], style: str) -> str:
+def _failing(cells: Iterable[Cell]) -> str:
     rows = [
         (
             cell.pipeline,
@@ -166,7 +162,7 @@ def _failing(cells: Iterable[Cell], style: str) -> str:
         for cell in cells
     ]
     names = ("pipeline", "mode", "N", "tile", "rows", "output", "ours", "torch's", "times")
-    return tabulate(rows, names, style, disable_numparse=True)
+    return tabulate(rows, names, "simple", disable_numparse=True)
 
 
 def _key(cell: Cell) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.pages import markers, section
 from normforge.codegen.groups import GroupMode
 from normforge.codegen.instance import Tile
 from normforge.codegen.model import Mode
@@ -37,9 +38,11 @@ from tests.accuracy.cases import (
 from tests.accuracy.groups import GroupCase
 from tests.accuracy.layouts import Layout
 from tests.accuracy.measure import Cell, measure
+from tests.accuracy.report import summary
 from tests.accuracy.rows import KINDS
 from tests.accuracy.run import attempt, run
 from tests.accuracy.units import MOST
+from tests.evidence import EVIDENCE, load
 from tests.norms import FULL
 from tests.thorough import THOROUGH, first_of_each
 
@@ -261,12 +264,18 @@ def test_the_same_seed_draws_the_same_rows() -> None:
 def test_the_command_prints_the_table_and_writes_the_document(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    document = tmp_path / "docs" / "accuracy.md"
-    assert main(["rms_bwd_fp32", "N=100 ", "--markdown", str(document), "--revision", "abc"]) == 0
+    page = tmp_path / EVIDENCE
+    page.parent.mkdir(parents=True)
+    page.write_text("\n".join(markers("accuracy")))
+    assert main(["rms_bwd_fp32", "N=100 ", "--record", str(tmp_path), "--revision", "abc"]) == 0
     assert "times torch's error" in capsys.readouterr().out
-    written = document.read_text()
+    written = section(page, "accuracy")
     assert "revision abc, seed 0" in written
-    assert "| Backward" in written
+    assert "| Backward | dx |" in written
+    table = load(tmp_path, "accuracy")
+    assert written == summary(table)
+    assert {(row["direction"], row["norm"]) for row in table.rows} == {("Backward", "RMSNorm")}
+    assert all(row["random"] and row["random torch"] for row in table.rows)
 
 
 @THOROUGH

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from tests.accuracy.measure import Cell
-from tests.accuracy.report import Outcome, markdown, text
+from tests.accuracy.report import Outcome, summary, table, text
 from tests.accuracy.rows import KINDS
 from tests.accuracy.units import Error, Exact, error, floor_of, median, ratio, rounded, ulp
 
@@ -88,13 +90,17 @@ def test_the_rule_holds_in_every_cell_and_in_most() -> None:
     assert not Outcome([], []).ok
 
 
-def test_what_fails_is_listed_and_the_document_has_every_kind() -> None:
-    outcome = Outcome([cell(1.0, 1.0), cell(20.0, 1.0)], ["a case: OutOfResources"])
-    printed, written = text(outcome), markdown(outcome, {"device": "a card", "seed": "0"}, "the command")
-    for report in (printed, written):
+def test_what_fails_is_printed_and_is_in_the_table_and_its_summary() -> None:
+    good, bad = cell(1.0, 1.0), replace(cell(20.0, 1.0), kind="outlier")
+    outcome = Outcome([good, bad], ["a case: OutOfResources"])
+    found = table(outcome, {"device": "a card", "seed": "0"})
+    for report in (text(outcome), summary(found)):
         assert "1 of 2 cells are within 4 times torch's error" in report
         assert "a case: OutOfResources" in report
         assert "20.0" in report
-    assert "**20.0 / 1.0**" in written
-    assert all(kind in written for kind in KINDS)
-    assert "device a card, seed 0" in written
+    assert "does not hold in 1 cells of Forward one_pass LayerNorm fp32 y: 20.0 units, torch 1.0." in summary(found)
+    assert "device a card, seed 0" in summary(found)
+    (row,) = found.rows
+    assert (row["cells"], row["beyond"], row["no worse"], row["worst rows"]) == ("2", "1", "1", "outlier")
+    assert (row["random"], row["outlier"], row["outlier torch"]) == ("1.0", "20.0", "1.0")
+    assert set(KINDS) < set(found.columns)

@@ -1,18 +1,25 @@
-"""What an error is measured in, and the rule that it is held to."""
+"""The unit of an error, and the rule that an error is held to.
+
+An error is counted in units in the last place (ulp) of the output's type: each value in the unit of the correct value,
+or of a typical magnitude if that is larger. A value that is nearly zero because terms cancel carries the rounding
+errors of these terms, whoever computes it, and its own unit would measure how nearly the terms cancelled. The typical
+magnitude is, for y, the median of its row, which one massive value does not move, unlike a root mean square; for a
+mean, the mean magnitude of the row; for gradients, the sum of their terms without signs. rstd and y_scale have no such
+limit. An error that leaves no digit right, or a NaN in place of a number, counts as 1/eps units.
+
+Correct rounding leaves half a unit, so the rule compares the largest errors beyond that. Ours is at most `MOST` times
+torch's in every cell, and at most torch's in most cells; the same holds for the root mean square of the whole error.
+Errors below a floor are equal: `_FP32_FLOOR` units beyond correct rounding in fp32, `_FLOOR_16_BITS` units of fp32
+beyond correct rounding in 16 bits, and root mean squares as far above `_RMS_FLOOR`, where correct rounding leaves 0.29.
+If rows are rounded before the weight, a value within `_OPEN` units of fp32 of the middle between two 16-bit values may
+be either.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-
-UNIT = """\
-An error is counted in units in the last place (ulp) of the output's type: each value in the unit of the correct value,
-or of a typical magnitude if that is larger. A value that is next to nothing because terms cancel carries their rounding
-errors, whoever computes it, and its own unit would measure how nearly they cancelled. Typical is, for y, the median
-magnitude of its row, which one massive value does not move, unlike a root mean square; for a mean, the mean magnitude
-of the row; for gradients, what the terms of each add up to without their signs. rstd and y_scale have no such limit. An
-error that leaves no digit right, or a NaN where there should be a number, counts as 1/eps units."""
 
 # Units that the largest error may be over half a unit, by correct rounding's count, before it is compared at all.
 MOST = 4.0
@@ -26,12 +33,6 @@ _FLOOR_16_BITS = 8.0
 # torch's up to 35, where they are fp32 to the end. What lies so near to a tie may be rounded either way.
 _OPEN = 16.0
 
-RULE = f"""\
-Correct rounding leaves half a unit, so what counts is the largest error beyond that. Ours is at most {MOST:.0f} times
-torch's in every cell, and at most torch's in most; the root mean square of the whole error likewise. Below a floor
-errors are equal: {_FP32_FLOOR:.0f} unit beyond correct rounding in fp32, {_FLOOR_16_BITS:.0f} units of fp32 beyond it
-in 16 bits; root mean squares as much above 0.3, where correct rounding leaves 0.29. Of rows that are rounded before the
-weight, a value within {_OPEN:.0f} units of fp32 of the middle between two of 16 bits may be either."""
 _RMS_FLOOR = 0.3
 
 
@@ -50,7 +51,7 @@ def floor_of(dtype: torch.dtype) -> float:
 
 
 def ratio(ours: Error, theirs: Error, dtype: torch.dtype) -> float:
-    """How many times theirs the larger of our two measures is, by `RULE`."""
+    """How many times theirs the larger of our two measures is, by the rule."""
     floor = floor_of(dtype)
     largest = max(ours.largest - 0.5, floor) / max(theirs.largest - 0.5, floor)
     return max(largest, max(ours.rms, _RMS_FLOOR + floor) / max(theirs.rms, _RMS_FLOOR + floor))

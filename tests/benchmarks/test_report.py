@@ -8,9 +8,10 @@ import pytest
 
 from benchmarks import cli
 from benchmarks.cells import Cell, Norm, Task
+from benchmarks.pages import markers, put_into
 from benchmarks.pictures import colours_of_peers, draw_all, heat_map
 from benchmarks.reach import Rule, check, describe
-from benchmarks.report import BEGIN, END, TABLES, markers, picture_for, put_into, render
+from benchmarks.report import TABLES, WHAT, picture_for, render
 from benchmarks.results import Results
 from benchmarks.suites import SUITES
 
@@ -155,6 +156,9 @@ def test_the_readme_has_a_little_of_every_suite() -> None:
     assert len(render(everything, "forward.png").splitlines()) <= 465
 
 
+BEGIN, END = markers(WHAT)
+
+
 def test_the_readme_keeps_what_is_around_the_markers(forward: Results, tmp_path: Path) -> None:
     forward.save(tmp_path)
     readme = tmp_path / "README.md"
@@ -185,7 +189,7 @@ def test_a_readme_without_markers_is_left_alone(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("nothing")
     with pytest.raises(ValueError, match="lacks the markers"):
-        put_into(readme, "tables")
+        put_into(readme, "tables", WHAT)
     assert readme.read_text() == "nothing"
 
 

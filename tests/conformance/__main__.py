@@ -14,6 +14,7 @@ from benchmarks.progress import progress_to
 from normforge.errors import DeviceError
 from normforge.tools.machine import find_machine
 
+from ..evidence import add_option, record
 from . import report
 from .case import Case
 from .pool import run_in_processes
@@ -35,8 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(found.totals())
     if asked.results:
         found.write(asked.results)
-    if asked.markdown:
-        asked.markdown.write_text(found.markdown())
+    if asked.record:
+        record(asked.record, "conformance", found.table(), report.summary)
     return 1 if found.failures else 0
 
 
@@ -91,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--revision", help="what the header says, where git does not know")
     parser.add_argument("--results", type=Path, metavar="FILE", help="write a file for --merge")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="run nothing; add up these results")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page")
+    add_option(parser)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""What a run found, as a file that runs can be merged from, as text, and as the page in docs/."""
+"""The results of a run: as a file that runs can be merged from, as text, as CSV, and as a summary."""
 
 from __future__ import annotations
 
@@ -11,21 +11,9 @@ from typing import Any
 
 from tabulate import tabulate
 
+from ..evidence import Table, markdown
 from .case import Mode
 from .outcome import Outcome
-
-_PREFACE = """\
-# Conformance
-
-Read this to know how normforge does on other libraries' tests: the shapes, dtypes, inputs and tolerances that
-established suites use for these operations, run through its public functions and held against an fp64 oracle.
-`tests/conformance/` has the table of cases; `normforge` in it are cases that the other suites lack. Each output is held
-twice: to the suite's tolerance, and to what one rounding and fp32 arithmetic explain (own). Errors are the largest of
-any output of any case of the line, in units of what is allowed: up to 1 passes. `residual_out` is held to the bit.
-Written by
-
-    python -m tests.conformance --markdown docs/conformance.md
-"""
 
 
 @dataclass
@@ -129,17 +117,41 @@ class Report:
         part = "" if self.complete else f" of part {', '.join(f'{part}/{parts}' for part, parts in self.parts)}"
         return f"{passed} of {passed + failed} cases{part} pass, in {self.seconds:.0f} s."
 
-    def markdown(self) -> str:
-        """The page."""
-        header = ", ".join(f"{name} {value}" for name, value in self.header.items())
-        parts = [_PREFACE, f"Run on {header}.\n", f"{self.totals()}\n", f"{self.summary()}\n"]
-        if self.failures:
-            parts += ["## Failures\n", "\n".join(f"- {failure}" for failure in self.failures) + "\n"]
-        return "\n".join([*parts, "## Every mode\n", f"{self.details()}\n"])
+    def table(self) -> Table:
+        """Return the full table: a row per suite and mode."""
+        seconds = {"seconds": f"{self.seconds:.0f}"}
+        parts = {} if self.complete else {"parts": ", ".join(f"{part}/{parts}" for part, parts in self.parts)}
+        rows = [
+            dict(zip(_COLUMNS, map(str, (line.suite, *asdict(line.mode).values(), *_counts(line))), strict=True))
+            for line in self.lines.values()
+        ]
+        return Table({**self.header, **parts, **seconds}, _COLUMNS, rows)
+
+
+def summary(table: Table) -> str:
+    """Return the section of the page: a row per suite, and the modes that failed."""
+    suites: dict[str, list[Mapping[str, str]]] = {}
+    for row in table.rows:
+        suites.setdefault(row["suite"], []).append(row)
+    passed, failed = (sum(int(row[name]) for row in table.rows) for name in ("passed", "failed"))
+    lines = [
+        (
+            suite,
+            *(sum(int(row[name]) for row in rows) for name in ("passed", "failed")),
+            *(max((row[name] for row in rows), key=float) for name in ("error", "own")),
+        )
+        for suite, rows in suites.items()
+    ]
+    columns = ("suite", "passed", "failed", "error", "by own tolerance")
+    parts = [table.where, f"**{passed:,} of {passed + failed:,} cases pass.**", markdown(columns, lines)]
+    failing = (row for row in table.rows if int(row["failed"]))
+    parts += [f"- failed: {row['failed']} of {', '.join(list(row.values())[:6])}" for row in failing]
+    return "\n\n".join(parts)
 
 
 _ALL = Mode("-", "-", "-", "-", "-")
 _COUNTS = ["passed", "failed", "largest error", "of", "own", "of "]
+_COLUMNS = ("suite", *asdict(_ALL), "passed", "failed", "error", "output", "own", "own output")
 
 
 def read(path: Path) -> Report:

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.pages import markers, section
+
+from ..evidence import EVIDENCE, load
 from ..thorough import THOROUGH
 from . import pool, report
 from .__main__ import main
@@ -51,14 +54,22 @@ def test_what_raised_is_infinitely_wrong() -> None:
 def test_parts_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for part, outcome in enumerate((_outcome(0.25), _outcome(math.inf)), start=1):
         _report(part, outcome).write(tmp_path / f"{part}.json")
-    page = tmp_path / "page.md"
-    status = main(["--merge", str(tmp_path / "1.json"), str(tmp_path / "2.json"), "--markdown", str(page)])
+    page = tmp_path / EVIDENCE
+    page.parent.mkdir(parents=True)
+    page.write_text("\n".join(markers("conformance")))
+    status = main(["--merge", str(tmp_path / "1.json"), str(tmp_path / "2.json"), "--record", str(tmp_path)])
     assert status == 1
-    assert "1 of 2 cases pass, in 2 s." in capsys.readouterr().out
-    text = page.read_text()
-    assert "device a GPU, seed 0" in text
-    assert "- a-case: y inf (own 0.5)" in text
-    assert text.count("| ck_tile") == 2
+    printed = capsys.readouterr().out
+    assert "1 of 2 cases pass, in 2 s." in printed
+    assert "a-case: y inf (own 0.5)" in printed
+    table, text = load(tmp_path, "conformance"), section(page, "conformance")
+    assert text == report.summary(table)
+    assert "device a GPU, seed 0, seconds 2." in text
+    assert "**1 of 2 cases pass.**" in text
+    assert "- failed: 1 of ck_tile, LayerNorm, forward, fp16 → fp16, -, -" in text
+    assert "| ck_tile | 1 | 1 | inf | 0.5 |" in text
+    (row,) = table.rows
+    assert (row["passed"], row["failed"], row["error"], row["output"]) == ("1", "1", "inf", "y")
 
 
 @pytest.mark.parametrize(

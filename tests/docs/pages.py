@@ -10,8 +10,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# Written by commands from what they measured; they hold no code, and their figures are their commands' business.
-WRITTEN = ("accuracy", "conformance", "huggingface", "mutants", "sanitizer", "versions")
 PAGES = tuple(sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]))
 
 

@@ -22,9 +22,10 @@ from benchmarks.models.names import Key
 from benchmarks.models.specs import SPECS
 from benchmarks.models.table import load as load_models
 from benchmarks.models.table import render as render_models
+from benchmarks.pages import section
 from benchmarks.providers import every_provider
 from benchmarks.reach import RULES, check
-from benchmarks.report import BEGIN, END, markers, picture_for, render, where
+from benchmarks.report import WHAT, picture_for, render, where
 from benchmarks.results import CEILING, PROJECT, Results, Row, load
 from benchmarks.short import kernels_of, short_of
 from benchmarks.short import render as render_short
@@ -36,7 +37,8 @@ from benchmarks.tile_model.command import MARKERS as MODEL_TILES
 from normforge.codegen.groups import mode_named
 from normforge.errors import IllegalCombinationError
 
-from .pages import PAGES, ROOT, WRITTEN, blocks, doc, prose
+from ..evidence import load as load_table
+from .pages import PAGES, ROOT, blocks, doc, prose
 
 H200 = RESULTS / "h200"
 README = ROOT / "README.md"
@@ -199,8 +201,7 @@ def test_host_times_are_those_of_the_results() -> None:
 
 
 def test_the_tables_are_those_of_the_results() -> None:
-    tables = BENCHMARKS.read_text().partition(BEGIN)[2].partition(END)[0].strip()
-    assert tables == render([results(name) for name in MEASURED], picture_for(BENCHMARKS, H200))
+    assert section(BENCHMARKS, WHAT) == render([results(name) for name in MEASURED], picture_for(BENCHMARKS, H200))
 
 
 @pytest.mark.parametrize(
@@ -226,16 +227,13 @@ def test_tables_of_a_folder_of_their_own_are_those_of_its_results(what: str, nam
     """Before it has been measured there is nothing between the markers."""
     folder, page = RESULTS / f"h200-{what}", doc(name)
     found = [one for suite in SUITES if (one := load(folder, suite)) is not None]
-    first, last = markers(what)
-    between = page.read_text().partition(first)[2].partition(last)[0].strip()
-    assert between == (render(found, picture_for(page, folder)) if found else "")
+    assert section(page, what) == (render(found, picture_for(page, folder)) if found else "")
 
 
 def test_the_model_of_tiles_is_that_of_its_table() -> None:
     found = tile_model.load(tile_model.FOLDER)
     assert found is not None
-    first, last = markers(MODEL_TILES)
-    assert BENCHMARKS.read_text().partition(first)[2].partition(last)[0].strip() == tile_model.describe(*found)
+    assert section(BENCHMARKS, MODEL_TILES) == tile_model.describe(*found)
     page, rows = said(BENCHMARKS), found[1]
     b200 = [row for row in rows if row.arch == "sm_100" and row.kind == "backward" and row.dtype == "bf16"]
     short = [row.margin for row in b200 if row.tiles == "rule" and tile_model.TOO_LITTLE in tile_model.faults(row)]
@@ -511,30 +509,34 @@ def test_revisions_and_versions_are_those_of_the_results() -> None:
 
 def test_what_the_other_pages_found_is_what_testing_says() -> None:
     text = said(doc("testing"))
-    (passed, cases) = re.findall(r"^(\d+) of (\d+) cases pass", _page("conformance"), re.MULTILINE)[0]
-    assert passed == cases
-    assert f"{int(cases):,} cases" in text
-    (within, cells, good) = re.findall(r"\*\*(\d+) of (\d+) cells .*, and (\d+) are", _page("accuracy"))[0]
-    assert f"of {int(cells):,} cells {int(good) / int(cells):.0%}".replace("%", " %") in text
-    worse = ("none", "one", "two", "three", "four", "five")[int(cells) - int(within)]
+    conformance, accuracy, sanitizer = (load_table(ROOT, what) for what in ("conformance", "accuracy", "sanitizer"))
+    passed, failed = (sum(int(row[name]) for row in conformance.rows) for name in ("passed", "failed"))
+    assert failed == 0
+    assert f"{passed:,} cases" in text
+    cells, beyond, good = (sum(int(row[name]) for row in accuracy.rows) for name in ("cells", "beyond", "no worse"))
+    assert f"of {cells:,} cells {good / cells:.0%}".replace("%", " %") in text
+    worse = ("none", "one", "two", "three", "four", "five")[beyond]
     assert f"and {worse} more than four times as bad" in text
-    assert all(
-        line.rstrip().endswith("| clean |") for line in re.findall(r"^\| \w+check .*clean.*$", _page("sanitizer"), re.M)
-    )
+    tools = [tool for tool in sanitizer.columns if tool != "call"]
+    assert len(tools) == 4
+    assert all(sanitizer.header[tool].endswith(", clean") for tool in tools)
+
+
+OUTCOMES = ("taken", "skipped", "not tried")
 
 
 def test_norms_named_at_the_front_door_are_what_the_survey_found() -> None:
     """Families, `Llama` say, stand for their RMSNorm."""
-    page, text = _page("huggingface"), README.read_text()
-    taken, skipped = page.partition("## Taken")[2].partition("## Skipped")[::2]
+    survey, text = load_table(ROOT, "huggingface"), README.read_text()
+    named = {outcome: {row["class"] for row in survey.rows if row["outcome"] == outcome} for outcome in OUTCOMES}
+    taken, skipped, _ = named.values()
     ((families, others),) = re.findall(r"RMSNorm of (Llama.*?) and others; (`T5\w+`.*?) \| takes", text)
     for name in (*(f"{family}RMSNorm" for family in families.split(", ")), *re.findall(r"`(\w+)`", others)):
-        assert re.search(rf"\b{name}\b", taken), name
+        assert name in taken, name
     for name in re.findall(r", as .*?`(\w+)`", text.partition("## Models")[2].partition("## When")[0]):
-        assert re.search(rf"\b{name}\b", skipped), name
-    ((count, of),) = re.findall(r"\*\*(\d+) of (\d+) classes", page)
-    (version,) = re.findall(r"with transformers ([\d.]+),", page)
-    assert f"Of {of} norm classes in transformers {version} it takes {count}," in said(README)
+        assert name in skipped, name
+    version, count = survey.header["transformers"], len(taken)
+    assert f"Of {count + len(skipped)} norm classes in transformers {version} it takes {count}," in said(README)
 
 
 def _page(name: str) -> str:
@@ -584,7 +586,7 @@ _PLACES = (
 _MADE = {"needed.yaml", "mine.yaml", "my_tiles/sm_80.yaml", "serve.py", "rms_fwd_bf16_fp8_e5m2_dq.py", "sm_80.yaml"}
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p.stem not in WRITTEN], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_are_named_are_there(page: Path) -> None:
     named = re.findall(r"`([\w/.-]+\.(?:py|j2|yaml|csv|txt|md))`", prose(page))
     there = [path.relative_to(ROOT).as_posix() for place in _PLACES for path in (ROOT / place).rglob("*.*")]
@@ -697,9 +699,7 @@ def test_every_cell_that_is_short_has_its_profile_and_what_was_tried() -> None:
     folder = RESULTS / "h200-sweep"
     found = load(folder, "sweep")
     assert found is not None
-    first, last = markers("short")
-    between = BENCHMARKS.read_text().partition(first)[2].partition(last)[0].strip()
-    assert between == render_short(short_of(found), kernels_of(folder))
+    assert section(BENCHMARKS, "short") == render_short(short_of(found), kernels_of(folder))
 
 
 def test_every_goal_of_the_suites_that_is_short_is_said_and_its_cells_are_profiled() -> None:
@@ -948,7 +948,7 @@ def _table_of_kernels(folder: str) -> tuple[dict[str, str], str]:
 
 
 @pytest.mark.parametrize(
-    ("section", "table"),
+    ("name", "table"),
     [
         ("models", _table_of_models),
         ("models-again", _table_of_models),
@@ -959,10 +959,9 @@ def _table_of_kernels(folder: str) -> tuple[dict[str, str], str]:
     ],
 )
 def test_the_tables_of_models_are_those_of_the_results(
-    section: str, table: Callable[[str], tuple[dict[str, str], str]]
+    name: str, table: Callable[[str], tuple[dict[str, str], str]]
 ) -> None:
-    header, shown = table(f"h200-{section}")
-    first, last = markers(section)
-    between = BENCHMARKS.read_text().partition(first)[2].partition(last)[0]
-    assert between.strip().endswith(shown)
+    header, shown = table(f"h200-{name}")
+    between = section(BENCHMARKS, name)
+    assert between.endswith(shown)
     assert where(header) in between

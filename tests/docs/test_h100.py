@@ -14,7 +14,8 @@ from benchmarks.models.names import Key
 from benchmarks.models.specs import SPECS
 from benchmarks.models.table import load as load_models
 from benchmarks.models.table import render as render_models
-from benchmarks.report import markers, picture_for, render, where
+from benchmarks.pages import section
+from benchmarks.report import picture_for, render, where
 from benchmarks.results import CEILING, PROJECT, Results, Row, load
 
 from .pages import ROOT, doc
@@ -25,9 +26,8 @@ QUANTISED = RESULTS / "h100-quantised"
 INVARIANT = "normforge-batch-invariant"
 
 
-def between(section: str) -> str:
-    first, last = markers(section)
-    return PAGE.read_text().partition(first)[2].partition(last)[0].strip()
+def between(name: str) -> str:
+    return section(PAGE, name)
 
 
 @pytest.mark.parametrize("section", ["models", "models-again"])

@@ -9,17 +9,14 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from ..evidence import Table, add_option, markdown, record
 from .cells import ALL, FEW, ROOT, CellError, Seen, run
 
 # Of each file: all of both suites takes one core more than half an hour in each cell.
 _EVERY = 64
 
-_HEAD = """# Versions
-
-Read this to know which releases of Python and Triton the tests were run on, without a GPU: in Triton's CPU interpreter,
-and compiled for sm_80, sm_90, sm_100 and gfx942. `make matrix` runs every {every}th test of each file in four pairs of
-releases, `make matrix MATRIX=full` all tests in all pairs; either writes this page.
-"""
+_PAGE = Path("docs/reference/versions.md")
+_COLUMNS = ("python", "torch", "triton", "numpy", "suite", "passed", "failed", "skipped", "seconds")
 
 
 def main(argv: list[str]) -> int:
@@ -32,7 +29,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--every", type=int, metavar="K", help=f"every K-th test of each file (default: {_EVERY})")
     parser.add_argument("--only", metavar="GLOB", help="cells of all that match, '3.13x*' say")
     parser.add_argument("--jobs", type=int, default=2, help="processes that run tests (default: %(default)s)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table of what was seen")
+    add_option(parser)
     arguments = parser.parse_args(argv)
     every = arguments.every or (1 if arguments.full else _EVERY)
     if every < 1 or arguments.jobs < 1:
@@ -48,37 +45,36 @@ def main(argv: list[str]) -> int:
         try:
             for found in run(cell, every, arguments.jobs):
                 seen.append(found)
-                if arguments.markdown:
-                    arguments.markdown.write_text(markdown(seen, every, broken))
+                if arguments.record:
+                    record(arguments.record, "versions", table(seen, every, broken), summary, _PAGE)
         except CellError as error:
             broken.append(str(error))
-    text = markdown(seen, every, broken)
-    if arguments.markdown:
-        arguments.markdown.write_text(text)
-    print(text)
+    found_all = table(seen, every, broken)
+    if arguments.record:
+        record(arguments.record, "versions", found_all, summary, _PAGE)
+    print(summary(found_all))
     return 1 if broken or any(found.failed for found in seen) else 0
 
 
-def markdown(seen: Sequence[Seen], every: int, broken: Sequence[str]) -> str:
-    """The page."""
+def table(seen: Sequence[Seen], every: int, broken: Sequence[str]) -> Table:
+    """Return the table, a row per suite and environment; what was not run is in the header."""
     revision = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.strip()
-    what = "All tests" if every == 1 else f"Every {every}th test of each file"
-    lines = [
-        _HEAD.format(every=_EVERY),
-        f"{what}, revision {revision}:",
-        "",
-        "| Python | torch | Triton | numpy | suite | passed | failed | skipped | seconds |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    header = {"tests": "all" if every == 1 else f"every {every}th of each file", "revision": revision}
+    header |= {f"not run, {number}": " ".join(why.split()) for number, why in enumerate(broken, 1)}
+    rows = []
     for found in seen:
-        versions = " | ".join(found.versions[name] for name in ("python", "torch", "triton", "numpy"))
-        counts = f"{found.passed} | {found.failed} | {found.skipped} | {found.seconds:.0f}"
-        lines.append(f"| {versions} | {found.suite} | {counts} |")
-    if broken:
-        lines += ["", "Not run:", "", *(f"- {' '.join(why.split())}" for why in broken)]
-    return "\n".join(lines) + "\n"
+        counts = (found.suite, found.passed, found.failed, found.skipped, f"{found.seconds:.0f}")
+        values = (*(found.versions[name] for name in _COLUMNS[:4]), *map(str, counts))
+        rows.append(dict(zip(_COLUMNS, values, strict=True)))
+    return Table(header, _COLUMNS, rows)
+
+
+def summary(table: Table) -> str:
+    """Return the section of the page."""
+    about = "; ".join(f"{name}: {value}" for name, value in table.header.items())
+    return f"{about}.\n\n{markdown(_COLUMNS, [[row[name] for name in _COLUMNS] for row in table.rows])}"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .__main__ import markdown
+from .__main__ import summary, table
 from .cells import ALL, FEW, PYTHONS, TRITONS, Cell, Seen, counted
 
 
@@ -48,7 +48,7 @@ def test_every_third_test_of_each_file(tmp_path: Path, repository: Path) -> None
 
 def test_the_table_has_a_line_for_each_run() -> None:
     versions = {"python": "3.13.1", "torch": "2.13.0", "triton": "3.9.0", "numpy": "2.2.6"}
-    page = markdown([Seen(Cell("3.13", "3.9.0"), "compile", versions, 12, 1, 2, 30.4)], 16, ["3.10x3.6.0: no"])
-    assert "| 3.13.1 | 2.13.0 | 3.9.0 | 2.2.6 | compile | 12 | 1 | 2 | 30 |\n" in page
-    assert "Every 16th test of each file, revision " in page
-    assert page.endswith("Not run:\n\n- 3.10x3.6.0: no\n")
+    page = summary(table([Seen(Cell("3.13", "3.9.0"), "compile", versions, 12, 1, 2, 30.4)], 16, ["3.10x3.6.0: no"]))
+    assert page.endswith("| 3.13.1 | 2.13.0 | 3.9.0 | 2.2.6 | compile | 12 | 1 | 2 | 30 |")
+    assert "tests: every 16th of each file; revision: " in page
+    assert "not run, 1: 3.10x3.6.0: no." in page

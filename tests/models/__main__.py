@@ -14,22 +14,21 @@ import torch
 
 from benchmarks.environment import revision_of
 
-from .survey import NORM, markdown, survey
+from ..evidence import add_option, record
+from .survey import NORM, summary, survey, table
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-_COMMAND = "python -m tests.models --markdown docs/reference/huggingface.md"
+_PAGE = Path("docs/reference/huggingface.md")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try every class, and print or write the page."""
+    """Try every class, and print the summary."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.models",
         description="Which norm classes of Hugging Face's transformers, which has to be installed, patch takes.",
     )
-    parser.add_argument(
-        "--markdown", type=Path, metavar="FILE", help="write the page there, docs/reference/huggingface.md say"
-    )
-    parser.add_argument("--revision", help="what the page calls this revision (default: git's)")
+    add_option(parser)
+    parser.add_argument("--revision", help="what the table calls this revision (default: git's)")
     options = parser.parse_args(arguments)
     try:
         transformers = import_module("transformers")
@@ -41,11 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "Python": platform.python_version(),
         "revision": options.revision or revision_of(ROOT),
     }
-    text = markdown(survey(_classes(Path(transformers.__path__[0]))), header, _COMMAND)
-    if options.markdown:
-        options.markdown.write_text(text)
-    else:
-        print(text, end="")
+    found = table(survey(_classes(Path(transformers.__path__[0]))), header)
+    if options.record:
+        record(options.record, "huggingface", found, summary, _PAGE)
+    print(summary(found))
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -12,6 +12,8 @@ import torch
 import normforge
 from normforge.patching.huggingface import CastOrder
 from normforge.patching.probing import formula_of
+
+from ..evidence import Table, markdown
 
 # A norm by its name, and not a layer that has one.
 NORM = re.compile(r"(RMSNorm|LayerNorm)(Gated|1P|2d)?$")
@@ -82,31 +84,39 @@ def _formula(norm: torch.nn.Module) -> str | None:
         return None
 
 
-def markdown(found: Survey, header: Mapping[str, str], command: str) -> str:
-    """The page."""
-    taken = sum(map(len, found.taken.values()))
-    parts = [
-        "# Hugging Face",
-        "Read this to look up whether `patch` takes a norm of Hugging Face's transformers. Each class whose name ends\n"
-        "in RMSNorm or LayerNorm was made with a size of 64 and patched, on a CPU; no model was run. Written by",
-        f"    {command}",
-        "Run with " + ", ".join(f"{name} {value}" for name, value in header.items()) + ".",
-        f"**{taken} of {found.tried} classes are taken.** {len(found.not_made)} more need more than a size to be "
-        "made, and were not tried.",
-        "## Taken",
-        *_listed(found.taken),
-        "## Skipped",
-        *_listed(found.skipped),
-        "## Not tried",
-        _names(found.not_made),
+_COLUMNS = ("class", "outcome", "formula or reason")
+_TAKEN, _SKIPPED, _NOT_TRIED = "taken", "skipped", "not tried"
+
+
+def table(found: Survey, header: Mapping[str, str]) -> Table:
+    """Return the full table, a row per class."""
+    groups = [(_TAKEN, found.taken), (_SKIPPED, found.skipped), (_NOT_TRIED, {"": found.not_made})]
+    rows = [
+        dict(zip(_COLUMNS, (name, outcome, why), strict=True))
+        for outcome, by_reason in groups
+        for why, names in by_reason.items()
+        for name in sorted(names, key=str.lower)
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return Table(header, _COLUMNS, rows)
 
 
-def _listed(groups: Mapping[str, list[str]]) -> list[str]:
-    largest_first = sorted(groups.items(), key=lambda group: -len(group[1]))
-    return [f"**{what}**: {len(names)}\n\n{_names(names)}" for what, names in largest_first]
-
-
-def _names(names: list[str]) -> str:
-    return textwrap.fill(", ".join(sorted(set(names), key=str.lower)), 120, break_on_hyphens=False)
+def summary(table: Table) -> str:
+    """Return the section of the page: how many classes are taken, and how many have a formula or a reason in common."""
+    counts = Counter((row["outcome"], row["formula or reason"]) for row in table.rows)
+    outcomes = Counter(row["outcome"] for row in table.rows)
+    tried = outcomes[_TAKEN] + outcomes[_SKIPPED]
+    examples = {
+        key: row["class"] for row in reversed(table.rows) if (key := (row["outcome"], row["formula or reason"]))
+    }
+    lines = [
+        (outcome, why, count, examples[outcome, why])
+        for (outcome, why), count in sorted(counts.items(), key=lambda each: (-outcomes[each[0][0]], -each[1]))
+        if outcome != _NOT_TRIED
+    ]
+    parts = [
+        table.where,
+        f"**{outcomes[_TAKEN]} of {tried} classes are taken.** {outcomes[_NOT_TRIED]} more need more than a size to be "
+        "made, and were not tried.",
+        markdown(("outcome", "formula or reason", "classes", "such as"), lines),
+    ]
+    return "\n\n".join(parts)

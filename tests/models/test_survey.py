@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..nn import models
-from .survey import NORM, markdown, survey
+from .survey import NORM, summary, survey, table
 
 
 def test_classes_are_sorted_by_what_patch_makes_of_them() -> None:
@@ -34,8 +34,9 @@ def test_classes_are_sorted_by_what_patch_makes_of_them() -> None:
     assert reasons["GemmaRMSNorm"].startswith("its forward computes something else")
     assert reasons["ScaledLayerNorm"].startswith("it is a subclass of torch's")
     assert (found.tried, found.not_made) == (4, ["Needy"])
-    page = markdown(found, {"transformers": "0"}, "command")
+    page = summary(table(found, {"transformers": "0"}))
     assert "**2 of 4 classes are taken.** 1 more" in page
+    assert "| taken | torch's own | 1 | LayerNorm |" in page
 
 
 def test_a_norm_is_known_by_the_end_of_its_name() -> None:

@@ -11,12 +11,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
 
+from ..evidence import add_option, record
 from .mutant import Mutant, Suite
-from .report import markdown, revision
+from .report import revision, summary, table
 from .table import MUTANTS
 from .tree import ROOT, copied, present_files
 from .trial import Outcome, Runner, Verdict
@@ -32,13 +32,13 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--only", metavar="GLOBS", help="mutants whose name matches one of them, 'rows-*,amax-*' say")
     parser.add_argument("--jobs", type=int, default=2, help="how many at once (default: %(default)s)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the list of all, with what caught each")
+    add_option(parser)
     parser.add_argument("--list", action="store_true", help="print their names and what they break, and try none")
     arguments = parser.parse_args(argv)
     if arguments.jobs < 1:
         parser.error(f"--jobs is {arguments.jobs}; it takes a whole number from 1")
-    if arguments.markdown and arguments.only:
-        parser.error("--markdown lists all mutants and --only tries a part; leave one of them out")
+    if arguments.record and arguments.only:
+        parser.error("--record writes all mutants and --only tries a part; leave one of them out")
     globs = [glob.strip() for glob in (arguments.only or "*").split(",")]
     chosen = [mutant for mutant in MUTANTS if any(fnmatchcase(mutant.name, glob) for glob in globs)]
     if not chosen:
@@ -50,8 +50,8 @@ def main(argv: list[str]) -> int:
     started, tried = time.monotonic(), revision()
     outcomes = _tried(chosen, arguments.jobs)
     seconds = time.monotonic() - started
-    if arguments.markdown:
-        arguments.markdown.write_text(markdown(outcomes, tried, seconds))
+    if arguments.record:
+        record(arguments.record, "mutants", table(outcomes, tried, seconds), summary)
     missed = [found for found in outcomes if not found.caught]
     print(f"{len(outcomes) - len(missed)} of {len(outcomes)} caught, in {seconds:.0f} s")
     for found in missed:

@@ -1,4 +1,4 @@
-"""The list of mutants and of the tests that caught them, as text."""
+"""The table of mutants and of the tests that caught them, and a summary of the table."""
 
 from __future__ import annotations
 
@@ -7,17 +7,11 @@ import subprocess
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from .mutant import Suite
+from ..evidence import Table, markdown
 from .tree import ROOT
-from .trial import Outcome
+from .trial import Outcome, Verdict
 
-_HEAD = """# Mutants
-
-Read this to know what the tests notice. Listed are edits that break normforge on purpose, each in a copy of the tree,
-and the test that fails of it: the first of those chosen for it, which passes without the edit. `make mutants` tries
-them all, fails if one survives, and writes this page; the edits are in `tests/mutants/table/`. Tests that compare
-generated text with a copy of it are never chosen.
-"""
+_COLUMNS = ("file", "breaks", "verdict", "caught by", "suite")
 
 
 def revision() -> str:
@@ -30,26 +24,32 @@ def revision() -> str:
     return git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
 
 
-def markdown(outcomes: Sequence[Outcome], tried: str, seconds: float) -> str:
-    """The page; `tried` is the revision."""
-    about = f"Python {platform.python_version()}, torch {version('torch')}, Triton {version('triton')}"
-    verdicts = [outcome.verdict.value for outcome in outcomes]
-    counted = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
-    lines = [_HEAD, f"Revision {tried}, {about}: {counted} of {len(outcomes)}, in {seconds:.0f} s.", ""]
-    area = ""
+def table(outcomes: Sequence[Outcome], tried: str, seconds: float) -> Table:
+    """Return the full table, a row per mutant; `tried` is the revision."""
+    header = {
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("torch", "triton")},
+        "revision": tried,
+        "seconds": f"{seconds:.0f}",
+    }
+    rows = []
     for outcome in outcomes:
         mutant = outcome.mutant
-        if mutant.file.partition("/")[0] != area:
-            area = mutant.file.partition("/")[0]
-            lines += [f"## {area}/", "", "| file | what it breaks | caught by |", "|---|---|---|"]
-        compiled = " (compiled)" if mutant.suite is Suite.COMPILE else ""
-        caught = f"`{_escaped(outcome.said)}`{compiled}" if outcome.said else ""
-        lines.append(
-            f"| {mutant.file.partition('/')[2]} | {_escaped(mutant.breaks)} | "
-            f"{'' if outcome.caught else outcome.verdict.value + ': '}{caught} |"
-        )
-    return "\n".join(lines) + "\n"
+        values = (mutant.file, mutant.breaks, outcome.verdict.value, outcome.said, mutant.suite.value)
+        rows.append(dict(zip(_COLUMNS, (" ".join(value.split()) for value in values), strict=True)))
+    return Table(header, _COLUMNS, rows)
 
 
-def _escaped(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+def summary(table: Table) -> str:
+    """Return the section of the page: how many mutants of each folder are caught, and those that are not."""
+    folders: dict[str, list[bool]] = {}
+    for row in table.rows:
+        folders.setdefault(row["file"].partition("/")[0], []).append(row["verdict"] == Verdict.CAUGHT.value)
+    missed = [row for row in table.rows if row["verdict"] != Verdict.CAUGHT.value]
+    parts = [
+        table.where,
+        f"**{len(table.rows) - len(missed)} of {len(table.rows)} are caught.**",
+        markdown(("edits in", "caught", "of"), [(f"`{name}/`", sum(of), len(of)) for name, of in folders.items()]),
+    ]
+    parts += [f"- {row['verdict']}: `{row['file']}`, {row['breaks']}: {row['caught by']}" for row in missed]
+    return "\n\n".join(parts)

@@ -8,15 +8,17 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from tabulate import tabulate
 
-from .cells import ARCH, every
+from ..evidence import Table, add_option, markdown, record
+from .cells import every
 from .log import Log, read
 
 TOOLS = {
@@ -105,13 +107,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         began = time.monotonic()
         logs = runs.all(tool, (sanitizer, "--tool", tool, "--print-limit", "100000"))
         outcomes.append(Outcome(tool, logs, time.monotonic() - began))
-    print(_table(outcomes, "simple"))
+    print(_table(outcomes))
     for outcome in outcomes:
         for line in outcome.found:
             print(f"{outcome.tool}: {line}")
-    if options.markdown is not None:
-        options.markdown.parent.mkdir(parents=True, exist_ok=True)
-        options.markdown.write_text(markdown(outcomes, _header(sanitizer, options.revision)))
+    if options.record is not None:
+        record(options.record, "sanitizer", table(outcomes, _header(sanitizer, options.revision)), summary)
     return 0 if all(outcome.clean for outcome in outcomes) else 1
 
 
@@ -175,45 +176,46 @@ def _header(sanitizer: str, revision: str | None) -> dict[str, str]:
     return {**header, "compute-sanitizer": version.removeprefix("Version ")}
 
 
-def _table(outcomes: Sequence[Outcome], style: str) -> str:
+def _table(outcomes: Sequence[Outcome]) -> str:
+    return tabulate([(outcome.tool, *_counts(outcome)) for outcome in outcomes], ("tool", *_COUNTS))
+
+
+def _counts(outcome: Outcome) -> tuple[str, ...]:
+    counts = (outcome.made, len(outcome.found), outcome.others, f"{outcome.seconds:.0f}")
+    return (*map(str, counts), "clean" if outcome.clean else "not clean")
+
+
+# Reports of kernels that are not normforge's, torch's copies for example, are counted and are no errors.
+_COUNTS = ("calls", "errors", "of other kernels", "seconds", "verdict")
+
+
+def table(outcomes: Sequence[Outcome], header: Mapping[str, str]) -> Table:
+    """Return the full table: a row per call, with the errors that each tool found; the tools' counts in the header."""
+    found = {
+        outcome.tool: Counter(report.cell for log in outcome.logs for report in log.errors) for outcome in outcomes
+    }
+    made = {outcome.tool: {cell for log in outcome.logs for cell in log.cells} for outcome in outcomes}
     rows = [
-        (o.tool, o.made, len(o.found), o.others, f"{o.seconds:.0f}", "clean" if o.clean else "not clean")
-        for o in outcomes
+        {"call": cell.name} | {tool: str(found[tool][cell.name]) if cell.name in made[tool] else "" for tool in found}
+        for cell in every()
     ]
-    return tabulate(rows, ("tool", "calls", "errors", "of other kernels", "s", ""), style)
+    counts = {outcome.tool: ", ".join(_counts(outcome)) for outcome in outcomes}
+    return Table({**header, **counts}, ("call", *found), rows)
 
 
-def markdown(outcomes: Sequence[Outcome], header: Mapping[str, str]) -> str:
-    """The document."""
-    tools = tabulate([(tool, TOOLS[tool]) for tool in TOOLS], ("tool", "looks for"), "github")
-    names = "\n".join(f"- `{cell.name}`" for cell in every())
-    found = [f"- {outcome.tool}: {line}" for outcome in outcomes for line in outcome.found]
-    parts = (
-        "# Sanitizer",
-        "Read this to know what NVIDIA's compute-sanitizer says of every kernel of the committed table, and of "
-        "kernels beside it: dropout, modulation, gates and GroupNorm. `make sanitize` runs it and writes this file.",
-        "Run on " + ", ".join(f"{name} {value}" for name, value in header.items()) + ".",
-        _table(outcomes, "github"),
-        *(["## What was found", "\n".join(found)] if found else []),
-        "## What is looked for",
-        tools,
-        "racecheck knows shared memory alone: that programs which share a row see what the others left in global "
-        "memory is for tests of results. torch's allocator keeps no memory (`PYTORCH_NO_CUDA_MEMORY_CACHING=1`), so "
-        "that each tensor is an allocation of its own, exactly as long as it is. Reports of kernels that are not "
-        "normforge's, torch's copies say, are counted beside and are no errors here; they are not kept from the "
-        "tools, because initcheck has to see what they write. What else a tool reports is an error. Calls of CUDA's "
-        "API that fail are left out: torch asks drivers for what they may not have, and a launch of ours that fails "
-        "raises, and is an error.",
-        "## What is called",
-        f"The calls are made from the table of `{ARCH}`: a short row for each kernel text, each kernel with each type "
-        "of x, and each class of tiles (for few rows or many, on their way to shared memory, kept, several programs a "
-        "multiprocessor). Rows of odd lengths, strides and starts follow, and heads of packed tensors, in place too, "
-        "whose last element is the last of its allocation. Calls named `layer_…`, `rms_…` and `group_…` are "
-        "those of the functional API with their gradients, of each pipeline that its kernels have without a table of "
-        "tiles.",
-        names,
-    )
-    return "\n\n".join(parts) + "\n"
+def summary(table: Table) -> str:
+    """Return the section of the page: a row per tool, and the calls with errors."""
+    tools = [tool for tool in table.columns if tool != "call"]
+    header = {name: value for name, value in table.header.items() if name not in tools}
+    lines = [(tool, TOOLS[tool], *table.header[tool].split(", ")) for tool in tools]
+    parts = [replace(table, header=header).where, markdown(("tool", "looks for", *_COUNTS), lines)]
+    parts += [
+        f"- {tool}: `{row['call']}`, {f'{row[tool]} errors' if row[tool] else 'not called'}"
+        for tool in tools
+        for row in table.rows
+        if row[tool] != "0"
+    ]
+    return "\n\n".join(parts)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -224,8 +226,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tool", action="append", choices=TOOLS, help="only this one; may be given again")
     parser.add_argument("--jobs", type=int, default=8, help="processes, which share the GPU (default 8)")
     parser.add_argument("--log", type=Path, metavar="FOLDER", help="keep there what each process printed")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the document there, docs/sanitizer.md say")
-    parser.add_argument("--revision", help="what the document calls this revision (default: git's)")
+    add_option(parser)
+    parser.add_argument("--revision", help="what the table calls this revision (default: git's)")
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     return parser
 

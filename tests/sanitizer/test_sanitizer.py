@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.sanitizer.__main__ import main
+from benchmarks.pages import markers, section
+from tests.evidence import EVIDENCE, load
+from tests.sanitizer.__main__ import main, summary
 from tests.sanitizer.cells import every
 from tests.sanitizer.log import read
 
@@ -120,13 +123,18 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repository: Path) -> P
 
 
 def test_clean_is_0_and_writes_the_document(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    document = fake / "docs" / "sanitizer.md"
+    page = fake / EVIDENCE
+    page.parent.mkdir(parents=True)
+    page.write_text("\n".join(markers("sanitizer")))
     options = ["--device", "cpu", "--jobs", "1", "--tool", "memcheck", "--revision", "abc"]
-    assert main([*options, "--markdown", str(document), "--log", str(fake / "log")]) == 0
+    assert main([*options, "--record", str(fake), "--log", str(fake / "log")]) == 0
     assert "clean" in capsys.readouterr().out
-    written = document.read_text()
+    table, written = load(fake, "sanitizer"), section(page, "sanitizer")
+    assert written == summary(table)
     assert "revision abc, compute-sanitizer 2025.3.1" in written
-    assert all(cell.name in written for cell in every())
+    assert re.search(rf"^\| memcheck \|.*\| {len(every())} \| 0 \| 0 \| \d+ \| clean \|$", written, re.MULTILINE)
+    assert [row["call"] for row in table.rows] == [cell.name for cell in every()]
+    assert {row["memcheck"] for row in table.rows} == {"0"}
     assert {path.name for path in (fake / "log").iterdir()} == {"plain_1.log", "memcheck_1.log"}
 
 
@@ -134,7 +142,15 @@ def test_an_error_is_1_and_is_told(
     fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FAKE_FINDS", "memcheck")
-    assert main(["--device", "cpu", "--jobs", "1", "--tool", "memcheck", "--tool", "racecheck"]) == 1
+    page = fake / EVIDENCE
+    page.parent.mkdir(parents=True)
+    page.write_text("\n".join(markers("sanitizer")))
+    options = ["--device", "cpu", "--jobs", "1", "--tool", "memcheck", "--tool", "racecheck"]
+    assert main([*options, "--record", str(fake)]) == 1
+    written = section(page, "sanitizer")
+    assert "not clean" in written
+    assert f"- memcheck: `{every()[-1].name}`, 1 errors" in written
+    assert "- racecheck" not in written
     told = capsys.readouterr().out
     assert "memcheck: " in told
     assert "ln_fwd_bf16_window+0x5c0 in primitives.py:564" in told

@@ -6,7 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+
+from ..evidence import add_option, record
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="how long, compilation aside (default: 10)")
     parser.add_argument("--seed", type=int, help="of kinds and calls (default: of the clock; it is printed)")
     parser.add_argument("--device", help="cuda:0, say (default: the current GPU, or the interpreter without one)")
-    parser.add_argument("--markdown", type=Path, help="a file to write the tables to")
+    add_option(parser)
     parser.add_argument("--revision", help="what the tables state; default: git's")
     options = parser.parse_args(argv)
 
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from normforge.tools.machine import Machine
 
     from ..properties import seed as seeds
-    from .report import report
+    from .report import report, summary, table
     from .soak import soak
 
     seed = seeds.fresh() if options.seed is None else options.seed
@@ -49,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = Machine(device, name, interpreted=device.type == "cpu")
     header = {**describe(machine, (), options.revision), "seed": str(seed)}
     print(report(result, header))
-    if options.markdown:
-        options.markdown.write_text(report(result, header, markdown=True))
+    if options.record:
+        record(options.record, "soak", table(result, header), summary)
     return 0 if result.ok else 1
 
 

@@ -1,11 +1,13 @@
-"""A soak's result as tables: for a terminal, and as Markdown."""
+"""The result of a soak: for a terminal, as CSV, and as a summary."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from tabulate import tabulate
 
+from ..evidence import Table, markdown
 from .soak import Result
 
 _COUNTS = (
@@ -19,20 +21,49 @@ _COUNTS = (
 )
 
 
-def report(result: Result, header: Mapping[str, str], *, markdown: bool = False) -> str:
-    """The tables; failures, if there are any, after them."""
-    style = "github" if markdown else "simple"
-    counts = [(name, f"{result.done[name]:,}") for name in _COUNTS]
-    counts += [("kinds of calls", str(result.kinds)), ("failures", str(len(result.failures)))]
+def report(result: Result, header: Mapping[str, str]) -> str:
+    """Return the tables for a terminal; failures, if there are any, after them."""
+    columns = ("left", *["right"] * 4, "left")
     parts = [
-        ", ".join(f"{name} {value}" for name, value in header.items()) + f", {result.seconds / 60:.1f} minutes.",
-        tabulate(counts, ("", "how many"), tablefmt=style, colalign=("left", "right"), disable_numparse=True),
-        tabulate(
-            _held(result), _HELD, tablefmt=style, colalign=("left", *["right"] * 4, "left"), disable_numparse=True
-        ),
+        ", ".join(f"{name} {value}" for name, value in header.items()) + f", {_minutes(result)} minutes.",
+        tabulate(_counts(result).items(), ("", "how many"), colalign=("left", "right"), disable_numparse=True),
+        tabulate(_held(result), _HELD, colalign=columns, disable_numparse=True),
+        *result.failures,
     ]
-    parts += [f"```text\n{failure}\n```" if markdown else failure for failure in result.failures]
     return "\n\n".join(parts) + "\n"
+
+
+def table(result: Result, header: Mapping[str, str]) -> Table:
+    """Return the full table: a row per quantity that is held; the counts of calls in the header."""
+    rows = [dict(zip(_HELD, row, strict=True)) for row in _held(result)]
+    return Table({**header, "minutes": _minutes(result), **_counts(result)}, _HELD, rows)
+
+
+def summary(table: Table) -> str:
+    """Return the section of the page: the counts of calls, and a row per quantity that is held."""
+    counts = {name: value for name, value in table.header.items() if name in (*_COUNTS, _KINDS, _FAILURES)}
+    header = {name: value for name, value in table.header.items() if name not in counts}
+    grown = [row["held"] for row in table.rows if row["verdict"] == "GREW"]
+    failures = int(counts[_FAILURES])
+    parts = [
+        replace(table, header=header).where,
+        f"**{f'{failures} calls were' if failures else 'No call was'} wrong, and {', '.join(grown) or 'nothing'} "
+        f"grew**: {', '.join(f'{value} {name}' for name, value in counts.items())}.",
+        markdown(_HELD, [[row[name] for name in _HELD] for row in table.rows]),
+    ]
+    return "\n\n".join(parts)
+
+
+_KINDS, _FAILURES = "kinds of calls", "failures"
+
+
+def _counts(result: Result) -> dict[str, str]:
+    counts = {name: f"{result.done[name]:,}" for name in _COUNTS}
+    return {**counts, _KINDS: str(result.kinds), _FAILURES: str(len(result.failures))}
+
+
+def _minutes(result: Result) -> str:
+    return f"{result.seconds / 60:.1f}"
 
 
 _HELD = ("held", "at start", "after warm-up", "at end", "slope per 1000 calls", "verdict")

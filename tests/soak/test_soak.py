@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.pages import markers, section
+
+from ..evidence import EVIDENCE, load
 from ..properties.problems import MadeCall
 from ..thorough import THOROUGH
 from .__main__ import main
 from .measure import Held, growths
+from .report import summary
 from .soak import soak
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,12 +27,16 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_short_soak_finds_nothing_wrong_and_says_what_it_did(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "soak.md"
-    status = main(["--minutes", "0.2", "--seed", "0", "--device", "cpu", "--markdown", str(path), "--revision", "none"])
+    page = tmp_path / EVIDENCE
+    page.parent.mkdir(parents=True)
+    page.write_text("\n".join(markers("soak")))
+    options = ["--minutes", "0.2", "--seed", "0", "--device", "cpu", "--revision", "none"]
+    status = main([*options, "--record", str(tmp_path)])
     said = capsys.readouterr().out
     assert status == 0, said
     assert "forward calls" in said
-    assert "seed 0" in path.read_text()
+    assert "seed 0" in page.read_text()
+    assert section(page, "soak") == summary(load(tmp_path, "soak"))
 
 
 @THOROUGH

@@ -1,0 +1,79 @@
+"""Files that a long command writes: the full table as CSV, and a summary of the table in a page of docs/.
+
+Imports nothing beyond Python, because `tests.matrix` runs before there is an environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.pages import put_into
+
+TABLES = Path("benchmarks/results/evidence")
+EVIDENCE = Path("docs/reference/evidence.md")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of what a command found, as text.
+
+    Attributes:
+        header: device, versions, revision, and other facts that hold for all rows.
+        columns: the names of the columns.
+        rows: the rows.
+    """
+
+    header: Mapping[str, str]
+    columns: Sequence[str]
+    rows: Sequence[Mapping[str, str]]
+
+    @property
+    def where(self) -> str:
+        """A sentence that names the device, the versions and the revision."""
+        return f"Run on {', '.join(f'{name} {value}' for name, value in self.header.items())}."
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """Add --record to a command."""
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FOLDER",
+        help=f"a checkout, '.' say: write the table to its {TABLES}/ and the summary into its page of docs/",
+    )
+
+
+def record(folder: Path, what: str, table: Table, summary: Callable[[Table], str], page: Path = EVIDENCE) -> None:
+    """Write a table to `<what>.csv`, and its summary between the page's markers of the same name.
+
+    Raises:
+        UsageError: the page lacks the markers.
+    """
+    put_into(folder / page, summary(table), what)
+    text = io.StringIO()
+    text.writelines(f"# {name}: {value}\n" for name, value in table.header.items())
+    writer = csv.DictWriter(text, table.columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table.rows)
+    (folder / TABLES).mkdir(parents=True, exist_ok=True)
+    (folder / TABLES / f"{what}.csv").write_text(text.getvalue())
+
+
+def load(folder: Path, what: str) -> Table:
+    """Read the table that `record` wrote."""
+    lines = (folder / TABLES / f"{what}.csv").read_text().splitlines()
+    header = [line[2:].partition(": ") for line in lines if line.startswith("# ")]
+    reader = csv.DictReader(line for line in lines if not line.startswith("# "))
+    rows = list(reader)
+    return Table({name: value for name, _, value in header}, list(reader.fieldnames or ()), rows)
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a small table of a page."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
