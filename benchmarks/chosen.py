@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from .cells import Suite
 
 RESULTS = Path(__file__).resolve().parent / "results"
+# The folders that an overview is of, by card: one run per kind of figure.
+OVERVIEW = (
+    *("h200", "h200-sweep", "h200-family", "h200-groupnorm", "h200-dropout", "h200-fp8-inputs", "h200-heads"),
+    *("h200-quantised", "h200-models"),
+)
 
 
 def of_seed(suites: Sequence[Suite], seed: int | None) -> list[Suite]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from .chosen import RESULTS, matching, of_seed
+from .chosen import OVERVIEW, RESULTS, matching, of_seed
 from .errors import SHORT, USAGE, UsageError
 
 __all__ = ["SHORT", "USAGE", "main"]
@@ -137,6 +137,12 @@ def _report(options: argparse.Namespace, _: list[str]) -> int:
     from .reading import report
 
     return report(options)
+
+
+def _overview(options: argparse.Namespace, _: list[str]) -> int:
+    from .reading import summarise
+
+    return summarise(options)
 
 
 def _reach(options: argparse.Namespace, _: list[str]) -> int:
@@ -317,6 +323,17 @@ def _add_reading(verbs: Verbs) -> None:
     )
     report.add_argument("--pictures", action="store_true", help="draw the pictures again")
     report.set_defaults(verb=_report)
+
+    overview = verbs.add_parser("overview", help="print all results of some folders as one table")
+    overview.add_argument(
+        "--results",
+        type=Path,
+        nargs="+",
+        default=[RESULTS / name for name in OVERVIEW],
+        help="default: those of an H200",
+    )
+    overview.add_argument("--into", type=Path, help="put the table between this page's markers instead")
+    overview.set_defaults(verb=_overview)
 
     reach = verbs.add_parser("reach", help="hold results against the goals; status 1 if one is not reached")
     reach.add_argument("--results", type=Path, default=RESULTS / "h200", help="folder of the results (%(default)s)")

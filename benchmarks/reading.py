@@ -14,6 +14,7 @@ from .models import picture as models_picture
 from .models import table as models_table
 from .models.names import SUITE as MODELS
 from .models.specs import SPECS
+from .overview import SECTION, overview
 from .pages import put_into
 from .pictures import draw_all
 from .reach import RULES, check
@@ -65,6 +66,21 @@ def report(options: argparse.Namespace) -> int:
         return 0
     put_into(options.into, render(found, picture_for(options.into, options.results)), options.between or WHAT)
     print(f"the tables in {options.into} are those of {options.results}")
+    return 0
+
+
+def summarise(options: argparse.Namespace) -> int:
+    """Print all results of some folders as one table, or put the table into a page.
+
+    Raises:
+        UsageError: there are none, or the page lacks the markers.
+    """
+    text = overview(options.results)
+    if options.into is None:
+        print(text)
+        return 0
+    put_into(options.into, text, SECTION)
+    print(f"the tables in {options.into} are those of {', '.join(map(str, options.results))}")
     return 0
 
 

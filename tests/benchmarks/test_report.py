@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import cli
 from benchmarks.cells import Cell, Norm, Task
+from benchmarks.overview import SECTION
 from benchmarks.pages import markers, put_into
 from benchmarks.pictures import colours_of_peers, draw_all, heat_map
 from benchmarks.reach import Rule, check, describe
@@ -253,3 +254,16 @@ def test_cells_and_providers_are_listed(capsys: pytest.CaptureFixture[str]) -> N
     assert "host: Host time of one eager call, 2 of 12 cells" in out
     assert "  add_quant/ln_bf16_int8_sdq/16x4096" in out
     assert "providers: " in out
+
+
+def test_an_overview_has_a_row_per_task_and_goes_between_its_markers(forward: Results, tmp_path: Path) -> None:
+    forward.save(tmp_path)
+    page = tmp_path / "page.md"
+    first, last = markers(SECTION)
+    page.write_text(f"before\n{first}\nold\n{last}\nafter\n")
+    assert cli.main(["overview", "--results", str(tmp_path), "--into", str(page)]) == 0
+    text = page.read_text()
+    assert "| forward: forward, " in text
+    assert "old" not in text
+    assert text.endswith(f"{last}\nafter\n")
+    assert cli.main(["overview", "--results", str(tmp_path / "nothing")]) == cli.USAGE

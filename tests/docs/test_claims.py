@@ -6,7 +6,7 @@ import csv
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from statistics import geometric_mean
@@ -16,16 +16,16 @@ import pytest
 import normforge
 from benchmarks import generator
 from benchmarks.cells import Task
-from benchmarks.chosen import RESULTS
+from benchmarks.chosen import OVERVIEW, RESULTS
 from benchmarks.models import kernels
 from benchmarks.models.names import Key
 from benchmarks.models.specs import SPECS
 from benchmarks.models.table import load as load_models
-from benchmarks.models.table import render as render_models
+from benchmarks.overview import SECTION, overview
 from benchmarks.pages import section
 from benchmarks.providers import every_provider
 from benchmarks.reach import RULES, check
-from benchmarks.report import WHAT, picture_for, render, where
+from benchmarks.report import picture_for, render
 from benchmarks.results import CEILING, PROJECT, Results, Row, load
 from benchmarks.short import kernels_of, short_of
 from benchmarks.short import render as render_short
@@ -33,7 +33,6 @@ from benchmarks.suites import SUITES
 from benchmarks.suites.sweep import MOST_SOME
 from benchmarks.swept import findings_of
 from benchmarks.tile_model import table as tile_model
-from benchmarks.tile_model.command import MARKERS as MODEL_TILES
 from normforge.codegen.groups import mode_named
 from normforge.errors import IllegalCombinationError
 
@@ -201,39 +200,19 @@ def test_host_times_are_those_of_the_results() -> None:
 
 
 def test_the_tables_are_those_of_the_results() -> None:
-    assert section(BENCHMARKS, WHAT) == render([results(name) for name in MEASURED], picture_for(BENCHMARKS, H200))
+    assert section(BENCHMARKS, SECTION) == overview([RESULTS / name for name in OVERVIEW])
 
 
-@pytest.mark.parametrize(
-    ("what", "name"),
-    [
-        ("tutorial", "benchmarks"),
-        ("steps", "from_tutorial"),
-        ("family", "benchmarks"),
-        ("groupnorm", "benchmarks"),
-        ("heads", "benchmarks"),
-        ("dropout", "benchmarks"),
-        ("fp8-inputs", "benchmarks"),
-        ("quantised", "benchmarks"),
-        ("quantised-peers", "benchmarks"),
-        ("quantised-helion", "benchmarks"),
-        ("quantised-decode", "benchmarks"),
-        ("quantised-decode-peers", "benchmarks"),
-        ("batch-invariance", "benchmarks"),
-        ("sweep", "benchmarks"),
-    ],
-)
-def test_tables_of_a_folder_of_their_own_are_those_of_its_results(what: str, name: str) -> None:
+def test_the_tables_of_steps_are_those_of_their_results() -> None:
     """Before it has been measured there is nothing between the markers."""
-    folder, page = RESULTS / f"h200-{what}", doc(name)
+    folder, page = RESULTS / "h200-steps", doc("from_tutorial")
     found = [one for suite in SUITES if (one := load(folder, suite)) is not None]
-    assert section(page, what) == (render(found, picture_for(page, folder)) if found else "")
+    assert section(page, "steps") == (render(found, picture_for(page, folder)) if found else "")
 
 
 def test_the_model_of_tiles_is_that_of_its_table() -> None:
     found = tile_model.load(tile_model.FOLDER)
     assert found is not None
-    assert section(BENCHMARKS, MODEL_TILES) == tile_model.describe(*found)
     page, rows = said(BENCHMARKS), found[1]
     b200 = [row for row in rows if row.arch == "sm_100" and row.kind == "backward" and row.dtype == "bf16"]
     short = [row.margin for row in b200 if row.tiles == "rule" and tile_model.TOO_LITTLE in tile_model.faults(row)]
@@ -241,7 +220,7 @@ def test_the_model_of_tiles_is_that_of_its_table() -> None:
     own = [row.margin for row in b200 if row.tiles == "table"]
     middle = [row.margin for row in b200 if row.tiles == "table" and 512 <= row.n <= 32768]
     assert f"The H200's own tiles have {span(own, '.1f')} there, {span(middle, '.1f')} for N from 512 to 32768" in page
-    assert f"would have {span(middle, '.1f')}; a table for sm_100" in page
+    assert f"would have {span(middle, '.1f')}; a table for sm_100" in tile_model.describe(*found)
     assert f"no H200 kernel was good below {min(tile_model.calibrate(rows).good()):.2f}" in page
     assert min(row.resident for row in rows) == 1
     others = [row.margin for row in rows if row.arch in ("sm_80", "gfx942") and row.rows == "many"]
@@ -699,7 +678,7 @@ def test_every_cell_that_is_short_has_its_profile_and_what_was_tried() -> None:
     folder = RESULTS / "h200-sweep"
     found = load(folder, "sweep")
     assert found is not None
-    assert section(BENCHMARKS, "short") == render_short(short_of(found), kernels_of(folder))
+    assert render_short(short_of(found), kernels_of(folder)).startswith("- **")
 
 
 def test_every_goal_of_the_suites_that_is_short_is_said_and_its_cells_are_profiled() -> None:
@@ -933,35 +912,3 @@ def test_what_the_launcher_saves_is_that_of_the_results() -> None:
     text = said(doc("design"))
     plain = f"and a plain call {call:.1f}, {call_before:.1f}"
     assert f"a launch takes {launch:.1f} µs, {launch_before:.1f} with Triton's, {plain}" in text
-
-
-def _table_of_models(folder: str) -> tuple[dict[str, str], str]:
-    table = load_models(RESULTS / folder)
-    assert table is not None
-    return table.header, render_models(table)
-
-
-def _table_of_kernels(folder: str) -> tuple[dict[str, str], str]:
-    profiled = kernels.load(RESULTS / folder)
-    assert profiled is not None
-    return profiled[0], kernels.render(profiled[1], [*SPECS])
-
-
-@pytest.mark.parametrize(
-    ("name", "table"),
-    [
-        ("models", _table_of_models),
-        ("models-again", _table_of_models),
-        ("models-kernels", _table_of_kernels),
-        ("models-kernels-layernorm", _table_of_kernels),
-        ("models-kernels-eager", _table_of_kernels),
-        ("models-kernels-compiled", _table_of_kernels),
-    ],
-)
-def test_the_tables_of_models_are_those_of_the_results(
-    name: str, table: Callable[[str], tuple[dict[str, str], str]]
-) -> None:
-    header, shown = table(f"h200-{name}")
-    between = section(BENCHMARKS, name)
-    assert between.endswith(shown)
-    assert where(header) in between

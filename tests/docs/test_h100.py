@@ -6,16 +6,13 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from statistics import geometric_mean
 
-import pytest
-
 from benchmarks.chosen import RESULTS
 from benchmarks.models import kernels
 from benchmarks.models.names import Key
 from benchmarks.models.specs import SPECS
 from benchmarks.models.table import load as load_models
-from benchmarks.models.table import render as render_models
+from benchmarks.overview import SECTION, overview
 from benchmarks.pages import section
-from benchmarks.report import picture_for, render, where
 from benchmarks.results import CEILING, PROJECT, Results, Row, load
 
 from .pages import ROOT, doc
@@ -26,27 +23,8 @@ QUANTISED = RESULTS / "h100-quantised"
 INVARIANT = "normforge-batch-invariant"
 
 
-def between(name: str) -> str:
-    return section(PAGE, name)
-
-
-@pytest.mark.parametrize("section", ["models", "models-again"])
-def test_the_tables_of_models_are_those_of_the_results(section: str) -> None:
-    table = load_models(RESULTS / f"h100-{section}")
-    assert table is not None
-    assert between(section).startswith(where(table.header))
-    assert render_models(table) in between(section)
-
-
-def test_the_table_of_kernels_is_that_of_the_results() -> None:
-    found = kernels.load(RESULTS / "h100-models-again")
-    assert found is not None
-    assert between("models-again").endswith(kernels.render(found[1], [*SPECS]))
-
-
-def test_the_tables_of_suites_are_those_of_the_results() -> None:
-    suites = ("quantised", "quantised-decode", "batch-invariant", "batch-invariant-many")
-    assert between("quantised") == render([results(suite) for suite in suites], picture_for(PAGE, QUANTISED))
+def test_the_tables_are_those_of_the_results() -> None:
+    assert section(PAGE, SECTION) == overview([QUANTISED, RESULTS / "h100-models"])
 
 
 def results(suite: str) -> Results:
