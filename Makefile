@@ -26,13 +26,14 @@ VENV := .venv$(if $(filter file,$(origin PYTHON)),,-$(subst /,_,$(PYTHON)))$(if 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CLIENTS := $(VENV)/.ready-clients
+DOCS := $(VENV)/.ready-docs
 LINKS := $(VENV)/links
 
 # One sentence where there is no GPU; $(1) is what needs none.
 needs_gpu = $(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make $@ needs a GPU, and torch finds none here; what runs without one: $(1)")'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu test-clients accuracy sanitize mutants matrix venv bench lint format generate check clean
+.PHONY: help demo test test-all test-gpu test-clients accuracy sanitize mutants matrix venv bench lint format generate check docs clean
 
 help:
 	@echo "make demo          run a handful of modes and compare them with PyTorch"
@@ -49,6 +50,7 @@ help:
 	@echo "make format        format the sources"
 	@echo "make generate      regenerate generated/ from instances.yaml"
 	@echo "make check         fail if generated/ is not what instances.yaml says"
+	@echo "make docs          build the documentation site into site/, which fails at a broken link"
 	@echo "make clean         remove the virtual environments and caches"
 
 demo: $(READY)
@@ -94,12 +96,15 @@ bench: $(READY)
 	@$(call needs_gpu,make demo)
 	env -u TRITON_INTERPRET $(BIN)/python -m benchmarks run $(BENCH)
 
-# mypy reads folders, not setuptools' package-dir; the links lay them out as they are installed.
-lint: $(READY)
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+# mypy and mkdocs read folders, not setuptools' package-dir; the links lay them out as they are installed.
+.PHONY: links
+links: $(READY)
 	@rm -rf $(LINKS) && mkdir -p $(LINKS)/normforge
 	@ln -s $(CURDIR)/runtime/* $(CURDIR)/codegen $(CURDIR)/tools $(LINKS)/normforge/
+
+lint: $(READY) links
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
 	MYPYPATH=$(LINKS) $(BIN)/mypy generate.py benchmarks examples tests $(LINKS)/normforge
 
 format: $(READY)
@@ -109,11 +114,14 @@ format: $(READY)
 generate: $(READY)
 	$(BIN)/python generate.py
 
+docs: $(DOCS) links
+	DOCS_PACKAGES=$(LINKS) $(BIN)/mkdocs build --strict --quiet
+
 check: $(READY)
 	$(BIN)/python generate.py --check
 
 clean:
-	rm -rf .venv* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv* build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # --no-deps at the end: torch's CUDA build asks for one exact Triton, and this target is for the others.
 $(READY): pyproject.toml constraints.txt
@@ -128,4 +136,8 @@ $(READY): pyproject.toml constraints.txt
 $(CLIENTS): $(READY)
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[test,clients]'
 	$(if $(TRITON),$(BIN)/python -m pip install -q --no-deps triton==$(TRITON))
+	@touch $@
+
+$(DOCS): $(READY)
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[docs]'
 	@touch $@

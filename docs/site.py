@@ -1,0 +1,80 @@
+"""Prepare the repository's Markdown for the documentation site: a hook of MkDocs, which `mkdocs.yml` names.
+
+Pages are written for a reader of the repository. They link to files outside docs/, and write formulas as GitHub does.
+The hook adds README.md, CONTRIBUTING.md and CHANGELOG.md as pages, copies each linked file into the site, and turns
+formulas into MathML.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+from latex2mathml.converter import convert
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parent.parent
+# Where the site has a page of the root.
+ROOT_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+# Where the site has any other file of the repository.
+COPIED = "repository"
+
+_FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+_FORMULA = re.compile(r"\$`([^`]+)`\$")
+_LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the root's pages, and every file outside docs/ that a page links to."""
+    for name, page in ROOT_PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / name).read_text()))
+    for page in [*files.documentation_pages()]:
+        for _, path, _ in _LINK.findall(page.content_string):
+            target = _target(path, page.src_uri)
+            if target is not None and not target.startswith("docs/") and target not in ROOT_PAGES:
+                copy = f"{COPIED}/{target}"
+                if (ROOT / target).is_file() and files.get_file_from_path(copy) is None:
+                    files.append(File.generated(config, copy, abs_src_path=str(ROOT / target)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lead links to where the site has their files, and convert formulas."""
+    source = page.file.src_uri
+    parts, end = [], 0
+    for fence in _FENCED.finditer(markdown):
+        parts += [_prose(markdown[end : fence.start()], source), _fence(fence)]
+        end = fence.end()
+    return "".join([*parts, _prose(markdown[end:], source)])
+
+
+def _prose(text: str, source: str) -> str:
+    def relink(found: re.Match[str]) -> str:
+        target = _target(found[2], source)
+        if target is None:
+            return found[0]
+        if target.startswith("docs/"):
+            place = target.removeprefix("docs/")
+        else:
+            place = ROOT_PAGES.get(target, f"{COPIED}/{target}")
+        return f"{found[1]}{posixpath.relpath(place, posixpath.dirname(source) or '.')}{found[3]}"
+
+    return _LINK.sub(relink, _FORMULA.sub(lambda found: convert(found[1]), text))
+
+
+def _fence(found: re.Match[str]) -> str:
+    if found[2] != "math":
+        return found[0]
+    # A narrow screen scrolls a long formula.
+    return f'<div style="overflow-x: auto">{convert(found[3].strip(), display="block")}</div>'
+
+
+def _target(path: str, source: str) -> str | None:
+    """Return the file of the repository that a page's link leads to, or None for a link that leads elsewhere."""
+    if "://" in path or path.startswith("mailto:"):
+        return None
+    of = next((name for name, page in ROOT_PAGES.items() if page == source), f"docs/{source}")
+    return posixpath.normpath(posixpath.join(posixpath.dirname(of), path))
